@@ -1,0 +1,60 @@
+# Every target brings its own virtual environment: `make demo` works in a fresh clone.
+#
+#   PYTHON   the interpreter that creates the environment   (default: python3)
+#   VENV     where the environment lives                    (default: .venv)
+#   ARGS     further arguments for the command of a target  (default: none)
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format docs bench smoke clean
+.DELETE_ON_ERROR:
+
+help:  ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' \
+		$(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo "  PYTHON=python3.12 picks the interpreter, ARGS='...' adds arguments:"
+	@echo "  make test ARGS='tests/ops -x', make demo ARGS='--help'"
+
+install: $(STAMP)  ## create the virtual environment (the others do it too)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[examples,docs,dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small model on generated peptides (no download)
+	$(BIN)/python examples/lrgb.py --preset demo $(ARGS)
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)  ## check style and types
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+
+format: $(STAMP)  ## rewrite the sources in the project's style
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
+
+docs: $(STAMP)  ## build the documentation into docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html $(ARGS)
+
+bench: $(STAMP)  ## measure the mixing layers against their neighbours
+	$(BIN)/python benchmarks/mixing.py $(ARGS)
+
+smoke: $(STAMP)  ## run every example and benchmark for a few seconds
+	$(BIN)/python examples/lrgb.py --preset demo --smoke
+	$(BIN)/python benchmarks/mixing.py --smoke
+
+clean:  ## remove what was built, the virtual environment too
+	rm -rf $(VENV) build dist docs/_build docs/generated ./*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

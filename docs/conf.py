@@ -1,0 +1,76 @@
+"""Configuration of the documentation; it builds without a network."""
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pyg_chimera
+
+project = "pyg_chimera"
+author = "The pyg_chimera authors"
+copyright = "The pyg_chimera authors"
+version = release = pyg_chimera.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build", "_templates"]
+templates_path = ["_templates"]
+
+html_theme = "furo"
+html_title = f"pyg_chimera {release}"
+html_theme_options = {"navigation_with_keys": True}
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+pygments_style = "friendly"
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints = "none"  # the docstrings state types, as PyG's do
+autosummary_generate = True
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Shapes", "params_style")]
+python_maximum_signature_line_length = 80
+
+# References to names of our own must resolve (-n); without a network there is nothing
+# to resolve the names of PyTorch, PyG and Python against.
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!pyg_chimera\b).*")]
+
+#: The subpackages with a page under api/: each lists its module's `__all__`, so that
+#: a new public name is documented without a change here.
+API = [
+    "pyg_chimera.ops",
+    "pyg_chimera.ops.structure",
+    "pyg_chimera.nn",
+    "pyg_chimera.transforms",
+    "pyg_chimera.datasets",
+]
+
+
+def public_names(module_name: str) -> dict[str, list[str]]:
+    """Sorts the public names of a module by what they are."""
+    module = importlib.import_module(module_name)
+    names: dict[str, list[str]] = {"modules": [], "classes": [], "functions": []}
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.ismodule(value):
+            names["modules"].append(name)
+        elif inspect.isclass(value):
+            names["classes"].append(name)
+        else:
+            names["functions"].append(name)
+    return names
+
+
+autosummary_context = {"public": {name: public_names(name) for name in API}}

@@ -1,0 +1,608 @@
+"""The training engine that the examples share, on Lightning Fabric.
+
+It trains a model on one device, or on several when started by ``torchrun``, and
+keeps everything about a run in one folder::
+
+    metrics.csv    one row per epoch
+    metrics.json   configuration, command, versions, best epoch, its test metrics
+    curves.png     losses and metrics
+    last.pt        checkpoint to resume from (``--resume``)
+    best.pt        weights of the best validation epoch
+
+Files appear by an atomic rename, so a run may be killed at any time. Resuming
+continues bit for bit on a CPU: the order of training graphs is a function of seed
+and epoch alone, and everything else that a run depends on is in ``last.pt``.
+"""
+
+import csv
+import json
+import math
+import os
+import platform
+import random
+import shlex
+import signal
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn import Module
+from torch_geometric.loader import DataLoader
+from tqdm import tqdm
+
+_STARTED = time.monotonic()
+
+
+@dataclass
+class Options:
+    """How to train. What to train on, and which model, is up to the example."""
+
+    out: Path
+    epochs: int
+    batch_size: int  # of all processes together
+    lr: float
+    optimizer: str = "adamw"
+    weight_decay: float = 0.0
+    warmup_epochs: float = 0.0
+    clip: float = 1.0
+    seed: int = 0
+    num_workers: int = 0
+    device: str = "auto"
+    precision: str = "32-true"
+    time_limit: float | None = None  # minutes
+    resume: bool = False
+    overwrite: bool = False
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Adds what all examples understand. None means: the preset decides."""
+    group = parser.add_argument_group("training")
+    group.add_argument("--epochs", type=int)
+    group.add_argument("--batch-size", type=int, help="of all processes together")
+    group.add_argument("--lr", type=float)
+    group.add_argument("--seed", type=int, default=0)
+    group.add_argument("--num-workers", type=int, default=0, help="of the data loader")
+    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    group.add_argument("--precision", default="32-true", help="e.g. bf16-mixed")
+    group = parser.add_argument_group("run")
+    group.add_argument("--out", type=Path, help="folder of this run")
+    group.add_argument("--resume", action="store_true", help="continue from last.pt")
+    group.add_argument("--overwrite", action="store_true", help="start again in --out")
+    group.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="MINUTES",
+        help="stop at a checkpoint after this time, to be resumed",
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model's output means.
+
+    Args:
+        loss: ``(output, batch) -> scalar``, a mean over the batch.
+        collect: ``(output, batch) -> {name: tensor}``, what the metrics need, one
+            row per evaluated item, so that rows of batches can be concatenated.
+        metrics: ``{name: tensor} -> {metric: value}`` over a whole split.
+        metric: The metric by which the best validation epoch is chosen.
+        maximize: Whether more of it is better.
+    """
+
+    loss: Callable[[Any, Any], Tensor]
+    collect: Callable[[Any, Any], dict[str, Tensor]]
+    metrics: Callable[[dict[str, Tensor]], dict[str, float]]
+    metric: str
+    maximize: bool = True
+
+
+def start(options: Options) -> Fabric:
+    """Joins the processes that ``torchrun`` started, if it did, and seeds them."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if options.batch_size % world:
+        raise SystemExit(f"--batch-size must be a multiple of {world}, the processes")
+    fabric = Fabric(
+        accelerator=device,
+        devices=local,
+        num_nodes=world // local,
+        precision=options.precision,  # type: ignore[arg-type]
+        # The last layer's edge features, for one, do not reach a graph head.
+        strategy=DDPStrategy(find_unused_parameters=True) if world > 1 else "auto",
+    )
+    fabric.launch()
+    fabric.seed_everything(options.seed, verbose=False)
+    return fabric
+
+
+def count_parameters(model: Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def atomic_write(path: Path, write: Callable[[Path], Any]) -> None:
+    """Lets ``write`` fill a file beside ``path``, then renames it."""
+    part = path.with_name(path.name + ".part")
+    write(part)
+    os.replace(part, path)
+
+
+class _Batches:
+    """A batch sampler whose order is a function of seed and epoch alone."""
+
+    def __init__(self, size: int, batch_size: int, seed: int, rank: int, world: int):
+        self.size, self.batch_size, self.seed = size, batch_size, seed
+        self.rank, self.world = rank, world
+        # Also draws the base seed of the loader's workers.
+        self.generator = torch.Generator()
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, skip: int = 0) -> None:
+        """Prepares an epoch, without its first ``skip`` batches."""
+        state = np.random.SeedSequence([self.seed, epoch]).generate_state(1)
+        self.generator.manual_seed(int(state[0]))
+        order = torch.randperm(self.size, generator=self.generator)
+        # Equal shares; the few graphs that are left over change every epoch.
+        order = order[: self.size // self.world * self.world]
+        share = order[self.rank :: self.world]
+        self.batches = [b.tolist() for b in share.split(self.batch_size)][skip:]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _StopRequest:
+    """Remembers a signal, or that time is up, until the loop can act on it."""
+
+    def __init__(self, minutes: float | None):
+        self.limit = math.inf if minutes is None else 60 * minutes
+        self.signal: signal.Signals | None = None
+
+    def __enter__(self) -> "_StopRequest":
+        signals = (signal.SIGINT, signal.SIGTERM)
+        self.previous = {s: signal.signal(s, self._receive) for s in signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: object) -> None:
+        self.signal = signal.Signals(number)
+        signal.signal(number, self.previous[self.signal])  # the next one acts at once
+
+    @property
+    def reason(self) -> str | None:
+        if self.signal is not None:
+            return self.signal.name
+        return "time limit" if time.monotonic() - _STARTED > self.limit else None
+
+
+class _Interrupted(Exception):
+    """Evaluation was given up."""
+
+
+class Trainer:
+    """Trains, evaluates, logs and checkpoints one model.
+
+    Args:
+        fabric: From :func:`start`.
+        model: As ``GraphModel``, it has a method ``inputs`` that turns a batch into
+            the arguments of ``forward``; ``task`` understands its output.
+        datasets: ``train``, ``val`` and ``test``.
+        task: Loss and metrics.
+        options: How to train.
+        info: What else identifies the run; a resumed run must agree.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        model: Module,
+        datasets: dict[str, Any],
+        task: Task,
+        options: Options,
+        info: dict[str, Any],
+    ) -> None:
+        self.fabric, self.task, self.options = fabric, task, options
+        self.datasets = datasets
+        self.rank, self.world = fabric.global_rank, fabric.world_size
+        self.share = options.batch_size // self.world
+        self.batches = _Batches(
+            len(datasets["train"]), self.share, options.seed, self.rank, self.world
+        )
+        self.steps_per_epoch = len(self.batches)
+        if self.steps_per_epoch == 0:
+            raise SystemExit("There are fewer training graphs than processes")
+        parameters = count_parameters(model)
+        optimizer = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[
+            options.optimizer
+        ](model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
+        self.model, self.optimizer = fabric.setup(model, optimizer)
+        self.module = model
+        identity = asdict(options)
+        for name in (
+            *("out", "epochs", "num_workers", "device", "time_limit"),
+            *("resume", "overwrite"),
+        ):
+            identity.pop(name)  # free to change on resuming
+        config = {**info, "parameters": parameters, **identity}
+        self.config = json.loads(json.dumps(config))  # as it will be read back
+        self.history: list[dict[str, Any]] = []
+        self.best: dict[str, Any] | None = None
+        self.epoch = self.step = 0
+        self.total = torch.zeros(2, dtype=torch.double, device=fabric.device)
+        # From here on, each process draws its own dropout masks.
+        fabric.seed_everything(options.seed + self.rank, verbose=False)
+
+    def _schedule(self, step: int) -> float:
+        """Linear warm-up, then half a cosine, in steps."""
+        warmup = self.options.warmup_epochs * self.steps_per_epoch
+        total = self.options.epochs * self.steps_per_epoch
+        if step < warmup:
+            return max(step, 0.01) / warmup
+        progress = (step - warmup) / max(1, total - warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    def log(self, *lines: str) -> None:
+        if self.fabric.is_global_zero:
+            for line in lines:
+                tqdm.write(line)
+            sys.stdout.flush()
+
+    # Training and evaluation -------------------------------------------------
+
+    def fit(self) -> dict[str, Any]:
+        """Trains to the end, or until asked to stop; returns the summary."""
+        out = self.options.out
+        self._open(out)
+        reason = None
+        with _StopRequest(self.options.time_limit) as self.stop:
+            while self.epoch < self.options.epochs:
+                begin = time.monotonic()
+                reason = self._train_epoch()
+                snapshot = self._state()
+                if reason is None:
+                    try:
+                        row = self._finish_epoch(begin)
+                    except _Interrupted:
+                        reason = self.stop.reason
+                if reason is not None:
+                    self._save("last.pt", snapshot)
+                    break
+                if row["best"]:
+                    weights = {"model": self.model.state_dict(), **(self.best or {})}
+                    self._save("best.pt", weights)
+                self._save("last.pt", self._state())
+                self._write_metrics(out)
+                reason = self._agreed_reason()
+                if reason is not None:
+                    break
+        if self.epoch == self.options.epochs:
+            reason = None  # it came too late to matter
+        summary = self._write_metrics(out, reason)
+        if self.fabric.is_global_zero and self.history:
+            atomic_write(out / "curves.png", self._plot)
+        if reason is not None:
+            step = f", step {self.step}/{self.steps_per_epoch}" if self.step else ""
+            self.log(
+                f"Stopped ({reason}) in epoch {self.epoch + 1}/{self.options.epochs}"
+                f"{step}. The checkpoint {out / 'last.pt'} is complete: run the same "
+                f"command with --resume to go on from there."
+            )
+        self.fabric.barrier()
+        return summary
+
+    def _train_epoch(self) -> str | None:
+        """Trains the rest of an epoch; returns why it had to stop, if it had to."""
+        self.model.train()
+        self.batches.set_epoch(self.epoch, skip=self.step)
+        loader = DataLoader(
+            self.datasets["train"],
+            batch_sampler=self.batches,
+            num_workers=self.options.num_workers,
+            generator=self.batches.generator,
+            pin_memory=self.fabric.device.type == "cuda",
+        )
+        progress = tqdm(
+            loader,
+            desc=f"epoch {self.epoch + 1}/{self.options.epochs}",
+            initial=self.step,
+            total=self.steps_per_epoch,
+            leave=False,
+            disable=None if self.fabric.is_global_zero else True,
+        )
+        for batch in progress:
+            reason = self._agreed_reason()
+            if reason is not None:
+                progress.close()
+                return reason
+            batch = batch.to(self.fabric.device, non_blocking=True)
+            out = self.model(**self.module.inputs(batch))
+            loss = self.task.loss(out, batch)
+            if not math.isfinite(loss.item()):
+                raise FloatingPointError(
+                    f"The loss is {loss.item()} in epoch {self.epoch + 1}, step "
+                    f"{self.step + 1}; last.pt is from before"
+                )
+            self.optimizer.zero_grad()
+            self.fabric.backward(loss)
+            self.fabric.clip_gradients(
+                self.model, self.optimizer, max_norm=self.options.clip
+            )
+            self.optimizer.step()
+            self.scheduler.step()
+            self.step += 1
+            weight = batch.num_graphs
+            self.total += self.total.new_tensor([loss.item() * weight, weight])
+            progress.set_postfix(
+                loss=f"{self.total[0] / self.total[1]:.4f}", refresh=False
+            )
+        return None
+
+    def _finish_epoch(self, begin: float) -> dict[str, Any]:
+        """Validates, tests if this is the best epoch so far, and logs."""
+        last_step = (self.epoch + 1) * self.steps_per_epoch - 1
+        lr = self.options.lr * self._schedule(last_step)
+        total = self.fabric.all_reduce(self.total.clone(), reduce_op="sum")
+        row = {"epoch": self.epoch + 1, "lr": lr, "train_loss": float(total[0] / total[1])}
+        val = self.evaluate("val")
+        metric, sign = self.task.metric, 1 if self.task.maximize else -1
+        better = (
+            self.best is None
+            or sign * val[metric] > sign * self.best["val"][metric]
+            or math.isnan(self.best["val"][metric])
+        )
+        test = self.evaluate("test") if better else {}
+        if better:
+            self.best = {"epoch": self.epoch + 1, "val": val, "test": test}
+        row |= {f"val_{name}": value for name, value in val.items()}
+        row |= {f"test_{name}": value for name, value in test.items()}
+        row["best"] = int(better)
+        row["seconds"] = round(time.monotonic() - begin, 2)
+        self.history.append(row)
+        tested = f"  test {metric} {test[metric]:.4f}" if better else ""
+        self.log(
+            f"epoch {row['epoch']:>3}/{self.options.epochs}  "
+            f"loss {row['train_loss']:.4f}  val {metric} {val[metric]:.4f}{tested}  "
+            f"lr {lr:.2g}  {row['seconds']:.1f} s"
+        )
+        self.epoch, self.step = self.epoch + 1, 0
+        self.total.zero_()
+        return row
+
+    @torch.no_grad()
+    def evaluate(self, split: str) -> dict[str, float]:
+        """Loss and metrics of a split; each graph counts once on any number of
+        processes.
+        """
+        self.model.eval()
+        if self.world > 1:  # running statistics are the first process's
+            for buffer in self.module.buffers():
+                torch.distributed.broadcast(buffer, 0)
+        loader = DataLoader(
+            self.datasets[split][self.rank :: self.world],
+            batch_size=self.share,
+            num_workers=self.options.num_workers,
+        )
+        total, rows = np.zeros(2), []
+        for batch in tqdm(
+            loader,
+            desc=split,
+            leave=False,
+            disable=None if self.fabric.is_global_zero else True,
+        ):
+            if self.world == 1 and self.stop.reason is not None:
+                raise _Interrupted
+            batch = batch.to(self.fabric.device, non_blocking=True)
+            with self.fabric.autocast():
+                # Not by self.model: the shares of the processes differ in length.
+                out = self.module(**self.module.inputs(batch))
+                loss = self.task.loss(out, batch)
+            collected = self.task.collect(out, batch)
+            rows.append({name: value.cpu() for name, value in collected.items()})
+            total += np.array([loss.item() * batch.num_graphs, batch.num_graphs])
+        gathered = self._gather((total, rows))
+        total = sum(part for part, _ in gathered)
+        rows = [row for _, part in gathered for row in part]
+        values = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return {"loss": float(total[0] / total[1]), **self.task.metrics(values)}
+
+    def _gather(self, value: Any) -> list[Any]:
+        """The value of every process, on every process."""
+        if self.world == 1:
+            return [value]
+        out: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(out, value)
+        return out
+
+    def _agreed_reason(self) -> str | None:
+        """Why to stop, agreed by all processes, or one would wait for another."""
+        reason = self.stop.reason
+        if self.world == 1:
+            return reason
+        flag = torch.tensor(float(reason is not None), device=self.fabric.device)
+        if self.fabric.all_reduce(flag, reduce_op="max") == 0:
+            return None
+        return next(r for r in self._gather(reason) if r is not None)
+
+    # Checkpoints ---------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "config": self.config,
+            "epoch": self.epoch,
+            "step": self.step,
+            "total": self._gather(self.total.cpu().clone()),
+            "rng": self._gather(_random_state(self.fabric.device)),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "best": self.best,
+            "history": list(self.history),
+        }
+
+    def _save(self, name: str, state: dict[str, Any]) -> None:
+        if self.fabric.is_global_zero:
+            atomic_write(self.options.out / name, lambda path: torch.save(state, path))
+
+    def _open(self, out: Path) -> None:
+        """Starts afresh, or where the checkpoint is."""
+        last = out / "last.pt"
+        if self.options.resume:
+            if not last.is_file():
+                raise SystemExit(f"--resume: there is no checkpoint {last}")
+            self._restore(torch.load(last, "cpu", weights_only=True))
+            self.log(f"Resuming {last} after {self.epoch} epochs, {self.step} steps")
+            return
+        if last.is_file() and not self.options.overwrite:
+            raise SystemExit(
+                f"{out} holds a run: pass --resume to continue it, --overwrite to "
+                f"start again, or another --out"
+            )
+        self.fabric.barrier()  # nobody writes before everybody has looked
+        if self.fabric.is_global_zero:
+            out.mkdir(parents=True, exist_ok=True)
+            for name in ("last.pt", "best.pt", "metrics.csv", "curves.png"):
+                (out / name).unlink(missing_ok=True)
+        self._save("last.pt", self._state())
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        then, now = state["config"], self.config
+        changed = [
+            f"{name}: {then.get(name)!r} then, {now.get(name)!r} now"
+            for name in sorted({*then, *now})
+            if then.get(name) != now.get(name)
+        ]
+        if changed:
+            raise SystemExit("--resume: the run differs in " + "; ".join(changed))
+        if len(state["rng"]) != self.world:
+            if state["step"]:
+                raise SystemExit(
+                    f"--resume: the checkpoint is from within an epoch of "
+                    f"{len(state['rng'])} processes (got {self.world})"
+                )
+            self.log("The number of processes has changed: not an exact continuation")
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.best, self.history = state["best"], state["history"]
+        if self.rank < len(state["rng"]):
+            self.total.copy_(state["total"][self.rank])
+            _set_random_state(state["rng"][self.rank], self.fabric.device)
+
+    # Reports -------------------------------------------------------------------
+
+    def _write_metrics(self, out: Path, stopped: str | None = None) -> dict[str, Any]:
+        device = self.fabric.device
+        name = platform.processor() or platform.machine()
+        summary = {
+            "config": self.config,
+            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            "seed": self.options.seed,
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else name,
+            "processes": self.world,
+            "threads": torch.get_num_threads(),
+            "versions": _versions(),
+            "epochs": self.options.epochs,
+            "epochs_done": self.epoch,
+            "stopped_by": stopped,
+            "seconds": round(sum(row["seconds"] for row in self.history), 1),
+            "metric": self.task.metric,
+            "best": self.best,
+        }
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+            summary["peak_memory_mb"] = round(peak / 2**20)
+        if self.fabric.is_global_zero:
+            text = json.dumps(summary, indent=2) + "\n"
+            atomic_write(out / "metrics.json", lambda path: path.write_text(text))
+            atomic_write(out / "metrics.csv", self._write_csv)
+        return summary
+
+    def _write_csv(self, path: Path) -> None:
+        columns = dict.fromkeys(name for row in self.history for name in row)
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(self.history)
+
+    def _plot(self, path: Path) -> None:
+        # A figure without pyplot draws with Agg, whatever the user's backend is.
+        from matplotlib.figure import Figure
+
+        metric = self.task.metric
+        figure = Figure(figsize=(9, 3.5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        for axes, names in (
+            (left, ("train_loss", "val_loss")),
+            (right, (f"val_{metric}", f"test_{metric}")),
+        ):
+            for name in names:
+                rows = [row for row in self.history if name in row]
+                axes.plot(
+                    [row["epoch"] for row in rows],
+                    [row[name] for row in rows],
+                    marker="." if len(rows) < 30 else None,
+                    label=name.replace("_", " "),
+                )
+            axes.set_xlabel("epoch")
+            axes.legend()
+        left.set_ylabel("loss")
+        right.set_ylabel(metric.replace("_", " "))
+        if self.best is not None:
+            right.axvline(self.best["epoch"], color="grey", linewidth=0.5)
+        figure.savefig(path, format="png", dpi=120)
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """The state of all generators, in types that ``weights_only`` loading allows."""
+    name, keys, *rest = np.random.get_state()
+    state = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _versions() -> dict[str, str]:
+    packages: Sequence[str] = (
+        *("pyg-chimera", "torch", "torch-geometric", "lightning-fabric"),
+        *("numba", "numpy", "scikit-learn", "ogb", "rdkit"),
+    )
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

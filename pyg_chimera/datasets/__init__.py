@@ -1,0 +1,15 @@
+from .peptides import (
+    ATOM_FEATURE_SIZES,
+    BOND_FEATURE_SIZES,
+    GeneratedPeptides,
+    PeptidesFunctional,
+    long_range_labels,
+)
+
+__all__ = [
+    "ATOM_FEATURE_SIZES",
+    "BOND_FEATURE_SIZES",
+    "GeneratedPeptides",
+    "PeptidesFunctional",
+    "long_range_labels",
+]

@@ -1,0 +1,54 @@
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.inits import reset
+from torch_geometric.nn.resolver import normalization_resolver
+from torch_geometric.resolver import normalize_string
+
+from pyg_chimera.nn._routing import Route
+
+__all__ = ["Norm"]
+
+
+class Norm(torch.nn.Module):
+    """Any of PyG's norms, called alike, and defined for graphs of few or no nodes.
+
+    Args:
+        norm (str or torch.nn.Module, optional): The norm's name, or a module, which
+            is copied. :obj:`None` is the identity.
+        channels (int): Size of each input sample.
+        norm_kwargs (Dict[str, Any], optional): Arguments of a norm given by name.
+    """
+
+    def __init__(
+        self,
+        norm: str | torch.nn.Module | None,
+        channels: int,
+        norm_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(norm, str):
+            kwargs = dict(norm_kwargs or {})
+            if normalize_string(norm) in ("batch", "batchnorm"):
+                # One node has no variance; the running one stands in if it exists.
+                tracked = kwargs.get("track_running_stats", True)
+                kwargs.setdefault("allow_single_element", tracked)
+            self.norm = normalization_resolver(norm, channels, **kwargs)
+        elif norm is None or isinstance(norm, torch.nn.Module):
+            self.norm = copy.deepcopy(norm)
+        else:
+            raise TypeError(
+                "'norm' must be a name, a module or None, got "
+                f"{getattr(norm, '__name__', type(norm).__name__)!r}."
+            )
+        self._with_batch = norm is not None and Route.of(self.norm).accepts("batch")
+
+    def reset_parameters(self) -> None:
+        reset(self.norm)
+
+    def forward(self, x: Tensor, batch: Tensor | None = None) -> Tensor:
+        if self.norm is None or x.size(0) == 0:
+            return x
+        return self.norm(x, batch=batch) if self._with_batch else self.norm(x)

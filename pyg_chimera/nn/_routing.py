@@ -1,0 +1,100 @@
+"""Which arguments a module's ``forward`` takes, and how to call it with them."""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import Sequential as GraphSequential
+from torch_geometric.typing import Adj
+from torch_geometric.utils import to_dense_batch
+
+__all__ = ["Route"]
+
+
+class Route(NamedTuple):
+    """How to call a module on a graph, read off its ``forward`` once.
+
+    Args:
+        style (str): ``"graph"`` modules take ``(x, edge_index, ...)``, ``"nodes"``
+            modules ``(x, ...)``, ``"dense"`` modules padded graphs and their mask,
+            and ``"attention"`` is :class:`torch.nn.MultiheadAttention`.
+        names (tuple[str, ...]): The parameters that follow the first.
+        is_open (bool): Whether ``forward`` takes any keyword (``**kwargs``).
+    """
+
+    style: str
+    names: tuple[str, ...]
+    is_open: bool
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, *, graph: bool = False) -> "Route":
+        """Inspects :obj:`module`, which with :obj:`graph` surely takes edges."""
+        module = getattr(module, "_orig_mod", module)  # What `torch.compile` wraps.
+        parameters = inspect.signature(module.forward).parameters.values()
+        is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        names = tuple(
+            p.name
+            for p in parameters
+            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        )
+        if isinstance(module, GraphSequential):  # Its `forward` is (*args, **kwargs).
+            names, is_open = tuple(module.signature.param_dict), False
+        names = names[1:]
+        if getattr(module, "edge_dim", -1) is None:  # PyG's way to say: no features.
+            names = tuple(name for name in names if name != "edge_attr")
+
+        if isinstance(module, torch.nn.MultiheadAttention):
+            style, names = "attention", ()
+        elif graph or "edge_index" in names or isinstance(module, MessagePassing):
+            style = "graph"
+        elif "mask" in names:
+            style = "dense"
+        else:
+            style = "nodes"
+        return cls(style, names, is_open)
+
+    def accepts(self, name: str) -> bool:
+        """Whether ``forward`` has a parameter called :obj:`name`."""
+        return name in self.names
+
+    def select(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The part of :obj:`given` for which ``forward`` has a parameter."""
+        return {name: value for name, value in given.items() if name in self.names}
+
+    def call(
+        self,
+        module: torch.nn.Module,
+        x: Tensor,
+        edge_index: Adj,
+        batch: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls :obj:`module` with keyword arguments out of :meth:`select`."""
+        if self.style == "graph":
+            if "edge_index" in self.names[1:]:
+                return module(x, edge_index=edge_index, **kwargs)
+            return module(x, edge_index, **kwargs)
+        if self.style == "nodes":
+            return module(x, **kwargs)
+        if x.size(0) == 0:
+            return x
+
+        # Each graph is padded: sort the nodes by graph, and count no empty graphs,
+        # in which an attention would average over nothing.
+        if batch is None:
+            batch = x.new_zeros(x.size(0), dtype=torch.long)
+        index = batch.unique(return_inverse=True)[1]
+        order = index.argsort(stable=True)
+        dense, mask = to_dense_batch(x[order], index[order])
+        if self.style == "attention":
+            dense = dense if module.batch_first else dense.transpose(0, 1)
+            out, _ = module(
+                dense, dense, dense, key_padding_mask=~mask, need_weights=False
+            )
+            out = out if module.batch_first else out.transpose(0, 1)
+        else:
+            out = module(dense, mask=mask, **kwargs)
+        return out[mask][order.argsort()]

@@ -1,0 +1,6 @@
+"""Graph layers, each of them a drop-in message passing layer of PyG."""
+
+from pyg_chimera.nn.conv.chimera_conv import ChimeraConv
+from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
+
+__all__ = ["ChimeraConv", "GatedGCNConv"]

@@ -1,0 +1,272 @@
+from collections.abc import Callable
+from typing import Any, ClassVar, Optional
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import BatchNorm
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn.inits import reset
+from torch_geometric.nn.resolver import activation_resolver
+from torch_geometric.typing import Adj, OptTensor, PairTensor
+from torch_geometric.utils import is_sparse, to_edge_index
+
+__all__ = ["GatedGCNConv"]
+
+
+class GatedGCNConv(MessagePassing):
+    r"""The gated graph convolution from the `"Residual Gated Graph ConvNets"
+    <https://arxiv.org/abs/1711.07553>`_ paper, in the form with edge features of
+    the `"Benchmarking Graph Neural Networks" <https://arxiv.org/abs/2003.00982>`_
+    paper, which updates the nodes and the edges.
+
+    .. math::
+        \hat{\mathbf{e}}_{j,i} &= \mathbf{W}_t \mathbf{x}_i + \mathbf{W}_s
+        \mathbf{x}_j + \mathbf{W}_e \mathbf{e}_{j,i}
+
+        \eta_{j,i} &= \frac{\sigma(\hat{\mathbf{e}}_{j,i})}
+        {\sum_{k \in \mathcal{N}(i)} \sigma(\hat{\mathbf{e}}_{k,i}) + \epsilon}
+
+        \mathbf{x}^{\prime}_i &= \phi \Big( \textrm{norm} \Big( \mathbf{W}_r
+        \mathbf{x}_i + \sum_{j \in \mathcal{N}(i)} \eta_{j,i} \odot \mathbf{W}_v
+        \mathbf{x}_j \Big) \Big)
+
+        \mathbf{e}^{\prime}_{j,i} &= \phi \big( \textrm{norm} (
+        \hat{\mathbf{e}}_{j,i} ) \big)
+
+    with the sigmoid :math:`\sigma`, an activation :math:`\phi`, and norms of their
+    own for nodes and edges. Without edge features :math:`\mathbf{W}_e
+    \mathbf{e}_{j,i}` is dropped, and only the nodes are updated.
+
+    .. note::
+
+        The layer returns *updates*: dropout and the residual connections, for nodes
+        and edges alike, belong to the layer around it, such as
+        :class:`~pyg_chimera.nn.GPSLayer`. So :math:`\mathbf{x} +
+        \textrm{dropout}(\textrm{relu}(\textrm{bn}(\cdot)))`, the customary recipe,
+        is ``GPSLayer(64, conv=GatedGCNConv(64, 64), dropout=0.1)``. With
+        :obj:`norm=None` and :obj:`act=None` it is the bare formula.
+
+    Args:
+        in_channels (int or tuple): Size of each input sample, or :obj:`-1` to
+            derive the size from the first input(s) to the forward method.
+            A tuple corresponds to the sizes of source and target
+            dimensionalities in case of a bipartite graph.
+        out_channels (int): Size of each output sample, nodes and edges.
+        edge_dim (int, optional): Edge feature dimensionality, :obj:`-1` to derive
+            it from the first input, or :obj:`0` for a layer that takes no edge
+            features and holds no parameters for them. If set to :obj:`None`, it is
+            :obj:`in_channels` (that of the sources if bipartite), which is what the
+            second and later layers of a stack need. (default: :obj:`None`)
+        update_edges (bool, optional): If set to :obj:`False`, edge features are read
+            but not updated, and the nodes alone are returned: for the last layer of a
+            stack, where nothing would read the edges and the parameters of their norm
+            would get no gradients. (default: :obj:`True`)
+        norm (str, optional): The normalization of nodes and of edges:
+            :obj:`"batch_norm"`, :obj:`"layer_norm"` (each row on its own) or
+            :obj:`None`. (default: :obj:`"batch_norm"`)
+        act (str or Callable, optional): The activation :math:`\phi`.
+            (default: :obj:`"relu"`)
+        act_kwargs (Dict[str, Any], optional): Arguments passed to the
+            activation defined by :obj:`act`. (default: :obj:`None`)
+        eps (float, optional): The :math:`\epsilon` of the gates.
+            (default: :obj:`1e-6`)
+        bias (bool, optional): If set to :obj:`False`, the layer will not learn
+            additive biases. (default: :obj:`True`)
+        **kwargs (optional): Additional arguments of
+            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+
+    Shapes:
+        - **inputs:**
+          node features :math:`(|\mathcal{V}|, F_{in})` or
+          :math:`((|\mathcal{V_s}|, F_{s}), (|\mathcal{V_t}|, F_{t}))`
+          if bipartite,
+          edge indices :math:`(2, |\mathcal{E}|)`,
+          edge features :math:`(|\mathcal{E}|, D)` *(optional)*
+        - **outputs:** node features :math:`(|\mathcal{V}|, F_{out})` or
+          :math:`(|\mathcal{V_t}|, F_{out})` if bipartite.
+          If edge features are given and updated, then
+          :math:`((|\mathcal{V}|, F_{out}), (|\mathcal{E}|, F_{out}))`
+
+    Raises:
+        ValueError: If :obj:`norm` is unknown; in the forward method, if edge
+            features come to a layer with :obj:`edge_dim=0`, or are not one row per
+            edge.
+    """
+
+    # As attributes, not as comments: those PyG resolves by names that it imports with
+    # a star from here, which `__all__` hides.
+    propagate_type: ClassVar = {"value": PairTensor, "gate": Tensor}
+    edge_updater_type: ClassVar = {
+        "target": Tensor,
+        "source": Tensor,
+        "edge": OptTensor,
+    }
+
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        edge_dim: int | None = None,
+        *,
+        update_edges: bool = True,
+        norm: str | None = "batch_norm",
+        act: str | Callable | None = "relu",
+        act_kwargs: dict[str, Any] | None = None,
+        eps: float = 1e-6,
+        bias: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(aggr="add", **kwargs)
+
+        source, target = (
+            (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        )
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.edge_dim = source if edge_dim is None else edge_dim
+        self.update_edges = update_edges and self.edge_dim != 0
+        self.eps = eps
+
+        # The gates need one bias between them, so that of the target is theirs.
+        self.lin_root = Linear(target, out_channels, bias=bias)
+        self.lin_value = Linear(source, out_channels, bias=bias)
+        self.lin_target = Linear(target, out_channels, bias=bias)
+        self.lin_source = Linear(source, out_channels, bias=False)
+        self.lin_edge = self.norm_edge = None
+        if self.edge_dim != 0:
+            self.lin_edge = Linear(self.edge_dim, out_channels, bias=False)
+        if self.update_edges:
+            self.norm_edge = _row_norm(norm, out_channels)
+        self.norm = _row_norm(norm, out_channels)
+        self.act = activation_resolver(act, **(act_kwargs or {}))
+
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        for module in (
+            self.lin_root,
+            self.lin_value,
+            self.lin_target,
+            self.lin_source,
+            self.lin_edge,
+            self.norm,
+            self.norm_edge,
+            self.act,
+        ):
+            reset(module)
+
+    def forward(
+        self,
+        x: Tensor | PairTensor,
+        edge_index: Adj,
+        edge_attr: OptTensor = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor or (torch.Tensor, torch.Tensor)): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices.
+            edge_attr (torch.Tensor, optional): The edge features. A sparse
+                :obj:`edge_index` may hold them as its values, one row per edge.
+                (default: :obj:`None`)
+
+        Returns:
+            The nodes' update, or the pair of the nodes' and the edges' if edge
+            features are given and updated.
+        """
+        x_source, x_target = (x, x) if isinstance(x, Tensor) else x
+        if edge_attr is None and is_sparse(edge_index):
+            value = to_edge_index(edge_index)[1]
+            edge_attr = value if value.dim() == 2 else None
+        if edge_attr is not None:
+            if self.lin_edge is None:
+                raise ValueError(
+                    "'edge_attr' must be None for a GatedGCNConv with 'edge_dim=0', "
+                    f"got shape {list(edge_attr.shape)}. Construct the layer with "
+                    "'edge_dim' set to the size of the edge features."
+                )
+            edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
+            edge_attr = self.lin_edge(edge_attr)
+
+        edge = self.edge_updater(
+            edge_index,
+            target=self.lin_target(x_target),
+            source=self.lin_source(x_source),
+            edge=edge_attr,
+        )
+
+        # The second entry is there for its size alone, the number of targets.
+        root = self.lin_root(x_target)
+        out = root + self.propagate(
+            edge_index,
+            value=(self.lin_value(x_source), root),
+            gate=edge.sigmoid(),
+        )
+        out = self._finish(out, self.norm)
+
+        if edge_attr is None or not self.update_edges:
+            return out
+        return out, self._finish(edge, self.norm_edge)
+
+    def _finish(self, x: Tensor, norm: torch.nn.Module | None) -> Tensor:
+        x = x if norm is None else norm(x)
+        return x if self.act is None else self.act(x)
+
+    def edge_update(
+        self, target_i: Tensor, source_j: Tensor, edge: OptTensor
+    ) -> Tensor:
+        r"""Computes :math:`\hat{\mathbf{e}}_{j,i}`."""
+        out = target_i + source_j
+        if edge is None:
+            return out
+        if edge.size(0) != out.size(0):  # One row would silently be broadcast.
+            raise ValueError(
+                f"'edge_attr' must have one row for each of the {out.size(0)} edges "
+                f"of 'edge_index', got {edge.size(0)} rows."
+            )
+        return out + edge
+
+    def message(self, value_j: Tensor, gate: Tensor) -> Tensor:
+        r"""Constructs :math:`\sigma(\hat{\mathbf{e}}_{j,i}) \odot \mathbf{W}_v
+        \mathbf{x}_j`.
+        """
+        return gate * value_j
+
+    def aggregate(
+        self,
+        inputs: Tensor,
+        gate: Tensor,
+        index: Tensor,
+        ptr: OptTensor = None,
+        dim_size: Optional[int] = None,  # noqa: UP045 (PyG cannot parse the other)
+    ) -> Tensor:
+        r"""Sums the messages and divides by the sum of their gates.
+
+        Dividing here, and not each gate before, spares an array as large as the
+        edges. Messages that an explanation masks leave the gates as they are, like in
+        PyG's attention.
+        """
+        total = super().aggregate(gate, index, ptr=ptr, dim_size=dim_size)
+        out = super().aggregate(inputs, index, ptr=ptr, dim_size=dim_size)
+        return out / (total + self.eps)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
+            f"edge_dim={self.edge_dim})"
+        )
+
+
+def _row_norm(norm: str | None, channels: int) -> torch.nn.Module | None:
+    if norm is None:
+        return None
+    if norm == "batch_norm":  # A graph may have a single edge, or none at all.
+        return BatchNorm(channels, allow_single_element=True)
+    if norm == "layer_norm":
+        return torch.nn.LayerNorm(channels)
+    raise ValueError(
+        f"'norm' must be 'batch_norm', 'layer_norm' or None, got {norm!r}."
+    )

@@ -1,0 +1,327 @@
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Dropout, Linear, Sequential
+from torch_geometric.nn.inits import reset
+from torch_geometric.nn.resolver import activation_resolver
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._norm import Norm
+from pyg_chimera.nn._routing import Route
+
+__all__ = ["GPSLayer"]
+
+_ROLES = ("conv", "mixer")
+
+
+class GPSLayer(torch.nn.Module):
+    r"""A layer that pairs local message passing with any mixer of far nodes, as in
+    the `"Recipe for a General, Powerful, Scalable Graph Transformer"
+    <https://arxiv.org/abs/2205.12454>`_ paper.
+
+    With a local convolution, a mixer and a feed-forward network, each followed by
+    dropout, :obj:`arrangement="parallel"` is the layer of that paper,
+
+    .. math::
+        \mathbf{H} &= \textrm{norm} (\mathbf{X} + \textrm{conv}(\mathbf{X})) +
+        \textrm{norm} (\mathbf{X} + \textrm{mixer}(\mathbf{X}))
+
+        \mathbf{X}^{\prime} &= \textrm{norm} (\mathbf{H} +
+        \textrm{mlp}(\mathbf{H}))
+
+    and :obj:`arrangement="sequential"` takes one step after the other,
+
+    .. math::
+        \mathbf{X} \leftarrow \textrm{norm} (\mathbf{X} + f(\mathbf{X})), \qquad
+        f = \textrm{conv}, \textrm{mixer}, \textrm{mlp}.
+
+    With :obj:`norm_first=True` each :math:`f` reads normalized nodes and the
+    residual path stays free of norms: :math:`\mathbf{X} + f(\textrm{norm}
+    (\mathbf{X}))`. Both branches of the parallel layer then share one residual,
+    :math:`\mathbf{H} = \mathbf{X} + \textrm{conv}(\textrm{norm}(\mathbf{X})) +
+    \textrm{mixer}(\textrm{norm}(\mathbf{X}))`.
+
+    The forward methods of :obj:`conv` and :obj:`mixer` are inspected once, and each
+    is called with what it has parameters for:
+
+    * :obj:`edge_attr` goes to a module that takes it, unless its attribute
+      :obj:`edge_dim` is :obj:`None`, which is how PyG's layers say that they were
+      built without edge features;
+    * :obj:`batch` and any further keyword (:obj:`edge_weight`, :obj:`edge_type`,
+      :obj:`rank`, ...) go to whichever takes them;
+    * a keyword with the prefix :obj:`conv_` or :obj:`mixer_` goes to that one only.
+      In particular, :obj:`mixer_edge_index` is a graph of its own for the mixer,
+      with which it takes :obj:`batch` and what has the prefix, but nothing else;
+    * a mixer without edges may be a module of nodes, :obj:`forward(x)` or
+      :obj:`forward(x, batch)`, a :class:`torch.nn.MultiheadAttention`, or a module
+      of padded graphs, :obj:`forward(x, mask)`, such as
+      :class:`torch_geometric.nn.attention.PerformerAttention` (where PyG's, unlike
+      the former, do let the amount of padding influence their results).
+
+    If the convolution returns a pair, such as
+    :class:`~pyg_chimera.nn.GatedGCNConv`, its second entry updates the edges:
+    :math:`\mathbf{E}^{\prime} = \mathbf{E} + \textrm{dropout}(\cdot)`. A sequential
+    mixer reads :math:`\mathbf{E}^{\prime}`, a parallel one :math:`\mathbf{E}`.
+
+    .. code-block:: python
+
+        layer = GPSLayer(
+            64,
+            conv=GatedGCNConv(64, 64),
+            mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
+            dropout=0.1,
+            arrangement="sequential",
+            norm_first=True,
+        )
+        x, edge_attr = layer(x, edge_index, batch, edge_attr)
+
+    Args:
+        channels (int): Size of each input and output sample.
+        conv (torch.nn.Module, optional): The local message passing layer,
+            :obj:`conv(x, edge_index, ...)`. (default: :obj:`None`)
+        mixer (torch.nn.Module, optional): The layer that mixes all nodes of a
+            graph. (default: :obj:`None`)
+        dropout (float, optional): Dropout probability behind the convolution, the
+            mixer, and both layers of the feed-forward network.
+            (default: :obj:`0.0`)
+        arrangement (str, optional): :obj:`"parallel"` or :obj:`"sequential"`.
+            (default: :obj:`"parallel"`)
+        norm (str or torch.nn.Module, optional): The normalization function, by its
+            name in :mod:`torch_geometric.nn.norm` or as a module that is copied for
+            each use. One that takes :obj:`batch` gets it. Mind that
+            :obj:`"layer_norm"` normalizes whole graphs unless
+            :obj:`norm_kwargs={"mode": "node"}`. (default: :obj:`"batch_norm"`)
+        norm_kwargs (Dict[str, Any], optional): Arguments passed to the
+            normalization function defined by :obj:`norm`. For batch norm,
+            :obj:`allow_single_element` is set unless given here.
+            (default: :obj:`None`)
+        norm_first (bool, optional): If set to :obj:`True`, normalizes the input of
+            each part instead of its residual sum. A stack of such layers wants one
+            more norm at its end. (default: :obj:`False`)
+        act (str or Callable, optional): The non-linear activation function of the
+            feed-forward network. (default: :obj:`"relu"`)
+        act_kwargs (Dict[str, Any], optional): Arguments passed to the activation
+            function defined by :obj:`act`. (default: :obj:`None`)
+        mlp_channels (int, optional): The hidden size of the feed-forward network;
+            :obj:`0` leaves the network out. If set to :obj:`None`, it is
+            :obj:`2 * channels`. (default: :obj:`None`)
+
+    Shapes:
+        - **inputs:**
+          node features :math:`(|\mathcal{V}|, F)`,
+          edge indices :math:`(2, |\mathcal{E}|)`,
+          batch vector :math:`(|\mathcal{V}|)` *(optional)*,
+          edge features :math:`(|\mathcal{E}|, D)` *(optional)*
+        - **outputs:** node features :math:`(|\mathcal{V}|, F)`, or
+          :math:`((|\mathcal{V}|, F), (|\mathcal{E}|, D))` if the convolution
+          updates the edges
+
+    Raises:
+        ValueError: If neither :obj:`conv` nor :obj:`mixer` is given or
+            :obj:`arrangement` is unknown; in the forward method, if the input, or
+            what :obj:`conv` or :obj:`mixer` return, has another shape than the
+            residual sums need.
+        TypeError: In the forward method, if a keyword argument is one that neither
+            :obj:`conv` nor :obj:`mixer` takes.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        conv: torch.nn.Module | None = None,
+        mixer: torch.nn.Module | None = None,
+        *,
+        dropout: float = 0.0,
+        arrangement: str = "parallel",
+        norm: str | torch.nn.Module | None = "batch_norm",
+        norm_kwargs: dict[str, Any] | None = None,
+        norm_first: bool = False,
+        act: str | Callable | None = "relu",
+        act_kwargs: dict[str, Any] | None = None,
+        mlp_channels: int | None = None,
+    ) -> None:
+        super().__init__()
+
+        if conv is None and mixer is None:
+            raise ValueError(
+                "GPSLayer needs a 'conv' or a 'mixer', got neither. Pass at least one, "
+                "for example 'conv=GatedGCNConv(channels, channels)'."
+            )
+        if arrangement not in ("parallel", "sequential"):
+            raise ValueError(
+                "'arrangement' must be 'parallel' or 'sequential', got "
+                f"{arrangement!r}."
+            )
+
+        self.channels = channels
+        self.arrangement = arrangement
+        self.norm_first = norm_first
+
+        self.conv = conv
+        self.mixer = mixer
+        self._routes: dict[str, Route] = {}
+        for role, module in zip(_ROLES, (conv, mixer), strict=True):
+            if module is not None:
+                self._routes[role] = Route.of(module, graph=role == "conv")
+
+        self.drop = Dropout(dropout)
+        self.mlp = None
+        mlp_channels = 2 * channels if mlp_channels is None else mlp_channels
+        if mlp_channels > 0:
+            self.mlp = Sequential(
+                Linear(channels, mlp_channels),
+                activation_resolver(act, **(act_kwargs or {})) or torch.nn.Identity(),
+                Dropout(dropout),
+                Linear(mlp_channels, channels),
+                Dropout(dropout),
+            )
+
+        # Only parts that exist have a norm.
+        norms = {
+            name: Norm(norm, channels, norm_kwargs)
+            for name in (*_ROLES, "mlp")
+            if norm is not None and getattr(self, name) is not None
+        }
+        self.norms = torch.nn.ModuleDict(norms)
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        for module in self.children():
+            reset(module)
+            # Attention modules have a name of their own for it, and one of them
+            # leaves a part to its children.
+            own_reset = getattr(module, "_reset_parameters", None)
+            if own_reset is not None:
+                own_reset()
+
+    def accepts(self, name: str) -> bool:
+        r"""Whether the forward method takes a keyword argument called
+        :obj:`name`, be it for :obj:`conv` or for :obj:`mixer`.
+        """
+        if name in ("batch", "edge_attr"):
+            return True
+        for role, route in self._routes.items():
+            if name.startswith(f"{role}_"):
+                own = name.removeprefix(f"{role}_")
+                return own == "edge_index" or route.is_open or route.accepts(own)
+        return any(route.accepts(name) for route in self._routes.values())
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        batch: Tensor | None = None,
+        edge_attr: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices.
+            batch (torch.Tensor, optional): The batch vector, which assigns each
+                node to a graph. (default: :obj:`None`)
+            edge_attr (torch.Tensor, optional): The edge features.
+                (default: :obj:`None`)
+            **kwargs (optional): Arguments of :obj:`conv` and :obj:`mixer`, by name.
+
+        Returns:
+            The nodes, or the pair of nodes and edge features where :obj:`conv`
+            updates both.
+        """
+        if x.dim() != 2 or x.size(1) != self.channels:
+            raise ValueError(
+                f"'x' must have shape [num_nodes, {self.channels}], got "
+                f"{list(x.shape)}."
+            )
+        for name in kwargs:
+            if not self.accepts(name):
+                raise TypeError(
+                    f"'{name}' is not a parameter that the forward method of 'conv' or "
+                    "'mixer' takes. Remove it, or prefix it with 'conv_' or 'mixer_' "
+                    "for a module with '**kwargs'."
+                )
+
+        parallel = self.arrangement == "parallel"
+        out, sums = x, []
+        edges: Any = edge_attr
+        for role in self._routes:
+            h, e = (x, edge_attr) if parallel else (out, edges)
+            h = self._norm(role, h, batch) if self.norm_first else h
+            h, update = self._call(role, h, edge_index, batch, e, kwargs)
+            h = self.drop(h)
+            if update is not None:
+                edges = edges + self.drop(update)
+
+            if self.norm_first:
+                out = out + h
+            elif parallel:
+                sums.append(self._norm(role, x + h, batch))
+            else:
+                out = self._norm(role, out + h, batch)
+        if len(sums) > 0:
+            out = sums[0] if len(sums) == 1 else sums[0] + sums[1]
+
+        if self.mlp is not None:
+            if self.norm_first:
+                out = out + self.mlp(self._norm("mlp", out, batch))
+            else:
+                out = self._norm("mlp", out + self.mlp(out), batch)
+
+        return out if edges is edge_attr else (out, edges)
+
+    def _norm(self, name: str, x: Tensor, batch: Tensor | None) -> Tensor:
+        return self.norms[name](x, batch) if name in self.norms else x
+
+    def _call(
+        self,
+        role: str,
+        x: Tensor,
+        edge_index: Adj,
+        batch: Tensor | None,
+        edge_attr: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None]:
+        """The updates of nodes and, or None, of edges."""
+        prefix = f"{role}_"
+        own = {
+            name.removeprefix(prefix): value
+            for name, value in kwargs.items()
+            if name.startswith(prefix)
+        }
+        shared = {"batch": batch}
+        if own.get("edge_index") is None:
+            shared |= {"edge_attr": edge_attr, **kwargs}
+        args = self._routes[role].select(shared) | own
+        own_edge_index = args.pop("edge_index", None)
+        edge_index = edge_index if own_edge_index is None else own_edge_index
+
+        out = self._routes[role].call(getattr(self, role), x, edge_index, batch, args)
+
+        update = None
+        if isinstance(out, tuple):
+            expected = None if edge_attr is None else list(edge_attr.shape)
+            shapes = [list(getattr(part, "shape", [])) for part in out]
+            if len(out) != 2 or shapes[1] != expected:
+                raise ValueError(
+                    f"'{role}' must return node features, or a pair of them and of "
+                    f"edge features that has the shape of 'edge_attr', {expected}; "
+                    f"got a tuple with the shapes {shapes}. Encode the edge features "
+                    "to their later width before the first layer."
+                )
+            out, update = out
+        if out.shape != x.shape:
+            raise ValueError(
+                f"'{role}' must return node features with the shape of its input, "
+                f"{list(x.shape)}, got {list(out.shape)}. Give it {self.channels} "
+                "output channels, all heads together."
+            )
+        return out, update
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.__class__.__name__}({self.channels}, conv={self.conv}, "
+            f"mixer={self.mixer}, arrangement={self.arrangement})"
+        )

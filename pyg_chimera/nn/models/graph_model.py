@@ -1,0 +1,401 @@
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import MLP
+from torch_geometric.nn.aggr import Aggregation
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn.inits import reset
+from torch_geometric.nn.resolver import aggregation_resolver
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._norm import Norm
+from pyg_chimera.nn._routing import Route
+from pyg_chimera.nn.gps_layer import GPSLayer
+
+__all__ = ["CategoricalEncoder", "GraphModel"]
+
+
+class CategoricalEncoder(torch.nn.Module):
+    r"""Encodes rows of categories as the sum of one embedding per column.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \sum_f \mathbf{E}_f [ x_{i,f} ]
+
+    Args:
+        num_categories (Sequence[int]): The number of categories in each column.
+        out_channels (int): Size of each output sample.
+
+    Shapes:
+        - **input:** categories :math:`(*, F)`, or :math:`(*)` for a single column,
+          integers
+        - **output:** features :math:`(*, F_{out})`
+
+    Raises:
+        ValueError: If there is no column or an empty one; in the forward method, if
+            the input's columns are of another number, or a category is out of range.
+        TypeError: In the forward method, if the input holds no integers.
+    """
+
+    def __init__(self, num_categories: Sequence[int], out_channels: int) -> None:
+        super().__init__()
+        if len(num_categories) == 0 or min(num_categories) < 1:
+            raise ValueError(
+                "'num_categories' must give a positive number for at least one "
+                f"column, got {list(num_categories)}."
+            )
+        self.num_categories = list(num_categories)
+        self.out_channels = out_channels
+        self.embeddings = torch.nn.ModuleList(
+            torch.nn.Embedding(num, out_channels) for num in num_categories
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        for weight in self.embeddings.parameters():
+            torch.nn.init.xavier_uniform_(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The categories.
+        """
+        if x.is_floating_point() or x.is_complex():
+            raise TypeError(
+                f"A CategoricalEncoder needs integers, got {x.dtype}. Pass categories, "
+                "or give the number of channels instead of numbers of categories."
+            )
+        if x.dim() < 2 and len(self.embeddings) == 1:
+            x = x.unsqueeze(-1)
+        if x.dim() < 2 or x.size(-1) != len(self.embeddings):
+            raise ValueError(
+                f"Expected {len(self.embeddings)} columns of categories, got shape "
+                f"{list(x.shape)}."
+            )
+        try:
+            parts = [lookup(x[..., f]) for f, lookup in enumerate(self.embeddings)]
+        except IndexError as e:
+            largest = x.reshape(-1, x.size(-1)).amax(dim=0).tolist()
+            raise ValueError(
+                "Categories must lie in [0, num_categories) of their column, with "
+                f"num_categories={self.num_categories}; got up to {largest}, or "
+                "negative ones."
+            ) from e
+        out = parts[0]
+        for part in parts[1:]:
+            out = out + part
+        return out
+
+    def __repr__(self) -> str:
+        return f"{self.__class__.__name__}({self.num_categories}, {self.out_channels})"
+
+
+class GraphModel(torch.nn.Module):
+    r"""A complete graph neural network: an encoder of nodes (and edges), a stack of
+    layers of one width, and a head for graphs, nodes or pairs of nodes.
+
+    The recipe that the `"Chimera: State Space Models Beyond Sequences"
+    <https://arxiv.org/abs/2510.12111>`_ authors released for peptides reads
+
+    .. code-block:: python
+
+        def layer(index: int) -> GPSLayer:
+            return GPSLayer(
+                64,
+                conv=GatedGCNConv(64, 64, act="gelu"),
+                mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
+                arrangement="sequential",
+                norm_first=True,
+                dropout=0.1,
+                act="gelu",
+            )
+
+        model = GraphModel(
+            in_channels=get_atom_feature_dims(),  # from ogb: nine vocabularies
+            channels=64,
+            out_channels=10,
+            layers=layer,
+            num_layers=8,
+            edge_dim=get_bond_feature_dims(),
+            head_layers=4,
+            act="gelu",
+        )
+        out = model(**model.inputs(data))
+
+    Args:
+        in_channels (int or Sequence[int]): The size of each node's features, which a
+            linear layer encodes (:obj:`-1` to derive it from the first input), or
+            the number of categories in each column of categorical features, of which
+            a :class:`CategoricalEncoder` sums the embeddings.
+        channels (int): The size of nodes (and edges) between the layers.
+        out_channels (int): Size of each output sample.
+        layers (Callable or Iterable[torch.nn.Module]): The layers, or a function that
+            makes one from its position in the stack. A layer is a
+            :class:`~pyg_chimera.nn.GPSLayer` or any :obj:`layer(x, edge_index, ...)`,
+            which gets those of :obj:`batch`, :obj:`edge_attr` and further arguments
+            that its forward method takes. It returns nodes, or nodes and edges.
+        num_layers (int, optional): The number of layers, needed if :obj:`layers` is a
+            function. (default: :obj:`None`)
+        edge_dim (int or Sequence[int], optional): As :obj:`in_channels`, for edges.
+            If set to :obj:`None`, the model takes no edge features.
+            (default: :obj:`None`)
+        head (str, optional): What is predicted: one row for each :obj:`"graph"`
+            (pooled nodes), each :obj:`"node"`, or each :obj:`"edge"`, which is any
+            pair of nodes in :obj:`edge_label_index`. (default: :obj:`"graph"`)
+        pool (str or Aggregation, optional): How graphs are pooled: :obj:`"mean"`,
+            :obj:`"sum"`, :obj:`"max"`, or anything in
+            :mod:`torch_geometric.nn.aggr` that keeps the width.
+            (default: :obj:`"mean"`)
+        decoder (str, optional): How pairs of nodes are scored: :obj:`"dot"`, the
+            inner product of the nodes behind the head's network, or :obj:`"mlp"`, the
+            head's network on both nodes, source first. (default: :obj:`"dot"`)
+        head_layers (int, optional): The number of linear layers in the head, all
+            hidden ones :obj:`channels` wide. (default: :obj:`2`)
+        norm (str or torch.nn.Module, optional): A last normalization between layers
+            and head, for layers with :obj:`norm_first=True`.
+            (default: :obj:`None`)
+        norm_kwargs (Dict[str, Any], optional): Arguments passed to the normalization
+            function defined by :obj:`norm`. (default: :obj:`None`)
+        act (str or Callable, optional): The non-linear activation function of the
+            head. (default: :obj:`"relu"`)
+        dropout (float, optional): Dropout probability of the head's hidden layers.
+            (default: :obj:`0.0`)
+        structure (Mapping[str, str], optional): Which attributes of a data object
+            :meth:`inputs` hands to the layers, by the layers' names for them, such
+            as :obj:`{"rank": "elimination_rank"}`. (default: :obj:`None`)
+
+    Shapes:
+        - **inputs:**
+          node features :math:`(|\mathcal{V}|, F_{in})`,
+          edge indices :math:`(2, |\mathcal{E}|)`,
+          edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
+          batch vector :math:`(|\mathcal{V}|)` *(optional)*,
+          pairs of nodes :math:`(2, L)` *(only for the edge head)*
+        - **outputs:** predictions :math:`(B, F_{out})` for :math:`B` graphs,
+          :math:`(|\mathcal{V}|, F_{out})` for nodes, or :math:`(L, F_{out})` for
+          pairs of nodes
+
+    Raises:
+        ValueError: If an option is unknown or :obj:`num_layers` does not fit
+            :obj:`layers`; in the forward method, if edge features or pairs of nodes
+            are missing or come to a model that was built without.
+        TypeError: In the forward method, if no layer takes a further argument.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | Sequence[int],
+        channels: int,
+        out_channels: int,
+        layers: Callable[[int], torch.nn.Module] | Iterable[torch.nn.Module],
+        num_layers: int | None = None,
+        *,
+        edge_dim: int | Sequence[int] | None = None,
+        head: str = "graph",
+        pool: str | Aggregation = "mean",
+        decoder: str = "dot",
+        head_layers: int = 2,
+        norm: str | torch.nn.Module | None = None,
+        norm_kwargs: dict[str, Any] | None = None,
+        act: str | Callable | None = "relu",
+        dropout: float = 0.0,
+        structure: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__()
+
+        if head not in ("graph", "node", "edge"):
+            raise ValueError(f"'head' must be 'graph', 'node' or 'edge', got {head!r}.")
+        if decoder not in ("dot", "mlp"):
+            raise ValueError(f"'decoder' must be 'dot' or 'mlp', got {decoder!r}.")
+        if head == "edge" and decoder == "dot" and out_channels != 1:
+            raise ValueError(
+                "'out_channels' must be 1 for 'decoder=\"dot\"', got "
+                f"{out_channels}. Use 'decoder=\"mlp\"' for several."
+            )
+        if head_layers < 1:
+            raise ValueError(f"'head_layers' must be at least 1, got {head_layers}.")
+
+        self.in_channels = in_channels
+        self.channels = channels
+        self.out_channels = out_channels
+        self.edge_dim = edge_dim
+        self.head = head
+        self.decoder = decoder
+        self.structure = dict(structure or {})
+
+        self.node_encoder = _encoder(in_channels, channels)
+        self.edge_encoder = None if edge_dim is None else _encoder(edge_dim, channels)
+        self.layers = torch.nn.ModuleList(_make_layers(layers, num_layers))
+        self._routes = [Route.of(layer, graph=True) for layer in self.layers]
+        self.norm = Norm(norm, channels, norm_kwargs)
+        self.pool = aggregation_resolver(pool) if head == "graph" else None
+
+        dot, mlp = (head == "edge" and decoder == name for name in ("dot", "mlp"))
+        self.mlp = MLP(
+            in_channels=2 * channels if mlp else channels,
+            hidden_channels=channels,
+            out_channels=channels if dot else out_channels,
+            num_layers=head_layers,
+            dropout=float(dropout),
+            act=act,
+            norm=None,
+        )
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        for module in self.children():
+            reset(module)
+
+    def inputs(self, data: Data | Batch) -> dict[str, Any]:
+        r"""The arguments of the forward method that :obj:`data` holds.
+
+        Being a method of its own, and not a second form of :meth:`forward`, it works
+        through wrappers for compilation and for several processes.
+
+        Args:
+            data (Data or Batch): One graph, or a batch of graphs.
+
+        Raises:
+            ValueError: If :obj:`data` lacks an attribute named in
+                :obj:`structure`.
+        """
+        args = {
+            "x": data.x,
+            "edge_index": data.adj_t if "adj_t" in data else data.edge_index,
+            "batch": data.batch if "batch" in data else None,
+        }
+        if self.edge_encoder is not None:
+            args["edge_attr"] = data.edge_attr
+        if self.head == "graph" and isinstance(data, Batch):
+            args["batch_size"] = data.num_graphs
+        if self.head == "edge":
+            args["edge_label_index"] = data.edge_label_index
+        for name, attr in self.structure.items():
+            if attr not in data:
+                raise ValueError(
+                    f"The data has no attribute '{attr}', which 'structure' names for "
+                    f"the layers' argument '{name}'; it has {sorted(data.keys())}. "
+                    "Apply the transform that adds it."
+                )
+            args[name] = data[attr]
+        return args
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        batch_size: int | None = None,
+        edge_label_index: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices.
+            edge_attr (torch.Tensor, optional): The edge features.
+                (default: :obj:`None`)
+            batch (torch.Tensor, optional): The batch vector, which assigns each
+                node to a graph. (default: :obj:`None`)
+            batch_size (int, optional): The number of graphs, which is derived from
+                :obj:`batch` if not given. (default: :obj:`None`)
+            edge_label_index (torch.Tensor, optional): The pairs of nodes that the
+                edge head scores. (default: :obj:`None`)
+            **kwargs (optional): Further arguments of the layers, by name.
+        """
+        for name in kwargs:
+            if not any(self._accepts(i, name) for i in range(len(self.layers))):
+                raise TypeError(
+                    f"'{name}' is not a parameter that a layer's forward method takes."
+                )
+        if (edge_attr is None) != (self.edge_encoder is None):
+            raise ValueError(
+                f"'edge_attr' is {'missing' if edge_attr is None else 'given'}, but "
+                f"the model was built with edge_dim={self.edge_dim}. Set 'edge_dim' "
+                "exactly if there are edge features."
+            )
+        if (edge_label_index is None) != (self.head != "edge"):
+            raise ValueError(
+                "'edge_label_index' must be given exactly if 'head' is 'edge', got "
+                f"{'none' if edge_label_index is None else 'one'} with "
+                f"head={self.head!r}."
+            )
+
+        x = _encode(self.node_encoder, x, "x")
+        if edge_attr is not None and self.edge_encoder is not None:
+            edge_attr = _encode(self.edge_encoder, edge_attr, "edge_attr")
+
+        for i, layer in enumerate(self.layers):
+            given = {"batch": batch, "edge_attr": edge_attr, **kwargs}
+            args = {k: v for k, v in given.items() if self._accepts(i, k)}
+            out = self._routes[i].call(layer, x, edge_index, batch, args)
+            x, edge_attr = out if isinstance(out, tuple) else (out, edge_attr)
+        x = self.norm(x, batch)
+
+        if self.pool is not None:
+            if batch is None:  # One graph, even if it has no nodes.
+                batch_size = 1
+            x = self.pool(x, batch, dim_size=batch_size)
+        if edge_label_index is None:
+            return self.mlp(x)
+        source, target = edge_label_index
+        if self.decoder == "mlp":
+            return self.mlp(torch.cat([x[source], x[target]], dim=-1))
+        x = self.mlp(x)
+        return (x[source] * x[target]).sum(dim=-1, keepdim=True)
+
+    def _accepts(self, index: int, name: str) -> bool:
+        layer = self.layers[index]
+        accepts = self._routes[index].accepts
+        return accepts(name) or (isinstance(layer, GPSLayer) and layer.accepts(name))
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.__class__.__name__}({self.in_channels}, {self.channels}, "
+            f"{self.out_channels}, num_layers={len(self.layers)}, head={self.head})"
+        )
+
+
+def _encoder(in_channels: int | Sequence[int], channels: int) -> torch.nn.Module:
+    if isinstance(in_channels, int):
+        return Linear(in_channels, channels)
+    return CategoricalEncoder(in_channels, channels)
+
+
+def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
+    if isinstance(encoder, CategoricalEncoder):
+        return encoder(x)
+    if not x.is_floating_point():
+        raise TypeError(
+            f"'{name}' must hold floating point numbers for a linear encoder, got "
+            f"{x.dtype}. Convert it, or give the number of categories in each column "
+            "if these are categories."
+        )
+    return encoder(x.view(-1, 1) if x.dim() == 1 else x)
+
+
+def _make_layers(
+    layers: Callable[[int], torch.nn.Module] | Iterable[torch.nn.Module],
+    num_layers: int | None,
+) -> list[torch.nn.Module]:
+    # A module is callable too: a list of modules is told by being iterable.
+    if isinstance(layers, Iterable):
+        made = list(layers)
+        if num_layers not in (None, len(made)):
+            raise ValueError(
+                f"'num_layers' is {num_layers}, but 'layers' has {len(made)}. Leave "
+                "'num_layers' out for given layers."
+            )
+        return made
+    if num_layers is None or num_layers < 0:
+        raise ValueError(
+            "'num_layers' must be a number of layers for a function 'layers', got "
+            f"{num_layers}."
+        )
+    return [layers(i) for i in range(num_layers)]

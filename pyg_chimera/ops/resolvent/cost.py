@@ -1,0 +1,52 @@
+"""What the forms and solvers cost, in rough nanoseconds, and which to take."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pyg_chimera.ops.structure.system import System
+
+#: Bytes of resolvents that the mask form may hold when it is free to choose.
+_MAX_MASK_BYTES = 1 << 30
+#: Nodes of a block up to which a GPU rather inverts dense matrices.
+_MAX_DENSE = 1024
+
+
+class Shape(NamedTuple):
+    """The sizes of a call beside its graph."""
+
+    groups: int
+    heads: int
+    states: int
+    channels: int
+
+
+def cheaper_form(
+    system: System, shape: Shape, solver: str, itemsize: int
+) -> tuple[str, str]:
+    """The form that takes less time, and why."""
+    sizes = system.sizes.astype(float)
+    squares = float((sizes**2).sum())
+    if squares * shape.heads * itemsize > _MAX_MASK_BYTES:
+        return "state", "resolvents would not fit in memory"
+    if solver != "sparse":
+        return "mask", "dense matrices are at hand"
+    entries = np.diff(system.lower_ptr[system.ptr])
+    sweep = 2.0 * entries + 3.0 * sizes
+    # Per number: a product of matrices, an update of a state, a pass over a block.
+    products = squares * (shape.groups * shape.states + shape.heads * shape.channels)
+    mask = 0.04 * products + shape.heads * (
+        0.15 * float((sweep * sizes).sum()) + 1.0 * squares
+    )
+    mask += 3e4 * len(sizes)
+    state = 0.15 * float(sweep.sum()) * shape.heads * shape.states * shape.channels
+    if mask <= state:
+        return "mask", "blocks are small: matrix products are faster"
+    return "state", "blocks are large: states along edges are faster"
+
+
+def prefers_dense(system: System, device: str) -> bool:
+    """Whether the torch backend does better with dense matrices."""
+    largest = int(system.sizes.max(initial=0))
+    full = system.num_entries > 0.2 * float((system.sizes.astype(float) ** 2).sum())
+    return full or (device != "cpu" and largest <= _MAX_DENSE)

@@ -1,0 +1,49 @@
+"""The oracle: dense, plain autograd, any floating-point dtype, no cleverness."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["reference_mix"]
+
+
+def reference_mix(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor,
+    batch: Tensor | None = None,
+    num_terms: int | None = None,
+) -> Tensor:
+    r"""Computes :math:`y = (L \odot Q K^T) V` with a dense :math:`L` for each graph.
+
+    :math:`L = (I - A)^{-1}`, or :math:`\sum_{t=0}^{k} A^t` if :obj:`num_terms` is
+    given. Cubic in the nodes of a graph, quadratic in memory.
+    """
+    num_heads = value.size(1)
+    query, key = (x.repeat_interleave(num_heads // x.size(1), 1) for x in (query, key))
+    out = torch.zeros_like(value)
+    if batch is None:
+        batch = edge_index.new_zeros(value.size(0))
+    for graph in batch.unique().tolist():
+        node = (batch == graph).nonzero().view(-1)
+        place = batch.new_zeros(batch.numel())
+        place[node] = torch.arange(node.numel(), device=place.device)
+        inside = batch[edge_index[1]] == graph
+        col, row = place[edge_index[:, inside]]
+        weight = edge_weight[inside]
+        eye = torch.eye(node.numel(), dtype=value.dtype, device=value.device)
+        heads = []
+        for h in range(num_heads):
+            A = torch.zeros_like(eye).index_put((row, col), weight[:, h], True)
+            if num_terms is None:
+                # One matrix a call: batched LU is wrong on CPU (pytorch#142815).
+                L = torch.linalg.inv(eye - A)
+            else:
+                L = eye
+                for _ in range(num_terms):
+                    L = eye + A @ L
+            scores = query[node, h] @ key[node, h].t()
+            heads.append((L * scores) @ value[node, h])
+        out = out.index_put((node,), torch.stack(heads, 1))
+    return out

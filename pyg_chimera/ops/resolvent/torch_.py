@@ -1,0 +1,604 @@
+"""The torch backend: any device, no loop over nodes or edges.
+
+Three solvers. *sparse* walks the elimination tree level by level, each level at once.
+*dense* and *neumann* work on dense matrices, block by block on the CPU and padded on
+other devices; *neumann* in state form multiplies by the sparse A. Gradients are
+written out, as all of this runs inside one registered operator, below autograd.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from pyg_chimera.ops.resolvent.mask import masked_mix, masked_mix_backward
+from pyg_chimera.ops.structure.system import System
+
+#: Numbers that one slice of states, or one padded group of matrices, may hold.
+_MAX_NUMEL = 1 << 26
+
+
+# ------------------------------------------------------------- dense and finite sums
+
+
+class Dense(NamedTuple):
+    """What the dense solvers work on."""
+
+    system: System
+    edge_index: Tensor
+    edge_weight: Tensor
+    num_terms: int | None  #: of the finite sum, or None for the inverse
+
+
+def dense_mask_forward(
+    dense: Dense, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """The output from a dense resolvent, or from a finite sum of powers."""
+    out = torch.empty_like(value)
+    for chunk in _chunks(dense, value.size(1)):
+        L = _dense_resolvent(chunk.adjacency(dense.edge_weight), dense.num_terms)[0]
+        inputs = (chunk.gather(x) for x in (query, key, value))
+        chunk.scatter(masked_mix(L, *inputs), out)
+    return out
+
+
+def dense_mask_backward(
+    dense: Dense, query: Tensor, key: Tensor, value: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and edge weight; dA = L^T dL L^T if exact."""
+    outs = [torch.empty_like(x) for x in (query, key, value, dense.edge_weight)]
+    for chunk in _chunks(dense, value.size(1)):
+        A = chunk.adjacency(dense.edge_weight)
+        L, backward = _dense_resolvent(A, dense.num_terms)
+        inputs = (chunk.gather(x) for x in (query, key, value, grad))
+        dL, *grads = masked_mix_backward(L, *inputs)
+        for whole, part in zip(outs, grads, strict=False):
+            chunk.scatter(part, whole)
+        chunk.scatter_edges(backward(dL), outs[3])
+    dq, dk, dv, dw = outs
+    return dq, dk, dv, dw
+
+
+def dense_state_forward(
+    dense: Dense, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """The output from states, by one dense solve."""
+    out = torch.empty_like(value)
+    for chunk in _chunks(dense, value.size(1)):
+        A = chunk.adjacency(dense.edge_weight)
+        q, k, v = (chunk.gather(_repeat(x, value)) for x in (query, key, value))
+        X = k.unsqueeze(-1) * v.unsqueeze(-2)
+        H = _unbatched(torch.linalg.solve, _eye(A) - A, X.flatten(-2)).view_as(X)
+        chunk.scatter((q.unsqueeze(-1) * H).sum(-2), out)
+    return out
+
+
+def dense_state_backward(
+    dense: Dense, query: Tensor, key: Tensor, value: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and edge weight; see `numba_.state_backward`."""
+    dq, dk = (torch.empty_like(_repeat(x, value)) for x in (query, key))
+    dv, dw = torch.empty_like(value), torch.empty_like(dense.edge_weight)
+    for chunk in _chunks(dense, value.size(1)):
+        A = chunk.adjacency(dense.edge_weight)
+        q, k, v, dy = (
+            chunk.gather(_repeat(x, value)) for x in (query, key, value, grad)
+        )
+        M = _eye(A) - A
+        X, Y = k.unsqueeze(-1) * v.unsqueeze(-2), q.unsqueeze(-1) * dy.unsqueeze(-2)
+        H = _unbatched(torch.linalg.solve, M, X.flatten(-2)).view_as(X)
+        G = _unbatched(torch.linalg.solve, M.mT, Y.flatten(-2)).view_as(Y)
+        chunk.scatter((H * dy.unsqueeze(-2)).sum(-1), dq)
+        chunk.scatter((G * v.unsqueeze(-2)).sum(-1), dk)
+        chunk.scatter((G * k.unsqueeze(-1)).sum(-2), dv)
+        chunk.scatter_edges(G.flatten(-2) @ H.flatten(-2).mT, dw)
+    return _grouped_sum(dq, query), _grouped_sum(dk, key), dv, dw
+
+
+def _dense_resolvent(
+    A: Tensor, num_terms: int | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    r"""The resolvent, or the sum of powers up to `num_terms`, and its pullback.
+
+    The sum :math:`S_m` of :math:`m` terms and :math:`P_m = A^m` grow along the bits of
+    :math:`m`, by :math:`S_{2m} = S_m + P_m S_m` and :math:`S_{m+1} = I + A S_m`.
+    """
+    eye = _eye(A)
+    if num_terms is None:
+        L = _unbatched(torch.linalg.inv, eye - A)
+        return L, lambda dL: L.mT @ dL @ L.mT
+    steps = []
+    S, P = eye, A
+    for bit in bin(num_terms + 1)[3:]:
+        steps.append(("double", S, P))
+        S, P = S + P @ S, P @ P
+        if bit == "1":
+            steps.append(("add", S, P))
+            S, P = eye + A @ S, A @ P
+
+    def backward(dS: Tensor) -> Tensor:
+        dA, dP = torch.zeros_like(A), torch.zeros_like(A)
+        for step, S, P in reversed(steps):
+            if step == "add":
+                dA = dA + dS @ S.mT + dP @ P.mT
+                dS, dP = A.mT @ dS, A.mT @ dP
+            else:
+                dP = dP @ P.mT + P.mT @ dP + dS @ S.mT
+                dS = dS + P.mT @ dS
+        return dA + dP
+
+    return S, backward
+
+
+def neumann_state_forward(
+    dense: Dense, query: Tensor, key: Tensor, value: Tensor
+) -> Tensor:
+    """The finite sum in state form, H <- A H + X, by sparse products."""
+    out = torch.zeros_like(value)
+    q, k = _repeat(query, value), _repeat(key, value)
+    for part in _state_slices(value, query.size(2), 3):
+        *_, H = _powers(dense, k[..., part, None] * value.unsqueeze(-2))
+        out += (q[..., part, None] * H).sum(-2)
+    return out
+
+
+def neumann_state_backward(
+    dense: Dense, query: Tensor, key: Tensor, value: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and edge weight, back through every product."""
+    q, k = _repeat(query, value), _repeat(key, value)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    dv, dw = torch.zeros_like(value), torch.zeros_like(dense.edge_weight)
+    col, row = dense.edge_index
+    dy, v = grad.unsqueeze(-2), value.unsqueeze(-2)
+    for part in _state_slices(value, query.size(2), (dense.num_terms or 0) + 4):
+        *states, H = _powers(dense, k[..., part, None] * v)
+        dq[..., part] = (H * dy).sum(-1)
+        G = q[..., part, None] * dy
+        dX = G.clone()
+        for H in reversed(states):
+            dw += (G[row] * H[col]).sum((-1, -2))
+            step = dense.edge_weight[..., None, None] * G[row]
+            G = torch.zeros_like(G).index_add_(0, col, step)
+            dX += G
+        dk[..., part] = (dX * v).sum(-1)
+        dv += (dX * k[..., part, None]).sum(-2)
+    return _grouped_sum(dq, query), _grouped_sum(dk, key), dv, dw
+
+
+def _powers(dense: Dense, X: Tensor) -> Iterator[Tensor]:
+    """The states after 0, 1, ... products."""
+    H, (col, row) = X, dense.edge_index
+    yield H
+    for _ in range(dense.num_terms or 0):
+        H = X.index_add(0, row, dense.edge_weight[..., None, None] * H[col])
+        yield H
+
+
+class _Chunk(NamedTuple):
+    """Some blocks of like size, padded to one."""
+
+    node: Tensor  #: [B, n], nodes of each block; V where there is none
+    edge: Tensor  #: [e], their edges
+    place: Tensor  #: [e], where these stand in a flattened [B, n, n]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[V, heads, C] -> [B, heads, n, C]."""
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        return x[self.node].transpose(1, 2)
+
+    def scatter(self, x: Tensor, out: Tensor) -> None:
+        """[B, heads, n, C] -> [V, heads, C]."""
+        real = self.node < out.size(0)
+        out[self.node[real]] = x.transpose(1, 2)[real]
+
+    def adjacency(self, edge_weight: Tensor) -> Tensor:
+        """[E, heads] -> [B, heads, n, n]."""
+        size, n = self.node.shape
+        A = edge_weight.new_zeros(size * n * n, edge_weight.size(1))
+        A.index_add_(0, self.place, edge_weight[self.edge])
+        return A.view(size, n, n, -1).permute(0, 3, 1, 2).contiguous()
+
+    def scatter_edges(self, dA: Tensor, out: Tensor) -> None:
+        """[B, heads, n, n] -> [E, heads]."""
+        out[self.edge] = dA.permute(0, 2, 3, 1).flatten(0, 2)[self.place]
+
+
+def _chunks(dense: Dense, num_heads: int) -> Iterator[_Chunk]:
+    system, device = dense.system, dense.edge_weight.device
+    V, sizes = system.num_nodes, system.sizes
+    by_size = np.argsort(-sizes, kind="stable")
+    place = np.empty(V, np.int64)
+    place[system.node] = system.local
+    col, row = place[dense.edge_index.cpu().numpy()]
+    first = 0
+    while first < len(sizes):
+        n = int(sizes[by_size[first]])
+        # On the CPU a padded group has no advantage over its blocks one by one.
+        fits = 1 if device.type == "cpu" else max(1, _MAX_NUMEL // (n * n * num_heads))
+        blocks = by_size[first : first + fits]
+        first += len(blocks)
+        node = np.full((len(blocks), n), V)
+        edges, places = [], []
+        for b, block in enumerate(blocks):
+            inside = slice(system.ptr[block], system.ptr[block + 1])
+            node[b, : sizes[block]] = system.order[inside]
+            edge = system.edge[system.edge_ptr[block] : system.edge_ptr[block + 1]]
+            edges.append(edge)
+            places.append((b * n + row[edge]) * n + col[edge])
+        arrays = (node, np.concatenate(edges), np.concatenate(places))
+        yield _Chunk(*(torch.from_numpy(x).to(device) for x in arrays))
+
+
+def _grouped_sum(x: Tensor, like: Tensor) -> Tensor:
+    """Sum over the heads of each group."""
+    return x.unflatten(1, (like.size(1), -1)).sum(2)
+
+
+def _state_slices(value: Tensor, num_states: int, copies: int = 1) -> Iterator[slice]:
+    """Slices of the state channels such that the states of one fit in memory."""
+    lanes = max(1, _MAX_NUMEL // max(1, value.numel() * copies))
+    for a in range(0, max(1, num_states), lanes):
+        yield slice(a, a + lanes)
+
+
+def _eye(A: Tensor) -> Tensor:
+    return torch.eye(A.size(-1), dtype=A.dtype, device=A.device).expand_as(A)
+
+
+def _repeat(x: Tensor, value: Tensor) -> Tensor:
+    return x.repeat_interleave(value.size(1) // x.size(1), 1)
+
+
+def _unbatched(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Call a LAPACK function of [B, heads, n, n], one matrix at a time on the CPU.
+
+    Batched LU is wrong there with more than one thread (pytorch#142815, #141358).
+    """
+    if args[0].device.type != "cpu":
+        return function(*args)
+    flat = [x.flatten(0, 1) for x in args]
+    results = [function(*(x[b] for x in flat)) for b in range(len(flat[0]))]
+    return torch.stack(results).view(*args[0].shape[:2], *results[0].shape)
+
+
+# ---------------------------------------------------------------------------- sparse
+
+
+class _Level(NamedTuple):
+    """What one level of a sweep does: state[row] -= value[entry] * state[col]."""
+
+    node: Tensor
+    row: Tensor
+    col: Tensor
+    entry: Tensor
+
+
+class Sweeps(NamedTuple):
+    """The levels of both sweeps of a system, on a device."""
+
+    down: list[_Level]  #: over rows of L, leaves of the elimination tree first
+    up: list[_Level]  #: over rows of U, roots first
+    columns: list[Tensor]  #: the entries of L by the level of their column
+    updates: list[tuple[Tensor, ...]]  #: value[a] -= value[b] * value[c], by level
+    column: Tensor  #: [F], of each entry of L
+
+
+class Factors(NamedTuple):
+    """I - A = L U, [V or F, heads], and the order of its sweeps."""
+
+    sweeps: Sweeps
+    diagonal: Tensor  #: reciprocal of the diagonal of U
+    lower: Tensor
+    upper: Tensor
+
+
+def _sweeps(system: System, device: torch.device) -> Sweeps:
+    """Group the rows of a system by their level in the elimination tree."""
+    F = system.num_entries
+    row = np.repeat(np.arange(system.num_nodes), np.diff(system.lower_ptr))
+    col = system.lower_col
+    depth = _depths(system.lower_ptr, col)
+    height = _heights(system.upper_ptr, system.upper_row)
+    entries = np.arange(F)
+    down = _levels(depth, row, col, entries, device)
+    up = _levels(height, col, row, entries, device)
+    columns: list[Tensor] = []
+    updates: list[tuple[Tensor, ...]] = []
+    if not system.triangular:
+        columns = list(_split(entries, depth[col], len(down), device))
+        table = _updates(
+            system.lower_ptr, col, system.upper_ptr, system.upper_row,
+            system.upper_entry,
+        )  # fmt: skip
+        updates = list(
+            zip(
+                *(_split(x, depth[table[3]], len(down), device) for x in table[:3]),
+                strict=True,
+            )
+        )
+    return Sweeps(down, up, columns, updates, torch.from_numpy(col).to(device))
+
+
+def factorize(system: System, edge_weight: Tensor) -> tuple[Factors, float]:
+    """Factor I - A in float64; see `numba_.factorize` for what it returns."""
+    sweeps = _sweeps(system, edge_weight.device)
+    V, F = system.num_nodes, system.num_entries
+    device, dtype = edge_weight.device, edge_weight.dtype
+    slot = torch.from_numpy(system.slot).to(device)
+    values = edge_weight.new_zeros(V + 2 * F, edge_weight.size(1), dtype=torch.float64)
+    values[:V] = 1
+    values.index_add_(0, slot, -edge_weight.double())
+    growth = 1.0
+    if not system.triangular:
+        down = torch.repeat_interleave(
+            torch.arange(len(system.sizes), device=device),
+            torch.from_numpy(system.sizes).to(device),
+        )
+        norm = _row_sums(sweeps, values, V, F)[0]
+        for entry, (target, left, right) in zip(
+            sweeps.columns, sweeps.updates, strict=True
+        ):
+            values[V + entry] /= values[sweeps.column[entry]]
+            values.index_add_(0, target, -values[left] * values[right])
+        u_sum, grown = _row_sums(sweeps, values, V, F, factored=True)
+        grown = grown + u_sum
+        shape = (len(system.sizes), values.size(1))
+        index = down[:, None].expand_as(norm)
+        norm, grown = (
+            x.new_zeros(shape).scatter_reduce(0, index, x, "amax")
+            for x in (norm, grown)
+        )
+        ratio = grown / norm.clamp(min=1)
+        ratio = torch.where(ratio.isfinite(), ratio, torch.inf)
+        zero_pivot = bool((values[:V] == 0).any())
+        growth = float("inf") if zero_pivot else max(1.0, float(ratio.max()))
+    factors = (1 / values[:V], values[V : V + F], values[V + F :])
+    return Factors(sweeps, *(x.to(dtype) for x in factors)), growth
+
+
+def state_forward(
+    system: System,
+    factors: Factors,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """The output from states, a slice of state channels at a time."""
+    node = torch.from_numpy(system.node).to(value.device)
+    q, k, v = _repeat(query, value)[node], _repeat(key, value)[node], value[node]
+    y = torch.zeros_like(v)
+    for part in _state_slices(value, query.size(2), 2):
+        X = k[..., part, None] * v.unsqueeze(-2)
+        H = _solve(system, factors, X.flatten(2)).view_as(X)
+        y += (q[..., part, None] * H).sum(-2)
+    return torch.empty_like(y).index_copy_(0, node, y)
+
+
+def state_backward(
+    system: System,
+    factors: Factors,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and edge weight; see `numba_.state_backward`."""
+    node = torch.from_numpy(system.node).to(value.device)
+    q, k, v = _repeat(query, value)[node], _repeat(key, value)[node], value[node]
+    dy = grad[node]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    row, col, edge = (
+        torch.from_numpy(x).to(value.device)
+        for x in (system.edge_row, system.edge_col, system.edge)
+    )
+    dw = value.new_zeros(edge.numel(), value.size(1))
+    for part in _state_slices(value, query.size(2), 4):
+        X = k[..., part, None] * v.unsqueeze(-2)
+        H = _solve(system, factors, X.flatten(2)).view_as(X)
+        X = q[..., part, None] * dy.unsqueeze(-2)
+        G = _solve(system, factors, X.flatten(2), transpose=True).view_as(X)
+        dq[..., part] = (H * dy.unsqueeze(-2)).sum(-1)
+        dk[..., part] = (G * v.unsqueeze(-2)).sum(-1)
+        dv += (G * k[..., part, None]).sum(-2)
+        dw[edge] += (G[row] * H[col]).sum((-1, -2))
+    dq, dk = _grouped_sum(dq, query), _grouped_sum(dk, key)
+    dq, dk, dv = (torch.empty_like(x).index_copy_(0, node, x) for x in (dq, dk, dv))
+    return dq, dk, dv, dw
+
+
+def mask_forward(
+    system: System,
+    factors: Factors,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    """The output from the resolvents, padded to the largest block."""
+    pad = _Padding(system, value.device)
+    L = pad.matrices(_resolvent(system, factors))
+    y = masked_mix(L, pad.nodes(query), pad.nodes(key), pad.nodes(value))
+    return pad.unpad(y)
+
+
+def mask_backward(
+    system: System,
+    factors: Factors,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of query, key, value and edge weight; see `numba_.mask_backward`."""
+    pad = _Padding(system, value.device)
+    rows = _resolvent(system, factors)
+    inputs = (pad.nodes(x) for x in (query, key, value, grad))
+    dL, *grads = masked_mix_backward(pad.matrices(rows), *inputs)
+    M = _solve(system, factors, pad.rows(dL), transpose=True)
+    row, col, edge = (
+        torch.from_numpy(x).to(value.device)
+        for x in (system.edge_row, system.edge_col, system.edge)
+    )
+    dw = value.new_empty(edge.numel(), value.size(1))
+    dw[edge] = (M[row] * rows[col]).sum(-1)
+    dq, dk, dv = (pad.unpad(x) for x in grads)
+    return dq, dk, dv, dw
+
+
+class _Padding:
+    """Between nodes, or positions, and matrices padded to the largest block."""
+
+    def __init__(self, system: System, device: torch.device) -> None:
+        self.shape = (len(system.sizes), int(system.sizes.max(initial=0)))
+        block = np.repeat(np.arange(self.shape[0]), system.sizes)
+        by_position = block * self.shape[1] + system.local
+        by_node = np.empty_like(by_position)
+        by_node[system.node] = by_position
+        self.by_position = torch.from_numpy(by_position).to(device)
+        self.by_node = torch.from_numpy(by_node).to(device)
+
+    def _fill(self, x: Tensor, index: Tensor) -> Tensor:
+        padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+        padded = padded.index_copy_(0, index, x)
+        return padded.view(*self.shape, *x.shape[1:]).transpose(1, 2)
+
+    def nodes(self, x: Tensor) -> Tensor:
+        """[V, heads, C] -> [B, heads, n, C]."""
+        return self._fill(x, self.by_node)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """[B, heads, n, C] -> [V, heads, C]."""
+        return x.transpose(1, 2).flatten(0, 1)[self.by_node]
+
+    def matrices(self, rows: Tensor) -> Tensor:
+        """[V by position, heads, n] -> [B, heads, n, n]."""
+        return self._fill(rows, self.by_position)
+
+    def rows(self, matrices: Tensor) -> Tensor:
+        """[B, heads, n, n] -> [V by position, heads, n]."""
+        return matrices.transpose(1, 2).flatten(0, 1)[self.by_position]
+
+
+def _resolvent(system: System, factors: Factors) -> Tensor:
+    """The resolvents by position, columns in node order: [V, heads, n]."""
+    n = int(system.sizes.max(initial=0))
+    place = torch.from_numpy(system.local).to(factors.lower.device)
+    X = factors.lower.new_zeros(system.num_nodes, factors.lower.size(1), n)
+    X.scatter_(2, place.view(-1, 1, 1).expand(-1, X.size(1), 1), 1)
+    return _solve(system, factors, X)
+
+
+def _solve(
+    system: System, factors: Factors, X: Tensor, transpose: bool = False
+) -> Tensor:
+    """Solve (I - A) H = X, or its transpose, for X [V, heads, W]; overwrites X."""
+    first, second = factors.lower, factors.upper
+    if transpose:
+        first, second = second, first
+    scale = None if system.triangular else factors.diagonal
+    if not (system.triangular and transpose):
+        _sweep(factors.sweeps.down, X, first, scale if transpose else None)
+    if not (system.triangular and not transpose):
+        _sweep(factors.sweeps.up, X, second, None if transpose else scale)
+    return X
+
+
+def _sweep(
+    levels: list[_Level], X: Tensor, values: Tensor, scale: Tensor | None
+) -> None:
+    for level in levels:
+        if level.entry.numel() > 0:
+            step = values[level.entry].unsqueeze(-1) * X[level.col]
+            X.index_add_(0, level.row, step, alpha=-1)
+        if scale is not None:
+            X[level.node] *= scale[level.node].unsqueeze(-1)
+
+
+def _row_sums(
+    sweeps: Sweeps, values: Tensor, V: int, F: int, factored: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Row sums of |I - A|, or of |U|, and with `factored` also of (|L| - I) |U|."""
+    magnitude = values.abs()
+    row = torch.cat([level.row for level in sweeps.down])
+    entry = torch.cat([level.entry for level in sweeps.down])
+    col = sweeps.column[entry]
+    sums = magnitude[:V].clone()
+    sums.index_add_(0, col, magnitude[V + F + entry])
+    below = magnitude[V + entry]
+    if not factored:
+        return sums.index_add_(0, row, below), sums
+    return sums, torch.zeros_like(sums).index_add_(0, row, below * sums[col])
+
+
+def _split(
+    x: np.ndarray, level: np.ndarray, count: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    order = np.argsort(level, kind="stable")
+    sizes = np.bincount(level, minlength=count).tolist()
+    return torch.from_numpy(x[order]).to(device).split(sizes)
+
+
+def _levels(
+    depth: np.ndarray,
+    row: np.ndarray,
+    col: np.ndarray,
+    entry: np.ndarray,
+    device: torch.device,
+) -> list[_Level]:
+    count = int(depth.max(initial=-1)) + 1
+    node = _split(np.arange(len(depth)), depth, count, device)
+    table = (_split(x, depth[row], count, device) for x in (row, col, entry))
+    return [_Level(*level) for level in zip(node, *table, strict=True)]
+
+
+@njit(cache=True, nogil=True)
+def _depths(lower_ptr, lower_col):  # type: ignore[no-untyped-def]
+    n = lower_ptr.shape[0] - 1
+    depth = np.zeros(n, np.int64)
+    for i in range(n):
+        for x in range(lower_ptr[i], lower_ptr[i + 1]):
+            depth[i] = max(depth[i], depth[lower_col[x]] + 1)
+    return depth
+
+
+@njit(cache=True, nogil=True)
+def _heights(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
+    n = upper_ptr.shape[0] - 1
+    height = np.zeros(n, np.int64)
+    for i in range(n - 1, -1, -1):
+        for x in range(upper_ptr[i], upper_ptr[i + 1]):
+            height[i] = max(height[i], height[upper_row[x]] + 1)
+    return height
+
+
+@njit(cache=True, nogil=True)
+def _updates(lower_ptr, lower_col, upper_ptr, upper_row, upper_entry):  # type: ignore[no-untyped-def]
+    """Every elementary update of the elimination: target, two factors, pivot."""
+    n, F = lower_ptr.shape[0] - 1, lower_col.shape[0]
+    count = 0
+    for k in range(n):
+        count += (upper_ptr[k + 1] - upper_ptr[k]) ** 2
+    table = np.empty((4, count), np.int64)
+    w = 0
+    for k in range(n):
+        for x in range(upper_ptr[k], upper_ptr[k + 1]):
+            i = upper_row[x]
+            for y in range(upper_ptr[k], upper_ptr[k + 1]):
+                j = upper_row[y]
+                low, high = min(i, j), max(i, j)
+                a, b = lower_ptr[high], lower_ptr[high + 1]
+                z = a + np.searchsorted(lower_col[a:b], low)
+                if i == j:
+                    table[0, w] = i
+                elif i > j:
+                    table[0, w] = n + z
+                else:
+                    table[0, w] = n + F + z
+                table[1, w] = n + upper_entry[x]
+                table[2, w] = n + F + upper_entry[y]
+                table[3, w] = k
+                w += 1
+    return table

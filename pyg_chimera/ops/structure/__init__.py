@@ -1,0 +1,16 @@
+"""What depends on the graph alone, and can be computed once."""
+
+from pyg_chimera.ops.structure.distance import connected_components, diameter
+from pyg_chimera.ops.structure.elimination import elimination_rank, fill_in
+from pyg_chimera.ops.structure.errors import CycleError
+from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
+
+__all__ = [
+    "CycleError",
+    "connected_components",
+    "diameter",
+    "elimination_rank",
+    "fill_in",
+    "find_cycle",
+    "topological_rank",
+]

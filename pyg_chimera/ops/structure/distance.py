@@ -1,0 +1,216 @@
+"""Hop distances: how far apart nodes are, and which of them are connected."""
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from pyg_chimera.ops.structure.checks import check_batch, check_edge_index
+from pyg_chimera.ops.structure.elimination import to_numpy
+from pyg_chimera.ops.structure.topological import compress
+
+__all__ = ["connected_components", "diameter"]
+
+
+def connected_components(edge_index: Tensor, num_nodes: int) -> Tensor:
+    r"""The weakly connected component of each node.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
+            Their directions don't matter.
+        num_nodes (int): The number of nodes.
+
+    Returns:
+        torch.Tensor: The component of each node, int64 :math:`[|\mathcal{V}|]`, on the
+        device of :obj:`edge_index`. Components are numbered by their first node.
+
+    Raises:
+        ValueError: If :obj:`edge_index` has a wrong shape or is out of range.
+        TypeError: If :obj:`edge_index` is not integer.
+    """
+    check_edge_index(edge_index, num_nodes)
+    source, target = to_numpy(edge_index)
+    component = _components(source, target, num_nodes)
+    return torch.from_numpy(component).to(edge_index.device)
+
+
+def diameter(
+    edge_index: Tensor,
+    num_nodes: int,
+    batch: Tensor | None = None,
+) -> int | Tensor:
+    r"""The largest finite distance from any node to any other.
+
+    The distance is the number of edges of a shortest directed path; pairs without a
+    path don't count. Takes a breadth-first search from each node in a graph with
+    one-way edges, :math:`O(|\mathcal{V}| |\mathcal{E}|)`, and usually far fewer where
+    each edge has its reverse (`"Determining the Diameter of Small World Networks"
+    <https://doi.org/10.1145/2063576.2063748>`_).
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer, from
+            :obj:`edge_index[0]` to :obj:`edge_index[1]`.
+        num_nodes (int): The number of nodes.
+        batch (torch.Tensor, optional): The graph of each node, integer
+            :math:`[|\mathcal{V}|]`, sorted or not.
+
+    Returns:
+        int or torch.Tensor: The diameter, 0 if there are no edges; with :obj:`batch`
+        that of each of its :math:`B` = :obj:`max(batch) + 1` graphs, int64
+        :math:`[B]`, on the device of :obj:`edge_index`.
+
+    Raises:
+        ValueError: If a shape is wrong, an index is out of range, or an edge joins two
+            graphs of :obj:`batch`.
+        TypeError: If :obj:`edge_index` or :obj:`batch` is not integer.
+    """
+    check_edge_index(edge_index, num_nodes)
+    source, target = to_numpy(edge_index)
+    if batch is None:
+        graph = np.zeros(num_nodes, np.int64)
+        num_graphs = 1
+    else:
+        check_batch(batch, num_nodes)
+        graph = to_numpy(batch)
+        num_graphs = int(graph.max(initial=-1)) + 1
+        crossing = np.flatnonzero(graph[source] != graph[target])
+        if crossing.size > 0:
+            e = int(crossing[0])
+            raise ValueError(
+                f"'edge_index' must not join different graphs of 'batch' (got edge {e} "
+                f"from node {source[e]} of graph {graph[source[e]]} to node "
+                f"{target[e]} of graph {graph[target[e]]})"
+            )
+    out = _diameters(source, target, graph, num_graphs)
+    if batch is None:
+        return int(out[0])
+    return torch.from_numpy(out).to(edge_index.device)
+
+
+@njit(cache=True, nogil=True)
+def _components(source, target, n):  # type: ignore[no-untyped-def]
+    """Union-find; the smallest node of a component stands for it."""
+    parent = np.arange(n)
+    for e in range(source.shape[0]):
+        a, b = source[e], target[e]
+        while parent[a] != a:
+            parent[a] = parent[parent[a]]
+            a = parent[a]
+        while parent[b] != b:
+            parent[b] = parent[parent[b]]
+            b = parent[b]
+        parent[max(a, b)] = min(a, b)
+    component = np.empty(n, np.int64)
+    count = 0
+    for i in range(n):
+        if parent[i] == i:
+            component[i] = count
+            count += 1
+        else:
+            # Parents are smaller than their children, so they have their number.
+            component[i] = component[parent[i]]
+    return component
+
+
+@njit(cache=True, nogil=True)
+def simple(source, target, n):  # type: ignore[no-untyped-def]
+    """Compressed out-neighbours, ascending, without self-loops and duplicates."""
+    in_ptr, tail = compress(target, source, n)
+    count = np.zeros(n, np.int64)
+    last = np.full(n, -1, np.int64)
+    for i in range(n):
+        for x in range(in_ptr[i], in_ptr[i + 1]):
+            j = tail[x]
+            if j != i and last[j] != i:
+                last[j] = i
+                count[j] += 1
+    ptr = np.zeros(n + 1, np.int64)
+    for i in range(n):
+        ptr[i + 1] = ptr[i] + count[i]
+    head = np.empty(ptr[n], np.int64)
+    free = ptr[:n].copy()
+    last[:] = -1
+    for i in range(n):
+        for x in range(in_ptr[i], in_ptr[i + 1]):
+            j = tail[x]
+            if j != i and last[j] != i:
+                last[j] = i
+                head[free[j]] = i
+                free[j] += 1
+    return ptr, head
+
+
+@njit(cache=True, nogil=True)
+def search(ptr, head, start, order, level, seen, stamp):  # type: ignore[no-untyped-def]
+    """Breadth-first search from one node; returns how many nodes it reached.
+
+    The first of `order` are the nodes reached, nearest first. Where `seen` is
+    `stamp`, `level` holds the distance.
+    """
+    order[0] = start
+    level[start] = 0
+    seen[start] = stamp
+    begin, end = 0, 1
+    while begin < end:
+        j = order[begin]
+        begin += 1
+        for x in range(ptr[j], ptr[j + 1]):
+            i = head[x]
+            if seen[i] != stamp:
+                seen[i] = stamp
+                level[i] = level[j] + 1
+                order[end] = i
+                end += 1
+    return end
+
+
+@njit(cache=True, nogil=True)
+def _diameters(source, target, graph, num_graphs):  # type: ignore[no-untyped-def]
+    n = graph.shape[0]
+    ptr, head = simple(source, target, n)
+    in_ptr, tail = simple(target, source, n)
+    symmetric = np.array_equal(ptr, in_ptr) and np.array_equal(head, tail)
+
+    out = np.zeros(num_graphs, np.int64)
+    order = np.empty(n, np.int64)
+    level = np.empty(n, np.int64)
+    seen = np.full(n, -1, np.int64)
+    stamp = 0
+    if not symmetric:
+        for i in range(n):
+            count = search(ptr, head, i, order, level, seen, i)
+            out[graph[i]] = max(out[graph[i]], level[order[count - 1]])
+        return out
+
+    # No node is further than ecc(c) + d(c, i) from i: searches alternately from the
+    # outskirts (high bounds) and from the middle (which lowers the bounds of others)
+    # soon leave no node that could be further out than what was found.
+    done = np.zeros(n, np.bool_)
+    upper = np.full(n, n, np.int64)
+    lower = np.zeros(n, np.int64)
+    for i in range(n):
+        if done[i]:
+            continue
+        count = search(ptr, head, i, order, level, seen, stamp)
+        active = order[:count].copy()
+        done[active] = True
+        longest = 0
+        outskirts = True
+        while active.shape[0] > 0:
+            farthest = level[order[count - 1]]
+            longest = max(longest, farthest)
+            for j in active:
+                upper[j] = min(upper[j], farthest + level[j])
+                lower[j] = max(lower[j], level[j], farthest - level[j])
+            active = active[upper[active] > longest]
+            if active.shape[0] > 0:
+                if outskirts:
+                    j = active[np.argmax(upper[active])]
+                else:
+                    j = active[np.argmin(lower[active])]
+                outskirts = not outskirts
+                stamp += 1
+                search(ptr, head, j, order, level, seen, stamp)
+        stamp += 1
+        out[graph[i]] = max(out[graph[i]], longest)
+    return out

@@ -1,0 +1,143 @@
+"""Topological ranks of directed acyclic graphs, and cycles where there are any."""
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from pyg_chimera.ops.structure.checks import check_edge_index
+from pyg_chimera.ops.structure.elimination import to_numpy
+from pyg_chimera.ops.structure.errors import CycleError
+
+__all__ = ["find_cycle", "topological_rank"]
+
+
+def topological_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
+    r"""The length of the longest path that ends in each node of a DAG.
+
+    Nodes of one rank are independent of each other, and each edge leads from a lower
+    to a higher rank:
+
+    .. math::
+        r_i = \max \left( \{ 0 \} \cup \{ r_j + 1 : (j, i) \in \mathcal{E} \} \right)
+
+    Takes :math:`O(|\mathcal{V}| + |\mathcal{E}|)` time, on the CPU.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer, from
+            :obj:`edge_index[0]` to :obj:`edge_index[1]`. Duplicates are fine.
+        num_nodes (int): The number of nodes.
+
+    Returns:
+        torch.Tensor: The rank of each node, int64 :math:`[|\mathcal{V}|]`, on the
+        device of :obj:`edge_index`.
+
+    Raises:
+        CycleError: If there is a cycle (self-loops included), which it names.
+        ValueError: If :obj:`edge_index` has a wrong shape or is out of range.
+        TypeError: If :obj:`edge_index` is not integer.
+    """
+    check_edge_index(edge_index, num_nodes)
+    source, target = to_numpy(edge_index)
+    rank, waiting = _rank(source, target, num_nodes)
+    if waiting.any():
+        raise CycleError(_cycle(source, target, waiting).tolist())
+    return torch.from_numpy(rank).to(edge_index.device)
+
+
+def find_cycle(edge_index: Tensor, num_nodes: int) -> list[int] | None:
+    r"""The nodes of one directed cycle.
+
+    Takes :math:`O(|\mathcal{V}| + |\mathcal{E}|)` time, on the CPU.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer, from
+            :obj:`edge_index[0]` to :obj:`edge_index[1]`.
+        num_nodes (int): The number of nodes.
+
+    Returns:
+        list[int], optional: The different nodes of a cycle in the direction of its
+        edges, the smallest one first (only that one if it is a self-loop), or
+        :obj:`None` if the graph is acyclic.
+
+    Raises:
+        ValueError: If :obj:`edge_index` has a wrong shape or is out of range.
+        TypeError: If :obj:`edge_index` is not integer.
+    """
+    check_edge_index(edge_index, num_nodes)
+    source, target = to_numpy(edge_index)
+    waiting = _rank(source, target, num_nodes)[1]
+    return _cycle(source, target, waiting).tolist() if waiting.any() else None
+
+
+@njit(cache=True, nogil=True)
+def compress(key, value, n):  # type: ignore[no-untyped-def]
+    """The values of each key, in the order they come, and the bounds of each key."""
+    ptr = np.zeros(n + 1, np.int64)
+    for e in range(key.shape[0]):
+        ptr[key[e] + 1] += 1
+    for i in range(n):
+        ptr[i + 1] += ptr[i]
+    grouped = np.empty(key.shape[0], np.int64)
+    free = ptr[:n].copy()
+    for e in range(key.shape[0]):
+        grouped[free[key[e]]] = value[e]
+        free[key[e]] += 1
+    return ptr, grouped
+
+
+@njit(cache=True, nogil=True)
+def _rank(source, target, n):  # type: ignore[no-untyped-def]
+    """Ranks, and for each node how many of its edges come from a cycle or after one."""
+    ptr, head = compress(source, target, n)
+    waiting = np.zeros(n, np.int64)
+    for e in range(target.shape[0]):
+        waiting[target[e]] += 1
+    rank = np.zeros(n, np.int64)
+    queue = np.empty(n, np.int64)
+    end = 0
+    for i in range(n):
+        if waiting[i] == 0:
+            queue[end] = i
+            end += 1
+    begin = 0
+    while begin < end:
+        j = queue[begin]
+        begin += 1
+        for x in range(ptr[j], ptr[j + 1]):
+            i = head[x]
+            rank[i] = max(rank[i], rank[j] + 1)
+            waiting[i] -= 1
+            if waiting[i] == 0:
+                queue[end] = i
+                end += 1
+    return rank, waiting
+
+
+@njit(cache=True, nogil=True)
+def _cycle(source, target, waiting):  # type: ignore[no-untyped-def]
+    """A cycle among the nodes that wait: each of them has a predecessor that waits."""
+    before = np.full(waiting.shape[0], -1, np.int64)
+    node = -1
+    for e in range(source.shape[0]):
+        if waiting[source[e]] > 0:
+            before[target[e]] = source[e]
+            node = target[e]
+    seen = np.zeros(waiting.shape[0], np.bool_)
+    while not seen[node]:
+        seen[node] = True
+        node = before[node]
+
+    length = 1
+    first = node
+    other = before[node]
+    while other != node:
+        first = min(first, other)
+        other = before[other]
+        length += 1
+    cycle = np.empty(length, np.int64)
+    node = first
+    for x in range(length - 1, -1, -1):
+        node = before[node]
+        cycle[x] = node
+    return cycle

@@ -1,0 +1,18 @@
+r"""Transforms: what depends on a graph alone, computed once and stored with it.
+
+All of them write plain tensors that PyG's loaders batch by their own rules.
+"""
+
+from pyg_chimera.transforms.dag_decomposition import DAGDecomposition
+from pyg_chimera.transforms.structure import (
+    AddDiameter,
+    AddEliminationOrder,
+    AddTopologicalOrder,
+)
+
+__all__ = [
+    "AddDiameter",
+    "AddEliminationOrder",
+    "AddTopologicalOrder",
+    "DAGDecomposition",
+]

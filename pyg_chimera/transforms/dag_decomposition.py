@@ -1,0 +1,368 @@
+import zlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from pyg_chimera.ops.structure import connected_components, topological_rank
+from pyg_chimera.ops.structure.checks import check_edge_index
+from pyg_chimera.ops.structure.distance import search, simple
+from pyg_chimera.ops.structure.elimination import to_numpy
+from pyg_chimera.transforms.structure import check_attr_name, edges_of
+
+__all__ = ["DAGDecomposition"]
+
+_SCORES = ("degree", "pagerank", "closeness")
+_SEARCHES = ("bfs", "bfs_dense")
+_METHODS = ("order", *_SCORES, "random", *_SEARCHES)
+
+
+@functional_transform("chimera_dag_decomposition")
+class DAGDecomposition(BaseTransform):
+    r"""Decomposes an undirected graph into directed acyclic graphs over its nodes,
+    as in `"Chimera: State Space Models Beyond Sequences"
+    <https://arxiv.org/abs/2510.12111>`_ (functional name:
+    :obj:`chimera_dag_decomposition`).
+
+    DAGs come in pairs: entry :math:`2k + 1` is entry :math:`2k` with each edge turned
+    around (an odd :obj:`num_dags` leaves the last one without). With a method that
+    orders the nodes, each edge leads from an earlier to a later node, so that each DAG
+    has every undirected edge and each pair every directed one. Adds
+
+    * :obj:`data.dag_edge_index`, a list of :obj:`num_dags` int64 tensors
+      :math:`[2, |\mathcal{E}_d|]`: the edges of :obj:`data.edge_index` that each DAG
+      keeps, in their order there,
+    * :obj:`data.dag_edge_attr`, the list of their rows of :obj:`data.edge_attr`, if
+      there is one,
+    * :obj:`data.dag_rank`, a list of int64 tensors :math:`[|\mathcal{V}|]`: the
+      topological rank of each node in each DAG, see
+      :func:`~pyg_chimera.ops.structure.topological_rank`.
+
+    PyG's loaders batch these lists entry by entry. Transforms that select nodes or
+    edges know nothing of them, so this one belongs behind those.
+
+    The graph must hold each edge in both directions (as after
+    :class:`torch_geometric.transforms.ToUndirected`), and either direction has its
+    own features. Self-loops are in no DAG. Duplicates stay together, except that a
+    tree keeps one of them. Components, isolated nodes among them, are decomposed side
+    by side.
+
+    Args:
+        num_dags (int, optional): The number of DAGs. (default: :obj:`2`)
+        method (str or Callable, optional): How to choose them.
+
+            * :obj:`"order"`: by the order of the nodes.
+            * :obj:`"degree"`, :obj:`"pagerank"`, :obj:`"closeness"`: by the number of
+              neighbours or a centrality of the node, highest last.
+            * a function of the data that returns one score per node, of shape
+              :math:`[|\mathcal{V}|]`: by that score, highest last.
+            * :obj:`"random"`: by a random order for each pair.
+            * :obj:`"bfs"`: the tree of a breadth-first search from a root in each
+              component.
+            * :obj:`"bfs_dense"`: all edges that lead one level away from that root.
+
+            (default: :obj:`"order"`)
+        reverse (bool, optional): If set to :obj:`False`, no DAG is another one turned
+            around, each is chosen anew. (default: :obj:`True`)
+        ties (str, optional): Which of several nodes of the same score is first,
+            :obj:`"order"` (the first of them) or :obj:`"random"` (anew for each pair).
+            (default: :obj:`"order"`)
+        root_attr (str, optional): The attribute of the data that chooses roots, as a
+            mask :math:`[|\mathcal{V}|]` or as node indices. Those of a component are
+            used in turn, in each pair the next one. Without it, and in components
+            where none is chosen, roots are drawn at random, none twice while there
+            are others. (default: :obj:`None`)
+        seed (int, optional): Makes the random choices a function of the graph, the
+            same in every process and epoch. Without it, they are drawn anew each time
+            from PyTorch's global generator. (default: :obj:`None`)
+        prefix (str, optional): How the names of the attributes begin.
+            (default: :obj:`"dag"`)
+
+    Raises:
+        TypeError: If the data is not homogeneous, or an index not integer.
+        ValueError: If an argument is not as above, the method has no :obj:`num_dags`
+            different DAGs, an edge lacks its reverse, or a shape or an index is wrong.
+    """
+
+    def __init__(
+        self,
+        num_dags: int = 2,
+        method: str | Callable[[Data], Tensor] = "order",
+        *,
+        reverse: bool = True,
+        ties: str = "order",
+        root_attr: str | None = None,
+        seed: int | None = None,
+        prefix: str = "dag",
+    ) -> None:
+        if num_dags < 1:
+            raise ValueError(f"'num_dags' must be at least 1 (got {num_dags})")
+        if not callable(method) and method not in _METHODS:
+            raise ValueError(
+                f"'method' must be a function or one of {list(_METHODS)} (got "
+                f"'{method}')"
+            )
+        if ties not in ("order", "random"):
+            raise ValueError(f"'ties' must be 'order' or 'random' (got '{ties}')")
+        scored = callable(method) or method in _SCORES
+        if ties == "random" and not scored:
+            raise ValueError(
+                f"'ties' must be 'order' where there are no scores (got '{ties}' with "
+                f"method '{method}')"
+            )
+        if root_attr is not None and method not in _SEARCHES:
+            raise ValueError(
+                f"'root_attr' needs a method with roots, one of {list(_SEARCHES)} (got "
+                f"'{root_attr}' with method '{method}')"
+            )
+        limit = 2 if reverse else 1
+        if num_dags > limit and ties == "order" and (scored or method == "order"):
+            raise ValueError(
+                f"'num_dags' must be at most {limit} with method '{_name(method)}' "
+                f"and reverse={reverse}, as there is one such order (got {num_dags}); "
+                "use "
+                + ("ties='random'" if scored else "method='random'")
+                + " for more"
+            )
+        check_attr_name("prefix", prefix)
+        self.num_dags = num_dags
+        self.method = method
+        self.reverse = reverse
+        self.ties = ties
+        self.root_attr = root_attr
+        self.seed = seed
+        self.prefix = prefix
+
+    def forward(self, data: Data) -> Data:
+        """Adds the attributes to a copy of the data."""
+        edge_index, num_nodes = edges_of(data)
+        check_edge_index(edge_index, num_nodes)
+        edge_attr = data.edge_attr
+        if edge_attr is not None and edge_attr.size(0) != edge_index.size(1):
+            raise ValueError(
+                "'data.edge_attr' must have one row per edge, "
+                f"{edge_index.size(1)} (got shape {list(edge_attr.shape)})"
+            )
+        device = edge_index.device
+        edges = to_numpy(edge_index)
+        choices = self._choose(data, edges, num_nodes)
+        kept = [torch.from_numpy(next(choices)) for _ in range(self.num_dags)]
+
+        dags = [torch.from_numpy(edges[:, ids.numpy()]) for ids in kept]
+        ranks = [topological_rank(dag, num_nodes) for dag in dags]
+        data[f"{self.prefix}_edge_index"] = [dag.to(device) for dag in dags]
+        data[f"{self.prefix}_rank"] = [rank.to(device) for rank in ranks]
+        attr_name = f"{self.prefix}_edge_attr"
+        if edge_attr is not None:
+            data[attr_name] = [edge_attr[ids.to(edge_attr.device)] for ids in kept]
+        elif attr_name in data:
+            del data[attr_name]  # It belonged to earlier edges.
+        return data
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.__class__.__name__}(num_dags={self.num_dags}, "
+            f"method='{_name(self.method)}')"
+        )
+
+    def _choose(
+        self, data: Data, edges: np.ndarray, num_nodes: int
+    ) -> Iterator[np.ndarray]:
+        """The numbers of the edges of one DAG after the other, without end."""
+        source, target = edges
+        ptr, head = _symmetric_neighbours(source, target, num_nodes)
+        generator = None
+        if self.seed is not None:
+            # Mixed with the graph, so that different graphs get different numbers,
+            # in the 32 bits that the generator looks at.
+            key = zlib.crc32(f"{self.seed} {num_nodes}".encode())
+            key = zlib.crc32(edges.tobytes(), key)
+            generator = torch.Generator().manual_seed(key)
+
+        if self.method in _SEARCHES:
+            roots = self._roots(data, edges, num_nodes, generator)
+            for root in roots:
+                level, parent = _breadth_first(ptr, head, root)
+                if self.method == "bfs_dense":
+                    yield np.flatnonzero(level[source] + 1 == level[target])
+                    if self.reverse:
+                        yield np.flatnonzero(level[source] == level[target] + 1)
+                else:
+                    yield _first(np.flatnonzero(parent[target] == source), target)
+                    if self.reverse:
+                        yield _first(np.flatnonzero(parent[source] == target), source)
+
+        score = self._score(data, ptr, head)
+        while True:
+            position = np.arange(num_nodes)
+            if self.method == "random" or self.ties == "random":
+                position = torch.randperm(num_nodes, generator=generator).numpy()
+            if score is not None:
+                node = np.lexsort((position, score))
+                position = np.empty_like(node)
+                position[node] = np.arange(num_nodes)
+            yield np.flatnonzero(position[source] < position[target])
+            if self.reverse:
+                yield np.flatnonzero(position[source] > position[target])
+
+    def _score(
+        self, data: Data, ptr: np.ndarray, head: np.ndarray
+    ) -> np.ndarray | None:
+        if callable(self.method):
+            score = torch.as_tensor(self.method(data)).detach().cpu()
+            if score.shape != (len(ptr) - 1,) or bool(score.isnan().any()):
+                raise ValueError(
+                    f"'method' must return a score per node, of shape "
+                    f"[{len(ptr) - 1}] and without NaN (got shape "
+                    f"{list(score.shape)})"
+                )
+            return (score.double() if score.is_floating_point() else score).numpy()
+        if self.method == "degree":
+            return np.diff(ptr)
+        if self.method == "pagerank":
+            return _pagerank(ptr, head)
+        if self.method == "closeness":
+            return _closeness(ptr, head)
+        return None
+
+    def _roots(
+        self,
+        data: Data,
+        edges: np.ndarray,
+        num_nodes: int,
+        generator: torch.Generator | None,
+    ) -> Iterator[np.ndarray]:
+        """One root for each component, and the next one each time, without end."""
+        component = connected_components(torch.from_numpy(edges), num_nodes).numpy()
+        candidates = torch.randperm(num_nodes, generator=generator).numpy()
+        if self.root_attr is not None:
+            chosen = self._chosen(data, num_nodes)
+            without = np.ones(num_nodes, np.bool_)
+            without[component[chosen]] = False
+            candidates = candidates[without[component[candidates]]]
+            candidates = np.concatenate([chosen, candidates])
+        candidates = candidates[np.argsort(component[candidates], kind="stable")]
+        counts = np.bincount(component[candidates])
+        first = np.cumsum(counts) - counts
+        turn = 0
+        while True:
+            yield candidates[first + turn % counts]
+            turn += 1
+
+    def _chosen(self, data: Data, num_nodes: int) -> np.ndarray:
+        wanted = (
+            f"'data.{self.root_attr}' must be a mask of shape [{num_nodes}] or a "
+            f"vector of node indices in [0, {num_nodes})"
+        )
+        roots = getattr(data, str(self.root_attr), None)
+        if not isinstance(roots, Tensor):
+            raise ValueError(f"{wanted} (got '{type(roots).__name__}')")
+        if roots.dtype == torch.bool and roots.shape == (num_nodes,):
+            return to_numpy(roots.nonzero().view(-1))
+        if roots.dim() != 1 or roots.dtype == torch.bool or roots.is_floating_point():
+            raise ValueError(
+                f"{wanted} (got shape {list(roots.shape)} and dtype {roots.dtype})"
+            )
+        nodes = to_numpy(roots)
+        wrong = nodes[(nodes < 0) | (nodes >= num_nodes)]
+        if wrong.size > 0:
+            raise ValueError(f"{wanted} (got {wrong[0]})")
+        return nodes
+
+
+def _name(method: str | Callable) -> str:
+    return method if isinstance(method, str) else getattr(method, "__name__", "custom")
+
+
+def _first(ids: np.ndarray, node: np.ndarray) -> np.ndarray:
+    """The first of the ascending edge numbers at each node, ascending."""
+    return ids[np.sort(np.unique(node[ids], return_index=True)[1])]
+
+
+def _symmetric_neighbours(
+    source: np.ndarray, target: np.ndarray, num_nodes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compressed neighbours, ascending, of a graph that must be undirected."""
+    ptr, head = simple(source, target, num_nodes)
+    in_ptr, tail = simple(target, source, num_nodes)
+    if not (np.array_equal(ptr, in_ptr) and np.array_equal(head, tail)):
+        reverse = np.isin(source * num_nodes + target, target * num_nodes + source)
+        e = int(np.argmin(reverse))
+        raise ValueError(
+            "'data.edge_index' must hold the reverse of each edge (got edge "
+            f"{source[e]} -> {target[e]} without {target[e]} -> {source[e]}); apply "
+            "'torch_geometric.transforms.ToUndirected' first"
+        )
+    return ptr, head
+
+
+@njit(cache=True, nogil=True)
+def _breadth_first(ptr, head, roots):  # type: ignore[no-untyped-def]
+    """Each node's distance from the root that reaches it, and the node before it."""
+    n = ptr.shape[0] - 1
+    level = np.full(n, -1, np.int64)
+    parent = np.full(n, -1, np.int64)
+    queue = np.empty(n, np.int64)
+    end = roots.shape[0]
+    queue[:end] = roots
+    level[roots] = 0
+    begin = 0
+    while begin < end:
+        j = queue[begin]
+        begin += 1
+        for x in range(ptr[j], ptr[j + 1]):
+            i = head[x]
+            if level[i] < 0:
+                level[i] = level[j] + 1
+                parent[i] = j
+                queue[end] = i
+                end += 1
+    return level, parent
+
+
+@njit(cache=True, nogil=True)
+def _closeness(ptr, head):  # type: ignore[no-untyped-def]
+    """Closeness centrality, scaled by the part of the graph that a node reaches."""
+    n = ptr.shape[0] - 1
+    score = np.zeros(n)
+    order = np.empty(n, np.int64)
+    level = np.empty(n, np.int64)
+    seen = np.full(n, -1, np.int64)
+    for i in range(n):
+        count = search(ptr, head, i, order, level, seen, i)
+        total = 0
+        for x in range(count):
+            total += level[order[x]]
+        if total > 0:
+            score[i] = (count - 1) * (count - 1) / (total * (n - 1))
+    return score
+
+
+@njit(cache=True, nogil=True)
+def _pagerank(ptr, head):  # type: ignore[no-untyped-def]
+    """Undirected PageRank, damping 0.85, rounded so that equal nodes tie."""
+    n = ptr.shape[0] - 1
+    score = np.ones(n)  # n times the PageRank
+    for _ in range(200):
+        idle = 0.0  # what isolated nodes spread evenly
+        for i in range(n):
+            if ptr[i] == ptr[i + 1]:
+                idle += score[i]
+        change = 0.0
+        new = np.full(n, 0.15 + 0.85 * idle / max(n, 1))
+        for j in range(n):
+            for x in range(ptr[j], ptr[j + 1]):
+                new[head[x]] += 0.85 * score[j] / (ptr[j + 1] - ptr[j])
+        for i in range(n):
+            change = max(change, abs(new[i] - score[i]))
+        score = new
+        if change < 1e-12:
+            break
+    for i in range(n):
+        score[i] = round(score[i], 9)
+    return score

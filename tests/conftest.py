@@ -1,0 +1,24 @@
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+#: Where real files lie when they are at hand: beside the checkout, or as told.
+SHARED = Path(
+    os.environ.get("PYG_CHIMERA_SHARED", Path(__file__).parents[2] / "shared")
+)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder with the real data sets; the test is skipped without it."""
+    path = SHARED / "data"
+    if not path.is_dir():
+        pytest.skip(f"real data not found under {path} (set PYG_CHIMERA_SHARED)")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

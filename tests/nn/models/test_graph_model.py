@@ -1,0 +1,331 @@
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.loader import DataLoader
+from torch_geometric.nn import GCNConv, GINEConv, SAGEConv, summary
+
+from pyg_chimera.nn import CategoricalEncoder, GatedGCNConv, GPSLayer, GraphModel
+
+C = 8
+
+
+def make_data(num_nodes: int, seed: int, **kwargs: Any) -> Data:
+    """A directed cycle with categorical features, labelled by how nodes begin."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.stack(
+        [torch.randint(n, (num_nodes,), generator=g) for n in (3, 5)], dim=1
+    )
+    nodes = torch.arange(num_nodes)
+    edge_index = torch.stack([nodes, nodes.roll(1)])
+    return Data(
+        x=x,
+        edge_index=edge_index,
+        edge_attr=torch.randint(2, (num_nodes, 1), generator=g),
+        edge_label_index=torch.randint(num_nodes, (2, 3), generator=g),
+        **kwargs,
+    )
+
+
+def make_batch(*sizes: int) -> Batch:
+    return Batch.from_data_list(
+        [make_data(num_nodes, seed) for seed, num_nodes in enumerate(sizes)]
+    )
+
+
+def gps(index: int) -> GPSLayer:
+    conv = GatedGCNConv(C, C, update_edges=index == 0)
+    return GPSLayer(C, conv, norm="layer_norm")
+
+
+def make_model(**kwargs: Any) -> GraphModel:
+    kwargs.setdefault("edge_dim", [2])
+    return GraphModel([3, 5], C, kwargs.pop("out_channels", 2), gps, 2, **kwargs)
+
+
+HEADS = {
+    "graph": {"head": "graph", "out_channels": 2},
+    "max": {"head": "graph", "out_channels": 2, "pool": "max", "head_layers": 4},
+    "node": {"head": "node", "out_channels": 3},
+    "dot": {"head": "edge", "out_channels": 1},
+    "mlp": {"head": "edge", "out_channels": 2, "decoder": "mlp"},
+}
+SHAPES = {"graph": (3, 2), "max": (3, 2), "node": (10, 3), "dot": (9, 1), "mlp": (9, 2)}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_few_steps_lower_the_loss(name: str) -> None:
+    model, batch = make_model(**HEADS[name]), make_batch(4, 3, 3)
+    target = torch.randn(SHAPES[name])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        out = model(**model.inputs(batch))
+        assert out.shape == SHAPES[name]
+        loss = (out - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses == sorted(losses, reverse=True)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_batched_equals_one_by_one(name: str) -> None:
+    model = make_model(**HEADS[name], norm="graph_norm").eval()
+    batch = make_batch(4, 3, 3)
+    single = [model(**model.inputs(data)) for data in batch.to_data_list()]
+    torch.testing.assert_close(
+        model(**model.inputs(batch)), torch.cat(single), atol=1e-5, rtol=1e-5
+    )
+
+
+@pytest.mark.parametrize("pool", ["mean", "sum", "max"])
+def test_graph_head_by_hand(pool: str) -> None:
+    model = GraphModel(3, C, 2, [], head_layers=1, pool=pool)
+    x, batch = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+    h = model.node_encoder(x)
+    pooled = []
+    for i in range(2):
+        rows = h[batch == i]
+        pooled.append(rows.amax(0) if pool == "max" else getattr(rows, pool)(0))
+    expected = model.mlp.lins[0](torch.stack(pooled))
+    edge_index = torch.empty(2, 0, dtype=torch.long)
+    torch.testing.assert_close(model(x, edge_index, batch=batch), expected)
+    torch.testing.assert_close(
+        model(x, edge_index, batch=batch, batch_size=3)[:2], expected
+    )
+
+
+def test_edge_heads_by_hand() -> None:
+    x, pairs = torch.randn(5, 3), torch.tensor([[0, 4], [1, 1]])
+    edge_index = torch.empty(2, 0, dtype=torch.long)
+
+    model = GraphModel(3, C, 1, [], head="edge")
+    z = model.mlp(model.node_encoder(x))
+    assert z.shape == (5, C)
+    expected = torch.stack([z[0] @ z[1], z[4] @ z[1]]).view(2, 1)
+    out = model(x, edge_index, edge_label_index=pairs)
+    torch.testing.assert_close(out, expected)
+
+    model = GraphModel(3, C, 4, [], head="edge", decoder="mlp")
+    z = model.node_encoder(x)
+    expected = model.mlp(
+        torch.stack([torch.cat([z[0], z[1]]), torch.cat([z[4], z[1]])])
+    )
+    out = model(x, edge_index, edge_label_index=pairs)
+    torch.testing.assert_close(out, expected)
+
+
+def test_head_widths() -> None:
+    assert make_model(head_layers=4).mlp.channel_list == [C, C, C, C, 2]
+    assert make_model(head="edge", decoder="mlp").mlp.channel_list == [2 * C, C, 2]
+
+
+@pytest.mark.parametrize("sizes", [(0,), (0, 3), (3, 0), (1,), (1, 1)])
+def test_small_graphs(sizes: tuple[int, ...]) -> None:
+    model = make_model()
+    batch = Batch.from_data_list([small_graph(num) for num in sizes])
+    out = model(**model.inputs(batch))
+    assert out.shape == (len(sizes), 2)
+    assert out.isfinite().all()
+    if len(sizes) == 1:
+        data = small_graph(*sizes)
+        torch.testing.assert_close(model(**model.inputs(data)), out)
+
+
+def small_graph(num_nodes: int) -> Data:
+    return Data(
+        x=torch.zeros(num_nodes, 2, dtype=torch.long),
+        edge_index=torch.empty(2, 0, dtype=torch.long),
+        edge_attr=torch.empty(0, 1, dtype=torch.long),
+        num_nodes=num_nodes,
+    )
+
+
+def test_float_features_and_lazy_encoders() -> None:
+    layer = GPSLayer(C, GINEConv(torch.nn.Linear(C, C)))
+    model = GraphModel(-1, C, 2, [layer], edge_dim=-1, head="node")
+    x, edge_index = torch.randn(4, 6), torch.tensor([[0, 1], [1, 2]])
+    assert model(x, edge_index, torch.randn(2, 3)).shape == (4, 2)
+    assert model.node_encoder.in_channels == 6
+    assert model.edge_encoder.in_channels == 3
+    model = GraphModel(1, C, 2, [GINEConv(torch.nn.Linear(C, C))], edge_dim=1)
+    column = torch.randn(4, 1), edge_index, torch.randn(2, 1)
+    torch.testing.assert_close(
+        model(column[0][:, 0], edge_index, column[2][:, 0]), model(*column)
+    )
+
+
+def test_layers_of_any_kind() -> None:
+    x, edge_index = torch.randn(4, 3), torch.tensor([[0, 1], [1, 2]])
+    weight = torch.rand(2)
+    layers = torch.nn.ModuleList(
+        [GCNConv(C, C), SAGEConv(C, C), GPSLayer(C, GCNConv(C, C))]
+    )
+    model = GraphModel(3, C, 2, layers, head="node").eval()
+    assert list(model.layers) == list(layers)
+    h = layers[0](model.node_encoder(x), edge_index, weight)
+    h = layers[2](layers[1](h, edge_index), edge_index, edge_weight=weight)
+    out = model(x, edge_index, edge_weight=weight)
+    torch.testing.assert_close(out, model.mlp(h))
+
+    seen = []
+    GraphModel(3, C, 2, lambda i: seen.append(i) or GCNConv(C, C), 3)
+    assert seen == [0, 1, 2]
+
+
+def test_structure_from_data() -> None:
+    class Ranked(torch.nn.Module):
+        def forward(self, x: Tensor, edge_index: Tensor, rank: Tensor) -> Tensor:
+            return x + rank.view(-1, 1)
+
+    layer = GPSLayer(C, mixer=Ranked(), norm=None, mlp_channels=0)
+    structure = {"rank": "elimination_rank"}
+    model = GraphModel([3, 5], C, 2, [layer], head="node", structure=structure)
+    data = make_data(4, 0, elimination_rank=torch.arange(4))
+    batch = next(iter(DataLoader([data, data], batch_size=2)))
+    rank = batch.elimination_rank
+    assert rank.tolist() == [0, 1, 2, 3] * 2
+    inputs = model.inputs(batch)
+    assert set(inputs) == {"x", "edge_index", "batch", "rank"}
+    h = model.node_encoder(batch.x)
+    torch.testing.assert_close(model(**inputs), model.mlp(2 * h + rank.view(-1, 1)))
+
+    model = GraphModel([3, 5], C, 2, [layer], structure={"mixer_rank": "other_rank"})
+    data.other_rank = torch.ones(4)
+    assert model(**model.inputs(data)).shape == (1, 2)
+    with pytest.raises(ValueError, match=r"no attribute 'other_rank', .* 'mixer_rank'"):
+        model.inputs(make_data(4, 0))
+
+
+def test_adj_t_in_data() -> None:
+    model = GraphModel([3, 5], C, 2, [GPSLayer(C, SAGEConv(C, C))]).eval()
+    data = make_data(4, 0)
+    out = model(**model.inputs(data))
+    adj = torch.sparse_coo_tensor(data.edge_index.flip(0), torch.ones(4), (4, 4))
+    data.adj_t, data.edge_index = adj.coalesce(), None
+    torch.testing.assert_close(model(**model.inputs(data)), out)
+
+
+def test_deepcopy_state_dict_and_reset() -> None:
+    model, other, batch = make_model(), make_model(), make_batch(4, 3)
+    model.eval(), other.eval()
+    out = model(**model.inputs(batch))
+    torch.testing.assert_close(copy.deepcopy(model)(**model.inputs(batch)), out)
+    other.load_state_dict(model.state_dict())
+    torch.testing.assert_close(other(**other.inputs(batch)), out)
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+    for fresh in (model, other):
+        torch.manual_seed(1)
+        fresh.reset_parameters()
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+
+def test_explainer() -> None:
+    explainer = Explainer(
+        make_model(norm="graph_norm"),
+        GNNExplainer(epochs=2),
+        explanation_type="model",
+        edge_mask_type="object",
+        model_config={
+            "mode": "regression",
+            "task_level": "graph",
+            "return_type": "raw",
+        },
+    )
+    data = make_data(5, 0)
+    explanation = explainer(data.x, data.edge_index, edge_attr=data.edge_attr)
+    assert explanation.edge_mask.shape == (5,)
+    assert (explanation.edge_mask > 0).all()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_compiles_without_graph_break(name: str) -> None:
+    model = GraphModel(
+        [3, 5],
+        C,
+        HEADS[name]["out_channels"],
+        lambda i: GPSLayer(C, GatedGCNConv(C, C)),
+        2,
+        edge_dim=[2],
+        **{key: v for key, v in HEADS[name].items() if key != "out_channels"},
+    ).eval()
+    inputs = model.inputs(make_batch(4, 3, 3))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs), model(**inputs))
+
+
+def test_summary_and_repr() -> None:
+    model, data = make_model(), make_data(4, 0)
+    assert str(model) == "GraphModel([3, 5], 8, 2, num_layers=2, head=graph)"
+    assert str(model.node_encoder) == "CategoricalEncoder([3, 5], 8)"
+    pytest.importorskip("tabulate")
+    table = summary(model, data.x, data.edge_index, data.edge_attr)
+    assert "(layers)ModuleList" in table
+    assert "[4, 2], [2, 4], [4, 1]" in table
+
+
+def test_categorical_encoder() -> None:
+    encoder = CategoricalEncoder([3, 5], 4)
+    first, second = (embedding.weight for embedding in encoder.embeddings)
+    out = encoder(torch.tensor([[2, 0], [1, 4]]))
+    expected = torch.stack([first[2] + second[0], first[1] + second[4]])
+    torch.testing.assert_close(out, expected)
+    single = CategoricalEncoder([3], 4)
+    torch.testing.assert_close(
+        single(torch.tensor([2, 0])), single.embeddings[0].weight[[2, 0]]
+    )
+    assert encoder(torch.empty(0, 2, dtype=torch.long)).shape == (0, 4)
+
+
+def test_encoder_errors() -> None:
+    encoder = CategoricalEncoder([3, 5], 4)
+    for categories in ([], [3, 0]):
+        with pytest.raises(ValueError, match="'num_categories' must give a positive"):
+            CategoricalEncoder(categories, 4)
+    with pytest.raises(TypeError, match=r"needs integers, got torch\.float32"):
+        encoder(torch.randn(2, 2))
+    for shape in ([2, 3], [2]):
+        with pytest.raises(ValueError, match="Expected 2 columns"):
+            encoder(torch.zeros(shape, dtype=torch.long))
+    for row in ([3, 0], [-1, 0]):
+        with pytest.raises(ValueError, match=r"num_categories=\[3, 5\]; got up to"):
+            encoder(torch.tensor([row]))
+
+
+def test_errors() -> None:
+    data = make_data(4, 0)
+    for kwargs, message in (
+        ({"head": "graphs"}, "'head' must be .* got 'graphs'"),
+        ({"decoder": "cos"}, "'decoder' must be .* got 'cos'"),
+        ({"head": "edge"}, "'out_channels' must be 1 .* got 2"),
+        ({"head_layers": 0}, "'head_layers' must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_model(**kwargs)
+    with pytest.raises(ValueError, match=r"'num_layers' must be .* got None"):
+        GraphModel(3, C, 2, gps)
+    with pytest.raises(ValueError, match="'num_layers' is 3, but 'layers' has 1"):
+        GraphModel(3, C, 2, [gps(0)], 3)
+    with pytest.raises(ValueError, match="'edge_attr' is missing"):
+        make_model()(data.x, data.edge_index)
+    with pytest.raises(ValueError, match="'edge_attr' is given"):
+        make_model(edge_dim=None)(data.x, data.edge_index, data.edge_attr)
+    model = make_model(head="edge", out_channels=1)
+    with pytest.raises(ValueError, match=r"'edge_label_index' must .* got none"):
+        model(data.x, data.edge_index, data.edge_attr)
+    with pytest.raises(ValueError, match=r"'edge_label_index' must .* got one"):
+        make_model()(
+            data.x, data.edge_index, data.edge_attr, edge_label_index=data.edge_index
+        )
+    with pytest.raises(TypeError, match="'ranks' is not a parameter"):
+        make_model()(data.x, data.edge_index, data.edge_attr, ranks=data.x)
+    with pytest.raises(TypeError, match=r"'x' must hold floating .* torch\.int64"):
+        GraphModel(2, C, 2, gps, 1)(data.x, data.edge_index)

@@ -1,0 +1,471 @@
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Linear, MultiheadAttention, ReLU
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import (
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GENConv,
+    GINConv,
+    GINEConv,
+    GPSConv,
+    GraphConv,
+    PNAConv,
+    ResGatedGraphConv,
+    RGCNConv,
+    SAGEConv,
+    Sequential,
+    TransformerConv,
+    summary,
+)
+from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
+from torch_geometric.utils import to_dense_batch
+
+from pyg_chimera.nn import GatedGCNConv, GPSLayer
+
+C = 8
+EDGE_INDEX = torch.tensor([[0, 1, 2, 2, 3, 5, 6, 6], [1, 2, 0, 1, 3, 4, 4, 5]])
+BATCH = torch.tensor([0, 0, 0, 1, 2, 2, 2])
+
+CONVS: dict[str, Callable[[], torch.nn.Module]] = {
+    "GATConv": lambda: GATConv(C, C // 2, heads=2, edge_dim=C),
+    "GATv2Conv": lambda: GATv2Conv(C, C, heads=2, concat=False, edge_dim=C),
+    "GATv2Conv without edges": lambda: GATv2Conv(C, C),
+    "GCNConv": lambda: GCNConv(C, C),
+    "GENConv": lambda: GENConv(C, C),
+    "GINConv": lambda: GINConv(Linear(C, C)),
+    "GINEConv": lambda: GINEConv(Linear(C, C)),
+    "GraphConv": lambda: GraphConv(C, C),
+    "PNAConv": lambda: PNAConv(
+        C, C, ["mean", "max"], ["identity"], torch.tensor([1, 2, 3]), edge_dim=C
+    ),
+    "ResGatedGraphConv": lambda: ResGatedGraphConv(C, C, edge_dim=C),
+    "ResGatedGraphConv without edges": lambda: ResGatedGraphConv(C, C),
+    "SAGEConv": lambda: SAGEConv((C, C), C),
+    "TransformerConv": lambda: TransformerConv(C, C, edge_dim=C),
+    "Sequential": lambda: Sequential(
+        "x, edge_index, edge_attr",
+        [(GATConv(C, C, edge_dim=C), "x, edge_index, edge_attr -> x"), ReLU()],
+    ),
+    "compiled": lambda: torch.compile(GINEConv(Linear(C, C)), backend="eager"),
+    "GatedGCNConv": lambda: GatedGCNConv(C, C),
+}
+TAKES_EDGES = {
+    "GATConv",
+    "GATv2Conv",
+    "GENConv",
+    "GINEConv",
+    "GatedGCNConv",
+    "PNAConv",
+    "ResGatedGraphConv",
+    "Sequential",
+    "TransformerConv",
+    "compiled",
+}
+
+
+class NodeModule(torch.nn.Module):
+    """A mixer that takes no edges: the mean of the other nodes in the graph."""
+
+    def forward(self, x: Tensor, batch: Tensor) -> Tensor:
+        same = (batch[:, None] == batch).to(x.dtype)
+        return same @ x / same.sum(dim=1, keepdim=True)
+
+
+class Spy(torch.nn.Module):
+    """Remembers how it was called."""
+
+    def forward(self, x, edge_index, edge_attr=None, batch=None, rank=None):
+        self.seen = {
+            "x": x,
+            "edge_index": edge_index,
+            "edge_attr": edge_attr,
+            "batch": batch,
+            "rank": rank,
+        }
+        return torch.zeros_like(x)
+
+
+class EdgeSpy(Spy):
+    def forward(self, x, edge_index, edge_attr=None, batch=None):
+        super().forward(x, edge_index, edge_attr, batch)
+        return x, torch.full_like(edge_attr, 2.0)
+
+
+def make_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.randn(7, C), EDGE_INDEX, BATCH, torch.randn(8, C)
+
+
+def nodes(out: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+@pytest.mark.parametrize("arrangement", ["parallel", "sequential"])
+@pytest.mark.parametrize("name", CONVS)
+def test_any_conv_as_conv_and_as_mixer(
+    name: str, arrangement: str, norm_first: bool
+) -> None:
+    inputs = make_inputs()
+    for role in ("conv", "mixer"):
+        layer = GPSLayer(
+            C, **{role: CONVS[name]()}, arrangement=arrangement, norm_first=norm_first
+        ).eval()
+        out = layer(*inputs)
+        assert nodes(out).shape == (7, C)
+        assert isinstance(out, tuple) == (name == "GatedGCNConv")
+        assert nodes(out).isfinite().all()
+
+        other = layer(*inputs[:3], inputs[3] + 1.0)
+        sees_edges = not torch.allclose(nodes(out), nodes(other))
+        assert sees_edges == (name in TAKES_EDGES)
+
+
+def test_parallel_post_norm_is_pygs_layer() -> None:
+    theirs = GPSConv(C, GINConv(Linear(C, C)), heads=2)
+    attention = MultiheadAttention(C, 2, batch_first=True)
+    ours = GPSLayer(C, copy.deepcopy(theirs.conv), attention)
+    ours.mixer.load_state_dict(theirs.attn.state_dict())
+    ours.mlp.load_state_dict(theirs.mlp.state_dict())
+    x, edge_index, batch, _ = make_inputs()
+    torch.testing.assert_close(ours(x, edge_index, batch), theirs(x, edge_index, batch))
+    torch.testing.assert_close(ours.eval()(x, edge_index), theirs.eval()(x, edge_index))
+
+
+def test_customary_gated_gcn_recipe() -> None:
+    conv = GatedGCNConv(C, C).eval()
+    layer = GPSLayer(C, conv, norm=None, mlp_channels=0, dropout=0.1).eval()
+    x, edge_index, batch, edge_attr = make_inputs()
+    out = layer(x, edge_index, batch, edge_attr)
+    update, edge_update = conv(x, edge_index, edge_attr)
+    torch.testing.assert_close(out, (x + update, edge_attr + edge_update))
+
+
+@pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
+def test_sequential_arrangement(norm_first: bool) -> None:
+    conv, mixer = GatedGCNConv(C, C), GATConv(C, C, edge_dim=C)
+    layer = GPSLayer(
+        C,
+        conv,
+        mixer,
+        arrangement="sequential",
+        norm="layer_norm",
+        norm_kwargs={"mode": "node"},
+        norm_first=norm_first,
+        act="gelu",
+        mlp_channels=11,
+    ).eval()
+    assert [module.out_features for module in (layer.mlp[0], layer.mlp[3])] == [11, C]
+
+    def norm(h: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(h, (C,))
+
+    before, after = (norm, lambda h: h) if norm_first else (lambda h: h, norm)
+    x, edge_index, batch, edge_attr = make_inputs()
+    update, edge_update = conv(before(x), edge_index, edge_attr)
+    edges = edge_attr + edge_update
+    h = after(x + update)
+    h = after(h + mixer(before(h), edge_index, edges))
+    gelu = torch.nn.functional.gelu
+    h = after(h + layer.mlp[3](gelu(layer.mlp[0](before(h)))))
+    torch.testing.assert_close(layer(x, edge_index, batch, edge_attr), (h, edges))
+
+
+def test_parallel_pre_norm_has_one_residual() -> None:
+    conv, mixer = GCNConv(C, C), SAGEConv(C, C)
+    layer = GPSLayer(C, conv, mixer, norm_first=True, mlp_channels=0).eval()
+    x, edge_index, batch, _ = make_inputs()
+    h = x / (1 + 1e-5) ** 0.5  # Batch norm before any training.
+    expected = x + conv(h, edge_index) + mixer(h, edge_index)
+    torch.testing.assert_close(layer(x, edge_index, batch), expected)
+
+
+def test_what_the_mixer_sees() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    for arrangement, factor in (("parallel", 0.0), ("sequential", 2.0)):
+        conv, mixer = EdgeSpy(), Spy()
+        layer = GPSLayer(C, conv, mixer, arrangement=arrangement, norm=None)
+        _, edges = layer(x, edge_index, batch, edge_attr, rank=batch)
+        torch.testing.assert_close(edges, edge_attr + 2.0)
+        torch.testing.assert_close(mixer.seen["edge_attr"], edge_attr + factor)
+        assert mixer.seen["edge_index"] is edge_index
+        assert mixer.seen["batch"] is batch
+        assert mixer.seen["rank"] is batch
+        assert conv.seen["edge_attr"] is edge_attr
+
+
+def test_a_graph_of_its_own_for_the_mixer() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    conv, mixer = Spy(), Spy()
+    layer = GPSLayer(C, conv, mixer)
+    dags, ranks = [edge_index[:, :2], edge_index[:, 2:3]], [batch, batch]
+    layer(x, edge_index, batch, edge_attr, rank=batch, mixer_edge_index=dags)
+    assert conv.seen["edge_index"] is edge_index
+    assert conv.seen["edge_attr"] is edge_attr
+    assert conv.seen["rank"] is batch
+    assert mixer.seen["edge_index"] is dags
+    assert mixer.seen["batch"] is batch
+    assert mixer.seen["edge_attr"] is None
+    assert mixer.seen["rank"] is None
+    layer(
+        x,
+        edge_index,
+        mixer_edge_index=dags,
+        mixer_rank=ranks,
+        mixer_edge_attr=dags,
+        conv_rank=batch,
+    )
+    assert mixer.seen["rank"] is ranks
+    assert mixer.seen["edge_attr"] is dags
+    assert conv.seen["rank"] is batch
+    assert conv.seen["edge_attr"] is None
+
+
+def test_edge_weight_and_edge_type() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    weight, kind = torch.rand(8), torch.tensor([0, 1] * 4)
+    conv, mixer = GCNConv(C, C), RGCNConv(C, C, num_relations=2)
+    layer = GPSLayer(C, conv, mixer, norm=None, mlp_channels=0)
+    out = layer(x, edge_index, batch, edge_attr, edge_weight=weight, edge_type=kind)
+    expected = 2 * x + conv(x, edge_index, weight) + mixer(x, edge_index, kind)
+    torch.testing.assert_close(out, expected)
+
+
+def test_keywords_of_an_open_forward_need_a_prefix() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    inner = GINEConv(Linear(C, C))
+    mixer = GPSConv(C, inner, heads=2).eval()
+    layer = GPSLayer(C, mixer=mixer, norm=None, mlp_channels=0)
+    out = layer(x, edge_index, batch, mixer_edge_attr=edge_attr)
+    expected = x + mixer(x, edge_index, batch, edge_attr=edge_attr)
+    torch.testing.assert_close(out, expected)
+
+
+def test_edge_index_that_is_not_second() -> None:
+    class Pointwise(torch.nn.Module):
+        def forward(self, x: Tensor, pos: Tensor, edge_index: Tensor) -> Tensor:
+            return x + pos[edge_index[0].max()]
+
+    x, edge_index, batch, _ = make_inputs()
+    layer = GPSLayer(C, conv=Pointwise(), norm=None, mlp_channels=0)
+    out = layer(x, edge_index, batch, pos=x)
+    torch.testing.assert_close(out, 2 * x + x[6])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: MultiheadAttention(C, 2, batch_first=True),
+        lambda: MultiheadAttention(C, 2),
+        NodeModule,
+    ],
+    ids=["attention", "sequence first", "nodes"],
+)
+def test_global_mixers_keep_graphs_apart(make: Callable) -> None:
+    mixer = make().eval()
+    layer = GPSLayer(C, mixer=mixer).eval()
+    x, edge_index, batch, _ = make_inputs()
+    out = layer(x, edge_index, batch)
+
+    for i in range(3):
+        own = batch == i
+        alone = layer(x[own], edge_index[:, :0], torch.zeros_like(batch[own]))
+        torch.testing.assert_close(out[own], alone, atol=1e-5, rtol=1e-5)
+
+    order = torch.tensor([4, 0, 3, 6, 2, 1, 5])  # The graphs' nodes interleaved.
+    shuffled = layer(x[order], edge_index, batch[order])
+    torch.testing.assert_close(shuffled, out[order], atol=1e-5, rtol=1e-5)
+
+    # Graph 1 without nodes, on the way of which no NaN may be born.
+    x = x[batch != 1].requires_grad_()
+    out = layer(x, edge_index[:, :0], batch[batch != 1])
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PerformerAttention(C, 2, head_channels=4),
+        lambda: SGFormerAttention(C, heads=2, head_channels=C),
+    ],
+    ids=["performer", "sgformer"],
+)
+def test_mixers_of_padded_graphs(make: Callable) -> None:
+    mixer = make().eval()
+    layer = GPSLayer(C, mixer=mixer, norm=None, mlp_channels=0)
+    x, edge_index, batch, _ = make_inputs()
+    out = layer(x, edge_index, batch)
+    dense, mask = to_dense_batch(x, batch)
+    torch.testing.assert_close(out, x + mixer(dense, mask)[mask])
+    order = torch.tensor([4, 0, 3, 6, 2, 1, 5])  # The graphs' nodes interleaved.
+    shuffled = layer(x[order], edge_index, batch[order])
+    torch.testing.assert_close(shuffled, out[order], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("num_nodes", [0, 1, 2])
+@pytest.mark.parametrize("norm", ["batch_norm", "layer_norm", "graph_norm", None])
+def test_few_nodes_no_edges(num_nodes: int, norm: str | None, training: bool) -> None:
+    attention = MultiheadAttention(C, 2, batch_first=True)
+    layer = GPSLayer(C, GatedGCNConv(C, C), attention, norm=norm).train(training)
+    x = torch.randn(num_nodes, C, requires_grad=True)
+    batch = torch.zeros(num_nodes, dtype=torch.long)
+    for given in (batch, None):
+        out, edges = layer(x, EDGE_INDEX[:, :0], given, torch.randn(0, C))
+        assert out.shape == x.shape
+        assert edges.shape == (0, C)
+        assert out.isfinite().all()
+    for tensor in layer.state_dict().values():
+        assert tensor.isfinite().all()
+
+
+@pytest.mark.parametrize("norm", ["graph_norm", "layer_norm", "instance_norm"])
+def test_norm_with_batch(norm: str) -> None:
+    layer = GPSLayer(C, GINEConv(Linear(C, C)), norm=norm).eval()
+    x, edge_index, batch, edge_attr = make_inputs()
+    out = layer(x, edge_index, batch, edge_attr)
+    alone = layer(x[4:], edge_index[:, 5:] - 4, None, edge_attr[5:])
+    torch.testing.assert_close(out[4:], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_norm_given_as_module() -> None:
+    norm = torch.nn.LayerNorm(C)
+    layer = GPSLayer(C, GCNConv(C, C), norm=norm)
+    weights = [w for w in layer.norms.parameters() if w.dim() == 1]
+    assert len({id(w) for w in (*weights, *norm.parameters())}) == 6
+    assert len(GPSLayer(C, GCNConv(C, C), norm=None).norms) == 0
+
+
+def test_dropout() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    layer = GPSLayer(C, GatedGCNConv(C, C), GCNConv(C, C), dropout=1.0, norm=None)
+    out, edges = layer(x, edge_index, batch, edge_attr)
+    torch.testing.assert_close(out, 2 * x)
+    torch.testing.assert_close(edges, edge_attr)
+
+
+def test_batched_equals_one_by_one() -> None:
+    layer = GPSLayer(C, GatedGCNConv(C, C), MultiheadAttention(C, 2, batch_first=True))
+    layer.eval()
+    data = [
+        Data(
+            x=torch.randn(num, C),
+            edge_index=EDGE_INDEX[:, :edges],
+            edge_attr=torch.randn(edges, C),
+        )
+        for num, edges in ((4, 5), (1, 0), (3, 2))
+    ]
+    batch = Batch.from_data_list(data)
+    out = layer(batch.x, batch.edge_index, batch.batch, batch.edge_attr)
+    single = [layer(d.x, d.edge_index, edge_attr=d.edge_attr) for d in data]
+    for a, parts in zip(out, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(a, torch.cat(parts), atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_reach_everything() -> None:
+    layer = GPSLayer(C, GatedGCNConv(C, C), GATConv(C, C, edge_dim=C))
+    sum(part.square().sum() for part in layer(*make_inputs())).backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+
+
+def test_deepcopy_state_dict_and_reset() -> None:
+    def make() -> GPSLayer:
+        attention = MultiheadAttention(C, 2, batch_first=True)
+        return GPSLayer(C, GatedGCNConv(C, C), attention)
+
+    layer, other, inputs = make().eval(), make().eval(), make_inputs()
+    out = layer(*inputs)
+    torch.testing.assert_close(copy.deepcopy(layer)(*inputs), out)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(other(*inputs), out)
+
+    for parameter in layer.parameters():
+        torch.nn.init.ones_(parameter)
+    for fresh in (layer, other):
+        torch.manual_seed(1)
+        fresh.reset_parameters()
+    torch.testing.assert_close(layer.state_dict(), other.state_dict())
+    assert not torch.allclose(layer(*inputs)[0], out[0])
+
+
+def test_construction_leaves_given_modules_as_they_are() -> None:
+    conv = GCNConv(C, C)
+    torch.nn.init.ones_(conv.lin.weight)
+    assert GPSLayer(C, conv).conv is conv
+    assert (conv.lin.weight == 1.0).all()
+
+
+def test_sequential_container() -> None:
+    first, second = (GPSLayer(C, GatedGCNConv(C, C)).eval() for _ in range(2))
+    header = "x, edge_index, batch, edge_attr -> x, edge_attr"
+    model = Sequential(
+        "x, edge_index, batch, edge_attr", [(first, header), (second, header)]
+    )
+    x, edge_index, batch, edge_attr = make_inputs()
+    h, e = first(x, edge_index, batch, edge_attr)
+    expected = second(h, edge_index, batch, e)
+    torch.testing.assert_close(model(x, edge_index, batch, edge_attr), expected)
+
+
+def test_summary() -> None:
+    pytest.importorskip("tabulate")
+    table = summary(GPSLayer(C, GatedGCNConv(C, C), GCNConv(C, C)), *make_inputs())
+    assert "(conv)GatedGCNConv" in table
+    assert "(mixer)GCNConv" in table
+    assert "[7, 8], [8, 8]" in table
+
+
+@pytest.mark.parametrize("norm", ["batch_norm", None])
+@pytest.mark.parametrize("arrangement", ["parallel", "sequential"])
+def test_compiles_without_graph_break(arrangement: str, norm: str | None) -> None:
+    layer = GPSLayer(
+        C,
+        GatedGCNConv(C, C),
+        GCNConv(C, C),
+        arrangement=arrangement,
+        norm=norm,
+        norm_first=True,
+    ).eval()
+    inputs, weight = make_inputs(), torch.rand(8)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    torch.testing.assert_close(
+        compiled(*inputs, edge_weight=weight), layer(*inputs, edge_weight=weight)
+    )
+
+
+def test_repr() -> None:
+    layer = GPSLayer(8, GCNConv(8, 8), norm_first=True)
+    assert str(layer) == (
+        "GPSLayer(8, conv=GCNConv(8, 8), mixer=None, arrangement=parallel)"
+    )
+
+
+def test_errors() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    with pytest.raises(ValueError, match="a 'conv' or a 'mixer', got neither"):
+        GPSLayer(C)
+    with pytest.raises(ValueError, match="'parallel' or 'sequential', got 'serial'"):
+        GPSLayer(C, GCNConv(C, C), arrangement="serial")
+    with pytest.raises(TypeError, match=r"'norm' must be .* got 'LayerNorm'"):
+        GPSLayer(C, GCNConv(C, C), norm=torch.nn.LayerNorm)
+    with pytest.raises(ValueError, match=r"\[num_nodes, 8\], got \[7, 6\]"):
+        GPSLayer(C, GCNConv(6, C))(x[:, :6], edge_index)
+    with pytest.raises(ValueError, match=r"'conv' .* \[7, 8\], got \[7, 16\]"):
+        GPSLayer(C, GATConv(C, C, heads=2))(x, edge_index)
+    with pytest.raises(ValueError, match=r"'mixer' .* \[7, 8\], got \[7, 1\]"):
+        GPSLayer(C, mixer=GCNConv(C, 1))(x, edge_index)
+    layer = GPSLayer(C, GatedGCNConv(C, C, edge_dim=3))
+    with pytest.raises(ValueError, match=r"\[8, 3\]; got .* \[\[7, 8\], \[8, 8\]\]"):
+        layer(x, edge_index, batch, edge_attr[:, :3])
+    with pytest.raises(TypeError, match="'edge_wieght' is not a parameter"):
+        GPSLayer(C, GCNConv(C, C))(x, edge_index, edge_wieght=edge_attr)
+    with pytest.raises(TypeError, match="'mixer_edge_index' is not a parameter"):
+        GPSLayer(C, GCNConv(C, C))(x, edge_index, mixer_edge_index=edge_index)

@@ -1,0 +1,106 @@
+import networkx as nx
+import pytest
+import torch
+from hypothesis import given
+from strategies import Graph, dags, graphs
+
+from pyg_chimera.ops.structure import CycleError, find_cycle, topological_rank
+
+
+def to_networkx(graph: Graph) -> nx.DiGraph:
+    out = nx.DiGraph()
+    out.add_nodes_from(range(graph.num_nodes))
+    out.add_edges_from(graph.edge_index.t().tolist())
+    return out
+
+
+def test_rank_of_diamond():
+    edge_index = torch.tensor([[3, 3, 0, 1, 3, 3], [0, 1, 2, 2, 2, 0]])
+    rank = topological_rank(edge_index, 5)
+    assert rank.dtype == torch.long
+    assert rank.tolist() == [1, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 3])
+def test_rank_without_edges(num_nodes):
+    edge_index = torch.empty(2, 0, dtype=torch.long)
+    assert topological_rank(edge_index, num_nodes).tolist() == [0] * num_nodes
+    assert find_cycle(edge_index, num_nodes) is None
+
+
+@given(dags())
+def test_rank_is_networkx_generation(graph: Graph):
+    expected = torch.zeros(graph.num_nodes, dtype=torch.long)
+    generations = nx.topological_generations(to_networkx(graph))
+    for i, nodes in enumerate(generations):
+        expected[nodes] = i
+    assert topological_rank(*graph).equal(expected)
+    assert find_cycle(*graph) is None
+
+
+@given(graphs())
+def test_cycle_is_one(graph: Graph):
+    cycle = find_cycle(*graph)
+    if cycle is None:
+        assert nx.is_directed_acyclic_graph(to_networkx(graph))
+        assert topological_rank(*graph).numel() == graph.num_nodes
+        return
+    edges = set(map(tuple, graph.edge_index.t().tolist()))
+    assert len(set(cycle)) == len(cycle) > 0
+    assert cycle[0] == min(cycle)
+    assert set(zip(cycle, [*cycle[1:], cycle[0]], strict=True)) <= edges
+    with pytest.raises(CycleError) as info:
+        topological_rank(*graph)
+    assert info.value.cycle == cycle
+
+
+def test_cycle_with_tails():
+    # 0 -> 1 <-> ... a cycle 2 -> 4 -> 3 -> 2, reached from 0 and leaving to 5, 6.
+    edge_index = torch.tensor([[0, 2, 4, 3, 3, 5], [2, 4, 3, 2, 5, 6]])
+    assert find_cycle(edge_index, 7) == [2, 4, 3]
+    with pytest.raises(CycleError, match="2 -> 4 -> 3 -> 2"):
+        topological_rank(edge_index, 7)
+
+
+def test_self_loop_is_a_cycle():
+    edge_index = torch.tensor([[0, 1], [1, 1]])
+    assert find_cycle(edge_index, 2) == [1]
+    with pytest.raises(CycleError, match="1 -> 1"):
+        topological_rank(edge_index, 2)
+
+
+def test_long_path_and_long_cycle():
+    n = 100_000
+    names = torch.randperm(n)
+    path = torch.stack([names[:-1], names[1:]])
+    rank = topological_rank(path, n)
+    assert rank[names].equal(torch.arange(n))
+
+    closed = torch.cat([path, path[:, -1:].flip(0)], dim=1)
+    assert sorted(find_cycle(closed, n)) == sorted(names[-2:].tolist())
+
+
+def test_layouts_and_dtypes():
+    edges = torch.tensor([[2, 0], [0, 1]])  # one edge per row
+    for edge_index in (edges.t(), edges.t().int(), edges.repeat(1, 2)[:, :2].t()):
+        assert topological_rank(edge_index, 3).tolist() == [1, 2, 0]
+
+
+@pytest.mark.parametrize("function", [topological_rank, find_cycle])
+def test_bad_edge_index(function):
+    with pytest.raises(ValueError, match=r"shape \[2, num_edges\]"):
+        function(torch.zeros(3, 2).long(), 3)
+    with pytest.raises(ValueError, match="got 3 in"):
+        function(torch.tensor([[0], [3]]), 3)
+    with pytest.raises(TypeError, match="integers"):
+        function(torch.zeros(2, 2), 3)
+
+
+@pytest.mark.cuda
+def test_result_is_on_the_device_of_edge_index():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    edge_index = torch.tensor([[2, 0], [0, 1]], device="cuda")
+    rank = topological_rank(edge_index, 3)
+    assert rank.is_cuda
+    assert rank.tolist() == [1, 2, 0]

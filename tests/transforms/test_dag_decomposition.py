@@ -1,0 +1,493 @@
+import csv
+import gzip
+import pickle
+
+import networkx as nx
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import Graph, graphs
+from torch.testing import assert_close
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Batch, Data, HeteroData, InMemoryDataset
+from torch_geometric.data.datapipes import DatasetAdapter
+from torch_geometric.loader import DataLoader
+from torch_geometric.transforms import ToUndirected
+from torch_geometric.utils import degree
+
+from pyg_chimera.ops.structure import topological_rank
+from pyg_chimera.transforms import DAGDecomposition
+
+KEYS = ["dag_edge_index", "dag_edge_attr", "dag_rank"]
+SCORES = ["degree", "pagerank", "closeness"]
+ORDERS = ["order", *SCORES, "random"]
+SEARCHES = ["bfs", "bfs_dense"]
+METHODS = [*ORDERS, *SEARCHES]
+
+undirected = graphs(undirected=True, max_edges=40)
+
+
+def data_of(graph: Graph) -> Data:
+    """Data whose edge features are the numbers of the edges."""
+    num_edges = graph.edge_index.size(1)
+    return Data(
+        edge_index=graph.edge_index,
+        edge_attr=torch.arange(num_edges).view(-1, 1),
+        num_nodes=graph.num_nodes,
+    )
+
+
+def random_data(num_nodes: int, num_edges: int, seed: int) -> Data:
+    generator = torch.Generator().manual_seed(seed)
+    pairs = torch.randint(num_nodes, (2, num_edges), generator=generator)
+    return data_of(Graph(torch.cat([pairs, pairs.flip(0)], dim=1), num_nodes))
+
+
+def pairs_of(edge_index: torch.Tensor) -> list[tuple[int, int]]:
+    return [tuple(edge) for edge in edge_index.t().tolist()]
+
+
+def assert_same(a: Data, b: Data) -> None:
+    for key in KEYS:
+        assert len(a[key]) == len(b[key])
+        for x, y in zip(a[key], b[key], strict=True):
+            assert x.dtype == y.dtype
+            assert x.equal(y), key
+
+
+def test_path():
+    edge_index = torch.tensor([[1, 0, 1, 2, 3, 2], [0, 1, 2, 1, 2, 3]])
+    edge_attr = torch.tensor([10, 1, 12, 21, 32, 23])
+    data = Data(edge_index=edge_index, edge_attr=edge_attr, num_nodes=4)
+    out = DAGDecomposition()(data)
+    assert not any(key in data for key in KEYS)
+    assert out.edge_index is data.edge_index
+    assert [dag.tolist() for dag in out.dag_edge_index] == [
+        [[0, 1, 2], [1, 2, 3]],
+        [[1, 2, 3], [0, 1, 2]],
+    ]
+    assert [attr.tolist() for attr in out.dag_edge_attr] == [[1, 12, 23], [10, 21, 32]]
+    assert [rank.tolist() for rank in out.dag_rank] == [[0, 1, 2, 3], [3, 2, 1, 0]]
+
+
+def test_hexagon_with_tail():
+    # A ring 0 .. 5 and a node 6 at 3: the ring closes at 3, seen from 0.
+    ring = [(i, (i + 1) % 6) for i in range(6)] + [(3, 6)]
+    edge_index = torch.tensor(ring + [(v, u) for u, v in ring]).t()
+    data = Data(edge_index=edge_index, num_nodes=7, root_index=torch.tensor([0]))
+    tree = DAGDecomposition(2, "bfs", root_attr="root_index")(data)
+    dense = DAGDecomposition(2, "bfs_dense", root_attr="root_index")(data)
+    edges = {(0, 1), (1, 2), (2, 3), (3, 6), (0, 5), (5, 4)}
+    assert set(pairs_of(tree.dag_edge_index[0])) == edges
+    assert set(pairs_of(dense.dag_edge_index[0])) == edges | {(4, 3)}
+    for out in (tree, dense):
+        assert out.dag_rank[0].tolist() == [0, 1, 2, 3, 2, 1, 4]
+        back = out.dag_edge_index[1].flip(0)
+        assert set(pairs_of(back)) == set(pairs_of(out.dag_edge_index[0]))
+    assert dense.dag_rank[1].tolist() == [4, 3, 2, 1, 2, 3, 0]
+
+
+@given(undirected, st.sampled_from(METHODS), st.integers(1, 5), st.booleans())
+def test_dags_of_any_graph(graph: Graph, method: str, num_dags: int, reverse: bool):
+    if method == "order":
+        num_dags = min(num_dags, 1 + reverse)
+    ties = "random" if method in SCORES else "order"
+    transform = DAGDecomposition(
+        num_dags, method, reverse=reverse, ties=ties, seed=num_dags
+    )
+    data = data_of(graph)
+    out = transform(data)
+    assert all(len(out[key]) == num_dags for key in KEYS)
+    assert_same(out, transform(data))
+    loops = graph.edge_index[0] == graph.edge_index[1]
+    ids = [attr.view(-1) for attr in out.dag_edge_attr]
+    for d in range(num_dags):
+        dag, rank = out.dag_edge_index[d], out.dag_rank[d]
+        # Edges keep their order and their features.
+        assert (ids[d].diff() > 0).all()
+        assert dag.equal(graph.edge_index[:, ids[d]])
+        # It is a DAG, and these are its ranks.
+        assert nx.is_directed_acyclic_graph(nx.DiGraph(pairs_of(dag)))
+        assert rank.equal(topological_rank(dag, graph.num_nodes))
+        if method in ORDERS:
+            covered = {tuple(sorted(edge)) for edge in pairs_of(dag)}
+            every = graph.edge_index[:, ~loops].sort(dim=0).values
+            assert covered == set(pairs_of(every))
+    if reverse:
+        for d in range(0, num_dags - 1, 2):
+            turned = pairs_of(out.dag_edge_index[d + 1].flip(0))
+            assert set(turned) == set(pairs_of(out.dag_edge_index[d]))
+            if method in ORDERS:
+                both = torch.cat([ids[d], ids[d + 1]]).sort().values
+                assert both.equal((~loops).nonzero().view(-1))
+
+
+@given(undirected, st.sampled_from(SEARCHES), st.integers(0, 3))
+def test_searches(graph: Graph, method: str, seed: int):
+    out = DAGDecomposition(3, method, reverse=False, seed=seed)(data_of(graph))
+    full = nx.Graph()
+    full.add_nodes_from(range(graph.num_nodes))
+    full.add_edges_from(pairs_of(graph.edge_index))
+    components = list(nx.connected_components(full))
+    for dag, rank in zip(out.dag_edge_index, out.dag_rank, strict=True):
+        for nodes in components:
+            (root,) = [i for i in nodes if rank[i] == 0]
+            distance = nx.single_source_shortest_path_length(full, root)
+            assert distance == {i: int(rank[i]) for i in nodes}
+        if method == "bfs":
+            incoming = degree(dag[1], graph.num_nodes)
+            assert incoming.equal((rank > 0).float())
+        else:
+            down = rank[graph.edge_index[0]] + 1 == rank[graph.edge_index[1]]
+            assert dag.equal(graph.edge_index[:, down])
+
+
+def test_roots_are_different_while_there_are_others():
+    # A path of three nodes, a pair and a single node.
+    edges = [(0, 1), (1, 2), (3, 4)]
+    edge_index = torch.tensor(edges + [(v, u) for u, v in edges]).t()
+    data = Data(edge_index=edge_index, num_nodes=6)
+    out = DAGDecomposition(6, "bfs", reverse=False)(data)
+    roots = torch.stack(out.dag_rank) == 0
+    assert roots.sum(dim=0).tolist() == [2, 2, 2, 3, 3, 6]
+    assert roots[:3].sum(dim=0).tolist()[:3] == [1, 1, 1]
+
+
+def test_chosen_roots_take_turns():
+    edges = [(0, 1), (1, 2), (2, 3), (4, 5)]
+    edge_index = torch.tensor(edges + [(v, u) for u, v in edges]).t()
+    data = Data(edge_index=edge_index, num_nodes=6, pick=torch.tensor([3, 1]))
+    transform = DAGDecomposition(6, "bfs_dense", root_attr="pick")
+    ranks = torch.stack(transform(data).dag_rank)
+    assert ranks[0::2, :4].tolist() == [[3, 2, 1, 0], [1, 0, 1, 2], [3, 2, 1, 0]]
+    assert (ranks[0::2, 4:] == 0).sum(dim=1).tolist() == [1, 1, 1]
+
+    data.pick = torch.tensor([True, False, False, False, False, True])
+    ranks = torch.stack(transform(data).dag_rank)
+    assert ranks[0::2].tolist() == [[0, 1, 2, 3, 1, 0]] * 3
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_scores_grow_along_edges(seed):
+    data = random_data(20, 24, seed)
+    graph = nx.Graph(e for e in pairs_of(data.edge_index) if e[0] != e[1])
+    graph.add_nodes_from(range(20))
+    expected = {
+        "degree": dict(graph.degree),
+        "pagerank": nx.pagerank(graph, tol=1e-12, max_iter=1000),
+        "closeness": nx.closeness_centrality(graph),
+    }
+    for method, scores in expected.items():
+        score = torch.tensor([float(scores[i]) for i in range(20)])
+        source, target = DAGDecomposition(1, method)(data).dag_edge_index[0]
+        assert (score[source] <= score[target] + 1e-6).all(), method
+        tied = score[source] == score[target]
+        assert (source < target)[tied].all(), method
+
+
+def test_custom_score():
+    data = random_data(30, 60, seed=0)
+    data.height = torch.randn(30)
+    for dtype in (torch.float, torch.bfloat16, torch.double):
+        transform = DAGDecomposition(2, lambda d, dtype=dtype: d.height.to(dtype))
+        source, target = transform(data).dag_edge_index[0]
+        assert source.numel() > 0
+        assert (data.height[source] < data.height[target] + 0.1).all()
+    assert "method='<lambda>'" in repr(transform)
+
+
+def test_random_ties():
+    ring = torch.arange(40)
+    edge_index = torch.stack([ring, (ring + 1) % 40])
+    data = Data(edge_index=torch.cat([edge_index, edge_index.flip(0)], 1), num_nodes=40)
+    for method in SCORES:
+        in_order = DAGDecomposition(2, method)(data)
+        expected = DAGDecomposition(2, "order")(data)
+        assert in_order.dag_edge_index[0].equal(expected.dag_edge_index[0]), method
+        out = DAGDecomposition(4, method, ties="random", seed=0)(data)
+        assert len({str(pairs_of(dag)) for dag in out.dag_edge_index}) == 4
+
+
+@pytest.mark.parametrize("method", ["random", *SEARCHES])
+def test_seed(method):
+    data = random_data(50, 80, seed=0)
+    seeded = DAGDecomposition(4, method, seed=3)
+    out = seeded(data)
+    seeded(random_data(40, 80, seed=1))
+    assert_same(out, seeded(data))
+    other = DAGDecomposition(4, method, seed=4)(data)
+    assert pairs_of(other.dag_edge_index[0]) != pairs_of(out.dag_edge_index[0])
+
+    free = DAGDecomposition(4, method)
+    torch.manual_seed(5)
+    first, second = free(data), free(data)
+    assert pairs_of(first.dag_edge_index[0]) != pairs_of(second.dag_edge_index[0])
+    torch.manual_seed(5)
+    assert_same(first, free(data))
+
+
+def test_seed_leaves_the_global_generator_alone():
+    state = torch.get_rng_state()
+    DAGDecomposition(2, "random", seed=0)(random_data(10, 20, seed=0))
+    DAGDecomposition(2, "degree")(random_data(10, 20, seed=0))
+    assert torch.get_rng_state().equal(state)
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 3])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_edges(num_nodes, method):
+    data = data_of(Graph(torch.empty(2, 0, dtype=torch.long), num_nodes))
+    out = DAGDecomposition(2, method)(data)
+    for d in range(2):
+        assert out.dag_edge_index[d].size() == (2, 0)
+        assert out.dag_edge_index[d].dtype == torch.long
+        assert out.dag_edge_attr[d].size() == (0, 1)
+        assert out.dag_rank[d].tolist() == [0] * num_nodes
+
+
+def test_duplicates_and_self_loops():
+    edge_index = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 0, 1]])
+    data = data_of(Graph(edge_index, 2))
+    out = DAGDecomposition(2, "order")(data)
+    assert [attr.view(-1).tolist() for attr in out.dag_edge_attr] == [[1, 2], [3]]
+    data.pick = torch.tensor([0])
+    out = DAGDecomposition(2, "bfs", root_attr="pick")(data)
+    assert [attr.view(-1).tolist() for attr in out.dag_edge_attr] == [[1], [3]]
+    out = DAGDecomposition(2, "bfs_dense", root_attr="pick")(data)
+    assert [attr.view(-1).tolist() for attr in out.dag_edge_attr] == [[1, 2], [3]]
+
+
+class Transformed(torch.utils.data.Dataset):
+    def __init__(self, items, transform):
+        self.items = items
+        self.transform = transform
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.transform(self.items[index])
+
+
+ITEMS = [
+    random_data(12, 20, seed=0),
+    data_of(Graph(torch.empty(2, 0, dtype=torch.long), 3)),
+    random_data(7, 9, seed=1),
+    data_of(Graph(torch.empty(2, 0, dtype=torch.long), 1)),
+    random_data(30, 70, seed=2),
+]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("method", METHODS)
+def test_loader(method, num_workers):
+    transform = DAGDecomposition(2, method, seed=0)
+    each = [transform(data) for data in ITEMS]
+    loader = DataLoader(
+        Transformed(ITEMS, transform), batch_size=3, num_workers=num_workers
+    )
+    seen = []
+    for batch in loader:
+        assert batch.validate()
+        parts = each[len(seen) : len(seen) + batch.num_graphs]
+        shifts = batch.ptr[:-1].tolist()
+        for d in range(2):
+            shifted = [
+                data.dag_edge_index[d] + shift
+                for data, shift in zip(parts, shifts, strict=True)
+            ]
+            assert batch.dag_edge_index[d].equal(torch.cat(shifted, dim=1))
+            ranks = torch.cat([data.dag_rank[d] for data in parts])
+            assert batch.dag_rank[d].equal(ranks)
+            attrs = torch.cat([data.dag_edge_attr[d] for data in parts])
+            assert batch.dag_edge_attr[d].equal(attrs)
+        seen += batch.to_data_list()
+    assert len(seen) == len(each)
+    for a, b in zip(seen, each, strict=True):
+        assert_same(a, b)
+
+
+def test_batch_without_any_edge():
+    each = [DAGDecomposition(2, "bfs")(data) for data in (ITEMS[1], ITEMS[3])]
+    (batch,) = DataLoader(each, batch_size=2)
+    assert [dag.size() for dag in batch.dag_edge_index] == [(2, 0), (2, 0)]
+    assert [rank.tolist() for rank in batch.dag_rank] == [[0] * 4] * 2
+
+
+def test_decomposed_batch_is_batch_of_decomposed():
+    transform = DAGDecomposition(2, "order")
+    whole = transform(Batch.from_data_list(ITEMS))
+    parts = Batch.from_data_list([transform(data) for data in ITEMS])
+    for key in ("dag_edge_index", "dag_rank"):
+        for a, b in zip(whole[key], parts[key], strict=True):
+            assert_close(a, b, rtol=0, atol=0)
+
+
+def test_in_memory_dataset(tmp_path):
+    transform = DAGDecomposition(4, "bfs", seed=0)
+    each = [transform(data) for data in ITEMS]
+    path = tmp_path / "data.pt"
+    InMemoryDataset.save(each, path)
+    dataset = InMemoryDataset(tmp_path)
+    dataset.load(path)
+    assert len(dataset) == len(each)
+    for a, b in zip(dataset, each, strict=True):
+        assert_same(a, b)
+
+
+def test_functional_name():
+    pipe = DatasetAdapter(ITEMS).chimera_dag_decomposition(2, "order")
+    for out, data in zip(pipe, ITEMS, strict=True):
+        assert_same(out, DAGDecomposition(2, "order")(data))
+
+
+def test_attributes():
+    data = DAGDecomposition(prefix="tree")(ITEMS[0])
+    assert {"tree_edge_index", "tree_edge_attr", "tree_rank"} <= set(data.keys())
+    assert "dag_rank" not in data
+    data = DAGDecomposition()(ITEMS[0])
+    del data.edge_attr
+    out = DAGDecomposition(1)(data)
+    assert len(out.dag_edge_index) == 1
+    assert "dag_edge_attr" not in out
+    assert "dag_edge_attr" in data
+
+
+def test_edge_index_class_and_dtype():
+    edges = [[0, 1, 1, 2], [1, 0, 2, 1]]
+    expected = DAGDecomposition()(Data(edge_index=torch.tensor(edges), num_nodes=3))
+    for edge_index in (
+        EdgeIndex(edges, sparse_size=(3, 3), is_undirected=True, sort_order="row"),
+        torch.tensor(edges, dtype=torch.int32),
+    ):
+        out = DAGDecomposition()(Data(edge_index=edge_index, num_nodes=3))
+        for d in range(2):
+            assert type(out.dag_edge_index[d]) is torch.Tensor
+            assert out.dag_edge_index[d].equal(expected.dag_edge_index[d])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("method", METHODS)
+def test_results_are_on_the_device_of_the_data(method):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    transform = DAGDecomposition(2, method, seed=0)
+    out = transform(ITEMS[0].clone().cuda())
+    assert all(value.is_cuda for key in KEYS for value in out[key])
+    assert_same(out.cpu(), transform(ITEMS[0]))
+
+
+def test_repr_and_pickle():
+    transform = DAGDecomposition(4, "bfs", seed=0)
+    assert repr(transform) == "DAGDecomposition(num_dags=4, method='bfs')"
+    copy = pickle.loads(pickle.dumps(transform))
+    assert_same(copy(ITEMS[0]), transform(ITEMS[0]))
+
+
+def test_one_way_edge():
+    edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 3]])
+    data = Data(edge_index=edge_index, num_nodes=4)
+    for method in METHODS:
+        with pytest.raises(ValueError, match="got edge 1 -> 2 without 2 -> 1"):
+            DAGDecomposition(2, method)(data)
+    out = DAGDecomposition()(ToUndirected()(data))
+    assert pairs_of(out.dag_edge_index[0]) == [(0, 1), (1, 2), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"num_dags": 0}, "'num_dags' must be at least 1"),
+        ({"method": "dfs"}, r"'method' must be .*'order'.*got 'dfs'"),
+        ({"num_dags": 3}, "'num_dags' must be at most 2.*method='random'"),
+        ({"reverse": False}, "'num_dags' must be at most 1"),
+        ({"num_dags": 4, "method": "degree"}, "at most 2.*use ties='random' for more"),
+        ({"ties": "none"}, "'ties' must be.*'none'"),
+        ({"ties": "random"}, "'ties'.*no scores.*'order'"),
+        ({"root_attr": "x"}, r"'root_attr' needs .*'bfs'.*'order'"),
+        ({"prefix": "my_index"}, "'prefix' must not contain 'index'"),
+    ],
+)
+def test_bad_arguments(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        DAGDecomposition(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("roots", "match"),
+    [
+        (None, "got 'NoneType'"),
+        ([0, 1], "got 'list'"),
+        (torch.tensor([12]), r"node indices in \[0, 12\) \(got 12\)"),
+        (torch.tensor([-1]), r"\(got -1\)"),
+        (torch.ones(3).bool(), r"mask of shape \[12\].*got shape \[3\].*torch.bool"),
+        (torch.tensor([0.0]), "got shape .*torch.float32"),
+        (torch.tensor([[0]]), r"got shape \[1, 1\]"),
+    ],
+)
+def test_bad_roots(roots, match):
+    data = ITEMS[0].clone()
+    data.pick = roots
+    with pytest.raises(ValueError, match=match):
+        DAGDecomposition(2, "bfs", root_attr="pick")(data)
+
+
+def test_bad_data():
+    with pytest.raises(ValueError, match=r"'data.edge_index'.*\['x'\]"):
+        DAGDecomposition()(Data(x=torch.zeros(3, 1)))
+    with pytest.raises(TypeError, match=r"homogeneous.*'HeteroData'"):
+        DAGDecomposition()(HeteroData())
+    with pytest.raises(ValueError, match=r"one row per edge, 40 \(got shape \[3, 1\]"):
+        DAGDecomposition()(
+            Data(None, ITEMS[0].edge_index, torch.ones(3, 1), num_nodes=12)
+        )
+    with pytest.raises(ValueError, match=r"score per node.*\[12\].*got shape \[5\]"):
+        DAGDecomposition(2, lambda data: torch.zeros(5))(ITEMS[0])
+    with pytest.raises(ValueError, match="without NaN"):
+        DAGDecomposition(2, lambda data: torch.full((12,), torch.nan))(ITEMS[0])
+    with pytest.raises(ValueError, match="got 9 in"):
+        DAGDecomposition()(Data(edge_index=torch.tensor([[0], [9]]), num_nodes=3))
+
+
+@pytest.fixture(scope="module")
+def peptides(shared_data) -> list[Data]:
+    """The first few dozen graphs of the real file."""
+    pytest.importorskip("rdkit")
+    smiles2graph = pytest.importorskip("ogb.utils").smiles2graph
+    path = shared_data / "peptides-functional" / "raw"
+    out = []
+    with gzip.open(path / "peptide_multi_class_dataset.csv.gz", "rt") as file:
+        for _, row in zip(range(36), csv.DictReader(file), strict=False):
+            graph = smiles2graph(row["smiles"])
+            out.append(
+                Data(
+                    edge_index=torch.from_numpy(graph["edge_index"]),
+                    edge_attr=torch.from_numpy(graph["edge_feat"]),
+                    num_nodes=graph["num_nodes"],
+                )
+            )
+    return out
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_peptides(peptides, method):
+    transform = DAGDecomposition(2, method, seed=0)
+    loader = DataLoader(Transformed(peptides, transform), 12, num_workers=2)
+    count = 0
+    for batch in loader:
+        count += batch.num_graphs
+        ranks = []
+        for d in range(2):
+            dag, rank = batch.dag_edge_index[d], batch.dag_rank[d]
+            assert (rank[dag[0]] < rank[dag[1]]).all()
+            assert rank.equal(topological_rank(dag, batch.num_nodes))
+            assert batch.dag_edge_attr[d].size() == (dag.size(1), 3)
+            if method in ORDERS:
+                assert 2 * dag.size(1) == batch.edge_index.size(1)
+            ranks.append(rank)
+        assert ranks[0].max() == ranks[1].max()
+        if method == "bfs":
+            trees = batch.num_nodes - batch.dag_edge_index[0].size(1)
+            assert trees >= batch.num_graphs
+    assert count == len(peptides) == 36
