@@ -31,7 +31,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## train a small model on generated peptides (no download)
-	$(BIN)/python examples/lrgb.py --preset demo $(ARGS)
+	$(BIN)/python examples/lrgb.py --preset demo \
+		$(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
@@ -52,7 +53,7 @@ bench: $(STAMP)  ## measure the mixing layers against their neighbours
 	$(BIN)/python benchmarks/mixing.py $(ARGS)
 
 smoke: $(STAMP)  ## run every example and benchmark for a few seconds
-	$(BIN)/python examples/lrgb.py --preset demo --smoke
+	$(BIN)/python examples/lrgb.py --smoke
 	$(BIN)/python benchmarks/mixing.py --smoke
 
 clean:  ## remove what was built, the virtual environment too

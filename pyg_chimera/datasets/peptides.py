@@ -252,14 +252,7 @@ class PeptidesFunctional(_SplitDataset):
 
 
 _ACIDIC, _BASIC, _AROMATIC = frozenset("DE"), frozenset("KRH"), frozenset("FWY")
-_ALPHABET = "ACDEFGHIKLMNPQRSTVWY"
-# Charged and aromatic residues take half of the chain, which balances the labels.
-_FREQUENCIES = np.array(
-    [
-        0.3 / 5 if r in _ACIDIC | _BASIC else 0.2 / 3 if r in _AROMATIC else 0.5 / 12
-        for r in _ALPHABET
-    ]
-)
+_OTHERS = tuple("ACGILMNPQSTV")
 
 
 def long_range_labels(sequence: str) -> list[int]:
@@ -276,8 +269,8 @@ def long_range_labels(sequence: str) -> list[int]:
 
     * **dipole**: the charge lies towards the C-terminus,
       :math:`\sum_i \textrm{charge}_i \, (i - (n-1)/2) > 0`;
-    * **aromatic_half**: more aromatic residues (F, W, Y) lie in the first half
-      than in the second (the residue in the middle counts for neither);
+    * **aromatic_lead**: the aromatic residues (F, W, Y) lie, on average, in the
+      first half;
     * **basic_first**: the charged residue nearest to the N-terminus is basic;
     * **ends_alike**: the first and the last charged residue have the same sign;
     * **aromatic_span**: the outermost aromatic residues are at least
@@ -297,7 +290,7 @@ def long_range_labels(sequence: str) -> list[int]:
     charged = [i for i, charge in enumerate(charges) if charge]
     aromatic = [i for i, r in enumerate(sequence) if r in _AROMATIC]
     dipole = sum(charge * (2 * i - n + 1) for i, charge in enumerate(charges))
-    lead = sum(2 * i < n - 1 for i in aromatic) - sum(2 * i > n - 1 for i in aromatic)
+    lead = sum(n - 1 - 2 * i for i in aromatic)
     quarter = -(-n // 4)
     return [
         int(dipole > 0),
@@ -369,7 +362,7 @@ class GeneratedPeptides(_SplitDataset):
 
     label_names = (
         "dipole",
-        "aromatic_half",
+        "aromatic_lead",
         "basic_first",
         "ends_alike",
         "aromatic_span",
@@ -377,8 +370,8 @@ class GeneratedPeptides(_SplitDataset):
     )
     num_tasks = len(label_names)
     _presets = {  # noqa: RUF012 (read only)
-        "full": _Preset(10_000, shortest=6, longest=50, mean=17.2),
-        "small": _Preset(1_200, shortest=5, longest=11, mean=8.0),
+        "full": _Preset(10_000, shortest=7, longest=50, mean=17.2),
+        "small": _Preset(1_200, shortest=7, longest=14, mean=10.0),
     }
 
     def __init__(
@@ -435,8 +428,15 @@ class GeneratedPeptides(_SplitDataset):
         while len(found) < self.num_graphs:
             # Long tail to the right, as in the real data.
             spread = rng.gamma(4.0, (preset.mean - preset.shortest) / 4.0)
-            length = min(preset.shortest + round(spread), preset.longest)
-            found["".join(rng.choice(list(_ALPHABET), length, p=_FREQUENCIES))] = None
+            n = min(preset.shortest + round(spread), preset.longest)
+            charged, aromatic = max(2, round(0.15 * n)), max(2, round(0.2 * n))
+            residues = [
+                *rng.choice(sorted(_ACIDIC), charged),
+                *rng.choice(sorted(_BASIC), charged),
+                *rng.choice(sorted(_AROMATIC), aromatic),
+                *rng.choice(_OTHERS, n - 2 * charged - aromatic),
+            ]
+            found["".join(rng.permutation(residues))] = None
         return list(found)
 
     def process(self) -> None:

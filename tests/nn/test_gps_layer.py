@@ -26,7 +26,7 @@ from torch_geometric.nn import (
 from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
 from torch_geometric.utils import to_dense_batch
 
-from pyg_chimera.nn import GatedGCNConv, GPSLayer
+from pyg_chimera.nn import ChimeraConv, GatedGCNConv, GPSLayer
 
 C = 8
 EDGE_INDEX = torch.tensor([[0, 1, 2, 2, 3, 5, 6, 6], [1, 2, 0, 1, 3, 4, 4, 5]])
@@ -54,8 +54,10 @@ CONVS: dict[str, Callable[[], torch.nn.Module]] = {
     ),
     "compiled": lambda: torch.compile(GINEConv(Linear(C, C)), backend="eager"),
     "GatedGCNConv": lambda: GatedGCNConv(C, C),
+    "ChimeraConv": lambda: ChimeraConv(C, C, heads=2, state_channels=4, edge_dim=C),
 }
 TAKES_EDGES = {
+    "ChimeraConv",
     "GATConv",
     "GATv2Conv",
     "GENConv",
@@ -121,8 +123,8 @@ def test_any_conv_as_conv_and_as_mixer(
         assert isinstance(out, tuple) == (name == "GatedGCNConv")
         assert nodes(out).isfinite().all()
 
-        other = layer(*inputs[:3], inputs[3] + 1.0)
-        sees_edges = not torch.allclose(nodes(out), nodes(other))
+        other = layer(*inputs[:3], torch.randn(8, C))
+        sees_edges = not torch.equal(nodes(out), nodes(other))
         assert sees_edges == (name in TAKES_EDGES)
 
 
@@ -224,6 +226,21 @@ def test_a_graph_of_its_own_for_the_mixer() -> None:
     assert mixer.seen["edge_attr"] is dags
     assert conv.seen["rank"] is batch
     assert conv.seen["edge_attr"] is None
+
+
+def test_dags_for_the_mixer() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    mixer = ChimeraConv(C, C, state_channels=4, topology="dag", num_dags=2).eval()
+    layer = GPSLayer(C, GatedGCNConv(C, C), mixer, arrangement="sequential").eval()
+    dags = [edge_index[:, [0, 1, 6]], edge_index[:, [2, 7]]]
+    out, _ = layer(x, edge_index, batch, edge_attr, mixer_edge_index=dags)
+    by_hand = GPSLayer(C, mixer=mixer).eval()
+    by_hand.norms.load_state_dict(
+        {k: v for k, v in layer.norms.state_dict().items() if "conv" not in k}
+    )
+    by_hand.mlp = layer.mlp
+    h = layer.norms["conv"](x + layer.conv(x, edge_index, edge_attr)[0])
+    torch.testing.assert_close(out, by_hand(h, dags, batch))
 
 
 def test_edge_weight_and_edge_type() -> None:

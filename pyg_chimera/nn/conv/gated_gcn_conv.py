@@ -59,9 +59,10 @@ class GatedGCNConv(MessagePassing):
             :obj:`in_channels` (that of the sources if bipartite), which is what the
             second and later layers of a stack need. (default: :obj:`None`)
         update_edges (bool, optional): If set to :obj:`False`, edge features are read
-            but not updated, and the nodes alone are returned: for the last layer of a
-            stack, where nothing would read the edges and the parameters of their norm
-            would get no gradients. (default: :obj:`True`)
+            but not updated, and the nodes alone are returned. This is for the last
+            layer of a stack if nothing behind it, such as a mixer, reads the edges:
+            the parameters of their norm would get no gradients, which training in
+            several processes refuses. (default: :obj:`True`)
         norm (str, optional): The normalization of nodes and of edges:
             :obj:`"batch_norm"`, :obj:`"layer_norm"` (each row on its own) or
             :obj:`None`. (default: :obj:`"batch_norm"`)

@@ -351,9 +351,11 @@ class GraphModel(torch.nn.Module):
         return (x[source] * x[target]).sum(dim=-1, keepdim=True)
 
     def _accepts(self, index: int, name: str) -> bool:
-        layer = self.layers[index]
-        accepts = self._routes[index].accepts
-        return accepts(name) or (isinstance(layer, GPSLayer) and layer.accepts(name))
+        layer: torch.nn.Module = self.layers[index]
+        layer = getattr(layer, "_orig_mod", layer)  # What `torch.compile` wraps.
+        if isinstance(layer, GPSLayer):
+            return layer.accepts(name)
+        return self._routes[index].accepts(name)
 
     def __repr__(self) -> str:
         return (

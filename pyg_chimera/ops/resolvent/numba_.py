@@ -17,7 +17,6 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from pyg_chimera.ops.resolvent.mask import masked_mix, masked_mix_backward
 from pyg_chimera.ops.structure.system import System
 
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
@@ -25,6 +24,8 @@ _jit = njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "arc
 
 #: Bytes of states that a task may hold at a time: half of a usual L2 cache.
 _TILE_BYTES = 1 << 19
+#: Bytes of resolvents that are made at a time.
+_MASK_BYTES = 1 << 23
 
 
 class Factors(NamedTuple):
@@ -476,13 +477,20 @@ def _state_backward(  # type: ignore[no-untyped-def]
 def mask_forward(
     system: System, factors: Factors, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """The output from the resolvents, block by block."""
+    """The output (L * Q K^T) V, block by block."""
     out = torch.empty_like(value)
-    masks = _views(system, factors, _resolvents(system, factors))
-    blocks = _Blocks(system, query, key, value)
-    for L, node, q, k, v in zip(masks, blocks.nodes, *blocks.tensors, strict=True):
-        out[node] = masked_mix(L, q, k, v).transpose(0, 1)
-    return out
+    q, k, v = (_by_block(system, x) for x in (query, key, value))
+    y = _split(system, out)
+    per_group = len(v) // len(q)
+    for batch in _mask_batches(system, factors):
+        batch.solve()
+        for b, L in batch.blocks(batch.masks):
+            for h in range(len(v)):
+                g = h // per_group
+                if h % per_group == 0:
+                    scores = q[g][b] @ k[g][b].t()
+                torch.mm(L[h].mul_(scores), v[h][b], out=y[h][b])
+    return _by_node(system, out)
 
 
 def mask_backward(
@@ -498,102 +506,141 @@ def mask_backward(
     dA = L^T dL L^T on edges only: with M = (I - A)^-T dL, dA_ij = <M_i, L_j>.
     """
     grads = [torch.empty_like(x) for x in (query, key, value)]
-    flat = _resolvents(system, factors)
-    flat_grad = np.empty_like(flat)
-    masks = _views(system, factors, flat)
-    mask_grads = _views(system, factors, flat_grad)
-    blocks = _Blocks(system, query, key, value, grad)
-    for L, dL, node, *inputs in zip(
-        masks, mask_grads, blocks.nodes, *blocks.tensors, strict=True
-    ):
-        d, *parts = masked_mix_backward(L, *inputs)
-        dL.copy_(d)
-        for whole, part in zip(grads, parts, strict=True):
-            whole[node] = part.transpose(0, 1)
-    num_heads = value.size(1)
-    grad_weight = np.zeros((system.edge.shape[0], num_heads), flat.dtype)
-    _run(
-        _resolvent_backward,
-        _mask_costs(system, num_heads),
-        *_pattern(system),
-        system.local,
-        system.edge_ptr,
-        system.edge,
-        system.edge_row,
-        system.edge_col,
-        *factors,
-        _starts(system, num_heads),
-        flat,
-        flat_grad,
-        grad_weight,
-    )
-    dq, dk, dv = grads
-    return dq, dk, dv, torch.from_numpy(grad_weight)
+    q, k, v, dy = (_by_block(system, x) for x in (query, key, value, grad))
+    dq, dk, dv = (_split(system, x) for x in grads)
+    dw = value.new_zeros(system.edge.shape[0], value.size(1))
+    per_group = len(v) // len(q)
+    scratch = value.new_empty(3, int(system.sizes.max(initial=0)) ** 2)
+    for batch in _mask_batches(system, factors):
+        batch.solve()
+        pairs = zip(batch.blocks(batch.masks), batch.blocks(batch.grads), strict=True)
+        for (b, L), (_, dL) in pairs:
+            n = L[0].size(0)
+            scores, d_scores, d_mask = scratch[:, : n * n].view(3, n, n)
+            for h in range(len(v)):
+                g = h // per_group
+                if h % per_group == 0:
+                    torch.mm(q[g][b], k[g][b].t(), out=scores)
+                mask = torch.mul(L[h], scores, out=d_mask)
+                torch.mm(mask.t(), dy[h][b], out=dv[h][b])
+                torch.mm(dy[h][b], v[h][b].t(), out=d_mask)
+                torch.mul(d_mask, scores, out=dL[h])
+                if h % per_group == 0:
+                    torch.mul(d_mask, L[h], out=d_scores)
+                else:
+                    d_scores.addcmul_(d_mask, L[h])
+                if h % per_group == per_group - 1:
+                    torch.mm(d_scores, k[g][b], out=dq[g][b])
+                    torch.mm(d_scores.t(), q[g][b], out=dk[g][b])
+        batch.solve_adjoint(dw.numpy())
+    query_grad, key_grad, value_grad = (_by_node(system, x) for x in grads)
+    return query_grad, key_grad, value_grad, dw
 
 
-class _Blocks:
-    """Tensors [V, heads, C] as one view, or copy, [heads, n, C] for each block."""
+class _MaskBatch:
+    """The resolvents [heads, n, n] of some consecutive blocks, and their gradients."""
 
-    def __init__(self, system: System, *tensors: Tensor) -> None:
-        sizes = system.sizes.tolist()
-        if np.array_equal(system.order, np.arange(system.num_nodes)):
-            bounds = zip(system.ptr[:-1].tolist(), system.ptr[1:].tolist(), strict=True)
-            self.nodes: list[slice] | tuple[Tensor, ...] = [slice(*b) for b in bounds]
-        else:
-            order = torch.from_numpy(system.order)
-            self.nodes = order.split(sizes)
-            tensors = tuple(x[order] for x in tensors)
-        self.tensors = [[y.transpose(0, 1) for y in x.split(sizes)] for x in tensors]
+    def __init__(
+        self,
+        system: System,
+        factors: Factors,
+        first: int,
+        last: int,
+        masks: np.ndarray,
+        grads: np.ndarray,
+    ) -> None:
+        self.system, self.factors = system, factors
+        self.first, self.last = first, last
+        self.masks, self.grads = masks, grads
+        self.num_heads = factors.lower.shape[0]
+        self.sizes = system.sizes[first:last]
+        self.start = np.cumsum(self.num_heads * self.sizes**2)
+        self.start = np.concatenate([[0], self.start])
+        entries = np.diff(system.lower_ptr[system.ptr[first : last + 1]])
+        self.costs = (2.0 * entries + 3.0 * self.sizes) * self.sizes
+
+    def blocks(self, flat: np.ndarray) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """The number of each block, and its matrix for each head."""
+        pieces = torch.from_numpy(flat[: self.start[-1]]).split(
+            np.diff(self.start).tolist()
+        )
+        for b, (x, n) in enumerate(zip(pieces, self.sizes.tolist(), strict=True)):
+            yield self.first + b, x.view(self.num_heads, n, n).unbind(0)
+
+    def solve(self) -> None:
+        """Write the resolvents, columns in the order of their block."""
+        self._run(_resolvent, self.masks)
+
+    def solve_adjoint(self, grad_weight: np.ndarray) -> None:
+        """Write the gradient [E, heads] of the blocks' edges."""
+        system = self.system
+        edges = (system.edge_ptr, system.edge, system.edge_row, system.edge_col)
+        self._run(_resolvent_backward, *edges, self.masks, self.grads, grad_weight)
+
+    def _run(self, kernel: Callable, *args: object) -> None:
+        _run(
+            kernel,
+            np.repeat(self.costs, self.num_heads),
+            self.first,
+            *_pattern(self.system),
+            self.system.local,
+            *self.factors,
+            self.start,
+            *args,
+        )
 
 
-def _resolvents(system: System, factors: Factors) -> np.ndarray:
-    """The resolvents [heads, n, n] of all blocks, flat, in the order of the block."""
-    num_heads = factors.lower.shape[0]
-    start = _starts(system, num_heads)
-    flat = np.empty(start[-1], factors.lower.dtype)
-    _run(
-        _resolvent,
-        _mask_costs(system, num_heads),
-        *_pattern(system),
-        system.local,
-        *factors,
-        start,
-        flat,
-    )
-    return flat
+def _mask_batches(system: System, factors: Factors) -> Iterator[_MaskBatch]:
+    """Blocks in batches, whose matrices share two buffers that stay in cache."""
+    sizes = factors.lower.shape[0] * system.sizes**2
+    limit = max(int(sizes.max(initial=0)), _MASK_BYTES // factors.lower.dtype.itemsize)
+    masks, grads = (np.empty(limit, factors.lower.dtype) for _ in range(2))
+    first = 0
+    while first < len(sizes):
+        room = np.searchsorted(np.cumsum(sizes[first:]), limit, side="right")
+        last = first + max(1, int(room))
+        yield _MaskBatch(system, factors, first, last, masks, grads)
+        first = last
 
 
-def _starts(system: System, num_heads: int) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(num_heads * system.sizes**2)])
+def _by_block(system: System, x: Tensor) -> list[tuple[Tensor, ...]]:
+    """[V, heads, C] as [n, C] for each head and block: views, if nodes are sorted."""
+    if not _is_sorted(system):
+        x = x[torch.from_numpy(system.order)]
+    return _split(system, x)
 
 
-def _views(system: System, factors: Factors, flat: np.ndarray) -> list[Tensor]:
-    num_heads = factors.lower.shape[0]
+def _split(system: System, x: Tensor) -> list[tuple[Tensor, ...]]:
     sizes = system.sizes.tolist()
-    pieces = torch.from_numpy(flat).split([num_heads * n * n for n in sizes])
-    return [x.view(num_heads, n, n) for x, n in zip(pieces, sizes, strict=True)]
+    return [y.split(sizes) for y in x.unbind(1)]
 
 
-def _mask_costs(system: System, num_heads: int) -> np.ndarray:
-    entries = np.diff(system.lower_ptr[system.ptr])
-    return np.repeat((2.0 * entries + 3.0 * system.sizes) * system.sizes, num_heads)
+def _by_node(system: System, x: Tensor) -> Tensor:
+    """Back from blocks to nodes."""
+    if _is_sorted(system):
+        return x
+    return torch.empty_like(x).index_copy_(0, torch.from_numpy(system.order), x)
+
+
+def _is_sorted(system: System) -> bool:
+    return bool((system.order[1:] > system.order[:-1]).all())
 
 
 @_jit
 def _resolvent(  # type: ignore[no-untyped-def]
-    first, last, triangular, ptr, node, lower_ptr, lower_col, lower_entry,
+    first, last, offset, triangular, ptr, node, lower_ptr, lower_col, lower_entry,
     upper_ptr, upper_row, upper_entry, local, diagonal, lower, upper, start, flat,
 ):  # fmt: skip
     num_heads = lower.shape[0]
     longest = 0
     for task in range(first, last):
-        block = task // num_heads
+        block = offset + task // num_heads
         longest = max(longest, ptr[block + 1] - ptr[block])
     scratch = np.empty((longest, longest), flat.dtype)
     for task in range(first, last):
-        block, h = task // num_heads, task % num_heads
+        block, h = offset + task // num_heads, task % num_heads
         s, n = ptr[block], ptr[block + 1] - ptr[block]
-        begin = start[block] + h * n * n
+        begin = start[block - offset] + h * n * n
         mask = flat[begin : begin + n * n].reshape(n, n)
         for i in range(n):
             row = scratch[i]
@@ -620,20 +667,20 @@ def _resolvent(  # type: ignore[no-untyped-def]
 
 @_jit
 def _resolvent_backward(  # type: ignore[no-untyped-def]
-    first, last, triangular, ptr, node, lower_ptr, lower_col, lower_entry,
-    upper_ptr, upper_row, upper_entry, local, edge_ptr, edge, edge_row, edge_col,
-    diagonal, lower, upper, start, flat, grads, grad_weight,
+    first, last, offset, triangular, ptr, node, lower_ptr, lower_col, lower_entry,
+    upper_ptr, upper_row, upper_entry, local, diagonal, lower, upper, start,
+    edge_ptr, edge, edge_row, edge_col, flat, grads, grad_weight,
 ):  # fmt: skip
     num_heads = lower.shape[0]
     longest = 0
     for task in range(first, last):
-        block = task // num_heads
+        block = offset + task // num_heads
         longest = max(longest, ptr[block + 1] - ptr[block])
     scratch = np.empty((longest, longest), flat.dtype)
     for task in range(first, last):
-        block, h = task // num_heads, task % num_heads
+        block, h = offset + task // num_heads, task % num_heads
         s, n = ptr[block], ptr[block + 1] - ptr[block]
-        begin = start[block] + h * n * n
+        begin = start[block - offset] + h * n * n
         mask = flat[begin : begin + n * n].reshape(n, n)
         grad = grads[begin : begin + n * n].reshape(n, n)
         for i in range(n):

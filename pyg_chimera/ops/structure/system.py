@@ -13,8 +13,8 @@ from pyg_chimera.ops.structure.checks import check_batch, check_edge_index
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.elimination import (
     adjacency,
+    elimination_order,
     fill_pattern,
-    minimum_degree,
     to_numpy,
 )
 from pyg_chimera.ops.structure.errors import CycleError
@@ -173,7 +173,7 @@ def _build(
     if rank is None and triangular:
         rank_ = topological_rank(edge_index.cpu(), num_nodes).numpy()
     elif rank is None:
-        rank_ = minimum_degree(*adjacency(row, col, num_nodes))
+        rank_ = elimination_order(row, col, num_nodes)
     else:
         if rank.dim() != 1 or rank.numel() != num_nodes:
             raise ValueError(

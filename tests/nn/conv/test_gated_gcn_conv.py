@@ -8,12 +8,7 @@ from strategies import graphs
 from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
-from torch_geometric.explain import (
-    Explainer,
-    ExplainerAlgorithm,
-    GNNExplainer,
-    GraphMaskExplainer,
-)
+from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.nn import Sequential, summary
 from torch_geometric.utils import to_torch_csr_tensor
@@ -318,15 +313,10 @@ def test_masks_scale_messages() -> None:
     torch.testing.assert_close(out, bare - lost)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [GNNExplainer(epochs=3), GraphMaskExplainer(1, epochs=3, log=False)],
-    ids=["mask", "baseline"],
-)
-def test_explainer(algorithm: ExplainerAlgorithm) -> None:
+def test_explainer() -> None:
     explainer = Explainer(
         make_conv(4, 5, edge_dim=3, update_edges=False),
-        algorithm,
+        GNNExplainer(epochs=3),
         explanation_type="model",
         node_mask_type="attributes",
         edge_mask_type="object",
@@ -334,11 +324,9 @@ def test_explainer(algorithm: ExplainerAlgorithm) -> None:
     )
     x, edge_index, edge_attr = make_inputs()
     explanation = explainer(x, edge_index, edge_attr=edge_attr, index=3)
-    assert explanation.edge_mask.shape == (8,)
-    if isinstance(algorithm, GNNExplainer):
-        into_3 = edge_index[1] == 3
-        assert (explanation.edge_mask[into_3] > 0).all()
-        assert (explanation.edge_mask[~into_3] == 0).all()
+    into_3 = edge_index[1] == 3
+    assert (explanation.edge_mask[into_3] > 0).all()
+    assert (explanation.edge_mask[~into_3] == 0).all()
 
 
 @pytest.mark.parametrize("with_edges", [True, False])

@@ -9,7 +9,13 @@ from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GCNConv, GINEConv, SAGEConv, summary
 
-from pyg_chimera.nn import CategoricalEncoder, GatedGCNConv, GPSLayer, GraphModel
+from pyg_chimera.nn import (
+    CategoricalEncoder,
+    ChimeraConv,
+    GatedGCNConv,
+    GPSLayer,
+    GraphModel,
+)
 
 C = 8
 
@@ -204,6 +210,16 @@ def test_structure_from_data() -> None:
         model.inputs(make_data(4, 0))
 
 
+def test_compiled_layer() -> None:
+    layer = GPSLayer(C, GCNConv(C, C)).eval()
+    compiled = torch.compile(layer, backend="eager")
+    x, edge_index = torch.randn(4, C), torch.tensor([[0, 1], [1, 2]])
+    model = GraphModel(C, C, 2, [compiled], head="node").eval()
+    out = model(x, edge_index, edge_weight=torch.rand(2))
+    assert out.shape == (4, 2)
+    assert not torch.equal(out, model(x, edge_index))
+
+
 def test_adj_t_in_data() -> None:
     model = GraphModel([3, 5], C, 2, [GPSLayer(C, SAGEConv(C, C))]).eval()
     data = make_data(4, 0)
@@ -260,6 +276,44 @@ def test_compiles_without_graph_break(name: str) -> None:
     inputs = model.inputs(make_batch(4, 3, 3))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(**inputs), model(**inputs))
+
+
+def released(num_layers: int) -> GraphModel:
+    def layer(index: int) -> GPSLayer:
+        return GPSLayer(
+            64,
+            conv=GatedGCNConv(64, 64, act="gelu"),
+            mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
+            arrangement="sequential",
+            norm_first=True,
+            dropout=0.1,
+            act="gelu",
+        )
+
+    return GraphModel(
+        [3, 5],
+        64,
+        10,
+        layer,
+        num_layers,
+        edge_dim=[2],
+        head_layers=4,
+        act="gelu",
+        structure={"rank": "elimination_rank"},
+    )
+
+
+def test_released_recipe() -> None:
+    model = released(8)
+    data = [make_data(num, 0, elimination_rank=torch.arange(num)) for num in (7, 5, 9)]
+    batch = Batch.from_data_list(data)
+    out = model(**model.inputs(batch))
+    assert out.shape == (3, 10)
+    out.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    single = [model.eval()(**model.inputs(d)) for d in data]
+    out = model(**model.inputs(batch))
+    torch.testing.assert_close(out, torch.cat(single), atol=1e-4, rtol=1e-4)
 
 
 def test_summary_and_repr() -> None:

@@ -1,0 +1,207 @@
+"""How the benchmarks measure: interleaved repetitions, and memory in a fresh process."""
+
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable, Hashable, Iterable
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+# ------------------------------------------------------------------------------- time
+
+
+class Timing(NamedTuple):
+    """One repetition, in seconds."""
+
+    forward: float
+    total: float  #: forward and backward
+
+
+#: The repetitions of a case by round: None where it had used up its time.
+Rounds = list[Timing | None]
+
+
+def interleave(
+    steps: dict[Hashable, Callable[[], Timing]], repeats: int, budget: float
+) -> dict[Hashable, Rounds]:
+    """Times all steps in turn, round after round: A B C A B C ...
+
+    What disturbs a round disturbs all of its steps, so that ratios within a round hold
+    where absolute times don't. A step is warmed up, and repeated until it has taken
+    `budget` seconds, but at least once; one too slow for that is not warmed up.
+    """
+    rounds: dict[Hashable, Rounds] = {key: [] for key in steps}
+    spent = dict.fromkeys(steps, 0.0)
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(repeats + 1):
+            for key, step in steps.items():
+                if spent[key] > budget:
+                    rounds[key].append(None)
+                    continue
+                start = time.perf_counter()
+                timing = step()
+                spent[key] += time.perf_counter() - start
+                warm_up = number == 0 and spent[key] < budget / 2
+                rounds[key].append(None if warm_up else timing)
+            gc.collect()
+    finally:
+        gc.enable()
+    return rounds
+
+
+def summary(rounds: Rounds) -> dict[str, Any]:
+    """Medians, minima and all repetitions."""
+    timings = [timing for timing in rounds if timing is not None]
+    columns = zip(Timing._fields, zip(*timings, strict=True), strict=True)
+    return {
+        name: {"median": median(column), "min": min(column), "all": list(column)}
+        for name, column in columns
+    }
+
+
+def ratio(rounds: Rounds, others: Rounds) -> float | None:
+    """How much longer forward and backward take: the median of the rounds' ratios."""
+    pairs = zip(rounds, others, strict=True)
+    ratios = [a.total / b.total for a, b in pairs if a is not None and b is not None]
+    if ratios:
+        return median(ratios)
+    # A slow step may have run in a round of its own.
+    both = [[x.total for x in y if x is not None] for y in (rounds, others)]
+    return median(both[0]) / median(both[1]) if all(both) else None
+
+
+# ----------------------------------------------------------------------------- memory
+
+
+def reset_peak_memory() -> int | None:
+    """Starts to look for the peak of resident memory; the bytes held now."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:  # not Linux, or not allowed
+        return None
+    return _status("VmRSS")
+
+
+def peak_memory() -> int:
+    """The most bytes that were resident since `reset_peak_memory`."""
+    return _status("VmHWM")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return 1024 * int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {field!r}")
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    table = dict(line.split(":") for line in lines)
+    return 1024 * int(table["MemAvailable"].split()[0])
+
+
+class Failure(RuntimeError):
+    """A function did not get to its end in another process."""
+
+
+_FORKSERVER = multiprocessing.get_context("forkserver")
+# The server imports these once, and starts no thread, so that forks of it are safe.
+_FORKSERVER.set_forkserver_preload(
+    ["torch", "torch_geometric.nn", "pyg_chimera.nn", "pyg_chimera.transforms"]
+)
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any, limit: float) -> Any:
+    """Calls a function in a process of its own, which gets `limit` seconds.
+
+    Raises:
+        Failure: If it takes longer, or more memory than there is.
+    """
+    receiver, sender = _FORKSERVER.Pipe(duplex=False)
+    process = _FORKSERVER.Process(target=_answer, args=(sender, function, args))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(limit):
+            raise Failure(f"takes more than {limit:.0f} s")
+        result, problem = receiver.recv()
+    except EOFError:
+        process.join()
+        raise Failure(f"process ended with exit code {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if problem is not None:
+        raise Failure(problem)
+    return result
+
+
+def _answer(sender: Connection, function: Callable[..., Any], args: tuple) -> None:
+    available = _available()
+    if available is not None:  # better an error here than a machine out of memory
+        limit = _status("VmSize") + int(0.8 * available)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        sender.send((function(*args), None))
+    except Exception as error:
+        text = str(error)
+        out_of_memory = isinstance(error, MemoryError) or "allocate memory" in text
+        sender.send((None, "does not fit in memory" if out_of_memory else repr(error)))
+
+
+# ---------------------------------------------------------------------------- reports
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures were measured on."""
+    names = ("torch", "torch_geometric", "numba", "numpy", "scipy", "pyg_chimera")
+    cpu = platform.processor()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(x.split(":")[1].strip() for x in lines if x.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
+        "threads": torch.get_num_threads(),
+        "load_at_start": os.getloadavg()[0],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in names},
+    }
+
+
+def table(rows: Iterable[Iterable[str]]) -> str:
+    """Rows with aligned columns: the first to the left, the others to the right."""
+    cells = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        padded = zip(row[1:], widths[1:], strict=True)
+        line = [row[0].ljust(widths[0]), *(x.rjust(width) for x, width in padded)]
+        lines.append("  " + "  ".join(line).rstrip())
+    return "\n".join(lines)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file that is whole whenever somebody looks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(part, path)
