@@ -47,7 +47,8 @@ format: $(STAMP)  ## rewrite the sources in the project's style
 	$(BIN)/python -m ruff format .
 
 docs: $(STAMP)  ## build the documentation into docs/_build/html
-	$(BIN)/python -m sphinx -W --keep-going -n -b html docs docs/_build/html $(ARGS)
+	rm -rf docs/_build docs/generated
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html $(ARGS)
 
 bench: $(STAMP)  ## measure the mixing layers against their neighbours
 	$(BIN)/python benchmarks/mixing.py $(ARGS)

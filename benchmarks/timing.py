@@ -1,4 +1,4 @@
-"""How the benchmarks measure: interleaved repetitions, and memory in a fresh process."""
+"""How benchmarks measure: interleaved repetitions, and memory in fresh processes."""
 
 import gc
 import json
@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import sys
 import time
 from collections.abc import Callable, Hashable, Iterable
 from importlib.metadata import version
@@ -114,14 +115,14 @@ def _available() -> int | None:
     return 1024 * int(table["MemAvailable"].split()[0])
 
 
-class Failure(RuntimeError):
+class UnfinishedError(RuntimeError):
     """A function did not get to its end in another process."""
 
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 # The server imports these once, and starts no thread, so that forks of it are safe.
 _FORKSERVER.set_forkserver_preload(
-    ["torch", "torch_geometric.nn", "pyg_chimera.nn", "pyg_chimera.transforms"]
+    ["torch_geometric.nn", "scipy.spatial", "pyg_chimera.nn", "pyg_chimera.transforms"]
 )
 
 
@@ -129,7 +130,8 @@ def in_fresh_process(function: Callable[..., Any], *args: Any, limit: float) -> 
     """Calls a function in a process of its own, which gets `limit` seconds.
 
     Raises:
-        Failure: If it takes longer, or more memory than there is.
+        TimeoutError: If it takes longer.
+        UnfinishedError: If it takes more memory than there is, or fails.
     """
     receiver, sender = _FORKSERVER.Pipe(duplex=False)
     process = _FORKSERVER.Process(target=_answer, args=(sender, function, args))
@@ -137,16 +139,18 @@ def in_fresh_process(function: Callable[..., Any], *args: Any, limit: float) -> 
     sender.close()
     try:
         if not receiver.poll(limit):
-            raise Failure(f"takes more than {limit:.0f} s")
+            raise TimeoutError(f"more than {limit:g} s")
         result, problem = receiver.recv()
     except EOFError:
         process.join()
-        raise Failure(f"process ended with exit code {process.exitcode}") from None
+        raise UnfinishedError(
+            f"process ended with exit code {process.exitcode}"
+        ) from None
     finally:
         process.kill()
         process.join()
     if problem is not None:
-        raise Failure(problem)
+        raise UnfinishedError(problem)
     return result
 
 
@@ -181,10 +185,16 @@ def machine(device: str) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "threads": torch.get_num_threads(),
         "load_at_start": os.getloadavg()[0],
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names},
     }
+
+
+def show(text: str) -> None:
+    """What is being done right now, where somebody may look."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def table(rows: Iterable[Iterable[str]]) -> str:

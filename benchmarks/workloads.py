@@ -46,6 +46,7 @@ class Workload:
 
     @classmethod
     def of(cls, part: str, name: str, graphs: list[Data]) -> "Workload":
+        """The graphs as one batch."""
         batch = Batch.from_data_list(graphs)
         return cls(part, name, batch.edge_index, batch.batch)
 

@@ -34,12 +34,14 @@ myst_heading_anchors = 3
 pygments_style = "friendly"
 
 autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_inherit_docstrings = False
 autodoc_typehints = "none"  # the docstrings state types, as PyG's do
+toc_object_entries = False
 autosummary_generate = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_custom_sections = [("Shapes", "params_style")]
+napoleon_custom_sections = ["Shapes"]
 python_maximum_signature_line_length = 80
 
 # References to names of our own must resolve (-n); without a network there is nothing
@@ -47,8 +49,8 @@ python_maximum_signature_line_length = 80
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!pyg_chimera\b).*")]
 
-#: The subpackages with a page under api/: each lists its module's `__all__`, so that
-#: a new public name is documented without a change here.
+#: The subpackages with a page of their own, listed in api/index.rst. A page has all
+#: names of its module's `__all__`, so a new name is documented without a change here.
 API = [
     "pyg_chimera.ops",
     "pyg_chimera.ops.structure",
@@ -58,19 +60,35 @@ API = [
 ]
 
 
-def public_names(module_name: str) -> dict[str, list[str]]:
-    """Sorts the public names of a module by what they are."""
-    module = importlib.import_module(module_name)
-    names: dict[str, list[str]] = {"modules": [], "classes": [], "functions": []}
-    for name in module.__all__:
-        value = getattr(module, name)
-        if inspect.ismodule(value):
-            names["modules"].append(name)
-        elif inspect.isclass(value):
-            names["classes"].append(name)
-        else:
-            names["functions"].append(name)
-    return names
+def public_names(module_names: list[str]) -> dict[str, dict[str, list]]:
+    """Sorts the public names of modules by what they are.
+
+    What an earlier module has documented already is not documented again: names in
+    "elsewhere" are the full ones under which it is found there.
+    """
+    documented: dict[int, str] = {}
+    public = {}
+    for module_name in module_names:
+        module = importlib.import_module(module_name)
+        names: dict[str, list] = {
+            kind: [] for kind in ("functions", "classes", "data", "elsewhere")
+        }
+        for name in module.__all__:
+            value = getattr(module, name)
+            if inspect.ismodule(value):  # has a page if it is in API
+                continue
+            if id(value) in documented:
+                names["elsewhere"].append(documented[id(value)])
+                continue
+            documented[id(value)] = f"{module_name}.{name}"
+            if inspect.isclass(value):
+                names["classes"].append(name)
+            elif callable(value):
+                names["functions"].append(name)
+            else:
+                names["data"].append((name, repr(value)))
+        public[module_name] = names
+    return public
 
 
-autosummary_context = {"public": {name: public_names(name) for name in API}}
+autosummary_context = {"public": public_names(API)}

@@ -102,7 +102,9 @@ class _SplitDataset(InMemoryDataset):
     def processed_file_names(self) -> list[str]:
         return [f"{split}.pt" for split in _SPLITS]
 
-    def _save_splits(self, graphs: list[Data], splits: dict[str, Sequence[int]]) -> None:
+    def _save_splits(
+        self, graphs: list[Data], splits: dict[str, Sequence[int]]
+    ) -> None:
         for split, path in zip(_SPLITS, self.processed_paths, strict=True):
             chosen = [graphs[i] for i in splits[split]]
             if self.pre_filter is not None:

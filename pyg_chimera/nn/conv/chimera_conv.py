@@ -288,9 +288,10 @@ class ChimeraConv(MessagePassing):
             mean = self._neighbour_mean(states, [graph[0] for graph in graphs])
             states = states * own + mean * neighbours
         value, key, query = F.silu(states).split(self._sizes, dim=-1)
-        value = value.view(num_nodes, self.heads, -1)
+        copies = self.num_dags if self.share == "none" else 1
+        value = value.view(num_nodes, self.heads, self.out_channels // self.heads)
         key, query = (
-            y.view(num_nodes, -1, self.groups, self.state_channels)
+            y.view(num_nodes, copies, self.groups, self.state_channels)
             for y in (key, query)
         )
         delta = self.lin_delta(x).view(num_nodes, self._deltas, self.heads)
@@ -299,7 +300,7 @@ class ChimeraConv(MessagePassing):
         outs = []
         for d, (index, attr, order) in enumerate(graphs):
             copy = d if self.share == "none" else 0
-            edge_delta = self._edge_delta(attr, d)
+            edge_delta = self._edge_delta(attr, d, index.size(1))
             k, q = key[:, copy], query[:, copy]
             if self.topology == "dag":
                 weight, write = self._dag(index, num_nodes, delta[:, d], d, edge_delta)
@@ -364,7 +365,9 @@ class ChimeraConv(MessagePassing):
             graphs.append((index, attr, order))
         return graphs
 
-    def _edge_delta(self, edge_attr: Tensor | None, d: int) -> Tensor | None:
+    def _edge_delta(
+        self, edge_attr: Tensor | None, d: int, num_edges: int
+    ) -> Tensor | None:
         if self.lin_edge is None:
             return None
         if edge_attr is None:
@@ -373,7 +376,13 @@ class ChimeraConv(MessagePassing):
             )
         if edge_attr.dim() == 1:
             edge_attr = edge_attr.view(-1, 1)
-        delta = self.lin_edge(edge_attr).view(-1, self.num_dags, self.heads)[:, d]
+        if edge_attr.size(0) != num_edges:
+            raise ValueError(
+                f"'edge_attr' must have a row for each of {num_edges} edges, got "
+                f"{list(edge_attr.shape)}"
+            )
+        delta = self.lin_edge(edge_attr)
+        delta = delta.view(len(delta), self.num_dags, self.heads)[:, d]
         return F.softplus(_at_least_float32(delta) + self.edge_bias[d])
 
     def _dag(

@@ -27,19 +27,20 @@ def cheaper_form(
     """The form that takes less time, and why."""
     sizes = system.sizes.astype(float)
     squares = float((sizes**2).sum())
-    if squares * shape.heads * itemsize > _MAX_MASK_BYTES:
-        return "state", "resolvents would not fit in memory"
-    if solver != "sparse":
+    if solver != "sparse" and squares * shape.heads * itemsize <= _MAX_MASK_BYTES:
         return "mask", "dense matrices are at hand"
+    if float(sizes.max(initial=0)) ** 2 * shape.heads * itemsize > _MAX_MASK_BYTES:
+        return "state", "resolvents would not fit in memory"
     entries = np.diff(system.lower_ptr[system.ptr])
     sweep = 2.0 * entries + 3.0 * sizes
-    # Per number: a product of matrices, an update of a state, a pass over a block.
-    products = squares * (shape.groups * shape.states + shape.heads * shape.channels)
-    mask = 0.04 * products + shape.heads * (
-        0.15 * float((sweep * sizes).sum()) + 1.0 * squares
+    # Forward and backward: matrix products, passes over resolvents, and three solves.
+    mask = squares * (
+        0.14 * shape.groups * shape.states
+        + 0.1 * shape.heads * shape.channels
+        + 2.0 * shape.heads
     )
-    mask += 3e4 * len(sizes)
-    state = 0.15 * float(sweep.sum()) * shape.heads * shape.states * shape.channels
+    mask += 0.7 * shape.heads * float((sweep * sizes).sum()) + 1e5 * len(sizes)
+    state = 0.6 * float(sweep.sum()) * shape.heads * shape.states * shape.channels
     if mask <= state:
         return "mask", "blocks are small: matrix products are faster"
     return "state", "blocks are large: states along edges are faster"

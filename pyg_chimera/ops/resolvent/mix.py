@@ -1,7 +1,8 @@
 """The public operators: checks, the choice of an algorithm, and the registered op."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,17 +99,7 @@ def resolvent_mix(
             :obj:`"dense"`), or if an option is unknown or does not fit.
         TypeError: If a tensor has a wrong dtype.
     """
-    if solver not in _SOLVERS:
-        raise ValueError(f"'solver' must be one of {_SOLVERS}, got {solver!r}")
-    if (solver == "neumann") != (num_terms is not None):
-        raise ValueError(
-            "'num_terms' must be given with solver='neumann' and only with it (the "
-            "diameter of the graph reaches all pairs; see "
-            "'pyg_chimera.transforms.AddDiameter'), got "
-            f"solver={solver!r}, num_terms={num_terms!r}"
-        )
-    if num_terms is not None and (not isinstance(num_terms, int) or num_terms < 0):
-        raise ValueError(f"'num_terms' must be an integer >= 0, got {num_terms!r}")
+    _check_solver(solver, num_terms)
     return _mix(
         "resolvent_mix", query, key, value, edge_index, edge_weight, batch, rank,
         solver, form, backend, num_terms,
@@ -213,9 +204,11 @@ def explain(
             f"'operator' must be 'resolvent_mix' or 'dag_scan', got {operator!r}"
         )
     if operator == "dag_scan":
-        solver = "sparse"
+        solver, num_terms = "sparse", None
+    _check_solver(solver, num_terms)
     _check(query, key, value, edge_index, edge_weight, form, backend)
     if backend == "reference":
+        _check_contents(operator, value, edge_index, edge_weight, batch, rank)
         dense = "neumann" if solver == "neumann" else "dense"
         return Choice(operator, dense, "mask", backend, "asked for")
     query, _, value, edge_weight = (
@@ -288,6 +281,20 @@ def _check(
         raise ValueError(f"'backend' must be one of {_BACKENDS}, got {backend!r}")
 
 
+def _check_solver(solver: str, num_terms: int | None) -> None:
+    if solver not in _SOLVERS:
+        raise ValueError(f"'solver' must be one of {_SOLVERS}, got {solver!r}")
+    if (solver == "neumann") != (num_terms is not None):
+        raise ValueError(
+            "'num_terms' must be given with solver='neumann' and only with it (the "
+            "diameter of the graph reaches all pairs; see "
+            "'pyg_chimera.transforms.AddDiameter'), got "
+            f"solver={solver!r}, num_terms={num_terms!r}"
+        )
+    if num_terms is not None and (not isinstance(num_terms, int) or num_terms < 0):
+        raise ValueError(f"'num_terms' must be an integer >= 0, got {num_terms!r}")
+
+
 def _promoted(*tensors: Tensor) -> list[Tensor]:
     dtype = torch.float32
     for x in tensors:
@@ -310,21 +317,37 @@ def _mix(
     num_terms: int | None,
 ) -> Tensor:
     _check(query, key, value, edge_index, edge_weight, form, backend)
-    if backend == "reference":
-        build_system(
-            edge_index, value.size(0), batch, rank, triangular=operator == "dag_scan"
-        )  # for its checks
-        _check_finite(edge_weight)
-        return reference_mix(
-            query, key, value, edge_index, edge_weight, batch, num_terms
-        )
     query, key, value_, edge_weight = _promoted(query, key, value, edge_weight)
+    edge_index = edge_index.long()
+    if backend == "reference":
+        _check_contents(operator, value, edge_index, edge_weight, batch, rank)
+        with torch.autocast(value.device.type, enabled=False), _singular_is_named():
+            out = reference_mix(
+                query, key, value_, edge_index, edge_weight, batch, num_terms
+            )
+        return out.to(value.dtype)
     terms = -1 if num_terms is None else num_terms
     out = _mix_op(
         query, key, value_, edge_index, edge_weight, batch, rank, operator, solver,
         form, backend, terms,
     )  # fmt: skip
     return out.to(value.dtype)
+
+
+def _check_contents(
+    operator: str,
+    value: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor,
+    batch: Tensor | None,
+    rank: Tensor | None,
+) -> System:
+    """What only contents tell; returns the system of the graph."""
+    system = build_system(
+        edge_index, value.size(0), batch, rank, triangular=operator == "dag_scan"
+    )
+    _check_finite(edge_weight)
+    return system
 
 
 def _check_finite(edge_weight: Tensor) -> None:
@@ -334,6 +357,17 @@ def _check_finite(edge_weight: Tensor) -> None:
             f"'edge_weight' must be finite, but edge {e} has "
             f"{edge_weight[e, h].item()} in head {h}"
         )
+
+
+@contextmanager
+def _singular_is_named() -> Iterator[None]:
+    try:
+        yield
+    except torch.linalg.LinAlgError as error:
+        raise ValueError(
+            "'edge_weight' makes I - A singular: some combination of nodes returns to "
+            "itself undiminished. Scale the weights"
+        ) from error
 
 
 # ------------------------------------------------------------------------- the choice
@@ -372,10 +406,7 @@ def _plan(
         raise ValueError(
             f"solver={solver!r} has no numba backend; use backend='torch' or 'auto'"
         )
-    system = build_system(
-        edge_index, value.size(0), batch, rank, triangular=operator == "dag_scan"
-    )
-    _check_finite(edge_weight)
+    system = _check_contents(operator, value, edge_index, edge_weight, batch, rank)
     shape = cost.Shape(query.size(1), value.size(1), query.size(2), value.size(2))
     why = []
     asked = solver
@@ -451,12 +482,17 @@ def _mix_op(
     backend: str,
     num_terms: int,
 ) -> Tensor:
-    with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
+    with (
+        torch.no_grad(),
+        torch.autocast(value.device.type, enabled=False),
+        _singular_is_named(),
+    ):
         plan = _plan(
             operator, query, value, edge_index, edge_weight, batch, rank, solver, form,
             backend, num_terms,
         )  # fmt: skip
-        return plan.forward(query, key, value)
+        # Contiguous, as the fake ones are: compilers count on it.
+        return plan.forward(query, key, value).contiguous()
 
 
 @_mix_op.register_fake
@@ -480,13 +516,17 @@ def _mix_backward_op(
     backend: str,
     num_terms: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
+    with (
+        torch.no_grad(),
+        torch.autocast(value.device.type, enabled=False),
+        _singular_is_named(),
+    ):
         plan = _plan(
             operator, query, value, edge_index, edge_weight, batch, rank, solver, form,
             backend, num_terms,
         )  # fmt: skip
         dq, dk, dv, dw = plan.backward(query, key, value, grad)
-        return dq, dk, dv, dw
+        return dq.contiguous(), dk.contiguous(), dv.contiguous(), dw.contiguous()
 
 
 @_mix_backward_op.register_fake

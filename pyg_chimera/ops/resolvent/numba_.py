@@ -7,8 +7,9 @@ regions: they release the GIL and run on plain Python threads (as many as
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from threading import Lock
 from typing import NamedTuple
 
@@ -24,8 +25,8 @@ _jit = njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "arc
 
 #: Bytes of states that a task may hold at a time: half of a usual L2 cache.
 _TILE_BYTES = 1 << 19
-#: Bytes of resolvents that are made at a time.
-_MASK_BYTES = 1 << 23
+#: Numbers of a state that are moved at a time at least, whatever that takes.
+_MIN_LANES = 128
 
 
 class Factors(NamedTuple):
@@ -61,20 +62,18 @@ _POOL = _Pool()
 
 def _run(kernel: Callable, costs: np.ndarray, *args: object) -> None:
     """Run `kernel(first, last, *args)` over all tasks, about `costs` each."""
-    num_tasks = costs.shape[0]
-    num_threads = min(torch.get_num_threads(), num_tasks)
+    num_tasks, num_threads = costs.shape[0], torch.get_num_threads()
     total = float(costs.sum())
-    if num_threads <= 1 or total < 1e5:  # not worth waking anybody
+    if min(num_threads, num_tasks) <= 1 or total < 1e5:  # not worth waking anybody
         kernel(0, num_tasks, *args)
         return
     # Several ranges a thread, taken as threads come free, even out what is left.
     shares = np.linspace(0, total, 4 * num_threads + 1)[1:-1]
     cuts = np.searchsorted(np.cumsum(costs), shares)
-    bounds = np.unique(np.concatenate([[0], cuts, [num_tasks]]))
-    ranges = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
-    lock = Lock()
+    bounds = np.unique(np.concatenate([[0], cuts, [num_tasks]])).tolist()
+    ranges, lock = pairwise(bounds), Lock()
 
-    def work(ranges: Iterator[tuple[int, int]] = ranges) -> None:
+    def work() -> None:
         while True:
             with lock:
                 bound = next(ranges, None)
@@ -82,7 +81,10 @@ def _run(kernel: Callable, costs: np.ndarray, *args: object) -> None:
                 return
             kernel(*bound, *args)
 
-    futures = [_POOL.get(num_threads).submit(work) for _ in range(num_threads)]
+    # The caller works too: one thread less to wake.
+    pool = _POOL.get(num_threads)
+    futures = [pool.submit(work) for _ in range(num_threads - 1)]
+    work()
     for future in futures:
         future.result()
 
@@ -94,8 +96,9 @@ def factorize(system: System, edge_weight: Tensor) -> tuple[Factors, float]:
     """Factor I - A without pivoting, in float64.
 
     Returns the factors in the precision of the weights, and the growth: the largest
-    row sum of |L| |U| over that of |I - A|. Rounding errors are at most about this
-    much larger than those of a solver that pivots.
+    row sum of |L| |U| over that of |I - A|, each in a connected component. Rounding
+    errors are at most about this much larger than those of a solver that pivots. It is
+    one where all rows, or all columns, are diagonally dominant: that needs no pivots.
     """
     num_heads = edge_weight.size(1)
     num_nodes, num_entries = system.num_nodes, system.num_entries
@@ -112,6 +115,7 @@ def factorize(system: System, edge_weight: Tensor) -> tuple[Factors, float]:
         _run(
             _factor,
             costs,
+            system.roots(),
             system.ptr,
             system.lower_ptr,
             system.lower_col,
@@ -141,7 +145,7 @@ def _scatter(values, slot, weight):  # type: ignore[no-untyped-def]
 
 @_jit
 def _factor(  # type: ignore[no-untyped-def]
-    first, last, ptr, lower_ptr, lower_col, upper_ptr, upper_row, upper_entry,
+    first, last, root, ptr, lower_ptr, lower_col, upper_ptr, upper_row, upper_entry,
     diagonal, lower, upper, growths,
 ):  # fmt: skip
     num_heads = diagonal.shape[0]
@@ -150,17 +154,22 @@ def _factor(  # type: ignore[no-untyped-def]
         s, n = ptr[block], ptr[block + 1] - ptr[block]
         work = np.zeros(n)
         u_sum = np.zeros(n)
-        norm, grown = 1.0, 1.0
+        norm, grown = np.zeros(n), np.zeros(n)
+        start, by_row, by_column = np.zeros(n), np.zeros(n), np.zeros(n)
         for i in range(s, s + n):
-            row_sum = abs(diagonal[h, i])
+            start[i - s] = abs(diagonal[h, i])
             work[i - s] = diagonal[h, i]
             for x in range(lower_ptr[i], lower_ptr[i + 1]):
                 work[lower_col[x] - s] = lower[h, x]
-                row_sum += abs(lower[h, x])
+                by_row[i - s] += abs(lower[h, x])
+                by_column[lower_col[x] - s] += abs(lower[h, x])
             for x in range(upper_ptr[i], upper_ptr[i + 1]):
-                work[upper_row[x] - s] = upper[h, upper_entry[x]]
-                row_sum += abs(upper[h, upper_entry[x]])
-            norm = max(norm, row_sum)
+                y = upper_entry[x]
+                work[upper_row[x] - s] = upper[h, y]
+                by_row[i - s] += abs(upper[h, y])
+                by_column[upper_row[x] - s] += abs(upper[h, y])
+            r = root[i] - s
+            norm[r] = max(norm[r], start[i - s] + by_row[i - s])
             # Fill-in holds every place that an earlier row can reach from here.
             total = 0.0
             for x in range(lower_ptr[i], lower_ptr[i + 1]):
@@ -178,10 +187,92 @@ def _factor(  # type: ignore[no-untyped-def]
             for x in range(upper_ptr[i], upper_ptr[i + 1]):
                 upper[h, upper_entry[x]] = work[upper_row[x] - s]
                 u_sum[i - s] += abs(work[upper_row[x] - s])
-            grown = max(grown, total + u_sum[i - s])
+            grown[r] = max(grown[r], total + u_sum[i - s])
             if work[i - s] == 0.0 or not np.isfinite(work[i - s]):
-                grown = np.inf
-        growths[block, h] = grown / norm
+                grown[r] = np.inf
+        rows, columns = np.ones(n, np.bool_), np.ones(n, np.bool_)
+        for i in range(n):
+            r, bound = root[s + i] - s, start[i] * (1 + 1e-12)
+            rows[r] &= by_row[i] <= bound
+            columns[r] &= by_column[i] <= bound
+        for r in range(n):
+            safe = grown[r] < np.inf and (rows[r] or columns[r])
+            if not safe and grown[r] > growths[block, h] * norm[r]:
+                growths[block, h] = grown[r] / norm[r] if norm[r] > 0 else np.inf
+
+
+# ---------------------------------------------------------------------------- sweeps
+
+
+def _pattern(system: System) -> tuple:
+    return (
+        system.triangular,
+        system.ptr,
+        system.node,
+        system.upper_ptr,
+        system.upper_row,
+        system.upper_entry,
+    )
+
+
+@_jit
+def _solve(  # type: ignore[no-untyped-def]
+    states, s, n, lanes, transpose, triangular, column_ptr, column_row, column_entry,
+    diagonal, lower, upper,
+):  # fmt: skip
+    """Solve L U H = X, or its transpose, in place, for rows of `lanes` numbers.
+
+    Down the order a finished row is taken from those it reaches, up the order those
+    are taken from it: both ways only a node's few ancestors are touched at a time.
+    """
+    if not (triangular and transpose):
+        values = upper if transpose else lower
+        for i in range(n):
+            row = states[i]
+            if transpose:
+                r = diagonal[s + i]
+                for w in range(lanes):
+                    row[w] *= r
+            for x in range(column_ptr[s + i], column_ptr[s + i + 1]):
+                target = states[column_row[x] - s]
+                c = values[column_entry[x]]
+                for w in range(lanes):
+                    target[w] -= c * row[w]
+    if not (triangular and not transpose):
+        values = lower if transpose else upper
+        for i in range(n - 1, -1, -1):
+            row = states[i]
+            x, stop = column_ptr[s + i], column_ptr[s + i + 1]
+            while x + 3 < stop:  # a quarter of the loads and stores of `row`
+                r0, r1 = states[column_row[x] - s], states[column_row[x + 1] - s]
+                r2, r3 = states[column_row[x + 2] - s], states[column_row[x + 3] - s]
+                c0, c1 = values[column_entry[x]], values[column_entry[x + 1]]
+                c2, c3 = values[column_entry[x + 2]], values[column_entry[x + 3]]
+                for w in range(lanes):
+                    row[w] -= c0 * r0[w] + c1 * r1[w] + c2 * r2[w] + c3 * r3[w]
+                x += 4
+            while x < stop:
+                r0, c0 = states[column_row[x] - s], values[column_entry[x]]
+                for w in range(lanes):
+                    row[w] -= c0 * r0[w]
+                x += 1
+            if not transpose:
+                r = diagonal[s + i]
+                for w in range(lanes):
+                    row[w] *= r
+
+
+@_jit
+def _edge_products(  # type: ignore[no-untyped-def]
+    adjoints, states, s, lanes, begin, stop, edge, edge_row, edge_col, grad_weight,
+):  # fmt: skip
+    """Add <G_i, H_j> to the gradient of each edge j -> i."""
+    for x in range(begin, stop):
+        adjoint, state = adjoints[edge_row[x] - s], states[edge_col[x] - s]
+        total = grad_weight[edge[x]]
+        for w in range(lanes):
+            total += adjoint[w] * state[w]
+        grad_weight[edge[x]] = total
 
 
 # ------------------------------------------------------------------------ state form
@@ -198,14 +289,13 @@ class _Slices(NamedTuple):
 def _slices(system: System, query: np.ndarray, value: np.ndarray) -> _Slices:
     num_states, (_, num_heads, num_channels) = query.shape[2], value.shape
     tasks = system.sizes.shape[0] * num_heads
-    width = min(16, num_channels)
+    width = max(1, min(16, num_channels))
     # Slices of one (block, head) are summed at the end, so cut only to feed threads.
     pieces = -(-num_channels // width)
     count = pieces if tasks < 4 * torch.get_num_threads() else 1
-    lanes = _TILE_BYTES // (
-        max(1, int(system.sizes.max(initial=1))) * width * value.itemsize
-    )
-    return _Slices(width, max(1, count), min(max(1, lanes), max(1, num_states)))
+    largest = int(system.sizes.max(initial=1))
+    rows = max(_TILE_BYTES // (largest * value.itemsize), _MIN_LANES) // width
+    return _Slices(width, max(1, count), min(max(1, rows), max(1, num_states)))
 
 
 def _costs(system: System, num_heads: int, count: int, states: int) -> np.ndarray:
@@ -261,11 +351,11 @@ def state_backward(
         _state_backward,
         _costs(system, num_heads, cut.pieces, 3 * num_states * num_channels),
         *_pattern(system),
+        *factors,
         system.edge_ptr,
         system.edge,
         system.edge_row,
         system.edge_col,
-        *factors,
         q,
         k,
         v,
@@ -283,98 +373,48 @@ def state_backward(
     return query_grad, key_grad, torch.from_numpy(dv), torch.from_numpy(dw).sum(0)
 
 
-def _pattern(system: System) -> tuple:
-    return (
-        system.triangular,
-        system.ptr,
-        system.node,
-        system.lower_ptr,
-        system.lower_col,
-        np.arange(system.num_entries),
-        system.upper_ptr,
-        system.upper_row,
-        system.upper_entry,
-    )
-
-
 @_jit
-def _outer(row, left, right, a0, a1, p0, p1):  # type: ignore[no-untyped-def]
+def _outer(rows, left, right, a0, a1, p0, p1):  # type: ignore[no-untyped-def]
     w = p1 - p0
     for a in range(a0, a1):
         x = left[a]
         for p in range(w):
-            row[(a - a0) * w + p] = x * right[p0 + p]
-
-
-@_jit
-def _gather(states, i, begin, stop, index, entry, values, s, lanes):  # type: ignore[no-untyped-def]
-    """states[i] -= sum over entries of their value times the state they point to."""
-    row = states[i]
-    x = begin
-    while x + 3 < stop:  # four at a time: a quarter of the loads and stores of `row`
-        r0, r1 = states[index[x] - s], states[index[x + 1] - s]
-        r2, r3 = states[index[x + 2] - s], states[index[x + 3] - s]
-        c0, c1 = values[entry[x]], values[entry[x + 1]]
-        c2, c3 = values[entry[x + 2]], values[entry[x + 3]]
-        for w in range(lanes):
-            row[w] -= c0 * r0[w] + c1 * r1[w] + c2 * r2[w] + c3 * r3[w]
-        x += 4
-    while x < stop:
-        r0 = states[index[x] - s]
-        c0 = values[entry[x]]
-        for w in range(lanes):
-            row[w] -= c0 * r0[w]
-        x += 1
+            rows[(a - a0) * w + p] = x * right[p0 + p]
 
 
 @_jit
 def _state_forward(  # type: ignore[no-untyped-def]
-    first, last, triangular, ptr, node, lower_ptr, lower_col, lower_entry,
-    upper_ptr, upper_row, upper_entry, diagonal, lower, upper, query, key, value,
-    out, width, count, rows,
+    first, last, triangular, ptr, node, column_ptr, column_row, column_entry,
+    diagonal, lower, upper, query, key, value, out, width, pieces, rows,
 ):  # fmt: skip
     num_heads, num_channels = value.shape[1], value.shape[2]
     num_states = query.shape[2]
     per_group = num_heads // query.shape[1]
-    longest = 0
-    for task in range(first, last):
-        block = task // (num_heads * count)
-        longest = max(longest, ptr[block + 1] - ptr[block])
+    longest = _longest(first, last, ptr, num_heads * pieces)
     scratch = np.empty((longest, rows * width), value.dtype)
     for task in range(first, last):
-        block, h, piece = (
-            task // (num_heads * count), (task // count) % num_heads, task % count,
-        )  # fmt: skip
+        block, piece = task // (num_heads * pieces), task % pieces
+        h = (task // pieces) % num_heads
         g = h // per_group
         s, n = ptr[block], ptr[block + 1] - ptr[block]
-        for i in range(s, s + n):
-            for p in range(piece * width, num_channels, count * width):
-                for c in range(p, min(p + width, num_channels)):
-                    out[node[i], h, c] = 0
-        for p0 in range(piece * width, num_channels, count * width):
+        for p0 in range(piece * width, num_channels, pieces * width):
             p1 = min(p0 + width, num_channels)
+            for i in range(n):
+                out[node[s + i], h, p0:p1] = 0
             for a0 in range(0, num_states, rows):
                 a1 = min(a0 + rows, num_states)
                 lanes = (a1 - a0) * (p1 - p0)
                 for i in range(n):
                     v = node[s + i]
                     _outer(scratch[i], key[v, g], value[v, h], a0, a1, p0, p1)
-                    _gather(
-                        scratch, i, lower_ptr[s + i], lower_ptr[s + i + 1], lower_col,
-                        lower_entry, lower[h], s, lanes,
-                    )  # fmt: skip
-                for i in range(n - 1, -1, -1):
+                _solve(
+                    scratch, s, n, lanes, False, triangular, column_ptr, column_row,
+                    column_entry, diagonal[h], lower[h], upper[h],
+                )  # fmt: skip
+                w = p1 - p0
+                for i in range(n):
                     v = node[s + i]
                     state = scratch[i]
-                    if not triangular:
-                        _gather(
-                            scratch, i, upper_ptr[s + i], upper_ptr[s + i + 1],
-                            upper_row, upper_entry, upper[h], s, lanes,
-                        )  # fmt: skip
-                        r = diagonal[h, s + i]
-                        for w in range(lanes):
-                            state[w] *= r
-                    w = p1 - p0
                     for a in range(a0, a1):
                         q = query[v, g, a]
                         for p in range(w):
@@ -383,74 +423,47 @@ def _state_forward(  # type: ignore[no-untyped-def]
 
 @_jit
 def _state_backward(  # type: ignore[no-untyped-def]
-    first, last, triangular, ptr, node, lower_ptr, lower_col, lower_entry,
-    upper_ptr, upper_row, upper_entry, edge_ptr, edge, edge_row, edge_col, diagonal,
-    lower, upper, query, key, value, grad, grad_query, grad_key, grad_value,
-    grad_weight, width, count, rows,
+    first, last, triangular, ptr, node, column_ptr, column_row, column_entry,
+    diagonal, lower, upper, edge_ptr, edge, edge_row, edge_col, query, key, value,
+    grad, grad_query, grad_key, grad_value, grad_weight, width, pieces, rows,
 ):  # fmt: skip
     num_heads, num_channels = value.shape[1], value.shape[2]
     num_states = query.shape[2]
     per_group = num_heads // query.shape[1]
-    longest = 0
-    for task in range(first, last):
-        block = task // (num_heads * count)
-        longest = max(longest, ptr[block + 1] - ptr[block])
+    longest = _longest(first, last, ptr, num_heads * pieces)
     states = np.empty((longest, rows * width), value.dtype)
     adjoints = np.empty((longest, rows * width), value.dtype)
     for task in range(first, last):
-        block, h, piece = (
-            task // (num_heads * count), (task // count) % num_heads, task % count,
-        )  # fmt: skip
+        block, piece = task // (num_heads * pieces), task % pieces
+        h = (task // pieces) % num_heads
         g = h // per_group
         s, n = ptr[block], ptr[block + 1] - ptr[block]
-        for i in range(s, s + n):
-            v = node[i]
-            for a in range(num_states):
-                grad_query[piece, v, h, a] = 0
-                grad_key[piece, v, h, a] = 0
-            for p in range(piece * width, num_channels, count * width):
-                for c in range(p, min(p + width, num_channels)):
-                    grad_value[v, h, c] = 0
-        for p0 in range(piece * width, num_channels, count * width):
+        for i in range(n):
+            grad_query[piece, node[s + i], h, :] = 0
+            grad_key[piece, node[s + i], h, :] = 0
+        for p0 in range(piece * width, num_channels, pieces * width):
             p1 = min(p0 + width, num_channels)
+            for i in range(n):
+                grad_value[node[s + i], h, p0:p1] = 0
             for a0 in range(0, num_states, rows):
                 a1 = min(a0 + rows, num_states)
                 lanes = (a1 - a0) * (p1 - p0)
-                # L z = k v^T, and U^T z = q dy^T, which has U's entries by row.
                 for i in range(n):
                     v = node[s + i]
                     _outer(states[i], key[v, g], value[v, h], a0, a1, p0, p1)
                     _outer(adjoints[i], query[v, g], grad[v, h], a0, a1, p0, p1)
-                    _gather(
-                        states, i, lower_ptr[s + i], lower_ptr[s + i + 1], lower_col,
-                        lower_entry, lower[h], s, lanes,
-                    )  # fmt: skip
-                    if not triangular:
-                        _gather(
-                            adjoints, i, lower_ptr[s + i], lower_ptr[s + i + 1],
-                            lower_col, lower_entry, upper[h], s, lanes,
-                        )  # fmt: skip
-                        adjoint = adjoints[i]
-                        r = diagonal[h, s + i]
-                        for w in range(lanes):
-                            adjoint[w] *= r
-                # U H = z, and L^T G = z.
-                for i in range(n - 1, -1, -1):
+                _solve(
+                    states, s, n, lanes, False, triangular, column_ptr, column_row,
+                    column_entry, diagonal[h], lower[h], upper[h],
+                )  # fmt: skip
+                _solve(
+                    adjoints, s, n, lanes, True, triangular, column_ptr, column_row,
+                    column_entry, diagonal[h], lower[h], upper[h],
+                )  # fmt: skip
+                w = p1 - p0
+                for i in range(n):
                     v = node[s + i]
                     state, adjoint = states[i], adjoints[i]
-                    if not triangular:
-                        _gather(
-                            states, i, upper_ptr[s + i], upper_ptr[s + i + 1],
-                            upper_row, upper_entry, upper[h], s, lanes,
-                        )  # fmt: skip
-                        r = diagonal[h, s + i]
-                        for w in range(lanes):
-                            state[w] *= r
-                    _gather(
-                        adjoints, i, upper_ptr[s + i], upper_ptr[s + i + 1], upper_row,
-                        upper_entry, lower[h], s, lanes,
-                    )  # fmt: skip
-                    w = p1 - p0
                     for a in range(a0, a1):
                         k = key[v, g, a]
                         dq = grad_query[piece, v, h, a]
@@ -462,13 +475,10 @@ def _state_backward(  # type: ignore[no-untyped-def]
                             grad_value[v, h, p0 + p] += k * x
                         grad_query[piece, v, h, a] = dq
                         grad_key[piece, v, h, a] = dk
-                for x in range(edge_ptr[block], edge_ptr[block + 1]):
-                    adjoint = adjoints[edge_row[x] - s]
-                    state = states[edge_col[x] - s]
-                    total = grad_weight[piece, edge[x], h]
-                    for w in range(lanes):
-                        total += adjoint[w] * state[w]
-                    grad_weight[piece, edge[x], h] = total
+                _edge_products(
+                    adjoints, states, s, lanes, edge_ptr[block], edge_ptr[block + 1],
+                    edge, edge_row, edge_col, grad_weight[piece, :, h],
+                )  # fmt: skip
 
 
 # ------------------------------------------------------------------------- mask form
@@ -478,19 +488,23 @@ def mask_forward(
     system: System, factors: Factors, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """The output (L * Q K^T) V, block by block."""
-    out = torch.empty_like(value)
-    q, k, v = (_by_block(system, x) for x in (query, key, value))
-    y = _split(system, out)
-    per_group = len(v) // len(q)
-    for batch in _mask_batches(system, factors):
-        batch.solve()
-        for b, L in batch.blocks(batch.masks):
-            for h in range(len(v)):
-                g = h // per_group
-                if h % per_group == 0:
-                    scores = q[g][b] @ k[g][b].t()
-                torch.mm(L[h].mul_(scores), v[h][b], out=y[h][b])
-    return _by_node(system, out)
+    q, k, v = (x.contiguous().numpy() for x in (query, key, value))
+    share = _share(system, q, v)
+    out = np.empty_like(v)
+    _run(
+        _mask_forward,
+        _mask_costs(system, q, v, share),
+        *_pattern(system),
+        *factors,
+        system.local,
+        system.order,
+        q,
+        k,
+        v,
+        out,
+        share,
+    )
+    return torch.from_numpy(out)
 
 
 def mask_backward(
@@ -505,206 +519,243 @@ def mask_backward(
 
     dA = L^T dL L^T on edges only: with M = (I - A)^-T dL, dA_ij = <M_i, L_j>.
     """
-    grads = [torch.empty_like(x) for x in (query, key, value)]
-    q, k, v, dy = (_by_block(system, x) for x in (query, key, value, grad))
-    dq, dk, dv = (_split(system, x) for x in grads)
-    dw = value.new_zeros(system.edge.shape[0], value.size(1))
-    per_group = len(v) // len(q)
-    scratch = value.new_empty(3, int(system.sizes.max(initial=0)) ** 2)
-    for batch in _mask_batches(system, factors):
-        batch.solve()
-        pairs = zip(batch.blocks(batch.masks), batch.blocks(batch.grads), strict=True)
-        for (b, L), (_, dL) in pairs:
-            n = L[0].size(0)
-            scores, d_scores, d_mask = scratch[:, : n * n].view(3, n, n)
-            for h in range(len(v)):
-                g = h // per_group
-                if h % per_group == 0:
-                    torch.mm(q[g][b], k[g][b].t(), out=scores)
-                mask = torch.mul(L[h], scores, out=d_mask)
-                torch.mm(mask.t(), dy[h][b], out=dv[h][b])
-                torch.mm(dy[h][b], v[h][b].t(), out=d_mask)
-                torch.mul(d_mask, scores, out=dL[h])
-                if h % per_group == 0:
-                    torch.mul(d_mask, L[h], out=d_scores)
-                else:
-                    d_scores.addcmul_(d_mask, L[h])
-                if h % per_group == per_group - 1:
-                    torch.mm(d_scores, k[g][b], out=dq[g][b])
-                    torch.mm(d_scores.t(), q[g][b], out=dk[g][b])
-        batch.solve_adjoint(dw.numpy())
-    query_grad, key_grad, value_grad = (_by_node(system, x) for x in grads)
-    return query_grad, key_grad, value_grad, dw
+    q, k, v, dy = (x.contiguous().numpy() for x in (query, key, value, grad))
+    share = _share(system, q, v)
+    parts = v.shape[1] // q.shape[1] // share
+    dq = np.empty((parts, *q.shape), q.dtype)
+    dk, dv = np.empty_like(dq), np.empty_like(v)
+    dw = np.zeros((system.edge.shape[0], v.shape[1]), v.dtype)
+    _run(
+        _mask_backward,
+        3 * _mask_costs(system, q, v, share),
+        *_pattern(system),
+        *factors,
+        system.local,
+        system.order,
+        system.edge_ptr,
+        system.edge,
+        system.edge_row,
+        system.edge_col,
+        q,
+        k,
+        v,
+        dy,
+        dq,
+        dk,
+        dv,
+        dw,
+        share,
+    )
+    query_grad, key_grad = (
+        torch.from_numpy(x[0] if parts == 1 else x.sum(0)) for x in (dq, dk)
+    )
+    return query_grad, key_grad, torch.from_numpy(dv), torch.from_numpy(dw)
 
 
-class _MaskBatch:
-    """The resolvents [heads, n, n] of some consecutive blocks, and their gradients."""
-
-    def __init__(
-        self,
-        system: System,
-        factors: Factors,
-        first: int,
-        last: int,
-        masks: np.ndarray,
-        grads: np.ndarray,
-    ) -> None:
-        self.system, self.factors = system, factors
-        self.first, self.last = first, last
-        self.masks, self.grads = masks, grads
-        self.num_heads = factors.lower.shape[0]
-        self.sizes = system.sizes[first:last]
-        self.start = np.cumsum(self.num_heads * self.sizes**2)
-        self.start = np.concatenate([[0], self.start])
-        entries = np.diff(system.lower_ptr[system.ptr[first : last + 1]])
-        self.costs = (2.0 * entries + 3.0 * self.sizes) * self.sizes
-
-    def blocks(self, flat: np.ndarray) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """The number of each block, and its matrix for each head."""
-        pieces = torch.from_numpy(flat[: self.start[-1]]).split(
-            np.diff(self.start).tolist()
-        )
-        for b, (x, n) in enumerate(zip(pieces, self.sizes.tolist(), strict=True)):
-            yield self.first + b, x.view(self.num_heads, n, n).unbind(0)
-
-    def solve(self) -> None:
-        """Write the resolvents, columns in the order of their block."""
-        self._run(_resolvent, self.masks)
-
-    def solve_adjoint(self, grad_weight: np.ndarray) -> None:
-        """Write the gradient [E, heads] of the blocks' edges."""
-        system = self.system
-        edges = (system.edge_ptr, system.edge, system.edge_row, system.edge_col)
-        self._run(_resolvent_backward, *edges, self.masks, self.grads, grad_weight)
-
-    def _run(self, kernel: Callable, *args: object) -> None:
-        _run(
-            kernel,
-            np.repeat(self.costs, self.num_heads),
-            self.first,
-            *_pattern(self.system),
-            self.system.local,
-            *self.factors,
-            self.start,
-            *args,
-        )
+def _share(system: System, query: np.ndarray, value: np.ndarray) -> int:
+    """How many heads of a group a task takes: all, if there are tasks for everybody."""
+    groups, heads = query.shape[1], value.shape[1]
+    enough = system.sizes.shape[0] * groups >= 4 * torch.get_num_threads()
+    return heads // groups if enough else 1
 
 
-def _mask_batches(system: System, factors: Factors) -> Iterator[_MaskBatch]:
-    """Blocks in batches, whose matrices share two buffers that stay in cache."""
-    sizes = factors.lower.shape[0] * system.sizes**2
-    limit = max(int(sizes.max(initial=0)), _MASK_BYTES // factors.lower.dtype.itemsize)
-    masks, grads = (np.empty(limit, factors.lower.dtype) for _ in range(2))
-    first = 0
-    while first < len(sizes):
-        room = np.searchsorted(np.cumsum(sizes[first:]), limit, side="right")
-        last = first + max(1, int(room))
-        yield _MaskBatch(system, factors, first, last, masks, grads)
-        first = last
-
-
-def _by_block(system: System, x: Tensor) -> list[tuple[Tensor, ...]]:
-    """[V, heads, C] as [n, C] for each head and block: views, if nodes are sorted."""
-    if not _is_sorted(system):
-        x = x[torch.from_numpy(system.order)]
-    return _split(system, x)
-
-
-def _split(system: System, x: Tensor) -> list[tuple[Tensor, ...]]:
-    sizes = system.sizes.tolist()
-    return [y.split(sizes) for y in x.unbind(1)]
-
-
-def _by_node(system: System, x: Tensor) -> Tensor:
-    """Back from blocks to nodes."""
-    if _is_sorted(system):
-        return x
-    return torch.empty_like(x).index_copy_(0, torch.from_numpy(system.order), x)
-
-
-def _is_sorted(system: System) -> bool:
-    return bool((system.order[1:] > system.order[:-1]).all())
+def _mask_costs(
+    system: System, query: np.ndarray, value: np.ndarray, share: int
+) -> np.ndarray:
+    sizes = system.sizes.astype(float)
+    entries = np.diff(system.lower_ptr[system.ptr])
+    sweep = (2.0 * entries + 3.0 * sizes) * sizes
+    products = 0.2 * sizes**2 * (query.shape[2] + share * value.shape[2])
+    return np.repeat(products + share * sweep, value.shape[1] // share)
 
 
 @_jit
-def _resolvent(  # type: ignore[no-untyped-def]
-    first, last, offset, triangular, ptr, node, lower_ptr, lower_col, lower_entry,
-    upper_ptr, upper_row, upper_entry, local, diagonal, lower, upper, start, flat,
-):  # fmt: skip
-    num_heads = lower.shape[0]
-    longest = 0
-    for task in range(first, last):
-        block = offset + task // num_heads
-        longest = max(longest, ptr[block + 1] - ptr[block])
-    scratch = np.empty((longest, longest), flat.dtype)
-    for task in range(first, last):
-        block, h = offset + task // num_heads, task % num_heads
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
-        begin = start[block - offset] + h * n * n
-        mask = flat[begin : begin + n * n].reshape(n, n)
-        for i in range(n):
-            row = scratch[i]
-            row[:n] = 0
-            row[local[s + i]] = 1
-            _gather(
-                scratch, i, lower_ptr[s + i], lower_ptr[s + i + 1], lower_col,
-                lower_entry, lower[h], s, n,
-            )  # fmt: skip
-        for i in range(n - 1, -1, -1):
-            row = scratch[i]
-            if not triangular:
-                _gather(
-                    scratch, i, upper_ptr[s + i], upper_ptr[s + i + 1], upper_row,
-                    upper_entry, upper[h], s, n,
-                )  # fmt: skip
-                r = diagonal[h, s + i]
-                for w in range(n):
-                    row[w] *= r
-            target = mask[local[s + i]]
-            for w in range(n):
-                target[w] = row[w]
+def _matmul(C, A, B):  # type: ignore[no-untyped-def]
+    """C = A B, for rows of B and C that are contiguous, in tiles of 4 x 4 of A.
+
+    BLAS is up to twice as fast, but cannot be called here without threads of its own.
+    """
+    m, n, depth = C.shape[0], C.shape[1], B.shape[0]
+    C[:] = 0
+    for i in range(0, m - 3, 4):
+        c0, c1, c2, c3 = C[i], C[i + 1], C[i + 2], C[i + 3]
+        for k in range(0, depth - 3, 4):
+            b0, b1, b2, b3 = B[k], B[k + 1], B[k + 2], B[k + 3]
+            a00, a01, a02, a03 = A[i, k], A[i, k + 1], A[i, k + 2], A[i, k + 3]
+            a10, a11 = A[i + 1, k], A[i + 1, k + 1]
+            a12, a13 = A[i + 1, k + 2], A[i + 1, k + 3]
+            a20, a21 = A[i + 2, k], A[i + 2, k + 1]
+            a22, a23 = A[i + 2, k + 2], A[i + 2, k + 3]
+            a30, a31 = A[i + 3, k], A[i + 3, k + 1]
+            a32, a33 = A[i + 3, k + 2], A[i + 3, k + 3]
+            for j in range(n):
+                x0, x1, x2, x3 = b0[j], b1[j], b2[j], b3[j]
+                c0[j] += a00 * x0 + a01 * x1 + a02 * x2 + a03 * x3
+                c1[j] += a10 * x0 + a11 * x1 + a12 * x2 + a13 * x3
+                c2[j] += a20 * x0 + a21 * x1 + a22 * x2 + a23 * x3
+                c3[j] += a30 * x0 + a31 * x1 + a32 * x2 + a33 * x3
+        for k in range(depth - depth % 4, depth):
+            b0 = B[k]
+            a00, a10, a20, a30 = A[i, k], A[i + 1, k], A[i + 2, k], A[i + 3, k]
+            for j in range(n):
+                c0[j] += a00 * b0[j]
+                c1[j] += a10 * b0[j]
+                c2[j] += a20 * b0[j]
+                c3[j] += a30 * b0[j]
+    for i in range(m - m % 4, m):
+        c0 = C[i]
+        for k in range(depth):
+            b0, a00 = B[k], A[i, k]
+            for j in range(n):
+                c0[j] += a00 * b0[j]
 
 
 @_jit
-def _resolvent_backward(  # type: ignore[no-untyped-def]
-    first, last, offset, triangular, ptr, node, lower_ptr, lower_col, lower_entry,
-    upper_ptr, upper_row, upper_entry, local, diagonal, lower, upper, start,
-    edge_ptr, edge, edge_row, edge_col, flat, grads, grad_weight,
-):  # fmt: skip
-    num_heads = lower.shape[0]
+def _take(target, source, nodes, h):  # type: ignore[no-untyped-def]
+    """Copy [nodes, h, C] to a contiguous [n, C]."""
+    for i in range(nodes.shape[0]):
+        target[i] = source[nodes[i], h]
+
+
+@_jit
+def _take_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
+    for i in range(nodes.shape[0]):
+        row = source[nodes[i], h]
+        for c in range(row.shape[0]):
+            target[c, i] = row[c]
+
+
+@_jit
+def _put(target, source, nodes, h):  # type: ignore[no-untyped-def]
+    for i in range(nodes.shape[0]):
+        target[nodes[i], h] = source[i]
+
+
+@_jit
+def _longest(first, last, ptr, tasks):  # type: ignore[no-untyped-def]
     longest = 0
     for task in range(first, last):
-        block = offset + task // num_heads
+        block = task // tasks
         longest = max(longest, ptr[block + 1] - ptr[block])
-    scratch = np.empty((longest, longest), flat.dtype)
+    return longest
+
+
+@_jit
+def _set_identity(rows, s, n, local):  # type: ignore[no-untyped-def]
+    """The identity, rows by position, columns in the order of the block."""
+    for i in range(n):
+        rows[i] = 0
+        rows[i, local[s + i]] = 1
+
+
+@_jit
+def _mask_forward(  # type: ignore[no-untyped-def]
+    first, last, triangular, ptr, node, column_ptr, column_row, column_entry, diagonal,
+    lower, upper, local, order, query, key, value, out, share,
+):  # fmt: skip
+    heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
+    tasks = heads // share
+    longest = _longest(first, last, ptr, tasks)
+    squares = np.empty((3, longest * longest), value.dtype)
+    narrow = np.empty((2, longest * states), value.dtype)
+    slim = np.empty((2, longest * channels), value.dtype)
     for task in range(first, last):
-        block, h = offset + task // num_heads, task % num_heads
+        block, head = task // tasks, (task % tasks) * share
+        g = head * query.shape[1] // heads
         s, n = ptr[block], ptr[block + 1] - ptr[block]
-        begin = start[block - offset] + h * n * n
-        mask = flat[begin : begin + n * n].reshape(n, n)
-        grad = grads[begin : begin + n * n].reshape(n, n)
-        for i in range(n):
-            row = scratch[i]
-            source = grad[local[s + i]]
-            for w in range(n):
-                row[w] = source[w]
-            if not triangular:
-                _gather(
-                    scratch, i, lower_ptr[s + i], lower_ptr[s + i + 1], lower_col,
-                    lower_entry, upper[h], s, n,
-                )  # fmt: skip
-                r = diagonal[h, s + i]
-                for w in range(n):
-                    row[w] *= r
-        for i in range(n - 1, -1, -1):
-            _gather(
-                scratch, i, upper_ptr[s + i], upper_ptr[s + i + 1], upper_row,
-                upper_entry, lower[h], s, n,
+        nodes = order[s : s + n]
+        L = squares[0, : n * n].reshape(n, n)
+        scores = squares[1, : n * n].reshape(n, n)
+        mask = squares[2, : n * n].reshape(n, n)
+        q = narrow[0, : n * states].reshape(n, states)
+        kt = narrow[1, : n * states].reshape(states, n)
+        v = slim[0, : n * channels].reshape(n, channels)
+        y = slim[1, : n * channels].reshape(n, channels)
+        _take(q, query, nodes, g)
+        _take_transposed(kt, key, nodes, g)
+        _matmul(scores, q, kt)
+        for h in range(head, head + share):
+            _set_identity(L, s, n, local)
+            _solve(
+                L, s, n, n, False, triangular, column_ptr, column_row, column_entry,
+                diagonal[h], lower[h], upper[h],
             )  # fmt: skip
-        for x in range(edge_ptr[block], edge_ptr[block + 1]):
-            row = scratch[edge_row[x] - s]
-            source = mask[local[edge_col[x]]]
-            total = grad_weight[edge[x], h]
-            for w in range(n):
-                total += row[w] * source[w]
-            grad_weight[edge[x], h] = total
+            for i in range(n):
+                target, left, right = mask[local[s + i]], L[i], scores[local[s + i]]
+                for j in range(n):
+                    target[j] = left[j] * right[j]
+            _take(v, value, nodes, h)
+            _matmul(y, mask, v)
+            _put(out, y, nodes, h)
+
+
+@_jit
+def _mask_backward(  # type: ignore[no-untyped-def]
+    first, last, triangular, ptr, node, column_ptr, column_row, column_entry, diagonal,
+    lower, upper, local, order, edge_ptr, edge, edge_row, edge_col, query, key, value,
+    grad, grad_query, grad_key, grad_value, grad_weight, share,
+):  # fmt: skip
+    heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
+    groups = query.shape[1]
+    tasks = heads // share
+    longest = _longest(first, last, ptr, tasks)
+    squares = np.empty((5, longest * longest), value.dtype)
+    narrow = np.empty((3, longest * states), value.dtype)
+    slim = np.empty((3, longest * channels), value.dtype)
+    for task in range(first, last):
+        block, head = task // tasks, (task % tasks) * share
+        g = head * groups // heads
+        part = (head - g * (heads // groups)) // share
+        s, n = ptr[block], ptr[block + 1] - ptr[block]
+        nodes = order[s : s + n]
+        L = squares[0, : n * n].reshape(n, n)
+        adjoint = squares[1, : n * n].reshape(n, n)
+        scores = squares[2, : n * n].reshape(n, n)
+        d_scores = squares[3, : n * n].reshape(n, n)
+        mask = squares[4, : n * n].reshape(n, n)
+        q = narrow[0, : n * states].reshape(n, states)
+        kt = narrow[1, : n * states].reshape(states, n)
+        k = narrow[1, : n * states].reshape(n, states)
+        result = narrow[2, : n * states].reshape(n, states)
+        dy = slim[0, : n * channels].reshape(n, channels)
+        vt = slim[1, : n * channels].reshape(channels, n)
+        dv = slim[2, : n * channels].reshape(n, channels)
+        _take(q, query, nodes, g)
+        _take_transposed(kt, key, nodes, g)
+        _matmul(scores, q, kt)
+        d_scores[:] = 0
+        for h in range(head, head + share):
+            _set_identity(L, s, n, local)
+            _solve(
+                L, s, n, n, False, triangular, column_ptr, column_row, column_entry,
+                diagonal[h], lower[h], upper[h],
+            )  # fmt: skip
+            for i in range(n):
+                target, left, right = mask[local[s + i]], L[i], scores[local[s + i]]
+                for j in range(n):
+                    target[j] = left[j] * right[j]
+            _take(dy, grad, nodes, h)
+            _matmul(dv, mask.T, dy)
+            _put(grad_value, dv, nodes, h)
+            _take_transposed(vt, value, nodes, h)
+            _matmul(mask, dy, vt)  # from here on the gradient of the mask
+            for i in range(n):
+                x = local[s + i]
+                target, total = adjoint[i], d_scores[x]
+                d_mask, left, right = mask[x], L[i], scores[x]
+                for j in range(n):
+                    target[j] = d_mask[j] * right[j]
+                    total[j] += d_mask[j] * left[j]
+            _solve(
+                adjoint, s, n, n, True, triangular, column_ptr, column_row,
+                column_entry, diagonal[h], lower[h], upper[h],
+            )  # fmt: skip
+            _edge_products(
+                adjoint, L, s, n, edge_ptr[block], edge_ptr[block + 1], edge, edge_row,
+                edge_col, grad_weight[:, h],
+            )  # fmt: skip
+        _take(k, key, nodes, g)
+        _matmul(result, d_scores, k)
+        _put(grad_query[part], result, nodes, g)
+        _matmul(result, d_scores.T, q)
+        _put(grad_key[part], result, nodes, g)

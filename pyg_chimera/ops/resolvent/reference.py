@@ -22,12 +22,12 @@ def reference_mix(
     """
     num_heads = value.size(1)
     query, key = (x.repeat_interleave(num_heads // x.size(1), 1) for x in (query, key))
-    out = torch.zeros_like(value)
+    out = 0 * value  # all of it is replaced; without nodes it still has a gradient
     if batch is None:
         batch = edge_index.new_zeros(value.size(0))
     for graph in batch.unique().tolist():
         node = (batch == graph).nonzero().view(-1)
-        place = batch.new_zeros(batch.numel())
+        place = torch.zeros_like(batch, dtype=torch.int64)
         place[node] = torch.arange(node.numel(), device=place.device)
         inside = batch[edge_index[1]] == graph
         col, row = place[edge_index[:, inside]]

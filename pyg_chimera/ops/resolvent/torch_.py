@@ -284,7 +284,8 @@ class Sweeps(NamedTuple):
     up: list[_Level]  #: over rows of U, roots first
     columns: list[Tensor]  #: the entries of L by the level of their column
     updates: list[tuple[Tensor, ...]]  #: value[a] -= value[b] * value[c], by level
-    column: Tensor  #: [F], of each entry of L
+    row: Tensor  #: [F], of each entry of L
+    column: Tensor  #: [F]
 
 
 class Factors(NamedTuple):
@@ -320,7 +321,8 @@ def _sweeps(system: System, device: torch.device) -> Sweeps:
                 strict=True,
             )
         )
-    return Sweeps(down, up, columns, updates, torch.from_numpy(col).to(device))
+    rows_and_columns = (torch.from_numpy(x).to(device) for x in (row, col))
+    return Sweeps(down, up, columns, updates, *rows_and_columns)
 
 
 def factorize(system: System, edge_weight: Tensor) -> tuple[Factors, float]:
@@ -333,27 +335,16 @@ def factorize(system: System, edge_weight: Tensor) -> tuple[Factors, float]:
     values[:V] = 1
     values.index_add_(0, slot, -edge_weight.double())
     growth = 1.0
-    if not system.triangular:
-        down = torch.repeat_interleave(
-            torch.arange(len(system.sizes), device=device),
-            torch.from_numpy(system.sizes).to(device),
-        )
-        norm = _row_sums(sweeps, values, V, F)[0]
+    if not system.triangular and V > 0:
+        norm, _, dominant = _sums(system, sweeps, values)
         for entry, (target, left, right) in zip(
             sweeps.columns, sweeps.updates, strict=True
         ):
             values[V + entry] /= values[sweeps.column[entry]]
             values.index_add_(0, target, -values[left] * values[right])
-        u_sum, grown = _row_sums(sweeps, values, V, F, factored=True)
-        grown = grown + u_sum
-        shape = (len(system.sizes), values.size(1))
-        index = down[:, None].expand_as(norm)
-        norm, grown = (
-            x.new_zeros(shape).scatter_reduce(0, index, x, "amax")
-            for x in (norm, grown)
-        )
-        ratio = grown / norm.clamp(min=1)
-        ratio = torch.where(ratio.isfinite(), ratio, torch.inf)
+        _, grown, _ = _sums(system, sweeps, values)
+        ratio = (grown / norm).nan_to_num(torch.inf, torch.inf)
+        ratio = torch.where(dominant & ratio.isfinite(), 1.0, ratio)
         zero_pivot = bool((values[:V] == 0).any())
         growth = float("inf") if zero_pivot else max(1.0, float(ratio.max()))
     factors = (1 / values[:V], values[V : V + F], values[V + F :])
@@ -517,20 +508,31 @@ def _sweep(
             X[level.node] *= scale[level.node].unsqueeze(-1)
 
 
-def _row_sums(
-    sweeps: Sweeps, values: Tensor, V: int, F: int, factored: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Row sums of |I - A|, or of |U|, and with `factored` also of (|L| - I) |U|."""
-    magnitude = values.abs()
-    row = torch.cat([level.row for level in sweeps.down])
-    entry = torch.cat([level.entry for level in sweeps.down])
-    col = sweeps.column[entry]
-    sums = magnitude[:V].clone()
-    sums.index_add_(0, col, magnitude[V + F + entry])
-    below = magnitude[V + entry]
-    if not factored:
-        return sums.index_add_(0, row, below), sums
-    return sums, torch.zeros_like(sums).index_add_(0, row, below * sums[col])
+def _sums(
+    system: System, sweeps: Sweeps, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each position's component [V, heads], for values that are I - A or L and U:
+
+    the largest row sum of |I - A|; the largest row sum of |L| |U|; whether all rows, or
+    all columns, of I - A are diagonally dominant.
+    """
+    V, F = system.num_nodes, system.num_entries
+    row, col = sweeps.row, sweeps.column
+    diagonal, below, above = values.abs().split([V, F, F])
+    zero = torch.zeros_like(diagonal)
+    u_sum = diagonal.index_add(0, col, above)
+    product = u_sum.index_add(0, row, below * u_sum[col])
+    by_row = zero.index_add(0, col, above).index_add(0, row, below)
+    by_column = zero.index_add(0, row, above).index_add(0, col, below)
+    root = torch.from_numpy(system.roots()).to(values.device)
+    index = root[:, None].expand_as(diagonal)
+
+    def largest(x: Tensor) -> Tensor:
+        return zero.scatter_reduce(0, index, x, "amax")[root]
+
+    bound = diagonal * (1 + 1e-12)
+    rows, columns = (largest((x > bound).to(x.dtype)) == 0 for x in (by_row, by_column))
+    return largest(diagonal + by_row), largest(product), rows | columns
 
 
 def _split(

@@ -6,6 +6,7 @@ from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
@@ -66,6 +67,10 @@ class System(NamedTuple):
         """The number of nodes of each block."""
         return np.diff(self.ptr)
 
+    def roots(self) -> np.ndarray:
+        """The last position [V] that each position is connected to."""
+        return _roots(self.upper_ptr, self.upper_row)
+
 
 class _Cache:
     """The systems of the last few graphs, found by what the graphs hold.
@@ -125,10 +130,13 @@ def build_system(
         ValueError: If a shape is wrong, an index is out of range, an edge joins two
             graphs of the batch, or :obj:`rank` is not a topological rank.
         CycleError: If :obj:`triangular` is set and the graph has a cycle.
-        TypeError: If :obj:`edge_index` or :obj:`batch` is not integer.
+        TypeError: If :obj:`edge_index`, :obj:`batch` or :obj:`rank` is not integer.
     """
-    arrays = [None if x is None else to_numpy(x) for x in (edge_index, batch, rank)]
-    key = (num_nodes, triangular, *map(_digest, arrays))
+    tensors = (edge_index, batch, rank)
+    arrays = [None if x is None else to_numpy(x) for x in tensors]
+    # Dtypes too, as some of them are errors.
+    dtypes = [None if x is None else x.dtype for x in tensors]
+    key = (num_nodes, triangular, *dtypes, *map(_digest, arrays))
     system = _CACHE.get(key)
     if system is None:
         system = _build(edge_index, num_nodes, batch, rank, triangular)
@@ -180,6 +188,8 @@ def _build(
                 f"'rank' must have one entry per node, [{num_nodes}], got "
                 f"{list(rank.shape)}"
             )
+        if rank.is_floating_point() or rank.dtype == torch.bool:
+            raise TypeError(f"'rank' must be integer, got {rank.dtype}")
         rank_ = to_numpy(rank)
         if triangular:
             _check_topological(edge_index, rank_, num_nodes)
@@ -260,6 +270,16 @@ def _rows(row: np.ndarray, col: np.ndarray, num_rows: int) -> _Rows:
     ptr = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=ptr[1:])
     return _Rows(ptr, row[entry], col[entry], entry)
+
+
+@njit(cache=True, nogil=True)
+def _roots(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
+    n = upper_ptr.shape[0] - 1
+    root = np.arange(n)
+    for i in range(n - 1, -1, -1):
+        if upper_ptr[i] < upper_ptr[i + 1]:  # climb the elimination tree
+            root[i] = root[upper_row[upper_ptr[i]]]
+    return root
 
 
 @njit(cache=True, nogil=True)

@@ -32,9 +32,7 @@ distinct = pytest.mark.parametrize(
 
 
 def scanner(form, backend):
-    return lambda *args, **kwargs: dag_scan(
-        *args, form=form, backend=backend, **kwargs
-    )
+    return lambda *args, **kwargs: dag_scan(*args, form=form, backend=backend, **kwargs)
 
 
 @combinations

@@ -86,7 +86,9 @@ def executed(monkeypatch):
             for module, backend in ((numba_, "numba"), (torch_, "torch")):
                 spy(module, f"{form}_{direction}", "sparse", form, backend, direction)
             spy(torch_, f"dense_{form}_{direction}", "dense", form, "torch", direction)
-        spy(torch_, f"neumann_state_{direction}", "neumann", "state", "torch", direction)
+        spy(
+            torch_, f"neumann_state_{direction}", "neumann", "state", "torch", direction
+        )
     spy(mix, "reference_mix", "dense", "mask", "reference", "forward")
     return record
 
@@ -218,10 +220,11 @@ def test_compile(operator):
         return torch.tanh(out)
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    for graph in ("unsorted_batch", "several_blocks"):
-        expected = inputs_of(operator, graph).with_grad()
+    for num_nodes, batch in ((11, [0] * 4 + [1] * 7), (90, [0] * 90)):
+        parent = [(i, i + 1) for i in range(num_nodes - 1) if batch[i] == batch[i + 1]]
+        expected = make_inputs(parent * 2, num_nodes, batch).with_grad()
         layer(*expected).square().sum().backward()
-        inputs = inputs_of(operator, graph).with_grad()
+        inputs = make_inputs(parent * 2, num_nodes, batch).with_grad()
         out = compiled(*inputs)
         out.square().sum().backward()
         assert_near(out, layer(*expected), 1e-12)
@@ -336,8 +339,10 @@ def test_no_batched_lapack_on_the_cpu(monkeypatch):
 
         monkeypatch.setattr(owner, name, wrapper)
 
-    for name in ("inv", "inv_ex", "solve", "solve_ex", "lu", "lu_factor",
-                 "lu_factor_ex", "lu_solve", "ldl_factor", "det", "slogdet"):  # fmt: skip
+    for name in (
+        "inv", "inv_ex", "solve", "solve_ex", "lu", "lu_factor", "lu_factor_ex",
+        "lu_solve", "ldl_factor", "det", "slogdet",
+    ):  # fmt: skip
         guard(torch.linalg, name)
     for name in ("inverse", "lu", "lu_solve", "det", "slogdet"):
         guard(torch, name)
@@ -389,20 +394,34 @@ def test_any_number_of_threads(form, set_num_threads):
 
 
 def test_threads_are_used(set_num_threads, monkeypatch):
-    names = set()
+    threads = set()
+    together = threading.Barrier(2)
     kernel = numba_._state_forward
 
     def spy(*args):
-        names.add(threading.current_thread().name)
+        if threading.current_thread() not in threads:
+            threads.add(threading.current_thread())
+            together.wait(timeout=20)
         kernel(*args)
 
     monkeypatch.setattr(numba_, "_state_forward", spy)
     set_num_threads(2)
     resolvent_mix(*busy(), form="state", backend="numba")
-    assert all("pyg_chimera" in name for name in names)
-    names.clear()
+    assert len(threads) == 2
+
+
+def test_threads_are_not_woken_for_little(set_num_threads, monkeypatch):
+    threads = []
+    kernel = numba_._state_forward
+
+    def spy(*args):
+        threads.append(threading.current_thread())
+        kernel(*args)
+
+    monkeypatch.setattr(numba_, "_state_forward", spy)
+    set_num_threads(2)
     resolvent_mix(*inputs_of("resolvent_mix", "mixed"), form="state", backend="numba")
-    assert names == {"MainThread"}
+    assert threads == [threading.current_thread()]
 
 
 def test_errors_of_threads_are_raised(set_num_threads, monkeypatch):

@@ -83,7 +83,8 @@ BAD = {
                        r"node indices in \[0, num_nodes\) = \[0, 5\) \(got -1 in"),
     "batch_length": ({"batch": lambda x: x[:4]}, ValueError,
                      r"shape \[num_nodes\] = \[5\] \(got shape \[4\]\)"),
-    "batch_2d": ({"batch": lambda x: x[:, None]}, ValueError, r"\(got shape \[5, 1\]\)"),
+    "batch_2d": ({"batch": lambda x: x[:, None]}, ValueError,
+                 r"\(got shape \[5, 1\]\)"),
     "batch_negative": ({"batch": lambda x: x - 1}, ValueError,
                        r"no negative entries \(got -1\)"),
     "batch_float": ({"batch": lambda x: x.float()}, TypeError,
@@ -217,7 +218,7 @@ def test_small_pivot(form, backend, tiny):
     inputs = make_inputs(SMALL_PIVOT, 12, size=(1, 1, 3, 2))
     weight = torch.tensor([[1 - tiny], [1.0], [1.0]], dtype=torch.double)
     inputs = inputs._replace(edge_weight=weight)
-    with pytest.raises(ValueError, match="without pivoting.*solver='dense' or 'auto'"):
+    with pytest.raises(ValueError, match=r"without pivoting.*solver='dense' or 'auto'"):
         resolvent_mix(*inputs, solver="sparse", form=form, backend=backend)
 
     def auto(*args):
@@ -310,5 +311,5 @@ def test_singular(solver, form, backend):
         backend = "auto"
     inputs = make_inputs([(0, 1), (1, 0)], 2, size=(1, 1, 3, 2))
     inputs = inputs._replace(edge_weight=torch.ones(2, 1, dtype=torch.double))
-    with pytest.raises(ValueError, match="singular|without pivoting"):
+    with pytest.raises(ValueError, match=r"singular|without pivoting"):
         resolvent_mix(*inputs, solver=solver, form=form, backend=backend)

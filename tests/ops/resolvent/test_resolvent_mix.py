@@ -149,9 +149,9 @@ def test_tiles(num_threads, monkeypatch):
     inputs = make_inputs(*GRAPHS["several_blocks"], (4, 2, 21, 37))
     one_block = make_inputs(*GRAPHS["mixed"], (1, 1, 21, 37))
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    # Some four states of 37 nodes fit: 21 are no multiple.
-    monkeypatch.setattr(numba_, "_TILE_BYTES", 37 * 16 * 8 * 4)
-    monkeypatch.setattr(torch_, "_MAX_NUMEL", 4 * 90 * 37 * 10)
+    # Some four states of 40 nodes fit: 21 are no multiple.
+    monkeypatch.setattr(numba_, "_TILE_BYTES", 40 * 16 * 8 * 4)
+    monkeypatch.setattr(torch_, "_MAX_NUMEL", 4 * 148 * 37 * 10)
     for solver, form, backend in DISTINCT:
         for x in (inputs, one_block):
             mix = mixer(solver, form, backend)
@@ -278,6 +278,6 @@ def test_long_ring_is_exact():
     one = torch.ones(n, 1, 1, dtype=torch.double)
     weight = torch.full((n, 1), 0.999, dtype=torch.double)
     expected = torch.full((n, 1, 1), 1000.0, dtype=torch.double)
-    out = resolvent_mix(one, one, one, edge_index, weight, backend="numba", form="state",
-                        rank=torch.arange(n))  # fmt: skip
+    options = {"backend": "numba", "form": "state", "rank": torch.arange(n)}
+    out = resolvent_mix(one, one, one, edge_index, weight, **options)
     assert_near(out, expected, 1e-9)

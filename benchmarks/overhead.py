@@ -1,0 +1,113 @@
+"""What comes before the mixing itself: structure, compiled code, imports."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from timing import show
+from workloads import Workload, all_peptides
+
+from pyg_chimera.ops.structure import elimination_rank
+from pyg_chimera.ops.structure import system as systems
+from pyg_chimera.transforms import AddEliminationOrder
+
+
+@contextmanager
+def new_graphs() -> Iterator[None]:
+    """Inside, no graph has been seen before."""
+    cache = systems._CACHE.systems
+    seen = dict(cache)
+    cache.clear()
+    try:
+        yield
+    finally:
+        cache.clear()
+        cache.update(seen)
+
+
+def structure_times(workload: Workload, repeats: int) -> dict[str, Any]:
+    """What a graph costs before anything is computed on it, in seconds."""
+    show(f"structure: {workload.name}")
+    graph = (workload.edge_index, workload.num_nodes, workload.batch)
+    rank = elimination_rank(*graph[:2])
+    times: dict[str, list[float]] = {"cold": [], "with rank": [], "warm": []}
+    for _ in range(repeats + 1):
+        for name, samples in times.items():
+            if name != "warm":
+                systems._CACHE.systems.clear()
+            start = time.perf_counter()
+            system = systems.build_system(*graph, rank if name == "with rank" else None)
+            samples.append(time.perf_counter() - start)
+            if name == "with rank":
+                systems.build_system(*graph)
+    row = {"workload": workload.name, "fill": system.num_entries}
+    return row | {name: median(samples[1:]) for name, samples in times.items()}
+
+
+def dataset_time(root: Path, smoke: bool) -> dict[str, Any]:
+    """The transform over a whole data set, with its graphs at hand."""
+    show("structure of a whole data set")
+    name, graphs = all_peptides(root, smoke)
+    transform = AddEliminationOrder()
+    transform(graphs[0])  # compiles, or loads
+    start = time.perf_counter()
+    for graph in graphs:
+        transform(graph)
+    seconds = time.perf_counter() - start
+    return {"name": name, "graphs": len(graphs), "seconds": seconds}
+
+
+FIRST_CALL = """
+import json, sys, time
+times = [time.perf_counter()]
+import torch, torch_geometric.nn
+times.append(time.perf_counter())
+from pyg_chimera.nn import ChimeraConv
+times.append(time.perf_counter())
+form, *numbers, device = sys.argv[1:]
+channels, heads, states, threads = map(int, numbers)
+torch.set_num_threads(threads)
+ring = torch.arange(16 * 150).view(16, 150)
+edge_index = torch.stack([ring.flatten(), ring.roll(1, 1).flatten()])
+edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1).to(device)
+conv = ChimeraConv(channels, None, heads, states, form=form).to(device)
+x = torch.randn(16 * 150, channels, device=device)
+times.append(time.perf_counter())
+out = conv(x, edge_index)
+if device == "cuda":
+    torch.cuda.synchronize()
+times.append(time.perf_counter())
+out.sum().backward()
+if device == "cuda":
+    torch.cuda.synchronize()
+times.append(time.perf_counter())
+a, b, c, d, e, f = times
+print(json.dumps({"import torch": b - a, "import": c - b, "forward": e - d,
+                  "total": f - d}))
+"""
+
+
+def first_calls(
+    sizes: tuple[int, ...], device: str, smoke: bool
+) -> list[dict[str, Any]]:
+    """Imports and the first call, in fresh processes; the first fills the cache."""
+    rows = []
+    numbers = map(str, (*sizes, torch.get_num_threads()))
+    rest = [*numbers, device]
+    for form in ("auto",) if smoke else ("auto", "state", "mask"):
+        show(f"first call, form {form}")
+        command = [sys.executable, "-c", FIRST_CALL, form, *rest]
+        samples = []
+        for _ in range(1 if smoke else 4):
+            out = subprocess.run(command, capture_output=True, text=True, check=True)
+            samples.append(json.loads(out.stdout))
+        medians = {key: median(x[key] for x in samples[-3:]) for key in samples[0]}
+        rows.append({"form": form} | medians)
+    return rows

@@ -1,0 +1,123 @@
+import json
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def timing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import timing
+
+    return timing
+
+
+def test_interleave_takes_turns_and_drops_the_first_round(timing):
+    calls, numbers = [], count()
+
+    def step(name):
+        calls.append(name)
+        return timing.Timing(0.0, next(numbers))
+
+    steps = {name: lambda name=name: step(name) for name in "AB"}
+    rounds = timing.interleave(steps, repeats=2, budget=10.0)
+
+    assert "".join(calls) == "ABABAB"
+    assert [x and x.total for x in rounds["A"]] == [None, 2, 4]
+    assert timing.summary(rounds["B"])["total"] == {
+        "median": 4,
+        "min": 3,
+        "all": [3, 5],
+    }
+
+
+def test_interleave_runs_a_slow_step_once(timing):
+    def slow():
+        time.sleep(0.02)
+        return timing.Timing(0.0, 0.02)
+
+    steps = {"fast": lambda: timing.Timing(0.0, 0.01), "slow": slow}
+    rounds = timing.interleave(steps, repeats=3, budget=0.01)
+
+    assert [x is None for x in rounds["slow"]] == [False, True, True, True]
+    assert [x is None for x in rounds["fast"]] == [True, False, False, False]
+    # They never ran in the same round.
+    assert timing.ratio(rounds["slow"], rounds["fast"]) == pytest.approx(2.0)
+
+
+def test_ratio_is_the_median_of_the_ratios_of_rounds(timing):
+    a, b = ([None, *(timing.Timing(0, x) for x in y)] for y in ([2, 90, 3], [1, 30, 3]))
+
+    assert timing.ratio(a, b) == 2.0
+
+
+def test_failed_json_leaves_the_old_one(timing, tmp_path):
+    path = tmp_path / "new" / "results.json"
+    timing.write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        timing.write_json(path, {"a": object()})
+
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.slow
+def test_smoke(tmp_path):
+    out = tmp_path / "smoke.json"
+    command = [sys.executable, BENCHMARKS / "mixing.py", "--smoke", "--out", out]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+
+    results = json.loads(out.read_text())
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    assert "Figures to reach" in done.stdout
+
+    layers = results["layers"]
+    assert len({row["workload"] for row in layers}) == 3
+    cases = {row["case"] for row in layers}
+    assert {"auto", "torch neumann mask", "GPSConv multihead"} <= cases
+    assert len(layers) == 3 * len(cases)
+    assert {row["problem"] for row in layers} == {None}
+    assert all(0 < row["forward"]["min"] < row["total"]["min"] for row in layers)
+    assert {row["by_auto"] for row in layers if row["case"] == "auto"} == {1.0}
+
+    # Whatever was timed was compared, except attention.
+    compared = {(row["workload"], row["case"]) for row in results["errors"]}
+    timed = {(row["workload"], row["case"]) for row in layers}
+    assert {case for _, case in timed - compared} == {
+        "GPSConv multihead",
+        "GPSConv performer",
+    }
+    assert max(row["worst"] for row in results["errors"]) <= 1e-5
+    errors = results["errors"][0]["errors"]
+    assert {"output", "gradient of x", "gradient of lin_delta.weight"} <= set(errors)
+
+    assert {(row["from"], row["to"]) for row in results["growth"]} == {(32, 128)}
+    assert len(results["structure"]) == 3
+    assert results["dataset"]["graphs"] > 0
+    assert results["first_call"][0]["total"] > 0
+    verdicts = {row["what"]: row["reached"] for row in results["targets"]}
+    assert verdicts["largest relative error"] is True
+    assert verdicts["batch of 64: auto / GPSConv multihead"] is None
+
+
+def test_wrong_results_are_not_timed(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import mixing
+
+    right = mixing.CASES["auto"]
+
+    def wrong():
+        conv = right.make()
+        conv.lin_out.register_forward_hook(lambda *args: 1.001 * args[-1])
+        return conv
+
+    monkeypatch.setitem(mixing.CASES, "auto", right._replace(make=wrong))
+    with pytest.raises(SystemExit, match="auto is wrong on planar graph, 9 nodes: its"):
+        mixing.check(mixing.planar(9), ["auto"], "cpu")

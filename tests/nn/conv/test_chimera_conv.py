@@ -1,0 +1,834 @@
+import copy
+import io
+import math
+import warnings
+
+import pytest
+import torch
+import torch_geometric.typing
+from asserts import (
+    assert_batched_equals_single,
+    assert_near,
+    assert_permutes,
+)
+from hypothesis import given, settings
+from strategies import Graph, dags, graphs
+from torch import Tensor
+from torch.nn.functional import softplus
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Batch, Data
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
+from torch_geometric.loader import (
+    ClusterData,
+    ClusterLoader,
+    DataLoader,
+    NeighborLoader,
+)
+from torch_geometric.nn import Sequential, summary
+from torch_geometric.utils import (
+    coalesce,
+    k_hop_subgraph,
+    subgraph,
+    to_torch_coo_tensor,
+    to_torch_csr_tensor,
+)
+
+from pyg_chimera.nn import ChimeraConv
+from pyg_chimera.ops import CycleError
+from pyg_chimera.transforms import (
+    AddDiameter,
+    AddEliminationOrder,
+    AddTopologicalOrder,
+)
+
+IN, OUT, EDGE = 5, 8, 3
+GRAPH = [(0, 1), (1, 0), (1, 2), (2, 2), (2, 0), (0, 1), (4, 5), (5, 4)]
+DAGS = [
+    [(0, 1), (1, 2), (0, 2), (0, 2), (4, 5), (2, 6)],
+    [(2, 1), (1, 0), (6, 2), (5, 4)],
+    [(5, 0), (4, 1), (3, 6)],
+]
+PATH = [(0, 2), (2, 0), (2, 1), (1, 2), (4, 3), (3, 4), (6, 0), (0, 6)]
+NODES = 7  # nodes 3 and 6 are alone in GRAPH, node 5 is in PATH
+
+Edges = tuple[Tensor, Tensor | None]
+
+
+# -------------------------------------------------------------------- the whole formula
+
+
+def transitions(
+    conv: ChimeraConv, edges: list, delta: Tensor, edge: Tensor | None, d: int, h: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The weight of each edge and what each node writes, by the formulas."""
+    num_nodes = delta.size(0)
+    into = [[e for e, (_, i) in enumerate(edges) if i == n] for n in range(num_nodes)]
+    out_of = [[e for e, (j, _) in enumerate(edges) if j == n] for n in range(num_nodes)]
+    if conv.topology == "dag":
+        node = softplus(delta[:, d, h] + conv.delta_bias[d, h])
+        weight, write = [torch.zeros(())] * len(edges), []
+        for i in range(num_nodes):
+            root = node[i] if conv.roots == "write" else 0 * node[i]
+            total = 0 * node[i]
+            for e in into[i]:
+                parts = [node[i]]
+                parts += [node[edges[e][0]]] if conv.selectivity == "mean" else []
+                parts += [edge[e, d, h]] if edge is not None else []
+                mean = sum(parts) / len(parts)
+                weight[e] = torch.exp(-mean) / math.sqrt(len(into[i]))
+                total = total + mean / math.sqrt(len(into[i]))
+            write.append(total if into[i] else root)
+        return weight, write
+
+    target, source, slack, write = (
+        softplus(delta[:, c, h] + conv.delta_bias[c, h]) for c in range(4)
+    )
+    a = []
+    for e, (j, i) in enumerate(edges):
+        parts = [target[i], source[j]] + ([edge[e, 0, h]] if edge is not None else [])
+        a.append(torch.exp(-sum(parts) / len(parts)))
+    weight = []
+    for e, (j, i) in enumerate(edges):
+        if conv.topology == "path":
+            (back,) = (a[k] for k, pair in enumerate(edges) if pair == (i, j))
+            psi = torch.exp(-(slack[i] + slack[j]) / 2)
+            weight.append(a[e] / (2 * torch.sqrt(a[e] * back + psi)))
+        elif conv.normalization == "released":
+            total = sum(a[k] for k in out_of[j]) + torch.exp(-slack[j])
+            weight.append(a[e] / (torch.clamp(total, min=1) + 0.05))
+        else:
+            total = sum(a[k] for k in into[i]) + torch.exp(-slack[i])
+            weight.append(conv.gamma * a[e] / total)
+    released = conv.topology == "graph" and conv.normalization == "released"
+    return weight, list(delta[:, 3, h] if released else write)
+
+
+def formula(
+    conv: ChimeraConv,
+    x: Tensor,
+    dags: list[Edges],
+    num_terms: int | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """The docstring, dense, node by node, edge by edge and head by head."""
+    V, H, P, N = x.size(0), conv.heads, conv.out_channels // conv.heads, (
+        conv.state_channels
+    )  # fmt: skip
+
+    def linear(lin, x):
+        return x @ lin.weight.t() + (0 if lin.bias is None else lin.bias)
+
+    states = linear(conv.lin_in, x)
+    if conv.local_weight is not None:
+        means = []
+        for i in range(V):
+            heard = [states[j] for edge_index, _ in dags
+                     for j, k in edge_index.t().tolist() if k == i]  # fmt: skip
+            means.append(sum(heard) / len(heard) if heard else 0 * states[i])
+        own, around = conv.local_weight
+        states = own * states + around * torch.stack(means)
+    states = states * torch.sigmoid(states)
+    copies = conv.num_dags if conv.share == "none" else 1
+    value = states[:, : conv.out_channels].view(V, H, P)
+    key, query = (
+        part.view(V, copies, conv.groups, N)
+        for part in states[:, conv.out_channels :].chunk(2, dim=1)
+    )
+    delta = linear(conv.lin_delta, x).view(V, -1, H)
+    y = [0] * H
+    for d, (edge_index, attr) in enumerate(dags):
+        edges = list(map(tuple, edge_index.t().tolist()))
+        edge = None
+        if conv.edge_dim is not None:
+            edge = linear(conv.lin_edge, attr).view(len(edges), conv.num_dags, H)
+            edge = softplus(edge + conv.edge_bias)
+        for h in range(H):
+            weight, write = transitions(conv, edges, delta, edge, d, h)
+            A = torch.zeros(V, V, dtype=x.dtype)
+            for e, (j, i) in enumerate(edges):
+                unit = torch.zeros_like(A)
+                unit[i, j] = 1 if mask is None else mask[e]
+                A = A + unit * weight[e]
+            L = eye = torch.eye(V, dtype=x.dtype)
+            if num_terms is None:
+                L = torch.linalg.solve(eye - A, eye)
+            for _ in range(num_terms or 0):
+                L = eye + A @ L
+            c = d if conv.share == "none" else 0
+            g = h * conv.groups // H
+            scores = query[:, c, g] @ key[:, c, g].t()
+            written = torch.stack(write).unsqueeze(-1) * value[:, h]
+            y[h] = y[h] + (L * scores) @ written / math.sqrt(len(dags))
+    y = torch.stack(y, dim=1) + conv.skip.view(-1, 1) * value
+    y = y.flatten(1)
+    scale = torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+    y = y / scale * conv.norm.weight
+    if conv.lin_gate is not None:
+        gate = linear(conv.lin_gate, x)
+        y = y * gate * torch.sigmoid(gate)
+    return linear(conv.lin_out, y)
+
+
+def make_conv(*args, **kwargs) -> ChimeraConv:
+    """A layer whose parameters are no identities."""
+    conv = ChimeraConv(*args or (IN, OUT), **kwargs)
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)
+    return conv
+
+
+def make_inputs(
+    topology: str = "graph", num_dags: int = 1, dtype: torch.dtype = torch.double
+) -> tuple[Tensor, list[Edges]]:
+    edges = {"graph": [GRAPH], "path": [PATH], "dag": DAGS[:num_dags]}[topology]
+    dags = [
+        (torch.tensor(e).t().contiguous(), torch.randn(len(e), EDGE, dtype=dtype))
+        for e in edges
+    ]
+    return torch.randn(NODES, IN, dtype=dtype), dags
+
+
+def call(conv: ChimeraConv, x: Tensor, dags: list[Edges], **kwargs) -> Tensor:
+    if len(dags) == 1:
+        return conv(x, *dags[0], **kwargs)
+    edge_index, edge_attr = map(list, zip(*dags, strict=True))
+    return conv(x, edge_index, edge_attr, **kwargs)
+
+
+def assert_is_formula(conv: ChimeraConv, x: Tensor, dags: list[Edges], **kwargs):
+    x = x.clone().requires_grad_()
+    expected = formula(conv, x, dags, kwargs.get("num_terms"))
+    out = call(conv, x, dags, **kwargs)
+    assert_near(out, expected)
+    weigh = torch.randn_like(out)
+    wrt = {"x": x, **dict(conv.named_parameters())}
+    options = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(out, list(wrt.values()), weigh, **options)
+    expected = torch.autograd.grad(expected, list(wrt.values()), weigh, **options)
+    for name, a, b in zip(wrt, grads, expected, strict=True):
+        assert_near(a, b, 1e-8, name)
+
+
+OPTIONS = [
+    {},
+    {"heads": 4, "groups": 2},
+    {"heads": 2, "groups": 2, "gamma": 0.5},
+    {"edge_dim": EDGE, "heads": 2},
+    {"normalization": "released", "heads": 2},
+    {"normalization": "released", "edge_dim": EDGE},
+    {"local_conv": True, "gated": False},
+    {"bias": False, "heads": 2},
+    {"solver": "sparse", "form": "state", "backend": "torch"},
+    {"solver": "dense", "form": "mask"},
+    {"backend": "reference"},
+    {"topology": "path"},
+    {"topology": "path", "edge_dim": EDGE, "heads": 2, "local_conv": True},
+    {"topology": "path", "gated": False, "form": "mask", "groups": 4, "heads": 8},
+    {"topology": "dag"},
+    {"topology": "dag", "edge_dim": EDGE, "heads": 2, "local_conv": True},
+    {"topology": "dag", "selectivity": "target"},
+    {"topology": "dag", "selectivity": "target", "edge_dim": EDGE, "roots": "silent"},
+    {"topology": "dag", "roots": "silent", "heads": 4, "groups": 2},
+    {"topology": "dag", "num_dags": 3},
+    {"topology": "dag", "num_dags": 3, "share": "none", "heads": 4, "groups": 2},
+    {"topology": "dag", "num_dags": 2, "edge_dim": EDGE, "share": "none", "heads": 2},
+    {"topology": "dag", "num_dags": 3, "local_conv": True, "edge_dim": EDGE},
+    {"topology": "dag", "num_dags": 2, "backend": "reference", "bias": False},
+]
+options = pytest.mark.parametrize(
+    "options", OPTIONS,
+    ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) or "default",
+)  # fmt: skip
+
+
+@options
+def test_formula(options):
+    conv = make_conv(IN, OUT, state_channels=3, **options).double()
+    inputs = make_inputs(conv.topology, conv.num_dags)
+    assert_is_formula(conv, *inputs)
+
+
+@pytest.mark.parametrize("form", ["state", "mask"])
+@pytest.mark.parametrize("num_terms", [0, 1, 4])
+def test_neumann_formula(form, num_terms):
+    conv = make_conv(state_channels=3, solver="neumann", form=form).double()
+    assert_is_formula(conv, *make_inputs(), num_terms=num_terms)
+    fixed = make_conv(state_channels=3, solver="neumann", num_terms=num_terms).double()
+    x, dags = make_inputs()
+    assert_near(call(fixed, x, dags), formula(fixed, x, dags, num_terms))
+    assert_near(call(fixed, x, dags, num_terms=2), formula(fixed, x, dags, 2))
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(graph=graphs(min_nodes=1, max_nodes=6))
+def test_formula_on_random_graphs(graph: Graph):
+    edge_index, num_nodes = graph
+    for normalization in ("paper", "released"):
+        conv = make_conv(3, 4, 2, 2, edge_dim=1, normalization=normalization).double()
+        x = torch.randn(num_nodes, 3, dtype=torch.double)
+        attr = torch.randn(edge_index.size(1), 1, dtype=torch.double)
+        assert_near(conv(x, edge_index, attr), formula(conv, x, [(edge_index, attr)]))
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(graph=dags(min_nodes=1, max_nodes=6))
+def test_formula_on_random_dags(graph: Graph):
+    edge_index, num_nodes = graph
+    for roots in ("write", "silent"):
+        conv = make_conv(3, 4, 2, 2, topology="dag", roots=roots).double()
+        x = torch.randn(num_nodes, 3, dtype=torch.double)
+        assert_near(conv(x, edge_index), formula(conv, x, [(edge_index, None)]))
+
+
+def test_directed_path_is_mamba_2():
+    """With the target's selectivity: h = exp(-d) h + d B x, step by step."""
+    conv = make_conv(IN, 4, state_channels=3, topology="dag", selectivity="target",
+                     gated=False, bias=False).double()  # fmt: skip
+    with torch.no_grad():
+        conv.skip.zero_()
+        conv.lin_out.weight.copy_(torch.eye(4))
+        conv.norm.weight.fill_(1)
+    x = torch.randn(10, IN, dtype=torch.double)
+    edge_index = torch.stack([torch.arange(9), torch.arange(1, 10)])
+    states = torch.nn.functional.silu(x @ conv.lin_in.weight.t())
+    v, k, q = states.split([4, 3, 3], dim=1)
+    delta = softplus(x @ conv.lin_delta.weight.t() + conv.delta_bias)
+    h, outs = 0, []
+    for t in range(10):
+        h = torch.exp(-delta[t]) * h + delta[t] * torch.outer(k[t], v[t])
+        y = q[t] @ h
+        outs.append(y / torch.sqrt(y.square().mean() + 1e-5))
+    assert_near(conv(x, edge_index), torch.stack(outs))
+
+
+# ----------------------------------------------------------- what holds for any of them
+
+
+@options
+def test_permutation_and_batching(options):
+    conv = make_conv(IN, OUT, state_channels=3, **options).double()
+    x, dags = make_inputs(conv.topology, conv.num_dags)
+    batch = torch.tensor([0, 0, 0, 1, 2, 2, 0])
+    if conv.topology == "path":
+        batch = torch.tensor([0, 0, 0, 1, 1, 2, 0])
+
+    # All DAGs as one list of edges, which remembers which of them each belongs to.
+    edge_index = torch.cat([index for index, _ in dags], dim=1)
+    edge_attr = torch.cat([attr for _, attr in dags])
+    which = torch.cat([torch.full((len(a),), d) for d, (_, a) in enumerate(dags)])
+    inside = batch[edge_index[0]] == batch[edge_index[1]]
+    edge_index, edge_attr, which = (
+        edge_index[:, inside],
+        edge_attr[inside],
+        which[inside],
+    )
+
+    def layer(nodes, edge_index, edges, batch):
+        attr, which = edges
+        dags = [(edge_index[:, which == d], attr[which == d])
+                for d in range(conv.num_dags)]  # fmt: skip
+        return call(conv, *nodes, dags, batch=batch)
+
+    args = (x,), edge_index, (edge_attr, which), batch
+    assert_permutes(layer, *args)
+    assert_batched_equals_single(layer, *args)
+
+
+@options
+@pytest.mark.parametrize("num_nodes", [0, 1, 3])
+def test_no_edges(options, num_nodes):
+    conv = make_conv(IN, OUT, state_channels=3, **options).double()
+    x = torch.randn(num_nodes, IN, dtype=torch.double, requires_grad=True)
+    none = torch.empty(2, 0, dtype=torch.long), torch.empty(0, EDGE).double()
+    out = call(conv, x, [none] * conv.num_dags)
+    if num_nodes > 0:
+        assert_near(out, formula(conv, x, [none] * conv.num_dags))
+    assert out.shape == (num_nodes, OUT)
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+    if options.get("backend") != "reference":
+        assert all(p.grad is not None for n, p in conv.named_parameters())
+
+
+@options
+def test_every_parameter_is_trained(options):
+    conv = make_conv(IN, OUT, state_channels=3, **options).double()
+    call(conv, *make_inputs(conv.topology, conv.num_dags)).square().sum().backward()
+    for name, parameter in conv.named_parameters():
+        released = conv.normalization == "released" and name == "delta_bias"
+        grad = parameter.grad[:3] if released else parameter.grad
+        assert (grad != 0).any(), name
+
+
+@options
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(options, dtype):
+    conv = ChimeraConv(IN, OUT, state_channels=3, **options)
+    x, dags = make_inputs(conv.topology, conv.num_dags, torch.float32)
+    expected = call(conv, x, dags)
+    with torch.autocast("cpu", dtype=dtype):
+        out = call(conv, x, dags)
+        out.float().sum().backward()
+    assert_near(out, expected, 0.05)
+    conv = conv.to(dtype)
+    conv.zero_grad()
+    out = call(conv, x.to(dtype), [(index, attr.to(dtype)) for index, attr in dags])
+    assert out.dtype == dtype
+    assert_near(out, expected, 0.05)
+    out.sum().backward()
+    for parameter in conv.parameters():
+        assert parameter.grad.dtype == dtype
+        assert parameter.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("topology", ["graph", "dag", "path"])
+def test_compile(topology):
+    torch._dynamo.reset()
+    conv = make_conv(IN, OUT, 2, 3, topology=topology, edge_dim=EDGE, local_conv=True)
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    x, dags = make_inputs(topology, dtype=torch.float32)
+    grads = []
+    for layer in (conv, compiled):
+        conv.zero_grad()
+        out = layer(x, *dags[0])
+        out.square().sum().backward()
+        grads.append([out, *(p.grad.clone() for p in conv.parameters())])
+    for a, b in zip(*grads, strict=True):
+        assert_near(a, b, 1e-5)
+
+
+# ---------------------------------------------------------------------- a PyG citizen
+
+
+@options
+def test_lazy_channels(options):
+    lazy_options = options | ({"edge_dim": -1} if "edge_dim" in options else {})
+    lazy = ChimeraConv(-1, OUT, state_channels=3, **lazy_options)
+    conv = ChimeraConv(IN, OUT, state_channels=3, **options)
+    inputs = make_inputs(conv.topology, conv.num_dags, torch.float32)
+    twin = copy.deepcopy(lazy)
+    for layer in (lazy, twin):
+        torch.manual_seed(3)
+        call(layer, *inputs)
+    shapes = [{n: p.shape for n, p in layer.state_dict().items()} for layer in
+              (lazy, twin, conv)]  # fmt: skip
+    assert shapes[0] == shapes[1] == shapes[2]
+    unmade = ChimeraConv(-1, OUT, state_channels=3, **lazy_options)
+    for layer in (lazy, unmade):
+        layer.load_state_dict(conv.state_dict())
+        assert_near(call(layer, *inputs), call(conv, *inputs), 1e-6)
+
+
+@options
+def test_copies_and_files(options):
+    conv = make_conv(IN, OUT, state_channels=3, **options)
+    inputs = make_inputs(conv.topology, conv.num_dags, torch.float32)
+    out = call(conv, *inputs)
+    assert call(copy.deepcopy(conv), *inputs).equal(out)
+    other = make_conv(IN, OUT, state_channels=3, **options)
+    assert not torch.allclose(call(other, *inputs), out)
+    file = io.BytesIO()
+    torch.save(conv.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert call(other, *inputs).equal(out)
+
+
+@options
+def test_reset_parameters(options):
+    used = make_conv(IN, OUT, state_channels=3, **options)
+    fresh = ChimeraConv(IN, OUT, state_channels=3, **options)
+    inputs = make_inputs(used.topology, used.num_dags, torch.float32)
+    call(used, *inputs).sum().backward()
+    for conv in (used, fresh):
+        torch.manual_seed(1)
+        conv.reset_parameters()
+    for (name, a), b in zip(used.named_parameters(), fresh.parameters(), strict=True):
+        assert a.equal(b), name
+    torch.manual_seed(2)
+    fresh.reset_parameters()
+    assert not call(fresh, *inputs).equal(call(used, *inputs))
+    # Selectivities start between 1/1000 and 1/10, as those of Mamba-2.
+    biases = [fresh.delta_bias] + ([] if fresh.edge_bias is None else [fresh.edge_bias])
+    for bias in biases:
+        assert (softplus(bias) > 0.999e-3).all()
+        assert (softplus(bias) < 1.001e-1).all()
+
+
+def test_defaults():
+    conv = ChimeraConv(16)
+    assert (conv.in_channels, conv.out_channels, conv.state_channels) == (16, 16, 64)
+    assert conv.lin_edge is None
+    assert conv(torch.randn(NODES, 16), torch.tensor(GRAPH).t()).shape == (NODES, 16)
+
+
+def test_repr():
+    text = "ChimeraConv(5, 8, heads=2, state_channels=64, topology='graph')"
+    assert str(ChimeraConv(5, 8, heads=2)) == text
+    assert "topology='dag'" in str(ChimeraConv(5, topology="dag"))
+
+
+def test_edge_features():
+    conv = make_conv(IN, OUT, 2, edge_dim=1).double()
+    x, ((edge_index, attr),) = make_inputs()
+    flat = conv(x, edge_index, attr[:, 0])
+    assert_near(flat, conv(x, edge_index, attr[:, :1]))
+    assert not torch.allclose(flat, conv(x, edge_index, attr[:, 1]))
+    # Without edge_dim, they are ignored.
+    conv = make_conv(IN, OUT, 2).double()
+    assert conv(x, edge_index, attr).equal(conv(x, edge_index))
+
+
+@pytest.mark.parametrize("topology", ["graph", "dag", "path"])
+def test_rank_changes_nothing(topology):
+    conv = make_conv(IN, OUT, topology=topology).double()
+    x, ((edge_index, _),) = make_inputs(topology)
+    data = Data(x=x, edge_index=edge_index)
+    if topology == "dag":
+        rank = AddTopologicalOrder()(data).topological_rank
+    else:
+        rank = AddEliminationOrder()(data).elimination_rank
+    assert_near(conv(x, edge_index, rank=rank), conv(x, edge_index))
+
+
+def test_ranks_of_several_dags():
+    conv = make_conv(IN, OUT, topology="dag", num_dags=3).double()
+    x, dags = make_inputs("dag", 3)
+    ranks = [
+        AddTopologicalOrder()(Data(x=x, edge_index=index)).topological_rank
+        for index, _ in dags
+    ]
+    assert_near(call(conv, x, dags, rank=ranks), call(conv, x, dags))
+    index = [index for index, _ in dags]
+    assert_near(conv(x, tuple(index), rank=tuple(ranks)), conv(x, index))
+
+
+def test_num_terms_of_a_batch():
+    conv = make_conv(IN, OUT, solver="neumann").double()
+    transform = AddDiameter()
+    items = []
+    for n in (2, 6, 3):
+        edge_index = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
+        x = torch.randn(n, IN, dtype=torch.double)
+        items.append(transform(Data(x=x, edge_index=edge_index)))
+    batch = Batch.from_data_list(items)
+    out = conv(batch.x, batch.edge_index, batch=batch.batch, num_terms=batch.diameter)
+    exact = make_conv(IN, OUT).double()
+    exact.load_state_dict(conv.state_dict())
+    assert_near(out, exact(batch.x, batch.edge_index))  # paths are nilpotent
+    assert_near(out, conv(batch.x, batch.edge_index, num_terms=5))
+    none = torch.empty(0, dtype=torch.long)
+    assert conv(batch.x[:0], batch.edge_index[:, :0], num_terms=none).shape == (0, OUT)
+    short = conv(batch.x, batch.edge_index, num_terms=2)
+    assert not torch.allclose(short, out)
+
+
+def test_adjacency_forms():
+    conv = make_conv(IN, OUT, 2, edge_dim=EDGE).double()
+    x, ((edge_index, edge_attr),) = make_inputs()
+    edge_index, edge_attr = coalesce(edge_index, edge_attr, sort_by_row=False)
+    out = conv(x, edge_index, edge_attr)
+    size = (NODES, NODES)
+
+    index = EdgeIndex(edge_index, sparse_size=size, sort_order="col")
+    assert_near(conv(x, index, edge_attr), out)
+    for to_sparse in (to_torch_coo_tensor, to_torch_csr_tensor):
+        adj_t = to_sparse(edge_index.flip(0), size=size)
+        assert_near(conv(x, adj_t, edge_attr), out)
+    valued = torch.sparse_coo_tensor(edge_index.flip(0), edge_attr, (*size, EDGE))
+    assert_near(conv(x, valued.coalesce()), out)
+
+    conv = make_conv(IN, OUT, 2, edge_dim=1).double()
+    out = conv(x, edge_index, edge_attr[:, 0])
+    for to_sparse in (to_torch_coo_tensor, to_torch_csr_tensor):
+        adj_t = to_sparse(edge_index.flip(0), edge_attr[:, 0], size=size)
+        assert_near(conv(x, adj_t), out)
+
+    conv = make_conv(IN, OUT, 2, topology="dag", num_dags=2).double()
+    x, dags = make_inputs("dag", 2)
+    dags = [coalesce(index, sort_by_row=False) for index, _ in dags]
+    sparse = [to_torch_csr_tensor(index.flip(0), size=size) for index in dags]
+    assert_near(conv(x, sparse), conv(x, dags))
+
+
+@pytest.mark.skipif(
+    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse"
+)
+def test_sparse_tensor():
+    conv = make_conv(IN, OUT, 2, edge_dim=EDGE)
+    x, ((edge_index, edge_attr),) = make_inputs(dtype=torch.float32)
+    edge_index, edge_attr = coalesce(edge_index, edge_attr, sort_by_row=False)
+    out = conv(x, edge_index, edge_attr)
+    adj_t = torch_geometric.typing.SparseTensor(
+        row=edge_index[1], col=edge_index[0], value=edge_attr,
+        sparse_sizes=(NODES, NODES),
+    )  # fmt: skip
+    assert_near(conv(x, adj_t), out, 1e-5)
+
+
+def test_flow():
+    conv = make_conv(IN, OUT, 2, edge_dim=EDGE).double()
+    back = make_conv(IN, OUT, 2, edge_dim=EDGE, flow="target_to_source").double()
+    back.load_state_dict(conv.state_dict())
+    x, ((edge_index, edge_attr),) = make_inputs()
+    out = conv(x, edge_index, edge_attr)
+    assert_near(back(x, edge_index.flip(0), edge_attr), out)
+    assert not torch.allclose(back(x, edge_index, edge_attr), out)
+
+
+def test_sequential():
+    first, second = make_conv(IN, OUT), make_conv(OUT, 4, topology="graph")
+    model = Sequential("x, edge_index, batch", [
+        (first, "x, edge_index, batch=batch -> x"),
+        torch.nn.ReLU(),
+        (second, "x, edge_index -> x"),
+    ])  # fmt: skip
+    x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
+    batch = torch.zeros(NODES, dtype=torch.long)
+    expected = second(first(x, edge_index).relu(), edge_index)
+    assert_near(model(x, edge_index, batch), expected, 1e-5)
+
+
+def test_summary():
+    pytest.importorskip("tabulate")
+    x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
+    conv = ChimeraConv(IN, OUT, heads=2, state_channels=3)
+    table = summary(conv, x, edge_index)
+    assert "ChimeraConv" in table
+    assert f"[{NODES}, {IN}], [2, {len(GRAPH)}]" in table
+    assert f"[{NODES}, {OUT}]" in table
+    assert str(sum(p.numel() for p in conv.parameters())) in table
+
+
+@pytest.mark.parametrize("topology", ["graph", "dag", "path"])
+def test_masks_scale_transitions(topology):
+    conv = make_conv(IN, OUT, 2, topology=topology).double()
+    x, dags = make_inputs(topology)
+    edge_index = dags[0][0]
+    mask = torch.rand(edge_index.size(1), dtype=torch.double)
+    bare = conv(x, edge_index)
+    set_masks(conv, mask, edge_index, apply_sigmoid=False)
+    out = conv(x, edge_index)
+    clear_masks(conv)
+    assert_near(out, formula(conv, x, dags, mask=mask))
+    assert not torch.allclose(out, bare)
+    assert conv(x, edge_index).equal(bare)
+
+
+def test_masks_of_several_dags_are_refused():
+    conv = make_conv(IN, OUT, topology="dag", num_dags=2)
+    x, dags = make_inputs("dag", 2, torch.float32)
+    set_masks(conv, torch.ones(6), dags[0][0], apply_sigmoid=False)
+    with pytest.raises(ValueError, match="one graph, not several DAGs"):
+        call(conv, x, dags)
+
+
+@pytest.mark.parametrize("topology", ["graph", "dag", "path"])
+def test_explainer(topology):
+    explainer = Explainer(
+        make_conv(IN, OUT, 2, topology=topology),
+        GNNExplainer(epochs=5),
+        explanation_type="model",
+        node_mask_type="attributes",
+        edge_mask_type="object",
+        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+    )
+    x, ((edge_index, _),) = make_inputs(topology, dtype=torch.float32)
+    node = 2  # hears from nodes 0 and 1, and itself, but not from 4 and 5
+    mask = explainer(x, edge_index, index=node).edge_mask
+    near = (edge_index < 3).all(dim=0)
+    assert mask[near].unique().numel() > 2
+    assert (mask[(edge_index[1] == node) & near] > 0).all()
+    far = ((edge_index >= 3) & (edge_index <= 5)).any(dim=0)
+    assert far.any()
+    assert (mask[far] == 0).all()
+
+
+# ----------------------------------------------------------------- loaders and training
+
+
+def big_data() -> Data:
+    edge_index = torch.randint(200, (2, 500))
+    return Data(x=torch.randn(200, IN), edge_index=edge_index)
+
+
+def check_part(conv: ChimeraConv, part: Data) -> None:
+    out = conv(part.x, part.edge_index)
+    expected = formula(conv.double(), part.x.double(), [(part.edge_index, None)])
+    conv.float()
+    assert_near(out, expected, 1e-5)
+    out.sum().backward()
+
+
+def test_neighbour_batches():
+    data, conv = big_data(), make_conv(IN, OUT)
+    if torch_geometric.typing.WITH_PYG_LIB or torch_geometric.typing.WITH_TORCH_SPARSE:
+        loader = NeighborLoader(data, [3, 2], batch_size=20)
+        part = next(iter(loader))
+    else:
+        nodes, edge_index, _, _ = k_hop_subgraph(
+            [5, 77], 2, data.edge_index, relabel_nodes=True, num_nodes=200
+        )
+        part = Data(x=data.x[nodes], edge_index=edge_index)
+    assert part.num_nodes < 200
+    check_part(conv, part)
+
+
+def test_cluster_batches():
+    data, conv = big_data(), make_conv(IN, OUT)
+    if torch_geometric.typing.WITH_METIS:
+        parts = list(ClusterLoader(ClusterData(data, 4, log=False), batch_size=2))
+    else:
+        parts = []
+        for nodes in torch.randperm(200).split(100):
+            edge_index, _ = subgraph(
+                nodes, data.edge_index, relabel_nodes=True, num_nodes=200
+            )
+            parts.append(Data(x=data.x[nodes.sort().values], edge_index=edge_index))
+    assert sum(part.num_nodes for part in parts) == 200
+    for part in parts:
+        check_part(conv, part)
+
+
+class Rings(torch.utils.data.Dataset):
+    """Made in the workers, transform and all."""
+
+    transform = AddEliminationOrder()
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        n = 5 + i
+        node = torch.arange(n)
+        edge_index = torch.stack([node, (node + 1) % n])
+        edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+        generator = torch.Generator().manual_seed(i)
+        x = torch.randn(n, IN, generator=generator)
+        return self.transform(Data(x=x, edge_index=edge_index, y=x.mean(0, True)))
+
+
+def test_workers_after_a_training_step():
+    conv = ChimeraConv(IN, IN, state_channels=8)
+    optimizer = torch.optim.Adam(conv.parameters(), lr=1e-2)
+
+    def epoch(num_workers):
+        losses = []
+        loader = DataLoader(Rings(), batch_size=4, num_workers=num_workers)
+        for data in loader:
+            optimizer.zero_grad()
+            out = conv(
+                data.x, data.edge_index, batch=data.batch, rank=data.elimination_rank
+            )
+            loss = (out - data.y[data.batch]).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return sum(losses)
+
+    first = epoch(0)
+    with warnings.catch_warnings():  # Python >= 3.12 warns of forks beside threads
+        warnings.simplefilter("ignore", DeprecationWarning)
+        losses = [epoch(2) for _ in range(2)] + [epoch(0) for _ in range(20)]
+    assert losses[-1] < 0.7 * first
+
+
+# ----------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"topology": "tree"}, r"'topology' must be one of \('graph', .*, got 'tree'"),
+        ({"normalization": "row"}, "'normalization' must be one of .*, got 'row'"),
+        ({"share": "row"}, "'share' must be one of .*, got 'row'"),
+        ({"selectivity": "source"}, "'selectivity' must be one of .*, got 'source'"),
+        ({"roots": "read"}, "'roots' must be one of .*, got 'read'"),
+        ({"heads": 3}, "'heads' must divide 'out_channels', got 3 and 8"),
+        ({"heads": 0}, "'heads' must divide 'out_channels', got 0 and 8"),
+        ({"heads": 4, "groups": 3}, "'groups' must divide 'heads', got 3 and 4"),
+        ({"groups": 0}, "'groups' must divide 'heads', got 0 and 1"),
+        ({"state_channels": 0}, "'state_channels' must be >= 1, got 0"),
+        ({"gamma": 0.0}, r"'gamma' must be in \(0, 1\], got 0.0"),
+        ({"gamma": 1.5}, r"'gamma' must be in \(0, 1\], got 1.5"),
+        ({"num_dags": 2}, "without topology='dag', got 2 and topology='graph'"),
+        ({"num_dags": 0, "topology": "dag"}, "'num_dags' must be >= 1"),
+        ({"solver": "dense", "topology": "dag"}, "one solver, got solver='dense'"),
+        ({"solver": "lu"}, "'solver' must be one of .*, got 'lu'"),
+        ({"form": "matrix"}, "'form' must be one of .*, got 'matrix'"),
+        ({"backend": "cuda"}, "'backend' must be one of .*, got 'cuda'"),
+    ],
+)
+def test_bad_options(options, match):
+    x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
+    with pytest.raises(ValueError, match=match):
+        ChimeraConv(IN, OUT, **options)(x, edge_index)
+
+
+def test_unknown_options():
+    with pytest.raises(TypeError, match="num_head"):
+        ChimeraConv(IN, OUT, num_head=3)
+    with pytest.raises(ValueError, match="'out_channels' must be given, got -1"):
+        ChimeraConv(-1)
+
+
+def test_bad_inputs():
+    x, ((edge_index, attr),) = make_inputs(dtype=torch.float32)
+    conv = ChimeraConv(IN, OUT)
+    with pytest.raises(ValueError, match=r"'x' must be \[nodes, channels\], got \[5\]"):
+        conv(x[0], edge_index)
+    with pytest.raises(ValueError, match=r"'x' must be .*, got tuple"):
+        conv((x, x), edge_index)
+    with pytest.raises(ValueError, match="must be one tensor, got a list of 2"):
+        conv(x, [edge_index, edge_index])
+    with pytest.raises(ValueError, match="from node 0 of graph 0 to node 1"):
+        conv(x, edge_index, batch=torch.arange(NODES))
+    with pytest.raises(ValueError, match="one entry per node"):
+        conv(x, edge_index, rank=torch.arange(3))
+
+    conv = ChimeraConv(IN, OUT, edge_dim=EDGE)
+    with pytest.raises(
+        ValueError, match="'edge_attr' must be given, as 'edge_dim' is 3"
+    ):
+        conv(x, edge_index)
+    with pytest.raises(ValueError, match=r"each of 8 edges, got \[2, 3\]"):
+        conv(x, edge_index, attr[:2])
+
+    conv = ChimeraConv(IN, OUT, solver="neumann")
+    with pytest.raises(ValueError, match=r"needs 'num_terms'.*AddDiameter"):
+        conv(x, edge_index)
+
+    conv = ChimeraConv(IN, OUT, topology="path")
+    with pytest.raises(ValueError, match="has no reverse"):
+        conv(x, edge_index)
+
+    conv = ChimeraConv(IN, OUT, topology="dag")
+    with pytest.raises(CycleError, match="has the cycle"):
+        conv(x, edge_index)
+
+    conv = ChimeraConv(IN, OUT, topology="dag", num_dags=2)
+    dag = torch.tensor(DAGS[0]).t()
+    match = "'edge_index' must be a list with an entry for each of 2 DAGs"
+    with pytest.raises(ValueError, match=f"{match}, got one Tensor"):
+        conv(x, dag)
+    with pytest.raises(ValueError, match=f"{match}, got 3"):
+        conv(x, [dag] * 3)
+    match = "'rank' must be a list with an entry for each of 2 DAGs, got one Tensor"
+    with pytest.raises(ValueError, match=match):
+        conv(x, [dag] * 2, rank=torch.arange(NODES))
+
+
+def test_nodes_out_of_range():
+    x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
+    for shift, got in ((3, 8), (-1, -1)):
+        with pytest.raises(ValueError, match=rf"= \[0, 7\) \(got {got}"):
+            ChimeraConv(IN, OUT)(x, edge_index + shift)
+
+
+def test_error_of_a_non_finite_input():
+    x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
+    x[2, 3] = torch.nan
+    with pytest.raises(ValueError, match="'edge_weight' must be finite"):
+        ChimeraConv(IN, OUT)(x, edge_index)

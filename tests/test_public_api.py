@@ -1,0 +1,93 @@
+"""Pins the public names. A failure here means: was that change meant?
+
+If so, change the list below, and tell users in CHANGELOG.md.
+"""
+
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import pyg_chimera
+
+ROOT = Path(__file__).parents[1]
+
+PUBLIC = {
+    "pyg_chimera.ops": {
+        *("resolvent_mix", "dag_scan", "explain", "Choice", "CycleError", "structure"),
+        *("chimera_transition", "released_transition"),
+        *("dag_transition", "path_transition"),
+    },
+    "pyg_chimera.ops.structure": {
+        *("topological_rank", "find_cycle", "CycleError"),
+        *("elimination_rank", "fill_in"),
+        *("diameter", "connected_components"),
+    },
+    "pyg_chimera.nn": {
+        *("ChimeraConv", "GatedGCNConv", "GPSLayer"),
+        *("CategoricalEncoder", "GraphModel"),
+    },
+    "pyg_chimera.transforms": {
+        *("AddDiameter", "AddEliminationOrder", "AddTopologicalOrder"),
+        "DAGDecomposition",
+    },
+    "pyg_chimera.datasets": {
+        *("GeneratedPeptides", "PeptidesFunctional", "long_range_labels"),
+        *("ATOM_FEATURE_SIZES", "BOND_FEATURE_SIZES"),
+    },
+}
+MODULES = [
+    "pyg_chimera",
+    *(
+        info.name
+        for info in pkgutil.walk_packages(pyg_chimera.__path__, "pyg_chimera.")
+    ),
+]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names(name):
+    names = importlib.import_module(name).__all__
+    assert len(set(names)) == len(names)
+    assert set(names) == PUBLIC[name]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_subpackages_are_described(name):
+    assert (importlib.import_module(name).__doc__ or "").strip()
+
+
+def test_names_of_all_exist_and_are_described():
+    missing, undescribed = [], []
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for public in getattr(module, "__all__", []):
+            if not hasattr(module, public):
+                missing.append(f"{name}.{public}")
+                continue
+            value = getattr(module, public)
+            # Not inspect.getdoc, which would take the docstring of a base class.
+            if callable(value) and not (value.__doc__ or "").strip():
+                undescribed.append(f"{name}.{public}")
+    assert missing == []
+    assert undescribed == []
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_classes_and_functions_say_where_they_belong(name):
+    """Nothing foreign is public by accident."""
+    module = importlib.import_module(name)
+    for public in PUBLIC[name]:
+        home = getattr(getattr(module, public), "__module__", "pyg_chimera")
+        assert home.startswith("pyg_chimera"), public
+
+
+def test_documentation_has_a_page_for_each_subpackage():
+    index = (ROOT / "docs" / "api" / "index.rst").read_text(encoding="utf-8")
+    listed = re.findall(r"^ {3}(pyg_chimera\S*)$", index, re.MULTILINE)
+    assert listed == list(PUBLIC)
+    conf = (ROOT / "docs" / "conf.py").read_text(encoding="utf-8")
+    block = re.search(r"^API = \[\n(.*?)^\]", conf, re.MULTILINE | re.DOTALL)[1]
+    assert re.findall(r'"(.*?)"', block) == listed
