@@ -11,6 +11,11 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# OpenMP's threads spin while they wait, and on a busy machine they then wait for the
+# very core they spin on: training gets ten times slower. Not for `bench`, whose times
+# should be those of PyTorch as it comes.
+demo test smoke: export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test lint format docs bench smoke clean
 .DELETE_ON_ERROR:

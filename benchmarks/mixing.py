@@ -396,7 +396,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, help="(default: all; --smoke: 1)")
     parser.add_argument("--repeats", type=int, default=9, help="rounds (default: 9)")
     parser.add_argument(
         "--limit",
@@ -413,6 +413,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
     )
     parser.add_argument("--smoke", action="store_true", help="only see that it runs")
     args = parser.parse_args(argv)
+    if args.threads is None:
+        args.threads = 1 if args.smoke else torch.get_num_threads()
     if args.smoke:
         args.repeats = 1
     if args.out is None:

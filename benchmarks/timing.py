@@ -10,10 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Iterable
 from importlib.metadata import version
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -119,11 +121,15 @@ class UnfinishedError(RuntimeError):
     """A function did not get to its end in another process."""
 
 
-_FORKSERVER = multiprocessing.get_context("forkserver")
-# The server imports these once, and starts no thread, so that forks of it are safe.
-_FORKSERVER.set_forkserver_preload(
-    ["torch_geometric.nn", "scipy.spatial", "pyg_chimera.nn", "pyg_chimera.transforms"]
-)
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["preload"])
+
+
+def _start_server() -> None:
+    """Starts the server of forks, unless it runs, where it finds `preload`."""
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, path))):
+        forkserver.ensure_running()
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any, limit: float) -> Any:
@@ -133,8 +139,9 @@ def in_fresh_process(function: Callable[..., Any], *args: Any, limit: float) -> 
         TimeoutError: If it takes longer.
         UnfinishedError: If it takes more memory than there is, or fails.
     """
-    receiver, sender = _FORKSERVER.Pipe(duplex=False)
-    process = _FORKSERVER.Process(target=_answer, args=(sender, function, args))
+    _start_server()
+    receiver, sender = _CONTEXT.Pipe(duplex=False)
+    process = _CONTEXT.Process(target=_answer, args=(sender, function, args))
     process.start()
     sender.close()
     try:

@@ -1,4 +1,6 @@
-from .peptides import (
+"""Datasets, generated and wrapped."""
+
+from pyg_chimera.datasets.peptides import (
     ATOM_FEATURE_SIZES,
     BOND_FEATURE_SIZES,
     GeneratedPeptides,

@@ -20,7 +20,7 @@ class AddEliminationOrder(BaseTransform):
     (functional name: :obj:`chimera_add_elimination_order`).
 
     With :obj:`rank=data.elimination_rank`,
-    :class:`~pyg_chimera.nn.conv.ChimeraConv` and
+    :class:`~pyg_chimera.nn.ChimeraConv` and
     :func:`~pyg_chimera.ops.resolvent_mix` need not search for one. Adds
 
     * :obj:`data.elimination_rank`, int64 :math:`[|\mathcal{V}|]`: how many nodes are
@@ -68,7 +68,7 @@ class AddTopologicalOrder(BaseTransform):
     r"""Stores the topological rank of each node of a directed acyclic graph
     (functional name: :obj:`chimera_add_topological_order`).
 
-    With :obj:`rank=data.topological_rank`, :class:`~pyg_chimera.nn.conv.ChimeraConv`
+    With :obj:`rank=data.topological_rank`, :class:`~pyg_chimera.nn.ChimeraConv`
     with :obj:`topology="dag"` and :func:`~pyg_chimera.ops.dag_scan` need not compute
     it. Adds :obj:`data.topological_rank`, int64 :math:`[|\mathcal{V}|]`: the length of
     the longest path that ends in each node.
@@ -99,7 +99,7 @@ class AddDiameter(BaseTransform):
     (functional name: :obj:`chimera_add_diameter`).
 
     So many terms make the finite sum :math:`\sum_i A^i` span the whole graph:
-    :class:`~pyg_chimera.nn.conv.ChimeraConv` with :obj:`solver="neumann"` takes it as
+    :class:`~pyg_chimera.nn.ChimeraConv` with :obj:`solver="neumann"` takes it as
     :obj:`num_terms=data.diameter`. Adds :obj:`data.diameter`, int64 :math:`[1]`, which
     batches to one entry per graph.
 

@@ -19,6 +19,7 @@ from pyg_chimera.ops import (
     released_transition,
     resolvent_mix,
 )
+from pyg_chimera.ops.structure.checks import check_edge_index
 
 __all__ = ["ChimeraConv"]
 
@@ -278,7 +279,7 @@ class ChimeraConv(MessagePassing):
         if not isinstance(x, Tensor) or x.dim() != 2:
             got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"'x' must be [nodes, channels], got {got}")
-        graphs = self._graphs(edge_index, edge_attr, rank)
+        graphs = self._graphs(edge_index, edge_attr, rank, x.size(0))
         num_nodes = x.size(0)
 
         states = self.lin_in(x)
@@ -334,6 +335,7 @@ class ChimeraConv(MessagePassing):
         edge_index: Adj | Sequence[Tensor],
         edge_attr: Tensor | Sequence[Tensor] | None,
         rank: Tensor | Sequence[Tensor] | None,
+        num_nodes: int,
     ) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
         """The graphs to run on: edges, their features and the nodes' rank."""
         lists = []
@@ -362,6 +364,8 @@ class ChimeraConv(MessagePassing):
                 index = index.as_tensor()
             if self.flow == "target_to_source":
                 index = index.flip(0)
+            if not torch.compiler.is_compiling():  # the operators check it in any case
+                check_edge_index(index, num_nodes)
             graphs.append((index, attr, order))
         return graphs
 
@@ -439,8 +443,8 @@ class ChimeraConv(MessagePassing):
         if num_terms is None:
             raise ValueError(
                 "solver='neumann' needs 'num_terms': give it to the layer, or store "
-                "the diameter with 'pyg_chimera.transforms.AddDiameter' and call the layer "
-                "with num_terms=data.diameter"
+                "the diameter with 'pyg_chimera.transforms.AddDiameter' and call the "
+                "layer with num_terms=data.diameter"
             )
         if isinstance(num_terms, Tensor):
             num_terms = int(num_terms.max()) if num_terms.numel() > 0 else 0

@@ -22,15 +22,21 @@ class Shape(NamedTuple):
 
 
 def cheaper_form(
-    system: System, shape: Shape, solver: str, itemsize: int
+    system: System, shape: Shape, solver: str, backend: str, itemsize: int
 ) -> tuple[str, str]:
     """The form that takes less time, and why."""
     sizes = system.sizes.astype(float)
-    squares = float((sizes**2).sum())
-    if solver != "sparse" and squares * shape.heads * itemsize <= _MAX_MASK_BYTES:
-        return "mask", "dense matrices are at hand"
-    if float(sizes.max(initial=0)) ** 2 * shape.heads * itemsize > _MAX_MASK_BYTES:
+    largest = float(sizes.max(initial=0))
+    # numba's threads hold a block each, dense solvers a block or a padded group of
+    # like size, torch's sparse solver all blocks padded to the largest.
+    padded = backend == "torch" and solver == "sparse"
+    wide = np.full_like(sizes, largest) if padded else sizes
+    squares = float((wide**2).sum())
+    held = squares if padded else largest**2
+    if held * shape.heads * itemsize > _MAX_MASK_BYTES:
         return "state", "resolvents would not fit in memory"
+    if solver != "sparse":
+        return "mask", "dense matrices are at hand"
     entries = np.diff(system.lower_ptr[system.ptr])
     sweep = 2.0 * entries + 3.0 * sizes
     # Forward and backward: matrix products, passes over resolvents, and three solves.
@@ -39,7 +45,7 @@ def cheaper_form(
         + 0.1 * shape.heads * shape.channels
         + 2.0 * shape.heads
     )
-    mask += 0.7 * shape.heads * float((sweep * sizes).sum()) + 1e5 * len(sizes)
+    mask += 0.7 * shape.heads * float((sweep * wide).sum()) + 1e5 * len(sizes)
     state = 0.6 * float(sweep.sum()) * shape.heads * shape.states * shape.channels
     if mask <= state:
         return "mask", "blocks are small: matrix products are faster"

@@ -85,8 +85,9 @@ def resolvent_mix(
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
             :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer
-            :math:`[|\mathcal{V}|]`, as :class:`~pyg_chimera.transforms.
-            AddEliminationOrder` stores it. Found if absent. (default: :obj:`None`)
+            :math:`[|\mathcal{V}|]`, as stored by
+            :class:`~pyg_chimera.transforms.AddEliminationOrder`. Found if absent.
+            (default: :obj:`None`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
@@ -142,8 +143,9 @@ def dag_scan(
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
             :obj:`"auto"`.
         rank (torch.Tensor, optional): A topological rank, integer
-            :math:`[|\mathcal{V}|]`, as :class:`~pyg_chimera.transforms.
-            AddTopologicalOrder` stores it. Found if absent. (default: :obj:`None`)
+            :math:`[|\mathcal{V}|]`, as stored by
+            :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Found if absent.
+            (default: :obj:`None`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
@@ -377,6 +379,7 @@ class _Plan(NamedTuple):
     """How to compute a call: the inputs below are query, key and value."""
 
     choice: Choice
+    warning: str | None
     forward: Callable[[Tensor, Tensor, Tensor], Tensor]
     #: With the gradient of the output, the gradients of query, key, value and weight.
     backward: Callable[..., tuple[Tensor, ...]]
@@ -409,7 +412,7 @@ def _plan(
     system = _check_contents(operator, value, edge_index, edge_weight, batch, rank)
     shape = cost.Shape(query.size(1), value.size(1), query.size(2), value.size(2))
     why = []
-    asked = solver
+    asked, warning = solver, None
     if backend == "auto":
         backend = "numba" if cpu and solver in ("auto", "sparse") else "torch"
         why.append(f"tensors on {value.device.type}")
@@ -419,7 +422,9 @@ def _plan(
             solver = "dense"
             why.append("blocks small or factors full enough for dense matrices")
     if form == "auto":
-        form, reason = cost.cheaper_form(system, shape, solver, value.element_size())
+        form, reason = cost.cheaper_form(
+            system, shape, solver, backend, value.element_size()
+        )
         why.append(reason)
     if solver == "sparse":
         plan, growth = _sparse_plan(system, edge_weight, form, backend)
@@ -427,7 +432,7 @@ def _plan(
             choice = Choice(
                 operator, solver, form, backend, "; ".join(why) or "asked for"
             )
-            return _Plan(choice, *plan)
+            return _Plan(choice, None, *plan)
         problem = (
             "'edge_weight' makes I - A too far from diagonally dominant to be "
             f"eliminated without pivoting (growth {growth:.1e})"
@@ -437,7 +442,7 @@ def _plan(
                 f"{problem}; scale the weights (rows of |A| that sum to less than 1 "
                 "are always safe), or use solver='dense' or 'auto'"
             )
-        warnings.warn(f"{problem}: solver='dense' is used", stacklevel=2)
+        warning = f"{problem}: solver='dense' is used"
         solver, backend = "dense", "torch"
         why.append("too far from diagonally dominant for elimination")
     choice = Choice(operator, solver, form, backend, "; ".join(why) or "asked for")
@@ -446,6 +451,7 @@ def _plan(
     dense = torch_.Dense(system, edge_index, edge_weight, terms)
     return _Plan(
         choice,
+        warning,
         partial(getattr(torch_, f"{family}_{form}_forward"), dense),
         partial(getattr(torch_, f"{family}_{form}_backward"), dense),
     )
@@ -491,6 +497,8 @@ def _mix_op(
             operator, query, value, edge_index, edge_weight, batch, rank, solver, form,
             backend, num_terms,
         )  # fmt: skip
+        if plan.warning is not None:
+            warnings.warn(plan.warning, stacklevel=2)
         # Contiguous, as the fake ones are: compilers count on it.
         return plan.forward(query, key, value).contiguous()
 

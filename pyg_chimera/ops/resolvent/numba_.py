@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from threading import Lock
+from threading import Lock, local
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ _jit = njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "arc
 
 #: Bytes of states that a task may hold at a time: half of a usual L2 cache.
 _TILE_BYTES = 1 << 19
+#: Bytes that a thread keeps between calls.
+_KEPT_BYTES = 1 << 26
 #: Numbers of a state that are moved at a time at least, whatever that takes.
 _MIN_LANES = 128
 
@@ -60,12 +62,31 @@ class _Pool:
 _POOL = _Pool()
 
 
-def _run(kernel: Callable, costs: np.ndarray, *args: object) -> None:
-    """Run `kernel(first, last, *args)` over all tasks, about `costs` each."""
+class _Scratch(local):
+    """Memory of a thread that outlives a call: new pages cost more than their use."""
+
+    buffer = np.empty(0, np.uint8)
+
+    def get(self, size: int, dtype: np.dtype) -> np.ndarray:
+        needed = size * dtype.itemsize
+        if needed > _KEPT_BYTES:
+            return np.empty(size, dtype)
+        if self.buffer.shape[0] < needed:
+            self.buffer = np.empty(needed, np.uint8)
+        return self.buffer[:needed].view(dtype)
+
+
+_SCRATCH = _Scratch()
+
+
+def _run(
+    kernel: Callable, costs: np.ndarray, scratch: int, dtype: np.dtype, *args: object
+) -> None:
+    """Run `kernel(first, last, scratch, *args)` over all tasks, about `costs` each."""
     num_tasks, num_threads = costs.shape[0], torch.get_num_threads()
     total = float(costs.sum())
     if min(num_threads, num_tasks) <= 1 or total < 1e5:  # not worth waking anybody
-        kernel(0, num_tasks, *args)
+        kernel(0, num_tasks, _SCRATCH.get(scratch, dtype), *args)
         return
     # Several ranges a thread, taken as threads come free, even out what is left.
     shares = np.linspace(0, total, 4 * num_threads + 1)[1:-1]
@@ -79,7 +100,7 @@ def _run(kernel: Callable, costs: np.ndarray, *args: object) -> None:
                 bound = next(ranges, None)
             if bound is None:
                 return
-            kernel(*bound, *args)
+            kernel(*bound, _SCRATCH.get(scratch, dtype), *args)
 
     # The caller works too: one thread less to wake.
     pool = _POOL.get(num_threads)
@@ -105,9 +126,8 @@ def factorize(system: System, edge_weight: Tensor) -> tuple[Factors, float]:
     values = np.zeros((num_heads, num_nodes + 2 * num_entries))
     values[:, :num_nodes] = 1.0
     _scatter(values, system.slot, edge_weight.contiguous().numpy())
-    diagonal = values[:, :num_nodes]
-    lower = values[:, num_nodes : num_nodes + num_entries]
-    upper = values[:, num_nodes + num_entries :]
+    bounds = (num_nodes, num_nodes + num_entries)
+    diagonal, lower, upper = map(np.ascontiguousarray, np.split(values, bounds, axis=1))
     growth = 1.0
     if not system.triangular:
         growths = np.ones((system.sizes.shape[0], num_heads))
@@ -115,6 +135,8 @@ def factorize(system: System, edge_weight: Tensor) -> tuple[Factors, float]:
         _run(
             _factor,
             costs,
+            7 * int(system.sizes.max(initial=0)),
+            values.dtype,
             system.roots(),
             system.ptr,
             system.lower_ptr,
@@ -145,17 +167,17 @@ def _scatter(values, slot, weight):  # type: ignore[no-untyped-def]
 
 @_jit
 def _factor(  # type: ignore[no-untyped-def]
-    first, last, root, ptr, lower_ptr, lower_col, upper_ptr, upper_row, upper_entry,
-    diagonal, lower, upper, growths,
+    first, last, scratch, root, ptr, lower_ptr, lower_col, upper_ptr, upper_row,
+    upper_entry, diagonal, lower, upper, growths,
 ):  # fmt: skip
     num_heads = diagonal.shape[0]
     for task in range(first, last):
         block, h = task // num_heads, task % num_heads
         s, n = ptr[block], ptr[block + 1] - ptr[block]
-        work = np.zeros(n)
-        u_sum = np.zeros(n)
-        norm, grown = np.zeros(n), np.zeros(n)
-        start, by_row, by_column = np.zeros(n), np.zeros(n), np.zeros(n)
+        vectors = scratch[: 7 * n].reshape(7, n)
+        vectors[:] = 0
+        work, u_sum, norm, grown = vectors[0], vectors[1], vectors[2], vectors[3]
+        start, by_row, by_column = vectors[4], vectors[5], vectors[6]
         for i in range(s, s + n):
             start[i - s] = abs(diagonal[h, i])
             work[i - s] = diagonal[h, i]
@@ -314,6 +336,8 @@ def state_forward(
     _run(
         _state_forward,
         _costs(system, v.shape[1], cut.pieces, q.shape[2] * v.shape[2]),
+        int(system.sizes.max(initial=0)) * cut.rows * cut.width,
+        v.dtype,
         *_pattern(system),
         *factors,
         q,
@@ -350,6 +374,8 @@ def state_backward(
     _run(
         _state_backward,
         _costs(system, num_heads, cut.pieces, 3 * num_states * num_channels),
+        2 * int(system.sizes.max(initial=0)) * cut.rows * cut.width,
+        v.dtype,
         *_pattern(system),
         *factors,
         system.edge_ptr,
@@ -384,19 +410,18 @@ def _outer(rows, left, right, a0, a1, p0, p1):  # type: ignore[no-untyped-def]
 
 @_jit
 def _state_forward(  # type: ignore[no-untyped-def]
-    first, last, triangular, ptr, node, column_ptr, column_row, column_entry,
+    first, last, scratch, triangular, ptr, node, column_ptr, column_row, column_entry,
     diagonal, lower, upper, query, key, value, out, width, pieces, rows,
 ):  # fmt: skip
     num_heads, num_channels = value.shape[1], value.shape[2]
     num_states = query.shape[2]
     per_group = num_heads // query.shape[1]
-    longest = _longest(first, last, ptr, num_heads * pieces)
-    scratch = np.empty((longest, rows * width), value.dtype)
     for task in range(first, last):
         block, piece = task // (num_heads * pieces), task % pieces
         h = (task // pieces) % num_heads
         g = h // per_group
         s, n = ptr[block], ptr[block + 1] - ptr[block]
+        states = scratch[: n * rows * width].reshape(n, rows * width)
         for p0 in range(piece * width, num_channels, pieces * width):
             p1 = min(p0 + width, num_channels)
             for i in range(n):
@@ -406,15 +431,15 @@ def _state_forward(  # type: ignore[no-untyped-def]
                 lanes = (a1 - a0) * (p1 - p0)
                 for i in range(n):
                     v = node[s + i]
-                    _outer(scratch[i], key[v, g], value[v, h], a0, a1, p0, p1)
+                    _outer(states[i], key[v, g], value[v, h], a0, a1, p0, p1)
                 _solve(
-                    scratch, s, n, lanes, False, triangular, column_ptr, column_row,
+                    states, s, n, lanes, False, triangular, column_ptr, column_row,
                     column_entry, diagonal[h], lower[h], upper[h],
                 )  # fmt: skip
                 w = p1 - p0
                 for i in range(n):
                     v = node[s + i]
-                    state = scratch[i]
+                    state = states[i]
                     for a in range(a0, a1):
                         q = query[v, g, a]
                         for p in range(w):
@@ -423,21 +448,20 @@ def _state_forward(  # type: ignore[no-untyped-def]
 
 @_jit
 def _state_backward(  # type: ignore[no-untyped-def]
-    first, last, triangular, ptr, node, column_ptr, column_row, column_entry,
+    first, last, scratch, triangular, ptr, node, column_ptr, column_row, column_entry,
     diagonal, lower, upper, edge_ptr, edge, edge_row, edge_col, query, key, value,
     grad, grad_query, grad_key, grad_value, grad_weight, width, pieces, rows,
 ):  # fmt: skip
     num_heads, num_channels = value.shape[1], value.shape[2]
     num_states = query.shape[2]
     per_group = num_heads // query.shape[1]
-    longest = _longest(first, last, ptr, num_heads * pieces)
-    states = np.empty((longest, rows * width), value.dtype)
-    adjoints = np.empty((longest, rows * width), value.dtype)
     for task in range(first, last):
         block, piece = task // (num_heads * pieces), task % pieces
         h = (task // pieces) % num_heads
         g = h // per_group
         s, n = ptr[block], ptr[block + 1] - ptr[block]
+        tiles = scratch[: 2 * n * rows * width].reshape(2, n, rows * width)
+        states, adjoints = tiles[0], tiles[1]
         for i in range(n):
             grad_query[piece, node[s + i], h, :] = 0
             grad_key[piece, node[s + i], h, :] = 0
@@ -494,15 +518,16 @@ def mask_forward(
     _run(
         _mask_forward,
         _mask_costs(system, q, v, share),
+        _mask_scratch(system, q, v, 2, 2),
+        v.dtype,
         *_pattern(system),
         *factors,
-        system.local,
-        system.order,
         q,
         k,
         v,
         out,
         share,
+        _floor(v.dtype),
     )
     return torch.from_numpy(out)
 
@@ -528,10 +553,10 @@ def mask_backward(
     _run(
         _mask_backward,
         3 * _mask_costs(system, q, v, share),
+        _mask_scratch(system, q, v, 5, 5),
+        v.dtype,
         *_pattern(system),
         *factors,
-        system.local,
-        system.order,
         system.edge_ptr,
         system.edge,
         system.edge_row,
@@ -545,11 +570,17 @@ def mask_backward(
         dv,
         dw,
         share,
+        _floor(v.dtype),
     )
     query_grad, key_grad = (
         torch.from_numpy(x[0] if parts == 1 else x.sum(0)) for x in (dq, dk)
     )
     return query_grad, key_grad, torch.from_numpy(dv), torch.from_numpy(dw)
+
+
+def _floor(dtype: np.dtype) -> np.floating:
+    """1e-25 in float32, 1e-205 in float64."""
+    return dtype.type(np.finfo(dtype).tiny ** (2 / 3))
 
 
 def _share(system: System, query: np.ndarray, value: np.ndarray) -> int:
@@ -567,6 +598,14 @@ def _mask_costs(
     sweep = (2.0 * entries + 3.0 * sizes) * sizes
     products = 0.2 * sizes**2 * (query.shape[2] + share * value.shape[2])
     return np.repeat(products + share * sweep, value.shape[1] // share)
+
+
+def _mask_scratch(
+    system: System, query: np.ndarray, value: np.ndarray, squares: int, thin: int
+) -> int:
+    """Numbers in that many matrices [n, n], and in as many [n, N] and [n, P]."""
+    n = int(system.sizes.max(initial=0))
+    return n * (squares * n + thin * (query.shape[2] + value.shape[2]))
 
 
 @_jit
@@ -632,117 +671,130 @@ def _put(target, source, nodes, h):  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _longest(first, last, ptr, tasks):  # type: ignore[no-untyped-def]
-    longest = 0
-    for task in range(first, last):
-        block = task // tasks
-        longest = max(longest, ptr[block + 1] - ptr[block])
-    return longest
+def _put_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
+    for i in range(nodes.shape[0]):
+        row = target[nodes[i], h]
+        for c in range(row.shape[0]):
+            row[c] = source[c, i]
 
 
 @_jit
-def _set_identity(rows, s, n, local):  # type: ignore[no-untyped-def]
-    """The identity, rows by position, columns in the order of the block."""
-    for i in range(n):
-        rows[i] = 0
-        rows[i, local[s + i]] = 1
+def _set_identity(rows):  # type: ignore[no-untyped-def]
+    rows[:] = 0
+    for i in range(rows.shape[0]):
+        rows[i, i] = 1
+
+
+@_jit
+def _multiply(out, left, right):  # type: ignore[no-untyped-def]
+    for i in range(out.shape[0]):
+        target, x, y = out[i], left[i], right[i]
+        for j in range(out.shape[1]):
+            target[j] = x[j] * y[j]
+
+
+@_jit
+def _flush(rows, floor):  # type: ignore[no-untyped-def]
+    """Set to zero what is about to underflow, far below the diagonal's size.
+
+    A resolvent decays along paths; arithmetic with denormal numbers is 100 x slower.
+    """
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        for j in range(rows.shape[1]):
+            row[j] = row[j] if abs(row[j]) > floor else 0
+
+
+# All matrices of a block are in elimination order. Products are arranged such that the
+# inner loop runs over the nodes of the block, as there may be few channels: y^T =
+# v^T (L * S)^T, with L^T from the transposed system.
 
 
 @_jit
 def _mask_forward(  # type: ignore[no-untyped-def]
-    first, last, triangular, ptr, node, column_ptr, column_row, column_entry, diagonal,
-    lower, upper, local, order, query, key, value, out, share,
+    first, last, scratch, triangular, ptr, node, column_ptr, column_row, column_entry,
+    diagonal, lower, upper, query, key, value, out, share, floor,
 ):  # fmt: skip
     heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
     tasks = heads // share
-    longest = _longest(first, last, ptr, tasks)
-    squares = np.empty((3, longest * longest), value.dtype)
-    narrow = np.empty((2, longest * states), value.dtype)
-    slim = np.empty((2, longest * channels), value.dtype)
     for task in range(first, last):
         block, head = task // tasks, (task % tasks) * share
         g = head * query.shape[1] // heads
         s, n = ptr[block], ptr[block + 1] - ptr[block]
-        nodes = order[s : s + n]
-        L = squares[0, : n * n].reshape(n, n)
-        scores = squares[1, : n * n].reshape(n, n)
-        mask = squares[2, : n * n].reshape(n, n)
-        q = narrow[0, : n * states].reshape(n, states)
-        kt = narrow[1, : n * states].reshape(states, n)
-        v = slim[0, : n * channels].reshape(n, channels)
-        y = slim[1, : n * channels].reshape(n, channels)
-        _take(q, query, nodes, g)
-        _take_transposed(kt, key, nodes, g)
-        _matmul(scores, q, kt)
+        nodes = node[s : s + n]
+        squares = scratch[: 2 * n * n].reshape(2, n, n)
+        mask, scores = squares[0], squares[1]
+        at = 2 * n * n
+        narrow = scratch[at : at + 2 * n * states]
+        k = narrow[: n * states].reshape(n, states)
+        qt = narrow[n * states :].reshape(states, n)
+        at += 2 * n * states
+        slim = scratch[at : at + 2 * n * channels].reshape(2, channels, n)
+        vt, yt = slim[0], slim[1]
+        _take(k, key, nodes, g)
+        _take_transposed(qt, query, nodes, g)
+        _matmul(scores, k, qt)
         for h in range(head, head + share):
-            _set_identity(L, s, n, local)
+            _set_identity(mask)
             _solve(
-                L, s, n, n, False, triangular, column_ptr, column_row, column_entry,
+                mask, s, n, n, True, triangular, column_ptr, column_row, column_entry,
                 diagonal[h], lower[h], upper[h],
             )  # fmt: skip
-            for i in range(n):
-                target, left, right = mask[local[s + i]], L[i], scores[local[s + i]]
-                for j in range(n):
-                    target[j] = left[j] * right[j]
-            _take(v, value, nodes, h)
-            _matmul(y, mask, v)
-            _put(out, y, nodes, h)
+            _flush(mask, floor)
+            _multiply(mask, mask, scores)
+            _take_transposed(vt, value, nodes, h)
+            _matmul(yt, vt, mask)
+            _put_transposed(out, yt, nodes, h)
 
 
 @_jit
 def _mask_backward(  # type: ignore[no-untyped-def]
-    first, last, triangular, ptr, node, column_ptr, column_row, column_entry, diagonal,
-    lower, upper, local, order, edge_ptr, edge, edge_row, edge_col, query, key, value,
-    grad, grad_query, grad_key, grad_value, grad_weight, share,
+    first, last, scratch, triangular, ptr, node, column_ptr, column_row, column_entry,
+    diagonal, lower, upper, edge_ptr, edge, edge_row, edge_col, query, key, value,
+    grad, grad_query, grad_key, grad_value, grad_weight, share, floor,
 ):  # fmt: skip
     heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
     groups = query.shape[1]
     tasks = heads // share
-    longest = _longest(first, last, ptr, tasks)
-    squares = np.empty((5, longest * longest), value.dtype)
-    narrow = np.empty((3, longest * states), value.dtype)
-    slim = np.empty((3, longest * channels), value.dtype)
     for task in range(first, last):
         block, head = task // tasks, (task % tasks) * share
         g = head * groups // heads
         part = (head - g * (heads // groups)) // share
         s, n = ptr[block], ptr[block + 1] - ptr[block]
-        nodes = order[s : s + n]
-        L = squares[0, : n * n].reshape(n, n)
-        adjoint = squares[1, : n * n].reshape(n, n)
-        scores = squares[2, : n * n].reshape(n, n)
-        d_scores = squares[3, : n * n].reshape(n, n)
-        mask = squares[4, : n * n].reshape(n, n)
-        q = narrow[0, : n * states].reshape(n, states)
-        kt = narrow[1, : n * states].reshape(states, n)
-        k = narrow[1, : n * states].reshape(n, states)
-        result = narrow[2, : n * states].reshape(n, states)
-        dy = slim[0, : n * channels].reshape(n, channels)
-        vt = slim[1, : n * channels].reshape(channels, n)
-        dv = slim[2, : n * channels].reshape(n, channels)
+        nodes = node[s : s + n]
+        squares = scratch[: 5 * n * n].reshape(5, n, n)
+        L, adjoint, scores = squares[0], squares[1], squares[2]
+        d_scores, mask = squares[3], squares[4]
+        at = 5 * n * n
+        narrow = scratch[at : at + 5 * n * states].reshape(5, n * states)
+        q, k = narrow[0].reshape(n, states), narrow[1].reshape(n, states)
+        qt, kt = narrow[2].reshape(states, n), narrow[3].reshape(states, n)
+        dq, dkt = narrow[4].reshape(n, states), narrow[4].reshape(states, n)
+        at += 5 * n * states
+        slim = scratch[at : at + 5 * n * channels].reshape(5, n * channels)
+        dy, dyt = slim[0].reshape(n, channels), slim[1].reshape(channels, n)
+        vt, dvt = slim[2].reshape(channels, n), slim[3].reshape(channels, n)
         _take(q, query, nodes, g)
         _take_transposed(kt, key, nodes, g)
         _matmul(scores, q, kt)
         d_scores[:] = 0
         for h in range(head, head + share):
-            _set_identity(L, s, n, local)
+            _set_identity(L)
             _solve(
                 L, s, n, n, False, triangular, column_ptr, column_row, column_entry,
                 diagonal[h], lower[h], upper[h],
             )  # fmt: skip
-            for i in range(n):
-                target, left, right = mask[local[s + i]], L[i], scores[local[s + i]]
-                for j in range(n):
-                    target[j] = left[j] * right[j]
+            _flush(L, floor)
+            _multiply(mask, L, scores)
             _take(dy, grad, nodes, h)
-            _matmul(dv, mask.T, dy)
-            _put(grad_value, dv, nodes, h)
+            _take_transposed(dyt, grad, nodes, h)
+            _matmul(dvt, dyt, mask)
+            _put_transposed(grad_value, dvt, nodes, h)
             _take_transposed(vt, value, nodes, h)
             _matmul(mask, dy, vt)  # from here on the gradient of the mask
             for i in range(n):
-                x = local[s + i]
-                target, total = adjoint[i], d_scores[x]
-                d_mask, left, right = mask[x], L[i], scores[x]
+                target, total = adjoint[i], d_scores[i]
+                d_mask, left, right = mask[i], L[i], scores[i]
                 for j in range(n):
                     target[j] = d_mask[j] * right[j]
                     total[j] += d_mask[j] * left[j]
@@ -755,7 +807,8 @@ def _mask_backward(  # type: ignore[no-untyped-def]
                 edge_col, grad_weight[:, h],
             )  # fmt: skip
         _take(k, key, nodes, g)
-        _matmul(result, d_scores, k)
-        _put(grad_query[part], result, nodes, g)
-        _matmul(result, d_scores.T, q)
-        _put(grad_key[part], result, nodes, g)
+        _matmul(dq, d_scores, k)
+        _put(grad_query[part], dq, nodes, g)
+        _take_transposed(qt, query, nodes, g)
+        _matmul(dkt, qt, d_scores)
+        _put_transposed(grad_key[part], dkt, nodes, g)

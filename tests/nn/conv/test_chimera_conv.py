@@ -55,6 +55,15 @@ NODES = 7  # nodes 3 and 6 are alone in GRAPH, node 5 is in PATH
 Edges = tuple[Tensor, Tensor | None]
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Inputs are tiny: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 # -------------------------------------------------------------------- the whole formula
 
 

@@ -162,6 +162,20 @@ def test_auto_does_not_fill_memory_with_masks(monkeypatch):
     assert "memory" in choice.reason
 
 
+def test_auto_counts_the_padding_of_the_torch_backend(monkeypatch):
+    """It pads resolvents to the largest block, and holds all of them at a time."""
+    sizes = [60] + [33] * 30
+    batch = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    node = torch.arange(len(batch) - 1)
+    edge_index = torch.stack([node, node + 1])[:, batch[1:] == batch[:-1]]
+    inputs = make_inputs(edge_index, len(batch), batch, (2, 1, 96, 64))
+    options = {"solver": "sparse", "backend": "torch"}
+    assert explain("resolvent_mix", *inputs, **options).form == "mask"
+    padded = len(sizes) * 60 * 60 * 2 * 8
+    monkeypatch.setattr(mix.cost, "_MAX_MASK_BYTES", padded - 1)
+    assert explain("resolvent_mix", *inputs, **options).form == "state"
+
+
 # ---------------------------------------------------------------------- registration
 
 

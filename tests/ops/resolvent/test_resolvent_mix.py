@@ -15,6 +15,7 @@ from asserts import (
 )
 from hypothesis import given, settings
 from strategies import Batch, batches
+from torch_geometric import EdgeIndex
 
 from pyg_chimera.ops import resolvent_mix
 from pyg_chimera.ops.resolvent import numba_, torch_
@@ -210,6 +211,18 @@ def test_integer_dtypes(solver, form, backend, dtype):
     )
     mix = mixer(solver, form, backend)
     assert_gradients_match(mix, narrow, num_terms=terms(solver))
+
+
+@distinct
+def test_edge_index_of_pyg(solver, form, backend):
+    inputs = make_inputs(*GRAPHS["unsorted_batch"])
+    index = EdgeIndex(inputs.edge_index, sparse_size=(7, 7))
+    mix = mixer(solver, form, backend)
+    assert_gradients_match(
+        lambda *args: mix(*args[:3], index, *args[4:]),
+        inputs,
+        num_terms=terms(solver),
+    )
 
 
 @distinct
