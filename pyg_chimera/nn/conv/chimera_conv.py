@@ -202,9 +202,10 @@ class ChimeraConv(MessagePassing):
 
         copies = num_dags if share == "none" else 1
         states = groups * state_channels * copies
-        self._sizes = [out_channels, states, states]  # values, keys, queries
         self._deltas = num_dags if topology == "dag" else 4
-        self.lin_in = Linear(in_channels, sum(self._sizes), bias=bias)
+        self.lin_value = Linear(in_channels, out_channels, bias=bias)
+        self.lin_key = Linear(in_channels, states, bias=bias)
+        self.lin_query = Linear(in_channels, states, bias=bias)
         self.lin_gate = Linear(in_channels, out_channels, bias=bias) if gated else None
         self.lin_delta = Linear(in_channels, self._deltas * heads, bias=False)
         self.delta_bias = Parameter(torch.empty(self._deltas, heads))
@@ -216,7 +217,7 @@ class ChimeraConv(MessagePassing):
             self.lin_edge = None
             self.register_parameter("edge_bias", None)
         if local_conv:
-            self.local_weight = Parameter(torch.empty(2, sum(self._sizes)))
+            self.local_weight = Parameter(torch.empty(2, out_channels + 2 * states))
         else:
             self.register_parameter("local_weight", None)
         self.skip = Parameter(torch.empty(heads))
@@ -227,10 +228,8 @@ class ChimeraConv(MessagePassing):
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
-        for lin in (
-            self.lin_in, self.lin_gate, self.lin_delta, self.lin_edge, self.lin_out,
-        ):  # fmt: skip
-            if lin is not None:
+        for lin in self.children():
+            if isinstance(lin, Linear):
                 lin.reset_parameters()
         for bias in (self.delta_bias, self.edge_bias):
             if bias is not None:
@@ -282,13 +281,16 @@ class ChimeraConv(MessagePassing):
         graphs = self._graphs(edge_index, edge_attr, rank, x.size(0))
         num_nodes = x.size(0)
 
-        states = self.lin_in(x)
+        parts = [self.lin_value(x), self.lin_key(x), self.lin_query(x)]
         if self.local_weight is not None:
-            own, neighbours = self.local_weight
             # Over the edges of all DAGs, if there are several.
-            mean = self._neighbour_mean(states, [graph[0] for graph in graphs])
-            states = states * own + mean * neighbours
-        value, key, query = F.silu(states).split(self._sizes, dim=-1)
+            edges = torch.cat([index for index, _, _ in graphs], dim=1)
+            weights = self.local_weight.split([y.size(1) for y in parts], dim=1)
+            parts = [
+                y * own + _neighbour_mean(y, edges) * neighbours
+                for y, (own, neighbours) in zip(parts, weights, strict=True)
+            ]
+        value, key, query = map(F.silu, parts)
         copies = self.num_dags if self.share == "none" else 1
         value = value.view(num_nodes, self.heads, self.out_channels // self.heads)
         key, query = (
@@ -450,20 +452,19 @@ class ChimeraConv(MessagePassing):
             num_terms = int(num_terms.max()) if num_terms.numel() > 0 else 0
         return num_terms
 
-    @staticmethod
-    def _neighbour_mean(x: Tensor, graphs: list[Tensor]) -> Tensor:
-        edge_index = torch.cat(graphs, dim=1)
-        ones = x.new_ones(edge_index.size(1), 1)
-        degree = x.new_zeros(x.size(0), 1).index_add(0, edge_index[1], ones)
-        total = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
-        return total / degree.clamp(min=1)
-
     def __repr__(self) -> str:
         return (
             f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
             f"heads={self.heads}, state_channels={self.state_channels}, "
             f"topology={self.topology!r})"
         )
+
+
+def _neighbour_mean(x: Tensor, edge_index: Tensor) -> Tensor:
+    ones = x.new_ones(edge_index.size(1), 1)
+    degree = x.new_zeros(x.size(0), 1).index_add(0, edge_index[1], ones)
+    total = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+    return total / degree.clamp(min=1)
 
 
 def _mean(parts: list[Tensor]) -> Tensor:

@@ -88,8 +88,8 @@ def _run(
     if min(num_threads, num_tasks) <= 1 or total < 1e5:  # not worth waking anybody
         kernel(0, num_tasks, _SCRATCH.get(scratch, dtype), *args)
         return
-    # Several ranges a thread, taken as threads come free, even out what is left.
-    shares = np.linspace(0, total, 4 * num_threads + 1)[1:-1]
+    # Many ranges a thread, taken as threads come free: others may be using the cores.
+    shares = np.linspace(0, total, 16 * num_threads + 1)[1:-1]
     cuts = np.searchsorted(np.cumsum(costs), shares)
     bounds = np.unique(np.concatenate([[0], cuts, [num_tasks]])).tolist()
     ranges, lock = pairwise(bounds), Lock()
@@ -131,7 +131,7 @@ def factorize(system: System, edge_weight: Tensor) -> tuple[Factors, float]:
     growth = 1.0
     if not system.triangular:
         growths = np.ones((system.sizes.shape[0], num_heads))
-        costs = np.repeat(np.diff(system.lower_ptr[system.ptr]) * 50.0, num_heads)
+        costs = np.repeat(np.diff(system.lower_ptr[system.ptr]) * 4.0, num_heads)
         _run(
             _factor,
             costs,

@@ -128,7 +128,8 @@ def formula(
     def linear(lin, x):
         return x @ lin.weight.t() + (0 if lin.bias is None else lin.bias)
 
-    states = linear(conv.lin_in, x)
+    projections = (conv.lin_value, conv.lin_key, conv.lin_query)
+    states = torch.cat([linear(lin, x) for lin in projections], dim=1)
     if conv.local_weight is not None:
         means = []
         for i in range(V):
@@ -301,8 +302,10 @@ def test_directed_path_is_mamba_2():
         conv.norm.weight.fill_(1)
     x = torch.randn(10, IN, dtype=torch.double)
     edge_index = torch.stack([torch.arange(9), torch.arange(1, 10)])
-    states = torch.nn.functional.silu(x @ conv.lin_in.weight.t())
-    v, k, q = states.split([4, 3, 3], dim=1)
+    v, k, q = (
+        torch.nn.functional.silu(x @ lin.weight.t())
+        for lin in (conv.lin_value, conv.lin_key, conv.lin_query)
+    )
     delta = softplus(x @ conv.lin_delta.weight.t() + conv.delta_bias)
     h, outs = 0, []
     for t in range(10):
