@@ -14,20 +14,13 @@ continues bit for bit on a CPU: the order of training graphs is a function of se
 and epoch alone, and everything else that a run depends on is in ``last.pt``.
 """
 
-import csv
 import json
 import math
-import os
-import platform
-import random
-import shlex
-import signal
 import sys
 import time
-from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable
+from dataclasses import dataclass
+from os import environ
 from pathlib import Path
 from typing import Any
 
@@ -35,55 +28,21 @@ import numpy as np
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy
+from support import (
+    EpochBatches,
+    Options,
+    StopRequest,
+    atomic_write,
+    environment,
+    plot,
+    random_state,
+    set_random_state,
+    write_csv,
+)
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric.loader import DataLoader
 from tqdm import tqdm
-
-_STARTED = time.monotonic()
-
-
-@dataclass
-class Options:
-    """How to train. What to train on, and which model, is up to the example."""
-
-    out: Path
-    epochs: int
-    batch_size: int  # of all processes together
-    lr: float
-    optimizer: str = "adamw"
-    weight_decay: float = 0.0
-    warmup_epochs: float = 0.0
-    clip: float = 1.0
-    seed: int = 0
-    num_workers: int = 0
-    device: str = "auto"
-    precision: str = "32-true"
-    time_limit: float | None = None  # minutes
-    resume: bool = False
-    overwrite: bool = False
-
-
-def add_arguments(parser: ArgumentParser) -> None:
-    """Adds what all examples understand. None means: the preset decides."""
-    group = parser.add_argument_group("training")
-    group.add_argument("--epochs", type=int)
-    group.add_argument("--batch-size", type=int, help="of all processes together")
-    group.add_argument("--lr", type=float)
-    group.add_argument("--seed", type=int, default=0)
-    group.add_argument("--num-workers", type=int, default=0, help="of the data loader")
-    group.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    group.add_argument("--precision", default="32-true", help="e.g. bf16-mixed")
-    group = parser.add_argument_group("run")
-    group.add_argument("--out", type=Path, help="folder of this run")
-    group.add_argument("--resume", action="store_true", help="continue from last.pt")
-    group.add_argument("--overwrite", action="store_true", help="start again in --out")
-    group.add_argument(
-        "--time-limit",
-        type=float,
-        metavar="MINUTES",
-        help="stop at a checkpoint after this time, to be resumed",
-    )
 
 
 @dataclass(frozen=True)
@@ -111,8 +70,8 @@ def start(options: Options) -> Fabric:
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    world = int(environ.get("WORLD_SIZE", 1))
+    local = int(environ.get("LOCAL_WORLD_SIZE", world))
     if options.batch_size % world:
         raise SystemExit(f"--batch-size must be a multiple of {world}, the processes")
     fabric = Fabric(
@@ -129,71 +88,11 @@ def start(options: Options) -> Fabric:
 
 
 def count_parameters(model: Module) -> int:
+    """The number of trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def atomic_write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Lets ``write`` fill a file beside ``path``, then renames it."""
-    part = path.with_name(path.name + ".part")
-    write(part)
-    os.replace(part, path)
-
-
-class _Batches:
-    """A batch sampler whose order is a function of seed and epoch alone."""
-
-    def __init__(self, size: int, batch_size: int, seed: int, rank: int, world: int):
-        self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.rank, self.world = rank, world
-        # Also draws the base seed of the loader's workers.
-        self.generator = torch.Generator()
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Prepares an epoch, without its first ``skip`` batches."""
-        state = np.random.SeedSequence([self.seed, epoch]).generate_state(1)
-        self.generator.manual_seed(int(state[0]))
-        order = torch.randperm(self.size, generator=self.generator)
-        # Equal shares; the few graphs that are left over change every epoch.
-        order = order[: self.size // self.world * self.world]
-        share = order[self.rank :: self.world]
-        self.batches = [b.tolist() for b in share.split(self.batch_size)][skip:]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-class _StopRequest:
-    """Remembers a signal, or that time is up, until the loop can act on it."""
-
-    def __init__(self, minutes: float | None):
-        self.limit = math.inf if minutes is None else 60 * minutes
-        self.signal: signal.Signals | None = None
-
-    def __enter__(self) -> "_StopRequest":
-        signals = (signal.SIGINT, signal.SIGTERM)
-        self.previous = {s: signal.signal(s, self._receive) for s in signals}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: object) -> None:
-        self.signal = signal.Signals(number)
-        signal.signal(number, self.previous[self.signal])  # the next one acts at once
-
-    @property
-    def reason(self) -> str | None:
-        if self.signal is not None:
-            return self.signal.name
-        return "time limit" if time.monotonic() - _STARTED > self.limit else None
-
-
-class _Interrupted(Exception):
+class _InterruptedError(Exception):
     """Evaluation was given up."""
 
 
@@ -223,7 +122,7 @@ class Trainer:
         self.datasets = datasets
         self.rank, self.world = fabric.global_rank, fabric.world_size
         self.share = options.batch_size // self.world
-        self.batches = _Batches(
+        self.batches = EpochBatches(
             len(datasets["train"]), self.share, options.seed, self.rank, self.world
         )
         self.steps_per_epoch = len(self.batches)
@@ -236,17 +135,13 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, self._schedule)
         self.model, self.optimizer = fabric.setup(model, optimizer)
         self.module = model
-        identity = asdict(options)
-        for name in (
-            *("out", "epochs", "num_workers", "device", "time_limit"),
-            *("resume", "overwrite"),
-        ):
-            identity.pop(name)  # free to change on resuming
-        config = {**info, "parameters": parameters, **identity}
+        config = {**info, "parameters": parameters, **options.identity()}
         self.config = json.loads(json.dumps(config))  # as it will be read back
+        self.begin = time.monotonic()
         self.history: list[dict[str, Any]] = []
         self.best: dict[str, Any] | None = None
         self.epoch = self.step = 0
+        self.elapsed = 0.0  # in this epoch, before a run was resumed
         self.total = torch.zeros(2, dtype=torch.double, device=fabric.device)
         # From here on, each process draws its own dropout masks.
         fabric.seed_everything(options.seed + self.rank, verbose=False)
@@ -256,11 +151,12 @@ class Trainer:
         warmup = self.options.warmup_epochs * self.steps_per_epoch
         total = self.options.epochs * self.steps_per_epoch
         if step < warmup:
-            return max(step, 0.01) / warmup
+            return (step + 1) / (warmup + 1)
         progress = (step - warmup) / max(1, total - warmup)
         return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
     def log(self, *lines: str) -> None:
+        """Prints, on the first process."""
         if self.fabric.is_global_zero:
             for line in lines:
                 tqdm.write(line)
@@ -273,15 +169,15 @@ class Trainer:
         out = self.options.out
         self._open(out)
         reason = None
-        with _StopRequest(self.options.time_limit) as self.stop:
+        with StopRequest(self.options.time_limit) as self.stop:
             while self.epoch < self.options.epochs:
-                begin = time.monotonic()
+                self.begin = time.monotonic() - self.elapsed
                 reason = self._train_epoch()
                 snapshot = self._state()
                 if reason is None:
                     try:
-                        row = self._finish_epoch(begin)
-                    except _Interrupted:
+                        row = self._finish_epoch()
+                    except _InterruptedError:
                         reason = self.stop.reason
                 if reason is not None:
                     self._save("last.pt", snapshot)
@@ -297,8 +193,11 @@ class Trainer:
         if self.epoch == self.options.epochs:
             reason = None  # it came too late to matter
         summary = self._write_metrics(out, reason)
-        if self.fabric.is_global_zero and self.history:
-            atomic_write(out / "curves.png", self._plot)
+        if self.fabric.is_global_zero and self.best is not None:
+            best, metric = self.best["epoch"], self.task.metric
+            atomic_write(
+                out / "curves.png", lambda path: plot(path, self.history, metric, best)
+            )
         if reason is not None:
             step = f", step {self.step}/{self.steps_per_epoch}" if self.step else ""
             self.log(
@@ -336,9 +235,10 @@ class Trainer:
             batch = batch.to(self.fabric.device, non_blocking=True)
             out = self.model(**self.module.inputs(batch))
             loss = self.task.loss(out, batch)
-            if not math.isfinite(loss.item()):
+            value = loss.item()
+            if not math.isfinite(value):
                 raise FloatingPointError(
-                    f"The loss is {loss.item()} in epoch {self.epoch + 1}, step "
+                    f"The loss is {value} in epoch {self.epoch + 1}, step "
                     f"{self.step + 1}; last.pt is from before"
                 )
             self.optimizer.zero_grad()
@@ -350,18 +250,22 @@ class Trainer:
             self.scheduler.step()
             self.step += 1
             weight = batch.num_graphs
-            self.total += self.total.new_tensor([loss.item() * weight, weight])
+            self.total += self.total.new_tensor([value * weight, weight])
             progress.set_postfix(
                 loss=f"{self.total[0] / self.total[1]:.4f}", refresh=False
             )
         return None
 
-    def _finish_epoch(self, begin: float) -> dict[str, Any]:
+    def _finish_epoch(self) -> dict[str, Any]:
         """Validates, tests if this is the best epoch so far, and logs."""
         last_step = (self.epoch + 1) * self.steps_per_epoch - 1
         lr = self.options.lr * self._schedule(last_step)
         total = self.fabric.all_reduce(self.total.clone(), reduce_op="sum")
-        row = {"epoch": self.epoch + 1, "lr": lr, "train_loss": float(total[0] / total[1])}
+        row = {
+            "epoch": self.epoch + 1,
+            "lr": lr,
+            "train_loss": float(total[0] / total[1]),
+        }
         val = self.evaluate("val")
         metric, sign = self.task.metric, 1 if self.task.maximize else -1
         better = (
@@ -375,7 +279,7 @@ class Trainer:
         row |= {f"val_{name}": value for name, value in val.items()}
         row |= {f"test_{name}": value for name, value in test.items()}
         row["best"] = int(better)
-        row["seconds"] = round(time.monotonic() - begin, 2)
+        row["seconds"] = round(time.monotonic() - self.begin, 2)
         self.history.append(row)
         tested = f"  test {metric} {test[metric]:.4f}" if better else ""
         self.log(
@@ -383,7 +287,8 @@ class Trainer:
             f"loss {row['train_loss']:.4f}  val {metric} {val[metric]:.4f}{tested}  "
             f"lr {lr:.2g}  {row['seconds']:.1f} s"
         )
-        self.epoch, self.step = self.epoch + 1, 0
+        self.epoch, self.step, self.elapsed = self.epoch + 1, 0, 0.0
+        self.begin = time.monotonic()
         self.total.zero_()
         return row
 
@@ -409,7 +314,7 @@ class Trainer:
             disable=None if self.fabric.is_global_zero else True,
         ):
             if self.world == 1 and self.stop.reason is not None:
-                raise _Interrupted
+                raise _InterruptedError
             batch = batch.to(self.fabric.device, non_blocking=True)
             with self.fabric.autocast():
                 # Not by self.model: the shares of the processes differ in length.
@@ -449,8 +354,10 @@ class Trainer:
             "config": self.config,
             "epoch": self.epoch,
             "step": self.step,
+            "epochs": self.options.epochs,
+            "elapsed": time.monotonic() - self.begin,
             "total": self._gather(self.total.cpu().clone()),
-            "rng": self._gather(_random_state(self.fabric.device)),
+            "rng": self._gather(random_state(self.fabric.device)),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
@@ -503,24 +410,23 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.epoch, self.step = state["epoch"], state["step"]
+        self.elapsed = state["elapsed"]
+        if state["epochs"] != self.options.epochs:
+            self.log(
+                f"The learning rate now falls over {self.options.epochs} epochs, "
+                f"before over {state['epochs']}: not an exact continuation"
+            )
         self.best, self.history = state["best"], state["history"]
         if self.rank < len(state["rng"]):
             self.total.copy_(state["total"][self.rank])
-            _set_random_state(state["rng"][self.rank], self.fabric.device)
-
-    # Reports -------------------------------------------------------------------
+            set_random_state(state["rng"][self.rank], self.fabric.device)
 
     def _write_metrics(self, out: Path, stopped: str | None = None) -> dict[str, Any]:
-        device = self.fabric.device
-        name = platform.processor() or platform.machine()
         summary = {
             "config": self.config,
-            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
             "seed": self.options.seed,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else name,
+            **environment(self.fabric.device),
             "processes": self.world,
-            "threads": torch.get_num_threads(),
-            "versions": _versions(),
             "epochs": self.options.epochs,
             "epochs_done": self.epoch,
             "stopped_by": stopped,
@@ -528,81 +434,10 @@ class Trainer:
             "metric": self.task.metric,
             "best": self.best,
         }
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
-            summary["peak_memory_mb"] = round(peak / 2**20)
         if self.fabric.is_global_zero:
             text = json.dumps(summary, indent=2) + "\n"
             atomic_write(out / "metrics.json", lambda path: path.write_text(text))
-            atomic_write(out / "metrics.csv", self._write_csv)
+            atomic_write(
+                out / "metrics.csv", lambda path: write_csv(path, self.history)
+            )
         return summary
-
-    def _write_csv(self, path: Path) -> None:
-        columns = dict.fromkeys(name for row in self.history for name in row)
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(self.history)
-
-    def _plot(self, path: Path) -> None:
-        # A figure without pyplot draws with Agg, whatever the user's backend is.
-        from matplotlib.figure import Figure
-
-        metric = self.task.metric
-        figure = Figure(figsize=(9, 3.5), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for axes, names in (
-            (left, ("train_loss", "val_loss")),
-            (right, (f"val_{metric}", f"test_{metric}")),
-        ):
-            for name in names:
-                rows = [row for row in self.history if name in row]
-                axes.plot(
-                    [row["epoch"] for row in rows],
-                    [row[name] for row in rows],
-                    marker="." if len(rows) < 30 else None,
-                    label=name.replace("_", " "),
-                )
-            axes.set_xlabel("epoch")
-            axes.legend()
-        left.set_ylabel("loss")
-        right.set_ylabel(metric.replace("_", " "))
-        if self.best is not None:
-            right.axvline(self.best["epoch"], color="grey", linewidth=0.5)
-        figure.savefig(path, format="png", dpi=120)
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    """The state of all generators, in types that ``weights_only`` loading allows."""
-    name, keys, *rest = np.random.get_state()
-    state = {
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def _versions() -> dict[str, str]:
-    packages: Sequence[str] = (
-        *("pyg-chimera", "torch", "torch-geometric", "lightning-fabric"),
-        *("numba", "numpy", "scikit-learn", "ogb", "rdkit"),
-    )
-    found = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

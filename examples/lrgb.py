@@ -19,19 +19,20 @@ A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
 import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from engine import Options, Task, Trainer, add_arguments, count_parameters, start
+from engine import Task, Trainer, count_parameters, start
 from metrics import average_precision, macro_f1, mean_absolute_error, mean_ranks
 from presets import BASELINES, PRESETS, build_model, get_recipe, match_width
+from support import Options, add_arguments
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.datasets import LRGBDataset
-from torch_geometric.transforms import BaseTransform
+from torch_geometric.transforms import BaseTransform, Compose
 
 from pyg_chimera.datasets import (
     ATOM_FEATURE_SIZES,
@@ -126,6 +127,7 @@ class EliminationRank(AddEliminationOrder):
     """The elimination order without the fill-in, which is large on large graphs."""
 
     def forward(self, data: Data) -> Data:
+        """Adds the rank to a copy of the data."""
         data = super().forward(data)
         del data[self.index_name]
         return data
@@ -141,6 +143,7 @@ class Standardize(BaseTransform):
         }
 
     def forward(self, data: Data) -> Data:
+        """Standardizes a copy of the data."""
         for name, (mean, std) in self.stats.items():
             data[name] = (data[name] - mean) / std
         return data
@@ -184,10 +187,13 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
             split: LRGBDataset(args.root, args.dataset, split, pre_transform=rank)
             for split in SPLITS
         }
+        transforms: list[BaseTransform] = []
+        if "elimination_rank" not in datasets["train"][0]:
+            transforms.append(rank)  # the files were made by somebody else
         if args.dataset in ("pascalvoc-sp", "coco-sp"):
-            transform = Standardize(datasets["train"])
-            for dataset in datasets.values():
-                dataset.transform = transform
+            transforms.append(Standardize(datasets["train"]))
+        for dataset in datasets.values():
+            dataset.transform = Compose(transforms) if transforms else None
     if args.smoke:
         datasets = {split: dataset[:24] for split, dataset in datasets.items()}
     return datasets
@@ -197,6 +203,7 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
 
 
 def parse(argv: list[str] | None = None) -> Namespace:
+    """Reads the command line and fills in what depends on it."""
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
@@ -242,24 +249,8 @@ def run(args: Namespace) -> dict[str, Any]:
     """Trains as told on the command line and returns the summary."""
     data = DATASETS[args.dataset]
     name = args.baseline or "chimera"
-    recipe = get_recipe(
-        args.preset,
-        args.dataset,
-        epochs=args.epochs,
-        batch_size=args.batch_size,
-        lr=args.lr,
-    )
-    shared = {"epochs", "batch_size", "lr", "optimizer", "weight_decay"}
-    options = Options(
-        **{key: getattr(recipe, key) for key in (*shared, "warmup_epochs")},
-        **{
-            key: getattr(args, key)
-            for key in (
-                *("out", "seed", "num_workers", "device", "precision"),
-                *("time_limit", "resume", "overwrite"),
-            )
-        },
-    )
+    recipe = get_recipe(args.preset, args.dataset)
+    options = Options.choose(args, recipe)
     fabric = start(options)
     with fabric.rank_zero_first():
         datasets = get_datasets(args)
@@ -271,14 +262,9 @@ def run(args: Namespace) -> dict[str, Any]:
     fabric.seed_everything(args.seed, verbose=False)
     model = build_model(recipe, name, **data)
     info = {"dataset": args.dataset, "model": name, "preset": args.preset}
-    trainer = Trainer(
-        fabric,
-        model,
-        datasets,
-        get_task(args.dataset),
-        options,
-        {**info, **asdict(replace(recipe, epochs=0))},
-    )
+    info |= {key: value for key, value in asdict(recipe).items() if key != "epochs"}
+    task = get_task(args.dataset)
+    trainer = Trainer(fabric, model, datasets, task, options, info)
     sizes = " / ".join(f"{len(datasets[split]):,}" for split in SPLITS)
     trainer.log(
         f"{args.dataset}: {sizes} graphs; {name}, preset {args.preset}: "
@@ -301,6 +287,7 @@ def run(args: Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
     summary = run(parse(argv))
     # As shells have it: 130 after Ctrl-C. A time limit is a regular end.
     return {"SIGINT": 130, "SIGTERM": 143}.get(summary["stopped_by"], 0)

@@ -95,6 +95,7 @@ PRESETS = {
         channels=32,
         state_channels=16,
         normalization="paper",
+        head_layers=2,
         slack=(1.0, 6.0),
     ),
     "smoke": replace(
@@ -122,11 +123,9 @@ _OVERRIDES: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 
-def get_recipe(preset: str, dataset: str, **changes: Any) -> Recipe:
-    """The recipe for a data set; changes that are None are left out."""
-    changes = {name: value for name, value in changes.items() if value is not None}
-    overrides = _OVERRIDES.get((preset, dataset), {})
-    return replace(PRESETS[preset], **{**overrides, **changes})
+def get_recipe(preset: str, dataset: str) -> Recipe:
+    """The recipe of a preset for a data set."""
+    return replace(PRESETS[preset], **_OVERRIDES.get((preset, dataset), {}))
 
 
 def build_model(

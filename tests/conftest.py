@@ -20,5 +20,7 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed(request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
+    if "compile" in request.node.name:  # else earlier tests count as recompilations
+        torch.compiler.reset()

@@ -45,6 +45,14 @@ def _require(module: str) -> Any:
         ) from error
 
 
+def _sequence_to_smiles(sequence: str) -> str:
+    chem = _require("rdkit.Chem")
+    # All residues are left-handed, so chirality tells nothing; but its marks depend on
+    # which branch of the string is the longer one, and would leak to each atom where
+    # in the chain it is.
+    return chem.MolToSmiles(chem.MolFromSequence(sequence), isomericSmiles=False)
+
+
 def _featurise(smiles: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Features, edges and edge features of one molecule, None if unreadable."""
     _require("rdkit")  # without it, OGB exports no smiles2graph
@@ -102,11 +110,12 @@ class _SplitDataset(InMemoryDataset):
     def processed_file_names(self) -> list[str]:
         return [f"{split}.pt" for split in _SPLITS]
 
-    def _save_splits(
-        self, graphs: list[Data], splits: dict[str, Sequence[int]]
-    ) -> None:
-        for split, path in zip(_SPLITS, self.processed_paths, strict=True):
-            chosen = [graphs[i] for i in splits[split]]
+    def _save_splits(self, graphs: list[Data], ends: list[int]) -> None:
+        """Saves the graphs, which are sorted by split; ``ends`` starts with 0."""
+        for i, (split, path) in enumerate(
+            zip(_SPLITS, self.processed_paths, strict=True)
+        ):
+            chosen = graphs[ends[i] : ends[i + 1]]
             if self.pre_filter is not None:
                 chosen = [data for data in chosen if self.pre_filter(data)]
             if self.pre_transform is not None:
@@ -197,10 +206,12 @@ class PeptidesFunctional(_SplitDataset):
 
     @property
     def raw_file_names(self) -> list[str]:
+        """The file of SMILES strings and labels, below :obj:`root/raw`."""
         return ["peptide_multi_class_dataset.csv.gz"]
 
     @property
     def processed_dir(self) -> str:
+        """Where the processed splits are kept."""
         return osp.join(self.processed_root, "processed")
 
     @classmethod
@@ -220,6 +231,7 @@ class PeptidesFunctional(_SplitDataset):
         )
 
     def process(self) -> None:
+        """Turns the raw file into the processed splits."""
         path = self.raw_paths[0]
         if not osp.isfile(path):
             raise FileNotFoundError(
@@ -248,9 +260,10 @@ class PeptidesFunctional(_SplitDataset):
                 f"The column 'labels' of {path} must hold lists of "
                 f"{self.num_tasks} numbers (got shape {labels.shape})"
             )
-        smiles = [row["smiles"] for row in rows]
-        graphs = list(_to_graphs(smiles, labels, self.num_workers, self.log))
-        self._save_splits(graphs, splits)
+        smiles = [rows[i]["smiles"] for i in used]
+        graphs = list(_to_graphs(smiles, labels[used], self.num_workers, self.log))
+        ends = np.cumsum([0] + [len(splits[s]) for s in _SPLITS])
+        self._save_splits(graphs, ends.tolist())
 
 
 _ACIDIC, _BASIC, _AROMATIC, _SULFUR = "DE", "KRH", "FWY", "CM"
@@ -320,10 +333,9 @@ class GeneratedPeptides(_SplitDataset):
     Amino-acid sequences are drawn at random, turned into molecules by RDKit and
     into graphs by OGB's :obj:`smiles2graph`, so that features and sizes are those
     of :class:`PeptidesFunctional` (without chirality). The six binary labels are those
-    of :func:`long_range_labels`. The same
-    arguments give the same data set, no sequence occurs twice, and 70%, 15% and
-    15% of the peptides are for training, validation and test. Needs the extra
-    :obj:`examples`.
+    of :func:`long_range_labels`. The same arguments give the same data set, no
+    sequence occurs twice, and 70%, 15% and 15% of the peptides are for training,
+    validation and test. Needs the extra :obj:`examples`.
 
     .. list-table::
         :header-rows: 1
@@ -418,10 +430,12 @@ class GeneratedPeptides(_SplitDataset):
 
     @property
     def raw_file_names(self) -> list[str]:
+        """None: the peptides are generated."""
         return []
 
     @property
     def processed_dir(self) -> str:
+        """Where the processed splits of this preset, size and seed are kept."""
         name = f"generated-peptides-{self.preset}-{self.num_graphs}-seed{self.seed}"
         return osp.join(self.root, name, "processed")
 
@@ -443,21 +457,11 @@ class GeneratedPeptides(_SplitDataset):
         return list(found)
 
     def process(self) -> None:
-        chem = _require("rdkit.Chem")
+        """Generates the peptides and their processed splits."""
         sequences = self.sequences()
-        # All residues are left-handed, so chirality tells nothing; but its marks depend
-        # on which branch is the longer one and would leak positions to each atom.
-        smiles = [
-            chem.MolToSmiles(chem.MolFromSequence(s), isomericSmiles=False)
-            for s in sequences
-        ]
+        smiles = [_sequence_to_smiles(sequence) for sequence in sequences]
         labels = np.array([long_range_labels(s) for s in sequences])
         graphs = list(_to_graphs(smiles, labels, self.num_workers, self.log))
         held_out = max(1, round(0.15 * len(graphs)))
         train = len(graphs) - 2 * held_out
-        splits = {
-            "train": range(train),
-            "val": range(train, train + held_out),
-            "test": range(train + held_out, len(graphs)),
-        }
-        self._save_splits(graphs, splits)
+        self._save_splits(graphs, [0, train, train + held_out, len(graphs)])
