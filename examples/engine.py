@@ -10,8 +10,10 @@ keeps everything about a run in one folder::
     best.pt        weights of the best validation epoch
 
 Files appear by an atomic rename, so a run may be killed at any time. Resuming
-continues bit for bit on a CPU: the order of training graphs is a function of seed
-and epoch alone, and everything else that a run depends on is in ``last.pt``.
+continues bit for bit on a CPU, even from within an epoch: the order of training graphs
+is a function of seed and epoch alone, and all else that a run depends on is in
+``last.pt``. (The exception are random transforms in worker processes of the loader, of
+which a run that stopped within an epoch will draw other ones.)
 """
 
 import json
@@ -35,6 +37,7 @@ from support import (
     atomic_write,
     environment,
     plot,
+    prepare_worker,
     random_state,
     set_random_state,
     write_csv,
@@ -216,6 +219,7 @@ class Trainer:
             self.datasets["train"],
             batch_sampler=self.batches,
             num_workers=self.options.num_workers,
+            worker_init_fn=prepare_worker,
             generator=self.batches.generator,
             pin_memory=self.fabric.device.type == "cuda",
         )
@@ -227,11 +231,8 @@ class Trainer:
             leave=False,
             disable=None if self.fabric.is_global_zero else True,
         )
-        for batch in progress:
-            reason = self._agreed_reason()
-            if reason is not None:
-                progress.close()
-                return reason
+        reason = self._agreed_reason()
+        for batch in progress if reason is None else ():
             batch = batch.to(self.fabric.device, non_blocking=True)
             out = self.model(**self.module.inputs(batch))
             loss = self.task.loss(out, batch)
@@ -254,7 +255,12 @@ class Trainer:
             progress.set_postfix(
                 loss=f"{self.total[0] / self.total[1]:.4f}", refresh=False
             )
-        return None
+            # Before the next batch is drawn: a random transform may draw, too.
+            reason = self._agreed_reason()
+            if reason is not None:
+                break
+        progress.close()
+        return reason
 
     def _finish_epoch(self) -> dict[str, Any]:
         """Validates, tests if this is the best epoch so far, and logs."""
@@ -305,6 +311,7 @@ class Trainer:
             self.datasets[split][self.rank :: self.world],
             batch_size=self.share,
             num_workers=self.options.num_workers,
+            worker_init_fn=prepare_worker,
         )
         total, rows = np.zeros(2), []
         for batch in tqdm(

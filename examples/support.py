@@ -157,6 +157,12 @@ class StopRequest:
         return "time limit" if time.monotonic() - _STARTED > self.limit else None
 
 
+def prepare_worker(_: int) -> None:
+    """Lets Ctrl-C stop the program in its own time, not a worker of the loader."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # how PyTorch ends a worker
+
+
 def random_state(device: torch.device) -> dict[str, Any]:
     """The state of all generators, in types that ``weights_only`` loading allows."""
     name, keys, *rest = np.random.get_state()  # noqa: NPY002 (others may use it)

@@ -63,7 +63,9 @@ def neighbourhoods(sequence: str, rounds: int) -> Counter:
         around = [[] for _ in colour]
         for source, target, kind in bonds:
             around[target].append((tuple(kind), colour[source]))
-        colour = [hash((c, tuple(sorted(a)))) for c, a in zip(colour, around)]
+        colour = [
+            hash((c, tuple(sorted(a)))) for c, a in zip(colour, around, strict=True)
+        ]
     return Counter(colour)
 
 

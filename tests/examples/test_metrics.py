@@ -1,128 +1,126 @@
 import math
 
-import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from metrics import average_precision, macro_f1, mean_absolute_error, mean_ranks
-from sklearn.metrics import average_precision_score, f1_score
 
 NAN = float("nan")
 
 
-def test_average_precision_against_sklearn():
-    score = torch.randn(50, 4)
-    target = (torch.rand(50, 4) < 0.3).float()
-    expected = average_precision_score(target.numpy(), score.numpy(), average="macro")
-    assert average_precision(score, target) == pytest.approx(expected, abs=1e-12)
-    # Ranks alone matter.
-    assert average_precision(5 * score - 3, target) == pytest.approx(expected, abs=1e-6)
-
-
 def test_average_precision_by_hand():
-    # Task 0: positives are first and third of three known ones: (1 + 2/3) / 2.
-    # Task 1 has one class only and is left out.
-    score = torch.tensor([[3.0, 1.0], [2.0, 2.0], [1.0, 3.0], [9.0, 0.0]])
-    target = torch.tensor([[1, 1], [0, 1], [1, 1], [NAN, NAN]])
-    assert average_precision(score, target) == pytest.approx(5 / 6)
-    assert math.isnan(average_precision(score[:, 1:], target[:, 1:]))
+    score = torch.tensor([[0.9], [0.8], [0.7], [0.6]])
+    target = torch.tensor([[1.0], [0.0], [1.0], [0.0]])
+    # Precision at the two positives: 1/1 and 2/3.
+    assert average_precision(score, target) == pytest.approx((1 + 2 / 3) / 2)
+    assert average_precision(-score, target) == pytest.approx((1 / 2 + 2 / 4) / 2)
 
 
-def test_mean_absolute_error():
-    prediction, target = torch.randn(7, 3), torch.randn(7, 3)
-    expected = np.abs(prediction.numpy() - target.numpy()).mean()
-    assert mean_absolute_error(prediction, target) == pytest.approx(expected)
-    target = torch.tensor([[1.0, NAN], [NAN, 4.0]])
-    assert mean_absolute_error(torch.zeros(2, 2), target) == 2.5
+def literal_average_precision(score, target):
+    """Sum over distinct thresholds of the recall gained times the precision there."""
+    total, recall = 0.0, 0.0
+    for threshold in sorted(set(score), reverse=True):
+        taken = [t for s, t in zip(score, target, strict=True) if s >= threshold]
+        now = sum(taken) / sum(target)
+        total += (now - recall) * sum(taken) / len(taken)
+        recall = now
+    return total
 
 
-def test_macro_f1_against_sklearn():
-    prediction, target = torch.randint(5, (200,)), torch.randint(5, (200,))
-    expected = f1_score(target.numpy(), prediction.numpy(), average="macro")
-    assert macro_f1(prediction, target) == pytest.approx(expected, abs=1e-12)
-
-
-def test_macro_f1_by_hand():
-    prediction = torch.tensor([0, 0, 1, 5])
-    target = torch.tensor([0, 1, 1, 7])
-    # F1 of 0 and 1 is 2/3; 5 and 7 are never right; 2, 3, 4, 6 do not occur.
-    assert macro_f1(prediction, target) == pytest.approx((2 / 3 + 2 / 3) / 4)
-
-
-def ranks_by_loops(x, pairs, labels, ptr):
-    """The definitions, one contact and one candidate at a time."""
-    out = {"mrr_raw": [], "mrr_filtered": [], "mrr_extended_filtered": []}
-    contacts = {(u, v) for (u, v), label in zip(pairs, labels, strict=True) if label}
-    for begin, end in zip(ptr[:-1], ptr[1:], strict=True):
-        values = {name: [] for name in out}
-        for (u, v), label in zip(pairs, labels, strict=True):
-            if not label or not begin <= u < end:
-                continue
-            own = float(x[u] @ x[v])
-            rank = dict.fromkeys(out, 1.0)
-            for w in range(begin, end):
-                if w == v:
-                    continue
-                other = float(x[u] @ x[w])
-                beats = 1.0 if other > own else 0.5 if other == own else 0.0
-                rank["mrr_raw"] += beats
-                if (u, w) not in contacts:
-                    rank["mrr_filtered"] += beats
-                    if w != u:
-                        rank["mrr_extended_filtered"] += beats
-            for name in out:
-                values[name].append(1 / rank[name])
-        for name in out:
-            if values[name]:
-                out[name].append(sum(values[name]) / len(values[name]))
-    return out
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_mean_ranks_against_loops(seed):
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(0, 10**6))
+def test_average_precision_is_the_mean_over_tasks_with_both_classes(n, tasks, seed):
     generator = torch.Generator().manual_seed(seed)
-    sizes = [6, 1, 9, 4, 12]
+    score = torch.randint(0, 4, (n, tasks), generator=generator).float()  # with ties
+    target = torch.randint(0, 2, (n, tasks), generator=generator).float()
+    target[torch.rand(n, tasks, generator=generator) < 0.2] = NAN
+    expected = []
+    for s, t in zip(score.T.tolist(), target.T.tolist(), strict=True):
+        known = [(a, b) for a, b in zip(s, t, strict=True) if not math.isnan(b)]
+        if {b for _, b in known} == {0.0, 1.0}:
+            expected.append(literal_average_precision(*zip(*known, strict=True)))
+    found = average_precision(score, target)
+    if expected:
+        assert found == pytest.approx(sum(expected) / len(expected))
+    else:
+        assert math.isnan(found)
+
+
+def test_mean_absolute_error_leaves_out_unlabelled_entries():
+    prediction = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    target = torch.tensor([[0.0, NAN], [5.0, 4.5]])
+    assert mean_absolute_error(prediction, target) == pytest.approx((1 + 2 + 0.5) / 3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(2, 5), st.integers(0, 10**6))
+def test_macro_f1_is_the_mean_over_classes_that_occur(n, classes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    prediction, target = torch.randint(0, classes, (2, n), generator=generator)
+    scores = []
+    for c in set(prediction.tolist()) | set(target.tolist()):
+        hits = int(((prediction == c) & (target == c)).sum())
+        scores.append(2 * hits / int((prediction == c).sum() + (target == c).sum()))
+    assert macro_f1(prediction, target) == pytest.approx(sum(scores) / len(scores))
+
+
+def test_ranks_by_hand():
+    # One graph of four nodes on a line: the score of (u, w) is x_u * x_w.
+    x = torch.tensor([[1.0], [4.0], [3.0], [2.0]])
+    index = torch.tensor([[0, 0, 1], [2, 1, 0]])
+    label = torch.tensor([1, 1, 0])
+    found = mean_ranks(x, index, label, torch.tensor([0, 4]))
+    # Tails of head 0 by score: node 1 (4), 2 (3), 3 (2), 0 (1). Contacts are 2 and 1.
+    assert found["mrr_raw"].tolist() == [(1 / 2 + 1 / 1) / 2]
+    assert found["mrr_filtered"].tolist() == [1.0]  # node 1 doesn't compete with 2
+    assert found["mrr_extended_filtered"].tolist() == [1.0]
+    # From the node that likes itself most, it only goes without itself.
+    found = mean_ranks(x, torch.tensor([[1], [2]]), torch.ones(1), torch.tensor([0, 4]))
+    ranks = {key: 1 / value.item() for key, value in found.items()}
+    assert ranks == {"mrr_raw": 2, "mrr_filtered": 2, "mrr_extended_filtered": 1}
+
+
+def literal_ranks(x, contacts, kind):
+    """Reciprocal ranks of a graph's contacts, candidate by candidate."""
+    out = []
+    for u, v in contacts:
+        rank = 1.0
+        for w in range(len(x)):
+            if w == v or (kind != "mrr_raw" and (u, w) in contacts):
+                continue
+            if kind == "mrr_extended_filtered" and w == u:
+                continue
+            mine, other = (x[u] * x[v]).sum(), (x[u] * x[w]).sum()
+            rank += 1.0 if other > mine else 0.5 if other == mine else 0.0
+        out.append(1 / rank)
+    return sum(out) / len(out)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=4), st.integers(0, 10**6))
+def test_ranks_against_a_loop(sizes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-2, 3, (sum(sizes), 2), generator=generator).double()  # ties
     ptr = torch.tensor([0, *sizes]).cumsum(0)
-    # Small integers make exact ties.
-    x = torch.randint(-2, 3, (sum(sizes), 3), generator=generator).float()
-    pairs, labels = [], []
-    for begin, size in zip(ptr.tolist(), sizes, strict=False):
-        for _ in range(2 * size if size > 1 else 0):
-            u, v = torch.randperm(size, generator=generator)[:2].tolist()
-            if (begin + u, begin + v) not in pairs:
-                pairs.append((begin + u, begin + v))
-                contact = torch.rand((), generator=generator) < 0.5
-                labels.append(int(contact and size != 4))  # one graph has none
-    order = torch.randperm(len(pairs), generator=generator).tolist()
-    pairs, labels = [pairs[i] for i in order], [labels[i] for i in order]
-
-    out = mean_ranks(x, torch.tensor(pairs).t(), torch.tensor(labels), ptr)
-    expected = ranks_by_loops(x, pairs, labels, ptr.tolist())
-    assert out.keys() == expected.keys()
-    for name, values in expected.items():
-        assert len(values) == 3
-        assert out[name].tolist() == pytest.approx(values, abs=1e-12), name
-    means = [float(out[name].mean()) for name in expected]
-    assert means == sorted(means)  # each has fewer candidates than the one before
-    assert means[0] < means[2]
-
-
-def test_mean_ranks_by_hand():
-    # Contacts of node 0 are 1 and 2. Scores of node 0 with 0, 1, 2, 3: 9, 6, 3, 4.5.
-    x = torch.tensor([[3.0], [2.0], [1.0], [1.5]])
-    pairs = torch.tensor([[0, 0, 0], [1, 2, 3]])
-    label = torch.tensor([[1], [1], [0]])  # as stored: a column
-    out = mean_ranks(x, pairs, label, torch.tensor([0, 4]))
-    assert out["mrr_raw"].tolist() == pytest.approx([(1 / 2 + 1 / 4) / 2])
-    assert out["mrr_filtered"].tolist() == pytest.approx([(1 / 2 + 1 / 3) / 2])
-    assert out["mrr_extended_filtered"].tolist() == pytest.approx([(1 + 1 / 2) / 2])
-
-
-def test_mean_ranks_without_contacts():
-    out = mean_ranks(
-        torch.randn(3, 2), torch.tensor([[0], [1]]), torch.zeros(1), torch.tensor([0, 3])
-    )
-    assert {name: value.numel() for name, value in out.items()} == {
-        "mrr_raw": 0,
-        "mrr_filtered": 0,
-        "mrr_extended_filtered": 0,
-    }
+    index, label, graphs = [], [], []
+    for begin, end in zip(ptr[:-1].tolist(), ptr[1:].tolist(), strict=True):
+        pairs = [(u, v) for u in range(begin, end) for v in range(begin, end)]
+        chosen = torch.rand(len(pairs), generator=generator) < 0.5
+        pairs = [pair for pair, keep in zip(pairs, chosen, strict=True) if keep]
+        found = torch.rand(len(pairs), generator=generator) < 0.6
+        index += pairs
+        label += found.int().tolist()
+        contacts = [pair for pair, is_one in zip(pairs, found, strict=True) if is_one]
+        graphs.append((begin, end, contacts))
+    edge_label_index = torch.tensor(index, dtype=torch.long).view(-1, 2).T
+    order = torch.randperm(len(index), generator=generator)  # need not be sorted
+    result = mean_ranks(x, edge_label_index[:, order], torch.tensor(label)[order], ptr)
+    assert set(result) == {"mrr_raw", "mrr_filtered", "mrr_extended_filtered"}
+    for kind, values in result.items():
+        expected = [
+            literal_ranks(x[b:e], [(u - b, v - b) for u, v in contacts], kind)
+            for b, e, contacts in graphs
+            if contacts  # graphs without a contact have no rank
+        ]
+        assert values.tolist() == pytest.approx(expected)

@@ -2,15 +2,17 @@
 
 A task's states fit in a core's cache, tasks don't talk to each other, and the states
 [V, heads, N, P] are never written out. Kernels are compiled without numba's parallel
-regions: they release the GIL and run on plain Python threads (as many as
-`torch.get_num_threads()`), which is safe after a fork and from several threads.
+regions: they release the GIL and run on `torch.get_num_threads()` threads that share
+out the tasks, which is safe after a fork and from several threads.
 """
 
+import ctypes
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from threading import Lock, local
+from pathlib import Path
+from threading import Lock, get_ident
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +27,8 @@ _jit = njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "arc
 
 #: Bytes of states that a task may hold at a time: half of a usual L2 cache.
 _TILE_BYTES = 1 << 19
+#: Rows of matrices are filled up to a multiple of this.
+_LANES = 16
 #: Bytes that a thread keeps between calls.
 _KEPT_BYTES = 1 << 26
 #: Numbers of a state that are moved at a time at least, whatever that takes.
@@ -42,38 +46,93 @@ class Factors(NamedTuple):
 # --------------------------------------------------------------------------- threads
 
 
-class _Pool:
-    """Threads that outlive a call, made anew in a forked child."""
+class _Team:
+    """Runs a function in as many threads at once as torch uses.
+
+    On Linux these are torch's own OpenMP threads: others would fight for the cores
+    with them, as they spin for a while after each of torch's operators. Elsewhere, and
+    in a forked child, where OpenMP must not be used, they are plain Python threads.
+    """
 
     def __init__(self) -> None:
         self.lock = Lock()
+        self.pid = os.getpid()
+        self.openmp = _find_openmp()
         self.key: tuple[int, int] | None = None
-        self.executor: ThreadPoolExecutor | None = None
+        self.pool: ThreadPoolExecutor | None = None
 
-    def get(self, num_threads: int) -> ThreadPoolExecutor:
+    def run(self, work: Callable[[], None], num_threads: int) -> None:
+        errors: list[BaseException] = []
+
+        def guarded(_: object = None) -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        if self.openmp is not None and os.getpid() == self.pid:
+            self.openmp(_CALLBACK(guarded), None, num_threads, 0)
+        else:
+            pool = self._start(num_threads)
+            futures = [pool.submit(guarded) for _ in range(num_threads - 1)]
+            guarded()
+            for future in futures:
+                future.result()
+        if errors:
+            raise errors[0]
+
+    def _start(self, num_threads: int) -> ThreadPoolExecutor:
         key = (os.getpid(), num_threads)
         with self.lock:
-            if self.executor is None or self.key != key:
-                self.executor = ThreadPoolExecutor(num_threads, "pyg_chimera")
+            if self.pool is None or self.key != key:
+                self.pool = ThreadPoolExecutor(num_threads, "pyg_chimera")
                 self.key = key
-            return self.executor
+            return self.pool
 
 
-_POOL = _Pool()
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
-class _Scratch(local):
+def _find_openmp() -> Callable | None:
+    """GNU OpenMP's `GOMP_parallel`, in the very library that torch has loaded."""
+    folder = Path(torch.__file__).parent
+    for path in [
+        *folder.glob("lib/libgomp*.so*"),
+        *folder.parent.glob("torch.libs/libgomp*"),
+    ]:
+        try:
+            # RTLD_NOLOAD: a second copy would have threads of its own.
+            library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            parallel = library.GOMP_parallel
+        except (AttributeError, OSError):
+            continue
+        parallel.argtypes = [_CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return parallel
+    return None
+
+
+_TEAM = _Team()
+
+
+class _Scratch:
     """Memory of a thread that outlives a call: new pages cost more than their use."""
 
-    buffer = np.empty(0, np.uint8)
+    def __init__(self) -> None:
+        # By identity, as Python forgets what is local to OpenMP's threads.
+        self.buffers: dict[int, np.ndarray] = {}
 
     def get(self, size: int, dtype: np.dtype) -> np.ndarray:
         needed = size * dtype.itemsize
         if needed > _KEPT_BYTES:
             return np.empty(size, dtype)
-        if self.buffer.shape[0] < needed:
-            self.buffer = np.empty(needed, np.uint8)
-        return self.buffer[:needed].view(dtype)
+        thread = get_ident()
+        buffer = self.buffers.get(thread)
+        if buffer is None or buffer.shape[0] < needed:
+            if len(self.buffers) > 256:  # most of their threads are gone
+                self.buffers.clear()
+            buffer = self.buffers[thread] = np.empty(needed, np.uint8)
+        return buffer[:needed].view(dtype)
 
 
 _SCRATCH = _Scratch()
@@ -102,12 +161,7 @@ def _run(
                 return
             kernel(*bound, _SCRATCH.get(scratch, dtype), *args)
 
-    # The caller works too: one thread less to wake.
-    pool = _POOL.get(num_threads)
-    futures = [pool.submit(work) for _ in range(num_threads - 1)]
-    work()
-    for future in futures:
-        future.result()
+    _TEAM.run(work, num_threads)
 
 
 # --------------------------------------------------------------------- factorisation
@@ -604,7 +658,7 @@ def _mask_scratch(
     system: System, query: np.ndarray, value: np.ndarray, squares: int, thin: int
 ) -> int:
     """Numbers in that many matrices [n, n], and in as many [n, N] and [n, P]."""
-    n = int(system.sizes.max(initial=0))
+    n = int(system.sizes.max(initial=0)) + _LANES
     return n * (squares * n + thin * (query.shape[2] + value.shape[2]))
 
 
@@ -658,6 +712,7 @@ def _take(target, source, nodes, h):  # type: ignore[no-untyped-def]
 
 @_jit
 def _take_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
+    target[:, nodes.shape[0] :] = 0
     for i in range(nodes.shape[0]):
         row = source[nodes[i], h]
         for c in range(row.shape[0]):
@@ -705,9 +760,10 @@ def _flush(rows, floor):  # type: ignore[no-untyped-def]
             row[j] = row[j] if abs(row[j]) > floor else 0
 
 
-# All matrices of a block are in elimination order. Products are arranged such that the
-# inner loop runs over the nodes of the block, as there may be few channels: y^T =
-# v^T (L * S)^T, with L^T from the transposed system.
+# All matrices of a block are in elimination order, and their rows are filled up with
+# zeros to whole vectors: what is left over would be done number by number. Products
+# are arranged such that the inner loop runs over the nodes of the block, as there may
+# be few channels: y^T = v^T (L * S)^T, with L^T from the transposed system.
 
 
 @_jit
@@ -721,15 +777,16 @@ def _mask_forward(  # type: ignore[no-untyped-def]
         block, head = task // tasks, (task % tasks) * share
         g = head * query.shape[1] // heads
         s, n = ptr[block], ptr[block + 1] - ptr[block]
+        m = (n + _LANES - 1) // _LANES * _LANES
         nodes = node[s : s + n]
-        squares = scratch[: 2 * n * n].reshape(2, n, n)
+        squares = scratch[: 2 * n * m].reshape(2, n, m)
         mask, scores = squares[0], squares[1]
-        at = 2 * n * n
-        narrow = scratch[at : at + 2 * n * states]
-        k = narrow[: n * states].reshape(n, states)
-        qt = narrow[n * states :].reshape(states, n)
-        at += 2 * n * states
-        slim = scratch[at : at + 2 * n * channels].reshape(2, channels, n)
+        at = 2 * n * m
+        narrow = scratch[at : at + 2 * m * states].reshape(2, m * states)
+        k = narrow[0, : n * states].reshape(n, states)
+        qt = narrow[1].reshape(states, m)
+        at += 2 * m * states
+        slim = scratch[at : at + 2 * m * channels].reshape(2, channels, m)
         vt, yt = slim[0], slim[1]
         _take(k, key, nodes, g)
         _take_transposed(qt, query, nodes, g)
@@ -737,7 +794,7 @@ def _mask_forward(  # type: ignore[no-untyped-def]
         for h in range(head, head + share):
             _set_identity(mask)
             _solve(
-                mask, s, n, n, True, triangular, column_ptr, column_row, column_entry,
+                mask, s, n, m, True, triangular, column_ptr, column_row, column_entry,
                 diagonal[h], lower[h], upper[h],
             )  # fmt: skip
             _flush(mask, floor)
@@ -761,19 +818,23 @@ def _mask_backward(  # type: ignore[no-untyped-def]
         g = head * groups // heads
         part = (head - g * (heads // groups)) // share
         s, n = ptr[block], ptr[block + 1] - ptr[block]
+        m = (n + _LANES - 1) // _LANES * _LANES
         nodes = node[s : s + n]
-        squares = scratch[: 5 * n * n].reshape(5, n, n)
+        squares = scratch[: 5 * n * m].reshape(5, n, m)
         L, adjoint, scores = squares[0], squares[1], squares[2]
         d_scores, mask = squares[3], squares[4]
-        at = 5 * n * n
-        narrow = scratch[at : at + 5 * n * states].reshape(5, n * states)
-        q, k = narrow[0].reshape(n, states), narrow[1].reshape(n, states)
-        qt, kt = narrow[2].reshape(states, n), narrow[3].reshape(states, n)
-        dq, dkt = narrow[4].reshape(n, states), narrow[4].reshape(states, n)
-        at += 5 * n * states
-        slim = scratch[at : at + 5 * n * channels].reshape(5, n * channels)
-        dy, dyt = slim[0].reshape(n, channels), slim[1].reshape(channels, n)
-        vt, dvt = slim[2].reshape(channels, n), slim[3].reshape(channels, n)
+        at = 5 * n * m
+        narrow = scratch[at : at + 5 * m * states].reshape(5, m * states)
+        q = narrow[0, : n * states].reshape(n, states)
+        k = narrow[1, : n * states].reshape(n, states)
+        dq = narrow[2, : n * states].reshape(n, states)
+        qt, kt = narrow[3].reshape(states, m), narrow[4].reshape(states, m)
+        dkt = narrow[2].reshape(states, m)
+        at += 5 * m * states
+        slim = scratch[at : at + 4 * m * channels].reshape(4, m * channels)
+        dy = slim[0, : n * channels].reshape(n, channels)
+        dyt, vt = slim[1].reshape(channels, m), slim[2].reshape(channels, m)
+        dvt = slim[3].reshape(channels, m)
         _take(q, query, nodes, g)
         _take_transposed(kt, key, nodes, g)
         _matmul(scores, q, kt)
@@ -781,7 +842,7 @@ def _mask_backward(  # type: ignore[no-untyped-def]
         for h in range(head, head + share):
             _set_identity(L)
             _solve(
-                L, s, n, n, False, triangular, column_ptr, column_row, column_entry,
+                L, s, n, m, False, triangular, column_ptr, column_row, column_entry,
                 diagonal[h], lower[h], upper[h],
             )  # fmt: skip
             _flush(L, floor)
@@ -795,15 +856,15 @@ def _mask_backward(  # type: ignore[no-untyped-def]
             for i in range(n):
                 target, total = adjoint[i], d_scores[i]
                 d_mask, left, right = mask[i], L[i], scores[i]
-                for j in range(n):
+                for j in range(m):
                     target[j] = d_mask[j] * right[j]
                     total[j] += d_mask[j] * left[j]
             _solve(
-                adjoint, s, n, n, True, triangular, column_ptr, column_row,
+                adjoint, s, n, m, True, triangular, column_ptr, column_row,
                 column_entry, diagonal[h], lower[h], upper[h],
             )  # fmt: skip
             _edge_products(
-                adjoint, L, s, n, edge_ptr[block], edge_ptr[block + 1], edge, edge_row,
+                adjoint, L, s, m, edge_ptr[block], edge_ptr[block + 1], edge, edge_row,
                 edge_col, grad_weight[:, h],
             )  # fmt: skip
         _take(k, key, nodes, g)
