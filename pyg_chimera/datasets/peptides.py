@@ -247,8 +247,9 @@ class PeptidesFunctional(_SplitDataset):
             )
         with open(self._splits_path()) as file:
             splits = json.load(file)
-        used = np.concatenate([np.asarray(splits.get(s, []), int) for s in _SPLITS])
-        if used.size == 0 or used.min() < 0 or used.max() >= len(rows):
+        parts = [np.asarray(splits.get(s, []), int) for s in _SPLITS]
+        used = np.concatenate(parts)
+        if not all(map(len, parts)) or used.min() < 0 or used.max() >= len(rows):
             raise ValueError(
                 f"'splits.json' must list rows 0 to {len(rows) - 1} under {_SPLITS}"
             )
@@ -262,7 +263,7 @@ class PeptidesFunctional(_SplitDataset):
             )
         smiles = [rows[i]["smiles"] for i in used]
         graphs = list(_to_graphs(smiles, labels[used], self.num_workers, self.log))
-        ends = np.cumsum([0] + [len(splits[s]) for s in _SPLITS])
+        ends = np.cumsum([0, *map(len, parts)])
         self._save_splits(graphs, ends.tolist())
 
 
@@ -410,7 +411,9 @@ class GeneratedPeptides(_SplitDataset):
                 f"'preset' must be one of {tuple(self._presets)} (got {preset!r})"
             )
         self.preset = preset
-        self.num_graphs = num_graphs or self._presets[preset].num_graphs
+        if num_graphs is None:
+            num_graphs = self._presets[preset].num_graphs
+        self.num_graphs = num_graphs
         if self.num_graphs < len(_SPLITS):
             raise ValueError(
                 f"'num_graphs' must be at least {len(_SPLITS)}, one a split "
