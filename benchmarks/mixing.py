@@ -338,8 +338,7 @@ def measure_layers(args: Namespace) -> dict[str, Any]:
         sizes = [2] if args.smoke else [16, 64]
         workloads += peptides(args.root, sizes, args.smoke)
     if "planar" in args.only:
-        steps = (32, 128) if args.smoke else (512 * 2**i for i in range(6))
-        workloads += map(planar, steps)
+        workloads += map(planar, (32, 128) if args.smoke else args.nodes)
     if not workloads:
         return {"errors": [], "layers": [], "growth": [], "structure": []}
 
@@ -395,6 +394,14 @@ def parse(argv: list[str] | None = None) -> Namespace:
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument(
+        "--nodes",
+        nargs="+",
+        type=int,
+        default=[512 * 2**i for i in range(6)],
+        help="of the planar graphs (default: 512 to 16384)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, help="(default: all; --smoke: 1)")
     parser.add_argument("--repeats", type=int, default=9, help="rounds (default: 9)")
@@ -426,8 +433,10 @@ def parse(argv: list[str] | None = None) -> Namespace:
 def main() -> None:
     args = parse()
     torch.set_num_threads(args.threads)
+    for name in set(CASES) - set(args.cases):
+        del CASES[name]
     results: dict[str, Any] = {"machine": machine(args.device)}
-    settings = ("only", "device", "threads", "repeats", "limit", "smoke")
+    settings = ("only", "cases", "nodes", "device", "threads", "repeats", "limit", "smoke")
     results["settings"] = {name: getattr(args, name) for name in settings}
     results |= measure_layers(args)
     results |= {"dataset": None, "first_call": []}
