@@ -436,7 +436,7 @@ def main() -> None:
     for name in set(CASES) - set(args.cases):
         del CASES[name]
     results: dict[str, Any] = {"machine": machine(args.device)}
-    settings = ("only", "cases", "nodes", "device", "threads", "repeats", "limit", "smoke")
+    settings = ("only", "cases", "nodes", "device", "threads", "repeats", "limit")
     results["settings"] = {name: getattr(args, name) for name in settings}
     results |= measure_layers(args)
     results |= {"dataset": None, "first_call": []}
