@@ -403,7 +403,10 @@ def test_order_depends_on_seed_and_epoch_only():
     assert order(0, 2, skip=4) == order(0, 2)[4:]
 
 
-def test_a_second_signal_acts_at_once():
+def test_a_second_signal_acts_at_once(request):
+    # A process in the background of a shell script is started with Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     with StopRequest(None) as stop:
         assert stop.reason is None
