@@ -187,13 +187,14 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
             split: LRGBDataset(args.root, args.dataset, split, pre_transform=rank)
             for split in SPLITS
         }
-        transforms: list[BaseTransform] = []
-        if "elimination_rank" not in datasets["train"][0]:
-            transforms.append(rank)  # the files were made by somebody else
-        if args.dataset in ("pascalvoc-sp", "coco-sp"):
-            transforms.append(Standardize(datasets["train"]))
+    transforms: list[BaseTransform] = []
+    if "elimination_rank" not in datasets["train"][0]:
+        transforms.append(rank)  # somebody else made the processed files
+    if args.dataset in ("pascalvoc-sp", "coco-sp"):
+        transforms.append(Standardize(datasets["train"]))
+    if transforms:
         for dataset in datasets.values():
-            dataset.transform = Compose(transforms) if transforms else None
+            dataset.transform = Compose(transforms)
     if args.smoke:
         datasets = {split: dataset[:24] for split, dataset in datasets.items()}
     return datasets
