@@ -365,37 +365,62 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume(data_root, tmp_path):
     assert summary["epochs_done"] == epochs
 
 
+def torchrun(script: Path, *args: str) -> str:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc_per_node=2", str(script), *args),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=150, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.slow
-def test_two_processes_go_on_bit_for_bit(data_root, tmp_path):
-    # Starting two processes takes longer than training: all three runs in one go.
+def test_two_processes(data_root, tmp_path):
+    """They report metrics of whole splits, and go on bit for bit."""
     smoke = ["--smoke", "--root", data_root, "--device", "cpu", "--out"]
     one, two = [*smoke, str(tmp_path / "one")], [*smoke, str(tmp_path / "two")]
+    output = torchrun(SCRIPT, *one)
+    assert "2 process(es) on cpu" in output
+    assert output.count("epoch   2/2") == 1  # the first one speaks for both
+    summary = json.loads((tmp_path / "one" / "metrics.json").read_text())
+    assert (summary["processes"], summary["epochs_done"]) == (2, 2)
+
+    # Five graphs on two processes: each must count, and count once.
+    best = torch.load(tmp_path / "one" / "best.pt", weights_only=True)
+    datasets = lrgb.get_datasets(lrgb.parse(smoke[:-1]))
+    recipe = presets.get_recipe("smoke", "generated")
+    model = presets.build_model(recipe, **lrgb.DATASETS["generated"]).eval()
+    model.load_state_dict(best["model"])
+    task = lrgb.get_task("generated")
+    for split in ("val", "test"):
+        assert len(datasets[split]) == 5
+        batch = Batch.from_data_list(list(datasets[split]))
+        with torch.no_grad():
+            out = model(**model.inputs(batch))
+        expected = task.metrics(task.collect(out, batch))
+        expected["loss"] = float(task.loss(out, batch))
+        assert summary["best"][split] == pytest.approx(expected, rel=1e-5)
+
+    # Starting two processes takes longer than training: stop and resume in one go.
     script = tmp_path / "stop_and_resume.py"
     script.write_text(
         f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\n"
         f"import lrgb\n"
-        f"assert lrgb.main({one}) == 0\n"
         f"assert lrgb.main([*{two}, '--time-limit', '0']) == 0\n"
         f"assert lrgb.main([*{two}, '--resume']) == 0\n"
     )
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc_per_node=2", str(script)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "2 process(es) on cpu" in done.stdout
-    assert "Stopped (time limit) in epoch 1/2" in done.stdout
+    assert "Stopped (time limit) in epoch 1/2" in torchrun(script)
     states = [
         torch.load(tmp_path / name / "last.pt", weights_only=True)
         for name in ("one", "two")
     ]
     assert len(states[0]["rng"]) == 2
-    assert states[0]["epoch"] == states[1]["epoch"] == 2
     for key, value in states[0]["model"].items():
         assert torch.equal(value, states[1]["model"][key]), key
+
+    # One process can go on from there as well, although not exactly.
+    summary = run(*one, "--resume", "--epochs", "3")
+    assert (summary["processes"], summary["epochs_done"]) == (1, 3)
