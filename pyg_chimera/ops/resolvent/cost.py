@@ -46,7 +46,12 @@ def cheaper_form(
         + 2.0 * shape.heads
     )
     mask += 0.7 * shape.heads * float((sweep * wide).sum()) + 1e5 * len(sizes)
-    state = 0.6 * float(sweep.sum()) * shape.heads * shape.states * shape.channels
+    states = shape.heads * shape.states * shape.channels
+    if system.triangular and backend == "numba":  # one fused pass, and one back
+        state = float(0.3 * entries.sum() + 1.6 * sizes.sum()) * states
+        state += 400.0 * float(sizes.sum()) * shape.heads
+    else:
+        state = 0.6 * float(sweep.sum()) * states
     if mask <= state:
         return "mask", "blocks are small: matrix products are faster"
     return "state", "blocks are large: states along edges are faster"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.resolvent import cost, numba_, torch_
+from pyg_chimera.ops.resolvent import cost, numba_, numba_scan, torch_
 from pyg_chimera.ops.resolvent.reference import reference_mix
 from pyg_chimera.ops.structure.system import System, build_system
 
@@ -210,15 +210,15 @@ def explain(
     _check_solver(solver, num_terms)
     _check(query, key, value, edge_index, edge_weight, form, backend)
     if backend == "reference":
-        _check_contents(operator, value, edge_index, edge_weight, batch, rank)
+        check_contents(operator, value, edge_index, edge_weight, batch, rank)
         dense = "neumann" if solver == "neumann" else "dense"
         return Choice(operator, dense, "mask", backend, "asked for")
     query, _, value, edge_weight = (
-        x.detach() for x in _promoted(query, key, value, edge_weight)
+        x.detach() for x in promoted(query, key, value, edge_weight)
     )
     terms = -1 if num_terms is None else num_terms
-    return _plan(
-        operator, query, value, edge_index, edge_weight, batch, rank, solver, form,
+    return _mix_plan(
+        query, value, edge_index, edge_weight, batch, rank, operator, solver, form,
         backend, terms,
     ).choice  # fmt: skip
 
@@ -277,6 +277,11 @@ def _check(
         )
     if edge_index.is_floating_point() or edge_index.dtype == torch.bool:
         raise TypeError(f"'edge_index' must be integer, got {edge_index.dtype}")
+    check_options(form, backend)
+
+
+def check_options(form: str, backend: str) -> None:
+    """Whether there are such a form and such a backend."""
     if form not in _FORMS:
         raise ValueError(f"'form' must be one of {_FORMS}, got {form!r}")
     if backend not in _BACKENDS:
@@ -297,7 +302,8 @@ def _check_solver(solver: str, num_terms: int | None) -> None:
         raise ValueError(f"'num_terms' must be an integer >= 0, got {num_terms!r}")
 
 
-def _promoted(*tensors: Tensor) -> list[Tensor]:
+def promoted(*tensors: Tensor) -> list[Tensor]:
+    """All in the widest of their dtypes, and float32 at least."""
     dtype = torch.float32
     for x in tensors:
         dtype = torch.promote_types(dtype, x.dtype)
@@ -319,11 +325,11 @@ def _mix(
     num_terms: int | None,
 ) -> Tensor:
     _check(query, key, value, edge_index, edge_weight, form, backend)
-    query, key, value_, edge_weight = _promoted(query, key, value, edge_weight)
+    query, key, value_, edge_weight = promoted(query, key, value, edge_weight)
     edge_index = edge_index.long()
     if backend == "reference":
-        _check_contents(operator, value, edge_index, edge_weight, batch, rank)
-        with torch.autocast(value.device.type, enabled=False), _singular_is_named():
+        check_contents(operator, value, edge_index, edge_weight, batch, rank)
+        with torch.autocast(value.device.type, enabled=False), singular_is_named():
             out = reference_mix(
                 query, key, value_, edge_index, edge_weight, batch, num_terms
             )
@@ -336,7 +342,7 @@ def _mix(
     return out.to(value.dtype)
 
 
-def _check_contents(
+def check_contents(
     operator: str,
     value: Tensor,
     edge_index: Tensor,
@@ -348,11 +354,11 @@ def _check_contents(
     system = build_system(
         edge_index, value.size(0), batch, rank, triangular=operator == "dag_scan"
     )
-    _check_finite(edge_weight)
+    check_finite(edge_weight)
     return system
 
 
-def _check_finite(edge_weight: Tensor) -> None:
+def check_finite(edge_weight: Tensor) -> None:
     if not bool(torch.isfinite(edge_weight).all()):
         e, h = (~torch.isfinite(edge_weight)).nonzero()[0].tolist()
         raise ValueError(
@@ -362,7 +368,7 @@ def _check_finite(edge_weight: Tensor) -> None:
 
 
 @contextmanager
-def _singular_is_named() -> Iterator[None]:
+def singular_is_named() -> Iterator[None]:
     try:
         yield
     except torch.linalg.LinAlgError as error:
@@ -375,7 +381,7 @@ def _singular_is_named() -> Iterator[None]:
 # ------------------------------------------------------------------------- the choice
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """How to compute a call: the inputs below are query, key and value."""
 
     choice: Choice
@@ -385,59 +391,61 @@ class _Plan(NamedTuple):
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-def _plan(
+def make_plan(
     operator: str,
-    query: Tensor,
-    value: Tensor,
+    system: System,
+    shape: cost.Shape,
     edge_index: Tensor,
     edge_weight: Tensor,
-    batch: Tensor | None,
-    rank: Tensor | None,
     solver: str,
     form: str,
     backend: str,
-    num_terms: int,
-) -> _Plan:
+    num_terms: int = -1,
+) -> Plan:
     """Decide how to compute a call, and factor if that is the decision."""
-    cpu = value.device.type == "cpu"
+    cpu = edge_weight.device.type == "cpu"
     if backend == "numba" and not cpu:
         raise ValueError(
-            f"backend='numba' runs on the CPU, but 'value' is on {value.device}; use "
-            "'torch' or 'auto'"
+            f"backend='numba' runs on the CPU, but 'value' is on {edge_weight.device}; "
+            "use 'torch' or 'auto'"
         )
     if backend == "numba" and solver in ("dense", "neumann"):
         raise ValueError(
             f"solver={solver!r} has no numba backend; use backend='torch' or 'auto'"
         )
-    system = _check_contents(operator, value, edge_index, edge_weight, batch, rank)
-    shape = cost.Shape(query.size(1), value.size(1), query.size(2), value.size(2))
     why = []
     asked, warning = solver, None
     if backend == "auto":
         backend = "numba" if cpu and solver in ("auto", "sparse") else "torch"
-        why.append(f"tensors on {value.device.type}")
+        why.append(f"tensors on {edge_weight.device.type}")
     if solver == "auto":
         solver = "sparse"
-        if backend == "torch" and cost.prefers_dense(system, value.device.type):
+        if backend == "torch" and cost.prefers_dense(system, edge_weight.device.type):
             solver = "dense"
             why.append("blocks small or factors full enough for dense matrices")
     if form == "auto":
         form, reason = cost.cheaper_form(
-            system, shape, solver, backend, value.element_size()
+            system, shape, solver, backend, edge_weight.element_size()
         )
         why.append(reason)
+    reason = "; ".join(why) or "asked for"
     if solver == "sparse":
+        if (system.triangular, form, backend) == (True, "state", "numba"):
+            gates = numba_scan.identity_gates(system, edge_weight)
+            return Plan(
+                Choice(operator, solver, form, backend, reason),
+                None,
+                partial(numba_scan.state_forward, system, gates, edge_weight),
+                partial(_without_gates, system, gates, edge_weight),
+            )
         plan, growth = _sparse_plan(system, edge_weight, form, backend)
         if growth <= _MAX_GROWTH:
-            choice = Choice(
-                operator, solver, form, backend, "; ".join(why) or "asked for"
-            )
-            return _Plan(choice, None, *plan)
+            return Plan(Choice(operator, solver, form, backend, reason), None, *plan)
         problem = (
             "'edge_weight' makes I - A too far from diagonally dominant to be "
             f"eliminated without pivoting (growth {growth:.1e})"
         )
-        if asked == "sparse" or operator == "dag_scan":
+        if asked == "sparse" or system.triangular:
             raise ValueError(
                 f"{problem}; scale the weights (rows of |A| that sum to less than 1 "
                 "are always safe), or use solver='dense' or 'auto'"
@@ -445,16 +453,22 @@ def _plan(
         warning = f"{problem}: solver='dense' is used"
         solver, backend = "dense", "torch"
         why.append("too far from diagonally dominant for elimination")
-    choice = Choice(operator, solver, form, backend, "; ".join(why) or "asked for")
+        reason = "; ".join(why)
+    choice = Choice(operator, solver, form, backend, reason)
     family = "neumann" if (solver, form) == ("neumann", "state") else "dense"
     terms = num_terms if solver == "neumann" else None
     dense = torch_.Dense(system, edge_index, edge_weight, terms)
-    return _Plan(
+    return Plan(
         choice,
         warning,
         partial(getattr(torch_, f"{family}_{form}_forward"), dense),
         partial(getattr(torch_, f"{family}_{form}_backward"), dense),
     )
+
+
+def _without_gates(*args: Any) -> tuple[Tensor, ...]:
+    dq, dk, dv, _, _, dw = numba_scan.state_backward(*args)
+    return dq, dk, dv, dw
 
 
 def _sparse_plan(
@@ -468,6 +482,27 @@ def _sparse_plan(
         partial(forward, system, factors),
         partial(backward, system, factors),
     ), growth
+
+
+def _mix_plan(
+    query: Tensor,
+    value: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor,
+    batch: Tensor | None,
+    rank: Tensor | None,
+    operator: str,
+    solver: str,
+    form: str,
+    backend: str,
+    num_terms: int,
+) -> Plan:
+    system = check_contents(operator, value, edge_index, edge_weight, batch, rank)
+    shape = cost.Shape(query.size(1), value.size(1), query.size(2), value.size(2))
+    return make_plan(
+        operator, system, shape, edge_index, edge_weight, solver, form, backend,
+        num_terms,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------- the registered operator
@@ -491,10 +526,10 @@ def _mix_op(
     with (
         torch.no_grad(),
         torch.autocast(value.device.type, enabled=False),
-        _singular_is_named(),
+        singular_is_named(),
     ):
-        plan = _plan(
-            operator, query, value, edge_index, edge_weight, batch, rank, solver, form,
+        plan = _mix_plan(
+            query, value, edge_index, edge_weight, batch, rank, operator, solver, form,
             backend, num_terms,
         )  # fmt: skip
         if plan.warning is not None:
@@ -527,10 +562,10 @@ def _mix_backward_op(
     with (
         torch.no_grad(),
         torch.autocast(value.device.type, enabled=False),
-        _singular_is_named(),
+        singular_is_named(),
     ):
-        plan = _plan(
-            operator, query, value, edge_index, edge_weight, batch, rank, solver, form,
+        plan = _mix_plan(
+            query, value, edge_index, edge_weight, batch, rank, operator, solver, form,
             backend, num_terms,
         )  # fmt: skip
         dq, dk, dv, dw = plan.backward(query, key, value, grad)

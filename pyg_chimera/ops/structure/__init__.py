@@ -3,14 +3,20 @@
 from pyg_chimera.ops.structure.distance import connected_components, diameter
 from pyg_chimera.ops.structure.elimination import elimination_rank, fill_in
 from pyg_chimera.ops.structure.errors import CycleError
+from pyg_chimera.ops.structure.line_graph import LineGraph, line_graph, multitree
+from pyg_chimera.ops.structure.order import node_order
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
 __all__ = [
     "CycleError",
+    "LineGraph",
     "connected_components",
     "diameter",
     "elimination_rank",
     "fill_in",
     "find_cycle",
+    "line_graph",
+    "multitree",
+    "node_order",
     "topological_rank",
 ]

@@ -2,8 +2,9 @@
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from pyg_chimera.ops.structure.elimination import (
 from pyg_chimera.ops.structure.errors import CycleError
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
-__all__ = ["System", "build_system"]
+__all__ = ["System", "build_system", "remembered"]
 
 
 class System(NamedTuple):
@@ -73,31 +74,60 @@ class System(NamedTuple):
 
 
 class _Cache:
-    """The systems of the last few graphs, found by what the graphs hold.
+    """What was last made of some graphs, found by what the graphs hold.
 
-    A network's layers, and the backward pass, ask for the same system many times.
+    A network's layers, and the backward pass, ask for the same structure many times.
     Keys are digests of the graph's contents, so nothing can go stale.
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.systems: OrderedDict[tuple, System] = OrderedDict()
+    def __init__(self, size: int, num_bytes: int = 1 << 28) -> None:
+        self.size, self.num_bytes = size, num_bytes
+        self.values: OrderedDict[tuple, tuple[Any, int]] = OrderedDict()
+        self.held = 0
         self.lock = Lock()
 
-    def get(self, key: tuple) -> System | None:
+    def get(self, key: tuple) -> Any:
         with self.lock:
-            if key in self.systems:
-                self.systems.move_to_end(key)
-            return self.systems.get(key)
+            if key not in self.values:
+                return None
+            self.values.move_to_end(key)
+            return self.values[key][0]
 
-    def put(self, key: tuple, system: System) -> None:
+    def put(self, key: tuple, value: Any) -> None:
         with self.lock:
-            self.systems[key] = system
-            while len(self.systems) > self.size:
-                self.systems.popitem(last=False)
+            self.held -= self.values.pop(key, (None, 0))[1]
+            self.values[key] = (value, _num_bytes(value))
+            self.held += self.values[key][1]
+            while len(self.values) > self.size or (
+                self.held > self.num_bytes and len(self.values) > 8
+            ):
+                self.held -= self.values.popitem(last=False)[1][1]
 
 
-_CACHE = _Cache(size=8)
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, tuple):
+        return sum(map(_num_bytes, value))
+    return getattr(value, "nbytes", 0)
+
+
+_CACHE = _Cache(size=32)
+
+
+def remembered(make: Callable, tensors: Sequence[Tensor | None], *options: Any) -> Any:
+    """`make(*tensors, *options)`, or what it was for the same contents before.
+
+    For integer tensors, and results that nobody changes.
+    """
+    arrays = [None if x is None else to_numpy(x) for x in tensors]
+    # Dtypes too, as some of them are errors; devices, as results may lie there.
+    kinds = [None if x is None else (x.dtype, x.device) for x in tensors]
+    key = (make.__qualname__, *options, *kinds, *map(_digest, arrays))
+    value = _CACHE.get(key)
+    if value is None:
+        value = make(*tensors, *options)
+        _CACHE.put(key, value)
+    return value
+
 
 #: Parts of a batch are gathered to blocks of about this many nodes.
 _MIN_BLOCK = 32
@@ -133,15 +163,7 @@ def build_system(
         TypeError: If :obj:`edge_index`, :obj:`batch` or :obj:`rank` is not integer.
     """
     tensors = (edge_index, batch, rank)
-    arrays = [None if x is None else to_numpy(x) for x in tensors]
-    # Dtypes too, as some of them are errors.
-    dtypes = [None if x is None else x.dtype for x in tensors]
-    key = (num_nodes, triangular, *dtypes, *map(_digest, arrays))
-    system = _CACHE.get(key)
-    if system is None:
-        system = _build(edge_index, num_nodes, batch, rank, triangular)
-        _CACHE.put(key, system)
-    return system
+    return remembered(_build, tensors, num_nodes, triangular)
 
 
 def _digest(array: np.ndarray | None) -> bytes | None:
@@ -152,9 +174,9 @@ def _digest(array: np.ndarray | None) -> bytes | None:
 
 def _build(
     edge_index: Tensor,
-    num_nodes: int,
     batch: Tensor | None,
     rank: Tensor | None,
+    num_nodes: int,
     triangular: bool,
 ) -> System:
     check_edge_index(edge_index, num_nodes)

@@ -20,7 +20,7 @@ from asserts import (
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from pyg_chimera.ops import dag_scan, explain, resolvent_mix
-from pyg_chimera.ops.resolvent import mix, numba_, torch_
+from pyg_chimera.ops.resolvent import mix, numba_, numba_scan, torch_
 from pyg_chimera.ops.structure import (
     distance,
     elimination,
@@ -82,6 +82,9 @@ def executed(monkeypatch):
         monkeypatch.setattr(module, name, wrapper)
 
     for direction in ("forward", "backward"):
+        spy(
+            numba_scan, f"state_{direction}", "sparse", "state", "numba", direction
+        )  # fmt: skip
         for form in ("state", "mask"):
             for module, backend in ((numba_, "numba"), (torch_, "torch")):
                 spy(module, f"{form}_{direction}", "sparse", form, backend, direction)
@@ -285,7 +288,8 @@ def _poison(function):
 @pytest.fixture
 def poisoned(monkeypatch):
     """No array starts with zeros by luck, and kernels run as plain Python."""
-    for module in (numba_, torch_, system, elimination, distance, topological):
+    kernels = (numba_, numba_scan, torch_)
+    for module in (*kernels, system, elimination, distance, topological):
         monkeypatch.setattr(module, "np", _Poisoned())
         for name, function in vars(module).items():
             if hasattr(function, "py_func"):
@@ -455,7 +459,7 @@ def test_two_callers_at_once(set_num_threads):
         for form in ("state", "mask")
     ]
     expected = [outputs(*case) for case in cases]
-    system._CACHE.systems.clear()
+    system._CACHE.values.clear()
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda case: outputs(*case), cases * 5))
     for result, reference in zip(results, expected * 5, strict=True):

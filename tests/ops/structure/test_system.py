@@ -141,7 +141,7 @@ def test_cycles_are_found(graph: Graph):
 
 @pytest.fixture(autouse=True)
 def _empty_cache():
-    system._CACHE.systems.clear()
+    system._CACHE.values.clear()
 
 
 EDGES = torch.tensor([[0, 1, 2], [1, 2, 3]])
@@ -184,13 +184,27 @@ def test_changed_in_place():
 
 def test_cache_is_small_and_keeps_what_is_used():
     first = build_system(EDGES, 4)
-    for i in range(30):
+    for i in range(40):
         build_system(EDGES, 5 + i)
         assert build_system(EDGES, 4) is first
-    assert len(system._CACHE.systems) == system._CACHE.size
+    assert len(system._CACHE.values) == system._CACHE.size
     for i in range(system._CACHE.size):
-        build_system(EDGES, 50 + i)
+        build_system(EDGES, 100 + i)
     assert build_system(EDGES, 4) is not first
+
+
+def test_cache_forgets_what_is_large():
+    cache = system._Cache(size=32, num_bytes=10 * 80)
+    for i in range(20):
+        cache.put((i,), (np.zeros(10), torch.zeros(5)))
+    assert len(cache.values) == 8  # at least, however large
+    assert cache.get((19,)) is not None
+    assert cache.get((0,)) is None
+    cache = system._Cache(size=32, num_bytes=10 * 100)
+    for i in range(20):
+        cache.put((i % 10,), (np.zeros(10), torch.zeros(5)))
+    assert cache.held == 8 * 100 + 2 * 100
+    assert len(cache.values) == 10
 
 
 def test_nothing_bad_is_remembered():

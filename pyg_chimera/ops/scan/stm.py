@@ -1,0 +1,667 @@
+"""The public operators with states on edges: checks, states, the registered op."""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.resolvent import cost, numba_scan
+from pyg_chimera.ops.resolvent.mix import (
+    Choice,
+    Plan,
+    check_options,
+    make_plan,
+    promoted,
+)
+from pyg_chimera.ops.scan.reference import reference_scan
+from pyg_chimera.ops.scan.states import (
+    States,
+    edge_states,
+    expanded_states,
+    grid_states,
+)
+from pyg_chimera.ops.structure.checks import check_batch, check_edge_index
+from pyg_chimera.ops.structure.distance import connected_components
+from pyg_chimera.ops.structure.system import System, build_system, remembered
+from pyg_chimera.ops.structure.topological import topological_rank
+
+__all__ = ["grid_scan", "stm_scan"]
+
+
+def stm_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    edge_index: Tensor,
+    line_edge_index: Tensor,
+    batch: Tensor | None = None,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Runs a linear recurrence along the edges of a directed acyclic graph, from
+    `"pLSTM: parallelizable Linear Source Transition Mark networks"
+    <https://arxiv.org/abs/2506.11997>`_ (Equations 5 and 6):
+
+    .. math::
+        \mathbf{C}_e = \sum_{e^{\prime} \to e} T_{e^{\prime} e}
+        \mathbf{C}_{e^{\prime}} + S_e \mathbf{k}_u \mathbf{v}_u^{\top}, \qquad
+        \mathbf{y}_w = \Bigl( \sum_{e \in \mathrm{in}(w)} M_e \mathbf{C}_e + D_w
+        \mathbf{k}_w \mathbf{v}_w^{\top} \Bigr)^{\top} \mathbf{q}_w
+
+    for each head, where the edge :math:`e` leads from :math:`u` to :math:`w`, and
+    :math:`e^{\prime} \to e` are line edges: :math:`e^{\prime}` leads to :math:`u`. It
+    is :func:`dag_scan` on a graph of states: one state for each edge.
+
+    For state tracking (Appendix A.5), a state has :math:`J` components: :math:`S_e` and
+    :math:`M_e` are vectors, and :math:`T_{e^{\prime} e}` is a matrix.
+
+    Differentiable once in the seven tensors of floating point. float16 and bfloat16
+    are computed in float32. The query is not scaled.
+
+    Args:
+        query (torch.Tensor): What a node reads, :math:`[|\mathcal{V}|, G, N]`, with as
+            many groups :math:`G` as heads, or a divisor (then heads share it).
+        key (torch.Tensor): Under what a node writes, :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): What a node writes, :math:`[|\mathcal{V}|, H, P]`.
+        source (torch.Tensor): How much of it an edge takes from its source,
+            :math:`[|\mathcal{E}|, H]`, or :math:`[|\mathcal{E}|, H, J]`.
+        transition (torch.Tensor): How much goes from edge to edge,
+            :math:`[|\mathcal{L}|, H]`, or :math:`[|\mathcal{L}|, H, J, J]`, where
+            entry :math:`ij` leads from component :math:`j` to :math:`i`.
+        mark (torch.Tensor): How much an edge gives to its target,
+            :math:`[|\mathcal{E}|, H]`, or :math:`[|\mathcal{E}|, H, J]`.
+        direct (torch.Tensor): How much of its own a node reads,
+            :math:`[|\mathcal{V}|, H]`.
+        edge_index (torch.Tensor): The edges of a DAG, in any order, integer
+            :math:`[2, |\mathcal{E}|]`. Duplicates are states of their own.
+        line_edge_index (torch.Tensor): From which edge to which, integer
+            :math:`[2, |\mathcal{L}|]`: all of :func:`line_graph`, or some, such as
+            those of a :func:`multitree`. Duplicates count.
+        batch (torch.Tensor, optional): The graph of each node, integer
+            :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
+            connected components are found and used. (default: :obj:`None`)
+        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`, as in
+            :func:`dag_scan`. (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
+            :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
+
+    Raises:
+        CycleError: If the graph has a cycle, or a self-loop; it is named. A
+            :class:`ValueError`.
+        ValueError: If shapes disagree, an index is out of range, a line edge joins
+            two edges without a common node or against their direction, an edge joins
+            two graphs, a transition is not finite, or an option is unknown or does not
+            fit.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    _check_stm(
+        query, key, value, source, transition, mark, direct, edge_index,
+        line_edge_index,
+    )  # fmt: skip
+    check_options(form, backend)
+    edges = (edge_index.long(), line_edge_index.long())
+    dtype = value.dtype
+    tensors = promoted(query, key, value, source, transition, mark, direct)
+    query, key, value, source, transition, mark, direct = tensors
+    size = 1
+    if source.dim() == 3:
+        # Components are states of their own, [states * J, heads].
+        size = source.size(2)
+        source, mark = (x.transpose(1, 2).flatten(0, 1) for x in (source, mark))
+        transition = transition.permute(0, 2, 3, 1).flatten(0, 2)
+    out = _scan(
+        _EdgeStates(*edges, batch, size), query, key, value, source, mark, transition,
+        form, backend,
+    )  # fmt: skip
+    return (out + _own(query, key, value, direct)).to(dtype)
+
+
+def grid_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    height: int | Tensor,
+    width: int | Tensor,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Runs :func:`stm_scan` on regular grids, in up to four orientations, from
+    `"pLSTM: parallelizable Linear Source Transition Mark networks"
+    <https://arxiv.org/abs/2506.11997>`_ (Section 4.3).
+
+    An orientation leads every edge of a grid one way along the rows (direction 0) and
+    one way along the columns (direction 1):
+
+    ===========  =====  =====  =====  =====
+    orientation    0      1      2      3
+    ===========  =====  =====  =====  =====
+    direction 0  right  left   right  left
+    direction 1  down   up     up     down
+    ===========  =====  =====  =====  =====
+
+    Gates belong to a node, an orientation and directions; those of edges that a grid
+    does not have are ignored. The output is the sum over the orientations. A sequence
+    is a grid of height 1. No graph has to be built: this is what to use for images and
+    sequences of any size.
+
+    Args:
+        query (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`, as in :func:`stm_scan`.
+            The nodes of a grid are in row-major order, grid after grid.
+        key (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): :math:`[|\mathcal{V}|, H, P]`.
+        source (torch.Tensor): How much of what a node writes goes into the edge that
+            leaves it in each direction, :math:`[|\mathcal{V}|, O, 2, H]` for :math:`O`
+            orientations (1, 2 or 4).
+        transition (torch.Tensor): How much goes on at a node, in :obj:`[v, o, to,
+            from]` from the edge that arrived in direction :obj:`from` to the edge that
+            leaves in direction :obj:`to`, :math:`[|\mathcal{V}|, O, 2, 2, H]`.
+        mark (torch.Tensor): How much a node reads of the edge that arrived in each
+            direction, :math:`[|\mathcal{V}|, O, 2, H]`.
+        direct (torch.Tensor): How much of its own a node reads, once,
+            :math:`[|\mathcal{V}|, H]`.
+        height (int or torch.Tensor): The rows of each grid, integer
+            :math:`[\textrm{grids}]`, or one number if all are alike.
+        width (int or torch.Tensor): The columns of each grid.
+        form (str, optional): As in :func:`stm_scan`. (default: :obj:`"auto"`)
+        backend (str, optional): As in :func:`stm_scan`. (default: :obj:`"auto"`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
+
+    Raises:
+        ValueError: If shapes disagree, grids and nodes are not of the same number, a
+            transition is not finite, or an option is unknown or does not fit.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    sizes = _check_grid(
+        query, key, value, source, transition, mark, direct, height, width
+    )
+    check_options(form, backend)
+    dtype = value.dtype
+    tensors = promoted(query, key, value, source, transition, mark, direct)
+    query, key, value, source, transition, mark, direct = tensors
+    grids = grid_states(sizes, source.size(1), value.device)
+    out = _scan(
+        _Grids(sizes, source.size(1)),
+        query,
+        key,
+        value,
+        source.flatten(0, 2).index_select(0, grids.source),
+        mark.flatten(0, 2).index_select(0, grids.mark),
+        transition.flatten(0, 3).index_select(0, grids.transition),
+        form,
+        backend,
+    )
+    return (out + _own(query, key, value, direct)).to(dtype)
+
+
+def _own(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
+    """What nodes read of their own."""
+    with torch.autocast(value.device.type, enabled=False):
+        scores = (query * key).sum(-1)
+        scores = scores.repeat_interleave(value.size(1) // scores.size(1), 1)
+        return (scores * direct).unsqueeze(-1) * value
+
+
+# ---------------------------------------------------------------------------- checks
+
+
+def _check_nodes(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> None:
+    for name, x in {"query": query, "key": key, "value": value}.items():
+        if x.dim() != 3:
+            raise ValueError(
+                f"'{name}' must be [nodes, heads, channels], got {list(x.shape)}"
+            )
+    if query.shape != key.shape:
+        raise ValueError(
+            f"'query' and 'key' must have the same shape, got {list(query.shape)} and "
+            f"{list(key.shape)}"
+        )
+    if query.size(0) != value.size(0):
+        raise ValueError(
+            f"'query' and 'value' must have as many nodes, got {list(query.shape)} and "
+            f"{list(value.shape)}"
+        )
+    groups, heads = query.size(1), value.size(1)
+    if groups < 1 or heads % groups != 0:
+        raise ValueError(
+            f"'query' must have as many heads as 'value', or a divisor, got "
+            f"{list(query.shape)} and {list(value.shape)}"
+        )
+    _check_shape("direct", direct, "[nodes, heads]", [value.size(0), heads])
+
+
+def _check_shape(name: str, x: Tensor, layout: str, expected: list[int]) -> None:
+    if list(x.shape) != expected:
+        raise ValueError(f"'{name}' must be {layout} = {expected}, got {list(x.shape)}")
+
+
+def _check_floats(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            raise TypeError(f"'{name}' must be floating point, got {x.dtype}")
+
+
+def _check_stm(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    edge_index: Tensor,
+    line_edge_index: Tensor,
+) -> None:
+    """What can be checked without looking into a tensor, so also while tracing."""
+    _check_floats(
+        query=query, key=key, value=value, source=source, transition=transition,
+        mark=mark, direct=direct,
+    )  # fmt: skip
+    _check_nodes(query, key, value, direct)
+    for name, x in {
+        "edge_index": edge_index,
+        "line_edge_index": line_edge_index,
+    }.items():
+        if x.dim() != 2 or x.size(0) != 2:
+            raise ValueError(f"'{name}' must be [2, edges], got {list(x.shape)}")
+        if x.is_floating_point() or x.dtype == torch.bool:
+            raise TypeError(f"'{name}' must be integer, got {x.dtype}")
+    heads = value.size(1)
+    edges, line_edges = edge_index.size(1), line_edge_index.size(1)
+    if source.dim() == 3:
+        size = source.size(2)
+        layout = "[edges, heads, components]"
+        _check_shape("source", source, layout, [edges, heads, size])
+        _check_shape("mark", mark, layout, [edges, heads, size])
+        _check_shape(
+            "transition", transition, "[line edges, heads, components, components]",
+            [line_edges, heads, size, size],
+        )  # fmt: skip
+    else:
+        _check_shape("source", source, "[edges, heads]", [edges, heads])
+        _check_shape("mark", mark, "[edges, heads]", [edges, heads])
+        _check_shape(
+            "transition", transition, "[line edges, heads]", [line_edges, heads]
+        )
+
+
+def _check_grid(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    height: int | Tensor,
+    width: int | Tensor,
+) -> tuple[tuple[int, int], ...]:
+    """Checks all arguments; returns the height and width of each grid."""
+    _check_floats(
+        query=query, key=key, value=value, source=source, transition=transition,
+        mark=mark, direct=direct,
+    )  # fmt: skip
+    _check_nodes(query, key, value, direct)
+    nodes, heads = value.shape[:2]
+    if source.dim() != 4 or source.size(1) not in (1, 2, 4):
+        raise ValueError(
+            "'source' must be [nodes, orientations, 2, heads] with 1, 2 or 4 "
+            f"orientations, got {list(source.shape)}"
+        )
+    orientations = source.size(1)
+    layout = "[nodes, orientations, 2, heads]"
+    _check_shape("source", source, layout, [nodes, orientations, 2, heads])
+    _check_shape("mark", mark, layout, [nodes, orientations, 2, heads])
+    _check_shape(
+        "transition", transition, "[nodes, orientations, 2, 2, heads]",
+        [nodes, orientations, 2, 2, heads],
+    )  # fmt: skip
+    lists = []
+    for name, x in {"height": height, "width": width}.items():
+        numbers = x.tolist() if isinstance(x, Tensor) else x
+        numbers = numbers if isinstance(numbers, list) else [numbers]
+        wrong = [n for n in numbers if not isinstance(n, int) or n < 1]
+        if wrong:
+            raise ValueError(
+                f"'{name}' must be a positive integer, or a vector of them, got "
+                f"{wrong[0]!r}"
+            )
+        lists.append(numbers)
+    count = max(len(numbers) for numbers in lists)
+    if min(len(numbers) for numbers in lists) != count:
+        lists = [x * count if len(x) == 1 else x for x in lists]
+    heights, widths = lists
+    if len(heights) != len(widths):
+        raise ValueError(
+            f"'height' and 'width' must be of as many grids, got {len(heights)} and "
+            f"{len(widths)}"
+        )
+    covered = sum(h * w for h, w in zip(heights, widths, strict=True))
+    if count == 1 and nodes % max(covered, 1) == 0:  # grids that are all alike
+        return ((heights[0], widths[0]),) * (nodes // covered)
+    if covered != nodes:
+        raise ValueError(
+            f"'height' and 'width' must be of grids of {nodes} nodes in all, got "
+            f"{covered} in {count} grid{'s' * (count != 1)}"
+        )
+    return tuple(zip(heights, widths, strict=True))
+
+
+def _checked_edges(
+    edge_index: Tensor,
+    line_edge_index: Tensor,
+    batch: Tensor | None,
+    num_nodes: int,
+    size: int,
+) -> tuple[States, System]:
+    """The states on the edges of a DAG and their system, or what is wrong with it."""
+    check_edge_index(edge_index, num_nodes)
+    topological_rank(edge_index, num_nodes)  # or a cycle
+    num_edges = edge_index.size(1)
+    if line_edge_index.numel():
+        low, high = (int(bound) for bound in torch.aminmax(line_edge_index))
+        if low < 0 or high >= num_edges:
+            raise ValueError(
+                f"'line_edge_index' must hold numbers of edges in [0, {num_edges}), "
+                f"got {low if low < 0 else high}; it counts the edges of 'edge_index'"
+            )
+    tail, head = line_edge_index
+    left, entered = edge_index[1, tail], edge_index[0, head]
+    wrong = (left != entered).nonzero()
+    if wrong.numel():
+        x = int(wrong[0])
+        a, b = int(tail[x]), int(head[x])
+        shown = [f"edge {e} ({' -> '.join(map(str, edge_index[:, e].tolist()))})"
+                 for e in (a, b)]  # fmt: skip
+        backwards = bool(edge_index[1, b] == edge_index[0, a])
+        raise ValueError(
+            f"'line_edge_index' must lead from an edge to one that begins where it "
+            f"ends, but line edge {x} leads from {shown[0]} to {shown[1]}"
+            + (
+                ": it runs against the graph. Is row 0 the edge that is left?"
+                if backwards
+                else ". Is it of another edge list, or of another order of its edges? "
+                "'pyg_chimera.ops.line_graph' makes it anew"
+            )
+        )
+    if batch is None:
+        part = connected_components(edge_index.cpu(), num_nodes)
+    else:
+        check_batch(batch, num_nodes)
+        part = batch.cpu()
+        crossing = (part[edge_index[0].cpu()] != part[edge_index[1].cpu()]).nonzero()
+        if crossing.numel():
+            e = int(crossing[0])
+            u, w = edge_index[:, e].tolist()
+            raise ValueError(
+                f"'edge_index' joins different graphs of 'batch': edge {e} goes from "
+                f"node {u} of graph {int(part[u])} to node {w} of graph {int(part[w])}"
+            )
+    states = expanded_states(edge_states(edge_index, line_edge_index), size)
+    return states, _system(states, part)
+
+
+def _system(states: States, part: Tensor) -> System:
+    """The system of the states, in blocks that share no node."""
+    return build_system(
+        states.edge_index, states.writer.numel(), part[states.writer.cpu()],
+        triangular=True,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=16)
+def _grid_system(sizes: tuple[tuple[int, int], ...], num_orientations: int) -> System:
+    grids = grid_states(sizes, num_orientations, torch.device("cpu"))
+    nodes = torch.tensor([height * width for height, width in sizes])
+    part = torch.arange(len(sizes)).repeat_interleave(nodes)
+    return _system(grids.states, part)
+
+
+# ------------------------------------------------------------- the registered operator
+
+
+class _EdgeStates(NamedTuple):
+    """A call's states: on the edges of a DAG."""
+
+    edge_index: Tensor
+    line_edge_index: Tensor
+    batch: Tensor | None
+    size: int  #: components of a state
+
+    def arguments(self) -> tuple:
+        return *self, []
+
+
+class _Grids(NamedTuple):
+    """A call's states: on the edges of grids."""
+
+    sizes: tuple[tuple[int, int], ...]
+    num_orientations: int
+
+    def arguments(self) -> tuple:
+        return None, None, None, 1, [self.num_orientations, *chain(*self.sizes)]
+
+
+def _resolve(
+    num_nodes: int,
+    device: torch.device,
+    edge_index: Tensor | None,
+    line_edge_index: Tensor | None,
+    batch: Tensor | None,
+    size: int,
+    grids: list[int],
+) -> tuple[States, System]:
+    """The states that a call runs on, on its device, and their system."""
+    if edge_index is not None:
+        tensors = (edge_index, line_edge_index, batch)
+        return remembered(_checked_edges, tensors, num_nodes, size)
+    sizes = tuple(zip(grids[1::2], grids[2::2], strict=True))
+    return grid_states(sizes, grids[0], device).states, _grid_system(sizes, grids[0])
+
+
+def _check_transition(transition: Tensor, size: int) -> None:
+    finite = torch.isfinite(transition)
+    if not bool(finite.all()):
+        e, h = (~finite).nonzero()[0].tolist()
+        raise ValueError(
+            f"'transition' must be finite, but that of line edge {e // size**2} has "
+            f"{transition[e, h].item()} in head {h}"
+        )
+
+
+def _scan(
+    graph: _EdgeStates | _Grids,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    mark: Tensor,
+    transition: Tensor,
+    form: str,
+    backend: str,
+) -> Tensor:
+    tensors = (query, key, value, source, mark, transition)
+    if backend == "reference":
+        states, _ = _resolve(value.size(0), value.device, *graph.arguments())
+        with torch.autocast(value.device.type, enabled=False):
+            return reference_scan(*tensors, states)
+    return _scan_op(*tensors, *graph.arguments(), form, backend)
+
+
+def _plan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    mark: Tensor,
+    transition: Tensor,
+    edge_index: Tensor | None,
+    line_edge_index: Tensor | None,
+    batch: Tensor | None,
+    size: int,
+    grids: list[int],
+    form: str,
+    backend: str,
+) -> tuple[Choice, Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
+    """How to compute a call, with query, key and value, and its gradients."""
+    _check_transition(transition, size)
+    graph = (edge_index, line_edge_index, batch, size, grids)
+    states, system = _resolve(value.size(0), value.device, *graph)
+    # Without numba's own kernels, states take copies of what their nodes write.
+    shape = cost.Shape(value.size(1), value.size(1), query.size(2), value.size(2))
+    plan = make_plan(
+        "grid_scan" if grids else "stm_scan", system, shape, states.edge_index,
+        transition, "auto", form, backend,
+    )  # fmt: skip
+    if plan.choice[2:4] == ("state", "numba"):
+        gates = numba_scan.Gates(states.writer, states.reader, source, mark)
+        return (
+            plan.choice,
+            partial(numba_scan.state_forward, system, gates, transition),
+            partial(numba_scan.state_backward, system, gates, transition),
+        )
+    copies = (plan, states, source, mark)
+    return (
+        plan.choice,
+        partial(_copied_forward, *copies),
+        partial(_copied_backward, *copies),
+    )
+
+
+def _copies(
+    states: States, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of each state, [S, heads, channels]."""
+    repeats = value.size(1) // query.size(1)
+    query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
+    return query[states.reader], key[states.writer], value[states.writer]
+
+
+def _copied_forward(
+    plan: Plan,
+    states: States,
+    source: Tensor,
+    mark: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> Tensor:
+    q, k, v = _copies(states, query, key, value)
+    y = plan.forward(mark.unsqueeze(-1) * q, source.unsqueeze(-1) * k, v)
+    return torch.zeros_like(value).index_add_(0, states.reader, y)
+
+
+def _copied_backward(
+    plan: Plan,
+    states: States,
+    source: Tensor,
+    mark: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, ...]:
+    q, k, v = _copies(states, query, key, value)
+    source, mark = source.unsqueeze(-1), mark.unsqueeze(-1)
+    dq, dk, dv, dw = plan.backward(mark * q, source * k, v, grad[states.reader])
+    groups = query.size(1)
+    outs = []
+    for x, node in ((mark * dq, states.reader), (source * dk, states.writer)):
+        x = x.unflatten(1, (groups, -1)).sum(2)
+        outs.append(torch.zeros_like(query).index_add_(0, node, x))
+    grad_value = torch.zeros_like(value).index_add_(0, states.writer, dv)
+    return *outs, grad_value, (k * dk).sum(-1), (q * dq).sum(-1), dw
+
+
+@torch.library.custom_op("pyg_chimera::scan", mutates_args=())
+def _scan_op(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    mark: Tensor,
+    transition: Tensor,
+    edge_index: Tensor | None,
+    line_edge_index: Tensor | None,
+    batch: Tensor | None,
+    size: int,
+    grids: list[int],
+    form: str,
+    backend: str,
+) -> Tensor:
+    with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
+        _, forward, _ = _plan(
+            query, key, value, source, mark, transition, edge_index, line_edge_index,
+            batch, size, grids, form, backend,
+        )  # fmt: skip
+        return forward(query, key, value).contiguous()
+
+
+@_scan_op.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *args: object) -> Tensor:
+    return value.new_empty(value.shape)
+
+
+@torch.library.custom_op("pyg_chimera::scan_backward", mutates_args=())
+def _scan_backward_op(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    mark: Tensor,
+    transition: Tensor,
+    edge_index: Tensor | None,
+    line_edge_index: Tensor | None,
+    batch: Tensor | None,
+    size: int,
+    grids: list[int],
+    form: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    with torch.no_grad(), torch.autocast(value.device.type, enabled=False):
+        _, _, backward = _plan(
+            query, key, value, source, mark, transition, edge_index, line_edge_index,
+            batch, size, grids, form, backend,
+        )  # fmt: skip
+        grads = backward(query, key, value, grad)
+        dq, dk, dv, ds, dm, dw = (x.contiguous() for x in grads)
+        return dq, dk, dv, ds, dm, dw
+
+
+@_scan_backward_op.register_fake
+def _(
+    grad: Tensor, *inputs: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv, ds, dm, dw = (x.new_empty(x.shape) for x in inputs[:6])
+    return dq, dk, dv, ds, dm, dw
+
+
+def _setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    tensors, ctx.options = inputs[:9], inputs[9:]
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple:
+    grads = _scan_backward_op(grad.contiguous(), *ctx.saved_tensors, *ctx.options)
+    return *grads, *[None] * 7
+
+
+_scan_op.register_autograd(_backward, setup_context=_setup_context)

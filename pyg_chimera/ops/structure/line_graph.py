@@ -1,0 +1,273 @@
+"""The directed line graph of a DAG, whose nodes are the edges of the DAG."""
+
+from numbers import Integral
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from pyg_chimera.ops.structure.distance import connected_components
+from pyg_chimera.ops.structure.elimination import to_numpy
+from pyg_chimera.ops.structure.errors import CycleError
+from pyg_chimera.ops.structure.topological import compress, topological_rank
+
+__all__ = ["LineGraph", "line_graph", "multitree"]
+
+
+class LineGraph(NamedTuple):
+    r"""What :func:`line_graph` returns."""
+
+    #: The line edges :math:`[2, |\mathcal{L}|]`, int64: row 0 is the edge of the DAG
+    #: that is left, row 1 the edge that is entered.
+    edge_index: Tensor
+    #: The node :math:`[|\mathcal{L}|]`, int64, that both edges share: the target of
+    #: the one that is left, the source of the one that is entered.
+    node: Tensor
+
+
+def line_graph(edge_index: Tensor, num_nodes: int) -> LineGraph:
+    r"""The directed line graph of a directed acyclic graph.
+
+    Its nodes, the *states* of `"pLSTM: parallelizable Linear Source Transition Mark
+    networks" <https://arxiv.org/abs/2506.11997>`_, are the edges of the graph, and its
+    edges are the ways on from one edge to the next:
+
+    .. math::
+        \mathcal{L} = \{ (e^{\prime}, e) \in \mathcal{E} \times \mathcal{E} :
+        \textrm{target}(e^{\prime}) = \textrm{source}(e) \}
+
+    Parallel edges are different states. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}| +
+    |\mathcal{L}|)` time, on the CPU.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer, from
+            :obj:`edge_index[0]` to :obj:`edge_index[1]`, in any order.
+        num_nodes (int): The number of nodes.
+
+    Returns:
+        LineGraph: The line edges :obj:`edge_index`, int64 :math:`[2, |\mathcal{L}|]`,
+        from :math:`e^{\prime}` to :math:`e`, and for each the :obj:`node` between the
+        two, int64 :math:`[|\mathcal{L}|]`, on the device of :obj:`edge_index`. They
+        are sorted by :math:`e^{\prime}`, then by :math:`e`.
+
+    Raises:
+        CycleError: If there is a cycle (self-loops included), which it names.
+        ValueError: If :obj:`edge_index` has a wrong shape or is out of range.
+        TypeError: If :obj:`edge_index` is not integer.
+    """
+    topological_rank(edge_index, num_nodes)  # Checks the edges too.
+    source, target = to_numpy(edge_index)
+    lines, node = _line_edges(source, target, num_nodes)
+    device = edge_index.device
+    return LineGraph(
+        torch.from_numpy(lines).to(device), torch.from_numpy(node).to(device)
+    )
+
+
+def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
+    r"""Chooses edges of a line graph so that at most one path joins any two states,
+    as the distribution mode of `"pLSTM: parallelizable Linear Source Transition Mark
+    networks" <https://arxiv.org/abs/2506.11997>`_ needs it.
+
+    The choice is maximal (to add any edge that was dropped would make a second path)
+    and depends on nothing but the graph: states take their turns in the order of their
+    topological rank, then of their number, and each keeps its incoming edges in the
+    order of the states that these come from, unless a state that reaches the new edge
+    reaches one of those kept before. The components of the graph don't see each other,
+    so a batch of graphs gets what its graphs get.
+
+    Sets of states are bits, in each component as many as it has states :math:`S`. That
+    is :math:`O(|\mathcal{L}| S / 64)` time, on the CPU. Memory is :math:`S / 8` bytes
+    for each state that still has edges to come at a time: little on a path, a grid or
+    a molecule, and at most :math:`S^2 / 8` bytes.
+
+    Args:
+        line_edge_index (torch.Tensor): The line edges, :math:`[2, |\mathcal{L}|]`,
+            integer, from state to state, as of :func:`line_graph`. Of duplicates the
+            first is kept, if any.
+        num_states (int): The number of states, the edges of the DAG.
+
+    Returns:
+        torch.Tensor: Which line edges are kept, bool :math:`[|\mathcal{L}|]`, on the
+        device of :obj:`line_edge_index`.
+
+    Raises:
+        CycleError: If there is a cycle (self-loops included), which it names.
+        ValueError: If :obj:`line_edge_index` has a wrong shape or is out of range.
+        TypeError: If :obj:`line_edge_index` is not integer.
+    """
+    _check_line_edges(line_edge_index, num_states)
+    try:
+        rank = topological_rank(line_edge_index, num_states).cpu().numpy()
+    except CycleError as error:
+        raise _cycle_of_states(error.cycle) from None
+    component = connected_components(line_edge_index, num_states).cpu().numpy()
+    source, target = to_numpy(line_edge_index)
+    kept = _multitree(source, target, rank, component)
+    return torch.from_numpy(kept).to(line_edge_index.device)
+
+
+def _check_line_edges(line_edge_index: Tensor, num_states: int) -> None:
+    wanted = "'line_edge_index' must be a tensor of integers of shape [2, num_lines]"
+    if not isinstance(line_edge_index, Tensor):
+        raise TypeError(f"{wanted} (got '{type(line_edge_index).__name__}')")
+    if not isinstance(num_states, Integral):
+        raise TypeError(
+            f"'num_states' must be an integer (got '{type(num_states).__name__}')"
+        )
+    if num_states < 0:
+        raise ValueError(f"'num_states' must not be negative (got {num_states})")
+    if line_edge_index.dim() != 2 or line_edge_index.size(0) != 2:
+        raise ValueError(f"{wanted} (got shape {list(line_edge_index.shape)})")
+    dtype = line_edge_index.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise TypeError(f"{wanted} (got dtype {dtype})")
+    if line_edge_index.numel() > 0:
+        low, high = (int(bound) for bound in torch.aminmax(line_edge_index))
+        if low < 0 or high >= num_states:
+            raise ValueError(
+                "'line_edge_index' must hold states in [0, num_states) = [0, "
+                f"{num_states}) (got {low if low < 0 else high}); pass the number of "
+                "edges of the graph that it belongs to"
+            )
+
+
+def _cycle_of_states(cycle: list[int]) -> CycleError:
+    shown = [*cycle, cycle[0]] if len(cycle) <= 12 else [*cycle[:12], "..."]
+    error = CycleError(
+        "'line_edge_index' must be acyclic, but has the cycle "
+        + " -> ".join(map(str, shown))
+        + " of states; the line graph of a DAG, as by 'line_graph', has none"
+    )
+    error.cycle = cycle
+    return error
+
+
+@njit(cache=True, nogil=True)
+def _line_edges(source, target, n):  # type: ignore[no-untyped-def]
+    num_edges = source.shape[0]
+    ptr, leaving = compress(source, np.arange(num_edges), n)
+    count = 0
+    for e in range(num_edges):
+        count += ptr[target[e] + 1] - ptr[target[e]]
+    lines = np.empty((2, count), np.int64)
+    node = np.empty(count, np.int64)
+    free = 0
+    for e in range(num_edges):
+        i = target[e]
+        for x in range(ptr[i], ptr[i + 1]):
+            lines[0, free] = e
+            lines[1, free] = leaving[x]
+            node[free] = i
+            free += 1
+    return lines, node
+
+
+@njit(cache=True, nogil=True)
+def _multitree(source, target, rank, component):  # type: ignore[no-untyped-def]
+    """Greedy, with the set of all states that reach a state as a row of bits.
+
+    Rows are given back as soon as the last successor has used them.
+    """
+    n = rank.shape[0]
+    num_lines = source.shape[0]
+    kept = np.zeros(num_lines, np.bool_)
+    if num_lines == 0:
+        return kept
+
+    # Places: states by component, then rank, then number.
+    num_components = component.max() + 1
+    by_rank = compress(rank, np.arange(n), rank.max() + 1)[1]
+    first, state = compress(component[by_rank], by_rank, num_components)
+    place = np.empty(n, np.int64)
+    for x in range(n):
+        place[state[x]] = x
+    by_source = compress(source, np.arange(num_lines), n)[1]
+    in_ptr, incoming = compress(target[by_source], by_source, n)
+
+    last = place.copy()  # where a state's row is used for the last time
+    for x in range(num_lines):
+        last[source[x]] = max(last[source[x]], place[target[x]])
+    done = np.zeros(n, np.int64)  # how many rows are, at each place
+    for i in range(n):
+        done[last[i]] += 1
+    num_bits, num_rows = 0, 0  # of 64 bits each; at a time
+    for c in range(num_components):
+        alive, most = 0, 0
+        for x in range(first[c], first[c + 1]):
+            alive += 1
+            most = max(most, alive)
+            alive -= done[x]
+        words = (first[c + 1] - first[c] + 63) >> 6
+        num_bits = max(num_bits, most * words)
+        num_rows = max(num_rows, most)
+    bits = np.empty(num_bits, np.int64)
+    stack = np.empty(num_rows, np.int64)  # rows that are free
+    row = np.full(n, -1, np.int64)  # where a state's row begins
+
+    for c in range(num_components):
+        begin, end = first[c], first[c + 1]
+        words = (end - begin + 63) >> 6
+        num_free = 0
+        used = 0
+        for x in range(begin, end):
+            i = state[x]
+            # Bits of later places are neither written nor read.
+            width = ((x - begin) >> 6) + 1
+            mine = -1
+            for y in range(in_ptr[i], in_ptr[i + 1]):
+                j = source[incoming[y]]
+                theirs = row[j]
+                if theirs < 0:  # a duplicate of an edge whose row was taken over
+                    continue
+                theirs_width = ((place[j] - begin) >> 6) + 1
+                if mine >= 0:
+                    meet = False
+                    for z in range(theirs_width - 1, -1, -1):  # mostly close ones do
+                        if bits[mine + z] & bits[theirs + z] != 0:
+                            meet = True
+                            break
+                    if meet:
+                        continue
+                    for z in range(theirs_width):
+                        bits[mine + z] |= bits[theirs + z]
+                    kept[incoming[y]] = True
+                    continue
+                kept[incoming[y]] = True
+                if last[j] == x:
+                    mine = theirs
+                    row[j] = -1
+                else:
+                    if num_free > 0:
+                        num_free -= 1
+                        mine = stack[num_free]
+                    else:
+                        mine = used * words
+                        used += 1
+                    bits[mine : mine + theirs_width] = bits[
+                        theirs : theirs + theirs_width
+                    ]
+                bits[mine + theirs_width : mine + width] = 0
+            if mine < 0:
+                if num_free > 0:
+                    num_free -= 1
+                    mine = stack[num_free]
+                else:
+                    mine = used * words
+                    used += 1
+                bits[mine : mine + width] = 0
+            bits[mine + width - 1] |= np.int64(1) << ((x - begin) & 63)
+            row[i] = mine
+            for y in range(in_ptr[i], in_ptr[i + 1]):
+                j = source[incoming[y]]
+                if last[j] == x and row[j] >= 0:
+                    stack[num_free] = row[j]
+                    num_free += 1
+                    row[j] = -1
+            if last[i] == x:
+                stack[num_free] = mine
+                num_free += 1
+                row[i] = -1
+    return kept
