@@ -1,7 +1,8 @@
 """The operators, pure functions of tensors."""
 
 from pyg_chimera.ops import structure
-from pyg_chimera.ops.resolvent import Choice, dag_scan, explain, resolvent_mix
+from pyg_chimera.ops.explain import explain
+from pyg_chimera.ops.resolvent import Choice, dag_scan, resolvent_mix
 from pyg_chimera.ops.scan import grid_scan, stm_scan
 from pyg_chimera.ops.structure import CycleError, line_graph, multitree, node_order
 from pyg_chimera.ops.tracking import householder_product

@@ -13,7 +13,7 @@ from pyg_chimera.ops.resolvent import cost, numba_, numba_scan, torch_
 from pyg_chimera.ops.resolvent.reference import reference_mix
 from pyg_chimera.ops.structure.system import System, build_system
 
-__all__ = ["Choice", "dag_scan", "explain", "resolvent_mix"]
+__all__ = ["Choice", "dag_scan", "explain_mix", "resolvent_mix"]
 
 _SOLVERS = ("auto", "sparse", "dense", "neumann")
 _FORMS = ("auto", "state", "mask")
@@ -26,7 +26,7 @@ _MAX_GROWTH = 100.0
 class Choice(NamedTuple):
     """The algorithm a call takes, as `explain` reports it."""
 
-    operator: str  #: ``"resolvent_mix"`` or ``"dag_scan"``
+    operator: str  #: such as ``"resolvent_mix"``
     solver: str  #: ``"sparse"``, ``"dense"`` or ``"neumann"``
     form: str  #: ``"state"`` or ``"mask"``
     backend: str  #: ``"reference"``, ``"torch"`` or ``"numba"``
@@ -163,7 +163,7 @@ def dag_scan(
     )  # fmt: skip
 
 
-def explain(
+def explain_mix(
     operator: str,
     query: Tensor,
     key: Tensor,
@@ -178,33 +178,7 @@ def explain(
     backend: str = "auto",
     rank: Tensor | None = None,
 ) -> Choice:
-    """Tells which solver, form and backend a call takes, and why.
-
-    Args:
-        operator (str): ``"resolvent_mix"`` or ``"dag_scan"``.
-        query (torch.Tensor): As in the call, like all that follow.
-        key (torch.Tensor): As in the call.
-        value (torch.Tensor): As in the call.
-        edge_index (torch.Tensor): As in the call.
-        edge_weight (torch.Tensor): As in the call.
-        batch (torch.Tensor, optional): As in the call.
-        solver (str, optional): As in the call.
-        num_terms (int, optional): As in the call.
-        form (str, optional): As in the call.
-        backend (str, optional): As in the call.
-        rank (torch.Tensor, optional): As in the call.
-
-    Returns:
-        Choice: The operator, solver, form, backend and the reason.
-
-    Raises:
-        ValueError: If the operator is unknown, or where the call would raise.
-        TypeError: Where the call would raise.
-    """
-    if operator not in ("resolvent_mix", "dag_scan"):
-        raise ValueError(
-            f"'operator' must be 'resolvent_mix' or 'dag_scan', got {operator!r}"
-        )
+    """What `explain` says of `resolvent_mix` and `dag_scan`."""
     if operator == "dag_scan":
         solver, num_terms = "sparse", None
     _check_solver(solver, num_terms)

@@ -18,6 +18,7 @@ from pyg_chimera.ops.resolvent.mix import (
 )
 from pyg_chimera.ops.scan.reference import reference_scan
 from pyg_chimera.ops.scan.states import (
+    GridStates,
     States,
     edge_states,
     expanded_states,
@@ -28,7 +29,7 @@ from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.system import System, build_system, remembered
 from pyg_chimera.ops.structure.topological import topological_rank
 
-__all__ = ["grid_scan", "stm_scan"]
+__all__ = ["explain_grid_scan", "explain_stm_scan", "grid_scan", "stm_scan"]
 
 
 def stm_scan(
@@ -105,26 +106,11 @@ def stm_scan(
             fit.
         TypeError: If a tensor has a wrong dtype.
     """
-    _check_stm(
+    call = _stm_call(
         query, key, value, source, transition, mark, direct, edge_index,
-        line_edge_index,
+        line_edge_index, batch, form, backend,
     )  # fmt: skip
-    check_options(form, backend)
-    edges = (edge_index.long(), line_edge_index.long())
-    dtype = value.dtype
-    tensors = promoted(query, key, value, source, transition, mark, direct)
-    query, key, value, source, transition, mark, direct = tensors
-    size = 1
-    if source.dim() == 3:
-        # Components are states of their own, [states * J, heads].
-        size = source.size(2)
-        source, mark = (x.transpose(1, 2).flatten(0, 1) for x in (source, mark))
-        transition = transition.permute(0, 2, 3, 1).flatten(0, 2)
-    out = _scan(
-        _EdgeStates(*edges, batch, size), query, key, value, source, mark, transition,
-        form, backend,
-    )  # fmt: skip
-    return (out + _own(query, key, value, direct)).to(dtype)
+    return _scan(call, value.dtype)
 
 
 def grid_scan(
@@ -189,34 +175,185 @@ def grid_scan(
             transition is not finite, or an option is unknown or does not fit.
         TypeError: If a tensor has a wrong dtype.
     """
+    call = _grid_call(
+        query, key, value, source, transition, mark, direct, height, width, form,
+        backend,
+    )  # fmt: skip
+    return _scan(call, value.dtype)
+
+
+def explain_stm_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    edge_index: Tensor,
+    line_edge_index: Tensor,
+    batch: Tensor | None = None,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+) -> Choice:
+    """What `explain` says of `stm_scan`."""
+    call = _stm_call(
+        query, key, value, source, transition, mark, direct, edge_index,
+        line_edge_index, batch, form, backend,
+    )  # fmt: skip
+    return _explained("stm_scan", call)
+
+
+def explain_grid_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    height: int | Tensor,
+    width: int | Tensor,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+) -> Choice:
+    """What `explain` says of `grid_scan`."""
+    call = _grid_call(
+        query, key, value, source, transition, mark, direct, height, width, form,
+        backend,
+    )  # fmt: skip
+    return _explained("grid_scan", call)
+
+
+# -------------------------------------------------------------------------- the calls
+
+
+class _EdgeStates(NamedTuple):
+    """A call's states: on the edges of a DAG."""
+
+    edge_index: Tensor
+    line_edge_index: Tensor
+    batch: Tensor | None
+    size: int  #: components of a state
+
+    def arguments(self) -> tuple:
+        return *self, []
+
+
+class _GridStates(NamedTuple):
+    """A call's states: on the edges of grids."""
+
+    sizes: tuple[tuple[int, int], ...]
+    num_orientations: int
+
+    def arguments(self) -> tuple:
+        return None, None, None, 1, [self.num_orientations, *chain(*self.sizes)]
+
+
+class _Call(NamedTuple):
+    """Checked arguments; gates are [any, heads]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    source: Tensor
+    mark: Tensor
+    transition: Tensor
+    direct: Tensor
+    graph: _EdgeStates | _GridStates
+    form: str
+    backend: str
+
+    def arguments(self) -> tuple:
+        """Those of the registered operator."""
+        return *self[:6], *self.graph.arguments(), self.form, self.backend
+
+
+def _stm_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    edge_index: Tensor,
+    line_edge_index: Tensor,
+    batch: Tensor | None,
+    form: str,
+    backend: str,
+) -> _Call:
+    _check_stm(
+        query, key, value, source, transition, mark, direct, edge_index,
+        line_edge_index,
+    )  # fmt: skip
+    check_options(form, backend)
+    tensors = promoted(query, key, value, source, transition, mark, direct)
+    query, key, value, source, transition, mark, direct = tensors
+    size = 1
+    if source.dim() == 3:
+        # Components are states of their own, [states * J, heads].
+        size = source.size(2)
+        source, mark = (x.transpose(1, 2).flatten(0, 1) for x in (source, mark))
+        transition = transition.permute(0, 2, 3, 1).flatten(0, 2)
+    graph = _EdgeStates(edge_index.long(), line_edge_index.long(), batch, size)
+    return _Call(
+        query, key, value, source, mark, transition, direct, graph, form, backend
+    )
+
+
+def _grid_call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    height: int | Tensor,
+    width: int | Tensor,
+    form: str,
+    backend: str,
+) -> _Call:
     sizes = _check_grid(
         query, key, value, source, transition, mark, direct, height, width
     )
     check_options(form, backend)
-    dtype = value.dtype
     tensors = promoted(query, key, value, source, transition, mark, direct)
     query, key, value, source, transition, mark, direct = tensors
-    grids = grid_states(sizes, source.size(1), value.device)
-    out = _scan(
-        _Grids(sizes, source.size(1)),
-        query,
-        key,
-        value,
-        source.flatten(0, 2).index_select(0, grids.source),
-        mark.flatten(0, 2).index_select(0, grids.mark),
-        transition.flatten(0, 3).index_select(0, grids.transition),
-        form,
-        backend,
+    graph = _GridStates(sizes, source.size(1))
+    source, mark = source.flatten(0, 2), mark.flatten(0, 2)
+    transition = transition.flatten(0, 3)
+    return _Call(
+        query, key, value, source, mark, transition, direct, graph, form, backend
     )
-    return (out + _own(query, key, value, direct)).to(dtype)
 
 
-def _own(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
-    """What nodes read of their own."""
+def _scan(call: _Call, dtype: torch.dtype) -> Tensor:
+    query, key, value, direct = call.query, call.key, call.value, call.direct
     with torch.autocast(value.device.type, enabled=False):
+        if call.backend == "reference":
+            graph = _resolve(value.size(0), value.device, *call.graph.arguments())
+            source, mark, transition = graph.select(*call[3:6])
+            out = reference_scan(
+                query, key, value, source, mark, transition, graph.states
+            )
+        else:
+            out = _scan_op(*call.arguments())
         scores = (query * key).sum(-1)
         scores = scores.repeat_interleave(value.size(1) // scores.size(1), 1)
-        return (scores * direct).unsqueeze(-1) * value
+        out = out + (scores * direct).unsqueeze(-1) * value
+    return out.to(dtype)
+
+
+def _explained(operator: str, call: _Call) -> Choice:
+    if call.backend == "reference":
+        _resolve(call.value.size(0), call.value.device, *call.graph.arguments())
+        return Choice(operator, "dense", "mask", "reference", "asked for")
+    with torch.no_grad():
+        return _plan(*call.arguments())[0]
 
 
 # ---------------------------------------------------------------------------- checks
@@ -429,7 +566,7 @@ def _system(states: States, part: Tensor) -> System:
 @lru_cache(maxsize=16)
 def _grid_system(sizes: tuple[tuple[int, int], ...], num_orientations: int) -> System:
     grids = grid_states(sizes, num_orientations, torch.device("cpu"))
-    nodes = torch.tensor([height * width for height, width in sizes])
+    nodes = torch.tensor([h * w for h, w in sizes], dtype=torch.int64)
     part = torch.arange(len(sizes)).repeat_interleave(nodes)
     return _system(grids.states, part)
 
@@ -437,26 +574,31 @@ def _grid_system(sizes: tuple[tuple[int, int], ...], num_orientations: int) -> S
 # ------------------------------------------------------------- the registered operator
 
 
-class _EdgeStates(NamedTuple):
-    """A call's states: on the edges of a DAG."""
+class _Graph(NamedTuple):
+    """What a call runs on."""
 
-    edge_index: Tensor
-    line_edge_index: Tensor
-    batch: Tensor | None
-    size: int  #: components of a state
+    num_nodes: int
+    states: States
+    system: System
+    grids: GridStates | None  #: where the gates of the states are, if not in order
 
-    def arguments(self) -> tuple:
-        return *self, []
+    def select(self, source: Tensor, mark: Tensor, transition: Tensor) -> list[Tensor]:
+        """The gates of the states and of the edges between them."""
+        gates = [source, mark, transition]
+        if self.grids is None:
+            return gates
+        return [x[index] for x, index in zip(gates, self.grids[1:], strict=True)]
 
-
-class _Grids(NamedTuple):
-    """A call's states: on the edges of grids."""
-
-    sizes: tuple[tuple[int, int], ...]
-    num_orientations: int
-
-    def arguments(self) -> tuple:
-        return None, None, None, 1, [self.num_orientations, *chain(*self.sizes)]
+    def spread(
+        self, grads: tuple[Tensor, ...], like: tuple[Tensor, ...]
+    ) -> list[Tensor]:
+        """The other way; gates that nobody has asked for have gradient zero."""
+        if self.grids is None:
+            return list(grads)
+        return [
+            torch.zeros_like(x).index_copy_(0, index, grad)
+            for x, index, grad in zip(like, self.grids[1:], grads, strict=True)
+        ]
 
 
 def _resolve(
@@ -467,42 +609,32 @@ def _resolve(
     batch: Tensor | None,
     size: int,
     grids: list[int],
-) -> tuple[States, System]:
-    """The states that a call runs on, on its device, and their system."""
+) -> _Graph:
+    """What a call runs on, on its device."""
     if edge_index is not None:
         tensors = (edge_index, line_edge_index, batch)
-        return remembered(_checked_edges, tensors, num_nodes, size)
+        states, system = remembered(_checked_edges, tensors, num_nodes, size)
+        return _Graph(num_nodes, states, system, None)
     sizes = tuple(zip(grids[1::2], grids[2::2], strict=True))
-    return grid_states(sizes, grids[0], device).states, _grid_system(sizes, grids[0])
+    where = grid_states(sizes, grids[0], device)
+    system = _grid_system(sizes, grids[0])
+    return _Graph(num_nodes, where.states, system, where)
 
 
-def _check_transition(transition: Tensor, size: int) -> None:
-    finite = torch.isfinite(transition)
+def _check_finite(
+    graph: _Graph, transition: Tensor, selected: Tensor, size: int
+) -> None:
+    finite = torch.isfinite(selected)
     if not bool(finite.all()):
-        e, h = (~finite).nonzero()[0].tolist()
+        x, h = (~finite).nonzero()[0].tolist()
+        place = f"line edge {x // size**2}"
+        if graph.grids is not None:
+            x = int(graph.grids.transition[x])
+            place = f"node {x // (transition.size(0) // graph.num_nodes)}"
         raise ValueError(
-            f"'transition' must be finite, but that of line edge {e // size**2} has "
-            f"{transition[e, h].item()} in head {h}"
+            f"'transition' must be finite, but at {place} it is "
+            f"{transition[x, h].item()} in head {h}"
         )
-
-
-def _scan(
-    graph: _EdgeStates | _Grids,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    source: Tensor,
-    mark: Tensor,
-    transition: Tensor,
-    form: str,
-    backend: str,
-) -> Tensor:
-    tensors = (query, key, value, source, mark, transition)
-    if backend == "reference":
-        states, _ = _resolve(value.size(0), value.device, *graph.arguments())
-        with torch.autocast(value.device.type, enabled=False):
-            return reference_scan(*tensors, states)
-    return _scan_op(*tensors, *graph.arguments(), form, backend)
 
 
 def _plan(
@@ -521,28 +653,30 @@ def _plan(
     backend: str,
 ) -> tuple[Choice, Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
     """How to compute a call, with query, key and value, and its gradients."""
-    _check_transition(transition, size)
-    graph = (edge_index, line_edge_index, batch, size, grids)
-    states, system = _resolve(value.size(0), value.device, *graph)
+    graph = _resolve(
+        value.size(0), value.device, edge_index, line_edge_index, batch, size, grids
+    )
+    gates = graph.select(source, mark, transition)
+    _check_finite(graph, transition, gates[2], size)
     # Without numba's own kernels, states take copies of what their nodes write.
     shape = cost.Shape(value.size(1), value.size(1), query.size(2), value.size(2))
     plan = make_plan(
-        "grid_scan" if grids else "stm_scan", system, shape, states.edge_index,
-        transition, "auto", form, backend,
+        "grid_scan" if grids else "stm_scan", graph.system, shape,
+        graph.states.edge_index, gates[2], "auto", form, backend,
     )  # fmt: skip
+    forward: Callable[..., Tensor] = _copied_forward
+    backward: Callable[..., tuple[Tensor, ...]] = _copied_backward
+    arguments: tuple = (plan, graph.states, *gates[:2])
     if plan.choice[2:4] == ("state", "numba"):
-        gates = numba_scan.Gates(states.writer, states.reader, source, mark)
-        return (
-            plan.choice,
-            partial(numba_scan.state_forward, system, gates, transition),
-            partial(numba_scan.state_backward, system, gates, transition),
-        )
-    copies = (plan, states, source, mark)
-    return (
-        plan.choice,
-        partial(_copied_forward, *copies),
-        partial(_copied_backward, *copies),
-    )
+        written = numba_scan.Gates(*graph.states[:2], *gates[:2])
+        arguments = (graph.system, written, gates[2])
+        forward, backward = numba_scan.state_forward, numba_scan.state_backward
+
+    def gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+        *nodes, ds, dm, dw = backward(*arguments, *inputs)
+        return *nodes, *graph.spread((ds, dm, dw), (source, mark, transition))
+
+    return plan.choice, partial(forward, *arguments), gradients
 
 
 def _copies(
