@@ -19,8 +19,6 @@ from pyg_chimera.ops.structure.system import System
 _TILE_BYTES = 1 << 20
 #: Numbers of a state that are moved at a time at least, whatever that takes.
 _MIN_LANES = 64
-#: Value channels of a slice, where slices are needed to feed threads.
-_WIDTH = 16
 
 
 class Gates(NamedTuple):
@@ -43,28 +41,27 @@ def identity_gates(system: System, like: Tensor) -> Gates:
     return Gates(node, node, ones, ones)
 
 
-class _Cut(NamedTuple):
-    """How a task's states [N, P] are cut: `width` value channels a task, ..."""
+def _sliced(system: System, value: np.ndarray) -> np.ndarray:
+    """[V, heads, P] -> [V, heads, slices, P / slices], to have tasks for all threads.
 
-    width: int
-    pieces: int
-    lanes: (
-        int  #: ... and as many numbers of a state at a time as tiles of this size ...
-    )
-    scratch: int  #: ... allow; numbers that a tile may need
+    Slices of one (block, head) are summed at the end: no more of them than needed.
+    """
+    num_nodes, num_heads, num_channels = value.shape
+    enough = system.sizes.shape[0] * num_heads >= 4 * torch.get_num_threads()
+    widths = [w for w in range(8, 17) if num_channels % w == 0]
+    width = num_channels if enough or not widths else widths[-1]
+    return value.reshape(num_nodes, num_heads, -1 if width else 1, width)
 
 
-def _cut(system: System, query: np.ndarray, value: np.ndarray) -> _Cut:
-    num_heads, num_channels = value.shape[1:]
-    tasks = system.sizes.shape[0] * num_heads
-    width = max(1, num_channels)
-    if tasks < 4 * torch.get_num_threads():
-        width = min(width, _WIDTH)
-    pieces = max(1, -(-num_channels // width))
-    largest = int(system.sizes.max(initial=0)) + 1
-    lanes = _TILE_BYTES // value.itemsize
-    needed = max(lanes, largest * max(_MIN_LANES, width))
-    return _Cut(width, pieces, lanes, needed)
+def _scratch(system: System, value: np.ndarray) -> int:
+    """Numbers that a tile may need."""
+    largest = int(np.diff(system.component_ptr).max(initial=0)) + 1
+    return max(_lanes(value), largest * max(_MIN_LANES, value.shape[3]))
+
+
+def _lanes(value: np.ndarray) -> int:
+    """Numbers that a tile shall hold."""
+    return _TILE_BYTES // value.itemsize
 
 
 @_jit
@@ -75,13 +72,21 @@ def _rows(n, num_keys, width, lanes):  # type: ignore[no-untyped-def]
     return max(1, (num_keys + shares - 1) // shares)
 
 
-def _costs(system: System, num_heads: int, cut: _Cut, lanes: int) -> np.ndarray:
-    work = (0.5 * np.diff(system.lower_ptr[system.ptr]) + 2.0 * system.sizes) * lanes
-    return np.repeat(work / cut.pieces, num_heads * cut.pieces)
+def _costs(system: System, query: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Of the tasks, in order: block, head, slice."""
+    _, heads, slices, width = value.shape
+    work = 0.5 * np.diff(system.lower_ptr[system.ptr]) + 2.0 * system.sizes
+    return np.repeat(work * query.shape[2] * width, heads * slices)
 
 
 def _pattern(system: System) -> tuple:
-    return (system.ptr, system.node, system.lower_ptr, system.lower_col)
+    return (
+        system.block_component,
+        system.component_ptr,
+        system.node,
+        system.lower_ptr,
+        system.lower_col,
+    )
 
 
 def _by_entry(system: System, edge_weight: Tensor) -> np.ndarray:
@@ -102,12 +107,12 @@ def state_forward(
 ) -> Tensor:
     """The output [V, heads, P] from states C = A C + S k v^T, y = sum M q^T C."""
     q, k, v = (x.contiguous().numpy() for x in (query, key, value))
-    cut = _cut(system, q, v)
+    v = _sliced(system, v)
     out = np.zeros_like(v)
     _run(
         _forward,
-        _costs(system, v.shape[1], cut, q.shape[2] * v.shape[2]),
-        cut.scratch,
+        _costs(system, q, v),
+        _scratch(system, v),
         v.dtype,
         *_pattern(system),
         _by_entry(system, edge_weight),
@@ -116,11 +121,9 @@ def state_forward(
         k,
         v,
         out,
-        cut.width,
-        cut.pieces,
-        cut.lanes,
+        _lanes(v),
     )
-    return torch.from_numpy(out)
+    return torch.from_numpy(out).flatten(2)
 
 
 def state_backward(
@@ -138,20 +141,20 @@ def state_backward(
     dv = S Z^T k, dS = k^T Z v and dA_ij = <Z_i, C_j>. C is computed anew beside Z.
     """
     q, k, v, dy = (x.contiguous().numpy() for x in (query, key, value, grad))
-    cut = _cut(system, q, v)
-    num_nodes, num_heads, _ = v.shape
+    v = _sliced(system, v)
+    num_nodes, num_heads, slices, _ = v.shape
     groups, num_keys = q.shape[1:]
     num_states = system.num_nodes
     # Slices and the heads of a group write to parts of their own, summed below.
-    dq = np.zeros((cut.pieces, num_nodes, num_heads, num_keys), v.dtype)
+    dq = np.zeros((slices, num_nodes, num_heads, num_keys), v.dtype)
     dk = np.zeros_like(dq)
     dv = np.zeros_like(v)
-    ds, dm = (np.zeros((cut.pieces, num_states, num_heads), v.dtype) for _ in range(2))
-    dw = np.zeros((cut.pieces, num_heads, system.num_entries), v.dtype)
+    ds, dm = (np.zeros((slices, num_states, num_heads), v.dtype) for _ in range(2))
+    dw = np.zeros((slices, num_heads, system.num_entries), v.dtype)
     _run(
         _backward,
-        3.5 * _costs(system, num_heads, cut, num_keys * v.shape[2]),
-        2 * cut.scratch,
+        3 * _costs(system, q, v),
+        2 * _scratch(system, v),
         v.dtype,
         *_pattern(system),
         _by_entry(system, edge_weight),
@@ -162,18 +165,16 @@ def state_backward(
         system.upper_ptr,
         system.upper_row,
         system.upper_entry,
-        dy,
+        dy.reshape(v.shape),
         dq,
         dk,
         dv,
         ds,
         dm,
         dw,
-        cut.width,
-        cut.pieces,
-        cut.lanes,
+        _lanes(v),
     )
-    shape = (cut.pieces, num_nodes, groups, num_heads // groups, num_keys)
+    shape = (slices, num_nodes, groups, num_heads // groups, num_keys)
     grad_query, grad_key = (
         torch.from_numpy(x).view(shape).sum((0, 3)) for x in (dq, dk)
     )
@@ -181,156 +182,184 @@ def state_backward(
     return (
         grad_query,
         grad_key,
-        torch.from_numpy(dv),
+        torch.from_numpy(dv).flatten(2),
         torch.from_numpy(ds).sum(0),
         torch.from_numpy(dm).sum(0),
         torch.from_numpy(np.ascontiguousarray(grad_weight)),
     )
 
 
+# Arrays are indexed whole, not cut to views first: numba counts references to views,
+# which takes longer than a small state. Inner indices are bare loop variables: whatever
+# numba cannot see to be positive is checked for it in every step, and not vectorised.
+
+
 @_jit
-def _before(states, row, s, x, stop, other, entry, weight):  # type: ignore[no-untyped-def]
+def _before(states, row, s, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
     """Two rows and weights whose sum is what flows into a state from its neighbours.
 
     Those are the neighbours where there are two or less. All beyond the first one are
     summed up in the state's own row otherwise.
     """
     last = states.shape[0] - 1  # a row of zeros
-    zero = weight.dtype.type(0)
+    zero, one = weight.dtype.type(0), weight.dtype.type(1)
     if x == stop:
         return last, zero, last, zero
-    r0, c0 = other[x] - s, weight[entry[x]]
+    r0, c0 = other[x] - s, weight[h, entry[x]]
     if x + 1 == stop:
         return r0, c0, last, zero
+    r1, c1 = other[x + 1] - s, weight[h, entry[x + 1]]
     if x + 2 == stop:
-        return r0, c0, other[x + 1] - s, weight[entry[x + 1]]
-    total = states[row]
-    a, c = states[other[x + 1] - s], weight[entry[x + 1]]
-    b, d = states[other[x + 2] - s], weight[entry[x + 2]]
-    for w in range(total.shape[0]):
-        total[w] = c * a[w] + d * b[w]
+        return r0, c0, r1, c1
+    r2, c2 = other[x + 2] - s, weight[h, entry[x + 2]]
+    for a in range(states.shape[1]):
+        for p in range(states.shape[2]):
+            states[row, a, p] = c1 * states[r1, a, p] + c2 * states[r2, a, p]
     for y in range(x + 3, stop):
-        a, c = states[other[y] - s], weight[entry[y]]
-        for w in range(total.shape[0]):
-            total[w] += c * a[w]
-    return r0, c0, row, zero + 1
+        r1, c1 = other[y] - s, weight[h, entry[y]]
+        for a in range(states.shape[1]):
+            for p in range(states.shape[2]):
+                states[row, a, p] += c1 * states[r1, a, p]
+    return r0, c0, row, one
 
 
 @_jit
 def _forward(  # type: ignore[no-untyped-def]
-    first, last, scratch, ptr, order, before_ptr, before, weight, writer, reader,
-    source, mark, query, key, value, out, width, pieces, lanes,
+    first, last, scratch, block_part, ptr, order, before_ptr, before, weight, writer,
+    reader, source, mark, query, key, value, out, lanes,
 ):  # fmt: skip
-    num_heads, num_channels = value.shape[1], value.shape[2]
-    num_keys = query.shape[2]
-    per_group = num_heads // query.shape[1]
+    num_heads, slices, w = value.shape[1], value.shape[2], value.shape[3]
     entries = np.arange(before.shape[0])
     for task in range(first, last):
-        block, piece = task // (num_heads * pieces), task % pieces
-        h = (task // pieces) % num_heads
-        g = h // per_group
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
-        p0 = piece * width
-        w = min(width, num_channels - p0)
-        rows = _rows(n, num_keys, w, lanes)
-        for a0 in range(0, num_keys, rows):
-            m = min(rows, num_keys - a0)
-            states = scratch[: (n + 1) * m * w].reshape(n + 1, m * w)
-            states[n] = 0
-            for i in range(n):
-                state = order[s + i]
-                u, z = writer[state], reader[state]
-                i0, c0, i1, c1 = _before(
-                    states, i, s, before_ptr[s + i], before_ptr[s + i + 1], before,
-                    entries, weight[h],
+        block, slice_ = task // (num_heads * slices), task % slices
+        h = (task // slices) % num_heads
+        for part in range(block_part[block], block_part[block + 1]):
+            s, n = ptr[part], ptr[part + 1] - ptr[part]
+            rows = _rows(n, query.shape[2], w, lanes)
+            for a0 in range(0, query.shape[2], rows):
+                m = min(rows, query.shape[2] - a0)
+                states = scratch[: (n + 1) * m * w].reshape(n + 1, m, w)
+                _forward_tile(
+                    states, s, a0, h, slice_, order, before_ptr, before, entries,
+                    weight, writer, reader, source, mark, query, key, value, out,
                 )  # fmt: skip
-                row, r0, r1 = states[i], states[i0], states[i1]
-                v, y = value[u, h, p0 : p0 + w], out[z, h, p0 : p0 + w]
-                k, q = key[u, g, a0 : a0 + m], query[z, g, a0 : a0 + m]
-                S, M = source[state, h], mark[state, h]
-                for a in range(m):
-                    ka, qa, at = S * k[a], M * q[a], a * w
-                    for p in range(w):
-                        c = ka * v[p] + c0 * r0[at + p] + c1 * r1[at + p]
-                        row[at + p] = c
-                        y[p] += qa * c
+
+
+@_jit
+def _forward_tile(  # type: ignore[no-untyped-def]
+    states, s, a0, h, slice_, order, before_ptr, before, entries, weight, writer,
+    reader, source, mark, query, key, value, out,
+):  # fmt: skip
+    n, m, w = states.shape[0] - 1, states.shape[1], states.shape[2]
+    g = h // (value.shape[1] // query.shape[1])
+    states[n] = 0
+    for i in range(n):
+        state = order[s + i]
+        u, z = writer[state], reader[state]
+        i0, c0, i1, c1 = _before(
+            states, i, s, before_ptr[s + i], before_ptr[s + i + 1],
+            before, entries, weight, h,
+        )  # fmt: skip
+        S, M = source[state, h], mark[state, h]
+        for a in range(m):
+            k, q = S * key[u, g, a0 + a], M * query[z, g, a0 + a]
+            for p in range(w):
+                c = (
+                    k * value[u, h, slice_, p]
+                    + c0 * states[i0, a, p]
+                    + c1 * states[i1, a, p]
+                )
+                states[i, a, p] = c
+                out[z, h, slice_, p] += q * c
 
 
 @_jit
 def _backward(  # type: ignore[no-untyped-def]
-    first, last, scratch, ptr, order, before_ptr, before, weight, writer, reader,
-    source, mark, query, key, value, after_ptr, after, after_entry, grad, grad_query,
-    grad_key, grad_value, grad_source, grad_mark, grad_weight, width, pieces, lanes,
+    first, last, scratch, block_part, ptr, order, before_ptr, before, weight, writer,
+    reader, source, mark, query, key, value, after_ptr, after, after_entry, grad,
+    grad_query, grad_key, grad_value, grad_source, grad_mark, grad_weight, lanes,
 ):  # fmt: skip
-    num_heads, num_channels = value.shape[1], value.shape[2]
-    num_keys = query.shape[2]
-    per_group = num_heads // query.shape[1]
+    num_heads, slices, w = value.shape[1], value.shape[2], value.shape[3]
     entries = np.arange(before.shape[0])
     for task in range(first, last):
-        block, piece = task // (num_heads * pieces), task % pieces
-        h = (task // pieces) % num_heads
-        g = h // per_group
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
-        p0 = piece * width
-        w = min(width, num_channels - p0)
-        rows = _rows(n, num_keys, w, lanes)
-        for a0 in range(0, num_keys, rows):
-            m = min(rows, num_keys - a0)
-            tiles = scratch[: 2 * (n + 1) * m * w].reshape(2, n + 1, m * w)
-            states, adjoints = tiles[0], tiles[1]
-            states[n] = 0
-            adjoints[n] = 0
-            for i in range(n):
-                state = order[s + i]
-                u, z = writer[state], reader[state]
-                i0, c0, i1, c1 = _before(
-                    states, i, s, before_ptr[s + i], before_ptr[s + i + 1], before,
-                    entries, weight[h],
+        block, slice_ = task // (num_heads * slices), task % slices
+        h = (task // slices) % num_heads
+        for part in range(block_part[block], block_part[block + 1]):
+            s, n = ptr[part], ptr[part + 1] - ptr[part]
+            rows = _rows(n, query.shape[2], w, lanes)
+            for a0 in range(0, query.shape[2], rows):
+                m = min(rows, query.shape[2] - a0)
+                tiles = scratch[: 2 * (n + 1) * m * w].reshape(2, n + 1, m, w)
+                _backward_tile(
+                    tiles[0], tiles[1], s, a0, h, slice_, order, before_ptr, before,
+                    entries, weight, writer, reader, source, mark, query, key, value,
+                    after_ptr, after, after_entry, grad, grad_query, grad_key,
+                    grad_value, grad_source, grad_mark, grad_weight,
                 )  # fmt: skip
-                row, r0, r1 = states[i], states[i0], states[i1]
-                v, dy = value[u, h, p0 : p0 + w], grad[z, h, p0 : p0 + w]
-                k, q = key[u, g, a0 : a0 + m], query[z, g, a0 : a0 + m]
-                dq = grad_query[piece, z, h, a0 : a0 + m]
-                S, M = source[state, h], mark[state, h]
-                total = grad_mark[piece, state, h]
-                for a in range(m):
-                    ka, at = S * k[a], a * w
-                    read = dy.dtype.type(0)
-                    for p in range(w):
-                        c = ka * v[p] + c0 * r0[at + p] + c1 * r1[at + p]
-                        row[at + p] = c
-                        read += c * dy[p]
-                    dq[a] += M * read
-                    total += q[a] * read
-                grad_mark[piece, state, h] = total
-            for i in range(n - 1, -1, -1):
-                state = order[s + i]
-                u, z = writer[state], reader[state]
-                i0, c0, i1, c1 = _before(
-                    adjoints, i, s, after_ptr[s + i], after_ptr[s + i + 1], after,
-                    after_entry, weight[h],
-                )  # fmt: skip
-                row, r0, r1 = adjoints[i], adjoints[i0], adjoints[i1]
-                v, dy = value[u, h, p0 : p0 + w], grad[z, h, p0 : p0 + w]
-                k, q = key[u, g, a0 : a0 + m], query[z, g, a0 : a0 + m]
-                dk = grad_key[piece, u, h, a0 : a0 + m]
-                dv = grad_value[u, h, p0 : p0 + w]
-                S, M = source[state, h], mark[state, h]
-                total = grad_source[piece, state, h]
-                for a in range(m):
-                    ka, qa, at = S * k[a], M * q[a], a * w
-                    written = dy.dtype.type(0)
-                    for p in range(w):
-                        c = qa * dy[p] + c0 * r0[at + p] + c1 * r1[at + p]
-                        row[at + p] = c
-                        written += c * v[p]
-                        dv[p] += ka * c
-                    dk[a] += S * written
-                    total += k[a] * written
-                grad_source[piece, state, h] = total
-                for x in range(before_ptr[s + i], before_ptr[s + i + 1]):
-                    left = states[before[x] - s]
-                    total = grad_weight[piece, h, x]
-                    for y in range(m * w):
-                        total += row[y] * left[y]
-                    grad_weight[piece, h, x] = total
+
+
+@_jit
+def _backward_tile(  # type: ignore[no-untyped-def]
+    states, adjoints, s, a0, h, slice_, order, before_ptr, before, entries, weight,
+    writer, reader, source, mark, query, key, value, after_ptr, after, after_entry,
+    grad, grad_query, grad_key, grad_value, grad_source, grad_mark, grad_weight,
+):  # fmt: skip
+    n, m, w = states.shape[0] - 1, states.shape[1], states.shape[2]
+    g = h // (value.shape[1] // query.shape[1])
+    zero = value.dtype.type(0)
+    states[n] = 0
+    adjoints[n] = 0
+    for i in range(n):
+        state = order[s + i]
+        u, z = writer[state], reader[state]
+        i0, c0, i1, c1 = _before(
+            states, i, s, before_ptr[s + i], before_ptr[s + i + 1],
+            before, entries, weight, h,
+        )  # fmt: skip
+        S, M = source[state, h], mark[state, h]
+        total = zero
+        for a in range(m):
+            k = S * key[u, g, a0 + a]
+            read = zero
+            for p in range(w):
+                c = (
+                    k * value[u, h, slice_, p]
+                    + c0 * states[i0, a, p]
+                    + c1 * states[i1, a, p]
+                )
+                states[i, a, p] = c
+                read += c * grad[z, h, slice_, p]
+            grad_query[slice_, z, h, a0 + a] += M * read
+            total += query[z, g, a0 + a] * read
+        grad_mark[slice_, state, h] += total
+    for i in range(n - 1, -1, -1):
+        state = order[s + i]
+        u, z = writer[state], reader[state]
+        i0, c0, i1, c1 = _before(
+            adjoints, i, s, after_ptr[s + i], after_ptr[s + i + 1],
+            after, after_entry, weight, h,
+        )  # fmt: skip
+        S, M = source[state, h], mark[state, h]
+        total = zero
+        for a in range(m):
+            k, q = S * key[u, g, a0 + a], M * query[z, g, a0 + a]
+            written = zero
+            for p in range(w):
+                c = (
+                    q * grad[z, h, slice_, p]
+                    + c0 * adjoints[i0, a, p]
+                    + c1 * adjoints[i1, a, p]
+                )
+                adjoints[i, a, p] = c
+                written += c * value[u, h, slice_, p]
+                grad_value[u, h, slice_, p] += k * c
+            grad_key[slice_, u, h, a0 + a] += S * written
+            total += key[u, g, a0 + a] * written
+        grad_source[slice_, state, h] += total
+        for x in range(before_ptr[s + i], before_ptr[s + i + 1]):
+            j = before[x] - s
+            total = zero
+            for a in range(m):
+                for p in range(w):
+                    total += adjoints[i, a, p] * states[j, a, p]
+            grad_weight[slice_, h, x] += total

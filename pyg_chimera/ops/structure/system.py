@@ -34,11 +34,14 @@ class System(NamedTuple):
     :obj:`j = lower_col[x]` :math:`< i`. In a DAG, :math:`I - A` is L already, each
     edge is its own entry, and U is the identity.
 
-    All arrays are int64: ``V`` nodes, ``E`` edges, ``T`` blocks, ``F`` entries.
+    All arrays are int64: ``V`` nodes, ``E`` edges, ``T`` blocks, ``F`` entries. In a
+    DAG a block's components lie one after the other: ``C`` of them, else one a block.
     """
 
     triangular: bool  #: whether the graph is a DAG and U the identity
     ptr: np.ndarray  #: [T + 1], first position of each block
+    component_ptr: np.ndarray  #: [C + 1], first position of each component
+    block_component: np.ndarray  #: [T + 1], first component of each block
     node: np.ndarray  #: [V], node at each position
     local: np.ndarray  #: [V], place of that node among the nodes of its block
     order: np.ndarray  #: [V], nodes block by block, in node order within a block
@@ -215,7 +218,12 @@ def _build(
         rank_ = to_numpy(rank)
         if triangular:
             _check_topological(edge_index, rank_, num_nodes)
-    node = order[np.lexsort((rank_[order], block[order]))]
+    component = block
+    if triangular:
+        component = connected_components(edge_index.cpu(), num_nodes).numpy()
+    node = order[np.lexsort((rank_[order], component[order], block[order]))]
+    new = np.flatnonzero(np.diff(component[node], prepend=-1))
+    component_ptr = np.append(new, num_nodes)
     position = np.empty(num_nodes, np.int64)
     position[node] = np.arange(num_nodes)
     place = np.empty(num_nodes, np.int64)
@@ -237,6 +245,8 @@ def _build(
     return System(
         triangular=triangular,
         ptr=ptr,
+        component_ptr=component_ptr,
+        block_component=np.searchsorted(component_ptr, ptr),
         node=node,
         local=place[node],
         order=order,
