@@ -1,5 +1,6 @@
 """Datasets, generated and wrapped."""
 
+from pyg_chimera.datasets.arrow_pointing import ArrowPointing
 from pyg_chimera.datasets.peptides import (
     ATOM_FEATURE_SIZES,
     BOND_FEATURE_SIZES,
@@ -11,6 +12,7 @@ from pyg_chimera.datasets.peptides import (
 __all__ = [
     "ATOM_FEATURE_SIZES",
     "BOND_FEATURE_SIZES",
+    "ArrowPointing",
     "GeneratedPeptides",
     "PeptidesFunctional",
     "long_range_labels",

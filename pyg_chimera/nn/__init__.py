@@ -1,6 +1,6 @@
 """Graph layers, the layer around them, and models."""
 
-from pyg_chimera.nn.conv import ChimeraConv, GatedGCNConv
+from pyg_chimera.nn.conv import ChimeraConv, GatedGCNConv, PLSTMConv
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.models import CategoricalEncoder, GraphModel
 
@@ -10,4 +10,5 @@ __all__ = [
     "GPSLayer",
     "GatedGCNConv",
     "GraphModel",
+    "PLSTMConv",
 ]

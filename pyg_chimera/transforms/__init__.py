@@ -4,6 +4,12 @@ All of them write plain tensors that PyG's loaders batch by their own rules.
 """
 
 from pyg_chimera.transforms.dag_decomposition import DAGDecomposition
+from pyg_chimera.transforms.image_to_graph import ImageToGraph
+from pyg_chimera.transforms.line_graph import (
+    DirectedLineGraph,
+    LineGraphData,
+    MultitreePruning,
+)
 from pyg_chimera.transforms.structure import (
     AddDiameter,
     AddEliminationOrder,
@@ -15,4 +21,8 @@ __all__ = [
     "AddEliminationOrder",
     "AddTopologicalOrder",
     "DAGDecomposition",
+    "DirectedLineGraph",
+    "ImageToGraph",
+    "LineGraphData",
+    "MultitreePruning",
 ]

@@ -4,7 +4,7 @@ from asserts import assert_near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pyg_chimera.ops.tracking import householder_product
+from pyg_chimera.ops import householder_product
 
 VECTORS = st.floats(-3, 3, width=32) | st.sampled_from([0.0, 1e-30, -1e30])
 
@@ -103,7 +103,7 @@ def test_is_bounded_for_a_long_way():
 
 
 def test_errors():
-    with pytest.raises(TypeError, match="floating point tensor, got torch.int64"):
+    with pytest.raises(TypeError, match=r"floating point tensor, got torch\.int64"):
         householder_product(torch.ones(2, 2, dtype=torch.long))
     with pytest.raises(TypeError, match="floating point tensor, got list"):
         householder_product([[1.0]])

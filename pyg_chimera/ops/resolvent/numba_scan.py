@@ -50,7 +50,8 @@ def _sliced(system: System, value: np.ndarray) -> np.ndarray:
     enough = system.sizes.shape[0] * num_heads >= 4 * torch.get_num_threads()
     widths = [w for w in range(8, 17) if num_channels % w == 0]
     width = num_channels if enough or not widths else widths[-1]
-    return value.reshape(num_nodes, num_heads, -1 if width else 1, width)
+    slices = num_channels // width if width else 1
+    return value.reshape(num_nodes, num_heads, slices, width)
 
 
 def _scratch(system: System, value: np.ndarray) -> int:

@@ -1,0 +1,182 @@
+import copy
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+from torch.nn.functional import pad
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+__all__ = ["ImageToGraph"]
+
+
+@functional_transform("chimera_image_to_graph")
+class ImageToGraph(BaseTransform):
+    r"""Makes a grid graph of an image, a node of each patch (functional name:
+    :obj:`chimera_image_to_graph`).
+
+    An image of :math:`C` channels becomes :math:`h \times w` patches of
+    :math:`p_h \times p_w` pixels. Where they reach over its lower or right border, the
+    image is padded with zeros. The result holds
+
+    * :obj:`x`, :math:`[h \cdot w, C \cdot p_h \cdot p_w]`: the pixels of the patches,
+      patches row by row; within a patch by channel, then row, then column. Floating
+      point images keep their type, others become :obj:`torch.float` (and 8-bit ones are
+      scaled from :math:`[0, 255]` to :math:`[0, 1]`),
+    * :obj:`edge_index`, int64 :math:`[2, |\mathcal{E}|]`: edges between patches side by
+      side and one upon the other, in both directions, sorted by source, then target,
+    * :obj:`pos`, float :math:`[h \cdot w, 2]`: the column and the row of the patch,
+    * :obj:`height` :math:`= h` and :obj:`width` :math:`= w`, which batch to one entry a
+      graph, as :class:`~pyg_chimera.nn.PLSTMConv` takes them.
+
+    Args:
+        patch_size (int or tuple[int, int], optional): The number of pixels on each side
+            of a patch, or its height and its width. (default: :obj:`1`)
+        attr_name (str, optional): The attribute of the data that has the image. It is
+            removed, and others, :obj:`y` for example, are kept, but for an
+            :obj:`edge_attr` and a :obj:`num_nodes` of an earlier graph.
+            (default: :obj:`"image"`)
+
+    Shapes:
+        - **input:** a :class:`torch_geometric.data.Data` with an image, or the image
+          alone (as in a data set of images): a tensor :math:`(C, H, W)` or
+          :math:`(H, W)`, an array :math:`(H, W, C)` or :math:`(H, W)`, or an image of
+          PIL, one with a palette as RGB.
+        - **output:** a :class:`torch_geometric.data.Data`
+
+    Raises:
+        TypeError: If the input is none of these.
+        ValueError: If :obj:`patch_size` is not positive, the data has no image, or the
+            image a wrong shape or no pixels.
+    """
+
+    def __init__(
+        self,
+        patch_size: int | tuple[int, int] = 1,
+        attr_name: str = "image",
+    ) -> None:
+        sides: tuple[Any, ...] = (patch_size, patch_size)
+        if isinstance(patch_size, (tuple, list)):
+            sides = tuple(patch_size)
+        if len(sides) != 2 or not all(type(s) is int and s > 0 for s in sides):
+            raise ValueError(
+                "'patch_size' must be a positive integer or a pair of them (got "
+                f"{patch_size!r})"
+            )
+        self.patch_size: tuple[int, int] = (sides[0], sides[1])
+        self.attr_name = attr_name
+
+    def __call__(self, data: Any) -> Data:
+        """The graph of a copy of the data, or of an image."""
+        # An image need not be copied, and a copy of one of PIL is a deep one.
+        return self.forward(copy.copy(data) if isinstance(data, Data) else data)
+
+    def forward(self, data: Any) -> Data:
+        """The graph of the data, which it changes, or of an image."""
+        if isinstance(data, (Batch, HeteroData)):
+            raise TypeError(
+                "The transform takes a homogeneous 'torch_geometric.data.Data' or an "
+                f"image, one by one (got '{type(data).__name__}')"
+            )
+        if isinstance(data, Data):
+            if self.attr_name not in data:
+                raise ValueError(
+                    f"The transform needs 'data.{self.attr_name}', an image (got data "
+                    f"with {data.keys()})"
+                )
+            image = _to_tensor(data[self.attr_name])
+            for key in (self.attr_name, "edge_attr", "num_nodes"):
+                if key in data:
+                    del data[key]
+        else:
+            image = _to_tensor(data)
+            data = Data()
+
+        x, height, width = self._patches(image)
+        edge_index, pos = _grid(height, width)
+        data.x = x
+        data.edge_index = torch.from_numpy(edge_index).to(x.device)
+        data.pos = torch.from_numpy(pos).to(x.device)
+        data.height = height
+        data.width = width
+        return data
+
+    def __repr__(self) -> str:
+        return f"{self.__class__.__name__}(patch_size={self.patch_size})"
+
+    def _patches(self, image: Tensor) -> tuple[Tensor, int, int]:
+        """The pixels of each patch, and how many there are down and across."""
+        channels, rows, columns = image.shape
+        p, q = self.patch_size
+        height, width = -(-rows // p), -(-columns // q)
+        if height * p != rows or width * q != columns:
+            image = pad(image, (0, width * q - columns, 0, height * p - rows))
+        image = image.reshape(channels, height, p, width, q).permute(1, 3, 0, 2, 4)
+        return image.reshape(height * width, channels * p * q), height, width
+
+
+def _to_tensor(image: Any) -> Tensor:
+    """The image as floating point numbers of shape [channels, rows, columns]."""
+    # Who has an image of PIL has imported it.
+    pil = sys.modules.get("PIL.Image")
+    if pil is not None and isinstance(image, pil.Image):
+        image = np.array(image.convert("RGB") if image.mode == "P" else image)
+    wanted = (
+        "The image must be a tensor of shape [C, H, W] or [H, W], an array of shape "
+        "[H, W, C] or [H, W], or a PIL image"
+    )
+    if isinstance(image, np.ndarray):
+        shape = image.shape
+        if image.ndim == 3:
+            image = image.transpose(2, 0, 1)
+        image = torch.from_numpy(np.ascontiguousarray(image))
+    elif isinstance(image, Tensor):
+        shape = tuple(image.shape)
+    else:
+        raise TypeError(f"{wanted} (got '{type(image).__name__}')")
+    if len(shape) not in (2, 3) or image.numel() == 0 or image.is_complex():
+        raise ValueError(
+            f"{wanted}, and have pixels (got shape {list(shape)} and dtype "
+            f"{image.dtype})"
+        )
+    if image.dim() == 2:
+        image = image.unsqueeze(0)
+    if image.is_floating_point():
+        return image
+    out = image.to(torch.float)
+    return out / 255 if image.dtype == torch.uint8 else out
+
+
+@njit(cache=True, nogil=True)
+def _grid(height, width):  # type: ignore[no-untyped-def]
+    """Edges, by source, then target, and positions of a grid with nodes row by row."""
+    num_edges = 2 * (height * (width - 1) + (height - 1) * width)
+    edge_index = np.empty((2, num_edges), np.int64)
+    pos = np.empty((height * width, 2), np.float32)
+    e = 0
+    for r in range(height):
+        for c in range(width):
+            i = r * width + c
+            pos[i, 0] = c
+            pos[i, 1] = r
+            if r > 0:
+                edge_index[0, e] = i
+                edge_index[1, e] = i - width
+                e += 1
+            if c > 0:
+                edge_index[0, e] = i
+                edge_index[1, e] = i - 1
+                e += 1
+            if c < width - 1:
+                edge_index[0, e] = i
+                edge_index[1, e] = i + 1
+                e += 1
+            if r < height - 1:
+                edge_index[0, e] = i
+                edge_index[1, e] = i + width
+                e += 1
+    return edge_index, pos

@@ -1,0 +1,216 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from pyg_chimera.ops.structure.line_graph import line_graph, multitree
+from pyg_chimera.transforms.structure import check_attr_name, edges_of
+
+__all__ = ["DirectedLineGraph", "LineGraphData", "MultitreePruning"]
+
+_LINES = "line_edge_index"
+
+
+class LineGraphData(Data):
+    r"""A graph that may hold a line graph, which PyG's loaders batch rightly.
+
+    It is a :class:`torch_geometric.data.Data` in all else. Where the name of an
+    attribute contains :obj:`line_edge_index`, it holds numbers of edges, and the number
+    of edges is added to it for each graph before its own in a batch; Data would add the
+    number of nodes. What stands before that name tells the edges:
+    :obj:`dag_line_edge_index` (and :obj:`dag_line_edge_index_pruned`) holds numbers of
+    edges of :obj:`dag_edge_index`. Both may be lists of tensors.
+    """
+
+    def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
+        """How much to add to an attribute of the next graph of a batch."""
+        prefix, found, _ = key.partition(_LINES)
+        name = f"{prefix}edge_index"
+        if not found or name not in self:
+            return super().__inc__(key, value, *args, **kwargs)
+        edges = self[name]
+        if isinstance(edges, Tensor):
+            return edges.size(1)
+        # PyG hands over the entries of a list without their places in it.
+        for line_edges, dag in zip(self[key], edges, strict=True):
+            if line_edges is value:
+                return dag.size(1)
+        raise ValueError(f"'value' must be an entry of the list 'data.{key}'")
+
+
+# Lets PyG's datasets load what they saved of it with 'weights_only=True'.
+torch.serialization.add_safe_globals([LineGraphData])
+
+
+@functional_transform("chimera_directed_line_graph")
+class DirectedLineGraph(BaseTransform):
+    r"""Stores the line graph of a directed acyclic graph, on whose nodes (the edges of
+    the graph) `"pLSTM: parallelizable Linear Source Transition Mark networks"
+    <https://arxiv.org/abs/2506.11997>`_ keeps its states (functional name:
+    :obj:`chimera_directed_line_graph`).
+
+    With :obj:`line_edge_index=data.line_edge_index`,
+    :class:`~pyg_chimera.nn.PLSTMConv` need not compute it. Adds
+
+    * :obj:`data.line_edge_index`, int64 :math:`[2, |\mathcal{L}|]`: pairs of edges, of
+      which the second begins where the first ends, see
+      :func:`~pyg_chimera.ops.line_graph`,
+
+    and returns a :class:`LineGraphData`, which PyG's loaders batch rightly. Transforms
+    that select or sort edges know nothing of it, so this one belongs behind those. It
+    takes graphs one by one, not batches of them.
+
+    Args:
+        prefix (str, optional): How the names of the attributes begin: with
+            :obj:`prefix="dag"`, :obj:`data.dag_line_edge_index` is the line graph of
+            :obj:`data.dag_edge_index`, or the list of those of a list of DAGs, as
+            :class:`~pyg_chimera.transforms.DAGDecomposition` makes it.
+            (default: :obj:`None`)
+
+    Raises:
+        CycleError: If the graph has a cycle.
+        TypeError: If the data is not homogeneous, is a batch, or of a subclass of Data
+            other than :class:`LineGraphData`, or an index is not integer.
+        ValueError: If the prefix would make PyG batch the attribute wrongly, or the
+            data has no valid edges.
+    """
+
+    def __init__(self, prefix: str | None = None) -> None:
+        self.prefix = _checked_prefix(prefix)
+
+    def forward(self, data: Data) -> LineGraphData:
+        """Adds the attribute to a copy of the data."""
+        dags, num_nodes = _dags_of(data, self.prefix)
+        lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
+        return _with_lines(data, f"{self.prefix}{_LINES}", self.prefix, lines)
+
+
+@functional_transform("chimera_multitree_pruning")
+class MultitreePruning(BaseTransform):
+    r"""Prunes the line graph of a directed acyclic graph so that at most one path joins
+    any two edges, as the distribution mode of `"pLSTM: parallelizable Linear Source
+    Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_ needs it (functional
+    name: :obj:`chimera_multitree_pruning`).
+
+    Keeps those columns of :obj:`data.line_edge_index` that
+    :func:`~pyg_chimera.ops.multitree` chooses, and computes it, as
+    :class:`DirectedLineGraph`, if it is absent. Returns a :class:`LineGraphData`.
+
+    Args:
+        prefix (str, optional): How the names of the attributes begin, see
+            :class:`DirectedLineGraph`. (default: :obj:`None`)
+        attr_name (str, optional): The attribute for what is kept, such as
+            :obj:`"line_edge_index_pruned"`, for models with layers of both modes. It
+            must begin with the name of the line graph, by which
+            :class:`LineGraphData` knows how to batch it; the whole line graph is then
+            there too. (default: :obj:`None`, which replaces the line graph)
+
+    Raises:
+        CycleError: If the graph has a cycle.
+        TypeError: If the data is not homogeneous, is a batch, or of a subclass of Data
+            other than :class:`LineGraphData`, or an index is not integer.
+        ValueError: If a name would make PyG batch the attribute wrongly, the data has
+            no valid edges, or its line graph is one of other edges.
+    """
+
+    def __init__(self, prefix: str | None = None, attr_name: str | None = None) -> None:
+        self.prefix = _checked_prefix(prefix)
+        lines_name = f"{self.prefix}{_LINES}"
+        if attr_name is None:
+            attr_name = lines_name
+        if not attr_name.startswith(lines_name):
+            raise ValueError(
+                f"'attr_name' must begin with '{lines_name}', by which 'LineGraphData' "
+                f"tells how to batch it (got '{attr_name}')"
+            )
+        self.attr_name = attr_name
+
+    def forward(self, data: Data) -> LineGraphData:
+        """Adds the attribute to a copy of the data."""
+        dags, num_nodes = _dags_of(data, self.prefix)
+        name = f"{self.prefix}{_LINES}"
+        if name in data:
+            lines = (
+                data[name] if isinstance(data[name], (list, tuple)) else [data[name]]
+            )
+            if len(lines) != len(dags):
+                raise ValueError(
+                    f"'data.{name}' must have one entry for each of the {len(dags)} "
+                    f"DAGs of 'data.{self.prefix}edge_index' (got {len(lines)})"
+                )
+            for line_edge_index, dag in zip(lines, dags, strict=True):
+                _check_line_graph(name, line_edge_index, dag)
+        else:
+            lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
+        kept = [
+            line_edge_index[:, multitree(line_edge_index, dag.size(1))]
+            for line_edge_index, dag in zip(lines, dags, strict=True)
+        ]
+        out = data
+        if name not in data:
+            out = _with_lines(data, name, self.prefix, lines)
+        return _with_lines(out, self.attr_name, self.prefix, kept)
+
+
+def _checked_prefix(prefix: str | None) -> str:
+    """What attributes' names begin with."""
+    if prefix is None:
+        return ""
+    check_attr_name("prefix", prefix)
+    return f"{prefix}_"
+
+
+def _dags_of(data: Data, prefix: str) -> tuple[list[Tensor], int]:
+    """The edges of each DAG, and the number of nodes."""
+    edge_index, num_nodes = edges_of(data)
+    if isinstance(data, Batch):
+        raise TypeError(
+            "The transform takes graphs one by one, before they are batched (got "
+            f"'{type(data).__name__}'); for the line graph of a whole batch call "
+            "'pyg_chimera.ops.line_graph'"
+        )
+    if type(data) is not Data and not isinstance(data, LineGraphData):
+        raise TypeError(
+            "The transform takes a 'torch_geometric.data.Data' or a 'LineGraphData', "
+            f"whose batching it needs (got '{type(data).__name__}'); derive that class "
+            "from 'pyg_chimera.transforms.LineGraphData'"
+        )
+    if not prefix:
+        return [edge_index], num_nodes
+    name = f"{prefix}edge_index"
+    if name not in data:
+        raise ValueError(f"The transform needs 'data.{name}' (got {data.keys()})")
+    dags = data[name]
+    return (list(dags) if isinstance(dags, (list, tuple)) else [dags]), num_nodes
+
+
+def _check_line_graph(name: str, line_edge_index: Tensor, edge_index: Tensor) -> None:
+    """Refuse a line graph that is stale, one of earlier edges."""
+    num_edges = edge_index.size(1)
+    valid = line_edge_index.dim() == 2 and line_edge_index.size(0) == 2
+    if valid and line_edge_index.numel() > 0:
+        low, high = (int(bound) for bound in torch.aminmax(line_edge_index))
+        valid = low >= 0 and high < num_edges
+        if valid:
+            left, entered = line_edge_index
+            valid = edge_index[1, left].equal(edge_index[0, entered])
+    if not valid:
+        raise ValueError(
+            f"'data.{name}' must join edges of the data that have a node in common "
+            f"(got shape {list(line_edge_index.shape)} for {num_edges} edges); apply "
+            "'DirectedLineGraph' again after what changed the edges"
+        )
+
+
+def _with_lines(
+    data: Data, name: str, prefix: str, lines: list[Tensor]
+) -> LineGraphData:
+    """The data, of the class that batches them, with line edges of each DAG."""
+    if not isinstance(data, LineGraphData):
+        data = LineGraphData.from_dict(data.to_dict())
+    is_list = isinstance(data[f"{prefix}edge_index"], (list, tuple))
+    data[name] = lines if is_list else lines[0]
+    return data

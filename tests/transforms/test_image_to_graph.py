@@ -1,0 +1,267 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data.datapipes import DatasetAdapter
+from torch_geometric.loader import DataLoader
+from torch_geometric.utils import coalesce
+
+from pyg_chimera.transforms import ImageToGraph
+
+
+def test_small_image():
+    image = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    out = ImageToGraph()(image)
+    assert set(out.keys()) == {"x", "edge_index", "pos", "height", "width"}
+    assert out.x.tolist() == [[1], [2], [3], [4], [5], [6]]
+    assert (out.height, out.width, out.num_nodes) == (2, 3, 6)
+    assert out.pos.tolist() == [[0, 0], [1, 0], [2, 0], [0, 1], [1, 1], [2, 1]]
+    assert out.pos.dtype == torch.float
+    assert out.edge_index.dtype == torch.long
+    assert out.edge_index.tolist() == [
+        [0, 0, 1, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 5],
+        [1, 3, 0, 2, 4, 1, 5, 0, 4, 1, 3, 5, 2, 4],
+    ]
+
+
+def test_patches():
+    #  0  1  2 |  3  4           with 2 x 3 patches, padded at the right and below
+    #  5  6  7 |  8  9
+    # 10 11 12 | 13 14
+    image = torch.arange(30.0).view(2, 3, 5)
+    out = ImageToGraph((2, 3))(image)
+    assert (out.height, out.width) == (2, 2)
+    first = [
+        [0, 1, 2, 5, 6, 7],
+        [3, 4, 0, 8, 9, 0],
+        [10, 11, 12, 0, 0, 0],
+        [13, 14, 0, 0, 0, 0],
+    ]
+    second = [
+        [15, 16, 17, 20, 21, 22],
+        [18, 19, 0, 23, 24, 0],
+        [25, 26, 27, 0, 0, 0],
+        [28, 29, 0, 0, 0, 0],
+    ]
+    assert out.x.tolist() == [a + b for a, b in zip(first, second, strict=True)]
+
+
+@given(
+    *(st.integers(1, n) for n in (3, 9, 9)),
+    *(st.integers(1, 4) for _ in range(2)),
+)
+def test_any_size(channels, rows, columns, p, q):
+    image = torch.rand(channels, rows, columns)
+    out = ImageToGraph((p, q))(image)
+    h, w = out.height, out.width
+    assert (h, w) == ((rows + p - 1) // p, (columns + q - 1) // q)
+    assert out.x.shape == (h * w, channels * p * q)
+    # What was put in comes out, and nothing else.
+    padded = torch.zeros(channels, h * p, w * q)
+    padded[:, :rows, :columns] = image
+    for i, (c, r) in enumerate(out.pos.long().tolist()):
+        assert i == r * w + c
+        patch = padded[:, r * p : (r + 1) * p, c * q : (c + 1) * q]
+        assert out.x[i].equal(patch.flatten())
+    # Edges join all pairs of patches at distance 1, and are sorted.
+    distance = torch.cdist(out.pos, out.pos, p=1)
+    assert out.edge_index.equal((distance == 1).nonzero().t())
+    assert out.edge_index.equal(coalesce(out.edge_index))
+
+
+def test_one_pixel():
+    out = ImageToGraph()(torch.ones(1, 1))
+    assert out.edge_index.shape == (2, 0)
+    assert out.x.tolist() == [[1]]
+    assert ImageToGraph(16)(torch.ones(3, 2, 2)).x.sum() == 12
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float, torch.double, torch.half, torch.bfloat16]
+)
+def test_floating_point_types_stay(dtype):
+    image = torch.rand(2, 3, 4).to(dtype)
+    out = ImageToGraph(2)(image)
+    assert out.x.dtype == dtype
+    assert out.x.sum(dtype=torch.double) == image.sum(dtype=torch.double)
+
+
+def test_other_types_become_float():
+    out = ImageToGraph()(torch.tensor([[0, 51, 255]], dtype=torch.uint8))
+    assert out.x.dtype == torch.float
+    assert out.x.flatten().tolist() == pytest.approx([0, 0.2, 1])
+    out = ImageToGraph()(torch.tensor([[0, 51, 70_000]]))
+    assert out.x.dtype == torch.float
+    assert out.x.flatten().tolist() == [0, 51, 70_000]
+    assert ImageToGraph()(torch.tensor([[False, True]])).x.tolist() == [[0], [1]]
+
+
+def test_arrays():
+    array = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
+    expected = ImageToGraph(2)(torch.from_numpy(array).permute(2, 0, 1))
+    assert ImageToGraph(2)(array).x.equal(expected.x)
+    flipped = array[:, ::-1][:, ::-1]  # not contiguous
+    assert ImageToGraph(2)(flipped).x.equal(expected.x)
+    grey = ImageToGraph(2)(array[..., 0])
+    assert grey.x.equal(expected.x[:, :4])
+    assert ImageToGraph()(array.astype(np.float64)).x.dtype == torch.double
+
+
+@pytest.mark.parametrize(
+    ("mode", "channels"),
+    [("L", 1), ("RGB", 3), ("RGBA", 4), ("P", 3), ("1", 1), ("F", 1)],
+)
+def test_pil_images(mode, channels):
+    pil = pytest.importorskip("PIL.Image")
+    array = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
+    image = pil.fromarray(array).convert(mode)
+    out = ImageToGraph(2)(image)
+    assert out.x.shape == (6, channels * 4)
+    assert (out.height, out.width) == (2, 3)
+    if mode == "RGB":
+        assert out.x.equal(ImageToGraph(2)(array).x)
+    if mode == "P":
+        assert out.x.equal(ImageToGraph(2)(np.asarray(image.convert("RGB"))).x)
+    if mode in "1LF":
+        assert out.x.max() == np.asarray(image).max() / (255 if mode == "L" else 1)
+
+
+def test_data_keeps_what_is_not_of_the_grid():
+    image = torch.rand(3, 5, 4)
+    data = Data(image=image, y=torch.tensor([7]), name="a")
+    out = ImageToGraph(2)(data)
+    assert set(data.keys()) == {"image", "y", "name"}
+    assert set(out.keys()) == {
+        *("y", "name", "x", "edge_index", "pos", "height", "width")
+    }
+    assert out.y is data.y
+    assert out.x.equal(ImageToGraph(2)(image).x)
+
+
+def test_attributes_of_an_earlier_graph():
+    data = Data(
+        picture=np.zeros((2, 2), np.float32),
+        x=torch.rand(9, 1),
+        edge_index=torch.tensor([[0], [8]]),
+        edge_attr=torch.rand(1, 2),
+        num_nodes=9,
+        height=9,
+    )
+    out = ImageToGraph(attr_name="picture")(data)
+    assert set(out.keys()) == {"x", "edge_index", "pos", "height", "width"}
+    assert (out.num_nodes, out.num_edges, out.height) == (4, 8, 2)
+    assert data.num_nodes == 9
+    again = ImageToGraph()(Data(image=torch.ones(2, 2), **out.to_dict()))
+    assert again.edge_index.equal(out.edge_index)
+    assert again.validate()
+
+
+class MyData(Data):
+    pass
+
+
+def test_class_of_the_data_stays():
+    data = MyData(image=torch.ones(2, 2))
+    assert type(ImageToGraph()(data)) is MyData
+    assert "image" in data
+
+
+def test_graphs_share_no_memory():
+    transform = ImageToGraph()
+    one = transform(torch.ones(2, 3))
+    expected = copy.deepcopy(one)
+    one.edge_index += 100
+    one.pos += 100
+    two = transform(torch.ones(2, 3))
+    assert two.edge_index.equal(expected.edge_index)
+    assert two.pos.equal(expected.pos)
+
+
+def test_gradients_reach_the_image():
+    image = torch.rand(2, 3, 5, requires_grad=True)
+    ImageToGraph(2)(image).x.sum().backward()
+    assert image.grad.equal(torch.ones(2, 3, 5))
+
+
+class Images(torch.utils.data.Dataset):
+    """As those of torchvision: the transform gets the image alone."""
+
+    def __init__(self, transform):
+        self.transform = transform
+
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, index):
+        out = self.transform(np.full((4, 3 + index, 3), index, np.uint8))
+        out.y = index
+        return out
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader(num_workers):
+    dataset = Images(ImageToGraph(2))
+    first, _ = DataLoader(dataset, batch_size=4, num_workers=num_workers)
+    assert first.height.tolist() == [2, 2, 2, 2]
+    assert first.width.tolist() == [2, 2, 3, 3]
+    assert int((first.height * first.width).sum()) == first.num_nodes == 20
+    assert first.y.tolist() == [0, 1, 2, 3]
+    for i, data in enumerate(first.to_data_list()):
+        assert data.edge_index.equal(dataset[i].edge_index)
+        assert data.x.equal(dataset[i].x)
+
+
+@pytest.mark.parametrize("patch_size", [0, -1, 1.5, True, (2, 0), (1, 2, 3), "2", None])
+def test_bad_patch_size(patch_size):
+    with pytest.raises(ValueError, match="'patch_size' must be a positive integer"):
+        ImageToGraph(patch_size)
+
+
+def test_bad_images():
+    transform = ImageToGraph()
+    for image in (torch.rand(3), torch.rand(1, 3, 4, 4), torch.rand(0, 4, 4)):
+        with pytest.raises(ValueError, match=r"\[C, H, W\].*got shape \["):
+            transform(image)
+    with pytest.raises(ValueError, match=r"got shape \[4, 0, 3\]"):
+        transform(np.zeros((4, 0, 3)))
+    with pytest.raises(ValueError, match="complex64"):
+        transform(torch.zeros(2, 2, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="'list'"):
+        transform([[1.0, 2.0]])
+    with pytest.raises(TypeError, match="'NoneType'"):
+        transform(None)
+
+
+def test_bad_data():
+    transform = ImageToGraph()
+    with pytest.raises(ValueError, match=r"'data.image'.*\['x'\]"):
+        transform(Data(x=torch.rand(2, 2)))
+    with pytest.raises(TypeError, match=r"homogeneous.*'HeteroData'"):
+        transform(HeteroData())
+    with pytest.raises(TypeError, match=r"one by one.*'DataBatch'"):
+        transform(Batch.from_data_list([Data(image=torch.rand(2, 2))]))
+
+
+def test_functional_name():
+    data = Data(image=torch.rand(4, 4))
+    (out,) = DatasetAdapter([data]).chimera_image_to_graph(patch_size=2)
+    assert out.x.shape == (4, 4)
+    assert "image" in data
+
+
+def test_repr():
+    assert str(ImageToGraph(4)) == "ImageToGraph(patch_size=(4, 4))"
+
+
+@pytest.mark.cuda
+def test_result_is_on_the_device_of_the_image():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    out = ImageToGraph(2)(torch.rand(3, 4, 4, device="cuda"))
+    assert out.x.is_cuda
+    assert out.edge_index.is_cuda
+    assert out.pos.is_cuda
