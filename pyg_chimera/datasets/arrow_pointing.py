@@ -244,15 +244,16 @@ def _arrow_distance(along: Any, across: Any, length: Any) -> Any:
         across: Across it, not negative.
         length: Of the arrow.
     """
-    head, half_stroke = 0.5 * length, np.maximum(length / 12, 0.6)
-    half_width = 0.6 * head
+    # Wide enough for its head to outweigh its tail: which end is which shows even where
+    # the whole arrow is a few pixels.
+    head, half_width = 0.4 * length, 0.35 * length
+    half_stroke = np.maximum(length / 20, 0.5)
     # A triangle with its tip at length / 2, and a rectangle from there back.
     slope = np.hypot(head, half_width)
     side = (half_width * (along - length / 2) + head * across) / slope
     triangle = np.maximum(side, length / 2 - head - along)
-    shaft = np.maximum(
-        across - half_stroke, np.abs(along + head / 4) - length / 2 + head / 4
-    )
+    middle, half = -head / 2, (length - head) / 2
+    shaft = np.maximum(across - half_stroke, np.abs(along - middle) - half)
     return np.minimum(triangle, shaft)
 
 

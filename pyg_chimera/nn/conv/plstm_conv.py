@@ -310,7 +310,7 @@ class PLSTMConv(MessagePassing):
         key = self.lin_key(x).unflatten(1, (H, N))
         value = self.lin_value(x).unflatten(1, (H, self.out_channels // H))
         # The mean over DAGs is taken here, where it is cheapest.
-        query = query * (1 / (math.sqrt(self.state_channels) * self._copies))
+        query = query * (1 / (math.sqrt(N) * self._copies))
 
         if self.orient == "grid":
             gates = self._grid_gates(x, edge_attr, height, width)
@@ -330,7 +330,7 @@ class PLSTMConv(MessagePassing):
             )  # fmt: skip
             if self._copies > 1:
                 y = y.view(x.size(0), self._copies, *y.shape[1:]).sum(1)
-        weight = self.norm_weight.view(self.heads, -1)
+        weight = self.norm_weight.view(H, -1)
         y = F.rms_norm(_at_least_float32(y), y.shape[2:], eps=1e-5) * weight
         return self.lin_out(y.flatten(1).to(value.dtype))
 
@@ -370,6 +370,7 @@ class PLSTMConv(MessagePassing):
                 index = index.as_tensor()
             if self.flow == "target_to_source":
                 index = index.flip(0)
+                line = None if line is None else line.flip(0)
             if not torch.compiler.is_compiling():  # the operators check it in any case
                 check_edge_index(index, num_nodes)
             attr = self._checked_attr(attr, index.size(1))

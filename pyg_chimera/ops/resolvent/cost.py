@@ -48,8 +48,8 @@ def cheaper_form(
     mask += 0.7 * shape.heads * float((sweep * wide).sum()) + 1e5 * len(sizes)
     states = shape.heads * shape.states * shape.channels
     if system.triangular and backend == "numba":  # one fused pass, and one back
-        state = float(0.3 * entries.sum() + 1.6 * sizes.sum()) * states
-        state += 400.0 * float(sizes.sum()) * shape.heads
+        state = float(0.2 * entries.sum() + 1.1 * sizes.sum()) * states
+        state += 200.0 * float(sizes.sum()) * shape.heads
     else:
         state = 0.6 * float(sweep.sum()) * states
     if mask <= state:

@@ -2,8 +2,9 @@
 
 A task is a (block, head, slice of channels). Its states [S, rows of N, width of P] fit
 in a core's cache; each is written, fed from those before it, and read while it is in
-registers. Backward runs the same pass again, keeping the states, then its mirror
-image for the adjoints, in which all gradients fall off.
+registers. No more of them are held than later ones reach back to, in a ring. Backward
+runs the same pass again, keeping all states, then its mirror image for the adjoints,
+in a ring, in which all gradients fall off.
 """
 
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from pyg_chimera.ops.structure.system import System
 #: Bytes of states that a task may hold at a time: half of a usual L2 cache.
 _TILE_BYTES = 1 << 20
 #: Numbers of a state that are moved at a time at least, whatever that takes.
-_MIN_LANES = 64
+_MIN_LANES = 128
 
 
 class Gates(NamedTuple):
@@ -54,10 +55,13 @@ def _sliced(system: System, value: np.ndarray) -> np.ndarray:
     return value.reshape(num_nodes, num_heads, slices, width)
 
 
-def _scratch(system: System, value: np.ndarray) -> int:
+def _scratch(system: System, value: np.ndarray, kept: bool) -> int:
     """Numbers that a tile may need."""
-    largest = int(np.diff(system.component_ptr).max(initial=0)) + 1
-    return max(_lanes(value), largest * max(_MIN_LANES, value.shape[3]))
+    held = system.reach + 2
+    if kept:
+        held = held + np.diff(system.component_ptr) + 1
+    least = int(held.max(initial=0)) * max(_MIN_LANES, value.shape[3])
+    return max(_lanes(value), least)
 
 
 def _lanes(value: np.ndarray) -> int:
@@ -66,9 +70,9 @@ def _lanes(value: np.ndarray) -> int:
 
 
 @_jit
-def _rows(n, num_keys, width, lanes):  # type: ignore[no-untyped-def]
-    """How many key channels of `n` states fit in a tile, in even shares."""
-    fit = max(1, max(lanes // (n + 1), _MIN_LANES) // width)
+def _rows(held, num_keys, width, lanes):  # type: ignore[no-untyped-def]
+    """How many key channels of so many states fit in a tile, in even shares."""
+    fit = max(1, max(lanes // held, _MIN_LANES) // width)
     shares = max(1, (num_keys + fit - 1) // fit)
     return max(1, (num_keys + shares - 1) // shares)
 
@@ -84,6 +88,7 @@ def _pattern(system: System) -> tuple:
     return (
         system.block_component,
         system.component_ptr,
+        system.reach,
         system.node,
         system.lower_ptr,
         system.lower_col,
@@ -113,7 +118,7 @@ def state_forward(
     _run(
         _forward,
         _costs(system, q, v),
-        _scratch(system, v),
+        _scratch(system, v, kept=False),
         v.dtype,
         *_pattern(system),
         _by_entry(system, edge_weight),
@@ -155,7 +160,7 @@ def state_backward(
     _run(
         _backward,
         3 * _costs(system, q, v),
-        2 * _scratch(system, v),
+        _scratch(system, v, kept=True),
         v.dtype,
         *_pattern(system),
         _by_entry(system, edge_weight),
@@ -176,18 +181,24 @@ def state_backward(
         _lanes(v),
     )
     shape = (slices, num_nodes, groups, num_heads // groups, num_keys)
-    grad_query, grad_key = (
-        torch.from_numpy(x).view(shape).sum((0, 3)) for x in (dq, dk)
-    )
-    grad_weight = dw.sum(0)[:, system.slot - system.num_nodes].T
-    return (
+    grad_query, grad_key = (_summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
+    grad_weight = _summed(dw, (0,))[:, system.slot - system.num_nodes].T
+    arrays = (
         grad_query,
         grad_key,
-        torch.from_numpy(dv).flatten(2),
-        torch.from_numpy(ds).sum(0),
-        torch.from_numpy(dm).sum(0),
-        torch.from_numpy(np.ascontiguousarray(grad_weight)),
+        dv.reshape(value.shape),
+        _summed(ds, (0,)),
+        _summed(dm, (0,)),
+        grad_weight,
     )
+    return tuple(map(torch.from_numpy, arrays))
+
+
+def _summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """The sum over the axes, which takes no time where they have one entry."""
+    if all(x.shape[axis] == 1 for axis in axes):
+        return x.squeeze(axes)
+    return x.sum(axes)
 
 
 # Arrays are indexed whole, not cut to views first: numba counts references to views,
@@ -196,38 +207,49 @@ def state_backward(
 
 
 @_jit
-def _before(states, row, s, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
-    """Two rows and weights whose sum is what flows into a state from its neighbours.
+def _slot(slot, step, ring):  # type: ignore[no-untyped-def]
+    """The slot of a ring `step` away, less than once around."""
+    slot += step
+    if slot < 0:
+        slot += ring
+    if slot >= ring:
+        slot -= ring
+    return slot
+
+
+@_jit
+def _before(states, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
+    """Two slots and weights whose sum is what flows into a state from its neighbours.
 
     Those are the neighbours where there are two or less. All beyond the first one are
-    summed up in the state's own row otherwise.
+    summed up in the state's own slot otherwise.
     """
-    last = states.shape[0] - 1  # a row of zeros
+    ring = states.shape[0] - 1  # what follows the ring is zero
     zero, one = weight.dtype.type(0), weight.dtype.type(1)
     if x == stop:
-        return last, zero, last, zero
-    r0, c0 = other[x] - s, weight[h, entry[x]]
+        return ring, zero, ring, zero
+    r0, c0 = _slot(slot, other[x] - i, ring), weight[h, entry[x]]
     if x + 1 == stop:
-        return r0, c0, last, zero
-    r1, c1 = other[x + 1] - s, weight[h, entry[x + 1]]
+        return r0, c0, ring, zero
+    r1, c1 = _slot(slot, other[x + 1] - i, ring), weight[h, entry[x + 1]]
     if x + 2 == stop:
         return r0, c0, r1, c1
-    r2, c2 = other[x + 2] - s, weight[h, entry[x + 2]]
+    r2, c2 = _slot(slot, other[x + 2] - i, ring), weight[h, entry[x + 2]]
     for a in range(states.shape[1]):
         for p in range(states.shape[2]):
-            states[row, a, p] = c1 * states[r1, a, p] + c2 * states[r2, a, p]
+            states[slot, a, p] = c1 * states[r1, a, p] + c2 * states[r2, a, p]
     for y in range(x + 3, stop):
-        r1, c1 = other[y] - s, weight[h, entry[y]]
+        r1, c1 = _slot(slot, other[y] - i, ring), weight[h, entry[y]]
         for a in range(states.shape[1]):
             for p in range(states.shape[2]):
-                states[row, a, p] += c1 * states[r1, a, p]
-    return r0, c0, row, one
+                states[slot, a, p] += c1 * states[r1, a, p]
+    return r0, c0, slot, one
 
 
 @_jit
 def _forward(  # type: ignore[no-untyped-def]
-    first, last, scratch, block_part, ptr, order, before_ptr, before, weight, writer,
-    reader, source, mark, query, key, value, out, lanes,
+    first, last, scratch, block_part, ptr, reach, order, before_ptr, before, weight,
+    writer, reader, source, mark, query, key, value, out, lanes,
 ):  # fmt: skip
     num_heads, slices, w = value.shape[1], value.shape[2], value.shape[3]
     entries = np.arange(before.shape[0])
@@ -235,31 +257,33 @@ def _forward(  # type: ignore[no-untyped-def]
         block, slice_ = task // (num_heads * slices), task % slices
         h = (task // slices) % num_heads
         for part in range(block_part[block], block_part[block + 1]):
-            s, n = ptr[part], ptr[part + 1] - ptr[part]
-            rows = _rows(n, query.shape[2], w, lanes)
+            s, n, held = ptr[part], ptr[part + 1] - ptr[part], reach[part] + 2
+            rows = _rows(held, query.shape[2], w, lanes)
             for a0 in range(0, query.shape[2], rows):
                 m = min(rows, query.shape[2] - a0)
-                states = scratch[: (n + 1) * m * w].reshape(n + 1, m, w)
+                states = scratch[: held * m * w].reshape(held, m, w)
                 _forward_tile(
-                    states, s, a0, h, slice_, order, before_ptr, before, entries,
+                    states, s, n, a0, h, slice_, order, before_ptr, before, entries,
                     weight, writer, reader, source, mark, query, key, value, out,
                 )  # fmt: skip
 
 
 @_jit
 def _forward_tile(  # type: ignore[no-untyped-def]
-    states, s, a0, h, slice_, order, before_ptr, before, entries, weight, writer,
+    states, s, n, a0, h, slice_, order, before_ptr, before, entries, weight, writer,
     reader, source, mark, query, key, value, out,
 ):  # fmt: skip
-    n, m, w = states.shape[0] - 1, states.shape[1], states.shape[2]
+    ring, m, w = states.shape[0] - 1, states.shape[1], states.shape[2]
     g = h // (value.shape[1] // query.shape[1])
-    states[n] = 0
-    for i in range(n):
-        state = order[s + i]
+    states[ring] = 0
+    slot = -1
+    for i in range(s, s + n):
+        slot = _slot(slot, 1, ring)
+        state = order[i]
         u, z = writer[state], reader[state]
-        i0, c0, i1, c1 = _before(
-            states, i, s, before_ptr[s + i], before_ptr[s + i + 1],
-            before, entries, weight, h,
+        s0, c0, s1, c1 = _before(
+            states, slot, i, before_ptr[i], before_ptr[i + 1], before, entries, weight,
+            h,
         )  # fmt: skip
         S, M = source[state, h], mark[state, h]
         for a in range(m):
@@ -267,18 +291,18 @@ def _forward_tile(  # type: ignore[no-untyped-def]
             for p in range(w):
                 c = (
                     k * value[u, h, slice_, p]
-                    + c0 * states[i0, a, p]
-                    + c1 * states[i1, a, p]
+                    + c0 * states[s0, a, p]
+                    + c1 * states[s1, a, p]
                 )
-                states[i, a, p] = c
+                states[slot, a, p] = c
                 out[z, h, slice_, p] += q * c
 
 
 @_jit
 def _backward(  # type: ignore[no-untyped-def]
-    first, last, scratch, block_part, ptr, order, before_ptr, before, weight, writer,
-    reader, source, mark, query, key, value, after_ptr, after, after_entry, grad,
-    grad_query, grad_key, grad_value, grad_source, grad_mark, grad_weight, lanes,
+    first, last, scratch, block_part, ptr, reach, order, before_ptr, before, weight,
+    writer, reader, source, mark, query, key, value, after_ptr, after, after_entry,
+    grad, grad_query, grad_key, grad_value, grad_source, grad_mark, grad_weight, lanes,
 ):  # fmt: skip
     num_heads, slices, w = value.shape[1], value.shape[2], value.shape[3]
     entries = np.arange(before.shape[0])
@@ -286,36 +310,38 @@ def _backward(  # type: ignore[no-untyped-def]
         block, slice_ = task // (num_heads * slices), task % slices
         h = (task // slices) % num_heads
         for part in range(block_part[block], block_part[block + 1]):
-            s, n = ptr[part], ptr[part + 1] - ptr[part]
-            rows = _rows(n, query.shape[2], w, lanes)
+            s, n, held = ptr[part], ptr[part + 1] - ptr[part], reach[part] + 2
+            rows = _rows(n + 1 + held, query.shape[2], w, lanes)
             for a0 in range(0, query.shape[2], rows):
                 m = min(rows, query.shape[2] - a0)
-                tiles = scratch[: 2 * (n + 1) * m * w].reshape(2, n + 1, m, w)
+                tile = scratch[: (n + 1 + held) * m * w].reshape(n + 1 + held, m, w)
                 _backward_tile(
-                    tiles[0], tiles[1], s, a0, h, slice_, order, before_ptr, before,
-                    entries, weight, writer, reader, source, mark, query, key, value,
-                    after_ptr, after, after_entry, grad, grad_query, grad_key,
-                    grad_value, grad_source, grad_mark, grad_weight,
+                    tile[: n + 1], tile[n + 1 :], s, n, a0, h, slice_, order,
+                    before_ptr, before, entries, weight, writer, reader, source, mark,
+                    query, key, value, after_ptr, after, after_entry, grad, grad_query,
+                    grad_key, grad_value, grad_source, grad_mark, grad_weight,
                 )  # fmt: skip
 
 
 @_jit
 def _backward_tile(  # type: ignore[no-untyped-def]
-    states, adjoints, s, a0, h, slice_, order, before_ptr, before, entries, weight,
+    states, adjoints, s, n, a0, h, slice_, order, before_ptr, before, entries, weight,
     writer, reader, source, mark, query, key, value, after_ptr, after, after_entry,
     grad, grad_query, grad_key, grad_value, grad_source, grad_mark, grad_weight,
 ):  # fmt: skip
-    n, m, w = states.shape[0] - 1, states.shape[1], states.shape[2]
+    ring, m, w = adjoints.shape[0] - 1, states.shape[1], states.shape[2]
     g = h // (value.shape[1] // query.shape[1])
     zero = value.dtype.type(0)
+    flat_states = states.reshape(n + 1, m * w)
+    flat_adjoints = adjoints.reshape(ring + 1, m * w)
     states[n] = 0
-    adjoints[n] = 0
+    adjoints[ring] = 0
     for i in range(n):
         state = order[s + i]
         u, z = writer[state], reader[state]
-        i0, c0, i1, c1 = _before(
-            states, i, s, before_ptr[s + i], before_ptr[s + i + 1],
-            before, entries, weight, h,
+        s0, c0, s1, c1 = _before(
+            states, i, s + i, before_ptr[s + i], before_ptr[s + i + 1], before, entries,
+            weight, h,
         )  # fmt: skip
         S, M = source[state, h], mark[state, h]
         total = zero
@@ -325,20 +351,22 @@ def _backward_tile(  # type: ignore[no-untyped-def]
             for p in range(w):
                 c = (
                     k * value[u, h, slice_, p]
-                    + c0 * states[i0, a, p]
-                    + c1 * states[i1, a, p]
+                    + c0 * states[s0, a, p]
+                    + c1 * states[s1, a, p]
                 )
                 states[i, a, p] = c
                 read += c * grad[z, h, slice_, p]
             grad_query[slice_, z, h, a0 + a] += M * read
             total += query[z, g, a0 + a] * read
         grad_mark[slice_, state, h] += total
+    slot = ring
     for i in range(n - 1, -1, -1):
+        slot = _slot(slot, -1, ring)
         state = order[s + i]
         u, z = writer[state], reader[state]
-        i0, c0, i1, c1 = _before(
-            adjoints, i, s, after_ptr[s + i], after_ptr[s + i + 1],
-            after, after_entry, weight, h,
+        s0, c0, s1, c1 = _before(
+            adjoints, slot, s + i, after_ptr[s + i], after_ptr[s + i + 1], after,
+            after_entry, weight, h,
         )  # fmt: skip
         S, M = source[state, h], mark[state, h]
         total = zero
@@ -348,10 +376,10 @@ def _backward_tile(  # type: ignore[no-untyped-def]
             for p in range(w):
                 c = (
                     q * grad[z, h, slice_, p]
-                    + c0 * adjoints[i0, a, p]
-                    + c1 * adjoints[i1, a, p]
+                    + c0 * adjoints[s0, a, p]
+                    + c1 * adjoints[s1, a, p]
                 )
-                adjoints[i, a, p] = c
+                adjoints[slot, a, p] = c
                 written += c * value[u, h, slice_, p]
                 grad_value[u, h, slice_, p] += k * c
             grad_key[slice_, u, h, a0 + a] += S * written
@@ -360,7 +388,6 @@ def _backward_tile(  # type: ignore[no-untyped-def]
         for x in range(before_ptr[s + i], before_ptr[s + i + 1]):
             j = before[x] - s
             total = zero
-            for a in range(m):
-                for p in range(w):
-                    total += adjoints[i, a, p] * states[j, a, p]
+            for y in range(m * w):
+                total += flat_adjoints[slot, y] * flat_states[j, y]
             grad_weight[slice_, h, x] += total

@@ -42,6 +42,7 @@ class System(NamedTuple):
     ptr: np.ndarray  #: [T + 1], first position of each block
     component_ptr: np.ndarray  #: [C + 1], first position of each component
     block_component: np.ndarray  #: [T + 1], first component of each block
+    reach: np.ndarray  #: [C], how many positions its entries lead back at most
     node: np.ndarray  #: [V], node at each position
     local: np.ndarray  #: [V], place of that node among the nodes of its block
     order: np.ndarray  #: [V], nodes block by block, in node order within a block
@@ -239,6 +240,9 @@ def _build(
         lower = _rows(rows, columns, num_nodes)
         slot = _slots(edge_row, edge_col, lower.ptr, lower.col)
     upper = _rows(lower.col, lower.row, num_nodes)
+    reach = np.zeros(len(component_ptr) - 1, np.int64)
+    inside = np.searchsorted(component_ptr, lower.row, side="right") - 1
+    np.maximum.at(reach, inside, lower.row - lower.col)
     edge, edge_ptr = _group(
         np.searchsorted(ptr, edge_row, side="right") - 1, len(ptr) - 1
     )
@@ -247,6 +251,7 @@ def _build(
         ptr=ptr,
         component_ptr=component_ptr,
         block_component=np.searchsorted(component_ptr, ptr),
+        reach=reach,
         node=node,
         local=place[node],
         order=order,

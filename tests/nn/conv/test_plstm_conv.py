@@ -811,6 +811,10 @@ def test_flow(orient):
     out = conv(x, edge_index, edge_attr)
     assert_near(back(x, edge_index.flip(0), edge_attr), out)
     assert not torch.allclose(back(x, edge_index, edge_attr), out)
+    if orient is None:  # also as the transforms store it, of the edges as they are
+        line = line_graph(edge_index.flip(0), NODES).edge_index
+        out = back(x, edge_index.flip(0), edge_attr, line_edge_index=line)
+        assert_near(out, conv(x, edge_index, edge_attr))
 
 
 def test_sequential():
