@@ -20,7 +20,8 @@ from pyg_chimera.ops import (
     stm_scan,
 )
 from pyg_chimera.ops.structure.checks import check_edge_index
-from pyg_chimera.ops.structure.line_graph import _check_line_edges
+from pyg_chimera.ops.structure.line_graph import check_line_edges
+from pyg_chimera.ops.structure.system import remembered
 
 __all__ = ["PLSTMConv"]
 
@@ -319,17 +320,11 @@ class PLSTMConv(MessagePassing):
             )
         else:
             dags = self._dags(x.size(0), edge_index, edge_attr, line_edge_index)
-            if self._copies > 1:
-                query, key, value = (
-                    y.repeat_interleave(self._copies, 0) for y in (query, key, value)
-                )
-                batch = None if batch is None else self._batch(batch)
             y = stm_scan(
-                query, key, value, *self._gates(x, dags), *dags[:2], batch,
+                query, key, value, *self._gates(x, dags),
+                dags.edge_index // self._copies, dags.line_edge_index, batch,
                 form=self.form, backend=self.backend,
             )  # fmt: skip
-            if self._copies > 1:
-                y = y.view(x.size(0), self._copies, *y.shape[1:]).sum(1)
         weight = self.norm_weight.view(H, -1)
         y = F.rms_norm(_at_least_float32(y), y.shape[2:], eps=1e-5) * weight
         return self.lin_out(y.flatten(1).to(value.dtype))
@@ -379,7 +374,7 @@ class PLSTMConv(MessagePassing):
             if line is None:
                 line = line_graph(index, num_nodes).edge_index
             elif not torch.compiler.is_compiling():
-                _check_line_edges(line, index.size(1))
+                check_line_edges(line, index.size(1))
             graphs.append((index * self.num_dags + d, line + num_edges, attr))
             num_edges += index.size(1)
         indices, lines, attrs = zip(*graphs, strict=True)
@@ -394,14 +389,11 @@ class PLSTMConv(MessagePassing):
     ) -> _DAGs:
         """The edges to later nodes, and those to earlier ones."""
         mask = self._mask(edge_index)
-        proper = edge_index[0] != edge_index[1]
-        if not bool(proper.all()):
-            edge_index = edge_index[:, proper]
+        made = remembered(_orientation, (edge_index,), num_nodes, self.orient)
+        edge_index, line, proper = made
+        if proper is not None:
             edge_attr = None if edge_attr is None else edge_attr[proper]
             mask = None if mask is None else mask[proper]
-        row, col = node_order(edge_index, num_nodes, str(self.orient))[edge_index]
-        edge_index = 2 * edge_index + (row > col)
-        line = line_graph(edge_index, 2 * num_nodes).edge_index
         line = self._pruned(line, edge_index.size(1))
         return _DAGs(edge_index, line, edge_attr, mask)
 
@@ -409,18 +401,14 @@ class PLSTMConv(MessagePassing):
         # Not while tracing, as nobody knows then how many are left.
         if self.mode == "P" or torch.compiler.is_compiling():
             return line_edge_index
-        return line_edge_index[:, multitree(line_edge_index, num_edges)]
+        kept = remembered(multitree, (line_edge_index,), num_edges)
+        return line_edge_index[:, kept]
 
     def _mask(self, edge_index: Tensor) -> Tensor | None:
         if not self.explain:
             return None
         ones = torch.ones(edge_index.size(1), 1, device=edge_index.device)
         return self.explain_message(ones, None)
-
-    def _batch(self, batch: Tensor) -> Tensor:
-        """The graph of each node of each DAG, which are graphs of their own."""
-        dag = torch.arange(self._copies, device=batch.device)
-        return (batch.unsqueeze(1) * self._copies + dag).view(-1)
 
     def _checked_attr(self, edge_attr: Tensor | None, num_edges: int) -> Tensor | None:
         if self.lin_edge is None:
@@ -479,7 +467,8 @@ class PLSTMConv(MessagePassing):
             mask = dags.mask.to(source.dtype)
             source = source * _like(mask, source)
             transition = transition * _like(mask[into], transition)
-        return source, transition, mark, direct.sigmoid()
+        direct = direct.sigmoid().view(x.size(0), D, self.heads).sum(1)
+        return source, transition, mark, direct
 
     def _grid_gates(
         self,
@@ -539,6 +528,18 @@ class PLSTMConv(MessagePassing):
             f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
             f"heads={self.heads}, mode={self.mode!r}, orient={self.orient!r})"
         )
+
+
+def _orientation(
+    edge_index: Tensor, num_nodes: int, method: str
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The edges of both DAGs, their line graph, and which edges are no self-loops."""
+    proper = edge_index[0] != edge_index[1]
+    edge_index = edge_index[:, proper]
+    row, col = node_order(edge_index, num_nodes, method)[edge_index]
+    edge_index = 2 * edge_index + (row > col)
+    line = line_graph(edge_index, 2 * num_nodes).edge_index
+    return edge_index, line, None if bool(proper.all()) else proper
 
 
 class _GateLinear(Linear):

@@ -26,8 +26,9 @@ from pyg_chimera.ops.scan.states import (
 )
 from pyg_chimera.ops.structure.checks import check_batch, check_edge_index
 from pyg_chimera.ops.structure.distance import connected_components
+from pyg_chimera.ops.structure.errors import CycleError
+from pyg_chimera.ops.structure.line_graph import check_line_edges
 from pyg_chimera.ops.structure.system import System, build_system, remembered
-from pyg_chimera.ops.structure.topological import topological_rank
 
 __all__ = ["explain_grid_scan", "explain_stm_scan", "grid_scan", "stm_scan"]
 
@@ -82,7 +83,9 @@ def stm_scan(
         direct (torch.Tensor): How much of its own a node reads,
             :math:`[|\mathcal{V}|, H]`.
         edge_index (torch.Tensor): The edges of a DAG, in any order, integer
-            :math:`[2, |\mathcal{E}|]`. Duplicates are states of their own.
+            :math:`[2, |\mathcal{E}|]`. Duplicates are states of their own. Several
+            DAGs over the same nodes may lie side by side, as long as no line edge
+            leads from one to another.
         line_edge_index (torch.Tensor): From which edge to which, integer
             :math:`[2, |\mathcal{L}|]`: all of :func:`line_graph`, or some, such as
             those of a :func:`multitree`. Duplicates count.
@@ -98,8 +101,8 @@ def stm_scan(
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
-        CycleError: If the graph has a cycle, or a self-loop; it is named. A
-            :class:`ValueError`.
+        CycleError: If a cycle of edges, or a self-loop, is joined by line edges; its
+            nodes are named. A :class:`ValueError`.
         ValueError: If shapes disagree, an index is out of range, a line edge joins
             two edges without a common node or against their direction, an edge joins
             two graphs, a transition is not finite, or an option is unknown or does not
@@ -510,15 +513,7 @@ def _checked_edges(
 ) -> tuple[States, System]:
     """The states on the edges of a DAG and their system, or what is wrong with it."""
     check_edge_index(edge_index, num_nodes)
-    topological_rank(edge_index, num_nodes)  # or a cycle
-    num_edges = edge_index.size(1)
-    if line_edge_index.numel():
-        low, high = (int(bound) for bound in torch.aminmax(line_edge_index))
-        if low < 0 or high >= num_edges:
-            raise ValueError(
-                f"'line_edge_index' must hold numbers of edges in [0, {num_edges}), "
-                f"got {low if low < 0 else high}; it counts the edges of 'edge_index'"
-            )
+    check_line_edges(line_edge_index, edge_index.size(1))
     tail, head = line_edge_index
     left, entered = edge_index[1, tail], edge_index[0, head]
     wrong = (left != entered).nonzero()
@@ -552,7 +547,11 @@ def _checked_edges(
                 f"node {u} of graph {int(part[u])} to node {w} of graph {int(part[w])}"
             )
     states = expanded_states(edge_states(edge_index, line_edge_index), size)
-    return states, _system(states, part)
+    try:
+        return states, _system(states, part)
+    except CycleError as error:
+        edges = [state // size for state in error.cycle]
+        raise CycleError(edge_index[0, edges].tolist()) from None
 
 
 def _system(states: States, part: Tensor) -> System:

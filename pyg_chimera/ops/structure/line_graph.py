@@ -13,7 +13,7 @@ from pyg_chimera.ops.structure.elimination import to_numpy
 from pyg_chimera.ops.structure.errors import CycleError
 from pyg_chimera.ops.structure.topological import compress, topological_rank
 
-__all__ = ["LineGraph", "line_graph", "multitree"]
+__all__ = ["LineGraph", "check_line_edges", "line_graph", "multitree"]
 
 
 class LineGraph(NamedTuple):
@@ -98,7 +98,7 @@ def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
         ValueError: If :obj:`line_edge_index` has a wrong shape or is out of range.
         TypeError: If :obj:`line_edge_index` is not integer.
     """
-    _check_line_edges(line_edge_index, num_states)
+    check_line_edges(line_edge_index, num_states)
     try:
         rank = topological_rank(line_edge_index, num_states).cpu().numpy()
     except CycleError as error:
@@ -109,7 +109,8 @@ def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     return torch.from_numpy(kept).to(line_edge_index.device)
 
 
-def _check_line_edges(line_edge_index: Tensor, num_states: int) -> None:
+def check_line_edges(line_edge_index: Tensor, num_states: int) -> None:
+    """Checks that line edges are integers [2, L] that join `num_states` edges."""
     wanted = "'line_edge_index' must be a tensor of integers of shape [2, num_lines]"
     if not isinstance(line_edge_index, Tensor):
         raise TypeError(f"{wanted} (got '{type(line_edge_index).__name__}')")

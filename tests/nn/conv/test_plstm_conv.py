@@ -1004,7 +1004,7 @@ def test_cycles(mode):
     x = torch.randn(5, IN)
     with pytest.raises(CycleError, match="has the cycle"):
         PLSTMConv(IN, OUT, mode=mode)(x, edge_index)
-    line = torch.tensor([[0, 1], [1, 2]])
+    line = torch.tensor([[0, 1, 2], [1, 2, 0]])
     with pytest.raises(CycleError, match="has the cycle"):
         PLSTMConv(IN, OUT, mode=mode)(x, edge_index, line_edge_index=line)
     dag = edge_index[:, :2]

@@ -117,6 +117,14 @@ def test_some_line_edges(form, backend):
 
 
 @distinct
+def test_dags_side_by_side(form, backend):
+    """An undirected path there and back: no line edge turns around."""
+    edges = torch.tensor([(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)]).t()
+    lines = torch.tensor([[0, 1, 5, 4], [1, 2, 4, 3]])
+    assert_scan(scanner(form, backend), make_stm(edges, 4, line_edge_index=lines))
+
+
+@distinct
 def test_gradcheck(form, backend):
     inputs = make_stm(EDGES[:6], 6, size=(2, 1, 2, 2)).with_grad()
     assert torch.autograd.gradcheck(
@@ -320,9 +328,17 @@ def test_bad_input(changes, match):
 @combinations
 def test_bad_graphs(form, backend):
     function = scanner(form, backend)
-    edges = torch.tensor([(0, 1), (1, 2), (2, 0)]).t()
-    with pytest.raises(CycleError, match="cycle 0 -> 1 -> 2 -> 0"):
-        function(*make_stm(edges, 3, line_edge_index=pairs(edges)[:, :0]))
+    edges = torch.tensor([(3, 1), (1, 2), (2, 3)]).t()
+    with pytest.raises(
+        CycleError, match=r"cycle (1 -> 2 -> 3|2 -> 3 -> 1|3 -> 1 -> 2)"
+    ):
+        function(*make_stm(edges, 4))
+    with pytest.raises(
+        CycleError, match=r"cycle (1 -> 2 -> 3|2 -> 3 -> 1|3 -> 1 -> 2)"
+    ):
+        function(*make_stm(edges, 4, components=2))
+    with pytest.raises(CycleError, match="cycle 1 -> 1"):
+        function(*make_stm([(0, 1), (1, 1)], 2))
     edges = torch.tensor([(0, 1), (1, 2), (2, 3)]).t()
     inputs = make_stm(edges, 4)
     flipped = inputs._replace(line_edge_index=inputs.line_edge_index.flip(0))
@@ -335,7 +351,7 @@ def test_bad_graphs(form, backend):
     with pytest.raises(ValueError, match="line edge 0 leads from edge 0"):
         function(*shuffled)
     outside = inputs._replace(line_edge_index=torch.tensor([[0, 1], [1, 3]]))
-    with pytest.raises(ValueError, match=r"numbers of edges in \[0, 3\), got 3"):
+    with pytest.raises(ValueError, match=r"states in .* = \[0, 3\) \(got 3\)"):
         function(*outside)
 
 
