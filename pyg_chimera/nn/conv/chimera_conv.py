@@ -9,8 +9,13 @@ from torch.nn import Parameter
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj
-from torch_geometric.utils import is_sparse, to_edge_index
 
+from pyg_chimera.nn.conv._graphs import (
+    as_edges,
+    at_least_float32,
+    check_edge_attr,
+    for_each_dag,
+)
 from pyg_chimera.ops import (
     chimera_transition,
     dag_scan,
@@ -19,7 +24,6 @@ from pyg_chimera.ops import (
     released_transition,
     resolvent_mix,
 )
-from pyg_chimera.ops.structure.checks import check_edge_index
 
 __all__ = ["ChimeraConv"]
 
@@ -298,7 +302,7 @@ class ChimeraConv(MessagePassing):
             for y in (key, query)
         )
         delta = self.lin_delta(x).view(num_nodes, self._deltas, self.heads)
-        delta = _at_least_float32(delta)
+        delta = at_least_float32(delta)
 
         outs = []
         for d, (index, attr, order) in enumerate(graphs):
@@ -340,35 +344,12 @@ class ChimeraConv(MessagePassing):
         num_nodes: int,
     ) -> list[tuple[Tensor, Tensor | None, Tensor | None]]:
         """The graphs to run on: edges, their features and the nodes' rank."""
-        lists = []
-        for name, x in (
-            ("edge_index", edge_index), ("edge_attr", edge_attr), ("rank", rank),
-        ):  # fmt: skip
-            entries = list(x) if isinstance(x, list | tuple) else [x] * self.num_dags
-            several = isinstance(x, list | tuple) or x is None
-            if len(entries) != self.num_dags or (self.num_dags > 1 and not several):
-                got = len(entries) if several else f"one {type(x).__name__}"
-                raise ValueError(
-                    f"'{name}' must be a list with an entry for each of "
-                    f"{self.num_dags} DAGs, got {got}"
-                    if self.num_dags > 1
-                    else f"'{name}' must be one tensor, got a list of {got}; set "
-                    "topology='dag' and num_dags"
-                )
-            lists.append(entries)
         graphs = []
-        for index, attr, order in zip(*lists, strict=True):
-            if is_sparse(index):
-                (row, col), values = to_edge_index(index)
-                index = torch.stack([col, row])
-                attr = values if attr is None and self.lin_edge is not None else attr
-            elif hasattr(index, "as_tensor"):  # an EdgeIndex
-                index = index.as_tensor()
-            if self.flow == "target_to_source":
-                index = index.flip(0)
-            if not torch.compiler.is_compiling():  # the operators check it in any case
-                check_edge_index(index, num_nodes)
-            graphs.append((index, attr, order))
+        for index, attr, order in for_each_dag(
+            self.num_dags, "set topology='dag' and num_dags", edge_index=edge_index,
+            edge_attr=edge_attr, rank=rank,
+        ):  # fmt: skip
+            graphs.append((*as_edges(index, attr, num_nodes, self.flow), order))
         return graphs
 
     def _edge_delta(
@@ -376,20 +357,10 @@ class ChimeraConv(MessagePassing):
     ) -> Tensor | None:
         if self.lin_edge is None:
             return None
-        if edge_attr is None:
-            raise ValueError(
-                f"'edge_attr' must be given, as 'edge_dim' is {self.edge_dim}"
-            )
-        if edge_attr.dim() == 1:
-            edge_attr = edge_attr.view(-1, 1)
-        if edge_attr.size(0) != num_edges:
-            raise ValueError(
-                f"'edge_attr' must have a row for each of {num_edges} edges, got "
-                f"{list(edge_attr.shape)}"
-            )
+        edge_attr = check_edge_attr(edge_attr, self.edge_dim, num_edges)
         delta = self.lin_edge(edge_attr)
         delta = delta.view(len(delta), self.num_dags, self.heads)[:, d]
-        return F.softplus(_at_least_float32(delta) + self.edge_bias[d])
+        return F.softplus(at_least_float32(delta) + self.edge_bias[d])
 
     def _dag(
         self,
@@ -469,7 +440,3 @@ def _neighbour_mean(x: Tensor, edge_index: Tensor) -> Tensor:
 
 def _mean(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

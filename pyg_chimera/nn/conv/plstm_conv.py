@@ -9,8 +9,14 @@ from torch.nn import Parameter
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj
-from torch_geometric.utils import is_sparse, softmax, to_edge_index
+from torch_geometric.utils import softmax
 
+from pyg_chimera.nn.conv._graphs import (
+    as_edges,
+    at_least_float32,
+    check_edge_attr,
+    for_each_dag,
+)
 from pyg_chimera.ops import (
     grid_scan,
     householder_product,
@@ -19,7 +25,6 @@ from pyg_chimera.ops import (
     node_order,
     stm_scan,
 )
-from pyg_chimera.ops.structure.checks import check_edge_index
 from pyg_chimera.ops.structure.line_graph import check_line_edges
 from pyg_chimera.ops.structure.system import remembered
 
@@ -326,7 +331,7 @@ class PLSTMConv(MessagePassing):
                 form=self.form, backend=self.backend,
             )  # fmt: skip
         weight = self.norm_weight.view(H, -1)
-        y = F.rms_norm(_at_least_float32(y), y.shape[2:], eps=1e-5) * weight
+        y = F.rms_norm(at_least_float32(y), y.shape[2:], eps=1e-5) * weight
         return self.lin_out(y.flatten(1).to(value.dtype))
 
     def _dags(
@@ -336,39 +341,20 @@ class PLSTMConv(MessagePassing):
         edge_attr: Tensor | Sequence[Tensor] | None,
         line_edge_index: Tensor | Sequence[Tensor] | None,
     ) -> _DAGs:
-        lists = []
-        for name, x in (
-            ("edge_index", edge_index), ("edge_attr", edge_attr),
-            ("line_edge_index", line_edge_index),
-        ):  # fmt: skip
-            several = isinstance(x, list | tuple) or x is None
-            entries = list(x) if isinstance(x, list | tuple) else [x] * self.num_dags
-            if len(entries) != self.num_dags or (self.num_dags > 1 and not several):
-                got = len(entries) if several else f"one {type(x).__name__}"
-                raise ValueError(
-                    f"'{name}' must be a list with an entry for each of "
-                    f"{self.num_dags} DAGs, got {got}"
-                    if self.num_dags > 1
-                    else f"'{name}' must be one tensor, got a list of {got}; set "
-                    "num_dags"
-                )
-            lists.append(entries)
-
         graphs: list[tuple[Tensor, Tensor, Tensor | None]] = []
         num_edges = 0
-        for d, (index, attr, line) in enumerate(zip(*lists, strict=True)):
-            if is_sparse(index):
-                (row, col), values = to_edge_index(index)
-                index = torch.stack([col, row])
-                attr = values if attr is None and self.lin_edge is not None else attr
-            elif hasattr(index, "as_tensor"):  # an EdgeIndex
-                index = index.as_tensor()
-            if self.flow == "target_to_source":
-                index = index.flip(0)
-                line = None if line is None else line.flip(0)
-            if not torch.compiler.is_compiling():  # the operators check it in any case
-                check_edge_index(index, num_nodes)
-            attr = self._checked_attr(attr, index.size(1))
+        dags = for_each_dag(
+            self.num_dags, "set num_dags", edge_index=edge_index, edge_attr=edge_attr,
+            line_edge_index=line_edge_index,
+        )  # fmt: skip
+        for d, (index, attr, line) in enumerate(dags):
+            index, attr = as_edges(index, attr, num_nodes, self.flow)
+            if self.lin_edge is None:
+                attr = None
+            else:
+                attr = check_edge_attr(attr, self.edge_dim, index.size(1))
+            if line is not None and self.flow == "target_to_source":
+                line = line.flip(0)
             if self.orient is not None:
                 return self._oriented(index, num_nodes, attr)
             if line is None:
@@ -410,22 +396,6 @@ class PLSTMConv(MessagePassing):
         ones = torch.ones(edge_index.size(1), 1, device=edge_index.device)
         return self.explain_message(ones, None)
 
-    def _checked_attr(self, edge_attr: Tensor | None, num_edges: int) -> Tensor | None:
-        if self.lin_edge is None:
-            return None
-        if edge_attr is None:
-            raise ValueError(
-                f"'edge_attr' must be given, as 'edge_dim' is {self.edge_dim}"
-            )
-        if edge_attr.dim() == 1:
-            edge_attr = edge_attr.view(-1, 1)
-        if edge_attr.size(0) != num_edges:
-            raise ValueError(
-                f"'edge_attr' must have a row for each of {num_edges} edges, got "
-                f"{list(edge_attr.shape)}"
-            )
-        return edge_attr
-
     def _gates(self, x: Tensor, dags: _DAGs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [E, heads(, J)], transition [L, heads(, J, J)], mark, direct."""
         D, S = self._copies, self.heads * self.tracking
@@ -436,7 +406,7 @@ class PLSTMConv(MessagePassing):
         first = tail[:, 3 * S : 4 * S]
         score = tail[:, 4 * S :] if self.normalization == "row" else head[:, 3 * S :]
         if self.lin_edge is not None:
-            edge = _at_least_float32(self.lin_edge(dags.edge_attr))
+            edge = at_least_float32(self.lin_edge(dags.edge_attr))
             if D > 1:  # each edge is in one of the DAGs
                 rows = torch.arange(edge.size(0), device=edge.device) * D + row % D
                 edge = edge.view(rows.numel() * D, edge.size(1) // D)
@@ -507,7 +477,7 @@ class PLSTMConv(MessagePassing):
 
     def _node_gates(self, x: Tensor) -> Tensor:
         """[V, DAGs, columns], with biases, before any sigmoid."""
-        gates = _at_least_float32(self.lin_gate(x))
+        gates = at_least_float32(self.lin_gate(x))
         columns = self.lin_gate.out_channels // self._copies
         gates = gates.view(x.size(0), self._copies, columns)
         bias = self.gate_bias.to(gates.dtype)
@@ -515,7 +485,7 @@ class PLSTMConv(MessagePassing):
 
     def _rotated(self, vectors: Tensor, decay: Tensor, node: Tensor) -> Tensor:
         """U diag(decay) W^T of nodes of DAGs, one for each line edge."""
-        vectors = _at_least_float32(vectors).unflatten(1, self.track_bias.shape)
+        vectors = at_least_float32(vectors).unflatten(1, self.track_bias.shape)
         vectors = vectors + self.track_bias
         matrices = householder_product(vectors.flatten(0, 1)).index_select(0, node)
         U, W = matrices.unbind(1)
@@ -553,7 +523,3 @@ class _GateLinear(Linear):
 def _like(x: Tensor, other: Tensor) -> Tensor:
     """With trailing dimensions of size one, as many as the other one has."""
     return x.view(*x.shape, *[1] * (other.dim() - x.dim()))
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
