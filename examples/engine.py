@@ -59,6 +59,8 @@ class Task:
         metrics: ``{name: tensor} -> {metric: value}`` over a whole split.
         metric: The metric by which the best validation epoch is chosen.
         maximize: Whether more of it is better.
+        tie: Of epochs with the same metric, the one with less of this (``"loss"``, or
+            another metric) is the best; without it, the first.
     """
 
     loss: Callable[[Any, Any], Tensor]
@@ -66,6 +68,7 @@ class Task:
     metrics: Callable[[dict[str, Tensor]], dict[str, float]]
     metric: str
     maximize: bool = True
+    tie: str | None = None
 
 
 def start(options: Options) -> Fabric:
@@ -273,12 +276,7 @@ class Trainer:
             "train_loss": float(total[0] / total[1]),
         }
         val = self.evaluate("val")
-        metric, sign = self.task.metric, 1 if self.task.maximize else -1
-        better = (
-            self.best is None
-            or sign * val[metric] > sign * self.best["val"][metric]
-            or math.isnan(self.best["val"][metric])
-        )
+        metric, better = self.task.metric, self._is_better(val)
         test = self.evaluate("test") if better else {}
         if better:
             self.best = {"epoch": self.epoch + 1, "val": val, "test": test}
@@ -288,15 +286,26 @@ class Trainer:
         row["seconds"] = round(time.monotonic() - self.begin, 2)
         self.history.append(row)
         tested = f"  test {metric} {test[metric]:.4f}" if better else ""
-        self.log(
-            f"epoch {row['epoch']:>3}/{self.options.epochs}  "
-            f"loss {row['train_loss']:.4f}  val {metric} {val[metric]:.4f}{tested}  "
-            f"lr {lr:.2g}  {row['seconds']:.1f} s"
-        )
+        if not self.options.quiet:
+            self.log(
+                f"epoch {row['epoch']:>3}/{self.options.epochs}  "
+                f"loss {row['train_loss']:.4f}  val {metric} {val[metric]:.4f}{tested}"
+                f"  lr {lr:.2g}  {row['seconds']:.1f} s"
+            )
         self.epoch, self.step, self.elapsed = self.epoch + 1, 0, 0.0
         self.begin = time.monotonic()
         self.total.zero_()
         return row
+
+    def _is_better(self, val: dict[str, float]) -> bool:
+        """Whether validation says that this is the best epoch so far."""
+        if self.best is None:
+            return True
+        best, metric, tie = self.best["val"], self.task.metric, self.task.tie
+        if tie is not None and val[metric] == best[metric]:
+            return val[tie] < best[tie]
+        sign = 1 if self.task.maximize else -1
+        return sign * val[metric] > sign * best[metric] or math.isnan(best[metric])
 
     @torch.no_grad()
     def evaluate(self, split: str) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """What a run needs besides training: options, order, signals, states, reports."""
 
 import csv
+import functools
 import math
 import os
 import platform
@@ -44,13 +45,14 @@ class Options:
     device: str = "auto"
     precision: str = "32-true"
     time_limit: float | None = None  # minutes
+    quiet: bool = False  # no line for each epoch
     resume: bool = False
     overwrite: bool = False
 
     def identity(self) -> dict[str, Any]:
         """What must stay when a run is resumed."""
         free = {"out", "epochs", "num_workers", "device", "time_limit"}
-        free |= {"resume", "overwrite"}
+        free |= {"resume", "overwrite", "quiet"}
         return {k: v for k, v in asdict(self).items() if k not in free}
 
     @classmethod
@@ -194,19 +196,24 @@ def atomic_write(path: Path, write: Callable[[Path], Any]) -> None:
     os.replace(part, path)
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """With what a run was made: command, device, versions."""
+@functools.cache  # it reads files, and short epochs would feel that
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
+    return found
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """With what a run was made: command, device, versions."""
     out: dict[str, Any] = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),
         "device": f"{platform.machine()}, {os.cpu_count()} cores",
         "threads": torch.get_num_threads(),
-        "versions": found,
+        "versions": _versions(),
     }
     if device.type == "cuda":
         out["device"] = torch.cuda.get_device_name(device)

@@ -16,25 +16,30 @@ ROOT = Path(__file__).parents[1]
 
 PUBLIC = {
     "pyg_chimera.ops": {
-        *("resolvent_mix", "dag_scan", "explain", "Choice", "CycleError", "structure"),
+        *("resolvent_mix", "dag_scan", "stm_scan", "grid_scan"),
+        *("explain", "Choice", "CycleError", "structure"),
+        *("line_graph", "multitree", "node_order", "householder_product"),
         *("chimera_transition", "released_transition"),
         *("dag_transition", "path_transition"),
     },
     "pyg_chimera.ops.structure": {
         *("topological_rank", "find_cycle", "CycleError"),
         *("elimination_rank", "fill_in"),
+        *("line_graph", "LineGraph", "multitree", "node_order"),
         *("diameter", "connected_components"),
     },
     "pyg_chimera.nn": {
-        *("ChimeraConv", "GatedGCNConv", "GPSLayer"),
+        *("ChimeraConv", "PLSTMConv", "GatedGCNConv", "GPSLayer"),
         *("CategoricalEncoder", "GraphModel"),
     },
     "pyg_chimera.transforms": {
         *("AddDiameter", "AddEliminationOrder", "AddTopologicalOrder"),
-        "DAGDecomposition",
+        *("DAGDecomposition", "DirectedLineGraph", "MultitreePruning"),
+        *("LineGraphData", "ImageToGraph"),
     },
     "pyg_chimera.datasets": {
         *("GeneratedPeptides", "PeptidesFunctional", "long_range_labels"),
+        "ArrowPointing",
         *("ATOM_FEATURE_SIZES", "BOND_FEATURE_SIZES"),
     },
 }

@@ -113,16 +113,14 @@ def draw(dataset: ArrowPointing, i: int, factor: int = 8) -> np.ndarray:
     n = dataset.image_size * factor
     y, x = (np.mgrid[:n, :n] + 0.5) / factor
     cx, cy, r = dataset.circle[i].double().tolist()
-    rim = np.hypot(x - cx, y - cy)
-    ring = (rim <= r) & (rim >= r - 2 * max(r / 15, 0.6))
+    disk = np.hypot(x - cx, y - cy) <= r
     cx, cy, angle, length = dataset.arrow[i].double().tolist()
     point = (x - cx + 1j * (y - cy)) * np.exp(-1j * angle)
-    along, across = point.real, np.abs(point.imag)
-    tip = length / 2
-    head = (along >= 0) & (across <= 0.6 * (tip - along))
-    shaft = (across <= max(length / 15, 0.6)) & (along <= 0) & (along >= -tip)
-    painted = (ring | head | shaft).reshape(n // factor, factor, -1, factor)
-    return 255 * painted.mean((1, 3))
+    along, across = point.real / length, np.abs(point.imag) / length
+    head = (along >= 0.1) & (across <= 0.875 * (0.5 - along))
+    shaft = (across <= max(0.05, 0.5 / length)) & (along >= -0.5) & (along <= 0.1)
+    level = np.where(head | shaft, 255, 128 * disk)
+    return level.reshape(n // factor, factor, -1, factor).mean((1, 3))
 
 
 @pytest.mark.parametrize("kind", [SMALL, {"image_size": 100}], ids=["48", "100"])
@@ -134,21 +132,21 @@ def test_the_image_shows_the_scene(kind):
         # Exact up to corners and curves, where coverage is not that of a half plane.
         assert np.abs(found - expected).max() < 110
         assert np.abs(found - expected).sum() < 0.06 * expected.sum()
-        assert found.sum() == pytest.approx(expected.sum(), rel=0.05)
-        assert found.max() == 255
+        assert found.sum() == pytest.approx(expected.sum(), rel=0.03)
+        assert found.max() > 250
         assert ((found > 0) & (found < 255)).sum() > 20  # smooth borders
 
 
 def test_directions_can_be_read_off_the_image():
-    """The head outweighs the shaft, so that it is not only a line."""
+    """The head outweighs the tail."""
     dataset = ArrowPointing(num_samples=200, **SMALL)
     y, x = np.mgrid[:48, :48] + 0.5
     for data in dataset:
         ax, ay, angle, length = data.arrow[0].tolist()
         near = np.hypot(x - ax, y - ay) < length / 2 + 1
-        ink = data.image[0].numpy() * near
+        ink = np.where(near, data.image[0].double().numpy(), 0)
         along = (x - ax) * math.cos(angle) + (y - ay) * math.sin(angle)
-        assert (ink * along).sum() / ink.sum() > 0.02 * length
+        assert (ink * along).sum() / ink.sum() > 0.04 * length
 
 
 # Deterministic ----------------------------------------------------------------------
@@ -253,7 +251,7 @@ def held_out_accuracy(features: np.ndarray, y: np.ndarray) -> float:
 
 def test_simple_models_stay_near_chance(many):
     arrow, circle = many.arrow.double().numpy(), many.circle.double().numpy()
-    image = many.image.double().numpy() / 255
+    image = many.image.numpy()
     distance = np.hypot(*(circle[:, :2] - arrow[:, :2]).T)
     place = np.column_stack([arrow[:, :2], circle[:, :2]]) / many.image_size
     pose = np.column_stack([arrow[:, :2], np.cos(arrow[:, 2]), np.sin(arrow[:, 2])])
@@ -268,7 +266,7 @@ def test_simple_models_stay_near_chance(many):
         "statistics": np.column_stack(
             [image.mean((1, 2)), image.std((1, 2)), (image > 0).sum((1, 2))]
         ),
-        "margins": np.column_stack([image.sum(1), image.sum(2)]),
+        "margins": np.column_stack([blocks.mean((1, 2, 4)), blocks.mean((2, 3, 4))]),
         "distance": np.column_stack([distance, distance**2, 1 / distance]),
         "positions": np.column_stack([place, products[0], distance, circle[:, 2]]),
         "arrow": np.column_stack([pose, products[1], arrow[:, 3]]),

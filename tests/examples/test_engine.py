@@ -334,6 +334,23 @@ def test_the_best_epoch_is_the_first_with_the_best_value(tmp_path, maximize, exp
     assert next(values, None) is None
 
 
+def test_a_tie_may_be_broken_by_another_metric(tmp_path, capsys):
+    rows = [  # epochs 1, 3 and 4 are the best so far, each followed by a test
+        *[{"score": 2.0, "other": 5.0}, {"score": 0.0, "other": 0.0}],
+        {"score": 1.0, "other": 0.0},
+        *[{"score": 2.0, "other": 4.0}, {"score": 0.0, "other": 0.0}],
+        *[{"score": 3.0, "other": 9.0}, {"score": 7.0, "other": 0.0}],
+        {"score": 3.0, "other": 9.0},
+    ]
+    values = iter(rows)
+    task = Task(TASK.loss, TASK.collect, lambda _: next(values), "score", tie="other")
+    summary = make(tmp_path, task, epochs=5, quiet=True).fit()
+    assert summary["best"]["epoch"] == 4
+    assert summary["best"]["test"]["score"] == 7.0
+    assert next(values, None) is None
+    assert capsys.readouterr().out == ""
+
+
 def test_a_loss_that_is_not_finite_is_an_error(tmp_path):
     task = Task(
         lambda out, batch: loss(out, batch) / 0,

@@ -214,6 +214,29 @@ def _check(
     for name, x in named.items():
         if not x.is_floating_point():
             raise TypeError(f"'{name}' must be floating point, got {x.dtype}")
+    check_nodes(query, key, value)
+    heads = value.size(1)
+    if edge_weight.dim() != 2 or edge_weight.size(1) != heads:
+        raise ValueError(
+            f"'edge_weight' must be [edges, heads] with {heads} heads, got "
+            f"{list(edge_weight.shape)}"
+        )
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(
+            f"'edge_index' must be [2, edges], got {list(edge_index.shape)}"
+        )
+    if edge_index.size(1) != edge_weight.size(0):
+        raise ValueError(
+            f"'edge_index' and 'edge_weight' must have as many edges, got "
+            f"{list(edge_index.shape)} and {list(edge_weight.shape)}"
+        )
+    if edge_index.is_floating_point() or edge_index.dtype == torch.bool:
+        raise TypeError(f"'edge_index' must be integer, got {edge_index.dtype}")
+    check_options(form, backend)
+
+
+def check_nodes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Whether what nodes read and write fits together."""
     for name, x in {"query": query, "key": key, "value": value}.items():
         if x.dim() != 3:
             raise ValueError(
@@ -235,23 +258,6 @@ def _check(
             f"'query' must have as many heads as 'value', or a divisor, got "
             f"{list(query.shape)} and {list(value.shape)}"
         )
-    if edge_weight.dim() != 2 or edge_weight.size(1) != heads:
-        raise ValueError(
-            f"'edge_weight' must be [edges, heads] with {heads} heads, got "
-            f"{list(edge_weight.shape)}"
-        )
-    if edge_index.dim() != 2 or edge_index.size(0) != 2:
-        raise ValueError(
-            f"'edge_index' must be [2, edges], got {list(edge_index.shape)}"
-        )
-    if edge_index.size(1) != edge_weight.size(0):
-        raise ValueError(
-            f"'edge_index' and 'edge_weight' must have as many edges, got "
-            f"{list(edge_index.shape)} and {list(edge_weight.shape)}"
-        )
-    if edge_index.is_floating_point() or edge_index.dtype == torch.bool:
-        raise TypeError(f"'edge_index' must be integer, got {edge_index.dtype}")
-    check_options(form, backend)
 
 
 def check_options(form: str, backend: str) -> None:

@@ -12,6 +12,7 @@ from pyg_chimera.ops.resolvent import cost, numba_scan
 from pyg_chimera.ops.resolvent.mix import (
     Choice,
     Plan,
+    check_nodes,
     check_options,
     make_plan,
     promoted,
@@ -362,31 +363,6 @@ def _explained(operator: str, call: _Call) -> Choice:
 # ---------------------------------------------------------------------------- checks
 
 
-def _check_nodes(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> None:
-    for name, x in {"query": query, "key": key, "value": value}.items():
-        if x.dim() != 3:
-            raise ValueError(
-                f"'{name}' must be [nodes, heads, channels], got {list(x.shape)}"
-            )
-    if query.shape != key.shape:
-        raise ValueError(
-            f"'query' and 'key' must have the same shape, got {list(query.shape)} and "
-            f"{list(key.shape)}"
-        )
-    if query.size(0) != value.size(0):
-        raise ValueError(
-            f"'query' and 'value' must have as many nodes, got {list(query.shape)} and "
-            f"{list(value.shape)}"
-        )
-    groups, heads = query.size(1), value.size(1)
-    if groups < 1 or heads % groups != 0:
-        raise ValueError(
-            f"'query' must have as many heads as 'value', or a divisor, got "
-            f"{list(query.shape)} and {list(value.shape)}"
-        )
-    _check_shape("direct", direct, "[nodes, heads]", [value.size(0), heads])
-
-
 def _check_shape(name: str, x: Tensor, layout: str, expected: list[int]) -> None:
     if list(x.shape) != expected:
         raise ValueError(f"'{name}' must be {layout} = {expected}, got {list(x.shape)}")
@@ -414,7 +390,8 @@ def _check_stm(
         query=query, key=key, value=value, source=source, transition=transition,
         mark=mark, direct=direct,
     )  # fmt: skip
-    _check_nodes(query, key, value, direct)
+    check_nodes(query, key, value)
+    _check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
     for name, x in {
         "edge_index": edge_index,
         "line_edge_index": line_edge_index,
@@ -458,7 +435,8 @@ def _check_grid(
         query=query, key=key, value=value, source=source, transition=transition,
         mark=mark, direct=direct,
     )  # fmt: skip
-    _check_nodes(query, key, value, direct)
+    check_nodes(query, key, value)
+    _check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
     nodes, heads = value.shape[:2]
     if source.dim() != 4 or source.size(1) not in (1, 2, 4):
         raise ValueError(
