@@ -8,8 +8,9 @@ out the tasks, which is safe after a fork and from several threads.
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock, get_ident
@@ -138,6 +139,23 @@ class _Scratch:
 _SCRATCH = _Scratch()
 
 
+_SMALLEST = 5e-324
+
+
+@contextmanager
+def _flushing() -> Iterator[None]:
+    """This thread takes denormal numbers for zero, as all signals decay into them.
+
+    Arithmetic with them is 100 x slower, and they are far below anything's size.
+    """
+    before = _SMALLEST * 1.0 == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
 def _run(
     kernel: Callable, costs: np.ndarray, scratch: int, dtype: np.dtype, *args: object
 ) -> None:
@@ -145,7 +163,8 @@ def _run(
     num_tasks, num_threads = costs.shape[0], torch.get_num_threads()
     total = float(costs.sum())
     if min(num_threads, num_tasks) <= 1 or total < 1e5:  # not worth waking anybody
-        kernel(0, num_tasks, _SCRATCH.get(scratch, dtype), *args)
+        with _flushing():
+            kernel(0, num_tasks, _SCRATCH.get(scratch, dtype), *args)
         return
     # Many ranges a thread, taken as threads come free: others may be using the cores.
     shares = np.linspace(0, total, 16 * num_threads + 1)[1:-1]
@@ -154,12 +173,13 @@ def _run(
     ranges, lock = pairwise(bounds), Lock()
 
     def work() -> None:
-        while True:
-            with lock:
-                bound = next(ranges, None)
-            if bound is None:
-                return
-            kernel(*bound, _SCRATCH.get(scratch, dtype), *args)
+        with _flushing():
+            while True:
+                with lock:
+                    bound = next(ranges, None)
+                if bound is None:
+                    return
+                kernel(*bound, _SCRATCH.get(scratch, dtype), *args)
 
     _TEAM.run(work, num_threads)
 
@@ -581,7 +601,6 @@ def mask_forward(
         v,
         out,
         share,
-        _floor(v.dtype),
     )
     return torch.from_numpy(out)
 
@@ -624,17 +643,11 @@ def mask_backward(
         dv,
         dw,
         share,
-        _floor(v.dtype),
     )
     query_grad, key_grad = (
         torch.from_numpy(x[0] if parts == 1 else x.sum(0)) for x in (dq, dk)
     )
     return query_grad, key_grad, torch.from_numpy(dv), torch.from_numpy(dw)
-
-
-def _floor(dtype: np.dtype) -> np.floating:
-    """1e-25 in float32, 1e-205 in float64."""
-    return dtype.type(np.finfo(dtype).tiny ** (2 / 3))
 
 
 def _share(system: System, query: np.ndarray, value: np.ndarray) -> int:
@@ -748,18 +761,6 @@ def _multiply(out, left, right):  # type: ignore[no-untyped-def]
             target[j] = x[j] * y[j]
 
 
-@_jit
-def _flush(rows, floor):  # type: ignore[no-untyped-def]
-    """Set to zero what is about to underflow, far below the diagonal's size.
-
-    A resolvent decays along paths; arithmetic with denormal numbers is 100 x slower.
-    """
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        for j in range(rows.shape[1]):
-            row[j] = row[j] if abs(row[j]) > floor else 0
-
-
 # All matrices of a block are in elimination order, and their rows are filled up with
 # zeros to whole vectors: what is left over would be done number by number. Products
 # are arranged such that the inner loop runs over the nodes of the block, as there may
@@ -769,7 +770,7 @@ def _flush(rows, floor):  # type: ignore[no-untyped-def]
 @_jit
 def _mask_forward(  # type: ignore[no-untyped-def]
     first, last, scratch, triangular, ptr, node, column_ptr, column_row, column_entry,
-    diagonal, lower, upper, query, key, value, out, share, floor,
+    diagonal, lower, upper, query, key, value, out, share,
 ):  # fmt: skip
     heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
     tasks = heads // share
@@ -797,7 +798,6 @@ def _mask_forward(  # type: ignore[no-untyped-def]
                 mask, s, n, m, True, triangular, column_ptr, column_row, column_entry,
                 diagonal[h], lower[h], upper[h],
             )  # fmt: skip
-            _flush(mask, floor)
             _multiply(mask, mask, scores)
             _take_transposed(vt, value, nodes, h)
             _matmul(yt, vt, mask)
@@ -808,7 +808,7 @@ def _mask_forward(  # type: ignore[no-untyped-def]
 def _mask_backward(  # type: ignore[no-untyped-def]
     first, last, scratch, triangular, ptr, node, column_ptr, column_row, column_entry,
     diagonal, lower, upper, edge_ptr, edge, edge_row, edge_col, query, key, value,
-    grad, grad_query, grad_key, grad_value, grad_weight, share, floor,
+    grad, grad_query, grad_key, grad_value, grad_weight, share,
 ):  # fmt: skip
     heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
     groups = query.shape[1]
@@ -845,7 +845,6 @@ def _mask_backward(  # type: ignore[no-untyped-def]
                 L, s, n, m, False, triangular, column_ptr, column_row, column_entry,
                 diagonal[h], lower[h], upper[h],
             )  # fmt: skip
-            _flush(L, floor)
             _multiply(mask, L, scores)
             _take(dy, grad, nodes, h)
             _take_transposed(dyt, grad, nodes, h)

@@ -158,9 +158,10 @@ def grid_scan(
         source (torch.Tensor): How much of what a node writes goes into the edge that
             leaves it in each direction, :math:`[|\mathcal{V}|, O, 2, H]` for :math:`O`
             orientations (1, 2 or 4).
-        transition (torch.Tensor): How much goes on at a node, in :obj:`[v, o, to,
-            from]` from the edge that arrived in direction :obj:`from` to the edge that
-            leaves in direction :obj:`to`, :math:`[|\mathcal{V}|, O, 2, 2, H]`.
+        transition (torch.Tensor): How much goes on at a node, in
+            :obj:`[v, o, to, from]` from the edge that arrived in direction :obj:`from`
+            to the edge that leaves in direction :obj:`to`,
+            :math:`[|\mathcal{V}|, O, 2, 2, H]`.
         mark (torch.Tensor): How much a node reads of the edge that arrived in each
             direction, :math:`[|\mathcal{V}|, O, 2, H]`.
         direct (torch.Tensor): How much of its own a node reads, once,

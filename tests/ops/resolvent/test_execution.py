@@ -524,3 +524,39 @@ def test_graph_changed_in_place(operator, options):
     assert not torch.allclose(check(), first)
     inputs.edge_weight[0] = 0.1
     check()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("before", [False, True])
+def test_denormals_are_zero_in_kernels_only(threads, before):
+    torch.set_num_threads(threads)
+    smallest = 5e-324
+    seen = []
+
+    def kernel(first, last, scratch):
+        seen.append(smallest * float(last > first))
+
+    try:
+        torch.set_flush_denormal(before)
+        for cost in (1.0, 1e6):  # by this thread alone, and by all of them
+            numba_._run(kernel, np.full(64, cost), 1, np.dtype(np.float32))
+            assert (smallest * float(threads > 0) == 0.0) == before
+    finally:
+        torch.set_flush_denormal(False)
+    assert len(seen) > 1
+    assert not any(seen)
+    assert smallest * float(threads > 0) > 0
+
+
+def test_states_decay_to_zero_not_to_denormals():
+    """What decays to nothing far from where it was written stays nothing."""
+    n = 400
+    node = torch.arange(n - 1)
+    inputs = make_inputs(torch.stack([node, node + 1]), n, size=(1, 1, 2, 2))
+    weight = torch.full((n - 1, 1), 0.5)
+    inputs = inputs._replace(edge_weight=weight).to(torch.float32)
+    key = torch.zeros_like(inputs.key)
+    key[0] = 1
+    out = dag_scan(*inputs._replace(key=key), form="state", backend="numba")
+    assert out[100].abs().max() > 0
+    assert (out[150:] == 0).all()
