@@ -57,6 +57,21 @@ def cheaper_form(
     return "state", "blocks are large: states along edges are faster"
 
 
+def cheaper_scan(system: System, node_ptr: np.ndarray, shape: Shape) -> tuple[str, str]:
+    """The form of a scan with gates, between so many nodes a block, on the CPU."""
+    sizes, nodes = system.sizes.astype(float), np.diff(node_ptr).astype(float)
+    entries = np.diff(system.lower_ptr[system.ptr])
+    state = 1.0 * float(sizes.sum()) + 0.2 * float(entries.sum())
+    state *= shape.states * shape.channels
+    state += 200.0 * float(sizes.sum())
+    sweeps = (1.5 * sizes + 0.2 * entries) * nodes
+    products = nodes**2 * (0.15 * (shape.states + shape.channels) + 3.0)
+    mask = float((sweeps + products).sum()) + 300.0 * float(sizes.sum())
+    if mask <= state:
+        return "mask", "blocks are small: matrix products are faster"
+    return "state", "blocks are large: states along edges are faster"
+
+
 def prefers_dense(system: System, device: str) -> bool:
     """Whether the torch backend does better with dense matrices."""
     largest = int(system.sizes.max(initial=0))

@@ -24,7 +24,10 @@ from torch import Tensor
 from pyg_chimera.ops.structure.system import System
 
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
-_jit = njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz", "arcp"})
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+_jit = njit(cache=True, nogil=True, fastmath=_FAST)
+# Part of its caller: to hand over arrays takes longer than a short loop.
+_inlined = njit(cache=True, nogil=True, fastmath=_FAST, inline="always")
 
 #: Bytes of states that a task may hold at a time: half of a usual L2 cache.
 _TILE_BYTES = 1 << 19

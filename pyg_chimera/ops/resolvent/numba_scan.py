@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.resolvent.numba_ import _jit, _run
+from pyg_chimera.ops.resolvent.numba_ import _inlined, _jit, _run
 from pyg_chimera.ops.structure.system import System
 
 #: Bytes of states that a task may hold at a time: half of a usual L2 cache.
@@ -206,7 +206,7 @@ def _summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 # numba cannot see to be positive is checked for it in every step, and not vectorised.
 
 
-@_jit
+@_inlined
 def _slot(slot, step, ring):  # type: ignore[no-untyped-def]
     """The slot of a ring `step` away, less than once around."""
     slot += step
@@ -217,7 +217,7 @@ def _slot(slot, step, ring):  # type: ignore[no-untyped-def]
     return slot
 
 
-@_jit
+@_inlined
 def _before(states, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
     """Two slots and weights whose sum is what flows into a state from its neighbours.
 

@@ -90,8 +90,10 @@ def _one_grid(height: int, width: int, num_orientations: int) -> GridStates:
     return GridStates(states, torch.cat(sources), torch.cat(marks), torch.cat(turns))
 
 
-@lru_cache(maxsize=16)
-def _grids(sizes: tuple[tuple[int, int], ...], num_orientations: int) -> GridStates:
+def grid_states(
+    sizes: tuple[tuple[int, int], ...], num_orientations: int
+) -> GridStates:
+    """The states of grids, (height, width) each."""
     parts = [_one_grid(*size, num_orientations) for size in sizes]
     nodes = torch.tensor([0, *(height * width for height, width in sizes)]).cumsum(0)
     states = torch.tensor([0, *(len(x.source) for x in parts)]).cumsum(0)
@@ -111,14 +113,3 @@ def _grids(sizes: tuple[tuple[int, int], ...], num_orientations: int) -> GridSta
         torch.cat([x.mark + n * gates for x, n, _ in pairs]),
         torch.cat([x.transition + 2 * n * gates for x, n, _ in pairs]),
     )
-
-
-def grid_states(
-    sizes: tuple[tuple[int, int], ...], num_orientations: int, device: torch.device
-) -> GridStates:
-    """The states of grids, (height, width) each; the last few are remembered."""
-    grids = _grids(sizes, num_orientations)
-    if device.type == "cpu":
-        return grids
-    states = States(*(x.to(device) for x in grids.states))
-    return GridStates(states, *(x.to(device) for x in grids[1:]))

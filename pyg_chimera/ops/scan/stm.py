@@ -1,7 +1,7 @@
 """The public operators with states on edges: checks, states, the registered op."""
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,6 +17,8 @@ from pyg_chimera.ops.resolvent.mix import (
     make_plan,
     promoted,
 )
+from pyg_chimera.ops.scan import numba_mask
+from pyg_chimera.ops.scan.numba_mask import Nodes, block_nodes
 from pyg_chimera.ops.scan.reference import reference_scan
 from pyg_chimera.ops.scan.states import (
     GridStates,
@@ -483,14 +485,62 @@ def _check_grid(
     return tuple(zip(heights, widths, strict=True))
 
 
+# ------------------------------------------------------------------------- the states
+
+
+class _Graph:
+    """What a call runs on.
+
+    Args:
+        num_nodes: The number of nodes.
+        states: The states.
+        system: Their system.
+        grids: Where the gates of the states are, if they are not in order.
+    """
+
+    def __init__(
+        self,
+        num_nodes: int,
+        states: States,
+        system: System,
+        grids: GridStates | None = None,
+    ) -> None:
+        self.num_nodes, self.states = num_nodes, states
+        self.system, self.grids = system, grids
+        self.nbytes = sum(x.nbytes for x in (*states, *system[1:]))
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """The nodes that the states of each block join."""
+        return block_nodes(self.system, *self.states[:2], self.num_nodes)
+
+    def select(self, source: Tensor, mark: Tensor, transition: Tensor) -> list[Tensor]:
+        """The gates of the states and of the edges between them."""
+        gates = [source, mark, transition]
+        if self.grids is None:
+            return gates
+        return [x[index] for x, index in zip(gates, self.grids[1:], strict=True)]
+
+    def spread(
+        self, grads: tuple[Tensor, ...], like: tuple[Tensor, ...]
+    ) -> list[Tensor]:
+        """The other way; gates that nobody has asked for have gradient zero."""
+        if self.grids is None:
+            return list(grads)
+        return [
+            torch.zeros_like(x).index_copy_(0, index, grad)
+            for x, index, grad in zip(like, self.grids[1:], grads, strict=True)
+        ]
+
+
 def _checked_edges(
     edge_index: Tensor,
     line_edge_index: Tensor,
     batch: Tensor | None,
     num_nodes: int,
     size: int,
-) -> tuple[States, System]:
-    """The states on the edges of a DAG and their system, or what is wrong with it."""
+) -> _Graph:
+    """What to run on for the edges of a DAG, or what is wrong with them."""
     check_edge_index(edge_index, num_nodes)
     check_line_edges(line_edge_index, edge_index.size(1))
     tail, head = line_edge_index
@@ -527,7 +577,7 @@ def _checked_edges(
             )
     states = expanded_states(edge_states(edge_index, line_edge_index), size)
     try:
-        return states, _system(states, part)
+        return _Graph(num_nodes, states, _system(states, part))
     except CycleError as error:
         edges = [state // size for state in error.cycle]
         raise CycleError(edge_index[0, edges].tolist()) from None
@@ -542,41 +592,22 @@ def _system(states: States, part: Tensor) -> System:
 
 
 @lru_cache(maxsize=16)
-def _grid_system(sizes: tuple[tuple[int, int], ...], num_orientations: int) -> System:
-    grids = grid_states(sizes, num_orientations, torch.device("cpu"))
+def _grid_graph(
+    sizes: tuple[tuple[int, int], ...], num_orientations: int, device: torch.device
+) -> _Graph:
+    """What to run on for grids."""
+    grids = grid_states(sizes, num_orientations)
     nodes = torch.tensor([h * w for h, w in sizes], dtype=torch.int64)
     part = torch.arange(len(sizes)).repeat_interleave(nodes)
-    return _system(grids.states, part)
+    system = _system(grids.states, part)
+    grids = GridStates(
+        States(*(x.to(device) for x in grids.states)),
+        *(x.to(device) for x in grids[1:]),
+    )
+    return _Graph(int(nodes.sum()), grids.states, system, grids)
 
 
 # ------------------------------------------------------------- the registered operator
-
-
-class _Graph(NamedTuple):
-    """What a call runs on."""
-
-    num_nodes: int
-    states: States
-    system: System
-    grids: GridStates | None  #: where the gates of the states are, if not in order
-
-    def select(self, source: Tensor, mark: Tensor, transition: Tensor) -> list[Tensor]:
-        """The gates of the states and of the edges between them."""
-        gates = [source, mark, transition]
-        if self.grids is None:
-            return gates
-        return [x[index] for x, index in zip(gates, self.grids[1:], strict=True)]
-
-    def spread(
-        self, grads: tuple[Tensor, ...], like: tuple[Tensor, ...]
-    ) -> list[Tensor]:
-        """The other way; gates that nobody has asked for have gradient zero."""
-        if self.grids is None:
-            return list(grads)
-        return [
-            torch.zeros_like(x).index_copy_(0, index, grad)
-            for x, index, grad in zip(like, self.grids[1:], grads, strict=True)
-        ]
 
 
 def _resolve(
@@ -591,12 +622,9 @@ def _resolve(
     """What a call runs on, on its device."""
     if edge_index is not None:
         tensors = (edge_index, line_edge_index, batch)
-        states, system = remembered(_checked_edges, tensors, num_nodes, size)
-        return _Graph(num_nodes, states, system, None)
+        return remembered(_checked_edges, tensors, num_nodes, size)
     sizes = tuple(zip(grids[1::2], grids[2::2], strict=True))
-    where = grid_states(sizes, grids[0], device)
-    system = _grid_system(sizes, grids[0])
-    return _Graph(num_nodes, where.states, system, where)
+    return _grid_graph(sizes, grids[0], device)
 
 
 def _check_finite(
@@ -636,25 +664,39 @@ def _plan(
     )
     gates = graph.select(source, mark, transition)
     _check_finite(graph, transition, gates[2], size)
-    # Without numba's own kernels, states take copies of what their nodes write.
-    shape = cost.Shape(value.size(1), value.size(1), query.size(2), value.size(2))
-    plan = make_plan(
-        "grid_scan" if grids else "stm_scan", graph.system, shape,
-        graph.states.edge_index, gates[2], "auto", form, backend,
-    )  # fmt: skip
-    forward: Callable[..., Tensor] = _copied_forward
-    backward: Callable[..., tuple[Tensor, ...]] = _copied_backward
-    arguments: tuple = (plan, graph.states, *gates[:2])
-    if plan.choice[2:4] == ("state", "numba"):
-        written = numba_scan.Gates(*graph.states[:2], *gates[:2])
-        arguments = (graph.system, written, gates[2])
-        forward, backward = numba_scan.state_forward, numba_scan.state_backward
+    arguments: tuple
+    forward: Callable[..., Tensor]
+    backward: Callable[..., tuple[Tensor, ...]]
+    operator = "grid_scan" if grids else "stm_scan"
+    shape = cost.Shape(query.size(1), value.size(1), query.size(2), value.size(2))
+    numba = backend == "numba" or (backend == "auto" and value.device.type == "cpu")
+    reason = ""
+    if numba and form == "auto":
+        form, reason = cost.cheaper_scan(graph.system, graph.nodes.ptr, shape)
+    if numba and form == "mask":
+        choice = Choice(operator, "sparse", form, "numba", reason or "asked for")
+        arguments = (graph.system, graph.nodes, *gates)
+        forward, backward = numba_mask.mask_forward, numba_mask.mask_backward
+    else:
+        # Without numba's own kernels, states take copies of what their nodes write.
+        plan = make_plan(
+            operator, graph.system, shape._replace(groups=shape.heads),
+            graph.states.edge_index, gates[2], "auto", form, backend,
+        )  # fmt: skip
+        choice = plan.choice._replace(reason=reason or plan.choice.reason)
+        if plan.choice[2:4] == ("state", "numba"):
+            written = numba_scan.Gates(*graph.states[:2], *gates[:2])
+            arguments = (graph.system, written, gates[2])
+            forward, backward = numba_scan.state_forward, numba_scan.state_backward
+        else:
+            arguments = (plan, graph.states, *gates[:2])
+            forward, backward = _copied_forward, _copied_backward
 
     def gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
         *nodes, ds, dm, dw = backward(*arguments, *inputs)
         return *nodes, *graph.spread((ds, dm, dw), (source, mark, transition))
 
-    return plan.choice, partial(forward, *arguments), gradients
+    return choice, partial(forward, *arguments), gradients
 
 
 def _copies(

@@ -15,8 +15,8 @@ from pyg_chimera.ops import (
     multitree,
     stm_scan,
 )
-from pyg_chimera.ops.resolvent import numba_, numba_scan, torch_
-from pyg_chimera.ops.scan import stm
+from pyg_chimera.ops.resolvent import numba_scan, torch_
+from pyg_chimera.ops.scan import numba_mask, stm
 
 DISTINCT = [*product(("state", "mask"), ("numba", "torch")), ("auto", "reference")]
 COMBINATIONS = [*DISTINCT, ("auto", "auto"), ("auto", "torch"), ("mask", "auto")]
@@ -269,8 +269,8 @@ def test_explain_says_what_runs(form, backend, monkeypatch):
         )
 
     spy(numba_scan, "state_forward", "sparse", "state", "numba")
+    spy(numba_mask, "mask_forward", "sparse", "mask", "numba")
     for f in ("state", "mask"):
-        spy(numba_, f"{f}_forward", "sparse", f, "numba")
         spy(torch_, f"{f}_forward", "sparse", f, "torch")
         spy(torch_, f"dense_{f}_forward", "dense", f, "torch")
     spy(stm, "reference_scan", "dense", "mask", "reference")
