@@ -1,5 +1,6 @@
 """What a user gets: versions, types, a light import, a complete wheel."""
 
+import ast
 import json
 import re
 import shutil
@@ -95,6 +96,21 @@ def test_wheel_is_complete(tmp_path):
     info = f"pyg_chimera-{pyg_chimera.__version__}.dist-info"
     assert f"{info}/licenses/LICENSE" in shipped
     assert {name.split("/")[0] for name in shipped} == {"pyg_chimera", info}
+
+
+def test_operators_register_with_the_oldest_pytorch_allowed():
+    """PyTorch 2.5 knows `typing.List` in signatures, but not `list`."""
+    registered = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            decorators = getattr(node, "decorator_list", [])
+            if any("custom_op" in ast.unparse(x) for x in decorators):
+                registered += [
+                    (f"{path.name}:{x.lineno}", x.arg, ast.unparse(x.annotation))
+                    for x in node.args.args
+                ]
+    assert len(registered) > 20
+    assert [x for x in registered if "list[" in x[2]] == []
 
 
 def test_constraints_pin_every_requirement():

@@ -17,6 +17,7 @@ from asserts import (
     dense_mix,
     make_inputs,
 )
+from poison import poison
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from pyg_chimera.ops import dag_scan, explain, resolvent_mix
@@ -261,44 +262,12 @@ def test_compiled_errors_are_the_same():
 # ----------------------------------------------------------------------------- memory
 
 
-class _Poisoned:
-    """numpy, whose `empty` is as bad as it may be."""
-
-    def __getattr__(self, name):
-        return getattr(np, name)
-
-    def empty(self, shape, dtype=np.float64):
-        bad = np.nan if np.dtype(dtype).kind == "f" else -(1 << 40)
-        return np.full(shape, bad, dtype)
-
-    def empty_like(self, x):
-        return self.empty(x.shape, x.dtype)
-
-
-def _poison(function):
-    def wrapper(*args, **kwargs):
-        out = function(*args, **kwargs)
-        if out.is_floating_point():
-            return out.fill_(torch.nan)
-        return out if out.dtype == torch.bool else out.fill_(torch.iinfo(out.dtype).max)
-
-    return wrapper
-
-
 @pytest.fixture
 def poisoned(monkeypatch):
-    """No array starts with zeros by luck, and kernels run as plain Python."""
-    kernels = (numba_, numba_scan, torch_)
-    for module in (*kernels, system, elimination, distance, topological):
-        monkeypatch.setattr(module, "np", _Poisoned())
-        for name, function in vars(module).items():
-            if hasattr(function, "py_func"):
-                monkeypatch.setattr(module, name, function.py_func)
-    for owner, name in (
-        (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"),
-    ):  # fmt: skip
-        monkeypatch.setattr(owner, name, _poison(getattr(owner, name)))
-    monkeypatch.setattr(system, "_CACHE", system._Cache(size=1))
+    poison(
+        monkeypatch, numba_, numba_scan, torch_, system, elimination, distance,
+        topological,
+    )  # fmt: skip
 
 
 @calls

@@ -4,6 +4,7 @@ import pytest
 import torch
 from asserts import DAGS, SIZES, assert_near
 from hypothesis import given, settings
+from poison import poison
 from scans import StmInputs, assert_scan, loop_scan, make_stm, pairs
 from strategies import Batch, batches, dags
 
@@ -15,8 +16,9 @@ from pyg_chimera.ops import (
     multitree,
     stm_scan,
 )
-from pyg_chimera.ops.resolvent import numba_scan, torch_
+from pyg_chimera.ops.resolvent import numba_, numba_scan, torch_
 from pyg_chimera.ops.scan import numba_mask, stm
+from pyg_chimera.ops.structure import distance, system
 
 DISTINCT = [*product(("state", "mask"), ("numba", "torch")), ("auto", "reference")]
 COMBINATIONS = [*DISTINCT, ("auto", "auto"), ("auto", "torch"), ("mask", "auto")]
@@ -186,6 +188,25 @@ def test_wide_graphs_keep_all_threads_busy():
         outs.append([out, *grads])
     for x, y in zip(*outs, strict=True):
         assert_near(x, y, 1e-9)
+
+
+# ----------------------------------------------------------------------------- memory
+
+
+@distinct
+@pytest.mark.parametrize("tile", [1, 1 << 20])
+def test_nothing_uninitialised_is_read(form, backend, tile, monkeypatch):
+    """In plain Python, where an index beyond an array is an error, too."""
+    poison(monkeypatch, numba_, numba_scan, numba_mask, torch_, system, distance)
+    monkeypatch.setattr(numba_scan, "_TILE_BYTES", tile)
+    monkeypatch.setattr(numba_scan, "_MIN_LANES", 1)
+    monkeypatch.setattr(numba_mask, "_WIDTH", 16)
+    for edges, n, size in (
+        (EDGES, 8, (2, 1, 3, 2)),
+        (EDGES[:0], 2, (1, 1, 1, 1)),
+        ([(i, i + 1) for i in range(18)] + [(0, 9), (3, 12)], 20, (1, 1, 2, 1)),
+    ):
+        assert_scan(scanner(form, backend), make_stm(edges, n, size=size))
 
 
 # -------------------------------------------------------------------- dtypes, compile
