@@ -293,7 +293,7 @@ class GPSLayer(torch.nn.Module):
         }
         shared = {"batch": batch}
         if own.get("edge_index") is None:
-            shared |= {"edge_attr": edge_attr, **kwargs}
+            shared = {**shared, "edge_attr": edge_attr, **kwargs}
         args = self._routes[role].select(shared) | own
         own_edge_index = args.pop("edge_index", None)
         edge_index = edge_index if own_edge_index is None else own_edge_index

@@ -21,8 +21,8 @@ def for_each_dag(num_dags: int, advice: str, **arguments: Any) -> list[tuple]:
     """
     lists = []
     for name, x in arguments.items():
-        entries = list(x) if isinstance(x, list | tuple) else [x] * num_dags
-        several = isinstance(x, list | tuple) or x is None
+        entries = list(x) if isinstance(x, (list, tuple)) else [x] * num_dags
+        several = isinstance(x, (list, tuple)) or x is None
         if len(entries) != num_dags or (num_dags > 1 and not several):
             got = len(entries) if several else f"one {type(x).__name__}"
             raise ValueError(

@@ -42,6 +42,7 @@ class _DAGs(NamedTuple):
 
     edge_index: Tensor  # [2, E]
     line_edge_index: Tensor  # [2, L]
+    kept: Tensor | None  # [L], the line edges of a multitree, where others are left
     edge_attr: Tensor | None  # [E, edge_dim]
     mask: Tensor | None  # [E, 1], of an explainer
 
@@ -106,8 +107,8 @@ class PLSTMConv(MessagePassing):
         num_dags (int, optional): The number of DAGs with :obj:`orient=None`.
             (default: :obj:`1`)
         normalization (str, optional): Under :obj:`"P"`: :obj:`"column"`, as above, or
-            :obj:`"row"`, a softmax over the edges that enter a node, with which no
-            state exceeds the largest source. (default: :obj:`"column"`)
+            :obj:`"row"`, a softmax over the edges that enter a node, with which a
+            signal's largest state does not grow. (default: :obj:`"column"`)
         tracking (int, optional): The number :math:`J` of components of a state,
             between which transitions rotate: :math:`\mathbf{T} = \alpha \mathbf{U} \,
             \textrm{diag}(\mathbf{g}) \, \mathbf{W}^{\top}` with
@@ -290,8 +291,8 @@ class PLSTMConv(MessagePassing):
                 outputs don't depend on it. (default: :obj:`None`)
             line_edge_index (torch.Tensor, optional): With :obj:`orient=None`, the
                 line graph, as stored by the transforms, or a part of it (or a list).
-                Under :obj:`"D"`, a multitree is taken from it unless it is one;
-                :obj:`torch.compile` needs it to be one. (default: :obj:`None`)
+                Under :obj:`"D"`, a multitree is taken from it unless it is one.
+                (default: :obj:`None`)
             height (int or torch.Tensor, optional): With :obj:`orient="grid"`, the
                 number of rows, of all grids or of each. (default: :obj:`None`)
             width (int or torch.Tensor, optional): With :obj:`orient="grid"`, the
@@ -368,7 +369,7 @@ class PLSTMConv(MessagePassing):
         attr = None if self.lin_edge is None else torch.cat(attrs)
         if self.explain and self.num_dags > 1:
             raise ValueError("Edge masks explain one graph, not several DAGs")
-        return _DAGs(index, self._pruned(line, num_edges), attr, self._mask(index))
+        return _DAGs(index, *self._pruned(line, num_edges), attr, self._mask(index))
 
     def _oriented(
         self, edge_index: Tensor, num_nodes: int, edge_attr: Tensor | None
@@ -380,15 +381,19 @@ class PLSTMConv(MessagePassing):
         if proper is not None:
             edge_attr = None if edge_attr is None else edge_attr[proper]
             mask = None if mask is None else mask[proper]
-        line = self._pruned(line, edge_index.size(1))
-        return _DAGs(edge_index, line, edge_attr, mask)
+        lines = self._pruned(line, edge_index.size(1))
+        return _DAGs(edge_index, *lines, edge_attr, mask)
 
-    def _pruned(self, line_edge_index: Tensor, num_edges: int) -> Tensor:
-        # Not while tracing, as nobody knows then how many are left.
-        if self.mode == "P" or torch.compiler.is_compiling():
-            return line_edge_index
-        kept = remembered(multitree, (line_edge_index,), num_edges)
-        return line_edge_index[:, kept]
+    def _pruned(
+        self, line_edge_index: Tensor, num_edges: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The line edges to use; while tracing all, and which of them to use."""
+        if self.mode == "P":
+            return line_edge_index, None
+        kept = _multitree(line_edge_index, num_edges)
+        if torch.compiler.is_compiling():  # nobody knows yet how many there will be
+            return line_edge_index, kept
+        return line_edge_index[:, kept], None
 
     def _mask(self, edge_index: Tensor) -> Tensor | None:
         if not self.explain:
@@ -433,6 +438,9 @@ class PLSTMConv(MessagePassing):
                 0, into if self.normalization == "column" else out
             )
             transition = transition * _like(alpha, transition)
+        if dags.kept is not None:
+            kept = dags.kept.to(transition.dtype).unsqueeze(1)
+            transition = transition * _like(kept, transition)
         if dags.mask is not None:
             mask = dags.mask.to(source.dtype)
             source = source * _like(mask, source)
@@ -510,6 +518,17 @@ def _orientation(
     edge_index = 2 * edge_index + (row > col)
     line = line_graph(edge_index, 2 * num_nodes).edge_index
     return edge_index, line, None if bool(proper.all()) else proper
+
+
+@torch.library.custom_op("pyg_chimera::multitree", mutates_args=())
+def _multitree(line_edge_index: Tensor, num_edges: int) -> Tensor:
+    kept = remembered(multitree, (line_edge_index,), num_edges)
+    return kept.clone()  # what an operator returns must be its own
+
+
+@_multitree.register_fake
+def _(line_edge_index: Tensor, num_edges: int) -> Tensor:
+    return line_edge_index.new_empty(line_edge_index.size(1), dtype=torch.bool)
 
 
 class _GateLinear(Linear):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence  # noqa: UP035 (for PyTorch 2.5)
 
 import torch
 from torch import Tensor
@@ -617,7 +617,7 @@ def _resolve(
     line_edge_index: Tensor | None,
     batch: Tensor | None,
     size: int,
-    grids: list[int],
+    grids: Sequence[int],
 ) -> _Graph:
     """What a call runs on, on its device."""
     if edge_index is not None:
@@ -654,7 +654,7 @@ def _plan(
     line_edge_index: Tensor | None,
     batch: Tensor | None,
     size: int,
-    grids: list[int],
+    grids: Sequence[int],
     form: str,
     backend: str,
 ) -> tuple[Choice, Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
@@ -756,7 +756,7 @@ def _scan_op(
     line_edge_index: Tensor | None,
     batch: Tensor | None,
     size: int,
-    grids: list[int],
+    grids: Sequence[int],
     form: str,
     backend: str,
 ) -> Tensor:
@@ -786,7 +786,7 @@ def _scan_backward_op(
     line_edge_index: Tensor | None,
     batch: Tensor | None,
     size: int,
-    grids: list[int],
+    grids: Sequence[int],
     form: str,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:

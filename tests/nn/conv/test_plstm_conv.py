@@ -17,6 +17,7 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.nn import Sequential
 from torch_geometric.utils import (
     coalesce,
+    grid,
     to_torch_coo_tensor,
     to_torch_csr_tensor,
     to_undirected,
@@ -1060,3 +1061,21 @@ def test_error_of_a_non_finite_input():
     x[2, 3] = torch.nan
     with pytest.raises(ValueError, match="'transition' must be finite"):
         conv(x, edge_index)
+
+
+@pytest.mark.parametrize("orient", [None, "order", "bfs"])
+@pytest.mark.parametrize("mode", ["P", "D"])
+@pytest.mark.filterwarnings("ignore")
+def test_compile_finds_the_structure_itself(mode, orient):
+    """With graph breaks, where sizes depend on the graph, but the same numbers."""
+    edge_index, _ = grid(3, 4)
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    if orient is None:
+        edge_index = edge_index[:, edge_index[0] < edge_index[1]]
+    x = torch.randn(12, IN)
+    conv = PLSTMConv(IN, OUT, mode=mode, orient=orient)
+    for weight in (conv.gate_bias, conv.lin_gate.weight):
+        torch.nn.init.normal_(weight)
+    expected = conv(x, edge_index)
+    out = torch.compile(conv, backend="aot_eager")(x, edge_index)
+    assert torch.allclose(out, expected, atol=1e-5)
