@@ -14,51 +14,35 @@ rounds of interleaved repetitions. They hold on a busy machine too; times do not
 """
 
 import pickle
-import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from options import add_options, settle
 from overhead import dataset_time, first_calls, new_graphs, structure_times
 from report import plot, report, targets
-from timing import (
-    Rounds,
-    Timing,
-    UnfinishedError,
-    in_fresh_process,
-    interleave,
-    machine,
-    peak_memory,
-    ratio,
-    reset_peak_memory,
-    show,
-    summary,
-    write_json,
+from steps import (
+    Pilot,
+    Step,
+    compare,
+    first_run,
+    growth_rows,
+    pilots,
+    time_rows,
 )
+from timing import Rounds, Timing, interleave, machine, show, write_json
 from torch import Tensor
 from torch_geometric.nn import GPSConv
 from torch_geometric.utils import to_dense_adj, to_dense_batch
-from workloads import (
-    MAX_DENSE,
-    PEPTIDES,
-    REPOSITORY,
-    Workload,
-    peptides,
-    planar,
-)
+from workloads import MAX_DENSE, Workload, peptides, planar
 
 from pyg_chimera.nn import ChimeraConv
 from pyg_chimera.nn.conv import chimera_conv
 
 CHANNELS, HEADS, STATE_CHANNELS = 64, 2, 96
 PARTS = ("peptides", "planar", "dataset", "first-call")
-#: Seconds for a fresh process to import, load compiled code and warm up.
-START_UP = 15
-#: Relative errors allowed, of outputs and of all gradients.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 
 # Cases -------------------------------------------------------------------------
@@ -179,51 +163,31 @@ CASES: dict[str, Case] = {
 }
 
 
-class Run:
+class Run(Step):
     """A case on a workload. All cases start from the same parameters and inputs."""
 
     def __init__(self, case: Case, workload: Workload, device: str) -> None:
         torch.manual_seed(0)
-        self.case = case
-        self.module = case.make().to(device, case.dtype)
+        module = case.make().to(device, case.dtype)
         torch.manual_seed(1)
-        x, grad = torch.randn(2, workload.num_nodes, CHANNELS)
-        self.x = x.to(device, case.dtype).requires_grad_()
-        self.grad = grad.to(device, case.dtype)
-        self.edge_index = workload.edge_index.to(device)
-        self.options: dict[str, Any] = {"batch": workload.batch.to(device)}
+        x, grad = torch.randn(2, workload.num_nodes, CHANNELS).to(device, case.dtype)
+        x.requires_grad_()
+        edge_index = workload.edge_index.to(device)
+        options: dict[str, Any] = {"batch": workload.batch.to(device)}
         if case.computes == "finite sum":
-            self.options["num_terms"] = workload.num_terms
-        self.synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+            options["num_terms"] = workload.num_terms
+        leaves = {"x": x}
+        for name, parameter in module.named_parameters():
+            leaves[name.removeprefix("conv.")] = parameter
+        super().__init__(lambda: module(x, edge_index, **options), leaves, grad)
+        self.cold = case.cold
 
     def __call__(self) -> Timing:
         """Forward and backward once."""
-        if not self.case.cold:
-            return self._step()
+        if not self.cold:
+            return super().__call__()
         with new_graphs():
-            return self._step()
-
-    def _step(self) -> Timing:
-        self.x.grad = None
-        self.module.zero_grad()
-        self.synchronize()
-        start = time.perf_counter()
-        out = self.module(self.x, self.edge_index, **self.options)
-        self.synchronize()
-        middle = time.perf_counter()
-        out.backward(self.grad)
-        self.synchronize()
-        end = time.perf_counter()
-        self.out = out.detach()
-        return Timing(middle - start, end - start)
-
-    def results(self) -> dict[str, Tensor]:
-        """The output, and the gradients of the input and of all parameters."""
-        self()
-        results = {"output": self.out, "gradient of x": self.x.grad}
-        for name, parameter in self.module.named_parameters():
-            results[f"gradient of {name.removeprefix('conv.')}"] = parameter.grad
-        return results
+            return super().__call__()
 
 
 # Exactness ---------------------------------------------------------------------
@@ -243,37 +207,15 @@ def check(workload: Workload, names: list[str], device: str) -> list[dict[str, A
         if case.computes not in expected:
             run = Run(exact._replace(computes=case.computes), workload, device)
             expected[case.computes] = run.results()
-        errors = {
-            key: relative_error(found, expected[case.computes][key])
-            for key, found in Run(case, workload, device).results().items()
-        }
-        for key, error in errors.items():
-            if not error <= TOLERANCE[case.dtype]:
-                raise SystemExit(
-                    f"\n{name} is wrong on {workload.name}: its {key} is off by "
-                    f"{error:.1e}, and {TOLERANCE[case.dtype]:.0e} is allowed. "
-                    "Nothing is timed."
-                )
-        row = {"workload": workload.name, "case": name, "errors": errors}
-        row["against"] = f"{'dense' if dense else 'sparse'} float64 {case.computes}"
-        rows.append(row | {"worst": max(errors.values())})
+        found = Run(case, workload, device).results()
+        against = f"{'dense' if dense else 'sparse'} float64 {case.computes}"
+        rows.append(
+            compare(name, workload.name, found, expected[case.computes], against)
+        )
     return rows
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    error = (found.double() - expected.double()).abs().max()
-    return float(error / expected.double().abs().max())
-
-
 # Memory, and whether a case can be measured at all -----------------------------
-
-
-class Pilot(NamedTuple):
-    """A first run of a case on a workload."""
-
-    seconds: float = 0.0
-    memory: int | None = None  #: peak, above what was held before, in bytes
-    problem: str | None = None  #: why there was no such run
 
 
 def pilot(name: str, pickled: bytes, device: str, threads: int) -> Pilot:
@@ -284,48 +226,17 @@ def pilot(name: str, pickled: bytes, device: str, threads: int) -> Pilot:
         names.append("numba sparse state")
     for warm_up in names:  # what compiled code and libraries take does not count
         Run(CASES[warm_up], tiny, device)()
-    run = Run(CASES[name], pickle.loads(pickled), device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated()
-        seconds = run().total
-        return Pilot(seconds, torch.cuda.max_memory_allocated() - held)
-    resident = reset_peak_memory()
-    seconds = run().total
-    return Pilot(seconds, None if resident is None else peak_memory() - resident)
+    return first_run(Run(CASES[name], pickle.loads(pickled), device))
 
 
-def pilots(args: Namespace, workloads: list[Workload]) -> dict[tuple, Pilot]:
-    """Every case on every workload, on larger ones only if smaller ones were fine."""
-    found: dict[tuple, Pilot] = {}
-    last: dict[tuple, Pilot] = {}
-    for workload in workloads:
-        pickled = pickle.dumps(workload)
-        for name, case in CASES.items():
-            show(f"memory: {name} on {workload.name}")
-            result = last.get((workload.part, name), Pilot())
-            if args.device == "cuda" and case.cpu_only:
-                result = Pilot(problem="runs on the CPU")
-            elif case.computes == "finite sum" and workload.num_terms < 0:
-                result = Pilot(problem="too large to compare")
-            elif result.problem is None:
-                try:
-                    job = (name, pickled, args.device, args.threads)
-                    if args.device == "cuda":
-                        result = pilot(*job)
-                    else:
-                        longest = args.limit + START_UP
-                        result = in_fresh_process(pilot, *job, limit=longest)
-                    if result.seconds > args.limit:
-                        result = Pilot(problem=f"takes more than {args.limit:g} s")
-                except TimeoutError:
-                    result = Pilot(problem=f"takes more than {args.limit:g} s")
-                except UnfinishedError as error:
-                    result = Pilot(problem=str(error))
-                except torch.OutOfMemoryError:
-                    result = Pilot(problem="does not fit in memory")
-            found[workload.name, name] = last[workload.part, name] = result
-    return found
+def unable(workload: Workload, name: str, device: str) -> str | None:
+    """Why a case can't be measured, as far as that is known without trying."""
+    case = CASES[name]
+    if device == "cuda" and case.cpu_only:
+        return "runs on the CPU"
+    if case.computes == "finite sum" and workload.num_terms < 0:
+        return "too large to compare"
+    return None
 
 
 # The parts of the benchmark ----------------------------------------------------
@@ -344,7 +255,7 @@ def measure_layers(args: Namespace) -> dict[str, Any]:
 
     on_device = [n for n, c in CASES.items() if args.device == "cpu" or not c.cpu_only]
     errors = check(planar(16, 30, 50), on_device, args.device)
-    first = pilots(args, workloads)
+    first = pilots(pilot, workloads, lambda _: CASES, unable, args)
     fine = {key for key, result in first.items() if result.problem is None}
     for workload in workloads:
         names = [name for name in CASES if (workload.name, name) in fine]
@@ -363,27 +274,9 @@ def measure_layers(args: Namespace) -> dict[str, Any]:
 
     layers = []
     for workload in workloads:
-        auto = rounds.get((workload.name, "auto"))
-        for name in CASES:
-            key = workload.name, name
-            row = {"part": workload.part, "workload": workload.name, "case": name}
-            row |= {"nodes": workload.num_nodes, "edges": workload.num_edges}
-            row |= {"memory": first[key].memory, "problem": first[key].problem}
-            if key in fine:
-                row |= summary(rounds[key])
-                row["by_auto"] = ratio(rounds[key], auto) if auto else None
-            layers.append(row)
-    growth = []
-    graphs = {x.num_nodes: x.name for x in workloads if x.part == "planar"}
-    for nodes in graphs:
-        for name in CASES:
-            a, b = (graphs[nodes], name), (graphs.get(4 * nodes), name)
-            if a in fine and b in fine:
-                row = {"case": name, "from": nodes, "to": 4 * nodes, "memory": None}
-                row["time"] = ratio(rounds[b], rounds[a])
-                if first[a].memory and first[b].memory:
-                    row["memory"] = first[b].memory / first[a].memory
-                growth.append(row)
+        layers += time_rows(workload, CASES, "auto", first, rounds)
+    planar_graphs = [x for x in workloads if x.part == "planar"]
+    growth = growth_rows(planar_graphs, CASES, first, rounds)
     structure = [structure_times(x, args.repeats) for x in workloads]
     results = {"errors": errors, "layers": layers, "growth": growth}
     return results | {"structure": structure}
@@ -393,8 +286,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    add_options(parser, PARTS, CASES)
     parser.add_argument(
         "--nodes",
         nargs="+",
@@ -402,31 +294,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
         default=[512 * 2**i for i in range(6)],
         help="of the planar graphs (default: 512 to 16384)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, help="(default: all; --smoke: 1)")
-    parser.add_argument("--repeats", type=int, default=9, help="rounds (default: 9)")
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=20,
-        help="seconds that a run, and all repetitions of one together, may take "
-        "(default: 20)",
-    )
-    parser.add_argument(
-        "--root", type=Path, default=PEPTIDES, help="where Peptides-func is"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="of the JSON; the plot has the same name"
-    )
-    parser.add_argument("--smoke", action="store_true", help="only see that it runs")
     args = parser.parse_args(argv)
-    if args.threads is None:
-        args.threads = 1 if args.smoke else torch.get_num_threads()
-    if args.smoke:
-        args.repeats = 1
-    if args.out is None:
-        folder = "runs" if args.smoke else "benchmarks/results"
-        args.out = REPOSITORY / folder / f"mixing-{args.device}.json"
+    settle(args, "mixing")
     return args
 
 

@@ -1,4 +1,4 @@
-"""What the benchmark of mixing layers tells people: tables, targets and a plot."""
+"""What benchmarks tell people: tables, targets and a plot."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from timing import table
 
-__all__ = ["plot", "report", "targets"]
+__all__ = ["plot", "report", "targets", "verdicts"]
 
 INVERSES = (
     "float64 inverse by graph",
@@ -14,13 +14,15 @@ INVERSES = (
     "float64 inverse of all",
     "float64 reference",
 )
+#: A bound and a value, by what they are of.
+Figures = dict[str, tuple[float, float | None]]
 VERDICTS = {None: "not measured", True: "reached", False: "MISSED"}
 
 
 def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures to reach, with `value` None where it was not measured."""
-    at_most: dict[str, tuple[float, float | None]] = {}
-    at_least: dict[str, tuple[float, float | None]] = {}
+    """The figures that mixing layers are to reach."""
+    at_most: Figures = {}
+    at_least: Figures = {}
     by_auto = {
         row["case"]: row.get("by_auto")
         for row in results["layers"]
@@ -44,7 +46,11 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     dataset = results["dataset"] or {"graphs": 0}
     whole = dataset["seconds"] if dataset["graphs"] == 15_535 else None
     at_most["structure of all 15,535 Peptides-func graphs, s"] = 30, whole
+    return verdicts(at_most, at_least)
 
+
+def verdicts(at_most: Figures, at_least: Figures) -> list[dict[str, Any]]:
+    """Bounds beside values, which are None where they were not measured."""
     rows = []
     for sign, figures in (("<=", at_most), (">=", at_least)):
         for what, (bound, value) in figures.items():
@@ -77,9 +83,17 @@ def report(results: dict[str, Any]) -> str:
         )
     for name in dict.fromkeys(row["workload"] for row in results["layers"]):
         blocks.append(_layers([x for x in results["layers"] if x["workload"] == name]))
-    if results["growth"]:
-        blocks.append(_growth(results["growth"]))
-    if results["structure"]:
+    for part in dict.fromkeys(row["part"] for row in results["growth"]):
+        blocks.append(_growth([x for x in results["growth"] if x["part"] == part]))
+    if results.get("rates"):
+        head = ["", "graphs", "edges", "graphs a second", "ms a graph"]
+        body = [
+            [row["name"], f"{row['graphs']:,}", f"{row['edges']:,}",
+             f"{row['rate']:,.0f}", f"{1e3 / row['rate']:.3g}"]
+            for row in results["rates"]
+        ]  # fmt: skip
+        blocks.append(f"Structure, one graph after the other\n{table([head, *body])}")
+    if results.get("structure"):
         head = ["", "new graphs", "with stored rank", "seen before", "entries of L"]
         body = [
             [
@@ -90,13 +104,13 @@ def report(results: dict[str, Any]) -> str:
             for row in results["structure"]
         ]
         blocks.append(f"Order and pattern of the factors, ms\n{table([head, *body])}")
-    if results["dataset"]:
+    if results.get("dataset"):
         row = results["dataset"]
         blocks.append(
             f"AddEliminationOrder on {row['graphs']:,} graphs of {row['name']}: "
             f"{row['seconds']:.2f} s"
         )
-    if results["first_call"]:
+    if results.get("first_call"):
         keys = ["import torch", "import", "forward", "total"]
         head = ["form", "import torch, PyG", "and pyg_chimera", "forward", "+ backward"]
         rows = results["first_call"]
@@ -112,7 +126,15 @@ def report(results: dict[str, Any]) -> str:
 
 
 def _layers(rows: list[dict[str, Any]]) -> str:
-    head = ["", "forward", "+ backward", "fastest", "x auto", "peak memory", "runs"]
+    head = [
+        "",
+        "forward",
+        "+ backward",
+        "fastest",
+        f"x {rows[0]['base']}",
+        "peak memory",
+        "runs",
+    ]
     body = []
     for row in rows:
         cells = ["-"] * 5 + [row["problem"]]
@@ -140,7 +162,7 @@ def _growth(rows: list[dict[str, Any]]) -> str:
         for case in dict.fromkeys(row["case"] for row in rows)
     ]
     head = ["", *(f"{first:,} -> {last:,}" for first, last in steps)]
-    title = "Growth of time (and memory) with four times the nodes, planar graphs"
+    title = f"Growth of time (and memory) with four times the nodes: {rows[0]['part']}"
     return f"{title}\n{table([head, *body])}"
 
 
@@ -161,11 +183,11 @@ def plot(layers: list[dict[str, Any]], path: Path) -> None:
     )
     for (time_axis, memory_axis), part in zip(axes, parts, strict=True):
         fine = [row for row in layers if row["part"] == part and not row["problem"]]
-        for i, name in enumerate(dict.fromkeys(row["case"] for row in layers)):
+        for i, name in enumerate(dict.fromkeys(row["case"] for row in fine)):
             rows = [row for row in fine if row["case"] == name]
             nodes = [row["nodes"] for row in rows]
             style = {"marker": "o^s"[i % 3], "markersize": 4, "color": f"C{i % 10}"}
-            style |= {"label": name, "linewidth": 2.5 if name == "auto" else 1}
+            style |= {"label": name, "linewidth": 2.5 if name == rows[0]["base"] else 1}
             time_axis.loglog(nodes, [row["total"]["median"] for row in rows], **style)
             memory = [(row["memory"] or float("nan")) / 2**20 for row in rows]
             memory_axis.loglog(nodes, memory, **style)
@@ -173,7 +195,8 @@ def plot(layers: list[dict[str, Any]], path: Path) -> None:
         memory_axis.set(title=part, xlabel="nodes", ylabel="peak memory, MiB")
         for axis in (time_axis, memory_axis):
             axis.grid(which="both", alpha=0.2)
-        memory_axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+        if fine:
+            memory_axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     part_file = path.with_name(path.name + ".part")
     figure.savefig(part_file, format="png", dpi=150)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -192,6 +193,10 @@ def machine(device: str) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "threads": torch.get_num_threads(),
         "load_at_start": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "command": shlex.join(
+            ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+        ),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions": {name: version(name) for name in names},

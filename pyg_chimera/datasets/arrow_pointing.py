@@ -38,13 +38,14 @@ class ArrowPointing(InMemoryDataset):
     closer than 1.2.
 
     To tell takes a direction that is seen at one place and a position that may be at
-    the other end of the image. Nothing less will do: for each image two circles are
-    drawn, with an arrow that points at the first but would not point at the second
-    (nor the other way round), and the first is shown for label 1, the second for label
-    0. So the position of the arrow together with its direction has one distribution
-    for both labels, and so has its position together with the circle, the distance
-    between them included. Of any two consecutive samples, counted from the first, one
-    has label 1.
+    the other end of the image. For each image two circles are drawn, with an arrow that
+    points at the first but would not point at the second (nor the other way round), and
+    the first is shown for label 1, the second for label 0. So the position of the arrow
+    together with its direction has one distribution for both labels, and so has its
+    position together with the circle, the distance between them included. (Direction
+    and circle, without the position of the arrow, do tell something, about four labels
+    of five: a circle near a border is mostly pointed at from the other side.) Of any
+    two consecutive samples, counted from the first, one has label 1.
 
     Objects have the same size in pixels whatever the size of the image. In a larger
     image, patches therefore look as they did in a small one, and what is new are the
