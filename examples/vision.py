@@ -8,8 +8,7 @@ from engine import count_parameters
 from torch import Tensor
 from torch.nn import LayerNorm, Linear, Module
 
-from pyg_chimera.nn import GPSLayer, GraphModel
-from pyg_chimera.nn.conv.plstm_conv import PLSTMConv
+from pyg_chimera.nn import GPSLayer, GraphModel, PLSTMConv
 
 MODELS = ("plstm", "vit")
 #: The modes of pLSTM's layers, which take turns.
@@ -27,6 +26,9 @@ class Vision:
     heads: int
     mlp_channels: int
     mode: str = "PD"
+    corners: bool = True  #: whether pLSTM answers from the corners, or from the mean
+    gate_biases: tuple[float, float, float] | None = None  #: of pLSTM, at first
+    gate_std: float = 0.0
 
 
 def _grid(x: Tensor, height: Tensor | int, width: Tensor | int) -> tuple[int, int, int]:
@@ -104,7 +106,7 @@ def build_model(vision: Vision, name: str = "plstm") -> GraphModel:
 
     Both are patches, pre-norm layers of a mixer and a feed-forward network, and a
     linear head. pLSTM needs no positions and reads its answer from the corner patches,
-    as in the paper; the ViT learns positions and reads the mean.
+    as in the paper (or the mean); the ViT learns positions and reads the mean.
     """
     if name == "vit":
         vision = _match_size(vision)
@@ -124,6 +126,8 @@ def _build(vision: Vision, name: str) -> GraphModel:
             heads=vision.heads,
             mode=mode,
             orient="grid",
+            gate_biases=vision.gate_biases,
+            gate_std=vision.gate_std,
         )
 
     layers: list[Module] = [
@@ -140,7 +144,8 @@ def _build(vision: Vision, name: str) -> GraphModel:
     ]
     if name == "vit":
         layers.insert(0, PositionEmbedding(channels, vision.patches))
-    else:
+    corners = name == "plstm" and vision.corners
+    if corners:
         layers.append(CornerPatches(channels))
     return GraphModel(
         vision.patch_channels,
@@ -148,7 +153,7 @@ def _build(vision: Vision, name: str) -> GraphModel:
         1,
         layers=layers,
         head_layers=1,
-        norm=LayerNorm(channels) if name == "vit" else None,
+        norm=None if corners else LayerNorm(channels),
         structure={"height": "height", "width": "width"},
     )
 

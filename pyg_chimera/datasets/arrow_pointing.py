@@ -55,8 +55,8 @@ class ArrowPointing(InMemoryDataset):
     :obj:`image_size=192` are tested at 384 as well.
 
     A sample is a function of its position, and of :obj:`split`, :obj:`seed`,
-    :obj:`image_size`, :obj:`radius` and :obj:`arrow_length`, but not of
-    :obj:`num_samples`. Nothing is written to disk: some 10,000 images a second are
+    :obj:`image_size`, :obj:`radius`, :obj:`arrow_length` and :obj:`miss_angle`, but not
+    of :obj:`num_samples`. Nothing is written to disk: some 10,000 images a second are
     drawn of :math:`48 \times 48` pixels, and some 3,000 of :math:`192 \times 192`. They
     are kept as 8-bit integers.
 
@@ -83,6 +83,9 @@ class ArrowPointing(InMemoryDataset):
             circles. (default: :obj:`(15.0, 30.0)`)
         arrow_length (tuple[float, float], optional): The smallest and the largest
             length of arrows. (default: :obj:`(15.0, 30.0)`)
+        miss_angle (float, optional): By how many degrees, at least, arrows miss that
+            don't point at the circle (seen from the arrow, to its centre). More than 0
+            is an easier task than the paper's. (default: :obj:`0.0`)
         seed (int, optional): Seed of the scenes. (default: :obj:`0`)
         transform (callable, optional): As in
             :class:`~torch_geometric.data.InMemoryDataset`.
@@ -102,6 +105,7 @@ class ArrowPointing(InMemoryDataset):
         image_size: int = 192,
         radius: tuple[float, float] = (15.0, 30.0),
         arrow_length: tuple[float, float] = (15.0, 30.0),
+        miss_angle: float = 0.0,
         seed: int = 0,
         transform: Callable | None = None,
         pre_transform: Callable | None = None,
@@ -119,6 +123,10 @@ class ArrowPointing(InMemoryDataset):
                     f"'{name}' must be a smallest and a largest size, of 2 pixels or "
                     f"more (got {sizes!r})"
                 )
+        if not 0 <= miss_angle <= 90:
+            raise ValueError(
+                f"'miss_angle' must be between 0 and 90 degrees (got {miss_angle})"
+            )
         smallest = 3 * max(2 * radius[1], arrow_length[1])
         if image_size < smallest:
             raise ValueError(
@@ -131,6 +139,7 @@ class ArrowPointing(InMemoryDataset):
         self.image_size = image_size
         self.radius = radius
         self.arrow_length = arrow_length
+        self.miss_angle = miss_angle
         self.seed = seed
         super().__init__(None, transform, pre_transform, pre_filter)
         self._generate()
@@ -195,6 +204,8 @@ class ArrowPointing(InMemoryDataset):
             ahead = (ray * other).sum(-1) > 0
             aside = np.abs(ray[..., 0] * other[..., 1] - ray[..., 1] * other[..., 0])
             good &= ~(ahead & (aside < (1 + _MARGIN) * r[::-1])).any(0)
+            along = (ray * other).sum(-1) / distance[::-1]
+            good &= (along <= np.cos(np.deg2rad(self.miss_angle))).all(0)
 
             where, kept = missing[good], np.flatnonzero(good)
             shown = 1 - label[where]

@@ -114,6 +114,13 @@ class PLSTMConv(MessagePassing):
             \textrm{diag}(\mathbf{g}) \, \mathbf{W}^{\top}` with
             :func:`~pyg_chimera.ops.householder_product` of the node in the middle.
             Not for grids. (default: :obj:`1`)
+        gate_biases (Sequence[float], optional): Where the source, mark and direct gates
+            start, before the sigmoid. (default: :obj:`(-5, -5, -5)`, and
+            :obj:`(-4, -4, -6)` for grids, as in the paper: nearly closed, which takes
+            many steps to open)
+        gate_std (float, optional): How far, as a standard deviation, gates start apart
+            from each other for inputs of variance one. (default: :obj:`0.0`, at first
+            gates are the same everywhere)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             Gates have one in any case. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
@@ -152,6 +159,8 @@ class PLSTMConv(MessagePassing):
         num_dags: int = 1,
         normalization: str = "column",
         tracking: int = 1,
+        gate_biases: Sequence[float] | None = None,
+        gate_std: float = 0.0,
         bias: bool = True,
         form: str = "auto",
         backend: str = "auto",
@@ -187,6 +196,15 @@ class PLSTMConv(MessagePassing):
                 f"{tracking} and orient={orient!r}; a grid given as DAGs, with "
                 "orient=None, can track states"
             )
+        if gate_biases is None:
+            gate_biases = (-4.0, -4.0, -6.0) if orient == "grid" else (-5.0, -5.0, -5.0)
+        if len(gate_biases) != 3:
+            raise ValueError(
+                "'gate_biases' must be three numbers, for source, mark and direct "
+                f"gates, got {gate_biases!r}"
+            )
+        if gate_std < 0:
+            raise ValueError(f"'gate_std' must be >= 0, got {gate_std}")
         if edge_dim is not None and orient == "grid":
             raise ValueError(
                 f"'edge_dim' must be None with orient='grid', got {edge_dim}"
@@ -202,6 +220,8 @@ class PLSTMConv(MessagePassing):
         self.num_dags = num_dags
         self.normalization = normalization
         self.tracking = tracking
+        self.gate_biases = tuple(gate_biases)
+        self.gate_std = gate_std
         self.form = form
         self.backend = backend
 
@@ -225,19 +245,17 @@ class PLSTMConv(MessagePassing):
         self.lin_query = Linear(in_channels, heads * state_channels, bias=bias)
         self.lin_key = Linear(in_channels, heads * state_channels, bias=bias)
         self.lin_value = Linear(in_channels, out_channels, bias=bias)
-        self.lin_gate = _GateLinear(in_channels, copies * columns, bias=False)
+        self.lin_gate = _GateLinear(in_channels, copies * columns, gate_std)
         self.gate_bias = Parameter(torch.empty(copies, sum(self._biased)))
         if edge_dim is not None:
             edge_columns = copies * (4 * states + alpha)
-            self.lin_edge: Linear | None = _GateLinear(
-                edge_dim, edge_columns, bias=False
-            )
+            self.lin_edge: Linear | None = _GateLinear(edge_dim, edge_columns, gate_std)
         else:
             self.lin_edge = None
         if tracking > 1:
             shape = (copies, 2, heads, tracking, tracking)
             self.lin_track: Linear | None = _GateLinear(
-                in_channels, math.prod(shape), bias=False
+                in_channels, math.prod(shape), gate_std
             )
             self.track_bias = Parameter(torch.empty(shape))
         else:
@@ -255,13 +273,12 @@ class PLSTMConv(MessagePassing):
                 lin.reset_parameters()
         # At first, gates are the same everywhere: nearly closed, without decay.
         parts = self.gate_bias.data.split(self._biased, dim=1)
+        source, mark, direct = self.gate_biases
+        constants = [direct, source, mark, 1.0]
         if self.orient == "grid":
-            constants = [-6.0, -4.0, -4.0, 1.0]
             angle = torch.linspace(-2, 2, self.heads) if self.heads > 1 else 0.0
             if self.mode == "P":  # heads look into different directions
                 parts[-1].copy_(torch.as_tensor(angle).expand_as(parts[-1]))
-        else:
-            constants = [-5.0, -5.0, -5.0, 1.0]
         for part, constant in zip(parts, constants, strict=False):
             part.fill_(constant)
         if self.track_bias is not None:
@@ -532,11 +549,16 @@ def _(line_edge_index: Tensor, num_edges: int) -> Tensor:
 
 
 class _GateLinear(Linear):
-    """A projection that starts at zero, also if it is lazy."""
+    """A projection that starts near zero, also if it is lazy."""
+
+    def __init__(self, in_channels: int, out_channels: int, std: float) -> None:
+        self.std = std
+        super().__init__(in_channels, out_channels, bias=False)
 
     def reset_parameters(self) -> None:
         if self.in_channels > 0:
-            torch.nn.init.zeros_(self.weight)
+            std = self.std / math.sqrt(self.in_channels)
+            torch.nn.init.normal_(self.weight, std=std)
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:

@@ -1079,3 +1079,25 @@ def test_compile_finds_the_structure_itself(mode, orient):
     expected = conv(x, edge_index)
     out = torch.compile(conv, backend="aot_eager")(x, edge_index)
     assert torch.allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("orient", ["order", "grid"])
+def test_where_gates_start(orient):
+    biases = (-1.0, 0.5, 2.0)
+    conv = PLSTMConv(IN, OUT, orient=orient, gate_biases=biases, gate_std=2.0)
+    direct, source, mark, decay = (
+        x.detach() for x in conv.gate_bias.split(conv._biased, dim=1)[:4]
+    )
+    for x, start in zip((source, mark, direct, decay), (*biases, 1.0), strict=True):
+        assert (x == start).all()
+    assert float(conv.lin_gate.weight.std()) == pytest.approx(2 / IN**0.5, rel=0.3)
+    lazy = PLSTMConv(-1, OUT, orient=orient, gate_std=2.0)
+    lazy(torch.randn(4, IN), torch.tensor([[0], [1]]), height=2, width=2)
+    assert lazy.lin_gate.weight.std() > 0
+    default = PLSTMConv(IN, OUT, orient=orient)
+    assert not default.lin_gate.weight.any()
+    assert float(default.gate_bias.min()) == (-6 if orient == "grid" else -5)
+    with pytest.raises(ValueError, match="'gate_biases' must be three numbers"):
+        PLSTMConv(IN, OUT, gate_biases=(1.0,))
+    with pytest.raises(ValueError, match="'gate_std' must be >= 0"):
+        PLSTMConv(IN, OUT, gate_std=-1.0)
