@@ -60,7 +60,7 @@ class Recipe:
     heads: int
     mlp_channels: int
     miss_angle: float = 0.0
-    corners: bool = True
+    pool: str = "corners"
     gate_biases: tuple[float, float, float] | None = None
     gate_std: float = 0.0
 
@@ -93,7 +93,7 @@ PRESETS = {
     "paper": _PAPER,
     "demo": replace(
         _PAPER,
-        epochs=8,
+        epochs=10,
         batch_size=64,
         lr=1e-3,
         image_size=48,
@@ -109,8 +109,8 @@ PRESETS = {
         heads=4,
         mlp_channels=128,
         miss_angle=60.0,
-        corners=False,
-        gate_biases=(-1.0, -1.0, -2.0),
+        pool="max",
+        gate_biases=(-3.0, -3.0, -2.0),
         gate_std=2.0,
     ),
     "smoke": replace(
@@ -151,7 +151,7 @@ def get_model(recipe: Recipe, name: str, mode: str = "PD") -> Any:
         heads=recipe.heads,
         mlp_channels=recipe.mlp_channels,
         mode=mode,
-        corners=recipe.corners,
+        pool=recipe.pool,
         gate_biases=recipe.gate_biases,
         gate_std=recipe.gate_std,
     )

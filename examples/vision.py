@@ -26,7 +26,7 @@ class Vision:
     heads: int
     mlp_channels: int
     mode: str = "PD"
-    corners: bool = True  #: whether pLSTM answers from the corners, or from the mean
+    pool: str = "corners"  #: where pLSTM answers from: "corners", "mean" or "max"
     gate_biases: tuple[float, float, float] | None = None  #: of pLSTM, at first
     gate_std: float = 0.0
 
@@ -106,7 +106,7 @@ def build_model(vision: Vision, name: str = "plstm") -> GraphModel:
 
     Both are patches, pre-norm layers of a mixer and a feed-forward network, and a
     linear head. pLSTM needs no positions and reads its answer from the corner patches,
-    as in the paper (or the mean); the ViT learns positions and reads the mean.
+    as in the paper, or from all; the ViT learns positions and reads the mean.
     """
     if name == "vit":
         vision = _match_size(vision)
@@ -144,7 +144,7 @@ def _build(vision: Vision, name: str) -> GraphModel:
     ]
     if name == "vit":
         layers.insert(0, PositionEmbedding(channels, vision.patches))
-    corners = name == "plstm" and vision.corners
+    corners = name == "plstm" and vision.pool == "corners"
     if corners:
         layers.append(CornerPatches(channels))
     return GraphModel(
@@ -154,6 +154,7 @@ def _build(vision: Vision, name: str) -> GraphModel:
         layers=layers,
         head_layers=1,
         norm=None if corners else LayerNorm(channels),
+        pool="mean" if corners or name == "vit" else vision.pool,
         structure={"height": "height", "width": "width"},
     )
 
