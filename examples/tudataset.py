@@ -390,10 +390,9 @@ def run(args: Namespace) -> dict[str, Any]:
         if fabric.is_global_zero:
             print(*lines, sep="\n", flush=True)
 
-    log(
-        f"{args.dataset}: {len(graphs):,} graphs, {folds} folds; results in "
-        f"{options.out}"
-    )
+    stored = not args.smoke or Path(args.root, args.dataset, "raw").is_dir()
+    name = args.dataset if stored else "generated"
+    log(f"{name}: {len(graphs):,} graphs, {folds} folds; results in {options.out}")
     shared = {"dataset": args.dataset, "graphs": len(graphs), "folds": folds}
     shared |= {"split_seed": args.seed}
     result: dict[str, Any] = {"protocol": {**shared, **options.identity()}}

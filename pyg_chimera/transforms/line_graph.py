@@ -29,6 +29,11 @@ class LineGraphData(Data):
         """How much to add to an attribute of the next graph of a batch."""
         prefix, found, _ = key.partition(_LINES)
         name = f"{prefix}edge_index"
+        if key.startswith(_LINES) and name not in self:
+            raise ValueError(
+                f"'data.{key}' holds numbers of edges of 'data.{name}', without which "
+                "it cannot be batched; apply what removes those to batches"
+            )
         if not found or name not in self:
             return super().__inc__(key, value, *args, **kwargs)
         edges = self[name]

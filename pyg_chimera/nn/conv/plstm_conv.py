@@ -338,6 +338,8 @@ class PLSTMConv(MessagePassing):
 
         if self.orient == "grid":
             gates = self._grid_gates(x, edge_attr, height, width)
+            if batch is not None and not torch.compiler.is_compiling():
+                _check_grid_batch(batch, height, width)
             y = grid_scan(
                 query, key, value, *gates, form=self.form, backend=self.backend
             )
@@ -475,8 +477,9 @@ class PLSTMConv(MessagePassing):
         """What `grid_scan` takes after the value."""
         if height is None or width is None:
             raise ValueError(
-                "'height' and 'width' must be given with orient='grid', got "
-                f"{height} and {width}"
+                "'height' and 'width' must be given with orient='grid' (to a "
+                "'GraphModel' as structure={'height': 'height', 'width': 'width'}), "
+                f"got {height} and {width}"
             )
         if edge_attr is not None:
             raise ValueError(
@@ -535,6 +538,22 @@ def _orientation(
     edge_index = 2 * edge_index + (row > col)
     line = line_graph(edge_index, 2 * num_nodes).edge_index
     return edge_index, line, None if bool(proper.all()) else proper
+
+
+def _check_grid_batch(
+    batch: Tensor, height: int | Tensor | None, width: int | Tensor | None
+) -> None:
+    """Whether grids of these sizes, one after the other, are the graphs of a batch."""
+    sizes = (torch.as_tensor(height) * torch.as_tensor(width)).view(-1).cpu()
+    counts = batch.bincount().cpu()
+    counts = counts[counts > 0]
+    fits = sizes.numel() in (1, counts.numel()) and bool((counts == sizes).all())
+    if not fits or bool((batch.diff() < 0).any()):
+        raise ValueError(
+            "'height' and 'width' must be those of the graphs of 'batch', which must "
+            f"be sorted: got graphs of {counts.tolist()[:8]} nodes and grids of "
+            f"{sizes.view(-1).tolist()[:8]}"
+        )
 
 
 @torch.library.custom_op("pyg_chimera::multitree", mutates_args=())

@@ -268,6 +268,15 @@ def check_options(form: str, backend: str) -> None:
         raise ValueError(f"'backend' must be one of {_BACKENDS}, got {backend!r}")
 
 
+def check_device(backend: str, device: torch.device) -> None:
+    """Whether a backend runs there."""
+    if backend == "numba" and device.type != "cpu":
+        raise ValueError(
+            f"backend='numba' runs on the CPU, but 'value' is on {device}; use "
+            "'torch' or 'auto'"
+        )
+
+
 def _check_solver(solver: str, num_terms: int | None) -> None:
     if solver not in _SOLVERS:
         raise ValueError(f"'solver' must be one of {_SOLVERS}, got {solver!r}")
@@ -384,11 +393,7 @@ def make_plan(
 ) -> Plan:
     """Decide how to compute a call, and factor if that is the decision."""
     cpu = edge_weight.device.type == "cpu"
-    if backend == "numba" and not cpu:
-        raise ValueError(
-            f"backend='numba' runs on the CPU, but 'value' is on {edge_weight.device}; "
-            "use 'torch' or 'auto'"
-        )
+    check_device(backend, edge_weight.device)
     if backend == "numba" and solver in ("dense", "neumann"):
         raise ValueError(
             f"solver={solver!r} has no numba backend; use backend='torch' or 'auto'"

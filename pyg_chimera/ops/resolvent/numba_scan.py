@@ -72,7 +72,7 @@ def _lanes(value: np.ndarray) -> int:
 @_jit
 def _rows(held, num_keys, width, lanes):  # type: ignore[no-untyped-def]
     """How many key channels of so many states fit in a tile, in even shares."""
-    fit = max(1, max(lanes // held, _MIN_LANES) // width)
+    fit = max(1, max(lanes // held, _MIN_LANES) // max(1, width))
     shares = max(1, (num_keys + fit - 1) // fit)
     return max(1, (num_keys + shares - 1) // shares)
 

@@ -1,10 +1,12 @@
 """The public operators with states on edges: checks, states, the registered op."""
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import chain
+from numbers import Integral
 from typing import Any, NamedTuple, Sequence  # noqa: UP035 (for PyTorch 2.5)
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from pyg_chimera.ops.resolvent import cost, numba_scan
 from pyg_chimera.ops.resolvent.mix import (
     Choice,
     Plan,
+    check_device,
     check_nodes,
     check_options,
     make_plan,
@@ -31,7 +34,7 @@ from pyg_chimera.ops.structure.checks import check_batch, check_edge_index
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.errors import CycleError
 from pyg_chimera.ops.structure.line_graph import check_line_edges
-from pyg_chimera.ops.structure.system import System, build_system, remembered
+from pyg_chimera.ops.structure.system import System, make_system, remembered
 
 __all__ = ["explain_grid_scan", "explain_stm_scan", "grid_scan", "stm_scan"]
 
@@ -254,6 +257,7 @@ class _GridStates(NamedTuple):
 
     sizes: tuple[tuple[int, int], ...]
     num_orientations: int
+    size: int = 1  #: components of a state
 
     def arguments(self) -> tuple:
         return None, None, None, 1, [self.num_orientations, *chain(*self.sizes)]
@@ -343,7 +347,9 @@ def _scan(call: _Call, dtype: torch.dtype) -> Tensor:
     with torch.autocast(value.device.type, enabled=False):
         if call.backend == "reference":
             graph = _resolve(value.size(0), value.device, *call.graph.arguments())
-            source, mark, transition = graph.select(*call[3:6])
+            gates = graph.select(call.source, call.mark, call.transition)
+            _check_finite(graph, call.transition, gates[2], call.graph.size)
+            source, mark, transition = gates
             out = reference_scan(
                 query, key, value, source, mark, transition, graph.states
             )
@@ -456,26 +462,28 @@ def _check_grid(
     )  # fmt: skip
     lists = []
     for name, x in {"height": height, "width": width}.items():
-        numbers = x.tolist() if isinstance(x, Tensor) else x
-        numbers = numbers if isinstance(numbers, list) else [numbers]
-        wrong = [n for n in numbers if not isinstance(n, int) or n < 1]
+        numbers = x.view(-1).tolist() if isinstance(x, Tensor) else [x]
+        wrong = [n for n in numbers if not isinstance(n, Integral) or n < 1]
         if wrong:
             raise ValueError(
                 f"'{name}' must be a positive integer, or a vector of them, got "
                 f"{wrong[0]!r}"
             )
         lists.append(numbers)
-    count = max(len(numbers) for numbers in lists)
-    if min(len(numbers) for numbers in lists) != count:
-        lists = [x * count if len(x) == 1 else x for x in lists]
     heights, widths = lists
+    if not isinstance(height, Tensor):
+        heights = heights * len(widths)
+    if not isinstance(width, Tensor):
+        widths = widths * len(heights)
+    count = len(heights)
     if len(heights) != len(widths):
         raise ValueError(
             f"'height' and 'width' must be of as many grids, got {len(heights)} and "
             f"{len(widths)}"
         )
     covered = sum(h * w for h, w in zip(heights, widths, strict=True))
-    if count == 1 and nodes % max(covered, 1) == 0:  # grids that are all alike
+    plain = not isinstance(height, Tensor) and not isinstance(width, Tensor)
+    if plain and nodes % covered == 0:  # grids that are all alike
         return ((heights[0], widths[0]),) * (nodes // covered)
     if covered != nodes:
         raise ValueError(
@@ -507,7 +515,9 @@ class _Graph:
     ) -> None:
         self.num_nodes, self.states = num_nodes, states
         self.system, self.grids = system, grids
-        self.nbytes = sum(x.nbytes for x in (*states, *system[1:]))
+        nodes = 2 * system.node.nbytes  # about what those of the blocks will take
+        arrays = sum(x.nbytes for x in system if isinstance(x, np.ndarray))
+        self.nbytes = nodes + arrays + sum(x.nbytes for x in states)
 
     @cached_property
     def nodes(self) -> Nodes:
@@ -585,13 +595,10 @@ def _checked_edges(
 
 def _system(states: States, part: Tensor) -> System:
     """The system of the states, in blocks that share no node."""
-    return build_system(
-        states.edge_index, states.writer.numel(), part[states.writer.cpu()],
-        triangular=True,
-    )  # fmt: skip
+    batch = part[states.writer.cpu()]
+    return make_system(states.edge_index, batch, None, states.writer.numel(), True)
 
 
-@lru_cache(maxsize=16)
 def _grid_graph(
     sizes: tuple[tuple[int, int], ...], num_orientations: int, device: torch.device
 ) -> _Graph:
@@ -624,7 +631,7 @@ def _resolve(
         tensors = (edge_index, line_edge_index, batch)
         return remembered(_checked_edges, tensors, num_nodes, size)
     sizes = tuple(zip(grids[1::2], grids[2::2], strict=True))
-    return _grid_graph(sizes, grids[0], device)
+    return remembered(_grid_graph, (), sizes, grids[0], device)
 
 
 def _check_finite(
@@ -659,6 +666,7 @@ def _plan(
     backend: str,
 ) -> tuple[Choice, Callable[..., Tensor], Callable[..., tuple[Tensor, ...]]]:
     """How to compute a call, with query, key and value, and its gradients."""
+    check_device(backend, value.device)
     graph = _resolve(
         value.size(0), value.device, edge_index, line_edge_index, batch, size, grids
     )

@@ -20,7 +20,8 @@ class CycleError(ValueError):
             "'edge_index' must be acyclic, but has the cycle "
             + " -> ".join(map(str, shown))
             + ". Remove an edge of it, or make DAGs of the graph with "
-            "'pyg_chimera.transforms.DAGDecomposition'."
+            "'pyg_chimera.transforms.DAGDecomposition' ('PLSTMConv' does so itself, "
+            "given an 'orient')."
         )
 
     def __reduce__(self) -> tuple:

@@ -22,7 +22,7 @@ from pyg_chimera.ops.structure.elimination import (
 from pyg_chimera.ops.structure.errors import CycleError
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
-__all__ = ["System", "build_system", "remembered"]
+__all__ = ["System", "build_system", "make_system", "remembered"]
 
 
 class System(NamedTuple):
@@ -128,7 +128,11 @@ def remembered(make: Callable, tensors: Sequence[Tensor | None], *options: Any) 
     key = (make.__qualname__, *options, *kinds, *map(_digest, arrays))
     value = _CACHE.get(key)
     if value is None:
-        value = make(*tensors, *options)
+        # Of copies, as results may be parts of what they are made of, and tensors that
+        # later calls may save for their gradients.
+        with torch.inference_mode(False):
+            copies = [None if x is None else x.detach().clone() for x in tensors]
+            value = make(*copies, *options)
         _CACHE.put(key, value)
     return value
 
@@ -167,7 +171,7 @@ def build_system(
         TypeError: If :obj:`edge_index`, :obj:`batch` or :obj:`rank` is not integer.
     """
     tensors = (edge_index, batch, rank)
-    return remembered(_build, tensors, num_nodes, triangular)
+    return remembered(make_system, tensors, num_nodes, triangular)
 
 
 def _digest(array: np.ndarray | None) -> bytes | None:
@@ -176,13 +180,14 @@ def _digest(array: np.ndarray | None) -> bytes | None:
     return hashlib.blake2b(array.data, digest_size=16).digest() + bytes([array.ndim])
 
 
-def _build(
+def make_system(
     edge_index: Tensor,
     batch: Tensor | None,
     rank: Tensor | None,
     num_nodes: int,
     triangular: bool,
 ) -> System:
+    """What `build_system` remembers."""
     check_edge_index(edge_index, num_nodes)
     col, row = to_numpy(edge_index)
     if batch is None:

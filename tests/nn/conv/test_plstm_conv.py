@@ -1101,3 +1101,27 @@ def test_where_gates_start(orient):
         PLSTMConv(IN, OUT, gate_biases=(1.0,))
     with pytest.raises(ValueError, match="'gate_std' must be >= 0"):
         PLSTMConv(IN, OUT, gate_std=-1.0)
+
+
+@pytest.mark.parametrize("orient", ["order", "degree", "bfs"])
+def test_inference_then_training(orient):
+    conv = PLSTMConv(IN, OUT, orient=orient)
+    edge_index, _ = grid(3, 5)
+    x = torch.randn(15, IN)
+    with torch.inference_mode():
+        expected = conv(x, edge_index)
+    out = conv(x, edge_index)
+    out.sum().backward()
+    assert torch.equal(out, expected)
+
+
+def test_grids_are_the_graphs_of_the_batch():
+    conv = PLSTMConv(IN, OUT, orient="grid")
+    x, batch = torch.randn(10, IN), torch.tensor([0] * 4 + [1] * 6)
+    height, width = torch.tensor([2, 2]), torch.tensor([2, 3])
+    assert conv(x, None, batch=batch, height=height, width=width).shape == (10, OUT)
+    for sizes in ((height, width.flip(0)), (2, 5), (1, 1)):
+        with pytest.raises(ValueError, match="must be those of the graphs of 'batch'"):
+            conv(x, None, batch=batch, height=sizes[0], width=sizes[1])
+    with pytest.raises(ValueError, match="must be those of the graphs of 'batch'"):
+        conv(x, None, batch=batch.flip(0), height=height.flip(0), width=width.flip(0))

@@ -144,7 +144,6 @@ def test_alike_grids_need_one_size():
     inputs = make_grid([(2, 3)] * 4)
     expected = grid_scan(*inputs, torch.tensor([2] * 4), torch.tensor([3] * 4))
     assert torch.equal(grid_scan(*inputs, 2, 3), expected)
-    assert torch.equal(grid_scan(*inputs, torch.tensor([2]), 3), expected)
     assert torch.equal(grid_scan(*inputs, 2, torch.tensor([3] * 4)), expected)
 
 
@@ -226,3 +225,22 @@ def test_bad_input(changes, match):
             inputs[name] = x
     with pytest.raises(ValueError, match=match):
         grid_scan(*inputs, **size)
+
+
+def test_inference_first():
+    inputs = make_grid([(3, 7)])
+    for form, backend in OPTIONS:
+        with torch.inference_mode():
+            expected = grid_scan(*inputs, 3, 7, form=form, backend=backend)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = grid_scan(*leaves, 3, 7, form=form, backend=backend)
+        out.sum().backward()
+        assert torch.equal(out, expected)
+
+
+def test_one_grid_is_not_several():
+    """Sizes in tensors say how many grids there are."""
+    inputs = make_grid([(2, 3)] * 2)
+    assert grid_scan(*inputs, 2, 3).shape == (12, 2, 4)
+    with pytest.raises(ValueError, match="of 12 nodes in all, got 6 in 1 grid"):
+        grid_scan(*inputs, torch.tensor([2]), 3)

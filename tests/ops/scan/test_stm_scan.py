@@ -411,3 +411,49 @@ def test_cuda():
     on_device = StmInputs(*(x if x is None else x.cuda() for x in inputs))
     for form in ("state", "mask", "auto"):
         assert_near(stm_scan(*on_device, form=form).cpu(), stm_scan(*inputs), 1e-9)
+
+
+# -------------------------------------------------------------------------- remembered
+
+
+@distinct
+def test_tensors_may_be_changed_after_a_call(form, backend):
+    """Structure is remembered by contents, and must not lie in the caller's memory."""
+    inputs = make_stm(EDGES, 8)
+    expected = scanner(form, backend)(*inputs)
+    for fill in (0, 10**9):
+        edges, lines = inputs.edge_index.clone(), inputs.line_edge_index.clone()
+        mine = inputs._replace(edge_index=edges, line_edge_index=lines)
+        assert torch.equal(scanner(form, backend)(*mine), expected)
+        edges.fill_(fill)
+        lines.fill_(fill)
+        assert torch.equal(scanner(form, backend)(*inputs), expected)
+
+
+@distinct
+def test_inference_first(form, backend):
+    inputs = make_stm([*EDGES, (6, 7)], 8)
+    with torch.inference_mode():
+        expected = scanner(form, backend)(*inputs)
+    inputs = inputs.with_grad()
+    out = scanner(form, backend)(*inputs)
+    out.sum().backward()
+    assert torch.equal(out, expected)
+
+
+@distinct
+def test_no_channels(form, backend):
+    for size in ((8, 8, 3, 0), (2, 1, 0, 4), (1, 1, 0, 0)):
+        inputs = make_stm(EDGES, 8, size=size).with_grad()
+        out = scanner(form, backend)(*inputs)
+        assert out.shape == inputs.value.shape
+        assert not out.any()
+        out.sum().backward()
+
+
+def test_numba_is_for_the_cpu():
+    inputs = make_stm(EDGES, 8)
+    meta = StmInputs(*(x.to("meta") for x in inputs[:7]), *inputs[7:])
+    for form in ("auto", "state", "mask"):
+        with pytest.raises(ValueError, match="runs on the CPU, but 'value' is on meta"):
+            explain("stm_scan", *meta, form=form, backend="numba")
