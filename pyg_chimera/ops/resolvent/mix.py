@@ -184,7 +184,7 @@ def explain_mix(
     _check_solver(solver, num_terms)
     _check(query, key, value, edge_index, edge_weight, form, backend)
     if backend == "reference":
-        check_contents(operator, value, edge_index, edge_weight, batch, rank)
+        _check_contents(operator, value, edge_index, edge_weight, batch, rank)
         dense = "neumann" if solver == "neumann" else "dense"
         return Choice(operator, dense, "mask", backend, "asked for")
     query, _, value, edge_weight = (
@@ -317,8 +317,8 @@ def _mix(
     query, key, value_, edge_weight = promoted(query, key, value, edge_weight)
     edge_index = edge_index.long()
     if backend == "reference":
-        check_contents(operator, value, edge_index, edge_weight, batch, rank)
-        with torch.autocast(value.device.type, enabled=False), singular_is_named():
+        _check_contents(operator, value, edge_index, edge_weight, batch, rank)
+        with torch.autocast(value.device.type, enabled=False), _singular_is_named():
             out = reference_mix(
                 query, key, value_, edge_index, edge_weight, batch, num_terms
             )
@@ -331,7 +331,7 @@ def _mix(
     return out.to(value.dtype)
 
 
-def check_contents(
+def _check_contents(
     operator: str,
     value: Tensor,
     edge_index: Tensor,
@@ -343,11 +343,11 @@ def check_contents(
     system = build_system(
         edge_index, value.size(0), batch, rank, triangular=operator == "dag_scan"
     )
-    check_finite(edge_weight)
+    _check_finite(edge_weight)
     return system
 
 
-def check_finite(edge_weight: Tensor) -> None:
+def _check_finite(edge_weight: Tensor) -> None:
     if not bool(torch.isfinite(edge_weight).all()):
         e, h = (~torch.isfinite(edge_weight)).nonzero()[0].tolist()
         raise ValueError(
@@ -357,7 +357,7 @@ def check_finite(edge_weight: Tensor) -> None:
 
 
 @contextmanager
-def singular_is_named() -> Iterator[None]:
+def _singular_is_named() -> Iterator[None]:
     try:
         yield
     except torch.linalg.LinAlgError as error:
@@ -482,7 +482,7 @@ def _mix_plan(
     backend: str,
     num_terms: int,
 ) -> Plan:
-    system = check_contents(operator, value, edge_index, edge_weight, batch, rank)
+    system = _check_contents(operator, value, edge_index, edge_weight, batch, rank)
     shape = cost.Shape(query.size(1), value.size(1), query.size(2), value.size(2))
     return make_plan(
         operator, system, shape, edge_index, edge_weight, solver, form, backend,
@@ -511,7 +511,7 @@ def _mix_op(
     with (
         torch.no_grad(),
         torch.autocast(value.device.type, enabled=False),
-        singular_is_named(),
+        _singular_is_named(),
     ):
         plan = _mix_plan(
             query, value, edge_index, edge_weight, batch, rank, operator, solver, form,
@@ -547,7 +547,7 @@ def _mix_backward_op(
     with (
         torch.no_grad(),
         torch.autocast(value.device.type, enabled=False),
-        singular_is_named(),
+        _singular_is_named(),
     ):
         plan = _mix_plan(
             query, value, edge_index, edge_weight, batch, rank, operator, solver, form,

@@ -30,8 +30,13 @@ from pyg_chimera.ops.scan.states import (
     expanded_states,
     grid_states,
 )
-from pyg_chimera.ops.structure.checks import check_batch, check_edge_index
+from pyg_chimera.ops.structure.checks import (
+    check_batch,
+    check_edge_index,
+    check_within_graphs,
+)
 from pyg_chimera.ops.structure.distance import connected_components
+from pyg_chimera.ops.structure.elimination import to_numpy
 from pyg_chimera.ops.structure.errors import CycleError
 from pyg_chimera.ops.structure.line_graph import check_line_edges
 from pyg_chimera.ops.structure.system import System, make_system, remembered
@@ -577,14 +582,8 @@ def _checked_edges(
     else:
         check_batch(batch, num_nodes)
         part = batch.cpu()
-        crossing = (part[edge_index[0].cpu()] != part[edge_index[1].cpu()]).nonzero()
-        if crossing.numel():
-            e = int(crossing[0])
-            u, w = edge_index[:, e].tolist()
-            raise ValueError(
-                f"'edge_index' joins different graphs of 'batch': edge {e} goes from "
-                f"node {u} of graph {int(part[u])} to node {w} of graph {int(part[w])}"
-            )
+        col, row = to_numpy(edge_index)
+        check_within_graphs(col, row, part.numpy())
     states = expanded_states(edge_states(edge_index, line_edge_index), size)
     try:
         return _Graph(num_nodes, states, _system(states, part))
@@ -681,24 +680,25 @@ def _plan(
     reason = ""
     if numba and form == "auto":
         form, reason = cost.cheaper_scan(graph.system, graph.nodes.ptr, shape)
-    if numba and form == "mask":
-        choice = Choice(operator, "sparse", form, "numba", reason or "asked for")
-        arguments = (graph.system, graph.nodes, *gates)
-        forward, backward = numba_mask.mask_forward, numba_mask.mask_backward
+    if numba:
+        reason = reason or ("tensors on cpu" if backend == "auto" else "asked for")
+        choice = Choice(operator, "sparse", form, "numba", reason)
+        if form == "mask":
+            arguments = (graph.system, graph.nodes, *gates)
+            forward, backward = numba_mask.mask_forward, numba_mask.mask_backward
+        else:
+            written = numba_scan.Gates(*graph.states[:2], *gates[:2])
+            arguments = (graph.system, written, gates[2])
+            forward, backward = numba_scan.state_forward, numba_scan.state_backward
     else:
-        # Without numba's own kernels, states take copies of what their nodes write.
+        # States take copies of what their nodes write.
         plan = make_plan(
             operator, graph.system, shape._replace(groups=shape.heads),
             graph.states.edge_index, gates[2], "auto", form, backend,
         )  # fmt: skip
-        choice = plan.choice._replace(reason=reason or plan.choice.reason)
-        if plan.choice[2:4] == ("state", "numba"):
-            written = numba_scan.Gates(*graph.states[:2], *gates[:2])
-            arguments = (graph.system, written, gates[2])
-            forward, backward = numba_scan.state_forward, numba_scan.state_backward
-        else:
-            arguments = (plan, graph.states, *gates[:2])
-            forward, backward = _copied_forward, _copied_backward
+        choice = plan.choice
+        arguments = (plan, graph.states, *gates[:2])
+        forward, backward = _copied_forward, _copied_backward
 
     def gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
         *nodes, ds, dm, dw = backward(*arguments, *inputs)

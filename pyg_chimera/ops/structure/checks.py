@@ -1,9 +1,10 @@
 from numbers import Integral
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["check_batch", "check_edge_index"]
+__all__ = ["check_batch", "check_edge_index", "check_within_graphs"]
 
 
 def _is_integer(tensor: Tensor) -> bool:
@@ -88,4 +89,25 @@ def check_batch(batch: Tensor, num_nodes: int) -> None:
     if batch.numel() > 0 and int(batch.min()) < 0:
         raise ValueError(
             f"'batch' must hold no negative entries (got {int(batch.min())})"
+        )
+
+
+def check_within_graphs(col: np.ndarray, row: np.ndarray, batch: np.ndarray) -> None:
+    """Checks that each edge joins nodes of one graph.
+
+    Args:
+        col (np.ndarray): The source of each edge.
+        row (np.ndarray): The target of each edge.
+        batch (np.ndarray): The graph of each node.
+
+    Raises:
+        ValueError: If an edge does not, which it names.
+    """
+    crossing = np.flatnonzero(batch[row] != batch[col])
+    if crossing.size:
+        e = int(crossing[0])
+        raise ValueError(
+            f"'edge_index' joins different graphs of 'batch': edge {e} goes from "
+            f"node {col[e]} of graph {batch[col[e]]} to node {row[e]} of graph "
+            f"{batch[row[e]]}"
         )

@@ -11,7 +11,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from pyg_chimera.ops.structure.checks import check_batch, check_edge_index
+from pyg_chimera.ops.structure.checks import (
+    check_batch,
+    check_edge_index,
+    check_within_graphs,
+)
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.elimination import (
     adjacency,
@@ -195,14 +199,7 @@ def make_system(
     else:
         check_batch(batch, num_nodes)
         block = to_numpy(batch)
-        crossing = np.flatnonzero(block[row] != block[col])
-        if crossing.size:
-            e = int(crossing[0])
-            raise ValueError(
-                f"'edge_index' joins different graphs of 'batch': edge {e} goes from "
-                f"node {col[e]} of graph {block[col[e]]} to node {row[e]} of graph "
-                f"{block[row[e]]}"
-            )
+        check_within_graphs(col, row, block)
         if num_nodes and block.max() > 2 * num_nodes:  # sparse labels
             block = np.unique(block, return_inverse=True)[1]
     # Small parts go together: fewer tasks, and no leak, as no edge joins them.
