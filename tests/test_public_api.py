@@ -18,6 +18,7 @@ PUBLIC = {
     "pyg_chimera.ops": {
         *("resolvent_mix", "dag_scan", "stm_scan", "grid_scan"),
         *("explain", "Choice", "CycleError", "structure"),
+        *("selective_scan", "causal_conv1d", "node_score", "node_sequences"),
         *("line_graph", "multitree", "node_order", "householder_product"),
         *("chimera_transition", "released_transition"),
         *("dag_transition", "path_transition"),
@@ -26,16 +27,19 @@ PUBLIC = {
         *("topological_rank", "find_cycle", "CycleError"),
         *("elimination_rank", "fill_in"),
         *("line_graph", "LineGraph", "multitree", "node_order"),
+        *("ORDERS", "node_score", "node_sequences", "NodeSequences"),
         *("diameter", "connected_components"),
     },
     "pyg_chimera.nn": {
-        *("ChimeraConv", "PLSTMConv", "GatedGCNConv", "GPSLayer"),
-        *("CategoricalEncoder", "GraphModel"),
+        *("ChimeraConv", "PLSTMConv", "GraphMambaConv", "GatedGCNConv", "GPSLayer"),
+        *("CategoricalEncoder", "LaplacianEncoder", "RandomWalkEncoder"),
+        "GraphModel",
     },
     "pyg_chimera.transforms": {
         *("AddDiameter", "AddEliminationOrder", "AddTopologicalOrder"),
         *("DAGDecomposition", "DirectedLineGraph", "MultitreePruning"),
         *("LineGraphData", "ImageToGraph"),
+        *("NodeOrder", "LaplacianEncoding"),
     },
     "pyg_chimera.datasets": {
         *("GeneratedPeptides", "PeptidesFunctional", "long_range_labels"),

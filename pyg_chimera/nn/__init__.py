@@ -1,6 +1,7 @@
-"""Graph layers, the layer around them, and models."""
+"""Graph layers, the layer around them, encoders, and models."""
 
-from pyg_chimera.nn.conv import ChimeraConv, GatedGCNConv, PLSTMConv
+from pyg_chimera.nn.conv import ChimeraConv, GatedGCNConv, GraphMambaConv, PLSTMConv
+from pyg_chimera.nn.encoders import LaplacianEncoder, RandomWalkEncoder
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.models import CategoricalEncoder, GraphModel
 
@@ -9,6 +10,9 @@ __all__ = [
     "ChimeraConv",
     "GPSLayer",
     "GatedGCNConv",
+    "GraphMambaConv",
     "GraphModel",
+    "LaplacianEncoder",
     "PLSTMConv",
+    "RandomWalkEncoder",
 ]

@@ -6,6 +6,7 @@ from typing import Any
 
 from pyg_chimera.ops.resolvent.mix import Choice, explain_mix
 from pyg_chimera.ops.scan.stm import explain_grid_scan, explain_stm_scan
+from pyg_chimera.ops.selective_scan.scan import explain_conv, explain_scan
 
 __all__ = ["explain"]
 
@@ -14,6 +15,8 @@ _OPERATORS: dict[str, Callable[..., Choice]] = {
     "dag_scan": partial(explain_mix, "dag_scan"),
     "stm_scan": explain_stm_scan,
     "grid_scan": explain_grid_scan,
+    "selective_scan": explain_scan,
+    "causal_conv1d": explain_conv,
 }
 
 
@@ -21,8 +24,8 @@ def explain(operator: str, *args: Any, **kwargs: Any) -> Choice:
     """Tells which solver, form and backend a call takes, and why.
 
     Args:
-        operator (str): ``"resolvent_mix"``, ``"dag_scan"``, ``"stm_scan"`` or
-            ``"grid_scan"``.
+        operator (str): ``"resolvent_mix"``, ``"dag_scan"``, ``"stm_scan"``,
+            ``"grid_scan"``, ``"selective_scan"`` or ``"causal_conv1d"``.
         *args: The arguments of the call.
         **kwargs: The options of the call.
 

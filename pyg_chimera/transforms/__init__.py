@@ -4,12 +4,14 @@ All of them write plain tensors that PyG's loaders batch by their own rules.
 """
 
 from pyg_chimera.transforms.dag_decomposition import DAGDecomposition
+from pyg_chimera.transforms.encodings import LaplacianEncoding
 from pyg_chimera.transforms.image_to_graph import ImageToGraph
 from pyg_chimera.transforms.line_graph import (
     DirectedLineGraph,
     LineGraphData,
     MultitreePruning,
 )
+from pyg_chimera.transforms.node_order import NodeOrder
 from pyg_chimera.transforms.structure import (
     AddDiameter,
     AddEliminationOrder,
@@ -23,6 +25,8 @@ __all__ = [
     "DAGDecomposition",
     "DirectedLineGraph",
     "ImageToGraph",
+    "LaplacianEncoding",
     "LineGraphData",
     "MultitreePruning",
+    "NodeOrder",
 ]

@@ -10,8 +10,9 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure import connected_components, topological_rank
+from pyg_chimera.ops.structure.centrality import closeness, pagerank
 from pyg_chimera.ops.structure.checks import check_edge_index
-from pyg_chimera.ops.structure.distance import search, simple
+from pyg_chimera.ops.structure.distance import simple
 from pyg_chimera.ops.structure.elimination import to_numpy
 from pyg_chimera.transforms.structure import check_attr_name, edges_of
 
@@ -224,10 +225,11 @@ class DAGDecomposition(BaseTransform):
             return (score.double() if score.is_floating_point() else score).numpy()
         if self.method == "degree":
             return np.diff(ptr)
+        bounds = np.array([0, len(ptr) - 1])
         if self.method == "pagerank":
-            return _pagerank(ptr, head)
+            return pagerank(ptr, head, bounds)
         if self.method == "closeness":
-            return _closeness(ptr, head)
+            return closeness(ptr, head, bounds)
         return None
 
     def _roots(
@@ -323,46 +325,3 @@ def _breadth_first(ptr, head, roots):  # type: ignore[no-untyped-def]
                 queue[end] = i
                 end += 1
     return level, parent
-
-
-@njit(cache=True, nogil=True)
-def _closeness(ptr, head):  # type: ignore[no-untyped-def]
-    """Closeness centrality, scaled by the part of the graph that a node reaches."""
-    n = ptr.shape[0] - 1
-    score = np.zeros(n)
-    order = np.empty(n, np.int64)
-    level = np.empty(n, np.int64)
-    seen = np.full(n, -1, np.int64)
-    for i in range(n):
-        count = search(ptr, head, i, order, level, seen, i)
-        total = 0
-        for x in range(count):
-            total += level[order[x]]
-        if total > 0:
-            score[i] = (count - 1) * (count - 1) / (total * (n - 1))
-    return score
-
-
-@njit(cache=True, nogil=True)
-def _pagerank(ptr, head):  # type: ignore[no-untyped-def]
-    """Undirected PageRank, damping 0.85, rounded so that equal nodes tie."""
-    n = ptr.shape[0] - 1
-    score = np.ones(n)  # n times the PageRank
-    for _ in range(200):
-        idle = 0.0  # what isolated nodes spread evenly
-        for i in range(n):
-            if ptr[i] == ptr[i + 1]:
-                idle += score[i]
-        change = 0.0
-        new = np.full(n, 0.15 + 0.85 * idle / max(n, 1))
-        for j in range(n):
-            for x in range(ptr[j], ptr[j + 1]):
-                new[head[x]] += 0.85 * score[j] / (ptr[j + 1] - ptr[j])
-        for i in range(n):
-            change = max(change, abs(new[i] - score[i]))
-        score = new
-        if change < 1e-12:
-            break
-    for i in range(n):
-        score[i] = round(score[i], 9)
-    return score

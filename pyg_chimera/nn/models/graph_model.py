@@ -1,5 +1,5 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -167,6 +167,11 @@ class GraphModel(torch.nn.Module):
         structure (Mapping[str, str], optional): Which attributes of a data object
             :meth:`inputs` hands to the layers, by the layers' names for them, such
             as :obj:`{"rank": "elimination_rank"}`. (default: :obj:`None`)
+        encodings (Mapping[str, torch.nn.Module], optional): Encoders of positions or
+            structure, such as a :class:`~pyg_chimera.nn.LaplacianEncoder`, by the
+            attribute of a data object that each reads. What they return, of size
+            :obj:`encoder.out_channels`, is concatenated to the encoded nodes, which
+            take the rest of :obj:`channels`. (default: :obj:`None`)
 
     Shapes:
         - **inputs:**
@@ -174,15 +179,17 @@ class GraphModel(torch.nn.Module):
           edge indices :math:`(2, |\mathcal{E}|)`,
           edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
           batch vector :math:`(|\mathcal{V}|)` *(optional)*,
-          pairs of nodes :math:`(2, L)` *(only for the edge head)*
+          pairs of nodes :math:`(2, L)` *(only for the edge head)*,
+          what the encoders of :obj:`encodings` read, one row per node, by name
         - **outputs:** predictions :math:`(B, F_{out})` for :math:`B` graphs,
           :math:`(|\mathcal{V}|, F_{out})` for nodes, or :math:`(L, F_{out})` for
           pairs of nodes
 
     Raises:
-        ValueError: If an option is unknown or :obj:`num_layers` does not fit
-            :obj:`layers`; in the forward method, if edge features or pairs of nodes
-            are missing or come to a model that was built without.
+        ValueError: If an option is unknown, :obj:`num_layers` does not fit
+            :obj:`layers`, or :obj:`encodings` leave no channels to the nodes; in the
+            forward method, if edge features, pairs of nodes or encodings are missing
+            or come to a model that was built without.
         TypeError: In the forward method, if no layer takes a further argument.
     """
 
@@ -204,6 +211,7 @@ class GraphModel(torch.nn.Module):
         act: str | Callable | None = "relu",
         dropout: float = 0.0,
         structure: Mapping[str, str] | None = None,
+        encodings: Mapping[str, torch.nn.Module] | None = None,
     ) -> None:
         super().__init__()
 
@@ -219,6 +227,15 @@ class GraphModel(torch.nn.Module):
         if head_layers < 1:
             raise ValueError(f"'head_layers' must be at least 1, got {head_layers}.")
 
+        encoders = (encodings or {}).values()
+        taken = sum(cast(int, encoder.out_channels) for encoder in encoders)
+        if taken and taken >= channels:
+            raise ValueError(
+                "The encoders in 'encodings' must have fewer output channels together "
+                f"than 'channels', {channels}, got {taken}. Make them narrower, or "
+                "the model wider."
+            )
+
         self.in_channels = in_channels
         self.channels = channels
         self.out_channels = out_channels
@@ -227,7 +244,8 @@ class GraphModel(torch.nn.Module):
         self.decoder = decoder
         self.structure = dict(structure or {})
 
-        self.node_encoder = _encoder(in_channels, channels)
+        self.node_encoder = _encoder(in_channels, channels - taken)
+        self.encodings = torch.nn.ModuleDict(encodings)
         self.edge_encoder = None if edge_dim is None else _encoder(edge_dim, channels)
         self.layers = torch.nn.ModuleList(_make_layers(layers, num_layers))
         self._routes = [Route.of(layer, graph=True) for layer in self.layers]
@@ -261,9 +279,9 @@ class GraphModel(torch.nn.Module):
 
         Raises:
             ValueError: If :obj:`data` lacks an attribute named in
-                :obj:`structure`.
+                :obj:`structure` or :obj:`encodings`.
         """
-        args = {
+        args: dict[str, Any] = {
             "x": data.x,
             "edge_index": data.adj_t if "adj_t" in data else data.edge_index,
             "batch": data.batch if "batch" in data else None,
@@ -275,13 +293,13 @@ class GraphModel(torch.nn.Module):
         if self.head == "edge":
             args["edge_label_index"] = data.edge_label_index
         for name, attr in self.structure.items():
-            if attr not in data:
-                raise ValueError(
-                    f"The data has no attribute '{attr}', which 'structure' names for "
-                    f"the layers' argument '{name}'; it has {sorted(data.keys())}. "
-                    "Apply the transform that adds it."
-                )
-            args[name] = data[attr]
+            reader = f"'structure' names for the layers' argument '{name}'"
+            args[name] = _attribute(data, attr, reader)
+        if len(self.encodings) > 0:
+            args["encodings"] = {
+                attr: _attribute(data, attr, "'encodings' has an encoder for")
+                for attr in self.encodings
+            }
         return args
 
     def forward(
@@ -292,6 +310,7 @@ class GraphModel(torch.nn.Module):
         batch: Tensor | None = None,
         batch_size: int | None = None,
         edge_label_index: Tensor | None = None,
+        encodings: Mapping[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         r"""Runs the forward pass of the module.
@@ -307,6 +326,8 @@ class GraphModel(torch.nn.Module):
                 :obj:`batch` if not given. (default: :obj:`None`)
             edge_label_index (torch.Tensor, optional): The pairs of nodes that the
                 edge head scores. (default: :obj:`None`)
+            encodings (Mapping[str, torch.Tensor], optional): What the encoders in
+                :obj:`encodings` read, by their names. (default: :obj:`None`)
             **kwargs (optional): Further arguments of the layers, by name.
         """
         for name in kwargs:
@@ -327,7 +348,16 @@ class GraphModel(torch.nn.Module):
                 f"head={self.head!r}."
             )
 
+        if (encodings or {}).keys() != self.encodings.keys():
+            raise ValueError(
+                f"'encodings' must hold {sorted(self.encodings)}, for which the model "
+                f"has encoders, got {sorted(encodings or {})}."
+            )
+
         x = _encode(self.node_encoder, x, "x")
+        if encodings:
+            parts = [self.encodings[name](encodings[name]) for name in self.encodings]
+            x = torch.cat([x, *parts], dim=-1)
         if edge_attr is not None and self.edge_encoder is not None:
             edge_attr = _encode(self.edge_encoder, edge_attr, "edge_attr")
 
@@ -380,6 +410,15 @@ def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
             "if these are categories."
         )
     return encoder(x.view(-1, 1) if x.dim() == 1 else x)
+
+
+def _attribute(data: Data | Batch, attr: str, reader: str) -> Tensor:
+    if attr not in data:
+        raise ValueError(
+            f"The data has no attribute '{attr}', which {reader}; it has "
+            f"{sorted(data.keys())}. Apply the transform that adds it."
+        )
+    return data[attr]
 
 
 def _make_layers(

@@ -27,9 +27,9 @@ class Choice(NamedTuple):
     """The algorithm a call takes, as `explain` reports it."""
 
     operator: str  #: such as ``"resolvent_mix"``
-    solver: str  #: ``"sparse"``, ``"dense"`` or ``"neumann"``
+    solver: str  #: ``"sparse"``, ``"dense"``, ``"neumann"`` or ``"scan"``
     form: str  #: ``"state"`` or ``"mask"``
-    backend: str  #: ``"reference"``, ``"torch"`` or ``"numba"``
+    backend: str  #: ``"reference"``, ``"torch"``, ``"numba"`` or ``"mamba_ssm"``
     reason: str  #: why
 
 

@@ -1,15 +1,18 @@
 """What depends on the graph alone, and can be computed once."""
 
+from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.ops.structure.distance import connected_components, diameter
 from pyg_chimera.ops.structure.elimination import elimination_rank, fill_in
 from pyg_chimera.ops.structure.errors import CycleError
 from pyg_chimera.ops.structure.line_graph import LineGraph, line_graph, multitree
-from pyg_chimera.ops.structure.order import node_order
+from pyg_chimera.ops.structure.order import NodeSequences, node_order, node_sequences
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
 __all__ = [
+    "ORDERS",
     "CycleError",
     "LineGraph",
+    "NodeSequences",
     "connected_components",
     "diameter",
     "elimination_rank",
@@ -18,5 +21,7 @@ __all__ = [
     "line_graph",
     "multitree",
     "node_order",
+    "node_score",
+    "node_sequences",
     "topological_rank",
 ]

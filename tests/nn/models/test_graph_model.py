@@ -16,6 +16,7 @@ from pyg_chimera.nn import (
     GPSLayer,
     GraphModel,
 )
+from pyg_chimera.nn.encoders import LaplacianEncoder, RandomWalkEncoder
 
 C = 8
 
@@ -208,6 +209,73 @@ def test_structure_from_data() -> None:
     assert model(**model.inputs(data)).shape == (1, 2)
     with pytest.raises(ValueError, match=r"no attribute 'other_rank', .* 'mixer_rank'"):
         model.inputs(make_data(4, 0))
+
+
+def encoded(data: Data, k: int = 3) -> Data:
+    data.laplacian_pe = torch.randn(data.num_nodes, k, 2)
+    data.random_walk_pe = torch.rand(data.num_nodes, 4)
+    return data
+
+
+def with_encodings(**kwargs: Any) -> GraphModel:
+    encodings = {
+        "laplacian_pe": LaplacianEncoder(4),
+        "random_walk_pe": RandomWalkEncoder(4, 3),
+    }
+    return make_model(encodings=encodings, **kwargs)
+
+
+def test_encodings_from_data() -> None:
+    model = with_encodings(head="node").eval()
+    assert model.node_encoder.out_channels == C - 4 - 3
+    data = [encoded(make_data(num, num)) for num in (4, 3)]
+    batch = Batch.from_data_list(data)
+    inputs = model.inputs(batch)
+    assert set(inputs["encodings"]) == {"laplacian_pe", "random_walk_pe"}
+
+    seen = []
+    model.layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    out = model(**inputs)
+    assert seen[0].shape == (7, C)
+    pe = batch.laplacian_pe, batch.random_walk_pe
+    parts = [
+        encoder(p) for encoder, p in zip(model.encodings.values(), pe, strict=True)
+    ]
+    expected = torch.cat([model.node_encoder(batch.x), *parts], dim=1)
+    torch.testing.assert_close(seen[0], expected)
+    single = torch.cat([model(**model.inputs(graph)) for graph in data])
+    torch.testing.assert_close(out, single, atol=1e-5, rtol=1e-5)
+
+    model.train()
+    model(**inputs).square().sum().backward()
+    for encoder in model.encodings.values():
+        assert sum(float(p.grad.abs().sum()) for p in encoder.parameters()) > 0
+
+
+def test_encodings_and_the_rest_of_a_model() -> None:
+    model, data = with_encodings().eval(), encoded(make_data(4, 0))
+    inputs = model.inputs(data)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**inputs), model(**inputs))
+    other = with_encodings()
+    for fresh in (model, other):
+        torch.manual_seed(1)
+        fresh.reset_parameters()
+    torch.testing.assert_close(model.state_dict(), other.state_dict())
+
+    del data.random_walk_pe
+    with pytest.raises(ValueError, match=r"'random_walk_pe', which 'encodings' has"):
+        model.inputs(data)
+    del inputs["encodings"]["random_walk_pe"]
+    with pytest.raises(
+        ValueError, match=r"must hold \['lapl.*, got \['laplacian_pe'\]"
+    ):
+        model(**inputs)
+    with pytest.raises(ValueError, match=r"'encodings' must hold \[\], .*, got \['l"):
+        make_model()(**inputs)
+    too_wide = {"laplacian_pe": LaplacianEncoder(C)}
+    with pytest.raises(ValueError, match=f"than 'channels', {C}, got {C}"):
+        make_model(encodings=too_wide)
 
 
 def test_compiled_layer() -> None:

@@ -1,0 +1,448 @@
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import LayerNorm, Linear, Parameter
+from torch_geometric.nn.inits import reset
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn.conv._graphs import as_edges, at_least_float32
+from pyg_chimera.ops import causal_conv1d, selective_scan
+from pyg_chimera.ops.structure.centrality import ORDERS, node_score
+from pyg_chimera.ops.structure.order import node_sequences
+from pyg_chimera.ops.structure.system import remembered
+
+__all__ = ["GraphMambaConv"]
+
+#: Orders that need no scores, and so no edges.
+_WITHOUT_EDGES = ("order", "random")
+#: Those whose scores are not integers.
+_REAL = ("eigenvector", "pagerank", "closeness")
+
+
+class _Packed(NamedTuple):
+    """The sequences of m permutations of V nodes, one after the other."""
+
+    node: Tensor  # [m * V], the node at each place
+    copy: Tensor  # [m * V], the same, where node v of permutation p is p * V + v
+    place: Tensor  # [m * V], where each of these is: the inverse of copy
+    ptr: Tensor  # [S + 1], where sequences begin
+
+    def reversed(self) -> "_Packed":
+        length = self.node.size(0)
+        node, copy, ptr = (x.flip(0) for x in (self.node, self.copy, self.ptr))
+        return _Packed(node, copy, length - 1 - self.place, length - ptr)
+
+
+class GraphMambaConv(torch.nn.Module):
+    r"""The Graph-Mamba block from `"Graph-Mamba: Towards Long-Range Graph Sequence
+    Modeling with Selective State Spaces" <https://arxiv.org/abs/2402.00789>`_: the
+    nodes of each graph are sorted into a sequence :math:`v_1, \ldots, v_L`,
+    unimportant ones first, so that important ones hear from most others, along which
+    Mamba's selective state space model runs.
+
+    .. math::
+        \mathbf{u}_t &= \textrm{SiLU} \Big( \mathbf{b} + \sum_{k < K} \mathbf{w}_k \odot
+        \mathbf{W}_{\textrm{in}} \, \textrm{LN}(\mathbf{x}_{v_{t-k}}) \Big), \qquad
+        (\boldsymbol{\delta}_t, \mathbf{B}_t, \mathbf{C}_t) = \mathbf{W} \mathbf{u}_t
+
+        \boldsymbol{\Delta}_t &= \textrm{softplus}(\mathbf{W}_{\Delta}
+        \boldsymbol{\delta}_t + \mathbf{b}_{\Delta}), \qquad
+        \mathbf{h}_t = \exp(\boldsymbol{\Delta}_t \mathbf{A}) \odot \mathbf{h}_{t-1} +
+        \boldsymbol{\Delta}_t \mathbf{u}_t \mathbf{B}_t^{\top}
+
+        \mathbf{x}^{\prime}_{v_t} &= \mathbf{W}_{\textrm{out}} \big( (\mathbf{h}_t
+        \mathbf{C}_t + \mathbf{D} \odot \mathbf{u}_t) \odot
+        \textrm{SiLU}(\mathbf{W}_{\textrm{gate}} \, \textrm{LN}(\mathbf{x}_{v_t}))
+        \big)
+
+    Nodes of equal importance are in random order. In training, each call draws one
+    permutation. In evaluation there are :obj:`num_eval_permutations` fixed ones, and
+    :math:`\mathbf{h}_t \mathbf{C}_t + \mathbf{D} \odot \mathbf{u}_t` is their mean:
+    the same input gives the same output, bit for bit. All sequences of a batch run as
+    one, without padding, in time and memory linear in the number of nodes.
+
+    The layer is a mixer: residual connection and dropout belong to the layer around
+    it, such as :class:`~pyg_chimera.nn.GPSLayer`.
+
+    .. code-block:: python
+
+        layer = GPSLayer(
+            96, conv=GatedGCNConv(96, 96), mixer=GraphMambaConv(96), dropout=0.1
+        )
+        x, edge_attr = layer(x, edge_index, batch, edge_attr)
+
+    Args:
+        channels (int): Size of each input and output sample.
+        state_channels (int, optional): Size of :math:`\mathbf{B}_t` and
+            :math:`\mathbf{C}_t`, and of the state of a channel. (default: :obj:`16`)
+        conv_kernel (int, optional): How many nodes the convolution along the sequence
+            reaches over. (default: :obj:`4`)
+        expand (int, optional): How many times as wide as the input the state space
+            model is. (default: :obj:`1`)
+        dt_rank (int, optional): Size of :math:`\boldsymbol{\delta}_t`. (default:
+            :obj:`None`, a sixteenth of :obj:`channels`, rounded up)
+        order (str, optional): What nodes are sorted by, see
+            :func:`~pyg_chimera.ops.structure.node_score`: one of :obj:`"order"`,
+            :obj:`"degree"`, :obj:`"eigenvector"`, :obj:`"pagerank"`,
+            :obj:`"closeness"`, :obj:`"bfs"`, :obj:`"random"` and :obj:`"cluster"`
+            (whose clusters come in random order, and so do the nodes of a cluster).
+            With :obj:`None`, :obj:`score` must be given to :meth:`forward`. (default:
+            :obj:`"degree"`)
+        num_eval_permutations (int, optional): The number of permutations in
+            evaluation. (default: :obj:`5`)
+        num_bins (int, optional): Into how many parts the nodes of each graph are
+            divided at random, each of which is a sequence of its own. For graphs of
+            hundreds of nodes. (default: :obj:`1`)
+        bidirectional (bool, optional): Whether a second model runs along the reversed
+            sequences, whose outputs are added to those of the first one. (default:
+            :obj:`False`)
+        norm (bool, optional): If :obj:`False`, the input is taken as it is, without
+            layer norm :math:`\textrm{LN}`. (default: :obj:`True`)
+        bias (bool, optional): If :obj:`True`, :math:`\mathbf{W}_{\textrm{in}},
+            \mathbf{W}_{\textrm{gate}}` and :math:`\mathbf{W}_{\textrm{out}}` come with
+            an additive bias. (default: :obj:`False`)
+        conv_bias (bool, optional): If :obj:`False`, the convolution has no bias
+            :math:`\mathbf{b}`. (default: :obj:`True`)
+        dt_min (float, optional): In a new layer, :math:`\textrm{softplus}
+            (\mathbf{b}_{\Delta})` is at least this. (default: :obj:`0.001`)
+        dt_max (float, optional): In a new layer, it is at most this. (default:
+            :obj:`0.1`)
+        seed (int, optional): Which permutations the fixed ones of evaluation are.
+            (default: :obj:`0`)
+        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
+            :obj:`"auto"`, see :func:`~pyg_chimera.ops.selective_scan`.
+
+    Shapes:
+        - **input:**
+          node features :math:`(|\mathcal{V}|, F)`,
+          edge indices :math:`(2, |\mathcal{E}|)` or a sparse adjacency *(optional)*,
+          batch vector :math:`(|\mathcal{V}|)` *(optional)*,
+          scores :math:`(|\mathcal{V}|)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, F)`
+
+    Raises:
+        ValueError: If a size is not positive, or :obj:`order` is unknown.
+
+    Example:
+        >>> conv = GraphMambaConv(16)
+        >>> edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+        >>> conv(torch.randn(3, 16), edge_index).shape
+        torch.Size([3, 16])
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        state_channels: int = 16,
+        conv_kernel: int = 4,
+        expand: int = 1,
+        *,
+        dt_rank: int | None = None,
+        order: str | None = "degree",
+        num_eval_permutations: int = 5,
+        num_bins: int = 1,
+        bidirectional: bool = False,
+        norm: bool = True,
+        bias: bool = False,
+        conv_bias: bool = True,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        seed: int = 0,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        sizes = {
+            "channels": channels,
+            "state_channels": state_channels,
+            "conv_kernel": conv_kernel,
+            "expand": expand,
+            "dt_rank": 1 if dt_rank is None else dt_rank,
+            "num_eval_permutations": num_eval_permutations,
+            "num_bins": num_bins,
+        }
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"'{name}' must be an integer >= 1, got {size!r}")
+        if order is not None and order not in ORDERS:
+            raise ValueError(
+                f"'order' must be one of {list(ORDERS)}, or None for scores that are "
+                f"given to the forward method, got {order!r}"
+            )
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(
+                f"'dt_min' and 'dt_max' must be 0 < dt_min <= dt_max, got {dt_min} and "
+                f"{dt_max}"
+            )
+
+        self.channels = channels
+        self.state_channels = state_channels
+        self.conv_kernel = conv_kernel
+        self.expand = expand
+        self.dt_rank = math.ceil(channels / 16) if dt_rank is None else dt_rank
+        self.order = order
+        self.num_eval_permutations = num_eval_permutations
+        self.num_bins = num_bins
+        self.bidirectional = bidirectional
+        self.seed = seed
+        self.backend = backend
+
+        inner = expand * channels
+        self.norm = LayerNorm(channels) if norm else None
+        self.lin_in = Linear(channels, inner, bias=bias)
+        self.lin_gate = Linear(channels, inner, bias=bias)
+        self.scans = torch.nn.ModuleList(
+            _Scan(
+                inner, state_channels, conv_kernel, self.dt_rank, conv_bias,
+                (dt_min, dt_max),
+            )
+            for _ in range(1 + bidirectional)
+        )  # fmt: skip
+        self.lin_out = Linear(inner, channels, bias=bias)
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        for module in self.children():
+            reset(module)
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj | None = None,
+        batch: Tensor | None = None,
+        score: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor, optional): The edge indices, of
+                which scores are computed unless they are given. (default:
+                :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node, sorted or not.
+                (default: :obj:`None`, one graph)
+            score (torch.Tensor, optional): What the nodes are sorted by, ascending,
+                such as :class:`~pyg_chimera.transforms.NodeOrder` stores it; with
+                :obj:`order="cluster"` the cluster of each node. (default:
+                :obj:`None`, computed by :obj:`order`)
+            generator (torch.Generator, optional): Draws the permutation in training.
+                (default: :obj:`None`, PyTorch's global one)
+
+        Raises:
+            ValueError: If :obj:`x` or :obj:`score` has a wrong shape, a score is NaN,
+                or neither scores nor the edges that they need are given.
+        """
+        if not isinstance(x, Tensor) or x.dim() != 2 or x.size(1) != self.channels:
+            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"'x' must be [nodes, {self.channels}], got {got}")
+        packed = self._packed(x, edge_index, batch, score, generator)
+        if self.norm is not None:
+            x = self.norm(x)
+        # What acts on each node alone does so once, however many permutations.
+        inputs = at_least_float32(self.lin_in(x))
+        y = self.scans[0](inputs, packed, self.backend)
+        if self.bidirectional:
+            y = y + self.scans[1](inputs, packed.reversed(), self.backend)
+        gate = F.silu(at_least_float32(self.lin_gate(x)))
+        return self.lin_out((y * gate).to(x.dtype))
+
+    def _packed(
+        self,
+        x: Tensor,
+        edge_index: Adj | None,
+        batch: Tensor | None,
+        score: Tensor | None,
+        generator: torch.Generator | None,
+    ) -> _Packed:
+        if score is None and self.order in _WITHOUT_EDGES:
+            score = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
+        elif score is None:
+            if self.order is None:
+                raise ValueError("'score' must be given with order=None, got None")
+            if edge_index is None:
+                raise ValueError(
+                    f"'edge_index' or 'score' must be given with order={self.order!r}, "
+                    "got None"
+                )
+            edge_index, _ = as_edges(edge_index, None, x.size(0), "source_to_target")
+            score = _score(edge_index, batch, x.size(0), self.order)
+        shuffle = self.order != "order"
+        options = (x.size(0), self.num_bins, self.order == "cluster", shuffle)
+        if self.training:
+            return _pack(score, batch, *options, generator=generator)
+        fixed = (self.num_eval_permutations if shuffle else 1, self.seed)
+        if torch.compiler.is_compiling() or not isinstance(score, Tensor):
+            return _pack(score, batch, *options, *fixed)
+        # All layers of a network ask for the same ones, again and again.
+        is_float = score.is_floating_point()
+        bits = score.double().view(torch.long) if is_float else score
+        return remembered(_pack_again, (bits, batch), is_float, *options, *fixed)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.__class__.__name__}({self.channels}, "
+            f"state_channels={self.state_channels}, conv_kernel={self.conv_kernel}, "
+            f"expand={self.expand}, order={self.order!r})"
+        )
+
+
+class _Scan(torch.nn.Module):
+    """Convolution and selective scan along sequences, from nodes to nodes."""
+
+    def __init__(
+        self,
+        channels: int,
+        state_channels: int,
+        conv_kernel: int,
+        dt_rank: int,
+        conv_bias: bool,
+        dt_range: tuple[float, float],
+    ) -> None:
+        super().__init__()
+        self._dt_range = dt_range
+        self._parts = [dt_rank, state_channels, state_channels]
+        self.conv_weight = Parameter(torch.empty(channels, conv_kernel))
+        if conv_bias:
+            self.conv_bias = Parameter(torch.empty(channels))
+        else:
+            self.register_parameter("conv_bias", None)
+        self.lin_states = Linear(channels, sum(self._parts), bias=False)
+        self.lin_delta = Linear(dt_rank, channels)
+        self.A_log = Parameter(torch.empty(channels, state_channels))
+        self.D = Parameter(torch.empty(channels))
+        self._mark()
+        self.reset_parameters()
+
+    def _mark(self) -> None:
+        """As Mamba marks them, for optimizers that look for it."""
+        self.A_log._no_weight_decay = True  # type: ignore[attr-defined]
+        self.D._no_weight_decay = True  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()  # copies of parameters lose it
+
+    def reset_parameters(self) -> None:
+        bound = self.conv_weight.size(1) ** -0.5
+        for parameter in (self.conv_weight, self.conv_bias):
+            if parameter is not None:
+                torch.nn.init.uniform_(parameter, -bound, bound)
+        self.lin_states.reset_parameters()
+        bound = self.lin_delta.in_features**-0.5
+        torch.nn.init.uniform_(self.lin_delta.weight, -bound, bound)
+        with torch.no_grad():
+            # softplus(bias) is log-uniform in the range; states forget at rates 1 to N.
+            low, high = map(math.log, self._dt_range)
+            delta = torch.empty_like(self.lin_delta.bias).uniform_(low, high).exp()
+            self.lin_delta.bias.copy_(delta + torch.log(-torch.expm1(-delta)))
+            rates = torch.arange(1, self.A_log.size(1) + 1, device=self.A_log.device)
+            self.A_log.copy_(rates.log().expand_as(self.A_log))
+        torch.nn.init.ones_(self.D)
+
+    def forward(self, x: Tensor, packed: _Packed, backend: str) -> Tensor:
+        """From nodes to nodes, the mean over permutations, [V, channels]."""
+        u = causal_conv1d(
+            _Take.apply(x, packed.node, packed.place),
+            self.conv_weight,
+            self.conv_bias,
+            packed.ptr,
+            activation="silu",
+            backend=backend,
+        )
+        states = self.lin_states(u.to(self.lin_states.weight.dtype))
+        delta, B, C = states.split(self._parts, dim=1)
+        y = selective_scan(
+            u,
+            F.linear(delta, self.lin_delta.weight),
+            -torch.exp(at_least_float32(self.A_log)),
+            B,
+            C,
+            self.D,
+            delta_bias=self.lin_delta.bias,
+            delta_softplus=True,
+            ptr=packed.ptr,
+            backend=backend,
+        )
+        y = _Take.apply(y, packed.place, packed.copy)
+        return y if y.size(0) == x.size(0) else y.view(-1, *x.shape).mean(0)
+
+
+class _Take(torch.autograd.Function):
+    """Rows by their index, each of them equally often.
+
+    As it is known where each row went, the gradient can be taken from there. That is
+    faster than adding it up by the index, and deterministic on any device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.shape = x.shape
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (place,) = ctx.saved_tensors
+        grad = grad.index_select(0, place)
+        if grad.size(0) != ctx.shape[0]:
+            grad = grad.view(-1, *ctx.shape).sum(0)
+        return grad, None, None
+
+
+@torch.library.custom_op("pyg_chimera::remembered_score", mutates_args=())
+def _score(
+    edge_index: Tensor, batch: Tensor | None, num_nodes: int, order: str
+) -> Tensor:
+    score = remembered(_make_score, (edge_index, batch), num_nodes, order)
+    return score.clone()  # what an operator returns must be its own
+
+
+@_score.register_fake
+def _(edge_index: Tensor, batch: Tensor | None, num_nodes: int, order: str) -> Tensor:
+    dtype = torch.double if order in _REAL else torch.long
+    return edge_index.new_empty(num_nodes, dtype=dtype)
+
+
+def _make_score(
+    edge_index: Tensor, batch: Tensor | None, num_nodes: int, order: str
+) -> Tensor:
+    return node_score(edge_index, num_nodes, order, batch)
+
+
+def _pack(
+    score: Tensor,
+    batch: Tensor | None,
+    num_nodes: int,
+    num_bins: int,
+    clusters: bool,
+    shuffle: bool,
+    num_permutations: int = 1,
+    seed: int | None = None,
+    generator: torch.Generator | None = None,
+) -> _Packed:
+    batch_size = None
+    if batch is not None and torch.compiler.is_compiling():
+        # How many graphs there are is not known, but no more than nodes. They are
+        # numbered without gaps here; sequences may be empty.
+        graph, order = batch.long().sort()
+        rank = F.pad((graph[1:] != graph[:-1]).cumsum(0), (1, 0))[:num_nodes]
+        batch, batch_size = torch.empty_like(rank).scatter_(0, order, rank), num_nodes
+    node, ptr = node_sequences(
+        score, batch, num_nodes, num_permutations=num_permutations, num_bins=num_bins,
+        clusters=clusters, shuffle=shuffle, generator=generator, seed=seed,
+        batch_size=batch_size,
+    )  # fmt: skip
+    first = torch.arange(num_permutations, device=node.device) * num_nodes
+    copy = (node.view(num_permutations, num_nodes) + first.view(-1, 1)).view(-1)
+    place = torch.arange(copy.size(0), device=copy.device)
+    return _Packed(node, copy, torch.empty_like(copy).scatter_(0, copy, place), ptr)
+
+
+def _pack_again(
+    score: Tensor, batch: Tensor | None, is_float: bool, *options: Any
+) -> _Packed:
+    """What is remembered, of scores that come as integers of the same bits."""
+    return _pack(score.view(torch.double) if is_float else score, batch, *options)

@@ -1,0 +1,163 @@
+import torch
+from torch import Tensor
+from torch_geometric.nn import MLP
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn.inits import reset
+
+from pyg_chimera.nn._norm import Norm
+
+__all__ = ["LaplacianEncoder", "RandomWalkEncoder"]
+
+
+class LaplacianEncoder(torch.nn.Module):
+    r"""Encodes where nodes lie in their graph, from eigenvectors of its Laplacian, as
+    a set of frequencies. This is the encoder of the `"Recipe for a General, Powerful,
+    Scalable Graph Transformer" <https://arxiv.org/abs/2205.12454>`_ paper, in the
+    form without attention.
+
+    .. math::
+        \mathbf{p}_i = \textrm{post} \Big( \sum_{f=1}^k \textrm{mlp} \big( [
+        \phi_{f,i}, \lambda_f ] \big) \Big)
+
+    with the eigenvectors :math:`\phi_f` of the eigenvalues :math:`\lambda_f`, which
+    :class:`~pyg_chimera.transforms.LaplacianEncoding` computes. All layers of both
+    networks end with a ReLU, and hidden ones are :obj:`2 * out_channels` wide.
+
+    The sign of an eigenvector is arbitrary. In training each is flipped at random,
+    for all graphs of a batch alike, so that models learn not to depend on it.
+
+    A graph may have fewer than :math:`k` eigenvectors. Pairs in which both numbers
+    are zero stand for missing ones and add nothing.
+
+    Args:
+        out_channels (int): Size of each output sample.
+        num_layers (int, optional): The number of layers of the network of pairs.
+            (default: :obj:`2`)
+        num_post_layers (int, optional): The number of layers of the network behind
+            the sum; :obj:`0` leaves it out. (default: :obj:`0`)
+
+    Shapes:
+        - **input:** pairs :math:`(|\mathcal{V}|, k, 2)` of a node's entry of an
+          eigenvector and its eigenvalue, floating point
+        - **output:** encodings :math:`(|\mathcal{V}|, F_{out})`
+
+    Raises:
+        ValueError: If a number of layers or channels is too small; in the forward
+            method, if the input has another shape.
+    """
+
+    def __init__(
+        self, out_channels: int, num_layers: int = 2, num_post_layers: int = 0
+    ) -> None:
+        super().__init__()
+        for name, value, least in (
+            ("out_channels", out_channels, 1),
+            ("num_layers", num_layers, 1),
+            ("num_post_layers", num_post_layers, 0),
+        ):
+            if value < least:
+                raise ValueError(f"'{name}' must be at least {least}, got {value}.")
+        self.out_channels = out_channels
+        self.num_layers = num_layers
+        self.num_post_layers = num_post_layers
+        self.mlp = self._network(2, num_layers)
+        self.post = None
+        if num_post_layers > 0:
+            self.post = self._network(out_channels, num_post_layers)
+
+    def _network(self, in_channels: int, num_layers: int) -> MLP:
+        hidden = [2 * self.out_channels] * (num_layers - 1)
+        channels = [in_channels, *hidden, self.out_channels]
+        return MLP(channels, norm=None, plain_last=False)
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        reset(self.mlp)
+        reset(self.post)
+
+    def forward(self, pe: Tensor) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            pe (torch.Tensor): The pairs of eigenvector entries and eigenvalues.
+        """
+        if pe.dim() != 3 or pe.size(2) != 2:
+            raise ValueError(
+                "'pe' must have shape [num_nodes, k, 2], got "
+                f"{list(pe.shape)}. Add it with the transform 'LaplacianEncoding'."
+            )
+        known = (pe != 0).any(dim=-1, keepdim=True)
+        if self.training:
+            flip = torch.rand(pe.size(1), device=pe.device) < 0.5
+            entry, value = pe.unbind(dim=-1)
+            pe = torch.stack([torch.where(flip, -entry, entry), value], dim=-1)
+        out = (self.mlp(pe) * known).sum(dim=1)
+        return out if self.post is None else self.post(out)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.__class__.__name__}({self.out_channels}, "
+            f"num_layers={self.num_layers}, num_post_layers={self.num_post_layers})"
+        )
+
+
+class RandomWalkEncoder(torch.nn.Module):
+    r"""Encodes the structure around nodes, from the probabilities with which random
+    walks return to them, as in the `"Recipe for a General, Powerful, Scalable Graph
+    Transformer" <https://arxiv.org/abs/2205.12454>`_ paper.
+
+    .. math::
+        \mathbf{p}_i = \mathbf{W} \, \textrm{bn} \big( [ (\mathbf{D}^{-1}
+        \mathbf{A})_{ii}, \ldots, (\mathbf{D}^{-1} \mathbf{A})^k_{ii} ] \big) +
+        \mathbf{b}
+
+    with batch normalization :math:`\textrm{bn}`. The probabilities are computed by
+    :class:`torch_geometric.transforms.AddRandomWalkPE`.
+
+    Args:
+        walk_length (int): The number of steps :math:`k` of the longest walk.
+        out_channels (int): Size of each output sample.
+
+    Shapes:
+        - **input:** probabilities :math:`(|\mathcal{V}|, k)`, floating point
+        - **output:** encodings :math:`(|\mathcal{V}|, F_{out})`
+
+    Raises:
+        ValueError: If a size is not positive; in the forward method, if the input
+            has another shape.
+    """
+
+    def __init__(self, walk_length: int, out_channels: int) -> None:
+        super().__init__()
+        for name, value in (
+            ("walk_length", walk_length),
+            ("out_channels", out_channels),
+        ):
+            if value < 1:
+                raise ValueError(f"'{name}' must be at least 1, got {value}.")
+        self.walk_length = walk_length
+        self.out_channels = out_channels
+        self.norm = Norm("batch_norm", walk_length)
+        self.lin = Linear(walk_length, out_channels)
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        reset(self.norm)
+        reset(self.lin)
+
+    def forward(self, pe: Tensor) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            pe (torch.Tensor): The probabilities of return, one column a step.
+        """
+        if pe.dim() != 2 or pe.size(1) != self.walk_length:
+            raise ValueError(
+                f"'pe' must have shape [num_nodes, {self.walk_length}], got "
+                f"{list(pe.shape)}. Add it with the transform "
+                f"'AddRandomWalkPE(walk_length={self.walk_length})'."
+            )
+        return self.lin(self.norm(pe))
+
+    def __repr__(self) -> str:
+        return f"{self.__class__.__name__}({self.walk_length}, {self.out_channels})"

@@ -1,0 +1,727 @@
+import copy
+import io
+import pickle
+from functools import partial
+from itertools import chain, pairwise
+
+import pytest
+import torch
+import torch_geometric.typing
+from asserts import assert_near, assert_permutes
+from hypothesis import given, settings
+from strategies import Batch, batches
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.data import Data
+from torch_geometric.loader import DataLoader
+from torch_geometric.nn import Sequential
+from torch_geometric.utils import (
+    coalesce,
+    grid,
+    to_torch_coo_tensor,
+    to_torch_csr_tensor,
+)
+
+from pyg_chimera.nn import GatedGCNConv, GPSLayer
+from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
+from pyg_chimera.ops.structure.centrality import ORDERS, node_score
+from pyg_chimera.ops.structure.order import node_sequences
+
+CHANNELS, STATES = 6, 3
+GRAPH = [(0, 1), (1, 0), (1, 2), (2, 2), (2, 0), (0, 1), (4, 5), (5, 4), (2, 6), (6, 0)]
+NODES = 7  # node 3 is alone
+BATCH = [1, 1, 1, 4, 0, 0, 1]  # unsorted; some graphs have no nodes
+
+Sequences = list[list[int]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Inputs are tiny: threads would only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+# -------------------------------------------------------------------- the whole formula
+
+
+def linear(lin: torch.nn.Module, x: Tensor) -> Tensor:
+    return x @ lin.weight.t() + (0 if lin.bias is None else lin.bias)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def run(scan: torch.nn.Module, inputs: list[Tensor]) -> list[Tensor]:
+    """One sequence, step by step."""
+    kernel = scan.conv_weight.size(1)
+    rank, states = scan.lin_delta.in_features, scan.A_log.size(1)
+    h = torch.zeros_like(scan.A_log)
+    outs = []
+    for t in range(len(inputs)):
+        u = 0 if scan.conv_bias is None else scan.conv_bias
+        for k in range(min(kernel, t + 1)):
+            u = u + scan.conv_weight[:, kernel - 1 - k] * inputs[t - k]
+        u = silu(u)
+        low, B, C = torch.split(scan.lin_states.weight @ u, [rank, states, states])
+        delta = torch.log(1 + torch.exp(linear(scan.lin_delta, low)))
+        decay = torch.exp(-delta.view(-1, 1) * torch.exp(scan.A_log))
+        h = decay * h + torch.outer(delta * u, B)
+        outs.append(h @ C + scan.D * u)
+    return outs
+
+
+def formula(conv: GraphMambaConv, x: Tensor, permutations: list[Sequences]) -> Tensor:
+    """The docstring: permutation by permutation, sequence by sequence."""
+    if conv.norm is not None:
+        center = x - x.mean(1, keepdim=True)
+        scale = torch.sqrt(center.square().mean(1, keepdim=True) + conv.norm.eps)
+        x = center / scale * conv.norm.weight + conv.norm.bias
+    inputs, y = linear(conv.lin_in, x), [torch.tensor(0.0)] * x.size(0)
+    for sequences in permutations:
+        assert sorted(chain(*sequences)) == list(range(x.size(0)))
+        for nodes in sequences:
+            for scan, way in zip(conv.scans, (nodes, nodes[::-1]), strict=False):
+                outs = run(scan, [inputs[v] for v in way])
+                for v, out in zip(way, outs, strict=True):
+                    y[v] = y[v] + out / len(permutations)
+    return linear(conv.lin_out, torch.stack(y) * silu(linear(conv.lin_gate, x)))
+
+
+def by_hand(score: list[float], batch: list[int] | None = None) -> Sequences:
+    """The nodes of each graph, by score."""
+    batch = [0] * len(score) if batch is None else batch
+    nodes = sorted(range(len(score)), key=score.__getitem__)
+    return [[v for v in nodes if batch[v] == graph] for graph in sorted(set(batch))]
+
+
+def drawn(num_nodes: int, score, batch=None, copies=1, **kwargs) -> list[Sequences]:
+    """The sequences of each permutation, as the operator says."""
+    kwargs["num_permutations"] = copies
+    index, ptr = node_sequences(score, batch, num_nodes, **kwargs)
+    assert ptr[0] == 0
+    assert ptr[-1] == copies * num_nodes
+    sequences = [index[start:end].tolist() for start, end in pairwise(ptr.tolist())]
+    size = len(sequences) // copies
+    return [sequences[i : i + size] for i in range(0, len(sequences), size)]
+
+
+def make_conv(channels: int = CHANNELS, states: int = STATES, **kw) -> GraphMambaConv:
+    """A layer whose states last and differ, and in which nothing is zero or one."""
+    conv = GraphMambaConv(channels, states, **kw).double()
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 2)
+    return conv
+
+
+def make_inputs(dtype: torch.dtype = torch.double) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.randn(NODES, CHANNELS, dtype=dtype)
+    return x, torch.tensor(GRAPH).t().contiguous(), torch.tensor(BATCH)
+
+
+def assert_is(out: Tensor, expected: Tensor, x: Tensor, conv: GraphMambaConv) -> None:
+    """So are the gradients of everything."""
+    assert_near(out, expected)
+    weigh = torch.randn_like(out)
+    wrt = {"x": x, **dict(conv.named_parameters())}
+    grads = torch.autograd.grad(out, list(wrt.values()), weigh)
+    expected = torch.autograd.grad(expected, list(wrt.values()), weigh)
+    for name, a, b in zip(wrt, grads, expected, strict=True):
+        assert_near(a, b, 1e-8, name)
+
+
+OPTIONS = [
+    {},
+    {"bidirectional": True, "bias": True},
+    {"norm": False, "conv_bias": False, "dt_rank": 2},
+    {"expand": 2, "conv_kernel": 1},
+    {"conv_kernel": 9, "bidirectional": True, "backend": "reference"},
+    {"states": 1, "backend": "torch"},
+]
+
+
+def named(x: dict) -> str:
+    return "-".join(f"{k}={v}" for k, v in x.items()) or "default"
+
+
+everywhere = pytest.mark.parametrize("options", OPTIONS, ids=named)
+
+
+@everywhere
+@pytest.mark.parametrize("training", [True, False])
+def test_formula(options, training):
+    """With an order in which no two nodes are equal."""
+    conv = make_conv(order=None, **options).train(training)
+    x, _, batch = make_inputs()
+    x.requires_grad_()
+    score = [0.5, -1.0, 7.0, 3.0, 2.0, 1.5, 0.7]
+    out = conv(x, score=torch.tensor(score))
+    assert_is(out, formula(conv, x, [by_hand(score)]), x, conv)
+    out = conv(x, batch=batch, score=torch.tensor(score))
+    assert_is(out, formula(conv, x, [by_hand(score, BATCH)]), x, conv)
+
+
+def test_integer_scores():
+    conv = make_conv(order=None).eval()
+    x, _, _ = make_inputs()
+    score = [1 << 60, (1 << 60) + 1, -5, 3, 0, 2, 9]  # of which floats know less
+    out = conv(x, score=torch.tensor(score))
+    assert_near(out, formula(conv, x, [by_hand(score)]))
+
+
+def test_important_nodes_hear_from_others():
+    conv = make_conv(order=None).eval()
+    x, _, _ = make_inputs()
+    score = torch.tensor([2, 0, 1, 3, 6, 5, 4])
+    before = conv(x, score=score)
+    x[6, 0] += 1
+    changed = (conv(x, score=score) != before).any(1)
+    assert changed.tolist() == [False] * 4 + [True] * 3
+
+
+@pytest.mark.parametrize("options", [{}, {"num_bins": 2}, {"bidirectional": True}])
+@pytest.mark.parametrize("order", ["degree", "cluster", "random", "order"])
+def test_formula_of_drawn_permutations(order, options):
+    conv = make_conv(order=order, seed=5, num_eval_permutations=3, **options)
+    x, edge_index, batch = make_inputs()
+    score = node_score(edge_index, NODES, order, batch)
+    kwargs = {
+        "num_bins": conv.num_bins,
+        "clusters": order == "cluster",
+        "shuffle": order != "order",
+    }
+    permutations = drawn(NODES, score, batch, 3, seed=5, **kwargs)
+    assert len(permutations) == 3
+    out = conv.eval()(x, edge_index, batch)
+    assert_near(out, formula(conv, x, permutations))
+
+    generator = torch.Generator().manual_seed(3)
+    out = conv.train()(x, edge_index, batch, generator=generator)
+    generator.manual_seed(3)
+    permutations = drawn(NODES, score, batch, generator=generator, **kwargs)
+    assert len(permutations) == 1
+    assert_near(out, formula(conv, x, permutations))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_orders(order):
+    """At run time as if their scores were given."""
+    conv = make_conv(order=order).eval()
+    x, edge_index, batch = make_inputs()
+    out = conv(x, edge_index, batch)
+    assert out.shape == x.shape
+    score = node_score(edge_index, NODES, order, batch)
+    assert conv(x, batch=batch, score=score).equal(out)
+    if order not in ("order", "random"):
+        flipped = -score if order != "cluster" else torch.arange(NODES)
+        assert not torch.allclose(conv(x, batch=batch, score=flipped), out)
+    conv.train()(x, edge_index, batch).sum().backward()
+    assert all(p.grad.isfinite().all() for p in conv.parameters())
+
+
+def test_orders_without_edges():
+    x, edge_index, batch = make_inputs()
+    for order in ("order", "random"):
+        conv = make_conv(order=order).eval()
+        assert conv(x, None, batch).equal(conv(x, edge_index, batch))
+    conv = make_conv(order="order").train()
+    assert conv(x, None, batch).equal(conv(x, None, batch))  # nothing is drawn
+
+
+# --------------------------------------------------------------- training, evaluation
+
+
+def test_evaluation_twice():
+    """The same bits, whatever happened to random numbers, modes and other layers."""
+    conv = make_conv(order="degree").eval()
+    x, edge_index, batch = make_inputs()
+    out = conv(x, edge_index, batch)
+    other = make_conv()
+    for step in range(3):
+        torch.manual_seed(step)
+        other(x, edge_index, batch).sum().backward()
+        state = torch.get_rng_state()
+        assert conv(x, edge_index, batch).equal(out)
+        assert torch.get_rng_state().equal(state)
+    with torch.no_grad():
+        assert conv.train().eval()(x, edge_index, batch).equal(out)
+    with torch.inference_mode():
+        assert conv(x, edge_index, batch).equal(out)
+    assert copy.deepcopy(conv)(x, edge_index, batch).equal(out)
+    assert conv(x, edge_index, batch, generator=torch.Generator()).equal(out)
+    # With scores that are given and forgotten, too.
+    for dtype in (torch.float16, torch.float32, torch.float64, torch.int32):
+        outs = [conv(x, batch=batch, score=torch.arange(NODES).to(dtype) // 2) for _ in
+                range(2)]  # fmt: skip
+        assert outs[0].equal(outs[1])
+
+
+def test_seeds():
+    """Others draw other permutations."""
+    x, _, _ = make_inputs()
+    first, second = (make_conv(order="random", seed=seed).eval() for seed in (0, 1))
+    second.load_state_dict(first.state_dict())
+    assert not torch.allclose(first(x), second(x))
+
+
+def test_evaluation_is_the_mean_of_permutations():
+    """Before the gate and the projection, which is linear."""
+    x, edge_index, batch = make_inputs()
+    conv = make_conv(num_eval_permutations=4).eval()
+    score = node_score(edge_index, NODES, "degree", batch)
+    single = make_conv(order=None, num_eval_permutations=1).eval()
+    single.load_state_dict(conv.state_dict())
+    index, _ = node_sequences(score, batch, num_permutations=4, seed=0)
+    places = [row.argsort() for row in index.view(4, NODES)]
+    assert len({tuple(place.tolist()) for place in places}) > 1
+    outs = [single(x, batch=batch, score=place) for place in places]
+    assert_near(conv(x, edge_index, batch), torch.stack(outs).mean(0))
+
+
+def test_training_permutations():
+    conv = make_conv(order="random")
+    x, edge_index, batch = make_inputs()
+    generator = torch.Generator()
+    outs = [conv(x, edge_index, batch, generator=generator.manual_seed(seed))
+            for seed in (0, 0, 1)]  # fmt: skip
+    assert outs[0].equal(outs[1])
+    assert not torch.allclose(outs[0], outs[2])
+    torch.manual_seed(7)
+    outs = [conv(x, edge_index, batch) for _ in range(2)]
+    assert not torch.allclose(outs[0], outs[1])
+    torch.manual_seed(7)
+    assert conv(x, edge_index, batch).equal(outs[0])
+
+
+def test_inference_then_training():
+    conv = make_conv()
+    x, edge_index, batch = make_inputs()
+    with torch.inference_mode():
+        conv.eval()(x, edge_index, batch)
+        conv.train()(x, edge_index, batch)
+    for mode in (True, False):
+        conv.zero_grad()
+        conv.train(mode)(x, edge_index, batch).sum().backward()
+        assert all(p.grad.isfinite().all() for p in conv.parameters())
+
+
+# ------------------------------------------------------------------------------ batches
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(batch=batches())
+def test_batches(batch: Batch):
+    """What the graphs give one by one: sorted or not, empty ones among them."""
+    for options in ({}, {"num_bins": 2, "bidirectional": True}, {"order": "cluster"}):
+        conv = make_conv(num_eval_permutations=2, **options).eval()
+        x = torch.randn(batch.num_nodes, CHANNELS, dtype=torch.double)
+        out = conv(x, batch.edge_index, batch.batch)
+        assert out.shape == x.shape
+        for node_map, graph in zip(batch.node_map, batch.graphs, strict=True):
+            nodes, place = node_map.sort()  # ties are broken by place
+            place = place.argsort()
+            assert_near(out[nodes], conv(x[nodes], place[graph.edge_index]))
+
+
+def test_loader():
+    none = torch.empty(2, 0, dtype=torch.long)
+    graphs = [(6, grid(2, 3)[0]), (1, none), (4, grid(2, 2)[0]), (0, none)]
+    items = [
+        Data(x=torch.randn(n, CHANNELS).double(), edge_index=edges)
+        for n, edges in graphs
+    ]
+    (data,) = DataLoader(items, batch_size=4)
+    conv = make_conv().eval()
+    expected = [conv(item.x, item.edge_index) for item in items]
+    assert_near(conv(data.x, data.edge_index, data.batch), torch.cat(expected))
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_leaks_between_graphs(training, backend):
+    """Not a bit, forward or backward."""
+    conv = make_conv(bidirectional=True, backend=backend).train(training)
+    x, edge_index, batch = make_inputs()
+    other = batch != 1
+    outs, grads = [], []
+    values = [0.0, torch.randn(CHANNELS), 1e3]
+    if backend == "auto":
+        values += [torch.inf, torch.nan]
+    for value in values:
+        changed = torch.where(other.view(-1, 1), x, x + value).requires_grad_()
+        generator = torch.Generator().manual_seed(2)
+        out = conv(changed, edge_index, batch, generator=generator)[other]
+        out.square().sum().backward()
+        outs.append(out)
+        grads.append(changed.grad[other])
+    for out, grad in zip(outs, grads, strict=True):
+        assert out.equal(outs[0])
+        assert grad.equal(grads[0])
+
+
+def test_renumbered_nodes():
+    conv = make_conv(order=None, bidirectional=True).eval()
+    x, edge_index, batch = make_inputs()
+    score = torch.randn(NODES)
+
+    def layer(nodes, edge_index, edges, batch):
+        return conv(nodes[0], edge_index, batch, nodes[1])
+
+    assert_permutes(layer, (x, score), edge_index, (), batch)
+    # The smallest tree in which no two nodes are alike.
+    legs = torch.tensor([[0, 0, 2, 0, 4, 5], [1, 2, 3, 4, 5, 6]])
+    tree = torch.cat([legs, legs.flip(0)], dim=1)
+    for order in ("pagerank", "closeness"):
+        assert node_score(tree, NODES, order).unique().numel() == NODES
+        conv = make_conv(order=order).eval()
+        assert_permutes(lambda x, e, *_, conv=conv: conv(*x, e), (x,), tree)
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 2])
+@everywhere
+def test_few_nodes(num_nodes, options):
+    for order in ("degree", "eigenvector", "cluster", "random"):
+        conv = make_conv(order=order, **options)
+        x = torch.randn(num_nodes, CHANNELS, dtype=torch.double, requires_grad=True)
+        none = torch.empty(2, 0, dtype=torch.long)
+        batch = torch.full((num_nodes,), 2)
+        for mode in (True, False):
+            for args in ((none,), (none, batch)):
+                out = conv.train(mode)(x, *args)
+                assert out.shape == x.shape
+                out.sum().backward()
+        assert x.grad.isfinite().all()
+        if num_nodes > 0 or options.get("backend") != "reference":
+            assert all(p.grad is not None for p in conv.parameters())
+
+
+@pytest.mark.parametrize("num_bins", [1, 2, 3, 10])
+def test_bins(num_bins):
+    """A node hears from those of its own bin only, more bins than nodes or not."""
+    conv = make_conv(order="order", num_bins=num_bins, num_eval_permutations=1).eval()
+    x = torch.randn(9, CHANNELS, dtype=torch.double, requires_grad=True)
+    heard = torch.autograd.functional.jacobian(conv, x).abs().sum((1, 3)) > 0
+    (sequences,) = drawn(9, None, num_bins=num_bins, shuffle=False, seed=0)
+    sizes = sorted(len(nodes) for nodes in sequences)
+    assert sizes[-1] - sizes[0] <= 1
+    for nodes in sequences:
+        for t, v in enumerate(nodes):
+            assert heard[v].nonzero().view(-1).tolist() == sorted(nodes[: t + 1])
+
+
+# -------------------------------------------------------------------- the start, sizes
+
+
+@pytest.mark.parametrize(
+    ("channels", "count"), [(96, 34080), (64, 16320), (52, 11388), (48, 9840)]
+)
+def test_number_of_parameters(channels, count):
+    """Of the paper's tables, which leave out the layer norm."""
+    conv = GraphMambaConv(channels)
+    assert sum(p.numel() for p in conv.parameters()) == count + 2 * channels
+    conv = GraphMambaConv(channels, norm=False)
+    assert sum(p.numel() for p in conv.parameters()) == count
+
+
+def test_start():
+    conv = GraphMambaConv(64, 5, conv_kernel=3, expand=2, dt_min=0.01, dt_max=0.2)
+    (scan,) = conv.scans
+    assert conv.dt_rank == 4
+    rates = torch.arange(1, 6).expand(128, 5).double()
+    assert_near(scan.A_log.detach().double().exp(), rates, 1e-6)
+    assert (scan.D == 1).all()
+    step = torch.nn.functional.softplus(scan.lin_delta.bias.detach())
+    assert step.min() >= 0.01 - 1e-6
+    assert step.max() <= 0.2 + 1e-6
+    assert step.log().std() > 0.5
+    assert scan.lin_delta.weight.abs().max() <= 0.5
+    assert scan.conv_weight.abs().max() <= 3**-0.5
+    for lin in (conv.lin_in, conv.lin_gate, conv.lin_out):
+        assert lin.bias is None
+
+
+@everywhere
+def test_reset_parameters(options):
+    used = make_conv(**options)
+    fresh = GraphMambaConv(CHANNELS, options.pop("states", STATES), **options).double()
+    for conv in (used, fresh):
+        torch.manual_seed(1)
+        conv.reset_parameters()
+    for (name, a), b in zip(used.named_parameters(), fresh.parameters(), strict=True):
+        assert a.equal(b), name
+
+
+def test_every_parameter_is_trained():
+    conv = GraphMambaConv(CHANNELS, bidirectional=True, bias=True)
+    x, edge_index, batch = make_inputs(torch.float)
+    conv(x, edge_index, batch).square().sum().backward()
+    for name, parameter in conv.named_parameters():
+        assert parameter.grad.any(), name
+
+
+def test_gradcheck():
+    x, edge_index, batch = make_inputs()
+    x.requires_grad_()
+    for options in ({}, {"bidirectional": True, "num_bins": 2}):
+        conv = make_conv(2, 2, num_eval_permutations=2, norm=False, **options).eval()
+        layer = partial(conv, edge_index=edge_index, batch=batch)
+        assert torch.autograd.gradcheck(layer, x[:, :2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
+def test_half_precision(dtype, backend):
+    conv = GraphMambaConv(CHANNELS, bidirectional=True, backend=backend).eval()
+    x, edge_index, batch = make_inputs(torch.float)
+    expected = conv(x, edge_index, batch)
+    with torch.autocast("cpu", dtype=dtype):
+        out = conv(x, edge_index, batch)
+        out.float().sum().backward()
+    assert_near(out, expected, 0.05)
+    assert all(p.grad.isfinite().all() for p in conv.parameters())
+    conv = conv.to(dtype)
+    conv.zero_grad()
+    out = conv(x.to(dtype), edge_index, batch)
+    assert out.dtype == dtype
+    assert_near(out, expected, 0.05)
+    out.sum().backward()
+    for parameter in conv.parameters():
+        assert parameter.grad.dtype == dtype
+        assert parameter.grad.isfinite().all()
+
+
+def test_gates_are_not_rounded():
+    """Under autocast, the scan gets float32, in which states last long."""
+    conv = GraphMambaConv(16, order="order").eval()
+    x = torch.randn(300, 16)
+    expected = conv(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = conv(x)
+    assert_near(out, expected, 0.03)
+
+
+# ---------------------------------------------------------------------- a PyG citizen
+
+
+@everywhere
+def test_copies_and_files(options):
+    conv = make_conv(**options).eval()
+    inputs = make_inputs()
+    out = conv(*inputs)
+    assert copy.deepcopy(conv)(*inputs).equal(out)
+    assert pickle.loads(pickle.dumps(conv))(*inputs).equal(out)
+    other = make_conv(**options).eval()
+    assert not torch.allclose(other(*inputs), out)
+    file = io.BytesIO()
+    torch.save(conv.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other(*inputs).equal(out)
+
+
+def test_parameters_without_weight_decay():
+    conv = GraphMambaConv(CHANNELS, bidirectional=True)
+    for other in (conv, copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
+        marked = {name.split(".")[-1] for name, p in other.named_parameters()
+                  if getattr(p, "_no_weight_decay", False)}  # fmt: skip
+        assert marked == {"A_log", "D"}
+
+
+def test_repr():
+    text = "GraphMambaConv(6, state_channels=3, conv_kernel=4, expand=1, order='bfs')"
+    assert str(GraphMambaConv(6, 3, order="bfs")) == text
+
+
+def test_adjacency_forms():
+    conv = make_conv().eval()
+    x, edge_index, batch = make_inputs()
+    edge_index = coalesce(edge_index, sort_by_row=False)
+    out = conv(x, edge_index, batch)
+    size = (NODES, NODES)
+    index = EdgeIndex(edge_index, sparse_size=size, sort_order="col")
+    assert conv(x, index, batch).equal(out)
+    for to_sparse in (to_torch_coo_tensor, to_torch_csr_tensor):
+        assert conv(x, to_sparse(edge_index.flip(0), size=size), batch).equal(out)
+    assert conv(x, edge_index.int(), batch.int()).equal(out)
+
+
+@pytest.mark.skipif(
+    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse"
+)
+def test_sparse_tensor():
+    conv = make_conv().eval()
+    x, edge_index, batch = make_inputs()
+    edge_index = coalesce(edge_index, sort_by_row=False)
+    adj_t = torch_geometric.typing.SparseTensor(
+        row=edge_index[1], col=edge_index[0], sparse_sizes=(NODES, NODES)
+    )
+    assert conv(x, adj_t, batch).equal(conv(x, edge_index, batch))
+
+
+def test_inputs_are_not_altered():
+    x, edge_index, batch = make_inputs()
+    score = torch.randn(NODES)
+    given = x, edge_index, batch, score
+    kept = [y.clone() for y in given]
+    for mode in (True, False):
+        make_conv(order=None).train(mode)(*given)
+    assert all(a.equal(b) for a, b in zip(given, kept, strict=True))
+
+
+def test_sequential():
+    first, second = make_conv().eval(), make_conv(order="bfs").eval()
+    model = Sequential("x, edge_index, batch", [
+        (first, "x, edge_index, batch -> x"),
+        torch.nn.ReLU(),
+        (second, "x, edge_index, batch=batch -> x"),
+    ])  # fmt: skip
+    x, edge_index, batch = make_inputs()
+    expected = second(first(x, edge_index, batch).relu(), edge_index, batch)
+    assert model(x, edge_index, batch).equal(expected)
+
+
+@pytest.mark.parametrize("arrangement", ["parallel", "sequential"])
+def test_in_a_gps_layer(arrangement):
+    """Whatever the layer takes is taken by name."""
+    x, edge_index, batch = make_inputs(torch.float)
+    edge_attr = torch.randn(edge_index.size(1), CHANNELS)
+    conv = GatedGCNConv(CHANNELS, CHANNELS)
+    mixer = GraphMambaConv(CHANNELS)
+    layer = GPSLayer(CHANNELS, conv=conv, mixer=mixer, arrangement=arrangement)
+    out, edges = layer(x, edge_index, batch=batch, edge_attr=edge_attr)
+    assert out.shape == x.shape
+    assert edges.shape == edge_attr.shape
+    out.sum().backward()
+    assert all(p.grad is not None for p in mixer.parameters())
+    assert layer.accepts("score")
+    assert layer.accepts("generator")
+    generator = torch.Generator()
+    outs = [layer(x, edge_index, batch, edge_attr, generator=generator.manual_seed(s),
+                  mixer_score=torch.zeros(NODES))[0]
+            for s in (0, 0, 1)]  # fmt: skip
+    assert outs[0].equal(outs[1])
+    assert not torch.allclose(outs[0], outs[2])
+    layer.eval()
+    first, second = (layer(x, edge_index, batch, edge_attr)[0] for _ in range(2))
+    assert first.equal(second)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True, "num_bins": 2}])
+def test_compile(options, training):
+    """In one piece, for scores that are given."""
+    conv = make_conv(order=None, **options).train(training)
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    x, _, batch = make_inputs()
+    score = torch.randn(NODES)
+    grads = []
+    for layer in (conv, compiled):
+        conv.zero_grad()
+        torch.manual_seed(0)
+        out = layer(x, batch=batch, score=score)
+        out.square().sum().backward()
+        grads.append([out, *(p.grad.clone() for p in conv.parameters())])
+    for a, b in zip(*grads, strict=True):
+        assert_near(a, b)
+
+
+@pytest.mark.parametrize("order", ["degree", "pagerank", "random"])
+def test_compile_finds_the_order_itself(order):
+    """In one piece, too."""
+    conv = make_conv(order=order).eval()
+    inputs = make_inputs()
+    expected = conv(*inputs)
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    assert_near(compiled(*inputs), expected)
+
+
+def test_compile_for_all_sizes():
+    conv = make_conv().eval()
+    compiled = torch.compile(conv, fullgraph=True, dynamic=True, backend="aot_eager")
+    for size in (6, 9):
+        x = torch.randn(size, CHANNELS, dtype=torch.double)
+        edge_index, batch = grid(2, size // 3)[0], torch.arange(size) // 3
+        edge_index = edge_index[:, batch[edge_index[0]] == batch[edge_index[1]]]
+        assert_near(compiled(x, edge_index, batch), conv(x, edge_index, batch))
+
+
+def test_learns_across_a_long_sequence():
+    """The last node's label is the first one's feature, 24 nodes away."""
+    torch.manual_seed(0)
+    n = 25
+    lin, conv = torch.nn.Linear(2, 16), GraphMambaConv(16, order=None)
+    head = torch.nn.Linear(16, 2)
+    model = torch.nn.ModuleList([lin, conv, head])
+    y = torch.arange(32) % 2
+    x = torch.zeros(32, n, 2)
+    x[torch.arange(32), 0, y] = 1
+    x, batch = x.view(-1, 2), torch.arange(32).repeat_interleave(n)
+    score = torch.arange(n).repeat(32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
+    for _ in range(300):
+        out = head(conv(lin(x), batch=batch, score=score)).view(32, n, 2)[:, -1]
+        loss = torch.nn.functional.cross_entropy(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if loss < 0.05:
+            break
+    assert loss < 0.05
+
+
+# ----------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["channels", "state_channels", "conv_kernel", "expand", "dt_rank",
+     "num_eval_permutations", "num_bins"],
+)  # fmt: skip
+def test_sizes_that_are_refused(name):
+    for size in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"'{name}' must be .* >= 1, got {size}"):
+            GraphMambaConv(**({"channels": 4} | {name: size}))
+
+
+def test_options_that_are_refused():
+    with pytest.raises(
+        ValueError, match=r"'order' must be one of .*'pagerank'.*'dgree"
+    ):
+        GraphMambaConv(4, order="dgree")
+    for low, high in ((0, 1), (0.2, 0.1), (-1, 1)):
+        with pytest.raises(ValueError, match=f"dt_min <= dt_max, got {low} and {high}"):
+            GraphMambaConv(4, dt_min=low, dt_max=high)
+    with pytest.raises(ValueError, match=r"'backend' must be one of .*, got 'cuda'"):
+        GraphMambaConv(CHANNELS, backend="cuda")(*make_inputs(torch.float))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_bad_inputs(training):
+    conv = GraphMambaConv(CHANNELS).train(training)
+    x, edge_index, batch = make_inputs(torch.float)
+    with pytest.raises(ValueError, match=r"'x' must be \[nodes, 6\], got \[7, 5\]"):
+        conv(x[:, :5], edge_index)
+    with pytest.raises(ValueError, match=r"'x' must be \[nodes, 6\], got \[6\]"):
+        conv(x[0], edge_index)
+    with pytest.raises(ValueError, match=r"'x' must be .*, got tuple"):
+        conv((x, x), edge_index)
+    with pytest.raises(ValueError, match="'edge_index' or 'score' must be given with"):
+        conv(x)
+    with pytest.raises(ValueError, match=r"= \[0, 7\) \(got 9"):
+        conv(x, edge_index + 3)
+    with pytest.raises(ValueError, match="'batch' must be of shape"):
+        conv(x, edge_index, batch[:5])
+    with pytest.raises(ValueError, match=r"'score' must .* \[7\] .* \[8\]"):
+        conv(x, edge_index, batch, torch.zeros(NODES + 1))
+    score = torch.zeros(NODES)
+    score[3] = torch.nan
+    for dtype in (torch.float, torch.double, torch.float16):
+        with pytest.raises(ValueError, match="'score' must not hold NaN"):
+            conv(x, edge_index, batch, score.to(dtype))
+    conv = GraphMambaConv(CHANNELS, order=None).train(training)
+    with pytest.raises(ValueError, match="'score' must be given with order=None"):
+        conv(x, edge_index)

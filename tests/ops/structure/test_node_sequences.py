@@ -1,0 +1,368 @@
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import batches
+
+from pyg_chimera.ops.structure.order import NodeSequences, node_sequences
+
+SCORES = st.sampled_from([None, "few", "wide", "float"])
+
+
+def scores(kind, num_nodes):
+    if kind == "few":  # small integers with many ties
+        return torch.randint(-1, 2, (num_nodes,))
+    if kind == "wide":  # integers that need all 64 bits
+        big = torch.tensor([torch.iinfo(torch.long).min, torch.iinfo(torch.long).max])
+        return big[torch.randint(0, 2, (num_nodes,))]
+    if kind == "float":
+        pool = torch.tensor([-math.inf, -1.5, -0.0, 0.0, 1e-300, math.inf])
+        return pool.double()[torch.randint(0, 6, (num_nodes,))]
+    return None
+
+
+def sequences(out: NodeSequences) -> list[list[int]]:
+    ptr = out.ptr.tolist()
+    return [out.index[a:b].tolist() for a, b in pairwise(ptr)]
+
+
+def test_two_graphs():
+    score = torch.tensor([3.0, 1.0, 2.0, -1.0, -2.0])
+    out = node_sequences(score, torch.tensor([0, 0, 0, 1, 1]))
+    assert out.index.dtype == out.ptr.dtype == torch.long
+    assert out.index.tolist() == [1, 2, 0, 4, 3]
+    assert out.ptr.tolist() == [0, 3, 5]
+
+
+def test_permutations_then_graphs_then_bins():
+    batch = torch.tensor([1, 0, 1, 1, 3])
+    score = torch.tensor([5, 9, 4, 6, 0])
+    out = node_sequences(score, batch, num_permutations=2, num_bins=2, shuffle=False)
+    each = [[1], [], [2, 0], [3], [], [], [4], []]
+    assert sequences(out) == each + each
+
+
+def test_one_graph():
+    out = node_sequences(None, num_nodes=3, shuffle=False)
+    assert out.index.tolist() == [0, 1, 2]
+    assert out.ptr.tolist() == [0, 3]
+    assert node_sequences(torch.tensor([2, 1, 0])).index.tolist() == [2, 1, 0]
+
+
+def test_nothing():
+    empty = torch.empty(0, dtype=torch.long)
+    for kwargs in ({}, {"seed": 1}, {"shuffle": False}, {"num_bins": 2}):
+        out = node_sequences(None, num_nodes=0, num_permutations=2, **kwargs)
+        assert out.index.numel() == 0
+        assert out.ptr.tolist() == [0] * (2 * kwargs.get("num_bins", 1) + 1)
+        for clusters in (False, True):
+            out = node_sequences(empty, empty, clusters=clusters, **kwargs)
+            assert out.index.numel() == 0
+            assert out.ptr.tolist() == [0]
+
+
+def test_empty_graphs_at_the_end():
+    out = node_sequences(None, torch.tensor([1, 1]), batch_size=4, seed=0)
+    assert out.ptr.tolist() == [0, 0, 2, 2, 2]
+    assert node_sequences(None, num_nodes=2, batch_size=3).ptr.tolist() == [0, 2, 2, 2]
+
+
+@given(
+    batches(),
+    SCORES,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from([{}, {"seed": 3}, {"shuffle": False}]),
+)
+def test_sorted_sequences_of_each_graph(batch, kind, m, num_bins, kwargs):
+    score = scores(kind, batch.num_nodes)
+    out = node_sequences(
+        score,
+        batch.batch,
+        num_permutations=m,
+        num_bins=num_bins,
+        batch_size=batch.num_graphs,
+        **kwargs,
+    )
+    V = batch.num_nodes
+    assert out.ptr.numel() == m * batch.num_graphs * num_bins + 1
+    for part in out.index.split(V) if V > 0 else []:
+        assert part.sort().values.equal(torch.arange(V))
+    each = iter(sequences(out))
+    for _ in range(m):
+        for nodes in batch.node_map:
+            bins = [next(each) for _ in range(num_bins)]
+            assert (
+                sorted(i for part in bins for i in part) == nodes.sort().values.tolist()
+            )
+            assert max(map(len, bins)) - min(map(len, bins)) <= 1
+            if score is not None:
+                for part in bins:
+                    assert score[part].tolist() == sorted(score[part].tolist())
+
+
+@given(batches(), SCORES, st.integers(1, 3), st.integers(0, 2**63 - 1), st.booleans())
+def test_seeded_batch_is_its_graphs(batch, kind, num_bins, seed, clusters):
+    kind = "few" if clusters and kind in (None, "float") else kind
+    score = scores(kind, batch.num_nodes)
+    kwargs = {
+        "num_permutations": 2,
+        "num_bins": num_bins,
+        "clusters": clusters,
+        "seed": seed,
+    }
+    out = sequences(
+        node_sequences(score, batch.batch, batch_size=batch.num_graphs, **kwargs)
+    )
+    for i in range(batch.num_graphs):
+        nodes = (batch.batch == i).nonzero().flatten()
+        alone = node_sequences(
+            None if score is None else score[nodes], None, len(nodes), **kwargs
+        )
+        alone = [nodes[part].tolist() for part in sequences(alone)]
+        size = batch.num_graphs * num_bins
+        mine = out[i * num_bins :][:num_bins] + out[size + i * num_bins :][:num_bins]
+        assert mine == alone
+
+
+@given(batches(min_graphs=1), st.sampled_from([{}, {"seed": 5}]))
+def test_clusters_stay_together(batch, kwargs):
+    cluster = torch.randint(0, 4, (batch.num_nodes,))
+    out = node_sequences(
+        cluster, batch.batch, clusters=True, batch_size=batch.num_graphs, **kwargs
+    )
+    for part in sequences(out):
+        runs = cluster[part].unique_consecutive()
+        assert runs.numel() == runs.unique().numel()
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+@pytest.mark.parametrize("num_bins", [1, 2])
+def test_ties_are_uniform(seeded, num_bins):
+    """All orders of three equal nodes, the least one always first."""
+    score = torch.tensor([1, 1, 0, 1])
+    kwargs = {"seed": 7} if seeded else {"generator": torch.Generator().manual_seed(0)}
+    m = 6000
+    out = node_sequences(score, num_permutations=m, num_bins=num_bins, **kwargs)
+    parts = sequences(out)
+    if num_bins == 1:
+        assert all(part[0] == 2 for part in parts)
+        counts = Counter(tuple(part) for part in parts)
+    else:  # any two nodes are in the first bin
+        counts = Counter(frozenset(part) for part in parts[::2])
+    assert len(counts) == 6
+    expected = m / 6
+    deviation = sum((count - expected) ** 2 / expected for count in counts.values())
+    assert deviation < 25  # chi squared of 5 degrees of freedom: 1 in 7,000
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_clusters_and_their_nodes_are_uniform(seeded):
+    """Small clusters come first as often as large ones."""
+    cluster = torch.tensor([4, 9, 9, 9, 9, 2])
+    kwargs = {"seed": 7} if seeded else {"generator": torch.Generator().manual_seed(0)}
+    m = 6000
+    out = node_sequences(cluster, num_permutations=m, clusters=True, **kwargs)
+    parts = out.index.view(m, 6)
+    for counts in (
+        Counter(tuple(c.unique_consecutive().tolist()) for c in cluster[parts]),
+        Counter(parts[cluster[parts] == 9].view(m, 4)[:, 0].tolist()),
+    ):
+        expected = m / len(counts)
+        assert len(counts) in (4, 6)
+        assert sum((c - expected) ** 2 / expected for c in counts.values()) < 25
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**40])
+def test_hash_looks_random(seed):
+    """No place, permutation or seed is before another one too often."""
+    V, m = 64, 512
+    out = node_sequences(None, num_nodes=V, num_permutations=m, seed=seed)
+    place = out.index.view(m, V).argsort(dim=1).double()
+    # Places of a node have mean (V - 1) / 2 and variance (V^2 - 1) / 12.
+    std = math.sqrt((V * V - 1) / 12 / m)
+    assert float((place.mean(0) - (V - 1) / 2).abs().max()) < 4.5 * std
+    correlation = torch.corrcoef(place)  # of permutations
+    correlation.fill_diagonal_(0)
+    assert float(correlation.abs().max()) < 6.5 / math.sqrt(V)
+    other = node_sequences(None, num_nodes=V, num_permutations=m, seed=seed + 1)
+    assert float((out.index == other.index).double().mean()) < 2 / V
+
+
+def test_permutations_don_t_depend_on_their_number():
+    three = node_sequences(None, num_nodes=9, num_permutations=3, seed=4)
+    one = node_sequences(None, num_nodes=9, seed=4)
+    assert three.index[:9].equal(one.index)
+    assert not three.index[:9].equal(three.index[9:18])
+
+
+def test_seed_leaves_the_generator_alone():
+    state = torch.get_rng_state()
+    first = node_sequences(None, num_nodes=50, seed=2).index
+    torch.manual_seed(9)
+    assert node_sequences(None, num_nodes=50, seed=2).index.equal(first)
+    torch.set_rng_state(state)
+    node_sequences(None, num_nodes=50, seed=2)
+    assert torch.get_rng_state().equal(state)
+    assert not node_sequences(None, num_nodes=50, seed=3).index.equal(first)
+
+
+def test_without_a_seed_every_call_is_new():
+    first = node_sequences(None, num_nodes=50).index
+    assert not node_sequences(None, num_nodes=50).index.equal(first)
+    torch.manual_seed(0)
+    assert node_sequences(None, num_nodes=50).index.equal(first)
+    generator = torch.Generator().manual_seed(0)
+    assert node_sequences(None, num_nodes=50, generator=generator).index.equal(first)
+
+
+def test_same_in_another_process():
+    code = (
+        "import torch\n"
+        "from pyg_chimera.ops.structure.order import node_sequences\n"
+        "torch.manual_seed(123)\n"
+        "out = node_sequences(torch.arange(40) % 3, torch.arange(40) % 2,\n"
+        "    num_permutations=2, num_bins=2, clusters=True, seed=11)\n"
+        "print(out.index.tolist())"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "77"}
+    text = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, check=True
+    ).stdout
+    out = node_sequences(
+        torch.arange(40) % 3,
+        torch.arange(40) % 2,
+        num_permutations=2,
+        num_bins=2,
+        clusters=True,
+        seed=11,
+    )
+    assert text.decode().strip() == str(out.index.tolist())
+
+
+def test_known_order():
+    """Evaluations made with earlier versions stay comparable."""
+    out = node_sequences(None, num_nodes=8, num_permutations=2, seed=0)
+    assert out.index.tolist() == [0, 2, 3, 1, 7, 5, 6, 4, 1, 4, 2, 7, 6, 0, 3, 5]
+
+
+def test_many_graphs_and_scores_that_do_not_fit_one_key(monkeypatch):
+    """The same order if what is sorted by has too few bits."""
+    monkeypatch.setattr("pyg_chimera.ops.structure.order._FREE_BITS", 1)
+    batch = torch.randint(0, 9, (200,))
+    for score in (torch.rand(200).round(decimals=1), torch.randint(0, 5, (200,))):
+        few = node_sequences(score, batch, num_permutations=2, seed=0, num_bins=2)
+        monkeypatch.undo()
+        enough = node_sequences(score, batch, num_permutations=2, seed=0, num_bins=2)
+        assert few.index.equal(enough.index)
+        assert few.ptr.equal(enough.ptr)
+
+
+def test_score_has_no_gradient():
+    score = torch.tensor([2.0, 1.0], requires_grad=True)
+    assert node_sequences(score).index.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int32, torch.half, torch.bfloat16]
+)
+def test_dtypes(dtype):
+    score = torch.tensor([1, 0, 1, 0]).to(dtype)
+    out = node_sequences(score, torch.tensor([0, 0, 1, 1], dtype=torch.int32))
+    assert out.index.tolist() == [1, 0, 3, 2]
+
+
+@pytest.mark.parametrize("kwargs", [{"seed": 3}, {"shuffle": False}, {}])
+@pytest.mark.parametrize("num_bins", [1, 2])
+@pytest.mark.parametrize("kind", ["few", "float", "clusters", None])
+def test_compile(kwargs, num_bins, kind):
+    batch = torch.tensor([0, 2, 0, 2, 2, 0, 3, 3, 0])
+    score = scores("few" if kind == "clusters" else kind, 9)
+
+    def function(score, batch):
+        return node_sequences(
+            score,
+            batch,
+            num_permutations=3,
+            num_bins=num_bins,
+            clusters=kind == "clusters",
+            batch_size=5,
+            **kwargs,
+        )
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    out = compiled(score, batch)
+    if kwargs:
+        expected = function(score, batch)
+        assert out.index.equal(expected.index)
+        assert out.ptr.equal(expected.ptr)
+    assert out.index[:9].sort().values.equal(torch.arange(9))
+
+
+def test_bad_input():
+    score = torch.rand(4)
+    with pytest.raises(ValueError, match=r"'score' must not hold NaN \(got 1 of 4"):
+        node_sequences(torch.tensor([0.0, math.nan, 1.0, 2.0]))
+    with pytest.raises(ValueError, match=r"shape \[5\] \(got shape \[4\]\)"):
+        node_sequences(score, num_nodes=5)
+    with pytest.raises(ValueError, match=r"shape \[3\] \(got shape \[4\]\)"):
+        node_sequences(score, torch.zeros(3).long())
+    with pytest.raises(ValueError, match=r"shape \[num_nodes\] \(got shape \[4, 1\]\)"):
+        node_sequences(score.view(4, 1))
+    with pytest.raises(ValueError, match=r"'batch' .* \[4\] \(got shape \[3\]\)"):
+        node_sequences(score, torch.zeros(3).long(), 4)
+    with pytest.raises(ValueError, match="'batch' must hold no negative"):
+        node_sequences(score, torch.tensor([0, -1, 0, 0]))
+    with pytest.raises(TypeError, match="'batch' must hold integers"):
+        node_sequences(score, torch.zeros(4))
+    with pytest.raises(ValueError, match=r"'batch' .*\[0, 2\) \(got 2\)"):
+        node_sequences(score, torch.tensor([0, 1, 2, 2]), batch_size=2)
+    for name in ("num_bins", "num_permutations"):
+        with pytest.raises(ValueError, match=f"'{name}' must be at least 1 .got 0"):
+            node_sequences(score, **{name: 0})
+        with pytest.raises(TypeError, match=f"'{name}' must be an integer .got 'float"):
+            node_sequences(score, **{name: 1.5})
+    with pytest.raises(ValueError, match="'batch_size' must be at least 0"):
+        node_sequences(None, torch.zeros(4).long(), batch_size=-1)
+    with pytest.raises(ValueError, match="'num_nodes' must be at least 0"):
+        node_sequences(None, num_nodes=-1)
+    with pytest.raises(ValueError, match="'batch_size' must be at least 1"):
+        node_sequences(score, batch_size=0)
+    with pytest.raises(TypeError, match="'seed' must be an integer"):
+        node_sequences(score, seed=0.5)
+    with pytest.raises(TypeError, match=r"clusters.*got dtype torch.float32"):
+        node_sequences(score, clusters=True)
+    with pytest.raises(TypeError, match=r"clusters.*got None"):
+        node_sequences(None, num_nodes=4, clusters=True)
+    with pytest.raises(TypeError, match="real"):
+        node_sequences(score.to(torch.cfloat))
+    with pytest.raises(TypeError, match="'score' must be a tensor"):
+        node_sequences([1, 2])
+    with pytest.raises(ValueError, match="'generator' and 'seed'"):
+        node_sequences(score, seed=0, generator=torch.Generator())
+    with pytest.raises(ValueError, match="'num_nodes' must be given"):
+        node_sequences(None)
+
+
+@pytest.mark.cuda
+def test_device():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    batch = torch.arange(100) % 7
+    for kind in (None, "few", "wide", "float"):
+        score = scores(kind, 100)
+        on_gpu = None if score is None else score.cuda()
+        out = node_sequences(on_gpu, batch.cuda(), seed=3, num_bins=2)
+        expected = node_sequences(score, batch, seed=3, num_bins=2)
+        assert out.index.is_cuda
+        assert out.ptr.is_cuda
+        assert out.index.cpu().equal(expected.index)
+    with pytest.raises(ValueError, match="'generator' must be of the device"):
+        node_sequences(None, batch.cuda(), generator=torch.Generator())
