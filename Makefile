@@ -62,8 +62,10 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python examples/lrgb.py --smoke
 	$(BIN)/python examples/arrow_pointing.py --smoke
 	$(BIN)/python examples/tudataset.py --smoke
+	$(BIN)/python examples/graph_mamba.py --smoke
 	$(BIN)/python benchmarks/mixing.py --smoke
 	$(BIN)/python benchmarks/scanning.py --smoke
+	$(BIN)/python benchmarks/sequences.py --smoke
 
 clean:  ## remove what was built, the virtual environment too
 	rm -rf $(VENV) build dist docs/_build docs/generated ./*.egg-info

@@ -46,12 +46,20 @@ PUBLIC = {
         "ArrowPointing",
         *("ATOM_FEATURE_SIZES", "BOND_FEATURE_SIZES"),
     },
+    "pyg_chimera.graphgym": {
+        *("ChimeraLayer", "PLSTMLayer", "GraphMambaLayer"),
+        *("ChimeraGPS", "PLSTMGPS", "GraphMambaGPS"),
+        *("chimera_cfg", "register"),
+    },
 }
+#: Cannot be imported without GraphGPS, and has tests of its own.
+FOREIGN = "pyg_chimera.graphgym.gps_model"
 MODULES = [
     "pyg_chimera",
     *(
         info.name
         for info in pkgutil.walk_packages(pyg_chimera.__path__, "pyg_chimera.")
+        if info.name != FOREIGN
     ),
 ]
 

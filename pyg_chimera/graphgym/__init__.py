@@ -1,0 +1,32 @@
+"""The layers in `GraphGym <https://pytorch-geometric.readthedocs.io>`_, PyG's own and
+that of GraphGPS, chosen by name in YAML files. Importing this package registers them.
+"""
+
+try:
+    import yacs  # noqa: F401, without it PyG's GraphGym has no configuration
+except ModuleNotFoundError as error:
+    if error.name != "yacs":
+        raise
+    raise ImportError(
+        "'pyg_chimera.graphgym' needs what PyG's GraphGym needs: install it with "
+        "'pip install \"pyg-chimera[graphgym]\"', or 'pip install yacs "
+        "pytorch-lightning'"
+    ) from error
+
+from pyg_chimera.graphgym.config import chimera_cfg
+from pyg_chimera.graphgym.layers import ChimeraLayer, GraphMambaLayer, PLSTMLayer
+from pyg_chimera.graphgym.networks import PLSTMGPS, ChimeraGPS, GraphMambaGPS
+from pyg_chimera.graphgym.registration import register
+
+__all__ = [
+    "PLSTMGPS",
+    "ChimeraGPS",
+    "ChimeraLayer",
+    "GraphMambaGPS",
+    "GraphMambaLayer",
+    "PLSTMLayer",
+    "chimera_cfg",
+    "register",
+]
+
+register()

@@ -1,0 +1,49 @@
+from yacs.config import CfgNode
+
+__all__ = ["chimera_cfg"]
+
+
+def chimera_cfg(cfg: CfgNode) -> None:
+    r"""Adds the group :obj:`chimera` to a configuration of GraphGym.
+
+    It holds what GraphGym has no option for. Width, depth, activation, dropout and
+    batch norm are those of its group :obj:`gnn`, or :obj:`gt` in a layer of GraphGPS.
+
+    Args:
+        cfg (yacs.config.CfgNode): The configuration to add the group to.
+    """
+    cfg.chimera = CfgNode()
+
+    # Number of heads (Chimera, PLSTM); null: 'gt.n_heads' in a layer of GraphGPS,
+    # 'gnn.att_heads' elsewhere.
+    cfg.chimera.heads = None
+
+    # Size of a head's keys, of a channel's state in Graph-Mamba; null: the layer's own.
+    cfg.chimera.state_channels = None
+
+    # Width of the edge features that the mixer reads (Chimera, PLSTM); null: that of
+    # the edge encoder, if there is one; 0: it reads none; a number: of raw features.
+    cfg.chimera.edge_dim = None
+
+    # PLSTM: 'P', 'D', or in the networks any string of both, such as 'PD' for layers
+    # of either kind in turn.
+    cfg.chimera.mode = "P"
+
+    # What nodes are ordered by (GraphMamba), or edges directed by (PLSTM): a name;
+    # null: by the data, which have a 'node_score' (GraphMamba) or are DAGs (PLSTM).
+    cfg.chimera.order = "degree"
+
+    # GraphMamba: number of parts into which the nodes of each graph are divided.
+    cfg.chimera.num_bins = 1
+
+    # GraphMamba: number of permutations in evaluation.
+    cfg.chimera.num_eval_permutations = 5
+
+    # The networks: local layer, 'gated_gcn', 'gin', 'gcn' or 'none'.
+    cfg.chimera.conv = "gated_gcn"
+
+    # The networks: 'parallel' or 'sequential', see `pyg_chimera.nn.GPSLayer`.
+    cfg.chimera.arrangement = "parallel"
+
+    # Further arguments of the mixer, by their names there.
+    cfg.chimera.kwargs = CfgNode(new_allowed=True)

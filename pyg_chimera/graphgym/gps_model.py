@@ -1,0 +1,106 @@
+"""For GraphGPS only, which this module imports: its layers with our mixers."""
+
+from typing import Any
+
+import torch
+from graphgps.layer.gps_layer import GPSLayer
+from graphgps.network.gps_model import GPSModel
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.graphgym.config import cfg
+
+from pyg_chimera.graphgym.mixers import (
+    MIXERS,
+    edge_features,
+    edge_width,
+    make_mixer,
+    structure,
+)
+from pyg_chimera.nn._routing import Route
+
+__all__ = ["ChimeraGPSLayer", "ChimeraGPSModel"]
+
+
+class ChimeraGPSLayer(GPSLayer):
+    r"""A :obj:`GPSLayer` of GraphGPS whose global model is one of our mixers.
+
+    It mixes behind the local model, whose nodes it does not see, as GraphGPS has it,
+    but whose edges it does: those of :obj:`CustomGatedGCN` are the updated ones.
+    """
+
+    mixer: torch.nn.Module
+    edge_dim: int | None
+    _route: Route
+    _batch: Data | None
+
+    @classmethod
+    def of(cls, layer: GPSLayer, name: str, index: int) -> "ChimeraGPSLayer":
+        """Makes it of a layer without a global model, whose parts it takes over."""
+        layer.__class__ = cls
+        layer.global_model_type = name
+        edge_dim = cfg.gnn.dim_edge if "dim_edge" in cfg.gnn else layer.dim_h
+        layer.edge_dim = edge_width(edge_dim)
+        layer.mixer = make_mixer(
+            name, layer.dim_h, heads=layer.num_heads, edge_dim=layer.edge_dim,
+            index=index,
+        )  # fmt: skip
+        layer._route = Route.of(layer.mixer, graph=True)
+        layer._batch = None
+        return layer
+
+    def forward(self, batch: Data) -> Data:
+        r"""Replaces the node features of the batch, and perhaps its edge features."""
+        self._batch = batch
+        try:
+            return super().forward(batch)
+        finally:
+            self._batch = None
+
+    # The layer sums what its local and its global model give, and then adds the
+    # feed-forward block: h + ff(h). Which global models there are is written out in its
+    # forward method. So ours, m, joins here: h + (m + ff(h + m)) = (h + m) + ff(h + m).
+    def _ff_block(self, x: Tensor) -> Tensor:
+        mixed = self._mix(self._batch)
+        return mixed + super()._ff_block(x + mixed)
+
+    def _mix(self, batch: Data) -> Tensor:
+        args: dict[str, Any] = structure(batch)
+        args["batch"] = batch.batch
+        args["edge_attr"] = edge_features(batch, self.edge_dim)
+        args = self._route.select(args)
+        x = self._route.call(self.mixer, batch.x, batch.edge_index, batch.batch, args)
+        x = batch.x + self.dropout_attn(x)
+        if self.layer_norm:
+            x = self.norm1_attn(x, batch.batch)
+        if self.batch_norm:
+            x = self.norm1_attn(x)
+        return x
+
+
+class ChimeraGPSModel(GPSModel):
+    r"""The :obj:`GPSModel` of GraphGPS, which also takes :obj:`gt.layer_type:
+    <local model>+Chimera`, :obj:`+PLSTM` and :obj:`+GraphMamba`.
+
+    Args:
+        dim_in (int): Size of the node features.
+        dim_out (int): Size of the predictions.
+
+    Raises:
+        ValueError: If an option in :obj:`chimera.*` does not fit the mixer.
+    """
+
+    def __init__(self, dim_in: int, dim_out: int) -> None:
+        layer_type = cfg.gt.layer_type
+        local, _, name = layer_type.partition("+")
+        if name not in MIXERS:
+            super().__init__(dim_in, dim_out)
+            return
+        # It refuses names that it does not know, and builds all the rest of a layer
+        # where there is no global model.
+        cfg.gt.layer_type = f"{local}+None"
+        try:
+            super().__init__(dim_in, dim_out)
+        finally:
+            cfg.gt.layer_type = layer_type
+        for index, layer in enumerate(self.layers):
+            ChimeraGPSLayer.of(layer, name, index)

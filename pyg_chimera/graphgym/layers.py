@@ -1,0 +1,89 @@
+from typing import Any, ClassVar
+
+import torch
+from torch_geometric.data import Data
+from torch_geometric.graphgym.config import cfg
+from torch_geometric.graphgym.init import init_weights
+from torch_geometric.graphgym.models.layer import LayerConfig
+from torch_geometric.nn.dense.linear import Linear
+from typing_extensions import Self
+
+from pyg_chimera.graphgym.mixers import (
+    edge_features,
+    edge_width,
+    make_mixer,
+    structure,
+)
+from pyg_chimera.nn._routing import Route
+
+__all__ = ["ChimeraLayer", "GraphMambaLayer", "PLSTMLayer"]
+
+
+class _MixerLayer(torch.nn.Module):
+    r"""A mixer as a layer of GraphGym's :obj:`model.type: gnn`, from batch to batch.
+
+    Norm, activation, dropout and residual connection are those that GraphGym puts
+    around its layers, by its options :obj:`gnn.*`. Where the width changes, a linear
+    layer comes first.
+
+    Args:
+        layer_config (LayerConfig): The configuration of the layer.
+        **kwargs (optional): What GraphGym passes to its layers; not used.
+
+    Raises:
+        ValueError: If an option in :obj:`chimera.*` does not fit the mixer; in the
+            forward method, if the batch lacks the edge features that it says.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, layer_config: LayerConfig, **kwargs: Any) -> None:
+        super().__init__()
+        channels = layer_config.dim_out
+        self.lin = None
+        if layer_config.dim_in != channels:
+            self.lin = Linear(layer_config.dim_in, channels)
+        self.edge_dim = edge_width(cfg.gnn.dim_inner)
+        self.model = make_mixer(
+            self.name, channels, heads=cfg.gnn.att_heads, edge_dim=self.edge_dim
+        )
+        self._route = Route.of(self.model, graph=True)
+
+    def apply(self, fn: Any) -> Self:
+        # GraphGym resets the linear layers in whatever it has built, biases to zero.
+        # A state space model would forget all but its last inputs.
+        return self if fn is init_weights else super().apply(fn)
+
+    def forward(self, batch: Data) -> Data:
+        r"""Replaces the node features of the batch.
+
+        Args:
+            batch (torch_geometric.data.Data): The batch.
+        """
+        x = batch.x if self.lin is None else self.lin(batch.x)
+        args: dict[str, Any] = structure(batch)
+        args["batch"] = batch.batch
+        args["edge_attr"] = edge_features(batch, self.edge_dim)
+        args = self._route.select(args)
+        batch.x = self._route.call(self.model, x, batch.edge_index, batch.batch, args)
+        return batch
+
+
+class ChimeraLayer(_MixerLayer):
+    r"""A :class:`~pyg_chimera.nn.ChimeraConv` as :obj:`gnn.layer_type: chimera`."""
+
+    name = "Chimera"
+
+
+class PLSTMLayer(_MixerLayer):
+    r"""A :class:`~pyg_chimera.nn.PLSTMConv` as :obj:`gnn.layer_type: plstm`."""
+
+    name = "PLSTM"
+
+
+class GraphMambaLayer(_MixerLayer):
+    r"""A :class:`~pyg_chimera.nn.GraphMambaConv` as
+    :obj:`gnn.layer_type: graph_mamba`.
+    """
+
+    name = "GraphMamba"

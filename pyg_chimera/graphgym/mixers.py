@@ -1,0 +1,119 @@
+"""Mixers as the configuration asks for them, and what a batch has for them."""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.graphgym.config import cfg
+
+from pyg_chimera.nn import ChimeraConv, GraphMambaConv, PLSTMConv
+
+__all__ = ["MIXERS", "edge_features", "edge_width", "make_mixer", "structure"]
+
+MIXERS: dict[str, type[torch.nn.Module]] = {
+    "Chimera": ChimeraConv,
+    "PLSTM": PLSTMConv,
+    "GraphMamba": GraphMambaConv,
+}
+
+#: What transforms may have stored, by the mixers' names for it.
+_STRUCTURE = {"rank": "elimination_rank", "score": "node_score"}
+
+
+def make_mixer(
+    name: str,
+    channels: int,
+    *,
+    heads: int,
+    edge_dim: int | None,
+    index: int | None = None,
+) -> torch.nn.Module:
+    """The mixer called `name` that keeps the width, by the options `chimera.*`.
+
+    Args:
+        name (str): A key of `MIXERS`.
+        channels (int): The size of nodes.
+        heads (int): The host's number of heads, for want of one among the options.
+        edge_dim (int, optional): The size of edge features, if there are any.
+        index (int, optional): The position in a stack, if it is known.
+
+    Raises:
+        ValueError: If an option does not fit the mixer.
+    """
+    options = cfg.chimera
+    args: dict[str, Any] = {}
+    if options.state_channels is not None:
+        args["state_channels"] = options.state_channels
+    if name == "GraphMamba":
+        args["order"] = options.order
+        args["num_bins"] = options.num_bins
+        args["num_eval_permutations"] = options.num_eval_permutations
+    else:
+        args["heads"] = heads if options.heads is None else options.heads
+        args["edge_dim"] = edge_dim
+    if name == "PLSTM":
+        args["mode"] = options.mode
+        if index is not None and set(options.mode) == {"P", "D"}:
+            args["mode"] = options.mode[index % len(options.mode)]
+        args["orient"] = options.order
+
+    make = MIXERS[name]
+    known = set(inspect.signature(make).parameters)
+    known -= {*args, "in_channels", "out_channels", "channels", "kwargs"}
+    for option in options.kwargs:
+        if option not in known:
+            raise ValueError(
+                f"'chimera.kwargs' takes those arguments of {make.__name__} that have "
+                f"no option of their own, {sorted(known)}; got '{option}'"
+            )
+    try:
+        return make(channels, **args, **options.kwargs)
+    except ValueError as error:
+        alias = " (whose 'orient' is 'chimera.order')" if name == "PLSTM" else ""
+        raise ValueError(
+            f"The options 'chimera.*' make no {make.__name__}{alias}: {error}"
+        ) from error
+
+
+def edge_width(encoded: int) -> int | None:
+    """The size of the edge features that a mixer reads, None if it reads none.
+
+    Args:
+        encoded (int): The size that the host's edge encoder gives them.
+    """
+    edge_dim = cfg.chimera.edge_dim
+    if edge_dim is None:
+        return encoded if cfg.dataset.edge_encoder else None
+    if edge_dim < 0:
+        raise ValueError(
+            "'chimera.edge_dim' must be null, for the width of the edge encoder, 0 for "
+            f"none, or the width of raw edge features, got {edge_dim}"
+        )
+    return edge_dim or None
+
+
+def edge_features(batch: Data, edge_dim: int | None) -> Tensor | None:
+    """The edge features of a batch, [E, edge_dim], None if they are not wanted.
+
+    Raises:
+        ValueError: If there are none, or of another width.
+    """
+    if edge_dim is None:
+        return None
+    edge_attr = batch.edge_attr if "edge_attr" in batch else None
+    if edge_attr is not None and edge_attr.dim() == 1:
+        edge_attr = edge_attr.view(-1, 1)
+    if edge_attr is None or edge_attr.size(-1) != edge_dim:
+        got = "none" if edge_attr is None else f"shape {list(edge_attr.shape)}"
+        raise ValueError(
+            f"The batch must have an 'edge_attr' of width {edge_dim}, got {got}. "
+            "'chimera.edge_dim' says which width to expect, and 0 to read none."
+        )
+    return edge_attr.to(batch.x.dtype)
+
+
+def structure(batch: Data) -> dict[str, Tensor]:
+    """What transforms stored in the batch, by the mixers' names for it."""
+    return {name: batch[key] for name, key in _STRUCTURE.items() if key in batch}

@@ -1,0 +1,173 @@
+from typing import Any, ClassVar
+
+import torch
+from torch_geometric.data import Data
+from torch_geometric.graphgym import register
+from torch_geometric.graphgym.config import cfg
+from torch_geometric.graphgym.models.gnn import FeatureEncoder, GNNPreMP
+from torch_geometric.nn import GCNConv, GINConv, GINEConv
+from torch_geometric.nn.dense.linear import Linear
+
+from pyg_chimera.graphgym.mixers import (
+    edge_features,
+    edge_width,
+    make_mixer,
+    structure,
+)
+from pyg_chimera.nn import GatedGCNConv, GPSLayer
+
+__all__ = ["PLSTMGPS", "ChimeraGPS", "GraphMambaGPS"]
+
+_CONVS = ("gated_gcn", "gin", "gcn", "none")
+
+
+class _GPSNetwork(torch.nn.Module):
+    r"""A network of :class:`~pyg_chimera.nn.GPSLayer` between the encoders and the
+    heads of GraphGym.
+
+    Its width is :obj:`gnn.dim_inner`, its depth :obj:`gnn.layers_mp`;
+    :obj:`gnn.layers_pre_mp`, :obj:`gnn.act`, :obj:`gnn.dropout`,
+    :obj:`gnn.batchnorm` and :obj:`gnn.head` are what they are in GraphGym's own.
+
+    Args:
+        dim_in (int): Size of the node features.
+        dim_out (int): Size of the predictions.
+
+    Raises:
+        ValueError: If an option in :obj:`chimera.*` is unknown or does not fit the
+            mixer, or nodes don't have the width of the layers; in the forward method,
+            if the batch lacks the edge features that the options say.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, dim_in: int, dim_out: int) -> None:
+        super().__init__()
+        channels = cfg.gnn.dim_inner
+        self.encoder = FeatureEncoder(dim_in)
+        dim_in = self.encoder.dim_in
+        if cfg.gnn.layers_pre_mp > 0:
+            self.pre_mp = GNNPreMP(dim_in, channels, cfg.gnn.layers_pre_mp)
+            dim_in = channels
+        if dim_in != channels:
+            raise ValueError(
+                f"Nodes must have the width of the layers, 'gnn.dim_inner' ({channels})"
+                f", got {dim_in}. Set 'gnn.layers_pre_mp: 1', or encode them with "
+                "'dataset.node_encoder: True'."
+            )
+        self.mp = _GPSStage(self.name, channels, cfg.gnn.layers_mp)
+        self.post_mp = register.head_dict[cfg.gnn.head](channels, dim_out)
+
+    def forward(self, batch: Data) -> tuple:
+        r"""Returns what the head returns: predictions and labels.
+
+        Args:
+            batch (torch_geometric.data.Data): The batch.
+        """
+        for module in self.children():
+            batch = module(batch)
+        return batch
+
+
+class _GPSStage(torch.nn.Module):
+    """The layers, from batch to batch."""
+
+    def __init__(self, name: str, channels: int, num_layers: int) -> None:
+        super().__init__()
+        self.edge_dim = edge_width(channels)
+        self.edge_lin = None
+        if self.edge_dim is not None and self.edge_dim != channels:
+            self.edge_lin = Linear(self.edge_dim, channels)
+        norm = {"eps": cfg.bn.eps, "momentum": cfg.bn.mom}
+        self.layers = torch.nn.ModuleList()
+        for index in range(num_layers):
+            mixer = make_mixer(
+                name,
+                channels,
+                heads=cfg.gnn.att_heads,
+                edge_dim=None if self.edge_dim is None else channels,
+                index=index,
+            )
+            # Who reads edges that the last layer has updated? Its own mixer, if that
+            # takes edges at all and comes after the convolution.
+            read = cfg.chimera.arrangement == "sequential" and name != "GraphMamba"
+            conv = _local_conv(
+                channels, self.edge_dim is not None, index + 1 < num_layers or read
+            )
+            layer = GPSLayer(
+                channels,
+                conv=conv,
+                mixer=mixer,
+                dropout=cfg.gnn.dropout,
+                arrangement=cfg.chimera.arrangement,
+                norm="batch_norm" if cfg.gnn.batchnorm else None,
+                norm_kwargs=norm if cfg.gnn.batchnorm else None,
+                act=register.act_dict[cfg.gnn.act](),
+            )
+            self.layers.append(layer)
+
+    def forward(self, batch: Data) -> Data:
+        x, edge_attr = batch.x, edge_features(batch, self.edge_dim)
+        if self.edge_lin is not None:
+            edge_attr = self.edge_lin(edge_attr)
+        layer: Any
+        for layer in self.layers:
+            stored = structure(batch)
+            stored = {name: stored[name] for name in stored if layer.accepts(name)}
+            out = layer(x, batch.edge_index, batch.batch, edge_attr, **stored)
+            x, edge_attr = out if isinstance(out, tuple) else (out, edge_attr)
+        batch.x = x
+        if edge_attr is not None:
+            batch.edge_attr = edge_attr
+        return batch
+
+
+def _local_conv(
+    channels: int, has_edges: bool, update_edges: bool
+) -> torch.nn.Module | None:
+    """What `chimera.conv` asks for."""
+    name = cfg.chimera.conv
+    if name not in _CONVS:
+        raise ValueError(f"'chimera.conv' must be one of {_CONVS}, got {name!r}")
+    if name == "none":
+        return None
+    if name == "gcn":
+        return GCNConv(channels, channels)
+    act = register.act_dict[cfg.gnn.act]()
+    if name == "gin":
+        mlp = torch.nn.Sequential(
+            Linear(channels, channels), act, Linear(channels, channels)
+        )
+        return GINEConv(mlp, edge_dim=channels) if has_edges else GINConv(mlp)
+    return GatedGCNConv(
+        channels,
+        channels,
+        edge_dim=channels if has_edges else 0,
+        update_edges=update_edges,
+        norm="batch_norm" if cfg.gnn.batchnorm else None,
+        act=act,
+    )
+
+
+class ChimeraGPS(_GPSNetwork):
+    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.ChimeraConv`, as
+    :obj:`model.type: ChimeraGPS`.
+    """
+
+    name = "Chimera"
+
+
+class PLSTMGPS(_GPSNetwork):
+    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.PLSTMConv`, as
+    :obj:`model.type: PLSTMGPS`.
+    """
+
+    name = "PLSTM"
+
+
+class GraphMambaGPS(_GPSNetwork):
+    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.GraphMambaConv`, as
+    :obj:`model.type: GraphMambaGPS`.
+    """
+
+    name = "GraphMamba"

@@ -1,0 +1,55 @@
+import importlib
+from typing import Any
+
+from torch_geometric.graphgym import register as registry
+from torch_geometric.graphgym.config import cfg
+
+from pyg_chimera.graphgym.config import chimera_cfg
+from pyg_chimera.graphgym.layers import ChimeraLayer, GraphMambaLayer, PLSTMLayer
+from pyg_chimera.graphgym.networks import PLSTMGPS, ChimeraGPS, GraphMambaGPS
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    r"""Registers layers, networks and options with GraphGym, as importing
+    :mod:`pyg_chimera.graphgym` does, and with GraphGPS if that can be imported.
+
+    Call it again, which does no harm, if GraphGPS was not on the path at that time.
+
+    Raises:
+        KeyError: If somebody else has registered one of the names.
+    """
+    _register(registry.layer_dict, "chimera", ChimeraLayer)
+    _register(registry.layer_dict, "plstm", PLSTMLayer)
+    _register(registry.layer_dict, "graph_mamba", GraphMambaLayer)
+    _register(registry.network_dict, "ChimeraGPS", ChimeraGPS)
+    _register(registry.network_dict, "PLSTMGPS", PLSTMGPS)
+    _register(registry.network_dict, "GraphMambaGPS", GraphMambaGPS)
+    _register(registry.config_dict, "chimera", chimera_cfg)
+    if "chimera" not in cfg:
+        # GraphGym has filled its configuration while it was imported, with what was
+        # registered by then.
+        chimera_cfg(cfg)
+
+    try:
+        importlib.import_module("graphgps")
+    except ModuleNotFoundError as error:
+        if error.name != "graphgps":
+            raise
+        return
+    model = importlib.import_module("pyg_chimera.graphgym.gps_model").ChimeraGPSModel
+    _register(registry.network_dict, "ChimeraGPSModel", model)
+    # As GraphGPS does, for whatever it knows itself: so 'gt.layer_type' is all to set.
+    registry.network_dict["GPSModel"] = model
+
+
+def _register(mapping: dict[str, Any], key: str, module: Any) -> None:
+    """Registers once, or again after this package was loaded again."""
+    taken = mapping.get(key)
+    if taken is not None and taken.__module__ != module.__module__:
+        raise KeyError(
+            f"'{key}' is already registered with GraphGym, by '{taken.__module__}': "
+            "rename that one to use 'pyg_chimera.graphgym'"
+        )
+    mapping[key] = module

@@ -1,0 +1,1 @@
+from graphgps.network import gps_model  # noqa: F401

@@ -1,0 +1,108 @@
+"""``python -m pyg_chimera.graphgym main.py`` runs scripts that know nothing of us."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yacs", reason="GraphGym needs yacs")
+
+HERE = Path(__file__).parent
+
+# The steps of the script that PyG has for GraphGym, which also logs.
+MAIN = """
+import custom_graphgym  # the user's own registrations
+import torch_geometric
+from torch_geometric import graphgym
+from torch_geometric.graphgym import cfg
+from torch_geometric.graphgym.train import GraphGymDataModule
+from torch_geometric.graphgym.utils import agg_runs, auto_select_device, params_count
+
+if __name__ == "__main__":
+    args = graphgym.parse_args()
+    graphgym.load_cfg(cfg, args)
+    graphgym.set_out_dir(cfg.out_dir, args.cfg_file)
+    graphgym.dump_cfg(cfg)
+    for _ in range(args.repeat):
+        graphgym.set_run_dir(cfg.out_dir)
+        graphgym.set_printing()
+        torch_geometric.seed_everything(cfg.seed)
+        auto_select_device()
+        data, model = GraphGymDataModule(), graphgym.create_model()
+        cfg.params = params_count(model)
+        graphgym.train(model, data)
+    agg_runs(cfg.out_dir, cfg.metric_best)
+"""
+
+
+def launch(*args, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", "pyg_chimera.graphgym", *args],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["chimera_gps", "graph_mamba_layer"])
+def test_it_runs_graphgym(tmp_path, config):
+    pytest.importorskip("pytorch_lightning")
+    (tmp_path / "main.py").write_text(MAIN)
+    shutil.copy(HERE / "generated.py", tmp_path / "custom_graphgym.py")
+    shutil.copy(HERE / "configs" / f"{config}.yaml", tmp_path)
+    result = launch(
+        *("main.py", "--cfg", f"{config}.yaml", "train.eval_period", "1"), cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    stats = tmp_path / "results" / config / "0" / "val" / "stats.json"
+    epochs = [json.loads(line) for line in stats.read_text().splitlines()]
+    assert [epoch["epoch"] for epoch in epochs][-2:] == [0, 1]
+    assert all(epoch["loss"] > 0 for epoch in epochs)
+
+
+def test_scripts_see_what_python_would_show_them(tmp_path):
+    """Arguments, path, name, and neighbours, from another folder."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "neighbour.py").write_text("value = 5\n")
+    probe = """
+import json, sys
+import neighbour
+from torch_geometric.graphgym.register import layer_dict
+print(json.dumps([__name__, sys.argv, sys.path[0], __file__, neighbour.value,
+                  "chimera" in layer_dict]))
+"""
+    (folder / "main.py").write_text(probe)
+    script = os.path.join("project", "main.py")
+    result = launch(script, "--cfg", "a.yaml", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    seen = json.loads(result.stdout.splitlines()[-1])
+    args, path = [script, "--cfg", "a.yaml"], os.path.realpath(folder)
+    assert seen == ["__main__", args, path, script, 5, True]
+
+
+def test_graphgps_is_found_beside_the_script(tmp_path):
+    folder = tmp_path / "GraphGPS"
+    shutil.copytree(HERE / "miniature", folder)
+    (folder / "main.py").write_text(
+        "import graphgps\n"
+        "from torch_geometric.graphgym.register import network_dict\n"
+        "print(network_dict['GPSModel'].__module__)\n"
+    )
+    result = launch("GraphGPS/main.py", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "pyg_chimera.graphgym.gps_model"
+
+
+def test_errors_of_scripts_are_theirs(tmp_path):
+    (tmp_path / "main.py").write_text("raise SystemExit(3)\n")
+    assert launch("main.py", cwd=tmp_path).returncode == 3
+    result = launch("other.py", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "error: no such file: 'other.py'" in result.stderr
