@@ -1,5 +1,6 @@
 """``python -m pyg_chimera.graphgym main.py`` runs scripts that know nothing of us."""
 
+import importlib
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("yacs", reason="GraphGym needs yacs")
+launcher = importlib.import_module("pyg_chimera.graphgym.__main__")
 
 HERE = Path(__file__).parent
 
@@ -67,7 +69,7 @@ def test_it_runs_graphgym(tmp_path, config):
 
 
 def test_scripts_see_what_python_would_show_them(tmp_path):
-    """Arguments, path, name, and neighbours, from another folder."""
+    """Arguments, path, name, and neighbours, from another folder; and they exit."""
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "neighbour.py").write_text("value = 5\n")
@@ -77,11 +79,12 @@ import neighbour
 from torch_geometric.graphgym.register import layer_dict
 print(json.dumps([__name__, sys.argv, sys.path[0], __file__, neighbour.value,
                   "chimera" in layer_dict]))
+raise SystemExit(3)
 """
     (folder / "main.py").write_text(probe)
     script = os.path.join("project", "main.py")
     result = launch(script, "--cfg", "a.yaml", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 3, result.stderr
     seen = json.loads(result.stdout.splitlines()[-1])
     args, path = [script, "--cfg", "a.yaml"], os.path.realpath(folder)
     assert seen == ["__main__", args, path, script, 5, True]
@@ -100,9 +103,16 @@ def test_graphgps_is_found_beside_the_script(tmp_path):
     assert result.stdout.splitlines()[-1] == "pyg_chimera.graphgym.gps_model"
 
 
-def test_errors_of_scripts_are_theirs(tmp_path):
-    (tmp_path / "main.py").write_text("raise SystemExit(3)\n")
-    assert launch("main.py", cwd=tmp_path).returncode == 3
-    result = launch("other.py", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "error: no such file: 'other.py'" in result.stderr
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "error: no script given"),
+        (["other.py"], "error: no such file: 'other.py'"),
+    ],
+)
+def test_there_must_be_a_script(args, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pyg_chimera.graphgym", *args])
+    with pytest.raises(SystemExit) as stopped:
+        launcher.main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
