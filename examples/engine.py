@@ -170,6 +170,15 @@ class Trainer:
 
     # Training and evaluation -------------------------------------------------
 
+    def finished(self) -> dict[str, Any] | None:
+        """The summary of this very run, if an earlier command took it to its end."""
+        report = self.options.out / "metrics.json"
+        if not self.options.resume or not report.is_file():
+            return None
+        summary = json.loads(report.read_text())
+        done = summary["epochs_done"] == summary["epochs"] == self.options.epochs
+        return summary if done and summary["config"] == self.config else None
+
     def fit(self) -> dict[str, Any]:
         """Trains to the end, or until asked to stop; returns the summary."""
         out = self.options.out
@@ -193,7 +202,7 @@ class Trainer:
                     self._save("best.pt", weights)
                 self._save("last.pt", self._state())
                 self._write_metrics(out)
-                reason = self._agreed_reason()
+                reason = self.agreed_reason()
                 if reason is not None:
                     break
         if self.epoch == self.options.epochs:
@@ -234,7 +243,7 @@ class Trainer:
             leave=False,
             disable=None if self.fabric.is_global_zero else True,
         )
-        reason = self._agreed_reason()
+        reason = self.agreed_reason()
         for batch in progress if reason is None else ():
             batch = batch.to(self.fabric.device, non_blocking=True)
             out = self.model(**self.module.inputs(batch))
@@ -259,7 +268,7 @@ class Trainer:
                 loss=f"{self.total[0] / self.total[1]:.4f}", refresh=False
             )
             # Before the next batch is drawn: a random transform may draw, too.
-            reason = self._agreed_reason()
+            reason = self.agreed_reason()
             if reason is not None:
                 break
         progress.close()
@@ -353,7 +362,7 @@ class Trainer:
         torch.distributed.all_gather_object(out, value)
         return out
 
-    def _agreed_reason(self) -> str | None:
+    def agreed_reason(self) -> str | None:
         """Why to stop, agreed by all processes, or one would wait for another."""
         reason = self.stop.reason
         if self.world == 1:

@@ -1,11 +1,40 @@
-"""The metrics of the Long Range Graph Benchmark, each with its definition."""
+"""The metrics of the benchmarks, each with its definition."""
 
 import numpy as np
 import torch
 from sklearn.metrics import average_precision_score, f1_score
 from torch import Tensor
 
-__all__ = ["average_precision", "macro_f1", "mean_absolute_error", "mean_ranks"]
+__all__ = [
+    "accuracy",
+    "average_precision",
+    "macro_f1",
+    "mean_absolute_error",
+    "mean_ranks",
+    "mean_recall",
+]
+
+
+def accuracy(prediction: Tensor, target: Tensor) -> float:
+    """The share of items whose class is predicted."""
+    return float((prediction == target).double().mean())
+
+
+def mean_recall(prediction: Tensor, target: Tensor) -> float:
+    """Unweighted mean over classes of the share of their nodes that are found.
+
+    This is the weighted accuracy of PATTERN and CLUSTER, over all nodes of a split
+    together. As in the benchmark's code, the classes are those that occur in either
+    argument, so one that occurs in the predictions alone counts as 0.
+
+    Args:
+        prediction: ``[nodes]``, the predicted class.
+        target: ``[nodes]``, the true class.
+    """
+    classes = torch.cat([prediction, target]).unique()
+    hits = torch.stack([target[prediction == target] == c for c in classes]).sum(1)
+    sizes = torch.stack([target == c for c in classes]).sum(1)
+    return float((hits / sizes.clamp(min=1)).double().mean())
 
 
 def average_precision(score: Tensor, target: Tensor) -> float:

@@ -159,6 +159,11 @@ class StopRequest:
         return "time limit" if time.monotonic() - _STARTED > self.limit else None
 
 
+def exit_code(stopped_by: str | None) -> int:
+    """As shells have it: 130 after Ctrl-C. A time limit is a regular end."""
+    return {"SIGINT": 130, "SIGTERM": 143}.get(stopped_by or "", 0)
+
+
 def prepare_worker(_: int) -> None:
     """Lets Ctrl-C stop the program in its own time, not a worker of the loader."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

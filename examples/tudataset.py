@@ -44,7 +44,13 @@ import torch.nn.functional as F
 from engine import Task, Trainer, count_parameters, start
 from lightning_fabric import Fabric
 from sklearn.model_selection import StratifiedKFold
-from support import Options, add_arguments, atomic_write, environment
+from support import (
+    Options,
+    add_arguments,
+    atomic_write,
+    environment,
+    exit_code,
+)
 from torch import Tensor
 from torch.nn import Module
 from torch_geometric import seed_everything
@@ -286,15 +292,12 @@ def run_fold(
     model = build_model(name, first.num_node_features, edge_dim, classes)
     datasets = {part: [graphs[i] for i in rows] for part, rows in split.items()}
     trainer = Trainer(fabric, model, datasets, TASK, options, info)
-    report = options.out / "metrics.json"
-    if options.resume and report.is_file():
-        summary = json.loads(report.read_text())
-        done = summary["epochs_done"] == summary["epochs"] == options.epochs
-        if done and summary["config"] == trainer.config:
-            return summary, None
+    summary = trainer.finished()
+    if summary is not None:
+        return summary, None
     summary = trainer.fit()
     # Also what came too late to stop this run.
-    return summary, summary["stopped_by"] or trainer.stop.reason
+    return summary, summary["stopped_by"] or trainer.agreed_reason()
 
 
 def summarize(summaries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -435,9 +438,7 @@ def run(args: Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
-    result = run(parse(argv))
-    # As shells have it: 130 after Ctrl-C. A time limit is a regular end.
-    return {"SIGINT": 130, "SIGTERM": 143}.get(result["stopped_by"], 0)
+    return exit_code(run(parse(argv))["stopped_by"])
 
 
 if __name__ == "__main__":

@@ -1,71 +1,31 @@
 import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import loading
 import lrgb
 import presets
 import pytest
+import tasks
 import torch
 from engine import count_parameters
+from layouts import LRGB, lrgb_graph, write_lrgb
 from sklearn.metrics import average_precision_score, f1_score
 from torch_geometric.data import Batch, Data
 from torch_geometric.datasets import LRGBDataset
 
 SCRIPT = Path(lrgb.__file__)
-LAYOUT = {  # what each raw file holds per graph
-    "peptides-func": 10,
-    "peptides-struct": 11,
-    "pascalvoc-sp": 21,
-    "coco-sp": 81,
-    "pcqm-contact": 1,
-}
-#: The labels of COCO that LRGBDataset renumbers, as the raw files have them.
-COCO_LABELS = [0, 1, 13, 27, 90]
-
-
-def raw_graph(name: str, generator: torch.Generator) -> tuple:
-    """One graph as in the files that LRGBDataset downloads."""
-
-    def integers(high: int, *shape: int):
-        return torch.randint(0, high, shape, generator=generator)
-
-    n = int(integers(5, 1)) + 4
-    one_way = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
-    edge_index = torch.cat([one_way, one_way.flip(0)], dim=1)
-    num_edges = edge_index.size(1)
-    if name.endswith("-sp"):
-        x = torch.rand(n, 14, generator=generator, dtype=torch.double) * 300
-        edge_attr = torch.rand(num_edges, 2, generator=generator, dtype=torch.double)
-        classes = COCO_LABELS if name == "coco-sp" else range(21)
-        y = [classes[i] for i in integers(len(classes), n)]
-        return x, edge_attr, edge_index, y
-    x, edge_attr = integers(2, n, 9), integers(2, num_edges, 3)
-    if name == "pcqm-contact":
-        edge_label_index = integers(n, 2, 6)
-        return x, edge_attr, edge_index, edge_label_index, torch.arange(6) % 2
-    if name == "peptides-func":
-        return x, edge_attr, edge_index, integers(2, 1, 10).float()
-    return x, edge_attr, edge_index, torch.randn(1, 11, generator=generator)
 
 
 @pytest.fixture(scope="module")
 def downloaded(tmp_path_factory) -> Path:
     """A root with the raw files of all five data sets, as a download leaves them."""
     root = tmp_path_factory.mktemp("lrgb")
-    for name in LAYOUT:
-        raw = root / name / "raw"
-        raw.mkdir(parents=True)
-        for seed, (split, size) in enumerate((("train", 12), ("val", 5), ("test", 7))):
-            generator = torch.Generator().manual_seed(seed)
-            graphs = [raw_graph(name, generator) for _ in range(size)]
-            if name.endswith("-sp"):
-                (raw / f"{split}.pickle").write_bytes(pickle.dumps(graphs))
-            else:
-                torch.save(graphs, raw / f"{split}.pt")
+    for name in LRGB:
+        write_lrgb(root, name)
     return root
 
 
@@ -86,7 +46,7 @@ METRICS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUT)
+@pytest.mark.parametrize("name", LRGB)
 def test_each_data_set_trains_from_downloaded_files(downloaded, tmp_path, name):
     args = ("--dataset", name, "--root", str(downloaded), "--smoke", "--epochs", "1")
     summary = run(*args, "--out", str(tmp_path))
@@ -97,7 +57,7 @@ def test_each_data_set_trains_from_downloaded_files(downloaded, tmp_path, name):
     # The metrics are those of all test graphs, one batch, best weights.
     args = lrgb.parse([*args])
     datasets = lrgb.get_datasets(args)
-    assert [len(datasets[split]) for split in lrgb.SPLITS] == [12, 5, 7]
+    assert [len(datasets[split]) for split in loading.SPLITS] == [12, 5, 7]
     recipe = presets.get_recipe("smoke", name)
     model = presets.build_model(recipe, **lrgb.DATASETS[name])
     best = torch.load(tmp_path / "best.pt", weights_only=True)
@@ -120,13 +80,13 @@ def test_each_data_set_trains_from_downloaded_files(downloaded, tmp_path, name):
     assert summary["best"]["test"][metric] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", LAYOUT)
+@pytest.mark.parametrize("name", LRGB)
 def test_raw_files_are_read_as_pyg_reads_them(downloaded, tmp_path, name):
     args = lrgb.parse(["--dataset", name, "--root", str(downloaded)])
     dataset = lrgb.get_datasets(args)["val"]
     generator = torch.Generator().manual_seed(1)
     for data in dataset:
-        x, edge_attr, edge_index, *labels = raw_graph(name, generator)
+        x, edge_attr, edge_index, *labels = lrgb_graph(name, generator)
         assert torch.equal(data.edge_index, edge_index)
         assert sorted(data.elimination_rank.tolist()) == list(range(len(x)))
         assert "fill_index" not in data
@@ -168,9 +128,9 @@ def test_superpixels_are_standardized_by_the_training_set(downloaded):
 def test_files_that_pyg_processed_before_get_ranks_on_access(tmp_path):
     raw = tmp_path / "peptides-struct" / "raw"
     raw.mkdir(parents=True)
-    for split in lrgb.SPLITS:
+    for split in loading.SPLITS:
         generator = torch.Generator().manual_seed(0)
-        torch.save([raw_graph("peptides-struct", generator)] * 2, raw / f"{split}.pt")
+        torch.save([lrgb_graph("peptides-struct", generator)] * 2, raw / f"{split}.pt")
     LRGBDataset(str(tmp_path), "peptides-struct")
     args = lrgb.parse(["--dataset", "peptides-struct", "--root", str(tmp_path)])
     with pytest.warns(UserWarning, match="pre_transform"):
@@ -232,7 +192,7 @@ def test_weighted_cross_entropy_by_hand():
     weights = [1 / 3, 2 / 3]  # of class 0, which two of three nodes have, and of 1
     terms = [-weights[0] * log_p[0, 0], -weights[0] * log_p[1, 0]]
     expected = (sum(terms) - weights[1] * log_p[2, 1]) / (2 * weights[0] + weights[1])
-    loss = lrgb.get_task("coco-sp").loss(out, batch)
+    loss = tasks.get_task("coco-sp").loss(out, batch)
     assert float(loss) == pytest.approx(float(expected))
 
 
@@ -240,7 +200,7 @@ def test_unlabelled_entries_have_no_loss():
     out = torch.tensor([[1.0, 5.0], [-1.0, 2.0]])
     batch = Data(y=torch.tensor([[1.0, float("nan")], [0.0, 1.0]]))
     p = torch.tensor([1.0, 1.0, 2.0]).sigmoid()
-    loss = lrgb.get_task("peptides-func").loss(out, batch)
+    loss = tasks.get_task("peptides-func").loss(out, batch)
     assert float(loss) == pytest.approx(float(-p.log().mean()))
 
 
@@ -249,7 +209,7 @@ def test_contacts_are_scored_by_inner_products():
     index = torch.tensor([[0, 1], [1, 2]])  # scores 2 and 3
     batch = Data(edge_label_index=index, edge_label=torch.tensor([1, 0]))
     p = torch.tensor([2.0, -3.0]).sigmoid()
-    loss = lrgb.get_task("pcqm-contact").loss(out, batch)
+    loss = tasks.get_task("pcqm-contact").loss(out, batch)
     assert float(loss) == pytest.approx(float(-p.log().mean()))
 
 
@@ -394,7 +354,7 @@ def test_two_processes(data_root, tmp_path):
     recipe = presets.get_recipe("smoke", "generated")
     model = presets.build_model(recipe, **lrgb.DATASETS["generated"]).eval()
     model.load_state_dict(best["model"])
-    task = lrgb.get_task("generated")
+    task = tasks.get_task("generated")
     for split in ("val", "test"):
         assert len(datasets[split]) == 5
         batch = Batch.from_data_list(list(datasets[split]))

@@ -2,8 +2,10 @@
 
 import pickle
 
+import loading
 import lrgb
 import pytest
+import tasks
 import torch
 from presets import build_model, get_recipe
 from torch_geometric.loader import DataLoader
@@ -60,7 +62,7 @@ def datasets(tmp_path, request):
 def test_graphs_are_evaluated_alike_in_batches_and_alone(datasets, name):
     torch.manual_seed(0)
     model = build_model(get_recipe("smoke", name), **lrgb.DATASETS[name]).eval()
-    task = lrgb.get_task(name)
+    task = tasks.get_task(name)
     pieces = {}
     for batch_size in (1, 6):
         rows = []
@@ -92,7 +94,7 @@ def test_a_read_only_root_needs_a_place_for_processed_files(tmp_path, monkeypatc
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "peptide_multi_class_dataset.csv.gz").touch()
     # Permissions do not stop root, who may be running this.
-    monkeypatch.setattr(lrgb.os, "access", lambda *_: False)
+    monkeypatch.setattr(loading.os, "access", lambda *_: False)
     args = lrgb.parse(["--root", str(tmp_path)])
     with pytest.raises(SystemExit, match="read-only: pass --processed-root"):
         lrgb.get_datasets(args)

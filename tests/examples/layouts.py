@@ -1,0 +1,101 @@
+"""Raw files of small made-up data sets, as downloads of the real ones leave them."""
+
+import pickle
+from pathlib import Path
+
+import torch
+from torch_geometric.datasets import GNNBenchmarkDataset
+
+SPLITS = (("train", 12), ("val", 5), ("test", 7))
+#: The data sets of the Long Range Graph Benchmark.
+LRGB = ("peptides-func", "peptides-struct", "pascalvoc-sp", "coco-sp", "pcqm-contact")
+#: The labels of COCO that LRGBDataset renumbers, as the raw files have them.
+COCO_LABELS = [0, 1, 13, 27, 90]
+
+
+def lrgb_graph(name: str, generator: torch.Generator) -> tuple:
+    """One graph as in the files that LRGBDataset downloads."""
+
+    def integers(high: int, *shape: int):
+        return torch.randint(0, high, shape, generator=generator)
+
+    n = int(integers(5, 1)) + 4
+    one_way = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
+    edge_index = torch.cat([one_way, one_way.flip(0)], dim=1)
+    num_edges = edge_index.size(1)
+    if name.endswith("-sp"):
+        x = torch.rand(n, 14, generator=generator, dtype=torch.double) * 300
+        edge_attr = torch.rand(num_edges, 2, generator=generator, dtype=torch.double)
+        classes = COCO_LABELS if name == "coco-sp" else range(21)
+        y = [classes[i] for i in integers(len(classes), n)]
+        return x, edge_attr, edge_index, y
+    x, edge_attr = integers(2, n, 9), integers(2, num_edges, 3)
+    if name == "pcqm-contact":
+        edge_label_index = integers(n, 2, 6)
+        return x, edge_attr, edge_index, edge_label_index, torch.arange(6) % 2
+    if name == "peptides-func":
+        return x, edge_attr, edge_index, integers(2, 1, 10).float()
+    return x, edge_attr, edge_index, torch.randn(1, 11, generator=generator)
+
+
+def write_lrgb(root: Path, name: str) -> None:
+    """The files of an ``LRGBDataset``."""
+    raw = root / name / "raw"
+    raw.mkdir(parents=True)
+    for seed, (split, size) in enumerate(SPLITS):
+        generator = torch.Generator().manual_seed(seed)
+        graphs = [lrgb_graph(name, generator) for _ in range(size)]
+        if name.endswith("-sp"):
+            (raw / f"{split}.pickle").write_bytes(pickle.dumps(graphs))
+        else:
+            torch.save(graphs, raw / f"{split}.pt")
+
+
+def gnn_benchmark_graph(name: str, generator: torch.Generator) -> dict:
+    """One graph as in the file that ``GNNBenchmarkDataset`` downloads."""
+    n = int(torch.randint(4, 9, (1,), generator=generator))
+    ring = torch.stack([torch.arange(n), (torch.arange(n) + 1) % n])
+    if name in ("MNIST", "CIFAR10"):  # nearest neighbours, which is not mutual
+        second = torch.stack([ring[0], (ring[1] + 1) % n])
+        graph = {"edge_index": torch.cat([ring, second], dim=1)}
+        colours = 1 if name == "MNIST" else 3
+        graph["x"] = torch.rand(n, colours, generator=generator)
+        graph["pos"] = torch.rand(n, 2, generator=generator)
+        graph["edge_attr"] = torch.rand(2 * n, generator=generator)
+        graph["y"] = torch.randint(10, (1,), generator=generator)
+        return graph
+    graph = {"edge_index": torch.cat([ring, ring.flip(0)], dim=1)}
+    columns, classes = (3, 2) if name == "PATTERN" else (7, 6)
+    kind = torch.randint(columns, (n,), generator=generator)
+    graph["x"] = torch.nn.functional.one_hot(kind, columns).float()
+    graph["y"] = torch.randint(classes, (n,), generator=generator)
+    return graph
+
+
+def write_gnn_benchmark(root: Path, name: str) -> None:
+    """The file of a ``GNNBenchmarkDataset``."""
+    raw = root / name / "raw"
+    raw.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(0)
+    graphs = [
+        [gnn_benchmark_graph(name, generator) for _ in range(size)]
+        for _, size in SPLITS
+    ]
+    file = GNNBenchmarkDataset.urls[name].rpartition("/")[2]
+    torch.save(graphs, raw / file.replace(".zip", ".pt"))
+
+
+def write_malnet_tiny(root: Path) -> None:
+    """The files of ``MalNetTiny``: stars of calls, with one that calls itself."""
+    kinds = ("addisplay", "adware", "benign", "downloader", "trojan")
+    raw = root / "raw"
+    (raw / "split_info_tiny" / "type").mkdir(parents=True)
+    for split, size in SPLITS:
+        names = [f"{kinds[i % 5]}/family/{split}{i}" for i in range(size)]
+        for i, name in enumerate(names):
+            path = raw / "malnet-graphs-tiny" / f"{name}.edgelist"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            edges = [f"0\t{j}" for j in range(i + 2)]
+            path.write_text("\n".join(["# a header"] * 5 + edges) + "\n")
+        lines = "".join(f"{name}\n" for name in names)
+        (raw / "split_info_tiny" / "type" / f"{split}.txt").write_text(lines)
