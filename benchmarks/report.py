@@ -170,7 +170,7 @@ def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:.3g}"
 
 
-def plot(layers: list[dict[str, Any]], path: Path) -> None:
+def plot(layers: list[dict[str, Any]], path: Path, xlabel: str = "nodes") -> None:
     """Time and memory over the number of nodes, with logarithmic axes."""
     import matplotlib
 
@@ -191,8 +191,8 @@ def plot(layers: list[dict[str, Any]], path: Path) -> None:
             time_axis.loglog(nodes, [row["total"]["median"] for row in rows], **style)
             memory = [(row["memory"] or float("nan")) / 2**20 for row in rows]
             memory_axis.loglog(nodes, memory, **style)
-        time_axis.set(title=part, xlabel="nodes", ylabel="forward and backward, s")
-        memory_axis.set(title=part, xlabel="nodes", ylabel="peak memory, MiB")
+        time_axis.set(title=part, xlabel=xlabel, ylabel="forward and backward, s")
+        memory_axis.set(title=part, xlabel=xlabel, ylabel="peak memory, MiB")
         for axis in (time_axis, memory_axis):
             axis.grid(which="both", alpha=0.2)
         if fine:
