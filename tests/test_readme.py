@@ -8,16 +8,18 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = r"^```{}\n(.*?)^```$"
+GYM_PAGE = "docs/graphgym.md"
 PAGES = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
-def blocks(page: str) -> list[str]:
-    """The Python blocks of a page, each at its line so that errors point there."""
+def blocks(page: str, language: str = "python") -> list[str]:
+    """The blocks of a page, each at its line so that errors point there."""
     text = (ROOT / page).read_text(encoding="utf-8")
+    pattern = BLOCK.format(language)
     return [
         "\n" * text.count("\n", 0, match.start(1)) + match[1]
-        for match in BLOCK.finditer(text)
+        for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL)
     ]
 
 
@@ -35,6 +37,23 @@ def test_blocks_run(page, monkeypatch, tmp_path):
     result = names.get("out", names.get("loss"))
     assert isinstance(result, torch.Tensor)
     assert torch.isfinite(result).all()
+
+
+def test_configurations_have_known_options():
+    yacs = pytest.importorskip("yacs.config", reason="GraphGym needs yacs")
+    pytest.importorskip("pyg_chimera.graphgym")
+    from torch_geometric.graphgym.config import set_cfg
+
+    found = [yacs.CfgNode.load_cfg(text) for text in blocks(GYM_PAGE, "yaml")]
+    assert len(found) == 4
+    for config in found:
+        known = yacs.CfgNode()
+        set_cfg(known)
+        if "gt" in config:  # GraphGPS has options that only its checkout knows
+            config = yacs.CfgNode({"chimera": config.chimera})
+        known.merge_from_other_cfg(config)
+        for name in config.get("chimera", {}):
+            assert f"`{name}`" in (ROOT / GYM_PAGE).read_text(encoding="utf-8")
 
 
 def test_readme_keeps_its_promises():

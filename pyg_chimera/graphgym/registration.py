@@ -33,10 +33,12 @@ def register() -> None:
         chimera_cfg(cfg)
 
     try:
-        importlib.import_module("graphgps")
+        graphgps = importlib.import_module("graphgps")
     except ModuleNotFoundError as error:
         if error.name != "graphgps":
             raise
+        return
+    if graphgps.__file__ is None:  # any folder of that name
         return
     model = importlib.import_module("pyg_chimera.graphgym.gps_model").ChimeraGPSModel
     _register(registry.network_dict, "ChimeraGPSModel", model)

@@ -28,7 +28,7 @@ class NodeOrder(BaseTransform):
         method (str or Callable, optional): The score, one of :obj:`"order"`,
             :obj:`"degree"`, :obj:`"eigenvector"`, :obj:`"pagerank"`,
             :obj:`"closeness"`, :obj:`"bfs"`, :obj:`"random"` and :obj:`"cluster"`, see
-            :func:`~pyg_chimera.ops.structure.node_score`, or a function of the data
+            :func:`~pyg_chimera.ops.node_score`, or a function of the data
             that returns one score per node, of shape :math:`[|\mathcal{V}|]`.
             (default: :obj:`"degree"`)
         attr_name (str, optional): The attribute for the score.

@@ -193,6 +193,17 @@ def test_the_absence_of_graphgps_is_passed_over(gym, monkeypatch):
     assert "ChimeraGPSModel" not in gym.network_dict
 
 
+def test_a_folder_of_that_name_is_not_graphgps(gym, monkeypatch, tmp_path):
+    import pyg_chimera.graphgym
+
+    forget(monkeypatch)
+    (tmp_path / "graphgps").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    gym.network_dict.pop("ChimeraGPSModel", None)
+    pyg_chimera.graphgym.register()
+    assert "ChimeraGPSModel" not in gym.network_dict
+
+
 def test_what_graphgps_misses_is_not_passed_over(gym, monkeypatch, tmp_path):
     import pyg_chimera.graphgym
 

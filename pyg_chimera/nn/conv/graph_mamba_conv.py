@@ -85,7 +85,7 @@ class GraphMambaConv(torch.nn.Module):
         dt_rank (int, optional): Size of :math:`\boldsymbol{\delta}_t`. (default:
             :obj:`None`, a sixteenth of :obj:`channels`, rounded up)
         order (str, optional): What nodes are sorted by, see
-            :func:`~pyg_chimera.ops.structure.node_score`: one of :obj:`"order"`,
+            :func:`~pyg_chimera.ops.node_score`: one of :obj:`"order"`,
             :obj:`"degree"`, :obj:`"eigenvector"`, :obj:`"pagerank"`,
             :obj:`"closeness"`, :obj:`"bfs"`, :obj:`"random"` and :obj:`"cluster"`
             (whose clusters come in random order, and so do the nodes of a cluster).

@@ -62,11 +62,11 @@ def selective_scan(
             integer :math:`[S + 1]`, as :obj:`ptr` of a PyG batch. Sequences may be
             empty. Without it, all rows are one sequence. (default: :obj:`None`)
         backend (str, optional): ``"reference"`` (a loop, in float64), ``"torch"``
-            (any device, :math:`\log T` passes over all states), ``"numba"`` (CPU),
-            ``"mamba_ssm"`` (that package's kernel, CUDA, float32, on sequences padded
-            to one length), or ``"auto"``: numba on the CPU; elsewhere mamba_ssm if it
-            is installed and passes a test of its results, or else torch.
-            (default: :obj:`"auto"`)
+            (any device, as many passes over all states as the longest sequence has
+            binary digits), ``"numba"`` (CPU), ``"mamba_ssm"`` (that package's kernel,
+            CUDA, float32, on sequences padded to one length), or ``"auto"``: numba on
+            the CPU; elsewhere mamba_ssm if it is installed and passes a test of its
+            results, or else torch. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[T, F]`, in the dtype of :obj:`u`.

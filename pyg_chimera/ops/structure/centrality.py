@@ -35,7 +35,7 @@ def node_score(
     edge_index: Tensor, num_nodes: int, method: str, batch: Tensor | None = None
 ) -> Tensor:
     r"""What to sort the nodes of each graph by, see
-    :func:`~pyg_chimera.ops.structure.node_sequences`.
+    :func:`~pyg_chimera.ops.node_sequences`.
 
     Edge directions, self-loops and duplicates make no difference. The scores of a
     graph are the same in a batch as alone, and nodes that only their numbers tell

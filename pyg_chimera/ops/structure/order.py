@@ -25,18 +25,15 @@ _FREE_BITS = 63 - _BITS
 
 
 class NodeSequences(NamedTuple):
-    r"""The nodes of one or several graphs in sequences, packed one after the other.
+    r"""The nodes of one or several graphs in sequences, packed one after the other."""
 
-    Attributes:
-        index: The node at each place, int64 :math:`[m |\mathcal{V}|]`, where :math:`m`
-            is the number of permutations. Each of its :math:`m` parts of length
-            :math:`|\mathcal{V}|` is a permutation of the nodes.
-        ptr: Where each of the :math:`S = m B K` sequences begins, and at last the end,
-            int64 :math:`[S + 1]`, for :math:`B` graphs of :math:`K` bins. Permutations
-            come first, then graphs, then bins. Sequences may be empty.
-    """
-
+    #: The node at each place, int64 :math:`[m |\mathcal{V}|]`, where :math:`m` is the
+    #: number of permutations. Each of its :math:`m` parts of length
+    #: :math:`|\mathcal{V}|` is a permutation of the nodes.
     index: Tensor  # type: ignore[assignment]  # hides tuple.index
+    #: Where each of the :math:`S = m B K` sequences begins, and at last the end, int64
+    #: :math:`[S + 1]`, for :math:`B` graphs of :math:`K` bins. Permutations come first,
+    #: then graphs, then bins. Sequences may be empty.
     ptr: Tensor
 
 
