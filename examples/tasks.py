@@ -77,6 +77,8 @@ def _weighted_cross_entropy(out: Tensor, batch: Batch) -> Tensor:
     """The benchmarks' loss: classes weigh as much as the batch is of others."""
     counts = torch.bincount(batch.y, minlength=out.size(1))
     weight = (batch.y.numel() - counts) / batch.y.numel() * (counts > 0)
+    if not weight.any():  # there is but one class
+        weight = torch.ones_like(weight)
     return F.cross_entropy(out, batch.y, weight=weight.to(out.dtype))
 
 

@@ -31,6 +31,7 @@ def chimera_cfg(cfg: CfgNode) -> None:
 
     # What nodes are ordered by (GraphMamba), or edges directed by (PLSTM): a name;
     # null: by the data, which have a 'node_score' (GraphMamba) or are DAGs (PLSTM).
+    # Where there is a 'node_score', GraphMamba takes it for the scores of any order.
     cfg.chimera.order = "degree"
 
     # GraphMamba: number of parts into which the nodes of each graph are divided.

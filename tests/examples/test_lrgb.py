@@ -196,6 +196,13 @@ def test_weighted_cross_entropy_by_hand():
     assert float(loss) == pytest.approx(float(expected))
 
 
+def test_a_batch_of_one_class_has_a_loss():
+    out = torch.tensor([[2.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    batch = Data(y=torch.tensor([0, 0]))
+    loss = tasks.get_task("coco-sp").loss(out, batch)
+    assert float(loss) == pytest.approx(float(-out.log_softmax(-1)[:, 0].mean()))
+
+
 def test_unlabelled_entries_have_no_loss():
     out = torch.tensor([[1.0, 5.0], [-1.0, 2.0]])
     batch = Data(y=torch.tensor([[1.0, float("nan")], [0.0, 1.0]]))

@@ -7,18 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.selective_scan import torch_
+from pyg_chimera.ops.selective_scan.reference import reference_scan
 
-__all__ = ["is_usable", "scan"]
+__all__ = ["is_usable", "is_worthwhile", "scan", "why_not"]
+
+#: Rows with padding, for each row without, up to which sequences are padded.
+_MAX_PADDING = 4
 
 
-def _kernel() -> Callable[..., Tensor] | None:
-    try:
-        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "mamba_ssm":
-            raise
-        return None
+def _kernel() -> Callable[..., Tensor]:
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
     return selective_scan_fn
 
 
@@ -26,12 +25,10 @@ def scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ptr: Tensor
 ) -> Tensor:
     """The outputs, [T, D]; the kernel wants sequences of one length, so they get it."""
-    kernel = _kernel()
-    assert kernel is not None  # see `is_usable`
     sizes = ptr.diff()
     longest = int(sizes.max()) if sizes.numel() else 0
     if longest == 0:
-        return u * 0
+        return u * D
     sequence = torch.repeat_interleave(sizes, output_size=u.size(0))
     place = torch.arange(u.size(0), device=u.device) - ptr[sequence]
 
@@ -39,42 +36,77 @@ def scan(
         out = x.new_zeros(sizes.size(0), longest, x.size(1))
         return out.index_put((sequence, place), x).transpose(1, 2).contiguous()
 
-    out = kernel(padded(u), padded(delta), A, padded(B), padded(C), D)
+    out = _kernel()(padded(u), padded(delta), A, padded(B), padded(C), D)
     return out.transpose(1, 2)[sequence, place]
 
 
-@functools.cache
+def is_worthwhile(ptr: Tensor) -> bool:
+    """Whether padding leaves time and memory about linear in the rows."""
+    sizes = ptr.diff()
+    padded = sizes.numel() * int(sizes.max()) if sizes.numel() else 0
+    return padded <= _MAX_PADDING * int(ptr[-1])
+
+
 def is_usable(device: torch.device) -> bool:
-    """Whether the kernel is installed and computes what it should, on a device."""
-    if _kernel() is None:
-        return False
+    """Whether the kernel is installed and computes what it should, on a device.
+
+    Warns, once, if it is installed and does not.
+    """
+    return why_not(device) is None
+
+
+@functools.cache
+def why_not(device: torch.device) -> str | None:
+    """What is wrong with the kernel on a device, None if nothing is."""
+    try:
+        _kernel()
+    except ModuleNotFoundError as error:
+        if error.name == "mamba_ssm":
+            return "it is not installed"
+        reason = f"importing it raises {error!r}"
+    except Exception as error:  # its libraries are built for one version of PyTorch
+        reason = f"importing it raises {error!r}"
+    else:
+        try:
+            reason = "" if _is_right(device) else "its results are wrong"
+        except Exception as error:  # such as a GPU that it was not built for
+            reason = f"running it raises {error!r}"
+    if not reason:
+        return None
+    warnings.warn(
+        f"The kernel of the installed 'mamba-ssm' can't be used on {device}: {reason}. "
+        "selective_scan uses its 'torch' backend instead",
+        stacklevel=2,
+    )
+    return reason
+
+
+def _is_right(device: torch.device) -> bool:
+    """Compares a small example with the reference, whatever mode the caller is in."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        x = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return x.to(device)
 
-    u, delta, A, B, C, D = (
-        x.to(device).requires_grad_()
-        for x in (
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        inputs = [
             *(draw(21, 5), draw(21, 5).abs(), -draw(5, 4).exp()),
             *(draw(21, 4), draw(21, 4), draw(5)),
-        )
+        ]
+        ptr, grad = torch.tensor([0, 13, 13, 21], device=device), draw(21, 5)
+        results = []
+        for function, dtype in ((scan, torch.float32), (reference_scan, torch.float64)):
+            leaves = [x.to(dtype).detach().clone().requires_grad_() for x in inputs]
+            u, delta, A, B, C, D = leaves
+            out = function(u, delta, A, B, C, D, ptr)
+            grads = torch.autograd.grad(out, leaves, grad.to(dtype))
+            results.append([out, *grads])
+    return all(
+        torch.allclose(x.double(), y, rtol=1e-3, atol=1e-4)
+        for x, y in zip(*results, strict=True)
     )
-    ptr, grad = torch.tensor([0, 13, 13, 21], device=device), draw(21, 5).to(device)
-    with torch.enable_grad():
-        out = scan(u, delta, A, B, C, D, ptr)
-        found = [out, *torch.autograd.grad(out, (u, delta, A, B, C, D), grad)]
-    with torch.no_grad():
-        right = [torch_.scan_forward(u, delta, A, B, C, D, ptr)]
-        right += torch_.scan_backward(grad, u, delta, A, B, C, D, ptr)
-    if all(
-        torch.allclose(x, y, rtol=1e-3, atol=1e-4)
-        for x, y in zip(found, right, strict=True)
-    ):
-        return True
-    warnings.warn(
-        "The kernel of the installed 'mamba-ssm' gives other results than it should on "
-        f"{device}; selective_scan uses its 'torch' backend instead",
-        stacklevel=2,
-    )
-    return False

@@ -41,8 +41,8 @@ def selective_scan(
 
     where :math:`\mathbf{H}` is zero before the first row of each sequence. Sequences
     of any length follow each other without padding, and none sees another. Time and
-    memory are linear in :math:`T`. Differentiable once in all arguments but
-    :obj:`ptr`. float16 and bfloat16 are computed in float32.
+    memory are linear in :math:`T`. Differentiable once, in reverse mode, in all
+    arguments but :obj:`ptr`. float16 and bfloat16 are computed in float32.
 
     Args:
         u (torch.Tensor): The input, :math:`[T, F]`.
@@ -65,8 +65,9 @@ def selective_scan(
             (any device, as many passes over all states as the longest sequence has
             binary digits), ``"numba"`` (CPU), ``"mamba_ssm"`` (that package's kernel,
             CUDA, float32, on sequences padded to one length), or ``"auto"``: numba on
-            the CPU; elsewhere mamba_ssm if it is installed and passes a test of its
-            results, or else torch. (default: :obj:`"auto"`)
+            the CPU; elsewhere mamba_ssm if it is installed, passes a test of its
+            results, and padding makes at most four rows of one, or else torch.
+            (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[T, F]`, in the dtype of :obj:`u`.
@@ -79,7 +80,7 @@ def selective_scan(
     """
     _check_scan(u, delta, A, B, C, D, z, delta_bias, ptr)
     tensors = promoted(u, delta, A, B, C)
-    backend = _choose_scan(backend, tensors[0])
+    backend = _choose_scan(backend, tensors[0], ptr)
     with torch.autocast(u.device.type, enabled=False):
         x, delta, A, B, C = tensors
         if delta_bias is not None:
@@ -117,8 +118,8 @@ def causal_conv1d(
         \mathbf{y}_t = \sigma \left( \mathbf{b} + \sum_{k=1}^{K} \mathbf{w}_{k} \odot
         \mathbf{x}_{t - K + k} \right),
 
-    where rows before the first one of a sequence are zero. Differentiable once in
-    all arguments but :obj:`ptr`.
+    where rows before the first one of a sequence are zero. Differentiable once,
+    in reverse mode, in all arguments but :obj:`ptr`.
 
     Args:
         x (torch.Tensor): The input, :math:`[T, F]`.
@@ -274,20 +275,25 @@ def _choose(
     return backend
 
 
-def _choose_scan(backend: str, x: Tensor) -> str:
+def _choose_scan(backend: str, x: Tensor, ptr: Tensor | None) -> str:
     chosen = _choose(backend, x.device, _SCAN_BACKENDS)
     if backend == "auto" and x.is_cuda and x.dtype == torch.float32:
         # Not while tracing: a compiler could not see into it.
-        if not torch.compiler.is_compiling() and mamba_ssm_.is_usable(x.device):
+        if (
+            not torch.compiler.is_compiling()
+            and mamba_ssm_.is_usable(x.device)
+            and (ptr is None or mamba_ssm_.is_worthwhile(ptr))
+        ):
             return "mamba_ssm"
-    elif backend == "mamba_ssm" and (
-        x.dtype != torch.float32 or not mamba_ssm_.is_usable(x.device)
-    ):
-        raise ValueError(
-            "backend='mamba_ssm' needs the package 'mamba-ssm', a device that it "
-            f"supports, and float32; it does not run on {x.dtype} on {x.device}; use "
-            "'auto'"
-        )
+    elif backend == "mamba_ssm":
+        reason = mamba_ssm_.why_not(x.device)
+        if reason is None and x.dtype != torch.float32:
+            reason = f"it computes in float32, not {x.dtype}"
+        if reason is not None:
+            raise ValueError(
+                f"backend='mamba_ssm' needs the kernel of the package 'mamba-ssm', but "
+                f"on {x.device} {reason}; use 'auto'"
+            )
     return chosen
 
 
@@ -315,7 +321,7 @@ def explain_scan(
 ) -> Choice:
     """What `explain` says of `selective_scan`."""
     _check_scan(u, delta, A, B, C, D, z, delta_bias, ptr)
-    chosen = _choose_scan(backend, promoted(u, delta, A, B, C)[0])
+    chosen = _choose_scan(backend, promoted(u, delta, A, B, C)[0], ptr)
     return _explain("selective_scan", u, ptr, backend, chosen)
 
 

@@ -404,7 +404,7 @@ def test_wrong_options():
         causal_conv1d(inputs["u"], inputs["A"], activation="relu")
     with pytest.raises(ValueError, match=r"'weight' must be \[channels, size\]"):
         causal_conv1d(inputs["u"], inputs["D"])
-    with pytest.raises(ValueError, match="needs the package 'mamba-ssm'"):
+    with pytest.raises(ValueError, match="'mamba-ssm', but on cpu it is not"):
         selective_scan(**inputs, backend="mamba_ssm")
 
 
@@ -418,27 +418,31 @@ def test_explain():
 
 # --------------------------------------------------------------------------- mamba-ssm
 
+INTERFACE = "mamba_ssm.ops.selective_scan_interface"
+CPU = torch.device("cpu")
+
 
 @pytest.fixture
 def install(monkeypatch):
     """A package 'mamba-ssm' whose kernel is as told."""
 
     def install(kernel):
-        module = types.ModuleType("mamba_ssm.ops.selective_scan_interface")
+        module = types.ModuleType(INTERFACE)
         module.selective_scan_fn = kernel
         for name in ("mamba_ssm", "mamba_ssm.ops"):
             monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        mamba_ssm_.is_usable.cache_clear()
+        monkeypatch.setitem(sys.modules, INTERFACE, module)
+        mamba_ssm_.why_not.cache_clear()
 
     yield install
-    mamba_ssm_.is_usable.cache_clear()
+    mamba_ssm_.why_not.cache_clear()
 
 
 def padded_kernel(u, delta, A, B, C, D):
-    """The signature of the package: [batch, channels, length]."""
+    """The signature of the package: [batch, channels, length], float32."""
     outs = []
     for x in zip(u, delta, B, C, strict=True):
+        assert x[0].dtype == torch.float32
         v, d, b, c = (y.t() for y in x)
         outs.append(selective_scan(v, d, A, b, c, D, backend="reference").t())
     return torch.stack(outs)
@@ -446,7 +450,7 @@ def padded_kernel(u, delta, A, B, C, D):
 
 def test_installed_kernel_is_used_on_padded_sequences(install):
     install(padded_kernel)
-    assert mamba_ssm_.is_usable(torch.device("cpu"))
+    assert mamba_ssm_.is_usable(CPU)
     for sizes in ((5, 0, 1, 7), (0,)):
         inputs = make(sizes, 3, 2)
         assert_agrees(
@@ -457,17 +461,61 @@ def test_installed_kernel_is_used_on_padded_sequences(install):
             inputs,
             torch.float32,
         )
-    with pytest.raises(ValueError, match=r"needs .*float32"):
+    with pytest.raises(ValueError, match="computes in float32, not"):
         selective_scan(**inputs, backend="mamba_ssm")
 
 
-def test_installed_kernel_with_other_results_is_refused(install):
-    install(lambda *x: padded_kernel(*x) * 1.01)
-    with pytest.warns(UserWarning, match="gives other results than it should"):
-        assert not mamba_ssm_.is_usable(torch.device("cpu"))
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: torch.device("meta"),
+    ],
+    ids=["inference", "no_grad", "autocast", "meta"],
+)
+def test_installed_kernel_is_judged_alike_in_every_mode(install, mode):
+    install(padded_kernel)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with mode():
+            assert mamba_ssm_.is_usable(CPU)
+
+
+def fails(*_):
+    raise RuntimeError("no kernel image")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [
+        (lambda *x: padded_kernel(*x) * 1.01, "its results are wrong"),
+        (fails, "running it raises RuntimeError"),
+        (None, "importing it raises"),
+    ],
+    ids=["wrong", "fails", "broken"],
+)
+def test_installed_kernel_that_is_no_good_is_refused(
+    install, monkeypatch, kernel, reason
+):
+    install(kernel)
+    if kernel is None:
+        monkeypatch.delattr(sys.modules[INTERFACE], "selective_scan_fn")
+    with pytest.warns(UserWarning, match=reason):
+        assert not mamba_ssm_.is_usable(CPU)
     with warnings.catch_warnings():  # once
         warnings.simplefilter("error")
-        assert not mamba_ssm_.is_usable(torch.device("cpu"))
+        assert not mamba_ssm_.is_usable(CPU)
+    inputs = make((6,), 3, 2, torch.float32)
+    with pytest.raises(ValueError, match=reason):
+        selective_scan(**inputs, backend="mamba_ssm")
+
+
+def test_padding_is_bounded():
+    assert mamba_ssm_.is_worthwhile(as_ptr((394, 100, 100)))
+    assert not mamba_ssm_.is_worthwhile(as_ptr((20_000, *[10] * 2_000)))
+    assert mamba_ssm_.is_worthwhile(as_ptr(()))
 
 
 @pytest.mark.cuda
