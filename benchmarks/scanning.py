@@ -28,15 +28,14 @@ from options import add_options, settle
 from report import Figures, plot, report, verdicts
 from steps import (
     Pilot,
-    Repetitions,
     Step,
     compare,
+    compare_and_time,
     first_run,
     growth_rows,
-    pilots,
     time_rows,
 )
-from timing import interleave, machine, show, write_json
+from timing import machine, show, write_json
 from torch import Tensor
 from torch_geometric.nn import GATConv, GPSConv
 from workloads import Workload, all_peptides, peptides, planar
@@ -645,23 +644,9 @@ def workloads(args: Namespace) -> list[Graphs]:
 def measure(args: Namespace) -> dict[str, Any]:
     """Compares, then times, all cases on the workloads asked for."""
     chosen = workloads(args)
-    parts = dict.fromkeys(x.part for x in chosen)
-    errors = [row for p in parts for row in check(tiny(p), names(tiny(p)), args.device)]
-    first = pilots(pilot, chosen, names, lambda *_: None, args)
-    fine = {key for key, result in first.items() if result.problem is None}
-    for graphs in chosen:
-        cases = [name for name in names(graphs) if (graphs.name, name) in fine]
-        errors += check(graphs, cases, args.device)
-    rounds: Repetitions = {}
-    for part in parts:
-        show(f"times: {part}")
-        runs: dict[Any, Step] = {
-            (graphs.name, name): CASES[name].make(graphs, torch.float32, args.device)
-            for graphs in chosen
-            for name in names(graphs)
-            if graphs.part == part and (graphs.name, name) in fine
-        }
-        rounds |= interleave(runs, args.repeats, args.limit)
+    errors, first, rounds = compare_and_time(
+        chosen, CASES, names, tiny, check, pilot, args
+    )
     rows = []
     for graphs in chosen:
         base = BASES[graphs.part]

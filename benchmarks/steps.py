@@ -3,7 +3,7 @@
 import pickle
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from timing import (
     Timing,
     UnfinishedError,
     in_fresh_process,
+    interleave,
     peak_memory,
     ratio,
     reset_peak_memory,
@@ -176,6 +177,43 @@ def pilots(
                 result = attempt(function, job, args.device, args.limit)
             found[workload.name, name] = last[workload.part, name] = result
     return found
+
+
+def compare_and_time(
+    workloads: Sequence[Any],
+    cases: Mapping[str, Any],
+    names: Callable[[Any], list[str]],
+    tiny: Callable[[str], Any],
+    check: Callable[[Any, list[str], str], list[dict[str, Any]]],
+    pilot: Callable[..., Pilot],
+    args: Namespace,
+) -> tuple[list[dict[str, Any]], Pilots, Repetitions]:
+    """Compares all cases on all workloads, then times those that agree.
+
+    `names` are the cases of a workload, `tiny` is one for a part that all of them are
+    compared on first, `check` compares and `pilot` runs once in a fresh process.
+
+    Returns:
+        The rows of errors, what the pilots found, and the repetitions.
+    """
+    parts = dict.fromkeys(x.part for x in workloads)
+    errors = [row for p in parts for row in check(tiny(p), names(tiny(p)), args.device)]
+    first = pilots(pilot, workloads, names, lambda *_: None, args)
+    fine = {key for key, result in first.items() if result.problem is None}
+    for workload in workloads:
+        left = [name for name in names(workload) if (workload.name, name) in fine]
+        errors += check(workload, left, args.device)
+    rounds: Repetitions = {}
+    for part in parts:
+        show(f"times: {part}")
+        runs: dict[Any, Step] = {
+            (x.name, name): cases[name].make(x, torch.float32, args.device)
+            for x in workloads
+            for name in names(x)
+            if x.part == part and (x.name, name) in fine
+        }
+        rounds |= interleave(runs, args.repeats, args.limit)
+    return errors, first, rounds
 
 
 # Rows for reports --------------------------------------------------------------
