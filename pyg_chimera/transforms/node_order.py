@@ -60,7 +60,7 @@ class NodeOrder(BaseTransform):
         """Adds the attribute to a copy of the data."""
         edge_index, num_nodes = edges_of(data)
         if callable(self.method):
-            score = torch.as_tensor(self.method(data)).detach()
+            score = torch.as_tensor(self.method(data)).detach().clone()
             if score.shape != (num_nodes,):
                 raise ValueError(
                     "'method' must return a score per node, of shape "

@@ -62,6 +62,16 @@ def test_function_of_the_data():
     assert out.node_score.tolist() == [3, 1, 2]
 
 
+def test_stored_score_is_not_the_users_data():
+    data = Data(x=torch.rand(3, 2), edge_index=torch.zeros(2, 0, dtype=torch.long))
+    expected = data.x[:, 0].clone()
+    out = NodeOrder(feature)(data)
+    data.x.zero_()
+    assert out.node_score.equal(expected)
+    out.node_score += 1
+    assert not data.x.any()
+
+
 def test_replaces_an_earlier_score():
     data = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
     out = NodeOrder("bfs")(NodeOrder("degree")(data))

@@ -38,11 +38,12 @@ def node_score(
     :func:`~pyg_chimera.ops.node_sequences`.
 
     Edge directions, self-loops and duplicates make no difference. The scores of a
-    graph are the same in a batch as alone, and nodes that only their numbers tell
-    apart have the same score (except with :obj:`"bfs"` and :obj:`"cluster"`).
+    graph are the same in a batch as alone. Except with :obj:`"bfs"` and
+    :obj:`"cluster"`, they don't depend on how the nodes are numbered, and nodes that
+    only their numbers tell apart have exactly the same score.
 
-    Runs on the CPU. :obj:`"degree"`, :obj:`"pagerank"` and :obj:`"bfs"` take time
-    linear in the number of edges, :obj:`"eigenvector"` mostly not much more,
+    Runs on the CPU. :obj:`"degree"` and :obj:`"bfs"` take time linear in the number of
+    edges, :obj:`"pagerank"` and :obj:`"eigenvector"` mostly not much more,
     :obj:`"closeness"` :math:`O(|\mathcal{V}| |\mathcal{E}|)`. :obj:`"cluster"` is
     the slowest by far, as it runs in Python; better compute it once, with
     :class:`~pyg_chimera.transforms.NodeOrder`.
@@ -170,63 +171,193 @@ def pagerank(ptr, head, bounds):  # type: ignore[no-untyped-def]
         head (np.ndarray): The neighbours, which have their neighbours in turn.
         bounds (np.ndarray): Where the nodes of each graph begin, int64 [B + 1].
     """
-    n = ptr.shape[0] - 1
+    cell, size, limits, ptr, head, count = _quotient(ptr, head, bounds)
+    n = size.shape[0]
     score = np.ones(n)
+    share = np.zeros(n)  # what a node gives to each neighbour
     new = np.empty(n)
     for g in range(bounds.shape[0] - 1):
-        low, high = bounds[g], bounds[g + 1]
+        low, high = limits[g], limits[g + 1]
         for _ in range(200):
             idle = 0.0  # what isolated nodes spread evenly
             for i in range(low, high):
                 if ptr[i] == ptr[i + 1]:
-                    idle += score[i]
-            new[low:high] = 0.15 + 0.85 * idle / max(high - low, 1)
-            for j in range(low, high):
-                for x in range(ptr[j], ptr[j + 1]):
-                    new[head[x]] += 0.85 * score[j] / (ptr[j + 1] - ptr[j])
+                    idle += size[i] * score[i]
+                else:
+                    share[i] = score[i] / np.sum(count[ptr[i] : ptr[i + 1]])
+            rest = 0.15 + 0.85 * idle / max(bounds[g + 1] - bounds[g], 1)
             change = 0.0
             for i in range(low, high):
+                total = 0.0
+                for x in range(ptr[i], ptr[i + 1]):
+                    total += count[x] * share[head[x]]
+                new[i] = rest + 0.85 * total
                 change = max(change, abs(new[i] - score[i]))
-                score[i] = new[i]
+            score[low:high] = new[low:high]
             if change < 1e-12:
                 break
-        _tie(score[low:high])
-    return score
+    return score[cell]
 
 
 @njit(cache=True, nogil=True)
 def _eigenvector(ptr, head, bounds):  # type: ignore[no-untyped-def]
-    """Eigenvector centrality, component by component."""
-    n = ptr.shape[0] - 1
+    """Eigenvector centrality, component by component.
+
+    Components that share a cell share all of them, and then the scaled scores, too,
+    so that those of the partition are looked at instead.
+    """
+    cell, size, limits, ptr, head, count = _quotient(ptr, head, bounds)
+    n = size.shape[0]
+    # Scaled by the roots of the sizes, the matrix is symmetric.
+    entry = np.empty(head.shape[0])
+    for i in range(n):
+        for x in range(ptr[i], ptr[i + 1]):
+            entry[x] = np.sqrt(count[x] * (count[x] * size[i] // size[head[x]]))
     score = np.zeros(n)
     order = np.empty(n, np.int64)
     level = np.empty(n, np.int64)
     seen = np.full(n, -1, np.int64)
     place = np.empty(n, np.int64)
     for g in range(bounds.shape[0] - 1):
-        low, high = bounds[g], bounds[g + 1]
+        low, high = limits[g], limits[g + 1]
         largest = 0.0
         for i in range(low, high):
             if seen[i] < 0 and ptr[i] < ptr[i + 1]:
-                count = search(ptr, head, i, order, level, seen, i)
-                nodes = np.sort(order[:count])
-                place[nodes] = np.arange(count)
-                value, vector = _principal(ptr, head, nodes, place)
+                num_cells = search(ptr, head, i, order, level, seen, i)
+                cells = np.sort(order[:num_cells])
+                place[cells] = np.arange(num_cells)
+                total = np.sum(size[cells])
+                root = np.sqrt(size[cells] / total)
+                value, vector = _principal(ptr, head, entry, cells, place, root)
                 largest = max(largest, value)
-                score[nodes] = vector * value * np.sqrt(count / (high - low))
+                score[cells] = vector / root * value
         if largest > 0:
-            score[low:high] /= largest
-            _tie(score[low:high])
-    return score
+            score[low:high] /= largest * np.sqrt(bounds[g + 1] - bounds[g])
+    return score[cell]
 
 
 @njit(cache=True, nogil=True)
-def _principal(ptr, head, nodes, place):  # type: ignore[no-untyped-def]
-    """The largest eigenvalue of a component's adjacency matrix, and its eigenvector.
+def _quotient(ptr, head, bounds):  # type: ignore[no-untyped-def]
+    """The coarsest equitable partition of each graph.
+
+    All nodes of a cell have equally many neighbours in each cell, so that their
+    centralities are the same. In the partition, symmetric nodes are equal to the last
+    bit, and an eigenvalue whose vector has them differ is none. The numbers of the
+    cells say nothing about those of the nodes, so that scores don't depend on them at
+    all, even where rounding decides.
+
+    By `"Tight Lower and Upper Bounds for the Complexity of Canonical Colour
+    Refinement" <https://arxiv.org/abs/1509.08251>`_, in O(E log V) time.
+
+    Returns:
+        The cell of each node, the size of each cell, where the cells of each graph
+        begin, and, as `ptr` and `head` for nodes, the cells that are neighbours of a
+        cell, ascending, and how many neighbours a node of the cell has there.
+    """
+    n = ptr.shape[0] - 1
+    node = np.arange(n)  # cell by cell
+    place = np.arange(n)  # of each node among them
+    cell = np.empty(n, np.int64)
+    first = np.empty(n, np.int64)
+    size = np.zeros(n, np.int64)
+    number = np.zeros(n, np.int64)  # of neighbours in the cell that refines
+    touched = np.empty(n, np.int64)
+    queue = np.empty(n, np.int64)
+    queued = np.zeros(n, np.bool_)
+    limits = np.zeros(bounds.shape[0], np.int64)
+    num_cells = 0
+    for g in range(bounds.shape[0] - 1):
+        low, high = bounds[g], bounds[g + 1]
+        begin = end = 0  # of the queue, where each cell is once at most
+        if low < high:
+            cell[low:high] = num_cells
+            first[num_cells], size[num_cells] = low, high - low
+            queue[0] = num_cells
+            queued[num_cells] = True
+            end = 1
+            num_cells += 1
+        while begin < end:
+            c = queue[begin % n]
+            queued[c] = False
+            begin += 1
+            num_touched = 0
+            for p in range(first[c], first[c] + size[c]):
+                for x in range(ptr[node[p]], ptr[node[p] + 1]):
+                    if number[head[x]] == 0:
+                        touched[num_touched] = head[x]
+                        num_touched += 1
+                    number[head[x]] += 1
+            key = np.empty(num_touched, np.int64)
+            for t in range(num_touched):
+                key[t] = cell[touched[t]] * n + number[touched[t]]
+            order = np.argsort(key)
+            t = 0
+            while t < num_touched:
+                c = cell[touched[order[t]]]
+                after = t + 1
+                while after < num_touched and key[order[after]] // n == c:
+                    after += 1
+                # Those that have most neighbours go to the end of their cell and
+                # leave as new cells, and the first ones stay.
+                stop = first[c] + size[c]
+                old = num_cells
+                if after - t < size[c] or key[order[t]] < key[order[after - 1]]:
+                    for s in range(after - 1, t - 1, -1):
+                        stop -= 1
+                        i, j = touched[order[s]], node[stop]
+                        node[place[i]], place[j] = j, place[i]
+                        node[stop], place[i] = i, stop
+                    for s in range(t, after):
+                        if stop + s - t == first[c]:
+                            continue
+                        if s == t or key[order[s]] != key[order[s - 1]]:
+                            first[num_cells], size[num_cells] = stop + s - t, 0
+                            num_cells += 1
+                        if num_cells > old:
+                            cell[touched[order[s]]] = num_cells - 1
+                            size[num_cells - 1] += 1
+                    for k in range(old, num_cells):
+                        size[c] -= size[k]
+                    # As the whole has refined, or will do so, one part need not.
+                    largest = c
+                    for k in range(old, num_cells):
+                        if size[k] > size[largest]:
+                            largest = k
+                    if queued[c]:
+                        largest = -1
+                    for k in range(old - 1, num_cells):
+                        part = c if k < old else k
+                        if not queued[part] and part != largest:
+                            queue[end % n] = part
+                            end += 1
+                            queued[part] = True
+                t = after
+            number[touched[:num_touched]] = 0
+        limits[g + 1] = num_cells
+
+    cell_ptr = np.zeros(num_cells + 1, np.int64)
+    cell_head = np.empty(head.shape[0], np.int64)
+    count = np.empty(head.shape[0], np.int64)
+    fill = 0
+    for c in range(num_cells):
+        i = node[first[c]]  # as good as any other one
+        last = -1
+        for k in np.sort(cell[head[ptr[i] : ptr[i + 1]]]):
+            if k != last:
+                cell_head[fill], count[fill] = k, 0
+                fill += 1
+                last = k
+            count[fill - 1] += 1
+        cell_ptr[c + 1] = fill
+    return cell, size[:num_cells], limits, cell_ptr, cell_head[:fill], count[:fill]
+
+
+@njit(cache=True, nogil=True)
+def _principal(ptr, head, entry, nodes, place, start):  # type: ignore[no-untyped-def]
+    """The largest eigenvalue of a component's matrix, and its eigenvector of norm 1.
 
     By Lanczos' method, which finds close eigenvalues apart where power iteration takes
     forever. As the vectors of the first pass are not kept, a second one adds them up.
-    They start from all ones, so that no symmetry of the graph is ever broken.
     """
     n = nodes.shape[0]
     limit = 100 + min(10 * n, 20_000)  # far more than ever seen
@@ -238,7 +369,7 @@ def _principal(ptr, head, nodes, place):  # type: ignore[no-untyped-def]
     steps, check = limit, min(n, 8)
     for sums in (False, True):
         last = np.zeros(n)
-        v = np.full(n, 1 / np.sqrt(n))
+        v = start.copy()
         new = np.empty(n)
         k = 0
         while k < steps:
@@ -247,7 +378,7 @@ def _principal(ptr, head, nodes, place):  # type: ignore[no-untyped-def]
             for a in range(n):
                 total = 0.0
                 for x in range(ptr[nodes[a]], ptr[nodes[a] + 1]):
-                    total += v[place[head[x]]]
+                    total += entry[x] * v[place[head[x]]]
                 new[a] = total - beta[k] * last[a]
             if not sums:
                 alpha[k] = np.sum(new * v)
@@ -263,7 +394,39 @@ def _principal(ptr, head, nodes, place):  # type: ignore[no-untyped-def]
             if k < steps:
                 last, v, new = v, new, last
                 v /= beta[k]
-    return value, np.abs(out) / np.sqrt(np.sum(out * out))
+    out = np.abs(out)
+    _polish(ptr, head, entry, nodes, place, value, out)
+    return value, out / np.sqrt(np.sum(out * out))
+
+
+@njit(cache=True, nogil=True)
+def _polish(ptr, head, entry, nodes, place, value, v):  # type: ignore[no-untyped-def]
+    """Makes also small entries of an eigenvector exact, in place.
+
+    Relative to the largest one, they are rounding errors. Gauss and Seidel's method
+    finds them from their neighbours, from below, as nothing is ever subtracted. It is
+    slow only far away from the largest ones, around others that are nearly as large in
+    their own surroundings; there, entries of less than 1e-12 may remain too small.
+    """
+    n = nodes.shape[0]
+    if n == 1:
+        return
+    v[v < 1e-12 * np.max(v)] = 0
+    for sweep in range(1000):
+        change = 0.0
+        for b in range(n):
+            a = b if sweep % 2 == 0 else n - 1 - b
+            total, own = 0.0, 0.0
+            for x in range(ptr[nodes[a]], ptr[nodes[a] + 1]):
+                if head[x] == nodes[a]:
+                    own = entry[x]
+                else:
+                    total += entry[x] * v[place[head[x]]]
+            total /= value - own
+            change = max(change, abs(total - v[a]) / (total + 1e-300))
+            v[a] = total
+        if change < 1e-13:
+            break
 
 
 @njit(cache=True, nogil=True)
@@ -302,22 +465,6 @@ def _largest(alpha, beta, low):  # type: ignore[no-untyped-def]
             vector[k] = (vector[k] + beta[k + 1] * vector[k + 1]) / pivot[k]
         vector /= np.sqrt(np.sum(vector * vector))
     return high, vector
-
-
-@njit(cache=True, nogil=True)
-def _tie(score):  # type: ignore[no-untyped-def]
-    """Makes scores of a graph the same that differ by rounding errors, in place."""
-    if score.shape[0] == 0:
-        return
-    order = np.argsort(score)
-    least = score[order[0]]
-    last = least
-    tolerance = 1e-10 * score[order[-1]]
-    for i in order:
-        if score[i] - last > tolerance:
-            least = score[i]
-        last = score[i]
-        score[i] = least
 
 
 _SCORES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {

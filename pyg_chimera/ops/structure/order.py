@@ -179,6 +179,8 @@ def node_sequences(
         if seed is not None:
             return _hash(place, m, seed, stream)
         shape = (m, num_nodes)
+        if generator is None:  # else compilation for all sizes fails, even with None
+            return torch.randint(2**_BITS, shape, device=device)
         return torch.randint(2**_BITS, shape, generator=generator, device=device)
 
     noise = draw(_place(graph, first), 0) if shuffle else None

@@ -306,6 +306,21 @@ def test_compile(kwargs, num_bins, kind):
     assert out.index[:9].sort().values.equal(torch.arange(9))
 
 
+@pytest.mark.parametrize("kwargs", [{"seed": 3}, {"shuffle": False}, {}])
+def test_compile_for_all_sizes(kwargs):
+    compiled = torch.compile(
+        lambda score: node_sequences(score, **kwargs),
+        dynamic=True,
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for size in (5, 9):
+        score = torch.randperm(size)
+        out = compiled(score)
+        assert score[out.index].equal(torch.arange(size))
+        assert out.ptr.tolist() == [0, size]
+
+
 def test_bad_input():
     score = torch.rand(4)
     with pytest.raises(ValueError, match=r"'score' must not hold NaN \(got 1 of 4"):
