@@ -96,8 +96,9 @@ def _overload_wide_vectors():  # type: ignore[no-untyped-def]
 @intrinsic
 def _prefer_512_bits(typing_context):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        # Past llvmlite's list of attributes, which has none with a value.
-        set.add(builder.function.attributes, '"prefer-vector-width"="512"')
+        attributes = builder.function.attributes
+        if isinstance(attributes, set):  # past its list, which has none with a value
+            set.add(attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
 
     return types.void(), generate
