@@ -31,7 +31,7 @@ _SPAN = 32
 #: Sequences go together to blocks of about this many rows.
 _BLOCK_ROWS = 128
 #: Channels of a task: a multiple of the one, and not more than the other.
-_LANES, _MAX_WIDTH = 64, 128
+_LANES, _MAX_WIDTH = 16, 128
 
 
 # ---------------------------------------------------------------------- exponentials
@@ -228,7 +228,7 @@ def scan_backward(
     _run(
         _backward,
         tasks.costs(ptr.numpy(), 4.0 * num_states * tasks.width),
-        ((2 * _SPAN + 2) * num_states + 3) * tasks.width,
+        ((2 * _SPAN + 3) * num_states + 3) * tasks.width,
         du.numpy().dtype,
         *(ptr.numpy(), *tasks, *_arrays(grad, u, delta), _rates(A)),
         *_arrays(B, C, D, kept),
@@ -252,17 +252,20 @@ def _backward(  # type: ignore[no-untyped-def]
     at += _SPAN * size
     g = scratch[at : at + size].reshape(num_states, most)
     at += size
+    sums = scratch[at : at + size].reshape(num_states, most)
+    at += size
     rest = scratch[at : at + 3 * most].reshape(3, most)
     _backward_tasks(
         first, last, ptr, block, most, num_slices, grad, u, delta, rate, B, C, D, kept,
-        du, ddelta, dA, dB, dC, dD, h, decay, g, rest[0], rest[1], rest[2],
+        du, ddelta, dA, dB, dC, dD, h, decay, g, sums, rest[0], rest[1],
+        rest[2],
     )  # fmt: skip
 
 
 @_jit
 def _backward_tasks(  # type: ignore[no-untyped-def]
     first, last, ptr, block, most, num_slices, grad, u, delta, rate, B, C, D, kept, du,
-    ddelta, dA, dB, dC, dD, h, decay, g, x, read, rates,
+    ddelta, dA, dB, dC, dD, h, decay, g, sums, x, read, rates,
 ):  # fmt: skip
     _optimized()
     num_states = rate.shape[0]
@@ -274,9 +277,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
         width = np.uint64(min(most, u.shape[1] - part * most))
         for d in range(width):
             dD[i, a + d] = 0
-        for n in range(num_states):
-            for d in range(width):
-                dA[i, n, a + d] = 0
+        sums[:] = 0
         for s in range(block[i], block[i + 1]):
             start, stop = ptr[s], ptr[s + 1]
             g[:] = 0
@@ -314,7 +315,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                             g[n, d] = dh
                             dh *= h[k, n, d]
                             rates[d] += dh * rate[n, a + d]
-                            dA[i, n, a + d] += dh * delta[t, a + d]
+                            sums[n, d] += dh * delta[t, a + d]
                         dB[part, t, n], dC[part, t, n] = to_b, to_c
                     for d in range(width):
                         dy = grad[t, a + d]
@@ -322,6 +323,9 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                         dD[i, a + d] += u[t, a + d] * dy
                         ddelta[t, a + d] = u[t, a + d] * read[d] + log_2 * rates[d]
                 stop = low
+        for n in range(num_states):
+            for d in range(width):
+                dA[i, n, a + d] = sums[n, d]
 
 
 # ------------------------------------------------------------------------ convolution
