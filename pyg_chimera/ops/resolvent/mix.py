@@ -235,6 +235,19 @@ def _check(
     check_options(form, backend)
 
 
+def check_shape(name: str, x: Tensor, layout: str, expected: list[int]) -> None:
+    """Whether an argument has the shape that goes with the others."""
+    if list(x.shape) != expected:
+        raise ValueError(f"'{name}' must be {layout} = {expected}, got {list(x.shape)}")
+
+
+def check_floats(**tensors: Tensor) -> None:
+    """Whether all arguments are floating point."""
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            raise TypeError(f"'{name}' must be floating point, got {x.dtype}")
+
+
 def check_nodes(query: Tensor, key: Tensor, value: Tensor) -> None:
     """Whether what nodes read and write fits together."""
     for name, x in {"query": query, "key": key, "value": value}.items():

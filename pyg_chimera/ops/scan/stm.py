@@ -15,8 +15,10 @@ from pyg_chimera.ops.resolvent.mix import (
     Choice,
     Plan,
     check_device,
+    check_floats,
     check_nodes,
     check_options,
+    check_shape,
     make_plan,
     promoted,
 )
@@ -377,17 +379,6 @@ def _explained(operator: str, call: _Call) -> Choice:
 # ---------------------------------------------------------------------------- checks
 
 
-def _check_shape(name: str, x: Tensor, layout: str, expected: list[int]) -> None:
-    if list(x.shape) != expected:
-        raise ValueError(f"'{name}' must be {layout} = {expected}, got {list(x.shape)}")
-
-
-def _check_floats(**tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        if not x.is_floating_point():
-            raise TypeError(f"'{name}' must be floating point, got {x.dtype}")
-
-
 def _check_stm(
     query: Tensor,
     key: Tensor,
@@ -400,12 +391,12 @@ def _check_stm(
     line_edge_index: Tensor,
 ) -> None:
     """What can be checked without looking into a tensor, so also while tracing."""
-    _check_floats(
+    check_floats(
         query=query, key=key, value=value, source=source, transition=transition,
         mark=mark, direct=direct,
     )  # fmt: skip
     check_nodes(query, key, value)
-    _check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
+    check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
     for name, x in {
         "edge_index": edge_index,
         "line_edge_index": line_edge_index,
@@ -419,16 +410,16 @@ def _check_stm(
     if source.dim() == 3:
         size = source.size(2)
         layout = "[edges, heads, components]"
-        _check_shape("source", source, layout, [edges, heads, size])
-        _check_shape("mark", mark, layout, [edges, heads, size])
-        _check_shape(
+        check_shape("source", source, layout, [edges, heads, size])
+        check_shape("mark", mark, layout, [edges, heads, size])
+        check_shape(
             "transition", transition, "[line edges, heads, components, components]",
             [line_edges, heads, size, size],
         )  # fmt: skip
     else:
-        _check_shape("source", source, "[edges, heads]", [edges, heads])
-        _check_shape("mark", mark, "[edges, heads]", [edges, heads])
-        _check_shape(
+        check_shape("source", source, "[edges, heads]", [edges, heads])
+        check_shape("mark", mark, "[edges, heads]", [edges, heads])
+        check_shape(
             "transition", transition, "[line edges, heads]", [line_edges, heads]
         )
 
@@ -445,12 +436,12 @@ def _check_grid(
     width: int | Tensor,
 ) -> tuple[tuple[int, int], ...]:
     """Checks all arguments; returns the height and width of each grid."""
-    _check_floats(
+    check_floats(
         query=query, key=key, value=value, source=source, transition=transition,
         mark=mark, direct=direct,
     )  # fmt: skip
     check_nodes(query, key, value)
-    _check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
+    check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
     nodes, heads = value.shape[:2]
     if source.dim() != 4 or source.size(1) not in (1, 2, 4):
         raise ValueError(
@@ -459,9 +450,9 @@ def _check_grid(
         )
     orientations = source.size(1)
     layout = "[nodes, orientations, 2, heads]"
-    _check_shape("source", source, layout, [nodes, orientations, 2, heads])
-    _check_shape("mark", mark, layout, [nodes, orientations, 2, heads])
-    _check_shape(
+    check_shape("source", source, layout, [nodes, orientations, 2, heads])
+    check_shape("mark", mark, layout, [nodes, orientations, 2, heads])
+    check_shape(
         "transition", transition, "[nodes, orientations, 2, 2, heads]",
         [nodes, orientations, 2, 2, heads],
     )  # fmt: skip

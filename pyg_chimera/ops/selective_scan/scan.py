@@ -4,7 +4,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_chimera.ops.resolvent.mix import Choice, promoted
+from pyg_chimera.ops.resolvent.mix import (
+    Choice,
+    check_floats,
+    check_shape,
+    promoted,
+)
 from pyg_chimera.ops.selective_scan import mamba_ssm_, numba_, torch_
 from pyg_chimera.ops.selective_scan.reference import reference_conv, reference_scan
 
@@ -165,14 +170,9 @@ def causal_conv1d(
 
 def _check_shapes(shapes: dict[str, tuple[Tensor | None, str, list[int]]]) -> None:
     for name, (x, layout, expected) in shapes.items():
-        if x is None:
-            continue
-        if not x.is_floating_point():
-            raise TypeError(f"'{name}' must be floating point, got {x.dtype}")
-        if list(x.shape) != expected:
-            raise ValueError(
-                f"'{name}' must be {layout} = {expected}, got {list(x.shape)}"
-            )
+        if x is not None:
+            check_floats(**{name: x})
+            check_shape(name, x, layout, expected)
 
 
 def _check_layout(ptr: Tensor | None) -> None:
