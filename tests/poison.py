@@ -1,10 +1,10 @@
 """Memory as bad as it may be: for kernels that must write whatever they read."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
-
-from pyg_chimera.ops.structure import system
 
 __all__ = ["poison"]
 
@@ -34,17 +34,27 @@ def _poison(function):
     return wrapper
 
 
-def poison(monkeypatch: pytest.MonkeyPatch, *modules: object) -> None:
-    """No array starts with zeros by luck, and kernels run as plain Python."""
-    for module in modules:
-        monkeypatch.setattr(module, "np", _Poisoned())
-        if hasattr(module, "_SCRATCH"):
-            monkeypatch.setattr(module, "_SCRATCH", type(module._SCRATCH)())
-        for name, function in list(vars(module).items()):
-            if hasattr(function, "py_func"):
-                monkeypatch.setattr(module, name, function.py_func)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No array of the operators starts with zeros by luck.
+
+    Their kernels run as plain Python, where an index beyond an array is an error, too.
+    What they keep from call to call, structures and scratch memory, is forgotten.
+    """
+    kept = set()
+    for name, module in list(sys.modules.items()):
+        if not name.startswith("pyg_chimera.ops"):
+            continue
+        for attribute, x in list(vars(module).items()):
+            if x is np:
+                monkeypatch.setattr(module, attribute, _Poisoned())
+            elif hasattr(x, "py_func"):
+                monkeypatch.setattr(module, attribute, x.py_func)
+            elif type(x).__name__ in ("_Cache", "_Scratch"):
+                size = {"size": 1} if type(x).__name__ == "_Cache" else {}
+                monkeypatch.setattr(module, attribute, type(x)(**size))
+                kept.add(type(x).__name__)
+    assert kept == {"_Cache", "_Scratch"}, "what is kept has other names now"
     for owner, name in (
         (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, _poison(getattr(owner, name)))
-    monkeypatch.setattr(system, "_CACHE", system._Cache(size=1))

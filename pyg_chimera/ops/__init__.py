@@ -1,24 +1,26 @@
 """The operators, pure functions of tensors."""
 
 from pyg_chimera.ops import structure
+from pyg_chimera.ops.causal_conv1d import causal_conv1d
+from pyg_chimera.ops.chimera_transition import (
+    chimera_transition,
+    dag_transition,
+    path_transition,
+    released_transition,
+)
+from pyg_chimera.ops.common.dispatch import Choice
+from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.dag_scan import dag_scan, grid_scan, stm_scan
 from pyg_chimera.ops.explain import explain
-from pyg_chimera.ops.resolvent import Choice, dag_scan, resolvent_mix
-from pyg_chimera.ops.scan import grid_scan, stm_scan
-from pyg_chimera.ops.selective_scan import causal_conv1d, selective_scan
+from pyg_chimera.ops.householder import householder_product
+from pyg_chimera.ops.resolvent import resolvent_mix
+from pyg_chimera.ops.selective_scan import selective_scan
 from pyg_chimera.ops.structure import (
-    CycleError,
     line_graph,
     multitree,
     node_order,
     node_score,
     node_sequences,
-)
-from pyg_chimera.ops.tracking import householder_product
-from pyg_chimera.ops.transition import (
-    chimera_transition,
-    dag_transition,
-    path_transition,
-    released_transition,
 )
 
 __all__ = [

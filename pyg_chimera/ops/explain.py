@@ -1,22 +1,25 @@
 """Which algorithm a call takes."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from pyg_chimera.ops.resolvent.mix import Choice, explain_mix
-from pyg_chimera.ops.scan.stm import explain_grid_scan, explain_stm_scan
-from pyg_chimera.ops.selective_scan.scan import explain_conv, explain_scan
+from pyg_chimera.ops.causal_conv1d import causal_conv1d
+from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.dispatch import Choice
+from pyg_chimera.ops.common.operator import explained
+from pyg_chimera.ops.dag_scan import dag_scan, grid_scan, stm_scan
+from pyg_chimera.ops.resolvent import resolvent_mix
+from pyg_chimera.ops.selective_scan import selective_scan
 
 __all__ = ["explain"]
 
-_OPERATORS: dict[str, Callable[..., Choice]] = {
-    "resolvent_mix": partial(explain_mix, "resolvent_mix"),
-    "dag_scan": partial(explain_mix, "dag_scan"),
-    "stm_scan": explain_stm_scan,
-    "grid_scan": explain_grid_scan,
-    "selective_scan": explain_scan,
-    "causal_conv1d": explain_conv,
+_OPERATORS: dict[str, Callable] = {
+    "resolvent_mix": resolvent_mix,
+    "dag_scan": dag_scan,
+    "stm_scan": stm_scan,
+    "grid_scan": grid_scan,
+    "selective_scan": selective_scan,
+    "causal_conv1d": causal_conv1d,
 }
 
 
@@ -36,8 +39,5 @@ def explain(operator: str, *args: Any, **kwargs: Any) -> Choice:
         ValueError: If the operator is unknown, or where the call would raise.
         TypeError: Where the call would raise.
     """
-    if operator not in _OPERATORS:
-        raise ValueError(
-            f"'operator' must be one of {list(_OPERATORS)}, got {operator!r}"
-        )
-    return _OPERATORS[operator](*args, **kwargs)
+    check_option("operator", operator, tuple(_OPERATORS))
+    return explained(_OPERATORS[operator], *args, **kwargs)

@@ -1,5 +1,5 @@
-"""Mixing by the resolvent of a graph's adjacency, in all its forms."""
+"""Mixing by the resolvent of a graph's adjacency."""
 
-from pyg_chimera.ops.resolvent.mix import Choice, dag_scan, explain_mix, resolvent_mix
+from pyg_chimera.ops.resolvent.op import resolvent_mix
 
-__all__ = ["Choice", "dag_scan", "explain_mix", "resolvent_mix"]
+__all__ = ["resolvent_mix"]

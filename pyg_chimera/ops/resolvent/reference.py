@@ -1,9 +1,31 @@
 """The oracle: dense, plain autograd, any floating-point dtype, no cleverness."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["reference_mix"]
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.operator import without_autocast
+from pyg_chimera.ops.resolvent.pivot_growth import named_if_singular
+
+DEVICES = None
+
+
+def why_not(call: Call) -> str | None:
+    """It computes everything."""
+
+
+def forward(call: Call) -> Tensor:
+    """The output, which autograd differentiates."""
+    query, key, value, edge_weight, edge_index = call.inputs[:5]
+    blocks = np.empty(value.size(0), np.int64)
+    sizes = call.structure.sizes
+    blocks[call.structure.order] = np.repeat(np.arange(len(sizes)), sizes)
+    batch = torch.from_numpy(blocks).to(value.device)
+    with without_autocast(value), named_if_singular():
+        return reference_mix(
+            query, key, value, edge_index, edge_weight, batch, call.inputs.num_terms
+        )
 
 
 def reference_mix(

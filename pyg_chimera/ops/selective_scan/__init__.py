@@ -1,3 +1,5 @@
-from pyg_chimera.ops.selective_scan.scan import causal_conv1d, selective_scan
+"""Mamba's recurrence over packed sequences."""
 
-__all__ = ["causal_conv1d", "selective_scan"]
+from pyg_chimera.ops.selective_scan.op import selective_scan
+
+__all__ = ["selective_scan"]

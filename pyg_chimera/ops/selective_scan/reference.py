@@ -1,11 +1,26 @@
-"""The oracle: the recurrences as they are written, one step after the other."""
+"""The oracle: the recurrence as it is written, one step after the other."""
 
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-__all__ = ["reference_conv", "reference_scan"]
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.operator import without_autocast
+
+__all__ = ["reference_scan"]
+
+DEVICES = None
+
+
+def why_not(call: Call) -> str | None:
+    """It computes everything."""
+
+
+def forward(call: Call) -> Tensor:
+    """The outputs, which autograd differentiates."""
+    with without_autocast(call.inputs.u):
+        return reference_scan(*call.inputs[:7])
 
 
 def reference_scan(
@@ -21,18 +36,3 @@ def reference_scan(
             h = decay * h + (delta[t] * u_[t])[:, None] * B[t]
             out.append(h @ C[t] + D * u_[t])
     return (torch.stack(out) if out else u_.clone()).to(u.dtype)
-
-
-def reference_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, ptr: Tensor
-) -> Tensor:
-    """What each row sees of those before it in its sequence, in float64."""
-    size = weight.size(1)
-    out = []
-    for start, end in pairwise(ptr.tolist()):
-        for t in range(start, end):
-            seen = range(max(start, t - size + 1), t + 1)
-            terms = [weight[:, s - t + size - 1].double() * x[s].double() for s in seen]
-            y = torch.stack(terms).sum(0)
-            out.append(y if bias is None else y + bias.double())
-    return (torch.stack(out) if out else x.clone()).to(x.dtype)

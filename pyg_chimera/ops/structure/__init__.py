@@ -1,11 +1,12 @@
 """What depends on the graph alone, and can be computed once."""
 
+from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.ops.structure.distance import connected_components, diameter
-from pyg_chimera.ops.structure.elimination import elimination_rank, fill_in
-from pyg_chimera.ops.structure.errors import CycleError
+from pyg_chimera.ops.structure.elimination import elimination_rank
 from pyg_chimera.ops.structure.line_graph import LineGraph, line_graph, multitree
-from pyg_chimera.ops.structure.order import NodeSequences, node_order, node_sequences
+from pyg_chimera.ops.structure.node_order import node_order
+from pyg_chimera.ops.structure.node_sequences import NodeSequences, node_sequences
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
 __all__ = [
@@ -16,7 +17,6 @@ __all__ = [
     "connected_components",
     "diameter",
     "elimination_rank",
-    "fill_in",
     "find_cycle",
     "line_graph",
     "multitree",

@@ -5,11 +5,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from pyg_chimera.ops.structure.checks import check_batch, check_edge_index
-from pyg_chimera.ops.structure.elimination import to_numpy
-from pyg_chimera.ops.structure.topological import compress
+from pyg_chimera.ops.common.checks import (
+    check_batch,
+    check_edge_index,
+    check_within_graphs,
+)
+from pyg_chimera.ops.structure.csr import simple, to_numpy
 
-__all__ = ["connected_components", "diameter"]
+__all__ = ["connected_components", "diameter", "search", "search_tree"]
 
 
 def connected_components(edge_index: Tensor, num_nodes: int) -> Tensor:
@@ -68,22 +71,19 @@ def diameter(
     source, target = to_numpy(edge_index)
     if batch is None:
         graph = np.zeros(num_nodes, np.int64)
-        num_graphs = 1
-    else:
-        check_batch(batch, num_nodes)
-        graph = to_numpy(batch)
-        num_graphs = int(graph.max(initial=-1)) + 1
-        crossing = np.flatnonzero(graph[source] != graph[target])
-        if crossing.size > 0:
-            e = int(crossing[0])
-            raise ValueError(
-                f"'edge_index' must not join different graphs of 'batch' (got edge {e} "
-                f"from node {source[e]} of graph {graph[source[e]]} to node "
-                f"{target[e]} of graph {graph[target[e]]})"
-            )
-    out = _diameters(source, target, graph, num_graphs)
-    if batch is None:
-        return int(out[0])
+        return int(_diameters(source, target, graph, 1)[0])
+    check_batch(batch, num_nodes)
+    labels = to_numpy(batch)
+    check_within_graphs(source, target, labels)
+    num_graphs = int(labels.max(initial=-1)) + 1
+    if num_graphs > 2**31:
+        raise ValueError(
+            "'batch' must number the graphs from 0 on, as there is a diameter for each "
+            f"number (got {num_graphs - 1})"
+        )
+    labels, graph = np.unique(labels, return_inverse=True)
+    out = np.zeros(num_graphs, np.int64)
+    out[labels] = _diameters(source, target, graph, len(labels))
     return torch.from_numpy(out).to(edge_index.device)
 
 
@@ -113,34 +113,6 @@ def _components(source, target, n):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def simple(source, target, n):  # type: ignore[no-untyped-def]
-    """Compressed out-neighbours, ascending, without self-loops and duplicates."""
-    in_ptr, tail = compress(target, source, n)
-    count = np.zeros(n, np.int64)
-    last = np.full(n, -1, np.int64)
-    for i in range(n):
-        for x in range(in_ptr[i], in_ptr[i + 1]):
-            j = tail[x]
-            if j != i and last[j] != i:
-                last[j] = i
-                count[j] += 1
-    ptr = np.zeros(n + 1, np.int64)
-    for i in range(n):
-        ptr[i + 1] = ptr[i] + count[i]
-    head = np.empty(ptr[n], np.int64)
-    free = ptr[:n].copy()
-    last[:] = -1
-    for i in range(n):
-        for x in range(in_ptr[i], in_ptr[i + 1]):
-            j = tail[x]
-            if j != i and last[j] != i:
-                last[j] = i
-                head[free[j]] = i
-                free[j] += 1
-    return ptr, head
-
-
-@njit(cache=True, nogil=True)
 def search(ptr, head, start, order, level, seen, stamp):  # type: ignore[no-untyped-def]
     """Breadth-first search from one node; returns how many nodes it reached.
 
@@ -162,6 +134,30 @@ def search(ptr, head, start, order, level, seen, stamp):  # type: ignore[no-unty
                 order[end] = i
                 end += 1
     return end
+
+
+@njit(cache=True, nogil=True)
+def search_tree(ptr, head, roots):  # type: ignore[no-untyped-def]
+    """Each node's distance from the root that reaches it, and the node before it."""
+    n = ptr.shape[0] - 1
+    level = np.full(n, -1, np.int64)
+    parent = np.full(n, -1, np.int64)
+    queue = np.empty(n, np.int64)
+    end = roots.shape[0]
+    queue[:end] = roots
+    level[roots] = 0
+    begin = 0
+    while begin < end:
+        j = queue[begin]
+        begin += 1
+        for x in range(ptr[j], ptr[j + 1]):
+            i = head[x]
+            if level[i] < 0:
+                level[i] = level[j] + 1
+                parent[i] = j
+                queue[end] = i
+                end += 1
+    return level, parent
 
 
 @njit(cache=True, nogil=True)

@@ -10,9 +10,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from pyg_chimera.ops.structure.checks import check_edge_index
+from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.structure.csr import adjacency, to_numpy
 
-__all__ = ["elimination_rank", "fill_in"]
+__all__ = ["elimination_rank"]
 
 
 def elimination_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
@@ -40,83 +41,6 @@ def elimination_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
     row, col = to_numpy(edge_index)
     rank = elimination_order(row, col, num_nodes)
     return torch.from_numpy(rank).to(edge_index.device)
-
-
-def fill_in(edge_index: Tensor, num_nodes: int, rank: Tensor) -> Tensor:
-    r"""The pattern of the factors when nodes are eliminated in the order of a rank.
-
-    Args:
-        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
-        num_nodes (int): The number of nodes.
-        rank (torch.Tensor): An elimination order, integer :math:`[|\mathcal{V}|]`:
-            nodes leave in the order of their rank, ties in node order.
-
-    Returns:
-        torch.Tensor: The undirected edges of the filled graph,
-        int64 :math:`[2, |\mathcal{F}|]`, from the node eliminated first to the node
-        eliminated later, on the device of :obj:`edge_index`.
-
-    Raises:
-        ValueError: If a shape is wrong or :obj:`edge_index` is out of range.
-        TypeError: If :obj:`edge_index` is not integer.
-    """
-    check_edge_index(edge_index, num_nodes)
-    if rank.dim() != 1 or rank.numel() != num_nodes:
-        raise ValueError(
-            f"'rank' must have one entry per node, [{num_nodes}], got "
-            f"{list(rank.shape)}"
-        )
-    row, col = to_numpy(edge_index)
-    node = np.argsort(rank.cpu().numpy(), kind="stable")
-    position = np.empty(num_nodes, np.int64)
-    position[node] = np.arange(num_nodes)
-    indptr, indices = adjacency(position[row], position[col], num_nodes)
-    ptr, rows = fill_pattern(indptr, indices)
-    earlier = np.repeat(np.arange(num_nodes), np.diff(ptr))
-    fill = torch.from_numpy(np.stack([node[earlier], node[rows]]))
-    return fill.to(edge_index.device)
-
-
-def to_numpy(indices: Tensor) -> np.ndarray:
-    """Integer indices as a contiguous int64 array on the CPU."""
-    return indices.detach().cpu().to(torch.int64).contiguous().numpy()
-
-
-@njit(cache=True, nogil=True)
-def adjacency(row, col, n):  # type: ignore[no-untyped-def]
-    """Compressed neighbour lists of the undirected simple graph, ascending."""
-    ptr = np.zeros(n + 1, np.int64)
-    for e in range(row.shape[0]):
-        if row[e] != col[e]:
-            ptr[row[e] + 1] += 1
-            ptr[col[e] + 1] += 1
-    for i in range(n):
-        ptr[i + 1] += ptr[i]
-    raw = np.empty(ptr[n], np.int64)
-    fill = ptr[:n].copy()
-    for e in range(row.shape[0]):
-        i, j = row[e], col[e]
-        if i != j:
-            raw[fill[i]] = j
-            fill[i] += 1
-            raw[fill[j]] = i
-            fill[j] += 1
-    # Walking the columns of a symmetric pattern in order sorts its rows.
-    slots = np.empty(ptr[n], np.int64)
-    fill[:] = ptr[:n]
-    for j in range(n):
-        for x in range(ptr[j], ptr[j + 1]):
-            i = raw[x]
-            if fill[i] == ptr[i] or slots[fill[i] - 1] != j:
-                slots[fill[i]] = j
-                fill[i] += 1
-    indptr = np.zeros(n + 1, np.int64)
-    for i in range(n):
-        indptr[i + 1] = indptr[i] + fill[i] - ptr[i]
-    indices = np.empty(indptr[n], np.int64)
-    for i in range(n):
-        indices[indptr[i] : indptr[i + 1]] = slots[ptr[i] : fill[i]]
-    return indptr, indices
 
 
 @njit(cache=True, nogil=True)
@@ -169,7 +93,7 @@ def postorder(indptr, indices):  # type: ignore[no-untyped-def]
     for root in range(n):
         k = root if parent[root] < 0 else -1
         while k >= 0:
-            while child[k] >= 0:  # down to a leaf, forgetting the way
+            while child[k] >= 0:  # down to a leaf
                 below = child[k]
                 child[k] = sibling[below]
                 k = below
@@ -265,7 +189,7 @@ def minimum_degree(indptr, indices):  # type: ignore[no-untyped-def]
             d = size - 1
             for x in range(begin, first_neighbour):
                 e = indices[x]
-                # An element inside the new clique has nothing more to say.
+                # An element inside the new clique is absorbed.
                 if not absorbed[e] and outside[e] > stamp:
                     d += outside[e] - stamp
                     indices[w] = e

@@ -8,12 +8,21 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
-from pyg_chimera.ops.structure.elimination import to_numpy
-from pyg_chimera.ops.structure.errors import CycleError
-from pyg_chimera.ops.structure.topological import compress, topological_rank
+from pyg_chimera.ops.structure.node_order import node_order
+from pyg_chimera.ops.structure.registered import structural_op
+from pyg_chimera.ops.structure.topological import topological_rank
 
-__all__ = ["LineGraph", "check_line_edges", "line_graph", "multitree"]
+__all__ = [
+    "LineGraph",
+    "OrderedDAGs",
+    "check_line_edges",
+    "line_graph",
+    "multitree",
+    "ordered_dags",
+]
 
 
 class LineGraph(NamedTuple):
@@ -57,13 +66,43 @@ def line_graph(edge_index: Tensor, num_nodes: int) -> LineGraph:
         ValueError: If :obj:`edge_index` has a wrong shape or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
-    topological_rank(edge_index, num_nodes)  # Checks the edges too.
-    source, target = to_numpy(edge_index)
-    lines, node = _line_edges(source, target, num_nodes)
-    device = edge_index.device
-    return LineGraph(
-        torch.from_numpy(lines).to(device), torch.from_numpy(node).to(device)
-    )
+    return LineGraph(*_line_graph(edge_index, num_nodes))
+
+
+class OrderedDAGs(NamedTuple):
+    r"""What :func:`ordered_dags` returns."""
+
+    #: The edges of both DAGs as one graph, :math:`[2, |\mathcal{E}'|]`, int64, where
+    #: node :math:`v` is :math:`2v` in the DAG of the edges that lead to later nodes,
+    #: and :math:`2v + 1` in that of the others.
+    edge_index: Tensor
+    #: The column of each of them in the graph's edges, :math:`[|\mathcal{E}'|]`, int64.
+    edge_id: Tensor
+    #: The line edges of both, :math:`[2, |\mathcal{L}|]`, int64.
+    line_edge_index: Tensor
+
+
+def ordered_dags(edge_index: Tensor, num_nodes: int, order: str) -> OrderedDAGs:
+    r"""The two DAGs that an order of the nodes makes of any graph.
+
+    One has the edges from earlier to later nodes, the other those from later to
+    earlier ones. Self-loops are in none of them.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
+        num_nodes (int): The number of nodes.
+        order (str): The order, as of :func:`~pyg_chimera.ops.node_order`.
+
+    Returns:
+        OrderedDAGs: The edges, in their order in :obj:`edge_index`, and their line
+        graph, on the device of :obj:`edge_index`.
+
+    Raises:
+        ValueError: If :obj:`order` is unknown, or :obj:`edge_index` has a wrong shape
+            or is out of range.
+        TypeError: If :obj:`edge_index` is not integer.
+    """
+    return OrderedDAGs(*_ordered_dags(edge_index, num_nodes, order))
 
 
 def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
@@ -75,7 +114,7 @@ def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     and depends on nothing but the graph: states take their turns in the order of their
     topological rank, then of their number, and each keeps its incoming edges in the
     order of the states that these come from, unless a state that reaches the new edge
-    reaches one of those kept before. The components of the graph don't see each other,
+    reaches one of those kept before. Components are chosen from independently,
     so a batch of graphs gets what its graphs get.
 
     Sets of states are bits, in each component as many as it has states :math:`S`. That
@@ -98,15 +137,7 @@ def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
         ValueError: If :obj:`line_edge_index` has a wrong shape or is out of range.
         TypeError: If :obj:`line_edge_index` is not integer.
     """
-    check_line_edges(line_edge_index, num_states)
-    try:
-        rank = topological_rank(line_edge_index, num_states).cpu().numpy()
-    except CycleError as error:
-        raise _cycle_of_states(error.cycle) from None
-    component = connected_components(line_edge_index, num_states).cpu().numpy()
-    source, target = to_numpy(line_edge_index)
-    kept = _multitree(source, target, rank, component)
-    return torch.from_numpy(kept).to(line_edge_index.device)
+    return _multitree(line_edge_index, num_states)
 
 
 def check_line_edges(line_edge_index: Tensor, num_states: int) -> None:
@@ -146,6 +177,58 @@ def _cycle_of_states(cycle: list[int]) -> CycleError:
     return error
 
 
+def _fake_line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    num_lines = torch.library.get_ctx().new_dynamic_size()
+    lines = edge_index.new_empty((2, num_lines), dtype=torch.int64)
+    return lines, edge_index.new_empty(num_lines, dtype=torch.int64)
+
+
+@structural_op(_fake_line_graph)
+def _line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    topological_rank(edge_index, num_nodes)  # Checks the edges too.
+    source, target = to_numpy(edge_index)
+    lines, node = map(torch.from_numpy, _line_edges(source, target, num_nodes))
+    return lines.to(edge_index.device), node.to(edge_index.device)
+
+
+def _fake_ordered_dags(
+    edge_index: Tensor, num_nodes: int, order: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    context = torch.library.get_ctx()
+    num_edges, num_lines = context.new_dynamic_size(), context.new_dynamic_size()
+    shapes = (2, num_edges), (num_edges,), (2, num_lines)
+    edges, ids, lines = (edge_index.new_empty(s, dtype=torch.int64) for s in shapes)
+    return edges, ids, lines
+
+
+@structural_op(_fake_ordered_dags)
+def _ordered_dags(
+    edge_index: Tensor, num_nodes: int, order: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    before, after = node_order(edge_index, num_nodes, order)[edge_index.long()]
+    ids = (before != after).nonzero().view(-1)
+    edges = 2 * edge_index.long() + (before > after)
+    edges = edges.index_select(1, ids)
+    return edges, ids, line_graph(edges, 2 * num_nodes).edge_index
+
+
+def _fake_multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
+    return line_edge_index.new_empty(line_edge_index.size(1), dtype=torch.bool)
+
+
+@structural_op(_fake_multitree)
+def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
+    check_line_edges(line_edge_index, num_states)
+    try:
+        rank = topological_rank(line_edge_index, num_states).cpu().numpy()
+    except CycleError as error:
+        raise _cycle_of_states(error.cycle) from None
+    component = connected_components(line_edge_index, num_states).cpu().numpy()
+    source, target = to_numpy(line_edge_index)
+    kept = _kept(source, target, rank, component)
+    return torch.from_numpy(kept).to(line_edge_index.device)
+
+
 @njit(cache=True, nogil=True)
 def _line_edges(source, target, n):  # type: ignore[no-untyped-def]
     num_edges = source.shape[0]
@@ -167,7 +250,7 @@ def _line_edges(source, target, n):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _multitree(source, target, rank, component):  # type: ignore[no-untyped-def]
+def _kept(source, target, rank, component):  # type: ignore[no-untyped-def]
     """Greedy, with the set of all states that reach a state as a row of bits.
 
     Rows are given back as soon as the last successor has used them.

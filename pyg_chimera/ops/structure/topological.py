@@ -5,9 +5,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from pyg_chimera.ops.structure.checks import check_edge_index
-from pyg_chimera.ops.structure.elimination import to_numpy
-from pyg_chimera.ops.structure.errors import CycleError
+from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.structure.csr import compress, to_numpy
 
 __all__ = ["find_cycle", "topological_rank"]
 
@@ -68,22 +68,6 @@ def find_cycle(edge_index: Tensor, num_nodes: int) -> list[int] | None:
     source, target = to_numpy(edge_index)
     waiting = _rank(source, target, num_nodes)[1]
     return _cycle(source, target, waiting).tolist() if waiting.any() else None
-
-
-@njit(cache=True, nogil=True)
-def compress(key, value, n):  # type: ignore[no-untyped-def]
-    """The values of each key, in the order they come, and the bounds of each key."""
-    ptr = np.zeros(n + 1, np.int64)
-    for e in range(key.shape[0]):
-        ptr[key[e] + 1] += 1
-    for i in range(n):
-        ptr[i + 1] += ptr[i]
-    grouped = np.empty(key.shape[0], np.int64)
-    free = ptr[:n].copy()
-    for e in range(key.shape[0]):
-        grouped[free[key[e]]] = value[e]
-        free[key[e]] += 1
-    return ptr, grouped
 
 
 @njit(cache=True, nogil=True)

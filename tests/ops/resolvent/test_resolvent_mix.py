@@ -1,296 +1,282 @@
-from itertools import product
+"""What is special to graphs with cycles: solvers, elimination, and where it fails."""
+
+import warnings
 
 import pytest
 import torch
-from asserts import (
-    GRAPHS,
-    SIZES,
-    Inputs,
-    assert_batched_equals_single,
-    assert_gradients_match,
-    assert_near,
-    assert_permutes,
-    dense_mix,
-    make_inputs,
-)
+from asserts import assert_near
 from hypothesis import given, settings
-from strategies import Batch, batches
-from torch_geometric import EdgeIndex
+from hypothesis import strategies as st
+from operators import (
+    OPERATORS,
+    Case,
+    assert_results,
+    computed,
+    example,
+    expected,
+    expected_of,
+    make_case,
+    neumann_oracle,
+    results,
+    structure,
+)
+from strategies import Graph, graphs
 
-from pyg_chimera.ops import resolvent_mix
-from pyg_chimera.ops.resolvent import numba_, torch_
+from pyg_chimera.ops import explain, path_transition, resolvent_mix
 from pyg_chimera.ops.structure import elimination_rank
 
-FORMS = ("auto", "state", "mask")
-COMBINATIONS = [
-    *product(("auto", "sparse"), FORMS, ("auto", "numba", "torch")),
-    *product(("dense", "neumann"), FORMS, ("auto", "torch")),
-    *product(("auto", "sparse", "dense", "neumann"), ("auto",), ("reference",)),
-]
-#: One of each implementation.
-DISTINCT = [
-    *product(("sparse",), ("state", "mask"), ("numba", "torch")),
-    *product(("dense", "neumann"), ("state", "mask"), ("torch",)),
-    ("auto", "auto", "reference"),
-]
-NUM_TERMS = 4
-
-combinations = pytest.mark.parametrize(
-    ("solver", "form", "backend"), COMBINATIONS, ids=map("-".join, COMBINATIONS)
-)
-distinct = pytest.mark.parametrize(
-    ("solver", "form", "backend"), DISTINCT, ids=map("-".join, DISTINCT)
-)
+OPERATOR = OPERATORS["resolvent_mix"]
+SPARSE = {x: y for x, y in OPERATOR.variants.items() if x.startswith("sparse")}
+sparse = pytest.mark.parametrize("options", SPARSE.values(), ids=SPARSE)
 
 
-def mixer(solver, form, backend, num_terms=NUM_TERMS):
-    options = {"solver": solver, "form": form, "backend": backend}
-    if solver == "neumann":
-        options["num_terms"] = num_terms
-    return lambda *args, **kwargs: resolvent_mix(*args, **options, **kwargs)
+def weighted(edges, num_nodes, weight, size=(1, 1, 3, 2), batch=None) -> Case:
+    """Random inputs on a graph of known weights."""
+    case = make_case(OPERATOR, structure(edges, num_nodes, batch), size)
+    weight = torch.as_tensor(weight, dtype=torch.double)
+    return case.changed(edge_weight=weight.view(-1, 1).expand(-1, size[0]))
 
 
-def terms(solver):
-    return NUM_TERMS if solver == "neumann" else None
+def ring(num_nodes):
+    node = torch.arange(num_nodes)
+    return torch.stack([node, (node + 1) % num_nodes])
 
 
-@combinations
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_oracle(graph, solver, form, backend):
-    for size in SIZES:
-        inputs = make_inputs(*GRAPHS[graph], size)
-        for dtype in (torch.float64, torch.float32):
-            assert_gradients_match(
-                mixer(solver, form, backend), inputs.to(dtype), num_terms=terms(solver)
-            )
+# ------------------------------------------------------------------- powers and ranks
 
 
-@distinct
-@settings(max_examples=30, derandomize=True, deadline=None)
-@given(batch=batches())
-def test_oracle_on_random_batches(solver, form, backend, batch: Batch):
-    inputs = make_inputs(batch.edge_index, batch.num_nodes, batch.batch)
-    mix = mixer(solver, form, backend)
-    assert_gradients_match(mix, inputs, num_terms=terms(solver))
-    out = mix(*inputs[:5])
-    assert_near(out, mix(*inputs), 1e-12)
-
-
-@distinct
-def test_permutation_and_batching(solver, form, backend):
-    inputs = make_inputs(*GRAPHS["unsorted_batch"])
-
-    def layer(nodes, edge_index, edges, batch):
-        return mixer(solver, form, backend)(*nodes, edge_index, *edges, batch)
-
-    args = (inputs[:3], inputs.edge_index, (inputs.edge_weight,), inputs.batch)
-    assert_permutes(layer, *args)
-    assert_batched_equals_single(layer, *args)
-
-
-@distinct
-def test_graphs_do_not_touch(solver, form, backend):
-    edges, num_nodes, batch = GRAPHS["unsorted_batch"]
-    inputs = make_inputs(edges, num_nodes, batch).with_grad()
-    out = mixer(solver, form, backend)(*inputs)
-    inside = inputs.batch == 1
-    wrt = inputs.query, inputs.key, inputs.value, inputs.edge_weight
-    *nodes, weight = torch.autograd.grad(out[inside].sum(), wrt)
-    for grad in nodes:
-        assert (grad[inside] != 0).any()
-        assert (grad[~inside] == 0).all()
-    inside = inside[inputs.edge_index[0]]
-    assert (weight[inside] != 0).any()
-    assert (weight[~inside] == 0).all()
-
-
-@pytest.mark.parametrize("form", ["state", "mask"])
-@pytest.mark.parametrize("num_terms", [0, 1, 2, 3, 5, 8])
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_neumann_is_the_sum_of_powers(num_terms, form, backend):
-    for graph in ("mixed", "unsorted_batch"):
-        # Rows may sum to more than one: a finite sum always exists.
-        inputs = make_inputs(*GRAPHS[graph], bound=1.5)
-        mix = mixer("neumann", form, backend, num_terms)
-        assert_gradients_match(mix, inputs, num_terms=num_terms)
+@pytest.mark.parametrize("name", ["mixed", "unsorted_batch"])
+def test_neumann_is_the_sum_of_powers(name):
+    case = example("neumann", name)
+    # Rows may sum to more than one: a finite sum always exists.
+    case = case.changed(edge_weight=1.7 * case.floats["edge_weight"])
+    for num_terms in (0, 1, 2, 3, 5, 8):
+        want = results(
+            lambda k=num_terms, **x: neumann_oracle(x, case.structure, k), case.floats
+        )
+        for options in OPERATORS["neumann"].variants.values():
+            got = computed(case, {**options, "num_terms": num_terms})
+            assert_results(got, want, what=f"of {num_terms} terms, {options}")
 
 
 @pytest.mark.parametrize("form", ["state", "mask"])
 def test_enough_terms_are_exact_on_nilpotent_graphs(form):
     # A binary tree of depth 3: all powers beyond the third vanish.
     edges = [((i - 1) // 2, i) for i in range(1, 15)]
-    inputs = make_inputs(edges, 15)
-    exact = dense_mix(*inputs[:5])
-    out = resolvent_mix(*inputs, solver="neumann", num_terms=3, form=form)
-    assert_near(out, exact, 1e-12)
-    out = resolvent_mix(*inputs, solver="neumann", num_terms=2, form=form)
-    assert not torch.allclose(out, exact)
+    case = make_case(OPERATOR, structure(edges, 15))
+    exact = expected_of(case)["output"]
+    options = {"solver": "neumann", "form": form}
+    assert_near(case(**options, num_terms=3), exact, 1e-12)
+    assert not torch.allclose(case(**options, num_terms=2), exact)
 
 
-@distinct
-def test_rank_changes_nothing(solver, form, backend):
-    inputs = make_inputs(*GRAPHS["several_blocks"])
-    mix = mixer(solver, form, backend)
-    num_nodes = inputs.value.size(0)
-    good = elimination_rank(inputs.edge_index, num_nodes)
-    bad = torch.randperm(num_nodes)
+@pytest.mark.parametrize("options", OPERATOR.variants.values(), ids=OPERATOR.variants)
+def test_rank_changes_nothing(options):
+    case = example("resolvent_mix", "several_blocks")
+    num_nodes = len(case.structure.graph)
+    good = elimination_rank(case.structure.edge_index, num_nodes)
     # Ranks within graphs, as they come from a loader, tie across graphs.
-    tied = torch.arange(num_nodes) // 3
-    for rank in (good, bad, tied, good.int()):
-        assert_gradients_match(
-            lambda *args, rank=rank: mix(*args, rank=rank),
-            inputs,
-            num_terms=terms(solver),
-        )
-
-
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_tiles(num_threads, monkeypatch):
-    """Cuts of states, tasks and threads that small inputs would not meet."""
-    inputs = make_inputs(*GRAPHS["several_blocks"], (4, 2, 21, 37))
-    one_block = make_inputs(*GRAPHS["mixed"], (1, 1, 21, 37))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    # Some four states of 40 nodes fit: 21 are no multiple.
-    monkeypatch.setattr(numba_, "_TILE_BYTES", 40 * 16 * 8 * 4)
-    monkeypatch.setattr(torch_, "_MAX_NUMEL", 4 * 148 * 37 * 10)
-    for solver, form, backend in DISTINCT:
-        for x in (inputs, one_block):
-            mix = mixer(solver, form, backend)
-            assert_gradients_match(mix, x, num_terms=terms(solver))
-
-
-@combinations
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(solver, form, backend, dtype):
-    """Half in, half out, float32 between: off by one rounding of the output."""
-    inputs = make_inputs(*GRAPHS["mixed"]).to(dtype)
-    expected = dense_mix(*inputs.to(torch.double)[:5], terms(solver))
-    inputs = inputs.with_grad()
-    out = mixer(solver, form, backend)(*inputs)
-    assert out.dtype == dtype
-    eps = torch.finfo(dtype).eps
-    assert_near(out, expected, eps)
-    out.sum().backward()
-    double = inputs.to(torch.double).with_grad()
-    dense_mix(*double[:5], terms(solver)).sum().backward()
-    for x, y in zip(inputs, double, strict=True):
-        if x is not None and x.is_floating_point():
-            assert x.grad.dtype == dtype
-            assert_near(x.grad, y.grad, 2 * eps)
-
-
-@distinct
-def test_mixed_dtypes(solver, form, backend):
-    q, k, v, edge_index, w, batch = make_inputs(*GRAPHS["mixed"])
-    mix = mixer(solver, form, backend)
-    expected = dense_mix(q.float().double(), k, v.bfloat16().double(), edge_index, w,
-                         terms(solver))  # fmt: skip
-    out = mix(q.float(), k, v.bfloat16(), edge_index, w, batch)
-    assert out.dtype == torch.bfloat16
-    assert_near(out, expected, 2**-8)
-
-
-@distinct
-def test_autocast(solver, form, backend):
-    inputs = make_inputs(*GRAPHS["mixed"]).to(torch.float32)
-    mix = mixer(solver, form, backend)
-
-    def autocast(*args):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return mix(*args)
-
-    assert_gradients_match(autocast, inputs, num_terms=terms(solver))
-
-
-@distinct
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
-def test_integer_dtypes(solver, form, backend, dtype):
-    inputs = make_inputs(*GRAPHS["unsorted_batch"])
-    narrow = inputs._replace(
-        edge_index=inputs.edge_index.to(dtype), batch=inputs.batch.to(dtype)
-    )
-    mix = mixer(solver, form, backend)
-    assert_gradients_match(mix, narrow, num_terms=terms(solver))
-
-
-@distinct
-def test_edge_index_of_pyg(solver, form, backend):
-    inputs = make_inputs(*GRAPHS["unsorted_batch"])
-    index = EdgeIndex(inputs.edge_index, sparse_size=(7, 7))
-    mix = mixer(solver, form, backend)
-    assert_gradients_match(
-        lambda *args: mix(*args[:3], index, *args[4:]),
-        inputs,
-        num_terms=terms(solver),
-    )
-
-
-@distinct
-def test_strange_batch_numbers(solver, form, backend):
-    inputs = make_inputs(*GRAPHS["unsorted_batch"])
-    mix = mixer(solver, form, backend)
-    renamed = torch.tensor([10**12, 5, 7, 77])[inputs.batch]
-    assert_near(mix(*inputs[:5], renamed), mix(*inputs), 1e-12)
-
-
-@distinct
-@pytest.mark.parametrize("size", [(2, 1, 0, 3), (2, 1, 3, 0)], ids=["N=0", "P=0"])
-def test_no_channels(solver, form, backend, size):
-    inputs = make_inputs(*GRAPHS["mixed"], size)
-    assert_gradients_match(
-        mixer(solver, form, backend), inputs, num_terms=terms(solver)
-    )
-
-
-@distinct
-def test_strided_inputs(solver, form, backend):
-    inputs = make_inputs(*GRAPHS["unsorted_batch"])
-    strided = Inputs(
-        *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in inputs[:3]),
-        inputs.edge_index.t().contiguous().t(),
-        inputs.edge_weight.repeat_interleave(2, dim=0)[::2],
-        inputs.batch.repeat_interleave(2)[::2],
-    )
-
-    def mix(*args):  # autograd must see the strides too
-        return mixer(solver, form, backend)(
-            *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in args[:3]),
-            *args[3:],
-        )
-
-    assert_gradients_match(mix, strided, num_terms=terms(solver))
-
-
-@distinct
-def test_gradcheck(solver, form, backend):
-    inputs = make_inputs(*GRAPHS["mixed"], (2, 1, 2, 3)).with_grad()
-    mix = mixer(solver, form, backend)
-    assert torch.autograd.gradcheck(mix, tuple(inputs), fast_mode=True)
-
-
-def test_only_some_gradients():
-    inputs = make_inputs(*GRAPHS["mixed"])
-    weight = inputs.edge_weight.clone().requires_grad_()
-    resolvent_mix(*inputs._replace(edge_weight=weight)).sum().backward()
-    assert weight.grad.abs().sum() > 0
-    assert not resolvent_mix(*inputs).requires_grad
-
-
-def test_second_derivatives_are_refused():
-    inputs = make_inputs(*GRAPHS["mixed"]).with_grad()
-    out = resolvent_mix(*inputs)
-    (grad,) = torch.autograd.grad(out.sum(), inputs.edge_weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
-        torch.autograd.grad(grad.sum(), inputs.value)
+    for rank in (good, good.int(), torch.randperm(num_nodes), good // 3):
+        got = computed(case, {**options, "rank": rank})
+        assert_results(got, expected("resolvent_mix", "several_blocks"))
 
 
 def test_long_ring_is_exact():
     # Nothing decays: the first node hears itself through all of the others.
     n = 3000
-    edge_index = torch.stack([torch.arange(n), (torch.arange(n) + 1) % n])
     one = torch.ones(n, 1, 1, dtype=torch.double)
     weight = torch.full((n, 1), 0.999, dtype=torch.double)
-    expected = torch.full((n, 1, 1), 1000.0, dtype=torch.double)
     options = {"backend": "numba", "form": "state", "rank": torch.arange(n)}
-    out = resolvent_mix(one, one, one, edge_index, weight, **options)
-    assert_near(out, expected, 1e-9)
+    out = resolvent_mix(one, one, one, ring(n), weight, **options)
+    assert_near(out, torch.full_like(out, 1000.0))
+
+
+# -------------------------------------------------------------------------- the choice
+
+
+def star(num_nodes):
+    leaves = torch.arange(1, num_nodes)
+    edges = torch.stack([torch.zeros_like(leaves), leaves])
+    return torch.cat([edges, edges.flip(0)], dim=1)
+
+
+def explained(edges, num_nodes, size, batch=None, **options):
+    case = make_case(OPERATOR, structure(edges, num_nodes, batch), size)
+    return explain("resolvent_mix", **case.inputs, **options)
+
+
+def test_auto_prefers_masks_for_small_graphs_and_states_for_large_ones():
+    assert explained(star(20), 20, (2, 1, 64, 64)).form == "mask"
+    choice = explained(star(5000), 5000, (2, 1, 4, 4))
+    assert choice[1:4] == ("sparse", "state", "numba")
+
+
+def test_auto_does_not_fill_memory_with_masks():
+    # One resolvent of 1.15 GB; or of 4 MB, and 550 more padded to the same size.
+    choice = explained(star(12_000), 12_000, (1, 1, 2, 2))
+    assert choice.form == "state"
+    assert "memory" in choice.reason
+    batch = torch.arange(1101).repeat_interleave(torch.tensor([700] + [20] * 1100))
+    edges = torch.arange(1, len(batch))
+    edges = torch.stack([edges - 1, edges])[:, batch[1:] == batch[:-1]]
+    for backend, reason in (("torch", True), ("numba", False)):
+        choice = explained(
+            edges, len(batch), (1, 1, 2, 2), batch, solver="sparse", backend=backend
+        )
+        assert ("memory" in choice.reason) == reason
+
+
+# ------------------------------------------------------- far from diagonally dominant
+
+#: I - A is [[tiny, -1], [-1, 1]] for nodes 0, 1: fine for a solver that pivots.
+SMALL_PIVOT = [(0, 0), (0, 1), (1, 0)]
+
+
+@sparse
+def test_sparse_is_right_or_refuses(options):
+    refused = []
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        edges = torch.randint(12, (2, 60), generator=generator)
+        weight = torch.randn(60, 1, generator=generator).double()
+        for scale in (0.5, 3.0, 100.0):
+            case = weighted(edges, 12, scale * weight)
+            matrix = torch.eye(12, dtype=torch.double)
+            matrix.index_put_((edges[1], edges[0]), -scale * weight[:, 0], True)
+            tol = max(1e-12, 1e-14 * torch.linalg.cond(matrix).item())
+            exact = expected_of(case)["output"]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert_near(case(**{**options, "solver": "auto"}), exact, tol)
+            try:
+                out = case(**options)
+            except ValueError as refusal:
+                refused.append(str(refusal))
+            else:
+                assert_near(out, exact, tol)
+    assert len(refused) < 60
+    assert all("without pivoting" in error for error in refused)
+
+
+@sparse
+@pytest.mark.parametrize("tiny", [0.0, 1e-12])
+def test_small_pivot(options, tiny):
+    # With so many isolated nodes that nobody would think of dense matrices.
+    case = weighted(SMALL_PIVOT, 12, [1 - tiny, 1.0, 1.0], batch=[0] * 12)
+    with pytest.raises(ValueError, match=r"without pivoting.*solver='dense' or 'auto'"):
+        case(**options)
+    auto = {**options, "solver": "auto"}
+    with pytest.warns(UserWarning, match="solver='dense' is used"):
+        out = case(**auto)
+    choice = explain("resolvent_mix", **case.inputs, **auto)
+    assert choice.solver == "dense"
+    assert "dominant" in choice.reason
+    assert torch.equal(out, case(solver="dense", form=options["form"]))
+    with warnings.catch_warnings():  # the backward pass may say it again
+        warnings.simplefilter("ignore")
+        assert_results(computed(case, auto), expected_of(case))
+
+
+@sparse
+def test_small_pivot_beside_large_weights(options):
+    """A graph of large weights must not hide that another one needs pivots."""
+    weight = [1 - 1e-13, 1.0, 1.0, 1e12]
+    case = weighted([*SMALL_PIVOT, (2, 2)], 3, weight, batch=[0, 0, 1])
+    try:
+        out = case(**options)
+    except ValueError as refusal:
+        if "without pivoting" not in str(refusal):
+            raise
+    else:
+        assert_near(out, expected_of(case)["output"])
+
+
+@sparse
+@pytest.mark.parametrize("flip", [False, True])
+def test_dominant_rows_are_always_accepted(options, flip):
+    """As the error message promises; a ring in either direction, natural order."""
+    edges = ring(400).flip(0) if flip else ring(400)
+    case = weighted(edges, 400, [0.999] * 400, (1, 1, 1, 1))
+    exact = expected_of(case)["output"]
+    assert_near(case(**options, rank=torch.arange(400)), exact)
+    assert_near(case(**options), exact)
+
+
+@sparse
+@settings(max_examples=25, derandomize=True)
+@given(graph=graphs(min_nodes=1, max_nodes=10), by_column=st.booleans())
+def test_weakly_dominant_graphs_are_accepted(options, graph: Graph, by_column):
+    """Any order of elimination will do, and no warning is given."""
+    edges, num_nodes = graph
+    case = make_case(
+        OPERATOR, structure(edges.flip(0) if by_column else edges, num_nodes)
+    )
+    weight = case.floats["edge_weight"] * 0.999 / 0.9
+    case = make_case(OPERATOR, structure(edges, num_nodes)).changed(edge_weight=weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = case(**options, rank=torch.randperm(num_nodes))
+    assert_near(out, expected_of(case)["output"])
+
+
+@sparse
+def test_undirected_path_is_an_m_matrix(options):
+    """Not dominant at all, but A_ij A_ji < 1/4 makes elimination safe."""
+    n = 60
+    forward = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
+    edges = torch.cat([forward, forward.flip(0)], dim=1)
+    raw = 3 * torch.randn(2 * n - 2, 2, generator=torch.Generator().manual_seed(0))
+    psi = torch.zeros(n, 2, dtype=torch.double)
+    weight = path_transition(edges, n, raw.double().exp(), psi)
+    for end in edges:
+        assert torch.zeros_like(psi).index_add(0, end, weight).max() > 100
+    case = make_case(OPERATOR, structure(edges, n), (2, 1, 3, 4))
+    case = case.changed(edge_weight=weight)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_results(computed(case, options), expected_of(case))
+
+
+@pytest.mark.parametrize("options", OPERATOR.variants.values(), ids=OPERATOR.variants)
+@pytest.mark.filterwarnings("ignore:.*solver='dense' is used")
+def test_singular(options):
+    """Two nodes that feed each other all they have."""
+    case = weighted([(0, 1), (1, 0)], 2, [1.0, 1.0])
+    with pytest.raises(ValueError, match=r"singular|without pivoting"):
+        case(**options)
+
+
+# ----------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"query": torch.ones(7, 3, 5), "key": torch.ones(7, 3, 5)}, r"a divisor, got"),
+        ({"query": torch.ones(7, 0, 5), "key": torch.ones(7, 0, 5)}, r"a divisor, got"),
+        ({"key": torch.ones(7, 2, 4)}, r"same shape, got \[7, 2, 5\] and \[7, 2, 4\]"),
+        ({"batch": torch.tensor([1, 0, 1, 0, 3, 0, 0])}, "of graph 1 to node 6 of"),
+        ({"solver": "neumann"}, "'num_terms' must be given.*solver='neumann'"),
+        ({"num_terms": 3}, "only with it.*solver='auto', num_terms=3"),
+        ({"solver": "dense", "num_terms": 3}, "only with it.*'dense', num_terms=3"),
+        ({"solver": "dense", "backend": "numba"}, "'dense' has no numba backend"),
+        ({"solver": "neumann", "backend": "numba", "num_terms": 2},
+         "'neumann' has no numba backend"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_together(changes, match):
+    inputs = {**example("resolvent_mix").inputs, **changes}
+    for call in (resolvent_mix, lambda **x: explain("resolvent_mix", **x)):
+        with pytest.raises(ValueError, match=match):
+            call(**inputs)
+
+
+@pytest.mark.parametrize("operator", ["resolvent_mix", "dag_scan"])
+@pytest.mark.parametrize("bad", [torch.nan, -torch.inf])
+def test_weights_that_are_not_finite_are_named(operator, bad):
+    case = example(operator)
+    weight = case.floats["edge_weight"].clone()
+    weight[5, 2] = bad
+    for backend in ("auto", "numba", "torch", "reference"):
+        with pytest.raises(ValueError, match=f"finite, but edge 5 has {bad} in head 2"):
+            case(edge_weight=weight, backend=backend)

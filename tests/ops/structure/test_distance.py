@@ -95,12 +95,6 @@ def test_self_loops_and_duplicates_have_no_length():
     assert diameter(torch.tensor([[0], [0]]), 1) == 0
 
 
-def test_edge_between_graphs():
-    batch = torch.tensor([0, 0, 1])
-    with pytest.raises(ValueError, match="edge 1 from node 1 of graph 0 to node 2 of"):
-        diameter(torch.tensor([[0, 1], [1, 2]]), 3, batch)
-
-
 @given(any_graphs)
 def test_components_are_networkx_components(graph: Graph):
     out = connected_components(*graph)
@@ -135,29 +129,3 @@ def test_real_graphs(shared_data):
     graph = nx.Graph(edge_index.t().tolist())
     for i, nodes in enumerate(nx.connected_components(graph)):
         assert int(out[i]) == nx.diameter(graph.subgraph(nodes))
-
-
-@pytest.mark.parametrize("function", [diameter, connected_components])
-def test_bad_edge_index(function):
-    with pytest.raises(ValueError, match=r"shape \[2, num_edges\]"):
-        function(torch.zeros(3, 2).long(), 3)
-    with pytest.raises(ValueError, match="got 3 in"):
-        function(torch.tensor([[0], [3]]), 3)
-    with pytest.raises(TypeError, match="integers"):
-        function(torch.zeros(2, 2), 3)
-
-
-def test_bad_batch():
-    edge_index = torch.tensor([[0], [1]])
-    with pytest.raises(ValueError, match=r"\[2\] \(got shape \[3\]\)"):
-        diameter(edge_index, 2, torch.tensor([0, 0, 0]))
-
-
-@pytest.mark.cuda
-def test_results_are_on_the_device_of_edge_index():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-    edge_index = torch.tensor([[2, 0], [0, 1]], device="cuda")
-    assert connected_components(edge_index, 4).tolist() == [0, 0, 0, 1]
-    assert connected_components(edge_index, 4).is_cuda
-    assert diameter(edge_index, 4, torch.tensor([0, 0, 0, 1]).cuda()).is_cuda

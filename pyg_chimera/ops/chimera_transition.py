@@ -1,0 +1,201 @@
+"""From selectivities to transitions: the weights :math:`A_{ij}` of a graph's edges.
+
+Selectivities are non-negative: the larger, the less of a state survives an edge.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.structure.csr import to_numpy
+from pyg_chimera.ops.structure.distance import connected_components
+
+__all__ = [
+    "chimera_transition",
+    "dag_transition",
+    "path_transition",
+    "released_transition",
+]
+
+
+def chimera_transition(
+    edge_index: Tensor,
+    num_nodes: int,
+    target: Tensor,
+    source: Tensor,
+    psi: Tensor,
+    edge: Tensor | None = None,
+    gamma: float = 1.0,
+) -> Tensor:
+    r"""The transitions of a general graph, normalised over the edges into a node, from
+    `"Chimera: State Space Models Beyond Sequences"
+    <https://arxiv.org/abs/2510.12111>`_ (Equation 12 and Section 3.3):
+
+    .. math::
+        a_{ij} = \exp(-(\Delta^{(1)}_i + \Delta^{(2)}_j + \Delta'_{ij}) / 3), \qquad
+        A_{ij} = \gamma \frac{a_{ij}}{\sum_{j'} a_{ij'} + \exp(-\Psi_i)}
+
+    Without :math:`\Delta'`, the exponent is divided by 2. Rows sum to less than
+    :math:`\gamma`.
+
+    Args:
+        edge_index (torch.Tensor): The edges :math:`j \to i`,
+            :math:`[2, |\mathcal{E}|]`.
+        num_nodes (int): The number of nodes.
+        target (torch.Tensor): :math:`\Delta^{(1)}`, :math:`[|\mathcal{V}|, H]`.
+        source (torch.Tensor): :math:`\Delta^{(2)}`, :math:`[|\mathcal{V}|, H]`.
+        psi (torch.Tensor): :math:`\Psi`, :math:`[|\mathcal{V}|, H]`.
+        edge (torch.Tensor, optional): :math:`\Delta'`, :math:`[|\mathcal{E}|, H]`.
+        gamma (float, optional): :math:`0 < \gamma \leq 1`. (default: :obj:`1.0`)
+
+    Returns:
+        torch.Tensor: :math:`A`, :math:`[|\mathcal{E}|, H]`.
+    """
+    col, row = edge_index[0], edge_index[1]
+    weight = _decay(target[row], source[col], edge)
+    total = _sum(weight, row, num_nodes) + torch.exp(-psi)
+    return gamma * weight / total[row]
+
+
+def released_transition(
+    edge_index: Tensor,
+    num_nodes: int,
+    target: Tensor,
+    source: Tensor,
+    psi: Tensor,
+    edge: Tensor | None = None,
+) -> Tensor:
+    r"""The transitions of the released Chimera code for graphs, which differ from the
+    paper's: normalised over the edges *out of* a node, and only where they are large:
+
+    .. math::
+        A_{ij} = \frac{a_{ij}}{\max(1, \sum_{i'} a_{i'j} + \exp(-\Psi_j)) + 0.05}
+
+    Columns sum to less than one. Arguments as in :func:`chimera_transition`.
+
+    Args:
+        edge_index (torch.Tensor): :math:`[2, |\mathcal{E}|]`.
+        num_nodes (int): The number of nodes.
+        target (torch.Tensor): :math:`[|\mathcal{V}|, H]`.
+        source (torch.Tensor): :math:`[|\mathcal{V}|, H]`.
+        psi (torch.Tensor): :math:`[|\mathcal{V}|, H]`.
+        edge (torch.Tensor, optional): :math:`[|\mathcal{E}|, H]`.
+
+    Returns:
+        torch.Tensor: :math:`A`, :math:`[|\mathcal{E}|, H]`.
+    """
+    col, row = edge_index[0], edge_index[1]
+    weight = _decay(target[row], source[col], edge)
+    total = _sum(weight, col, num_nodes) + torch.exp(-psi)
+    return weight / (total.clamp(min=1.0) + 0.05)[col]
+
+
+def dag_transition(
+    edge_index: Tensor,
+    num_nodes: int,
+    delta: Tensor,
+    root: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""The transitions of a DAG and the input gates of its nodes, from `"Chimera: State
+    Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Equation 15),
+    where node :math:`i` has parents :math:`p(i)`:
+
+    .. math::
+        A_{ij} = \frac{\exp(-\Delta_{ij})}{\sqrt{|p(i)|}}, \qquad
+        s_i = \frac{1}{\sqrt{|p(i)|}} \sum_{j \in p(i)} \Delta_{ij}
+
+    Args:
+        edge_index (torch.Tensor): The edges :math:`j \to i`,
+            :math:`[2, |\mathcal{E}|]`.
+        num_nodes (int): The number of nodes.
+        delta (torch.Tensor): :math:`\Delta`, :math:`[|\mathcal{E}|, H]`.
+        root (torch.Tensor, optional): The input gate of nodes without parents,
+            :math:`[|\mathcal{V}|, H]`. Without it, zero, as the formula says.
+
+    Returns:
+        tuple[torch.Tensor, torch.Tensor]: :math:`A`, :math:`[|\mathcal{E}|, H]`, and
+        :math:`s`, :math:`[|\mathcal{V}|, H]`.
+    """
+    row = edge_index[1]
+    parents = _sum(delta.new_ones(row.size(0), 1), row, num_nodes)
+    scale = parents.clamp(min=1).rsqrt()
+    input_gate = _sum(delta, row, num_nodes) * scale
+    if root is not None:
+        input_gate = torch.where(parents == 0, root, input_gate)
+    return torch.exp(-delta) * scale[row], input_gate
+
+
+def path_transition(
+    edge_index: Tensor, num_nodes: int, weight: Tensor, psi: Tensor
+) -> Tensor:
+    r"""The transitions of undirected paths, from `"Chimera: State Space Models Beyond
+    Sequences" <https://arxiv.org/abs/2510.12111>`_ (Appendix B.1). It keeps the product
+    around each edge, rather than the sums of rows, in bounds:
+
+    .. math::
+        A_{ij} = \frac{a_{ij}}{2 \sqrt{a_{ij} a_{ji} + \psi_{ij}}}, \qquad
+        A_{ij} A_{ji} < \tfrac{1}{4}, \qquad
+        \psi_{ij} = \exp(-(\Psi_i + \Psi_j) / 2)
+
+    Args:
+        edge_index (torch.Tensor): The edges of disjoint paths, each in both
+            directions, :math:`[2, |\mathcal{E}|]`.
+        num_nodes (int): The number of nodes.
+        weight (torch.Tensor): :math:`a > 0`, :math:`[|\mathcal{E}|, H]`.
+        psi (torch.Tensor): :math:`\Psi`, :math:`[|\mathcal{V}|, H]`.
+
+    Returns:
+        torch.Tensor: :math:`A`, :math:`[|\mathcal{E}|, H]`.
+
+    Raises:
+        ValueError: If an edge has no reverse, or the graph is not made of paths.
+    """
+    reverse = _path_reverse(edge_index, num_nodes)
+    margin = torch.exp(-(psi[edge_index[0]] + psi[edge_index[1]]) / 2)
+    return weight / (2 * torch.sqrt(weight * weight[reverse] + margin))
+
+
+def _decay(target: Tensor, source: Tensor, edge: Tensor | None) -> Tensor:
+    if edge is None:
+        return torch.exp(-(target + source) / 2)
+    return torch.exp(-(target + source + edge) / 3)
+
+
+def _sum(x: Tensor, index: Tensor, num_nodes: int) -> Tensor:
+    return x.new_zeros(num_nodes, x.size(1)).index_add(0, index, x)
+
+
+@torch.library.custom_op("pyg_chimera::path_reverse", mutates_args=())
+def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
+    """The number of each edge's reverse, in a graph of undirected paths."""
+    check_edge_index(edge_index, num_nodes)
+    col, row = to_numpy(edge_index)
+    key, mirrored = col * num_nodes + row, row * num_nodes + col
+    order = np.argsort(key)
+    found = np.minimum(np.searchsorted(key[order], mirrored), max(len(order) - 1, 0))
+    reverse = order[found]
+    alone = np.flatnonzero(key[reverse] != mirrored)
+    if alone.size:
+        e = int(alone[0])
+        raise ValueError(
+            f"'edge_index' must hold both directions of each edge of a path, but edge "
+            f"{e}, {col[e]} -> {row[e]}, has no reverse; use "
+            "'torch_geometric.utils.to_undirected'"
+        )
+    degree = np.bincount(row, minlength=num_nodes)
+    parts = len(connected_components(edge_index, num_nodes).unique())
+    # A forest whose nodes have at most two neighbours is a set of paths.
+    if degree.max(initial=0) > 2 or len(row) != 2 * (num_nodes - parts):
+        raise ValueError(
+            "'edge_index' must be a graph whose components are simple paths, but has "
+            f"{len(row)} edges between {num_nodes} nodes in {parts} components, and a "
+            f"node of degree {degree.max(initial=0)}; 'chimera_transition' takes any "
+            "graph"
+        )
+    return torch.from_numpy(reverse).to(edge_index.device)
+
+
+@_path_reverse.register_fake
+def _(edge_index: Tensor, num_nodes: int) -> Tensor:
+    return edge_index.new_empty(edge_index.size(1), dtype=torch.int64)

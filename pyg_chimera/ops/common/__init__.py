@@ -1,0 +1,1 @@
+"""What all operators share: declaration, checks, dispatch and the numba runtime."""

@@ -1,0 +1,275 @@
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["check_batch", "check_edge_index", "check_within_graphs"]
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not (
+        tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    )
+
+
+def check_edge_index(edge_index: Tensor, num_nodes: int) -> None:
+    r"""Checks that :obj:`edge_index` connects nodes of a graph that has them.
+
+    Args:
+        edge_index (torch.Tensor): The edge indices.
+        num_nodes (int): The number of nodes :math:`|\mathcal{V}|`.
+
+    Raises:
+        TypeError: If :obj:`edge_index` isn't a tensor of integers, or
+            :obj:`num_nodes` isn't an integer.
+        ValueError: If :obj:`edge_index` isn't of shape :math:`(2, |\mathcal{E}|)`,
+            names a node outside of :math:`[0, |\mathcal{V}|)`, or :obj:`num_nodes`
+            is negative.
+    """
+    if not isinstance(edge_index, Tensor):
+        raise TypeError(
+            "'edge_index' must be a tensor of integers of shape [2, num_edges] "
+            f"(got '{type(edge_index).__name__}')"
+        )
+    if not isinstance(num_nodes, Integral):
+        raise TypeError(
+            f"'num_nodes' must be an integer (got '{type(num_nodes).__name__}')"
+        )
+    if num_nodes < 0:
+        raise ValueError(f"'num_nodes' must not be negative (got {num_nodes})")
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(
+            "'edge_index' must be of shape [2, num_edges] "
+            f"(got shape {list(edge_index.shape)})"
+        )
+    if not _is_integer(edge_index):
+        raise TypeError(
+            f"'edge_index' must hold integers (got dtype {edge_index.dtype}); "
+            "convert it with 'edge_index.long()'"
+        )
+    if edge_index.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(edge_index))
+    if low < 0 or high >= num_nodes:
+        raise ValueError(
+            f"'edge_index' must hold node indices in [0, num_nodes) = [0, {num_nodes}) "
+            f"(got {low if low < 0 else high} in an 'edge_index' of shape "
+            f"{list(edge_index.shape)}); pass the number of nodes it belongs to"
+        )
+
+
+def check_batch(batch: Tensor, num_nodes: int) -> None:
+    r"""Checks that :obj:`batch` assigns each node to a graph, in any order.
+
+    Args:
+        batch (torch.Tensor): The graph of each node.
+        num_nodes (int): The number of nodes :math:`|\mathcal{V}|`.
+
+    Raises:
+        TypeError: If :obj:`batch` isn't a tensor of integers.
+        ValueError: If :obj:`batch` isn't of shape :math:`(|\mathcal{V}|)`, or holds a
+            negative entry.
+    """
+    if not isinstance(batch, Tensor):
+        raise TypeError(
+            "'batch' must be a tensor of integers of shape [num_nodes] "
+            f"(got '{type(batch).__name__}')"
+        )
+    if batch.dim() != 1 or batch.size(0) != num_nodes:
+        raise ValueError(
+            f"'batch' must be of shape [num_nodes] = [{num_nodes}] "
+            f"(got shape {list(batch.shape)})"
+        )
+    if not _is_integer(batch):
+        raise TypeError(
+            f"'batch' must hold integers (got dtype {batch.dtype}); "
+            "convert it with 'batch.long()'"
+        )
+    if batch.numel() > 0 and int(batch.min()) < 0:
+        raise ValueError(
+            f"'batch' must hold no negative entries (got {int(batch.min())})"
+        )
+
+
+def check_within_graphs(col: np.ndarray, row: np.ndarray, batch: np.ndarray) -> None:
+    """Checks that each edge joins nodes of one graph.
+
+    Args:
+        col (np.ndarray): The source of each edge.
+        row (np.ndarray): The target of each edge.
+        batch (np.ndarray): The graph of each node.
+
+    Raises:
+        ValueError: If an edge does not, which it names.
+    """
+    crossing = np.flatnonzero(batch[row] != batch[col])
+    if crossing.size:
+        e = int(crossing[0])
+        raise ValueError(
+            f"'edge_index' joins different graphs of 'batch': edge {e} goes from "
+            f"node {col[e]} of graph {batch[col[e]]} to node {row[e]} of graph "
+            f"{batch[row[e]]}"
+        )
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_floats(**tensors: Any) -> list[Tensor]:
+    """Checks that all are tensors of floating point on one device.
+
+    Returns:
+        list[Tensor]: They in the widest of their dtypes, and float32 at least.
+    """
+    dtype, first = torch.float32, next(iter(tensors))
+    for name, x in tensors.items():
+        _check_tensor(name, x)
+        if x.dtype not in _FLOATS:
+            raise TypeError(
+                f"'{name}' must be floating point (float16, bfloat16, float32 or "
+                f"float64), got {x.dtype}"
+            )
+        _check_device(name, x, first, tensors[first])
+        dtype = torch.promote_types(dtype, x.dtype)
+    return [x.to(dtype) for x in tensors.values()]
+
+
+def check_integers(name: str, x: Any, like: Tensor) -> Tensor:
+    """Checks that it is a tensor of integers on the device of the others; to int64."""
+    _check_tensor(name, x)
+    if not _is_integer(x):
+        raise TypeError(f"'{name}' must be integer, got {x.dtype}")
+    _check_device(name, x, "value", like)
+    return x.long()
+
+
+def check_indices(like: Tensor, **tensors: Any) -> list[Tensor | None]:
+    """The same for optional ones."""
+    return [
+        None if x is None else check_integers(name, x, like)
+        for name, x in tensors.items()
+    ]
+
+
+def check_edges(name: str, x: Any, like: Tensor) -> Tensor:
+    """Checks that edges are integer [2, edges], without a look at them; to int64."""
+    _check_tensor(name, x)
+    if x.dim() != 2 or x.size(0) != 2:
+        raise ValueError(f"'{name}' must be [2, edges], got {list(x.shape)}")
+    return check_integers(name, x, like)
+
+
+def _check_tensor(name: str, x: Any) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"'{name}' must be a torch.Tensor, got '{type(x).__name__}'")
+
+
+def _check_device(name: str, x: Tensor, other: str, like: Tensor) -> None:
+    if x.device != like.device:
+        raise ValueError(
+            f"'{name}' is on {x.device}, but '{other}' on {like.device}; all tensors "
+            "must be on one device: move them with '.to(...)'"
+        )
+
+
+def check_dim(name: str, x: Any, layout: str, num_dims: int) -> None:
+    """Checks that an argument is a tensor of so many dimensions."""
+    _check_tensor(name, x)
+    if x.dim() != num_dims:
+        raise ValueError(f"'{name}' must be {layout}, got {list(x.shape)}")
+
+
+def check_shape(name: str, x: Tensor, layout: str, expected: list[int]) -> None:
+    """Checks that an argument has the shape that goes with the others."""
+    if list(x.shape) != expected:
+        raise ValueError(f"'{name}' must be {layout} = {expected}, got {list(x.shape)}")
+
+
+def check_nodes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Checks that what nodes read and write fits together."""
+    for name, x in {"query": query, "key": key, "value": value}.items():
+        if x.dim() != 3:
+            raise ValueError(
+                f"'{name}' must be [nodes, heads, channels], got {list(x.shape)}"
+            )
+    if query.shape != key.shape:
+        raise ValueError(
+            f"'query' and 'key' must have the same shape, got {list(query.shape)} and "
+            f"{list(key.shape)}"
+        )
+    if query.size(0) != value.size(0):
+        raise ValueError(
+            f"'query' and 'value' must have as many nodes, got {list(query.shape)} and "
+            f"{list(value.shape)}"
+        )
+    groups, heads = query.size(1), value.size(1)
+    if groups < 1 or heads % groups != 0:
+        raise ValueError(
+            f"'query' must have as many heads as 'value', or a divisor, got "
+            f"{list(query.shape)} and {list(value.shape)}"
+        )
+
+
+def check_graph(
+    query: Any, key: Any, value: Any, edge_index: Any, edge_weight: Any
+) -> list[Tensor]:
+    """Checks nodes, edges and a weight for each edge and head, without a look at them.
+
+    Returns:
+        list[Tensor]: Query, key, value and weights in one dtype; edges in int64.
+    """
+    floats = check_floats(query=query, key=key, value=value, edge_weight=edge_weight)
+    check_nodes(query, key, value)
+    edge_index = check_edges("edge_index", edge_index, value)
+    num_heads = value.size(1)
+    if edge_weight.dim() != 2 or edge_weight.size(1) != num_heads:
+        raise ValueError(
+            f"'edge_weight' must be [edges, heads] with {num_heads} heads, got "
+            f"{list(edge_weight.shape)}"
+        )
+    if edge_index.size(1) != edge_weight.size(0):
+        raise ValueError(
+            f"'edge_index' and 'edge_weight' must have as many edges, got "
+            f"{list(edge_index.shape)} and {list(edge_weight.shape)}"
+        )
+    return [*floats, edge_index]
+
+
+def check_rank(rank: Tensor, num_nodes: int) -> None:
+    """Checks that nodes have an elimination or topological rank each."""
+    if rank.dim() != 1 or rank.numel() != num_nodes:
+        raise ValueError(
+            f"'rank' must have one entry per node, [{num_nodes}], got "
+            f"{list(rank.shape)}"
+        )
+    check_integers("rank", rank, rank)
+
+
+def check_finite(name: str, x: Tensor, place: Callable[[int], str]) -> None:
+    """Checks that weights [edges, heads] are finite; `place` names the row of one."""
+    finite = torch.isfinite(x)
+    if not bool(finite.all()):
+        row, head = (~finite).nonzero()[0].tolist()
+        raise ValueError(
+            f"'{name}' must be finite, but {place(row)} has {x[row, head].item()} in "
+            f"head {head}"
+        )
+
+
+def check_option(name: str, value: Any, known: tuple) -> None:
+    """Checks that an option is one of those known."""
+    if value not in known:
+        raise ValueError(f"'{name}' must be one of {known}, got {value!r}")
+
+
+def check_integer(name: str, value: Any, least: int) -> None:
+    """Checks that a number is an integer of a size that makes sense."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"'{name}' must be an integer, got {value!r}")
+    if not least <= value < 2**31:
+        raise ValueError(
+            f"'{name}' must be an integer >= {least} and < 2**31, got {value!r}"
+        )

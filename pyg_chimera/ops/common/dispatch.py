@@ -1,0 +1,73 @@
+"""Which algorithm computes a call: backends, their verdicts, and what is reported."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+__all__ = ["Backend", "Call", "Choice", "UnsuitableSolver"]
+
+Inputs = TypeVar("Inputs")
+Structure = TypeVar("Structure")
+Result = TypeVar("Result")
+
+
+class Choice(NamedTuple):
+    """The algorithm a call takes, as :func:`~pyg_chimera.ops.explain` reports it."""
+
+    operator: str  #: such as ``"resolvent_mix"``
+    solver: str  #: ``"sparse"``, ``"dense"``, ``"neumann"`` or ``"scan"``
+    form: str  #: ``"state"`` or ``"mask"``
+    backend: str  #: such as ``"numba"``, a name in the operator's ``backends``
+    reason: str  #: why
+
+
+@dataclass(frozen=True)
+class Call(Generic[Inputs, Structure]):
+    """One call of an operator."""
+
+    inputs: Inputs  #: its arguments, checked
+    structure: Structure  #: what depends on the graph alone
+    choice: Choice  #: the algorithm
+    key: str  #: of the structure in the cache
+    _made: dict[str, Any] = field(default_factory=dict)
+
+    def once(self, name: str, make: Callable[[], Result]) -> Result:
+        """`make()`, once a call: what a verdict has computed, forward need not."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+
+class UnsuitableSolver(ValueError):
+    """A solver that would not compute a call accurately, on whatever backend."""
+
+
+class Backend(Protocol):
+    """A module that computes an operator.
+
+    One without `backward` is plain PyTorch, which autograd differentiates: its
+    `forward` returns the output alone.
+    """
+
+    #: Types of devices that it runs on, or None for all.
+    DEVICES: tuple[str, ...] | None
+
+    @staticmethod
+    def why_not(call: Any) -> str | None:
+        """Why it cannot compute a call as chosen; None if it can.
+
+        Raises:
+            UnsuitableSolver: If no backend should, with this solver.
+        """
+
+    @staticmethod
+    def forward(call: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The output, and tensors of its dtype that `backward` needs again."""
+
+    @staticmethod
+    def backward(
+        call: Any, saved: tuple[Tensor, ...], grad: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The gradients of all inputs of floating point, in their order."""

@@ -1,0 +1,28 @@
+__all__ = ["CycleError"]
+
+
+class CycleError(ValueError):
+    """A graph that must be acyclic has a cycle.
+
+    Args:
+        cycle (list[int]): The nodes of one cycle, in the direction of its edges. A
+            string is taken as the whole message, as workers of a
+            :class:`torch.utils.data.DataLoader` raise errors again.
+    """
+
+    def __init__(self, cycle: list[int] | str) -> None:
+        self.cycle: list[int] = [] if isinstance(cycle, str) else cycle
+        if isinstance(cycle, str):
+            super().__init__(cycle)
+            return
+        shown = [*cycle, cycle[0]] if len(cycle) <= 12 else [*cycle[:12], "..."]
+        super().__init__(
+            "'edge_index' must be acyclic, but has the cycle "
+            + " -> ".join(map(str, shown))
+            + ". Remove an edge of it, or make DAGs of the graph with "
+            "'pyg_chimera.transforms.DAGDecomposition' ('PLSTMConv' does so itself, "
+            "given an 'order')."
+        )
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.cycle or str(self),)

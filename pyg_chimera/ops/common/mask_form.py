@@ -1,0 +1,77 @@
+"""The mask form: matrix products, given the resolvents."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Padding", "masked_mix", "masked_mix_backward"]
+
+
+def masked_mix(L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    r"""Computes :math:`(L \odot Q K^T) V`.
+
+    Args:
+        L (torch.Tensor): The resolvents, [..., heads, n, n].
+        query (torch.Tensor): [..., groups, n, N], where groups divides heads.
+        key (torch.Tensor): [..., groups, n, N].
+        value (torch.Tensor): [..., heads, n, P].
+    """
+    return (_grouped(L, query) * _scores(query, key)).flatten(-4, -3) @ value
+
+
+def masked_mix_backward(
+    L: Tensor, query: Tensor, key: Tensor, value: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `masked_mix`: of the resolvents, query, key and value."""
+    scores = _scores(query, key)
+    L = _grouped(L, query)
+    grad_value = (L * scores).flatten(-4, -3).transpose(-1, -2) @ grad
+    grad_mask = _grouped(grad @ value.transpose(-1, -2), query)
+    grad_L = (grad_mask * scores).flatten(-4, -3)
+    grad_scores = (grad_mask * L).sum(-3)
+    return (
+        grad_L,
+        grad_scores @ key,
+        grad_scores.transpose(-1, -2) @ query,
+        grad_value,
+    )
+
+
+def _scores(query: Tensor, key: Tensor) -> Tensor:
+    return (query @ key.transpose(-1, -2)).unsqueeze(-3)
+
+
+def _grouped(x: Tensor, query: Tensor) -> Tensor:
+    """[..., heads, n, n] -> [..., groups, heads a group, n, n]."""
+    return x.unflatten(-3, (query.size(-3), -1))
+
+
+class Padding:
+    """Between nodes and blocks of them that are padded to the largest.
+
+    Args:
+        node (np.ndarray): The nodes, block by block.
+        sizes (np.ndarray): How many each block has.
+        device (torch.device): Where tensors are.
+    """
+
+    def __init__(
+        self, node: np.ndarray, sizes: np.ndarray, device: torch.device
+    ) -> None:
+        self.shape = (len(sizes), int(sizes.max(initial=0)))
+        gaps = np.arange(len(sizes)) * self.shape[1] - (np.cumsum(sizes) - sizes)
+        place = np.arange(len(node)) + np.repeat(gaps, sizes)
+        self.node = torch.from_numpy(node).to(device)
+        self.place = torch.from_numpy(place).to(device)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """[V, heads, C] -> [B, heads, n, C]."""
+        padded = x.new_zeros(self.shape[0] * self.shape[1], *x.shape[1:])
+        padded.index_copy_(0, self.place, x[self.node])
+        return padded.view(*self.shape, *x.shape[1:]).transpose(1, 2)
+
+    def unpad(self, x: Tensor, num_nodes: int) -> Tensor:
+        """[B, heads, n, C] -> [V, heads, C]; nodes in no block get zero."""
+        rows = x.transpose(1, 2).flatten(0, 1)[self.place]
+        out = x.new_zeros(num_nodes, *rows.shape[1:])
+        return out.index_copy_(0, self.node, rows)

@@ -1,0 +1,276 @@
+"""How jitted kernels run: threads, scratch memory, denormals, interruption.
+
+A kernel is a jitted function `kernel(first, last, stop, scratch, *args)` that works on
+the tasks from `first` to `last`, which are independent of each other, and returns early
+once `stopped(stop)`. Kernels have no parallel regions of numba's: they release the GIL
+and run on `torch.get_num_threads()` threads that share out the tasks, which is safe
+after a fork and from several Python threads.
+"""
+
+import ctypes
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, types
+from numba.core import event
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+__all__ = ["arrays", "run", "stopped"]
+
+# Sums may be reordered (to use vector units), but NaN and infinity must survive.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+jit = njit(cache=True, nogil=True, fastmath=_FAST)
+# Part of its caller: to hand over arrays takes longer than a short loop.
+inlined = njit(cache=True, nogil=True, fastmath=_FAST, inline="always")
+
+#: Bytes that a thread keeps between calls.
+_KEPT_BYTES = 1 << 26
+#: Costs (about nanoseconds) below which no other thread is woken, and above which the
+#: calling thread waits for others, as only a waiting thread notices Ctrl-C at once.
+_SHORT, _LONG = 1e5, 5e8
+
+
+def run(
+    kernel: Callable, costs: np.ndarray, scratch: int, dtype: np.dtype, *args: object
+) -> None:
+    """Runs a kernel on all tasks.
+
+    Args:
+        kernel: The kernel, see above.
+        costs: What each task costs, in about nanoseconds.
+        scratch: How many numbers of scratch memory a task needs.
+        dtype: Their dtype.
+        *args: The further arguments of the kernel.
+    """
+    num_tasks, total = costs.shape[0], float(costs.sum())
+    num_threads = min(torch.get_num_threads(), num_tasks)
+    stop = np.zeros(1, np.int64)
+    if total < _SHORT or (num_threads <= 1 and total < _LONG):
+        with _flushing():
+            kernel(0, num_tasks, stop, _SCRATCH.get(scratch, dtype), *args)
+        return
+    # Many ranges a thread, taken as threads come free: others may be using the cores.
+    shares = np.linspace(0, total, 16 * num_threads + 1)[1:-1]
+    cuts = np.searchsorted(np.cumsum(costs), shares)
+    bounds = np.unique(np.concatenate([[0], cuts, [num_tasks]])).tolist()
+    ranges, lock = pairwise(bounds), threading.Lock()
+
+    def work() -> None:
+        with _flushing():
+            while not stop[0]:
+                with lock:
+                    bound = next(ranges, None)
+                if bound is None:
+                    return
+                kernel(*bound, stop, _SCRATCH.get(scratch, dtype), *args)
+
+    _TEAM.run(work, num_threads, stop, is_long=total >= _LONG)
+
+
+def arrays(*tensors: Tensor) -> list[np.ndarray]:
+    """Tensors as contiguous arrays."""
+    return [x.contiguous().numpy() for x in tensors]
+
+
+# --------------------------------------------------------------------------- threads
+
+
+class _Team:
+    """Runs a function in several threads at once, and raises what they raise.
+
+    On Linux these are torch's own OpenMP threads: others would fight for the cores
+    with them, as they spin for a while after each of torch's operators. For long work,
+    where that does not matter, elsewhere, and in a forked child, where OpenMP must not
+    be used, they are plain Python threads.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.pid = os.getpid()
+        self.openmp = _find_openmp()
+        self.key: tuple[int, int] | None = None
+        self.pool: ThreadPoolExecutor | None = None
+
+    def run(
+        self,
+        work: Callable[[], None],
+        num_threads: int,
+        stop: np.ndarray,
+        *,
+        is_long: bool,
+    ) -> None:
+        errors: list[BaseException] = []
+
+        def guarded(_: object = None) -> None:
+            try:
+                work()
+            except BaseException as error:
+                stop[0] = 1
+                errors.append(error)
+
+        if self.openmp is not None and os.getpid() == self.pid and not is_long:
+            with _deferred_interrupt():
+                self.openmp(_CALLBACK(guarded), None, num_threads, 0)
+        else:
+            pool = self._start(num_threads)
+            futures = [pool.submit(guarded) for _ in range(num_threads)]
+            try:
+                wait(futures)
+            except BaseException:  # Ctrl-C, for one
+                stop[0] = 1
+                wait(futures)
+                raise
+        if errors:
+            raise errors[0]
+
+    def _start(self, num_threads: int) -> ThreadPoolExecutor:
+        key = (os.getpid(), num_threads)
+        with self.lock:
+            if self.pool is None or self.key != key:
+                self.pool = ThreadPoolExecutor(num_threads, "pyg_chimera")
+                self.key = key
+            return self.pool
+
+
+_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def _find_openmp() -> Callable | None:
+    """GNU OpenMP's `GOMP_parallel`, in the very library that torch has loaded."""
+    folder = Path(torch.__file__).parent
+    for path in [
+        *folder.glob("lib/libgomp*.so*"),
+        *folder.parent.glob("torch.libs/libgomp*"),
+    ]:
+        try:
+            # RTLD_NOLOAD: a second copy would have threads of its own.
+            library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            parallel = library.GOMP_parallel
+        except (AttributeError, OSError):
+            continue
+        parallel.argtypes = [_CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return parallel
+    return None
+
+
+_TEAM = _Team()
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Ctrl-C waits: ctypes drops what a signal's handler raises in a callback."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(
+        handler
+    ):
+        yield
+        return
+    received: list[tuple] = []
+    signal.signal(signal.SIGINT, lambda *args: received.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        handler(*received[0])
+
+
+def stopped(stop: np.ndarray) -> bool:
+    """Whether another thread has set `stop`."""
+    return bool(stop[0])
+
+
+@overload(stopped, inline="always")
+def _overload_stopped(stop):  # type: ignore[no-untyped-def]
+    return lambda stop: _load(stop)
+
+
+@intrinsic
+def _load(typing_context, stop):  # type: ignore[no-untyped-def]
+    """The first entry, which a compiler must not read ahead of a loop."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        array = context.make_array(signature.args[0])(context, builder, args[0])
+        flag = builder.load_atomic(array.data, "monotonic", 8)
+        return builder.icmp_signed("!=", flag, flag.type(0))
+
+    return types.boolean(stop), generate
+
+
+# ---------------------------------------------------------- scratch memory, denormals
+
+
+class _Scratch:
+    """Memory of a thread that outlives a call: new pages cost more than their use."""
+
+    def __init__(self) -> None:
+        # By identity, as Python forgets what is local to OpenMP's threads.
+        self.buffers: dict[int, np.ndarray] = {}
+
+    def get(self, size: int, dtype: np.dtype) -> np.ndarray:
+        needed = size * dtype.itemsize
+        if needed > _KEPT_BYTES:
+            return np.empty(size, dtype)
+        thread = threading.get_ident()
+        buffer = self.buffers.get(thread)
+        if buffer is None or buffer.shape[0] < needed:
+            if len(self.buffers) > 256:  # most of their threads are gone
+                self.buffers.clear()
+            buffer = self.buffers[thread] = np.empty(needed, np.uint8)
+        return buffer[:needed].view(dtype)
+
+
+_SCRATCH = _Scratch()
+
+_SMALLEST = 5e-324
+
+
+@contextmanager
+def _flushing() -> Iterator[None]:
+    """This thread takes denormal numbers for zero, as all signals decay into them.
+
+    Arithmetic with them is 100 x slower, and they are far below anything's size.
+    """
+    before = _SMALLEST * 1.0 == 0.0
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(before)
+
+
+# ------------------------------------------------------------------------ compilation
+
+
+class _Announcer(event.Listener):
+    """Says once that kernels are being compiled: the first call is silent otherwise."""
+
+    def __init__(self) -> None:
+        self.said = False
+
+    def on_start(self, event: Any) -> None:
+        module = event.data["dispatcher"].py_func.__module__
+        if not self.said and module.startswith("pyg_chimera.ops."):
+            self.said = True
+            logging.getLogger("pyg_chimera").warning(
+                "pyg_chimera is compiling its CPU kernels, which takes up to a minute "
+                "the first time. They are kept on disk for later runs."
+            )
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _Announcer())

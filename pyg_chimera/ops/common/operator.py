@@ -1,0 +1,382 @@
+"""From one declaration of an operator's inputs: the registered operator, its fake
+implementation, its gradient, batching rule and explanation.
+"""
+
+import json
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from warnings import warn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
+from pyg_chimera.ops.structure.cache import Recipe, recalled
+
+__all__ = ["Operator", "explained", "without_autocast"]
+
+Inputs = TypeVar("Inputs", bound=tuple)
+Structure = TypeVar("Structure")
+
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    str: "str",
+    int: "int",
+    int | None: "int?",
+    list[int]: "int[]",
+}
+
+
+class Operator(Generic[Inputs, Structure]):
+    """An operator: a subclass says what its inputs are and how to choose an algorithm.
+
+    `inputs` is a NamedTuple, of which the fields ``value`` (of the output's shape and
+    dtype) and ``backend`` must be there. Everything in it is checked, tensors of
+    floating point are of one dtype, float32 or float64, and have gradients.
+
+    The registered forward pass returns the output and what the backward pass needs
+    again: the tensors that a backend saves, in one, and a header that tells their
+    shapes, the choice, and the key of the structure in the cache.
+    """
+
+    name: str  #: of the registered operator
+    inputs: ClassVar[type]
+    output_like: ClassVar[str] = "value"  #: the input of the output's shape and dtype
+    backends: ClassVar[dict[str, Any]]  #: preferred ones first, one line each
+
+    def recipe(self, inputs: Inputs) -> Recipe | None:
+        """How to make the structure of a call, and what it depends on, if anything."""
+        return None
+
+    def choices(self, inputs: Inputs, structure: Structure) -> Iterator[Choice]:
+        """The algorithms for a call, preferred ones first; here there is but one.
+
+        Where a solver is unsuitable, the user is warned that another one is taken.
+        """
+        for backend in self.usable(inputs):
+            yield Choice(self.name, "scan", "state", backend, self.reason(inputs))
+
+    def check(self, inputs: Inputs, structure: Structure) -> None:
+        """Checks what only contents and structure together tell."""
+
+    def __init__(self) -> None:
+        hints = typing.get_type_hints(self.inputs)
+        arguments = [f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items()]
+        self._forward = torch.library.custom_op(
+            f"pyg_chimera::{self.name}",
+            self._run_forward,
+            mutates_args=(),
+            schema=f"({', '.join(arguments)}) -> (Tensor, Tensor, Tensor)",
+        )
+        self._backward = torch.library.custom_op(
+            f"pyg_chimera::{self.name}_backward",
+            self._run_backward,
+            mutates_args=(),
+            schema="(Tensor grad, Tensor saved, Tensor header, "
+            f"{', '.join(arguments)}) -> Tensor[]",
+        )
+        self._forward.register_fake(self._fake_forward)
+        self._forward.register_autograd(
+            self._differentiate, setup_context=self._setup_context
+        )
+        self._backward.register_fake(self._fake_backward)
+        self._backward.register_autograd(self._refuse_second_order)
+        for op in (self._forward, self._backward):
+            torch.library.register_vmap(op, _one_by_one(op))
+        self._transformable_forward = _transformable(
+            self._forward, self._setup_context, self._differentiate
+        )
+        self._transformable_backward = _transformable(
+            self._backward, lambda *_: None, self._refuse_second_order
+        )
+
+    # ------------------------------------------------------------------------- a call
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """The output of a call."""
+        self.usable(inputs)
+        self._refuse_forward_mode(inputs)
+        # A compiler knows nothing of context variables.
+        report = None if torch.compiler.is_compiling() else _REPORT.get()
+        if report is not None:
+            with _reporting_to(None):  # a verdict may need calls of its own
+                report.append(self.plan(inputs).choice)
+            return self._output(inputs)
+        backend = self.backends.get(inputs.backend)  # type: ignore[attr-defined]
+        if backend is not None and not hasattr(backend, "backward"):
+            return backend.forward(self.plan(inputs))
+        if not torch.compiler.is_compiling() and _transforming():
+            return self._transformable_forward(*inputs)[0]
+        return self._forward(*inputs)[0]
+
+    def plan(self, inputs: Inputs) -> Call[Inputs, Structure]:
+        """Makes the structure of a call and chooses the algorithm."""
+        recipe = self.recipe(inputs)
+        with torch._C._DisableFuncTorch():  # graphs are not what is transformed
+            key = "" if recipe is None else recipe.key()
+            structure = self._structure(recipe, key)
+        if not _transforming():  # which cannot look at numbers
+            self.check(inputs, structure)
+        problems, unsuitable = [], {}
+        for choice in self.choices(inputs, structure):
+            if choice.solver in unsuitable:
+                continue
+            call = Call(inputs, structure, choice, key)
+            try:
+                problem = self.backends[choice.backend].why_not(call)
+            except UnsuitableSolver as error:
+                unsuitable[choice.solver] = str(error)
+                continue
+            if problem is None and not unsuitable:
+                return call
+            if problem is None:
+                why = "; ".join(unsuitable.values())
+                warn(f"{why}: solver={choice.solver!r} is used", stacklevel=2)
+                reason = f"{choice.reason}; {why}"
+                return replace(call, choice=choice._replace(reason=reason))
+            problems.append(problem)
+        raise ValueError("; ".join([*unsuitable.values(), *problems]))
+
+    def usable(self, inputs: Inputs) -> list[str]:
+        """The backends that were asked for and run on the device of the inputs.
+
+        Raises:
+            ValueError: If the one that was asked for is unknown or not for the device.
+        """
+        asked: str = inputs.backend  # type: ignore[attr-defined]
+        device = getattr(inputs, self.output_like).device
+        check_option("backend", asked, ("auto", *self.backends))
+        if asked == "auto":
+            return [
+                name
+                for name, backend in self.backends.items()
+                if hasattr(backend, "backward")
+                and (backend.DEVICES is None or device.type in backend.DEVICES)
+            ]
+        devices = self.backends[asked].DEVICES
+        if devices is not None and device.type not in devices:
+            raise ValueError(
+                f"backend={asked!r} runs on {' and '.join(devices)}, but "
+                f"'{self.output_like}' is on {device}; use backend='auto'"
+            )
+        return [asked]
+
+    def reason(self, inputs: Inputs) -> str:
+        """Why a backend is taken, as far as that goes."""
+        if inputs.backend != "auto":  # type: ignore[attr-defined]
+            return "asked for"
+        return f"tensors on {getattr(inputs, self.output_like).device.type}"
+
+    # ------------------------------------------------------- the registered operators
+
+    def _output(self, inputs: Inputs) -> Tensor:
+        like = getattr(inputs, self.output_like)
+        return like.new_empty(like.shape)
+
+    def _run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = self.inputs(*args)
+        with _plain(inputs):
+            call = self.plan(inputs)
+            out, saved = self.backends[call.choice.backend].forward(call)
+            header = _Header(call.choice, call.key, [list(x.shape) for x in saved])
+            # Contiguous, as the fake one is: compilers count on it.
+            return out.contiguous(), _pack(saved, out), header.encode()
+
+    def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out = self._output(self.inputs(*args))
+        # Tensors on the device 'meta', outside of any trace, have no unknown sizes.
+        sizes: list[Any] = [0, 0]
+        if out.device.type != "meta":
+            sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
+        header = torch.empty(sizes[0], dtype=torch.uint8, device="cpu")
+        return out, out.new_empty(sizes[1]), header
+
+    def _run_backward(
+        self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any
+    ) -> list[Tensor]:
+        inputs = self.inputs(*args)
+        decoded = _Header.decode(header)
+        with _plain(inputs):
+            structure = self._structure(self.recipe(inputs), decoded.key)
+            call = Call(inputs, structure, decoded.choice, decoded.key)
+            backend: Backend = self.backends[decoded.choice.backend]
+            parts = _unpack(saved, decoded.shapes)
+            return [x.contiguous() for x in backend.backward(call, parts, grad)]
+
+    @staticmethod
+    def _structure(recipe: Recipe | None, key: str) -> Any:
+        return None if recipe is None else recalled(key, recipe)
+
+    def _fake_backward(
+        self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any
+    ) -> list[Tensor]:
+        return [x.new_empty(x.shape) for x in _floating(args)]
+
+    @staticmethod
+    def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        ctx.mark_non_differentiable(*output[1:])
+        tensors = [x if isinstance(x, Tensor) else None for x in inputs]
+        ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
+        ctx.save_for_backward(*output[1:], *tensors)
+
+    def _differentiate(self, ctx: Any, grad: Tensor, *_: Any) -> tuple:
+        saved, header, *tensors = ctx.saved_tensors
+        args = [
+            x if other is None else other
+            for x, other in zip(tensors, ctx.others, strict=True)
+        ]
+        differentiate = self._backward
+        if not torch.compiler.is_compiling() and _transforming():
+            differentiate = self._transformable_backward
+        grads = iter(differentiate(grad.contiguous(), saved, header, *args))
+        return tuple(next(grads) if _is_floating(x) else None for x in args)
+
+    # ------------------------------------------------------------- what is not offered
+
+    def _refuse_second_order(self, ctx: Any, *grads: Any) -> tuple:
+        raise NotImplementedError(
+            f"{self.name} has first derivatives only, so its gradient cannot be "
+            "differentiated again; for higher ones (on small graphs) use "
+            "backend='reference'"
+        )
+
+    def _refuse_forward_mode(self, inputs: Inputs) -> None:
+        if forward_ad._current_level < 0:
+            return
+        for x in _floating(inputs):
+            if forward_ad.unpack_dual(x).tangent is not None:
+                raise NotImplementedError(
+                    f"{self.name} has derivatives in reverse mode only, not in forward "
+                    "mode (torch.func.jvp, jacfwd, torch.autograd.forward_ad); use "
+                    "torch.func.vjp or jacrev, or backend='reference'"
+                )
+
+
+# ------------------------------------------------------------------------- explaining
+
+_REPORT: ContextVar[list[Choice] | None] = ContextVar("report", default=None)
+
+
+def explained(function: Callable, *args: Any, **kwargs: Any) -> Choice:
+    """What a public function, which calls one operator, would take."""
+    report: list[Choice] = []
+    with _reporting_to(report), torch.no_grad():
+        function(*args, **kwargs)
+    return report[0]
+
+
+@contextmanager
+def _reporting_to(report: list[Choice] | None) -> Iterator[None]:
+    token = _REPORT.set(report)
+    try:
+        yield
+    finally:
+        _REPORT.reset(token)
+
+
+# ---------------------------------------------------------------- from pass to pass
+
+
+class _Header(NamedTuple):
+    """What the forward pass tells the backward pass beside tensors."""
+
+    choice: Choice
+    key: str
+    shapes: list[list[int]]
+
+    def encode(self) -> Tensor:
+        return torch.frombuffer(bytearray(json.dumps(self).encode()), dtype=torch.uint8)
+
+    @classmethod
+    def decode(cls, header: Tensor) -> "_Header":
+        choice, key, shapes = json.loads(header.cpu().numpy().tobytes())
+        return cls(Choice(*choice), key, shapes)
+
+
+def _pack(saved: Sequence[Tensor], like: Tensor) -> Tensor:
+    if len(saved) == 1:
+        return saved[0].reshape(-1)
+    return torch.cat([like.new_empty(0), *(x.reshape(-1) for x in saved)])
+
+
+def _unpack(saved: Tensor, shapes: list[list[int]]) -> tuple[Tensor, ...]:
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    parts = saved.split(sizes) if sizes else ()
+    return tuple(x.view(shape) for x, shape in zip(parts, shapes, strict=True))
+
+
+def _transforming() -> bool:
+    """Whether a transform of `torch.func` is at work."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _floating(args: Sequence[Any]) -> list[Tensor]:
+    return [x for x in args if _is_floating(x)]
+
+
+@contextmanager
+def _plain(inputs: Sequence[Any]) -> Iterator[None]:
+    """Below autograd and autocast."""
+    like = next(x for x in inputs if isinstance(x, Tensor))
+    with torch.no_grad(), without_autocast(like):
+        yield
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager:
+    """A context in which nothing on a tensor's device is rounded."""
+    if not torch.amp.is_autocast_available(like.device.type):  # such as 'meta'
+        return nullcontext()
+    return torch.autocast(like.device.type, enabled=False)
+
+
+def _transformable(op: Callable, setup_context: Callable, backward: Callable) -> Any:
+    """An operator for `torch.func`, which does not take registered gradients."""
+
+    def apply(*args: Any) -> tuple[Tensor, ...]:
+        return function.apply(*args)  # type: ignore[attr-defined]
+
+    members = {
+        "forward": lambda *args: tuple(op(*args)),
+        "setup_context": setup_context,
+        "backward": backward,
+        "vmap": _one_by_one(apply),
+    }
+    statics: dict[str, Any] = {k: staticmethod(v) for k, v in members.items()}
+    function: Any = type("Transformable", (torch.autograd.Function,), statics)
+    return apply
+
+
+def _one_by_one(op: Callable) -> Callable:
+    """The batching rule for `torch.vmap`: calls one after the other."""
+
+    def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
+        outs = []
+        for b in range(info.batch_size):
+            outs.append(
+                op(
+                    *(
+                        x if dim is None or not isinstance(x, Tensor)
+                        else x.select(dim, b)
+                        for x, dim in zip(args, in_dims, strict=True)
+                    )
+                )
+            )  # fmt: skip
+        stacked = [torch.stack(x) for x in zip(*outs, strict=True)]
+        dims: Any = [0] * len(stacked)
+        if isinstance(outs[0], tuple):
+            return tuple(stacked), tuple(dims)
+        return stacked, dims
+
+    return rule

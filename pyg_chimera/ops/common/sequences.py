@@ -1,0 +1,58 @@
+"""Packed sequences: rows of all of them, one after the other, and their bounds."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import check_integers
+
+__all__ = ["as_ptr", "check_ptr", "places", "row_blocks"]
+
+#: Sequences go together to blocks of about this many rows.
+_BLOCK_ROWS = 128
+
+
+def as_ptr(ptr: Any, x: Tensor) -> Tensor:
+    """The bounds of the sequences that the rows of x are, int64 [S + 1].
+
+    Checks what can be checked without a look into them, so also while tracing.
+    """
+    if ptr is None:
+        return torch.tensor([0, x.size(0)], device=x.device)
+    ptr = check_integers("ptr", ptr, x)
+    if ptr.dim() != 1 or ptr.size(0) < 1:
+        raise ValueError(f"'ptr' must be [sequences + 1], got {list(ptr.shape)}")
+    return ptr
+
+
+def check_ptr(ptr: Tensor, num_rows: int) -> None:
+    """Checks that the sequences follow each other and are of all rows."""
+    first, last = int(ptr[0]), int(ptr[-1])
+    if first != 0 or last != num_rows:
+        raise ValueError(
+            f"'ptr' must begin with 0 and end with the number of rows, {num_rows}, got "
+            f"{first} and {last}"
+        )
+    shorter = (ptr.diff() < 0).nonzero()
+    if shorter.numel():
+        s = int(shorter[0])
+        raise ValueError(
+            f"'ptr' must not decrease, but sequence {s} begins at {int(ptr[s])} and "
+            f"the next one at {int(ptr[s + 1])}"
+        )
+
+
+def row_blocks(ptr: np.ndarray) -> np.ndarray:
+    """The first sequence of each block of sequences, and last their number."""
+    number = ptr[:-1] // _BLOCK_ROWS
+    new = np.flatnonzero(np.diff(number, prepend=-1))
+    return np.append(new, number.shape[0])
+
+
+def places(ptr: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """How many rows of its sequence come before each row, and how many after."""
+    rows = torch.arange(num_rows, device=ptr.device)
+    end = torch.searchsorted(ptr, rows, right=True)
+    return rows - ptr[end - 1], ptr[end] - 1 - rows

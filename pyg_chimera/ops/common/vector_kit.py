@@ -1,0 +1,227 @@
+"""Loops that kernels share, on whole vectors: products, copies, exponentials.
+
+Rows of matrices are filled up with zeros to a multiple of `LANES` numbers: what is left
+over would be done number by number.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic, overload
+
+from pyg_chimera.ops.common.numba_runtime import jit
+
+__all__ = [
+    "LANES",
+    "LOG_2",
+    "exp2",
+    "matmul",
+    "multiply",
+    "optimized",
+    "outer",
+    "put",
+    "put_transposed",
+    "set_identity",
+    "take",
+    "take_columns",
+    "take_transposed",
+    "transpose",
+]
+
+#: Rows of matrices are filled up to a multiple of this.
+LANES = 16
+
+
+@jit
+def matmul(C, A, B):  # type: ignore[no-untyped-def]
+    """C = A B, for rows of B and C that are contiguous, in tiles of 4 x 4 of A.
+
+    BLAS is up to twice as fast, but cannot be called here without threads of its own.
+    """
+    m, n, depth = C.shape[0], C.shape[1], B.shape[0]
+    C[:] = 0
+    for i in range(0, m - 3, 4):
+        c0, c1, c2, c3 = C[i], C[i + 1], C[i + 2], C[i + 3]
+        for k in range(0, depth - 3, 4):
+            b0, b1, b2, b3 = B[k], B[k + 1], B[k + 2], B[k + 3]
+            a00, a01, a02, a03 = A[i, k], A[i, k + 1], A[i, k + 2], A[i, k + 3]
+            a10, a11 = A[i + 1, k], A[i + 1, k + 1]
+            a12, a13 = A[i + 1, k + 2], A[i + 1, k + 3]
+            a20, a21 = A[i + 2, k], A[i + 2, k + 1]
+            a22, a23 = A[i + 2, k + 2], A[i + 2, k + 3]
+            a30, a31 = A[i + 3, k], A[i + 3, k + 1]
+            a32, a33 = A[i + 3, k + 2], A[i + 3, k + 3]
+            for j in range(n):
+                x0, x1, x2, x3 = b0[j], b1[j], b2[j], b3[j]
+                c0[j] += a00 * x0 + a01 * x1 + a02 * x2 + a03 * x3
+                c1[j] += a10 * x0 + a11 * x1 + a12 * x2 + a13 * x3
+                c2[j] += a20 * x0 + a21 * x1 + a22 * x2 + a23 * x3
+                c3[j] += a30 * x0 + a31 * x1 + a32 * x2 + a33 * x3
+        for k in range(depth - depth % 4, depth):
+            b0 = B[k]
+            a00, a10, a20, a30 = A[i, k], A[i + 1, k], A[i + 2, k], A[i + 3, k]
+            for j in range(n):
+                c0[j] += a00 * b0[j]
+                c1[j] += a10 * b0[j]
+                c2[j] += a20 * b0[j]
+                c3[j] += a30 * b0[j]
+    for i in range(m - m % 4, m):
+        c0 = C[i]
+        for k in range(depth):
+            b0, a00 = B[k], A[i, k]
+            for j in range(n):
+                c0[j] += a00 * b0[j]
+
+
+@jit
+def multiply(out, left, right):  # type: ignore[no-untyped-def]
+    """The products of the entries of two matrices."""
+    for i in range(out.shape[0]):
+        target, x, y = out[i], left[i], right[i]
+        for j in range(out.shape[1]):
+            target[j] = x[j] * y[j]
+
+
+@jit
+def take(target, source, nodes, h):  # type: ignore[no-untyped-def]
+    """Copy [nodes, h, C] to a contiguous [n, C]."""
+    for i in range(nodes.shape[0]):
+        target[i] = source[nodes[i], h]
+
+
+@jit
+def take_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
+    """Copy [nodes, h, C] to a contiguous [C, n], filled up with zeros."""
+    target[:, nodes.shape[0] :] = 0
+    for i in range(nodes.shape[0]):
+        row = source[nodes[i], h]
+        for c in range(row.shape[0]):
+            target[c, i] = row[c]
+
+
+@jit
+def put(target, source, nodes, h):  # type: ignore[no-untyped-def]
+    """Copy [n, C] to [nodes, h, C]."""
+    for i in range(nodes.shape[0]):
+        target[nodes[i], h] = source[i]
+
+
+@jit
+def put_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
+    """Copy [C, n] to [nodes, h, C]."""
+    for i in range(nodes.shape[0]):
+        row = target[nodes[i], h]
+        for c in range(row.shape[0]):
+            row[c] = source[c, i]
+
+
+@jit
+def set_identity(rows):  # type: ignore[no-untyped-def]
+    """Set a matrix to the identity."""
+    rows[:] = 0
+    for i in range(rows.shape[0]):
+        rows[i, i] = 1
+
+
+@jit
+def outer(rows, left, right, a0, a1, p0, p1):  # type: ignore[no-untyped-def]
+    """A part of the outer product of two vectors, as one row."""
+    w = p1 - p0
+    for a in range(a0, a1):
+        x = left[a]
+        for p in range(w):
+            rows[(a - a0) * w + p] = x * right[p0 + p]
+
+
+@jit
+def take_columns(target, source, nodes, h, first, count):  # type: ignore[no-untyped-def]
+    """[channels, nodes] of some nodes, filled up with zeros."""
+    for c in range(target.shape[0]):
+        for i in range(target.shape[1]):
+            target[c, i] = source[nodes[first + i], h, c] if i < count else 0
+
+
+@jit
+def transpose(target, source):  # type: ignore[no-untyped-def]
+    """In squares that fit in a few lines of cache; zeros where there is no source."""
+    for i0 in range(0, target.shape[1], 16):
+        for c in range(target.shape[0]):
+            for i in range(i0, min(i0 + 16, target.shape[1])):
+                target[c, i] = source[i, c] if i < source.shape[0] else 0
+
+
+# ---------------------------------------------------------------------- exponentials
+
+LOG_2 = math.log(2)
+_TAYLOR = [LOG_2**k / math.factorial(k) for k in range(13)]
+_TAYLOR_64 = tuple(_TAYLOR[::-1])
+_TAYLOR_32 = tuple(np.float32(c) for c in _TAYLOR[6::-1])
+
+
+def exp2(x: float) -> float:
+    """2^x on vectors, to the last bits, where the C library goes one by one.
+
+    x = n + r with an integer n, which becomes the exponent, and |r| <= 1/2, of which a
+    polynomial is taken. What is below the smallest normal number becomes that.
+    """
+    return np.exp2(x)
+
+
+# Sums must not be reordered here: x - n is exact, and only after n.
+@overload(exp2, jit_options={"fastmath": {"contract"}})
+def _overload_exp2(x):  # type: ignore[no-untyped-def]
+    if x == types.float32:
+        real, integer, bias, shift = np.float32, np.int32, 127, 23
+        coefficients = _TAYLOR_32
+    else:
+        real, integer, bias, shift = np.float64, np.int64, 1023, 52
+        coefficients = _TAYLOR_64
+    degree = len(coefficients)
+    least, most, half = real(1 - bias), real(bias + 1), real(0.5)
+    bias, shift = integer(bias), integer(shift)
+
+    def exp2(x):  # type: ignore[no-untyped-def]
+        # Comparisons with NaN are false: it passes.
+        x = least if x < least else x
+        x = most if x > most else x
+        n = np.floor(x + half)
+        r = x - n
+        p = coefficients[0]
+        for k in range(1, degree):
+            p = p * r + coefficients[k]
+        return p * integer((integer(n) + bias) << shift).view(real)
+
+    return exp2
+
+
+# --------------------------------------------------------------- what numba cannot say
+
+
+def optimized() -> None:
+    """Tells the compiler of the kernel that calls this what numba has no options for.
+
+    That no two of its arrays overlap, so that one loop may write to several. And that
+    it should use all of its vector units: half of them are preferred where that lets
+    other programs run at a higher clock, which costs half as much again here.
+    """
+
+
+@overload(optimized, inline="always")
+def _overload_optimized():  # type: ignore[no-untyped-def]
+    return lambda: _mark_caller()
+
+
+@intrinsic
+def _mark_caller(typing_context):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        for argument in builder.function.args:
+            if isinstance(argument.type, ir.PointerType):
+                argument.add_attribute("noalias")
+        attributes = builder.function.attributes
+        if isinstance(attributes, set):  # past its list, which has none with a value
+            set.add(attributes, '"prefer-vector-width"="512"')
+        return context.get_dummy_value()
+
+    return types.void(), generate

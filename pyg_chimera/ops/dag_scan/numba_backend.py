@@ -1,0 +1,727 @@
+"""The scan of a graph of states on the CPU, jitted, in two forms.
+
+State form: one pass along the states. A task is a (block, head, slice of channels). Its
+states [S, rows of N, width of P] fit in a core's cache; each is written, fed from those
+before it, and read while it is in registers. No more of them are held than edges lead
+back to, in a ring. Backward runs the same pass again, keeping all states, then its
+mirror image for the adjoints, in a ring, in which all gradients fall off.
+
+Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` joins nodes, however
+many states lie between them: a grid has eight for each node in its four orientations,
+whose G are one sum. A task is a (block, heads that share keys). G is made some columns
+at a time, that is for some of the nodes that write: a sweep along all states, fed where
+a node writes and added up where one reads.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.numba_runtime import arrays, inlined, jit, run, stopped
+from pyg_chimera.ops.common.vector_kit import (
+    LANES,
+    matmul,
+    multiply,
+    take,
+    take_columns,
+    take_transposed,
+    transpose,
+)
+from pyg_chimera.ops.dag_scan.states import StateGraph
+
+DEVICES = ("cpu",)
+
+#: Bytes of states that a task may hold at a time: half of a usual L2 cache of 2 MiB.
+_TILE_BYTES = 1 << 20
+#: Numbers of a state that are moved at a time at least, whatever that takes.
+_MIN_LANES = 128
+#: Columns of G at a time, at most.
+_WIDTH = 256
+
+# ------------------------------------------------------------------------ the backend
+
+
+def why_not(call: Call) -> str | None:
+    """It computes everything."""
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P]; states are computed anew for gradients."""
+    operands = _Operands.of(call)
+    compute = _state_forward if call.choice.form == "state" else _mask_forward
+    return torch.from_numpy(compute(call.structure, operands)), ()
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, source and mark, if given, and transition."""
+    operands, (dy,) = _Operands.of(call), arrays(grad)
+    compute = _state_backward if call.choice.form == "state" else _mask_backward
+    grads = map(torch.from_numpy, compute(call.structure, operands, dy))
+    return call.structure.gradients(call.inputs, *grads)
+
+
+class _Operands(NamedTuple):
+    """What kernels take beside the graph, in their order."""
+
+    weight: np.ndarray  #: [heads, L], in the order of the graph's entries
+    source: np.ndarray  #: [S, heads]
+    mark: np.ndarray  #: [S, heads]
+    query: np.ndarray  #: [V, groups, N]
+    key: np.ndarray  #: [V, groups, N]
+    value: np.ndarray  #: [V, heads, P]
+
+    @classmethod
+    def of(cls, call: Call) -> "_Operands":
+        graph: StateGraph = call.structure
+        query, key, value = arrays(*call.inputs[:3])
+        source, mark, transition = arrays(*graph.gates_of(call.inputs))
+        weight = np.ascontiguousarray(transition[graph.edge].T)
+        return cls(weight, source, mark, query, key, value)
+
+
+def _summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """The sum over the axes, which takes no time where they have one entry."""
+    if all(x.shape[axis] == 1 for axis in axes):
+        return x.squeeze(axes)
+    return x.sum(axes)
+
+
+def _by_edge(graph: StateGraph, grad_weight: np.ndarray) -> np.ndarray:
+    """[heads, L] in the order of entries -> [L, heads] in that of edges."""
+    out = np.empty(grad_weight.shape[::-1], grad_weight.dtype)
+    out[graph.edge] = grad_weight.T
+    return out
+
+
+# ------------------------------------------------------------------------ state form
+
+
+def _sliced(graph: StateGraph, value: np.ndarray) -> np.ndarray:
+    """[V, heads, P] -> [V, heads, slices, P / slices], to have tasks for all threads.
+
+    Slices of one (block, head) are summed at the end: no more of them than needed.
+    """
+    num_nodes, num_heads, num_channels = value.shape
+    enough = graph.sizes.shape[0] * num_heads >= 4 * torch.get_num_threads()
+    widths = [w for w in range(8, 17) if num_channels % w == 0]
+    width = num_channels if enough or not widths else widths[-1]
+    slices = num_channels // width if width else 1
+    return value.reshape(num_nodes, num_heads, slices, width)
+
+
+def _state_scratch(graph: StateGraph, value: np.ndarray, kept: bool) -> int:
+    """Numbers that a tile may need."""
+    held = graph.bandwidth + 2
+    if kept:
+        held = held + np.diff(graph.component_ptr) + 1
+    least = int(held.max(initial=0)) * max(_MIN_LANES, value.shape[3])
+    return max(_tile(value), least)
+
+
+def _tile(value: np.ndarray) -> int:
+    """Numbers that a tile shall hold."""
+    return _TILE_BYTES // value.itemsize
+
+
+def _state_costs(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """Of the tasks, in order: block, head, slice."""
+    _, heads, slices, width = value.shape
+    work = 0.5 * graph.entries + 2.0 * graph.sizes
+    return np.repeat(work * query.shape[2] * width, heads * slices)
+
+
+def _components(graph: StateGraph) -> tuple[np.ndarray, ...]:
+    return (
+        graph.block_component,
+        graph.component_ptr,
+        graph.bandwidth,
+        graph.state,
+        graph.parent_ptr,
+        graph.parent,
+    )
+
+
+def _state_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+    """The output from states C = A C + S k v^T, y = sum M q^T C."""
+    weight, source, mark, q, k, v = operands
+    v = _sliced(graph, v)
+    out = np.zeros_like(v)
+    run(
+        _state_forward_blocks,
+        _state_costs(graph, q, v),
+        _state_scratch(graph, v, kept=False),
+        v.dtype,
+        *_components(graph),
+        weight,
+        graph.writer,
+        graph.reader,
+        source,
+        mark,
+        q,
+        k,
+        v,
+        out,
+        _tile(v),
+    )
+    return out.reshape(operands.value.shape)
+
+
+def _state_backward(
+    graph: StateGraph, operands: _Operands, dy: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key, value, source, mark and transition.
+
+    With the adjoint Z = A^T Z + M q dy^T: dq = M C dy, dM = q^T C dy, dk = S Z v,
+    dv = S Z^T k, dS = k^T Z v and dA_ij = <Z_i, C_j>. C is computed anew beside Z.
+    """
+    weight, source, mark, q, k, v = operands
+    v = _sliced(graph, v)
+    num_nodes, num_heads, slices, _ = v.shape
+    groups, num_keys = q.shape[1:]
+    # Slices and the heads of a group write to parts of their own, summed below.
+    dq = np.zeros((slices, num_nodes, num_heads, num_keys), v.dtype)
+    dk = np.zeros_like(dq)
+    dv = np.zeros_like(v)
+    ds, dm = (np.zeros((slices, *source.shape), v.dtype) for _ in range(2))
+    dw = np.zeros((slices, *weight.shape), v.dtype)
+    run(
+        _state_backward_blocks,
+        3 * _state_costs(graph, q, v),
+        _state_scratch(graph, v, kept=True),
+        v.dtype,
+        *_components(graph),
+        weight,
+        graph.writer,
+        graph.reader,
+        source,
+        mark,
+        q,
+        k,
+        v,
+        graph.child_ptr,
+        graph.child,
+        graph.child_entry,
+        dy.reshape(v.shape),
+        dq,
+        dk,
+        dv,
+        ds,
+        dm,
+        dw,
+        _tile(v),
+    )
+    shape = (slices, num_nodes, groups, num_heads // groups, num_keys)
+    grad_query, grad_key = (_summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
+    grad_source, grad_mark, grad_weight = (_summed(x, (0,)) for x in (ds, dm, dw))
+    return (
+        grad_query,
+        grad_key,
+        dv.reshape(dy.shape),
+        grad_source,
+        grad_mark,
+        _by_edge(graph, grad_weight),
+    )
+
+
+@jit
+def _rows(held, num_keys, width, lanes):  # type: ignore[no-untyped-def]
+    """How many key channels of so many states fit in a tile, in even shares."""
+    fit = max(1, max(lanes // held, _MIN_LANES) // max(1, width))
+    shares = max(1, (num_keys + fit - 1) // fit)
+    return max(1, (num_keys + shares - 1) // shares)
+
+
+# Arrays are indexed whole, not cut to views first: numba counts references to views,
+# which takes longer than a small state. Inner indices are bare loop variables: whatever
+# numba cannot see to be positive is checked for it in every step, and not vectorised.
+
+
+@inlined
+def _slot(slot, step, ring):  # type: ignore[no-untyped-def]
+    """The slot of a ring `step` away, less than once around."""
+    slot += step
+    if slot < 0:
+        slot += ring
+    if slot >= ring:
+        slot -= ring
+    return slot
+
+
+@inlined
+def _before(states, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
+    """Two slots and weights whose sum is what flows into a state from its neighbours.
+
+    Those are the neighbours where there are two or less. All beyond the first one are
+    summed up in the state's own slot otherwise.
+    """
+    ring = states.shape[0] - 1  # what follows the ring is zero
+    zero, one = weight.dtype.type(0), weight.dtype.type(1)
+    if x == stop:
+        return ring, zero, ring, zero
+    r0, c0 = _slot(slot, other[x] - i, ring), weight[h, entry[x]]
+    if x + 1 == stop:
+        return r0, c0, ring, zero
+    r1, c1 = _slot(slot, other[x + 1] - i, ring), weight[h, entry[x + 1]]
+    if x + 2 == stop:
+        return r0, c0, r1, c1
+    r2, c2 = _slot(slot, other[x + 2] - i, ring), weight[h, entry[x + 2]]
+    for a in range(states.shape[1]):
+        for p in range(states.shape[2]):
+            states[slot, a, p] = c1 * states[r1, a, p] + c2 * states[r2, a, p]
+    for y in range(x + 3, stop):
+        r1, c1 = _slot(slot, other[y] - i, ring), weight[h, entry[y]]
+        for a in range(states.shape[1]):
+            for p in range(states.shape[2]):
+                states[slot, a, p] += c1 * states[r1, a, p]
+    return r0, c0, slot, one
+
+
+@jit
+def _state_forward_blocks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, block_component, component_ptr, bandwidth, order,
+    before_ptr, before, weight, writer, reader, source, mark, query, key, value, out,
+    lanes,
+):  # fmt: skip
+    num_heads, slices, w = value.shape[1], value.shape[2], value.shape[3]
+    entries = np.arange(before.shape[0])
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, slice_ = task // (num_heads * slices), task % slices
+        h = (task // slices) % num_heads
+        for c in range(block_component[block], block_component[block + 1]):
+            s, n = component_ptr[c], component_ptr[c + 1] - component_ptr[c]
+            held = bandwidth[c] + 2
+            rows = _rows(held, query.shape[2], w, lanes)
+            for a0 in range(0, query.shape[2], rows):
+                if stopped(stop):
+                    return
+                m = min(rows, query.shape[2] - a0)
+                states = scratch[: held * m * w].reshape(held, m, w)
+                _state_forward_tile(
+                    states, s, n, a0, h, slice_, order, before_ptr, before, entries,
+                    weight, writer, reader, source, mark, query, key, value, out,
+                )  # fmt: skip
+
+
+@jit
+def _state_forward_tile(  # type: ignore[no-untyped-def]
+    states, s, n, a0, h, slice_, order, before_ptr, before, entries, weight, writer,
+    reader, source, mark, query, key, value, out,
+):  # fmt: skip
+    ring, m, w = states.shape[0] - 1, states.shape[1], states.shape[2]
+    g = h // (value.shape[1] // query.shape[1])
+    states[ring] = 0
+    slot = -1
+    for i in range(s, s + n):
+        slot = _slot(slot, 1, ring)
+        state = order[i]
+        u, z = writer[state], reader[state]
+        s0, c0, s1, c1 = _before(
+            states, slot, i, before_ptr[i], before_ptr[i + 1], before, entries, weight,
+            h,
+        )  # fmt: skip
+        S, M = source[state, h], mark[state, h]
+        for a in range(m):
+            k, q = S * key[u, g, a0 + a], M * query[z, g, a0 + a]
+            for p in range(w):
+                c = (
+                    k * value[u, h, slice_, p]
+                    + c0 * states[s0, a, p]
+                    + c1 * states[s1, a, p]
+                )
+                states[slot, a, p] = c
+                out[z, h, slice_, p] += q * c
+
+
+@jit
+def _state_backward_blocks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, block_component, component_ptr, bandwidth, order,
+    before_ptr, before, weight, writer, reader, source, mark, query, key, value,
+    after_ptr, after, after_entry, grad, grad_query, grad_key, grad_value, grad_source,
+    grad_mark, grad_weight, lanes,
+):  # fmt: skip
+    num_heads, slices, w = value.shape[1], value.shape[2], value.shape[3]
+    entries = np.arange(before.shape[0])
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, slice_ = task // (num_heads * slices), task % slices
+        h = (task // slices) % num_heads
+        for c in range(block_component[block], block_component[block + 1]):
+            s, n = component_ptr[c], component_ptr[c + 1] - component_ptr[c]
+            held = bandwidth[c] + 2
+            rows = _rows(n + 1 + held, query.shape[2], w, lanes)
+            for a0 in range(0, query.shape[2], rows):
+                if stopped(stop):
+                    return
+                m = min(rows, query.shape[2] - a0)
+                tile = scratch[: (n + 1 + held) * m * w].reshape(n + 1 + held, m, w)
+                _state_backward_tile(
+                    tile[: n + 1], tile[n + 1 :], s, n, a0, h, slice_, order,
+                    before_ptr, before, entries, weight, writer, reader, source, mark,
+                    query, key, value, after_ptr, after, after_entry, grad, grad_query,
+                    grad_key, grad_value, grad_source, grad_mark, grad_weight,
+                )  # fmt: skip
+
+
+@jit
+def _state_backward_tile(  # type: ignore[no-untyped-def]
+    states, adjoints, s, n, a0, h, slice_, order, before_ptr, before, entries, weight,
+    writer, reader, source, mark, query, key, value, after_ptr, after, after_entry,
+    grad, grad_query, grad_key, grad_value, grad_source, grad_mark, grad_weight,
+):  # fmt: skip
+    ring, m, w = adjoints.shape[0] - 1, states.shape[1], states.shape[2]
+    g = h // (value.shape[1] // query.shape[1])
+    zero = value.dtype.type(0)
+    flat_states = states.reshape(n + 1, m * w)
+    flat_adjoints = adjoints.reshape(ring + 1, m * w)
+    states[n] = 0
+    adjoints[ring] = 0
+    for i in range(n):
+        state = order[s + i]
+        u, z = writer[state], reader[state]
+        s0, c0, s1, c1 = _before(
+            states, i, s + i, before_ptr[s + i], before_ptr[s + i + 1], before, entries,
+            weight, h,
+        )  # fmt: skip
+        S, M = source[state, h], mark[state, h]
+        total = zero
+        for a in range(m):
+            k = S * key[u, g, a0 + a]
+            read = zero
+            for p in range(w):
+                c = (
+                    k * value[u, h, slice_, p]
+                    + c0 * states[s0, a, p]
+                    + c1 * states[s1, a, p]
+                )
+                states[i, a, p] = c
+                read += c * grad[z, h, slice_, p]
+            grad_query[slice_, z, h, a0 + a] += M * read
+            total += query[z, g, a0 + a] * read
+        grad_mark[slice_, state, h] += total
+    slot = ring
+    for i in range(n - 1, -1, -1):
+        slot = _slot(slot, -1, ring)
+        state = order[s + i]
+        u, z = writer[state], reader[state]
+        s0, c0, s1, c1 = _before(
+            adjoints, slot, s + i, after_ptr[s + i], after_ptr[s + i + 1], after,
+            after_entry, weight, h,
+        )  # fmt: skip
+        S, M = source[state, h], mark[state, h]
+        total = zero
+        for a in range(m):
+            k, q = S * key[u, g, a0 + a], M * query[z, g, a0 + a]
+            written = zero
+            for p in range(w):
+                c = (
+                    q * grad[z, h, slice_, p]
+                    + c0 * adjoints[s0, a, p]
+                    + c1 * adjoints[s1, a, p]
+                )
+                adjoints[slot, a, p] = c
+                written += c * value[u, h, slice_, p]
+                grad_value[u, h, slice_, p] += k * c
+            grad_key[slice_, u, h, a0 + a] += S * written
+            total += key[u, g, a0 + a] * written
+        grad_source[slice_, state, h] += total
+        for x in range(before_ptr[s + i], before_ptr[s + i + 1]):
+            j = before[x] - s
+            total = zero
+            for y in range(m * w):
+                total += flat_adjoints[slot, y] * flat_states[j, y]
+            grad_weight[slice_, h, x] += total
+
+
+# ------------------------------------------------------------------------- mask form
+
+
+def _share(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> int:
+    """How many heads of a group a task takes: all, if threads have enough tasks."""
+    groups, heads = query.shape[1], value.shape[1]
+    enough = graph.sizes.shape[0] * groups >= 4 * torch.get_num_threads()
+    return heads // groups if enough else 1
+
+
+def _mask_costs(graph: StateGraph, operands: _Operands, share: int) -> np.ndarray:
+    nodes = np.diff(graph.nodes.ptr).astype(float)
+    _, _, _, q, _, v = operands
+    products = 0.2 * nodes * (q.shape[2] + share * v.shape[2])
+    work = nodes * (2.0 * share * graph.sizes + products)
+    return np.repeat(work, v.shape[1] // share)
+
+
+def _mask_scratch(graph: StateGraph, operands: _Operands) -> int:
+    """Numbers that a task may need backward, which is more than forward."""
+    n = int(np.diff(graph.nodes.ptr).max(initial=0)) + LANES
+    states = int((graph.sizes + graph.block_bandwidth).max(initial=0)) + 3
+    channels = operands.query.shape[2] + operands.value.shape[2]
+    return _WIDTH * (states + 5 * n + 2 * channels) + 2 * n * channels
+
+
+def _joined(graph: StateGraph) -> tuple[np.ndarray, ...]:
+    return *graph.nodes, graph.block_bandwidth
+
+
+def _mask_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+    """The output from gating matrices between nodes."""
+    share = _share(graph, operands.query, operands.value)
+    out = np.zeros_like(operands.value)
+    run(
+        _mask_forward_blocks,
+        _mask_costs(graph, operands, share),
+        _mask_scratch(graph, operands),
+        out.dtype,
+        graph.ptr,
+        graph.state,
+        graph.child_ptr,
+        graph.child,
+        graph.child_entry,
+        *_joined(graph),
+        *operands,
+        out,
+        share,
+    )
+    return out
+
+
+def _mask_backward(
+    graph: StateGraph, operands: _Operands, dy: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key, value, source, mark and transition.
+
+    With L = (I - A)^-1 S and Z = (I - A)^-T M^T dG: dM = <dG, L> by rows, dS is Z where
+    a state meets who writes it, and dA_ij = <Z_i, L_j>.
+    """
+    weight, source, _, q, _, v = operands
+    share = _share(graph, q, v)
+    num_nodes, num_heads, _ = v.shape
+    groups, num_keys = q.shape[1:]
+    dq = np.zeros((num_nodes, num_heads // share, num_keys), v.dtype)
+    dk, dv = np.zeros_like(dq), np.zeros_like(v)
+    ds, dm, dw = np.zeros_like(source), np.zeros_like(source), np.zeros_like(weight)
+    run(
+        _mask_backward_blocks,
+        3 * _mask_costs(graph, operands, share),
+        _mask_scratch(graph, operands),
+        v.dtype,
+        graph.ptr,
+        graph.state,
+        graph.parent_ptr,
+        graph.parent,
+        *_joined(graph),
+        *operands,
+        graph.child_ptr,
+        graph.child,
+        graph.child_entry,
+        dy,
+        dq,
+        dk,
+        dv,
+        ds,
+        dm,
+        dw,
+        share,
+    )
+    shape = (num_nodes, groups, num_heads // groups // share, num_keys)
+    grad_query, grad_key = (_summed(x.reshape(shape), (2,)) for x in (dq, dk))
+    return grad_query, grad_key, dv, ds, dm, _by_edge(graph, dw)
+
+
+@jit
+def _width(n):  # type: ignore[no-untyped-def]
+    """Columns at a time, in even shares, filled up to whole vectors."""
+    shares = max(1, (n + _WIDTH - 1) // _WIDTH)
+    return max(1, ((n + shares - 1) // shares + LANES - 1) // LANES) * LANES
+
+
+@inlined
+def _feed(  # type: ignore[no-untyped-def]
+    states, slot, i, first, before_ptr, before, entries, weight, h, writer, source
+):
+    """Sets a state's row of L: what flows into it, and what its own node writes.
+
+    Or that of the transposed matrix, of readers and marks.
+    """
+    s0, c0, s1, c1 = _before(
+        states, slot, i, before_ptr[i], before_ptr[i + 1], before, entries, weight, h
+    )
+    for c in range(states.shape[2]):
+        states[slot, 0, c] = c0 * states[s0, 0, c] + c1 * states[s1, 0, c]
+    column = writer[i] - first
+    if column >= 0 and column < states.shape[2]:
+        states[slot, 0, column] += source
+
+
+@jit
+def _mask_forward_blocks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, ptr, order, after_ptr, after, after_entry, node_ptr,
+    node, writer, reader, bandwidth, weight, source, mark, query, key, value, out,
+    share,
+):  # fmt: skip
+    """By the transposed sweep, as y^T = V^T (G * Q K^T)^T needs no transposed copy."""
+    heads, channels, num_keys = value.shape[1], value.shape[2], query.shape[2]
+    tasks = heads // share
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, head = task // tasks, (task % tasks) * share
+        g = head * query.shape[1] // heads
+        nodes = node[node_ptr[block] : node_ptr[block + 1]]
+        n, ring = nodes.shape[0], bandwidth[block] + 1
+        width = _width(n)
+        m = (n + LANES - 1) // LANES * LANES
+        at = n * num_keys
+        k = scratch[:at].reshape(n, num_keys)
+        vt = scratch[at : at + m * channels].reshape(channels, m)
+        at += m * channels
+        qt = scratch[at : at + num_keys * width].reshape(num_keys, width)
+        at += num_keys * width
+        yt = scratch[at : at + width * channels].reshape(channels, width)
+        at += width * channels
+        tall = scratch[at : at + 2 * n * width].reshape(2, n, width)
+        G, scores = tall[0], tall[1]
+        at += 2 * n * width
+        states = scratch[at : at + (ring + 1) * width].reshape(ring + 1, 1, width)
+        take(k, key, nodes, g)
+        for c0 in range(0, n, width):
+            count = min(width, n - c0)
+            take_columns(qt, query, nodes, g, c0, count)
+            matmul(scores, k, qt)
+            for h in range(head, head + share):
+                G[:] = 0
+                states[ring] = 0
+                slot = ring
+                for i in range(ptr[block + 1] - 1, ptr[block] - 1, -1):
+                    slot = _slot(slot, -1, ring)
+                    _feed(
+                        states, slot, i, c0, after_ptr, after, after_entry, weight, h,
+                        reader, mark[order[i], h],
+                    )  # fmt: skip
+                    S, z = source[order[i], h], writer[i]
+                    for c in range(width):
+                        G[z, c] += S * states[slot, 0, c]
+                multiply(G, G, scores)
+                take_transposed(vt, value, nodes, h)
+                matmul(yt, vt, G)
+                for i in range(count):
+                    for c in range(channels):
+                        out[nodes[c0 + i], h, c] = yt[c, i]
+
+
+@jit
+def _mask_backward_blocks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, ptr, order, before_ptr, before, node_ptr, node, writer,
+    reader, bandwidth, weight, source, mark, query, key, value, after_ptr, after,
+    after_entry, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
+    grad_weight, share,
+):  # fmt: skip
+    heads, channels, num_keys = value.shape[1], value.shape[2], query.shape[2]
+    entries = np.arange(before.shape[0])
+    zero = value.dtype.type(0)
+    tasks = heads // share
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, part = task // tasks, task % tasks
+        g = part * share * query.shape[1] // heads
+        s, num_states = ptr[block], ptr[block + 1] - ptr[block]
+        nodes = node[node_ptr[block] : node_ptr[block + 1]]
+        n, ring = nodes.shape[0], bandwidth[block] + 1
+        width = _width(n)
+        m = (n + LANES - 1) // LANES * LANES
+        at = n * num_keys
+        q = scratch[:at].reshape(n, num_keys)
+        dqt = scratch[at : at + m * num_keys].reshape(num_keys, m)
+        at += m * num_keys
+        dy = scratch[at : at + n * channels].reshape(n, channels)
+        at += n * channels
+        narrow = scratch[at : at + 2 * num_keys * width].reshape(2, num_keys, width)
+        kt, dkt = narrow[0], narrow[1]
+        at += 2 * num_keys * width
+        slim = scratch[at : at + 2 * channels * width].reshape(2, channels, width)
+        vt, dvt = slim[0], slim[1]
+        at += 2 * channels * width
+        turned = scratch[at : at + m * width].reshape(width, m)
+        at += m * width
+        tall = scratch[at : at + 4 * n * width].reshape(4, n, width)
+        G, scores, dG, d_scores = tall[0], tall[1], tall[2], tall[3]
+        at += 4 * n * width
+        rows = num_states + 1
+        states = scratch[at : at + rows * width].reshape(rows, 1, width)
+        at += rows * width
+        adjoints = scratch[at : at + (ring + 1) * width].reshape(ring + 1, 1, width)
+        take(q, query, nodes, g)
+        for c0 in range(0, n, width):
+            count = min(width, n - c0)
+            take_columns(kt, key, nodes, g, c0, count)
+            matmul(scores, q, kt)
+            d_scores[:] = 0
+            for h in range(part * share, part * share + share):
+                G[:] = 0
+                states[num_states] = 0
+                for i in range(s, s + num_states):
+                    _feed(
+                        states, i - s, i, c0, before_ptr, before, entries, weight, h,
+                        writer, source[order[i], h],
+                    )  # fmt: skip
+                    M, z = mark[order[i], h], reader[i]
+                    for c in range(width):
+                        G[z, c] += M * states[i - s, 0, c]
+                take(dy, grad, nodes, h)
+                take_columns(vt, value, nodes, h, c0, count)
+                matmul(dG, dy, vt)  # at first the gradient of G * scores
+                for i in range(n):
+                    for c in range(width):
+                        d_scores[i, c] += dG[i, c] * G[i, c]
+                multiply(dG, dG, scores)
+                multiply(G, G, scores)
+                matmul(dvt, dy.T, G)
+                for i in range(count):
+                    for c in range(channels):
+                        grad_value[nodes[c0 + i], h, c] = dvt[c, i]
+
+                adjoints[ring] = 0
+                slot = ring
+                for i in range(s + num_states - 1, s - 1, -1):
+                    slot = _slot(slot, -1, ring)
+                    state, z, row = order[i], reader[i], i - s
+                    s0, w0, s1, w1 = _before(
+                        adjoints, slot, i, after_ptr[i], after_ptr[i + 1], after,
+                        after_entry, weight, h,
+                    )  # fmt: skip
+                    M = mark[state, h]
+                    # One store a loop: it is not vectorised where two might overlap.
+                    for c in range(width):
+                        adjoints[slot, 0, c] = (
+                            M * dG[z, c]
+                            + w0 * adjoints[s0, 0, c]
+                            + w1 * adjoints[s1, 0, c]
+                        )
+                    total = zero
+                    for c in range(width):
+                        total += dG[z, c] * states[row, 0, c]
+                    grad_mark[state, h] += total
+                    column = writer[i] - c0
+                    if column >= 0 and column < width:
+                        grad_source[state, h] += adjoints[slot, 0, column]
+                    for x in range(before_ptr[i], before_ptr[i + 1]):
+                        j = before[x] - s
+                        total = zero
+                        for c in range(width):
+                            total += adjoints[slot, 0, c] * states[j, 0, c]
+                        grad_weight[h, x] += total
+            matmul(dkt, q.T, d_scores)
+            transpose(turned, d_scores)
+            matmul(dqt, kt, turned)
+            for i in range(n):
+                for c in range(num_keys):
+                    grad_query[nodes[i], part, c] += dqt[c, i]
+            for i in range(count):
+                for c in range(num_keys):
+                    grad_key[nodes[c0 + i], part, c] = dkt[c, i]

@@ -1,0 +1,417 @@
+"""Linear recurrences on DAGs: on their nodes, on their edges, on grids."""
+
+from collections.abc import Iterator
+from itertools import chain
+from numbers import Integral
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import (
+    check_edges,
+    check_finite,
+    check_floats,
+    check_graph,
+    check_indices,
+    check_integers,
+    check_nodes,
+    check_option,
+    check_shape,
+)
+from pyg_chimera.ops.common.dispatch import Choice
+from pyg_chimera.ops.common.operator import Operator, without_autocast
+from pyg_chimera.ops.dag_scan import numba_backend, reference, torch_backend
+from pyg_chimera.ops.dag_scan.cost_model import cheaper_form
+from pyg_chimera.ops.dag_scan.states import (
+    StateGraph,
+    edge_states,
+    grid_states,
+    node_states,
+)
+from pyg_chimera.ops.structure.cache import Recipe
+
+__all__ = ["dag_scan", "grid_scan", "stm_scan"]
+
+_FORMS = ("auto", "state", "mask")
+
+
+class Inputs(NamedTuple):
+    """The inputs of the registered operators; gates are [any, heads]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    source: Tensor | None
+    mark: Tensor | None
+    transition: Tensor
+    edge_index: Tensor | None
+    line_edge_index: Tensor | None
+    batch: Tensor | None
+    rank: Tensor | None
+    num_components: int
+    grids: list[int]  #: the number of orientations, and height and width of each grid
+    form: str
+    backend: str
+
+
+class _StateScan(Operator[Inputs, StateGraph]):
+    """One operator over a graph of states, under the name of each public function."""
+
+    inputs = Inputs
+    backends = {  # noqa: RUF012
+        "numba": numba_backend,
+        "torch": torch_backend,
+        "reference": reference,
+    }
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__()
+
+    def recipe(self, inputs: Inputs) -> Recipe:
+        if inputs.grids:
+            num_orientations, *sizes = inputs.grids
+            return Recipe(grid_states, (), (tuple(sizes), num_orientations))
+        edge_index, num_nodes = inputs.edge_index, inputs.value.size(0)
+        if inputs.line_edge_index is None:
+            tensors = (edge_index, inputs.batch, inputs.rank)
+            return Recipe(node_states, tensors, (num_nodes,))
+        tensors = (edge_index, inputs.line_edge_index, inputs.batch)
+        return Recipe(edge_states, tensors, (num_nodes, inputs.num_components))
+
+    def check(self, inputs: Inputs, structure: StateGraph) -> None:
+        name, transition = "transition", inputs.transition
+        place = "line edge", inputs.num_components**2
+        if inputs.source is None:
+            name, place = "edge_weight", ("edge", 1)
+        elif structure.gates is not None:  # those of edges that are not there may be
+            rows = torch.from_numpy(structure.gates[2]).to(transition.device)
+            ignored = torch.ones_like(transition, dtype=torch.bool)
+            ignored[rows] = False
+            transition = transition.masked_fill(ignored, 0)
+            place = "node", transition.size(0) // max(structure.num_nodes, 1)
+        check_finite(name, transition, lambda row: f"{place[0]} {row // place[1]}")
+
+    def choices(self, inputs: Inputs, structure: StateGraph) -> Iterator[Choice]:
+        asked = self.reason(inputs)
+        for backend in self.usable(inputs):
+            form, reason = inputs.form, asked
+            if backend == "reference":
+                form = "mask"
+            elif form == "auto":
+                form, why = cheaper_form(structure, inputs.query, inputs.value)
+                reason = f"{asked}; {why}"
+            solver = "dense" if backend == "reference" else "scan"
+            yield Choice(self.name, solver, form, backend, reason)
+
+
+_dag_scan, _stm_scan, _grid_scan = map(
+    _StateScan, ("dag_scan", "stm_scan", "grid_scan")
+)
+
+
+def dag_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor,
+    batch: Tensor | None = None,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+    rank: Tensor | None = None,
+) -> Tensor:
+    r"""Runs a linear recurrence along a directed acyclic graph, from `"Chimera: State
+    Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Section 4.1):
+
+    .. math::
+        \mathbf{H}_i = \sum_{j \to i} A_{ij} \mathbf{H}_j +
+        \mathbf{k}_i \mathbf{v}_i^{\top}, \qquad
+        \mathbf{y}_i = \mathbf{H}_i^{\top} \mathbf{q}_i.
+
+    It is :func:`resolvent_mix` where :math:`\mathbf{I} - \mathbf{A}` is triangular:
+    one pass in topological order, for weights of any size. On a path it is Mamba-2's
+    SSD. Arguments, dtypes and gradients are those of :func:`resolvent_mix`.
+
+    Args:
+        query (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`.
+        key (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): :math:`[|\mathcal{V}|, H, P]`.
+        edge_index (torch.Tensor): The edges of a DAG, integer
+            :math:`[2, |\mathcal{E}|]`. Duplicates count.
+        edge_weight (torch.Tensor): :math:`[|\mathcal{E}|, H]`.
+        batch (torch.Tensor, optional): The graph of each node. (default: :obj:`None`)
+        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
+            :obj:`"auto"`.
+        rank (torch.Tensor, optional): A topological rank, integer
+            :math:`[|\mathcal{V}|]`, as stored by
+            :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Found if absent.
+            (default: :obj:`None`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
+
+    Raises:
+        CycleError: If the graph has a cycle, or a self-loop; it is named. A
+            :class:`ValueError`.
+        ValueError: As :func:`resolvent_mix`, and if :obj:`rank` does not grow along
+            every edge.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
+    batch, rank = check_indices(value, batch=batch, rank=rank)
+    check_option("form", form, _FORMS)
+    inputs = Inputs(
+        q, k, v, None, None, w, edge_index, None, batch, rank, 1, [], form, backend
+    )
+    return _dag_scan(inputs).to(value.dtype)
+
+
+def stm_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    edge_index: Tensor,
+    line_edge_index: Tensor,
+    batch: Tensor | None = None,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Runs a linear recurrence along the edges of a directed acyclic graph, from
+    `"pLSTM: parallelizable Linear Source Transition Mark networks"
+    <https://arxiv.org/abs/2506.11997>`_ (Equations 5 and 6):
+
+    .. math::
+        \mathbf{C}_e = \sum_{e^{\prime} \to e} T_{e^{\prime} e}
+        \mathbf{C}_{e^{\prime}} + S_e \mathbf{k}_u \mathbf{v}_u^{\top}, \qquad
+        \mathbf{y}_w = \Bigl( \sum_{e \in \mathrm{in}(w)} M_e \mathbf{C}_e + D_w
+        \mathbf{k}_w \mathbf{v}_w^{\top} \Bigr)^{\top} \mathbf{q}_w
+
+    for each head, where the edge :math:`e` leads from :math:`u` to :math:`w`, and
+    :math:`e^{\prime} \to e` are line edges: :math:`e^{\prime}` leads to :math:`u`. It
+    is :func:`dag_scan` on a graph of states: one state for each edge.
+
+    For state tracking (Appendix A.5), a state has :math:`J` components: :math:`S_e` and
+    :math:`M_e` are vectors, and :math:`T_{e^{\prime} e}` is a matrix.
+
+    Differentiable once in the seven tensors of floating point. float16 and bfloat16
+    are computed in float32. The query is not scaled.
+
+    Args:
+        query (torch.Tensor): What a node reads, :math:`[|\mathcal{V}|, G, N]`, with as
+            many groups :math:`G` as heads, or a divisor (then heads share it).
+        key (torch.Tensor): Under what a node writes, :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): What a node writes, :math:`[|\mathcal{V}|, H, P]`.
+        source (torch.Tensor): How much of it an edge takes from its source,
+            :math:`[|\mathcal{E}|, H]`, or :math:`[|\mathcal{E}|, H, J]`.
+        transition (torch.Tensor): How much goes from edge to edge,
+            :math:`[|\mathcal{L}|, H]`, or :math:`[|\mathcal{L}|, H, J, J]`, where
+            entry :math:`ij` leads from component :math:`j` to :math:`i`.
+        mark (torch.Tensor): How much an edge gives to its target,
+            :math:`[|\mathcal{E}|, H]`, or :math:`[|\mathcal{E}|, H, J]`.
+        direct (torch.Tensor): How much of its own a node reads,
+            :math:`[|\mathcal{V}|, H]`.
+        edge_index (torch.Tensor): The edges of a DAG, in any order, integer
+            :math:`[2, |\mathcal{E}|]`. Duplicates are states of their own. Several
+            DAGs over the same nodes may lie side by side, as long as no line edge
+            leads from one to another.
+        line_edge_index (torch.Tensor): From which edge to which, integer
+            :math:`[2, |\mathcal{L}|]`: all of :func:`line_graph`, or some, such as
+            those of a :func:`multitree`. Duplicates count.
+        batch (torch.Tensor, optional): The graph of each node, integer
+            :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
+            connected components are found and used. (default: :obj:`None`)
+        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`, as in
+            :func:`dag_scan`. (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
+            :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
+
+    Raises:
+        CycleError: If a cycle of edges, or a self-loop, is joined by line edges; its
+            nodes are named. A :class:`ValueError`.
+        ValueError: If shapes disagree, an index is out of range, a line edge joins
+            two edges without a common node or against their direction, an edge joins
+            two graphs, a transition is not finite, or an option is unknown or does not
+            fit.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    gates = {"source": source, "transition": transition, "mark": mark}
+    q, k, v, S, T, M, D = check_floats(
+        query=query, key=key, value=value, **gates, direct=direct
+    )
+    check_nodes(query, key, value)
+    check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
+    edge_index = check_edges("edge_index", edge_index, value)
+    line_edge_index = check_edges("line_edge_index", line_edge_index, value)
+    (batch,) = check_indices(value, batch=batch)
+    check_option("form", form, _FORMS)
+    edges = [edge_index.size(1), value.size(1)]
+    line_edges = [line_edge_index.size(1), value.size(1)]
+    J = source.size(2) if source.dim() == 3 else 1
+    if source.dim() == 3:
+        layout = "[edges, heads, components]"
+        check_shape("source", source, layout, [*edges, J])
+        check_shape("mark", mark, layout, [*edges, J])
+        layout = "[line edges, heads, components, components]"
+        check_shape("transition", transition, layout, [*line_edges, J, J])
+        # Components are states of their own, [states * J, heads].
+        S, M = (x.transpose(1, 2).flatten(0, 1) for x in (S, M))
+        T = T.permute(0, 2, 3, 1).flatten(0, 2)
+    else:
+        check_shape("source", source, "[edges, heads]", edges)
+        check_shape("mark", mark, "[edges, heads]", edges)
+        check_shape("transition", transition, "[line edges, heads]", line_edges)
+    inputs = Inputs(
+        q, k, v, S, M, T, edge_index, line_edge_index, batch, None, J, [], form, backend
+    )
+    return (_stm_scan(inputs) + _own(inputs, D)).to(value.dtype)
+
+
+def grid_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    mark: Tensor,
+    direct: Tensor,
+    height: int | Tensor,
+    width: int | Tensor,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Runs :func:`stm_scan` on regular grids, in up to four orientations, from
+    `"pLSTM: parallelizable Linear Source Transition Mark networks"
+    <https://arxiv.org/abs/2506.11997>`_ (Section 4.3).
+
+    An orientation leads every edge of a grid one way along the rows (direction 0) and
+    one way along the columns (direction 1):
+
+    ===========  =====  =====  =====  =====
+    orientation    0      1      2      3
+    ===========  =====  =====  =====  =====
+    direction 0  right  left   right  left
+    direction 1  down   up     up     down
+    ===========  =====  =====  =====  =====
+
+    Gates belong to a node, an orientation and directions; those of edges that a grid
+    does not have are ignored. The output is the sum over the orientations. A sequence
+    is a grid of height 1. No graph has to be built: this is what to use for images and
+    sequences of any size.
+
+    Args:
+        query (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`, as in :func:`stm_scan`.
+            The nodes of a grid are in row-major order, grid after grid.
+        key (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): :math:`[|\mathcal{V}|, H, P]`.
+        source (torch.Tensor): How much of what a node writes goes into the edge that
+            leaves it in each direction, :math:`[|\mathcal{V}|, O, 2, H]` for :math:`O`
+            orientations (1, 2 or 4).
+        transition (torch.Tensor): How much goes on at a node, in
+            :obj:`[v, o, to, from]` from the edge that arrived in direction :obj:`from`
+            to the edge that leaves in direction :obj:`to`,
+            :math:`[|\mathcal{V}|, O, 2, 2, H]`.
+        mark (torch.Tensor): How much a node reads of the edge that arrived in each
+            direction, :math:`[|\mathcal{V}|, O, 2, H]`.
+        direct (torch.Tensor): How much of its own a node reads, once,
+            :math:`[|\mathcal{V}|, H]`.
+        height (int or torch.Tensor): The rows of each grid, integer
+            :math:`[\textrm{grids}]`, or one number if all are alike.
+        width (int or torch.Tensor): The columns of each grid.
+        form (str, optional): As in :func:`stm_scan`. (default: :obj:`"auto"`)
+        backend (str, optional): As in :func:`stm_scan`. (default: :obj:`"auto"`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
+
+    Raises:
+        ValueError: If shapes disagree, grids and nodes are not of the same number, a
+            transition is not finite, or an option is unknown or does not fit.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    gates = {"source": source, "transition": transition, "mark": mark}
+    q, k, v, S, T, M, D = check_floats(
+        query=query, key=key, value=value, **gates, direct=direct
+    )
+    check_nodes(query, key, value)
+    check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
+    check_option("form", form, _FORMS)
+    nodes, heads = value.shape[:2]
+    if source.dim() != 4 or source.size(1) not in (1, 2, 4):
+        raise ValueError(
+            "'source' must be [nodes, orientations, 2, heads] with 1, 2 or 4 "
+            f"orientations, got {list(source.shape)}"
+        )
+    orientations = source.size(1)
+    layout = "[nodes, orientations, 2, heads]"
+    check_shape("source", source, layout, [nodes, orientations, 2, heads])
+    check_shape("mark", mark, layout, [nodes, orientations, 2, heads])
+    layout = "[nodes, orientations, 2, 2, heads]"
+    check_shape("transition", transition, layout, [nodes, orientations, 2, 2, heads])
+    for name, x in {"height": height, "width": width}.items():
+        if isinstance(x, Tensor) and x.device.type != "cpu":
+            check_integers(name, x, value)
+    sizes = _grid_sizes(height, width, nodes)
+    inputs = Inputs(
+        q, k, v, S.flatten(0, 2), M.flatten(0, 2), T.flatten(0, 3), None, None, None,
+        None, 1, [orientations, *chain(*sizes)], form, backend,
+    )  # fmt: skip
+    return (_grid_scan(inputs) + _own(inputs, D)).to(value.dtype)
+
+
+def _own(inputs: Inputs, direct: Tensor) -> Tensor:
+    """What each node reads of what it writes itself."""
+    query, key, value = inputs[:3]
+    with without_autocast(value):
+        scores = (query * key).sum(-1)
+        scores = scores.repeat_interleave(value.size(1) // scores.size(1), 1)
+        return (scores * direct).unsqueeze(-1) * value
+
+
+def _grid_sizes(
+    height: int | Tensor, width: int | Tensor, num_nodes: int
+) -> list[tuple[int, int]]:
+    """The height and width of each grid."""
+    lists = []
+    for name, x in {"height": height, "width": width}.items():
+        numbers = x.reshape(-1).tolist() if isinstance(x, Tensor) else [x]
+        wanted = f"'{name}' must be a positive integer, or a tensor of them"
+        for number in numbers:
+            if not isinstance(number, (Integral, torch.SymInt)):
+                raise TypeError(f"{wanted}, got {number!r}")
+            if number < 1:
+                raise ValueError(f"{wanted}, got {number!r}")
+        lists.append(numbers)
+    heights, widths = lists
+    if not isinstance(height, Tensor):
+        heights = heights * len(widths)
+    if not isinstance(width, Tensor):
+        widths = widths * len(heights)
+    if len(heights) != len(widths):
+        raise ValueError(
+            f"'height' and 'width' must be of as many grids, got {len(heights)} and "
+            f"{len(widths)}"
+        )
+    covered = sum(h * w for h, w in zip(heights, widths, strict=True))
+    plain = not isinstance(height, Tensor) and not isinstance(width, Tensor)
+    if plain and num_nodes % covered == 0:  # grids that are all alike
+        return [(heights[0], widths[0])] * (num_nodes // covered)
+    if covered != num_nodes:
+        count = len(heights)
+        raise ValueError(
+            f"'height' and 'width' must be of grids of {num_nodes} nodes in all, got "
+            f"{covered} in {count} grid{'s' * (count != 1)}"
+        )
+    return list(zip(heights, widths, strict=True))

@@ -1,0 +1,337 @@
+"""The graph of states that a scan runs on: nodes or edges of a DAG, edges of grids."""
+
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import check_edge_index, check_rank
+from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.structure.csr import grouped, sorted_rows, to_numpy
+from pyg_chimera.ops.structure.distance import connected_components
+from pyg_chimera.ops.structure.line_graph import check_line_edges
+from pyg_chimera.ops.structure.symbolic_factor import blocks_of
+from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
+
+__all__ = ["StateGraph", "edge_states", "grid_states", "node_states"]
+
+
+class BlockNodes(NamedTuple):
+    """The nodes that the states of each block join, for ``T`` blocks, ``S`` states."""
+
+    ptr: np.ndarray  #: [T + 1], first of a block's nodes in ...
+    node: np.ndarray  #: ... all of them, block by block
+    writer: np.ndarray  #: [S], by position: who writes, counted within the block
+    reader: np.ndarray  #: [S], the same for who reads
+
+
+@dataclass(frozen=True)
+class StateGraph:
+    """States, each written by one node and read by one node, and how they move.
+
+    States are renumbered by *position*: block by block (a block is a graph of the
+    batch, or without a batch a connected component), in a block component by component,
+    and in a component in topological order. All arrays are int64: ``V`` nodes, ``S``
+    states, ``L`` edges between states, ``T`` blocks, ``C`` components.
+    """
+
+    num_nodes: int
+    writer: np.ndarray  #: [S], the node that writes each state
+    reader: np.ndarray  #: [S], the node that reads it
+    ptr: np.ndarray  #: [T + 1], first position of each block
+    component_ptr: np.ndarray  #: [C + 1], first position of each component
+    block_component: np.ndarray  #: [T + 1], first component of each block
+    bandwidth: np.ndarray  #: [C], how many positions edges lead back at most
+    state: np.ndarray  #: [S], state at each position
+    parent_ptr: np.ndarray  #: [S + 1], first of the edges into each position, ...
+    parent: np.ndarray  #: [L], ... the positions they come from, ascending, ...
+    edge: np.ndarray  #: [L], ... and their numbers
+    child_ptr: np.ndarray  #: [S + 1], the same edges by where they come from, ...
+    child: np.ndarray  #: [L], ... with the positions they lead to, ascending, ...
+    child_entry: np.ndarray  #: [L], ... and their places in ``parent``
+    #: For grids, which of all gates (source, mark, transition) states and edges have.
+    gates: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The number of states of each block."""
+        return np.diff(self.ptr)
+
+    @property
+    def entries(self) -> np.ndarray:
+        """The number of edges of each block."""
+        return np.diff(self.parent_ptr[self.ptr])
+
+    @property
+    def block_bandwidth(self) -> np.ndarray:
+        """The largest bandwidth in each block, 0 where it has no component."""
+        out = np.zeros(len(self.sizes), np.int64)
+        block = np.repeat(np.arange(len(out)), np.diff(self.block_component))
+        np.maximum.at(out, block, self.bandwidth)
+        return out
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes, with what is derived from it."""
+        arrays = (x for x in vars(self).values() if isinstance(x, np.ndarray))
+        return 2 * sum(x.nbytes for x in arrays)
+
+    @cached_property
+    def nodes(self) -> BlockNodes:
+        """The nodes of each block."""
+        span = max(self.num_nodes, 1)
+        block = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        ends = [block * span + x[self.state] for x in (self.writer, self.reader)]
+        keys, places = np.unique(np.concatenate(ends), return_inverse=True)
+        ptr = np.searchsorted(keys // span, np.arange(len(self.sizes) + 1))
+        writer, reader = places.reshape(2, -1) - ptr[block]
+        return BlockNodes(ptr, keys % span, writer, reader)
+
+    def gates_of(self, inputs: Any) -> list[Tensor]:
+        """Source and mark [S, heads] of the states, transition [L, heads] of edges."""
+        gates = [inputs.source, inputs.mark, inputs.transition]
+        if inputs.source is None:  # all of it is written, and read
+            shape = (self.writer.shape[0], inputs.value.size(1))
+            gates[:2] = [inputs.value.new_ones(shape)] * 2
+        if self.gates is None:
+            return gates
+        return [x[_index(index, x)] for x, index in zip(gates, self.gates, strict=True)]
+
+    def gradients(self, inputs: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        """The gradients of all inputs, of those of query, key, value and `gates_of`."""
+        *of_nodes, source, mark, transition = grads
+        if inputs.source is None:
+            return *of_nodes, transition
+        gates = [source, mark, transition]
+        if self.gates is not None:  # gates that nobody has asked for have zero
+            likes = (inputs.source, inputs.mark, inputs.transition)
+            gates = [
+                torch.zeros_like(x).index_copy_(0, _index(index, x), grad)
+                for x, index, grad in zip(likes, self.gates, gates, strict=True)
+            ]
+        return *of_nodes, *gates
+
+
+def _index(index: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(index).to(like.device)
+
+
+# ----------------------------------------------------------------------------- of DAGs
+
+
+def node_states(
+    edge_index: Tensor, batch: Tensor | None, rank: Tensor | None, num_nodes: int
+) -> StateGraph:
+    """A state for each node of a DAG."""
+    check_edge_index(edge_index, num_nodes)
+    _, _, block = blocks_of(edge_index, batch, num_nodes)
+    by_rank = None
+    if rank is not None:
+        check_rank(rank, num_nodes)
+        by_rank = to_numpy(rank)
+        _check_topological(edge_index, by_rank, num_nodes)
+    node = np.arange(num_nodes)
+    return _state_graph(num_nodes, node, node, edge_index, block, by_rank)
+
+
+def edge_states(
+    edge_index: Tensor,
+    line_edge_index: Tensor,
+    batch: Tensor | None,
+    num_nodes: int,
+    num_components: int,
+) -> StateGraph:
+    """A state for each edge of a DAG, in components all of which a line edge joins."""
+    check_edge_index(edge_index, num_nodes)
+    check_line_edges(line_edge_index, edge_index.size(1))
+    _check_line_graph(edge_index, line_edge_index)
+    _, _, block = blocks_of(edge_index, batch, num_nodes)
+    J = num_components
+    writer, reader = (np.repeat(x, J) for x in to_numpy(edge_index))
+    component = np.arange(J)
+    tail, head = np.broadcast_arrays(
+        to_numpy(line_edge_index[0]).reshape(-1, 1, 1) * J + component,
+        to_numpy(line_edge_index[1]).reshape(-1, 1, 1) * J + component[:, None],
+    )
+    edges = torch.from_numpy(np.stack([tail.ravel(), head.ravel()]))
+    try:
+        return _state_graph(num_nodes, writer, reader, edges, block[writer])
+    except CycleError as error:
+        around = [state // J for state in error.cycle]
+        raise CycleError(edge_index[0, around].tolist()) from None
+
+
+def _state_graph(
+    num_nodes: int,
+    writer: np.ndarray,
+    reader: np.ndarray,
+    edges: Tensor,
+    block: np.ndarray,
+    rank: np.ndarray | None = None,
+    gates: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+) -> StateGraph:
+    """Orders states; `edges` lead from state to state, `block` is that of each."""
+    num_states = writer.shape[0]
+    if rank is None:
+        rank = to_numpy(topological_rank(edges, num_states))
+    component = to_numpy(connected_components(edges, num_states))
+    state = np.lexsort((rank, component, block))
+    position = np.empty(num_states, np.int64)
+    position[state] = np.arange(num_states)
+    num_blocks = int(block.max(initial=-1)) + 1
+    _, ptr = grouped(block, num_blocks)
+    first = np.flatnonzero(np.diff(component[state], prepend=-1))
+    component_ptr = np.append(first, num_states)
+
+    tail, head = position[to_numpy(edges)]
+    parents = sorted_rows(head, tail, num_states)
+    children = sorted_rows(parents.col, parents.row, num_states)
+    bandwidth = np.zeros(len(first), np.int64)
+    inside = np.searchsorted(component_ptr, parents.row, side="right") - 1
+    np.maximum.at(bandwidth, inside, parents.row - parents.col)
+    return StateGraph(
+        num_nodes=num_nodes,
+        writer=writer,
+        reader=reader,
+        ptr=ptr,
+        component_ptr=component_ptr,
+        block_component=np.searchsorted(component_ptr, ptr),
+        bandwidth=bandwidth,
+        state=state,
+        parent_ptr=parents.ptr,
+        parent=parents.col,
+        edge=parents.entry,
+        child_ptr=children.ptr,
+        child=children.col,
+        child_entry=children.entry,
+        gates=gates,
+    )
+
+
+def _check_topological(edge_index: Tensor, rank: np.ndarray, num_nodes: int) -> None:
+    col, row = to_numpy(edge_index)
+    wrong = np.flatnonzero(rank[col] >= rank[row])
+    if wrong.size:
+        cycle = find_cycle(edge_index.cpu(), num_nodes)
+        if cycle is not None:
+            raise CycleError(cycle)
+        e = int(wrong[0])
+        raise ValueError(
+            f"'rank' must grow along every edge, but edge {e} goes from node {col[e]} "
+            f"(rank {rank[col[e]]}) to node {row[e]} (rank {rank[row[e]]})"
+        )
+
+
+def _check_line_graph(edge_index: Tensor, line_edge_index: Tensor) -> None:
+    tail, head = line_edge_index
+    wrong = (edge_index[1, tail] != edge_index[0, head]).nonzero()
+    if wrong.numel() == 0:
+        return
+    x = int(wrong[0])
+    a, b = int(tail[x]), int(head[x])
+    shown = [
+        f"edge {e} ({' -> '.join(map(str, edge_index[:, e].tolist()))})" for e in (a, b)
+    ]
+    backwards = bool(edge_index[1, b] == edge_index[0, a])
+    raise ValueError(
+        f"'line_edge_index' must lead from an edge to one that begins where it ends, "
+        f"but line edge {x} leads from {shown[0]} to {shown[1]}"
+        + (
+            ": it runs against the graph. Is row 0 the edge that is left?"
+            if backwards
+            else ". Is it of another edge list, or of another order of its edges? "
+            "'pyg_chimera.ops.line_graph' makes it anew"
+        )
+    )
+
+
+# ---------------------------------------------------------------------------- of grids
+
+#: Where orientation 0, 1, 2, 3 leads along the row (width) and the column (height).
+_STEPS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
+
+
+class _Grid(NamedTuple):
+    """The states of one grid, and which of its gates are theirs."""
+
+    writer: np.ndarray
+    reader: np.ndarray
+    edges: np.ndarray  #: [2, L]
+    source: np.ndarray  #: [S], in a flattened [V, O, 2]
+    mark: np.ndarray  #: [S], the same
+    transition: np.ndarray  #: [L], in a flattened [V, O, 2, 2]
+
+
+@lru_cache(maxsize=64)
+def _one_grid(height: int, width: int, num_orientations: int) -> _Grid:
+    node = np.arange(height * width).reshape(height, width)
+    states: list[list[np.ndarray]] = [[], [], [], []]
+    edges: list[list[np.ndarray]] = [[], [], []]
+    first = 0
+    for o, (right, down) in enumerate(_STEPS[:num_orientations]):
+        leaving, arriving = [], []  # the state in each direction, by node, or -1
+        for d, (step, axis) in enumerate(((right, 1), (down, 0))):
+            ends = [np.delete(node, end, axis).ravel() for end in (-1, 0)]
+            writer, reader = ends if step > 0 else ends[::-1]
+            state = first + np.arange(writer.size)
+            first += writer.size
+            out, arrived = np.full((2, node.size), -1)
+            out[writer], arrived[reader] = state, state
+            leaving.append(out)
+            arriving.append(arrived)
+            gate = (2 * num_orientations, 2 * o + d)
+            columns = (
+                writer,
+                reader,
+                writer * gate[0] + gate[1],
+                reader * gate[0] + gate[1],
+            )
+            for column, x in zip(states, columns, strict=True):
+                column.append(x)
+        for to in range(2):
+            for origin in range(2):
+                both = (leaving[to] >= 0) & (arriving[origin] >= 0)
+                at = np.flatnonzero(both) * num_orientations + o
+                turn = (arriving[origin][both], leaving[to][both])
+                for column, x in zip(
+                    edges, (*turn, 4 * at + 2 * to + origin), strict=True
+                ):
+                    column.append(x)
+    writer, reader, source, mark = map(np.concatenate, states)
+    tail, head, transition = map(np.concatenate, edges)
+    return _Grid(writer, reader, np.stack([tail, head]), source, mark, transition)
+
+
+def grid_states(sizes: tuple[int, ...], num_orientations: int) -> StateGraph:
+    """States on the edges of grids, of `sizes` height, width, height, width, ...
+
+    The edges of an orientation are those of a DAG; the states of a grid are a block.
+    """
+    pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
+    parts = [_one_grid(*pair, num_orientations) for pair in pairs]
+    nodes = np.cumsum([0, *(height * width for height, width in pairs)])
+    states = np.cumsum([0, *(x.writer.size for x in parts)])
+    gates = 2 * num_orientations
+
+    def joined(name: str, offset: np.ndarray) -> np.ndarray:
+        arrays = [getattr(x, name) + n for x, n in zip(parts, offset, strict=False)]
+        empty = np.empty((2, 0) if name == "edges" else 0, np.int64)
+        return np.concatenate([empty, *arrays], axis=-1)
+
+    block = np.repeat(np.arange(len(parts)), np.diff(states))
+    return _state_graph(
+        int(nodes[-1]),
+        joined("writer", nodes),
+        joined("reader", nodes),
+        torch.from_numpy(joined("edges", states)),
+        block,
+        gates=(
+            joined("source", nodes * gates),
+            joined("mark", nodes * gates),
+            joined("transition", nodes * gates * 2),
+        ),
+    )

@@ -1,0 +1,240 @@
+"""The scan of a graph of states in plain PyTorch, level by level, on any device."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.mask_form import (
+    Padding,
+    masked_mix,
+    masked_mix_backward,
+)
+from pyg_chimera.ops.dag_scan.states import StateGraph
+
+DEVICES = None
+
+#: Numbers that one slice of states may hold.
+_MAX_NUMEL = 1 << 26
+
+# ------------------------------------------------------------------------ the backend
+
+
+def why_not(call: Call) -> str | None:
+    """It computes everything."""
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P]; states are computed anew for gradients."""
+    source, mark, transition = call.structure.gates_of(call.inputs)
+    compute = _state_forward if call.choice.form == "state" else _mask_forward
+    return compute(call, source, mark, transition), ()
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, source and mark, if given, and transition.
+
+    They are what the numba backend's are.
+    """
+    compute = _state_backward if call.choice.form == "state" else _mask_backward
+    source, mark, transition = call.structure.gates_of(call.inputs)
+    grads = compute(call, source, mark, transition, grad)
+    return call.structure.gradients(call.inputs, *grads)
+
+
+# -------------------------------------------------------------------------- the sweeps
+
+
+class _Level(NamedTuple):
+    """Edges whose heads, or on the way back whose tails, do not wait for each other."""
+
+    edge: Tensor
+    tail: Tensor
+    head: Tensor
+
+
+class _Tables(NamedTuple):
+    """A graph of states on a device."""
+
+    writer: Tensor  #: [S]
+    reader: Tensor  #: [S]
+    tail: Tensor  #: [L]
+    head: Tensor  #: [L]
+    down: list[_Level]  #: parents first
+    up: list[_Level]  #: children first
+
+
+def _tables(graph: StateGraph, device: torch.device) -> _Tables:
+    """The tables of a graph, made once for each device."""
+    if device not in graph.tables:
+        head = graph.state[
+            np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
+        ]
+        tail = graph.state[graph.parent]
+        depth = _depths(graph.parent_ptr, graph.parent, True)
+        height = _depths(graph.child_ptr, graph.child, False)
+        at = np.empty_like(graph.state)
+        at[graph.state] = np.arange(len(at))
+
+        def levels(level: np.ndarray) -> list[_Level]:
+            order = np.argsort(level, kind="stable")
+            sizes = np.bincount(level).tolist() if len(level) else []
+            arrays = (graph.edge[order], tail[order], head[order])
+            parts = (torch.from_numpy(x).to(device).split(sizes) for x in arrays)
+            return [_Level(*x) for x in zip(*parts, strict=True) if x[0].numel() > 0]
+
+        edges = np.empty((2, len(graph.edge)), np.int64)
+        edges[:, graph.edge] = tail, head
+        arrays = (graph.writer, graph.reader, *edges)
+        writer, reader, tails, heads = (torch.from_numpy(x).to(device) for x in arrays)
+        graph.tables[device] = _Tables(
+            writer,
+            reader,
+            tails,
+            heads,
+            down=levels(depth[at[head]]),
+            up=levels(height[at[tail]]),
+        )
+    return graph.tables[device]
+
+
+@njit(cache=True, nogil=True)
+def _depths(ptr, other, ascending):  # type: ignore[no-untyped-def]
+    """The length of the longest path to each position, from before or from behind."""
+    n = ptr.shape[0] - 1
+    depth = np.zeros(n, np.int64)
+    for k in range(n):
+        i = k if ascending else n - 1 - k
+        for x in range(ptr[i], ptr[i + 1]):
+            depth[i] = max(depth[i], depth[other[x]] + 1)
+    return depth
+
+
+def _scan(tables: _Tables, transition: Tensor, X: Tensor) -> Tensor:
+    """Solves C = A C + X for X [S, heads, W], in place."""
+    for edge, tail, head in tables.down:
+        X.index_add_(0, head, transition[edge].unsqueeze(-1) * X[tail])
+    return X
+
+
+def _scan_back(tables: _Tables, transition: Tensor, X: Tensor) -> Tensor:
+    """Solves Z = A^T Z + X, in place."""
+    for edge, tail, head in tables.up:
+        X.index_add_(0, tail, transition[edge].unsqueeze(-1) * X[head])
+    return X
+
+
+# ------------------------------------------------------------------------- state form
+
+
+def _operands(call: Call) -> tuple[_Tables, Tensor, Tensor, Tensor]:
+    """Tables, and query, key and value with as many heads."""
+    query, key, value = call.inputs[:3]
+    repeats = value.size(1) // query.size(1)
+    query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
+    return _tables(call.structure, value.device), query, key, value
+
+
+def _slices(call: Call, copies: int) -> Iterator[slice]:
+    """Slices of the key channels such that the states of one fit in memory."""
+    num_keys, (_, heads, channels) = call.inputs.query.size(2), call.inputs.value.shape
+    states = len(call.structure.state) * heads * channels * copies
+    lanes = max(1, _MAX_NUMEL // max(1, states))
+    for a in range(0, num_keys, lanes):
+        yield slice(a, a + lanes)
+
+
+def _state_forward(
+    call: Call, source: Tensor, mark: Tensor, transition: Tensor
+) -> Tensor:
+    """The output from states C = A C + S k v^T, y = sum M q^T C."""
+    tables, query, key, value = _operands(call)
+    source, mark = source.unsqueeze(-1), mark.unsqueeze(-1)
+    out = torch.zeros_like(value)
+    for part in _slices(call, 2):
+        k, q = (
+            source * key[tables.writer, :, part],
+            mark * query[tables.reader, :, part],
+        )
+        X = k.unsqueeze(-1) * value[tables.writer].unsqueeze(-2)
+        C = _scan(tables, transition, X.flatten(2)).view_as(X)
+        out.index_add_(0, tables.reader, (q.unsqueeze(-1) * C).sum(-2))
+    return out
+
+
+def _state_backward(
+    call: Call, source: Tensor, mark: Tensor, transition: Tensor, grad: Tensor
+) -> list[Tensor]:
+    """Gradients from states and their adjoints."""
+    tables, query, key, value = _operands(call)
+    dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
+    ds, dm, dw = (torch.zeros_like(x) for x in (source, mark, transition))
+    v, dy = value[tables.writer].unsqueeze(-2), grad[tables.reader].unsqueeze(-2)
+    S, M = source.unsqueeze(-1), mark.unsqueeze(-1)
+    for part in _slices(call, 4):
+        k, q = key[tables.writer, :, part], query[tables.reader, :, part]
+        X, Y = (S * k).unsqueeze(-1) * v, (M * q).unsqueeze(-1) * dy
+        C = _scan(tables, transition, X.flatten(2)).view_as(X)
+        Z = _scan_back(tables, transition, Y.flatten(2)).view_as(Y)
+        read, written = (C * dy).sum(-1), (Z * v).sum(-1)
+        dq[:, :, part].index_add_(0, tables.reader, M * read)
+        dk[:, :, part].index_add_(0, tables.writer, S * written)
+        dv.index_add_(0, tables.writer, ((S * k).unsqueeze(-1) * Z).sum(-2))
+        dm += (q * read).sum(-1)
+        ds += (k * written).sum(-1)
+        dw += (Z[tables.head] * C[tables.tail]).sum((-1, -2))
+    groups = call.inputs.query.size(1)
+    dq, dk = (x.unflatten(1, (groups, -1)).sum(2) for x in (dq, dk))
+    return [dq, dk, dv, ds, dm, dw]
+
+
+# -------------------------------------------------------------------------- mask form
+
+
+def _gating(
+    call: Call, source: Tensor, mark: Tensor, transition: Tensor
+) -> tuple[_Tables, Padding, Tensor, Tensor, Tensor]:
+    """L = (I - A)^-1 S by state and G = M L by node; columns are nodes of the block.
+
+    Beside it, which column each state's writer is.
+    """
+    graph, value = call.structure, call.inputs.value
+    tables = _tables(graph, value.device)
+    nodes = graph.nodes
+    pad = Padding(nodes.node, np.diff(nodes.ptr), value.device)
+    column = np.empty_like(graph.writer)
+    column[graph.state] = nodes.writer
+    place = torch.from_numpy(column).to(value.device).view(-1, 1, 1)
+    place = place.expand(-1, value.size(1), 1)
+    X = source.new_zeros(*source.shape, pad.shape[1])
+    L = _scan(tables, transition, X.scatter_(2, place, source.unsqueeze(-1)))
+    G = L.new_zeros(value.size(0), *L.shape[1:])
+    G.index_add_(0, tables.reader, mark.unsqueeze(-1) * L)
+    return tables, pad, place, L, G
+
+
+def _mask_forward(
+    call: Call, source: Tensor, mark: Tensor, transition: Tensor
+) -> Tensor:
+    """The output from gating matrices, padded to the largest block."""
+    _, pad, _, _, G = _gating(call, source, mark, transition)
+    q, k, v = (pad.pad(x) for x in call.inputs[:3])
+    return pad.unpad(masked_mix(pad.pad(G), q, k, v), G.size(0))
+
+
+def _mask_backward(
+    call: Call, source: Tensor, mark: Tensor, transition: Tensor, grad: Tensor
+) -> list[Tensor]:
+    """Gradients from gating matrices."""
+    tables, pad, place, L, G = _gating(call, source, mark, transition)
+    q, k, v, dy = (pad.pad(x) for x in (*call.inputs[:3], grad))
+    grads = masked_mix_backward(pad.pad(G), q, k, v, dy)
+    dG, *of_nodes = (pad.unpad(x, G.size(0)) for x in grads)
+    dG = dG[tables.reader]
+    Z = _scan_back(tables, transition, mark.unsqueeze(-1) * dG)
+    dm, dw = (dG * L).sum(-1), (Z[tables.head] * L[tables.tail]).sum(-1)
+    return [*of_nodes, Z.gather(2, place).squeeze(-1), dm, dw]

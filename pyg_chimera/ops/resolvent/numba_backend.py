@@ -1,0 +1,664 @@
+"""Sparse elimination on the CPU: jitted tiles, one task per (block, head, slice).
+
+A task's states fit in a core's cache, tasks don't talk to each other, and the states
+[V, heads, N, P] are never written out.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
+from pyg_chimera.ops.common.vector_kit import (
+    LANES,
+    matmul,
+    multiply,
+    outer,
+    put,
+    put_transposed,
+    set_identity,
+    take,
+    take_transposed,
+)
+from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
+from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
+
+DEVICES = ("cpu",)
+
+#: Bytes of states that a task may hold at a time: half of a usual L2 cache.
+_TILE_BYTES = 1 << 19
+#: Numbers of a state that are moved at a time at least, whatever that takes.
+_MIN_LANES = 128
+
+# ------------------------------------------------------------------------ the backend
+
+
+def why_not(call: Call) -> str | None:
+    """It eliminates without pivoting, and nothing else."""
+    if call.choice.solver != "sparse":
+        return (
+            f"solver={call.choice.solver!r} has no numba backend; use backend='torch' "
+            "or 'auto'"
+        )
+    check_pivot_growth(call.once("factors", lambda: _factorize(call))[1])
+    return None
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P], and the numeric factors."""
+    factors, _ = call.once("factors", lambda: _factorize(call))
+    compute = _state_forward if call.choice.form == "state" else _mask_forward
+    return compute(call, factors), tuple(map(torch.from_numpy, factors))
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and edge weight."""
+    compute = _state_backward if call.choice.form == "state" else _mask_backward
+    return compute(call, Factors(*arrays(*saved)), *arrays(grad))
+
+
+def _pattern(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:
+    return (
+        symbolic.ptr,
+        symbolic.node,
+        symbolic.upper_ptr,
+        symbolic.upper_row,
+        symbolic.upper_entry,
+    )
+
+
+def _edges(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:
+    return symbolic.edge_ptr, symbolic.edge, symbolic.edge_row, symbolic.edge_col
+
+
+# --------------------------------------------------------------------- factorisation
+
+
+class Factors(NamedTuple):
+    """I - A = L U in the precision of the computation, [heads, V or F]."""
+
+    diagonal: np.ndarray  #: reciprocal of the diagonal of U
+    lower: np.ndarray  #: L below its unit diagonal
+    upper: np.ndarray  #: U above its diagonal, transposed: entry x is U[j, i]
+
+
+def _factorize(call: Call) -> tuple[Factors, float]:
+    """Factors I - A without pivoting, in float64.
+
+    Returns the factors in the precision of the weights, and the pivot growth: the
+    largest row sum of |L| |U| over that of |I - A|, each in a connected component.
+    Rounding errors are at most about this much larger than those of a solver that
+    pivots. It is one where all rows, or all columns, are diagonally dominant: that
+    needs no pivots.
+    """
+    symbolic, edge_weight = call.structure, call.inputs.edge_weight
+    num_heads = edge_weight.size(1)
+    num_nodes, num_entries = symbolic.num_nodes, symbolic.num_entries
+    values = np.zeros((num_heads, num_nodes + 2 * num_entries))
+    values[:, :num_nodes] = 1.0
+    (weight,) = arrays(edge_weight)
+    _scatter(values, symbolic.slot, weight)
+    bounds = (num_nodes, num_nodes + num_entries)
+    diagonal, lower, upper = map(np.ascontiguousarray, np.split(values, bounds, axis=1))
+    growths = np.ones((symbolic.sizes.shape[0], num_heads))
+    run(
+        _factor,
+        np.repeat(symbolic.updates + 4.0 * symbolic.entries, num_heads),
+        7 * int(symbolic.sizes.max(initial=0)),
+        values.dtype,
+        symbolic.roots(),
+        symbolic.ptr,
+        symbolic.lower_ptr,
+        symbolic.lower_col,
+        symbolic.upper_ptr,
+        symbolic.upper_row,
+        symbolic.upper_entry,
+        diagonal,
+        lower,
+        upper,
+        growths,
+    )
+    with np.errstate(divide="ignore"):
+        factors = Factors(
+            (1.0 / diagonal).astype(weight.dtype),
+            lower.astype(weight.dtype),
+            upper.astype(weight.dtype),
+        )
+    return factors, float(growths.max(initial=1.0))
+
+
+@jit
+def _scatter(values, slot, weight):  # type: ignore[no-untyped-def]
+    for e in range(slot.shape[0]):
+        for h in range(weight.shape[1]):
+            values[h, slot[e]] -= weight[e, h]
+
+
+@jit
+def _factor(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, root, ptr, lower_ptr, lower_col, upper_ptr, upper_row,
+    upper_entry, diagonal, lower, upper, growths,
+):  # fmt: skip
+    num_heads = diagonal.shape[0]
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, h = task // num_heads, task % num_heads
+        s, n = ptr[block], ptr[block + 1] - ptr[block]
+        vectors = scratch[: 7 * n].reshape(7, n)
+        vectors[:] = 0
+        work, u_sum, norm, grown = vectors[0], vectors[1], vectors[2], vectors[3]
+        start, by_row, by_column = vectors[4], vectors[5], vectors[6]
+        for i in range(s, s + n):
+            if stopped(stop):
+                return
+            start[i - s] = abs(diagonal[h, i])
+            work[i - s] = diagonal[h, i]
+            for x in range(lower_ptr[i], lower_ptr[i + 1]):
+                work[lower_col[x] - s] = lower[h, x]
+                by_row[i - s] += abs(lower[h, x])
+                by_column[lower_col[x] - s] += abs(lower[h, x])
+            for x in range(upper_ptr[i], upper_ptr[i + 1]):
+                y = upper_entry[x]
+                work[upper_row[x] - s] = upper[h, y]
+                by_row[i - s] += abs(upper[h, y])
+                by_column[upper_row[x] - s] += abs(upper[h, y])
+            r = root[i] - s
+            norm[r] = max(norm[r], start[i - s] + by_row[i - s])
+            # Fill-in holds every place that an earlier row can reach from here.
+            total = 0.0
+            for x in range(lower_ptr[i], lower_ptr[i + 1]):
+                k = lower_col[x]
+                pivot = diagonal[h, k]
+                if pivot == 0.0:
+                    continue
+                factor = work[k - s] / pivot
+                lower[h, x] = factor
+                total += abs(factor) * u_sum[k - s]
+                for y in range(upper_ptr[k], upper_ptr[k + 1]):
+                    work[upper_row[y] - s] -= factor * upper[h, upper_entry[y]]
+            diagonal[h, i] = work[i - s]
+            u_sum[i - s] = abs(work[i - s])
+            for x in range(upper_ptr[i], upper_ptr[i + 1]):
+                upper[h, upper_entry[x]] = work[upper_row[x] - s]
+                u_sum[i - s] += abs(work[upper_row[x] - s])
+            grown[r] = max(grown[r], total + u_sum[i - s])
+            if work[i - s] == 0.0 or not np.isfinite(work[i - s]):
+                grown[r] = np.inf
+        rows, columns = np.ones(n, np.bool_), np.ones(n, np.bool_)
+        for i in range(n):
+            r, bound = root[s + i] - s, start[i] * (1 + 1e-12)
+            rows[r] &= by_row[i] <= bound
+            columns[r] &= by_column[i] <= bound
+        for r in range(n):
+            safe = grown[r] < np.inf and (rows[r] or columns[r])
+            if not safe and grown[r] > growths[block, h] * norm[r]:
+                growths[block, h] = grown[r] / norm[r] if norm[r] > 0 else np.inf
+
+
+# ---------------------------------------------------------------------------- sweeps
+
+
+@jit
+def _solve(  # type: ignore[no-untyped-def]
+    states, s, n, lanes, transpose, stop, column_ptr, column_row, column_entry,
+    diagonal, lower, upper,
+):  # fmt: skip
+    """Solve L U H = X, or its transpose, in place, for rows of `lanes` numbers.
+
+    Down the order a finished row is taken from those it reaches, up the order those
+    are taken from it: both ways only a node's few ancestors are touched at a time.
+    """
+    values = upper if transpose else lower
+    for i in range(n):
+        if stopped(stop):
+            return
+        row = states[i]
+        if transpose:
+            r = diagonal[s + i]
+            for w in range(lanes):
+                row[w] *= r
+        for x in range(column_ptr[s + i], column_ptr[s + i + 1]):
+            target = states[column_row[x] - s]
+            c = values[column_entry[x]]
+            for w in range(lanes):
+                target[w] -= c * row[w]
+    values = lower if transpose else upper
+    for i in range(n - 1, -1, -1):
+        if stopped(stop):
+            return
+        row = states[i]
+        x, end = column_ptr[s + i], column_ptr[s + i + 1]
+        while x + 3 < end:  # a quarter of the loads and stores of `row`
+            r0, r1 = states[column_row[x] - s], states[column_row[x + 1] - s]
+            r2, r3 = states[column_row[x + 2] - s], states[column_row[x + 3] - s]
+            c0, c1 = values[column_entry[x]], values[column_entry[x + 1]]
+            c2, c3 = values[column_entry[x + 2]], values[column_entry[x + 3]]
+            for w in range(lanes):
+                row[w] -= c0 * r0[w] + c1 * r1[w] + c2 * r2[w] + c3 * r3[w]
+            x += 4
+        while x < end:
+            r0, c0 = states[column_row[x] - s], values[column_entry[x]]
+            for w in range(lanes):
+                row[w] -= c0 * r0[w]
+            x += 1
+        if not transpose:
+            r = diagonal[s + i]
+            for w in range(lanes):
+                row[w] *= r
+
+
+@jit
+def _edge_products(  # type: ignore[no-untyped-def]
+    adjoints, states, s, lanes, begin, stop, edge, edge_row, edge_col, grad_weight,
+):  # fmt: skip
+    """Add <G_i, H_j> to the gradient of each edge j -> i."""
+    for x in range(begin, stop):
+        adjoint, state = adjoints[edge_row[x] - s], states[edge_col[x] - s]
+        total = grad_weight[edge[x]]
+        for w in range(lanes):
+            total += adjoint[w] * state[w]
+        grad_weight[edge[x]] = total
+
+
+# ------------------------------------------------------------------------ state form
+
+
+class _Slices(NamedTuple):
+    """How a task's states [N, P] are cut: `width` value channels a task, ..."""
+
+    width: int
+    pieces: int
+    rows: int  #: ... `rows` state channels at a time
+
+
+def _slices(symbolic: SymbolicFactor, query: np.ndarray, value: np.ndarray) -> _Slices:
+    num_states, (_, num_heads, num_channels) = query.shape[2], value.shape
+    tasks = symbolic.sizes.shape[0] * num_heads
+    width = max(1, min(16, num_channels))
+    # Slices of one (block, head) are summed at the end, so cut only to feed threads.
+    pieces = -(-num_channels // width)
+    count = pieces if tasks < 4 * torch.get_num_threads() else 1
+    largest = int(symbolic.sizes.max(initial=1))
+    rows = max(_TILE_BYTES // (largest * value.itemsize), _MIN_LANES) // width
+    return _Slices(width, max(1, count), min(max(1, rows), max(1, num_states)))
+
+
+def _state_costs(
+    symbolic: SymbolicFactor, num_heads: int, count: int, states: int
+) -> np.ndarray:
+    work = (2.0 * symbolic.entries + 3.0 * symbolic.sizes) * states / count
+    return np.repeat(work, num_heads * count)
+
+
+def _state_forward(call: Call, factors: Factors) -> Tensor:
+    """The output from states H = (I - A)^-1 (k v^T), y = H^T q."""
+    symbolic = call.structure
+    q, k, v = arrays(*call.inputs[:3])
+    cut = _slices(symbolic, q, v)
+    out = np.empty_like(v)
+    run(
+        _state_forward_tiles,
+        _state_costs(symbolic, v.shape[1], cut.pieces, q.shape[2] * v.shape[2]),
+        int(symbolic.sizes.max(initial=0)) * cut.rows * cut.width,
+        v.dtype,
+        *_pattern(symbolic),
+        *factors,
+        q,
+        k,
+        v,
+        out,
+        *cut,
+    )
+    return torch.from_numpy(out)
+
+
+def _state_backward(call: Call, factors: Factors, dy: np.ndarray) -> tuple[Tensor, ...]:
+    """Gradients from states and their adjoints.
+
+    With G = (I - A)^-T (q dy^T): dq_i = H_i dy_i, dk_i = G_i v_i, dv_i = G_i^T k_i and
+    dA_ij = <G_i, H_j>. H is computed anew beside G, tile by tile.
+    """
+    symbolic = call.structure
+    q, k, v = arrays(*call.inputs[:3])
+    cut = _slices(symbolic, q, v)
+    num_nodes, num_heads, num_channels = v.shape
+    groups, num_states = q.shape[1:]
+    # Slices and the heads of a group write to parts of their own, summed below.
+    dq = np.empty((cut.pieces, num_nodes, num_heads, num_states), v.dtype)
+    dk = np.empty_like(dq)
+    dv = np.empty_like(v)
+    dw = np.zeros((cut.pieces, symbolic.edge.shape[0], num_heads), v.dtype)
+    run(
+        _state_backward_tiles,
+        _state_costs(symbolic, num_heads, cut.pieces, 3 * num_states * num_channels),
+        2 * int(symbolic.sizes.max(initial=0)) * cut.rows * cut.width,
+        v.dtype,
+        *_pattern(symbolic),
+        *factors,
+        *_edges(symbolic),
+        q,
+        k,
+        v,
+        dy,
+        dq,
+        dk,
+        dv,
+        dw,
+        *cut,
+    )
+    shape = (cut.pieces, num_nodes, groups, num_heads // groups, num_states)
+    grad_query, grad_key = (
+        torch.from_numpy(x).view(shape).sum((0, 3)) for x in (dq, dk)
+    )
+    return grad_query, grad_key, torch.from_numpy(dv), torch.from_numpy(dw).sum(0)
+
+
+@jit
+def _state_forward_tiles(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
+    diagonal, lower, upper, query, key, value, out, width, pieces, rows,
+):  # fmt: skip
+    num_heads, num_channels = value.shape[1], value.shape[2]
+    num_states = query.shape[2]
+    per_group = num_heads // query.shape[1]
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, piece = task // (num_heads * pieces), task % pieces
+        h = (task // pieces) % num_heads
+        g = h // per_group
+        s, n = ptr[block], ptr[block + 1] - ptr[block]
+        states = scratch[: n * rows * width].reshape(n, rows * width)
+        for p0 in range(piece * width, num_channels, pieces * width):
+            p1 = min(p0 + width, num_channels)
+            for i in range(n):
+                out[node[s + i], h, p0:p1] = 0
+            for a0 in range(0, num_states, rows):
+                a1 = min(a0 + rows, num_states)
+                lanes = (a1 - a0) * (p1 - p0)
+                for i in range(n):
+                    v = node[s + i]
+                    outer(states[i], key[v, g], value[v, h], a0, a1, p0, p1)
+                _solve(
+                    states, s, n, lanes, False, stop, column_ptr, column_row,
+                    column_entry, diagonal[h], lower[h], upper[h],
+                )  # fmt: skip
+                w = p1 - p0
+                for i in range(n):
+                    v = node[s + i]
+                    state = states[i]
+                    for a in range(a0, a1):
+                        q = query[v, g, a]
+                        for p in range(w):
+                            out[v, h, p0 + p] += q * state[(a - a0) * w + p]
+
+
+@jit
+def _state_backward_tiles(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
+    diagonal, lower, upper, edge_ptr, edge, edge_row, edge_col, query, key, value,
+    grad, grad_query, grad_key, grad_value, grad_weight, width, pieces, rows,
+):  # fmt: skip
+    num_heads, num_channels = value.shape[1], value.shape[2]
+    num_states = query.shape[2]
+    per_group = num_heads // query.shape[1]
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, piece = task // (num_heads * pieces), task % pieces
+        h = (task // pieces) % num_heads
+        g = h // per_group
+        s, n = ptr[block], ptr[block + 1] - ptr[block]
+        tiles = scratch[: 2 * n * rows * width].reshape(2, n, rows * width)
+        states, adjoints = tiles[0], tiles[1]
+        for i in range(n):
+            grad_query[piece, node[s + i], h, :] = 0
+            grad_key[piece, node[s + i], h, :] = 0
+        for p0 in range(piece * width, num_channels, pieces * width):
+            p1 = min(p0 + width, num_channels)
+            for i in range(n):
+                grad_value[node[s + i], h, p0:p1] = 0
+            for a0 in range(0, num_states, rows):
+                a1 = min(a0 + rows, num_states)
+                lanes = (a1 - a0) * (p1 - p0)
+                for i in range(n):
+                    v = node[s + i]
+                    outer(states[i], key[v, g], value[v, h], a0, a1, p0, p1)
+                    outer(adjoints[i], query[v, g], grad[v, h], a0, a1, p0, p1)
+                _solve(
+                    states, s, n, lanes, False, stop, column_ptr, column_row,
+                    column_entry, diagonal[h], lower[h], upper[h],
+                )  # fmt: skip
+                _solve(
+                    adjoints, s, n, lanes, True, stop, column_ptr, column_row,
+                    column_entry, diagonal[h], lower[h], upper[h],
+                )  # fmt: skip
+                w = p1 - p0
+                for i in range(n):
+                    v = node[s + i]
+                    state, adjoint = states[i], adjoints[i]
+                    for a in range(a0, a1):
+                        k = key[v, g, a]
+                        dq = grad_query[piece, v, h, a]
+                        dk = grad_key[piece, v, h, a]
+                        for p in range(w):
+                            x = adjoint[(a - a0) * w + p]
+                            dq += state[(a - a0) * w + p] * grad[v, h, p0 + p]
+                            dk += x * value[v, h, p0 + p]
+                            grad_value[v, h, p0 + p] += k * x
+                        grad_query[piece, v, h, a] = dq
+                        grad_key[piece, v, h, a] = dk
+                _edge_products(
+                    adjoints, states, s, lanes, edge_ptr[block], edge_ptr[block + 1],
+                    edge, edge_row, edge_col, grad_weight[piece, :, h],
+                )  # fmt: skip
+
+
+# ------------------------------------------------------------------------- mask form
+
+
+def _mask_forward(call: Call, factors: Factors) -> Tensor:
+    """The output (L * Q K^T) V, block by block."""
+    symbolic = call.structure
+    q, k, v = arrays(*call.inputs[:3])
+    share = _share(symbolic, q, v)
+    out = np.empty_like(v)
+    run(
+        _mask_forward_blocks,
+        _mask_costs(symbolic, q, v, share),
+        _mask_scratch(symbolic, q, v, 2, 2),
+        v.dtype,
+        *_pattern(symbolic),
+        *factors,
+        q,
+        k,
+        v,
+        out,
+        share,
+    )
+    return torch.from_numpy(out)
+
+
+def _mask_backward(call: Call, factors: Factors, dy: np.ndarray) -> tuple[Tensor, ...]:
+    """Gradients from resolvents.
+
+    dA = L^T dL L^T on edges only: with M = (I - A)^-T dL, dA_ij = <M_i, L_j>.
+    """
+    symbolic = call.structure
+    q, k, v = arrays(*call.inputs[:3])
+    share = _share(symbolic, q, v)
+    parts = v.shape[1] // q.shape[1] // share
+    dq = np.empty((parts, *q.shape), q.dtype)
+    dk, dv = np.empty_like(dq), np.empty_like(v)
+    dw = np.zeros((symbolic.edge.shape[0], v.shape[1]), v.dtype)
+    run(
+        _mask_backward_blocks,
+        3 * _mask_costs(symbolic, q, v, share),
+        _mask_scratch(symbolic, q, v, 5, 5),
+        v.dtype,
+        *_pattern(symbolic),
+        *factors,
+        *_edges(symbolic),
+        q,
+        k,
+        v,
+        dy,
+        dq,
+        dk,
+        dv,
+        dw,
+        share,
+    )
+    grad_query, grad_key = (
+        torch.from_numpy(x[0] if parts == 1 else x.sum(0)) for x in (dq, dk)
+    )
+    return grad_query, grad_key, torch.from_numpy(dv), torch.from_numpy(dw)
+
+
+def _share(symbolic: SymbolicFactor, query: np.ndarray, value: np.ndarray) -> int:
+    """How many heads of a group a task takes: all, if threads have enough tasks."""
+    groups, heads = query.shape[1], value.shape[1]
+    enough = symbolic.sizes.shape[0] * groups >= 4 * torch.get_num_threads()
+    return heads // groups if enough else 1
+
+
+def _mask_costs(
+    symbolic: SymbolicFactor, query: np.ndarray, value: np.ndarray, share: int
+) -> np.ndarray:
+    sizes = symbolic.sizes.astype(float)
+    sweep = (2.0 * symbolic.entries + 3.0 * sizes) * sizes
+    products = 0.2 * sizes**2 * (query.shape[2] + share * value.shape[2])
+    return np.repeat(products + share * sweep, value.shape[1] // share)
+
+
+def _mask_scratch(
+    symbolic: SymbolicFactor,
+    query: np.ndarray,
+    value: np.ndarray,
+    squares: int,
+    thin: int,
+) -> int:
+    """Numbers in that many matrices [n, n], and in as many [n, N] and [n, P]."""
+    n = int(symbolic.sizes.max(initial=0)) + LANES
+    return n * (squares * n + thin * (query.shape[2] + value.shape[2]))
+
+
+# All matrices of a block are in elimination order, and their rows are filled up with
+# zeros to whole vectors: what is left over would be done number by number. Products
+# are arranged such that the inner loop runs over the nodes of the block, as there may
+# be few channels: y^T = v^T (L * S)^T, with L^T from the transposed system.
+
+
+@jit
+def _mask_forward_blocks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
+    diagonal, lower, upper, query, key, value, out, share,
+):  # fmt: skip
+    heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
+    tasks = heads // share
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, head = task // tasks, (task % tasks) * share
+        g = head * query.shape[1] // heads
+        s, n = ptr[block], ptr[block + 1] - ptr[block]
+        m = (n + LANES - 1) // LANES * LANES
+        nodes = node[s : s + n]
+        squares = scratch[: 2 * n * m].reshape(2, n, m)
+        mask, scores = squares[0], squares[1]
+        at = 2 * n * m
+        narrow = scratch[at : at + 2 * m * states].reshape(2, m * states)
+        k = narrow[0, : n * states].reshape(n, states)
+        qt = narrow[1].reshape(states, m)
+        at += 2 * m * states
+        slim = scratch[at : at + 2 * m * channels].reshape(2, channels, m)
+        vt, yt = slim[0], slim[1]
+        take(k, key, nodes, g)
+        take_transposed(qt, query, nodes, g)
+        matmul(scores, k, qt)
+        for h in range(head, head + share):
+            set_identity(mask)
+            _solve(
+                mask, s, n, m, True, stop, column_ptr, column_row, column_entry,
+                diagonal[h], lower[h], upper[h],
+            )  # fmt: skip
+            multiply(mask, mask, scores)
+            take_transposed(vt, value, nodes, h)
+            matmul(yt, vt, mask)
+            put_transposed(out, yt, nodes, h)
+
+
+@jit
+def _mask_backward_blocks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
+    diagonal, lower, upper, edge_ptr, edge, edge_row, edge_col, query, key, value,
+    grad, grad_query, grad_key, grad_value, grad_weight, share,
+):  # fmt: skip
+    heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
+    groups = query.shape[1]
+    tasks = heads // share
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, head = task // tasks, (task % tasks) * share
+        g = head * groups // heads
+        part = (head - g * (heads // groups)) // share
+        s, n = ptr[block], ptr[block + 1] - ptr[block]
+        m = (n + LANES - 1) // LANES * LANES
+        nodes = node[s : s + n]
+        squares = scratch[: 5 * n * m].reshape(5, n, m)
+        L, adjoint, scores = squares[0], squares[1], squares[2]
+        d_scores, mask = squares[3], squares[4]
+        at = 5 * n * m
+        narrow = scratch[at : at + 5 * m * states].reshape(5, m * states)
+        q = narrow[0, : n * states].reshape(n, states)
+        k = narrow[1, : n * states].reshape(n, states)
+        dq = narrow[2, : n * states].reshape(n, states)
+        qt, kt = narrow[3].reshape(states, m), narrow[4].reshape(states, m)
+        dkt = narrow[2].reshape(states, m)
+        at += 5 * m * states
+        slim = scratch[at : at + 4 * m * channels].reshape(4, m * channels)
+        dy = slim[0, : n * channels].reshape(n, channels)
+        dyt, vt = slim[1].reshape(channels, m), slim[2].reshape(channels, m)
+        dvt = slim[3].reshape(channels, m)
+        take(q, query, nodes, g)
+        take_transposed(kt, key, nodes, g)
+        matmul(scores, q, kt)
+        d_scores[:] = 0
+        for h in range(head, head + share):
+            set_identity(L)
+            _solve(
+                L, s, n, m, False, stop, column_ptr, column_row, column_entry,
+                diagonal[h], lower[h], upper[h],
+            )  # fmt: skip
+            multiply(mask, L, scores)
+            take(dy, grad, nodes, h)
+            take_transposed(dyt, grad, nodes, h)
+            matmul(dvt, dyt, mask)
+            put_transposed(grad_value, dvt, nodes, h)
+            take_transposed(vt, value, nodes, h)
+            matmul(mask, dy, vt)  # from here on the gradient of the mask
+            for i in range(n):
+                target, total = adjoint[i], d_scores[i]
+                d_mask, left, right = mask[i], L[i], scores[i]
+                for j in range(m):
+                    target[j] = d_mask[j] * right[j]
+                    total[j] += d_mask[j] * left[j]
+            _solve(
+                adjoint, s, n, m, True, stop, column_ptr, column_row,
+                column_entry, diagonal[h], lower[h], upper[h],
+            )  # fmt: skip
+            _edge_products(
+                adjoint, L, s, m, edge_ptr[block], edge_ptr[block + 1], edge, edge_row,
+                edge_col, grad_weight[:, h],
+            )  # fmt: skip
+        take(k, key, nodes, g)
+        matmul(dq, d_scores, k)
+        put(grad_query[part], dq, nodes, g)
+        take_transposed(qt, query, nodes, g)
+        matmul(dkt, qt, d_scores)
+        put_transposed(grad_key[part], dkt, nodes, g)

@@ -1,0 +1,598 @@
+"""The resolvent in plain PyTorch, on any device, without a loop over nodes or edges.
+
+Three solvers. *sparse* walks the elimination tree level by level, each level at once.
+*dense* and *neumann* work on dense matrices, block by block on the CPU and padded on
+other devices; *neumann* in state form multiplies by the sparse A. Gradients are
+written out, as all of this runs inside one registered operator, below autograd.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.mask_form import (
+    Padding,
+    masked_mix,
+    masked_mix_backward,
+)
+from pyg_chimera.ops.resolvent.pivot_growth import (
+    check_pivot_growth,
+    named_if_singular,
+)
+from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
+
+DEVICES = None
+
+#: Numbers that one slice of states, or one padded group of matrices, may hold.
+_MAX_NUMEL = 1 << 26
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+# ------------------------------------------------------------------------ the backend
+
+
+def why_not(call: Call) -> str | None:
+    """It computes everything, unless elimination would need pivots."""
+    if call.choice.solver == "sparse":
+        check_pivot_growth(call.once("factors", lambda: _factorize(call))[1])
+    return None
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P], and the numeric factors of the sparse solver."""
+    if call.choice.solver == "sparse":
+        factors, _ = call.once("factors", lambda: _factorize(call))
+        compute = _state_forward if call.choice.form == "state" else _mask_forward
+        return compute(call, factors), (factors.diagonal, factors.lower, factors.upper)
+    if call.choice.form == "mask":
+        out = _dense_mask_forward(call)
+    elif call.choice.solver == "dense":
+        out = _dense_state_forward(call)
+    else:
+        out = _neumann_state_forward(call)
+    return out, ()
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> Gradients:
+    """Gradients of query, key, value and edge weight."""
+    if call.choice.solver == "sparse":
+        factors = Factors(_sweeps_of(call), *saved)
+        if call.choice.form == "state":
+            return _state_backward(call, factors, grad)
+        return _mask_backward(call, factors, grad)
+    if call.choice.form == "mask":
+        return _dense_mask_backward(call, grad)
+    if call.choice.solver == "dense":
+        return _dense_state_backward(call, grad)
+    return _neumann_state_backward(call, grad)
+
+
+# ------------------------------------------------------------- dense and finite sums
+
+
+def _dense_mask_forward(call: Call) -> Tensor:
+    """The output from a dense resolvent, or from a finite sum of powers."""
+    query, key, value, edge_weight = call.inputs[:4]
+    out = torch.empty_like(value)
+    for chunk in _chunks(call):
+        L, _ = _dense_resolvent(chunk.adjacency(edge_weight), call.inputs.num_terms)
+        inputs = (chunk.gather(x) for x in (query, key, value))
+        chunk.scatter(masked_mix(L, *inputs), out)
+    return out
+
+
+def _dense_mask_backward(call: Call, grad: Tensor) -> Gradients:
+    """Gradients from dense matrices; dA = L^T dL L^T if exact."""
+    query, key, value, edge_weight = call.inputs[:4]
+    outs = [torch.empty_like(x) for x in (query, key, value, edge_weight)]
+    for chunk in _chunks(call):
+        A = chunk.adjacency(edge_weight)
+        L, pullback = _dense_resolvent(A, call.inputs.num_terms)
+        inputs = (chunk.gather(x) for x in (query, key, value, grad))
+        dL, *grads = masked_mix_backward(L, *inputs)
+        for whole, part in zip(outs, grads, strict=False):
+            chunk.scatter(part, whole)
+        chunk.scatter_edges(pullback(dL), outs[3])
+    dq, dk, dv, dw = outs
+    return dq, dk, dv, dw
+
+
+def _dense_state_forward(call: Call) -> Tensor:
+    """The output from states, by one dense solve."""
+    query, key, value, edge_weight = call.inputs[:4]
+    out = torch.empty_like(value)
+    for chunk in _chunks(call):
+        A = chunk.adjacency(edge_weight)
+        q, k, v = (chunk.gather(_repeat(x, value)) for x in (query, key, value))
+        X = k.unsqueeze(-1) * v.unsqueeze(-2)
+        H = _unbatched(torch.linalg.solve, _eye(A) - A, X.flatten(-2)).view_as(X)
+        chunk.scatter((q.unsqueeze(-1) * H).sum(-2), out)
+    return out
+
+
+def _dense_state_backward(call: Call, grad: Tensor) -> Gradients:
+    """Gradients from states and their adjoints, as in the numba backend."""
+    query, key, value, edge_weight = call.inputs[:4]
+    dq, dk = (torch.empty_like(_repeat(x, value)) for x in (query, key))
+    dv, dw = torch.empty_like(value), torch.empty_like(edge_weight)
+    for chunk in _chunks(call):
+        A = chunk.adjacency(edge_weight)
+        q, k, v, dy = (
+            chunk.gather(_repeat(x, value)) for x in (query, key, value, grad)
+        )
+        M = _eye(A) - A
+        X, Y = k.unsqueeze(-1) * v.unsqueeze(-2), q.unsqueeze(-1) * dy.unsqueeze(-2)
+        H = _unbatched(torch.linalg.solve, M, X.flatten(-2)).view_as(X)
+        G = _unbatched(torch.linalg.solve, M.mT, Y.flatten(-2)).view_as(Y)
+        chunk.scatter((H * dy.unsqueeze(-2)).sum(-1), dq)
+        chunk.scatter((G * v.unsqueeze(-2)).sum(-1), dk)
+        chunk.scatter((G * k.unsqueeze(-1)).sum(-2), dv)
+        chunk.scatter_edges(G.flatten(-2) @ H.flatten(-2).mT, dw)
+    return _grouped_sum(dq, query), _grouped_sum(dk, key), dv, dw
+
+
+def _dense_resolvent(
+    A: Tensor, num_terms: int | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    r"""The resolvent, or the sum of powers up to `num_terms`, and its pullback.
+
+    The sum :math:`S_m` of :math:`m` terms and :math:`P_m = A^m` grow along the bits of
+    :math:`m`, by :math:`S_{2m} = S_m + P_m S_m` and :math:`S_{m+1} = I + A S_m`.
+    """
+    eye = _eye(A)
+    if num_terms is None:
+        L = _unbatched(torch.linalg.inv, eye - A)
+        return L, lambda dL: L.mT @ dL @ L.mT
+    steps = []
+    S, P = eye, A
+    for bit in bin(num_terms + 1)[3:]:
+        steps.append(("double", S, P))
+        S, P = S + P @ S, P @ P
+        if bit == "1":
+            steps.append(("add", S, P))
+            S, P = eye + A @ S, A @ P
+
+    def pullback(dS: Tensor) -> Tensor:
+        dA, dP = torch.zeros_like(A), torch.zeros_like(A)
+        for step, S, P in reversed(steps):
+            if step == "add":
+                dA = dA + dS @ S.mT + dP @ P.mT
+                dS, dP = A.mT @ dS, A.mT @ dP
+            else:
+                dP = dP @ P.mT + P.mT @ dP + dS @ S.mT
+                dS = dS + P.mT @ dS
+        return dA + dP
+
+    return S, pullback
+
+
+def _neumann_state_forward(call: Call) -> Tensor:
+    """The finite sum in state form, H <- A H + X, by sparse products."""
+    query, key, value = call.inputs[:3]
+    out = torch.zeros_like(value)
+    q, k = _repeat(query, value), _repeat(key, value)
+    for part in _state_slices(value, query.size(2), 3):
+        *_, H = _powers(call, k[..., part, None] * value.unsqueeze(-2))
+        out += (q[..., part, None] * H).sum(-2)
+    return out
+
+
+def _neumann_state_backward(call: Call, grad: Tensor) -> Gradients:
+    """Gradients of the finite sum, back through every product."""
+    query, key, value, edge_weight = call.inputs[:4]
+    num_terms = call.inputs.num_terms
+    q, k = _repeat(query, value), _repeat(key, value)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    dv, dw = torch.zeros_like(value), torch.zeros_like(edge_weight)
+    col, row = call.inputs.edge_index
+    dy, v = grad.unsqueeze(-2), value.unsqueeze(-2)
+    for part in _state_slices(value, query.size(2), num_terms + 4):
+        *states, H = _powers(call, k[..., part, None] * v)
+        dq[..., part] = (H * dy).sum(-1)
+        G = q[..., part, None] * dy
+        dX = G.clone()
+        for H in reversed(states):
+            dw += (G[row] * H[col]).sum((-1, -2))
+            step = edge_weight[..., None, None] * G[row]
+            G = torch.zeros_like(G).index_add_(0, col, step)
+            dX += G
+        dk[..., part] = (dX * v).sum(-1)
+        dv += (dX * k[..., part, None]).sum(-2)
+    return _grouped_sum(dq, query), _grouped_sum(dk, key), dv, dw
+
+
+def _powers(call: Call, X: Tensor) -> Iterator[Tensor]:
+    """The states after 0, 1, ... products."""
+    H, (col, row) = X, call.inputs.edge_index
+    yield H
+    for _ in range(call.inputs.num_terms):
+        H = X.index_add(0, row, call.inputs.edge_weight[..., None, None] * H[col])
+        yield H
+
+
+class _Chunk(NamedTuple):
+    """Some blocks of like size, padded to one."""
+
+    node: Tensor  #: [B, n], nodes of each block; V where there is none
+    edge: Tensor  #: [e], their edges
+    place: Tensor  #: [e], where these stand in a flattened [B, n, n]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[V, heads, C] -> [B, heads, n, C]."""
+        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
+        return x[self.node].transpose(1, 2)
+
+    def scatter(self, x: Tensor, out: Tensor) -> None:
+        """[B, heads, n, C] -> [V, heads, C]."""
+        real = self.node < out.size(0)
+        out[self.node[real]] = x.transpose(1, 2)[real]
+
+    def adjacency(self, edge_weight: Tensor) -> Tensor:
+        """[E, heads] -> [B, heads, n, n]."""
+        size, n = self.node.shape
+        A = edge_weight.new_zeros(size * n * n, edge_weight.size(1))
+        A.index_add_(0, self.place, edge_weight[self.edge])
+        return A.view(size, n, n, -1).permute(0, 3, 1, 2).contiguous()
+
+    def scatter_edges(self, dA: Tensor, out: Tensor) -> None:
+        """[B, heads, n, n] -> [E, heads]."""
+        out[self.edge] = dA.permute(0, 2, 3, 1).flatten(0, 2)[self.place]
+
+
+def _chunks(call: Call) -> Iterator[_Chunk]:
+    symbolic, device = call.structure, call.inputs.edge_weight.device
+    num_heads = call.inputs.edge_weight.size(1)
+    V, sizes = symbolic.num_nodes, symbolic.sizes
+    by_size = np.argsort(-sizes, kind="stable")
+    place = np.empty(V, np.int64)
+    place[symbolic.node] = symbolic.local
+    col, row = place[call.inputs.edge_index.cpu().numpy()]
+    first = 0
+    while first < len(sizes):
+        n = int(sizes[by_size[first]])
+        # On the CPU a padded group has no advantage over its blocks one by one.
+        fits = 1 if device.type == "cpu" else max(1, _MAX_NUMEL // (n * n * num_heads))
+        blocks = by_size[first : first + fits]
+        first += len(blocks)
+        node = np.full((len(blocks), n), V)
+        edges, places = [], []
+        for b, block in enumerate(blocks):
+            inside = slice(symbolic.ptr[block], symbolic.ptr[block + 1])
+            node[b, : sizes[block]] = symbolic.order[inside]
+            edge = symbolic.edge[
+                symbolic.edge_ptr[block] : symbolic.edge_ptr[block + 1]
+            ]
+            edges.append(edge)
+            places.append((b * n + row[edge]) * n + col[edge])
+        arrays = (node, np.concatenate(edges), np.concatenate(places))
+        yield _Chunk(*(torch.from_numpy(x).to(device) for x in arrays))
+
+
+def _grouped_sum(x: Tensor, like: Tensor) -> Tensor:
+    """Sum over the heads of each group."""
+    return x.unflatten(1, (like.size(1), -1)).sum(2)
+
+
+def _state_slices(value: Tensor, num_states: int, copies: int = 1) -> Iterator[slice]:
+    """Slices of the state channels such that the states of one fit in memory."""
+    lanes = max(1, _MAX_NUMEL // max(1, value.numel() * copies))
+    for a in range(0, max(1, num_states), lanes):
+        yield slice(a, a + lanes)
+
+
+def _eye(A: Tensor) -> Tensor:
+    return torch.eye(A.size(-1), dtype=A.dtype, device=A.device).expand_as(A)
+
+
+def _repeat(x: Tensor, value: Tensor) -> Tensor:
+    return x.repeat_interleave(value.size(1) // x.size(1), 1)
+
+
+def _unbatched(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Call a LAPACK function of [B, heads, n, n], one matrix at a time on the CPU.
+
+    Batched LU is wrong there with more than one thread (pytorch#142815, #141358).
+    """
+    if args[0].device.type != "cpu":
+        with named_if_singular():
+            return function(*args)
+    flat = [x.flatten(0, 1) for x in args]
+    with named_if_singular():
+        results = [function(*(x[b] for x in flat)) for b in range(len(flat[0]))]
+    return torch.stack(results).view(*args[0].shape[:2], *results[0].shape)
+
+
+# ---------------------------------------------------------------------------- sparse
+
+
+class _Level(NamedTuple):
+    """What one level of a sweep does: state[row] -= value[entry] * state[col]."""
+
+    node: Tensor
+    row: Tensor
+    col: Tensor
+    entry: Tensor
+
+
+class Sweeps(NamedTuple):
+    """The levels of both sweeps of a symbolic, on a device."""
+
+    down: list[_Level]  #: over rows of L, leaves of the elimination tree first
+    up: list[_Level]  #: over rows of U, roots first
+    columns: list[Tensor]  #: the entries of L by the level of their column
+    updates: list[tuple[Tensor, ...]]  #: value[a] -= value[b] * value[c], by level
+    row: Tensor  #: [F], of each entry of L
+    column: Tensor  #: [F]
+
+
+class Factors(NamedTuple):
+    """I - A = L U, [V or F, heads], and the order of its sweeps."""
+
+    sweeps: Sweeps
+    diagonal: Tensor  #: reciprocal of the diagonal of U
+    lower: Tensor
+    upper: Tensor
+
+
+def _sweeps(symbolic: SymbolicFactor, device: torch.device) -> Sweeps:
+    """Group the rows of a symbolic by their level in the elimination tree."""
+    F = symbolic.num_entries
+    row = np.repeat(np.arange(symbolic.num_nodes), np.diff(symbolic.lower_ptr))
+    col = symbolic.lower_col
+    depth = _depths(symbolic.lower_ptr, col)
+    height = _heights(symbolic.upper_ptr, symbolic.upper_row)
+    entries = np.arange(F)
+    down = _levels(depth, row, col, entries, device)
+    up = _levels(height, col, row, entries, device)
+    columns = list(_split(entries, depth[col], len(down), device))
+    table = _updates(
+        symbolic.lower_ptr,
+        col,
+        symbolic.upper_ptr,
+        symbolic.upper_row,
+        symbolic.upper_entry,
+    )
+    updates = list(
+        zip(
+            *(_split(x, depth[table[3]], len(down), device) for x in table[:3]),
+            strict=True,
+        )
+    )
+    rows_and_columns = (torch.from_numpy(x).to(device) for x in (row, col))
+    return Sweeps(down, up, columns, updates, *rows_and_columns)
+
+
+def _sweeps_of(call: Call) -> Sweeps:
+    """The sweeps of a call, made once for each graph and device."""
+    device = call.inputs.edge_weight.device
+    tables = call.structure.tables
+    if ("sweeps", device) not in tables:
+        tables["sweeps", device] = _sweeps(call.structure, device)
+    return tables["sweeps", device]
+
+
+def _factorize(call: Call) -> tuple[Factors, float]:
+    """Factors I - A in float64, and its pivot growth, as in the numba backend."""
+    symbolic, edge_weight = call.structure, call.inputs.edge_weight
+    sweeps = _sweeps_of(call)
+    V, F = symbolic.num_nodes, symbolic.num_entries
+    device, dtype = edge_weight.device, edge_weight.dtype
+    slot = torch.from_numpy(symbolic.slot).to(device)
+    values = edge_weight.new_zeros(V + 2 * F, edge_weight.size(1), dtype=torch.float64)
+    values[:V] = 1
+    values.index_add_(0, slot, -edge_weight.double())
+    growth = 1.0
+    if V > 0:
+        norm, _, dominant = _sums(symbolic, sweeps, values)
+        for entry, (target, left, right) in zip(
+            sweeps.columns, sweeps.updates, strict=True
+        ):
+            values[V + entry] /= values[sweeps.column[entry]]
+            values.index_add_(0, target, -values[left] * values[right])
+        _, grown, _ = _sums(symbolic, sweeps, values)
+        ratio = (grown / norm).nan_to_num(torch.inf, torch.inf)
+        ratio = torch.where(dominant & ratio.isfinite(), 1.0, ratio)
+        zero_pivot = bool((values[:V] == 0).any())
+        growth = float("inf") if zero_pivot else max(1.0, float(ratio.max()))
+    factors = (1 / values[:V], values[V : V + F], values[V + F :])
+    return Factors(sweeps, *(x.to(dtype) for x in factors)), growth
+
+
+def _state_forward(call: Call, factors: Factors) -> Tensor:
+    """The output from states, a slice of state channels at a time."""
+    symbolic, (query, key, value) = call.structure, call.inputs[:3]
+    node = torch.from_numpy(symbolic.node).to(value.device)
+    q, k, v = _repeat(query, value)[node], _repeat(key, value)[node], value[node]
+    y = torch.zeros_like(v)
+    for part in _state_slices(value, query.size(2), 2):
+        X = k[..., part, None] * v.unsqueeze(-2)
+        H = _solve(factors, X.flatten(2)).view_as(X)
+        y += (q[..., part, None] * H).sum(-2)
+    return torch.empty_like(y).index_copy_(0, node, y)
+
+
+def _state_backward(call: Call, factors: Factors, grad: Tensor) -> Gradients:
+    """Gradients of query, key, value and edge weight, as in the numba backend."""
+    symbolic, (query, key, value) = call.structure, call.inputs[:3]
+    node = torch.from_numpy(symbolic.node).to(value.device)
+    q, k, v = _repeat(query, value)[node], _repeat(key, value)[node], value[node]
+    dy = grad[node]
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    row, col, edge = (
+        torch.from_numpy(x).to(value.device)
+        for x in (symbolic.edge_row, symbolic.edge_col, symbolic.edge)
+    )
+    dw = value.new_zeros(edge.numel(), value.size(1))
+    for part in _state_slices(value, query.size(2), 4):
+        X = k[..., part, None] * v.unsqueeze(-2)
+        H = _solve(factors, X.flatten(2)).view_as(X)
+        X = q[..., part, None] * dy.unsqueeze(-2)
+        G = _solve(factors, X.flatten(2), transpose=True).view_as(X)
+        dq[..., part] = (H * dy.unsqueeze(-2)).sum(-1)
+        dk[..., part] = (G * v.unsqueeze(-2)).sum(-1)
+        dv += (G * k[..., part, None]).sum(-2)
+        dw[edge] += (G[row] * H[col]).sum((-1, -2))
+    dq, dk = _grouped_sum(dq, query), _grouped_sum(dk, key)
+    dq, dk, dv = (torch.empty_like(x).index_copy_(0, node, x) for x in (dq, dk, dv))
+    return dq, dk, dv, dw
+
+
+def _mask_forward(call: Call, factors: Factors) -> Tensor:
+    """The output from the resolvents, padded to the largest block."""
+    pad, _, L = _resolvents(call, factors)
+    q, k, v = (pad.pad(x) for x in call.inputs[:3])
+    return pad.unpad(masked_mix(pad.pad(L), q, k, v), L.size(0))
+
+
+def _mask_backward(call: Call, factors: Factors, grad: Tensor) -> Gradients:
+    """Gradients of query, key, value and edge weight, as in the numba backend."""
+    symbolic, device = call.structure, grad.device
+    pad, node, L = _resolvents(call, factors)
+    q, k, v, dy = (pad.pad(x) for x in (*call.inputs[:3], grad))
+    grads = masked_mix_backward(pad.pad(L), q, k, v, dy)
+    dL, dq, dk, dv = (pad.unpad(x, L.size(0)) for x in grads)
+    M = _solve(factors, dL[node], transpose=True)
+    row, edge = (
+        torch.from_numpy(x).to(device) for x in (symbolic.edge_row, symbolic.edge)
+    )
+    col = call.inputs.edge_index[0, edge]
+    dw = grad.new_empty(edge.numel(), grad.size(1))
+    dw[edge] = (M[row] * L[col]).sum(-1)
+    return dq, dk, dv, dw
+
+
+def _resolvents(call: Call, factors: Factors) -> tuple[Padding, Tensor, Tensor]:
+    """Node at each position, and resolvents [V, heads, n], columns in node order."""
+    symbolic, device = call.structure, factors.lower.device
+    pad = Padding(symbolic.order, symbolic.sizes, device)
+    node, place = (
+        torch.from_numpy(x).to(device) for x in (symbolic.node, symbolic.local)
+    )
+    X = factors.lower.new_zeros(len(node), factors.lower.size(1), pad.shape[1])
+    X.scatter_(2, place.view(-1, 1, 1).expand(-1, X.size(1), 1), 1)
+    X = _solve(factors, X)
+    return pad, node, torch.empty_like(X).index_copy_(0, node, X)
+
+
+def _solve(factors: Factors, X: Tensor, transpose: bool = False) -> Tensor:
+    """Solve (I - A) H = X, or its transpose, for X [V, heads, W]; overwrites X."""
+    first, second = factors.lower, factors.upper
+    if transpose:
+        first, second = second, first
+    _sweep(factors.sweeps.down, X, first, factors.diagonal if transpose else None)
+    _sweep(factors.sweeps.up, X, second, None if transpose else factors.diagonal)
+    return X
+
+
+def _sweep(
+    levels: list[_Level], X: Tensor, values: Tensor, scale: Tensor | None
+) -> None:
+    for level in levels:
+        if level.entry.numel() > 0:
+            step = values[level.entry].unsqueeze(-1) * X[level.col]
+            X.index_add_(0, level.row, step, alpha=-1)
+        if scale is not None:
+            X[level.node] *= scale[level.node].unsqueeze(-1)
+
+
+def _sums(
+    symbolic: SymbolicFactor, sweeps: Sweeps, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each position's component [V, heads], for values that are I - A or L and U:
+
+    the largest row sum of |I - A|; the largest row sum of |L| |U|; whether all rows, or
+    all columns, of I - A are diagonally dominant.
+    """
+    V, F = symbolic.num_nodes, symbolic.num_entries
+    row, col = sweeps.row, sweeps.column
+    diagonal, below, above = values.abs().split([V, F, F])
+    zero = torch.zeros_like(diagonal)
+    u_sum = diagonal.index_add(0, col, above)
+    product = u_sum.index_add(0, row, below * u_sum[col])
+    by_row = zero.index_add(0, col, above).index_add(0, row, below)
+    by_column = zero.index_add(0, row, above).index_add(0, col, below)
+    root = torch.from_numpy(symbolic.roots()).to(values.device)
+    index = root[:, None].expand_as(diagonal)
+
+    def largest(x: Tensor) -> Tensor:
+        return zero.scatter_reduce(0, index, x, "amax")[root]
+
+    bound = diagonal * (1 + 1e-12)
+    rows, columns = (largest((x > bound).to(x.dtype)) == 0 for x in (by_row, by_column))
+    return largest(diagonal + by_row), largest(product), rows | columns
+
+
+def _split(
+    x: np.ndarray, level: np.ndarray, count: int, device: torch.device
+) -> tuple[Tensor, ...]:
+    order = np.argsort(level, kind="stable")
+    sizes = np.bincount(level, minlength=count).tolist()
+    return torch.from_numpy(x[order]).to(device).split(sizes)
+
+
+def _levels(
+    depth: np.ndarray,
+    row: np.ndarray,
+    col: np.ndarray,
+    entry: np.ndarray,
+    device: torch.device,
+) -> list[_Level]:
+    count = int(depth.max(initial=-1)) + 1
+    node = _split(np.arange(len(depth)), depth, count, device)
+    table = (_split(x, depth[row], count, device) for x in (row, col, entry))
+    return [_Level(*level) for level in zip(node, *table, strict=True)]
+
+
+@njit(cache=True, nogil=True)
+def _depths(lower_ptr, lower_col):  # type: ignore[no-untyped-def]
+    n = lower_ptr.shape[0] - 1
+    depth = np.zeros(n, np.int64)
+    for i in range(n):
+        for x in range(lower_ptr[i], lower_ptr[i + 1]):
+            depth[i] = max(depth[i], depth[lower_col[x]] + 1)
+    return depth
+
+
+@njit(cache=True, nogil=True)
+def _heights(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
+    n = upper_ptr.shape[0] - 1
+    height = np.zeros(n, np.int64)
+    for i in range(n - 1, -1, -1):
+        for x in range(upper_ptr[i], upper_ptr[i + 1]):
+            height[i] = max(height[i], height[upper_row[x]] + 1)
+    return height
+
+
+@njit(cache=True, nogil=True)
+def _updates(lower_ptr, lower_col, upper_ptr, upper_row, upper_entry):  # type: ignore[no-untyped-def]
+    """Every elementary update of the elimination: target, two factors, pivot."""
+    n, F = lower_ptr.shape[0] - 1, lower_col.shape[0]
+    count = 0
+    for k in range(n):
+        count += (upper_ptr[k + 1] - upper_ptr[k]) ** 2
+    table = np.empty((4, count), np.int64)
+    w = 0
+    for k in range(n):
+        for x in range(upper_ptr[k], upper_ptr[k + 1]):
+            i = upper_row[x]
+            for y in range(upper_ptr[k], upper_ptr[k + 1]):
+                j = upper_row[y]
+                low, high = min(i, j), max(i, j)
+                a, b = lower_ptr[high], lower_ptr[high + 1]
+                z = a + np.searchsorted(lower_col[a:b], low)
+                if i == j:
+                    table[0, w] = i
+                elif i > j:
+                    table[0, w] = n + z
+                else:
+                    table[0, w] = n + F + z
+                table[1, w] = n + upper_entry[x]
+                table[2, w] = n + F + upper_entry[y]
+                table[3, w] = k
+                w += 1
+    return table

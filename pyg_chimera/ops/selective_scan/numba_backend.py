@@ -1,0 +1,229 @@
+"""Mamba's recurrence on the CPU: jitted, one task per (block of sequences, channels).
+
+A task's states [N, channels] stay in the nearest cache, and the states of all rows are
+never written out: the forward pass keeps those before each 32nd row, from which the
+backward pass computes 32 rows of them anew at a time. The innermost loops run over
+channels, so the exponentials, and all else, are on full vectors.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
+from pyg_chimera.ops.common.sequences import row_blocks
+from pyg_chimera.ops.common.vector_kit import LANES, LOG_2, exp2, optimized
+
+DEVICES = ("cpu",)
+
+#: Rows from one state that is kept to the next.
+_SPAN = 32
+#: Channels of a task at most.
+_MAX_WIDTH = 128
+
+
+def why_not(call: Call) -> str | None:
+    """It computes everything."""
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The outputs, [T, D], and the states before the first row of each span."""
+    u, delta, A, B, C, D, ptr = call.inputs[:7]
+    (num_rows, channels), num_states = u.shape, A.size(1)
+    kept = u.new_empty(-(-num_rows // _SPAN), num_states, channels)
+    out = u.new_empty(u.shape)
+    tasks = _Tasks.of(ptr.numpy(), channels)
+    run(
+        _forward,
+        tasks.costs(ptr.numpy(), float(num_states * tasks.width)),
+        (num_states + 2) * tasks.width,
+        out.numpy().dtype,
+        *(ptr.numpy(), *tasks, *arrays(u, delta), _rates(A), *arrays(B, C, D)),
+        *arrays(out, kept),
+    )
+    return out, (kept,)
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of u, delta, A, B, C and D."""
+    u, delta, A, B, C, D, ptr = call.inputs[:7]
+    (num_rows, channels), num_states = u.shape, A.size(1)
+    tasks = _Tasks.of(ptr.numpy(), channels)
+    num_blocks = tasks.block.shape[0] - 1
+    du, ddelta = u.new_empty(u.shape), u.new_empty(u.shape)
+    # A sum for each task, as they run at the same time.
+    dA = u.new_empty(num_blocks, num_states, channels)
+    dB = u.new_empty(tasks.num_slices, num_rows, num_states)
+    dC = u.new_empty(tasks.num_slices, num_rows, num_states)
+    dD = u.new_empty(num_blocks, channels)
+    run(
+        _backward,
+        tasks.costs(ptr.numpy(), 4.0 * num_states * tasks.width),
+        ((2 * _SPAN + 3) * num_states + 3) * tasks.width,
+        du.numpy().dtype,
+        *(ptr.numpy(), *tasks, *arrays(grad, u, delta), _rates(A)),
+        *arrays(B, C, D, *saved),
+        *arrays(du, ddelta, dA, dB, dC, dD),
+    )
+    dB, dC = (x[0] if tasks.num_slices == 1 else x.sum(0) for x in (dB, dC))
+    return du, ddelta, dA.sum(0).t(), dB, dC, dD.sum(0)
+
+
+class _Tasks(NamedTuple):
+    """A task is a block of sequences, and the channels of a slice."""
+
+    block: np.ndarray  #: the first sequence of each block, and last their number
+    width: int  #: channels of a slice
+    num_slices: int
+
+    @classmethod
+    def of(cls, ptr: np.ndarray, channels: int) -> "_Tasks":
+        block = row_blocks(ptr)
+        # Few blocks are split by channels, for every thread to have something to do.
+        wanted = -(-torch.get_num_threads() // max(1, block.shape[0] - 1))
+        wanted = max(wanted, -(-channels // _MAX_WIDTH), 1)
+        width = max(-(-channels // (wanted * LANES)) * LANES, 1)
+        return cls(block, width, max(1, -(-channels // width)))
+
+    def costs(self, ptr: np.ndarray, per_row: float) -> np.ndarray:
+        return np.repeat(np.diff(ptr[self.block]) * per_row, self.num_slices)
+
+
+def _rates(A: Tensor) -> np.ndarray:
+    """A as exponents of two, [N, D]."""
+    return (A.t().double() / LOG_2).to(A.dtype).contiguous().numpy()
+
+
+@jit
+def _forward(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, ptr, block, most, num_slices, u, delta, rate, B, C, D,
+    out, kept,
+):  # fmt: skip
+    optimized()
+    num_states = rate.shape[0]
+    h = scratch[: num_states * most].reshape(num_states, most)
+    rest = scratch[num_states * most :][: 2 * most].reshape(2, most)
+    x, y = rest[0], rest[1]
+    for task in range(first, last):
+        i, part = task // num_slices, task % num_slices
+        # Unsigned, or each index would be looked at for being negative.
+        a = np.uint64(part * most)
+        width = np.uint64(min(most, u.shape[1] - part * most))
+        for s in range(block[i], block[i + 1]):
+            if stopped(stop):
+                return
+            h[:] = 0
+            for t in range(ptr[s], ptr[s + 1]):
+                if t % _SPAN == 0:
+                    if stopped(stop):
+                        return
+                    for n in range(num_states):
+                        for d in range(width):
+                            kept[t // _SPAN, n, a + d] = h[n, d]
+                for d in range(width):
+                    x[d] = delta[t, a + d] * u[t, a + d]
+                for d in range(width):
+                    y[d] = D[a + d] * u[t, a + d]
+                for n in range(num_states):
+                    b, c = B[t, n], C[t, n]
+                    for d in range(width):
+                        e = exp2(delta[t, a + d] * rate[n, a + d])
+                        e = e * h[n, d] + b * x[d]
+                        h[n, d] = e
+                        y[d] += c * e
+                for d in range(width):
+                    out[t, a + d] = y[d]
+
+
+@jit
+def _backward(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, ptr, block, most, num_slices, grad, u, delta, rate, B,
+    C, D, kept, du, ddelta, dA, dB, dC, dD,
+):  # fmt: skip
+    num_states = rate.shape[0]
+    size = num_states * most
+    # States before and after each row of a span, decays, and the adjoint states.
+    at = (_SPAN + 1) * size
+    h = scratch[:at].reshape(_SPAN + 1, num_states, most)
+    decay = scratch[at : at + _SPAN * size].reshape(_SPAN, num_states, most)
+    at += _SPAN * size
+    g = scratch[at : at + size].reshape(num_states, most)
+    at += size
+    sums = scratch[at : at + size].reshape(num_states, most)
+    at += size
+    rest = scratch[at : at + 3 * most].reshape(3, most)
+    _backward_tasks(
+        first, last, stop, ptr, block, most, num_slices, grad, u, delta, rate, B, C, D,
+        kept, du, ddelta, dA, dB, dC, dD, h, decay, g, sums, rest[0], rest[1], rest[2],
+    )  # fmt: skip
+
+
+@jit
+def _backward_tasks(  # type: ignore[no-untyped-def]
+    first, last, stop, ptr, block, most, num_slices, grad, u, delta, rate, B, C, D,
+    kept, du, ddelta, dA, dB, dC, dD, h, decay, g, sums, x, read, rates,
+):  # fmt: skip
+    optimized()
+    num_states = rate.shape[0]
+    zero, log_2 = rate.dtype.type(0), rate.dtype.type(LOG_2)
+    for task in range(first, last):
+        i, part = task // num_slices, task % num_slices
+        # Unsigned, or each index would be looked at for being negative.
+        a = np.uint64(part * most)
+        width = np.uint64(min(most, u.shape[1] - part * most))
+        for d in range(width):
+            dD[i, a + d] = 0
+        sums[:] = 0
+        for s in range(block[i], block[i + 1]):
+            start, end = ptr[s], ptr[s + 1]
+            g[:] = 0
+            while end > start:
+                if stopped(stop):
+                    return
+                low = max(start, (end - 1) // _SPAN * _SPAN)
+                for n in range(num_states):
+                    for d in range(width):
+                        h[0, n, d] = kept[low // _SPAN, n, a + d] if low > start else 0
+                for t in range(low, end):
+                    k = t - low
+                    for d in range(width):
+                        x[d] = delta[t, a + d] * u[t, a + d]
+                    for n in range(num_states):
+                        b = B[t, n]
+                        for d in range(width):
+                            e = exp2(delta[t, a + d] * rate[n, a + d])
+                            decay[k, n, d] = e
+                            h[k + 1, n, d] = e * h[k, n, d] + b * x[d]
+                for t in range(end - 1, low - 1, -1):
+                    k = t - low
+                    for d in range(width):
+                        x[d] = delta[t, a + d] * u[t, a + d]
+                        read[d] = 0
+                        rates[d] = 0
+                    for n in range(num_states):
+                        b, c = B[t, n], C[t, n]
+                        to_b, to_c = zero, zero
+                        for d in range(width):
+                            dy = grad[t, a + d]
+                            dh = g[n, d] + c * dy
+                            to_b += dh * x[d]
+                            to_c += h[k + 1, n, d] * dy
+                            read[d] += b * dh
+                            dh *= decay[k, n, d]
+                            g[n, d] = dh
+                            dh *= h[k, n, d]
+                            rates[d] += dh * rate[n, a + d]
+                            sums[n, d] += dh * delta[t, a + d]
+                        dB[part, t, n], dC[part, t, n] = to_b, to_c
+                    for d in range(width):
+                        dy = grad[t, a + d]
+                        du[t, a + d] = delta[t, a + d] * read[d] + D[a + d] * dy
+                        dD[i, a + d] += u[t, a + d] * dy
+                        ddelta[t, a + d] = u[t, a + d] * read[d] + log_2 * rates[d]
+                end = low
+        for n in range(num_states):
+            for d in range(width):
+                dA[i, n, a + d] = sums[n, d]

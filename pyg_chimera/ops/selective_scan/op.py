@@ -1,0 +1,148 @@
+"""Mamba's recurrence over packed sequences."""
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import check_dim, check_floats, check_shape
+from pyg_chimera.ops.common.operator import Operator, without_autocast
+from pyg_chimera.ops.common.sequences import as_ptr, check_ptr
+from pyg_chimera.ops.selective_scan import (
+    mamba_ssm_backend,
+    numba_backend,
+    reference,
+    torch_backend,
+)
+
+__all__ = ["selective_scan"]
+
+
+class Inputs(NamedTuple):
+    """The inputs of the registered operator."""
+
+    u: Tensor
+    delta: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    D: Tensor
+    ptr: Tensor
+    backend: str
+
+
+class _SelectiveScan(Operator[Inputs, None]):
+    name = "selective_scan"
+    inputs = Inputs
+    output_like = "u"
+    backends = {  # noqa: RUF012
+        "numba": numba_backend,
+        "mamba_ssm": mamba_ssm_backend,
+        "torch": torch_backend,
+        "reference": reference,
+    }
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        if inputs.backend == "auto" and mamba_ssm_backend.is_preferred(inputs):
+            inputs = inputs._replace(backend="mamba_ssm")
+        return super().__call__(inputs)
+
+    def check(self, inputs: Inputs, structure: None) -> None:
+        check_ptr(inputs.ptr, inputs.u.size(0))
+
+
+_selective_scan = _SelectiveScan()
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    ptr: Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    r"""Runs the recurrence of Mamba over packed sequences, from `"Mamba: Linear-Time
+    Sequence Modeling with Selective State Spaces" <https://arxiv.org/abs/2312.00752>`_
+    (Section 3.2):
+
+    .. math::
+        \mathbf{H}_t = \exp(\boldsymbol{\delta}_t \mathbf{1}^{\top} \odot \mathbf{A})
+        \odot \mathbf{H}_{t-1} + (\boldsymbol{\delta}_t \odot \mathbf{u}_t)
+        \mathbf{b}_t^{\top}, \qquad
+        \mathbf{y}_t = (\mathbf{H}_t \mathbf{c}_t + \mathbf{D} \odot \mathbf{u}_t)
+        \odot \textrm{SiLU}(\mathbf{z}_t),
+
+    where :math:`\mathbf{H}` is zero before the first row of each sequence. Sequences
+    of any length follow each other without padding, and none sees another. Time and
+    memory are linear in :math:`T`. Differentiable once, in reverse mode, in all
+    arguments but :obj:`ptr`. float16 and bfloat16 are computed in float32.
+
+    Args:
+        u (torch.Tensor): The input, :math:`[T, F]`.
+        delta (torch.Tensor): The step sizes, :math:`[T, F]`.
+        A (torch.Tensor): The rates of decay, negative as a rule, :math:`[F, N]`.
+        B (torch.Tensor): What the states write, :math:`[T, N]`.
+        C (torch.Tensor): What is read of the states, :math:`[T, N]`.
+        D (torch.Tensor, optional): The way past the states, :math:`[F]`.
+            (default: :obj:`None`)
+        z (torch.Tensor, optional): The gate of the output, :math:`[T, F]`.
+            (default: :obj:`None`)
+        delta_bias (torch.Tensor, optional): Added to :obj:`delta`, :math:`[F]`.
+            (default: :obj:`None`)
+        delta_softplus (bool, optional): Whether the step sizes are the softplus of
+            :obj:`delta`, after its bias. (default: :obj:`False`)
+        ptr (torch.Tensor, optional): Where each sequence begins, and last :math:`T`,
+            integer :math:`[S + 1]`, as :obj:`ptr` of a PyG batch. Sequences may be
+            empty. Without it, all rows are one sequence. (default: :obj:`None`)
+        backend (str, optional): ``"reference"`` (a loop, in float64), ``"torch"``
+            (any device, as many passes over all states as the longest sequence has
+            binary digits), ``"numba"`` (CPU), ``"mamba_ssm"`` (that package's kernel,
+            CUDA, float32, on sequences padded to one length), or ``"auto"``: numba on
+            the CPU; elsewhere mamba_ssm if it is installed, passes a test of its
+            results, and padding makes at most four rows of one, or else torch.
+            (default: :obj:`"auto"`)
+
+    Returns:
+        torch.Tensor: :math:`[T, F]`, in the dtype of :obj:`u`.
+
+    Raises:
+        ValueError: If shapes do not fit together, :obj:`ptr` does not begin with 0,
+            decreases or does not end with :math:`T`, or :obj:`backend` is unknown or
+            can't run on the device.
+        TypeError: If :obj:`ptr` is not integer, or another tensor not floating point.
+    """
+    check_dim("u", u, "[rows, channels]", 2)
+    check_dim("A", A, "[channels, states]", 2)
+    given = {"D": D, "z": z, "delta_bias": delta_bias}
+    given = {name: x for name, x in given.items() if x is not None}
+    check_floats(u=u, delta=delta, A=A, B=B, C=C, **given)
+    (rows, channels), states = u.shape, A.size(1)
+    check_shape("delta", delta, "[rows, channels] of 'u'", [rows, channels])
+    check_shape("A", A, "[channels, states]", [channels, states])
+    check_shape("B", B, "[rows, states]", [rows, states])
+    check_shape("C", C, "[rows, states]", [rows, states])
+    if D is not None:
+        check_shape("D", D, "[channels]", [channels])
+    if z is not None:
+        check_shape("z", z, "[rows, channels] of 'u'", [rows, channels])
+    if delta_bias is not None:
+        check_shape("delta_bias", delta_bias, "[channels]", [channels])
+    ptr = as_ptr(ptr, u)
+    with without_autocast(u):
+        x, delta, A, B, C = check_floats(u=u, delta=delta, A=A, B=B, C=C)
+        if delta_bias is not None:
+            delta = delta + delta_bias.to(delta.dtype)
+        if delta_softplus:
+            delta = F.softplus(delta)
+        D = x.new_zeros(channels) if D is None else D.to(x.dtype)
+        out = _selective_scan(Inputs(x, delta, A, B, C, D, ptr, backend))
+        if z is not None:
+            out = out * F.silu(z.to(x.dtype))
+    return out.to(u.dtype)

@@ -1,0 +1,128 @@
+"""Edges as compressed neighbour lists (CSR), in numpy."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+__all__ = [
+    "Rows",
+    "adjacency",
+    "compress",
+    "grouped",
+    "simple",
+    "sorted_rows",
+    "to_numpy",
+]
+
+
+class Rows(NamedTuple):
+    """Coordinates sorted by row, then column."""
+
+    ptr: np.ndarray  #: first entry of each row
+    row: np.ndarray
+    col: np.ndarray
+    entry: np.ndarray  #: where each came from
+
+
+def to_numpy(indices: Tensor) -> np.ndarray:
+    """Integer indices as a contiguous int64 array on the CPU."""
+    return indices.detach().cpu().to(torch.int64).contiguous().numpy()
+
+
+def grouped(label: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices by label, in their order, and the bounds of the groups [G + 1]."""
+    ptr = np.zeros(num_groups + 1, np.int64)
+    np.cumsum(np.bincount(label, minlength=num_groups), out=ptr[1:])
+    return np.argsort(label, kind="stable"), ptr
+
+
+def sorted_rows(row: np.ndarray, col: np.ndarray, num_rows: int) -> Rows:
+    """Sorts coordinates, and remembers where each came from."""
+    entry = np.lexsort((col, row))
+    ptr = np.zeros(num_rows + 1, np.int64)
+    np.cumsum(np.bincount(row, minlength=num_rows), out=ptr[1:])
+    return Rows(ptr, row[entry], col[entry], entry)
+
+
+@njit(cache=True, nogil=True)
+def compress(key, value, n):  # type: ignore[no-untyped-def]
+    """The values of each key, in the order they come, and the bounds of each key."""
+    ptr = np.zeros(n + 1, np.int64)
+    for e in range(key.shape[0]):
+        ptr[key[e] + 1] += 1
+    for i in range(n):
+        ptr[i + 1] += ptr[i]
+    grouped = np.empty(key.shape[0], np.int64)
+    free = ptr[:n].copy()
+    for e in range(key.shape[0]):
+        grouped[free[key[e]]] = value[e]
+        free[key[e]] += 1
+    return ptr, grouped
+
+
+@njit(cache=True, nogil=True)
+def simple(source, target, n):  # type: ignore[no-untyped-def]
+    """Compressed out-neighbours, ascending, without self-loops and duplicates."""
+    in_ptr, tail = compress(target, source, n)
+    count = np.zeros(n, np.int64)
+    last = np.full(n, -1, np.int64)
+    for i in range(n):
+        for x in range(in_ptr[i], in_ptr[i + 1]):
+            j = tail[x]
+            if j != i and last[j] != i:
+                last[j] = i
+                count[j] += 1
+    ptr = np.zeros(n + 1, np.int64)
+    for i in range(n):
+        ptr[i + 1] = ptr[i] + count[i]
+    head = np.empty(ptr[n], np.int64)
+    free = ptr[:n].copy()
+    last[:] = -1
+    for i in range(n):
+        for x in range(in_ptr[i], in_ptr[i + 1]):
+            j = tail[x]
+            if j != i and last[j] != i:
+                last[j] = i
+                head[free[j]] = i
+                free[j] += 1
+    return ptr, head
+
+
+@njit(cache=True, nogil=True)
+def adjacency(row, col, n):  # type: ignore[no-untyped-def]
+    """Compressed neighbour lists of the undirected simple graph, ascending."""
+    ptr = np.zeros(n + 1, np.int64)
+    for e in range(row.shape[0]):
+        if row[e] != col[e]:
+            ptr[row[e] + 1] += 1
+            ptr[col[e] + 1] += 1
+    for i in range(n):
+        ptr[i + 1] += ptr[i]
+    raw = np.empty(ptr[n], np.int64)
+    fill = ptr[:n].copy()
+    for e in range(row.shape[0]):
+        i, j = row[e], col[e]
+        if i != j:
+            raw[fill[i]] = j
+            fill[i] += 1
+            raw[fill[j]] = i
+            fill[j] += 1
+    # Walking the columns of a symmetric pattern in order sorts its rows.
+    slots = np.empty(ptr[n], np.int64)
+    fill[:] = ptr[:n]
+    for j in range(n):
+        for x in range(ptr[j], ptr[j + 1]):
+            i = raw[x]
+            if fill[i] == ptr[i] or slots[fill[i] - 1] != j:
+                slots[fill[i]] = j
+                fill[i] += 1
+    indptr = np.zeros(n + 1, np.int64)
+    for i in range(n):
+        indptr[i + 1] = indptr[i] + fill[i] - ptr[i]
+    indices = np.empty(indptr[n], np.int64)
+    for i in range(n):
+        indices[indptr[i] : indptr[i + 1]] = slots[ptr[i] : fill[i]]
+    return indptr, indices

@@ -1,0 +1,374 @@
+"""The nodes of each graph in sequences, sorted by a score."""
+
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import check_batch
+from pyg_chimera.ops.structure.cache import remembered
+
+__all__ = ["NodeSequences", "node_sequences"]
+
+# Random numbers are the lower half of a sort key, what is sorted by the upper one.
+_BITS = 32
+_MASK = 2**_BITS - 1
+_FREE_BITS = 63 - _BITS
+
+
+class NodeSequences(NamedTuple):
+    r"""The nodes of one or several graphs in sequences, packed one after the other."""
+
+    #: The node at each place, int64 :math:`[m |\mathcal{V}|]`, where :math:`m` is the
+    #: number of permutations. Each of its :math:`m` parts of length
+    #: :math:`|\mathcal{V}|` is a permutation of the nodes.
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index
+    #: Where each of the :math:`S = m B K` sequences begins, and at last the end, int64
+    #: :math:`[S + 1]`, for :math:`B` graphs of :math:`K` bins. Permutations come first,
+    #: then graphs in the order of their labels, then bins. Sequences may be empty.
+    ptr: Tensor
+
+
+def node_sequences(
+    score: Tensor | None,
+    batch: Tensor | None = None,
+    num_nodes: int | None = None,
+    *,
+    num_permutations: int = 1,
+    num_bins: int = 1,
+    clusters: bool = False,
+    shuffle: bool = True,
+    generator: torch.Generator | None = None,
+    seed: int | None = None,
+    batch_size: int | None = None,
+) -> NodeSequences:
+    r"""Sorts the nodes of each graph into sequences, as in `"Graph-Mamba: Towards
+    Long-Range Graph Sequence Modeling with Selective State Spaces"
+    <https://arxiv.org/abs/2402.00789>`_.
+
+    Nodes are sorted by their score, ascending, so that important ones come last and
+    see most. Nodes of the same score come in random order.
+
+    Random numbers are drawn from :obj:`generator`, or else from PyTorch's global one,
+    unless there is a :obj:`seed`: then the order is a function of :obj:`seed`, of the
+    number of the permutation and of the graph alone, the same in every process, on
+    every device, and in every batch.
+
+    Takes :math:`O(m |\mathcal{V}| \log |\mathcal{V}|)` time on the device of
+    :obj:`score`, whatever the labels of the graphs are. On the CPU, sequences with a
+    :obj:`seed` are remembered by the contents of :obj:`score` and :obj:`batch`. Can be
+    compiled as one graph without a :obj:`generator`.
+
+    Args:
+        score (torch.Tensor, optional): What to sort by, :math:`[|\mathcal{V}|]`, of any
+            real dtype. If set to :obj:`None`, all nodes are equal.
+        batch (torch.Tensor, optional): The graph of each node, integer
+            :math:`[|\mathcal{V}|]`, sorted or not. (default: :obj:`None`)
+        num_nodes (int, optional): The number of nodes :math:`|\mathcal{V}|`, needed
+            only if there is neither :obj:`score` nor :obj:`batch`.
+            (default: :obj:`None`)
+        num_permutations (int, optional): How many orders to find, :math:`m`.
+            (default: :obj:`1`)
+        num_bins (int, optional): Into how many sequences to divide the nodes of each
+            graph at random, :math:`K`, each of them sorted. Their sizes differ by at
+            most one. (default: :obj:`1`)
+        clusters (bool, optional): If set to :obj:`True`, :obj:`score` holds the number
+            of each node's cluster. The clusters of a graph then come in random order,
+            and so do the nodes of a cluster. (default: :obj:`False`)
+        shuffle (bool, optional): If set to :obj:`False`, nothing is random: nodes of
+            the same score keep their order, bins are successive nodes, and clusters
+            come by number. (default: :obj:`True`)
+        generator (torch.Generator, optional): Where random numbers come from.
+            (default: :obj:`None`)
+        seed (int, optional): Makes the order reproducible. (default: :obj:`None`)
+        batch_size (int, optional): The number of graphs :math:`B`, whose labels are
+            :math:`0, \ldots, B - 1`, also those without nodes. If set to :obj:`None`,
+            only graphs that have nodes have sequences; in a compiled graph, where
+            their number is not known, empty sequences follow them up to :math:`B =
+            |\mathcal{V}|`. (default: :obj:`None`)
+
+    Returns:
+        NodeSequences: The node at each place, int64 :math:`[m |\mathcal{V}|]`, and
+        where each sequence begins, int64 :math:`[m B K + 1]`, on the device of
+        :obj:`score`.
+
+    Raises:
+        ValueError: If :obj:`score` holds NaN, a shape is wrong, a number is too small
+            or too large, an entry of :obj:`batch` is out of range, devices differ, or
+            there are both a generator and a seed.
+        TypeError: If :obj:`score` or :obj:`batch` is not a tensor, :obj:`batch` or
+            clusters are not integer, :obj:`score` is complex, or a number is not an
+            integer.
+    """
+    device, num_nodes = _check_sequences(
+        score,
+        batch,
+        num_nodes,
+        num_permutations=num_permutations,
+        num_bins=num_bins,
+        clusters=clusters,
+        generator=generator,
+        seed=seed,
+        batch_size=batch_size,
+    )
+    options: list[Any] = [device, num_nodes, num_permutations, num_bins, clusters]
+    options += [shuffle, batch_size, seed, generator]
+    traced = torch.compiler.is_compiling()  # or wrapped, without contents to look up
+    traced = traced or torch._C._are_functorch_transforms_active()
+    if seed is None or device.type != "cpu" or traced:
+        return _sequences(score, batch, *options)
+    index, ptr = remembered(_sequences, (score, batch), *options)
+    return NodeSequences(index.clone(), ptr.clone())
+
+
+def _sequences(
+    score: Tensor | None,
+    batch: Tensor | None,
+    device: torch.device,
+    num_nodes: int,
+    m: int,
+    num_bins: int,
+    clusters: bool,
+    shuffle: bool,
+    batch_size: int | None,
+    seed: int | None,
+    generator: torch.Generator | None,
+) -> NodeSequences:
+    if batch is None:
+        num_graphs = 1 if batch_size is None else batch_size
+        graph = torch.zeros(num_nodes, dtype=torch.long, device=device)
+    else:
+        graph, num_graphs = _numbered(batch.long(), batch_size)
+    size = graph.new_zeros(num_graphs).scatter_add_(0, graph, torch.ones_like(graph))
+    first = size.cumsum(0) - size
+
+    def draw(place: Tensor, stream: int) -> Tensor:
+        """A random number for each permutation and place."""
+        if seed is not None:
+            return _hash(place, m, seed, stream)
+        shape = (m, num_nodes)
+        if generator is None:  # else compilation for all sizes fails, even with None
+            return torch.randint(2**_BITS, shape, device=device)
+        return torch.randint(2**_BITS, shape, generator=generator, device=device)
+
+    noise = draw(_place(graph, first), 0) if shuffle else None
+    group = _group(score, graph, num_graphs)
+    if clusters and shuffle:
+        group = _shuffled(_dense_rank(group), graph, num_graphs, draw)
+
+    if num_bins == 1:
+        index = _argsort(_packed(group, noise))
+        begin = first
+    else:
+        # Nodes in random order are dealt out, and each bin is sorted by itself.
+        index = _argsort(_packed(graph, noise))
+        graph = graph[index]
+        place = _arange(graph) - first[graph]
+        part = graph * num_bins + place * num_bins // size[graph]
+        group = group[index] if group.dim() == 1 else group.gather(1, index)
+        index = index.gather(-1, _argsort(_packed(part, group)))
+        part = torch.arange(num_bins, device=device)
+        begin = (part * size.view(-1, 1) + num_bins - 1) // num_bins
+        begin = (first.view(-1, 1) + begin).view(-1)
+
+    begin = torch.arange(m, device=device).view(-1, 1) * num_nodes + begin
+    ptr = torch.cat([begin.view(-1), begin.new_full((1,), m * num_nodes)])
+    return NodeSequences(index.expand(m, num_nodes).reshape(-1), ptr)
+
+
+def _check_sequences(
+    score: Tensor | None,
+    batch: Tensor | None,
+    num_nodes: int | None,
+    *,
+    clusters: bool,
+    generator: torch.Generator | None,
+    seed: int | None,
+    batch_size: int | None,
+    **numbers: int,
+) -> tuple[torch.device, int]:
+    """The device and the number of nodes, if everything is as it must be."""
+    for name, x in {"score": score, "batch": batch}.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(
+                f"'{name}' must be a tensor of shape [num_nodes] (got "
+                f"'{type(x).__name__}')"
+            )
+    integers = {"seed": seed, "num_nodes": num_nodes, "batch_size": batch_size}
+    for name, number in {**integers, **numbers}.items():
+        if number is not None and not isinstance(number, (Integral, torch.SymInt)):
+            raise TypeError(
+                f"'{name}' must be an integer (got '{type(number).__name__}')"
+            )
+        may_be_0 = name == "num_nodes" or (name == "batch_size" and batch is not None)
+        least = 0 if may_be_0 else 1
+        if name != "seed" and number is not None and number < least:
+            raise ValueError(f"'{name}' must be at least {least} (got {number})")
+
+    if score is not None:
+        wanted = batch.numel() if num_nodes is None and batch is not None else num_nodes
+        if score.dim() != 1 or wanted not in (None, score.size(0)):
+            raise ValueError(
+                "'score' must have one entry per node, shape "
+                f"[{'num_nodes' if wanted is None else wanted}] (got shape "
+                f"{list(score.shape)})"
+            )
+        if score.is_complex():
+            raise TypeError(f"'score' must be real (got dtype {score.dtype})")
+        device, num_nodes = score.device, score.size(0)
+    elif batch is not None:
+        device = batch.device
+        num_nodes = batch.numel() if num_nodes is None else num_nodes
+    elif num_nodes is not None:
+        device = torch.device("cpu") if generator is None else generator.device
+    else:
+        raise ValueError("'num_nodes' must be given if 'score' and 'batch' are None")
+
+    if clusters and (
+        score is None or score.is_floating_point() or score.dtype == torch.bool
+    ):
+        got = "None" if score is None else f"dtype {score.dtype}"
+        raise TypeError(
+            "'score' must hold the integer numbers of clusters if 'clusters' is True "
+            f"(got {got})"
+        )
+    if generator is not None and seed is not None:
+        raise ValueError(
+            "'generator' and 'seed' must not be given both; a seed makes the order "
+            "reproducible, a generator is drawn from anew"
+        )
+    for name, given in {"generator": generator, "batch": batch}.items():
+        if given is not None and given.device.type != device.type:
+            raise ValueError(
+                f"'{name}' must be of the device of 'score', {device} (got "
+                f"{given.device})"
+            )
+    if torch.compiler.is_compiling():  # values and sizes are not known
+        return device, num_nodes
+    sequences = numbers["num_bins"] * (1 if batch_size is None else batch_size)
+    if numbers["num_permutations"] * max(num_nodes, sequences) >= 2**31:
+        raise ValueError(
+            "'num_permutations' times 'num_nodes', or times 'num_bins' and "
+            "'batch_size', must be less than 2**31 (got num_nodes="
+            f"{num_nodes} and {numbers})"
+        )
+    if score is not None and bool(score.isnan().any()):
+        raise ValueError(
+            "'score' must not hold NaN (got "
+            f"{int(score.isnan().sum())} of {num_nodes} entries)"
+        )
+    if batch is not None:
+        check_batch(batch, num_nodes)
+        if batch_size is not None and num_nodes > 0 and int(batch.max()) >= batch_size:
+            raise ValueError(
+                "'batch' must hold numbers of graphs in [0, batch_size) = [0, "
+                f"{batch_size}) (got {int(batch.max())})"
+            )
+    return device, num_nodes
+
+
+def _numbered(graph: Tensor, num_graphs: int | None) -> tuple[Tensor, int]:
+    """The number of each node's graph, and how many graphs there are.
+
+    If that is not given, graphs without nodes have no number.
+    """
+    if num_graphs is not None:
+        return graph, num_graphs
+    if torch.compiler.is_compiling():
+        return _dense_rank(graph), graph.size(0)
+    num_graphs = int(graph.max()) + 1 if graph.numel() > 0 else 0
+    if num_graphs <= graph.numel():
+        seen = torch.zeros(num_graphs, dtype=torch.bool, device=graph.device)
+        if bool(seen.index_fill_(0, graph, True).all()):
+            return graph, num_graphs
+    graph = _dense_rank(graph)
+    return graph, int(graph.max()) + 1
+
+
+def _group(score: Tensor | None, graph: Tensor, num_graphs: int) -> Tensor:
+    """Integers that sort as graph and score do, small enough to be packed."""
+    if score is None:
+        return graph
+    score = score.detach()
+    if score.is_floating_point() and score.element_size() == 1:
+        score = score.float()  # as those of 8 bits can't be sorted
+    if not score.is_floating_point():
+        score = score.long()
+    num_ranks = score.numel()
+    if score.dtype == torch.long and num_ranks > 0 and _may_look_at(score):
+        low, high = (int(bound) for bound in score.aminmax())
+        if num_graphs * (high - low + 1) <= 2**_FREE_BITS:
+            return graph * (high - low + 1) + (score - low)
+    group = graph * num_ranks + _dense_rank(score)
+    # Sizes of what is compiled may be unknown.
+    if torch.compiler.is_compiling() or num_graphs * num_ranks > 2**_FREE_BITS:
+        return _dense_rank(group)
+    return group
+
+
+def _shuffled(
+    cluster: Tensor,
+    graph: Tensor,
+    num_graphs: int,
+    draw: Callable[[Tensor, int], Tensor],
+) -> Tensor:
+    """Clusters, numbered from 0 on in ascending order of graphs, in another order."""
+    graph_of = torch.full_like(graph, num_graphs).scatter_(0, cluster, graph)
+    first = graph.new_full((num_graphs + 1,), graph.numel())
+    first = first.scatter_reduce_(0, graph, cluster, "amin")
+    order = _argsort(_packed(graph_of, draw(_arange(graph) - first[graph_of], 1)))
+    shuffled = torch.empty_like(order)
+    shuffled.scatter_(1, order, _arange(order).expand_as(order))
+    return shuffled[:, cluster]
+
+
+def _dense_rank(value: Tensor) -> Tensor:
+    """How many different values are smaller."""
+    value, order = torch.sort(value)
+    rank = (value != value.roll(1)).cumsum(0)  # from 1 on, unless all are equal
+    return torch.empty_like(order).scatter_(0, order, rank - rank[:1])
+
+
+def _place(graph: Tensor, first: Tensor) -> Tensor:
+    """Each node's place among the nodes of its graph."""
+    place = _arange(graph)
+    if _may_look_at(graph) and bool((graph[1:] >= graph[:-1]).all()):
+        return place - first[graph]
+    order = _argsort(graph)
+    return torch.empty_like(order).scatter_(0, order, place - first[graph[order]])
+
+
+def _may_look_at(x: Tensor) -> bool:
+    """Whether a choice may depend on values, which a GPU would have to wait for."""
+    return x.is_cpu and not torch.compiler.is_compiling()
+
+
+def _arange(like: Tensor) -> Tensor:
+    return torch.arange(like.size(-1), device=like.device)
+
+
+def _packed(high: Tensor, low: Tensor | None) -> Tensor:
+    """Both in one key, as one sort is faster than two."""
+    return high if low is None else (high << _BITS) + low
+
+
+def _argsort(key: Tensor) -> Tensor:
+    return torch.sort(key, dim=-1, stable=True).indices
+
+
+def _hash(place: Tensor, num_permutations: int, seed: int, stream: int) -> Tensor:
+    """A number for each permutation and place, no two alike in a permutation."""
+    key = torch.arange(num_permutations, device=place.device).view(-1, 1)
+    for word in (seed // 2**_BITS, seed, stream):
+        key = _mix(key ^ (word % 2**_BITS))
+    return _mix(_mix(place) ^ key)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of the numbers of 32 bits, by products of less than 63."""
+    x = (x + 0x9E3779B9) & _MASK
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK
+    return x ^ (x >> 15)

@@ -1,0 +1,84 @@
+"""Functions of a graph's structure as operators that a compiler does not look into."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.structure.cache import remembered
+
+__all__ = ["structural_op"]
+
+
+def structural_op(fake: Callable) -> Callable[[Callable], Callable]:
+    r"""Registers a function of tensors as an operator of PyTorch.
+
+    A compiler or an exporter takes the operator as a whole. Each call looks up what was
+    computed for the same contents before, and returns copies of it.
+
+    Args:
+        fake (Callable): Takes the arguments of the function, and makes tensors of the
+            shapes and dtypes of its results.
+
+    Returns:
+        Callable: A decorator of a function whose arguments and results are annotated.
+        Tensors come first among the arguments, and there are no defaults. The
+        operator raises a :class:`TypeError` or a :class:`ValueError` for arguments
+        that PyTorch's dispatcher would not take.
+    """
+
+    def register(function: Callable) -> Callable:
+        parameters = inspect.signature(function).parameters.values()
+        kinds = [
+            (x.name, x.annotation, x.annotation == Tensor | None) for x in parameters
+        ]
+        num_tensors = sum(optional or kind is Tensor for _, kind, optional in kinds)
+
+        @functools.wraps(function)
+        def run(*args: Any) -> Any:
+            out = remembered(function, args[:num_tensors], *args[num_tensors:])
+            return out.clone() if isinstance(out, Tensor) else tuple(map(_clone, out))
+
+        name = f"pyg_chimera::{function.__name__.strip('_')}"
+        operator = torch.library.custom_op(name, run, mutates_args=())
+        operator.register_fake(fake)
+
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            if not torch.compiler.is_compiling():  # sizes may be unknown then
+                for kind, value in zip(kinds, args, strict=True):
+                    _check_argument(*kind, value)
+            return operator(*args)
+
+        return call
+
+    return register
+
+
+def _clone(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def _check_argument(name: str, kind: Any, optional: bool, value: Any) -> None:
+    if optional and value is None:
+        return
+    if kind is int:
+        if not isinstance(value, (Integral, torch.SymInt)):
+            raise TypeError(
+                f"'{name}' must be an integer (got '{type(value).__name__}')"
+            )
+        if not -(2**63) <= value < 2**63:  # type: ignore[operator]
+            raise ValueError(f"'{name}' must be an integer of 64 bits (got {value})")
+    elif kind is str:
+        if not isinstance(value, str):
+            raise TypeError(f"'{name}' must be a string (got {value!r})")
+    elif not isinstance(value, Tensor) or value.layout != torch.strided:
+        or_none = " or None" if optional else ""
+        got = value.layout if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(
+            f"'{name}' must be a dense tensor of integers{or_none} (got '{got}')"
+        )

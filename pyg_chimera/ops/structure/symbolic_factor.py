@@ -1,0 +1,190 @@
+"""The symbolic factorisation of I - A for a batch of graphs, and its blocks."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numba import njit
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import (
+    check_batch,
+    check_edge_index,
+    check_rank,
+    check_within_graphs,
+)
+from pyg_chimera.ops.structure.csr import adjacency, grouped, sorted_rows, to_numpy
+from pyg_chimera.ops.structure.distance import connected_components
+from pyg_chimera.ops.structure.elimination import elimination_order, fill_pattern
+
+__all__ = ["SymbolicFactor", "blocks_of", "symbolic_factor"]
+
+
+@dataclass(frozen=True)
+class SymbolicFactor:
+    r"""Where the entries of :math:`I - A = L U` lie, for a batch of graphs.
+
+    Nodes are renumbered by *position*: block by block (a block is a graph of the batch,
+    or without a batch a connected component), and within a block in elimination order.
+    L and U share one pattern: entry :obj:`x` of row :math:`i` is :math:`L_{ij}` and
+    :math:`U_{ji}` with :obj:`j = lower_col[x]` :math:`< i`.
+
+    All arrays are int64: ``V`` nodes, ``E`` edges, ``T`` blocks, ``F`` entries.
+    """
+
+    ptr: np.ndarray  #: [T + 1], first position of each block
+    node: np.ndarray  #: [V], node at each position
+    local: np.ndarray  #: [V], place of that node among the nodes of its block
+    order: np.ndarray  #: [V], nodes block by block, in node order within a block
+    lower_ptr: np.ndarray  #: [V + 1], first entry of each row
+    lower_col: np.ndarray  #: [F], column of each entry, ascending in a row
+    upper_ptr: np.ndarray  #: [V + 1], the same entries by column ...
+    upper_row: np.ndarray  #: [F], ... with their rows, ascending ...
+    upper_entry: np.ndarray  #: [F], ... and their numbers
+    slot: np.ndarray  #: [E], of each edge in [diagonal | L | U], V + 2 F long
+    edge_ptr: np.ndarray  #: [T + 1], first of a block's edges in ...
+    edge: np.ndarray  #: [E], ... the edges block by block
+    edge_row: np.ndarray  #: [E], position of the target of ``edge[x]``
+    edge_col: np.ndarray  #: [E], position of the source of ``edge[x]``
+    tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return self.node.shape[0]
+
+    @property
+    def num_entries(self) -> int:
+        """The number of entries of L below the diagonal."""
+        return self.lower_col.shape[0]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The number of nodes of each block."""
+        return np.diff(self.ptr)
+
+    @property
+    def entries(self) -> np.ndarray:
+        """The number of entries of each block."""
+        return np.diff(self.lower_ptr[self.ptr])
+
+    @property
+    def updates(self) -> np.ndarray:
+        """The number of elementary updates that factor each block."""
+        columns = np.diff(self.upper_ptr).astype(float)
+        return np.diff(np.append(0.0, np.cumsum(columns**2))[self.ptr])
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes."""
+        arrays = (x for x in vars(self).values() if isinstance(x, np.ndarray))
+        return sum(x.nbytes for x in arrays)
+
+    def roots(self) -> np.ndarray:
+        """The last position [V] that each position is connected to."""
+        return _roots(self.upper_ptr, self.upper_row)
+
+
+def symbolic_factor(
+    edge_index: Tensor, batch: Tensor | None, rank: Tensor | None, num_nodes: int
+) -> SymbolicFactor:
+    r"""Orders the nodes of a batch of graphs and finds the pattern of its factors.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
+        batch (torch.Tensor, optional): The graph of each node, integer
+            :math:`[|\mathcal{V}|]`, sorted or not. Without it, the weakly connected
+            components are the blocks.
+        rank (torch.Tensor, optional): The elimination rank of each node within its
+            graph. Computed if absent.
+        num_nodes (int): The number of nodes.
+
+    Raises:
+        ValueError: If a shape is wrong, an index is out of range, or an edge joins two
+            graphs of the batch.
+        TypeError: If :obj:`edge_index`, :obj:`batch` or :obj:`rank` is not integer.
+    """
+    check_edge_index(edge_index, num_nodes)
+    col, row = to_numpy(edge_index)
+    order, ptr, _ = blocks_of(edge_index, batch, num_nodes)
+    if rank is None:
+        by_rank = elimination_order(row, col, num_nodes)
+    else:
+        check_rank(rank, num_nodes)
+        by_rank = to_numpy(rank)
+    block = np.empty(num_nodes, np.int64)
+    block[order] = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+    node = order[np.lexsort((by_rank[order], block[order]))]
+    position, place = np.empty_like(node), np.empty_like(node)
+    position[node] = np.arange(num_nodes)
+    place[order] = np.arange(num_nodes) - np.repeat(ptr[:-1], np.diff(ptr))
+
+    edge_row, edge_col = position[row], position[col]
+    column_ptr, rows = fill_pattern(*adjacency(edge_row, edge_col, num_nodes))
+    columns = np.repeat(np.arange(num_nodes), np.diff(column_ptr))
+    lower = sorted_rows(rows, columns, num_nodes)
+    upper = sorted_rows(lower.col, lower.row, num_nodes)
+    edge, edge_ptr = grouped(block[row], len(ptr) - 1)
+    return SymbolicFactor(
+        ptr=ptr,
+        node=node,
+        local=place[node],
+        order=order,
+        lower_ptr=lower.ptr,
+        lower_col=lower.col,
+        upper_ptr=upper.ptr,
+        upper_row=upper.col,
+        upper_entry=upper.entry,
+        slot=_slots(edge_row, edge_col, lower.ptr, lower.col),
+        edge_ptr=edge_ptr,
+        edge=edge,
+        edge_row=edge_row[edge],
+        edge_col=edge_col[edge],
+    )
+
+
+def blocks_of(
+    edge_index: Tensor, batch: Tensor | None, num_nodes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Nodes by block [V], the bounds of the blocks [T + 1], each node's block [V].
+
+    Blocks are the graphs of the batch that have nodes, or connected components. Nothing
+    is ever computed across them, so that a NaN of one stays its own.
+    """
+    if batch is None:
+        block = to_numpy(connected_components(edge_index.cpu(), num_nodes))
+    else:
+        check_batch(batch, num_nodes)
+        graph = to_numpy(batch)
+        col, row = to_numpy(edge_index)
+        check_within_graphs(col, row, graph)
+        block = np.unique(graph, return_inverse=True)[1]
+    order, ptr = grouped(block, int(block.max(initial=-1)) + 1)
+    return order, ptr, block
+
+
+@njit(cache=True, nogil=True)
+def _roots(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
+    n = upper_ptr.shape[0] - 1
+    root = np.arange(n)
+    for i in range(n - 1, -1, -1):
+        if upper_ptr[i] < upper_ptr[i + 1]:  # climb the elimination tree
+            root[i] = root[upper_row[upper_ptr[i]]]
+    return root
+
+
+@njit(cache=True, nogil=True)
+def _slots(row, col, lower_ptr, lower_col):  # type: ignore[no-untyped-def]
+    """Where each edge stands in [diagonal | L | U]."""
+    n = lower_ptr.shape[0] - 1
+    slot = np.empty(row.shape[0], np.int64)
+    for e in range(row.shape[0]):
+        i, j = row[e], col[e]
+        if i == j:
+            slot[e] = i
+            continue
+        low, high = min(i, j), max(i, j)
+        a, b = lower_ptr[high], lower_ptr[high + 1]
+        x = a + np.searchsorted(lower_col[a:b], low)
+        slot[e] = n + x if i > j else n + lower_col.shape[0] + x
+    return slot

@@ -1,0 +1,146 @@
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pyg_chimera.ops.common import numba_runtime
+from pyg_chimera.ops.common.numba_runtime import run
+
+SMALLEST = 5e-324
+COSTS = {"short": 1.0, "threads": 1e4, "long": 1e8}
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    torch.set_num_threads(2)  # put back by a fixture for all operators' tests
+
+
+@pytest.mark.parametrize("kind", COSTS)
+def test_each_task_runs_once(kind):
+    done = np.zeros(100, np.int64)
+
+    def kernel(first, last, stop, scratch, amount):
+        assert stop[0] == 0
+        assert scratch.shape == (7,)
+        assert scratch.dtype == np.float32
+        done[first:last] += amount
+
+    costs = np.full(100, COSTS[kind])
+    run(kernel, costs, 7, np.dtype(np.float32), 3)
+    assert (done == 3).all()
+    run(kernel, costs[:0], 7, np.dtype(np.float32), 3)
+
+
+@pytest.mark.parametrize("kind", COSTS)
+def test_errors_are_raised_and_stop_the_rest(kind):
+    begun = []
+
+    def kernel(first, last, stop, scratch):
+        begun.append(first)
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run(kernel, np.full(100, COSTS[kind]), 0, np.dtype(np.float32))
+    assert len(begun) <= 2  # one a thread
+
+
+@pytest.mark.parametrize("kind", COSTS)
+def test_denormals_are_zero_in_kernels_only(kind):
+    seen = []
+
+    def kernel(first, last, stop, scratch):
+        seen.append(SMALLEST * 1.0)
+
+    run(kernel, np.full(100, COSTS[kind]), 0, np.dtype(np.float32))
+    assert seen
+    assert set(seen) == {0.0}
+    assert SMALLEST * 1.0 > 0
+
+
+def test_python_threads_without_openmp(monkeypatch):
+    monkeypatch.setattr(numba_runtime._TEAM, "openmp", None)
+    names = set()
+
+    def kernel(first, last, stop, scratch):
+        names.add(threading.current_thread().name)
+
+    run(kernel, np.full(100, 1e4), 0, np.dtype(np.float32))
+    assert all(name.startswith("pyg_chimera") for name in names)
+
+
+@pytest.mark.parametrize("kind", ["threads", "long"])
+def test_ctrl_c_is_never_swallowed(kind):
+    """However often it comes, and wherever."""
+
+    def kernel(first, last, stop, scratch):
+        end = time.monotonic() + 0.002
+        while time.monotonic() < end and not stop[0]:
+            pass
+
+    def forever():
+        while True:
+            run(kernel, costs, 0, np.dtype(np.float32))
+
+    costs = np.full(100, COSTS[kind])
+    run(kernel, costs, 0, np.dtype(np.float32))
+    for delay in np.linspace(0.005, 0.03, 12):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            forever()
+        assert time.monotonic() - begin < 2
+        timer.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+import torch
+from pyg_chimera.ops import resolvent_mix
+
+edges = torch.randint(0, 2500, (2, 50_000), generator=torch.Generator().manual_seed(0))
+query, value, weight = torch.ones(2500, 1, 64), torch.ones(2500, 2, 32), torch.full(
+    (50_000, 2), 0.01)
+resolvent_mix(query[:9], query[:9], value[:9], edges[:, :0], weight[:0], form="mask")
+sent = []
+def interrupt():
+    sent.append(time.monotonic())
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Timer(6, interrupt).start()  # far from the end of the factorisation
+try:
+    resolvent_mix(query, query, value, edges, weight, solver="sparse", form="mask")
+except KeyboardInterrupt:
+    print(time.monotonic() - sent[0])
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_one_long_task():
+    out = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, check=True
+    )
+    assert float(out.stdout) < 2
+
+
+def test_compilation_is_said_once(caplog):
+    announcer = numba_runtime._Announcer()
+
+    class Event:
+        def __init__(self, function):
+            self.data = {"dispatcher": type("", (), {"py_func": function})}
+
+    with caplog.at_level(logging.WARNING, logger="pyg_chimera"):
+        announcer.on_start(Event(test_compilation_is_said_once))  # not one of ours
+        assert not caplog.records
+        for _ in range(2):
+            announcer.on_start(Event(run))
+    assert len(caplog.records) == 1
+    assert "compiling" in caplog.text

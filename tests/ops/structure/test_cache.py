@@ -1,0 +1,117 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from pyg_chimera.ops.structure import cache
+
+EDGES = torch.tensor([[0, 1, 2], [1, 2, 3]])
+BATCH = torch.tensor([0, 0, 0, 0])
+
+
+class Made:
+    """A structure, which is told apart from equal ones by identity."""
+
+    def __init__(self, *args):
+        self.args = args
+
+
+def other(*args):
+    return Made(*args)
+
+
+def made(*tensors, make=Made, options=()):
+    return cache.remembered(make, tensors, *options)
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache():
+    cache._CACHE.values.clear()
+
+
+def test_equal_contents_share_a_structure():
+    first = made(EDGES, None, BATCH, options=(4,))
+    assert made(EDGES.clone(), None, BATCH.clone(), options=(4,)) is first
+    nothing = torch.zeros(1, dtype=torch.long).expand(4)[:0]
+    assert made(nothing) is made(EDGES[0, :0])
+    strided = EDGES.t().contiguous().t()
+    assert made(strided, None, BATCH, options=(4,)) is first
+
+
+def test_different_contents_do_not():
+    variants = [
+        made(EDGES),
+        made(EDGES, None),
+        made(EDGES, BATCH),
+        made(EDGES, None, BATCH),
+        made(EDGES.int()),
+        made(EDGES.flip(0)),
+        made(EDGES.view(-1)),
+        made(EDGES, options=(4,)),
+        made(EDGES, options=(5,)),
+        made(EDGES, make=other),
+    ]
+    assert len({id(x) for x in variants}) == len(variants)
+
+
+def test_changed_in_place():
+    edges = EDGES.clone()
+    first = made(edges)
+    edges[0, 0] = 3
+    second = made(edges)
+    assert second is not first
+    assert first.args[0].equal(EDGES)  # of a copy
+    edges[0, 0] = 0
+    assert made(edges) is first
+
+
+def test_it_is_small_and_keeps_what_is_used():
+    first = made(EDGES)
+    for i in range(40):
+        made(EDGES, options=(i,))
+        assert made(EDGES) is first
+    assert len(cache._CACHE.values) == cache._CACHE.size
+    for i in range(cache._CACHE.size):
+        made(EDGES, options=(100 + i,))
+    assert made(EDGES) is not first
+
+
+def test_what_is_forgotten_is_made_again():
+    recipe = cache.Recipe(Made, (EDGES,))
+    first = cache.recalled(recipe.key(), recipe)
+    assert cache.recalled(recipe.key(), recipe) is first
+    cache._CACHE.values.clear()
+    again = cache.recalled(recipe.key(), recipe)
+    assert again is not first
+    assert again.args[0].equal(EDGES)
+
+
+def test_it_forgets_what_is_large():
+    small = cache._Cache(size=32, num_bytes=10 * 80)
+    for i in range(20):
+        small.put(str(i), (np.zeros(10), torch.zeros(5)))
+    assert len(small.values) == 8  # at least, however large
+    assert small.get("19") is not None
+    assert small.get("0") is None
+    large = cache._Cache(size=32, num_bytes=10 * 100)
+    for i in range(20):
+        large.put(str(i % 10), (np.zeros(10), torch.zeros(5)))
+    assert large.held == 8 * 100 + 2 * 100
+    assert len(large.values) == 10
+
+
+def test_errors_are_not_remembered():
+    def fail(x):
+        raise ValueError("bad")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="bad"):
+            made(EDGES, make=fail)
+
+
+def test_many_threads():
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(lambda i: made(EDGES, options=(i % 12,)), range(400))
+        for i, x in enumerate(results):
+            assert x.args[1] == i % 12

@@ -1,0 +1,295 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from asserts import assert_near
+from hypothesis import given, settings
+from strategies import Graph, dags, graphs
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from pyg_chimera.ops import (
+    chimera_transition,
+    dag_scan,
+    dag_transition,
+    path_transition,
+    released_transition,
+    resolvent_mix,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+EDGE_INDEX = torch.tensor([[0, 1, 2, 2, 0, 3], [1, 0, 1, 2, 1, 3]])  # node 4 is alone
+
+
+def load(name: str) -> dict[str, Tensor]:
+    with np.load(GOLDEN / f"{name}.npz") as file:
+        return {key: torch.from_numpy(file[key]) for key in file}
+
+
+def gates(num_nodes: int, heads: int = 2, copies: int = 3) -> list[Tensor]:
+    shape = (copies, num_nodes, heads)
+    return list(softplus(torch.randn(shape, dtype=torch.double)))
+
+
+def sum_of_rows(weight: Tensor, index: Tensor, num_nodes: int) -> Tensor:
+    return weight.new_zeros(num_nodes, weight.size(1)).index_add(0, index, weight)
+
+
+# --------------------------------------------------------------------------- formulas
+
+
+@pytest.mark.parametrize("with_edges", [False, True])
+@pytest.mark.parametrize("gamma", [1.0, 0.7])
+def test_chimera_formula(with_edges, gamma):
+    target, source, psi = gates(5)
+    edge = gates(6, copies=1)[0] if with_edges else None
+    out = chimera_transition(EDGE_INDEX, 5, target, source, psi, edge, gamma)
+    for h in range(2):
+        a = []
+        for e, (j, i) in enumerate(EDGE_INDEX.t().tolist()):
+            exponent = target[i, h] + source[j, h]
+            exponent = (exponent + edge[e, h]) / 3 if with_edges else exponent / 2
+            a.append(torch.exp(-exponent))
+        for e, (_, i) in enumerate(EDGE_INDEX.t().tolist()):
+            total = sum(x for x, k in zip(a, EDGE_INDEX[1], strict=True) if k == i)
+            expected = gamma * a[e] / (total + torch.exp(-psi[i, h]))
+            torch.testing.assert_close(out[e, h], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("with_edges", [False, True])
+def test_released_formula(with_edges):
+    target, source, psi = gates(5)
+    psi = psi + 3 * torch.arange(5).unsqueeze(-1)  # sums below and above one
+    edge = gates(6, copies=1)[0] if with_edges else None
+    out = released_transition(EDGE_INDEX, 5, target, source, psi, edge)
+    for h in range(2):
+        a = []
+        for e, (j, i) in enumerate(EDGE_INDEX.t().tolist()):
+            exponent = target[i, h] + source[j, h]
+            exponent = (exponent + edge[e, h]) / 3 if with_edges else exponent / 2
+            a.append(torch.exp(-exponent))
+        for e, (j, _) in enumerate(EDGE_INDEX.t().tolist()):
+            total = sum(x for x, k in zip(a, EDGE_INDEX[0], strict=True) if k == j)
+            total = total + torch.exp(-psi[j, h])
+            expected = a[e] / (max(total.item(), 1.0) + 0.05)
+            torch.testing.assert_close(out[e, h], expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("roots", ["write", "silent"])
+def test_dag_formula(roots):
+    edge_index = torch.tensor([[0, 0, 1, 2, 0], [1, 2, 3, 3, 3]])
+    (delta,) = gates(5, copies=1)
+    (root,) = gates(5, copies=1)
+    weight, input_gate = dag_transition(
+        edge_index, 5, delta, root if roots == "write" else None
+    )
+    parents = torch.tensor([1.0, 1.0, 3.0, 3.0, 3.0]).double().unsqueeze(-1)
+    assert_near(weight, torch.exp(-delta) / parents.sqrt(), 1e-12)
+    nothing = root if roots == "write" else torch.zeros_like(root)
+    expected = torch.stack([
+        nothing[0], delta[0], delta[1], delta[2:].sum(0) / 3**0.5, nothing[4],
+    ])  # fmt: skip
+    assert_near(input_gate, expected, 1e-12)
+
+
+def test_path_formula():
+    #   0 - 2 - 1,  3 - 4,  5
+    edge_index = torch.tensor([[0, 2, 1, 2, 3, 4], [2, 0, 2, 1, 4, 3]])
+    reverse = [1, 0, 3, 2, 5, 4]
+    (weight,) = gates(6, copies=1)
+    (psi,) = gates(6, copies=1)
+    out = path_transition(edge_index, 6, weight, psi)
+    for e, (j, i) in enumerate(edge_index.t().tolist()):
+        margin = torch.exp(-(psi[i] + psi[j]) / 2)
+        expected = weight[e] / (2 * torch.sqrt(weight[e] * weight[reverse[e]] + margin))
+        torch.testing.assert_close(out[e], expected, rtol=1e-12, atol=0)
+
+
+# ----------------------------------------------------------------------------- bounds
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(graph=graphs())
+def test_sums_are_below_one(graph: Graph):
+    edge_index, num_nodes = graph
+    target, source, psi = gates(num_nodes)
+    args = (edge_index, num_nodes, target, source, psi)
+    for gamma in (1.0, 0.5):
+        weight = chimera_transition(*args, gamma=gamma)
+        assert (weight >= 0).all()
+        assert (sum_of_rows(weight, edge_index[1], num_nodes) < gamma).all()
+    weight = released_transition(*args)
+    assert (weight >= 0).all()
+    assert (sum_of_rows(weight, edge_index[0], num_nodes) < 1).all()
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(graph=dags())
+def test_energy_along_a_dag_is_bounded(graph: Graph):
+    # The squares of the weights into a node sum to at most one.
+    edge_index, num_nodes = graph
+    (delta,) = gates(edge_index.size(1), copies=1)
+    weight, input_gate = dag_transition(edge_index, num_nodes, delta)
+    assert (sum_of_rows(weight.square(), edge_index[1], num_nodes) <= 1).all()
+    has_parents = torch.zeros(num_nodes, dtype=torch.bool)
+    has_parents[edge_index[1]] = True
+    assert (input_gate[~has_parents] == 0).all()
+    assert (input_gate[has_parents] > 0).all()
+
+
+def test_path_products_are_below_a_quarter():
+    n = 30
+    name = torch.randperm(n)
+    forward = torch.stack([name[:-1], name[1:]])
+    edge_index = torch.cat([forward.flip(0), forward], dim=1)
+    weight = torch.exp(5 * torch.randn(2 * n - 2, 3, dtype=torch.double))
+    out = path_transition(edge_index, n, weight, torch.rand(n, 3, dtype=torch.double))
+    product = out[: n - 1] * out[n - 1 :]
+    assert (product < 0.25).all()
+    assert product.max() > 0.2
+    assert out.max() > 2
+
+
+# ----------------------------------------------------------------------------- golden
+
+
+def test_released_graph():
+    data = load("chimera_graph_released")
+    edge_index, bias = data["edge_index"], data["dt_bias"]
+    num_nodes, heads = data["x"].size(0), bias.size(0)
+    leaves = {
+        name: data[name].requires_grad_() for name in ("x", "B", "C", "dt", "dt_edge")
+    }
+    dt = leaves["dt"].view(num_nodes, heads, 4)
+    source, target, psi = (softplus(dt[..., c] + bias) for c in range(3))
+    edge = softplus(leaves["dt_edge"] + bias)
+    weight = released_transition(edge_index, num_nodes, target, source, psi, edge)
+    x = leaves["x"].view(num_nodes, heads, -1)
+    B, C = leaves["B"].unsqueeze(1), leaves["C"].unsqueeze(1)
+    y = resolvent_mix(C, B, dt[..., 3, None] * x, edge_index, weight)
+    y = y + data["D"].unsqueeze(-1) * x
+    out = y.transpose(1, 2).flatten(1)
+    assert_near(out, data["out"])
+    out.backward(data["grad_out"])
+    for name, leaf in leaves.items():
+        assert_near(leaf.grad, data[f"grad_{name}"], what=name)
+
+
+def grid_dag(height: int, width: int, down: bool, right: bool) -> tuple[Tensor, Tensor]:
+    """From one corner of a grid: its edges, and 0 / 1 for a horizontal / vertical."""
+    edges, direction = [], []
+    for y in range(height):
+        for x in range(width):
+            parents = ((y, x - 1 if right else x + 1), (y - 1 if down else y + 1, x))
+            for q, (b, a) in enumerate(parents):
+                if 0 <= a < width and 0 <= b < height:
+                    edges.append((b * width + a, y * width + x))
+                    direction.append(q)
+    return torch.tensor(edges).t(), torch.tensor(direction)
+
+
+@pytest.mark.parametrize("form", ["state", "mask"])
+def test_released_grid(form):
+    """Four DAGs from the corners of a grid, whose roots write nothing."""
+    data = load("chimera_grid_released")
+    height, width, bias = int(data["height"]), int(data["width"]), data["dt_bias"]
+    size, T, _ = data["x"].shape
+    heads = bias.size(0)
+    leaves = {name: data[name].requires_grad_() for name in ("x", "B", "C", "dt")}
+    nodes = size * T
+    x = leaves["x"].reshape(nodes, heads, -1)
+    B, C = (leaves[name].reshape(nodes, 1, 4, -1) for name in ("B", "C"))
+    delta = softplus(leaves["dt"].reshape(nodes, heads, 4, 2) + bias[:, None, None])
+    y = 0
+    corners = [(True, True), (True, False), (False, True), (False, False)]
+    for d, (down, right) in enumerate(corners):
+        one, direction = grid_dag(height, width, down, right)
+        edge_index = torch.cat([one + T * i for i in range(size)], dim=1)
+        direction = direction.repeat(size)
+        edge_delta = delta[edge_index[1], :, d, direction]
+        weight, input_gate = dag_transition(edge_index, nodes, edge_delta)
+        value = input_gate.unsqueeze(-1) * x
+        y = y + dag_scan(C[:, :, d], B[:, :, d], value, edge_index, weight, form=form)
+    y = y / 2 + data["D"].unsqueeze(-1) * x
+    out = y.reshape(data["out"].shape)
+    assert_near(out, data["out"])
+    out.backward(data["grad_out"])
+    for name, leaf in leaves.items():
+        assert_near(leaf.grad, data[f"grad_{name}"], what=name)
+
+
+def test_target_selectivity_on_a_path_is_ssd():
+    """With delta of the target and writing roots, Mamba-2: a = exp(-d), b = d B."""
+    data = load("ssd")
+    delta = -data["log_a"].flatten(0, 1)
+    (size, length), nodes = data["X"].shape[:2], delta.size(0)
+    node = torch.arange(nodes).view(size, length)
+    edge_index = torch.stack([node[:, :-1].flatten(), node[:, 1:].flatten()])
+    weight, input_gate = dag_transition(
+        edge_index, nodes, delta[edge_index[1]], root=delta
+    )
+    assert_near(input_gate, delta, 1e-12)
+    C, B, X = (data[name].flatten(0, 1) for name in ("C", "B", "X"))
+    value = X * (input_gate / delta).unsqueeze(-1)  # as the data has no factor delta
+    out = dag_scan(C, B, value, edge_index, weight)
+    assert_near(out, data["out"].flatten(0, 1))
+
+
+# --------------------------------------------------------------------- errors and more
+
+
+def test_path_errors():
+    def check(edges, num_nodes, match):
+        edge_index = torch.tensor(edges).view(-1, 2).t()
+        weight = torch.ones(edge_index.size(1), 1)
+        with pytest.raises(ValueError, match=match):
+            path_transition(edge_index, num_nodes, weight, torch.ones(num_nodes, 1))
+
+    check([(0, 1), (1, 0), (1, 2)], 3, "edge 2, 1 -> 2, has no reverse.*to_undirected")
+    star = [(0, 1), (1, 0), (0, 2), (2, 0), (0, 3), (3, 0)]
+    check(star, 4, "6 edges between 4 nodes in 1 components, and a node of degree 3")
+    triangle = [(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)]
+    check(triangle, 3, "simple paths.*6 edges between 3 nodes")
+    check([(0, 1), (1, 0), (0, 1), (1, 0)], 2, "simple paths")
+    check([(0, 1), (1, 0), (0, 0)], 2, "simple paths")
+    check([(0, 1), (1, 0), (2, 2)], 4, "simple paths")
+    check([(0, 1), (1, 0)], 1, r"\[0, num_nodes\) = \[0, 1\)")
+
+
+@pytest.mark.parametrize("num_nodes", [0, 1, 3])
+def test_no_edges(num_nodes):
+    edge_index = torch.empty(2, 0, dtype=torch.long)
+    node, none = torch.rand(num_nodes, 2), torch.empty(0, 2)
+    args = (edge_index, num_nodes)
+    assert chimera_transition(*args, node, node, node).shape == (0, 2)
+    assert released_transition(*args, node, node, node).shape == (0, 2)
+    assert path_transition(*args, none, node).shape == (0, 2)
+    weight, input_gate = dag_transition(*args, none, node)
+    assert weight.shape == (0, 2)
+    assert input_gate.equal(node)
+    assert dag_transition(*args, none)[1].equal(torch.zeros(num_nodes, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_gradcheck(dtype):
+    edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]], dtype=dtype)
+    nodes = [x.requires_grad_() for x in gates(3)]
+    (edge,) = (x.requires_grad_() for x in gates(4, copies=1))
+    for function, inputs in (
+        (chimera_transition, (*nodes, edge)),
+        (released_transition, (*nodes, edge)),
+        (path_transition, (edge, nodes[0])),
+        (lambda *args: dag_transition(*args)[0], (edge, nodes[0])),
+        (lambda *args: dag_transition(*args)[1], (edge, nodes[0])),
+    ):
+        assert torch.autograd.gradcheck(
+            lambda *xs, f=function: f(edge_index, 3, *xs), inputs
+        )
+
+
+def test_path_reverse_is_registered():
+    edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    op = torch.ops.pyg_chimera.path_reverse.default
+    assert op(edge_index, 3).tolist() == [1, 0, 3, 2]
+    torch.library.opcheck(op, (edge_index, 3))
