@@ -3,7 +3,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
@@ -11,16 +10,15 @@ from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure import connected_components, topological_rank
 from pyg_chimera.ops.structure.centrality import closeness, pagerank
-from pyg_chimera.ops.structure.checks import check_edge_index
-from pyg_chimera.ops.structure.distance import simple
-from pyg_chimera.ops.structure.elimination import to_numpy
-from pyg_chimera.transforms.structure import check_attr_name, edges_of
+from pyg_chimera.ops.structure.csr import simple, to_numpy
+from pyg_chimera.ops.structure.distance import search_tree
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of
 
 __all__ = ["DAGDecomposition"]
 
 _SCORES = ("degree", "pagerank", "closeness")
 _SEARCHES = ("bfs", "bfs_dense")
-_METHODS = ("order", *_SCORES, "random", *_SEARCHES)
+_ORDERS = ("order", *_SCORES, "random", *_SEARCHES)
 
 
 @functional_transform("chimera_dag_decomposition")
@@ -31,8 +29,8 @@ class DAGDecomposition(BaseTransform):
     :obj:`chimera_dag_decomposition`).
 
     DAGs come in pairs: entry :math:`2k + 1` is entry :math:`2k` with each edge turned
-    around (an odd :obj:`num_dags` leaves the last one without). With a method that
-    orders the nodes, each edge leads from an earlier to a later node, so that each DAG
+    around (an odd :obj:`num_dags` leaves the last one without). With an order that is
+    no search, each edge leads from an earlier to a later node, so that each DAG
     has every undirected edge and each pair every directed one. Adds
 
     * :obj:`data.dag_edge_index`, a list of :obj:`num_dags` int64 tensors
@@ -55,7 +53,7 @@ class DAGDecomposition(BaseTransform):
 
     Args:
         num_dags (int, optional): The number of DAGs. (default: :obj:`2`)
-        method (str or Callable, optional): How to choose them.
+        order (str or Callable, optional): How to choose them.
 
             * :obj:`"order"`: by the order of the nodes.
             * :obj:`"degree"`, :obj:`"pagerank"`, :obj:`"closeness"`: by the number of
@@ -86,14 +84,14 @@ class DAGDecomposition(BaseTransform):
 
     Raises:
         TypeError: If the data is not homogeneous, or an index not integer.
-        ValueError: If an argument is not as above, the method has no :obj:`num_dags`
+        ValueError: If an argument is not as above, the order has no :obj:`num_dags`
             different DAGs, an edge lacks its reverse, or a shape or an index is wrong.
     """
 
     def __init__(
         self,
         num_dags: int = 2,
-        method: str | Callable[[Data], Tensor] = "order",
+        order: str | Callable[[Data], Tensor] = "order",
         *,
         reverse: bool = True,
         ties: str = "order",
@@ -101,38 +99,39 @@ class DAGDecomposition(BaseTransform):
         seed: int | None = None,
         prefix: str = "dag",
     ) -> None:
+        if not isinstance(num_dags, int):
+            raise TypeError(
+                f"'num_dags' must be an integer (got '{type(num_dags).__name__}')"
+            )
         if num_dags < 1:
             raise ValueError(f"'num_dags' must be at least 1 (got {num_dags})")
-        if not callable(method) and method not in _METHODS:
+        if not callable(order) and order not in _ORDERS:
             raise ValueError(
-                f"'method' must be a function or one of {list(_METHODS)} (got "
-                f"'{method}')"
+                f"'order' must be a function or one of {list(_ORDERS)} (got {order!r})"
             )
         if ties not in ("order", "random"):
             raise ValueError(f"'ties' must be 'order' or 'random' (got '{ties}')")
-        scored = callable(method) or method in _SCORES
+        scored = callable(order) or order in _SCORES
         if ties == "random" and not scored:
             raise ValueError(
                 f"'ties' must be 'order' where there are no scores (got '{ties}' with "
-                f"method '{method}')"
+                f"order '{order}')"
             )
-        if root_attr is not None and method not in _SEARCHES:
+        if root_attr is not None and order not in _SEARCHES:
             raise ValueError(
-                f"'root_attr' needs a method with roots, one of {list(_SEARCHES)} (got "
-                f"'{root_attr}' with method '{method}')"
+                f"'root_attr' needs an order with roots, one of {list(_SEARCHES)} (got "
+                f"'{root_attr}' with order '{order}')"
             )
         limit = 2 if reverse else 1
-        if num_dags > limit and ties == "order" and (scored or method == "order"):
+        if num_dags > limit and ties == "order" and (scored or order == "order"):
             raise ValueError(
-                f"'num_dags' must be at most {limit} with method '{_name(method)}' "
+                f"'num_dags' must be at most {limit} with order '{_name(order)}' "
                 f"and reverse={reverse}, as there is one such order (got {num_dags}); "
-                "use "
-                + ("ties='random'" if scored else "method='random'")
-                + " for more"
+                "use " + ("ties='random'" if scored else "order='random'") + " for more"
             )
         check_attr_name("prefix", prefix)
         self.num_dags = num_dags
-        self.method = method
+        self.order = order
         self.reverse = reverse
         self.ties = ties
         self.root_attr = root_attr
@@ -142,9 +141,13 @@ class DAGDecomposition(BaseTransform):
     def forward(self, data: Data) -> Data:
         """Adds the attributes to a copy of the data."""
         edge_index, num_nodes = edges_of(data)
-        check_edge_index(edge_index, num_nodes)
         edge_attr = data.edge_attr
-        if edge_attr is not None and edge_attr.size(0) != edge_index.size(1):
+        if edge_attr is not None and not isinstance(edge_attr, Tensor):
+            raise TypeError(
+                "'data.edge_attr' must be a tensor with one row per edge (got "
+                f"'{type(edge_attr).__name__}')"
+            )
+        if edge_attr is not None and edge_attr.shape[:1] != edge_index.shape[1:]:
             raise ValueError(
                 "'data.edge_attr' must have one row per edge, "
                 f"{edge_index.size(1)} (got shape {list(edge_attr.shape)})"
@@ -168,7 +171,7 @@ class DAGDecomposition(BaseTransform):
     def __repr__(self) -> str:
         return (
             f"{self.__class__.__name__}(num_dags={self.num_dags}, "
-            f"method='{_name(self.method)}')"
+            f"order='{_name(self.order)}')"
         )
 
     def _choose(
@@ -185,11 +188,11 @@ class DAGDecomposition(BaseTransform):
             key = zlib.crc32(edges.tobytes(), key)
             generator = torch.Generator().manual_seed(key)
 
-        if self.method in _SEARCHES:
+        if self.order in _SEARCHES:
             roots = self._roots(data, edges, num_nodes, generator)
             for root in roots:
-                level, parent = _breadth_first(ptr, head, root)
-                if self.method == "bfs_dense":
+                level, parent = search_tree(ptr, head, root)
+                if self.order == "bfs_dense":
                     yield np.flatnonzero(level[source] + 1 == level[target])
                     if self.reverse:
                         yield np.flatnonzero(level[source] == level[target] + 1)
@@ -201,7 +204,7 @@ class DAGDecomposition(BaseTransform):
         score = self._score(data, ptr, head)
         while True:
             position = np.arange(num_nodes)
-            if self.method == "random" or self.ties == "random":
+            if self.order == "random" or self.ties == "random":
                 position = torch.randperm(num_nodes, generator=generator).numpy()
             if score is not None:
                 node = np.lexsort((position, score))
@@ -214,21 +217,15 @@ class DAGDecomposition(BaseTransform):
     def _score(
         self, data: Data, ptr: np.ndarray, head: np.ndarray
     ) -> np.ndarray | None:
-        if callable(self.method):
-            score = torch.as_tensor(self.method(data)).detach().cpu()
-            if score.shape != (len(ptr) - 1,) or bool(score.isnan().any()):
-                raise ValueError(
-                    f"'method' must return a score per node, of shape "
-                    f"[{len(ptr) - 1}] and without NaN (got shape "
-                    f"{list(score.shape)})"
-                )
+        if callable(self.order):
+            score = score_of(self.order, data, len(ptr) - 1).cpu()
             return (score.double() if score.is_floating_point() else score).numpy()
-        if self.method == "degree":
+        if self.order == "degree":
             return np.diff(ptr)
         bounds = np.array([0, len(ptr) - 1])
-        if self.method == "pagerank":
+        if self.order == "pagerank":
             return pagerank(ptr, head, bounds)
-        if self.method == "closeness":
+        if self.order == "closeness":
             return closeness(ptr, head, bounds)
         return None
 
@@ -277,8 +274,8 @@ class DAGDecomposition(BaseTransform):
         return nodes
 
 
-def _name(method: str | Callable) -> str:
-    return method if isinstance(method, str) else getattr(method, "__name__", "custom")
+def _name(order: str | Callable) -> str:
+    return order if isinstance(order, str) else getattr(order, "__name__", "custom")
 
 
 def _first(ids: np.ndarray, node: np.ndarray) -> np.ndarray:
@@ -301,27 +298,3 @@ def _symmetric_neighbours(
             "'torch_geometric.transforms.ToUndirected' first"
         )
     return ptr, head
-
-
-@njit(cache=True, nogil=True)
-def _breadth_first(ptr, head, roots):  # type: ignore[no-untyped-def]
-    """Each node's distance from the root that reaches it, and the node before it."""
-    n = ptr.shape[0] - 1
-    level = np.full(n, -1, np.int64)
-    parent = np.full(n, -1, np.int64)
-    queue = np.empty(n, np.int64)
-    end = roots.shape[0]
-    queue[:end] = roots
-    level[roots] = 0
-    begin = 0
-    while begin < end:
-        j = queue[begin]
-        begin += 1
-        for x in range(ptr[j], ptr[j + 1]):
-            i = head[x]
-            if level[i] < 0:
-                level[i] = level[j] + 1
-                parent[i] = j
-                queue[end] = i
-                end += 1
-    return level, parent

@@ -4,10 +4,9 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from pyg_chimera.ops.structure.checks import check_edge_index
-from pyg_chimera.ops.structure.distance import connected_components, simple
-from pyg_chimera.ops.structure.elimination import adjacency, to_numpy
-from pyg_chimera.transforms.structure import check_attr_name, edges_of
+from pyg_chimera.ops.structure.csr import adjacency, simple, to_numpy
+from pyg_chimera.ops.structure.distance import connected_components
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of
 
 __all__ = ["LaplacianEncoding"]
 
@@ -89,7 +88,6 @@ class LaplacianEncoding(BaseTransform):
                 "before they are batched"
             )
         edge_index, num_nodes = edges_of(data)
-        check_edge_index(edge_index, num_nodes)
         source, target = to_numpy(edge_index)
         ptr, head = adjacency(source, target, num_nodes)
         if self.is_undirected and len(simple(source, target, num_nodes)[1]) < len(head):

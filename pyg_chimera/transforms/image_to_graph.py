@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 from torch.nn.functional import pad
 from torch_geometric.data import Batch, Data, HeteroData
@@ -99,8 +98,8 @@ class ImageToGraph(BaseTransform):
         x, height, width = self._patches(image)
         edge_index, pos = _grid(height, width)
         data.x = x
-        data.edge_index = torch.from_numpy(edge_index).to(x.device)
-        data.pos = torch.from_numpy(pos).to(x.device)
+        data.edge_index = edge_index.to(x.device)
+        data.pos = pos.to(x.device)
         data.height = height
         data.width = width
         return data
@@ -151,32 +150,12 @@ def _to_tensor(image: Any) -> Tensor:
     return out / 255 if image.dtype == torch.uint8 else out
 
 
-@njit(cache=True, nogil=True)
-def _grid(height, width):  # type: ignore[no-untyped-def]
+def _grid(height: int, width: int) -> tuple[Tensor, Tensor]:
     """Edges, by source, then target, and positions of a grid with nodes row by row."""
-    num_edges = 2 * (height * (width - 1) + (height - 1) * width)
-    edge_index = np.empty((2, num_edges), np.int64)
-    pos = np.empty((height * width, 2), np.float32)
-    e = 0
-    for r in range(height):
-        for c in range(width):
-            i = r * width + c
-            pos[i, 0] = c
-            pos[i, 1] = r
-            if r > 0:
-                edge_index[0, e] = i
-                edge_index[1, e] = i - width
-                e += 1
-            if c > 0:
-                edge_index[0, e] = i
-                edge_index[1, e] = i - 1
-                e += 1
-            if c < width - 1:
-                edge_index[0, e] = i
-                edge_index[1, e] = i + 1
-                e += 1
-            if r < height - 1:
-                edge_index[0, e] = i
-                edge_index[1, e] = i + width
-                e += 1
-    return edge_index, pos
+    node = torch.arange(height * width)
+    row, col = node // width, node % width
+    # Above, left, right and below, where there is one.
+    exists = torch.stack([row > 0, col > 0, col < width - 1, row < height - 1], dim=1)
+    source, side = exists.nonzero(as_tuple=True)
+    target = source + torch.tensor([-width, -1, 1, width])[side]
+    return torch.stack([source, target]), torch.stack([col, row], dim=1).float()

@@ -7,7 +7,7 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.line_graph import line_graph, multitree
-from pyg_chimera.transforms.structure import check_attr_name, edges_of
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of
 
 __all__ = ["DirectedLineGraph", "LineGraphData", "MultitreePruning"]
 
@@ -195,6 +195,11 @@ def _dags_of(data: Data, prefix: str) -> tuple[list[Tensor], int]:
 def _check_line_graph(name: str, line_edge_index: Tensor, edge_index: Tensor) -> None:
     """Refuse a line graph that is stale, one of earlier edges."""
     num_edges = edge_index.size(1)
+    if not isinstance(line_edge_index, Tensor):
+        raise TypeError(
+            f"'data.{name}' must be a tensor of integers of shape [2, num_lines], or a "
+            f"list of them (got '{type(line_edge_index).__name__}')"
+        )
     valid = line_edge_index.dim() == 2 and line_edge_index.size(0) == 2
     if valid and line_edge_index.numel() > 0:
         low, high = (int(bound) for bound in torch.aminmax(line_edge_index))

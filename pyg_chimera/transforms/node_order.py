@@ -1,13 +1,12 @@
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
-from pyg_chimera.transforms.structure import check_attr_name, edges_of
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of
 
 __all__ = ["NodeOrder"]
 
@@ -25,7 +24,7 @@ class NodeOrder(BaseTransform):
     which of several nodes of the same score is first, the layer chooses at random.
 
     Args:
-        method (str or Callable, optional): The score, one of :obj:`"order"`,
+        order (str or Callable, optional): The score, one of :obj:`"order"`,
             :obj:`"degree"`, :obj:`"eigenvector"`, :obj:`"pagerank"`,
             :obj:`"closeness"`, :obj:`"bfs"`, :obj:`"random"` and :obj:`"cluster"`, see
             :func:`~pyg_chimera.ops.node_score`, or a function of the data
@@ -35,51 +34,37 @@ class NodeOrder(BaseTransform):
             (default: :obj:`"node_score"`)
 
     Raises:
-        ValueError: If the method is unknown, its scores have a wrong shape or hold
+        ValueError: If :obj:`order` is unknown, its scores have a wrong shape or hold
             NaN, the attribute's name would make PyG batch it wrongly, or the data has
             no valid :obj:`edge_index`.
         TypeError: If the data is not homogeneous, :obj:`edge_index` is not integer, or
-            scores are complex.
+            scores are not real.
         ImportError: If clusters are wanted and :obj:`networkx` is missing.
     """
 
     def __init__(
         self,
-        method: str | Callable[[Data], Tensor] = "degree",
+        order: str | Callable[[Data], Tensor] = "degree",
         attr_name: str = "node_score",
     ) -> None:
-        if not callable(method) and method not in ORDERS:
+        if not callable(order) and order not in ORDERS:
             raise ValueError(
-                f"'method' must be a function or one of {list(ORDERS)} (got {method!r})"
+                f"'order' must be a function or one of {list(ORDERS)} (got {order!r})"
             )
         check_attr_name("attr_name", attr_name)
-        self.method = method
+        self.order = order
         self.attr_name = attr_name
 
     def forward(self, data: Data) -> Data:
         """Adds the attribute to a copy of the data."""
         edge_index, num_nodes = edges_of(data)
-        if callable(self.method):
-            score = torch.as_tensor(self.method(data)).detach().clone()
-            if score.shape != (num_nodes,):
-                raise ValueError(
-                    "'method' must return a score per node, of shape "
-                    f"[{num_nodes}] (got shape {list(score.shape)})"
-                )
-            if score.is_complex():
-                raise TypeError(
-                    f"'method' must return real scores (got dtype {score.dtype})"
-                )
-            if bool(score.isnan().any()):
-                raise ValueError(
-                    "'method' must not return NaN (got "
-                    f"{int(score.isnan().sum())} of {num_nodes} entries)"
-                )
+        if callable(self.order):
+            score = score_of(self.order, data, num_nodes)
         else:
-            score = node_score(edge_index, num_nodes, self.method, data.batch)
+            score = node_score(edge_index, num_nodes, self.order, data.batch)
         data[self.attr_name] = score
         return data
 
     def __repr__(self) -> str:
-        name = getattr(self.method, "__name__", self.method)
-        return f"{self.__class__.__name__}(method={name!r})"
+        name = getattr(self.order, "__name__", self.order)
+        return f"{self.__class__.__name__}(order={name!r})"

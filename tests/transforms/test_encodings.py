@@ -9,10 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Graph, graphs
-from torch_geometric.data import Batch, Data, HeteroData
-from torch_geometric.data.datapipes import DatasetAdapter
+from torch_geometric.data import Batch, Data
 from torch_geometric.datasets import TUDataset
-from torch_geometric.loader import DataLoader
 from torch_geometric.transforms import AddLaplacianEigenvectorPE, AddRandomWalkPE
 from torch_geometric.utils import get_laplacian, to_dense_adj, to_undirected
 
@@ -173,35 +171,6 @@ def test_dtype():
     assert pe.dtype == torch.float
 
 
-def test_batches_side_by_side():
-    items = [nx.path_graph(1), nx.cycle_graph(7), nx.empty_graph(2)]
-    each = [LaplacianEncoding(3)(data_of(graph)) for graph in items]
-    (batch,) = DataLoader(each, batch_size=3)
-    assert batch.laplacian_pe.equal(torch.cat([d.laplacian_pe for d in each]))
-
-
-class Transformed(torch.utils.data.Dataset):
-    def __init__(self, items, transform):
-        self.items = items
-        self.transform = transform
-
-    def __len__(self):
-        return len(self.items)
-
-    def __getitem__(self, index):
-        return self.transform(self.items[index])
-
-
-def test_workers():
-    items = [data_of(nx.gnp_random_graph(5 + i, 0.3, seed=i)) for i in range(6)]
-    dataset = Transformed(items, LaplacianEncoding(4))
-    expected = [batch.laplacian_pe for batch in DataLoader(dataset, batch_size=3)]
-    loader = DataLoader(dataset, batch_size=3, num_workers=2)
-    for out, pe in zip(loader, expected, strict=True):
-        assert torch.allclose(out.laplacian_pe[..., 1], pe[..., 1])
-        assert out.laplacian_pe.shape == pe.shape
-
-
 def test_real_graphs(shared_data, tmp_path):
     raw = shared_data / "TUDataset" / "MUTAG" / "raw"
     shutil.copytree(raw, tmp_path / "MUTAG" / "raw")  # as PyG writes beside it
@@ -220,8 +189,6 @@ def test_bad_arguments():
         LaplacianEncoding(2.0)
     with pytest.raises(ValueError, match=r"'normalization'.*got 'rw'"):
         LaplacianEncoding(2, normalization="rw")
-    with pytest.raises(ValueError, match=r"'attr_name'.*'my_index'"):
-        LaplacianEncoding(2, "my_index")
 
 
 def test_bad_data():
@@ -231,20 +198,6 @@ def test_bad_data():
         transform(one_way)
     with pytest.raises(ValueError, match="before they are batched"):
         transform(Batch.from_data_list([data_of(nx.path_graph(2))] * 2))
-    with pytest.raises(ValueError, match=r"'data.edge_index'.*\['x'\]"):
-        transform(Data(x=torch.zeros(3, 1)))
-    with pytest.raises(TypeError, match=r"homogeneous.*'HeteroData'"):
-        transform(HeteroData())
-    with pytest.raises(ValueError, match="got 5 in"):
-        transform(Data(edge_index=torch.tensor([[0], [5]]), num_nodes=3))
-
-
-def test_repr_and_functional_name():
-    assert repr(LaplacianEncoding(3)) == "LaplacianEncoding(k=3)"
-    data = data_of(nx.path_graph(4))
-    (out,) = DatasetAdapter([data]).chimera_laplacian_encoding(2, attr_name="pe")
-    assert out.pe.shape == (4, 2, 2)
-    assert "pe" not in data
 
 
 @given(graphs())

@@ -1,0 +1,86 @@
+"""What transforms take: data with edges, names of attributes, scores of nodes."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pyg_chimera.ops.common.checks import check_edge_index
+
+__all__ = ["check_attr_name", "edges_of", "score_of"]
+
+
+def edges_of(data: Data) -> tuple[Tensor, int]:
+    """The edges and the number of nodes of homogeneous data that has edges.
+
+    Raises:
+        TypeError: If the data is not homogeneous, or its edges are no tensor of
+            integers.
+        ValueError: If the data has no edges, of a wrong shape, or out of range.
+    """
+    if not isinstance(data, Data):
+        raise TypeError(
+            "The transform takes a homogeneous 'torch_geometric.data.Data' (got "
+            f"'{type(data).__name__}')"
+        )
+    if data.edge_index is None:
+        raise ValueError(
+            "The transform needs 'data.edge_index' of shape [2, num_edges] (got data "
+            f"with {data.keys()})"
+        )
+    if not isinstance(data.edge_index, Tensor):
+        raise TypeError(
+            "'data.edge_index' must be a tensor of integers of shape [2, num_edges] "
+            f"(got '{type(data.edge_index).__name__}')"
+        )
+    num_nodes = data.num_nodes
+    assert num_nodes is not None  # PyG takes it from 'edge_index' at the latest.
+    check_edge_index(data.edge_index, num_nodes)
+    return data.edge_index, num_nodes
+
+
+def check_attr_name(argument: str, name: str) -> None:
+    """Refuses names by which PyG would take a value for node or graph indices.
+
+    Raises:
+        TypeError: If the name is no string.
+        ValueError: If it is such a name.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"'{argument}' must be a string (got {name!r})")
+    if "index" in name or "batch" in name or name == "face":
+        raise ValueError(
+            f"'{argument}' must not contain 'index' or 'batch' or be 'face', as PyG "
+            f"tells by the name how to batch an attribute (got '{name}')"
+        )
+
+
+def score_of(order: Callable[[Data], Tensor], data: Data, num_nodes: int) -> Tensor:
+    """What a function of the data says of each node, as a tensor of its own.
+
+    Raises:
+        TypeError: If scores are not real numbers.
+        ValueError: If there is not one for each node, or one is NaN.
+    """
+    score = order(data)
+    try:
+        score = torch.as_tensor(score).detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            "'order' must return a tensor of a score per node (got "
+            f"'{type(score).__name__}')"
+        ) from error
+    if score.shape != (num_nodes,):
+        raise ValueError(
+            f"'order' must return a score per node, of shape [{num_nodes}] (got shape "
+            f"{list(score.shape)})"
+        )
+    if score.is_complex():
+        raise TypeError(f"'order' must return real scores (got dtype {score.dtype})")
+    if bool(score.isnan().any()):
+        raise ValueError(
+            f"'order' must not return NaN (got {int(score.isnan().sum())} of "
+            f"{num_nodes} entries)"
+        )
+    return score
