@@ -46,8 +46,9 @@ def make_mixer(
     args: dict[str, Any] = {}
     if options.state_channels is not None:
         args["state_channels"] = options.state_channels
-    if name == "GraphMamba":
+    if name != "Chimera":
         args["order"] = options.order
+    if name == "GraphMamba":
         args["num_bins"] = options.num_bins
         args["num_eval_permutations"] = options.num_eval_permutations
     else:
@@ -57,7 +58,6 @@ def make_mixer(
         args["mode"] = options.mode
         if index is not None and set(options.mode) == {"P", "D"}:
             args["mode"] = options.mode[index % len(options.mode)]
-        args["orient"] = options.order
 
     make = MIXERS[name]
     known = set(inspect.signature(make).parameters)
@@ -71,9 +71,8 @@ def make_mixer(
     try:
         return make(channels, **args, **options.kwargs)
     except ValueError as error:
-        alias = " (whose 'orient' is 'chimera.order')" if name == "PLSTM" else ""
         raise ValueError(
-            f"The options 'chimera.*' make no {make.__name__}{alias}: {error}"
+            f"The options 'chimera.*' make no {make.__name__}: {error}"
         ) from error
 
 

@@ -1,6 +1,14 @@
 """Graph layers, the layer around them, encoders, and models."""
 
-from pyg_chimera.nn.conv import ChimeraConv, GatedGCNConv, GraphMambaConv, PLSTMConv
+from pyg_chimera.nn.conv import (
+    ChimeraConv,
+    ChimeraDAGConv,
+    ChimeraPathConv,
+    GatedGCNConv,
+    GraphMambaConv,
+    PLSTMConv,
+    PLSTMGridConv,
+)
 from pyg_chimera.nn.encoders import LaplacianEncoder, RandomWalkEncoder
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.models import CategoricalEncoder, GraphModel
@@ -8,11 +16,14 @@ from pyg_chimera.nn.models import CategoricalEncoder, GraphModel
 __all__ = [
     "CategoricalEncoder",
     "ChimeraConv",
+    "ChimeraDAGConv",
+    "ChimeraPathConv",
     "GPSLayer",
     "GatedGCNConv",
     "GraphMambaConv",
     "GraphModel",
     "LaplacianEncoder",
     "PLSTMConv",
+    "PLSTMGridConv",
     "RandomWalkEncoder",
 ]

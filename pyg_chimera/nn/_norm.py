@@ -15,6 +15,9 @@ __all__ = ["Norm"]
 class Norm(torch.nn.Module):
     """Any of PyG's norms, called alike, and defined for graphs of few or no nodes.
 
+    By its name, layer norm is that of each node: PyG's own default, that of a whole
+    graph, would mix the graphs of a batch whenever there is no batch vector.
+
     Args:
         norm (str or torch.nn.Module, optional): The norm's name, or a module, which
             is copied. :obj:`None` is the identity.
@@ -31,10 +34,13 @@ class Norm(torch.nn.Module):
         super().__init__()
         if isinstance(norm, str):
             kwargs = dict(norm_kwargs or {})
-            if normalize_string(norm) in ("batch", "batchnorm"):
+            name = normalize_string(norm)
+            if name in ("batch", "batchnorm"):
                 # One node has no variance; the running one stands in if it exists.
                 tracked = kwargs.get("track_running_stats", True)
                 kwargs.setdefault("allow_single_element", tracked)
+            elif name in ("layer", "layernorm"):
+                kwargs.setdefault("mode", "node")
             self.norm = normalization_resolver(norm, channels, **kwargs)
         elif norm is None or isinstance(norm, torch.nn.Module):
             self.norm = copy.deepcopy(norm)

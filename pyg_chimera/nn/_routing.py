@@ -31,7 +31,7 @@ class Route(NamedTuple):
 
     @classmethod
     def of(cls, module: torch.nn.Module, *, graph: bool = False) -> "Route":
-        """Inspects :obj:`module`, which with :obj:`graph` surely takes edges."""
+        """Inspects :obj:`module`, which takes edges if :obj:`graph` is set."""
         module = getattr(module, "_orig_mod", module)  # What `torch.compile` wraps.
         parameters = inspect.signature(module.forward).parameters.values()
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)

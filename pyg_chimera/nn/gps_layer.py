@@ -8,6 +8,7 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj
 
+from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_nodes
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import Route
 
@@ -90,13 +91,15 @@ class GPSLayer(torch.nn.Module):
             (default: :obj:`"parallel"`)
         norm (str or torch.nn.Module, optional): The normalization function, by its
             name in :mod:`torch_geometric.nn.norm` or as a module that is copied for
-            each use. One that takes :obj:`batch` gets it. Mind that
-            :obj:`"layer_norm"` normalizes whole graphs unless
-            :obj:`norm_kwargs={"mode": "node"}`. (default: :obj:`"batch_norm"`)
+            each use. One that takes :obj:`batch` gets it. :obj:`"layer_norm"`
+            normalizes each node by itself. :obj:`"batch_norm"`, the default of
+            :class:`torch_geometric.nn.GPSConv`, evaluates with running statistics,
+            which lag behind the weights while these change quickly: take it with a
+            learning rate that falls to zero. (default: :obj:`"layer_norm"`)
         norm_kwargs (Dict[str, Any], optional): Arguments passed to the
             normalization function defined by :obj:`norm`. For batch norm,
-            :obj:`allow_single_element` is set unless given here.
-            (default: :obj:`None`)
+            :obj:`allow_single_element` is set unless given here, for layer norm
+            :obj:`mode="node"`. (default: :obj:`None`)
         norm_first (bool, optional): If set to :obj:`True`, normalizes the input of
             each part instead of its residual sum. A stack of such layers wants one
             more norm at its end. (default: :obj:`False`)
@@ -122,9 +125,10 @@ class GPSLayer(torch.nn.Module):
         ValueError: If neither :obj:`conv` nor :obj:`mixer` is given or
             :obj:`arrangement` is unknown; in the forward method, if the input, or
             what :obj:`conv` or :obj:`mixer` return, has another shape than the
-            residual sums need.
-        TypeError: In the forward method, if a keyword argument is one that neither
-            :obj:`conv` nor :obj:`mixer` takes.
+            residual sums need, or there is not one row of :obj:`edge_attr` per edge.
+        TypeError: In the forward method, if an argument has a wrong type or dtype, such
+            as edge features in the place of :obj:`batch`, or a keyword argument is one
+            that neither :obj:`conv` nor :obj:`mixer` takes.
     """
 
     def __init__(
@@ -135,7 +139,7 @@ class GPSLayer(torch.nn.Module):
         *,
         dropout: float = 0.0,
         arrangement: str = "parallel",
-        norm: str | torch.nn.Module | None = "batch_norm",
+        norm: str | torch.nn.Module | None = "layer_norm",
         norm_kwargs: dict[str, Any] | None = None,
         norm_first: bool = False,
         act: str | Callable | None = "relu",
@@ -231,11 +235,9 @@ class GPSLayer(torch.nn.Module):
             The nodes, or the pair of nodes and edge features where :obj:`conv`
             updates both.
         """
-        if x.dim() != 2 or x.size(1) != self.channels:
-            raise ValueError(
-                f"'x' must have shape [num_nodes, {self.channels}], got "
-                f"{list(x.shape)}."
-            )
+        check_nodes(x, self.channels)
+        check_batch(batch)
+        check_edge_rows(edge_attr, edge_index)
         for name in kwargs:
             if not self.accepts(name):
                 raise TypeError(

@@ -157,7 +157,7 @@ def test_options_reach_the_mixers(load):
     ]
     load("plstm_gps", "chimera.mode", "PD", "chimera.order", "degree")
     _, model = create()
-    assert [(m.mode, m.orient) for m in mixers(model)] == [
+    assert [(m.mode, m.order) for m in mixers(model)] == [
         ("P", "degree"),
         ("D", "degree"),
     ]
@@ -198,7 +198,7 @@ def test_further_arguments_reach_the_mixers(load):
         ("chimera_layer", "state_channels", 0, "'state_channels' must be >= 1"),
         ("plstm_gps", "mode", "PX", r"'mode' must be one of"),
         ("plstm_layer", "mode", "PD", r"'mode' must be one of"),
-        ("plstm_gps", "order", "size", r"whose 'orient' is 'chimera.order'"),
+        ("plstm_gps", "order", "size", r"PLSTMConv: 'order' must be one of"),
         ("graph_mamba_gps", "order", "size", "'order' must be one of"),
         ("graph_mamba_layer", "num_bins", 0, "'num_bins' must be an integer >= 1"),
     ],
@@ -263,7 +263,7 @@ def test_what_transforms_stored_is_used(load):
         load(config, *GRAPHS, *NO_EDGES)
         loaders, model = create()
         batch = next(iter(loaders[1]))
-        batch.elimination_rank = torch.zeros(1)  # of another graph
+        batch.elimination_rank = torch.zeros(1, dtype=torch.long)  # of another
         with pytest.raises(ValueError, match="rank"):
             model(batch)
 

@@ -1,6 +1,17 @@
 from pyg_chimera.nn.conv.chimera_conv import ChimeraConv
+from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
+from pyg_chimera.nn.conv.chimera_path_conv import ChimeraPathConv
 from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
 from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
 from pyg_chimera.nn.conv.plstm_conv import PLSTMConv
+from pyg_chimera.nn.conv.plstm_grid_conv import PLSTMGridConv
 
-__all__ = ["ChimeraConv", "GatedGCNConv", "GraphMambaConv", "PLSTMConv"]
+__all__ = [
+    "ChimeraConv",
+    "ChimeraDAGConv",
+    "ChimeraPathConv",
+    "GatedGCNConv",
+    "GraphMambaConv",
+    "PLSTMConv",
+    "PLSTMGridConv",
+]

@@ -11,6 +11,8 @@ from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
+from pyg_chimera.nn._inputs import check_edge_attr, check_nodes
+
 __all__ = ["GatedGCNConv"]
 
 
@@ -93,6 +95,7 @@ class GatedGCNConv(MessagePassing):
         ValueError: If :obj:`norm` is unknown; in the forward method, if edge
             features come to a layer with :obj:`edge_dim=0`, or are not one row per
             edge.
+        TypeError: In the forward method, if features are no tensors of floating point.
     """
 
     # As attributes, not as comments: those PyG resolves by names that it imports with
@@ -178,7 +181,15 @@ class GatedGCNConv(MessagePassing):
             The nodes' update, or the pair of the nodes' and the edges' if edge
             features are given and updated.
         """
-        x_source, x_target = (x, x) if isinstance(x, Tensor) else x
+        if isinstance(x, tuple) and len(x) != 2:
+            raise TypeError(
+                "'x' must be a torch.Tensor, or a pair of them for source and target "
+                f"nodes, got a tuple of {len(x)}"
+            )
+        x_source, x_target = x if isinstance(x, tuple) else (x, x)
+        check_nodes(x_source)
+        check_nodes(x_target)
+        check_edge_attr(edge_attr)
         if edge_attr is None and is_sparse(edge_index):
             value = to_edge_index(edge_index)[1]
             edge_attr = value if value.dim() == 2 else None

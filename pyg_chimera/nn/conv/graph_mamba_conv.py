@@ -8,18 +8,12 @@ from torch.nn import LayerNorm, Linear, Parameter
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn.conv._graphs import as_edges, at_least_float32
-from pyg_chimera.ops import causal_conv1d, selective_scan
-from pyg_chimera.ops.structure.centrality import ORDERS, node_score
-from pyg_chimera.ops.structure.order import node_sequences
-from pyg_chimera.ops.structure.system import remembered
+from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_batch, check_nodes
+from pyg_chimera.nn.conv._init import log_uniform_softplus_
+from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
+from pyg_chimera.ops.structure import ORDERS
 
 __all__ = ["GraphMambaConv"]
-
-#: Orders that need no scores, and so no edges.
-_WITHOUT_EDGES = ("order", "random")
-#: Those whose scores are not integers.
-_REAL = ("eigenvector", "pagerank", "closeness")
 
 
 class _Packed(NamedTuple):
@@ -232,12 +226,12 @@ class GraphMambaConv(torch.nn.Module):
                 (default: :obj:`None`, PyTorch's global one)
 
         Raises:
-            ValueError: If :obj:`x` or :obj:`score` has a wrong shape, a score is NaN,
-                or neither scores nor the edges that they need are given.
+            TypeError: If an argument has a wrong type or dtype.
+            ValueError: If :obj:`x`, :obj:`batch` or :obj:`score` has a wrong shape, a
+                score is NaN, or neither scores nor the edges that they need are given.
         """
-        if not isinstance(x, Tensor) or x.dim() != 2 or x.size(1) != self.channels:
-            got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"'x' must be [nodes, {self.channels}], got {got}")
+        check_nodes(x, self.channels)
+        check_batch(batch)
         packed = self._packed(x, edge_index, batch, score, generator)
         if self.norm is not None:
             x = self.norm(x)
@@ -257,29 +251,31 @@ class GraphMambaConv(torch.nn.Module):
         score: Tensor | None,
         generator: torch.Generator | None,
     ) -> _Packed:
-        if score is None and self.order in _WITHOUT_EDGES:
-            score = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
+        V, order = x.size(0), self.order
+        if score is None and order in ("order", "random"):  # all nodes are equal
+            score = torch.zeros(V, dtype=torch.long, device=x.device)
         elif score is None:
-            if self.order is None:
+            if order is None:
                 raise ValueError("'score' must be given with order=None, got None")
             if edge_index is None:
                 raise ValueError(
-                    f"'edge_index' or 'score' must be given with order={self.order!r}, "
-                    "got None"
+                    f"'edge_index' or 'score' must be given with order={order!r}, got "
+                    "None"
                 )
-            edge_index, _ = as_edges(edge_index, None, x.size(0), "source_to_target")
-            score = _score(edge_index, batch, x.size(0), self.order)
-        shuffle = self.order != "order"
-        options = (x.size(0), self.num_bins, self.order == "cluster", shuffle)
-        if self.training:
-            return _pack(score, batch, *options, generator=generator)
-        fixed = (self.num_eval_permutations if shuffle else 1, self.seed)
-        if torch.compiler.is_compiling() or not isinstance(score, Tensor):
-            return _pack(score, batch, *options, *fixed)
-        # All layers of a network ask for the same ones, again and again.
-        is_float = score.is_floating_point()
-        bits = score.double().view(torch.long) if is_float else score
-        return remembered(_pack_again, (bits, batch), is_float, *options, *fixed)
+            edge_index, _ = as_edges(edge_index, None, V, "source_to_target")
+            score = node_score(edge_index, V, order, batch)
+        shuffle = order != "order"
+        m = self.num_eval_permutations if shuffle and not self.training else 1
+        node, ptr = node_sequences(
+            score, batch, V, num_permutations=m, num_bins=self.num_bins,
+            clusters=order == "cluster", shuffle=shuffle,
+            generator=generator if self.training else None,
+            seed=None if self.training else self.seed,
+        )  # fmt: skip
+        first = torch.arange(m, device=node.device).view(-1, 1) * V
+        copy = (node.view(m, V) + first).view(-1)
+        place = torch.arange(copy.size(0), device=copy.device)
+        return _Packed(node, copy, torch.empty_like(copy).scatter_(0, copy, place), ptr)
 
     def __repr__(self) -> str:
         return (
@@ -334,10 +330,8 @@ class _Scan(torch.nn.Module):
         bound = self.lin_delta.in_features**-0.5
         torch.nn.init.uniform_(self.lin_delta.weight, -bound, bound)
         with torch.no_grad():
-            # softplus(bias) is log-uniform in the range; states forget at rates 1 to N.
-            low, high = map(math.log, self._dt_range)
-            delta = torch.empty_like(self.lin_delta.bias).uniform_(low, high).exp()
-            self.lin_delta.bias.copy_(delta + torch.log(-torch.expm1(-delta)))
+            log_uniform_softplus_(self.lin_delta.bias, *self._dt_range)
+            # States forget at rates 1 to N.
             rates = torch.arange(1, self.A_log.size(1) + 1, device=self.A_log.device)
             self.A_log.copy_(rates.log().expand_as(self.A_log))
         torch.nn.init.ones_(self.D)
@@ -390,59 +384,3 @@ class _Take(torch.autograd.Function):
         if grad.size(0) != ctx.shape[0]:
             grad = grad.view(-1, *ctx.shape).sum(0)
         return grad, None, None
-
-
-@torch.library.custom_op("pyg_chimera::remembered_score", mutates_args=())
-def _score(
-    edge_index: Tensor, batch: Tensor | None, num_nodes: int, order: str
-) -> Tensor:
-    score = remembered(_make_score, (edge_index, batch), num_nodes, order)
-    return score.clone()  # what an operator returns must be its own
-
-
-@_score.register_fake
-def _(edge_index: Tensor, batch: Tensor | None, num_nodes: int, order: str) -> Tensor:
-    dtype = torch.double if order in _REAL else torch.long
-    return edge_index.new_empty(num_nodes, dtype=dtype)
-
-
-def _make_score(
-    edge_index: Tensor, batch: Tensor | None, num_nodes: int, order: str
-) -> Tensor:
-    return node_score(edge_index, num_nodes, order, batch)
-
-
-def _pack(
-    score: Tensor,
-    batch: Tensor | None,
-    num_nodes: int,
-    num_bins: int,
-    clusters: bool,
-    shuffle: bool,
-    num_permutations: int = 1,
-    seed: int | None = None,
-    generator: torch.Generator | None = None,
-) -> _Packed:
-    batch_size = None
-    if batch is not None and torch.compiler.is_compiling():
-        # How many graphs there are is not known, but no more than nodes. They are
-        # numbered without gaps here; sequences may be empty.
-        graph, order = batch.long().sort()
-        rank = F.pad((graph[1:] != graph[:-1]).cumsum(0), (1, 0))[:num_nodes]
-        batch, batch_size = torch.empty_like(rank).scatter_(0, order, rank), num_nodes
-    node, ptr = node_sequences(
-        score, batch, num_nodes, num_permutations=num_permutations, num_bins=num_bins,
-        clusters=clusters, shuffle=shuffle, generator=generator, seed=seed,
-        batch_size=batch_size,
-    )  # fmt: skip
-    first = torch.arange(num_permutations, device=node.device) * num_nodes
-    copy = (node.view(num_permutations, num_nodes) + first.view(-1, 1)).view(-1)
-    place = torch.arange(copy.size(0), device=copy.device)
-    return _Packed(node, copy, torch.empty_like(copy).scatter_(0, copy, place), ptr)
-
-
-def _pack_again(
-    score: Tensor, batch: Tensor | None, is_float: bool, *options: Any
-) -> _Packed:
-    """What is remembered, of scores that come as integers of the same bits."""
-    return _pack(score.view(torch.double) if is_float else score, batch, *options)

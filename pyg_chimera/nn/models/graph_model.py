@@ -11,6 +11,7 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import aggregation_resolver
 from torch_geometric.typing import Adj
 
+from pyg_chimera.nn._inputs import check_batch, check_edge_rows
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import Route
 from pyg_chimera.nn.gps_layer import GPSLayer
@@ -278,20 +279,23 @@ class GraphModel(torch.nn.Module):
             data (Data or Batch): One graph, or a batch of graphs.
 
         Raises:
-            ValueError: If :obj:`data` lacks an attribute named in
-                :obj:`structure` or :obj:`encodings`.
+            ValueError: If :obj:`data` lacks an attribute that the model reads, be it
+                by its own name or one in :obj:`structure` or :obj:`encodings`.
         """
+        adj = "adj_t" if "adj_t" in data else "edge_index"
         args: dict[str, Any] = {
-            "x": data.x,
-            "edge_index": data.adj_t if "adj_t" in data else data.edge_index,
+            "x": _attribute(data, "x", "the node encoder reads"),
+            "edge_index": _attribute(data, adj, "the layers are called with"),
             "batch": data.batch if "batch" in data else None,
         }
         if self.edge_encoder is not None:
-            args["edge_attr"] = data.edge_attr
+            reader = f"a model with edge_dim={self.edge_dim} reads"
+            args["edge_attr"] = _attribute(data, "edge_attr", reader)
         if self.head == "graph" and isinstance(data, Batch):
             args["batch_size"] = data.num_graphs
         if self.head == "edge":
-            args["edge_label_index"] = data.edge_label_index
+            reader = "the head of edges scores"
+            args["edge_label_index"] = _attribute(data, "edge_label_index", reader)
         for name, attr in self.structure.items():
             reader = f"'structure' names for the layers' argument '{name}'"
             args[name] = _attribute(data, attr, reader)
@@ -335,6 +339,8 @@ class GraphModel(torch.nn.Module):
                 raise TypeError(
                     f"'{name}' is not a parameter that a layer's forward method takes."
                 )
+        check_batch(batch)
+        check_edge_rows(edge_attr, edge_index)
         if (edge_attr is None) != (self.edge_encoder is None):
             raise ValueError(
                 f"'edge_attr' is {'missing' if edge_attr is None else 'given'}, but "
@@ -401,6 +407,8 @@ def _encoder(in_channels: int | Sequence[int], channels: int) -> torch.nn.Module
 
 
 def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"'{name}' must be a torch.Tensor, got {type(x).__name__}.")
     if isinstance(encoder, CategoricalEncoder):
         return encoder(x)
     if not x.is_floating_point():
@@ -416,7 +424,7 @@ def _attribute(data: Data | Batch, attr: str, reader: str) -> Tensor:
     if attr not in data:
         raise ValueError(
             f"The data has no attribute '{attr}', which {reader}; it has "
-            f"{sorted(data.keys())}. Apply the transform that adds it."
+            f"{sorted(data.keys())}. Add it, by the transform for it if there is one."
         )
     return data[attr]
 

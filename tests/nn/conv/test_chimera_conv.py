@@ -34,7 +34,7 @@ from torch_geometric.utils import (
     to_torch_csr_tensor,
 )
 
-from pyg_chimera.nn import ChimeraConv
+from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv, ChimeraPathConv
 from pyg_chimera.ops import CycleError
 from pyg_chimera.transforms import (
     AddDiameter,
@@ -53,6 +53,9 @@ PATH = [(0, 2), (2, 0), (2, 1), (1, 2), (4, 3), (3, 4), (6, 0), (0, 6)]
 NODES = 7  # nodes 3 and 6 are alone in GRAPH, node 5 is in PATH
 
 Edges = tuple[Tensor, Tensor | None]
+Conv = ChimeraConv | ChimeraDAGConv | ChimeraPathConv
+LISTS = {ChimeraConv: [GRAPH], ChimeraDAGConv: DAGS, ChimeraPathConv: [PATH]}
+each_layer = pytest.mark.parametrize("cls", LISTS)
 
 
 @pytest.fixture(autouse=True)
@@ -67,16 +70,20 @@ def _one_thread():
 # -------------------------------------------------------------------- the whole formula
 
 
+def is_released(conv: Conv) -> bool:
+    return isinstance(conv, ChimeraConv) and conv.normalization == "released"
+
+
 def transitions(
-    conv: ChimeraConv, edges: list, delta: Tensor, edge: Tensor | None, d: int, h: int
+    conv: Conv, edges: list, delta: Tensor, edge: Tensor | None, d: int, h: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The weight of each edge and what each node writes, by the formulas."""
+    """The weight of each edge and the input gate of each node, by the formulas."""
     num_nodes = delta.size(0)
     into = [[e for e, (_, i) in enumerate(edges) if i == n] for n in range(num_nodes)]
     out_of = [[e for e, (j, _) in enumerate(edges) if j == n] for n in range(num_nodes)]
-    if conv.topology == "dag":
+    if isinstance(conv, ChimeraDAGConv):
         node = softplus(delta[:, d, h] + conv.delta_bias[d, h])
-        weight, write = [torch.zeros(())] * len(edges), []
+        weight, input_gate = [torch.zeros(())] * len(edges), []
         for i in range(num_nodes):
             root = node[i] if conv.roots == "write" else 0 * node[i]
             total = 0 * node[i]
@@ -87,10 +94,10 @@ def transitions(
                 mean = sum(parts) / len(parts)
                 weight[e] = torch.exp(-mean) / math.sqrt(len(into[i]))
                 total = total + mean / math.sqrt(len(into[i]))
-            write.append(total if into[i] else root)
-        return weight, write
+            input_gate.append(total if into[i] else root)
+        return weight, input_gate
 
-    target, source, slack, write = (
+    target, source, psi, input_gate = (
         softplus(delta[:, c, h] + conv.delta_bias[c, h]) for c in range(4)
     )
     a = []
@@ -99,22 +106,21 @@ def transitions(
         a.append(torch.exp(-sum(parts) / len(parts)))
     weight = []
     for e, (j, i) in enumerate(edges):
-        if conv.topology == "path":
+        if isinstance(conv, ChimeraPathConv):
             (back,) = (a[k] for k, pair in enumerate(edges) if pair == (i, j))
-            psi = torch.exp(-(slack[i] + slack[j]) / 2)
-            weight.append(a[e] / (2 * torch.sqrt(a[e] * back + psi)))
-        elif conv.normalization == "released":
-            total = sum(a[k] for k in out_of[j]) + torch.exp(-slack[j])
+            margin = torch.exp(-(psi[i] + psi[j]) / 2)
+            weight.append(a[e] / (2 * torch.sqrt(a[e] * back + margin)))
+        elif is_released(conv):
+            total = sum(a[k] for k in out_of[j]) + torch.exp(-psi[j])
             weight.append(a[e] / (torch.clamp(total, min=1) + 0.05))
         else:
-            total = sum(a[k] for k in into[i]) + torch.exp(-slack[i])
+            total = sum(a[k] for k in into[i]) + torch.exp(-psi[i])
             weight.append(conv.gamma * a[e] / total)
-    released = conv.topology == "graph" and conv.normalization == "released"
-    return weight, list(delta[:, 3, h] if released else write)
+    return weight, list(delta[:, 3, h] if is_released(conv) else input_gate)
 
 
 def formula(
-    conv: ChimeraConv,
+    conv: Conv,
     x: Tensor,
     dags: list[Edges],
     num_terms: int | None = None,
@@ -139,7 +145,8 @@ def formula(
         own, around = conv.local_weight
         states = own * states + around * torch.stack(means)
     states = states * torch.sigmoid(states)
-    copies = conv.num_dags if conv.share == "none" else 1
+    per_dag = isinstance(conv, ChimeraDAGConv) and conv.share == "none"
+    copies = conv.num_dags if per_dag else 1
     value = states[:, : conv.out_channels].view(V, H, P)
     key, query = (
         part.view(V, copies, conv.groups, N)
@@ -154,7 +161,7 @@ def formula(
             edge = linear(conv.lin_edge, attr).view(len(edges), conv.num_dags, H)
             edge = softplus(edge + conv.edge_bias)
         for h in range(H):
-            weight, write = transitions(conv, edges, delta, edge, d, h)
+            weight, input_gate = transitions(conv, edges, delta, edge, d, h)
             A = torch.zeros(V, V, dtype=x.dtype)
             for e, (j, i) in enumerate(edges):
                 unit = torch.zeros_like(A)
@@ -165,10 +172,10 @@ def formula(
                 L = torch.linalg.solve(eye - A, eye)
             for _ in range(num_terms or 0):
                 L = eye + A @ L
-            c = d if conv.share == "none" else 0
+            c = d if per_dag else 0
             g = h * conv.groups // H
             scores = query[:, c, g] @ key[:, c, g].t()
-            written = torch.stack(write).unsqueeze(-1) * value[:, h]
+            written = torch.stack(input_gate).unsqueeze(-1) * value[:, h]
             y[h] = y[h] + (L * scores) @ written / math.sqrt(len(dags))
     y = torch.stack(y, dim=1) + conv.skip.view(-1, 1) * value
     y = y.flatten(1)
@@ -180,19 +187,24 @@ def formula(
     return linear(conv.lin_out, y)
 
 
-def make_conv(*args, **kwargs) -> ChimeraConv:
+def make_conv(*args, cls: type[Conv] = ChimeraConv, **kwargs) -> Conv:
     """A layer whose parameters are no identities."""
-    conv = ChimeraConv(*args or (IN, OUT), **kwargs)
+    conv = cls(*args or (IN, OUT), **kwargs)
     with torch.no_grad():
         for parameter in conv.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
     return conv
 
 
+def new(in_channels: int, cls: type[Conv] = ChimeraConv, **options) -> Conv:
+    """A layer as it is initialised."""
+    return cls(in_channels, OUT, state_channels=3, **options)
+
+
 def make_inputs(
-    topology: str = "graph", num_dags: int = 1, dtype: torch.dtype = torch.double
+    cls: type[Conv] = ChimeraConv, num_dags: int = 1, dtype: torch.dtype = torch.double
 ) -> tuple[Tensor, list[Edges]]:
-    edges = {"graph": [GRAPH], "path": [PATH], "dag": DAGS[:num_dags]}[topology]
+    edges = LISTS[cls][:num_dags]
     dags = [
         (torch.tensor(e).t().contiguous(), torch.randn(len(e), EDGE, dtype=dtype))
         for e in edges
@@ -200,14 +212,14 @@ def make_inputs(
     return torch.randn(NODES, IN, dtype=dtype), dags
 
 
-def call(conv: ChimeraConv, x: Tensor, dags: list[Edges], **kwargs) -> Tensor:
+def call(conv: Conv, x: Tensor, dags: list[Edges], **kwargs) -> Tensor:
     if len(dags) == 1:
         return conv(x, *dags[0], **kwargs)
     edge_index, edge_attr = map(list, zip(*dags, strict=True))
     return conv(x, edge_index, edge_attr, **kwargs)
 
 
-def assert_is_formula(conv: ChimeraConv, x: Tensor, dags: list[Edges], **kwargs):
+def assert_is_formula(conv: Conv, x: Tensor, dags: list[Edges], **kwargs):
     x = x.clone().requires_grad_()
     expected = formula(conv, x, dags, kwargs.get("num_terms"))
     out = call(conv, x, dags, **kwargs)
@@ -233,30 +245,42 @@ OPTIONS = [
     {"solver": "sparse", "form": "state", "backend": "torch"},
     {"solver": "dense", "form": "mask"},
     {"backend": "reference"},
-    {"topology": "path"},
-    {"topology": "path", "edge_dim": EDGE, "heads": 2, "local_conv": True},
-    {"topology": "path", "gated": False, "form": "mask", "groups": 4, "heads": 8},
-    {"topology": "dag"},
-    {"topology": "dag", "edge_dim": EDGE, "heads": 2, "local_conv": True},
-    {"topology": "dag", "selectivity": "target"},
-    {"topology": "dag", "selectivity": "target", "edge_dim": EDGE, "roots": "silent"},
-    {"topology": "dag", "roots": "silent", "heads": 4, "groups": 2},
-    {"topology": "dag", "num_dags": 3},
-    {"topology": "dag", "num_dags": 3, "share": "none", "heads": 4, "groups": 2},
-    {"topology": "dag", "num_dags": 2, "edge_dim": EDGE, "share": "none", "heads": 2},
-    {"topology": "dag", "num_dags": 3, "local_conv": True, "edge_dim": EDGE},
-    {"topology": "dag", "num_dags": 2, "backend": "reference", "bias": False},
+    {"cls": ChimeraPathConv},
+    {"cls": ChimeraPathConv, "edge_dim": EDGE, "heads": 2, "local_conv": True},
+    {"cls": ChimeraPathConv, "gated": False, "form": "mask", "groups": 4, "heads": 8},
+    {"cls": ChimeraDAGConv},
+    {"cls": ChimeraDAGConv, "edge_dim": EDGE, "heads": 2, "local_conv": True},
+    {"cls": ChimeraDAGConv, "selectivity": "target"},
+    {
+        "cls": ChimeraDAGConv,
+        "selectivity": "target",
+        "edge_dim": EDGE,
+        "roots": "silent",
+    },
+    {"cls": ChimeraDAGConv, "roots": "silent", "heads": 4, "groups": 2},
+    {"cls": ChimeraDAGConv, "num_dags": 3},
+    {"cls": ChimeraDAGConv, "num_dags": 3, "share": "none", "heads": 4, "groups": 2},
+    {
+        "cls": ChimeraDAGConv,
+        "num_dags": 2,
+        "edge_dim": EDGE,
+        "share": "none",
+        "heads": 2,
+    },
+    {"cls": ChimeraDAGConv, "num_dags": 3, "local_conv": True, "edge_dim": EDGE},
+    {"cls": ChimeraDAGConv, "num_dags": 2, "backend": "reference", "bias": False},
 ]
 options = pytest.mark.parametrize(
     "options", OPTIONS,
-    ids=lambda x: "-".join(f"{k}={v}" for k, v in x.items()) or "default",
+    ids=lambda x: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in x.items())
+    or "default",
 )  # fmt: skip
 
 
 @options
 def test_formula(options):
     conv = make_conv(IN, OUT, state_channels=3, **options).double()
-    inputs = make_inputs(conv.topology, conv.num_dags)
+    inputs = make_inputs(type(conv), conv.num_dags)
     assert_is_formula(conv, *inputs)
 
 
@@ -287,14 +311,14 @@ def test_formula_on_random_graphs(graph: Graph):
 def test_formula_on_random_dags(graph: Graph):
     edge_index, num_nodes = graph
     for roots in ("write", "silent"):
-        conv = make_conv(3, 4, 2, 2, topology="dag", roots=roots).double()
+        conv = make_conv(3, 4, 2, 2, cls=ChimeraDAGConv, roots=roots).double()
         x = torch.randn(num_nodes, 3, dtype=torch.double)
         assert_near(conv(x, edge_index), formula(conv, x, [(edge_index, None)]))
 
 
 def test_directed_path_is_mamba_2():
     """With the target's selectivity: h = exp(-d) h + d B x, step by step."""
-    conv = make_conv(IN, 4, state_channels=3, topology="dag", selectivity="target",
+    conv = make_conv(IN, 4, state_channels=3, cls=ChimeraDAGConv, selectivity="target",
                      gated=False, bias=False).double()  # fmt: skip
     with torch.no_grad():
         conv.skip.zero_()
@@ -321,9 +345,9 @@ def test_directed_path_is_mamba_2():
 @options
 def test_permutation_and_batching(options):
     conv = make_conv(IN, OUT, state_channels=3, **options).double()
-    x, dags = make_inputs(conv.topology, conv.num_dags)
+    x, dags = make_inputs(type(conv), conv.num_dags)
     batch = torch.tensor([0, 0, 0, 1, 2, 2, 0])
-    if conv.topology == "path":
+    if isinstance(conv, ChimeraPathConv):
         batch = torch.tensor([0, 0, 0, 1, 1, 2, 0])
 
     # All DAGs as one list of edges, which remembers which of them each belongs to.
@@ -367,18 +391,18 @@ def test_no_edges(options, num_nodes):
 @options
 def test_every_parameter_is_trained(options):
     conv = make_conv(IN, OUT, state_channels=3, **options).double()
-    call(conv, *make_inputs(conv.topology, conv.num_dags)).square().sum().backward()
+    call(conv, *make_inputs(type(conv), conv.num_dags)).square().sum().backward()
     for name, parameter in conv.named_parameters():
-        released = conv.normalization == "released" and name == "delta_bias"
-        grad = parameter.grad[:3] if released else parameter.grad
+        unused = is_released(conv) and name == "delta_bias"
+        grad = parameter.grad[:3] if unused else parameter.grad
         assert (grad != 0).any(), name
 
 
 @options
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(options, dtype):
-    conv = ChimeraConv(IN, OUT, state_channels=3, **options)
-    x, dags = make_inputs(conv.topology, conv.num_dags, torch.float32)
+    conv = new(IN, **options)
+    x, dags = make_inputs(type(conv), conv.num_dags, torch.float32)
     expected = call(conv, x, dags)
     with torch.autocast("cpu", dtype=dtype):
         out = call(conv, x, dags)
@@ -395,12 +419,12 @@ def test_half_precision(options, dtype):
         assert parameter.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("topology", ["graph", "dag", "path"])
-def test_compile(topology):
+@each_layer
+def test_compile(cls):
     torch._dynamo.reset()
-    conv = make_conv(IN, OUT, 2, 3, topology=topology, edge_dim=EDGE, local_conv=True)
+    conv = make_conv(IN, OUT, 2, 3, cls=cls, edge_dim=EDGE, local_conv=True)
     compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
-    x, dags = make_inputs(topology, dtype=torch.float32)
+    x, dags = make_inputs(cls, dtype=torch.float32)
     grads = []
     for layer in (conv, compiled):
         conv.zero_grad()
@@ -417,9 +441,9 @@ def test_compile(topology):
 @options
 def test_lazy_channels(options):
     lazy_options = options | ({"edge_dim": -1} if "edge_dim" in options else {})
-    lazy = ChimeraConv(-1, OUT, state_channels=3, **lazy_options)
-    conv = ChimeraConv(IN, OUT, state_channels=3, **options)
-    inputs = make_inputs(conv.topology, conv.num_dags, torch.float32)
+    lazy = new(-1, **lazy_options)
+    conv = new(IN, **options)
+    inputs = make_inputs(type(conv), conv.num_dags, torch.float32)
     twin = copy.deepcopy(lazy)
     for layer in (lazy, twin):
         torch.manual_seed(3)
@@ -427,7 +451,7 @@ def test_lazy_channels(options):
     shapes = [{n: p.shape for n, p in layer.state_dict().items()} for layer in
               (lazy, twin, conv)]  # fmt: skip
     assert shapes[0] == shapes[1] == shapes[2]
-    unmade = ChimeraConv(-1, OUT, state_channels=3, **lazy_options)
+    unmade = new(-1, **lazy_options)
     for layer in (lazy, unmade):
         layer.load_state_dict(conv.state_dict())
         assert_near(call(layer, *inputs), call(conv, *inputs), 1e-6)
@@ -436,7 +460,7 @@ def test_lazy_channels(options):
 @options
 def test_copies_and_files(options):
     conv = make_conv(IN, OUT, state_channels=3, **options)
-    inputs = make_inputs(conv.topology, conv.num_dags, torch.float32)
+    inputs = make_inputs(type(conv), conv.num_dags, torch.float32)
     out = call(conv, *inputs)
     assert call(copy.deepcopy(conv), *inputs).equal(out)
     other = make_conv(IN, OUT, state_channels=3, **options)
@@ -451,8 +475,8 @@ def test_copies_and_files(options):
 @options
 def test_reset_parameters(options):
     used = make_conv(IN, OUT, state_channels=3, **options)
-    fresh = ChimeraConv(IN, OUT, state_channels=3, **options)
-    inputs = make_inputs(used.topology, used.num_dags, torch.float32)
+    fresh = new(IN, **options)
+    inputs = make_inputs(type(used), used.num_dags, torch.float32)
     call(used, *inputs).sum().backward()
     for conv in (used, fresh):
         torch.manual_seed(1)
@@ -477,9 +501,10 @@ def test_defaults():
 
 
 def test_repr():
-    text = "ChimeraConv(5, 8, heads=2, state_channels=64, topology='graph')"
-    assert str(ChimeraConv(5, 8, heads=2)) == text
-    assert "topology='dag'" in str(ChimeraConv(5, topology="dag"))
+    for cls in LISTS:
+        text = f"{cls.__name__}(5, 8, heads=2, state_channels=64)"
+        assert str(cls(5, 8, heads=2)) == text
+    assert "num_dags=2" in str(ChimeraDAGConv(5, num_dags=2))
 
 
 def test_edge_features():
@@ -493,12 +518,12 @@ def test_edge_features():
     assert conv(x, edge_index, attr).equal(conv(x, edge_index))
 
 
-@pytest.mark.parametrize("topology", ["graph", "dag", "path"])
-def test_rank_changes_nothing(topology):
-    conv = make_conv(IN, OUT, topology=topology).double()
-    x, ((edge_index, _),) = make_inputs(topology)
+@each_layer
+def test_rank_changes_nothing(cls):
+    conv = make_conv(IN, OUT, cls=cls).double()
+    x, ((edge_index, _),) = make_inputs(cls)
     data = Data(x=x, edge_index=edge_index)
-    if topology == "dag":
+    if cls is ChimeraDAGConv:
         rank = AddTopologicalOrder()(data).topological_rank
     else:
         rank = AddEliminationOrder()(data).elimination_rank
@@ -506,8 +531,8 @@ def test_rank_changes_nothing(topology):
 
 
 def test_ranks_of_several_dags():
-    conv = make_conv(IN, OUT, topology="dag", num_dags=3).double()
-    x, dags = make_inputs("dag", 3)
+    conv = make_conv(IN, OUT, cls=ChimeraDAGConv, num_dags=3).double()
+    x, dags = make_inputs(ChimeraDAGConv, 3)
     ranks = [
         AddTopologicalOrder()(Data(x=x, edge_index=index)).topological_rank
         for index, _ in dags
@@ -558,8 +583,8 @@ def test_adjacency_forms():
         adj_t = to_sparse(edge_index.flip(0), edge_attr[:, 0], size=size)
         assert_near(conv(x, adj_t), out)
 
-    conv = make_conv(IN, OUT, 2, topology="dag", num_dags=2).double()
-    x, dags = make_inputs("dag", 2)
+    conv = make_conv(IN, OUT, 2, cls=ChimeraDAGConv, num_dags=2).double()
+    x, dags = make_inputs(ChimeraDAGConv, 2)
     dags = [coalesce(index, sort_by_row=False) for index, _ in dags]
     sparse = [to_torch_csr_tensor(index.flip(0), size=size) for index in dags]
     assert_near(conv(x, sparse), conv(x, dags))
@@ -591,7 +616,7 @@ def test_flow():
 
 
 def test_sequential():
-    first, second = make_conv(IN, OUT), make_conv(OUT, 4, topology="graph")
+    first, second = make_conv(IN, OUT), make_conv(OUT, 4)
     model = Sequential("x, edge_index, batch", [
         (first, "x, edge_index, batch=batch -> x"),
         torch.nn.ReLU(),
@@ -614,10 +639,10 @@ def test_summary():
     assert str(sum(p.numel() for p in conv.parameters())) in table
 
 
-@pytest.mark.parametrize("topology", ["graph", "dag", "path"])
-def test_masks_scale_transitions(topology):
-    conv = make_conv(IN, OUT, 2, topology=topology).double()
-    x, dags = make_inputs(topology)
+@each_layer
+def test_masks_scale_transitions(cls):
+    conv = make_conv(IN, OUT, 2, cls=cls).double()
+    x, dags = make_inputs(cls)
     edge_index = dags[0][0]
     mask = torch.rand(edge_index.size(1), dtype=torch.double)
     bare = conv(x, edge_index)
@@ -630,24 +655,24 @@ def test_masks_scale_transitions(topology):
 
 
 def test_masks_of_several_dags_are_refused():
-    conv = make_conv(IN, OUT, topology="dag", num_dags=2)
-    x, dags = make_inputs("dag", 2, torch.float32)
+    conv = make_conv(IN, OUT, cls=ChimeraDAGConv, num_dags=2)
+    x, dags = make_inputs(ChimeraDAGConv, 2, torch.float32)
     set_masks(conv, torch.ones(6), dags[0][0], apply_sigmoid=False)
     with pytest.raises(ValueError, match="one graph, not several DAGs"):
         call(conv, x, dags)
 
 
-@pytest.mark.parametrize("topology", ["graph", "dag", "path"])
-def test_explainer(topology):
+@each_layer
+def test_explainer(cls):
     explainer = Explainer(
-        make_conv(IN, OUT, 2, topology=topology),
+        make_conv(IN, OUT, 2, cls=cls),
         GNNExplainer(epochs=5),
         explanation_type="model",
         node_mask_type="attributes",
         edge_mask_type="object",
         model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
     )
-    x, ((edge_index, _),) = make_inputs(topology, dtype=torch.float32)
+    x, ((edge_index, _),) = make_inputs(cls, dtype=torch.float32)
     node = 2  # hears from nodes 0 and 1, and itself, but not from 4 and 5
     mask = explainer(x, edge_index, index=node).edge_mask
     near = (edge_index < 3).all(dim=0)
@@ -753,21 +778,19 @@ def test_workers_after_a_training_step():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"topology": "tree"}, r"'topology' must be one of \('graph', .*, got 'tree'"),
         ({"normalization": "row"}, "'normalization' must be one of .*, got 'row'"),
-        ({"share": "row"}, "'share' must be one of .*, got 'row'"),
-        ({"selectivity": "source"}, "'selectivity' must be one of .*, got 'source'"),
-        ({"roots": "read"}, "'roots' must be one of .*, got 'read'"),
         ({"heads": 3}, "'heads' must divide 'out_channels', got 3 and 8"),
         ({"heads": 0}, "'heads' must divide 'out_channels', got 0 and 8"),
         ({"heads": 4, "groups": 3}, "'groups' must divide 'heads', got 3 and 4"),
         ({"groups": 0}, "'groups' must divide 'heads', got 0 and 1"),
         ({"state_channels": 0}, "'state_channels' must be >= 1, got 0"),
-        ({"gamma": 0.0}, r"'gamma' must be in \(0, 1\], got 0.0"),
-        ({"gamma": 1.5}, r"'gamma' must be in \(0, 1\], got 1.5"),
-        ({"num_dags": 2}, "without topology='dag', got 2 and topology='graph'"),
-        ({"num_dags": 0, "topology": "dag"}, "'num_dags' must be >= 1"),
-        ({"solver": "dense", "topology": "dag"}, "one solver, got solver='dense'"),
+        ({"gamma": 0.0}, r"'gamma' must be in \(0, 1\], .*, got 0.0"),
+        ({"gamma": 1.5}, r"'gamma' must be in \(0, 1\], .*, got 1.5"),
+        ({"gamma": 0.5, "normalization": "released"}, "and 1 with .*, got 0.5 and"),
+        (
+            {"num_terms": 2},
+            "'num_terms' must be None unless .*, got 2 and solver='auto",
+        ),
         ({"solver": "lu"}, "'solver' must be one of .*, got 'lu'"),
         ({"form": "matrix"}, "'form' must be one of .*, got 'matrix'"),
         ({"backend": "cuda"}, "'backend' must be one of .*, got 'cuda'"),
@@ -779,11 +802,35 @@ def test_bad_options(options, match):
         ChimeraConv(IN, OUT, **options)(x, edge_index)
 
 
-def test_unknown_options():
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"share": "row"}, "'share' must be one of .*, got 'row'"),
+        ({"selectivity": "source"}, "'selectivity' must be one of .*, got 'source'"),
+        ({"roots": "read"}, "'roots' must be one of .*, got 'read'"),
+        ({"num_dags": 0}, "'num_dags' must be >= 1, got 0"),
+    ],
+)
+def test_bad_options_of_dags(options, match):
+    with pytest.raises(ValueError, match=match):
+        ChimeraDAGConv(IN, OUT, **options)
+
+
+@each_layer
+def test_unknown_options(cls):
     with pytest.raises(TypeError, match="num_head"):
-        ChimeraConv(IN, OUT, num_head=3)
+        cls(IN, OUT, num_head=3)
     with pytest.raises(ValueError, match="'out_channels' must be given, got -1"):
-        ChimeraConv(-1)
+        cls(-1)
+
+
+def test_options_of_other_layers_are_refused():
+    for cls in (ChimeraConv, ChimeraPathConv):
+        with pytest.raises(TypeError, match="num_dags"):
+            cls(IN, OUT, num_dags=2)
+    for cls in (ChimeraDAGConv, ChimeraPathConv):
+        with pytest.raises(TypeError, match="solver"):
+            cls(IN, OUT, solver="dense")
 
 
 def test_bad_inputs():
@@ -791,9 +838,9 @@ def test_bad_inputs():
     conv = ChimeraConv(IN, OUT)
     with pytest.raises(ValueError, match=r"'x' must be \[nodes, channels\], got \[5\]"):
         conv(x[0], edge_index)
-    with pytest.raises(ValueError, match=r"'x' must be .*, got tuple"):
+    with pytest.raises(TypeError, match=r"'x' must be .*, got tuple"):
         conv((x, x), edge_index)
-    with pytest.raises(ValueError, match="must be one tensor, got a list of 2"):
+    with pytest.raises(TypeError, match=r"'edge_index' must be a tensor .*'list'"):
         conv(x, [edge_index, edge_index])
     with pytest.raises(ValueError, match="from node 0 of graph 0 to node 1"):
         conv(x, edge_index, batch=torch.arange(NODES))
@@ -812,23 +859,26 @@ def test_bad_inputs():
     with pytest.raises(ValueError, match=r"needs 'num_terms'.*AddDiameter"):
         conv(x, edge_index)
 
-    conv = ChimeraConv(IN, OUT, topology="path")
+    conv = ChimeraPathConv(IN, OUT)
     with pytest.raises(ValueError, match="has no reverse"):
         conv(x, edge_index)
 
-    conv = ChimeraConv(IN, OUT, topology="dag")
+    conv = ChimeraDAGConv(IN, OUT)
     with pytest.raises(CycleError, match="has the cycle"):
         conv(x, edge_index)
+    match = "'edge_index' must be one tensor, got a list of 2; set 'num_dags'"
+    with pytest.raises(TypeError, match=match):
+        conv(x, [edge_index, edge_index])
 
-    conv = ChimeraConv(IN, OUT, topology="dag", num_dags=2)
+    conv = ChimeraDAGConv(IN, OUT, num_dags=2)
     dag = torch.tensor(DAGS[0]).t()
     match = "'edge_index' must be a list with an entry for each of 2 DAGs"
-    with pytest.raises(ValueError, match=f"{match}, got one Tensor"):
+    with pytest.raises(TypeError, match=f"{match}, got one Tensor"):
         conv(x, dag)
     with pytest.raises(ValueError, match=f"{match}, got 3"):
         conv(x, [dag] * 3)
     match = "'rank' must be a list with an entry for each of 2 DAGs, got one Tensor"
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(TypeError, match=match):
         conv(x, [dag] * 2, rank=torch.arange(NODES))
 
 

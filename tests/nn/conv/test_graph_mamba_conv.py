@@ -25,7 +25,7 @@ from torch_geometric.utils import (
 from pyg_chimera.nn import GatedGCNConv, GPSLayer
 from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
-from pyg_chimera.ops.structure.order import node_sequences
+from pyg_chimera.ops.structure.node_sequences import node_sequences
 
 CHANNELS, STATES = 6, 3
 GRAPH = [(0, 1), (1, 0), (1, 2), (2, 2), (2, 0), (0, 1), (4, 5), (5, 4), (2, 6), (6, 0)]
@@ -721,7 +721,7 @@ def test_bad_inputs(training):
         conv(x[:, :5], edge_index)
     with pytest.raises(ValueError, match=r"'x' must be \[nodes, 6\], got \[6\]"):
         conv(x[0], edge_index)
-    with pytest.raises(ValueError, match=r"'x' must be .*, got tuple"):
+    with pytest.raises(TypeError, match=r"'x' must be .*, got tuple"):
         conv((x, x), edge_index)
     with pytest.raises(ValueError, match="'edge_index' or 'score' must be given with"):
         conv(x)

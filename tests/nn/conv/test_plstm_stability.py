@@ -10,20 +10,12 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import softmax
 
-from pyg_chimera.nn import PLSTMConv
-from pyg_chimera.nn.conv import plstm_conv
+from pyg_chimera.nn import PLSTMConv, PLSTMGridConv
+from pyg_chimera.nn.conv import plstm_conv, plstm_grid_conv
 from pyg_chimera.ops import grid_scan, line_graph, multitree, stm_scan
 
 DEPTH = 1000
 SIDE = 64
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def path() -> Tensor:
@@ -212,7 +204,9 @@ def test_rotations_keep_lengths():
 # ---------------------------------------------------------------------------- the layer
 
 
-def gates(monkeypatch: pytest.MonkeyPatch, conv: PLSTMConv, *args, **kwargs) -> list:
+def gates(
+    monkeypatch: pytest.MonkeyPatch, conv: torch.nn.Module, *args, **kwargs
+) -> list:
     """What the layer gives to its operator: source, transition and so on."""
     seen = []
 
@@ -221,7 +215,7 @@ def gates(monkeypatch: pytest.MonkeyPatch, conv: PLSTMConv, *args, **kwargs) -> 
         return torch.zeros_like(value)
 
     monkeypatch.setattr(plstm_conv, "stm_scan", spy)
-    monkeypatch.setattr(plstm_conv, "grid_scan", spy)
+    monkeypatch.setattr(plstm_grid_conv, "grid_scan", spy)
     conv(*args, **kwargs)
     return seen
 
@@ -233,22 +227,20 @@ def size_of(transition: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(transition, 2)
 
 
-def wild(**kwargs) -> PLSTMConv:
+def wild(layer: type = PLSTMConv, **kwargs) -> torch.nn.Module:
     """A layer whose gates are all over their range, the very bounds included."""
-    conv = PLSTMConv(4, 4, heads=2, **kwargs)
+    conv = layer(4, 4, heads=2, **kwargs)
     with torch.no_grad():
         for parameter in conv.parameters():
             parameter.normal_(std=3)
     return conv
 
 
-@pytest.mark.parametrize("orient", [None, "order"])
+@pytest.mark.parametrize("order", [None, "order"])
 @pytest.mark.parametrize("normalization", ["column", "row"])
 @pytest.mark.parametrize("tracking", [1, 3])
-def test_bound_of_p(monkeypatch, orient, normalization, tracking):
-    conv = wild(
-        orient=orient, normalization=normalization, tracking=tracking, edge_dim=2
-    )
+def test_bound_of_p(monkeypatch, order, normalization, tracking):
+    conv = wild(order=order, normalization=normalization, tracking=tracking, edge_dim=2)
     edge_index = deep_dag()[:, :500]
     _, transition, *_, edges, line = gates(
         monkeypatch, conv, torch.randn(DEPTH, 4), edge_index, torch.randn(500, 2)
@@ -264,7 +256,7 @@ def test_bound_of_p(monkeypatch, orient, normalization, tracking):
 
 @pytest.mark.parametrize("tracking", [1, 3])
 def test_bound_of_d(monkeypatch, tracking):
-    conv = wild(mode="D", orient="order", tracking=tracking)
+    conv = wild(mode="D", order="order", tracking=tracking)
     edge_index = deep_dag()[:, :500]
     _, transition, *_, edges, line = gates(
         monkeypatch, conv, torch.randn(DEPTH, 4), edge_index
@@ -277,11 +269,11 @@ def test_bound_of_d(monkeypatch, tracking):
 def test_bounds_on_grids(monkeypatch):
     x = torch.randn(12, 4)
     for normalization, axis in (("column", 2), ("row", 3)):
-        conv = wild(orient="grid", normalization=normalization)
-        transition = gates(monkeypatch, conv, x, None, height=3, width=4)[1]
+        conv = wild(PLSTMGridConv, normalization=normalization)
+        transition = gates(monkeypatch, conv, x, height=3, width=4)[1]
         assert 0.9 < transition.abs().sum(axis).max() <= 1 + 1e-6
-    conv = wild(orient="grid", mode="D")
-    transition = gates(monkeypatch, conv, x, None, height=3, width=4)[1]
+    conv = wild(PLSTMGridConv, mode="D")
+    transition = gates(monkeypatch, conv, x, height=3, width=4)[1]
     assert 0.9 < transition.abs().max() <= 1
     assert not transition[:, :, 0, 1].any()
 

@@ -314,7 +314,7 @@ def test_deepcopy_state_dict_and_reset() -> None:
 
 def test_explainer() -> None:
     explainer = Explainer(
-        make_model(norm="graph_norm"),
+        make_model(),
         GNNExplainer(epochs=2),
         explanation_type="model",
         edge_mask_type="object",

@@ -1,0 +1,175 @@
+"""What users hand to a layer: checked, with one wording each, and made alike."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.typing import Adj
+from torch_geometric.utils import is_sparse, to_edge_index
+
+from pyg_chimera.ops.common.checks import check_edge_index
+
+__all__ = [
+    "as_edges",
+    "at_least_float32",
+    "check_batch",
+    "check_edge_attr",
+    "check_edge_rows",
+    "check_heads",
+    "check_nodes",
+    "edge_features",
+    "for_each_dag",
+]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_heads(out_channels: int, heads: int, state_channels: int) -> None:
+    """Checks the sizes that layers of several heads have in common."""
+    if out_channels < 1:
+        raise ValueError(f"'out_channels' must be given, got {out_channels}")
+    if heads < 1 or out_channels % heads != 0:
+        raise ValueError(
+            f"'heads' must divide 'out_channels', got {heads} and {out_channels}"
+        )
+    if state_channels < 1:
+        raise ValueError(f"'state_channels' must be >= 1, got {state_channels}")
+
+
+def check_nodes(x: Any, channels: int | str = "channels") -> None:
+    """Checks that node features are floating point, [nodes, channels]."""
+    _check_floats("x", x)
+    if x.dim() != 2 or (isinstance(channels, int) and x.size(1) != channels):
+        raise ValueError(f"'x' must be [nodes, {channels}], got {list(x.shape)}")
+
+
+def check_batch(batch: Any) -> None:
+    """Checks that a batch vector is one, and no edge features by mistake."""
+    if batch is None:
+        return
+    if not isinstance(batch, Tensor):
+        raise TypeError(
+            f"'batch' must be a tensor of integers, got {type(batch).__name__}"
+        )
+    if batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
+        raise TypeError(
+            f"'batch' must hold integers, got {batch.dtype} of shape "
+            f"{list(batch.shape)}; pass edge features as 'edge_attr=...'"
+        )
+
+
+def check_edge_attr(edge_attr: Any) -> None:
+    """Checks that edge features are floating point, and no batch vector by mistake."""
+    if edge_attr is not None:
+        _check_floats(
+            "edge_attr", edge_attr, "; pass a batch vector as 'batch=...', and embed "
+            "categories first",
+        )  # fmt: skip
+
+
+def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
+    """Checks that edge features, of any dtype, have a row for each edge.
+
+    Where batch comes before them, a batch vector may stand in their place.
+    """
+    if not isinstance(edge_attr, Tensor) or not isinstance(edge_index, Tensor):
+        return
+    if is_sparse(edge_index) or edge_index.dim() != 2:
+        return
+    if edge_attr.dim() == 0 or edge_attr.size(0) != edge_index.size(1):
+        raise ValueError(
+            f"'edge_attr' must have a row for each of {edge_index.size(1)} edges, got "
+            f"{list(edge_attr.shape)}; pass a batch vector as 'batch=...'"
+        )
+
+
+def _check_floats(name: str, x: Any, advice: str = "") -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"'{name}' must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in _FLOATS:
+        raise TypeError(
+            f"'{name}' must be floating point (float16, bfloat16, float32 or float64), "
+            f"got {x.dtype} of shape {list(x.shape)}{advice}"
+        )
+
+
+def as_edges(
+    edge_index: Adj, edge_attr: Tensor | None, num_nodes: int, flow: str
+) -> tuple[Tensor, Tensor | None]:
+    r"""The edges :math:`j \to i` as a plain tensor, and their features.
+
+    The values of a sparse adjacency stand in for features that are not given.
+
+    Raises:
+        TypeError: If edges are not integer, or features are not floating point.
+        ValueError: If edges have a wrong shape or are out of range.
+    """
+    check_edge_attr(edge_attr)
+    if is_sparse(edge_index):
+        (row, col), values = to_edge_index(edge_index)
+        edge_index = torch.stack([col, row])
+        edge_attr = values if edge_attr is None else edge_attr
+    elif hasattr(edge_index, "as_tensor"):  # an EdgeIndex
+        edge_index = edge_index.as_tensor()
+    if not torch.compiler.is_compiling():  # the operators check it in any case
+        check_edge_index(edge_index, num_nodes)
+    if flow == "target_to_source":
+        edge_index = edge_index.flip(0)
+    return edge_index, edge_attr
+
+
+def edge_features(
+    edge_attr: Tensor | None, edge_dim: int | None, num_edges: int
+) -> Tensor:
+    r"""Features with a row for each edge, :math:`[|\mathcal{E}|, D]`.
+
+    Raises:
+        TypeError: If they are not floating point.
+        ValueError: If there are none, or of other edges.
+    """
+    if edge_attr is None:
+        raise ValueError(f"'edge_attr' must be given, as 'edge_dim' is {edge_dim}")
+    check_edge_attr(edge_attr)
+    if edge_attr.dim() == 1:
+        edge_attr = edge_attr.view(-1, 1)
+    if edge_attr.size(0) != num_edges:
+        raise ValueError(
+            f"'edge_attr' must have a row for each of {num_edges} edges, got "
+            f"{list(edge_attr.shape)}"
+        )
+    return edge_attr
+
+
+def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
+    """The arguments of each DAG, which are lists if there are several of them.
+
+    Raises:
+        TypeError: If an argument is no list where one must be, or the reverse.
+        ValueError: If a list is not as long as there are DAGs.
+    """
+    lists = []
+    for name, x in arguments.items():
+        is_list = isinstance(x, (list, tuple))
+        if num_dags == 1 and is_list:
+            raise TypeError(
+                f"'{name}' must be one tensor, got a list of {len(x)}; set 'num_dags'"
+            )
+        entries: Sequence[Any] = x if is_list else [x] * num_dags
+        if num_dags > 1 and not is_list and x is not None:
+            raise TypeError(
+                f"'{name}' must be a list with an entry for each of {num_dags} DAGs, "
+                f"got one {type(x).__name__}"
+            )
+        if len(entries) != num_dags:
+            raise ValueError(
+                f"'{name}' must be a list with an entry for each of {num_dags} DAGs, "
+                f"got {len(entries)}"
+            )
+        lists.append(entries)
+    return list(zip(*lists, strict=True))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Gates lose too much in half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,162 @@
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
+
+from pyg_chimera.nn._inputs import at_least_float32, check_heads, edge_features
+from pyg_chimera.nn.conv._init import log_uniform_softplus_
+
+__all__ = ["ChimeraBlock"]
+
+
+class ChimeraBlock(MessagePassing):
+    r"""What all Chimera layers compute around their recurrence: the projections
+    :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` and selectivities in front of it, and the
+    gated block of Mamba-2 behind it (Figure 6 of the paper).
+
+    Args:
+        num_selectivities (int): The number of selectivities of a node.
+        num_dags (int): The number of selectivities of an edge.
+        copies (int): The number of different :math:`\mathbf{B}` and :math:`\mathbf{C}`
+            of a group.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None,
+        heads: int,
+        state_channels: int,
+        *,
+        groups: int,
+        edge_dim: int | None,
+        local_conv: bool,
+        gated: bool,
+        bias: bool,
+        form: str,
+        backend: str,
+        num_selectivities: int,
+        num_dags: int,
+        copies: int,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(aggr="add", node_dim=0, **kwargs)
+        out_channels = in_channels if out_channels is None else out_channels
+        check_heads(out_channels, heads, state_channels)
+        if groups < 1 or heads % groups != 0:
+            raise ValueError(f"'groups' must divide 'heads', got {groups} and {heads}")
+
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.state_channels = state_channels
+        self.groups = groups
+        self.edge_dim = edge_dim
+        self.num_dags = num_dags
+        self.form = form
+        self.backend = backend
+
+        states = copies * groups * state_channels
+        self.lin_value = Linear(in_channels, out_channels, bias=bias)
+        self.lin_key = Linear(in_channels, states, bias=bias)
+        self.lin_query = Linear(in_channels, states, bias=bias)
+        self.lin_gate = Linear(in_channels, out_channels, bias=bias) if gated else None
+        self.lin_delta = Linear(in_channels, num_selectivities * heads, bias=False)
+        self.delta_bias = Parameter(torch.empty(num_selectivities, heads))
+        self.lin_edge = self.edge_bias = None
+        if edge_dim is not None:
+            self.lin_edge = Linear(edge_dim, num_dags * heads, bias=False)
+            self.edge_bias = Parameter(torch.empty(num_dags, heads))
+        self.local_weight = None
+        if local_conv:
+            self.local_weight = Parameter(torch.empty(2, out_channels + 2 * states))
+        self.skip = Parameter(torch.empty(heads))
+        self.norm = torch.nn.RMSNorm(out_channels, eps=1e-5)
+        self.lin_out = Linear(out_channels, out_channels, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        for lin in self.children():
+            if isinstance(lin, Linear):
+                lin.reset_parameters()
+        for bias in (self.delta_bias, self.edge_bias):
+            if bias is not None:
+                log_uniform_softplus_(bias)
+        if self.local_weight is not None:
+            # Starts as the node itself, plus a little of its neighbours.
+            torch.nn.init.ones_(self.local_weight[0])
+            torch.nn.init.uniform_(self.local_weight[1], -0.5, 0.5)
+        torch.nn.init.ones_(self.skip)
+        self.norm.reset_parameters()
+
+    def project(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key, [V, copies * groups, N], and value, [V, heads, P]."""
+        parts = [self.lin_value(x), self.lin_key(x), self.lin_query(x)]
+        if self.local_weight is not None:
+            weights = self.local_weight.split([y.size(1) for y in parts], dim=1)
+            parts = [
+                y * own + _neighbour_mean(y, edge_index) * neighbours
+                for y, (own, neighbours) in zip(parts, weights, strict=True)
+            ]
+        value, key, query = map(F.silu, parts)
+        query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
+        return query, key, value.unflatten(1, (self.heads, -1))
+
+    def selectivities(self, x: Tensor) -> Tensor:
+        """Of nodes, [V, num_selectivities, heads], before bias and softplus."""
+        return at_least_float32(self.lin_delta(x).unflatten(1, (-1, self.heads)))
+
+    def edge_selectivity(
+        self, edge_attr: Tensor | None, num_edges: int, dag: int = 0
+    ) -> Tensor | None:
+        """Of the edges of a DAG, [E, heads]; None without edge features."""
+        if self.lin_edge is None or self.edge_bias is None:
+            return None
+        edge_attr = edge_features(edge_attr, self.edge_dim, num_edges)
+        delta = self.lin_edge(edge_attr).unflatten(1, (self.num_dags, self.heads))
+        return F.softplus(at_least_float32(delta[:, dag]) + self.edge_bias[dag])
+
+    def explained(self, weight: Tensor, num_nodes: int) -> Tensor:
+        """The transitions, on which edge masks of explainers act."""
+        if not self.explain:
+            return weight
+        if self.num_dags > 1:
+            raise ValueError("Edge masks explain one graph, not several DAGs")
+        return self.explain_message(weight, num_nodes)
+
+    def output(self, x: Tensor, y: Tensor, value: Tensor) -> Tensor:
+        """Skip connection, norm, gate and projection behind the recurrence."""
+        y = y + self.skip.view(-1, 1).to(y.dtype) * value
+        y = self.norm(y.flatten(1))
+        if self.lin_gate is not None:
+            y = y * F.silu(self.lin_gate(x))
+        return self.lin_out(y)
+
+    def __repr__(self) -> str:
+        dags = f", num_dags={self.num_dags}" if self.num_dags > 1 else ""
+        return (
+            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
+            f"heads={self.heads}, state_channels={self.state_channels}{dags})"
+        )
+
+
+def gated_value(value: Tensor, input_gate: Tensor) -> Tensor:
+    """What nodes write, [V, heads, P]; a gate of keys would be the same, but larger."""
+    return value * input_gate.unsqueeze(-1).to(value.dtype)
+
+
+def mean(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
+
+
+def _neighbour_mean(x: Tensor, edge_index: Tensor) -> Tensor:
+    ones = x.new_ones(edge_index.size(1), 1)
+    degree = x.new_zeros(x.size(0), 1).index_add(0, edge_index[1], ones)
+    total = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
+    return total / degree.clamp(min=1)

@@ -1,0 +1,128 @@
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
+
+from pyg_chimera.nn._inputs import at_least_float32, check_heads
+from pyg_chimera.ops.common.checks import check_option
+
+__all__ = ["GateLinear", "PLSTMBlock"]
+
+
+class PLSTMBlock(MessagePassing):
+    r"""What pLSTM layers have in common: the projections :math:`\mathbf{q}, \mathbf{k},
+    \mathbf{v}`, gates of nodes that start nearly closed, and the head-wise norm.
+
+    Args:
+        num_dags (int): The number of DAGs, each of which has its own gates.
+        biased (Sequence[int]): The sizes of a node's gates that have a bias: direct,
+            source, mark, decay and possibly more, which come first.
+        columns (int): The size of all gates of a node in a DAG.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None,
+        heads: int,
+        mode: str,
+        *,
+        state_channels: int | None,
+        normalization: str,
+        gate_biases: Sequence[float],
+        gate_std: float,
+        bias: bool,
+        form: str,
+        backend: str,
+        num_dags: int,
+        biased: Sequence[int],
+        columns: int,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(aggr="add", node_dim=0, **kwargs)
+        check_option("mode", mode, ("P", "D"))
+        check_option("normalization", normalization, ("column", "row"))
+        out_channels = in_channels if out_channels is None else out_channels
+        if state_channels is None:
+            state_channels = max(1, out_channels // max(1, heads))
+        check_heads(out_channels, heads, state_channels)
+        if len(gate_biases) != 3:
+            raise ValueError(
+                "'gate_biases' must be three numbers, for source, mark and direct "
+                f"gates, got {gate_biases!r}"
+            )
+        if gate_std < 0:
+            raise ValueError(f"'gate_std' must be >= 0, got {gate_std}")
+
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.mode = mode
+        self.state_channels = state_channels
+        self.normalization = normalization
+        self.gate_biases = tuple(gate_biases)
+        self.gate_std = gate_std
+        self.form = form
+        self.backend = backend
+        self._biased = list(biased)
+
+        self.lin_query = Linear(in_channels, heads * state_channels, bias=bias)
+        self.lin_key = Linear(in_channels, heads * state_channels, bias=bias)
+        self.lin_value = Linear(in_channels, out_channels, bias=bias)
+        self.lin_gate = GateLinear(in_channels, num_dags * columns, gate_std)
+        self.gate_bias = Parameter(torch.empty(num_dags, sum(biased)))
+        self.norm_weight = Parameter(torch.empty(out_channels))
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        for lin in self.children():
+            if isinstance(lin, Linear):
+                lin.reset_parameters()
+        # At first, gates are the same everywhere: nearly closed, without decay.
+        source, mark, direct = self.gate_biases
+        parts = self.gate_bias.data.split(self._biased, dim=1)
+        for part, start in zip(parts, (direct, source, mark, 1.0), strict=False):
+            part.fill_(start)
+        torch.nn.init.ones_(self.norm_weight)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key, [V, heads, N], and value, [V, heads, P]."""
+        query, key, value = (
+            lin(x).unflatten(1, (self.heads, -1))
+            for lin in (self.lin_query, self.lin_key, self.lin_value)
+        )
+        # The mean over DAGs is taken here, where it is cheapest.
+        scale = 1 / (math.sqrt(self.state_channels) * self.gate_bias.size(0))
+        return query * scale, key, value
+
+    def node_gates(self, x: Tensor) -> Tensor:
+        """[V, DAGs, columns], with biases, before any sigmoid."""
+        bias = self.gate_bias
+        gates = at_least_float32(self.lin_gate(x)).unflatten(1, (bias.size(0), -1))
+        return gates + F.pad(bias.to(gates.dtype), (0, gates.size(2) - bias.size(1)))
+
+    def normed(self, y: Tensor) -> Tensor:
+        """The RMS norm of each head, [V, channels]."""
+        weight = self.norm_weight.view(self.heads, -1)
+        out = F.rms_norm(at_least_float32(y), y.shape[2:], eps=1e-5) * weight
+        return out.flatten(1).to(y.dtype)
+
+
+class GateLinear(Linear):
+    """A projection that starts near zero, also if it is lazy."""
+
+    def __init__(self, in_channels: int, out_channels: int, std: float) -> None:
+        self.std = std
+        super().__init__(in_channels, out_channels, bias=False)
+
+    def reset_parameters(self) -> None:
+        if self.in_channels > 0:
+            std = self.std / math.sqrt(self.in_channels)
+            torch.nn.init.normal_(self.weight, std=std)

@@ -1,0 +1,193 @@
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import (
+    as_edges,
+    check_batch,
+    check_nodes,
+    for_each_dag,
+)
+from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean
+from pyg_chimera.ops import dag_scan, dag_transition
+from pyg_chimera.ops.common.checks import check_option
+
+__all__ = ["ChimeraDAGConv"]
+
+
+class ChimeraDAGConv(ChimeraBlock):
+    r"""The Chimera layer for directed acyclic graphs from `"Chimera: State Space Models
+    Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Section 4.1): its recurrence
+    is a single pass in topological order, linear in nodes and edges.
+
+    .. math::
+        \mathbf{H}_i = \sum_{j \in p(i)} A_{ij} \mathbf{H}_j + s_i \mathbf{B}_i
+        \mathbf{v}_i^{\top}, \qquad
+        \mathbf{x}'_i = \mathbf{W}_{\text{out}} \left( \text{RMSNorm}(
+        \mathbf{H}_i^{\top} \mathbf{C}_i + \mathbf{D} \odot \mathbf{v}_i) \odot
+        \text{SiLU}(\mathbf{z}_i) \right)
+
+    with the parents :math:`p(i)` of a node, projections :math:`\mathbf{B}, \mathbf{C},
+    \mathbf{V}` of the nodes, followed by SiLU, and transitions :math:`A_{ij}` and input
+    gates :math:`s_i` from selectivities :math:`\Delta = \text{softplus}(\mathbf{W}
+    \mathbf{x} + \mathbf{b})` of nodes and, with :obj:`edge_dim`, edges: see
+    :func:`~pyg_chimera.ops.dag_transition`.
+
+    Several DAGs over the same nodes, such as those of
+    :class:`~pyg_chimera.transforms.DAGDecomposition`, have selectivities of their own;
+    what :math:`\mathbf{C}` reads of them is summed and divided by
+    :math:`\sqrt{\text{num\_dags}}`.
+
+    Args:
+        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
+            from the first input.
+        out_channels (int, optional): Size of each output sample. (default:
+            :obj:`in_channels`)
+        heads (int, optional): Number of heads, each with its own :math:`\mathbf{A}`;
+            divides :obj:`out_channels`. (default: :obj:`1`)
+        state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
+            :math:`\mathbf{C}_i`. (default: :obj:`64`)
+        num_dags (int, optional): The number of DAGs. (default: :obj:`1`)
+        groups (int, optional): Number of different :math:`\mathbf{B}` and
+            :math:`\mathbf{C}`; divides :obj:`heads`. (default: :obj:`1`)
+        edge_dim (int, optional): Size of edge features, or :obj:`-1`. (default:
+            :obj:`None`)
+        share (str, optional): Whether DAGs share :math:`\mathbf{B}` and
+            :math:`\mathbf{C}`: :obj:`"all"` or :obj:`"none"`. (default: :obj:`"all"`)
+        selectivity (str, optional): Of an edge: the :obj:`"mean"` of its two nodes',
+            or its :obj:`"target"`'s, with which a directed path is Mamba-2. (default:
+            :obj:`"mean"`)
+        roots (str, optional): Whether nodes without parents :obj:`"write"`, or are
+            :obj:`"silent"` as by the letter of Equation 15. (default: :obj:`"write"`)
+        local_conv (bool, optional): Whether to add to :math:`\mathbf{B}, \mathbf{C},
+            \mathbf{V}`, before SiLU, a depthwise mean over the parents in all DAGs.
+            (default: :obj:`False`)
+        gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
+            :obj:`True`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias.
+            (default: :obj:`True`)
+        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
+            :obj:`"auto"`.
+        **kwargs (optional): Additional arguments of
+            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+
+    Shapes:
+        - **input:**
+          node features :math:`(|\mathcal{V}|, F_{in})`,
+          edge indices :math:`(2, |\mathcal{E}|)` or a sparse adjacency,
+          edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
+          batch vector :math:`(|\mathcal{V}|)` *(optional)*;
+          with :obj:`num_dags > 1` lists of edge indices and of edge features
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Raises:
+        ValueError: If sizes don't divide, or an option is unknown.
+
+    Example:
+        >>> conv = ChimeraDAGConv(16, 32, heads=2, num_dags=2)
+        >>> there = torch.tensor([[0, 1, 1], [1, 2, 3]])
+        >>> conv(torch.randn(4, 16), [there, there.flip(0)]).shape
+        torch.Size([4, 32])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        heads: int = 1,
+        state_channels: int = 64,
+        *,
+        num_dags: int = 1,
+        groups: int = 1,
+        edge_dim: int | None = None,
+        share: str = "all",
+        selectivity: str = "mean",
+        roots: str = "write",
+        local_conv: bool = False,
+        gated: bool = True,
+        bias: bool = True,
+        form: str = "auto",
+        backend: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        if num_dags < 1:
+            raise ValueError(f"'num_dags' must be >= 1, got {num_dags}")
+        check_option("share", share, ("all", "none"))
+        check_option("selectivity", selectivity, ("mean", "target"))
+        check_option("roots", roots, ("write", "silent"))
+        super().__init__(
+            in_channels, out_channels, heads, state_channels, groups=groups,
+            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias, form=form,
+            backend=backend, num_selectivities=num_dags, num_dags=num_dags,
+            copies=num_dags if share == "none" else 1, **kwargs,
+        )  # fmt: skip
+        self.share = share
+        self.selectivity = selectivity
+        self.roots = roots
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj | Sequence[Adj],
+        edge_attr: Tensor | Sequence[Tensor] | None = None,
+        batch: Tensor | None = None,
+        rank: Tensor | Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices; with
+                :obj:`num_dags > 1` a list of them, one for each DAG.
+            edge_attr (torch.Tensor, optional): The edge features (or a list). Ignored
+                without :obj:`edge_dim`. (default: :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+                outputs don't depend on it. (default: :obj:`None`)
+            rank (torch.Tensor, optional): The topological rank (or a list), as stored
+                by :class:`~pyg_chimera.transforms.AddTopologicalOrder`. (default:
+                :obj:`None`)
+
+        Raises:
+            TypeError: If an argument has a wrong type or dtype.
+            ValueError: If something does not fit the layer, or see
+                :func:`~pyg_chimera.ops.dag_scan`.
+            CycleError: If there is a cycle.
+        """
+        check_nodes(x)
+        check_batch(batch)
+        num_nodes, D = x.size(0), self.num_dags
+        dags = [
+            (*as_edges(index, attr, num_nodes, self.flow), order)
+            for index, attr, order in for_each_dag(
+                D, edge_index=edge_index, edge_attr=edge_attr, rank=rank
+            )
+        ]
+        query, key, value = self.project(x, torch.cat([dag[0] for dag in dags], 1))
+        copies = D if self.share == "none" else 1
+        queries, keys = (y.chunk(copies, 1) * (D // copies) for y in (query, key))
+        delta = self.selectivities(x)
+
+        outs = []
+        for d, (index, attr, order) in enumerate(dags):
+            node = F.softplus(delta[:, d] + self.delta_bias[d])
+            parts = [node[index[1]]]
+            if self.selectivity == "mean":
+                parts.append(node[index[0]])
+            edge = self.edge_selectivity(attr, index.size(1), d)
+            if edge is not None:
+                parts.append(edge)
+            root = node if self.roots == "write" else None
+            weight, input_gate = dag_transition(index, num_nodes, mean(parts), root)
+            out = dag_scan(
+                queries[d], keys[d], gated_value(value, input_gate), index,
+                self.explained(weight, num_nodes), batch, rank=order, form=self.form,
+                backend=self.backend,
+            )  # fmt: skip
+            outs.append(out)
+        return self.output(x, mean(outs) * math.sqrt(D), value)

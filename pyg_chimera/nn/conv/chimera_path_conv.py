@@ -1,0 +1,136 @@
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
+from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean
+from pyg_chimera.ops import path_transition, resolvent_mix
+
+__all__ = ["ChimeraPathConv"]
+
+
+class ChimeraPathConv(ChimeraBlock):
+    r"""The Chimera layer for undirected paths, such as text or protein chains, from
+    `"Chimera: State Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_
+    (Appendix B.1): exact in both directions at once, in time linear in the nodes.
+
+    It is :class:`~pyg_chimera.nn.ChimeraConv` with the transitions of
+    :func:`~pyg_chimera.ops.path_transition`, which bound the products :math:`A_{ij}
+    A_{ji}` and not the sums of rows, so that a signal may keep its size all the way.
+
+    Args:
+        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
+            from the first input.
+        out_channels (int, optional): Size of each output sample. (default:
+            :obj:`in_channels`)
+        heads (int, optional): Number of heads; divides :obj:`out_channels`. (default:
+            :obj:`1`)
+        state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
+            :math:`\mathbf{C}_i`. (default: :obj:`64`)
+        groups (int, optional): Number of different :math:`\mathbf{B}` and
+            :math:`\mathbf{C}`; divides :obj:`heads`. (default: :obj:`1`)
+        edge_dim (int, optional): Size of edge features, or :obj:`-1`. (default:
+            :obj:`None`)
+        local_conv (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
+            (default: :obj:`False`)
+        gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
+            :obj:`True`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias.
+            (default: :obj:`True`)
+        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
+            :obj:`"auto"`.
+        **kwargs (optional): Additional arguments of
+            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+
+    Shapes:
+        - **input:**
+          node features :math:`(|\mathcal{V}|, F_{in})`,
+          edge indices :math:`(2, |\mathcal{E}|)` or a sparse adjacency, each edge in
+          both directions,
+          edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
+          batch vector :math:`(|\mathcal{V}|)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Raises:
+        ValueError: If sizes don't divide, or an option is unknown.
+
+    Example:
+        >>> conv = ChimeraPathConv(16, 32, heads=2)
+        >>> edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+        >>> conv(torch.randn(3, 16), edge_index).shape
+        torch.Size([3, 32])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        heads: int = 1,
+        state_channels: int = 64,
+        *,
+        groups: int = 1,
+        edge_dim: int | None = None,
+        local_conv: bool = False,
+        gated: bool = True,
+        bias: bool = True,
+        form: str = "auto",
+        backend: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            in_channels, out_channels, heads, state_channels, groups=groups,
+            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias, form=form,
+            backend=backend, num_selectivities=4, num_dags=1, copies=1, **kwargs,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        rank: Tensor | None = None,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices of disjoint
+                paths, in both directions.
+            edge_attr (torch.Tensor, optional): The edge features. Ignored without
+                :obj:`edge_dim`. (default: :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+                outputs don't depend on it. (default: :obj:`None`)
+            rank (torch.Tensor, optional): The elimination rank, as stored by
+                :class:`~pyg_chimera.transforms.AddEliminationOrder`. (default:
+                :obj:`None`)
+
+        Raises:
+            TypeError: If an argument has a wrong type or dtype.
+            ValueError: If an edge has no reverse, the graph is not made of paths, or
+                see :func:`~pyg_chimera.ops.resolvent_mix`.
+        """
+        check_nodes(x)
+        check_batch(batch)
+        num_nodes = x.size(0)
+        edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
+        query, key, value = self.project(x, edge_index)
+
+        gates = F.softplus(self.selectivities(x) + self.delta_bias)
+        target, source, psi, input_gate = gates.unbind(1)
+        parts = [target[edge_index[1]], source[edge_index[0]]]
+        edge = self.edge_selectivity(edge_attr, edge_index.size(1))
+        if edge is not None:
+            parts.append(edge)
+        weight = torch.exp(-mean(parts))
+        weight = path_transition(edge_index, num_nodes, weight, psi)
+        y = resolvent_mix(
+            query, key, gated_value(value, input_gate), edge_index,
+            self.explained(weight, num_nodes), batch, rank=rank, form=self.form,
+            backend=self.backend,
+        )  # fmt: skip
+        return self.output(x, y, value)

@@ -1,0 +1,186 @@
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import check_batch, check_nodes
+from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
+from pyg_chimera.ops import grid_scan
+
+__all__ = ["PLSTMGridConv"]
+
+
+class PLSTMGridConv(PLSTMBlock):
+    r"""The pLSTM layer for grids and sequences from `"pLSTM: parallelizable Linear
+    Source Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_ (Section 4.3).
+
+    The nodes of each graph are a grid, row by row. It has four DAGs: right and down,
+    left and up, right and up, left and down. Each has its own gates, and their outputs
+    are averaged. On each runs the recurrence of :class:`~pyg_chimera.nn.PLSTMConv`,
+    with gates of the node where an edge begins (source), ends (mark), or that two edges
+    have in common (transitions):
+
+    * :obj:`mode="P"`: :math:`T(\cdot \rightarrow \textrm{right}) = g \, a` and
+      :math:`T(\cdot \rightarrow \textrm{down}) = g \, (1 - a)` with a decay :math:`g =
+      \tanh(5 \cdot)` and an angle :math:`a = \sigma(\cdot)`, at first another one for
+      each head.
+    * :obj:`mode="D"`: :math:`T = g`, without turns from down to right.
+
+    No graph is built, and edges are not looked at. A grid with edge features or state
+    tracking is one of four DAGs for :class:`~pyg_chimera.nn.PLSTMConv`.
+
+    Args:
+        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
+            from the first input.
+        out_channels (int, optional): Size of each output sample. (default:
+            :obj:`in_channels`)
+        heads (int, optional): Number of heads, each with its own gates; divides
+            :obj:`out_channels`. (default: :obj:`1`)
+        mode (str, optional): :obj:`"P"` or :obj:`"D"`; layers of both kinds in turn
+            are advised. (default: :obj:`"P"`)
+        state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
+            :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
+        normalization (str, optional): Under :obj:`"P"`: whether :obj:`a` and :math:`1 -
+            a` are the shares of the ways that leave a node, :obj:`"column"`, or of
+            those that enter it, :obj:`"row"`. (default: :obj:`"column"`)
+        gate_biases (Sequence[float], optional): Where the source, mark and direct gates
+            start, before the sigmoid. (default: :obj:`(-4, -4, -6)`, nearly closed, as
+            in the paper)
+        gate_std (float, optional): How far, as a standard deviation, gates start apart
+            from each other for inputs of variance one. (default: :obj:`0.0`, at first
+            gates are the same everywhere)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias.
+            Gates have one in any case. (default: :obj:`True`)
+        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
+            :obj:`"auto"`.
+
+    Shapes:
+        - **input:**
+          node features :math:`(|\mathcal{V}|, F_{in})`, grid after grid,
+          batch vector :math:`(|\mathcal{V}|)`, sorted *(optional)*,
+          heights and widths :math:`(B)`, or one number each if all grids are alike
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Raises:
+        ValueError: If sizes don't divide, or an option is unknown.
+
+    Example:
+        >>> conv = PLSTMGridConv(16, 32, heads=2)
+        >>> conv(torch.randn(6, 16), height=2, width=3).shape
+        torch.Size([6, 32])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        heads: int = 1,
+        mode: str = "P",
+        *,
+        state_channels: int | None = None,
+        normalization: str = "column",
+        gate_biases: Sequence[float] = (-4.0, -4.0, -6.0),
+        gate_std: float = 0.0,
+        bias: bool = True,
+        form: str = "auto",
+        backend: str = "auto",
+    ) -> None:
+        # Gates of a node in an orientation: direct, source, mark, decay, angle.
+        turns, angle = (4, heads) if mode == "P" else (3, 0)
+        biased = [heads, 2 * heads, 2 * heads, turns * heads, angle]
+        super().__init__(
+            in_channels, out_channels, heads, mode, state_channels=state_channels,
+            normalization=normalization, gate_biases=gate_biases, gate_std=gate_std,
+            bias=bias, form=form, backend=backend, num_dags=4, biased=biased,
+            columns=sum(biased),
+        )  # fmt: skip
+        self.lin_out = Linear(self.out_channels, self.out_channels, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        if self.mode == "P":  # heads look into different directions
+            spread = torch.linspace(-2, 2, self.heads) if self.heads > 1 else 0.0
+            self.gate_bias.data[:, -self.heads :] = spread
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj | None = None,
+        batch: Tensor | None = None,
+        height: int | Tensor | None = None,
+        width: int | Tensor | None = None,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor, optional): Not used; there for
+                containers that call all their layers alike. (default: :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node, against which the
+                sizes are checked. (default: :obj:`None`)
+            height (int or torch.Tensor): The number of rows, of all grids or of each.
+            width (int or torch.Tensor): The number of columns, of all grids or of each.
+
+        Raises:
+            TypeError: If an argument has a wrong type or dtype.
+            ValueError: If sizes are missing or do not fit the nodes, or see
+                :func:`~pyg_chimera.ops.grid_scan`.
+        """
+        check_nodes(x)
+        check_batch(batch)
+        if self.explain:
+            raise ValueError("Edge masks explain edges, which grids do not look at")
+        if height is None or width is None:
+            raise ValueError(
+                "'height' and 'width' must be given (to a 'GraphModel' as "
+                "structure={'height': 'height', 'width': 'width'}), got "
+                f"{height} and {width}"
+            )
+        if batch is not None and not torch.compiler.is_compiling():
+            _check_sizes(batch, height, width)
+        y = grid_scan(
+            *self.project(x), *self._gates(x), height, width, form=self.form,
+            backend=self.backend,
+        )  # fmt: skip
+        return self.lin_out(self.normed(y))
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Source [V, 4, 2, heads], transition [V, 4, 2, 2, heads], mark, direct."""
+        V, H = x.size(0), self.heads
+        direct, source, mark, decay, angle = self.node_gates(x).split(self._biased, 2)
+        direct = direct.sigmoid().sum(1)
+        source, mark = (y.sigmoid().view(V, 4, 2, H) for y in (source, mark))
+        decay = torch.tanh(5 * decay)
+        if self.mode == "P":
+            angle = torch.stack([angle, -angle], dim=2).sigmoid()
+            to = 3 if self.normalization == "column" else 2
+            transition = decay.view(V, 4, 2, 2, H) * angle.unsqueeze(to)
+        else:  # no turn from down to right
+            right, rest = decay.split([H, 2 * H], dim=2)
+            transition = torch.cat([right, torch.zeros_like(right), rest], dim=2)
+            transition = transition.view(V, 4, 2, 2, H)
+        return source, transition, mark, direct
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
+            f"heads={self.heads}, mode={self.mode!r})"
+        )
+
+
+def _check_sizes(batch: Tensor, height: int | Tensor, width: int | Tensor) -> None:
+    """Whether grids of these sizes, one after the other, are the graphs of a batch."""
+    sizes = (torch.as_tensor(height) * torch.as_tensor(width)).view(-1).cpu()
+    counts = batch.unique_consecutive(return_counts=True)[1].cpu()
+    fits = sizes.numel() in (1, counts.numel()) and bool((counts == sizes).all())
+    if not fits or bool((batch.diff() < 0).any()):
+        raise ValueError(
+            "'height' and 'width' must be those of the graphs of 'batch', which must "
+            f"be sorted: got graphs of {counts.tolist()[:8]} nodes and grids of "
+            f"{sizes.tolist()[:8]}"
+        )

@@ -1,0 +1,193 @@
+"""All layers in one form, with options that differ in kind, and inputs for them."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyg_chimera.nn import (
+    ChimeraConv,
+    ChimeraDAGConv,
+    ChimeraPathConv,
+    GatedGCNConv,
+    GraphMambaConv,
+    PLSTMConv,
+    PLSTMGridConv,
+)
+
+__all__ = ["CASES", "CHANNELS", "EDGE", "Case", "Inputs", "every_conv"]
+
+CHANNELS, EDGE = 8, 3
+NODES = 7
+BATCH = [2, 2, 2, 0, 5, 5, 2]  # unsorted, with gaps; node 3 is alone
+#: With self-loops, and with duplicates against the order of nodes.
+GRAPH = [(0, 1), (1, 0), (1, 2), (2, 2), (2, 0), (0, 1), (4, 5), (5, 4), (2, 6), (6, 0)]
+PATH = [(0, 2), (2, 0), (2, 1), (1, 2), (6, 0), (0, 6), (4, 5), (5, 4)]
+DAGS = [
+    [(0, 1), (1, 2), (0, 2), (0, 2), (2, 6), (4, 5)],
+    [(2, 1), (1, 0), (6, 2), (6, 1), (5, 4), (2, 0)],
+    [(6, 0), (4, 5), (1, 6), (1, 0)],
+]
+
+
+class Inputs(NamedTuple):
+    """Nodes, edges of all DAGs in one list, and the DAG of each edge."""
+
+    x: Tensor
+    edge_index: Tensor
+    edge_attr: Tensor
+    dag: Tensor
+    batch: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> "Inputs":
+        return self._replace(x=self.x.to(dtype), edge_attr=self.edge_attr.to(dtype))
+
+    def without_edges(self, num_nodes: int) -> "Inputs":
+        parts = (y[..., :0] for y in (self.edge_index, self.edge_attr.t(), self.dag))
+        index, attr, dag = parts
+        batch = torch.full((num_nodes,), 3)
+        return Inputs(self.x[:num_nodes], index, attr.t(), dag, batch)
+
+
+class Case(NamedTuple):
+    """A layer with options, and what it takes for granted."""
+
+    make: Callable[..., torch.nn.Module]
+    edges: Sequence[list]  #: of each DAG
+    on_grids: bool = False
+    equivariant: bool = True
+    scores: bool = False  #: whether it is given something to sort nodes by
+    #: Whether outputs depend on which nodes are a graph, and not on edges alone.
+    needs_batch: bool = False
+
+    def conv(self, channels: int = CHANNELS, **kwargs: Any) -> torch.nn.Module:
+        """As it is made, in evaluation."""
+        return self.make(channels, **kwargs).eval()
+
+    def trained(self) -> torch.nn.Module:
+        """In float64, with no parameter where it starts."""
+        conv = self.conv().double()
+        with torch.no_grad():
+            for parameter in conv.parameters():
+                parameter.copy_(torch.randn_like(parameter) / 3)
+        return conv
+
+    def inputs(self, dtype: torch.dtype = torch.double) -> Inputs:
+        edges = torch.tensor([edge for dag in self.edges for edge in dag])
+        edges = edges.long().view(-1, 2).t()
+        attr = torch.randn(edges.size(1), EDGE, dtype=dtype)
+        sizes = torch.tensor([len(dag) for dag in self.edges])
+        dag = torch.arange(len(sizes)).repeat_interleave(sizes)
+        batch = torch.tensor(sorted(BATCH) if self.on_grids else BATCH)
+        x = torch.randn(NODES, CHANNELS, dtype=dtype)
+        return Inputs(x, edges.contiguous(), attr, dag, batch)
+
+    def call(
+        self, conv: Any, inputs: Inputs, form: Callable | None = None, **kwargs: Any
+    ) -> Tensor:
+        """Nodes; `form` turns edge indices into what else layers take as a graph."""
+        x, index, attr, dag, batch = inputs
+        module = getattr(conv, "_orig_mod", conv)
+        if self.on_grids:  # graphs are sequences
+            width = torch.tensor([x.size(0)])
+            if batch is not None:
+                width = batch.unique(return_counts=True)[1]
+            height = torch.ones_like(width)
+            return conv(x, batch=batch, height=height, width=width, **kwargs)
+        if isinstance(module, GraphMambaConv):
+            if self.scores:
+                kwargs = {"score": x[:, 0].detach()} | kwargs
+            index = index if form is None else form(index)
+            return conv(x, index, batch, **kwargs)
+        if getattr(module, "edge_dim", None) in (None, 0):
+            attr = None
+        dags = [
+            (index[:, dag == d], None if attr is None else attr[dag == d])
+            for d in range(len(self.edges))
+        ]
+        if form is not None:
+            dags = [(form(index), attr) for index, attr in dags]
+        indices, attrs = (list(y) for y in zip(*dags, strict=True))
+        if len(dags) == 1:
+            indices, attrs = indices[0], attrs[0]
+        if isinstance(module, GatedGCNConv):
+            out = conv(x, indices, attrs, **kwargs)
+            return out[0] if isinstance(out, tuple) else out
+        return conv(x, indices, None if attr is None else attrs, batch, **kwargs)
+
+    def layer(self, conv: torch.nn.Module) -> Callable:
+        """As the assertions on permutations and batches call it."""
+
+        def run(nodes, edge_index, edges, batch):
+            return self.call(conv, Inputs(nodes[0], edge_index, *edges, batch))
+
+        return run
+
+
+def chimera(**kwargs: Any) -> Case:
+    return Case(partial(ChimeraConv, state_channels=3, **kwargs), [GRAPH])
+
+
+def chimera_dag(**kwargs: Any) -> Case:
+    make = partial(ChimeraDAGConv, state_channels=3, **kwargs)
+    return Case(make, DAGS[: kwargs.get("num_dags", 1)])
+
+
+def plstm(**kwargs: Any) -> Case:
+    ordered = kwargs.get("order") is not None
+    edges = [GRAPH] if ordered else DAGS[: kwargs.get("num_dags", 1)]
+    return Case(partial(PLSTMConv, **kwargs), edges, equivariant=not ordered)
+
+
+def plstm_grid(**kwargs: Any) -> Case:
+    make = partial(PLSTMGridConv, **kwargs)
+    return Case(make, [[]], on_grids=True, equivariant=False, needs_batch=True)
+
+
+def mamba(scores: bool = False, **kwargs: Any) -> Case:
+    make = partial(GraphMambaConv, state_channels=3, **kwargs)
+    return Case(make, [GRAPH], equivariant=scores, scores=scores, needs_batch=True)
+
+
+def gated_gcn(**kwargs: Any) -> Case:
+    def make(channels: int, **more: Any) -> GatedGCNConv:
+        options = {"norm": "layer_norm", **kwargs, **more}
+        return GatedGCNConv(channels, CHANNELS, **options)
+
+    return Case(make, [GRAPH])
+
+
+CASES = {
+    "ChimeraConv": chimera(),
+    "ChimeraConv-edges": chimera(heads=4, groups=2, edge_dim=EDGE, gamma=0.5),
+    "ChimeraConv-released": chimera(heads=2, normalization="released", gated=False),
+    "ChimeraConv-neumann": chimera(solver="neumann", num_terms=3, bias=False),
+    "ChimeraConv-torch": chimera(local_conv=True, form="state", backend="torch"),
+    "ChimeraDAGConv": chimera_dag(heads=2),
+    "ChimeraDAGConv-edges": chimera_dag(edge_dim=EDGE, local_conv=True, roots="silent"),
+    "ChimeraDAGConv-several": chimera_dag(
+        num_dags=3, share="none", heads=4, groups=2, edge_dim=EDGE, selectivity="target"
+    ),
+    "ChimeraPathConv": Case(
+        partial(ChimeraPathConv, state_channels=3, heads=2, edge_dim=EDGE), [PATH]
+    ),
+    "PLSTMConv": plstm(heads=2),
+    "PLSTMConv-D": plstm(mode="D", heads=2, edge_dim=EDGE),
+    "PLSTMConv-row": plstm(normalization="row", edge_dim=EDGE, bias=False),
+    "PLSTMConv-several": plstm(num_dags=3, heads=2, mode="D", state_channels=3),
+    "PLSTMConv-tracking": plstm(tracking=2, edge_dim=EDGE, backend="torch"),
+    "PLSTMConv-order": plstm(order="order", heads=2),
+    "PLSTMConv-degree": plstm(order="degree", mode="D", edge_dim=EDGE),
+    "PLSTMConv-bfs": plstm(order="bfs", normalization="row", tracking=2),
+    "PLSTMGridConv": plstm_grid(heads=2),
+    "PLSTMGridConv-D": plstm_grid(mode="D", state_channels=3, heads=4),
+    "GraphMambaConv": mamba(),
+    "GraphMambaConv-scores": mamba(scores=True, order=None, expand=2, bias=True),
+    "GraphMambaConv-bins": mamba(order="pagerank", num_bins=2, bidirectional=True),
+    "GatedGCNConv": gated_gcn(edge_dim=0),
+    "GatedGCNConv-edges": gated_gcn(edge_dim=EDGE),
+}
+every_conv = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -1,0 +1,585 @@
+"""What all layers have in common."""
+
+import copy
+import inspect
+import io
+import pickle
+import shutil
+import subprocess
+import sys
+from functools import partial
+from itertools import count
+
+import pytest
+import torch
+import torch_geometric.typing
+from asserts import assert_batched_equals_single, assert_near, assert_permutes
+from convs import CASES, CHANNELS, EDGE, Case, Inputs, every_conv
+from torch import Tensor
+from torch_geometric import EdgeIndex
+from torch_geometric.nn import Sequential, summary
+from torch_geometric.utils import (
+    grid,
+    to_torch_coo_tensor,
+    to_torch_csr_tensor,
+)
+
+from pyg_chimera import nn
+from pyg_chimera.nn import GatedGCNConv, GPSLayer, GraphMambaConv, PLSTMGridConv
+
+ON_GRAPHS = {name: case for name, case in CASES.items() if not case.on_grids}
+on_graphs = pytest.mark.parametrize("case", ON_GRAPHS.values(), ids=ON_GRAPHS)
+DEFAULTS = {name: case for name, case in CASES.items() if "-" not in name}
+default_convs = pytest.mark.parametrize("case", DEFAULTS.values(), ids=DEFAULTS)
+
+
+def test_there_is_a_case_of_each_layer():
+    assert set(DEFAULTS) == {name for name in nn.__all__ if name.endswith("Conv")}
+
+
+# --------------------------------------------------------------------- graphs, batches
+
+
+EQUIVARIANT = {name: case for name, case in CASES.items() if case.equivariant}
+
+
+@pytest.mark.parametrize("case", EQUIVARIANT.values(), ids=EQUIVARIANT)
+def test_permutations(case: Case):
+    x, index, *edges, batch = case.inputs()
+    assert_permutes(case.layer(case.trained()), (x,), index, tuple(edges), batch)
+
+
+@every_conv
+def test_a_batch_is_its_graphs(case: Case):
+    """Unsorted where that is allowed, with labels that are no numbers from zero on."""
+    x, index, *edges, batch = case.inputs()
+    layer = case.layer(case.trained())
+    edges = tuple(edges)
+    assert_batched_equals_single(
+        layer, (x,), index, edges, batch, needs_batch=case.needs_batch
+    )
+
+
+@every_conv
+@pytest.mark.parametrize("training", [False, True])
+def test_sparse_labels_cost_nothing(case: Case, training: bool):
+    """In time and memory: these would be gigabytes of graphs without nodes."""
+    inputs = case.inputs()
+    conv = case.trained().train(training)
+    torch.manual_seed(3)
+    expected = case.call(conv, inputs)
+    torch.manual_seed(3)
+    assert case.call(conv, inputs._replace(batch=inputs.batch * 2**40)).equal(expected)
+
+
+@every_conv
+@pytest.mark.parametrize("num_nodes", [0, 1, 3])
+def test_no_edges(case: Case, num_nodes: int):
+    conv = case.trained()
+    inputs = case.inputs().without_edges(num_nodes)
+    x = inputs.x.requires_grad_()
+    for training in (False, True):
+        conv.train(training).zero_grad()
+        out = case.call(conv, inputs)
+        assert out.shape == (num_nodes, CHANNELS)
+        out.sum().backward()
+        assert out.isfinite().all()
+        assert x.grad.isfinite().all()
+        missing = [name for name, p in conv.named_parameters() if p.grad is None]
+        if isinstance(conv, GatedGCNConv):  # which has no part in nodes
+            missing = [name for name in missing if "norm_edge" not in name]
+        assert missing == []
+
+
+@every_conv
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e30])
+def test_a_graph_keeps_its_nan(case: Case, value: float):
+    """Or it is refused; nothing of it is in other graphs, forward or backward."""
+    conv, inputs = case.trained().float(), case.inputs(torch.float)
+    graph = int(inputs.batch.mode().values)
+    others = inputs.batch != graph
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.clone().requires_grad_()
+        out = case.call(conv, inputs._replace(x=x))[others]
+        out.square().sum().backward()
+        return out, x.grad[others]
+
+    changed = inputs.x.clone()
+    changed[int((~others).nonzero()[0]), 1] = value
+    try:
+        results = run(changed)
+    except ValueError as error:
+        assert "must be finite" in str(error) or "must not hold NaN" in str(error)  # noqa: PT017
+        return
+    for result, expected in zip(results, run(inputs.x), strict=True):
+        assert result.equal(expected)
+
+
+@every_conv
+def test_inputs_are_not_altered(case: Case):
+    inputs = case.inputs()
+    kept = [x.clone() for x in inputs]
+    for training in (False, True):
+        case.call(case.trained().train(training), inputs).sum()
+    assert all(a.equal(b) for a, b in zip(inputs, kept, strict=True))
+
+
+# -------------------------------------------------------------------------- parameters
+
+
+@every_conv
+def test_every_parameter_is_trained(case: Case):
+    """From the start on, those of gates that begin at zero among them."""
+    conv = case.conv().double().train()
+    out = case.call(conv, case.inputs())
+    out.square().sum().backward()
+    for name, parameter in conv.named_parameters():
+        if "norm_edge" not in name:
+            assert parameter.grad.any(), name
+
+
+@every_conv
+def test_lazy_channels(case: Case):
+    if isinstance(case.conv(), GraphMambaConv):
+        pytest.skip("its width is given")
+    edge_dim = getattr(case.conv(), "edge_dim", None)
+    unknown = {"edge_dim": -1} if edge_dim else {}
+    if not isinstance(case.conv(), GatedGCNConv):
+        unknown["out_channels"] = CHANNELS
+    conv, inputs = case.conv(), case.inputs(torch.float)
+    lazy, unused = (case.conv(-1, **unknown) for _ in range(2))
+    twin = copy.deepcopy(lazy)
+    for made in (lazy, twin):
+        case.call(made, inputs)
+        shapes = {name: p.shape for name, p in made.state_dict().items()}
+        assert shapes == {name: p.shape for name, p in conv.state_dict().items()}
+    for made in (lazy, unused):
+        made.load_state_dict(conv.state_dict())
+        assert_near(case.call(made, inputs), case.call(conv, inputs), 1e-6)
+
+
+@every_conv
+def test_reset_parameters(case: Case):
+    used, fresh = case.trained().float(), case.conv()
+    for conv in (used, fresh):
+        torch.manual_seed(1)
+        conv.reset_parameters()
+    torch.testing.assert_close(used.state_dict(), fresh.state_dict(), rtol=0, atol=0)
+    torch.manual_seed(2)
+    fresh.reset_parameters()
+    inputs = case.inputs(torch.float)
+    assert not case.call(fresh, inputs).equal(case.call(used, inputs))
+
+
+@every_conv
+def test_copies_and_files(case: Case):
+    conv, other, inputs = case.trained(), case.trained(), case.inputs()
+    out = case.call(conv, inputs)
+    assert case.call(copy.deepcopy(conv), inputs).equal(out)
+    assert not torch.allclose(case.call(other, inputs), out)
+    file = io.BytesIO()
+    torch.save(conv.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert case.call(other, inputs).equal(out)
+
+
+@default_convs
+def test_pickles(case: Case):
+    conv, inputs = case.trained(), case.inputs()
+    if isinstance(conv, GraphMambaConv):  # PyG can't pickle what it has made of others
+        copied = pickle.loads(pickle.dumps(conv))
+    else:
+        file = io.BytesIO()
+        torch.save(conv, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    assert case.call(copied, inputs).equal(case.call(conv, inputs))
+
+
+@every_conv
+def test_repr(case: Case):
+    text = repr(case.conv())
+    assert text.startswith(f"{type(case.conv()).__name__}({CHANNELS}, ")
+    assert text.endswith(")")
+    assert "\n" not in text
+
+
+@every_conv
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(case: Case, dtype: torch.dtype):
+    conv, inputs = case.conv(), case.inputs(torch.float)
+    expected = case.call(conv, inputs)
+    with torch.autocast("cpu", dtype=dtype):
+        out = case.call(conv, inputs)
+        out.float().sum().backward()
+    assert_near(out, expected, 0.05)
+    conv = conv.to(dtype)
+    conv.zero_grad()
+    x = inputs.x.to(dtype)
+    if case.scores:  # sorts by rounded ones otherwise
+        inputs = inputs._replace(x=x.float())
+        expected = case.call(copy.deepcopy(conv).float(), inputs)
+    out = case.call(conv, inputs.to(dtype))
+    assert out.dtype == dtype
+    assert_near(out, expected, 0.05)
+    out.sum().backward()
+    for parameter in conv.parameters():
+        if parameter.grad is not None:
+            assert parameter.grad.dtype == dtype
+            assert parameter.grad.isfinite().all()
+
+
+# ------------------------------------------------------------------- as layers of PyG
+
+
+def test_signatures_are_those_of_pyg():
+    for name, case in DEFAULTS.items():
+        names = list(inspect.signature(case.conv().forward).parameters)
+        assert names[:2] == ["x", "edge_index"], name
+        edges = isinstance(case.conv(), (GraphMambaConv, PLSTMGridConv))
+        assert names[2] == ("batch" if edges else "edge_attr"), name
+
+
+def adjacencies(index: Tensor) -> dict[str, Tensor]:
+    size = (7, 7)
+    return {
+        "EdgeIndex": EdgeIndex(index, sparse_size=size, sort_order="col"),
+        "coo": to_torch_coo_tensor(index.flip(0), size=size),
+        "csr": to_torch_csr_tensor(index.flip(0), size=size),
+        "int32": index.int(),
+    }
+
+
+def with_unique_edges(inputs: Inputs) -> Inputs:
+    """Sorted, and without duplicates, which a sparse matrix would add up."""
+    key = inputs.dag * 49 + inputs.edge_index[1] * 7 + inputs.edge_index[0]
+    order = key.argsort(stable=True)
+    order = order[torch.cat([key[order[:1]] >= 0, key[order].diff() > 0])]
+    index, attr = inputs.edge_index[:, order], inputs.edge_attr[order]
+    return inputs._replace(edge_index=index, edge_attr=attr, dag=inputs.dag[order])
+
+
+@on_graphs
+@pytest.mark.parametrize("form", ["EdgeIndex", "coo", "csr", "int32"])
+def test_forms_of_graphs(case: Case, form: str):
+    conv, inputs = case.trained(), with_unique_edges(case.inputs())
+    if isinstance(conv, GatedGCNConv) and form == "int32":
+        pytest.skip("PyG's propagation takes int64 only")
+    expected = case.call(conv, inputs)
+    out = case.call(conv, inputs, form=lambda index: adjacencies(index)[form])
+    assert_near(out, expected)
+
+
+VALUED = [name for name in ON_GRAPHS if name.endswith("-edges") or name.endswith("-D")]
+
+
+@pytest.mark.parametrize("case", map(CASES.get, VALUED), ids=VALUED)
+def test_values_of_sparse_graphs_are_edge_features(case: Case):
+    conv, inputs = case.trained(), with_unique_edges(case.inputs())
+    index, attr = inputs.edge_index, inputs.edge_attr
+    adj = torch.sparse_coo_tensor(index.flip(0), attr, (7, 7, EDGE)).coalesce()
+    out = conv(inputs.x, adj)
+    out = out[0] if isinstance(out, tuple) else out
+    assert_near(out, case.call(conv, inputs))
+
+
+@pytest.mark.skipif(
+    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse"
+)
+@on_graphs
+def test_sparse_tensor(case: Case):
+    conv, inputs = case.trained(), with_unique_edges(case.inputs())
+
+    def form(index):
+        return torch_geometric.typing.SparseTensor(
+            row=index[1], col=index[0], sparse_sizes=(7, 7)
+        )
+
+    assert_near(case.call(conv, inputs, form=form), case.call(conv, inputs))
+
+
+FLOWS = {name: case for name, case in ON_GRAPHS.items() if "Mamba" not in name}
+
+
+@pytest.mark.parametrize("case", FLOWS.values(), ids=FLOWS)
+def test_flow(case: Case):
+    conv, inputs = case.trained(), case.inputs()
+    back = case.conv(flow="target_to_source").double()
+    back.load_state_dict(conv.state_dict())
+    flipped = inputs._replace(edge_index=inputs.edge_index.flip(0))
+    assert_near(case.call(back, flipped), case.call(conv, inputs))
+
+
+def test_edge_features_of_one_channel():
+    for make in (nn.ChimeraConv, nn.ChimeraDAGConv, nn.PLSTMConv, GatedGCNConv):
+        conv = make(CHANNELS, CHANNELS, edge_dim=1).eval()
+        x, index, attr, *_ = CASES["ChimeraDAGConv"].inputs(torch.float)
+        outs = [conv(x, index, y) for y in (attr[:, 0], attr[:, :1])]
+        outs = [out[0] if isinstance(out, tuple) else out for out in outs]
+        assert outs[0].equal(outs[1])
+
+
+@on_graphs
+def test_in_containers(case: Case):
+    """Whatever a layer takes is taken by name."""
+    conv, inputs = case.conv(), case.inputs(torch.float)
+    if len(case.edges) > 1 or case.scores or isinstance(conv, GatedGCNConv):
+        pytest.skip("takes lists of graphs, or is no mixer")
+    x, index, attr, _, batch = inputs
+    layer = GPSLayer(CHANNELS, mixer=conv, norm=None, mlp_channels=0)
+    expected = x + case.call(conv, inputs)
+    assert_near(layer(x, index, batch, attr), expected, 1e-6)
+    read = ", edge_attr=edge_attr" if getattr(conv, "edge_dim", None) else ""
+    model = Sequential("x, edge_index, batch, edge_attr", [
+        (conv, f"x, edge_index, batch=batch{read} -> x"), torch.nn.ReLU(),
+    ])  # fmt: skip
+    assert_near(model(x, index, batch, attr), (expected - x).relu(), 1e-5)
+
+
+def test_grids_in_containers():
+    case = CASES["PLSTMGridConv"]
+    conv, inputs = case.conv(), case.inputs(torch.float)
+    _, width = inputs.batch.unique(return_counts=True)
+    sizes = {"height": torch.ones_like(width), "width": width}
+    expected = inputs.x + case.call(conv, inputs)
+    for role in ("conv", "mixer"):
+        layer = GPSLayer(CHANNELS, **{role: conv}, norm=None, mlp_channels=0)
+        out = layer(inputs.x, inputs.edge_index, inputs.batch, **sizes)
+        assert_near(out, expected, 1e-6)
+
+
+@default_convs
+def test_summary(case: Case):
+    pytest.importorskip("tabulate")
+    conv = case.conv()
+    table = summary(conv, **arguments(case))
+    assert type(conv).__name__ in table
+    assert f"[7, {CHANNELS}]" in table
+
+
+@every_conv
+def test_inference_then_training(case: Case):
+    """What is remembered in inference mode is fit for gradients."""
+    conv, inputs = case.trained(), case.inputs()
+    with torch.inference_mode():
+        expected = case.call(conv, inputs)
+    out = case.call(conv, inputs)
+    out.sum().backward()
+    assert out.equal(expected)
+
+
+# ------------------------------------------------------------------ compiled, exported
+
+COMPILED = {
+    "ChimeraConv": (nn.ChimeraConv, "any"),
+    "ChimeraDAGConv": (nn.ChimeraDAGConv, "dag"),
+    "ChimeraPathConv": (nn.ChimeraPathConv, "path"),
+    "PLSTMConv-D": (partial(nn.PLSTMConv, mode="D"), "dag"),
+    "PLSTMConv-tracking": (partial(nn.PLSTMConv, tracking=2), "dag"),
+    "PLSTMConv-order": (partial(nn.PLSTMConv, order="order"), "any"),
+    "PLSTMConv-degree-D": (partial(nn.PLSTMConv, order="degree", mode="D"), "any"),
+    "PLSTMConv-bfs": (partial(nn.PLSTMConv, order="bfs"), "any"),
+    "GraphMambaConv": (nn.GraphMambaConv, "any"),
+    "GraphMambaConv-bins": (
+        partial(nn.GraphMambaConv, order="pagerank", num_bins=2), "any"),
+    "GatedGCNConv": (partial(GatedGCNConv, CHANNELS, edge_dim=0), "any"),
+}  # fmt: skip
+SETTINGS = [("eager", True), ("aot_eager", False), ("aot_eager", True)]
+unused = count()
+
+
+def new_graph(kind: str, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of 3 * rows nodes, and none that has been seen before: none is remembered."""
+    generator = torch.Generator().manual_seed(next(unused))
+    name = torch.randperm(3 * rows, generator=generator)
+    path = torch.stack([torch.arange(3 * rows - 1), torch.arange(1, 3 * rows)])
+    index = path if kind == "path" else grid(rows, 3)[0]
+    index = index[:, index[0] < index[1]]
+    index = name[index if kind == "dag" else torch.cat([index, index.flip(0)], 1)]
+    return torch.randn(3 * rows, CHANNELS), index, torch.zeros_like(name)
+
+
+def assert_compiles(make, kind: str, backend: str, dynamic: bool, in_layer: bool):
+    conv = make(CHANNELS)
+    with torch.no_grad():  # gates are the same everywhere at first
+        for parameter in conv.parameters():
+            parameter.add_(torch.randn_like(parameter) / 4)
+    takes_batch = in_layer or not isinstance(conv, GatedGCNConv)
+    layer = GPSLayer(CHANNELS, mixer=conv) if in_layer else conv
+    layer.double().eval()  # some gradients are so small that float32 rounds them away
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=backend)
+    for rows in (2, 4, 5):
+        x, index, batch = new_graph(kind, rows)
+        x, kwargs = x.double(), {"batch": batch} if takes_batch else {}
+        results = []
+        for run in (compiled, layer):
+            layer.zero_grad()
+            out = run(x, index, **kwargs)
+            out.square().sum().backward()
+            grads = [p.grad for p in layer.parameters() if p.grad is not None]
+            results.append([out.detach(), *(grad.clone() for grad in grads)])
+        for a, b in zip(*results, strict=True):
+            assert_near(a, b, 1e-9)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compile(name: str):
+    """Structure that was never computed before, for several sizes, without a break."""
+    number = list(COMPILED).index(name)
+    backend, dynamic = SETTINGS[number % len(SETTINGS)]
+    assert_compiles(*COMPILED[name], backend, dynamic, in_layer=number % 2 == 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["PLSTMConv-D", "PLSTMConv-bfs"])
+def test_compile_to_native_code(name: str):
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("needs a compiler")
+    assert_compiles(*COMPILED[name], "inductor", dynamic=True, in_layer=False)
+
+
+def test_compile_in_a_fresh_process():
+    """Where nothing has run before: not even kernels are loaded."""
+    code = """
+import torch
+from pyg_chimera.nn import GPSLayer, PLSTMConv
+for order, mode in ((None, "P"), ("bfs", "D")):
+    layer = GPSLayer(8, mixer=PLSTMConv(8, heads=2, mode=mode, order=order)).eval()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for n in (4, 6):
+        path = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
+        x = torch.randn(n, 8)
+        assert torch.allclose(compiled(x, path), layer(x, path), atol=1e-5)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_export_for_all_sizes(name: str):
+    make, kind = COMPILED[name]
+    conv = make(CHANNELS).eval()
+    x, index, _ = new_graph(kind, 4)
+    sizes = {0: torch.export.Dim("nodes")}, {1: torch.export.Dim("edges")}
+    shapes = dict(zip(("x", "edge_index"), sizes, strict=True))
+    exported = torch.export.export(conv, (x, index), dynamic_shapes=shapes).module()
+    for rows in (2, 5):
+        x, index, _ = new_graph(kind, rows)
+        assert_near(exported(x, index), conv(x, index), 1e-5)
+
+
+def test_grids_are_compiled_and_exported():
+    conv = PLSTMGridConv(CHANNELS, heads=2).eval()
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    for height, width in ((2, 3), (4, 3)):
+        sizes = {"height": height, "width": width}
+        x = torch.randn(height * width, CHANNELS)
+        assert_near(compiled(x, **sizes), conv(x, **sizes), 1e-5)
+    exported = torch.export.export(conv, (x,), sizes).module()
+    assert_near(exported(x, **sizes), conv(x, **sizes), 1e-5)
+
+
+# ------------------------------------------------------------------------------ errors
+
+
+def arguments(case: Case) -> dict:
+    """By name, of a layer of one graph."""
+    x, index, attr, _, batch = case.inputs(torch.float)
+    given = {"x": x, "edge_index": index, "edge_attr": attr, "batch": batch}
+    _, given["width"] = batch.unique(return_counts=True)
+    given["height"] = torch.ones_like(given["width"])
+    names = inspect.signature(case.conv().forward).parameters
+    if getattr(case.conv(), "edge_dim", None) in (None, 0):
+        given.pop("edge_attr")
+    return {name: given[name] for name in names if name in given}
+
+
+WRONG = {
+    "x": [
+        lambda x: x.numpy(), lambda x: x.tolist(), lambda x: None,
+        lambda x: (x,), lambda x: x.long(), lambda x: x.to(torch.complex64),
+        lambda x: x.to(torch.float8_e4m3fn),
+    ],
+    "edge_index": [
+        lambda x: x.numpy(), lambda x: x.tolist(), lambda x: None, lambda x: x.float(),
+    ],
+    "edge_attr": [lambda x: x.numpy(), lambda x: x.tolist(), lambda x: x.long()],
+    "batch": [lambda x: x.numpy(), lambda x: x.tolist(), lambda x: x.float()],
+}  # fmt: skip
+
+TYPED = {
+    name: case for name, case in CASES.items() if name in DEFAULTS or "-edges" in name
+}
+
+
+@pytest.mark.parametrize("case", TYPED.values(), ids=TYPED)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_types(case: Case, name: str):
+    given, conv = arguments(case), case.conv()
+    if name not in given or (name == "edge_index" and case.on_grids):
+        pytest.skip(f"does not read '{name}'")
+    # Propagation of PyG has an error of its own for edges.
+    kind = (TypeError, ValueError) if name == "edge_index" else TypeError
+    for wrong in WRONG[name]:
+        with pytest.raises(kind, match=f"['`]{name}['`]"):
+            conv(**given | {name: wrong(given[name])})
+
+
+@default_convs
+def test_wrong_shapes(case: Case):
+    given, conv = arguments(case), case.conv()
+    with pytest.raises(ValueError, match=r"'x' must be \[nodes, .*\], got \[8\]"):
+        conv(**given | {"x": given["x"][0]})
+    if "edge_index" in given and not case.on_grids:
+        for wrong in (given["edge_index"] + 3, given["edge_index"] - 1):
+            with pytest.raises((ValueError, IndexError), match="edge_index"):
+                conv(**given | {"edge_index": wrong})
+    if "batch" in given:
+        with pytest.raises(ValueError, match="'batch'"):
+            conv(**given | {"batch": given["batch"][:5]})
+
+
+@on_graphs
+def test_batches_and_edge_features_are_not_mixed_up(case: Case):
+    """PyG's layers take (.., edge_attr, batch), GPSConv takes (.., batch)."""
+    conv, inputs = case.conv(), case.inputs(torch.float)
+    x, index, attr, _, batch = inputs
+    index = [index] * len(case.edges) if len(case.edges) > 1 else index
+    if isinstance(conv, GraphMambaConv):
+        with pytest.raises(TypeError, match=r"'batch' must hold integers.*edge_attr="):
+            conv(x, index, attr)
+        return
+    third = [batch] * len(case.edges) if len(case.edges) > 1 else batch
+    with pytest.raises(TypeError, match=r"'edge_attr' must be .*batch=\.\.\."):
+        conv(x, index, third)
+    if not isinstance(conv, GatedGCNConv):
+        with pytest.raises(TypeError, match=r"'batch' must hold integers.*edge_attr="):
+            conv(x, index, None, attr)
+
+
+@default_convs
+def test_unknown_options(case: Case):
+    with pytest.raises(TypeError, match="num_head"):
+        case.conv(num_head=3)
+
+
+HEADS = [name for name in DEFAULTS if name not in ("GraphMambaConv", "GatedGCNConv")]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_sizes_of_heads(name: str):
+    make = getattr(nn, name)
+    with pytest.raises(ValueError, match="'out_channels' must be given, got -1"):
+        make(-1)
+    for heads in (3, 0):
+        with pytest.raises(ValueError, match=f"'heads' must divide .*, got {heads} an"):
+            make(CHANNELS, heads=heads)
+    with pytest.raises(ValueError, match="'state_channels' must be >= 1, got 0"):
+        make(CHANNELS, state_channels=0)
+    conv = make(16, heads=2)
+    assert (conv.in_channels, conv.out_channels) == (16, 16)
+    for name in ("form", "backend"):
+        case = next(c for n, c in CASES.items() if n == make.__name__)
+        with pytest.raises(ValueError, match=f"'{name}' must be one of .*, got 'cuda'"):
+            case.call(make(CHANNELS, **{name: "cuda"}), case.inputs(torch.float))
