@@ -99,3 +99,28 @@ def write_malnet_tiny(root: Path) -> None:
             path.write_text("\n".join(["# a header"] * 5 + edges) + "\n")
         lines = "".join(f"{name}\n" for name in names)
         (raw / "split_info_tiny" / "type" / f"{split}.txt").write_text(lines)
+
+
+def write_tudataset(root: Path, name: str, labelled: bool, size: int = 36) -> None:
+    """The files of a ``TUDataset`` of paths (class 1) and stars (class 2)."""
+    raw = root / name / "raw"
+    raw.mkdir(parents=True)
+    edges, nodes, labels, first = [], [], [], 1
+    for i in range(size):
+        n, is_star = 4 + i % 3, i >= size // 2
+        for v in range(1, n):
+            u = 0 if is_star else v - 1
+            edges += [(first + u, first + v), (first + v, first + u)]
+        nodes += [i + 1] * n
+        labels.append(1 + is_star)
+        first += n
+
+    def write(kind: str, rows: list) -> None:
+        (raw / f"{name}_{kind}.txt").write_text("".join(f"{row}\n" for row in rows))
+
+    write("A", [f"{u}, {v}" for u, v in edges])
+    write("graph_indicator", nodes)
+    write("graph_labels", labels)
+    if labelled:
+        write("node_labels", [v % 3 for v in range(len(nodes))])
+        write("edge_labels", [(u + v) % 2 for u, v in edges])

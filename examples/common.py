@@ -1,0 +1,547 @@
+"""What the examples share: the command line, training with Lightning, results.
+
+A run is a folder::
+
+    results.json   configuration, command, versions, all epochs, the test of the best
+    curves.png     losses and the metric
+    last.ckpt      after the last finished epoch: where ``--resume`` goes on
+    best.ckpt      after the epoch that was best on validation graphs
+
+An epoch is a function of the weights, the seed and its number alone. So a run that was
+stopped and resumed ends as one that was not, on a CPU bit for bit.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import shlex
+import sys
+import time
+import warnings
+from argparse import (
+    ArgumentParser,
+    ArgumentTypeError,
+    Namespace,
+    RawDescriptionHelpFormatter,
+)
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from functools import cache
+from importlib.metadata import version
+from math import cos, pi
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.figure import Figure  # draws with Agg, unlike pyplot, everywhere
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import Timer, TQDMProgressBar
+from pytorch_lightning.strategies import DDPStrategy
+from torch import Tensor
+from torch.nn import Module, ModuleDict
+from torch.utils.data import DistributedSampler
+from torch_geometric import seed_everything
+from torch_geometric.data import Batch
+from torch_geometric.loader import DataLoader
+from torchmetrics import MeanMetric, Metric
+from tqdm import tqdm
+
+#: This process among those that `torchrun` started, if it did.
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+RESULTS, CURVES, LAST, BEST = "results.json", "curves.png", "last.ckpt", "best.ckpt"
+PACKAGES = (
+    *("pyg-chimera", "torch", "torch-geometric", "pytorch-lightning", "torchmetrics"),
+    *("numba", "numpy", "scikit-learn", "ogb", "rdkit"),
+)
+
+# Lightning's remarks on how it is used: the examples print what matters.
+logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+for remark in ("does not have many workers", "LeafSpec", "`broadcast_buffers`"):
+    warnings.filterwarnings("ignore", f".*{remark}")
+
+
+# Command line --------------------------------------------------------------------
+
+
+def number(kind: Callable[[str], Any], least: float, words: str) -> Callable:
+    """The type of an argument that is a number, and not less than the least one."""
+
+    def convert(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if least <= (value := kind(text)) < 2**31:
+                return value
+        raise ArgumentTypeError(f"must be {words}, got {text!r}")
+
+    return convert
+
+
+natural = number(int, 0, "an integer, 0 or more")
+positive_int = number(int, 1, "a positive integer")
+positive_float = number(float, sys.float_info.min, "a positive number")
+
+
+def folder(text: str) -> Path:
+    path = Path(text).expanduser()
+    if not path.is_dir():
+        raise ArgumentTypeError(f"there is no folder {text!r} (make it to download)")
+    return path
+
+
+def make_parser(doc: str | None, presets: Iterable[str], root: str) -> ArgumentParser:
+    """A parser with the arguments that all examples have; without a root, no files."""
+    style = RawDescriptionHelpFormatter
+    parser = ArgumentParser(description=doc, formatter_class=style)
+    parser.error = refuse  # without the usage
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--preset", choices=list(presets), help="the model's size and its training")
+    add("--smoke", dest="preset", action="store_const", const="smoke",
+        help="train for seconds, on a few graphs of the data set")  # fmt: skip
+    if root:
+        add = parser.add_argument_group("data").add_argument
+        add("--root", type=folder, default=Path(root), help=f"default: {root}")
+        add("--processed-root", type=folder, help="for a --root that is read-only")
+    add = parser.add_argument_group("training (default: the preset's)").add_argument
+    add("--epochs", type=positive_int)
+    add("--batch-size", type=positive_int, help="of all processes together")
+    add("--lr", type=positive_float)
+    add("--seed", type=natural, default=0, help="default: 0")
+    group = parser.add_argument_group("run")
+    add = group.add_argument
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    add("--device", choices=devices, default=devices[0], help=f"default: {devices[0]}")
+    precisions = ["32-true", "16-mixed", "bf16-mixed"]
+    add("--precision", choices=precisions, default="32-true", help="default: 32-true")
+    add("--num-workers", type=natural, default=0, help="processes that load graphs")
+    add("--out", type=Path, help="folder of the run; default: one below runs")
+    add("--time-limit", type=positive_float, metavar="MINUTES",
+        help="stop after the epoch in which it is over, to be resumed")  # fmt: skip
+    add = group.add_mutually_exclusive_group().add_argument
+    add("--resume", action="store_true", help="go on with the run in --out")
+    add("--overwrite", action="store_true", help="replace the run in --out")
+    return parser
+
+
+def parse(
+    parser: ArgumentParser,
+    argv: list[str] | None,
+    recipe: Callable[[Namespace], Mapping[str, Any]],
+) -> Namespace:
+    """What the command line says and, where it is silent, the recipe for it."""
+    parser.set_defaults(**recipe(parser.parse_args(argv)))
+    args = parser.parse_args(argv)
+    if args.batch_size % WORLD:
+        parser.error(f"--batch-size must be a multiple of {WORLD}, the processes")
+    if args.time_limit is not None:
+        args.time_limit = time.monotonic() + 60 * args.time_limit
+    words = [sys.argv[0], *(sys.argv[1:] if argv is None else argv)]
+    args.command = shlex.join(["python", *map(_relative, words)])
+    return args
+
+
+def _relative(word: str) -> str:
+    """A word of a command, without an absolute path."""
+    option, sign, path = word.rpartition("=")
+    return f"{option}{sign}{os.path.relpath(path)}" if os.path.isabs(path) else word
+
+
+def refuse(message: object) -> NoReturn:
+    """Ends the program with one line, as ``ArgumentParser`` does."""
+    print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(run: Callable[[Namespace], Mapping[str, Any]], args: Namespace) -> int:
+    """Runs an example and returns the exit code of the program."""
+    try:
+        stopped_by = run(args)["stopped_by"]
+    except KeyboardInterrupt:  # while there was nothing to save
+        print("Interrupted before or after training", file=sys.stderr)
+        stopped_by = "SIGINT"
+    except (OSError, FloatingPointError) as error:
+        refuse(error)
+    return {"SIGINT": 130, "SIGTERM": 143}.get(stopped_by, 0)
+
+
+# Folders of runs -----------------------------------------------------------------
+
+
+def write(path: Path, data: Mapping[str, Any]) -> None:
+    """Writes JSON that appears as a whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(data, indent=2) + "\n")
+    os.replace(part, path)
+
+
+def open_run(args: Namespace) -> dict[str, Any]:
+    """Sees to it that a run can be written, before there is any work to lose.
+
+    Returns:
+        What to write, with what was written before if the run is resumed.
+    """
+    free = ("out", "root", "processed_root", "num_workers", "device", "command")
+    free += ("time_limit", "resume", "overwrite")
+    config = {name: value for name, value in vars(args).items() if name not in free}
+    on_gpu = args.device == "cuda"
+    results = {
+        "config": json.loads(json.dumps(config)),  # as it will be read back
+        "command": args.command,
+        "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
+        "processes": WORLD,
+        "threads": torch.get_num_threads(),
+        "versions": {name: version(name) for name in PACKAGES},
+        "stopped_by": None,
+    }
+    files = RESULTS, CURVES, LAST, BEST
+    found = [name for name in files if (args.out / name).exists()]
+    if args.resume:
+        if RESULTS not in found:
+            refuse(f"--resume: there is no run in {args.out}")
+        before = json.loads((args.out / RESULTS).read_text())
+        then, now = before["config"], results["config"]
+        other = [k for k in sorted({*then, *now}) if then.get(k) != now.get(k)]
+        if other:
+            was = ", ".join(f"{name} {then.get(name)!r}" for name in other)
+            refuse(f"--resume: the run in {args.out} has {was}")
+        return before | results
+    if RANK == 0:
+        if found and not args.overwrite:
+            refuse(
+                f"{args.out} holds a run: pass --resume to go on with it, --overwrite "
+                "to replace it, or another --out"
+            )
+        args.out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=args.out) as probe:
+            probe.write(bytes(2**20))
+        for name in found:
+            (args.out / name).unlink()
+    return results
+
+
+def draw_curves(path: Path, history: list[dict[str, float]], metric: str) -> None:
+    """Draws losses and the metric of all epochs."""
+    figure = Figure(figsize=(9, 3.5), layout="constrained")
+    epochs = [row["epoch"] for row in history]
+    shown = (("train_loss", "val_loss"), (f"val_{metric}",))
+    for axes, names in zip(figure.subplots(1, 2), shown, strict=True):
+        for name in names:
+            axes.plot(epochs, [row[name] for row in history], ".-", label=name)
+        axes.set_xlabel("epoch")
+        axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+# Training ------------------------------------------------------------------------
+
+
+def count_parameters(model: Module) -> int:
+    """The number of trainable parameters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def match_size(build: Callable[[int], Module], target: int, widths: range) -> int:
+    """The width, of those in a range, at which a model has the most similar number of
+    parameters to a target. Models grow with their width.
+    """
+
+    def size(width: int) -> int:
+        return count_parameters(build(width))
+
+    at = bisect_left(widths, target, key=size)
+    return min(widths[max(0, at - 1) : at + 1], key=lambda w: abs(size(w) - target))
+
+
+class Task(NamedTuple):
+    """What a model's output means: a loss, which is a mean over the batch; metrics by
+    name, of which the first chooses the best epoch; and the arguments of their
+    ``update``. ``mode`` says whether more (``"max"``) or less is better.
+    """
+
+    loss: Callable[[Tensor, Batch], Tensor]
+    metrics: dict[str, Metric]
+    rows: Callable[[Tensor, Batch], dict[str, tuple[Tensor, ...]]]
+    mode: str = "max"
+
+
+class Run(LightningModule):
+    """A model with its data and its task, and the record of its training.
+
+    As ``GraphModel``, the model has a method ``inputs`` that turns a batch into the
+    arguments of ``forward``. ``load`` makes the data sets ``train``, ``val``, and those
+    to test on, in this order. Without a title, nothing is printed.
+    """
+
+    test_name = "test"
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: Module,
+        task: Task,
+        load: Callable[[], dict[str, Any]],
+        results: dict[str, Any],
+        title: str | None,
+    ) -> None:
+        super().__init__()
+        self.args, self.model, self.task, self.title = args, model, task, title
+        self.metric = next(iter(task.metrics))
+        self.metrics = ModuleDict(task.metrics | {"loss": MeanMetric()})
+        self.train_loss = MeanMetric()
+        self.load = cache(load)
+        self.results = results | {"parameters": count_parameters(model)}
+        self.history: list[dict[str, float]] = []
+
+    def prepare_data(self) -> None:
+        self.load()  # on one process, while the others wait for what it stores
+
+    def setup(self, stage: str) -> None:
+        self.datasets = self.load()
+
+    def loader(self, name: str) -> DataLoader:
+        dataset, sampler = self.datasets[name], None
+        if name == "train":  # shuffled by seed and epoch, which Lightning tells it
+            seed = 1000 * self.args.seed
+            sampler = DistributedSampler(dataset, WORLD, RANK, seed=seed)
+        elif WORLD > 1:  # no graph counts twice
+            dataset = dataset[RANK::WORLD]
+        return DataLoader(
+            dataset,
+            self.args.batch_size // WORLD,
+            sampler=sampler,
+            num_workers=self.args.num_workers,
+            pin_memory=self.args.device == "cuda",
+            generator=torch.Generator(),  # leaves the global one alone
+        )
+
+    def train_dataloader(self) -> DataLoader:
+        return self.loader("train")
+
+    def val_dataloader(self) -> DataLoader:
+        return self.loader("val")
+
+    def test_dataloader(self) -> DataLoader:
+        return self.loader(self.test_name)
+
+    def training_step(self, batch: Batch) -> Tensor:
+        loss = self.task.loss(self.model(**self.model.inputs(batch)), batch)
+        if not loss.isfinite():
+            raise FloatingPointError(
+                f"the loss is {float(loss)} in epoch {self.current_epoch + 1}: try a "
+                "smaller --lr"
+            )
+        self.train_loss.update(loss.detach(), batch.num_graphs)
+        self.log("train_loss", self.train_loss, on_step=False, on_epoch=True)
+        return loss
+
+    def evaluate(self, batch: Batch, split: str) -> None:
+        out = self.model(**self.model.inputs(batch))
+        rows = {"loss": (self.task.loss(out, batch), batch.num_graphs)}
+        for name, row in (rows | self.task.rows(out.float(), batch)).items():
+            self.metrics[name].update(*row)
+            self.log(f"{split}_{name}", self.metrics[name])
+
+    def validation_step(self, batch: Batch) -> None:
+        self.evaluate(batch, "val")
+
+    def test_step(self, batch: Batch) -> None:
+        self.evaluate(batch, self.test_name)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        args, total = self.args, int(self.trainer.estimated_stepping_batches)
+        warmup = args.warmup_epochs * total / args.epochs
+
+        def factor(step: int) -> float:
+            """Linear warm-up, then half a cosine."""
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            return (1 + cos(pi * min(1, (step - warmup) / max(1, total - warmup)))) / 2
+
+        optimizer = getattr(torch.optim, args.optimizer)(
+            self.model.parameters(), args.lr, weight_decay=args.weight_decay
+        )
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        schedule = {"scheduler": scheduler, "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def on_train_start(self) -> None:
+        sizes = " / ".join(f"{len(dataset):,}" for dataset in self.datasets.values())
+        self.say(
+            f"{self.title}, {self.results['parameters']:,} parameters; {sizes} graphs; "
+            f"{WORLD} process(es) on {self.args.device}; results in {self.args.out}"
+        )
+        self.record()
+        if self.global_step == 0:
+            self.save(LAST)
+
+    def on_train_epoch_start(self) -> None:
+        self.begin = time.monotonic()
+        state = np.random.SeedSequence([self.args.seed, self.current_epoch, RANK])
+        seed_everything(int(state.generate_state(1)[0]))
+
+    def on_validation_start(self) -> None:
+        if WORLD > 1:  # with the running statistics of the first process, as stored
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, 0)
+
+    def on_train_epoch_end(self) -> None:
+        metrics = sorted(self.trainer.callback_metrics.items())
+        row = {"epoch": self.current_epoch + 1, **{k: float(v) for k, v in metrics}}
+        row["lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
+        row["seconds"] = round(time.monotonic() - self.begin, 2)
+        self.history.append(row)
+        # Not by ModelCheckpoint, which forgets what was best if the folder is moved.
+        for name in (BEST, LAST) if self.best is row else (LAST,):
+            self.save(name)
+        self.record()
+        self.say("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+
+    @property
+    def best(self) -> dict[str, float]:
+        """The first of the epochs that are best on validation graphs."""
+        sign = 1 if self.task.mode == "max" else -1
+        return max(self.history, key=lambda row: sign * row[f"val_{self.metric}"])
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["history"] = self.history
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.training:
+            self.history = checkpoint["history"]
+
+    def save(self, name: str) -> None:
+        path = self.args.out / name
+        part = path.with_name(f"{name}.part")
+        self.trainer.save_checkpoint(part)
+        if RANK == 0:
+            os.replace(part, path)
+
+    def say(self, text: str) -> None:
+        if RANK == 0 and self.title is not None:
+            tqdm.write(text)
+            sys.stdout.flush()
+
+    def record(self) -> None:
+        """Writes the results."""
+        seconds = round(sum(row["seconds"] for row in self.history), 1)
+        self.results |= {"epochs_done": len(self.history), "seconds": seconds}
+        self.results["history"] = self.history
+        if RANK == 0:
+            write(self.args.out / RESULTS, self.results)
+
+
+class TimeLimit(Timer):
+    """A timer that does not count the time before a run was resumed."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def fit(
+    args: Namespace,
+    model: Module,
+    task: Task,
+    load: Callable[[], dict[str, Any]],
+    title: str | None = None,
+) -> dict[str, Any]:
+    """Trains a model, or what is left of it, and tests it as it was at its best.
+
+    See :class:`Run`. Returns what is in ``results.json``, with ``best`` if finished.
+    """
+    results = open_run(args)
+    if "best" in results:
+        return results
+    run = Run(args, model, task, load, results, title)
+    results, last, best = run.results, args.out / LAST, args.out / BEST
+    callbacks: list[Callback] = []
+    if args.time_limit is not None:
+        left = timedelta(seconds=args.time_limit - time.monotonic())
+        callbacks.append(TimeLimit(left, interval="epoch", verbose=False))
+    if sys.stdout.isatty():
+        callbacks.append(TQDMProgressBar(leave=False))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # The last layer's edge features, for one, do not reach a graph head.
+    ddp = DDPStrategy(find_unused_parameters=True, broadcast_buffers=False)
+    trainer = Trainer(
+        accelerator=args.device,
+        devices=local,
+        num_nodes=WORLD // local,
+        strategy=ddp if WORLD > 1 else "auto",
+        precision=args.precision,
+        max_epochs=args.epochs,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        enable_model_summary=False,
+        enable_progress_bar=sys.stdout.isatty(),
+    )
+    try:
+        resumed = last if args.resume and last.exists() else None
+        trainer.fit(run, ckpt_path=resumed, weights_only=True)
+        if len(run.history) < args.epochs:
+            results["stopped_by"] = "time limit"
+        else:
+            found = run.best
+            for name in list(run.datasets)[2:]:
+                run.test_name = name
+                (test,) = trainer.test(run, None, best, False, weights_only=True)
+                found = found | test
+            results["best"] = found
+            run.say("Best: " + "  ".join(f"{k} {v:.4g}" for k, v in found.items()))
+    except SystemExit:  # Lightning's answer to a signal
+        results["stopped_by"] = "SIGTERM" if trainer.received_sigterm else "SIGINT"
+        if last.exists():
+            run.history = torch.load(last, weights_only=True)["history"]
+    run.record()
+    if RANK == 0 and run.history:
+        draw_curves(args.out / CURVES, run.history, run.metric)
+    if RANK == 0 and results["stopped_by"] is not None:
+        command = args.command.replace(" --overwrite", "").replace(" --resume", "")
+        print(
+            f"Stopped ({results['stopped_by']}) after {len(run.history)} of "
+            f"{args.epochs} epochs. To go on from there: {command} --resume"
+        )
+    return results
+
+
+def fit_all(
+    args: Namespace,
+    runs: Mapping[str, Mapping[str, Any]],
+    train: Callable[[Namespace], dict[str, Any]],
+    summarize: Callable[[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]],
+) -> dict[str, Any]:
+    """Trains models one after the other, and compares them in a table.
+
+    ``runs`` says in what they differ from the command line, by the names of their
+    folders, ``train`` trains one by :func:`fit`, and ``summarize`` makes rows of the
+    table, by name, of the finished runs' results. Returns what is in ``results.json``.
+    """
+    results = open_run(args) | {"rows": {}}
+    finished: dict[str, dict[str, Any]] = {}
+    for name, changes in runs.items():
+        if RANK == 0:
+            write(args.out / RESULTS, results)
+        out = args.out / name
+        own = {
+            **changes,
+            "out": out,
+            "resume": args.resume and (out / RESULTS).exists(),
+        }
+        found = train(Namespace(**{**vars(args), **own}))
+        if "best" not in found:
+            results["stopped_by"] = found["stopped_by"]
+            break
+        finished[name] = found
+        results["rows"] = summarize(finished)
+    if RANK == 0:
+        write(args.out / RESULTS, results)
+        rows = pd.DataFrame.from_dict(results["rows"], orient="index")
+        print(rows.to_string(float_format="{:.4g}".format))
+    return results

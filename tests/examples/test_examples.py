@@ -1,0 +1,581 @@
+"""Each example: its recipes, its models, and whole runs."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import arrow_pointing
+import common
+import graph_data
+import graph_mamba
+import layouts
+import lrgb
+import pytest
+import torch
+import tudataset
+from common import count_parameters
+from torch_geometric.data import Batch, Data
+
+EXAMPLES = Path(lrgb.__file__).parent
+NAMES = [name for name in graph_data.DATASETS if name != "generated"]
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch):
+    """To draw them takes longer than these small runs, and has a test elsewhere."""
+    monkeypatch.setattr(common, "draw_curves", lambda *_: None)
+
+
+@pytest.fixture(scope="session")
+def generated(tmp_path_factory) -> tuple[str, ...]:
+    """Arguments of short runs on generated peptides."""
+    root = tmp_path_factory.mktemp("data")
+    return ("--smoke", "--root", str(root), "--dataset", "generated", "--epochs", "1")
+
+
+def get_args(script, *argv: str):
+    return script.get_args(["--device", "cpu", *argv])
+
+
+def run(script, out: Path, *argv: str) -> dict:
+    return script.run(get_args(script, "--out", str(out), *argv))
+
+
+def read(out: Path) -> dict:
+    return json.loads((out / "results.json").read_text())
+
+
+def without_times(rows: dict[str, dict]) -> dict[str, dict]:
+    return {name: {**row, "seconds": 0} for name, row in rows.items()}
+
+
+def check_metrics(out: Path, model, task, datasets: dict) -> None:
+    """The metrics of a run are those of its best weights, on one batch."""
+    state = torch.load(out / "best.ckpt", weights_only=True)["state_dict"]
+    model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
+    model.eval()
+    for split in list(datasets)[1:]:
+        batch = Batch.from_data_list(list(datasets[split]))
+        with torch.no_grad():
+            output = model(**model.inputs(batch))
+        for name, row in task.rows(output, batch).items():
+            task.metrics[name].reset()
+            task.metrics[name].update(*row)
+            expected = pytest.approx(float(task.metrics[name].compute()), abs=1e-5)
+            assert read(out)["best"][f"{split}_{name}"] == expected
+
+
+# Command lines -------------------------------------------------------------------
+
+
+def test_defaults(tmp_path, monkeypatch, refused):
+    monkeypatch.chdir(tmp_path)
+    args = get_args(lrgb)
+    assert (args.dataset, args.preset, args.model) == ("generated", "demo", "chimera")
+    assert args.out == Path("runs/lrgb/generated-chimera-demo-seed0")
+    assert get_args(lrgb, "--preset", "paper", "--lr", "0.5").lr == 0.5
+    args = get_args(graph_mamba, "--ablation", "--seed", "7")
+    assert args.out == Path("runs/graph-mamba/generated-ablation-demo-seed7")
+    args = get_args(arrow_pointing, "--mode", "D", "--preset", "paper")
+    assert args.out == Path("runs/arrow-pointing/plstm-D-paper-seed0")
+    args = get_args(tudataset)
+    assert args.out == Path("runs/tudataset/MUTAG-plstm-paper-seed0")
+    assert (args.folds, args.epochs, args.batch_size, args.lr) == (10, 100, 64, 1e-3)
+    assert (args.optimizer, args.warmup_epochs) == ("AdamW", 5)
+    # A root that is named must be of use.
+    for script, published in ((lrgb, "released"), (graph_mamba, "paper")):
+        root = tmp_path / script.__name__
+        (root / "raw").mkdir(parents=True)
+        text = refused(get_args, script, "--root", str(root))
+        assert "has no raw Peptides-func: pass --dataset" in text
+        (root / "raw" / "peptide_multi_class_dataset.csv.gz").touch()
+        args = get_args(script, "--root", str(root))
+        assert (args.dataset, args.preset) == ("peptides-func", published)
+
+
+@pytest.mark.parametrize(
+    ("script", "argv"),
+    [
+        (lrgb, "--smoke --dataset zinc"),
+        (lrgb, "--baseline mlp"),
+        (graph_mamba, "--preset released"),
+        (graph_mamba, "--order height"),
+        (graph_mamba, "--ablation --order degree"),
+        (arrow_pointing, "--mode DP"),
+        (arrow_pointing, "--model vit --mode P"),
+        (tudataset, "--folds 2"),
+        (tudataset, "--models mlp"),
+    ],
+)
+def test_command_lines_that_make_no_sense(script, argv, refused):
+    assert refused(get_args, script, *argv.split()).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "name"), [(lrgb, "peptides-struct"), (tudataset, "NOSUCH")]
+)
+def test_smoke_does_not_ignore_the_data_set(
+    script, name, tmp_path, refused, monkeypatch
+):
+    def offline(*args, **kwargs):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("torch_geometric.io.fs.cp", offline)
+    monkeypatch.setattr("urllib.request.urlopen", offline)
+    argv = ("--smoke", "--dataset", name, "--root", str(tmp_path))
+    args = get_args(script, *argv, "--out", str(tmp_path / "run"))
+    text = refused(common.main, script.run, args)
+    assert text.endswith("error: no route to host\n")
+    assert not list((tmp_path / "run").iterdir())
+    assert get_args(tudataset, "--smoke").dataset == "generated"
+
+
+# Recipes and models ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("preset", ["released", "paper"])
+@pytest.mark.parametrize("name", graph_data.LRGB)
+def test_recipes_of_chimera_stay_below_500k_parameters(preset, name):
+    args = get_args(lrgb, "--dataset", name, "--preset", preset)
+    heads = 2 if name in ("peptides-func", "generated") else 4
+    assert (args.num_layers, args.channels, args.heads) == (8, 64, heads)
+    assert 300_000 < count_parameters(lrgb.build_model(args)) < 500_000
+
+
+@pytest.mark.parametrize("preset", ["released", "paper", "demo"])
+@pytest.mark.parametrize("name", lrgb.BASELINES)
+def test_baselines_have_the_same_budget(preset, name):
+    argv = ("--preset", preset, "--dataset", "peptides-func")
+    target = count_parameters(lrgb.build_model(get_args(lrgb, *argv)))
+    args = lrgb.match_chimera(get_args(lrgb, *argv, "--baseline", name))
+    model = lrgb.build_model(args)
+    assert count_parameters(model) == pytest.approx(target, rel=0.05)
+    assert model.channels % args.heads == 0
+
+
+def test_chimera_starts_with_the_reach_that_the_recipe_asks_for():
+    args = get_args(lrgb, "--preset", "demo")
+    n, channels = 40, args.channels
+    path = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
+    edge_index = torch.cat([path, path.flip(0)], dim=1)
+
+    def influence(psi_bias):
+        """Of the first node on the last one, relative to that on itself."""
+        torch.manual_seed(0)
+        args.psi_bias = psi_bias
+        mixer = lrgb.build_model(args).layers[0].mixer
+        x = torch.randn(n, channels, requires_grad=True)
+        out = mixer(x, edge_index, torch.randn(2 * n - 2, channels))
+        (grad,) = torch.autograd.grad(out[-1].square().sum(), x)
+        return float(grad[0].norm() / grad[-1].norm())
+
+    assert args.psi_bias == (1.0, 6.0)
+    assert influence(args.psi_bias) > 1e3 * influence(None)
+
+
+#: Parameters of a Mamba block and of the model by tables 6 and 7 of the paper, and by
+#: how many ours differ.
+TABLES = {
+    "peptides-func": (34_080, 373_018, 0),
+    "peptides-struct": (34_080, 491_867, 0),
+    "pascalvoc-sp": (34_080, 497_781, 0),
+    # Of 81 classes, where the table has the number of PascalVOC-SP.
+    "coco-sp": (34_080, 497_781, 5_820),
+    "malnet-tiny": (16_320, 285_125, 0),
+    "cifar10": (11_388, 113_818, 0),
+    "mnist": (11_388, 116_486, 0),
+    "cluster": (9_840, 508_966, 0),
+    "pattern": (16_320, 335_281, 65),  # two logits, where the released code has one
+    "pcqm-contact": (34_080, 500_112, 0),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_graph_mamba_has_the_published_sizes(name):
+    args = get_args(graph_mamba, "--dataset", name, "--preset", "paper")
+    assert (args.state_channels, args.order) == (16, "degree")
+    block, total, difference = TABLES[name]
+    model = graph_mamba.build_model(args)
+    mixer = model.layers[0].mixer
+    assert count_parameters(mixer) - count_parameters(mixer.norm) == block
+    assert count_parameters(model) == total + difference
+    assert model.layers[0].drop.p == args.dropout
+
+
+@pytest.mark.parametrize("order", {*graph_mamba.VARIANTS, *graph_mamba.STORED})
+def test_scores_that_take_an_algorithm_are_stored(order):
+    args = get_args(graph_mamba, "--smoke", "--order", order)
+    model = graph_mamba.build_model(args)
+    stored = order in graph_mamba.STORED
+    assert model.structure == ({"score": f"{order}_score"} if stored else {})
+    assert {layer.mixer.order for layer in model.layers} == {order}
+    assert (order in graph_mamba.get_transforms(args)) == stored
+
+
+@pytest.mark.parametrize("preset", ["--preset=paper", "--preset=demo", "--smoke"])
+def test_recipes_of_arrow_pointing(preset):
+    args = get_args(arrow_pointing, preset)
+    args.num_train = args.num_val = args.num_test = 2
+    datasets = arrow_pointing.get_datasets(args)
+    assert list(datasets) == ["train", "val", "test", "larger"]
+    assert args.larger_size == 2 * args.image_size
+    for name, dataset in datasets.items():
+        side = (2 if name == "larger" else 1) * args.image_size // args.patch_size
+        assert (dataset[0].height, dataset[0].width) == (side, side)
+        assert dataset[0].x.shape == (side**2, args.patch_size**2)
+        assert dataset.circle[:, 2].max() <= args.radius[1]
+    assert not (datasets["test"].arrow == datasets["larger"].arrow).any()
+    for mode in ("PD", "P", "D"):  # of layers in turn
+        args = get_args(arrow_pointing, preset, "--mode", mode)
+        model = arrow_pointing.build_model(args)
+        modes = "".join(layer.mixer.mode for layer in model.layers)
+        assert modes == (mode * args.num_layers)[: args.num_layers]
+        args.model = "vit"
+        size = count_parameters(arrow_pointing.build_model(args))
+        assert size == pytest.approx(count_parameters(model), rel=0.02)
+    if preset == "--preset=paper":
+        assert 5e6 < count_parameters(model) < 7e6  # "6M"
+        assert (args.lr, get_args(arrow_pointing, preset, "--model=vit").lr) == (
+            1e-4,
+            3e-4,
+        )
+
+
+def test_positions_are_interpolated():
+    position = arrow_pointing.PositionEmbedding(2, 3)
+    edge_index, sides = torch.empty(2, 0, dtype=torch.long), torch.tensor([3, 3])
+    out = position(torch.zeros(18, 2), edge_index, sides, sides)
+    for part in out.view(2, 9, 2):
+        assert torch.equal(part.t().reshape(1, 2, 3, 3), position.weight)
+    # At twice the size each vector lies where it did, amid four new patches.
+    with torch.no_grad():
+        position.weight[0, 0] = torch.arange(3.0)[:, None]  # the row
+        position.weight[0, 1] = torch.arange(3.0)  # the column
+    sides = torch.tensor([6])
+    out = position(torch.zeros(36, 2), edge_index, sides, sides)
+    row, column = out.view(6, 6, 2).unbind(2)
+    assert torch.allclose(row, column.t())
+    assert torch.allclose(row[:, :1].expand(6, 6), row)
+    assert torch.allclose(row[2:4, 0], torch.tensor([0.75, 1.25]), atol=0.1)
+    assert (row[:, 0].diff()[1:-1] > 0.4).all()
+
+
+def test_the_mean_of_corner_patches():
+    x = torch.randn(2 * 9, 4)
+    out = arrow_pointing.CornerPool()(x, dim_size=2)
+    assert torch.allclose(out, x.view(2, 9, 4)[:, [0, 2, 6, 8]].mean(1))
+    assert torch.equal(arrow_pointing.CornerPool()(x[:1], dim_size=1), x[:1])
+
+
+@pytest.mark.parametrize("edge_dim", [None, 4])
+@pytest.mark.parametrize("name", tudataset.MODELS)
+def test_models_have_about_300_000_parameters(name, edge_dim):
+    model = tudataset.build_model(name, 39, edge_dim, 2)
+    assert count_parameters(model) == pytest.approx(300_000, rel=0.002)
+    assert len(model.layers) == 4
+    assert model.channels == (96 if name in ("plstm", "chimera") else 128)
+    if name == "plstm":
+        assert [layer.conv.mode for layer in model.layers] == ["P", "D", "P", "D"]
+
+
+# TUDataset: graphs and folds -------------------------------------------------------
+
+
+def test_degrees_are_encoded_as_positions_are():
+    edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    data = Data(x=torch.ones(4, 1), edge_index=edge_index)
+    out = tudataset.EncodeDegree(4)(data)
+    assert data.x.shape == (4, 1)  # a copy was changed
+    angles = torch.tensor([[1.0], [2.0], [1.0], [0.0]]) * torch.tensor([1.0, 1e-4])
+    expected = torch.cat([torch.ones(4, 1), angles.sin(), angles.cos()], dim=1)
+    assert torch.allclose(out.x, expected)
+    bare = tudataset.EncodeDegree(4)(Data(edge_index=edge_index, num_nodes=4))
+    assert torch.equal(bare.x, out.x[:, 1:])
+
+
+def test_graphs_have_what_the_models_read(root, capsys):
+    argv = (tudataset, "--root", str(root), "--dataset")
+    args = get_args(*argv, "LABELLED", "--models", *tudataset.MODELS)
+    graphs = tudataset.get_graphs(args)
+    assert [int(data.y) for data in graphs] == [0] * 18 + [1] * 18
+    for data in graphs:
+        assert data.x.shape == (data.num_nodes, 3 + 32)
+        assert data.edge_attr.shape == (data.num_edges, 2)
+        assert sorted(data.elimination_rank.tolist()) == list(range(data.num_nodes))
+    bare = tudataset.get_graphs(get_args(*argv, "BARE"))
+    assert set(bare[0].keys()) == {"x", "edge_index", "y", "num_nodes"}
+    assert torch.equal(bare[-1].x[1], bare[-1].x[2])  # of a star
+    assert "36/36" in capsys.readouterr().err  # progress
+
+    batch = Batch.from_data_list(graphs[::5])
+    for name in tudataset.MODELS:  # bonds matter to all but one
+        model = tudataset.build_model(name, 35, 2, 2).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():  # gates may start at zero
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            out = model(**model.inputs(batch))
+            flipped = batch.clone()
+            flipped.edge_attr = batch.edge_attr.flip(1)
+            other = model(**model.inputs(flipped))
+        assert out.shape == (batch.num_graphs, 2)
+        assert torch.equal(out, other) == (name == "gcn")
+
+
+@pytest.mark.parametrize("folds", [3, 10])
+def test_folds_are_disjoint_stratified_and_cover_everything(folds):
+    mutag = [1] * 125 + [0] * 63
+    splits = tudataset.split_folds(mutag, folds, seed=0)
+    assert len(splits) == folds
+    for split in splits:
+        rows = [i for part in ("train", "val", "test") for i in split[part]]
+        assert sorted(rows) == list(range(188))
+        for part in split.values():
+            share = sum(mutag) / len(mutag) * len(part)
+            assert abs(sum(mutag[i] for i in part) - share) <= 1.5
+    for part in ("val", "test"):
+        rows = [i for split in splits for i in split[part]]
+        assert sorted(rows) == list(range(188))  # each graph once
+    torch.manual_seed(5)
+    assert tudataset.split_folds(mutag, folds, 0) == splits
+    assert tudataset.split_folds(mutag, folds, 1) != splits
+
+
+# Runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [(lrgb, name) for name in layouts.LRGB] + [(graph_mamba, name) for name in NAMES],
+)
+def test_each_data_set_trains_from_downloaded_files(root, tmp_path, script, name):
+    argv = ("--dataset", name, "--root", str(root), "--smoke", "--epochs", "1")
+    assert run(script, tmp_path, *argv)["epochs_done"] == 1
+    args = get_args(script, *argv)
+    datasets = graph_data.get_datasets(args, script.get_transforms(args))
+    assert [len(dataset) for dataset in datasets.values()] == [12, 5, 7]
+    model, task = script.build_model(args), graph_data.get_task(name)
+    check_metrics(tmp_path, model, task, datasets)
+
+
+@pytest.mark.parametrize("name", lrgb.BASELINES)
+def test_baselines_train(generated, tmp_path, name, capsys):
+    results = run(lrgb, tmp_path, *generated, "--baseline", name)
+    assert 0 < results["best"]["test_ap"] <= 1
+    assert f"generated, {name}, preset smoke" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["plstm", "vit"])
+def test_arrows_are_tested_at_both_sizes(tmp_path, name):
+    argv = ("--smoke", "--model", name, "--epochs", "1")
+    args = get_args(arrow_pointing, *argv)
+    datasets, task = arrow_pointing.get_datasets(args), arrow_pointing.get_task()
+    model = arrow_pointing.build_model(args)
+    for split in ("test", "larger"):
+        batch = Batch.from_data_list(list(datasets[split][:4]))
+        out = model(**model.inputs(batch))
+        alone = [model(**model.inputs(data)) for data in batch.to_data_list()]
+        assert torch.allclose(out, torch.cat(alone), atol=1e-5)
+    task.loss(out, batch).backward()
+    assert [k for k, p in model.named_parameters() if p.grad is None] == []
+    run(arrow_pointing, tmp_path, *argv)
+    check_metrics(tmp_path, model, task, datasets)
+    path = tmp_path / "samples.png"
+    run(arrow_pointing, tmp_path, "--samples", str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("dataset", ["LABELLED", "BARE"])
+def test_all_models_in_one_table(root, tmp_path, capsys, dataset):
+    argv = ("--smoke", "--dataset", dataset, "--root", str(root), "--epochs", "1")
+    results = run(tudataset, tmp_path, *argv, "--models", *tudataset.MODELS)
+    assert read(tmp_path) == results
+    assert list(results["rows"]) == list(tudataset.MODELS)
+    printed = re.sub(" +", " ", capsys.readouterr().out)
+    for name, row in results["rows"].items():
+        found = [read(tmp_path / name / f"fold-{i}") for i in range(3)]
+        assert {f["parameters"] for f in found} == {row["parameters"]}
+        for split in ("test", "val"):
+            values = [f["best"][f"{split}_accuracy"] for f in found]
+            mean, std = statistics.mean(values), statistics.pstdev(values)
+            assert row[f"{split}_accuracy"] == pytest.approx(mean)
+            assert row[f"{split}_std"] == pytest.approx(std)
+        assert f"{name} {row['parameters']} 3 {row['test_accuracy']:.4g}" in printed
+
+
+def test_paths_and_stars_are_learnt(root, tmp_path):
+    argv = ("--smoke", "--root", str(root), "--dataset", "LABELLED", "--models", "gin")
+    learn = ("--epochs", "25", "--lr", "0.01")
+    row = run(tudataset, tmp_path / "a", *argv, *learn)["rows"]["gin"]
+    assert row["test_accuracy"] == 1
+    for fold in range(3):
+        # Of the epochs without an error, the one with the lowest loss on validation.
+        found = read(tmp_path / "a" / "gin" / f"fold-{fold}")
+        right = [row for row in found["history"] if row["val_accuracy"] == 1]
+        best = min(right, key=lambda row: row["val_loss"])
+        assert found["best"]["epoch"] == best["epoch"]
+    losses = []
+    for i, seed in enumerate("001"):  # a run is a function of the seed
+        run(tudataset, tmp_path / str(i), *argv, "--epochs", "1", "--seed", seed)
+        history = read(tmp_path / str(i) / "gin" / "fold-2")["history"]
+        losses.append(history[0]["train_loss"])
+    assert losses[0] == losses[1] != losses[2]
+
+
+@pytest.mark.parametrize(
+    ("script", "argv", "call", "done"),
+    [  # a variant has five calls of the loss, a fold three
+        (graph_mamba, ["--ablation"], 7, "order"),
+        (tudataset, ["--dataset=LABELLED", "--models", "gin", "gcn"], 4, "gin/fold-0"),
+    ],
+)
+def test_many_runs_go_on_where_they_were(
+    root, generated, tmp_path, monkeypatch, interrupt, refused, script, argv, call, done
+):
+    smoke = generated
+    if script is tudataset:
+        smoke = ("--smoke", "--root", str(root), "--epochs", "1")
+    one, two = tmp_path / "one", tmp_path / "two"
+    straight = run(script, one, *smoke, *argv)["rows"]
+    if script is graph_mamba:
+        assert list(straight) == list(graph_mamba.VARIANTS)
+        assert len({row["parameters"] for row in straight.values()}) == 1
+        found = [read(one / order)["best"] for order in straight]
+        assert [row["test_ap"] for row in straight.values()] == [
+            best["test_ap"] for best in found
+        ]
+        assert len({best["val_loss"] for best in found}) == 5  # orders matter
+
+    get_task = script.get_task
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            script,
+            "get_task",
+            lambda name: interrupt(get_task(name), call, signal.SIGTERM),
+        )
+        args = get_args(script, *smoke, *argv, "--out", str(two))
+        assert common.main(script.run, args) == 143
+    assert read(two)["stopped_by"] == "SIGTERM"
+    assert len(read(two)["rows"]) == 1
+    before = (two / done / "last.ckpt").stat().st_mtime_ns
+    assert "holds a run" in refused(run, script, two, *smoke, *argv)
+    stopped = run(script, two, *smoke, *argv, "--resume", "--time-limit", "1e-9")
+    assert stopped["stopped_by"] == "time limit"
+    assert len(stopped["rows"]) < len(straight)
+    resumed = run(script, two, *smoke, *argv, "--resume")["rows"]
+    assert (two / done / "last.ckpt").stat().st_mtime_ns == before
+    assert without_times(resumed) == without_times(straight)
+
+
+# Real data -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", [lrgb, graph_mamba])
+def test_real_peptides_from_a_read_only_root(shared_data, tmp_path, script):
+    source = shared_data / "peptides-functional"
+    splits = json.loads((source / "splits.json").read_text())
+    root, cache = tmp_path / "root", tmp_path / "cache"
+    (root / "raw").mkdir(parents=True)
+    cache.mkdir()
+    few = {split: rows[:24] for split, rows in splits.items()}
+    (root / "raw" / "splits.json").write_text(json.dumps(few))
+    name = "peptide_multi_class_dataset.csv.gz"
+    (root / "raw" / name).symlink_to(source / "raw" / name)
+    argv = ("--root", str(root), "--processed-root", str(cache), "--smoke")
+    results = run(script, tmp_path / "run", *argv, "--epochs", "1")
+    assert results["config"]["dataset"] == "peptides-func"
+    assert list(cache.glob("processed-*/train.pt"))
+    assert {path.name for path in root.rglob("*")} == {"raw", name, "splits.json"}
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs", "columns", "bonds"),
+    [("MUTAG", 188, 7, 4), ("PROTEINS", 1113, 3, None)],
+)
+def test_real_graphs(shared_data, tmp_path, name, graphs, columns, bonds):
+    shutil.copytree(shared_data / "TUDataset" / name / "raw", tmp_path / name / "raw")
+    args = get_args(tudataset, "--root", str(tmp_path), "--dataset", name)
+    found = tudataset.get_graphs(args)
+    assert len(found) == graphs
+    for data in found[::50]:
+        assert data.x.size(1) == columns + 32
+        assert torch.equal(data.x[:, :columns].sum(1), torch.ones(data.num_nodes))
+        assert (None if bonds is None else data.edge_attr.size(1)) == bonds
+
+
+# Programs --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_a_checkpoint_to_resume(generated, tmp_path):
+    command = [sys.executable, str(EXAMPLES / "lrgb.py"), *generated[:-1], "1000"]
+    command += ["--baseline", "gcn", "--out", str(tmp_path), "--num-workers", "1"]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # to signal its workers as well, as a terminal does
+    )
+    for line in process.stdout:
+        if line.startswith("epoch 2 "):
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130
+    assert "Stopped (SIGINT) after " in output
+    assert output.endswith("--resume\n")
+    assert read(tmp_path)["stopped_by"] == "SIGINT"
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert 2 <= len(state["history"]) == read(tmp_path)["epochs_done"] < 1000
+
+
+@pytest.mark.slow
+def test_two_processes(generated, tmp_path):
+    """They report metrics of whole splits, and go on bit for bit."""
+    argv = [*generated[:-1], "2", "--device", "cpu", "--out"]
+    one, two = tmp_path / "one", tmp_path / "two"
+
+    def torchrun(*lines: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text("\n".join(["import common, lrgb", *lines]))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        done = subprocess.run(
+            [*command, "--nproc_per_node=2", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path]),
+            },
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    output = torchrun(f"lrgb.run(lrgb.get_args({[*argv, str(one)]}))")
+    assert "2 process(es) on cpu" in output
+    assert output.count("epoch 2 ") == 1  # the first one speaks for both
+    args = get_args(lrgb, *argv, str(one))
+    datasets = graph_data.get_datasets(args, lrgb.get_transforms(args))
+    assert len(datasets["val"]) == 5  # on two processes: each counts, and counts once
+    model, task = lrgb.build_model(args), graph_data.get_task("generated")
+    check_metrics(one, model, task, datasets)
+
+    # Starting two processes takes longer than training: stop and resume in one go.
+    torchrun(
+        f"args = lrgb.get_args({[*argv, str(two)]})",
+        "args.time_limit, elapsed = 1e9, common.TimeLimit.time_elapsed",
+        "common.TimeLimit.time_elapsed = lambda t, *_: 1e10 * bool(t.start_time())",
+        "assert lrgb.run(args)['epochs_done'] == 1",
+        "common.TimeLimit.time_elapsed, args.resume = elapsed, True",
+        "assert lrgb.run(args)['epochs_done'] == 2",
+    )
+    states = [torch.load(out / "last.ckpt", weights_only=True) for out in (one, two)]
+    for key, value in states[0]["state_dict"].items():
+        assert torch.equal(value, states[1]["state_dict"][key]), key
