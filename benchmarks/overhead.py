@@ -15,34 +15,35 @@ import torch
 from timing import show
 from workloads import Workload, all_peptides
 
+from pyg_chimera.ops.structure import cache as caches
 from pyg_chimera.ops.structure import elimination_rank
-from pyg_chimera.ops.structure import system as systems
+from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
 from pyg_chimera.transforms import AddEliminationOrder
 
 
 @contextmanager
 def new_graphs() -> Iterator[None]:
     """Inside, no graph has been seen before."""
-    empty = type(systems._CACHE)(systems._CACHE.size)
-    with patch.object(systems, "_CACHE", empty):
+    empty = type(caches._CACHE)(caches._CACHE.size)
+    with patch.object(caches, "_CACHE", empty):
         yield
 
 
 def structure_times(workload: Workload, repeats: int) -> dict[str, Any]:
     """What a graph costs before anything is computed on it, in seconds."""
     show(f"structure: {workload.name}")
-    graph = (workload.edge_index, workload.num_nodes, workload.batch)
-    rank = elimination_rank(*graph[:2])
+    edge_index, num_nodes = workload.edge_index, workload.num_nodes
+    stored = elimination_rank(edge_index, num_nodes)
     times: dict[str, list[float]] = {"cold": [], "with rank": [], "warm": []}
     for _ in range(repeats + 1):
         for name, samples in times.items():
             with nullcontext() if name == "warm" else new_graphs():
                 start = time.perf_counter()
-                system = systems.build_system(
-                    *graph, rank if name == "with rank" else None
-                )
+                rank = stored if name == "with rank" else None
+                tensors = (edge_index, workload.batch, rank)
+                factor = caches.remembered(symbolic_factor, tensors, num_nodes)
                 samples.append(time.perf_counter() - start)
-    row = {"workload": workload.name, "fill": system.num_entries}
+    row = {"workload": workload.name, "fill": factor.num_entries}
     return row | {name: median(samples[1:]) for name, samples in times.items()}
 
 

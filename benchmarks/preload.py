@@ -7,7 +7,7 @@ import torch_geometric.nn  # noqa: F401
 from workloads import planar
 
 import pyg_chimera.nn  # noqa: F401
-from pyg_chimera.ops.structure.system import build_system
+from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
 
 _GRAPH = planar(9)
-build_system(_GRAPH.edge_index, _GRAPH.num_nodes, _GRAPH.batch)
+symbolic_factor(_GRAPH.edge_index, _GRAPH.batch, None, _GRAPH.num_nodes)

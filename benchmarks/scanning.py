@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from options import add_options, settle
@@ -40,10 +41,10 @@ from torch import Tensor
 from torch_geometric.nn import GATConv, GPSConv
 from workloads import Workload, all_peptides, peptides, planar
 
-from pyg_chimera.nn import PLSTMConv
-from pyg_chimera.nn.conv import plstm_conv
+from pyg_chimera.nn import PLSTMConv, PLSTMGridConv
+from pyg_chimera.nn.conv import plstm_conv, plstm_grid_conv
 from pyg_chimera.ops import dag_scan, grid_scan, line_graph, multitree, stm_scan
-from pyg_chimera.ops.scan.states import GridStates, States, edge_states, grid_states
+from pyg_chimera.ops.dag_scan.states import grid_states
 from pyg_chimera.ops.structure import topological_rank
 
 HEADS, CHANNELS = 4, 64
@@ -106,6 +107,19 @@ def on_grids(part: str, height: int, width: int, count: int = 1) -> Graphs:
 
 
 # The loop ----------------------------------------------------------------------
+
+
+class States(NamedTuple):
+    """States, and how they move."""
+
+    writer: Tensor  #: [S], the node that writes each state
+    reader: Tensor  #: [S], the node that reads it
+    edge_index: Tensor  #: [2, L], from state to state
+
+
+def edge_states(edge_index: Tensor, lines: Tensor) -> States:
+    """A state for each edge of a DAG."""
+    return States(edge_index[0], edge_index[1], lines)
 
 
 class Order(NamedTuple):
@@ -350,9 +364,26 @@ def loop_stm(*args: Any, **_: Any) -> Tensor:
     return loop_scan(*args[:7], order)
 
 
+class GridStates(NamedTuple):
+    """The states of grids, and which of all gates are theirs."""
+
+    states: States
+    source: Tensor
+    mark: Tensor
+    transition: Tensor
+
+
 def all_grids(num_nodes: int, orientations: int, height: int, width: int) -> GridStates:
-    sizes = ((height, width),) * (num_nodes // (height * width))
-    return grid_states(sizes, orientations)
+    count = num_nodes // (height * width)
+    graph = grid_states((height, width) * count, orientations)
+    into = np.repeat(graph.state, np.diff(graph.parent_ptr))
+    edges = np.empty((2, len(graph.edge)), np.int64)
+    edges[:, graph.edge] = graph.state[graph.parent], into
+    assert graph.gates is not None
+    writer, reader, edge_index, *gates = map(
+        torch.from_numpy, (graph.writer, graph.reader, edges, *graph.gates)
+    )
+    return GridStates(States(writer, reader, edge_index), *gates)
 
 
 def loop_grid(*args: Any, **_: Any) -> Tensor:
@@ -476,9 +507,8 @@ class Attention(torch.nn.Module):
 
 
 def layer(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
-    """`kind` is a mode of `PLSTMConv`, with how it is computed, or another layer."""
+    """`kind` is a mode of pLSTM, with how it is computed, or another layer."""
     on_grids = graphs.height > 0
-    orient = "grid" if on_grids else "order"
     torch.manual_seed(0)
     module: torch.nn.Module
     arguments: tuple = (graphs.edge_index.to(device),)
@@ -493,15 +523,14 @@ def layer(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
         mode, *way = kind.split()
         backend = "torch" if way == ["torch"] else "auto"
         form = "state" if way == ["torch"] else "auto"
-        module = PLSTMConv(
-            CHANNELS, heads=HEADS, mode=mode, orient=orient, form=form, backend=backend
-        )
+        make = PLSTMGridConv if on_grids else partial(PLSTMConv, order="order")
+        module = make(CHANNELS, heads=HEADS, mode=mode, form=form, backend=backend)
         for name, parameter in module.named_parameters():
             if name == "lin_gate.weight":  # zero in a new layer
                 torch.nn.init.normal_(parameter, std=0.1)
-        arguments += (None, graphs.batch.to(device))
-        if on_grids:
-            arguments += (None, graphs.height, graphs.width)
+        batch = graphs.batch.to(device)
+        sides = (graphs.height, graphs.width)
+        arguments += (batch, *sides) if on_grids else (None, batch)
     module = module.to(device, dtype)
     torch.manual_seed(1)
     x = torch.randn(graphs.num_nodes, CHANNELS).to(device, dtype).requires_grad_()
@@ -509,10 +538,12 @@ def layer(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
     def run() -> Tensor:
         if "loop" not in kind:
             return module(x, *arguments)
-        operator, loop = (
-            ("grid_scan", loop_grid) if on_grids else ("stm_scan", loop_stm)
+        file, operator, loop = (
+            (plstm_grid_conv, "grid_scan", loop_grid)
+            if on_grids
+            else (plstm_conv, "stm_scan", loop_stm)
         )
-        with patch.object(plstm_conv, operator, loop):
+        with patch.object(file, operator, loop):
             return module(x, *arguments)
 
     return step(run, {"x": x} | dict(module.named_parameters()), x)

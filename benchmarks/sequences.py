@@ -201,7 +201,7 @@ def module(kind: str, backend: str) -> torch.nn.Module:
     if name == "ChimeraConv":
         return ChimeraConv(CHANNELS, CHANNELS, HEADS, CHANNELS, form=form)
     if name == "PLSTMConv":
-        return PLSTMConv(CHANNELS, heads=HEADS, orient="order", form=form)
+        return PLSTMConv(CHANNELS, heads=HEADS, order="order", form=form)
     mixer = GraphMambaConv(CHANNELS, STATES, backend=backend)
     return GPSLayer(CHANNELS, mixer=mixer) if name == "GPSLayer" else mixer
 
