@@ -59,10 +59,10 @@ bench: $(STAMP)  ## measure the mixing layers against their neighbours
 	$(BIN)/python benchmarks/mixing.py $(ARGS)
 
 smoke: $(STAMP)  ## run every example and benchmark for a few seconds
-	$(BIN)/python examples/lrgb.py --smoke
-	$(BIN)/python examples/arrow_pointing.py --smoke
-	$(BIN)/python examples/tudataset.py --smoke
-	$(BIN)/python examples/graph_mamba.py --smoke
+	$(BIN)/python examples/lrgb.py --smoke --overwrite
+	$(BIN)/python examples/arrow_pointing.py --smoke --overwrite
+	$(BIN)/python examples/tudataset.py --smoke --overwrite
+	$(BIN)/python examples/graph_mamba.py --smoke --overwrite
 	$(BIN)/python benchmarks/mixing.py --smoke
 	$(BIN)/python benchmarks/scanning.py --smoke
 	$(BIN)/python benchmarks/sequences.py --smoke

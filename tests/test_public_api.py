@@ -25,13 +25,15 @@ PUBLIC = {
     },
     "pyg_chimera.ops.structure": {
         *("topological_rank", "find_cycle", "CycleError"),
-        *("elimination_rank", "fill_in"),
+        "elimination_rank",
         *("line_graph", "LineGraph", "multitree", "node_order"),
         *("ORDERS", "node_score", "node_sequences", "NodeSequences"),
         *("diameter", "connected_components"),
     },
     "pyg_chimera.nn": {
-        *("ChimeraConv", "PLSTMConv", "GraphMambaConv", "GatedGCNConv", "GPSLayer"),
+        *("ChimeraConv", "ChimeraDAGConv", "ChimeraPathConv"),
+        *("PLSTMConv", "PLSTMGridConv", "GraphMambaConv"),
+        *("GatedGCNConv", "GPSLayer"),
         *("CategoricalEncoder", "LaplacianEncoder", "RandomWalkEncoder"),
         "GraphModel",
     },

@@ -1,0 +1,57 @@
+"""Who may import whom, and where operators and kernels may be."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "pyg_chimera"
+#: Each may import those before it, and itself.
+LEVELS = ("ops.common", "ops.structure", "ops", "transforms", "nn", "datasets",
+          "graphgym")  # fmt: skip
+#: What may import only its own level: transforms do not know layers, nor the reverse.
+STRANGERS = {("nn", "transforms"), ("datasets", "nn"), ("transforms", "nn")}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def level(module: str) -> str | None:
+    name = module.removeprefix("pyg_chimera.")
+    fitting = [x for x in LEVELS if name == x or name.startswith(f"{x}.")]
+    return max(fitting, key=len, default=None)
+
+
+def imported(path: Path) -> set[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    names = [
+        x.module if isinstance(x, ast.ImportFrom) else alias.name
+        for x in nodes
+        if isinstance(x, ast.Import | ast.ImportFrom)
+        for alias in x.names
+    ]
+    return set(filter(None, names))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda x: str(x.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    own = level(module)
+    for name in imported(path):
+        other = level(name) if name.startswith("pyg_chimera.") else None
+        if own is None or other is None or own == other:
+            continue
+        # An operator is declared on structure it remembers: the one exception.
+        if (module, name) == (
+            "pyg_chimera.ops.common.operator",
+            "pyg_chimera.ops.structure.cache",
+        ):
+            continue
+        assert LEVELS.index(other) < LEVELS.index(own), f"{module} imports {name}"
+        assert (own, other) not in STRANGERS, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda x: str(x.relative_to(PACKAGE)))
+def test_operators_and_kernels_are_in_ops(path):
+    if PACKAGE / "ops" in path.parents:
+        return
+    assert not any(name.split(".")[0] == "numba" for name in imported(path))
+    assert "torch.library" not in path.read_text()
