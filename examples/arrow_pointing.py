@@ -36,33 +36,33 @@ from pyg_chimera.nn import GPSLayer, GraphModel, PLSTMGridConv
 from pyg_chimera.transforms import ImageToGraph
 
 #: Appendix D.1 and D.2 of the paper.
-PAPER: dict[str, Any] = {
-    **{"epochs": 50, "batch_size": 128, "lr": 1e-4, "warmup_epochs": 1},
-    **{"optimizer": "AdamW", "weight_decay": 0.0},
-    **{"image_size": 192, "larger_size": 384, "patch_size": 16, "miss_angle": 0.0},
-    **{"radius": (15.0, 30.0), "arrow_length": (15.0, 30.0)},
-    **{"num_train": 100_000, "num_val": 5_120, "num_test": 10_240},
-    **{"num_layers": 12, "channels": 192, "heads": 3, "mlp_channels": 768},
-    **{"pool": "corners", "gate_biases": (-4.0, -4.0, -6.0), "gate_std": 0.0},
-}
+PAPER: dict[str, Any] = dict(
+    epochs=50, batch_size=128, lr=1e-4, warmup_epochs=1,
+    optimizer="AdamW", weight_decay=0.0,
+    image_size=192, larger_size=384, patch_size=16, miss_angle=0.0,
+    radius=(15.0, 30.0), arrow_length=(15.0, 30.0),
+    num_train=100_000, num_val=5_120, num_test=10_240,
+    num_layers=12, channels=192, heads=3, mlp_channels=768,
+    pool="corners", gate_biases=(-4.0, -4.0, -6.0), gate_std=0.0,
+)  # fmt: skip
 #: For two cores: a quarter of the resolution, two layers, no near misses, and gates
 #: that are open and apart from each other from the start, which spares the long plateau
 #: that the paper's begin with.
-DEMO = PAPER | {
-    **{"epochs": 10, "batch_size": 64, "lr": 1e-3},
-    **{"image_size": 48, "larger_size": 96, "patch_size": 8, "miss_angle": 60.0},
-    **{"radius": (6.0, 8.0), "arrow_length": (12.0, 16.0)},
-    **{"num_train": 50_000, "num_val": 2_000, "num_test": 2_000},
-    **{"num_layers": 2, "channels": 64, "heads": 4, "mlp_channels": 128},
-    **{"pool": "max", "gate_biases": (-3.0, -3.0, -2.0), "gate_std": 2.0},
-}
-SMOKE = PAPER | {
-    **{"epochs": 2, "batch_size": 16, "warmup_epochs": 0.5},
-    **{"image_size": 24, "larger_size": 48, "patch_size": 6},
-    **{"radius": (3.0, 4.0), "arrow_length": (5.0, 8.0)},
-    **{"num_train": 32, "num_val": 16, "num_test": 16},
-    **{"num_layers": 2, "channels": 16, "heads": 2, "mlp_channels": 32},
-}
+DEMO = PAPER | dict(
+    epochs=10, batch_size=64, lr=1e-3,
+    image_size=48, larger_size=96, patch_size=8, miss_angle=60.0,
+    radius=(6.0, 8.0), arrow_length=(12.0, 16.0),
+    num_train=50_000, num_val=2_000, num_test=2_000,
+    num_layers=2, channels=64, heads=4, mlp_channels=128,
+    pool="max", gate_biases=(-3.0, -3.0, -2.0), gate_std=2.0,
+)  # fmt: skip
+SMOKE = PAPER | dict(
+    epochs=2, batch_size=16, warmup_epochs=0.5,
+    image_size=24, larger_size=48, patch_size=6,
+    radius=(3.0, 4.0), arrow_length=(5.0, 8.0),
+    num_train=32, num_val=16, num_test=16,
+    num_layers=2, channels=16, heads=2, mlp_channels=32,
+)  # fmt: skip
 PRESETS = {"paper": PAPER, "demo": DEMO, "smoke": SMOKE}
 
 

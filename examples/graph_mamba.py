@@ -79,15 +79,15 @@ PAPER["generated"] = PAPER["peptides-func"]
 #: three minutes on two cores, ``smoke`` only runs.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "demo": {
-        **{"epochs": 50, "batch_size": 32, "lr": 3e-3, "warmup_epochs": 2},
-        **{"num_layers": 3, "channels": 32, "encoding_channels": 8},
-    },
-    "smoke": {
-        **{"epochs": 2, "batch_size": 8, "warmup_epochs": 0.5, "encoding_channels": 4},
-        **{"num_layers": 2, "channels": 16, "state_channels": 4},
-    },
-}
+    "demo": dict(
+        epochs=50, batch_size=32, lr=3e-3, warmup_epochs=2,
+        num_layers=3, channels=32, encoding_channels=8,
+    ),
+    "smoke": dict(
+        epochs=2, batch_size=8, warmup_epochs=0.5, encoding_channels=4,
+        num_layers=2, channels=16, state_channels=4,
+    ),
+}  # fmt: skip
 
 
 def get_recipe(preset: str, dataset: str) -> dict[str, Any]:

@@ -32,29 +32,29 @@ from pyg_chimera.nn import ChimeraConv, GatedGCNConv, GPSLayer, GraphModel
 from pyg_chimera.transforms import AddEliminationOrder
 
 #: The authors' released code.
-RELEASED: dict[str, Any] = {
-    **{"epochs": 250, "batch_size": 64, "lr": 1e-3, "warmup_epochs": 5},
-    **{"optimizer": "AdamW", "weight_decay": 1e-2, "dropout": 0.1, "act": "gelu"},
-    **{"num_layers": 8, "channels": 64, "heads": 2, "state_channels": 64},
-    **{"conv": "gatedgcn", "arrangement": "sequential", "norm_first": True},
-    **{"head_layers": 4, "normalization": "released", "psi_bias": None},
-}
+RELEASED: dict[str, Any] = dict(
+    epochs=250, batch_size=64, lr=1e-3, warmup_epochs=5,
+    optimizer="AdamW", weight_decay=1e-2, dropout=0.1, act="gelu",
+    num_layers=8, channels=64, heads=2, state_channels=64,
+    conv="gatedgcn", arrangement="sequential", norm_first=True,
+    head_layers=4, normalization="released", psi_bias=None,
+)  # fmt: skip
 #: Table 11 of the paper.
-PAPER = RELEASED | {
-    **{"epochs": 200, "optimizer": "Adam", "weight_decay": 0.0, "state_channels": 96},
-    **{"conv": "gcn", "arrangement": "parallel", "norm_first": False},
-    **{"head_layers": 2, "normalization": "paper"},
-}
+PAPER = RELEASED | dict(
+    epochs=200, optimizer="Adam", weight_decay=0.0, state_channels=96,
+    conv="gcn", arrangement="parallel", norm_first=False,
+    head_layers=2, normalization="paper",
+)  # fmt: skip
 #: Learns within two minutes on two cores.
-DEMO = RELEASED | {
-    **{"epochs": 16, "batch_size": 32, "lr": 3e-3, "warmup_epochs": 1, "dropout": 0.0},
-    **{"num_layers": 3, "channels": 32, "state_channels": 16, "head_layers": 2},
-    **{"normalization": "paper", "psi_bias": (1.0, 6.0)},
-}
-SMOKE = RELEASED | {
-    **{"epochs": 2, "batch_size": 8, "warmup_epochs": 0.5},
-    **{"num_layers": 2, "channels": 16, "state_channels": 8},
-}
+DEMO = RELEASED | dict(
+    epochs=16, batch_size=32, lr=3e-3, warmup_epochs=1, dropout=0.0,
+    num_layers=3, channels=32, state_channels=16, head_layers=2,
+    normalization="paper", psi_bias=(1.0, 6.0),
+)  # fmt: skip
+SMOKE = RELEASED | dict(
+    epochs=2, batch_size=8, warmup_epochs=0.5,
+    num_layers=2, channels=16, state_channels=8,
+)  # fmt: skip
 PRESETS = {"released": RELEASED, "paper": PAPER, "demo": DEMO, "smoke": SMOKE}
 _SUPERPIXELS = {"heads": 4, "batch_size": 32}
 _TABLE_11 = {**_SUPERPIXELS, "lr": 3.5e-3, "dropout": 0.05, "state_channels": 64}

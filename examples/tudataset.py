@@ -67,10 +67,10 @@ from pyg_chimera.nn import ChimeraConv, GPSLayer, GraphModel, PLSTMConv
 from pyg_chimera.transforms import AddEliminationOrder
 
 MODELS = ("plstm", "chimera", "gcn", "gin", "gat")
-PAPER = {
-    **{"folds": 10, "epochs": 100, "batch_size": 64, "lr": 1e-3, "warmup_epochs": 5},
-    **{"optimizer": "AdamW", "weight_decay": 1e-2},
-}
+PAPER = dict(
+    folds=10, epochs=100, batch_size=64, lr=1e-3, warmup_epochs=5,
+    optimizer="AdamW", weight_decay=1e-2,
+)  # fmt: skip
 PRESETS = {"paper": PAPER, "smoke": PAPER | {"folds": 3, "epochs": 2, "batch_size": 16}}
 
 

@@ -512,7 +512,6 @@ def test_real_graphs(shared_data, tmp_path, name, graphs, columns, bonds):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="did not end within 60 s once, cause unknown")
 def test_ctrl_c_leaves_a_checkpoint_to_resume(generated, tmp_path):
     command = [sys.executable, str(EXAMPLES / "lrgb.py"), *generated[:-1], "1000"]
     command += ["--baseline", "gcn", "--out", str(tmp_path), "--num-workers", "1"]
@@ -527,7 +526,7 @@ def test_ctrl_c_leaves_a_checkpoint_to_resume(generated, tmp_path):
         if line.startswith("epoch 2 "):
             break
     os.killpg(process.pid, signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode == 130
     assert "Stopped (SIGINT) after " in output
     assert output.endswith("--resume\n")

@@ -1,5 +1,3 @@
-import copy
-import io
 import math
 import warnings
 
@@ -7,15 +5,12 @@ import pytest
 import torch
 import torch_geometric.typing
 from asserts import (
-    assert_batched_equals_single,
     assert_near,
-    assert_permutes,
 )
 from hypothesis import given, settings
 from strategies import Graph, dags, graphs
 from torch import Tensor
 from torch.nn.functional import softplus
-from torch_geometric import EdgeIndex
 from torch_geometric.data import Batch, Data
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
@@ -25,13 +20,9 @@ from torch_geometric.loader import (
     DataLoader,
     NeighborLoader,
 )
-from torch_geometric.nn import Sequential, summary
 from torch_geometric.utils import (
-    coalesce,
     k_hop_subgraph,
     subgraph,
-    to_torch_coo_tensor,
-    to_torch_csr_tensor,
 )
 
 from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv, ChimeraPathConv
@@ -342,169 +333,7 @@ def test_directed_path_is_mamba_2():
 # ----------------------------------------------------------- what holds for any of them
 
 
-@options
-def test_permutation_and_batching(options):
-    conv = make_conv(IN, OUT, state_channels=3, **options).double()
-    x, dags = make_inputs(type(conv), conv.num_dags)
-    batch = torch.tensor([0, 0, 0, 1, 2, 2, 0])
-    if isinstance(conv, ChimeraPathConv):
-        batch = torch.tensor([0, 0, 0, 1, 1, 2, 0])
-
-    # All DAGs as one list of edges, which remembers which of them each belongs to.
-    edge_index = torch.cat([index for index, _ in dags], dim=1)
-    edge_attr = torch.cat([attr for _, attr in dags])
-    which = torch.cat([torch.full((len(a),), d) for d, (_, a) in enumerate(dags)])
-    inside = batch[edge_index[0]] == batch[edge_index[1]]
-    edge_index, edge_attr, which = (
-        edge_index[:, inside],
-        edge_attr[inside],
-        which[inside],
-    )
-
-    def layer(nodes, edge_index, edges, batch):
-        attr, which = edges
-        dags = [(edge_index[:, which == d], attr[which == d])
-                for d in range(conv.num_dags)]  # fmt: skip
-        return call(conv, *nodes, dags, batch=batch)
-
-    args = (x,), edge_index, (edge_attr, which), batch
-    assert_permutes(layer, *args)
-    assert_batched_equals_single(layer, *args)
-
-
-@options
-@pytest.mark.parametrize("num_nodes", [0, 1, 3])
-def test_no_edges(options, num_nodes):
-    conv = make_conv(IN, OUT, state_channels=3, **options).double()
-    x = torch.randn(num_nodes, IN, dtype=torch.double, requires_grad=True)
-    none = torch.empty(2, 0, dtype=torch.long), torch.empty(0, EDGE).double()
-    out = call(conv, x, [none] * conv.num_dags)
-    if num_nodes > 0:
-        assert_near(out, formula(conv, x, [none] * conv.num_dags))
-    assert out.shape == (num_nodes, OUT)
-    out.sum().backward()
-    assert x.grad.isfinite().all()
-    if options.get("backend") != "reference":
-        assert all(p.grad is not None for n, p in conv.named_parameters())
-
-
-@options
-def test_every_parameter_is_trained(options):
-    conv = make_conv(IN, OUT, state_channels=3, **options).double()
-    call(conv, *make_inputs(type(conv), conv.num_dags)).square().sum().backward()
-    for name, parameter in conv.named_parameters():
-        unused = is_released(conv) and name == "delta_bias"
-        grad = parameter.grad[:3] if unused else parameter.grad
-        assert (grad != 0).any(), name
-
-
-@options
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(options, dtype):
-    conv = new(IN, **options)
-    x, dags = make_inputs(type(conv), conv.num_dags, torch.float32)
-    expected = call(conv, x, dags)
-    with torch.autocast("cpu", dtype=dtype):
-        out = call(conv, x, dags)
-        out.float().sum().backward()
-    assert_near(out, expected, 0.05)
-    conv = conv.to(dtype)
-    conv.zero_grad()
-    out = call(conv, x.to(dtype), [(index, attr.to(dtype)) for index, attr in dags])
-    assert out.dtype == dtype
-    assert_near(out, expected, 0.05)
-    out.sum().backward()
-    for parameter in conv.parameters():
-        assert parameter.grad.dtype == dtype
-        assert parameter.grad.isfinite().all()
-
-
-@each_layer
-def test_compile(cls):
-    torch._dynamo.reset()
-    conv = make_conv(IN, OUT, 2, 3, cls=cls, edge_dim=EDGE, local_conv=True)
-    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
-    x, dags = make_inputs(cls, dtype=torch.float32)
-    grads = []
-    for layer in (conv, compiled):
-        conv.zero_grad()
-        out = layer(x, *dags[0])
-        out.square().sum().backward()
-        grads.append([out, *(p.grad.clone() for p in conv.parameters())])
-    for a, b in zip(*grads, strict=True):
-        assert_near(a, b, 1e-5)
-
-
 # ---------------------------------------------------------------------- a PyG citizen
-
-
-@options
-def test_lazy_channels(options):
-    lazy_options = options | ({"edge_dim": -1} if "edge_dim" in options else {})
-    lazy = new(-1, **lazy_options)
-    conv = new(IN, **options)
-    inputs = make_inputs(type(conv), conv.num_dags, torch.float32)
-    twin = copy.deepcopy(lazy)
-    for layer in (lazy, twin):
-        torch.manual_seed(3)
-        call(layer, *inputs)
-    shapes = [{n: p.shape for n, p in layer.state_dict().items()} for layer in
-              (lazy, twin, conv)]  # fmt: skip
-    assert shapes[0] == shapes[1] == shapes[2]
-    unmade = new(-1, **lazy_options)
-    for layer in (lazy, unmade):
-        layer.load_state_dict(conv.state_dict())
-        assert_near(call(layer, *inputs), call(conv, *inputs), 1e-6)
-
-
-@options
-def test_copies_and_files(options):
-    conv = make_conv(IN, OUT, state_channels=3, **options)
-    inputs = make_inputs(type(conv), conv.num_dags, torch.float32)
-    out = call(conv, *inputs)
-    assert call(copy.deepcopy(conv), *inputs).equal(out)
-    other = make_conv(IN, OUT, state_channels=3, **options)
-    assert not torch.allclose(call(other, *inputs), out)
-    file = io.BytesIO()
-    torch.save(conv.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert call(other, *inputs).equal(out)
-
-
-@options
-def test_reset_parameters(options):
-    used = make_conv(IN, OUT, state_channels=3, **options)
-    fresh = new(IN, **options)
-    inputs = make_inputs(type(used), used.num_dags, torch.float32)
-    call(used, *inputs).sum().backward()
-    for conv in (used, fresh):
-        torch.manual_seed(1)
-        conv.reset_parameters()
-    for (name, a), b in zip(used.named_parameters(), fresh.parameters(), strict=True):
-        assert a.equal(b), name
-    torch.manual_seed(2)
-    fresh.reset_parameters()
-    assert not call(fresh, *inputs).equal(call(used, *inputs))
-    # Selectivities start between 1/1000 and 1/10, as those of Mamba-2.
-    biases = [fresh.delta_bias] + ([] if fresh.edge_bias is None else [fresh.edge_bias])
-    for bias in biases:
-        assert (softplus(bias) > 0.999e-3).all()
-        assert (softplus(bias) < 1.001e-1).all()
-
-
-def test_defaults():
-    conv = ChimeraConv(16)
-    assert (conv.in_channels, conv.out_channels, conv.state_channels) == (16, 16, 64)
-    assert conv.lin_edge is None
-    assert conv(torch.randn(NODES, 16), torch.tensor(GRAPH).t()).shape == (NODES, 16)
-
-
-def test_repr():
-    for cls in LISTS:
-        text = f"{cls.__name__}(5, 8, heads=2, state_channels=64)"
-        assert str(cls(5, 8, heads=2)) == text
-    assert "num_dags=2" in str(ChimeraDAGConv(5, num_dags=2))
 
 
 def test_edge_features():
@@ -560,83 +389,6 @@ def test_num_terms_of_a_batch():
     assert conv(batch.x[:0], batch.edge_index[:, :0], num_terms=none).shape == (0, OUT)
     short = conv(batch.x, batch.edge_index, num_terms=2)
     assert not torch.allclose(short, out)
-
-
-def test_adjacency_forms():
-    conv = make_conv(IN, OUT, 2, edge_dim=EDGE).double()
-    x, ((edge_index, edge_attr),) = make_inputs()
-    edge_index, edge_attr = coalesce(edge_index, edge_attr, sort_by_row=False)
-    out = conv(x, edge_index, edge_attr)
-    size = (NODES, NODES)
-
-    index = EdgeIndex(edge_index, sparse_size=size, sort_order="col")
-    assert_near(conv(x, index, edge_attr), out)
-    for to_sparse in (to_torch_coo_tensor, to_torch_csr_tensor):
-        adj_t = to_sparse(edge_index.flip(0), size=size)
-        assert_near(conv(x, adj_t, edge_attr), out)
-    valued = torch.sparse_coo_tensor(edge_index.flip(0), edge_attr, (*size, EDGE))
-    assert_near(conv(x, valued.coalesce()), out)
-
-    conv = make_conv(IN, OUT, 2, edge_dim=1).double()
-    out = conv(x, edge_index, edge_attr[:, 0])
-    for to_sparse in (to_torch_coo_tensor, to_torch_csr_tensor):
-        adj_t = to_sparse(edge_index.flip(0), edge_attr[:, 0], size=size)
-        assert_near(conv(x, adj_t), out)
-
-    conv = make_conv(IN, OUT, 2, cls=ChimeraDAGConv, num_dags=2).double()
-    x, dags = make_inputs(ChimeraDAGConv, 2)
-    dags = [coalesce(index, sort_by_row=False) for index, _ in dags]
-    sparse = [to_torch_csr_tensor(index.flip(0), size=size) for index in dags]
-    assert_near(conv(x, sparse), conv(x, dags))
-
-
-@pytest.mark.skipif(
-    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse"
-)
-def test_sparse_tensor():
-    conv = make_conv(IN, OUT, 2, edge_dim=EDGE)
-    x, ((edge_index, edge_attr),) = make_inputs(dtype=torch.float32)
-    edge_index, edge_attr = coalesce(edge_index, edge_attr, sort_by_row=False)
-    out = conv(x, edge_index, edge_attr)
-    adj_t = torch_geometric.typing.SparseTensor(
-        row=edge_index[1], col=edge_index[0], value=edge_attr,
-        sparse_sizes=(NODES, NODES),
-    )  # fmt: skip
-    assert_near(conv(x, adj_t), out, 1e-5)
-
-
-def test_flow():
-    conv = make_conv(IN, OUT, 2, edge_dim=EDGE).double()
-    back = make_conv(IN, OUT, 2, edge_dim=EDGE, flow="target_to_source").double()
-    back.load_state_dict(conv.state_dict())
-    x, ((edge_index, edge_attr),) = make_inputs()
-    out = conv(x, edge_index, edge_attr)
-    assert_near(back(x, edge_index.flip(0), edge_attr), out)
-    assert not torch.allclose(back(x, edge_index, edge_attr), out)
-
-
-def test_sequential():
-    first, second = make_conv(IN, OUT), make_conv(OUT, 4)
-    model = Sequential("x, edge_index, batch", [
-        (first, "x, edge_index, batch=batch -> x"),
-        torch.nn.ReLU(),
-        (second, "x, edge_index -> x"),
-    ])  # fmt: skip
-    x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
-    batch = torch.zeros(NODES, dtype=torch.long)
-    expected = second(first(x, edge_index).relu(), edge_index)
-    assert_near(model(x, edge_index, batch), expected, 1e-5)
-
-
-def test_summary():
-    pytest.importorskip("tabulate")
-    x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
-    conv = ChimeraConv(IN, OUT, heads=2, state_channels=3)
-    table = summary(conv, x, edge_index)
-    assert "ChimeraConv" in table
-    assert f"[{NODES}, {IN}], [2, {len(GRAPH)}]" in table
-    assert f"[{NODES}, {OUT}]" in table
-    assert str(sum(p.numel() for p in conv.parameters())) in table
 
 
 @each_layer
@@ -816,14 +568,6 @@ def test_bad_options_of_dags(options, match):
         ChimeraDAGConv(IN, OUT, **options)
 
 
-@each_layer
-def test_unknown_options(cls):
-    with pytest.raises(TypeError, match="num_head"):
-        cls(IN, OUT, num_head=3)
-    with pytest.raises(ValueError, match="'out_channels' must be given, got -1"):
-        cls(-1)
-
-
 def test_options_of_other_layers_are_refused():
     for cls in (ChimeraConv, ChimeraPathConv):
         with pytest.raises(TypeError, match="num_dags"):
@@ -880,13 +624,6 @@ def test_bad_inputs():
     match = "'rank' must be a list with an entry for each of 2 DAGs, got one Tensor"
     with pytest.raises(TypeError, match=match):
         conv(x, [dag] * 2, rank=torch.arange(NODES))
-
-
-def test_nodes_out_of_range():
-    x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
-    for shift, got in ((3, 8), (-1, -1)):
-        with pytest.raises(ValueError, match=rf"= \[0, 7\) \(got {got}"):
-            ChimeraConv(IN, OUT)(x, edge_index + shift)
 
 
 def test_error_of_a_non_finite_input():

@@ -1,17 +1,10 @@
-import copy
-
 import pytest
 import torch
-import torch_geometric.typing
 from hypothesis import given
 from strategies import graphs
 from torch import Tensor
-from torch_geometric import EdgeIndex
-from torch_geometric.data import Batch, Data
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
-from torch_geometric.nn import Sequential, summary
-from torch_geometric.utils import to_torch_csr_tensor
 
 from pyg_chimera.nn import GatedGCNConv
 
@@ -130,45 +123,6 @@ def test_batch_norm_statistics_in_training() -> None:
         torch.testing.assert_close(part.mean(0), torch.zeros(5), atol=1e-5, rtol=0)
 
 
-@given(graph=graphs(min_nodes=1))
-def test_permutation_equivariance(graph: object) -> None:
-    edge_index, num_nodes = graph
-    conv = make_conv(4, 5, edge_dim=3)
-    x, _, edge_attr = make_inputs(num_nodes, edge_index)
-    out, edge = conv(x, edge_index, edge_attr)
-    perm, order = torch.randperm(num_nodes), torch.randperm(edge_index.size(1))
-    permuted = perm.argsort()[edge_index[:, order]]
-    out2, edge2 = conv(x[perm], permuted, edge_attr[order])
-    torch.testing.assert_close(out2, out[perm], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(edge2, edge[order], atol=1e-5, rtol=1e-5)
-
-
-def test_batched_equals_one_by_one() -> None:
-    conv = make_conv(4, 5, edge_dim=3)
-    data = []
-    for num_nodes, edge_index in ((5, EDGE_INDEX), (1, EDGE_INDEX[:, :0]), (4, None)):
-        edge_index = EDGE_INDEX[:, 2:5] if edge_index is None else edge_index
-        x, edge_index, edge_attr = make_inputs(num_nodes, edge_index)
-        data.append(Data(x=x, edge_index=edge_index, edge_attr=edge_attr))
-    batch = Batch.from_data_list(data)
-    out, edge = conv(batch.x, batch.edge_index, batch.edge_attr)
-    singles = [conv(d.x, d.edge_index, d.edge_attr) for d in data]
-    torch.testing.assert_close(out, torch.cat([s[0] for s in singles]))
-    torch.testing.assert_close(edge, torch.cat([s[1] for s in singles]))
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("num_nodes", [0, 1, 3])
-def test_no_edges(num_nodes: int, training: bool) -> None:
-    conv = GatedGCNConv(4, 5, edge_dim=3).train(training)
-    out, edge = conv(*make_inputs(num_nodes, EDGE_INDEX[:, :0]))
-    assert out.shape == (num_nodes, 5)
-    assert edge.shape == (0, 5)
-    (out.sum() + edge.sum()).backward()
-    for tensor in (out, *conv.state_dict().values()):
-        assert tensor.isfinite().all()
-
-
 def test_one_edge_in_training() -> None:
     conv = GatedGCNConv(4, 5, edge_dim=3)
     out, edge = conv(*make_inputs(2, torch.tensor([[0], [1]])))
@@ -197,105 +151,6 @@ def test_edges_read_but_not_updated() -> None:
     torch.testing.assert_close(conv(*inputs), both(*inputs)[0])
     conv(*inputs).sum().backward()
     assert all(parameter.grad is not None for parameter in conv.parameters())
-
-
-def test_edge_features_of_one_channel() -> None:
-    conv = make_conv(4, 5, edge_dim=1)
-    x, edge_index, edge_attr = make_inputs(edge_dim=1)
-    out = conv(x, edge_index, edge_attr)
-    flat = conv(x, edge_index, edge_attr.squeeze(-1))
-    torch.testing.assert_close(flat, out)
-
-
-def test_lazy_channels() -> None:
-    lazy, conv = GatedGCNConv(-1, 5, edge_dim=-1), GatedGCNConv(4, 5, edge_dim=3)
-    assert GatedGCNConv(-1, 5).edge_dim == -1
-    inputs = make_inputs()
-    lazy(*inputs)
-    shapes = {name: p.shape for name, p in lazy.state_dict().items()}
-    assert shapes == {name: p.shape for name, p in conv.state_dict().items()}
-    lazy.load_state_dict(conv.state_dict())
-    torch.testing.assert_close(lazy.eval()(*inputs), conv.eval()(*inputs))
-
-
-def test_deepcopy_and_state_dict() -> None:
-    conv = make_conv(4, 5, edge_dim=3)
-    inputs = make_inputs()
-    out = conv(*inputs)
-    torch.testing.assert_close(copy.deepcopy(conv)(*inputs), out)
-    other = make_conv(4, 5, edge_dim=3)
-    assert not torch.allclose(other(*inputs)[0], out[0])
-    other.load_state_dict(conv.state_dict())
-    torch.testing.assert_close(other(*inputs), out)
-
-
-def test_reset_parameters() -> None:
-    used, fresh = GatedGCNConv(4, 5, edge_dim=3), GatedGCNConv(4, 5, edge_dim=3)
-    used(*make_inputs())
-    for parameter in used.parameters():
-        torch.nn.init.ones_(parameter)
-    for conv in (used, fresh):
-        torch.manual_seed(1)
-        conv.reset_parameters()
-    torch.testing.assert_close(used.state_dict(), fresh.state_dict())
-
-
-def test_sequential() -> None:
-    first, second = make_conv(4, 5, edge_dim=3), make_conv(5, 6)
-    model = Sequential(
-        "x, edge_index, edge_attr",
-        [
-            (first, "x, edge_index, edge_attr -> x, edge_attr"),
-            (second, "x, edge_index, edge_attr -> x, edge_attr"),
-        ],
-    )
-    x, edge_index, edge_attr = make_inputs()
-    expected = first(x, edge_index, edge_attr)
-    expected = second(expected[0], edge_index, expected[1])
-    torch.testing.assert_close(model(x, edge_index, edge_attr), expected)
-
-
-def test_summary() -> None:
-    pytest.importorskip("tabulate")
-    table = summary(GatedGCNConv(4, 5, edge_dim=3), *make_inputs())
-    assert "[5, 4], [2, 8], [8, 3]" in table
-    assert "[5, 5], [8, 5]" in table
-
-
-def test_adjacency_forms() -> None:
-    conv = make_conv(4, 5, edge_dim=3)
-    x, edge_index, edge_attr = make_inputs()
-    order = (edge_index[1] * 5 + edge_index[0]).argsort(stable=True)  # Rows first.
-    edge_index, edge_attr = edge_index[:, order], edge_attr[order]
-    unique = torch.ones(order.numel(), dtype=torch.bool)  # Without duplicate edges.
-    unique[1:] = (edge_index[:, 1:] != edge_index[:, :-1]).any(0)
-    edge_index, edge_attr = edge_index[:, unique], edge_attr[unique]
-    out = conv(x, edge_index, edge_attr)
-
-    index = EdgeIndex(edge_index, sparse_size=(5, 5), sort_order="col")
-    torch.testing.assert_close(conv(x, index, edge_attr), out)
-
-    plain = to_torch_csr_tensor(edge_index.flip(0), size=(5, 5))
-    torch.testing.assert_close(conv(x, plain, edge_attr), out)
-    torch.testing.assert_close(conv(x, plain), conv(x, edge_index))
-
-    valued = torch.sparse_coo_tensor(edge_index.flip(0), edge_attr, (5, 5, 3))
-    torch.testing.assert_close(conv(x, valued.coalesce()), out)
-
-
-@pytest.mark.skipif(
-    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse"
-)
-def test_sparse_tensor() -> None:
-    conv = make_conv(4, 5, edge_dim=3)
-    x, edge_index, edge_attr = make_inputs()
-    adj_t = torch_geometric.typing.SparseTensor(
-        row=edge_index[1], col=edge_index[0], value=edge_attr, sparse_sizes=(5, 5)
-    )
-    row, col, value = adj_t.coo()
-    expected = conv(x, torch.stack([col, row]), value)
-    torch.testing.assert_close(conv(x, adj_t), expected)
-    torch.testing.assert_close(conv(x, adj_t.set_value(None), value), expected)
 
 
 def test_masks_scale_messages() -> None:
@@ -336,21 +191,6 @@ def test_compiles_without_graph_break(with_edges: bool) -> None:
     inputs = (x, edge_index, edge_attr if with_edges else None)
     compiled = torch.compile(conv, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs), conv(*inputs))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype: torch.dtype) -> None:
-    conv = make_conv(4, 5, edge_dim=3)
-    inputs = make_inputs()
-    with torch.autocast("cpu", dtype=dtype):
-        out, edge = conv(*inputs)
-    for a, b in zip((out, edge), conv(*inputs), strict=True):
-        torch.testing.assert_close(a, b, atol=0.1, rtol=0.1, check_dtype=False)
-
-
-def test_repr() -> None:
-    assert str(GatedGCNConv(4, 5)) == "GatedGCNConv(4, 5, edge_dim=4)"
-    assert str(GatedGCNConv((4, 6), 5)) == "GatedGCNConv((4, 6), 5, edge_dim=4)"
 
 
 def test_errors() -> None:

@@ -1,25 +1,18 @@
 import copy
-import io
 import pickle
 from functools import partial
 from itertools import chain, pairwise
 
 import pytest
 import torch
-import torch_geometric.typing
 from asserts import assert_near, assert_permutes
 from hypothesis import given, settings
 from strategies import Batch, batches
 from torch import Tensor
-from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import Sequential
 from torch_geometric.utils import (
-    coalesce,
     grid,
-    to_torch_coo_tensor,
-    to_torch_csr_tensor,
 )
 
 from pyg_chimera.nn import GatedGCNConv, GPSLayer
@@ -297,18 +290,6 @@ def test_training_permutations():
     assert conv(x, edge_index, batch).equal(outs[0])
 
 
-def test_inference_then_training():
-    conv = make_conv()
-    x, edge_index, batch = make_inputs()
-    with torch.inference_mode():
-        conv.eval()(x, edge_index, batch)
-        conv.train()(x, edge_index, batch)
-    for mode in (True, False):
-        conv.zero_grad()
-        conv.train(mode)(x, edge_index, batch).sum().backward()
-        assert all(p.grad.isfinite().all() for p in conv.parameters())
-
-
 # ------------------------------------------------------------------------------ batches
 
 
@@ -444,25 +425,6 @@ def test_start():
         assert lin.bias is None
 
 
-@everywhere
-def test_reset_parameters(options):
-    used = make_conv(**options)
-    fresh = GraphMambaConv(CHANNELS, options.pop("states", STATES), **options).double()
-    for conv in (used, fresh):
-        torch.manual_seed(1)
-        conv.reset_parameters()
-    for (name, a), b in zip(used.named_parameters(), fresh.parameters(), strict=True):
-        assert a.equal(b), name
-
-
-def test_every_parameter_is_trained():
-    conv = GraphMambaConv(CHANNELS, bidirectional=True, bias=True)
-    x, edge_index, batch = make_inputs(torch.float)
-    conv(x, edge_index, batch).square().sum().backward()
-    for name, parameter in conv.named_parameters():
-        assert parameter.grad.any(), name
-
-
 def test_gradcheck():
     x, edge_index, batch = make_inputs()
     x.requires_grad_()
@@ -470,28 +432,6 @@ def test_gradcheck():
         conv = make_conv(2, 2, num_eval_permutations=2, norm=False, **options).eval()
         layer = partial(conv, edge_index=edge_index, batch=batch)
         assert torch.autograd.gradcheck(layer, x[:, :2])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("backend", ["auto", "torch", "reference"])
-def test_half_precision(dtype, backend):
-    conv = GraphMambaConv(CHANNELS, bidirectional=True, backend=backend).eval()
-    x, edge_index, batch = make_inputs(torch.float)
-    expected = conv(x, edge_index, batch)
-    with torch.autocast("cpu", dtype=dtype):
-        out = conv(x, edge_index, batch)
-        out.float().sum().backward()
-    assert_near(out, expected, 0.05)
-    assert all(p.grad.isfinite().all() for p in conv.parameters())
-    conv = conv.to(dtype)
-    conv.zero_grad()
-    out = conv(x.to(dtype), edge_index, batch)
-    assert out.dtype == dtype
-    assert_near(out, expected, 0.05)
-    out.sum().backward()
-    for parameter in conv.parameters():
-        assert parameter.grad.dtype == dtype
-        assert parameter.grad.isfinite().all()
 
 
 def test_gates_are_not_rounded():
@@ -507,81 +447,12 @@ def test_gates_are_not_rounded():
 # ---------------------------------------------------------------------- a PyG citizen
 
 
-@everywhere
-def test_copies_and_files(options):
-    conv = make_conv(**options).eval()
-    inputs = make_inputs()
-    out = conv(*inputs)
-    assert copy.deepcopy(conv)(*inputs).equal(out)
-    assert pickle.loads(pickle.dumps(conv))(*inputs).equal(out)
-    other = make_conv(**options).eval()
-    assert not torch.allclose(other(*inputs), out)
-    file = io.BytesIO()
-    torch.save(conv.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert other(*inputs).equal(out)
-
-
 def test_parameters_without_weight_decay():
     conv = GraphMambaConv(CHANNELS, bidirectional=True)
     for other in (conv, copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
         marked = {name.split(".")[-1] for name, p in other.named_parameters()
                   if getattr(p, "_no_weight_decay", False)}  # fmt: skip
         assert marked == {"A_log", "D"}
-
-
-def test_repr():
-    text = "GraphMambaConv(6, state_channels=3, conv_kernel=4, expand=1, order='bfs')"
-    assert str(GraphMambaConv(6, 3, order="bfs")) == text
-
-
-def test_adjacency_forms():
-    conv = make_conv().eval()
-    x, edge_index, batch = make_inputs()
-    edge_index = coalesce(edge_index, sort_by_row=False)
-    out = conv(x, edge_index, batch)
-    size = (NODES, NODES)
-    index = EdgeIndex(edge_index, sparse_size=size, sort_order="col")
-    assert conv(x, index, batch).equal(out)
-    for to_sparse in (to_torch_coo_tensor, to_torch_csr_tensor):
-        assert conv(x, to_sparse(edge_index.flip(0), size=size), batch).equal(out)
-    assert conv(x, edge_index.int(), batch.int()).equal(out)
-
-
-@pytest.mark.skipif(
-    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse"
-)
-def test_sparse_tensor():
-    conv = make_conv().eval()
-    x, edge_index, batch = make_inputs()
-    edge_index = coalesce(edge_index, sort_by_row=False)
-    adj_t = torch_geometric.typing.SparseTensor(
-        row=edge_index[1], col=edge_index[0], sparse_sizes=(NODES, NODES)
-    )
-    assert conv(x, adj_t, batch).equal(conv(x, edge_index, batch))
-
-
-def test_inputs_are_not_altered():
-    x, edge_index, batch = make_inputs()
-    score = torch.randn(NODES)
-    given = x, edge_index, batch, score
-    kept = [y.clone() for y in given]
-    for mode in (True, False):
-        make_conv(order=None).train(mode)(*given)
-    assert all(a.equal(b) for a, b in zip(given, kept, strict=True))
-
-
-def test_sequential():
-    first, second = make_conv().eval(), make_conv(order="bfs").eval()
-    model = Sequential("x, edge_index, batch", [
-        (first, "x, edge_index, batch -> x"),
-        torch.nn.ReLU(),
-        (second, "x, edge_index, batch=batch -> x"),
-    ])  # fmt: skip
-    x, edge_index, batch = make_inputs()
-    expected = second(first(x, edge_index, batch).relu(), edge_index, batch)
-    assert model(x, edge_index, batch).equal(expected)
 
 
 @pytest.mark.parametrize("arrangement", ["parallel", "sequential"])
@@ -637,16 +508,6 @@ def test_compile_finds_the_order_itself(order):
     expected = conv(*inputs)
     compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
     assert_near(compiled(*inputs), expected)
-
-
-def test_compile_for_all_sizes():
-    conv = make_conv().eval()
-    compiled = torch.compile(conv, fullgraph=True, dynamic=True, backend="aot_eager")
-    for size in (6, 9):
-        x = torch.randn(size, CHANNELS, dtype=torch.double)
-        edge_index, batch = grid(2, size // 3)[0], torch.arange(size) // 3
-        edge_index = edge_index[:, batch[edge_index[0]] == batch[edge_index[1]]]
-        assert_near(compiled(x, edge_index, batch), conv(x, edge_index, batch))
 
 
 def test_compile_training_for_a_second_size():

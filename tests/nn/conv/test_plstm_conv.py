@@ -2,15 +2,13 @@ import math
 
 import pytest
 import torch
-import torch_geometric.typing
-from asserts import assert_batched_equals_single, assert_near, assert_permutes
+from asserts import assert_near
 from hypothesis import given, settings
 from plstm import (
     DAGS,
     EDGE,
     IN,
     NODES,
-    OPTIONS,
     OUT,
     assert_is,
     call,
@@ -22,17 +20,11 @@ from plstm import (
 )
 from strategies import Graph, dags, graphs
 from torch import Tensor
-from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.loader import DataLoader
-from torch_geometric.nn import Sequential
 from torch_geometric.utils import (
-    coalesce,
-    grid,
-    to_torch_coo_tensor,
-    to_torch_csr_tensor,
     to_undirected,
 )
 
@@ -125,79 +117,6 @@ def test_diamond_by_hand():
     assert_near(out, torch.tensor([*first, *whole, end]) * torch.tensor(x), 1e-6)
 
 
-@pytest.mark.parametrize("options", [x for x in OPTIONS if "order" not in x], ids=named)
-def test_permutation_and_batching(options):
-    """Of D too, as no two ways lead to the same edge of these graphs."""
-    conv = make_conv(IN, OUT, **options).double()
-    x, graphs = make_inputs(conv)
-    batch = torch.tensor([0, 0, 0, 0, 1, 1, 0])
-
-    # All DAGs as one list of edges, which remembers which of them each belongs to.
-    edge_index = torch.cat([index for index, _ in graphs], dim=1)
-    edge_attr = torch.cat([attr for _, attr in graphs])
-    which = torch.cat([torch.full((len(a),), d) for d, (_, a) in enumerate(graphs)])
-    inside = batch[edge_index[0]] == batch[edge_index[1]]
-    edge_index, edge_attr, which = (
-        edge_index[:, inside],
-        edge_attr[inside],
-        which[inside],
-    )
-
-    def layer(nodes, edge_index, edges, batch):
-        attr, which = edges
-        graphs = [(edge_index[:, which == d], attr[which == d])
-                  for d in range(conv.num_dags)]  # fmt: skip
-        return call(conv, *nodes, graphs, batch=batch)
-
-    args = (x,), edge_index, (edge_attr, which), batch
-    assert_permutes(layer, *args)
-    assert_batched_equals_single(layer, *args)
-
-
-@pytest.mark.parametrize("mode", ["P", "D"])
-@pytest.mark.parametrize("order", ["order", "degree", "bfs"])
-def test_batches_of_graphs(order, mode):
-    conv = make_conv(IN, OUT, 2, mode, order=order, edge_dim=EDGE).double()
-    x, ((edge_index, attr),) = make_inputs(conv)
-    nodes = [torch.arange(4), torch.tensor([6]), torch.tensor([4, 5]), torch.arange(0)]
-    items = []
-    for node in nodes:
-        inside = torch.isin(edge_index, node).all(0)
-        place = torch.full((NODES,), -1)
-        place[node] = torch.arange(node.numel())
-        items.append(Data(x=x[node], edge_index=place[edge_index[:, inside]],
-                          edge_attr=attr[inside]))  # fmt: skip
-    (data,) = DataLoader(items, batch_size=len(items))
-    outs = [conv(item.x, item.edge_index, item.edge_attr) for item in items]
-    for batch in (data.batch, None):
-        out = conv(data.x, data.edge_index, data.edge_attr, batch=batch)
-        assert_near(out, torch.cat(outs))
-
-
-def test_defaults():
-    conv = PLSTMConv(16, heads=2)
-    assert (conv.in_channels, conv.out_channels, conv.state_channels) == (16, 16, 8)
-    assert conv.lin_edge is None
-    edge_index = torch.tensor(DAGS[0]).t()
-    assert conv(torch.randn(NODES, 16), edge_index).shape == (NODES, 16)
-
-
-def test_repr():
-    text = "PLSTMConv(5, 8, heads=2, mode='D', order='bfs')"
-    assert str(PLSTMConv(5, 8, heads=2, mode="D", order="bfs")) == text
-
-
-def test_edge_features():
-    conv = make_conv(IN, OUT, 2, edge_dim=1).double()
-    x, ((edge_index, attr),) = make_inputs(conv)
-    flat = conv(x, edge_index, attr[:, 0])
-    assert_near(flat, conv(x, edge_index, attr[:, :1]))
-    assert not torch.allclose(flat, conv(x, edge_index, attr[:, 1]))
-    # Without edge_dim, they are ignored.
-    conv = make_conv(IN, OUT, 2).double()
-    assert conv(x, edge_index, attr).equal(conv(x, edge_index))
-
-
 @pytest.mark.parametrize("mode", ["P", "D"])
 def test_given_line_graph(mode):
     conv = make_conv(IN, OUT, 2, mode, num_dags=2).double()
@@ -228,73 +147,6 @@ def test_directions_are_not_altered():
     assert edge_index.equal(kept[0])
     assert attr.equal(kept[1])
     assert not torch.allclose(conv(x, edge_index.flip(0), attr), out)
-
-
-def test_adjacency_forms():
-    conv = make_conv(IN, OUT, 2, edge_dim=EDGE).double()
-    x, ((edge_index, edge_attr),) = make_inputs(conv)
-    edge_index, edge_attr = coalesce(edge_index, edge_attr, sort_by_row=False)
-    out = conv(x, edge_index, edge_attr)
-    size = (NODES, NODES)
-
-    index = EdgeIndex(edge_index, sparse_size=size, sort_order="col")
-    assert_near(conv(x, index, edge_attr), out)
-    for to_sparse in (to_torch_coo_tensor, to_torch_csr_tensor):
-        adj_t = to_sparse(edge_index.flip(0), size=size)
-        assert_near(conv(x, adj_t, edge_attr), out)
-    valued = torch.sparse_coo_tensor(edge_index.flip(0), edge_attr, (*size, EDGE))
-    assert_near(conv(x, valued.coalesce()), out)
-
-    conv = make_conv(IN, OUT, 2, num_dags=2).double()
-    x, graphs = make_inputs(conv)
-    graphs = [coalesce(index, sort_by_row=False) for index, _ in graphs]
-    sparse = [to_torch_csr_tensor(index.flip(0), size=size) for index in graphs]
-    assert_near(conv(x, sparse), conv(x, graphs))
-
-
-@pytest.mark.skipif(
-    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse"
-)
-def test_sparse_tensor():
-    conv = make_conv(IN, OUT, 2, edge_dim=EDGE)
-    x, ((edge_index, edge_attr),) = make_inputs(conv, dtype=torch.float32)
-    edge_index, edge_attr = coalesce(edge_index, edge_attr, sort_by_row=False)
-    out = conv(x, edge_index, edge_attr)
-    adj_t = torch_geometric.typing.SparseTensor(
-        row=edge_index[1], col=edge_index[0], value=edge_attr,
-        sparse_sizes=(NODES, NODES),
-    )  # fmt: skip
-    assert_near(conv(x, adj_t), out, 1e-5)
-
-
-@pytest.mark.parametrize("order", [None, "order"])
-def test_flow(order):
-    conv = make_conv(IN, OUT, 2, edge_dim=EDGE, order=order).double()
-    back = make_conv(
-        IN, OUT, 2, edge_dim=EDGE, order=order, flow="target_to_source"
-    ).double()
-    back.load_state_dict(conv.state_dict())
-    x, ((edge_index, edge_attr),) = make_inputs(conv)
-    out = conv(x, edge_index, edge_attr)
-    assert_near(back(x, edge_index.flip(0), edge_attr), out)
-    assert not torch.allclose(back(x, edge_index, edge_attr), out)
-    if order is None:  # also as the transforms store it, of the edges as they are
-        line = line_graph(edge_index.flip(0), NODES).edge_index
-        out = back(x, edge_index.flip(0), edge_attr, line_edge_index=line)
-        assert_near(out, conv(x, edge_index, edge_attr))
-
-
-def test_sequential():
-    first, second = make_conv(IN, OUT), make_conv(OUT, 4, mode="D", order="bfs")
-    model = Sequential("x, edge_index, batch", [
-        (first, "x, edge_index, batch=batch -> x"),
-        torch.nn.ReLU(),
-        (second, "x, edge_index -> x"),
-    ])  # fmt: skip
-    x, ((edge_index, _),) = make_inputs(first, torch.float32)
-    batch = torch.zeros(NODES, dtype=torch.long)
-    expected = second(first(x, edge_index).relu(), edge_index)
-    assert_near(model(x, edge_index, batch), expected, 1e-5)
 
 
 MASKED = [{}, {"tracking": 2}, {"mode": "D"}, {"order": "order"}]
@@ -397,17 +249,6 @@ def test_bad_options(options, match):
         PLSTMConv(IN, OUT, **options)(x, edge_index)
 
 
-def test_unknown_options():
-    with pytest.raises(TypeError, match="orient"):
-        PLSTMConv(IN, OUT, orient="grid")
-    with pytest.raises(ValueError, match="'order' must be one of"):
-        PLSTMConv(IN, OUT, order="grid")
-    with pytest.raises(TypeError, match="num_head"):
-        PLSTMConv(IN, OUT, num_head=3)
-    with pytest.raises(ValueError, match="'out_channels' must be given, got -1"):
-        PLSTMConv(-1)
-
-
 def test_bad_inputs():
     conv = PLSTMConv(IN, OUT)
     x, ((edge_index, attr),) = make_inputs(conv, torch.float32)
@@ -488,15 +329,3 @@ def test_error_of_a_non_finite_input():
     x[2, 3] = torch.nan
     with pytest.raises(ValueError, match="'transition' must be finite"):
         conv(x, edge_index)
-
-
-@pytest.mark.parametrize("order", ["order", "degree", "bfs"])
-def test_inference_then_training(order):
-    conv = PLSTMConv(IN, OUT, order=order)
-    edge_index, _ = grid(3, 5)
-    x = torch.randn(15, IN)
-    with torch.inference_mode():
-        expected = conv(x, edge_index)
-    out = conv(x, edge_index)
-    out.sum().backward()
-    assert torch.equal(out, expected)
