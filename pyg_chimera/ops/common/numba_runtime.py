@@ -222,14 +222,21 @@ class _Scratch:
     def get(self, size: int, dtype: np.dtype) -> np.ndarray:
         needed = size * dtype.itemsize
         if needed > _KEPT_BYTES:
-            return np.empty(size, dtype)
+            return _aligned(needed).view(dtype)
         thread = threading.get_ident()
         buffer = self.buffers.get(thread)
         if buffer is None or buffer.shape[0] < needed:
             if len(self.buffers) > 256:  # most of their threads are gone
                 self.buffers.clear()
-            buffer = self.buffers[thread] = np.empty(needed, np.uint8)
+            buffer = self.buffers[thread] = _aligned(needed)
         return buffer[:needed].view(dtype)
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Bytes that begin with a line of the cache, so that no vector lies across two."""
+    buffer = np.empty(size + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + size]
 
 
 _SCRATCH = _Scratch()

@@ -12,6 +12,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from pyg_chimera.ops.common.numba_runtime import jit
+from pyg_chimera.ops.common.simd import SET, gemm, pointer
 
 __all__ = [
     "LANES",
@@ -36,43 +37,13 @@ LANES = 16
 
 @jit
 def matmul(C, A, B):  # type: ignore[no-untyped-def]
-    """C = A B, for rows of B and C that are contiguous, in tiles of 4 x 4 of A.
-
-    BLAS is up to twice as fast, but cannot be called here without threads of its own.
-    """
-    m, n, depth = C.shape[0], C.shape[1], B.shape[0]
-    C[:] = 0
-    for i in range(0, m - 3, 4):
-        c0, c1, c2, c3 = C[i], C[i + 1], C[i + 2], C[i + 3]
-        for k in range(0, depth - 3, 4):
-            b0, b1, b2, b3 = B[k], B[k + 1], B[k + 2], B[k + 3]
-            a00, a01, a02, a03 = A[i, k], A[i, k + 1], A[i, k + 2], A[i, k + 3]
-            a10, a11 = A[i + 1, k], A[i + 1, k + 1]
-            a12, a13 = A[i + 1, k + 2], A[i + 1, k + 3]
-            a20, a21 = A[i + 2, k], A[i + 2, k + 1]
-            a22, a23 = A[i + 2, k + 2], A[i + 2, k + 3]
-            a30, a31 = A[i + 3, k], A[i + 3, k + 1]
-            a32, a33 = A[i + 3, k + 2], A[i + 3, k + 3]
-            for j in range(n):
-                x0, x1, x2, x3 = b0[j], b1[j], b2[j], b3[j]
-                c0[j] += a00 * x0 + a01 * x1 + a02 * x2 + a03 * x3
-                c1[j] += a10 * x0 + a11 * x1 + a12 * x2 + a13 * x3
-                c2[j] += a20 * x0 + a21 * x1 + a22 * x2 + a23 * x3
-                c3[j] += a30 * x0 + a31 * x1 + a32 * x2 + a33 * x3
-        for k in range(depth - depth % 4, depth):
-            b0 = B[k]
-            a00, a10, a20, a30 = A[i, k], A[i + 1, k], A[i + 2, k], A[i + 3, k]
-            for j in range(n):
-                c0[j] += a00 * b0[j]
-                c1[j] += a10 * b0[j]
-                c2[j] += a20 * b0[j]
-                c3[j] += a30 * b0[j]
-    for i in range(m - m % 4, m):
-        c0 = C[i]
-        for k in range(depth):
-            b0, a00 = B[k], A[i, k]
-            for j in range(n):
-                c0[j] += a00 * b0[j]
+    """C = A B, for rows of B and C that are contiguous."""
+    size = C.itemsize
+    gemm(
+        pointer(C), C.strides[0] // size, pointer(A), A.strides[0] // size,
+        A.strides[1] // size, pointer(B), B.strides[0] // size, C.shape[0], C.shape[1],
+        B.shape[0], SET,
+    )  # fmt: skip
 
 
 @jit

@@ -21,6 +21,20 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import arrays, inlined, jit, run, stopped
+from pyg_chimera.ops.common.simd import (
+    first,
+    fma,
+    lanes,
+    load,
+    load_part,
+    pointer,
+    row_totals,
+    splat,
+    store,
+    store_part,
+    total,
+    zeros,
+)
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     matmul,
@@ -112,13 +126,16 @@ def _sliced(graph: StateGraph, value: np.ndarray) -> np.ndarray:
     return value.reshape(num_nodes, num_heads, slices, width)
 
 
-def _state_scratch(graph: StateGraph, value: np.ndarray, kept: bool) -> int:
+def _state_scratch(
+    graph: StateGraph, num_keys: int, value: np.ndarray, kept: bool
+) -> int:
     """Numbers that a tile may need."""
     held = graph.bandwidth + 2
     if kept:
         held = held + np.diff(graph.component_ptr) + 1
-    least = int(held.max(initial=0)) * max(_MIN_LANES, value.shape[3])
-    return max(_tile(value), least)
+    width = -(-value.shape[3] // LANES) * LANES
+    least = int(held.max(initial=0)) * max(_MIN_LANES, width)
+    return max(_tile(value), least) + (num_keys + LANES) * LANES
 
 
 def _tile(value: np.ndarray) -> int:
@@ -152,7 +169,7 @@ def _state_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
     run(
         _state_forward_blocks,
         _state_costs(graph, q, v),
-        _state_scratch(graph, v, kept=False),
+        _state_scratch(graph, q.shape[2], v, kept=False),
         v.dtype,
         *_components(graph),
         weight,
@@ -190,7 +207,7 @@ def _state_backward(
     run(
         _state_backward_blocks,
         3 * _state_costs(graph, q, v),
-        _state_scratch(graph, v, kept=True),
+        _state_scratch(graph, q.shape[2], v, kept=True),
         v.dtype,
         *_components(graph),
         weight,
@@ -227,16 +244,15 @@ def _state_backward(
 
 
 @jit
-def _rows(held, num_keys, width, lanes):  # type: ignore[no-untyped-def]
+def _rows(held, num_keys, width, room):  # type: ignore[no-untyped-def]
     """How many key channels of so many states fit in a tile, in even shares."""
-    fit = max(1, max(lanes // held, _MIN_LANES) // max(1, width))
+    fit = max(1, max(room // held, _MIN_LANES) // max(1, width))
     shares = max(1, (num_keys + fit - 1) // fit)
     return max(1, (num_keys + shares - 1) // shares)
 
 
-# Arrays are indexed whole, not cut to views first: numba counts references to views,
-# which takes longer than a small state. Inner indices are bare loop variables: whatever
-# numba cannot see to be positive is checked for it in every step, and not vectorised.
+# Indices are bare loop variables, and arrays are indexed whole: numba counts references
+# to views of them, and checks whatever it cannot see to be positive.
 
 
 @inlined
@@ -251,41 +267,101 @@ def _slot(slot, step, ring):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _before(states, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
+def _combine(target, a, left, b, right, size):  # type: ignore[no-untyped-def]
+    for at in range(0, size, lanes(target)):
+        store(target + at, fma(a, load(left + at), b * load(right + at)))
+
+
+@inlined
+def _accumulate(target, a, row, size):  # type: ignore[no-untyped-def]
+    for at in range(0, size, lanes(target)):
+        store(target + at, fma(a, load(row + at), load(target + at)))
+
+
+@inlined
+def _before(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
     """Two slots and weights whose sum is what flows into a state from its neighbours.
 
     Those are the neighbours where there are two or less. All beyond the first one are
-    summed up in the state's own slot otherwise.
+    summed up in the state's own slot otherwise. What follows the ring is zero.
     """
-    ring = states.shape[0] - 1  # what follows the ring is zero
-    zero, one = weight.dtype.type(0), weight.dtype.type(1)
-    if x == stop:
-        return ring, zero, ring, zero
-    r0, c0 = _slot(slot, other[x] - i, ring), weight[h, entry[x]]
-    if x + 1 == stop:
-        return r0, c0, ring, zero
-    r1, c1 = _slot(slot, other[x + 1] - i, ring), weight[h, entry[x + 1]]
-    if x + 2 == stop:
-        return r0, c0, r1, c1
-    r2, c2 = _slot(slot, other[x + 2] - i, ring), weight[h, entry[x + 2]]
-    for a in range(states.shape[1]):
-        for p in range(states.shape[2]):
-            states[slot, a, p] = c1 * states[r1, a, p] + c2 * states[r2, a, p]
-    for y in range(x + 3, stop):
-        r1, c1 = _slot(slot, other[y] - i, ring), weight[h, entry[y]]
-        for a in range(states.shape[1]):
-            for p in range(states.shape[2]):
-                states[slot, a, p] += c1 * states[r1, a, p]
-    return r0, c0, slot, one
+    zero = weight.dtype.type(0)
+    r0, r1, c0, c1 = ring, ring, zero, zero
+    if x < stop:
+        r0, c0 = _slot(slot, other[x] - i, ring), weight[h, entry[x]]
+    if x + 1 < stop:
+        r1, c1 = _slot(slot, other[x + 1] - i, ring), weight[h, entry[x + 1]]
+    if x + 2 < stop:
+        _join(
+            states, ring, size, slot, i, x + 1, stop, other, entry, weight, h
+        )  # fmt: skip
+        r1, c1 = slot, weight.dtype.type(1)
+    return r0, c0, r1, c1
+
+
+@jit
+def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
+    """Sets a slot to the weighted sum of a state's neighbours."""
+    target = states + slot * size
+    _clear(target, size)
+    for y in range(x, stop):
+        row = states + _slot(slot, other[y] - i, ring) * size
+        _accumulate(target, splat(weight[h, entry[y]]), row, size)
+
+
+@jit
+def _whole(width, p):  # type: ignore[no-untyped-def]
+    """A width filled up to whole vectors."""
+    return (width + lanes(p) - 1) // lanes(p) * lanes(p)
+
+
+@jit
+def _clear(p, size):  # type: ignore[no-untyped-def]
+    for at in range(0, size, lanes(p)):
+        store(p + at, zeros(p))
+
+
+@jit
+def _product(p, q, size):  # type: ignore[no-untyped-def]
+    """The inner product of two states, in four sums: one has to wait for itself."""
+    step = lanes(p)
+    s0, s1, s2, s3 = zeros(p), zeros(p), zeros(p), zeros(p)
+    at = 0
+    while at + 4 * step <= size:
+        s0 = fma(load(p + at), load(q + at), s0)
+        s1 = fma(load(p + (at + step)), load(q + (at + step)), s1)
+        s2 = fma(load(p + (at + 2 * step)), load(q + (at + 2 * step)), s2)
+        s3 = fma(load(p + (at + 3 * step)), load(q + (at + 3 * step)), s3)
+        at += 4 * step
+    while at < size:
+        s0 = fma(load(p + at), load(q + at), s0)
+        at += step
+    return total((s0 + s1) + (s2 + s3))
+
+
+@jit
+def _add_sums(target, gate, rows, factors, m):  # type: ignore[no-untyped-def]
+    """Adds a gate times the sum of each row to a target, and returns the sum of the
+    rows' sums times factors: the gradients of keys and of the gate itself.
+    """
+    step, together = lanes(target), zeros(target)
+    for a in range(0, m, step):
+        sums = first(row_totals(rows + a * step), m - a)
+        together = fma(sums, load_part(factors + a, m - a), together)
+        sums = fma(splat(gate), sums, load_part(target + a, m - a))
+        store_part(target + a, sums, m - a)
+    return total(together)
 
 
 @jit
 def _state_forward_blocks(  # type: ignore[no-untyped-def]
     first, last, stop, scratch, block_component, component_ptr, bandwidth, order,
     before_ptr, before, weight, writer, reader, source, mark, query, key, value, out,
-    lanes,
+    room,
 ):  # fmt: skip
-    num_heads, slices, w = value.shape[1], value.shape[2], value.shape[3]
+    num_heads, slices = value.shape[1], value.shape[2]
+    states = pointer(scratch)
+    width = _whole(value.shape[3], states)
     entries = np.arange(before.shape[0])
     for task in range(first, last):
         if stopped(stop):
@@ -295,46 +371,56 @@ def _state_forward_blocks(  # type: ignore[no-untyped-def]
         for c in range(block_component[block], block_component[block + 1]):
             s, n = component_ptr[c], component_ptr[c + 1] - component_ptr[c]
             held = bandwidth[c] + 2
-            rows = _rows(held, query.shape[2], w, lanes)
+            rows = _rows(held, query.shape[2], width, room)
             for a0 in range(0, query.shape[2], rows):
                 if stopped(stop):
                     return
-                m = min(rows, query.shape[2] - a0)
-                states = scratch[: held * m * w].reshape(held, m, w)
                 _state_forward_tile(
-                    states, s, n, a0, h, slice_, order, before_ptr, before, entries,
-                    weight, writer, reader, source, mark, query, key, value, out,
+                    states, held - 1, width, s, n, a0, min(rows, query.shape[2] - a0),
+                    h, slice_, order, before_ptr, before, entries, weight, writer,
+                    reader, source, mark, query, key, value, out,
                 )  # fmt: skip
 
 
 @jit
 def _state_forward_tile(  # type: ignore[no-untyped-def]
-    states, s, n, a0, h, slice_, order, before_ptr, before, entries, weight, writer,
-    reader, source, mark, query, key, value, out,
+    states, ring, width, s, n, a0, m, h, slice_, order, before_ptr, before, entries,
+    weight, writer, reader, source, mark, query, key, value, out,
 ):  # fmt: skip
-    ring, m, w = states.shape[0] - 1, states.shape[1], states.shape[2]
-    g = h // (value.shape[1] // query.shape[1])
-    states[ring] = 0
+    _, num_heads, slices, w = value.shape
+    _, groups, num_keys = query.shape
+    g, size, step = h // (num_heads // groups), m * width, lanes(states)
+    keys, queries = (
+        pointer(key) + (g * num_keys + a0),
+        pointer(query) + (g * num_keys + a0),
+    )
+    values, outs = (pointer(value) + (h * slices + slice_) * w,
+                    pointer(out) + (h * slices + slice_) * w)  # fmt: skip
+    _clear(states + ring * size, size)
     slot = -1
     for i in range(s, s + n):
         slot = _slot(slot, 1, ring)
         state = order[i]
         u, z = writer[state], reader[state]
         s0, c0, s1, c1 = _before(
-            states, slot, i, before_ptr[i], before_ptr[i + 1], before, entries, weight,
-            h,
+            states, ring, size, slot, i, before_ptr[i], before_ptr[i + 1], before,
+            entries, weight, h,
         )  # fmt: skip
-        S, M = source[state, h], mark[state, h]
-        for a in range(m):
-            k, q = S * key[u, g, a0 + a], M * query[z, g, a0 + a]
-            for p in range(w):
-                c = (
-                    k * value[u, h, slice_, p]
-                    + c0 * states[s0, a, p]
-                    + c1 * states[s1, a, p]
-                )
-                states[slot, a, p] = c
-                out[z, h, slice_, p] += q * c
+        x0, x1, x = states + s0 * size, states + s1 * size, states + slot * size
+        w0, w1 = splat(c0), splat(c1)
+        S, M = splat(source[state, h]), splat(mark[state, h])
+        k, q = keys + u * groups * num_keys, queries + z * groups * num_keys
+        v, y = values + u * num_heads * slices * w, outs + z * num_heads * slices * w
+        for p in range(0, w, step):
+            written, read = S * load_part(v + p, w - p), zeros(states)
+            at = p
+            for a in range(m):
+                flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
+                c = fma(splat(k[a]), written, flow)
+                store(x + at, c)
+                read = fma(splat(q[a]), c, read)
+                at += width
+            store_part(y + p, fma(M, read, load_part(y + p, w - p)), w - p)
 
 
 @jit
@@ -342,9 +428,11 @@ def _state_backward_blocks(  # type: ignore[no-untyped-def]
     first, last, stop, scratch, block_component, component_ptr, bandwidth, order,
     before_ptr, before, weight, writer, reader, source, mark, query, key, value,
     after_ptr, after, after_entry, grad, grad_query, grad_key, grad_value, grad_source,
-    grad_mark, grad_weight, lanes,
+    grad_mark, grad_weight, room,
 ):  # fmt: skip
-    num_heads, slices, w = value.shape[1], value.shape[2], value.shape[3]
+    num_heads, slices = value.shape[1], value.shape[2]
+    states = pointer(scratch)
+    width = _whole(value.shape[3], states)
     entries = np.arange(before.shape[0])
     for task in range(first, last):
         if stopped(stop):
@@ -354,88 +442,114 @@ def _state_backward_blocks(  # type: ignore[no-untyped-def]
         for c in range(block_component[block], block_component[block + 1]):
             s, n = component_ptr[c], component_ptr[c + 1] - component_ptr[c]
             held = bandwidth[c] + 2
-            rows = _rows(n + 1 + held, query.shape[2], w, lanes)
+            rows = _rows(n + 1 + held, query.shape[2], width, room)
             for a0 in range(0, query.shape[2], rows):
                 if stopped(stop):
                     return
-                m = min(rows, query.shape[2] - a0)
-                tile = scratch[: (n + 1 + held) * m * w].reshape(n + 1 + held, m, w)
                 _state_backward_tile(
-                    tile[: n + 1], tile[n + 1 :], s, n, a0, h, slice_, order,
-                    before_ptr, before, entries, weight, writer, reader, source, mark,
-                    query, key, value, after_ptr, after, after_entry, grad, grad_query,
-                    grad_key, grad_value, grad_source, grad_mark, grad_weight,
+                    states, held - 1, width, s, n, a0, min(rows, query.shape[2] - a0),
+                    h, slice_, order, before_ptr, before, entries, weight, writer,
+                    reader, source, mark, query, key, value, after_ptr, after,
+                    after_entry, grad, grad_query, grad_key, grad_value, grad_source,
+                    grad_mark, grad_weight,
                 )  # fmt: skip
 
 
 @jit
 def _state_backward_tile(  # type: ignore[no-untyped-def]
-    states, adjoints, s, n, a0, h, slice_, order, before_ptr, before, entries, weight,
-    writer, reader, source, mark, query, key, value, after_ptr, after, after_entry,
-    grad, grad_query, grad_key, grad_value, grad_source, grad_mark, grad_weight,
+    states, ring, width, s, n, a0, m, h, slice_, order, before_ptr, before, entries,
+    weight, writer, reader, source, mark, query, key, value, after_ptr, after,
+    after_entry, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
+    grad_weight,
 ):  # fmt: skip
-    ring, m, w = adjoints.shape[0] - 1, states.shape[1], states.shape[2]
-    g = h // (value.shape[1] // query.shape[1])
-    zero = value.dtype.type(0)
-    flat_states = states.reshape(n + 1, m * w)
-    flat_adjoints = adjoints.reshape(ring + 1, m * w)
-    states[n] = 0
-    adjoints[ring] = 0
+    num_nodes, num_heads, slices, w = value.shape
+    _, groups, num_keys = query.shape
+    g, size, step = h // (num_heads // groups), m * width, lanes(states)
+    adjoints = states + (n + 1) * size
+    rows = adjoints + (ring + 1) * size  # products that are to be summed up
+    keys, queries = (
+        pointer(key) + (g * num_keys + a0),
+        pointer(query) + (g * num_keys + a0),
+    )
+    at = (h * slices + slice_) * w
+    values, grads, d_values = (
+        pointer(value) + at,
+        pointer(grad) + at,
+        pointer(grad_value) + at,
+    )
+    at = (slice_ * num_nodes * num_heads + h) * num_keys + a0
+    d_keys, d_queries = pointer(grad_key) + at, pointer(grad_query) + at
+    of_keys, of_values = groups * num_keys, num_heads * slices * w
+    if w == 0:
+        return
+    _clear(states + n * size, size)
+    _clear(adjoints + ring * size, size)
     for i in range(n):
         state = order[s + i]
         u, z = writer[state], reader[state]
         s0, c0, s1, c1 = _before(
-            states, i, s + i, before_ptr[s + i], before_ptr[s + i + 1], before, entries,
-            weight, h,
+            states, n, size, i, s + i, before_ptr[s + i], before_ptr[s + i + 1], before,
+            entries, weight, h,
         )  # fmt: skip
-        S, M = source[state, h], mark[state, h]
-        total = zero
-        for a in range(m):
-            k = S * key[u, g, a0 + a]
-            read = zero
-            for p in range(w):
-                c = (
-                    k * value[u, h, slice_, p]
-                    + c0 * states[s0, a, p]
-                    + c1 * states[s1, a, p]
-                )
-                states[i, a, p] = c
-                read += c * grad[z, h, slice_, p]
-            grad_query[slice_, z, h, a0 + a] += M * read
-            total += query[z, g, a0 + a] * read
-        grad_mark[slice_, state, h] += total
+        x0, x1, x = states + s0 * size, states + s1 * size, states + i * size
+        w0, w1, S = splat(c0), splat(c1), splat(source[state, h])
+        k, q = keys + u * of_keys, queries + z * of_keys
+        v, dy = values + u * of_values, grads + z * of_values
+        for p in range(0, w, step):
+            written, read = S * load_part(v + p, w - p), load_part(dy + p, w - p)
+            at = p
+            for a in range(m):
+                flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
+                c = fma(splat(k[a]), written, flow)
+                store(x + at, c)
+                row = rows + a * step
+                store(row, c * read if p == 0 else fma(c, read, load(row)))
+                at += width
+        grad_mark[slice_, state, h] += _add_sums(
+            d_queries + z * num_heads * num_keys, mark[state, h], rows, q, m
+        )
     slot = ring
     for i in range(n - 1, -1, -1):
         slot = _slot(slot, -1, ring)
         state = order[s + i]
         u, z = writer[state], reader[state]
         s0, c0, s1, c1 = _before(
-            adjoints, slot, s + i, after_ptr[s + i], after_ptr[s + i + 1], after,
-            after_entry, weight, h,
+            adjoints, ring, size, slot, s + i, after_ptr[s + i], after_ptr[s + i + 1],
+            after, after_entry, weight, h,
         )  # fmt: skip
-        S, M = source[state, h], mark[state, h]
-        total = zero
-        for a in range(m):
-            k, q = S * key[u, g, a0 + a], M * query[z, g, a0 + a]
-            written = zero
-            for p in range(w):
-                c = (
-                    q * grad[z, h, slice_, p]
-                    + c0 * adjoints[s0, a, p]
-                    + c1 * adjoints[s1, a, p]
-                )
-                adjoints[slot, a, p] = c
-                written += c * value[u, h, slice_, p]
-                grad_value[u, h, slice_, p] += k * c
-            grad_key[slice_, u, h, a0 + a] += S * written
-            total += key[u, g, a0 + a] * written
-        grad_source[slice_, state, h] += total
-        for x in range(before_ptr[s + i], before_ptr[s + i + 1]):
-            j = before[x] - s
-            total = zero
-            for y in range(m * w):
-                total += flat_adjoints[slot, y] * flat_states[j, y]
-            grad_weight[slice_, h, x] += total
+        x0, x1, x = adjoints + s0 * size, adjoints + s1 * size, adjoints + slot * size
+        w0, w1, S, M = (
+            splat(c0),
+            splat(c1),
+            splat(source[state, h]),
+            splat(mark[state, h]),
+        )
+        k, q = keys + u * of_keys, queries + z * of_keys
+        v, dy, dv = (
+            values + u * of_values,
+            grads + z * of_values,
+            d_values + u * of_values,
+        )
+        for p in range(0, w, step):
+            read, written = M * load_part(dy + p, w - p), load_part(v + p, w - p)
+            d_written = zeros(states)
+            at = p
+            for a in range(m):
+                flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
+                c = fma(splat(q[a]), read, flow)
+                store(x + at, c)
+                d_written = fma(splat(k[a]), c, d_written)
+                row = rows + a * step
+                store(row, c * written if p == 0 else fma(c, written, load(row)))
+                at += width
+            store_part(dv + p, fma(S, d_written, load_part(dv + p, w - p)), w - p)
+        grad_source[slice_, state, h] += _add_sums(
+            d_keys + u * num_heads * num_keys, source[state, h], rows, k, m
+        )
+        for y in range(before_ptr[s + i], before_ptr[s + i + 1]):
+            grad_weight[slice_, h, y] += _product(
+                x, states + (before[y] - s) * size, size
+            )
 
 
 # ------------------------------------------------------------------------- mask form
@@ -540,22 +654,25 @@ def _width(n):  # type: ignore[no-untyped-def]
     return max(1, ((n + shares - 1) // shares + LANES - 1) // LANES) * LANES
 
 
-@inlined
+@jit
 def _feed(  # type: ignore[no-untyped-def]
-    states, slot, i, first, before_ptr, before, entries, weight, h, writer, source
-):
+    states, ring, width, slot, i, c0, before_ptr, before, entries, weight, h, writer,
+    source,
+):  # fmt: skip
     """Sets a state's row of L: what flows into it, and what its own node writes.
 
-    Or that of the transposed matrix, of readers and marks.
+    Or that of the transposed matrix, of readers and marks. Returns where the row is.
     """
-    s0, c0, s1, c1 = _before(
-        states, slot, i, before_ptr[i], before_ptr[i + 1], before, entries, weight, h
-    )
-    for c in range(states.shape[2]):
-        states[slot, 0, c] = c0 * states[s0, 0, c] + c1 * states[s1, 0, c]
-    column = writer[i] - first
-    if column >= 0 and column < states.shape[2]:
-        states[slot, 0, column] += source
+    s0, w0, s1, w1 = _before(
+        states, ring, width, slot, i, before_ptr[i], before_ptr[i + 1], before, entries,
+        weight, h,
+    )  # fmt: skip
+    row = states + slot * width
+    _combine(row, splat(w0), states + s0 * width, splat(w1), states + s1 * width, width)
+    column = writer[i] - c0
+    if column >= 0 and column < width:
+        row[column] += source
+    return row
 
 
 @jit
@@ -587,7 +704,7 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
         tall = scratch[at : at + 2 * n * width].reshape(2, n, width)
         G, scores = tall[0], tall[1]
         at += 2 * n * width
-        states = scratch[at : at + (ring + 1) * width].reshape(ring + 1, 1, width)
+        states = pointer(scratch) + at
         take(k, key, nodes, g)
         for c0 in range(0, n, width):
             count = min(width, n - c0)
@@ -595,17 +712,16 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
             matmul(scores, k, qt)
             for h in range(head, head + share):
                 G[:] = 0
-                states[ring] = 0
+                _clear(states + ring * width, width)
                 slot = ring
                 for i in range(ptr[block + 1] - 1, ptr[block] - 1, -1):
                     slot = _slot(slot, -1, ring)
-                    _feed(
-                        states, slot, i, c0, after_ptr, after, after_entry, weight, h,
-                        reader, mark[order[i], h],
+                    row = _feed(
+                        states, ring, width, slot, i, c0, after_ptr, after, after_entry,
+                        weight, h, reader, mark[order[i], h],
                     )  # fmt: skip
-                    S, z = source[order[i], h], writer[i]
-                    for c in range(width):
-                        G[z, c] += S * states[slot, 0, c]
+                    S = splat(source[order[i], h])
+                    _accumulate(pointer(G) + writer[i] * width, S, row, width)
                 multiply(G, G, scores)
                 take_transposed(vt, value, nodes, h)
                 matmul(yt, vt, G)
@@ -623,7 +739,6 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     heads, channels, num_keys = value.shape[1], value.shape[2], query.shape[2]
     entries = np.arange(before.shape[0])
-    zero = value.dtype.type(0)
     tasks = heads // share
     for task in range(first, last):
         if stopped(stop):
@@ -652,10 +767,8 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
         tall = scratch[at : at + 4 * n * width].reshape(4, n, width)
         G, scores, dG, d_scores = tall[0], tall[1], tall[2], tall[3]
         at += 4 * n * width
-        rows = num_states + 1
-        states = scratch[at : at + rows * width].reshape(rows, 1, width)
-        at += rows * width
-        adjoints = scratch[at : at + (ring + 1) * width].reshape(ring + 1, 1, width)
+        states = pointer(scratch) + at
+        adjoints = states + (num_states + 1) * width
         take(q, query, nodes, g)
         for c0 in range(0, n, width):
             count = min(width, n - c0)
@@ -664,15 +777,14 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
             d_scores[:] = 0
             for h in range(part * share, part * share + share):
                 G[:] = 0
-                states[num_states] = 0
+                _clear(states + num_states * width, width)
                 for i in range(s, s + num_states):
-                    _feed(
-                        states, i - s, i, c0, before_ptr, before, entries, weight, h,
-                        writer, source[order[i], h],
+                    row = _feed(
+                        states, num_states, width, i - s, i, c0, before_ptr, before,
+                        entries, weight, h, writer, source[order[i], h],
                     )  # fmt: skip
-                    M, z = mark[order[i], h], reader[i]
-                    for c in range(width):
-                        G[z, c] += M * states[i - s, 0, c]
+                    M = splat(mark[order[i], h])
+                    _accumulate(pointer(G) + reader[i] * width, M, row, width)
                 take(dy, grad, nodes, h)
                 take_columns(vt, value, nodes, h, c0, count)
                 matmul(dG, dy, vt)  # at first the gradient of G * scores
@@ -686,36 +798,29 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
                     for c in range(channels):
                         grad_value[nodes[c0 + i], h, c] = dvt[c, i]
 
-                adjoints[ring] = 0
+                _clear(adjoints + ring * width, width)
                 slot = ring
                 for i in range(s + num_states - 1, s - 1, -1):
                     slot = _slot(slot, -1, ring)
-                    state, z, row = order[i], reader[i], i - s
+                    state, row = order[i], adjoints + slot * width
                     s0, w0, s1, w1 = _before(
-                        adjoints, slot, i, after_ptr[i], after_ptr[i + 1], after,
-                        after_entry, weight, h,
+                        adjoints, ring, width, slot, i, after_ptr[i], after_ptr[i + 1],
+                        after, after_entry, weight, h,
                     )  # fmt: skip
-                    M = mark[state, h]
-                    # One store a loop: it is not vectorised where two might overlap.
-                    for c in range(width):
-                        adjoints[slot, 0, c] = (
-                            M * dG[z, c]
-                            + w0 * adjoints[s0, 0, c]
-                            + w1 * adjoints[s1, 0, c]
-                        )
-                    total = zero
-                    for c in range(width):
-                        total += dG[z, c] * states[row, 0, c]
-                    grad_mark[state, h] += total
+                    _combine(
+                        row, splat(w0), adjoints + s0 * width, splat(w1),
+                        adjoints + s1 * width, width,
+                    )  # fmt: skip
+                    read = pointer(dG) + reader[i] * width
+                    _accumulate(row, splat(mark[state, h]), read, width)
+                    own = states + (i - s) * width
+                    grad_mark[state, h] += _product(read, own, width)
                     column = writer[i] - c0
                     if column >= 0 and column < width:
-                        grad_source[state, h] += adjoints[slot, 0, column]
+                        grad_source[state, h] += row[column]
                     for x in range(before_ptr[i], before_ptr[i + 1]):
-                        j = before[x] - s
-                        total = zero
-                        for c in range(width):
-                            total += adjoints[slot, 0, c] * states[j, 0, c]
-                        grad_weight[h, x] += total
+                        own = states + (before[x] - s) * width
+                        grad_weight[h, x] += _product(row, own, width)
             matmul(dkt, q.T, d_scores)
             transpose(turned, d_scores)
             matmul(dqt, kt, turned)

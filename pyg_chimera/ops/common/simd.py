@@ -1,0 +1,782 @@
+"""Vectors, pointers and a matrix product for jitted kernels, as LLVM has them.
+
+What a compiler makes of loops over 16 or 32 numbers is mostly overhead. Here a vector
+is a value that stays in a register, of as many numbers as the machine's registers hold:
+64 bytes with AVX-512, 32 with AVX, 16 elsewhere (LLVM makes do with any of them). ::
+
+    p = pointer(x)                          # to the first number of an array
+    v = load(p + 3)                         # a vector
+    v = fma(splat(p[0]), v, load_some(p, n))    # n numbers, and zeros
+    store(p, v)
+    store_some(p, v, n)
+
+Sums, differences and products are written as usual. Nothing is checked, and nothing
+is counted: the array must outlive the pointer.
+"""
+
+import operator
+from collections.abc import Callable
+from ctypes import c_int64
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils, config
+from numba.extending import (
+    intrinsic,
+    lower_builtin,
+    models,
+    overload,
+    register_model,
+    type_callable,
+)
+from numpy.lib.stride_tricks import as_strided
+
+from pyg_chimera.ops.common.numba_runtime import inlined, jit
+
+__all__ = [
+    "ADD",
+    "SET",
+    "SUBTRACT",
+    "first",
+    "fma",
+    "gemm",
+    "gemm_rows",
+    "lanes",
+    "load",
+    "load_part",
+    "load_some",
+    "pointer",
+    "row_lanes",
+    "row_totals",
+    "splat",
+    "store",
+    "store_part",
+    "store_some",
+    "total",
+    "zeros",
+]
+
+
+def _features() -> set[str]:
+    """Of the machine that numba compiles for."""
+    name, features = (getattr(config, f"CPU_{x}") for x in ("NAME", "FEATURES"))
+    if features is not None:
+        named = features.split(",")
+        return {name[1:] for name in named if name.startswith("+")}
+    if name not in (None, binding.get_host_cpu_name()):
+        return set()
+    return {name for name, has in binding.get_host_cpu_features().items() if has}
+
+
+_FEATURES = _features()
+_BYTES = 64 if "avx512f" in _FEATURES else 32 if "avx" in _FEATURES else 16
+#: Vectors that a tile of a product has side by side: its sums, a row and a number must
+#: fit in the registers, of which there are 32 (AVX-512, arm64) or 16.
+_SIDE = 2 if _BYTES == 32 else 4
+_INT = ir.IntType(64)
+_LANE = ir.IntType(32)
+
+# ---------------------------------------------------------------------- in plain Python
+
+
+class Pointer:
+    """To a number in memory; in jitted code an address, and nothing is checked."""
+
+    def __init__(self, memory: np.ndarray, at: int = 0) -> None:
+        self.memory, self.at = memory, int(at)
+
+    def __add__(self, step: int) -> "Pointer":
+        return Pointer(self.memory, self.at + step)
+
+    def __getitem__(self, i: int) -> Any:
+        return (self + i).next(1)[0]
+
+    def __setitem__(self, i: int, x: Any) -> None:
+        (self + i).next(1)[0] = x
+
+    def next(self, n: int) -> np.ndarray:
+        """The next numbers, which must be there."""
+        if n > 0 and not 0 <= self.at <= self.at + n <= self.memory.shape[0]:
+            raise IndexError(
+                f"{n} from {self.at} on, of {self.memory.shape[0]} numbers"
+            )
+        return self.memory[self.at : self.at + n]
+
+
+def pointer(array: np.ndarray) -> Pointer:
+    """To the first number of an array, of any strides."""
+    last = sum(
+        max(n - 1, 0) * s for n, s in zip(array.shape, array.strides, strict=True)
+    )
+    size = last // array.itemsize + 1 if array.size else 0
+    return Pointer(as_strided(array, (size,), (array.itemsize,)))
+
+
+def lanes(p: Pointer) -> int:
+    """How many numbers a vector has, of those that a pointer points to."""
+    return _BYTES // p.memory.itemsize
+
+
+def load(p: Pointer) -> np.ndarray:
+    """The vector that begins at a pointer."""
+    return p.next(lanes(p)).copy()
+
+
+def load_some(p: Pointer, n: int) -> np.ndarray:
+    """The first `n` numbers from a pointer on, then zeros; the rest is not touched."""
+    v = zeros(p)
+    n = min(max(n, 0), lanes(p))
+    v[:n] = p.next(n)
+    return v
+
+
+def store(p: Pointer, v: np.ndarray) -> None:
+    """Writes a vector."""
+    p.next(lanes(p))[:] = v
+
+
+def store_some(p: Pointer, v: np.ndarray, n: int) -> None:
+    """Writes the first `n` numbers of a vector; the rest is not touched."""
+    n = min(max(n, 0), lanes(p))
+    p.next(n)[:] = v[:n]
+
+
+def splat(x: Any) -> np.ndarray:
+    """One number in all lanes."""
+    return np.full(_BYTES // x.itemsize, x)
+
+
+def zeros(p: Pointer) -> np.ndarray:
+    """A vector of zeros, of what a pointer points to."""
+    return np.zeros(lanes(p), p.memory.dtype)
+
+
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Returns a * b + c, rounded once."""
+    return a * b + c
+
+
+def total(v: np.ndarray) -> Any:
+    """The sum of the numbers of a vector."""
+    return v.sum()
+
+
+def first(v: np.ndarray, n: int) -> np.ndarray:
+    """The first `n` numbers of a vector, then zeros, whatever was there."""
+    return np.where(np.arange(v.shape[0]) < n, v, v.dtype.type(0))
+
+
+def row_totals(p: Pointer) -> np.ndarray:
+    """The sums of as many vectors, one after the other, as a vector has numbers."""
+    return p.next(lanes(p) ** 2).reshape(-1, lanes(p)).sum(1)
+
+
+# ------------------------------------------------------------------------------- types
+
+
+class PointerType(types.Type):
+    """Of pointers."""
+
+    def __init__(self, dtype: types.Float) -> None:
+        self.dtype = dtype
+        super().__init__(f"Pointer({dtype})")
+
+
+class VectorType(types.Type):
+    """Of vectors: as many numbers as fit in a register."""
+
+    def __init__(self, dtype: types.Float) -> None:
+        self.dtype = dtype
+        super().__init__(f"Vector({dtype})")
+
+
+def _count(dtype: types.Float) -> int:
+    return _BYTES * 8 // dtype.bitwidth
+
+
+def _vector(dtype: types.Float) -> ir.VectorType:
+    element = ir.FloatType() if dtype.bitwidth == 32 else ir.DoubleType()
+    return ir.VectorType(element, _count(dtype))
+
+
+@register_model(PointerType)
+class _PointerModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: PointerType) -> None:
+        super().__init__(dmm, fe_type, _INT)
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: VectorType) -> None:
+        super().__init__(dmm, fe_type, _vector(fe_type.dtype))
+
+
+# ------------------------------------------------------------------------ what LLVM has
+
+
+def _at(builder: Any, address: Any, element: ir.Type) -> Any:
+    return builder.inttoptr(address, element.as_pointer())
+
+
+def _load(builder: Any, address: Any, vector: ir.VectorType) -> Any:
+    value = builder.load(_at(builder, address, vector))
+    value.align = _size(vector)
+    return value
+
+
+def _store(builder: Any, value: Any, address: Any) -> None:
+    stored = builder.store(value, _at(builder, address, value.type))
+    stored.align = _size(value.type)
+
+
+def _size(vector: ir.VectorType) -> int:
+    """Bytes of a number."""
+    return _BYTES // vector.count
+
+
+def _name(vector: ir.VectorType) -> str:
+    return f"v{vector.count}f{8 * _size(vector)}"
+
+
+def _splat(builder: Any, value: Any, count: int) -> Any:
+    vector = ir.VectorType(value.type, count)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _LANE(0))
+    lanes = ir.Constant(ir.VectorType(_LANE, count), [0] * count)
+    return builder.shuffle_vector(first, first, lanes)
+
+
+def _mask(builder: Any, n: Any, count: int) -> Any:
+    """Which lanes are below n."""
+    numbers = ir.Constant(ir.VectorType(_LANE, count), list(range(count)))
+    limit = _splat(builder, builder.trunc(n, _LANE), count)
+    return builder.icmp_signed("<", numbers, limit)
+
+
+def _masked_load(builder: Any, address: Any, n: Any, vector: ir.VectorType) -> Any:
+    pointer = _at(builder, address, vector)
+    mask = _mask(builder, n, vector.count)
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(vector, [pointer.type, _LANE, mask.type, vector]),
+        f"llvm.masked.load.{_name(vector)}.p0",
+    )
+    align = _LANE(_size(vector))
+    return builder.call(function, [pointer, align, mask, ir.Constant(vector, None)])
+
+
+def _masked_store(builder: Any, value: Any, address: Any, n: Any) -> None:
+    pointer = _at(builder, address, value.type)
+    mask = _mask(builder, n, value.type.count)
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [value.type, pointer.type, _LANE, mask.type]),
+        f"llvm.masked.store.{_name(value.type)}.p0",
+    )
+    align = _LANE(_size(value.type))
+    builder.call(function, [value, pointer, align, mask])
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(a.type, [a.type] * 3),
+        f"llvm.fma.{_name(a.type)}",
+    )
+    return builder.call(function, [a, b, c])
+
+
+# ----------------------------------------------------------------------- in jitted code
+
+
+@intrinsic
+def _pointer_intrinsic(typing_context, array):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        return builder.ptrtoint(data, _INT)
+
+    return PointerType(array.dtype)(array), generate
+
+
+@type_callable(operator.add)
+def _type_add(context):  # type: ignore[no-untyped-def]
+    def typer(a, b):  # type: ignore[no-untyped-def]
+        if isinstance(a, PointerType) and isinstance(b, types.Integer):
+            return a
+        if isinstance(a, VectorType) and a == b:
+            return a
+        return None
+
+    return typer
+
+
+for _operation in (operator.sub, operator.mul):
+
+    @type_callable(_operation)
+    def _type_operation(context):  # type: ignore[no-untyped-def]
+        def typer(a, b):  # type: ignore[no-untyped-def]
+            return a if isinstance(a, VectorType) and a == b else None
+
+        return typer
+
+
+@lower_builtin(operator.add, PointerType, types.Integer)
+def _lower_offset(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    at, step = signature.args[:2]
+    step = context.cast(builder, args[1], step, types.int64)
+    return builder.add(args[0], builder.mul(step, _INT(at.dtype.bitwidth // 8)))
+
+
+@lower_builtin(operator.add, VectorType, VectorType)
+def _lower_add(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    return builder.fadd(*args)
+
+
+@lower_builtin(operator.sub, VectorType, VectorType)
+def _lower_sub(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    return builder.fsub(*args)
+
+
+@lower_builtin(operator.mul, VectorType, VectorType)
+def _lower_mul(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    return builder.fmul(*args)
+
+
+@type_callable(operator.getitem)
+def _type_getitem(context):  # type: ignore[no-untyped-def]
+    def typer(p, i):  # type: ignore[no-untyped-def]
+        is_place = isinstance(p, PointerType) and isinstance(i, types.Integer)
+        return p.dtype if is_place else None
+
+    return typer
+
+
+@type_callable(operator.setitem)
+def _type_setitem(context):  # type: ignore[no-untyped-def]
+    def typer(p, i, x):  # type: ignore[no-untyped-def]
+        is_place = isinstance(p, PointerType) and isinstance(i, types.Integer)
+        return types.void if is_place and x == p.dtype else None
+
+    return typer
+
+
+@lower_builtin(operator.getitem, PointerType, types.Integer)
+def _lower_getitem(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    address = _lower_offset(context, builder, signature, args)
+    element = _vector(signature.args[0].dtype).element
+    return builder.load(_at(builder, address, element))
+
+
+@lower_builtin(operator.setitem, PointerType, types.Integer, types.Float)
+def _lower_setitem(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    address = _lower_offset(context, builder, signature, args)
+    builder.store(args[2], _at(builder, address, args[2].type))
+    return context.get_dummy_value()
+
+
+@intrinsic
+def _lanes_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _INT(_count(p.dtype))
+
+    return types.int64(p), generate
+
+
+@intrinsic
+def _load_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _load(builder, args[0], _vector(p.dtype))
+
+    return VectorType(p.dtype)(p), generate
+
+
+@intrinsic
+def _load_some_intrinsic(typing_context, p, n):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _masked_load(builder, *args, _vector(p.dtype))
+
+    return VectorType(p.dtype)(p, types.int64), generate
+
+
+@intrinsic
+def _store_intrinsic(typing_context, p, v):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _store(builder, args[1], args[0])
+        return context.get_dummy_value()
+
+    return types.void(p, v), generate
+
+
+@intrinsic
+def _store_some_intrinsic(typing_context, p, v, n):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _masked_store(builder, args[1], args[0], args[2])
+        return context.get_dummy_value()
+
+    return types.void(p, v, types.int64), generate
+
+
+@intrinsic
+def _splat_intrinsic(typing_context, x):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _splat(builder, args[0], _count(x))
+
+    return VectorType(x)(x), generate
+
+
+@intrinsic
+def _zeros_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return ir.Constant(_vector(p.dtype), None)
+
+    return VectorType(p.dtype)(p), generate
+
+
+@intrinsic
+def _fma_intrinsic(typing_context, a, b, c):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return _fma(builder, *args)
+
+    return a(a, a, a), generate
+
+
+@intrinsic
+def _total_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        (value,) = args
+        count = value.type.count
+        step = count // 2
+        while step:
+            turned = [(lane + step) % count for lane in range(count)]
+            turned = ir.Constant(ir.VectorType(_LANE, count), turned)
+            value = builder.fadd(value, builder.shuffle_vector(value, value, turned))
+            step //= 2
+        return builder.extract_element(value, _LANE(0))
+
+    return v.dtype(v), generate
+
+
+@intrinsic
+def _first_intrinsic(typing_context, v, n):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        value, n = args
+        mask = _mask(builder, n, value.type.count)
+        return builder.select(mask, value, ir.Constant(value.type, None))
+
+    return v(v, types.int64), generate
+
+
+@intrinsic
+def _row_totals_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        vector = _vector(p.dtype)
+        places = (_INT(_BYTES * i) for i in range(vector.count))
+        rows = [_load(builder, builder.add(args[0], at), vector) for at in places]
+        step = 1
+        while len(rows) > 1:  # lanes whose number has the bit go on with the second
+            numbers = range(vector.count)
+            own = [j + vector.count * bool(j & step) for j in numbers]
+            other = [j - step + vector.count if j & step else j + step for j in numbers]
+            masks = [ir.Constant(ir.VectorType(_LANE, vector.count), x)
+                     for x in (own, other)]  # fmt: skip
+            rows = [
+                builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in masks))
+                for a, b in zip(rows[::2], rows[1::2], strict=True)
+            ]
+            step *= 2
+        return rows[0]
+
+    return VectorType(p.dtype)(p), generate
+
+
+@overload(pointer)
+def _overload_pointer(array):  # type: ignore[no-untyped-def]
+    return lambda array: _pointer_intrinsic(array)
+
+
+@overload(lanes)
+def _overload_lanes(p):  # type: ignore[no-untyped-def]
+    return lambda p: _lanes_intrinsic(p)
+
+
+@overload(load)
+def _overload_load(p):  # type: ignore[no-untyped-def]
+    return lambda p: _load_intrinsic(p)
+
+
+@overload(load_some)
+def _overload_load_some(p, n):  # type: ignore[no-untyped-def]
+    return lambda p, n: _load_some_intrinsic(p, n)
+
+
+@overload(store)
+def _overload_store(p, v):  # type: ignore[no-untyped-def]
+    return lambda p, v: _store_intrinsic(p, v)
+
+
+@overload(store_some)
+def _overload_store_some(p, v, n):  # type: ignore[no-untyped-def]
+    return lambda p, v, n: _store_some_intrinsic(p, v, n)
+
+
+@overload(splat)
+def _overload_splat(x):  # type: ignore[no-untyped-def]
+    return lambda x: _splat_intrinsic(x)
+
+
+@overload(zeros)
+def _overload_zeros(p):  # type: ignore[no-untyped-def]
+    return lambda p: _zeros_intrinsic(p)
+
+
+@overload(fma)
+def _overload_fma(a, b, c):  # type: ignore[no-untyped-def]
+    return lambda a, b, c: _fma_intrinsic(a, b, c)
+
+
+@overload(total)
+def _overload_total(v):  # type: ignore[no-untyped-def]
+    return lambda v: _total_intrinsic(v)
+
+
+@overload(first)
+def _overload_first(v, n):  # type: ignore[no-untyped-def]
+    return lambda v, n: _first_intrinsic(v, n)
+
+
+@overload(row_totals)
+def _overload_row_totals(p):  # type: ignore[no-untyped-def]
+    return lambda p: _row_totals_intrinsic(p)
+
+
+@inlined
+def load_part(p, n):  # type: ignore[no-untyped-def]
+    """What is left of a row of `n` more numbers, up to a vector."""
+    return load(p) if n >= lanes(p) else load_some(p, n)
+
+
+@inlined
+def store_part(p, v, n):  # type: ignore[no-untyped-def]
+    """Writes what is left of a row of `n` more numbers, up to a vector."""
+    if n >= lanes(p):
+        store(p, v)
+    else:
+        store_some(p, v, n)
+
+
+# ---------------------------------------------------------------------- matrix products
+
+#: What becomes of C: A B, C + A B or C - A B.
+SET, ADD, SUBTRACT = 0, 1, 2
+
+
+def _tile(rows: int, side: int, *, some: bool = False, gathered: bool = False) -> Any:
+    """Makes the product of `rows` rows of A with `side` vectors side by side of B.
+
+    All sums stay in registers. With `some`, only the first `n` numbers of rows of B and
+    C are touched; `gathered` rows of B and C are where indices say.
+    """
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n = args
+        vector = _vector(signature.args[0].dtype)
+        ldc, ra, ca, ldb = (
+            builder.mul(x, _INT(_size(vector))) for x in (ldc, ra, ca, ldb)
+        )
+
+        def row(base, stride, index, i):  # type: ignore[no-untyped-def]
+            if gathered:
+                place = builder.add(index, builder.mul(i, _INT(8)))
+                i = builder.load(_at(builder, place, _INT))
+            return builder.add(base, builder.mul(i, stride))
+
+        def read(address, j):  # type: ignore[no-untyped-def]
+            address = builder.add(address, _INT(_BYTES * j))
+            if some:
+                return _masked_load(builder, address, n, vector)
+            return _load(builder, address, vector)
+
+        def write(value, address, j):  # type: ignore[no-untyped-def]
+            address = builder.add(address, _INT(_BYTES * j))
+            if some:
+                _masked_store(builder, value, address, n)
+            else:
+                _store(builder, value, address)
+
+        before = builder.block
+        names = ("loop", "step", "done", "set", "change", "add", "subtract", "end")
+        loop, step, done, set_, change, add, subtract, end = map(
+            builder.append_basic_block, names
+        )
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        i, at = builder.phi(_INT), builder.phi(_INT)
+        sums = [builder.phi(vector) for _ in range(rows * side)]
+        for phi, start in ((i, _INT(0)), (at, a)):
+            phi.add_incoming(start, before)
+        for phi in sums:
+            phi.add_incoming(ir.Constant(vector, None), before)
+        builder.cbranch(builder.icmp_signed("<", i, k), step, done)
+
+        builder.position_at_end(step)
+        address = row(b, ldb, at_b, i)
+        right = [read(address, j) for j in range(side)]
+        for r in range(rows):
+            left = builder.add(at, builder.mul(ra, _INT(r)))
+            left = builder.load(_at(builder, left, vector.element))
+            left = _splat(builder, left, vector.count)
+            for j in range(side):
+                phi = sums[r * side + j]
+                phi.add_incoming(_fma(builder, left, right[j], phi), step)
+        i.add_incoming(builder.add(i, _INT(1)), step)
+        at.add_incoming(builder.add(at, ca), step)
+        builder.branch(loop)
+
+        builder.position_at_end(done)
+        builder.cbranch(builder.icmp_signed("==", mode, _INT(SET)), set_, change)
+        builder.position_at_end(change)
+        builder.cbranch(builder.icmp_signed("==", mode, _INT(ADD)), add, subtract)
+        for block, operation in (
+            (set_, None), (add, builder.fadd), (subtract, builder.fsub)
+        ):  # fmt: skip
+            builder.position_at_end(block)
+            for r in range(rows):
+                address = row(c, ldc, at_c, _INT(r))
+                for j in range(side):
+                    value = sums[r * side + j]
+                    if operation is not None:
+                        value = operation(read(address, j), value)
+                    write(value, address, j)
+            builder.branch(end)
+        builder.position_at_end(end)
+        return context.get_dummy_value()
+
+    @intrinsic
+    def llvm_tile(  # type: ignore[no-untyped-def]
+        context, c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n
+    ):
+        i = types.int64
+        return types.void(c, i, i, c, i, i, c, i, i, i, i, i), generate
+
+    def tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):  # type: ignore[no-untyped-def]
+        width = n if some else side * lanes(c)
+        own = _indices(at_c, rows) if gathered else range(rows)
+        other = _indices(at_b, k) if gathered else range(k)
+        for r in range(rows):
+            row, out = a + r * ra, (c + own[r] * ldc).next(width)
+            sums = np.zeros_like(out)
+            for i in range(k):
+                sums += row[i * ca] * (b + other[i] * ldb).next(width)
+            out[:] = sums if mode == SET else out + sums if mode == ADD else out - sums
+
+    @overload(tile)
+    def overload_tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):  # type: ignore[no-untyped-def]
+        def call(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):  # type: ignore[no-untyped-def]
+            llvm_tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n)
+
+        return call
+
+    return tile
+
+
+def _indices(address: int, count: int) -> np.ndarray:
+    """What gathered rows are found by, in plain Python."""
+    return np.ctypeslib.as_array((c_int64 * count).from_address(address))
+
+
+def _panel(*, gathered: bool = False) -> Callable:
+    """Makes the product of any number of rows of A with `_SIDE` vectors of B."""
+    t1, t2, t3, t4, t5, t6 = (
+        _tile(rows, _SIDE, gathered=gathered) for rows in range(1, 7)
+    )
+
+    @jit
+    def panel(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, k, mode):  # type: ignore[no-untyped-def]
+        i, shares = 0, (m + 5) // 6
+        for share in range(shares, 0, -1):  # even ones: small tiles are slow
+            rows = (m - i + share - 1) // share
+            p = a + i * ra
+            q = c if gathered else c + i * ldc
+            x = at_c + 8 * i
+            if rows == 6:
+                t6(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
+            elif rows == 5:
+                t5(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
+            elif rows == 4:
+                t4(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
+            elif rows == 3:
+                t3(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
+            elif rows == 2:
+                t2(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
+            else:
+                t1(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
+            i += rows
+
+    return panel
+
+
+def _column() -> Callable:
+    """Makes the product of any number of rows of A with one vector of B, or a part."""
+    t1, t2, t3, t6, t12 = (_tile(rows, 1, some=True) for rows in (1, 2, 3, 6, 12))
+
+    @jit
+    def column(c, ldc, a, ra, ca, b, ldb, m, k, mode, n):  # type: ignore[no-untyped-def]
+        i = 0
+        while i < m:
+            p, q = a + i * ra, c + i * ldc
+            if m - i >= 12:
+                t12(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
+                i += 12
+            elif m - i >= 6:
+                t6(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
+                i += 6
+            elif m - i >= 3:
+                t3(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
+                i += 3
+            elif m - i == 2:
+                t2(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
+                i += 2
+            else:
+                t1(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
+                i += 1
+
+    return column
+
+
+_panel_of_rows, _panel_of_gathered, _column_of_rows = (
+    _panel(), _panel(gathered=True), _column()
+)  # fmt: skip
+
+
+@jit
+def gemm(c, ldc, a, ra, ca, b, ldb, m, n, k, mode):  # type: ignore[no-untyped-def]
+    """Sets C [m, n] to A B, C + A B or C - A B, with A [m, k] and B [k, n].
+
+    Rows of B and C are contiguous and `ldb` and `ldc` numbers apart; A's are `ra`
+    numbers apart and its columns `ca`, so that it may be transposed.
+    """
+    width, j = lanes(c), 0
+    while j + _SIDE * width <= n:
+        _panel_of_rows(c + j, ldc, 0, a, ra, ca, b + j, ldb, 0, m, k, mode)
+        j += _SIDE * width
+    while j < n:
+        count = min(width, n - j)
+        _column_of_rows(c + j, ldc, a, ra, ca, b + j, ldb, m, k, mode, count)
+        j += width
+
+
+@jit
+def row_lanes(c):  # type: ignore[no-untyped-def]
+    """How many numbers `gemm_rows` has side by side."""
+    return _SIDE * lanes(c)
+
+
+@jit
+def gemm_rows(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, n, k, mode):  # type: ignore[no-untyped-def]
+    """The same, for rows of C and B that lie where indices say.
+
+    `at_c` and `at_b` are addresses of int64, and n is a multiple of `row_lanes(c)`.
+    """
+    for j in range(0, n, row_lanes(c)):
+        _panel_of_gathered(c + j, ldc, at_c, a, ra, ca, b + j, ldb, at_b, m, k, mode)

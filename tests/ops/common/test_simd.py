@@ -1,0 +1,157 @@
+"""Vectors and products, for the registers of several machines."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pyg_chimera.ops.common import simd
+from pyg_chimera.ops.common.numba_runtime import jit
+from pyg_chimera.ops.common.simd import (
+    ADD,
+    SET,
+    SUBTRACT,
+    fma,
+    gemm,
+    gemm_rows,
+    lanes,
+    load,
+    load_some,
+    pointer,
+    splat,
+    store,
+    store_some,
+    total,
+    zeros,
+)
+
+dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
+
+
+@jit
+def multiply(C, A, B, mode):
+    size = C.itemsize
+    gemm(
+        pointer(C), C.strides[0] // size, pointer(A), A.strides[0] // size,
+        A.strides[1] // size, pointer(B), B.strides[0] // size, A.shape[0], B.shape[1],
+        A.shape[1], mode,
+    )  # fmt: skip
+
+
+@jit
+def multiply_rows(C, at_c, A, B, at_b, mode):
+    gemm_rows(
+        pointer(C), C.shape[1], at_c.ctypes.data, pointer(A), A.shape[1], 1, pointer(B),
+        B.shape[1], at_b.ctypes.data, A.shape[0], B.shape[1], A.shape[1], mode,
+    )  # fmt: skip
+
+
+@jit
+def combine(out, x, y, a, n):
+    """out = sum of a x + (x - y) y, by vectors, the last one of which is in part."""
+    p, q, r = pointer(x), pointer(y), pointer(out)
+    width = lanes(p)
+    sums = zeros(p)
+    for i in range(0, n, width):
+        if i + width <= n:
+            u, v = load(p + i), load(q + i)
+            w = fma(splat(a), u, (u - v) * v)
+            store(r + i, w)
+        else:
+            u, v = load_some(p + i, n - i), load_some(q + i, n - i)
+            w = fma(splat(a), u, (u - v) * v)
+            store_some(r + i, w, n - i)
+        sums = sums + w
+    r[n] = total(sums)
+    return r[0]
+
+
+sizes = st.integers(0, 40) | st.sampled_from([16, 32, 64, 65, 96, 128, 130])
+
+
+@dtypes
+@settings(deadline=None)  # compiles
+@given(m=sizes, n=sizes, k=sizes, mode=st.sampled_from([SET, ADD, SUBTRACT]),
+       turned=st.booleans())  # fmt: skip
+def test_products(dtype, m, n, k, mode, turned):
+    """Nothing beside C is touched, and nothing beside A and B has a part in it."""
+    random = np.random.default_rng(m + n + k)
+    C, A, B = (
+        np.full((a + 2, b + 3), np.nan, dtype) for a, b in ((m, n), (m, k), (k, n))
+    )
+    for X, a, b in ((C, m, n), (A, m, k), (B, k, n)):
+        X[:a, :b] = random.standard_normal((a, b))
+    before = C.copy()
+    C_, A_, B_ = C[:m, :n], A[:m, :k], B[:k, :n]
+    if turned:
+        A_ = np.asfortranarray(A_)
+    multiply(C_, A_, B_, mode)
+    product = A_.astype(float) @ B_.astype(float)
+    old = before[:m, :n]
+    expected = {SET: product, ADD: old + product, SUBTRACT: old - product}[mode]
+    tolerance = 1e-5 if dtype == np.float32 else 1e-13
+    np.testing.assert_allclose(C_, expected, rtol=0, atol=tolerance * (1 + k))
+    C[:m, :n] = before[:m, :n]
+    assert np.array_equal(C, before, equal_nan=True)
+
+
+@dtypes
+@pytest.mark.parametrize("m", [1, 2, 5, 6, 7, 11, 12, 13, 30])
+@pytest.mark.parametrize("mode", [SET, ADD, SUBTRACT])
+def test_products_of_rows(dtype, m, mode):
+    random = np.random.default_rng(m)
+    n, k = 128, 9
+    C, B = (random.standard_normal((40, n)).astype(dtype) for _ in range(2))
+    A = random.standard_normal((m, k)).astype(dtype)
+    at_c, at_b = random.permutation(40)[:m], random.permutation(40)[:k]
+    expected, product = C.astype(float), A.astype(float) @ B[at_b].astype(float)
+    sign = {SET: 1, ADD: 1, SUBTRACT: -1}[mode]
+    expected[at_c] = (0 if mode == SET else expected[at_c]) + sign * product
+    multiply_rows(C, at_c, A, B, at_b, mode)
+    tolerance = 1e-5 if dtype == np.float32 else 1e-13
+    np.testing.assert_allclose(C, expected, rtol=0, atol=10 * tolerance)
+
+
+@dtypes
+@pytest.mark.parametrize("n", [0, 1, 3, 4, 7, 8, 15, 16, 17, 33, 64])
+def test_vectors(dtype, n):
+    random = np.random.default_rng(n)
+    out = np.full(n + 3, np.nan, dtype)
+    x, y = np.full((2, n + 1), np.nan, dtype)
+    x[:n], y[:n] = random.standard_normal((2, n))
+    expected = (1.5 * x + (x - y) * y)[:n]
+    first = combine(out, x, y, dtype(1.5), n)
+    np.testing.assert_allclose(out[:n], expected, atol=1e-6)
+    np.testing.assert_allclose(out[n], expected.sum(), atol=1e-5)
+    assert np.isnan(out[n + 1 :]).all()
+    assert n == 0 or first == out[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("features", "width"), [("+avx,+avx2,+fma", 32), ("", 16)], ids=["avx2", "plain"]
+)
+def test_other_machines(features, width, tmp_path):
+    """The tests of this file, with smaller registers."""
+    if not {"avx2", "fma"} <= simd._FEATURES:
+        pytest.skip("needs a machine with AVX2")
+    names = "test_products or test_vectors"
+    code = (
+        "import sys, pytest; from pyg_chimera.ops.common import simd\n"
+        f"assert simd._BYTES == {width}, simd._BYTES\n"
+        f"sys.exit(pytest.main([{__file__!r}, '-q', '-k', {names!r}]))"
+    )
+    environment = {
+        "NUMBA_CPU_NAME": "x86-64" if not features else "haswell",
+        "NUMBA_CPU_FEATURES": features or "+sse2",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
