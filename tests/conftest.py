@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"real data not found under {path} (set PYG_CHIMERA_SHARED)")
     return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _heed_ctrl_c() -> None:
+    """Shells have what they run in the background ignore it, and what that starts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

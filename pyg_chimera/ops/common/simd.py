@@ -48,13 +48,13 @@ __all__ = [
     "load_part",
     "load_some",
     "pointer",
-    "row_lanes",
     "row_totals",
     "splat",
     "store",
     "store_part",
     "store_some",
     "total",
+    "vector_lanes",
     "zeros",
 ]
 
@@ -682,7 +682,7 @@ def _tile(rows: int, side: int, *, some: bool = False, gathered: bool = False) -
 
 def _indices(address: int, count: int) -> np.ndarray:
     """What gathered rows are found by, in plain Python."""
-    return np.ctypeslib.as_array((c_int64 * count).from_address(address))
+    return np.ctypeslib.as_array((c_int64 * count).from_address(int(address)))
 
 
 def _panel(*, gathered: bool = False) -> Callable:
@@ -766,17 +766,18 @@ def gemm(c, ldc, a, ra, ca, b, ldb, m, n, k, mode):  # type: ignore[no-untyped-d
         j += width
 
 
-@jit
-def row_lanes(c):  # type: ignore[no-untyped-def]
-    """How many numbers `gemm_rows` has side by side."""
-    return _SIDE * lanes(c)
+def vector_lanes(dtype: np.dtype) -> tuple[int, int]:
+    """How many numbers a vector has, and how many `gemm_rows` takes side by side."""
+    count = _BYTES // dtype.itemsize
+    return count, _SIDE * count
 
 
 @jit
 def gemm_rows(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, n, k, mode):  # type: ignore[no-untyped-def]
     """The same, for rows of C and B that lie where indices say.
 
-    `at_c` and `at_b` are addresses of int64, and n is a multiple of `row_lanes(c)`.
+    `at_c` and `at_b` are addresses of int64, and n is a multiple of the second of
+    `vector_lanes`.
     """
-    for j in range(0, n, row_lanes(c)):
+    for j in range(0, n, _SIDE * lanes(c)):
         _panel_of_gathered(c + j, ldc, at_c, a, ra, ca, b + j, ldb, at_b, m, k, mode)

@@ -21,7 +21,6 @@ __all__ = [
     "matmul",
     "multiply",
     "optimized",
-    "outer",
     "put",
     "put_transposed",
     "set_identity",
@@ -94,16 +93,6 @@ def set_identity(rows):  # type: ignore[no-untyped-def]
     rows[:] = 0
     for i in range(rows.shape[0]):
         rows[i, i] = 1
-
-
-@jit
-def outer(rows, left, right, a0, a1, p0, p1):  # type: ignore[no-untyped-def]
-    """A part of the outer product of two vectors, as one row."""
-    w = p1 - p0
-    for a in range(a0, a1):
-        x = left[a]
-        for p in range(w):
-            rows[(a - a0) * w + p] = x * right[p0 + p]
 
 
 @jit

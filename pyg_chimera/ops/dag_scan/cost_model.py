@@ -13,12 +13,12 @@ def cheaper_form(graph: StateGraph, query: Tensor, value: Tensor) -> tuple[str, 
     groups, num_keys = query.shape[1:]
     heads, channels = value.shape[1:]
     sizes, nodes = graph.sizes.astype(float), np.diff(graph.nodes.ptr).astype(float)
-    state = 1.0 * float(sizes.sum()) + 0.2 * float(graph.entries.sum())
-    state *= heads * num_keys * channels
-    state += 200.0 * heads * float(sizes.sum())
-    sweeps = heads * (1.5 * sizes + 0.2 * graph.entries) * nodes
-    products = nodes**2 * (0.15 * (groups * num_keys + heads * channels) + 3.0 * heads)
-    mask = float((sweeps + products).sum()) + 300.0 * heads * float(sizes.sum())
-    if mask <= state:
+    # A state takes the longer the less of the channels of all of them fit in a cache.
+    shares = np.ceil(sizes * num_keys * channels / (1 << 18))
+    state = (0.65 * num_keys * channels + 100.0 * shares) * sizes
+    sweeps = (0.25 * sizes + 0.15 * graph.entries) * nodes
+    products = nodes**2 * (0.1 * (groups * num_keys / heads + channels) + 1.5)
+    mask = sweeps + products + 70.0 * sizes
+    if mask.sum() <= state.sum():
         return "mask", "blocks are small: matrix products are faster"
     return "state", "blocks are large: states along edges are faster"

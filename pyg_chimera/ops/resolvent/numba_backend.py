@@ -1,7 +1,7 @@
-"""Sparse elimination on the CPU: jitted tiles, one task per (block, head, slice).
+"""Sparse elimination on the CPU: the factorisation, and the mask form.
 
-A task's states fit in a core's cache, tasks don't talk to each other, and the states
-[V, heads, N, P] are never written out.
+The state form is in `supernodal_sweeps`. A task of the mask form is a (block, heads
+that share keys), and makes the resolvents of its heads one by one.
 """
 
 from typing import NamedTuple
@@ -16,22 +16,17 @@ from pyg_chimera.ops.common.vector_kit import (
     LANES,
     matmul,
     multiply,
-    outer,
     put,
     put_transposed,
     set_identity,
     take,
     take_transposed,
 )
+from pyg_chimera.ops.resolvent import supernodal_sweeps
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 DEVICES = ("cpu",)
-
-#: Bytes of states that a task may hold at a time: half of a usual L2 cache.
-_TILE_BYTES = 1 << 19
-#: Numbers of a state that are moved at a time at least, whatever that takes.
-_MIN_LANES = 128
 
 # ------------------------------------------------------------------------ the backend
 
@@ -50,14 +45,25 @@ def why_not(call: Call) -> str | None:
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P], and the numeric factors."""
     factors, _ = call.once("factors", lambda: _factorize(call))
-    compute = _state_forward if call.choice.form == "state" else _mask_forward
-    return compute(call, factors), tuple(map(torch.from_numpy, factors))
+    operands = arrays(*call.inputs[:3])
+    dtype = operands[2].dtype
+    if call.choice.form == "state":
+        panels = supernodal_sweeps.panels(call.structure, factors, dtype)
+        out = supernodal_sweeps.forward(call.structure, panels, *operands)
+        return torch.from_numpy(out), (torch.from_numpy(panels),)
+    with np.errstate(divide="ignore", over="ignore"):
+        factors = Factors(1.0 / factors.diagonal, *factors[1:])
+        factors = Factors(*(x.astype(dtype) for x in factors))
+    return _mask_forward(call, factors), tuple(map(torch.from_numpy, factors))
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and edge weight."""
-    compute = _state_backward if call.choice.form == "state" else _mask_backward
-    return compute(call, Factors(*arrays(*saved)), *arrays(grad))
+    if call.choice.form == "mask":
+        return _mask_backward(call, Factors(*arrays(*saved)), *arrays(grad))
+    operands = arrays(*saved, *call.inputs[:3], grad)
+    grads = supernodal_sweeps.backward(call.structure, *operands)
+    return tuple(map(torch.from_numpy, grads))
 
 
 def _pattern(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:
@@ -78,9 +84,9 @@ def _edges(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:
 
 
 class Factors(NamedTuple):
-    """I - A = L U in the precision of the computation, [heads, V or F]."""
+    """I - A = L U, [heads, V or F]."""
 
-    diagonal: np.ndarray  #: reciprocal of the diagonal of U
+    diagonal: np.ndarray  #: of U; its reciprocal in the mask form
     lower: np.ndarray  #: L below its unit diagonal
     upper: np.ndarray  #: U above its diagonal, transposed: entry x is U[j, i]
 
@@ -88,11 +94,10 @@ class Factors(NamedTuple):
 def _factorize(call: Call) -> tuple[Factors, float]:
     """Factors I - A without pivoting, in float64.
 
-    Returns the factors in the precision of the weights, and the pivot growth: the
-    largest row sum of |L| |U| over that of |I - A|, each in a connected component.
-    Rounding errors are at most about this much larger than those of a solver that
-    pivots. It is one where all rows, or all columns, are diagonally dominant: that
-    needs no pivots.
+    Returns the factors, and the pivot growth: the largest row sum of |L| |U| over that
+    of |I - A|, each in a connected component. Rounding errors are at most about this
+    much larger than those of a solver that pivots. It is one where all rows, or all
+    columns, are diagonally dominant: that needs no pivots.
     """
     symbolic, edge_weight = call.structure, call.inputs.edge_weight
     num_heads = edge_weight.size(1)
@@ -121,13 +126,7 @@ def _factorize(call: Call) -> tuple[Factors, float]:
         upper,
         growths,
     )
-    with np.errstate(divide="ignore"):
-        factors = Factors(
-            (1.0 / diagonal).astype(weight.dtype),
-            lower.astype(weight.dtype),
-            upper.astype(weight.dtype),
-        )
-    return factors, float(growths.max(initial=1.0))
+    return Factors(diagonal, lower, upper), float(growths.max(initial=1.0))
 
 
 @jit
@@ -262,200 +261,6 @@ def _edge_products(  # type: ignore[no-untyped-def]
         for w in range(lanes):
             total += adjoint[w] * state[w]
         grad_weight[edge[x]] = total
-
-
-# ------------------------------------------------------------------------ state form
-
-
-class _Slices(NamedTuple):
-    """How a task's states [N, P] are cut: `width` value channels a task, ..."""
-
-    width: int
-    pieces: int
-    rows: int  #: ... `rows` state channels at a time
-
-
-def _slices(symbolic: SymbolicFactor, query: np.ndarray, value: np.ndarray) -> _Slices:
-    num_states, (_, num_heads, num_channels) = query.shape[2], value.shape
-    tasks = symbolic.sizes.shape[0] * num_heads
-    width = max(1, min(16, num_channels))
-    # Slices of one (block, head) are summed at the end, so cut only to feed threads.
-    pieces = -(-num_channels // width)
-    count = pieces if tasks < 4 * torch.get_num_threads() else 1
-    largest = int(symbolic.sizes.max(initial=1))
-    rows = max(_TILE_BYTES // (largest * value.itemsize), _MIN_LANES) // width
-    return _Slices(width, max(1, count), min(max(1, rows), max(1, num_states)))
-
-
-def _state_costs(
-    symbolic: SymbolicFactor, num_heads: int, count: int, states: int
-) -> np.ndarray:
-    work = (2.0 * symbolic.entries + 3.0 * symbolic.sizes) * states / count
-    return np.repeat(work, num_heads * count)
-
-
-def _state_forward(call: Call, factors: Factors) -> Tensor:
-    """The output from states H = (I - A)^-1 (k v^T), y = H^T q."""
-    symbolic = call.structure
-    q, k, v = arrays(*call.inputs[:3])
-    cut = _slices(symbolic, q, v)
-    out = np.empty_like(v)
-    run(
-        _state_forward_tiles,
-        _state_costs(symbolic, v.shape[1], cut.pieces, q.shape[2] * v.shape[2]),
-        int(symbolic.sizes.max(initial=0)) * cut.rows * cut.width,
-        v.dtype,
-        *_pattern(symbolic),
-        *factors,
-        q,
-        k,
-        v,
-        out,
-        *cut,
-    )
-    return torch.from_numpy(out)
-
-
-def _state_backward(call: Call, factors: Factors, dy: np.ndarray) -> tuple[Tensor, ...]:
-    """Gradients from states and their adjoints.
-
-    With G = (I - A)^-T (q dy^T): dq_i = H_i dy_i, dk_i = G_i v_i, dv_i = G_i^T k_i and
-    dA_ij = <G_i, H_j>. H is computed anew beside G, tile by tile.
-    """
-    symbolic = call.structure
-    q, k, v = arrays(*call.inputs[:3])
-    cut = _slices(symbolic, q, v)
-    num_nodes, num_heads, num_channels = v.shape
-    groups, num_states = q.shape[1:]
-    # Slices and the heads of a group write to parts of their own, summed below.
-    dq = np.empty((cut.pieces, num_nodes, num_heads, num_states), v.dtype)
-    dk = np.empty_like(dq)
-    dv = np.empty_like(v)
-    dw = np.zeros((cut.pieces, symbolic.edge.shape[0], num_heads), v.dtype)
-    run(
-        _state_backward_tiles,
-        _state_costs(symbolic, num_heads, cut.pieces, 3 * num_states * num_channels),
-        2 * int(symbolic.sizes.max(initial=0)) * cut.rows * cut.width,
-        v.dtype,
-        *_pattern(symbolic),
-        *factors,
-        *_edges(symbolic),
-        q,
-        k,
-        v,
-        dy,
-        dq,
-        dk,
-        dv,
-        dw,
-        *cut,
-    )
-    shape = (cut.pieces, num_nodes, groups, num_heads // groups, num_states)
-    grad_query, grad_key = (
-        torch.from_numpy(x).view(shape).sum((0, 3)) for x in (dq, dk)
-    )
-    return grad_query, grad_key, torch.from_numpy(dv), torch.from_numpy(dw).sum(0)
-
-
-@jit
-def _state_forward_tiles(  # type: ignore[no-untyped-def]
-    first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
-    diagonal, lower, upper, query, key, value, out, width, pieces, rows,
-):  # fmt: skip
-    num_heads, num_channels = value.shape[1], value.shape[2]
-    num_states = query.shape[2]
-    per_group = num_heads // query.shape[1]
-    for task in range(first, last):
-        if stopped(stop):
-            return
-        block, piece = task // (num_heads * pieces), task % pieces
-        h = (task // pieces) % num_heads
-        g = h // per_group
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
-        states = scratch[: n * rows * width].reshape(n, rows * width)
-        for p0 in range(piece * width, num_channels, pieces * width):
-            p1 = min(p0 + width, num_channels)
-            for i in range(n):
-                out[node[s + i], h, p0:p1] = 0
-            for a0 in range(0, num_states, rows):
-                a1 = min(a0 + rows, num_states)
-                lanes = (a1 - a0) * (p1 - p0)
-                for i in range(n):
-                    v = node[s + i]
-                    outer(states[i], key[v, g], value[v, h], a0, a1, p0, p1)
-                _solve(
-                    states, s, n, lanes, False, stop, column_ptr, column_row,
-                    column_entry, diagonal[h], lower[h], upper[h],
-                )  # fmt: skip
-                w = p1 - p0
-                for i in range(n):
-                    v = node[s + i]
-                    state = states[i]
-                    for a in range(a0, a1):
-                        q = query[v, g, a]
-                        for p in range(w):
-                            out[v, h, p0 + p] += q * state[(a - a0) * w + p]
-
-
-@jit
-def _state_backward_tiles(  # type: ignore[no-untyped-def]
-    first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
-    diagonal, lower, upper, edge_ptr, edge, edge_row, edge_col, query, key, value,
-    grad, grad_query, grad_key, grad_value, grad_weight, width, pieces, rows,
-):  # fmt: skip
-    num_heads, num_channels = value.shape[1], value.shape[2]
-    num_states = query.shape[2]
-    per_group = num_heads // query.shape[1]
-    for task in range(first, last):
-        if stopped(stop):
-            return
-        block, piece = task // (num_heads * pieces), task % pieces
-        h = (task // pieces) % num_heads
-        g = h // per_group
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
-        tiles = scratch[: 2 * n * rows * width].reshape(2, n, rows * width)
-        states, adjoints = tiles[0], tiles[1]
-        for i in range(n):
-            grad_query[piece, node[s + i], h, :] = 0
-            grad_key[piece, node[s + i], h, :] = 0
-        for p0 in range(piece * width, num_channels, pieces * width):
-            p1 = min(p0 + width, num_channels)
-            for i in range(n):
-                grad_value[node[s + i], h, p0:p1] = 0
-            for a0 in range(0, num_states, rows):
-                a1 = min(a0 + rows, num_states)
-                lanes = (a1 - a0) * (p1 - p0)
-                for i in range(n):
-                    v = node[s + i]
-                    outer(states[i], key[v, g], value[v, h], a0, a1, p0, p1)
-                    outer(adjoints[i], query[v, g], grad[v, h], a0, a1, p0, p1)
-                _solve(
-                    states, s, n, lanes, False, stop, column_ptr, column_row,
-                    column_entry, diagonal[h], lower[h], upper[h],
-                )  # fmt: skip
-                _solve(
-                    adjoints, s, n, lanes, True, stop, column_ptr, column_row,
-                    column_entry, diagonal[h], lower[h], upper[h],
-                )  # fmt: skip
-                w = p1 - p0
-                for i in range(n):
-                    v = node[s + i]
-                    state, adjoint = states[i], adjoints[i]
-                    for a in range(a0, a1):
-                        k = key[v, g, a]
-                        dq = grad_query[piece, v, h, a]
-                        dk = grad_key[piece, v, h, a]
-                        for p in range(w):
-                            x = adjoint[(a - a0) * w + p]
-                            dq += state[(a - a0) * w + p] * grad[v, h, p0 + p]
-                            dk += x * value[v, h, p0 + p]
-                            grad_value[v, h, p0 + p] += k * x
-                        grad_query[piece, v, h, a] = dq
-                        grad_key[piece, v, h, a] = dk
-                _edge_products(
-                    adjoints, states, s, lanes, edge_ptr[block], edge_ptr[block + 1],
-                    edge, edge_row, edge_col, grad_weight[piece, :, h],
-                )  # fmt: skip
 
 
 # ------------------------------------------------------------------------- mask form

@@ -15,7 +15,11 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.structure.csr import adjacency, grouped, sorted_rows, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
-from pyg_chimera.ops.structure.elimination import elimination_order, fill_pattern
+from pyg_chimera.ops.structure.elimination import (
+    elimination_order,
+    fill_pattern,
+    postorder,
+)
 
 __all__ = ["SymbolicFactor", "blocks_of", "symbolic_factor"]
 
@@ -25,7 +29,8 @@ class SymbolicFactor:
     r"""Where the entries of :math:`I - A = L U` lie, for a batch of graphs.
 
     Nodes are renumbered by *position*: block by block (a block is a graph of the batch,
-    or without a batch a connected component), and within a block in elimination order.
+    or without a batch a connected component), and within a block in elimination order,
+    which is a postorder of the elimination tree: its subtrees are contiguous.
     L and U share one pattern: entry :obj:`x` of row :math:`i` is :math:`L_{ij}` and
     :math:`U_{ji}` with :obj:`j = lower_col[x]` :math:`< i`.
 
@@ -117,6 +122,10 @@ def symbolic_factor(
     node = order[np.lexsort((by_rank[order], block[order]))]
     position, place = np.empty_like(node), np.empty_like(node)
     position[node] = np.arange(num_nodes)
+    if rank is not None:  # subtrees of the elimination tree shall be contiguous
+        later = postorder(*adjacency(position[row], position[col], num_nodes))
+        position = later[position]
+        node[position] = np.arange(num_nodes)
     place[order] = np.arange(num_nodes) - np.repeat(ptr[:-1], np.diff(ptr))
 
     edge_row, edge_col = position[row], position[col]

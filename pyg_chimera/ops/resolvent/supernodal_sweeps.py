@@ -1,0 +1,560 @@
+"""The state form on the CPU: states of whole supernodes, swept by matrix products.
+
+With the columns s of a supernode and the rows r below them, the factors I - A = L U
+give three dense matrices, its *panel*: E = L_rs L_ss^-1, G = (L_ss U_ss)^-1 and
+R = U_ss^-1 U_sr. Upwards X_r -= E X_s, downwards X_s <- G X_s - R X_r.
+
+A task is a (block, head, piece of value channels). It holds the states of some key
+channels at a time, [slots, keys x channels], but none of leaves, which are most nodes:
+upwards they are made to be sent up, and downwards, forward, only what comes from above
+is read; the rest of a leaf's output is its mask form, (G * Q K^T) V.
+"""
+
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
+from pyg_chimera.ops.common.simd import (
+    SET,
+    SUBTRACT,
+    fma,
+    gemm,
+    gemm_rows,
+    lanes,
+    load,
+    load_part,
+    pointer,
+    row_totals,
+    splat,
+    store,
+    store_part,
+    total,
+    vector_lanes,
+    zeros,
+)
+from pyg_chimera.ops.structure.supernodes import Supernodes, supernodes
+from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
+
+__all__ = ["backward", "forward", "panels"]
+
+#: Bytes of states that a task may hold at a time: half of a usual L2 cache.
+_TILE_BYTES = 1 << 19
+
+
+# --------------------------------------------------------------------------- panels
+
+
+def panels(
+    symbolic: SymbolicFactor, factors: tuple[np.ndarray, ...], dtype: np.dtype
+) -> np.ndarray:
+    """The panels of all supernodes, [heads, numbers], made in float64.
+
+    Args:
+        symbolic: The blocks.
+        factors: The diagonal of U [heads, V], L and U [heads, F], in float64.
+        dtype: Of the result.
+    """
+    nodes = supernodes(symbolic)
+    num_heads = factors[0].shape[0]
+    out = np.empty((num_heads, nodes.panel_ptr[-1]), dtype)
+    widths, heights = nodes.widths, nodes.heights
+    work = (widths * (widths + heights) * (8.0 + widths)).astype(float)
+    run(
+        _make_panels,
+        np.repeat(_by_block(nodes, work), num_heads),
+        int((widths * (3 * widths + 2 * heights)).max(initial=0)),
+        factors[0].dtype,
+        symbolic.ptr,
+        symbolic.upper_ptr,
+        symbolic.upper_row,
+        symbolic.upper_entry,
+        nodes.block_ptr,
+        nodes.ptr,
+        nodes.row_ptr,
+        nodes.row,
+        nodes.panel_ptr,
+        *factors,
+        out,
+    )
+    return out
+
+
+def _by_block(nodes: Supernodes, x: np.ndarray) -> np.ndarray:
+    """Sums over the supernodes of each block."""
+    return np.diff(np.append(0.0, np.cumsum(x))[nodes.block_ptr])
+
+
+@jit
+def _make_panels(  # type: ignore[no-untyped-def]
+    begin, end, stop, scratch, block_start, upper_ptr, upper_row, upper_entry,
+    block_ptr, ptr, row_ptr, row, panel_ptr, diagonal, lower, upper, out,
+):  # fmt: skip
+    num_heads = diagonal.shape[0]
+    for task in range(begin, end):
+        block, h = task // num_heads, task % num_heads
+        start = block_start[block]
+        place = np.empty(block_start[block + 1] - start, np.int64)
+        for x in range(block_ptr[block], block_ptr[block + 1]):
+            if stopped(stop):
+                return
+            a, s, m = ptr[x], ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
+            for i in range(s):
+                place[a - start + i] = i
+            for i in range(m):
+                place[row[row_ptr[x] + i] - start] = s + i
+            L = scratch[: s * (s + m)].reshape(s + m, s)
+            W = scratch[s * (s + m) : 2 * s * (s + m)].reshape(s, s + m)  # G and R
+            U = scratch[2 * s * (s + m) : s * (3 * s + 2 * m)].reshape(s, s)
+            L[:], W[:], U[:] = 0, 0, 0
+            for j in range(s):
+                W[j, j] = 1
+                for e in range(upper_ptr[a + j], upper_ptr[a + j + 1]):
+                    i, y = place[upper_row[e] - start], upper_entry[e]
+                    L[i, j] = lower[h, y]
+                    if i < s:
+                        U[j, i] = upper[h, y]
+                    else:
+                        W[j, i] = upper[h, y]
+            for i in range(s):  # the inverse of L_ss
+                for j in range(i):
+                    f = L[i, j]
+                    if f != 0:
+                        for c in range(j + 1):
+                            W[i, c] -= f * W[j, c]
+            for i in range(s - 1, -1, -1):
+                for j in range(i + 1, s):
+                    f = U[i, j]
+                    if f != 0:
+                        for c in range(s + m):
+                            W[i, c] -= f * W[j, c]
+                f = 1 / diagonal[h, a + i]
+                for c in range(s + m):
+                    W[i, c] *= f
+            for i in range(s, s + m):
+                for k in range(s - 1, 0, -1):
+                    f = L[i, k]
+                    if f != 0:
+                        for j in range(k):
+                            L[i, j] -= f * L[k, j]
+            y = panel_ptr[x]
+            for i in range(m):
+                for j in range(s):
+                    out[h, y + i * s + j] = L[s + i, j]
+            y += m * s
+            for i in range(s):
+                for j in range(s + m):
+                    out[h, y + i * (s + m) + j] = W[i, j]
+
+
+# --------------------------------------------------------------------------- sweeps
+
+
+class _Tiles(NamedTuple):
+    """How a task's states are cut."""
+
+    pieces: int  #: tasks of a (block, head), which share out the value channels
+    channels: int  #: value channels of a piece
+    width: int  #: numbers that these take, in whole vectors
+    keys: int  #: key channels at a time
+
+    @classmethod
+    def of(cls, nodes: Supernodes, query: np.ndarray, value: np.ndarray) -> "_Tiles":
+        num_keys, (_, heads, num_channels) = query.shape[2], value.shape
+        vector, side = vector_lanes(value.dtype)
+        # Gradients of pieces are summed at the end: only as many as threads need.
+        enough = len(nodes.slots) * heads >= 4 * torch.get_num_threads()
+        pieces = 1 if enough else -(-num_channels // vector)
+        channels = -(-num_channels // pieces)
+        width = -(-channels // vector) * vector
+        unit = side // gcd(side, width)  # rows of states are whole tiles of products
+        room = _TILE_BYTES // value.itemsize // max(1, int(nodes.slots.max(initial=0)))
+        most = max(1, room // (unit * width)) * unit
+        shares = -(-num_keys // most)
+        return cls(pieces, channels, width, -(-num_keys // (shares * unit)) * unit)
+
+
+def _costs(nodes: Supernodes, heads: int, tiles: _Tiles, num_keys: int) -> np.ndarray:
+    work = np.diff(nodes.panel_ptr) + 12.0 * nodes.widths
+    work = 0.03 * _by_block(nodes, work) * num_keys * tiles.width
+    return np.repeat(work, heads * tiles.pieces)
+
+
+def _shape(nodes: Supernodes) -> tuple[np.ndarray, ...]:
+    widest = int(max(nodes.widths.max(initial=0), nodes.heights.max(initial=0)))
+    return (
+        nodes.block_ptr,
+        nodes.ptr,
+        nodes.row_ptr,
+        nodes.row_slot,
+        nodes.leaf,
+        nodes.slot,
+        nodes.panel_ptr,
+        np.arange(widest),
+    )
+
+
+def forward(
+    symbolic: SymbolicFactor,
+    panel: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+) -> np.ndarray:
+    """The output from states H = (I - A)^-1 (k v^T), y = H^T q."""
+    nodes = supernodes(symbolic)
+    out = np.zeros_like(value)
+    if out.size == 0 or query.shape[2] == 0:
+        return out
+    tiles = _Tiles.of(nodes, query, value)
+    rows = int(nodes.slots.max(initial=0) + nodes.widths.max(initial=0))
+    run(
+        _forward_tasks,
+        _costs(nodes, value.shape[1], tiles, query.shape[2]),
+        rows * tiles.keys * tiles.width,
+        out.dtype,
+        symbolic.ptr,
+        symbolic.node,
+        *_shape(nodes),
+        panel,
+        query,
+        key,
+        value,
+        out,
+        *tiles,
+    )
+    return out
+
+
+def backward(
+    symbolic: SymbolicFactor,
+    panel: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    grad: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Gradients of query, key, value and edge weight, from states and their adjoints.
+
+    With Z = (I - A)^-T (q dy^T): dq_i = H_i dy_i, dk_i = Z_i v_i, dv_i = Z_i^T k_i and
+    dA_ij = <Z_i, H_j>. H is computed anew beside Z.
+    """
+    nodes = supernodes(symbolic)
+    num_nodes, heads, _ = value.shape
+    groups, num_keys = query.shape[1:]
+    dv = np.zeros_like(value)
+    if value.size == 0 or num_keys == 0:
+        dw = np.zeros((symbolic.edge.shape[0], heads), value.dtype)
+        return np.zeros_like(query), np.zeros_like(key), dv, dw
+    tiles = _Tiles.of(nodes, query, value)
+    # Pieces and the heads of a group write to parts of their own, summed below.
+    dq = np.empty((tiles.pieces, num_nodes, heads, num_keys), value.dtype)
+    dk = np.empty_like(dq)
+    dw = np.zeros((tiles.pieces, symbolic.edge.shape[0], heads), value.dtype)
+    vector, _ = vector_lanes(value.dtype)
+    rows = int(2 * nodes.slots.max(initial=0) + 4 * nodes.widths.max(initial=0))
+    run(
+        _backward_tasks,
+        3 * _costs(nodes, heads, tiles, num_keys),
+        rows * tiles.keys * tiles.width + (tiles.keys + vector) * vector,
+        value.dtype,
+        symbolic.ptr,
+        symbolic.node,
+        *_shape(nodes),
+        panel,
+        query,
+        key,
+        value,
+        nodes.edge_ptr,
+        nodes.edge,
+        nodes.edge_row,
+        nodes.edge_col,
+        grad,
+        dq,
+        dk,
+        dv,
+        dw,
+        *tiles,
+    )
+    shape = (tiles.pieces, num_nodes, groups, heads // groups, num_keys)
+    grad_query, grad_key = (x.reshape(shape).sum((0, 3)) for x in (dq, dk))
+    return grad_query, grad_key, dv, dw.sum(0)
+
+
+@jit
+def _outer(target, k, v, count, keys, channels, width):  # type: ignore[no-untyped-def]
+    """Sets a state to k v^T, filled up with zeros."""
+    step = lanes(target)
+    for p in range(0, width, step):
+        row = load_part(v + p, channels - p)
+        for a in range(count):
+            store(target + (a * width + p), splat(k[a]) * row)
+        for a in range(count, keys):
+            store(target + (a * width + p), zeros(target))
+
+
+@jit
+def _read(target, q, state, sign, count, channels, width):  # type: ignore[no-untyped-def]
+    """Adds q^T C, or subtracts it."""
+    step = lanes(target)
+    for p in range(0, channels, step):
+        even, odd = zeros(target), zeros(target)
+        for a in range(0, count - 1, 2):
+            even = fma(splat(q[a]), load(state + (a * width + p)), even)
+            odd = fma(splat(q[a + 1]), load(state + ((a + 1) * width + p)), odd)
+        if count % 2 == 1:
+            even = fma(
+                splat(q[count - 1]), load(state + ((count - 1) * width + p)), even
+            )
+        read = fma(splat(sign), even + odd, load_part(target + p, channels - p))
+        store_part(target + p, read, channels - p)
+
+
+@jit
+def _read_rows(target, state, v, rows, count, channels, width):  # type: ignore[no-untyped-def]
+    """Sets a target to C v."""
+    step = lanes(target)
+    for p in range(0, width, step):
+        factor = load_part(v + p, channels - p)
+        for a in range(count):
+            row, x = rows + a * step, load(state + (a * width + p))
+            store(row, x * factor if p == 0 else fma(x, factor, load(row)))
+    for a in range(0, count, step):
+        store_part(target + a, row_totals(rows + a * step), count - a)
+
+
+@jit
+def _copy(target, source, size):  # type: ignore[no-untyped-def]
+    for at in range(0, size, lanes(target)):
+        store(target + at, load(source + at))
+
+
+@jit
+def _product(p, q, size):  # type: ignore[no-untyped-def]
+    """The inner product of two states, in two sums: one has to wait for itself."""
+    step = lanes(p)
+    even, odd = zeros(p), zeros(p)
+    for at in range(0, size, 2 * step):
+        even = fma(load(p + at), load(q + at), even)
+        odd = fma(load(p + (at + step)), load(q + (at + step)), odd)
+    return total(even + odd)
+
+
+@jit
+def _inner(q, k, num_keys):  # type: ignore[no-untyped-def]
+    sums = zeros(q)
+    for a in range(0, num_keys, lanes(q)):
+        sums = fma(load_part(q + a, num_keys - a), load_part(k + a, num_keys - a), sums)
+    return total(sums)
+
+
+@jit
+def _forward_tasks(  # type: ignore[no-untyped-def]
+    begin, end, stop, scratch, block_start, node, block_ptr, ptr, row_ptr, row_slot,
+    leaf, slot, panel_ptr, identity, panel, query, key, value, out, pieces, channels_,
+    width, keys,
+):  # fmt: skip
+    _, heads, num_channels = value.shape
+    _, groups, num_keys = query.shape
+    own, size = identity.ctypes.data, keys * width
+    one = value.dtype.type(1)
+    X = pointer(scratch)
+    of_keys, of_values = groups * num_keys, heads * num_channels
+    for task in range(begin, end):
+        block, h, piece = (
+            task // (heads * pieces),
+            (task // pieces) % heads,
+            task % pieces,
+        )
+        x0, x1 = block_ptr[block], block_ptr[block + 1]
+        T = X + _held(slot, block_start, block) * size
+        at = (h // (heads // groups)) * num_keys
+        q0, k0 = pointer(query) + at, pointer(key) + at
+        at = h * num_channels + piece * channels_
+        channels = min(channels_, num_channels - piece * channels_)
+        v0, y0 = pointer(value) + at, pointer(out) + at
+        P = pointer(panel) + h * panel.shape[1]
+        for a0 in range(0, num_keys, keys):
+            count = min(keys, num_keys - a0)
+            for i in range(block_start[block], block_start[block + 1]):
+                if slot[i] >= 0:
+                    k, v = k0 + (node[i] * of_keys + a0), v0 + node[i] * of_values
+                    _outer(X + slot[i] * size, k, v, count, keys, channels, width)
+            for x in range(x0, x1):
+                if stopped(stop):
+                    return
+                a, s, m = ptr[x], ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
+                states = X + slot[a] * size
+                if leaf[x]:
+                    states = T
+                    for i in range(s if m > 0 else 0):
+                        u = node[a + i]
+                        k, v = k0 + (u * of_keys + a0), v0 + u * of_values
+                        _outer(T + i * size, k, v, count, keys, channels, width)
+                rows = row_slot.ctypes.data + 8 * row_ptr[x]
+                gemm_rows(
+                    X, size, rows, P + panel_ptr[x], s, 1, states, size, own, m, size,
+                    s, SUBTRACT,
+                )  # fmt: skip
+            for x in range(x1 - 1, x0 - 1, -1):
+                if stopped(stop):
+                    return
+                a, s, m = ptr[x], ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
+                G = P + (panel_ptr[x] + m * s)
+                rows = row_slot.ctypes.data + 8 * row_ptr[x]
+                states = X + slot[a] * size
+                if leaf[x]:
+                    if m == 0:
+                        continue
+                    gemm_rows(
+                        T, size, own, G + s, s + m, 1, X, size, rows, s, size, m, SET
+                    )
+                else:
+                    gemm(T, size, G, s + m, 1, states, size, s, size, s, SET)
+                    gemm_rows(
+                        T, size, own, G + s, s + m, 1, X, size, rows, s, size, m,
+                        SUBTRACT,
+                    )  # fmt: skip
+                    _copy(states, T, s * size)
+                for i in range(s):
+                    u = node[a + i]
+                    _read(
+                        y0 + u * of_values, q0 + (u * of_keys + a0), T + i * size,
+                        -one if leaf[x] else one, count, channels, width,
+                    )  # fmt: skip
+        for x in range(x0, x1):
+            if leaf[x]:
+                a, s, m = ptr[x], ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
+                G = P + (panel_ptr[x] + m * s)
+                for i in range(s):
+                    q, y = q0 + node[a + i] * of_keys, y0 + node[a + i] * of_values
+                    for j in range(s):
+                        k, v = k0 + node[a + j] * of_keys, v0 + node[a + j] * of_values
+                        f = splat(_inner(q, k, num_keys) * G[i * (s + m) + j])
+                        for p in range(0, channels, lanes(X)):
+                            part = fma(f, load_part(v + p, channels - p),
+                                       load_part(y + p, channels - p))  # fmt: skip
+                            store_part(y + p, part, channels - p)
+
+
+@jit
+def _held(slot, block_start, block):  # type: ignore[no-untyped-def]
+    """How many states a block has in slots."""
+    for i in range(block_start[block + 1] - 1, block_start[block] - 1, -1):
+        if slot[i] >= 0:
+            return slot[i] + 1
+    return 0
+
+
+@jit
+def _backward_tasks(  # type: ignore[no-untyped-def]
+    begin, end, stop, scratch, block_start, node, block_ptr, ptr, row_ptr, row_slot,
+    leaf, slot, panel_ptr, identity, panel, query, key, value, edge_ptr, edge, edge_row,
+    edge_col, grad, grad_query, grad_key, grad_value, grad_weight, pieces, channels_,
+    width, keys,
+):  # fmt: skip
+    num_nodes, heads, num_channels = value.shape
+    _, groups, num_keys = query.shape
+    own, size = identity.ctypes.data, keys * width
+    one = value.dtype.type(1)
+    X = pointer(scratch)
+    of_keys, of_values, of_grads = (
+        groups * num_keys,
+        heads * num_channels,
+        heads * num_keys,
+    )
+    for task in range(begin, end):
+        block, h, piece = (
+            task // (heads * pieces),
+            (task // pieces) % heads,
+            task % pieces,
+        )
+        x0, x1 = block_ptr[block], block_ptr[block + 1]
+        held = _held(slot, block_start, block) * size
+        Z, T = X + held, X + 2 * held
+        at = (h // (heads // groups)) * num_keys
+        q0, k0 = pointer(query) + at, pointer(key) + at
+        at = (piece * num_nodes * heads + h) * num_keys
+        dq0, dk0 = pointer(grad_query) + at, pointer(grad_key) + at
+        at = h * num_channels + piece * channels_
+        channels = min(channels_, num_channels - piece * channels_)
+        v0, dy0, dv0 = pointer(value) + at, pointer(grad) + at, pointer(grad_value) + at
+        P = pointer(panel) + h * panel.shape[1]
+        for a0 in range(0, num_keys, keys):
+            count = min(keys, num_keys - a0)
+            for i in range(block_start[block], block_start[block + 1]):
+                if slot[i] >= 0:
+                    u = node[i]
+                    k, v = k0 + (u * of_keys + a0), v0 + u * of_values
+                    _outer(X + slot[i] * size, k, v, count, keys, channels, width)
+                    q, dy = q0 + (u * of_keys + a0), dy0 + u * of_values
+                    _outer(Z + slot[i] * size, q, dy, count, keys, channels, width)
+            for x in range(x0, x1):
+                if stopped(stop):
+                    return
+                a, s, m = ptr[x], ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
+                states, adjoints = X + slot[a] * size, Z + slot[a] * size
+                if leaf[x]:
+                    states, adjoints = T, T + s * size
+                    for i in range(s if m > 0 else 0):
+                        u = node[a + i]
+                        k, v = k0 + (u * of_keys + a0), v0 + u * of_values
+                        _outer(states + i * size, k, v, count, keys, channels, width)
+                        q, dy = q0 + (u * of_keys + a0), dy0 + u * of_values
+                        _outer(adjoints + i * size, q, dy, count, keys, channels, width)
+                rows = row_slot.ctypes.data + 8 * row_ptr[x]
+                E = P + panel_ptr[x]
+                R = E + (m * s + s)
+                gemm_rows(
+                    X, size, rows, E, s, 1, states, size, own, m, size, s, SUBTRACT
+                )
+                gemm_rows(
+                    Z, size, rows, R, 1, s + m, adjoints, size, own, m, size, s,
+                    SUBTRACT,
+                )  # fmt: skip
+            for x in range(x1 - 1, x0 - 1, -1):
+                if stopped(stop):
+                    return
+                a, s, m = ptr[x], ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
+                E = P + panel_ptr[x]
+                G = E + m * s
+                R = G + s
+                rows = row_slot.ctypes.data + 8 * row_ptr[x]
+                H, J = T, T + s * size
+                states, adjoints = X + slot[a] * size, Z + slot[a] * size
+                if leaf[x]:
+                    states, adjoints = T + 2 * s * size, T + 3 * s * size
+                    for i in range(s):
+                        u = node[a + i]
+                        k, v = k0 + (u * of_keys + a0), v0 + u * of_values
+                        _outer(states + i * size, k, v, count, keys, channels, width)
+                        q, dy = q0 + (u * of_keys + a0), dy0 + u * of_values
+                        _outer(adjoints + i * size, q, dy, count, keys, channels, width)
+                gemm(H, size, G, s + m, 1, states, size, s, size, s, SET)
+                gemm_rows(
+                    H, size, own, R, s + m, 1, X, size, rows, s, size, m, SUBTRACT
+                )
+                gemm(J, size, G, 1, s + m, adjoints, size, s, size, s, SET)
+                gemm_rows(J, size, own, E, 1, s, Z, size, rows, s, size, m, SUBTRACT)
+                products = T + 4 * s * size
+                for i in range(s):
+                    u = node[a + i]
+                    at = u * of_grads + a0
+                    state, adjoint = H + i * size, J + i * size
+                    v, dy = v0 + u * of_values, dy0 + u * of_values
+                    _read_rows(dq0 + at, state, dy, products, count, channels, width)
+                    _read_rows(dk0 + at, adjoint, v, products, count, channels, width)
+                    _read(
+                        dv0 + u * of_values, k0 + (u * of_keys + a0), adjoint, one,
+                        count, channels, width,
+                    )  # fmt: skip
+                if not leaf[x]:
+                    _copy(states, H, s * size)
+                    _copy(adjoints, J, s * size)
+                for e in range(edge_ptr[x], edge_ptr[x + 1]):
+                    i, j = edge_row[e], edge_col[e]
+                    adjoint = J + (i - a) * size if i < a + s else Z + slot[i] * size
+                    state = H + (j - a) * size if j < a + s else X + slot[j] * size
+                    grad_weight[piece, edge[e], h] += _product(adjoint, state, size)

@@ -1,0 +1,159 @@
+"""Supernodes: columns of a factor that are swept together, as small dense matrices."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
+
+__all__ = ["Supernodes", "supernodes"]
+
+#: What a sweep takes for each row and for each supernode, in units of what it takes for
+#: a pair of rows (measured): small supernodes are merged where that saves time.
+_PER_ROW, _PER_SUPERNODE = 8, 40
+#: Nodes of a subtree up to which it is one supernode, a *leaf*.
+_MAX_LEAF = 16
+
+
+class Supernodes(NamedTuple):
+    """Runs of positions whose columns of L reach (nearly) the same rows.
+
+    All arrays are int64: ``V`` positions, ``T`` blocks, ``S`` supernodes with ``R``
+    rows below in all. States of leaves are never stored: those of all others have a
+    *slot* in their block.
+    """
+
+    ptr: np.ndarray  #: [S + 1], first position of each supernode
+    row_ptr: np.ndarray  #: [S + 1], first of its rows below ...
+    row: np.ndarray  #: [R], ... their positions, ascending ...
+    row_slot: np.ndarray  #: [R], ... and their slots
+    leaf: np.ndarray  #: [S], whether no other supernode is below it, 0 or 1
+    slot: np.ndarray  #: [V], or -1
+    panel_ptr: np.ndarray  #: [S + 1], first number of its three dense matrices
+    block_ptr: np.ndarray  #: [T + 1], first supernode of each block
+    slots: np.ndarray  #: [T], how many a block has
+    edge_ptr: np.ndarray  #: [S + 1], first of the edges ...
+    edge: np.ndarray  #: [E], ... whose earlier end is in a supernode
+    edge_row: np.ndarray  #: [E], position of the target of ``edge[x]``
+    edge_col: np.ndarray  #: [E], position of the source of ``edge[x]``
+
+    @property
+    def widths(self) -> np.ndarray:
+        """[S], the number of positions of each."""
+        return np.diff(self.ptr)
+
+    @property
+    def heights(self) -> np.ndarray:
+        """[S], the number of rows below each."""
+        return np.diff(self.row_ptr)
+
+
+def supernodes(symbolic: SymbolicFactor) -> Supernodes:
+    """Finds the supernodes of a symbolic factor, once.
+
+    Its positions must be in postorder, as they always are: subtrees of the elimination
+    tree are contiguous.
+    """
+    found = symbolic.tables.get(Supernodes)
+    if found is None:
+        found = symbolic.tables[Supernodes] = _supernodes(symbolic)
+    return found
+
+
+def _supernodes(symbolic: SymbolicFactor) -> Supernodes:
+    ptr, row_ptr, row = _amalgamate(symbolic.upper_ptr, symbolic.upper_row)
+    widths, heights = np.diff(ptr), np.diff(row_ptr)
+    number = np.repeat(np.arange(len(widths)), widths)
+    below = heights > 0
+    leaf = np.ones(len(widths), np.int64)
+    leaf[number[row[row_ptr[:-1][below]]]] = 0
+
+    kept = np.repeat(leaf == 0, widths)
+    count = np.append(0, np.cumsum(kept))
+    first = np.repeat(count[symbolic.ptr[:-1]], symbolic.sizes)
+    slot = np.where(kept, count[:-1] - first, -1)
+
+    earlier = number[np.minimum(symbolic.edge_row, symbolic.edge_col)]
+    edge = np.argsort(earlier, kind="stable")
+    return Supernodes(
+        ptr=ptr,
+        row_ptr=row_ptr,
+        row=row,
+        row_slot=slot[row],
+        leaf=leaf,
+        slot=slot,
+        panel_ptr=np.append(0, np.cumsum(widths * (widths + 2 * heights))),
+        block_ptr=np.searchsorted(ptr, symbolic.ptr),
+        slots=np.diff(count[symbolic.ptr]),
+        edge_ptr=np.searchsorted(earlier[edge], np.arange(len(widths) + 1)),
+        edge=symbolic.edge[edge],
+        edge_row=symbolic.edge_row[edge],
+        edge_col=symbolic.edge_col[edge],
+    )
+
+
+@njit(cache=True, nogil=True)
+def _cost(width, height):  # type: ignore[no-untyped-def]
+    """Of a supernode in a sweep."""
+    pairs = width * width + 2 * width * height
+    return pairs + _PER_ROW * (width + height) + _PER_SUPERNODE
+
+
+@njit(cache=True, nogil=True)
+def _amalgamate(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
+    """First positions, and rows below, of relaxed supernodes.
+
+    Subtrees of a few nodes, and fundamental supernodes elsewhere (chains in which each
+    column reaches what the next one does, and that one), each then merged with those
+    right before it as long as that saves time.
+    """
+    n = upper_ptr.shape[0] - 1
+    count = np.diff(upper_ptr)
+    size = np.ones(n, np.int64)  # of subtrees
+    for i in range(n):
+        if count[i] > 0:
+            size[upper_row[upper_ptr[i]]] += size[i]
+    subtree = np.full(n, -1, np.int64)  # the small one that a position is in
+    for i in range(n - 1, -1, -1):
+        if count[i] > 0 and subtree[upper_row[upper_ptr[i]]] >= 0:
+            subtree[i] = subtree[upper_row[upper_ptr[i]]]
+        elif size[i] <= _MAX_LEAF:
+            subtree[i] = i
+
+    # A stack: what is complete may still become a part of what comes next.
+    start, last = np.empty(n, np.int64), np.empty(n, np.int64)
+    top, i = 0, 0
+    while i < n:
+        start[top], end = i, i + 1
+        while end < n and subtree[end] == subtree[i]:
+            reached = upper_row[upper_ptr[end - 1]] if count[end - 1] > 0 else n
+            if subtree[i] < 0 and (reached > end or count[end] != count[end - 1] - 1):
+                break
+            end += 1
+        last[top] = i = end - 1
+        i += 1
+        top += 1
+        while top > 1:
+            below, above = last[top - 2], last[top - 1]
+            if count[below] == 0 or upper_row[upper_ptr[below]] > above:
+                break  # not its child
+            w0, w1 = below - start[top - 2] + 1, above - start[top - 1] + 1
+            apart = _cost(w0, count[below]) + _cost(w1, count[above])
+            if _cost(w0 + w1, count[above]) > apart:
+                break
+            last[top - 2] = above
+            top -= 1
+
+    ptr, row_ptr = np.empty(top + 1, np.int64), np.zeros(top + 1, np.int64)
+    for x in range(top):
+        ptr[x] = start[x]
+        row_ptr[x + 1] = row_ptr[x] + count[last[x]]
+    ptr[top] = n
+    row = np.empty(row_ptr[top], np.int64)
+    for x in range(top):
+        end = last[x]
+        row[row_ptr[x] : row_ptr[x + 1]] = upper_row[
+            upper_ptr[end] : upper_ptr[end + 1]
+        ]
+    return ptr, row_ptr, row
