@@ -22,7 +22,7 @@ from pyg_chimera.ops.common.vector_kit import (
     take,
     take_transposed,
 )
-from pyg_chimera.ops.resolvent import supernodal_sweeps
+from pyg_chimera.ops.resolvent import multifrontal, supernodal_sweeps
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
@@ -38,22 +38,25 @@ def why_not(call: Call) -> str | None:
             f"solver={call.choice.solver!r} has no numba backend; use backend='torch' "
             "or 'auto'"
         )
-    check_pivot_growth(call.once("factors", lambda: _factorize(call))[1])
+    check_pivot_growth(_factors(call)[1])
     return None
+
+
+def _factors(call: Call) -> tuple:
+    """What the form needs, and the pivot growth."""
+    if call.choice.form == "mask":
+        return call.once("factors", lambda: _factorize(call))
+    (weight,) = arrays(call.inputs.edge_weight)
+    return call.once("panels", lambda: multifrontal.factorize(call.structure, weight))
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P], and the numeric factors."""
-    factors, _ = call.once("factors", lambda: _factorize(call))
-    operands = arrays(*call.inputs[:3])
-    dtype = operands[2].dtype
+    factors, _ = _factors(call)
     if call.choice.form == "state":
-        panels = supernodal_sweeps.panels(call.structure, factors, dtype)
-        out = supernodal_sweeps.forward(call.structure, panels, *operands)
-        return torch.from_numpy(out), (torch.from_numpy(panels),)
-    with np.errstate(divide="ignore", over="ignore"):
-        factors = Factors(1.0 / factors.diagonal, *factors[1:])
-        factors = Factors(*(x.astype(dtype) for x in factors))
+        operands = arrays(*call.inputs[:3])
+        out = supernodal_sweeps.forward(call.structure, factors, *operands)
+        return torch.from_numpy(out), (torch.from_numpy(factors),)
     return _mask_forward(call, factors), tuple(map(torch.from_numpy, factors))
 
 
@@ -84,9 +87,9 @@ def _edges(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:
 
 
 class Factors(NamedTuple):
-    """I - A = L U, [heads, V or F]."""
+    """I - A = L U in the precision of the computation, [heads, V or F]."""
 
-    diagonal: np.ndarray  #: of U; its reciprocal in the mask form
+    diagonal: np.ndarray  #: reciprocal of the diagonal of U
     lower: np.ndarray  #: L below its unit diagonal
     upper: np.ndarray  #: U above its diagonal, transposed: entry x is U[j, i]
 
@@ -94,10 +97,8 @@ class Factors(NamedTuple):
 def _factorize(call: Call) -> tuple[Factors, float]:
     """Factors I - A without pivoting, in float64.
 
-    Returns the factors, and the pivot growth: the largest row sum of |L| |U| over that
-    of |I - A|, each in a connected component. Rounding errors are at most about this
-    much larger than those of a solver that pivots. It is one where all rows, or all
-    columns, are diagonally dominant: that needs no pivots.
+    Returns the factors in the precision of the weights, and the pivot growth, as
+    :func:`~pyg_chimera.ops.resolvent.multifrontal.factorize` does.
     """
     symbolic, edge_weight = call.structure, call.inputs.edge_weight
     num_heads = edge_weight.size(1)
@@ -126,7 +127,13 @@ def _factorize(call: Call) -> tuple[Factors, float]:
         upper,
         growths,
     )
-    return Factors(diagonal, lower, upper), float(growths.max(initial=1.0))
+    with np.errstate(divide="ignore", over="ignore"):
+        factors = Factors(
+            (1.0 / diagonal).astype(weight.dtype),
+            lower.astype(weight.dtype),
+            upper.astype(weight.dtype),
+        )
+    return factors, float(growths.max(initial=1.0))
 
 
 @jit

@@ -1,8 +1,9 @@
 """The state form on the CPU: states of whole supernodes, swept by matrix products.
 
 With the columns s of a supernode and the rows r below them, the factors I - A = L U
-give three dense matrices, its *panel*: E = L_rs L_ss^-1, G = (L_ss U_ss)^-1 and
-R = U_ss^-1 U_sr. Upwards X_r -= E X_s, downwards X_s <- G X_s - R X_r.
+give three dense matrices, its *panel* (see `multifrontal`): E = L_rs L_ss^-1, and row
+by row G = (L_ss U_ss)^-1 beside R = U_ss^-1 U_sr. Upwards X_r -= E X_s, downwards
+X_s <- G X_s - R X_r.
 
 A task is a (block, head, piece of value channels). It holds the states of some key
 channels at a time, [slots, keys x channels], but none of leaves, which are most nodes:
@@ -38,115 +39,10 @@ from pyg_chimera.ops.common.simd import (
 from pyg_chimera.ops.structure.supernodes import Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["backward", "forward", "panels"]
+__all__ = ["backward", "forward"]
 
 #: Bytes of states that a task may hold at a time: half of a usual L2 cache.
 _TILE_BYTES = 1 << 19
-
-
-# --------------------------------------------------------------------------- panels
-
-
-def panels(
-    symbolic: SymbolicFactor, factors: tuple[np.ndarray, ...], dtype: np.dtype
-) -> np.ndarray:
-    """The panels of all supernodes, [heads, numbers], made in float64.
-
-    Args:
-        symbolic: The blocks.
-        factors: The diagonal of U [heads, V], L and U [heads, F], in float64.
-        dtype: Of the result.
-    """
-    nodes = supernodes(symbolic)
-    num_heads = factors[0].shape[0]
-    out = np.empty((num_heads, nodes.panel_ptr[-1]), dtype)
-    widths, heights = nodes.widths, nodes.heights
-    work = (widths * (widths + heights) * (8.0 + widths)).astype(float)
-    run(
-        _make_panels,
-        np.repeat(_by_block(nodes, work), num_heads),
-        int((widths * (3 * widths + 2 * heights)).max(initial=0)),
-        factors[0].dtype,
-        symbolic.ptr,
-        symbolic.upper_ptr,
-        symbolic.upper_row,
-        symbolic.upper_entry,
-        nodes.block_ptr,
-        nodes.ptr,
-        nodes.row_ptr,
-        nodes.row,
-        nodes.panel_ptr,
-        *factors,
-        out,
-    )
-    return out
-
-
-def _by_block(nodes: Supernodes, x: np.ndarray) -> np.ndarray:
-    """Sums over the supernodes of each block."""
-    return np.diff(np.append(0.0, np.cumsum(x))[nodes.block_ptr])
-
-
-@jit
-def _make_panels(  # type: ignore[no-untyped-def]
-    begin, end, stop, scratch, block_start, upper_ptr, upper_row, upper_entry,
-    block_ptr, ptr, row_ptr, row, panel_ptr, diagonal, lower, upper, out,
-):  # fmt: skip
-    num_heads = diagonal.shape[0]
-    for task in range(begin, end):
-        block, h = task // num_heads, task % num_heads
-        start = block_start[block]
-        place = np.empty(block_start[block + 1] - start, np.int64)
-        for x in range(block_ptr[block], block_ptr[block + 1]):
-            if stopped(stop):
-                return
-            a, s, m = ptr[x], ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
-            for i in range(s):
-                place[a - start + i] = i
-            for i in range(m):
-                place[row[row_ptr[x] + i] - start] = s + i
-            L = scratch[: s * (s + m)].reshape(s + m, s)
-            W = scratch[s * (s + m) : 2 * s * (s + m)].reshape(s, s + m)  # G and R
-            U = scratch[2 * s * (s + m) : s * (3 * s + 2 * m)].reshape(s, s)
-            L[:], W[:], U[:] = 0, 0, 0
-            for j in range(s):
-                W[j, j] = 1
-                for e in range(upper_ptr[a + j], upper_ptr[a + j + 1]):
-                    i, y = place[upper_row[e] - start], upper_entry[e]
-                    L[i, j] = lower[h, y]
-                    if i < s:
-                        U[j, i] = upper[h, y]
-                    else:
-                        W[j, i] = upper[h, y]
-            for i in range(s):  # the inverse of L_ss
-                for j in range(i):
-                    f = L[i, j]
-                    if f != 0:
-                        for c in range(j + 1):
-                            W[i, c] -= f * W[j, c]
-            for i in range(s - 1, -1, -1):
-                for j in range(i + 1, s):
-                    f = U[i, j]
-                    if f != 0:
-                        for c in range(s + m):
-                            W[i, c] -= f * W[j, c]
-                f = 1 / diagonal[h, a + i]
-                for c in range(s + m):
-                    W[i, c] *= f
-            for i in range(s, s + m):
-                for k in range(s - 1, 0, -1):
-                    f = L[i, k]
-                    if f != 0:
-                        for j in range(k):
-                            L[i, j] -= f * L[k, j]
-            y = panel_ptr[x]
-            for i in range(m):
-                for j in range(s):
-                    out[h, y + i * s + j] = L[s + i, j]
-            y += m * s
-            for i in range(s):
-                for j in range(s + m):
-                    out[h, y + i * (s + m) + j] = W[i, j]
 
 
 # --------------------------------------------------------------------------- sweeps
@@ -178,7 +74,7 @@ class _Tiles(NamedTuple):
 
 def _costs(nodes: Supernodes, heads: int, tiles: _Tiles, num_keys: int) -> np.ndarray:
     work = np.diff(nodes.panel_ptr) + 12.0 * nodes.widths
-    work = 0.03 * _by_block(nodes, work) * num_keys * tiles.width
+    work = 0.03 * nodes.by_block(work) * num_keys * tiles.width
     return np.repeat(work, heads * tiles.pieces)
 
 

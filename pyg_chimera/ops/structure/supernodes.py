@@ -28,6 +28,7 @@ class Supernodes(NamedTuple):
     row_ptr: np.ndarray  #: [S + 1], first of its rows below ...
     row: np.ndarray  #: [R], ... their positions, ascending ...
     row_slot: np.ndarray  #: [R], ... and their slots
+    subtree: np.ndarray  #: [S], how many are below each in the tree, with itself
     leaf: np.ndarray  #: [S], whether no other supernode is below it, 0 or 1
     slot: np.ndarray  #: [V], or -1
     panel_ptr: np.ndarray  #: [S + 1], first number of its three dense matrices
@@ -37,6 +38,7 @@ class Supernodes(NamedTuple):
     edge: np.ndarray  #: [E], ... whose earlier end is in a supernode
     edge_row: np.ndarray  #: [E], position of the target of ``edge[x]``
     edge_col: np.ndarray  #: [E], position of the source of ``edge[x]``
+    stack: np.ndarray  #: [1], numbers of all updates that ever wait at the same time
 
     @property
     def widths(self) -> np.ndarray:
@@ -47,6 +49,10 @@ class Supernodes(NamedTuple):
     def heights(self) -> np.ndarray:
         """[S], the number of rows below each."""
         return np.diff(self.row_ptr)
+
+    def by_block(self, x: np.ndarray) -> np.ndarray:
+        """[T], the sums over the supernodes of each block."""
+        return np.diff(np.append(0.0, np.cumsum(x))[self.block_ptr])
 
 
 def supernodes(symbolic: SymbolicFactor) -> Supernodes:
@@ -65,9 +71,11 @@ def _supernodes(symbolic: SymbolicFactor) -> Supernodes:
     ptr, row_ptr, row = _amalgamate(symbolic.upper_ptr, symbolic.upper_row)
     widths, heights = np.diff(ptr), np.diff(row_ptr)
     number = np.repeat(np.arange(len(widths)), widths)
+    parent = np.full(len(widths), -1)
     below = heights > 0
-    leaf = np.ones(len(widths), np.int64)
-    leaf[number[row[row_ptr[:-1][below]]]] = 0
+    parent[below] = number[row[row_ptr[:-1][below]]]
+    subtree, stack = _subtrees(parent, heights)
+    leaf = (subtree == 1).astype(np.int64)
 
     kept = np.repeat(leaf == 0, widths)
     count = np.append(0, np.cumsum(kept))
@@ -81,6 +89,7 @@ def _supernodes(symbolic: SymbolicFactor) -> Supernodes:
         row_ptr=row_ptr,
         row=row,
         row_slot=slot[row],
+        subtree=subtree,
         leaf=leaf,
         slot=slot,
         panel_ptr=np.append(0, np.cumsum(widths * (widths + 2 * heights))),
@@ -90,7 +99,23 @@ def _supernodes(symbolic: SymbolicFactor) -> Supernodes:
         edge=symbolic.edge[edge],
         edge_row=symbolic.edge_row[edge],
         edge_col=symbolic.edge_col[edge],
+        stack=stack,
     )
+
+
+@njit(cache=True, nogil=True)
+def _subtrees(parent, heights):  # type: ignore[no-untyped-def]
+    """Sizes of subtrees, and of the stack of updates of a postorder."""
+    subtree = np.ones(len(parent), np.int64)
+    waiting = np.zeros(len(parent), np.int64)  # numbers of the children's updates
+    stack, held = np.zeros(1, np.int64), 0
+    for x in range(len(parent)):
+        held += heights[x] ** 2 - waiting[x]
+        stack[0] = max(stack[0], held)
+        if parent[x] >= 0:
+            subtree[parent[x]] += subtree[x]
+            waiting[parent[x]] += heights[x] ** 2
+    return subtree, stack
 
 
 @njit(cache=True, nogil=True)

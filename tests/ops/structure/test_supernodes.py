@@ -41,6 +41,22 @@ def check(symbolic: SymbolicFactor) -> None:
     # Slots are those of all that are above another one.
     above = {int(number[i]) for below in rows for i in below}
     assert [x for x in range(len(rows)) if not made.leaf[x]] == sorted(above)
+
+    # Subtrees are contiguous, and their updates a stack.
+    children = {x: [] for x in range(len(rows))}
+    for x, below in enumerate(rows):
+        if len(below):
+            children[int(number[below[0]])].append(x)
+    waiting, most = [], 0
+    for x, below in enumerate(rows):
+        assert made.subtree[x] == 1 + sum(made.subtree[y] for y in children[x])
+        if children[x]:
+            waiting, mine = waiting[: -len(children[x])], waiting[-len(children[x]) :]
+            assert [y for y, _ in mine] == children[x]
+        if len(below):
+            waiting.append((x, len(below) ** 2))
+        most = max(most, sum(size for _, size in waiting))
+    assert most == made.stack[0]
     for t in range(len(symbolic.sizes)):
         slots = made.slot[symbolic.ptr[t] : symbolic.ptr[t + 1]]
         assert slots[slots >= 0].tolist() == list(range(made.slots[t]))
