@@ -41,8 +41,9 @@ from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 __all__ = ["backward", "forward"]
 
-#: Bytes of states that a task may hold at a time: half of a usual L2 cache.
-_TILE_BYTES = 1 << 19
+#: Bytes of states that a task may hold at a time. They need not fit in a cache: in
+#: postorder, what is needed together is close together.
+_TILE_BYTES = 1 << 24
 
 
 # --------------------------------------------------------------------------- sweeps
@@ -61,7 +62,7 @@ class _Tiles(NamedTuple):
         num_keys, (_, heads, num_channels) = query.shape[2], value.shape
         vector, side = vector_lanes(value.dtype)
         # Gradients of pieces are summed at the end: only as many as threads need.
-        enough = len(nodes.slots) * heads >= 4 * torch.get_num_threads()
+        enough = len(nodes.slots) * heads >= 2 * torch.get_num_threads()
         pieces = 1 if enough else -(-num_channels // vector)
         channels = -(-num_channels // pieces)
         width = -(-channels // vector) * vector
