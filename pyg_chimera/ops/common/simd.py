@@ -471,21 +471,35 @@ def _first_intrinsic(typing_context, v, n):  # type: ignore[no-untyped-def]
 def _row_totals_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         vector = _vector(p.dtype)
-        places = (_INT(_BYTES * i) for i in range(vector.count))
-        rows = [_load(builder, builder.add(args[0], at), vector) for at in places]
-        step = 1
-        while len(rows) > 1:  # lanes whose number has the bit go on with the second
-            numbers = range(vector.count)
-            own = [j + vector.count * bool(j & step) for j in numbers]
-            other = [j - step + vector.count if j & step else j + step for j in numbers]
-            masks = [ir.Constant(ir.VectorType(_LANE, vector.count), x)
-                     for x in (own, other)]  # fmt: skip
-            rows = [
-                builder.fadd(*(builder.shuffle_vector(a, b, mask) for mask in masks))
-                for a, b in zip(rows[::2], rows[1::2], strict=True)
+        count, lane = vector.count, max(1, 16 // _size(vector))  # of 128 bits
+        # Halves of two vectors are added up side by side, then quarters, ...: in an
+        # order that takes one cheap instruction each. `held` says whose sum is where.
+        rows, held = [], []
+        for i in range(count):
+            rows.append(_load(builder, builder.add(args[0], _INT(_BYTES * i)), vector))
+            held.append([i] * count)
+        step = count // 2
+        while step:
+            group = lane if step < lane else count
+            low = [j for j in range(count) if not j & step]
+            pairs = []  # per group: what is left of the first, then of the second
+            for g in range(0, count, group):
+                own = [j for j in low if g <= j < g + group]
+                pairs += own + [count + j for j in own]
+            masks = [
+                ir.Constant(ir.VectorType(_LANE, count), [j + more for j in pairs])
+                for more in (0, step)
             ]
-            step *= 2
-        return rows[0]
+            for i in range(len(rows) // 2):
+                a, b = rows[2 * i], rows[2 * i + 1]
+                parts = (builder.shuffle_vector(a, b, mask) for mask in masks)
+                both = held[2 * i] + held[2 * i + 1]
+                rows[i], held[i] = builder.fadd(*parts), [both[j] for j in pairs]
+            rows, held = rows[: len(rows) // 2], held[: len(held) // 2]
+            step //= 2
+        order = [held[0].index(i) for i in range(count)]
+        order = ir.Constant(ir.VectorType(_LANE, count), order)
+        return builder.shuffle_vector(rows[0], rows[0], order)
 
     return VectorType(p.dtype)(p), generate
 

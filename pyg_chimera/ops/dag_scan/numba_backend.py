@@ -13,6 +13,7 @@ at a time, that is for some of the nodes that write: a sweep along all states, f
 a node writes and added up where one reads.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,7 @@ from pyg_chimera.ops.common.simd import (
     store,
     store_part,
     total,
+    vector_lanes,
     zeros,
 )
 from pyg_chimera.ops.common.vector_kit import (
@@ -130,12 +132,16 @@ def _state_scratch(
     graph: StateGraph, num_keys: int, value: np.ndarray, kept: bool
 ) -> int:
     """Numbers that a tile may need."""
-    held = graph.bandwidth + 2
+    vector, _ = vector_lanes(value.dtype)
+    width = max(1, -(-value.shape[3] // vector)) * vector
     if kept:
-        held = held + np.diff(graph.component_ptr) + 1
-    width = -(-value.shape[3] // LANES) * LANES
-    least = int(held.max(initial=0)) * max(_MIN_LANES, width)
-    return max(_tile(value), least) + (num_keys + LANES) * LANES
+        most = _most_numbers(
+            graph.component_ptr, graph.bandwidth, max(1, num_keys), width, _tile(value)
+        )
+    else:
+        held = int(graph.bandwidth.max(initial=0)) + 2
+        most = max(_tile(value), held * max(_MIN_LANES, width))
+    return most + (num_keys + LANES) * LANES
 
 
 def _tile(value: np.ndarray) -> int:
@@ -316,6 +322,12 @@ def _whole(width, p):  # type: ignore[no-untyped-def]
 
 
 @jit
+def _copy(target, source, size):  # type: ignore[no-untyped-def]
+    for at in range(0, size, lanes(target)):
+        store(target + at, load(source + at))
+
+
+@jit
 def _clear(p, size):  # type: ignore[no-untyped-def]
     for at in range(0, size, lanes(p)):
         store(p + at, zeros(p))
@@ -441,115 +453,157 @@ def _state_backward_blocks(  # type: ignore[no-untyped-def]
         h = (task // slices) % num_heads
         for c in range(block_component[block], block_component[block + 1]):
             s, n = component_ptr[c], component_ptr[c + 1] - component_ptr[c]
-            held = bandwidth[c] + 2
-            rows = _rows(n + 1 + held, query.shape[2], width, room)
+            ring = bandwidth[c] + 1
+            kept = _segment(n, ring, query.shape[2] * width, room)
+            rows = _rows(kept + 2 * ring + 2, query.shape[2], width, room)
             for a0 in range(0, query.shape[2], rows):
                 if stopped(stop):
                     return
                 _state_backward_tile(
-                    states, held - 1, width, s, n, a0, min(rows, query.shape[2] - a0),
-                    h, slice_, order, before_ptr, before, entries, weight, writer,
-                    reader, source, mark, query, key, value, after_ptr, after,
-                    after_entry, grad, grad_query, grad_key, grad_value, grad_source,
-                    grad_mark, grad_weight,
+                    states, ring, kept, width, s, n, a0,
+                    min(rows, query.shape[2] - a0), h, slice_, order, before_ptr,
+                    before, entries, weight, writer, reader, source, mark, query, key,
+                    value, after_ptr, after, after_entry, grad, grad_query, grad_key,
+                    grad_value, grad_source, grad_mark, grad_weight,
                 )  # fmt: skip
 
 
 @jit
+def _segment(n, ring, size, room):  # type: ignore[no-untyped-def]
+    """How many states in a row are held: as many as a quarter of the room has place
+    for, but more than what is stored of the states before them.
+    """
+    fit = room // 4 // max(1, size) - 2 * ring
+    return max(2 * ring, min(n, max(fit, int(math.sqrt(n)))))
+
+
+@jit
+def _most_numbers(component_ptr, bandwidth, num_keys, width, room):  # type: ignore[no-untyped-def]
+    """Of states and adjoints that are held, and of states before segments."""
+    most = 0
+    for c in range(bandwidth.shape[0]):
+        n, ring = component_ptr[c + 1] - component_ptr[c], bandwidth[c] + 1
+        kept = _segment(n, ring, num_keys * width, room)
+        held = kept + 2 * ring + 2
+        rows = _rows(held, num_keys, width, room)
+        most = max(most, (held + (n + kept - 1) // kept * ring) * rows * width)
+    return most
+
+
+@jit
 def _state_backward_tile(  # type: ignore[no-untyped-def]
-    states, ring, width, s, n, a0, m, h, slice_, order, before_ptr, before, entries,
-    weight, writer, reader, source, mark, query, key, value, after_ptr, after,
+    states, ring, kept, width, s, n, a0, m, h, slice_, order, before_ptr, before,
+    entries, weight, writer, reader, source, mark, query, key, value, after_ptr, after,
     after_entry, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
     grad_weight,
 ):  # fmt: skip
+    """Segment by segment from the last, whose states are computed anew from those that
+    were stored before it, and that follow on them in `states`.
+    """
     num_nodes, num_heads, slices, w = value.shape
     _, groups, num_keys = query.shape
-    g, size, step = h // (num_heads // groups), m * width, lanes(states)
-    adjoints = states + (n + 1) * size
-    rows = adjoints + (ring + 1) * size  # products that are to be summed up
-    keys, queries = (
-        pointer(key) + (g * num_keys + a0),
-        pointer(query) + (g * num_keys + a0),
-    )
-    at = (h * slices + slice_) * w
-    values, grads, d_values = (
-        pointer(value) + at,
-        pointer(grad) + at,
-        pointer(grad_value) + at,
-    )
-    at = (slice_ * num_nodes * num_heads + h) * num_keys + a0
-    d_keys, d_queries = pointer(grad_key) + at, pointer(grad_query) + at
-    of_keys, of_values = groups * num_keys, num_heads * slices * w
     if w == 0:
         return
-    _clear(states + n * size, size)
+    g, size, step = h // (num_heads // groups), m * width, lanes(states)
+    of_keys, of_values = groups * num_keys, num_heads * slices * w
+    of_grads = num_heads * num_keys
+    segments, line = (n + kept - 1) // kept, ring + kept
+    rows = states  # products that are to be summed up
+    states = rows + (m + step) * step
+    adjoints = states + (line + 1) * size
+    stored = adjoints + (ring + 1) * size
+    at = g * num_keys + a0
+    keys, queries = pointer(key) + at, pointer(query) + at
+    at = (h * slices + slice_) * w
+    values, grads = pointer(value) + at, pointer(grad) + at
+    d_values = pointer(grad_value) + at
+    at = (slice_ * num_nodes * num_heads + h) * num_keys + a0
+    d_keys, d_queries = pointer(grad_key) + at, pointer(grad_query) + at
+    _clear(states + line * size, size)
     _clear(adjoints + ring * size, size)
-    for i in range(n):
-        state = order[s + i]
-        u, z = writer[state], reader[state]
-        s0, c0, s1, c1 = _before(
-            states, n, size, i, s + i, before_ptr[s + i], before_ptr[s + i + 1], before,
-            entries, weight, h,
-        )  # fmt: skip
-        x0, x1, x = states + s0 * size, states + s1 * size, states + i * size
-        w0, w1, S = splat(c0), splat(c1), splat(source[state, h])
-        k, q = keys + u * of_keys, queries + z * of_keys
-        v, dy = values + u * of_values, grads + z * of_values
-        for p in range(0, w, step):
-            written, read = S * load_part(v + p, w - p), load_part(dy + p, w - p)
-            at = p
-            for a in range(m):
-                flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
-                c = fma(splat(k[a]), written, flow)
-                store(x + at, c)
-                row = rows + a * step
-                store(row, c * read if p == 0 else fma(c, read, load(row)))
-                at += width
-        grad_mark[slice_, state, h] += _add_sums(
-            d_queries + z * num_heads * num_keys, mark[state, h], rows, q, m
-        )
+    for segment in range(segments - 1):
+        for i in range(s + segment * kept, s + (segment + 1) * kept):
+            state, slot = order[i], ring + i - s - segment * kept
+            u = writer[state]
+            s0, c0, s1, c1 = _before(
+                states, line, size, slot, i, before_ptr[i], before_ptr[i + 1], before,
+                entries, weight, h,
+            )  # fmt: skip
+            x0, x1, x = states + s0 * size, states + s1 * size, states + slot * size
+            w0, w1, S = splat(c0), splat(c1), splat(source[state, h])
+            k, v = keys + u * of_keys, values + u * of_values
+            for p in range(0, w, step):
+                written = S * load_part(v + p, w - p)
+                at = p
+                for a in range(m):
+                    flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
+                    store(x + at, fma(splat(k[a]), written, flow))
+                    at += width
+        _copy(states, states + kept * size, ring * size)
+        _copy(stored + (segment + 1) * ring * size, states, ring * size)
     slot = ring
-    for i in range(n - 1, -1, -1):
-        slot = _slot(slot, -1, ring)
-        state = order[s + i]
-        u, z = writer[state], reader[state]
-        s0, c0, s1, c1 = _before(
-            adjoints, ring, size, slot, s + i, after_ptr[s + i], after_ptr[s + i + 1],
-            after, after_entry, weight, h,
-        )  # fmt: skip
-        x0, x1, x = adjoints + s0 * size, adjoints + s1 * size, adjoints + slot * size
-        w0, w1, S, M = (
-            splat(c0),
-            splat(c1),
-            splat(source[state, h]),
-            splat(mark[state, h]),
-        )
-        k, q = keys + u * of_keys, queries + z * of_keys
-        v, dy, dv = (
-            values + u * of_values,
-            grads + z * of_values,
-            d_values + u * of_values,
-        )
-        for p in range(0, w, step):
-            read, written = M * load_part(dy + p, w - p), load_part(v + p, w - p)
-            d_written = zeros(states)
-            at = p
-            for a in range(m):
-                flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
-                c = fma(splat(q[a]), read, flow)
-                store(x + at, c)
-                d_written = fma(splat(k[a]), c, d_written)
-                row = rows + a * step
-                store(row, c * written if p == 0 else fma(c, written, load(row)))
-                at += width
-            store_part(dv + p, fma(S, d_written, load_part(dv + p, w - p)), w - p)
-        grad_source[slice_, state, h] += _add_sums(
-            d_keys + u * num_heads * num_keys, source[state, h], rows, k, m
-        )
-        for y in range(before_ptr[s + i], before_ptr[s + i + 1]):
-            grad_weight[slice_, h, y] += _product(
-                x, states + (before[y] - s) * size, size
+    for segment in range(segments - 1, -1, -1):
+        if 0 < segment < segments - 1:
+            _copy(states, stored + segment * ring * size, ring * size)
+        begin, end = s + segment * kept, s + min(n, (segment + 1) * kept)
+        for i in range(begin, end):
+            state, place = order[i], ring + i - begin
+            u, z = writer[state], reader[state]
+            s0, c0, s1, c1 = _before(
+                states, line, size, place, i, before_ptr[i], before_ptr[i + 1], before,
+                entries, weight, h,
+            )  # fmt: skip
+            x0, x1, x = states + s0 * size, states + s1 * size, states + place * size
+            w0, w1, S = splat(c0), splat(c1), splat(source[state, h])
+            k, q = keys + u * of_keys, queries + z * of_keys
+            v, dy = values + u * of_values, grads + z * of_values
+            for p in range(0, w, step):
+                written, read = S * load_part(v + p, w - p), load_part(dy + p, w - p)
+                at = p
+                for a in range(m):
+                    flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
+                    c = fma(splat(k[a]), written, flow)
+                    store(x + at, c)
+                    row = rows + a * step
+                    store(row, c * read if p == 0 else fma(c, read, load(row)))
+                    at += width
+            grad_mark[slice_, state, h] += _add_sums(
+                d_queries + z * of_grads, mark[state, h], rows, q, m
             )
+        for i in range(end - 1, begin - 1, -1):
+            slot = _slot(slot, -1, ring)
+            state = order[i]
+            u, z = writer[state], reader[state]
+            s0, c0, s1, c1 = _before(
+                adjoints, ring, size, slot, i, after_ptr[i], after_ptr[i + 1], after,
+                after_entry, weight, h,
+            )  # fmt: skip
+            x0, x1 = adjoints + s0 * size, adjoints + s1 * size
+            w0, w1, x = splat(c0), splat(c1), adjoints + slot * size
+            S, M = splat(source[state, h]), splat(mark[state, h])
+            k, q = keys + u * of_keys, queries + z * of_keys
+            v, dv = values + u * of_values, d_values + u * of_values
+            dy = grads + z * of_values
+            for p in range(0, w, step):
+                read, written = M * load_part(dy + p, w - p), load_part(v + p, w - p)
+                d_written = zeros(states)
+                at = p
+                for a in range(m):
+                    flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
+                    c = fma(splat(q[a]), read, flow)
+                    store(x + at, c)
+                    d_written = fma(splat(k[a]), c, d_written)
+                    row = rows + a * step
+                    store(row, c * written if p == 0 else fma(c, written, load(row)))
+                    at += width
+                store_part(dv + p, fma(S, d_written, load_part(dv + p, w - p)), w - p)
+            grad_source[slice_, state, h] += _add_sums(
+                d_keys + u * of_grads, source[state, h], rows, k, m
+            )
+            for y in range(before_ptr[i], before_ptr[i + 1]):
+                place = ring + before[y] - begin
+                inner = _product(x, states + place * size, size)
+                grad_weight[slice_, h, y] += inner
 
 
 # ------------------------------------------------------------------------- mask form
