@@ -1,5 +1,6 @@
 """What holds for all operators, whatever computes them."""
 
+import importlib
 import inspect
 import multiprocessing
 import re
@@ -82,6 +83,31 @@ def test_outputs_and_gradients(key, options):
             got = computed(case.to(dtype), options)
             assert got["output"].dtype == dtype
             assert_results(got, want, what=f"of {name}, {size}, {dtype}")
+
+
+TILED = {name: x for name, x in REGISTERED.items() if name.endswith("-state-numba")}
+
+
+def shrink_tiles(monkeypatch, size: int) -> None:
+    """To a few states, and key channels, at a time."""
+    for name in ("dag_scan.numba_backend", "resolvent.supernodal_sweeps"):
+        module = importlib.import_module(f"pyg_chimera.ops.{name}")
+        assert module._TILE_BYTES >= 2**20
+        monkeypatch.setattr(module, "_TILE_BYTES", size)
+
+
+@parametrized(TILED)
+@pytest.mark.parametrize("size", [2**9, 2**13])
+def test_small_tiles(key, options, size, monkeypatch):
+    """States that do not fit are cut; those of a scan are computed by segments."""
+    operator, large = OPERATORS[key], {"H": 2, "G": 1, "N": 21, "P": 18}
+    shape = tuple(large.get(x, 2) for x in operator.letters)
+    shrink_tiles(monkeypatch, size)
+    for name in operator.structures:
+        if name != "several_blocks" or size == 2**13:
+            case, want = example(key, name, shape), expected(key, name, shape)
+            for dtype in (torch.float64, torch.float32):
+                assert_results(computed(case.to(dtype), options), want, what=name)
 
 
 @every_operator
@@ -413,6 +439,9 @@ def test_nothing_uninitialised_is_read(key, options, monkeypatch):
     ]
     poison(monkeypatch)
     assert torch.empty(1).isnan().all()
+    for case in cases:
+        assert_results(computed(case, options), expected_of(case))
+    shrink_tiles(monkeypatch, 2**9)
     for case in cases:
         assert_results(computed(case, options), expected_of(case))
 

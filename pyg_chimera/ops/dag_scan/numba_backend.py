@@ -470,10 +470,13 @@ def _state_backward_blocks(  # type: ignore[no-untyped-def]
 
 @jit
 def _segment(n, ring, size, room):  # type: ignore[no-untyped-def]
-    """How many states in a row are held: as many as a quarter of the room has place
-    for, but more than what is stored of the states before them.
+    """How many states in a row are held: all, if there is room for a quarter of their
+    channels, else as many as a quarter of the room has place for, but more than what is
+    stored of the states before them.
     """
-    fit = room // 4 // max(1, size) - 2 * ring
+    if (n + 2 * ring + 2) * size <= 4 * room:
+        return n
+    fit = room // 4 // size - 2 * ring
     return max(2 * ring, min(n, max(fit, int(math.sqrt(n)))))
 
 
