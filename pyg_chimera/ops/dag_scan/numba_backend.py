@@ -471,10 +471,10 @@ def _state_backward_blocks(  # type: ignore[no-untyped-def]
 @jit
 def _segment(n, ring, size, room):  # type: ignore[no-untyped-def]
     """How many states in a row are held: all, if there is room for a quarter of their
-    channels, else as many as a quarter of the room has place for, but more than what is
-    stored of the states before them.
+    channels, or if what is stored before segments would be about as much; else as many
+    as a quarter of the room has place for.
     """
-    if (n + 2 * ring + 2) * size <= 4 * room:
+    if (n + 2 * ring + 2) * size <= 4 * room or n <= 32 * ring:
         return n
     fit = room // 4 // size - 2 * ring
     return max(2 * ring, min(n, max(fit, int(math.sqrt(n)))))

@@ -44,9 +44,10 @@ def cheaper_form(
     sweep = 2.0 * symbolic.entries + 3.0 * nodes
     # Forward and backward: matrix products, passes over resolvents, and three solves.
     mask = squares * (0.1 * groups * states + 0.08 * heads * channels + 1.5 * heads)
-    mask += 0.5 * heads * float((sweep * wide).sum()) + 1e3 * len(nodes)
+    mask += 0.3 * heads * float((sweep * wide).sum()) + 1e3 * len(nodes)
     if backend == "numba":  # about so many numbers are in panels of supernodes
         sweep = 0.25 * (3.0 * symbolic.entries + 8.0 * nodes)
+        channels = -(-channels // 16) * 16  # in whole vectors
     state = 0.6 * float(sweep.sum()) * heads * states * channels
     if mask <= state:
         return "mask", "blocks are small: matrix products are faster"
