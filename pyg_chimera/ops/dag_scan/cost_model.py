@@ -14,8 +14,9 @@ def cheaper_form(graph: StateGraph, query: Tensor, value: Tensor) -> tuple[str, 
     heads, channels = value.shape[1:]
     sizes, nodes = graph.sizes.astype(float), np.diff(graph.nodes.ptr).astype(float)
     # A state takes the longer the less of the channels of all of them fit in a cache.
-    shares = np.ceil(sizes * num_keys * channels / (1 << 18))
-    state = (0.65 * num_keys * channels + 100.0 * shares) * sizes
+    lanes = num_keys * (-(-channels // 16) * 16)  # in whole vectors
+    shares = np.ceil(sizes * lanes / (1 << 18))
+    state = (0.45 * sizes + 0.2 * graph.entries) * lanes + 100.0 * shares * sizes
     sweeps = (0.75 * sizes + 0.45 * graph.entries) * nodes
     products = nodes**2 * (0.1 * (groups * num_keys / heads + channels) + 1.5)
     mask = sweeps + products + 70.0 * sizes
