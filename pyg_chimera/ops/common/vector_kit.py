@@ -12,12 +12,24 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from pyg_chimera.ops.common.numba_runtime import jit
-from pyg_chimera.ops.common.simd import SET, gemm, pointer
+from pyg_chimera.ops.common.simd import (
+    SET,
+    fma,
+    gemm,
+    lanes,
+    load,
+    pointer,
+    store,
+    total,
+    zeros,
+)
 
 __all__ = [
     "LANES",
     "LOG_2",
+    "copy",
     "exp2",
+    "inner_product",
     "matmul",
     "multiply",
     "optimized",
@@ -110,6 +122,31 @@ def transpose(target, source):  # type: ignore[no-untyped-def]
         for c in range(target.shape[0]):
             for i in range(i0, min(i0 + 16, target.shape[1])):
                 target[c, i] = source[i, c] if i < source.shape[0] else 0
+
+
+@jit
+def copy(target, source, size):  # type: ignore[no-untyped-def]
+    """Copies whole vectors, from the first on."""
+    for at in range(0, size, lanes(target)):
+        store(target + at, load(source + at))
+
+
+@jit
+def inner_product(p, q, size):  # type: ignore[no-untyped-def]
+    """The inner product of two states, in four sums: one has to wait for itself."""
+    step = lanes(p)
+    s0, s1, s2, s3 = zeros(p), zeros(p), zeros(p), zeros(p)
+    at = 0
+    while at + 4 * step <= size:
+        s0 = fma(load(p + at), load(q + at), s0)
+        s1 = fma(load(p + (at + step)), load(q + (at + step)), s1)
+        s2 = fma(load(p + (at + 2 * step)), load(q + (at + 2 * step)), s2)
+        s3 = fma(load(p + (at + 3 * step)), load(q + (at + 3 * step)), s3)
+        at += 4 * step
+    while at < size:
+        s0 = fma(load(p + at), load(q + at), s0)
+        at += step
+    return total((s0 + s1) + (s2 + s3))
 
 
 # ---------------------------------------------------------------------- exponentials

@@ -39,6 +39,8 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
+    copy,
+    inner_product,
     matmul,
     multiply,
     take,
@@ -322,33 +324,9 @@ def _whole(width, p):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _copy(target, source, size):  # type: ignore[no-untyped-def]
-    for at in range(0, size, lanes(target)):
-        store(target + at, load(source + at))
-
-
-@jit
 def _clear(p, size):  # type: ignore[no-untyped-def]
     for at in range(0, size, lanes(p)):
         store(p + at, zeros(p))
-
-
-@jit
-def _product(p, q, size):  # type: ignore[no-untyped-def]
-    """The inner product of two states, in four sums: one has to wait for itself."""
-    step = lanes(p)
-    s0, s1, s2, s3 = zeros(p), zeros(p), zeros(p), zeros(p)
-    at = 0
-    while at + 4 * step <= size:
-        s0 = fma(load(p + at), load(q + at), s0)
-        s1 = fma(load(p + (at + step)), load(q + (at + step)), s1)
-        s2 = fma(load(p + (at + 2 * step)), load(q + (at + 2 * step)), s2)
-        s3 = fma(load(p + (at + 3 * step)), load(q + (at + 3 * step)), s3)
-        at += 4 * step
-    while at < size:
-        s0 = fma(load(p + at), load(q + at), s0)
-        at += step
-    return total((s0 + s1) + (s2 + s3))
 
 
 @jit
@@ -542,12 +520,12 @@ def _state_backward_tile(  # type: ignore[no-untyped-def]
                     flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
                     store(x + at, fma(splat(k[a]), written, flow))
                     at += width
-        _copy(states, states + kept * size, ring * size)
-        _copy(stored + (segment + 1) * ring * size, states, ring * size)
+        copy(states, states + kept * size, ring * size)
+        copy(stored + (segment + 1) * ring * size, states, ring * size)
     slot = ring
     for segment in range(segments - 1, -1, -1):
         if 0 < segment < segments - 1:
-            _copy(states, stored + segment * ring * size, ring * size)
+            copy(states, stored + segment * ring * size, ring * size)
         begin, end = s + segment * kept, s + min(n, (segment + 1) * kept)
         for i in range(begin, end):
             state, place = order[i], ring + i - begin
@@ -605,7 +583,7 @@ def _state_backward_tile(  # type: ignore[no-untyped-def]
             )
             for y in range(before_ptr[i], before_ptr[i + 1]):
                 place = ring + before[y] - begin
-                inner = _product(x, states + place * size, size)
+                inner = inner_product(x, states + place * size, size)
                 grad_weight[slice_, h, y] += inner
 
 
@@ -871,13 +849,13 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
                     read = pointer(dG) + reader[i] * width
                     _accumulate(row, splat(mark[state, h]), read, width)
                     own = states + (i - s) * width
-                    grad_mark[state, h] += _product(read, own, width)
+                    grad_mark[state, h] += inner_product(read, own, width)
                     column = writer[i] - c0
                     if column >= 0 and column < width:
                         grad_source[state, h] += row[column]
                     for x in range(before_ptr[i], before_ptr[i + 1]):
                         own = states + (before[x] - s) * width
-                        grad_weight[h, x] += _product(row, own, width)
+                        grad_weight[h, x] += inner_product(row, own, width)
             matmul(dkt, q.T, d_scores)
             transpose(turned, d_scores)
             matmul(dqt, kt, turned)

@@ -36,6 +36,7 @@ from pyg_chimera.ops.common.simd import (
     vector_lanes,
     zeros,
 )
+from pyg_chimera.ops.common.vector_kit import copy, inner_product
 from pyg_chimera.ops.structure.supernodes import Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
@@ -223,23 +224,6 @@ def _read_rows(target, state, v, rows, count, channels, width):  # type: ignore[
 
 
 @jit
-def _copy(target, source, size):  # type: ignore[no-untyped-def]
-    for at in range(0, size, lanes(target)):
-        store(target + at, load(source + at))
-
-
-@jit
-def _product(p, q, size):  # type: ignore[no-untyped-def]
-    """The inner product of two states, in two sums: one has to wait for itself."""
-    step = lanes(p)
-    even, odd = zeros(p), zeros(p)
-    for at in range(0, size, 2 * step):
-        even = fma(load(p + at), load(q + at), even)
-        odd = fma(load(p + (at + step)), load(q + (at + step)), odd)
-    return total(even + odd)
-
-
-@jit
 def _inner(q, k, num_keys):  # type: ignore[no-untyped-def]
     sums = zeros(q)
     for a in range(0, num_keys, lanes(q)):
@@ -314,7 +298,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
                         T, size, own, G + s, s + m, 1, X, size, rows, s, size, m,
                         SUBTRACT,
                     )  # fmt: skip
-                    _copy(states, T, s * size)
+                    copy(states, T, s * size)
                 for i in range(s):
                     u = node[a + i]
                     _read(
@@ -448,10 +432,12 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                         count, channels, width,
                     )  # fmt: skip
                 if not leaf[x]:
-                    _copy(states, H, s * size)
-                    _copy(adjoints, J, s * size)
+                    copy(states, H, s * size)
+                    copy(adjoints, J, s * size)
                 for e in range(edge_ptr[x], edge_ptr[x + 1]):
                     i, j = edge_row[e], edge_col[e]
                     adjoint = J + (i - a) * size if i < a + s else Z + slot[i] * size
                     state = H + (j - a) * size if j < a + s else X + slot[j] * size
-                    grad_weight[piece, edge[e], h] += _product(adjoint, state, size)
+                    grad_weight[piece, edge[e], h] += inner_product(
+                        adjoint, state, size
+                    )
