@@ -355,6 +355,10 @@ OPERATORS = {
         {"edge_weight": _to_rows}, _mix_oracle, _edges,
         {
             **{f"sparse-{x}": {"solver": "sparse", **y} for x, y in _FORMS.items()},
+            **{
+                f"iterative-state-{x}": {"solver": "iterative", "backend": x}
+                for x in ("numba", "torch")
+            },
             "dense-state": {"solver": "dense", "form": "state"},
             "dense-mask": {"solver": "dense", "form": "mask"},
             **_REST,
@@ -365,8 +369,9 @@ OPERATORS = {
         GRAPHS, batches().map(_from_batch),
         {"edge_weight": _to_rows}, neumann_oracle, _edges,
         {
-            "state": {**_NEUMANN, "form": "state"},
-            "mask": {**_NEUMANN, "form": "mask"},
+            "state-numba": {**_NEUMANN, "form": "state", "backend": "numba"},
+            "state-torch": {**_NEUMANN, "form": "state", "backend": "torch"},
+            "mask-torch": {**_NEUMANN, "form": "mask"},
             "reference": {**_NEUMANN, "backend": "reference"},
         },
     ),

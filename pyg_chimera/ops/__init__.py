@@ -8,8 +8,9 @@ from pyg_chimera.ops.chimera_transition import (
     path_transition,
     released_transition,
 )
-from pyg_chimera.ops.common.dispatch import Choice
+from pyg_chimera.ops.common.dispatch import Choice, Cost
 from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.common.predicted_time import warn_above
 from pyg_chimera.ops.dag_scan import dag_scan, grid_scan, stm_scan
 from pyg_chimera.ops.explain import explain
 from pyg_chimera.ops.householder import householder_product
@@ -25,6 +26,7 @@ from pyg_chimera.ops.structure import (
 
 __all__ = [
     "Choice",
+    "Cost",
     "CycleError",
     "causal_conv1d",
     "chimera_transition",
@@ -44,4 +46,5 @@ __all__ = [
     "selective_scan",
     "stm_scan",
     "structure",
+    "warn_above",
 ]

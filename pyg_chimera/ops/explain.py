@@ -1,7 +1,10 @@
 """Which algorithm a call takes."""
 
 from collections.abc import Callable
-from typing import Any
+from copy import deepcopy
+from typing import Any, overload
+
+import torch
 
 from pyg_chimera.ops.causal_conv1d import causal_conv1d
 from pyg_chimera.ops.common.checks import check_option
@@ -23,21 +26,42 @@ _OPERATORS: dict[str, Callable] = {
 }
 
 
-def explain(operator: str, *args: Any, **kwargs: Any) -> Choice:
-    """Tells which solver, form and backend a call takes, and why.
+@overload
+def explain(operator: str, *args: Any, **kwargs: Any) -> Choice: ...
+@overload
+def explain(operator: Callable, *args: Any, **kwargs: Any) -> list[Choice]: ...
+
+
+def explain(
+    operator: str | Callable, *args: Any, **kwargs: Any
+) -> Choice | list[Choice]:
+    r"""Tells which solver, form and backend a call takes, why, and what it costs. ::
+
+        print(explain("resolvent_mix", query, key, value, edge_index, edge_weight))
+        print(*explain(conv, x, edge_index, batch=batch), sep="\n")
+
+    Costs are predicted (operations, seconds on this machine, bytes), as are those of
+    the alternatives; they are :obj:`None` where nobody has measured what they follow
+    from: on GPUs, and for operators that have one algorithm.
 
     Args:
-        operator (str): ``"resolvent_mix"``, ``"dag_scan"``, ``"stm_scan"``,
-            ``"grid_scan"``, ``"selective_scan"`` or ``"causal_conv1d"``.
+        operator (str or callable): ``"resolvent_mix"``, ``"dag_scan"``,
+            ``"stm_scan"``, ``"grid_scan"``, ``"selective_scan"`` or
+            ``"causal_conv1d"``. Or a layer or a model, of which a copy is called with
+            all operators giving zeros, so that neither it nor random numbers change.
         *args: The arguments of the call.
         **kwargs: The options of the call.
 
     Returns:
-        Choice: The operator, solver, form, backend and the reason.
+        Choice or list[Choice]: The operator, solver, form, backend, reason, cost and
+        alternatives; of a layer or model, those of each of its calls.
 
     Raises:
         ValueError: If the operator is unknown, or where the call would raise.
         TypeError: Where the call would raise.
     """
+    if callable(operator):
+        with torch.random.fork_rng(devices=[]):
+            return explained(deepcopy(operator), *args, **kwargs)
     check_option("operator", operator, tuple(_OPERATORS))
-    return explained(_OPERATORS[operator], *args, **kwargs)
+    return explained(_OPERATORS[operator], *args, **kwargs)[0]

@@ -85,14 +85,15 @@ def test_outputs_and_gradients(key, options):
             assert_results(got, want, what=f"of {name}, {size}, {dtype}")
 
 
-TILED = {name: x for name, x in REGISTERED.items() if name.endswith("-state-numba")}
+TILED = {name: x for name, x in REGISTERED.items() if name.endswith("state-numba")}
 
 
 def shrink_tiles(monkeypatch, size: int) -> None:
     """To a few states, and key channels, at a time."""
-    for name in ("dag_scan.numba_backend", "resolvent.supernodal_sweeps"):
+    modules = ("supernodal_sweeps", "sparse_products")
+    for name in ("dag_scan.numba_backend", *(f"resolvent.{x}" for x in modules)):
         module = importlib.import_module(f"pyg_chimera.ops.{name}")
-        assert module._TILE_BYTES >= 2**20
+        assert module._TILE_BYTES >= 2**19
         monkeypatch.setattr(module, "_TILE_BYTES", size)
 
 
@@ -293,6 +294,8 @@ def test_inference_mode_then_training(key, options):
 def test_structures_changed_in_place(case, options):
     """They are remembered by contents, and not in the caller's memory."""
     _, case = case.shuffled()
+    if "edge_weight" in case.floats:  # or an iteration may not converge, turned round
+        case = case.changed(edge_weight=case.floats["edge_weight"] / 4)
     mine = {name: x.clone() for name, x in case.integers.items()}
     want = case(**options, **mine)
     for x in mine.values():
@@ -588,7 +591,9 @@ def all_options(operator):
     first = next(iter(operator.variants.values()))
     known = inspect.signature(operator.function).parameters
     asked = {
-        "solver": ["neumann"] if "num_terms" in first else ["auto", "sparse", "dense"],
+        "solver": ["neumann"]
+        if "num_terms" in first
+        else ["auto", "sparse", "dense", "iterative"],
         "form": ["auto", "state", "mask"],
         "backend": ["auto", "numba", "torch", "reference"],
     }

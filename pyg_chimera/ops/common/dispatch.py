@@ -1,26 +1,56 @@
 """Which algorithm computes a call: backends, their verdicts, and what is reported."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Backend", "Call", "Choice", "UnsuitableSolver"]
+__all__ = ["Backend", "Call", "Choice", "Cost", "UnsuitableSolver"]
 
 Inputs = TypeVar("Inputs")
 Structure = TypeVar("Structure")
 Result = TypeVar("Result")
 
 
+class Cost(NamedTuple):
+    """What an algorithm is predicted to take, forward and backward."""
+
+    operations: float  #: multiplications with an addition
+    seconds: float  #: on this CPU, right to a factor of about two
+    memory: float  #: bytes, beside the inputs
+
+    def __str__(self) -> str:
+        return (
+            f"{self.operations:.2g} operations, {self.seconds:.2g} s, "
+            f"{self.memory / 2**20:.2g} MiB"
+        )
+
+
 class Choice(NamedTuple):
     """The algorithm a call takes, as :func:`~pyg_chimera.ops.explain` reports it."""
 
     operator: str  #: such as ``"resolvent_mix"``
-    solver: str  #: ``"sparse"``, ``"dense"``, ``"neumann"`` or ``"scan"``
+    solver: str  #: such as ``"sparse"``, or ``"scan"``
     form: str  #: ``"state"`` or ``"mask"``
     backend: str  #: such as ``"numba"``, a name in the operator's ``backends``
     reason: str  #: why
+    cost: Cost | None = None  #: what it takes, where that is known
+    alternatives: "tuple[Choice, ...]" = ()  #: what would do as well, with their costs
+
+    @property
+    def algorithm(self) -> "Choice":
+        """The algorithm alone, without its cost."""
+        return self._replace(reason="", cost=None, alternatives=())
+
+    def __str__(self) -> str:
+        name = f"{self.operator}: {self.solver}, {self.form}, {self.backend}"
+        lines = [f"{name} ({self.cost or 'cost unknown'})", f"  because: {self.reason}"]
+        for x in self.alternatives:
+            lines.append(
+                f"  instead: {x.solver}, {x.form}, {x.backend} ({x.cost or x.reason})"
+            )
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -38,6 +68,14 @@ class Call(Generic[Inputs, Structure]):
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
+
+    def known(self, name: str, default: Any) -> Any:
+        """What has been made of this name, if it has."""
+        return self._made.get(name, default)
+
+    def taking(self, choice: Choice) -> "Call[Inputs, Structure]":
+        """The same call, by another algorithm."""
+        return replace(self, choice=choice)
 
 
 class UnsuitableSolver(ValueError):

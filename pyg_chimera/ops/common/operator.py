@@ -4,10 +4,9 @@ implementation, its gradient, batching rule and explanation.
 
 import json
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import replace
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from warnings import warn
 
@@ -18,6 +17,7 @@ from torch.autograd import forward_ad
 
 from pyg_chimera.ops.common.checks import check_option
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
+from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
 from pyg_chimera.ops.structure.cache import Recipe, recalled
 
 __all__ = ["Operator", "explained", "without_autocast"]
@@ -31,6 +31,7 @@ _SCHEMA_TYPES = {
     str: "str",
     int: "int",
     int | None: "int?",
+    float | None: "float?",
     list[int]: "int[]",
 }
 
@@ -56,11 +57,12 @@ class Operator(Generic[Inputs, Structure]):
         """How to make the structure of a call, and what it depends on, if anything."""
         return None
 
-    def choices(self, inputs: Inputs, structure: Structure) -> Iterator[Choice]:
+    def choices(self, call: Call[Inputs, Structure]) -> Iterable[Choice]:
         """The algorithms for a call, preferred ones first; here there is but one.
 
         Where a solver is unsuitable, the user is warned that another one is taken.
         """
+        inputs = call.inputs
         for backend in self.usable(inputs):
             yield Choice(self.name, "scan", "state", backend, self.reason(inputs))
 
@@ -108,8 +110,8 @@ class Operator(Generic[Inputs, Structure]):
         report = None if torch.compiler.is_compiling() else _REPORT.get()
         if report is not None:
             with _reporting_to(None):  # a verdict may need calls of its own
-                report.append(self.plan(inputs).choice)
-            return self._output(inputs)
+                report.append(on_this_machine(self.plan(inputs).choice))
+            return self._output(inputs).zero_()
         backend = self.backends.get(inputs.backend)  # type: ignore[attr-defined]
         if backend is not None and not hasattr(backend, "backward"):
             return backend.forward(self.plan(inputs))
@@ -126,10 +128,11 @@ class Operator(Generic[Inputs, Structure]):
         if not _transforming():  # which cannot look at numbers
             self.check(inputs, structure)
         problems, unsuitable = [], {}
-        for choice in self.choices(inputs, structure):
+        undecided = Call(inputs, structure, Choice(self.name, "", "", "", ""), key)
+        for choice in self.choices(undecided):
             if choice.solver in unsuitable:
                 continue
-            call = Call(inputs, structure, choice, key)
+            call = undecided.taking(choice)
             try:
                 problem = self.backends[choice.backend].why_not(call)
             except UnsuitableSolver as error:
@@ -141,7 +144,7 @@ class Operator(Generic[Inputs, Structure]):
                 why = "; ".join(unsuitable.values())
                 warn(f"{why}: solver={choice.solver!r} is used", stacklevel=2)
                 reason = f"{choice.reason}; {why}"
-                return replace(call, choice=choice._replace(reason=reason))
+                return call.taking(choice._replace(reason=reason))
             problems.append(problem)
         raise ValueError("; ".join([*unsuitable.values(), *problems]))
 
@@ -185,8 +188,10 @@ class Operator(Generic[Inputs, Structure]):
         inputs = self.inputs(*args)
         with _plain(inputs):
             call = self.plan(inputs)
+            warn_if_long(call.choice)
             out, saved = self.backends[call.choice.backend].forward(call)
-            header = _Header(call.choice, call.key, [list(x.shape) for x in saved])
+            choice = call.choice.algorithm
+            header = _Header(choice, call.key, [list(x.shape) for x in saved])
             # Contiguous, as the fake one is: compilers count on it.
             return out.contiguous(), _pack(saved, out), header.encode()
 
@@ -265,12 +270,12 @@ class Operator(Generic[Inputs, Structure]):
 _REPORT: ContextVar[list[Choice] | None] = ContextVar("report", default=None)
 
 
-def explained(function: Callable, *args: Any, **kwargs: Any) -> Choice:
-    """What a public function, which calls one operator, would take."""
+def explained(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
+    """What a function that calls operators would take, call by call."""
     report: list[Choice] = []
     with _reporting_to(report), torch.no_grad():
         function(*args, **kwargs)
-    return report[0]
+    return report
 
 
 @contextmanager

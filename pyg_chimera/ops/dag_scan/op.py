@@ -19,7 +19,7 @@ from pyg_chimera.ops.common.checks import (
     check_option,
     check_shape,
 )
-from pyg_chimera.ops.common.dispatch import Choice
+from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.dag_scan import numba_backend, reference, torch_backend
 from pyg_chimera.ops.dag_scan.cost_model import cheaper_form
@@ -93,7 +93,8 @@ class _StateScan(Operator[Inputs, StateGraph]):
             place = "node", transition.size(0) // max(structure.num_nodes, 1)
         check_finite(name, transition, lambda row: f"{place[0]} {row // place[1]}")
 
-    def choices(self, inputs: Inputs, structure: StateGraph) -> Iterator[Choice]:
+    def choices(self, call: Call[Inputs, StateGraph]) -> Iterator[Choice]:
+        inputs, structure = call.inputs, call.structure
         asked = self.reason(inputs)
         for backend in self.usable(inputs):
             form, reason = inputs.form, asked

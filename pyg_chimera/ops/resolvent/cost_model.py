@@ -1,61 +1,91 @@
-"""What the forms and solvers cost, in rough nanoseconds, and which to take."""
+"""What an algorithm takes on a CPU: multiply-adds, seconds and bytes, and the cheapest.
+
+The constants are nanoseconds of one core (AMD Zen 4), forward and backward. They are
+right to a factor of about two; what matters is their order.
+"""
+
+import math
 
 import numpy as np
+import torch
 
-from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
+from pyg_chimera.ops.common.dispatch import Choice, Cost
+from pyg_chimera.ops.common.simd import vector_lanes
+from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
-__all__ = ["cheaper_form", "prefers_dense"]
+__all__ = ["cost_of", "prefers_dense"]
 
-#: Bytes of resolvents that the mask form may hold when it is free to choose.
-_MAX_MASK_BYTES = 1 << 30
 #: Nodes of a block up to which a GPU rather inverts dense matrices.
 _MAX_DENSE = 1024
 
 
-def cheaper_form(
-    symbolic: SymbolicFactor,
+def cost_of(
+    choice: Choice,
+    blocks: Blocks,
     sizes: tuple[int, int, int, int],
-    solver: str,
-    backend: str,
-    itemsize: int,
-) -> tuple[str, str]:
-    """The form that takes less time, and why.
+    dtype: np.dtype,
+    sweeps: int,
+) -> Cost:
+    """What a choice takes on this CPU, forward and backward.
 
     Args:
-        symbolic: The blocks.
+        choice: The algorithm.
+        blocks: The blocks, with their factors for the sparse solver.
         sizes: The numbers of groups, heads, state channels and value channels.
-        solver: ``"sparse"``, ``"dense"`` or ``"neumann"``.
-        backend: The backend.
-        itemsize: Bytes of a number.
+        dtype: Of the computation.
+        sweeps: Of an iteration, or the terms of a finite sum.
     """
     groups, heads, states, channels = sizes
-    nodes = symbolic.sizes.astype(float)
+    nodes, edges = blocks.sizes.astype(float), np.diff(blocks.edge_ptr).astype(float)
+    squares = nodes**2
+    vector, _ = vector_lanes(dtype)
+    lanes = heads * states * (-(-channels // vector) * vector)
     largest = float(nodes.max(initial=0))
-    # numba's threads hold a block each, dense solvers a block or a padded group of
-    # like size, torch's sparse solver all blocks padded to the largest.
-    padded = backend == "torch" and solver == "sparse"
-    wide = np.full_like(nodes, largest) if padded else nodes
-    squares = float((wide**2).sum())
-    held = squares if padded else largest**2
-    if held * heads * itemsize > _MAX_MASK_BYTES:
-        return "state", "resolvents would not fit in memory"
-    if solver != "sparse":
-        return "mask", "dense matrices are at hand"
-    sweep = 2.0 * symbolic.entries + 3.0 * nodes
-    # Forward and backward: matrix products, passes over resolvents, and three solves.
-    mask = squares * (0.1 * groups * states + 0.08 * heads * channels + 1.5 * heads)
-    mask += 0.3 * heads * float((sweep * wide).sum()) + 1e3 * len(nodes)
-    if backend == "numba":  # about so many numbers are in panels of supernodes
-        sweep = 0.25 * (3.0 * symbolic.entries + 8.0 * nodes)
-        channels = -(-channels // 16) * 16  # in whole vectors
-    state = 0.6 * float(sweep.sum()) * heads * states * channels
-    if mask <= state:
-        return "mask", "blocks are small: matrix products are faster"
-    return "state", "blocks are large: states along edges are faster"
+    threads = max(1, min(torch.get_num_threads(), heads * len(nodes)))
+    products = 3.0 * squares * (groups * states + heads * channels)
+    if choice.form == "mask":
+        # Products of matrices, passes over resolvents, and how these are made.
+        time = squares * (0.1 * groups * states + 0.08 * heads * channels + 1.5 * heads)
+        if isinstance(blocks, SymbolicFactor) and choice.solver == "sparse":
+            solves = heads * nodes * (2.0 * blocks.entries + 3.0 * nodes)
+            operations, time = products + 3.0 * solves, time + 0.3 * solves + 1e3
+        else:
+            power = 1 + 2 * math.ceil(math.log2(sweeps + 1)) if sweeps else 1
+            cubes = 3.0 * heads * nodes**3 * power
+            operations, time = products + cubes, time + 0.05 * cubes + 1e5 * heads
+        if choice.backend == "torch" and choice.solver == "sparse":
+            held, time = heads * largest**2 * len(nodes), 10 * time + 1e5
+        else:
+            held = threads * 3 * largest**2
+    elif isinstance(blocks, SymbolicFactor) and choice.solver == "sparse":
+        # About so many numbers are in panels of supernodes.
+        panel = 2.1 * blocks.entries + 5.0 * nodes
+        operations = 3.0 * panel * lanes + heads * blocks.updates
+        time = (0.3 * blocks.entries + 1.8 * nodes) * lanes
+        time = time + 0.2 * heads * blocks.updates
+        held = heads * float(panel.sum())
+        if choice.backend == "torch":
+            time = 10 * time + 1e5
+    elif choice.solver == "dense":
+        operations = heads * nodes**3 + 3.0 * squares * lanes
+        time, held = 0.05 * operations, heads * largest**2 + 3 * largest * lanes
+    else:
+        swept = (3.0 * sweeps + 1) * edges + (6.0 * sweeps + 20) * nodes
+        operations = swept * lanes
+        # States of a few lanes are gathered from a cache, or are not.
+        far = 1.0 if largest * vector * dtype.itemsize < 1 << 20 else 2.5
+        time = (0.14 * far if choice.backend == "numba" else 3.0) * operations
+        kept = sweeps if choice.solver == "neumann" else 0
+        held = threads * (4 + kept) * largest * vector
+    seconds = 1e-9 * float(np.sum(time)) / threads
+    memory = dtype.itemsize * (held + 2 * heads * float(edges.sum()))
+    return Cost(float(np.sum(operations)), seconds, memory)
 
 
-def prefers_dense(symbolic: SymbolicFactor, device: str) -> bool:
+def prefers_dense(symbolic: Blocks, device: str) -> bool:
     """Whether the torch backend does better with dense matrices."""
+    if not isinstance(symbolic, SymbolicFactor):
+        return False
     largest = int(symbolic.sizes.max(initial=0))
     squares = float((symbolic.sizes.astype(float) ** 2).sum())
     full = symbolic.num_entries > 0.2 * squares

@@ -154,9 +154,7 @@ def _factor_blocks(  # type: ignore[no-untyped-def]
 
             # L_ss^-1, E, and then U_ss^-1 of all beside each other
             W[:] = 0
-            for i in range(s):
-                W[i, i] = 1
-            _solve_lower(pointer(F), t, pointer(W), t, s, s, stop)
+            _invert_lower(pointer(F), t, pointer(W), t, s, stop)
             gemm(pointer(E), s, pointer(F) + s * t, t, 1, pointer(W), t, m, s, s, SET)
             for i in range(s):
                 for j in range(s, t):
@@ -244,16 +242,17 @@ def _eliminate(F, t, s, stop):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _solve_lower(L, ldl, X, ldx, s, n, stop):  # type: ignore[no-untyped-def]
-    """X <- L^-1 X, with a unit diagonal."""
+def _invert_lower(L, ldl, X, ldx, s, stop):  # type: ignore[no-untyped-def]
+    """Sets X, which is zero, to L^-1, with a unit diagonal."""
     for i0 in range(0, s, _PANEL):
         if stopped(stop):
             return
         i1 = min(i0 + _PANEL, s)
-        gemm(X + i0 * ldx, ldx, L + i0 * ldl, ldl, 1, X, ldx, i1 - i0, n, i0, SUBTRACT)
+        _subtract(X + i0 * ldx, ldx, L + i0 * ldl, ldl, X, ldx, i1 - i0, i0, i0)
         for i in range(i0, i1):
+            X[i * ldx + i] = 1.0
             for j in range(i0, i):
-                _add(X + i * ldx, -L[i * ldl + j], X + j * ldx, n)
+                _add(X + i * ldx, -L[i * ldl + j], X + j * ldx, j + 1)
 
 
 @jit
@@ -264,12 +263,22 @@ def _solve_upper(U, ldu, X, ldx, s, n, stop):  # type: ignore[no-untyped-def]
         if stopped(stop):
             return
         i0, i1 = share * _PANEL, min((share + 1) * _PANEL, s)
-        gemm(
-            X + i0 * ldx, ldx, U + (i0 * ldu + i1), ldu, 1, X + i1 * ldx, ldx, i1 - i0,
-            n, s - i1, SUBTRACT,
+        _subtract(
+            X + i0 * ldx, ldx, U + (i0 * ldu + i1), ldu, X + i1 * ldx, ldx, i1 - i0, n,
+            s - i1,
         )  # fmt: skip
         for i in range(i1 - 1, i0 - 1, -1):
             for j in range(i + 1, i1):
                 _add(X + i * ldx, -U[i * ldu + j], X + j * ldx, n)
             pivot = U[i * ldu + i]
             _scale(X + i * ldx, 1 / pivot if pivot != 0 else 0.0, n)
+
+
+@jit
+def _subtract(c, ldc, a, lda, b, ldb, m, n, k):  # type: ignore[no-untyped-def]
+    """C - A B, with no more rows of B at a time than stay in the cache for all of A."""
+    for at in range(0, k, 4 * _PANEL):
+        gemm(
+            c, ldc, a + at, lda, 1, b + at * ldb, ldb, m, n, min(4 * _PANEL, k - at),
+            SUBTRACT,
+        )  # fmt: skip

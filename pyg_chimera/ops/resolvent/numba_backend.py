@@ -1,7 +1,8 @@
-"""Sparse elimination on the CPU: the factorisation, and the mask form.
+"""The resolvent on the CPU: what takes which kernels, and elimination in mask form.
 
-The state form is in `supernodal_sweeps`. A task of the mask form is a (block, heads
-that share keys), and makes the resolvents of its heads one by one.
+Elimination in state form is in `supernodal_sweeps`, iterations and finite sums are in
+`sparse_products`. A task of the mask form is a (block, heads that share keys), and
+makes the resolvents of its heads one by one.
 """
 
 from typing import NamedTuple
@@ -22,8 +23,17 @@ from pyg_chimera.ops.common.vector_kit import (
     take,
     take_transposed,
 )
-from pyg_chimera.ops.resolvent import multifrontal, supernodal_sweeps
+from pyg_chimera.ops.resolvent import (
+    multifrontal,
+    sparse_products,
+    supernodal_sweeps,
+)
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
+from pyg_chimera.ops.resolvent.sweep_polynomial import (
+    check_residual,
+    polynomial_of,
+    tolerance_of,
+)
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 DEVICES = ("cpu",)
@@ -32,13 +42,17 @@ DEVICES = ("cpu",)
 
 
 def why_not(call: Call) -> str | None:
-    """It eliminates without pivoting, and nothing else."""
-    if call.choice.solver != "sparse":
+    """It eliminates without pivoting, and multiplies by the sparse A."""
+    _, solver, form, *_ = call.choice
+    if solver == "dense" or (solver == "neumann" and form == "mask"):
         return (
-            f"solver={call.choice.solver!r} has no numba backend; use backend='torch' "
-            "or 'auto'"
+            f"solver={solver!r}, form={form!r} has no numba backend; use "
+            "backend='torch' or 'auto'"
         )
-    check_pivot_growth(_factors(call)[1])
+    if solver == "sparse":
+        check_pivot_growth(_factors(call)[1])
+    if solver == "iterative":
+        polynomial_of(call)
     return None
 
 
@@ -51,10 +65,20 @@ def _factors(call: Call) -> tuple:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and the numeric factors."""
+    """The output [V, heads, P], and the numeric factors, or an iteration's steps."""
+    operands = arrays(*call.inputs[:3])
+    if call.choice.solver != "sparse":
+        steps = torch.zeros(call.inputs.value.size(1), 0, 2)
+        if call.choice.solver == "iterative":
+            steps = torch.from_numpy(polynomial_of(call).steps)
+        steps = steps.to(call.inputs.value.dtype)
+        out, left = sparse_products.forward(
+            call.structure, _system(call, steps), *operands
+        )
+        check_residual(left, call)
+        return torch.from_numpy(out), (steps,)
     factors, _ = _factors(call)
     if call.choice.form == "state":
-        operands = arrays(*call.inputs[:3])
         out = supernodal_sweeps.forward(call.structure, factors, *operands)
         return torch.from_numpy(out), (torch.from_numpy(factors),)
     return _mask_forward(call, factors), tuple(map(torch.from_numpy, factors))
@@ -64,9 +88,21 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     """Gradients of query, key, value and edge weight."""
     if call.choice.form == "mask":
         return _mask_backward(call, Factors(*arrays(*saved)), *arrays(grad))
-    operands = arrays(*saved, *call.inputs[:3], grad)
-    grads = supernodal_sweeps.backward(call.structure, *operands)
+    operands = arrays(*call.inputs[:3], grad)
+    grads: tuple[np.ndarray, ...]
+    if call.choice.solver == "sparse":
+        grads = supernodal_sweeps.backward(call.structure, *arrays(*saved), *operands)
+    else:
+        system = _system(call, *saved)
+        grads, left = sparse_products.backward(call.structure, system, *operands)
+        check_residual(left, call)
     return tuple(map(torch.from_numpy, grads))
+
+
+def _system(call: Call, steps: Tensor) -> sparse_products.System:
+    weight, table = arrays(call.inputs.edge_weight, steps)
+    num_terms = -1 if call.choice.solver == "iterative" else call.inputs.num_terms
+    return sparse_products.System(weight, table, num_terms, tolerance_of(call))
 
 
 def _pattern(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
@@ -12,17 +13,29 @@ from pyg_chimera.ops.common.checks import (
     check_integer,
     check_option,
 )
-from pyg_chimera.ops.common.dispatch import Choice
+from pyg_chimera.ops.common.dispatch import Call, Choice, UnsuitableSolver
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.resolvent import numba_backend, reference, torch_backend
-from pyg_chimera.ops.resolvent.cost_model import cheaper_form, prefers_dense
+from pyg_chimera.ops.resolvent.cost_model import cost_of, prefers_dense
+from pyg_chimera.ops.resolvent.sweep_polynomial import SweepPolynomial, polynomial_of
 from pyg_chimera.ops.structure.cache import Recipe
-from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, symbolic_factor
+from pyg_chimera.ops.structure.symbolic_factor import (
+    Blocks,
+    SymbolicFactor,
+    graph_blocks,
+    symbolic_factor,
+)
 
 __all__ = ["resolvent_mix"]
 
-_SOLVERS = ("auto", "sparse", "dense", "neumann")
+_SOLVERS = ("auto", "sparse", "dense", "iterative", "neumann")
 _FORMS = ("auto", "state", "mask")
+
+#: Bytes of resolvents that the mask form may hold when it is free to choose.
+_MAX_MASK_BYTES = 1 << 30
+#: Seconds from which on it pays to ask how many sweeps an iteration takes, and a guess.
+_WORTH_WHILE = 0.02
+_FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10)
 
 
 class Inputs(NamedTuple):
@@ -37,11 +50,12 @@ class Inputs(NamedTuple):
     rank: Tensor | None
     solver: str
     num_terms: int | None
+    tolerance: float | None
     form: str
     backend: str
 
 
-class _ResolventMix(Operator[Inputs, SymbolicFactor]):
+class _ResolventMix(Operator[Inputs, Blocks]):
     name = "resolvent_mix"
     inputs = Inputs
     backends = {  # noqa: RUF012
@@ -51,38 +65,99 @@ class _ResolventMix(Operator[Inputs, SymbolicFactor]):
     }
 
     def recipe(self, inputs: Inputs) -> Recipe:
-        tensors = (inputs.edge_index, inputs.batch, inputs.rank)
-        return Recipe(symbolic_factor, tensors, (inputs.value.size(0),))
+        graph, num_nodes = (inputs.edge_index, inputs.batch), inputs.value.size(0)
+        if inputs.solver in ("sparse", "auto"):
+            bounded = inputs.solver == "auto"
+            return Recipe(symbolic_factor, (*graph, inputs.rank), (num_nodes, bounded))
+        return Recipe(graph_blocks, graph, (num_nodes,))
 
-    def check(self, inputs: Inputs, structure: SymbolicFactor) -> None:
+    def check(self, inputs: Inputs, structure: Blocks) -> None:
         check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
 
-    def choices(self, inputs: Inputs, structure: SymbolicFactor) -> Iterator[Choice]:
-        device = inputs.value.device.type
-        backends = self.usable(inputs)
-        asked = self.reason(inputs)
-        if backends == ["reference"]:
+    def choices(self, call: Call[Inputs, Blocks]) -> list[Choice]:
+        inputs, usable = call.inputs, self.usable(call.inputs)
+        if usable == ["reference"]:
             solver = "neumann" if inputs.solver == "neumann" else "dense"
-            yield Choice(self.name, solver, "mask", "reference", asked)
-            return
-        solvers = [inputs.solver]
-        if inputs.solver == "auto":
-            solvers = ["sparse", "dense"]
-            if backends[0] == "torch" and prefers_dense(structure, device):
-                solvers.reverse()
-                asked += "; blocks small or factors full enough for dense matrices"
-        sizes = (inputs.query.size(1), inputs.value.size(1), inputs.query.size(2),
-                 inputs.value.size(2))  # fmt: skip
+            reason = self.reason(inputs)
+            return [Choice(self.name, solver, "mask", "reference", reason)]
+        found = list(self._candidates(call, usable))
+        if usable[0] == "numba":
+            found += self._iteration(call, found)
+            # A backend that was not asked for is but a last resort.
+            found.sort(key=lambda x: (x.backend not in usable, x.cost.seconds))  # type: ignore[union-attr]
+        if inputs.value.device.type != "cpu":
+            found = [choice._replace(cost=None) for choice in found]
+        return [
+            choice._replace(alternatives=(*found[:i], *found[i + 1 :]))
+            for i, choice in enumerate(found)
+        ]
+
+    def _candidates(
+        self, call: Call[Inputs, Blocks], usable: list[str]
+    ) -> Iterator[Choice]:
+        """Of each solver and backend the better form, preferred ones first."""
+        inputs, structure = call.inputs, call.structure
+        reason, auto = self.reason(inputs), inputs.solver == "auto"
+        device = inputs.value.device.type
+        solvers = ["sparse", "dense"] if auto else [inputs.solver]
+        if auto and not isinstance(structure, SymbolicFactor):
+            solvers = ["iterative", "dense"]
+            reason += "; factors would fill up"
+        elif auto and usable[0] == "torch" and prefers_dense(structure, device):
+            solvers.reverse()
+            reason += "; blocks small or factors full enough for dense matrices"
         for solver in solvers:
-            others = ["torch"] if solver == "dense" and "torch" not in backends else []
-            for backend in backends + (others if inputs.solver == "auto" else []):
-                form, reason = inputs.form, asked
-                if form == "auto":
-                    form, why = cheaper_form(
-                        structure, sizes, solver, backend, inputs.value.element_size()
-                    )
-                    reason = f"{asked}; {why}"
-                yield Choice(self.name, solver, form, backend, reason)
+            backends = usable
+            if auto and solver == "dense":  # which is torch's alone
+                backends = ["torch"]
+            for backend in backends:
+                yield self._better_form(call, solver, backend, reason)
+
+    def _iteration(
+        self, call: Call[Inputs, Blocks], others: list[Choice]
+    ) -> list[Choice]:
+        """The iteration, where it is worth while to find out how long it takes."""
+        if call.inputs.solver != "auto" or call.inputs.form == "mask" or not others:
+            return []
+        least = min(choice.cost.seconds for choice in others if choice.cost)
+        reason = self.reason(call.inputs)
+        choice = self._better_form(call, "iterative", "numba", reason)
+        if least < _WORTH_WHILE or choice.cost is None or choice.cost.seconds > least:
+            return []
+        try:
+            sweeps = polynomial_of(call).sweeps
+        except UnsuitableSolver:
+            return []
+        choice = self._better_form(call, "iterative", "numba", reason)
+        return [choice._replace(reason=f"{reason}; about {sweeps} sweeps are enough")]
+
+    def _better_form(
+        self, call: Call[Inputs, Blocks], solver: str, backend: str, reason: str
+    ) -> Choice:
+        query, _, value = call.inputs[:3]
+        sizes = (query.size(1), value.size(1), query.size(2), value.size(2))
+        sweeps = call.inputs.num_terms or 0
+        if solver == "iterative":
+            sweeps = call.known("polynomial", _FEW_SWEEPS).sweeps
+
+        def choice(form: str, why: str = "") -> Choice:
+            found = Choice(self.name, solver, form, backend, reason + why)
+            dtype = np.dtype(str(value.dtype).removeprefix("torch."))
+            return found._replace(
+                cost=cost_of(found, call.structure, sizes, dtype, sweeps)
+            )
+
+        only_states = solver == "iterative" or (solver, backend) == ("neumann", "numba")
+        if call.inputs.form != "auto" or only_states:
+            return choice("state" if call.inputs.form == "auto" else call.inputs.form)
+        mask, state = choice("mask"), choice("state")
+        if mask.cost.memory > _MAX_MASK_BYTES:  # type: ignore[union-attr]
+            return choice("state", "; resolvents would not fit in memory")
+        if solver != "sparse":
+            return choice("mask", "; dense matrices are at hand")
+        if mask.cost.seconds <= state.cost.seconds:  # type: ignore[union-attr]
+            return choice("mask", "; blocks are small: matrix products are faster")
+        return choice("state", "; blocks are large: states along edges are faster")
 
 
 _resolvent_mix = _ResolventMix()
@@ -98,6 +173,7 @@ def resolvent_mix(
     *,
     solver: str = "auto",
     num_terms: int | None = None,
+    tolerance: float | None = None,
     form: str = "auto",
     backend: str = "auto",
     rank: Tensor | None = None,
@@ -129,14 +205,21 @@ def resolvent_mix(
             connected components are found and used. (default: :obj:`None`)
         solver (str, optional): :obj:`"sparse"` (exact, by elimination in a
             fill-reducing order), :obj:`"dense"` (exact, cubic in a graph's nodes),
-            :obj:`"neumann"` (the first powers of :math:`\mathbf{A}`, Section 4.2), or
-            :obj:`"auto"`: exact, whichever is faster. (default: :obj:`"auto"`)
+            :obj:`"iterative"` (to a tolerance, by products with :math:`\mathbf{A}`,
+            for graphs whose factors would fill up; rows, or columns, of
+            :math:`|\mathbf{A}|` must sum to less than one), :obj:`"neumann"` (the first
+            powers of :math:`\mathbf{A}`, Section 4.2), or :obj:`"auto"`: exact to
+            rounding, whichever is faster. (default: :obj:`"auto"`)
         num_terms (int, optional): The highest power :math:`k` in
             :math:`\sum_{t=0}^{k} \mathbf{A}^t`, for :obj:`"neumann"`; the diameter or
             more reaches every pair. (default: :obj:`None`)
+        tolerance (float, optional): At what residual :obj:`"iterative"` stops, relative
+            to the largest state of a channel. By default, and at least, rounding
+            errors. (default: :obj:`None`)
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
             (linear in edges and fill-in), :obj:`"mask"` makes each graph's resolvent
-            (quadratic in its nodes). Same numbers. (default: :obj:`"auto"`)
+            (quadratic in its nodes), which :obj:`"iterative"` does not. Same numbers.
+            (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
             :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer
@@ -152,7 +235,8 @@ def resolvent_mix(
             graphs, a weight is not finite, :math:`\mathbf{I} - \mathbf{A}` is singular
             or, with :obj:`solver="sparse"`, too far from diagonally dominant to be
             eliminated without pivoting (:obj:`"auto"` warns and takes
-            :obj:`"dense"`), or if an option is unknown or does not fit.
+            :obj:`"dense"`), an iteration need not converge, or if an option is unknown
+            or does not fit.
         TypeError: If a tensor has a wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
@@ -168,7 +252,21 @@ def resolvent_mix(
         )
     if num_terms is not None:
         check_integer("num_terms", num_terms, least=0)
+    if solver == "iterative" and form == "mask":
+        raise ValueError(
+            "'form' must be 'state' or 'auto' with solver='iterative', which never "
+            "makes a graph's resolvent, got form='mask'"
+        )
+    if tolerance is not None:
+        if solver not in ("auto", "iterative"):
+            raise ValueError(
+                f"'tolerance' is of solver='iterative', got solver={solver!r}, which "
+                "is exact" + (" up to its last term" if solver == "neumann" else "")
+            )
+        if not (isinstance(tolerance, float | int) and 0 < tolerance < 1):
+            raise ValueError(f"'tolerance' must be between 0 and 1, got {tolerance!r}")
+        tolerance = float(tolerance)
     inputs = Inputs(
-        q, k, v, w, edge_index, batch, rank, solver, num_terms, form, backend
+        q, k, v, w, edge_index, batch, rank, solver, num_terms, tolerance, form, backend
     )
     return _resolvent_mix(inputs).to(value.dtype)

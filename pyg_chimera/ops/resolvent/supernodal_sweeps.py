@@ -11,11 +11,7 @@ upwards they are made to be sent up, and downwards, forward, only what comes fro
 is read; the rest of a leaf's output is its mask form, (G * Q K^T) V.
 """
 
-from math import gcd
-from typing import NamedTuple
-
 import numpy as np
-import torch
 
 from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.common.simd import (
@@ -25,18 +21,21 @@ from pyg_chimera.ops.common.simd import (
     gemm,
     gemm_rows,
     lanes,
-    load,
     load_part,
     pointer,
-    row_totals,
     splat,
-    store,
     store_part,
     total,
     vector_lanes,
     zeros,
 )
 from pyg_chimera.ops.common.vector_kit import copy, inner_product
+from pyg_chimera.ops.resolvent.state_tiles import (
+    StateTiles,
+    outer,
+    read,
+    read_rows,
+)
 from pyg_chimera.ops.structure.supernodes import Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
@@ -50,31 +49,14 @@ _TILE_BYTES = 1 << 24
 # --------------------------------------------------------------------------- sweeps
 
 
-class _Tiles(NamedTuple):
-    """How a task's states are cut."""
-
-    pieces: int  #: tasks of a (block, head), which share out the value channels
-    channels: int  #: value channels of a piece
-    width: int  #: numbers that these take, in whole vectors
-    keys: int  #: key channels at a time
-
-    @classmethod
-    def of(cls, nodes: Supernodes, query: np.ndarray, value: np.ndarray) -> "_Tiles":
-        num_keys, (_, heads, num_channels) = query.shape[2], value.shape
-        vector, side = vector_lanes(value.dtype)
-        # Gradients of pieces are summed at the end: only as many as threads need.
-        enough = len(nodes.slots) * heads >= 2 * torch.get_num_threads()
-        pieces = 1 if enough else -(-num_channels // vector)
-        channels = -(-num_channels // pieces)
-        width = -(-channels // vector) * vector
-        unit = side // gcd(side, width)  # rows of states are whole tiles of products
-        room = _TILE_BYTES // value.itemsize // max(1, int(nodes.slots.max(initial=0)))
-        most = max(1, room // (unit * width)) * unit
-        shares = -(-num_keys // most)
-        return cls(pieces, channels, width, -(-num_keys // (shares * unit)) * unit)
+def _tiles(nodes: Supernodes, query: np.ndarray, value: np.ndarray) -> StateTiles:
+    _, side = vector_lanes(value.dtype)  # rows of states are whole tiles of products
+    return StateTiles.of(nodes.slots, query, value, _TILE_BYTES, side)
 
 
-def _costs(nodes: Supernodes, heads: int, tiles: _Tiles, num_keys: int) -> np.ndarray:
+def _costs(
+    nodes: Supernodes, heads: int, tiles: StateTiles, num_keys: int
+) -> np.ndarray:
     work = np.diff(nodes.panel_ptr) + 12.0 * nodes.widths
     work = 0.03 * nodes.by_block(work) * num_keys * tiles.width
     return np.repeat(work, heads * tiles.pieces)
@@ -106,7 +88,7 @@ def forward(
     out = np.zeros_like(value)
     if out.size == 0 or query.shape[2] == 0:
         return out
-    tiles = _Tiles.of(nodes, query, value)
+    tiles = _tiles(nodes, query, value)
     rows = int(nodes.slots.max(initial=0) + nodes.widths.max(initial=0))
     run(
         _forward_tasks,
@@ -146,7 +128,7 @@ def backward(
     if value.size == 0 or num_keys == 0:
         dw = np.zeros((symbolic.edge.shape[0], heads), value.dtype)
         return np.zeros_like(query), np.zeros_like(key), dv, dw
-    tiles = _Tiles.of(nodes, query, value)
+    tiles = _tiles(nodes, query, value)
     # Pieces and the heads of a group write to parts of their own, summed below.
     dq = np.empty((tiles.pieces, num_nodes, heads, num_keys), value.dtype)
     dk = np.empty_like(dq)
@@ -179,48 +161,6 @@ def backward(
     shape = (tiles.pieces, num_nodes, groups, heads // groups, num_keys)
     grad_query, grad_key = (x.reshape(shape).sum((0, 3)) for x in (dq, dk))
     return grad_query, grad_key, dv, dw.sum(0)
-
-
-@jit
-def _outer(target, k, v, count, keys, channels, width):  # type: ignore[no-untyped-def]
-    """Sets a state to k v^T, filled up with zeros."""
-    step = lanes(target)
-    for p in range(0, width, step):
-        row = load_part(v + p, channels - p)
-        for a in range(count):
-            store(target + (a * width + p), splat(k[a]) * row)
-        for a in range(count, keys):
-            store(target + (a * width + p), zeros(target))
-
-
-@jit
-def _read(target, q, state, sign, count, channels, width):  # type: ignore[no-untyped-def]
-    """Adds q^T C, or subtracts it."""
-    step = lanes(target)
-    for p in range(0, channels, step):
-        even, odd = zeros(target), zeros(target)
-        for a in range(0, count - 1, 2):
-            even = fma(splat(q[a]), load(state + (a * width + p)), even)
-            odd = fma(splat(q[a + 1]), load(state + ((a + 1) * width + p)), odd)
-        if count % 2 == 1:
-            even = fma(
-                splat(q[count - 1]), load(state + ((count - 1) * width + p)), even
-            )
-        read = fma(splat(sign), even + odd, load_part(target + p, channels - p))
-        store_part(target + p, read, channels - p)
-
-
-@jit
-def _read_rows(target, state, v, rows, count, channels, width):  # type: ignore[no-untyped-def]
-    """Sets a target to C v."""
-    step = lanes(target)
-    for p in range(0, width, step):
-        factor = load_part(v + p, channels - p)
-        for a in range(count):
-            row, x = rows + a * step, load(state + (a * width + p))
-            store(row, x * factor if p == 0 else fma(x, factor, load(row)))
-    for a in range(0, count, step):
-        store_part(target + a, row_totals(rows + a * step), count - a)
 
 
 @jit
@@ -262,7 +202,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
             for i in range(block_start[block], block_start[block + 1]):
                 if slot[i] >= 0:
                     k, v = k0 + (node[i] * of_keys + a0), v0 + node[i] * of_values
-                    _outer(X + slot[i] * size, k, v, count, keys, channels, width)
+                    outer(X + slot[i] * size, k, v, count, keys, channels, width)
             for x in range(x0, x1):
                 if stopped(stop):
                     return
@@ -273,7 +213,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
                     for i in range(s if m > 0 else 0):
                         u = node[a + i]
                         k, v = k0 + (u * of_keys + a0), v0 + u * of_values
-                        _outer(T + i * size, k, v, count, keys, channels, width)
+                        outer(T + i * size, k, v, count, keys, channels, width)
                 rows = row_slot.ctypes.data + 8 * row_ptr[x]
                 gemm_rows(
                     X, size, rows, P + panel_ptr[x], s, 1, states, size, own, m, size,
@@ -301,7 +241,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
                     copy(states, T, s * size)
                 for i in range(s):
                     u = node[a + i]
-                    _read(
+                    read(
                         y0 + u * of_values, q0 + (u * of_keys + a0), T + i * size,
                         -one if leaf[x] else one, count, channels, width,
                     )  # fmt: skip
@@ -369,9 +309,9 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                 if slot[i] >= 0:
                     u = node[i]
                     k, v = k0 + (u * of_keys + a0), v0 + u * of_values
-                    _outer(X + slot[i] * size, k, v, count, keys, channels, width)
+                    outer(X + slot[i] * size, k, v, count, keys, channels, width)
                     q, dy = q0 + (u * of_keys + a0), dy0 + u * of_values
-                    _outer(Z + slot[i] * size, q, dy, count, keys, channels, width)
+                    outer(Z + slot[i] * size, q, dy, count, keys, channels, width)
             for x in range(x0, x1):
                 if stopped(stop):
                     return
@@ -382,9 +322,9 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                     for i in range(s if m > 0 else 0):
                         u = node[a + i]
                         k, v = k0 + (u * of_keys + a0), v0 + u * of_values
-                        _outer(states + i * size, k, v, count, keys, channels, width)
+                        outer(states + i * size, k, v, count, keys, channels, width)
                         q, dy = q0 + (u * of_keys + a0), dy0 + u * of_values
-                        _outer(adjoints + i * size, q, dy, count, keys, channels, width)
+                        outer(adjoints + i * size, q, dy, count, keys, channels, width)
                 rows = row_slot.ctypes.data + 8 * row_ptr[x]
                 E = P + panel_ptr[x]
                 R = E + (m * s + s)
@@ -410,9 +350,9 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                     for i in range(s):
                         u = node[a + i]
                         k, v = k0 + (u * of_keys + a0), v0 + u * of_values
-                        _outer(states + i * size, k, v, count, keys, channels, width)
+                        outer(states + i * size, k, v, count, keys, channels, width)
                         q, dy = q0 + (u * of_keys + a0), dy0 + u * of_values
-                        _outer(adjoints + i * size, q, dy, count, keys, channels, width)
+                        outer(adjoints + i * size, q, dy, count, keys, channels, width)
                 gemm(H, size, G, s + m, 1, states, size, s, size, s, SET)
                 gemm_rows(
                     H, size, own, R, s + m, 1, X, size, rows, s, size, m, SUBTRACT
@@ -425,9 +365,9 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                     at = u * of_grads + a0
                     state, adjoint = H + i * size, J + i * size
                     v, dy = v0 + u * of_values, dy0 + u * of_values
-                    _read_rows(dq0 + at, state, dy, products, count, channels, width)
-                    _read_rows(dk0 + at, adjoint, v, products, count, channels, width)
-                    _read(
+                    read_rows(dq0 + at, state, dy, products, count, channels, width)
+                    read_rows(dk0 + at, adjoint, v, products, count, channels, width)
+                    read(
                         dv0 + u * of_values, k0 + (u * of_keys + a0), adjoint, one,
                         count, channels, width,
                     )  # fmt: skip

@@ -1,8 +1,9 @@
 """The resolvent in plain PyTorch, on any device, without a loop over nodes or edges.
 
-Three solvers. *sparse* walks the elimination tree level by level, each level at once.
+Four solvers. *sparse* walks the elimination tree level by level, each level at once.
 *dense* and *neumann* work on dense matrices, block by block on the CPU and padded on
-other devices; *neumann* in state form multiplies by the sparse A. Gradients are
+other devices; *neumann* in state form and *iterative*
+multiply by the sparse A. Gradients are
 written out, as all of this runs inside one registered operator, below autograd.
 """
 
@@ -24,6 +25,11 @@ from pyg_chimera.ops.resolvent.pivot_growth import (
     check_pivot_growth,
     named_if_singular,
 )
+from pyg_chimera.ops.resolvent.sweep_polynomial import (
+    check_residual,
+    polynomial_of,
+    tolerance_of,
+)
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 DEVICES = None
@@ -39,16 +45,25 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 def why_not(call: Call) -> str | None:
     """It computes everything, unless elimination would need pivots."""
     if call.choice.solver == "sparse":
-        check_pivot_growth(call.once("factors", lambda: _factorize(call))[1])
+        factors = call.once("levelled factors", lambda: _factorize(call))
+        check_pivot_growth(factors[1])
+    if call.choice.solver == "iterative":
+        polynomial_of(call)
     return None
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and the numeric factors of the sparse solver."""
+    """The output [V, heads, P], and the factors of elimination or an iteration's steps.
+
+    Both are small beside the states, which are never kept.
+    """
     if call.choice.solver == "sparse":
-        factors, _ = call.once("factors", lambda: _factorize(call))
+        factors, _ = call.once("levelled factors", lambda: _factorize(call))
         compute = _state_forward if call.choice.form == "state" else _mask_forward
         return compute(call, factors), (factors.diagonal, factors.lower, factors.upper)
+    if call.choice.solver == "iterative":
+        steps = torch.from_numpy(polynomial_of(call).steps).to(call.inputs.value.dtype)
+        return _iterative_forward(call, steps), (steps.to(call.inputs.value.device),)
     if call.choice.form == "mask":
         out = _dense_mask_forward(call)
     elif call.choice.solver == "dense":
@@ -65,6 +80,8 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> Gradients:
         if call.choice.form == "state":
             return _state_backward(call, factors, grad)
         return _mask_backward(call, factors, grad)
+    if call.choice.solver == "iterative":
+        return _iterative_backward(call, saved[0], grad)
     if call.choice.form == "mask":
         return _dense_mask_backward(call, grad)
     if call.choice.solver == "dense":
@@ -213,6 +230,65 @@ def _powers(call: Call, X: Tensor) -> Iterator[Tensor]:
     for _ in range(call.inputs.num_terms):
         H = X.index_add(0, row, call.inputs.edge_weight[..., None, None] * H[col])
         yield H
+
+
+def _iterative_forward(call: Call, steps: Tensor) -> Tensor:
+    """The output from states that an iteration finds."""
+    query, key, value = call.inputs[:3]
+    out = torch.zeros_like(value)
+    q, k = _repeat(query, value), _repeat(key, value)
+    for part in _state_slices(value, query.size(2), 5):
+        X = k[..., part, None] * value.unsqueeze(-2)
+        H = _iterate(call, steps, X, call.inputs.edge_index)
+        out += (q[..., part, None] * H).sum(-2)
+    return out
+
+
+def _iterative_backward(call: Call, steps: Tensor, grad: Tensor) -> Gradients:
+    """Gradients from states and their adjoints, as in the numba backend."""
+    query, key, value, edge_weight = call.inputs[:4]
+    col, row = edges = call.inputs.edge_index
+    q, k = _repeat(query, value), _repeat(key, value)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    dv, dw = torch.zeros_like(value), torch.zeros_like(edge_weight)
+    dy, v = grad.unsqueeze(-2), value.unsqueeze(-2)
+    for part in _state_slices(value, query.size(2), 8):
+        H = _iterate(call, steps, k[..., part, None] * v, edges)
+        Z = _iterate(call, steps, q[..., part, None] * dy, edges.flip(0))
+        dq[..., part], dk[..., part] = (H * dy).sum(-1), (Z * v).sum(-1)
+        dv += (Z * k[..., part, None]).sum(-2)
+        dw += (Z[row] * H[col]).sum((-1, -2))
+    return _grouped_sum(dq, query), _grouped_sum(dk, key), dv, dw
+
+
+def _iterate(call: Call, steps: Tensor, X: Tensor, edges: Tensor) -> Tensor:
+    """(I - A)^-1 X, or of the transposed A: see `sparse_products`."""
+    (col, row), weight = edges, call.inputs.edge_weight[..., None, None]
+
+    def residual(H: Tensor, X: Tensor) -> Tensor:
+        return (X - H).index_add(0, row, weight * H[col])
+
+    def largest(x: Tensor) -> Tensor:
+        return x.abs().nan_to_num(0.0).amax(0)
+
+    H, r, before = torch.zeros_like(X), X, float("inf")
+    zero = torch.zeros_like(X)
+    while X.numel() > 0:
+        for step in steps.unbind(1):
+            c, a = step[..., None, None].unbind(1)
+            t = -residual(r, zero)
+            H = H + torch.where(a == 0, c * r, c * (a * r - t))
+            single = pair = r - c * t
+            if (a != 0).any():
+                pair = r - c * (a * t + residual(t, zero))
+            r = torch.where(a == 0, single, pair)
+        r = residual(H, X)
+        left = (largest(r) / (2 * largest(H) + largest(X))).nan_to_num(0.0).max().item()
+        if left <= tolerance_of(call) or left >= before:
+            check_residual(left, call)
+            break
+        before = left
+    return H
 
 
 class _Chunk(NamedTuple):

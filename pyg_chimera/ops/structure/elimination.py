@@ -15,6 +15,8 @@ from pyg_chimera.ops.structure.csr import adjacency, to_numpy
 
 __all__ = ["elimination_rank"]
 
+_ALL = np.iinfo(np.int64).max
+
 
 def elimination_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
     r"""A fill-reducing elimination order of the (undirected) graph.
@@ -225,11 +227,12 @@ def minimum_degree(indptr, indices):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def fill_pattern(indptr, indices):  # type: ignore[no-untyped-def]
+def fill_pattern(indptr, indices, most=_ALL):  # type: ignore[no-untyped-def]
     """Column pattern of the factor of a graph eliminated in node order.
 
     Column k is what its own edges and its children in the elimination tree reach
-    beyond k; its parent is the first of these. Rows come out ascending.
+    beyond k; its parent is the first of these. Rows come out ascending. It gives up
+    with more than `most` entries.
     """
     n = indptr.shape[0] - 1
     child = np.full(n, -1, np.int64)
@@ -268,6 +271,8 @@ def fill_pattern(indptr, indices):  # type: ignore[no-untyped-def]
                     parent = min(parent, i)
             c = sibling[c]
         ptr[k + 1] = top
+        if top > most:
+            return ptr, rows[:top]
         if parent < n:
             sibling[k] = child[parent]
             child[parent] = k

@@ -21,32 +21,29 @@ from pyg_chimera.ops.structure.elimination import (
     postorder,
 )
 
-__all__ = ["SymbolicFactor", "blocks_of", "symbolic_factor"]
+__all__ = [
+    "Blocks",
+    "SymbolicFactor",
+    "blocks_of",
+    "graph_blocks",
+    "symbolic_factor",
+]
 
 
-@dataclass(frozen=True)
-class SymbolicFactor:
-    r"""Where the entries of :math:`I - A = L U` lie, for a batch of graphs.
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    r"""The graphs of a batch, each a block of a block-diagonal :math:`I - A`.
 
     Nodes are renumbered by *position*: block by block (a block is a graph of the batch,
-    or without a batch a connected component), and within a block in elimination order,
-    which is a postorder of the elimination tree: its subtrees are contiguous.
-    L and U share one pattern: entry :obj:`x` of row :math:`i` is :math:`L_{ij}` and
-    :math:`U_{ji}` with :obj:`j = lower_col[x]` :math:`< i`.
+    or without a batch a connected component).
 
-    All arrays are int64: ``V`` nodes, ``E`` edges, ``T`` blocks, ``F`` entries.
+    All arrays are int64: ``V`` nodes, ``E`` edges, ``T`` blocks.
     """
 
     ptr: np.ndarray  #: [T + 1], first position of each block
     node: np.ndarray  #: [V], node at each position
     local: np.ndarray  #: [V], place of that node among the nodes of its block
     order: np.ndarray  #: [V], nodes block by block, in node order within a block
-    lower_ptr: np.ndarray  #: [V + 1], first entry of each row
-    lower_col: np.ndarray  #: [F], column of each entry, ascending in a row
-    upper_ptr: np.ndarray  #: [V + 1], the same entries by column ...
-    upper_row: np.ndarray  #: [F], ... with their rows, ascending ...
-    upper_entry: np.ndarray  #: [F], ... and their numbers
-    slot: np.ndarray  #: [E], of each edge in [diagonal | L | U], V + 2 F long
     edge_ptr: np.ndarray  #: [T + 1], first of a block's edges in ...
     edge: np.ndarray  #: [E], ... the edges block by block
     edge_row: np.ndarray  #: [E], position of the target of ``edge[x]``
@@ -59,14 +56,43 @@ class SymbolicFactor:
         return self.node.shape[0]
 
     @property
-    def num_entries(self) -> int:
-        """The number of entries of L below the diagonal."""
-        return self.lower_col.shape[0]
+    def num_edges(self) -> int:
+        """The number of edges."""
+        return self.edge.shape[0]
 
     @property
     def sizes(self) -> np.ndarray:
         """The number of nodes of each block."""
         return np.diff(self.ptr)
+
+    @property
+    def nbytes(self) -> int:
+        """About how much memory it takes."""
+        arrays = (x for x in vars(self).values() if isinstance(x, np.ndarray))
+        return sum(x.nbytes for x in arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymbolicFactor(Blocks):
+    r"""Where the entries of :math:`I - A = L U` lie, for a batch of graphs.
+
+    Within a block, positions are the elimination order, which is a postorder of the
+    elimination tree: its subtrees are contiguous. L and U share one pattern: entry
+    :obj:`x` of row :math:`i` is :math:`L_{ij}` and :math:`U_{ji}` with
+    :obj:`j = lower_col[x]` :math:`< i`. There are ``F`` entries.
+    """
+
+    lower_ptr: np.ndarray  #: [V + 1], first entry of each row
+    lower_col: np.ndarray  #: [F], column of each entry, ascending in a row
+    upper_ptr: np.ndarray  #: [V + 1], the same entries by column ...
+    upper_row: np.ndarray  #: [F], ... with their rows, ascending ...
+    upper_entry: np.ndarray  #: [F], ... and their numbers
+    slot: np.ndarray  #: [E], of each edge in [diagonal | L | U], V + 2 F long
+
+    @property
+    def num_entries(self) -> int:
+        """The number of entries of L below the diagonal."""
+        return self.lower_col.shape[0]
 
     @property
     def entries(self) -> np.ndarray:
@@ -79,20 +105,22 @@ class SymbolicFactor:
         columns = np.diff(self.upper_ptr).astype(float)
         return np.diff(np.append(0.0, np.cumsum(columns**2))[self.ptr])
 
-    @property
-    def nbytes(self) -> int:
-        """About how much memory it takes."""
-        arrays = (x for x in vars(self).values() if isinstance(x, np.ndarray))
-        return sum(x.nbytes for x in arrays)
-
     def roots(self) -> np.ndarray:
         """The last position [V] that each position is connected to."""
         return _roots(self.upper_ptr, self.upper_row)
 
 
+#: Entries of factors that are worth their memory: so many an edge, or so many in all.
+_MANY_AN_EDGE, _MANY = 16, 1 << 22
+
+
 def symbolic_factor(
-    edge_index: Tensor, batch: Tensor | None, rank: Tensor | None, num_nodes: int
-) -> SymbolicFactor:
+    edge_index: Tensor,
+    batch: Tensor | None,
+    rank: Tensor | None,
+    num_nodes: int,
+    bounded: bool = False,
+) -> Blocks:
     r"""Orders the nodes of a batch of graphs and finds the pattern of its factors.
 
     Args:
@@ -103,6 +131,10 @@ def symbolic_factor(
         rank (torch.Tensor, optional): The elimination rank of each node within its
             graph. Computed if absent.
         num_nodes (int): The number of nodes.
+        bounded (bool, optional): Whether to give up where factors would fill up.
+
+    Returns:
+        SymbolicFactor: The factors, or if it gave up their :obj:`Blocks` alone.
 
     Raises:
         ValueError: If a shape is wrong, an index is out of range, or an edge joins two
@@ -111,44 +143,68 @@ def symbolic_factor(
     """
     check_edge_index(edge_index, num_nodes)
     col, row = to_numpy(edge_index)
-    order, ptr, _ = blocks_of(edge_index, batch, num_nodes)
     if rank is None:
         by_rank = elimination_order(row, col, num_nodes)
     else:
         check_rank(rank, num_nodes)
         by_rank = to_numpy(rank)
-    block = np.empty(num_nodes, np.int64)
-    block[order] = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
-    node = order[np.lexsort((by_rank[order], block[order]))]
-    position, place = np.empty_like(node), np.empty_like(node)
-    position[node] = np.arange(num_nodes)
+    blocks = _blocks(edge_index, batch, by_rank, num_nodes)
     if rank is not None:  # subtrees of the elimination tree shall be contiguous
+        position = np.empty_like(blocks.node)
+        position[blocks.node] = np.arange(num_nodes)
         later = postorder(*adjacency(position[row], position[col], num_nodes))
-        position = later[position]
-        node[position] = np.arange(num_nodes)
-    place[order] = np.arange(num_nodes) - np.repeat(ptr[:-1], np.diff(ptr))
+        blocks = _blocks(edge_index, batch, later[position], num_nodes)
 
-    edge_row, edge_col = position[row], position[col]
-    column_ptr, rows = fill_pattern(*adjacency(edge_row, edge_col, num_nodes))
+    edge_row, edge_col = blocks.edge_row, blocks.edge_col
+    most = np.iinfo(np.int64).max
+    if bounded:
+        most = max(_MANY, _MANY_AN_EDGE * blocks.num_edges)
+    indptr, indices = adjacency(edge_row, edge_col, num_nodes)
+    column_ptr, rows = fill_pattern(indptr, indices, most)
+    if len(rows) > most:
+        return blocks
     columns = np.repeat(np.arange(num_nodes), np.diff(column_ptr))
     lower = sorted_rows(rows, columns, num_nodes)
     upper = sorted_rows(lower.col, lower.row, num_nodes)
-    edge, edge_ptr = grouped(block[row], len(ptr) - 1)
+    slot = np.empty(blocks.num_edges, np.int64)
+    slot[blocks.edge] = _slots(edge_row, edge_col, lower.ptr, lower.col)
     return SymbolicFactor(
-        ptr=ptr,
-        node=node,
-        local=place[node],
-        order=order,
+        **vars(blocks),
         lower_ptr=lower.ptr,
         lower_col=lower.col,
         upper_ptr=upper.ptr,
         upper_row=upper.col,
         upper_entry=upper.entry,
-        slot=_slots(edge_row, edge_col, lower.ptr, lower.col),
+        slot=slot,
+    )
+
+
+def graph_blocks(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Blocks:
+    """The graphs of a batch, with their nodes in order; see :func:`symbolic_factor`."""
+    check_edge_index(edge_index, num_nodes)
+    return _blocks(edge_index, batch, np.arange(num_nodes), num_nodes)
+
+
+def _blocks(
+    edge_index: Tensor, batch: Tensor | None, by_rank: np.ndarray, num_nodes: int
+) -> Blocks:
+    """The graphs of a batch, with the nodes of each by rank."""
+    col, row = to_numpy(edge_index)
+    order, ptr, block = blocks_of(edge_index, batch, num_nodes)
+    node = order[np.lexsort((by_rank[order], block[order]))]
+    position, place = np.empty_like(node), np.empty_like(node)
+    position[node] = np.arange(num_nodes)
+    place[order] = np.arange(num_nodes) - np.repeat(ptr[:-1], np.diff(ptr))
+    edge, edge_ptr = grouped(block[row], len(ptr) - 1)
+    return Blocks(
+        ptr=ptr,
+        node=node,
+        local=place[node],
+        order=order,
         edge_ptr=edge_ptr,
         edge=edge,
-        edge_row=edge_row[edge],
-        edge_col=edge_col[edge],
+        edge_row=position[row[edge]],
+        edge_col=position[col[edge]],
     )
 
 

@@ -242,7 +242,7 @@ def test_undirected_path_is_an_m_matrix(options):
 def test_singular(options):
     """Two nodes that feed each other all they have."""
     case = weighted([(0, 1), (1, 0)], 2, [1.0, 1.0])
-    with pytest.raises(ValueError, match=r"singular|without pivoting"):
+    with pytest.raises(ValueError, match=r"singular|without pivoting|not converge"):
         case(**options)
 
 
@@ -259,9 +259,14 @@ def test_singular(options):
         ({"solver": "neumann"}, "'num_terms' must be given.*solver='neumann'"),
         ({"num_terms": 3}, "only with it.*solver='auto', num_terms=3"),
         ({"solver": "dense", "num_terms": 3}, "only with it.*'dense', num_terms=3"),
-        ({"solver": "dense", "backend": "numba"}, "'dense' has no numba backend"),
-        ({"solver": "neumann", "backend": "numba", "num_terms": 2},
-         "'neumann' has no numba backend"),
+        ({"solver": "dense", "backend": "numba"},
+         "'dense', form='mask' has no numba backend"),
+        ({"solver": "neumann", "backend": "numba", "num_terms": 2, "form": "mask"},
+         "'neumann', form='mask' has no numba backend"),
+        ({"solver": "iterative", "form": "mask"}, "'form' must be 'state' or 'auto'"),
+        ({"solver": "iterative", "tolerance": 0}, "'tolerance' must be between 0 and"),
+        ({"solver": "iterative", "tolerance": "1e-3"}, "'tolerance' must be between"),
+        ({"solver": "sparse", "tolerance": 1e-3}, "'tolerance' is of solver='iter"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together(changes, match):

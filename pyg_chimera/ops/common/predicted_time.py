@@ -1,0 +1,73 @@
+"""Predicted seconds: of this machine, and a word before they are many."""
+
+import time
+from functools import cache
+from warnings import warn
+
+import torch
+
+from pyg_chimera.ops.common.dispatch import Choice
+
+__all__ = ["on_this_machine", "warn_above", "warn_if_long"]
+
+#: Multiply-adds a nanosecond that a core does in `torch.mm`, where costs were measured.
+_REFERENCE = 50.0
+
+
+class _Limit:
+    seconds = 60.0
+    warned: set[Choice] = set()  # noqa: RUF012
+
+
+def warn_above(seconds: float) -> None:
+    """Sets above how many predicted seconds, forward and backward, a call warns.
+
+    Once for each algorithm, with the prediction and what to do. (default: :obj:`60`)
+
+    Args:
+        seconds (float): The limit; :obj:`float("inf")` for no warnings.
+
+    Raises:
+        ValueError: If it is negative or not a number.
+    """
+    if not seconds >= 0:
+        raise ValueError(f"'seconds' must be 0 or more, got {seconds}")
+    _Limit.seconds = seconds
+    _Limit.warned.clear()
+
+
+def warn_if_long(choice: Choice) -> None:
+    """Warns once of an algorithm that is predicted to take long."""
+    if choice.cost is None or choice.cost.seconds < _Limit.seconds / 100:
+        return
+    scaled = on_this_machine(choice)
+    if scaled.cost.seconds > _Limit.seconds and choice.algorithm not in _Limit.warned:  # type: ignore[union-attr]
+        _Limit.warned.add(choice.algorithm)
+        warn(
+            f"{scaled}\nThis call takes long. Fewer state channels or heads take less, "
+            "and so do parts of the graph (torch_geometric's NeighborLoader or "
+            "ClusterLoader) and finite sums (solver='neumann'). "
+            "'pyg_chimera.ops.warn_above' sets from how many seconds on this is said",
+            stacklevel=2,
+        )
+
+
+def on_this_machine(choice: Choice) -> Choice:
+    """A choice whose costs, and those of its alternatives, are scaled."""
+    cost = choice.cost
+    if cost is not None:
+        cost = cost._replace(seconds=cost.seconds * _slowness(torch.get_num_threads()))
+    others = tuple(map(on_this_machine, choice.alternatives))
+    return choice._replace(cost=cost, alternatives=others)
+
+
+@cache
+def _slowness(num_threads: int) -> float:
+    """How much longer a product takes than where the costs were measured."""
+    n, best = 512, float("inf")
+    x = torch.ones(n, n)
+    for _ in range(4):
+        start = time.perf_counter()
+        x @ x
+        best = min(best, time.perf_counter() - start)
+    return _REFERENCE * num_threads * best * 1e9 / n**3

@@ -1,0 +1,482 @@
+"""States by products with the sparse A, on the CPU: finite sums and iterations.
+
+A task is a (block, head, piece of value channels). It holds the states of all nodes of
+a block, [nodes, keys x width], for as few key channels at a time as a vector has room
+for, so that what is gathered stays in a cache. All is made of one kind of step,
+Y_i = c0 X_i + c1 H_i + c2 sum_j A_ij H_j, in `_step`.
+
+A finite sum is H <- A H + X. An iteration takes the steps of `SweepPolynomial`, from
+the residual, until what is left is as small as rounding.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
+from pyg_chimera.ops.common.simd import (
+    fma,
+    lanes,
+    load,
+    pointer,
+    splat,
+    store,
+    vector_lanes,
+    zeros,
+)
+from pyg_chimera.ops.common.vector_kit import copy, inner_product
+from pyg_chimera.ops.resolvent.state_tiles import StateTiles, outer, read, read_rows
+from pyg_chimera.ops.structure.csr import sorted_rows
+from pyg_chimera.ops.structure.symbolic_factor import Blocks
+
+__all__ = ["Products", "System", "backward", "forward", "products"]
+
+#: Bytes of states that a task gathers from: about a core's own cache.
+_TILE_BYTES = 1 << 19
+
+
+class Products(NamedTuple):
+    """A by rows, or by columns."""
+
+    ptr: np.ndarray  #: [V + 1], first edge of each position
+    other: np.ndarray  #: [E], the other end, counted from the block's first position
+    edge: np.ndarray  #: [E], which edge it is
+
+
+def products(blocks: Blocks) -> tuple[Products, Products]:
+    """A and its transpose, made once for each graph."""
+    if "products" not in blocks.tables:
+        row, col, edge = blocks.edge_row, blocks.edge_col, blocks.edge
+        start = np.repeat(blocks.ptr[:-1], blocks.sizes)
+        made = []
+        for own, other in ((row, col), (col, row)):
+            rows = sorted_rows(own, other, blocks.num_nodes)
+            local = (rows.col - start[rows.row]).astype(np.int32)
+            made.append(Products(rows.ptr, local, edge[rows.entry]))
+        blocks.tables["products"] = tuple(made)
+    return blocks.tables["products"]
+
+
+# ------------------------------------------------------------------------------ passes
+
+
+class System(NamedTuple):
+    """What is solved, or summed."""
+
+    weight: np.ndarray  #: of each edge, [E, heads]
+    steps: np.ndarray  #: of `SweepPolynomial`, [heads, steps, 2]
+    num_terms: int  #: the power of the last term of a finite sum, or -1 to iterate
+    tolerance: float  #: at what relative residual to stop
+
+
+def forward(
+    blocks: Blocks,
+    system: System,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+) -> tuple[np.ndarray, float]:
+    """The output, and the largest relative residual that an iteration left."""
+    out = np.zeros_like(value)
+    if out.size == 0 or query.shape[2] == 0:
+        return out, 0.0
+    tiles, (rows, _) = _tiles(blocks, query, value), products(blocks)
+    costs = _costs(blocks, system, tiles, query, value)
+    left = np.zeros(costs.shape[0])
+    room = 3 * int(blocks.sizes.max()) + 4
+    run(
+        _forward_tasks,
+        costs,
+        room * tiles.keys * tiles.width,
+        out.dtype,
+        blocks.ptr,
+        blocks.node,
+        rows.ptr,
+        rows.other,
+        _by_head(system.weight, rows),
+        system.steps,
+        system.num_terms,
+        system.tolerance,
+        query,
+        key,
+        value,
+        out,
+        left,
+        *tiles,
+    )
+    return out, float(left.max())
+
+
+def backward(
+    blocks: Blocks,
+    system: System,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    grad: np.ndarray,
+) -> tuple[tuple[np.ndarray, ...], float]:
+    """Gradients of query, key, value and edge weight, and the residual.
+
+    As in `supernodal_sweeps`, and of a finite sum dA_ij is that of <Z_i, H_j> over all
+    pairs of a power of A^T in Z and a sum of powers in H that have one to go.
+    """
+    num_nodes, heads, _ = value.shape
+    groups, num_keys = query.shape[1:]
+    dv, dw = np.zeros_like(value), np.zeros_like(system.weight)
+    if value.size == 0 or num_keys == 0:
+        return (np.zeros_like(query), np.zeros_like(key), dv, dw), 0.0
+    tiles, (rows, columns) = _tiles(blocks, query, value), products(blocks)
+    costs = 4 * _costs(blocks, system, tiles, query, value)
+    # Pieces and the heads of a group write to parts of their own, summed below.
+    dq = np.empty((tiles.pieces, num_nodes, heads, num_keys), value.dtype)
+    dk = np.empty_like(dq)
+    by_head = np.zeros((tiles.pieces, heads, blocks.num_edges), value.dtype)
+    left = np.zeros(costs.shape[0])
+    vector, _ = vector_lanes(value.dtype)
+    room = (4 + max(system.num_terms, 0)) * int(blocks.sizes.max()) + 4
+    run(
+        _backward_tasks,
+        costs,
+        room * tiles.keys * tiles.width + (tiles.keys + vector) * vector,
+        value.dtype,
+        blocks.ptr,
+        blocks.node,
+        rows.ptr,
+        rows.other,
+        _by_head(system.weight, rows),
+        columns.ptr,
+        columns.other,
+        _by_head(system.weight, columns),
+        system.steps,
+        system.num_terms,
+        system.tolerance,
+        query,
+        key,
+        value,
+        grad,
+        dq,
+        dk,
+        dv,
+        by_head,
+        left,
+        *tiles,
+    )
+    dw[rows.edge] = by_head.sum(0).T
+    shape = (tiles.pieces, num_nodes, groups, heads // groups, num_keys)
+    dq, dk = (x.reshape(shape).sum((0, 3)) for x in (dq, dk))
+    return (dq, dk, dv, dw), float(left.max())
+
+
+def _costs(
+    blocks: Blocks,
+    system: System,
+    tiles: StateTiles,
+    query: np.ndarray,
+    value: np.ndarray,
+) -> np.ndarray:
+    sweeps = max(system.num_terms, system.steps.shape[1]) + 3.0
+    work = sweeps * (np.diff(blocks.edge_ptr) + 6.0 * blocks.sizes)
+    work *= 0.1 * query.shape[2] * tiles.width
+    return np.repeat(work, value.shape[1] * tiles.pieces)
+
+
+def _tiles(blocks: Blocks, query: np.ndarray, value: np.ndarray) -> StateTiles:
+    vector, _ = vector_lanes(value.dtype)
+    return StateTiles.of(blocks.sizes, query, value, _TILE_BYTES, vector)
+
+
+def _by_head(weight: np.ndarray, own: Products) -> np.ndarray:
+    """Weights in the order of the edges of A, [heads, E]."""
+    return np.ascontiguousarray(weight[own.edge].T)
+
+
+@jit
+def _step(  # type: ignore[no-untyped-def]
+    out, own, source, x, ptr, other, weight, first, last, size, c0, c1, c2, d0, d1,
+):  # fmt: skip
+    """Sets out_i = c0 own_i + c1 source_i + c2 sum_j A_ij source_j.
+
+    And adds d0 own_i + d1 source_i to x_i. `out` may be `own`.
+    """
+    step = lanes(out)
+    a0, a1, a2, b0, b1 = splat(c0), splat(c1), splat(c2), splat(d0), splat(d1)
+    moves = d0 != 0 or d1 != 0
+    for i in range(first, last):
+        at = (i - first) * size
+        e0, e1 = ptr[i], ptr[i + 1]
+        for w in range(at, at + size, step):
+            left = w - at
+            even, odd = zeros(out), zeros(out)
+            for e in range(e0, e1 - 1, 2):
+                even = fma(
+                    splat(weight[e]), load(source + (other[e] * size + left)), even
+                )
+                odd = fma(
+                    splat(weight[e + 1]), load(source + (other[e + 1] * size + left)),
+                    odd,
+                )  # fmt: skip
+            if (e1 - e0) % 2 == 1:
+                e = e1 - 1
+                even = fma(
+                    splat(weight[e]), load(source + (other[e] * size + left)), even
+                )
+            mine, there = load(own + w), load(source + w)
+            store(out + w, fma(a0, mine, fma(a1, there, a2 * (even + odd))))
+            if moves:
+                store(x + w, fma(b0, mine, fma(b1, there, load(x + w))))
+
+
+@jit
+def _form(  # type: ignore[no-untyped-def]
+    target, left, right, nodes, of_left, of_right, first, last, count, keys, channels,
+    width,
+):  # fmt: skip
+    """Sets a tile to the states left right^T of its nodes."""
+    for i in range(first, last):
+        u = nodes[i]
+        outer(
+            target + (i - first) * keys * width, left + u * of_left,
+            right + u * of_right, count, keys, channels, width,
+        )  # fmt: skip
+
+
+@jit
+def _largest(norm, states, rows):  # type: ignore[no-untyped-def]
+    """The largest absolute value of each lane; NaN counts for none."""
+    size = norm.shape[0]
+    norm[:] = 0
+    for i in range(rows):
+        row = states + i * size
+        for w in range(size):
+            norm[w] = max(abs(row[w]), norm[w])
+
+
+@jit
+def _solve(  # type: ignore[no-untyped-def]
+    x, r, t, norms, left, right, nodes, of_left, of_right, ptr, other, weight, first,
+    last, steps, tolerance, stop, count, keys, channels, width,
+):  # fmt: skip
+    """Sets x to (I - A)^-1 of the states left right^T; returns what residual is left.
+
+    Each pass takes all steps from the residual. `r` and `t` are room for a tile each.
+    """
+    size = keys * width
+    norms = norms[: 3 * size].reshape(3, size)
+    one = norms.dtype.type(1)
+    zero = one - one
+    x_norm, r_norm, b_norm = norms
+    before = np.inf
+    while True:
+        _form(
+            r, left, right, nodes, of_left, of_right, first, last, count, keys,
+            channels, width,
+        )  # fmt: skip
+        if before == np.inf:
+            _largest(b_norm, r, last - first)
+            for w in range(0, (last - first) * size, lanes(x)):
+                store(x + w, zeros(x))
+            before = 1.0
+        else:
+            _step(
+                r, r, x, x, ptr, other, weight, first, last, size, one, -one, one,
+                zero, zero,
+            )  # fmt: skip
+            _largest(r_norm, r, last - first)
+            _largest(x_norm, x, last - first)
+            residual = 0.0
+            for w in range(size):  # comparisons with NaN are false
+                bound = 2 * x_norm[w] + b_norm[w]
+                if r_norm[w] > residual * bound and bound > 0:
+                    residual = r_norm[w] / bound
+            if residual <= tolerance or residual >= before:
+                return residual
+            before = residual
+        for s in range(steps.shape[0]):
+            if stopped(stop):
+                return np.inf
+            c, a = steps[s]
+            if c == 0:  # other heads have more
+                break
+            if a == 0:  # the root 1 / c
+                _step(
+                    t, r, r, x, ptr, other, weight, first, last, size, one - c, zero,
+                    c, c, zero,
+                )  # fmt: skip
+                r, t = t, r
+            else:  # a pair of roots, of sum a and product 1 / c
+                _step(
+                    t, r, r, x, ptr, other, weight, first, last, size, one, zero, -one,
+                    zero, zero,
+                )  # fmt: skip
+                _step(
+                    r, r, t, x, ptr, other, weight, first, last, size, one, c - c * a,
+                    -c, c * a, -c,
+                )  # fmt: skip
+
+
+@jit
+def _forward_tasks(  # type: ignore[no-untyped-def]
+    begin, end, stop, scratch, block_ptr, nodes, ptr, other, weight, steps, num_terms,
+    tolerance, query, key, value, out, left, pieces, channels_, width, keys,
+):  # fmt: skip
+    _, heads, num_channels = value.shape
+    _, groups, num_keys = query.shape
+    size = keys * width
+    one = value.dtype.type(1)
+    zero = one - one
+    norms, states = scratch[: 3 * size], pointer(scratch) + 4 * size
+    of_keys, of_values = groups * num_keys, heads * num_channels
+    for task in range(begin, end):
+        block = task // (heads * pieces)
+        h, piece = (task // pieces) % heads, task % pieces
+        first, last = block_ptr[block], block_ptr[block + 1]
+        rows = last - first
+        H, r, t = states, states + rows * size, states + 2 * rows * size
+        at = (h // (heads // groups)) * num_keys
+        q0, k0 = pointer(query) + at, pointer(key) + at
+        at = h * num_channels + piece * channels_
+        channels = min(channels_, num_channels - piece * channels_)
+        v0, y0 = pointer(value) + at, pointer(out) + at
+        w0 = pointer(weight) + h * weight.shape[1]
+        for a0 in range(0, num_keys, keys):
+            count = min(keys, num_keys - a0)
+            if num_terms < 0:
+                residual = _solve(
+                    H, r, t, norms, k0 + a0, v0, nodes, of_keys, of_values, ptr, other,
+                    w0, first, last, steps[h], tolerance, stop, count, keys, channels,
+                    width,
+                )  # fmt: skip
+                left[task] = max(left[task], residual)
+            else:
+                _form(
+                    t, k0 + a0, v0, nodes, of_keys, of_values, first, last, count,
+                    keys, channels, width,
+                )  # fmt: skip
+                copy(H, t, rows * size)
+                for _ in range(num_terms):
+                    if stopped(stop):
+                        return
+                    _step(
+                        r, t, H, H, ptr, other, w0, first, last, size, one, zero, one,
+                        zero, zero,
+                    )  # fmt: skip
+                    H, r = r, H
+            if stopped(stop):
+                return
+            for i in range(first, last):
+                u = nodes[i]
+                read(
+                    y0 + u * of_values, q0 + (u * of_keys + a0),
+                    H + (i - first) * size, one, count, channels, width,
+                )  # fmt: skip
+
+
+@jit
+def _backward_tasks(  # type: ignore[no-untyped-def]
+    begin, end, stop, scratch, block_ptr, nodes, ptr, other, weight, back_ptr,
+    back_other, back_weight, steps, num_terms, tolerance, query, key, value, grad,
+    grad_query, grad_key, grad_value, grad_weight, left, pieces, channels_, width, keys,
+):  # fmt: skip
+    num_nodes, heads, num_channels = value.shape
+    _, groups, num_keys = query.shape
+    size = keys * width
+    one = value.dtype.type(1)
+    zero = one - one
+    norms, states = scratch[: 3 * size], pointer(scratch) + 4 * size
+    of_keys, of_values = groups * num_keys, heads * num_channels
+    of_grads = heads * num_keys
+    for task in range(begin, end):
+        block = task // (heads * pieces)
+        h, piece = (task // pieces) % heads, task % pieces
+        first, last = block_ptr[block], block_ptr[block + 1]
+        rows = last - first
+        tile = rows * size
+        at = (h // (heads // groups)) * num_keys
+        q0, k0 = pointer(query) + at, pointer(key) + at
+        at = (piece * num_nodes * heads + h) * num_keys
+        dq0, dk0 = pointer(grad_query) + at, pointer(grad_key) + at
+        at = h * num_channels + piece * channels_
+        channels = min(channels_, num_channels - piece * channels_)
+        v0, dy0, dv0 = pointer(value) + at, pointer(grad) + at, pointer(grad_value) + at
+        w0 = pointer(weight) + h * weight.shape[1]
+        u0 = pointer(back_weight) + h * weight.shape[1]
+        dw = grad_weight[piece, h]
+        for a0 in range(0, num_keys, keys):
+            count = min(keys, num_keys - a0)
+            Z, r, t = states, states + tile, states + 2 * tile
+            H = states + 3 * tile
+            if num_terms < 0:
+                residual = _solve(
+                    H, r, t, norms, k0 + a0, v0, nodes, of_keys, of_values, ptr, other,
+                    w0, first, last, steps[h], tolerance, stop, count, keys, channels,
+                    width,
+                )  # fmt: skip
+                left[task] = max(left[task], residual)
+                residual = _solve(
+                    Z, r, t, norms, q0 + a0, dy0, nodes, of_keys, of_values, back_ptr,
+                    back_other, u0, first, last, steps[h], tolerance, stop, count, keys,
+                    channels, width,
+                )  # fmt: skip
+                left[task] = max(left[task], residual)
+                _edges(dw, Z, H, ptr, other, first, last, size)
+            else:
+                _form(
+                    H, k0 + a0, v0, nodes, of_keys, of_values, first, last, count,
+                    keys, channels, width,
+                )  # fmt: skip
+                X = H
+                for _ in range(num_terms):
+                    if stopped(stop):
+                        return
+                    _step(
+                        H + tile, X, H, H, ptr, other, w0, first, last, size, one,
+                        zero, one, zero, zero,
+                    )  # fmt: skip
+                    H = H + tile
+                _form(
+                    r, q0 + a0, dy0, nodes, of_keys, of_values, first, last, count,
+                    keys, channels, width,
+                )  # fmt: skip
+                copy(Z, r, tile)
+                for m in range(num_terms):  # r is the m-th power's, Z their sum
+                    if stopped(stop):
+                        return
+                    _edges(
+                        dw, r, X + (num_terms - 1 - m) * tile, ptr, other, first, last,
+                        size,
+                    )  # fmt: skip
+                    _step(
+                        t, r, r, Z, back_ptr, back_other, u0, first, last, size, zero,
+                        zero, one, zero, zero,
+                    )  # fmt: skip
+                    _add(Z, t, tile)
+                    r, t = t, r
+            if stopped(stop):
+                return
+            products = states + (4 + max(num_terms, 0)) * tile
+            for i in range(first, last):
+                u = nodes[i]
+                at = u * of_grads + a0
+                state, adjoint = H + (i - first) * size, Z + (i - first) * size
+                v, dy = v0 + u * of_values, dy0 + u * of_values
+                read_rows(dq0 + at, state, dy, products, count, channels, width)
+                read_rows(dk0 + at, adjoint, v, products, count, channels, width)
+                read(
+                    dv0 + u * of_values, k0 + (u * of_keys + a0), adjoint, one, count,
+                    channels, width,
+                )  # fmt: skip
+
+
+@jit
+def _add(target, source, size):  # type: ignore[no-untyped-def]
+    for at in range(0, size, lanes(target)):
+        store(target + at, load(target + at) + load(source + at))
+
+
+@jit
+def _edges(dw, Z, H, ptr, other, first, last, size):  # type: ignore[no-untyped-def]
+    """Adds <Z_i, H_j> to the gradient of A_ij."""
+    for i in range(first, last):
+        adjoint = Z + (i - first) * size
+        for e in range(ptr[i], ptr[i + 1]):
+            dw[e] += inner_product(adjoint, H + other[e] * size, size)

@@ -1,0 +1,104 @@
+"""States of a task: how they are cut into tiles, formed and read.
+
+A tile holds the states of some nodes, [nodes, keys x width], for some key channels and
+a piece of the value channels, which is filled up with zeros to whole vectors.
+"""
+
+from math import gcd
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from pyg_chimera.ops.common.numba_runtime import jit
+from pyg_chimera.ops.common.simd import (
+    fma,
+    lanes,
+    load,
+    load_part,
+    row_totals,
+    splat,
+    store,
+    store_part,
+    vector_lanes,
+    zeros,
+)
+
+__all__ = ["StateTiles", "outer", "read", "read_rows"]
+
+
+class StateTiles(NamedTuple):
+    """How the states of a (block, head) are cut."""
+
+    pieces: int  #: tasks of a (block, head), which share out the value channels
+    channels: int  #: value channels of a piece
+    width: int  #: numbers that these take, in whole vectors
+    keys: int  #: key channels at a time
+
+    @classmethod
+    def of(
+        cls,
+        held: np.ndarray,
+        query: np.ndarray,
+        value: np.ndarray,
+        num_bytes: int,
+        side: int,
+    ) -> "StateTiles":
+        """Cuts states into multiples of `side` numbers.
+
+        As many as let the `held` ones of a block take at most so many bytes, or one.
+        """
+        num_keys, (_, heads, num_channels) = query.shape[2], value.shape
+        vector, _ = vector_lanes(value.dtype)
+        # Gradients of pieces are summed at the end: only as many as threads need.
+        enough = len(held) * heads >= 2 * torch.get_num_threads()
+        pieces = 1 if enough else -(-num_channels // vector)
+        channels = -(-num_channels // pieces)
+        width = -(-channels // vector) * vector
+        unit = side // gcd(side, width)
+        room = num_bytes // value.itemsize // max(1, int(held.max(initial=0)))
+        most = max(1, room // (unit * width)) * unit
+        shares = -(-num_keys // most)
+        return cls(pieces, channels, width, -(-num_keys // (shares * unit)) * unit)
+
+
+@jit
+def outer(target, k, v, count, keys, channels, width):  # type: ignore[no-untyped-def]
+    """Sets a state to k v^T, filled up with zeros."""
+    step = lanes(target)
+    for p in range(0, width, step):
+        row = load_part(v + p, channels - p)
+        for a in range(count):
+            store(target + (a * width + p), splat(k[a]) * row)
+        for a in range(count, keys):
+            store(target + (a * width + p), zeros(target))
+
+
+@jit
+def read(target, q, state, sign, count, channels, width):  # type: ignore[no-untyped-def]
+    """Adds q^T C, or subtracts it."""
+    step = lanes(target)
+    for p in range(0, channels, step):
+        even, odd = zeros(target), zeros(target)
+        for a in range(0, count - 1, 2):
+            even = fma(splat(q[a]), load(state + (a * width + p)), even)
+            odd = fma(splat(q[a + 1]), load(state + ((a + 1) * width + p)), odd)
+        if count % 2 == 1:
+            even = fma(
+                splat(q[count - 1]), load(state + ((count - 1) * width + p)), even
+            )
+        result = fma(splat(sign), even + odd, load_part(target + p, channels - p))
+        store_part(target + p, result, channels - p)
+
+
+@jit
+def read_rows(target, state, v, rows, count, channels, width):  # type: ignore[no-untyped-def]
+    """Sets a target to C v."""
+    step = lanes(target)
+    for p in range(0, width, step):
+        factor = load_part(v + p, channels - p)
+        for a in range(count):
+            row, x = rows + a * step, load(state + (a * width + p))
+            store(row, x * factor if p == 0 else fma(x, factor, load(row)))
+    for a in range(0, count, step):
+        store_part(target + a, row_totals(rows + a * step), count - a)

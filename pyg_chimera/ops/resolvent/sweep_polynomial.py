@@ -1,0 +1,189 @@
+r"""Which steps an iteration takes: those of GMRES on a random right-hand side.
+
+A pass of steps multiplies the residual by :math:`p(\mathbf{I} - \mathbf{A})`, where
+:math:`p(z) = \prod_k (1 - z / \theta_k)`, from `"Polynomial Preconditioned GMRES and
+GMRES-DR" <https://epubs.siam.org/doi/10.1137/140968276>`_ (Liu, Morgan and Wilcox,
+2015). The :math:`\theta_k` are harmonic Ritz values, the roots of GMRES' polynomial,
+found once for all states of a head, as these share one matrix; they take no inner
+products from there on, and serve the transposed system as well. In Leja's order no
+product of some of the factors is large.
+"""
+
+from typing import NamedTuple
+from warnings import warn
+
+import numpy as np
+import torch
+
+from pyg_chimera.ops.common.dispatch import Call, UnsuitableSolver
+from pyg_chimera.ops.common.numba_runtime import jit
+from pyg_chimera.ops.structure.csr import sorted_rows
+from pyg_chimera.ops.structure.symbolic_factor import Blocks
+
+__all__ = ["SweepPolynomial", "check_residual", "polynomial_of", "tolerance_of"]
+
+#: Steps of a pass at most: rounding errors grow with them.
+_MAX_STEPS = 64
+
+
+class SweepPolynomial(NamedTuple):
+    """The steps of a pass."""
+
+    steps: np.ndarray  #: [heads, steps, 2], (1 / root, 0) or, of a pair of complex
+    #: roots, (1 / product, sum); filled up with zeros
+    sweeps: int  #: products with A that it takes to the tolerance, of the slowest head
+
+
+def polynomial_of(call: Call) -> SweepPolynomial:
+    """The steps for a call, found once.
+
+    Raises:
+        UnsuitableSolver: If an iteration need not converge.
+    """
+    return call.once("polynomial", lambda: _polynomial(call))
+
+
+def _polynomial(call: Call) -> SweepPolynomial:
+    blocks: Blocks = call.structure
+    weight = call.inputs.edge_weight.detach().cpu().double().numpy()
+    weight = np.ascontiguousarray(weight[blocks.edge].T)
+    _check_contraction(blocks, weight)
+    by_row = sorted_rows(blocks.edge_row, blocks.edge_col, blocks.num_nodes)
+    tolerance = tolerance_of(call)
+    heads = [_steps(by_row.ptr, by_row.col, w[by_row.entry], tolerance) for w in weight]
+    width = max((len(steps) for steps, _ in heads), default=0)
+    steps = np.zeros((len(heads), width, 2))
+    for table, (found, _) in zip(steps, heads, strict=True):
+        table[: len(found)] = found
+    return SweepPolynomial(steps, max((sweeps for _, sweeps in heads), default=0))
+
+
+def _check_contraction(blocks: Blocks, weight: np.ndarray) -> None:
+    """Refuses graphs in which neither all rows nor all columns sum to less than 1."""
+    if blocks.num_nodes == 0:
+        return
+    sums = []
+    for end in (blocks.edge_row, blocks.edge_col):
+        by_node = [np.bincount(end, np.abs(w), blocks.num_nodes) for w in weight]
+        sums.append(np.maximum.reduceat(by_node, blocks.ptr[:-1], axis=1))
+    if not (np.minimum(*sums) < 1).all():
+        rows, columns = (x.max() for x in sums)
+        raise UnsuitableSolver(
+            "'edge_weight' makes I - A one that an iteration need not converge for: "
+            f"the absolute weights of the edges into a node sum to {rows:.4g}, of "
+            f"those out of a node to {columns:.4g}, and in each graph one of these "
+            "must be below 1; scale the weights, or use solver='sparse' or 'dense'"
+        )
+
+
+def tolerance_of(call: Call) -> float:
+    """The relative residual to stop at: what was asked for, or rounding errors."""
+    rounding = 4 * torch.finfo(call.inputs.value.dtype).eps
+    return max(call.inputs.tolerance or 0.0, rounding)
+
+
+def check_residual(left: float, call: Call) -> None:
+    """Warns where an iteration came to a standstill above its tolerance."""
+    if left > 4 * tolerance_of(call):
+        warn(
+            f"solver='iterative' came to a standstill at a relative residual of "
+            f"{left:.1e}, not {tolerance_of(call):.1e}, as 'edge_weight' makes I - A "
+            "nearly singular; use solver='sparse' or float64",
+            stacklevel=2,
+        )
+
+
+def _steps(
+    ptr: np.ndarray, other: np.ndarray, weight: np.ndarray, tolerance: float
+) -> tuple[np.ndarray, int]:
+    """The steps for one head, and how many products it needs with them.
+
+    In an eigenvector the random right-hand side has about 1 / sqrt(V) of its length:
+    no eigenvalue is met by more than sqrt(V) times what is left of all.
+    """
+    if len(ptr) == 1:
+        return np.zeros((0, 2)), 0
+    H = _arnoldi(ptr, other, weight)
+    degree, sweeps = 0, np.inf
+    for m in range(1, H.shape[1] + 1):
+        right = np.zeros(m + 1)
+        right[0] = 1
+        y = np.linalg.lstsq(H[: m + 1, :m], right, rcond=None)[0]
+        left = float(np.linalg.norm(right - H[: m + 1, :m] @ y))
+        if left <= tolerance / 2:  # one pass, and a look at what it has left
+            degree, sweeps = m, m + 1
+            break
+        worst = max(left, 1e-300) * np.sqrt(len(ptr) - 1)
+        if worst < 0.5:
+            passes = np.ceil(np.log(tolerance) / np.log(worst))
+            if passes * (m + 1) < sweeps:
+                degree, sweeps = m, passes * (m + 1)
+    if degree == 0:  # H <- A H + X, whose contraction is known
+        row = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
+        sums = (np.bincount(end, np.abs(weight)).max() for end in (row, other))
+        rate = min(sums)
+        return np.tile((1.0, 0.0), (_MAX_STEPS, 1)), int(
+            np.log(tolerance) / np.log(rate)
+        ) + 1
+    return _leja(_harmonic_ritz_values(H[: degree + 1, :degree])), int(sweeps)
+
+
+def _arnoldi(ptr: np.ndarray, other: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """I - A in the basis of its Krylov space, [m + 1, m]."""
+    n = len(ptr) - 1
+    most = min(_MAX_STEPS, max(n, 1))
+    V, H = np.zeros((most + 1, n)), np.zeros((most + 1, most))
+    V[0] = np.random.default_rng(0).standard_normal(n)
+    V[0] /= max(np.linalg.norm(V[0]), 1e-300)
+    for j in range(most):
+        v = V[j + 1]
+        _multiply(ptr, other, weight, V[j], v)
+        np.subtract(V[j], v, out=v)
+        for _ in range(2):  # twice is enough, as Kahan says
+            h = V[: j + 1] @ v
+            H[: j + 1, j] += h
+            v -= h @ V[: j + 1]
+        H[j + 1, j] = np.linalg.norm(v)
+        if H[j + 1, j] < 1e-13:  # nothing is left: the polynomial is exact
+            H[j + 1, j] = 0
+            return H[: j + 2, : j + 1]
+        v /= H[j + 1, j]
+    return H
+
+
+@jit
+def _multiply(ptr, other, weight, x, out):  # type: ignore[no-untyped-def]
+    for i in range(out.shape[0]):
+        total = 0.0
+        for e in range(ptr[i], ptr[i + 1]):
+            total += weight[e] * x[other[e]]
+        out[i] = total
+
+
+def _harmonic_ritz_values(H: np.ndarray) -> np.ndarray:
+    m = H.shape[1]
+    last = np.eye(m)[m - 1]
+    f = np.linalg.solve(H[:m].T, last)
+    return np.linalg.eigvals(H[:m] + H[m, m - 1] ** 2 * np.outer(f, last))
+
+
+def _leja(roots: np.ndarray) -> np.ndarray:
+    """The steps, each root as far from those before as can be, pairs together."""
+    pairs = roots[roots.imag >= 0]
+    left = [(z, 1 if z.imag == 0 else 2) for z in pairs]
+    taken: list[complex] = []
+    steps = []
+    while left:
+        if taken:
+            distances = [
+                np.log(np.abs(z - np.array(taken)) + 1e-300).sum() for z, _ in left
+            ]
+        else:
+            distances = [abs(z) for z, _ in left]
+        z, count = left.pop(int(np.argmax(distances)))
+        taken += [z, z.conjugate()][:count]
+        if count == 1:
+            steps.append((float(1 / z.real), 0.0))
+        else:
+            steps.append((float(1 / abs(z) ** 2), float(2 * z.real)))
+    return np.array(steps)
