@@ -1,0 +1,80 @@
+import warnings
+
+import pytest
+import torch
+
+from pyg_chimera.nn import ChimeraConv, GPSLayer, GraphMambaConv
+from pyg_chimera.ops import Choice, explain, resolvent_mix, warn_above
+from pyg_chimera.ops.common import predicted_time
+
+
+@pytest.fixture(autouse=True)
+def limit_as_it_was():
+    yield
+    warn_above(60)
+
+
+def inputs(num_nodes=30):
+    node = torch.arange(num_nodes)
+    edges = torch.stack([node, node.roll(1)])
+    x = torch.randn(num_nodes, 1, 4)
+    return x, x, x, edges, torch.full((num_nodes, 1), 0.5)
+
+
+def test_a_long_call_warns_once_with_what_to_do():
+    warn_above(0)
+    with pytest.warns(
+        UserWarning, match=r"operations.*(?s:.)*takes long\. Fewer state"
+    ):
+        resolvent_mix(*inputs())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolvent_mix(*inputs(31))
+        warn_above(float("inf"))
+        resolvent_mix(*inputs(), solver="dense")
+        explain("resolvent_mix", *inputs())
+
+
+@pytest.mark.parametrize("bad", [-1.0, float("nan")])
+def test_limits_that_make_no_sense(bad):
+    with pytest.raises(ValueError, match="'seconds' must be 0 or more"):
+        warn_above(bad)
+
+
+def test_costs_are_of_this_machine(monkeypatch):
+    slow = explain("resolvent_mix", *inputs())
+    monkeypatch.setattr(predicted_time, "_slowness", lambda _: 1e3)
+    fast = explain("resolvent_mix", *inputs())
+    assert fast.cost.seconds > 10 * slow.cost.seconds
+    assert fast.cost.operations == slow.cost.operations > 0
+    assert all(x.cost.seconds > 0 for x in fast.alternatives)
+    assert f"{fast.solver}, {fast.form}, {fast.backend}" in str(fast)
+    assert "instead: " in str(fast)
+
+
+def test_larger_calls_cost_more():
+    small, large = (explain("resolvent_mix", *inputs(n)).cost for n in (20, 2000))
+    assert large.operations > 10 * small.operations
+    assert large.seconds > small.seconds
+    assert large.memory > small.memory
+
+
+def test_layers_are_explained_and_left_alone():
+    x, edges = torch.randn(30, 8), inputs()[3]
+    conv = ChimeraConv(-1, 8, heads=2)
+    (choice,) = explain(conv, x, edges)
+    assert isinstance(choice, Choice)
+    assert choice.operator == "resolvent_mix"
+    assert any(map(torch.nn.parameter.is_lazy, conv.parameters()))
+
+    layer = GPSLayer(
+        8, ChimeraConv(8, 8, heads=2), GraphMambaConv(8, 8), norm="batch_norm"
+    )
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    generator = torch.get_rng_state()
+    found = [choice.operator for choice in explain(layer, x, edges)]
+    assert found[0] == "resolvent_mix"
+    assert "selective_scan" in found
+    assert torch.equal(torch.get_rng_state(), generator)
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name

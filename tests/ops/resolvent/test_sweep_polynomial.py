@@ -1,0 +1,177 @@
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operators import OPERATORS, make_case, structure
+
+from pyg_chimera.ops import explain, resolvent_mix
+from pyg_chimera.ops.resolvent import sweep_polynomial
+
+OPERATOR = OPERATORS["resolvent_mix"]
+both_backends = pytest.mark.parametrize("backend", ["numba", "torch"])
+
+
+def random_case(num_nodes, num_edges, row_sum, *, seed=0, size=(2, 1, 3, 4)):
+    """Weights of both signs, whose rows sum to at most `row_sum`."""
+    generator = torch.Generator().manual_seed(seed)
+    edges = torch.randint(num_nodes, (2, num_edges), generator=generator)
+    case = make_case(OPERATOR, structure(edges, num_nodes), size)
+    weight = torch.randn(num_edges, size[0], generator=generator).double()
+    total = torch.zeros(num_nodes, size[0], dtype=torch.double)
+    total.index_add_(0, edges[1], weight.abs())
+    return case.changed(edge_weight=row_sum * weight / total[edges[1]])
+
+
+def relative_error(got, want):
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+@both_backends
+@pytest.mark.parametrize("row_sum", [0.5, 0.99])
+def test_directed_graphs_have_complex_roots(backend, row_sum):
+    case = random_case(200, 500, row_sum)
+    call = {"solver": "iterative", "backend": backend}
+    assert relative_error(case(**call), case(solver="dense")) < 1e-12
+    steps = steps_of(case)
+    assert (steps[..., 1] != 0).any()
+
+
+def steps_of(case, tolerance=4e-16):
+    """Of the first head, by a dense matrix."""
+    x = case.inputs
+    num_nodes = x["value"].size(0)
+    dense = torch.zeros(num_nodes, num_nodes, dtype=torch.double)
+    dense.index_put_(tuple(x["edge_index"].flip(0)), x["edge_weight"][:, 0], True)
+    sparse = dense.to_sparse_csr()
+    arrays = (sparse.crow_indices(), sparse.col_indices(), sparse.values())
+    return sweep_polynomial._steps(*(y.numpy() for y in arrays), tolerance)[0]
+
+
+@settings(max_examples=30, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.floats(0.1, 0.9))
+def test_a_pass_leaves_what_the_roots_say(seed, num_nodes, row_sum):
+    """On a dense matrix, whose multiple eigenvalues the random vector may blur."""
+    case = random_case(num_nodes, 3 * num_nodes, row_sum, seed=seed)
+    x = case.inputs
+    A = np.zeros((num_nodes, num_nodes))
+    np.add.at(A, tuple(x["edge_index"].flip(0).numpy()), x["edge_weight"][:, 0].numpy())
+    left = M = np.eye(num_nodes)
+    M = M - A
+    for c, a in steps_of(case):
+        left = left @ (np.eye(num_nodes) - (c * M if a == 0 else c * (a * M - M @ M)))
+    assert np.abs(left).max() < 1e-6
+
+
+@both_backends
+def test_tolerance(backend):
+    case = random_case(300, 900, 0.99)
+    want = case(solver="dense")
+    errors = [
+        relative_error(case(solver="iterative", tolerance=x, backend=backend), want)
+        for x in (1e-2, 1e-5, 1e-10)
+    ]
+    assert errors[0] > errors[1] > errors[2]
+    for error, (least, most) in zip(
+        errors, [(1e-4, 1e-1), (1e-8, 1e-4), (1e-14, 1e-8)], strict=True
+    ):
+        assert least < error < most
+
+
+@both_backends
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_or_columns_must_sum_to_less_than_one(backend, transposed):
+    edges = torch.tensor([[1, 2, 3, 0], [0, 0, 0, 1]])  # three edges into one node
+    weight = torch.tensor([0.9, 0.9, 0.9, 0.1])
+    if transposed:
+        edges = edges.flip(0)
+    one = torch.ones(4, 1, 1)
+    call = {"solver": "iterative", "backend": backend}
+    got = resolvent_mix(one, one, one, edges, weight[:, None], **call)
+    want = resolvent_mix(one, one, one, edges, weight[:, None], solver="dense")
+    assert relative_error(got, want) < 1e-6
+    both = torch.cat([edges, edges.flip(0)], 1)
+    with pytest.raises(
+        ValueError, match=r"not converge for: .*into a node sum to 2\.8"
+    ):
+        resolvent_mix(one, one, one, both, weight.repeat(2)[:, None], **call)
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-5])
+def test_slow_to_converge(gap):
+    """A long ring in which hardly anything decays: GMRES' steps do not help."""
+    n = 200
+    node = torch.arange(n)
+    one = torch.ones(n, 1, 1, dtype=torch.double)
+    weight = torch.full((n, 1), 1 - gap, dtype=torch.double)
+    edges = torch.stack([node, (node + 1) % n])
+    out = resolvent_mix(one, one, one, edges, weight, solver="iterative")
+    assert relative_error(out, torch.full_like(out, 1 / gap)) < 1e-8
+
+
+def test_a_standstill_is_told():
+    call = random_case(50, 150, 0.9).to(torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call(solver="iterative")
+
+    class Fake:
+        inputs = type("Inputs", (), {"value": torch.ones(1), "tolerance": None})
+
+    with pytest.warns(UserWarning, match="standstill at a relative residual of 1.0e-0"):
+        sweep_polynomial.check_residual(0.1, Fake)
+
+
+# ---------------------------------------------------------------------------- choices
+
+
+def expander(num_nodes, degree):
+    generator = torch.Generator().manual_seed(1)
+    edges = torch.randint(num_nodes, (2, num_nodes * degree // 2), generator=generator)
+    return torch.cat([edges, edges.flip(0)], 1)
+
+
+def layer_case(edges, num_nodes, row_sum=0.9):
+    degree = torch.zeros(num_nodes).index_add_(0, edges[1], torch.ones(edges.size(1)))
+    weight = (row_sum / degree)[edges[1], None].expand(-1, 2)
+    x = torch.randn(num_nodes, 2, 16)
+    return {"query": x, "key": x, "value": x, "edge_index": edges,
+            "edge_weight": weight}  # fmt: skip
+
+
+def test_auto_iterates_where_factors_fill_up_and_it_converges_fast():
+    call = layer_case(expander(2000, 10), 2000)
+    choice = explain("resolvent_mix", **call)
+    assert choice[1:4] == ("iterative", "state", "numba")
+    assert "sweeps are enough" in choice.reason
+    by_solver = {x.solver: x.cost for x in choice.alternatives}
+    assert choice.cost.seconds < min(x.seconds for x in by_solver.values())
+    assert choice.cost.memory < by_solver["sparse"].memory
+    assert relative_error(
+        resolvent_mix(**call), resolvent_mix(**call, solver="sparse")
+    ) < 2e-6  # fmt: skip
+    # Nearly singular, or with rows that sum to more: exactly, then.
+    for row_sum in (1 - 1e-7, 1.2):
+        hard = layer_case(torch.arange(2000).repeat(2, 1).roll(1, 1), 2000, row_sum)
+        hard["edge_index"][0] = torch.arange(2000)
+        assert explain("resolvent_mix", **hard).solver != "iterative"
+
+
+def test_auto_gives_up_factors_that_do_not_fit(monkeypatch):
+    from pyg_chimera.ops.structure import symbolic_factor
+
+    call = layer_case(expander(301, 10), 301)
+    want = resolvent_mix(**call, solver="sparse")
+    monkeypatch.setattr(symbolic_factor, "_MANY", 100)
+    monkeypatch.setattr(symbolic_factor, "_MANY_AN_EDGE", 0)
+    call["edge_index"] = call["edge_index"].flip(1)  # of which nothing is remembered
+    call["edge_weight"] = call["edge_weight"].flip(0)
+    choice = explain("resolvent_mix", **call)
+    assert choice[1:4] == ("iterative", "state", "numba")
+    assert "fill up" in choice.reason
+    assert relative_error(resolvent_mix(**call), want) < 2e-6
+    call["edge_weight"] = 3 * call["edge_weight"]
+    with pytest.warns(UserWarning, match="not converge.*solver='dense' is used"):
+        resolvent_mix(**call)
