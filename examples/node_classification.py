@@ -1,0 +1,241 @@
+"""Trains on the nodes of one large graph: all at once, by clusters or neighbourhoods.
+
+Without arguments it plays Minesweeper, on a field that it makes, with no download::
+
+    python examples/node_classification.py
+
+The heterophilous graphs of Platonov et al. (2023), with their ten splits, are read from
+``--root``, as ``tolokers.npz``, or downloaded by PyG where they are not there::
+
+    python examples/node_classification.py --dataset tolokers --split 3
+    python examples/node_classification.py --dataset minesweeper --model attention
+
+What does not fit in memory is cut. Clusters are graphs of their own, and several
+processes share them out; neighbourhoods are sampled around nodes that are trained on,
+in every epoch anew. Both are PyG's, and need METIS or its sampler, which torch-sparse
+and pyg-lib have::
+
+    torchrun --nproc_per_node=2 examples/node_classification.py --clusters 16
+    python examples/node_classification.py --neighbors 10 10 --num-seeds 512
+
+A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
+"""
+
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from common import WORLD, Task, fit, main, make_parser, natural, parse, positive_int
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_geometric import seed_everything
+from torch_geometric.data import Batch, Data
+from torch_geometric.datasets import HeterophilousGraphDataset
+from torch_geometric.loader import ClusterData, NeighborLoader
+from torch_geometric.nn import GPSConv, SAGEConv
+from torch_geometric.utils import grid, scatter, to_undirected
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
+
+from pyg_chimera.nn import ChimeraConv, GPSLayer, GraphModel
+from pyg_chimera.transforms import AddEliminationOrder
+
+SPLITS = ("train", "val", "test")
+DOWNLOADS = ("amazon-ratings", "minesweeper", "questions", "roman-empire", "tolokers")
+DATASETS = ("generated", "actor", *DOWNLOADS)
+#: ``default`` is that of the released experiments on these graphs, with fewer epochs.
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": dict(
+        epochs=100, lr=3e-3, warmup_epochs=5, channels=64, num_layers=3, side=100
+    ),
+    "demo": dict(
+        epochs=30, lr=1e-2, warmup_epochs=2, channels=32, num_layers=3, side=40
+    ),
+    "smoke": dict(
+        epochs=2, lr=1e-2, warmup_epochs=0.5, channels=16, num_layers=2, side=12
+    ),
+}
+
+
+# Data ----------------------------------------------------------------------------
+
+
+def make_field(side: int, split: int) -> Data:
+    """Minesweeper, as its data set has it: 20 % of the squares of a field are mines.
+
+    Nodes tell how many of their eight neighbours are, half of them nothing.
+    """
+    generator = torch.Generator().manual_seed(split)
+    edge_index, _ = grid(side, side)
+    edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    mine = torch.rand(side**2, generator=generator) < 0.2
+    count = scatter(mine[edge_index[0]].long(), edge_index[1], dim_size=side**2)
+    hidden = torch.rand(side**2, generator=generator) < 0.5
+    x = F.one_hot(torch.where(hidden, 9, count), 10).float()
+    part = torch.rand(side**2, generator=generator)
+    masks = {"train": part < 0.5, "val": (part >= 0.5) & (part < 0.75)}
+    masks["test"] = part >= 0.75
+    named = {f"{name}_mask": mask for name, mask in masks.items()}
+    return Data(x=x, edge_index=edge_index, y=mine.long(), **named)
+
+
+def load_graph(args: Namespace) -> Data:
+    """The graph, with the masks of one split."""
+    if args.dataset == "generated":
+        return make_field(args.side, args.split)
+    path = args.root / f"{args.dataset.replace('-', '_')}.npz"
+    if path.exists():
+        raw = np.load(path)
+        arrays = {name: torch.from_numpy(raw[name]) for name in raw.files}
+        edge_index = to_undirected(arrays["edges"].t().contiguous())
+        data = Data(x=arrays["node_features"].float(), edge_index=edge_index)
+        data.y = arrays["node_labels"]
+        masks = {name: arrays[f"{name}_masks"].t() for name in SPLITS}
+    elif args.dataset in DOWNLOADS:
+        data = HeterophilousGraphDataset(str(args.root), args.dataset.title())[0]
+        data.edge_index = to_undirected(data.edge_index)
+        masks = {name: data[f"{name}_mask"] for name in SPLITS}
+    else:
+        raise FileNotFoundError(f"there is no {path}")
+    for name, mask in masks.items():
+        data[f"{name}_mask"] = mask[:, args.split]
+    return data
+
+
+class Neighborhoods(Dataset):
+    """Samples, anew each time, what surrounds some of the nodes to train on."""
+
+    def __init__(self, data: Data, numbers: list[int], size: int) -> None:
+        self.data, self.numbers = data, numbers
+        self.seeds = data.mask.nonzero().view(-1).split(size)
+
+    def __len__(self) -> int:
+        return len(self.seeds)
+
+    def __getitem__(self, i: int) -> Data:
+        seeds = self.seeds[i]
+        loader = NeighborLoader(
+            self.data, self.numbers, input_nodes=seeds, batch_size=len(seeds)
+        )
+        part = next(iter(loader))
+        mask = torch.zeros_like(part.mask)
+        mask[: len(seeds)] = True  # these come first
+        return order(Data(x=part.x, edge_index=part.edge_index, y=part.y, mask=mask))
+
+
+#: Once, where a graph is made: layers would find it again for each new graph.
+order = AddEliminationOrder()
+
+
+def get_datasets(args: Namespace) -> dict[str, Any]:
+    """Graphs whose ``mask`` says which nodes count, by split."""
+    whole = load_graph(args)
+    graphs = {
+        name: Data(
+            x=whole.x, edge_index=whole.edge_index, y=whole.y,
+            mask=whole[f"{name}_mask"],
+        )
+        for name in SPLITS
+    }  # fmt: skip
+    if args.clusters:
+        parts = {name: ClusterData(g, args.clusters) for name, g in graphs.items()}
+        return {name: [order(data) for data in part] for name, part in parts.items()}
+    datasets: dict[str, Any] = {name: [order(data)] for name, data in graphs.items()}
+    if args.neighbors:
+        datasets["train"] = Neighborhoods(
+            graphs["train"], args.neighbors, args.num_seeds
+        )
+    return datasets
+
+
+def get_task(num_classes: int) -> Task:
+    """Cross-entropy, and the area under the ROC curve, or the accuracy."""
+
+    def loss(out: Tensor, batch: Batch) -> Tensor:
+        total = F.cross_entropy(out[batch.mask], batch.y[batch.mask], reduction="sum")
+        return total / batch.mask.sum().clamp(min=1)
+
+    def rows(out: Tensor, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
+        out, y = out[batch.mask], batch.y[batch.mask]
+        return {name: (out[:, 1] - out[:, 0] if name == "auroc" else out, y)}
+
+    name = "auroc" if num_classes == 2 else "accuracy"
+    metric = BinaryAUROC() if num_classes == 2 else MulticlassAccuracy(
+        num_classes, average="micro"
+    )  # fmt: skip
+    return Task(loss, {name: metric}, rows)
+
+
+# Runs ----------------------------------------------------------------------------
+
+
+def build_model(args: Namespace, in_channels: int, num_classes: int) -> GraphModel:
+    """Layers of a local convolution beside Chimera, attention, or nothing."""
+    channels = args.channels
+
+    def layer(_: int) -> torch.nn.Module:
+        conv = SAGEConv(channels, channels)
+        if args.model == "attention":
+            return GPSConv(channels, conv, heads=4, dropout=0.2)
+        mixer = None
+        if args.model == "chimera":
+            mixer = ChimeraConv(channels, channels, heads=4, state_channels=16)
+        return GPSLayer(channels, conv, mixer, dropout=0.2, norm="batch_norm")
+
+    return GraphModel(
+        in_channels=in_channels,
+        channels=channels,
+        out_channels=num_classes,
+        layers=layer,
+        num_layers=args.num_layers,
+        head="node",
+        structure={"rank": "elimination_rank"} if args.model == "chimera" else None,
+    )
+
+
+def get_args(argv: list[str] | None = None) -> Namespace:
+    """The command line, completed by a recipe."""
+    parser = make_parser(__doc__, ["default", "demo"], root="data")
+    add = parser.add_argument
+    add("--dataset", choices=DATASETS, default="generated", help="default: generated")
+    add("--split", type=natural, default=0, help="which of the ten; default: 0")
+    models = ["chimera", "attention", "local"]
+    add("--model", choices=models, default="chimera", help="default: chimera")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--clusters", type=positive_int, help="train and test on so many parts")
+    add("--neighbors", type=positive_int, nargs="+", metavar="N",
+        help="train on samples of so many neighbours at each distance")  # fmt: skip
+    parser.add_argument("--num-seeds", type=positive_int, default=1024,
+        help="nodes of a sample to train on; default: 1024")  # fmt: skip
+
+    def recipe(args: Namespace) -> dict[str, Any]:
+        preset = args.preset or ("demo" if args.dataset == "generated" else "default")
+        shared = {"preset": preset, "optimizer": "AdamW", "weight_decay": 0.0}
+        return shared | {"batch_size": WORLD} | PRESETS[preset]
+
+    args = parse(parser, argv, recipe)
+    if args.dataset != "generated" and args.split > 9:
+        parser.error(f"--split must be 0 to 9 for {args.dataset}, got {args.split}")
+    if (args.clusters or 1) < WORLD:
+        parser.error(f"{WORLD} processes need --clusters, at least as many")
+    how = "neighbors" if args.neighbors else f"clusters{args.clusters or 1}"
+    name = f"{args.dataset}-{args.model}-{how}-{args.preset}-{args.split}-{args.seed}"
+    args.out = args.out or Path("runs", "node-classification", name)
+    return args
+
+
+def run(args: Namespace) -> dict[str, Any]:
+    """Trains as told on the command line and returns the results."""
+    seed_everything(args.seed)
+    whole = load_graph(args)
+    num_classes = int(whole.y.max()) + 1
+    model = build_model(args, whole.num_features, num_classes)
+    title = f"{args.dataset}, {args.model}, preset {args.preset}"
+    return fit(args, model, get_task(num_classes), lambda: get_datasets(args), title)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, get_args()))
