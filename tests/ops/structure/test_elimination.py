@@ -21,6 +21,7 @@ from torch_geometric.utils import to_undirected
 from pyg_chimera.ops.structure import elimination_rank
 from pyg_chimera.ops.structure.csr import adjacency
 from pyg_chimera.ops.structure.elimination import (
+    METHODS,
     fill_pattern,
     minimum_fill_order,
 )
@@ -73,15 +74,26 @@ def from_networkx(graph: nx.Graph) -> tuple[Tensor, int]:
     return name[edges], graph.number_of_nodes()
 
 
+each_method = pytest.mark.parametrize("method", METHODS)
+
+
+def needs(method: str) -> None:
+    """Skips the test where the method cannot be tried."""
+    if method == "metis":
+        pytest.importorskip("pymetis", reason="needs pymetis: pip install pymetis")
+
+
+@each_method
 @settings(max_examples=100, derandomize=True, deadline=None)
 @given(graph=graphs(max_nodes=12, max_edges=30))
-def test_rank_is_a_permutation(graph: Graph):
-    rank = elimination_rank(*graph)
+def test_rank_is_a_permutation(method: str, graph: Graph):
+    needs(method)
+    rank = elimination_rank(*graph, method)
     assert rank.dtype == torch.long
     assert sorted(rank.tolist()) == list(range(graph.num_nodes))
     # Directions, self-loops and duplicates don't matter.
     edges = to_undirected(graph.edge_index, num_nodes=graph.num_nodes)
-    assert elimination_rank(edges, graph.num_nodes).equal(rank)
+    assert elimination_rank(edges, graph.num_nodes, method).equal(rank)
 
 
 @settings(max_examples=100, derandomize=True, deadline=None)
@@ -130,26 +142,30 @@ def test_postorder_fills_no_more(graph: Graph):
     assert fill_in(*graph, elimination_rank(*graph)).size(1) == fill.size(1)
 
 
-@given(batches(graphs(max_nodes=9, max_edges=20)))
-def test_a_batch_has_the_orders_of_its_graphs(batch: Batch):
-    rank = elimination_rank(batch.edge_index, batch.num_nodes)
+@each_method
+@given(batch=batches(graphs(max_nodes=9, max_edges=20)))
+def test_a_batch_has_the_orders_of_its_graphs(method: str, batch: Batch):
+    needs(method)
+    rank = elimination_rank(batch.edge_index, batch.num_nodes, method)
     for nodes, graph in zip(batch.node_map, batch.graphs, strict=True):
         nodes = nodes.sort().values
         local = torch.empty(batch.num_nodes, dtype=torch.long)
         local[nodes] = torch.arange(len(nodes))
         inside = batch.edge_index[:, torch.isin(batch.edge_index[0], nodes)]
-        alone = elimination_rank(local[inside], graph.num_nodes)
+        alone = elimination_rank(local[inside], graph.num_nodes, method)
         assert rank[nodes].argsort().equal(alone.argsort())
 
 
-def test_a_large_batch_has_the_orders_of_its_graphs():
+@each_method
+def test_a_large_batch_has_the_orders_of_its_graphs(method):
     """Hubs among them: what is one depends on its own graph."""
+    needs(method)
     parts = [planar(300), from_networkx(nx.star_graph(300))]
     parts += [from_networkx(nx.barabasi_albert_graph(400, 3, seed=0)), planar(40)]
-    alone = [elimination_rank(*part) for part in parts]
+    alone = [elimination_rank(*part, method) for part in parts]
     sizes = [num_nodes for _, num_nodes in parts]
     edges = [edges + sum(sizes[:i]) for i, (edges, _) in enumerate(parts)]
-    rank = elimination_rank(torch.cat(edges, dim=1), sum(sizes))
+    rank = elimination_rank(torch.cat(edges, dim=1), sum(sizes), method)
     for x, y in zip(rank.split(sizes), alone, strict=True):
         assert x.argsort().equal(y.argsort())
 
@@ -246,6 +262,29 @@ def test_fills_no_more_on_real_graphs(name, shared_data):
     edge_index = torch.from_numpy(edges.astype(np.int64)).t()
     num_nodes = int(edge_index.max()) + 1
     check_against_multiple_minimum_degree([(edge_index, num_nodes)])
+
+
+def test_metis_fills_less_on_large_meshes():
+    needs("metis")
+    edges, num_nodes = from_networkx(nx.grid_graph((16, 16, 16)))
+    rank = elimination_rank(edges, num_nodes, "metis")
+    filled = fill_in(edges, num_nodes, rank).size(1)
+    assert filled < num_filled(edges, num_nodes)[0]
+
+
+def test_metis_that_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pymetis", None)
+    edge_index = torch.tensor([[0], [1]])
+    with pytest.raises(ImportError, match=r"pip install 'pyg-chimera\[metis\]'"):
+        elimination_rank(edge_index, 2, "metis")
+    assert elimination_rank(edge_index, 2).tolist() == [0, 1]
+
+
+def test_unknown_method():
+    with pytest.raises(
+        ValueError, match=r"'method' must be one of .*minimum_fill.*amd"
+    ):
+        elimination_rank(torch.tensor([[0], [1]]), 2, "amd")
 
 
 def test_grid_is_far_from_its_natural_order():
