@@ -84,6 +84,7 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python benchmarks/mixing.py --smoke
 	$(BIN)/python benchmarks/scanning.py --smoke
 	$(BIN)/python benchmarks/sequences.py --smoke
+	$(BIN)/python benchmarks/orders.py --smoke
 
 clean:  ## remove what was built, the virtual environment too
 	rm -rf $(VENV) $(SPARSE) build dist docs/_build docs/generated ./*.egg-info
