@@ -10,18 +10,19 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SPARSE := $(VENV)-sparse
 
 # OpenMP's threads spin while they wait, and on a busy machine they then wait for the
 # very core they spin on: training gets ten times slower. Not for `bench`, whose times
 # should be those of PyTorch as it comes.
-demo test smoke: export OMP_WAIT_POLICY ?= PASSIVE
+demo test test-sparse smoke: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format docs bench smoke clean
+.PHONY: help install demo test test-sparse lint format docs bench smoke clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' \
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' \
 		$(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo "  PYTHON=python3.12 picks the interpreter, ARGS='...' adds arguments:"
@@ -41,6 +42,23 @@ demo: $(STAMP)  ## train a small model on generated peptides (no download)
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(ARGS)
+
+test-sparse: $(SPARSE)/.installed  ## build torch-scatter and torch-sparse, run what needs them
+	$(SPARSE)/bin/python -m pytest -rs -k "sparse or neighbour" \
+		tests/nn/conv/test_all_convs.py tests/nn/conv/test_chimera_conv.py $(ARGS)
+
+# There are no wheels of the two for most versions of PyTorch. They are built for the one
+# that is installed, in an environment of their own that sees all that the other one has.
+$(SPARSE)/.installed: $(STAMP)
+	$(BIN)/python -m venv --clear $(SPARSE)
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' \
+		% site.getsitepackages()[0])" > "$$($(SPARSE)/bin/python -c \
+		'import site; print(site.getsitepackages()[0])')/base.pth"
+	$(SPARSE)/bin/python -m pip install --disable-pip-version-check \
+		--upgrade 'setuptools>=77.0.3' wheel
+	FORCE_ONLY_CPU=1 $(SPARSE)/bin/python -m pip install --disable-pip-version-check \
+		--no-build-isolation --no-deps torch-scatter torch-sparse
+	@touch $@
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/python -m ruff check .
@@ -66,7 +84,8 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python benchmarks/mixing.py --smoke
 	$(BIN)/python benchmarks/scanning.py --smoke
 	$(BIN)/python benchmarks/sequences.py --smoke
+	$(BIN)/python benchmarks/orders.py --smoke
 
 clean:  ## remove what was built, the virtual environment too
-	rm -rf $(VENV) build dist docs/_build docs/generated ./*.egg-info
+	rm -rf $(VENV) $(SPARSE) build dist docs/_build docs/generated ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,7 +3,9 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
+from pyg_chimera.ops.common.checks import check_option
 from pyg_chimera.ops.structure import diameter, elimination_rank, topological_rank
+from pyg_chimera.ops.structure.elimination import METHODS
 from pyg_chimera.transforms._inputs import check_attr_name, edges_of
 
 __all__ = ["AddDiameter", "AddEliminationOrder", "AddTopologicalOrder"]
@@ -23,20 +25,31 @@ class AddEliminationOrder(BaseTransform):
     Args:
         attr_name (str, optional): The attribute for the rank.
             (default: :obj:`"elimination_rank"`)
+        method (str, optional): How to find the order, :obj:`"minimum_fill"` or
+            :obj:`"metis"`, see :func:`~pyg_chimera.ops.structure.elimination_rank`.
+            (default: :obj:`"minimum_fill"`)
 
     Raises:
-        ValueError: If the attribute's name would make PyG batch it wrongly, or the
-            data has no valid :obj:`edge_index`.
+        ValueError: If the attribute's name would make PyG batch it wrongly,
+            :obj:`method` is unknown, or the data has no valid :obj:`edge_index`.
+        ImportError: If METIS is asked for and :obj:`pymetis` is missing.
     """
 
-    def __init__(self, attr_name: str = "elimination_rank") -> None:
+    def __init__(
+        self, attr_name: str = "elimination_rank", method: str = "minimum_fill"
+    ) -> None:
         check_attr_name("attr_name", attr_name)
+        check_option("method", method, METHODS)
         self.attr_name = attr_name
+        self.method = method
 
     def forward(self, data: Data) -> Data:
         """Adds the attribute to a copy of the data."""
-        data[self.attr_name] = elimination_rank(*edges_of(data))
+        data[self.attr_name] = elimination_rank(*edges_of(data), self.method)
         return data
+
+    def __repr__(self) -> str:
+        return f"{self.__class__.__name__}(method={self.method!r})"
 
 
 @functional_transform("chimera_add_topological_order")

@@ -59,7 +59,8 @@ decomposition = partial(
 )  # fmt: skip
 CASES = {
     "elimination_order": case(
-        AddEliminationOrder, name="add_elimination_order", adds=["elimination_rank"]
+        AddEliminationOrder, name="add_elimination_order", adds=["elimination_rank"],
+        text="AddEliminationOrder(method='minimum_fill')",
     ),
     "topological_order": case(
         AddTopologicalOrder, name="add_topological_order", adds=["topological_rank"],

@@ -30,6 +30,18 @@ def test_elimination_order_of_star():
     assert out.elimination_rank[0] >= 2  # The centre is not eliminated early.
 
 
+@given(graphs())
+def test_elimination_order_by_metis(graph: Graph):
+    pytest.importorskip("pymetis", reason="needs pymetis: pip install pymetis")
+    out = AddEliminationOrder(method="metis")(data_of(graph))
+    assert out.elimination_rank.equal(elimination_rank(*graph, "metis"))
+
+
+def test_unknown_method():
+    with pytest.raises(ValueError, match=r"'method' must be one of .*'amd'"):
+        AddEliminationOrder(method="amd")
+
+
 def test_topological_order_of_diamond():
     data = Data(edge_index=torch.tensor([[2, 2, 0, 1], [0, 1, 3, 3]]), num_nodes=5)
     out = AddTopologicalOrder()(data)

@@ -12,7 +12,7 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 
-__all__ = ["connected_components", "diameter", "search", "search_tree"]
+__all__ = ["components", "connected_components", "diameter", "search", "search_tree"]
 
 
 def connected_components(edge_index: Tensor, num_nodes: int) -> Tensor:
@@ -33,7 +33,7 @@ def connected_components(edge_index: Tensor, num_nodes: int) -> Tensor:
     """
     check_edge_index(edge_index, num_nodes)
     source, target = to_numpy(edge_index)
-    component = _components(source, target, num_nodes)
+    component = components(source, target, num_nodes)
     return torch.from_numpy(component).to(edge_index.device)
 
 
@@ -88,7 +88,7 @@ def diameter(
 
 
 @njit(cache=True, nogil=True)
-def _components(source, target, n):  # type: ignore[no-untyped-def]
+def components(source, target, n):  # type: ignore[no-untyped-def]
     """Union-find; the smallest node of a component stands for it."""
     parent = np.arange(n)
     for e in range(source.shape[0]):

@@ -285,19 +285,33 @@ def test_values_of_sparse_graphs_are_edge_features(case: Case):
     assert_near(out, case.call(conv, inputs))
 
 
-@pytest.mark.skipif(
-    not torch_geometric.typing.WITH_TORCH_SPARSE, reason="needs torch-sparse"
+needs_torch_sparse = pytest.mark.skipif(
+    not torch_geometric.typing.WITH_TORCH_SPARSE,
+    reason="needs torch-sparse (see 'make test-sparse')",
 )
+
+
+def sparse_tensor(index: Tensor, value: Tensor | None = None):
+    return torch_geometric.typing.SparseTensor(
+        row=index[1], col=index[0], value=value, sparse_sizes=(7, 7)
+    )
+
+
+@needs_torch_sparse
 @on_graphs
 def test_sparse_tensor(case: Case):
     conv, inputs = case.trained(), with_unique_edges(case.inputs())
+    out = case.call(conv, inputs, form=sparse_tensor)
+    assert_near(out, case.call(conv, inputs))
 
-    def form(index):
-        return torch_geometric.typing.SparseTensor(
-            row=index[1], col=index[0], sparse_sizes=(7, 7)
-        )
 
-    assert_near(case.call(conv, inputs, form=form), case.call(conv, inputs))
+@needs_torch_sparse
+@pytest.mark.parametrize("case", map(CASES.get, VALUED), ids=VALUED)
+def test_values_of_sparse_tensors_are_edge_features(case: Case):
+    conv, inputs = case.trained(), with_unique_edges(case.inputs())
+    out = conv(inputs.x, sparse_tensor(inputs.edge_index, inputs.edge_attr))
+    out = out[0] if isinstance(out, tuple) else out
+    assert_near(out, case.call(conv, inputs))
 
 
 FLOWS = {name: case for name, case in ON_GRAPHS.items() if "Mamba" not in name}

@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from operators import GRAPHS
 from strategies import Batch, batches, graphs
+from torch import Tensor
 
 from pyg_chimera.ops.structure import supernodes as module
 from pyg_chimera.ops.structure.supernodes import supernodes
@@ -88,7 +89,19 @@ def test_literal_graphs(graph):
     check(symbolic_factor(edge_index, batch, None, len(batch)))
 
 
-@pytest.mark.parametrize(("side", "leaves"), [(3, 1), (20, 20)])
+def dissected(grid: Tensor) -> Tensor:
+    """The nodes of a grid by nested dissection: its halves, and what joins them."""
+    if grid.numel() <= 16:
+        return grid.flatten()
+    if grid.size(0) < grid.size(1):
+        grid = grid.t()
+    middle = grid.size(0) // 2
+    return torch.cat(
+        [dissected(grid[:middle]), dissected(grid[middle + 1 :]), grid[middle]]
+    )
+
+
+@pytest.mark.parametrize(("side", "leaves"), [(3, 1), (26, 20)])
 def test_grids(side, leaves):
     """Small ones are a leaf, of large ones most nodes are in some."""
     node = torch.arange(side * side).view(side, side)
@@ -96,7 +109,9 @@ def test_grids(side, leaves):
         torch.stack([node[:, :-1].flatten(), node[:, 1:].flatten()]),
         torch.stack([node[:-1].flatten(), node[1:].flatten()]),
     ], dim=1)  # fmt: skip
-    symbolic = symbolic_factor(pairs, None, None, side * side)
+    check(symbolic_factor(pairs, None, None, side * side))
+    rank = dissected(node).argsort()
+    symbolic = symbolic_factor(pairs, None, rank, side * side)
     check(symbolic)
     made = supernodes(symbolic)
     assert made.leaf.sum() >= leaves
