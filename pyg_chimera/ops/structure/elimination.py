@@ -76,15 +76,25 @@ def elimination_rank(
 
 
 def elimination_order(
-    row: np.ndarray, col: np.ndarray, n: int, method: str = "minimum_fill"
-) -> np.ndarray:
+    row: np.ndarray,
+    col: np.ndarray,
+    n: int,
+    method: str = "minimum_fill",
+    most: int = _ALL,
+) -> np.ndarray | None:
     """The rank of each node in a fill-reducing order.
 
     The nodes of a component come in the same order whatever other components there
-    are, so that a batch has the orders of its graphs.
+    are, so that a batch has the orders of its graphs. By minimum fill, there is none if
+    the factor has more than `most` entries: to find that takes a part of the time.
     """
-    search = _nested_dissection if method == "metis" else _minimum_fill_but_hubs
-    rank = search(row, col, n)
+    if method == "metis":
+        rank = _nested_dissection(row, col, n)
+    else:
+        found = _minimum_fill_but_hubs(row, col, n, most)
+        if found is None:
+            return None
+        rank = found
     return postorder(*adjacency(rank[row], rank[col], n))[rank]
 
 
@@ -114,28 +124,38 @@ def _nested_dissection(row: np.ndarray, col: np.ndarray, n: int) -> np.ndarray:
     return rank
 
 
-def _minimum_fill_but_hubs(row: np.ndarray, col: np.ndarray, n: int) -> np.ndarray:
+def _minimum_fill_but_hubs(
+    row: np.ndarray, col: np.ndarray, n: int, most: int
+) -> np.ndarray | None:
     """Hubs go last: they would be scanned each time that a neighbour leaves."""
-    graph = adjacency(row, col, n)
-    hub = _hubs(row, col, graph[0])
+    indptr, indices = adjacency(row, col, n)
+    hub = _hubs(row, col, indptr)
     if not hub.any():
-        return minimum_fill_order(*graph)
+        return minimum_fill_order(indptr, indices, most)
     hubs, rest = np.flatnonzero(hub), np.flatnonzero(~hub)
-    hubs = hubs[np.argsort(np.diff(graph[0])[hubs], kind="stable")]
+    hubs = hubs[np.argsort(np.diff(indptr)[hubs], kind="stable")]
     rank = np.empty(n, np.int64)
     rank[rest], rank[hubs] = np.arange(len(rest)), np.arange(len(rest), n)
     inside = ~(hub[row] | hub[col])
-    inner = adjacency(rank[row[inside]], rank[col[inside]], len(rest))
-    rank[rest] = minimum_fill_order(*inner)
+    indptr, indices = adjacency(rank[row[inside]], rank[col[inside]], len(rest))
+    places = minimum_fill_order(indptr, indices, most)
+    if places is None:
+        return None
+    rank[rest] = places
     return rank
 
 
-def minimum_fill_order(indptr: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """The rank of each node when the cheapest of all goes next; changes `indices`."""
-    rank = np.empty(len(indptr) - 1, np.int64)
+def minimum_fill_order(
+    indptr: np.ndarray, indices: np.ndarray, most: int = _ALL
+) -> np.ndarray | None:
+    """The rank of each node when the cheapest of all goes next; changes `indices`.
+
+    None if that makes more than `most` entries.
+    """
+    rank = np.full(len(indptr) - 1, -1, np.int64)
     cost = np.array([_PER_ENTRY * len(indices)])
-    run(_minimum_fill, cost, 0, rank.dtype, indptr, indices, rank)
-    return rank
+    run(_minimum_fill, cost, 0, rank.dtype, indptr, indices, rank, most)
+    return None if len(rank) > 0 and rank.min() < 0 else rank
 
 
 def _hubs(row: np.ndarray, col: np.ndarray, indptr: np.ndarray) -> np.ndarray:
@@ -189,7 +209,7 @@ def postorder(indptr, indices):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _minimum_fill(first, last, stop, scratch, indptr, indices, rank):  # type: ignore[no-untyped-def]
+def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # type: ignore[no-untyped-def]
     """Approximate minimum mean local fill on a quotient graph; overwrites `indices`.
 
     A kernel of one task, which can be interrupted so. Row i of `indices` holds first
@@ -228,7 +248,8 @@ def _minimum_fill(first, last, stop, scratch, indptr, indices, rank):  # type: i
         _append(i, queue[i], head, tail, before, after)
     lowest = 0
     step = 0
-    while step < n and not stopped(stop):
+    entries = 0
+    while step < n and entries <= most and not stopped(stop):
         while head[lowest] < 0:
             lowest += 1
         p = head[lowest]
@@ -335,11 +356,13 @@ def _minimum_fill(first, last, stop, scratch, indptr, indices, rank):  # type: i
                     j = next_same[j]
                 i = next_same[i]
 
-        i = p
+        i, first_step = p, step
         while i >= 0:
             rank[i] = step
             step += 1
             i = merged[i]
+        count = step - first_step
+        entries += count * (size[p] + (count - 1) // 2)
         w = start
         for y in range(start, top):
             i = pool[y]

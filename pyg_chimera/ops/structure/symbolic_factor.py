@@ -112,6 +112,7 @@ class SymbolicFactor(Blocks):
 
 #: Entries of factors that are worth their memory: so many an edge, or so many in all.
 _MANY_AN_EDGE, _MANY = 16, 1 << 22
+_ALL = np.iinfo(np.int64).max
 
 
 def symbolic_factor(
@@ -143,8 +144,13 @@ def symbolic_factor(
     """
     check_edge_index(edge_index, num_nodes)
     col, row = to_numpy(edge_index)
+    most = _ALL
+    if bounded:
+        most = max(_MANY, _MANY_AN_EDGE * len(row))
     if rank is None:
-        by_rank = elimination_order(row, col, num_nodes)
+        by_rank = elimination_order(row, col, num_nodes, most=most)
+        if by_rank is None:
+            return graph_blocks(edge_index, batch, num_nodes)
     else:
         check_rank(rank, num_nodes)
         by_rank = to_numpy(rank)
@@ -156,9 +162,6 @@ def symbolic_factor(
         blocks = _blocks(edge_index, batch, later[position], num_nodes)
 
     edge_row, edge_col = blocks.edge_row, blocks.edge_col
-    most = np.iinfo(np.int64).max
-    if bounded:
-        most = max(_MANY, _MANY_AN_EDGE * blocks.num_edges)
     indptr, indices = adjacency(edge_row, edge_col, num_nodes)
     column_ptr, rows = fill_pattern(indptr, indices, most)
     if len(rows) > most:

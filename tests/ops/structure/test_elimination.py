@@ -22,6 +22,7 @@ from pyg_chimera.ops.structure import elimination_rank
 from pyg_chimera.ops.structure.csr import adjacency
 from pyg_chimera.ops.structure.elimination import (
     METHODS,
+    elimination_order,
     fill_pattern,
     minimum_fill_order,
 )
@@ -349,3 +350,13 @@ def test_interruption():
     command = [sys.executable, "-c", INTERRUPTED]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert float(out) < 2
+
+
+def test_orders_that_fill_up_are_given_up():
+    generator = torch.Generator().manual_seed(0)
+    edge_index = torch.randint(300, (2, 1500), generator=generator)
+    row, col = edge_index.numpy()
+    rank = elimination_order(row, col, 300)
+    entries = len(fill_pattern(*adjacency(rank[row], rank[col], 300))[1])
+    assert (elimination_order(row, col, 300, most=entries) == rank).all()
+    assert elimination_order(row, col, 300, most=entries - 1) is None
