@@ -362,7 +362,7 @@ def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # t
             step += 1
             i = merged[i]
         count = step - first_step
-        entries += count * (size[p] + (count - 1) // 2)
+        entries += count * size[p] + count * (count - 1) // 2
         w = start
         for y in range(start, top):
             i = pool[y]
@@ -380,6 +380,8 @@ def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # t
         top = w
         pool_start[p] = start
         pool_stop[p] = top
+    if entries > most:
+        rank[:] = -1
 
 
 @njit(cache=True, nogil=True)
