@@ -10,10 +10,9 @@ The heterophilous graphs of Platonov et al. (2023), with their ten splits, are r
     python examples/node_classification.py --dataset tolokers --split 3
     python examples/node_classification.py --dataset minesweeper --model attention
 
-What does not fit in memory is cut. Clusters are graphs of their own, and several
-processes share them out; neighbourhoods are sampled around nodes that are trained on,
-in every epoch anew. Both are PyG's, and need METIS or its sampler, which torch-sparse
-and pyg-lib have::
+What does not fit in memory is cut. Clusters, found by METIS, are graphs of their own,
+and several processes share them out. Neighbourhoods are sampled around nodes that are
+trained on, in every epoch anew, by PyG's sampler, which torch-sparse and pyg-lib have::
 
     torchrun --nproc_per_node=2 examples/node_classification.py --clusters 16
     python examples/node_classification.py --neighbors 10 10 --num-seeds 512
@@ -23,6 +22,7 @@ A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
 
 import sys
 from argparse import Namespace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,11 @@ from torch.utils.data import Dataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data
 from torch_geometric.datasets import HeterophilousGraphDataset
-from torch_geometric.loader import ClusterData, NeighborLoader
+from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import GPSConv, SAGEConv
-from torch_geometric.utils import grid, scatter, to_undirected
+from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
+from torch_geometric.utils import coalesce, grid, scatter, to_undirected
+from torch_geometric.utils.sparse import index2ptr
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
 from pyg_chimera.nn import ChimeraConv, GPSLayer, GraphModel
@@ -105,6 +107,18 @@ def load_graph(args: Namespace) -> Data:
     return data
 
 
+def cut(data: Data, count: int) -> list[Data]:
+    """Parts of about equal size, between which there are few edges."""
+    import pymetis  # of the extra "metis"
+
+    row, col = coalesce(data.edge_index)
+    ptr = index2ptr(row, data.num_nodes)
+    graph = pymetis.CSRAdjacency(ptr.numpy(), col.numpy())
+    _, part = pymetis.part_graph(count, graph)
+    parts = torch.tensor(part)
+    return [data.subgraph(parts == i) for i in parts.unique()]
+
+
 class Neighborhoods(Dataset):
     """Samples, anew each time, what surrounds some of the nodes to train on."""
 
@@ -141,8 +155,8 @@ def get_datasets(args: Namespace) -> dict[str, Any]:
         for name in SPLITS
     }  # fmt: skip
     if args.clusters:
-        parts = {name: ClusterData(g, args.clusters) for name, g in graphs.items()}
-        return {name: [order(data) for data in part] for name, part in parts.items()}
+        parts = {name: cut(graph, args.clusters) for name, graph in graphs.items()}
+        return {name: list(map(order, part)) for name, part in parts.items()}
     datasets: dict[str, Any] = {name: [order(data)] for name, data in graphs.items()}
     if args.neighbors:
         datasets["train"] = Neighborhoods(
@@ -221,6 +235,10 @@ def get_args(argv: list[str] | None = None) -> Namespace:
         parser.error(f"--split must be 0 to 9 for {args.dataset}, got {args.split}")
     if (args.clusters or 1) < WORLD:
         parser.error(f"{WORLD} processes need --clusters, at least as many")
+    if args.clusters and find_spec("pymetis") is None:
+        parser.error("--clusters needs METIS: pip install 'pyg-chimera[metis]'")
+    if args.neighbors and not (WITH_TORCH_SPARSE or WITH_PYG_LIB):
+        parser.error("--neighbors needs PyG's sampler: install torch-sparse or pyg-lib")
     how = "neighbors" if args.neighbors else f"clusters{args.clusters or 1}"
     name = f"{args.dataset}-{args.model}-{how}-{args.preset}-{args.split}-{args.seed}"
     args.out = args.out or Path("runs", "node-classification", name)

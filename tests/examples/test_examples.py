@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import arrow_pointing
@@ -16,6 +17,8 @@ import graph_data
 import graph_mamba
 import layouts
 import lrgb
+import node_classification
+import numpy as np
 import pytest
 import torch
 import tudataset
@@ -111,6 +114,9 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (arrow_pointing, "--model vit --mode P"),
         (tudataset, "--folds 2"),
         (tudataset, "--models mlp"),
+        (node_classification, "--dataset actor --split 10"),
+        (node_classification, "--clusters 4 --neighbors 5"),
+        (node_classification, "--neighbors 0"),
     ],
 )
 def test_command_lines_that_make_no_sense(script, argv, refused):
@@ -579,3 +585,73 @@ def test_two_processes(generated, tmp_path):
     states = [torch.load(out / "last.ckpt", weights_only=True) for out in (one, two)]
     for key, value in states[0]["state_dict"].items():
         assert torch.equal(value, states[1]["state_dict"][key]), key
+
+
+# One large graph ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["chimera", "attention", "local"])
+def test_node_classification(tmp_path, model):
+    argv = ("--smoke", "--model", model)
+    run(node_classification, tmp_path, *argv)
+    args = get_args(node_classification, *argv)
+    whole = node_classification.load_graph(args)
+    masks = [whole[f"{name}_mask"] for name in node_classification.SPLITS]
+    assert torch.equal(sum(mask.long() for mask in masks), torch.ones_like(whole.y))
+    # Features tell half of the numbers of mines around, and nothing of the others.
+    hidden = whole.x[:, 9] == 1
+    count = torch.zeros_like(whole.y)
+    count.index_add_(0, whole.edge_index[1], whole.y[whole.edge_index[0]])
+    assert torch.equal(whole.x.argmax(1)[~hidden], count[~hidden])
+    built = node_classification.build_model(args, whole.num_features, 2)
+    datasets = node_classification.get_datasets(args)
+    check_metrics(tmp_path, built, node_classification.get_task(2), datasets)
+
+
+def heterophilous(root: Path, name: str, num_classes: int) -> None:
+    """A file as it is published, of a small graph."""
+    generator = np.random.default_rng(0)
+    part = generator.integers(3, size=(10, 50))
+    np.savez(
+        root / f"{name}.npz",
+        node_features=generator.random((50, 4), dtype=np.float32),
+        node_labels=np.arange(50) % num_classes,
+        edges=np.stack([np.arange(49), np.arange(1, 50)], 1),
+        **{f"{x}_masks": part == i for i, x in enumerate(node_classification.SPLITS)},
+    )
+
+
+def test_heterophilous_files(tmp_path, refused):
+    heterophilous(tmp_path, "actor", 5)
+    heterophilous(tmp_path / ".", "tolokers", 2)
+    for dataset, metric in (("actor", "accuracy"), ("tolokers", "auroc")):
+        argv = ("--smoke", "--root", str(tmp_path), "--dataset", dataset)
+        args = get_args(node_classification, *argv, "--split", "3")
+        graph = node_classification.load_graph(args)
+        assert graph.is_undirected()
+        raw = np.load(tmp_path / f"{dataset}.npz")
+        assert (graph.val_mask.numpy() == raw["val_masks"][3]).all()
+        out = tmp_path / f"run-{dataset}"
+        results = run(node_classification, out, *argv, "--split", "3")
+        assert 0 <= results["best"][f"test_{metric}"] <= 1
+    (tmp_path / "actor.npz").unlink()
+    args = get_args(node_classification, *argv[:3], "--dataset", "actor", "--overwrite")
+    assert "there is no" in refused(common.main, node_classification.run, args)
+
+
+@pytest.mark.parametrize(
+    ("how", "needed"),
+    [("--clusters 4", "pymetis"), ("--neighbors 3 2 --num-seeds 20", "torch_sparse")],
+)
+def test_parts_of_a_graph(tmp_path, how, needed, refused):
+    argv = ("--smoke", "--epochs", "1", *how.split())
+    if find_spec(needed) is None:
+        assert "install" in refused(get_args, node_classification, *argv)
+        pytest.skip(f"{needed} is not installed")
+    args = get_args(node_classification, *argv)
+    graphs = list(node_classification.get_datasets(args)["train"])
+    assert len(graphs) > 3
+    whole = node_classification.load_graph(args)
+    assert sum(int(g.mask.sum()) for g in graphs) == int(whole.train_mask.sum())
+    results = run(node_classification, tmp_path, *argv)
+    assert 0 <= results["best"]["test_auroc"] <= 1
