@@ -18,7 +18,7 @@ class Choice(NamedTuple):
 
     operator: str  #: such as ``"resolvent_mix"``
     solver: str  #: ``"sparse"``, ``"dense"``, ``"neumann"`` or ``"scan"``
-    form: str  #: ``"state"`` or ``"mask"``
+    form: str  #: ``"state"``, ``"mask"`` or ``"chunk"``
     backend: str  #: such as ``"numba"``, a name in the operator's ``backends``
     reason: str  #: why
 

@@ -1,4 +1,4 @@
-"""The scan of a graph of states on the CPU, jitted, in two forms.
+"""The scan of a graph of states on the CPU, jitted, in three forms.
 
 State form: one pass along the states. A task is a (block, head, slice of channels). Its
 states [S, rows of N, width of P] fit in a core's cache; each is written, fed from those
@@ -11,6 +11,9 @@ many states lie between them: a grid has eight for each node in its four orienta
 whose G are one sum. A task is a (block, heads that share keys). G is made some columns
 at a time, that is for some of the nodes that write: a sweep along all states, fed where
 a node writes and added up where one reads.
+
+Chunk form: both at once, on states that follow on each other along paths, as
+`ops.common.chunk_form` says.
 """
 
 import math
@@ -20,8 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common import chunk_form
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.common.numba_runtime import arrays, inlined, jit, run, stopped
+from pyg_chimera.ops.common.numba_runtime import (
+    arrays,
+    inlined,
+    jit,
+    run,
+    stopped,
+    summed,
+)
 from pyg_chimera.ops.common.simd import (
     first,
     fma,
@@ -63,20 +74,32 @@ _WIDTH = 256
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It computes everything, but paths only in chunks."""
+    if call.choice.form == "chunk" and not call.structure.are_paths:
+        return (
+            "form='chunk' is for paths, where each state follows on at most one other "
+            "and is followed by at most one; use form='auto'"
+        )
+    return None
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; states are computed anew for gradients."""
     operands = _Operands.of(call)
-    compute = _state_forward if call.choice.form == "state" else _mask_forward
+    forms = {"state": _state_forward, "mask": _mask_forward, "chunk": _chunk_forward}
+    compute = forms[call.choice.form]
     return torch.from_numpy(compute(call.structure, operands)), ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, source and mark, if given, and transition."""
     operands, (dy,) = _Operands.of(call), arrays(grad)
-    compute = _state_backward if call.choice.form == "state" else _mask_backward
+    forms = {
+        "state": _state_backward,
+        "mask": _mask_backward,
+        "chunk": _chunk_backward,
+    }
+    compute = forms[call.choice.form]
     grads = map(torch.from_numpy, compute(call.structure, operands, dy))
     return call.structure.gradients(call.inputs, *grads)
 
@@ -100,18 +123,27 @@ class _Operands(NamedTuple):
         return cls(weight, source, mark, query, key, value)
 
 
-def _summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The sum over the axes, which takes no time where they have one entry."""
-    if all(x.shape[axis] == 1 for axis in axes):
-        return x.squeeze(axes)
-    return x.sum(axes)
-
-
 def _by_edge(graph: StateGraph, grad_weight: np.ndarray) -> np.ndarray:
     """[heads, L] in the order of entries -> [L, heads] in that of edges."""
     out = np.empty(grad_weight.shape[::-1], grad_weight.dtype)
     out[graph.edge] = grad_weight.T
     return out
+
+
+# ------------------------------------------------------------------------ chunk form
+
+
+def _chunk_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+    """The output from decays within chunks and states between them."""
+    return chunk_form.forward(graph.paths, *operands)
+
+
+def _chunk_backward(
+    graph: StateGraph, operands: _Operands, dy: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key, value, source, mark and transition."""
+    *grads, dw = chunk_form.backward(graph.paths, *operands, dy)
+    return *grads, _by_edge(graph, dw)
 
 
 # ------------------------------------------------------------------------ state form
@@ -239,8 +271,8 @@ def _state_backward(
         _tile(v),
     )
     shape = (slices, num_nodes, groups, num_heads // groups, num_keys)
-    grad_query, grad_key = (_summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
-    grad_source, grad_mark, grad_weight = (_summed(x, (0,)) for x in (ds, dm, dw))
+    grad_query, grad_key = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
+    grad_source, grad_mark, grad_weight = (summed(x, (0,)) for x in (ds, dm, dw))
     return (
         grad_query,
         grad_key,
@@ -678,7 +710,7 @@ def _mask_backward(
         share,
     )
     shape = (num_nodes, groups, num_heads // groups // share, num_keys)
-    grad_query, grad_key = (_summed(x.reshape(shape), (2,)) for x in (dq, dk))
+    grad_query, grad_key = (summed(x.reshape(shape), (2,)) for x in (dq, dk))
     return grad_query, grad_key, dv, ds, dm, _by_edge(graph, dw)
 
 
