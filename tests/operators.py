@@ -392,6 +392,11 @@ OPERATORS = {
             **_REST,
         },
     ),
+    "undirected_paths": Operator(
+        "resolvent_mix", _MIX, "HGNP", _SIZES,
+        UNDIRECTED_PATHS, batches(paths(undirected=True)).map(_from_batch),
+        {"edge_weight": _to_rows}, _mix_oracle, _edges, _CHUNKS,
+    ),
     "neumann": Operator(
         "resolvent_mix", _MIX, "HGNP", _SIZES,
         GRAPHS, batches().map(_from_batch),

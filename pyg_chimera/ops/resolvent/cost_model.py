@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from pyg_chimera.ops.common.chunk_form import chunk_cost
+from pyg_chimera.ops.resolvent.path_factors import path_scans
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 __all__ = ["cheaper_form", "prefers_dense"]
@@ -37,9 +39,8 @@ def cheaper_form(
     wide = np.full_like(nodes, largest) if padded else nodes
     squares = float((wide**2).sum())
     held = squares if padded else largest**2
-    if held * heads * itemsize > _MAX_MASK_BYTES:
-        return "state", "resolvents would not fit in memory"
-    if solver != "sparse":
+    fits = held * heads * itemsize <= _MAX_MASK_BYTES
+    if solver != "sparse" and fits:
         return "mask", "dense matrices are at hand"
     sweep = 2.0 * symbolic.entries + 3.0 * nodes
     # Forward and backward: matrix products, passes over resolvents, and three solves.
@@ -49,6 +50,14 @@ def cheaper_form(
         sweep = 0.25 * (3.0 * symbolic.entries + 8.0 * nodes)
         channels = -(-channels // 16) * 16  # in whole vectors
     state = 0.6 * float(sweep.sum()) * heads * states * channels
+    scans = path_scans(symbolic) if (backend, solver) == ("numba", "sparse") else None
+    if scans is not None:
+        lengths = np.diff(scans.states.ptr).astype(float)
+        chunk = heads * float(chunk_cost(lengths, states, channels).sum())
+        if chunk <= state and (chunk <= mask or not fits):
+            return "chunk", "paths: matrix products in chunks are faster"
+    if not fits:
+        return "state", "resolvents would not fit in memory"
     if mask <= state:
         return "mask", "blocks are small: matrix products are faster"
     return "state", "blocks are large: states along edges are faster"

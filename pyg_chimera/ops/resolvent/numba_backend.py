@@ -1,7 +1,8 @@
 """Sparse elimination on the CPU: the factorisation, and the mask form.
 
-The state form is in `supernodal_sweeps`. A task of the mask form is a (block, heads
-that share keys), and makes the resolvents of its heads one by one.
+The state form is in `supernodal_sweeps`, the chunk form, for paths, in `path_factors`.
+A task of the mask form is a (block, heads that share keys), and makes the resolvents of
+its heads one by one.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,8 @@ from pyg_chimera.ops.common.vector_kit import (
     take,
     take_transposed,
 )
-from pyg_chimera.ops.resolvent import multifrontal, supernodal_sweeps
+from pyg_chimera.ops.resolvent import multifrontal, path_factors, supernodal_sweeps
+from pyg_chimera.ops.resolvent.path_factors import path_scans
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
@@ -38,6 +40,8 @@ def why_not(call: Call) -> str | None:
             f"solver={call.choice.solver!r} has no numba backend; use backend='torch' "
             "or 'auto'"
         )
+    if call.choice.form == "chunk" and path_scans(call.structure) is None:
+        return "form='chunk' is for graphs whose components are paths; use form='auto'"
     check_pivot_growth(_factors(call)[1])
     return None
 
@@ -47,12 +51,19 @@ def _factors(call: Call) -> tuple:
     if call.choice.form == "mask":
         return call.once("factors", lambda: _factorize(call))
     (weight,) = arrays(call.inputs.edge_weight)
+    if call.choice.form == "chunk":
+        return call.once(
+            "paths", lambda: path_factors.factorize(call.structure, weight)
+        )
     return call.once("panels", lambda: multifrontal.factorize(call.structure, weight))
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P], and the numeric factors."""
     factors, _ = _factors(call)
+    if call.choice.form == "chunk":
+        out = path_factors.forward(call.structure, factors, *arrays(*call.inputs[:3]))
+        return torch.from_numpy(out), ()
     if call.choice.form == "state":
         operands = arrays(*call.inputs[:3])
         out = supernodal_sweeps.forward(call.structure, factors, *operands)
@@ -64,6 +75,10 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     """Gradients of query, key, value and edge weight."""
     if call.choice.form == "mask":
         return _mask_backward(call, Factors(*arrays(*saved)), *arrays(grad))
+    if call.choice.form == "chunk":  # eliminated anew, which takes little time
+        operands = arrays(*call.inputs[:3], grad)
+        grads = path_factors.backward(call.structure, _factors(call)[0], *operands)
+        return tuple(map(torch.from_numpy, grads))
     operands = arrays(*saved, *call.inputs[:3], grad)
     grads = supernodal_sweeps.backward(call.structure, *operands)
     return tuple(map(torch.from_numpy, grads))

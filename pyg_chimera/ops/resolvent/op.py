@@ -22,7 +22,7 @@ from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, symbolic_f
 __all__ = ["resolvent_mix"]
 
 _SOLVERS = ("auto", "sparse", "dense", "neumann")
-_FORMS = ("auto", "state", "mask")
+_FORMS = ("auto", "state", "mask", "chunk")
 
 
 class Inputs(NamedTuple):
@@ -71,6 +71,8 @@ class _ResolventMix(Operator[Inputs, SymbolicFactor]):
             if backends[0] == "torch" and prefers_dense(structure, device):
                 solvers.reverse()
                 asked += "; blocks small or factors full enough for dense matrices"
+        if inputs.form == "chunk":
+            solvers, backends = solvers[:1], backends[:1]
         sizes = (inputs.query.size(1), inputs.value.size(1), inputs.query.size(2),
                  inputs.value.size(2))  # fmt: skip
         for solver in solvers:
@@ -136,7 +138,8 @@ def resolvent_mix(
             more reaches every pair. (default: :obj:`None`)
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
             (linear in edges and fill-in), :obj:`"mask"` makes each graph's resolvent
-            (quadratic in its nodes). Same numbers. (default: :obj:`"auto"`)
+            (quadratic in its nodes), :obj:`"chunk"` does both in chunks of paths, on
+            the CPU. Same numbers. (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
             :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer

@@ -38,6 +38,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def why_not(call: Call) -> str | None:
     """It computes everything, unless elimination would need pivots."""
+    if call.choice.form == "chunk":
+        return "form='chunk' has no torch backend, but one for the CPU; use form='auto'"
     if call.choice.solver == "sparse":
         check_pivot_growth(call.once("factors", lambda: _factorize(call))[1])
     return None
