@@ -119,15 +119,30 @@ class _Operands(NamedTuple):
         graph: StateGraph = call.structure
         query, key, value = arrays(*call.inputs[:3])
         source, mark, transition = arrays(*graph.gates_of(call.inputs))
-        weight = np.ascontiguousarray(transition[graph.edge].T)
+        weight = np.empty((value.shape[1], graph.edge.shape[0]), value.dtype)
+        _to_entries(weight, transition, graph.edge)
         return cls(weight, source, mark, query, key, value)
 
 
 def _by_edge(graph: StateGraph, grad_weight: np.ndarray) -> np.ndarray:
     """[heads, L] in the order of entries -> [L, heads] in that of edges."""
     out = np.empty(grad_weight.shape[::-1], grad_weight.dtype)
-    out[graph.edge] = grad_weight.T
+    _to_edges(out, grad_weight, graph.edge)
     return out
+
+
+@jit
+def _to_entries(weight, transition, edge):  # type: ignore[no-untyped-def]
+    for x in range(edge.shape[0]):
+        for h in range(weight.shape[0]):
+            weight[h, x] = transition[edge[x], h]
+
+
+@jit
+def _to_edges(transition, weight, edge):  # type: ignore[no-untyped-def]
+    for x in range(edge.shape[0]):
+        for h in range(weight.shape[0]):
+            transition[edge[x], h] = weight[h, x]
 
 
 # ------------------------------------------------------------------------ chunk form

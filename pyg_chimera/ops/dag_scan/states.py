@@ -117,7 +117,10 @@ class StateGraph:
             gates[:2] = [inputs.value.new_ones(shape)] * 2
         if self.gates is None:
             return gates
-        return [x[_index(index, x)] for x, index in zip(gates, self.gates, strict=True)]
+        return [
+            x.index_select(0, _index(index, x))
+            for x, index in zip(gates, self.gates, strict=True)
+        ]
 
     def gradients(self, inputs: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         """The gradients of all inputs, of those of query, key, value and `gates_of`."""
