@@ -43,11 +43,10 @@ from pyg_chimera.ops.common.simd import (
     store,
     store_part,
     total,
-    transpose_square,
     vector_lanes,
     zeros,
 )
-from pyg_chimera.ops.common.vector_kit import copy, inner_product
+from pyg_chimera.ops.common.vector_kit import clear, copy, inner_product, transpose
 
 __all__ = ["PathStates", "backward", "chunk_cost", "forward"]
 
@@ -286,21 +285,6 @@ def _weigh_rows(dots, target, rows, other, factor, m, size):  # type: ignore[no-
 
 
 @jit
-def _clear(target, size):  # type: ignore[no-untyped-def]
-    for at in range(0, size, lanes(target)):
-        store(target + at, zeros(target))
-
-
-@jit
-def _transpose(target, ldt, source, lds, m, n):  # type: ignore[no-untyped-def]
-    """[m, n], both filled up to whole vectors."""
-    step = lanes(target)
-    for i in range(0, m, step):
-        for j in range(0, n, step):
-            transpose_square(target + (j * ldt + i), ldt, source + (i * lds + j), lds)
-
-
-@jit
 def _to_lower(C, A, lda, B, m, k):  # type: ignore[no-untyped-def]
     """The lower half of C = A B, [m, m]."""
     for i in range(0, m, _ROWS):
@@ -455,7 +439,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
                 m, mode = min(_CHUNK, ptr[path + 1] - a), ADD if a > ptr[path] else SET
                 _take_rows(Q, n, q, of_keys, reader, state, a, m, num_keys)
                 _take_rows(K, n, k, of_keys, writer, state, a, m, num_keys)
-                _transpose(Kt, _CHUNK, K, n, m, n)
+                transpose(Kt, _CHUNK, K, n, m, n)
                 b = a + m
                 f = min(_CHUNK, ptr[path + 1] - b)
                 _fetch_rows(q, of_keys, reader, state, b, f, num_keys)
@@ -565,7 +549,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                 m = min(_CHUNK, end_ - a)
                 _take_rows(Q, n, q, of_keys, reader, state, a, m, num_keys)
                 _take_rows(K, n, k, of_keys, writer, state, a, m, num_keys)
-                _transpose(Kt, _CHUNK, K, n, m, n)
+                transpose(Kt, _CHUNK, K, n, m, n)
                 _to_lower(scores, Q, n, Kt, m, num_keys)
                 if c > 0:
                     f = a - _CHUNK
@@ -582,8 +566,8 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                     )
                     _fetch_rows(dq, of_grads, reader, state, f, _CHUNK, num_keys)
                     _fetch_rows(dk, of_grads, writer, state, f, _CHUNK, num_keys)
-                _clear(dQ, m * n)
-                _clear(dK, m * n)
+                clear(dQ, m * n)
+                clear(dK, m * n)
                 for x in range(share):
                     h, C, Zh = (
                         head + x,
@@ -606,12 +590,12 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                     for i in range(m):
                         M[i], S[i] = mark[state[a + i], h], source[state[a + i], h]
                     _scale_rows(V, V, p, S, 1, m, p)
-                    _transpose(Vt, _CHUNK, V, p, m, p)
+                    transpose(Vt, _CHUNK, V, p, m, p)
                     _to_lower(products, dY, p, Vt, m, channels)
                     _decays(D, weights, m, one)
                     copy(last, D + (m - 1) * _CHUNK, m)
-                    _clear(sums, _CHUNK)
-                    _clear(d_reach, _CHUNK)
+                    clear(sums, _CHUNK)
+                    clear(d_reach, _CHUNK)
                     rest = one - one
                     if c > 0:
                         _reach(reach, weights, m, one)
@@ -634,7 +618,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                             Zh, n, X, 1, p, Q, n, channels, n, m,
                             ADD if c < chunks - 1 else SET,
                         )  # fmt: skip
-                        _transpose(Zh + size, p, Zh, n, channels, n)
+                        transpose(Zh + size, p, Zh, n, channels, n)
                     _mask_backward(
                         D, scores, products, d_scores, sums, by_row, by_weight, weights,
                         M, m, ADD if x > 0 else SET, one,

@@ -50,6 +50,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
+    clear,
     copy,
     inner_product,
     matmul,
@@ -358,7 +359,7 @@ def _before(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # t
 def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
     """Sets a slot to the weighted sum of a state's neighbours."""
     target = states + slot * size
-    _clear(target, size)
+    clear(target, size)
     for y in range(x, stop):
         row = states + _slot(slot, other[y] - i, ring) * size
         _accumulate(target, splat(weight[h, entry[y]]), row, size)
@@ -368,12 +369,6 @@ def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # typ
 def _whole(width, p):  # type: ignore[no-untyped-def]
     """A width filled up to whole vectors."""
     return (width + lanes(p) - 1) // lanes(p) * lanes(p)
-
-
-@jit
-def _clear(p, size):  # type: ignore[no-untyped-def]
-    for at in range(0, size, lanes(p)):
-        store(p + at, zeros(p))
 
 
 @jit
@@ -433,7 +428,7 @@ def _state_forward_tile(  # type: ignore[no-untyped-def]
     )
     values, outs = (pointer(value) + (h * slices + slice_) * w,
                     pointer(out) + (h * slices + slice_) * w)  # fmt: skip
-    _clear(states + ring * size, size)
+    clear(states + ring * size, size)
     slot = -1
     for i in range(s, s + n):
         slot = _slot(slot, 1, ring)
@@ -547,8 +542,8 @@ def _state_backward_tile(  # type: ignore[no-untyped-def]
     d_values = pointer(grad_value) + at
     at = (slice_ * num_nodes * num_heads + h) * num_keys + a0
     d_keys, d_queries = pointer(grad_key) + at, pointer(grad_query) + at
-    _clear(states + line * size, size)
-    _clear(adjoints + ring * size, size)
+    clear(states + line * size, size)
+    clear(adjoints + ring * size, size)
     for segment in range(segments - 1):
         for i in range(s + segment * kept, s + (segment + 1) * kept):
             state, slot = order[i], ring + i - s - segment * kept
@@ -794,7 +789,7 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
             matmul(scores, k, qt)
             for h in range(head, head + share):
                 G[:] = 0
-                _clear(states + ring * width, width)
+                clear(states + ring * width, width)
                 slot = ring
                 for i in range(ptr[block + 1] - 1, ptr[block] - 1, -1):
                     slot = _slot(slot, -1, ring)
@@ -810,6 +805,16 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
                 for i in range(count):
                     for c in range(channels):
                         out[nodes[c0 + i], h, c] = yt[c, i]
+
+
+@jit
+def _mask_gradients(d_scores, G, dG, scores, size):  # type: ignore[no-untyped-def]
+    """From the gradient dG of G * scores, in place, what that product is, too."""
+    for at in range(0, size, lanes(G)):
+        g, d, score = load(G + at), load(dG + at), load(scores + at)
+        store(d_scores + at, fma(d, g, load(d_scores + at)))
+        store(dG + at, d * score)
+        store(G + at, g * score)
 
 
 @jit
@@ -846,9 +851,11 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
         at += 2 * channels * width
         turned = scratch[at : at + m * width].reshape(width, m)
         at += m * width
-        tall = scratch[at : at + 4 * n * width].reshape(4, n, width)
-        G, scores, dG, d_scores = tall[0], tall[1], tall[2], tall[3]
-        at += 4 * n * width
+        tall = scratch[at : at + 3 * n * width].reshape(3, n, width)
+        G, scores, dG = tall[0], tall[1], tall[2]
+        at += 3 * n * width
+        d_scores = scratch[at : at + m * width].reshape(m, width)
+        at += m * width
         states = pointer(scratch) + at
         adjoints = states + (num_states + 1) * width
         take(q, query, nodes, g)
@@ -859,7 +866,7 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
             d_scores[:] = 0
             for h in range(part * share, part * share + share):
                 G[:] = 0
-                _clear(states + num_states * width, width)
+                clear(states + num_states * width, width)
                 for i in range(s, s + num_states):
                     row = _feed(
                         states, num_states, width, i - s, i, c0, before_ptr, before,
@@ -870,17 +877,16 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
                 take(dy, grad, nodes, h)
                 take_columns(vt, value, nodes, h, c0, count)
                 matmul(dG, dy, vt)  # at first the gradient of G * scores
-                for i in range(n):
-                    for c in range(width):
-                        d_scores[i, c] += dG[i, c] * G[i, c]
-                multiply(dG, dG, scores)
-                multiply(G, G, scores)
+                _mask_gradients(
+                    pointer(d_scores), pointer(G), pointer(dG), pointer(scores),
+                    n * width,
+                )  # fmt: skip
                 matmul(dvt, dy.T, G)
                 for i in range(count):
                     for c in range(channels):
                         grad_value[nodes[c0 + i], h, c] = dvt[c, i]
 
-                _clear(adjoints + ring * width, width)
+                clear(adjoints + ring * width, width)
                 slot = ring
                 for i in range(s + num_states - 1, s - 1, -1):
                     slot = _slot(slot, -1, ring)
@@ -903,8 +909,8 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
                     for x in range(before_ptr[i], before_ptr[i + 1]):
                         own = states + (before[x] - s) * width
                         grad_weight[h, x] += inner_product(row, own, width)
-            matmul(dkt, q.T, d_scores)
-            transpose(turned, d_scores)
+            matmul(dkt, q.T, d_scores[:n])
+            transpose(pointer(turned), m, pointer(d_scores), width, n, width)
             matmul(dqt, kt, turned)
             for i in range(n):
                 for c in range(num_keys):
