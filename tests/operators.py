@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from asserts import assert_near, tolerance
 from hypothesis import strategies as st
-from strategies import Batch, batches, dags
+from strategies import Batch, batches, dags, paths
 from torch import Tensor
 
 from pyg_chimera import ops
@@ -134,6 +134,37 @@ SEQUENCES = {
     "spans": _sized([31, 32, 33, 63, 2]),
     "several_blocks": _sized([150, 3, 129, 1]),
 }
+
+
+def _paths_of(*lengths: int, undirected: bool = False) -> Structure:
+    """Paths with mixed up numbers of nodes and edges, each a graph."""
+    generator = torch.Generator().manual_seed(2)
+    graph = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    first = (graph[1:] == graph[:-1]).nonzero().view(-1)
+    edges = torch.stack([first, first + 1])
+    if undirected:
+        loops = torch.arange(0, len(graph), 3).expand(2, -1)
+        edges = torch.cat([edges, edges[:, 2:].flip(0), edges[:, :1], loops], 1)
+    name = torch.randperm(len(graph), generator=generator)
+    order = torch.randperm(edges.size(1), generator=generator)
+    return structure(name[edges[:, order]], len(graph), graph[name.argsort()])
+
+
+#: Shorter and longer than a chunk, also where chunks have 16 nodes.
+PATHS, UNDIRECTED_PATHS = (
+    {
+        **{name: GRAPHS[name] for name in ("zero_nodes", "one_node", "no_edges")},
+        "two_in_a_graph": structure(edges, 7, [0, 0, 0, 0, 0, 1, 0]),
+        "unsorted_batch": structure(more, 7, [1, 0, 1, 0, 3, 0, 1]),
+        "two_chunks": _paths_of(37, 2, undirected=undirected),
+        "several_blocks": _paths_of(130, 64, 65, 5, 1, undirected=undirected),
+    }
+    for undirected, edges, more in (
+        (False, [(4, 2), (2, 0), (6, 3), (3, 1)], [(6, 0), (0, 2), (5, 1), (3, 5)]),
+        (True, [(4, 2), (2, 4), (2, 0), (3, 6)],
+         [(2, 0), (0, 2), (2, 6), (6, 6), (6, 2), (5, 1), (1, 5), (5, 1), (3, 5)]),
+    )
+)  # fmt: skip
 
 
 def _from_batch(batch: Batch) -> Structure:
@@ -344,6 +375,7 @@ _FORMS = {
     for form, backend in product(("state", "mask"), ("numba", "torch"))
 }
 _REST = {"reference": {"backend": "reference"}, "auto": {}}
+_CHUNKS = {"chunk-numba": {"form": "chunk", "backend": "numba"}, "auto": {}}
 _BACKENDS = {"numba": {"backend": "numba"}, "torch": {"backend": "torch"}, **_REST}
 _NEUMANN = {"solver": "neumann", "num_terms": NUM_TERMS}
 _ANY_SIDES = st.tuples(st.integers(1, 4), st.integers(1, 4))
@@ -364,6 +396,11 @@ OPERATORS = {
             **_REST,
         },
     ),
+    "undirected_paths": Operator(
+        "resolvent_mix", _MIX, "HGNP", _SIZES,
+        UNDIRECTED_PATHS, batches(paths(undirected=True)).map(_from_batch),
+        {"edge_weight": _to_rows}, _mix_oracle, _edges, _CHUNKS,
+    ),
     "neumann": Operator(
         "resolvent_mix", _MIX, "HGNP", _SIZES,
         GRAPHS, batches().map(_from_batch),
@@ -380,6 +417,10 @@ OPERATORS = {
         DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
         {}, _mix_oracle, _edges, {**_FORMS, **_REST},
     ),
+    "paths": Operator(
+        "dag_scan", _MIX, "HGNP", _SIZES,
+        PATHS, batches(paths()).map(_from_batch), {}, _mix_oracle, _edges, _CHUNKS,
+    ),
     "stm_scan": Operator(
         "stm_scan",
         "query:VGN key:VGN value:VHP source:EHJ transition:LHJJ mark:EHJ direct:VH",
@@ -388,6 +429,14 @@ OPERATORS = {
         batches(dags(max_nodes=5, max_edges=8), max_graphs=3).map(_from_batch)
         .map(_with_lines),
         {"transition": lambda x, s: 0.7 * x}, _stm_oracle, _edges, {**_FORMS, **_REST},
+    ),
+    "paths_of_edges": Operator(
+        "stm_scan",
+        "query:VGN key:VGN value:VHP source:EH transition:LH mark:EH direct:VH",
+        "HGNP", _SIZES,
+        {name: _with_lines(x) for name, x in PATHS.items()},
+        batches(paths(), max_graphs=3).map(_from_batch).map(_with_lines),
+        {"transition": lambda x, s: 0.7 * x}, _stm_oracle, _edges, _CHUNKS,
     ),
     "grid_scan": Operator(
         "grid_scan",

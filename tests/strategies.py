@@ -5,6 +5,7 @@ no nodes, one node, no edges, isolated nodes, several components, self-loops and
 duplicate edges.
 """
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-__all__ = ["Batch", "Graph", "batches", "dags", "graphs"]
+__all__ = ["Batch", "Graph", "batches", "dags", "graphs", "paths"]
 
 # The first call of a kernel compiles it, which no deadline survives.
 settings.register_profile(
@@ -98,6 +99,26 @@ def dags(
         upward = upward.unique(dim=1)
     names = torch.tensor(draw(st.permutations(range(num_nodes))), dtype=torch.long)
     return Graph(names[upward], num_nodes)
+
+
+#: Edges between a node and the next one of a path.
+_DIRECTED = [(), ((0, 1),)]
+_UNDIRECTED = [*_DIRECTED, ((0, 1), (1, 0)), ((1, 0),), ((0, 1), (1, 0), (0, 1))]
+
+
+@st.composite
+def paths(draw: Any, *, max_nodes: int = 10, undirected: bool = False) -> Graph:
+    """Paths through all nodes; if undirected also with loops, and with edges that lead
+    one way only, or are there twice.
+    """
+    num_nodes = draw(st.integers(0, max_nodes))
+    names = draw(st.permutations(range(num_nodes)))
+    steps, edges = st.sampled_from(_UNDIRECTED if undirected else _DIRECTED), []
+    for pair in pairwise(names):
+        edges += [(pair[i], pair[j]) for i, j in draw(steps)]
+    if undirected and num_nodes > 0:
+        edges += [(i, i) for i in draw(st.lists(st.sampled_from(names), max_size=3))]
+    return Graph(_edge_index(edges), num_nodes)
 
 
 @st.composite

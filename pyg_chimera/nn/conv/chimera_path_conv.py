@@ -40,7 +40,8 @@ class ChimeraPathConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
+        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
+            the CPU) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
             :obj:`"auto"`.
         **kwargs (optional): Additional arguments of

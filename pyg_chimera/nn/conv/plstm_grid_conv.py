@@ -1,11 +1,12 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import check_batch, check_nodes
+from pyg_chimera.nn._inputs import at_least_float32, check_batch, check_nodes
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops import grid_scan
 
@@ -97,6 +98,9 @@ class PLSTMGridConv(PLSTMBlock):
             bias=bias, form=form, backend=backend, num_dags=4, biased=biased,
             columns=sum(biased),
         )  # fmt: skip
+        columns, scale = self._columns()
+        self.register_buffer("_column", columns, persistent=False)
+        self.register_buffer("_scale", scale, persistent=False)
         self.lin_out = Linear(self.out_channels, self.out_channels, bias=bias)
         self.reset_parameters()
 
@@ -152,19 +156,50 @@ class PLSTMGridConv(PLSTMBlock):
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, 4, 2, heads], transition [V, 4, 2, 2, heads], mark, direct."""
         V, H = x.size(0), self.heads
-        direct, source, mark, decay, angle = self.node_gates(x).split(self._biased, 2)
-        direct = direct.sigmoid().sum(1)
-        source, mark = (y.sigmoid().view(V, 4, 2, H) for y in (source, mark))
-        decay = torch.tanh(5 * decay)
+        if self.in_channels < 0:  # makes the weights
+            self.lin_gate(x[:0])
+        weight = self.lin_gate.weight.index_select(0, self._column)
+        bias = self.gate_bias.flatten().index_select(0, self._column)
+        gates = at_least_float32(F.linear(x, weight * self._scale.unsqueeze(1)))
+        gates = gates + bias.to(gates.dtype) * self._scale
+        decays = self._biased[3] * 4
+        gates, decay = gates.split([gates.size(1) - decays, decays], dim=1)
+        gates, transition = gates.sigmoid(), decay.tanh()
+        direct, source, mark, angle = gates.split(
+            [4 * H, 8 * H, 8 * H, gates.size(1) - 20 * H], dim=1
+        )
         if self.mode == "P":
-            angle = torch.stack([angle, -angle], dim=2).sigmoid()
-            to = 3 if self.normalization == "column" else 2
-            transition = decay.view(V, 4, 2, 2, H) * angle.unsqueeze(to)
+            transition = transition * angle
         else:  # no turn from down to right
-            right, rest = decay.split([H, 2 * H], dim=2)
+            right, rest = transition.unflatten(1, (4, 3 * H)).split([H, 2 * H], dim=2)
             transition = torch.cat([right, torch.zeros_like(right), rest], dim=2)
-            transition = transition.view(V, 4, 2, 2, H)
-        return source, transition, mark, direct
+        return (
+            source.reshape(V, 4, 2, H),
+            transition.reshape(V, 4, 2, 2, H),
+            mark.reshape(V, 4, 2, H),
+            direct.unflatten(1, (4, H)).sum(1),
+        )
+
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        """Which gates to project to, in rows that elementwise functions are fast on,
+        and by what to scale them: the same kinds of all orientations side by side, and
+        an angle for each turn, as sigmoid(-a) = 1 - sigmoid(a).
+        """
+        H, total = self.heads, sum(self._biased)
+        each = torch.arange(4 * total).view(4, total).split(self._biased, dim=1)
+        direct, source, mark, decay, angle = each
+        turn = torch.ones(4, 2, 2, H)
+        if self.normalization == "column":
+            turn[:, 1] = -1
+        else:
+            turn[:, :, 1] = -1
+        if self.mode == "P":
+            angle = angle.view(4, 1, 1, H).expand(4, 2, 2, H)
+        else:
+            turn = turn[:0]
+        column = [x.flatten() for x in (direct, source, mark, angle, decay)]
+        scale = [torch.ones(20 * H), turn.flatten(), torch.full((decay.numel(),), 5.0)]
+        return torch.cat(column), torch.cat(scale)
 
     def __repr__(self) -> str:
         return (

@@ -32,7 +32,7 @@ class Choice(NamedTuple):
 
     operator: str  #: such as ``"resolvent_mix"``
     solver: str  #: such as ``"sparse"``, or ``"scan"``
-    form: str  #: ``"state"`` or ``"mask"``
+    form: str  #: ``"state"``, ``"mask"`` or ``"chunk"``
     backend: str  #: such as ``"numba"``, a name in the operator's ``backends``
     reason: str  #: why
     cost: Cost | None = None  #: what it takes, where that is known

@@ -26,7 +26,7 @@ from numba.core import event
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-__all__ = ["arrays", "run", "stopped"]
+__all__ = ["arrays", "run", "stopped", "summed"]
 
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -81,6 +81,13 @@ def run(
 def arrays(*tensors: Tensor) -> list[np.ndarray]:
     """Tensors as contiguous arrays."""
     return [x.contiguous().numpy() for x in tensors]
+
+
+def summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """The sum over the axes, which takes no time where they have one entry."""
+    if all(x.shape[axis] == 1 for axis in axes):
+        return x.squeeze(axes)
+    return x.sum(axes)
 
 
 # --------------------------------------------------------------------------- threads

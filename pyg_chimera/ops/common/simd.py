@@ -48,12 +48,14 @@ __all__ = [
     "load_part",
     "load_some",
     "pointer",
+    "prefetch",
     "row_totals",
     "splat",
     "store",
     "store_part",
     "store_some",
     "total",
+    "transpose_square",
     "vector_lanes",
     "zeros",
 ]
@@ -143,6 +145,10 @@ def store_some(p: Pointer, v: np.ndarray, n: int) -> None:
     p.next(n)[:] = v[:n]
 
 
+def prefetch(p: Pointer) -> None:
+    """Asks for what a pointer points to, to be in the cache when it is needed."""
+
+
 def splat(x: Any) -> np.ndarray:
     """One number in all lanes."""
     return np.full(_BYTES // x.itemsize, x)
@@ -171,6 +177,16 @@ def first(v: np.ndarray, n: int) -> np.ndarray:
 def row_totals(p: Pointer) -> np.ndarray:
     """The sums of as many vectors, one after the other, as a vector has numbers."""
     return p.next(lanes(p) ** 2).reshape(-1, lanes(p)).sum(1)
+
+
+def transpose_square(target: Pointer, ldt: int, source: Pointer, lds: int) -> None:
+    """Transposes a square of as many rows and columns as a vector has numbers.
+
+    Rows are `lds` numbers apart, and those of the target `ldt`.
+    """
+    rows = [load(source + i * lds) for i in range(lanes(source))]
+    for i, row in enumerate(np.stack(rows, 1)):
+        store(target + i * ldt, row)
 
 
 # ------------------------------------------------------------------------------- types
@@ -400,6 +416,21 @@ def _load_some_intrinsic(typing_context, p, n):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def _prefetch_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(ir.VoidType(), [pointer.type] + 3 * [_LANE]),
+            "llvm.prefetch.p0",
+        )
+        builder.call(function, [pointer, _LANE(0), _LANE(2), _LANE(1)])
+        return context.get_dummy_value()
+
+    return types.void(p), generate
+
+
+@intrinsic
 def _store_intrinsic(typing_context, p, v):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         _store(builder, args[1], args[0])
@@ -504,6 +535,37 @@ def _row_totals_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
     return VectorType(p.dtype)(p), generate
 
 
+@intrinsic
+def _transpose_square_intrinsic(typing_context, target, ldt, source, lds):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        vector = _vector(signature.args[0].dtype)
+        target, ldt, source, lds = args
+        ldt, lds = (builder.mul(x, _INT(_size(vector))) for x in (ldt, lds))
+        count, rows = vector.count, []
+        for i in range(count):
+            address = builder.add(source, builder.mul(lds, _INT(i)))
+            rows.append(_load(builder, address, vector))
+        step = 1
+        while step < count:  # squares of `step` off the diagonal change places
+            low = [j if not j & step else count + j - step for j in range(count)]
+            high = [j + step if not j & step else count + j for j in range(count)]
+            masks = [ir.Constant(ir.VectorType(_LANE, count), x) for x in (low, high)]
+            for i in range(count):
+                if not i & step:
+                    pair = rows[i], rows[i + step]
+                    rows[i], rows[i + step] = (
+                        builder.shuffle_vector(*pair, mask) for mask in masks
+                    )
+            step *= 2
+        for i in range(count):
+            address = builder.add(target, builder.mul(ldt, _INT(i)))
+            _store(builder, rows[i], address)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(target, i, source, i), generate
+
+
 @overload(pointer)
 def _overload_pointer(array):  # type: ignore[no-untyped-def]
     return lambda array: _pointer_intrinsic(array)
@@ -522,6 +584,11 @@ def _overload_load(p):  # type: ignore[no-untyped-def]
 @overload(load_some)
 def _overload_load_some(p, n):  # type: ignore[no-untyped-def]
     return lambda p, n: _load_some_intrinsic(p, n)
+
+
+@overload(prefetch)
+def _overload_prefetch(p):  # type: ignore[no-untyped-def]
+    return lambda p: _prefetch_intrinsic(p)
 
 
 @overload(store)
@@ -564,6 +631,13 @@ def _overload_row_totals(p):  # type: ignore[no-untyped-def]
     return lambda p: _row_totals_intrinsic(p)
 
 
+@overload(transpose_square)
+def _overload_transpose_square(target, ldt, source, lds):  # type: ignore[no-untyped-def]
+    return lambda target, ldt, source, lds: _transpose_square_intrinsic(
+        target, ldt, source, lds
+    )
+
+
 @inlined
 def load_part(p, n):  # type: ignore[no-untyped-def]
     """What is left of a row of `n` more numbers, up to a vector."""
@@ -580,6 +654,25 @@ def store_part(p, v, n):  # type: ignore[no-untyped-def]
 
 
 # ---------------------------------------------------------------------- matrix products
+
+
+def _apart() -> None:
+    """Keeps what calls this from becoming part of its callers, again and again."""
+
+
+@overload(_apart, inline="always")
+def _overload_apart():  # type: ignore[no-untyped-def]
+    return lambda: _apart_intrinsic()
+
+
+@intrinsic
+def _apart_intrinsic(typing_context):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        builder.function.attributes.add("noinline")
+        return context.get_dummy_value()
+
+    return types.void(), generate
+
 
 #: What becomes of C: A B, C + A B or C - A B.
 SET, ADD, SUBTRACT = 0, 1, 2
@@ -705,7 +798,7 @@ def _panel(*, gathered: bool = False) -> Callable:
         _tile(rows, _SIDE, gathered=gathered) for rows in range(1, 7)
     )
 
-    @jit
+    @inlined
     def panel(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, k, mode):  # type: ignore[no-untyped-def]
         i, shares = 0, (m + 5) // 6
         for share in range(shares, 0, -1):  # even ones: small tiles are slow
@@ -734,7 +827,7 @@ def _column() -> Callable:
     """Makes the product of any number of rows of A with one vector of B, or a part."""
     t1, t2, t3, t6, t12 = (_tile(rows, 1, some=True) for rows in (1, 2, 3, 6, 12))
 
-    @jit
+    @inlined
     def column(c, ldc, a, ra, ca, b, ldb, m, k, mode, n):  # type: ignore[no-untyped-def]
         i = 0
         while i < m:
@@ -770,6 +863,7 @@ def gemm(c, ldc, a, ra, ca, b, ldb, m, n, k, mode):  # type: ignore[no-untyped-d
     Rows of B and C are contiguous and `ldb` and `ldc` numbers apart; A's are `ra`
     numbers apart and its columns `ca`, so that it may be transposed.
     """
+    _apart()
     width, j = lanes(c), 0
     while j + _SIDE * width <= n:
         _panel_of_rows(c + j, ldc, 0, a, ra, ca, b + j, ldb, 0, m, k, mode)

@@ -21,12 +21,14 @@ from pyg_chimera.ops.common.simd import (
     pointer,
     store,
     total,
+    transpose_square,
     zeros,
 )
 
 __all__ = [
     "LANES",
     "LOG_2",
+    "clear",
     "copy",
     "exp2",
     "inner_product",
@@ -116,12 +118,19 @@ def take_columns(target, source, nodes, h, first, count):  # type: ignore[no-unt
 
 
 @jit
-def transpose(target, source):  # type: ignore[no-untyped-def]
-    """In squares that fit in a few lines of cache; zeros where there is no source."""
-    for i0 in range(0, target.shape[1], 16):
-        for c in range(target.shape[0]):
-            for i in range(i0, min(i0 + 16, target.shape[1])):
-                target[c, i] = source[i, c] if i < source.shape[0] else 0
+def transpose(target, ldt, source, lds, m, n):  # type: ignore[no-untyped-def]
+    """[m, n], both filled up to whole vectors."""
+    step = lanes(target)
+    for i in range(0, m, step):
+        for j in range(0, n, step):
+            transpose_square(target + (j * ldt + i), ldt, source + (i * lds + j), lds)
+
+
+@jit
+def clear(target, size):  # type: ignore[no-untyped-def]
+    """Sets whole vectors to zero."""
+    for at in range(0, size, lanes(target)):
+        store(target + at, zeros(target))
 
 
 @jit

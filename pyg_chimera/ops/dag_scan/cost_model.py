@@ -3,12 +3,15 @@
 import numpy as np
 from torch import Tensor
 
+from pyg_chimera.ops.common.chunk_form import chunk_cost
 from pyg_chimera.ops.dag_scan.states import StateGraph
 
 __all__ = ["cheaper_form"]
 
 
-def cheaper_form(graph: StateGraph, query: Tensor, value: Tensor) -> tuple[str, str]:
+def cheaper_form(
+    graph: StateGraph, query: Tensor, value: Tensor, backend: str
+) -> tuple[str, str]:
     """The form that takes less time, forward and backward, and why."""
     groups, num_keys = query.shape[1:]
     heads, channels = value.shape[1:]
@@ -20,6 +23,11 @@ def cheaper_form(graph: StateGraph, query: Tensor, value: Tensor) -> tuple[str, 
     sweeps = (0.75 * sizes + 0.45 * graph.entries) * nodes
     products = nodes**2 * (0.1 * (groups * num_keys / heads + channels) + 1.5)
     mask = sweeps + products + 70.0 * sizes
+    if backend == "numba" and graph.are_paths:
+        lengths = np.diff(graph.component_ptr).astype(float)
+        chunk = chunk_cost(lengths, num_keys, channels).sum()
+        if chunk <= min(mask.sum(), state.sum()):
+            return "chunk", "paths: matrix products in chunks are faster"
     if mask.sum() <= state.sum():
         return "mask", "blocks are small: matrix products are faster"
     return "state", "blocks are large: states along edges are faster"

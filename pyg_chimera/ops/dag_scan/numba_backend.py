@@ -1,4 +1,4 @@
-"""The scan of a graph of states on the CPU, jitted, in two forms.
+"""The scan of a graph of states on the CPU, jitted, in three forms.
 
 State form: one pass along the states. A task is a (block, head, slice of channels). Its
 states [S, rows of N, width of P] fit in a core's cache; each is written, fed from those
@@ -11,6 +11,9 @@ many states lie between them: a grid has eight for each node in its four orienta
 whose G are one sum. A task is a (block, heads that share keys). G is made some columns
 at a time, that is for some of the nodes that write: a sweep along all states, fed where
 a node writes and added up where one reads.
+
+Chunk form: both at once, on states that follow on each other along paths, as
+`ops.common.chunk_form` says.
 """
 
 import math
@@ -20,8 +23,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common import chunk_form
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.common.numba_runtime import arrays, inlined, jit, run, stopped
+from pyg_chimera.ops.common.numba_runtime import (
+    arrays,
+    inlined,
+    jit,
+    run,
+    stopped,
+    summed,
+)
 from pyg_chimera.ops.common.simd import (
     first,
     fma,
@@ -39,6 +50,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
+    clear,
     copy,
     inner_product,
     matmul,
@@ -63,20 +75,32 @@ _WIDTH = 256
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It computes everything, but paths only in chunks."""
+    if call.choice.form == "chunk" and not call.structure.are_paths:
+        return (
+            "form='chunk' is for paths, where each state follows on at most one other "
+            "and is followed by at most one; use form='auto'"
+        )
+    return None
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; states are computed anew for gradients."""
     operands = _Operands.of(call)
-    compute = _state_forward if call.choice.form == "state" else _mask_forward
+    forms = {"state": _state_forward, "mask": _mask_forward, "chunk": _chunk_forward}
+    compute = forms[call.choice.form]
     return torch.from_numpy(compute(call.structure, operands)), ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, source and mark, if given, and transition."""
     operands, (dy,) = _Operands.of(call), arrays(grad)
-    compute = _state_backward if call.choice.form == "state" else _mask_backward
+    forms = {
+        "state": _state_backward,
+        "mask": _mask_backward,
+        "chunk": _chunk_backward,
+    }
+    compute = forms[call.choice.form]
     grads = map(torch.from_numpy, compute(call.structure, operands, dy))
     return call.structure.gradients(call.inputs, *grads)
 
@@ -96,22 +120,46 @@ class _Operands(NamedTuple):
         graph: StateGraph = call.structure
         query, key, value = arrays(*call.inputs[:3])
         source, mark, transition = arrays(*graph.gates_of(call.inputs))
-        weight = np.ascontiguousarray(transition[graph.edge].T)
+        weight = np.empty((value.shape[1], graph.edge.shape[0]), value.dtype)
+        _to_entries(weight, transition, graph.edge)
         return cls(weight, source, mark, query, key, value)
-
-
-def _summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The sum over the axes, which takes no time where they have one entry."""
-    if all(x.shape[axis] == 1 for axis in axes):
-        return x.squeeze(axes)
-    return x.sum(axes)
 
 
 def _by_edge(graph: StateGraph, grad_weight: np.ndarray) -> np.ndarray:
     """[heads, L] in the order of entries -> [L, heads] in that of edges."""
     out = np.empty(grad_weight.shape[::-1], grad_weight.dtype)
-    out[graph.edge] = grad_weight.T
+    _to_edges(out, grad_weight, graph.edge)
     return out
+
+
+@jit
+def _to_entries(weight, transition, edge):  # type: ignore[no-untyped-def]
+    for x in range(edge.shape[0]):
+        for h in range(weight.shape[0]):
+            weight[h, x] = transition[edge[x], h]
+
+
+@jit
+def _to_edges(transition, weight, edge):  # type: ignore[no-untyped-def]
+    for x in range(edge.shape[0]):
+        for h in range(weight.shape[0]):
+            transition[edge[x], h] = weight[h, x]
+
+
+# ------------------------------------------------------------------------ chunk form
+
+
+def _chunk_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+    """The output from decays within chunks and states between them."""
+    return chunk_form.forward(graph.paths, *operands)
+
+
+def _chunk_backward(
+    graph: StateGraph, operands: _Operands, dy: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key, value, source, mark and transition."""
+    *grads, dw = chunk_form.backward(graph.paths, *operands, dy)
+    return *grads, _by_edge(graph, dw)
 
 
 # ------------------------------------------------------------------------ state form
@@ -239,8 +287,8 @@ def _state_backward(
         _tile(v),
     )
     shape = (slices, num_nodes, groups, num_heads // groups, num_keys)
-    grad_query, grad_key = (_summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
-    grad_source, grad_mark, grad_weight = (_summed(x, (0,)) for x in (ds, dm, dw))
+    grad_query, grad_key = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
+    grad_source, grad_mark, grad_weight = (summed(x, (0,)) for x in (ds, dm, dw))
     return (
         grad_query,
         grad_key,
@@ -311,7 +359,7 @@ def _before(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # t
 def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
     """Sets a slot to the weighted sum of a state's neighbours."""
     target = states + slot * size
-    _clear(target, size)
+    clear(target, size)
     for y in range(x, stop):
         row = states + _slot(slot, other[y] - i, ring) * size
         _accumulate(target, splat(weight[h, entry[y]]), row, size)
@@ -321,12 +369,6 @@ def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # typ
 def _whole(width, p):  # type: ignore[no-untyped-def]
     """A width filled up to whole vectors."""
     return (width + lanes(p) - 1) // lanes(p) * lanes(p)
-
-
-@jit
-def _clear(p, size):  # type: ignore[no-untyped-def]
-    for at in range(0, size, lanes(p)):
-        store(p + at, zeros(p))
 
 
 @jit
@@ -386,7 +428,7 @@ def _state_forward_tile(  # type: ignore[no-untyped-def]
     )
     values, outs = (pointer(value) + (h * slices + slice_) * w,
                     pointer(out) + (h * slices + slice_) * w)  # fmt: skip
-    _clear(states + ring * size, size)
+    clear(states + ring * size, size)
     slot = -1
     for i in range(s, s + n):
         slot = _slot(slot, 1, ring)
@@ -500,8 +542,8 @@ def _state_backward_tile(  # type: ignore[no-untyped-def]
     d_values = pointer(grad_value) + at
     at = (slice_ * num_nodes * num_heads + h) * num_keys + a0
     d_keys, d_queries = pointer(grad_key) + at, pointer(grad_query) + at
-    _clear(states + line * size, size)
-    _clear(adjoints + ring * size, size)
+    clear(states + line * size, size)
+    clear(adjoints + ring * size, size)
     for segment in range(segments - 1):
         for i in range(s + segment * kept, s + (segment + 1) * kept):
             state, slot = order[i], ring + i - s - segment * kept
@@ -678,7 +720,7 @@ def _mask_backward(
         share,
     )
     shape = (num_nodes, groups, num_heads // groups // share, num_keys)
-    grad_query, grad_key = (_summed(x.reshape(shape), (2,)) for x in (dq, dk))
+    grad_query, grad_key = (summed(x.reshape(shape), (2,)) for x in (dq, dk))
     return grad_query, grad_key, dv, ds, dm, _by_edge(graph, dw)
 
 
@@ -747,7 +789,7 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
             matmul(scores, k, qt)
             for h in range(head, head + share):
                 G[:] = 0
-                _clear(states + ring * width, width)
+                clear(states + ring * width, width)
                 slot = ring
                 for i in range(ptr[block + 1] - 1, ptr[block] - 1, -1):
                     slot = _slot(slot, -1, ring)
@@ -763,6 +805,16 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
                 for i in range(count):
                     for c in range(channels):
                         out[nodes[c0 + i], h, c] = yt[c, i]
+
+
+@jit
+def _mask_gradients(d_scores, G, dG, scores, size):  # type: ignore[no-untyped-def]
+    """From the gradient dG of G * scores, in place, what that product is, too."""
+    for at in range(0, size, lanes(G)):
+        g, d, score = load(G + at), load(dG + at), load(scores + at)
+        store(d_scores + at, fma(d, g, load(d_scores + at)))
+        store(dG + at, d * score)
+        store(G + at, g * score)
 
 
 @jit
@@ -799,9 +851,11 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
         at += 2 * channels * width
         turned = scratch[at : at + m * width].reshape(width, m)
         at += m * width
-        tall = scratch[at : at + 4 * n * width].reshape(4, n, width)
-        G, scores, dG, d_scores = tall[0], tall[1], tall[2], tall[3]
-        at += 4 * n * width
+        tall = scratch[at : at + 3 * n * width].reshape(3, n, width)
+        G, scores, dG = tall[0], tall[1], tall[2]
+        at += 3 * n * width
+        d_scores = scratch[at : at + m * width].reshape(m, width)
+        at += m * width
         states = pointer(scratch) + at
         adjoints = states + (num_states + 1) * width
         take(q, query, nodes, g)
@@ -812,7 +866,7 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
             d_scores[:] = 0
             for h in range(part * share, part * share + share):
                 G[:] = 0
-                _clear(states + num_states * width, width)
+                clear(states + num_states * width, width)
                 for i in range(s, s + num_states):
                     row = _feed(
                         states, num_states, width, i - s, i, c0, before_ptr, before,
@@ -823,17 +877,16 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
                 take(dy, grad, nodes, h)
                 take_columns(vt, value, nodes, h, c0, count)
                 matmul(dG, dy, vt)  # at first the gradient of G * scores
-                for i in range(n):
-                    for c in range(width):
-                        d_scores[i, c] += dG[i, c] * G[i, c]
-                multiply(dG, dG, scores)
-                multiply(G, G, scores)
+                _mask_gradients(
+                    pointer(d_scores), pointer(G), pointer(dG), pointer(scores),
+                    n * width,
+                )  # fmt: skip
                 matmul(dvt, dy.T, G)
                 for i in range(count):
                     for c in range(channels):
                         grad_value[nodes[c0 + i], h, c] = dvt[c, i]
 
-                _clear(adjoints + ring * width, width)
+                clear(adjoints + ring * width, width)
                 slot = ring
                 for i in range(s + num_states - 1, s - 1, -1):
                     slot = _slot(slot, -1, ring)
@@ -856,8 +909,8 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
                     for x in range(before_ptr[i], before_ptr[i + 1]):
                         own = states + (before[x] - s) * width
                         grad_weight[h, x] += inner_product(row, own, width)
-            matmul(dkt, q.T, d_scores)
-            transpose(turned, d_scores)
+            matmul(dkt, q.T, d_scores[:n])
+            transpose(pointer(turned), m, pointer(d_scores), width, n, width)
             matmul(dqt, kt, turned)
             for i in range(n):
                 for c in range(num_keys):

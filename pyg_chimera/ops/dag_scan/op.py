@@ -33,7 +33,7 @@ from pyg_chimera.ops.structure.cache import Recipe
 
 __all__ = ["dag_scan", "grid_scan", "stm_scan"]
 
-_FORMS = ("auto", "state", "mask")
+_FORMS = ("auto", "state", "mask", "chunk")
 
 
 class Inputs(NamedTuple):
@@ -82,6 +82,8 @@ class _StateScan(Operator[Inputs, StateGraph]):
 
     def check(self, inputs: Inputs, structure: StateGraph) -> None:
         name, transition = "transition", inputs.transition
+        if bool(transition.isfinite().all()):
+            return
         place = "line edge", inputs.num_components**2
         if inputs.source is None:
             name, place = "edge_weight", ("edge", 1)
@@ -96,12 +98,13 @@ class _StateScan(Operator[Inputs, StateGraph]):
     def choices(self, call: Call[Inputs, StateGraph]) -> Iterator[Choice]:
         inputs, structure = call.inputs, call.structure
         asked = self.reason(inputs)
-        for backend in self.usable(inputs):
+        backends = self.usable(inputs)
+        for backend in backends[:1] if inputs.form == "chunk" else backends:
             form, reason = inputs.form, asked
             if backend == "reference":
                 form = "mask"
             elif form == "auto":
-                form, why = cheaper_form(structure, inputs.query, inputs.value)
+                form, why = cheaper_form(structure, inputs.query, inputs.value, backend)
                 reason = f"{asked}; {why}"
             solver = "dense" if backend == "reference" else "scan"
             yield Choice(self.name, solver, form, backend, reason)
@@ -144,7 +147,9 @@ def dag_scan(
             :math:`[2, |\mathcal{E}|]`. Duplicates count.
         edge_weight (torch.Tensor): :math:`[|\mathcal{E}|, H]`.
         batch (torch.Tensor, optional): The graph of each node. (default: :obj:`None`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
+        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (matrix
+            products in chunks of paths, on the CPU) or :obj:`"auto"`. (default:
+            :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
             :obj:`"auto"`.
         rank (torch.Tensor, optional): A topological rank, integer
@@ -230,8 +235,9 @@ def stm_scan(
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
             connected components are found and used. (default: :obj:`None`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`, as in
-            :func:`dag_scan`. (default: :obj:`"auto"`)
+        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (where edges
+            follow on each other along paths) or :obj:`"auto"`, as in :func:`dag_scan`.
+            (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
             :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index, check_rank
+from pyg_chimera.ops.common.chunk_form import PathStates
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.csr import grouped, sorted_rows, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
@@ -91,6 +92,23 @@ class StateGraph:
         writer, reader = places.reshape(2, -1) - ptr[block]
         return BlockNodes(ptr, keys % span, writer, reader)
 
+    @property
+    def are_paths(self) -> bool:
+        """Whether the states of each component follow on each other, one by one."""
+        steps = len(self.state) - len(self.bandwidth)
+        return len(self.parent) == steps and self.bandwidth.max(initial=0) <= 1
+
+    @property
+    def paths(self) -> PathStates:
+        """The components, if they are paths."""
+        return PathStates(
+            self.block_component,
+            self.component_ptr,
+            self.state,
+            self.writer,
+            self.reader,
+        )
+
     def gates_of(self, inputs: Any) -> list[Tensor]:
         """Source and mark [S, heads] of the states, transition [L, heads] of edges."""
         gates = [inputs.source, inputs.mark, inputs.transition]
@@ -99,7 +117,10 @@ class StateGraph:
             gates[:2] = [inputs.value.new_ones(shape)] * 2
         if self.gates is None:
             return gates
-        return [x[_index(index, x)] for x, index in zip(gates, self.gates, strict=True)]
+        return [
+            x.index_select(0, _index(index, x))
+            for x, index in zip(gates, self.gates, strict=True)
+        ]
 
     def gradients(self, inputs: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         """The gradients of all inputs, of those of query, key, value and `gates_of`."""

@@ -25,7 +25,10 @@ _MAX_NUMEL = 1 << 26
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It computes everything, but not in chunks."""
+    if call.choice.form == "chunk":
+        return "form='chunk' has no torch backend, but one for the CPU; use form='auto'"
+    return None
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:

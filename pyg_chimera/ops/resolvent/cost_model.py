@@ -9,8 +9,10 @@ import math
 import numpy as np
 import torch
 
+from pyg_chimera.ops.common.chunk_form import chunk_cost
 from pyg_chimera.ops.common.dispatch import Choice, Cost
 from pyg_chimera.ops.common.simd import vector_lanes
+from pyg_chimera.ops.resolvent.path_factors import path_scans
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 __all__ = ["cost_of", "prefers_dense"]
@@ -57,6 +59,11 @@ def cost_of(
             held, time = heads * largest**2 * len(nodes), 10 * time + 1e5
         else:
             held = threads * 3 * largest**2
+    elif choice.form == "chunk":
+        scans = path_scans(blocks)
+        lengths = np.zeros(0) if scans is None else np.diff(scans.states.ptr) * 1.0
+        time = heads * chunk_cost(lengths, states, channels)
+        operations, held = 20.0 * time, threads * largest * states * channels / 64
     elif isinstance(blocks, SymbolicFactor) and choice.solver == "sparse":
         # About so many numbers are in panels of supernodes.
         panel = 2.1 * blocks.entries + 5.0 * nodes

@@ -1,8 +1,9 @@
 """The resolvent on the CPU: what takes which kernels, and elimination in mask form.
 
-Elimination in state form is in `supernodal_sweeps`, iterations and finite sums are in
-`sparse_products`. A task of the mask form is a (block, heads that share keys), and
-makes the resolvents of its heads one by one.
+Elimination in state form is in `supernodal_sweeps`, in chunk form, for paths, in
+`path_factors`; iterations and finite sums are in `sparse_products`. A task of the mask
+form is a (block, heads that share keys), and makes the resolvents of its heads one by
+one.
 """
 
 from typing import NamedTuple
@@ -25,9 +26,11 @@ from pyg_chimera.ops.common.vector_kit import (
 )
 from pyg_chimera.ops.resolvent import (
     multifrontal,
+    path_factors,
     sparse_products,
     supernodal_sweeps,
 )
+from pyg_chimera.ops.resolvent.path_factors import path_scans
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
 from pyg_chimera.ops.resolvent.sweep_polynomial import (
     check_residual,
@@ -44,11 +47,13 @@ DEVICES = ("cpu",)
 def why_not(call: Call) -> str | None:
     """It eliminates without pivoting, and multiplies by the sparse A."""
     _, solver, form, *_ = call.choice
-    if solver == "dense" or (solver == "neumann" and form == "mask"):
+    if solver == "dense" or (solver == "neumann" and form != "state"):
         return (
             f"solver={solver!r}, form={form!r} has no numba backend; use "
             "backend='torch' or 'auto'"
         )
+    if form == "chunk" and path_scans(call.structure) is None:
+        return "form='chunk' is for graphs whose components are paths; use form='auto'"
     if solver == "sparse":
         check_pivot_growth(_factors(call)[1])
     if solver == "iterative":
@@ -61,6 +66,10 @@ def _factors(call: Call) -> tuple:
     if call.choice.form == "mask":
         return call.once("factors", lambda: _factorize(call))
     (weight,) = arrays(call.inputs.edge_weight)
+    if call.choice.form == "chunk":
+        return call.once(
+            "paths", lambda: path_factors.factorize(call.structure, weight)
+        )
     return call.once("panels", lambda: multifrontal.factorize(call.structure, weight))
 
 
@@ -78,6 +87,9 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         check_residual(left, call)
         return torch.from_numpy(out), (steps,)
     factors, _ = _factors(call)
+    if call.choice.form == "chunk":
+        out = path_factors.forward(call.structure, factors, *arrays(*call.inputs[:3]))
+        return torch.from_numpy(out), ()
     if call.choice.form == "state":
         out = supernodal_sweeps.forward(call.structure, factors, *operands)
         return torch.from_numpy(out), (torch.from_numpy(factors),)
@@ -90,7 +102,9 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         return _mask_backward(call, Factors(*arrays(*saved)), *arrays(grad))
     operands = arrays(*call.inputs[:3], grad)
     grads: tuple[np.ndarray, ...]
-    if call.choice.solver == "sparse":
+    if call.choice.form == "chunk":  # eliminated anew, which takes little time
+        grads = path_factors.backward(call.structure, _factors(call)[0], *operands)
+    elif call.choice.solver == "sparse":
         grads = supernodal_sweeps.backward(call.structure, *arrays(*saved), *operands)
     else:
         system = _system(call, *saved)

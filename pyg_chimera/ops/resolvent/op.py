@@ -17,6 +17,7 @@ from pyg_chimera.ops.common.dispatch import Call, Choice, UnsuitableSolver
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.resolvent import numba_backend, reference, torch_backend
 from pyg_chimera.ops.resolvent.cost_model import cost_of, prefers_dense
+from pyg_chimera.ops.resolvent.path_factors import path_scans
 from pyg_chimera.ops.resolvent.sweep_polynomial import SweepPolynomial, polynomial_of
 from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.symbolic_factor import (
@@ -29,7 +30,7 @@ from pyg_chimera.ops.structure.symbolic_factor import (
 __all__ = ["resolvent_mix"]
 
 _SOLVERS = ("auto", "sparse", "dense", "iterative", "neumann")
-_FORMS = ("auto", "state", "mask")
+_FORMS = ("auto", "state", "mask", "chunk")
 
 #: Bytes of resolvents that the mask form may hold when it is free to choose.
 _MAX_MASK_BYTES = 1 << 30
@@ -106,6 +107,8 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         elif auto and usable[0] == "torch" and prefers_dense(structure, device):
             solvers.reverse()
             reason += "; blocks small or factors full enough for dense matrices"
+        if inputs.form == "chunk":
+            solvers, usable = ["sparse"] if auto else solvers, usable[:1]
         for solver in solvers:
             backends = usable
             if auto and solver == "dense":  # which is torch's alone
@@ -117,7 +120,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         self, call: Call[Inputs, Blocks], others: list[Choice]
     ) -> list[Choice]:
         """The iteration, where it is worth while to find out how long it takes."""
-        if call.inputs.solver != "auto" or call.inputs.form == "mask" or not others:
+        if call.inputs.solver != "auto" or call.inputs.form not in ("auto", "state"):
             return []
         least = min(choice.cost.seconds for choice in others if choice.cost)
         reason = self.reason(call.inputs)
@@ -151,7 +154,13 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         if call.inputs.form != "auto" or only_states:
             return choice("state" if call.inputs.form == "auto" else call.inputs.form)
         mask, state = choice("mask"), choice("state")
-        if mask.cost.memory > _MAX_MASK_BYTES:  # type: ignore[union-attr]
+        fits = mask.cost.memory <= _MAX_MASK_BYTES  # type: ignore[union-attr]
+        if (backend, solver) == ("numba", "sparse") and path_scans(call.structure):
+            chunk = choice("chunk", "; paths: matrix products in chunks are faster")
+            least = [x.cost.seconds for x in (state, mask)[: 1 + fits] if x.cost]
+            if chunk.cost.seconds <= min(least):  # type: ignore[union-attr]
+                return chunk
+        if not fits:
             return choice("state", "; resolvents would not fit in memory")
         if solver != "sparse":
             return choice("mask", "; dense matrices are at hand")
@@ -218,8 +227,8 @@ def resolvent_mix(
             errors. (default: :obj:`None`)
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
             (linear in edges and fill-in), :obj:`"mask"` makes each graph's resolvent
-            (quadratic in its nodes), which :obj:`"iterative"` does not. Same numbers.
-            (default: :obj:`"auto"`)
+            (quadratic in its nodes), :obj:`"chunk"` does both in chunks of paths, on
+            the CPU. Same numbers; iterations have states only. (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
             :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer
@@ -252,10 +261,10 @@ def resolvent_mix(
         )
     if num_terms is not None:
         check_integer("num_terms", num_terms, least=0)
-    if solver == "iterative" and form == "mask":
+    if solver == "iterative" and form not in ("auto", "state"):
         raise ValueError(
             "'form' must be 'state' or 'auto' with solver='iterative', which never "
-            "makes a graph's resolvent, got form='mask'"
+            f"makes a graph's resolvent, got form={form!r}"
         )
     if tolerance is not None:
         if solver not in ("auto", "iterative"):

@@ -44,6 +44,8 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 def why_not(call: Call) -> str | None:
     """It computes everything, unless elimination would need pivots."""
+    if call.choice.form == "chunk":
+        return "form='chunk' has no torch backend, but one for the CPU; use form='auto'"
     if call.choice.solver == "sparse":
         factors = call.once("levelled factors", lambda: _factorize(call))
         check_pivot_growth(factors[1])

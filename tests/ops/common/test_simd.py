@@ -26,6 +26,7 @@ from pyg_chimera.ops.common.simd import (
     store,
     store_some,
     total,
+    transpose_square,
     zeros,
 )
 
@@ -131,6 +132,23 @@ def test_vectors(dtype, n):
     assert n == 0 or first == out[0]
 
 
+@jit
+def transpose(target, source):
+    p, q = pointer(target), pointer(source)
+    transpose_square(p, target.shape[1], q, source.shape[1])
+    return lanes(p)
+
+
+@dtypes
+def test_transposed_squares(dtype):
+    source, target = np.arange(1600, dtype=dtype).reshape(2, 20, 40)
+    before = target.copy()
+    n = transpose(target, source)
+    assert np.array_equal(target[:n, :n], source[:n, :n].T)
+    target[:n, :n] = before[:n, :n]
+    assert np.array_equal(target, before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("features", "width"), [("+avx,+avx2,+fma", 32), ("", 16)], ids=["avx2", "plain"]
@@ -139,7 +157,7 @@ def test_other_machines(features, width, tmp_path):
     """The tests of this file, with smaller registers."""
     if not {"avx2", "fma"} <= simd._FEATURES:
         pytest.skip("needs a machine with AVX2")
-    names = "test_vectors or test_products and float32"
+    names = "test_vectors or transposed or test_products and float32"
     code = (
         "import sys, pytest; from pyg_chimera.ops.common import simd\n"
         f"assert simd._BYTES == {width}, simd._BYTES\n"

@@ -14,7 +14,7 @@ from operators import (
     structure,
 )
 
-from pyg_chimera.ops import CycleError, dag_scan
+from pyg_chimera.ops import CycleError, dag_scan, explain
 from pyg_chimera.ops.structure import topological_rank
 
 OPERATOR = OPERATORS["dag_scan"]
@@ -75,6 +75,32 @@ def test_states_decay_to_zero_not_to_denormals():
     out = case(key=key, edge_weight=weight, form="state", backend="numba")
     assert out[100].abs().max() > 0
     assert (out[150:] == 0).all()
+
+
+def test_chunks_are_for_paths():
+    case = example("paths", "several_blocks", (2, 1, 16, 16))
+    choice = explain("dag_scan", **case.inputs)
+    assert (choice.form, choice.backend) == ("chunk", "numba")
+    assert explain("dag_scan", **case.inputs, backend="torch").form != "chunk"
+    with pytest.raises(ValueError, match="form='chunk' has no torch backend"):
+        case(form="chunk", backend="torch")
+    for name in ("diamonds", "several_blocks"):
+        case = example("dag_scan", name)
+        assert explain("dag_scan", **case.inputs).form != "chunk"
+        with pytest.raises(ValueError, match="form='chunk' is for paths"):
+            case(form="chunk")
+
+
+@pytest.mark.parametrize("size", [(1, 1, 4, 32), (3, 1, 4, 5), (6, 2, 4, 8)])
+def test_chunks_of_few_paths_on_many_threads(size):
+    """Heads, and slices of channels, are shared out among them."""
+    case = make_case(OPERATOR, structure(path(200), 200), size)
+    weight = case.floats["edge_weight"]
+    weight[[0, 63, 64, 150]] = 0
+    want = expected_of(case)
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        assert_results(computed(case, {"form": "chunk"}), want)
 
 
 @variants

@@ -111,6 +111,33 @@ def test_auto_prefers_masks_for_small_graphs_and_states_for_large_ones():
     assert choice[1:4] == ("sparse", "state", "numba")
 
 
+def test_chunks_are_for_paths():
+    path = torch.stack([torch.arange(399), torch.arange(1, 400)])
+    path = torch.cat([path, path.flip(0)], dim=1)
+    size = (2, 1, 64, 32)
+    assert explained(path, 400, size)[1:4] == ("sparse", "chunk", "numba")
+    assert explained(path, 400, size, backend="torch").form != "chunk"
+    for options, why in (
+        ({}, "form='chunk' is for graphs whose components are paths"),
+        ({"backend": "torch"}, "form='chunk' has no torch backend"),
+    ):
+        for edges in (star(5), ring(5)):
+            with pytest.raises(ValueError, match=why):
+                explained(edges, 5, (1, 1, 2, 2), form="chunk", **options)
+
+
+@pytest.mark.parametrize("pivot", [0.0, 1e-9])
+def test_paths_that_need_pivots_are_left_to_dense_matrices(pivot):
+    edges = torch.tensor([[0, 0, 1, 1, 2], [0, 1, 0, 2, 1]])
+    case = make_case(OPERATOR, structure(edges, 3), (1, 1, 2, 2))
+    weight = torch.tensor([1 - pivot, 0.5, 0.5, 0.1, 0.1]).double().view(-1, 1)
+    case = case.changed(edge_weight=weight)
+    with pytest.raises(ValueError, match="without pivoting"):
+        case(solver="sparse", form="chunk")
+    with pytest.warns(UserWarning, match="solver='dense' is used"):
+        assert_near(case(), expected_of(case)["output"], 1e-7)
+
+
 def test_auto_does_not_fill_memory_with_masks():
     # One resolvent of 1.15 GB; or of 4 MB, and 550 more padded to the same size.
     choice = explained(star(12_000), 12_000, (1, 1, 2, 2))

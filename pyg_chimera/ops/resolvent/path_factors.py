@@ -1,0 +1,315 @@
+"""The resolvent of paths, undirected ones among them, by two scans in chunks.
+
+On a path I - A is tridiagonal: d_i on its diagonal, -w_i from node i - 1 to i below it,
+-u_i from i to i - 1 above it. Eliminated from either end, its pivots are
+
+    p_i = d_i - w_i u_i / p_{i-1}    and    p'_i = d_i - w_{i+1} u_{i+1} / p'_{i+1},
+
+and the resolvent is made of products along the path: with a_i = w_i / p'_i on the way
+there, b_i = u_{i+1} / p_i on the way back, and g_j = 1 / (p_j + p'_j - d_j),
+
+    L_ij = a_i a_{i-1} ... a_{j+1} g_j for i >= j,    b_i b_{i+1} ... b_{j-1} g_j  else.
+
+So states C_i = a_i C_{i-1} + g_i k_i v_i^T scan the path there, and C'_i = b_i C'_{i+1}
++ b_i g_{i+1} k_{i+1} v_{i+1}^T back.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from pyg_chimera.ops.common import chunk_form
+from pyg_chimera.ops.common.chunk_form import PathStates
+from pyg_chimera.ops.common.numba_runtime import jit, run
+from pyg_chimera.ops.structure.symbolic_factor import Blocks
+
+__all__ = ["PathFactors", "PathScans", "backward", "factorize", "forward", "path_scans"]
+
+
+class PathScans(NamedTuple):
+    """The scans along the paths of a graph, whose nodes have places path by path."""
+
+    states: PathStates  #: on the way there the state at place i is i, back V + i
+    entry: np.ndarray  #: [L], where the weight of each entry is in [a | b]
+    ptr: np.ndarray  #: [C + 1], first place of each path
+    slot: np.ndarray  #: [E], where each edge is in [d | w | u]
+
+
+class PathFactors(NamedTuple):
+    """Of I - A, in float64, [heads, V]."""
+
+    d: np.ndarray
+    w: np.ndarray
+    u: np.ndarray
+    there: np.ndarray  #: p
+    back: np.ndarray  #: p'
+
+
+def path_scans(symbolic: Blocks) -> PathScans | None:
+    """Those of a graph whose components are paths, whichever way edges lead along them.
+
+    They may be there twice, and there may be self-loops.
+    """
+    if PathScans not in symbolic.tables:
+        symbolic.tables[PathScans] = _path_scans(symbolic)
+    return symbolic.tables[PathScans]
+
+
+def _required(symbolic: Blocks) -> PathScans:
+    scans = path_scans(symbolic)
+    assert scans is not None
+    return scans
+
+
+def _path_scans(symbolic: Blocks) -> PathScans | None:
+    num_nodes, row, col = symbolic.num_nodes, symbolic.edge_row, symbolic.edge_col
+    pairs = np.unique(np.stack([np.minimum(row, col), np.maximum(row, col)]), axis=1)
+    one, other = pairs[:, pairs[0] != pairs[1]]
+    degree = np.bincount(np.concatenate([one, other]), minlength=num_nodes)
+    if degree.max(initial=0) > 2:
+        return None
+    position, ptr = _walk(one, other, degree)
+    if ptr[-1] < num_nodes:  # the rest goes around in circles
+        return None
+    place = np.empty_like(position)
+    place[position] = np.arange(num_nodes)
+    row, col = place[row], place[col]
+    slot = np.empty_like(row)
+    part = np.where(row == col, 0, np.where(row > col, 1, 2))
+    slot[symbolic.edge] = part * num_nodes + np.maximum(row, col)
+
+    state, first, entry = _there_and_back(ptr)
+    node = symbolic.node[position]
+    states = PathStates(
+        # Paths are in the order of blocks, so that these are bounds of places, too.
+        block=np.searchsorted(state[first[:-1]] % max(num_nodes, 1), symbolic.ptr),
+        ptr=first,
+        state=state,
+        writer=np.concatenate([node, np.roll(node, -1)]),
+        reader=np.concatenate([node, node]),
+    )
+    return PathScans(states, entry, ptr, slot)
+
+
+@njit(cache=True, nogil=True)
+def _walk(one, other, degree):  # type: ignore[no-untyped-def]
+    """Positions path by path from one end of each, and the bounds of the paths."""
+    n = degree.shape[0]
+    beside, known = np.empty((n, 2), np.int64), np.zeros(n, np.int64)
+    for i, j in zip(one, other):  # noqa: B905
+        beside[i, known[i]], beside[j, known[j]] = j, i
+        known[i] += 1
+        known[j] += 1
+    walk, ptr = np.empty(n, np.int64), np.zeros(n + 1, np.int64)
+    seen, at, paths = np.zeros(n, np.bool_), 0, 0
+    for end in range(n):
+        if degree[end] == 2 or seen[end]:
+            continue
+        i = end
+        while i >= 0:
+            walk[at], seen[i] = i, True
+            at += 1
+            after = -1
+            for x in range(degree[i]):
+                if not seen[beside[i, x]]:
+                    after = beside[i, x]
+            i = after
+        paths += 1
+        ptr[paths] = at
+    return walk, ptr[: paths + 1]
+
+
+@njit(cache=True, nogil=True)
+def _there_and_back(ptr):  # type: ignore[no-untyped-def]
+    """States by position, first positions of their paths, places of their weights."""
+    n = ptr[-1]
+    state, entry = np.empty(2 * n, np.int64), np.empty(2 * n, np.int64)
+    first = np.zeros(2 * ptr.shape[0] - 1, np.int64)
+    at, scans = 0, 0
+    for path in range(ptr.shape[0] - 1):
+        s, e = ptr[path], ptr[path + 1]
+        for i in range(s, e):
+            state[at + i - s] = i
+            if i > s:
+                entry[at + i - s - scans - 1] = i
+        at += e - s
+        scans += 1
+        first[scans] = at
+        if e - s == 1:
+            continue
+        for i in range(e - 2, s - 1, -1):
+            state[at + e - 2 - i] = n + i
+            if i < e - 2:
+                entry[at + e - 2 - i - scans - 1] = n + i
+        at += e - s - 1
+        scans += 1
+        first[scans] = at
+    return state[:at], first[: scans + 1], entry[: at - scans]
+
+
+# ------------------------------------------------------------------------------ factors
+
+
+def factorize(symbolic: Blocks, weight: np.ndarray) -> tuple[PathFactors, float]:
+    """Eliminates I - A in float64 from both ends of each path, without pivoting.
+
+    Returns the factors and the pivot growth: the largest row sum of |L| |U| over that
+    of |I - A| on a path.
+    """
+    scans = _required(symbolic)
+    num_nodes, heads = symbolic.num_nodes, weight.shape[1]
+    values = np.zeros((heads, 3 * num_nodes))
+    values[:, :num_nodes] = 1
+    sign = np.where(scans.slot < num_nodes, -1.0, 1.0)
+    _scatter(values, scans.slot, sign, weight)
+    d, w, u = np.split(values, 3, axis=1)
+    there, back = np.empty_like(d), np.empty_like(d)
+    growth = np.ones(heads)
+    costs = np.full(heads, 30.0 * num_nodes)
+    run(_eliminate, costs, 0, d.dtype, scans.ptr, d, w, u, there, back, growth)
+    return PathFactors(d, w, u, there, back), float(growth.max(initial=1.0))
+
+
+@njit(cache=True, nogil=True)
+def _scatter(values, slot, sign, weight):  # type: ignore[no-untyped-def]
+    for e in range(slot.shape[0]):
+        for h in range(weight.shape[1]):
+            values[h, slot[e]] += sign[e] * weight[e, h]
+
+
+@jit
+def _eliminate(first, last, stop, scratch, ptr, d, w, u, there, back, growth):  # type: ignore[no-untyped-def]
+    for h in range(first, last):
+        for path in range(ptr.shape[0] - 1):
+            s, e = ptr[path], ptr[path + 1]
+            norm, grown, usable = 0.0, 0.0, True
+            for i in range(s, e):
+                w_, u_ = (w[h, i], u[h, i]) if i > s else (0.0, 0.0)
+                up = u[h, i + 1] if i + 1 < e else 0.0
+                f = 0.0
+                if i > s and there[h, i - 1] != 0:
+                    f = w_ / there[h, i - 1]
+                there[h, i] = d[h, i] - f * u_
+                norm = max(norm, abs(d[h, i]) + abs(w_) + abs(up))
+                row = abs(w_) + abs(f * u_) + abs(there[h, i]) + abs(up)
+                usable &= there[h, i] != 0 and row < np.inf
+                grown = max(grown, row)
+            for i in range(e - 1, s - 1, -1):
+                w_, u_ = (w[h, i + 1], u[h, i + 1]) if i + 1 < e else (0.0, 0.0)
+                f = 0.0
+                if i + 1 < e and back[h, i + 1] != 0:
+                    f = u_ / back[h, i + 1]
+                back[h, i] = d[h, i] - f * w_
+                low = abs(w[h, i]) if i > s else 0.0
+                row = abs(u_) + abs(f * w_) + abs(back[h, i]) + low
+                usable &= back[h, i] != 0 and row < np.inf
+                usable &= there[h, i] + back[h, i] - d[h, i] != 0
+                grown = max(grown, row)
+            if not usable:
+                growth[h] = np.inf
+            elif grown > growth[h] * norm:
+                growth[h] = grown / norm
+
+
+def _gates(factors: PathFactors) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """[a | b] and [g | b_i g_{i+1}], [heads, 2 V]; b of last nodes is nothing."""
+    d, w, u, there, back = factors
+    g = 1 / (there + back - d)
+    b = np.roll(u, -1, axis=1) / there
+    weight = np.concatenate([w / back, b], axis=1)
+    return weight, np.concatenate([g, b * np.roll(g, -1, axis=1)], axis=1), g
+
+
+# -------------------------------------------------------------------------- both passes
+
+
+def _operands(
+    scans: PathScans, factors: PathFactors, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Weight, source and mark of the states."""
+    weight, source, _ = _gates(factors)
+    source = np.ascontiguousarray(source.T, dtype)
+    return weight[:, scans.entry].astype(dtype), source, np.ones_like(source)
+
+
+def forward(
+    symbolic: Blocks,
+    factors: PathFactors,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+) -> np.ndarray:
+    """The output [V, heads, P]."""
+    scans = _required(symbolic)
+    gates = _operands(scans, factors, value.dtype)
+    return chunk_form.forward(scans.states, *gates, query, key, value)
+
+
+def backward(
+    symbolic: Blocks,
+    factors: PathFactors,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    grad: np.ndarray,
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key, value and edge weight."""
+    scans = _required(symbolic)
+    gates = _operands(scans, factors, value.dtype)
+    dq, dk, dv, ds, _, dw = chunk_form.backward(
+        scans.states, *gates, query, key, value, grad
+    )
+    weight, _, g = _gates(factors)
+    d_weight, d_source = np.zeros_like(weight), ds.T.astype(weight.dtype)
+    d_weight[:, scans.entry] = dw
+    num_nodes = g.shape[1]
+    values = np.zeros((len(g), 3 * num_nodes))
+    run(
+        _differentiate, np.full(len(g), 60.0 * num_nodes), 2 * num_nodes, g.dtype,
+        scans.ptr, *factors, weight, g, d_weight, d_source, values,
+    )  # fmt: skip
+    return dq, dk, dv, np.ascontiguousarray(values[:, scans.slot].T, value.dtype)
+
+
+@jit
+def _differentiate(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, ptr, d, w, u, there, back, weight, g, d_weight,
+    d_source, values,
+):  # fmt: skip
+    """From gradients of the scans' weights and sources to those of A's diagonals."""
+    n = d.shape[1]
+    d_there, d_back = scratch[:n], scratch[n : 2 * n]
+    for h in range(first, last):
+        on, below, above = values[h, :n], values[h, n : 2 * n], values[h, 2 * n :]
+        for path in range(ptr.shape[0] - 1):
+            s, e = ptr[path], ptr[path + 1]
+            for i in range(s, e):
+                dg = d_source[h, i]
+                if i > s:
+                    dg += weight[h, n + i - 1] * d_source[h, n + i - 1]
+                pivot = -dg * g[h, i] * g[h, i]
+                d_there[i], d_back[i], on[i] = pivot, pivot, pivot
+                if i > s:
+                    da = d_weight[h, i] / back[h, i]
+                    below[i] = da
+                    d_back[i] -= da * weight[h, i]
+                if i + 1 < e:
+                    db = d_weight[h, n + i] + d_source[h, n + i] * g[h, i + 1]
+                    db /= there[h, i]
+                    above[i + 1] = db
+                    d_there[i] -= db * weight[h, n + i]
+            for i in range(e - 1, s - 1, -1):
+                on[i] -= d_there[i]
+                if i > s:
+                    x = d_there[i] / there[h, i - 1]
+                    below[i] -= x * u[h, i]
+                    above[i] -= x * w[h, i]
+                    d_there[i - 1] += x * u[h, i] * w[h, i] / there[h, i - 1]
+            for i in range(s, e):
+                on[i] -= d_back[i]
+                if i + 1 < e:
+                    x = d_back[i] / back[h, i + 1]
+                    below[i + 1] -= x * u[h, i + 1]
+                    above[i + 1] -= x * w[h, i + 1]
+                    d_back[i + 1] += x * u[h, i + 1] * w[h, i + 1] / back[h, i + 1]
