@@ -1,7 +1,8 @@
 """Measures `ChimeraConv` beside dense inverses and attention, on real graphs.
 
-Forward, backward and peak memory on batches of peptides and on random planar graphs;
-what depends on structure alone; the first call of a process::
+Forward, backward and peak memory on batches of peptides, on random planar graphs and on
+graphs whose factors fill up; what depends on structure alone; the first call of a
+process::
 
     python benchmarks/mixing.py                     # all of it, half an hour
     python benchmarks/mixing.py --smoke             # tiny graphs, half a minute
@@ -36,13 +37,13 @@ from timing import Rounds, Timing, interleave, machine, show, write_json
 from torch import Tensor
 from torch_geometric.nn import GPSConv
 from torch_geometric.utils import to_dense_adj, to_dense_batch
-from workloads import MAX_DENSE, Workload, peptides, planar
+from workloads import MAX_DENSE, Workload, filling, peptides, planar
 
 from pyg_chimera.nn import ChimeraConv
 from pyg_chimera.nn.conv import chimera_conv
 
 CHANNELS, HEADS, STATE_CHANNELS = 64, 2, 96
-PARTS = ("peptides", "planar", "dataset", "first-call")
+PARTS = ("peptides", "planar", "filling", "dataset", "first-call")
 
 
 # Cases -------------------------------------------------------------------------
@@ -148,6 +149,8 @@ CASES: dict[str, Case] = {
     "auto, new graphs": Case(chimera, cold=True),
     "numba sparse state": solver_case("sparse", "state", "numba"),
     "numba sparse mask": solver_case("sparse", "mask", "numba"),
+    "numba iterative": solver_case("iterative", "state", "numba"),
+    "numba neumann state": solver_case("neumann", "state", "numba"),
     "torch sparse state": solver_case("sparse", "state", "torch"),
     "torch sparse mask": solver_case("sparse", "mask", "torch"),
     "torch dense state": solver_case("dense", "state", "torch"),
@@ -250,6 +253,8 @@ def measure_layers(args: Namespace) -> dict[str, Any]:
         workloads += peptides(args.root, sizes, args.smoke)
     if "planar" in args.only:
         workloads += map(planar, (32, 128) if args.smoke else args.nodes)
+    if "filling" in args.only:
+        workloads += filling(args.smoke)
     if not workloads:
         return {"errors": [], "layers": [], "growth": [], "structure": []}
 

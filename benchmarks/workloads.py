@@ -12,6 +12,7 @@ import torch
 from scipy.spatial import Delaunay
 from torch import Tensor
 from torch_geometric.data import Batch, Data
+from torch_geometric.utils import remove_self_loops, to_undirected
 
 from pyg_chimera.ops.structure import diameter
 
@@ -19,6 +20,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("PYG_CHIMERA_SHARED", REPOSITORY.parent / "shared"))
 #: Where the raw file of Peptides-func is looked for.
 PEPTIDES = SHARED / "data" / "peptides-functional"
+#: Where the heterophilous graphs are looked for, as their authors publish them.
+HETEROPHILOUS = SHARED / "data" / "heterophilous"
 #: Where processed and generated graphs are kept.
 DATA = REPOSITORY / "data"
 
@@ -30,7 +33,7 @@ MAX_DENSE = 2048
 class Workload:
     """A batch of graphs to measure on."""
 
-    part: str  #: of the benchmark: "peptides" or "planar"
+    part: str  #: of the benchmark: "peptides", "planar" or "filling"
     name: str
     edge_index: Tensor
     batch: Tensor
@@ -65,6 +68,22 @@ def planar(*sizes: int) -> Workload:
     return Workload.of(
         "planar", f"planar graph{'s' * (len(sizes) > 1)}, {total}", graphs
     )
+
+
+def filling(smoke: bool) -> Iterator[Workload]:
+    """Graphs whose factors fill up: a random one, and heterophilous ones if there."""
+    size = 100 if smoke else 5000
+    generator = torch.Generator().manual_seed(0)
+    edges = torch.randint(size, (2, 4 * size), generator=generator)
+    graphs = {f"random graph, {size:,} nodes": (edges, size)}
+    for path in [] if smoke else sorted(HETEROPHILOUS.glob("*.npz")):
+        raw = np.load(path)
+        edges = torch.from_numpy(raw["edges"].T.copy())
+        graphs[path.stem] = edges, len(raw["node_labels"])
+    for name, (edges, size) in graphs.items():
+        edges = to_undirected(remove_self_loops(edges)[0], num_nodes=size)
+        graph = Data(edge_index=edges, num_nodes=size)
+        yield Workload.of("filling", name, [graph])
 
 
 def peptides(root: Path, sizes: list[int], smoke: bool) -> Iterator[Workload]:

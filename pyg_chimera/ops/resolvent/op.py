@@ -125,7 +125,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         least = min(choice.cost.seconds for choice in others if choice.cost)
         reason = self.reason(call.inputs)
         choice = self._better_form(call, "iterative", "numba", reason)
-        if least < _WORTH_WHILE or choice.cost is None or choice.cost.seconds > least:
+        if least < _WORTH_WHILE or choice.cost.seconds > least / 2:  # type: ignore[union-attr]
             return []
         try:
             sweeps = polynomial_of(call).sweeps

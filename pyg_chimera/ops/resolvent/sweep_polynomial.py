@@ -9,6 +9,7 @@ products from there on, and serve the transposed system as well. In Leja's order
 product of some of the factors is large.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 from warnings import warn
 
@@ -103,9 +104,8 @@ def _steps(
     """
     if len(ptr) == 1:
         return np.zeros((0, 2)), 0
-    H = _arnoldi(ptr, other, weight)
     degree, sweeps = 0, np.inf
-    for m in range(1, H.shape[1] + 1):
+    for m, H in enumerate(_arnoldi(ptr, other, weight), 1):
         right = np.zeros(m + 1)
         right[0] = 1
         y = np.linalg.lstsq(H[: m + 1, :m], right, rcond=None)[0]
@@ -121,20 +121,21 @@ def _steps(
     if degree == 0:  # H <- A H + X, whose contraction is known
         row = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
         sums = (np.bincount(end, np.abs(weight)).max() for end in (row, other))
-        rate = min(sums)
-        return np.tile((1.0, 0.0), (_MAX_STEPS, 1)), int(
-            np.log(tolerance) / np.log(rate)
-        ) + 1
+        rate = min(*sums, 1 - 1e-9)
+        count = int(np.log(tolerance) / np.log(rate)) + 1
+        return np.tile((1.0, 0.0), (_MAX_STEPS, 1)), count
     return _leja(_harmonic_ritz_values(H[: degree + 1, :degree])), int(sweeps)
 
 
-def _arnoldi(ptr: np.ndarray, other: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """I - A in the basis of its Krylov space, [m + 1, m]."""
+def _arnoldi(
+    ptr: np.ndarray, other: np.ndarray, weight: np.ndarray
+) -> Iterator[np.ndarray]:
+    """I - A in the basis of its Krylov space, [m + 1, m] behind step m."""
     n = len(ptr) - 1
-    most = min(_MAX_STEPS, max(n, 1))
-    V, H = np.zeros((most + 1, n)), np.zeros((most + 1, most))
+    most = min(_MAX_STEPS, n)
+    V, H = np.empty((most + 1, n)), np.zeros((most + 1, most))
     V[0] = np.random.default_rng(0).standard_normal(n)
-    V[0] /= max(np.linalg.norm(V[0]), 1e-300)
+    V[0] /= np.linalg.norm(V[0])
     for j in range(most):
         v = V[j + 1]
         _multiply(ptr, other, weight, V[j], v)
@@ -146,9 +147,10 @@ def _arnoldi(ptr: np.ndarray, other: np.ndarray, weight: np.ndarray) -> np.ndarr
         H[j + 1, j] = np.linalg.norm(v)
         if H[j + 1, j] < 1e-13:  # nothing is left: the polynomial is exact
             H[j + 1, j] = 0
-            return H[: j + 2, : j + 1]
+            yield H
+            return
         v /= H[j + 1, j]
-    return H
+        yield H
 
 
 @jit
