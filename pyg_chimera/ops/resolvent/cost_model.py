@@ -5,6 +5,7 @@ right to a factor of about two; what matters is their order.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,42 @@ __all__ = ["cost_of", "prefers_dense"]
 
 #: Nodes of a block up to which a GPU rather inverts dense matrices.
 _MAX_DENSE = 1024
+
+
+class _Totals(NamedTuple):
+    """Sums over the blocks of a graph, made once."""
+
+    blocks: int
+    largest: float  #: nodes of a block
+    nodes: float
+    squares: float
+    cubes: float
+    edges: float
+    entries: float  #: of a factor
+    solves: float  #: entries of it that the columns of an inverse meet
+    updates: float
+    paths: np.ndarray | None  #: the lengths of what a chunk form scans
+
+    @classmethod
+    def of(cls, blocks: Blocks) -> "_Totals":
+        if cls not in blocks.tables:
+            nodes, entries, updates = blocks.sizes.astype(float), np.zeros(1), 0.0
+            if isinstance(blocks, SymbolicFactor):
+                entries, updates = blocks.entries, float(blocks.updates.sum())
+            scans = path_scans(blocks)
+            blocks.tables[cls] = cls(
+                blocks=len(nodes),
+                largest=float(nodes.max(initial=0)),
+                nodes=float(nodes.sum()),
+                squares=float((nodes**2).sum()),
+                cubes=float((nodes**3).sum()),
+                edges=float(blocks.num_edges),
+                entries=float(entries.sum()),
+                solves=float((nodes * (2.0 * entries + 3.0 * nodes)).sum()),
+                updates=updates,
+                paths=None if scans is None else np.diff(scans.states.ptr) * 1.0,
+            )
+        return blocks.tables[cls]
 
 
 def cost_of(
@@ -38,55 +75,55 @@ def cost_of(
         sweeps: Of an iteration, or the terms of a finite sum.
     """
     groups, heads, states, channels = sizes
-    nodes, edges = blocks.sizes.astype(float), np.diff(blocks.edge_ptr).astype(float)
-    squares = nodes**2
+    total, (_, solver, form, backend, *_) = _Totals.of(blocks), choice
     vector, _ = vector_lanes(dtype)
     lanes = heads * states * (-(-channels // vector) * vector)
-    largest = float(nodes.max(initial=0))
-    threads = max(1, min(torch.get_num_threads(), heads * len(nodes)))
-    products = 3.0 * squares * (groups * states + heads * channels)
-    if choice.form == "mask":
+    threads = max(1, min(torch.get_num_threads(), heads * total.blocks))
+    if form == "mask":
         # Products of matrices, passes over resolvents, and how these are made.
-        time = squares * (0.1 * groups * states + 0.08 * heads * channels + 1.5 * heads)
-        if isinstance(blocks, SymbolicFactor) and choice.solver == "sparse":
-            solves = heads * nodes * (2.0 * blocks.entries + 3.0 * nodes)
-            operations, time = products + 3.0 * solves, time + 0.3 * solves + 1e3
+        operations = 3.0 * total.squares * (groups * states + heads * channels)
+        time = total.squares * (
+            0.1 * groups * states + 0.08 * heads * channels + 1.5 * heads
+        )
+        held = threads * 3 * total.largest**2
+        if solver == "sparse":
+            operations += 3.0 * heads * total.solves
+            time += 0.3 * heads * total.solves + 1e3 * total.blocks
+            if backend == "torch":  # all are padded to the largest
+                time = 10 * time + 1e5 * total.blocks
+                held = heads * total.largest**2 * total.blocks
         else:
-            power = 1 + 2 * math.ceil(math.log2(sweeps + 1)) if sweeps else 1
-            cubes = 3.0 * heads * nodes**3 * power
-            operations, time = products + cubes, time + 0.05 * cubes + 1e5 * heads
-        if choice.backend == "torch" and choice.solver == "sparse":
-            held, time = heads * largest**2 * len(nodes), 10 * time + 1e5
-        else:
-            held = threads * 3 * largest**2
-    elif choice.form == "chunk":
-        scans = path_scans(blocks)
-        lengths = np.zeros(0) if scans is None else np.diff(scans.states.ptr) * 1.0
-        time = heads * chunk_cost(lengths, states, channels)
-        operations, held = 20.0 * time, threads * largest * states * channels / 64
-    elif isinstance(blocks, SymbolicFactor) and choice.solver == "sparse":
+            powers = 1 + 2 * math.ceil(math.log2(sweeps + 1)) if sweeps else 1
+            cubes = 3.0 * heads * total.cubes * powers
+            operations += cubes
+            time += 0.05 * cubes + 1e5 * heads * total.blocks
+    elif form == "chunk":
+        lengths = np.zeros(0) if total.paths is None else total.paths
+        time = heads * float(chunk_cost(lengths, states, channels).sum())
+        operations, held = 20.0 * time, threads * total.largest * states * channels / 64
+    elif solver == "sparse":
         # About so many numbers are in panels of supernodes.
-        panel = 2.1 * blocks.entries + 5.0 * nodes
-        operations = 3.0 * panel * lanes + heads * blocks.updates
-        time = (0.3 * blocks.entries + 1.8 * nodes) * lanes
-        time = time + 0.2 * heads * blocks.updates
-        held = heads * float(panel.sum())
-        if choice.backend == "torch":
-            time = 10 * time + 1e5
-    elif choice.solver == "dense":
-        operations = heads * nodes**3 + 3.0 * squares * lanes
-        time, held = 0.05 * operations, heads * largest**2 + 3 * largest * lanes
+        panel = 2.1 * total.entries + 5.0 * total.nodes
+        operations = 3.0 * panel * lanes + heads * total.updates
+        time = (0.3 * total.entries + 1.8 * total.nodes) * lanes
+        time += 0.2 * heads * total.updates
+        held = heads * panel
+        if backend == "torch":
+            time = 10 * time + 1e5 * total.blocks
+    elif solver == "dense":
+        operations = heads * total.cubes + 3.0 * total.squares * lanes
+        time = 0.05 * operations
+        held = heads * total.largest**2 + 3 * total.largest * lanes
     else:
-        swept = (3.0 * sweeps + 1) * edges + (6.0 * sweeps + 20) * nodes
+        swept = (3.0 * sweeps + 1) * total.edges + (6.0 * sweeps + 20) * total.nodes
         operations = swept * lanes
         # States of a few lanes are gathered from a cache, or are not.
-        far = 1.0 if largest * vector * dtype.itemsize < 1 << 20 else 2.5
-        time = (0.14 * far if choice.backend == "numba" else 3.0) * operations
-        kept = sweeps if choice.solver == "neumann" else 0
-        held = threads * (4 + kept) * largest * vector
-    seconds = 1e-9 * float(np.sum(time)) / threads
-    memory = dtype.itemsize * (held + 2 * heads * float(edges.sum()))
-    return Cost(float(np.sum(operations)), seconds, memory)
+        far = 1.0 if total.largest * vector * dtype.itemsize < 1 << 20 else 2.5
+        time = (0.14 * far if backend == "numba" else 3.0) * operations
+        kept = sweeps if solver == "neumann" else 0
+        held = threads * (4 + kept) * total.largest * vector
+    memory = dtype.itemsize * (held + 2 * heads * total.edges)
+    return Cost(operations, 1e-9 * time / threads, memory)
 
 
 def prefers_dense(symbolic: Blocks, device: str) -> bool:
