@@ -22,7 +22,7 @@ from pyg_chimera.ops.common.checks import (
 from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.dag_scan import numba_backend, reference, torch_backend
-from pyg_chimera.ops.dag_scan.cost_model import cheaper_form
+from pyg_chimera.ops.dag_scan.cost_model import cost_of
 from pyg_chimera.ops.dag_scan.states import (
     StateGraph,
     edge_states,
@@ -34,6 +34,11 @@ from pyg_chimera.ops.structure.cache import Recipe
 __all__ = ["dag_scan", "grid_scan", "stm_scan"]
 
 _FORMS = ("auto", "state", "mask", "chunk")
+_WHY = {
+    "state": "blocks are large: states along edges are faster",
+    "mask": "blocks are small: matrix products are faster",
+    "chunk": "paths: matrix products in chunks are faster",
+}
 
 
 class Inputs(NamedTuple):
@@ -96,18 +101,32 @@ class _StateScan(Operator[Inputs, StateGraph]):
         check_finite(name, transition, lambda row: f"{place[0]} {row // place[1]}")
 
     def choices(self, call: Call[Inputs, StateGraph]) -> Iterator[Choice]:
-        inputs, structure = call.inputs, call.structure
-        asked = self.reason(inputs)
+        inputs, reason = call.inputs, self.reason(call.inputs)
         backends = self.usable(inputs)
+        if backends == ["reference"]:
+            yield Choice(self.name, "dense", "mask", "reference", reason)
+            return
+        forms = [inputs.form]
+        if inputs.form == "auto":
+            forms = ["mask", "state"]
         for backend in backends[:1] if inputs.form == "chunk" else backends:
-            form, reason = inputs.form, asked
-            if backend == "reference":
-                form = "mask"
-            elif form == "auto":
-                form, why = cheaper_form(structure, inputs.query, inputs.value, backend)
-                reason = f"{asked}; {why}"
-            solver = "dense" if backend == "reference" else "scan"
-            yield Choice(self.name, solver, form, backend, reason)
+            paths = backend == "numba" and bool(call.structure.are_paths)
+            found = [
+                self._priced(call, Choice(self.name, "scan", form, backend, reason))
+                for form in forms + ["chunk"] * (paths and len(forms) > 1)
+            ]
+            found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
+            if backend != "numba":  # nobody has measured it
+                found = [choice._replace(cost=None) for choice in found]
+            best, *others = found
+            if others:
+                best = best._replace(reason=f"{reason}; {_WHY[best.form]}")
+            yield best._replace(alternatives=tuple(others))
+
+    @staticmethod
+    def _priced(call: Call[Inputs, StateGraph], choice: Choice) -> Choice:
+        query, value = call.inputs.query, call.inputs.value
+        return choice._replace(cost=cost_of(choice.form, call.structure, query, value))
 
 
 _dag_scan, _stm_scan, _grid_scan = map(

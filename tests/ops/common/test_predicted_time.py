@@ -78,3 +78,18 @@ def test_layers_are_explained_and_left_alone():
     assert torch.equal(torch.get_rng_state(), generator)
     for name, value in layer.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("form", ["state", "mask", "chunk"])
+def test_forms_of_scans_have_costs(form):
+    node = torch.arange(3000)
+    edges = torch.stack([node[:-1], node[1:]])
+    x, weight = torch.randn(3000, 2, 16), torch.rand(2999, 2)
+    choice = explain("dag_scan", x, x, x, edges, weight)
+    assert (choice.form, choice.solver) == ("chunk", "scan")
+    by_form = {x.form: x.cost for x in (choice, *choice.alternatives)}
+    assert choice.cost.seconds == min(x.seconds for x in by_form.values())
+    asked = explain("dag_scan", x, x, x, edges, weight, form=form)
+    assert asked.alternatives == ()
+    assert asked.cost.operations == by_form[form].operations > 0
+    assert explain("dag_scan", x, x, x, edges, weight, backend="torch").cost is None
