@@ -19,6 +19,7 @@ import layouts
 import lrgb
 import node_classification
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import tudataset
@@ -115,6 +116,7 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (tudataset, "--folds 2"),
         (tudataset, "--models mlp"),
         (node_classification, "--dataset actor --split 10"),
+        (node_classification, "--dataset ogbn-arxiv --split 1"),
         (node_classification, "--clusters 4 --neighbors 5"),
         (node_classification, "--neighbors 0"),
     ],
@@ -637,6 +639,38 @@ def test_heterophilous_files(tmp_path, refused):
     (tmp_path / "actor.npz").unlink()
     args = get_args(node_classification, *argv[:3], "--dataset", "actor", "--overwrite")
     assert "there is no" in refused(common.main, node_classification.run, args)
+
+
+def test_ogbn_arxiv(tmp_path):
+    """Its files, as the download leaves them, of a small graph."""
+    folder = tmp_path / "ogbn_arxiv"
+    generator = np.random.default_rng(0)
+    edges = generator.integers(60, size=(150, 2))
+    labels = np.arange(60)[:, None] % 40
+    tables = {
+        "raw/edge": edges,
+        "raw/node-feat": generator.random((60, 128)),
+        "raw/node-label": labels,
+        "raw/node_year": np.full((60, 1), 2017),
+        "raw/num-node-list": [[60]],
+        "raw/num-edge-list": [[150]],
+        "split/time/train": np.arange(0, 30)[:, None],
+        "split/time/valid": np.arange(30, 45)[:, None],
+        "split/time/test": np.arange(45, 60)[:, None],
+    }
+    for name, table in tables.items():
+        path = folder / f"{name}.csv.gz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pd.DataFrame(table).to_csv(path, index=False, header=False)
+    (folder / "RELEASE_v1.txt").touch()
+    argv = ("--smoke", "--root", str(tmp_path), "--dataset", "ogbn-arxiv")
+    graph = node_classification.load_graph(get_args(node_classification, *argv))
+    assert graph.is_undirected()
+    assert torch.equal(graph.y, torch.from_numpy(labels[:, 0]))
+    assert graph.val_mask.nonzero().view(-1).tolist() == list(range(30, 45))
+    for _ in range(2):  # as it is stored, too
+        results = run(node_classification, tmp_path / "run", *argv, "--overwrite")
+    assert 0 <= results["best"]["test_accuracy"] <= 1
 
 
 @pytest.mark.parametrize(
