@@ -5,8 +5,9 @@ Without arguments it plays Minesweeper, on a field that it makes, with no downlo
     python examples/node_classification.py
 
 The heterophilous graphs of Platonov et al. (2023), with their ten splits, are read from
-``--root``, as ``tolokers.npz``, or downloaded by PyG where they are not there; so is
-ogbn-arxiv, with its one split, by OGB's own loader::
+``--root``, as ``tolokers.npz``, or downloaded by PyG where they are not there (but for
+``actor.npz``, which is published beside the others); so is ogbn-arxiv, with its one
+split, by OGB's own loader::
 
     python examples/node_classification.py --dataset tolokers --split 3
     python examples/node_classification.py --dataset minesweeper --model attention
@@ -123,7 +124,10 @@ def load_graph(args: Namespace) -> Data:
         data.edge_index = to_undirected(data.edge_index)
         masks = {name: data[f"{name}_mask"] for name in SPLITS}
     else:
-        raise FileNotFoundError(f"there is no {path}")
+        raise FileNotFoundError(
+            f"there is no {path}: it is published at "
+            "github.com/yandex-research/heterophilous-graphs, in data"
+        )
     for name, mask in masks.items():
         data[f"{name}_mask"] = mask[:, args.split]
     return data

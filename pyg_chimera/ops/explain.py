@@ -48,7 +48,8 @@ def explain(
         operator (str or callable): ``"resolvent_mix"``, ``"dag_scan"``,
             ``"stm_scan"``, ``"grid_scan"``, ``"selective_scan"`` or
             ``"causal_conv1d"``. Or a layer or a model, of which a copy is called with
-            all operators giving zeros, so that neither it nor random numbers change.
+            all operators giving zeros, so that neither it nor random numbers change;
+            of functions there are no copies.
         *args: The arguments of the call.
         **kwargs: The options of the call.
 
@@ -60,6 +61,11 @@ def explain(
         ValueError: If the operator is unknown, or where the call would raise.
         TypeError: Where the call would raise.
     """
+    if isinstance(operator, type):
+        raise TypeError(
+            f"'operator' must be a layer, not its class: make a {operator.__name__} "
+            "first"
+        )
     if callable(operator):
         with torch.random.fork_rng(devices=[]):
             return explained(deepcopy(operator), *args, **kwargs)

@@ -66,7 +66,8 @@ class ChimeraConv(ChimeraBlock):
             :obj:`"auto"`)
         num_terms (int, optional): Highest power of :math:`\mathbf{A}` under
             :obj:`solver="neumann"`. (default: :obj:`None`, given to :meth:`forward`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
+        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
+            or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
             :obj:`"auto"`.
         **kwargs (optional): Additional arguments of

@@ -140,6 +140,8 @@ class Operator(Generic[Inputs, Structure]):
                 continue
             if problem is None and not unsuitable:
                 return call
+            others = (x for x in choice.alternatives if x.solver not in unsuitable)
+            choice = choice._replace(alternatives=tuple(others))
             if problem is None:
                 why = "; ".join(unsuitable.values())
                 warn(f"{why}: solver={choice.solver!r} is used", stacklevel=2)

@@ -2,6 +2,7 @@
 
 import time
 from functools import cache
+from numbers import Real
 from warnings import warn
 
 import torch
@@ -29,7 +30,10 @@ def warn_above(seconds: float) -> None:
 
     Raises:
         ValueError: If it is negative or not a number.
+        TypeError: If it is something else.
     """
+    if not isinstance(seconds, Real):
+        raise TypeError(f"'seconds' must be a number, got {seconds!r}")
     if not seconds >= 0:
         raise ValueError(f"'seconds' must be 0 or more, got {seconds}")
     _Limit.seconds = seconds
@@ -45,8 +49,7 @@ def warn_if_long(choice: Choice) -> None:
         _Limit.warned.add(choice.algorithm)
         warn(
             f"{scaled}\nThis call takes long. Fewer state channels or heads take less, "
-            "and so do parts of the graph (torch_geometric's NeighborLoader or "
-            "ClusterLoader) and finite sums (solver='neumann'). "
+            "and so do clusters of the graph, and finite sums of few terms. "
             "'pyg_chimera.ops.warn_above' sets from how many seconds on this is said",
             stacklevel=2,
         )
@@ -65,9 +68,10 @@ def on_this_machine(choice: Choice) -> Choice:
 def _slowness(num_threads: int) -> float:
     """How much longer a product takes than where the costs were measured."""
     n, best = 512, float("inf")
-    x = torch.ones(n, n)
-    for _ in range(4):
-        start = time.perf_counter()
-        x @ x
-        best = min(best, time.perf_counter() - start)
+    x = torch.ones(n, n, dtype=torch.float32, device="cpu")
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for _ in range(4):
+            start = time.perf_counter()
+            x @ x
+            best = min(best, time.perf_counter() - start)
     return _REFERENCE * num_threads * best * 1e9 / n**3

@@ -42,7 +42,8 @@ class _Totals(NamedTuple):
             nodes, entries, updates = blocks.sizes.astype(float), np.zeros(1), 0.0
             if isinstance(blocks, SymbolicFactor):
                 entries, updates = blocks.entries, float(blocks.updates.sum())
-            scans = path_scans(blocks)
+            factored = isinstance(blocks, SymbolicFactor)
+            scans = path_scans(blocks) if factored else None
             blocks.tables[cls] = cls(
                 blocks=len(nodes),
                 largest=float(nodes.max(initial=0)),

@@ -1,6 +1,8 @@
 """Mixing by the resolvent of a graph's adjacency."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +38,8 @@ _FORMS = ("auto", "state", "mask", "chunk")
 _MAX_MASK_BYTES = 1 << 30
 #: Seconds from which on it pays to ask how many sweeps an iteration takes, and a guess.
 _WORTH_WHILE = 0.02
+#: Nodes whose factors, even if full, are worth their memory.
+_MAX_SMALL = 2048
 _FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10)
 
 
@@ -68,7 +72,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
     def recipe(self, inputs: Inputs) -> Recipe:
         graph, num_nodes = (inputs.edge_index, inputs.batch), inputs.value.size(0)
         if inputs.solver in ("sparse", "auto"):
-            bounded = inputs.solver == "auto"
+            bounded = inputs.solver == "auto" and _may_iterate(inputs)
             return Recipe(symbolic_factor, (*graph, inputs.rank), (num_nodes, bounded))
         return Recipe(graph_blocks, graph, (num_nodes,))
 
@@ -103,6 +107,8 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         solvers = ["sparse", "dense"] if auto else [inputs.solver]
         if auto and not isinstance(structure, SymbolicFactor):
             solvers = ["iterative", "dense"]
+            if inputs.form == "mask":
+                solvers = ["dense"]
             reason += "; factors would fill up"
         elif auto and usable[0] == "torch" and prefers_dense(structure, device):
             solvers.reverse()
@@ -137,11 +143,18 @@ class _ResolventMix(Operator[Inputs, Blocks]):
     def _better_form(
         self, call: Call[Inputs, Blocks], solver: str, backend: str, reason: str
     ) -> Choice:
-        query, _, value = call.inputs[:3]
+        inputs = call.inputs
+        query, _, value = inputs[:3]
         sizes = (query.size(1), value.size(1), query.size(2), value.size(2))
         sweeps = call.inputs.num_terms or 0
         if solver == "iterative":
             sweeps = call.known("polynomial", _FEW_SWEEPS).sweeps
+            if solver == inputs.solver or not isinstance(
+                call.structure, SymbolicFactor
+            ):  # it is to be taken anyway
+                with suppress(UnsuitableSolver):
+                    sweeps = polynomial_of(call).sweeps
+                    reason += f"; about {sweeps} sweeps are enough"
 
         def choice(form: str, why: str = "") -> Choice:
             found = Choice(self.name, solver, form, backend, reason + why)
@@ -167,6 +180,16 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         if mask.cost.seconds <= state.cost.seconds:  # type: ignore[union-attr]
             return choice("mask", "; blocks are small: matrix products are faster")
         return choice("state", "; blocks are large: states along edges are faster")
+
+
+def _may_iterate(inputs: Inputs) -> bool:
+    """Whether an iteration can take the place of factors that fill up."""
+    if inputs.backend == "reference" or inputs.value.size(0) < _MAX_SMALL:
+        return False
+    weight = inputs.edge_weight.detach().abs().double()
+    zero = weight.new_zeros(inputs.value.size(0), weight.size(1))
+    sums = (zero.index_add(0, end.long(), weight) for end in inputs.edge_index)
+    return bool(min(x.max() for x in sums if x.numel()) < 1) if zero.numel() else False
 
 
 _resolvent_mix = _ResolventMix()
@@ -272,7 +295,9 @@ def resolvent_mix(
                 f"'tolerance' is of solver='iterative', got solver={solver!r}, which "
                 "is exact" + (" up to its last term" if solver == "neumann" else "")
             )
-        if not (isinstance(tolerance, float | int) and 0 < tolerance < 1):
+        if not isinstance(tolerance, Real):
+            raise TypeError(f"'tolerance' must be a number, got {tolerance!r}")
+        if not 0 < tolerance < 1:
             raise ValueError(f"'tolerance' must be between 0 and 1, got {tolerance!r}")
         tolerance = float(tolerance)
     inputs = Inputs(

@@ -22,7 +22,7 @@ from numba import njit
 from pyg_chimera.ops.common import chunk_form
 from pyg_chimera.ops.common.chunk_form import PathStates
 from pyg_chimera.ops.common.numba_runtime import jit, run
-from pyg_chimera.ops.structure.symbolic_factor import Blocks
+from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 __all__ = ["PathFactors", "PathScans", "backward", "factorize", "forward", "path_scans"]
 
@@ -64,8 +64,11 @@ def _required(symbolic: Blocks) -> PathScans:
 
 def _path_scans(symbolic: Blocks) -> PathScans | None:
     num_nodes, row, col = symbolic.num_nodes, symbolic.edge_row, symbolic.edge_col
-    pairs = np.unique(np.stack([np.minimum(row, col), np.maximum(row, col)]), axis=1)
-    one, other = pairs[:, pairs[0] != pairs[1]]
+    if isinstance(symbolic, SymbolicFactor) and symbolic.num_entries > num_nodes:
+        return None  # paths fill in nothing
+    pairs = np.minimum(row, col) * num_nodes + np.maximum(row, col)
+    one, other = np.divmod(np.unique(pairs), max(num_nodes, 1))
+    one, other = one[one != other], other[one != other]
     degree = np.bincount(np.concatenate([one, other]), minlength=num_nodes)
     if degree.max(initial=0) > 2:
         return None

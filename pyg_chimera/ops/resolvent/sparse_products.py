@@ -83,7 +83,7 @@ def forward(
     tiles, (rows, _) = _tiles(blocks, query, value), products(blocks)
     costs = _costs(blocks, system, tiles, query, value)
     left = np.zeros(costs.shape[0])
-    room = 3 * int(blocks.sizes.max()) + 4
+    room = 3 * int(blocks.sizes.max()) + 6
     run(
         _forward_tasks,
         costs,
@@ -133,7 +133,7 @@ def backward(
     by_head = np.zeros((tiles.pieces, heads, blocks.num_edges), value.dtype)
     left = np.zeros(costs.shape[0])
     vector, _ = vector_lanes(value.dtype)
-    room = (4 + max(system.num_terms, 0)) * int(blocks.sizes.max()) + 4
+    room = (4 + max(system.num_terms, 0)) * int(blocks.sizes.max()) + 6
     run(
         _backward_tasks,
         costs,
@@ -241,14 +241,30 @@ def _form(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _largest(norm, states, rows):  # type: ignore[no-untyped-def]
-    """The largest absolute value of each lane; NaN counts for none."""
-    size = norm.shape[0]
-    norm[:] = 0
+def _norms(norms, states, rows):  # type: ignore[no-untyped-def]
+    """The largest absolute value of each lane, for which NaN counts for none; the sum.
+
+    A contracts one of these norms where its rows, or its columns, sum to less than one.
+    """
+    size = norms.shape[1]
+    largest, total = norms
+    norms[:] = 0
     for i in range(rows):
         row = states + i * size
         for w in range(size):
-            norm[w] = max(abs(row[w]), norm[w])
+            x = abs(row[w])
+            largest[w] = max(x, largest[w])
+            total[w] += x
+
+
+@jit
+def _ratio(x, bound):  # type: ignore[no-untyped-def]
+    """The largest part that x is of its bound; comparisons with NaN are false."""
+    ratio = 0.0
+    for w in range(x.shape[0]):
+        if x[w] > ratio * bound[w] and bound[w] > 0:
+            ratio = x[w] / bound[w]
+    return ratio
 
 
 @jit
@@ -259,43 +275,54 @@ def _solve(  # type: ignore[no-untyped-def]
     """Sets x to (I - A)^-1 of the states left right^T; returns what residual is left.
 
     Each pass takes all steps from the residual. `r` and `t` are room for a tile each.
+    The steps were found for a whole batch: where a pass does not contract the residual
+    of this block, it starts over with x <- A x + b, of which it is known.
     """
     size = keys * width
-    norms = norms[: 3 * size].reshape(3, size)
+    norms = norms[: 6 * size].reshape(6, size)
     one = norms.dtype.type(1)
     zero = one - one
-    x_norm, r_norm, b_norm = norms
-    before = np.inf
+    x_norms, r_norms, b_norms = norms[:2], norms[2:4], norms[4:]
+    start, safe, idle = True, False, 0
+    largest, total = np.inf, np.inf  # what was left at best, in either norm
     while True:
         _form(
             r, left, right, nodes, of_left, of_right, first, last, count, keys,
             channels, width,
         )  # fmt: skip
-        if before == np.inf:
-            _largest(b_norm, r, last - first)
+        if start:
+            start = False
+            _norms(b_norms, r, last - first)
             for w in range(0, (last - first) * size, lanes(x)):
                 store(x + w, zeros(x))
-            before = 1.0
         else:
             _step(
                 r, r, x, x, ptr, other, weight, first, last, size, one, -one, one,
                 zero, zero,
             )  # fmt: skip
-            _largest(r_norm, r, last - first)
-            _largest(x_norm, x, last - first)
-            residual = 0.0
-            for w in range(size):  # comparisons with NaN are false
-                bound = 2 * x_norm[w] + b_norm[w]
-                if r_norm[w] > residual * bound and bound > 0:
-                    residual = r_norm[w] / bound
-            if residual <= tolerance or residual >= before:
+            _norms(r_norms, r, last - first)
+            _norms(x_norms, x, last - first)
+            residual = _ratio(r_norms.ravel(), 2 * x_norms.ravel() + b_norms.ravel())
+            if residual <= tolerance:
                 return residual
-            before = residual
+            left0 = _ratio(r_norms[0], b_norms[0])
+            left1 = _ratio(r_norms[1], b_norms[1])
+            idle = 0 if left0 < largest or left1 < total else idle + 1
+            largest, total = min(largest, left0), min(total, left1)
+            if idle > 0 and residual <= 16 * tolerance:  # by rounding errors
+                return residual
+            if idle > 64 and safe:
+                return residual
+            if idle > 0 and not safe:
+                start, safe, idle, largest, total = True, True, 0, np.inf, np.inf
+                continue
         for s in range(steps.shape[0]):
             if stopped(stop):
                 return np.inf
             c, a = steps[s]
-            if c == 0:  # other heads have more
+            if safe:
+                c, a = one, zero
+            elif c == 0:  # other heads have more
                 break
             if a == 0:  # the root 1 / c
                 _step(
@@ -324,7 +351,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
     size = keys * width
     one = value.dtype.type(1)
     zero = one - one
-    norms, states = scratch[: 3 * size], pointer(scratch) + 4 * size
+    norms, states = scratch[: 6 * size], pointer(scratch) + 6 * size
     of_keys, of_values = groups * num_keys, heads * num_channels
     for task in range(begin, end):
         block = task // (heads * pieces)
@@ -382,7 +409,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
     size = keys * width
     one = value.dtype.type(1)
     zero = one - one
-    norms, states = scratch[: 3 * size], pointer(scratch) + 4 * size
+    norms, states = scratch[: 6 * size], pointer(scratch) + 6 * size
     of_keys, of_values = groups * num_keys, heads * num_channels
     of_grads = heads * num_keys
     for task in range(begin, end):

@@ -270,14 +270,20 @@ def _iterate(call: Call, steps: Tensor, X: Tensor, edges: Tensor) -> Tensor:
     def residual(H: Tensor, X: Tensor) -> Tensor:
         return (X - H).index_add(0, row, weight * H[col])
 
-    def largest(x: Tensor) -> Tensor:
-        return x.abs().nan_to_num(0.0).amax(0)
+    def norms(x: Tensor) -> Tensor:  # A contracts one of them
+        x = x.abs().nan_to_num(0.0)
+        return torch.stack([x.amax(0), x.sum(0)])
 
-    H, r, before = torch.zeros_like(X), X, float("inf")
-    zero = torch.zeros_like(X)
+    def ratio(x: Tensor, bound: Tensor) -> list[float]:
+        return (x / bound).nan_to_num(0.0).flatten(1).amax(1).tolist()
+
+    H, r, zero = torch.zeros_like(X), X, torch.zeros_like(X)
+    safe, idle, best = False, 0, [float("inf")] * 2
     while X.numel() > 0:
         for step in steps.unbind(1):
             c, a = step[..., None, None].unbind(1)
+            if safe:
+                c, a = torch.ones_like(c), torch.zeros_like(a)
             t = -residual(r, zero)
             H = H + torch.where(a == 0, c * r, c * (a * r - t))
             single = pair = r - c * t
@@ -285,11 +291,17 @@ def _iterate(call: Call, steps: Tensor, X: Tensor, edges: Tensor) -> Tensor:
                 pair = r - c * (a * t + residual(t, zero))
             r = torch.where(a == 0, single, pair)
         r = residual(H, X)
-        left = (largest(r) / (2 * largest(H) + largest(X))).nan_to_num(0.0).max().item()
-        if left <= tolerance_of(call) or left >= before:
+        left = max(ratio(norms(r), 2 * norms(H) + norms(X)))
+        parts = ratio(norms(r), norms(X))
+        idle = 0 if any(x < y for x, y in zip(parts, best, strict=True)) else idle + 1
+        best = [min(x, y) for x, y in zip(parts, best, strict=True)]
+        rounding = idle > 0 and left <= 16 * tolerance_of(call)
+        if left <= tolerance_of(call) or rounding or (safe and idle > 64):
             check_residual(left, call)
             break
-        before = left
+        if idle > 0 and not safe:  # the steps do not contract: those of A itself do
+            H, r = torch.zeros_like(X), X
+            safe, idle, best = True, 0, [float("inf")] * 2
     return H
 
 

@@ -80,6 +80,13 @@ def test_layers_are_explained_and_left_alone():
         assert torch.equal(value, before[name]), name
 
 
+def test_what_cannot_be_explained_or_is_no_limit():
+    with pytest.raises(TypeError, match="not its class: make a ChimeraConv first"):
+        explain(ChimeraConv, torch.randn(30, 8), inputs()[3])
+    with pytest.raises(TypeError, match="'seconds' must be a number, got None"):
+        warn_above(None)
+
+
 @pytest.mark.parametrize("form", ["state", "mask", "chunk"])
 def test_forms_of_scans_have_costs(form):
     node = torch.arange(3000)

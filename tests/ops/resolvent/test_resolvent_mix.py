@@ -292,7 +292,6 @@ def test_singular(options):
          "'neumann', form='mask' has no numba backend"),
         ({"solver": "iterative", "form": "mask"}, "'form' must be 'state' or 'auto'"),
         ({"solver": "iterative", "tolerance": 0}, "'tolerance' must be between 0 and"),
-        ({"solver": "iterative", "tolerance": "1e-3"}, "'tolerance' must be between"),
         ({"solver": "sparse", "tolerance": 1e-3}, "'tolerance' is of solver='iter"),
     ],
 )  # fmt: skip
