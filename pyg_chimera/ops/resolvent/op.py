@@ -39,7 +39,7 @@ _MAX_MASK_BYTES = 1 << 30
 #: Seconds from which on it pays to ask how many sweeps an iteration takes, and a guess.
 _WORTH_WHILE = 0.02
 #: Nodes whose factors, even if full, are worth their memory.
-_MAX_SMALL = 2048
+_MAX_SMALL = 4096
 _FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10)
 
 

@@ -111,7 +111,7 @@ class SymbolicFactor(Blocks):
 
 
 #: Entries of factors that are worth their memory: so many an edge, or so many in all.
-_MANY_AN_EDGE, _MANY = 16, 1 << 22
+_MANY_AN_EDGE, _MANY = 16, 1 << 24
 _ALL = np.iinfo(np.int64).max
 
 
