@@ -173,21 +173,21 @@ order = AddEliminationOrder()
 def get_datasets(args: Namespace) -> dict[str, Any]:
     """Graphs whose ``mask`` says which nodes count, by split."""
     whole = load_graph(args)
-    graphs = {
-        name: Data(
-            x=whole.x, edge_index=whole.edge_index, y=whole.y,
-            mask=whole[f"{name}_mask"],
-        )
+    parts = cut(whole, args.clusters) if args.clusters else [whole]
+    parts = list(map(order, parts))
+    datasets: dict[str, Any] = {
+        name: [
+            Data(
+                x=part.x, edge_index=part.edge_index, y=part.y,
+                elimination_rank=part.elimination_rank, mask=part[f"{name}_mask"],
+            )
+            for part in parts
+        ]
         for name in SPLITS
     }  # fmt: skip
-    if args.clusters:
-        parts = {name: cut(graph, args.clusters) for name, graph in graphs.items()}
-        return {name: list(map(order, part)) for name, part in parts.items()}
-    datasets: dict[str, Any] = {name: [order(data)] for name, data in graphs.items()}
     if args.neighbors:
-        datasets["train"] = Neighborhoods(
-            graphs["train"], args.neighbors, args.num_seeds
-        )
+        (graph,) = datasets["train"]
+        datasets["train"] = Neighborhoods(graph, args.neighbors, args.num_seeds)
     return datasets
 
 

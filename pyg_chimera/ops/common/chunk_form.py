@@ -46,7 +46,13 @@ from pyg_chimera.ops.common.simd import (
     vector_lanes,
     zeros,
 )
-from pyg_chimera.ops.common.vector_kit import clear, copy, inner_product, transpose
+from pyg_chimera.ops.common.vector_kit import (
+    clear,
+    copy,
+    inner_product,
+    inner_product_of_rows,
+    transpose,
+)
 
 __all__ = ["PathStates", "backward", "chunk_cost", "forward"]
 
@@ -627,7 +633,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                     _add_rows(dv, of_values, writer, state, a, dV, p, S, m, channels)
                     for i in range(m - 1, -1, -1):
                         u = state[a + i]
-                        grad_source[u, h] = _inner(
+                        grad_source[u, h] = inner_product_of_rows(
                             dV + i * p, v + writer[u] * of_values, channels
                         )
                         grad_mark[u, h] = by_row[i]
@@ -647,11 +653,3 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                     reach[i] = one
                 _add_rows(dq, of_grads, reader, state, a, dQ, n, reach, m, num_keys)
                 _add_rows(dk, of_grads, writer, state, a, dK, n, reach, m, num_keys)
-
-
-@jit
-def _inner(x, y, size):  # type: ignore[no-untyped-def]
-    sums = zeros(x)
-    for at in range(0, size, lanes(x)):
-        sums = fma(load_part(x + at, size - at), load_part(y + at, size - at), sums)
-    return total(sums)

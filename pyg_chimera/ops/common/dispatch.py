@@ -6,11 +6,19 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-__all__ = ["Backend", "Call", "Choice", "Cost", "UnsuitableSolver"]
+__all__ = ["WHY_FORM", "Backend", "Call", "Choice", "Cost", "UnsuitableSolver"]
 
 Inputs = TypeVar("Inputs")
 Structure = TypeVar("Structure")
 Result = TypeVar("Result")
+
+
+#: Why a form is taken, where it was compared with others.
+WHY_FORM = {
+    "state": "blocks are large: states along edges are faster",
+    "mask": "blocks are small: matrix products are faster",
+    "chunk": "paths: matrix products in chunks are faster",
+}
 
 
 class Cost(NamedTuple):

@@ -18,6 +18,7 @@ from pyg_chimera.ops.common.simd import (
     gemm,
     lanes,
     load,
+    load_part,
     pointer,
     store,
     total,
@@ -32,6 +33,7 @@ __all__ = [
     "copy",
     "exp2",
     "inner_product",
+    "inner_product_of_rows",
     "matmul",
     "multiply",
     "optimized",
@@ -156,6 +158,15 @@ def inner_product(p, q, size):  # type: ignore[no-untyped-def]
         s0 = fma(load(p + at), load(q + at), s0)
         at += step
     return total((s0 + s1) + (s2 + s3))
+
+
+@jit
+def inner_product_of_rows(x, y, size):  # type: ignore[no-untyped-def]
+    """The inner product of two rows, which need not be whole vectors."""
+    sums = zeros(x)
+    for at in range(0, size, lanes(x)):
+        sums = fma(load_part(x + at, size - at), load_part(y + at, size - at), sums)
+    return total(sums)
 
 
 # ---------------------------------------------------------------------- exponentials

@@ -19,7 +19,7 @@ from pyg_chimera.ops.common.checks import (
     check_option,
     check_shape,
 )
-from pyg_chimera.ops.common.dispatch import Call, Choice
+from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
 from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.dag_scan import numba_backend, reference, torch_backend
 from pyg_chimera.ops.dag_scan.cost_model import cost_of
@@ -34,11 +34,6 @@ from pyg_chimera.ops.structure.cache import Recipe
 __all__ = ["dag_scan", "grid_scan", "stm_scan"]
 
 _FORMS = ("auto", "state", "mask", "chunk")
-_WHY = {
-    "state": "blocks are large: states along edges are faster",
-    "mask": "blocks are small: matrix products are faster",
-    "chunk": "paths: matrix products in chunks are faster",
-}
 
 
 class Inputs(NamedTuple):
@@ -120,7 +115,7 @@ class _StateScan(Operator[Inputs, StateGraph]):
                 found = [choice._replace(cost=None) for choice in found]
             best, *others = found
             if others:
-                best = best._replace(reason=f"{reason}; {_WHY[best.form]}")
+                best = best._replace(reason=f"{reason}; {WHY_FORM[best.form]}")
             yield best._replace(alternatives=tuple(others))
 
     @staticmethod

@@ -15,7 +15,12 @@ from pyg_chimera.ops.common.checks import (
     check_integer,
     check_option,
 )
-from pyg_chimera.ops.common.dispatch import Call, Choice, UnsuitableSolver
+from pyg_chimera.ops.common.dispatch import (
+    WHY_FORM,
+    Call,
+    Choice,
+    UnsuitableSolver,
+)
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.resolvent import numba_backend, reference, torch_backend
 from pyg_chimera.ops.resolvent.cost_model import cost_of, prefers_dense
@@ -146,7 +151,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         inputs = call.inputs
         query, _, value = inputs[:3]
         sizes = (query.size(1), value.size(1), query.size(2), value.size(2))
-        sweeps = call.inputs.num_terms or 0
+        sweeps = inputs.num_terms or 0
         if solver == "iterative":
             sweeps = call.known("polynomial", _FEW_SWEEPS).sweeps
             if solver == inputs.solver or not isinstance(
@@ -156,30 +161,29 @@ class _ResolventMix(Operator[Inputs, Blocks]):
                     sweeps = polynomial_of(call).sweeps
                     reason += f"; about {sweeps} sweeps are enough"
 
-        def choice(form: str, why: str = "") -> Choice:
-            found = Choice(self.name, solver, form, backend, reason + why)
+        def choice(form: str) -> Choice:
+            found = Choice(self.name, solver, form, backend, reason)
             dtype = np.dtype(str(value.dtype).removeprefix("torch."))
             return found._replace(
                 cost=cost_of(found, call.structure, sizes, dtype, sweeps)
             )
 
         only_states = solver == "iterative" or (solver, backend) == ("neumann", "numba")
-        if call.inputs.form != "auto" or only_states:
-            return choice("state" if call.inputs.form == "auto" else call.inputs.form)
+        if inputs.form != "auto" or only_states:
+            return choice("state" if inputs.form == "auto" else inputs.form)
         mask, state = choice("mask"), choice("state")
         fits = mask.cost.memory <= _MAX_MASK_BYTES  # type: ignore[union-attr]
+        found = [mask, state] if fits else [state]
         if (backend, solver) == ("numba", "sparse") and path_scans(call.structure):
-            chunk = choice("chunk", "; paths: matrix products in chunks are faster")
-            least = [x.cost.seconds for x in (state, mask)[: 1 + fits] if x.cost]
-            if chunk.cost.seconds <= min(least):  # type: ignore[union-attr]
-                return chunk
-        if not fits:
-            return choice("state", "; resolvents would not fit in memory")
-        if solver != "sparse":
-            return choice("mask", "; dense matrices are at hand")
-        if mask.cost.seconds <= state.cost.seconds:  # type: ignore[union-attr]
-            return choice("mask", "; blocks are small: matrix products are faster")
-        return choice("state", "; blocks are large: states along edges are faster")
+            found.insert(0, choice("chunk"))
+        if fits and solver != "sparse":
+            best, why = mask, "dense matrices are at hand"
+        else:
+            best = min(found, key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
+            why = WHY_FORM[best.form]
+            if not fits and best is state:
+                why = "resolvents would not fit in memory"
+        return best._replace(reason=f"{reason}; {why}")
 
 
 def _may_iterate(inputs: Inputs) -> bool:

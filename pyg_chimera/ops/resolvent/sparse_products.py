@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
+from pyg_chimera.ops.common.numba_runtime import jit, run, stopped, summed
 from pyg_chimera.ops.common.simd import (
     fma,
     lanes,
@@ -24,7 +24,7 @@ from pyg_chimera.ops.common.simd import (
     vector_lanes,
     zeros,
 )
-from pyg_chimera.ops.common.vector_kit import copy, inner_product
+from pyg_chimera.ops.common.vector_kit import clear, copy, inner_product
 from pyg_chimera.ops.resolvent.state_tiles import StateTiles, outer, read, read_rows
 from pyg_chimera.ops.structure.csr import sorted_rows
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
@@ -161,9 +161,9 @@ def backward(
         left,
         *tiles,
     )
-    dw[rows.edge] = by_head.sum(0).T
+    dw[rows.edge] = summed(by_head, (0,)).T
     shape = (tiles.pieces, num_nodes, groups, heads // groups, num_keys)
-    dq, dk = (x.reshape(shape).sum((0, 3)) for x in (dq, dk))
+    dq, dk = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
     return (dq, dk, dv, dw), float(left.max())
 
 
@@ -293,8 +293,7 @@ def _solve(  # type: ignore[no-untyped-def]
         if start:
             start = False
             _norms(b_norms, r, last - first)
-            for w in range(0, (last - first) * size, lanes(x)):
-                store(x + w, zeros(x))
+            clear(x, (last - first) * size)
         else:
             _step(
                 r, r, x, x, ptr, other, weight, first, last, size, one, -one, one,

@@ -13,7 +13,7 @@ is read; the rest of a leaf's output is its mask form, (G * Q K^T) V.
 
 import numpy as np
 
-from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
+from pyg_chimera.ops.common.numba_runtime import jit, run, stopped, summed
 from pyg_chimera.ops.common.simd import (
     SET,
     SUBTRACT,
@@ -25,11 +25,13 @@ from pyg_chimera.ops.common.simd import (
     pointer,
     splat,
     store_part,
-    total,
     vector_lanes,
-    zeros,
 )
-from pyg_chimera.ops.common.vector_kit import copy, inner_product
+from pyg_chimera.ops.common.vector_kit import (
+    copy,
+    inner_product,
+    inner_product_of_rows,
+)
 from pyg_chimera.ops.resolvent.state_tiles import (
     StateTiles,
     outer,
@@ -159,16 +161,8 @@ def backward(
         *tiles,
     )
     shape = (tiles.pieces, num_nodes, groups, heads // groups, num_keys)
-    grad_query, grad_key = (x.reshape(shape).sum((0, 3)) for x in (dq, dk))
-    return grad_query, grad_key, dv, dw.sum(0)
-
-
-@jit
-def _inner(q, k, num_keys):  # type: ignore[no-untyped-def]
-    sums = zeros(q)
-    for a in range(0, num_keys, lanes(q)):
-        sums = fma(load_part(q + a, num_keys - a), load_part(k + a, num_keys - a), sums)
-    return total(sums)
+    grad_query, grad_key = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
+    return grad_query, grad_key, dv, summed(dw, (0,))
 
 
 @jit
@@ -253,7 +247,9 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
                     q, y = q0 + node[a + i] * of_keys, y0 + node[a + i] * of_values
                     for j in range(s):
                         k, v = k0 + node[a + j] * of_keys, v0 + node[a + j] * of_values
-                        f = splat(_inner(q, k, num_keys) * G[i * (s + m) + j])
+                        f = splat(
+                            inner_product_of_rows(q, k, num_keys) * G[i * (s + m) + j]
+                        )
                         for p in range(0, channels, lanes(X)):
                             part = fma(f, load_part(v + p, channels - p),
                                        load_part(y + p, channels - p))  # fmt: skip

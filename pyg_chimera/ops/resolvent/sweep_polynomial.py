@@ -17,7 +17,7 @@ import torch
 
 from pyg_chimera.ops.common.dispatch import Call, UnsuitableSolver
 from pyg_chimera.ops.common.numba_runtime import jit
-from pyg_chimera.ops.structure.csr import sorted_rows
+from pyg_chimera.ops.resolvent.sparse_products import products
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 __all__ = ["SweepPolynomial", "check_residual", "polynomial_of", "tolerance_of"]
@@ -45,12 +45,13 @@ def polynomial_of(call: Call) -> SweepPolynomial:
 
 def _polynomial(call: Call) -> SweepPolynomial:
     blocks: Blocks = call.structure
-    weight = call.inputs.edge_weight.detach().cpu().double().numpy()
-    weight = np.ascontiguousarray(weight[blocks.edge].T)
-    _check_contraction(blocks, weight)
-    by_row = sorted_rows(blocks.edge_row, blocks.edge_col, blocks.num_nodes)
-    tolerance = tolerance_of(call)
-    heads = [_steps(by_row.ptr, by_row.col, w[by_row.entry], tolerance) for w in weight]
+    given = call.inputs.edge_weight.detach().cpu().double().numpy().T
+    _check_contraction(blocks, given[:, blocks.edge])
+    (ptr, local, edge), _ = products(blocks)
+    start = np.repeat(blocks.ptr[:-1], blocks.sizes)
+    other, tolerance = local + np.repeat(start, np.diff(ptr)), tolerance_of(call)
+    weight = np.ascontiguousarray(given[:, edge])
+    heads = [_steps(ptr, other, w, tolerance) for w in weight]
     width = max((len(steps) for steps, _ in heads), default=0)
     steps = np.zeros((len(heads), width, 2))
     for table, (found, _) in zip(steps, heads, strict=True):
