@@ -375,7 +375,7 @@ class GridStates(NamedTuple):
 
 def all_grids(num_nodes: int, orientations: int, height: int, width: int) -> GridStates:
     count = num_nodes // (height * width)
-    graph = grid_states((height, width) * count, orientations)
+    graph = grid_states((height, width) * count, orientations).graph
     into = np.repeat(graph.state, np.diff(graph.parent_ptr))
     edges = np.empty((2, len(graph.edge)), np.int64)
     edges[:, graph.edge] = graph.state[graph.parent], into

@@ -98,8 +98,12 @@ class PLSTMGridConv(PLSTMBlock):
             bias=bias, form=form, backend=backend, num_dags=4, biased=biased,
             columns=sum(biased),
         )  # fmt: skip
-        columns, scale = self._columns()
-        self.register_buffer("_column", columns, persistent=False)
+        # The same kinds of all orientations side by side, decays last.
+        each = torch.arange(4 * sum(biased)).view(4, -1).split(biased, dim=1)
+        kinds = [each[i].flatten() for i in (0, 1, 2, 4, 3)]
+        self.register_buffer("_column", torch.cat(kinds), persistent=False)
+        scale = torch.ones(4 * sum(biased))
+        scale[-kinds[-1].numel() :] = 5  # decays are tanh(5 x)
         self.register_buffer("_scale", scale, persistent=False)
         self.lin_out = Linear(self.out_channels, self.out_channels, bias=bias)
         self.reset_parameters()
@@ -158,20 +162,24 @@ class PLSTMGridConv(PLSTMBlock):
         V, H = x.size(0), self.heads
         if self.in_channels < 0:  # makes the weights
             self.lin_gate(x[:0])
+        # Elementwise functions are fast on whole rows of gates.
         weight = self.lin_gate.weight.index_select(0, self._column)
         bias = self.gate_bias.flatten().index_select(0, self._column)
         gates = at_least_float32(F.linear(x, weight * self._scale.unsqueeze(1)))
-        gates = gates + bias.to(gates.dtype) * self._scale
+        gates.add_(bias.to(gates.dtype) * self._scale)
         decays = self._biased[3] * 4
         gates, decay = gates.split([gates.size(1) - decays, decays], dim=1)
-        gates, transition = gates.sigmoid(), decay.tanh()
+        gates, decay = gates.sigmoid(), decay.tanh()
         direct, source, mark, angle = gates.split(
             [4 * H, 8 * H, 8 * H, gates.size(1) - 20 * H], dim=1
         )
         if self.mode == "P":
-            transition = transition * angle
+            angle = angle.view(V, 4, 1, 1, H)
+            shares = [angle, 1 - angle]  # of right and down, in [to, from]
+            angle = torch.cat(shares, 2 if self.normalization == "column" else 3)
+            transition = decay.view(V, 4, 2, 2, H) * angle
         else:  # no turn from down to right
-            right, rest = transition.unflatten(1, (4, 3 * H)).split([H, 2 * H], dim=2)
+            right, rest = decay.view(V, 4, 3, H).split([1, 2], dim=2)
             transition = torch.cat([right, torch.zeros_like(right), rest], dim=2)
         return (
             source.reshape(V, 4, 2, H),
@@ -179,27 +187,6 @@ class PLSTMGridConv(PLSTMBlock):
             mark.reshape(V, 4, 2, H),
             direct.unflatten(1, (4, H)).sum(1),
         )
-
-    def _columns(self) -> tuple[Tensor, Tensor]:
-        """Which gates to project to, in rows that elementwise functions are fast on,
-        and by what to scale them: the same kinds of all orientations side by side, and
-        an angle for each turn, as sigmoid(-a) = 1 - sigmoid(a).
-        """
-        H, total = self.heads, sum(self._biased)
-        each = torch.arange(4 * total).view(4, total).split(self._biased, dim=1)
-        direct, source, mark, decay, angle = each
-        turn = torch.ones(4, 2, 2, H)
-        if self.normalization == "column":
-            turn[:, 1] = -1
-        else:
-            turn[:, :, 1] = -1
-        if self.mode == "P":
-            angle = angle.view(4, 1, 1, H).expand(4, 2, 2, H)
-        else:
-            turn = turn[:0]
-        column = [x.flatten() for x in (direct, source, mark, angle, decay)]
-        scale = [torch.ones(20 * H), turn.flatten(), torch.full((decay.numel(),), 5.0)]
-        return torch.cat(column), torch.cat(scale)
 
     def __repr__(self) -> str:
         return (

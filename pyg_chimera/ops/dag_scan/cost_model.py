@@ -9,42 +9,50 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.chunk_form import chunk_cost
 from pyg_chimera.ops.common.dispatch import Cost
-from pyg_chimera.ops.dag_scan.states import StateGraph
+from pyg_chimera.ops.dag_scan.states import GridStates, StateGraph
 
 __all__ = ["cost_of"]
 
 
-def cost_of(form: str, graph: StateGraph, query: Tensor, value: Tensor) -> Cost:
+def cost_of(
+    form: str, structure: StateGraph | GridStates, query: Tensor, value: Tensor
+) -> Cost:
     """What a form takes on this CPU, forward and backward, by the numba backend.
 
     Args:
         form: ``"state"``, ``"mask"``, or on paths ``"chunk"``.
-        graph: The states.
+        structure: The states.
         query: [V, groups, state channels].
         value: [V, heads, value channels].
     """
     groups, num_keys = query.shape[1:]
     heads, channels = value.shape[1:]
-    sizes, nodes = graph.sizes.astype(float), np.diff(graph.nodes.ptr).astype(float)
+    sizes, entries, nodes = (x.astype(float) for x in structure.extents)
     largest = float(nodes.max(initial=0))
     if form == "chunk":
-        lengths = np.diff(graph.component_ptr).astype(float)
+        lengths = np.diff(structure.graph.component_ptr).astype(float)
         time = chunk_cost(lengths, num_keys, channels)
         operations = 3.0 * lengths * (64.0 * (num_keys + channels))
         operations += 6.0 * lengths * num_keys * channels
         held = float(lengths.max(initial=0)) * num_keys * channels / 64
     elif form == "mask":
-        sweeps = (0.75 * sizes + 0.45 * graph.entries) * nodes
+        sweeps = (0.75 * sizes + 0.45 * entries) * nodes
         inner = groups * num_keys / heads + channels
         time = sweeps + nodes**2 * (0.1 * inner + 1.5) + 70.0 * sizes
-        operations = 3.0 * (nodes**2 * inner + (sizes + graph.entries) * nodes)
+        operations = 3.0 * (nodes**2 * inner + (sizes + entries) * nodes)
         held = 3 * largest**2
+    elif isinstance(structure, GridStates):
+        lanes = num_keys * (-(-channels // 16) * 16)  # in whole vectors
+        visits = structure.num_orientations * nodes
+        time = visits * (0.8 * lanes + 70.0)
+        operations = 3.0 * visits * 9.0 * lanes
+        held = float(1 << 19)
     else:
         # A state takes the longer the less of the channels of all fit in a cache.
         lanes = num_keys * (-(-channels // 16) * 16)  # in whole vectors
         shares = np.ceil(sizes * lanes / (1 << 18))
-        time = (0.45 * sizes + 0.2 * graph.entries) * lanes + 100.0 * shares * sizes
-        operations = 3.0 * (2.0 * sizes + graph.entries) * lanes
+        time = (0.45 * sizes + 0.2 * entries) * lanes + 100.0 * shares * sizes
+        operations = 3.0 * (2.0 * sizes + entries) * lanes
         held = float(min(1 << 18, sizes.max(initial=0) * lanes))
     threads = max(1, min(torch.get_num_threads(), heads * len(sizes)))
     seconds = 1e-9 * heads * float(time.sum()) / threads

@@ -60,7 +60,9 @@ from pyg_chimera.ops.common.vector_kit import (
     take_transposed,
     transpose,
 )
-from pyg_chimera.ops.dag_scan.states import StateGraph
+from pyg_chimera.ops.dag_scan import grid_sweeps
+from pyg_chimera.ops.dag_scan.own import add_own, add_own_gradients
+from pyg_chimera.ops.dag_scan.states import GridStates, StateGraph
 
 DEVICES = ("cpu",)
 
@@ -86,23 +88,38 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; states are computed anew for gradients."""
-    operands = _Operands.of(call)
     forms = {"state": _state_forward, "mask": _mask_forward, "chunk": _chunk_forward}
-    compute = forms[call.choice.form]
-    return torch.from_numpy(compute(call.structure, operands)), ()
+    if _is_on_grids(call):
+        out = torch.from_numpy(_grid_forward(call))
+    else:
+        compute, operands = forms[call.choice.form], _Operands.of(call)
+        out = torch.from_numpy(compute(call.structure.graph, operands))
+    if call.inputs.direct is not None:
+        add_own(out, *call.inputs[:3], call.inputs.direct)
+    return out, ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, source and mark, if given, and transition."""
-    operands, (dy,) = _Operands.of(call), arrays(grad)
+    """Gradients of query, key, value, transition, and if given of source, mark, direct.
+
+    In the order of the inputs.
+    """
     forms = {
         "state": _state_backward,
         "mask": _mask_backward,
         "chunk": _chunk_backward,
     }
-    compute = forms[call.choice.form]
-    grads = map(torch.from_numpy, compute(call.structure, operands, dy))
-    return call.structure.gradients(call.inputs, *grads)
+    if _is_on_grids(call):
+        grads = _grid_backward(call, grad)
+    else:
+        compute, operands = forms[call.choice.form], _Operands.of(call)
+        found = compute(call.structure.graph, operands, *arrays(grad))
+        tensors = map(torch.from_numpy, found)
+        grads = call.structure.graph.gradients(call.inputs, *tensors)
+    direct = call.inputs.direct
+    if direct is None:
+        return grads
+    return *grads, add_own_gradients(grads[:3], *call.inputs[:3], direct, grad)
 
 
 class _Operands(NamedTuple):
@@ -117,7 +134,7 @@ class _Operands(NamedTuple):
 
     @classmethod
     def of(cls, call: Call) -> "_Operands":
-        graph: StateGraph = call.structure
+        graph: StateGraph = call.structure.graph
         query, key, value = arrays(*call.inputs[:3])
         source, mark, transition = arrays(*graph.gates_of(call.inputs))
         weight = np.empty((value.shape[1], graph.edge.shape[0]), value.dtype)
@@ -162,16 +179,59 @@ def _chunk_backward(
     return *grads, _by_edge(graph, dw)
 
 
+# --------------------------------------------------------------- state form of grids
+
+
+def _is_on_grids(call: Call) -> bool:
+    """Whether nodes are swept instead of states."""
+    return call.choice.form == "state" and isinstance(call.structure, GridStates)
+
+
+def _grid_operands(call: Call) -> list[np.ndarray]:
+    """Source, mark, transition, query, key and value as `grid_sweeps` takes them."""
+    query, key, value, *gates = arrays(*call.inputs[:6])
+    nodes, heads, _ = value.shape
+    shape = (nodes, call.structure.num_orientations, 2)
+    sizes = ((heads,), (heads,), (2, heads))
+    source, mark, transition = (
+        x.reshape(*shape, *size) for x, size in zip(gates, sizes, strict=True)
+    )
+    sliced = _sliced(len(call.structure.grids.height), value)
+    return [source, mark, transition, query, key, sliced]
+
+
+def _grid_forward(call: Call) -> np.ndarray:
+    """The output from states on the edges at each node."""
+    out = grid_sweeps.forward(call.structure.grids, *_grid_operands(call))
+    return out.reshape(call.inputs.value.shape)
+
+
+def _grid_backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, source, mark and transition."""
+    operands, inputs = _grid_operands(call), call.inputs
+    operands.append(grad.contiguous().numpy().reshape(operands[-1].shape))
+    grads = grid_sweeps.backward(call.structure.grids, *operands)
+    dq, dk, dv, *of_gates = grads
+    nodes, groups, num_keys = inputs.key.shape
+    shape = (len(dq), nodes, groups, inputs.value.size(1) // groups, num_keys)
+    dq, dk = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
+    found = (dq, dk, dv, *(summed(x, (0,)) for x in of_gates))
+    return tuple(
+        torch.from_numpy(x).view(like.shape)
+        for x, like in zip(found, inputs, strict=False)
+    )
+
+
 # ------------------------------------------------------------------------ state form
 
 
-def _sliced(graph: StateGraph, value: np.ndarray) -> np.ndarray:
+def _sliced(num_blocks: int, value: np.ndarray) -> np.ndarray:
     """[V, heads, P] -> [V, heads, slices, P / slices], to have tasks for all threads.
 
     Slices of one (block, head) are summed at the end: no more of them than needed.
     """
     num_nodes, num_heads, num_channels = value.shape
-    enough = graph.sizes.shape[0] * num_heads >= 4 * torch.get_num_threads()
+    enough = num_blocks * num_heads >= 4 * torch.get_num_threads()
     widths = [w for w in range(8, 17) if num_channels % w == 0]
     width = num_channels if enough or not widths else widths[-1]
     slices = num_channels // width if width else 1
@@ -220,7 +280,7 @@ def _components(graph: StateGraph) -> tuple[np.ndarray, ...]:
 def _state_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
     """The output from states C = A C + S k v^T, y = sum M q^T C."""
     weight, source, mark, q, k, v = operands
-    v = _sliced(graph, v)
+    v = _sliced(graph.sizes.shape[0], v)
     out = np.zeros_like(v)
     run(
         _state_forward_blocks,
@@ -251,7 +311,7 @@ def _state_backward(
     dv = S Z^T k, dS = k^T Z v and dA_ij = <Z_i, C_j>. C is computed anew beside Z.
     """
     weight, source, mark, q, k, v = operands
-    v = _sliced(graph, v)
+    v = _sliced(graph.sizes.shape[0], v)
     num_nodes, num_heads, slices, _ = v.shape
     groups, num_keys = q.shape[1:]
     # Slices and the heads of a group write to parts of their own, summed below.

@@ -20,10 +20,11 @@ from pyg_chimera.ops.common.checks import (
     check_shape,
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
-from pyg_chimera.ops.common.operator import Operator, without_autocast
+from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.dag_scan import numba_backend, reference, torch_backend
 from pyg_chimera.ops.dag_scan.cost_model import cost_of
 from pyg_chimera.ops.dag_scan.states import (
+    GridStates,
     StateGraph,
     edge_states,
     grid_states,
@@ -32,6 +33,8 @@ from pyg_chimera.ops.dag_scan.states import (
 from pyg_chimera.ops.structure.cache import Recipe
 
 __all__ = ["dag_scan", "grid_scan", "stm_scan"]
+
+States = StateGraph | GridStates
 
 _FORMS = ("auto", "state", "mask", "chunk")
 
@@ -45,6 +48,7 @@ class Inputs(NamedTuple):
     source: Tensor | None
     mark: Tensor | None
     transition: Tensor
+    direct: Tensor | None
     edge_index: Tensor | None
     line_edge_index: Tensor | None
     batch: Tensor | None
@@ -55,7 +59,7 @@ class Inputs(NamedTuple):
     backend: str
 
 
-class _StateScan(Operator[Inputs, StateGraph]):
+class _StateScan(Operator[Inputs, States]):
     """One operator over a graph of states, under the name of each public function."""
 
     inputs = Inputs
@@ -80,22 +84,23 @@ class _StateScan(Operator[Inputs, StateGraph]):
         tensors = (edge_index, inputs.line_edge_index, inputs.batch)
         return Recipe(edge_states, tensors, (num_nodes, inputs.num_components))
 
-    def check(self, inputs: Inputs, structure: StateGraph) -> None:
+    def check(self, inputs: Inputs, structure: States) -> None:
         name, transition = "transition", inputs.transition
-        if bool(transition.isfinite().all()):
+        if bool(transition.sum().isfinite()):  # so is each of them
             return
         place = "line edge", inputs.num_components**2
         if inputs.source is None:
             name, place = "edge_weight", ("edge", 1)
-        elif structure.gates is not None:  # those of edges that are not there may be
-            rows = torch.from_numpy(structure.gates[2]).to(transition.device)
+        elif inputs.grids:  # those of edges that are not there may be
+            graph = structure.graph
+            rows = torch.from_numpy(graph.gates[2]).to(transition.device)  # type: ignore[index]
             ignored = torch.ones_like(transition, dtype=torch.bool)
             ignored[rows] = False
             transition = transition.masked_fill(ignored, 0)
-            place = "node", transition.size(0) // max(structure.num_nodes, 1)
+            place = "node", transition.size(0) // graph.num_nodes
         check_finite(name, transition, lambda row: f"{place[0]} {row // place[1]}")
 
-    def choices(self, call: Call[Inputs, StateGraph]) -> Iterator[Choice]:
+    def choices(self, call: Call[Inputs, States]) -> Iterator[Choice]:
         inputs, reason = call.inputs, self.reason(call.inputs)
         backends = self.usable(inputs)
         if backends == ["reference"]:
@@ -119,7 +124,7 @@ class _StateScan(Operator[Inputs, StateGraph]):
             yield best._replace(alternatives=tuple(others))
 
     @staticmethod
-    def _priced(call: Call[Inputs, StateGraph], choice: Choice) -> Choice:
+    def _priced(call: Call[Inputs, States], choice: Choice) -> Choice:
         query, value = call.inputs.query, call.inputs.value
         return choice._replace(cost=cost_of(choice.form, call.structure, query, value))
 
@@ -185,8 +190,9 @@ def dag_scan(
     batch, rank = check_indices(value, batch=batch, rank=rank)
     check_option("form", form, _FORMS)
     inputs = Inputs(
-        q, k, v, None, None, w, edge_index, None, batch, rank, 1, [], form, backend
-    )
+        q, k, v, None, None, w, None, edge_index, None, batch, rank, 1, [], form,
+        backend,
+    )  # fmt: skip
     return _dag_scan(inputs).to(value.dtype)
 
 
@@ -294,9 +300,10 @@ def stm_scan(
         check_shape("mark", mark, "[edges, heads]", edges)
         check_shape("transition", transition, "[line edges, heads]", line_edges)
     inputs = Inputs(
-        q, k, v, S, M, T, edge_index, line_edge_index, batch, None, J, [], form, backend
-    )
-    return (_stm_scan(inputs) + _own(inputs, D)).to(value.dtype)
+        q, k, v, S, M, T, D, edge_index, line_edge_index, batch, None, J, [], form,
+        backend,
+    )  # fmt: skip
+    return _stm_scan(inputs).to(value.dtype)
 
 
 def grid_scan(
@@ -386,19 +393,10 @@ def grid_scan(
             check_integers(name, x, value)
     sizes = _grid_sizes(height, width, nodes)
     inputs = Inputs(
-        q, k, v, S.flatten(0, 2), M.flatten(0, 2), T.flatten(0, 3), None, None, None,
-        None, 1, [orientations, *chain(*sizes)], form, backend,
+        q, k, v, S.flatten(0, 2), M.flatten(0, 2), T.flatten(0, 3), D, None, None,
+        None, None, 1, [orientations, *chain(*sizes)], form, backend,
     )  # fmt: skip
-    return (_grid_scan(inputs) + _own(inputs, D)).to(value.dtype)
-
-
-def _own(inputs: Inputs, direct: Tensor) -> Tensor:
-    """What each node reads of what it writes itself."""
-    query, key, value = inputs[:3]
-    with without_autocast(value):
-        scores = (query * key).sum(-1)
-        scores = scores.repeat_interleave(value.size(1) // scores.size(1), 1)
-        return (scores * direct).unsqueeze(-1) * value
+    return _grid_scan(inputs).to(value.dtype)
 
 
 def _grid_sizes(

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.operator import without_autocast
+from pyg_chimera.ops.dag_scan.own import own
 from pyg_chimera.ops.dag_scan.states import StateGraph
 
 DEVICES = None
@@ -20,7 +21,7 @@ def forward(call: Call) -> Tensor:
     :math:`S` and :math:`M` join nodes with the states that they write and read. Cubic
     in the states of a graph, quadratic in its nodes. Autograd differentiates it.
     """
-    graph: StateGraph = call.structure
+    graph: StateGraph = call.structure.graph
     query, key, value = call.inputs[:3]
     with without_autocast(value):
         source, mark, transition = graph.gates_of(call.inputs)
@@ -40,6 +41,8 @@ def forward(call: Call) -> Tensor:
                 for h in range(value.size(1))
             ]
             out = out.index_put((node,), torch.stack(heads, 1))
+        if call.inputs.direct is not None:
+            out = out + own(query, key, value, call.inputs.direct)
     return out
 
 

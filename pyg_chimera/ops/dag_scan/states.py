@@ -11,13 +11,30 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index, check_rank
 from pyg_chimera.ops.common.chunk_form import PathStates
 from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.dag_scan.grid_sweeps import Grids
+from pyg_chimera.ops.structure.cache import remembered
 from pyg_chimera.ops.structure.csr import grouped, sorted_rows, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.line_graph import check_line_edges
 from pyg_chimera.ops.structure.symbolic_factor import blocks_of
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
-__all__ = ["StateGraph", "edge_states", "grid_states", "node_states"]
+__all__ = [
+    "Extents",
+    "GridStates",
+    "StateGraph",
+    "edge_states",
+    "grid_states",
+    "node_states",
+]
+
+
+class Extents(NamedTuple):
+    """How large each of ``T`` blocks is."""
+
+    states: np.ndarray  #: [T]
+    entries: np.ndarray  #: [T], edges between states
+    nodes: np.ndarray  #: [T]
 
 
 class BlockNodes(NamedTuple):
@@ -56,6 +73,16 @@ class StateGraph:
     #: For grids, which of all gates (source, mark, transition) states and edges have.
     gates: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
     tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
+
+    @property
+    def graph(self) -> "StateGraph":
+        """Itself; see `GridStates`."""
+        return self
+
+    @property
+    def extents(self) -> Extents:
+        """The sizes of blocks."""
+        return Extents(self.sizes, self.entries, np.diff(self.nodes.ptr))
 
     @property
     def sizes(self) -> np.ndarray:
@@ -327,11 +354,51 @@ def _one_grid(height: int, width: int, num_orientations: int) -> _Grid:
     return _Grid(writer, reader, np.stack([tail, head]), source, mark, transition)
 
 
-def grid_states(sizes: tuple[int, ...], num_orientations: int) -> StateGraph:
-    """States on the edges of grids, of `sizes` height, width, height, width, ...
+@dataclass(frozen=True)
+class GridStates:
+    """States on the edges of grids, known without listing them.
 
     The edges of an orientation are those of a DAG; the states of a grid are a block.
     """
+
+    shapes: tuple[int, ...]  #: height, width, height, width, ...
+    num_orientations: int
+
+    @cached_property
+    def grids(self) -> Grids:
+        """The grids, one after the other."""
+        height, width = np.array(self.shapes, np.int64).reshape(-1, 2).T.copy()
+        nodes = height * width
+        return Grids(height, width, np.cumsum(nodes) - nodes)
+
+    @property
+    def graph(self) -> StateGraph:
+        """The states as a graph, for what does not know grids."""
+        return remembered(_grid_graph, (), self.shapes, self.num_orientations)
+
+    @property
+    def extents(self) -> Extents:
+        """The sizes of blocks."""
+        h, w, _ = self.grids
+        straight = h * np.maximum(0, w - 2) + w * np.maximum(0, h - 2)
+        lines = straight + 2 * (h - 1) * (w - 1)
+        states = h * (w - 1) + (h - 1) * w
+        return Extents(
+            self.num_orientations * states, self.num_orientations * lines, h * w
+        )
+
+    @property
+    def are_paths(self) -> bool:
+        """Whether each grid is one row or one column."""
+        return bool((np.minimum(self.grids.height, self.grids.width) == 1).all())
+
+
+def grid_states(sizes: tuple[int, ...], num_orientations: int) -> GridStates:
+    """States on the edges of grids, of `sizes` height, width, height, width, ..."""
+    return GridStates(sizes, num_orientations)
+
+
+def _grid_graph(sizes: tuple[int, ...], num_orientations: int) -> StateGraph:
     pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
     parts = [_one_grid(*pair, num_orientations) for pair in pairs]
     nodes = np.cumsum([0, *(height * width for height, width in pairs)])

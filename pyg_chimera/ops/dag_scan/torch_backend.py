@@ -14,6 +14,7 @@ from pyg_chimera.ops.common.mask_form import (
     masked_mix,
     masked_mix_backward,
 )
+from pyg_chimera.ops.dag_scan.own import own, own_gradients
 from pyg_chimera.ops.dag_scan.states import StateGraph
 
 DEVICES = None
@@ -33,20 +34,28 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; states are computed anew for gradients."""
-    source, mark, transition = call.structure.gates_of(call.inputs)
+    source, mark, transition = call.structure.graph.gates_of(call.inputs)
     compute = _state_forward if call.choice.form == "state" else _mask_forward
-    return compute(call, source, mark, transition), ()
+    out = compute(call, source, mark, transition)
+    query, key, value, *_, direct = call.inputs[:7]
+    return out if direct is None else out + own(query, key, value, direct), ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, source and mark, if given, and transition.
+    """Gradients of query, key, value, transition, and if given of source, mark, direct.
 
     They are what the numba backend's are.
     """
     compute = _state_backward if call.choice.form == "state" else _mask_backward
-    source, mark, transition = call.structure.gates_of(call.inputs)
+    source, mark, transition = call.structure.graph.gates_of(call.inputs)
     grads = compute(call, source, mark, transition, grad)
-    return call.structure.gradients(call.inputs, *grads)
+    grads = call.structure.graph.gradients(call.inputs, *grads)
+    query, key, value, *_, direct = call.inputs[:7]
+    if direct is None:
+        return grads
+    *of_nodes, of_direct = own_gradients(query, key, value, direct, grad)
+    both = (x + y for x, y in zip(grads, of_nodes, strict=False))
+    return *both, *grads[3:], of_direct
 
 
 # -------------------------------------------------------------------------- the sweeps
@@ -139,13 +148,13 @@ def _operands(call: Call) -> tuple[_Tables, Tensor, Tensor, Tensor]:
     query, key, value = call.inputs[:3]
     repeats = value.size(1) // query.size(1)
     query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
-    return _tables(call.structure, value.device), query, key, value
+    return _tables(call.structure.graph, value.device), query, key, value
 
 
 def _slices(call: Call, copies: int) -> Iterator[slice]:
     """Slices of the key channels such that the states of one fit in memory."""
     num_keys, (_, heads, channels) = call.inputs.query.size(2), call.inputs.value.shape
-    states = len(call.structure.state) * heads * channels * copies
+    states = len(call.structure.graph.state) * heads * channels * copies
     lanes = max(1, _MAX_NUMEL // max(1, states))
     for a in range(0, num_keys, lanes):
         yield slice(a, a + lanes)
@@ -205,7 +214,7 @@ def _gating(
 
     Beside it, which column each state's writer is.
     """
-    graph, value = call.structure, call.inputs.value
+    graph, value = call.structure.graph, call.inputs.value
     tables = _tables(graph, value.device)
     nodes = graph.nodes
     pad = Padding(nodes.node, np.diff(nodes.ptr), value.device)

@@ -1,11 +1,14 @@
 """What is special to `grid_scan`: orientations, and the sizes of grids."""
 
+import numpy as np
 import pytest
 import torch
 from asserts import assert_near
 from operators import OPERATORS, Structure, line_edges, make_case
 
 from pyg_chimera.ops import explain, grid_scan, stm_scan
+from pyg_chimera.ops.common.simd import vector_lanes
+from pyg_chimera.ops.dag_scan import grid_sweeps
 
 OPERATOR = OPERATORS["grid_scan"]
 
@@ -102,3 +105,42 @@ def test_sizes_that_are_not_contiguous():
 def test_what_does_not_fit_together(changes, match):
     with pytest.raises(ValueError, match=match):
         grid_scan(**{**on([(2, 3)]), **changes}, height=2, width=3)
+
+
+def with_gradients(inputs, **options):
+    """The output and the gradients of all inputs."""
+    leaves = {k: x.detach().clone().requires_grad_() for k, x in inputs.items()}
+    out = grid_scan(**leaves, **options)
+    out.backward(torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype))
+    return {"out": out, **{k: x.grad for k, x in leaves.items()}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_grids_hold_the_states_of_some_rows_only(dtype):
+    lanes, _ = vector_lanes(np.dtype(str(dtype).removeprefix("torch.")))
+    assert grid_sweeps._rows_held(130, 70, 16 * lanes) < 130
+    inputs = on([(130, 70), (2, 2)], (1, 1, 17, lanes + 1, 4))
+    height, width = torch.tensor([130, 2]), torch.tensor([70, 2])
+    options = {"height": height, "width": width, "form": "state"}
+    expected = with_gradients(inputs, **options, backend="torch")
+    inputs = {k: x.to(dtype) for k, x in inputs.items()}
+    found = with_gradients(inputs, **options, backend="numba")
+    for name, x in expected.items():
+        assert_near(found[name].double(), x, 1e-12 if dtype == torch.float64 else 3e-6)
+
+
+@pytest.mark.parametrize("form", ["state", "mask"])
+def test_gates_at_borders_are_nobodys(form):
+    """They may be anything, and have no gradient."""
+    inputs = on([(2, 3)], (2, 1, 3, 4, 4))
+    expected = with_gradients(inputs, height=2, width=3, form=form)
+    used = {
+        k: with_gradients(inputs, height=2, width=3, backend="torch")[k] != 0
+        for k in ("source", "transition", "mark")
+    }
+    for name, mask in used.items():
+        assert 0 < mask.sum() < mask.numel()
+        inputs[name] = inputs[name].masked_fill(~mask, torch.nan)
+    found = with_gradients(inputs, height=2, width=3, form=form)
+    for name, x in expected.items():
+        assert torch.equal(found[name], x), name

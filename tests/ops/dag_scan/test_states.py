@@ -93,10 +93,16 @@ def test_cycles_are_named(graph: Graph):
 
 @pytest.mark.parametrize("orientations", [1, 2, 4])
 def test_states_of_grids(orientations):
-    made = grid_states((3, 4, 1, 1, 2, 1), orientations)
+    structure = grid_states((3, 4, 1, 1, 2, 1), orientations)
+    made = structure.graph
     assert made.num_nodes == 15
     # Edges along rows and columns, in each orientation.
     assert made.sizes.tolist() == [17 * orientations, 0, orientations]
+    for listed, known in zip(made.extents[:2], structure.extents, strict=False):
+        assert listed.tolist() == known.tolist()
+    assert structure.extents.nodes.tolist() == [12, 1, 2]
+    assert not structure.are_paths
+    assert grid_states((1, 5, 3, 1), orientations).are_paths
     source, mark, transition = made.gates
     assert (source // (2 * orientations) == made.writer).all()
     assert (mark // (2 * orientations) == made.reader).all()

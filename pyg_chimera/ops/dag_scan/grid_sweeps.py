@@ -1,0 +1,452 @@
+"""The state form of `grid_scan` on the CPU: sweeps over the nodes of grids.
+
+In each orientation, edges lead to a node from the one beside it and the one above it,
+with states C and E, and from it on to the right and downward:
+
+    R = S_r k v^T + T_rr C + T_rd E,        y += q^T (M_r C + M_d E)
+    D = S_d k v^T + T_dr C + T_dd E,
+
+so that a node loads two states and stores two, where one state at a time would take
+twice that, and no list of states is needed. A task is a (grid, head, slice of value
+channels). It sweeps tiles of at most 16 key channels by one vector of value channels,
+an orientation after the other, row by row; between rows, one row of states is held.
+
+Backward, all C and E of some rows are computed anew and held, then the same sweep runs
+the other way, with the adjoints of R and D. Before, the states that enter those rows
+were stored, if the rows are not the whole grid.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from pyg_chimera.ops.common.numba_runtime import inlined, jit, run, stopped
+from pyg_chimera.ops.common.simd import (
+    fma,
+    lanes,
+    load,
+    load_part,
+    pointer,
+    row_totals,
+    splat,
+    store,
+    store_part,
+    total,
+    vector_lanes,
+    zeros,
+)
+from pyg_chimera.ops.common.vector_kit import clear, copy
+
+__all__ = ["Grids", "backward", "forward"]
+
+#: Key channels of a tile.
+_KEYS = 16
+#: Numbers of states that are held backward, about: they stream through a cache.
+_HELD = 1 << 19
+
+
+class Grids(NamedTuple):
+    """Grids whose nodes follow on each other, row by row."""
+
+    height: np.ndarray  #: [T]
+    width: np.ndarray  #: [T]
+    first: np.ndarray  #: [T], the first node of each
+
+
+def _costs(grids: Grids, source: np.ndarray, key: np.ndarray, value: np.ndarray):  # type: ignore[no-untyped-def]
+    """Of the tasks, forward, in about nanoseconds."""
+    _, heads, slices, width = value.shape
+    vectors = -(-width // vector_lanes(value.dtype)[0])
+    nodes = grids.height * grids.width * float(source.shape[1])
+    return np.repeat(nodes * vectors * (10 + 3.0 * key.shape[2]), heads * slices)
+
+
+def forward(
+    grids: Grids,
+    source: np.ndarray,
+    mark: np.ndarray,
+    transition: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+) -> np.ndarray:
+    """The output [V, heads, slices, P / slices].
+
+    Args:
+        grids: The grids.
+        source: [V, orientations, 2, heads].
+        mark: [V, orientations, 2, heads].
+        transition: [V, orientations, 2 (to), 2 (from), heads].
+        query: [V, groups, N].
+        key: [V, groups, N].
+        value: [V, heads, slices, P / slices].
+    """
+    out = np.zeros_like(value)
+    vector, _ = vector_lanes(value.dtype)
+    run(
+        _forward_tasks,
+        _costs(grids, source, key, value),
+        (int(grids.width.max(initial=0)) + 1) * _KEYS * vector,
+        out.dtype,
+        *grids,
+        source,
+        mark,
+        transition,
+        query,
+        key,
+        value,
+        out,
+    )
+    return out
+
+
+def backward(
+    grids: Grids,
+    source: np.ndarray,
+    mark: np.ndarray,
+    transition: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    grad: np.ndarray,
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key [slices, V, heads, N], value, source, mark, transition.
+
+    Those of gates have slices, too, in front.
+    """
+    nodes, heads, slices, _ = value.shape
+    dq, dk = (np.zeros((slices, nodes, heads, key.shape[2]), key.dtype) for _ in "qk")
+    dv = np.zeros_like(value)
+    ds, dm, dt = (
+        np.zeros((slices, *x.shape), x.dtype) for x in (source, mark, transition)
+    )
+    vector, _ = vector_lanes(value.dtype)
+    run(
+        _backward_tasks,
+        4 * _costs(grids, source, key, value),
+        _most_held(grids, vector) + 2 * _KEYS * vector + 2 * vector * vector,
+        dv.dtype,
+        *grids,
+        source,
+        mark,
+        transition,
+        query,
+        key,
+        value,
+        grad,
+        dq,
+        dk,
+        dv,
+        ds,
+        dm,
+        dt,
+    )
+    return dq, dk, dv, ds, dm, dt
+
+
+def _most_held(grids: Grids, vector: int) -> int:
+    """Numbers of the states that a task holds backward, at most."""
+    most, size = 0, _KEYS * vector
+    for h, w in set(zip(grids.height.tolist(), grids.width.tolist(), strict=True)):
+        rows = _rows_held(h, w, size)
+        segments = -(-h // rows)
+        most = max(most, (rows * (2 * w + 1) + (segments + 2) * w + 1) * size)
+    return most
+
+
+@jit
+def _rows_held(height, width, size):  # type: ignore[no-untyped-def]
+    """Of how many rows states are held at a time: of all, if they fit; else what is
+    stored before such segments of rows shall not be more.
+    """
+    fit = _HELD // (2 * width * size)
+    return height if fit >= height else max(1, fit, int(math.sqrt(height)))
+
+
+@jit
+def _share(num_keys):  # type: ignore[no-untyped-def]
+    """Key channels of a tile, in even shares."""
+    shares = max(1, (num_keys + _KEYS - 1) // _KEYS)
+    return max(1, (num_keys + shares - 1) // shares)
+
+
+@inlined
+def _gates_within(gates, x, is_first, heads):  # type: ignore[no-untyped-def]
+    """Those to the right from the left and from above, then those downward.
+
+    Nothing arrives at a border: its gates are nobody's, and may be anything.
+    """
+    zero = total(zeros(gates))
+    rr, rd, dr, dd = zero, zero, zero, zero
+    if x > 0:
+        rr, dr = gates[0], gates[2 * heads]
+    if not is_first:
+        rd, dd = gates[heads], gates[3 * heads]
+    return rr, rd, dr, dd
+
+
+@jit
+def _row(  # type: ignore[no-untyped-def]
+    across, step, down, below, size, m, n, u, turn, is_first, source, mark, transition,
+    of_gates, heads, query, key, of_keys, value, out, of_values, w,
+):  # fmt: skip
+    """Sweeps a row of `n` nodes, from `u` on, that are `turn` apart.
+
+    Reads the states at `down`, and writes those that leave to `below`, and `step`
+    after each other to `across`; rows of tiles may be the same. Adds to `out` if given.
+    """
+    by = lanes(across)
+    clear(across, size)
+    for x in range(n):
+        left, above = across + x * step, down + x * size
+        right, under = across + (x + 1) * step, below + x * size
+        gates = transition + 2 * u * of_gates
+        rr, rd, dr, dd = _gates_within(gates, x, is_first, heads)
+        rr, rd, dr, dd = splat(rr), splat(rd), splat(dr), splat(dd)
+        v, k = load_part(value + u * of_values, w), key + u * of_keys
+        gates = source + u * of_gates
+        v_right, v_down = splat(gates[0]) * v, splat(gates[heads]) * v
+        q = query + u * of_keys
+        read_left, read_above = zeros(across), zeros(across)
+        for a in range(m):
+            at, k_a = a * by, splat(k[a])
+            c, e = load(left + at), load(above + at)
+            if out is not None:
+                q_a = splat(q[a])
+                read_left, read_above = fma(q_a, c, read_left), fma(q_a, e, read_above)
+            store(right + at, fma(k_a, v_right, fma(rr, c, rd * e)))
+            store(under + at, fma(k_a, v_down, fma(dr, c, dd * e)))
+        if out is not None:
+            y, gates = out + u * of_values, mark + u * of_gates
+            read = load_part(y, w)
+            if x > 0:
+                read = fma(splat(gates[0]), read_left, read)
+            if not is_first:
+                read = fma(splat(gates[heads]), read_above, read)
+            store_part(y, read, w)
+        u += turn
+
+
+@jit
+def _row_back(  # type: ignore[no-untyped-def]
+    across, down, back, up, rows, size, m, n, u, turn, is_first, is_last, source, mark,
+    transition, of_gates, heads, query, key, of_keys, value, grad, of_values, w,
+    grad_query, grad_key, of_grads, grad_value, grad_source, grad_mark, grad_transition,
+):  # fmt: skip
+    """The same row the other way, from its last node `u` on.
+
+    From the adjoints of what leaves downward, in `up`, to those of what arrives from
+    above, in place; `back` is that of what leaves to the right.
+    """
+    by = lanes(across)
+    zero = total(zeros(across))
+    of_q, of_k = rows, rows + (m + by) * by  # products to be summed up
+    clear(back, size)
+    for x in range(n - 1, -1, -1):
+        left, above, after = across + x * size, down + x * size, up + x * size
+        is_end = x == n - 1
+        gates = transition + 2 * u * of_gates
+        rr, rd, dr, dd = _gates_within(gates, x, is_first, heads)
+        gates = source + u * of_gates
+        s_r, s_d = gates[0], gates[heads]
+        if is_end:
+            rr, rd, s_r = zero, zero, zero
+        if is_last:
+            dr, dd, s_d = zero, zero, zero
+        rr, rd, dr, dd = splat(rr), splat(rd), splat(dr), splat(dd)
+        gates = mark + u * of_gates
+        m_r = gates[0] if x > 0 else zero
+        m_d = gates[heads] if not is_first else zero
+        v, dy = load_part(value + u * of_values, w), load_part(grad + u * of_values, w)
+        v_right, v_down = splat(s_r) * v, splat(s_d) * v
+        dy_left, dy_above = splat(m_r) * dy, splat(m_d) * dy
+        q, k = query + u * of_keys, key + u * of_keys
+        read_left, read_above = zeros(across), zeros(across)
+        written_right, written_down = zeros(across), zeros(across)
+        d_rr, d_rd, d_dr, d_dd = (
+            zeros(across), zeros(across), zeros(across), zeros(across),
+        )  # fmt: skip
+        for a in range(m):
+            at, q_a, k_a = a * by, splat(q[a]), splat(k[a])
+            c, e = load(left + at), load(above + at)
+            r, d = load(back + at), load(after + at)
+            store(back + at, fma(q_a, dy_left, fma(rr, r, dr * d)))
+            store(after + at, fma(q_a, dy_above, fma(rd, r, dd * d)))
+            store(of_q + at, fma(dy_left, c, dy_above * e))
+            store(of_k + at, fma(v_right, r, v_down * d))
+            read_left, read_above = fma(q_a, c, read_left), fma(q_a, e, read_above)
+            written_right, written_down = (
+                fma(k_a, r, written_right), fma(k_a, d, written_down),
+            )  # fmt: skip
+            d_rr, d_rd = fma(r, c, d_rr), fma(r, e, d_rd)
+            d_dr, d_dd = fma(d, c, d_dr), fma(d, e, d_dd)
+        _add_sums(grad_query + u * of_grads, of_q, m)
+        _add_sums(grad_key + u * of_grads, of_k, m)
+        dv = grad_value + u * of_values
+        written = fma(splat(s_r), written_right, splat(s_d) * written_down)
+        store_part(dv, load_part(dv, w) + written, w)
+        gates, at = grad_transition, 2 * u * of_gates
+        if not is_end:
+            grad_source[u * of_gates] += total(v * written_right)
+            if x > 0:
+                gates[at] += total(d_rr)
+            if not is_first:
+                gates[at + heads] += total(d_rd)
+        if not is_last:
+            grad_source[u * of_gates + heads] += total(v * written_down)
+            if x > 0:
+                gates[at + 2 * heads] += total(d_dr)
+            if not is_first:
+                gates[at + 3 * heads] += total(d_dd)
+        if x > 0:
+            grad_mark[u * of_gates] += total(dy * read_left)
+        if not is_first:
+            grad_mark[u * of_gates + heads] += total(dy * read_above)
+        u -= turn
+
+
+@inlined
+def _add_sums(target, rows, m):  # type: ignore[no-untyped-def]
+    """Adds the sum of each row to a target."""
+    by = lanes(rows)
+    for a in range(0, m, by):
+        sums = load_part(target + a, m - a) + row_totals(rows + a * by)
+        store_part(target + a, sums, m - a)
+
+
+@inlined
+def _corner(o, height, width):  # type: ignore[no-untyped-def]
+    """Where an orientation starts, and how far on are its next node and next row."""
+    right = -1 if o == 1 or o == 3 else 1
+    down = -1 if o == 1 or o == 2 else 1
+    start = 0
+    if right < 0:
+        start += width - 1
+    if down < 0:
+        start += (height - 1) * width
+    return start, right, down * width
+
+
+@jit
+def _forward_tasks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, height, width, node, source, mark, transition, query,
+    key, value, out,
+):  # fmt: skip
+    _, heads, slices, w = value.shape
+    orientations, (_, groups, num_keys) = source.shape[1], query.shape
+    across = pointer(scratch)
+    by, share = lanes(across), _share(num_keys)
+    of_gates, of_keys = orientations * 2 * heads, groups * num_keys
+    of_values = heads * slices * w
+    for task in range(first, last):
+        grid, part = task // (heads * slices), task % (heads * slices)
+        h, n = part // slices, width[grid]
+        for o in range(orientations):
+            start, turn, line = _corner(o, height[grid], n)
+            start += node[grid]
+            S = pointer(source) + (2 * o * heads + h)
+            M = pointer(mark) + (2 * o * heads + h)
+            T = pointer(transition) + (4 * o * heads + h)
+            for a in range(0, num_keys, share):
+                m = min(share, num_keys - a)
+                at, size = h // (heads // groups) * num_keys + a, m * by
+                q, k, down = pointer(query) + at, pointer(key) + at, across + size
+                for p in range(0, w, by):
+                    at = part * w + p
+                    v, y = pointer(value) + at, pointer(out) + at
+                    clear(down, n * size)
+                    for i in range(height[grid]):
+                        if stopped(stop):
+                            return
+                        _row(
+                            across, 0, down, down, size, m, n, start + i * line, turn,
+                            i == 0, S, M, T, of_gates, heads, q, k, of_keys, v, y,
+                            of_values, w - p,
+                        )  # fmt: skip
+
+
+@jit
+def _backward_tasks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, height, width, node, source, mark, transition, query,
+    key, value, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
+    grad_transition,
+):  # fmt: skip
+    nodes, heads, slices, w = value.shape
+    orientations, (_, groups, num_keys) = source.shape[1], query.shape
+    rows = pointer(scratch)
+    by, share = lanes(rows), _share(num_keys)
+    of_gates, of_keys = orientations * 2 * heads, groups * num_keys
+    of_values, of_grads = heads * slices * w, heads * num_keys
+    for task in range(first, last):
+        grid, part = task // (heads * slices), task % (heads * slices)
+        h, slice_, n = part // slices, part % slices, width[grid]
+        for o in range(orientations):
+            start, turn, line = _corner(o, height[grid], n)
+            start += node[grid]
+            at = 2 * o * heads + h
+            S, M = pointer(source) + at, pointer(mark) + at
+            at += slice_ * nodes * of_gates
+            dS, dM = pointer(grad_source) + at, pointer(grad_mark) + at
+            at = 4 * o * heads + h
+            T = pointer(transition) + at
+            dT = pointer(grad_transition) + (at + 2 * slice_ * nodes * of_gates)
+            for a in range(0, num_keys, share):
+                m = min(share, num_keys - a)
+                at, size = h // (heads // groups) * num_keys + a, m * by
+                q, k = pointer(query) + at, pointer(key) + at
+                at = slice_ * nodes * of_grads + h * num_keys + a
+                dq, dk = pointer(grad_query) + at, pointer(grad_key) + at
+                held = _rows_held(height[grid], n, _KEYS * by)
+                segments = (height[grid] + held - 1) // held
+                # Of each row, what comes from the left; what comes from above, ...
+                across = rows + 2 * (m + by) * by
+                down = across + held * (n + 1) * size
+                back = down + (held + 1) * n * size
+                up = back + size  # ... adjoints, and what enters each segment.
+                stored = up + n * size
+                for p in range(0, w, by):
+                    at = part * w + p
+                    v, dy = pointer(value) + at, pointer(grad) + at
+                    dv = pointer(grad_value) + at
+                    clear(stored, n * size)
+                    entry = stored
+                    for i in range((segments - 1) * held):
+                        if stopped(stop):
+                            return
+                        if i % held == 0:
+                            copy(entry + n * size, entry, n * size)
+                            entry = entry + n * size
+                        _row(
+                            across, 0, entry, entry, size, m, n, start + i * line, turn,
+                            i == 0, S, M, T, of_gates, heads, q, k, of_keys, v, None,
+                            of_values, w - p,
+                        )  # fmt: skip
+                    clear(up, n * size)
+                    for segment in range(segments - 1, -1, -1):
+                        begin = segment * held
+                        end = min(height[grid], begin + held)
+                        copy(down, stored + segment * n * size, n * size)
+                        for i in range(begin, end):
+                            if stopped(stop):
+                                return
+                            row = i - begin
+                            _row(
+                                across + row * (n + 1) * size, size,
+                                down + row * n * size, down + (row + 1) * n * size,
+                                size, m, n, start + i * line, turn, i == 0, S, M, T,
+                                of_gates, heads, q, k, of_keys, v, None, of_values,
+                                w - p,
+                            )  # fmt: skip
+                        for i in range(end - 1, begin - 1, -1):
+                            if stopped(stop):
+                                return
+                            row = i - begin
+                            _row_back(
+                                across + row * (n + 1) * size, down + row * n * size,
+                                back, up, rows, size, m, n,
+                                start + i * line + (n - 1) * turn, turn, i == 0,
+                                i == height[grid] - 1, S, M, T, of_gates, heads, q, k,
+                                of_keys, v, dy, of_values, w - p, dq, dk, of_grads, dv,
+                                dS, dM, dT,
+                            )  # fmt: skip

@@ -1,0 +1,118 @@
+"""What nodes read of what they write themselves, beside any scan: y = D (q^T k) v."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
+from pyg_chimera.ops.common.simd import (
+    fma,
+    lanes,
+    load_part,
+    pointer,
+    splat,
+    store_part,
+)
+from pyg_chimera.ops.common.vector_kit import inner_product_of_rows
+
+__all__ = ["add_own", "add_own_gradients", "own", "own_gradients"]
+
+
+def own(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
+    """[V, heads, P], of query and key [V, groups, N] and direct [V, heads]."""
+    return (_scores(query, key, value) * direct).unsqueeze(-1) * value
+
+
+def own_gradients(
+    query: Tensor, key: Tensor, value: Tensor, direct: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and direct."""
+    scores, read = _scores(query, key, value), (grad * value).sum(-1)
+    groups = query.size(1)
+    d_scores = (direct * read).unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
+    d_value = (scores * direct).unsqueeze(-1) * grad
+    return d_scores * key, d_scores * query, d_value, scores * read
+
+
+def _scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = (query * key).sum(-1)
+    return scores.repeat_interleave(value.size(1) // scores.size(1), 1)
+
+
+# ------------------------------------------------------------------------ on the CPU
+
+
+def add_own(out: Tensor, *inputs: Tensor) -> None:
+    """Adds `own` of query, key, value and direct to an output, in place."""
+    _on_nodes(_add_own, *inputs, out)
+
+
+def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+    """Adds to gradients of query, key and value, in place.
+
+    Of `inputs` query, key, value, direct and the output's gradient. Returns the
+    gradient of direct.
+    """
+    grad_direct = torch.empty_like(inputs[3], memory_format=torch.contiguous_format)
+    _on_nodes(_add_own_gradients, *inputs, *grads, grad_direct)
+    return grad_direct
+
+
+def _on_nodes(kernel, *tensors: Tensor) -> None:  # type: ignore[no-untyped-def]
+    query, value = tensors[0], tensors[2]
+    cost = 5.0 + 0.1 * (query[:1].numel() + value[:1].numel())
+    costs = np.full(query.size(0), cost)
+    operands = arrays(*tensors)
+    run(kernel, costs, 0, operands[0].dtype, *operands)
+
+
+@jit
+def _add_own(first, last, stop, scratch, query, key, value, direct, out):  # type: ignore[no-untyped-def]
+    heads, channels = value.shape[1:]
+    groups, num_keys = query.shape[1:]
+    for u in range(first, last):
+        if u % 1024 == 0 and stopped(stop):
+            return
+        for h in range(heads):
+            at = (u * groups + h // (heads // groups)) * num_keys
+            score = inner_product_of_rows(
+                pointer(query) + at, pointer(key) + at, num_keys
+            )
+            at = (u * heads + h) * channels
+            _add(pointer(out) + at, direct[u, h] * score, pointer(value) + at, channels)
+
+
+@jit
+def _add_own_gradients(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, query, key, value, direct, grad, grad_query, grad_key,
+    grad_value, grad_direct,
+):  # fmt: skip
+    heads, channels = value.shape[1:]
+    groups, num_keys = query.shape[1:]
+    for u in range(first, last):
+        if u % 1024 == 0 and stopped(stop):
+            return
+        for h in range(heads):
+            of_keys = (u * groups + h // (heads // groups)) * num_keys
+            at = (u * heads + h) * channels
+            q, k = pointer(query) + of_keys, pointer(key) + of_keys
+            v, dy = pointer(value) + at, pointer(grad) + at
+            score = inner_product_of_rows(q, k, num_keys)
+            read = inner_product_of_rows(v, dy, channels)
+            grad_direct[u, h] = score * read
+            read *= direct[u, h]
+            _add(pointer(grad_query) + of_keys, read, k, num_keys)
+            _add(pointer(grad_key) + of_keys, read, q, num_keys)
+            _add(pointer(grad_value) + at, score * direct[u, h], dy, channels)
+
+
+@jit
+def _add(target, factor, row, size):  # type: ignore[no-untyped-def]
+    """Adds a multiple of a row to another."""
+    by = splat(factor)
+    for at in range(0, size, lanes(target)):
+        left = size - at
+        sums = fma(by, load_part(row + at, left), load_part(target + at, left))
+        store_part(target + at, sums, left)
