@@ -2,7 +2,8 @@
 
 Forward, backward and peak memory of the scan beside loops over its steps, and on single
 sequences; of the layer beside attention, Performer and the other layers of the package,
-on peptides and on graphs of 30 to 5,000 nodes; evaluation by several permutations::
+on peptides, on graphs of 30 to 5,000 nodes and on paths; evaluation by several
+permutations::
 
     python benchmarks/sequences.py --limit 60       # all of it, eight minutes
     python benchmarks/sequences.py --smoke          # tiny graphs, some seconds
@@ -41,7 +42,13 @@ from torch_geometric.nn import GPSConv
 from torch_geometric.utils import to_dense_batch
 from workloads import Workload, peptides, planar
 
-from pyg_chimera.nn import ChimeraConv, GPSLayer, GraphMambaConv, PLSTMConv
+from pyg_chimera.nn import (
+    ChimeraConv,
+    ChimeraPathConv,
+    GPSLayer,
+    GraphMambaConv,
+    PLSTMConv,
+)
 from pyg_chimera.ops import selective_scan
 from pyg_chimera.ops.structure import node_score, node_sequences
 
@@ -55,6 +62,7 @@ BASES = {
     "sequences": "selective_scan",
     "layers": "GraphMambaConv",
     "graphs": "GraphMambaConv",
+    "paths": "GPSConv multihead",
     "evaluation": f"{PERMUTATIONS} permutations at once",
 }
 #: Float64 results are those of a backend: for few rows, and for many.
@@ -89,6 +97,14 @@ def one_sequence(length: int) -> Graphs:
     nothing = torch.empty(2, 0, dtype=torch.long)
     batch = torch.zeros(length, dtype=torch.long)
     return Graphs("sequences", f"sequence of {length:,}", length, 0, nothing, batch)
+
+
+def path(length: int) -> Graphs:
+    """An undirected path, as text is."""
+    there = torch.stack([torch.arange(length - 1), torch.arange(1, length)])
+    edge_index, batch = torch.cat([there, there.flip(0)], 1), torch.zeros(length).long()
+    name = f"path of {length:,} nodes"
+    return Graphs("paths", name, length, 2 * length - 2, edge_index, batch, length)
 
 
 def of_size(size: int, total: int) -> Graphs:
@@ -200,6 +216,8 @@ def module(kind: str, backend: str) -> torch.nn.Module:
         return GPSConv(CHANNELS, None, heads=HEADS, attn_type=name.split()[1])
     if name == "ChimeraConv":
         return ChimeraConv(CHANNELS, CHANNELS, HEADS, CHANNELS, form=form)
+    if name == "ChimeraPathConv":
+        return ChimeraPathConv(CHANNELS, CHANNELS, HEADS, CHANNELS, form=form)
     if name == "PLSTMConv":
         return PLSTMConv(CHANNELS, heads=HEADS, order="order", form=form)
     mixer = GraphMambaConv(CHANNELS, STATES, backend=backend)
@@ -297,8 +315,11 @@ CASES: dict[str, Case] = {
     "GraphMambaConv": Case(LAYERS, MAMBA, MAMBA),
     "GPSLayer, GraphMambaConv": Case(LAYERS, partial(layer, "GPSLayer"), None),
     "ChimeraConv": Case(LAYERS, partial(layer, "ChimeraConv"), None),
+    "ChimeraPathConv": Case(("paths",), partial(layer, "ChimeraPathConv"), None),
     "PLSTMConv": Case(LAYERS, partial(layer, "PLSTMConv"), None),
-    "GPSConv multihead": Case(LAYERS, partial(layer, "GPSConv multihead"), None),
+    "GPSConv multihead": Case(
+        (*LAYERS, "paths"), partial(layer, "GPSConv multihead"), None
+    ),
     "GPSConv performer": Case(LAYERS, partial(layer, "GPSConv performer"), None),
     BASES["evaluation"]: Case(("evaluation",), SEVERAL, SEVERAL),
     f"{PERMUTATIONS} passes of one": Case(
@@ -340,6 +361,8 @@ def tiny(part: str) -> Graphs:
         return one_sequence(30)
     if part == "graphs":
         return of_size(16, 32)
+    if part == "paths":
+        return path(16)
     return on_peptides(part, planar(16, 30))
 
 
@@ -368,6 +391,8 @@ def workloads(args: Namespace) -> list[Graphs]:
         found += [one_sequence(length) for length in args.lengths]
     if "graphs" in args.only:
         found += [of_size(size, args.total) for size in args.nodes]
+    if "paths" in args.only:  # attention takes long on more
+        found += [path(length) for length in args.lengths if length <= 5000]
     return found
 
 
@@ -391,7 +416,7 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     found = {
         (row["part"], row["nodes_per_graph"], row["case"]): row.get("by_auto")
         for row in results["layers"]
-        if row["part"] == "graphs" or row["workload"].endswith("batch of 64")
+        if row["part"] in ("graphs", "paths") or row["workload"].endswith("batch of 64")
     }
     at_least: Figures = {
         f"64 sequences: {name} / selective_scan": (
@@ -407,6 +432,8 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
         ratio = found.get((part, size, "GPSConv multihead"))
         name = f"{text}: GraphMambaConv / GPSConv multihead"
         at_most[name] = bound, ratio and 1 / ratio
+    ratio = found.get(("paths", 4096, "ChimeraPathConv"))
+    at_most["path of 4,096 nodes: ChimeraPathConv / GPSConv multihead"] = 0.25, ratio
     steps = {
         row["from"]: row for row in results["growth"] if row["case"] == "selective_scan"
     }
