@@ -21,7 +21,6 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import torch
 from common import count_parameters, fit, main, make_parser, match_size, parse
 from graph_data import LRGB, choose_dataset, get_datasets, get_task
 from torch.nn import Module, MultiheadAttention
@@ -37,7 +36,7 @@ RELEASED: dict[str, Any] = dict(
     optimizer="AdamW", weight_decay=1e-2, dropout=0.1, act="gelu",
     num_layers=8, channels=64, heads=2, state_channels=64,
     conv="gatedgcn", arrangement="sequential", norm_first=True,
-    head_layers=4, normalization="released", psi_bias=None,
+    head_layers=4, normalization="released", initial="paper",
 )  # fmt: skip
 #: Table 11 of the paper.
 PAPER = RELEASED | dict(
@@ -49,7 +48,7 @@ PAPER = RELEASED | dict(
 DEMO = RELEASED | dict(
     epochs=16, batch_size=32, lr=3e-3, warmup_epochs=1, dropout=0.0,
     num_layers=3, channels=32, state_channels=16, head_layers=2,
-    normalization="paper", psi_bias=(1.0, 6.0),
+    normalization="paper", initial="default",
 )  # fmt: skip
 SMOKE = RELEASED | dict(
     epochs=2, batch_size=8, warmup_epochs=0.5,
@@ -125,7 +124,7 @@ def build_model(args: Namespace) -> GraphModel:
             )
         if not is_chimera:
             return None
-        mixer = ChimeraConv(
+        return ChimeraConv(
             channels,
             channels,
             heads=args.heads,
@@ -133,13 +132,8 @@ def build_model(args: Namespace) -> GraphModel:
             edge_dim=channels,
             normalization=args.normalization,
             gated=False,  # the published recipes for graphs leave the gate out
+            **({"reach": None} if args.initial == "paper" else {}),
         )
-        if args.psi_bias is not None:
-            # The larger, the farther a head hears before it has learnt anything: at 0
-            # transitions halve what they pass on at each bond, at 6 they keep most.
-            with torch.no_grad():
-                mixer.delta_bias[2] = torch.linspace(*args.psi_bias, args.heads)
-        return mixer
 
     # LayerNorm of each node by itself, not of the whole graph.
     norm: dict[str, Any] = {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}

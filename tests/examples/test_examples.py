@@ -167,24 +167,24 @@ def test_baselines_have_the_same_budget(preset, name):
     assert model.channels % args.heads == 0
 
 
-def test_chimera_starts_with_the_reach_that_the_recipe_asks_for():
+def test_chimera_starts_with_the_values_that_the_recipe_asks_for():
     args = get_args(lrgb, "--preset", "demo")
     n, channels = 40, args.channels
     path = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
     edge_index = torch.cat([path, path.flip(0)], dim=1)
 
-    def influence(psi_bias):
+    def influence(initial):
         """Of the first node on the last one, relative to that on itself."""
         torch.manual_seed(0)
-        args.psi_bias = psi_bias
+        args.initial = initial
         mixer = lrgb.build_model(args).layers[0].mixer
         x = torch.randn(n, channels, requires_grad=True)
         out = mixer(x, edge_index, torch.randn(2 * n - 2, channels))
         (grad,) = torch.autograd.grad(out[-1].square().sum(), x)
         return float(grad[0].norm() / grad[-1].norm())
 
-    assert args.psi_bias == (1.0, 6.0)
-    assert influence(args.psi_bias) > 1e3 * influence(None)
+    assert args.initial == "default"
+    assert influence("default") > 1e3 * influence("paper")
 
 
 #: Parameters of a Mamba block and of the model by tables 6 and 7 of the paper, and by

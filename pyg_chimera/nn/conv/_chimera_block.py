@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import torch
@@ -8,7 +9,11 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import at_least_float32, check_heads, edge_features
-from pyg_chimera.nn.conv._init import log_uniform_softplus_
+from pyg_chimera.nn.conv._init import (
+    check_reach,
+    head_reaches,
+    log_uniform_softplus_,
+)
 
 __all__ = ["ChimeraBlock"]
 
@@ -37,6 +42,7 @@ class ChimeraBlock(MessagePassing):
         local_conv: bool,
         gated: bool,
         bias: bool,
+        reach: tuple[float, float] | None,
         form: str,
         backend: str,
         num_selectivities: int,
@@ -49,6 +55,7 @@ class ChimeraBlock(MessagePassing):
         check_heads(out_channels, heads, state_channels)
         if groups < 1 or heads % groups != 0:
             raise ValueError(f"'groups' must divide 'heads', got {groups} and {heads}")
+        check_reach(reach)
 
         self.in_channels = in_channels
         self.out_channels = out_channels
@@ -57,6 +64,7 @@ class ChimeraBlock(MessagePassing):
         self.groups = groups
         self.edge_dim = edge_dim
         self.num_dags = num_dags
+        self.reach = reach
         self.form = form
         self.backend = backend
 
@@ -77,7 +85,6 @@ class ChimeraBlock(MessagePassing):
         self.skip = Parameter(torch.empty(heads))
         self.norm = torch.nn.RMSNorm(out_channels, eps=1e-5)
         self.lin_out = Linear(out_channels, out_channels, bias=bias)
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
@@ -94,6 +101,27 @@ class ChimeraBlock(MessagePassing):
             torch.nn.init.uniform_(self.local_weight[1], -0.5, 0.5)
         torch.nn.init.ones_(self.skip)
         self.norm.reset_parameters()
+        if self.reach is not None:
+            # A skip as loud as what is mixed leaves models with what is near.
+            torch.nn.init.constant_(self.skip, 0.1)
+            self._set_reach(head_reaches(self.reach, self.heads))
+
+    def _set_reach(self, steps: Tensor) -> None:
+        """Makes each head hear as many steps, [heads], before it has learnt anything.
+
+        After so many steps along a path, influence has fallen to 1/e.
+        """
+        raise NotImplementedError
+
+    def _loudness(self, steps: Tensor) -> Tensor:
+        """How much heads write such that what they mix is about as loud as values.
+
+        On a path, where heads pass on 1 / cosh(1 / steps), the norm of a row of
+        (I - A)^-1 is coth(1 / steps)^1.5; products of queries and keys are about
+        sqrt(state_channels) / 10 for inputs of variance one.
+        """
+        norm = torch.tanh(1 / steps) ** -1.5
+        return 10 / (norm * math.sqrt(self.state_channels))
 
     def project(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, copies * groups, N], and value, [V, heads, P]."""

@@ -1,13 +1,40 @@
+"""Initial values of recurrences: how far heads hear, and how loud that is."""
+
 import math
 
 import torch
 from torch import Tensor
 
-__all__ = ["log_uniform_softplus_"]
+__all__ = ["check_reach", "head_reaches", "log_uniform_softplus_", "softplus_"]
+
+
+@torch.no_grad()
+def softplus_(bias: Tensor, values: Tensor) -> None:
+    """Fills a bias such that its softplus has positive values."""
+    bias.copy_(values + torch.log(-torch.expm1(-values)))
 
 
 @torch.no_grad()
 def log_uniform_softplus_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None:
     """Fills a bias as Mamba does: its softplus is log-uniform in [low, high]."""
-    delta = torch.empty_like(bias).uniform_(math.log(low), math.log(high)).exp()
-    bias.copy_(delta + torch.log(-torch.expm1(-delta)))
+    values = torch.empty_like(bias).uniform_(math.log(low), math.log(high))
+    softplus_(bias, values.exp())
+
+
+def check_reach(reach: tuple[float, float] | None) -> None:
+    """Checks how far heads shall hear at first."""
+    if reach is not None and not (len(reach) == 2 and 1 <= reach[0] <= reach[1]):
+        raise ValueError(
+            "'reach' must be the steps that the nearest and the farthest head hear, "
+            f"at least one, or None, got {reach}"
+        )
+
+
+def head_reaches(reach: tuple[float, float], heads: int) -> Tensor:
+    """The steps that each head hears, [heads]: the middles of even shares of a range.
+
+    Its ends would be one head each of two; the nearest one is for neighbours only.
+    """
+    near, far = reach
+    share = (torch.arange(heads) + 0.5) / heads
+    return near * (far / near) ** share

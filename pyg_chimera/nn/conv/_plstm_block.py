@@ -17,7 +17,7 @@ __all__ = ["GateLinear", "PLSTMBlock"]
 
 class PLSTMBlock(MessagePassing):
     r"""What pLSTM layers have in common: the projections :math:`\mathbf{q}, \mathbf{k},
-    \mathbf{v}`, gates of nodes that start nearly closed, and the head-wise norm.
+    \mathbf{v}`, gates of nodes, and the head-wise norm.
 
     Args:
         num_dags (int): The number of DAGs, each of which has its own gates.
@@ -85,7 +85,7 @@ class PLSTMBlock(MessagePassing):
         for lin in self.children():
             if isinstance(lin, Linear):
                 lin.reset_parameters()
-        # At first, gates are the same everywhere: nearly closed, without decay.
+        # At first, gates are the same everywhere, and nothing decays.
         source, mark, direct = self.gate_biases
         parts = self.gate_bias.data.split(self._biased, dim=1)
         for part, start in zip(parts, (direct, source, mark, 1.0), strict=False):

@@ -1,11 +1,13 @@
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value
+from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_option
 
@@ -62,6 +64,12 @@ class ChimeraConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
+        reach (tuple[float, float], optional): How many steps the nearest and the
+            farthest head hear before anything is learnt, with the others evenly between
+            them on a log scale: after so many steps along a path, influence has fallen
+            to :math:`1/e`. What heads mix starts ten times as loud as
+            the skip connection. With :obj:`None`, selectivities start as in the paper,
+            log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         solver (str, optional): See :func:`~pyg_chimera.ops.resolvent_mix`. (default:
             :obj:`"auto"`)
         num_terms (int, optional): Highest power of :math:`\mathbf{A}` under
@@ -105,6 +113,7 @@ class ChimeraConv(ChimeraBlock):
         local_conv: bool = False,
         gated: bool = True,
         bias: bool = True,
+        reach: tuple[float, float] | None = (4.0, 64.0),
         solver: str = "auto",
         num_terms: int | None = None,
         form: str = "auto",
@@ -113,8 +122,9 @@ class ChimeraConv(ChimeraBlock):
     ) -> None:
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias, form=form,
-            backend=backend, num_selectivities=4, num_dags=1, copies=1, **kwargs,
+            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias,
+            reach=reach, form=form, backend=backend, num_selectivities=4, num_dags=1,
+            copies=1, **kwargs,
         )  # fmt: skip
         check_option("normalization", normalization, ("paper", "released"))
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):
@@ -131,6 +141,16 @@ class ChimeraConv(ChimeraBlock):
         self.gamma = gamma
         self.solver = solver
         self.num_terms = num_terms
+        self.reset_parameters()
+
+    def _set_reach(self, steps: Tensor) -> None:
+        # Of two neighbours, as many as nodes of paths and most of molecules have.
+        margin = 2 * (torch.cosh(1 / steps) - 1)
+        if self.normalization == "released":
+            margin = margin - 0.05
+        psi = -margin.clamp(min=1e-4).log()
+        softplus_(self.delta_bias[2], psi.clamp(min=0.01))
+        softplus_(self.delta_bias[3], self._loudness(steps))
 
     def forward(
         self,

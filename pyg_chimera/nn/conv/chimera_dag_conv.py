@@ -14,6 +14,7 @@ from pyg_chimera.nn._inputs import (
     for_each_dag,
 )
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean
+from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import dag_scan, dag_transition
 from pyg_chimera.ops.common.checks import check_option
 
@@ -71,6 +72,12 @@ class ChimeraDAGConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
+        reach (tuple[float, float], optional): How many steps the nearest and the
+            farthest head hear before anything is learnt, with the others evenly between
+            them on a log scale: after so many steps along a path, influence has fallen
+            to :math:`1/e`. Heads write as much as they
+            forget. With :obj:`None`, selectivities start as in the paper,
+            log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
             the CPU) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
@@ -113,6 +120,7 @@ class ChimeraDAGConv(ChimeraBlock):
         local_conv: bool = False,
         gated: bool = True,
         bias: bool = True,
+        reach: tuple[float, float] | None = (4.0, 64.0),
         form: str = "auto",
         backend: str = "auto",
         **kwargs: Any,
@@ -124,13 +132,20 @@ class ChimeraDAGConv(ChimeraBlock):
         check_option("roots", roots, ("write", "silent"))
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias, form=form,
-            backend=backend, num_selectivities=num_dags, num_dags=num_dags,
-            copies=num_dags if share == "none" else 1, **kwargs,
+            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias,
+            reach=reach, form=form, backend=backend, num_selectivities=num_dags,
+            num_dags=num_dags, copies=num_dags if share == "none" else 1, **kwargs,
         )  # fmt: skip
         self.share = share
         self.selectivity = selectivity
         self.roots = roots
+        self.reset_parameters()
+
+    def _set_reach(self, steps: Tensor) -> None:
+        # What is written is as much as is lost: its sum along a path is one.
+        softplus_(self.delta_bias, (1 / steps).expand_as(self.delta_bias))
+        if self.edge_bias is not None:
+            softplus_(self.edge_bias, (1 / steps).expand_as(self.edge_bias))
 
     def forward(
         self,

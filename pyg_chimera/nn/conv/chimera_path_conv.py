@@ -7,6 +7,7 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean
+from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import path_transition, resolvent_mix
 
 __all__ = ["ChimeraPathConv"]
@@ -40,6 +41,12 @@ class ChimeraPathConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
+        reach (tuple[float, float], optional): How many steps the nearest and the
+            farthest head hear before anything is learnt, with the others evenly between
+            them on a log scale: after so many steps along a path, influence has fallen
+            to :math:`1/e`. What heads mix starts ten times as loud as
+            the skip connection. With :obj:`None`, selectivities start as in the paper,
+            log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
             the CPU) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
@@ -78,15 +85,23 @@ class ChimeraPathConv(ChimeraBlock):
         local_conv: bool = False,
         gated: bool = True,
         bias: bool = True,
+        reach: tuple[float, float] | None = (4.0, 64.0),
         form: str = "auto",
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias, form=form,
-            backend=backend, num_selectivities=4, num_dags=1, copies=1, **kwargs,
+            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias,
+            reach=reach, form=form, backend=backend, num_selectivities=4, num_dags=1,
+            copies=1, **kwargs,
         )  # fmt: skip
+        self.reset_parameters()
+
+    def _set_reach(self, steps: Tensor) -> None:
+        psi = -2 * torch.sinh(1 / steps).log()
+        softplus_(self.delta_bias[2], psi.clamp(min=0.01))
+        softplus_(self.delta_bias[3], self._loudness(steps))
 
     def forward(
         self,

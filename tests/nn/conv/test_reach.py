@@ -1,0 +1,127 @@
+"""How far layers hear before they have learnt anything, and how loud that is."""
+
+import math
+from unittest.mock import patch
+
+import networkx as nx
+import pytest
+import torch
+from torch_geometric.utils import from_networkx
+
+from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv, ChimeraPathConv
+from pyg_chimera.nn.conv import chimera_conv, chimera_dag_conv, chimera_path_conv
+from pyg_chimera.ops import dag_scan, resolvent_mix
+
+MODULES = {
+    ChimeraConv: (chimera_conv, "resolvent_mix", resolvent_mix),
+    ChimeraPathConv: (chimera_path_conv, "resolvent_mix", resolvent_mix),
+    ChimeraDAGConv: (chimera_dag_conv, "dag_scan", dag_scan),
+}
+CHANNELS = 32
+
+
+def weights_and_mix(conv, x, edge_index):
+    """The transitions [E, heads] of a layer, and what it mixes [V, heads, P]."""
+    module, name, operator = MODULES[type(conv)]
+    with patch.object(module, name, wraps=operator) as spy, torch.no_grad():
+        conv(x, edge_index)
+        args = spy.call_args.args
+        return args[4], operator(*args)
+
+
+def resolvent(weight, edge_index, n):
+    """(I - A)^-1, [heads, n, n]."""
+    A = torch.zeros(weight.size(1), n, n, dtype=torch.float64)
+    A[:, edge_index[1], edge_index[0]] = weight.double().t()
+    return torch.linalg.inv(torch.eye(n, dtype=torch.float64) - A)
+
+
+def edges(graph):
+    return from_networkx(graph).edge_index
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("layer", [ChimeraConv, ChimeraPathConv, ChimeraDAGConv])
+def test_influence_along_a_path(layer, heads):
+    """It falls to 1/e after as many steps as heads are to hear, or a little fewer."""
+    n, reach = 400, (2.0, 20.0)
+    graph = nx.path_graph(n, nx.DiGraph if layer is ChimeraDAGConv else None)
+    conv = layer(CHANNELS, heads=heads, reach=reach)
+    x, edge_index = torch.zeros(n, CHANNELS), edges(graph)
+    weight, _ = weights_and_mix(conv, x, edge_index)
+    L = resolvent(weight, edge_index, n)
+    found = -1 / (L[:, 201, 200] / L[:, 200, 200]).log()
+    spaced = [(h + 0.5) / heads for h in range(heads)]
+    expected = [reach[0] * (reach[1] / reach[0]) ** at for at in spaced]
+    assert found.tolist() == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("sides", [(30, 30), (9, 9, 9)])
+def test_influence_on_lattices(sides):
+    """Beside what spreads out, it falls as along a path: it is a screened Laplacian."""
+    graph = nx.convert_node_labels_to_integers(nx.grid_graph(sides, periodic=True))
+    conv = ChimeraConv(CHANNELS, reach=(3, 3))
+    n, edge_index = graph.number_of_nodes(), edges(graph)
+    weight, _ = weights_and_mix(conv, torch.zeros(n, CHANNELS), edge_index)
+    L = resolvent(weight, edge_index, n)[0, 0].view(sides)
+    planes = L.flatten(1).sum(1)  # of all nodes as many steps away along an axis
+    steps = torch.arange(sides[0], dtype=torch.float64)
+    there, around = (-steps / 3).exp(), (-(sides[0] - steps) / 3).exp()
+    assert torch.allclose(
+        planes / planes[0], (there + around) / (1 + around[0]), atol=0.02
+    )
+
+
+@pytest.mark.parametrize("state_channels", [16, 64])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        nx.path_graph(200),
+        nx.cycle_graph(200),
+        nx.balanced_tree(2, 7),
+        nx.random_labeled_tree(150, seed=0),
+        nx.convert_node_labels_to_integers(nx.grid_2d_graph(16, 16)),
+    ],
+    ids=["path", "ring", "binary tree", "random tree", "grid"],
+)
+def test_loudness(graph, state_channels):
+    """What heads mix is about as loud as values, ten times the skip beside it."""
+    torch.manual_seed(0)
+    ratios = []
+    for _ in range(4):
+        conv = ChimeraConv(CHANNELS, heads=4, state_channels=state_channels)
+        x, edge_index = torch.randn(len(graph), CHANNELS), edges(graph)
+        _, mixed = weights_and_mix(conv, x, edge_index)
+        with torch.no_grad():
+            value = conv.project(x, edge_index)[2]
+        norms = (y.square().mean((0, 2)).sqrt() for y in (mixed, value))
+        ratios.append(torch.div(*norms))
+    assert torch.allclose(conv.skip, torch.tensor(0.1))
+    ratio = torch.stack(ratios).mean(0)
+    assert (ratio > 0.5).all()
+    assert (ratio < 8).all()
+
+
+def test_released_normalisation_cannot_hear_far():
+    """Its columns sum to d / (d + 0.05) at most, to 4.5 steps along a path."""
+    conv = ChimeraConv(CHANNELS, heads=2, normalization="released", reach=(1.0, 16.0))
+    n, edge_index = 200, edges(nx.path_graph(200))
+    weight, _ = weights_and_mix(conv, torch.zeros(n, CHANNELS), edge_index)
+    L = resolvent(weight, edge_index, n)
+    found = -1 / (L[:, 101, 100] / L[:, 100, 100]).log()
+    assert found[1].item() == pytest.approx(1 / math.acosh(1.025), rel=0.05)
+    assert found[0] < found[1]
+
+
+@pytest.mark.parametrize("layer", [ChimeraConv, ChimeraPathConv, ChimeraDAGConv])
+def test_values_of_the_paper(layer):
+    conv = layer(CHANNELS, heads=4, reach=None)
+    delta = torch.nn.functional.softplus(conv.delta_bias.detach())
+    assert (delta > 0.99e-3).all()
+    assert (delta < 1.01e-1).all()
+
+
+@pytest.mark.parametrize("reach", [(0.5, 2.0), (8.0, 4.0), (1.0, 2.0, 3.0)])
+def test_bad_reach(reach):
+    with pytest.raises(ValueError, match="'reach' must be the steps"):
+        ChimeraConv(CHANNELS, reach=reach)
