@@ -1,6 +1,7 @@
 """For GraphGPS only, which this module imports: its layers with our mixers."""
 
 from typing import Any
+from warnings import warn
 
 import torch
 from graphgps.layer.gps_layer import GPSLayer
@@ -29,6 +30,8 @@ class ChimeraGPSLayer(GPSLayer):
     """
 
     mixer: torch.nn.Module
+    dropout: torch.nn.Module
+    norm_name: str
     edge_dim: int | None
     _route: Route
     _batch: Data | None
@@ -36,7 +39,18 @@ class ChimeraGPSLayer(GPSLayer):
     @classmethod
     def of(cls, layer: GPSLayer, name: str, index: int) -> "ChimeraGPSLayer":
         """Makes it of a layer without a global model, whose parts it takes over."""
+        # What stands behind the global model is called so in GraphGPS, or in the code
+        # of "Where Did the Gap Go?" (toenshoff/LRGB).
+        kinds = [x for x in ("attn", "global") if hasattr(layer, f"dropout_{x}")]
+        if not kinds:
+            raise ValueError(
+                "This GPSLayer has neither 'dropout_attn' nor 'dropout_global', behind "
+                "which our mixers stand: take one of the networks instead, such as "
+                "model.type ChimeraGPS"
+            )
         layer.__class__ = cls
+        layer.dropout = getattr(layer, f"dropout_{kinds[0]}")
+        layer.norm_name = f"norm1_{kinds[0]}"
         layer.global_model_type = name
         edge_dim = cfg.gnn.dim_edge if "dim_edge" in cfg.gnn else layer.dim_h
         layer.edge_dim = edge_width(edge_dim)
@@ -69,11 +83,11 @@ class ChimeraGPSLayer(GPSLayer):
         args["edge_attr"] = edge_features(batch, self.edge_dim)
         args = self._route.select(args)
         x = self._route.call(self.mixer, batch.x, batch.edge_index, batch.batch, args)
-        x = batch.x + self.dropout_attn(x)
+        x = batch.x + self.dropout(x)
         if self.layer_norm:
-            x = self.norm1_attn(x, batch.batch)
+            x = getattr(self, self.norm_name)(x, batch.batch)
         if self.batch_norm:
-            x = self.norm1_attn(x)
+            x = getattr(self, self.norm_name)(x)
         return x
 
 
@@ -93,8 +107,20 @@ class ChimeraGPSModel(GPSModel):
         layer_type = cfg.gt.layer_type
         local, _, name = layer_type.partition("+")
         if name not in MIXERS:
+            for known in MIXERS:
+                if name.lower() == known.lower():
+                    raise ValueError(
+                        f"gt.layer_type is {layer_type!r}, but must be "
+                        f"'{local}+{known}'"
+                    )
             super().__init__(dim_in, dim_out)
             return
+        if cfg.gt.get("attn_dropout", 0) > 0:
+            warn(
+                f"gt.attn_dropout={cfg.gt.attn_dropout} has no effect with {name}, "
+                "which has no attention weights; gt.dropout has",
+                stacklevel=2,
+            )
         # It refuses names that it does not know, and builds all the rest of a layer
         # where there is no global model.
         cfg.gt.layer_type = f"{local}+None"

@@ -141,6 +141,45 @@ def test_own_layer_types_are_unchanged(gps, load):
         create()
 
 
+def test_derivatives_with_other_names(gps, load, monkeypatch):
+    """As in toenshoff/LRGB, with the same numbers; others are refused."""
+    from graphgps.layer.gps_layer import GPSLayer
+
+    load("graphgps", "gt.batch_norm", True)
+    loaders, model = create()
+    batch = next(iter(loaders[0]))
+    torch.manual_seed(1)
+    expected = model.model.train()(batch.clone())[0]
+    make = GPSLayer.__init__
+
+    def renamed(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        self.norm1_global, self.dropout_global = self.norm1_attn, self.dropout_attn
+        del self.norm1_attn, self.dropout_attn
+
+    monkeypatch.setattr(GPSLayer, "__init__", renamed)
+    _, model = create()
+    torch.manual_seed(1)
+    assert model.model.train()(batch.clone())[0].equal(expected)
+
+    def bare(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        del self.dropout_attn
+
+    monkeypatch.setattr(GPSLayer, "__init__", bare)
+    with pytest.raises(ValueError, match="neither 'dropout_attn' nor 'dropout_global'"):
+        create()
+
+
+def test_other_spellings_and_options_without_effect(gps, load):
+    load("graphgps", "gt.layer_type", "CustomGatedGCN+chimera")
+    with pytest.raises(ValueError, match=r"must be 'CustomGatedGCN\+Chimera'"):
+        create()
+    load("graphgps", "gt.attn_dropout", 0.5)
+    with pytest.warns(UserWarning, match="gt.attn_dropout=0.5 has no effect"):
+        create()
+
+
 def test_heads_are_those_of_graphgps_unless_given(gps, load):
     load("graphgps")
     assert {layer.mixer.heads for layer in create()[1].model.layers} == {4}
