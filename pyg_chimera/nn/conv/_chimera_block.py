@@ -10,6 +10,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import at_least_float32, check_heads, edge_features
 from pyg_chimera.nn.conv._init import (
+    GateLinear,
     check_reach,
     head_reaches,
     log_uniform_softplus_,
@@ -29,6 +30,10 @@ class ChimeraBlock(MessagePassing):
         copies (int): The number of different :math:`\mathbf{B}` and :math:`\mathbf{C}`
             of a group.
     """
+
+    #: Standard deviation of selectivities before softplus. What all nodes write alike
+    #: tells how many they are, and training takes long to find out more.
+    varied = 3**0.5
 
     def __init__(
         self,
@@ -73,7 +78,8 @@ class ChimeraBlock(MessagePassing):
         self.lin_key = Linear(in_channels, states, bias=bias)
         self.lin_query = Linear(in_channels, states, bias=bias)
         self.lin_gate = Linear(in_channels, out_channels, bias=bias) if gated else None
-        self.lin_delta = Linear(in_channels, num_selectivities * heads, bias=False)
+        std = 3**-0.5 if reach is None else self.varied
+        self.lin_delta = GateLinear(in_channels, num_selectivities * heads, std)
         self.delta_bias = Parameter(torch.empty(num_selectivities, heads))
         self.lin_edge = self.edge_bias = None
         if edge_dim is not None:

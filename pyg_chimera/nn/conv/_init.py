@@ -4,8 +4,30 @@ import math
 
 import torch
 from torch import Tensor
+from torch_geometric.nn.dense.linear import Linear
 
-__all__ = ["check_reach", "head_reaches", "log_uniform_softplus_", "softplus_"]
+__all__ = [
+    "GateLinear",
+    "check_reach",
+    "head_reaches",
+    "log_uniform_softplus_",
+    "softplus_",
+]
+
+
+class GateLinear(Linear):
+    """A projection to gates, which for inputs of variance one starts with a standard
+    deviation, also if it is lazy.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, std: float) -> None:
+        self.std = std
+        super().__init__(in_channels, out_channels, bias=False)
+
+    def reset_parameters(self) -> None:
+        if self.in_channels > 0:
+            std = self.std / math.sqrt(self.in_channels)
+            torch.nn.init.normal_(self.weight, std=std)
 
 
 @torch.no_grad()

@@ -10,9 +10,10 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import at_least_float32, check_heads
+from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.ops.common.checks import check_option
 
-__all__ = ["GateLinear", "PLSTMBlock"]
+__all__ = ["PLSTMBlock"]
 
 
 class PLSTMBlock(MessagePassing):
@@ -113,16 +114,3 @@ class PLSTMBlock(MessagePassing):
         weight = self.norm_weight.view(self.heads, -1)
         out = F.rms_norm(at_least_float32(y), y.shape[2:], eps=1e-5) * weight
         return out.flatten(1).to(y.dtype)
-
-
-class GateLinear(Linear):
-    """A projection that starts near zero, also if it is lazy."""
-
-    def __init__(self, in_channels: int, out_channels: int, std: float) -> None:
-        self.std = std
-        super().__init__(in_channels, out_channels, bias=False)
-
-    def reset_parameters(self) -> None:
-        if self.in_channels > 0:
-            std = self.std / math.sqrt(self.in_channels)
-            torch.nn.init.normal_(self.weight, std=std)

@@ -104,6 +104,8 @@ class ChimeraDAGConv(ChimeraBlock):
         torch.Size([4, 32])
     """
 
+    varied = 3**-0.5  #: more would shorten how far heads hear
+
     def __init__(
         self,
         in_channels: int,

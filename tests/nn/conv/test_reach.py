@@ -85,7 +85,7 @@ def test_influence_on_lattices(sides):
     ids=["path", "ring", "binary tree", "random tree", "grid"],
 )
 def test_loudness(graph, state_channels):
-    """What heads mix is about as loud as values, ten times the skip beside it."""
+    """What heads mix is of the order of the values, and far louder than the skip."""
     torch.manual_seed(0)
     ratios = []
     for _ in range(4):
@@ -99,7 +99,7 @@ def test_loudness(graph, state_channels):
     assert torch.allclose(conv.skip, torch.tensor(0.1))
     ratio = torch.stack(ratios).mean(0)
     assert (ratio > 0.5).all()
-    assert (ratio < 8).all()
+    assert (ratio < 20).all()
 
 
 def test_released_normalisation_cannot_hear_far():
