@@ -108,8 +108,6 @@ class ChimeraBlock(MessagePassing):
         torch.nn.init.ones_(self.skip)
         self.norm.reset_parameters()
         if self.reach is not None:
-            # A skip as loud as what is mixed leaves models with what is near.
-            torch.nn.init.constant_(self.skip, 0.1)
             self._set_reach(head_reaches(self.reach, self.heads))
 
     def _set_reach(self, steps: Tensor) -> None:
@@ -120,14 +118,14 @@ class ChimeraBlock(MessagePassing):
         raise NotImplementedError
 
     def _loudness(self, steps: Tensor) -> Tensor:
-        """How much heads write such that what they mix is about as loud as values.
+        """How much heads write for what they mix to be ten times as loud as the skip.
 
         On a path, where heads pass on 1 / cosh(1 / steps), the norm of a row of
         (I - A)^-1 is coth(1 / steps)^1.5; products of queries and keys are about
         sqrt(state_channels) / 10 for inputs of variance one.
         """
         norm = torch.tanh(1 / steps) ** -1.5
-        return 10 / (norm * math.sqrt(self.state_channels))
+        return 100 / (norm * math.sqrt(self.state_channels))
 
     def project(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, copies * groups, N], and value, [V, heads, P]."""

@@ -85,7 +85,7 @@ def test_influence_on_lattices(sides):
     ids=["path", "ring", "binary tree", "random tree", "grid"],
 )
 def test_loudness(graph, state_channels):
-    """What heads mix is of the order of the values, and far louder than the skip."""
+    """What heads mix is ten times as loud as the skip, or a few times more."""
     torch.manual_seed(0)
     ratios = []
     for _ in range(4):
@@ -96,10 +96,9 @@ def test_loudness(graph, state_channels):
             value = conv.project(x, edge_index)[2]
         norms = (y.square().mean((0, 2)).sqrt() for y in (mixed, value))
         ratios.append(torch.div(*norms))
-    assert torch.allclose(conv.skip, torch.tensor(0.1))
-    ratio = torch.stack(ratios).mean(0)
-    assert (ratio > 0.5).all()
-    assert (ratio < 20).all()
+    ratio = torch.stack(ratios).mean(0) / conv.skip.detach()
+    assert (ratio > 5).all()
+    assert (ratio < 80).all()
 
 
 def test_released_normalisation_cannot_hear_far():
