@@ -2,7 +2,8 @@
 
 A graph depends on the seed of its generator alone. Its nodes are in random order, so
 that numbers of nodes tell nothing. Each node has a class `y`, or -1 where it is not
-asked, and a `distance`: how far the answer is away.
+asked, and a `distance`: how far the answer is away. Those of which the answer is far
+away, or needs what the task is about, are `hard`.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +27,11 @@ from pyg_chimera.datasets import (
 )
 from pyg_chimera.transforms import AddEliminationOrder, AddTopologicalOrder
 
-BATCH, WALK = 32, 16
+#: Length of the walks whose returns are encoded.
+WALK = 16
 NOT_ASKED = -1
+#: Leaves of the largest tree.
+MAX_KEYS = 16
 
 
 class Task(NamedTuple):
@@ -37,10 +41,11 @@ class Task(NamedTuple):
     in_channels: int | Sequence[int]
     out_channels: int
     distance: str = ""  #: what the distance is, where there is one
-    far: int = 0  #: from where on nodes have a row of their own
+    hard: str = ""  #: what it is that hard nodes have in common
     edge_dim: int | Sequence[int] | None = None
     directed: bool = False  #: a DAG, along which layers for DAGs run
     metric: str = "accuracy"
+    batch: int = 32  #: graphs; more where each has one label
 
 
 # Parts of generators -----------------------------------------------------------------
@@ -81,6 +86,7 @@ def shuffled(
     x: np.ndarray,
     y: np.ndarray,
     distance: np.ndarray,
+    hard: np.ndarray,
     edge_attr: np.ndarray | None = None,
 ) -> Data:
     """A graph whose nodes are in random order."""
@@ -91,6 +97,7 @@ def shuffled(
         edge_index=torch.from_numpy(np.ascontiguousarray(place[edges].T)),
         y=torch.from_numpy(y[node]).long(),
         distance=torch.from_numpy(distance[node]).long(),
+        hard=torch.from_numpy(hard[node]),
     )
     if edge_attr is not None:
         data.edge_attr = torch.from_numpy(edge_attr).float()
@@ -111,33 +118,35 @@ def nearest_source(rng: np.random.Generator) -> Data:
     y = np.where(tie | (nearest == 0), NOT_ASKED, y)
     x = np.zeros((size, 4))
     x[sources] = one_hot(classes, 4)
-    return shuffled(rng, edges, x, y, nearest)
+    return shuffled(rng, edges, x, y, nearest, nearest >= 6)
 
 
 def ring_transfer(rng: np.random.Generator) -> Data:
     """One node of a ring is asked for the class of the node opposite to it."""
-    half = int(rng.choice([2, 4, 8, 12, 16, 20]))
+    half = int(rng.choice([2, 3, 4, 5, 6, 8, 10, 12, 16]))
     size, name = 2 * half, rng.integers(5)
     edges = np.concatenate([path_edges(size), [[size - 1, 0]]])
     x, y = np.zeros((size, 6)), np.full(size, NOT_ASKED)
     x[0, 5], x[half, name], y[0] = 1, 1, name
-    return shuffled(rng, both_ways(edges), x, y, np.full(size, half))
+    distance = np.full(size, half)
+    return shuffled(rng, both_ways(edges), x, y, distance, distance >= 6)
 
 
 def tree_match(rng: np.random.Generator) -> Data:
     """Leaves of a binary tree have keys and values, its root has one of the keys: which
     value belongs to it? (NeighborsMatch in https://arxiv.org/abs/2006.05205.)
     """
-    depth = int(rng.integers(2, 6))
+    depth = int(rng.integers(1, 5))
     leaves = 2**depth
     size, child = 2 * leaves - 1, np.arange(1, 2 * leaves - 1)
     edges = np.stack([(child - 1) // 2, child], axis=1)
     keys, values = rng.permutation(leaves), rng.integers(4, size=leaves)
-    x, y = np.zeros((size, 37)), np.full(size, NOT_ASKED)
-    x[-leaves:, :32], x[-leaves:, 32:36] = one_hot(keys, 32), one_hot(values, 4)
+    x, y = np.zeros((size, MAX_KEYS + 5)), np.full(size, NOT_ASKED)
+    x[-leaves:, :-1] = np.hstack([one_hot(keys, MAX_KEYS), one_hot(values, 4)])
     asked = rng.integers(leaves)
-    x[0, keys[asked]], x[0, 36], y[0] = 1, 1, values[asked]
-    return shuffled(rng, both_ways(edges), x, y, np.full(size, depth))
+    x[0, keys[asked]], x[0, -1], y[0] = 1, 1, values[asked]
+    distance = np.full(size, depth)
+    return shuffled(rng, both_ways(edges), x, y, distance, distance >= 3)
 
 
 def path_sum(rng: np.random.Generator) -> Data:
@@ -151,25 +160,25 @@ def path_sum(rng: np.random.Generator) -> Data:
     x[:, :2], x[0, 2] = one_hot((steps + 1) // 2, 2), 1
     way = one_hot(np.repeat([0, 1], size - 1), 2)
     y, place = np.sign(steps.cumsum()) + 1, np.arange(1, size + 1)
-    return shuffled(rng, both_ways(path_edges(size)), x, y, place, way)
+    return shuffled(rng, both_ways(path_edges(size)), x, y, place, place >= 10, way)
 
 
 def weighted_nearest(rng: np.random.Generator) -> Data:
     """Edges of a tree are 1, 2 or 3 long: which of two marked nodes is nearer?
 
-    Asked are nodes to which the number of steps differs by two at most, where counting
-    steps tells little.
+    Hard are nodes to which the numbers of steps differ by one at most.
     """
-    size = int(rng.integers(40, 81))
+    size = int(rng.integers(20, 51))
     edges = random_tree(rng, size)
     weight = np.tile(rng.integers(1, 4, size - 1), 2)
     ends = rng.choice(size, 2, replace=False)
     steps, far = lengths(edges, size, ends), lengths(edges, size, ends, weight)
-    asked = (abs(steps[0] - steps[1]) <= 2) & (far[0] != far[1])
     x = np.zeros((size, 2))
     x[ends] = np.eye(2)
-    y = np.where(asked, far.argmin(0), NOT_ASKED)
-    return shuffled(rng, edges, x, y, steps.min(0), one_hot(weight - 1, 3))
+    y = np.where(far[0] == far[1], NOT_ASKED, far.argmin(0))
+    hard = abs(steps[0] - steps[1]) <= 1
+    length = one_hot(weight - 1, 3)
+    return shuffled(rng, edges, x, y, steps.min(0), hard, length)
 
 
 def reachability(rng: np.random.Generator) -> Data:
@@ -198,32 +207,39 @@ def reachability(rng: np.random.Generator) -> Data:
     y[source] = NOT_ASKED
     x = one_hot((np.arange(size) == source).astype(int), 2)
     steps = lengths(both_ways(edges), size, source)
-    return shuffled(rng, edges, x, y, steps)
+    return shuffled(rng, edges, x, y, steps, steps >= 4)
 
 
 def parity(rng: np.random.Generator) -> Data:
     """Nodes of a directed path have bits: is their sum up to a node even or odd?"""
-    size = int(rng.integers(6, 21))
+    size = int(rng.integers(6, 31))
     bits, place = rng.integers(2, size=size), np.arange(1, size + 1)
     y = bits.cumsum() % 2
-    return shuffled(rng, path_edges(size), one_hot(bits, 2), y, place)
+    hard = place >= 12
+    return shuffled(rng, path_edges(size), one_hot(bits, 2), y, place, hard)
 
 
-STEPS = "steps to the nearest source"
+TO_SOURCE, PLACE = "steps to the nearest source", "place on the path"
 TASKS = {
-    "nearest-source": Task(nearest_source, 4, 4, STEPS, 6),
-    "ring-transfer": Task(ring_transfer, 6, 5, "steps to the source", 8),
-    "tree-match": Task(tree_match, 37, 4, "depth of the tree", 4),
-    "path-sum": Task(path_sum, 3, 3, "place on the path", 10, edge_dim=2),
-    "weighted-nearest": Task(weighted_nearest, 2, 2, STEPS, 4, edge_dim=3),
+    "nearest-source": Task(nearest_source, 4, 4, TO_SOURCE, "6 steps and more"),
+    "ring-transfer": Task(
+        ring_transfer, 6, 5, "steps to the source", "6 steps and more", batch=128
+    ),
+    "tree-match": Task(
+        tree_match, MAX_KEYS + 5, 4, "depth of the tree", "depth 3 and more", batch=128
+    ),
+    "path-sum": Task(path_sum, 3, 3, PLACE, "10 places and more", edge_dim=2),
+    "weighted-nearest": Task(
+        weighted_nearest, 2, 2, TO_SOURCE, "steps alike", edge_dim=3
+    ),
     "reachability": Task(
-        reachability, 2, 2, "steps to the source, in any direction", 4,
+        reachability, 2, 2, "steps to the source, in any direction", "4 steps and more",
         directed=True, metric="balanced accuracy",
     ),
-    "parity": Task(parity, 2, 2, "place on the path", 8, directed=True),
+    "parity": Task(parity, 2, 2, PLACE, "12 places and more", directed=True),
     "peptides": Task(
         None, ATOM_FEATURE_SIZES, 6, edge_dim=BOND_FEATURE_SIZES,
-        metric="average precision",
+        metric="average precision", batch=16,
     ),
 }  # fmt: skip
 
@@ -233,7 +249,7 @@ TASKS = {
 
 #: Graphs of a split; of peptides, of which 70 % are for training and 15 % for tests,
 #: together. The second ones are for smoke tests.
-NUM_GRAPHS = {"train": (2048, 64), "test": (512, 32), "peptides": (2000, 60)}
+NUM_GRAPHS = {"train": (4096, 64), "test": (512, 32), "peptides": (2000, 60)}
 
 
 def graphs(name: str, split: str, smoke: bool) -> list[Data]:
@@ -265,5 +281,6 @@ def load(name: str, split: str, smoke: bool) -> list[Batch]:
         walked = walk(Data(edge_index=both, num_nodes=data.num_nodes))
         data.random_walk_pe = walked.random_walk_pe
         found.append(data)
-    starts = range(0, len(found), BATCH)
-    return [Batch.from_data_list(found[i : i + BATCH]) for i in starts]
+    size = TASKS[name].batch
+    starts = range(0, len(found), size)
+    return [Batch.from_data_list(found[i : i + size]) for i in starts]
