@@ -12,10 +12,9 @@ learns none of it is of no use::
 All models have two layers, 32 channels and as many parameters as the others. In each
 layer the mixer follows a GatedGCNConv, in the arrangement of the recipe in the docs of
 `GraphModel`; `gcn` and `gatedgcn` have a convolution and no mixer. Nothing is tuned,
-neither for a task nor for a mixer: layers are as their
-constructors make them, and all are trained alike, for equal seconds of processor time
-on one core. That clock stands still while others use the core, so that a busy machine
-changes little.
+neither for a task nor for a mixer: layers are as their constructors make them, and all
+are trained alike, for equal seconds of processor time on one core. That clock stands
+still while others use the core, so that a busy machine changes little.
 """
 
 import json
@@ -61,7 +60,6 @@ SETTINGS = {
 MIXERS = (
     "chimera", "plstm", "graph-mamba", "attention", "attention-rw", "gcn", "gatedgcn",
 )  # fmt: skip
-FAR = [name for name in TASKS if name != "peptides"]
 
 #: Why a mixer can't learn a task but in part, as far as that is known beforehand.
 REASONS = {
@@ -216,17 +214,17 @@ def evaluate(model: GraphModel, name: str, smoke: bool) -> dict[str, Any]:
     if not task.distance:
         return {"score": score(out, y, task.metric)}
     asked = y != NOT_ASKED
-    distance = torch.cat([batch.distance for batch in batches])
     hard = asked & torch.cat([batch.hard for batch in batches])
-    return {
-        "score": score(out[asked], y[asked], task.metric),
-        "hard": score(out[hard], y[hard], task.metric),
-        "by_distance": [
-            [d, score(out[here], y[here], task.metric), int(here.sum())]
-            for d in distance[asked].unique().tolist()
-            if (here := asked & (distance == d)).any()
-        ],
-    }
+    distance = torch.cat([batch.distance for batch in batches])
+
+    def among(nodes: Tensor) -> float:
+        return score(out[nodes], y[nodes], task.metric)
+
+    found = {"score": among(asked), "hard": among(hard), "by_distance": []}
+    for steps in distance[asked].unique().tolist():
+        here = asked & (distance == steps)
+        found["by_distance"].append([steps, among(here), int(here.sum())])
+    return found
 
 
 def score(out: Tensor, y: Tensor, metric: str) -> float:
@@ -288,6 +286,7 @@ def measure(args: Namespace, results: dict[str, Any]) -> None:
     ]
     for task in dict.fromkeys(run.task for run in runs):
         show(f"{task}: what guessing gives")
+        # First, so that no two processes generate peptides at a time.
         results["guess"].setdefault(task, guess(task, args.smoke))
     for row in trained(runs, args.jobs):
         results["runs"].append(row)
@@ -374,8 +373,10 @@ def steps_of(results: dict[str, Any], mixers: list[str]) -> list[list[str]]:
 
 
 def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The worst seed of what has to be learnt."""
+    """The worst seed of what has to be learnt; nothing is, in smoke tests."""
     figures: dict[str, tuple[float, float | None]] = {}
+    if results["settings"]["smoke"]:
+        return []
     for (mixer, task), bound in AT_LEAST.items():
         found = values(results, task, mixer, "hard")
         what = f"{mixer}, {task}, {TASKS[task].hard}"
@@ -384,14 +385,17 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Scores over distance, a panel for each task; bands hold all seeds."""
+    """Scores over distance, a panel for each task; bands hold all seeds, and grey lines
+    are what guessing gives.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(2, 4, figsize=(17, 7), layout="constrained")
-    panels = dict(zip(FAR, axes.flat, strict=False))
+    shown = [name for name, task in TASKS.items() if task.distance]
+    panels = dict(zip(shown, axes.flat, strict=False))
     for (task, axis), (i, mixer) in product(panels.items(), enumerate(MIXERS)):
         points: dict[int, list[float]] = {}
         for row in results["runs"]:
@@ -433,8 +437,9 @@ def parse(argv: list[str] | None = None) -> Namespace:
         help=f"of {', '.join(MIXERS)} (default: all)")  # fmt: skip
     add("--seconds", type=float,
         help="of a core's time for each model (default: 15; --smoke: 0.1)")  # fmt: skip
-    add("--seeds", type=int, default=1, help="models of a mixer (default: 1)")
-    add("--jobs", type=int, default=min(2, os.cpu_count() or 1),
+    add("--seeds", type=int, default=1, metavar="N",
+        help="models of a mixer on a task (default: 1)")  # fmt: skip
+    add("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N",
         help="models that are trained at a time (default: %(default)s)")  # fmt: skip
     add("--out", type=Path, help="of the JSON; the plot has the same name")
     add("--smoke", action="store_true", help="only see that it runs")
@@ -454,7 +459,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
     results = open_results(args)
-    measure(args, results)
+    try:
+        measure(args, results)
+    except KeyboardInterrupt:
+        raise SystemExit(f"Stopped: --resume goes on with {args.out}") from None
     results["targets"] = targets(results)
     write_json(args.out, results)
     plot(results, args.out.with_suffix(".png"))
