@@ -355,8 +355,8 @@ def report(results: dict[str, Any]) -> str:
     host, settings = results["machine"], results["settings"]
     seeds = 1 + max((row["seed"] for row in results["runs"]), default=0)
     blocks = [
-        f"{settings['seconds']:g} s of one core's time for each model, seeds: {seeds}; "
-        f"{host['cpu']}, torch {host['versions']['torch']}",
+        f"{settings['seconds']:g} s of one core's time for each model, up to {seeds} "
+        f"seeds; {host['cpu']}, torch {host['versions']['torch']}",
         table(lines),
         "\n".join(f"  {key}: {why}" for key, why in REASONS.items() if key in named),
         f"Steps of training\n{table(steps_of(results, mixers))}",
