@@ -86,6 +86,7 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python benchmarks/scanning.py --smoke
 	$(BIN)/python benchmarks/sequences.py --smoke
 	$(BIN)/python benchmarks/orders.py --smoke
+	$(BIN)/python benchmarks/learning.py --smoke --overwrite
 
 clean:  ## remove what was built, the virtual environment too
 	rm -rf $(VENV) $(SPARSE) build dist docs/_build docs/generated ./*.egg-info

@@ -1,0 +1,488 @@
+"""Measures what small models learn: each mixer on graph tasks with known answers.
+
+Information has to travel: from the nearest source, around rings, up trees, along paths,
+over weighted edges, through DAGs, across peptides. A layer that is fast and exact but
+learns none of it is of no use::
+
+    python benchmarks/learning.py                           # ten minutes on two cores
+    python benchmarks/learning.py --only parity --mixers plstm gcn --seeds 3
+    python benchmarks/learning.py --resume                  # go on with it
+    python benchmarks/learning.py --smoke --overwrite       # only see that it runs
+
+All models have two layers, 32 channels and as many parameters as the others. In each
+layer the mixer follows a GatedGCNConv, in the arrangement of the recipe in the docs of
+`GraphModel`; `gcn` and `gatedgcn` have a convolution and no mixer. Nothing is tuned,
+neither for a task nor for a mixer: layers are as their constructors make them, and all
+are trained alike, for equal seconds of processor time on one core. That clock stands
+still while others use the core, so that a busy machine changes little.
+"""
+
+import json
+import os
+import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import product
+from math import cos, pi
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from learning_tasks import NOT_ASKED, TASKS, WALK, Task, load
+from report import VERDICTS, verdicts
+from sklearn.metrics import average_precision_score
+from timing import machine, show, table, write_json
+from torch import Tensor
+from torch.nn import Module, MultiheadAttention
+from torch_geometric.nn import GCNConv
+from workloads import REPOSITORY
+
+from pyg_chimera.nn import (
+    ChimeraConv,
+    ChimeraDAGConv,
+    GatedGCNConv,
+    GPSLayer,
+    GraphMambaConv,
+    GraphModel,
+    PLSTMConv,
+    RandomWalkEncoder,
+)
+
+#: Alike for all models and tasks.
+SETTINGS = {
+    "layers": 2, "channels": 32, "heads": 4, "state_channels": 16,
+    "parameters_of_layers": 32_000, "lr": 3e-3, "warm_up": 0.05, "clip": 1.0,
+}  # fmt: skip
+MIXERS = (
+    "chimera", "plstm", "graph-mamba", "attention", "attention-rw", "gcn", "gatedgcn",
+)  # fmt: skip
+
+#: Why a mixer can't learn a task but in part, as far as that is known beforehand.
+REASONS = {
+    "a": "two local layers see two steps",
+    "b": "attention knows no distances; returning walks tell the shape around a node",
+    "c": "the order by degree leaves alike nodes in random order",
+    "d": "transitions are positive: sums along a path never change sign",
+}
+TRAVEL = ("nearest-source", "path-sum", "weighted-nearest", "reachability", "parity")
+LIMITS = {
+    **{(mixer, task): "a" for mixer in ("gcn", "gatedgcn") for task in TASKS},
+    **{(x, task): "b" for x in ("attention", "attention-rw") for task in TRAVEL},
+    **{("graph-mamba", task): "c" for task in TRAVEL},
+    ("chimera", "parity"): "d",
+}
+#: What has to be learnt in a default run, of hard nodes where there are such.
+AT_LEAST = {
+    "nearest-source": {"chimera": 0.9, "plstm": 0.85},
+    "ring-transfer": {"chimera": 0.95, "plstm": 0.95},
+    "tree-match": {"chimera": 0.7},
+    "path-sum": {"chimera": 0.9, "plstm": 0.9},
+    "weighted-nearest": {"chimera": 0.9, "plstm": 0.8},
+    "reachability": {"chimera": 0.95, "plstm": 0.95},
+    "parity": {"plstm": 0.9},
+    "peptides": {"chimera": 0.6, "plstm": 0.6},
+}
+
+
+# Models ------------------------------------------------------------------------------
+
+
+def build_mixer(name: str, task: Task) -> Module | None:
+    """A layer as its constructor makes it, along the edges of a DAG if there is one."""
+    channels, heads, states = (
+        SETTINGS[key] for key in ("channels", "heads", "state_channels")
+    )
+    edge_dim = None if task.edge_dim is None else channels
+    if name == "chimera":
+        kind = ChimeraDAGConv if task.directed else ChimeraConv
+        return kind(channels, channels, heads, states, edge_dim=edge_dim)
+    if name == "plstm":
+        order = None if task.directed else "bfs"
+        return PLSTMConv(channels, heads=heads, edge_dim=edge_dim, order=order)
+    if name == "graph-mamba":
+        return GraphMambaConv(channels, states)
+    if name in ("attention", "attention-rw"):
+        return MultiheadAttention(channels, heads, batch_first=True)
+    return None
+
+
+def build(name: str, task: Task) -> GraphModel:
+    """A model whose layers have about as many parameters as those of the others, by the
+    hidden size of their feed-forward networks.
+    """
+    channels = SETTINGS["channels"]
+
+    def layer(mlp_channels: int) -> GPSLayer:
+        edge_dim = 0 if task.edge_dim is None else None
+        conv: Module = GatedGCNConv(channels, channels, edge_dim)
+        if name == "gcn":
+            conv = GCNConv(channels, channels)
+        return GPSLayer(
+            channels,
+            conv,
+            build_mixer(name, task),
+            arrangement="sequential",
+            norm_first=True,
+            mlp_channels=mlp_channels,
+        )
+
+    one, two = (count_parameters(layer(hidden)) for hidden in (1, 2))
+    target = SETTINGS["parameters_of_layers"] / SETTINGS["layers"]
+    hidden = 1 + round((target - one) / (two - one))
+    encodings = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
+    rank = "topological_rank" if task.directed else "elimination_rank"
+    return GraphModel(
+        task.in_channels,
+        channels,
+        task.out_channels,
+        lambda _: layer(hidden),
+        SETTINGS["layers"],
+        edge_dim=None if name == "gcn" else task.edge_dim,
+        head="node" if task.distance else "graph",
+        norm="layer_norm",
+        structure={"rank": rank} if name == "chimera" else None,
+        encodings=encodings if name == "attention-rw" else None,
+    )
+
+
+def count_parameters(model: Module) -> int:
+    return sum(x.numel() for x in model.parameters())
+
+
+# Training ----------------------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """One model to train."""
+
+    task: str
+    mixer: str
+    seed: int
+    seconds: float
+    smoke: bool
+
+
+def loss_of(out: Tensor, y: Tensor) -> Tensor:
+    """Of classes, or of labels that are there or not."""
+    if y.is_floating_point():
+        return F.binary_cross_entropy_with_logits(out, y)
+    return F.cross_entropy(out, y, ignore_index=NOT_ASKED)
+
+
+def train(run: Run) -> dict[str, Any]:
+    """Trains a model and says how good it is on other graphs."""
+    task, batches = TASKS[run.task], load(run.task, "train", run.smoke)
+    torch.manual_seed(run.seed)
+    model = build(run.mixer, task)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch: Any) -> float:
+        loss = loss_of(model(**model.inputs(batch)), batch.y)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS["clip"])
+        return float(loss.detach())
+
+    step(batches[0])  # loads compiled code, which is not training
+    steps, done, loss = 0, 0.0, 0.0
+    wall, start = time.perf_counter(), time.process_time()
+    while done < 1:
+        if steps % len(batches) == 0:
+            order = torch.randperm(len(batches)).tolist()
+        loss = step(batches[order[steps % len(batches)]])
+        warm_up = min(1, (done + 0.1 / (10 + steps)) / SETTINGS["warm_up"])
+        for group in optimizer.param_groups:
+            group["lr"] = SETTINGS["lr"] * warm_up * (1 + cos(pi * done)) / 2
+        optimizer.step()
+        steps += 1
+        done = (time.process_time() - start) / run.seconds
+    wall = time.perf_counter() - wall
+    return {
+        "task": run.task,
+        "mixer": run.mixer,
+        "seed": run.seed,
+        "parameters": count_parameters(model),
+        "steps": steps,
+        "wall_seconds": wall,
+        "loss": loss,
+        **evaluate(model, run.task, run.smoke),
+    }
+
+
+def evaluate(model: GraphModel, name: str, smoke: bool) -> dict[str, Any]:
+    """Scores on all nodes, on hard ones, and by distance, there with their number."""
+    task, batches = TASKS[name], load(name, "test", smoke)
+    model.eval()
+    with torch.no_grad():
+        out = torch.cat([model(**model.inputs(batch)) for batch in batches])
+    y = torch.cat([batch.y for batch in batches])
+    if not task.distance:
+        return {"score": score(out, y, task.metric)}
+    asked = y != NOT_ASKED
+    hard = asked & torch.cat([batch.hard for batch in batches])
+    distance = torch.cat([batch.distance for batch in batches])
+
+    def among(nodes: Tensor) -> float:
+        return score(out[nodes], y[nodes], task.metric)
+
+    found = {"score": among(asked), "hard": among(hard), "by_distance": []}
+    for steps in distance[asked].unique().tolist():
+        here = asked & (distance == steps)
+        found["by_distance"].append([steps, among(here), int(here.sum())])
+    return found
+
+
+def score(out: Tensor, y: Tensor, metric: str) -> float:
+    """Of outputs for labels, by the name of a metric."""
+    if metric == "average precision":
+        return float(average_precision_score(y.numpy(), out.numpy(), average="macro"))
+    right = (out.argmax(1) == y).float()
+    if metric == "balanced accuracy":
+        return mean(right[y == label].mean().item() for label in y.unique())
+    return right.mean().item()
+
+
+def guess(name: str, smoke: bool) -> dict[str, float]:
+    """The score of the answer that is most frequent."""
+    task, batches = TASKS[name], load(name, "test", smoke)
+    y = torch.cat([batch.y for batch in batches])
+    if not task.distance:
+        return {"score": y.mean().item()}
+    asked = y != NOT_ASKED
+    hard = asked & torch.cat([batch.hard for batch in batches])
+    if task.metric == "balanced accuracy":
+        return {"score": 1 / task.out_channels, "hard": 1 / task.out_channels}
+    return {
+        key: (y[here].bincount().max() / here.sum()).item()
+        for key, here in (("score", asked), ("hard", hard))
+    }
+
+
+# Results -----------------------------------------------------------------------------
+
+
+def open_results(args: Namespace) -> dict[str, Any]:
+    """What to write, with earlier runs if they are to be gone on with."""
+    settings = SETTINGS | {"seconds": args.seconds, "smoke": args.smoke}
+    results = {"machine": machine("cpu"), "settings": settings, "guess": {}, "runs": []}
+    if args.overwrite or not args.out.exists():
+        return results
+    if not args.resume:
+        raise SystemExit(
+            f"{args.out} exists: pass --resume to go on with it, --overwrite to "
+            "replace it, or another --out"
+        )
+    before = json.loads(args.out.read_text())
+    if before["settings"] != settings:
+        raise SystemExit(
+            f"--resume: {args.out} was measured with {before['settings']}, "
+            f"which is not {settings}"
+        )
+    return before
+
+
+def measure(args: Namespace, results: dict[str, Any]) -> None:
+    """Trains what is missing, and writes results after each run."""
+    done = {(row["task"], row["mixer"], row["seed"]) for row in results["runs"]}
+    runs = [
+        Run(task, mixer, seed, args.seconds, args.smoke)
+        for task, mixer, seed in product(args.only, args.mixers, range(args.seeds))
+        if (task, mixer, seed) not in done
+    ]
+    for task in dict.fromkeys(run.task for run in runs):
+        show(f"{task}: what guessing gives")
+        # First, so that no two processes generate peptides at a time.
+        results["guess"].setdefault(task, guess(task, args.smoke))
+    for row in trained(runs, args.jobs):
+        results["runs"].append(row)
+        write_json(args.out, results)
+
+
+def trained(runs: list[Run], jobs: int) -> Iterator[dict[str, Any]]:
+    """The results of runs, as they come."""
+    if jobs == 1:
+        for number, run in enumerate(runs, start=1):
+            show(f"{run.task}, {run.mixer}, seed {run.seed} ({number} of {len(runs)})")
+            yield train(run)
+        return
+    context = get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
+        futures = [pool.submit(train, run) for run in runs]
+        try:
+            for number, future in enumerate(as_completed(futures), start=1):
+                show(f"{number} of {len(runs)} runs done")
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def rows_of(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The lines of the table: a task, a score, and what it is of."""
+    measured = {row["task"] for row in results["runs"]}
+    for name, task in TASKS.items():
+        if name in measured:
+            yield name, "score", name
+            if task.distance:
+                yield name, "hard", f"  {task.hard}"
+
+
+def values(results: dict[str, Any], task: str, mixer: str, key: str) -> list[float]:
+    """The scores of all seeds."""
+    return [
+        row[key]
+        for row in results["runs"]
+        if (row["task"], row["mixer"]) == (task, mixer) and key in row
+    ]
+
+
+def report(results: dict[str, Any]) -> str:
+    """The table, the reasons that it names, and the figures to reach."""
+    mixers = [x for x in MIXERS if any(x == row["mixer"] for row in results["runs"])]
+    lines, named = [["", "guessing", *mixers]], set()
+    for task, key, title in rows_of(results):
+        line = [title, f"{results['guess'][task][key]:.3f}"]
+        for mixer in mixers:
+            found = values(results, task, mixer, key)
+            cell = f"{mean(found):.3f}" if found else "-"
+            if len(found) > 1:
+                cell += f" ± {stdev(found):.3f}"
+            reason = LIMITS.get((mixer, task), " ")
+            line.append(f"{cell} {reason}")
+            named.add(reason)
+        lines.append(line)
+    host, settings = results["machine"], results["settings"]
+    seeds = 1 + max((row["seed"] for row in results["runs"]), default=0)
+    blocks = [
+        f"{settings['seconds']:g} s of one core's time for each model, "
+        f"seeds: at most {seeds}; {host['cpu']}, torch {host['versions']['torch']}",
+        table(lines),
+        "\n".join(f"  {key}: {why}" for key, why in REASONS.items() if key in named),
+        f"Steps of training\n{table(steps_of(results, mixers))}",
+    ]
+    body = [
+        [row["what"], row["target"], f"{row['value']:.3f}", VERDICTS[row["reached"]]]
+        for row in results["targets"]
+        if row["value"] is not None
+    ]
+    if body:
+        blocks.append(f"Figures to reach\n{table(body)}")
+    return "\n\n".join(filter(None, blocks))
+
+
+def steps_of(results: dict[str, Any], mixers: list[str]) -> list[list[str]]:
+    lines = [["", *mixers]]
+    for task in dict.fromkeys(task for task, *_ in rows_of(results)):
+        found = [values(results, task, mixer, "steps") for mixer in mixers]
+        lines.append([task, *(f"{mean(x):,.0f}" if x else "-" for x in found)])
+    return lines
+
+
+def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The worst seed of what has to be learnt; nothing is, in smoke tests."""
+    figures: dict[str, tuple[float, float | None]] = {}
+    if results["settings"]["smoke"]:
+        return []
+    for task, bounds in AT_LEAST.items():
+        key = "hard" if TASKS[task].distance else "score"
+        for mixer, bound in bounds.items():
+            what = ", ".join(filter(None, (mixer, task, TASKS[task].hard)))
+            found = values(results, task, mixer, key)
+            figures[what] = bound, min(found, default=None)
+    return verdicts({}, figures)
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Scores over distance, a panel for each task; bands hold all seeds, and grey lines
+    are what guessing gives.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 4, figsize=(17, 7), layout="constrained")
+    shown = [name for name, task in TASKS.items() if task.distance]
+    panels = dict(zip(shown, axes.flat, strict=False))
+    for (task, axis), (i, mixer) in product(panels.items(), enumerate(MIXERS)):
+        points: dict[int, list[float]] = {}
+        for row in results["runs"]:
+            if (row["task"], row["mixer"]) == (task, mixer):
+                for distance, value, number in row["by_distance"]:
+                    if number >= 30:  # few nodes tell nothing
+                        points.setdefault(distance, []).append(value)
+        if points:
+            x, found = list(points), list(points.values())
+            color = f"C{i}"
+            style = {"color": color, "marker": "o^sDvxP"[i], "markersize": 4}
+            # The first ones lie above the others, where those hide them.
+            axis.plot(x, list(map(mean, found)), label=mixer, zorder=9 - i, **style)
+            low, high = (list(map(f, found)) for f in (min, max))
+            axis.fill_between(x, low, high, color=color, alpha=0.2)
+    for task, axis in panels.items():
+        if task in results["guess"]:
+            axis.axhline(results["guess"][task]["score"], color="grey", ls=":")
+        axis.set(title=task, xlabel=TASKS[task].distance, ylabel=TASKS[task].metric)
+        axis.set_ylim(0, 1.03)
+    handles = {}
+    for axis in panels.values():
+        lines, labels = axis.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    axes.flat[-1].axis("off")
+    axes.flat[-1].legend(handles.values(), handles, loc="center")
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png", dpi=100)
+    plt.close(figure)
+    os.replace(part, path)
+
+
+def parse(argv: list[str] | None = None) -> Namespace:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK",
+        help=f"of {', '.join(TASKS)} (default: all)")  # fmt: skip
+    add("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS), metavar="MIXER",
+        help=f"of {', '.join(MIXERS)} (default: all)")  # fmt: skip
+    add("--seconds", type=float,
+        help="of a core's time for each model (default: 15; --smoke: 0.1)")  # fmt: skip
+    add("--seeds", type=int, default=1, metavar="N",
+        help="models of a mixer on a task (default: 1)")  # fmt: skip
+    add("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N",
+        help="models that are trained at a time (default: %(default)s)")  # fmt: skip
+    add("--out", type=Path, help="of the JSON; the plot has the same name")
+    add("--smoke", action="store_true", help="only see that it runs")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--resume", action="store_true", help="train what is missing in --out")
+    add("--overwrite", action="store_true", help="replace --out")
+    args = parser.parse_args(argv)
+    if args.seconds is None:
+        args.seconds = 0.1 if args.smoke else 15.0
+    if args.out is None:
+        folder = "runs" if args.smoke else "benchmarks/results"
+        args.out = REPOSITORY / folder / "learning-cpu.json"
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    torch.set_num_threads(1)
+    results = open_results(args)
+    try:
+        measure(args, results)
+    except KeyboardInterrupt:
+        raise SystemExit(f"Stopped: --resume goes on with {args.out}") from None
+    results["targets"] = targets(results)
+    write_json(args.out, results)
+    plot(results, args.out.with_suffix(".png"))
+    show("")
+    print(report(results))
+    print(f"\nWritten: {args.out}, and a plot beside it.")
+
+
+if __name__ == "__main__":
+    main()
