@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import torch
@@ -64,12 +65,13 @@ class ChimeraConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        reach (tuple[float, float], optional): How many steps the nearest and the
-            farthest head hear before anything is learnt, with the others evenly between
-            them on a log scale: after so many steps along a path, influence has fallen
-            to :math:`1/e`. What heads mix starts ten times as loud as
-            the skip connection. With :obj:`None`, selectivities start as in the paper,
-            log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
+        reach (tuple[float, float], optional): A range of steps that heads share out
+            evenly on a log scale, each of which hears as far as the middle of its
+            share: of two heads 8 and 32 steps. That is how far along a path influence
+            falls to :math:`1/e` before anything is learnt, for inputs of zero; others
+            vary it, and halve it on average. What heads mix starts ten times as loud as
+            the skip connection, or louder. With :obj:`None`, selectivities start as in
+            the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         solver (str, optional): See :func:`~pyg_chimera.ops.resolvent_mix`. (default:
             :obj:`"auto"`)
         num_terms (int, optional): Highest power of :math:`\mathbf{A}` under
@@ -144,13 +146,14 @@ class ChimeraConv(ChimeraBlock):
         self.reset_parameters()
 
     def _set_reach(self, steps: Tensor) -> None:
-        # Of two neighbours, as many as nodes of paths and most of molecules have.
-        margin = 2 * (torch.cosh(1 / steps) - 1)
-        if self.normalization == "released":
-            margin = margin - 0.05
-        psi = -margin.clamp(min=1e-4).log()
-        softplus_(self.delta_bias[2], psi.clamp(min=0.01))
-        softplus_(self.delta_bias[3], self._loudness(steps))
+        # On a path, nodes pass on gamma 2 / (2 + m) = 1 / cosh(1 / steps), m = exp(-psi).
+        gamma, released = self.gamma, self.normalization == "released"
+        fixed = 0.05 if released else 2 * (1 - gamma)  # lost in any case
+        lost = 4 * gamma * torch.sinh(0.5 / steps).square()
+        m = (lost - fixed).clamp(1e-4 if released else 1e-9, math.exp(-0.01))
+        softplus_(self.delta_bias[2], -m.log())
+        heard = 0.5 / torch.asinh(((m + fixed) / (4 * gamma)).sqrt())
+        softplus_(self.delta_bias[3], self._loudness(heard))
 
     def forward(
         self,

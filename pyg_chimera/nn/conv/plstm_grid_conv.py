@@ -167,7 +167,7 @@ class PLSTMGridConv(PLSTMBlock):
         weight = self.lin_gate.weight.index_select(0, self._column)
         bias = self.gate_bias.flatten().index_select(0, self._column)
         gates = at_least_float32(F.linear(x, weight * self._scale.unsqueeze(1)))
-        gates.add_(bias.to(gates.dtype) * self._scale)
+        gates = gates + bias.to(gates.dtype) * self._scale
         decays = self._biased[3] * 4
         gates, decay = gates.split([gates.size(1) - decays, decays], dim=1)
         gates, decay = gates.sigmoid(), decay.tanh()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.chunk_form import chunk_cost
 from pyg_chimera.ops.common.dispatch import Cost
+from pyg_chimera.ops.dag_scan.grid_sweeps import most_held
 from pyg_chimera.ops.dag_scan.states import GridStates, StateGraph
 
 __all__ = ["cost_of"]
@@ -46,7 +47,7 @@ def cost_of(
         visits = structure.num_orientations * nodes
         time = visits * (0.8 * lanes + 70.0)
         operations = 3.0 * visits * 9.0 * lanes
-        held = float(1 << 19)
+        held = float(most_held(structure.grids, 16))
     else:
         # A state takes the longer the less of the channels of all fit in a cache.
         lanes = num_keys * (-(-channels // 16) * 16)  # in whole vectors

@@ -38,7 +38,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import clear, copy
 
-__all__ = ["Grids", "backward", "forward"]
+__all__ = ["Grids", "backward", "forward", "most_held"]
 
 #: Key channels of a tile.
 _KEYS = 16
@@ -87,7 +87,7 @@ def forward(
     run(
         _forward_tasks,
         _costs(grids, source, key, value),
-        (int(grids.width.max(initial=0)) + 1) * _KEYS * vector,
+        (int(np.minimum(*grids[:2]).max(initial=0)) + 1) * _KEYS * vector,
         out.dtype,
         *grids,
         source,
@@ -125,7 +125,7 @@ def backward(
     run(
         _backward_tasks,
         4 * _costs(grids, source, key, value),
-        _most_held(grids, vector) + 2 * _KEYS * vector + 2 * vector * vector,
+        most_held(grids, vector) + 2 * _KEYS * vector + 2 * vector * vector,
         dv.dtype,
         *grids,
         source,
@@ -145,13 +145,14 @@ def backward(
     return dq, dk, dv, ds, dm, dt
 
 
-def _most_held(grids: Grids, vector: int) -> int:
+def most_held(grids: Grids, vector: int) -> int:
     """Numbers of the states that a task holds backward, at most."""
     most, size = 0, _KEYS * vector
-    for h, w in set(zip(grids.height.tolist(), grids.width.tolist(), strict=True)):
-        rows = _rows_held(h, w, size)
-        segments = -(-h // rows)
-        most = max(most, (rows * (2 * w + 1) + (segments + 2) * w + 1) * size)
+    for sides in set(zip(grids.height.tolist(), grids.width.tolist(), strict=True)):
+        n, lines = sorted(sides)
+        rows = _rows_held(lines, n, size)
+        segments = -(-lines // rows)
+        most = max(most, (rows * (2 * n + 1) + (segments + 2) * n + 1) * size)
     return most
 
 
@@ -172,24 +173,25 @@ def _share(num_keys):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _gates_within(gates, x, is_first, heads):  # type: ignore[no-untyped-def]
-    """Those to the right from the left and from above, then those downward.
+def _gates_within(gates, x, is_first, other):  # type: ignore[no-untyped-def]
+    """Those to the right from the left and from above, then those downward: they are
+    `other` apart.
 
     Nothing arrives at a border: its gates are nobody's, and may be anything.
     """
     zero = total(zeros(gates))
     rr, rd, dr, dd = zero, zero, zero, zero
     if x > 0:
-        rr, dr = gates[0], gates[2 * heads]
+        rr, dr = gates[0], gates[2 * other]
     if not is_first:
-        rd, dd = gates[heads], gates[3 * heads]
+        rd, dd = gates[other], gates[3 * other]
     return rr, rd, dr, dd
 
 
 @jit
 def _row(  # type: ignore[no-untyped-def]
     across, step, down, below, size, m, n, u, turn, is_first, source, mark, transition,
-    of_gates, heads, query, key, of_keys, value, out, of_values, w,
+    of_gates, other, query, key, of_keys, value, out, of_values, w,
 ):  # fmt: skip
     """Sweeps a row of `n` nodes, from `u` on, that are `turn` apart.
 
@@ -202,11 +204,11 @@ def _row(  # type: ignore[no-untyped-def]
         left, above = across + x * step, down + x * size
         right, under = across + (x + 1) * step, below + x * size
         gates = transition + 2 * u * of_gates
-        rr, rd, dr, dd = _gates_within(gates, x, is_first, heads)
+        rr, rd, dr, dd = _gates_within(gates, x, is_first, other)
         rr, rd, dr, dd = splat(rr), splat(rd), splat(dr), splat(dd)
         v, k = load_part(value + u * of_values, w), key + u * of_keys
         gates = source + u * of_gates
-        v_right, v_down = splat(gates[0]) * v, splat(gates[heads]) * v
+        v_right, v_down = splat(gates[0]) * v, splat(gates[other]) * v
         q = query + u * of_keys
         read_left, read_above = zeros(across), zeros(across)
         for a in range(m):
@@ -223,7 +225,7 @@ def _row(  # type: ignore[no-untyped-def]
             if x > 0:
                 read = fma(splat(gates[0]), read_left, read)
             if not is_first:
-                read = fma(splat(gates[heads]), read_above, read)
+                read = fma(splat(gates[other]), read_above, read)
             store_part(y, read, w)
         u += turn
 
@@ -231,7 +233,7 @@ def _row(  # type: ignore[no-untyped-def]
 @jit
 def _row_back(  # type: ignore[no-untyped-def]
     across, down, back, up, rows, size, m, n, u, turn, is_first, is_last, source, mark,
-    transition, of_gates, heads, query, key, of_keys, value, grad, of_values, w,
+    transition, of_gates, other, query, key, of_keys, value, grad, of_values, w,
     grad_query, grad_key, of_grads, grad_value, grad_source, grad_mark, grad_transition,
 ):  # fmt: skip
     """The same row the other way, from its last node `u` on.
@@ -247,9 +249,9 @@ def _row_back(  # type: ignore[no-untyped-def]
         left, above, after = across + x * size, down + x * size, up + x * size
         is_end = x == n - 1
         gates = transition + 2 * u * of_gates
-        rr, rd, dr, dd = _gates_within(gates, x, is_first, heads)
+        rr, rd, dr, dd = _gates_within(gates, x, is_first, other)
         gates = source + u * of_gates
-        s_r, s_d = gates[0], gates[heads]
+        s_r, s_d = gates[0], gates[other]
         if is_end:
             rr, rd, s_r = zero, zero, zero
         if is_last:
@@ -257,7 +259,7 @@ def _row_back(  # type: ignore[no-untyped-def]
         rr, rd, dr, dd = splat(rr), splat(rd), splat(dr), splat(dd)
         gates = mark + u * of_gates
         m_r = gates[0] if x > 0 else zero
-        m_d = gates[heads] if not is_first else zero
+        m_d = gates[other] if not is_first else zero
         v, dy = load_part(value + u * of_values, w), load_part(grad + u * of_values, w)
         v_right, v_down = splat(s_r) * v, splat(s_d) * v
         dy_left, dy_above = splat(m_r) * dy, splat(m_d) * dy
@@ -292,17 +294,17 @@ def _row_back(  # type: ignore[no-untyped-def]
             if x > 0:
                 gates[at] += total(d_rr)
             if not is_first:
-                gates[at + heads] += total(d_rd)
+                gates[at + other] += total(d_rd)
         if not is_last:
-            grad_source[u * of_gates + heads] += total(v * written_down)
+            grad_source[u * of_gates + other] += total(v * written_down)
             if x > 0:
-                gates[at + 2 * heads] += total(d_dr)
+                gates[at + 2 * other] += total(d_dr)
             if not is_first:
-                gates[at + 3 * heads] += total(d_dd)
+                gates[at + 3 * other] += total(d_dd)
         if x > 0:
             grad_mark[u * of_gates] += total(dy * read_left)
         if not is_first:
-            grad_mark[u * of_gates + heads] += total(dy * read_above)
+            grad_mark[u * of_gates + other] += total(dy * read_above)
         u -= turn
 
 
@@ -317,7 +319,7 @@ def _add_sums(target, rows, m):  # type: ignore[no-untyped-def]
 
 @inlined
 def _corner(o, height, width):  # type: ignore[no-untyped-def]
-    """Where an orientation starts, and how far on are its next node and next row."""
+    """Where an orientation starts, and how far on are the next columns and rows."""
     right = -1 if o == 1 or o == 3 else 1
     down = -1 if o == 1 or o == 2 else 1
     start = 0
@@ -341,13 +343,17 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
     of_values = heads * slices * w
     for task in range(first, last):
         grid, part = task // (heads * slices), task % (heads * slices)
-        h, n = part // slices, width[grid]
+        h, n, lines = part // slices, width[grid], height[grid]
+        is_wide = n > lines
         for o in range(orientations):
-            start, turn, line = _corner(o, height[grid], n)
+            start, turn, line = _corner(o, height[grid], width[grid])
             start += node[grid]
-            S = pointer(source) + (2 * o * heads + h)
-            M = pointer(mark) + (2 * o * heads + h)
-            T = pointer(transition) + (4 * o * heads + h)
+            at, other, last_gate = 2 * o * heads + h, heads, 0
+            if is_wide:
+                n, lines, turn, line = height[grid], width[grid], line, turn
+                at, other, last_gate = at + heads, -heads, 2 * heads
+            S, M = pointer(source) + at, pointer(mark) + at
+            T = pointer(transition) + (2 * o * heads + at + last_gate)
             for a in range(0, num_keys, share):
                 m = min(share, num_keys - a)
                 at, size = h // (heads // groups) * num_keys + a, m * by
@@ -356,12 +362,12 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
                     at = part * w + p
                     v, y = pointer(value) + at, pointer(out) + at
                     clear(down, n * size)
-                    for i in range(height[grid]):
+                    for i in range(lines):
                         if stopped(stop):
                             return
                         _row(
                             across, 0, down, down, size, m, n, start + i * line, turn,
-                            i == 0, S, M, T, of_gates, heads, q, k, of_keys, v, y,
+                            i == 0, S, M, T, of_gates, other, q, k, of_keys, v, y,
                             of_values, w - p,
                         )  # fmt: skip
 
@@ -380,15 +386,20 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
     of_values, of_grads = heads * slices * w, heads * num_keys
     for task in range(first, last):
         grid, part = task // (heads * slices), task % (heads * slices)
-        h, slice_, n = part // slices, part % slices, width[grid]
+        h, slice_ = part // slices, part % slices
+        n, lines = width[grid], height[grid]
+        is_wide = n > lines
         for o in range(orientations):
-            start, turn, line = _corner(o, height[grid], n)
+            start, turn, line = _corner(o, height[grid], width[grid])
             start += node[grid]
-            at = 2 * o * heads + h
+            at, other, last_gate = 2 * o * heads + h, heads, 0
+            if is_wide:
+                n, lines, turn, line = height[grid], width[grid], line, turn
+                at, other, last_gate = at + heads, -heads, 2 * heads
             S, M = pointer(source) + at, pointer(mark) + at
-            at += slice_ * nodes * of_gates
-            dS, dM = pointer(grad_source) + at, pointer(grad_mark) + at
-            at = 4 * o * heads + h
+            of_slice = at + slice_ * nodes * of_gates
+            dS, dM = pointer(grad_source) + of_slice, pointer(grad_mark) + of_slice
+            at += 2 * o * heads + last_gate
             T = pointer(transition) + at
             dT = pointer(grad_transition) + (at + 2 * slice_ * nodes * of_gates)
             for a in range(0, num_keys, share):
@@ -397,8 +408,8 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                 q, k = pointer(query) + at, pointer(key) + at
                 at = slice_ * nodes * of_grads + h * num_keys + a
                 dq, dk = pointer(grad_query) + at, pointer(grad_key) + at
-                held = _rows_held(height[grid], n, _KEYS * by)
-                segments = (height[grid] + held - 1) // held
+                held = _rows_held(lines, n, _KEYS * by)
+                segments = (lines + held - 1) // held
                 # Of each row, what comes from the left; what comes from above, ...
                 across = rows + 2 * (m + by) * by
                 down = across + held * (n + 1) * size
@@ -419,13 +430,13 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                             entry = entry + n * size
                         _row(
                             across, 0, entry, entry, size, m, n, start + i * line, turn,
-                            i == 0, S, M, T, of_gates, heads, q, k, of_keys, v, None,
+                            i == 0, S, M, T, of_gates, other, q, k, of_keys, v, None,
                             of_values, w - p,
                         )  # fmt: skip
                     clear(up, n * size)
                     for segment in range(segments - 1, -1, -1):
                         begin = segment * held
-                        end = min(height[grid], begin + held)
+                        end = min(lines, begin + held)
                         copy(down, stored + segment * n * size, n * size)
                         for i in range(begin, end):
                             if stopped(stop):
@@ -435,7 +446,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                                 across + row * (n + 1) * size, size,
                                 down + row * n * size, down + (row + 1) * n * size,
                                 size, m, n, start + i * line, turn, i == 0, S, M, T,
-                                of_gates, heads, q, k, of_keys, v, None, of_values,
+                                of_gates, other, q, k, of_keys, v, None, of_values,
                                 w - p,
                             )  # fmt: skip
                         for i in range(end - 1, begin - 1, -1):
@@ -446,7 +457,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                                 across + row * (n + 1) * size, down + row * n * size,
                                 back, up, rows, size, m, n,
                                 start + i * line + (n - 1) * turn, turn, i == 0,
-                                i == height[grid] - 1, S, M, T, of_gates, heads, q, k,
+                                i == lines - 1, S, M, T, of_gates, other, q, k,
                                 of_keys, v, dy, of_values, w - p, dq, dk, of_grads, dv,
                                 dS, dM, dT,
                             )  # fmt: skip

@@ -4,7 +4,8 @@ State form: one pass along the states. A task is a (block, head, slice of channe
 states [S, rows of N, width of P] fit in a core's cache; each is written, fed from those
 before it, and read while it is in registers. No more of them are held than edges lead
 back to, in a ring. Backward runs the same pass again, keeping all states, then its
-mirror image for the adjoints, in a ring, in which all gradients fall off.
+mirror image for the adjoints, in a ring, in which all gradients fall off. On grids,
+nodes are swept instead, as `grid_sweeps` says.
 
 Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` joins nodes, however
 many states lie between them: a grid has eight for each node in its four orientations,

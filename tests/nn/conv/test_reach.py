@@ -118,9 +118,27 @@ def test_values_of_the_paper(layer):
     delta = torch.nn.functional.softplus(conv.delta_bias.detach())
     assert (delta > 0.99e-3).all()
     assert (delta < 1.01e-1).all()
+    assert (conv.skip == 1).all()
 
 
-@pytest.mark.parametrize("reach", [(0.5, 2.0), (8.0, 4.0), (1.0, 2.0, 3.0)])
+@pytest.mark.parametrize("gamma", [1.0, 0.99, 0.9])
+def test_far_reaches_and_gamma(gamma):
+    """Heads hear as far as they can, and are no less loud for it."""
+    conv = ChimeraConv(CHANNELS, reach=(300.0, 300.0), gamma=gamma)
+    n, edge_index = 2000, edges(nx.path_graph(2000))
+    weight, _ = weights_and_mix(conv, torch.zeros(n, CHANNELS), edge_index)
+    L = resolvent(weight, edge_index, n)[0, :, 1000]
+    at_most = 300 if gamma == 1 else 1 / math.acosh(1 / gamma)
+    assert -100 / (L[1100] / L[1000]).log() == pytest.approx(at_most, rel=0.05)
+    torch.manual_seed(0)
+    x = torch.randn(n, CHANNELS)
+    _, mixed = weights_and_mix(conv, x, edge_index)
+    with torch.no_grad():
+        value = conv.project(x, edge_index)[2]
+    assert mixed.square().mean() > 25 * value.square().mean()
+
+
+@pytest.mark.parametrize("reach", [(0.5, 2.0), (8.0, 4.0), (1, 2, 3), 8, (4, math.inf)])
 def test_bad_reach(reach):
-    with pytest.raises(ValueError, match="'reach' must be the steps"):
+    with pytest.raises(ValueError, match="'reach' must be two numbers of steps"):
         ChimeraConv(CHANNELS, reach=reach)

@@ -119,8 +119,8 @@ def with_gradients(inputs, **options):
 def test_large_grids_hold_the_states_of_some_rows_only(dtype):
     lanes, _ = vector_lanes(np.dtype(str(dtype).removeprefix("torch.")))
     assert grid_sweeps._rows_held(130, 70, 16 * lanes) < 130
-    inputs = on([(130, 70), (2, 2)], (1, 1, 17, lanes + 1, 4))
-    height, width = torch.tensor([130, 2]), torch.tensor([70, 2])
+    inputs = on([(130, 70), (70, 130), (2, 2)], (1, 1, 17, lanes + 1, 4))
+    height, width = torch.tensor([130, 70, 2]), torch.tensor([70, 130, 2])
     options = {"height": height, "width": width, "form": "state"}
     expected = with_gradients(inputs, **options, backend="torch")
     inputs = {k: x.to(dtype) for k, x in inputs.items()}
