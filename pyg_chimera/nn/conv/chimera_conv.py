@@ -146,7 +146,7 @@ class ChimeraConv(ChimeraBlock):
         self.reset_parameters()
 
     def _set_reach(self, steps: Tensor) -> None:
-        # On a path, nodes pass on gamma 2 / (2 + m) = 1 / cosh(1 / steps), m = exp(-psi).
+        # On a path, nodes pass on 2 gamma / (2 + m) = 1 / cosh(1 / steps).
         gamma, released = self.gamma, self.normalization == "released"
         fixed = 0.05 if released else 2 * (1 - gamma)  # lost in any case
         lost = 4 * gamma * torch.sinh(0.5 / steps).square()
