@@ -38,7 +38,7 @@ def test_smoke(tmp_path):
     rows = results["layers"]
     assert {row["problem"] for row in rows} == {None}
     assert {row["part"] for row in rows} == {
-        "scan", "layers", "evaluation", "sequences", "graphs",
+        "scan", "layers", "evaluation", "sequences", "graphs", "paths",
     }  # fmt: skip
     assert {row["by_auto"] for row in rows if row["case"] == row["base"]} == {1.0}
     for row in rows:
