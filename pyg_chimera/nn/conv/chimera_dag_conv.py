@@ -77,8 +77,8 @@ class ChimeraDAGConv(ChimeraBlock):
             share: of two heads 8 and 32 steps. That is how far along a path influence
             falls to :math:`1/e` before anything is learnt, for inputs of zero; others
             vary it. Heads write as much as they forget. With :obj:`None`, selectivities
-            start as in the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4,
-            64)`)
+            start as in the paper, log-uniform in [0.001, 0.1]. (default:
+            :obj:`(4, 64)`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
             the CPU) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or

@@ -96,8 +96,9 @@ class PLSTMConv(PLSTMBlock):
             :func:`~pyg_chimera.ops.householder_product` of the node in the middle.
             (default: :obj:`1`)
         gate_biases (Sequence[float], optional): Where the source, mark and direct gates
-            start, before the sigmoid. The paper has them nearly closed, at :obj:`(-5,
-            -5, -5)`, where learning begins with a plateau. (default: :obj:`(0, 0, -3)`)
+            start, before the sigmoid. The paper has them nearly closed, at
+            :obj:`(-5, -5, -5)`, where learning begins with a plateau. (default:
+            :obj:`(0, 0, -3)`)
         gate_std (float, optional): How far, as a standard deviation, gates start apart
             from each other for inputs of variance one. (default: :obj:`0.0`, at first
             gates are the same everywhere)

@@ -47,9 +47,9 @@ class PLSTMGridConv(PLSTMBlock):
             a` are the shares of the ways that leave a node, :obj:`"column"`, or of
             those that enter it, :obj:`"row"`. (default: :obj:`"column"`)
         gate_biases (Sequence[float], optional): Where the source, mark and direct gates
-            start, before the sigmoid. The paper has them nearly closed, at :obj:`(-4,
-            -4, -6)`, where learning begins with a plateau. (default: :obj:`(0, 0,
-            -3)`)
+            start, before the sigmoid. The paper has them nearly closed, at
+            :obj:`(-4, -4, -6)`, where learning begins with a plateau. (default:
+            :obj:`(0, 0, -3)`)
         gate_std (float, optional): How far, as a standard deviation, gates start apart
             from each other for inputs of variance one. (default: :obj:`0.0`, at first
             gates are the same everywhere)
