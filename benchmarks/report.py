@@ -40,7 +40,7 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
         at_most[f"{text} time"] = 6, step["time"]
         at_most[f"{text} memory"] = 5, step["memory"]
     errors = [row["worst"] for row in results["errors"]]
-    at_most["largest relative error"] = 3e-5, max(errors, default=None)
+    at_most["largest relative error"] = 1e-5, max(errors, default=None)
     calls = [row["total"] for row in results["first_call"]]
     at_most["first call, forward and backward, s"] = 2, max(calls, default=None)
     dataset = results["dataset"] or {"graphs": 0}
