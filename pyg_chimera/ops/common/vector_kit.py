@@ -31,6 +31,7 @@ __all__ = [
     "LOG_2",
     "clear",
     "copy",
+    "even_share",
     "exp2",
     "inner_product",
     "inner_product_of_rows",
@@ -140,6 +141,13 @@ def copy(target, source, size):  # type: ignore[no-untyped-def]
     """Copies whole vectors, from the first on."""
     for at in range(0, size, lanes(target)):
         store(target + at, load(source + at))
+
+
+@jit
+def even_share(number, most):  # type: ignore[no-untyped-def]
+    """The size of as few shares of a number as are at most so large, evenly cut."""
+    shares = max(1, (number + most - 1) // most)
+    return max(1, (number + shares - 1) // shares)
 
 
 @jit

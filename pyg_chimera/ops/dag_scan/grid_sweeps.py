@@ -36,7 +36,7 @@ from pyg_chimera.ops.common.simd import (
     vector_lanes,
     zeros,
 )
-from pyg_chimera.ops.common.vector_kit import clear, copy
+from pyg_chimera.ops.common.vector_kit import clear, copy, even_share
 
 __all__ = ["Grids", "backward", "forward", "most_held"]
 
@@ -163,13 +163,6 @@ def _rows_held(height, width, size):  # type: ignore[no-untyped-def]
     """
     fit = _HELD // (2 * width * size)
     return height if fit >= height else max(1, fit, int(math.sqrt(height)))
-
-
-@jit
-def _share(num_keys):  # type: ignore[no-untyped-def]
-    """Key channels of a tile, in even shares."""
-    shares = max(1, (num_keys + _KEYS - 1) // _KEYS)
-    return max(1, (num_keys + shares - 1) // shares)
 
 
 @inlined
@@ -317,9 +310,14 @@ def _add_sums(target, rows, m):  # type: ignore[no-untyped-def]
         store_part(target + a, sums, m - a)
 
 
-@inlined
-def _corner(o, height, width):  # type: ignore[no-untyped-def]
-    """Where an orientation starts, and how far on are the next columns and rows."""
+@jit
+def _orientation(o, height, width, heads):  # type: ignore[no-untyped-def]
+    """How an orientation is swept: its first node, how far on the next node and the
+    next row are, how many of both there are, how far on the gates of its own first
+    direction and transition begin, and how far on those of the other one are.
+
+    Rows are columns where those are shorter, and directions change places then.
+    """
     right = -1 if o == 1 or o == 3 else 1
     down = -1 if o == 1 or o == 2 else 1
     start = 0
@@ -327,7 +325,11 @@ def _corner(o, height, width):  # type: ignore[no-untyped-def]
         start += width - 1
     if down < 0:
         start += (height - 1) * width
-    return start, right, down * width
+    gates, transitions = 2 * o * heads, 4 * o * heads
+    if width <= height:
+        return start, right, down * width, width, height, gates, transitions, heads
+    gates, transitions = gates + heads, transitions + 3 * heads
+    return start, down * width, right, height, width, gates, transitions, -heads
 
 
 @jit
@@ -338,22 +340,19 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
     _, heads, slices, w = value.shape
     orientations, (_, groups, num_keys) = source.shape[1], query.shape
     across = pointer(scratch)
-    by, share = lanes(across), _share(num_keys)
+    by, share = lanes(across), even_share(num_keys, _KEYS)
     of_gates, of_keys = orientations * 2 * heads, groups * num_keys
     of_values = heads * slices * w
     for task in range(first, last):
         grid, part = task // (heads * slices), task % (heads * slices)
-        h, n, lines = part // slices, width[grid], height[grid]
-        is_wide = n > lines
+        h = part // slices
         for o in range(orientations):
-            start, turn, line = _corner(o, height[grid], width[grid])
+            start, turn, line, n, lines, gates, transitions, other = _orientation(
+                o, height[grid], width[grid], heads
+            )
             start += node[grid]
-            at, other, last_gate = 2 * o * heads + h, heads, 0
-            if is_wide:
-                n, lines, turn, line = height[grid], width[grid], line, turn
-                at, other, last_gate = at + heads, -heads, 2 * heads
-            S, M = pointer(source) + at, pointer(mark) + at
-            T = pointer(transition) + (2 * o * heads + at + last_gate)
+            S, M = pointer(source) + (gates + h), pointer(mark) + (gates + h)
+            T = pointer(transition) + (transitions + h)
             for a in range(0, num_keys, share):
                 m = min(share, num_keys - a)
                 at, size = h // (heads // groups) * num_keys + a, m * by
@@ -381,25 +380,22 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
     nodes, heads, slices, w = value.shape
     orientations, (_, groups, num_keys) = source.shape[1], query.shape
     rows = pointer(scratch)
-    by, share = lanes(rows), _share(num_keys)
+    by, share = lanes(rows), even_share(num_keys, _KEYS)
     of_gates, of_keys = orientations * 2 * heads, groups * num_keys
     of_values, of_grads = heads * slices * w, heads * num_keys
     for task in range(first, last):
         grid, part = task // (heads * slices), task % (heads * slices)
         h, slice_ = part // slices, part % slices
-        n, lines = width[grid], height[grid]
-        is_wide = n > lines
         for o in range(orientations):
-            start, turn, line = _corner(o, height[grid], width[grid])
+            start, turn, line, n, lines, gates, transitions, other = _orientation(
+                o, height[grid], width[grid], heads
+            )
             start += node[grid]
-            at, other, last_gate = 2 * o * heads + h, heads, 0
-            if is_wide:
-                n, lines, turn, line = height[grid], width[grid], line, turn
-                at, other, last_gate = at + heads, -heads, 2 * heads
+            at = gates + h
             S, M = pointer(source) + at, pointer(mark) + at
-            of_slice = at + slice_ * nodes * of_gates
-            dS, dM = pointer(grad_source) + of_slice, pointer(grad_mark) + of_slice
-            at += 2 * o * heads + last_gate
+            at += slice_ * nodes * of_gates
+            dS, dM = pointer(grad_source) + at, pointer(grad_mark) + at
+            at = transitions + h
             T = pointer(transition) + at
             dT = pointer(grad_transition) + (at + 2 * slice_ * nodes * of_gates)
             for a in range(0, num_keys, share):

@@ -53,6 +53,7 @@ from pyg_chimera.ops.common.vector_kit import (
     LANES,
     clear,
     copy,
+    even_share,
     inner_product,
     matmul,
     multiply,
@@ -364,8 +365,7 @@ def _state_backward(
 def _rows(held, num_keys, width, room):  # type: ignore[no-untyped-def]
     """How many key channels of so many states fit in a tile, in even shares."""
     fit = max(1, max(room // held, _MIN_LANES) // max(1, width))
-    shares = max(1, (num_keys + fit - 1) // fit)
-    return max(1, (num_keys + shares - 1) // shares)
+    return even_share(num_keys, fit)
 
 
 # Indices are bare loop variables, and arrays are indexed whole: numba counts references
@@ -788,8 +788,7 @@ def _mask_backward(
 @jit
 def _width(n):  # type: ignore[no-untyped-def]
     """Columns at a time, in even shares, filled up to whole vectors."""
-    shares = max(1, (n + _WIDTH - 1) // _WIDTH)
-    return max(1, ((n + shares - 1) // shares + LANES - 1) // LANES) * LANES
+    return (even_share(n, _WIDTH) + LANES - 1) // LANES * LANES
 
 
 @jit
