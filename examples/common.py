@@ -17,6 +17,7 @@ import logging
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
 import warnings
@@ -295,6 +296,18 @@ class Run(LightningModule):
         self.load = cache(load)
         self.results = results | {"parameters": count_parameters(model)}
         self.history: list[dict[str, float]] = []
+        self.interrupted = False
+
+    def interrupt(self, *_: object) -> NoReturn:
+        """Answers Ctrl-C, and remembers it: Python drops what is raised in destructors,
+        and that of a loader, which waits for its workers, takes its time.
+        """
+        self.interrupted = True
+        raise KeyboardInterrupt
+
+    def obey(self) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
 
     def prepare_data(self) -> None:
         self.load()  # on one process, while the others wait for what it stores
@@ -328,6 +341,7 @@ class Run(LightningModule):
         return self.loader(self.test_name)
 
     def training_step(self, batch: Batch) -> Tensor:
+        self.obey()
         loss = self.task.loss(self.model(**self.model.inputs(batch)), batch)
         if not loss.isfinite():
             raise FloatingPointError(
@@ -339,6 +353,7 @@ class Run(LightningModule):
         return loss
 
     def evaluate(self, batch: Batch, split: str) -> None:
+        self.obey()
         out = self.model(**self.model.inputs(batch))
         rows = {"loss": (self.task.loss(out, batch), batch.num_graphs)}
         for name, row in (rows | self.task.rows(out.float(), batch)).items():
@@ -482,6 +497,9 @@ def fit(
         enable_model_summary=False,
         enable_progress_bar=sys.stdout.isatty(),
     )
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # as it is in the background of a shell
+        signal.signal(signal.SIGINT, run.interrupt)
     try:
         resumed = last if args.resume and last.exists() else None
         trainer.fit(run, ckpt_path=resumed, weights_only=True)
@@ -499,6 +517,8 @@ def fit(
         results["stopped_by"] = "SIGTERM" if trainer.received_sigterm else "SIGINT"
         if last.exists():
             run.history = torch.load(last, weights_only=True)["history"]
+    finally:
+        signal.signal(signal.SIGINT, before)
     run.record()
     if RANK == 0 and run.history:
         draw_curves(args.out / CURVES, run.history, run.metric)

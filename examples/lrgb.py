@@ -1,4 +1,4 @@
-"""Trains Chimera, or a baseline, on the Long Range Graph Benchmark.
+"""Trains Chimera, or another model, on the Long Range Graph Benchmark.
 
 Without arguments it trains a small model on generated peptides, with no download::
 
@@ -10,7 +10,7 @@ Peptides-func is also read from its raw file of SMILES strings, when ``--root`` 
 
     python examples/lrgb.py --dataset peptides-struct --preset paper
     python examples/lrgb.py --root peptides-functional --preset released
-    python examples/lrgb.py --baseline gps              # the same budget
+    python examples/lrgb.py --model gps                 # of the same size
     torchrun --nproc_per_node=2 examples/lrgb.py        # several processes
 
 A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
@@ -27,7 +27,14 @@ from torch.nn import Module, MultiheadAttention
 from torch_geometric import seed_everything
 from torch_geometric.nn import GCNConv
 
-from pyg_chimera.nn import ChimeraConv, GatedGCNConv, GPSLayer, GraphModel
+from pyg_chimera.nn import (
+    ChimeraConv,
+    GatedGCNConv,
+    GPSLayer,
+    GraphMambaConv,
+    GraphModel,
+    PLSTMConv,
+)
 from pyg_chimera.transforms import AddEliminationOrder
 
 #: The authors' released code.
@@ -69,7 +76,7 @@ OVERRIDES: dict[tuple[str, str], dict[str, Any]] = {
     # Not in table 11; the batch size is GraphGPS's.
     ("paper", "pcqm-contact"): {"heads": 4, "state_channels": 64, "batch_size": 256},
 }
-BASELINES = ("gcn", "gatedgcn", "gps")
+MODELS = ("chimera", "plstm", "graph-mamba", "gps", "gatedgcn", "gcn")
 
 
 def get_recipe(preset: str, dataset: str) -> dict[str, Any]:
@@ -86,7 +93,9 @@ def get_args(argv: list[str] | None = None) -> Namespace:
         choices=sorted(LRGB),
         help="default: peptides-func if --root holds its raw file, else generated",
     )
-    parser.add_argument("--baseline", choices=BASELINES, help="instead of Chimera")
+    parser.add_argument(
+        "--model", choices=MODELS, default="chimera", help="default: chimera"
+    )
 
     def recipe(args: Namespace) -> dict[str, Any]:
         dataset = choose_dataset(parser, args)
@@ -95,7 +104,6 @@ def get_args(argv: list[str] | None = None) -> Namespace:
         return own | get_recipe(preset, dataset)
 
     args = parse(parser, argv, recipe)
-    args.model = args.baseline or "chimera"
     name = f"{args.dataset}-{args.model}-{args.preset}-seed{args.seed}"
     args.out = args.out or Path("runs", "lrgb", name)
     return args
@@ -107,23 +115,28 @@ def get_transforms(args: Namespace) -> dict[str, AddEliminationOrder]:
 
 
 def build_model(args: Namespace) -> GraphModel:
-    """Chimera, or a baseline that differs from it in layers only.
+    """A model with Chimera's layers, or one that has something else in Chimera's place.
 
-    ``gcn`` and ``gatedgcn`` have that local convolution and nothing else, ``gps`` has
-    GatedGCN and attention in Chimera's place. No model has a positional encoding.
+    ``gps`` has attention there, ``gcn`` and ``gatedgcn`` nothing: they are that local
+    convolution alone. No model has a positional encoding.
     """
-    channels, is_chimera = args.channels, args.model == "chimera"
-    local = args.conv if is_chimera else args.model
+    channels, is_local = args.channels, args.model in ("gcn", "gatedgcn")
     facts = dict(LRGB[args.dataset])
     facts["out_channels"] = facts["out_channels"] or channels
 
     def mixer() -> Module | None:
+        if is_local:
+            return None
         if args.model == "gps":
             return MultiheadAttention(
                 channels, args.heads, dropout=args.dropout, batch_first=True
             )
-        if not is_chimera:
-            return None
+        if args.model == "plstm":
+            return PLSTMConv(
+                channels, channels, args.heads, edge_dim=channels, order="bfs"
+            )
+        if args.model == "graph-mamba":
+            return GraphMambaConv(channels)
         return ChimeraConv(
             channels,
             channels,
@@ -139,7 +152,7 @@ def build_model(args: Namespace) -> GraphModel:
     norm: dict[str, Any] = {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}
 
     def layer(_: int) -> GPSLayer:
-        if local == "gcn":
+        if (args.model if is_local else args.conv) == "gcn":
             conv = GCNConv(channels, channels)
         else:
             conv = GatedGCNConv(channels, channels, act=args.act)
@@ -160,14 +173,14 @@ def build_model(args: Namespace) -> GraphModel:
         num_layers=args.num_layers,
         head_layers=args.head_layers,
         act=args.act,
-        structure={"rank": "elimination_rank"} if is_chimera else None,
+        structure={"rank": "elimination_rank"} if args.model == "chimera" else None,
         **facts,
         **(norm if args.norm_first else {}),
     )
 
 
 def match_chimera(args: Namespace) -> Namespace:
-    """With the width at which a baseline has Chimera's number of parameters."""
+    """With the width at which another model has Chimera's number of parameters."""
 
     def build(channels: int, model: str = args.model) -> GraphModel:
         return build_model(
@@ -182,7 +195,7 @@ def match_chimera(args: Namespace) -> Namespace:
 
 def run(args: Namespace) -> dict[str, Any]:
     """Trains as told on the command line and returns the results."""
-    if args.baseline is not None:
+    if args.model != "chimera":
         args = match_chimera(args)
     seed_everything(args.seed)
     model = build_model(args)

@@ -107,7 +107,7 @@ def test_defaults(tmp_path, monkeypatch, refused):
     ("script", "argv"),
     [
         (lrgb, "--smoke --dataset zinc"),
-        (lrgb, "--baseline mlp"),
+        (lrgb, "--model mlp"),
         (graph_mamba, "--preset released"),
         (graph_mamba, "--order height"),
         (graph_mamba, "--ablation --order degree"),
@@ -157,11 +157,11 @@ def test_recipes_of_chimera_stay_below_500k_parameters(preset, name):
 
 
 @pytest.mark.parametrize("preset", ["released", "paper", "demo"])
-@pytest.mark.parametrize("name", lrgb.BASELINES)
-def test_baselines_have_the_same_budget(preset, name):
+@pytest.mark.parametrize("name", lrgb.MODELS[1:])
+def test_models_have_the_same_size(preset, name):
     argv = ("--preset", preset, "--dataset", "peptides-func")
     target = count_parameters(lrgb.build_model(get_args(lrgb, *argv)))
-    args = lrgb.match_chimera(get_args(lrgb, *argv, "--baseline", name))
+    args = lrgb.match_chimera(get_args(lrgb, *argv, "--model", name))
     model = lrgb.build_model(args)
     assert count_parameters(model) == pytest.approx(target, rel=0.05)
     assert model.channels % args.heads == 0
@@ -371,9 +371,9 @@ def test_each_data_set_trains_from_downloaded_files(root, tmp_path, script, name
     check_metrics(tmp_path, model, task, datasets)
 
 
-@pytest.mark.parametrize("name", lrgb.BASELINES)
-def test_baselines_train(generated, tmp_path, name, capsys):
-    results = run(lrgb, tmp_path, *generated, "--baseline", name)
+@pytest.mark.parametrize("name", lrgb.MODELS[1:])
+def test_models_train(generated, tmp_path, name, capsys):
+    results = run(lrgb, tmp_path, *generated, "--model", name)
     assert 0 < results["best"]["test_ap"] <= 1
     assert f"generated, {name}, preset smoke" in capsys.readouterr().out
 
@@ -522,7 +522,7 @@ def test_real_graphs(shared_data, tmp_path, name, graphs, columns, bonds):
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_to_resume(generated, tmp_path):
     command = [sys.executable, str(EXAMPLES / "lrgb.py"), *generated[:-1], "1000"]
-    command += ["--baseline", "gcn", "--out", str(tmp_path), "--num-workers", "1"]
+    command += ["--model", "gcn", "--out", str(tmp_path), "--num-workers", "1"]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

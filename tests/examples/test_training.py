@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -118,6 +119,23 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     torch.rand(7)  # what has happened to the generators since does not matter
     assert run(tmp_path, "--resume")["stopped_by"] is None
     assert_same_run(straight, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupted_destructor_does_not_swallow_ctrl_c(tmp_path, interrupt):
+    task, calls = get_task(), iter(range(20))
+
+    class Loader:
+        def __del__(self):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def drop(out, batch):
+        if next(calls) == 14:
+            Loader()
+        return task.loss(out, batch)
+
+    results = run(tmp_path, task=task._replace(loss=drop))
+    assert (results["stopped_by"], results["epochs_done"]) == ("SIGINT", 2)
 
 
 def test_a_run_that_failed_goes_on_where_it_was_moved_to(straight, tmp_path):
