@@ -531,16 +531,34 @@ def fit(
     return results
 
 
+def summarize(
+    runs: Mapping[str, Mapping[str, Any]], metric: str, unit: str
+) -> dict[str, dict[str, Any]]:
+    """A row for each model, of the results of its finished runs, ``model/...``: means
+    and standard deviations (``ddof=0``) of a metric, over so many of a unit.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(run.partition("/")[0] for run in runs):
+        found = [run for key, run in runs.items() if key.startswith(f"{name}/")]
+        rows[name] = {"parameters": found[0]["parameters"], unit: len(found)}
+        for split in ("test", "val"):
+            values = [run["best"][f"{split}_{metric}"] for run in found]
+            rows[name][f"{split}_{metric}"] = float(np.mean(values))
+            rows[name][f"{split}_std"] = float(np.std(values))
+        rows[name]["seconds"] = round(sum(run["seconds"] for run in found), 1)
+    return rows
+
+
 def fit_all(
     args: Namespace,
     runs: Mapping[str, Mapping[str, Any]],
     train: Callable[[Namespace], dict[str, Any]],
-    summarize: Callable[[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]],
+    tabulate: Callable[[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]],
 ) -> dict[str, Any]:
     """Trains models one after the other, and compares them in a table.
 
     ``runs`` says in what they differ from the command line, by the names of their
-    folders, ``train`` trains one by :func:`fit`, and ``summarize`` makes rows of the
+    folders, ``train`` trains one by :func:`fit`, and ``tabulate`` makes rows of the
     table, by name, of the finished runs' results. Returns what is in ``results.json``.
     """
     results = open_run(args) | {"rows": {}}
@@ -559,7 +577,7 @@ def fit_all(
             results["stopped_by"] = found["stopped_by"]
             break
         finished[name] = found
-        results["rows"] = summarize(finished)
+        results["rows"] = tabulate(finished)
     if RANK == 0:
         write(args.out / RESULTS, results)
         rows = pd.DataFrame.from_dict(results["rows"], orient="index")

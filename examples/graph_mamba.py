@@ -195,7 +195,7 @@ def run(args: Namespace) -> dict[str, Any]:
         return train(args)
     metric = next(iter(get_task(args.dataset).metrics))
 
-    def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    def tabulate(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return {
             order: {
                 "permuted": VARIANTS[order][0],
@@ -208,7 +208,7 @@ def run(args: Namespace) -> dict[str, Any]:
         }
 
     variants = {order: {"order": order} for order in VARIANTS}
-    return fit_all(args, variants, train, summarize)
+    return fit_all(args, variants, train, tabulate)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Trains on the nodes of one large graph: all at once, by clusters or neighbourhoods.
+r"""Trains on the nodes of one large graph: all at once, by clusters or neighbourhoods.
 
 Without arguments it plays Minesweeper, on a field that it makes, with no download::
 
@@ -9,8 +9,9 @@ The heterophilous graphs of Platonov et al. (2023), with their ten splits, are r
 ``actor.npz``, which is published beside the others); so is ogbn-arxiv, with its one
 split, by OGB's own loader::
 
-    python examples/node_classification.py --dataset tolokers --split 3
-    python examples/node_classification.py --dataset minesweeper --model attention
+    python examples/node_classification.py --dataset tolokers --splits 3
+    python examples/node_classification.py --dataset minesweeper \
+        --models chimera gps gcn --splits 0 1 2 3 4 5 6 7 8 9
 
 What does not fit in memory is cut. Clusters, found by METIS, are graphs of their own,
 and several processes share them out. Neighbourhoods are sampled around nodes that are
@@ -19,19 +20,34 @@ trained on, in every epoch anew, by PyG's sampler, which torch-sparse and pyg-li
     torchrun --nproc_per_node=2 examples/node_classification.py --clusters 16
     python examples/node_classification.py --neighbors 10 10 --num-seeds 512
 
-A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
+Each model is trained on each split, in a folder of its own; ``results.json`` has a row
+for each model. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with
+``--resume``.
 """
 
 import sys
 from argparse import Namespace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import WORLD, Task, fit, main, make_parser, natural, parse, positive_int
+from common import (
+    WORLD,
+    Task,
+    fit,
+    fit_all,
+    main,
+    make_parser,
+    natural,
+    open_run,
+    parse,
+    positive_int,
+    summarize,
+)
 from ogb.nodeproppred import PygNodePropPredDataset
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -41,7 +57,7 @@ from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
 from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.datasets import HeterophilousGraphDataset
 from torch_geometric.loader import NeighborLoader
-from torch_geometric.nn import GPSConv, SAGEConv
+from torch_geometric.nn import GCNConv, GPSConv, SAGEConv
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 from torch_geometric.utils import (
     coalesce,
@@ -53,10 +69,17 @@ from torch_geometric.utils import (
 from torch_geometric.utils.sparse import index2ptr
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
-from pyg_chimera.nn import ChimeraConv, GPSLayer, GraphModel
+from pyg_chimera.nn import (
+    ChimeraConv,
+    GPSLayer,
+    GraphMambaConv,
+    GraphModel,
+    PLSTMConv,
+)
 from pyg_chimera.transforms import AddEliminationOrder
 
-SPLITS = ("train", "val", "test")
+PARTS = ("train", "val", "test")
+MODELS = ("chimera", "plstm", "graph-mamba", "gps", "sage", "gcn")
 DOWNLOADS = ("amazon-ratings", "minesweeper", "questions", "roman-empire", "tolokers")
 DATASETS = ("generated", "actor", *DOWNLOADS, "ogbn-arxiv")
 #: ``default`` is that of the released experiments on these graphs, with fewer epochs.
@@ -76,29 +99,29 @@ PRESETS: dict[str, dict[str, Any]] = {
 # Data ----------------------------------------------------------------------------
 
 
-def make_field(side: int, split: int) -> Data:
+def make_field(side: int, num_splits: int = 10) -> Data:
     """Minesweeper, as its data set has it: 20 % of the squares of a field are mines.
 
     Nodes tell how many of their eight neighbours are, half of them nothing.
     """
-    generator = torch.Generator().manual_seed(split)
+    generator = torch.Generator().manual_seed(0)
     edge_index, _ = grid(side, side)
     edge_index = edge_index[:, edge_index[0] != edge_index[1]]
     mine = torch.rand(side**2, generator=generator) < 0.2
     count = scatter(mine[edge_index[0]].long(), edge_index[1], dim_size=side**2)
     hidden = torch.rand(side**2, generator=generator) < 0.5
     x = F.one_hot(torch.where(hidden, 9, count), 10).float()
-    part = torch.rand(side**2, generator=generator)
-    masks = {"train": part < 0.5, "val": (part >= 0.5) & (part < 0.75)}
-    masks["test"] = part >= 0.75
+    share = torch.rand(side**2, num_splits, generator=generator)
+    masks = {"train": share < 0.5, "val": (share >= 0.5) & (share < 0.75)}
+    masks["test"] = share >= 0.75
     named = {f"{name}_mask": mask for name, mask in masks.items()}
     return Data(x=x, edge_index=edge_index, y=mine.long(), **named)
 
 
 def load_graph(args: Namespace) -> Data:
-    """The graph, with the masks of one split."""
+    """The graph, with the masks of all its splits, one in each column."""
     if args.dataset == "generated":
-        return make_field(args.side, args.split)
+        return make_field(args.side)
     if args.dataset == "ogbn-arxiv":
         # What it stores are these, which torch loads only if they are named.
         with torch.serialization.safe_globals(
@@ -108,8 +131,8 @@ def load_graph(args: Namespace) -> Data:
         graph, indices = dataset[0], dataset.get_idx_split()
         data = Data(x=graph.x, edge_index=to_undirected(graph.edge_index))
         data.y = graph.y[:, 0]
-        for name, key in zip(SPLITS, ("train", "valid", "test"), strict=True):
-            data[f"{name}_mask"] = index_to_mask(indices[key], data.num_nodes)
+        for name, key in zip(PARTS, ("train", "valid", "test"), strict=True):
+            data[f"{name}_mask"] = index_to_mask(indices[key], data.num_nodes)[:, None]
         return data
     path = args.root / f"{args.dataset.replace('-', '_')}.npz"
     if path.exists():
@@ -118,18 +141,16 @@ def load_graph(args: Namespace) -> Data:
         edge_index = to_undirected(arrays["edges"].t().contiguous())
         data = Data(x=arrays["node_features"].float(), edge_index=edge_index)
         data.y = arrays["node_labels"]
-        masks = {name: arrays[f"{name}_masks"].t() for name in SPLITS}
+        for name in PARTS:
+            data[f"{name}_mask"] = arrays[f"{name}_masks"].t()
     elif args.dataset in DOWNLOADS:
         data = HeterophilousGraphDataset(str(args.root), args.dataset.title())[0]
         data.edge_index = to_undirected(data.edge_index)
-        masks = {name: data[f"{name}_mask"] for name in SPLITS}
     else:
         raise FileNotFoundError(
             f"there is no {path}: it is published at "
             "github.com/yandex-research/heterophilous-graphs, in data"
         )
-    for name, mask in masks.items():
-        data[f"{name}_mask"] = mask[:, args.split]
     return data
 
 
@@ -170,21 +191,24 @@ class Neighborhoods(Dataset):
 order = AddEliminationOrder()
 
 
-def get_datasets(args: Namespace) -> dict[str, Any]:
-    """Graphs whose ``mask`` says which nodes count, by split."""
+def get_parts(args: Namespace) -> list[Data]:
+    """The whole graph, or its clusters, as they are trained on."""
     whole = load_graph(args)
-    parts = cut(whole, args.clusters) if args.clusters else [whole]
-    parts = list(map(order, parts))
+    return list(map(order, cut(whole, args.clusters) if args.clusters else [whole]))
+
+
+def get_datasets(args: Namespace, parts: list[Data], split: int) -> dict[str, Any]:
+    """Graphs whose ``mask`` says which nodes count, by part of the split."""
+
+    def masked(part: Data, name: str) -> Data:
+        mask = part[f"{name}_mask"][:, split]
+        data = Data(x=part.x, edge_index=part.edge_index, y=part.y, mask=mask)
+        data.elimination_rank = part.elimination_rank
+        return data
+
     datasets: dict[str, Any] = {
-        name: [
-            Data(
-                x=part.x, edge_index=part.edge_index, y=part.y,
-                elimination_rank=part.elimination_rank, mask=part[f"{name}_mask"],
-            )
-            for part in parts
-        ]
-        for name in SPLITS
-    }  # fmt: skip
+        name: [masked(part, name) for part in parts] for name in PARTS
+    }
     if args.neighbors:
         (graph,) = datasets["train"]
         datasets["train"] = Neighborhoods(graph, args.neighbors, args.num_seeds)
@@ -212,18 +236,25 @@ def get_task(num_classes: int) -> Task:
 # Runs ----------------------------------------------------------------------------
 
 
-def build_model(args: Namespace, in_channels: int, num_classes: int) -> GraphModel:
-    """Layers of a local convolution beside Chimera, attention, or nothing."""
-    channels = args.channels
+def build_model(
+    args: Namespace, name: str, in_channels: int, num_classes: int
+) -> GraphModel:
+    """Layers of GraphSAGE beside one of the mixers; or of ``sage`` or ``gcn`` alone."""
+    channels, dropout = args.channels, 0.2
+
+    def mixer() -> torch.nn.Module:
+        if name == "chimera":
+            return ChimeraConv(channels, channels, heads=4, state_channels=16)
+        if name == "plstm":
+            return PLSTMConv(channels, heads=4, order="bfs")
+        return GraphMambaConv(channels)
 
     def layer(_: int) -> torch.nn.Module:
-        conv = SAGEConv(channels, channels)
-        if args.model == "attention":
-            return GPSConv(channels, conv, heads=4, dropout=0.2)
-        mixer = None
-        if args.model == "chimera":
-            mixer = ChimeraConv(channels, channels, heads=4, state_channels=16)
-        return GPSLayer(channels, conv, mixer, dropout=0.2, norm="batch_norm")
+        local = (GCNConv if name == "gcn" else SAGEConv)(channels, channels)
+        if name == "gps":
+            return GPSConv(channels, local, heads=4, dropout=dropout)
+        far = None if name in ("sage", "gcn") else mixer()
+        return GPSLayer(channels, local, far, dropout=dropout, norm="batch_norm")
 
     return GraphModel(
         in_channels=in_channels,
@@ -232,7 +263,7 @@ def build_model(args: Namespace, in_channels: int, num_classes: int) -> GraphMod
         layers=layer,
         num_layers=args.num_layers,
         head="node",
-        structure={"rank": "elimination_rank"} if args.model == "chimera" else None,
+        structure={"rank": "elimination_rank"} if name == "chimera" else None,
     )
 
 
@@ -241,9 +272,10 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__doc__, ["default", "demo"], root="data")
     add = parser.add_argument
     add("--dataset", choices=DATASETS, default="generated", help="default: generated")
-    add("--split", type=natural, default=0, help="which of the ten; default: 0")
-    models = ["chimera", "attention", "local"]
-    add("--model", choices=models, default="chimera", help="default: chimera")
+    add("--splits", type=natural, nargs="+", default=[0], metavar="SPLIT",
+        help="which of the ten; default: 0")  # fmt: skip
+    add("--models", choices=MODELS, nargs="+", default=["chimera"], metavar="MODEL",
+        help=f"of {', '.join(MODELS)}; default: chimera")  # fmt: skip
     add = parser.add_mutually_exclusive_group().add_argument
     add("--clusters", type=positive_int, help="train and test on so many parts")
     add("--neighbors", type=positive_int, nargs="+", metavar="N",
@@ -257,9 +289,12 @@ def get_args(argv: list[str] | None = None) -> Namespace:
         return shared | {"batch_size": WORLD} | PRESETS[preset]
 
     args = parse(parser, argv, recipe)
-    splits = {"generated": 2**31, "ogbn-arxiv": 1}.get(args.dataset, 10)
-    if args.split >= splits:
-        parser.error(f"--split must be below {splits} for {args.dataset}")
+    args.models, args.splits = (
+        list(dict.fromkeys(named)) for named in (args.models, args.splits)
+    )
+    count = 1 if args.dataset == "ogbn-arxiv" else 10
+    if max(args.splits) >= count:
+        parser.error(f"--splits must be below {count} for {args.dataset}")
     if (args.clusters or 1) < WORLD:
         parser.error(f"{WORLD} processes need --clusters, at least as many")
     if args.clusters and find_spec("pymetis") is None:
@@ -267,19 +302,30 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     if args.neighbors and not (WITH_TORCH_SPARSE or WITH_PYG_LIB):
         parser.error("--neighbors needs PyG's sampler: install torch-sparse or pyg-lib")
     how = "neighbors" if args.neighbors else f"clusters{args.clusters or 1}"
-    name = f"{args.dataset}-{args.model}-{how}-{args.preset}-{args.split}-{args.seed}"
+    name = "-".join([args.dataset, *args.models, how, args.preset, f"seed{args.seed}"])
     args.out = args.out or Path("runs", "node-classification", name)
     return args
 
 
 def run(args: Namespace) -> dict[str, Any]:
     """Trains as told on the command line and returns the results."""
-    seed_everything(args.seed)
-    whole = load_graph(args)
-    num_classes = int(whole.y.max()) + 1
-    model = build_model(args, whole.num_features, num_classes)
-    title = f"{args.dataset}, {args.model}, preset {args.preset}"
-    return fit(args, model, get_task(num_classes), lambda: get_datasets(args), title)
+    open_run(args)  # before the graph is read
+    parts = get_parts(args)
+    num_classes = 1 + max(int(part.y.max()) for part in parts)
+
+    def train(own: Namespace) -> dict[str, Any]:
+        seed_everything(own.seed)
+        model = build_model(own, own.model, parts[0].num_features, num_classes)
+        title = f"{own.dataset}, {own.model}, split {own.split}, preset {own.preset}"
+        datasets = get_datasets(own, parts, own.split)
+        return fit(own, model, get_task(num_classes), lambda: datasets, title)
+
+    runs = {
+        f"{name}/split-{split}": {"model": name, "split": split}
+        for name, split in product(args.models, args.splits)
+    }
+    metric = next(iter(get_task(num_classes).metrics))
+    return fit_all(args, runs, train, lambda found: summarize(found, metric, "splits"))
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from common import (
     number,
     open_run,
     parse,
+    summarize,
 )
 from graph_data import Stored
 from sklearn.model_selection import StratifiedKFold
@@ -241,20 +242,6 @@ def build_model(
     return build(match_size(build, 300_000, range(1, 1000)))
 
 
-def summarize(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A row for each model, of the results of its finished folds."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(run.partition("/")[0] for run in runs):
-        folds = [found for run, found in runs.items() if run.startswith(f"{name}/")]
-        rows[name] = {"parameters": folds[0]["parameters"], "folds": len(folds)}
-        for split in ("test", "val"):
-            values = [found["best"][f"{split}_accuracy"] for found in folds]
-            rows[name][f"{split}_accuracy"] = float(np.mean(values))
-            rows[name][f"{split}_std"] = float(np.std(values))
-        rows[name]["seconds"] = round(sum(found["seconds"] for found in folds), 1)
-    return rows
-
-
 def run(args: Namespace) -> dict[str, Any]:
     """Trains as told on the command line and returns the results."""
     open_run(args)  # before the graphs are read
@@ -280,7 +267,9 @@ def run(args: Namespace) -> dict[str, Any]:
         }
         for name, i in product(args.models, range(args.folds))
     }
-    return fit_all(args, runs, train, summarize)
+    return fit_all(
+        args, runs, train, lambda found: summarize(found, "accuracy", "folds")
+    )
 
 
 if __name__ == "__main__":

@@ -115,8 +115,8 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (arrow_pointing, "--model vit --mode P"),
         (tudataset, "--folds 2"),
         (tudataset, "--models mlp"),
-        (node_classification, "--dataset actor --split 10"),
-        (node_classification, "--dataset ogbn-arxiv --split 1"),
+        (node_classification, "--dataset actor --splits 3 10"),
+        (node_classification, "--dataset ogbn-arxiv --splits 1"),
         (node_classification, "--clusters 4 --neighbors 5"),
         (node_classification, "--neighbors 0"),
     ],
@@ -592,22 +592,39 @@ def test_two_processes(generated, tmp_path):
 # One large graph ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", ["chimera", "attention", "local"])
-def test_node_classification(tmp_path, model):
-    argv = ("--smoke", "--model", model)
-    run(node_classification, tmp_path, *argv)
+def datasets_of(argv, split: int = 0) -> dict:
+    """Those that ``node_classification`` trains and tests on."""
+    args = get_args(node_classification, *argv)
+    return node_classification.get_datasets(
+        args, node_classification.get_parts(args), split
+    )
+
+
+def test_node_classification(tmp_path):
+    argv = ("--smoke", "--splits", "1", "7")
+    results = run(
+        node_classification, tmp_path, *argv, "--models", *node_classification.MODELS
+    )
     args = get_args(node_classification, *argv)
     whole = node_classification.load_graph(args)
-    masks = [whole[f"{name}_mask"] for name in node_classification.SPLITS]
-    assert torch.equal(sum(mask.long() for mask in masks), torch.ones_like(whole.y))
+    masks = [whole[f"{name}_mask"] for name in node_classification.PARTS]
+    total = sum(mask.long() for mask in masks)
+    assert torch.equal(total, torch.ones(whole.num_nodes, 10, dtype=torch.long))
     # Features tell half of the numbers of mines around, and nothing of the others.
     hidden = whole.x[:, 9] == 1
     count = torch.zeros_like(whole.y)
     count.index_add_(0, whole.edge_index[1], whole.y[whole.edge_index[0]])
     assert torch.equal(whole.x.argmax(1)[~hidden], count[~hidden])
-    built = node_classification.build_model(args, whole.num_features, 2)
-    datasets = node_classification.get_datasets(args)
-    check_metrics(tmp_path, built, node_classification.get_task(2), datasets)
+    assert list(results["rows"]) == list(node_classification.MODELS)
+    for name in node_classification.MODELS:
+        for split in (1, 7):
+            built = node_classification.build_model(args, name, whole.num_features, 2)
+            check_metrics(
+                tmp_path / name / f"split-{split}",
+                built,
+                node_classification.get_task(2),
+                datasets_of(argv, split),
+            )
 
 
 def heterophilous(root: Path, name: str, num_classes: int) -> None:
@@ -619,7 +636,7 @@ def heterophilous(root: Path, name: str, num_classes: int) -> None:
         node_features=generator.random((50, 4), dtype=np.float32),
         node_labels=np.arange(50) % num_classes,
         edges=np.stack([np.arange(49), np.arange(1, 50)], 1),
-        **{f"{x}_masks": part == i for i, x in enumerate(node_classification.SPLITS)},
+        **{f"{x}_masks": part == i for i, x in enumerate(node_classification.PARTS)},
     )
 
 
@@ -628,14 +645,13 @@ def test_heterophilous_files(tmp_path, refused):
     heterophilous(tmp_path / ".", "tolokers", 2)
     for dataset, metric in (("actor", "accuracy"), ("tolokers", "auroc")):
         argv = ("--smoke", "--root", str(tmp_path), "--dataset", dataset)
-        args = get_args(node_classification, *argv, "--split", "3")
-        graph = node_classification.load_graph(args)
+        graph = datasets_of(argv, 3)["val"][0]
         assert graph.is_undirected()
         raw = np.load(tmp_path / f"{dataset}.npz")
-        assert (graph.val_mask.numpy() == raw["val_masks"][3]).all()
+        assert (graph.mask.numpy() == raw["val_masks"][3]).all()
         out = tmp_path / f"run-{dataset}"
-        results = run(node_classification, out, *argv, "--split", "3")
-        assert 0 <= results["best"][f"test_{metric}"] <= 1
+        results = run(node_classification, out, *argv, "--splits", "3")
+        assert 0 <= results["rows"]["chimera"][f"test_{metric}"] <= 1
     (tmp_path / "actor.npz").unlink()
     args = get_args(node_classification, *argv[:3], "--dataset", "actor", "--overwrite")
     assert "there is no" in refused(common.main, node_classification.run, args)
@@ -664,13 +680,13 @@ def test_ogbn_arxiv(tmp_path):
         pd.DataFrame(table).to_csv(path, index=False, header=False)
     (folder / "RELEASE_v1.txt").touch()
     argv = ("--smoke", "--root", str(tmp_path), "--dataset", "ogbn-arxiv")
-    graph = node_classification.load_graph(get_args(node_classification, *argv))
+    graph = datasets_of(argv)["val"][0]
     assert graph.is_undirected()
     assert torch.equal(graph.y, torch.from_numpy(labels[:, 0]))
-    assert graph.val_mask.nonzero().view(-1).tolist() == list(range(30, 45))
+    assert graph.mask.nonzero().view(-1).tolist() == list(range(30, 45))
     for _ in range(2):  # as it is stored, too
         results = run(node_classification, tmp_path / "run", *argv, "--overwrite")
-    assert 0 <= results["best"]["test_accuracy"] <= 1
+    assert 0 <= results["rows"]["chimera"]["test_accuracy"] <= 1
 
 
 @pytest.mark.parametrize(
@@ -683,9 +699,9 @@ def test_parts_of_a_graph(tmp_path, how, needed, refused):
         assert "install" in refused(get_args, node_classification, *argv)
         pytest.skip(f"{needed} is not installed")
     args = get_args(node_classification, *argv)
-    graphs = list(node_classification.get_datasets(args)["train"])
+    graphs = list(datasets_of(argv)["train"])
     assert len(graphs) > 3
     whole = node_classification.load_graph(args)
-    assert sum(int(g.mask.sum()) for g in graphs) == int(whole.train_mask.sum())
+    assert sum(int(g.mask.sum()) for g in graphs) == int(whole.train_mask[:, 0].sum())
     results = run(node_classification, tmp_path, *argv)
-    assert 0 <= results["best"]["test_auroc"] <= 1
+    assert 0 <= results["rows"]["chimera"]["test_auroc"] <= 1
