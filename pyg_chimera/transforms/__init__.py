@@ -12,6 +12,7 @@ from pyg_chimera.transforms.line_graph import (
     MultitreePruning,
 )
 from pyg_chimera.transforms.node_order import NodeOrder
+from pyg_chimera.transforms.sequence_to_graph import SequenceToGraph
 from pyg_chimera.transforms.structure import (
     AddDiameter,
     AddEliminationOrder,
@@ -29,4 +30,5 @@ __all__ = [
     "LineGraphData",
     "MultitreePruning",
     "NodeOrder",
+    "SequenceToGraph",
 ]

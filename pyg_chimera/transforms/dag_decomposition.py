@@ -12,6 +12,7 @@ from pyg_chimera.ops.structure import connected_components, topological_rank
 from pyg_chimera.ops.structure.centrality import closeness, pagerank
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search_tree
+from pyg_chimera.transforms._grid import grid_dag, is_grid
 from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of
 
 __all__ = ["DAGDecomposition"]
@@ -19,6 +20,8 @@ __all__ = ["DAGDecomposition"]
 _SCORES = ("degree", "pagerank", "closeness")
 _SEARCHES = ("bfs", "bfs_dense")
 _ORDERS = ("order", *_SCORES, "random", *_SEARCHES)
+#: How many DAGs there are, whose structure is known.
+_KNOWN = {"path": 2, "grid": 4}
 
 
 @functional_transform("chimera_dag_decomposition")
@@ -52,9 +55,14 @@ class DAGDecomposition(BaseTransform):
     by side.
 
     Args:
-        num_dags (int, optional): The number of DAGs. (default: :obj:`2`)
-        order (str or Callable, optional): How to choose them.
+        num_dags (int, optional): The number of DAGs. (default: :obj:`4` of a grid,
+            else :obj:`2`)
+        method (str or Callable, optional): How to choose them.
 
+            * :obj:`"path"`: along a path, whose nodes follow on each other, and back.
+            * :obj:`"grid"`: the four canonical DAGs of a grid of :obj:`data.height`
+              rows and :obj:`data.width` columns, with nodes row by row: right and down,
+              left and up, right and up, left and down.
             * :obj:`"order"`: by the order of the nodes.
             * :obj:`"degree"`, :obj:`"pagerank"`, :obj:`"closeness"`: by the number of
               neighbours or a centrality of the node, highest last.
@@ -84,14 +92,14 @@ class DAGDecomposition(BaseTransform):
 
     Raises:
         TypeError: If the data is not homogeneous, or an index not integer.
-        ValueError: If an argument is not as above, the order has no :obj:`num_dags`
+        ValueError: If an argument is not as above, the method has no :obj:`num_dags`
             different DAGs, an edge lacks its reverse, or a shape or an index is wrong.
     """
 
     def __init__(
         self,
-        num_dags: int = 2,
-        order: str | Callable[[Data], Tensor] = "order",
+        num_dags: int | None = None,
+        method: str | Callable[[Data], Tensor] = "order",
         *,
         reverse: bool = True,
         ties: str = "order",
@@ -99,39 +107,46 @@ class DAGDecomposition(BaseTransform):
         seed: int | None = None,
         prefix: str = "dag",
     ) -> None:
+        if not callable(method) and method not in (*_ORDERS, *_KNOWN):
+            raise ValueError(
+                "'method' must be a function or one of "
+                f"{[*_KNOWN, *_ORDERS]} (got {method!r})"
+            )
+        known = 0 if callable(method) else _KNOWN.get(method, 0)
+        if num_dags is None:
+            num_dags = known or 2
         if not isinstance(num_dags, int):
             raise TypeError(
                 f"'num_dags' must be an integer (got '{type(num_dags).__name__}')"
             )
         if num_dags < 1:
             raise ValueError(f"'num_dags' must be at least 1 (got {num_dags})")
-        if not callable(order) and order not in _ORDERS:
-            raise ValueError(
-                f"'order' must be a function or one of {list(_ORDERS)} (got {order!r})"
-            )
         if ties not in ("order", "random"):
             raise ValueError(f"'ties' must be 'order' or 'random' (got '{ties}')")
-        scored = callable(order) or order in _SCORES
+        scored = callable(method) or method in _SCORES
         if ties == "random" and not scored:
             raise ValueError(
                 f"'ties' must be 'order' where there are no scores (got '{ties}' with "
-                f"order '{order}')"
+                f"method '{method}')"
             )
-        if root_attr is not None and order not in _SEARCHES:
+        if root_attr is not None and method not in _SEARCHES:
             raise ValueError(
-                f"'root_attr' needs an order with roots, one of {list(_SEARCHES)} (got "
-                f"'{root_attr}' with order '{order}')"
+                f"'root_attr' needs a method with roots, one of {list(_SEARCHES)} (got "
+                f"'{root_attr}' with method '{method}')"
             )
-        limit = 2 if reverse else 1
-        if num_dags > limit and ties == "order" and (scored or order == "order"):
+        limit = (known or 2) if reverse else max(1, known // 2)
+        one = scored or method == "order"
+        if num_dags > limit and (known or (one and ties == "order")):
             raise ValueError(
-                f"'num_dags' must be at most {limit} with order '{_name(order)}' "
-                f"and reverse={reverse}, as there is one such order (got {num_dags}); "
-                "use " + ("ties='random'" if scored else "order='random'") + " for more"
+                f"'num_dags' must be at most {limit} with method '{_name(method)}' "
+                f"and reverse={reverse}, as there are no others (got {num_dags})"
+                + ("" if known else "; use ")
+                + ("ties='random' for more" if scored else "")
+                + ("method='random' for more" if method == "order" else "")
             )
         check_attr_name("prefix", prefix)
         self.num_dags = num_dags
-        self.order = order
+        self.method = method
         self.reverse = reverse
         self.ties = ties
         self.root_attr = root_attr
@@ -154,11 +169,17 @@ class DAGDecomposition(BaseTransform):
             )
         device = edge_index.device
         edges = to_numpy(edge_index)
-        choices = self._choose(data, edges, num_nodes)
-        kept = [torch.from_numpy(next(choices)) for _ in range(self.num_dags)]
-
+        if self.method in _KNOWN:
+            sides = self._sides(data, num_nodes)
+            kept, ranks = self._known(torch.from_numpy(edges), *sides)
+        else:
+            choices = self._choose(data, edges, num_nodes)
+            kept = [torch.from_numpy(next(choices)) for _ in range(self.num_dags)]
+            ranks = [
+                topological_rank(torch.from_numpy(edges[:, ids.numpy()]), num_nodes)
+                for ids in kept
+            ]
         dags = [torch.from_numpy(edges[:, ids.numpy()]) for ids in kept]
-        ranks = [topological_rank(dag, num_nodes) for dag in dags]
         data[f"{self.prefix}_edge_index"] = [dag.to(device) for dag in dags]
         data[f"{self.prefix}_rank"] = [rank.to(device) for rank in ranks]
         attr_name = f"{self.prefix}_edge_attr"
@@ -171,8 +192,44 @@ class DAGDecomposition(BaseTransform):
     def __repr__(self) -> str:
         return (
             f"{self.__class__.__name__}(num_dags={self.num_dags}, "
-            f"order='{_name(self.order)}')"
+            f"method='{_name(self.method)}')"
         )
+
+    def _sides(self, data: Data, num_nodes: int) -> tuple[int, int]:
+        """The height and the width of the grid, of which a path is one row."""
+        if self.method == "path":
+            return 1, num_nodes
+        sides = [getattr(data, name, None) for name in ("height", "width")]
+        try:
+            height, width = (int(side) for side in sides)  # type: ignore[arg-type]
+        except (TypeError, ValueError, RuntimeError):
+            height = width = 0
+        if height < 1 or width < 1 or height * width != num_nodes:
+            raise ValueError(
+                "'data.height' and 'data.width' must be the numbers of rows and "
+                f"columns of a grid of {num_nodes} nodes, as 'ImageToGraph' adds them "
+                f"(got {sides[0]} and {sides[1]})"
+            )
+        return height, width
+
+    def _known(
+        self, edge_index: Tensor, height: int, width: int
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The numbers of the edges of each DAG, and its ranks."""
+        if not is_grid(edge_index, height, width):
+            what = "a path whose nodes follow on each other"
+            if self.method == "grid":
+                what = f"a grid of {height} x {width} nodes, row by row"
+            raise ValueError(
+                f"'data.edge_index' must be {what}, with edges in both directions "
+                f"(got other edges, {edge_index.size(1)} in number); other methods "
+                "take any graph"
+            )
+        step = 1 if self.reverse else 2
+        dags = [
+            grid_dag(edge_index, height, width, d * step) for d in range(self.num_dags)
+        ]
+        return [mask.nonzero().view(-1) for mask, _ in dags], [dag[1] for dag in dags]
 
     def _choose(
         self, data: Data, edges: np.ndarray, num_nodes: int
@@ -188,11 +245,11 @@ class DAGDecomposition(BaseTransform):
             key = zlib.crc32(edges.tobytes(), key)
             generator = torch.Generator().manual_seed(key)
 
-        if self.order in _SEARCHES:
+        if self.method in _SEARCHES:
             roots = self._roots(data, edges, num_nodes, generator)
             for root in roots:
                 level, parent = search_tree(ptr, head, root)
-                if self.order == "bfs_dense":
+                if self.method == "bfs_dense":
                     yield np.flatnonzero(level[source] + 1 == level[target])
                     if self.reverse:
                         yield np.flatnonzero(level[source] == level[target] + 1)
@@ -204,7 +261,7 @@ class DAGDecomposition(BaseTransform):
         score = self._score(data, ptr, head)
         while True:
             position = np.arange(num_nodes)
-            if self.order == "random" or self.ties == "random":
+            if self.method == "random" or self.ties == "random":
                 position = torch.randperm(num_nodes, generator=generator).numpy()
             if score is not None:
                 node = np.lexsort((position, score))
@@ -217,15 +274,15 @@ class DAGDecomposition(BaseTransform):
     def _score(
         self, data: Data, ptr: np.ndarray, head: np.ndarray
     ) -> np.ndarray | None:
-        if callable(self.order):
-            score = score_of(self.order, data, len(ptr) - 1).cpu()
+        if callable(self.method):
+            score = score_of(self.method, data, len(ptr) - 1).cpu()
             return (score.double() if score.is_floating_point() else score).numpy()
-        if self.order == "degree":
+        if self.method == "degree":
             return np.diff(ptr)
         bounds = np.array([0, len(ptr) - 1])
-        if self.order == "pagerank":
+        if self.method == "pagerank":
             return pagerank(ptr, head, bounds)
-        if self.order == "closeness":
+        if self.method == "closeness":
             return closeness(ptr, head, bounds)
         return None
 
@@ -274,8 +331,8 @@ class DAGDecomposition(BaseTransform):
         return nodes
 
 
-def _name(order: str | Callable) -> str:
-    return order if isinstance(order, str) else getattr(order, "__name__", "custom")
+def _name(method: str | Callable) -> str:
+    return method if isinstance(method, str) else getattr(method, "__name__", "custom")
 
 
 def _first(ids: np.ndarray, node: np.ndarray) -> np.ndarray:

@@ -10,6 +10,8 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
+from pyg_chimera.transforms._grid import grid_edges
+
 __all__ = ["ImageToGraph"]
 
 
@@ -19,8 +21,7 @@ class ImageToGraph(BaseTransform):
     :obj:`chimera_image_to_graph`).
 
     An image of :math:`C` channels becomes :math:`h \times w` patches of
-    :math:`p_h \times p_w` pixels. Where they reach over its lower or right border, the
-    image is padded with zeros. The result holds
+    :math:`p_h \times p_w` pixels. The result holds
 
     * :obj:`x`, :math:`[h \cdot w, C \cdot p_h \cdot p_w]`: the pixels of the patches,
       patches row by row; within a patch by channel, then row, then column. Floating
@@ -39,6 +40,8 @@ class ImageToGraph(BaseTransform):
             removed, and others, :obj:`y` for example, are kept, but for an
             :obj:`edge_attr` and a :obj:`num_nodes` of an earlier graph.
             (default: :obj:`"image"`)
+        pad (bool, optional): Whether to add zeros at the lower and right border of an
+            image whose sides patches do not divide. (default: :obj:`False`)
 
     Shapes:
         - **input:** a :class:`torch_geometric.data.Data` with an image, or the image
@@ -49,14 +52,16 @@ class ImageToGraph(BaseTransform):
 
     Raises:
         TypeError: If the input is none of these.
-        ValueError: If :obj:`patch_size` is not positive, the data has no image, or the
-            image a wrong shape or no pixels.
+        ValueError: If :obj:`patch_size` is not positive or does not divide the sides of
+            an image, the data has no image, or the image a wrong shape or no pixels.
     """
 
     def __init__(
         self,
         patch_size: int | tuple[int, int] = 1,
         attr_name: str = "image",
+        *,
+        pad: bool = False,
     ) -> None:
         sides: tuple[Any, ...] = (patch_size, patch_size)
         if isinstance(patch_size, (tuple, list)):
@@ -68,6 +73,7 @@ class ImageToGraph(BaseTransform):
             )
         self.patch_size: tuple[int, int] = (sides[0], sides[1])
         self.attr_name = attr_name
+        self.pad = pad
 
     def __call__(self, data: Any) -> Data:
         """The graph of a copy of the data, or of an image."""
@@ -96,10 +102,10 @@ class ImageToGraph(BaseTransform):
             data = Data()
 
         x, height, width = self._patches(image)
-        edge_index, pos = _grid(height, width)
+        edge_index, pos = grid_edges(height, width)
         data.x = x
         data.edge_index = edge_index.to(x.device)
-        data.pos = pos.to(x.device)
+        data.pos = pos.to(x.device, torch.float)
         data.height = height
         data.width = width
         return data
@@ -113,6 +119,11 @@ class ImageToGraph(BaseTransform):
         p, q = self.patch_size
         height, width = -(-rows // p), -(-columns // q)
         if height * p != rows or width * q != columns:
+            if not self.pad:
+                raise ValueError(
+                    f"'patch_size' must divide the sides of an image, got {p} x {q} "
+                    f"for {rows} x {columns} pixels; pad=True adds zeros"
+                )
             image = pad(image, (0, width * q - columns, 0, height * p - rows))
         image = image.reshape(channels, height, p, width, q).permute(1, 3, 0, 2, 4)
         return image.reshape(height * width, channels * p * q), height, width
@@ -148,14 +159,3 @@ def _to_tensor(image: Any) -> Tensor:
         return image
     out = image.to(torch.float)
     return out / 255 if image.dtype == torch.uint8 else out
-
-
-def _grid(height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Edges, by source, then target, and positions of a grid with nodes row by row."""
-    node = torch.arange(height * width)
-    row, col = node // width, node % width
-    # Above, left, right and below, where there is one.
-    exists = torch.stack([row > 0, col > 0, col < width - 1, row < height - 1], dim=1)
-    source, side = exists.nonzero(as_tuple=True)
-    target = source + torch.tensor([-width, -1, 1, width])[side]
-    return torch.stack([source, target]), torch.stack([col, row], dim=1).float()

@@ -26,6 +26,7 @@ from pyg_chimera.transforms import (
     LineGraphData,
     MultitreePruning,
     NodeOrder,
+    SequenceToGraph,
 )
 
 
@@ -81,7 +82,7 @@ CASES = {
     ),
     **{
         f"dags_{order}": decomposition(
-            order=order, seed=3, text=f"DAGDecomposition(num_dags=4, order='{order}')"
+            method=order, seed=3, text=f"DAGDecomposition(num_dags=4, method='{order}')"
         )
         for order in ("random", "bfs", "bfs_dense")
     },
@@ -89,7 +90,7 @@ CASES = {
         f"dags_{getattr(order, '__name__', order)}": case(
             DAGDecomposition, 2, order, name="dag_decomposition", argument="prefix",
             text="DAGDecomposition(num_dags=2, "
-            f"order='{getattr(order, '__name__', order)}')",
+            f"method='{getattr(order, '__name__', order)}')",
             adds=("dag_edge_index", "dag_edge_attr", "dag_rank"), of_batches=True,
         )
         for order in ("order", "degree", "pagerank", "closeness", height)
@@ -102,14 +103,19 @@ CASES = {
         for order in (*ORDERS, height)
     },
     "image": case(
-        ImageToGraph, (2, 3), name="image_to_graph",
+        ImageToGraph, (2, 3), pad=True, name="image_to_graph",
         text="ImageToGraph(patch_size=(2, 3))",
         adds=("x", "edge_index", "pos", "height", "width"),
     ),
+    "sequence": case(
+        SequenceToGraph, name="sequence_to_graph",
+        adds=("x", "edge_index", "pos", "height", "width"),
+    ),
 }  # fmt: skip
+RAW = ("image", "sequence")  # of which graphs are made
 each_case = pytest.mark.parametrize("key", CASES)
 each_of_graphs = pytest.mark.parametrize(
-    "key", [key for key in CASES if key != "image"]
+    "key", [key for key in CASES if key not in RAW]
 )
 #: (nodes, pairs of nodes): without nodes, with one, without edges, with isolated nodes.
 SIZES = [(12, 20), (0, 0), (1, 0), (3, 0), (9, 4), (1, 1), (20, 70)]
@@ -127,6 +133,10 @@ def items_of(key: str) -> list[Data]:
         if key == "image":
             image = torch.rand(2, 1 + n % 5, 1 + m % 7, generator=generator)
             out.append(Data(image=image, y=torch.tensor([y])))
+            continue
+        if key == "sequence":
+            sequence = torch.randint(9, (1 + n,), generator=generator)
+            out.append(Data(sequence=sequence, y=torch.tensor([y])))
             continue
         edges = torch.randint(max(n, 1), (2, m), generator=generator)
         if CASES[key].acyclic:
@@ -163,10 +173,10 @@ def test_adds_attributes_to_a_copy(key):
         before = copy.deepcopy(data)
         out = transform_of(key)(data)
         assert_same(data, before)
-        assert set(out.keys()) == {*data.keys(), *CASES[key].adds} - {"image"}
-        for name in set(data.keys()) - CASES[key].adds - {"image"}:
+        assert set(out.keys()) == {*data.keys(), *CASES[key].adds} - {*RAW}
+        for name in set(data.keys()) - CASES[key].adds - {*RAW}:
             assert out[name] is data[name]
-        assert out.num_nodes == (out.x.size(0) if key == "image" else data.num_nodes)
+        assert out.num_nodes == (out.x.size(0) if key in RAW else data.num_nodes)
         for name in CASES[key].adds - {"height", "width", "x"}:
             for x in as_list(out[name]):
                 is_float = name in ("laplacian_pe", "pos", "dag_edge_attr")
@@ -174,7 +184,7 @@ def test_adds_attributes_to_a_copy(key):
                 if "edge" not in name and name != "diameter":
                     assert x.size(0) == out.num_nodes
     # What an earlier transform has left is replaced.
-    assert_same(transform_of(key)(copy.copy(out)), out) if key != "image" else None
+    assert_same(transform_of(key)(copy.copy(out)), out) if key not in RAW else None
 
 
 @each_case
@@ -227,7 +237,7 @@ def test_batches_by_the_rules_of_pyg(key):
             values = [y + shift for y, shift in zip(values, shifts, strict=True)]
             assert x.equal(torch.cat(values, dim=1 if "index" in name else 0))
     for one, again in zip(each, batch.to_data_list(), strict=True):
-        if key == "image":  # a batch holds tensors of such numbers
+        if key in RAW:  # a batch holds tensors of such numbers
             again.height, again.width = one.height, one.width
         assert_same(one, again)
     if CASES[key].of_batches:

@@ -14,7 +14,7 @@ from torch_geometric.transforms import ToUndirected
 from torch_geometric.utils import degree
 
 from pyg_chimera.ops.structure import topological_rank
-from pyg_chimera.transforms import DAGDecomposition
+from pyg_chimera.transforms import DAGDecomposition, ImageToGraph, SequenceToGraph
 
 KEYS = ["dag_edge_index", "dag_edge_attr", "dag_rank"]
 SCORES = ["degree", "pagerank", "closeness"]
@@ -191,7 +191,7 @@ def test_custom_score():
         source, target = transform(data).dag_edge_index[0]
         assert source.numel() > 0
         assert (data.height[source] < data.height[target] + 0.1).all()
-    assert "order='<lambda>'" in repr(transform)
+    assert "method='<lambda>'" in repr(transform)
 
 
 def test_random_ties():
@@ -308,14 +308,81 @@ def test_one_way_edge():
     assert pairs_of(out.dag_edge_index[0]) == [(0, 1), (1, 2), (2, 3)]
 
 
+@given(st.integers(1, 5), st.integers(1, 5), st.randoms())
+def test_grids(height, width, random):
+    data = ImageToGraph()(torch.rand(1, height, width))
+    edges = random.sample(range(data.num_edges), data.num_edges)
+    edges += edges[:1]  # one of them twice
+    data.edge_index = data.edge_index[:, edges]
+    data.edge_attr = torch.tensor(edges).view(-1, 1)
+    out = DAGDecomposition(method="grid")(data)
+    place = [(i // width, i % width) for i in range(data.num_nodes)]
+    ways = [(1, 1), (-1, -1), (-1, 1), (1, -1)]  # down or up, right or left
+    parts = zip(out.dag_edge_index, out.dag_rank, out.dag_edge_attr, ways, strict=True)
+    for index, rank, attr, (down, right) in parts:
+        expected = [
+            (s, t)
+            for s, t in pairs_of(data.edge_index)
+            if (place[t][0] - place[s][0]) * down + (place[t][1] - place[s][1]) * right
+            == 1
+        ]
+        assert sorted(pairs_of(index)) == sorted(expected)
+        assert torch.equal(rank, topological_rank(index, data.num_nodes))
+        where = torch.tensor(edges).view(-1, 1) == attr.view(1, -1)
+        assert torch.equal(data.edge_index[:, where.int().argmax(0)], index)
+    there, back = out.dag_edge_index[:2]
+    assert sorted(pairs_of(back)) == sorted(pairs_of(there.flip(0)))
+    for n in (1, 2, 3):
+        fewer = DAGDecomposition(n, method="grid")(data).dag_edge_index
+        assert [x.tolist() for x in fewer] == [
+            x.tolist() for x in out.dag_edge_index[:n]
+        ]
+    one_way = DAGDecomposition(2, method="grid", reverse=False)(data).dag_edge_index
+    assert [x.tolist() for x in one_way] == [
+        x.tolist() for x in out.dag_edge_index[::2]
+    ]
+
+
+@given(st.integers(1, 9))
+def test_paths(length):
+    data = SequenceToGraph()(list(range(length)))
+    out = DAGDecomposition(method="path")(data)
+    there = [(i, i + 1) for i in range(length - 1)]
+    assert pairs_of(out.dag_edge_index[0]) == there
+    assert pairs_of(out.dag_edge_index[1]) == [(j, i) for i, j in there]
+    assert out.dag_rank[0].tolist() == list(range(length))
+    assert out.dag_rank[1].tolist() == list(range(length))[::-1]
+
+
+def test_neither_grid_nor_path():
+    grid = ImageToGraph()(torch.rand(1, 2, 3))
+    with pytest.raises(ValueError, match="must be a path whose nodes follow"):
+        DAGDecomposition(method="path")(grid)
+    transform = DAGDecomposition(method="grid")
+    with pytest.raises(ValueError, match=r"of a grid of 6 nodes.*\(got None and None"):
+        transform(Data(edge_index=grid.edge_index, num_nodes=6))
+    with pytest.raises(ValueError, match=r"\(got 4 and 2\)"):
+        transform(Data(edge_index=grid.edge_index, num_nodes=6, height=4, width=2))
+    for edge_index in (
+        grid.edge_index[:, 1:],  # an edge is missing
+        torch.cat([grid.edge_index, torch.tensor([[0], [4]])], dim=1),  # a diagonal
+        torch.cat([grid.edge_index, torch.tensor([[2], [3]])], dim=1),  # to a next row
+    ):
+        with pytest.raises(ValueError, match="must be a grid of 2 x 3 nodes"):
+            transform(Data(edge_index=edge_index, num_nodes=6, height=2, width=3))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
         ({"num_dags": 0}, "'num_dags' must be at least 1"),
-        ({"order": "dfs"}, r"'order' must be .*'order'.*got 'dfs'"),
-        ({"num_dags": 3}, "'num_dags' must be at most 2.*order='random'"),
+        ({"method": "dfs"}, r"'method' must be .*'order'.*got 'dfs'"),
+        ({"num_dags": 3}, "'num_dags' must be at most 2.*method='random' for more"),
+        ({"num_dags": 3, "method": "path"}, "at most 2 .* no others"),
+        ({"num_dags": 5, "method": "grid"}, "at most 4 .* no others"),
+        ({"num_dags": 3, "method": "grid", "reverse": False}, "at most 2 "),
         ({"reverse": False}, "'num_dags' must be at most 1"),
-        ({"num_dags": 4, "order": "degree"}, "at most 2.*use ties='random' for more"),
+        ({"num_dags": 4, "method": "degree"}, "at most 2.*use ties='random' for more"),
         ({"ties": "none"}, "'ties' must be.*'none'"),
         ({"ties": "random"}, "'ties'.*no scores.*'order'"),
         ({"root_attr": "x"}, r"'root_attr' needs .*'bfs'.*'order'"),

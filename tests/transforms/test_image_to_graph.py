@@ -32,7 +32,7 @@ def test_patches():
     #  5  6  7 |  8  9
     # 10 11 12 | 13 14
     image = torch.arange(30.0).view(2, 3, 5)
-    out = ImageToGraph((2, 3))(image)
+    out = ImageToGraph((2, 3), pad=True)(image)
     assert (out.height, out.width) == (2, 2)
     first = [
         [0, 1, 2, 5, 6, 7],
@@ -55,7 +55,7 @@ def test_patches():
 )
 def test_any_size(channels, rows, columns, p, q):
     image = torch.rand(channels, rows, columns)
-    out = ImageToGraph((p, q))(image)
+    out = ImageToGraph((p, q), pad=True)(image)
     h, w = out.height, out.width
     assert (h, w) == ((rows + p - 1) // p, (columns + q - 1) // q)
     assert out.x.shape == (h * w, channels * p * q)
@@ -76,7 +76,7 @@ def test_one_pixel():
     out = ImageToGraph()(torch.ones(1, 1))
     assert out.edge_index.shape == (2, 0)
     assert out.x.tolist() == [[1]]
-    assert ImageToGraph(16)(torch.ones(3, 2, 2)).x.sum() == 12
+    assert ImageToGraph(16, pad=True)(torch.ones(3, 2, 2)).x.sum() == 12
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_one_pixel():
 )
 def test_floating_point_types_stay(dtype):
     image = torch.rand(2, 3, 4).to(dtype)
-    out = ImageToGraph(2)(image)
+    out = ImageToGraph(2, pad=True)(image)
     assert out.x.dtype == dtype
     assert out.x.sum(dtype=torch.double) == image.sum(dtype=torch.double)
 
@@ -101,11 +101,11 @@ def test_other_types_become_float():
 
 def test_arrays():
     array = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
-    expected = ImageToGraph(2)(torch.from_numpy(array).permute(2, 0, 1))
-    assert ImageToGraph(2)(array).x.equal(expected.x)
+    expected = ImageToGraph(2, pad=True)(torch.from_numpy(array).permute(2, 0, 1))
+    assert ImageToGraph(2, pad=True)(array).x.equal(expected.x)
     flipped = array[:, ::-1][:, ::-1]  # not contiguous
-    assert ImageToGraph(2)(flipped).x.equal(expected.x)
-    grey = ImageToGraph(2)(array[..., 0])
+    assert ImageToGraph(2, pad=True)(flipped).x.equal(expected.x)
+    grey = ImageToGraph(2, pad=True)(array[..., 0])
     assert grey.x.equal(expected.x[:, :4])
     assert ImageToGraph()(array.astype(np.float64)).x.dtype == torch.double
 
@@ -118,13 +118,15 @@ def test_pil_images(mode, channels):
     pil = pytest.importorskip("PIL.Image")
     array = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
     image = pil.fromarray(array).convert(mode)
-    out = ImageToGraph(2)(image)
+    out = ImageToGraph(2, pad=True)(image)
     assert out.x.shape == (6, channels * 4)
     assert (out.height, out.width) == (2, 3)
     if mode == "RGB":
-        assert out.x.equal(ImageToGraph(2)(array).x)
+        assert out.x.equal(ImageToGraph(2, pad=True)(array).x)
     if mode == "P":
-        assert out.x.equal(ImageToGraph(2)(np.asarray(image.convert("RGB"))).x)
+        assert out.x.equal(
+            ImageToGraph(2, pad=True)(np.asarray(image.convert("RGB"))).x
+        )
     if mode in "1LF":
         assert out.x.max() == np.asarray(image).max() / (255 if mode == "L" else 1)
 
@@ -132,13 +134,13 @@ def test_pil_images(mode, channels):
 def test_data_keeps_what_is_not_of_the_grid():
     image = torch.rand(3, 5, 4)
     data = Data(image=image, y=torch.tensor([7]), name="a")
-    out = ImageToGraph(2)(data)
+    out = ImageToGraph(2, pad=True)(data)
     assert set(data.keys()) == {"image", "y", "name"}
     assert set(out.keys()) == {
         *("y", "name", "x", "edge_index", "pos", "height", "width")
     }
     assert out.y is data.y
-    assert out.x.equal(ImageToGraph(2)(image).x)
+    assert out.x.equal(ImageToGraph(2, pad=True)(image).x)
 
 
 def test_attributes_of_an_earlier_graph():
@@ -182,7 +184,7 @@ def test_graphs_share_no_memory():
 
 def test_gradients_reach_the_image():
     image = torch.rand(2, 3, 5, requires_grad=True)
-    ImageToGraph(2)(image).x.sum().backward()
+    ImageToGraph(2, pad=True)(image).x.sum().backward()
     assert image.grad.equal(torch.ones(2, 3, 5))
 
 
@@ -202,7 +204,7 @@ class Images(torch.utils.data.Dataset):
 
 
 def test_loader():
-    dataset = Images(ImageToGraph(2))
+    dataset = Images(ImageToGraph(2, pad=True))
     first, _ = DataLoader(dataset, batch_size=4)
     assert first.height.tolist() == [2, 2, 2, 2]
     assert first.width.tolist() == [2, 2, 3, 3]

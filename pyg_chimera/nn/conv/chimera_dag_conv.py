@@ -1,5 +1,5 @@
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,14 @@ from pyg_chimera.ops import dag_scan, dag_transition
 from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["ChimeraDAGConv"]
+
+#: Which of the different projections each DAG has.
+_SHARING: dict[str, Callable[[int], list[int]]] = {
+    "all": lambda num_dags: [0] * num_dags,
+    "none": lambda num_dags: list(range(num_dags)),
+    "diagonal": lambda num_dags: [d // 2 for d in range(num_dags)],
+    "row": lambda _: [0, 1, 1, 0],
+}
 
 
 class ChimeraDAGConv(ChimeraBlock):
@@ -58,8 +66,12 @@ class ChimeraDAGConv(ChimeraBlock):
             :math:`\mathbf{C}`; divides :obj:`heads`. (default: :obj:`1`)
         edge_dim (int, optional): Size of edge features, or :obj:`-1`. (default:
             :obj:`None`)
-        share (str, optional): Whether DAGs share :math:`\mathbf{B}` and
-            :math:`\mathbf{C}`: :obj:`"all"` or :obj:`"none"`. (default: :obj:`"all"`)
+        share (str, optional): Which DAGs share :math:`\mathbf{B}` and
+            :math:`\mathbf{C}` (Table 6 of the paper): :obj:`"all"`; :obj:`"none"`;
+            :obj:`"diagonal"`, every second one with the one before, which
+            :class:`~pyg_chimera.transforms.DAGDecomposition` has turned around; or
+            :obj:`"row"`, for four DAGs of a grid, those that run down the rows and
+            those that run up. (default: :obj:`"all"`)
         selectivity (str, optional): Of an edge: the :obj:`"mean"` of its two nodes',
             or its :obj:`"target"`'s, with which a directed path is Mamba-2. (default:
             :obj:`"mean"`)
@@ -130,14 +142,20 @@ class ChimeraDAGConv(ChimeraBlock):
     ) -> None:
         if num_dags < 1:
             raise ValueError(f"'num_dags' must be >= 1, got {num_dags}")
-        check_option("share", share, ("all", "none"))
+        check_option("share", share, tuple(_SHARING))
+        wanted = {"row": num_dags == 4, "diagonal": num_dags % 2 == 0}
+        if not wanted.get(share, True):
+            raise ValueError(
+                f"'share' must be 'all' or 'none' for num_dags={num_dags}, got "
+                f"{share!r}: 'row' is for four DAGs of a grid, 'diagonal' for pairs"
+            )
         check_option("selectivity", selectivity, ("mean", "target"))
         check_option("roots", roots, ("write", "silent"))
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias,
             reach=reach, form=form, backend=backend, num_selectivities=num_dags,
-            num_dags=num_dags, copies=num_dags if share == "none" else 1, **kwargs,
+            num_dags=num_dags, copies=len(set(_SHARING[share](num_dags))), **kwargs,
         )  # fmt: skip
         self.share = share
         self.selectivity = selectivity
@@ -188,25 +206,40 @@ class ChimeraDAGConv(ChimeraBlock):
             )
         ]
         query, key, value = self.project(x, torch.cat([dag[0] for dag in dags], 1))
-        copies = D if self.share == "none" else 1
-        queries, keys = (y.chunk(copies, 1) * (D // copies) for y in (query, key))
-        delta = self.selectivities(x)
+        delta = self.selectivities(x) + self.delta_bias
+        edges = [
+            edge
+            for d, (index, attr, _) in enumerate(dags)
+            if (edge := self.edge_selectivity(attr, index.size(1), d)) is not None
+        ]
 
-        outs = []
-        for d, (index, attr, order) in enumerate(dags):
-            node = F.softplus(delta[:, d] + self.delta_bias[d])
-            parts = [node[index[1]]]
-            if self.selectivity == "mean":
-                parts.append(node[index[0]])
-            edge = self.edge_selectivity(attr, index.size(1), d)
-            if edge is not None:
-                parts.append(edge)
-            root = node if self.roots == "write" else None
-            weight, input_gate = dag_transition(index, num_nodes, mean(parts), root)
-            out = dag_scan(
-                queries[d], keys[d], gated_value(value, input_gate), index,
-                self.explained(weight, num_nodes), batch, rank=order, form=self.form,
-                backend=self.backend,
-            )  # fmt: skip
-            outs.append(out)
-        return self.output(x, mean(outs) * math.sqrt(D), value)
+        # All DAGs are one, side by side: node i of DAG d is node d V + i.
+        index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
+        node = F.softplus(delta).transpose(0, 1).flatten(0, 1)
+        parts = [node[index[1]]]
+        if self.selectivity == "mean":
+            parts.append(node[index[0]])
+        if edges:
+            parts.append(torch.cat(edges))
+        root = node if self.roots == "write" else None
+        weight, gate = dag_transition(index, D * num_nodes, mean(parts), root)
+        out = dag_scan(
+            self._for_each_dag(query),
+            self._for_each_dag(key),
+            gated_value(value.repeat(D, 1, 1), gate),
+            index,
+            self.explained(weight, num_nodes),
+            None if batch is None else torch.cat([D * batch + d for d in range(D)]),
+            rank=None if dags[0][2] is None else torch.cat([dag[2] for dag in dags]),
+            form=self.form,
+            backend=self.backend,
+        )
+        out = out.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
+        return self.output(x, out, value)
+
+    def _for_each_dag(self, y: Tensor) -> Tensor:
+        """Of the nodes of all DAGs: [V, copies * groups, N] to [D * V, groups, N]."""
+        if self.num_dags == 1:
+            return y
+        copies = y.unflatten(1, (-1, self.groups)).unbind(1)
+        return torch.cat([copies[c] for c in _SHARING[self.share](self.num_dags)])

@@ -110,6 +110,15 @@ def transitions(
     return weight, list(delta[:, 3, h] if is_released(conv) else input_gate)
 
 
+#: Which key and query a DAG has.
+SHARED = {
+    "all": [0, 0, 0, 0],
+    "none": [0, 1, 2, 3],
+    "diagonal": [0, 0, 1, 1],
+    "row": [0, 1, 1, 0],
+}
+
+
 def formula(
     conv: Conv,
     x: Tensor,
@@ -136,8 +145,8 @@ def formula(
         own, around = conv.local_weight
         states = own * states + around * torch.stack(means)
     states = states * torch.sigmoid(states)
-    per_dag = isinstance(conv, ChimeraDAGConv) and conv.share == "none"
-    copies = conv.num_dags if per_dag else 1
+    of_dag = SHARED[getattr(conv, "share", "all")][: len(dags)]
+    copies = len(set(of_dag))
     value = states[:, : conv.out_channels].view(V, H, P)
     key, query = (
         part.view(V, copies, conv.groups, N)
@@ -163,7 +172,7 @@ def formula(
                 L = torch.linalg.solve(eye - A, eye)
             for _ in range(num_terms or 0):
                 L = eye + A @ L
-            c = d if per_dag else 0
+            c = of_dag[d]
             g = h * conv.groups // H
             scores = query[:, c, g] @ key[:, c, g].t()
             written = torch.stack(input_gate).unsqueeze(-1) * value[:, h]
@@ -257,6 +266,14 @@ OPTIONS = [
         "edge_dim": EDGE,
         "share": "none",
         "heads": 2,
+    },
+    {"cls": ChimeraDAGConv, "num_dags": 4, "share": "diagonal", "heads": 2},
+    {
+        "cls": ChimeraDAGConv,
+        "num_dags": 4,
+        "share": "row",
+        "heads": 4,
+        "groups": 2,
     },
     {"cls": ChimeraDAGConv, "num_dags": 3, "local_conv": True, "edge_dim": EDGE},
     {"cls": ChimeraDAGConv, "num_dags": 2, "backend": "reference", "bias": False},
@@ -557,7 +574,9 @@ def test_bad_options(options, match):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"share": "row"}, "'share' must be one of .*, got 'row'"),
+        ({"share": "column"}, "'share' must be one of .*, got 'column'"),
+        ({"share": "row"}, "'share' must be 'all' or 'none' for num_dags=1, got 'row'"),
+        ({"share": "diagonal", "num_dags": 3}, "for num_dags=3, got 'diagonal'"),
         ({"selectivity": "source"}, "'selectivity' must be one of .*, got 'source'"),
         ({"roots": "read"}, "'roots' must be one of .*, got 'read'"),
         ({"num_dags": 0}, "'num_dags' must be >= 1, got 0"),

@@ -1,0 +1,162 @@
+import copy
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from pyg_chimera.transforms._grid import grid_edges
+
+__all__ = ["SequenceToGraph"]
+
+
+@functional_transform("chimera_sequence_to_graph")
+class SequenceToGraph(BaseTransform):
+    r"""Makes a path graph of a sequence, a node of each entry (functional name:
+    :obj:`chimera_sequence_to_graph`).
+
+    A sequence of :math:`n` entries becomes
+
+    * :obj:`x`: the entries, a token :math:`[n]`, int64, or features :math:`[n, F]` of
+      each, whose type is kept,
+    * :obj:`edge_index`, int64 :math:`[2, 2 (n - 1)]`: edges between entries that follow
+      on each other, in both directions, sorted by source, then target,
+    * :obj:`pos`, float :math:`[n, 1]`: the place of the entry,
+    * :obj:`height` :math:`= 1` and :obj:`width` :math:`= n`, as of a grid of one row,
+      which :class:`~pyg_chimera.nn.PLSTMGridConv` takes.
+
+    Its two directed paths are
+    :class:`DAGDecomposition(method="path") <DAGDecomposition>`.
+
+    Args:
+        vocabulary (Sequence or Mapping, optional): The tokens, by which entries are
+            numbered: a string or a sequence (a token is its place in it), or a mapping
+            from tokens to numbers. Without it, entries are numbers.
+            (default: :obj:`None`)
+        attr_name (str, optional): The attribute of the data that has the sequence. It
+            is removed, and others, :obj:`y` for example, are kept, but for an
+            :obj:`edge_attr` and a :obj:`num_nodes` of an earlier graph.
+            (default: :obj:`"sequence"`)
+
+    Shapes:
+        - **input:** a :class:`torch_geometric.data.Data` with a sequence, or the
+          sequence alone: with a vocabulary, a string or any sequence of its tokens;
+          without, a tensor, an array or a list of numbers :math:`(n)` or
+          :math:`(n, F)`, or :obj:`bytes`
+        - **output:** a :class:`torch_geometric.data.Data`
+
+    Raises:
+        TypeError: If the input is none of these.
+        ValueError: If the sequence is empty or of a wrong shape, a token is not in the
+            vocabulary (it is named, with its place), or the vocabulary has one twice.
+
+    Example:
+        >>> data = SequenceToGraph("abc")("cab")
+        >>> data.x.tolist(), data.edge_index.tolist()
+        ([2, 0, 1], [[0, 1, 1, 2], [1, 0, 2, 1]])
+    """
+
+    def __init__(
+        self,
+        vocabulary: Sequence[Hashable] | Mapping[Any, int] | None = None,
+        attr_name: str = "sequence",
+    ) -> None:
+        self.number: dict[Any, int] | None = None
+        if isinstance(vocabulary, Mapping):
+            self.number = dict(vocabulary)
+        elif vocabulary is not None:
+            self.number = {token: number for number, token in enumerate(vocabulary)}
+            if len(self.number) != len(vocabulary):
+                tokens = list(vocabulary)
+                twice = next(t for t in tokens if tokens.count(t) > 1)
+                raise ValueError(f"'vocabulary' must not have {twice!r} twice")
+        self.attr_name = attr_name
+
+    def __call__(self, data: Any) -> Data:
+        """The graph of a copy of the data, or of a sequence."""
+        return self.forward(copy.copy(data) if isinstance(data, Data) else data)
+
+    def forward(self, data: Any) -> Data:
+        """The graph of the data, which it changes, or of a sequence."""
+        if isinstance(data, (Batch, HeteroData)):
+            raise TypeError(
+                "The transform takes a homogeneous 'torch_geometric.data.Data' or a "
+                f"sequence, one by one (got '{type(data).__name__}')"
+            )
+        if isinstance(data, Data):
+            if self.attr_name not in data:
+                raise ValueError(
+                    f"The transform needs 'data.{self.attr_name}', a sequence (got "
+                    f"data with {data.keys()})"
+                )
+            x = self._entries(data[self.attr_name])
+            for key in (self.attr_name, "edge_attr", "num_nodes"):
+                if key in data:
+                    del data[key]
+        else:
+            x = self._entries(data)
+            data = Data()
+
+        length = x.size(0)
+        edge_index, pos = grid_edges(1, length)
+        data.x = x
+        data.edge_index = edge_index.to(x.device)
+        data.pos = pos[:, :1].to(x.device, torch.float)
+        data.height = 1
+        data.width = length
+        return data
+
+    def __repr__(self) -> str:
+        tokens = "" if self.number is None else f"{len(self.number)} tokens"
+        return f"{self.__class__.__name__}({tokens})"
+
+    def _entries(self, sequence: Any) -> Tensor:
+        """One row for each entry of the sequence."""
+        if self.number is not None:
+            return torch.tensor(self._numbered(sequence))
+        wanted = "The sequence must be numbers of shape [n] or [n, F], with n > 0"
+        if isinstance(sequence, str):
+            raise TypeError(
+                f"{wanted} (got a string); give its characters as 'vocabulary', or "
+                "pass 'text.encode()'"
+            )
+        if isinstance(sequence, (bytes, bytearray)):
+            sequence = np.frombuffer(sequence, np.uint8)
+        try:
+            x = torch.as_tensor(sequence).detach().clone()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(f"{wanted} (got '{type(sequence).__name__}')") from error
+        if x.dim() not in (1, 2) or x.numel() == 0 or x.is_complex():
+            raise ValueError(f"{wanted} (got shape {list(x.shape)}, {x.dtype})")
+        return x if x.dim() == 2 or x.is_floating_point() else x.long()
+
+    def _numbered(self, sequence: Any) -> list[int]:
+        assert self.number is not None
+        if isinstance(sequence, Tensor):
+            sequence = sequence.tolist()
+        try:
+            tokens = list(sequence)
+        except TypeError as error:
+            raise TypeError(
+                "The sequence must be a string or a sequence of tokens (got "
+                f"'{type(sequence).__name__}')"
+            ) from error
+        if not tokens:
+            raise ValueError("The sequence must not be empty")
+        try:
+            return [self.number[token] for token in tokens]
+        except (KeyError, TypeError) as error:
+            place = next(
+                i
+                for i, token in enumerate(tokens)
+                if not isinstance(token, Hashable) or token not in self.number
+            )
+            raise ValueError(
+                f"The sequence must be of tokens of the vocabulary (got "
+                f"{tokens[place]!r} at place {place}, which is none of its "
+                f"{len(self.number)})"
+            ) from error
