@@ -11,6 +11,7 @@ from torch import Tensor
 from pyg_chimera.nn import (
     ChimeraConv,
     ChimeraDAGConv,
+    ChimeraGridConv,
     ChimeraPathConv,
     GatedGCNConv,
     GraphMambaConv,
@@ -142,8 +143,8 @@ def plstm(**kwargs: Any) -> Case:
     return Case(partial(PLSTMConv, **kwargs), edges, equivariant=not ordered)
 
 
-def plstm_grid(**kwargs: Any) -> Case:
-    make = partial(PLSTMGridConv, **kwargs)
+def on_grids(layer: type[torch.nn.Module], **kwargs: Any) -> Case:
+    make = partial(layer, **kwargs)
     return Case(make, [[]], on_grids=True, equivariant=False, needs_batch=True)
 
 
@@ -179,11 +180,17 @@ CASES = {
     "PLSTMConv-row": plstm(normalization="row", edge_dim=EDGE, bias=False),
     "PLSTMConv-several": plstm(num_dags=3, heads=2, mode="D", state_channels=3),
     "PLSTMConv-tracking": plstm(tracking=2, edge_dim=EDGE, backend="torch"),
+    "ChimeraGridConv": on_grids(ChimeraGridConv, state_channels=3, heads=2),
+    "ChimeraGridConv-past": on_grids(
+        ChimeraGridConv, state_channels=3, num_dags=1, selectivity="target"
+    ),
     "PLSTMConv-order": plstm(order="order", heads=2),
     "PLSTMConv-degree": plstm(order="degree", mode="D", edge_dim=EDGE),
     "PLSTMConv-bfs": plstm(order="bfs", normalization="row", tracking=2),
-    "PLSTMGridConv": plstm_grid(heads=2),
-    "PLSTMGridConv-D": plstm_grid(mode="D", state_channels=3, heads=4),
+    "PLSTMGridConv": on_grids(PLSTMGridConv, heads=2),
+    "PLSTMGridConv-D": on_grids(
+        PLSTMGridConv, mode="D", state_channels=3, heads=4, num_dags=2
+    ),
     "GraphMambaConv": mamba(),
     "GraphMambaConv-scores": mamba(scores=True, order=None, expand=2, bias=True),
     "GraphMambaConv-bins": mamba(order="pagerank", num_bins=2, bidirectional=True),

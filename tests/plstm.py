@@ -198,7 +198,7 @@ def formula(
     value = linear(conv.lin_value, x).view(V, H, -1)
     query = query / math.sqrt(conv.state_channels)
     if size is not None:
-        graphs = grid_dags(*size)
+        graphs = grid_dags(*size)[: conv.num_dags]
     elif conv.order is not None:
         graphs, mask = ordered_dags(conv.order, V, *graphs[0], mask)
     rows = []
@@ -325,6 +325,8 @@ GRIDS = [
     {"heads": 2},
     {"normalization": "row"},
     {"mode": "D", "heads": 4, "state_channels": 3},
+    {"mode": "D", "heads": 2, "num_dags": 1},
+    {"num_dags": 2},
     {"heads": 2, "bias": False, "backend": "reference"},
 ]
 

@@ -3,6 +3,7 @@
 from pyg_chimera.nn.conv import (
     ChimeraConv,
     ChimeraDAGConv,
+    ChimeraGridConv,
     ChimeraPathConv,
     GatedGCNConv,
     GraphMambaConv,
@@ -17,6 +18,7 @@ __all__ = [
     "CategoricalEncoder",
     "ChimeraConv",
     "ChimeraDAGConv",
+    "ChimeraGridConv",
     "ChimeraPathConv",
     "GPSLayer",
     "GatedGCNConv",

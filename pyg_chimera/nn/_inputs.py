@@ -16,6 +16,7 @@ __all__ = [
     "check_batch",
     "check_edge_attr",
     "check_edge_rows",
+    "check_grids",
     "check_heads",
     "check_nodes",
     "edge_features",
@@ -82,6 +83,30 @@ def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
             f"'edge_attr' must have a row for each of {edge_index.size(1)} edges, got "
             f"{list(edge_attr.shape)}; pass a batch vector as 'batch=...'"
         )
+
+
+def check_grids(
+    batch: Tensor | None, height: int | Tensor | None, width: int | Tensor | None
+) -> tuple[int | Tensor, int | Tensor]:
+    """Whether grids of these sizes, one after the other, are the graphs of a batch."""
+    if height is None or width is None:
+        raise ValueError(
+            "'height' and 'width' must be given (to a 'GraphModel' as "
+            "structure={'height': 'height', 'width': 'width'}), got "
+            f"{height} and {width}"
+        )
+    if batch is None or torch.compiler.is_compiling():
+        return height, width
+    sizes = (torch.as_tensor(height) * torch.as_tensor(width)).view(-1).cpu()
+    counts = batch.unique_consecutive(return_counts=True)[1].cpu()
+    fits = sizes.numel() in (1, counts.numel()) and bool((counts == sizes).all())
+    if not fits or bool((batch.diff() < 0).any()):
+        raise ValueError(
+            "'height' and 'width' must be those of the graphs of 'batch', which must "
+            f"be sorted: got graphs of {counts.tolist()[:8]} nodes and grids of "
+            f"{sizes.tolist()[:8]}"
+        )
+    return height, width
 
 
 def _check_floats(name: str, x: Any, advice: str = "") -> None:

@@ -12,7 +12,7 @@ from pyg_chimera.ops.structure import connected_components, topological_rank
 from pyg_chimera.ops.structure.centrality import closeness, pagerank
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search_tree
-from pyg_chimera.transforms._grid import grid_dag, is_grid
+from pyg_chimera.ops.structure.grid import grid_dag, is_grid
 from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of
 
 __all__ = ["DAGDecomposition"]

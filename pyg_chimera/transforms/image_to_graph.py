@@ -10,7 +10,7 @@ from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from pyg_chimera.transforms._grid import grid_edges
+from pyg_chimera.ops.structure.grid import grid_edges
 
 __all__ = ["ImageToGraph"]
 

@@ -328,10 +328,10 @@ def test_grids(height, width, random):
         ]
         assert sorted(pairs_of(index)) == sorted(expected)
         assert torch.equal(rank, topological_rank(index, data.num_nodes))
-        where = torch.tensor(edges).view(-1, 1) == attr.view(1, -1)
-        assert torch.equal(data.edge_index[:, where.int().argmax(0)], index)
+        own = [edges.index(e) for e in attr.view(-1).tolist()]
+        assert torch.equal(data.edge_index[:, own], index)
     there, back = out.dag_edge_index[:2]
-    assert sorted(pairs_of(back)) == sorted(pairs_of(there.flip(0)))
+    assert set(pairs_of(back)) == set(pairs_of(there.flip(0)))
     for n in (1, 2, 3):
         fewer = DAGDecomposition(n, method="grid")(data).dag_edge_index
         assert [x.tolist() for x in fewer] == [

@@ -1,5 +1,6 @@
 from pyg_chimera.nn.conv.chimera_conv import ChimeraConv
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
+from pyg_chimera.nn.conv.chimera_grid_conv import ChimeraGridConv
 from pyg_chimera.nn.conv.chimera_path_conv import ChimeraPathConv
 from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
 from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
@@ -9,6 +10,7 @@ from pyg_chimera.nn.conv.plstm_grid_conv import PLSTMGridConv
 __all__ = [
     "ChimeraConv",
     "ChimeraDAGConv",
+    "ChimeraGridConv",
     "ChimeraPathConv",
     "GatedGCNConv",
     "GraphMambaConv",

@@ -205,22 +205,41 @@ class ChimeraDAGConv(ChimeraBlock):
                 D, edge_index=edge_index, edge_attr=edge_attr, rank=rank
             )
         ]
-        query, key, value = self.project(x, torch.cat([dag[0] for dag in dags], 1))
-        delta = self.selectivities(x) + self.delta_bias
+        # One DAG of all, side by side: node i of DAG d is node d V + i.
+        index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
         edges = [
             edge
-            for d, (index, attr, _) in enumerate(dags)
-            if (edge := self.edge_selectivity(attr, index.size(1), d)) is not None
+            for d, (own, attr, _) in enumerate(dags)
+            if (edge := self.edge_selectivity(attr, own.size(1), d)) is not None
         ]
+        return self._scan(
+            x,
+            index,
+            torch.cat(edges) if edges else None,
+            None if batch is None else torch.cat([D * batch + d for d in range(D)]),
+            None if dags[0][2] is None else torch.cat([dag[2] for dag in dags]),
+        )
 
-        # All DAGs are one, side by side: node i of DAG d is node d V + i.
-        index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
+    def _scan(
+        self,
+        x: Tensor,
+        index: Tensor,
+        edge: Tensor | None,
+        batch: Tensor | None,
+        rank: Tensor | None,
+    ) -> Tensor:
+        """The layer on all DAGs as one, whose edges, with their selectivities, graphs
+        and ranks are given.
+        """
+        num_nodes, D = x.size(0), self.num_dags
+        query, key, value = self.project(x, index % num_nodes if D > 1 else index)
+        delta = self.selectivities(x) + self.delta_bias
         node = F.softplus(delta).transpose(0, 1).flatten(0, 1)
         parts = [node[index[1]]]
         if self.selectivity == "mean":
             parts.append(node[index[0]])
-        if edges:
-            parts.append(torch.cat(edges))
+        if edge is not None:
+            parts.append(edge)
         root = node if self.roots == "write" else None
         weight, gate = dag_transition(index, D * num_nodes, mean(parts), root)
         out = dag_scan(
@@ -229,8 +248,8 @@ class ChimeraDAGConv(ChimeraBlock):
             gated_value(value.repeat(D, 1, 1), gate),
             index,
             self.explained(weight, num_nodes),
-            None if batch is None else torch.cat([D * batch + d for d in range(D)]),
-            rank=None if dags[0][2] is None else torch.cat([dag[2] for dag in dags]),
+            batch,
+            rank=rank,
             form=self.form,
             backend=self.backend,
         )

@@ -6,7 +6,12 @@ from torch import Tensor
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import at_least_float32, check_batch, check_nodes
+from pyg_chimera.nn._inputs import (
+    at_least_float32,
+    check_batch,
+    check_grids,
+    check_nodes,
+)
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops import grid_scan
 
@@ -41,6 +46,9 @@ class PLSTMGridConv(PLSTMBlock):
             :obj:`out_channels`. (default: :obj:`1`)
         mode (str, optional): :obj:`"P"` or :obj:`"D"`; layers of both kinds in turn
             are advised. (default: :obj:`"P"`)
+        num_dags (int, optional): How many of the four DAGs: 1, 2 or 4. Of a sequence,
+            under :obj:`mode="D"`, 2 lead there and back, and 1 leads there only.
+            (default: :obj:`4`)
         state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
             :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
         normalization (str, optional): Under :obj:`"P"`: whether :obj:`a` and :math:`1 -
@@ -82,6 +90,7 @@ class PLSTMGridConv(PLSTMBlock):
         heads: int = 1,
         mode: str = "P",
         *,
+        num_dags: int = 4,
         state_channels: int | None = None,
         normalization: str = "column",
         gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
@@ -90,22 +99,25 @@ class PLSTMGridConv(PLSTMBlock):
         form: str = "auto",
         backend: str = "auto",
     ) -> None:
+        if num_dags not in (1, 2, 4):
+            raise ValueError(f"'num_dags' must be 1, 2 or 4 of a grid, got {num_dags}")
         # Gates of a node in an orientation: direct, source, mark, decay, angle.
         turns, angle = (4, heads) if mode == "P" else (3, 0)
         biased = [heads, 2 * heads, 2 * heads, turns * heads, angle]
         super().__init__(
             in_channels, out_channels, heads, mode, state_channels=state_channels,
             normalization=normalization, gate_biases=gate_biases, gate_std=gate_std,
-            bias=bias, form=form, backend=backend, num_dags=4, biased=biased,
+            bias=bias, form=form, backend=backend, num_dags=num_dags, biased=biased,
             columns=sum(biased),
         )  # fmt: skip
         # The same kinds of all orientations side by side, decays last.
-        each = torch.arange(4 * sum(biased)).view(4, -1).split(biased, dim=1)
+        each = torch.arange(num_dags * sum(biased)).view(num_dags, -1).split(biased, 1)
         kinds = [each[i].flatten() for i in (0, 1, 2, 4, 3)]
         self.register_buffer("_column", torch.cat(kinds), persistent=False)
-        scale = torch.ones(4 * sum(biased))
+        scale = torch.ones(num_dags * sum(biased))
         scale[-kinds[-1].numel() :] = 5  # decays are tanh(5 x)
         self.register_buffer("_scale", scale, persistent=False)
+        self.num_dags = num_dags
         self.lin_out = Linear(self.out_channels, self.out_channels, bias=bias)
         self.reset_parameters()
 
@@ -144,14 +156,7 @@ class PLSTMGridConv(PLSTMBlock):
         check_batch(batch)
         if self.explain:
             raise ValueError("Edge masks explain edges, which grids do not look at")
-        if height is None or width is None:
-            raise ValueError(
-                "'height' and 'width' must be given (to a 'GraphModel' as "
-                "structure={'height': 'height', 'width': 'width'}), got "
-                f"{height} and {width}"
-            )
-        if batch is not None and not torch.compiler.is_compiling():
-            _check_sizes(batch, height, width)
+        height, width = check_grids(batch, height, width)
         y = grid_scan(
             *self.project(x), *self._gates(x), height, width, form=self.form,
             backend=self.backend,
@@ -159,8 +164,8 @@ class PLSTMGridConv(PLSTMBlock):
         return self.lin_out(self.normed(y))
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Source [V, 4, 2, heads], transition [V, 4, 2, 2, heads], mark, direct."""
-        V, H = x.size(0), self.heads
+        """Source [V, D, 2, heads], transition [V, D, 2, 2, heads], mark, direct."""
+        V, D, H = x.size(0), self.num_dags, self.heads
         if self.in_channels < 0:  # makes the weights
             self.lin_gate(x[:0])
         # Elementwise functions are fast on whole rows of gates.
@@ -168,42 +173,29 @@ class PLSTMGridConv(PLSTMBlock):
         bias = self.gate_bias.flatten().index_select(0, self._column)
         gates = at_least_float32(F.linear(x, weight * self._scale.unsqueeze(1)))
         gates = gates + bias.to(gates.dtype) * self._scale
-        decays = self._biased[3] * 4
+        decays = self._biased[3] * D
         gates, decay = gates.split([gates.size(1) - decays, decays], dim=1)
         gates, decay = gates.sigmoid(), decay.tanh()
         direct, source, mark, angle = gates.split(
-            [4 * H, 8 * H, 8 * H, gates.size(1) - 20 * H], dim=1
+            [D * H, 2 * D * H, 2 * D * H, gates.size(1) - 5 * D * H], dim=1
         )
         if self.mode == "P":
-            angle = angle.view(V, 4, 1, 1, H)
+            angle = angle.view(V, D, 1, 1, H)
             shares = [angle, 1 - angle]  # of right and down, in [to, from]
             angle = torch.cat(shares, 2 if self.normalization == "column" else 3)
-            transition = decay.view(V, 4, 2, 2, H) * angle
+            transition = decay.view(V, D, 2, 2, H) * angle
         else:  # no turn from down to right
-            right, rest = decay.view(V, 4, 3, H).split([1, 2], dim=2)
+            right, rest = decay.view(V, D, 3, H).split([1, 2], dim=2)
             transition = torch.cat([right, torch.zeros_like(right), rest], dim=2)
         return (
-            source.reshape(V, 4, 2, H),
-            transition.reshape(V, 4, 2, 2, H),
-            mark.reshape(V, 4, 2, H),
-            direct.unflatten(1, (4, H)).sum(1),
+            source.reshape(V, D, 2, H),
+            transition.reshape(V, D, 2, 2, H),
+            mark.reshape(V, D, 2, H),
+            direct.unflatten(1, (D, H)).sum(1),
         )
 
     def __repr__(self) -> str:
         return (
             f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
             f"heads={self.heads}, mode={self.mode!r})"
-        )
-
-
-def _check_sizes(batch: Tensor, height: int | Tensor, width: int | Tensor) -> None:
-    """Whether grids of these sizes, one after the other, are the graphs of a batch."""
-    sizes = (torch.as_tensor(height) * torch.as_tensor(width)).view(-1).cpu()
-    counts = batch.unique_consecutive(return_counts=True)[1].cpu()
-    fits = sizes.numel() in (1, counts.numel()) and bool((counts == sizes).all())
-    if not fits or bool((batch.diff() < 0).any()):
-        raise ValueError(
-            "'height' and 'width' must be those of the graphs of 'batch', which must "
-            f"be sorted: got graphs of {counts.tolist()[:8]} nodes and grids of "
-            f"{sizes.tolist()[:8]}"
         )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import chain
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -31,6 +30,7 @@ from pyg_chimera.ops.dag_scan.states import (
     node_states,
 )
 from pyg_chimera.ops.structure.cache import Recipe
+from pyg_chimera.ops.structure.grid import grid_sizes
 
 __all__ = ["dag_scan", "grid_scan", "stm_scan"]
 
@@ -391,46 +391,9 @@ def grid_scan(
     for name, x in {"height": height, "width": width}.items():
         if isinstance(x, Tensor) and x.device.type != "cpu":
             check_integers(name, x, value)
-    sizes = _grid_sizes(height, width, nodes)
+    sizes = grid_sizes(height, width, nodes)
     inputs = Inputs(
         q, k, v, S.flatten(0, 2), M.flatten(0, 2), T.flatten(0, 3), D, None, None,
         None, None, 1, [orientations, *chain(*sizes)], form, backend,
     )  # fmt: skip
     return _grid_scan(inputs).to(value.dtype)
-
-
-def _grid_sizes(
-    height: int | Tensor, width: int | Tensor, num_nodes: int
-) -> list[tuple[int, int]]:
-    """The height and width of each grid."""
-    lists = []
-    for name, x in {"height": height, "width": width}.items():
-        numbers = x.reshape(-1).tolist() if isinstance(x, Tensor) else [x]
-        wanted = f"'{name}' must be a positive integer, or a tensor of them"
-        for number in numbers:
-            if not isinstance(number, (Integral, torch.SymInt)):
-                raise TypeError(f"{wanted}, got {number!r}")
-            if number < 1:
-                raise ValueError(f"{wanted}, got {number!r}")
-        lists.append(numbers)
-    heights, widths = lists
-    if not isinstance(height, Tensor):
-        heights = heights * len(widths)
-    if not isinstance(width, Tensor):
-        widths = widths * len(heights)
-    if len(heights) != len(widths):
-        raise ValueError(
-            f"'height' and 'width' must be of as many grids, got {len(heights)} and "
-            f"{len(widths)}"
-        )
-    covered = sum(h * w for h, w in zip(heights, widths, strict=True))
-    plain = not isinstance(height, Tensor) and not isinstance(width, Tensor)
-    if plain and num_nodes % covered == 0:  # grids that are all alike
-        return [(heights[0], widths[0])] * (num_nodes // covered)
-    if covered != num_nodes:
-        count = len(heights)
-        raise ValueError(
-            f"'height' and 'width' must be of grids of {num_nodes} nodes in all, got "
-            f"{covered} in {count} grid{'s' * (count != 1)}"
-        )
-    return list(zip(heights, widths, strict=True))

@@ -25,7 +25,7 @@ from torch_geometric.utils import (
 )
 
 from pyg_chimera import nn
-from pyg_chimera.nn import GatedGCNConv, GPSLayer, GraphMambaConv, PLSTMGridConv
+from pyg_chimera.nn import GatedGCNConv, GPSLayer, GraphMambaConv
 
 ON_GRAPHS = {name: case for name, case in CASES.items() if not case.on_grids}
 on_graphs = pytest.mark.parametrize("case", ON_GRAPHS.values(), ids=ON_GRAPHS)
@@ -238,7 +238,7 @@ def test_signatures_are_those_of_pyg():
     for name, case in DEFAULTS.items():
         names = list(inspect.signature(case.conv().forward).parameters)
         assert names[:2] == ["x", "edge_index"], name
-        edges = isinstance(case.conv(), (GraphMambaConv, PLSTMGridConv))
+        edges = case.on_grids or isinstance(case.conv(), GraphMambaConv)
         assert names[2] == ("batch" if edges else "edge_attr"), name
 
 
@@ -352,8 +352,9 @@ def test_in_containers(case: Case):
     assert_near(model(x, index, batch, attr), (expected - x).relu(), 1e-5)
 
 
-def test_grids_in_containers():
-    case = CASES["PLSTMGridConv"]
+@pytest.mark.parametrize("name", ["ChimeraGridConv", "PLSTMGridConv"])
+def test_grids_in_containers(name):
+    case = CASES[name]
     conv, inputs = case.conv(), case.inputs(torch.float)
     _, width = inputs.batch.unique(return_counts=True)
     sizes = {"height": torch.ones_like(width), "width": width}
@@ -483,8 +484,9 @@ def test_export_for_all_sizes(name: str):
         assert_near(exported(x, index), conv(x, index), 1e-5)
 
 
-def test_grids_are_compiled_and_exported():
-    conv = PLSTMGridConv(CHANNELS, heads=2).eval()
+@pytest.mark.parametrize("name", ["ChimeraGridConv", "PLSTMGridConv"])
+def test_grids_are_compiled_and_exported(name):
+    conv = CASES[name].conv()
     compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
     for height, width in ((2, 3), (4, 3)):
         sizes = {"height": height, "width": width}

@@ -87,7 +87,7 @@ def test_bad_options(options, match):
         PLSTMGridConv(IN, OUT, **options)(torch.randn(6, IN), height=2, width=3)
 
 
-@pytest.mark.parametrize("option", ["tracking", "edge_dim", "order", "num_dags"])
+@pytest.mark.parametrize("option", ["tracking", "edge_dim", "order"])
 def test_options_of_the_other_layer(option):
     with pytest.raises(TypeError, match=option):
         PLSTMGridConv(IN, OUT, **{option: 2})

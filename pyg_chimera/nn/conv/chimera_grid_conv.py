@@ -1,0 +1,114 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import check_batch, check_grids, check_nodes
+from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
+from pyg_chimera.ops.structure.grid import grid_dags, grid_sizes
+
+__all__ = ["ChimeraGridConv"]
+
+
+class ChimeraGridConv(ChimeraDAGConv):
+    r"""The Chimera layer for images and sequences from `"Chimera: State Space Models
+    Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Sections 4.1.1 and 5).
+
+    The nodes of each graph are a grid, row by row. It has four DAGs: right and down,
+    left and up, right and up, left and down, and this is
+    :class:`~pyg_chimera.nn.ChimeraDAGConv` on them, with the same parameters. A
+    sequence is a grid of one row; it has two DAGs, there and back, or with
+    :obj:`num_dags=1` none but its past, as in a causal model.
+
+    No graph is built or searched, and edges are not looked at.
+
+    Args:
+        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
+            from the first input.
+        out_channels (int, optional): Size of each output sample. (default:
+            :obj:`in_channels`)
+        heads (int, optional): As in :class:`~pyg_chimera.nn.ChimeraDAGConv`.
+            (default: :obj:`1`)
+        state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
+            :math:`\mathbf{C}_i`. (default: :obj:`64`)
+        num_dags (int, optional): How many of the four DAGs: 1, 2 or 4. (default:
+            :obj:`4`)
+        share (str, optional): Which DAGs share :math:`\mathbf{B}` and
+            :math:`\mathbf{C}` (Table 6 of the paper): :obj:`"all"`; :obj:`"none"`;
+            :obj:`"diagonal"`, those along the same diagonal, which are each other
+            turned around; or :obj:`"row"`, of four those that run down and those that
+            run up. (default: :obj:`"none"`)
+        **kwargs (optional): Further arguments of
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`; there are no edge features.
+
+    Shapes:
+        - **input:**
+          node features :math:`(|\mathcal{V}|, F_{in})`, grid after grid,
+          batch vector :math:`(|\mathcal{V}|)`, sorted *(optional)*,
+          heights and widths :math:`(B)`, or one number each if all grids are alike
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Raises:
+        ValueError: If sizes don't divide, or an option is unknown.
+
+    Example:
+        >>> conv = ChimeraGridConv(16, 32, heads=2)
+        >>> conv(torch.randn(6, 16), height=2, width=3).shape
+        torch.Size([6, 32])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        heads: int = 1,
+        state_channels: int = 64,
+        *,
+        num_dags: int = 4,
+        share: str = "none",
+        **kwargs: Any,
+    ) -> None:
+        if num_dags not in (1, 2, 4):
+            raise ValueError(f"'num_dags' must be 1, 2 or 4 of a grid, got {num_dags}")
+        if kwargs.get("edge_dim") is not None:
+            raise ValueError(
+                "'edge_dim' must be None for grids, whose edges are not looked at; "
+                "'ChimeraDAGConv' takes DAGs with edge features"
+            )
+        super().__init__(
+            in_channels, out_channels, heads, state_channels, num_dags=num_dags,
+            share=share, **kwargs,
+        )  # fmt: skip
+
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        edge_index: Adj | None = None,
+        batch: Tensor | None = None,
+        height: int | Tensor | None = None,
+        width: int | Tensor | None = None,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor, optional): Not used; there for
+                containers that call all their layers alike. (default: :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node, against which the
+                sizes are checked. (default: :obj:`None`)
+            height (int or torch.Tensor): The number of rows, of all grids or of each.
+            width (int or torch.Tensor): The number of columns, of all grids or of each.
+
+        Raises:
+            TypeError: If an argument has a wrong type or dtype.
+            ValueError: If sizes are missing or do not fit the nodes.
+        """
+        check_nodes(x)
+        check_batch(batch)
+        height, width = check_grids(batch, height, width)
+        sizes = grid_sizes(height, width, x.size(0))
+        heights, widths = torch.tensor(sizes, dtype=torch.long).view(-1, 2).unbind(1)
+        dags = grid_dags(heights, widths, self.num_dags)
+        index, rank, part = (y.to(x.device) for y in dags)
+        return self._scan(x, index, None, part, rank)

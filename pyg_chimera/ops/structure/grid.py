@@ -1,0 +1,155 @@
+"""Grids whose nodes are numbered row by row: their structure needs no search.
+
+The four DAGs of a grid lead right and down, left and up, right and up, left and down:
+every second one is the one before turned around.
+"""
+
+from numbers import Integral
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.structure.registered import structural_op
+
+__all__ = ["grid_dag", "grid_dags", "grid_edges", "grid_sizes", "is_grid"]
+
+#: The ways of the DAGs across and down.
+_WAYS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
+
+
+def grid_sizes(
+    height: int | Tensor, width: int | Tensor, num_nodes: int
+) -> list[tuple[int, int]]:
+    """The height and width of each grid.
+
+    Raises:
+        TypeError: If sizes are no integers.
+        ValueError: If they are not positive, or do not fit each other or the nodes.
+    """
+    lists = []
+    for name, x in {"height": height, "width": width}.items():
+        numbers = x.reshape(-1).tolist() if isinstance(x, Tensor) else [x]
+        wanted = f"'{name}' must be a positive integer, or a tensor of them"
+        for number in numbers:
+            if not isinstance(number, (Integral, torch.SymInt)):
+                raise TypeError(f"{wanted}, got {number!r}")
+            if number < 1:
+                raise ValueError(f"{wanted}, got {number!r}")
+        lists.append(numbers)
+    heights, widths = lists
+    if not isinstance(height, Tensor):
+        heights = heights * len(widths)
+    if not isinstance(width, Tensor):
+        widths = widths * len(heights)
+    if len(heights) != len(widths):
+        raise ValueError(
+            f"'height' and 'width' must be of as many grids, got {len(heights)} and "
+            f"{len(widths)}"
+        )
+    covered = sum(h * w for h, w in zip(heights, widths, strict=True))
+    plain = not isinstance(height, Tensor) and not isinstance(width, Tensor)
+    if plain and num_nodes % covered == 0:  # grids that are all alike
+        return [(heights[0], widths[0])] * (num_nodes // covered)
+    if covered != num_nodes:
+        count = len(heights)
+        raise ValueError(
+            f"'height' and 'width' must be of grids of {num_nodes} nodes in all, got "
+            f"{covered} in {count} grid{'s' * (count != 1)}"
+        )
+    return list(zip(heights, widths, strict=True))
+
+
+def grid_edges(height: int, width: int) -> tuple[Tensor, Tensor]:
+    """Edges in both directions, by source, then target, and columns and rows."""
+    node = torch.arange(height * width)
+    row, col = node // width, node % width
+    # Above, left, right and below, where there is one.
+    exists = torch.stack([row > 0, col > 0, col < width - 1, row < height - 1], dim=1)
+    source, side = exists.nonzero(as_tuple=True)
+    target = source + torch.tensor([-width, -1, 1, width])[side]
+    return torch.stack([source, target]), torch.stack([col, row], dim=1)
+
+
+def is_grid(edge_index: Tensor, height: int, width: int) -> bool:
+    """Whether these are the edges of a grid, in any order, some perhaps repeated."""
+    row, col = edge_index // width, edge_index % width
+    steps = (row[1] - row[0]).abs() + (col[1] - col[0]).abs()
+    if bool((steps != 1).any()):
+        return False
+    different = torch.unique(edge_index[0] * (height * width) + edge_index[1]).numel()
+    return different == 2 * (height * (width - 1) + (height - 1) * width)
+
+
+def grid_dag(
+    edge_index: Tensor, height: int, width: int, dag: int
+) -> tuple[Tensor, Tensor]:
+    """Which edges of a grid one of its DAGs has, as a mask, and ranks of nodes."""
+    right, below = _WAYS[dag]
+    row, col = edge_index // width, edge_index % width
+    across, down = col[1] - col[0], row[1] - row[0]
+    node = torch.arange(height * width, device=edge_index.device)
+    rank = _rank(node % width, node // width, width, height, dag)
+    return (across * right == 1) | (down * below == 1), rank
+
+
+def grid_dags(
+    height: Tensor, width: Tensor, num_dags: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""The first DAGs of a batch of grids, side by side as one graph: node :math:`i` of
+    DAG :math:`d` is its node :math:`d |\mathcal{V}| + i`.
+
+    Args:
+        height (torch.Tensor): The number of rows of each grid, int64, on the CPU.
+        width (torch.Tensor): The number of columns of each grid.
+        num_dags (int): The number of DAGs, up to 4.
+
+    Returns:
+        tuple[torch.Tensor, torch.Tensor, torch.Tensor]: Edges, topological ranks of
+        nodes, and the number of each node's DAG of a grid, all int64.
+    """
+    return _grid_dags(height, width, num_dags)
+
+
+def _turned(edges: Tensor, way: int) -> Tensor:
+    return edges if way > 0 else edges.flip(0)
+
+
+def _rank(
+    x: Tensor, y: Tensor, width: int | Tensor, height: int | Tensor, dag: int
+) -> Tensor:
+    """Steps from where the DAG begins, by columns and rows."""
+    right, below = _WAYS[dag]
+    across = x if right > 0 else width - 1 - x
+    return across + (y if below > 0 else height - 1 - y)
+
+
+def _fake(
+    height: Tensor, width: Tensor, num_dags: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    context = torch.library.get_ctx()
+    num_edges, num_nodes = context.new_dynamic_size(), context.new_dynamic_size()
+    shapes = (2, num_edges), (num_nodes,), (num_nodes,)
+    edges, rank, grid = (height.new_empty(s, dtype=torch.int64) for s in shapes)
+    return edges, rank, grid
+
+
+@structural_op(_fake)
+def _grid_dags(
+    height: Tensor, width: Tensor, num_dags: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = height * width
+    grid = torch.repeat_interleave(sizes)
+    node = torch.arange(grid.numel())
+    local, h, w = node - (sizes.cumsum(0) - sizes)[grid], height[grid], width[grid]
+    x, y = local % w, local // w
+    left, above = node[x < w - 1], node[y < h - 1]
+    across = torch.stack([left, left + 1])
+    down = torch.stack([above, above + w[above]])
+    index = [
+        torch.cat([_turned(across, right), _turned(down, below)], dim=1)
+        + d * node.numel()
+        for d, (right, below) in enumerate(_WAYS[:num_dags])
+    ]
+    rank = [_rank(x, y, w, h, d) for d in range(num_dags)]
+    part = [grid + d * sizes.numel() for d in range(num_dags)]
+    return torch.cat(index, dim=1), torch.cat(rank), torch.cat(part)

@@ -1,0 +1,83 @@
+import pytest
+import torch
+from asserts import assert_near
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch_geometric.data import Batch
+
+from pyg_chimera.nn import ChimeraDAGConv, ChimeraGridConv
+from pyg_chimera.transforms import DAGDecomposition, ImageToGraph, SequenceToGraph
+
+IN, OUT = 5, 8
+
+
+def images(sizes, channels: int = IN) -> Batch:
+    decompose = DAGDecomposition(method="grid")
+    return Batch.from_data_list(
+        [decompose(ImageToGraph()(torch.randn(channels, h, w))) for h, w in sizes]
+    )
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
+    st.sampled_from(["all", "none", "diagonal", "row"]),
+    st.sampled_from(["state", "mask"]),
+)
+def test_it_is_the_layer_of_dags(sizes, share, form):
+    data = images(sizes)
+    conv = ChimeraGridConv(IN, OUT, 2, 3, share=share, form=form).double()
+    dags = ChimeraDAGConv(IN, OUT, 2, 3, num_dags=4, share=share).double()
+    dags.load_state_dict(conv.state_dict())
+    x = data.x.double()
+    out = conv(x, batch=data.batch, height=data.height, width=data.width)
+    assert_near(out, dags(x, data.dag_edge_index))
+    assert_near(out, dags(x, data.dag_edge_index, None, data.batch, data.dag_rank))
+
+
+def test_sequences():
+    data = SequenceToGraph()(torch.randn(6, IN))
+    data = DAGDecomposition(method="path")(data)
+    conv = ChimeraGridConv(IN, OUT, 2, 3, num_dags=2, selectivity="target")
+    dags = ChimeraDAGConv(IN, OUT, 2, 3, num_dags=2, selectivity="target", share="none")
+    dags.load_state_dict(conv.state_dict())
+    out = conv(data.x, height=1, width=6)
+    assert_near(out, dags(data.x, data.dag_edge_index), 1e-5)
+    assert_near(conv(data.x.repeat(3, 1), height=1, width=6), out.repeat(3, 1), 1e-5)
+
+
+def test_with_one_dag_nothing_is_heard_of_the_future():
+    conv = ChimeraGridConv(IN, OUT, 2, 3, num_dags=1)
+    x = torch.randn(6, IN, requires_grad=True)
+    conv(x, height=1, width=6)[3].sum().backward()
+    assert x.grad[:4].abs().sum(1).gt(0).all()
+    assert x.grad[4:].eq(0).all()
+
+
+def test_flipped_images():
+    """Turning an image around exchanges the DAGs along one diagonal."""
+    conv = ChimeraGridConv(IN, OUT, 2, 3, share="diagonal")
+    with torch.no_grad():  # the same selectivities in both
+        weight = conv.lin_delta.weight.view(4, 2, IN)
+        weight[1::2] = weight[::2]
+        conv.delta_bias[1::2] = conv.delta_bias[::2]
+    x = torch.randn(12, IN)
+    assert_near(
+        conv(x.flip(0), height=3, width=4), conv(x, height=3, width=4).flip(0), 1e-5
+    )
+
+
+def test_bad_grids():
+    for num_dags in (0, 3, 5):
+        with pytest.raises(ValueError, match=f"1, 2 or 4 of a grid, got {num_dags}"):
+            ChimeraGridConv(IN, OUT, num_dags=num_dags)
+    with pytest.raises(ValueError, match="'edge_dim' must be None for grids"):
+        ChimeraGridConv(IN, OUT, edge_dim=3)
+    conv, x = ChimeraGridConv(IN, OUT), torch.randn(6, IN)
+    with pytest.raises(ValueError, match="'height' and 'width' must be given"):
+        conv(x)
+    with pytest.raises(ValueError, match="grids of 6 nodes in all, got 8"):
+        conv(x, height=2, width=4)
+    batch = torch.tensor([0, 0, 1, 1, 1, 1])
+    with pytest.raises(ValueError, match="must be those of the graphs of 'batch'"):
+        conv(x, batch=batch, height=1, width=torch.tensor([3, 3]))
