@@ -1,5 +1,6 @@
 """Graph layers, the layer around them, encoders, and models."""
 
+from pyg_chimera.nn.attention import SelfAttention
 from pyg_chimera.nn.conv import (
     ChimeraConv,
     ChimeraDAGConv,
@@ -10,9 +11,18 @@ from pyg_chimera.nn.conv import (
     PLSTMConv,
     PLSTMGridConv,
 )
-from pyg_chimera.nn.encoders import LaplacianEncoder, RandomWalkEncoder
+from pyg_chimera.nn.encoders import (
+    LaplacianEncoder,
+    PositionEmbedding,
+    RandomWalkEncoder,
+)
 from pyg_chimera.nn.gps_layer import GPSLayer
-from pyg_chimera.nn.models import CategoricalEncoder, GraphModel
+from pyg_chimera.nn.models import (
+    CategoricalEncoder,
+    GraphModel,
+    ImageClassifier,
+    SequenceEncoder,
+)
 
 __all__ = [
     "CategoricalEncoder",
@@ -24,8 +34,12 @@ __all__ = [
     "GatedGCNConv",
     "GraphMambaConv",
     "GraphModel",
+    "ImageClassifier",
     "LaplacianEncoder",
     "PLSTMConv",
     "PLSTMGridConv",
+    "PositionEmbedding",
     "RandomWalkEncoder",
+    "SelfAttention",
+    "SequenceEncoder",
 ]

@@ -1,12 +1,15 @@
+import math
+
 import torch
 from torch import Tensor
-from torch_geometric.nn import MLP
+from torch_geometric.nn import MLP, PositionalEncoding
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.inits import reset
+from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._norm import Norm
 
-__all__ = ["LaplacianEncoder", "RandomWalkEncoder"]
+__all__ = ["LaplacianEncoder", "PositionEmbedding", "RandomWalkEncoder"]
 
 
 class LaplacianEncoder(torch.nn.Module):
@@ -161,3 +164,95 @@ class RandomWalkEncoder(torch.nn.Module):
 
     def __repr__(self) -> str:
         return f"{self.__class__.__name__}({self.walk_length}, {self.out_channels})"
+
+
+class PositionEmbedding(torch.nn.Module):
+    r"""Adds to each node an embedding of where it is, as the first of a model's layers.
+
+    Learned embeddings are a table of places, as in a `Vision Transformer
+    <https://arxiv.org/abs/2010.11929>`_; sinusoidal ones those of `"Attention Is All
+    You Need" <https://arxiv.org/abs/1706.03762>`_, of each coordinate in an even share
+    of the channels.
+
+    Args:
+        channels (int): Size of each input and output sample.
+        num_coordinates (int, optional): The number of coordinates of a position.
+            (default: :obj:`1`)
+        size (tuple[int, ...], optional): The number of places along each coordinate, of
+            a table. With :obj:`None`, embeddings are sinusoidal.
+            (default: :obj:`None`)
+
+    Shapes:
+        - **input:** node features :math:`(|\mathcal{V}|, F)`, edge indices (not used),
+          positions :math:`(|\mathcal{V}|, D)`, whole numbers from zero on
+        - **output:** :math:`(|\mathcal{V}|, F)`
+
+    Raises:
+        ValueError: If :obj:`size` has another length, or sinusoids do not fit into
+            :obj:`channels`; in the forward method, if positions have another shape or
+            are beyond the table.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_coordinates: int = 1,
+        size: tuple[int, ...] | None = None,
+    ) -> None:
+        super().__init__()
+        if size is not None and len(size) != num_coordinates:
+            raise ValueError(
+                f"'size' must have {num_coordinates} numbers of places, got {size}"
+            )
+        if size is None and channels % (2 * num_coordinates) != 0:
+            raise ValueError(
+                f"'channels' must be a multiple of {2 * num_coordinates} for sinusoids "
+                f"of {num_coordinates} coordinates, got {channels}"
+            )
+        self.channels = channels
+        self.num_coordinates = num_coordinates
+        self.size = size
+        self.table = self.sinusoid = None
+        if size is None:
+            self.sinusoid = PositionalEncoding(channels // num_coordinates)
+        else:
+            self.table = torch.nn.Embedding(math.prod(size), channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        if self.table is not None:
+            torch.nn.init.trunc_normal_(self.table.weight, std=0.02)
+
+    def forward(self, x: Tensor, edge_index: Adj | None, pos: Tensor) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): Not used; there for containers
+                that call all their layers alike.
+            pos (torch.Tensor): The positions.
+        """
+        if pos.shape != (x.size(0), self.num_coordinates):
+            raise ValueError(
+                f"'pos' must be of shape [{x.size(0)}, {self.num_coordinates}], got "
+                f"{list(pos.shape)}"
+            )
+        if self.table is None or self.size is None:
+            assert self.sinusoid is not None
+            return x + torch.cat([self.sinusoid(p) for p in pos.unbind(1)], 1).to(x)
+        place = pos.new_zeros(pos.size(0), dtype=torch.long)
+        for coordinate, size in zip(pos.long().unbind(1), self.size, strict=True):
+            if not torch.compiler.is_compiling() and bool((coordinate >= size).any()):
+                raise ValueError(
+                    f"'pos' must be below {self.size}, the places that have learnt "
+                    f"embeddings, got {int(coordinate.max())}"
+                )
+            place = place * size + coordinate
+        return x + self.table(place)
+
+    def __repr__(self) -> str:
+        return (
+            f"{self.__class__.__name__}({self.channels}, {self.num_coordinates}, "
+            f"size={self.size})"
+        )

@@ -1,0 +1,148 @@
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Linear
+
+from pyg_chimera.ops.common.checks import check_option
+
+__all__ = ["SelfAttention"]
+
+
+class SelfAttention(torch.nn.Module):
+    r"""Softmax attention between all nodes of each graph, `"Attention Is All You Need"
+    <https://arxiv.org/abs/1706.03762>`_, as a mixer for
+    :class:`~pyg_chimera.nn.GPSLayer`: :class:`torch.nn.MultiheadAttention`, with rotary
+    positions, from `"RoFormer" <https://arxiv.org/abs/2104.09864>`_, and causal masks.
+
+    .. math::
+        \mathbf{x}'_i = \mathbf{W}_o \sum_j \textrm{softmax}_j \left(
+        \frac{(\mathbf{R}_i \mathbf{q}_i)^{\top} \mathbf{R}_j \mathbf{k}_j}
+        {\sqrt{P}} \right) \mathbf{v}_j
+
+    with rotations :math:`\mathbf{R}` of pairs of channels by the node's place times
+    :math:`10000^{-2 k / P}`.
+
+    Args:
+        channels (int): Size of each input and output sample.
+        heads (int, optional): The number of heads; divides :obj:`channels`.
+            (default: :obj:`1`)
+        rotary (str, optional): What rotates: the place in a :obj:`"sequence"`, of
+            nodes in order, or column and row in a :obj:`"grid"`, of nodes row by row,
+            half of the channels each. With :obj:`None`, nothing tells where a node is.
+            (default: :obj:`None`)
+        causal (bool, optional): If set to :obj:`True`, nodes attend to earlier ones and
+            themselves only. (default: :obj:`False`)
+        dropout (float, optional): Dropout probability of attention weights.
+            (default: :obj:`0.0`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias.
+            (default: :obj:`True`)
+
+    Shapes:
+        - **input:**
+          padded nodes :math:`(B, N, F)`,
+          mask of those that are nodes :math:`(B, N)`,
+          widths :math:`(B)` *(for a grid)*
+        - **output:** :math:`(B, N, F)`
+
+    Raises:
+        ValueError: If :obj:`heads` does not divide :obj:`channels`, or with
+            :obj:`rotary` a head's channels are no multiple of 2, or 4 for a grid; in
+            the forward method, if a grid's width is missing.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        heads: int = 1,
+        *,
+        rotary: str | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        check_option("rotary", rotary, (None, "sequence", "grid"))
+        if heads < 1 or channels % heads != 0:
+            raise ValueError(f"'heads' must divide 'channels', got {heads}, {channels}")
+        multiple = {None: 1, "sequence": 2, "grid": 4}[rotary]
+        if channels // heads % multiple != 0:
+            raise ValueError(
+                f"The {channels // heads} channels of a head must be a multiple of "
+                f"{multiple} for rotary={rotary!r}"
+            )
+        self.channels = channels
+        self.heads = heads
+        self.rotary = rotary
+        self.causal = causal
+        self.dropout = dropout
+        self.lin_in = Linear(channels, 3 * channels, bias=bias)
+        self.lin_out = Linear(channels, channels, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        for lin in (self.lin_in, self.lin_out):
+            torch.nn.init.xavier_uniform_(lin.weight)
+            if lin.bias is not None:
+                torch.nn.init.zeros_(lin.bias)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, width: int | Tensor | None = None
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The nodes of each graph, padded.
+            mask (torch.Tensor, optional): Which of them are nodes; without it all.
+                (default: :obj:`None`)
+            width (int or torch.Tensor, optional): The number of columns of each grid.
+                (default: :obj:`None`)
+        """
+        query, key, value = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for y in self.lin_in(x).chunk(3, dim=-1)
+        )
+        if self.rotary is not None:
+            places = self._places(x, width)
+            query, key = _rotate(query, places), _rotate(key, places)
+        seen = None if mask is None else mask[:, None, None, :]
+        causal = self.causal
+        if causal and seen is not None:
+            past = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).tril()
+            seen, causal = seen & past, False
+        out = F.scaled_dot_product_attention(
+            query, key, value, seen, self.dropout if self.training else 0.0, causal
+        )
+        return self.lin_out(out.transpose(1, 2).flatten(2))
+
+    def _places(self, x: Tensor, width: int | Tensor | None) -> Tensor:
+        """Of the nodes of each graph, [B or 1, N, 1 or 2]."""
+        place = torch.arange(x.size(1), device=x.device).unsqueeze(0)
+        if self.rotary == "sequence":
+            return place.unsqueeze(-1)
+        if width is None:
+            raise ValueError(
+                "'width' must be given for rotary='grid' (to a 'GraphModel' as "
+                "structure={'width': 'width'})"
+            )
+        width = torch.as_tensor(width, device=x.device).view(-1, 1)
+        return torch.stack([place % width, place // width], dim=-1)
+
+    def __repr__(self) -> str:
+        rotary = "" if self.rotary is None else f", rotary={self.rotary!r}"
+        return (
+            f"{self.__class__.__name__}({self.channels}, heads={self.heads}{rotary}, "
+            f"causal={self.causal})"
+        )
+
+
+def _rotate(x: Tensor, places: Tensor) -> Tensor:
+    """Heads [B, H, N, P], by places [B, N, D]: P / D channels by each coordinate."""
+    size = x.size(-1) // places.size(-1) // 2
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    step = torch.arange(size, device=x.device, dtype=dtype)
+    angle = places.unsqueeze(-1) * 10_000 ** (-step / size)  # [B, N, D, size]
+    cos, sin = angle.cos().flatten(2), angle.sin().flatten(2)
+    cos, sin = (y.unsqueeze(1).to(x.dtype) for y in (cos, sin))
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)

@@ -1,0 +1,112 @@
+"""What models of images and of sequences share: mixers by name, layers around them."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.nn import Module
+
+from pyg_chimera.nn.attention import SelfAttention
+from pyg_chimera.nn.conv import (
+    ChimeraGridConv,
+    ChimeraPathConv,
+    GraphMambaConv,
+    PLSTMGridConv,
+)
+from pyg_chimera.nn.encoders import PositionEmbedding
+from pyg_chimera.nn.gps_layer import GPSLayer
+
+__all__ = ["MIXERS", "POSITIONS", "lattice_layers", "structure_of"]
+
+MIXERS = ("chimera", "chimera_path", "plstm", "graph_mamba", "attention")
+POSITIONS = (None, "learned", "sinusoidal", "rotary")
+
+
+def lattice_layers(
+    mixer: str | Callable[[int], Module],
+    channels: int,
+    heads: int,
+    num_layers: int,
+    *,
+    num_dags: int,
+    position: str | None,
+    size: tuple[int, ...] | None,
+    dropout: float,
+    mlp_channels: int | None,
+    mixer_kwargs: Mapping[str, Any] | None,
+) -> list[Module]:
+    """Pre-norm layers of a mixer and a feed-forward network, behind an embedding of
+    positions if there is one.
+
+    Four DAGs are a grid's, one or two a sequence's, of which one is causal.
+    """
+    if not callable(mixer) and mixer not in MIXERS:
+        raise ValueError(
+            f"'mixer' must be a function or one of {MIXERS}, got {mixer!r}"
+        )
+    if position not in POSITIONS:
+        raise ValueError(f"'position' must be one of {POSITIONS}, got {position!r}")
+    if position == "rotary" and mixer != "attention":
+        raise ValueError(
+            f"'position' can be 'rotary' for mixer='attention' only, got {mixer!r}"
+        )
+    if (position == "learned") != (size is not None):
+        raise ValueError(
+            "'size', the largest number of positions, must be given for "
+            f"position='learned' and for no other, got {size} and {position!r}"
+        )
+    is_grid, causal = num_dags == 4, num_dags == 1
+
+    def make(index: int) -> Module:
+        options = dict(mixer_kwargs or {})
+        if callable(mixer):
+            return mixer(index)
+        if mixer == "chimera":
+            return ChimeraGridConv(channels, heads=heads, num_dags=num_dags, **options)
+        if mixer == "chimera_path":
+            if is_grid or causal:
+                raise ValueError(
+                    "'mixer' must not be 'chimera_path', which hears both sides of an "
+                    "undirected path, for images and causal models; use 'chimera'"
+                )
+            return ChimeraPathConv(channels, heads=heads, **options)
+        if mixer == "plstm":
+            # In mode P, half of what goes along a row of one would be lost downward.
+            options.setdefault("mode", "PD"[index % 2] if is_grid else "D")
+            return PLSTMGridConv(channels, heads=heads, num_dags=num_dags, **options)
+        if mixer == "graph_mamba":
+            options.setdefault("bidirectional", not causal)
+            return GraphMambaConv(
+                channels, order="order", num_eval_permutations=1, **options
+            )
+        rotary = ("grid" if is_grid else "sequence") if position == "rotary" else None
+        return SelfAttention(channels, heads, rotary=rotary, causal=causal, **options)
+
+    layers: list[Module] = [
+        GPSLayer(
+            channels,
+            mixer=make(index),
+            dropout=dropout,
+            norm_first=True,
+            act="gelu",
+            mlp_channels=mlp_channels,
+        )
+        for index in range(num_layers)
+    ]
+    if position in ("learned", "sinusoidal"):
+        layers.insert(0, PositionEmbedding(channels, 2 if is_grid else 1, size))
+    return layers
+
+
+def structure_of(layers: Iterable[Module]) -> dict[str, str]:
+    """What of a lattice's data the layers take."""
+    taken = {
+        name
+        for layer in layers
+        for name in ("height", "width", "pos")
+        if (
+            layer.accepts(name)
+            if isinstance(layer, GPSLayer)
+            else name == "pos" and isinstance(layer, PositionEmbedding)
+        )
+    }
+    return {name: name for name in sorted(taken)}

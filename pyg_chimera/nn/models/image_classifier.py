@@ -1,0 +1,93 @@
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.nn import Module
+from torch_geometric.nn.aggr import Aggregation
+
+from pyg_chimera.nn.models._lattice import lattice_layers, structure_of
+from pyg_chimera.nn.models.graph_model import GraphModel
+
+__all__ = ["ImageClassifier"]
+
+
+class ImageClassifier(GraphModel):
+    r"""A vision model whose mixing layer is free to choose: patches, pre-norm layers of
+    a mixer and a feed-forward network, mean of the patches, class. With
+    :obj:`mixer="attention"` it is a `Vision Transformer
+    <https://arxiv.org/abs/2010.11929>`_.
+
+    Images are graphs, of :class:`~pyg_chimera.transforms.ImageToGraph`, which may be of
+    several sizes in one batch:
+
+    .. code-block:: python
+
+        to_graph = ImageToGraph(patch_size=4)
+        batch = Batch.from_data_list([to_graph(image) for image in images])
+        model = ImageClassifier(3 * 4 * 4, 64, 10, mixer="chimera")
+        out = model(**model.inputs(batch))
+
+    Args:
+        in_channels (int): The number of pixels of a patch, times their channels, or
+            :obj:`-1` to derive it from the first input.
+        channels (int): The size of patches between the layers.
+        out_channels (int): The number of classes.
+        num_layers (int, optional): The number of layers. (default: :obj:`4`)
+        mixer (str or Callable, optional): :obj:`"chimera"`
+            (:class:`~pyg_chimera.nn.ChimeraGridConv`), :obj:`"plstm"`
+            (:class:`~pyg_chimera.nn.PLSTMGridConv`, of mode P and D in turn),
+            :obj:`"graph_mamba"` (:class:`~pyg_chimera.nn.GraphMambaConv` there and back
+            along the rows, one after the other), :obj:`"attention"`
+            (:class:`~pyg_chimera.nn.SelfAttention`), or a function that makes one from
+            its position in the stack. (default: :obj:`"chimera"`)
+        heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
+        position (str, optional): How the model is told where patches are:
+            :obj:`"learned"` or :obj:`"sinusoidal"` embeddings
+            (:class:`~pyg_chimera.nn.PositionEmbedding`), or in attention
+            :obj:`"rotary"`. All mixers but attention know without. (default:
+            :obj:`None`)
+        size (tuple[int, int], optional): The largest number of columns and rows, for
+            learned positions. (default: :obj:`None`)
+        dropout (float, optional): Dropout probability behind the mixer and in the
+            feed-forward network. (default: :obj:`0.0`)
+        mlp_channels (int, optional): The hidden size of the feed-forward networks.
+            (default: :obj:`None`, :obj:`2 * channels`)
+        pool (str or Aggregation, optional): As in :class:`~pyg_chimera.nn.GraphModel`.
+            (default: :obj:`"mean"`)
+        mixer_kwargs (Mapping[str, Any], optional): Further arguments of the mixers,
+            such as :obj:`{"share": "diagonal"}`. (default: :obj:`None`)
+
+    Shapes:
+        - **input:** as of :class:`~pyg_chimera.nn.GraphModel`, with heights, widths and
+          positions of :class:`~pyg_chimera.transforms.ImageToGraph` as far as the
+          layers take them: see :meth:`inputs`
+        - **output:** classes :math:`(B, F_{out})`
+
+    Raises:
+        ValueError: If an option is unknown, or does not go with another.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: int,
+        out_channels: int,
+        num_layers: int = 4,
+        mixer: str | Callable[[int], Module] = "chimera",
+        heads: int = 4,
+        *,
+        position: str | None = None,
+        size: tuple[int, int] | None = None,
+        dropout: float = 0.0,
+        mlp_channels: int | None = None,
+        pool: str | Aggregation = "mean",
+        mixer_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        layers = lattice_layers(
+            mixer, channels, heads, num_layers, num_dags=4, position=position,
+            size=size, dropout=dropout, mlp_channels=mlp_channels,
+            mixer_kwargs=mixer_kwargs,
+        )  # fmt: skip
+        super().__init__(
+            in_channels, channels, out_channels, layers, pool=pool, head_layers=1,
+            norm="layer_norm", structure=structure_of(layers),
+        )  # fmt: skip

@@ -1,0 +1,109 @@
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.nn import Module
+
+from pyg_chimera.nn.models._lattice import lattice_layers, structure_of
+from pyg_chimera.nn.models.graph_model import GraphModel
+from pyg_chimera.ops.common.checks import check_option
+
+__all__ = ["SequenceEncoder"]
+
+
+class SequenceEncoder(GraphModel):
+    r"""A model of token sequences whose mixing layer is free to choose: embeddings,
+    pre-norm layers of a mixer and a feed-forward network, and a head.
+
+    Sequences are graphs, of :class:`~pyg_chimera.transforms.SequenceToGraph`, of any
+    lengths in one batch, and without padding but in attention:
+
+    .. code-block:: python
+
+        to_graph = SequenceToGraph(vocabulary)
+        batch = Batch.from_data_list([to_graph(text) for text in texts])
+        model = SequenceEncoder(len(vocabulary), 64, mixer="chimera", head="mlm")
+        out = model(**model.inputs(batch))  # [tokens of all sequences, vocabulary]
+
+    Args:
+        num_tokens (int): The size of the vocabulary.
+        channels (int): The size of tokens between the layers.
+        out_channels (int, optional): The number of classes, for
+            :obj:`head="classify"`. (default: :obj:`None`)
+        num_layers (int, optional): The number of layers. (default: :obj:`4`)
+        mixer (str or Callable, optional): :obj:`"chimera"`
+            (:class:`~pyg_chimera.nn.ChimeraGridConv` on one row),
+            :obj:`"chimera_path"` (:class:`~pyg_chimera.nn.ChimeraPathConv`),
+            :obj:`"plstm"` (:class:`~pyg_chimera.nn.PLSTMGridConv` of mode D),
+            :obj:`"graph_mamba"` (:class:`~pyg_chimera.nn.GraphMambaConv` in the order
+            of the sequence), :obj:`"attention"`
+            (:class:`~pyg_chimera.nn.SelfAttention`), or a function that makes one from
+            its position in the stack. (default: :obj:`"chimera"`)
+        heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
+        head (str, optional): What is predicted: the token at each place, from both
+            sides (:obj:`"mlm"`, of a masked language model) or the next one, from the
+            past alone (:obj:`"lm"`), or the class of a sequence (:obj:`"classify"`).
+            (default: :obj:`"mlm"`)
+        position (str, optional): How the model is told where tokens are:
+            :obj:`"learned"` or :obj:`"sinusoidal"` embeddings
+            (:class:`~pyg_chimera.nn.PositionEmbedding`), or in attention
+            :obj:`"rotary"`. All mixers but attention know without. (default:
+            :obj:`None`)
+        size (int, optional): The largest length, for learned positions.
+            (default: :obj:`None`)
+        dropout (float, optional): Dropout probability behind the mixer and in the
+            feed-forward network. (default: :obj:`0.0`)
+        mlp_channels (int, optional): The hidden size of the feed-forward networks.
+            (default: :obj:`None`, :obj:`2 * channels`)
+        mixer_kwargs (Mapping[str, Any], optional): Further arguments of the mixers.
+            (default: :obj:`None`)
+
+    Shapes:
+        - **input:** as of :class:`~pyg_chimera.nn.GraphModel`, with tokens
+          :math:`(|\mathcal{V}|)`, int64, and of
+          :class:`~pyg_chimera.transforms.SequenceToGraph` what the layers take: see
+          :meth:`inputs`
+        - **output:** :math:`(|\mathcal{V}|, \textrm{tokens})`, or of classes
+          :math:`(B, F_{out})`
+
+    Raises:
+        ValueError: If an option is unknown, or does not go with another.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        channels: int,
+        out_channels: int | None = None,
+        num_layers: int = 4,
+        mixer: str | Callable[[int], Module] = "chimera",
+        heads: int = 4,
+        *,
+        head: str = "mlm",
+        position: str | None = None,
+        size: int | None = None,
+        dropout: float = 0.0,
+        mlp_channels: int | None = None,
+        mixer_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_option("head", head, ("mlm", "lm", "classify"))
+        if (head == "classify") != (out_channels is not None):
+            raise ValueError(
+                "'out_channels', the number of classes, must be given for "
+                f"head='classify' and for no other, got {out_channels} and {head!r}"
+            )
+        layers = lattice_layers(
+            mixer, channels, heads, num_layers, num_dags=1 if head == "lm" else 2,
+            position=position, size=None if size is None else (size,),
+            dropout=dropout, mlp_channels=mlp_channels, mixer_kwargs=mixer_kwargs,
+        )  # fmt: skip
+        super().__init__(
+            [num_tokens],
+            channels,
+            num_tokens if out_channels is None else out_channels,
+            layers,
+            head="graph" if head == "classify" else "node",
+            head_layers=1,
+            norm="layer_norm",
+            structure=structure_of(layers),
+        )
+        self.num_tokens = num_tokens

@@ -1,0 +1,207 @@
+"""Models of images and of sequences, with each of their mixers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from asserts import assert_near
+from torch_geometric.data import Batch
+from torch_geometric.loader import DataLoader
+
+from pyg_chimera.nn import (
+    ChimeraPathConv,
+    ImageClassifier,
+    PositionEmbedding,
+    SequenceEncoder,
+)
+from pyg_chimera.transforms import ImageToGraph, SequenceToGraph
+
+C, TOKENS = 16, 5
+IMAGE_MIXERS = ("chimera", "plstm", "graph_mamba", "attention")
+SEQUENCE_MIXERS = (*IMAGE_MIXERS, "chimera_path")
+POSITIONS = (None, "learned", "sinusoidal")
+mixers_of_images = pytest.mark.parametrize("mixer", IMAGE_MIXERS)
+mixers_of_sequences = pytest.mark.parametrize("mixer", SEQUENCE_MIXERS)
+
+
+def images(*sizes: tuple[int, int]) -> Batch:
+    to_graph = ImageToGraph(patch_size=2)
+    graphs = [to_graph(torch.rand(3, 2 * h, 2 * w)) for h, w in sizes]
+    return Batch.from_data_list(graphs)
+
+
+def sequences(*lengths: int) -> Batch:
+    to_graph = SequenceToGraph()
+    graphs = [to_graph(torch.randint(TOKENS, (n,))) for n in lengths]
+    return Batch.from_data_list(graphs)
+
+
+def classifier(mixer, **kwargs) -> ImageClassifier:
+    return ImageClassifier(12, C, 3, num_layers=2, mixer=mixer, heads=2, **kwargs)
+
+
+def encoder(mixer, **kwargs) -> SequenceEncoder:
+    return SequenceEncoder(TOKENS, C, num_layers=2, mixer=mixer, heads=2, **kwargs)
+
+
+@mixers_of_images
+@pytest.mark.parametrize("position", POSITIONS)
+def test_images_of_several_sizes(mixer, position):
+    size = (4, 4) if position == "learned" else None
+    model = classifier(mixer, position=position, size=size)
+    batch = images((2, 3), (4, 4), (1, 1), (3, 1))
+    for _ in range(2):
+        out = model(**model.inputs(batch))
+        each = [model(**model.inputs(data)) for data in batch.to_data_list()]
+        assert out.shape == (4, 3)
+        assert_near(out, torch.cat(each), 1e-4)
+        model.eval()  # and evaluation does the same as training
+    model.train()
+    again = model(**model.inputs(batch))
+    assert_near(out, again, 1e-6)
+    again.sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@mixers_of_images
+def test_where_patches_are(mixer):
+    """All mixers but attention tell an image from one whose patches are exchanged."""
+    model = classifier(mixer)
+    batch = images((3, 3))
+    out = model(**model.inputs(batch))
+    batch.x = batch.x[torch.randperm(9)]
+    moved = model(**model.inputs(batch))
+    assert torch.allclose(out, moved, atol=1e-5) == (mixer == "attention")
+    if mixer == "attention":
+        for position in ("learned", "sinusoidal", "rotary"):
+            size = (3, 3) if position == "learned" else None
+            model = classifier(mixer, position=position, size=size)
+            out = model(**model.inputs(batch))
+            batch.x = batch.x.roll(1, 0)
+            assert not torch.allclose(out, model(**model.inputs(batch)), atol=1e-5)
+
+
+@mixers_of_sequences
+@pytest.mark.parametrize("head", ["mlm", "lm", "classify"])
+def test_sequences_of_several_lengths(mixer, head):
+    if (mixer, head) == ("chimera_path", "lm"):
+        with pytest.raises(ValueError, match="'mixer' must not be 'chimera_path'"):
+            encoder(mixer, head=head)
+        return
+    model = encoder(mixer, head=head, out_channels=3 if head == "classify" else None)
+    batch = sequences(3, 7, 1, 4)
+    out = model(**model.inputs(batch))
+    assert out.shape == ((4, 3) if head == "classify" else (15, TOKENS))
+    each = [model(**model.inputs(data)) for data in batch.to_data_list()]
+    assert_near(out, torch.cat(each), 1e-4)
+    assert_near(model.eval()(**model.inputs(batch)), out, 1e-6)
+    out.sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@mixers_of_sequences
+def test_what_is_heard(mixer):
+    """From both sides, or in a causal model from the past alone."""
+    data = sequences(9)
+    x = data.x.clone()
+    x[4] = (x[4] + 1) % TOKENS
+    for head, before in (("mlm", True), ("lm", False)):
+        if (mixer, head) == ("chimera_path", "lm"):
+            continue
+        model = encoder(mixer, head=head)
+        data.x = data.x
+        out = model(**model.inputs(data))
+        changed = model(**(model.inputs(data) | {"x": x}))
+        differs = (out - changed).abs().amax(1) > 1e-6
+        assert differs[4:].all()
+        assert differs[:4].all() if before else not differs[:4].any()
+
+
+@pytest.mark.parametrize("mixer", SEQUENCE_MIXERS)
+def test_a_sequence_is_learnt(mixer):
+    """The first token, told at the last place, of which attention needs to know."""
+    torch.manual_seed(1)
+    position = "rotary" if mixer == "attention" else None
+    model = encoder(mixer, head="classify", out_channels=TOKENS, position=position)
+    to_graph = SequenceToGraph()
+    graphs = []
+    for _ in range(64):
+        graph = to_graph(torch.randint(TOKENS, (6,)))
+        graph.y = graph.x[:1]
+        graphs.append(graph)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(15):
+        for batch in DataLoader(graphs, batch_size=32):
+            loss = F.cross_entropy(model(**model.inputs(batch)), batch.y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[0] > 1
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_own_mixers():
+    model = SequenceEncoder(TOKENS, C, mixer=lambda index: ChimeraPathConv(C, heads=2))
+    data = sequences(4, 3)
+    assert model(**model.inputs(data)).shape == (7, TOKENS)
+    options = {"share": "diagonal", "state_channels": 7}
+    model = classifier("chimera", mixer_kwargs=options)
+    assert model.layers[0].mixer.share == "diagonal"
+    assert model.layers[0].mixer.state_channels == 7
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "match"),
+    [
+        (classifier, {"mixer": "mamba"}, "'mixer' must be a function or one of"),
+        (classifier, {"mixer": "chimera_path"}, "must not be 'chimera_path'"),
+        (classifier, {"position": "absolute"}, "'position' must be one of"),
+        (classifier, {"position": "rotary"}, "mixer='attention' only"),
+        (classifier, {"position": "learned"}, "'size', .* must be given"),
+        (classifier, {"size": (2, 2)}, "'size', .* for no other"),
+        (encoder, {"head": "classify"}, "'out_channels', the number of classes"),
+        (encoder, {"out_channels": 3}, "'out_channels', the number of classes"),
+        (encoder, {"head": "bert"}, "'head' must be one of"),
+    ],
+)
+def test_bad_options(build, options, match):
+    with pytest.raises(ValueError, match=match):
+        build(**({"mixer": "chimera"} | options))
+
+
+def test_bad_inputs():
+    model = encoder("chimera")
+    data = sequences(3)
+    data.x[1] = TOKENS
+    with pytest.raises(ValueError, match="Categories must lie in"):
+        model(**model.inputs(data))
+    model = encoder("attention", position="learned", size=2)
+    with pytest.raises(ValueError, match=r"'pos' must be below \(2,\).* got 2"):
+        model(**model.inputs(sequences(3)))
+    del data.width
+    with pytest.raises(ValueError, match="no attribute 'width'"):
+        encoder("chimera").inputs(data)
+
+
+def test_positions():
+    pos = torch.tensor([[0, 0], [1, 0], [0, 2]])
+    x = torch.zeros(3, 8)
+    table = PositionEmbedding(8, 2, (2, 3))
+    out = table(x, None, pos)
+    assert_near(out, table.table.weight[[0, 3, 2]], 0)
+    waves = PositionEmbedding(8, 2)
+    out = waves(x, None, pos.float())
+    assert torch.equal(out[1, 4:], out[0, 4:])
+    assert torch.equal(out[2, :4], out[0, :4])
+    assert not torch.equal(out[1, :4], out[0, :4])
+    assert [p for p in waves.parameters() if p.requires_grad] == []
+    assert repr(table) == "PositionEmbedding(8, 2, size=(2, 3))"
+    for arguments, match in (
+        ((8, 2, (3,)), "'size' must have 2 numbers"),
+        ((6, 2), "'channels' must be a multiple of 4"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            PositionEmbedding(*arguments)
+    with pytest.raises(ValueError, match=r"'pos' must be of shape \[3, 2\], got \[3"):
+        table(x, None, pos[:, :1])
