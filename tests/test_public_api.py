@@ -31,7 +31,8 @@ PUBLIC = {
         *("diameter", "connected_components"),
     },
     "pyg_chimera.nn": {
-        *("ChimeraConv", "ChimeraDAGConv", "ChimeraPathConv"),
+        *("ChimeraConv", "ChimeraDAGConv", "ChimeraGridConv"),
+        "ChimeraPathConv",
         *("PLSTMConv", "PLSTMGridConv", "GraphMambaConv"),
         *("GatedGCNConv", "GPSLayer"),
         *(
