@@ -209,4 +209,4 @@ class ChimeraDAGConv(ChimeraBlock):
                 backend=self.backend,
             )  # fmt: skip
             outs.append(out)
-        return self.output(x, mean(outs) * math.sqrt(D), value)
+        return self.output(mean(outs) * math.sqrt(D), x, value)

@@ -156,7 +156,7 @@ class PLSTMGridConv(PLSTMBlock):
             *self.project(x), *self._gates(x), height, width, form=self.form,
             backend=self.backend,
         )  # fmt: skip
-        return self.lin_out(self.normed(y))
+        return self.output(y)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, 4, 2, heads], transition [V, 4, 2, 2, heads], mark, direct."""
