@@ -130,7 +130,7 @@ def plot_influence(
         draw(axis, values[:, head].numpy(), colors, node)
         axis.set_title(title, fontsize=9)
         bar = figure.colorbar(colors, ax=axis, fraction=0.05, pad=0.02)
-        bar.ax.tick_params(labelsize=7)
+        bar.ax.tick_params(which="both", labelsize=7)
     return figure
 
 
