@@ -26,7 +26,7 @@ def influence(
     **kwargs: Any,
 ) -> Tensor:
     r"""How much a node hears of all others, or they of it: a row or a column of the
-    mixing matrix, in the time of one call.
+    mixing matrix, in the time of a call and its gradient.
 
     All layers of Chimera and pLSTM compute, for each head,
 
@@ -39,7 +39,7 @@ def influence(
     :class:`~pyg_chimera.nn.ChimeraConv`, :math:`(\mathbf{I} - \mathbf{A})^{-1}_{ij}
     s_j`. Several DAGs are summed as the layer sums them. A column comes from a call of
     the layer with values of one at the node and zero elsewhere, a row from the gradient
-    of such a call: no matrix is inverted, and both are exact.
+    of such a call: no matrix need be inverted, and both are exact.
 
     That is what a layer mixes before its norm, gate and projections.
     :obj:`"jacobian"` is for everything else, of which models are made: the influence
