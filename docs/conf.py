@@ -57,6 +57,7 @@ API = [
     "pyg_chimera.nn",
     "pyg_chimera.transforms",
     "pyg_chimera.datasets",
+    "pyg_chimera.utils",
     "pyg_chimera.graphgym",
 ]
 

@@ -67,7 +67,7 @@ def test_importing_the_package_is_light():
 
 
 def test_importing_everything_needs_no_extra_and_has_no_side_effects():
-    names = ("ops", "nn", "transforms", "datasets")
+    names = ("ops", "nn", "transforms", "datasets", "utils")
     found = after("import " + ", ".join(f"pyg_chimera.{name}" for name in names))
     assert HEAVY.isdisjoint(found["loaded"])
     assert found["untouched"]

@@ -57,6 +57,7 @@ PUBLIC = {
         "ArrowPointing",
         *("ATOM_FEATURE_SIZES", "BOND_FEATURE_SIZES"),
     },
+    "pyg_chimera.utils": {"influence", "plot_dags", "plot_influence"},
     "pyg_chimera.graphgym": {
         *("ChimeraLayer", "PLSTMLayer", "GraphMambaLayer"),
         *("ChimeraGPS", "PLSTMGPS", "GraphMambaGPS"),

@@ -162,7 +162,7 @@ class ChimeraBlock(MessagePassing):
             raise ValueError("Edge masks explain one graph, not several DAGs")
         return self.explain_message(weight, num_nodes)
 
-    def output(self, x: Tensor, y: Tensor, value: Tensor) -> Tensor:
+    def output(self, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
         """Skip connection, norm, gate and projection behind the recurrence."""
         y = y + self.skip.view(-1, 1).to(y.dtype) * value
         y = self.norm(y.flatten(1))

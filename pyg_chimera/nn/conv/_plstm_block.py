@@ -27,6 +27,8 @@ class PLSTMBlock(MessagePassing):
         columns (int): The size of all gates of a node in a DAG.
     """
 
+    lin_out: Linear  # of the layers, which make it last
+
     def __init__(
         self,
         in_channels: int,
@@ -109,8 +111,8 @@ class PLSTMBlock(MessagePassing):
         gates = at_least_float32(self.lin_gate(x)).unflatten(1, (bias.size(0), -1))
         return gates + F.pad(bias.to(gates.dtype), (0, gates.size(2) - bias.size(1)))
 
-    def normed(self, y: Tensor) -> Tensor:
-        """The RMS norm of each head, [V, channels]."""
+    def output(self, y: Tensor) -> Tensor:
+        """Norm of each head and projection behind the recurrence."""
         weight = self.norm_weight.view(self.heads, -1)
         out = F.rms_norm(at_least_float32(y), y.shape[2:], eps=1e-5) * weight
-        return out.flatten(1).to(y.dtype)
+        return self.lin_out(out.flatten(1).to(y.dtype))

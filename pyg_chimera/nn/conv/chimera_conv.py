@@ -209,7 +209,7 @@ class ChimeraConv(ChimeraBlock):
             self.explained(weight, num_nodes), batch, rank=rank, solver=self.solver,
             num_terms=self._terms(num_terms), form=self.form, backend=self.backend,
         )  # fmt: skip
-        return self.output(x, y, value)
+        return self.output(y, x, value)
 
     def _terms(self, num_terms: int | Tensor | None) -> int | None:
         if self.solver != "neumann":

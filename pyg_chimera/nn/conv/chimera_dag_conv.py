@@ -254,7 +254,7 @@ class ChimeraDAGConv(ChimeraBlock):
             backend=self.backend,
         )
         out = out.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
-        return self.output(x, out, value)
+        return self.output(out, x, value)
 
     def _for_each_dag(self, y: Tensor) -> Tensor:
         """Of the nodes of all DAGs: [V, copies * groups, N] to [D * V, groups, N]."""

@@ -150,4 +150,4 @@ class ChimeraPathConv(ChimeraBlock):
             self.explained(weight, num_nodes), batch, rank=rank, form=self.form,
             backend=self.backend,
         )  # fmt: skip
-        return self.output(x, y, value)
+        return self.output(y, x, value)

@@ -245,7 +245,7 @@ class PLSTMConv(PLSTMBlock):
             query, key, value, *self._gates(x, dags), dags.edge_index // D,
             dags.line_edge_index, batch, form=self.form, backend=self.backend,
         )  # fmt: skip
-        return self.lin_out(self.normed(y))
+        return self.output(y)
 
     def _given(
         self,

@@ -161,7 +161,7 @@ class PLSTMGridConv(PLSTMBlock):
             *self.project(x), *self._gates(x), height, width, form=self.form,
             backend=self.backend,
         )  # fmt: skip
-        return self.lin_out(self.normed(y))
+        return self.output(y)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, D, 2, heads], transition [V, D, 2, 2, heads], mark, direct."""

@@ -1,0 +1,287 @@
+"""Makes the pictures of docs/pictures.md: python docs/make_pictures.py
+
+Needs the extra "examples". Takes about a minute on one core.
+"""
+
+from argparse import ArgumentParser
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import networkx as nx
+import torch
+import torch.nn.functional as F
+from rdkit import Chem
+from rdkit.Chem import AllChem
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.utils import from_networkx, to_undirected
+
+from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv, ChimeraPathConv, PLSTMGridConv
+from pyg_chimera.transforms import DAGDecomposition, ImageToGraph
+from pyg_chimera.utils import influence, plot_dags, plot_influence
+
+matplotlib.use("Agg")
+
+CHANNELS, HEADS, GRAPHS = 32, 2, 8
+COLORS = 3  #: of marked nodes
+SIDE = 12  #: of the grids
+
+ATORVASTATIN = "CC(C)c1c(C(=O)Nc2ccccc2)c(-c2ccccc2)c(-c2ccc(F)cc2)n1CCC(O)CC(O)CC(=O)O"
+TEXT = (
+    "the door of the old house by the river was green when we came back in spring , "
+    "although nobody could say who had done it : which colour ?"
+)
+SENTENCE = TEXT.split()
+WORDS = ["green", "red", "blue", *sorted(set(SENTENCE) - {"green"})]
+
+
+class Graph(NamedTuple):
+    """A graph with categories of nodes, and the answer at each; -1 if not asked."""
+
+    category: Tensor
+    edge_index: Any
+    answer: Tensor
+
+
+class Model(torch.nn.Module):
+    """A layer between an embedding and a classifier."""
+
+    def __init__(self, layer: torch.nn.Module, categories: int, **kwargs: Any) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(categories, CHANNELS)
+        self.layer = layer
+        self.classifier = torch.nn.Linear(CHANNELS, COLORS)
+        self.kwargs = kwargs
+
+    def forward(self, graph: Graph) -> Tensor:
+        """Scores of the answers, [nodes, COLORS]."""
+        x = self.embedding(graph.category)
+        return self.classifier(self.layer(x, graph.edge_index, **self.kwargs))
+
+    def row(self, graph: Graph, node: int) -> Tensor:
+        """What the node hears, [nodes, HEADS]."""
+        x = self.embedding(graph.category).detach()
+        return influence(self.layer, x, graph.edge_index, node, **self.kwargs)
+
+
+def train(model: Model, draw: Callable[[], list[Graph]], steps: int, name: str) -> None:
+    """Trains a model, and prints how many answers are right in the last tenth."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    right = []
+    for _ in range(steps):
+        graph = together(draw())
+        out, asked = model(graph), graph.answer >= 0
+        loss = F.cross_entropy(out[asked], graph.answer[asked])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        right.append((out.argmax(1) == graph.answer)[asked].float().mean())
+    last = torch.stack(right[-max(1, steps // 10) :]).mean().item()
+    print(f"{name}: {last:.3f} of the answers are right")
+
+
+def together(graphs: list[Graph]) -> Graph:
+    """One graph of several."""
+    firsts = torch.tensor([0, *(len(g.category) for g in graphs[:-1])]).cumsum(0)
+
+    def shifted(edge_indices: list[Tensor]) -> Tensor:
+        pairs = zip(edge_indices, firsts, strict=True)
+        return torch.cat([edges + first for edges, first in pairs], 1)
+
+    edge_index: Any = [g.edge_index for g in graphs]
+    if isinstance(edge_index[0], list):  # of DAGs
+        edge_index = [shifted(list(dag)) for dag in zip(*edge_index, strict=True)]
+    elif edge_index[0] is not None:
+        edge_index = shifted(edge_index)
+    else:
+        edge_index = None
+    answer = torch.cat([g.answer for g in graphs])
+    return Graph(torch.cat([g.category for g in graphs]), edge_index, answer)
+
+
+# ----------------------------------------------------------------------------- tasks
+
+
+def tree() -> tuple[nx.Graph, Graph]:
+    """A random tree. All nodes are to name the colour of the nearest of four that have
+    one; the category of others is 0, and where two are equally near, nobody is asked.
+    """
+    graph = nx.random_labeled_tree(40, seed=int(torch.randint(1 << 30, ())))
+    nodes, colors = torch.randperm(40)[:4].tolist(), [0, 1, 2, 0]
+    far = torch.full((COLORS, 40), 40)
+    for node, color in zip(nodes, colors, strict=True):
+        for other, steps in nx.single_source_shortest_path_length(graph, node).items():
+            far[color, other] = min(far[color, other], steps)
+    first, second = far.sort(0).values[:2]
+    category = torch.zeros(40, dtype=torch.long)
+    category[nodes] = 1 + torch.tensor(colors)
+    answer = far.argmin(0).where(first < second, -1)
+    return graph, Graph(category, from_networkx(graph).edge_index, answer)
+
+
+def hidden(number: int, categories: int) -> tuple[Tensor, int]:
+    """Random categories, one of them a colour, and that colour."""
+    category = torch.randint(COLORS, categories, (number,))
+    color = int(torch.randint(COLORS, ()))
+    category[torch.randint(number, ())] = color
+    return category, color
+
+
+def grid(edge_index: list[Tensor] | None) -> Graph:
+    """A grid. All nodes are to name the colour of the only one that has one."""
+    category, color = hidden(SIDE * SIDE, 2 * COLORS)
+    return Graph(category, edge_index, torch.full_like(category, color))
+
+
+def four_dags() -> list[Tensor]:
+    """Edges right and down, left and down, right and up, left and up."""
+    data = ImageToGraph()(torch.zeros(SIDE, SIDE))
+    x, y = (data.pos[data.edge_index[1]] - data.pos[data.edge_index[0]]).t()
+    ways = [(1, 1), (-1, 1), (1, -1), (-1, -1)]
+    return [data.edge_index[:, a * x + b * y > 0] for a, b in ways]
+
+
+def path(number: int) -> Tensor:
+    """The edges of a path, both ways."""
+    nodes = torch.arange(number)
+    return to_undirected(torch.stack([nodes[:-1], nodes[1:]]))
+
+
+def sentence() -> Graph:
+    """Random words and a question mark, which is to name the only colour."""
+    category, color = hidden(int(torch.randint(12, 30, ())), len(WORDS))
+    category = torch.cat([category, torch.tensor([WORDS.index("?")])])
+    answer = torch.full_like(category, -1)
+    answer[-1] = color
+    return Graph(category, path(len(category)), answer)
+
+
+# -------------------------------------------------------------------------- pictures
+
+
+def molecule(steps: int) -> Any:
+    """Who hears an atom of a molecule, in a layer as it starts."""
+    data, pos, labels = atoms()
+    conv = ChimeraConv(CHANNELS, heads=HEADS)
+    options = {"role": "source", "measure": "paths"}
+    column = influence(conv, data.x, data.edge_index, node=38, **options)
+    titles = ["head 1: 8 steps", "head 2: 32 steps"]
+    return plot_influence(
+        column, data.edge_index, pos, labels=labels, node=38, log=True, titles=titles
+    )
+
+
+def dags(steps: int) -> Any:
+    """Its decomposition."""
+    data, pos, _ = atoms()
+    data = DAGDecomposition(4, method="bfs_dense", seed=0)(data)
+    return plot_dags(data, pos)
+
+
+def atoms() -> tuple[Data, Tensor, list[str]]:
+    """A molecule, with a random vector for each element."""
+    mol = Chem.MolFromSmiles(ATORVASTATIN)
+    AllChem.Compute2DCoords(mol)
+    pos = torch.tensor(mol.GetConformer().GetPositions()[:, :2].copy())
+    bonds = [(b.GetBeginAtomIdx(), b.GetEndAtomIdx()) for b in mol.GetBonds()]
+    labels = [atom.GetSymbol() for atom in mol.GetAtoms()]
+    elements = sorted(set(labels))
+    features = torch.randn(len(elements), CHANNELS)
+    x = features[[elements.index(label) for label in labels]]
+    data = Data(x=x, edge_index=to_undirected(torch.tensor(bonds).t()))
+    return data, pos, ["" if label == "C" else label for label in labels]
+
+
+def images(steps: int) -> Any:
+    """What the middle of a grid hears, in two layers, before and after training."""
+    category, node = grid(None).category, SIDE * 8 + 3
+    layers = {
+        "Chimera": (ChimeraDAGConv(CHANNELS, heads=HEADS, num_dags=4), four_dags(), {}),
+        "pLSTM": (
+            PLSTMGridConv(CHANNELS, heads=HEADS), None,
+            {"height": SIDE, "width": SIDE},
+        ),
+    }  # fmt: skip
+    rows, titles = [], []
+    for name, (layer, edge_index, kwargs) in layers.items():
+        model = Model(layer, 2 * COLORS, **kwargs)
+        shown = Graph(category, edge_index, category)
+        rows.append(model.row(shown, node))
+        draw = partial(grid, edge_index)
+        train(model, lambda draw=draw: [draw() for _ in range(GRAPHS)], steps, name)
+        rows.append(model.row(shown, node))
+        titles += [f"{name}, {title}" for title in when()]
+    figure = plot_influence(
+        torch.cat(rows, 1), height=SIDE, width=SIDE, node=node, titles=titles
+    )
+    row, column = divmod(int((category < COLORS).nonzero()), SIDE)
+    for axis in figure.axes[: len(titles)]:
+        axis.text(column, row, "A", ha="center", va="center")
+    return figure
+
+
+def trees(steps: int) -> Any:
+    """What a node of a tree hears, before and after training."""
+    graph, shown = tree()
+    model = Model(ChimeraConv(CHANNELS, heads=HEADS), 1 + COLORS)
+    node = int((shown.category == 0).nonzero()[0])
+    rows = [model.row(shown, node)]
+    draw = lambda: [tree()[1] for _ in range(GRAPHS)]  # noqa: E731
+    train(model, draw, steps, "tree")
+    rows.append(model.row(shown, node))
+    return plot_influence(
+        torch.cat(rows, 1), shown.edge_index, nx.kamada_kawai_layout(graph), node=node,
+        labels=[" ABC"[c] for c in shown.category.tolist()], titles=when(),
+    )  # fmt: skip
+
+
+def sentences(steps: int) -> Any:
+    """What the question mark hears, before and after training."""
+    model = Model(ChimeraPathConv(CHANNELS, heads=HEADS), len(WORDS))
+    category = torch.tensor([WORDS.index(word) for word in SENTENCE])
+    number = len(SENTENCE)
+    shown = Graph(category, path(number), torch.full((number,), -1))
+    rows = [model.row(shown, number - 1)]
+    draw = lambda: [sentence() for _ in range(4 * GRAPHS)]  # noqa: E731
+    train(model, draw, steps, "sentence")
+    rows.append(model.row(shown, number - 1))
+    return plot_influence(
+        torch.cat(rows, 1), tokens=SENTENCE, node=number - 1, titles=when()
+    )
+
+
+def when() -> list[str]:
+    """Titles of heads, first at the start and then trained."""
+    times = ("start", "trained")
+    return [f"head {h + 1}, {time}" for time in times for h in range(HEADS)]
+
+
+PICTURES = {
+    "molecule": molecule,
+    "dags": dags,
+    "grid": images,
+    "tree": trees,
+    "sentence": sentences,
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Makes all pictures."""
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "pictures")
+    parser.add_argument("--steps", type=int, default=200, help="of training")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, picture in PICTURES.items():
+        torch.manual_seed(0)
+        figure = picture(args.steps)
+        # No versions of software in the file: the same picture is the same file.
+        figure.savefig(args.out / f"{name}.png", dpi=80, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()

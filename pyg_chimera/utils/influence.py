@@ -1,0 +1,166 @@
+"""How much one node is heard at another."""
+
+from copy import deepcopy
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.nn._inputs import check_nodes
+from pyg_chimera.nn.conv._chimera_block import ChimeraBlock
+from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
+from pyg_chimera.ops.common.checks import check_option
+
+__all__ = ["influence"]
+
+
+def influence(
+    module: torch.nn.Module,
+    x: Tensor,
+    edge_index: Any,
+    node: int,
+    *,
+    role: str = "target",
+    measure: str = "mixing",
+    **kwargs: Any,
+) -> Tensor:
+    r"""How much a node hears of all others, or they of it: a row or a column of the
+    mixing matrix, in the time of a call and its gradient.
+
+    All layers of Chimera and pLSTM compute, for each head,
+
+    .. math::
+        \mathbf{y}_i = \sum_j P_{ij} \, (\mathbf{q}_i^{\top} \mathbf{k}_j) \,
+        \mathbf{v}_j,
+
+    where :math:`P_{ij}` is the sum over all paths from :math:`j` to :math:`i` of the
+    products of what the gates and transitions along them let through: in
+    :class:`~pyg_chimera.nn.ChimeraConv`, :math:`(\mathbf{I} - \mathbf{A})^{-1}_{ij}
+    s_j`. Several DAGs are summed as the layer sums them. A column comes from a call of
+    the layer with values of one at the node and zero elsewhere, a row from the gradient
+    of such a call: no matrix need be inverted, and both are exact.
+
+    That is what a layer mixes before its norm, gate and projections.
+    :obj:`"jacobian"` is for everything else, of which models are made: the influence
+    score from `"Representation Learning on Graphs with Jumping Knowledge Networks"
+    <https://arxiv.org/abs/1806.03536>`_, for the output :math:`\mathbf{h}_i` at the
+    node.
+
+    ===================  =============================================================
+    :obj:`measure`       influence of node :math:`j` on node :math:`i`
+    ===================  =============================================================
+    :obj:`"mixing"`      :math:`P_{ij} \, \mathbf{q}_i^{\top} \mathbf{k}_j`
+    :obj:`"paths"`       :math:`P_{ij}`, however similar queries and keys are
+    :obj:`"jacobian"`    :math:`\sum_{c, f} |\partial h_{ic} / \partial x_{jf}|`
+    ===================  =============================================================
+
+    The module is copied, and the copy called in evaluation mode.
+
+    Args:
+        module (torch.nn.Module): A Chimera or pLSTM layer; with
+            :obj:`measure="jacobian"` any layer or model that maps :obj:`x` and
+            :obj:`edge_index` to a row for each node (the first of several outputs).
+        x (torch.Tensor): The node features, floating point
+            :math:`[|\mathcal{V}|, F]`.
+        edge_index (torch.Tensor): The edges, as the module takes them.
+        node (int): The node, in :math:`[0, |\mathcal{V}|)`.
+        role (str, optional): :obj:`"target"`, what the node hears of all others
+            (:math:`i` is the node), or :obj:`"source"`, what they hear of it (:math:`j`
+            is the node). (default: :obj:`"target"`)
+        measure (str, optional): :obj:`"mixing"`, :obj:`"paths"` or :obj:`"jacobian"`,
+            of which there is the target's only, at the cost of a backward pass for each
+            output channel. (default: :obj:`"mixing"`)
+        **kwargs (optional): Further arguments of the module, such as :obj:`batch`.
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H]` in the dtype of :obj:`x`, for each
+        head; of a Jacobian :math:`[|\mathcal{V}|, 1]`.
+
+    Raises:
+        TypeError: If :obj:`node` is not an integer, :obj:`x` is not floating point, or
+            where the module would raise.
+        ValueError: If :obj:`node` is out of range, an option is unknown, the module is
+            not one of those that the measure takes, or where the module would raise.
+    """
+    check_nodes(x)
+    check_option("role", role, ("target", "source"))
+    check_option("measure", measure, ("mixing", "paths", "jacobian"))
+    if not isinstance(node, Integral):
+        raise TypeError(f"'node' must be an integer, got {type(node).__name__}")
+    if not 0 <= node < x.size(0):
+        raise ValueError(
+            f"'node' must be in [0, {x.size(0)}), as 'x' is {list(x.shape)}, got {node}"
+        )
+    module = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
+    if measure == "jacobian" and role == "source":
+        raise ValueError(
+            "'role' must be 'target' with measure='jacobian', as operators have no "
+            "forward mode derivatives, got 'source'"
+        )
+    if measure != "jacobian" and not isinstance(module, (ChimeraBlock, PLSTMBlock)):
+        raise ValueError(
+            f"'module' must be a Chimera or pLSTM layer with measure={measure!r} (of a "
+            "model or of a 'GPSLayer', its mixer), got "
+            f"{type(module).__name__}; measure='jacobian' takes any module"
+        )
+    copy = deepcopy(module).eval()
+    with torch.enable_grad():
+        if measure == "jacobian":
+            return _jacobian(copy, x.detach(), edge_index, int(node), kwargs)
+        return _mixing(
+            copy, x.detach(), edge_index, int(node), role, measure == "mixing", kwargs
+        )
+
+
+def _mixing(
+    layer: Any,
+    x: Tensor,
+    edge_index: Any,
+    node: int,
+    role: str,
+    products: bool,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """What the layer mixes of values of one channel, which it does not project."""
+    project, probe = layer.project, x.new_zeros(x.size(0), layer.heads, 1)
+    if role == "source":
+        probe[node] = 1
+    else:
+        probe.requires_grad_()
+
+    def projected(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, _ = project(*args)
+        if not products:
+            query, key = (y.new_ones(*y.shape[:2], 1) for y in (query, key))
+        return query, key, probe
+
+    layer.project, layer.output = projected, lambda y, *_: y
+    mixed = layer(x, edge_index, **kwargs)
+    if role == "target":
+        (mixed,) = torch.autograd.grad(mixed[node].sum(), probe)
+    return mixed.detach().squeeze(2)
+
+
+def _jacobian(
+    module: torch.nn.Module,
+    x: Tensor,
+    edge_index: Any,
+    node: int,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    x.requires_grad_()
+    out = module(x, edge_index, **kwargs)
+    out = out[0] if isinstance(out, tuple) else out
+    if out.dim() != 2 or out.size(0) != x.size(0):
+        raise ValueError(
+            f"'module' must return a row for each of {x.size(0)} nodes, got "
+            f"{list(out.shape)}; take it without what pools nodes"
+        )
+    total = x.new_zeros(x.size(0), 1)
+    for channel in out[node]:
+        (grad,) = torch.autograd.grad(
+            channel, x, retain_graph=True, materialize_grads=True
+        )
+        total += grad.abs().sum(1, keepdim=True)
+    return total

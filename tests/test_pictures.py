@@ -1,0 +1,50 @@
+"""The pictures of the documentation, and the script that makes them."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "pictures.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    for needed in ("matplotlib", "rdkit", "scipy"):
+        pytest.importorskip(needed)
+    spec = importlib.util.spec_from_file_location(
+        "make_pictures", DOCS / "make_pictures.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_pictures_are_small_and_shown():
+    files = sorted((DOCS / "pictures").iterdir())
+    assert len(files) == 5
+    for path in files:
+        assert path.suffix == ".png"
+        assert path.stat().st_size < 100_000
+        assert f"](pictures/{path.name})" in PAGE
+
+
+@pytest.mark.slow
+def test_script_makes_them(script, tmp_path, capsys):
+    script.main(["--steps", "1", "--out", str(tmp_path)])
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {path.name for path in (DOCS / "pictures").iterdir()}
+    assert capsys.readouterr().out.count("of the answers are right") == 4
+
+
+def test_grid_has_four_dags(script):
+    dags = script.four_dags()
+    edges = [set(map(tuple, dag.t().tolist())) for dag in dags]
+    assert all(len(x) == 2 * script.SIDE * (script.SIDE - 1) for x in edges)
+    right_down, left_down, right_up, left_up = edges
+    assert (0, 1) in right_down & right_up
+    assert (0, script.SIDE) in right_down & left_down
+    assert right_down == {(target, source) for source, target in left_up}
+    assert left_down == {(target, source) for source, target in right_up}
