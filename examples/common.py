@@ -551,19 +551,20 @@ def summarize(
 
 def fit_all(
     args: Namespace,
-    runs: Mapping[str, Mapping[str, Any]],
+    runs: Iterable[tuple[str, Mapping[str, Any]]],
     train: Callable[[Namespace], dict[str, Any]],
     tabulate: Callable[[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]],
 ) -> dict[str, Any]:
     """Trains models one after the other, and compares them in a table.
 
-    ``runs`` says in what they differ from the command line, by the names of their
-    folders, ``train`` trains one by :func:`fit`, and ``tabulate`` makes rows of the
-    table, by name, of the finished runs' results. Returns what is in ``results.json``.
+    ``runs`` gives the names of their folders, and in what they differ from the command
+    line, which may depend on those before; ``train`` trains one by :func:`fit`, and
+    ``tabulate`` makes rows of the table, by name, of the finished runs' results.
+    Returns what is in ``results.json``.
     """
     results = open_run(args) | {"rows": {}}
     finished: dict[str, dict[str, Any]] = {}
-    for name, changes in runs.items():
+    for name, changes in runs:
         if RANK == 0:
             write(args.out / RESULTS, results)
         out = args.out / name

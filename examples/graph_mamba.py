@@ -208,7 +208,7 @@ def run(args: Namespace) -> dict[str, Any]:
         }
 
     variants = {order: {"order": order} for order in VARIANTS}
-    return fit_all(args, variants, train, tabulate)
+    return fit_all(args, variants.items(), train, tabulate)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Compares mixing layers, and what they know of an image's shape, on small images.
 
-Without arguments it trains Chimera on the four DAGs of a grid, on both directions and on
-one direction of the flattened image, and a ViT, on scikit-learn's digits::
+Without arguments it trains Chimera on the four DAGs of a grid, on both directions and
+on one direction of the flattened image, and a ViT, on scikit-learn's digits::
 
     python examples/image_grid.py
 
@@ -15,15 +15,15 @@ official pixels)::
 
 Each arm has the same number of parameters. Its learning rate is the best of ``--rates``
 on validation images of the first seed. ``results.json`` has a row for each arm, and its
-differences to the first arm, seed by seed, with 95 % intervals; ``arms.png`` draws them.
-A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
+differences to the first arm, seed by seed, with 95 % intervals; ``arms.png`` draws
+them. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
 """
 
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from io import BytesIO
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,7 @@ def load_images(args: Namespace) -> dict[str, tuple[Any, np.ndarray]]:
         order = np.random.default_rng(0).permutation(len(labels))
         parts = {"train": order[:1437], "test": order[1437:]}
         return {part: (images[rows], labels[rows]) for part, rows in parts.items()}
-    path = (
-        args.root / {"mnist": "mnist.npz", "cifar10": "cifar10_jpeg.npz"}[args.dataset]
-    )
+    path = args.root / ("mnist.npz" if args.dataset == "mnist" else "cifar10_jpeg.npz")
     if not path.exists():
         raise FileNotFoundError(f"there is no {path}: pass --root")
     raw, found = np.load(path), {}
@@ -167,7 +165,7 @@ def get_graphs(args: Namespace) -> dict[str, list[Data]]:
             graphs[part].append(graph)
     values = torch.cat([graph.x for graph in graphs["train"]])
     mean, std = values.mean(), values.std()
-    for graph in sum(graphs.values(), []):
+    for graph in chain.from_iterable(graphs.values()):
         graph.x = (graph.x - mean) / std
     return graphs
 

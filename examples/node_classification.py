@@ -325,7 +325,9 @@ def run(args: Namespace) -> dict[str, Any]:
         for name, split in product(args.models, args.splits)
     }
     metric = next(iter(get_task(num_classes).metrics))
-    return fit_all(args, runs, train, lambda found: summarize(found, metric, "splits"))
+    return fit_all(
+        args, runs.items(), train, lambda found: summarize(found, metric, "splits")
+    )
 
 
 if __name__ == "__main__":

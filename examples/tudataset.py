@@ -268,7 +268,7 @@ def run(args: Namespace) -> dict[str, Any]:
         for name, i in product(args.models, range(args.folds))
     }
     return fit_all(
-        args, runs, train, lambda found: summarize(found, "accuracy", "folds")
+        args, runs.items(), train, lambda found: summarize(found, "accuracy", "folds")
     )
 
 

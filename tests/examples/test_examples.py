@@ -1,5 +1,6 @@
 """Each example: its recipes, its models, and whole runs."""
 
+import io
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import arrow_pointing
 import common
 import graph_data
 import graph_mamba
+import image_grid
 import layouts
 import lrgb
 import node_classification
@@ -24,7 +26,10 @@ import pytest
 import torch
 import tudataset
 from common import count_parameters
+from PIL import Image
 from torch_geometric.data import Batch, Data
+
+from pyg_chimera.transforms import ImageToGraph
 
 EXAMPLES = Path(lrgb.__file__).parent
 NAMES = [name for name in graph_data.DATASETS if name != "generated"]
@@ -119,6 +124,8 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (node_classification, "--dataset ogbn-arxiv --splits 1"),
         (node_classification, "--clusters 4 --neighbors 5"),
         (node_classification, "--neighbors 0"),
+        (image_grid, "--arms resnet"),
+        (image_grid, "--rates 0"),
     ],
 )
 def test_command_lines_that_make_no_sense(script, argv, refused):
@@ -587,6 +594,105 @@ def test_two_processes(generated, tmp_path):
     states = [torch.load(out / "last.ckpt", weights_only=True) for out in (one, two)]
     for key, value in states[0]["state_dict"].items():
         assert torch.equal(value, states[1]["state_dict"][key]), key
+
+
+# Images ----------------------------------------------------------------------------
+
+
+def image_files(root: Path) -> None:
+    """Files as they are read, of few and small images."""
+    generator = np.random.default_rng(0)
+    mnist, cifar = {}, {}
+    for part in ("train", "test"):
+        mnist[f"x_{part}"] = generator.integers(256, size=(30, 8, 8), dtype=np.uint8)
+        mnist[f"y_{part}"] = np.arange(30) % 10
+        jpeg = []
+        for i in range(30):
+            buffer = io.BytesIO()
+            color = Image.new("RGB", (8, 4), (8 * i, 0, 255))
+            color.save(buffer, "JPEG", quality=100)
+            jpeg.append(buffer.getvalue())
+        cifar[f"{part}_bytes"] = np.frombuffer(b"".join(jpeg), np.uint8)
+        cifar[f"{part}_offsets"] = np.cumsum([0, *map(len, jpeg)])
+        cifar[f"{part}_labels"] = np.arange(30)
+    np.savez(root / "mnist.npz", **mnist)
+    np.savez(root / "cifar10_jpeg.npz", **cifar)
+
+
+def test_files_of_images(tmp_path, refused):
+    args = ("--smoke", "--root", str(tmp_path), "--dataset")
+    missing = get_args(image_grid, *args, "mnist", "--out", str(tmp_path / "run"))
+    assert "mnist.npz: pass --root" in refused(common.main, image_grid.run, missing)
+    image_files(tmp_path)
+    graphs = image_grid.get_graphs(get_args(image_grid, *args, "mnist"))
+    assert [len(graphs[part]) for part in ("train", "val", "test")] == [25, 5, 30]
+    assert {(g.height, g.width, *g.x.shape) for g in graphs["val"]} == {(2, 2, 4, 16)}
+    pixels = torch.cat([graph.x for graph in graphs["train"]])
+    assert pixels.mean().abs() < 1e-5
+    assert pixels.std() == pytest.approx(1, abs=1e-5)
+    raw = np.load(tmp_path / "mnist.npz")
+    shown = np.stack([(g.x + 9).view(2, 2, 4, 4).transpose(1, 2).reshape(8, 8).numpy()
+                      for g in graphs["test"]])  # fmt: skip
+    order = np.argsort([int(g.y) for g in graphs["test"]], kind="stable")
+    scale = np.ptp(raw["x_test"]) / np.ptp(shown)
+    found = {tuple(x.round().astype(int).ravel())
+             for x in (shown[order] - shown.min()) * scale}  # fmt: skip
+    assert found == {tuple(x.astype(int).ravel()) for x in raw["x_test"]}
+    graphs = image_grid.get_graphs(get_args(image_grid, *args, "cifar10"))
+    reds = {int(g.y): g.x.view(2, 3, 16)[:, 0].mean().item() for g in graphs["test"]}
+    assert sorted(reds, key=reds.get) == list(range(30))  # labels are their images'
+
+
+def test_arms(tmp_path):
+    argv = ("--smoke", "--seeds", "2", "--rates", "0.01", "0.001")
+    argv = (*argv, "--arms", "grid", "shuffled", "vit-learned")
+    results = run(image_grid, tmp_path, *argv)
+    args, rows = get_args(image_grid, *argv), results["rows"]
+    assert read(tmp_path)["rows"] == rows
+    assert list(rows) == args.arms
+    assert (tmp_path / "arms.png").read_bytes().startswith(b"\x89PNG")
+    graphs = image_grid.get_graphs(args)
+    for arm, row in rows.items():
+        assert row["parameters"] == pytest.approx(6000, rel=0.05)
+        found = {
+            rate: read(tmp_path / arm / f"rate-{rate:g}" / "seed-0")["best"]
+            for rate in args.rates
+        }
+        rate = max(found, key=lambda rate: found[rate]["val_accuracy"])
+        assert row["rate"] == rate
+        path = tmp_path / arm / f"rate-{rate:g}"
+        runs = [read(path / f"seed-{seed}")["best"] for seed in (0, 1)]
+        tests = [best["test_accuracy"] for best in runs]
+        assert row["test_accuracy"] == pytest.approx(statistics.mean(tests))
+        if arm == args.arms[0]:
+            first = tests
+        paired = [a - b for a, b in zip(tests, first, strict=True)]
+        assert row["difference"] == pytest.approx(statistics.mean(paired))
+        # Of two differences the standard error is half of that between them.
+        wide = 12.7062 * abs(paired[0] - paired[1]) / 2
+        assert row["interval"] == pytest.approx(wide, rel=1e-4)
+    patches = image_grid.ARMS["shuffled"]["patches"]
+    data = {part: [image_grid.lay(g, patches) for g in graphs[part]] for part in graphs}
+    model = image_grid.build_model(args, "shuffled", data["train"][0])
+    rate = rows["shuffled"]["rate"]
+    path = tmp_path / "shuffled" / f"rate-{rate:g}" / "seed-1"
+    check_metrics(path, model, image_grid.get_task(), data)
+    for graph, moved in zip(graphs["test"], data["test"], strict=True):
+        assert not torch.equal(graph.x, moved.x)
+        assert torch.equal(graph.x.sort(0).values, moved.x.sort(0).values)
+
+
+def test_all_arms_have_one_size():
+    args = get_args(image_grid)
+    for arm, told in image_grid.ARMS.items():
+        graph = image_grid.lay(
+            ImageToGraph()(torch.rand(8, 8)), told.get("patches", "grid")
+        )
+        flat = told.get("patches") == "flat"
+        assert (graph.height, graph.width) == ((1, 64) if flat else (8, 8))
+        model = image_grid.build_model(args, arm, graph)
+        assert count_parameters(model) == pytest.approx(150_000, rel=0.01)
+        assert model(**model.inputs(graph)).shape == (1, 10)
 
 
 # One large graph ------------------------------------------------------------------

@@ -61,7 +61,8 @@ def lattice_layers(
         if callable(mixer):
             return mixer(index)
         if mixer == "chimera":
-            return ChimeraGridConv(channels, heads=heads, num_dags=num_dags, **options)
+            options.setdefault("num_dags", num_dags)
+            return ChimeraGridConv(channels, heads=heads, **options)
         if mixer == "chimera_path":
             if is_grid or causal:
                 raise ValueError(
@@ -72,7 +73,8 @@ def lattice_layers(
         if mixer == "plstm":
             # In mode P, half of what goes along a row of one would be lost downward.
             options.setdefault("mode", "PD"[index % 2] if is_grid else "D")
-            return PLSTMGridConv(channels, heads=heads, num_dags=num_dags, **options)
+            options.setdefault("num_dags", num_dags)
+            return PLSTMGridConv(channels, heads=heads, **options)
         if mixer == "graph_mamba":
             options.setdefault("bidirectional", not causal)
             return GraphMambaConv(
