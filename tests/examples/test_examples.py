@@ -19,6 +19,7 @@ import graph_mamba
 import image_grid
 import layouts
 import lrgb
+import masked_lm
 import node_classification
 import numpy as np
 import pandas as pd
@@ -126,6 +127,8 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (node_classification, "--neighbors 0"),
         (image_grid, "--arms resnet"),
         (image_grid, "--rates 0"),
+        (masked_lm, "--models bert"),
+        (masked_lm, "--minutes 0"),
     ],
 )
 def test_command_lines_that_make_no_sense(script, argv, refused):
@@ -693,6 +696,83 @@ def test_all_arms_have_one_size():
         model = image_grid.build_model(args, arm, graph)
         assert count_parameters(model) == pytest.approx(150_000, rel=0.01)
         assert model(**model.inputs(graph)).shape == (1, 10)
+
+
+# Text ------------------------------------------------------------------------------
+
+
+def test_windows_of_a_text(tmp_path, refused):
+    text = torch.arange(1000) % 200
+    for fixed in (False, True):
+        windows = masked_lm.Windows(text, 100, 9, causal=False, fixed=fixed)
+        shares = []
+        for i in range(9):
+            data = windows[i]
+            hidden = data.x == masked_lm.MASK
+            assert torch.equal(hidden, data.y != masked_lm.NOT_ASKED)
+            whole = torch.where(hidden, data.y, data.x)
+            assert torch.equal(whole, (torch.arange(100) + whole[0]) % 200)
+            assert not fixed or whole[0] == 100 * i % 200
+            assert torch.equal(windows[i].x, data.x) == fixed
+            shares.append(hidden.float().mean().item())
+        assert statistics.mean(shares) == pytest.approx(0.3, abs=0.05)
+        causal = masked_lm.Windows(text, 100, 9, causal=True, fixed=fixed)[3]
+        assert torch.equal(causal.x[1:], causal.y[:-1])
+        assert causal.y[-1] == (causal.x[-1] + 1) % 200
+    argv = ("--smoke", "--root", str(tmp_path), "--text", "some.txt", "--out")
+    for content, says in (
+        (None, "pass --root and --text"),
+        (b"\xff" * 900, "is not UTF-8"),
+        (b"a" * 700, "has 700 bytes, and needs 800"),
+    ):
+        if content is not None:
+            (tmp_path / "some.txt").write_bytes(content)
+        args = get_args(masked_lm, *argv, str(tmp_path / says[:3]))
+        assert says in refused(common.main, masked_lm.run, args)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_text_is_learnt(tmp_path, causal):
+    """Where the same three letters come again and again."""
+    (tmp_path / "abc.txt").write_bytes(b"abc" * 2000)
+    argv = ["--smoke", "--root", str(tmp_path), "--text", "abc.txt", "--epochs", "50"]
+    argv += ["--lr", "0.02", "--models", "chimera", "attention-learned"]
+    argv += ["--causal"] * causal
+    out = tmp_path / "run"
+    results = run(masked_lm, out, *argv)
+    rows, args = results["rows"], get_args(masked_lm, *argv)
+    assert rows["chimera"]["16_accuracy"] > 0.9
+    assert rows["chimera"]["40_accuracy"] > 0.9
+    assert "40_accuracy" not in rows["attention-learned"]
+    assert {row["epochs"] for row in rows.values()} == {50}
+    text = masked_lm.read_text(args)
+    check_metrics(
+        out / "chimera",
+        masked_lm.build_model(args, "chimera"),
+        masked_lm.get_task(),
+        masked_lm.get_datasets(args, text, [16, 24, 40]),
+    )
+
+
+def test_equal_minutes(tmp_path, monkeypatch):
+    seconds = iter(range(1000))
+    args = get_args(masked_lm, "--smoke")
+    windows = masked_lm.Windows(
+        torch.arange(256), args.length, 100, causal=False, fixed=False
+    )
+    model = masked_lm.build_model(args, "chimera")
+    monkeypatch.setattr(masked_lm.time, "monotonic", lambda: next(seconds))
+    # A step takes one second, an epoch of eight windows two of four.
+    assert masked_lm.epochs_within(3.0, model, args, windows) == 90
+    assert masked_lm.epochs_within(0.001, model, args, windows) == 1
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_all_models_of_text_have_one_size():
+    args = get_args(masked_lm)
+    for name in masked_lm.MODELS:
+        model = masked_lm.build_model(args, name)
+        assert count_parameters(model) == pytest.approx(800_000, rel=0.01)
 
 
 # One large graph ------------------------------------------------------------------

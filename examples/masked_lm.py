@@ -1,0 +1,284 @@
+r"""Compares mixing layers on text: which letters are hidden, or which comes next?
+
+Without arguments it trains Chimera and attention as masked language models on the
+sources of Python's standard library, byte by byte, with no download::
+
+    python examples/masked_lm.py
+
+Any text is a file of ``--root``, split in three from its beginning to its end::
+
+    python examples/masked_lm.py --root text --text tinyshakespeare.txt
+    python examples/masked_lm.py --models chimera chimera-path plstm graph-mamba \
+        attention-learned attention-rotary --minutes 20
+    python examples/masked_lm.py --causal       # the next byte, from the past alone
+
+All models have the same number of parameters and train for the same time, at one
+length; they are tested at this one, at 512 and at 2,048, as far as they can. 30 % of
+the bytes are hidden. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with
+``--resume``.
+"""
+
+import json
+import sys
+import sysconfig
+import time
+from argparse import Namespace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import (
+    RESULTS,
+    Task,
+    fit,
+    fit_all,
+    main,
+    make_parser,
+    match_size,
+    open_run,
+    parse,
+    positive_float,
+    positive_int,
+)
+from torch import Tensor
+from torch.utils.data import Dataset
+from torch_geometric import seed_everything
+from torch_geometric.data import Batch, Data
+from torch_geometric.loader import DataLoader
+from torchmetrics import MeanMetric
+from torchmetrics.classification import MulticlassAccuracy
+
+from pyg_chimera.nn import SequenceEncoder
+from pyg_chimera.transforms import SequenceToGraph
+
+#: By name: the mixer, and how attention is told where bytes are.
+MODELS: dict[str, dict[str, str]] = {
+    "chimera": {"mixer": "chimera"},
+    "chimera-path": {"mixer": "chimera_path"},
+    "plstm": {"mixer": "plstm"},
+    "graph-mamba": {"mixer": "graph_mamba"},
+    "attention": {"mixer": "attention"},
+    "attention-learned": {"mixer": "attention", "position": "learned"},
+    "attention-rotary": {"mixer": "attention", "position": "rotary"},
+}
+#: Hidden bytes are this one; and what is not asked for in targets.
+MASK, NOT_ASKED = 256, -100
+HIDDEN = 0.3
+#: An epoch is so many windows of the text, each beginning anywhere.
+PRESETS: dict[str, dict[str, Any]] = {
+    "default": dict(
+        batch_size=32, lr=2e-3, warmup_epochs=1, channels=128, heads=4, num_layers=4,
+        parameters=800_000, length=128, lengths=(512, 2048), num_windows=1024,
+        num_test=65_536, minutes=10.0,
+    ),
+    "smoke": dict(
+        batch_size=4, lr=2e-3, warmup_epochs=0.5, channels=16, heads=2, num_layers=1,
+        parameters=16_000, length=16, lengths=(24, 40), num_windows=8,
+        num_test=160, epochs=2, minutes=None,
+    ),
+}  # fmt: skip
+
+
+def get_args(argv: list[str] | None = None) -> Namespace:
+    """The command line, completed by a recipe."""
+    parser = make_parser(__doc__, ["default"], root="data")
+    add = parser.add_argument
+    add("--text", help="a file in --root; default: Python's standard library")
+    add("--models", nargs="+", choices=list(MODELS), metavar="MODEL",
+        default=["chimera", "attention-rotary"],
+        help=f"of {', '.join(MODELS)}; default: chimera attention-rotary")  # fmt: skip
+    add("--causal", action="store_true", help="predict the next byte")
+    add("--minutes", type=positive_float,
+        help="of training of each model, unless --epochs; default: 10")  # fmt: skip
+    add("--length", type=positive_int, help="of the windows trained on; default: 128")
+
+    def recipe(args: Namespace) -> dict[str, Any]:
+        preset = args.preset or "default"
+        return {
+            "preset": preset, "optimizer": "AdamW", "weight_decay": 0.01,
+            "dropout": 0.0, **PRESETS[preset],
+        }  # fmt: skip
+
+    args = parse(parser, argv, recipe)
+    args.models = list(dict.fromkeys(args.models))
+    kind = "causal" if args.causal else "masked"
+    text = Path(args.text).stem if args.text else "stdlib"
+    name = "-".join([text, kind, *args.models, args.preset, f"seed{args.seed}"])
+    args.out = args.out or Path("runs", "masked-lm", name)
+    return args
+
+
+# Data ----------------------------------------------------------------------------
+
+
+def read_text(args: Namespace) -> Tensor:
+    """All bytes of the text."""
+    if args.text is None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        files = sorted(folder.glob("*.py"))
+        raw = b"".join(path.read_bytes() for path in files)
+    else:
+        path = args.root / args.text
+        if not path.exists():
+            raise FileNotFoundError(f"there is no {path}: pass --root and --text")
+        raw = path.read_bytes()
+        try:
+            raw.decode()
+        except UnicodeDecodeError as error:
+            raise OSError(f"{path} is not UTF-8: {error}") from None
+    text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long()
+    least = 20 * max(args.length, *args.lengths)
+    if len(text) < least:
+        raise OSError(f"the text has {len(text):,} bytes, and needs {least:,}")
+    return text
+
+
+class Windows(Dataset):
+    """Graphs of windows of a text, with bytes to predict.
+
+    Those to train on begin anywhere, and are others each time; those to test on follow
+    on each other, and always hide the same bytes.
+    """
+
+    def __init__(
+        self, text: Tensor, length: int, count: int, *, causal: bool, fixed: bool
+    ) -> None:
+        self.text, self.length, self.count = text, length, count
+        self.causal, self.fixed = causal, fixed
+        self.to_graph = SequenceToGraph()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> Data:
+        if not 0 <= i < self.count:
+            raise IndexError(i)
+        generator = torch.Generator().manual_seed(i) if self.fixed else None
+        size = self.length + self.causal
+        start = i * self.length
+        if not self.fixed:
+            start = int(torch.randint(len(self.text) - size + 1, ()))
+        window = self.text[start : start + size]
+        if self.causal:
+            data = self.to_graph(window[:-1])
+            data.y = window[1:].clone()
+            return data
+        hidden = torch.rand(size, generator=generator) < HIDDEN
+        data = self.to_graph(window.masked_fill(hidden, MASK))
+        data.y = window.masked_fill(~hidden, NOT_ASKED)
+        return data
+
+
+def get_datasets(args: Namespace, text: Tensor, lengths: list[int]) -> dict[str, Any]:
+    """Nine tenths of the text to train on, half of the rest each to test on."""
+    ends = [0, 9 * len(text) // 10, 19 * len(text) // 20, len(text)]
+    train, val, test = (text[a:b] for a, b in pairwise(ends))
+
+    def fixed(part: Tensor, length: int) -> Windows:
+        count = min(args.num_test, len(part) - 1) // length
+        return Windows(part, length, count, causal=args.causal, fixed=True)
+
+    windows = Windows(
+        train, args.length, args.num_windows, causal=args.causal, fixed=False
+    )
+    tests = {f"test_{length}": fixed(test, length) for length in lengths}
+    return {"train": windows, "val": fixed(val, args.length), **tests}
+
+
+def get_task() -> Task:
+    """Cross-entropy of what is asked for, and how much of it is right."""
+
+    def loss(out: Tensor, batch: Batch) -> Tensor:
+        return F.cross_entropy(out, batch.y, ignore_index=NOT_ASKED)
+
+    def rows(out: Tensor, batch: Batch) -> dict[str, tuple[Tensor, ...]]:
+        asked = batch.y != NOT_ASKED
+        each = F.cross_entropy(out[asked], batch.y[asked], reduction="none")
+        return {"cross_entropy": (each,), "accuracy": (out[asked], batch.y[asked])}
+
+    accuracy = MulticlassAccuracy(MASK + 1, average="micro")
+    return Task(
+        loss, {"cross_entropy": MeanMetric(), "accuracy": accuracy}, rows, "min"
+    )
+
+
+# Runs ----------------------------------------------------------------------------
+
+
+def build_model(args: Namespace, name: str) -> SequenceEncoder:
+    """A model of the wanted size, by its feed-forward networks."""
+    position = MODELS[name].get("position")
+
+    def build(mlp_channels: int) -> SequenceEncoder:
+        return SequenceEncoder(
+            MASK + 1,
+            args.channels,
+            num_layers=args.num_layers,
+            mixer=MODELS[name]["mixer"],
+            heads=args.heads,
+            head="lm" if args.causal else "mlm",
+            position=position,
+            size=args.length if position == "learned" else None,
+            dropout=args.dropout,
+            mlp_channels=mlp_channels,
+        )
+
+    return build(match_size(build, args.parameters, range(1, 16 * args.channels)))
+
+
+def epochs_within(minutes: float, model: SequenceEncoder, args: Namespace,
+                  windows: Windows) -> int:  # fmt: skip
+    """How many epochs take so long, by the time of some steps without effect."""
+    task, times = get_task(), []
+    batches = iter(DataLoader(windows, args.batch_size))
+    for _ in range(8):
+        begin = time.monotonic()
+        batch = next(batches)
+        task.loss(model(**model.inputs(batch)), batch).backward()
+        times.append(time.monotonic() - begin)
+    model.zero_grad()
+    step = sorted(times[2:])[3]  # the first ones load compiled code
+    steps = -(-args.num_windows // args.batch_size)
+    return max(1, round(60 * minutes / (step * steps)))
+
+
+def tabulate(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """A row for each model: what its best weights do at each length."""
+    rows = {}
+    for name, run in runs.items():
+        rows[name] = {"parameters": run["parameters"], "epochs": run["epochs_done"]}
+        rows[name]["minutes"] = round(run["seconds"] / 60, 2)
+        for key, value in run["best"].items():
+            if key.startswith("test_") and not key.endswith("_loss"):
+                rows[name][key.removeprefix("test_")] = value
+    return rows
+
+
+def run(args: Namespace) -> dict[str, Any]:
+    """Trains as told on the command line and returns the results."""
+    open_run(args)  # before the text is read
+    text = read_text(args)
+
+    def train(own: Namespace) -> dict[str, Any]:
+        lengths = [own.length, *own.lengths]
+        if MODELS[own.model].get("position") == "learned":
+            lengths = [own.length]  # there are no others in its table
+        data = get_datasets(own, text, lengths)
+        seed_everything(own.seed)
+        model = build_model(own, own.model)
+        if own.resume:  # as planned before
+            before = json.loads((own.out / RESULTS).read_text())
+            own.epochs = before["config"]["epochs"]
+        elif own.epochs is None:
+            own.epochs = epochs_within(own.minutes, model, own, data["train"])
+        title = f"{own.model}, {own.epochs} epochs"
+        return fit(own, model, get_task(), lambda: data, title)
+
+    runs = {name: {"model": name} for name in args.models}
+    return fit_all(args, runs.items(), train, tabulate)
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, get_args()))
