@@ -330,7 +330,7 @@ class _Preset(NamedTuple):
 
 
 class GeneratedPeptides(_SplitDataset):
-    r"""Random peptides with labels that need long range, made without a download.
+    r"""Random peptides with long-range labels, generated without a download.
 
     Amino-acid sequences are drawn at random, turned into molecules by RDKit and
     into graphs by OGB's :obj:`smiles2graph`, so that features and sizes are those

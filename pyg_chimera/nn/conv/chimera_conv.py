@@ -51,8 +51,8 @@ class ChimeraConv(ChimeraBlock):
         groups (int, optional): Number of different :math:`\mathbf{B}` and
             :math:`\mathbf{C}`; divides :obj:`heads`. (default: :obj:`1`, all heads
             share them as in Mamba-2)
-        edge_dim (int, optional): Size of edge features, which then decide the
-            transitions too, or :obj:`-1`. (default: :obj:`None`)
+        edge_dim (int, optional): Size of edge features, on which the transitions then
+            depend too, or :obj:`-1`. (default: :obj:`None`)
         normalization (str, optional): :obj:`"paper"` or :obj:`"released"`, as in the
             authors' code, see :func:`~pyg_chimera.ops.released_transition`. (default:
             :obj:`"paper"`)

@@ -60,11 +60,11 @@ class ChimeraDAGConv(ChimeraBlock):
             :obj:`None`)
         share (str, optional): Whether DAGs share :math:`\mathbf{B}` and
             :math:`\mathbf{C}`: :obj:`"all"` or :obj:`"none"`. (default: :obj:`"all"`)
-        selectivity (str, optional): Of an edge: the :obj:`"mean"` of its two nodes',
-            or its :obj:`"target"`'s, with which a directed path is Mamba-2. (default:
-            :obj:`"mean"`)
+        selectivity (str, optional): The selectivity of an edge: the :obj:`"mean"` of
+            those of its two nodes, or that of its :obj:`"target"`, with which a
+            directed path is Mamba-2. (default: :obj:`"mean"`)
         roots (str, optional): Whether nodes without parents :obj:`"write"`, or are
-            :obj:`"silent"` as by the letter of Equation 15. (default: :obj:`"write"`)
+            :obj:`"silent"` as in Equation 15. (default: :obj:`"write"`)
         local_conv (bool, optional): Whether to add to :math:`\mathbf{B}, \mathbf{C},
             \mathbf{V}`, before SiLU, a depthwise mean over the parents in all DAGs.
             (default: :obj:`False`)
