@@ -1,9 +1,12 @@
-"""Configuration of the documentation; it builds without a network."""
+"""Configuration of the documentation; it is built and read without a network."""
 
 import importlib
 import inspect
+import re
 import sys
 from pathlib import Path
+
+from sphinx.errors import ExtensionError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -21,6 +24,7 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx-mathjax-offline",  # MathJax from a wheel, not from a CDN
 ]
 exclude_patterns = ["_build", "_templates"]
 templates_path = ["_templates"]
@@ -94,3 +98,28 @@ def public_names(module_names: list[str]) -> dict[str, dict[str, list]]:
 
 
 autosummary_context = {"public": public_names(API)}
+
+
+#: What a browser fetches by itself when it shows a page or reads a style sheet.
+FETCHED = re.compile(
+    r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["']((?:https?:)?//[^"']*)"""
+    r"""|(?:@import|url\()\s*["']?((?:https?:)?//[^"')]*)"""
+)
+
+
+def check_offline(app, exception):
+    """Fails the build where a page needs the network for more than its links."""
+    if exception is not None:
+        return
+    fetched = set()
+    for path in Path(app.outdir).rglob("*.*"):
+        if path.suffix in (".html", ".css"):
+            for match in FETCHED.finditer(path.read_text(encoding="utf-8")):
+                fetched.add(match[1] or match[2])
+    if fetched:
+        raise ExtensionError(f"pages fetch from the network: {sorted(fetched)}")
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("build-finished", check_offline)

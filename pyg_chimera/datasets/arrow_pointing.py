@@ -29,30 +29,30 @@ class _Scenes(NamedTuple):
 
 class ArrowPointing(InMemoryDataset):
     r"""The arrow pointing task of the `"pLSTM: parallelizable Linear Source Transition
-    Mark networks" <https://arxiv.org/abs/2506.11997>`_ paper, generated on the spot.
+    Mark networks" <https://arxiv.org/abs/2506.11997>`_ paper, with generated images.
 
     Each image shows a white arrow and a grey circle on black, apart from each other and
-    at random positions. The label is 1 if the arrow points at the circle, which is to
-    say that the ray from the arrow along its direction hits it, and 0 if not. No ray
+    at random positions. The label is 1 if the arrow points at the circle, that is, if
+    the ray from the arrow along its direction hits it, and 0 otherwise. No ray
     grazes a circle: those that hit pass its centre within 0.8 radii, the others no
     closer than 1.2.
 
-    To tell takes a direction that is seen at one place and a position that may be at
-    the other end of the image. For each image two circles are drawn, with an arrow that
-    points at the first but would not point at the second (nor the other way round), and
+    The label depends on a direction at one place of the image and on a position that
+    may be at its other end. For each image two circles are drawn, with an arrow that
+    points at the first but would not point at the second (nor the other way round);
     the first is shown for label 1, the second for label 0. So the position of the arrow
-    together with its direction has one distribution for both labels, and so has its
-    position together with the circle, the distance between them included. (Direction
-    and circle, without the position of the arrow, do tell something, about four labels
-    of five: a circle near a border is mostly pointed at from the other side.) Of any
-    two consecutive samples, counted from the first, one has label 1.
+    together with its direction has the same distribution for both labels, and so has
+    its position together with the circle, including the distance between them.
+    (Direction and circle alone, without the position of the arrow, determine about four
+    labels of five: a circle near a border is mostly pointed at from the other side.) Of
+    any two consecutive samples, counted from the first, one has label 1.
 
     Objects have the same size in pixels whatever the size of the image. In a larger
-    image, patches therefore look as they did in a small one, and what is new are the
-    distances only, which are what the task is about. (Objects that grow with the image
-    would ask for invariance to scale instead.) With the defaults, objects and images
-    have the sizes of the paper's experiments, where models that were trained on
-    :obj:`image_size=192` are tested at 384 as well.
+    image, patches therefore look as in a small one, and only the distances are new,
+    which are what the task is about. (Objects that grow with the image would require
+    invariance to scale instead.) With the defaults, objects and images have the sizes
+    of the paper's experiments, where models trained on :obj:`image_size=192` are tested
+    at 384 as well.
 
     A sample is a function of its position, and of :obj:`split`, :obj:`seed`,
     :obj:`image_size`, :obj:`radius`, :obj:`arrow_length` and :obj:`miss_angle`, but not
@@ -83,9 +83,9 @@ class ArrowPointing(InMemoryDataset):
             circles. (default: :obj:`(15.0, 30.0)`)
         arrow_length (tuple[float, float], optional): The smallest and the largest
             length of arrows. (default: :obj:`(15.0, 30.0)`)
-        miss_angle (float, optional): By how many degrees, at least, arrows miss that
-            don't point at the circle (seen from the arrow, to its centre). More than 0
-            is an easier task than the paper's. (default: :obj:`0.0`)
+        miss_angle (float, optional): The smallest angle, in degrees, between the
+            direction of an arrow that misses and that to the centre of the circle. More
+            than 0 is an easier task than the paper's. (default: :obj:`0.0`)
         seed (int, optional): Seed of the scenes. (default: :obj:`0`)
         transform (callable, optional): As in
             :class:`~torch_geometric.data.InMemoryDataset`.

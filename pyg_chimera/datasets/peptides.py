@@ -175,7 +175,7 @@ class PeptidesFunctional(_SplitDataset):
 
     Raises:
         FileNotFoundError: A raw file is missing.
-        ValueError: A raw file does not hold what it should.
+        ValueError: A raw file has unexpected contents.
     """
 
     num_tasks = 10
@@ -274,12 +274,13 @@ _OTHERS = "AGILNPQSTV"
 def long_range_labels(sequence: str) -> list[int]:
     r"""The six labels of a generated peptide.
 
-    Each asks where residues lie in the *whole* chain, or how far from each other.
-    The sampler fixes how many residues there are of each kind that is asked about, so
-    that neither the composition nor what is around each residue tells: for each label
-    there are peptides with the same bag of local neighbourhoods and different
-    answers. A model that passes messages over a few bonds (a residue is three bonds of
-    backbone) and then pools the nodes can therefore do little better than guess.
+    Each depends on where residues are in the *whole* chain, or on how far apart they
+    are. The sampler fixes the number of residues of each kind that matters, so that
+    neither the composition nor the neighbourhood of each residue determines a label:
+    for each label there are peptides with the same bag of local neighbourhoods and
+    different answers. A model that passes messages over a few bonds (a residue is three
+    bonds of backbone) and then pools the nodes can therefore do little better than
+    guess.
 
     With residues numbered :math:`0, \ldots, n-1` from the N-terminus, charged ones
     being acidic (D, E: :math:`-1`) or basic (K, R, H: :math:`+1`), aromatic ones F, W
@@ -329,7 +330,7 @@ class _Preset(NamedTuple):
 
 
 class GeneratedPeptides(_SplitDataset):
-    r"""Random peptides with labels that need long range, made without a download.
+    r"""Random peptides with long-range labels, generated without a download.
 
     Amino-acid sequences are drawn at random, turned into molecules by RDKit and
     into graphs by OGB's :obj:`smiles2graph`, so that features and sizes are those

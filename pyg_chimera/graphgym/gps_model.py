@@ -25,8 +25,8 @@ __all__ = ["ChimeraGPSLayer", "ChimeraGPSModel"]
 class ChimeraGPSLayer(GPSLayer):
     r"""A :obj:`GPSLayer` of GraphGPS whose global model is one of our mixers.
 
-    It mixes behind the local model, whose nodes it does not see, as GraphGPS has it,
-    but whose edges it does: those of :obj:`CustomGatedGCN` are the updated ones.
+    The mixer runs after the local model. As in GraphGPS, it reads the same nodes as the
+    local model, but the edges that :obj:`CustomGatedGCN` has updated.
     """
 
     mixer: torch.nn.Module

@@ -18,7 +18,7 @@ def register() -> None:
     Call it again, which does no harm, if GraphGPS was not on the path at that time.
 
     Raises:
-        KeyError: If somebody else has registered one of the names.
+        KeyError: If one of the names is already registered by other code.
     """
     _register(registry.layer_dict, "chimera", ChimeraLayer)
     _register(registry.layer_dict, "plstm", PLSTMLayer)

@@ -26,17 +26,17 @@ class LaplacianEncoder(torch.nn.Module):
     :class:`~pyg_chimera.transforms.LaplacianEncoding` computes. All layers of both
     networks end with a ReLU, and hidden ones are :obj:`2 * out_channels` wide.
 
-    The sign of an eigenvector is arbitrary. In training each is flipped at random,
-    for all graphs of a batch alike, so that models learn not to depend on it.
+    The sign of an eigenvector is arbitrary. In training each sign is flipped at random,
+    the same for all graphs of a batch, so that models learn not to depend on it.
 
     A graph may have fewer than :math:`k` eigenvectors. Pairs in which both numbers
-    are zero stand for missing ones and add nothing.
+    are zero represent missing ones and add nothing.
 
     Args:
         out_channels (int): Size of each output sample.
         num_layers (int, optional): The number of layers of the network of pairs.
             (default: :obj:`2`)
-        num_post_layers (int, optional): The number of layers of the network behind
+        num_post_layers (int, optional): The number of layers of the network after
             the sum; :obj:`0` leaves it out. (default: :obj:`0`)
 
     Shapes:

@@ -45,10 +45,10 @@ class GPSLayer(torch.nn.Module):
     \textrm{mixer}(\textrm{norm}(\mathbf{X}))`.
 
     The forward methods of :obj:`conv` and :obj:`mixer` are inspected once, and each
-    is called with what it has parameters for:
+    is called with the arguments that it accepts:
 
     * :obj:`edge_attr` goes to a module that takes it, unless its attribute
-      :obj:`edge_dim` is :obj:`None`, which is how PyG's layers say that they were
+      :obj:`edge_dim` is :obj:`None`, by which PyG's layers indicate that they were
       built without edge features;
     * :obj:`batch` and any further keyword (:obj:`edge_weight`, :obj:`edge_type`,
       :obj:`rank`, ...) go to whichever takes them;
@@ -84,7 +84,7 @@ class GPSLayer(torch.nn.Module):
             :obj:`conv(x, edge_index, ...)`. (default: :obj:`None`)
         mixer (torch.nn.Module, optional): The layer that mixes all nodes of a
             graph. (default: :obj:`None`)
-        dropout (float, optional): Dropout probability behind the convolution, the
+        dropout (float, optional): Dropout probability after the convolution, the
             mixer, and both layers of the feed-forward network.
             (default: :obj:`0.0`)
         arrangement (str, optional): :obj:`"parallel"` or :obj:`"sequential"`.
@@ -92,16 +92,16 @@ class GPSLayer(torch.nn.Module):
         norm (str or torch.nn.Module, optional): The normalization function, by its
             name in :mod:`torch_geometric.nn.norm` or as a module that is copied for
             each use. One that takes :obj:`batch` gets it. :obj:`"layer_norm"`
-            normalizes each node by itself. :obj:`"batch_norm"`, the default of
-            :class:`torch_geometric.nn.GPSConv`, evaluates with running statistics,
-            which lag behind the weights while these change quickly: take it with a
-            learning rate that falls to zero. (default: :obj:`"layer_norm"`)
+            normalizes each node separately. :obj:`"batch_norm"`, the default of
+            :class:`torch_geometric.nn.GPSConv`, uses running statistics in evaluation,
+            which lag behind the weights while these change quickly: use it with a
+            learning rate that decays to zero. (default: :obj:`"layer_norm"`)
         norm_kwargs (Dict[str, Any], optional): Arguments passed to the
             normalization function defined by :obj:`norm`. For batch norm,
             :obj:`allow_single_element` is set unless given here, for layer norm
             :obj:`mode="node"`. (default: :obj:`None`)
         norm_first (bool, optional): If set to :obj:`True`, normalizes the input of
-            each part instead of its residual sum. A stack of such layers wants one
+            each part instead of its residual sum. A stack of such layers needs one
             more norm at its end. (default: :obj:`False`)
         act (str or Callable, optional): The non-linear activation function of the
             feed-forward network. (default: :obj:`"relu"`)

@@ -111,7 +111,7 @@ def dag_transition(
         num_nodes (int): The number of nodes.
         delta (torch.Tensor): :math:`\Delta`, :math:`[|\mathcal{E}|, H]`.
         root (torch.Tensor, optional): The input gate of nodes without parents,
-            :math:`[|\mathcal{V}|, H]`. Without it, zero, as the formula says.
+            :math:`[|\mathcal{V}|, H]`. Without it, zero, as in the formula.
 
     Returns:
         tuple[torch.Tensor, torch.Tensor]: :math:`A`, :math:`[|\mathcal{E}|, H]`, and

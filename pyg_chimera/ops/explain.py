@@ -35,21 +35,21 @@ def explain(operator: Callable, *args: Any, **kwargs: Any) -> list[Choice]: ...
 def explain(
     operator: str | Callable, *args: Any, **kwargs: Any
 ) -> Choice | list[Choice]:
-    r"""Tells which solver, form and backend a call takes, why, and what it costs. ::
+    r"""Reports which solver, form and backend a call uses, why, and at what cost. ::
 
         print(explain("resolvent_mix", query, key, value, edge_index, edge_weight))
         print(*explain(conv, x, edge_index, batch=batch), sep="\n")
 
     Costs are predicted (operations, seconds on this machine, bytes), as are those of
-    the alternatives; they are :obj:`None` where nobody has measured what they follow
-    from: on GPUs, and for operators that have one algorithm.
+    the alternatives; they are :obj:`None` where there is no cost model: on GPUs, and
+    for operators that have one algorithm.
 
     Args:
         operator (str or callable): ``"resolvent_mix"``, ``"dag_scan"``,
             ``"stm_scan"``, ``"grid_scan"``, ``"selective_scan"`` or
-            ``"causal_conv1d"``. Or a layer or a model, of which a copy is called with
-            all operators giving zeros, so that neither it nor random numbers change;
-            of functions there are no copies.
+            ``"causal_conv1d"``; or a layer or a model, of which a copy is called with
+            all operators returning zeros, so that neither the original nor the state of
+            random number generators changes. Functions are called without a copy.
         *args: The arguments of the call.
         **kwargs: The options of the call.
 

@@ -31,9 +31,9 @@ class DAGDecomposition(BaseTransform):
     <https://arxiv.org/abs/2510.12111>`_ (functional name:
     :obj:`chimera_dag_decomposition`).
 
-    DAGs come in pairs: entry :math:`2k + 1` is entry :math:`2k` with each edge turned
-    around (an odd :obj:`num_dags` leaves the last one without). With an order that is
-    no search, each edge leads from an earlier to a later node, so that each DAG
+    DAGs come in pairs: entry :math:`2k + 1` is entry :math:`2k` with each edge reversed
+    (with an odd :obj:`num_dags`, the last one has no partner). With an order other than
+    a search, each edge leads from an earlier to a later node, so that each DAG
     has every undirected edge and each pair every directed one. Adds
 
     * :obj:`data.dag_edge_index`, a list of :obj:`num_dags` int64 tensors
@@ -46,13 +46,13 @@ class DAGDecomposition(BaseTransform):
       :func:`~pyg_chimera.ops.structure.topological_rank`.
 
     PyG's loaders batch these lists entry by entry. Transforms that select nodes or
-    edges know nothing of them, so this one belongs behind those.
+    edges do not update them, so apply this one after those.
 
     The graph must hold each edge in both directions (as after
-    :class:`torch_geometric.transforms.ToUndirected`), and either direction has its
+    :class:`torch_geometric.transforms.ToUndirected`), and each direction has its
     own features. Self-loops are in no DAG. Duplicates stay together, except that a
-    tree keeps one of them. Components, isolated nodes among them, are decomposed side
-    by side.
+    tree keeps one of them. Components, including isolated nodes, are decomposed
+    independently.
 
     Args:
         num_dags (int, optional): The number of DAGs. (default: :obj:`4` of a grid,
@@ -74,20 +74,20 @@ class DAGDecomposition(BaseTransform):
             * :obj:`"bfs_dense"`: all edges that lead one level away from that root.
 
             (default: :obj:`"order"`)
-        reverse (bool, optional): If set to :obj:`False`, no DAG is another one turned
-            around, each is chosen anew. (default: :obj:`True`)
+        reverse (bool, optional): If set to :obj:`False`, no DAG is the reverse of
+            another one; each is chosen separately. (default: :obj:`True`)
         ties (str, optional): Which of several nodes of the same score is first,
-            :obj:`"order"` (the first of them) or :obj:`"random"` (anew for each pair).
+            :obj:`"order"` (by number) or :obj:`"random"` (different for each pair).
             (default: :obj:`"order"`)
-        root_attr (str, optional): The attribute of the data that chooses roots, as a
+        root_attr (str, optional): The attribute of the data that gives the roots, as a
             mask :math:`[|\mathcal{V}|]` or as node indices. Those of a component are
-            used in turn, in each pair the next one. Without it, and in components
-            where none is chosen, roots are drawn at random, none twice while there
+            used in turn, one for each pair. Without it, and in components without a
+            given root, roots are drawn at random, without repetition while there
             are others. (default: :obj:`None`)
         seed (int, optional): Makes the random choices a function of the graph, the
-            same in every process and epoch. Without it, they are drawn anew each time
+            same in every process and epoch. Without it, they are drawn each time
             from PyTorch's global generator. (default: :obj:`None`)
-        prefix (str, optional): How the names of the attributes begin.
+        prefix (str, optional): The prefix of the names of the attributes.
             (default: :obj:`"dag"`)
 
     Raises:

@@ -26,16 +26,16 @@ class LaplacianEncoding(BaseTransform):
 
     Adds :obj:`data.laplacian_pe`, floating point :math:`[|\mathcal{V}|, k, 2]`: the
     node's entry of each of the :math:`k` eigenvectors with the smallest eigenvalues,
-    and the eigenvalue, in ascending order. Other than with
+    and the eigenvalue, in ascending order. Unlike with
     :class:`torch_geometric.transforms.AddLaplacianEigenvectorPE`, the trivial
     eigenvector is among them. Eigenvectors have norm 1; their signs are arbitrary.
     :class:`~pyg_chimera.nn.LaplacianEncoder` takes this as input.
 
-    Every graph has its encoding. One with fewer than :math:`k` nodes is filled up with
-    zeros. In one of several components, each eigenvector is zero outside of one of
-    them. A node without neighbours is a component with the eigenvalue 1, by the
-    formula above (0 without normalization). Self-loops, duplicates and edge weights
-    make no difference.
+    Every graph has an encoding. That of a graph with fewer than :math:`k` nodes is
+    padded with zeros. In a graph of several components, each eigenvector is zero
+    outside one of them. A node without neighbours is a component with the eigenvalue 1,
+    by the formula above (0 without normalization). Self-loops, duplicates and edge
+    weights are ignored.
 
     Takes :math:`O(|\mathcal{V}|^3)` time in components of up to 500 nodes. In
     larger ones it takes a sparse factorization, if :math:`k` is small, and needs

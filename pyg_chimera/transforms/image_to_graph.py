@@ -17,7 +17,7 @@ __all__ = ["ImageToGraph"]
 
 @functional_transform("chimera_image_to_graph")
 class ImageToGraph(BaseTransform):
-    r"""Makes a grid graph of an image, a node of each patch (functional name:
+    r"""Converts an image to a grid graph with a node for each patch (functional name:
     :obj:`chimera_image_to_graph`).
 
     An image of :math:`C` channels becomes :math:`h \times w` patches of
@@ -27,8 +27,9 @@ class ImageToGraph(BaseTransform):
       patches row by row; within a patch by channel, then row, then column. Floating
       point images keep their type, others become :obj:`torch.float` (and 8-bit ones are
       scaled from :math:`[0, 255]` to :math:`[0, 1]`),
-    * :obj:`edge_index`, int64 :math:`[2, |\mathcal{E}|]`: edges between patches side by
-      side and one upon the other, in both directions, sorted by source, then target,
+    * :obj:`edge_index`, int64 :math:`[2, |\mathcal{E}|]`: edges between horizontally
+      and vertically adjacent patches, in both directions, sorted by source, then
+      target,
     * :obj:`pos`, float :math:`[h \cdot w, 2]`: the column and the row of the patch,
     * :obj:`height` :math:`= h` and :obj:`width` :math:`= w`, which batch to one entry a
       graph, as :class:`~pyg_chimera.nn.PLSTMConv` takes them.

@@ -15,14 +15,14 @@ _LINES = "line_edge_index"
 
 
 class LineGraphData(Data):
-    r"""A graph that may hold a line graph, which PyG's loaders batch rightly.
+    r"""A graph that may hold a line graph, which PyG's loaders batch correctly.
 
-    It is a :class:`torch_geometric.data.Data` in all else. Where the name of an
-    attribute contains :obj:`line_edge_index`, it holds numbers of edges, and the number
-    of edges is added to it for each graph before its own in a batch; Data would add the
-    number of nodes. What stands before that name tells the edges:
-    :obj:`dag_line_edge_index` (and :obj:`dag_line_edge_index_pruned`) holds numbers of
-    edges of :obj:`dag_edge_index`. Both may be lists of tensors.
+    In all other respects it is a :class:`torch_geometric.data.Data`. An attribute whose
+    name contains :obj:`line_edge_index` holds indices of edges, which batching offsets
+    by numbers of edges; Data would offset them by numbers of nodes. The prefix of the
+    name refers to the edges: :obj:`dag_line_edge_index` (and
+    :obj:`dag_line_edge_index_pruned`) holds indices of edges of
+    :obj:`dag_edge_index`. Both may be lists of tensors.
     """
 
     def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,18 +58,18 @@ class DirectedLineGraph(BaseTransform):
     :obj:`chimera_directed_line_graph`).
 
     With :obj:`line_edge_index=data.line_edge_index`,
-    :class:`~pyg_chimera.nn.PLSTMConv` need not compute it. Adds
+    :class:`~pyg_chimera.nn.PLSTMConv` does not compute it again. Adds
 
     * :obj:`data.line_edge_index`, int64 :math:`[2, |\mathcal{L}|]`: pairs of edges, of
       which the second begins where the first ends, see
       :func:`~pyg_chimera.ops.line_graph`,
 
-    and returns a :class:`LineGraphData`, which PyG's loaders batch rightly. Transforms
-    that select or sort edges know nothing of it, so this one belongs behind those. It
-    takes graphs one by one, not batches of them.
+    and returns a :class:`LineGraphData`, which PyG's loaders batch correctly.
+    Transforms that select or sort edges do not update it, so apply this one after
+    those. It takes single graphs, not batches.
 
     Args:
-        prefix (str, optional): How the names of the attributes begin: with
+        prefix (str, optional): The prefix of the names of the attributes: with
             :obj:`prefix="dag"`, :obj:`data.dag_line_edge_index` is the line graph of
             :obj:`data.dag_edge_index`, or the list of those of a list of DAGs, as
             :class:`~pyg_chimera.transforms.DAGDecomposition` makes it.
@@ -105,9 +105,9 @@ class MultitreePruning(BaseTransform):
     :class:`DirectedLineGraph`, if it is absent. Returns a :class:`LineGraphData`.
 
     Args:
-        prefix (str, optional): How the names of the attributes begin, see
+        prefix (str, optional): The prefix of the names of the attributes, see
             :class:`DirectedLineGraph`. (default: :obj:`None`)
-        attr_name (str, optional): The attribute for what is kept, such as
+        attr_name (str, optional): The attribute for the pruned line graph, such as
             :obj:`"line_edge_index_pruned"`, for models with layers of both modes. It
             must begin with the name of the line graph, by which
             :class:`LineGraphData` knows how to batch it; the whole line graph is then

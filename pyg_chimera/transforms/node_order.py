@@ -20,8 +20,8 @@ class NodeOrder(BaseTransform):
 
     With :obj:`score=data.node_score`, :class:`~pyg_chimera.nn.GraphMambaConv` need not
     compute it in each forward pass. Adds :obj:`data.node_score`, int64 or floating
-    point :math:`[|\mathcal{V}|]`. The least important nodes have the lowest score;
-    which of several nodes of the same score is first, the layer chooses at random.
+    point :math:`[|\mathcal{V}|]`. The least important nodes have the lowest score; the
+    layer breaks ties at random.
 
     Args:
         order (str or Callable, optional): The score, one of :obj:`"order"`,
@@ -39,7 +39,7 @@ class NodeOrder(BaseTransform):
             no valid :obj:`edge_index`.
         TypeError: If the data is not homogeneous, :obj:`edge_index` is not integer, or
             scores are not real.
-        ImportError: If clusters are wanted and :obj:`networkx` is missing.
+        ImportError: If :obj:`order="cluster"` and :obj:`networkx` is missing.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class AddEliminationOrder(BaseTransform):
     Raises:
         ValueError: If the attribute's name would make PyG batch it wrongly,
             :obj:`method` is unknown, or the data has no valid :obj:`edge_index`.
-        ImportError: If METIS is asked for and :obj:`pymetis` is missing.
+        ImportError: If :obj:`method="metis"` and :obj:`pymetis` is missing.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class AddDiameter(BaseTransform):
     r"""Stores the diameter of the graph, the largest finite hop distance
     (functional name: :obj:`chimera_add_diameter`).
 
-    So many terms make the finite sum :math:`\sum_i A^i` span the whole graph:
-    :class:`~pyg_chimera.nn.ChimeraConv` with :obj:`solver="neumann"` takes it as
+    With as many terms, the finite sum :math:`\sum_i A^i` spans the whole graph: pass it
+    to :class:`~pyg_chimera.nn.ChimeraConv` with :obj:`solver="neumann"` as
     :obj:`num_terms=data.diameter`. Adds :obj:`data.diameter`, int64 :math:`[1]`, which
     batches to one entry per graph.
 

@@ -51,8 +51,8 @@ class ChimeraConv(ChimeraBlock):
         groups (int, optional): Number of different :math:`\mathbf{B}` and
             :math:`\mathbf{C}`; divides :obj:`heads`. (default: :obj:`1`, all heads
             share them as in Mamba-2)
-        edge_dim (int, optional): Size of edge features, which then decide the
-            transitions too, or :obj:`-1`. (default: :obj:`None`)
+        edge_dim (int, optional): Size of edge features, on which the transitions then
+            depend too, or :obj:`-1`. (default: :obj:`None`)
         normalization (str, optional): :obj:`"paper"` or :obj:`"released"`, as in the
             authors' code, see :func:`~pyg_chimera.ops.released_transition`. (default:
             :obj:`"paper"`)
@@ -65,13 +65,14 @@ class ChimeraConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        reach (tuple[float, float], optional): A range of steps that heads share out
-            evenly on a log scale, each of which hears as far as the middle of its
-            share: of two heads 8 and 32 steps. That is how far along a path influence
-            falls to :math:`1/e` before anything is learnt, for inputs of zero; others
-            vary it, and halve it on average. What heads mix starts ten times as loud as
-            the skip connection, or louder. With :obj:`None`, selectivities start as in
-            the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
+            which is divided evenly among the heads on a log scale. The range of a head
+            is the middle of its part: 8 and 32 for two heads. It is the distance along
+            a path at which influence has fallen to :math:`1/e` before training, for
+            inputs of zero; other inputs vary it, and halve it on average. The mixed
+            signal starts at least ten times as large as the skip connection. With
+            :obj:`None`, selectivities start as in the paper, log-uniform in
+            [0.001, 0.1]. (default: :obj:`(4, 64)`)
         solver (str, optional): See :func:`~pyg_chimera.ops.resolvent_mix`. (default:
             :obj:`"auto"`)
         num_terms (int, optional): Highest power of :math:`\mathbf{A}` under

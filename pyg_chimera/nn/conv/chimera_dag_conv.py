@@ -72,11 +72,11 @@ class ChimeraDAGConv(ChimeraBlock):
             :class:`~pyg_chimera.transforms.DAGDecomposition` has turned around; or
             :obj:`"row"`, for four DAGs of a grid, those that run down the rows and
             those that run up. (default: :obj:`"all"`)
-        selectivity (str, optional): Of an edge: the :obj:`"mean"` of its two nodes',
-            or its :obj:`"target"`'s, with which a directed path is Mamba-2. (default:
-            :obj:`"mean"`)
+        selectivity (str, optional): The selectivity of an edge: the :obj:`"mean"` of
+            those of its two nodes, or that of its :obj:`"target"`, with which a
+            directed path is Mamba-2. (default: :obj:`"mean"`)
         roots (str, optional): Whether nodes without parents :obj:`"write"`, or are
-            :obj:`"silent"` as by the letter of Equation 15. (default: :obj:`"write"`)
+            :obj:`"silent"` as in Equation 15. (default: :obj:`"write"`)
         local_conv (bool, optional): Whether to add to :math:`\mathbf{B}, \mathbf{C},
             \mathbf{V}`, before SiLU, a depthwise mean over the parents in all DAGs.
             (default: :obj:`False`)
@@ -84,13 +84,13 @@ class ChimeraDAGConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        reach (tuple[float, float], optional): A range of steps that heads share out
-            evenly on a log scale, each of which hears as far as the middle of its
-            share: of two heads 8 and 32 steps. That is how far along a path influence
-            falls to :math:`1/e` before anything is learnt, for inputs of zero; others
-            vary it. Heads write as much as they forget. With :obj:`None`, selectivities
-            start as in the paper, log-uniform in [0.001, 0.1]. (default:
-            :obj:`(4, 64)`)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
+            which is divided evenly among the heads on a log scale. The range of a head
+            is the middle of its part: 8 and 32 for two heads. It is the distance along
+            a path at which influence has fallen to :math:`1/e` before training, for
+            inputs of zero; other inputs vary it. A head writes as much as it loses.
+            With :obj:`None`, selectivities start as in the paper, log-uniform in
+            [0.001, 0.1]. (default: :obj:`(4, 64)`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
             the CPU) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or

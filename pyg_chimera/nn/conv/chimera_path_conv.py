@@ -41,13 +41,14 @@ class ChimeraPathConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        reach (tuple[float, float], optional): A range of steps that heads share out
-            evenly on a log scale, each of which hears as far as the middle of its
-            share: of two heads 8 and 32 steps. That is how far along a path influence
-            falls to :math:`1/e` before anything is learnt, for inputs of zero; others
-            vary it, and halve it on average. What heads mix starts ten times as loud as
-            the skip connection, or louder. With :obj:`None`, selectivities start as in
-            the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
+            which is divided evenly among the heads on a log scale. The range of a head
+            is the middle of its part: 8 and 32 for two heads. It is the distance along
+            a path at which influence has fallen to :math:`1/e` before training, for
+            inputs of zero; other inputs vary it, and halve it on average. The mixed
+            signal starts at least ten times as large as the skip connection. With
+            :obj:`None`, selectivities start as in the paper, log-uniform in
+            [0.001, 0.1]. (default: :obj:`(4, 64)`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
             the CPU) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or

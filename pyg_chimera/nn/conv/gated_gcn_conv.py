@@ -42,12 +42,12 @@ class GatedGCNConv(MessagePassing):
 
     .. note::
 
-        The layer returns *updates*: dropout and the residual connections, for nodes
-        and edges alike, belong to the layer around it, such as
+        The layer returns *updates*: dropout and the residual connections, for both
+        nodes and edges, belong to the layer around it, such as
         :class:`~pyg_chimera.nn.GPSLayer`. So :math:`\mathbf{x} +
-        \textrm{dropout}(\textrm{relu}(\textrm{bn}(\cdot)))`, the customary recipe,
+        \textrm{dropout}(\textrm{relu}(\textrm{bn}(\cdot)))`, the usual recipe,
         is ``GPSLayer(64, conv=GatedGCNConv(64, 64), dropout=0.1)``. With
-        :obj:`norm=None` and :obj:`act=None` it is the bare formula.
+        :obj:`norm=None` and :obj:`act=None` it is the formula alone.
 
     Args:
         in_channels (int or tuple): Size of each input sample, or :obj:`-1` to
@@ -61,10 +61,10 @@ class GatedGCNConv(MessagePassing):
             :obj:`in_channels` (that of the sources if bipartite), which is what the
             second and later layers of a stack need. (default: :obj:`None`)
         update_edges (bool, optional): If set to :obj:`False`, edge features are read
-            but not updated, and the nodes alone are returned. This is for the last
-            layer of a stack if nothing behind it, such as a mixer, reads the edges:
-            the parameters of their norm would get no gradients, which training in
-            several processes refuses. (default: :obj:`True`)
+            but not updated, and only the nodes are returned. This is for the last
+            layer of a stack if nothing after it, such as a mixer, reads the edges:
+            the parameters of their norm would get no gradients, which is an error in
+            distributed training. (default: :obj:`True`)
         norm (str, optional): The normalization of nodes and of edges:
             :obj:`"batch_norm"`, :obj:`"layer_norm"` (each row on its own) or
             :obj:`None`. (default: :obj:`"batch_norm"`)

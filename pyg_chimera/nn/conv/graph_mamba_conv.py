@@ -34,8 +34,8 @@ class GraphMambaConv(torch.nn.Module):
     r"""The Graph-Mamba block from `"Graph-Mamba: Towards Long-Range Graph Sequence
     Modeling with Selective State Spaces" <https://arxiv.org/abs/2402.00789>`_: the
     nodes of each graph are sorted into a sequence :math:`v_1, \ldots, v_L`,
-    unimportant ones first, so that important ones hear from most others, along which
-    Mamba's selective state space model runs.
+    unimportant ones first, so that important ones depend on most others. Mamba's
+    selective state space model runs along this sequence.
 
     .. math::
         \mathbf{u}_t &= \textrm{SiLU} \Big( \mathbf{b} + \sum_{k < K} \mathbf{w}_k \odot
@@ -54,9 +54,9 @@ class GraphMambaConv(torch.nn.Module):
 
     Nodes of equal importance are in random order. In training, each call draws one
     permutation. In evaluation there are :obj:`num_eval_permutations` fixed ones, and
-    :math:`\mathbf{h}_t \mathbf{C}_t + \mathbf{D} \odot \mathbf{u}_t` is their mean:
-    the same input gives the same output, bit for bit. All sequences of a batch run as
-    one, without padding, in time and memory linear in the number of nodes.
+    :math:`\mathbf{h}_t \mathbf{C}_t + \mathbf{D} \odot \mathbf{u}_t` is averaged over
+    them: the same input gives the same output, bit for bit. All sequences of a batch
+    run as one, without padding, in time and memory linear in the number of nodes.
 
     The layer is a mixer: residual connection and dropout belong to the layer around
     it, such as :class:`~pyg_chimera.nn.GPSLayer`.
@@ -72,10 +72,10 @@ class GraphMambaConv(torch.nn.Module):
         channels (int): Size of each input and output sample.
         state_channels (int, optional): Size of :math:`\mathbf{B}_t` and
             :math:`\mathbf{C}_t`, and of the state of a channel. (default: :obj:`16`)
-        conv_kernel (int, optional): How many nodes the convolution along the sequence
-            reaches over. (default: :obj:`4`)
-        expand (int, optional): How many times as wide as the input the state space
-            model is. (default: :obj:`1`)
+        conv_kernel (int, optional): The number of nodes in the kernel of the
+            convolution along the sequence. (default: :obj:`4`)
+        expand (int, optional): The width of the state space model, as a multiple of
+            that of the input. (default: :obj:`1`)
         dt_rank (int, optional): Size of :math:`\boldsymbol{\delta}_t`. (default:
             :obj:`None`, a sixteenth of :obj:`channels`, rounded up)
         order (str, optional): What nodes are sorted by, see
@@ -87,8 +87,8 @@ class GraphMambaConv(torch.nn.Module):
             :obj:`"degree"`)
         num_eval_permutations (int, optional): The number of permutations in
             evaluation. (default: :obj:`5`)
-        num_bins (int, optional): Into how many parts the nodes of each graph are
-            divided at random, each of which is a sequence of its own. For graphs of
+        num_bins (int, optional): The number of parts into which the nodes of each graph
+            are divided at random, each of which is a sequence of its own. For graphs of
             hundreds of nodes. (default: :obj:`1`)
         bidirectional (bool, optional): Whether a second model runs along the reversed
             sequences, whose outputs are added to those of the first one. (default:
@@ -104,7 +104,7 @@ class GraphMambaConv(torch.nn.Module):
             (\mathbf{b}_{\Delta})` is at least this. (default: :obj:`0.001`)
         dt_max (float, optional): In a new layer, it is at most this. (default:
             :obj:`0.1`)
-        seed (int, optional): Which permutations the fixed ones of evaluation are.
+        seed (int, optional): The seed of the fixed permutations in evaluation.
             (default: :obj:`0`)
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
             :obj:`"auto"`, see :func:`~pyg_chimera.ops.selective_scan`.

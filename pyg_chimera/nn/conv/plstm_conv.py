@@ -74,11 +74,11 @@ class PLSTMConv(PLSTMBlock):
             :obj:`in_channels`)
         heads (int, optional): Number of heads, each with its own gates; divides
             :obj:`out_channels`. (default: :obj:`1`)
-        mode (str, optional): :obj:`"P"` or :obj:`"D"`; layers of both kinds in turn
-            are advised. (default: :obj:`"P"`)
+        mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
+            are recommended. (default: :obj:`"P"`)
         state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
             :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
-        edge_dim (int, optional): Size of edge features, which then decide the gates
+        edge_dim (int, optional): Size of edge features, on which the gates then depend
             too, or :obj:`-1`. (default: :obj:`None`)
         order (str, optional): With :obj:`None`, the graph is a DAG, and is used as it
             is. With :obj:`"order"`, :obj:`"degree"` or :obj:`"bfs"`, the nodes are
@@ -99,9 +99,9 @@ class PLSTMConv(PLSTMBlock):
             start, before the sigmoid. The paper has them nearly closed, at
             :obj:`(-5, -5, -5)`, where learning begins with a plateau. (default:
             :obj:`(0, 0, -3)`)
-        gate_std (float, optional): How far, as a standard deviation, gates start apart
-            from each other for inputs of variance one. (default: :obj:`0.0`, at first
-            gates are the same everywhere)
+        gate_std (float, optional): The initial standard deviation of gates, before the
+            sigmoid, for inputs of variance one. (default: :obj:`0.0`, with which gates
+            are initially the same everywhere)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             Gates have one in any case. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.

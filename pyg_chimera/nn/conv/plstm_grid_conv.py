@@ -30,12 +30,12 @@ class PLSTMGridConv(PLSTMBlock):
 
     * :obj:`mode="P"`: :math:`T(\cdot \rightarrow \textrm{right}) = g \, a` and
       :math:`T(\cdot \rightarrow \textrm{down}) = g \, (1 - a)` with a decay :math:`g =
-      \tanh(5 \cdot)` and an angle :math:`a = \sigma(\cdot)`, at first another one for
-      each head.
+      \tanh(5 \cdot)` and an angle :math:`a = \sigma(\cdot)`, which is initially
+      different for each head.
     * :obj:`mode="D"`: :math:`T = g`, without turns from down to right.
 
-    No graph is built, and edges are not looked at. A grid with edge features or state
-    tracking is one of four DAGs for :class:`~pyg_chimera.nn.PLSTMConv`.
+    No graph is built, and edges are not read. For edge features or state tracking on a
+    grid, pass its four DAGs to :class:`~pyg_chimera.nn.PLSTMConv`.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -44,8 +44,8 @@ class PLSTMGridConv(PLSTMBlock):
             :obj:`in_channels`)
         heads (int, optional): Number of heads, each with its own gates; divides
             :obj:`out_channels`. (default: :obj:`1`)
-        mode (str, optional): :obj:`"P"` or :obj:`"D"`; layers of both kinds in turn
-            are advised. (default: :obj:`"P"`)
+        mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
+            are recommended. (default: :obj:`"P"`)
         num_dags (int, optional): How many of the four DAGs: 1, 2 or 4. Of a sequence,
             under :obj:`mode="D"`, 2 lead there and back, and 1 leads there only.
             (default: :obj:`4`)
@@ -58,9 +58,9 @@ class PLSTMGridConv(PLSTMBlock):
             start, before the sigmoid. The paper has them nearly closed, at
             :obj:`(-4, -4, -6)`, where learning begins with a plateau. (default:
             :obj:`(0, 0, -3)`)
-        gate_std (float, optional): How far, as a standard deviation, gates start apart
-            from each other for inputs of variance one. (default: :obj:`0.0`, at first
-            gates are the same everywhere)
+        gate_std (float, optional): The initial standard deviation of gates, before the
+            sigmoid, for inputs of variance one. (default: :obj:`0.0`, with which gates
+            are initially the same everywhere)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             Gates have one in any case. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.

@@ -152,7 +152,7 @@ class GraphModel(torch.nn.Module):
             :mod:`torch_geometric.nn.aggr` that keeps the width.
             (default: :obj:`"mean"`)
         decoder (str, optional): How pairs of nodes are scored: :obj:`"dot"`, the
-            inner product of the nodes behind the head's network, or :obj:`"mlp"`, the
+            inner product of the nodes after the head's network, or :obj:`"mlp"`, the
             head's network on both nodes, source first. (default: :obj:`"dot"`)
         head_layers (int, optional): The number of linear layers in the head, all
             hidden ones :obj:`channels` wide. (default: :obj:`2`)
@@ -165,8 +165,8 @@ class GraphModel(torch.nn.Module):
             head. (default: :obj:`"relu"`)
         dropout (float, optional): Dropout probability of the head's hidden layers.
             (default: :obj:`0.0`)
-        structure (Mapping[str, str], optional): Which attributes of a data object
-            :meth:`inputs` hands to the layers, by the layers' names for them, such
+        structure (Mapping[str, str], optional): Maps arguments of the layers to the
+            attributes of a data object that :meth:`inputs` passes to them, such
             as :obj:`{"rank": "elimination_rank"}`. (default: :obj:`None`)
         encodings (Mapping[str, torch.nn.Module], optional): Encoders of positions or
             structure, such as a :class:`~pyg_chimera.nn.LaplacianEncoder`, by the

@@ -54,8 +54,8 @@ def causal_conv1d(
     activation: str | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    r"""Convolves each channel of packed sequences with a filter of its own that sees
-    no later row, as Mamba does before its scan:
+    r"""Causal convolution of packed sequences with a filter for each channel, as Mamba
+    computes it before its scan:
 
     .. math::
         \mathbf{y}_t = \sigma \left( \mathbf{b} + \sum_{k=1}^{K} \mathbf{w}_{k} \odot
@@ -66,13 +66,14 @@ def causal_conv1d(
 
     Args:
         x (torch.Tensor): The input, :math:`[T, F]`.
-        weight (torch.Tensor): The filters, the present last, :math:`[F, K]`.
+        weight (torch.Tensor): The filters, current row last, :math:`[F, K]`.
         bias (torch.Tensor, optional): Added to the output, :math:`[F]`.
             (default: :obj:`None`)
         ptr (torch.Tensor, optional): Where each sequence begins, and last :math:`T`,
             integer :math:`[S + 1]`; see :func:`selective_scan`.
             (default: :obj:`None`)
-        activation (str, optional): :obj:`"silu"`, or none. (default: :obj:`None`)
+        activation (str, optional): :obj:`"silu"` or :obj:`None`.
+            (default: :obj:`None`)
         backend (str, optional): ``"reference"``, ``"torch"``, ``"numba"`` (CPU), or
             ``"auto"``: numba on the CPU, torch elsewhere. (default: :obj:`"auto"`)
 

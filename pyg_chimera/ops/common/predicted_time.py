@@ -21,9 +21,10 @@ class _Limit:
 
 
 def warn_above(seconds: float) -> None:
-    """Sets above how many predicted seconds, forward and backward, a call warns.
+    """Sets the predicted time, forward and backward, above which a call warns.
 
-    Once for each algorithm, with the prediction and what to do. (default: :obj:`60`)
+    Each algorithm warns once, with the prediction and what to do. The limit is 60
+    seconds unless set.
 
     Args:
         seconds (float): The limit; :obj:`float("inf")` for no warnings.

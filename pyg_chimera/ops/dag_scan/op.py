@@ -232,24 +232,24 @@ def stm_scan(
     are computed in float32. The query is not scaled.
 
     Args:
-        query (torch.Tensor): What a node reads, :math:`[|\mathcal{V}|, G, N]`, with as
-            many groups :math:`G` as heads, or a divisor (then heads share it).
-        key (torch.Tensor): Under what a node writes, :math:`[|\mathcal{V}|, G, N]`.
-        value (torch.Tensor): What a node writes, :math:`[|\mathcal{V}|, H, P]`.
-        source (torch.Tensor): How much of it an edge takes from its source,
+        query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
+            groups :math:`G` divides that of heads; the heads of a group share them.
+        key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
+        source (torch.Tensor): The source gates :math:`S`,
             :math:`[|\mathcal{E}|, H]`, or :math:`[|\mathcal{E}|, H, J]`.
-        transition (torch.Tensor): How much goes from edge to edge,
+        transition (torch.Tensor): The transitions :math:`T`,
             :math:`[|\mathcal{L}|, H]`, or :math:`[|\mathcal{L}|, H, J, J]`, where
             entry :math:`ij` leads from component :math:`j` to :math:`i`.
-        mark (torch.Tensor): How much an edge gives to its target,
+        mark (torch.Tensor): The mark gates :math:`M`,
             :math:`[|\mathcal{E}|, H]`, or :math:`[|\mathcal{E}|, H, J]`.
-        direct (torch.Tensor): How much of its own a node reads,
+        direct (torch.Tensor): The direct gates :math:`D`,
             :math:`[|\mathcal{V}|, H]`.
         edge_index (torch.Tensor): The edges of a DAG, in any order, integer
-            :math:`[2, |\mathcal{E}|]`. Duplicates are states of their own. Several
-            DAGs over the same nodes may lie side by side, as long as no line edge
-            leads from one to another.
-        line_edge_index (torch.Tensor): From which edge to which, integer
+            :math:`[2, |\mathcal{E}|]`. Duplicates are separate states. It may hold
+            several DAGs over the same nodes, as long as no line edge leads from one to
+            another.
+        line_edge_index (torch.Tensor): The line edges, integer
             :math:`[2, |\mathcal{L}|]`: all of :func:`line_graph`, or some, such as
             those of a :func:`multitree`. Duplicates count.
         batch (torch.Tensor, optional): The graph of each node, integer
@@ -324,8 +324,8 @@ def grid_scan(
     `"pLSTM: parallelizable Linear Source Transition Mark networks"
     <https://arxiv.org/abs/2506.11997>`_ (Section 4.3).
 
-    An orientation leads every edge of a grid one way along the rows (direction 0) and
-    one way along the columns (direction 1):
+    An orientation directs the edges of a grid along the rows (direction 0) and along
+    the columns (direction 1):
 
     ===========  =====  =====  =====  =====
     orientation    0      1      2      3
@@ -336,28 +336,28 @@ def grid_scan(
 
     Gates belong to a node, an orientation and directions; those of edges that a grid
     does not have are ignored. The output is the sum over the orientations. A sequence
-    is a grid of height 1. No graph has to be built: this is what to use for images and
-    sequences of any size.
+    is a grid of height 1. No graph has to be built, for images and sequences of any
+    size.
 
     Args:
         query (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`, as in :func:`stm_scan`.
             The nodes of a grid are in row-major order, grid after grid.
         key (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`.
         value (torch.Tensor): :math:`[|\mathcal{V}|, H, P]`.
-        source (torch.Tensor): How much of what a node writes goes into the edge that
-            leaves it in each direction, :math:`[|\mathcal{V}|, O, 2, H]` for :math:`O`
-            orientations (1, 2 or 4).
-        transition (torch.Tensor): How much goes on at a node, in
-            :obj:`[v, o, to, from]` from the edge that arrived in direction :obj:`from`
-            to the edge that leaves in direction :obj:`to`,
+        source (torch.Tensor): The source gates, from a node to its outgoing edge in
+            each direction, :math:`[|\mathcal{V}|, O, 2, H]` for :math:`O` orientations
+            (1, 2 or 4).
+        transition (torch.Tensor): The transitions at a node: entry
+            :obj:`[v, o, to, from]` is that from the incoming edge in direction
+            :obj:`from` to the outgoing edge in direction :obj:`to`,
             :math:`[|\mathcal{V}|, O, 2, 2, H]`.
-        mark (torch.Tensor): How much a node reads of the edge that arrived in each
-            direction, :math:`[|\mathcal{V}|, O, 2, H]`.
-        direct (torch.Tensor): How much of its own a node reads, once,
+        mark (torch.Tensor): The mark gates, from the incoming edge in each direction
+            to a node, :math:`[|\mathcal{V}|, O, 2, H]`.
+        direct (torch.Tensor): The direct gates, from a node to itself, added once,
             :math:`[|\mathcal{V}|, H]`.
-        height (int or torch.Tensor): The rows of each grid, integer
-            :math:`[\textrm{grids}]`, or one number if all are alike.
-        width (int or torch.Tensor): The columns of each grid.
+        height (int or torch.Tensor): The number of rows of each grid, integer
+            :math:`[\textrm{grids}]`, or one number for all.
+        width (int or torch.Tensor): The number of columns of each grid.
         form (str, optional): As in :func:`stm_scan`. (default: :obj:`"auto"`)
         backend (str, optional): As in :func:`stm_scan`. (default: :obj:`"auto"`)
 

@@ -229,10 +229,10 @@ def resolvent_mix(
     in float32.
 
     Args:
-        query (torch.Tensor): What a node reads, :math:`[|\mathcal{V}|, G, N]`, with as
-            many groups :math:`G` as heads, or a divisor (then heads share it).
-        key (torch.Tensor): Under what a node writes, :math:`[|\mathcal{V}|, G, N]`.
-        value (torch.Tensor): What a node writes, :math:`[|\mathcal{V}|, H, P]`.
+        query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
+            groups :math:`G` divides that of heads; the heads of a group share them.
+        key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
         edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`.
             Self-loops and duplicates count.
         edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`.
@@ -249,13 +249,14 @@ def resolvent_mix(
         num_terms (int, optional): The highest power :math:`k` in
             :math:`\sum_{t=0}^{k} \mathbf{A}^t`, for :obj:`"neumann"`; the diameter or
             more reaches every pair. (default: :obj:`None`)
-        tolerance (float, optional): At what residual :obj:`"iterative"` stops, relative
-            to the largest state of a channel. By default, and at least, rounding
-            errors. (default: :obj:`None`)
+        tolerance (float, optional): The residual at which :obj:`"iterative"` stops,
+            relative to the largest state of a channel. By default, and at least,
+            rounding errors. (default: :obj:`None`)
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
-            (linear in edges and fill-in), :obj:`"mask"` makes each graph's resolvent
-            (quadratic in its nodes), :obj:`"chunk"` does both in chunks of paths, on
-            the CPU. Same numbers; iterations have states only. (default: :obj:`"auto"`)
+            (linear in edges and fill-in), :obj:`"mask"` computes each graph's resolvent
+            (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
+            on the CPU. All give the same result; :obj:`"iterative"` has the state form
+            only. (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
             :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer
@@ -270,8 +271,8 @@ def resolvent_mix(
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, :math:`\mathbf{I} - \mathbf{A}` is singular
             or, with :obj:`solver="sparse"`, too far from diagonally dominant to be
-            eliminated without pivoting (:obj:`"auto"` warns and takes
-            :obj:`"dense"`), an iteration need not converge, or if an option is unknown
+            eliminated without pivoting (:obj:`"auto"` warns and uses
+            :obj:`"dense"`), an iteration may not converge, or if an option is unknown
             or does not fit.
         TypeError: If a tensor has a wrong dtype.
     """

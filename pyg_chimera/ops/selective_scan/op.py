@@ -80,17 +80,17 @@ def selective_scan(
         \odot \textrm{SiLU}(\mathbf{z}_t),
 
     where :math:`\mathbf{H}` is zero before the first row of each sequence. Sequences
-    of any length follow each other without padding, and none sees another. Time and
+    of any length follow each other without padding and do not interact. Time and
     memory are linear in :math:`T`. Differentiable once, in reverse mode, in all
     arguments but :obj:`ptr`. float16 and bfloat16 are computed in float32.
 
     Args:
         u (torch.Tensor): The input, :math:`[T, F]`.
         delta (torch.Tensor): The step sizes, :math:`[T, F]`.
-        A (torch.Tensor): The rates of decay, negative as a rule, :math:`[F, N]`.
-        B (torch.Tensor): What the states write, :math:`[T, N]`.
-        C (torch.Tensor): What is read of the states, :math:`[T, N]`.
-        D (torch.Tensor, optional): The way past the states, :math:`[F]`.
+        A (torch.Tensor): The decay rates, usually negative, :math:`[F, N]`.
+        B (torch.Tensor): The input projections :math:`\mathbf{b}`, :math:`[T, N]`.
+        C (torch.Tensor): The output projections :math:`\mathbf{c}`, :math:`[T, N]`.
+        D (torch.Tensor, optional): The skip connection, :math:`[F]`.
             (default: :obj:`None`)
         z (torch.Tensor, optional): The gate of the output, :math:`[T, F]`.
             (default: :obj:`None`)
@@ -106,7 +106,7 @@ def selective_scan(
             binary digits), ``"numba"`` (CPU), ``"mamba_ssm"`` (that package's kernel,
             CUDA, float32, on sequences padded to one length), or ``"auto"``: numba on
             the CPU; elsewhere mamba_ssm if it is installed, passes a test of its
-            results, and padding makes at most four rows of one, or else torch.
+            results, and padding at most quadruples the number of rows, or else torch.
             (default: :obj:`"auto"`)
 
     Returns:

@@ -44,12 +44,12 @@ def node_score(
     Edge directions, self-loops and duplicates make no difference. The scores of a
     graph are the same in a batch as alone. Except with :obj:`"bfs"` and
     :obj:`"cluster"`, they don't depend on how the nodes are numbered, and nodes that
-    only their numbers tell apart have exactly the same score.
+    differ in their numbers only have exactly the same score.
 
     Runs on the CPU. :obj:`"degree"` and :obj:`"bfs"` take time linear in the number of
     edges, :obj:`"pagerank"` and :obj:`"eigenvector"` mostly not much more,
     :obj:`"closeness"` :math:`O(|\mathcal{V}| |\mathcal{E}|)`. :obj:`"cluster"` is
-    the slowest by far, as it runs in Python; better compute it once, with
+    the slowest by far, as it runs in Python; compute it once, with
     :class:`~pyg_chimera.transforms.NodeOrder`.
 
     Args:

@@ -35,22 +35,21 @@ def elimination_rank(
 ) -> Tensor:
     r"""A fill-reducing elimination order of the (undirected) graph.
 
-    By :obj:`"minimum_fill"`, the node that goes next is the one that seems to fill in
-    least: approximate minimum mean local fill (`"Node Selection Strategies for
+    With :obj:`"minimum_fill"`, the next node is the one with the least estimated
+    fill-in: approximate minimum mean local fill (`"Node Selection Strategies for
     Bottom-Up Sparse Matrix Ordering" <https://doi.org/10.1137/S0895479896302692>`_,
     Rothberg and Eisenstat, 1998) on the quotient graph of `"An Approximate Minimum
     Degree Ordering Algorithm" <https://doi.org/10.1137/S0895479894278952>`_ (Amestoy,
     Davis and Duff, 1996).
 
-    By :obj:`"metis"`, small sets of nodes that halve the graph go last: nested
-    dissection by METIS (`"A Fast and High Quality Multilevel Scheme for Partitioning
-    Irregular Graphs" <https://doi.org/10.1137/S1064827595287997>`_, Karypis and Kumar,
-    1998). It takes longer, and fills in less on large meshes.
+    With :obj:`"metis"`, small separators that halve the graph are eliminated last:
+    nested dissection by METIS (`"A Fast and High Quality Multilevel Scheme for
+    Partitioning Irregular Graphs" <https://doi.org/10.1137/S1064827595287997>`_,
+    Karypis and Kumar, 1998). It takes longer, and fills in less on large meshes.
 
-    Then comes a postorder of the elimination tree, which keeps the fill-in and brings
-    what is needed together close together. Edge directions, self-loops and duplicates
-    are ignored. The same graph always gets the same order, and a batch of graphs the
-    orders that its graphs would get one by one.
+    The result is a postorder of the elimination tree, which has the same fill-in and
+    better locality. Edge directions, self-loops and duplicates are ignored. The same
+    graph always gets the same order, alone or in a batch.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
@@ -66,7 +65,7 @@ def elimination_rank(
         ValueError: If :obj:`edge_index` has a wrong shape or is out of range, or
             :obj:`method` is unknown.
         TypeError: If :obj:`edge_index` is not integer.
-        ImportError: If METIS is asked for and :obj:`pymetis` is missing.
+        ImportError: If :obj:`method="metis"` and :obj:`pymetis` is missing.
     """
     check_edge_index(edge_index, num_nodes)
     check_option("method", method, METHODS)

@@ -41,7 +41,7 @@ def line_graph(edge_index: Tensor, num_nodes: int) -> LineGraph:
 
     Its nodes, the *states* of `"pLSTM: parallelizable Linear Source Transition Mark
     networks" <https://arxiv.org/abs/2506.11997>`_, are the edges of the graph, and its
-    edges are the ways on from one edge to the next:
+    edges are the pairs of consecutive edges:
 
     .. math::
         \mathcal{L} = \{ (e^{\prime}, e) \in \mathcal{E} \times \mathcal{E} :
@@ -110,12 +110,12 @@ def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     as the distribution mode of `"pLSTM: parallelizable Linear Source Transition Mark
     networks" <https://arxiv.org/abs/2506.11997>`_ needs it.
 
-    The choice is maximal (to add any edge that was dropped would make a second path)
-    and depends on nothing but the graph: states take their turns in the order of their
-    topological rank, then of their number, and each keeps its incoming edges in the
-    order of the states that these come from, unless a state that reaches the new edge
-    reaches one of those kept before. Components are chosen from independently,
-    so a batch of graphs gets what its graphs get.
+    The choice is maximal (adding any removed edge would create a second path) and
+    depends on the graph alone: states are visited in the order of their topological
+    rank, then of their number, and each keeps its incoming edges in the order of their
+    source states, except those that are reached by a state that also reaches an edge
+    kept before. Components are independent, so the result for a graph is the same in a
+    batch as alone.
 
     Sets of states are bits, in each component as many as it has states :math:`S`. That
     is :math:`O(|\mathcal{L}| S / 64)` time, on the CPU. Memory is :math:`S / 8` bytes

@@ -16,15 +16,15 @@ _ORDERS = ("order", "degree", "bfs")
 
 
 def node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
-    r"""The place of each node in an order of all nodes.
+    r"""The position of each node in an order of all nodes.
 
     If only those edges of an undirected graph are kept that lead from an earlier to a
-    later node, a DAG remains. Edge directions, self-loops and duplicates make no
-    difference here. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}|)` time, on the CPU,
+    later node, a DAG remains. Edge directions, self-loops and duplicates are
+    ignored. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}|)` time, on the CPU,
     the first time it sees a graph.
 
-    In a batch of graphs, the places of all of them are numbered together; the nodes of
-    one graph are in the same order as if the graph were alone.
+    In a batch of graphs, positions are numbered through all graphs; the nodes of one
+    graph are in the same order as if the graph were alone.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
@@ -32,8 +32,8 @@ def node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
         order (str): How to order them.
 
             * :obj:`"order"`: as they are numbered.
-            * :obj:`"degree"`: by the number of different neighbours, fewest first,
-              nodes that have equally many by number.
+            * :obj:`"degree"`: by the number of different neighbours, fewest first, and
+              by number where these are equal.
             * :obj:`"bfs"`: a breadth-first search from the first node of each
               component, one component after the other, neighbours by number.
 

@@ -48,8 +48,8 @@ def node_sequences(
     Long-Range Graph Sequence Modeling with Selective State Spaces"
     <https://arxiv.org/abs/2402.00789>`_.
 
-    Nodes are sorted by their score, ascending, so that important ones come last and
-    see most. Nodes of the same score come in random order.
+    Nodes are sorted by ascending score, so that important ones come last and depend on
+    most others. Nodes of the same score come in random order.
 
     Random numbers are drawn from :obj:`generator`, or else from PyTorch's global one,
     unless there is a :obj:`seed`: then the order is a function of :obj:`seed`, of the
@@ -69,18 +69,18 @@ def node_sequences(
         num_nodes (int, optional): The number of nodes :math:`|\mathcal{V}|`, needed
             only if there is neither :obj:`score` nor :obj:`batch`.
             (default: :obj:`None`)
-        num_permutations (int, optional): How many orders to find, :math:`m`.
+        num_permutations (int, optional): The number of orders :math:`m`.
             (default: :obj:`1`)
-        num_bins (int, optional): Into how many sequences to divide the nodes of each
-            graph at random, :math:`K`, each of them sorted. Their sizes differ by at
-            most one. (default: :obj:`1`)
+        num_bins (int, optional): The number :math:`K` of sequences into which the nodes
+            of each graph are divided at random, each of them sorted. Their sizes differ
+            by at most one. (default: :obj:`1`)
         clusters (bool, optional): If set to :obj:`True`, :obj:`score` holds the number
             of each node's cluster. The clusters of a graph then come in random order,
             and so do the nodes of a cluster. (default: :obj:`False`)
         shuffle (bool, optional): If set to :obj:`False`, nothing is random: nodes of
             the same score keep their order, bins are successive nodes, and clusters
             come by number. (default: :obj:`True`)
-        generator (torch.Generator, optional): Where random numbers come from.
+        generator (torch.Generator, optional): The random number generator.
             (default: :obj:`None`)
         seed (int, optional): Makes the order reproducible. (default: :obj:`None`)
         batch_size (int, optional): The number of graphs :math:`B`, whose labels are
