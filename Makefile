@@ -82,6 +82,7 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python examples/tudataset.py --smoke --overwrite
 	$(BIN)/python examples/graph_mamba.py --smoke --overwrite
 	$(BIN)/python examples/node_classification.py --smoke --overwrite
+	$(BIN)/python examples/syntax_trees.py --smoke --overwrite
 	$(BIN)/python benchmarks/mixing.py --smoke
 	$(BIN)/python benchmarks/scanning.py --smoke
 	$(BIN)/python benchmarks/sequences.py --smoke
