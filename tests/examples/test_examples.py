@@ -94,6 +94,12 @@ def test_defaults(tmp_path, monkeypatch, refused):
     assert args.out == Path("runs/tudataset/MUTAG-plstm-paper-seed0")
     assert (args.folds, args.epochs, args.batch_size, args.lr) == (10, 100, 64, 1e-3)
     assert (args.optimizer, args.warmup_epochs) == ("AdamW", 5)
+    args = get_args(syntax_trees)
+    assert args.out == Path("runs/syntax-trees/names-chimera-both-mean-demo-seed0")
+    assert (args.epochs, get_args(syntax_trees, "--dataset", "returns").epochs) == (
+        20,
+        3,
+    )
     # A root that is named must be of use.
     for script, published in ((lrgb, "released"), (graph_mamba, "paper")):
         root = tmp_path / script.__name__
