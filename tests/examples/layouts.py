@@ -3,6 +3,7 @@
 import pickle
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch_geometric.datasets import GNNBenchmarkDataset
 
@@ -124,3 +125,39 @@ def write_tudataset(root: Path, name: str, labelled: bool, size: int = 36) -> No
     if labelled:
         write("node_labels", [v % 3 for v in range(len(nodes))])
         write("edge_labels", [(u + v) % 2 for u, v in edges])
+
+
+def write_code2(root: Path, size: int = 20) -> None:
+    """The files of ``ogbg-code2``, of paths and stars; some names are alike."""
+    nodes = [4 + i % 3 for i in range(size)]
+    edges, features, depths, names = [], [], [], []
+    for i, n in enumerate(nodes):
+        is_star = i % 2 == 1
+        edges += [(0 if is_star else v - 1, v) for v in range(1, n)]
+        features += [(v % 5, 7 * i % 11) for v in range(n)]
+        depths += [min(v, 1) if is_star else 10 * v for v in range(n)]
+        names.append("get star" if is_star else f"walk path {i}")
+    order = [v for n in nodes for v in range(n)]
+    rows = list(range(size))
+    splits = {"train": rows[:-8], "valid": rows[-8:-4], "test": rows[-4:]}
+    tables = {
+        "raw/edge": edges,
+        "raw/node-feat": features,
+        "raw/node_is_attributed": [v % 2 for v in order],
+        "raw/node_dfs_order": order,
+        "raw/node_depth": depths,
+        "raw/num-node-list": nodes,
+        "raw/num-edge-list": [n - 1 for n in nodes],
+        "raw/graph-label": names,
+        **{f"split/project/{name}": part for name, part in splits.items()},
+    }
+    folder = root / "ogbg_code2"
+    for name in ("raw", "split/project", "mapping"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name, table in tables.items():
+        path = folder / f"{name}.csv.gz"
+        pd.DataFrame(table).to_csv(path, index=False, header=False)
+    for name, number in (("type", 5), ("attr", 11)):
+        table = pd.DataFrame({f"{name} idx": range(number), name: range(number)})
+        table.to_csv(folder / "mapping" / f"{name}idx2{name}.csv.gz", index=False)
+    (folder / "RELEASE_v1.txt").touch()

@@ -1,5 +1,6 @@
 """Each example: its recipes, its models, and whole runs."""
 
+import ast
 import io
 import json
 import os
@@ -24,6 +25,7 @@ import node_classification
 import numpy as np
 import pandas as pd
 import pytest
+import syntax_trees
 import torch
 import tudataset
 from common import count_parameters
@@ -98,6 +100,12 @@ def test_defaults(tmp_path, monkeypatch, refused):
     assert args.out == Path("runs/tudataset/MUTAG-plstm-paper-seed0")
     assert (args.folds, args.epochs, args.batch_size, args.lr) == (10, 100, 64, 1e-3)
     assert (args.optimizer, args.warmup_epochs) == ("AdamW", 5)
+    args = get_args(syntax_trees)
+    assert args.out == Path("runs/syntax-trees/names-chimera-both-mean-demo-seed0")
+    assert (args.epochs, get_args(syntax_trees, "--dataset", "returns").epochs) == (
+        20,
+        3,
+    )
     # A root that is named must be of use.
     for script, published in ((lrgb, "released"), (graph_mamba, "paper")):
         root = tmp_path / script.__name__
@@ -129,6 +137,9 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (image_grid, "--rates 0"),
         (masked_lm, "--models bert"),
         (masked_lm, "--minutes 0"),
+        (syntax_trees, "--dataset stdlib"),
+        (syntax_trees, "--directions sideways"),
+        (syntax_trees, "--models gat"),
     ],
 )
 def test_command_lines_that_make_no_sense(script, argv, refused):
@@ -898,3 +909,152 @@ def test_parts_of_a_graph(tmp_path, how, needed, refused):
     assert sum(int(g.mask.sum()) for g in graphs) == int(whole.train_mask[:, 0].sum())
     results = run(node_classification, tmp_path, *argv)
     assert 0 <= results["rows"]["chimera"]["test_auroc"] <= 1
+
+
+# Syntax trees ---------------------------------------------------------------------
+
+
+def functions(source: str) -> list[syntax_trees.Function]:
+    module = ast.parse(source)
+    found = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    return [syntax_trees.read_tree(node) for node in found]
+
+
+def test_a_function_as_a_tree():
+    (found,) = functions("def f(x):\n    if x:\n        return 1\n    y = x")
+    kinds = "FunctionDef arguments arg If Name Return Constant Assign Name Name"
+    roles = "body args args body test body value body targets value"
+    assert [syntax_trees.KINDS[kind] for kind in found.kinds] == kinds.split()
+    assert [syntax_trees.ROLES[role] for role in found.roles] == roles.split()
+    assert found.parents == [-1, 0, 1, 0, 3, 3, 5, 0, 7, 7]
+    assert (found.name, found.returns) == ("f", True)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return x", False),
+        ("if x: pass\n return x", False),
+        ("try: return x\n finally: pass", False),
+        ("while x: pass\n else: return x", True),
+        ("for y in x:\n  with y: return y", True),
+        ("def g(): return x\n if x: pass", False),
+    ],
+)
+def test_returns_in_branches(body, expected):
+    assert functions(f"def f(x):\n {body}")[0].returns is expected
+
+
+def test_words_of_names():
+    words = syntax_trees.sub_tokens
+    assert words("__init__") == ["init"]
+    assert words("HTTPServer_setUp2") == ["http", "server", "set", "up", "2"]
+    assert words("_") == []
+    vocabulary = syntax_trees.Vocabulary([["get", "x"], ["get", "y"], ["set"]], 2)
+    assert vocabulary.words == ["get", "x"]
+    assert len(vocabulary) == 4
+    assert vocabulary.encode(["x", "new"]).tolist() == [[1, 2, 3, 3, 3]]
+    assert vocabulary.encode(["x"] * 9).tolist() == [[1] * 5]
+    assert vocabulary.decode([0, 2, 3, 1, 1]) == ["get", ""]
+    assert vocabulary.decode([1] * 5) == ["x"] * 5
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch) -> Path:
+    """Sources in the place of the standard library's."""
+    root = tmp_path / "library"
+    (root / "test").mkdir(parents=True)
+    (root / "test" / "test_a.py").write_text("def left_out(): pass")
+    (root / "broken.py").write_text("def")
+    for i in range(40):
+        lines = [f"def get_{i}(self): return self.a{i}"]  # all the same tree
+        lines += [f"def {'read' if i % 2 else 'write'}_all(x):", *["    x()"] * i]
+        lines += ["    if x:", "        return x"] if i % 3 else []
+        (root / f"m{i}.py").write_text("\n".join([*lines, "    x.y", ""]))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(root)})
+    return root
+
+
+def test_no_tree_is_in_two_splits(library):
+    parts = syntax_trees.standard_library(1000)
+    found = [row for rows in parts.values() for row in rows]
+    assert all(parts.values())
+    assert len(found) == 41
+    trees = {(str(data.x), str(data.edge_index)) for _, data in found}
+    assert len(trees) == len(found)
+    assert sum(function.returns for function, _ in found) == 26
+
+
+@pytest.mark.parametrize("dataset", ["names", "returns"])
+def test_functions_of_a_library(library, tmp_path, dataset):
+    argv = ("--smoke", "--epochs", "1", "--dataset", dataset)
+    out = tmp_path / "run"
+    results = run(syntax_trees, out, *argv, "--models", *syntax_trees.MODELS)
+    assert list(results["rows"]) == list(syntax_trees.MODELS)
+    source = syntax_trees.load(get_args(syntax_trees, *argv))
+    if dataset == "names":
+        assert {tuple(data.name) for data in source.parts["train"]} <= {
+            ("read", "all"),
+            ("write", "all"),
+            ("get", "0"),
+        }
+    for name in syntax_trees.MODELS:
+        model = syntax_trees.build_model(
+            get_args(syntax_trees, *argv), name, source.in_channels, source.out_channels
+        )
+        check_metrics(out / name / "seed-0", model, source.task(), source.parts)
+
+
+@pytest.mark.parametrize(
+    ("preset", "directions"), [("demo", "both"), ("demo", "down"), ("full", "both")]
+)
+def test_models_of_trees_have_the_same_size(preset, directions):
+    args = get_args(syntax_trees, "--preset", preset, "--directions", directions)
+    sizes = [
+        count_parameters(syntax_trees.build_model(args, name, [9, 9], 1))
+        for name in syntax_trees.MODELS
+    ]
+    assert sizes == pytest.approx([sizes[0]] * len(sizes), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("directions", "reached"), [("down", 2), ("up", 1), ("both", 3)]
+)
+@pytest.mark.parametrize("name", ["chimera", "plstm"])
+def test_mixers_hear_along_the_directions(name, directions, reached):
+    """In a path of three nodes, the outer ones hear the middle one or don't."""
+    argv = ("--smoke", "--directions", directions)
+    tree = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
+    args = get_args(syntax_trees, *argv)
+    tree = syntax_trees.Directions(directions)(tree)
+    mixer = syntax_trees.build_model(args, name, [9, 9], 1).layers[0].mixer
+    x = torch.randn(3, args.channels, requires_grad=True)
+    out = mixer(x, tree.dag_edge_index)
+    heard = sum(
+        bit
+        for bit, node in ((1, 0), (2, 2))
+        if torch.autograd.grad(out[node].sum(), x, retain_graph=True)[0][1].any()
+    )
+    assert heard == reached
+
+
+def test_ogbg_code2(tmp_path):
+    """Its files, as the download leaves them, of small graphs."""
+    layouts.write_code2(tmp_path)
+    argv = ("--smoke", "--root", str(tmp_path), "--dataset", "ogbg-code2")
+    for _ in range(2):  # as it is stored, too
+        source = syntax_trees.load(get_args(syntax_trees, *argv))
+        assert source.in_channels == [5, 11, 21]
+        assert [len(part) for part in source.parts.values()] == [12, 4, 4]
+        data = source.parts["train"][2]
+        assert data.name == ["walk", "path", "2"]
+        assert data.x[:, 2].tolist() == [0, 10, 20, 20, 20, 20]
+    out = tmp_path / "run"
+    run(syntax_trees, out, *argv, "--models", "chimera", "--epochs", "1")
+    model = syntax_trees.build_model(
+        get_args(syntax_trees, *argv),
+        "chimera",
+        source.in_channels,
+        source.out_channels,
+    )
+    check_metrics(out / "chimera" / "seed-0", model, source.task(), source.parts)

@@ -50,7 +50,8 @@ class ChimeraDAGConv(ChimeraBlock):
     Several DAGs over the same nodes, such as those of
     :class:`~pyg_chimera.transforms.DAGDecomposition`, have selectivities of their own;
     what :math:`\mathbf{C}` reads of them is summed and divided by
-    :math:`\sqrt{\text{num\_dags}}`.
+    :math:`\sqrt{\text{num\_dags}}`. Along one DAG a node hears of its ancestors only.
+    Unless that is what is wanted, take its reverse as a second one, as in the example.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size

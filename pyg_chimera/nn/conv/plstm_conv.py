@@ -62,7 +62,9 @@ class PLSTMConv(PLSTMBlock):
       graph in which at most one path joins any two edges
       (:func:`~pyg_chimera.ops.multitree`).
 
-    Each of several DAGs has its own gates, and their outputs are averaged. The layer is
+    Each of several DAGs has its own gates, and their outputs are averaged. Along one
+    DAG a node hears of its ancestors only: to hear of descendants too, take its reverse
+    as a second one. The layer is
     a mixer: residual connection, dropout and a second, wider projection belong to the
     layer around it, such as :class:`~pyg_chimera.nn.GPSLayer`. For images and
     sequences there is :class:`~pyg_chimera.nn.PLSTMGridConv`.
