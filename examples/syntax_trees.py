@@ -434,7 +434,9 @@ def run(args: Namespace) -> dict[str, Any]:
         for name, seed in product(args.models, range(args.seed, args.seed + args.runs))
     }
     metric = next(iter(source.task().metrics))
-    return fit_all(args, runs.items(), train, lambda found: summarize(found, metric, "seeds"))
+    return fit_all(
+        args, runs.items(), train, lambda found: summarize(found, metric, "seeds")
+    )
 
 
 if __name__ == "__main__":
