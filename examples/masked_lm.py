@@ -10,7 +10,7 @@ Any text is a file of ``--root``, split in three from its beginning to its end::
     python examples/masked_lm.py --root text --text tinyshakespeare.txt
     python examples/masked_lm.py --models chimera chimera-path plstm graph-mamba \
         attention-learned attention-rotary --minutes 20
-    python examples/masked_lm.py --causal       # the next byte, from the past alone
+    python examples/masked_lm.py --causal --prompt 'def '    # the next byte
 
 All models have the same number of parameters and train for the same time, at one
 length; they are tested at this one, at 512 and at 2,048, as far as they can. 30 % of
@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import (
+    BEST,
     RESULTS,
     Task,
     fit,
@@ -90,6 +91,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
         default=["chimera", "attention-rotary"],
         help=f"of {', '.join(MODELS)}; default: chimera attention-rotary")  # fmt: skip
     add("--causal", action="store_true", help="predict the next byte")
+    add("--prompt", help="what --causal models go on with when they are trained")
     add("--minutes", type=positive_float,
         help="of training of each model, unless --epochs; default: 10")  # fmt: skip
     add("--length", type=positive_int, help="of the windows trained on; default: 128")
@@ -103,6 +105,8 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
     args = parse(parser, argv, recipe)
     args.models = list(dict.fromkeys(args.models))
+    if args.prompt is not None and not (args.causal and args.prompt):
+        parser.error("--prompt is some text for --causal models")
     kind = "causal" if args.causal else "masked"
     text = Path(args.text).stem if args.text else "stdlib"
     name = "-".join([text, kind, *args.models, args.preset, f"seed{args.seed}"])
@@ -244,6 +248,17 @@ def epochs_within(minutes: float, model: SequenceEncoder, args: Namespace,
     return max(1, round(60 * minutes / (step * steps)))
 
 
+def write_on(args: Namespace, model: SequenceEncoder) -> str:
+    """What the best weights write behind the prompt, as many bytes as a window has."""
+    state = torch.load(args.out / BEST, weights_only=True)["state_dict"]
+    model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
+    prompt = torch.frombuffer(bytearray(args.prompt.encode()), dtype=torch.uint8)
+    count = max(1, args.length - len(prompt))  # learned positions know no further
+    generator = torch.Generator().manual_seed(args.seed)
+    tokens = model.generate(prompt.long(), count, generator=generator)
+    return bytes(tokens.clamp(max=255).tolist()).decode(errors="replace")
+
+
 def tabulate(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """A row for each model: what its best weights do at each length."""
     rows = {}
@@ -274,7 +289,10 @@ def run(args: Namespace) -> dict[str, Any]:
         elif own.epochs is None:
             own.epochs = epochs_within(own.minutes, model, own, data["train"])
         title = f"{own.model}, {own.epochs} epochs"
-        return fit(own, model, get_task(), lambda: data, title)
+        found = fit(own, model, get_task(), lambda: data, title)
+        if own.prompt is not None and "best" in found:
+            print(write_on(own, model))
+        return found
 
     runs = {name: {"model": name} for name in args.models}
     return fit_all(args, runs.items(), train, tabulate)

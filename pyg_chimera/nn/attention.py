@@ -1,3 +1,5 @@
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -114,6 +116,42 @@ class SelfAttention(torch.nn.Module):
             query, key, value, seen, self.dropout if self.training else 0.0, causal
         )
         return self.lin_out(out.transpose(1, 2).flatten(2))
+
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        r"""Continues sequences by one node each, in causal attention: what
+        :meth:`forward` gives their last nodes, from the keys and values of those
+        before, which are kept.
+
+        Args:
+            x (torch.Tensor): The features of the new nodes, one for each sequence,
+                :math:`[B, F]`.
+            state (Any, optional): What the step before returned. (default:
+                :obj:`None`, these are the first nodes)
+
+        Returns:
+            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state to go on with.
+
+        Raises:
+            ValueError: If attention is not causal, or is of grids.
+        """
+        if not self.causal or self.rotary == "grid":
+            raise ValueError(
+                "Sequences are continued with causal=True, and rotary=None or "
+                f"'sequence', got {self.causal} and {self.rotary!r}"
+            )
+        query, key, value = (
+            y.unflatten(-1, (self.heads, 1, -1))
+            for y in self.lin_in(x).chunk(3, dim=-1)
+        )
+        if self.rotary is not None:
+            place = torch.full((1, 1, 1), 0 if state is None else state[0].size(2))
+            query, key = (_rotate(y, place.to(x.device)) for y in (query, key))
+        if state is not None:
+            key, value = (
+                torch.cat(pair, dim=2) for pair in zip(state, (key, value), strict=True)
+            )
+        out = F.scaled_dot_product_attention(query, key, value)
+        return self.lin_out(out.flatten(1)), (key, value)
 
     def _places(self, x: Tensor, width: int | Tensor | None) -> Tensor:
         """Of the nodes of each graph, [B or 1, N, 1 or 2]."""

@@ -1,5 +1,5 @@
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -266,13 +266,44 @@ class GPSLayer(torch.nn.Module):
         if len(sums) > 0:
             out = sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
-        if self.mlp is not None:
-            if self.norm_first:
-                out = out + self.mlp(self._norm("mlp", out, batch))
-            else:
-                out = self._norm("mlp", out + self.mlp(out), batch)
-
+        out = self._feed_forward(out, batch)
         return out if edges is edge_attr else (out, edges)
+
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        r"""Continues sequences by one node each, with a causal mixer that has a
+        method :obj:`step`, no convolution, and norms of each node by itself: what
+        :meth:`forward` gives their last nodes.
+
+        Args:
+            x (torch.Tensor): The features of the new nodes, one for each sequence,
+                :math:`[B, F]`.
+            state (Any, optional): What the step before returned. (default:
+                :obj:`None`, these are the first nodes)
+
+        Returns:
+            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state to go on with.
+
+        Raises:
+            ValueError: If there is a convolution, or a mixer that cannot.
+        """
+        check_nodes(x, self.channels)
+        if self.conv is not None or not hasattr(self.mixer, "step"):
+            raise ValueError(
+                "Sequences are continued by a layer without 'conv', with a mixer that "
+                f"has a method 'step', got conv={self.conv} and mixer={self.mixer}"
+            )
+        h = self._norm("mixer", x, None) if self.norm_first else x
+        h, state = cast(Any, self.mixer).step(h, state)
+        out = x + self.drop(h)
+        out = out if self.norm_first else self._norm("mixer", out, None)
+        return self._feed_forward(out, None), state
+
+    def _feed_forward(self, x: Tensor, batch: Tensor | None) -> Tensor:
+        if self.mlp is None:
+            return x
+        if self.norm_first:
+            return x + self.mlp(self._norm("mlp", x, batch))
+        return self._norm("mlp", x + self.mlp(x), batch)
 
     def _norm(self, name: str, x: Tensor, batch: Tensor | None) -> Tensor:
         return self.norms[name](x, batch) if name in self.norms else x

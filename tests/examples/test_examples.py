@@ -137,6 +137,7 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (image_grid, "--rates 0"),
         (masked_lm, "--models bert"),
         (masked_lm, "--minutes 0"),
+        (masked_lm, "--prompt abc"),
         (syntax_trees, "--dataset stdlib"),
         (syntax_trees, "--directions sideways"),
         (syntax_trees, "--models gat"),
@@ -743,13 +744,15 @@ def test_windows_of_a_text(tmp_path, refused):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_models_of_text(tmp_path, causal):
+def test_models_of_text(tmp_path, causal, capsys):
     (tmp_path / "abc.txt").write_bytes(b"abc" * 2000)
     argv = ["--smoke", "--root", str(tmp_path), "--text", "abc.txt", "--epochs", "1"]
-    argv += ["--causal"] * causal
+    argv += ["--causal", "--prompt", "bca"] * causal
     names = [n for n in masked_lm.MODELS if not (causal and n == "chimera-path")]
     rows = run(masked_lm, tmp_path / "run", *argv, "--models", *names)["rows"]
     assert list(rows) == names
+    printed = capsys.readouterr().out
+    assert len(re.findall("^bca", printed, re.M)) == causal * len(names)
     assert {row["epochs"] for row in rows.values()} == {1}
     for name, row in rows.items():
         assert "16_cross_entropy" in row

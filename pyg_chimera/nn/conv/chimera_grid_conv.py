@@ -1,10 +1,17 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import check_batch, check_grids, check_nodes
+from pyg_chimera.nn._inputs import (
+    at_least_float32,
+    check_batch,
+    check_grids,
+    check_nodes,
+)
+from pyg_chimera.nn.conv._chimera_block import gated_value
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
 from pyg_chimera.ops.structure.grid import grid_dags, grid_sizes
 
@@ -112,3 +119,44 @@ class ChimeraGridConv(ChimeraDAGConv):
         dags = grid_dags(heights, widths, self.num_dags)
         index, rank, part = (y.to(x.device) for y in dags)
         return self._scan(x, index, None, part, rank)
+
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        r"""Continues sequences by one node each, with :obj:`num_dags=1`: what
+        :meth:`forward` gives their last nodes, in a time that does not depend on how
+        many there were before.
+
+        Args:
+            x (torch.Tensor): The features of the new nodes, one for each sequence,
+                :math:`[B, F_{in}]`.
+            state (Any, optional): What the step before returned. (default:
+                :obj:`None`, these are the first nodes)
+
+        Returns:
+            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state to go on with.
+
+        Raises:
+            ValueError: If the layer is not causal, or has a local convolution.
+        """
+        check_nodes(x)
+        if self.num_dags != 1 or self.local_weight is not None:
+            raise ValueError(
+                "Sequences are continued with num_dags=1 and without 'local_conv', got "
+                f"num_dags={self.num_dags}, local_conv={self.local_weight is not None}"
+            )
+        query, key, value = self.project(x, torch.empty(0))
+        delta = F.softplus(self.selectivities(x) + self.delta_bias).squeeze(1)
+        if state is None:
+            gate = delta if self.roots == "write" else torch.zeros_like(delta)
+            hidden: Tensor | float = 0.0
+        else:
+            before, hidden = state
+            gate = delta if self.selectivity == "target" else (delta + before) / 2
+            hidden = torch.exp(-gate)[..., None, None] * hidden
+        query, key = (
+            at_least_float32(y).repeat_interleave(self.heads // self.groups, 1)
+            for y in (query, key)
+        )
+        written = at_least_float32(gated_value(value, gate))
+        hidden = hidden + key.unsqueeze(3) * written.unsqueeze(2)
+        out = torch.einsum("bhn,bhnp->bhp", query, hidden).to(value.dtype)
+        return self.output(out, x, value), (delta, hidden)

@@ -243,6 +243,37 @@ class GraphMambaConv(torch.nn.Module):
         gate = F.silu(at_least_float32(self.lin_gate(x)))
         return self.lin_out((y * gate).to(x.dtype))
 
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        r"""Continues sequences by one node each, with :obj:`order="order"` in one
+        direction: what :meth:`forward` gives their last nodes, in a time that does not
+        depend on how many there were before.
+
+        Args:
+            x (torch.Tensor): The features of the new nodes, one for each sequence,
+                :math:`[B, F]`.
+            state (Any, optional): What the step before returned. (default:
+                :obj:`None`, these are the first nodes)
+
+        Returns:
+            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state to go on with.
+
+        Raises:
+            ValueError: If the layer sorts nodes, or is bidirectional.
+        """
+        check_nodes(x, self.channels)
+        if self.order != "order" or self.bidirectional or self.num_bins > 1:
+            raise ValueError(
+                "Sequences are continued with order='order', bidirectional=False and "
+                f"num_bins=1, got {self.order!r}, {self.bidirectional} and "
+                f"{self.num_bins}"
+            )
+        if self.norm is not None:
+            x = self.norm(x)
+        scan: Any = self.scans[0]
+        y, state = scan.step(at_least_float32(self.lin_in(x)), state)
+        gate = F.silu(at_least_float32(self.lin_gate(x)))
+        return self.lin_out((y * gate).to(x.dtype)), state
+
     def _packed(
         self,
         x: Tensor,
@@ -362,6 +393,25 @@ class _Scan(torch.nn.Module):
         )
         y = _Take.apply(y, packed.place, packed.copy)
         return y if y.size(0) == x.size(0) else y.view(-1, *x.shape).mean(0)
+
+    def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Of one more node in each sequence; the state has the last inputs, too."""
+        kernel = self.conv_weight
+        if state is None:
+            recent = x.new_zeros(*x.shape, kernel.size(1))
+            hidden = x.new_zeros(*x.shape, self.A_log.size(1))
+        else:
+            recent, hidden = state
+        recent = torch.cat([recent[..., 1:], x.unsqueeze(2)], dim=2)
+        u = (recent * kernel).sum(2)
+        u = F.silu(u if self.conv_bias is None else u + self.conv_bias)
+        states = self.lin_states(u.to(self.lin_states.weight.dtype))
+        delta, B, C = map(at_least_float32, states.split(self._parts, dim=1))
+        delta = F.softplus(self.lin_delta(delta)).unsqueeze(2)
+        decay = torch.exp(-delta * torch.exp(at_least_float32(self.A_log)))
+        hidden = decay * hidden + delta * B.unsqueeze(1) * u.unsqueeze(2)
+        y = (hidden * C.unsqueeze(1)).sum(2) + self.D * u
+        return y, (recent, hidden)
 
 
 class _Take(torch.autograd.Function):

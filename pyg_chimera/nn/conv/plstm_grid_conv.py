@@ -163,6 +163,44 @@ class PLSTMGridConv(PLSTMBlock):
         )  # fmt: skip
         return self.output(y)
 
+    def step(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        r"""Continues sequences by one node each, with :obj:`num_dags=1`: what
+        :meth:`forward` gives their last nodes, in a time that does not depend on how
+        many there were before.
+
+        Args:
+            x (torch.Tensor): The features of the new nodes, one for each sequence,
+                :math:`[B, F_{in}]`.
+            state (torch.Tensor, optional): What the step before returned. (default:
+                :obj:`None`, these are the first nodes)
+
+        Returns:
+            tuple[torch.Tensor, torch.Tensor]: :math:`[B, F_{out}]`, and the state to go
+            on with.
+
+        Raises:
+            ValueError: If the layer is not causal.
+        """
+        check_nodes(x)
+        if self.num_dags != 1:
+            raise ValueError(
+                f"Sequences are continued with num_dags=1, got {self.num_dags}"
+            )
+        query, key, value = map(at_least_float32, self.project(x))
+        source, transition, mark, direct = self._gates(x)
+        # Of the edges to the right, in the row that a sequence is.
+        source, mark, transition = (
+            gate[:, 0, 0][..., None, None]
+            for gate in (source, mark, transition[:, :, 0])
+        )
+        own = key.unsqueeze(3) * value.unsqueeze(2)
+        read = direct[..., None, None] * own
+        if state is not None:
+            read = read + mark * state
+        out = torch.einsum("bhn,bhnp->bhp", query, read).to(x.dtype)
+        state = source * own + (0 if state is None else transition * state)
+        return self.output(out), state
+
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, D, 2, heads], transition [V, D, 2, 2, heads], mark, direct."""
         V, D, H = x.size(0), self.num_dags, self.heads

@@ -1,8 +1,11 @@
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
+import torch
+from torch import Tensor
 from torch.nn import Module
 
+from pyg_chimera.nn.encoders import PositionEmbedding
 from pyg_chimera.nn.models._lattice import lattice_layers, structure_of
 from pyg_chimera.nn.models.graph_model import GraphModel
 from pyg_chimera.ops.common.checks import check_option
@@ -107,3 +110,88 @@ class SequenceEncoder(GraphModel):
             structure=structure_of(layers),
         )
         self.num_tokens = num_tokens
+        self.causal = head == "lm"
+
+    def step(self, token: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        r"""Continues sequences by one token each, under :obj:`head="lm"`: what
+        :meth:`forward` gives their last tokens. But in attention, it takes the same
+        time however many there were before.
+
+        Args:
+            token (torch.Tensor): The new tokens, one for each sequence, int64
+                :math:`[B]`.
+            state (Any, optional): What the step before returned. (default:
+                :obj:`None`, these are the first tokens)
+
+        Returns:
+            tuple[torch.Tensor, Any]: Of the tokens that come next, before softmax,
+            :math:`[B, \textrm{tokens}]`, and the state to go on with.
+
+        Raises:
+            ValueError: If the model is not causal.
+        """
+        if not self.causal:
+            raise ValueError("Sequences are continued by a model with head='lm'")
+        place, states = (0, [None] * len(self.layers)) if state is None else state
+        x, after = self.node_encoder(token.view(-1, 1)), []
+        for layer, before in zip(self.layers, states, strict=True):
+            if isinstance(layer, PositionEmbedding):
+                x = layer(x, None, torch.full_like(x[:, :1], place))
+            else:
+                x, before = cast(Any, layer).step(x, before)
+            after.append(before)
+        return self.mlp(self.norm(x)), (place + 1, after)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Tensor,
+        num_tokens: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        r"""Continues sequences by tokens drawn from what the model, in evaluation,
+        expects, under :obj:`head="lm"`.
+
+        Args:
+            prompt (torch.Tensor): The tokens to begin with, int64 :math:`[n]`, or of
+                several sequences of one length :math:`[B, n]`, with :math:`n > 0`.
+            num_tokens (int): How many tokens to append.
+            temperature (float, optional): What logits are divided by; :obj:`0` takes
+                the likeliest token. (default: :obj:`1.0`)
+            generator (torch.Generator, optional): Draws the tokens. (default:
+                :obj:`None`, PyTorch's global one)
+
+        Returns:
+            torch.Tensor: The prompt and the tokens behind it, of as many dimensions.
+
+        Raises:
+            ValueError: If the model is not causal, the prompt is empty or of another
+                shape, or a number is negative.
+        """
+        if prompt.dim() not in (1, 2) or prompt.size(-1) == 0:
+            raise ValueError(
+                "'prompt' must be tokens of shape [n] or [B, n] with n > 0, got "
+                f"{list(prompt.shape)}"
+            )
+        if num_tokens < 0 or temperature < 0:
+            raise ValueError(
+                "'num_tokens' and 'temperature' must not be negative, got "
+                f"{num_tokens} and {temperature}"
+            )
+        tokens = list(prompt.view(-1, prompt.size(-1)).unbind(1))
+        training, state = self.training, None
+        self.eval()
+        try:
+            for i in range(prompt.size(-1) + num_tokens - 1):
+                logits, state = self.step(tokens[i], state)
+                if i + 1 < len(tokens):
+                    continue
+                if temperature == 0:
+                    tokens.append(logits.argmax(1))
+                    continue
+                share = (logits.float() / temperature).softmax(1)
+                tokens.append(torch.multinomial(share, 1, generator=generator)[:, 0])
+        finally:
+            self.train(training)
+        return torch.stack(tokens, dim=1).view(*prompt.shape[:-1], -1)

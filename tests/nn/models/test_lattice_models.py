@@ -6,11 +6,17 @@ import torch.nn.functional as F
 from asserts import assert_near
 from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader
+from torch_geometric.nn import GCNConv
 
 from pyg_chimera.nn import (
+    ChimeraGridConv,
     ChimeraPathConv,
+    GPSLayer,
+    GraphMambaConv,
     ImageClassifier,
+    PLSTMGridConv,
     PositionEmbedding,
+    SelfAttention,
     SequenceEncoder,
 )
 from pyg_chimera.transforms import ImageToGraph, SequenceToGraph
@@ -139,6 +145,101 @@ def test_a_sequence_is_learnt(mixer):
             losses.append(loss.item())
     assert losses[0] > 1
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize("mixer", IMAGE_MIXERS)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_step_by_step(mixer, position):
+    """With a kept state, the same numbers as all at once."""
+    size = 9 if position == "learned" else None
+    model = encoder(mixer, head="lm", position=position, size=size).double()
+    spread(model)
+    tokens, to_graph = torch.randint(TOKENS, (3, 9)), SequenceToGraph()
+    batch = Batch.from_data_list([to_graph(row) for row in tokens])
+    expected = model(**model.inputs(batch)).view(3, 9, TOKENS)
+    state = None
+    for i in range(9):
+        out, state = model.step(tokens[:, i], state)
+        assert_near(out, expected[:, i], 1e-9)
+
+
+def spread(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixer": "chimera", "mixer_kwargs": {"selectivity": "target", "groups": 2}},
+        {"mixer": "chimera", "mixer_kwargs": {"roots": "silent", "gated": False}},
+        {"mixer": "plstm", "mixer_kwargs": {"mode": "P", "state_channels": 3}},
+        {"mixer": "graph_mamba", "mixer_kwargs": {"expand": 2, "conv_bias": False}},
+        {"mixer": "attention", "position": "rotary"},
+    ],
+)
+def test_steps_of_other_options(options):
+    model = encoder(head="lm", **options).double()
+    spread(model)
+    data = sequences(6)
+    expected, state = model(**model.inputs(data)), None
+    for i in range(6):
+        out, state = model.step(data.x[i : i + 1], state)
+        assert_near(out[0], expected[i], 1e-9)
+
+
+@pytest.mark.parametrize("mixer", IMAGE_MIXERS)
+def test_generation(mixer):
+    model = encoder(mixer, head="lm", dropout=0.5)
+    spread(model)
+    prompt = torch.randint(TOKENS, (2, 3))
+    draw = torch.Generator()
+    out = model.generate(prompt, 5, generator=draw.manual_seed(1))
+    assert out.shape == (2, 8)
+    assert torch.equal(out[:, :3], prompt)
+    assert torch.equal(model.generate(prompt, 5, generator=draw.manual_seed(1)), out)
+    assert model.training
+    greedy = model.generate(prompt[0], 5, temperature=0)
+    model.eval()
+    for i in range(3, 8):  # each is the likeliest behind those before it
+        data = SequenceToGraph()(greedy[:i])
+        assert model(**model.inputs(data))[-1].argmax() == greedy[i]
+    assert torch.equal(model.generate(prompt, 0), prompt)
+    shares = torch.zeros(TOKENS)
+    many = model.generate(prompt[:1].repeat(2000, 1), 1, generator=draw)
+    shares = many[:, 3].bincount(minlength=TOKENS) / 2000
+    expected = model(**model.inputs(SequenceToGraph()(prompt[0])))[-1].softmax(0)
+    assert_near(shares, expected, 0.1)
+
+
+def test_what_cannot_be_continued():
+    prompt = torch.zeros(3, dtype=torch.long)
+    with pytest.raises(ValueError, match="by a model with head='lm'"):
+        encoder("chimera").generate(prompt, 1)
+    model = encoder("chimera", head="lm")
+    for arguments, match in (
+        ((prompt[:0], 1), r"n > 0, got \[0\]"),
+        ((prompt.view(1, 1, 3), 1), r"got \[1, 1, 3\]"),
+        ((prompt, -1), "must not be negative, got -1"),
+        ((prompt, 1, -1.0), "must not be negative, got 1 and -1.0"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model.generate(*arguments)
+    x = torch.randn(2, C)
+    for mixer, match in (
+        (ChimeraGridConv(C, num_dags=2), "with num_dags=1"),
+        (ChimeraGridConv(C, num_dags=1, local_conv=True), "without 'local_conv'"),
+        (PLSTMGridConv(C), "with num_dags=1, got 4"),
+        (GraphMambaConv(C), "with order='order'"),
+        (GraphMambaConv(C, order="order", bidirectional=True), "bidirectional=False"),
+        (SelfAttention(C), "with causal=True"),
+        (ChimeraPathConv(C), "has a method 'step'"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            GPSLayer(C, mixer=mixer).step(x)
+    with pytest.raises(ValueError, match="a layer without 'conv'"):
+        GPSLayer(C, GCNConv(C, C), SelfAttention(C, causal=True)).step(x)
 
 
 def test_own_mixers():
