@@ -208,11 +208,11 @@ class ChimeraDAGConv(ChimeraBlock):
         ]
         # One DAG of all, side by side: node i of DAG d is node d V + i.
         index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
-        edges = [
-            edge
+        each = [
+            self.edge_selectivity(attr, own.size(1), d)
             for d, (own, attr, _) in enumerate(dags)
-            if (edge := self.edge_selectivity(attr, own.size(1), d)) is not None
         ]
+        edges = [edge for edge in each if edge is not None]
         return self._scan(
             x,
             index,
