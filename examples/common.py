@@ -46,7 +46,7 @@ from pytorch_lightning.callbacks import Timer, TQDMProgressBar
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn import Module, ModuleDict
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, Subset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch
 from torch_geometric.loader import DataLoader
@@ -94,8 +94,13 @@ def folder(text: str) -> Path:
     return path
 
 
-def make_parser(doc: str | None, presets: Iterable[str], root: str) -> ArgumentParser:
-    """A parser with the arguments that all examples have; without a root, no files."""
+def make_parser(
+    doc: str | None, presets: Iterable[str], root: str, processed: bool = False
+) -> ArgumentParser:
+    """A parser with the arguments that all examples have; without a root, no files.
+
+    Files may be processed elsewhere, by data sets of PyG.
+    """
     style = RawDescriptionHelpFormatter
     parser = ArgumentParser(description=doc, formatter_class=style)
     parser.error = refuse  # without the usage
@@ -106,7 +111,8 @@ def make_parser(doc: str | None, presets: Iterable[str], root: str) -> ArgumentP
     if root:
         add = parser.add_argument_group("data").add_argument
         add("--root", type=folder, default=Path(root), help=f"default: {root}")
-        add("--processed-root", type=folder, help="for a --root that is read-only")
+        if processed:
+            add("--processed-root", type=folder, help="for a --root that is read-only")
     add = parser.add_argument_group("training (default: the preset's)").add_argument
     add("--epochs", type=positive_int)
     add("--batch-size", type=positive_int, help="of all processes together")
@@ -321,7 +327,7 @@ class Run(LightningModule):
             seed = 1000 * self.args.seed
             sampler = DistributedSampler(dataset, WORLD, RANK, seed=seed)
         elif WORLD > 1:  # no graph counts twice
-            dataset = dataset[RANK::WORLD]
+            dataset = Subset(dataset, range(RANK, len(dataset), WORLD))
         return DataLoader(
             dataset,
             self.args.batch_size // WORLD,
@@ -581,6 +587,7 @@ def fit_all(
         results["rows"] = tabulate(finished)
     if RANK == 0:
         write(args.out / RESULTS, results)
+    if RANK == 0 and results["rows"]:
         rows = pd.DataFrame.from_dict(results["rows"], orient="index")
         print(rows.to_string(float_format="{:.4g}".format))
     return results

@@ -99,7 +99,7 @@ def get_recipe(preset: str, dataset: str) -> dict[str, Any]:
 
 def get_args(argv: list[str] | None = None) -> Namespace:
     """The command line, completed by a recipe."""
-    parser = make_parser(__doc__, ["paper", "demo"], root="data")
+    parser = make_parser(__doc__, ["paper", "demo"], root="data", processed=True)
     parser.add_argument(
         "--dataset",
         choices=sorted(DATASETS),

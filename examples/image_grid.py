@@ -37,6 +37,7 @@ from common import (
     main,
     make_parser,
     match_size,
+    number,
     open_run,
     parse,
     positive_float,
@@ -97,7 +98,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
         help="learning rates to choose from; default: 0.001 0.003")  # fmt: skip
     add("--seeds", type=positive_int, default=3, help="default: 3")
     add("--patch-size", type=positive_int, help="default: 1 of digits, else 4")
-    add("--num-train", type=positive_int, help="default: up to 12,000")
+    add("--num-train", type=number(int, 6, "6 or more"), help="default: up to 12,000")
 
     def recipe(args: Namespace) -> dict[str, Any]:
         preset = args.preset or "default"
@@ -160,7 +161,10 @@ def get_graphs(args: Namespace) -> dict[str, list[Data]]:
         ):
             if args.dataset == "cifar10":
                 image = Image.open(BytesIO(image.tobytes())).convert("RGB")
-            graph = to_graph(image)
+            try:
+                graph = to_graph(image)
+            except ValueError as error:
+                raise OSError(f"--patch-size: {error}") from None
             graph.y = torch.tensor([int(label)])
             graphs[part].append(graph)
     values = torch.cat([graph.x for graph in graphs["train"]])

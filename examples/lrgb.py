@@ -98,7 +98,7 @@ def get_recipe(preset: str, dataset: str) -> dict[str, Any]:
 def get_args(argv: list[str] | None = None) -> Namespace:
     """The command line, completed by a recipe."""
     presets = [name for name in PRESETS if name != "smoke"]
-    parser = make_parser(__doc__, presets, root="data")
+    parser = make_parser(__doc__, presets, root="data", processed=True)
     parser.add_argument(
         "--dataset",
         choices=sorted(LRGB),

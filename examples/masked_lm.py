@@ -23,7 +23,8 @@ import sys
 import sysconfig
 import time
 from argparse import Namespace
-from itertools import pairwise
+from copy import deepcopy
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch.nn.functional as F
 from common import (
     BEST,
     RESULTS,
+    WORLD,
     Task,
     fit,
     fit_all,
@@ -107,6 +109,10 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     args.models = list(dict.fromkeys(args.models))
     if args.prompt is not None and not (args.causal and args.prompt):
         parser.error("--prompt is some text for --causal models")
+    if args.prompt is not None and len(args.prompt.encode()) >= args.length:
+        parser.error(f"--prompt must be shorter than --length, {args.length}")
+    if args.epochs is None and WORLD > 1:
+        parser.error("--minutes plans for one process: pass --epochs")
     kind = "causal" if args.causal else "masked"
     text = Path(args.text).stem if args.text else "stdlib"
     name = "-".join([text, kind, *args.models, args.preset, f"seed{args.seed}"])
@@ -133,7 +139,7 @@ def read_text(args: Namespace) -> Tensor:
         except UnicodeDecodeError as error:
             raise OSError(f"{path} is not UTF-8: {error}") from None
     text = torch.frombuffer(bytearray(raw), dtype=torch.uint8).long()
-    least = 20 * max(args.length, *args.lengths)
+    least = 20 * (2 + max(args.length, *args.lengths))
     if len(text) < least:
         raise OSError(f"the text has {len(text):,} bytes, and needs {least:,}")
     return text
@@ -169,7 +175,8 @@ class Windows(Dataset):
             data = self.to_graph(window[:-1])
             data.y = window[1:].clone()
             return data
-        hidden = torch.rand(size, generator=generator) < HIDDEN
+        order = torch.rand(size, generator=generator)
+        hidden = (order < HIDDEN) | (order == order.min())  # one at least
         data = self.to_graph(window.masked_fill(hidden, MASK))
         data.y = window.masked_fill(~hidden, NOT_ASKED)
         return data
@@ -181,7 +188,7 @@ def get_datasets(args: Namespace, text: Tensor, lengths: list[int]) -> dict[str,
     train, val, test = (text[a:b] for a, b in pairwise(ends))
 
     def fixed(part: Tensor, length: int) -> Windows:
-        count = min(args.num_test, len(part) - 1) // length
+        count = max(1, min(args.num_test, len(part) - 1) // length)
         return Windows(part, length, count, causal=args.causal, fixed=True)
 
     windows = Windows(
@@ -232,20 +239,36 @@ def build_model(args: Namespace, name: str) -> SequenceEncoder:
     return build(match_size(build, args.parameters, range(1, 16 * args.channels)))
 
 
-def epochs_within(minutes: float, model: SequenceEncoder, args: Namespace,
-                  windows: Windows) -> int:  # fmt: skip
-    """How many epochs take so long, by the time of some steps without effect."""
-    task, times = get_task(), []
-    batches = iter(DataLoader(windows, args.batch_size))
-    for _ in range(8):
-        begin = time.monotonic()
-        batch = next(batches)
-        task.loss(model(**model.inputs(batch)), batch).backward()
-        times.append(time.monotonic() - begin)
-    model.zero_grad()
-    step = sorted(times[2:])[3]  # the first ones load compiled code
-    steps = -(-args.num_windows // args.batch_size)
-    return max(1, round(60 * minutes / (step * steps)))
+def epochs_within(
+    minutes: float, model: SequenceEncoder, args: Namespace, data: dict[str, Any]
+) -> int:
+    """How many epochs take so long, by the time of some steps of a copy and of their
+    evaluation.
+    """
+    task, model = get_task(), deepcopy(model).to(args.device)
+    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), args.lr)
+
+    def step(batch: Batch, training: bool) -> None:
+        batch = batch.to(args.device)
+        with torch.set_grad_enabled(training):
+            loss = task.loss(model(**model.inputs(batch)), batch)
+        if training:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        float(loss)  # waits for it
+
+    total = 0.0
+    for split in ("train", "val"):
+        batches = DataLoader(data[split], args.batch_size)
+        times = []
+        for _, batch in zip(range(8), cycle(batches), strict=False):
+            begin = time.monotonic()
+            step(batch, split == "train")
+            times.append(time.monotonic() - begin)
+        # The first ones load compiled code.
+        total += sorted(times[2:])[3] * len(batches)
+    return max(1, round(60 * minutes / total))
 
 
 def write_on(args: Namespace, model: SequenceEncoder) -> str:
@@ -253,7 +276,7 @@ def write_on(args: Namespace, model: SequenceEncoder) -> str:
     state = torch.load(args.out / BEST, weights_only=True)["state_dict"]
     model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
     prompt = torch.frombuffer(bytearray(args.prompt.encode()), dtype=torch.uint8)
-    count = max(1, args.length - len(prompt))  # learned positions know no further
+    count = args.length - len(prompt)  # learned positions know no further
     generator = torch.Generator().manual_seed(args.seed)
     tokens = model.generate(prompt.long(), count, generator=generator)
     return bytes(tokens.clamp(max=255).tolist()).decode(errors="replace")
@@ -287,7 +310,7 @@ def run(args: Namespace) -> dict[str, Any]:
             before = json.loads((own.out / RESULTS).read_text())
             own.epochs = before["config"]["epochs"]
         elif own.epochs is None:
-            own.epochs = epochs_within(own.minutes, model, own, data["train"])
+            own.epochs = epochs_within(own.minutes, model, own, data)
         title = f"{own.model}, {own.epochs} epochs"
         found = fit(own, model, get_task(), lambda: data, title)
         if own.prompt is not None and "best" in found:

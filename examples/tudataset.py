@@ -77,7 +77,7 @@ PRESETS = {"paper": PAPER, "smoke": PAPER | {"folds": 3, "epochs": 2, "batch_siz
 
 def get_args(argv: list[str] | None = None) -> Namespace:
     """The command line, completed by the protocol."""
-    parser = make_parser(__doc__, ["paper"], root="data/TUDataset")
+    parser = make_parser(__doc__, ["paper"], root="data/TUDataset", processed=True)
     parser.add_argument(
         "--dataset",
         help="any name of a TUDataset, or generated; default: MUTAG, with --smoke "

@@ -9,6 +9,7 @@ from torch_geometric.typing import Adj
 from torch_geometric.utils import is_sparse, to_edge_index
 
 from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.structure.grid import grid_sizes
 
 __all__ = [
     "as_edges",
@@ -86,7 +87,10 @@ def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
 
 
 def check_grids(
-    batch: Tensor | None, height: int | Tensor | None, width: int | Tensor | None
+    x: Tensor,
+    batch: Tensor | None,
+    height: int | Tensor | None,
+    width: int | Tensor | None,
 ) -> tuple[int | Tensor, int | Tensor]:
     """Whether grids of these sizes, one after the other, are the graphs of a batch."""
     if height is None or width is None:
@@ -97,9 +101,15 @@ def check_grids(
         )
     if batch is None or torch.compiler.is_compiling():
         return height, width
-    sizes = (torch.as_tensor(height) * torch.as_tensor(width)).view(-1).cpu()
+    if batch.numel() != x.size(0):
+        raise ValueError(
+            f"'batch' must have one entry for each of {x.size(0)} nodes, got "
+            f"{batch.numel()}"
+        )
+    sides = grid_sizes(height, width, x.size(0))
+    sizes = torch.tensor(sides, dtype=torch.long).view(-1, 2).prod(1)
     counts = batch.unique_consecutive(return_counts=True)[1].cpu()
-    fits = sizes.numel() in (1, counts.numel()) and bool((counts == sizes).all())
+    fits = sizes.numel() == counts.numel() and bool((counts == sizes).all())
     if not fits or bool((batch.diff() < 0).any()):
         raise ValueError(
             "'height' and 'width' must be those of the graphs of 'batch', which must "

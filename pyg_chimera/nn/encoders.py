@@ -2,7 +2,7 @@ import math
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import MLP, PositionalEncoding
+from torch_geometric.nn import MLP
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
@@ -212,10 +212,8 @@ class PositionEmbedding(torch.nn.Module):
         self.channels = channels
         self.num_coordinates = num_coordinates
         self.size = size
-        self.table = self.sinusoid = None
-        if size is None:
-            self.sinusoid = PositionalEncoding(channels // num_coordinates)
-        else:
+        self.table = None
+        if size is not None:
             self.table = torch.nn.Embedding(math.prod(size), channels)
         self.reset_parameters()
 
@@ -239,17 +237,25 @@ class PositionEmbedding(torch.nn.Module):
                 f"{list(pos.shape)}"
             )
         if self.table is None or self.size is None:
-            assert self.sinusoid is not None
-            return x + torch.cat([self.sinusoid(p) for p in pos.unbind(1)], 1).to(x)
+            return x + self._waves(pos).to(x.dtype)
         place = pos.new_zeros(pos.size(0), dtype=torch.long)
         for coordinate, size in zip(pos.long().unbind(1), self.size, strict=True):
-            if not torch.compiler.is_compiling() and bool((coordinate >= size).any()):
+            out = (coordinate < 0) | (coordinate >= size)
+            if not torch.compiler.is_compiling() and bool(out.any()):
                 raise ValueError(
-                    f"'pos' must be below {self.size}, the places that have learnt "
-                    f"embeddings, got {int(coordinate.max())}"
+                    f"'pos' must be in [0, size) with size={self.size}, the places "
+                    f"that have learnt embeddings, got {int(coordinate[out][0])}"
                 )
             place = place * size + coordinate
         return x + self.table(place)
+
+    def _waves(self, pos: Tensor) -> Tensor:
+        """Sines and cosines of each coordinate, in float32 or more."""
+        size = self.channels // (2 * self.num_coordinates)
+        dtype = torch.promote_types(pos.dtype, torch.float32)
+        step = torch.arange(size, device=pos.device, dtype=dtype)
+        angle = pos.unsqueeze(2) * 10_000 ** (-step / size)
+        return torch.cat([angle.sin(), angle.cos()], dim=2).flatten(1)
 
     def __repr__(self) -> str:
         return (

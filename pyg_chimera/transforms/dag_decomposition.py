@@ -113,8 +113,9 @@ class DAGDecomposition(BaseTransform):
                 f"{[*_KNOWN, *_ORDERS]} (got {method!r})"
             )
         known = 0 if callable(method) else _KNOWN.get(method, 0)
+        limit = (known or 2) if reverse else max(1, known // 2)
         if num_dags is None:
-            num_dags = known or 2
+            num_dags = limit if known else 2
         if not isinstance(num_dags, int):
             raise TypeError(
                 f"'num_dags' must be an integer (got '{type(num_dags).__name__}')"
@@ -134,7 +135,6 @@ class DAGDecomposition(BaseTransform):
                 f"'root_attr' needs a method with roots, one of {list(_SEARCHES)} (got "
                 f"'{root_attr}' with method '{method}')"
             )
-        limit = (known or 2) if reverse else max(1, known // 2)
         one = scored or method == "order"
         if num_dags > limit and (known or (one and ties == "order")):
             raise ValueError(
@@ -169,7 +169,7 @@ class DAGDecomposition(BaseTransform):
             )
         device = edge_index.device
         edges = to_numpy(edge_index)
-        if self.method in _KNOWN:
+        if isinstance(self.method, str) and self.method in _KNOWN:
             sides = self._sides(data, num_nodes)
             kept, ranks = self._known(torch.from_numpy(edges), *sides)
         else:
@@ -198,7 +198,7 @@ class DAGDecomposition(BaseTransform):
     def _sides(self, data: Data, num_nodes: int) -> tuple[int, int]:
         """The height and the width of the grid, of which a path is one row."""
         if self.method == "path":
-            return 1, num_nodes
+            return min(1, num_nodes), max(1, num_nodes)
         sides = [getattr(data, name, None) for name in ("height", "width")]
         try:
             height, width = (int(side) for side in sides)  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ class DAGDecomposition(BaseTransform):
         self, edge_index: Tensor, height: int, width: int
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The numbers of the edges of each DAG, and its ranks."""
-        if not is_grid(edge_index, height, width):
+        if not is_grid(edge_index[:, edge_index[0] != edge_index[1]], height, width):
             what = "a path whose nodes follow on each other"
             if self.method == "grid":
                 what = f"a grid of {height} x {width} nodes, row by row"

@@ -32,7 +32,7 @@ class ImageToGraph(BaseTransform):
       target,
     * :obj:`pos`, float :math:`[h \cdot w, 2]`: the column and the row of the patch,
     * :obj:`height` :math:`= h` and :obj:`width` :math:`= w`, which batch to one entry a
-      graph, as :class:`~pyg_chimera.nn.PLSTMConv` takes them.
+      graph, as :class:`~pyg_chimera.nn.PLSTMGridConv` takes them.
 
     Args:
         patch_size (int or tuple[int, int], optional): The number of pixels on each side

@@ -50,7 +50,7 @@ class SequenceToGraph(BaseTransform):
         - **output:** a :class:`torch_geometric.data.Data`
 
     Raises:
-        TypeError: If the input is none of these.
+        TypeError: If the input or the vocabulary is none of these.
         ValueError: If the sequence is empty or of a wrong shape, a token is not in the
             vocabulary (it is named, with its place), or the vocabulary has one twice.
 
@@ -68,7 +68,18 @@ class SequenceToGraph(BaseTransform):
         self.number: dict[Any, int] | None = None
         if isinstance(vocabulary, Mapping):
             self.number = dict(vocabulary)
+            for token, number in self.number.items():
+                if type(number) is not int:
+                    raise TypeError(
+                        f"'vocabulary' must map tokens to integers, got {number!r} for "
+                        f"{token!r}"
+                    )
         elif vocabulary is not None:
+            if not isinstance(vocabulary, Sequence):
+                raise TypeError(
+                    "'vocabulary' must be a string, a sequence or a mapping, got "
+                    f"'{type(vocabulary).__name__}'"
+                )
             self.number = {token: number for number, token in enumerate(vocabulary)}
             if len(self.number) != len(vocabulary):
                 tokens = list(vocabulary)
@@ -125,7 +136,9 @@ class SequenceToGraph(BaseTransform):
                 "pass 'text.encode()'"
             )
         if isinstance(sequence, (bytes, bytearray)):
-            sequence = np.frombuffer(sequence, np.uint8)
+            sequence = list(sequence)
+        if isinstance(sequence, np.ndarray):
+            sequence = np.ascontiguousarray(sequence)
         try:
             x = torch.as_tensor(sequence).detach().clone()
         except (TypeError, ValueError, RuntimeError) as error:

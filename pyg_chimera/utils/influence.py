@@ -104,12 +104,12 @@ def influence(
             "model or of a 'GPSLayer', its mixer), got "
             f"{type(module).__name__}; measure='jacobian' takes any module"
         )
-    copy = deepcopy(module).eval()
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
+        copy, x = deepcopy(module).eval(), x.detach().clone()
         if measure == "jacobian":
-            return _jacobian(copy, x.detach(), edge_index, int(node), kwargs)
+            return _jacobian(copy, x, edge_index, int(node), kwargs)
         return _mixing(
-            copy, x.detach(), edge_index, int(node), role, measure == "mixing", kwargs
+            copy, x, edge_index, int(node), role, measure == "mixing", kwargs
         )
 
 

@@ -138,6 +138,7 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (masked_lm, "--models bert"),
         (masked_lm, "--minutes 0"),
         (masked_lm, "--prompt abc"),
+        (masked_lm, "--causal --length 3 --prompt abc"),
         (syntax_trees, "--dataset stdlib"),
         (syntax_trees, "--directions sideways"),
         (syntax_trees, "--models gat"),
@@ -658,6 +659,12 @@ def test_files_of_images(tmp_path, refused):
     assert sorted(reds, key=reds.get) == list(range(30))  # labels are their images'
 
 
+def test_patches_that_do_not_fit(tmp_path, refused):
+    args = get_args(image_grid, "--smoke", "--patch-size", "3", "--out", str(tmp_path))
+    text = refused(common.main, image_grid.run, args)
+    assert "--patch-size: 'patch_size' must divide" in text
+
+
 def test_arms(tmp_path):
     argv = ("--smoke", "--seeds", "2", "--rates", "0.01", "0.001")
     argv = (*argv, "--arms", "grid", "shuffled", "vit-learned")
@@ -735,7 +742,7 @@ def test_windows_of_a_text(tmp_path, refused):
     for content, says in (
         (None, "pass --root and --text"),
         (b"\xff" * 900, "is not UTF-8"),
-        (b"a" * 700, "has 700 bytes, and needs 800"),
+        (b"a" * 800, "has 800 bytes, and needs 840"),
     ):
         if content is not None:
             (tmp_path / "some.txt").write_bytes(content)
@@ -778,15 +785,15 @@ def test_models_of_text(tmp_path, causal, capsys):
 def test_equal_minutes(tmp_path, monkeypatch):
     seconds = iter(range(1000))
     args = get_args(masked_lm, "--smoke")
-    windows = masked_lm.Windows(
-        torch.arange(256), args.length, 100, causal=False, fixed=False
-    )
+    data = masked_lm.get_datasets(args, torch.arange(3000) % 256, [16])
     model = masked_lm.build_model(args, "chimera")
+    before = [p.clone() for p in model.parameters()]
     monkeypatch.setattr(masked_lm.time, "monotonic", lambda: next(seconds))
-    # A step takes one second, an epoch of eight windows two of four.
-    assert masked_lm.epochs_within(3.0, model, args, windows) == 90
-    assert masked_lm.epochs_within(0.001, model, args, windows) == 1
-    assert all(p.grad is None for p in model.parameters())
+    # A step takes one second. An epoch has two of four windows, and three to evaluate.
+    assert (len(data["train"]), len(data["val"])) == (8, 9)
+    assert masked_lm.epochs_within(3.0, model, args, data) == 36
+    assert masked_lm.epochs_within(0.001, model, args, data) == 1
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_all_models_of_text_have_one_size():

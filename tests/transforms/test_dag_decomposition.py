@@ -354,6 +354,23 @@ def test_paths(length):
     assert out.dag_rank[1].tolist() == list(range(length))[::-1]
 
 
+def test_small_and_looped_paths_and_grids():
+    for n in (0, 1, 3):
+        edges = [(i, i + 1) for i in range(n - 1)]
+        edges = [*edges, *((j, i) for i, j in edges), *((i, i) for i in range(n))]
+        index = torch.tensor(edges, dtype=torch.long).view(-1, 2).t()
+        data = Data(edge_index=index, num_nodes=n, height=1, width=n)
+        expected = DAGDecomposition(method="order")(data)
+        for method in ("path", "grid") if n else ("path",):
+            out = DAGDecomposition(2, method)(data)
+            for key in ("dag_edge_index", "dag_rank"):
+                assert [x.tolist() for x in out[key]] == [
+                    x.tolist() for x in expected[key]
+                ]
+    assert DAGDecomposition(method="grid", reverse=False).num_dags == 2
+    assert DAGDecomposition(method="path", reverse=False).num_dags == 1
+
+
 def test_neither_grid_nor_path():
     grid = ImageToGraph()(torch.rand(1, 2, 3))
     with pytest.raises(ValueError, match="must be a path whose nodes follow"):

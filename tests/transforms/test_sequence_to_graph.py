@@ -79,7 +79,17 @@ def test_bad_sequences(vocabulary, sequence, error, match):
         SequenceToGraph(vocabulary)(sequence)
 
 
+def test_reversed_arrays_and_bytes(recwarn):
+    assert SequenceToGraph()(np.arange(4)[::-1]).x.tolist() == [3, 2, 1, 0]
+    assert SequenceToGraph()(b"ab").x.tolist() == [97, 98]
+    assert [str(w.message) for w in recwarn] == []
+
+
 def test_bad_vocabulary():
+    with pytest.raises(TypeError, match=r"to integers, got 1.5 for 'a'"):
+        SequenceToGraph({"a": 1.5})
+    with pytest.raises(TypeError, match="a string, a sequence or a mapping, got 'set'"):
+        SequenceToGraph({"a", "b"})
     with pytest.raises(ValueError, match="must not have 'a' twice"):
         SequenceToGraph("aba")
 

@@ -157,6 +157,15 @@ def test_paths_of_plstm_lead_over_edges(name):
     assert_near(matrix(case, conv, inputs, measure="paths"), expected)
 
 
+def test_in_inference_mode():
+    conv, index = ChimeraConv(2), torch.tensor([[0, 1], [1, 0]])
+    x = torch.randn(2, 2)
+    for measure in ("mixing", "jacobian"):
+        expected = influence(conv, x, index, 0, measure=measure)
+        with torch.inference_mode():
+            assert_near(influence(conv, x, index, 0, measure=measure), expected, 1e-6)
+
+
 def test_a_path_by_hand():
     """Of three nodes with transitions of 1/2, each of which writes 1."""
     conv = ChimeraDAGConv(2, reach=None, selectivity="target").double()

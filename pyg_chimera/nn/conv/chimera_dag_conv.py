@@ -146,8 +146,9 @@ class ChimeraDAGConv(ChimeraBlock):
         check_option("share", share, tuple(_SHARING))
         wanted = {"row": num_dags == 4, "diagonal": num_dags % 2 == 0}
         if not wanted.get(share, True):
+            allowed = [name for name in _SHARING if wanted.get(name, True)]
             raise ValueError(
-                f"'share' must be 'all' or 'none' for num_dags={num_dags}, got "
+                f"'share' must be one of {allowed} for num_dags={num_dags}, got "
                 f"{share!r}: 'row' is for four DAGs of a grid, 'diagonal' for pairs"
             )
         check_option("selectivity", selectivity, ("mean", "target"))

@@ -113,7 +113,9 @@ class ChimeraGridConv(ChimeraDAGConv):
         """
         check_nodes(x)
         check_batch(batch)
-        height, width = check_grids(batch, height, width)
+        if self.explain:
+            raise ValueError("Edge masks explain edges, which grids do not look at")
+        height, width = check_grids(x, batch, height, width)
         sizes = grid_sizes(height, width, x.size(0))
         heights, widths = torch.tensor(sizes, dtype=torch.long).view(-1, 2).unbind(1)
         dags = grid_dags(heights, widths, self.num_dags)

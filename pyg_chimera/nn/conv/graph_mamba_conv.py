@@ -406,8 +406,8 @@ class _Scan(torch.nn.Module):
         u = (recent * kernel).sum(2)
         u = F.silu(u if self.conv_bias is None else u + self.conv_bias)
         states = self.lin_states(u.to(self.lin_states.weight.dtype))
-        delta, B, C = map(at_least_float32, states.split(self._parts, dim=1))
-        delta = F.softplus(self.lin_delta(delta)).unsqueeze(2)
+        delta, B, C = states.split(self._parts, dim=1)
+        delta = F.softplus(at_least_float32(self.lin_delta(delta))).unsqueeze(2)
         decay = torch.exp(-delta * torch.exp(at_least_float32(self.A_log)))
         hidden = decay * hidden + delta * B.unsqueeze(1) * u.unsqueeze(2)
         y = (hidden * C.unsqueeze(1)).sum(2) + self.D * u

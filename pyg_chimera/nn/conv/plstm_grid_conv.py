@@ -156,7 +156,7 @@ class PLSTMGridConv(PLSTMBlock):
         check_batch(batch)
         if self.explain:
             raise ValueError("Edge masks explain edges, which grids do not look at")
-        height, width = check_grids(batch, height, width)
+        height, width = check_grids(x, batch, height, width)
         y = grid_scan(
             *self.project(x), *self._gates(x), height, width, form=self.form,
             backend=self.backend,

@@ -55,6 +55,22 @@ def lattice_layers(
             f"position='learned' and for no other, got {size} and {position!r}"
         )
     is_grid, causal = num_dags == 4, num_dags == 1
+    wanted = 2 if is_grid else 1
+    if size is not None and (not isinstance(size, tuple) or len(size) != wanted):
+        raise ValueError(
+            f"'size' must be the numbers of columns and rows of an image, got {size!r}"
+        )
+    own = {"in_channels", "channels", "heads", "rotary", "causal", "order",
+           "num_eval_permutations"}  # fmt: skip
+    if causal:  # which these would undo
+        own |= {"num_dags", "bidirectional"}
+    taken = sorted(own & set(mixer_kwargs or {}))
+    if taken or (callable(mixer) and mixer_kwargs):
+        who = "the model" if taken else "the function 'mixer' itself"
+        raise ValueError(
+            f"'mixer_kwargs' must not have {taken or sorted(mixer_kwargs or {})}, "
+            f"which {who} sets"
+        )
 
     def make(index: int) -> Module:
         options = dict(mixer_kwargs or {})

@@ -28,7 +28,8 @@ class SequenceEncoder(GraphModel):
         out = model(**model.inputs(batch))  # [tokens of all sequences, vocabulary]
 
     Args:
-        num_tokens (int): The size of the vocabulary.
+        num_tokens (int): The size of the vocabulary. For :obj:`head="mlm"`, one of the
+            tokens stands in the place of those that are hidden.
         channels (int): The size of tokens between the layers.
         out_channels (int, optional): The number of classes, for
             :obj:`head="classify"`. (default: :obj:`None`)
@@ -40,7 +41,8 @@ class SequenceEncoder(GraphModel):
             :obj:`"graph_mamba"` (:class:`~pyg_chimera.nn.GraphMambaConv` in the order
             of the sequence), :obj:`"attention"`
             (:class:`~pyg_chimera.nn.SelfAttention`), or a function that makes one from
-            its position in the stack. (default: :obj:`"chimera"`)
+            its position in the stack, for :obj:`head="lm"` one that hears of the past
+            alone. (default: :obj:`"chimera"`)
         heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
         head (str, optional): What is predicted: the token at each place, from both
             sides (:obj:`"mlm"`, of a masked language model) or the next one, from the
@@ -132,11 +134,17 @@ class SequenceEncoder(GraphModel):
         """
         if not self.causal:
             raise ValueError("Sequences are continued by a model with head='lm'")
+        if token.dim() != 1:
+            raise ValueError(
+                "'token' must be one token of each sequence, of shape [B], got "
+                f"{list(token.shape)}"
+            )
         place, states = (0, [None] * len(self.layers)) if state is None else state
         x, after = self.node_encoder(token.view(-1, 1)), []
         for layer, before in zip(self.layers, states, strict=True):
             if isinstance(layer, PositionEmbedding):
-                x = layer(x, None, torch.full_like(x[:, :1], place))
+                pos = torch.full((x.size(0), 1), place, device=x.device)
+                x = layer(x, None, pos)
             else:
                 x, before = cast(Any, layer).step(x, before)
             after.append(before)
@@ -166,10 +174,16 @@ class SequenceEncoder(GraphModel):
             torch.Tensor: The prompt and the tokens behind it, of as many dimensions.
 
         Raises:
+            TypeError: If the prompt is no tensor.
             ValueError: If the model is not causal, the prompt is empty or of another
                 shape, or a number is negative.
         """
-        if prompt.dim() not in (1, 2) or prompt.size(-1) == 0:
+        if not isinstance(prompt, Tensor):
+            raise TypeError(
+                "'prompt' must be a tensor of tokens of shape [n] or [B, n], got "
+                f"{type(prompt).__name__}"
+            )
+        if prompt.dim() not in (1, 2) or prompt.numel() == 0:
             raise ValueError(
                 "'prompt' must be tokens of shape [n] or [B, n] with n > 0, got "
                 f"{list(prompt.shape)}"

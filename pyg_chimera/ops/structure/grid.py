@@ -77,7 +77,7 @@ def is_grid(edge_index: Tensor, height: int, width: int) -> bool:
     if bool((steps != 1).any()):
         return False
     different = torch.unique(edge_index[0] * (height * width) + edge_index[1]).numel()
-    return different == 2 * (height * (width - 1) + (height - 1) * width)
+    return different == 2 * (height * (width - 1) + max(0, height - 1) * width)
 
 
 def grid_dag(

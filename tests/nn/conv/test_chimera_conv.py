@@ -576,7 +576,7 @@ def test_bad_options(options, match):
     ("options", "match"),
     [
         ({"share": "column"}, "'share' must be one of .*, got 'column'"),
-        ({"share": "row"}, "'share' must be 'all' or 'none' for num_dags=1, got 'row'"),
+        ({"share": "row"}, r"one of \['all', 'none'\] for num_dags=1, got 'row'"),
         ({"share": "diagonal", "num_dags": 3}, "for num_dags=3, got 'diagonal'"),
         ({"selectivity": "source"}, "'selectivity' must be one of .*, got 'source'"),
         ({"roots": "read"}, "'roots' must be one of .*, got 'read'"),

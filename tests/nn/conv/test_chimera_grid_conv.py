@@ -78,6 +78,16 @@ def test_bad_grids():
         conv(x)
     with pytest.raises(ValueError, match="grids of 6 nodes in all, got 8"):
         conv(x, height=2, width=4)
+    with pytest.raises(ValueError, match="one entry for each of 6 nodes, got 3"):
+        conv(x, batch=torch.zeros(3, dtype=torch.long), height=2, width=3)
+    with pytest.raises(ValueError, match="of as many grids, got 3 and 2"):
+        conv(
+            x, None, torch.zeros(6).long(), torch.tensor([1] * 3), torch.tensor([3] * 2)
+        )
+    conv.explain = True
+    with pytest.raises(ValueError, match="Edge masks explain edges"):
+        conv(x, height=2, width=3)
+    conv.explain = False
     batch = torch.tensor([0, 0, 1, 1, 1, 1])
     with pytest.raises(ValueError, match="must be those of the graphs of 'batch'"):
         conv(x, batch=batch, height=1, width=torch.tensor([3, 3]))

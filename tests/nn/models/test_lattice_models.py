@@ -163,6 +163,22 @@ def test_step_by_step(mixer, position):
         assert_near(out, expected[:, i], 1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mixer", IMAGE_MIXERS)
+def test_step_by_step_in_half_precision(mixer, dtype):
+    """Beyond the whole numbers that such types hold."""
+    length = 300 if dtype == torch.bfloat16 else 20
+    for position, size in (("learned", length), ("sinusoidal", None)):
+        model = encoder(mixer, head="lm", position=position, size=size).to(dtype)
+        data = SequenceToGraph()(torch.randint(TOKENS, (length,)))
+        with torch.no_grad():
+            expected, state = model(**model.inputs(data)), None
+            for i in range(length):
+                out, state = model.step(data.x[i : i + 1], state)
+        assert out.dtype == dtype
+        assert_near(out[0].float(), expected[-1].float(), 0.05)
+
+
 def spread(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for p in model.parameters():
@@ -261,6 +277,14 @@ def test_own_mixers():
         (classifier, {"position": "rotary"}, "mixer='attention' only"),
         (classifier, {"position": "learned"}, "'size', .* must be given"),
         (classifier, {"size": (2, 2)}, "'size', .* for no other"),
+        (classifier, {"position": "learned", "size": 7}, "columns and rows .* got 7"),
+        (
+            classifier,
+            {"mixer_kwargs": {"heads": 2}},
+            r"not have \['heads'\], which",
+        ),
+        (classifier, {"mixer": SelfAttention, "mixer_kwargs": {"a": 1}}, "itself sets"),
+        (encoder, {"head": "lm", "mixer_kwargs": {"num_dags": 2}}, "'num_dags'"),
         (encoder, {"head": "classify"}, "'out_channels', the number of classes"),
         (encoder, {"out_channels": 3}, "'out_channels', the number of classes"),
         (encoder, {"head": "bert"}, "'head' must be one of"),
@@ -278,8 +302,12 @@ def test_bad_inputs():
     with pytest.raises(ValueError, match="Categories must lie in"):
         model(**model.inputs(data))
     model = encoder("attention", position="learned", size=2)
-    with pytest.raises(ValueError, match=r"'pos' must be below \(2,\).* got 2"):
+    with pytest.raises(ValueError, match=r"'pos' must be in .*\(2,\).* got 2"):
         model(**model.inputs(sequences(3)))
+    with pytest.raises(ValueError, match=r"of shape \[B\], got \[1, 3\]"):
+        encoder("chimera", head="lm").step(data.x.view(1, 3))
+    with pytest.raises(TypeError, match="'prompt' must be a tensor of tokens"):
+        encoder("chimera", head="lm").generate([1, 2], 3)
     del data.width
     with pytest.raises(ValueError, match="no attribute 'width'"):
         encoder("chimera").inputs(data)
@@ -298,6 +326,11 @@ def test_positions():
     assert not torch.equal(out[1, :4], out[0, :4])
     assert [p for p in waves.parameters() if p.requires_grad] == []
     assert repr(table) == "PositionEmbedding(8, 2, size=(2, 3))"
+    with pytest.raises(ValueError, match=r"\(2, 3\), .* got -1"):
+        table(x, None, pos - 1)
+    long = torch.tensor([[0, 500], [0, 0], [0, 1]])
+    half = waves.bfloat16()(x.bfloat16(), None, long).float()
+    assert_near(half, PositionEmbedding(8, 2)(x, None, long), 0.01)
     for arguments, match in (
         ((8, 2, (3,)), "'size' must have 2 numbers"),
         ((6, 2), "'channels' must be a multiple of 4"),
