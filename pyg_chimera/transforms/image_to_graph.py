@@ -1,4 +1,3 @@
-import copy
 import sys
 from typing import Any
 
@@ -6,17 +5,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
-from pyg_chimera.ops.structure.grid import grid_edges
+from pyg_chimera.transforms._to_grid import ToGrid
 
 __all__ = ["ImageToGraph"]
 
 
 @functional_transform("chimera_image_to_graph")
-class ImageToGraph(BaseTransform):
+class ImageToGraph(ToGrid):
     r"""Converts an image to a grid graph with a node for each patch (functional name:
     :obj:`chimera_image_to_graph`).
 
@@ -57,6 +54,9 @@ class ImageToGraph(BaseTransform):
             an image, the data has no image, or the image a wrong shape or no pixels.
     """
 
+    content = "an image"
+    coordinates = 2
+
     def __init__(
         self,
         patch_size: int | tuple[int, int] = 1,
@@ -76,46 +76,12 @@ class ImageToGraph(BaseTransform):
         self.attr_name = attr_name
         self.pad = pad
 
-    def __call__(self, data: Any) -> Data:
-        """The graph of a copy of the data, or of an image."""
-        # An image need not be copied, and a copy of one of PIL is a deep one.
-        return self.forward(copy.copy(data) if isinstance(data, Data) else data)
-
-    def forward(self, data: Any) -> Data:
-        """The graph of the data, which it changes, or of an image."""
-        if isinstance(data, (Batch, HeteroData)):
-            raise TypeError(
-                "The transform takes a homogeneous 'torch_geometric.data.Data' or an "
-                f"image, one by one (got '{type(data).__name__}')"
-            )
-        if isinstance(data, Data):
-            if self.attr_name not in data:
-                raise ValueError(
-                    f"The transform needs 'data.{self.attr_name}', an image (got data "
-                    f"with {data.keys()})"
-                )
-            image = _to_tensor(data[self.attr_name])
-            for key in (self.attr_name, "edge_attr", "num_nodes"):
-                if key in data:
-                    del data[key]
-        else:
-            image = _to_tensor(data)
-            data = Data()
-
-        x, height, width = self._patches(image)
-        edge_index, pos = grid_edges(height, width)
-        data.x = x
-        data.edge_index = edge_index.to(x.device)
-        data.pos = pos.to(x.device, torch.float)
-        data.height = height
-        data.width = width
-        return data
-
     def __repr__(self) -> str:
         return f"{self.__class__.__name__}(patch_size={self.patch_size})"
 
-    def _patches(self, image: Tensor) -> tuple[Tensor, int, int]:
+    def nodes(self, content: Any) -> tuple[Tensor, int, int]:
         """The pixels of each patch, and how many there are down and across."""
+        image = _to_tensor(content)
         channels, rows, columns = image.shape
         p, q = self.patch_size
         height, width = -(-rows // p), -(-columns // q)

@@ -1,21 +1,18 @@
-import copy
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data, HeteroData
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
-from pyg_chimera.ops.structure.grid import grid_edges
+from pyg_chimera.transforms._to_grid import ToGrid
 
 __all__ = ["SequenceToGraph"]
 
 
 @functional_transform("chimera_sequence_to_graph")
-class SequenceToGraph(BaseTransform):
+class SequenceToGraph(ToGrid):
     r"""Makes a path graph of a sequence, a node of each entry (functional name:
     :obj:`chimera_sequence_to_graph`).
 
@@ -60,6 +57,9 @@ class SequenceToGraph(BaseTransform):
         ([2, 0, 1], [[0, 1, 1, 2], [1, 0, 2, 1]])
     """
 
+    content = "a sequence"
+    coordinates = 1
+
     def __init__(
         self,
         vocabulary: Sequence[Hashable] | Mapping[Any, int] | None = None,
@@ -87,39 +87,10 @@ class SequenceToGraph(BaseTransform):
                 raise ValueError(f"'vocabulary' must not have {twice!r} twice")
         self.attr_name = attr_name
 
-    def __call__(self, data: Any) -> Data:
-        """The graph of a copy of the data, or of a sequence."""
-        return self.forward(copy.copy(data) if isinstance(data, Data) else data)
-
-    def forward(self, data: Any) -> Data:
-        """The graph of the data, which it changes, or of a sequence."""
-        if isinstance(data, (Batch, HeteroData)):
-            raise TypeError(
-                "The transform takes a homogeneous 'torch_geometric.data.Data' or a "
-                f"sequence, one by one (got '{type(data).__name__}')"
-            )
-        if isinstance(data, Data):
-            if self.attr_name not in data:
-                raise ValueError(
-                    f"The transform needs 'data.{self.attr_name}', a sequence (got "
-                    f"data with {data.keys()})"
-                )
-            x = self._entries(data[self.attr_name])
-            for key in (self.attr_name, "edge_attr", "num_nodes"):
-                if key in data:
-                    del data[key]
-        else:
-            x = self._entries(data)
-            data = Data()
-
-        length = x.size(0)
-        edge_index, pos = grid_edges(1, length)
-        data.x = x
-        data.edge_index = edge_index.to(x.device)
-        data.pos = pos[:, :1].to(x.device, torch.float)
-        data.height = 1
-        data.width = length
-        return data
+    def nodes(self, content: Any) -> tuple[Tensor, int, int]:
+        """The entries, in one row."""
+        x = self._entries(content)
+        return x, 1, x.size(0)
 
     def __repr__(self) -> str:
         tokens = "" if self.number is None else f"{len(self.number)} tokens"

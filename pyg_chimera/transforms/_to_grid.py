@@ -1,0 +1,57 @@
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.transforms import BaseTransform
+
+from pyg_chimera.ops.structure.grid import grid_edges
+
+__all__ = ["ToGrid"]
+
+
+class ToGrid(BaseTransform):
+    """What makes a grid of an attribute of the data, or of its content alone."""
+
+    attr_name: str
+    content: str  #: what the attribute has, in messages: "an image"
+    coordinates: int  #: of a position
+
+    def nodes(self, content: Any) -> tuple[Tensor, int, int]:
+        """Features of nodes row by row, and how many there are down and across."""
+        raise NotImplementedError
+
+    def __call__(self, data: Any) -> Data:
+        """The graph of a copy of the data, or of the content alone."""
+        # Content need not be copied, and a copy of an image of PIL is a deep one.
+        return self.forward(copy.copy(data) if isinstance(data, Data) else data)
+
+    def forward(self, data: Any) -> Data:
+        """The graph of the data, which it changes, or of the content alone."""
+        if isinstance(data, (Batch, HeteroData)):
+            raise TypeError(
+                "The transform takes a homogeneous 'torch_geometric.data.Data' or "
+                f"{self.content}, one by one (got '{type(data).__name__}')"
+            )
+        if isinstance(data, Data):
+            if self.attr_name not in data:
+                raise ValueError(
+                    f"The transform needs 'data.{self.attr_name}', {self.content} (got "
+                    f"data with {data.keys()})"
+                )
+            x, height, width = self.nodes(data[self.attr_name])
+            for key in (self.attr_name, "edge_attr", "num_nodes"):
+                if key in data:
+                    del data[key]
+        else:
+            x, height, width = self.nodes(data)
+            data = Data()
+
+        edge_index, pos = grid_edges(height, width)
+        data.x = x
+        data.edge_index = edge_index.to(x.device)
+        data.pos = pos[:, : self.coordinates].to(x.device, torch.float)
+        data.height = height
+        data.width = width
+        return data
