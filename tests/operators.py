@@ -6,7 +6,7 @@ library, its reference backends included.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -294,6 +294,25 @@ def _conv_oracle(x: Floats, s: Structure) -> Tensor:
     return torch.cat(outs)
 
 
+def _window_oracle(causal: bool, x: Floats, s: Structure) -> Tensor:
+    """PyTorch's own convolution, one padded grid after the other."""
+    weight, outs = x["weight"], [x["x"][:0]]
+    above, left = (n - 1 if causal else n // 2 for n in weight.shape[1:])
+    below, right = (
+        n - 1 - m for n, m in zip(weight.shape[1:], (above, left), strict=True)
+    )
+    parts = x["x"].split([h * w for h, w in s.sizes])
+    for part, (h, w) in zip(parts, s.sizes, strict=True):
+        image = part.t().unflatten(1, (h, w))
+        if part.numel():
+            image = F.conv2d(
+                F.pad(image, (left, right, above, below)), weight[:, None],
+                groups=len(weight),
+            )  # fmt: skip
+        outs.append(image.flatten(1).t())
+    return torch.cat(outs)
+
+
 # --------------------------------------------------------------------------- the table
 
 
@@ -377,6 +396,7 @@ _FORMS = {
 _REST = {"reference": {"backend": "reference"}, "auto": {}}
 _CHUNKS = {"chunk-numba": {"form": "chunk", "backend": "numba"}, "auto": {}}
 _BACKENDS = {"numba": {"backend": "numba"}, "torch": {"backend": "torch"}, **_REST}
+_TORCH = {"torch": {"backend": "torch"}, **_REST}
 _NEUMANN = {"solver": "neumann", "num_terms": NUM_TERMS}
 _ANY_SIDES = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
@@ -452,6 +472,18 @@ OPERATORS = {
         {"A": lambda x, s: -x.exp()}, _selective_oracle, _sequences,
         {x: {"delta_softplus": True, **y} for x, y in _BACKENDS.items()},
     ),
+    **{
+        name: Operator(
+            "grid_conv", "x:VF weight:FKL", "FKL", sizes,
+            GRIDS, st.lists(_ANY_SIDES, max_size=3).map(_sized),
+            {}, partial(_window_oracle, causal), _grids,
+            {x: {"causal": causal, **y} for x, y in _TORCH.items()},
+        )
+        for name, causal, sizes in (
+            ("grid_conv", False, [(3, 3, 5), (1, 1, 1), (71, 2, 3), (0, 3, 3)]),
+            ("causal_grid_conv", True, [(3, 2, 4), (1, 1, 1), (71, 4, 3), (0, 3, 3)]),
+        )
+    },
     "causal_conv1d": Operator(
         "causal_conv1d", "x:VF weight:FK bias:F", "FK",
         [(3, 4), (1, 1), (71, 6), (0, 2)],

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from asserts import assert_near
 from torch import Tensor
 
@@ -183,6 +184,19 @@ def grid_transitions(
     return source, mark, transition, sigmoid(node["D"])
 
 
+def windows(y: Tensor, conv: PLSTMGridConv, height: int, width: int) -> Tensor:
+    """What is around each node, by PyTorch's own convolution."""
+    rows, columns = conv.local_weight.shape[1:]
+    above, left = rows // 2, columns // 2
+    pad = (left, columns - 1 - left, above, rows - 1 - above)
+    if conv.num_dags == 1:
+        pad = (columns - 1, 0, rows - 1, 0)
+    image = F.pad(y.t().reshape(1, -1, height, width), pad)
+    return (
+        F.conv2d(image, conv.local_weight[:, None], groups=y.size(1))[0].flatten(1).t()
+    )
+
+
 def formula(
     conv: Layer,
     x: Tensor,
@@ -192,10 +206,12 @@ def formula(
 ) -> Tensor:
     """The docstring: DAG by DAG, head by head, edge by edge, one state at a time."""
     V, H = x.size(0), conv.heads
-    query, key = (
-        linear(lin, x).view(V, H, -1) for lin in (conv.lin_query, conv.lin_key)
-    )
-    value = linear(conv.lin_value, x).view(V, H, -1)
+    lins = (conv.lin_query, conv.lin_key, conv.lin_value)
+    parts = [linear(lin, x) for lin in lins]
+    if size is not None and conv.local_weight is not None:
+        sizes = [part.size(1) for part in parts]
+        parts = windows(torch.cat(parts, dim=1), conv, *size).split(sizes, dim=1)
+    query, key, value = (part.view(V, H, -1) for part in parts)
     query = query / math.sqrt(conv.state_channels)
     if size is not None:
         graphs = grid_dags(*size)[: conv.num_dags]

@@ -13,6 +13,7 @@ from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.predicted_time import warn_above
 from pyg_chimera.ops.dag_scan import dag_scan, grid_scan, stm_scan
 from pyg_chimera.ops.explain import explain
+from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.householder import householder_product
 from pyg_chimera.ops.resolvent import resolvent_mix
 from pyg_chimera.ops.selective_scan import selective_scan
@@ -33,6 +34,7 @@ __all__ = [
     "dag_scan",
     "dag_transition",
     "explain",
+    "grid_conv",
     "grid_scan",
     "householder_product",
     "line_graph",

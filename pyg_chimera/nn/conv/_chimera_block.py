@@ -1,5 +1,6 @@
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from pyg_chimera.nn.conv._init import (
     head_reaches,
     log_uniform_softplus_,
 )
+from pyg_chimera.nn.conv._window import Filter, reset_filter_
 
 __all__ = ["ChimeraBlock"]
 
@@ -29,6 +31,8 @@ class ChimeraBlock(MessagePassing):
         num_dags (int): The number of selectivities of an edge.
         copies (int): The number of different :math:`\mathbf{B}` and :math:`\mathbf{C}`
             of a group.
+        taps (Sequence[int], optional): The shape of the filter of a channel, if
+            projections see what is around a node. (default: :obj:`None`)
     """
 
     #: Standard deviation of selectivities before softplus. What all nodes write alike
@@ -44,7 +48,7 @@ class ChimeraBlock(MessagePassing):
         *,
         groups: int,
         edge_dim: int | None,
-        local_conv: bool,
+        taps: Sequence[int] | None,
         gated: bool,
         bias: bool,
         reach: tuple[float, float] | None,
@@ -86,8 +90,8 @@ class ChimeraBlock(MessagePassing):
             self.lin_edge = Linear(edge_dim, num_dags * heads, bias=False)
             self.edge_bias = Parameter(torch.empty(num_dags, heads))
         self.local_weight = None
-        if local_conv:
-            self.local_weight = Parameter(torch.empty(2, out_channels + 2 * states))
+        if taps is not None:
+            self.local_weight = Parameter(torch.empty(out_channels + 2 * states, *taps))
         self.skip = Parameter(torch.empty(heads))
         self.norm = torch.nn.RMSNorm(out_channels, eps=1e-5)
         self.lin_out = Linear(out_channels, out_channels, bias=bias)
@@ -102,9 +106,7 @@ class ChimeraBlock(MessagePassing):
             if bias is not None:
                 log_uniform_softplus_(bias)
         if self.local_weight is not None:
-            # Starts as the node itself, plus a little of its neighbours.
-            torch.nn.init.ones_(self.local_weight[0])
-            torch.nn.init.uniform_(self.local_weight[1], -0.5, 0.5)
+            self._reset_filters()
         torch.nn.init.ones_(self.skip)
         self.norm.reset_parameters()
         if self.reach is not None:
@@ -127,15 +129,24 @@ class ChimeraBlock(MessagePassing):
         norm = torch.tanh(1 / steps) ** -1.5
         return 100 / (norm * math.sqrt(self.state_channels))
 
-    def project(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _reset_filters(self) -> None:
+        reset_filter_(cast(Tensor, self.local_weight))
+
+    def over_edges(self, edge_index: Tensor) -> Filter | None:
+        """Filters of a node and the mean of its neighbours, if there are any."""
+        if self.local_weight is None:
+            return None
+        own, around = self.local_weight.unbind(1)
+        return lambda y: y * own + neighbour_mean(y, edge_index) * around
+
+    def project(
+        self, x: Tensor, filtered: Filter | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, copies * groups, N], and value, [V, heads, P]."""
         parts = [self.lin_value(x), self.lin_key(x), self.lin_query(x)]
-        if self.local_weight is not None:
-            weights = self.local_weight.split([y.size(1) for y in parts], dim=1)
-            parts = [
-                y * own + _neighbour_mean(y, edge_index) * neighbours
-                for y, (own, neighbours) in zip(parts, weights, strict=True)
-            ]
+        if filtered is not None:
+            sizes = [y.size(1) for y in parts]
+            parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
         value, key, query = map(F.silu, parts)
         query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
         return query, key, value.unflatten(1, (self.heads, -1))
@@ -187,7 +198,8 @@ def mean(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
 
 
-def _neighbour_mean(x: Tensor, edge_index: Tensor) -> Tensor:
+def neighbour_mean(x: Tensor, edge_index: Tensor) -> Tensor:
+    """The mean over the sources of the edges of each node, or zero."""
     ones = x.new_ones(edge_index.size(1), 1)
     degree = x.new_zeros(x.size(0), 1).index_add(0, edge_index[1], ones)
     total = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])

@@ -10,7 +10,8 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import at_least_float32, check_heads
-from pyg_chimera.nn.conv._init import GateLinear
+from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
+from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["PLSTMBlock"]
@@ -40,6 +41,7 @@ class PLSTMBlock(MessagePassing):
         normalization: str,
         gate_biases: Sequence[float],
         gate_std: float,
+        reach: tuple[float, float] | None,
         bias: bool,
         form: str,
         backend: str,
@@ -60,6 +62,7 @@ class PLSTMBlock(MessagePassing):
                 "'gate_biases' must be three numbers, for source, mark and direct "
                 f"gates, got {gate_biases!r}"
             )
+        check_reach(reach)
         if gate_std < 0:
             raise ValueError(f"'gate_std' must be >= 0, got {gate_std}")
 
@@ -71,6 +74,7 @@ class PLSTMBlock(MessagePassing):
         self.normalization = normalization
         self.gate_biases = tuple(gate_biases)
         self.gate_std = gate_std
+        self.reach = reach
         self.form = form
         self.backend = backend
         self._biased = list(biased)
@@ -88,19 +92,29 @@ class PLSTMBlock(MessagePassing):
         for lin in self.children():
             if isinstance(lin, Linear):
                 lin.reset_parameters()
-        # At first, gates are the same everywhere, and nothing decays.
+        # At first, gates are the same everywhere.
         source, mark, direct = self.gate_biases
         parts = self.gate_bias.data.split(self._biased, dim=1)
         for part, start in zip(parts, (direct, source, mark, 1.0), strict=False):
             part.fill_(start)
+        if self.reach is not None:  # without, nothing decays
+            passed = torch.exp(-1 / head_reaches(self.reach, self.heads))
+            parts[3].copy_(self._decays_of_heads(torch.atanh(passed) / 5))
         torch.nn.init.ones_(self.norm_weight)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _decays_of_heads(self, values: Tensor) -> Tensor:
+        """All decays of a node in a DAG, of values for the heads."""
+        raise NotImplementedError
+
+    def project(
+        self, x: Tensor, filtered: Filter | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, heads, N], and value, [V, heads, P]."""
-        query, key, value = (
-            lin(x).unflatten(1, (self.heads, -1))
-            for lin in (self.lin_query, self.lin_key, self.lin_value)
-        )
+        parts = [self.lin_query(x), self.lin_key(x), self.lin_value(x)]
+        if filtered is not None:
+            sizes = [y.size(1) for y in parts]
+            parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
+        query, key, value = (y.unflatten(1, (self.heads, -1)) for y in parts)
         # The mean over DAGs is taken here, where it is cheapest.
         scale = 1 / (math.sqrt(self.state_channels) * self.gate_bias.size(0))
         return query * scale, key, value

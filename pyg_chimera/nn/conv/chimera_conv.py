@@ -125,9 +125,9 @@ class ChimeraConv(ChimeraBlock):
     ) -> None:
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias,
-            reach=reach, form=form, backend=backend, num_selectivities=4, num_dags=1,
-            copies=1, **kwargs,
+            edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
+            bias=bias, reach=reach, form=form, backend=backend, num_selectivities=4,
+            num_dags=1, copies=1, **kwargs,
         )  # fmt: skip
         check_option("normalization", normalization, ("paper", "released"))
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):
@@ -191,7 +191,7 @@ class ChimeraConv(ChimeraBlock):
         check_batch(batch)
         num_nodes = x.size(0)
         edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
-        query, key, value = self.project(x, edge_index)
+        query, key, value = self.project(x, self.over_edges(edge_index))
 
         delta = self.selectivities(x)
         target, source, psi, input_gate = F.softplus(delta + self.delta_bias).unbind(1)

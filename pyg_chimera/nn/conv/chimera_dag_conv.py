@@ -13,8 +13,14 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
     for_each_dag,
 )
-from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean
+from pyg_chimera.nn.conv._chimera_block import (
+    ChimeraBlock,
+    gated_value,
+    mean,
+    neighbour_mean,
+)
 from pyg_chimera.nn.conv._init import softplus_
+from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops import dag_scan, dag_transition
 from pyg_chimera.ops.common.checks import check_option
 
@@ -79,7 +85,7 @@ class ChimeraDAGConv(ChimeraBlock):
         roots (str, optional): Whether nodes without parents :obj:`"write"`, or are
             :obj:`"silent"` as in Equation 15. (default: :obj:`"write"`)
         local_conv (bool, optional): Whether to add to :math:`\mathbf{B}, \mathbf{C},
-            \mathbf{V}`, before SiLU, a depthwise mean over the parents in all DAGs.
+            \mathbf{V}`, before SiLU, a depthwise mean over the parents in each DAG.
             (default: :obj:`False`)
         gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
@@ -133,7 +139,7 @@ class ChimeraDAGConv(ChimeraBlock):
         share: str = "all",
         selectivity: str = "mean",
         roots: str = "write",
-        local_conv: bool = False,
+        local_conv: bool | tuple[int, int] = False,
         gated: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
@@ -153,9 +159,12 @@ class ChimeraDAGConv(ChimeraBlock):
             )
         check_option("selectivity", selectivity, ("mean", "target"))
         check_option("roots", roots, ("write", "silent"))
+        taps: tuple[int, ...] | None = (1 + num_dags,) if local_conv else None
+        if isinstance(local_conv, tuple):  # the window of a grid
+            taps = local_conv
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias,
+            edge_dim=edge_dim, taps=taps, gated=gated, bias=bias,
             reach=reach, form=form, backend=backend, num_selectivities=num_dags,
             num_dags=num_dags, copies=len(set(_SHARING[share](num_dags))), **kwargs,
         )  # fmt: skip
@@ -216,25 +225,41 @@ class ChimeraDAGConv(ChimeraBlock):
         edges = [edge for edge in each if edge is not None]
         return self._scan(
             x,
+            self.project(x, self.over_edges(index)),
             index,
             torch.cat(edges) if edges else None,
             None if batch is None else torch.cat([D * batch + d for d in range(D)]),
             None if dags[0][2] is None else torch.cat([dag[2] for dag in dags]),
         )
 
+    def over_edges(self, edge_index: Tensor) -> Filter | None:
+        """Filters of a node and the mean of its parents in each DAG, if there are any:
+        parents in one DAG are on another side than those in another.
+        """
+        if self.local_weight is None:
+            return None
+        D, own, sides = self.num_dags, self.local_weight[:, 0], self.local_weight[:, 1:]
+
+        def filtered(y: Tensor) -> Tensor:
+            parents = neighbour_mean(y.repeat(D, 1), edge_index)
+            return y * own + (parents.unflatten(0, (D, -1)) * sides.t()[:, None]).sum(0)
+
+        return filtered
+
     def _scan(
         self,
         x: Tensor,
+        projected: tuple[Tensor, Tensor, Tensor],
         index: Tensor,
         edge: Tensor | None,
         batch: Tensor | None,
         rank: Tensor | None,
     ) -> Tensor:
         """The layer on all DAGs as one, whose edges, with their selectivities, graphs
-        and ranks are given.
+        and ranks are given, and the projections of the nodes.
         """
         num_nodes, D = x.size(0), self.num_dags
-        query, key, value = self.project(x, index % num_nodes if D > 1 else index)
+        query, key, value = projected
         delta = self.selectivities(x) + self.delta_bias
         node = F.softplus(delta).transpose(0, 1).flatten(0, 1)
         parts = [node[index[1]]]

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,12 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
 )
 from pyg_chimera.nn.conv._chimera_block import gated_value
+from pyg_chimera.nn.conv._window import (
+    Continued,
+    check_window,
+    over_grids,
+    reset_window_,
+)
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
 from pyg_chimera.ops.structure.grid import grid_dags, grid_sizes
 
@@ -41,13 +47,18 @@ class ChimeraGridConv(ChimeraDAGConv):
             :math:`\mathbf{C}_i`. (default: :obj:`64`)
         num_dags (int, optional): How many of the four DAGs: 1, 2 or 4. (default:
             :obj:`4`)
+        window (tuple[int, int], optional): The rows and columns of a depthwise
+            convolution of :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU,
+            around a node, or with :obj:`num_dags=1` above and to its left. With
+            :obj:`None`, there is none. (default: :obj:`(3, 3)`)
         share (str, optional): Which DAGs share :math:`\mathbf{B}` and
             :math:`\mathbf{C}` (Table 6 of the paper): :obj:`"all"`; :obj:`"none"`;
             :obj:`"diagonal"`, those along the same diagonal, which are each other
             turned around; or :obj:`"row"`, of four those that run down and those that
             run up. (default: :obj:`"none"`)
         **kwargs (optional): Further arguments of
-            :class:`~pyg_chimera.nn.ChimeraDAGConv`; there are no edge features.
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`; there are no edge features, and
+            no :obj:`local_conv`.
 
     Shapes:
         - **input:**
@@ -73,6 +84,7 @@ class ChimeraGridConv(ChimeraDAGConv):
         state_channels: int = 64,
         *,
         num_dags: int = 4,
+        window: tuple[int, int] | None = (3, 3),
         share: str = "none",
         **kwargs: Any,
     ) -> None:
@@ -85,8 +97,11 @@ class ChimeraGridConv(ChimeraDAGConv):
             )
         super().__init__(
             in_channels, out_channels, heads, state_channels, num_dags=num_dags,
-            share=share, **kwargs,
+            share=share, local_conv=check_window(window) or False, **kwargs,
         )  # fmt: skip
+
+    def _reset_filters(self) -> None:
+        reset_window_(cast(Tensor, self.local_weight), causal=self.num_dags == 1)
 
     def forward(  # type: ignore[override]
         self,
@@ -120,7 +135,8 @@ class ChimeraGridConv(ChimeraDAGConv):
         heights, widths = torch.tensor(sizes, dtype=torch.long).view(-1, 2).unbind(1)
         dags = grid_dags(heights, widths, self.num_dags)
         index, rank, part = (y.to(x.device) for y in dags)
-        return self._scan(x, index, None, part, rank)
+        filtered = over_grids(self.local_weight, height, width, self.num_dags == 1)
+        return self._scan(x, self.project(x, filtered), index, None, part, rank)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Continues sequences by one node each, with :obj:`num_dags=1`: what
@@ -137,21 +153,22 @@ class ChimeraGridConv(ChimeraDAGConv):
             tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state to go on with.
 
         Raises:
-            ValueError: If the layer is not causal, or has a local convolution.
+            ValueError: If the layer is not causal.
         """
         check_nodes(x)
-        if self.num_dags != 1 or self.local_weight is not None:
+        if self.num_dags != 1:
             raise ValueError(
-                "Sequences are continued with num_dags=1 and without 'local_conv', got "
-                f"num_dags={self.num_dags}, local_conv={self.local_weight is not None}"
+                f"Sequences are continued with num_dags=1, got {self.num_dags}"
             )
-        query, key, value = self.project(x, torch.empty(0))
+        before, hidden, seen = (0.0, 0.0, None) if state is None else state
+        weight = self.local_weight
+        filtered = None if weight is None else Continued(weight, seen)
+        query, key, value = self.project(x, filtered)
+        seen = None if filtered is None else filtered.seen
         delta = F.softplus(self.selectivities(x) + self.delta_bias).squeeze(1)
         if state is None:
             gate = delta if self.roots == "write" else torch.zeros_like(delta)
-            hidden: Tensor | float = 0.0
         else:
-            before, hidden = state
             gate = delta if self.selectivity == "target" else (delta + before) / 2
             hidden = torch.exp(-gate)[..., None, None] * hidden
         query, key = (
@@ -161,4 +178,4 @@ class ChimeraGridConv(ChimeraDAGConv):
         written = at_least_float32(gated_value(value, gate))
         hidden = hidden + key.unsqueeze(3) * written.unsqueeze(2)
         out = torch.einsum("bhn,bhnp->bhp", query, hidden).to(value.dtype)
-        return self.output(out, x, value), (delta, hidden)
+        return self.output(out, x, value), (delta, hidden, seen)

@@ -94,9 +94,9 @@ class ChimeraPathConv(ChimeraBlock):
     ) -> None:
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, local_conv=local_conv, gated=gated, bias=bias,
-            reach=reach, form=form, backend=backend, num_selectivities=4, num_dags=1,
-            copies=1, **kwargs,
+            edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
+            bias=bias, reach=reach, form=form, backend=backend, num_selectivities=4,
+            num_dags=1, copies=1, **kwargs,
         )  # fmt: skip
         self.reset_parameters()
 
@@ -136,7 +136,7 @@ class ChimeraPathConv(ChimeraBlock):
         check_batch(batch)
         num_nodes = x.size(0)
         edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
-        query, key, value = self.project(x, edge_index)
+        query, key, value = self.project(x, self.over_edges(edge_index))
 
         gates = F.softplus(self.selectivities(x) + self.delta_bias)
         target, source, psi, input_gate = gates.unbind(1)

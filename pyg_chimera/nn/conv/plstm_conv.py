@@ -104,6 +104,10 @@ class PLSTMConv(PLSTMBlock):
         gate_std (float, optional): The initial standard deviation of gates, before the
             sigmoid, for inputs of variance one. (default: :obj:`0.0`, with which gates
             are initially the same everywhere)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
+            which is divided evenly among the heads on a log scale, as in
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`. With :obj:`None`, nothing decays at
+            first, as in the paper. (default: :obj:`(4, 64)`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             Gates have one in any case. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
@@ -151,6 +155,7 @@ class PLSTMConv(PLSTMBlock):
         tracking: int = 1,
         gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
         gate_std: float = 0.0,
+        reach: tuple[float, float] | None = (4.0, 64.0),
         bias: bool = True,
         form: str = "auto",
         backend: str = "auto",
@@ -175,7 +180,7 @@ class PLSTMConv(PLSTMBlock):
         super().__init__(
             in_channels, out_channels, heads, mode, state_channels=state_channels,
             normalization=normalization, gate_biases=gate_biases, gate_std=gate_std,
-            bias=bias, form=form, backend=backend, num_dags=copies,
+            reach=reach, bias=bias, form=form, backend=backend, num_dags=copies,
             biased=[heads, states, states, states], columns=sum(parts), **kwargs,
         )  # fmt: skip
         self.edge_dim = edge_dim
@@ -200,6 +205,9 @@ class PLSTMConv(PLSTMBlock):
         super().reset_parameters()
         if self.track_bias is not None:
             torch.nn.init.normal_(self.track_bias)
+
+    def _decays_of_heads(self, values: Tensor) -> Tensor:
+        return values.repeat_interleave(self.tracking)
 
     def forward(
         self,

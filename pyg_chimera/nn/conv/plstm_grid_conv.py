@@ -1,8 +1,10 @@
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj
 
@@ -13,6 +15,12 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
 )
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
+from pyg_chimera.nn.conv._window import (
+    Continued,
+    check_window,
+    over_grids,
+    reset_window_,
+)
 from pyg_chimera.ops import grid_scan
 
 __all__ = ["PLSTMGridConv"]
@@ -49,6 +57,10 @@ class PLSTMGridConv(PLSTMBlock):
         num_dags (int, optional): How many of the four DAGs: 1, 2 or 4. Of a sequence,
             under :obj:`mode="D"`, 2 lead there and back, and 1 leads there only.
             (default: :obj:`4`)
+        window (tuple[int, int], optional): The rows and columns of a depthwise
+            convolution of :math:`\mathbf{q}, \mathbf{k}, \mathbf{v}`, around a node, or
+            with :obj:`num_dags=1` above and to its left. With :obj:`None`, there is
+            none. (default: :obj:`(3, 3)`)
         state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
             :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
         normalization (str, optional): Under :obj:`"P"`: whether :obj:`a` and :math:`1 -
@@ -61,6 +73,10 @@ class PLSTMGridConv(PLSTMBlock):
         gate_std (float, optional): The initial standard deviation of gates, before the
             sigmoid, for inputs of variance one. (default: :obj:`0.0`, with which gates
             are initially the same everywhere)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
+            which is divided evenly among the heads on a log scale, as in
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`. With :obj:`None`, nothing decays at
+            first, as in the paper. (default: :obj:`(4, 64)`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             Gates have one in any case. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
@@ -91,10 +107,12 @@ class PLSTMGridConv(PLSTMBlock):
         mode: str = "P",
         *,
         num_dags: int = 4,
+        window: tuple[int, int] | None = (3, 3),
         state_channels: int | None = None,
         normalization: str = "column",
         gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
         gate_std: float = 0.0,
+        reach: tuple[float, float] | None = (4.0, 64.0),
         bias: bool = True,
         form: str = "auto",
         backend: str = "auto",
@@ -107,8 +125,8 @@ class PLSTMGridConv(PLSTMBlock):
         super().__init__(
             in_channels, out_channels, heads, mode, state_channels=state_channels,
             normalization=normalization, gate_biases=gate_biases, gate_std=gate_std,
-            bias=bias, form=form, backend=backend, num_dags=num_dags, biased=biased,
-            columns=sum(biased),
+            reach=reach, bias=bias, form=form, backend=backend, num_dags=num_dags,
+            biased=biased, columns=sum(biased),
         )  # fmt: skip
         # The same kinds of all orientations side by side, decays last.
         each = torch.arange(num_dags * sum(biased)).view(num_dags, -1).split(biased, 1)
@@ -118,6 +136,11 @@ class PLSTMGridConv(PLSTMBlock):
         scale[-kinds[-1].numel() :] = 5  # decays are tanh(5 x)
         self.register_buffer("_scale", scale, persistent=False)
         self.num_dags = num_dags
+        self.local_weight = None
+        window = check_window(window)
+        if window is not None:
+            channels = 2 * heads * self.state_channels + self.out_channels
+            self.local_weight = Parameter(torch.empty(channels, *window))
         self.lin_out = Linear(self.out_channels, self.out_channels, bias=bias)
         self.reset_parameters()
 
@@ -127,6 +150,11 @@ class PLSTMGridConv(PLSTMBlock):
         if self.mode == "P":  # heads look into different directions
             spread = torch.linspace(-2, 2, self.heads) if self.heads > 1 else 0.0
             self.gate_bias.data[:, -self.heads :] = spread
+        if self.local_weight is not None:
+            reset_window_(self.local_weight, causal=self.num_dags == 1)
+
+    def _decays_of_heads(self, values: Tensor) -> Tensor:
+        return values.repeat(self._biased[3] // self.heads)
 
     def forward(
         self,
@@ -157,13 +185,14 @@ class PLSTMGridConv(PLSTMBlock):
         if self.explain:
             raise ValueError("Edge masks explain edges, which grids do not look at")
         height, width = check_grids(x, batch, height, width)
+        filtered = over_grids(self.local_weight, height, width, self.num_dags == 1)
         y = grid_scan(
-            *self.project(x), *self._gates(x), height, width, form=self.form,
-            backend=self.backend,
+            *self.project(x, filtered), *self._gates(x), height, width,
+            form=self.form, backend=self.backend,
         )  # fmt: skip
         return self.output(y)
 
-    def step(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Continues sequences by one node each, with :obj:`num_dags=1`: what
         :meth:`forward` gives their last nodes, in a time that does not depend on how
         many there were before.
@@ -171,12 +200,11 @@ class PLSTMGridConv(PLSTMBlock):
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,
                 :math:`[B, F_{in}]`.
-            state (torch.Tensor, optional): What the step before returned. (default:
+            state (Any, optional): What the step before returned. (default:
                 :obj:`None`, these are the first nodes)
 
         Returns:
-            tuple[torch.Tensor, torch.Tensor]: :math:`[B, F_{out}]`, and the state to go
-            on with.
+            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state to go on with.
 
         Raises:
             ValueError: If the layer is not causal.
@@ -186,7 +214,11 @@ class PLSTMGridConv(PLSTMBlock):
             raise ValueError(
                 f"Sequences are continued with num_dags=1, got {self.num_dags}"
             )
-        query, key, value = map(at_least_float32, self.project(x))
+        state, seen = (None, None) if state is None else state
+        weight = self.local_weight
+        filtered = None if weight is None else Continued(weight, seen)
+        query, key, value = map(at_least_float32, self.project(x, filtered))
+        seen = None if filtered is None else filtered.seen
         source, transition, mark, direct = self._gates(x)
         # Of the edges to the right, in the row that a sequence is.
         source, mark, transition = (
@@ -199,7 +231,7 @@ class PLSTMGridConv(PLSTMBlock):
             read = read + mark * state
         out = torch.einsum("bhn,bhnp->bhp", query, read).to(x.dtype)
         state = source * own + (0 if state is None else transition * state)
-        return self.output(out), state
+        return self.output(out), (state, seen)
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, D, 2, heads], transition [V, D, 2, 2, heads], mark, direct."""

@@ -72,12 +72,16 @@ def lattice_layers(
             f"which {who} sets"
         )
 
+    # As wide as Mamba's filter, to both sides unless the model is causal.
+    window = (3, 3) if is_grid else (1, 4 if causal else 7)
+
     def make(index: int) -> Module:
         options = dict(mixer_kwargs or {})
         if callable(mixer):
             return mixer(index)
         if mixer == "chimera":
             options.setdefault("num_dags", num_dags)
+            options.setdefault("window", window)
             return ChimeraGridConv(channels, heads=heads, **options)
         if mixer == "chimera_path":
             if is_grid or causal:
@@ -85,11 +89,13 @@ def lattice_layers(
                     "'mixer' must not be 'chimera_path', which hears both sides of an "
                     "undirected path, for images and causal models; use 'chimera'"
                 )
+            options.setdefault("local_conv", True)
             return ChimeraPathConv(channels, heads=heads, **options)
         if mixer == "plstm":
             # In mode P, half of what goes along a row of one would be lost downward.
             options.setdefault("mode", "PD"[index % 2] if is_grid else "D")
             options.setdefault("num_dags", num_dags)
+            options.setdefault("window", window)
             return PLSTMGridConv(channels, heads=heads, **options)
         if mixer == "graph_mamba":
             options.setdefault("bidirectional", not causal)

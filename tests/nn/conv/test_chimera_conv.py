@@ -138,13 +138,15 @@ def formula(
     projections = (conv.lin_value, conv.lin_key, conv.lin_query)
     states = torch.cat([linear(lin, x) for lin in projections], dim=1)
     if conv.local_weight is not None:
-        means = []
-        for i in range(V):
-            heard = [states[j] for edge_index, _ in dags
-                     for j, k in edge_index.t().tolist() if k == i]  # fmt: skip
-            means.append(sum(heard) / len(heard) if heard else 0 * states[i])
-        own, around = conv.local_weight
-        states = own * states + around * torch.stack(means)
+        own, *sides = conv.local_weight.t()
+        filtered = own * states
+        for (edge_index, _), side in zip(dags, sides, strict=True):
+            means = []
+            for i in range(V):
+                heard = [states[j] for j, k in edge_index.t().tolist() if k == i]
+                means.append(sum(heard) / len(heard) if heard else 0 * states[i])
+            filtered = filtered + side * torch.stack(means)
+        states = filtered
     states = states * torch.sigmoid(states)
     of_dag = SHARED[getattr(conv, "share", "all")][: len(dags)]
     copies = len(set(of_dag))

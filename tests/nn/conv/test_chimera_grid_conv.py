@@ -26,7 +26,7 @@ def images(sizes, channels: int = IN) -> Batch:
 )
 def test_it_is_the_layer_of_dags(sizes, share, form):
     data = images(sizes)
-    conv = ChimeraGridConv(IN, OUT, 2, 3, share=share, form=form).double()
+    conv = ChimeraGridConv(IN, OUT, 2, 3, share=share, form=form, window=None).double()
     dags = ChimeraDAGConv(IN, OUT, 2, 3, num_dags=4, share=share).double()
     dags.load_state_dict(conv.state_dict())
     x = data.x.double()
@@ -38,7 +38,7 @@ def test_it_is_the_layer_of_dags(sizes, share, form):
 def test_sequences():
     data = SequenceToGraph()(torch.randn(6, IN))
     data = DAGDecomposition(method="path")(data)
-    conv = ChimeraGridConv(IN, OUT, 2, 3, num_dags=2, selectivity="target")
+    conv = ChimeraGridConv(IN, OUT, 2, 3, num_dags=2, selectivity="target", window=None)
     dags = ChimeraDAGConv(IN, OUT, 2, 3, num_dags=2, selectivity="target", share="none")
     dags.load_state_dict(conv.state_dict())
     out = conv(data.x, height=1, width=6)
@@ -56,7 +56,7 @@ def test_with_one_dag_nothing_is_heard_of_the_future():
 
 def test_flipped_images():
     """Turning an image around exchanges the DAGs along one diagonal."""
-    conv = ChimeraGridConv(IN, OUT, 2, 3, share="diagonal")
+    conv = ChimeraGridConv(IN, OUT, 2, 3, share="diagonal", window=None)
     with torch.no_grad():  # the same selectivities in both
         weight = conv.lin_delta.weight.view(4, 2, IN)
         weight[1::2] = weight[::2]

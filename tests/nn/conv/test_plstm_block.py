@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from asserts import assert_near
 from plstm import (
     DAGS,
     IN,
@@ -43,8 +44,8 @@ def test_gradcheck(layer):
 
 @everywhere
 def test_gates_at_the_start(layer):
-    """The same for all nodes and edges, and without decay."""
-    conv = layer(IN, OUT)
+    """The same for all nodes and edges, and without decay if so asked."""
+    conv = layer(IN, OUT, reach=None)
     gates = node_gates(conv, torch.randn(3, IN), 0)
     assert not conv.lin_gate.weight.any()
     if layer.func is PLSTMGridConv:
@@ -90,7 +91,7 @@ def test_in_a_gps_layer(which):
 )
 def test_where_gates_start(layer, kwargs):
     biases = (-1.0, 0.5, 2.0)
-    conv = layer(IN, OUT, gate_biases=biases, gate_std=2.0)
+    conv = layer(IN, OUT, gate_biases=biases, gate_std=2.0, reach=None)
     direct, source, mark, decay = (
         x.detach() for x in conv.gate_bias.split(conv._biased, dim=1)[:4]
     )
@@ -109,3 +110,17 @@ def test_where_gates_start(layer, kwargs):
         layer(IN, OUT, gate_biases=(1.0,))
     with pytest.raises(ValueError, match="'gate_std' must be >= 0"):
         layer(IN, OUT, gate_std=-1.0)
+
+
+@everywhere
+def test_reach(layer):
+    """What is left of a signal after as many steps as a head is to hear is 1 / e."""
+    conv = layer(IN, OUT, reach=(2.0, 32.0))
+    gates = node_gates(conv, torch.zeros(3, IN), 0)
+    grid = layer.func is PLSTMGridConv
+    passed = torch.tanh(5 * (gates["decay"] if grid else gates["second"].mT))
+    heads = (torch.arange(conv.heads) + 0.5) / conv.heads
+    expected = torch.exp(-1 / (2 * 16**heads))
+    assert_near(passed.detach(), expected.expand_as(passed), 1e-5)
+    with pytest.raises(ValueError, match="'reach' must be two numbers of steps"):
+        layer(IN, OUT, reach=(0.0, 4.0))

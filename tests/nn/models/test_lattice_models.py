@@ -245,7 +245,6 @@ def test_what_cannot_be_continued():
     x = torch.randn(2, C)
     for mixer, match in (
         (ChimeraGridConv(C, num_dags=2), "with num_dags=1"),
-        (ChimeraGridConv(C, num_dags=1, local_conv=True), "without 'local_conv'"),
         (PLSTMGridConv(C), "with num_dags=1, got 4"),
         (GraphMambaConv(C), "with order='order'"),
         (GraphMambaConv(C, order="order", bidirectional=True), "bidirectional=False"),

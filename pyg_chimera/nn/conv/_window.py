@@ -1,0 +1,76 @@
+"""Filters over a small window of a grid or sequence, in front of recurrences."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops import grid_conv
+
+__all__ = [
+    "Continued",
+    "check_window",
+    "over_grids",
+    "reset_filter_",
+    "reset_window_",
+]
+
+#: From the projections of nodes, [V, F], to those of nodes and what is around them.
+Filter = Callable[[Tensor], Tensor]
+
+
+def check_window(window: Any) -> tuple[int, int] | None:
+    """Checks the rows and columns of a window, if there is one."""
+    pair = isinstance(window, tuple) and len(window) == 2
+    if window is None or (pair and all(isinstance(n, int) and n > 0 for n in window)):
+        return window
+    raise ValueError(
+        "'window' must be positive numbers of rows and columns, such as (3, 3), or "
+        f"None, got {window!r}"
+    )
+
+
+@torch.no_grad()
+def reset_filter_(weight: Tensor, place: int = 0) -> None:
+    """Fills filters [channels, ...], which start as the node itself, whose place of all
+    is given, plus a little of the others.
+    """
+    bound = weight[0].numel() ** -0.5
+    weight.uniform_(-bound, bound)
+    weight.flatten(1)[:, place] = 1
+
+
+def reset_window_(weight: Tensor, causal: bool) -> None:
+    """Fills filters of windows, [channels, rows, columns]."""
+    rows, columns = weight.shape[1:]
+    last, middle = rows * columns - 1, rows // 2 * columns + columns // 2
+    reset_filter_(weight, last if causal else middle)
+
+
+def over_grids(
+    weight: Tensor | None, height: int | Tensor, width: int | Tensor, causal: bool
+) -> Filter | None:
+    """Filters of the nodes of grids, if there are weights."""
+    if weight is None:
+        return None
+    return lambda y: grid_conv(y, weight, height, width, causal=causal)
+
+
+class Continued:
+    """Causal filters [F, rows, columns] of one more node of each sequence, [B, F].
+
+    Attributes:
+        seen (torch.Tensor, optional): The nodes before, [B, F, columns - 1].
+    """
+
+    def __init__(self, weight: Tensor, seen: Tensor | None) -> None:
+        self.weight, self.seen = weight[:, -1], seen
+
+    def __call__(self, y: Tensor) -> Tensor:
+        before = self.seen
+        if before is None:
+            before = y.new_zeros(*y.shape, self.weight.size(1) - 1)
+        window = torch.cat([before, y.unsqueeze(2)], dim=2)
+        self.seen = window[:, :, 1:]
+        return (window * self.weight.to(y.dtype)).sum(2)

@@ -1,0 +1,59 @@
+"""Filters in front of the layers on grids."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from asserts import assert_near
+
+from pyg_chimera.nn import ChimeraGridConv, PLSTMGridConv
+from pyg_chimera.ops import grid_conv
+
+IN = 4
+LAYERS = {"chimera": ChimeraGridConv, "plstm": PLSTMGridConv}
+layers = pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+
+
+def sources(conv, node, height, width):
+    """The nodes on which the output of one depends."""
+    x = torch.randn(height * width, IN, requires_grad=True)
+    conv(x, height=height, width=width)[node].sum().backward()
+    return x.grad.abs().sum(1).nonzero().flatten().tolist()
+
+
+@layers
+def test_a_filter_of_the_node_itself_is_none(layer):
+    conv, plain = layer(IN, 6, heads=2), layer(IN, 6, heads=2, window=None)
+    with torch.no_grad():
+        conv.local_weight.zero_()[:, 1, 1] = 1
+    state = conv.state_dict()
+    del state["local_weight"]
+    plain.load_state_dict(state)
+    x, sizes = torch.randn(12, IN), {"height": 3, "width": 4}
+    assert_near(conv(x, **sizes), plain(x, **sizes), 1e-5)
+
+
+def test_projections_are_those_of_the_neighbourhood():
+    conv = ChimeraGridConv(IN, IN, state_channels=3, share="all", window=(3, 5))
+    x, sizes = torch.randn(12, IN), {"height": 3, "width": 4}
+    query, key, value = conv.project(
+        x, lambda y: grid_conv(y, conv.local_weight, **sizes)
+    )
+    lins = (conv.lin_value, conv.lin_key, conv.lin_query)
+    for lin, y, weight in zip(
+        lins, (value, key, query), conv.local_weight.split((IN, 3, 3)), strict=True
+    ):
+        expected = F.silu(grid_conv(lin(x), weight, **sizes))
+        assert_near(y.flatten(1), expected, 1e-5)
+
+
+@layers
+def test_causal_windows_see_nothing_of_the_future(layer):
+    conv = layer(IN, num_dags=1, window=(2, 3))
+    assert sources(conv, 6, 3, 4) == [0, 1, 2, 4, 5, 6]
+
+
+@layers
+def test_bad_windows(layer):
+    for bad in ((3,), 3, (0, 3), "33", (3.0, 3)):
+        with pytest.raises(ValueError, match="'window' must be positive numbers"):
+            layer(IN, window=bad)
