@@ -72,8 +72,8 @@ HIDDEN = 0.3
 #: An epoch is so many windows of the text, each beginning anywhere.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
-        batch_size=32, lr=2e-3, warmup_epochs=1, channels=128, heads=4, num_layers=4,
-        parameters=800_000, length=128, lengths=(512, 2048), num_windows=1024,
+        batch_size=32, lr=2e-3, warmup_epochs=1, channels=64, heads=4, num_layers=4,
+        parameters=250_000, length=128, lengths=(512, 2048), num_windows=1024,
         num_test=65_536, minutes=10.0,
     ),
     "smoke": dict(
@@ -220,7 +220,9 @@ def get_task() -> Task:
 
 def build_model(args: Namespace, name: str) -> SequenceEncoder:
     """A model of the wanted size, by its feed-forward networks."""
-    position = MODELS[name].get("position")
+    position, options = MODELS[name].get("position"), {}
+    if MODELS[name]["mixer"].startswith("chimera"):
+        options["state_channels"] = args.channels // 2
 
     def build(mlp_channels: int) -> SequenceEncoder:
         return SequenceEncoder(
@@ -234,6 +236,7 @@ def build_model(args: Namespace, name: str) -> SequenceEncoder:
             size=args.length if position == "learned" else None,
             dropout=args.dropout,
             mlp_channels=mlp_channels,
+            mixer_kwargs=options,
         )
 
     return build(match_size(build, args.parameters, range(1, 16 * args.channels)))

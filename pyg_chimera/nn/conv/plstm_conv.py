@@ -106,8 +106,8 @@ class PLSTMConv(PLSTMBlock):
             are initially the same everywhere)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps,
             which is divided evenly among the heads on a log scale, as in
-            :class:`~pyg_chimera.nn.ChimeraDAGConv`. With :obj:`None`, nothing decays at
-            first, as in the paper. (default: :obj:`(4, 64)`)
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`, such as :obj:`(4, 64)` for
+            sequences. (default: :obj:`None`, nothing decays at first, as in the paper)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             Gates have one in any case. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
@@ -155,7 +155,7 @@ class PLSTMConv(PLSTMBlock):
         tracking: int = 1,
         gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
         gate_std: float = 0.0,
-        reach: tuple[float, float] | None = (4.0, 64.0),
+        reach: tuple[float, float] | None = None,
         bias: bool = True,
         form: str = "auto",
         backend: str = "auto",
