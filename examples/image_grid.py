@@ -62,8 +62,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "all": {"mixer": "chimera", "share": "all"},
     "row": {"mixer": "chimera", "share": "row"},
     "diagonal": {"mixer": "chimera", "share": "diagonal"},
-    "both": {"mixer": "chimera", "num_dags": 2, "patches": "flat"},
-    "forward": {"mixer": "chimera", "num_dags": 1, "patches": "flat"},
+    "both": {"mixer": "chimera", "num_dags": 2, "window": (1, 7), "patches": "flat"},
+    "forward": {"mixer": "chimera", "num_dags": 1, "window": (1, 4), "patches": "flat"},
     "shuffled": {"mixer": "chimera", "share": "none", "patches": "shuffled"},
     "plstm": {"mixer": "plstm"},
     "graph-mamba": {"mixer": "graph_mamba"},
@@ -75,11 +75,11 @@ ARMS["none"] = ARMS["grid"]
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
         epochs=10, batch_size=64, warmup_epochs=1, channels=64, heads=4, num_layers=4,
-        parameters=150_000, num_train=12_000,
+        parameters=150_000, num_train=12_000, num_test=None,
     ),
     "smoke": dict(
         epochs=1, batch_size=16, warmup_epochs=0.5, channels=16, heads=2, num_layers=1,
-        parameters=6_000, num_train=32,
+        parameters=6_000, num_train=32, num_test=32,
     ),
 }  # fmt: skip
 
@@ -99,6 +99,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     add("--seeds", type=positive_int, default=3, help="default: 3")
     add("--patch-size", type=positive_int, help="default: 1 of digits, else 4")
     add("--num-train", type=number(int, 6, "6 or more"), help="default: up to 12,000")
+    add("--num-test", type=positive_int, help="default: all there are")
 
     def recipe(args: Namespace) -> dict[str, Any]:
         preset = args.preset or "default"
@@ -150,7 +151,7 @@ def get_graphs(args: Namespace) -> dict[str, list[Data]]:
     parts = {
         "train": ("train", slice(0, total - total // 6)),
         "val": ("train", slice(total - total // 6, total)),
-        "test": ("test", slice(0, 32 if args.preset == "smoke" else None)),
+        "test": ("test", slice(0, args.num_test)),
     }
     to_graph, graphs = ImageToGraph(args.patch_size), {}
     for part, (source, rows) in parts.items():
@@ -192,8 +193,8 @@ def build_model(args: Namespace, arm: str, graph: Data) -> ImageClassifier:
     """A model of the wanted size, by its feed-forward networks."""
     options = {k: v for k, v in ARMS[arm].items() if k not in ("mixer", "patches")}
     position = options.pop("position", None)
-    if ARMS[arm]["mixer"] == "chimera":
-        options["state_channels"] = args.channels // 2
+    if ARMS[arm]["mixer"] == "chimera":  # as many as pLSTM's
+        options["state_channels"] = args.channels // args.heads
 
     def build(mlp_channels: int) -> ImageClassifier:
         return ImageClassifier(

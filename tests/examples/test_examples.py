@@ -800,7 +800,7 @@ def test_all_models_of_text_have_one_size():
     args = get_args(masked_lm)
     for name in masked_lm.MODELS:
         model = masked_lm.build_model(args, name)
-        assert count_parameters(model) == pytest.approx(800_000, rel=0.01)
+        assert count_parameters(model) == pytest.approx(args.parameters, rel=0.01)
 
 
 # One large graph ------------------------------------------------------------------
