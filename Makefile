@@ -15,7 +15,7 @@ SPARSE := $(VENV)-sparse
 # OpenMP's threads spin while they wait, and on a busy machine they then wait for the
 # very core they spin on: training gets ten times slower. Not for `bench`, whose times
 # should be those of PyTorch as it comes.
-demo test test-sparse smoke: export OMP_WAIT_POLICY ?= PASSIVE
+demo docs test test-sparse smoke: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-sparse lint format docs bench smoke clean

@@ -2,10 +2,13 @@
 
 import importlib
 import inspect
+import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
+from ipykernel.kernelspec import write_kernel_spec
 from sphinx.errors import ExtensionError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -18,7 +21,7 @@ copyright = "The pyg_chimera authors"
 version = release = pyg_chimera.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",  # Markdown, and notebooks in Markdown
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.mathjax",
@@ -32,6 +35,23 @@ templates_path = ["_templates"]
 html_theme = "furo"
 html_title = f"pyg_chimera {release}"
 html_theme_options = {"navigation_with_keys": True}
+
+# Notebooks run whenever their page is built, with this package, and by the interpreter
+# that builds it, whatever other kernels there are.
+KERNELS = Path(__file__).parent / "_build" / "jupyter" / "kernels"
+shutil.rmtree(KERNELS, ignore_errors=True)
+KERNELS.mkdir(parents=True)
+write_kernel_spec(KERNELS / "python3")
+for variable, first in (("JUPYTER_PATH", KERNELS.parent), ("PYTHONPATH", sys.path[0])):
+    paths = [str(first), os.environ.get(variable)]
+    os.environ[variable] = os.pathsep.join(filter(None, paths))
+os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300  # seconds for a cell: the first one may compile kernels
+nb_execution_show_tb = True
+nb_merge_streams = True
+nb_output_stderr = "remove"  # progress, and messages that kernels are compiled
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3

@@ -12,6 +12,10 @@ BLOCK = r"^```{}\n(.*?)^```$"
 GYM_PAGE = "docs/graphgym.md"
 TASKS_PAGE = "docs/tasks.md"
 PAGES = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+#: Run when the documentation is built, and not here.
+NOTEBOOKS = [
+    f"docs/notebooks/{path.name}" for path in (ROOT / "docs/notebooks").glob("*.md")
+]
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -76,7 +80,28 @@ def test_readme_keeps_its_promises():
     assert "make test" in text
 
 
-@pytest.mark.parametrize("page", sorted(PAGES))
+@pytest.mark.parametrize("page", sorted(NOTEBOOKS))
+def test_notebooks_are_run_and_checked(page):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    header = re.match(r"---\n(.*?)^---\n", text, re.MULTILINE | re.DOTALL)
+    # Without these lines, cells would be shown and not run:
+    assert "file_format: mystnb\n" in header[1]
+    assert "kernelspec:\n  name: python3\n" in header[1]
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    assert f"\n{page.removeprefix('docs/').removesuffix('.md')}\n" in index
+    assert blocks(page) == []
+    cells = blocks(page, r"\{code-cell\}")
+    assert len(cells) == text.count("{code-cell}")
+    checks = [cell for cell in cells if ":tags: [remove-cell]" in cell]
+    assert checks
+    for cell in cells:
+        code = cell.replace(":tags: [remove-cell]\n", "\n")
+        compile(code, page, "exec")
+        assert ("\nassert " in code) == (cell in checks)
+        assert max(map(len, code.splitlines())) <= 88
+
+
+@pytest.mark.parametrize("page", sorted(PAGES + NOTEBOOKS))
 def test_links_to_files_hold(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     folder = (ROOT / page).parent
