@@ -543,6 +543,7 @@ COMPILED = [
 SHAPES = {
     "resolvent_mix": ("unsorted_batch", "several_blocks"),
     "dag_scan": ("diamonds", "several_blocks"),
+    "delta_scan": ("unsorted_batch", "several_blocks"),
     "stm_scan": ("diamonds", "several_blocks"),
     "grid_scan": ("alike", "one_node"),
     "grid_conv": ("alike", "one_node"),

@@ -1,0 +1,55 @@
+"""What the forms of the delta rule have in common."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["positive", "repeated", "summed", "unit_lower_inverse"]
+
+#: Rows of a triangular matrix that are solved for one by one.
+_BASE = 16
+
+
+def positive(beta: Tensor) -> Tensor:
+    """A beta to divide by: what a node with none of it writes is lost in rounding."""
+    return beta.clamp(min=1e-20)
+
+
+def repeated(x: Tensor, num_heads: int) -> Tensor:
+    """[..., groups, n, N] for each head of a group."""
+    repeats = num_heads // x.size(-3)
+    return x if repeats == 1 else x.repeat_interleave(repeats, -3)
+
+
+def summed(x: Tensor, num_groups: int) -> Tensor:
+    """[..., heads, n, N] over the heads of each group."""
+    return x.unflatten(-3, (num_groups, -1)).sum(-3)
+
+
+def unit_lower_inverse(X: Tensor) -> Tensor:
+    """(I + X)^-1 for strictly lower triangular matrices, [..., n, n].
+
+    Of 16 rows or less, or of twice, four times, ... as many. Products of blocks are
+    several times as fast on a CPU as triangular solves of many small matrices.
+    """
+    n = X.size(-1)
+    base = min(n, _BASE)
+    blocks = [slice(i, i + base) for i in range(0, n, base)]
+    out = torch.zeros_like(X)
+    first = torch.stack([X[..., i, i] for i in blocks]).flatten(0, -3)
+    by_entry = first.permute(1, 2, 0).contiguous()  # so that all matrices share a step
+    T = torch.zeros_like(by_entry)
+    for i in range(base):
+        if i > 0:
+            T[i, :i] = -(by_entry[i, :i, None] * T[:i, :i]).sum(0)
+        T[i, i] = 1
+    parts = T.permute(2, 0, 1).reshape(len(blocks), *X.shape[:-2], base, base)
+    for i, part in zip(blocks, parts, strict=True):
+        out[..., i, i] = part
+    size = base
+    while size < n:
+        for i in range(0, n, 2 * size):
+            upper, lower = slice(i, i + size), slice(i + size, i + 2 * size)
+            moved = X[..., lower, upper] @ out[..., upper, upper]
+            out[..., lower, upper] = -(out[..., lower, lower] @ moved)
+        size *= 2
+    return out

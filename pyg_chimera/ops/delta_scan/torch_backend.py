@@ -1,0 +1,47 @@
+"""The delta rule in plain PyTorch, in three forms, on any device.
+
+All of this runs inside one registered operator, below autograd: gradients are written
+out. Solutions of a linear system have those of the transposed system.
+"""
+
+from types import ModuleType
+
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.delta_scan import level_states, matrices, path_chunks
+
+DEVICES = None
+
+_FORMS: dict[str, ModuleType] = {
+    "state": level_states,
+    "mask": matrices,
+    "chunk": path_chunks,
+}
+
+
+def why_not(call: Call) -> str | None:
+    """It computes everything, but states on DAGs only, and chunks on paths only."""
+    graph, form = call.structure, call.choice.form
+    if form == "state" and graph.on_cycle.any():
+        node = int(graph.on_cycle.argmax())
+        return (
+            "form='state' is for graphs without cycles, but node "
+            f"{node} is on one; use form='mask' or 'auto'"
+        )
+    if form == "chunk" and not graph.are_paths:
+        return (
+            "form='chunk' is for directed paths, on which a node has one edge into it "
+            "and one out of it at most; use form='auto'"
+        )
+    return None
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P], and what `backward` needs again."""
+    return _FORMS[call.choice.form].forward(call)
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, beta and edge weight."""
+    return _FORMS[call.choice.form].backward(call, saved, grad)
