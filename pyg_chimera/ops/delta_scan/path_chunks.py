@@ -11,13 +11,16 @@ is the part of D * K K^T below the diagonal. They read
     Y = (D * Q K^T) u + r Q S,
 
 and leave the state r_last S + (D_last * K)^T u: all is matrix products. States are held
-between chunks only, and those of several paths are computed side by side.
+between chunks only. Chunks of several paths are computed side by side, and so is all but
+states of several chunks of a path.
 
 Backward, with the adjoint Z of the state after a chunk, u has du = (D * Q K^T)^T dY +
 (D_last * K) Z, and x = T^T du is the adjoint of diag(b) (V - r K S). What is predicted,
 r K S + F u, has -b x.
 """
 
+from collections.abc import Iterator
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +28,6 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.common.mask_form import Padding
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.tensors import (
     positive,
@@ -36,171 +38,291 @@ from pyg_chimera.ops.delta_scan.tensors import (
 
 #: Nodes of a chunk, at most.
 _CHUNK = 64
+#: Numbers of one [C, C] product of the chunks that are computed together: on a CPU they
+#: stay in its cache.
+_MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 17, 1 << 26
 
 
 class _Step(NamedTuple):
-    """The chunks of all paths that are as far from the first one of their path."""
+    """Chunks that are as far from the first one of their path."""
 
     chunks: slice
+    before: slice  #: those before them, none if they are first ones
     ongoing: slice  #: those of them that have a next one
-    next: slice  #: which are these
+    after: slice  #: these
+
+
+class _Slab(NamedTuple):
+    """Chunks that are computed together."""
+
+    chunks: slice
+    node: Tensor  #: [S * C], the node at each place, 0 where there is none
+    empty: Tensor  #: the places where there is none
+    place: Tensor  #: the places where there is one
+    steps: list[_Step]
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[V, heads, ...] -> [S, heads, C, ...]."""
+        rows = x.index_select(0, self.node)
+        if len(self.empty) > 0:
+            rows.index_fill_(0, self.empty, 0)
+        size = self.chunks.stop - self.chunks.start
+        return rows.unflatten(0, (size, -1)).transpose(1, 2).contiguous()
+
+    def scatter(self, x: Tensor, out: Tensor) -> None:
+        """[S, heads, C, ...] -> [V, heads, ...]."""
+        rows, node = x.transpose(1, 2).flatten(0, 1), self.node
+        if len(self.empty) > 0:
+            rows, node = rows.index_select(0, self.place), node[self.place]
+        out.index_copy_(0, node, rows)
+
+    def local(self, chunks: slice) -> slice:
+        """Chunks by their place in the slab."""
+        first = self.chunks.start
+        return slice(chunks.start - first, chunks.stop - first)
 
 
 class _Cut(NamedTuple):
     """Paths in chunks: first those that begin a path, then their next ones, ..."""
 
-    padding: Padding
-    steps: list[_Step]
+    shape: tuple[int, int]  #: chunks, and nodes of one
+    slabs: list[_Slab]
     target: Tensor  #: [E], the node that each edge leads to
 
 
-def _cut(graph: DeltaGraph, device: torch.device) -> _Cut:
-    """The chunks of a graph, made once for each device."""
-    name = ("chunks", device)
-    if name not in graph.tables:
-        node = np.lexsort((graph.rank, graph.component))
-        length = np.bincount(graph.component)
-        size = 16  # as `unit_lower_inverse` takes them
-        while size < min(_CHUNK, length.max(initial=0)):
-            size *= 2
-        count = -(-length // size)
-        step = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-        first = np.repeat(np.cumsum(length) - length, count) + step * size
-        sizes = np.minimum(size, np.repeat(length, count) - step * size)
-        # The longest paths first, so that those which go on are always the first ones.
-        order = np.lexsort((-np.repeat(count, count), step))
-        first, sizes = first[order], sizes[order]
-        inside = np.arange(len(node)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        padding = Padding(node[np.repeat(first, sizes) + inside], sizes, device, size)
-        bounds = np.append(0, np.cumsum(np.bincount(step))).tolist()
-        steps = []
-        for i, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
-            after = bounds[i + 2] if i + 2 < len(bounds) else b
-            steps.append(_Step(slice(a, b), slice(a, a + after - b), slice(b, after)))
-        target = torch.from_numpy(graph.row).to(device)
-        graph.tables[name] = _Cut(padding, steps, target)
-    return graph.tables[name]
+def _cut(call: Call) -> _Cut:
+    """The chunks of a graph, made once for each device and number of heads."""
+    device, heads = call.inputs.value.device, call.inputs.value.size(1)
+    tables, name = call.structure.tables, ("chunks", device, heads)
+    if name not in tables:
+        tables[name] = _cut_paths(call.structure, device, heads)
+    return tables[name]
+
+
+def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:
+    by_path = np.lexsort((graph.rank, graph.component))
+    length = np.bincount(graph.component)
+    size = 16  # as `unit_lower_inverse` takes them
+    while size < min(_CHUNK, length.max(initial=0)):
+        size *= 2
+    count = -(-length // size)
+    step = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    first = np.repeat(np.cumsum(length) - length, count) + step * size
+    last = np.repeat(np.cumsum(length), count)
+    # The longest paths first, so that those which go on are always the first ones.
+    order = np.lexsort((-np.repeat(count, count), step))
+    at = first[order, None] + np.arange(size)
+    empty = at >= last[order, None]
+    node = np.append(by_path, 0)[np.where(empty, -1, at)]
+
+    bounds = np.append(0, np.cumsum(np.bincount(step))).tolist()
+    most = _MAX_NUMEL_CPU if device.type == "cpu" else _MAX_NUMEL
+    width = max(1, most // (size * size * num_heads))
+    slabs = []
+    for a in range(0, len(order), width):
+        b = min(a + width, len(order))
+        arrays = (
+            node[a:b].ravel(),
+            np.flatnonzero(empty[a:b]),
+            np.flatnonzero(~empty[a:b]),
+        )
+        tensors = (torch.from_numpy(x).to(device) for x in arrays)
+        slabs.append(_Slab(slice(a, b), *tensors, list(_steps(bounds, a, b))))
+    target = torch.from_numpy(graph.row).to(device)
+    return _Cut((len(order), size), slabs, target)
+
+
+def _steps(bounds: list[int], first: int, last: int) -> Iterator[_Step]:
+    """The steps from a chunk to another, where those of each step begin in `bounds`."""
+    for i, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        c, d = max(a, first), min(b, last)
+        if c < d:
+            before = slice(0, 0)
+            if i > 0:
+                shift = a - bounds[i - 1]
+                before = slice(c - shift, d - shift)
+            end = min(d, a + (bounds[i + 2] - b if i + 2 < len(bounds) else 0))
+            end = max(c, end)
+            after = slice(b + c - a, b + end - a)
+            yield _Step(slice(c, d), before, slice(c, end), after)
+
+
+class _Saved(NamedTuple):
+    """What the backward pass needs again, of all chunks."""
+
+    states: Tensor  #: S before each chunk, [K, heads, N, P]
+    written: Tensor  #: u, [K, heads, C, P]
+    decay: Tensor  #: D, [K, heads, C, C]
+    inverse: Tensor  #: T
+
+    @classmethod
+    def of(cls, call: Call, cut: _Cut, flat: Tensor) -> "_Saved":
+        """The parts of one tensor."""
+        shapes = cls.shapes(call, cut)
+        parts = flat.split([prod(shape) for shape in shapes])
+        return cls(*(x.view(shape) for x, shape in zip(parts, shapes, strict=True)))
+
+    @staticmethod
+    def shapes(call: Call, cut: _Cut) -> list[tuple[int, ...]]:
+        """Their shapes."""
+        N, (_, heads, P) = call.inputs.key.size(2), call.inputs.value.shape
+        chunks, size = cut.shape
+        rest = [(N, P), (size, P), (size, size), (size, size)]
+        return [(chunks, heads, *shape) for shape in rest]
+
+
+def _fill_decay(call: Call, cut: _Cut, decay: Tensor) -> Tensor:
+    """The weights that lead to nodes, zero where a path begins."""
+    weight = torch.zeros_like(call.inputs.beta)
+    weight.index_copy_(0, cut.target, call.inputs.edge_weight)
+    for slab in cut.slabs:
+        D, a = decay[slab.chunks], slab.gather(weight)
+        D.diagonal(dim1=-2, dim2=-1).fill_(1)
+        for i in range(1, D.size(-1)):
+            torch.mul(D[..., i - 1, :i], a[..., i, None], out=D[..., i, :i])
+    return weight
 
 
 class _Chunks(NamedTuple):
-    """The inputs in chunks [K, heads or groups, C, ...], and products of them."""
+    """The inputs of a slab, [S, heads or groups, C, ...], and products of them."""
 
     query: Tensor
     key: Tensor
-    value: Tensor
-    beta: Tensor  #: [K, heads, C, 1]
-    weight: Tensor  #: [K, heads, C], from the node before; zero at the first of a path
-    decay: Tensor  #: D, [K, heads, C, C]
-    reach: Tensor  #: r, [K, heads, C, 1]
-    scores: Tensor  #: Q K^T, [K, groups, C, C]
+    beta: Tensor  #: [S, heads, C, 1]
+    weight: Tensor  #: [S, heads, C, 1], from the node before
+    decay: Tensor  #: D, [S, heads, C, C]
+    reach: Tensor  #: r, [S, heads, C, 1]
+    scores: Tensor  #: Q K^T, [S, groups, C, C]
     overlap: Tensor  #: K K^T
-
-    @property
-    def writer(self) -> Tensor:
-        """D_last * K, [K, heads, C, N]."""
-        key = repeated(self.key, self.value.size(1))
-        return self.decay[..., -1, :, None] * key
-
-    @property
-    def mask(self) -> Tensor:
-        """D * Q K^T."""
-        return self.decay * repeated(self.scores, self.value.size(1))
-
-    @property
-    def reader(self) -> Tensor:
-        """r K, with which nodes predict of the state before the chunk."""
-        return self.reach * repeated(self.key, self.value.size(1))
+    mask: Tensor  #: D * Q K^T, [S, heads, C, C]
+    writer: Tensor  #: D_last * K, [S, heads, C, N]
+    predictor: Tensor  #: diag(b) r K
+    kept: Tensor  #: r_last, [S, heads, 1, 1]
 
 
-def _chunks(call: Call, cut: _Cut) -> _Chunks:
-    query, key, value, beta, edge_weight = call.inputs[:5]
-    weight = torch.zeros_like(beta).index_copy_(0, cut.target, edge_weight)
-    q, k, v, b, a = (
-        cut.padding.pad(x).contiguous()
-        for x in (query, key, value, positive(beta)[..., None], weight[..., None])
-    )
-    decay = torch.zeros(*a.shape[:3], a.size(2), dtype=a.dtype, device=a.device)
-    decay.diagonal(dim1=-2, dim2=-1).fill_(1)
-    for i in range(1, a.size(2)):
-        decay[..., i, :i] = decay[..., i - 1, :i] * a[..., i, :]
+def _chunks(call: Call, slab: _Slab, weight: Tensor, decay: Tensor) -> _Chunks:
+    query, key, _, beta, _ = call.inputs[:5]
+    heads = beta.size(1)
+    q, k, b, a = (slab.gather(x) for x in (query, key, beta, weight))
+    b, a, decay = positive(b[..., None]), a[..., None], decay[slab.chunks]
     reach = a[..., :1, :] * decay[..., :1]
-    both = torch.cat([q, k], 2) @ k.mT
-    scores, overlap = both.split(k.size(2), 2)
-    return _Chunks(q, k, v, b, a.squeeze(-1), decay, reach, scores, overlap)
+    scores, overlap = (torch.cat([q, k], 2) @ k.mT).split(k.size(2), 2)
+    own = repeated(k, heads)
+    return _Chunks(
+        q,
+        k,
+        b,
+        a,
+        decay,
+        reach,
+        scores,
+        overlap,
+        decay * repeated(scores, heads),
+        decay[..., -1, :, None] * own,
+        b * reach * own,
+        reach[..., -1:, :],
+    )
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output, and states between chunks, u and T."""
-    cut = _cut(call.structure, call.inputs.value.device)
-    x = _chunks(call, cut)
-    heads = x.value.size(1)
-    F = (x.decay * repeated(x.overlap, heads)).tril_(-1)
-    T = unit_lower_inverse(x.beta * F)
-    both = T @ (x.beta * torch.cat([x.value, x.reader], -1))
-    u, wrong = both[..., : x.value.size(3)].contiguous(), both[..., x.value.size(3) :]
-    writer, kept = x.writer.mT, x.reach[..., -1:, :]
-    S = u.new_zeros(*u.shape[:2], x.key.size(3), u.size(3))
-    for chunks, ongoing, after in cut.steps:
-        if chunks.start > 0:  # states before the first chunk of a path are zero
-            u[chunks] -= wrong[chunks] @ S[chunks]
-        S[after] = kept[ongoing] * S[ongoing] + writer[ongoing] @ u[ongoing]
-    out = x.mask @ u + x.reach * (repeated(x.query, heads) @ S)
-    return cut.padding.unpad(out, len(call.inputs.value)), (S, u, T)
+    """The output, and states between chunks, u, D and T."""
+    cut, value = _cut(call), call.inputs.value
+    heads, P = value.shape[1:]
+    flat = value.new_zeros(sum(map(prod, _Saved.shapes(call, cut))))
+    S, u, decay, T = _Saved.of(call, cut, flat)
+    weight = _fill_decay(call, cut, decay)
+    out = torch.empty_like(value)
+    for slab in cut.slabs:
+        x, here = _chunks(call, slab, weight, decay), slab.chunks
+        F = (x.beta * x.decay * repeated(x.overlap, heads)).tril_(-1)
+        T[here] = unit_lower_inverse(F)
+        written = x.beta * slab.gather(value)
+        both = T[here] @ torch.cat([written, x.predictor], -1)
+        u[here], predictor = both[..., :P], both[..., P:]
+        for chunks, before, ongoing, after in slab.steps:
+            if before.start < before.stop:  # other states are zero
+                u[chunks] -= predictor[slab.local(chunks)] @ S[chunks]
+            i = slab.local(ongoing)
+            torch.mul(x.kept[i], S[ongoing], out=S[after])
+            S[after] += x.writer[i].mT @ u[ongoing]
+        y = x.mask @ u[here] + x.reach * (repeated(x.query, heads) @ S[here])
+        slab.scatter(y, out)
+    return out, (flat,)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta and edge weight."""
-    S, u, T = saved
-    cut = _cut(call.structure, grad.device)
-    x = _chunks(call, cut)
-    dy = cut.padding.pad(grad).contiguous()
-    heads, groups, size, P = x.value.size(1), x.key.size(1), u.size(2), u.size(3)
-    q, k = repeated(x.query, heads), repeated(x.key, heads)
+    cut = _cut(call)
+    parts = _Saved.of(call, cut, saved[0])
+    query, key, value, beta, edge_weight = call.inputs[:5]
+    weight = torch.zeros_like(beta).index_copy_(0, cut.target, edge_weight)
+    grads = [torch.empty_like(x) for x in (query, key, value, beta, beta)]
+    Z = torch.zeros_like(parts.states)
+    for slab in reversed(cut.slabs):
+        x = _chunks(call, slab, weight, parts.decay)
+        dy = slab.gather(grad)
+        d_rhs = _solve_back(x, slab, dy, parts, Z)
+        for whole, part in zip(
+            grads, _gradients(x, slab, dy, d_rhs, parts, Z), strict=True
+        ):
+            slab.scatter(part, whole)
+    *of_nodes, d_weight = grads
+    return *of_nodes, d_weight.index_select(0, cut.target)
 
-    # From the last chunks on: what u and the states before a chunk have.
-    both = T.mT @ torch.cat([x.mask.mT @ dy, x.writer], -1)
-    d_rhs, moved = both[..., :P].contiguous(), both[..., P:]
-    before = (x.reach * q).mT @ dy
-    predicted, kept = (x.beta * x.reader).mT, x.reach[..., -1:, :]
-    Z = torch.zeros_like(S)
-    for chunks, ongoing, after in reversed(cut.steps):
-        if after.start < after.stop:
-            Z[ongoing] = before[after]
-            d_rhs[ongoing] += moved[ongoing] @ Z[ongoing]
-            before[ongoing] += kept[ongoing] * Z[ongoing]
-        if chunks.start > 0:
-            before[chunks] -= predicted[chunks] @ d_rhs[chunks]
 
+def _solve_back(
+    x: _Chunks, slab: _Slab, dy: Tensor, saved: _Saved, Z: Tensor
+) -> Tensor:
+    """The adjoint of diag(b) (V - r K S); leaves those of the states before in Z."""
+    P = dy.size(-1)
+    both = saved.inverse[slab.chunks].mT @ torch.cat([x.mask.mT @ dy, x.writer], -1)
+    d_rhs, writer = both[..., :P].contiguous(), both[..., P:]
+    read = (x.reach * repeated(x.query, dy.size(1))).mT @ dy
+    for chunks, before, ongoing, _ in reversed(slab.steps):
+        i = slab.local(ongoing)
+        d_rhs[i] += writer[i] @ Z[ongoing]
+        if before.start < before.stop:
+            i = slab.local(chunks)
+            torch.mul(x.kept[i], Z[chunks], out=Z[before])
+            Z[before] += read[i] - x.predictor[i].mT @ d_rhs[i]
+    return d_rhs
+
+
+def _gradients(
+    x: _Chunks, slab: _Slab, dy: Tensor, d_rhs: Tensor, saved: _Saved, Z: Tensor
+) -> tuple[Tensor, ...]:
+    """Of query, key, value, beta and the weights from the nodes before."""
+    S, u, Z = saved.states[slab.chunks], saved.written[slab.chunks], Z[slab.chunks]
+    heads, groups, size = dy.size(1), x.key.size(1), dy.size(2)
+    k = repeated(x.key, heads)
     dv = x.beta * d_rhs
-    d_beta = (d_rhs * u).sum(-1, keepdim=True) / x.beta  # u is beta times an error
-    read = torch.cat([dy, -dv], 2)  # by queries, and by keys that predict
-    d_mask = read @ u.mT
-    d_reads = (read @ S.mT).unflatten(2, (2, size))
-    dq, dk = (x.reach.unsqueeze(2) * d_reads).unbind(2)
-    d_reach = (d_reads[:, :, 0] * q + d_reads[:, :, 1] * k).sum(-1)
+    d_beta = (d_rhs * u).sum(-1) / x.beta.squeeze(-1)  # u is beta times an error
+
+    # What queries, and keys that predict, read of u and of the states before.
+    read = torch.cat([dy, -dv], 2)
+    d_scores, d_overlap = (read @ u.mT).split(size, 2)
+    d_scores, d_overlap = d_scores.tril(), d_overlap.tril(-1)
+    d_reads = read @ S.mT
+    both = torch.cat([repeated(x.query, heads), k], 2) * d_reads
+    d_reach = both.sum(-1).unflatten(2, (2, size)).sum(2)
+    dq, dk = (x.reach.repeat(1, 1, 2, 1) * d_reads).split(size, 2)
     d_writer = u @ Z.mT
     dk = dk + x.decay[..., -1, :, None] * d_writer
     d_reach[..., -1] += (Z * S).sum((-1, -2))
 
-    d_scores, d_overlap = d_mask.split(size, 2)
-    d_scores, d_overlap = d_scores.tril(), d_overlap.tril(-1)
     d_decay = d_scores * repeated(x.scores, heads)
     d_decay += d_overlap * repeated(x.overlap, heads)
     d_decay[..., -1, :] += (d_writer * k).sum(-1)
-    d_decay[..., 0] += x.weight[..., :1] * d_reach
-    both = torch.cat([d_scores * x.decay, d_overlap * x.decay], 2)
-    both = summed(both, groups)
-    dq, dk = summed(dq, groups), summed(dk, groups)
+    d_decay[..., 0] += x.weight[..., :1, 0] * d_reach
+    both = summed(torch.cat([d_scores * x.decay, d_overlap * x.decay], 2), groups)
     of_query, of_key = (both @ x.key).split(size, 2)
-    dq = dq + of_query
-    dk = dk + of_key + both.mT @ torch.cat([x.query, x.key], 2)
+    dq = summed(dq, groups) + of_query
+    dk = summed(dk, groups) + of_key
+    dk += both.mT @ torch.cat([x.query, x.key], 2)
 
     # D_ij has the factor a_t for j < t <= i, with D_it and D_{t-1,j} on its sides.
-    d_weight = torch.zeros_like(x.weight)
+    d_weight = torch.zeros_like(d_beta)
     sides = (x.decay.mT @ d_decay)[..., 1:, :] * x.decay[..., :-1, :]
     d_weight[..., 1:] = sides.sum(-1)
     d_weight[..., 0] = (d_reach * x.decay[..., 0]).sum(-1)
-    grads = (dq, dk, dv, d_beta, d_weight[..., None])
-    grads = tuple(cut.padding.unpad(y, len(grad)) for y in grads)
-    dq, dk, dv, d_beta, d_weight = grads
-    return dq, dk, dv, d_beta.squeeze(-1), d_weight.squeeze(-1)[cut.target]
+    return dq, dk, dv, d_beta, d_weight
