@@ -4,6 +4,9 @@ With L = (I - A)^-1 and F = (L - I) * K K^T, what nodes write is u = (I + diag(b
 diag(b) V, and they read Y = (L * Q K^T) u. Nodes of a DAG are in topological order, in
 which both matrices are triangular.
 
+A state may be much smaller than L says, where others erase it on its way. On cycles, where
+L is large, all is computed in float64, lest rounding of L be all that is left.
+
 Backward, x = (I + diag(b) F)^-T du is the adjoint of diag(b) V, and -b x that of what is
 predicted, F u. With the gradient of L, that of A is L^T dL L^T.
 """
@@ -34,16 +37,28 @@ class _Group(NamedTuple):
     place: Tensor  #: [e], where these stand in a flattened [B, n, n]
     cyclic: bool
 
+    def pad(self, x: Tensor) -> Tensor:
+        """[V, heads, C] -> [B, heads, n, C]."""
+        padded = self.padding.pad(x)
+        return padded.double() if self.cyclic else padded
+
+    def unpad(self, x: Tensor, out: Tensor) -> None:
+        """[B, heads, n, C] -> [V, heads, C]; C may be missing behind."""
+        rows = x.transpose(1, 2).flatten(0, 1)[self.padding.place].to(out.dtype)
+        out[self.padding.node] = rows if out.dim() == 3 else rows.squeeze(-1)
+
     def adjacency(self, edge_weight: Tensor) -> Tensor:
         """[E, heads] -> [B, heads, n, n]."""
         (size, n), heads = self.padding.shape, edge_weight.size(1)
-        A = edge_weight.new_zeros(size * n * n, heads)
-        A.index_add_(0, self.place, edge_weight[self.edge])
+        weight = edge_weight[self.edge]
+        weight = weight.double() if self.cyclic else weight
+        A = weight.new_zeros(size * n * n, heads).index_add_(0, self.place, weight)
         return A.view(size, n, n, heads).permute(0, 3, 1, 2).contiguous()
 
     def to_edges(self, dA: Tensor, out: Tensor) -> None:
         """[B, heads, n, n] -> [E, heads]."""
-        out[self.edge] = dA.permute(0, 2, 3, 1).flatten(0, 2)[self.place]
+        of_edges = dA.permute(0, 2, 3, 1).flatten(0, 2)[self.place]
+        out[self.edge] = of_edges.to(out.dtype)
 
 
 def _groups(call: Call) -> list[_Group]:
@@ -62,7 +77,8 @@ def _grouped(
     ptr = np.append(0, np.cumsum(graph.sizes))
     local = np.empty(graph.num_nodes, np.int64)
     local[graph.order] = np.arange(graph.num_nodes) - ptr[graph.block[graph.order]]
-    blocks = np.lexsort((-graph.sizes, graph.is_cyclic))
+    # What is saved in float64 comes first, so that it is aligned.
+    blocks = np.lexsort((-graph.sizes, ~graph.is_cyclic))
     group_of = np.empty(len(blocks), np.int64)
     place_of = np.empty(len(blocks), np.int64)
     groups: list[np.ndarray] = []
@@ -160,32 +176,29 @@ def _solve(factors: Tensor, pivots: Tensor, rhs: Tensor, transposed: bool) -> Te
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output, and u and the resolvent of each group."""
     query, key, value, beta, edge_weight = call.inputs[:5]
-    out, resolvents = torch.empty_like(value), []
-    written = torch.empty_like(value)
+    out, saved = torch.empty_like(value), []
     for group in _groups(call):
-        pad = group.padding
-        q, k, v = (pad.pad(x) for x in (query, key, value))
-        b = pad.pad(positive(beta)[..., None])
+        q, k, v, b = (group.pad(x) for x in (query, key, value, beta[..., None]))
+        b = positive(b)
         L = _resolvent(group, group.adjacency(edge_weight))
         system = _system(group, q, k, b, L)
         u = system.solve(b * v, False)
-        y = (L * repeated(system.scores, value.size(1))) @ u
-        for whole, part in ((out, y), (written, u)):
-            whole[pad.node] = part.transpose(1, 2).flatten(0, 1)[pad.place]
-        resolvents.append(L)
-    return out, (written, *resolvents)
+        group.unpad((L * repeated(system.scores, b.size(1))) @ u, out)
+        saved += [u, L]
+    return out, tuple(x.flatten().view(value.dtype) for x in saved)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta and edge weight."""
-    query, key, _, beta, edge_weight = call.inputs[:5]
-    written, *resolvents = saved
+    query, key, _, beta, _ = call.inputs[:5]
     grads = [torch.empty_like(x) for x in call.inputs[:5]]
     heads, num_groups = beta.size(1), key.size(1)
-    for group, L in zip(_groups(call), resolvents, strict=True):
-        pad = group.padding
-        q, k, u, dy = (pad.pad(x) for x in (query, key, written, grad))
-        b = pad.pad(positive(beta)[..., None])
+    parts = iter(saved)
+    for group in _groups(call):
+        q, k, dy, b = (group.pad(x) for x in (query, key, grad, beta[..., None]))
+        b, n = positive(b), b.size(2)
+        u = next(parts).view(q.dtype).view(dy.shape)
+        L = next(parts).view(q.dtype).view(*b.shape[:2], n, n)
         system = _system(group, q, k, b, L)
         scores, overlap = (repeated(x, heads) for x in (system.scores, system.overlap))
         d_rhs = system.solve((L * scores).mT @ dy, True)
@@ -200,8 +213,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         d_scores, d_overlap = (summed(x, num_groups) for x in (d_scores, d_overlap))
         dq = d_scores @ k
         dk = d_scores.mT @ q + (d_overlap + d_overlap.mT) @ k
-        for whole, part in zip(grads, (dq, dk, dv, d_beta), strict=False):
-            rows = part.transpose(1, 2).flatten(0, 1)[pad.place]
-            whole[pad.node] = rows.view(-1, *whole.shape[1:])
+        for part, whole in zip((dq, dk, dv, d_beta), grads, strict=False):
+            group.unpad(part, whole)
         group.to_edges(L.mT @ dL @ L.mT, grads[4])
     return tuple(grads)

@@ -30,6 +30,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.tensors import (
+    fill_products,
     positive,
     repeated,
     summed,
@@ -176,28 +177,29 @@ def _fill_decay(call: Call, cut: _Cut, decay: Tensor) -> Tensor:
     weight = torch.zeros_like(call.inputs.beta)
     weight.index_copy_(0, cut.target, call.inputs.edge_weight)
     for slab in cut.slabs:
-        D, a = decay[slab.chunks], slab.gather(weight)
-        D.diagonal(dim1=-2, dim2=-1).fill_(1)
-        for i in range(1, D.size(-1)):
-            torch.mul(D[..., i - 1, :i], a[..., i, None], out=D[..., i, :i])
+        fill_products(decay[slab.chunks].zero_(), slab.gather(weight))
     return weight
 
 
 class _Chunks(NamedTuple):
     """The inputs of a slab, [S, heads or groups, C, ...], and products of them."""
 
-    query: Tensor
     key: Tensor
+    both: Tensor  #: queries, then keys, [S, groups, 2 C, N]
     beta: Tensor  #: [S, heads, C, 1]
     weight: Tensor  #: [S, heads, C, 1], from the node before
     decay: Tensor  #: D, [S, heads, C, C]
     reach: Tensor  #: r, [S, heads, C, 1]
-    scores: Tensor  #: Q K^T, [S, groups, C, C]
-    overlap: Tensor  #: K K^T
+    scores: Tensor  #: Q K^T, then K K^T, [S, groups, 2 C, C]
     mask: Tensor  #: D * Q K^T, [S, heads, C, C]
     writer: Tensor  #: D_last * K, [S, heads, C, N]
     predictor: Tensor  #: diag(b) r K
     kept: Tensor  #: r_last, [S, heads, 1, 1]
+
+    def reads(self, num_heads: int) -> Tensor:
+        """r Q, [S, heads, C, N], as queries read the state before a chunk."""
+        query = self.both[..., : self.key.size(2), :]
+        return self.reach * repeated(query, num_heads)
 
 
 def _chunks(call: Call, slab: _Slab, weight: Tensor, decay: Tensor) -> _Chunks:
@@ -206,18 +208,17 @@ def _chunks(call: Call, slab: _Slab, weight: Tensor, decay: Tensor) -> _Chunks:
     q, k, b, a = (slab.gather(x) for x in (query, key, beta, weight))
     b, a, decay = positive(b[..., None]), a[..., None], decay[slab.chunks]
     reach = a[..., :1, :] * decay[..., :1]
-    scores, overlap = (torch.cat([q, k], 2) @ k.mT).split(k.size(2), 2)
-    own = repeated(k, heads)
+    both = torch.cat([q, k], 2)
+    scores, own = both @ k.mT, repeated(k, heads)
     return _Chunks(
-        q,
         k,
+        both,
         b,
         a,
         decay,
         reach,
         scores,
-        overlap,
-        decay * repeated(scores, heads),
+        decay * repeated(scores[..., : k.size(2), :], heads),
         decay[..., -1, :, None] * own,
         b * reach * own,
         reach[..., -1:, :],
@@ -228,24 +229,26 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output, and states between chunks, u, D and T."""
     cut, value = _cut(call), call.inputs.value
     heads, P = value.shape[1:]
-    flat = value.new_zeros(sum(map(prod, _Saved.shapes(call, cut))))
+    flat = value.new_empty(sum(map(prod, _Saved.shapes(call, cut))))
     S, u, decay, T = _Saved.of(call, cut, flat)
     weight = _fill_decay(call, cut, decay)
     out = torch.empty_like(value)
     for slab in cut.slabs:
         x, here = _chunks(call, slab, weight, decay), slab.chunks
-        F = (x.beta * x.decay * repeated(x.overlap, heads)).tril_(-1)
-        T[here] = unit_lower_inverse(F)
+        overlap = repeated(x.scores[..., decay.size(-1) :, :], heads)
+        T[here] = unit_lower_inverse(x.beta * x.decay * overlap)
         written = x.beta * slab.gather(value)
         both = T[here] @ torch.cat([written, x.predictor], -1)
         u[here], predictor = both[..., :P], both[..., P:]
         for chunks, before, ongoing, after in slab.steps:
-            if before.start < before.stop:  # other states are zero
+            if before.start == before.stop:  # the first one of a path
+                S[chunks] = 0
+            else:
                 u[chunks] -= predictor[slab.local(chunks)] @ S[chunks]
             i = slab.local(ongoing)
             torch.mul(x.kept[i], S[ongoing], out=S[after])
             S[after] += x.writer[i].mT @ u[ongoing]
-        y = x.mask @ u[here] + x.reach * (repeated(x.query, heads) @ S[here])
+        y = x.mask @ u[here] + x.reads(heads) @ S[here]
         slab.scatter(y, out)
     return out, (flat,)
 
@@ -277,7 +280,7 @@ def _solve_back(
     P = dy.size(-1)
     both = saved.inverse[slab.chunks].mT @ torch.cat([x.mask.mT @ dy, x.writer], -1)
     d_rhs, writer = both[..., :P].contiguous(), both[..., P:]
-    read = (x.reach * repeated(x.query, dy.size(1))).mT @ dy
+    read = x.reads(dy.size(1)).mT @ dy
     for chunks, before, ongoing, _ in reversed(slab.steps):
         i = slab.local(ongoing)
         d_rhs[i] += writer[i] @ Z[ongoing]
@@ -300,25 +303,25 @@ def _gradients(
 
     # What queries, and keys that predict, read of u and of the states before.
     read = torch.cat([dy, -dv], 2)
-    d_scores, d_overlap = (read @ u.mT).split(size, 2)
-    d_scores, d_overlap = d_scores.tril(), d_overlap.tril(-1)
     d_reads = read @ S.mT
-    both = torch.cat([repeated(x.query, heads), k], 2) * d_reads
-    d_reach = both.sum(-1).unflatten(2, (2, size)).sum(2)
-    dq, dk = (x.reach.repeat(1, 1, 2, 1) * d_reads).split(size, 2)
+    d_reach = (repeated(x.both, heads) * d_reads).sum(-1).unflatten(2, (2, size)).sum(2)
+    dq, dk = (d_reads.unflatten(2, (2, size)) * x.reach.unsqueeze(2)).unbind(2)
     d_writer = u @ Z.mT
     dk = dk + x.decay[..., -1, :, None] * d_writer
     d_reach[..., -1] += (Z * S).sum((-1, -2))
 
-    d_decay = d_scores * repeated(x.scores, heads)
-    d_decay += d_overlap * repeated(x.overlap, heads)
+    # Nothing above the diagonal counts, where D is zero, nor that of K K^T.
+    d_products = (read @ u.mT).unflatten(2, (2, size))
+    scores = repeated(x.scores, heads).unflatten(2, (2, size))
+    d_decay = (d_products * scores).sum(2)
     d_decay[..., -1, :] += (d_writer * k).sum(-1)
     d_decay[..., 0] += x.weight[..., :1, 0] * d_reach
-    both = summed(torch.cat([d_scores * x.decay, d_overlap * x.decay], 2), groups)
-    of_query, of_key = (both @ x.key).split(size, 2)
+    d_scores = d_products * x.decay.unsqueeze(2)
+    d_scores[:, :, 1].diagonal(dim1=-2, dim2=-1).zero_()
+    d_scores = summed(d_scores.flatten(2, 3), groups)
+    of_query, of_key = (d_scores @ x.key).split(size, 2)
     dq = summed(dq, groups) + of_query
-    dk = summed(dk, groups) + of_key
-    dk += both.mT @ torch.cat([x.query, x.key], 2)
+    dk = summed(dk, groups) + of_key + d_scores.mT @ x.both
 
     # D_ij has the factor a_t for j < t <= i, with D_it and D_{t-1,j} on its sides.
     d_weight = torch.zeros_like(d_beta)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["positive", "repeated", "summed", "unit_lower_inverse"]
+__all__ = ["fill_products", "positive", "repeated", "summed", "unit_lower_inverse"]
 
 #: Rows of a triangular matrix that are solved for one by one.
 _BASE = 16
@@ -28,7 +28,7 @@ def summed(x: Tensor, num_groups: int) -> Tensor:
 def unit_lower_inverse(X: Tensor) -> Tensor:
     """(I + X)^-1 for strictly lower triangular matrices, [..., n, n].
 
-    Of 16 rows or less, or of twice, four times, ... as many. Products of blocks are
+    Only what is below the diagonal of X is read. Of 16 rows or less, or of twice, four times, ... as many. Products of blocks are
     several times as fast on a CPU as triangular solves of many small matrices.
     """
     n = X.size(-1)
@@ -53,3 +53,25 @@ def unit_lower_inverse(X: Tensor) -> Tensor:
             out[..., lower, upper] = -(out[..., lower, lower] @ moved)
         size *= 2
     return out
+
+
+def fill_products(out: Tensor, factor: Tensor) -> None:
+    """Fills zeros, [..., n, n], with the products of the factors [..., n] from behind
+    each column on to each row, for as many rows as `unit_lower_inverse` takes.
+    """
+    n = out.size(-1)
+    size = min(n, _BASE)
+    out.diagonal(dim1=-2, dim2=-1).fill_(1)
+    blocks = out.unflatten(-1, (-1, size)).unflatten(-3, (-1, size))
+    blocks = blocks.diagonal(dim1=-4, dim2=-2)  # [..., size, size, blocks]
+    by_block = factor.unflatten(-1, (-1, size)).mT
+    for i in range(1, size):
+        step = by_block[..., i, None, :]
+        torch.mul(blocks[..., i - 1, :i, :], step, out=blocks[..., i, :i, :])
+    while size < n:
+        for i in range(0, n, 2 * size):
+            upper, lower = slice(i, i + size), slice(i + size, i + 2 * size)
+            after = factor[..., i + size, None] * out[..., lower, i + size]
+            before = out[..., i + size - 1, None, upper]
+            torch.mul(after.unsqueeze(-1), before, out=out[..., lower, upper])
+        size *= 2
