@@ -41,7 +41,7 @@ from pyg_chimera.ops.delta_scan.tensors import (
 _CHUNK = 64
 #: Numbers of one [C, C] product of the chunks that are computed together: on a CPU they
 #: stay in its cache.
-_MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 17, 1 << 26
+_MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 16, 1 << 26
 
 
 class _Step(NamedTuple):
@@ -60,18 +60,23 @@ class _Slab(NamedTuple):
     node: Tensor  #: [S * C], the node at each place, 0 where there is none
     empty: Tensor  #: the places where there is none
     place: Tensor  #: the places where there is one
+    span: slice | None  #: the nodes, if they follow on each other
     steps: list[_Step]
 
     def gather(self, x: Tensor) -> Tensor:
-        """[V, heads, ...] -> [S, heads, C, ...]."""
-        rows = x.index_select(0, self.node)
+        """[V, heads, ...] -> [S, heads, C, ...], as a view."""
+        rows = x.index_select(0, self.node) if self.span is None else x[self.span]
         if len(self.empty) > 0:
             rows.index_fill_(0, self.empty, 0)
         size = self.chunks.stop - self.chunks.start
-        return rows.unflatten(0, (size, -1)).transpose(1, 2).contiguous()
+        return rows.unflatten(0, (size, -1)).transpose(1, 2)
 
     def scatter(self, x: Tensor, out: Tensor) -> None:
         """[S, heads, C, ...] -> [V, heads, ...]."""
+        if self.span is not None:
+            rows = out[self.span].unflatten(0, (x.size(0), -1))
+            rows.copy_(x.transpose(1, 2))
+            return
         rows, node = x.transpose(1, 2).flatten(0, 1), self.node
         if len(self.empty) > 0:
             rows, node = rows.index_select(0, self.place), node[self.place]
@@ -128,7 +133,10 @@ def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:
             np.flatnonzero(~empty[a:b]),
         )
         tensors = (torch.from_numpy(x).to(device) for x in arrays)
-        slabs.append(_Slab(slice(a, b), *tensors, list(_steps(bounds, a, b))))
+        span = None
+        if not empty[a:b].any() and (np.diff(arrays[0]) == 1).all():
+            span = slice(int(node[a, 0]), int(node[b - 1, -1]) + 1)
+        slabs.append(_Slab(slice(a, b), *tensors, span, list(_steps(bounds, a, b))))
     target = torch.from_numpy(graph.row).to(device)
     return _Cut((len(order), size), slabs, target)
 
@@ -205,10 +213,11 @@ class _Chunks(NamedTuple):
 def _chunks(call: Call, slab: _Slab, weight: Tensor, decay: Tensor) -> _Chunks:
     query, key, _, beta, _ = call.inputs[:5]
     heads = beta.size(1)
-    q, k, b, a = (slab.gather(x) for x in (query, key, beta, weight))
+    b, a = (slab.gather(x).contiguous() for x in (beta, weight))
+    both = torch.cat([slab.gather(query), slab.gather(key)], 2)
+    k = both[..., b.size(2) :, :]
     b, a, decay = positive(b[..., None]), a[..., None], decay[slab.chunks]
     reach = a[..., :1, :] * decay[..., :1]
-    both = torch.cat([q, k], 2)
     scores, own = both @ k.mT, repeated(k, heads)
     return _Chunks(
         k,
@@ -263,7 +272,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     Z = torch.zeros_like(parts.states)
     for slab in reversed(cut.slabs):
         x = _chunks(call, slab, weight, parts.decay)
-        dy = slab.gather(grad)
+        dy = slab.gather(grad).contiguous()
         d_rhs = _solve_back(x, slab, dy, parts, Z)
         for whole, part in zip(
             grads, _gradients(x, slab, dy, d_rhs, parts, Z), strict=True
@@ -302,12 +311,12 @@ def _gradients(
     d_beta = (d_rhs * u).sum(-1) / x.beta.squeeze(-1)  # u is beta times an error
 
     # What queries, and keys that predict, read of u and of the states before.
-    read = torch.cat([dy, -dv], 2)
+    read = torch.cat([dy, dv.neg()], 2)
     d_reads = read @ S.mT
     d_reach = (repeated(x.both, heads) * d_reads).sum(-1).unflatten(2, (2, size)).sum(2)
-    dq, dk = (d_reads.unflatten(2, (2, size)) * x.reach.unsqueeze(2)).unbind(2)
+    dq, dk = d_reads.unflatten(2, (2, size)).mul_(x.reach.unsqueeze(2)).unbind(2)
     d_writer = u @ Z.mT
-    dk = dk + x.decay[..., -1, :, None] * d_writer
+    dk.addcmul_(x.decay[..., -1, :, None], d_writer)
     d_reach[..., -1] += (Z * S).sum((-1, -2))
 
     # Nothing above the diagonal counts, where D is zero, nor that of K K^T.
@@ -316,7 +325,7 @@ def _gradients(
     d_decay = (d_products * scores).sum(2)
     d_decay[..., -1, :] += (d_writer * k).sum(-1)
     d_decay[..., 0] += x.weight[..., :1, 0] * d_reach
-    d_scores = d_products * x.decay.unsqueeze(2)
+    d_scores = d_products.mul_(x.decay.unsqueeze(2))
     d_scores[:, :, 1].diagonal(dim1=-2, dim2=-1).zero_()
     d_scores = summed(d_scores.flatten(2, 3), groups)
     of_query, of_key = (d_scores @ x.key).split(size, 2)
