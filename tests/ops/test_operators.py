@@ -642,7 +642,9 @@ def test_explain_says_what_runs(key, size):
 # -------------------------------------------------------- what must not leave its graph
 
 #: Weights that can't be eliminated or let states grow; what has to be of a length.
-REFUSED = "'edge_weight' (makes I - A|must, on cycles)|'beta' must be in|'key' must hold"
+REFUSED = (
+    "'edge_weight' (makes I - A|must, on cycles)|'beta' must be in|'key' must hold"
+)
 BAD_VALUES = {"nan": [torch.nan], "infinity": [torch.inf], "overflow": [1e30, 1e-30]}
 
 

@@ -81,9 +81,7 @@ class DeltaGraph:
         return not self.on_cycle.any() and max(degrees) <= 1
 
 
-def delta_graph(
-    edge_index: Tensor, batch: Tensor | None, num_nodes: int
-) -> DeltaGraph:
+def delta_graph(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> DeltaGraph:
     """Finds blocks, cycles and ranks.
 
     Raises:

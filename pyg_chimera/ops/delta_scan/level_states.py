@@ -44,9 +44,7 @@ def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
         position[node] = np.arange(len(node))
         edge = np.argsort(graph.rank[graph.row], kind="stable")
         last = np.cumsum(np.bincount(graph.rank, minlength=graph.depth))
-        last_edge = np.cumsum(
-            np.bincount(graph.rank[graph.row], minlength=graph.depth)
-        )
+        last_edge = np.cumsum(np.bincount(graph.rank[graph.row], minlength=graph.depth))
         tail, head = position[graph.col[edge]], position[graph.row[edge]]
         tensors = [torch.from_numpy(x).to(device) for x in (node, edge, tail, head)]
         levels, i, e = [], 0, 0
