@@ -483,7 +483,8 @@ OPERATORS = {
         DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
         _DELTA_SCALE, _delta_oracle, _edges,
         {
-            **{f"{x}-torch": {"form": x, "backend": "torch"} for x in ("state", "mask")},
+            "state-torch": {"form": "state", "backend": "torch"},
+            "mask-torch": {"form": "mask", "backend": "torch"},
             **_REST,
         },
     ),

@@ -15,7 +15,7 @@ from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 
 #: Numbers that the states of one slice may hold.
-_MAX_NUMEL = 1 << 26
+MAX_NUMEL = 1 << 26
 
 
 class _Level(NamedTuple):
@@ -45,16 +45,18 @@ def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
         edge = np.argsort(graph.rank[graph.row], kind="stable")
         last = np.cumsum(np.bincount(graph.rank, minlength=graph.depth))
         last_edge = np.cumsum(np.bincount(graph.rank[graph.row], minlength=graph.depth))
-        tail, head = position[graph.col[edge]], position[graph.row[edge]]
-        tensors = [torch.from_numpy(x).to(device) for x in (node, edge, tail, head)]
+        tail, head = (
+            torch.from_numpy(position[x[edge]]).to(device)
+            for x in (graph.col, graph.row)
+        )
         levels, i, e = [], 0, 0
         for j, f in zip(last.tolist(), last_edge.tolist(), strict=True):
             edges = slice(e, f)
-            levels.append(
-                _Level(slice(i, j), edges, tensors[2][edges], tensors[3][edges] - i)
-            )
+            levels.append(_Level(slice(i, j), edges, tail[edges], head[edges] - i))
             i, e = j, f
-        graph.tables[name] = _Levels(*tensors[:2], levels)
+        graph.tables[name] = _Levels(
+            torch.from_numpy(node).to(device), torch.from_numpy(edge).to(device), levels
+        )
     return graph.tables[name]
 
 
@@ -86,7 +88,7 @@ def _operands(call: Call) -> _Operands:
 def _slices(x: _Operands, copies: int) -> Iterator[slice]:
     """Slices of the value channels such that the states of one fit in memory."""
     nodes, heads, channels = x.value.shape
-    lanes = max(1, _MAX_NUMEL // max(1, nodes * heads * x.key.size(2) * copies))
+    lanes = max(1, MAX_NUMEL // max(1, nodes * heads * x.key.size(2) * copies))
     for a in range(0, channels, lanes):
         yield slice(a, a + lanes)
 

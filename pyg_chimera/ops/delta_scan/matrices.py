@@ -4,11 +4,11 @@ With L = (I - A)^-1 and F = (L - I) * K K^T, what nodes write is u = (I + diag(b
 diag(b) V, and they read Y = (L * Q K^T) u. Nodes of a DAG are in topological order, in
 which both matrices are triangular.
 
-A state may be much smaller than L says, where others erase it on its way. On cycles, where
-L is large, all is computed in float64, lest rounding of L be all that is left.
+A state may be much smaller than L says, where others erase it on its way. On cycles,
+where L is large, all is computed in float64, lest its rounding be all that is left.
 
-Backward, x = (I + diag(b) F)^-T du is the adjoint of diag(b) V, and -b x that of what is
-predicted, F u. With the gradient of L, that of A is L^T dL L^T.
+Backward, x = (I + diag(b) F)^-T du is the adjoint of diag(b) V, and -b x that of what
+is predicted, F u. With the gradient of L, that of A is L^T dL L^T.
 """
 
 from collections.abc import Callable, Iterator

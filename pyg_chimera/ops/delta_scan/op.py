@@ -186,9 +186,10 @@ def delta_scan(
     :math:`\mathbf{L} = (\mathbf{I} - \mathbf{A})^{-1}`,
 
     .. math::
-        \mathbf{u} = \left( \mathbf{I} + \textrm{diag}(\beta) ((\mathbf{L} - \mathbf{I})
-        \odot \mathbf{K} \mathbf{K}^{\top}) \right)^{-1} \textrm{diag}(\beta) \mathbf{V},
-        \qquad \mathbf{y} = (\mathbf{L} \odot \mathbf{Q} \mathbf{K}^{\top}) \mathbf{u}.
+        \mathbf{u} = \left( \mathbf{I} + \textrm{diag}(\beta) ((\mathbf{L} -
+        \mathbf{I}) \odot \mathbf{K} \mathbf{K}^{\top}) \right)^{-1}
+        \textrm{diag}(\beta) \mathbf{V}, \qquad
+        \mathbf{y} = (\mathbf{L} \odot \mathbf{Q} \mathbf{K}^{\top}) \mathbf{u}.
 
     On DAGs both matrices are triangular, and weights may be of any size. On graphs with
     cycles the rule has exactly one solution if rows of :math:`|\mathbf{A}|` sum to less

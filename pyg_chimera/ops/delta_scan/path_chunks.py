@@ -5,14 +5,14 @@ Networks" <https://arxiv.org/abs/2412.06464>`_ (Section 3.3).
 
 With the decays D_ij = a_i a_{i-1} ... a_{j+1} within a chunk, which are products, so
 that weights may be negative or zero, and r_i = a_i ... a_first from the state S before
-it on, its nodes find u = T diag(b) (V - r K S) wrong, where T = (I + diag(b) F)^-1 and F
-is the part of D * K K^T below the diagonal. They read
+it on, its nodes write u = T diag(b) (V - r K S), where T = (I + diag(b) F)^-1 and F is
+the part of D * K K^T below the diagonal. They read
 
     Y = (D * Q K^T) u + r Q S,
 
 and leave the state r_last S + (D_last * K)^T u: all is matrix products. States are held
-between chunks only. Chunks of several paths are computed side by side, and so is all but
-states of several chunks of a path.
+between chunks only, and only they wait for those before: chunks are computed side by
+side, of one path or of several.
 
 Backward, with the adjoint Z of the state after a chunk, u has du = (D * Q K^T)^T dY +
 (D_last * K) Z, and x = T^T du is the adjoint of diag(b) (V - r K S). What is predicted,
@@ -20,6 +20,7 @@ r K S + F u, has -b x.
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -127,23 +128,27 @@ def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:
     slabs = []
     for a in range(0, len(order), width):
         b = min(a + width, len(order))
-        arrays = (
-            node[a:b].ravel(),
-            np.flatnonzero(empty[a:b]),
-            np.flatnonzero(~empty[a:b]),
-        )
-        tensors = (torch.from_numpy(x).to(device) for x in arrays)
+        part, gaps = node[a:b].ravel(), empty[a:b].ravel()
         span = None
-        if not empty[a:b].any() and (np.diff(arrays[0]) == 1).all():
-            span = slice(int(node[a, 0]), int(node[b - 1, -1]) + 1)
-        slabs.append(_Slab(slice(a, b), *tensors, span, list(_steps(bounds, a, b))))
+        if not gaps.any() and (np.diff(part) == 1).all():
+            span = slice(int(part[0]), int(part[-1]) + 1)
+        slabs.append(
+            _Slab(
+                slice(a, b),
+                torch.from_numpy(part).to(device),
+                torch.from_numpy(np.flatnonzero(gaps)).to(device),
+                torch.from_numpy(np.flatnonzero(~gaps)).to(device),
+                span,
+                list(_steps(bounds, a, b)),
+            )
+        )
     target = torch.from_numpy(graph.row).to(device)
     return _Cut((len(order), size), slabs, target)
 
 
 def _steps(bounds: list[int], first: int, last: int) -> Iterator[_Step]:
-    """The steps from a chunk to another, where those of each step begin in `bounds`."""
-    for i, (a, b) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+    """The steps from a chunk to another, of those that begin in `bounds`."""
+    for i, (a, b) in enumerate(pairwise(bounds)):
         c, d = max(a, first), min(b, last)
         if c < d:
             before = slice(0, 0)
@@ -205,7 +210,7 @@ class _Chunks(NamedTuple):
     kept: Tensor  #: r_last, [S, heads, 1, 1]
 
     def reads(self, num_heads: int) -> Tensor:
-        """r Q, [S, heads, C, N], as queries read the state before a chunk."""
+        """How queries read the state before a chunk: r Q, [S, heads, C, N]."""
         query = self.both[..., : self.key.size(2), :]
         return self.reach * repeated(query, num_heads)
 

@@ -28,23 +28,24 @@ def summed(x: Tensor, num_groups: int) -> Tensor:
 def unit_lower_inverse(X: Tensor) -> Tensor:
     """(I + X)^-1 for strictly lower triangular matrices, [..., n, n].
 
-    Only what is below the diagonal of X is read. Of 16 rows or less, or of twice, four times, ... as many. Products of blocks are
-    several times as fast on a CPU as triangular solves of many small matrices.
+    Only what is below the diagonal of X is read. It has 16 rows or less, or twice, four
+    times, ... as many. Products of blocks are several times as fast on a CPU as
+    triangular solves of many small matrices.
     """
     n = X.size(-1)
     base = min(n, _BASE)
-    blocks = [slice(i, i + base) for i in range(0, n, base)]
+    diagonal = [slice(i, i + base) for i in range(0, n, base)]
     out = torch.zeros_like(X)
-    first = torch.stack([X[..., i, i] for i in blocks]).flatten(0, -3)
+    first = torch.stack([X[..., x, x] for x in diagonal]).flatten(0, -3)
     by_entry = first.permute(1, 2, 0).contiguous()  # so that all matrices share a step
     T = torch.zeros_like(by_entry)
     for i in range(base):
         if i > 0:
             T[i, :i] = -(by_entry[i, :i, None] * T[:i, :i]).sum(0)
         T[i, i] = 1
-    parts = T.permute(2, 0, 1).reshape(len(blocks), *X.shape[:-2], base, base)
-    for i, part in zip(blocks, parts, strict=True):
-        out[..., i, i] = part
+    parts = T.permute(2, 0, 1).reshape(len(diagonal), *X.shape[:-2], base, base)
+    for x, part in zip(diagonal, parts, strict=True):
+        out[..., x, x] = part
     size = base
     while size < n:
         for i in range(0, n, 2 * size):

@@ -73,10 +73,10 @@ def find_cycle(edge_index: Tensor, num_nodes: int) -> list[int] | None:
 def ranks_and_cycles(
     edge_index: Tensor, num_nodes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Topological ranks as far as there are any, and where cycles are.
+    r"""Topological ranks as far as there are any, and where cycles are.
 
     Args:
-        edge_index (torch.Tensor): The edges, :math:`[2, |\\mathcal{E}|]`, integer.
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
         num_nodes (int): The number of nodes.
 
     Returns:
