@@ -35,7 +35,7 @@ PUBLIC = {
         *("ChimeraConv", "ChimeraDAGConv", "ChimeraGridConv"),
         "ChimeraPathConv",
         *("PLSTMConv", "PLSTMGridConv", "GraphMambaConv"),
-        *("GatedGCNConv", "GPSLayer"),
+        *("GatedDeltaConv", "GatedGCNConv", "GPSLayer"),
         *(
             "CategoricalEncoder",
             "LaplacianEncoder",
