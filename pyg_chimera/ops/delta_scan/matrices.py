@@ -24,7 +24,7 @@ from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.tensors import positive, repeated, summed
 
 #: Numbers that one padded group of matrices may hold, on a CPU and elsewhere.
-_MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 18, 1 << 26
+_MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 16, 1 << 26
 #: The size of the smallest block of a group, of that of the largest one.
 _ALIKE = 0.8
 
@@ -121,11 +121,11 @@ def _system(
     group: _Group, q: Tensor, k: Tensor, b: Tensor, resolvent: Tensor
 ) -> _System:
     overlap, heads = k @ k.mT, b.size(1)
-    F = b * (resolvent * repeated(overlap, heads))
+    F = (resolvent * repeated(overlap, heads)).mul_(b)
     if group.cyclic:
         # L - I is not L below the diagonal, but has cycles on it.
-        F -= torch.diag_embed((b * repeated(overlap, heads)).diagonal(0, -2, -1))
-        F.diagonal(0, -2, -1).add_(1)
+        lengths = repeated(overlap, heads).diagonal(0, -2, -1)
+        F.diagonal(0, -2, -1).add_(1 - b.squeeze(-1) * lengths)
         factors = _factors(F)
 
         def solve(rhs: Tensor, transposed: bool) -> Tensor:
@@ -206,10 +206,10 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         d_beta = (d_rhs * u).sum(-1, keepdim=True) / b  # u is beta times an error
 
         d_mask, d_F = dy @ u.mT, -(dv @ u.mT)
-        d_scores, d_overlap = d_mask * L, d_F * L
-        # F lacks I * K K^T.
-        d_overlap.diagonal(0, -2, -1).sub_(d_F.diagonal(0, -2, -1))
-        dL = d_mask * scores + d_F * overlap
+        dL = (d_mask * scores).addcmul_(d_F, overlap)
+        lengths = d_F.diagonal(0, -2, -1).clone()
+        d_scores, d_overlap = d_mask.mul_(L), d_F.mul_(L)
+        d_overlap.diagonal(0, -2, -1).sub_(lengths)  # F lacks I * K K^T
         d_scores, d_overlap = (summed(x, num_groups) for x in (d_scores, d_overlap))
         dq = d_scores @ k
         dk = d_scores.mT @ q + (d_overlap + d_overlap.mT) @ k

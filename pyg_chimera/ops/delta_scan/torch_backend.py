@@ -10,8 +10,12 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.delta_scan import level_states, matrices, path_chunks
+from pyg_chimera.ops.delta_scan.cost_model import cost_of
 
 DEVICES = None
+
+#: Bytes of matrices, from which on there is no use in an attempt.
+_MAX_BYTES = 1 << 37
 
 _FORMS: dict[str, ModuleType] = {
     "state": level_states,
@@ -21,8 +25,17 @@ _FORMS: dict[str, ModuleType] = {
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything, but states on DAGs only, and chunks on paths only."""
+    """It computes everything, but states on DAGs and chunks on paths only."""
     graph, form = call.structure, call.choice.form
+    if form == "mask":
+        needed = cost_of(form, graph, call.inputs.query, call.inputs.value).memory
+        if needed <= _MAX_BYTES:
+            return None
+        return (
+            f"form='mask' takes {needed / 2**30:.0f} GiB for matrices of up to "
+            f"{graph.sizes.max()} nodes; use clusters of the graph, or DAGs (see "
+            "'pyg_chimera.transforms.DAGDecomposition'), which have other forms"
+        )
     if form == "state" and graph.on_cycle.any():
         node = int(graph.on_cycle.argmax())
         return (

@@ -269,3 +269,12 @@ def test_forms_that_do_not_fit(form, error):
     x = changed("beta", lambda y: y)
     with pytest.raises(ValueError, match=f"form='{form}' is for .*{error}"):
         delta_scan(**x, form=form)
+
+
+def test_cycles_of_too_many_nodes():
+    """Refused before anything is allocated."""
+    V = 200_000
+    index = torch.stack([torch.arange(V), torch.arange(V).roll(1)])
+    x = [y.float() for y in inputs(V, V, heads=1, keys=1, channels=1)]
+    with pytest.raises(ValueError, match=r"GiB for matrices of up to 200000 nodes"):
+        delta_scan(*x[:4], index, 0.9 * x[4])
