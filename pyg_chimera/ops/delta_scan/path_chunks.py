@@ -250,9 +250,9 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     for slab in cut.slabs:
         x, here = _chunks(call, slab, weight, decay), slab.chunks
         overlap = repeated(x.scores[..., decay.size(-1) :, :], heads)
-        T[here] = unit_lower_inverse(x.beta * x.decay * overlap)
+        T[here] = inverse = unit_lower_inverse(x.beta * x.decay * overlap)
         written = x.beta * slab.gather(value)
-        both = T[here] @ torch.cat([written, x.predictor], -1)
+        both = inverse @ torch.cat([written, x.predictor], -1)
         u[here], predictor = both[..., :P], both[..., P:]
         for chunks, before, ongoing, after in slab.steps:
             if before.start == before.stop:  # the first one of a path
@@ -274,7 +274,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     query, key, value, beta, edge_weight = call.inputs[:5]
     weight = torch.zeros_like(beta).index_copy_(0, cut.target, edge_weight)
     grads = [torch.empty_like(x) for x in (query, key, value, beta, beta)]
-    Z = torch.zeros_like(parts.states)
+    Z = torch.empty_like(parts.states)
     for slab in reversed(cut.slabs):
         x = _chunks(call, slab, weight, parts.decay)
         dy = slab.gather(grad).contiguous()
@@ -296,6 +296,7 @@ def _solve_back(
     d_rhs, writer = both[..., :P].contiguous(), both[..., P:]
     read = x.reads(dy.size(1)).mT @ dy
     for chunks, before, ongoing, _ in reversed(slab.steps):
+        Z[ongoing.stop : chunks.stop] = 0  # nothing comes after them
         i = slab.local(ongoing)
         d_rhs[i] += writer[i] @ Z[ongoing]
         if before.start < before.stop:
