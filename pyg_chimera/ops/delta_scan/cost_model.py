@@ -33,9 +33,9 @@ def cost_of(form: str, graph: DeltaGraph, query: Tensor, value: Tensor) -> Cost:
         others = float((33 * acyclic**2 + 2e4).sum() + (90 * cyclic**2 + 15e4).sum())
         held = 8 * float((acyclic**2).sum() + 2 * (cyclic**2).sum())
     elif form == "chunk":
-        operations = V * (64.0 * (10 * N + 8 * P + 64) + 9 * N * P)
-        others = 2500.0 * V + 300e3 * graph.depth / 64 / heads
-        held = V * (4 * 64.0 + 2 * N * P / 64)
+        operations = V * (32.0 * (10 * N + 8 * P + 32) + 9 * N * P)
+        others = 2000.0 * V + 100e3 * graph.depth / 32 / heads
+        held = V * (4 * 32.0 + 2 * N * P / 32)
     else:
         numbers = float((V + len(graph.row)) * N * P)
         operations = 7 * numbers

@@ -38,8 +38,8 @@ from pyg_chimera.ops.delta_scan.tensors import (
     unit_lower_inverse,
 )
 
-#: Nodes of a chunk, at most.
-_CHUNK = 64
+#: Nodes of a chunk, at most, on a CPU and elsewhere, where steps take longer than work.
+_CHUNK_CPU, _CHUNK = 32, 64
 #: Numbers of one [C, C] product of the chunks that are computed together: on a CPU they
 #: stay in its cache.
 _MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 16, 1 << 26
@@ -109,8 +109,10 @@ def _cut(call: Call) -> _Cut:
 def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:
     by_path = np.lexsort((graph.rank, graph.component))
     length = np.bincount(graph.component)
+    on_cpu = device.type == "cpu"
+    longest = min(_CHUNK_CPU if on_cpu else _CHUNK, length.max(initial=0))
     size = 16  # as `unit_lower_inverse` takes them
-    while size < min(_CHUNK, length.max(initial=0)):
+    while size < longest:
         size *= 2
     count = -(-length // size)
     step = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
@@ -123,7 +125,7 @@ def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:
     node = np.append(by_path, 0)[np.where(empty, -1, at)]
 
     bounds = np.append(0, np.cumsum(np.bincount(step))).tolist()
-    most = _MAX_NUMEL_CPU if device.type == "cpu" else _MAX_NUMEL
+    most = _MAX_NUMEL_CPU if on_cpu else _MAX_NUMEL
     width = max(1, most // (size * size * num_heads))
     slabs = []
     for a in range(0, len(order), width):

@@ -144,12 +144,13 @@ def test_unit_lower_inverse(n):
     assert_near((eye + X.tril(-1)) @ unit_lower_inverse(X), eye.expand_as(X), 1e-12)
 
 
+@pytest.mark.parametrize("size", [16, 64])
 @pytest.mark.parametrize("most", [1, 3 * 64 * 64 * 4])
-def test_slabs_of_any_size(most, monkeypatch):
+def test_chunks_and_slabs_of_any_size(size, most, monkeypatch):
     """Steps of several paths are cut anywhere, or all together."""
     want = computed(example("delta_paths", "several_blocks"), {"form": "mask"})
+    monkeypatch.setattr(path_chunks, "_CHUNK_CPU", size)
     monkeypatch.setattr(path_chunks, "_MAX_NUMEL_CPU", most)
-    _, case = example("delta_paths", "several_blocks").shuffled()  # not remembered
     nodes, case = example("delta_paths", "several_blocks").shuffled()
     got = computed(case, {"form": "chunk"})
     assert_near(got["output"], want["output"][nodes])
