@@ -53,18 +53,12 @@ class Padding:
         node (np.ndarray): The nodes, block by block.
         sizes (np.ndarray): How many each block has.
         device (torch.device): Where tensors are.
-        width (int, optional): How many nodes a padded block has at least. (default:
-            :obj:`0`)
     """
 
     def __init__(
-        self,
-        node: np.ndarray,
-        sizes: np.ndarray,
-        device: torch.device,
-        width: int = 0,
+        self, node: np.ndarray, sizes: np.ndarray, device: torch.device
     ) -> None:
-        self.shape = (len(sizes), int(sizes.max(initial=width)))
+        self.shape = (len(sizes), int(sizes.max(initial=0)))
         gaps = np.arange(len(sizes)) * self.shape[1] - (np.cumsum(sizes) - sizes)
         place = np.arange(len(node)) + np.repeat(gaps, sizes)
         self.node = torch.from_numpy(node).to(device)
