@@ -13,6 +13,7 @@ from pyg_chimera.nn import (
     ChimeraDAGConv,
     ChimeraGridConv,
     ChimeraPathConv,
+    GatedDeltaConv,
     GatedGCNConv,
     GraphMambaConv,
     PLSTMConv,
@@ -137,6 +138,11 @@ def chimera_dag(**kwargs: Any) -> Case:
     return Case(make, DAGS[: kwargs.get("num_dags", 1)])
 
 
+def gated_delta(**kwargs: Any) -> Case:
+    edges = DAGS[0] if kwargs.get("acyclic") else GRAPH
+    return Case(partial(GatedDeltaConv, state_channels=3, **kwargs), [edges])
+
+
 def plstm(**kwargs: Any) -> Case:
     ordered = kwargs.get("order") is not None
     edges = [GRAPH] if ordered else DAGS[: kwargs.get("num_dags", 1)]
@@ -174,6 +180,14 @@ CASES = {
     ),
     "ChimeraPathConv": Case(
         partial(ChimeraPathConv, state_channels=3, heads=2, edge_dim=EDGE), [PATH]
+    ),
+    "GatedDeltaConv": gated_delta(heads=2),
+    "GatedDeltaConv-edges": gated_delta(
+        heads=4, groups=2, edge_dim=EDGE, gamma=0.5, reflections=True
+    ),
+    "GatedDeltaConv-acyclic": gated_delta(acyclic=True, local_conv=True, gated=False),
+    "GatedDeltaConv-states": gated_delta(
+        acyclic=True, edge_dim=EDGE, form="state", bias=False
     ),
     "PLSTMConv": plstm(heads=2),
     "PLSTMConv-D": plstm(mode="D", heads=2, edge_dim=EDGE),

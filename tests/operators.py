@@ -216,6 +216,24 @@ def neumann_oracle(x: Floats, s: Structure, num_terms: int = NUM_TERMS) -> Tenso
     return _masked(x, masks)
 
 
+def _delta_oracle(x: Floats, s: Structure) -> Tensor:
+    """All states at once, of S = (I - b k k^T) (A S) + b k v^T."""
+    heads, groups = x["value"].size(1), x["query"].size(1)
+    outs = []
+    for h in range(heads):
+        g = h * groups // heads
+        q, k, v, b = x["query"][:, g], x["key"][:, g], x["value"][:, h], x["beta"][:, h]
+        A = _adjacency(s.edge_index, x["edge_weight"][:, h], len(s.graph))
+        N, writes = k.size(1), b[:, None] * k
+        erase = torch.eye(N, dtype=k.dtype) - torch.einsum("va,vb->vab", writes, k)
+        moves = torch.einsum("vab,vw->vawb", erase, A).reshape(2 * (len(q) * N,))
+        identity = torch.eye(len(q) * N, dtype=k.dtype)
+        written = torch.einsum("va,vp->vap", writes, v).flatten(0, 1)
+        states = torch.linalg.solve(identity - moves, written)
+        outs.append(torch.einsum("vap,va->vp", states.unflatten(0, q.shape), q))
+    return torch.stack(outs, dim=1)
+
+
 def _stm_oracle(x: Floats, s: Structure) -> Tensor:
     """One state for each edge and component; nodes are joined through the states."""
     source, mark, transition = x["source"], x["mark"], x["transition"]
@@ -373,6 +391,16 @@ def _to_rows(weight: Tensor, s: Structure) -> Tensor:
     return 0.9 * weight / total[s.edge_index[1]]
 
 
+def _unit(key: Tensor, s: Structure) -> Tensor:
+    """Vectors of length one."""
+    return F.normalize(key, dim=-1)
+
+
+def _strength(beta: Tensor, s: Structure) -> Tensor:
+    """Between 0 and 2."""
+    return 2 * beta.sigmoid()
+
+
 def _edges(s: Structure) -> dict[str, Tensor]:
     lines = {} if s.line_edge_index is None else {"line_edge_index": s.line_edge_index}
     return {"edge_index": s.edge_index, **lines, "batch": s.graph}
@@ -389,6 +417,7 @@ def _sequences(s: Structure) -> dict[str, Tensor]:
 
 _MIX = "query:VGN key:VGN value:VHP edge_weight:EH"
 _SIZES = [(4, 2, 5, 3), (1, 1, 1, 1), (2, 1, 17, 33), (2, 1, 0, 3), (2, 1, 3, 0)]
+_DELTA_SIZES = [x for x in _SIZES if x[2] > 0]  # keys are of length one
 _FORMS = {
     f"{form}-{backend}": {"form": form, "backend": backend}
     for form, backend in product(("state", "mask"), ("numba", "torch"))
@@ -396,6 +425,8 @@ _FORMS = {
 _REST = {"reference": {"backend": "reference"}, "auto": {}}
 _CHUNKS = {"chunk-numba": {"form": "chunk", "backend": "numba"}, "auto": {}}
 _BACKENDS = {"numba": {"backend": "numba"}, "torch": {"backend": "torch"}, **_REST}
+_DELTA = "query:VGN key:VGN value:VHP beta:VH edge_weight:EH"
+_DELTA_SCALE = {"key": _unit, "beta": _strength}
 _TORCH = {"torch": {"backend": "torch"}, **_REST}
 _NEUMANN = {"solver": "neumann", "num_terms": NUM_TERMS}
 _ANY_SIDES = st.tuples(st.integers(1, 4), st.integers(1, 4))
@@ -440,6 +471,27 @@ OPERATORS = {
     "paths": Operator(
         "dag_scan", _MIX, "HGNP", _SIZES,
         PATHS, batches(paths()).map(_from_batch), {}, _mix_oracle, _edges, _CHUNKS,
+    ),
+    "delta_scan": Operator(
+        "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
+        GRAPHS, batches().map(_from_batch),
+        {**_DELTA_SCALE, "edge_weight": _to_rows}, _delta_oracle, _edges,
+        {"mask-torch": {"form": "mask", "backend": "torch"}, **_REST},
+    ),
+    "delta_dags": Operator(
+        "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
+        DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
+        _DELTA_SCALE, _delta_oracle, _edges,
+        {
+            "state-torch": {"form": "state", "backend": "torch"},
+            "mask-torch": {"form": "mask", "backend": "torch"},
+            **_REST,
+        },
+    ),
+    "delta_paths": Operator(
+        "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
+        PATHS, batches(paths()).map(_from_batch), _DELTA_SCALE, _delta_oracle, _edges,
+        {"chunk-torch": {"form": "chunk", "backend": "torch"}, "auto": {}},
     ),
     "stm_scan": Operator(
         "stm_scan",

@@ -12,6 +12,7 @@ from pyg_chimera.ops.common.dispatch import Choice, Cost
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.predicted_time import warn_above
 from pyg_chimera.ops.dag_scan import dag_scan, grid_scan, stm_scan
+from pyg_chimera.ops.delta_scan import delta_scan
 from pyg_chimera.ops.explain import explain
 from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.householder import householder_product
@@ -33,6 +34,7 @@ __all__ = [
     "chimera_transition",
     "dag_scan",
     "dag_transition",
+    "delta_scan",
     "explain",
     "grid_conv",
     "grid_scan",

@@ -11,6 +11,7 @@ from pyg_chimera.ops.common.checks import check_option
 from pyg_chimera.ops.common.dispatch import Choice
 from pyg_chimera.ops.common.operator import explained
 from pyg_chimera.ops.dag_scan import dag_scan, grid_scan, stm_scan
+from pyg_chimera.ops.delta_scan import delta_scan
 from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.resolvent import resolvent_mix
 from pyg_chimera.ops.selective_scan import selective_scan
@@ -20,6 +21,7 @@ __all__ = ["explain"]
 _OPERATORS: dict[str, Callable] = {
     "resolvent_mix": resolvent_mix,
     "dag_scan": dag_scan,
+    "delta_scan": delta_scan,
     "stm_scan": stm_scan,
     "grid_scan": grid_scan,
     "selective_scan": selective_scan,
@@ -48,7 +50,7 @@ def explain(
 
     Args:
         operator (str or callable): ``"resolvent_mix"``, ``"dag_scan"``,
-            ``"stm_scan"``, ``"grid_scan"``, ``"selective_scan"``,
+            ``"delta_scan"``, ``"stm_scan"``, ``"grid_scan"``, ``"selective_scan"``,
             ``"causal_conv1d"`` or ``"grid_conv"``; or a layer or a model, of which a
             copy is called with all operators returning zeros, so that neither the
             original nor the state of random number generators changes. Functions are

@@ -10,6 +10,7 @@ from operators import OPERATORS
 
 from pyg_chimera.ops import (
     dag_scan,
+    delta_scan,
     grid_scan,
     resolvent_mix,
     selective_scan,
@@ -85,6 +86,31 @@ def test_ssd_is_a_directed_path(operator, options):
     out.backward(data["grad_out"].flatten(0, 1))
     for name, x in zip(names, (C, B, X, log_a), strict=True):
         assert_near(x.grad, data[f"grad_{name}"].flatten(0, 1), what=name)
+
+
+@variants("delta_dags")
+@pytest.mark.parametrize("form", [None, "chunk"])
+def test_gated_delta_rule_on_paths(form, options):
+    """Sequences side by side; each edge decays as its target says."""
+    data = load("gated_delta")
+    batches, length = data["query"].shape[:2]
+    node = torch.arange(batches * length).view(batches, length)
+    edge_index = torch.stack([node[:, :-1].flatten(), node[:, 1:].flatten()])
+    names = ("query", "key", "value", "beta", "log_decay")
+    x = [data[name].flatten(0, 1).clone().requires_grad_() for name in names]
+    if form is not None:
+        options = {"form": form}
+    out = delta_scan(
+        x[0] / data["query"].size(-1) ** 0.5,
+        *x[1:4],
+        edge_index,
+        x[4][edge_index[1]].exp(),
+        **options,
+    )
+    assert_near(out, data["out"].flatten(0, 1))
+    out.backward(data["grad_out"].flatten(0, 1))
+    for name, y in zip(names, x, strict=True):
+        assert_near(y.grad, data[f"grad_{name}"].flatten(0, 1), what=name)
 
 
 @variants("stm_scan")

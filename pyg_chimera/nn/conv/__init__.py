@@ -2,6 +2,7 @@ from pyg_chimera.nn.conv.chimera_conv import ChimeraConv
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
 from pyg_chimera.nn.conv.chimera_grid_conv import ChimeraGridConv
 from pyg_chimera.nn.conv.chimera_path_conv import ChimeraPathConv
+from pyg_chimera.nn.conv.gated_delta_conv import GatedDeltaConv
 from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
 from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
 from pyg_chimera.nn.conv.plstm_conv import PLSTMConv
@@ -12,6 +13,7 @@ __all__ = [
     "ChimeraDAGConv",
     "ChimeraGridConv",
     "ChimeraPathConv",
+    "GatedDeltaConv",
     "GatedGCNConv",
     "GraphMambaConv",
     "PLSTMConv",

@@ -15,6 +15,7 @@ from pyg_chimera.nn.conv._init import (
     check_reach,
     head_reaches,
     log_uniform_softplus_,
+    softplus_,
 )
 from pyg_chimera.nn.conv._window import Filter, reset_filter_
 
@@ -118,6 +119,26 @@ class ChimeraBlock(MessagePassing):
         After so many steps along a path, influence has fallen to 1/e.
         """
         raise NotImplementedError
+
+    def _set_row_sums(
+        self,
+        steps: Tensor,
+        gamma: float,
+        fixed: float | None = None,
+        least: float = 1e-9,
+    ) -> Tensor:
+        """Makes heads hear as many steps, [heads], by what rows of A lack to one.
+
+        Returns:
+            torch.Tensor: How many they hear; no more than `gamma`, or what is `fixed`
+            to be lost at each step in place of it, lets them.
+        """
+        # On a path, nodes pass on 2 gamma / (2 + m) = 1 / cosh(1 / steps).
+        fixed = 2 * (1 - gamma) if fixed is None else fixed
+        lost = 4 * gamma * torch.sinh(0.5 / steps).square()
+        m = (lost - fixed).clamp(least, math.exp(-0.01))
+        softplus_(self.delta_bias[2], -m.log())
+        return 0.5 / torch.asinh(((m + fixed) / (4 * gamma)).sqrt())
 
     def _loudness(self, steps: Tensor) -> Tensor:
         """How much heads write for what they mix to be ten times as loud as the skip.

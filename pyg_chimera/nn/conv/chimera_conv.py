@@ -1,7 +1,5 @@
-import math
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
@@ -147,13 +145,8 @@ class ChimeraConv(ChimeraBlock):
         self.reset_parameters()
 
     def _set_reach(self, steps: Tensor) -> None:
-        # On a path, nodes pass on 2 gamma / (2 + m) = 1 / cosh(1 / steps).
-        gamma, released = self.gamma, self.normalization == "released"
-        fixed = 0.05 if released else 2 * (1 - gamma)  # lost in any case
-        lost = 4 * gamma * torch.sinh(0.5 / steps).square()
-        m = (lost - fixed).clamp(1e-4 if released else 1e-9, math.exp(-0.01))
-        softplus_(self.delta_bias[2], -m.log())
-        heard = 0.5 / torch.asinh(((m + fixed) / (4 * gamma)).sqrt())
+        released = (0.05, 1e-4) if self.normalization == "released" else ()
+        heard = self._set_row_sums(steps, self.gamma, *released)
         softplus_(self.delta_bias[3], self._loudness(heard))
 
     def forward(

@@ -9,7 +9,7 @@ from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 
-__all__ = ["find_cycle", "topological_rank"]
+__all__ = ["find_cycle", "ranks_and_cycles", "topological_rank"]
 
 
 def topological_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
@@ -68,6 +68,27 @@ def find_cycle(edge_index: Tensor, num_nodes: int) -> list[int] | None:
     source, target = to_numpy(edge_index)
     waiting = _rank(source, target, num_nodes)[1]
     return _cycle(source, target, waiting).tolist() if waiting.any() else None
+
+
+def ranks_and_cycles(
+    edge_index: Tensor, num_nodes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Topological ranks as far as there are any, and where cycles are.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
+        num_nodes (int): The number of nodes.
+
+    Returns:
+        tuple[np.ndarray, np.ndarray]: The rank of each node, which counts if no cycle
+        leads to it, and whether it lies on a cycle or on a way from one to another.
+    """
+    source, target = to_numpy(edge_index)
+    rank, waiting = _rank(source, target, num_nodes)
+    if not waiting.any():
+        return rank, waiting > 0
+    _, waiting_back = _rank(target, source, num_nodes)
+    return rank, (waiting > 0) & (waiting_back > 0)
 
 
 @njit(cache=True, nogil=True)

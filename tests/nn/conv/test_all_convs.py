@@ -391,6 +391,8 @@ COMPILED = {
     "ChimeraConv": (nn.ChimeraConv, "any"),
     "ChimeraDAGConv": (nn.ChimeraDAGConv, "dag"),
     "ChimeraPathConv": (nn.ChimeraPathConv, "path"),
+    "GatedDeltaConv": (nn.GatedDeltaConv, "any"),
+    "GatedDeltaConv-acyclic": (partial(nn.GatedDeltaConv, acyclic=True), "dag"),
     "PLSTMConv-D": (partial(nn.PLSTMConv, mode="D"), "dag"),
     "PLSTMConv-tracking": (partial(nn.PLSTMConv, tracking=2), "dag"),
     "PLSTMConv-order": (partial(nn.PLSTMConv, order="order"), "any"),

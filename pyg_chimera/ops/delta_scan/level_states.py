@@ -1,0 +1,159 @@
+"""The delta rule by states that move along a DAG, level by level.
+
+Nodes of a topological level do not wait for each other. Channels of values never meet:
+states are computed by as many of them at a time as fit in memory.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.delta_scan.graph import DeltaGraph
+
+#: Numbers that the states of one slice may hold.
+MAX_NUMEL = 1 << 26
+
+
+class _Level(NamedTuple):
+    """Nodes of one rank, and the edges that lead to them."""
+
+    nodes: slice  #: positions
+    edges: slice
+    tail: Tensor  #: the positions that the edges come from
+    head: Tensor  #: where they lead to among the nodes of the level
+
+
+class _Levels(NamedTuple):
+    """Nodes and edges, level by level."""
+
+    node: Tensor  #: [V], the node at each position
+    edge: Tensor  #: [E], the edges
+    levels: list[_Level]
+
+
+def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
+    """The levels of a DAG, found once for each device."""
+    name = ("levels", device)
+    if name not in graph.tables:
+        node = np.argsort(graph.rank, kind="stable")
+        position = np.empty_like(node)
+        position[node] = np.arange(len(node))
+        edge = np.argsort(graph.rank[graph.row], kind="stable")
+        last = np.cumsum(np.bincount(graph.rank, minlength=graph.depth))
+        last_edge = np.cumsum(np.bincount(graph.rank[graph.row], minlength=graph.depth))
+        tail, head = (
+            torch.from_numpy(position[x[edge]]).to(device)
+            for x in (graph.col, graph.row)
+        )
+        levels, i, e = [], 0, 0
+        for j, f in zip(last.tolist(), last_edge.tolist(), strict=True):
+            edges = slice(e, f)
+            levels.append(_Level(slice(i, j), edges, tail[edges], head[edges] - i))
+            i, e = j, f
+        graph.tables[name] = _Levels(
+            torch.from_numpy(node).to(device), torch.from_numpy(edge).to(device), levels
+        )
+    return graph.tables[name]
+
+
+class _Operands(NamedTuple):
+    """The inputs level by level, with as many heads."""
+
+    levels: _Levels
+    query: Tensor  #: [V, heads, N]
+    key: Tensor
+    value: Tensor  #: [V, heads, P]
+    beta: Tensor  #: [V, heads, 1]
+    weight: Tensor  #: [E, heads, 1, 1]
+
+
+def _operands(call: Call) -> _Operands:
+    query, key, value, beta, edge_weight = call.inputs[:5]
+    levels = _levels(call.structure, value.device)
+    repeats = value.size(1) // key.size(1)
+    return _Operands(
+        levels,
+        query[levels.node].repeat_interleave(repeats, 1),
+        key[levels.node].repeat_interleave(repeats, 1),
+        value[levels.node],
+        beta[levels.node, :, None],
+        edge_weight[levels.edge, :, None, None],
+    )
+
+
+def _slices(x: _Operands, copies: int) -> Iterator[slice]:
+    """Slices of the value channels such that the states of one fit in memory."""
+    nodes, heads, channels = x.value.shape
+    lanes = max(1, MAX_NUMEL // max(1, nodes * heads * x.key.size(2) * copies))
+    for a in range(0, channels, lanes):
+        yield slice(a, a + lanes)
+
+
+def _states(x: _Operands, part: slice) -> tuple[Tensor, Tensor]:
+    """The states S [V, heads, N, p], and how wrong nodes find what they read."""
+    key, value = x.key.unsqueeze(-1), x.value[..., part]
+    error = torch.empty_like(value)
+    S = value.new_zeros(*x.key.shape, value.size(2))
+    for level in x.levels.levels:
+        here = S[level.nodes]
+        if len(level.tail) > 0:
+            moved = x.weight[level.edges] * S[level.tail]
+            here.index_add_(0, level.head, moved)
+        k = key[level.nodes]
+        torch.sub(value[level.nodes], (k.mT @ here).squeeze(-2), out=error[level.nodes])
+        here += k * (x.beta[level.nodes] * error[level.nodes]).unsqueeze(-2)
+    return S, error
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output; states are computed anew for gradients."""
+    x = _operands(call)
+    read = torch.empty_like(x.value)
+    for part in _slices(x, 2):
+        S, _ = _states(x, part)
+        read[..., part] = (x.query.unsqueeze(-2) @ S).squeeze(-2)
+    return torch.empty_like(read).index_copy_(0, x.levels.node, read), ()
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, beta and edge weight.
+
+    With the adjoint Z of a state, and x = Z^T k, that of S' is Z - b k x^T.
+    """
+    x = _operands(call)
+    dy, key = grad[x.levels.node], x.key.unsqueeze(-1)
+    dq, dk, dv = (torch.zeros_like(y) for y in (x.query, x.key, x.value))
+    d_beta, d_weight = torch.zeros_like(x.beta), torch.zeros_like(x.weight)
+    for part in _slices(x, 5):
+        S, error = _states(x, part)
+        Z = x.query.unsqueeze(-1) * dy[..., part].unsqueeze(-2)
+        written = x.beta * error
+        dq += (S @ dy[..., part, None]).squeeze(-1)
+        for level in reversed(x.levels.levels):
+            here, before = Z[level.nodes], S[level.nodes]
+            k, b, u = key[level.nodes], x.beta[level.nodes], written[level.nodes]
+            found = (k.mT @ here).squeeze(-2)
+            d_predicted = -b * found
+            dv[level.nodes, :, part] = -d_predicted
+            d_beta[level.nodes] += (found * error[level.nodes]).sum(-1, keepdim=True)
+            dk[level.nodes] += (here @ u.unsqueeze(-1)).squeeze(-1)
+            before = before - k * u.unsqueeze(-2)
+            dk[level.nodes] += (before @ d_predicted.unsqueeze(-1)).squeeze(-1)
+            here += k * d_predicted.unsqueeze(-2)
+            if len(level.tail) > 0:
+                moved = here[level.head]
+                both = moved * S[level.tail]
+                d_weight[level.edges] += both.sum((-1, -2), keepdim=True)
+                Z.index_add_(0, level.tail, x.weight[level.edges] * moved)
+    groups = call.inputs.key.size(1)
+    dq, dk = (y.unflatten(1, (groups, -1)).sum(2) for y in (dq, dk))
+    places = [x.levels.node] * 4 + [x.levels.edge]
+    grads = (dq, dk, dv, d_beta.squeeze(-1), d_weight[..., 0, 0])
+    return tuple(
+        torch.empty_like(y).index_copy_(0, place, y)
+        for y, place in zip(grads, places, strict=True)
+    )

@@ -1,0 +1,237 @@
+"""The gated delta rule on graphs."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import (
+    check_finite,
+    check_floats,
+    check_graph,
+    check_indices,
+    check_option,
+    check_shape,
+)
+from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
+from pyg_chimera.ops.common.operator import Operator
+from pyg_chimera.ops.delta_scan import reference, torch_backend
+from pyg_chimera.ops.delta_scan.cost_model import cost_of
+from pyg_chimera.ops.delta_scan.graph import DeltaGraph, delta_graph
+from pyg_chimera.ops.structure.cache import Recipe
+
+__all__ = ["delta_scan"]
+
+_FORMS = ("auto", "state", "mask", "chunk")
+
+#: Bytes of matrices that the mask form may hold where there is another one.
+_MAX_MASK_BYTES = 1 << 30
+#: How far from one the length of a key may be, rounded to bfloat16.
+_ROUNDING = 1e-2
+
+
+class Inputs(NamedTuple):
+    """The inputs of the registered operator."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    edge_weight: Tensor
+    edge_index: Tensor
+    batch: Tensor | None
+    form: str
+    backend: str
+
+
+class _DeltaScan(Operator[Inputs, DeltaGraph]):
+    name = "delta_scan"
+    inputs = Inputs
+    backends = {"torch": torch_backend, "reference": reference}  # noqa: RUF012
+
+    def recipe(self, inputs: Inputs) -> Recipe:
+        graph = (inputs.edge_index, inputs.batch)
+        return Recipe(delta_graph, graph, (inputs.value.size(0),))
+
+    def check(self, inputs: Inputs, structure: DeltaGraph) -> None:
+        check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
+        _check_beta(inputs.beta)
+        _check_key(inputs.key)
+        if structure.cyclic_edges.size:
+            _check_contraction(inputs.edge_weight, structure)
+
+    def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
+        inputs, graph = call.inputs, call.structure
+        (backend,), reason = self.usable(inputs), self.reason(inputs)
+        cyclic = bool(graph.on_cycle.any())
+        if backend == "reference":
+            solver = "dense" if cyclic else "scan"
+            return [Choice(self.name, solver, "state", backend, reason)]
+
+        def choice(form: str) -> Choice:
+            solver = "scan"
+            if form == "mask":
+                solver = "dense" if cyclic else "triangular"
+            found = Choice(self.name, solver, form, backend, reason)
+            return found._replace(cost=cost_of(form, graph, inputs.query, inputs.value))
+
+        if inputs.form != "auto":
+            found = [choice(inputs.form)]
+        else:
+            found = [choice("mask")]
+            if not cyclic:
+                found.append(choice("state"))
+            if graph.are_paths:
+                found.append(choice("chunk"))
+        small = [x for x in found if x.form != "mask" or _fits(x)] or found
+        small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
+        if inputs.value.device.type != "cpu":  # where nobody has measured it
+            small = [x._replace(cost=None) for x in small]
+        best, *others = small
+        if others:
+            best = best._replace(reason=f"{reason}; {WHY_FORM[best.form]}")
+        elif inputs.form == "auto":
+            why = "cycles need matrices" if cyclic else "matrices would not fit"
+            best = best._replace(reason=f"{reason}; {why}")
+        return [best._replace(alternatives=tuple(others))]
+
+
+def _fits(choice: Choice) -> bool:
+    return choice.cost.memory <= _MAX_MASK_BYTES  # type: ignore[union-attr]
+
+
+def _check_beta(beta: Tensor) -> None:
+    """Checks that nodes overwrite, or reflect, what their keys read; NaN passes."""
+    outside = (beta < 0) | (beta > 2)
+    if bool(outside.any()):
+        node, head = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"'beta' must be in [0, 2], but node {node} has {beta[node, head].item()} "
+            f"in head {head}"
+        )
+
+
+def _check_key(key: Tensor) -> None:
+    """Checks that keys are of length one; NaN passes."""
+    length = torch.linalg.vector_norm(key, dim=-1)
+    wrong = (length - 1).abs() > _ROUNDING
+    if bool(wrong.any()):
+        node, group = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"'key' must hold vectors of length one, but that of node {node} in group "
+            f"{group} is of length {length[node, group].item():.4g}; use "
+            "'torch.nn.functional.normalize(key, dim=-1)', and no zeros"
+        )
+
+
+def _check_contraction(edge_weight: Tensor, graph: DeltaGraph) -> None:
+    """Checks that around cycles states do not grow, whatever nodes write."""
+    edge = torch.from_numpy(graph.cyclic_edges).to(edge_weight.device)
+    col, row = (
+        torch.from_numpy(x[graph.cyclic_edges]).to(edge_weight.device)
+        for x in (graph.col, graph.row)
+    )
+    weight = edge_weight[edge]
+
+    def sums(row: Tensor, weight: Tensor) -> Tensor:
+        zero = weight.new_zeros(graph.num_nodes, weight.size(1))
+        return zero.index_add_(0, row, weight.abs())
+
+    if not bool((sums(row, weight) >= 1).any()):
+        return
+    # Duplicate edges add up to one entry of A before its absolute value is taken.
+    pair, place = (row * graph.num_nodes + col).unique(return_inverse=True)
+    entries = weight.new_zeros(len(pair), weight.size(1)).index_add_(0, place, weight)
+    total = sums(pair // graph.num_nodes, entries)
+    large = total >= 1
+    if bool(large.any()):
+        node, head = large.nonzero()[0].tolist()
+        raise ValueError(
+            "'edge_weight' must, on cycles, make rows of |A| sum to less than one, for "
+            f"the rule to have a solution, but the row of node {node} sums to "
+            f"{total[node, head].item():.4g} in head {head}; scale it (as "
+            "'chimera_transition' does), or make a DAG of the graph"
+        )
+
+
+_delta_scan = _DeltaScan()
+
+
+def delta_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor,
+    batch: Tensor | None = None,
+    *,
+    form: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Runs the gated delta rule along the edges of any graph. It is the rule of
+    `"Gated Delta Networks: Improving Mamba2 with Delta Rule"
+    <https://arxiv.org/abs/2412.06464>`_ and `"Parallelizing Linear Transformers with
+    the Delta Rule over Sequence Length" <https://arxiv.org/abs/2406.06484>`_, with the
+    neighbours of a node in place of the step before:
+
+    .. math::
+        \mathbf{S}'_i = \sum_{j \to i} A_{ij} \mathbf{S}_j, \qquad
+        \mathbf{S}_i = \mathbf{S}'_i + \beta_i \mathbf{k}_i (\mathbf{v}_i -
+        \mathbf{S}_i'^{\top} \mathbf{k}_i)^{\top}, \qquad
+        \mathbf{y}_i = \mathbf{S}_i^{\top} \mathbf{q}_i.
+
+    A node writes what its key does not read yet, where :func:`resolvent_mix` and
+    :func:`dag_scan` only add. The rule is linear in the values: with the resolvent
+    :math:`\mathbf{L} = (\mathbf{I} - \mathbf{A})^{-1}`,
+
+    .. math::
+        \mathbf{u} = \left( \mathbf{I} + \textrm{diag}(\beta) ((\mathbf{L} -
+        \mathbf{I}) \odot \mathbf{K} \mathbf{K}^{\top}) \right)^{-1}
+        \textrm{diag}(\beta) \mathbf{V}, \qquad
+        \mathbf{y} = (\mathbf{L} \odot \mathbf{Q} \mathbf{K}^{\top}) \mathbf{u}.
+
+    On DAGs both matrices are triangular, and weights may be of any size. On graphs with
+    cycles the rule has exactly one solution if rows of :math:`|\mathbf{A}|` sum to less
+    than one, as writing never makes a state larger. On a directed path it is Gated
+    DeltaNet. Differentiable once in the five tensors of floating point. float16 and
+    bfloat16 are computed in float32. The query is not scaled.
+
+    Args:
+        query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
+            groups :math:`G` divides that of heads; the heads of a group share them.
+        key (torch.Tensor): The keys, of length one, :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
+        beta (torch.Tensor): How much of what its key reads a node replaces, in
+            :math:`[0, 2]`, :math:`[|\mathcal{V}|, H]`: 1 is all of it, more reflects.
+        edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`.
+            Self-loops and duplicates count.
+        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`.
+        batch (torch.Tensor, optional): The graph of each node, integer
+            :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
+            connected components are found and used. (default: :obj:`None`)
+        form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
+            (cubic in its nodes), :obj:`"state"` carries :math:`\mathbf{S}` along a DAG,
+            level by level (linear in its edges), :obj:`"chunk"` combines both, in
+            chunks of directed paths (the WY form of DeltaNet). All give the same
+            result. (default: :obj:`"auto"`, whichever is faster)
+        backend (str, optional): :obj:`"torch"` (any device), :obj:`"reference"` (dense,
+            slow, for tests). (default: :obj:`"auto"`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
+
+    Raises:
+        ValueError: If shapes disagree, an index is out of range, an edge joins two
+            graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
+            outside of :math:`[0, 2]`, a row of :math:`|\mathbf{A}|` on a cycle sums to
+            one or more, or if an option is unknown or does not fit.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
+    q, k, v, b, w = check_floats(query=q, key=k, value=v, beta=beta, edge_weight=w)
+    check_shape("beta", beta, "[nodes, heads]", list(value.shape[:2]))
+    (batch,) = check_indices(value, batch=batch)
+    check_option("form", form, _FORMS)
+    inputs = Inputs(q, k, v, b, w, edge_index, batch, form, backend)
+    return _delta_scan(inputs).to(value.dtype)

@@ -1,0 +1,146 @@
+"""What is special to `GatedDeltaConv`: its formula, and keys of length one."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from asserts import assert_near
+from convs import CASES, CHANNELS
+from torch_geometric.utils import to_undirected
+
+from pyg_chimera.nn import GatedDeltaConv
+from pyg_chimera.nn.conv.gated_delta_conv import unit
+
+KINDS = [name for name in CASES if name.startswith("GatedDeltaConv")]
+
+
+def direction(y):
+    return y / y.square().sum(-1, keepdim=True).sqrt()
+
+
+def transitions(conv, index, delta, edge):
+    """A of one head, [V, V], from what softplus makes of selectivities [V, gates]."""
+    n, A = len(delta), delta.new_zeros(len(delta), len(delta))
+    decays = []
+    for e, (j, i) in enumerate(index.t().tolist()):
+        source = delta[j, 0] if conv.acyclic else delta[j, 1]
+        parts = [delta[i, 0], source, *([] if edge is None else [edge[e]])]
+        decays.append(torch.exp(-sum(parts) / len(parts)))
+    for i in range(n):
+        into = [e for e in range(len(decays)) if index[1, e] == i]
+        total = math.sqrt(len(into)) if conv.acyclic else None
+        if not conv.acyclic:
+            total = sum(decays[e] for e in into) + torch.exp(-delta[i, 2])
+            total = total / conv.gamma
+        for e in into:
+            A[i, index[0, e]] += decays[e] / total
+    return A
+
+
+def memories(A, key, value, beta):
+    """The states of one head, from S = (I - b k k^T) (A S) + b k v^T over and over."""
+    S = key.new_zeros(*key.shape, value.size(1))
+    for _ in range(4000):
+        before = torch.einsum("ij,jnp->inp", A, S)
+        wrong = value - torch.einsum("inp,in->ip", before, key)
+        after = before + torch.einsum("i,in,ip->inp", beta, key, wrong)
+        if (after - S).abs().max() < 1e-15:
+            break
+        S = after
+    return S
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_formula(name):
+    case = CASES[name]
+    conv, inputs = case.trained(), case.inputs()
+    x, index, attr, *_ = inputs
+    parts = [conv.lin_value(x), conv.lin_key(x), conv.lin_query(x)]
+    if conv.local_weight is not None:
+        own, around = conv.local_weight.t()[:, : sum(p.size(1) for p in parts)]
+        y, near = torch.cat(parts, 1), []
+        for i in range(len(x)):
+            tails = index[0, index[1] == i]
+            near.append(y[tails].mean(0) if len(tails) else 0 * y[i])
+        y = y * own + torch.stack(near) * around
+        parts = y.split([p.size(1) for p in parts], 1)
+    value, key, query = map(F.silu, parts)
+    delta = conv.lin_delta(x).unflatten(1, (-1, conv.heads)) + conv.delta_bias
+    outs = []
+    for h in range(conv.heads):
+        g, N = h * conv.groups // conv.heads, conv.state_channels
+        q, k = (direction(y[:, g * N : (g + 1) * N]) for y in (query, key))
+        edge = None
+        if conv.lin_edge is not None:
+            edge = F.softplus(conv.lin_edge(attr)[:, h] + conv.edge_bias[0, h])
+        A = transitions(conv, index, F.softplus(delta[:, :-1, h]), edge)
+        v = value.unflatten(1, (conv.heads, -1))[:, h]
+        beta = (2 if conv.reflections else 1) * torch.sigmoid(delta[:, -1, h])
+        y = torch.einsum("inp,in->ip", memories(A, k, v, beta), q)
+        outs.append(y + conv.skip[h] * v)
+    y = torch.cat(outs, 1)
+    y = y / (y.square().mean(1, keepdim=True) + 1e-5).sqrt() * conv.norm.weight
+    if conv.lin_gate is not None:
+        y = y * F.silu(conv.lin_gate(x))
+    assert_near(case.call(conv, inputs), conv.lin_out(y), 1e-8)
+
+
+def test_unit():
+    """Whatever the size; zeros have a direction, too, but no gradient."""
+    x = torch.randn(6, 2, 5) * torch.tensor([1, 1e-20, 1e30, 1, 0, 1.0]).view(6, 1, 1)
+    x.requires_grad_()
+    y = unit(x)
+    assert_near(y.norm(dim=-1), torch.ones(6, 2), 1e-6)
+    assert_near(y[:4], direction(x[:4].double()).float(), 1e-6)
+    y[..., 0].sum().backward()
+    assert x.grad.isfinite().all()
+    assert not x.grad[4].any()
+    assert unit(torch.full((1, 2), torch.nan)).isnan().all()
+
+
+@pytest.mark.parametrize("acyclic", [False, True])
+def test_nodes_without_features(acyclic):
+    """Nor bias: their keys are zero before they get a length."""
+    conv = GatedDeltaConv(CHANNELS, heads=2, bias=False, acyclic=acyclic)
+    x = torch.zeros(4, CHANNELS, requires_grad=True)
+    index = torch.tensor([[0, 1, 2], [1, 2, 3]])
+    out = conv(x, index)
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("acyclic", [False, True])
+def test_reach(acyclic, heads):
+    """What nobody overwrites falls to 1/e along a path after so many steps."""
+    n, index = 300, torch.stack([torch.arange(299), torch.arange(1, 300)])
+    conv = GatedDeltaConv(CHANNELS, heads=heads, reach=(2.0, 20.0), acyclic=acyclic)
+    if not acyclic:
+        index = to_undirected(index)
+    delta = F.softplus(conv.selectivities(torch.zeros(n, CHANNELS)) + conv.delta_bias)
+    deltas = list(delta.unbind(1))[:-1]
+    weight = conv._transition(index, n, deltas, None).detach().double()
+    A = torch.zeros(heads, n, n).double()
+    A[:, index[1], index[0]] = weight.t()
+    L = torch.linalg.inv(torch.eye(n).double() - A)
+    found = -1 / (L[:, 151, 150] / L[:, 150, 150]).log()
+    expected = [2 * 10 ** ((h + 0.5) / heads) for h in range(heads)]
+    assert found.tolist() == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("gamma", [0, 1, 1.5])
+def test_bad_gamma(gamma):
+    with pytest.raises(ValueError, match=r"'gamma' must be in \(0, 1\).* got"):
+        GatedDeltaConv(CHANNELS, gamma=gamma)
+
+
+def test_cycles_where_there_should_be_none():
+    conv = GatedDeltaConv(CHANNELS, acyclic=True, reach=(64, 64))
+    x, index = (
+        torch.zeros(3, CHANNELS),
+        torch.tensor([[0, 1, 2, 0, 1], [1, 2, 0, 2, 0]]),
+    )
+    with pytest.raises(ValueError, match=r"row of node 0 sums to 1.* make a DAG"):
+        conv(x, index)
