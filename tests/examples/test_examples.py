@@ -788,7 +788,9 @@ def test_equal_minutes(tmp_path, monkeypatch):
     data = masked_lm.get_datasets(args, torch.arange(3000) % 256, [16])
     model = masked_lm.build_model(args, "chimera")
     before = [p.clone() for p in model.parameters()]
-    monkeypatch.setattr(masked_lm.time, "monotonic", lambda: next(seconds))
+    clock = "monotonic" if args.device == "cuda" else "process_time"
+    monkeypatch.setattr(masked_lm.time, clock, lambda: next(seconds))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     # A step takes one second. An epoch has two of four windows, and three to evaluate.
     assert (len(data["train"]), len(data["val"])) == (8, 9)
     assert masked_lm.epochs_within(3.0, model, args, data) == 36
