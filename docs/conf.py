@@ -48,7 +48,7 @@ for variable, first in (("JUPYTER_PATH", KERNELS.parent), ("PYTHONPATH", sys.pat
 os.environ["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300  # seconds for a cell: the first one may compile kernels
+nb_execution_timeout = 900  # seconds for a cell: the first one may compile kernels
 nb_execution_show_tb = True
 nb_merge_streams = True
 nb_output_stderr = "remove"  # progress, and messages that kernels are compiled
