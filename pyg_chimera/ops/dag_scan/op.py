@@ -1,7 +1,6 @@
 """Linear recurrences on DAGs: on their nodes, on their edges, on grids."""
 
 from collections.abc import Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -13,7 +12,6 @@ from pyg_chimera.ops.common.checks import (
     check_floats,
     check_graph,
     check_indices,
-    check_integers,
     check_nodes,
     check_option,
     check_shape,
@@ -30,7 +28,7 @@ from pyg_chimera.ops.dag_scan.states import (
     node_states,
 )
 from pyg_chimera.ops.structure.cache import Recipe
-from pyg_chimera.ops.structure.grid import grid_sizes
+from pyg_chimera.ops.structure.grid import flat_sizes
 
 __all__ = ["dag_scan", "grid_scan", "stm_scan"]
 
@@ -388,12 +386,9 @@ def grid_scan(
     check_shape("mark", mark, layout, [nodes, orientations, 2, heads])
     layout = "[nodes, orientations, 2, 2, heads]"
     check_shape("transition", transition, layout, [nodes, orientations, 2, 2, heads])
-    for name, x in {"height": height, "width": width}.items():
-        if isinstance(x, Tensor) and x.device.type != "cpu":
-            check_integers(name, x, value)
-    sizes = grid_sizes(height, width, nodes)
+    sizes = flat_sizes(height, width, value)
     inputs = Inputs(
         q, k, v, S.flatten(0, 2), M.flatten(0, 2), T.flatten(0, 3), D, None, None,
-        None, None, 1, [orientations, *chain(*sizes)], form, backend,
+        None, None, 1, [orientations, *sizes], form, backend,
     )  # fmt: skip
     return _grid_scan(inputs).to(value.dtype)

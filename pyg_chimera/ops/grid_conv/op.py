@@ -1,6 +1,5 @@
 """A small convolution of each channel of grids."""
 
-from itertools import chain
 from typing import NamedTuple
 
 from torch import Tensor
@@ -8,12 +7,11 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import (
     check_dim,
     check_floats,
-    check_integers,
     check_shape,
 )
 from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.grid_conv import reference, torch_backend
-from pyg_chimera.ops.structure.grid import grid_sizes
+from pyg_chimera.ops.structure.grid import flat_sizes
 
 __all__ = ["grid_conv"]
 
@@ -88,10 +86,7 @@ def grid_conv(
         )
     wanted = [x.size(1), *weight.shape[1:]]
     check_shape("weight", weight, "[channels, rows, columns]", wanted)
-    for name, size in {"height": height, "width": width}.items():
-        if isinstance(size, Tensor) and size.device.type != "cpu":
-            check_integers(name, size, x)
-    sizes = list(chain(*grid_sizes(height, width, x.size(0))))
+    sizes = flat_sizes(height, width, x)
     y, weight = check_floats(x=x, weight=weight)
     with without_autocast(x):
         out = _grid_conv(Inputs(y, weight, int(causal), sizes, backend))

@@ -75,9 +75,9 @@ def _canvas(call: Call) -> _Canvas:
     x, weight, causal, sizes = call.inputs[:4]
     rows, columns = weight.shape[1:]
     padding = (rows - 1, columns - 1) if causal else (rows // 2, columns // 2)
-    height, width = torch.tensor(sizes, device=x.device).view(-1, 2).unbind(1)
     if len(set(zip(sizes[::2], sizes[1::2], strict=True))) == 1:
         return _Canvas((len(sizes) // 2, sizes[0], sizes[1]), padding, None)
+    height, width = torch.tensor(sizes, device=x.device).view(-1, 2).unbind(1)
     left = (width + columns - 1).cumsum(0) - width - columns + 1
     total = sum(sizes[1::2]) + (len(sizes) // 2) * (columns - 1)
     count = height * width

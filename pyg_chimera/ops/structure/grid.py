@@ -4,14 +4,16 @@ The four DAGs of a grid lead right and down, left and up, right and up, left and
 every second one is the one before turned around.
 """
 
+from itertools import chain
 from numbers import Integral
 
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.checks import check_integers
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = ["grid_dag", "grid_dags", "grid_edges", "grid_sizes", "is_grid"]
+__all__ = ["flat_sizes", "grid_dag", "grid_dags", "grid_edges", "grid_sizes", "is_grid"]
 
 #: The ways of the DAGs across and down.
 _WAYS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
@@ -57,6 +59,19 @@ def grid_sizes(
             f"{covered} in {count} grid{'s' * (count != 1)}"
         )
     return list(zip(heights, widths, strict=True))
+
+
+def flat_sizes(height: int | Tensor, width: int | Tensor, nodes: Tensor) -> list[int]:
+    """Height and width of each grid, one after the other, as operators take them.
+
+    Raises:
+        TypeError: As :func:`grid_sizes`, and if a tensor elsewhere has no integers.
+        ValueError: As :func:`grid_sizes`, and if it is not where the nodes are.
+    """
+    for name, size in {"height": height, "width": width}.items():
+        if isinstance(size, Tensor) and size.device.type != "cpu":
+            check_integers(name, size, nodes)
+    return list(chain(*grid_sizes(height, width, nodes.size(0))))
 
 
 def grid_edges(height: int, width: int) -> tuple[Tensor, Tensor]:
