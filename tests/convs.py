@@ -189,6 +189,7 @@ CASES = {
     "GatedDeltaConv-states": gated_delta(
         acyclic=True, edge_dim=EDGE, form="state", bias=False
     ),
+    "GatedDeltaConv-surprise": gated_delta(acyclic=True, surprise=True, heads=2),
     "PLSTMConv": plstm(heads=2),
     "PLSTMConv-D": plstm(mode="D", heads=2, edge_dim=EDGE),
     "PLSTMConv-row": plstm(normalization="row", edge_dim=EDGE, bias=False),

@@ -234,6 +234,37 @@ def _delta_oracle(x: Floats, s: Structure) -> Tensor:
     return torch.stack(outs, dim=1)
 
 
+def _surprise_oracle(x: Floats, s: Structure) -> Tensor:
+    """All nodes at once, as many times as there are nodes on the longest path."""
+    heads, groups = x["value"].size(1), x["query"].size(1)
+    outs = []
+    for h in range(heads):
+        g = h * groups // heads
+        q, k, v, b = x["query"][:, g], x["key"][:, g], x["value"][:, h], x["beta"][:, h]
+        A = _adjacency(s.edge_index, x["edge_weight"][:, h], len(s.graph))
+        S = torch.zeros(*k.shape, v.size(1), dtype=k.dtype)
+        for _ in range(_depth(s)):
+            before = torch.einsum("ij,jnp->inp", A, S)
+            error = v - torch.einsum("inp,in->ip", before, q)
+            mean = error.square().sum(1) / max(v.size(1), 1)
+            share = torch.sigmoid(mean / x["surprise"][h])
+            wrong = v - torch.einsum("inp,in->ip", before, k)
+            S = before + torch.einsum("i,in,ip->inp", b * share, k, wrong)
+        outs.append(torch.einsum("inp,in->ip", S, q))
+    return torch.stack(outs, dim=1)
+
+
+def _depth(s: Structure) -> int:
+    """The number of nodes of the longest path of a DAG."""
+    rank = torch.zeros(len(s.graph), dtype=torch.long)
+    source, target = s.edge_index
+    while True:
+        longer = rank.clone().scatter_reduce_(0, target, rank[source] + 1, "amax")
+        if bool((longer == rank).all()):
+            return int(rank.max()) + 1 if len(rank) else 1
+        rank = longer
+
+
 def _stm_oracle(x: Floats, s: Structure) -> Tensor:
     """One state for each edge and component; nodes are joined through the states."""
     source, mark, transition = x["source"], x["mark"], x["transition"]
@@ -483,10 +514,17 @@ OPERATORS = {
         DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
         _DELTA_SCALE, _delta_oracle, _edges,
         {
+            "state-numba": {"form": "state", "backend": "numba"},
             "state-torch": {"form": "state", "backend": "torch"},
             "mask-torch": {"form": "mask", "backend": "torch"},
             **_REST,
         },
+    ),
+    "surprise": Operator(
+        "delta_scan", _DELTA + " surprise:H", "HGNP", _DELTA_SIZES,
+        DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
+        {**_DELTA_SCALE, "surprise": lambda x, s: x.exp()}, _surprise_oracle, _edges,
+        _BACKENDS,
     ),
     "delta_paths": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,

@@ -3,6 +3,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_batch, check_nodes
@@ -46,6 +47,11 @@ class GatedDeltaConv(ChimeraBlock):
         state_channels (int, optional): Size of queries and keys. (default: :obj:`64`)
         acyclic (bool, optional): Whether graphs are directed and acyclic.
             (default: :obj:`False`)
+        surprise (bool, optional): Whether nodes write the more the more their value
+            differs from what their query reads before, relative to a temperature that
+            each head learns, from 1 on: the surprise of `"Titans: Learning to Memorize
+            at Test Time" <https://arxiv.org/abs/2501.00663>`_. Takes :obj:`acyclic`.
+            (default: :obj:`False`)
         reflections (bool, optional): Whether :math:`\beta` ranges up to 2 and not 1, so
             that nodes can turn what their key reads into its opposite, which state
             tracking takes. (default: :obj:`False`)
@@ -69,7 +75,8 @@ class GatedDeltaConv(ChimeraBlock):
             selectivities start log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         form (str, optional): :obj:`"state"` (on DAGs), :obj:`"mask"`, :obj:`"chunk"`
             (on directed paths) or :obj:`"auto"`.
-        backend (str, optional): :obj:`"torch"`, :obj:`"reference"` or :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"` (states on the CPU), :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
 
@@ -99,6 +106,7 @@ class GatedDeltaConv(ChimeraBlock):
         state_channels: int = 64,
         *,
         acyclic: bool = False,
+        surprise: bool = False,
         reflections: bool = False,
         groups: int = 1,
         edge_dim: int | None = None,
@@ -116,6 +124,11 @@ class GatedDeltaConv(ChimeraBlock):
                 "'gamma' must be in (0, 1), as on cycles only states that fade have a "
                 f"solution, got {gamma}"
             )
+        if surprise and not acyclic:
+            raise ValueError(
+                "surprise=True is for DAGs: the rule is not linear then, and may have "
+                "no solution on cycles; pass acyclic=True"
+            )
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
@@ -125,12 +138,15 @@ class GatedDeltaConv(ChimeraBlock):
         self.acyclic = acyclic
         self.reflections = reflections
         self.gamma = gamma
+        self.log_temperature = Parameter(torch.empty(heads)) if surprise else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
         torch.nn.init.zeros_(self.delta_bias[-1])  # of beta, which starts in the middle
+        if self.log_temperature is not None:
+            torch.nn.init.zeros_(self.log_temperature)
 
     def _set_reach(self, steps: Tensor) -> None:
         if not self.acyclic:
@@ -172,10 +188,13 @@ class GatedDeltaConv(ChimeraBlock):
         weight = self._transition(
             edge_index, num_nodes, [F.softplus(y) for y in deltas], edge
         )
+        surprise = None
+        if self.log_temperature is not None:
+            surprise = at_least_float32(self.log_temperature).exp()
         y = delta_scan(
             unit(query), unit(key), value, (1 + self.reflections) * beta.sigmoid(),
-            edge_index, self.explained(weight, num_nodes), batch, form=self.form,
-            backend=self.backend,
+            edge_index, self.explained(weight, num_nodes), batch, surprise=surprise,
+            form=self.form, backend=self.backend,
         )  # fmt: skip
         return self.output(y, x, value)
 

@@ -1,7 +1,8 @@
 """The delta rule by states that move along a DAG, level by level.
 
-Nodes of a topological level do not wait for each other. Channels of values never meet:
-states are computed by as many of them at a time as fit in memory.
+Nodes of a topological level do not wait for each other. Channels of values never meet
+(but in the surprise of a node, which is at all of them): states are computed by as many
+of them at a time as fit in memory.
 """
 
 from collections.abc import Iterator
@@ -69,10 +70,11 @@ class _Operands(NamedTuple):
     value: Tensor  #: [V, heads, P]
     beta: Tensor  #: [V, heads, 1]
     weight: Tensor  #: [E, heads, 1, 1]
+    temperature: Tensor | None  #: [heads, 1], of surprise
 
 
 def _operands(call: Call) -> _Operands:
-    query, key, value, beta, edge_weight = call.inputs[:5]
+    query, key, value, beta, edge_weight, surprise = call.inputs[:6]
     levels = _levels(call.structure, value.device)
     repeats = value.size(1) // key.size(1)
     return _Operands(
@@ -82,31 +84,59 @@ def _operands(call: Call) -> _Operands:
         value[levels.node],
         beta[levels.node, :, None],
         edge_weight[levels.edge, :, None, None],
+        None if surprise is None else surprise.unsqueeze(-1),
     )
 
 
 def _slices(x: _Operands, copies: int) -> Iterator[slice]:
     """Slices of the value channels such that the states of one fit in memory."""
     nodes, heads, channels = x.value.shape
+    if x.temperature is not None:
+        yield slice(0, channels)
+        return
     lanes = max(1, MAX_NUMEL // max(1, nodes * heads * x.key.size(2) * copies))
     for a in range(0, channels, lanes):
         yield slice(a, a + lanes)
 
 
-def _states(x: _Operands, part: slice) -> tuple[Tensor, Tensor]:
-    """The states S [V, heads, N, p], and how wrong nodes find what they read."""
-    key, value = x.key.unsqueeze(-1), x.value[..., part]
-    error = torch.empty_like(value)
+class _States(NamedTuple):
+    """What becomes of the states of a slice."""
+
+    S: Tensor  #: [V, heads, N, p]
+    error: Tensor  #: [V, heads, p], of what keys have read before
+    strength: Tensor  #: [V, heads, 1], how much of it nodes mend
+    surprise: Tensor  #: [V, heads, p], the error of what queries have read before
+
+
+def _states(x: _Operands, part: slice) -> _States:
+    """Carries the states along."""
+    key, query, value = x.key.unsqueeze(-1), x.query.unsqueeze(-1), x.value[..., part]
+    error, surprise = torch.empty_like(value), value.new_empty(0)
+    strength = x.beta
+    if x.temperature is not None:
+        surprise, strength = torch.empty_like(value), torch.empty_like(x.beta)
     S = value.new_zeros(*x.key.shape, value.size(2))
     for level in x.levels.levels:
-        here = S[level.nodes]
+        nodes = level.nodes
+        here = S[nodes]
         if len(level.tail) > 0:
             moved = x.weight[level.edges] * S[level.tail]
             here.index_add_(0, level.head, moved)
-        k = key[level.nodes]
-        torch.sub(value[level.nodes], (k.mT @ here).squeeze(-2), out=error[level.nodes])
-        here += k * (x.beta[level.nodes] * error[level.nodes]).unsqueeze(-2)
-    return S, error
+        k = key[nodes]
+        torch.sub(value[nodes], (k.mT @ here).squeeze(-2), out=error[nodes])
+        if x.temperature is not None:
+            read = (query[nodes].mT @ here).squeeze(-2)
+            torch.sub(value[nodes], read, out=surprise[nodes])
+            share = _excess(surprise[nodes], x.temperature).sigmoid()
+            strength[nodes] = x.beta[nodes] * share
+        here += k * (strength[nodes] * error[nodes]).unsqueeze(-2)
+    return _States(S, error, strength, surprise)
+
+
+def _excess(error: Tensor, temperature: Tensor) -> Tensor:
+    """Surprise, [..., heads, 1], of which the sigmoid is the share of beta written."""
+    mean = error.square().sum(-1, keepdim=True) / max(error.size(-1), 1)
+    return mean / temperature
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -114,36 +144,50 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     x = _operands(call)
     read = torch.empty_like(x.value)
     for part in _slices(x, 2):
-        S, _ = _states(x, part)
+        S = _states(x, part).S
         read[..., part] = (x.query.unsqueeze(-2) @ S).squeeze(-2)
     return torch.empty_like(read).index_copy_(0, x.levels.node, read), ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, beta and edge weight.
+    """Gradients of query, key, value, beta, edge weight, and if given of surprise.
 
-    With the adjoint Z of a state, and x = Z^T k, that of S' is Z - b k x^T.
+    With the adjoint Z of a state, a strength b and x = Z^T k, that of S' is
+    Z - b k x^T - q e^T, where e is the adjoint of what is read to be surprised, if so.
     """
     x = _operands(call)
-    dy, key = grad[x.levels.node], x.key.unsqueeze(-1)
+    dy, key, query = grad[x.levels.node], x.key.unsqueeze(-1), x.query.unsqueeze(-1)
     dq, dk, dv = (torch.zeros_like(y) for y in (x.query, x.key, x.value))
     d_beta, d_weight = torch.zeros_like(x.beta), torch.zeros_like(x.weight)
+    d_temperature = torch.zeros_like(x.beta)
     for part in _slices(x, 5):
-        S, error = _states(x, part)
-        Z = x.query.unsqueeze(-1) * dy[..., part].unsqueeze(-2)
-        written = x.beta * error
+        S, error, strength, surprise = _states(x, part)
+        Z = query * dy[..., part].unsqueeze(-2)
+        written = strength * error
         dq += (S @ dy[..., part, None]).squeeze(-1)
         for level in reversed(x.levels.levels):
-            here, before = Z[level.nodes], S[level.nodes]
-            k, b, u = key[level.nodes], x.beta[level.nodes], written[level.nodes]
+            nodes = level.nodes
+            here, before = Z[nodes], S[nodes]
+            k, b, u = key[nodes], strength[nodes], written[nodes]
             found = (k.mT @ here).squeeze(-2)
             d_predicted = -b * found
-            dv[level.nodes, :, part] = -d_predicted
-            d_beta[level.nodes] += (found * error[level.nodes]).sum(-1, keepdim=True)
-            dk[level.nodes] += (here @ u.unsqueeze(-1)).squeeze(-1)
+            dv[nodes, :, part] = -d_predicted
+            d_strength = (found * error[nodes]).sum(-1, keepdim=True)
+            dk[nodes] += (here @ u.unsqueeze(-1)).squeeze(-1)
             before = before - k * u.unsqueeze(-2)
-            dk[level.nodes] += (before @ d_predicted.unsqueeze(-1)).squeeze(-1)
+            dk[nodes] += (before @ d_predicted.unsqueeze(-1)).squeeze(-1)
             here += k * d_predicted.unsqueeze(-2)
+            if x.temperature is not None:
+                e = surprise[nodes]
+                excess = _excess(e, x.temperature)
+                d_excess = d_strength * b * (-excess).sigmoid()
+                d_strength = d_strength * excess.sigmoid()
+                d_read = -2 / max(e.size(-1), 1) * d_excess / x.temperature * e
+                dv[nodes] -= d_read
+                dq[nodes] += (before @ d_read.unsqueeze(-1)).squeeze(-1)
+                here += query[nodes] * d_read.unsqueeze(-2)
+                d_temperature[nodes] = -d_excess * excess / x.temperature
+            d_beta[nodes] += d_strength
             if len(level.tail) > 0:
                 moved = here[level.head]
                 both = moved * S[level.tail]
@@ -152,8 +196,9 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     groups = call.inputs.key.size(1)
     dq, dk = (y.unflatten(1, (groups, -1)).sum(2) for y in (dq, dk))
     places = [x.levels.node] * 4 + [x.levels.edge]
-    grads = (dq, dk, dv, d_beta.squeeze(-1), d_weight[..., 0, 0])
-    return tuple(
+    of_rows = (dq, dk, dv, d_beta.squeeze(-1), d_weight[..., 0, 0])
+    grads = tuple(
         torch.empty_like(y).index_copy_(0, place, y)
-        for y, place in zip(grads, places, strict=True)
+        for y, place in zip(of_rows, places, strict=True)
     )
+    return grads if x.temperature is None else (*grads, d_temperature.sum((0, 2)))

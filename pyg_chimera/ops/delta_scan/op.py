@@ -14,16 +14,20 @@ from pyg_chimera.ops.common.checks import (
     check_shape,
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
+from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.delta_scan import reference, torch_backend
+from pyg_chimera.ops.delta_scan import numba_backend, reference, torch_backend
 from pyg_chimera.ops.delta_scan.cost_model import cost_of
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.cache import Recipe
+from pyg_chimera.ops.structure.topological import find_cycle
 
 __all__ = ["delta_scan"]
 
 _FORMS = ("auto", "state", "mask", "chunk")
 
+#: The forms that each backend has, preferred ones first.
+_FORMS_OF = {"numba": ("state",), "torch": ("mask", "state", "chunk")}
 #: Bytes of matrices that the mask form may hold where there is another one.
 _MAX_MASK_BYTES = 1 << 30
 #: How far from one the length of a key may be, rounded to bfloat16.
@@ -38,6 +42,7 @@ class Inputs(NamedTuple):
     value: Tensor
     beta: Tensor
     edge_weight: Tensor
+    surprise: Tensor | None  #: [heads]
     edge_index: Tensor
     batch: Tensor | None
     form: str
@@ -47,7 +52,11 @@ class Inputs(NamedTuple):
 class _DeltaScan(Operator[Inputs, DeltaGraph]):
     name = "delta_scan"
     inputs = Inputs
-    backends = {"torch": torch_backend, "reference": reference}  # noqa: RUF012
+    backends = {  # noqa: RUF012
+        "numba": numba_backend,
+        "torch": torch_backend,
+        "reference": reference,
+    }
 
     def recipe(self, inputs: Inputs) -> Recipe:
         graph = (inputs.edge_index, inputs.batch)
@@ -57,24 +66,30 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
         _check_beta(inputs.beta)
         _check_key(inputs.key)
-        if structure.cyclic_edges.size:
+        if inputs.surprise is not None:
+            _check_surprise(inputs, structure)
+        elif structure.cyclic_edges.size:
             _check_contraction(inputs.edge_weight, structure)
 
     def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
         inputs, graph = call.inputs, call.structure
-        (backend,), reason = self.usable(inputs), self.reason(inputs)
+        backends, reason = self.usable(inputs), self.reason(inputs)
         cyclic = bool(graph.on_cycle.any())
-        if backend == "reference":
+        if backends == ["reference"]:
             solver = "dense" if cyclic else "scan"
-            return [Choice(self.name, solver, "state", backend, reason)]
+            return [Choice(self.name, solver, "state", "reference", reason)]
 
         def choice(form: str) -> Choice:
             solver = "scan"
             if form == "mask":
                 solver = "dense" if cyclic else "triangular"
-            found = Choice(self.name, solver, form, backend, reason)
-            return found._replace(cost=cost_of(form, graph, inputs.query, inputs.value))
+            able = [x for x in backends if form in _FORMS_OF[x]]
+            found = Choice(self.name, solver, form, (able or backends)[0], reason)
+            cost = cost_of(found, graph, inputs.query, inputs.value)
+            return found._replace(cost=cost)
 
+        if inputs.surprise is not None:
+            return [choice("state")._replace(reason=f"{reason}; surprise needs states")]
         if inputs.form != "auto":
             found = [choice(inputs.form)]
         else:
@@ -124,6 +139,27 @@ def _check_key(key: Tensor) -> None:
         )
 
 
+def _check_surprise(inputs: Inputs, graph: DeltaGraph) -> None:
+    """Checks that what is not linear is asked for where it can be had."""
+    if inputs.form not in ("auto", "state"):
+        raise ValueError(
+            f"'form' must be 'state' or 'auto' with 'surprise', got {inputs.form!r}: "
+            "the others solve a linear system"
+        )
+    cycle = None
+    if graph.on_cycle.any():
+        cycle = find_cycle(inputs.edge_index.cpu(), graph.num_nodes)
+    if cycle is not None:
+        raise CycleError(cycle)
+    temperature: Tensor = inputs.surprise  # type: ignore[assignment]
+    if bool((temperature <= 0).any()):
+        head = int((temperature <= 0).nonzero()[0])
+        raise ValueError(
+            "'surprise' must be positive, but that of head "
+            f"{head} is {temperature[head].item()}"
+        )
+
+
 def _check_contraction(edge_weight: Tensor, graph: DeltaGraph) -> None:
     """Checks that around cycles states do not grow, whatever nodes write."""
     edge = torch.from_numpy(graph.cyclic_edges).to(edge_weight.device)
@@ -166,6 +202,7 @@ def delta_scan(
     edge_weight: Tensor,
     batch: Tensor | None = None,
     *,
+    surprise: Tensor | None = None,
     form: str = "auto",
     backend: str = "auto",
 ) -> Tensor:
@@ -197,6 +234,16 @@ def delta_scan(
     DeltaNet. Differentiable once in the five tensors of floating point. float16 and
     bfloat16 are computed in float32. The query is not scaled.
 
+    With :obj:`surprise`, a node writes the more the more its value differs from what
+    its query reads before, as in `"Titans: Learning to Memorize at Test Time"
+    <https://arxiv.org/abs/2501.00663>`_: :math:`\beta_i` is multiplied by
+
+    .. math::
+        \sigma_i = \textrm{sigmoid} \left( \frac{\| \mathbf{v}_i -
+        \mathbf{S}_i'^{\top} \mathbf{q}_i \|^2}{P \tau} \right).
+
+    This is not linear in the values, so it takes a DAG, along which states are carried.
+
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
             groups :math:`G` divides that of heads; the heads of a group share them.
@@ -210,28 +257,41 @@ def delta_scan(
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
             connected components are found and used. (default: :obj:`None`)
+        surprise (torch.Tensor, optional): The mean square of an error,
+            :math:`\tau > 0`, at which nodes write 0.73 of what they could,
+            :math:`[H]`. (default: :obj:`None`, they write all of it)
         form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
             (cubic in its nodes), :obj:`"state"` carries :math:`\mathbf{S}` along a DAG,
             level by level (linear in its edges), :obj:`"chunk"` combines both, in
             chunks of directed paths (the WY form of DeltaNet). All give the same
             result. (default: :obj:`"auto"`, whichever is faster)
-        backend (str, optional): :obj:`"torch"` (any device), :obj:`"reference"` (dense,
-            slow, for tests). (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (states, on the CPU), :obj:`"torch"`
+            (any device), :obj:`"reference"` (dense, slow, for tests). (default:
+            :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
+        CycleError: If there is a cycle, with :obj:`surprise`; it is named. A
+            :class:`ValueError`.
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
-            outside of :math:`[0, 2]`, a row of :math:`|\mathbf{A}|` on a cycle sums to
-            one or more, or if an option is unknown or does not fit.
+            outside of :math:`[0, 2]`, :obj:`surprise` is not positive, a row of
+            :math:`|\mathbf{A}|` on a cycle sums to one or more, or if an option is
+            unknown or does not fit.
         TypeError: If a tensor has a wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
-    q, k, v, b, w = check_floats(query=q, key=k, value=v, beta=beta, edge_weight=w)
+    floats = {"query": q, "key": k, "value": v, "beta": beta, "edge_weight": w}
+    if surprise is not None:
+        floats["surprise"] = surprise
+    q, k, v, b, w, *given = check_floats(**floats)
     check_shape("beta", beta, "[nodes, heads]", list(value.shape[:2]))
+    if surprise is not None:
+        check_shape("surprise", surprise, "[heads]", [value.size(1)])
+        (surprise,) = given
     (batch,) = check_indices(value, batch=batch)
     check_option("form", form, _FORMS)
-    inputs = Inputs(q, k, v, b, w, edge_index, batch, form, backend)
+    inputs = Inputs(q, k, v, b, w, surprise, edge_index, batch, form, backend)
     return _delta_scan(inputs).to(value.dtype)

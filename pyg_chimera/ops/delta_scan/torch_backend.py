@@ -28,7 +28,8 @@ def why_not(call: Call) -> str | None:
     """It computes everything, but states on DAGs and chunks on paths only."""
     graph, form = call.structure, call.choice.form
     if form == "mask":
-        needed = cost_of(form, graph, call.inputs.query, call.inputs.value).memory
+        query, value = call.inputs.query, call.inputs.value
+        needed = cost_of(call.choice, graph, query, value).memory
         if needed <= _MAX_BYTES:
             return None
         return (

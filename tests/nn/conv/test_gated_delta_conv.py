@@ -38,13 +38,17 @@ def transitions(conv, index, delta, edge):
     return A
 
 
-def memories(A, key, value, beta):
+def memories(A, query, key, value, beta, temperature):
     """The states of one head, from S = (I - b k k^T) (A S) + b k v^T over and over."""
     S = key.new_zeros(*key.shape, value.size(1))
     for _ in range(4000):
         before = torch.einsum("ij,jnp->inp", A, S)
         wrong = value - torch.einsum("inp,in->ip", before, key)
-        after = before + torch.einsum("i,in,ip->inp", beta, key, wrong)
+        strength = beta
+        if temperature is not None:
+            error = value - torch.einsum("inp,in->ip", before, query)
+            strength = beta * torch.sigmoid(error.square().mean(1) / temperature)
+        after = before + torch.einsum("i,in,ip->inp", strength, key, wrong)
         if (after - S).abs().max() < 1e-15:
             break
         S = after
@@ -77,7 +81,11 @@ def test_the_formula(name):
         A = transitions(conv, index, F.softplus(delta[:, :-1, h]), edge)
         v = value.unflatten(1, (conv.heads, -1))[:, h]
         beta = (2 if conv.reflections else 1) * torch.sigmoid(delta[:, -1, h])
-        y = torch.einsum("inp,in->ip", memories(A, k, v, beta), q)
+        temperature = conv.log_temperature
+        if temperature is not None:
+            temperature = temperature[h].exp()
+        S = memories(A, q, k, v, beta, temperature)
+        y = torch.einsum("inp,in->ip", S, q)
         outs.append(y + conv.skip[h] * v)
     y = torch.cat(outs, 1)
     y = y / (y.square().mean(1, keepdim=True) + 1e-5).sqrt() * conv.norm.weight
@@ -134,6 +142,11 @@ def test_reach(acyclic, heads):
 def test_bad_gamma(gamma):
     with pytest.raises(ValueError, match=r"'gamma' must be in \(0, 1\).* got"):
         GatedDeltaConv(CHANNELS, gamma=gamma)
+
+
+def test_surprise_takes_dags():
+    with pytest.raises(ValueError, match=r"surprise=True .* pass acyclic=True"):
+        GatedDeltaConv(CHANNELS, surprise=True)
 
 
 def test_cycles_where_there_should_be_none():

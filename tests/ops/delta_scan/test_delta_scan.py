@@ -1,5 +1,6 @@
 """What is special to `delta_scan`: the rule itself, its forms, and what it refuses."""
 
+import math
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from asserts import assert_near
 from operators import OPERATORS, computed, example, make_case, structure
 
-from pyg_chimera.ops import dag_scan, delta_scan, explain
+from pyg_chimera.ops import CycleError, dag_scan, delta_scan, explain
 from pyg_chimera.ops.delta_scan import path_chunks
 from pyg_chimera.ops.delta_scan.tensors import unit_lower_inverse
 
@@ -137,6 +138,49 @@ def test_reflections_of_one_key_stay_exact(form):
 # ------------------------------------------------------------------------------- forms
 
 
+BACKENDS = ["numba", "torch", "reference"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_surprise_by_hand(backend):
+    """A second node of the same key: what it foresees, it half ignores."""
+    k = torch.tensor([1.0, 0.0]).expand(2, 1, 2).double()
+    value = torch.tensor([[[2.0, 0.0]], [[2.0, 4.0]]]).double()
+    beta, index = torch.ones(2, 1).double(), torch.tensor([[0], [1]])
+    out = delta_scan(
+        k, k, value, beta, index, torch.ones(1, 1).double(),
+        surprise=torch.tensor([2.0]).double(), backend=backend,
+    )  # fmt: skip
+    first = 1 / (1 + math.exp(-1))  # |v|^2 / (2 * 2) = 1
+    left = 2 - 2 * first
+    second = 1 / (1 + math.exp(-(left**2 + 16) / 4))
+    wanted = [[[2 * first, 0]], [[2 * first + second * left, second * 4]]]
+    assert_near(out, torch.tensor(wanted, dtype=torch.double))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_surprise_grows_everything_is_written(backend):
+    """With a temperature of nearly zero, the rule is the linear one."""
+    case = example("delta_dags", "several_blocks")
+    want = computed(case, {"backend": "torch", "form": "mask"})
+    surprise = torch.full((4,), 1e-12).double()
+    assert_near(case(surprise=surprise, backend=backend), want["output"])
+
+
+def test_where_surprise_cannot_be_had():
+    x, surprise = inputs(3, 3), torch.ones(2).double()
+    cycle = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    with pytest.raises(CycleError, match=r"has the cycle \d -> \d -> \d"):
+        delta_scan(*x[:4], cycle, x[4], surprise=surprise)
+    x, index = inputs(3, 2), path(3)
+    with pytest.raises(ValueError, match=r"'form' must be 'state' .* got 'mask'"):
+        delta_scan(*x[:4], index, x[4], surprise=surprise, form="mask")
+    with pytest.raises(ValueError, match=r"'surprise' must be positive.* head 1 is -1"):
+        delta_scan(*x[:4], index, x[4], surprise=torch.tensor([1.0, -1.0]).double())
+    with pytest.raises(ValueError, match=r"'surprise' must be \[heads\] = \[2\], got"):
+        delta_scan(*x[:4], index, x[4], surprise=surprise[:1])
+
+
 @pytest.mark.parametrize("n", [1, 5, 16, 32, 64])
 def test_unit_lower_inverse(n):
     X = torch.randn(2, 3, n, n, dtype=torch.double) / n
@@ -157,16 +201,16 @@ def test_chunks_and_slabs_of_any_size(size, most, monkeypatch):
 
 
 def test_what_is_taken():
-    """Chunks on long paths, states on large DAGs, matrices where there are cycles."""
+    """States on DAGs, matrices where there are cycles, chunks on paths elsewhere."""
 
     def form(index, num_nodes, **options):
         x = inputs(num_nodes, index.size(1), heads=1, keys=16, channels=16)
         return explain("delta_scan", *x[:4], index, x[4] / 9, **options).form
 
     tree = torch.stack([torch.arange(1, 3000) // 2, torch.arange(1, 3000)])
-    assert form(path(4096), 4096) == "chunk"
+    assert form(path(4096), 4096) == "state"
+    assert form(path(4096), 4096, backend="torch") == "chunk"
     assert form(tree, 3000) == "state"
-    assert form(tree[:, :20], 21) == "mask"
     assert form(torch.cat([path(50), path(50).flip(0)], 1), 50) == "mask"
     assert form(tree, 3000, form="mask") == "mask"
 
