@@ -29,9 +29,11 @@ from argparse import (
 )
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
+from itertools import cycle
 from math import cos, pi
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -453,6 +455,50 @@ class Run(LightningModule):
         self.results["history"] = self.history
         if RANK == 0:
             write(self.args.out / RESULTS, self.results)
+
+
+def epochs_within(
+    minutes: float, model: Module, task: Task, args: Namespace, data: dict[str, Any]
+) -> int:
+    """How many epochs take so long, by the time of some steps of a copy and of their
+    evaluation.
+
+    On the CPU it is the processors' time, which others who use them do not change.
+    """
+    on_cpu = torch.device(args.device).type == "cpu"
+    clock = time.process_time if on_cpu else time.monotonic
+    threads = torch.get_num_threads() if on_cpu else 1
+    model = deepcopy(model).to(args.device)
+    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), args.lr)
+
+    def step(batch: Batch, training: bool) -> None:
+        batch = batch.to(args.device)
+        with torch.set_grad_enabled(training):
+            loss = task.loss(model(**model.inputs(batch)), batch)
+        if training:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        float(loss.detach())  # waits for it
+
+    total = 0.0
+    for split in ("train", "val"):
+        batches = DataLoader(data[split], args.batch_size)
+        times = []
+        for _, batch in zip(range(8), cycle(batches), strict=False):
+            begin = clock()
+            step(batch, split == "train")
+            times.append((clock() - begin) / threads)
+        # The first ones load compiled code.
+        total += sorted(times[2:])[3] * len(batches)
+    return max(1, round(60 * minutes / total))
+
+
+def planned_epochs(args: Namespace, plan: Callable[[], int]) -> int:
+    """As many as asked for, or as planned when the run began, or planned now."""
+    if args.resume:
+        return json.loads((args.out / RESULTS).read_text())["config"]["epochs"]
+    return plan() if args.epochs is None else args.epochs
 
 
 class TimeLimit(Timer):

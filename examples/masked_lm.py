@@ -18,13 +18,11 @@ the bytes are hidden. A run can be stopped (Ctrl-C, ``--time-limit``) and contin
 ``--resume``.
 """
 
-import json
 import sys
 import sysconfig
-import time
 from argparse import Namespace
-from copy import deepcopy
-from itertools import cycle, pairwise
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +30,9 @@ import torch
 import torch.nn.functional as F
 from common import (
     BEST,
-    RESULTS,
     WORLD,
     Task,
+    epochs_within,
     fit,
     fit_all,
     main,
@@ -42,6 +40,7 @@ from common import (
     match_size,
     open_run,
     parse,
+    planned_epochs,
     positive_float,
     positive_int,
 )
@@ -49,7 +48,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data
-from torch_geometric.loader import DataLoader
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -242,43 +240,6 @@ def build_model(args: Namespace, name: str) -> SequenceEncoder:
     return build(match_size(build, args.parameters, range(1, 16 * args.channels)))
 
 
-def epochs_within(
-    minutes: float, model: SequenceEncoder, args: Namespace, data: dict[str, Any]
-) -> int:
-    """How many epochs take so long, by the time of some steps of a copy and of their
-    evaluation.
-
-    On the CPU it is the processors' time, which others who use them do not change.
-    """
-    on_cpu = torch.device(args.device).type == "cpu"
-    clock = time.process_time if on_cpu else time.monotonic
-    threads = torch.get_num_threads() if on_cpu else 1
-    task, model = get_task(), deepcopy(model).to(args.device)
-    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), args.lr)
-
-    def step(batch: Batch, training: bool) -> None:
-        batch = batch.to(args.device)
-        with torch.set_grad_enabled(training):
-            loss = task.loss(model(**model.inputs(batch)), batch)
-        if training:
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        float(loss)  # waits for it
-
-    total = 0.0
-    for split in ("train", "val"):
-        batches = DataLoader(data[split], args.batch_size)
-        times = []
-        for _, batch in zip(range(8), cycle(batches), strict=False):
-            begin = clock()
-            step(batch, split == "train")
-            times.append((clock() - begin) / threads)
-        # The first ones load compiled code.
-        total += sorted(times[2:])[3] * len(batches)
-    return max(1, round(60 * minutes / total))
-
-
 def write_on(args: Namespace, model: SequenceEncoder) -> str:
     """What the best weights write behind the prompt, as many bytes as a window has."""
     state = torch.load(args.out / BEST, weights_only=True)["state_dict"]
@@ -314,11 +275,8 @@ def run(args: Namespace) -> dict[str, Any]:
         data = get_datasets(own, text, lengths)
         seed_everything(own.seed)
         model = build_model(own, own.model)
-        if own.resume:  # as planned before
-            before = json.loads((own.out / RESULTS).read_text())
-            own.epochs = before["config"]["epochs"]
-        elif own.epochs is None:
-            own.epochs = epochs_within(own.minutes, model, own, data)
+        plan = partial(epochs_within, own.minutes, model, get_task(), own, data)
+        own.epochs = planned_epochs(own, plan)
         title = f"{own.model}, {own.epochs} epochs"
         found = fit(own, model, get_task(), lambda: data, title)
         if own.prompt is not None and "best" in found:

@@ -21,10 +21,12 @@ import image_grid
 import layouts
 import lrgb
 import masked_lm
+import networkx as nx
 import node_classification
 import numpy as np
 import pandas as pd
 import pytest
+import recall
 import syntax_trees
 import torch
 import tudataset
@@ -139,6 +141,8 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (masked_lm, "--minutes 0"),
         (masked_lm, "--prompt abc"),
         (masked_lm, "--causal --length 3 --prompt abc"),
+        (recall, "--structure grid"),
+        (recall, "--structure graph --models surprise"),
         (syntax_trees, "--dataset stdlib"),
         (syntax_trees, "--directions sideways"),
         (syntax_trees, "--models gat"),
@@ -789,12 +793,13 @@ def test_equal_minutes(tmp_path, monkeypatch):
     model = masked_lm.build_model(args, "chimera")
     before = [p.clone() for p in model.parameters()]
     clock = "monotonic" if args.device == "cuda" else "process_time"
-    monkeypatch.setattr(masked_lm.time, clock, lambda: next(seconds))
+    monkeypatch.setattr(common.time, clock, lambda: next(seconds))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     # A step takes one second. An epoch has two of four windows, and three to evaluate.
     assert (len(data["train"]), len(data["val"])) == (8, 9)
-    assert masked_lm.epochs_within(3.0, model, args, data) == 36
-    assert masked_lm.epochs_within(0.001, model, args, data) == 1
+    task = masked_lm.get_task()
+    assert common.epochs_within(3.0, model, task, args, data) == 36
+    assert common.epochs_within(0.001, model, task, args, data) == 1
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -1070,3 +1075,82 @@ def test_ogbg_code2(tmp_path):
         source.out_channels,
     )
     check_metrics(out / "chimera" / "seed-0", model, source.task(), source.parts)
+
+
+# Recall ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", recall.STRUCTURES)
+@pytest.mark.parametrize("task", recall.TASKS)
+def test_what_there_is_to_recall(task, structure):
+    """Looked up once more, by networkx."""
+    args = get_args(recall, "--task", task, "--structure", structure)
+    nothing, asked = args.num_keys, 0
+    for size in (1, 2, 40):
+        for data in recall.Recall(args, size, 5, seed=3):
+            graph = nx.DiGraph(data.edge_index.t().tolist())
+            graph.add_nodes_from(range(size))
+            key, value = data.x.t().tolist()
+            pairs = [i for i in range(size) if nothing not in (key[i], value[i])]
+            assert len(pairs) == 1 or task != "needle"
+            if task == "chain" or structure in ("dag", "graph"):
+                assert len({key[i] for i in pairs}) == len(pairs)
+            for i in range(size):
+                if data.y[i] == recall.NOT_ASKED:
+                    assert value[i] != nothing
+                    assert data.distance[i] == -1
+                    continue
+                asked += 1
+                assert value[i] == nothing
+                heard = sorted(nx.ancestors(graph, i) & set(pairs))
+                writer = [j for j in heard if key[j] == key[i]][-1]
+                if task == "chain":
+                    writer = [j for j in heard if key[j] == value[writer]][-1]
+                assert data.y[i] == value[writer]
+                steps = nx.shortest_path_length(graph, writer, i)
+                assert data.distance[i] == steps
+    assert asked > 10
+
+
+def test_graphs_to_recall_are_fresh_or_fixed():
+    args = get_args(recall)
+    fresh, fixed = recall.Recall(args, 30, 2), recall.Recall(args, 30, 2, seed=1)
+    assert not torch.equal(fresh[0].x, fresh[0].x)
+    assert torch.equal(fixed[0].x, fixed[0].x)
+    assert not torch.equal(fixed[0].x, fixed[1].x)
+    with pytest.raises(IndexError):
+        fixed[2]
+
+
+@pytest.mark.parametrize("structure", ["path", "graph"])
+def test_runs_of_recall(tmp_path, structure):
+    argv = ["--smoke", "--structure", structure, "--seeds", "2"]
+    names = [x for x in recall.MODELS if (x, structure) != ("surprise", "graph")]
+    out = tmp_path / "run"
+    results = run(recall, out, *argv, "--models", *names)
+    assert list(results["rows"]) == names
+    args = get_args(recall, *argv, "--out", str(out))
+    for name, row in results["rows"].items():
+        found = [read(out / name / f"seed-{x}")["best"] for x in (0, 1)]
+        for size in (12, 16):
+            values = [x[f"test_{size}_accuracy"] for x in found]
+            assert row[str(size)] == pytest.approx(statistics.mean(values))
+            assert row[f"{size}_std"] == pytest.approx(statistics.pstdev(values))
+            tables = [x[str(size)] for x in results["by_distance"][name]]
+            for table, value in zip(tables, values, strict=True):
+                right = sum(share * count for _, share, count in table)
+                total = sum(count for *_, count in table)
+                assert right / total == pytest.approx(value)
+    args.seed, data = 1, recall.get_datasets(args)
+    model = recall.build_model(args, "delta")
+    check_metrics(out / "delta" / "seed-1", model, recall.get_task(args), data)
+    assert (out / "distances.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize("structure", recall.STRUCTURES)
+def test_models_that_recall_are_alike(structure):
+    args = get_args(recall, "--structure", structure)
+    for name in recall.MODELS:
+        if (name, structure) != ("surprise", "graph"):
+            size = count_parameters(recall.build_model(args, name))
+            assert size == pytest.approx(args.parameters, rel=0.01)
