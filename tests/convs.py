@@ -172,11 +172,15 @@ CASES = {
     "ChimeraConv-edges": chimera(heads=4, groups=2, edge_dim=EDGE, gamma=0.5),
     "ChimeraConv-released": chimera(heads=2, normalization="released", gated=False),
     "ChimeraConv-neumann": chimera(solver="neumann", num_terms=3, bias=False),
+    "ChimeraConv-differential": chimera(heads=2, edge_dim=EDGE, differential=True),
     "ChimeraConv-torch": chimera(local_conv=True, form="state", backend="torch"),
     "ChimeraDAGConv": chimera_dag(heads=2),
     "ChimeraDAGConv-edges": chimera_dag(edge_dim=EDGE, local_conv=True, roots="silent"),
     "ChimeraDAGConv-several": chimera_dag(
         num_dags=3, share="none", heads=4, groups=2, edge_dim=EDGE, selectivity="target"
+    ),
+    "ChimeraDAGConv-differential": chimera_dag(
+        num_dags=3, share="none", heads=4, groups=2, differential=True
     ),
     "ChimeraPathConv": Case(
         partial(ChimeraPathConv, state_channels=3, heads=2, edge_dim=EDGE), [PATH]

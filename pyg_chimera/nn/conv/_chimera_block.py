@@ -32,6 +32,8 @@ class ChimeraBlock(MessagePassing):
         num_dags (int): The number of selectivities of an edge.
         copies (int): The number of different :math:`\mathbf{B}` and :math:`\mathbf{C}`
             of a group.
+        differential (bool): Whether a head is the difference of two recurrences, with
+            transitions of their own: what both have taken up alike cancels.
         taps (Sequence[int], optional): The shape of the filter of a channel, if
             projections see what is around a node. (default: :obj:`None`)
     """
@@ -53,6 +55,7 @@ class ChimeraBlock(MessagePassing):
         gated: bool,
         bias: bool,
         reach: tuple[float, float] | None,
+        differential: bool,
         form: str,
         backend: str,
         num_selectivities: int,
@@ -75,6 +78,9 @@ class ChimeraBlock(MessagePassing):
         self.edge_dim = edge_dim
         self.num_dags = num_dags
         self.reach = reach
+        self.differential = differential
+        #: Heads of the recurrence: those of a difference follow on each other.
+        self.scan_heads = (1 + differential) * heads
         self.form = form
         self.backend = backend
 
@@ -84,15 +90,17 @@ class ChimeraBlock(MessagePassing):
         self.lin_query = Linear(in_channels, states, bias=bias)
         self.lin_gate = Linear(in_channels, out_channels, bias=bias) if gated else None
         std = 3**-0.5 if reach is None else self.varied
-        self.lin_delta = GateLinear(in_channels, num_selectivities * heads, std)
-        self.delta_bias = Parameter(torch.empty(num_selectivities, heads))
+        scans = self.scan_heads
+        self.lin_delta = GateLinear(in_channels, num_selectivities * scans, std)
+        self.delta_bias = Parameter(torch.empty(num_selectivities, scans))
         self.lin_edge = self.edge_bias = None
         if edge_dim is not None:
-            self.lin_edge = Linear(edge_dim, num_dags * heads, bias=False)
-            self.edge_bias = Parameter(torch.empty(num_dags, heads))
+            self.lin_edge = Linear(edge_dim, num_dags * scans, bias=False)
+            self.edge_bias = Parameter(torch.empty(num_dags, scans))
         self.local_weight = None
         if taps is not None:
             self.local_weight = Parameter(torch.empty(out_channels + 2 * states, *taps))
+        self.contrast = Parameter(torch.empty(heads)) if differential else None
         self.skip = Parameter(torch.empty(heads))
         self.norm = torch.nn.RMSNorm(out_channels, eps=1e-5)
         self.lin_out = Linear(out_channels, out_channels, bias=bias)
@@ -108,10 +116,12 @@ class ChimeraBlock(MessagePassing):
                 log_uniform_softplus_(bias)
         if self.local_weight is not None:
             self._reset_filters()
+        if self.contrast is not None:
+            torch.nn.init.constant_(self.contrast, 0.2)
         torch.nn.init.ones_(self.skip)
         self.norm.reset_parameters()
         if self.reach is not None:
-            self._set_reach(head_reaches(self.reach, self.heads))
+            self._set_reach(head_reaches(self.reach, self.scan_heads))
 
     def _set_reach(self, steps: Tensor) -> None:
         """Makes each head hear as many steps, [heads], before it has learnt anything.
@@ -163,27 +173,30 @@ class ChimeraBlock(MessagePassing):
     def project(
         self, x: Tensor, filtered: Filter | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key, [V, copies * groups, N], and value, [V, heads, P]."""
+        """Query and key, [V, copies * groups, N], and value, [V, scan_heads, P]."""
         parts = [self.lin_value(x), self.lin_key(x), self.lin_query(x)]
         if filtered is not None:
             sizes = [y.size(1) for y in parts]
             parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
         value, key, query = map(F.silu, parts)
         query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
-        return query, key, value.unflatten(1, (self.heads, -1))
+        value = value.unflatten(1, (self.heads, -1))
+        if self.differential:
+            value = value.repeat_interleave(2, dim=1)
+        return query, key, value
 
     def selectivities(self, x: Tensor) -> Tensor:
-        """Of nodes, [V, num_selectivities, heads], before bias and softplus."""
-        return at_least_float32(self.lin_delta(x).unflatten(1, (-1, self.heads)))
+        """Of nodes, [V, num_selectivities, scan_heads], before bias and softplus."""
+        return at_least_float32(self.lin_delta(x).unflatten(1, (-1, self.scan_heads)))
 
     def edge_selectivity(
         self, edge_attr: Tensor | None, num_edges: int, dag: int = 0
     ) -> Tensor | None:
-        """Of the edges of a DAG, [E, heads]; None without edge features."""
+        """Of the edges of a DAG, [E, scan_heads]; None without edge features."""
         if self.lin_edge is None or self.edge_bias is None:
             return None
         edge_attr = edge_features(edge_attr, self.edge_dim, num_edges)
-        delta = self.lin_edge(edge_attr).unflatten(1, (self.num_dags, self.heads))
+        delta = self.lin_edge(edge_attr).unflatten(1, (self.num_dags, -1))
         return F.softplus(at_least_float32(delta[:, dag]) + self.edge_bias[dag])
 
     def explained(self, weight: Tensor, num_nodes: int) -> Tensor:
@@ -196,6 +209,10 @@ class ChimeraBlock(MessagePassing):
 
     def output(self, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
         """Skip connection, norm, gate and projection behind the recurrence."""
+        if self.contrast is not None:
+            first, second = y.unflatten(1, (-1, 2)).unbind(2)
+            y = first - self.contrast.view(-1, 1).to(y.dtype) * second
+            value = value[:, ::2]
         y = y + self.skip.view(-1, 1).to(y.dtype) * value
         y = self.norm(y.flatten(1))
         if self.lin_gate is not None:

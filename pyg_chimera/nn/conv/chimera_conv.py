@@ -71,6 +71,12 @@ class ChimeraConv(ChimeraBlock):
             signal starts at least ten times as large as the skip connection. With
             :obj:`None`, selectivities start as in the paper, log-uniform in
             [0.001, 0.1]. (default: :obj:`(4, 64)`)
+        differential (bool, optional): Whether a head is the difference of two
+            recurrences with the same queries, keys and values, and transitions of their
+            own, the second times a number that is learnt, from 0.2 on: what both have
+            taken up alike cancels, as in the `"Differential Transformer"
+            <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
+            :obj:`False`)
         solver (str, optional): See :func:`~pyg_chimera.ops.resolvent_mix`. (default:
             :obj:`"auto"`)
         num_terms (int, optional): Highest power of :math:`\mathbf{A}` under
@@ -115,6 +121,7 @@ class ChimeraConv(ChimeraBlock):
         gated: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
+        differential: bool = False,
         solver: str = "auto",
         num_terms: int | None = None,
         form: str = "auto",
@@ -124,8 +131,8 @@ class ChimeraConv(ChimeraBlock):
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
-            bias=bias, reach=reach, form=form, backend=backend, num_selectivities=4,
-            num_dags=1, copies=1, **kwargs,
+            bias=bias, reach=reach, differential=differential, form=form,
+            backend=backend, num_selectivities=4, num_dags=1, copies=1, **kwargs,
         )  # fmt: skip
         check_option("normalization", normalization, ("paper", "released"))
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):

@@ -98,6 +98,12 @@ class ChimeraDAGConv(ChimeraBlock):
             inputs of zero; other inputs vary it. A head writes as much as it loses.
             With :obj:`None`, selectivities start as in the paper, log-uniform in
             [0.001, 0.1]. (default: :obj:`(4, 64)`)
+        differential (bool, optional): Whether a head is the difference of two
+            recurrences with the same queries, keys and values, and transitions of their
+            own, the second times a number that is learnt, from 0.2 on: what both have
+            taken up alike cancels, as in the `"Differential Transformer"
+            <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
+            :obj:`False`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
             the CPU) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
@@ -143,6 +149,7 @@ class ChimeraDAGConv(ChimeraBlock):
         gated: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
+        differential: bool = False,
         form: str = "auto",
         backend: str = "auto",
         **kwargs: Any,
@@ -164,9 +171,10 @@ class ChimeraDAGConv(ChimeraBlock):
             taps = local_conv
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, taps=taps, gated=gated, bias=bias,
-            reach=reach, form=form, backend=backend, num_selectivities=num_dags,
-            num_dags=num_dags, copies=len(set(_SHARING[share](num_dags))), **kwargs,
+            edge_dim=edge_dim, taps=taps, gated=gated, bias=bias, reach=reach,
+            differential=differential, form=form, backend=backend,
+            num_selectivities=num_dags, num_dags=num_dags,
+            copies=len(set(_SHARING[share](num_dags))), **kwargs,
         )  # fmt: skip
         self.share = share
         self.selectivity = selectivity

@@ -172,7 +172,7 @@ class ChimeraGridConv(ChimeraDAGConv):
             gate = delta if self.selectivity == "target" else (delta + before) / 2
             hidden = torch.exp(-gate)[..., None, None] * hidden
         query, key = (
-            at_least_float32(y).repeat_interleave(self.heads // self.groups, 1)
+            at_least_float32(y).repeat_interleave(self.scan_heads // self.groups, 1)
             for y in (query, key)
         )
         written = at_least_float32(gated_value(value, gate))

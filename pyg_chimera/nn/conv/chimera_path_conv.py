@@ -49,6 +49,12 @@ class ChimeraPathConv(ChimeraBlock):
             signal starts at least ten times as large as the skip connection. With
             :obj:`None`, selectivities start as in the paper, log-uniform in
             [0.001, 0.1]. (default: :obj:`(4, 64)`)
+        differential (bool, optional): Whether a head is the difference of two
+            recurrences with the same queries, keys and values, and transitions of their
+            own, the second times a number that is learnt, from 0.2 on: what both have
+            taken up alike cancels, as in the `"Differential Transformer"
+            <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
+            :obj:`False`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
             the CPU) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
@@ -88,6 +94,7 @@ class ChimeraPathConv(ChimeraBlock):
         gated: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
+        differential: bool = False,
         form: str = "auto",
         backend: str = "auto",
         **kwargs: Any,
@@ -95,8 +102,8 @@ class ChimeraPathConv(ChimeraBlock):
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
-            bias=bias, reach=reach, form=form, backend=backend, num_selectivities=4,
-            num_dags=1, copies=1, **kwargs,
+            bias=bias, reach=reach, differential=differential, form=form,
+            backend=backend, num_selectivities=4, num_dags=1, copies=1, **kwargs,
         )  # fmt: skip
         self.reset_parameters()
 

@@ -73,6 +73,12 @@ class GatedDeltaConv(ChimeraBlock):
             :class:`~pyg_chimera.nn.ChimeraConv`: the distance along a path at which a
             memory that nobody overwrites has fallen to :math:`1/e`. With :obj:`None`,
             selectivities start log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
+        differential (bool, optional): Whether a head is the difference of two
+            recurrences with the same queries, keys and values, and transitions of their
+            own, the second times a number that is learnt, from 0.2 on: what both have
+            taken up alike cancels, as in the `"Differential Transformer"
+            <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
+            :obj:`False`)
         form (str, optional): :obj:`"state"` (on DAGs), :obj:`"mask"`, :obj:`"chunk"`
             (on directed paths) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"` (states on the CPU), :obj:`"torch"`,
@@ -115,6 +121,7 @@ class GatedDeltaConv(ChimeraBlock):
         gated: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
+        differential: bool = False,
         form: str = "auto",
         backend: str = "auto",
         **kwargs: Any,
@@ -132,13 +139,16 @@ class GatedDeltaConv(ChimeraBlock):
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
-            bias=bias, reach=reach, form=form, backend=backend,
-            num_selectivities=2 if acyclic else 4, num_dags=1, copies=1, **kwargs,
+            bias=bias, reach=reach, differential=differential, form=form,
+            backend=backend, num_selectivities=2 if acyclic else 4, num_dags=1,
+            copies=1, **kwargs,
         )  # fmt: skip
         self.acyclic = acyclic
         self.reflections = reflections
         self.gamma = gamma
-        self.log_temperature = Parameter(torch.empty(heads)) if surprise else None
+        self.log_temperature = None
+        if surprise:
+            self.log_temperature = Parameter(torch.empty(self.scan_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
