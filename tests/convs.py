@@ -16,6 +16,7 @@ from pyg_chimera.nn import (
     GatedDeltaConv,
     GatedGCNConv,
     GraphMambaConv,
+    HierarchicalMemoryConv,
     PLSTMConv,
     PLSTMGridConv,
 )
@@ -143,6 +144,11 @@ def gated_delta(**kwargs: Any) -> Case:
     return Case(partial(GatedDeltaConv, state_channels=3, **kwargs), [edges])
 
 
+def hierarchical(**kwargs: Any) -> Case:
+    make = partial(HierarchicalMemoryConv, state_channels=3, **kwargs)
+    return Case(make, [DAGS[0]])
+
+
 def plstm(**kwargs: Any) -> Case:
     ordered = kwargs.get("order") is not None
     edges = [GRAPH] if ordered else DAGS[: kwargs.get("num_dags", 1)]
@@ -194,6 +200,10 @@ CASES = {
         acyclic=True, edge_dim=EDGE, form="state", bias=False
     ),
     "GatedDeltaConv-surprise": gated_delta(acyclic=True, surprise=True, heads=2),
+    "HierarchicalMemoryConv": hierarchical(heads=2),
+    "HierarchicalMemoryConv-edges": hierarchical(
+        heads=4, groups=2, edge_dim=EDGE, local_conv=True, gated=False
+    ),
     "PLSTMConv": plstm(heads=2),
     "PLSTMConv-D": plstm(mode="D", heads=2, edge_dim=EDGE),
     "PLSTMConv-row": plstm(normalization="row", edge_dim=EDGE, bias=False),

@@ -36,6 +36,7 @@ PUBLIC = {
         "ChimeraPathConv",
         *("PLSTMConv", "PLSTMGridConv", "GraphMambaConv"),
         *("GatedDeltaConv", "GatedGCNConv", "GPSLayer"),
+        "HierarchicalMemoryConv",
         *(
             "CategoricalEncoder",
             "LaplacianEncoder",

@@ -9,6 +9,7 @@ from pyg_chimera.nn.conv import (
     GatedDeltaConv,
     GatedGCNConv,
     GraphMambaConv,
+    HierarchicalMemoryConv,
     PLSTMConv,
     PLSTMGridConv,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "GatedGCNConv",
     "GraphMambaConv",
     "GraphModel",
+    "HierarchicalMemoryConv",
     "ImageClassifier",
     "LaplacianEncoder",
     "PLSTMConv",

@@ -1,0 +1,234 @@
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Linear, Parameter, Sequential, SiLU
+from torch_geometric.nn.inits import reset
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_batch, check_nodes
+from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean
+from pyg_chimera.nn.conv._init import softplus_
+from pyg_chimera.nn.conv.gated_delta_conv import unit
+from pyg_chimera.ops import dag_scan, dag_transition, delta_scan
+
+__all__ = ["HierarchicalMemoryConv", "MemoryLevels"]
+
+#: Of the rows of selectivities: how fast the levels forget come first.
+_LEVELS = 3
+
+
+class MemoryLevels(NamedTuple):
+    r"""What the levels of a :class:`HierarchicalMemoryConv` hold, as nodes read it: the
+    fast one, the slow one, and the network.
+    """
+
+    read: Tensor  #: :math:`[3, |\mathcal{V}|, H, P]`
+    weight: Tensor  #: the router's, which sum to one, :math:`[3, |\mathcal{V}|, H]`
+    importance: Tensor  #: how much the slow level writes, :math:`[|\mathcal{V}|, H]`
+
+
+class HierarchicalMemoryConv(ChimeraBlock):
+    r"""Memories of three time scales along a directed acyclic graph, and a router that
+    weighs what is read of them: of the last few nodes, of many nodes that matter, and
+    of what was surprising. The idea is that of two pathways in `"HGRN2"
+    <https://arxiv.org/abs/2404.07904>`_ with the surprise of `"Titans: Learning to
+    Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
+
+    .. math::
+        \mathbf{F}_i &= \sum_{j \to i} A^{(1)}_{ij} \mathbf{F}_j +
+        s^{(1)}_i \mathbf{k}_i \mathbf{v}_i^{\top}, \qquad
+        \mathbf{G}_i = \sum_{j \to i} A^{(2)}_{ij} \mathbf{G}_j +
+        s^{(2)}_i r_i \mathbf{k}_i \mathbf{v}_i^{\top}, \\
+        \mathbf{S}_i &= \mathbf{S}'_i + \beta_i \sigma_i \boldsymbol{\phi}_i
+        (\mathbf{v}_i - \mathbf{S}_i'^{\top} \boldsymbol{\phi}_i)^{\top}, \qquad
+        \mathbf{S}'_i = \sum_{j \to i} A^{(3)}_{ij} \mathbf{S}_j, \\
+        \mathbf{y}_i &= w_{i1} \mathbf{F}_i^{\top} \mathbf{q}_i +
+        w_{i2} \mathbf{G}_i^{\top} \mathbf{q}_i +
+        w_{i3} \mathbf{S}_i^{\top} \boldsymbol{\psi}_i
+
+    The fast and the slow memory are those of
+    :class:`~pyg_chimera.nn.ChimeraDAGConv`; the slow one takes up what is important,
+    :math:`r_i`, a sigmoid of the node. The third is a network of two layers,
+    :math:`\mathbf{S}^{\top} \boldsymbol{\phi}(\mathbf{k})`, of which each node writes
+    the outer one by a step of gradient descent on the error of its prediction,
+    :math:`\| \mathbf{S}^{\top} \boldsymbol{\phi}_i - \mathbf{v}_i \|^2 / 2`, the larger
+    the more surprising the node is: see :func:`~pyg_chimera.ops.delta_scan`. The inner
+    one, which makes :math:`\boldsymbol{\phi}_i` of the key and
+    :math:`\boldsymbol{\psi}_i` of the query, is learnt in training. The weights
+    :math:`\mathbf{w}_i` of the router are a softmax of the node. The gated block around
+    it is that of the Chimera layers.
+
+    Args:
+        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
+            from the first input.
+        out_channels (int, optional): Size of each output sample. (default:
+            :obj:`in_channels`)
+        heads (int, optional): Number of heads, each with its own transitions; divides
+            :obj:`out_channels`. (default: :obj:`1`)
+        state_channels (int, optional): Size of queries and keys. (default: :obj:`64`)
+        decays (tuple[float, float, float], optional): What is left after a step along a
+            path, of each level, before anything is learnt, in (0, 1), ascending.
+            (default: :obj:`(0.8, 0.99, 0.999)`)
+        groups (int, optional): Number of different queries and keys; divides
+            :obj:`heads`. (default: :obj:`1`)
+        edge_dim (int, optional): Size of edge features, by which all levels then lose
+            more or less along an edge, or :obj:`-1`. (default: :obj:`None`)
+        local_conv (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
+            (default: :obj:`False`)
+        gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
+            :obj:`True`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias.
+            (default: :obj:`True`)
+        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
+            :obj:`"auto"`.
+        **kwargs (optional): Additional arguments of
+            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+
+    Shapes:
+        - **input:**
+          node features :math:`(|\mathcal{V}|, F_{in})`,
+          edge indices :math:`(2, |\mathcal{E}|)` or a sparse adjacency,
+          edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
+          batch vector :math:`(|\mathcal{V}|)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Raises:
+        ValueError: If sizes don't divide, or :obj:`decays` are out of range.
+
+    Example:
+        >>> conv = HierarchicalMemoryConv(16, 32, heads=2)
+        >>> edge_index = torch.tensor([[0, 1, 0], [1, 2, 2]])
+        >>> conv(torch.randn(3, 16), edge_index).shape
+        torch.Size([3, 32])
+    """
+
+    varied = 3**-0.5  #: more would shorten how far levels hear
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        heads: int = 1,
+        state_channels: int = 64,
+        *,
+        decays: tuple[float, float, float] = (0.8, 0.99, 0.999),
+        groups: int = 1,
+        edge_dim: int | None = None,
+        local_conv: bool = False,
+        gated: bool = True,
+        bias: bool = True,
+        backend: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        if len(decays) != _LEVELS or not 0 < decays[0] <= decays[1] <= decays[2] < 1:
+            raise ValueError(
+                "'decays' must be three numbers in (0, 1), not descending, of the fast "
+                f"and the slow level and the network, got {decays!r}"
+            )
+        super().__init__(
+            in_channels, out_channels, heads, state_channels, groups=groups,
+            edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
+            bias=bias, reach=None, differential=False, form="auto", backend=backend,
+            num_selectivities=2 * _LEVELS + 2, num_dags=1, copies=1, **kwargs,
+        )  # fmt: skip
+        self.decays = tuple(decays)
+        self.features = Sequential(
+            Linear(state_channels, 2 * state_channels),
+            SiLU(),
+            Linear(2 * state_channels, state_channels),
+        )
+        self.log_temperature = Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        reset(self.features)
+        lost = torch.tensor([[-math.log(x)] for x in self.decays])
+        softplus_(self.delta_bias[:_LEVELS], lost.expand(-1, self.heads))
+        torch.nn.init.zeros_(self.delta_bias[_LEVELS:])  # half open, and all alike
+        if self.edge_bias is not None:
+            softplus_(self.edge_bias, torch.ones_like(self.edge_bias))
+        torch.nn.init.zeros_(self.log_temperature)
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices of a DAG.
+            edge_attr (torch.Tensor, optional): The edge features. Ignored without
+                :obj:`edge_dim`. (default: :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+                outputs don't depend on it. (default: :obj:`None`)
+
+        Raises:
+            TypeError: If an argument has a wrong type or dtype.
+            ValueError: If something does not fit the layer, or see
+                :func:`~pyg_chimera.ops.dag_scan`.
+            CycleError: If there is a cycle.
+        """
+        value, levels = self._run(x, edge_index, edge_attr, batch)
+        y = (levels.weight.unsqueeze(-1) * levels.read).sum(0)
+        return self.output(y, x, value)
+
+    def levels(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+    ) -> MemoryLevels:
+        r"""What the levels hold: what each node reads of them, and how it is weighed.
+        Arguments as of :meth:`forward`.
+        """
+        return self._run(x, edge_index, edge_attr, batch)[1]
+
+    def _run(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        edge_attr: Tensor | None,
+        batch: Tensor | None,
+    ) -> tuple[Tensor, MemoryLevels]:
+        """The values, [V, heads, P], and what is read."""
+        check_nodes(x)
+        check_batch(batch)
+        num_nodes, heads = x.size(0), self.heads
+        edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
+        query, key, value = self.project(x, self.over_edges(edge_index))
+        gates = self.selectivities(x) + self.delta_bias
+        node = F.softplus(gates[:, :_LEVELS]).flatten(1)  # [V, levels * heads]
+        importance, beta = gates[:, _LEVELS : _LEVELS + 2].sigmoid().unbind(1)
+        router = gates[:, _LEVELS + 2 :].transpose(0, 1).softmax(0)
+
+        delta = mean([node[edge_index[1]], node[edge_index[0]]])
+        edge = self.edge_selectivity(edge_attr, edge_index.size(1))
+        if edge is not None:  # levels keep their order
+            delta = delta * edge.repeat(1, _LEVELS)
+        weight, gate = dag_transition(edge_index, num_nodes, delta, node)
+        weight = self.explained(weight, num_nodes)
+
+        # The fast and the slow level are one scan, with groups for each.
+        fast, slow = gate[:, : 2 * heads].split(heads, dim=1)
+        written = [gated_value(value, fast), gated_value(value, slow * importance)]
+        scanned = dag_scan(
+            query.repeat(1, 2, 1), key.repeat(1, 2, 1), torch.cat(written, dim=1),
+            edge_index, weight[:, : 2 * heads], batch, backend=self.backend,
+        )  # fmt: skip
+        recalled = delta_scan(
+            unit(self.features(query)), unit(self.features(key)), value, beta,
+            edge_index, weight[:, 2 * heads :], batch,
+            surprise=at_least_float32(self.log_temperature).exp(), backend=self.backend,
+        )  # fmt: skip
+        read = torch.stack([*scanned.split(heads, dim=1), recalled])
+        return value, MemoryLevels(read, router.to(read.dtype), importance)
