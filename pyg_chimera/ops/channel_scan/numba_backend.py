@@ -18,7 +18,6 @@ from torch import Tensor
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
 from pyg_chimera.ops.common.simd import (
-    fma,
     lanes,
     load_part,
     pointer,
@@ -81,8 +80,11 @@ class _Operands(NamedTuple):
     @classmethod
     def of(cls, call: Call) -> "_Operands":
         graph: StateGraph = call.structure
-        floats = (None if x is None else arrays(x)[0] for x in call.inputs[:3])
-        return cls(graph.state, graph.parent_ptr, graph.parent, graph.edge, *floats)
+        weights = (None if x is None else arrays(x)[0] for x in call.inputs[1:3])
+        return cls(
+            graph.state, graph.parent_ptr, graph.parent, graph.edge,
+            *arrays(call.inputs.value), *weights,
+        )  # fmt: skip
 
 
 class _Tasks(NamedTuple):

@@ -18,7 +18,7 @@ def forward(call: Call) -> Tensor:
     value, edge_weight, decay, edge_index = call.inputs[:4]
     with without_autocast(value):
         x = value.double()
-        ones = torch.ones_like(x[0]) if len(x) > 0 else None
+        ones = x.new_ones(x.size(1))
         parents: list[list[tuple[int, int]]] = [[] for _ in x]
         for edge, (j, i) in enumerate(edge_index.t().tolist()):
             parents[i].append((edge, j))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.common.sequences import linear_recurrence, places
+from pyg_chimera.ops.common.sequences import linear_recurrence, longest_of, places
 from pyg_chimera.ops.dag_scan.levels import levels_of
 from pyg_chimera.ops.dag_scan.states import StateGraph
 
@@ -34,8 +34,9 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of value, and of edge weight and decay if they are given."""
+    (h,) = saved
     compute = _path_gradients if call.structure.are_paths else _level_gradients
-    return tuple(x for x in compute(call, *saved, grad) if x is not None)
+    return tuple(x for x in compute(call, h, grad) if x is not None)
 
 
 # ---------------------------------------------------------------------- level by level
@@ -75,10 +76,10 @@ class _Paths(NamedTuple):
     """The nodes of all paths as rows, path by path."""
 
     node: Tensor  #: [V], the node in each row
-    place: Tensor  #: [V], how many rows of its path come before it, ...
-    left: Tensor  #: [V], ... and how many come after
-    row: Tensor  #: [E], the rows that edges lead to, in their order, ...
+    row: Tensor  #: [E], the rows that edges lead to, ...
     edge: Tensor  #: [E], ... and these edges
+    place: Tensor  #: [V], how many rows of its path come before each, ...
+    left: Tensor  #: [V], ... and how many come after
     longest: int
 
 
@@ -88,10 +89,10 @@ def _paths(graph: StateGraph, device: torch.device) -> _Paths:
     if name not in graph.tables:
         ptr = torch.from_numpy(graph.component_ptr)
         row = np.flatnonzero(np.diff(graph.parent_ptr))
-        index = (torch.from_numpy(x) for x in (row, graph.edge))
-        tensors = (torch.from_numpy(graph.state), *places(ptr, len(graph.state)), *index)
-        longest = int(np.diff(graph.component_ptr).max(initial=0))
-        graph.tables[name] = _Paths(*(x.to(device) for x in tensors), longest)
+        index = map(torch.from_numpy, (graph.state, row, graph.edge))
+        tensors = (*index, *places(ptr, len(graph.state)))
+        node, row, edge, place, left = (x.to(device) for x in tensors)
+        graph.tables[name] = _Paths(node, row, edge, place, left, longest_of(ptr))
     return graph.tables[name]
 
 

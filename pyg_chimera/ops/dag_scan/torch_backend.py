@@ -14,7 +14,6 @@ from pyg_chimera.ops.common.mask_form import (
 )
 from pyg_chimera.ops.dag_scan.levels import Levels, levels_of
 from pyg_chimera.ops.dag_scan.own import own, own_gradients
-from pyg_chimera.ops.dag_scan.states import StateGraph
 
 DEVICES = None
 

@@ -67,4 +67,3 @@ def _states(
     decay = torch.exp(delta.unsqueeze(-1) * A)
     x = (delta * u).unsqueeze(-1) * B.unsqueeze(1)
     return decay, linear_recurrence(decay, x, place, longest)
-
