@@ -11,6 +11,7 @@ from pyg_chimera.nn.conv import (
     GraphMambaConv,
     PLSTMConv,
     PLSTMGridConv,
+    RGLRUConv,
 )
 from pyg_chimera.nn.encoders import (
     LaplacianEncoder,
@@ -41,6 +42,7 @@ __all__ = [
     "PLSTMConv",
     "PLSTMGridConv",
     "PositionEmbedding",
+    "RGLRUConv",
     "RandomWalkEncoder",
     "SelfAttention",
     "SequenceEncoder",

@@ -7,6 +7,7 @@ from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
 from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
 from pyg_chimera.nn.conv.plstm_conv import PLSTMConv
 from pyg_chimera.nn.conv.plstm_grid_conv import PLSTMGridConv
+from pyg_chimera.nn.conv.rg_lru_conv import RGLRUConv
 
 __all__ = [
     "ChimeraConv",
@@ -18,4 +19,5 @@ __all__ = [
     "GraphMambaConv",
     "PLSTMConv",
     "PLSTMGridConv",
+    "RGLRUConv",
 ]

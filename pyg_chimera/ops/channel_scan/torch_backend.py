@@ -88,8 +88,8 @@ def _paths(graph: StateGraph, device: torch.device) -> _Paths:
     name = ("paths", device)
     if name not in graph.tables:
         ptr = torch.from_numpy(graph.component_ptr)
-        row = np.flatnonzero(np.diff(graph.parent_ptr))
-        index = map(torch.from_numpy, (graph.state, row, graph.edge))
+        entered = np.flatnonzero(np.diff(graph.parent_ptr))
+        index = map(torch.from_numpy, (graph.state, entered, graph.edge))
         tensors = (*index, *places(ptr, len(graph.state)))
         node, row, edge, place, left = (x.to(device) for x in tensors)
         graph.tables[name] = _Paths(node, row, edge, place, left, longest_of(ptr))
