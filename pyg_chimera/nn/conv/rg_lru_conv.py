@@ -220,27 +220,9 @@ class RGLRUConv(MessagePassing):
         u = self.lin_value(x)
         filtered = over_dags(self.local_weight, D, index)
         u = u if filtered is None else filtered(u)
-        forget, write = self._gates(u)
-        rate = self._rate()
-        lost = (rate.unsqueeze(1) * forget.sigmoid()).flatten(0, 1)
-        fresh = -torch.expm1(-2 * lost)  # 1 - a^2
-        ones = lost.new_ones(index.size(1))
-        parents = lost.new_zeros(D * num_nodes, 1)
-        parents = parents.index_add(0, index[1], ones.unsqueeze(1))
-        scale = parents.clamp(min=1).rsqrt()
-        weight = self._edge_masks(index, lost)
-        if self.lin_edge is None:
-            decay = scale * torch.exp(-lost)
-        else:
-            lost = self._lost_along_edges(
-                index[1], forget.flatten(0, 1), rate, features
-            )
-            decay, decays = scale.expand_as(fresh), torch.exp(-lost)
-            weight = decays if weight is None else weight * decays
-            total = torch.zeros_like(fresh)
-            total = total.index_add(0, index[1], -torch.expm1(-2 * lost))
-            fresh = torch.where(parents > 0, total * scale.square(), fresh)
-        written = _root(fresh) * write.sigmoid().flatten(0, 1) * u.repeat(D, 1)
+        forget, write = (gates.flatten(0, 1) for gates in self._gates(u))
+        decay, weight, fresh = self._transition(index, forget, features)
+        written = _root(fresh) * write.sigmoid() * u.repeat(D, 1)
         h = channel_scan(
             written, index, weight, batch, decay=decay, rank=rank, backend=self.backend
         )
@@ -277,13 +259,13 @@ class RGLRUConv(MessagePassing):
             u = window(u)
             seen = window.seen
         forget, write = self._gates(u).squeeze(1)
-        lost = self._rate() * forget.sigmoid()
+        lost = self._rates() * forget.sigmoid()
         written = _root(-torch.expm1(-2 * lost)) * write.sigmoid() * u
         h = torch.exp(-lost) * h + written
         return self._output(h.to(u.dtype), x), (h, seen)
 
-    def _rate(self) -> Tensor:
-        """What nodes lose with open gates: -log a, [D, F]."""
+    def _rates(self) -> Tensor:
+        """-log a for gates that are open, [D, F]."""
         return _SHARPNESS * F.softplus(-at_least_float32(self.Lambda))
 
     def _gates(self, u: Tensor) -> Tensor:
@@ -293,33 +275,57 @@ class RGLRUConv(MessagePassing):
         bias = at_least_float32(self.gate_bias).unsqueeze(2)
         return at_least_float32(gates).flatten(-2) + bias
 
+    def _transition(
+        self,
+        edge_index: Tensor,
+        forget: Tensor,
+        features: list[tuple[Tensor | None, int]],
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What `channel_scan` takes of nodes and, if at all, of edges; and 1 - a^2."""
+        num_nodes, target, rates = forget.size(0), edge_index[1], self._rates()
+        ones = forget.new_ones(target.size(0), 1)
+        parents = forget.new_zeros(num_nodes, 1).index_add(0, target, ones)
+        scale = parents.clamp(min=1).rsqrt()
+        lost = rates.unsqueeze(1) * forget.sigmoid().unflatten(0, (self.num_dags, -1))
+        lost = lost.flatten(0, 1)
+        decay, weight, fresh = scale * torch.exp(-lost), None, -torch.expm1(-2 * lost)
+        if self.lin_edge is not None:
+            lost = self._lost_along_edges(target, forget, rates, features)
+            decay, weight = scale.expand_as(fresh), torch.exp(-lost)
+            total = torch.zeros_like(fresh)
+            total = total.index_add(0, target, -torch.expm1(-2 * lost))
+            fresh = torch.where(parents > 0, total / parents.clamp(min=1), fresh)
+        if self.explain:
+            weight = self._explained(weight, edge_index, num_nodes)
+        return decay, weight, fresh
+
     def _lost_along_edges(
         self,
         target: Tensor,
         forget: Tensor,
-        rate: Tensor,
+        rates: Tensor,
         features: list[tuple[Tensor | None, int]],
     ) -> Tensor:
-        """What the edges of all DAGs, to these nodes, lose: -log a, [E, F]."""
-        parts = []
+        """-log a of the edges of all DAGs, to these nodes, [E, F]."""
+        lost = []
         targets = target.split([num_edges for _, num_edges in features])
-        for d, ((attr, num_edges), own) in enumerate(
-            zip(features, targets, strict=True)
-        ):
-            attr = edge_features(attr, self.edge_dim, num_edges)
+        for d, own in enumerate(targets):
+            attr = edge_features(features[d][0], self.edge_dim, own.size(0))
             gates = self.lin_edge(attr).unflatten(1, (self.num_dags, -1))  # type: ignore[misc]
             gates = forget[own] + at_least_float32(gates[:, d])
-            parts.append(rate[d] * gates.sigmoid())
-        return torch.cat(parts)
+            lost.append(rates[d] * gates.sigmoid())
+        return torch.cat(lost)
 
-    def _edge_masks(self, edge_index: Tensor, like: Tensor) -> Tensor | None:
-        """Those of explainers, if there are any, for each channel, [E, F]."""
-        if not self.explain:
-            return None
+    def _explained(
+        self, weight: Tensor | None, edge_index: Tensor, num_nodes: int
+    ) -> Tensor:
+        """The weights of edges, on which edge masks of explainers act."""
         if self.num_dags > 1:
             raise ValueError("Edge masks explain one graph, not several DAGs")
-        ones = like.new_ones(edge_index.size(1), like.size(1))
-        return self.explain_message(ones, like.size(0))
+        if weight is None:
+            like = self.Lambda
+            weight = like.new_ones(edge_index.size(1), like.size(1))
+        return self.explain_message(weight, num_nodes)
 
     def _output(self, h: Tensor, x: Tensor) -> Tensor:
         """Gate and projection behind the recurrence."""
