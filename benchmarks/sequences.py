@@ -1,9 +1,9 @@
 """Measures nodes in sequences: `selective_scan` and `GraphMambaConv`.
 
-Forward, backward and peak memory of the scan beside loops over its steps, and on single
-sequences; of the layer beside attention, Performer and the other layers of the package,
-on peptides, on graphs of 30 to 5,000 nodes and on paths; evaluation by several
-permutations::
+Forward, backward and peak memory of the scan beside loops over its steps, on single
+sequences, and beside `channel_scan` with a channel for each of its states; of the layer
+beside attention, Performer and the other layers of the package, on peptides, on graphs
+of 30 to 5,000 nodes and on paths; evaluation by several permutations::
 
     python benchmarks/sequences.py --limit 60       # all of it, eight minutes
     python benchmarks/sequences.py --smoke          # tiny graphs, some seconds
@@ -49,7 +49,7 @@ from pyg_chimera.nn import (
     GraphMambaConv,
     PLSTMConv,
 )
-from pyg_chimera.ops import selective_scan
+from pyg_chimera.ops import channel_scan, dag_scan, selective_scan
 from pyg_chimera.ops.structure import node_score, node_sequences
 
 CHANNELS, STATES, HEADS = 96, 16, 4
@@ -60,6 +60,7 @@ MAX_LOOP = 200
 BASES = {
     "scan": "selective_scan",
     "sequences": "selective_scan",
+    "channels": "selective_scan",
     "layers": "GraphMambaConv",
     "graphs": "GraphMambaConv",
     "paths": "GPSConv multihead",
@@ -97,6 +98,18 @@ def one_sequence(length: int) -> Graphs:
     nothing = torch.empty(2, 0, dtype=torch.long)
     batch = torch.zeros(length, dtype=torch.long)
     return Graphs("sequences", f"sequence of {length:,}", length, 0, nothing, batch)
+
+
+def channels(length: int) -> Graphs:
+    """A sequence as a directed path, too, along which each state is a channel."""
+    index = torch.stack([torch.arange(length - 1), torch.arange(1, length)])
+    return one_sequence(length)._replace(
+        part="channels",
+        name=f"channels of a sequence of {length:,}",
+        num_edges=length - 1,
+        edge_index=index,
+        size=length,
+    )
 
 
 def path(length: int) -> Graphs:
@@ -208,6 +221,53 @@ def scan(
     return step(run, x._asdict(), u.to(device, dtype))
 
 
+def mamba_by_channels(graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
+    """What `scan` computes, with `channel_scan` for its recurrence: all decays and all
+    inputs of the states are there before, and all states after.
+    """
+    made = scan(None, graphs, dtype, device)
+    x = Rows(**made.leaves)
+    index, batch = graphs.edge_index.to(device), graphs.batch.to(device)
+
+    def run() -> Tensor:
+        delta = F.softplus(x.delta + x.delta_bias).unsqueeze(-1)
+        decay = torch.exp(delta * x.A)
+        write = delta * x.u.unsqueeze(-1) * x.B.unsqueeze(1)
+        h = channel_scan(write.flatten(1), index, batch=batch, decay=decay.flatten(1))
+        y = (h.view_as(decay) @ x.C.unsqueeze(-1)).squeeze(-1)
+        return (y + x.D * x.u) * F.silu(x.z)
+
+    return Step(run, made.leaves, made.grad)
+
+
+def recurrence(
+    heads: bool, graphs: Graphs, dtype: torch.dtype, device: str, backend: str = "auto"
+) -> Step:
+    """The recurrence alone, of a channel for each state of the scan, by `channel_scan`,
+    or by `dag_scan` with a head for each.
+    """
+    torch.manual_seed(1)
+    V, C = graphs.num_nodes, CHANNELS * STATES
+    leaves = {
+        name: x.to(device, dtype).requires_grad_()
+        for name, x in (("value", torch.randn(V, C)), ("decay", torch.rand(V, C)))
+    }
+    value, decay = leaves.values()
+    index, batch = graphs.edge_index.to(device), graphs.batch.to(device)
+    if heads:
+        one = value.new_ones(V, 1, 1)
+
+        def run() -> Tensor:
+            x, weight = value.unsqueeze(-1), decay[index[1]]
+            return dag_scan(one, one, x, index, weight, batch).squeeze(-1)
+
+    else:
+        run = partial(
+            channel_scan, value, index, batch=batch, decay=decay, backend=backend
+        )
+    return step(run, leaves, value)
+
+
 def module(kind: str, backend: str) -> torch.nn.Module:
     """A layer by its name; for some also by how it is computed."""
     name, *way = kind.split(", ")
@@ -302,11 +362,19 @@ class Case(NamedTuple):
 
 
 SCAN, LAYERS = partial(scan, None), ("layers", "graphs")
+CHANNEL = partial(recurrence, False)
 MAMBA = partial(layer, "GraphMambaConv")
 SEVERAL = partial(evaluation, PERMUTATIONS, 1)
 ONE = partial(evaluation, 1, 1)
 CASES: dict[str, Case] = {
-    "selective_scan": Case(("scan", "sequences"), SCAN, SCAN),
+    "selective_scan": Case(("scan", "sequences", "channels"), SCAN, SCAN),
+    "channel_scan": Case(("channels",), CHANNEL, CHANNEL),
+    "channel_scan and all of Mamba's scan": Case(
+        ("channels",), mamba_by_channels, SCAN
+    ),
+    "dag_scan, a head for each": Case(
+        ("channels",), partial(recurrence, True), CHANNEL
+    ),
     "selective_scan, torch": Case(
         ("scan", "sequences"), partial(SCAN, backend="torch"), SCAN
     ),
@@ -359,6 +427,8 @@ def tiny(part: str) -> Graphs:
     """A small workload of a part."""
     if part == "sequences":
         return one_sequence(30)
+    if part == "channels":
+        return channels(30)
     if part == "graphs":
         return of_size(16, 32)
     if part == "paths":
@@ -389,6 +459,8 @@ def workloads(args: Namespace) -> list[Graphs]:
         found += [on_peptides(part, workload) for part in real]
     if "sequences" in args.only:
         found += [one_sequence(length) for length in args.lengths]
+    if "channels" in args.only:
+        found.append(channels(32 if args.smoke else 4096))
     if "graphs" in args.only:
         found += [of_size(size, args.total) for size in args.nodes]
     if "paths" in args.only:  # attention takes long on more
@@ -416,7 +488,8 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     found = {
         (row["part"], row["nodes_per_graph"], row["case"]): row.get("by_auto")
         for row in results["layers"]
-        if row["part"] in ("graphs", "paths") or row["workload"].endswith("batch of 64")
+        if row["part"] in ("graphs", "paths", "channels")
+        or row["workload"].endswith("batch of 64")
     }
     at_least: Figures = {
         f"64 sequences: {name} / selective_scan": (
@@ -434,6 +507,9 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
         at_most[name] = bound, ratio and 1 / ratio
     ratio = found.get(("paths", 4096, "ChimeraPathConv"))
     at_most["path of 4,096 nodes: ChimeraPathConv / GPSConv multihead"] = 0.25, ratio
+    for name in ("channel_scan", "channel_scan and all of Mamba's scan"):
+        ratio = found.get(("channels", 4096, name))
+        at_most[f"sequence of 4,096: {name} / selective_scan"] = 1.0, ratio
     steps = {
         row["from"]: row for row in results["growth"] if row["case"] == "selective_scan"
     }

@@ -19,6 +19,7 @@ from pyg_chimera.nn import (
     HierarchicalMemoryConv,
     PLSTMConv,
     PLSTMGridConv,
+    RGLRUConv,
 )
 
 __all__ = ["CASES", "CHANNELS", "EDGE", "Case", "Inputs", "every_conv"]
@@ -149,6 +150,10 @@ def hierarchical(**kwargs: Any) -> Case:
     return Case(make, [DAGS[0]])
 
 
+def rg_lru(**kwargs: Any) -> Case:
+    return Case(partial(RGLRUConv, **kwargs), DAGS[: kwargs.get("num_dags", 1)])
+
+
 def plstm(**kwargs: Any) -> Case:
     ordered = kwargs.get("order") is not None
     edges = [GRAPH] if ordered else DAGS[: kwargs.get("num_dags", 1)]
@@ -204,6 +209,10 @@ CASES = {
     "HierarchicalMemoryConv-edges": hierarchical(
         heads=4, groups=2, edge_dim=EDGE, local_conv=True, gated=False
     ),
+    "RGLRUConv": rg_lru(heads=2),
+    "RGLRUConv-edges": rg_lru(edge_dim=EDGE, gated=False, bias=False),
+    "RGLRUConv-several": rg_lru(num_dags=3, heads=4, edge_dim=EDGE, conv_kernel=2),
+    "RGLRUConv-torch": rg_lru(reach=None, conv_kernel=1, backend="torch"),
     "PLSTMConv": plstm(heads=2),
     "PLSTMConv-D": plstm(mode="D", heads=2, edge_dim=EDGE),
     "PLSTMConv-row": plstm(normalization="row", edge_dim=EDGE, bias=False),

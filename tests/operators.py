@@ -265,6 +265,19 @@ def _depth(s: Structure) -> int:
         rank = longer
 
 
+def _channel_oracle(x: Floats, s: Structure) -> Tensor:
+    """One matrix for each channel."""
+    value, (_, target) = x["value"], s.edge_index
+    weight = x.get("edge_weight", torch.ones(len(target), value.size(1)).double())
+    if "decay" in x:
+        weight = weight * x["decay"][target]
+    outs = [
+        _resolvent(s.edge_index, weight[:, c], len(value)) @ value[:, c]
+        for c in range(value.size(1))
+    ]
+    return torch.stack(outs, dim=1) if outs else value.clone()
+
+
 def _stm_oracle(x: Floats, s: Structure) -> Tensor:
     """One state for each edge and component; nodes are joined through the states."""
     source, mark, transition = x["source"], x["mark"], x["transition"]
@@ -460,6 +473,7 @@ _DELTA = "query:VGN key:VGN value:VHP beta:VH edge_weight:EH"
 _DELTA_SCALE = {"key": _unit, "beta": _strength}
 _TORCH = {"torch": {"backend": "torch"}, **_REST}
 _NEUMANN = {"solver": "neumann", "num_terms": NUM_TERMS}
+_ANY_DAG = dags(max_nodes=6, max_edges=12)
 _ANY_SIDES = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 OPERATORS = {
@@ -531,6 +545,19 @@ OPERATORS = {
         PATHS, batches(paths()).map(_from_batch), _DELTA_SCALE, _delta_oracle, _edges,
         {"chunk-torch": {"form": "chunk", "backend": "torch"}, "auto": {}},
     ),
+    **{
+        name: Operator(
+            "channel_scan", shapes, "C", [(3,), (1,), (37,), (0,)],
+            graphs, batches(some).map(_from_batch), {}, _channel_oracle, _edges,
+            _BACKENDS,
+        )
+        for name, shapes, graphs, some in (
+            ("channel_scan", "value:VC edge_weight:EC decay:VC", DAGS, _ANY_DAG),
+            ("channels_of_nodes", "value:VC decay:VC", DAGS, _ANY_DAG),
+            ("channels_of_edges", "value:VC edge_weight:EC", DAGS, _ANY_DAG),
+            ("channels_of_paths", "value:VC edge_weight:EC decay:VC", PATHS, paths()),
+        )
+    },
     "stm_scan": Operator(
         "stm_scan",
         "query:VGN key:VGN value:VHP source:EHJ transition:LHJJ mark:EHJ direct:VH",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = {
     "pyg_chimera.ops": {
         *("resolvent_mix", "dag_scan", "stm_scan", "grid_conv", "grid_scan"),
-        "delta_scan",
+        *("delta_scan", "channel_scan"),
         *("explain", "Choice", "Cost", "warn_above", "CycleError", "structure"),
         *("selective_scan", "causal_conv1d", "node_score", "node_sequences"),
         *("line_graph", "multitree", "node_order", "householder_product"),
@@ -33,7 +33,7 @@ PUBLIC = {
     },
     "pyg_chimera.nn": {
         *("ChimeraConv", "ChimeraDAGConv", "ChimeraGridConv"),
-        "ChimeraPathConv",
+        *("ChimeraPathConv", "RGLRUConv"),
         *("PLSTMConv", "PLSTMGridConv", "GraphMambaConv"),
         *("GatedDeltaConv", "GatedGCNConv", "GPSLayer"),
         "HierarchicalMemoryConv",

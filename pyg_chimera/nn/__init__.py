@@ -12,6 +12,7 @@ from pyg_chimera.nn.conv import (
     HierarchicalMemoryConv,
     PLSTMConv,
     PLSTMGridConv,
+    RGLRUConv,
 )
 from pyg_chimera.nn.encoders import (
     LaplacianEncoder,
@@ -43,6 +44,7 @@ __all__ = [
     "PLSTMConv",
     "PLSTMGridConv",
     "PositionEmbedding",
+    "RGLRUConv",
     "RandomWalkEncoder",
     "SelfAttention",
     "SequenceEncoder",

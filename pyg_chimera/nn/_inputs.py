@@ -22,12 +22,13 @@ __all__ = [
     "check_nodes",
     "edge_features",
     "for_each_dag",
+    "side_by_side",
 ]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_heads(out_channels: int, heads: int, state_channels: int) -> None:
+def check_heads(out_channels: int, heads: int, state_channels: int = 1) -> None:
     """Checks the sizes that layers of several heads have in common."""
     if out_channels < 1:
         raise ValueError(f"'out_channels' must be given, got {out_channels}")
@@ -203,6 +204,39 @@ def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
             )
         lists.append(entries)
     return list(zip(*lists, strict=True))
+
+
+def side_by_side(
+    num_nodes: int,
+    num_dags: int,
+    flow: str,
+    edge_index: Any,
+    edge_attr: Any,
+    batch: Tensor | None,
+    rank: Any,
+) -> tuple[Tensor, list[tuple[Tensor | None, int]], Tensor | None, Tensor | None]:
+    """Several DAGs over the same nodes as one: node i of DAG d is node d V + i.
+
+    Returns:
+        Its edges; of each DAG the features and the number of the edges; and batch
+        vector and rank, if there are any.
+
+    Raises:
+        TypeError: As `for_each_dag` and `as_edges`.
+        ValueError: The same.
+    """
+    dags = [
+        (*as_edges(index, attr, num_nodes, flow), order)
+        for index, attr, order in for_each_dag(
+            num_dags, edge_index=edge_index, edge_attr=edge_attr, rank=rank
+        )
+    ]
+    index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
+    features = [(attr, own.size(1)) for own, attr, _ in dags]
+    if batch is not None:
+        batch = torch.cat([num_dags * batch + d for d in range(num_dags)])
+    order = None if dags[0][2] is None else torch.cat([dag[2] for dag in dags])
+    return index, features, batch, order
 
 
 def at_least_float32(x: Tensor) -> Tensor:

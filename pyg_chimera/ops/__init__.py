@@ -2,6 +2,7 @@
 
 from pyg_chimera.ops import structure
 from pyg_chimera.ops.causal_conv1d import causal_conv1d
+from pyg_chimera.ops.channel_scan import channel_scan
 from pyg_chimera.ops.chimera_transition import (
     chimera_transition,
     dag_transition,
@@ -31,6 +32,7 @@ __all__ = [
     "Cost",
     "CycleError",
     "causal_conv1d",
+    "channel_scan",
     "chimera_transition",
     "dag_scan",
     "dag_transition",

@@ -7,6 +7,7 @@ from typing import Any, overload
 import torch
 
 from pyg_chimera.ops.causal_conv1d import causal_conv1d
+from pyg_chimera.ops.channel_scan import channel_scan
 from pyg_chimera.ops.common.checks import check_option
 from pyg_chimera.ops.common.dispatch import Choice
 from pyg_chimera.ops.common.operator import explained
@@ -22,6 +23,7 @@ _OPERATORS: dict[str, Callable] = {
     "resolvent_mix": resolvent_mix,
     "dag_scan": dag_scan,
     "delta_scan": delta_scan,
+    "channel_scan": channel_scan,
     "stm_scan": stm_scan,
     "grid_scan": grid_scan,
     "selective_scan": selective_scan,
@@ -50,11 +52,11 @@ def explain(
 
     Args:
         operator (str or callable): ``"resolvent_mix"``, ``"dag_scan"``,
-            ``"delta_scan"``, ``"stm_scan"``, ``"grid_scan"``, ``"selective_scan"``,
-            ``"causal_conv1d"`` or ``"grid_conv"``; or a layer or a model, of which a
-            copy is called with all operators returning zeros, so that neither the
-            original nor the state of random number generators changes. Functions are
-            called without a copy.
+            ``"delta_scan"``, ``"channel_scan"``, ``"stm_scan"``, ``"grid_scan"``,
+            ``"selective_scan"``, ``"causal_conv1d"`` or ``"grid_conv"``; or a layer or
+            a model, of which a copy is called with all operators returning zeros, so
+            that neither the original nor the state of random number generators changes.
+            Functions are called without a copy.
         *args: The arguments of the call.
         **kwargs: The options of the call.
 

@@ -38,7 +38,7 @@ def test_smoke(tmp_path):
     rows = results["layers"]
     assert {row["problem"] for row in rows} == {None}
     assert {row["part"] for row in rows} == {
-        "scan", "layers", "evaluation", "sequences", "graphs", "paths",
+        "scan", "layers", "evaluation", "sequences", "channels", "graphs", "paths",
     }  # fmt: skip
     assert {row["by_auto"] for row in rows if row["case"] == row["base"]} == {1.0}
     for row in rows:
@@ -60,7 +60,9 @@ def test_smoke(tmp_path):
     assert verdicts["64 sequences: loop as published / selective_scan"] is None
 
 
-@pytest.mark.parametrize("part", ["scan", "layers", "evaluation", "sequences"])
+@pytest.mark.parametrize(
+    "part", ["scan", "layers", "evaluation", "sequences", "channels"]
+)
 def test_cases_agree(sequences, part):
     """Also those that stand beside ours: both loops, and passes one by one."""
     graphs = sequences.tiny(part)

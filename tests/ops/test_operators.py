@@ -312,6 +312,8 @@ def test_structures_changed_in_place(case, options):
         mine[name].copy_(x)
         if name == "ptr":
             mine[name].copy_((x[-1] - x).flip(0))
+        elif name == "edge_index" and "edge" not in case.operator.axes.values():
+            mine[name].copy_(x.flip(0))  # edges that are alike may be in any order
         elif name != "batch" and not (name == "edge_index" and len(mine) == 3):
             mine[name].copy_(x.flip(-1))  # line edges have to fit the edges
     out = case(**options, **mine)
@@ -333,6 +335,7 @@ def test_inputs_are_left_alone(case, options):
 BUSY = {
     "selective_scan": (71, 4),
     "causal_conv1d": (300, 4),
+    "channel_scan": (300,),
     "grid_scan": (2, 1, 48, 48, 2),
 }
 
@@ -340,7 +343,7 @@ BUSY = {
 def busy(key):
     operator = OPERATORS[key]
     batch = operator.structures["several_blocks"]
-    return make_case(operator, batch, BUSY.get(key, (2, 1, 48, 48)))
+    return make_case(operator, batch, BUSY.get(operator.name, (2, 1, 48, 48)))
 
 
 @parametrized(NUMBA)
@@ -549,6 +552,7 @@ SHAPES = {
     "resolvent_mix": ("unsorted_batch", "several_blocks"),
     "dag_scan": ("diamonds", "several_blocks"),
     "delta_scan": ("unsorted_batch", "several_blocks"),
+    "channel_scan": ("diamonds", "several_blocks"),
     "stm_scan": ("diamonds", "several_blocks"),
     "grid_scan": ("alike", "one_node"),
     "grid_conv": ("alike", "one_node"),
@@ -645,6 +649,8 @@ def test_explain_says_what_runs(key, size):
 REFUSED = (
     "'edge_weight' (makes I - A|must, on cycles)|'beta' must be in|'key' must hold"
 )
+#: What must be finite.
+WEIGHTS = {"edge_weight", "transition", "decay"}
 BAD_VALUES = {"nan": [torch.nan], "infinity": [torch.inf], "overflow": [1e30, 1e-30]}
 
 
@@ -668,7 +674,7 @@ def test_bad_values_stay_in_their_graph(key, options, size, bad):
     spoiled = {
         name: spoilt(x, inside[axes[name]], BAD_VALUES[bad])
         for name, x in case.floats.items()
-        if axes[name] != "shared" and name not in ("edge_weight", "transition")
+        if axes[name] != "shared" and name not in WEIGHTS
     }
     changes = [spoiled]
     hints = [options]
@@ -676,7 +682,7 @@ def test_bad_values_stay_in_their_graph(key, options, size, bad):
         changes += [{name: x} for name, x in spoiled.items()]
         hints += [{**options, "batch": None}] * ("batch" in case.integers)
     if bad == "overflow":  # weights must be finite
-        for name in {"edge_weight", "transition"} & set(axes):
+        for name in WEIGHTS & set(axes):
             x = spoilt(case.floats[name], inside[axes[name]], BAD_VALUES[bad])
             changes.append({name: x})
     scale = spoilt(torch.ones(len(s.graph)), inside["node"], BAD_VALUES[bad])

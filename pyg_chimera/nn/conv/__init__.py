@@ -8,6 +8,7 @@ from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
 from pyg_chimera.nn.conv.hierarchical_memory_conv import HierarchicalMemoryConv
 from pyg_chimera.nn.conv.plstm_conv import PLSTMConv
 from pyg_chimera.nn.conv.plstm_grid_conv import PLSTMGridConv
+from pyg_chimera.nn.conv.rg_lru_conv import RGLRUConv
 
 __all__ = [
     "ChimeraConv",
@@ -20,4 +21,5 @@ __all__ = [
     "HierarchicalMemoryConv",
     "PLSTMConv",
     "PLSTMGridConv",
+    "RGLRUConv",
 ]

@@ -242,3 +242,24 @@ def neighbour_mean(x: Tensor, edge_index: Tensor) -> Tensor:
     degree = x.new_zeros(x.size(0), 1).index_add(0, edge_index[1], ones)
     total = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
     return total / degree.clamp(min=1)
+
+
+def over_dags(
+    weight: Tensor | None, num_dags: int, edge_index: Tensor
+) -> Filter | None:
+    """Filters along several DAGs side by side, if there are weights [F, 1 + D * steps]:
+    of a node itself, and in each DAG of the mean of its parents, the mean of what that
+    is of them, and so on. On a directed path it is a causal convolution.
+    """
+    if weight is None:
+        return None
+    own, sides = weight[:, 0], weight[:, 1:].t().unflatten(0, (num_dags, -1))
+
+    def filtered(y: Tensor) -> Tensor:
+        out, far = y * own, y.repeat(num_dags, 1)
+        for side in sides.unbind(1):
+            far = neighbour_mean(far, edge_index)
+            out = out + (far.unflatten(0, (num_dags, -1)) * side[:, None]).sum(0)
+        return out
+
+    return filtered

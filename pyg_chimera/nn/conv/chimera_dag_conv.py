@@ -7,17 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import (
-    as_edges,
-    check_batch,
-    check_nodes,
-    for_each_dag,
-)
+from pyg_chimera.nn._inputs import check_batch, check_nodes, side_by_side
 from pyg_chimera.nn.conv._chimera_block import (
     ChimeraBlock,
     gated_value,
     mean,
-    neighbour_mean,
+    over_dags,
 )
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.nn.conv._window import Filter
@@ -217,42 +212,25 @@ class ChimeraDAGConv(ChimeraBlock):
         """
         check_nodes(x)
         check_batch(batch)
-        num_nodes, D = x.size(0), self.num_dags
-        dags = [
-            (*as_edges(index, attr, num_nodes, self.flow), order)
-            for index, attr, order in for_each_dag(
-                D, edge_index=edge_index, edge_attr=edge_attr, rank=rank
-            )
-        ]
-        # One DAG of all, side by side: node i of DAG d is node d V + i.
-        index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
-        each = [
-            self.edge_selectivity(attr, own.size(1), d)
-            for d, (own, attr, _) in enumerate(dags)
-        ]
+        index, features, batch, rank = side_by_side(
+            x.size(0), self.num_dags, self.flow, edge_index, edge_attr, batch, rank
+        )
+        each = [self.edge_selectivity(*edges, d) for d, edges in enumerate(features)]
         edges = [edge for edge in each if edge is not None]
         return self._scan(
             x,
             self.project(x, self.over_edges(index)),
             index,
             torch.cat(edges) if edges else None,
-            None if batch is None else torch.cat([D * batch + d for d in range(D)]),
-            None if dags[0][2] is None else torch.cat([dag[2] for dag in dags]),
+            batch,
+            rank,
         )
 
     def over_edges(self, edge_index: Tensor) -> Filter | None:
         """Filters of a node and the mean of its parents in each DAG, if there are any:
         parents in one DAG are on another side than those in another.
         """
-        if self.local_weight is None:
-            return None
-        D, own, sides = self.num_dags, self.local_weight[:, 0], self.local_weight[:, 1:]
-
-        def filtered(y: Tensor) -> Tensor:
-            parents = neighbour_mean(y.repeat(D, 1), edge_index)
-            return y * own + (parents.unflatten(0, (D, -1)) * sides.t()[:, None]).sum(0)
-
-        return filtered
+        return over_dags(self.local_weight, self.num_dags, edge_index)
 
     def _scan(
         self,

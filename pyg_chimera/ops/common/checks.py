@@ -248,7 +248,9 @@ def check_rank(rank: Tensor, num_nodes: int) -> None:
     check_integers("rank", rank, rank)
 
 
-def check_finite(name: str, x: Tensor, place: Callable[[int], str]) -> None:
+def check_finite(
+    name: str, x: Tensor, place: Callable[[int], str], column: str = "head"
+) -> None:
     """Checks that weights [edges, heads] are finite; `place` names the row of one."""
     if bool(x.sum().isfinite()):  # in one pass; a sum may overflow
         return
@@ -257,7 +259,7 @@ def check_finite(name: str, x: Tensor, place: Callable[[int], str]) -> None:
         row, head = (~finite).nonzero()[0].tolist()
         raise ValueError(
             f"'{name}' must be finite, but {place(row)} has {x[row, head].item()} in "
-            f"head {head}"
+            f"{column} {head}"
         )
 
 

@@ -51,6 +51,9 @@ class Operator(Generic[Inputs, Structure]):
     name: str  #: of the registered operator
     inputs: ClassVar[type]
     output_like: ClassVar[str] = "value"  #: the input of the output's shape and dtype
+    #: Whether the backward pass needs the output itself again, and nothing else: it is
+    #: there already, where a backend would have to save a copy.
+    saves_output: ClassVar[bool] = False
     backends: ClassVar[dict[str, Any]]  #: preferred ones first, one line each
 
     def recipe(self, inputs: Inputs) -> Recipe | None:
@@ -215,7 +218,7 @@ class Operator(Generic[Inputs, Structure]):
             structure = self._structure(self.recipe(inputs), decoded.key)
             call = Call(inputs, structure, decoded.choice, decoded.key)
             backend: Backend = self.backends[decoded.choice.backend]
-            parts = _unpack(saved, decoded.shapes)
+            parts = (saved,) if self.saves_output else _unpack(saved, decoded.shapes)
             return [x.contiguous() for x in backend.backward(call, parts, grad)]
 
     @staticmethod
@@ -227,12 +230,13 @@ class Operator(Generic[Inputs, Structure]):
     ) -> list[Tensor]:
         return [x.new_empty(x.shape) for x in _floating(args)]
 
-    @staticmethod
-    def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    def _setup_context(self, ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.mark_non_differentiable(*output[1:])
+        out, saved, header = output
         tensors = [x if isinstance(x, Tensor) else None for x in inputs]
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
-        ctx.save_for_backward(*output[1:], *tensors)
+        again = out if self.saves_output else saved
+        ctx.save_for_backward(again, header, *tensors)
 
     def _differentiate(self, ctx: Any, grad: Tensor, *_: Any) -> tuple:
         saved, header, *tensors = ctx.saved_tensors

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_integers
 
-__all__ = ["as_ptr", "check_ptr", "places", "row_blocks"]
+__all__ = [
+    "as_ptr",
+    "check_ptr",
+    "linear_recurrence",
+    "longest_of",
+    "places",
+    "row_blocks",
+]
 
 #: Sequences go together to blocks of about this many rows.
 _BLOCK_ROWS = 128
@@ -56,3 +63,25 @@ def places(ptr: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     rows = torch.arange(num_rows, device=ptr.device)
     end = torch.searchsorted(ptr, rows, right=True)
     return rows - ptr[end - 1], ptr[end] - 1 - rows
+
+
+def longest_of(ptr: Tensor) -> int:
+    """The length of the longest sequence."""
+    return int(ptr.diff().max()) if ptr.numel() > 1 else 0
+
+
+def linear_recurrence(decay: Tensor, x: Tensor, place: Tensor, longest: int) -> Tensor:
+    """h[t] = decay[t] h[t - 1] + x[t], all rows at once in log2(longest) passes.
+
+    Each pass doubles the number of rows that have been summed up. Where a sequence has
+    no rows that far back, others are not even multiplied by zero: they may be NaN.
+    """
+    place, step = place.view(-1, *[1] * (x.dim() - 1)), 1
+    while step < longest:
+        inside = place[step:] >= step
+        longer = torch.addcmul(x[step:], decay[step:], x[:-step])
+        x = torch.cat([x[:step], torch.where(inside, longer, x[step:])])
+        if 2 * step < longest:
+            decay = torch.cat([decay[:step], decay[step:] * decay[:-step]])
+        step *= 2
+    return x

@@ -1,11 +1,9 @@
 """The scan of a graph of states in plain PyTorch, level by level, on any device."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
@@ -14,8 +12,8 @@ from pyg_chimera.ops.common.mask_form import (
     masked_mix,
     masked_mix_backward,
 )
+from pyg_chimera.ops.dag_scan.levels import Levels, levels_of
 from pyg_chimera.ops.dag_scan.own import own, own_gradients
-from pyg_chimera.ops.dag_scan.states import StateGraph
 
 DEVICES = None
 
@@ -61,79 +59,14 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 # -------------------------------------------------------------------------- the sweeps
 
 
-class _Level(NamedTuple):
-    """Edges whose heads, or on the way back whose tails, do not wait for each other."""
-
-    edge: Tensor
-    tail: Tensor
-    head: Tensor
-
-
-class _Tables(NamedTuple):
-    """A graph of states on a device."""
-
-    writer: Tensor  #: [S]
-    reader: Tensor  #: [S]
-    tail: Tensor  #: [L]
-    head: Tensor  #: [L]
-    down: list[_Level]  #: parents first
-    up: list[_Level]  #: children first
-
-
-def _tables(graph: StateGraph, device: torch.device) -> _Tables:
-    """The tables of a graph, made once for each device."""
-    if device not in graph.tables:
-        head = graph.state[
-            np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
-        ]
-        tail = graph.state[graph.parent]
-        depth = _depths(graph.parent_ptr, graph.parent, True)
-        height = _depths(graph.child_ptr, graph.child, False)
-        at = np.empty_like(graph.state)
-        at[graph.state] = np.arange(len(at))
-
-        def levels(level: np.ndarray) -> list[_Level]:
-            order = np.argsort(level, kind="stable")
-            sizes = np.bincount(level).tolist() if len(level) else []
-            arrays = (graph.edge[order], tail[order], head[order])
-            parts = (torch.from_numpy(x).to(device).split(sizes) for x in arrays)
-            return [_Level(*x) for x in zip(*parts, strict=True) if x[0].numel() > 0]
-
-        edges = np.empty((2, len(graph.edge)), np.int64)
-        edges[:, graph.edge] = tail, head
-        arrays = (graph.writer, graph.reader, *edges)
-        writer, reader, tails, heads = (torch.from_numpy(x).to(device) for x in arrays)
-        graph.tables[device] = _Tables(
-            writer,
-            reader,
-            tails,
-            heads,
-            down=levels(depth[at[head]]),
-            up=levels(height[at[tail]]),
-        )
-    return graph.tables[device]
-
-
-@njit(cache=True, nogil=True)
-def _depths(ptr, other, ascending):  # type: ignore[no-untyped-def]
-    """The length of the longest path to each position, from before or from behind."""
-    n = ptr.shape[0] - 1
-    depth = np.zeros(n, np.int64)
-    for k in range(n):
-        i = k if ascending else n - 1 - k
-        for x in range(ptr[i], ptr[i + 1]):
-            depth[i] = max(depth[i], depth[other[x]] + 1)
-    return depth
-
-
-def _scan(tables: _Tables, transition: Tensor, X: Tensor) -> Tensor:
+def _scan(tables: Levels, transition: Tensor, X: Tensor) -> Tensor:
     """Solves C = A C + X for X [S, heads, W], in place."""
     for edge, tail, head in tables.down:
         X.index_add_(0, head, transition[edge].unsqueeze(-1) * X[tail])
     return X
 
 
-def _scan_back(tables: _Tables, transition: Tensor, X: Tensor) -> Tensor:
+def _scan_back(tables: Levels, transition: Tensor, X: Tensor) -> Tensor:
     """Solves Z = A^T Z + X, in place."""
     for edge, tail, head in tables.up:
         X.index_add_(0, tail, transition[edge].unsqueeze(-1) * X[head])
@@ -143,12 +76,12 @@ def _scan_back(tables: _Tables, transition: Tensor, X: Tensor) -> Tensor:
 # ------------------------------------------------------------------------- state form
 
 
-def _operands(call: Call) -> tuple[_Tables, Tensor, Tensor, Tensor]:
+def _operands(call: Call) -> tuple[Levels, Tensor, Tensor, Tensor]:
     """Tables, and query, key and value with as many heads."""
     query, key, value = call.inputs[:3]
     repeats = value.size(1) // query.size(1)
     query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
-    return _tables(call.structure.graph, value.device), query, key, value
+    return levels_of(call.structure.graph, value.device), query, key, value
 
 
 def _slices(call: Call, copies: int) -> Iterator[slice]:
@@ -209,13 +142,13 @@ def _state_backward(
 
 def _gating(
     call: Call, source: Tensor, mark: Tensor, transition: Tensor
-) -> tuple[_Tables, Padding, Tensor, Tensor, Tensor]:
+) -> tuple[Levels, Padding, Tensor, Tensor, Tensor]:
     """L = (I - A)^-1 S by state and G = M L by node; columns are nodes of the block.
 
     Beside it, which column each state's writer is.
     """
     graph, value = call.structure.graph, call.inputs.value
-    tables = _tables(graph, value.device)
+    tables = levels_of(graph, value.device)
     nodes = graph.nodes
     pad = Padding(nodes.node, np.diff(nodes.ptr), value.device)
     column = np.empty_like(graph.writer)

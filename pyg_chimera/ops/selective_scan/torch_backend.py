@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.common.sequences import places
+from pyg_chimera.ops.common.sequences import linear_recurrence, longest_of, places
 
 DEVICES = None
 
@@ -20,7 +20,7 @@ def why_not(call: Call) -> str | None:
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs, [T, D]."""
     u, delta, A, B, C, D, ptr = call.inputs[:7]
-    longest = _longest(ptr)
+    longest = longest_of(ptr)
     place, _ = places(ptr, u.size(0))
     outs = [torch.empty_like(u[:, :0])]
     for d in _slices(u.size(0), A):
@@ -32,7 +32,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of u, delta, A, B, C and D, of states computed once more."""
     u, delta, A, B, C, D, ptr = call.inputs[:7]
-    longest = _longest(ptr)
+    longest = longest_of(ptr)
     place, left = places(ptr, u.size(0))
     du, ddelta, dA = (torch.empty_like(x) for x in (u, delta, A))
     dB, dC = torch.zeros_like(B), torch.zeros_like(C)
@@ -42,7 +42,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         # The adjoint states: g[t] = decay[t + 1] g[t + 1] + C[t] grad[t].
         g = grad[:, d].unsqueeze(-1) * C.unsqueeze(1)
         after = decay.roll(-1, 0).flip(0)
-        g = _recurrence(after, g.flip(0), left.flip(0), longest).flip(0)
+        g = linear_recurrence(after, g.flip(0), left.flip(0), longest).flip(0)
         dB += ((delta[:, d] * u[:, d]).unsqueeze(1) @ g).squeeze(1)
         read = (g @ B.unsqueeze(-1)).squeeze(-1)
         before = h.roll(1, 0).masked_fill_((place == 0).view(-1, 1, 1), 0.0)
@@ -51,23 +51,6 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         ddelta[:, d] = u[:, d] * read + (g * A[d]).sum(-1)
         dA[d] = (g * delta[:, d].unsqueeze(-1)).sum(0)
     return du, ddelta, dA, dB, dC, (grad * u).sum(0)
-
-
-def _recurrence(decay: Tensor, x: Tensor, place: Tensor, longest: int) -> Tensor:
-    """h[t] = decay[t] h[t - 1] + x[t], all rows at once in log2(longest) passes.
-
-    Each pass doubles the number of rows that have been summed up. Where a sequence has
-    no rows that far back, others are not even multiplied by zero: they may be NaN.
-    """
-    step = 1
-    while step < longest:
-        inside = (place[step:] >= step).view(-1, 1, 1)
-        longer = torch.addcmul(x[step:], decay[step:], x[:-step])
-        x = torch.cat([x[:step], torch.where(inside, longer, x[step:])])
-        if 2 * step < longest:
-            decay = torch.cat([decay[:step], decay[step:] * decay[:-step]])
-        step *= 2
-    return x
 
 
 def _slices(num_rows: int, A: Tensor) -> list[slice]:
@@ -83,8 +66,4 @@ def _states(
 ) -> tuple[Tensor, Tensor]:
     decay = torch.exp(delta.unsqueeze(-1) * A)
     x = (delta * u).unsqueeze(-1) * B.unsqueeze(1)
-    return decay, _recurrence(decay, x, place, longest)
-
-
-def _longest(ptr: Tensor) -> int:
-    return int(ptr.diff().max()) if ptr.numel() > 1 else 0
+    return decay, linear_recurrence(decay, x, place, longest)

@@ -1,0 +1,346 @@
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import (
+    at_least_float32,
+    check_batch,
+    check_heads,
+    check_nodes,
+    edge_features,
+    side_by_side,
+)
+from pyg_chimera.nn.conv._chimera_block import over_dags
+from pyg_chimera.nn.conv._init import check_reach, head_reaches, softplus_
+from pyg_chimera.nn.conv._window import Continued, reset_filter_
+from pyg_chimera.ops import channel_scan
+from pyg_chimera.ops.common.checks import check_integer
+
+__all__ = ["RGLRUConv"]
+
+#: What gates multiply log(sigmoid(Lambda)) by when they are open: c of the paper.
+_SHARPNESS = 8.0
+
+
+class RGLRUConv(MessagePassing):
+    r"""The recurrent block of `"Griffin: Mixing Gated Linear Recurrences with Local
+    Attention for Efficient Language Models" <https://arxiv.org/abs/2402.19427>`_
+    (Section 2.4) on directed acyclic graphs: a real-gated linear recurrent unit, with
+    one state for each channel, and the parents :math:`p(i)` of a node in place of the
+    step before.
+
+    .. math::
+        \mathbf{h}_i = \mathbf{a}_i \odot \frac{1}{\sqrt{|p(i)|}} \sum_{j \in p(i)}
+        \mathbf{h}_j + \sqrt{1 - \mathbf{a}_i^2} \odot \mathbf{g}_i \odot \mathbf{u}_i,
+        \qquad
+        \mathbf{x}'_i = \mathbf{W}_{\text{out}} (\mathbf{h}_i \odot
+        \text{GELU}(\mathbf{W}_{\text{gate}} \mathbf{x}_i))
+
+        \mathbf{a}_i = \sigma(\boldsymbol{\Lambda})^{8 \mathbf{r}_i}, \qquad
+        \mathbf{r}_i = \sigma(\mathbf{W}_a \mathbf{u}_i + \mathbf{b}_a), \qquad
+        \mathbf{g}_i = \sigma(\mathbf{W}_x \mathbf{u}_i + \mathbf{b}_x)
+
+    Here :math:`\mathbf{u}` is a projection of the nodes with a local convolution behind
+    it: a filter for each channel, of a node, the mean of its parents, the mean of their
+    means, and so on. :math:`\mathbf{W}_a` and :math:`\mathbf{W}_x` are block-diagonal,
+    with a block for each head. A node without parents has an empty sum. Dividing by
+    :math:`\sqrt{|p(i)|}` keeps the scale of independent states; on a directed path it
+    is Griffin's block.
+
+    With :obj:`edge_dim`, each edge has a gate of its own, :math:`\mathbf{r}_{ij} =
+    \sigma(\mathbf{W}_a \mathbf{u}_i + \mathbf{b}_a + \mathbf{W}_e \mathbf{e}_{ij})`,
+    hence a decay :math:`\mathbf{a}_{ij}`, and nodes write
+    :math:`\sqrt{1 - \text{mean}_j \mathbf{a}_{ij}^2}`, which keeps the scale, too.
+
+    Several DAGs over the same nodes, such as those of
+    :class:`~pyg_chimera.transforms.DAGDecomposition`, have gates and
+    :math:`\boldsymbol{\Lambda}` of their own; their states are summed and divided by
+    :math:`\sqrt{\text{num\_dags}}`. Along one DAG a node hears of its ancestors only.
+    Unless that is what is wanted, take its reverse as a second one, as in the example.
+
+    Args:
+        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
+            from the first input.
+        out_channels (int, optional): Size of each output sample, and of the states.
+            (default: :obj:`in_channels`)
+        heads (int, optional): Number of blocks of the gates; divides
+            :obj:`out_channels`. (default: :obj:`1`)
+        num_dags (int, optional): The number of DAGs. (default: :obj:`1`)
+        edge_dim (int, optional): Size of edge features, or :obj:`-1`. (default:
+            :obj:`None`)
+        conv_kernel (int, optional): The number of generations in the filters of the
+            local convolution, the node's own among them: :obj:`1` is none. (default:
+            :obj:`4`)
+        gated (bool, optional): Whether there is a gate :math:`\text{GELU}(
+            \mathbf{W}_{\text{gate}} \mathbf{x})`. (default: :obj:`True`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias.
+            (default: :obj:`True`)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
+            over which the channels of each head are spread evenly on a log scale: the
+            distance along a path at which influence has fallen to :math:`1/e` before
+            training, for inputs of zero, where :math:`\mathbf{r} = 1/2`. With
+            :obj:`None`, :math:`\sigma(\boldsymbol{\Lambda})^8` starts uniform in
+            [0.9, 0.999], as in the paper: ranges are 19 to 2,000 steps. (default:
+            :obj:`(4, 64)`)
+        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
+            :obj:`"auto"`, see :func:`~pyg_chimera.ops.channel_scan`.
+        **kwargs (optional): Additional arguments of
+            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+
+    Shapes:
+        - **input:**
+          node features :math:`(|\mathcal{V}|, F_{in})`,
+          edge indices :math:`(2, |\mathcal{E}|)` or a sparse adjacency,
+          edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
+          batch vector :math:`(|\mathcal{V}|)` *(optional)*;
+          with :obj:`num_dags > 1` lists of edge indices and of edge features
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Raises:
+        ValueError: If sizes don't divide, or an option is unknown or out of range.
+
+    Example:
+        >>> conv = RGLRUConv(16, 32, heads=2, num_dags=2)
+        >>> there = torch.tensor([[0, 1, 1], [1, 2, 3]])
+        >>> conv(torch.randn(4, 16), [there, there.flip(0)]).shape
+        torch.Size([4, 32])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        heads: int = 1,
+        *,
+        num_dags: int = 1,
+        edge_dim: int | None = None,
+        conv_kernel: int = 4,
+        gated: bool = True,
+        bias: bool = True,
+        reach: tuple[float, float] | None = (4.0, 64.0),
+        backend: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(aggr="add", node_dim=0, **kwargs)
+        out_channels = in_channels if out_channels is None else out_channels
+        check_heads(out_channels, heads)
+        check_integer("num_dags", num_dags, 1)
+        check_integer("conv_kernel", conv_kernel, 1)
+        check_reach(reach)
+
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.num_dags = num_dags
+        self.edge_dim = edge_dim
+        self.conv_kernel = conv_kernel
+        self.reach = reach
+        self.backend = backend
+
+        block = out_channels // heads
+        self.lin_value = Linear(in_channels, out_channels, bias=bias)
+        self.lin_gate = Linear(in_channels, out_channels, bias=bias) if gated else None
+        # Of a, then of what is written.
+        self.gate_weight = Parameter(torch.empty(2, num_dags, heads, block, block))
+        self.gate_bias = Parameter(torch.empty(2, num_dags, out_channels))
+        self.Lambda = Parameter(torch.empty(num_dags, out_channels))
+        self.lin_edge = None
+        if edge_dim is not None:
+            self.lin_edge = Linear(edge_dim, num_dags * out_channels, bias=False)
+        self.local_weight = None
+        if conv_kernel > 1:
+            taps = 1 + num_dags * (conv_kernel - 1)
+            self.local_weight = Parameter(torch.empty(out_channels, taps))
+        self.lin_out = Linear(out_channels, out_channels, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        for lin in self.children():
+            if isinstance(lin, Linear):
+                lin.reset_parameters()
+        # Of variance one, for inputs of variance one.
+        bound = math.sqrt(3 / self.gate_weight.size(-1))
+        torch.nn.init.uniform_(self.gate_weight, -bound, bound)
+        torch.nn.init.zeros_(self.gate_bias)
+        if self.local_weight is not None:
+            reset_filter_(self.local_weight)
+        with torch.no_grad():
+            if self.reach is None:
+                rate = -torch.empty_like(self.Lambda).uniform_(0.9, 0.999).log()
+            else:  # of r = 1/2
+                steps = head_reaches(self.reach, self.out_channels // self.heads)
+                rate = (2 / steps).repeat(self.heads).expand_as(self.Lambda)
+            softplus_(self.Lambda, rate / _SHARPNESS)
+            self.Lambda.neg_()
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj | Sequence[Adj],
+        edge_attr: Tensor | Sequence[Tensor] | None = None,
+        batch: Tensor | None = None,
+        rank: Tensor | Sequence[Tensor] | None = None,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices; with
+                :obj:`num_dags > 1` a list of them, one for each DAG.
+            edge_attr (torch.Tensor, optional): The edge features (or a list). Ignored
+                without :obj:`edge_dim`. (default: :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+                outputs don't depend on it. (default: :obj:`None`)
+            rank (torch.Tensor, optional): The topological rank (or a list), as stored
+                by :class:`~pyg_chimera.transforms.AddTopologicalOrder`. (default:
+                :obj:`None`)
+
+        Raises:
+            TypeError: If an argument has a wrong type or dtype.
+            ValueError: If something does not fit the layer, or see
+                :func:`~pyg_chimera.ops.channel_scan`.
+            CycleError: If there is a cycle.
+        """
+        check_nodes(x)
+        check_batch(batch)
+        num_nodes, D = x.size(0), self.num_dags
+        index, features, batch, rank = side_by_side(
+            num_nodes, D, self.flow, edge_index, edge_attr, batch, rank
+        )
+        u = self.lin_value(x)
+        filtered = over_dags(self.local_weight, D, index)
+        u = u if filtered is None else filtered(u)
+        forget, write = (gates.flatten(0, 1) for gates in self._gates(u))
+        decay, weight, fresh = self._transition(index, forget, features)
+        written = _root(fresh) * write.sigmoid() * u.repeat(D, 1)
+        h = channel_scan(
+            written, index, weight, batch, decay=decay, rank=rank, backend=self.backend
+        )
+        h = h.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
+        return self._output(h.to(u.dtype), x)
+
+    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        r"""Continues directed paths by one node each, with :obj:`num_dags=1`: what
+        :meth:`forward` gives their last nodes, in a time that does not depend on how
+        many there were before.
+
+        Args:
+            x (torch.Tensor): The features of the new nodes, one for each path,
+                :math:`[B, F_{in}]`.
+            state (Any, optional): What the step before returned. (default:
+                :obj:`None`, these are the first nodes)
+
+        Returns:
+            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state to go on with.
+
+        Raises:
+            ValueError: If there are several DAGs, or edge features.
+        """
+        check_nodes(x)
+        if self.num_dags != 1 or self.edge_dim is not None:
+            raise ValueError(
+                "Sequences are continued with num_dags=1 and edge_dim=None, got "
+                f"{self.num_dags} and {self.edge_dim}"
+            )
+        h, seen = (0.0, None) if state is None else state
+        u = self.lin_value(x)
+        if self.local_weight is not None:
+            window = Continued(self.local_weight.flip(1).unsqueeze(1), seen)
+            u = window(u)
+            seen = window.seen
+        forget, write = self._gates(u).squeeze(1)
+        lost = self._rates() * forget.sigmoid()
+        written = _root(-torch.expm1(-2 * lost)) * write.sigmoid() * u
+        h = torch.exp(-lost) * h + written
+        return self._output(h.to(u.dtype), x), (h, seen)
+
+    def _rates(self) -> Tensor:
+        """-log a for gates that are open, [D, F]."""
+        return _SHARPNESS * F.softplus(-at_least_float32(self.Lambda))
+
+    def _gates(self, u: Tensor) -> Tensor:
+        """Of a and of what is written before sigmoid, [2, D, V, F]."""
+        heads = u.unflatten(1, (self.heads, -1))
+        gates = torch.einsum("vhp,gdhpq->gdvhq", heads, self.gate_weight.to(u.dtype))
+        bias = at_least_float32(self.gate_bias).unsqueeze(2)
+        return at_least_float32(gates).flatten(-2) + bias
+
+    def _transition(
+        self,
+        edge_index: Tensor,
+        forget: Tensor,
+        features: list[tuple[Tensor | None, int]],
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What `channel_scan` takes of nodes and, if at all, of edges; and 1 - a^2."""
+        num_nodes, target, rates = forget.size(0), edge_index[1], self._rates()
+        ones = forget.new_ones(target.size(0), 1)
+        parents = forget.new_zeros(num_nodes, 1).index_add(0, target, ones)
+        scale = parents.clamp(min=1).rsqrt()
+        lost = rates.unsqueeze(1) * forget.sigmoid().unflatten(0, (self.num_dags, -1))
+        lost = lost.flatten(0, 1)
+        decay, weight, fresh = scale * torch.exp(-lost), None, -torch.expm1(-2 * lost)
+        if self.lin_edge is not None:
+            lost = self._lost_along_edges(target, forget, rates, features)
+            decay, weight = scale.expand_as(fresh), torch.exp(-lost)
+            total = torch.zeros_like(fresh)
+            total = total.index_add(0, target, -torch.expm1(-2 * lost))
+            fresh = torch.where(parents > 0, total / parents.clamp(min=1), fresh)
+        if self.explain:
+            weight = self._explained(weight, edge_index, num_nodes)
+        return decay, weight, fresh
+
+    def _lost_along_edges(
+        self,
+        target: Tensor,
+        forget: Tensor,
+        rates: Tensor,
+        features: list[tuple[Tensor | None, int]],
+    ) -> Tensor:
+        """-log a of the edges of all DAGs, to these nodes, [E, F]."""
+        lost = []
+        targets = target.split([num_edges for _, num_edges in features])
+        for d, own in enumerate(targets):
+            attr = edge_features(features[d][0], self.edge_dim, own.size(0))
+            gates = self.lin_edge(attr).unflatten(1, (self.num_dags, -1))  # type: ignore[misc]
+            gates = forget[own] + at_least_float32(gates[:, d])
+            lost.append(rates[d] * gates.sigmoid())
+        return torch.cat(lost)
+
+    def _explained(
+        self, weight: Tensor | None, edge_index: Tensor, num_nodes: int
+    ) -> Tensor:
+        """The weights of edges, on which edge masks of explainers act."""
+        if self.num_dags > 1:
+            raise ValueError("Edge masks explain one graph, not several DAGs")
+        if weight is None:
+            like = self.Lambda
+            weight = like.new_ones(edge_index.size(1), like.size(1))
+        return self.explain_message(weight, num_nodes)
+
+    def _output(self, h: Tensor, x: Tensor) -> Tensor:
+        """Gate and projection behind the recurrence."""
+        if self.lin_gate is not None:
+            h = h * F.gelu(self.lin_gate(x))
+        return self.lin_out(h)
+
+    def __repr__(self) -> str:
+        dags = f", num_dags={self.num_dags}" if self.num_dags > 1 else ""
+        return (
+            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
+            f"heads={self.heads}{dags})"
+        )
+
+
+def _root(x: Tensor) -> Tensor:
+    """The square root, with a gradient that is finite where nothing is written."""
+    return x.clamp(min=1e-20).sqrt()

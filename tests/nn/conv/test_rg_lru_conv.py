@@ -1,0 +1,362 @@
+"""What is special to `RGLRUConv`: Griffin's formula, on paths and on DAGs."""
+
+import importlib
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from asserts import assert_near
+from convs import CASES, CHANNELS, EDGE
+from torch_geometric.data import Data
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
+
+from pyg_chimera.nn import GPSLayer, RGLRUConv, SequenceEncoder
+from pyg_chimera.ops import CycleError, channel_scan
+
+KINDS = [name for name in CASES if name.startswith("RGLRUConv")]
+
+
+def path(length):
+    node = torch.arange(length)
+    return torch.stack([node[:-1], node[1:]])
+
+
+def blocks(weight, u):
+    """A block-diagonal matrix [heads, P, P], head by head."""
+    parts = u.chunk(len(weight), dim=-1)
+    return torch.cat([p @ w for p, w in zip(parts, weight, strict=True)], -1)
+
+
+def spread(conv):
+    """No parameter is where it starts."""
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.add_(torch.randn_like(parameter) / 3)
+    return conv
+
+
+# ------------------------------------------------------------------------- the formula
+
+
+def local(conv, y, parents, dag):
+    """What filters add to a node of its parents in a DAG, of theirs, and so on."""
+    K, out, far = conv.conv_kernel, torch.zeros_like(y), y
+    for k in range(K - 1):
+        means = [
+            far[tails].mean(0) if tails else torch.zeros_like(y[0]) for tails in parents
+        ]
+        far = torch.stack(means)
+        out = out + far * conv.local_weight[:, 1 + dag * (K - 1) + k]
+    return out
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_formula(name):
+    """One node after the other."""
+    case = CASES[name]
+    conv, inputs = case.trained(), case.inputs()
+    x, index, attr, dag, _ = inputs
+    V, D = len(x), conv.num_dags
+    into = [
+        [[e for e in range(index.size(1)) if dag[e] == d and index[1, e] == i]
+         for i in range(V)]
+        for d in range(D)
+    ]  # fmt: skip
+    parents = [[index[0, e].tolist() for e in edges] for edges in into]
+    y = conv.lin_value(x)
+    u = y
+    if conv.local_weight is not None:
+        u = y * conv.local_weight[:, 0]
+        u = u + sum(local(conv, y, parents[d], d) for d in range(D))
+    total = torch.zeros_like(u)
+    for d in range(D):
+        base = torch.sigmoid(conv.Lambda[d])
+        r = blocks(conv.gate_weight[0, d], u) + conv.gate_bias[0, d]
+        g = torch.sigmoid(blocks(conv.gate_weight[1, d], u) + conv.gate_bias[1, d])
+        h = {}
+        while len(h) < V:
+            for i in range(V):
+                if i in h or any(j not in h for j in parents[d][i]):
+                    continue
+                a = {None: base ** (8 * torch.sigmoid(r[i]))}
+                for e in into[d][i]:
+                    gate = r[i]
+                    if conv.lin_edge is not None:
+                        own = conv.lin_edge(attr[e]).unflatten(0, (D, -1))[d]
+                        gate = gate + own
+                    a[e] = base ** (8 * torch.sigmoid(gate))
+                entered = [a[e] ** 2 for e in into[d][i]] or [a[None] ** 2]
+                write = torch.sqrt(1 - sum(entered) / len(entered))
+                h[i] = write * g[i] * u[i]
+                for e, j in zip(into[d][i], parents[d][i], strict=True):
+                    h[i] = h[i] + a[e] * h[j] / math.sqrt(len(parents[d][i]))
+        total = total + torch.stack([h[i] for i in range(V)])
+    y = total / math.sqrt(D)
+    if conv.lin_gate is not None:
+        y = y * F.gelu(conv.lin_gate(x))
+    assert_near(case.call(conv, inputs), conv.lin_out(y))
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch", "reference"])
+def test_a_path_is_griffin(backend):
+    """Its recurrent block, step by step, behind PyTorch's own causal convolution."""
+    torch.manual_seed(0)
+    conv = spread(RGLRUConv(CHANNELS, heads=2, backend=backend)).double()
+    x = torch.randn(40, CHANNELS).double().requires_grad_()
+    kernel = conv.local_weight.flip(1).unsqueeze(1)
+    u = F.conv1d(F.pad(conv.lin_value(x).t(), (3, 0)), kernel, groups=CHANNELS).t()
+    h, states = torch.zeros(CHANNELS).double(), []
+    for u_t in u:
+        r, i = (
+            torch.sigmoid(blocks(conv.gate_weight[k, 0], u_t) + conv.gate_bias[k, 0])
+            for k in range(2)
+        )
+        a = torch.sigmoid(conv.Lambda[0]) ** (8 * r)
+        h = a * h + torch.sqrt(1 - a**2) * (i * u_t)
+        states.append(h)
+    want = conv.lin_out(F.gelu(conv.lin_gate(x)) * torch.stack(states))
+    got, leaves = conv(x, path(40)), [x, *conv.parameters()]
+    assert_near(got, want)
+    for a, b in zip(
+        torch.autograd.grad(got.square().sum(), leaves, retain_graph=True),
+        torch.autograd.grad(want.square().sum(), leaves),
+        strict=True,
+    ):
+        assert_near(a, b)
+
+
+def test_edges_without_features_are_as_if_they_had_none():
+    """Zeros add nothing to the gates."""
+    torch.manual_seed(0)
+    conv, plain = RGLRUConv(CHANNELS, edge_dim=EDGE), RGLRUConv(CHANNELS)
+    state = {x: y for x, y in conv.state_dict().items() if "lin_edge" not in x}
+    plain.load_state_dict(state)
+    x, index, _, *_ = CASES["RGLRUConv"].inputs(torch.float)
+    assert_near(conv(x, index, torch.zeros(6, EDGE)), plain(x, index), 1e-6)
+
+
+def test_several_dags_are_as_many_layers():
+    torch.manual_seed(0)
+    both = RGLRUConv(CHANNELS, heads=2, num_dags=2, gated=False).double()
+    there = CASES["RGLRUConv"].inputs().edge_index
+    x, total = torch.randn(7, CHANNELS).double(), 0
+    with torch.no_grad():
+        both.local_weight[:, 1:] = 0  # filters see all DAGs at once
+        both.lin_out.bias.zero_()
+        for d, index in enumerate((there, there.flip(0))):
+            one = RGLRUConv(CHANNELS, heads=2, gated=False).double()
+            for name in ("lin_value", "lin_out"):
+                getattr(one, name).load_state_dict(getattr(both, name).state_dict())
+            one.gate_weight.copy_(both.gate_weight[:, d : d + 1])
+            one.gate_bias.copy_(both.gate_bias[:, d : d + 1])
+            one.Lambda.copy_(both.Lambda[d : d + 1])
+            one.local_weight[:, 0] = both.local_weight[:, 0]
+            one.local_weight[:, 1:] = 0
+            total = total + one(x, index)
+    assert_near(both(x, [there, there.flip(0)]), total / math.sqrt(2))
+
+
+# ---------------------------------------------------------------------- initial values
+
+
+def decays(conv, num_nodes, index):
+    """What the layer hands to the scan, for inputs of zero."""
+    module = importlib.import_module("pyg_chimera.nn.conv.rg_lru_conv")
+    with patch.object(module, "channel_scan", wraps=channel_scan) as spy:
+        conv(torch.zeros(num_nodes, CHANNELS), index)
+    return spy.call_args.kwargs["decay"].detach()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_reach(heads):
+    """Influence falls to 1/e after so many steps, evenly spread in each head."""
+    conv = RGLRUConv(CHANNELS, heads=heads, bias=False, reach=(2.0, 32.0))
+    steps = -1 / decays(conv, 3, path(3))[1].log()
+    block = CHANNELS // heads
+    want = [2 * 16 ** ((c + 0.5) / block) for c in range(block)] * heads
+    assert steps.tolist() == pytest.approx(want, rel=1e-4)
+
+
+def test_values_of_the_paper():
+    torch.manual_seed(0)
+    conv = RGLRUConv(CHANNELS, 400, reach=None)
+    powers = torch.sigmoid(conv.Lambda.detach()) ** 8
+    assert 0.9 <= powers.min() < 0.91
+    assert 0.99 < powers.max() <= 0.999
+    assert powers.mean().item() == pytest.approx(0.9495, abs=0.01)
+
+
+def test_scale_is_kept_on_trees():
+    """Of independent inputs of variance one, however many generations there are."""
+    torch.manual_seed(0)
+    depth, conv = 11, RGLRUConv(CHANNELS, conv_kernel=1, bias=False, reach=(2, 8))
+    child = torch.arange(1, 2**depth - 1)  # edges lead to the root, 0
+    index = torch.stack([child, (child - 1) // 2])
+    V = 2**depth - 1
+    forget = torch.zeros(V, CHANNELS)
+    decay, weight, fresh = conv._transition(index, forget, [(None, V - 2)])
+    assert weight is None
+    h = channel_scan(fresh.sqrt() * torch.randn(V, CHANNELS), index, decay=decay)
+    variances = [h[2**k - 1 : 2 ** (k + 1) - 1].var() for k in range(4, depth)]
+    # Leaves write, and have nobody to hear: they are quieter than one.
+    assert 0.7 < variances[0] < 1.3
+    assert variances[-1] < variances[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("edge_dim", [None, EDGE])
+@pytest.mark.parametrize("value", [0.0, 30.0, 1e4, -30.0, -1e4])
+def test_gradients_are_finite_wherever_a_is(value, edge_dim, dtype):
+    """As it goes to one, the root of 1 - a^2 has an infinite slope."""
+    torch.manual_seed(0)
+    conv = RGLRUConv(CHANNELS, edge_dim=edge_dim)
+    x, index, attr, *_ = CASES["RGLRUConv"].inputs(torch.float)
+    for parameter in (conv.Lambda, conv.gate_bias):
+        conv.reset_parameters()
+        torch.nn.init.constant_(parameter, value)
+        conv.to(dtype).zero_grad()
+        conv(x.to(dtype), index, attr.to(dtype)).float().sum().backward()
+        for name, p in conv.named_parameters():
+            assert p.grad.isfinite().all(), name
+        conv.float()
+
+
+def test_what_hardly_decays_is_accurate():
+    """1 - a^2 of a = 1 - 1e-7 has no digits left in float32, taken as it is written."""
+    torch.manual_seed(0)
+    conv = RGLRUConv(CHANNELS, reach=(1e6, 1e7))
+    x, index = torch.randn(50, CHANNELS), path(50)
+    out = conv(x, index)
+    assert_near(out, conv.double()(x.double(), index), 1e-5)
+
+
+def test_learns_what_lies_far_back():
+    """The first of 12 nodes of a path says which class the last one has."""
+    torch.manual_seed(0)
+    conv, head = RGLRUConv(4, 16, heads=2), torch.nn.Linear(16, 2)
+    optimizer = torch.optim.Adam([*conv.parameters(), *head.parameters()], 1e-2)
+    first = 12 * torch.arange(16)
+    index = (path(12)[:, None] + first[:, None]).flatten(1)
+    for _ in range(60):
+        x, y = torch.randn(192, 4) / 3, torch.randint(2, (16,))
+        x[:, 3] = 0
+        x[first, 3] = 2.0 * y - 1
+        out = head(conv(x, index)[first + 11])
+        loss = F.cross_entropy(out, y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.2
+
+
+# ------------------------------------------------------------------------ continuation
+
+
+@pytest.mark.parametrize("conv_kernel", [1, 4])
+@pytest.mark.parametrize("gated", [False, True])
+def test_step_by_step(conv_kernel, gated):
+    torch.manual_seed(0)
+    conv = spread(RGLRUConv(CHANNELS, 6, 2, conv_kernel=conv_kernel, gated=gated))
+    x = torch.randn(3, 9, CHANNELS).double()
+    index = torch.cat([path(9) + 9 * k for k in range(3)], 1)
+    expected = conv.double()(x.flatten(0, 1), index).view(3, 9, 6)
+    state = None
+    for i in range(9):
+        out, state = conv.step(x[:, i], state)
+        assert_near(out, expected[:, i])
+
+
+def test_models_of_sequences():
+    """A language model: all at once, step by step, and generated from."""
+    torch.manual_seed(0)
+    model = SequenceEncoder(
+        7, CHANNELS, num_layers=2, mixer=lambda _: RGLRUConv(CHANNELS, heads=2),
+        head="lm",
+    ).double().eval()  # fmt: skip
+    tokens = torch.randint(7, (12,))
+    expected = model(**model.inputs(Data(x=tokens, edge_index=path(12))))
+    state = None
+    for i in range(12):
+        out, state = model.step(tokens[i : i + 1], state)
+        assert_near(out[0], expected[i])
+    assert model.generate(tokens, 5).shape == (17,)
+
+
+@pytest.mark.parametrize("options", [{"num_dags": 2}, {"edge_dim": 3}])
+def test_what_cannot_be_continued(options):
+    conv = RGLRUConv(CHANNELS, **options)
+    with pytest.raises(ValueError, match="num_dags=1 and edge_dim=None"):
+        GPSLayer(CHANNELS, mixer=conv).step(torch.randn(2, CHANNELS))
+
+
+# -------------------------------------------------------------------------- explainers
+
+
+@pytest.mark.parametrize("edge_dim", [None, EDGE])
+def test_masked_edges_pass_nothing_on(edge_dim):
+    torch.manual_seed(0)
+    conv = RGLRUConv(CHANNELS, edge_dim=edge_dim, conv_kernel=1).double()
+    x, index, attr, *_ = CASES["RGLRUConv"].inputs()
+    set_masks(conv, torch.ones(6), index, apply_sigmoid=False)
+    assert_near(conv(x, index, attr), RGLRUConv.forward(conv, x, index, attr))
+    clear_masks(conv)
+    full = conv(x, index, attr)
+    set_masks(conv, torch.zeros(6), index, apply_sigmoid=False)
+    masked = conv(x, index, attr)
+    clear_masks(conv)
+    roots = torch.tensor([0, 3, 4])
+    assert_near(masked[roots], full[roots])
+    assert not torch.allclose(masked, full)
+    if edge_dim is None:
+        assert_near(masked, conv(x, index[:, :0]))
+
+
+def test_explainer():
+    explainer = Explainer(
+        RGLRUConv(CHANNELS),
+        GNNExplainer(epochs=5),
+        explanation_type="model",
+        edge_mask_type="object",
+        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+    )
+    x, index, *_ = CASES["RGLRUConv"].inputs(torch.float)
+    mask = explainer(x, index, index=2).edge_mask
+    assert (mask[index[1] == 2] > 0).all()
+    assert (mask[(index[0] == 2) | (index[0] == 4)] == 0).all()
+
+
+def test_masks_are_of_one_dag():
+    conv = RGLRUConv(CHANNELS, num_dags=2)
+    conv.explain = True
+    with pytest.raises(ValueError, match="one graph, not several DAGs"):
+        conv(torch.randn(3, CHANNELS), [path(3), path(3).flip(0)])
+
+
+# ------------------------------------------------------------------------------ errors
+
+
+@pytest.mark.parametrize("name", ["num_dags", "conv_kernel"])
+@pytest.mark.parametrize("bad", [0, -1, 1.5, None])
+def test_bad_numbers(name, bad):
+    with pytest.raises((TypeError, ValueError), match=f"'{name}' must be an integer"):
+        RGLRUConv(CHANNELS, **{name: bad})
+
+
+@pytest.mark.parametrize("reach", [(0.5, 2.0), (8.0, 4.0), 8])
+def test_bad_reach(reach):
+    with pytest.raises(ValueError, match="'reach' must be two numbers of steps"):
+        RGLRUConv(CHANNELS, reach=reach)
+
+
+def test_cycles():
+    index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    with pytest.raises(CycleError, match="cycle 0 -> 1 -> 2 -> 0"):
+        RGLRUConv(CHANNELS)(torch.randn(3, CHANNELS), index)
+
+
+def test_missing_edge_features():
+    with pytest.raises(ValueError, match="'edge_attr' must be given"):
+        RGLRUConv(CHANNELS, edge_dim=EDGE)(torch.randn(3, CHANNELS), path(3))
