@@ -16,6 +16,7 @@ from pyg_chimera.ops.delta_scan import delta_scan
 from pyg_chimera.ops.explain import explain
 from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.householder import householder_product
+from pyg_chimera.ops.neighborhood_attention import neighborhood_attention
 from pyg_chimera.ops.resolvent import resolvent_mix
 from pyg_chimera.ops.selective_scan import selective_scan
 from pyg_chimera.ops.structure import (
@@ -41,6 +42,7 @@ __all__ = [
     "householder_product",
     "line_graph",
     "multitree",
+    "neighborhood_attention",
     "node_order",
     "node_score",
     "node_sequences",
