@@ -20,6 +20,7 @@ from pyg_chimera.ops.neighborhood_attention import neighborhood_attention
 from pyg_chimera.ops.resolvent import resolvent_mix
 from pyg_chimera.ops.selective_scan import selective_scan
 from pyg_chimera.ops.structure import (
+    k_hop_index,
     line_graph,
     multitree,
     node_order,
@@ -40,6 +41,7 @@ __all__ = [
     "grid_conv",
     "grid_scan",
     "householder_product",
+    "k_hop_index",
     "line_graph",
     "multitree",
     "neighborhood_attention",

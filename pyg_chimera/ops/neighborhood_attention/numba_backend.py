@@ -1,4 +1,4 @@
-"""Attention on the CPU: jitted, one task per (block of nodes, group of heads).
+"""Attention on the CPU: jitted, one task per block of nodes.
 
 A node's logits are computed in whole vectors, as many as it has sources, and stay in
 the cache until the values are summed. Of the forward pass, only the logarithm of the
@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
+from pyg_chimera.ops.common.numba_runtime import arrays, inlined, jit, run, stopped
 from pyg_chimera.ops.common.simd import (
     first,
     fma,
@@ -59,9 +59,9 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     """The gradients of query, key, value and, if there is one, bias."""
     query, key, value, bias = call.inputs[:4]
     dquery, dkey, dvalue = (x.new_empty(x.shape) for x in (query, key, value))
-    weight, dlogits = query.new_empty(
-        2, call.inputs.edge_index.size(1), query.size(1)
-    ).unbind()
+    weight, dlogits = (
+        query.new_empty(call.inputs.edge_index.size(1), query.size(1)) for _ in range(2)
+    )
     _run(
         _backward_nodes, call, call.structure.sources, 2.0,
         *_shared(call), *arrays(*saved, grad, weight, dlogits, dquery),
@@ -75,18 +75,18 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 def _run(kernel, call: Call, edges: Neighbours, cost: float, *args) -> None:  # type: ignore[no-untyped-def]
-    """Runs a kernel on blocks of nodes and groups of heads."""
+    """Runs a kernel on blocks of nodes."""
     query, key, value = call.inputs[:3]
     num_nodes, heads, groups = query.size(0), query.size(1), key.size(1)
     block = np.append(np.arange(0, num_nodes, _BLOCK), num_nodes)
     # A node has to be read and written, even one that has no edges.
     work = np.diff(edges.ptr[block]) + np.diff(block)
-    per_edge = cost * heads / groups * (2 + (query.size(2) + value.size(2)) / 16)
+    per_edge = cost * heads * (2 + (query.size(2) + value.size(2)) / 16)
     dtype = query.numpy().dtype
     step = vector_lanes(dtype)[0]
     scratch = step * step + 2 * (edges.most + step)
     run(
-        kernel, np.repeat(work * per_edge, groups), scratch, dtype,
+        kernel, work * per_edge, scratch, dtype,
         block, groups, edges.ptr, edges.node, edges.edge, *args,
     )  # fmt: skip
 
@@ -99,13 +99,15 @@ def _shared(call: Call) -> list:
     """What both passes over the targets read. Without a bias, it has no rows."""
     query, key, value, bias = call.inputs[:4]
     bias = query.new_empty(0, query.size(1)) if bias is None else bias
-    return [*arrays(query, key, value, bias), _scale(call)]
+    dtype = query.numpy().dtype
+    padding = np.repeat([0, -np.inf], vector_lanes(dtype)[0]).astype(dtype)
+    return [*arrays(query, key, value, bias), padding, _scale(call)]
 
 
 @jit
 def _forward(  # type: ignore[no-untyped-def]
     begin, end, stop, scratch, block, groups, ptr, node, edge, query, key, value, bias,
-    scale, out, kept,
+    padding, scale, out, kept,
 ):  # fmt: skip
     (_, heads, N), P = query.shape, value.shape[2]
     s, _, tile = _buffers(pointer(scratch), scratch.shape[0])
@@ -114,18 +116,17 @@ def _forward(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     step, dtype = lanes(q), query.dtype
     zero, one = dtype.type(0), dtype.type(1)
-    unit, minus = dtype.type(1 / LOG_2), dtype.type(-np.inf)
+    unit, ends = dtype.type(1 / LOG_2), pointer(padding)
     for task in range(begin, end):
         if stopped(stop):
             return
-        first_node, g = block[task // groups], task % groups
-        for i in range(first_node, block[task // groups + 1]):
+        for i in range(block[task], block[task + 1]):
             start, n = ptr[i], ptr[i + 1] - ptr[i]
-            for h in range(g * heads // groups, (g + 1) * heads // groups):
-                at = i * heads + h
+            for h in range(heads):
+                g, at = h * groups // heads, i * heads + h
                 top = _logits(
-                    s, q + at * N, k + g * N, groups * N, N, node, start, n, tile,
-                    scale, unit, minus, b, bias.shape[0] > 0, edge, h, heads,
+                    s, q + at * N, k + g * N, groups * N, N, node, start, n, tile, ends,
+                    scale, unit, b, bias.shape[0] > 0, edge, h, heads,
                 )  # fmt: skip
                 if top == -np.inf:  # nobody to attend to
                     kept[i, h] = np.inf
@@ -147,7 +148,7 @@ def _forward(  # type: ignore[no-untyped-def]
 @jit
 def _backward_nodes(  # type: ignore[no-untyped-def]
     begin, end, stop, scratch, block, groups, ptr, node, edge, query, key, value, bias,
-    scale, kept, grad, weight, dlogits, dquery,
+    padding, scale, kept, grad, weight, dlogits, dquery,
 ):  # fmt: skip
     (_, heads, N), P = query.shape, value.shape[2]
     s, d, tile = _buffers(pointer(scratch), scratch.shape[0])
@@ -155,19 +156,19 @@ def _backward_nodes(  # type: ignore[no-untyped-def]
         pointer(query), pointer(key), pointer(value), pointer(grad), pointer(dquery),
         pointer(bias),
     )  # fmt: skip
+    w, dw = pointer(weight), pointer(dlogits)
     step, dtype = lanes(q), query.dtype
-    unit, minus = dtype.type(1 / LOG_2), dtype.type(-np.inf)
+    unit, ends = dtype.type(1 / LOG_2), pointer(padding)
     for task in range(begin, end):
         if stopped(stop):
             return
-        first_node, g = block[task // groups], task % groups
-        for i in range(first_node, block[task // groups + 1]):
+        for i in range(block[task], block[task + 1]):
             start, n = ptr[i], ptr[i + 1] - ptr[i]
-            for h in range(g * heads // groups, (g + 1) * heads // groups):
-                at = i * heads + h
+            for h in range(heads):
+                g, at = h * groups // heads, i * heads + h
                 _logits(
-                    s, q + at * N, k + g * N, groups * N, N, node, start, n, tile,
-                    scale, unit, minus, b, bias.shape[0] > 0, edge, h, heads,
+                    s, q + at * N, k + g * N, groups * N, N, node, start, n, tile, ends,
+                    scale, unit, b, bias.shape[0] > 0, edge, h, heads,
                 )  # fmt: skip
                 _products(
                     d, dy + at * P, v + g * P, groups * P, P, node, start, n, tile
@@ -181,8 +182,9 @@ def _backward_nodes(  # type: ignore[no-untyped-def]
                 for t in range(0, n, step):
                     store(d + t, load(s + t) * (load(d + t) - mean))
                 for t in range(n):
-                    weight[edge[start + t], h] = s[t]
-                    dlogits[edge[start + t], h] = d[t]
+                    e = edge[start + t] * heads + h
+                    w[e] = s[t]
+                    dw[e] = d[t]
                 _combine(
                     dq + at * N, d, k + g * N, groups * N, N, node, start, n, scale,
                     False,
@@ -197,20 +199,21 @@ def _backward_sources(  # type: ignore[no-untyped-def]
     (_, heads, N), P = query.shape, grad.shape[2]
     s, d, _ = _buffers(pointer(scratch), scratch.shape[0])
     q, dy, dk, dv = pointer(query), pointer(grad), pointer(dkey), pointer(dvalue)
+    w, dw = pointer(weight), pointer(dlogits)
     one = query.dtype.type(1)
     for task in range(begin, end):
         if stopped(stop):
             return
-        first_node, g = block[task // groups], task % groups
-        head = g * heads // groups
-        for j in range(first_node, block[task // groups + 1]):
+        for j in range(block[task], block[task + 1]):
             start, n = ptr[j], ptr[j + 1] - ptr[j]
-            at = j * groups + g
-            for h in range(head, (g + 1) * heads // groups):
+            for h in range(heads):
+                g = h * groups // heads
+                at = j * groups + g
                 for t in range(n):
-                    s[t] = weight[edge[start + t], h]
-                    d[t] = dlogits[edge[start + t], h]
-                more = h > head
+                    e = edge[start + t] * heads + h
+                    s[t] = w[e]
+                    d[t] = dw[e]
+                more = h > g * heads // groups
                 _combine(
                     dv + at * P, s, dy + h * P, heads * P, P, node, start, n, one, more
                 )
@@ -223,33 +226,32 @@ def _backward_sources(  # type: ignore[no-untyped-def]
 def _buffers(scratch, size):  # type: ignore[no-untyped-def]
     """Two rows with a number for each edge of a node, and a square of vectors."""
     square = lanes(scratch) * lanes(scratch)
-    row = (size - square) // 2
-    return scratch + square, scratch + (square + row), scratch
+    return scratch + square, scratch + (square + size) // 2, scratch
 
 
-@jit
+@inlined
 def _logits(  # type: ignore[no-untyped-def]
-    s, x, rows, stride, size, node, start, n, tile, scale, unit, minus, bias, biased,
-    edge, h, heads,
+    s, x, rows, stride, size, node, start, n, tile, ends, scale, unit, bias,
+    biased, edge, h, heads,
 ):  # fmt: skip
     """To the base of two; minus infinity fills up the last vector. The largest one."""
     _products(s, x, rows, stride, size, node, start, n, tile)
     step = lanes(s)
-    top = splat(minus)
-    for t in range(n, (n + step - 1) // step * step):
-        s[t] = minus
+    top = load(ends + step)
     for t in range(0, n, step):
         v = load(s + t) * splat(scale * unit)
         if biased:
             for i in range(t, min(t + step, n)):
                 tile[i - t] = bias[edge[start + i] * heads + h]
             v = fma(load_part(tile, n - t), splat(unit), v)
+        if n - t < step:
+            v = v + load(ends + (step - n + t))
         store(s + t, v)
         top = larger(top, v)
     return largest(top)
 
 
-@jit
+@inlined
 def _products(target, x, rows, stride, size, node, start, n, tile):  # type: ignore[no-untyped-def]
     """The inner products of x with the rows of n nodes; zeros fill the last vector."""
     step = lanes(x)
@@ -264,7 +266,7 @@ def _products(target, x, rows, stride, size, node, start, n, tile):  # type: ign
         store(target + t, first(row_totals(tile), count))
 
 
-@jit
+@inlined
 def _combine(target, w, rows, stride, size, node, start, n, scale, more):  # type: ignore[no-untyped-def]
     """The sum of the rows of n nodes with weights; `more`, in addition to the target.
 
@@ -313,7 +315,7 @@ def _combine(target, w, rows, stride, size, node, start, n, scale, more):  # typ
         c += step
 
 
-@jit
+@inlined
 def _put(target, v, n, scale, more):  # type: ignore[no-untyped-def]
     """Writes what is left of a row of n more numbers, up to a vector."""
     v = v * splat(scale)

@@ -29,8 +29,7 @@ def forward(call: Call) -> Tensor:
             if bias is not None:
                 logits = logits + bias[edges].double()
             outs.append((_softmax(logits).unsqueeze(-1) * value[read]).sum(0))
-        out = torch.stack(outs) if outs else query.new_zeros(value.shape)
-        return out.to(dtype)
+        return (torch.stack(outs) if outs else value).to(dtype)
 
 
 def _softmax(logits: Tensor) -> Tensor:
