@@ -16,6 +16,7 @@ from pyg_chimera.nn import (
     GatedDeltaConv,
     GatedGCNConv,
     GraphMambaConv,
+    KHopAttentionConv,
     PLSTMConv,
     PLSTMGridConv,
 )
@@ -143,6 +144,11 @@ def gated_delta(**kwargs: Any) -> Case:
     return Case(partial(GatedDeltaConv, state_channels=3, **kwargs), [edges])
 
 
+def k_hop(needs_batch: bool = False, **kwargs: Any) -> Case:
+    edges = DAGS[0] if kwargs.get("rotary") else GRAPH
+    return Case(partial(KHopAttentionConv, **kwargs), [edges], needs_batch=needs_batch)
+
+
 def plstm(**kwargs: Any) -> Case:
     ordered = kwargs.get("order") is not None
     edges = [GRAPH] if ordered else DAGS[: kwargs.get("num_dags", 1)]
@@ -188,6 +194,18 @@ CASES = {
     "GatedDeltaConv-acyclic": gated_delta(acyclic=True, local_conv=True, gated=False),
     "GatedDeltaConv-states": gated_delta(
         acyclic=True, edge_dim=EDGE, form="state", bias=False
+    ),
+    "KHopAttentionConv": k_hop(heads=2, k=2),
+    "KHopAttentionConv-edges": k_hop(heads=4, groups=2, k=2, edge_dim=EDGE),
+    "KHopAttentionConv-rotary": k_hop(heads=2, k=3, rotary=True, bias=False),
+    "KHopAttentionConv-length": k_hop(
+        k=2, rotary=True, rotary_length=2, needs_batch=True
+    ),
+    "KHopAttentionConv-differential": k_hop(
+        heads=2, groups=1, differential=True, depth=3
+    ),
+    "KHopAttentionConv-latent": k_hop(
+        heads=2, k=2, latent_channels=3, backend="torch", differential=True
     ),
     "PLSTMConv": plstm(heads=2),
     "PLSTMConv-D": plstm(mode="D", heads=2, edge_dim=EDGE),

@@ -9,6 +9,7 @@ from pyg_chimera.nn.conv import (
     GatedDeltaConv,
     GatedGCNConv,
     GraphMambaConv,
+    KHopAttentionConv,
     PLSTMConv,
     PLSTMGridConv,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "GraphMambaConv",
     "GraphModel",
     "ImageClassifier",
+    "KHopAttentionConv",
     "LaplacianEncoder",
     "PLSTMConv",
     "PLSTMGridConv",

@@ -5,6 +5,7 @@ from pyg_chimera.nn.conv.chimera_path_conv import ChimeraPathConv
 from pyg_chimera.nn.conv.gated_delta_conv import GatedDeltaConv
 from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
 from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
+from pyg_chimera.nn.conv.k_hop_attention_conv import KHopAttentionConv
 from pyg_chimera.nn.conv.plstm_conv import PLSTMConv
 from pyg_chimera.nn.conv.plstm_grid_conv import PLSTMGridConv
 
@@ -16,6 +17,7 @@ __all__ = [
     "GatedDeltaConv",
     "GatedGCNConv",
     "GraphMambaConv",
+    "KHopAttentionConv",
     "PLSTMConv",
     "PLSTMGridConv",
 ]

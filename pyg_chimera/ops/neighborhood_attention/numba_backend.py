@@ -261,7 +261,9 @@ def _products(target, x, rows, stride, size, node, start, n, tile):  # type: ign
             row = rows + node[start + t + i] * stride
             sums = zeros(x)
             for c in range(0, size, step):
-                sums = fma(load_part(x + c, size - c), load_part(row + c, size - c), sums)
+                sums = fma(
+                    load_part(x + c, size - c), load_part(row + c, size - c), sums
+                )
             store(tile + i * step, sums)
         store(target + t, first(row_totals(tile), count))
 

@@ -12,7 +12,7 @@ from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = ["KHop", "k_hop_index"]
+__all__ = ["KHop", "k_hop_index", "pairs_of_edges"]
 
 
 class KHop(NamedTuple):
@@ -77,6 +77,42 @@ def _k_hop_index(
     index, distance = _pairs(source, target, num_nodes, k, 1 - self_loops)
     index, distance = (torch.from_numpy(x) for x in (index, distance))
     return index.to(edge_index.device), distance.to(edge_index.device)
+
+
+def _fake_places(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
+    return edge_index.new_empty(edge_index.size(1), dtype=torch.long)
+
+
+@structural_op(_fake_places)
+def pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
+    r"""The number of each edge among pairs of nodes.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
+        pairs (torch.Tensor): Different pairs, :math:`[2, |\mathcal{P}|]`, integer.
+        num_nodes (int): The number of nodes.
+
+    Returns:
+        torch.Tensor: int64 :math:`[|\mathcal{E}|]`.
+
+    Raises:
+        ValueError: If an edge is not among the pairs.
+    """
+    check_edge_index(edge_index, num_nodes)
+    check_edge_index(pairs, num_nodes)
+    (source, target), (col, row) = to_numpy(edge_index), to_numpy(pairs)
+    edge, pair = target * num_nodes + source, row * num_nodes + col
+    order = np.argsort(pair, kind="stable")
+    place = np.minimum(np.searchsorted(pair[order], edge), max(len(pair) - 1, 0))
+    found = order[place] if len(pair) else place
+    missing = np.flatnonzero(pair[found] != edge) if len(pair) else np.arange(len(edge))
+    if missing.size:
+        e = int(missing[0])
+        raise ValueError(
+            f"'k_hop_index' must have a pair for each edge, but has none for edge {e}, "
+            f"from node {source[e]} to node {target[e]}; use 'AddKHopIndex'"
+        )
+    return torch.from_numpy(found).to(edge_index.device)
 
 
 @njit(cache=True, nogil=True)
