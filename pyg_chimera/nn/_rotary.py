@@ -36,7 +36,7 @@ def rotary_angles(
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns pairs of channels, of which one is in either half, by angles [..., C / 2]."""
+    """Turns pairs of channels, one of each half, by angles [..., channels / 2]."""
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)

@@ -44,8 +44,8 @@ class KHopAttentionConv(MessagePassing):
 
     * *grouped queries*, whose heads share keys and values, `"GQA"
       <https://arxiv.org/abs/2305.13245>`_;
-    * *rotary positions*, `"RoFormer" <https://arxiv.org/abs/2104.09864>`_, of the nodes'
-      depth in a DAG, or of given ones, for graphs longer than in training with the
+    * *rotary positions*, `"RoFormer" <https://arxiv.org/abs/2104.09864>`_, the depth of
+      nodes in a DAG, or given ones, for graphs longer than in training with the
       "NTK-aware" base :math:`10000 \, s^{N / (N - 2)}`, `"YaRN"
       <https://arxiv.org/abs/2309.00071>`_ (Definition 1);
     * *differential attention*, `"Differential Transformer"

@@ -46,7 +46,7 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, H, P], and logarithms of sums, to the base of two, [V, H]."""
-    query, key, value = call.inputs[:3]
+    query, _, value = call.inputs[:3]
     out = value.new_empty(*query.shape[:2], value.size(2))
     kept = value.new_empty(query.shape[:2])
     _run(

@@ -123,8 +123,9 @@ def neighborhood_attention(
         TypeError: If a tensor has a wrong dtype, or :obj:`scale` is not a number.
     """
     given = {"query": query, "key": key, "value": value}
-    for name, heads in zip(given, ("heads", "groups", "groups"), strict=True):
-        check_dim(name, given[name], f"[nodes, {heads}, channels]", 3)
+    for name, x in given.items():
+        of = "heads" if name == "query" else "groups"
+        check_dim(name, x, f"[nodes, {of}, channels]", 3)
     (num_nodes, heads, size), groups = query.shape, key.size(1)
     if groups < 1 or heads % groups != 0:
         raise ValueError(

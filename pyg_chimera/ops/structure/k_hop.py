@@ -20,7 +20,7 @@ class KHop(NamedTuple):
 
     #: The pairs :math:`[2, |\mathcal{P}|]`, int64: row 0 is the node that reaches that
     #: of row 1.
-    index: Tensor
+    edge_index: Tensor
     #: The number of steps of each pair :math:`[|\mathcal{P}|]`, int64.
     distance: Tensor
 
@@ -46,10 +46,10 @@ def k_hop_index(
             distance zero. (default: :obj:`True`)
 
     Returns:
-        KHop: The pairs :obj:`index`, int64 :math:`[2, |\mathcal{P}|]`, each of them
-        once, in the direction of the edges, and the :obj:`distance` of each, int64
-        :math:`[|\mathcal{P}|]`, on the device of :obj:`edge_index`. They are sorted by
-        the node that is reached, then by distance.
+        KHop: The pairs :obj:`edge_index`, int64 :math:`[2, |\mathcal{P}|]`, each of
+        them once, in the direction of the edges, and the :obj:`distance` of each, int64
+        :math:`[|\mathcal{P}|]`, on the device of the edges. They are sorted by the
+        node that is reached, then by distance.
 
     Raises:
         ValueError: If :obj:`k` is less than 1, or :obj:`edge_index` has a wrong shape
