@@ -183,9 +183,11 @@ def test_in_a_model():
         return GPSLayer(16, mixer=KHopAttentionConv(16, heads=2, k=2))
 
     names = {x: x for x in ("k_hop_index", "k_hop_distance")}
-    model = GraphModel(8, 16, 1, layer, num_layers=2, structure=names)
+    model = GraphModel(8, 16, 1, layer, num_layers=2, structure=names).eval()
     data = AddKHopIndex(2)(Data(x=torch.randn(7, 8), edge_index=DAG))
-    assert model(data).shape == (1, 1)
+    inputs = model.inputs(data)
+    assert inputs["k_hop_index"].equal(data.k_hop_index)
+    assert_near(model(**inputs), model(data.x, data.edge_index), 1e-6)
 
 
 def test_lambda_starts_by_depth():
