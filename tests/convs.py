@@ -17,6 +17,7 @@ from pyg_chimera.nn import (
     GatedGCNConv,
     GraphMambaConv,
     HierarchicalMemoryConv,
+    KHopAttentionConv,
     PLSTMConv,
     PLSTMGridConv,
     RGLRUConv,
@@ -154,6 +155,11 @@ def rg_lru(**kwargs: Any) -> Case:
     return Case(partial(RGLRUConv, **kwargs), DAGS[: kwargs.get("num_dags", 1)])
 
 
+def k_hop(needs_batch: bool = False, **kwargs: Any) -> Case:
+    edges = DAGS[0] if kwargs.get("rotary") else GRAPH
+    return Case(partial(KHopAttentionConv, **kwargs), [edges], needs_batch=needs_batch)
+
+
 def plstm(**kwargs: Any) -> Case:
     ordered = kwargs.get("order") is not None
     edges = [GRAPH] if ordered else DAGS[: kwargs.get("num_dags", 1)]
@@ -213,6 +219,18 @@ CASES = {
     "RGLRUConv-edges": rg_lru(edge_dim=EDGE, gated=False, bias=False),
     "RGLRUConv-several": rg_lru(num_dags=3, heads=4, edge_dim=EDGE, conv_kernel=2),
     "RGLRUConv-torch": rg_lru(reach=None, conv_kernel=1, backend="torch"),
+    "KHopAttentionConv": k_hop(heads=2, k=2),
+    "KHopAttentionConv-edges": k_hop(heads=4, groups=2, k=2, edge_dim=EDGE),
+    "KHopAttentionConv-rotary": k_hop(heads=2, k=3, rotary=True, bias=False),
+    "KHopAttentionConv-length": k_hop(
+        k=2, rotary=True, rotary_length=2, needs_batch=True
+    ),
+    "KHopAttentionConv-differential": k_hop(
+        heads=2, groups=1, differential=True, depth=3
+    ),
+    "KHopAttentionConv-latent": k_hop(
+        heads=2, k=2, latent_channels=3, backend="torch", differential=True
+    ),
     "PLSTMConv": plstm(heads=2),
     "PLSTMConv-D": plstm(mode="D", heads=2, edge_dim=EDGE),
     "PLSTMConv-row": plstm(normalization="row", edge_dim=EDGE, bias=False),

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PUBLIC = {
     "pyg_chimera.ops": {
         *("resolvent_mix", "dag_scan", "stm_scan", "grid_conv", "grid_scan"),
-        *("delta_scan", "channel_scan"),
+        *("delta_scan", "channel_scan", "k_hop_index", "neighborhood_attention"),
         *("explain", "Choice", "Cost", "warn_above", "CycleError", "structure"),
         *("selective_scan", "causal_conv1d", "node_score", "node_sequences"),
         *("line_graph", "multitree", "node_order", "householder_product"),
@@ -29,13 +29,13 @@ PUBLIC = {
         "elimination_rank",
         *("line_graph", "LineGraph", "multitree", "node_order"),
         *("ORDERS", "node_score", "node_sequences", "NodeSequences"),
-        *("diameter", "connected_components"),
+        *("diameter", "connected_components", "KHop", "k_hop_index"),
     },
     "pyg_chimera.nn": {
         *("ChimeraConv", "ChimeraDAGConv", "ChimeraGridConv"),
         *("ChimeraPathConv", "RGLRUConv"),
         *("PLSTMConv", "PLSTMGridConv", "GraphMambaConv"),
-        *("GatedDeltaConv", "GatedGCNConv", "GPSLayer"),
+        *("GatedDeltaConv", "GatedGCNConv", "GPSLayer", "KHopAttentionConv"),
         "HierarchicalMemoryConv",
         *(
             "CategoricalEncoder",
@@ -49,7 +49,7 @@ PUBLIC = {
         "GraphModel",
     },
     "pyg_chimera.transforms": {
-        *("AddDiameter", "AddEliminationOrder", "AddTopologicalOrder"),
+        *("AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"),
         *("DAGDecomposition", "DirectedLineGraph", "MultitreePruning"),
         *("LineGraphData", "ImageToGraph"),
         *("NodeOrder", "SequenceToGraph", "LaplacianEncoding"),

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Linear
 
+from pyg_chimera.nn._rotary import rotary_angles, rotate
 from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["SelfAttention"]
@@ -176,11 +177,6 @@ class SelfAttention(torch.nn.Module):
 
 def _rotate(x: Tensor, places: Tensor) -> Tensor:
     """Heads [B, H, N, P], by places [B, N, D]: P / D channels by each coordinate."""
-    size = x.size(-1) // places.size(-1) // 2
     dtype = torch.promote_types(x.dtype, torch.float32)
-    step = torch.arange(size, device=x.device, dtype=dtype)
-    angle = places.unsqueeze(-1) * 10_000 ** (-step / size)  # [B, N, D, size]
-    cos, sin = angle.cos().flatten(2), angle.sin().flatten(2)
-    cos, sin = (y.unsqueeze(1).to(x.dtype) for y in (cos, sin))
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+    angles = rotary_angles(places, x.size(-1), dtype=dtype)
+    return rotate(x, angles.unsqueeze(1))

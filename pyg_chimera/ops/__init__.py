@@ -17,9 +17,11 @@ from pyg_chimera.ops.delta_scan import delta_scan
 from pyg_chimera.ops.explain import explain
 from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.householder import householder_product
+from pyg_chimera.ops.neighborhood_attention import neighborhood_attention
 from pyg_chimera.ops.resolvent import resolvent_mix
 from pyg_chimera.ops.selective_scan import selective_scan
 from pyg_chimera.ops.structure import (
+    k_hop_index,
     line_graph,
     multitree,
     node_order,
@@ -41,8 +43,10 @@ __all__ = [
     "grid_conv",
     "grid_scan",
     "householder_product",
+    "k_hop_index",
     "line_graph",
     "multitree",
+    "neighborhood_attention",
     "node_order",
     "node_score",
     "node_sequences",

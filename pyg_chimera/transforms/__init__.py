@@ -16,12 +16,14 @@ from pyg_chimera.transforms.sequence_to_graph import SequenceToGraph
 from pyg_chimera.transforms.structure import (
     AddDiameter,
     AddEliminationOrder,
+    AddKHopIndex,
     AddTopologicalOrder,
 )
 
 __all__ = [
     "AddDiameter",
     "AddEliminationOrder",
+    "AddKHopIndex",
     "AddTopologicalOrder",
     "DAGDecomposition",
     "DirectedLineGraph",

@@ -3,12 +3,17 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from pyg_chimera.ops.common.checks import check_option
-from pyg_chimera.ops.structure import diameter, elimination_rank, topological_rank
+from pyg_chimera.ops.common.checks import check_integer, check_option
+from pyg_chimera.ops.structure import (
+    diameter,
+    elimination_rank,
+    k_hop_index,
+    topological_rank,
+)
 from pyg_chimera.ops.structure.elimination import METHODS
 from pyg_chimera.transforms._inputs import check_attr_name, edges_of
 
-__all__ = ["AddDiameter", "AddEliminationOrder", "AddTopologicalOrder"]
+__all__ = ["AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"]
 
 
 @functional_transform("chimera_add_elimination_order")
@@ -50,6 +55,44 @@ class AddEliminationOrder(BaseTransform):
 
     def __repr__(self) -> str:
         return f"{self.__class__.__name__}(method={self.method!r})"
+
+
+@functional_transform("chimera_add_k_hop_index")
+class AddKHopIndex(BaseTransform):
+    r"""Stores the pairs of nodes at most :math:`k` steps apart, as
+    :func:`~pyg_chimera.ops.structure.k_hop_index` finds them (functional name:
+    :obj:`chimera_add_k_hop_index`).
+
+    With :obj:`k_hop_index=data.k_hop_index, k_hop_distance=data.k_hop_distance`,
+    :class:`~pyg_chimera.nn.KHopAttentionConv` need not search for them. Adds
+    :obj:`data.k_hop_index`, int64 :math:`[2, |\mathcal{P}|]`, each node with itself
+    among them, and :obj:`data.k_hop_distance`, int64 :math:`[|\mathcal{P}|]`.
+
+    Args:
+        k (int): The largest number of steps.
+        prefix (str, optional): What the attributes' names begin with.
+            (default: :obj:`"k_hop"`)
+
+    Raises:
+        ValueError: If :obj:`k` is less than 1, the prefix would make PyG batch the
+            distances wrongly, or the data has no valid :obj:`edge_index`.
+        TypeError: If :obj:`k` is no integer.
+    """
+
+    def __init__(self, k: int, prefix: str = "k_hop") -> None:
+        check_integer("k", k, 1)
+        check_attr_name("prefix", prefix)
+        self.k = k
+        self.prefix = prefix
+
+    def forward(self, data: Data) -> Data:
+        """Adds the attributes to a copy of the data."""
+        pairs = k_hop_index(*edges_of(data), self.k)
+        data[f"{self.prefix}_index"], data[f"{self.prefix}_distance"] = pairs
+        return data
+
+    def __repr__(self) -> str:
+        return f"{self.__class__.__name__}(k={self.k})"
 
 
 @functional_transform("chimera_add_topological_order")

@@ -18,6 +18,7 @@ from pyg_chimera.ops.structure import ORDERS
 from pyg_chimera.transforms import (
     AddDiameter,
     AddEliminationOrder,
+    AddKHopIndex,
     AddTopologicalOrder,
     DAGDecomposition,
     DirectedLineGraph,
@@ -66,6 +67,10 @@ CASES = {
     "topological_order": case(
         AddTopologicalOrder, name="add_topological_order", adds=["topological_rank"],
         acyclic=True, of_batches=True,
+    ),
+    "k_hop": case(
+        AddKHopIndex, 2, name="add_k_hop_index", text="AddKHopIndex(k=2)",
+        argument="prefix", adds=["k_hop_index", "k_hop_distance"], of_batches=True,
     ),
     "diameter": case(AddDiameter, name="add_diameter", adds=["diameter"]),
     "laplacian": case(
@@ -181,7 +186,7 @@ def test_adds_attributes_to_a_copy(key):
             for x in as_list(out[name]):
                 is_float = name in ("laplacian_pe", "pos", "dag_edge_attr")
                 assert is_float or name == "node_score" or x.dtype == torch.long
-                if "edge" not in name and name != "diameter":
+                if not any(word in name for word in ("edge", "diameter", "k_hop")):
                     assert x.size(0) == out.num_nodes
     # What an earlier transform has left is replaced.
     assert_same(transform_of(key)(copy.copy(out)), out) if key not in RAW else None

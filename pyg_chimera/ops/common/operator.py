@@ -31,6 +31,7 @@ _SCHEMA_TYPES = {
     str: "str",
     int: "int",
     int | None: "int?",
+    float: "float",
     float | None: "float?",
     list[int]: "int[]",
 }

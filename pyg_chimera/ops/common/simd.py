@@ -40,16 +40,21 @@ __all__ = [
     "SET",
     "SUBTRACT",
     "first",
+    "floor",
     "fma",
     "gemm",
     "gemm_rows",
     "lanes",
+    "larger",
+    "largest",
     "load",
     "load_part",
     "load_some",
     "pointer",
+    "power_of_two",
     "prefetch",
     "row_totals",
+    "smaller",
     "splat",
     "store",
     "store_part",
@@ -172,6 +177,31 @@ def total(v: np.ndarray) -> Any:
 def first(v: np.ndarray, n: int) -> np.ndarray:
     """The first `n` numbers of a vector, then zeros, whatever was there."""
     return np.where(np.arange(v.shape[0]) < n, v, v.dtype.type(0))
+
+
+def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The larger number of each lane; that of `a`, also NaN, where `b` is not."""
+    return np.where(b > a, b, a)
+
+
+def smaller(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The smaller number of each lane; that of `a`, also NaN, where `b` is not."""
+    return np.where(b < a, b, a)
+
+
+def largest(v: np.ndarray) -> Any:
+    """The largest number of a vector; any one, if one of them is NaN."""
+    return v.max()
+
+
+def floor(v: np.ndarray) -> np.ndarray:
+    """The numbers of a vector, rounded down to integers."""
+    return np.floor(v)
+
+
+def power_of_two(v: np.ndarray) -> np.ndarray:
+    """Two to the power of integers, which normal numbers must have for exponents."""
+    return np.exp2(v)
 
 
 def row_totals(p: Pointer) -> np.ndarray:
@@ -301,6 +331,18 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
         f"llvm.fma.{_name(a.type)}",
     )
     return builder.call(function, [a, b, c])
+
+
+def _fold(builder: Any, value: Any, combine: Callable) -> Any:
+    """All lanes combined, in each lane."""
+    count = value.type.count
+    step = count // 2
+    while step:
+        turned = [(lane + step) % count for lane in range(count)]
+        turned = ir.Constant(ir.VectorType(_LANE, count), turned)
+        value = combine(value, builder.shuffle_vector(value, value, turned))
+        step //= 2
+    return value
 
 
 # ----------------------------------------------------------------------- in jitted code
@@ -475,17 +517,69 @@ def _fma_intrinsic(typing_context, a, b, c):  # type: ignore[no-untyped-def]
 @intrinsic
 def _total_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        (value,) = args
-        count = value.type.count
-        step = count // 2
-        while step:
-            turned = [(lane + step) % count for lane in range(count)]
-            turned = ir.Constant(ir.VectorType(_LANE, count), turned)
-            value = builder.fadd(value, builder.shuffle_vector(value, value, turned))
-            step //= 2
-        return builder.extract_element(value, _LANE(0))
+        return builder.extract_element(_fold(builder, *args, builder.fadd), _LANE(0))
 
     return v.dtype(v), generate
+
+
+def _compare(sign: str) -> Callable:
+    """Makes the intrinsic of `larger` (of sign ">") or `smaller`."""
+
+    @intrinsic
+    def compare(typing_context, a, b):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+            return _select(builder, sign, *args)
+
+        return a(a, a), generate
+
+    return compare
+
+
+def _select(builder: Any, sign: str, a: Any, b: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(sign, b, a), b, a)
+
+
+_larger_intrinsic, _smaller_intrinsic = _compare(">"), _compare("<")
+
+
+@intrinsic
+def _largest_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        def larger(a, b):  # type: ignore[no-untyped-def]
+            return _select(builder, ">", a, b)
+
+        return builder.extract_element(_fold(builder, *args, larger), _LANE(0))
+
+    return v.dtype(v), generate
+
+
+@intrinsic
+def _floor_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        vector = args[0].type
+        function = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(vector, [vector]),
+            f"llvm.floor.{_name(vector)}",
+        )
+        return builder.call(function, args)
+
+    return v(v), generate
+
+
+@intrinsic
+def _power_of_two_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        vector = args[0].type
+        bits = 8 * _size(vector)
+        bias, shift = (127, 23) if bits == 32 else (1023, 52)
+        integers = ir.VectorType(ir.IntType(bits), vector.count)
+        n = builder.fptosi(args[0], integers)
+        n = builder.add(n, ir.Constant(integers, [bias] * vector.count))
+        n = builder.shl(n, ir.Constant(integers, [shift] * vector.count))
+        return builder.bitcast(n, vector)
+
+    return v(v), generate
 
 
 @intrinsic
@@ -624,6 +718,31 @@ def _overload_total(v):  # type: ignore[no-untyped-def]
 @overload(first)
 def _overload_first(v, n):  # type: ignore[no-untyped-def]
     return lambda v, n: _first_intrinsic(v, n)
+
+
+@overload(larger)
+def _overload_larger(a, b):  # type: ignore[no-untyped-def]
+    return lambda a, b: _larger_intrinsic(a, b)
+
+
+@overload(smaller)
+def _overload_smaller(a, b):  # type: ignore[no-untyped-def]
+    return lambda a, b: _smaller_intrinsic(a, b)
+
+
+@overload(largest)
+def _overload_largest(v):  # type: ignore[no-untyped-def]
+    return lambda v: _largest_intrinsic(v)
+
+
+@overload(floor)
+def _overload_floor(v):  # type: ignore[no-untyped-def]
+    return lambda v: _floor_intrinsic(v)
+
+
+@overload(power_of_two)
+def _overload_power_of_two(v):  # type: ignore[no-untyped-def]
+    return lambda v: _power_of_two_intrinsic(v)
 
 
 @overload(row_totals)

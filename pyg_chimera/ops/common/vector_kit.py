@@ -14,12 +14,18 @@ from numba.extending import intrinsic, overload
 from pyg_chimera.ops.common.numba_runtime import jit
 from pyg_chimera.ops.common.simd import (
     SET,
+    VectorType,
+    floor,
     fma,
     gemm,
     lanes,
+    larger,
     load,
     load_part,
     pointer,
+    power_of_two,
+    smaller,
+    splat,
     store,
     total,
     transpose_square,
@@ -186,7 +192,8 @@ _TAYLOR_32 = tuple(np.float32(c) for c in _TAYLOR[6::-1])
 
 
 def exp2(x: float) -> float:
-    """2^x on vectors, to the last bits, where the C library goes one by one.
+    """2^x of a number in a loop, which becomes one over vectors, or of a vector: to the
+    last bits, where the C library goes one by one.
 
     x = n + r with an integer n, which becomes the exponent, and |r| <= 1/2, of which a
     polynomial is taken. What is below the smallest normal number becomes that.
@@ -197,7 +204,7 @@ def exp2(x: float) -> float:
 # Sums must not be reordered here: x - n is exact, and only after n.
 @overload(exp2, jit_options={"fastmath": {"contract"}})
 def _overload_exp2(x):  # type: ignore[no-untyped-def]
-    if x == types.float32:
+    if (x.dtype if isinstance(x, VectorType) else x) == types.float32:
         real, integer, bias, shift = np.float32, np.int32, 127, 23
         coefficients = _TAYLOR_32
     else:
@@ -206,6 +213,15 @@ def _overload_exp2(x):  # type: ignore[no-untyped-def]
     degree = len(coefficients)
     least, most, half = real(1 - bias), real(bias + 1), real(0.5)
     bias, shift = integer(bias), integer(shift)
+
+    def exp2_of_vector(x):  # type: ignore[no-untyped-def]
+        x = smaller(larger(x, splat(least)), splat(most))
+        n = floor(x + splat(half))
+        r = x - n
+        p = splat(coefficients[0])
+        for k in range(1, degree):
+            p = fma(p, r, splat(coefficients[k]))
+        return p * power_of_two(n)
 
     def exp2(x):  # type: ignore[no-untyped-def]
         # Comparisons with NaN are false: it passes.
@@ -218,7 +234,7 @@ def _overload_exp2(x):  # type: ignore[no-untyped-def]
             p = p * r + coefficients[k]
         return p * integer((integer(n) + bias) << shift).view(real)
 
-    return exp2
+    return exp2_of_vector if isinstance(x, VectorType) else exp2
 
 
 # --------------------------------------------------------------- what numba cannot say

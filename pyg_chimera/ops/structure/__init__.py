@@ -4,6 +4,7 @@ from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.ops.structure.distance import connected_components, diameter
 from pyg_chimera.ops.structure.elimination import elimination_rank
+from pyg_chimera.ops.structure.k_hop import KHop, k_hop_index
 from pyg_chimera.ops.structure.line_graph import LineGraph, line_graph, multitree
 from pyg_chimera.ops.structure.node_order import node_order
 from pyg_chimera.ops.structure.node_sequences import NodeSequences, node_sequences
@@ -12,12 +13,14 @@ from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 __all__ = [
     "ORDERS",
     "CycleError",
+    "KHop",
     "LineGraph",
     "NodeSequences",
     "connected_components",
     "diameter",
     "elimination_rank",
     "find_cycle",
+    "k_hop_index",
     "line_graph",
     "multitree",
     "node_order",

@@ -173,7 +173,7 @@ def closeness(ptr, head, bounds):  # type: ignore[no-untyped-def]
     for g in range(bounds.shape[0] - 1):
         size = bounds[g + 1] - bounds[g]
         for i in range(bounds[g], bounds[g + 1]):
-            count = search(ptr, head, i, order, level, seen, i)
+            count = search(ptr, head, i, order, level, seen, i, n)
             total = 0
             for x in range(count):
                 total += level[order[x]]

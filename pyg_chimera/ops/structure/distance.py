@@ -113,8 +113,9 @@ def components(source, target, n):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def search(ptr, head, start, order, level, seen, stamp):  # type: ignore[no-untyped-def]
-    """Breadth-first search from one node; returns how many nodes it reached.
+def search(ptr, head, start, order, level, seen, stamp, most):  # type: ignore[no-untyped-def]
+    """Breadth-first search from one node; returns how many nodes it reached in at most
+    so many steps.
 
     The first of `order` are the nodes reached, nearest first. Where `seen` is
     `stamp`, `level` holds the distance.
@@ -125,6 +126,8 @@ def search(ptr, head, start, order, level, seen, stamp):  # type: ignore[no-unty
     begin, end = 0, 1
     while begin < end:
         j = order[begin]
+        if level[j] == most:
+            break
         begin += 1
         for x in range(ptr[j], ptr[j + 1]):
             i = head[x]
@@ -174,7 +177,7 @@ def _diameters(source, target, graph, num_graphs):  # type: ignore[no-untyped-de
     stamp = 0
     if not symmetric:
         for i in range(n):
-            count = search(ptr, head, i, order, level, seen, i)
+            count = search(ptr, head, i, order, level, seen, i, n)
             out[graph[i]] = max(out[graph[i]], level[order[count - 1]])
         return out
 
@@ -187,7 +190,7 @@ def _diameters(source, target, graph, num_graphs):  # type: ignore[no-untyped-de
     for i in range(n):
         if done[i]:
             continue
-        count = search(ptr, head, i, order, level, seen, stamp)
+        count = search(ptr, head, i, order, level, seen, stamp, n)
         active = order[:count].copy()
         done[active] = True
         longest = 0
@@ -206,7 +209,7 @@ def _diameters(source, target, graph, num_graphs):  # type: ignore[no-untyped-de
                     j = active[np.argmin(lower[active])]
                 outskirts = not outskirts
                 stamp += 1
-                search(ptr, head, j, order, level, seen, stamp)
+                search(ptr, head, j, order, level, seen, stamp, n)
         stamp += 1
         out[graph[i]] = max(out[graph[i]], longest)
     return out

@@ -40,8 +40,8 @@ def _scores(size, limits, ptr, head, count, bounds):  # type: ignore[no-untyped-
         for i in range(low, high):
             if seen[i] >= 0 or ptr[i] == ptr[i + 1]:
                 continue
-            num_cells = search(ptr, head, i, order, level, seen, i)
-            search(ptr, head, order[num_cells - 1], order, level, seen, i + n)
+            num_cells = search(ptr, head, i, order, level, seen, i, n)
+            search(ptr, head, order[num_cells - 1], order, level, seen, i + n, n)
             depth = level[order[num_cells - 1]]
             # From the outside in: for trees the perfect order to eliminate them, and a
             # good one for what is thin.

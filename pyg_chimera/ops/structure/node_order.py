@@ -87,7 +87,7 @@ def breadth_first(ptr, neighbour):  # type: ignore[no-untyped-def]
     begin = 0
     for root in range(n):
         if seen[root] < 0:
-            begin += search(ptr, neighbour, root, order[begin:], level, seen, 0)
+            begin += search(ptr, neighbour, root, order[begin:], level, seen, 0, n)
     place = np.empty(n, np.int64)
     place[order] = np.arange(n)
     return place

@@ -8,10 +8,16 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.csr import compress, to_numpy
+from pyg_chimera.ops.structure.registered import structural_op
 
 __all__ = ["find_cycle", "ranks_and_cycles", "topological_rank"]
 
 
+def _fake(edge_index: Tensor, num_nodes: int) -> Tensor:
+    return edge_index.new_empty(num_nodes, dtype=torch.long)
+
+
+@structural_op(_fake)
 def topological_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
     r"""The length of the longest path that ends in each node of a DAG.
 

@@ -395,6 +395,10 @@ COMPILED = {
     "GatedDeltaConv-acyclic": (partial(nn.GatedDeltaConv, acyclic=True), "dag"),
     "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
     "RGLRUConv": (nn.RGLRUConv, "dag"),
+    "KHopAttentionConv": (partial(nn.KHopAttentionConv, k=2, heads=2), "any"),
+    "KHopAttentionConv-rotary": (
+        partial(nn.KHopAttentionConv, k=3, rotary=True, differential=True,
+                rotary_length=2), "dag"),
     "PLSTMConv-D": (partial(nn.PLSTMConv, mode="D"), "dag"),
     "PLSTMConv-tracking": (partial(nn.PLSTMConv, tracking=2), "dag"),
     "PLSTMConv-order": (partial(nn.PLSTMConv, order="order"), "any"),
@@ -584,7 +588,8 @@ def test_unknown_options(case: Case):
         case.conv(num_head=3)
 
 
-HEADS = [name for name in DEFAULTS if name not in ("GraphMambaConv", "GatedGCNConv")]
+WITHOUT_STATES = ("GraphMambaConv", "GatedGCNConv", "KHopAttentionConv")
+HEADS = [name for name in DEFAULTS if name not in WITHOUT_STATES]
 
 
 @pytest.mark.parametrize("name", HEADS)

@@ -15,20 +15,27 @@ from pyg_chimera.ops.common.simd import (
     ADD,
     SET,
     SUBTRACT,
+    floor,
     fma,
     gemm,
     gemm_rows,
     lanes,
+    larger,
+    largest,
     load,
     load_some,
     pointer,
+    power_of_two,
+    smaller,
     splat,
     store,
     store_some,
     total,
     transpose_square,
+    vector_lanes,
     zeros,
 )
+from pyg_chimera.ops.common.vector_kit import exp2
 
 dtypes = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
@@ -130,6 +137,36 @@ def test_vectors(dtype, n):
     np.testing.assert_allclose(out[n], expected.sum(), atol=1e-5)
     assert np.isnan(out[n + 1 :]).all()
     assert n == 0 or first == out[0]
+
+
+@jit
+def compare(up, down, powers, rounded, x, y):
+    p, q = pointer(x), pointer(y)
+    for i in range(0, x.shape[0], lanes(p)):
+        a, b = load(p + i), load(q + i)
+        store(pointer(up) + i, larger(a, b))
+        store(pointer(down) + i, smaller(a, b))
+        store(pointer(powers) + i, exp2(a))
+        store(pointer(rounded) + i, power_of_two(floor(b)))
+    return largest(load(p))
+
+
+@dtypes
+@pytest.mark.parametrize("function", [compare, compare.py_func])
+def test_comparisons_and_exponentials(dtype, function):
+    x, y = np.random.default_rng(0).uniform(-40, 40, (2, 64)).astype(dtype)
+    assert (
+        function(*np.empty((4, 64), dtype), x, y) == x[: vector_lanes(x.dtype)[0]].max()
+    )
+    x[1], x[2] = np.nan, -np.inf
+    out = np.empty((4, 64), dtype)
+    function(*out, x, y)
+    np.testing.assert_array_equal(out[0], np.where(y > x, y, x))
+    np.testing.assert_array_equal(out[1], np.where(y < x, y, x))
+    near = 3e-7 if dtype == np.float32 else 1e-15
+    tiny = np.finfo(dtype).tiny  # what is smaller becomes that
+    np.testing.assert_allclose(out[2], np.exp2(x), rtol=near, atol=tiny)
+    np.testing.assert_array_equal(out[3], np.exp2(np.floor(y)))
 
 
 @jit

@@ -15,6 +15,7 @@ from pyg_chimera.ops.structure import (
     diameter,
     elimination_rank,
     find_cycle,
+    k_hop_index,
     topological_rank,
 )
 from pyg_chimera.ops.structure.line_graph import ordered_dags
@@ -28,6 +29,7 @@ FUNCTIONS = {
     "find_cycle": find_cycle,
     "connected_components": connected_components,
     "elimination_rank": elimination_rank,
+    "k_hop_index": partial(k_hop_index, k=2, self_loops=False),
     "line_graph": line_graph,
     "multitree": multitree,
     "ordered_dags": partial(ordered_dags, order="bfs"),
@@ -76,6 +78,7 @@ def test_without_edges(name, num_nodes):
         "find_cycle": None,
         "diameter": 0,
         "multitree": [],
+        "k_hop_index": [[[], []], []],
         "line_graph": [[[], []], []],
         "ordered_dags": [[[], []], [], [[], []]],
     }

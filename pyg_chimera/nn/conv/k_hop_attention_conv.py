@@ -1,0 +1,364 @@
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.conv import MessagePassing
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import (
+    as_edges,
+    at_least_float32,
+    check_batch,
+    check_heads,
+    check_nodes,
+    edge_features,
+)
+from pyg_chimera.nn._rotary import rotary_angles, rotate, scaled_base
+from pyg_chimera.ops import CycleError, neighborhood_attention
+from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.ops.structure import k_hop_index as find_pairs
+from pyg_chimera.ops.structure import topological_rank
+from pyg_chimera.ops.structure.k_hop import pairs_of_edges
+
+__all__ = ["KHopAttentionConv"]
+
+
+class KHopAttentionConv(MessagePassing):
+    r"""Softmax attention of each node to itself and to the nodes from which it is
+    reached in at most :math:`k` steps along the edges: on an undirected graph its
+    neighbourhood of :math:`k` hops, on a DAG its ancestors of :math:`k` generations,
+    and on a directed path the sliding window of sequence models.
+
+    .. math::
+        \mathbf{x}'_i = \mathbf{W}_o \sum_{j : d(j, i) \leq k} \textrm{softmax}_j
+        \left( \frac{\mathbf{q}_i^{\top} \mathbf{k}_j}{\sqrt{N}} + b_{d(j, i)} \right)
+        \mathbf{v}_j
+
+    Queries, keys and values are projections of the nodes, and :math:`b_d` is learnt for
+    each distance and head. Time and memory are linear in the pairs of nodes that attend
+    to each other, see :func:`~pyg_chimera.ops.neighborhood_attention`. Options add
+
+    * *grouped queries*, whose heads share keys and values, `"GQA"
+      <https://arxiv.org/abs/2305.13245>`_;
+    * *rotary positions*, `"RoFormer" <https://arxiv.org/abs/2104.09864>`_, the depth of
+      nodes in a DAG, or given ones, for graphs longer than in training with the
+      "NTK-aware" base :math:`10000 \, s^{N / (N - 2)}`, `"YaRN"
+      <https://arxiv.org/abs/2309.00071>`_ (Definition 1);
+    * *differential attention*, `"Differential Transformer"
+      <https://arxiv.org/abs/2410.05258>`_: the difference of two softmaxes,
+      :math:`\mathbf{A}_1 - \lambda \mathbf{A}_2`, where a head's queries and keys have
+      half as many channels as its values, :math:`\lambda = \exp(\lambda_{q_1}^{\top}
+      \lambda_{k_1}) - \exp(\lambda_{q_2}^{\top} \lambda_{k_2}) + \lambda_0` with
+      :math:`\lambda_0 = 0.8 - 0.6 \exp(-0.3 (l - 1))` in layer :math:`l`, and what a
+      head mixes is normalised and scaled by :math:`1 - \lambda_0`;
+    * *latent* keys and values, which are projections of one vector of low rank,
+      `"DeepSeek-V2" <https://arxiv.org/abs/2405.04434>`_ (Section 2.1.2), whose
+      separate rotary channels there are none of: keys are rotated as they are.
+
+    Args:
+        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
+            from the first input.
+        out_channels (int, optional): Size of each output sample. (default:
+            :obj:`in_channels`)
+        heads (int, optional): Number of heads; divides :obj:`out_channels`.
+            (default: :obj:`1`)
+        k (int, optional): The largest number of steps. (default: :obj:`1`)
+        groups (int, optional): Number of different keys and values; divides
+            :obj:`heads`. (default: :obj:`heads`)
+        rotary (bool, optional): Whether queries and keys are rotated by positions:
+            :obj:`pos` if given, or else the topological depth, which only DAGs have.
+            (default: :obj:`False`)
+        rotary_length (float, optional): With :obj:`rotary`, the longest extent of
+            positions in training, such as the number of steps of the longest path. In
+            a graph :math:`s` times as long, the base of the angles grows as above. A
+            graph is one of :obj:`batch`, and without that all nodes are one.
+            (default: :obj:`None`, for no such scaling)
+        differential (bool, optional): Whether attention is differential.
+            (default: :obj:`False`)
+        depth (int, optional): Which layer of a model this is, from 1 on, for the
+            initial :math:`\lambda` of differential attention. (default: :obj:`1`)
+        latent_channels (int, optional): The size of the vector that keys and values
+            are made of. (default: :obj:`None`, they are made of the nodes)
+        edge_dim (int, optional): Size of edge features, of which a projection is then
+            added to the logits of the pairs that the edges join, or :obj:`-1`. Those of
+            duplicate edges add up. (default: :obj:`None`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias.
+            (default: :obj:`True`)
+        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
+            :obj:`"auto"`.
+        **kwargs (optional): Additional arguments of
+            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted. With
+            :obj:`flow="target_to_source"`, nodes of a DAG attend to descendants.
+
+    Shapes:
+        - **input:**
+          node features :math:`(|\mathcal{V}|, F_{in})`,
+          edge indices :math:`(2, |\mathcal{E}|)` or a sparse adjacency,
+          edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
+          batch vector :math:`(|\mathcal{V}|)` *(optional)*
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
+
+    Raises:
+        ValueError: If :obj:`k` is less than 1, sizes don't divide, or an option does
+            not fit the others.
+
+    Example:
+        >>> conv = KHopAttentionConv(16, 32, heads=4, k=2, groups=2)
+        >>> edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+        >>> conv(torch.randn(3, 16), edge_index).shape
+        torch.Size([3, 32])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        heads: int = 1,
+        k: int = 1,
+        *,
+        groups: int | None = None,
+        rotary: bool = False,
+        rotary_length: float | None = None,
+        differential: bool = False,
+        depth: int = 1,
+        latent_channels: int | None = None,
+        edge_dim: int | None = None,
+        bias: bool = True,
+        backend: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(aggr="add", node_dim=0, **kwargs)
+        out_channels = in_channels if out_channels is None else out_channels
+        groups = heads if groups is None else groups
+        check_heads(out_channels, heads, 1)
+        check_integer("k", k, 1)
+        check_integer("depth", depth, 1)
+        if latent_channels is not None:
+            check_integer("latent_channels", latent_channels, 1)
+        if groups < 1 or heads % groups != 0:
+            raise ValueError(f"'groups' must divide 'heads', got {groups} and {heads}")
+        self.maps = 2 if differential else 1
+        multiple = self.maps * (2 if rotary else 1)
+        if out_channels // heads % multiple != 0:
+            raise ValueError(
+                f"The {out_channels // heads} channels of a head must be a multiple of "
+                f"{multiple} with rotary={rotary} and differential={differential}"
+            )
+        if rotary_length is not None and not (rotary and rotary_length >= 1):
+            raise ValueError(
+                "'rotary_length' must be 1 or more, and goes with rotary=True, got "
+                f"{rotary_length} and rotary={rotary}"
+            )
+
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.k = k
+        self.groups = groups
+        self.rotary = rotary
+        self.rotary_length = rotary_length
+        self.differential = differential
+        self.latent_channels = latent_channels
+        self.edge_dim = edge_dim
+        self.backend = backend
+
+        def linear(size: int, out: int, bias: bool = bias) -> Linear:
+            return Linear(
+                size, out, bias, weight_initializer="glorot", bias_initializer="zeros"
+            )
+
+        shared = out_channels // heads * groups
+        self.lin_query = linear(in_channels, out_channels)
+        self.lin_latent = self.norm_latent = None
+        if latent_channels is not None:
+            self.lin_latent = linear(in_channels, latent_channels, bias=False)
+            self.norm_latent = torch.nn.RMSNorm(latent_channels, eps=1e-5)
+        source = in_channels if latent_channels is None else latent_channels
+        self.lin_key = linear(source, shared)
+        self.lin_value = linear(source, shared)
+        self.hop_bias = Parameter(torch.empty(k + 1, self.maps * heads))
+        self.lin_edge = None
+        if edge_dim is not None:
+            self.lin_edge = linear(edge_dim, self.maps * heads, bias=False)
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1))
+        self.norm = None
+        if differential:
+            size = out_channels // heads
+            self.lambdas = Parameter(torch.empty(2, 2, size // 2))
+            self.norm = torch.nn.RMSNorm(size, eps=1e-5)
+        self.lin_out = linear(out_channels, out_channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        for module in self.children():
+            if isinstance(module, (Linear, torch.nn.RMSNorm)):
+                module.reset_parameters()
+        torch.nn.init.zeros_(self.hop_bias)
+        if self.differential:
+            torch.nn.init.normal_(self.lambdas, std=0.1)
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        edge_attr: Tensor | None = None,
+        batch: Tensor | None = None,
+        *,
+        pos: Tensor | None = None,
+        k_hop_index: Tensor | None = None,
+        k_hop_distance: Tensor | None = None,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices.
+            edge_attr (torch.Tensor, optional): The edge features. Ignored without
+                :obj:`edge_dim`. (default: :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node. Without
+                :obj:`rotary_length`, outputs don't depend on it.
+                (default: :obj:`None`)
+            pos (torch.Tensor, optional): The positions of :obj:`rotary`,
+                :math:`[|\mathcal{V}|]`, or :math:`[|\mathcal{V}|, D]` with as many
+                channels for each of :math:`D` coordinates. (default: :obj:`None`)
+            k_hop_index (torch.Tensor, optional): The pairs of nodes, with
+                :obj:`k_hop_distance`, as
+                :class:`~pyg_chimera.transforms.AddKHopIndex` stores them. (default:
+                :obj:`None`, they are computed, and remembered)
+            k_hop_distance (torch.Tensor, optional): Their distances.
+                (default: :obj:`None`)
+
+        Raises:
+            TypeError: If an argument has a wrong type or dtype.
+            ValueError: If something does not fit the layer, or see
+                :func:`~pyg_chimera.ops.neighborhood_attention`.
+        """
+        check_nodes(x)
+        check_batch(batch)
+        if self.explain:
+            raise ValueError(
+                "Edge masks explain layers whose messages follow edges, but those of "
+                f"{type(self).__name__} join pairs of nodes"
+            )
+        num_nodes = x.size(0)
+        edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
+        if k_hop_index is None and k_hop_distance is None:
+            pairs, distance = find_pairs(edge_index, num_nodes, self.k)
+        else:
+            pairs, distance = self._given_pairs(k_hop_index, k_hop_distance)
+        bias = F.embedding(distance, self.hop_bias)
+        if self.lin_edge is not None:
+            edge_attr = edge_features(edge_attr, self.edge_dim, edge_index.size(1))
+            place = pairs_of_edges(edge_index, pairs, num_nodes)
+            bias = bias.index_add(0, place, self.lin_edge(edge_attr).to(bias.dtype))
+
+        query, key, value = self._project(x)
+        if self.rotary:
+            angles = self._angles(edge_index, batch, pos, query)
+            query, key = rotate(query, angles), rotate(key, angles)
+        y = neighborhood_attention(
+            query, key, value, pairs, batch, edge_bias=bias, backend=self.backend
+        )
+        if self.differential:
+            y = self._difference(y)
+        return self.lin_out(y.flatten(1))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [V, maps * heads, N], key [V, maps * groups, N], value [.., P]."""
+        size = self.out_channels // self.heads
+        query = self.lin_query(x).unflatten(1, (-1, size // self.maps))
+        if self.lin_latent is not None and self.norm_latent is not None:
+            x = self.norm_latent(self.lin_latent(x))
+        key = self.lin_key(x).unflatten(1, (-1, size // self.maps))
+        value = self.lin_value(x).unflatten(1, (-1, size))
+        return query, key, value.repeat(1, self.maps, 1)
+
+    def _difference(self, y: Tensor) -> Tensor:
+        """What the first map of each head mixes, less what the second one does."""
+        first, second = y.chunk(2, dim=1)
+        query, key = at_least_float32(self.lambdas).unbind(1)
+        grown, shrunk = (query * key).sum(-1).exp().unbind()
+        weight = (grown - shrunk + self.lambda_init).to(y.dtype)
+        assert self.norm is not None
+        return self.norm(first - weight * second) * (1 - self.lambda_init)
+
+    def _angles(
+        self, edge_index: Tensor, batch: Tensor | None, pos: Tensor | None, like: Tensor
+    ) -> Tensor:
+        """Of the nodes' positions, [V, 1, N / 2]."""
+        num_nodes, _, size = like.shape
+        if pos is None:
+            try:
+                pos = topological_rank(edge_index, num_nodes)
+            except CycleError as error:
+                raise ValueError(
+                    "'pos' must be given for rotary=True on graphs with cycles, as "
+                    "their nodes have no depth (without rotary positions, distances "
+                    "still have a learnt bias)"
+                ) from error
+        if not isinstance(pos, Tensor):
+            raise TypeError(f"'pos' must be a torch.Tensor, got {type(pos).__name__}")
+        if pos.dim() not in (1, 2) or pos.size(0) != num_nodes:
+            raise ValueError(
+                f"'pos' must be [nodes] or [nodes, coordinates] with {num_nodes} "
+                f"nodes, got {list(pos.shape)}"
+            )
+        places = at_least_float32(pos.unsqueeze(1) if pos.dim() == 1 else pos)
+        coordinates = places.size(1)
+        if size % (2 * coordinates) != 0:
+            raise ValueError(
+                f"The {size} channels of queries must be a multiple of "
+                f"{2 * coordinates} for 'pos' of {coordinates} coordinates"
+            )
+        if self.rotary_length is None:
+            return rotary_angles(places, size).unsqueeze(1)
+        stretch = (_extent(places, batch) / self.rotary_length).clamp(min=1)
+        base = scaled_base(stretch, size // coordinates)
+        return rotary_angles(places, size, base).unsqueeze(1)
+
+    def _given_pairs(
+        self, index: Tensor | None, distance: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if index is None or distance is None:
+            raise ValueError(
+                "'k_hop_index' and 'k_hop_distance' must be given together"
+            )
+        if not torch.compiler.is_compiling() and distance.numel() > 0:
+            low, high = torch.aminmax(distance)
+            if low < 0 or high > self.k:
+                raise ValueError(
+                    f"'k_hop_distance' must be in [0, k] = [0, {self.k}], got "
+                    f"{int(low if low < 0 else high)}; use 'AddKHopIndex(k={self.k})'"
+                )
+        if self.flow == "target_to_source":
+            index = index.flip(0)
+        return index, distance
+
+    def __repr__(self) -> str:
+        groups = "" if self.groups == self.heads else f", groups={self.groups}"
+        return (
+            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
+            f"heads={self.heads}, k={self.k}{groups})"
+        )
+
+
+def _extent(places: Tensor, batch: Tensor | None) -> Tensor:
+    """The largest range of a coordinate in each node's graph, [V]."""
+    places = places.detach()
+    if batch is None:
+        batch = places.new_zeros(places.size(0), dtype=torch.long)
+    graph = torch.searchsorted(batch.sort().values, batch)  # numbers below V
+    graph = graph.unsqueeze(1).expand_as(places)
+    low, high = (
+        torch.zeros_like(places).scatter_reduce(
+            0, graph, places, reduce, include_self=False
+        )
+        for reduce in ("amin", "amax")
+    )
+    return (high - low).gather(0, graph).amax(1) + 1

@@ -1,0 +1,155 @@
+"""Softmax attention over any sparse pattern."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import (
+    check_dim,
+    check_edges,
+    check_floats,
+    check_indices,
+    check_shape,
+)
+from pyg_chimera.ops.common.dispatch import Call, Choice
+from pyg_chimera.ops.common.operator import Operator
+from pyg_chimera.ops.neighborhood_attention import (
+    numba_backend,
+    reference,
+    torch_backend,
+)
+from pyg_chimera.ops.neighborhood_attention.pattern import Pattern, pattern
+from pyg_chimera.ops.structure.cache import Recipe
+
+__all__ = ["neighborhood_attention"]
+
+
+class Inputs(NamedTuple):
+    """The inputs of the registered operator."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    edge_bias: Tensor | None
+    edge_index: Tensor
+    batch: Tensor | None
+    scale: float
+    backend: str
+
+
+class _NeighborhoodAttention(Operator[Inputs, Pattern]):
+    name = "neighborhood_attention"
+    inputs = Inputs
+    backends = {  # noqa: RUF012
+        "numba": numba_backend,
+        "torch": torch_backend,
+        "reference": reference,
+    }
+
+    def recipe(self, inputs: Inputs) -> Recipe:
+        graph = (inputs.edge_index, inputs.batch)
+        return Recipe(pattern, graph, (inputs.query.size(0),))
+
+    def choices(self, call: Call[Inputs, Pattern]) -> Iterable[Choice]:
+        for backend in self.usable(call.inputs):
+            yield Choice(
+                self.name, "softmax", "edge", backend, self.reason(call.inputs)
+            )
+
+    def _output(self, inputs: Inputs) -> Tensor:
+        query, value = inputs.query, inputs.value
+        return value.new_empty(*query.shape[:2], value.size(2))
+
+
+_neighborhood_attention = _NeighborhoodAttention()
+
+
+def neighborhood_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edge_index: Tensor,
+    batch: Tensor | None = None,
+    *,
+    edge_bias: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    r"""Softmax attention of each node over the sources of its incoming edges: that of
+    `"Attention Is All You Need" <https://arxiv.org/abs/1706.03762>`_, with heads that
+    share keys and values as in `"GQA: Training Generalized Multi-Query Transformer
+    Models from Multi-Head Checkpoints" <https://arxiv.org/abs/2305.13245>`_, over any
+    sparse pattern.
+
+    .. math::
+        \mathbf{y}_i = \sum_{j \to i} \alpha_{ij} \mathbf{v}_j, \qquad
+        \alpha_{ij} = \frac{\exp(\ell_{ij})}{\sum_{j' \to i} \exp(\ell_{ij'})}, \qquad
+        \ell_{ij} = s \, \mathbf{q}_i^{\top} \mathbf{k}_j + b_{ij}
+
+    Time is linear in the edges, and so is memory: there is no matrix of all pairs of
+    nodes. Logits may be of any size. Edges from all nodes of a path to later ones make
+    it causal attention, those of :func:`~pyg_chimera.ops.structure.k_hop_index`
+    attention within a window. Differentiable once, in reverse mode, in query, key,
+    value and bias. float16 and bfloat16 are computed in float32.
+
+    Args:
+        query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, H, N]`.
+        key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`. The number of
+            groups :math:`G` divides that of heads; consecutive heads of a group share
+            keys and values.
+        value (torch.Tensor): The values, :math:`[|\mathcal{V}|, G, P]`.
+        edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`, from
+            the nodes that are read to those that read them. Self-loops count as other
+            edges do, and duplicates each for itself.
+        batch (torch.Tensor, optional): The graph of each node, integer
+            :math:`[|\mathcal{V}|]`, in any order. If given, it is checked that no edge
+            joins two graphs; results do not depend on it. (default: :obj:`None`)
+        edge_bias (torch.Tensor, optional): What is added to the logits,
+            :math:`[|\mathcal{E}|, H]`. Minus infinity removes an edge.
+            (default: :obj:`None`)
+        scale (float, optional): The factor :math:`s`. (default: :math:`1 / \sqrt{N}`)
+        backend (str, optional): ``"numba"`` (CPU), ``"torch"`` (any device),
+            ``"reference"`` (a loop over the nodes, in float64, for tests), or
+            ``"auto"``: numba on the CPU, torch elsewhere. (default: :obj:`"auto"`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`. Nodes
+        without incoming edges have zeros.
+
+    Raises:
+        ValueError: If shapes disagree, an index is out of range, an edge joins two
+            graphs, or :obj:`backend` is unknown or can't run on the device.
+        TypeError: If a tensor has a wrong dtype, or :obj:`scale` is not a number.
+    """
+    given = {"query": query, "key": key, "value": value}
+    for name, x in given.items():
+        of = "heads" if name == "query" else "groups"
+        check_dim(name, x, f"[nodes, {of}, channels]", 3)
+    (num_nodes, heads, size), groups = query.shape, key.size(1)
+    if groups < 1 or heads % groups != 0:
+        raise ValueError(
+            "'key' must have as many heads as 'query', or a divisor, got "
+            f"{list(key.shape)} and {list(query.shape)}"
+        )
+    check_shape("key", key, "[nodes, groups, channels]", [num_nodes, groups, size])
+    check_shape(
+        "value", value, "[nodes, groups, channels]", [num_nodes, groups, value.size(2)]
+    )
+    if edge_bias is not None:
+        given["edge_bias"] = edge_bias
+    q, k, v, *biases = check_floats(**given)
+    edge_index = check_edges("edge_index", edge_index, value)
+    if edge_bias is not None:
+        check_shape(
+            "edge_bias", edge_bias, "[edges, heads]", [edge_index.size(1), heads]
+        )
+    if scale is None:
+        scale = max(size, 1) ** -0.5
+    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"'scale' must be a number, got {scale!r}")
+    (batch,) = check_indices(value, batch=batch)
+    inputs = Inputs(
+        q, k, v, biases[0] if biases else None, edge_index, batch, scale, backend
+    )
+    return _neighborhood_attention(inputs).to(value.dtype)

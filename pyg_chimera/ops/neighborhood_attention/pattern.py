@@ -1,0 +1,68 @@
+"""Who attends to whom, in both directions."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import (
+    check_batch,
+    check_edge_index,
+    check_within_graphs,
+)
+from pyg_chimera.ops.structure.csr import compress, to_numpy
+
+__all__ = ["Neighbours", "Pattern", "pattern"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbours:
+    """The edges of each node, as a compressed list. All arrays are int64."""
+
+    ptr: np.ndarray  #: [V + 1], where the edges of each node begin
+    node: np.ndarray  #: [E], the node at the other end
+    edge: np.ndarray  #: [E], the number of the edge
+
+    @property
+    def most(self) -> int:
+        """The largest number of edges of a node."""
+        return int(np.diff(self.ptr).max(initial=0))
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes."""
+        return sum(x.nbytes for x in vars(self).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """The sources that each node reads, and the targets that read each node."""
+
+    sources: Neighbours
+    targets: Neighbours
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory it takes."""
+        return self.sources.nbytes + self.targets.nbytes
+
+
+def pattern(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Pattern:
+    """Compresses the edges by target and by source.
+
+    Raises:
+        ValueError: If a shape is wrong, an index is out of range, or an edge joins two
+            graphs of the batch.
+    """
+    check_edge_index(edge_index, num_nodes)
+    col, row = to_numpy(edge_index)
+    if batch is not None:
+        check_batch(batch, num_nodes)
+        check_within_graphs(col, row, to_numpy(batch))
+    number = np.arange(len(row))
+
+    def neighbours(of: np.ndarray, other: np.ndarray) -> Neighbours:
+        ptr, edge = compress(of, number, num_nodes)
+        return Neighbours(ptr=ptr, node=other[edge], edge=edge)
+
+    return Pattern(sources=neighbours(row, col), targets=neighbours(col, row))

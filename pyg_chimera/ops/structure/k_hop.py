@@ -1,0 +1,138 @@
+"""Which nodes reach which in a few steps."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import check_edge_index, check_integer
+from pyg_chimera.ops.structure.csr import simple, to_numpy
+from pyg_chimera.ops.structure.distance import search
+from pyg_chimera.ops.structure.registered import structural_op
+
+__all__ = ["KHop", "k_hop_index", "pairs_of_edges"]
+
+
+class KHop(NamedTuple):
+    r"""What :func:`k_hop_index` returns."""
+
+    #: The pairs :math:`[2, |\mathcal{P}|]`, int64: row 0 is the node that reaches that
+    #: of row 1.
+    edge_index: Tensor
+    #: The number of steps of each pair :math:`[|\mathcal{P}|]`, int64.
+    distance: Tensor
+
+
+def k_hop_index(
+    edge_index: Tensor, num_nodes: int, k: int, self_loops: bool = True
+) -> KHop:
+    r"""All pairs of a node and one that it reaches in at most :math:`k` steps along the
+    edges.
+
+    On a DAG these are a node's ancestors up to :math:`k` generations back, on an
+    undirected graph its neighbourhood of :math:`k` hops, and on a directed path the
+    causal window of sequence models. Takes a breadth-first search from each node, of
+    time linear in the edges that it sees, on the CPU, and memory linear in the pairs.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer, from
+            :obj:`edge_index[0]` to :obj:`edge_index[1]`, in any order. Self-loops and
+            duplicates make no difference.
+        num_nodes (int): The number of nodes.
+        k (int): The largest number of steps, 1 or more.
+        self_loops (bool, optional): Whether each node is paired with itself, at
+            distance zero. (default: :obj:`True`)
+
+    Returns:
+        KHop: The pairs :obj:`edge_index`, int64 :math:`[2, |\mathcal{P}|]`, each of
+        them once, in the direction of the edges, and the :obj:`distance` of each, int64
+        :math:`[|\mathcal{P}|]`, on the device of the edges. They are sorted by the
+        node that is reached, then by distance.
+
+    Raises:
+        ValueError: If :obj:`k` is less than 1, or :obj:`edge_index` has a wrong shape
+            or is out of range.
+        TypeError: If :obj:`edge_index` or :obj:`k` is not integer.
+    """
+    check_integer("k", k, 1)
+    return KHop(*_k_hop_index(edge_index, num_nodes, k, int(self_loops)))
+
+
+def _fake(
+    edge_index: Tensor, num_nodes: int, k: int, self_loops: int
+) -> tuple[Tensor, Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    index = edge_index.new_empty(2, size, dtype=torch.long)
+    return index, edge_index.new_empty(size, dtype=torch.long)
+
+
+@structural_op(_fake)
+def _k_hop_index(
+    edge_index: Tensor, num_nodes: int, k: int, self_loops: int
+) -> tuple[Tensor, Tensor]:
+    check_edge_index(edge_index, num_nodes)
+    source, target = to_numpy(edge_index)
+    index, distance = _pairs(source, target, num_nodes, k, 1 - self_loops)
+    index, distance = (torch.from_numpy(x) for x in (index, distance))
+    return index.to(edge_index.device), distance.to(edge_index.device)
+
+
+def _fake_places(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
+    return edge_index.new_empty(edge_index.size(1), dtype=torch.long)
+
+
+@structural_op(_fake_places)
+def pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
+    r"""The number of each edge among pairs of nodes.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
+        pairs (torch.Tensor): Different pairs, :math:`[2, |\mathcal{P}|]`, integer.
+        num_nodes (int): The number of nodes.
+
+    Returns:
+        torch.Tensor: int64 :math:`[|\mathcal{E}|]`.
+
+    Raises:
+        ValueError: If an edge is not among the pairs.
+    """
+    check_edge_index(edge_index, num_nodes)
+    check_edge_index(pairs, num_nodes)
+    (source, target), (col, row) = to_numpy(edge_index), to_numpy(pairs)
+    edge, pair = target * num_nodes + source, row * num_nodes + col
+    order = np.argsort(pair, kind="stable")
+    place = np.minimum(np.searchsorted(pair[order], edge), max(len(pair) - 1, 0))
+    found = order[place] if len(pair) else place
+    missing = np.flatnonzero(pair[found] != edge) if len(pair) else np.arange(len(edge))
+    if missing.size:
+        e = int(missing[0])
+        raise ValueError(
+            f"'k_hop_index' must have a pair for each edge, but has none for edge {e}, "
+            f"from node {source[e]} to node {target[e]}; use 'AddKHopIndex'"
+        )
+    return torch.from_numpy(found).to(edge_index.device)
+
+
+@njit(cache=True, nogil=True)
+def _pairs(source, target, n, k, first):  # type: ignore[no-untyped-def]
+    """Searches against the edges; what each finds begins with the node itself."""
+    ptr, tail = simple(target, source, n)
+    order = np.empty(n, np.int64)
+    level = np.empty(n, np.int64)
+    seen = np.full(n, -1, np.int64)
+    total = 0
+    for i in range(n):
+        total += search(ptr, tail, i, order, level, seen, i, k) - first
+    index = np.empty((2, total), np.int64)
+    distance = np.empty(total, np.int64)
+    seen[:] = -1
+    end = 0
+    for i in range(n):
+        for x in range(first, search(ptr, tail, i, order, level, seen, i, k)):
+            index[0, end] = order[x]
+            index[1, end] = i
+            distance[end] = level[order[x]]
+            end += 1
+    return index, distance

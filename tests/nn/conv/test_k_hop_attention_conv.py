@@ -1,0 +1,246 @@
+"""What is special to `KHopAttentionConv`: its options, against plain loops."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from asserts import assert_near
+from torch_geometric.data import Batch, Data
+
+from pyg_chimera.nn import GPSLayer, GraphModel, KHopAttentionConv
+from pyg_chimera.ops import k_hop_index
+from pyg_chimera.transforms import AddKHopIndex
+
+#: A diamond with a tail: 0 -> 1, 2 -> 3 -> 4 -> 5, and 6 alone.
+DAG = torch.tensor([[0, 0, 1, 2, 3, 4], [1, 2, 3, 3, 4, 5]])
+DEPTH = torch.tensor([0, 1, 1, 2, 3, 4, 0])
+#: Who is at most two steps up, and how many steps.
+ANCESTORS = [
+    {0: 0}, {1: 0, 0: 1}, {2: 0, 0: 1}, {3: 0, 1: 1, 2: 1, 0: 2},
+    {4: 0, 3: 1, 1: 2, 2: 2}, {5: 0, 4: 1, 3: 2}, {6: 0},
+]  # fmt: skip
+
+
+def make(**kwargs):
+    """In float64, with no parameter where it starts."""
+    torch.manual_seed(0)
+    conv = KHopAttentionConv(8, 16, **{"heads": 2, "k": 2, **kwargs}).double()
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.add_(torch.randn_like(parameter) / 3)
+    return conv, torch.randn(7, 8, dtype=torch.double)
+
+
+def turned(x, place, base=10_000.0):
+    """Pairs of channels, one of each half, by angles, one after the other."""
+    size, out = len(x) // 2, x.clone()
+    for c in range(size):
+        angle = place * base ** (-c / size)
+        a, b = x[c], x[c + size]
+        out[c] = a * math.cos(angle) - b * math.sin(angle)
+        out[c + size] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def loop(conv, x, places=None, base=10_000.0, edge_bias=None):
+    """The layer, one node and head after the other."""
+    size = 16 // conv.heads
+    shared = x
+    if conv.latent_channels is not None:
+        shared = conv.norm_latent(conv.lin_latent(x))
+    q, k, v = conv.lin_query(x), conv.lin_key(shared), conv.lin_value(shared)
+    q, k = (y.unflatten(1, (conv.maps, -1, size // conv.maps)) for y in (q, k))
+    v = v.unflatten(1, (-1, size))
+    share = conv.heads // conv.groups
+    outs = []
+    for i, near in enumerate(ANCESTORS):
+        heads = []
+        for h in range(conv.heads):
+            g, mixed = h // share, []
+            for m in range(conv.maps):
+                logits = []
+                for j, d in near.items():
+                    a, b = q[i, m, h], k[j, m, g]
+                    if places is not None:
+                        a, b = turned(a, places[i], base), turned(b, places[j], base)
+                    logit = (
+                        a @ b / math.sqrt(len(a)) + conv.hop_bias[d, m * conv.heads + h]
+                    )
+                    if edge_bias is not None:
+                        logit = (
+                            logit
+                            + edge_bias.get((j, i), torch.zeros(4))[m * conv.heads + h]
+                        )
+                    logits.append(logit)
+                weight = torch.stack(logits).softmax(0)
+                mixed.append(
+                    sum(w * v[j, g] for w, j in zip(weight, near, strict=True))
+                )
+            y = mixed[0]
+            if conv.differential:
+                (q1, k1), (q2, k2) = conv.lambdas
+                weight = (q1 @ k1).exp() - (q2 @ k2).exp() + conv.lambda_init
+                y = mixed[0] - weight * mixed[1]
+                y = F.rms_norm(y, y.shape, conv.norm.weight, 1e-5)
+                y = y * (1 - conv.lambda_init)
+            heads.append(y)
+        outs.append(conv.lin_out(torch.cat(heads)))
+    return torch.stack(outs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"heads": 4, "groups": 2},
+        {"differential": True, "depth": 3},
+        {"heads": 4, "groups": 1, "differential": True},
+        {"latent_channels": 3},
+    ],
+    ids=str,
+)
+def test_it_is_the_formula(kwargs):
+    conv, x = make(**kwargs)
+    assert_near(conv(x, DAG), loop(conv, x))
+
+
+@pytest.mark.parametrize("differential", [False, True])
+def test_rotary_positions_are_depths_of_dags(differential):
+    conv, x = make(rotary=True, differential=differential)
+    expected = loop(conv, x, DEPTH.tolist())
+    assert_near(conv(x, DAG), expected, 1e-6)
+    assert_near(conv(x, DAG, pos=DEPTH), expected, 1e-6)
+    # Only differences of positions count.
+    assert_near(conv(x, DAG, pos=DEPTH + 100.0), expected, 1e-4)
+    assert not torch.allclose(conv(x, DAG, pos=2 * DEPTH), expected)
+
+
+def test_rotary_positions_of_several_coordinates():
+    """Each of them has half of the channels."""
+    conv, x = make(rotary=True)
+    pos = torch.rand(7, 2)
+    out = conv(x, DAG, pos=pos)
+    assert not torch.allclose(conv(x, DAG, pos=pos.flip(1)), out)
+    assert_near(conv(x, DAG, pos=pos + torch.tensor([3.0, -5.0])), out, 1e-4)
+
+
+def test_long_graphs_have_another_base():
+    """Ten positions after a training on five: s = 2, for 8 channels s^(8/6)."""
+    conv, x = make(rotary=True, rotary_length=2.5)
+    places = DEPTH.tolist()  # from 0 to 4: an extent of five
+    base = 10_000 * 2 ** (8 / 6)
+    assert_near(conv(x, DAG), loop(conv, x, places, base), 1e-6)
+    # Of a batch, each graph has its own: the lonely node is short.
+    batch = torch.tensor([0, 0, 0, 0, 0, 0, 1])
+    assert_near(conv(x, DAG, batch=batch), loop(conv, x, places, base), 1e-6)
+    conv.rotary_length = 5.0
+    assert_near(conv(x, DAG), loop(conv, x, places), 1e-6)
+
+
+def test_depths_of_cyclic_graphs():
+    conv, x = make(rotary=True)
+    cycle = torch.tensor([[0, 1], [1, 0]])
+    with pytest.raises(ValueError, match=r"'pos' must be given .* with cycles"):
+        conv(x, cycle)
+    assert conv(x, cycle, pos=DEPTH).isfinite().all()
+
+
+def test_edge_features_are_biases_of_neighbours():
+    """Also of precomputed pairs; those of duplicate edges add up."""
+    conv, x = make(edge_dim=3)
+    attr = torch.randn(7, 3, dtype=torch.double)
+    edges = torch.cat([DAG, DAG[:, :1]], dim=1)
+    bias = {}
+    for (j, i), b in zip(edges.t().tolist(), conv.lin_edge(attr), strict=True):
+        bias[j, i] = bias.get((j, i), 0) + b
+    expected = loop(conv, x, edge_bias=bias)
+    assert_near(conv(x, edges, attr), expected)
+    pairs = k_hop_index(DAG, 7, 2)
+    order = torch.randperm(pairs.edge_index.size(1))
+    given = {
+        "k_hop_index": pairs.edge_index[:, order],
+        "k_hop_distance": pairs.distance[order],
+    }
+    assert_near(conv(x, edges, attr, **given), expected)
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+def test_stored_pairs_of_a_batch(flow):
+    """Through PyG's batching, by the names that the transform gives them."""
+    conv, x = make(flow=flow)
+    data = [Data(x=x, edge_index=DAG), Data(x=x[:3], edge_index=DAG[:, :2])]
+    batch = Batch.from_data_list([AddKHopIndex(2)(item) for item in data])
+    out = conv(
+        batch.x, batch.edge_index, batch=batch.batch, k_hop_index=batch.k_hop_index,
+        k_hop_distance=batch.k_hop_distance,
+    )  # fmt: skip
+    assert_near(out, conv(batch.x, batch.edge_index))
+
+
+def test_in_a_model():
+    def layer(_):
+        return GPSLayer(16, mixer=KHopAttentionConv(16, heads=2, k=2))
+
+    names = {x: x for x in ("k_hop_index", "k_hop_distance")}
+    model = GraphModel(8, 16, 1, layer, num_layers=2, structure=names).eval()
+    data = AddKHopIndex(2)(Data(x=torch.randn(7, 8), edge_index=DAG))
+    inputs = model.inputs(data)
+    assert inputs["k_hop_index"].equal(data.k_hop_index)
+    assert_near(model(**inputs), model(data.x, data.edge_index), 1e-6)
+
+
+def test_lambda_starts_by_depth():
+    """As published: 0.2 in the first layer, nearly 0.8 in the last ones."""
+    starts = [
+        KHopAttentionConv(8, differential=True, depth=d).lambda_init for d in (1, 4, 30)
+    ]
+    expected = torch.tensor([0.2, 0.8 - 0.6 * math.exp(-0.9), 0.79990])
+    assert_near(torch.tensor(starts), expected, 1e-4)
+
+
+def test_nodes_alone_attend_to_themselves():
+    conv, x = make()
+    alone = torch.empty(2, 0, dtype=torch.long)
+    value = conv.lin_value(x)
+    assert_near(conv(x, alone), conv.lin_out(value))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"k": 0}, "'k' must be an integer >= 1"),
+        ({"heads": 3}, "'heads' must divide 'out_channels', got 3 and 16"),
+        ({"heads": 4, "groups": 3}, "'groups' must divide 'heads', got 3 and 4"),
+        ({"groups": 0}, "'groups' must divide 'heads', got 0 and 2"),
+        ({"heads": 16, "rotary": True}, "channels of a head must be a multiple of 2"),
+        ({"heads": 8, "rotary": True, "differential": True}, "a multiple of 4"),
+        ({"rotary_length": 9}, "'rotary_length' .* goes with rotary=True"),
+        ({"rotary": True, "rotary_length": 0}, "'rotary_length' must be 1 or more"),
+        ({"latent_channels": 0}, "'latent_channels' must be an integer >= 1"),
+        ({"differential": True, "depth": 0}, "'depth' must be an integer >= 1"),
+        ({"backend": "cuda"}, "'backend' must be one of"),
+    ],
+)
+def test_bad_options(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        KHopAttentionConv(8, 16, **{"heads": 2, **kwargs})(torch.randn(7, 8), DAG)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"pos": torch.zeros(6)}, ValueError, r"'pos' must be \[nodes\] .*got \[6\]"),
+        ({"pos": [0.0] * 7}, TypeError, "'pos' must be a torch.Tensor, got list"),
+        ({"pos": torch.zeros(7, 3)}, ValueError, "must be a multiple of 6"),
+        ({"k_hop_index": DAG}, ValueError, "must be given together"),
+        (
+            {"k_hop_index": DAG, "k_hop_distance": torch.full((6,), 3)},
+            ValueError, r"'k_hop_distance' must be in .* \[0, 2\], got 3",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input(kwargs, error, match):
+    conv, x = make(rotary=True)
+    with pytest.raises(error, match=match):
+        conv(x, DAG, **kwargs)
