@@ -26,7 +26,7 @@ PUBLIC = {
     },
     "pyg_chimera.ops.structure": {
         *("topological_rank", "find_cycle", "CycleError"),
-        "elimination_rank",
+        *("elimination_rank", "contracted_dag"),
         *("line_graph", "LineGraph", "multitree", "node_order"),
         *("ORDERS", "node_score", "node_sequences", "NodeSequences"),
         *("diameter", "connected_components"),
