@@ -45,7 +45,7 @@ PUBLIC = {
             "SelfAttention",
             "SequenceEncoder",
         ),
-        "GraphModel",
+        *("GraphModel", "MixtureOfDepths", "SwiGLU"),
     },
     "pyg_chimera.transforms": {
         *("AddDiameter", "AddEliminationOrder", "AddTopologicalOrder"),

@@ -18,12 +18,14 @@ from pyg_chimera.nn.encoders import (
     RandomWalkEncoder,
 )
 from pyg_chimera.nn.gps_layer import GPSLayer
+from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
 from pyg_chimera.nn.models import (
     CategoricalEncoder,
     GraphModel,
     ImageClassifier,
     SequenceEncoder,
 )
+from pyg_chimera.nn.swiglu import SwiGLU
 
 __all__ = [
     "CategoricalEncoder",
@@ -38,10 +40,12 @@ __all__ = [
     "GraphModel",
     "ImageClassifier",
     "LaplacianEncoder",
+    "MixtureOfDepths",
     "PLSTMConv",
     "PLSTMGridConv",
     "PositionEmbedding",
     "RandomWalkEncoder",
     "SelfAttention",
     "SequenceEncoder",
+    "SwiGLU",
 ]

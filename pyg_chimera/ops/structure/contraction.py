@@ -25,8 +25,8 @@ def contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
     and nodes that are kept reach each other as before. A directed path remains one, and
     graphs of a batch remain apart. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}| +
     \sum_{(j, i) \in \mathcal{E}} |p'(j)|)` time on the CPU, the sum over nodes
-    :math:`j` that are not kept: linear where all have one parent, as on paths and trees,
-    and with many parents bounded by :math:`|\mathcal{E}|` times the largest set.
+    :math:`j` that are not kept: linear where all have one parent, as on paths and
+    trees, and with many parents bounded by :math:`|\mathcal{E}|` times the largest set.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer, from
