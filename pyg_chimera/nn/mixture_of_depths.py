@@ -45,8 +45,8 @@ class MixtureOfDepths(torch.nn.Module):
 
     Among nodes of the same score, those with lower numbers are routed. If they are tied
     with one that is passed by, none of them changes, but others hear of those that are
-    routed; outputs do not depend on the order of nodes otherwise. Which nodes are routed
-    depends on all nodes of the graph, so that a causal layer no longer is.
+    routed; outputs do not depend on the order of nodes otherwise. Which nodes are
+    routed depends on all nodes of the graph, so that a causal layer no longer is.
     :func:`torch.compile` breaks its graph here, as sizes depend on values.
 
     Args:
@@ -166,8 +166,9 @@ class MixtureOfDepths(torch.nn.Module):
                 "connect routed nodes there are no features"
             )
         node, weight = self._routed(x, batch)
+        inside = node[:0]
         if self.acyclic:
-            edges, inside = _contracted(edge_index, node, x.size(0)), None
+            edges = _contracted(edge_index, node, x.size(0))
         else:
             edges, edge_attr, inside = _induced(edge_index, edge_attr, node, x.size(0))
         own = None if edge_attr is None else edge_attr[inside]

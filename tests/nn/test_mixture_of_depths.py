@@ -331,14 +331,14 @@ def test_half_precision(dtype):
     assert all(p.grad.isfinite().all() for p in conv.parameters())
 
 
-@pytest.mark.parametrize("name", ["delta", "dag"])
+@pytest.mark.parametrize("name", ["attention", "dag"])
 def test_compile(name):
-    conv = routing(name)
-    index = edges_of(conv.acyclic)
-    compiled = torch.compile(conv, backend="aot_eager")
-    for n in (7, 11, 20):
+    make, acyclic = MIXERS[name]
+    conv = trained(MixtureOfDepths(make(), C, 0.6, acyclic=acyclic))
+    compiled = torch.compile(conv, backend="aot_eager", dynamic=True)
+    for n in (7, 11):
         x = nodes(n)
-        assert_near(compiled(x, index), conv(x, index))
+        assert_near(compiled(x, edges_of(acyclic)), conv(x, edges_of(acyclic)))
 
 
 def test_in_a_model():
