@@ -45,7 +45,7 @@ PUBLIC = {
             "SelfAttention",
             "SequenceEncoder",
         ),
-        *("GraphModel", "MixtureOfDepths", "SwiGLU"),
+        *("GraphModel", "HybridModel", "MixtureOfDepths", "SwiGLU"),
     },
     "pyg_chimera.transforms": {
         *("AddDiameter", "AddEliminationOrder", "AddTopologicalOrder"),

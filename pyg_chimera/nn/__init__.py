@@ -22,6 +22,7 @@ from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
 from pyg_chimera.nn.models import (
     CategoricalEncoder,
     GraphModel,
+    HybridModel,
     ImageClassifier,
     SequenceEncoder,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "GatedGCNConv",
     "GraphMambaConv",
     "GraphModel",
+    "HybridModel",
     "ImageClassifier",
     "LaplacianEncoder",
     "MixtureOfDepths",
