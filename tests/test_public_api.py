@@ -60,8 +60,8 @@ PUBLIC = {
     },
     "pyg_chimera.utils": {"influence", "plot_dags", "plot_influence"},
     "pyg_chimera.graphgym": {
-        *("ChimeraLayer", "PLSTMLayer", "GraphMambaLayer"),
-        *("ChimeraGPS", "PLSTMGPS", "GraphMambaGPS"),
+        *("ChimeraLayer", "PLSTMLayer", "GraphMambaLayer", "GatedDeltaLayer"),
+        *("ChimeraGPS", "PLSTMGPS", "GraphMambaGPS", "GatedDeltaGPS"),
         *("chimera_cfg", "register"),
     },
 }
