@@ -41,7 +41,8 @@ class MixtureOfDepths(torch.nn.Module):
     cut paths, so that with :obj:`acyclic`, they are connected where a path leads from
     one to another through nodes that are not routed
     (:func:`~pyg_chimera.ops.structure.contracted_dag`): those of a directed path are a
-    path again.
+    path again. What the layer derives from the graph, such as depths or places, it
+    derives from that of the routed nodes.
 
     Among nodes of the same score, those with lower numbers are routed. If they are tied
     with one that is passed by, none of them changes, but others hear of those that are
