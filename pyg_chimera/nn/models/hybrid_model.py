@@ -17,13 +17,17 @@ from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["HybridModel"]
 
-#: Recurrences by name: for any graph, if there is one, and for DAGs.
-_RECURRENCES: dict[str, tuple[Callable[..., Module] | None, Callable[..., Module]]] = {
-    "gated_delta": (GatedDeltaConv, partial(GatedDeltaConv, acyclic=True)),
-    "chimera": (ChimeraConv, ChimeraDAGConv),
+_Make = Callable[..., Module]
+
+#: Recurrences by name, on any graph and on DAGs.
+_ON_GRAPHS: dict[str, _Make] = {"gated_delta": GatedDeltaConv, "chimera": ChimeraConv}
+_ON_DAGS: dict[str, _Make] = {
+    "gated_delta": partial(GatedDeltaConv, acyclic=True),
+    "chimera": ChimeraDAGConv,
 }
-#: Attention along edges, by name; "full" attention needs none.
-_ATTENTIONS: dict[str, Callable[..., Module]] = {}
+#: Attention along edges, by name.
+_ATTENTIONS: dict[str, _Make] = {}
+#: What mixers are given by the model.
 _SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
         "causal", "acyclic", "num_dags"}  # fmt: skip
 
@@ -155,24 +159,34 @@ class HybridModel(GraphModel):
                 "'capacity' must not be set for DAGs and sequences with 'edge_dim': of "
                 f"the paths between routed nodes there are no features, got {capacity}"
             )
-        along = {
-            "heads": heads,
-            "edge_dim": None if edge_dim is None else channels,
-        }
+
+        def full(
+            channels: int, heads: int, edge_dim: Any, flow: str, **own: Any
+        ) -> Any:
+            return SelfAttention(channels, heads, causal=causal, **own)
+
+        on = _ON_GRAPHS if kind == "graph" else _ON_DAGS
+        attentions = {"full": full, **_ATTENTIONS}
         make = {
-            "r": _recurrence(recurrence, kind, dict(recurrence_kwargs or {})),
-            "a": _attention(attention, causal, dict(attention_kwargs or {})),
+            "r": _maker("recurrence", recurrence, on, recurrence_kwargs, kind),
+            "a": _maker("attention", attention, attentions, attention_kwargs, kind),
         }
+        alternating = kind != "graph" and not causal
 
         def layer(index: int) -> Module:
-            letters = [pattern[i % len(pattern)] for i in range(index + 1)]
-            back = (
-                kind != "graph" and not causal and letters.count(letters[-1]) % 2 == 0
+            before = [pattern[i % len(pattern)] for i in range(index)]
+            letter = pattern[index % len(pattern)]
+            back = alternating and before.count(letter) % 2 == 1
+            mixer = make[letter](
+                index,
+                channels,
+                heads=heads,
+                edge_dim=None if edge_dim is None else channels,
+                flow="target_to_source" if back else "source_to_target",
             )
-            flow = "target_to_source" if back else "source_to_target"
             block = GPSLayer(
                 channels,
-                mixer=make[letters[-1]](index, channels, flow=flow, **along),
+                mixer=mixer,
                 dropout=dropout,
                 norm=RMSNorm(channels),
                 norm_first=True,
@@ -215,54 +229,24 @@ class HybridModel(GraphModel):
         return super().forward(x, edge_index, edge_attr, *args, **kwargs)
 
 
-def _recurrence(
-    given: str | Callable[[int], Module], kind: str, options: dict[str, Any]
-) -> Callable[..., Module]:
-    """Makes a recurrence from its position, width, and how it runs along edges."""
-    if callable(given):
-        return _own("recurrence", given, options)
-    check_option("recurrence", given, tuple(_RECURRENCES))
-    _check_kwargs("recurrence", options)
-    on_graphs, on_dags = _RECURRENCES[given]
-    make = on_graphs if kind == "graph" else on_dags
-    if make is None:
-        known = [name for name, (any_graph, _) in _RECURRENCES.items() if any_graph]
-        raise ValueError(
-            f"'recurrence' must be one of {known} for kind='graph', got {given!r}, "
-            "which runs along DAGs; set 'kind' if the data are"
-        )
-    return lambda _, channels, **along: make(channels, **along, **options)
-
-
-def _attention(
-    given: str | Callable[[int], Module], causal: bool, options: dict[str, Any]
-) -> Callable[..., Module]:
-    """The same for attention."""
-    if callable(given):
-        return _own("attention", given, options)
-    check_option("attention", given, ("full", *_ATTENTIONS))
-    _check_kwargs("attention", options)
-    if given != "full":
-        make = _ATTENTIONS[given]
-        return lambda _, channels, **along: make(channels, **along, **options)
-    return lambda _, channels, heads, **along: SelfAttention(
-        channels, heads, causal=causal, **options
-    )
-
-
-def _own(
-    name: str, given: Callable[[int], Module], options: dict[str, Any]
-) -> Callable[..., Module]:
-    """A function of the user's."""
-    if options:
-        raise ValueError(
-            f"'{name}_kwargs' must not be given if '{name}' is a function, which sets "
-            f"them itself, got {sorted(options)}"
-        )
-    return lambda index, channels, **along: given(index)
-
-
-def _check_kwargs(name: str, options: dict[str, Any]) -> None:
-    taken = sorted(_SET & set(options))
+def _maker(
+    name: str,
+    given: str | Callable[[int], Module],
+    known: Mapping[str, _Make],
+    options: Mapping[str, Any] | None,
+    kind: str,
+) -> _Make:
+    """Makes a mixer from its position in the stack, and what the model sets."""
+    own = dict(options or {})
+    taken = sorted(own if callable(given) else _SET & set(own))
     if taken:
-        raise ValueError(f"'{name}_kwargs' must not have {taken}, which the model sets")
+        who = f"the function '{name}' itself" if callable(given) else "the model"
+        raise ValueError(f"'{name}_kwargs' must not have {taken}, which {who} sets")
+    if callable(given):
+        return lambda index, *_, **__: given(index)
+    if given not in known:
+        raise ValueError(
+            f"'{name}' must be a function or one of {tuple(known)} for kind={kind!r}, "
+            f"got {given!r}"
+        )
+    return lambda _, *args, **kwargs: known[given](*args, **kwargs, **own)
