@@ -26,7 +26,7 @@ PUBLIC = {
     },
     "pyg_chimera.ops.structure": {
         *("topological_rank", "find_cycle", "CycleError"),
-        "elimination_rank",
+        *("elimination_rank", "contracted_dag"),
         *("line_graph", "LineGraph", "multitree", "node_order"),
         *("ORDERS", "node_score", "node_sequences", "NodeSequences"),
         *("diameter", "connected_components", "KHop", "k_hop_index"),
@@ -46,7 +46,7 @@ PUBLIC = {
             "SelfAttention",
             "SequenceEncoder",
         ),
-        "GraphModel",
+        *("GraphModel", "HybridModel", "MixtureOfDepths", "SwiGLU"),
     },
     "pyg_chimera.transforms": {
         *("AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"),
@@ -61,8 +61,8 @@ PUBLIC = {
     },
     "pyg_chimera.utils": {"influence", "plot_dags", "plot_influence"},
     "pyg_chimera.graphgym": {
-        *("ChimeraLayer", "PLSTMLayer", "GraphMambaLayer"),
-        *("ChimeraGPS", "PLSTMGPS", "GraphMambaGPS"),
+        *("ChimeraLayer", "PLSTMLayer", "GraphMambaLayer", "GatedDeltaLayer"),
+        *("ChimeraGPS", "PLSTMGPS", "GraphMambaGPS", "GatedDeltaGPS"),
         *("chimera_cfg", "register"),
     },
 }

@@ -14,14 +14,26 @@ except ModuleNotFoundError as error:
     ) from error
 
 from pyg_chimera.graphgym.config import chimera_cfg
-from pyg_chimera.graphgym.layers import ChimeraLayer, GraphMambaLayer, PLSTMLayer
-from pyg_chimera.graphgym.networks import PLSTMGPS, ChimeraGPS, GraphMambaGPS
+from pyg_chimera.graphgym.layers import (
+    ChimeraLayer,
+    GatedDeltaLayer,
+    GraphMambaLayer,
+    PLSTMLayer,
+)
+from pyg_chimera.graphgym.networks import (
+    PLSTMGPS,
+    ChimeraGPS,
+    GatedDeltaGPS,
+    GraphMambaGPS,
+)
 from pyg_chimera.graphgym.registration import register
 
 __all__ = [
     "PLSTMGPS",
     "ChimeraGPS",
     "ChimeraLayer",
+    "GatedDeltaGPS",
+    "GatedDeltaLayer",
     "GraphMambaGPS",
     "GraphMambaLayer",
     "PLSTMLayer",

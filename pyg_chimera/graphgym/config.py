@@ -14,15 +14,16 @@ def chimera_cfg(cfg: CfgNode) -> None:
     """
     cfg.chimera = CfgNode()
 
-    # Number of heads (Chimera, PLSTM); null: 'gt.n_heads' in a layer of GraphGPS,
-    # 'gnn.att_heads' elsewhere.
+    # Number of heads (Chimera, GatedDelta, PLSTM); null: 'gt.n_heads' in a layer of
+    # GraphGPS, 'gnn.att_heads' elsewhere.
     cfg.chimera.heads = None
 
     # Size of a head's keys, of a channel's state in Graph-Mamba; null: the layer's own.
     cfg.chimera.state_channels = None
 
-    # Width of the edge features that the mixer reads (Chimera, PLSTM); null: that of
-    # the edge encoder, if there is one; 0: it reads none; a number: of raw features.
+    # Width of the edge features that the mixer reads (Chimera, GatedDelta, PLSTM);
+    # null: that of the edge encoder, if there is one; 0: it reads none; a number: of
+    # raw features.
     cfg.chimera.edge_dim = None
 
     # PLSTM: 'P', 'D', or in the networks any string of both, such as 'PD' for layers

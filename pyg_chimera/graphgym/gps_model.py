@@ -93,7 +93,7 @@ class ChimeraGPSLayer(GPSLayer):
 
 class ChimeraGPSModel(GPSModel):
     r"""The :obj:`GPSModel` of GraphGPS, which also takes :obj:`gt.layer_type:
-    <local model>+Chimera`, :obj:`+PLSTM` and :obj:`+GraphMamba`.
+    <local model>+Chimera`, :obj:`+PLSTM`, :obj:`+GraphMamba` and :obj:`+GatedDelta`.
 
     Args:
         dim_in (int): Size of the node features.

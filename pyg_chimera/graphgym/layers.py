@@ -16,7 +16,7 @@ from pyg_chimera.graphgym.mixers import (
 )
 from pyg_chimera.nn._routing import Route
 
-__all__ = ["ChimeraLayer", "GraphMambaLayer", "PLSTMLayer"]
+__all__ = ["ChimeraLayer", "GatedDeltaLayer", "GraphMambaLayer", "PLSTMLayer"]
 
 
 class _MixerLayer(torch.nn.Module):
@@ -87,3 +87,11 @@ class GraphMambaLayer(_MixerLayer):
     """
 
     name = "GraphMamba"
+
+
+class GatedDeltaLayer(_MixerLayer):
+    r"""A :class:`~pyg_chimera.nn.GatedDeltaConv` as
+    :obj:`gnn.layer_type: gated_delta`.
+    """
+
+    name = "GatedDelta"

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.graphgym.config import cfg
 
-from pyg_chimera.nn import ChimeraConv, GraphMambaConv, PLSTMConv
+from pyg_chimera.nn import ChimeraConv, GatedDeltaConv, GraphMambaConv, PLSTMConv
 
 __all__ = ["MIXERS", "edge_features", "edge_width", "make_mixer", "structure"]
 
@@ -16,6 +16,7 @@ MIXERS: dict[str, type[torch.nn.Module]] = {
     "Chimera": ChimeraConv,
     "PLSTM": PLSTMConv,
     "GraphMamba": GraphMambaConv,
+    "GatedDelta": GatedDeltaConv,
 }
 
 #: What transforms may have stored, by the mixers' names for it.
@@ -43,24 +44,23 @@ def make_mixer(
         ValueError: If an option does not fit the mixer.
     """
     options = cfg.chimera
-    args: dict[str, Any] = {}
-    if options.state_channels is not None:
-        args["state_channels"] = options.state_channels
-    if name != "Chimera":
-        args["order"] = options.order
-    if name == "GraphMamba":
-        args["num_bins"] = options.num_bins
-        args["num_eval_permutations"] = options.num_eval_permutations
-    else:
-        args["heads"] = heads if options.heads is None else options.heads
-        args["edge_dim"] = edge_dim
-    if name == "PLSTM":
-        args["mode"] = options.mode
-        if index is not None and set(options.mode) == {"P", "D"}:
-            args["mode"] = options.mode[index % len(options.mode)]
-
     make = MIXERS[name]
     known = set(inspect.signature(make).parameters)
+    mode = options.mode
+    if index is not None and set(mode) == {"P", "D"}:
+        mode = mode[index % len(mode)]
+    offered = {
+        "heads": heads if options.heads is None else options.heads,
+        "edge_dim": edge_dim,
+        "mode": mode,
+        "order": options.order,
+        "num_bins": options.num_bins,
+        "num_eval_permutations": options.num_eval_permutations,
+    }
+    args: dict[str, Any] = {k: offered[k] for k in offered if k in known}
+    if options.state_channels is not None:
+        args["state_channels"] = options.state_channels
+
     known -= {*args, "in_channels", "out_channels", "channels", "kwargs"}
     for option in options.kwargs:
         if option not in known:

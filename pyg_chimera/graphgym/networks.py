@@ -16,7 +16,7 @@ from pyg_chimera.graphgym.mixers import (
 )
 from pyg_chimera.nn import GatedGCNConv, GPSLayer
 
-__all__ = ["PLSTMGPS", "ChimeraGPS", "GraphMambaGPS"]
+__all__ = ["PLSTMGPS", "ChimeraGPS", "GatedDeltaGPS", "GraphMambaGPS"]
 
 _CONVS = ("gated_gcn", "gin", "gcn", "none")
 
@@ -171,3 +171,11 @@ class GraphMambaGPS(_GPSNetwork):
     """
 
     name = "GraphMamba"
+
+
+class GatedDeltaGPS(_GPSNetwork):
+    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.GatedDeltaConv`, as
+    :obj:`model.type: GatedDeltaGPS`.
+    """
+
+    name = "GatedDelta"

@@ -5,8 +5,18 @@ from torch_geometric.graphgym import register as registry
 from torch_geometric.graphgym.config import cfg
 
 from pyg_chimera.graphgym.config import chimera_cfg
-from pyg_chimera.graphgym.layers import ChimeraLayer, GraphMambaLayer, PLSTMLayer
-from pyg_chimera.graphgym.networks import PLSTMGPS, ChimeraGPS, GraphMambaGPS
+from pyg_chimera.graphgym.layers import (
+    ChimeraLayer,
+    GatedDeltaLayer,
+    GraphMambaLayer,
+    PLSTMLayer,
+)
+from pyg_chimera.graphgym.networks import (
+    PLSTMGPS,
+    ChimeraGPS,
+    GatedDeltaGPS,
+    GraphMambaGPS,
+)
 
 __all__ = ["register"]
 
@@ -23,9 +33,11 @@ def register() -> None:
     _register(registry.layer_dict, "chimera", ChimeraLayer)
     _register(registry.layer_dict, "plstm", PLSTMLayer)
     _register(registry.layer_dict, "graph_mamba", GraphMambaLayer)
+    _register(registry.layer_dict, "gated_delta", GatedDeltaLayer)
     _register(registry.network_dict, "ChimeraGPS", ChimeraGPS)
     _register(registry.network_dict, "PLSTMGPS", PLSTMGPS)
     _register(registry.network_dict, "GraphMambaGPS", GraphMambaGPS)
+    _register(registry.network_dict, "GatedDeltaGPS", GatedDeltaGPS)
     _register(registry.config_dict, "chimera", chimera_cfg)
     if "chimera" not in cfg:
         # GraphGym has filled its configuration while it was imported, with what was

@@ -21,12 +21,15 @@ from pyg_chimera.nn.encoders import (
     RandomWalkEncoder,
 )
 from pyg_chimera.nn.gps_layer import GPSLayer
+from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
 from pyg_chimera.nn.models import (
     CategoricalEncoder,
     GraphModel,
+    HybridModel,
     ImageClassifier,
     SequenceEncoder,
 )
+from pyg_chimera.nn.swiglu import SwiGLU
 
 __all__ = [
     "CategoricalEncoder",
@@ -40,9 +43,11 @@ __all__ = [
     "GraphMambaConv",
     "GraphModel",
     "HierarchicalMemoryConv",
+    "HybridModel",
     "ImageClassifier",
     "KHopAttentionConv",
     "LaplacianEncoder",
+    "MixtureOfDepths",
     "PLSTMConv",
     "PLSTMGridConv",
     "PositionEmbedding",
@@ -50,4 +55,5 @@ __all__ = [
     "RandomWalkEncoder",
     "SelfAttention",
     "SequenceEncoder",
+    "SwiGLU",
 ]

@@ -110,6 +110,10 @@ class GPSLayer(torch.nn.Module):
         mlp_channels (int, optional): The hidden size of the feed-forward network;
             :obj:`0` leaves the network out. If set to :obj:`None`, it is
             :obj:`2 * channels`. (default: :obj:`None`)
+        mlp (torch.nn.Module, optional): Another feed-forward network, :obj:`mlp(x)`,
+            such as :class:`~pyg_chimera.nn.SwiGLU`, in the place of the one that
+            :obj:`act` and :obj:`mlp_channels` describe. Dropout follows it.
+            (default: :obj:`None`)
 
     Shapes:
         - **inputs:**
@@ -122,10 +126,11 @@ class GPSLayer(torch.nn.Module):
           updates the edges
 
     Raises:
-        ValueError: If neither :obj:`conv` nor :obj:`mixer` is given or
-            :obj:`arrangement` is unknown; in the forward method, if the input, or
-            what :obj:`conv` or :obj:`mixer` return, has another shape than the
-            residual sums need, or there is not one row of :obj:`edge_attr` per edge.
+        ValueError: If neither :obj:`conv` nor :obj:`mixer` is given,
+            :obj:`arrangement` is unknown, or both :obj:`mlp` and :obj:`mlp_channels`
+            are given; in the forward method, if the input, or what :obj:`conv`,
+            :obj:`mixer` or :obj:`mlp` return, has another shape than the residual sums
+            need, or there is not one row of :obj:`edge_attr` per edge.
         TypeError: In the forward method, if an argument has a wrong type or dtype, such
             as edge features in the place of :obj:`batch`, or a keyword argument is one
             that neither :obj:`conv` nor :obj:`mixer` takes.
@@ -145,6 +150,7 @@ class GPSLayer(torch.nn.Module):
         act: str | Callable | None = "relu",
         act_kwargs: dict[str, Any] | None = None,
         mlp_channels: int | None = None,
+        mlp: torch.nn.Module | None = None,
     ) -> None:
         super().__init__()
 
@@ -157,6 +163,12 @@ class GPSLayer(torch.nn.Module):
             raise ValueError(
                 "'arrangement' must be 'parallel' or 'sequential', got "
                 f"{arrangement!r}."
+            )
+
+        if mlp is not None and mlp_channels is not None:
+            raise ValueError(
+                "'mlp_channels' must not be given with an 'mlp', which has its own "
+                f"hidden size, got {mlp_channels}."
             )
 
         self.channels = channels
@@ -173,7 +185,9 @@ class GPSLayer(torch.nn.Module):
         self.drop = Dropout(dropout)
         self.mlp = None
         mlp_channels = 2 * channels if mlp_channels is None else mlp_channels
-        if mlp_channels > 0:
+        if mlp is not None:
+            self.mlp = Sequential(mlp, Dropout(dropout))
+        elif mlp_channels > 0:
             self.mlp = Sequential(
                 Linear(channels, mlp_channels),
                 activation_resolver(act, **(act_kwargs or {})) or torch.nn.Identity(),
@@ -301,9 +315,13 @@ class GPSLayer(torch.nn.Module):
     def _feed_forward(self, x: Tensor, batch: Tensor | None) -> Tensor:
         if self.mlp is None:
             return x
-        if self.norm_first:
-            return x + self.mlp(self._norm("mlp", x, batch))
-        return self._norm("mlp", x + self.mlp(x), batch)
+        out = self.mlp(self._norm("mlp", x, batch) if self.norm_first else x)
+        if out.shape != x.shape:
+            raise ValueError(
+                "'mlp' must return node features with the shape of its input, "
+                f"{list(x.shape)}, got {list(out.shape)}."
+            )
+        return x + out if self.norm_first else self._norm("mlp", x + out, batch)
 
     def _norm(self, name: str, x: Tensor, batch: Tensor | None) -> Tensor:
         return self.norms[name](x, batch) if name in self.norms else x

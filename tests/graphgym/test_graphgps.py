@@ -24,6 +24,7 @@ MIXERS = {
     "Chimera": "ChimeraConv",
     "PLSTM": "PLSTMConv",
     "GraphMamba": "GraphMambaConv",
+    "GatedDelta": "GatedDeltaConv",
 }
 
 

@@ -14,7 +14,12 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'pin_memory' argument is set"),
 ]
 
-MIXERS = {"chimera": "Chimera", "plstm": "PLSTM", "graph_mamba": "GraphMamba"}
+MIXERS = {
+    "chimera": "Chimera",
+    "plstm": "PLSTM",
+    "graph_mamba": "GraphMamba",
+    "gated_delta": "GatedDelta",
+}
 CONFIGS = [f"{mixer}_{kind}" for mixer in MIXERS for kind in ("layer", "gps")]
 NODES = ("dataset.name", "nodes", "dataset.task", "node", "gnn.head", "node")
 GRAPHS = ("dataset.name", "graphs", "dataset.task", "graph", "gnn.head", "graph")

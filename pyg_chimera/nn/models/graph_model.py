@@ -15,6 +15,7 @@ from pyg_chimera.nn._inputs import check_batch, check_edge_rows
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import Route
 from pyg_chimera.nn.gps_layer import GPSLayer
+from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
 
 __all__ = ["CategoricalEncoder", "GraphModel"]
 
@@ -389,7 +390,7 @@ class GraphModel(torch.nn.Module):
     def _accepts(self, index: int, name: str) -> bool:
         layer: torch.nn.Module = self.layers[index]
         layer = getattr(layer, "_orig_mod", layer)  # What `torch.compile` wraps.
-        if isinstance(layer, GPSLayer):
+        if isinstance(layer, GPSLayer | MixtureOfDepths):
             return layer.accepts(name)
         return self._routes[index].accepts(name)
 

@@ -2,6 +2,7 @@
 
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
+from pyg_chimera.ops.structure.contraction import contracted_dag
 from pyg_chimera.ops.structure.distance import connected_components, diameter
 from pyg_chimera.ops.structure.elimination import elimination_rank
 from pyg_chimera.ops.structure.k_hop import KHop, k_hop_index
@@ -17,6 +18,7 @@ __all__ = [
     "LineGraph",
     "NodeSequences",
     "connected_components",
+    "contracted_dag",
     "diameter",
     "elimination_rank",
     "find_cycle",

@@ -1,0 +1,262 @@
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.inits import reset
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_nodes
+from pyg_chimera.nn._routing import Route
+from pyg_chimera.ops.common.checks import check_batch
+from pyg_chimera.ops.structure import contracted_dag
+
+__all__ = ["MixtureOfDepths"]
+
+
+class MixtureOfDepths(torch.nn.Module):
+    r"""Sends some nodes of each graph through a layer, and the others past it, as in
+    `"Mixture-of-Depths: Dynamically Allocating Compute in Transformer-Based Language
+    Models" <https://arxiv.org/abs/2404.02258>`_.
+
+    A router scores nodes, :math:`s_i = \mathbf{w}^{\top} \mathbf{x}_i`. The
+    :math:`\lceil \text{capacity} \cdot n \rceil` nodes of highest score of a graph of
+    :math:`n` nodes are the routed ones :math:`R`, on which the layer works as if they
+    were the graph:
+
+    .. math::
+        \mathbf{x}'_i = \begin{cases} \mathbf{x}_i + \tanh(s_i - \theta) \left(
+        \text{layer}(\mathbf{X}_R)_i - \mathbf{x}_i \right) & \text{if } i \in R \\
+        \mathbf{x}_i & \text{otherwise} \end{cases}
+        \qquad \theta = \max_{i \notin R} s_i
+
+    With a layer of residual form :math:`\mathbf{x} + f(\mathbf{x})`, such as a
+    :class:`~pyg_chimera.nn.GPSLayer`, the difference is :math:`f`, which the score
+    weights as in the paper: so gradients reach the router. Where the paper takes the
+    score itself, here it counts by how far it exceeds :math:`\theta`, the best score
+    that was passed by. The weight is zero where a node is about to be passed by, so
+    that its output does not jump, and one where nobody is, as :math:`\theta = -\infty`:
+    with :obj:`capacity=1`, this is the layer.
+
+    Routed nodes keep the edges among them (their induced subgraph). On DAGs that would
+    cut paths, so that with :obj:`acyclic`, they are connected where a path leads from
+    one to another through nodes that are not routed
+    (:func:`~pyg_chimera.ops.structure.contracted_dag`): those of a directed path are a
+    path again. What the layer derives from the graph, such as depths or places, it
+    derives from that of the routed nodes.
+
+    Among nodes of the same score, those with lower numbers are routed. If they are tied
+    with one that is passed by, none of them changes, but others hear of those that are
+    routed; outputs do not depend on the order of nodes otherwise. Which nodes are
+    routed depends on all nodes of the graph, so that a causal layer no longer is.
+    :func:`torch.compile` breaks its graph here, as sizes depend on values.
+
+    Args:
+        layer (torch.nn.Module): The layer, which keeps the width of nodes:
+            :obj:`layer(x, edge_index, ...)`, or any that
+            :class:`~pyg_chimera.nn.GPSLayer` takes as :obj:`mixer`. It may take
+            :obj:`batch` and :obj:`edge_attr`, but no structure of the whole graph.
+        channels (int): Size of each input and output sample.
+        capacity (float): The share of nodes that are routed, in (0, 1]. The paper
+            takes 1/8, in every other layer.
+        acyclic (bool, optional): Whether graphs are directed and acyclic.
+            (default: :obj:`False`)
+
+    Shapes:
+        - **inputs:**
+          node features :math:`(|\mathcal{V}|, F)`,
+          edge indices :math:`(2, |\mathcal{E}|)`, a sparse adjacency, or with
+          :obj:`acyclic` a list of them *(for layers of several DAGs)*,
+          batch vector :math:`(|\mathcal{V}|)` *(optional)*,
+          edge features :math:`(|\mathcal{E}|, D)` *(optional, unless acyclic)*
+        - **outputs:** node features :math:`(|\mathcal{V}|, F)`, and edge features
+          :math:`(|\mathcal{E}|, D)` if the layer returns both, in which edges that lead
+          from or to a node that is not routed are unchanged
+
+    Raises:
+        ValueError: If :obj:`capacity` is not in (0, 1], or the layer works on grids;
+            in the forward method, if something does not fit the layer, it is given
+            structure of the whole graph, or with :obj:`acyclic` edge features, which
+            paths have none of.
+        TypeError: In the forward method, if an argument has a wrong type or dtype.
+        CycleError: With :obj:`acyclic`, if there is a cycle.
+
+    Example:
+        >>> layer = GPSLayer(16, mixer=ChimeraConv(16), norm_first=True)
+        >>> layer = MixtureOfDepths(layer, 16, capacity=0.5)
+        >>> edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+        >>> layer(torch.randn(3, 16), edge_index).shape
+        torch.Size([3, 16])
+    """
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        channels: int,
+        capacity: float,
+        *,
+        acyclic: bool = False,
+    ) -> None:
+        super().__init__()
+        if not 0 < capacity <= 1:
+            raise ValueError(
+                "'capacity', the share of nodes that are routed, must be in (0, 1], "
+                f"got {capacity}"
+            )
+        self.channels = channels
+        self.capacity = capacity
+        self.acyclic = acyclic
+        self.layer = layer
+        self.weight = torch.nn.Parameter(torch.empty(channels))  # of the router
+        self._route = Route.of(layer)
+        if capacity < 1 and self.accepts("height"):
+            raise ValueError(
+                "'layer' works on grids, which routed nodes are not. Take one that "
+                f"reads edges, such as with ChimeraDAGConv, or capacity=1; got {layer}"
+            )
+        self._reset_router()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        reset(self.layer)
+        self._reset_router()
+
+    def _reset_router(self) -> None:
+        bound = self.channels**-0.5
+        torch.nn.init.uniform_(self.weight, -bound, bound)
+
+    def accepts(self, name: str) -> bool:
+        r"""Whether the layer takes a keyword argument called :obj:`name`."""
+        accepts = getattr(self.layer, "accepts", self._route.accepts)
+        return accepts(name)
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        batch: Tensor | None = None,
+        edge_attr: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices.
+            batch (torch.Tensor, optional): The batch vector, which assigns each
+                node to a graph. (default: :obj:`None`)
+            edge_attr (torch.Tensor, optional): The edge features.
+                (default: :obj:`None`)
+            **kwargs (optional): Further arguments of the layer, with
+                :obj:`capacity=1` only.
+        """
+        if self.capacity == 1:
+            return self._call(x, edge_index, batch, edge_attr, kwargs)
+        if kwargs:
+            raise ValueError(
+                f"{sorted(kwargs)} belong to all nodes, and some of them are routed "
+                "elsewhere: a MixtureOfDepths passes on 'batch' and 'edge_attr' only. "
+                "Leave them out, and the layer computes what it needs of routed nodes."
+            )
+        check_nodes(x, self.channels)
+        if batch is None:
+            batch = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
+        check_batch(batch, x.size(0))
+        if self.acyclic and edge_attr is not None:
+            raise ValueError(
+                "'edge_attr' must not be given with acyclic=True: of the paths that "
+                "connect routed nodes there are no features"
+            )
+        node, weight = self._routed(x, batch)
+        inside = node[:0]
+        if self.acyclic:
+            edges = _contracted(edge_index, node, x.size(0))
+        else:
+            edges, edge_attr, inside = _induced(edge_index, edge_attr, node, x.size(0))
+        own = None if edge_attr is None else edge_attr[inside]
+        x_routed = x[node]
+        out = self._call(x_routed, edges, batch[node], own, {})
+
+        out, update = out if isinstance(out, tuple) else (out, None)
+        if out.shape != x_routed.shape:
+            raise ValueError(
+                "'layer' must return node features with the shape of its input, "
+                f"{list(x_routed.shape)}, got {list(out.shape)}."
+            )
+        mixed = torch.lerp(x_routed, out.to(x.dtype), weight.to(x.dtype).view(-1, 1))
+        x = x.index_copy(0, node, mixed)
+        if update is None:
+            return x
+        return x, cast(Tensor, edge_attr).index_copy(0, inside, update)
+
+    @torch.compiler.disable
+    def _routed(self, x: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """The nodes that are routed, in order, and the weights of what they get."""
+        # Not a product of matrices, whose rounding depends on where a row is, and which
+        # autocasting does in half precision: nodes would be tied that are not, or the
+        # reverse.
+        score = (at_least_float32(x) * at_least_float32(self.weight)).sum(dim=1)
+        _, graph, size = batch.unique(return_inverse=True, return_counts=True)
+        # A share of 0.07 of 100 nodes is 7, and not 8 after rounding.
+        share = (size.double() * self.capacity - 1e-6).ceil().long().clamp(min=1)
+        order = score.detach().argsort(descending=True, stable=True)
+        order = order[graph[order].argsort(stable=True)]
+        first = size.cumsum(0) - size
+        place = torch.arange(x.size(0), device=x.device) - first[graph[order]]
+        node = order[place < share[graph[order]]].sort().values
+
+        passed = score[order[first + torch.minimum(share, size - 1)]]
+        theta = torch.where(share < size, passed, -torch.inf)
+        return node, torch.tanh(score[node] - theta[graph[node]])
+
+    def _call(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        batch: Tensor | None,
+        edge_attr: Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        given = {"batch": batch, "edge_attr": edge_attr}
+        args = self._route.select(given) | kwargs
+        return self._route.call(self.layer, x, edge_index, batch, args)
+
+    def __repr__(self) -> str:
+        acyclic = ", acyclic=True" if self.acyclic else ""
+        return (
+            f"{self.__class__.__name__}({self.layer}, {self.channels}, "
+            f"capacity={self.capacity}{acyclic})"
+        )
+
+
+# What depends on values has sizes that a compiler cannot know.
+
+
+@torch.compiler.disable
+def _contracted(edge_index: Any, node: Tensor, num_nodes: int) -> Any:
+    """The edges of one or several DAGs between some of their nodes, renumbered."""
+    if isinstance(edge_index, (list, tuple)):
+        return [_contracted(dag, node, num_nodes) for dag in edge_index]
+    edges, _ = as_edges(edge_index, None, num_nodes, "source_to_target")
+    kept, place = _places(node, num_nodes)
+    return place[contracted_dag(edges, kept)]
+
+
+@torch.compiler.disable
+def _induced(
+    edge_index: Adj, edge_attr: Tensor | None, node: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The edges among some nodes, renumbered; features of all edges, and of which of
+    them these are.
+    """
+    edges, edge_attr = as_edges(edge_index, edge_attr, num_nodes, "source_to_target")
+    kept, place = _places(node, num_nodes)
+    edges = edges.long()
+    inside = kept[edges].all(dim=0).nonzero().view(-1)
+    return place[edges[:, inside]], edge_attr, inside
+
+
+def _places(node: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Which nodes these are, and their numbers among them."""
+    kept = torch.zeros(num_nodes, dtype=torch.bool, device=node.device)
+    kept[node] = True
+    return kept, kept.cumsum(0) - 1

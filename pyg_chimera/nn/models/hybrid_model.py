@@ -1,0 +1,252 @@
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, RMSNorm
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import as_edges
+from pyg_chimera.nn.attention import SelfAttention
+from pyg_chimera.nn.conv import ChimeraConv, ChimeraDAGConv, GatedDeltaConv
+from pyg_chimera.nn.gps_layer import GPSLayer
+from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
+from pyg_chimera.nn.models.graph_model import GraphModel
+from pyg_chimera.nn.swiglu import SwiGLU
+from pyg_chimera.ops.common.checks import check_option
+
+__all__ = ["HybridModel"]
+
+_Make = Callable[..., Module]
+
+#: Recurrences by name, on any graph and on DAGs.
+_ON_GRAPHS: dict[str, _Make] = {"gated_delta": GatedDeltaConv, "chimera": ChimeraConv}
+_ON_DAGS: dict[str, _Make] = {
+    "gated_delta": partial(GatedDeltaConv, acyclic=True),
+    "chimera": ChimeraDAGConv,
+}
+#: Attention along edges, by name.
+_ATTENTIONS: dict[str, _Make] = {}
+#: What mixers are given by the model.
+_SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
+        "causal", "acyclic", "num_dags"}  # fmt: skip
+
+
+class HybridModel(GraphModel):
+    r"""A model whose blocks are recurrences and, now and then, attention: the hybrid of
+    `"Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
+    Language Models" <https://arxiv.org/abs/2402.19427>`_, on graphs, DAGs and
+    sequences.
+
+    Each block is a :class:`~pyg_chimera.nn.GPSLayer`,
+
+    .. math::
+        \mathbf{H} = \mathbf{X} + \text{mixer}(\text{RMSNorm}(\mathbf{X})), \qquad
+        \mathbf{X}' = \mathbf{H} + \text{SwiGLU}(\text{RMSNorm}(\mathbf{H}))
+
+    Recurrences remember in states of fixed size, in time linear in nodes; attention
+    finds single nodes among many.
+
+    .. code-block:: python
+
+        # Any graph:
+        model = HybridModel(9, 64, 10, edge_dim=3)
+        # The next token of a sequence:
+        model = HybridModel(
+            [256], 64, 256, kind="sequence", causal=True, head="node",
+            attention_kwargs={"rotary": "sequence"},
+        )
+        out = model(**model.inputs(data))
+
+    Args:
+        in_channels (int or Sequence[int]): As of :class:`~pyg_chimera.nn.GraphModel`:
+            the size of each node's features, or the number of categories in each
+            column.
+        channels (int): The size of nodes (and edges) between the blocks.
+        out_channels (int): Size of each output sample.
+        num_layers (int, optional): The number of blocks. (default: :obj:`8`)
+        pattern (str, optional): What the blocks are in turn, a recurrence (:obj:`"r"`)
+            or attention (:obj:`"a"`), repeated over the depth.
+            (default: :obj:`"rrra"`)
+        heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
+        kind (str, optional): What the data are: any :obj:`"graph"`; a :obj:`"dag"`; or
+            a :obj:`"sequence"`, whose nodes are in order, as of
+            :class:`~pyg_chimera.transforms.SequenceToGraph`, and which is taken for a
+            DAG of those edges that lead to later nodes. (default: :obj:`"graph"`)
+        causal (bool, optional): Whether nodes of DAGs and sequences hear of what comes
+            before them alone. Otherwise every other recurrence, and every other
+            attention along edges, runs against the edges. (default: :obj:`False`)
+        recurrence (str or Callable, optional): :obj:`"gated_delta"`
+            (:class:`~pyg_chimera.nn.GatedDeltaConv`), :obj:`"chimera"`
+            (:class:`~pyg_chimera.nn.ChimeraConv`, for DAGs and sequences
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`), or a function that makes a layer
+            from its position in the stack. (default: :obj:`"gated_delta"`)
+        attention (str or Callable, optional): :obj:`"full"`
+            (:class:`~pyg_chimera.nn.SelfAttention` between all nodes of a graph), or a
+            function that makes a layer from its position in the stack.
+            (default: :obj:`"full"`)
+        recurrence_kwargs (Mapping[str, Any], optional): Further arguments of the
+            recurrences. (default: :obj:`None`)
+        attention_kwargs (Mapping[str, Any], optional): Further arguments of the
+            attention. (default: :obj:`None`)
+        capacity (float, optional): The share of nodes that go through every second
+            block, the others past it, see :class:`~pyg_chimera.nn.MixtureOfDepths`.
+            With :obj:`None`, all nodes go through all blocks. (default: :obj:`None`)
+        mlp_channels (int, optional): The hidden size of the
+            :class:`~pyg_chimera.nn.SwiGLU`. (default: :obj:`None`, 8/3 of
+            :obj:`channels`)
+        edge_dim (int or Sequence[int], optional): As :obj:`in_channels`, for edges,
+            whose features are read by all mixers along edges.
+            (default: :obj:`None`)
+        dropout (float, optional): Dropout probability behind the mixers, in the
+            feed-forward networks and in the head. (default: :obj:`0.0`)
+        **kwargs (optional): Further arguments of :class:`~pyg_chimera.nn.GraphModel`,
+            such as :obj:`head`, :obj:`pool` and :obj:`encodings`.
+
+    Shapes:
+        - **inputs** and **outputs:** as of :class:`~pyg_chimera.nn.GraphModel`
+
+    Raises:
+        ValueError: If an option is unknown, does not go with another, or does not fit
+            the mixers.
+    """
+
+    def __init__(
+        self,
+        in_channels: int | Sequence[int],
+        channels: int,
+        out_channels: int,
+        num_layers: int = 8,
+        pattern: str = "rrra",
+        heads: int = 4,
+        *,
+        kind: str = "graph",
+        causal: bool = False,
+        recurrence: str | Callable[[int], Module] = "gated_delta",
+        attention: str | Callable[[int], Module] = "full",
+        recurrence_kwargs: Mapping[str, Any] | None = None,
+        attention_kwargs: Mapping[str, Any] | None = None,
+        capacity: float | None = None,
+        mlp_channels: int | None = None,
+        edge_dim: int | Sequence[int] | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        check_option("kind", kind, ("graph", "dag", "sequence"))
+        if not pattern or set(pattern) - set("ra"):
+            raise ValueError(
+                "'pattern' must be a string of 'r', for recurrences, and 'a', for "
+                f"attention, got {pattern!r}"
+            )
+        if causal and kind == "graph":
+            raise ValueError(
+                "'causal' must not be set for kind='graph', where nothing comes before "
+                "anything; use 'dag' or 'sequence'"
+            )
+        if causal and kind == "dag" and attention == "full" and "a" in pattern:
+            raise ValueError(
+                "'attention' must not be 'full' in a causal model of DAGs: it attends "
+                "to all nodes, and not to ancestors alone; give another, or a "
+                f"'pattern' without 'a', got {pattern!r}"
+            )
+        if causal and capacity not in (None, 1):
+            raise ValueError(
+                "'capacity' must not be set in a causal model: whether a node is "
+                f"routed depends on those behind it, got {capacity}"
+            )
+        if capacity not in (None, 1) and edge_dim is not None and kind != "graph":
+            raise ValueError(
+                "'capacity' must not be set for DAGs and sequences with 'edge_dim': of "
+                f"the paths between routed nodes there are no features, got {capacity}"
+            )
+
+        def full(
+            channels: int, heads: int, edge_dim: Any, flow: str, **own: Any
+        ) -> Any:
+            return SelfAttention(channels, heads, causal=causal, **own)
+
+        on = _ON_GRAPHS if kind == "graph" else _ON_DAGS
+        attentions = {"full": full, **_ATTENTIONS}
+        make = {
+            "r": _maker("recurrence", recurrence, on, recurrence_kwargs, kind),
+            "a": _maker("attention", attention, attentions, attention_kwargs, kind),
+        }
+        alternating = kind != "graph" and not causal
+
+        def layer(index: int) -> Module:
+            before = [pattern[i % len(pattern)] for i in range(index)]
+            letter = pattern[index % len(pattern)]
+            back = alternating and before.count(letter) % 2 == 1
+            mixer = make[letter](
+                index,
+                channels,
+                heads=heads,
+                edge_dim=None if edge_dim is None else channels,
+                flow="target_to_source" if back else "source_to_target",
+            )
+            block = GPSLayer(
+                channels,
+                mixer=mixer,
+                dropout=dropout,
+                norm=RMSNorm(channels),
+                norm_first=True,
+                mlp=SwiGLU(channels, mlp_channels, dropout=dropout),
+            )
+            if capacity is None or index % 2 == 0:
+                return block
+            return MixtureOfDepths(block, channels, capacity, acyclic=kind != "graph")
+
+        super().__init__(
+            in_channels, channels, out_channels, layer, num_layers, edge_dim=edge_dim,
+            norm=RMSNorm(channels), dropout=dropout, **kwargs,
+        )  # fmt: skip
+        self.kind = kind
+        self.pattern = pattern
+
+    def forward(
+        self,
+        x: Tensor,
+        edge_index: Adj,
+        edge_attr: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The node features.
+            edge_index (torch.Tensor or SparseTensor): The edge indices.
+            edge_attr (torch.Tensor, optional): The edge features.
+                (default: :obj:`None`)
+            *args (optional): Further arguments of :class:`~pyg_chimera.nn.GraphModel`.
+            **kwargs (optional): The same, by name.
+        """
+        if self.kind == "sequence":
+            edges, _ = as_edges(edge_index, None, x.size(0), "source_to_target")
+            later = (edges[0] < edges[1]).nonzero().view(-1)
+            edge_attr = None if edge_attr is None else edge_attr[later]
+            edge_index = edges[:, later]
+        return super().forward(x, edge_index, edge_attr, *args, **kwargs)
+
+
+def _maker(
+    name: str,
+    given: str | Callable[[int], Module],
+    known: Mapping[str, _Make],
+    options: Mapping[str, Any] | None,
+    kind: str,
+) -> _Make:
+    """Makes a mixer from its position in the stack, and what the model sets."""
+    own = dict(options or {})
+    taken = sorted(own if callable(given) else _SET & set(own))
+    if taken:
+        who = f"the function '{name}' itself" if callable(given) else "the model"
+        raise ValueError(f"'{name}_kwargs' must not have {taken}, which {who} sets")
+    if callable(given):
+        return lambda index, *_, **__: given(index)
+    if given not in known:
+        raise ValueError(
+            f"'{name}' must be a function or one of {tuple(known)} for kind={kind!r}, "
+            f"got {given!r}"
+        )
+    return lambda _, *args, **kwargs: known[given](*args, **kwargs, **own)

@@ -1,0 +1,307 @@
+import io
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from asserts import assert_near
+from convs import DAGS, GRAPH
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.nn import GATConv
+
+from pyg_chimera.nn import (
+    ChimeraConv,
+    ChimeraDAGConv,
+    GatedDeltaConv,
+    GPSLayer,
+    HybridModel,
+    MixtureOfDepths,
+    SelfAttention,
+    SwiGLU,
+)
+from pyg_chimera.nn.models import hybrid_model
+from pyg_chimera.ops import CycleError
+from pyg_chimera.transforms import SequenceToGraph
+
+C, TOKENS = 16, 5
+KINDS = ("graph", "dag", "sequence")
+RECURRENCES = ("gated_delta", "chimera")
+every_model = pytest.mark.parametrize(
+    ("kind", "causal", "recurrence"),
+    [x for x in product(KINDS, (False, True), RECURRENCES) if x[:2] != ("graph", True)],
+)
+
+
+def hybrid(kind: str, causal: bool = False, **kwargs) -> HybridModel:
+    kwargs.setdefault("pattern", "r" if (kind, causal) == ("dag", True) else "rra")
+    kwargs.setdefault("recurrence_kwargs", {"state_channels": 4})
+    args = ([TOKENS], C, kwargs.pop("out_channels", TOKENS), kwargs.pop("layers", 4))
+    return HybridModel(*args, heads=2, kind=kind, causal=causal, **kwargs)
+
+
+def graph(kind: str, num_nodes: int = 7) -> Data:
+    x = torch.randint(TOKENS, (num_nodes,))
+    if kind == "sequence":
+        return SequenceToGraph()(x)
+    index = torch.tensor(GRAPH if kind == "graph" else DAGS[0]).t()
+    index = index[:, (index < num_nodes).all(0)]
+    return Data(x=x, edge_index=index)
+
+
+def mixers(model: HybridModel) -> list[torch.nn.Module]:
+    blocks = [getattr(layer, "layer", layer) for layer in model.layers]
+    return [block.mixer for block in blocks]
+
+
+@every_model
+@pytest.mark.parametrize("head", ["graph", "node"])
+def test_a_batch_is_its_graphs(kind, causal, recurrence, head):
+    model = hybrid(kind, causal, recurrence=recurrence, head=head)
+    batch = Batch.from_data_list([graph(kind, n) for n in (7, 1, 3)])
+    out = model(**model.inputs(batch))
+    assert out.shape == (3 if head == "graph" else 11, TOKENS)
+    each = [model(**model.inputs(data)) for data in batch.to_data_list()]
+    assert_near(out, torch.cat(each), 1e-4)
+    out.square().sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None] == []
+
+
+@every_model
+def test_who_is_heard(kind, causal, recurrence):
+    """What comes before alone, or both sides."""
+    model = hybrid(kind, causal, recurrence=recurrence, head="node").eval()
+    with torch.no_grad():  # gates start the same everywhere
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    data = graph(kind)
+    if kind == "graph":
+        data.edge_index = torch.cat([data.edge_index, data.edge_index.flip(0)], 1)
+    x = data.x.clone()
+    x[1] = (x[1] + 1) % TOKENS
+    out = model(**model.inputs(data))
+    differs = (out != model(**(model.inputs(data) | {"x": x}))).any(1).tolist()
+    if causal:  # descendants of node 1
+        assert differs == [
+            i in {"dag": (1, 2, 6)}.get(kind, range(1, 7)) for i in range(7)
+        ]
+    else:
+        assert differs[0]
+        assert differs[2]
+
+
+def test_blocks():
+    model = HybridModel(3, C, 2, 10, heads=2, dropout=0.5)
+    kinds = [type(mixer) for mixer in mixers(model)]
+    r, a = GatedDeltaConv, SelfAttention
+    assert kinds == [r, r, r, a, r, r, r, a, r, r]
+    for layer in model.layers:
+        assert isinstance(layer, GPSLayer)
+        assert layer.norm_first
+        assert isinstance(layer.mlp[0], SwiGLU)
+        assert layer.mlp[0].dropout == layer.drop.p == 0.5
+        assert {type(norm.norm) for norm in layer.norms.values()} == {torch.nn.RMSNorm}
+    assert isinstance(model.norm.norm, torch.nn.RMSNorm)
+    assert [type(m) for m in mixers(hybrid("graph", pattern="a"))] == [a] * 4
+    wide = hybrid("graph", mlp_channels=5)
+    assert wide.layers[0].mlp[0].hidden_channels == 5
+
+
+def test_every_other_one_runs_against_the_edges():
+    for kind in ("dag", "sequence"):
+        model = hybrid(kind, layers=6)
+        flows = [mixer.flow for mixer in mixers(model) if hasattr(mixer, "flow")]
+        there, back = "source_to_target", "target_to_source"
+        assert flows == [there, back, there, back]
+        assert not any(m.causal for m in mixers(model) if isinstance(m, SelfAttention))
+    model = hybrid("sequence", True, layers=6)
+    flows = [mixer.flow for mixer in mixers(model) if hasattr(mixer, "flow")]
+    assert flows == [there] * 4
+    assert all(m.causal for m in mixers(model) if isinstance(m, SelfAttention))
+    assert {m.flow for m in mixers(hybrid("graph", pattern="r"))} == {there}
+
+
+@pytest.mark.parametrize(
+    ("kind", "recurrence", "layer", "acyclic"),
+    [
+        ("graph", "gated_delta", GatedDeltaConv, False),
+        ("dag", "gated_delta", GatedDeltaConv, True),
+        ("graph", "chimera", ChimeraConv, None),
+        ("sequence", "chimera", ChimeraDAGConv, None),
+    ],
+)
+def test_recurrences(kind, recurrence, layer, acyclic):
+    for mixer in mixers(hybrid(kind, recurrence=recurrence, pattern="r")):
+        assert type(mixer) is layer
+        assert mixer.heads == 2
+        assert mixer.state_channels == 4
+        assert getattr(mixer, "acyclic", None) == acyclic
+
+
+def test_attention_along_edges(monkeypatch):
+    """As what is in the table gets it."""
+
+    def make(channels: int, heads: int, edge_dim: int | None, **kwargs) -> GATConv:
+        return GATConv(channels, channels // heads, heads, edge_dim=edge_dim, **kwargs)
+
+    monkeypatch.setitem(hybrid_model._ATTENTIONS, "gat", make)
+    model = hybrid("dag", pattern="a", attention="gat", edge_dim=3)
+    assert [m.flow[0] for m in mixers(model)] == ["s", "t", "s", "t"]
+    assert {m.edge_dim for m in mixers(model)} == {C}
+    monkeypatch.setitem(hybrid_model._ON_DAGS, "only", ChimeraDAGConv)
+    hybrid("dag", recurrence="only")
+    with pytest.raises(ValueError, match=r"'chimera'\) for kind='graph', got 'only'"):
+        hybrid("graph", recurrence="only")
+
+
+def test_functions_make_layers():
+    seen = []
+
+    def recurrence(index: int) -> ChimeraConv:
+        seen.append(index)
+        return ChimeraConv(C, state_channels=3)
+
+    model = hybrid(
+        "graph", recurrence=recurrence, attention=lambda _: GATConv(C, C),
+        recurrence_kwargs={},
+    )  # fmt: skip
+    assert seen == [0, 1, 3]
+    assert [type(m) for m in mixers(model)][2] is GATConv
+    data = graph("graph")
+    assert model(**model.inputs(data)).shape == (1, TOKENS)
+
+
+@pytest.mark.parametrize("kind", ["graph", "dag"])
+def test_edge_features(kind):
+    model = hybrid(kind, edge_dim=3).eval()
+    data = graph(kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 10)
+    out = []
+    for _ in range(2):
+        data.edge_attr = torch.randn(data.num_edges, 3)
+        out.append(model(**model.inputs(data)))
+    assert not out[0].equal(out[1])
+
+
+def test_sequences_are_paths_to_later_nodes():
+    model = hybrid("sequence", edge_dim=2, pattern="r", recurrence="chimera")
+    data = graph("sequence")
+    data.edge_attr = torch.randn(data.num_edges, 2)
+    out = model(**model.inputs(data))
+    later = data.edge_index[0] < data.edge_index[1]
+    assert later.sum() == 6
+    args = data.edge_index[:, later], data.edge_attr[later]
+    assert model(data.x, *args).equal(out)
+    model.kind = "dag"
+    assert model(data.x, *args).equal(out)
+    with pytest.raises(CycleError, match="has the cycle"):
+        model(**model.inputs(data))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixture_of_depths(kind):
+    model = hybrid(kind, capacity=0.5, head="node")
+    wrapped = [isinstance(layer, MixtureOfDepths) for layer in model.layers]
+    assert wrapped == [False, True, False, True]
+    assert {x.acyclic for x in model.layers[1::2]} == {kind != "graph"}
+    batch = Batch.from_data_list([graph(kind, n) for n in (7, 1, 3)])
+    out = model(**model.inputs(batch))
+    each = [model(**model.inputs(data)) for data in batch.to_data_list()]
+    assert_near(out, torch.cat(each), 1e-4)
+    out.square().sum().backward()
+    assert all(layer.weight.grad.any() for layer in model.layers[1::2])
+    # With all nodes, it is the model without.
+    full, plain = hybrid(kind, capacity=1).eval(), hybrid(kind).eval()
+    parts = full.state_dict()
+    names = {k.replace(".layer.", "."): k for k in parts}
+    plain.load_state_dict({k: parts[names[k]] for k in plain.state_dict()})
+    assert full(**full.inputs(batch)).equal(plain(**plain.inputs(batch)))
+
+
+def test_files_and_reset():
+    model, other = hybrid("dag", capacity=0.5), hybrid("dag", capacity=0.5)
+    data, file = graph("dag"), io.BytesIO()
+    out = model.eval()(**model.inputs(data))
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other.eval()(**model.inputs(data)).equal(out)
+    other.reset_parameters()
+    assert not other(**model.inputs(data)).equal(out)
+    assert repr(model) == "HybridModel([5], 16, 5, num_layers=4, head=graph)"
+
+
+def test_compile():
+    """Without attention, which pads graphs to a size that depends on them."""
+    model = hybrid("graph", pattern="r", layers=1).eval()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    data = graph("graph")
+    args = data.x, data.edge_index
+    assert_near(compiled(*args), model(*args), 1e-5)
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5])
+def test_recall(capacity):
+    """The token behind the first one like the last: look-ups are learnt."""
+    torch.manual_seed(1)
+    model = hybrid(
+        "sequence", head="graph", pool="max", capacity=capacity, out_channels=TOKENS,
+        recurrence_kwargs={"state_channels": 8, "local_conv": True},
+    )  # fmt: skip
+
+    paths = Batch.from_data_list([SequenceToGraph()([0] * 5) for _ in range(32)])
+    rows = torch.arange(32)
+
+    def drawn() -> Tensor:
+        keys = torch.stack([torch.randperm(2) for _ in rows])
+        values, asked = torch.randint(2, TOKENS, (32, 2)), torch.randint(2, (32,))
+        parts = [keys[:, 0], values[:, 0], keys[:, 1], values[:, 1], keys[rows, asked]]
+        paths.x = torch.stack(parts, dim=1).flatten()
+        return values[rows, asked]
+
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    losses = []
+    for _ in range(60):
+        wanted = drawn()
+        loss = F.cross_entropy(model(**model.inputs(paths)), wanted)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 1
+    assert sum(losses[-10:]) < 0.5 * 10
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"kind": "path"}, r"'kind' must be one of \('graph', 'dag', 'sequence'\)"),
+        ({"pattern": ""}, "'pattern' must be a string of 'r', .* got ''"),
+        ({"pattern": "rrm"}, "'pattern' must be a string of 'r', .* got 'rrm'"),
+        ({"causal": True}, "'causal' must not be set for kind='graph'"),
+        ({"recurrence": "lstm"}, "'recurrence' must be .* one of .*'chimera'.*'lstm'"),
+        ({"attention": "sparse"}, "'attention' must be .* one of .*'full'.*'sparse'"),
+        ({"kind": "dag", "causal": True}, "'attention' must not be 'full' in a causal"),
+        ({"recurrence_kwargs": {"acyclic": True}}, r"not have \['acyclic'\], which"),
+        ({"attention_kwargs": {"heads": 2}}, r"'attention_kwargs'.*\['heads'\], which"),
+        ({"capacity": 2}, r"'capacity'.*\(0, 1\], got 2"),
+        ({"heads": 3}, "'heads' must divide"),
+        (
+            {"recurrence": ChimeraConv, "recurrence_kwargs": {"bias": False}},
+            r"\['bias'\], which the function 'recurrence' itself",
+        ),
+        (
+            {"kind": "sequence", "causal": True, "capacity": 0.5},
+            "'capacity' must not be set in a causal model.*got 0.5",
+        ),
+        (
+            {"kind": "dag", "edge_dim": 2, "capacity": 0.5},
+            "'capacity' must not be set for DAGs and sequences with 'edge_dim'",
+        ),
+    ],
+)  # fmt: skip
+def test_errors(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        HybridModel(3, C, 2, **kwargs)
