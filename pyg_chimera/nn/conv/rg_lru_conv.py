@@ -89,7 +89,7 @@ class RGLRUConv(MessagePassing):
             training, for inputs of zero, where :math:`\mathbf{r} = 1/2`. With
             :obj:`None`, :math:`\sigma(\boldsymbol{\Lambda})^8` starts uniform in
             [0.9, 0.999], as in the paper: ranges are 19 to 2,000 steps. (default:
-            :obj:`(4, 64)`)
+            :obj:`(1, 1000)`)
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
             :obj:`"auto"`, see :func:`~pyg_chimera.ops.channel_scan`.
         **kwargs (optional): Additional arguments of
@@ -125,7 +125,7 @@ class RGLRUConv(MessagePassing):
         conv_kernel: int = 4,
         gated: bool = True,
         bias: bool = True,
-        reach: tuple[float, float] | None = (4.0, 64.0),
+        reach: tuple[float, float] | None = (1.0, 1000.0),
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
