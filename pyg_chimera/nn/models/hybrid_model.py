@@ -8,7 +8,13 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import as_edges
 from pyg_chimera.nn.attention import SelfAttention
-from pyg_chimera.nn.conv import ChimeraConv, ChimeraDAGConv, GatedDeltaConv
+from pyg_chimera.nn.conv import (
+    ChimeraConv,
+    ChimeraDAGConv,
+    GatedDeltaConv,
+    KHopAttentionConv,
+    RGLRUConv,
+)
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
 from pyg_chimera.nn.models.graph_model import GraphModel
@@ -24,12 +30,11 @@ _ON_GRAPHS: dict[str, _Make] = {"gated_delta": GatedDeltaConv, "chimera": Chimer
 _ON_DAGS: dict[str, _Make] = {
     "gated_delta": partial(GatedDeltaConv, acyclic=True),
     "chimera": ChimeraDAGConv,
+    "rg_lru": RGLRUConv,
 }
-#: Attention along edges, by name.
-_ATTENTIONS: dict[str, _Make] = {}
 #: What mixers are given by the model.
 _SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
-        "causal", "acyclic", "num_dags"}  # fmt: skip
+        "causal", "acyclic", "num_dags", "depth"}  # fmt: skip
 
 
 class HybridModel(GraphModel):
@@ -58,6 +63,18 @@ class HybridModel(GraphModel):
         )
         out = model(**model.inputs(data))
 
+    Griffin's own mixers, its RG-LRU and attention in a sliding window, here with four
+    heads to a key and rotary positions, are
+
+    .. code-block:: python
+
+        model = HybridModel(
+            [num_tokens], 256, num_tokens, heads=8, kind="sequence", causal=True,
+            recurrence="rg_lru", attention="khop",
+            attention_kwargs={"k": 128, "groups": 2, "rotary": True},
+            head="node", head_layers=1,
+        )
+
     Args:
         in_channels (int or Sequence[int]): As of :class:`~pyg_chimera.nn.GraphModel`:
             the size of each node's features, or the number of categories in each
@@ -79,12 +96,15 @@ class HybridModel(GraphModel):
         recurrence (str or Callable, optional): :obj:`"gated_delta"`
             (:class:`~pyg_chimera.nn.GatedDeltaConv`), :obj:`"chimera"`
             (:class:`~pyg_chimera.nn.ChimeraConv`, for DAGs and sequences
-            :class:`~pyg_chimera.nn.ChimeraDAGConv`), or a function that makes a layer
-            from its position in the stack. (default: :obj:`"gated_delta"`)
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`), for DAGs and sequences
+            :obj:`"rg_lru"` (:class:`~pyg_chimera.nn.RGLRUConv`), or a function that
+            makes a layer from its position in the stack. (default:
+            :obj:`"gated_delta"`)
         attention (str or Callable, optional): :obj:`"full"`
-            (:class:`~pyg_chimera.nn.SelfAttention` between all nodes of a graph), or a
-            function that makes a layer from its position in the stack.
-            (default: :obj:`"full"`)
+            (:class:`~pyg_chimera.nn.SelfAttention` between all nodes of a graph),
+            :obj:`"khop"` (:class:`~pyg_chimera.nn.KHopAttentionConv`, along edges, as
+            far as its :obj:`k` among :obj:`attention_kwargs`), or a function that makes
+            a layer from its position in the stack. (default: :obj:`"full"`)
         recurrence_kwargs (Mapping[str, Any], optional): Further arguments of the
             recurrences. (default: :obj:`None`)
         attention_kwargs (Mapping[str, Any], optional): Further arguments of the
@@ -146,8 +166,8 @@ class HybridModel(GraphModel):
         if causal and kind == "dag" and attention == "full" and "a" in pattern:
             raise ValueError(
                 "'attention' must not be 'full' in a causal model of DAGs: it attends "
-                "to all nodes, and not to ancestors alone; give another, or a "
-                f"'pattern' without 'a', got {pattern!r}"
+                "to all nodes, and not to ancestors alone; use 'khop', or a 'pattern' "
+                f"without 'a', got {pattern!r}"
             )
         if causal and capacity not in (None, 1):
             raise ValueError(
@@ -161,12 +181,12 @@ class HybridModel(GraphModel):
             )
 
         def full(
-            channels: int, heads: int, edge_dim: Any, flow: str, **own: Any
+            channels: int, heads: int, edge_dim: Any, flow: str, depth: int, **own: Any
         ) -> Any:
             return SelfAttention(channels, heads, causal=causal, **own)
 
         on = _ON_GRAPHS if kind == "graph" else _ON_DAGS
-        attentions = {"full": full, **_ATTENTIONS}
+        attentions: dict[str, _Make] = {"full": full, "khop": KHopAttentionConv}
         make = {
             "r": _maker("recurrence", recurrence, on, recurrence_kwargs, kind),
             "a": _maker("attention", attention, attentions, attention_kwargs, kind),
@@ -183,6 +203,7 @@ class HybridModel(GraphModel):
                 heads=heads,
                 edge_dim=None if edge_dim is None else channels,
                 flow="target_to_source" if back else "source_to_target",
+                **({"depth": index + 1} if letter == "a" else {}),
             )
             block = GPSLayer(
                 channels,

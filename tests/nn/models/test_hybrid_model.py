@@ -16,26 +16,32 @@ from pyg_chimera.nn import (
     GatedDeltaConv,
     GPSLayer,
     HybridModel,
+    KHopAttentionConv,
     MixtureOfDepths,
+    RGLRUConv,
     SelfAttention,
     SwiGLU,
 )
-from pyg_chimera.nn.models import hybrid_model
 from pyg_chimera.ops import CycleError
 from pyg_chimera.transforms import SequenceToGraph
 
 C, TOKENS = 16, 5
 KINDS = ("graph", "dag", "sequence")
-RECURRENCES = ("gated_delta", "chimera")
+RECURRENCES = ("gated_delta", "chimera", "rg_lru")
 every_model = pytest.mark.parametrize(
     ("kind", "causal", "recurrence"),
-    [x for x in product(KINDS, (False, True), RECURRENCES) if x[:2] != ("graph", True)],
+    [
+        (kind, causal, recurrence)
+        for kind, causal, recurrence in product(KINDS, (False, True), RECURRENCES)
+        if kind != "graph" or not (causal or recurrence == "rg_lru")
+    ],
 )
 
 
 def hybrid(kind: str, causal: bool = False, **kwargs) -> HybridModel:
     kwargs.setdefault("pattern", "r" if (kind, causal) == ("dag", True) else "rra")
-    kwargs.setdefault("recurrence_kwargs", {"state_channels": 4})
+    if kwargs.get("recurrence") != "rg_lru":
+        kwargs.setdefault("recurrence_kwargs", {"state_channels": 4})
     args = ([TOKENS], C, kwargs.pop("out_channels", TOKENS), kwargs.pop("layers", 4))
     return HybridModel(*args, heads=2, kind=kind, causal=causal, **kwargs)
 
@@ -128,30 +134,45 @@ def test_every_other_one_runs_against_the_edges():
         ("dag", "gated_delta", GatedDeltaConv, True),
         ("graph", "chimera", ChimeraConv, None),
         ("sequence", "chimera", ChimeraDAGConv, None),
+        ("dag", "rg_lru", RGLRUConv, None),
     ],
 )
 def test_recurrences(kind, recurrence, layer, acyclic):
     for mixer in mixers(hybrid(kind, recurrence=recurrence, pattern="r")):
         assert type(mixer) is layer
         assert mixer.heads == 2
-        assert mixer.state_channels == 4
+        assert getattr(mixer, "state_channels", 4) == 4
         assert getattr(mixer, "acyclic", None) == acyclic
 
 
-def test_attention_along_edges(monkeypatch):
-    """As what is in the table gets it."""
-
-    def make(channels: int, heads: int, edge_dim: int | None, **kwargs) -> GATConv:
-        return GATConv(channels, channels // heads, heads, edge_dim=edge_dim, **kwargs)
-
-    monkeypatch.setitem(hybrid_model._ATTENTIONS, "gat", make)
-    model = hybrid("dag", pattern="a", attention="gat", edge_dim=3)
+def test_attention_along_edges():
+    options = {"k": 2, "groups": 1, "differential": True}
+    model = hybrid(
+        "dag", pattern="a", attention="khop", attention_kwargs=options, edge_dim=3
+    )
+    assert [type(m) for m in mixers(model)] == [KHopAttentionConv] * 4
     assert [m.flow[0] for m in mixers(model)] == ["s", "t", "s", "t"]
-    assert {m.edge_dim for m in mixers(model)} == {C}
-    monkeypatch.setitem(hybrid_model._ON_DAGS, "only", ChimeraDAGConv)
-    hybrid("dag", recurrence="only")
-    with pytest.raises(ValueError, match=r"'chimera'\) for kind='graph', got 'only'"):
-        hybrid("graph", recurrence="only")
+    assert {(m.edge_dim, m.k, m.groups) for m in mixers(model)} == {(C, 2, 1)}
+    contrasts = [m.lambda_init for m in mixers(model)]
+    assert contrasts == pytest.approx([0.2, 0.3555, 0.4707, 0.5561], abs=1e-4)
+    with pytest.raises(ValueError, match=r"'chimera'\) for kind='graph', got 'rg_lru'"):
+        hybrid("graph", recurrence="rg_lru")
+
+
+@pytest.mark.parametrize("kind", ["dag", "sequence"])
+def test_griffin(kind):
+    """Nodes hear of their ancestors, through all blocks."""
+    model = hybrid(
+        kind, True, recurrence="rg_lru", attention="khop", head="node", pattern="rra",
+        attention_kwargs={"k": 2, "groups": 1, "rotary": True},
+    ).eval()  # fmt: skip
+    data = graph(kind)
+    x = data.x.clone()
+    x[1] = (x[1] + 1) % TOKENS
+    out = model(**model.inputs(data))
+    differs = (out != model(**(model.inputs(data) | {"x": x}))).any(1).tolist()
+    heard = (1, 2, 6) if kind == "dag" else range(1, 7)
+    assert differs == [i in heard for i in range(7)]
 
 
 def test_functions_make_layers():
