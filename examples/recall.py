@@ -11,10 +11,11 @@ attention on paths::
 
 Along paths and trees (from the root) a key may come again with another value, and the
 last pair before a node counts. In DAGs and undirected graphs each key comes once. All
-models have the same number of parameters, states of the same size, and train for the
-same time, on graphs of one size; they are tested on this size and on larger ones, and
-by how many steps a question is away from its answer. A run can be stopped (Ctrl-C,
-``--time-limit``) and continued with ``--resume``.
+models have the same number of parameters, states of the same size (RG-LRU smaller
+ones), and train for the same time, on graphs of one size; they are tested on this size
+and on larger ones, and by how many steps a question is away from its answer. ``hybrid``
+is the delta rule and attention to what is eight steps away, in turn. A run can be
+stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
 """
 
 import sys
@@ -62,13 +63,21 @@ from pyg_chimera.nn import (
     GPSLayer,
     GraphMambaConv,
     GraphModel,
+    HierarchicalMemoryConv,
+    KHopAttentionConv,
     PLSTMConv,
+    RGLRUConv,
     SelfAttention,
 )
 
 STRUCTURES = ("path", "tree", "dag", "graph")
 TASKS = ("recall", "needle", "chain")
-MODELS = ("chimera", "delta", "surprise", "plstm", "graph-mamba", "attention")
+MODELS = (
+    *("chimera", "delta", "surprise", "hierarchical", "plstm", "graph-mamba"),
+    *("rg-lru", "hybrid", "attention"),
+)
+#: Of recurrences that take nothing but DAGs.
+ON_DAGS = ("surprise", "hierarchical", "rg-lru")
 NOT_ASKED = -100
 #: The bounds of distances in the table and the picture.
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -110,8 +119,8 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
     args = parse(parser, argv, recipe)
     args.models = list(dict.fromkeys(args.models))
-    if args.structure == "graph" and "surprise" in args.models:
-        parser.error("--models surprise takes DAGs: --structure path, tree or dag")
+    for name in {*ON_DAGS} & {*args.models} if args.structure == "graph" else ():
+        parser.error(f"--models {name} takes DAGs: --structure path, tree or dag")
     args.sizes = [args.size, *(x for x in args.sizes if x > args.size)]
     name = "-".join([args.task, args.structure, *args.models, args.preset])
     args.out = args.out or Path("runs", "recall", f"{name}-seed{args.seed}")
@@ -250,14 +259,24 @@ def get_datasets(args: Namespace) -> dict[str, Recall]:
 # Models --------------------------------------------------------------------------
 
 
-def build_mixer(args: Namespace, name: str) -> Module:
-    """A layer with as many numbers in its states as the others."""
+def build_mixer(args: Namespace, name: str, index: int) -> Module:
+    """A layer with as many numbers in its states as the others, but RG-LRU's, which has
+    one for each channel.
+    """
+    if name == "hybrid" and index % 2 == 1:
+        return KHopAttentionConv(args.channels, heads=args.heads, k=8)
     size, heads = args.channels, args.heads
     is_graph, is_path = args.structure == "graph", args.structure == "path"
     states = {"heads": heads, "state_channels": size // heads}
     if name == "chimera":
         return (ChimeraConv if is_graph else ChimeraDAGConv)(size, **states)
-    if name in ("delta", "surprise"):
+    if name == "hierarchical":  # three states
+        return HierarchicalMemoryConv(
+            size, heads=heads, state_channels=size // heads // 3
+        )
+    if name == "rg-lru":
+        return RGLRUConv(size, heads=heads)
+    if name in ("delta", "surprise", "hybrid"):
         surprise = name == "surprise"
         return GatedDeltaConv(size, **states, acyclic=not is_graph, surprise=surprise)
     if name == "plstm":
@@ -277,9 +296,9 @@ def build_model(args: Namespace, name: str) -> GraphModel:
             [args.num_keys + 1] * 2,
             args.channels,
             args.num_keys,
-            lambda _: GPSLayer(
+            lambda index: GPSLayer(
                 args.channels,
-                mixer=build_mixer(args, name),
+                mixer=build_mixer(args, name, index),
                 norm_first=True,
                 mlp_channels=mlp_channels,
             ),
