@@ -15,7 +15,7 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.delta_scan import reference, torch_backend
+from pyg_chimera.ops.delta_scan import numba_backend, reference, torch_backend
 from pyg_chimera.ops.delta_scan.cost_model import cost_of
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.cache import Recipe
@@ -47,7 +47,11 @@ class Inputs(NamedTuple):
 class _DeltaScan(Operator[Inputs, DeltaGraph]):
     name = "delta_scan"
     inputs = Inputs
-    backends = {"torch": torch_backend, "reference": reference}  # noqa: RUF012
+    backends = {  # noqa: RUF012
+        "numba": numba_backend,
+        "torch": torch_backend,
+        "reference": reference,
+    }
 
     def recipe(self, inputs: Inputs) -> Recipe:
         graph = (inputs.edge_index, inputs.batch)
@@ -62,7 +66,7 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
 
     def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
         inputs, graph = call.inputs, call.structure
-        (backend,), reason = self.usable(inputs), self.reason(inputs)
+        backend, reason = self.usable(inputs)[0], self.reason(inputs)
         cyclic = bool(graph.on_cycle.any())
         if backend == "reference":
             solver = "dense" if cyclic else "scan"
