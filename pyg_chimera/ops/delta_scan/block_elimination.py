@@ -1,22 +1,21 @@
 r"""Solves M = I + diag(b) ((L - I) * K K^T) on the CPU, without pivoting.
 
-The rule holds for any strengths of writing: with b = 0 everywhere but at some nodes s,
-M is M_ss beside an identity, and no contraction has a singular matrix. So all principal
-minors are there, in any order of the nodes. Their ratios, the pivots, are what a node i
-finds of its own write, if only nodes of s before it overwrite: 1 + b k^T C (I - C)^-1 k,
-where C, what returns to i for the first time, is a matrix of norm r < 1. As
-(I - C)^-1 = (I + (I + C)(I - C)^-1) / 2, whose second term is accretive,
+The rule holds for any strength of writing. With b = 0 everywhere but at some nodes s, M
+is M_ss beside an identity, and no contraction has a singular matrix: all principal
+minors are positive, in any order of the nodes. Their ratios, the pivots, are what a
+node i finds of its own write if only nodes before it overwrite: 1 + b k^T C (I - C)^-1
+k, where C, what returns to i for the first time, is a matrix of norm r < 1. As k^T (I -
+C)^-1 k is at least 1 / (1 + r) for such a matrix,
 
     pivot >= 1 - b r / (1 + r),
 
-which is more than a half where b <= 1. What is left of row i of M is b k_i^T G_ij k_j,
-where G is L with nodes of s that overwrite: no larger than b times the resolvent of
-|A|. So elimination lets nothing grow, but for what reflections (b = 2) do to nodes that
-nearly return all, as those are hardly separate equations.
+more than a half where b <= 1, and (1 - r) / (1 + r) at least where b = 2. What is left
+of an entry of M is b k_i^T G_ij k_j, where G is L with nodes that overwrite: no larger
+than b times the resolvent of |A|.
 
-Rows are eliminated `SIDE` at a time, as all is matrix products then: M = B W, where B is
-lower and W upper triangular in blocks. On the diagonal, W has identities, and what B has
-is kept as its inverse. On a DAG in topological order, M = B.
+Rows are eliminated `SIDE` at a time, as all is matrix products then: M = B W, where B
+is lower and W upper triangular in blocks. On the diagonal, W has identities, and what B
+has there is kept as its inverse. On a DAG in topological order, M = B.
 """
 
 from pyg_chimera.ops.common.numba_runtime import jit, stopped
@@ -34,7 +33,7 @@ from pyg_chimera.ops.common.vector_kit import matmul
 __all__ = ["SIDE", "eliminate", "solve", "solve_transposed"]
 
 #: Rows and columns of a block; a multiple of the lanes of any vector.
-SIDE = 32
+SIDE = 16
 
 
 @jit
@@ -44,7 +43,6 @@ def _invert(D, n):  # type: ignore[no-untyped-def]
     for k in range(n):
         own = D + k * SIDE
         pivot = 1.0 / own[k]
-        own[k] = 1.0
         factor = splat(pivot)
         for j in range(0, n, step):
             store(own + j, factor * load(own + j))
@@ -52,18 +50,19 @@ def _invert(D, n):  # type: ignore[no-untyped-def]
             if i != k:
                 row = D + i * SIDE
                 f = row[k]
-                row[k] = 0.0
                 factor = splat(-f)
                 for j in range(0, n, step):
                     store(row + j, fma(factor, load(own + j), load(row + j)))
+                row[k] = -f * pivot
+        own[k] = pivot
 
 
 @jit
 def eliminate(M, inverse, spare, triangular, stop):  # type: ignore[no-untyped-def]
     """Makes B, below the diagonal, and W of a matrix [n, n], in place.
 
-    Inverses of the blocks on the diagonal of B come in `inverse`, [n, SIDE]; `spare` holds
-    SIDE * n numbers. If M is triangular, what is above its diagonal is not touched.
+    Inverses of the blocks on the diagonal of B come in `inverse`, [n, SIDE]; `spare` is
+    of SIDE * n numbers. If M is triangular, what is above its diagonal is not touched.
     """
     n = M.shape[0]
     for a in range(0, n, SIDE):

@@ -5,21 +5,28 @@ The constants are nanoseconds of one core (AMD Zen 4), forward and backward.
 
 from torch import Tensor
 
-from pyg_chimera.ops.common.dispatch import Cost
+from pyg_chimera.ops.common.dispatch import Call, Cost
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.level_states import MAX_NUMEL
 
-__all__ = ["cost_of"]
+__all__ = ["cost_of", "why_not_form"]
 
 #: Nanoseconds of a multiply-add of matrix products.
 _PRODUCT = 0.03
 
 
-def cost_of(form: str, graph: DeltaGraph, query: Tensor, value: Tensor) -> Cost:
+#: Bytes of matrices, from which on there is no use in an attempt.
+_MAX_BYTES = 1 << 37
+
+
+def cost_of(
+    form: str, backend: str, graph: DeltaGraph, query: Tensor, value: Tensor
+) -> Cost:
     """What a form takes on this CPU, forward and backward.
 
     Args:
         form: ``"state"``, ``"mask"`` or ``"chunk"``.
+        backend: ``"numba"`` or ``"torch"``.
         graph: The graphs.
         query: [V, groups, state channels].
         value: [V, heads, value channels].
@@ -44,3 +51,30 @@ def cost_of(form: str, graph: DeltaGraph, query: Tensor, value: Tensor) -> Cost:
     seconds = 1e-9 * heads * (_PRODUCT * operations + others)
     memory = value.element_size() * heads * held
     return Cost(heads * operations, seconds, memory)
+
+
+def why_not_form(call: Call) -> str | None:
+    """Why the form of a call does not fit its graph; None if it does."""
+    graph, form, backend = call.structure, call.choice.form, call.choice.backend
+    if form == "mask":
+        query, value = call.inputs.query, call.inputs.value
+        needed = cost_of(form, backend, graph, query, value).memory
+        if needed <= _MAX_BYTES:
+            return None
+        return (
+            f"form='mask' takes {needed / 2**30:.0f} GiB for matrices of up to "
+            f"{graph.sizes.max()} nodes; use clusters of the graph, or DAGs (see "
+            "'pyg_chimera.transforms.DAGDecomposition'), which have other forms"
+        )
+    if form == "state" and graph.on_cycle.any():
+        node = int(graph.on_cycle.argmax())
+        return (
+            "form='state' is for graphs without cycles, but node "
+            f"{node} is on one; use form='mask' or 'auto'"
+        )
+    if form == "chunk" and not graph.are_paths:
+        return (
+            "form='chunk' is for directed paths, on which a node has one edge into it "
+            "and one out of it at most; use form='auto'"
+        )
+    return None

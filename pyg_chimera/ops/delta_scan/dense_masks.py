@@ -7,12 +7,16 @@ for the backward pass: all that is [n, n] stays in a core's cache, and is made a
 the formulas of the gradients, see `matrices`.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-import torch
 
-from pyg_chimera.ops.common.numba_runtime import heads_a_task, jit, run, stopped, summed
+from pyg_chimera.ops.common.numba_runtime import (
+    heads_a_task,
+    inlined,
+    jit,
+    run,
+    stopped,
+    summed,
+)
 from pyg_chimera.ops.common.simd import ADD, fma, lanes, load, pointer, splat, store
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
@@ -29,80 +33,17 @@ from pyg_chimera.ops.delta_scan.block_elimination import (
     solve_transposed,
 )
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
-from pyg_chimera.ops.resolvent.row_sweeps import edge_products, factorize
+from pyg_chimera.ops.delta_scan.ordered_blocks import factor_of_cycles, ordered_blocks
+from pyg_chimera.ops.resolvent.row_sweeps import Factors, edge_products, factorize
 from pyg_chimera.ops.resolvent.row_sweeps import solve as sweep
-from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, symbolic_factor
 
-__all__ = ["Saved", "backward", "forward"]
+__all__ = ["backward", "forward"]
 
-#: A beta to divide by: what a node with none of it writes is lost in rounding.
-_LEAST = 1e-20
+
 #: Rows of gradients of matrices that are made at a time, and stay in the first cache.
 _STRIP = 12
-
-
-class Saved(NamedTuple):
-    """What the backward pass needs again, in float64."""
-
-    written: np.ndarray  #: u, [V, heads, P]
-    diagonal: np.ndarray  #: factors of I - A, as `row_sweeps.Factors`
-    lower: np.ndarray
-    upper: np.ndarray
-
-
-class _Layout(NamedTuple):
-    """Blocks, with their nodes in an order to eliminate them in.
-
-    That is the topological order where there is one, and else that in which I - A fills
-    up least. Positions are numbered block by block.
-    """
-
-    ptr: np.ndarray  #: [T + 1], first position of each block
-    acyclic: np.ndarray  #: [T], whether it has no cycle
-    node: np.ndarray  #: [V], node at each position
-    edge_ptr: np.ndarray  #: [T + 1], first of a block's edges in ...
-    edge: np.ndarray  #: [E], ... the edges by the position that they lead to
-    edge_row: np.ndarray  #: [E], that position
-    edge_col: np.ndarray  #: [E], the position that they come from
-    column_ptr: np.ndarray  #: the pattern of the factors of I - A, by columns
-    column_row: np.ndarray
-    column_entry: np.ndarray
-
-
-def _layout(graph: DeltaGraph) -> tuple[_Layout, SymbolicFactor, np.ndarray]:
-    """The layout, the factors of I - A where there are cycles, and the edges there."""
-    if _Layout not in graph.tables:
-        graph.tables[_Layout] = _laid_out(graph)
-    return graph.tables[_Layout]
-
-
-def _laid_out(graph: DeltaGraph) -> tuple[_Layout, SymbolicFactor, np.ndarray]:
-    cyclic = np.flatnonzero(graph.is_cyclic[graph.block[graph.row]])
-    edges = torch.from_numpy(np.stack([graph.col[cyclic], graph.row[cyclic]]))
-    symbolic = symbolic_factor(
-        edges, torch.from_numpy(graph.block), None, graph.num_nodes
-    )
-    assert isinstance(symbolic, SymbolicFactor)
-    node = np.where(
-        graph.is_cyclic[graph.block[graph.order]], symbolic.node, graph.order
-    )
-    position = np.empty_like(node)
-    position[node] = np.arange(len(node))
-    edge = np.argsort(position[graph.row], kind="stable")
-    row = position[graph.row[edge]]
-    layout = _Layout(
-        ptr=symbolic.ptr,
-        acyclic=~graph.is_cyclic,
-        node=node,
-        edge_ptr=np.searchsorted(row, symbolic.ptr),
-        edge=edge,
-        edge_row=row,
-        edge_col=position[graph.col[edge]],
-        column_ptr=symbolic.upper_ptr,
-        column_row=symbolic.upper_row,
-        column_entry=symbolic.upper_entry,
-    )
-    return layout, symbolic, cyclic
+#: Rows of memory that eliminations, solves or strips need for a while.
+_SPARE = max(SIDE, 2 * _STRIP)
 
 
 def _share(graph: DeltaGraph, query: np.ndarray, value: np.ndarray) -> int:
@@ -123,7 +64,7 @@ def _scratch(
     """Numbers in so many matrices [n, n], and in all others that a task has."""
     n = int(graph.sizes.max(initial=0)) + LANES
     narrow = 5 * query.shape[2] + 4 * value.shape[2] + SIDE
-    return n * (squares * n + narrow) + max(SIDE, 2 * _STRIP) * (n + value.shape[2])
+    return n * (squares * n + narrow) + _SPARE * (n + value.shape[2])
 
 
 def forward(
@@ -133,10 +74,10 @@ def forward(
     value: np.ndarray,
     beta: np.ndarray,
     weight: np.ndarray,
-) -> tuple[np.ndarray, Saved]:
-    """The output [V, heads, P], and what `backward` needs."""
-    layout, symbolic, cyclic = _layout(graph)
-    factors, _ = factorize(symbolic, weight[cyclic].astype(np.float64))
+) -> tuple[np.ndarray, np.ndarray, Factors]:
+    """The output and what nodes write, [V, heads, P], and the factors of I - A."""
+    pattern, edge = factor_of_cycles(graph)
+    factors, _ = factorize(pattern, weight[edge].astype(np.float64))
     out, written = np.empty_like(value), np.empty(value.shape)
     share = _share(graph, query, value)
     run(
@@ -144,8 +85,8 @@ def forward(
         _costs(graph, query, value, share),
         _scratch(graph, query, value, 4),
         written.dtype,
-        *layout,
-        *factors,
+        ordered_blocks(graph),
+        factors,
         query,
         key,
         value,
@@ -155,7 +96,7 @@ def forward(
         written,
         share,
     )
-    return out, Saved(written, *factors)
+    return out, written, factors
 
 
 def backward(
@@ -164,12 +105,11 @@ def backward(
     key: np.ndarray,
     beta: np.ndarray,
     weight: np.ndarray,
-    saved: Saved,
+    written: np.ndarray,
+    factors: Factors,
     grad: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value, beta and edge weight."""
-    layout, _, _ = _layout(graph)
-    written, *factors = saved
     share = _share(graph, query, grad)
     parts = grad.shape[1] // query.shape[1] // share
     dq = np.empty((parts, *query.shape), query.dtype)
@@ -180,8 +120,8 @@ def backward(
         2 * _costs(graph, query, grad, share),
         _scratch(graph, query, grad, 6),
         written.dtype,
-        *layout,
-        *factors,
+        ordered_blocks(graph),
+        factors,
         query,
         key,
         beta,
@@ -202,46 +142,28 @@ def backward(
 
 
 @jit
-def _make_resolvent(  # type: ignore[no-untyped-def]
-    L, s, acyclic, begin, end, edge, edge_row, edge_col, weight, stop, column_ptr,
-    column_row, column_entry, diagonal, lower, upper,
-):  # fmt: skip
-    """(I - A)^-1."""
-    set_identity(L)
-    if not acyclic:
-        sweep(
-            L, s, L.shape[0], L.shape[1], False, stop, column_ptr, column_row,
-            column_entry, diagonal, lower, upper,
-        )  # fmt: skip
-        return
-    for x in range(begin, end):
-        source, target = L[edge_col[x] - s], L[edge_row[x] - s]
-        w = weight[edge[x]]
-        for j in range(L.shape[1]):
-            target[j] += w * source[j]
+def _workspace(scratch, count, n, N, P):  # type: ignore[no-untyped-def]
+    """Memory of a task, whose rows of [n, n] are filled up to whole vectors."""
+    m = (n + LANES - 1) // LANES * LANES
+    at = count * n * m
+    squares = scratch[:at].reshape(count, n, m)
+    spare = scratch[at : at + _SPARE * (m + P)]
+    at += _SPARE * (m + P)
+    inverse = scratch[at : at + n * SIDE].reshape(n, SIDE)
+    at += n * SIDE
+    rows = scratch[at : at + 4 * n * N].reshape(2, 2 * n, N)
+    at += 4 * n * N
+    thin = scratch[at : at + 3 * n * P].reshape(3, n, P)
+    at += 3 * n * P
+    columns = scratch[at : at + N * m].reshape(N, m)
+    at += N * m
+    return squares, spare, inverse, rows, thin, columns, scratch[at:]
 
 
 @jit
-def _solve_for_adjoint(  # type: ignore[no-untyped-def]
-    D, s, acyclic, begin, end, edge, edge_row, edge_col, weight, stop, column_ptr,
-    column_row, column_entry, diagonal, lower, upper,
-):  # fmt: skip
-    """D <- (I - A)^-T D."""
-    if not acyclic:
-        sweep(
-            D, s, D.shape[0], D.shape[1], True, stop, column_ptr, column_row,
-            column_entry, diagonal, lower, upper,
-        )  # fmt: skip
-        return
-    for x in range(end - 1, begin - 1, -1):
-        source, target = D[edge_row[x] - s], D[edge_col[x] - s]
-        w = weight[edge[x]]
-        for j in range(D.shape[1]):
-            target[j] += w * source[j]
-
-
-@jit
-def _make_scores(scores, rows, columns, query, key, nodes, g):  # type: ignore[no-untyped-def]
+def _make_scores(  # type: ignore[no-untyped-def]
+    scores, rows, columns, query, key, nodes, g
+):
     """Q K^T, and K K^T below it, from Q and K below it, and K^T."""
     n = nodes.shape[0]
     take(rows[:n], query, nodes, g)
@@ -251,12 +173,60 @@ def _make_scores(scores, rows, columns, query, key, nodes, g):  # type: ignore[n
 
 
 @jit
+def _make_resolvent(  # type: ignore[no-untyped-def]
+    L, block, h, blocks, factors, weight, stop
+):
+    """(I - A)^-1."""
+    s, end = blocks.ptr[block], blocks.ptr[block + 1]
+    set_identity(L)
+    if not blocks.acyclic[block]:
+        sweep(
+            L, s, L.shape[0], L.shape[1], False, stop, blocks.column_ptr,
+            blocks.column_row, blocks.column_entry, factors.diagonal[h],
+            factors.lower[h], factors.upper[h],
+        )  # fmt: skip
+        return
+    for x in range(blocks.edge_ptr[s], blocks.edge_ptr[end]):
+        source, target = L[blocks.edge_col[x] - s], L[blocks.edge_row[x] - s]
+        w = weight[blocks.edge[x], h]
+        for j in range(L.shape[1]):
+            target[j] += w * source[j]
+
+
+@jit
+def _find_adjoint(  # type: ignore[no-untyped-def]
+    D, block, h, blocks, factors, weight, stop
+):
+    """D <- (I - A)^-T D."""
+    s, end = blocks.ptr[block], blocks.ptr[block + 1]
+    if not blocks.acyclic[block]:
+        sweep(
+            D, s, D.shape[0], D.shape[1], True, stop, blocks.column_ptr,
+            blocks.column_row, blocks.column_entry, factors.diagonal[h],
+            factors.lower[h], factors.upper[h],
+        )  # fmt: skip
+        return
+    for x in range(blocks.edge_ptr[end] - 1, blocks.edge_ptr[s] - 1, -1):
+        source, target = D[blocks.edge_row[x] - s], D[blocks.edge_col[x] - s]
+        w = weight[blocks.edge[x], h]
+        for j in range(D.shape[1]):
+            target[j] += w * source[j]
+
+
+@inlined
+def _strength(beta):  # type: ignore[no-untyped-def]
+    """A beta to divide by: what a node with none of it writes is lost in rounding."""
+    b = np.float64(beta)
+    return 1e-20 if b < 1e-20 else b  # NaN passes
+
+
+@jit
 def _make_system(M, L, overlap, beta, nodes, h):  # type: ignore[no-untyped-def]
     """I + diag(b) ((L - I) * K K^T)."""
     m = M.shape[1]
     out, x, y = pointer(M), pointer(L), pointer(overlap)
     for i in range(M.shape[0]):
-        b = np.float64(max(beta[nodes[i], h], _LEAST))
+        b = _strength(beta[nodes[i], h])
         factor = splat(b)
         for at in range(i * m, (i + 1) * m, lanes(out)):
             store(out + at, factor * load(x + at) * load(y + at))
@@ -273,44 +243,34 @@ def _multiply(out, left, right):  # type: ignore[no-untyped-def]
 
 @jit
 def _forward_tasks(  # type: ignore[no-untyped-def]
-    first, last, stop, scratch, ptr, acyclic, node, edge_ptr, edge, edge_row, edge_col,
-    column_ptr, column_row, column_entry, diagonal, lower, upper, query, key, value,
-    beta, weight, out, written, share,
+    first, last, stop, scratch, blocks, factors, query, key, value, beta, weight, out,
+    written, share,
 ):  # fmt: skip
-    heads, P, N = value.shape[1], value.shape[2], query.shape[2]
+    (_, heads, P), (_, groups, N) = value.shape, query.shape
     tasks = heads // share
     for task in range(first, last):
         block, head = task // tasks, (task % tasks) * share
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
-        m = (n + LANES - 1) // LANES * LANES
-        nodes = node[s : s + n]
-        squares, rest = scratch[: 4 * n * m].reshape(4, n, m), scratch[4 * n * m :]
+        nodes = blocks.node[blocks.ptr[block] : blocks.ptr[block + 1]]
+        n, triangular = nodes.shape[0], blocks.acyclic[block]
+        squares, spare, inverse, rows, thin, columns, _ = _workspace(
+            scratch, 4, n, N, P
+        )
         scores, overlap, L, M = squares[0], squares[1], squares[2], squares[3]
-        columns, rest = rest[: N * m].reshape(N, m), rest[N * m :]
-        rows, rest = rest[: 2 * n * N].reshape(2 * n, N), rest[2 * n * N :]
-        spare, rest = rest[: SIDE * (m + P)], rest[SIDE * (m + P) :]
-        inverse, rest = rest[: n * SIDE].reshape(n, SIDE), rest[n * SIDE :]
-        u, y = rest[: n * P].reshape(n, P), rest[n * P : 2 * n * P].reshape(n, P)
-        _make_scores(
-            squares[:2].reshape(2 * n, m), rows, columns, query, key, nodes,
-            head * query.shape[1] // heads,
-        )  # fmt: skip
+        u, y = thin[0], thin[1]
+        both = squares[:2].reshape(2 * n, L.shape[1])
+        _make_scores(both, rows[0], columns, query, key, nodes, head * groups // heads)
         for h in range(head, head + share):
             if stopped(stop):
                 return
-            _make_resolvent(
-                L, s, acyclic[block], edge_ptr[block], edge_ptr[block + 1], edge,
-                edge_row, edge_col, weight[:, h], stop, column_ptr, column_row,
-                column_entry, diagonal[h], lower[h], upper[h],
-            )  # fmt: skip
+            _make_resolvent(L, block, h, blocks, factors, weight, stop)
             _make_system(M, L, overlap, beta, nodes, h)
-            eliminate(M[:, :n], inverse, spare, acyclic[block], stop)
+            eliminate(M[:, :n], inverse, spare, triangular, stop)
             take(u, value, nodes, h)
             for i in range(n):
-                b = max(beta[nodes[i], h], _LEAST)
+                b = _strength(beta[nodes[i], h])
                 for p in range(P):
                     u[i, p] *= b
-            solve(M[:, :n], inverse, u, spare, acyclic[block])
+            solve(M[:, :n], inverse, u, spare, triangular)
             put(written, u, nodes, h)
             _multiply(L, L, scores)
             matmul(y, L[:, :n], u)
@@ -319,71 +279,59 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
 
 @jit
 def _backward_tasks(  # type: ignore[no-untyped-def]
-    first, last, stop, scratch, ptr, acyclic, node, edge_ptr, edge, edge_row, edge_col,
-    column_ptr, column_row, column_entry, diagonal, lower, upper, query, key, beta,
-    weight, written, grad, grad_query, grad_key, grad_value, grad_beta, grad_weight,
-    share,
+    first, last, stop, scratch, blocks, factors, query, key, beta, weight, written,
+    grad, grad_query, grad_key, grad_value, grad_beta, grad_weight, share,
 ):  # fmt: skip
-    heads, P, N = grad.shape[1], grad.shape[2], query.shape[2]
-    groups, tasks = query.shape[1], heads // share
+    (_, heads, P), (_, groups, N) = grad.shape, query.shape
+    tasks = heads // share
     for task in range(first, last):
         block, head = task // tasks, (task % tasks) * share
         g = head * groups // heads
         part = (head - g * (heads // groups)) // share
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
-        m = (n + LANES - 1) // LANES * LANES
-        nodes = node[s : s + n]
-        squares, rest = scratch[: 6 * n * m].reshape(6, n, m), scratch[6 * n * m :]
+        nodes = blocks.node[blocks.ptr[block] : blocks.ptr[block + 1]]
+        n, triangular = nodes.shape[0], blocks.acyclic[block]
+        squares, spare, inverse, rows, thin, columns, rest = _workspace(
+            scratch, 6, n, N, P
+        )
         scores, overlap, L, M = squares[0], squares[1], squares[2], squares[3]
-        d_scores, d_overlap = squares[4], squares[5]
-        columns, rest = rest[: N * m].reshape(N, m), rest[N * m :]
-        rows, rest = rest[: 2 * n * N].reshape(2 * n, N), rest[2 * n * N :]
-        spare, rest = rest[: SIDE * (m + P)], rest[SIDE * (m + P) :]
-        inverse, rest = rest[: n * SIDE].reshape(n, SIDE), rest[n * SIDE :]
-        u, x = rest[: n * P].reshape(n, P), rest[n * P : 2 * n * P].reshape(n, P)
-        rest = rest[2 * n * P :]
-        dy, rest = rest[: n * P].reshape(n, P), rest[n * P :]
-        ut, rest = rest[: P * m].reshape(P, m), rest[P * m :]
-        d_rows = rest[: 2 * n * N].reshape(2 * n, N)
-        _make_scores(squares[:2].reshape(2 * n, m), rows, columns, query, key, nodes, g)
+        u, x, dy, m = thin[0], thin[1], thin[2], L.shape[1]
+        ut = rest[: P * m].reshape(P, m)
+        both = squares[:2].reshape(2 * n, m)
+        _make_scores(both, rows[0], columns, query, key, nodes, g)
         squares[4:] = 0
         for h in range(head, head + share):
             if stopped(stop):
                 return
-            _make_resolvent(
-                L, s, acyclic[block], edge_ptr[block], edge_ptr[block + 1], edge,
-                edge_row, edge_col, weight[:, h], stop, column_ptr, column_row,
-                column_entry, diagonal[h], lower[h], upper[h],
-            )  # fmt: skip
+            _make_resolvent(L, block, h, blocks, factors, weight, stop)
             take(dy, grad, nodes, h)
             _multiply(M, L, scores)
             matmul(x, M[:, :n].T, dy)
             _make_system(M, L, overlap, beta, nodes, h)
-            eliminate(M[:, :n], inverse, spare, acyclic[block], stop)
-            solve_transposed(M[:, :n], inverse, x, spare, acyclic[block])
+            eliminate(M[:, :n], inverse, spare, triangular, stop)
+            solve_transposed(M[:, :n], inverse, x, spare, triangular)
             take(u, written, nodes, h)
             take_transposed(ut, written, nodes, h)
             for i in range(n):
-                b = np.float64(max(beta[nodes[i], h], _LEAST))
+                b = _strength(beta[nodes[i], h])
                 total = 0.0
                 for p in range(P):
                     total += x[i, p] * u[i, p]
                     x[i, p] *= b
                 grad_beta[nodes[i], h] = total / b  # u is beta times an error
             put(grad_value, x, nodes, h)
-            _differentiate(M, d_scores, d_overlap, L, scores, overlap, dy, x, ut, spare)
-            _solve_for_adjoint(
-                M, s, acyclic[block], edge_ptr[block], edge_ptr[block + 1], edge,
-                edge_row, edge_col, weight[:, h], stop, column_ptr, column_row,
-                column_entry, diagonal[h], lower[h], upper[h],
-            )  # fmt: skip
+            _differentiate(
+                M, squares[4], squares[5], L, scores, overlap, dy, x, ut, spare
+            )
+            _find_adjoint(M, block, h, blocks, factors, weight, stop)
             edge_products(
-                M, L, s, m, edge_ptr[block], edge_ptr[block + 1], edge, edge_row,
-                edge_col, grad_weight[:, h],
+                M, L, blocks.ptr[block], m, blocks.edge_ptr[blocks.ptr[block]],
+                blocks.edge_ptr[blocks.ptr[block + 1]], blocks.edge, blocks.edge_row,
+                blocks.edge_col, grad_weight[:, h],
             )  # fmt: skip
-        both = squares[4:].reshape(2 * n, m)[:, :n]
-        matmul(d_rows, both, rows[n:])
-        matmul(d_rows[n:], both.T, rows, ADD)
+        d_both = squares[4:].reshape(2 * n, m)[:, :n]
+        d_rows = rows[1]
+        matmul(d_rows, d_both, rows[0, n:])
+        matmul(d_rows[n:], d_both.T, rows[0], ADD)
         put(grad_query[part], d_rows[:n], nodes, g)
         put(grad_key[part], d_rows[n:], nodes, g)
 
@@ -392,30 +340,22 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
 def _differentiate(  # type: ignore[no-untyped-def]
     dL, d_scores, d_overlap, L, scores, overlap, dy, dv, ut, spare
 ):
-    """Sets dL, and adds to gradients of scores and overlaps, some rows at a time."""
+    """Makes dL, and adds to gradients of scores and overlaps, some rows at a time."""
     n, m = L.shape
     strips = spare[: 2 * _STRIP * m].reshape(2, _STRIP, m)
-    of_mask, of_F = pointer(strips), pointer(strips[1])
-    step = lanes(of_F)
+    d_mask, d_F = pointer(strips[0]), pointer(strips[1])
     for a in range(0, n, _STRIP):
         b = min(a + _STRIP, n)
         matmul(strips[0, : b - a], dy[a:b], ut)
-        matmul(strips[1, : b - a], dv[a:b], ut)
-        first = a * m
-        p, p_scores, p_overlap = (
-            pointer(dL) + first,
-            pointer(d_scores) + first,
-            pointer(d_overlap) + first,
-        )
-        q, q_scores, q_overlap = (
-            pointer(L) + first,
-            pointer(scores) + first,
-            pointer(overlap) + first,
-        )
-        for at in range(0, (b - a) * m, step):
-            d_mask, d_F, l = load(of_mask + at), load(of_F + at), load(q + at)
-            store(p + at, d_mask * load(q_scores + at) - d_F * load(q_overlap + at))
-            store(p_scores + at, fma(d_mask, l, load(p_scores + at)))
-            store(p_overlap + at, load(p_overlap + at) - d_F * l)
+        matmul(strips[1, : b - a], dv[a:b], ut)  # of the other sign
+        p, p_scores, p_overlap = pointer(dL), pointer(d_scores), pointer(d_overlap)
+        q, q_scores, q_overlap = pointer(L), pointer(scores), pointer(overlap)
+        for i in range(0, (b - a) * m, lanes(p)):
+            at = a * m + i
+            of_mask, of_F, reach = load(d_mask + i), load(d_F + i), load(q + at)
+            of_L = of_mask * load(q_scores + at) - of_F * load(q_overlap + at)
+            store(p + at, of_L)
+            store(p_scores + at, fma(of_mask, reach, load(p_scores + at)))
+            store(p_overlap + at, load(p_overlap + at) - of_F * reach)
         for i in range(a, b):  # F lacks I * K K^T
             d_overlap[i, i] += strips[1, i - a, i]

@@ -1,4 +1,4 @@
-"""The delta rule on the CPU, jitted."""
+"""The delta rule on the CPU, jitted, in two forms."""
 
 import numpy as np
 import torch
@@ -6,37 +6,49 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import arrays
-from pyg_chimera.ops.delta_scan import dense_masks
+from pyg_chimera.ops.delta_scan import dense_masks, topological_sweeps
+from pyg_chimera.ops.delta_scan.cost_model import why_not_form
+from pyg_chimera.ops.resolvent.row_sweeps import Factors
 
 DEVICES = ("cpu",)
+FORMS = ("mask", "state")
 
 
 def why_not(call: Call) -> str | None:
-    """It has the mask form alone."""
-    form = call.choice.form
-    if form != "mask":
-        return f"form={form!r} has no numba backend; use backend='torch' or 'auto'"
-    return None
+    """It computes everything, but has no chunks."""
+    if call.choice.form not in FORMS:
+        return (
+            f"form={call.choice.form!r} has no numba backend; use backend='torch' or "
+            "'auto'"
+        )
+    return why_not_form(call)
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and what `backward` needs again, of float64."""
-    out, saved = dense_masks.forward(call.structure, *arrays(*call.inputs[:5]))
-    as_saved = (
-        torch.from_numpy(x).flatten().view(call.inputs.value.dtype) for x in saved
-    )
-    return torch.from_numpy(out), tuple(as_saved)
+    """The output [V, heads, P], and what `backward` needs again."""
+    operands = arrays(*call.inputs[:5])
+    if call.choice.form == "state":
+        return torch.from_numpy(
+            topological_sweeps.forward(call.structure, *operands)
+        ), ()
+    out, written, factors = dense_masks.forward(call.structure, *operands)
+    dtype = call.inputs.value.dtype  # of what is saved, whatever is in it
+    saved = (torch.from_numpy(x).flatten().view(dtype) for x in (written, *factors))
+    return torch.from_numpy(out), tuple(saved)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta and edge weight."""
-    written, *factors = (x.numpy().view(np.float64) for x in saved)
-    heads = grad.size(1)
-    parts = dense_masks.Saved(
-        written.reshape(grad.shape), *(x.reshape(heads, -1) for x in factors)
-    )
-    query, key, _, beta, weight = arrays(*call.inputs[:5])
-    found = dense_masks.backward(
-        call.structure, query, key, beta, weight, parts, *arrays(grad)
-    )
-    return tuple(map(torch.from_numpy, found))
+    query, key, value, beta, weight, dy = arrays(*call.inputs[:5], grad)
+    if call.choice.form == "state":
+        grads = topological_sweeps.backward(
+            call.structure, query, key, value, beta, weight, dy
+        )
+    else:
+        written, *parts = (x.numpy().view(np.float64) for x in saved)
+        factors = Factors(*(x.reshape(dy.shape[1], -1) for x in parts))
+        grads = dense_masks.backward(
+            call.structure, query, key, beta, weight, written.reshape(dy.shape),
+            factors, dy,
+        )  # fmt: skip
+    return tuple(map(torch.from_numpy, grads))

@@ -66,33 +66,36 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
 
     def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
         inputs, graph = call.inputs, call.structure
-        backend, reason = self.usable(inputs)[0], self.reason(inputs)
+        usable, reason = self.usable(inputs), self.reason(inputs)
         cyclic = bool(graph.on_cycle.any())
-        if backend == "reference":
+        if usable == ["reference"]:
             solver = "dense" if cyclic else "scan"
-            return [Choice(self.name, solver, "state", backend, reason)]
+            return [Choice(self.name, solver, "state", "reference", reason)]
 
-        def choice(form: str) -> Choice:
+        def choice(form: str, backend: str) -> Choice:
             solver = "scan"
             if form == "mask":
                 solver = "dense" if cyclic else "triangular"
-            found = Choice(self.name, solver, form, backend, reason)
-            return found._replace(cost=cost_of(form, graph, inputs.query, inputs.value))
+            cost = cost_of(form, backend, graph, inputs.query, inputs.value)
+            return Choice(self.name, solver, form, backend, reason, cost)
 
         if inputs.form != "auto":
-            found = [choice(inputs.form)]
+            forms = [inputs.form]
         else:
-            found = [choice("mask")]
-            if not cyclic:
-                found.append(choice("state"))
-            if graph.are_paths:
-                found.append(choice("chunk"))
+            forms = ["mask", *([] if cyclic else ["state"])]
+            forms += ["chunk"] if graph.are_paths else []
+        found = [
+            choice(form, backend)
+            for form in forms
+            for backend in usable
+            if form in self.backends[backend].FORMS
+        ] or [choice(inputs.form, usable[0])]
         small = [x for x in found if x.form != "mask" or _fits(x)] or found
         small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
         if inputs.value.device.type != "cpu":  # where nobody has measured it
             small = [x._replace(cost=None) for x in small]
         best, *others = small
-        if others:
+        if len({x.form for x in small}) > 1:
             best = best._replace(reason=f"{reason}; {WHY_FORM[best.form]}")
         elif inputs.form == "auto":
             why = "cycles need matrices" if cyclic else "matrices would not fit"
@@ -219,8 +222,9 @@ def delta_scan(
             level by level (linear in its edges), :obj:`"chunk"` combines both, in
             chunks of directed paths (the WY form of DeltaNet). All give the same
             result. (default: :obj:`"auto"`, whichever is faster)
-        backend (str, optional): :obj:`"torch"` (any device), :obj:`"reference"` (dense,
-            slow, for tests). (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
+            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
+            (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
