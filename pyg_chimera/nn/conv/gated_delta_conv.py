@@ -69,7 +69,8 @@ class GatedDeltaConv(ChimeraBlock):
             selectivities start log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         form (str, optional): :obj:`"state"` (on DAGs), :obj:`"mask"`, :obj:`"chunk"`
             (on directed paths) or :obj:`"auto"`.
-        backend (str, optional): :obj:`"torch"`, :obj:`"reference"` or :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
 

@@ -3,9 +3,12 @@
 The constants are nanoseconds of one core (AMD Zen 4), forward and backward.
 """
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call, Cost
+from pyg_chimera.ops.common.simd import vector_lanes
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.level_states import MAX_NUMEL
 
@@ -31,6 +34,8 @@ def cost_of(
         query: [V, groups, state channels].
         value: [V, heads, value channels].
     """
+    if backend == "numba":
+        return _cost_of_kernels(form, graph, query, value)
     N, (V, heads, P) = query.size(2), value.shape
     if form == "mask":
         sizes = graph.sizes.astype(float)
@@ -50,6 +55,31 @@ def cost_of(
         held = min(5.0 * V * N * P, MAX_NUMEL / heads)
     seconds = 1e-9 * heads * (_PRODUCT * operations + others)
     memory = value.element_size() * heads * held
+    return Cost(heads * operations, seconds, memory)
+
+
+def _cost_of_kernels(
+    form: str, graph: DeltaGraph, query: Tensor, value: Tensor
+) -> Cost:
+    """What a form of the numba backend takes."""
+    (V, groups, N), (_, heads, P) = query.shape, value.shape
+    n, bytes_ = graph.sizes.astype(float), value.element_size()
+    largest = float(n.max(initial=0))
+    threads = max(1, min(torch.get_num_threads(), heads * len(n)))
+    if form == "mask":
+        eliminated = np.where(graph.is_cyclic, 0.67 * n, 0.0)
+        work = n**2 * (eliminated + 8 * N * groups / heads + 6 * P)
+        operations = float(work.sum())
+        others = float((4 * n**2 + 1200 * n + 8e3).sum())
+        memory = 8 * (threads * largest * (6 * largest + 5 * N + 4 * P) + heads * V * P)
+    else:
+        lanes, _ = vector_lanes(np.dtype(f"f{bytes_}"))
+        slices = -(-P // lanes)
+        numbers = float((V + len(graph.row)) * N * slices * lanes)
+        operations = 7 * numbers * bytes_ / 4
+        others = 0.125 * bytes_ * numbers + 300.0 * V * slices
+        memory = bytes_ * threads * largest * (2 * N + 1) * lanes
+    seconds = 1e-9 * heads * (0.05 * operations + others) / threads
     return Cost(heads * operations, seconds, memory)
 
 

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,12 @@ from operators import OPERATORS, computed, example, make_case, structure
 
 from pyg_chimera.ops import dag_scan, delta_scan, explain
 from pyg_chimera.ops.delta_scan import path_chunks
+from pyg_chimera.ops.delta_scan.block_elimination import (
+    SIDE,
+    eliminate,
+    solve,
+    solve_transposed,
+)
 from pyg_chimera.ops.delta_scan.tensors import unit_lower_inverse
 
 FORMS = ("mask", "state", "chunk")
@@ -109,16 +116,74 @@ def test_weights_of_zero_and_below(form):
         assert_near(x, y)
 
 
-def test_cycles_that_hardly_lose_anything():
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_cycles_that_hardly_lose_anything(backend):
     """In float32: L is a hundred times what is left of a state."""
     case = make_case(
         OPERATORS["delta_scan"], structure([(0, 1), (1, 2), (2, 0), (0, 0)], 3)
     )
     case = case.changed(edge_weight=1.1 * case.floats["edge_weight"])  # rows of 0.99
     want = computed(case, {"backend": "reference"})
-    got = computed(case.to(torch.float32), {})
+    got = computed(case.to(torch.float32), {"backend": backend})
     for name, x in want.items():
         assert_near(got[name], x, 1e-5, name)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_reflections_that_nearly_all_come_back(heads):
+    """Pairs of nodes that reflect one key: the smallest pivots there are, 1e-6 here.
+
+    They come after others that fill up the block before them.
+    """
+    pairs, r = 20, 1 - 1e-6
+    first = torch.arange(0, 2 * pairs, 2)
+    index = torch.cat([torch.stack([first, first + 1]), path(2 * pairs)[:, 1::2]], 1)
+    index = torch.cat([index, index.flip(0)], 1)
+    x = inputs(2 * pairs, index.size(1), heads)
+    x[1] = x[1][:1].expand_as(x[1])
+    x[3] = torch.full_like(x[3], 2)
+    weight = torch.where(index[0] // 2 == index[1] // 2, r, 1e-8).double()
+    x[4] = weight[:, None].expand(-1, heads)
+    want = delta_scan(*x[:4], index, x[4], backend="reference")
+    # The equations of a pair have a condition number of 1e6.
+    assert_near(delta_scan(*x[:4], index, x[4], backend="numba"), want, 1e-9)
+
+
+@pytest.mark.parametrize("n", [1, SIDE, 3 * SIDE, 3 * SIDE + 5])
+@pytest.mark.parametrize("triangular", [False, True])
+def test_block_elimination(n, triangular):
+    generator = np.random.default_rng(0)
+    M = np.eye(n) + generator.uniform(-0.5, 0.5, (n, n)) / n
+    M = np.tril(M) if triangular else M
+    X = generator.standard_normal((n, 3))
+    factors, inverse, stop = M.copy(), np.empty((n, SIDE)), np.zeros(1, np.int64)
+    if triangular:
+        factors[np.triu_indices(n, 1)] = np.nan
+    spare = np.empty(SIDE * (n + 3))
+    eliminate(factors, inverse, spare, triangular, stop)
+    for function, matrix in ((solve, M), (solve_transposed, M.T)):
+        found = X.copy()
+        function(factors, inverse, found, spare, triangular)
+        assert abs(matrix @ found - X).max() < 1e-13
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_heads_of_a_group_share_tasks_or_do_not(threads):
+    """Threads that would have too few tasks take heads apart, and value channels."""
+    torch.set_num_threads(threads)
+    index = torch.cat([path(30), path(30).flip(0)], 1)
+    for edges, form in ((index, "mask"), (path(30), "mask"), (path(30), "state")):
+        x = inputs(30, edges.size(1), heads=4, keys=5, channels=37)
+        x[:2] = x[0][:, :2], x[1][:, :2]
+        x[4] = x[4] / 3
+
+        def run(*x, edges=edges, **options):
+            return delta_scan(*x[:4], edges, x[4], **options)
+
+        got = results(lambda *x: run(*x, form=form, backend="numba"), x)  # noqa: B023
+        want = results(lambda *x: run(*x, form="mask", backend="torch"), x)
+        for y, z in zip(got, want, strict=True):
+            assert_near(y, z)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -157,18 +222,24 @@ def test_chunks_and_slabs_of_any_size(size, most, monkeypatch):
 
 
 def test_what_is_taken():
-    """Chunks on long paths, states on large DAGs, matrices where there are cycles."""
+    """Chunks on paths and large states, states on DAGs, matrices on small graphs and
+    where there are cycles.
+    """
 
-    def form(index, num_nodes, **options):
-        x = inputs(num_nodes, index.size(1), heads=1, keys=16, channels=16)
-        return explain("delta_scan", *x[:4], index, x[4] / 9, **options).form
+    def taken(index, num_nodes, size=64, **options):
+        x = inputs(num_nodes, index.size(1), heads=1, keys=size, channels=size)
+        choice = explain("delta_scan", *x[:4], index, x[4] / 9, **options)
+        return choice.form, choice.backend
 
     tree = torch.stack([torch.arange(1, 3000) // 2, torch.arange(1, 3000)])
-    assert form(path(4096), 4096) == "chunk"
-    assert form(tree, 3000) == "state"
-    assert form(tree[:, :20], 21) == "mask"
-    assert form(torch.cat([path(50), path(50).flip(0)], 1), 50) == "mask"
-    assert form(tree, 3000, form="mask") == "mask"
+    cycles = torch.cat([path(50), path(50).flip(0)], 1)
+    assert taken(path(4096), 4096) == ("chunk", "torch")
+    assert taken(path(4096), 4096, size=16) == ("state", "numba")
+    assert taken(tree, 3000) == ("state", "numba")
+    assert taken(tree[:, :20], 21) == ("mask", "numba")
+    assert taken(cycles, 50) == ("mask", "numba")
+    assert taken(tree[:, :200], 201, form="mask") == ("mask", "numba")
+    assert taken(cycles, 50, backend="torch") == ("mask", "torch")
 
 
 def test_states_of_large_dags_are_not_held_in_pairs():
