@@ -30,7 +30,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import matmul
 
-__all__ = ["SIDE", "eliminate", "solve", "solve_transposed"]
+__all__ = ["SIDE", "eliminate", "solve"]
 
 #: Rows and columns of a block; a multiple of the lanes of any vector.
 SIDE = 16
@@ -62,7 +62,7 @@ def eliminate(M, inverse, spare, triangular, stop):  # type: ignore[no-untyped-d
     """Makes B, below the diagonal, and W of a matrix [n, n], in place.
 
     Inverses of the blocks on the diagonal of B come in `inverse`, [n, SIDE]; `spare` is
-    of SIDE * n numbers. If M is triangular, what is above its diagonal is not touched.
+    of SIDE * n numbers. If M is triangular, blocks above its diagonal are not touched.
     """
     n = M.shape[0]
     for a in range(0, n, SIDE):
@@ -72,7 +72,7 @@ def eliminate(M, inverse, spare, triangular, stop):  # type: ignore[no-untyped-d
         for i in range(a, b):
             for j in range(SIDE):
                 inverse[i, j] = M[i, a + j] if a + j < b else 0
-        _invert(pointer(inverse[a]), b - a)
+        _invert(pointer(inverse) + a * SIDE, b - a)
         if not triangular:
             right, D = M[a:b, b:], inverse[a:b, : b - a]
             moved = spare[: (b - a) * (n - b)].reshape(b - a, n - b)
@@ -82,9 +82,22 @@ def eliminate(M, inverse, spare, triangular, stop):  # type: ignore[no-untyped-d
 
 
 @jit
-def solve(M, inverse, X, spare, triangular):  # type: ignore[no-untyped-def]
-    """X <- M^-1 X, for [n, P]."""
+def solve(M, inverse, X, spare, triangular, transposed):  # type: ignore[no-untyped-def]
+    """X <- M^-1 X, or M^-T X, for [n, P]; `spare` is of SIDE * P numbers."""
     n, count = X.shape
+    last = (n - 1) // SIDE * SIDE
+    if transposed:
+        if not triangular:
+            for a in range(0, n, SIDE):
+                b = min(a + SIDE, n)
+                matmul(X[b:], M[a:b, b:].T, X[a:b], SUBTRACT)
+        for a in range(last, -1, -SIDE):
+            b = min(a + SIDE, n)
+            moved = spare[: (b - a) * count].reshape(b - a, count)
+            moved[:] = X[a:b]
+            matmul(moved, M[b:, a:b].T, X[b:], SUBTRACT)
+            matmul(X[a:b], inverse[a:b, : b - a].T, moved)
+        return
     for a in range(0, n, SIDE):
         b = min(a + SIDE, n)
         moved = spare[: (b - a) * count].reshape(b - a, count)
@@ -92,22 +105,6 @@ def solve(M, inverse, X, spare, triangular):  # type: ignore[no-untyped-def]
         matmul(X[a:b], inverse[a:b, : b - a], moved)
         matmul(X[b:], M[b:, a:b], X[a:b], SUBTRACT)
     if not triangular:
-        for a in range((n - 1) // SIDE * SIDE, -1, -SIDE):
+        for a in range(last, -1, -SIDE):
             b = min(a + SIDE, n)
             matmul(X[a:b], M[a:b, b:], X[b:], SUBTRACT)
-
-
-@jit
-def solve_transposed(M, inverse, X, spare, triangular):  # type: ignore[no-untyped-def]
-    """X <- M^-T X."""
-    n, count = X.shape
-    if not triangular:
-        for a in range(0, n, SIDE):
-            b = min(a + SIDE, n)
-            matmul(X[b:], M[a:b, b:].T, X[a:b], SUBTRACT)
-    for a in range((n - 1) // SIDE * SIDE, -1, -SIDE):
-        b = min(a + SIDE, n)
-        moved = spare[: (b - a) * count].reshape(b - a, count)
-        moved[:] = X[a:b]
-        matmul(moved, M[b:, a:b].T, X[b:], SUBTRACT)
-        matmul(X[a:b], inverse[a:b, : b - a].T, moved)

@@ -17,7 +17,16 @@ from pyg_chimera.ops.common.numba_runtime import (
     stopped,
     summed,
 )
-from pyg_chimera.ops.common.simd import ADD, fma, lanes, load, pointer, splat, store
+from pyg_chimera.ops.common.simd import (
+    ADD,
+    SUBTRACT,
+    fma,
+    lanes,
+    load,
+    pointer,
+    splat,
+    store,
+)
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     matmul,
@@ -30,7 +39,6 @@ from pyg_chimera.ops.delta_scan.block_elimination import (
     SIDE,
     eliminate,
     solve,
-    solve_transposed,
 )
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.ordered_blocks import factor_of_cycles, ordered_blocks
@@ -42,6 +50,8 @@ __all__ = ["backward", "forward"]
 
 #: Rows of gradients of matrices that are made at a time, and stay in the first cache.
 _STRIP = 12
+#: How often what is left of a system is solved for again, and what may be left then.
+_MAX_CORRECTIONS, _MAX_ERROR = 16, 1e-6
 #: Rows of memory that eliminations, solves or strips need for a while.
 _SPARE = max(SIDE, 2 * _STRIP)
 
@@ -63,7 +73,7 @@ def _scratch(
 ) -> int:
     """Numbers in so many matrices [n, n], and in all others that a task has."""
     n = int(graph.sizes.max(initial=0)) + LANES
-    narrow = 5 * query.shape[2] + 4 * value.shape[2] + SIDE
+    narrow = 5 * query.shape[2] + 5 * value.shape[2] + SIDE
     return n * (squares * n + narrow) + _SPARE * (n + value.shape[2])
 
 
@@ -79,7 +89,7 @@ def forward(
     pattern, edge = factor_of_cycles(graph)
     factors, _ = factorize(pattern, weight[edge].astype(np.float64))
     out, written = np.empty_like(value), np.empty(value.shape)
-    share = _share(graph, query, value)
+    share, wrong = _share(graph, query, value), np.zeros(1)
     run(
         _forward_tasks,
         _costs(graph, query, value, share),
@@ -94,8 +104,15 @@ def forward(
         weight,
         out,
         written,
+        wrong,
         share,
     )
+    if wrong[0]:
+        raise ValueError(
+            "'edge_weight' has rows on cycles that sum to so nearly one, where 'beta' "
+            "is nearly two, that the rule is not solved accurately without pivots; "
+            "scale it, or use backend='torch'"
+        )
     return out, written, factors
 
 
@@ -153,8 +170,8 @@ def _workspace(scratch, count, n, N, P):  # type: ignore[no-untyped-def]
     at += n * SIDE
     rows = scratch[at : at + 4 * n * N].reshape(2, 2 * n, N)
     at += 4 * n * N
-    thin = scratch[at : at + 3 * n * P].reshape(3, n, P)
-    at += 3 * n * P
+    thin = scratch[at : at + 4 * n * P].reshape(4, n, P)
+    at += 4 * n * P
     columns = scratch[at : at + N * m].reshape(N, m)
     at += N * m
     return squares, spare, inverse, rows, thin, columns, scratch[at:]
@@ -221,16 +238,57 @@ def _strength(beta):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _make_system(M, L, overlap, beta, nodes, h):  # type: ignore[no-untyped-def]
-    """I + diag(b) ((L - I) * K K^T)."""
+def _make_system(M, a, L, overlap, beta, nodes, h):  # type: ignore[no-untyped-def]
+    """The rows from a on of I + diag(b) ((L - I) * K K^T), as many as M has."""
     m = M.shape[1]
-    out, x, y = pointer(M), pointer(L), pointer(overlap)
+    out, x, y = pointer(M), pointer(L) + a * m, pointer(overlap) + a * m
     for i in range(M.shape[0]):
-        b = _strength(beta[nodes[i], h])
+        b = _strength(beta[nodes[a + i], h])
         factor = splat(b)
         for at in range(i * m, (i + 1) * m, lanes(out)):
             store(out + at, factor * load(x + at) * load(y + at))
-        M[i, i] = 1.0 + b * (L[i, i] - 1.0) * overlap[i, i]
+        M[i, a + i] = 1.0 + b * (L[a + i, a + i] - 1.0) * overlap[a + i, a + i]
+
+
+@jit
+def _solve(  # type: ignore[no-untyped-def]
+    M, inverse, X, rhs, residual, spare, L, overlap, beta, nodes, h, triangular,
+    transposed,
+):  # fmt: skip
+    """X <- M^-1 X, or M^-T X; returns whether that is right.
+
+    Where nodes reflect, pivots may be small: what is left of the equations is solved
+    for again, as long as that is less and less.
+    """
+    n, m = L.shape
+    reflects = False
+    for i in range(n):
+        reflects |= beta[nodes[i], h] > 1
+    if reflects and not triangular:
+        rhs[:] = X
+    solve(M, inverse, X, spare, triangular, transposed)
+    if triangular or not reflects:
+        return True
+    last = np.inf
+    for _ in range(_MAX_CORRECTIONS):
+        residual[:] = rhs
+        for a in range(0, n, _STRIP):
+            b = min(a + _STRIP, n)
+            strip = spare[: (b - a) * m].reshape(b - a, m)
+            _make_system(strip, a, L, overlap, beta, nodes, h)
+            if transposed:
+                matmul(residual, strip[:, :n].T, X[a:b], SUBTRACT)
+            else:
+                matmul(residual[a:b], strip[:, :n], X, SUBTRACT)
+        solve(M, inverse, residual, spare, triangular, transposed)
+        found, correction = np.abs(X).sum(), np.abs(residual).sum()
+        if not correction < last / 2:
+            break
+        X += residual
+        last = correction
+        if last <= 1e-14 * found:
+            break
+    return not last > _MAX_ERROR * np.abs(X).sum()  # NaN is as right as it can be
 
 
 @jit
@@ -244,7 +302,7 @@ def _multiply(out, left, right):  # type: ignore[no-untyped-def]
 @jit
 def _forward_tasks(  # type: ignore[no-untyped-def]
     first, last, stop, scratch, blocks, factors, query, key, value, beta, weight, out,
-    written, share,
+    written, wrong, share,
 ):  # fmt: skip
     (_, heads, P), (_, groups, N) = value.shape, query.shape
     tasks = heads // share
@@ -263,14 +321,19 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
             if stopped(stop):
                 return
             _make_resolvent(L, block, h, blocks, factors, weight, stop)
-            _make_system(M, L, overlap, beta, nodes, h)
+            _make_system(M, 0, L, overlap, beta, nodes, h)
             eliminate(M[:, :n], inverse, spare, triangular, stop)
             take(u, value, nodes, h)
             for i in range(n):
                 b = _strength(beta[nodes[i], h])
                 for p in range(P):
                     u[i, p] *= b
-            solve(M[:, :n], inverse, u, spare, triangular)
+            solved = _solve(
+                M[:, :n], inverse, u, y, thin[2], spare, L, overlap, beta, nodes, h,
+                triangular, False,
+            )  # fmt: skip
+            if not solved:
+                wrong[0] = 1
             put(written, u, nodes, h)
             _multiply(L, L, scores)
             matmul(y, L[:, :n], u)
@@ -306,9 +369,12 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
             take(dy, grad, nodes, h)
             _multiply(M, L, scores)
             matmul(x, M[:, :n].T, dy)
-            _make_system(M, L, overlap, beta, nodes, h)
+            _make_system(M, 0, L, overlap, beta, nodes, h)
             eliminate(M[:, :n], inverse, spare, triangular, stop)
-            solve_transposed(M[:, :n], inverse, x, spare, triangular)
+            _solve(
+                M[:, :n], inverse, x, u, thin[3], spare, L, overlap, beta, nodes, h,
+                triangular, True,
+            )  # fmt: skip
             take(u, written, nodes, h)
             take_transposed(ut, written, nodes, h)
             for i in range(n):
