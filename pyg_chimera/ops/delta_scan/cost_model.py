@@ -43,6 +43,7 @@ def cost_of(
         operations = float((acyclic**2 * (4 * acyclic + 9 * (N + P))).sum())
         operations += float((cyclic**2 * (10 * cyclic + 19 * (N + P))).sum())
         others = float((33 * acyclic**2 + 2e4).sum() + (90 * cyclic**2 + 15e4).sum())
+        others += 300e3 / heads  # some fifty operators
         held = 8 * float((acyclic**2).sum() + 2 * (cyclic**2).sum())
     elif form == "chunk":
         operations = V * (32.0 * (10 * N + 8 * P + 32) + 9 * N * P)
