@@ -233,7 +233,9 @@ def delta_scan(
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
             outside of :math:`[0, 2]`, a row of :math:`|\mathbf{A}|` on a cycle sums to
-            one or more, or if an option is unknown or does not fit.
+            one or more, or so nearly one beside reflections that
+            :obj:`backend="numba"` loses too much, or if an option is unknown or does
+            not fit.
         TypeError: If a tensor has a wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
