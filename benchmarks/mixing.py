@@ -1,4 +1,4 @@
-"""Measures `ChimeraConv` beside dense inverses and attention, on real graphs.
+"""Measures `ChimeraConv` and `GatedDeltaConv` beside dense inverses and attention.
 
 Forward, backward and peak memory on batches of peptides, on random planar graphs and on
 graphs whose factors fill up; what depends on structure alone; the first call of a
@@ -39,7 +39,7 @@ from torch_geometric.nn import GPSConv
 from torch_geometric.utils import to_dense_adj, to_dense_batch
 from workloads import MAX_DENSE, Workload, filling, peptides, planar
 
-from pyg_chimera.nn import ChimeraConv
+from pyg_chimera.nn import ChimeraConv, GatedDeltaConv
 from pyg_chimera.nn.conv import chimera_conv
 
 CHANNELS, HEADS, STATE_CHANNELS = 64, 2, 96
@@ -53,6 +53,10 @@ def chimera(**options: Any) -> ChimeraConv:
     # With the paper's initial values: where heads hear far, the problem is conditioned
     # worse, and solvers that are as good as each other differ by more.
     return ChimeraConv(CHANNELS, CHANNELS, HEADS, STATE_CHANNELS, reach=None, **options)
+
+
+def delta(**options: Any) -> GatedDeltaConv:
+    return GatedDeltaConv(CHANNELS, CHANNELS, HEADS, reach=None, **options)
 
 
 def attention(kind: str) -> GPSConv:
@@ -126,7 +130,8 @@ class Case(NamedTuple):
     """A layer to measure."""
 
     make: Callable[[], torch.nn.Module]
-    computes: str | None = "inverse"  #: or "finite sum", or None: something else
+    #: Or "finite sum", or "delta rule", or None: something else.
+    computes: str | None = "inverse"
     dtype: torch.dtype = torch.float32
     cold: bool = False  #: whether its graphs are new to it in each repetition
     cpu_only: bool = False
@@ -145,6 +150,8 @@ WHOLE = Case(lambda: DenseInverse(inverse_of_all), dtype=torch.float64)
 PADDED = Case(lambda: DenseInverse(inverse_padded), dtype=torch.float64)
 REFERENCE = Case(lambda: chimera(backend="reference"), dtype=torch.float64)
 SPARSE = Case(lambda: chimera(solver="sparse", form="state"), dtype=torch.float64)
+# Which the tests compare with dense states: those of a peptide would take gigabytes.
+DELTA = Case(lambda: delta(backend="torch"), "delta rule", dtype=torch.float64)
 
 CASES: dict[str, Case] = {
     "auto": Case(chimera),
@@ -163,6 +170,8 @@ CASES: dict[str, Case] = {
     "float64 inverse, padded": PADDED,
     "float64 inverse of all": WHOLE,
     "float64 reference": REFERENCE,
+    "GatedDeltaConv": Case(delta, "delta rule"),
+    "GatedDeltaConv torch": Case(lambda: delta(backend="torch"), "delta rule"),
     "GPSConv multihead": Case(lambda: attention("multihead"), None),
     "GPSConv performer": Case(lambda: attention("performer"), None),
 }
@@ -210,7 +219,10 @@ def check(workload: Workload, names: list[str], device: str) -> list[dict[str, A
             continue
         show(f"exactness: {name} on {workload.name}")
         if case.computes not in expected:
-            run = Run(exact._replace(computes=case.computes), workload, device)
+            right = exact._replace(computes=case.computes)
+            run = Run(
+                DELTA if case.computes == DELTA.computes else right, workload, device
+            )
             expected[case.computes] = run.results()
         found = Run(case, workload, device).results()
         against = f"{'dense' if dense else 'sparse'} float64 {case.computes}"
@@ -239,7 +251,7 @@ def unable(workload: Workload, name: str, device: str) -> str | None:
     case = CASES[name]
     if device == "cuda" and case.cpu_only:
         return "runs on the CPU"
-    if case.computes == "finite sum" and workload.num_terms < 0:
+    if case.computes in ("finite sum", "delta rule") and workload.num_terms < 0:
         return "too large to compare"
     return None
 

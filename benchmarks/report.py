@@ -31,6 +31,10 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     attention = by_auto.get("GPSConv multihead")
     by_attention = None if attention is None else 1 / attention
     at_most["batch of 64: auto / GPSConv multihead"] = 0.6, by_attention
+    delta = by_auto.get("GatedDeltaConv")
+    if delta is not None and by_attention is not None:
+        delta *= by_attention
+    at_most["batch of 64: GatedDeltaConv / GPSConv multihead"] = 1, delta
     for name in INVERSES:
         at_least[f"batch of 64: {name} / auto"] = 100, by_auto.get(name)
     steps = {row["from"]: row for row in results["growth"] if row["case"] == "auto"}

@@ -480,6 +480,7 @@ _FORMS = {
     f"{form}-{backend}": {"form": form, "backend": backend}
     for form, backend in product(("state", "mask"), ("numba", "torch"))
 }
+_MASKS = {name: x for name, x in _FORMS.items() if x["form"] == "mask"}
 _REST = {"reference": {"backend": "reference"}, "auto": {}}
 _CHUNKS = {"chunk-numba": {"form": "chunk", "backend": "numba"}, "auto": {}}
 _BACKENDS = {"numba": {"backend": "numba"}, "torch": {"backend": "torch"}, **_REST}
@@ -535,18 +536,12 @@ OPERATORS = {
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
         GRAPHS, batches().map(_from_batch),
         {**_DELTA_SCALE, "edge_weight": _to_rows}, _delta_oracle, _edges,
-        {"mask-torch": {"form": "mask", "backend": "torch"}, **_REST},
+        {**_MASKS, **_REST},
     ),
     "delta_dags": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
         DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
-        _DELTA_SCALE, _delta_oracle, _edges,
-        {
-            "state-numba": {"form": "state", "backend": "numba"},
-            "state-torch": {"form": "state", "backend": "torch"},
-            "mask-torch": {"form": "mask", "backend": "torch"},
-            **_REST,
-        },
+        _DELTA_SCALE, _delta_oracle, _edges, {**_FORMS, **_REST},
     ),
     "surprise": Operator(
         "delta_scan", _DELTA + " surprise:H", "HGNP", _DELTA_SIZES,

@@ -81,7 +81,7 @@ class GatedDeltaConv(ChimeraBlock):
             :obj:`False`)
         form (str, optional): :obj:`"state"` (on DAGs), :obj:`"mask"`, :obj:`"chunk"`
             (on directed paths) or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"` (states on the CPU), :obj:`"torch"`,
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.

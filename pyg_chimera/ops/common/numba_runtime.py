@@ -26,7 +26,7 @@ from numba.core import event
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-__all__ = ["arrays", "run", "stopped", "summed"]
+__all__ = ["arrays", "heads_a_task", "run", "stopped", "summed"]
 
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -88,6 +88,12 @@ def summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     if all(x.shape[axis] == 1 for axis in axes):
         return x.squeeze(axes)
     return x.sum(axes)
+
+
+def heads_a_task(num_blocks: int, num_groups: int, num_heads: int) -> int:
+    """How many heads of a group a task takes: all, if threads have enough tasks."""
+    enough = num_blocks * num_groups >= 4 * torch.get_num_threads()
+    return num_heads // num_groups if enough else 1
 
 
 # --------------------------------------------------------------------------- threads

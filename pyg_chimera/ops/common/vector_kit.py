@@ -58,13 +58,13 @@ LANES = 16
 
 
 @jit
-def matmul(C, A, B):  # type: ignore[no-untyped-def]
-    """C = A B, for rows of B and C that are contiguous."""
+def matmul(C, A, B, mode=SET):  # type: ignore[no-untyped-def]
+    """C = A B, C + A B or C - A B, for rows of B and C that are contiguous."""
     size = C.itemsize
     gemm(
         pointer(C), C.strides[0] // size, pointer(A), A.strides[0] // size,
         A.strides[1] // size, pointer(B), B.strides[0] // size, C.shape[0], C.shape[1],
-        B.shape[0], SET,
+        B.shape[0], mode,
     )  # fmt: skip
 
 

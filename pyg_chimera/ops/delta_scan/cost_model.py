@@ -3,44 +3,50 @@
 The constants are nanoseconds of one core (AMD Zen 4), forward and backward.
 """
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.dispatch import Choice, Cost
+from pyg_chimera.ops.common.dispatch import Call, Cost
+from pyg_chimera.ops.common.simd import vector_lanes
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.level_states import MAX_NUMEL
 
-__all__ = ["cost_of"]
+__all__ = ["cost_of", "why_not_form"]
 
 #: Nanoseconds of a multiply-add of matrix products.
 _PRODUCT = 0.03
+#: Bytes of matrices, from which on there is no use in an attempt.
+_MAX_BYTES = 1 << 37
 
 
-def cost_of(choice: Choice, graph: DeltaGraph, query: Tensor, value: Tensor) -> Cost:
-    """What an algorithm takes on this CPU, forward and backward.
+def cost_of(
+    form: str, backend: str, graph: DeltaGraph, query: Tensor, value: Tensor
+) -> Cost:
+    """What a form takes on this CPU, forward and backward.
 
     Args:
-        choice: Its form and backend.
+        form: ``"state"``, ``"mask"`` or ``"chunk"``.
+        backend: ``"numba"`` or ``"torch"``.
         graph: The graphs.
         query: [V, groups, state channels].
         value: [V, heads, value channels].
     """
+    if backend == "numba":
+        return _cost_of_kernels(form, graph, query, value)
     N, (V, heads, P) = query.size(2), value.shape
-    if choice.form == "mask":
+    if form == "mask":
         sizes = graph.sizes.astype(float)
         acyclic, cyclic = sizes[~graph.is_cyclic], sizes[graph.is_cyclic]
         operations = float((acyclic**2 * (4 * acyclic + 9 * (N + P))).sum())
         operations += float((cyclic**2 * (10 * cyclic + 19 * (N + P))).sum())
         others = float((33 * acyclic**2 + 2e4).sum() + (90 * cyclic**2 + 15e4).sum())
+        others += 300e3 / heads  # some fifty operators
         held = 8 * float((acyclic**2).sum() + 2 * (cyclic**2).sum())
-    elif choice.form == "chunk":
+    elif form == "chunk":
         operations = V * (32.0 * (10 * N + 8 * P + 32) + 9 * N * P)
         others = 2000.0 * V + 100e3 * graph.depth / 32 / heads
         held = V * (4 * 32.0 + 2 * N * P / 32)
-    elif choice.backend == "numba":
-        lanes = N * (-(-P // 16) * 16)  # in whole vectors
-        operations = (11.0 * V + 3.0 * len(graph.row)) * lanes
-        others = (0.65 * V + 0.25 * len(graph.row)) * lanes + 300.0 * V
-        held = float(graph.sizes.max(initial=0)) * lanes
     else:
         numbers = float((V + len(graph.row)) * N * P)
         operations = 7 * numbers
@@ -49,3 +55,57 @@ def cost_of(choice: Choice, graph: DeltaGraph, query: Tensor, value: Tensor) -> 
     seconds = 1e-9 * heads * (_PRODUCT * operations + others)
     memory = value.element_size() * heads * held
     return Cost(heads * operations, seconds, memory)
+
+
+def _cost_of_kernels(
+    form: str, graph: DeltaGraph, query: Tensor, value: Tensor
+) -> Cost:
+    """What a form of the numba backend takes."""
+    (V, groups, N), (_, heads, P) = query.shape, value.shape
+    n, bytes_ = graph.sizes.astype(float), value.element_size()
+    largest = float(n.max(initial=0))
+    threads = max(1, min(torch.get_num_threads(), heads * len(n)))
+    if form == "mask":
+        eliminated = np.where(graph.is_cyclic, 0.67 * n, 0.0)
+        work = n**2 * (eliminated + 8 * N * groups / heads + 6 * P)
+        operations = float(work.sum())
+        others = float((4 * n**2 + 1200 * n + 8e3).sum())
+        memory = 8 * (threads * largest * (6 * largest + 5 * N + 4 * P) + heads * V * P)
+    else:
+        lanes, _ = vector_lanes(np.dtype(f"f{bytes_}"))
+        width = -(-P // lanes) * lanes
+        numbers = float((V + len(graph.row)) * N * width)
+        operations = 7 * numbers
+        # States that leave the cache are read again from memory.
+        streamed = bytes_ * largest * N * width > 1 << 23
+        others = (0.06 + 0.08 * streamed) * bytes_ * numbers + 200.0 * V
+        memory = bytes_ * threads * largest * (N + 3) * width
+    seconds = 1e-9 * heads * (0.05 * operations + others) / threads
+    return Cost(heads * operations, seconds, memory)
+
+
+def why_not_form(call: Call) -> str | None:
+    """Why the form of a call does not fit its graph; None if it does."""
+    graph, form, backend = call.structure, call.choice.form, call.choice.backend
+    if form == "mask":
+        query, value = call.inputs.query, call.inputs.value
+        needed = cost_of(form, backend, graph, query, value).memory
+        if needed <= _MAX_BYTES:
+            return None
+        return (
+            f"form='mask' takes {needed / 2**30:.0f} GiB for matrices of up to "
+            f"{graph.sizes.max()} nodes; use clusters of the graph, or DAGs (see "
+            "'pyg_chimera.transforms.DAGDecomposition'), which have other forms"
+        )
+    if form == "state" and graph.on_cycle.any():
+        node = int(graph.on_cycle.argmax())
+        return (
+            "form='state' is for graphs without cycles, but node "
+            f"{node} is on one; use form='mask' or 'auto'"
+        )
+    if form == "chunk" and not graph.are_paths:
+        return (
+            "form='chunk' is for directed paths, on which a node has one edge into it "
+            "and one out of it at most; use form='auto'"
+        )
+    return None

@@ -1,25 +1,49 @@
-"""The delta rule on the CPU, jitted."""
+"""The delta rule on the CPU, jitted, in two forms."""
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.delta_scan import state_sweeps, torch_backend
+from pyg_chimera.ops.common.numba_runtime import arrays
+from pyg_chimera.ops.delta_scan import dense_masks, state_sweeps
+from pyg_chimera.ops.delta_scan.cost_model import why_not_form
+from pyg_chimera.ops.resolvent.row_sweeps import Factors
 
 DEVICES = ("cpu",)
+FORMS = ("mask", "state")
 
 
 def why_not(call: Call) -> str | None:
-    """It carries states along DAGs."""
-    if call.choice.form != "state":
-        return f"form={call.choice.form!r} has no numba backend; use backend='torch'"
-    return torch_backend.why_not(call)
+    """It computes everything, but has no chunks."""
+    if call.choice.form not in FORMS:
+        return (
+            f"form={call.choice.form!r} has no numba backend; use backend='torch' or "
+            "'auto'"
+        )
+    return why_not_form(call)
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P], and what `backward` needs again."""
-    return state_sweeps.forward(call)
+    if call.choice.form == "state":
+        return state_sweeps.forward(call), ()
+    operands = arrays(*call.inputs[:5])
+    out, written, factors = dense_masks.forward(call.structure, *operands)
+    dtype = call.inputs.value.dtype  # of what is saved, whatever is in it
+    saved = (torch.from_numpy(x).flatten().view(dtype) for x in (written, *factors))
+    return torch.from_numpy(out), tuple(saved)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta, edge weight, and if given of surprise."""
-    return state_sweeps.backward(call, saved, grad)
+    if call.choice.form == "state":
+        return state_sweeps.backward(call, grad)
+    query, key, _, beta, weight, dy = arrays(*call.inputs[:5], grad)
+    written, *parts = (x.numpy().view(np.float64) for x in saved)
+    factors = Factors(*(x.reshape(dy.shape[1], -1) for x in parts))
+    grads = dense_masks.backward(
+        call.structure, query, key, beta, weight, written.reshape(dy.shape), factors,
+        dy,
+    )  # fmt: skip
+    return tuple(map(torch.from_numpy, grads))

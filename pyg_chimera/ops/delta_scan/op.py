@@ -26,8 +26,6 @@ __all__ = ["delta_scan"]
 
 _FORMS = ("auto", "state", "mask", "chunk")
 
-#: The forms that each backend has, preferred ones first.
-_FORMS_OF = {"numba": ("state",), "torch": ("mask", "state", "chunk")}
 #: Bytes of matrices that the mask form may hold where there is another one.
 _MAX_MASK_BYTES = 1 << 30
 #: How far from one the length of a key may be, rounded to bfloat16.
@@ -73,37 +71,39 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
 
     def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
         inputs, graph = call.inputs, call.structure
-        backends, reason = self.usable(inputs), self.reason(inputs)
+        usable, reason = self.usable(inputs), self.reason(inputs)
         cyclic = bool(graph.on_cycle.any())
-        if backends == ["reference"]:
+        if usable == ["reference"]:
             solver = "dense" if cyclic else "scan"
             return [Choice(self.name, solver, "state", "reference", reason)]
 
-        def choice(form: str) -> Choice:
+        def choice(form: str, backend: str) -> Choice:
             solver = "scan"
             if form == "mask":
                 solver = "dense" if cyclic else "triangular"
-            able = [x for x in backends if form in _FORMS_OF[x]]
-            found = Choice(self.name, solver, form, (able or backends)[0], reason)
-            cost = cost_of(found, graph, inputs.query, inputs.value)
-            return found._replace(cost=cost)
+            cost = cost_of(form, backend, graph, inputs.query, inputs.value)
+            return Choice(self.name, solver, form, backend, reason, cost)
 
         if inputs.surprise is not None:
-            return [choice("state")._replace(reason=f"{reason}; surprise needs states")]
+            only = choice("state", usable[0])
+            return [only._replace(reason=f"{reason}; surprise needs states")]
         if inputs.form != "auto":
-            found = [choice(inputs.form)]
+            forms = [inputs.form]
         else:
-            found = [choice("mask")]
-            if not cyclic:
-                found.append(choice("state"))
-            if graph.are_paths:
-                found.append(choice("chunk"))
+            forms = ["mask", *([] if cyclic else ["state"])]
+            forms += ["chunk"] if graph.are_paths else []
+        found = [
+            choice(form, backend)
+            for form in forms
+            for backend in usable
+            if form in self.backends[backend].FORMS
+        ] or [choice(inputs.form, usable[0])]
         small = [x for x in found if x.form != "mask" or _fits(x)] or found
         small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
         if inputs.value.device.type != "cpu":  # where nobody has measured it
             small = [x._replace(cost=None) for x in small]
         best, *others = small
-        if others:
+        if len({x.form for x in small}) > 1:
             best = best._replace(reason=f"{reason}; {WHY_FORM[best.form]}")
         elif inputs.form == "auto":
             why = "cycles need matrices" if cyclic else "matrices would not fit"
@@ -265,9 +265,9 @@ def delta_scan(
             level by level (linear in its edges), :obj:`"chunk"` combines both, in
             chunks of directed paths (the WY form of DeltaNet). All give the same
             result. (default: :obj:`"auto"`, whichever is faster)
-        backend (str, optional): :obj:`"numba"` (states, on the CPU), :obj:`"torch"`
-            (any device), :obj:`"reference"` (dense, slow, for tests). (default:
-            :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
+            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
+            (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
@@ -278,8 +278,9 @@ def delta_scan(
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
             outside of :math:`[0, 2]`, :obj:`surprise` is not positive, a row of
-            :math:`|\mathbf{A}|` on a cycle sums to one or more, or if an option is
-            unknown or does not fit.
+            :math:`|\mathbf{A}|` on a cycle sums to one or more, or so nearly one
+            beside reflections that :obj:`backend="numba"` loses too much, or if an
+            option is unknown or does not fit.
         TypeError: If a tensor has a wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)

@@ -15,68 +15,56 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
+from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped, summed
 from pyg_chimera.ops.common.simd import (
     fma,
     lanes,
     load,
     load_part,
     pointer,
+    row_totals,
     splat,
     store,
     store_part,
-    total,
     vector_lanes,
     zeros,
 )
-from pyg_chimera.ops.common.vector_kit import clear
+from pyg_chimera.ops.common.vector_kit import clear, inner_product
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
+from pyg_chimera.ops.delta_scan.ordered_blocks import ordered_blocks
 from pyg_chimera.ops.structure.csr import sorted_rows
 
 __all__ = ["backward", "forward"]
 
 
-class _Sweep(NamedTuple):
-    """Nodes by position: block by block, in topological order."""
+class _Children(NamedTuple):
+    """The edges by the positions that they come from."""
 
-    ptr: np.ndarray  #: [T + 1], the first position of each block
-    node: np.ndarray  #: [V], the node at each position
-    parent_ptr: np.ndarray  #: [V + 1], first of the edges into each position, ...
-    parent: np.ndarray  #: [E], ... the positions they come from ...
-    edge: np.ndarray  #: [E], ... and their numbers
-    child_ptr: np.ndarray  #: [V + 1], the same edges by where they come from
-    child: np.ndarray  #: [E]
-    child_edge: np.ndarray  #: [E]
+    ptr: np.ndarray  #: [V + 1], the first edge from each position ...
+    child: np.ndarray  #: [E], ... where it leads to ...
+    edge: np.ndarray  #: [E], ... and its number
     held: np.ndarray  #: [T], how many positions edges lead back at most, and one more
 
 
-def _sweep(graph: DeltaGraph) -> _Sweep:
-    """The positions of a DAG, found once."""
-    if "sweep" not in graph.tables:
-        position = np.empty_like(graph.order)
-        position[graph.order] = np.arange(graph.num_nodes)
-        tail, head = position[graph.col], position[graph.row]
-        parents = sorted_rows(head, tail, graph.num_nodes)
-        children = sorted_rows(tail, head, graph.num_nodes)
+def _children(graph: DeltaGraph) -> _Children:
+    """The children of a DAG, found once."""
+    if _Children not in graph.tables:
+        blocks = ordered_blocks(graph)
+        rows = sorted_rows(blocks.edge_col, blocks.edge_row, graph.num_nodes)
         held = np.ones(len(graph.sizes), np.int64)
-        np.maximum.at(held, graph.block[graph.row], head - tail + 1)
-        graph.tables["sweep"] = _Sweep(
-            np.append(0, np.cumsum(graph.sizes)),
-            graph.order,
-            *(parents.ptr, parents.col, parents.entry),
-            *(children.ptr, children.col, children.entry),
-            held,
-        )
-    return graph.tables["sweep"]
+        back = blocks.edge_row - blocks.edge_col + 1
+        np.maximum.at(held, graph.block[graph.row[blocks.edge]], back)
+        edge = blocks.edge[rows.entry]
+        graph.tables[_Children] = _Children(rows.ptr, rows.col, edge, held)
+    return graph.tables[_Children]
 
 
-def _operands(call: Call) -> tuple[_Sweep, list[np.ndarray], np.ndarray]:
-    """Positions, the five inputs, and what errors are measured by, if at all."""
+def _scale(call: Call) -> np.ndarray:
+    """What squares of errors are multiplied by, [heads], or nothing."""
     surprise, value = call.inputs.surprise, call.inputs.value
-    scale = value.new_empty(0)
-    if surprise is not None:
-        scale = 1 / (surprise * max(value.size(2), 1))
-    return _sweep(call.structure), arrays(*call.inputs[:5]), scale.numpy()
+    if surprise is None:
+        return value.new_empty(0).numpy()
+    return (1 / (surprise * max(value.size(2), 1))).numpy()
 
 
 def _width(value: np.ndarray) -> int:
@@ -85,60 +73,63 @@ def _width(value: np.ndarray) -> int:
     return max(1, -(-value.shape[2] // vector)) * vector
 
 
-def _costs(sweep: _Sweep, key: np.ndarray, value: np.ndarray) -> np.ndarray:
+def _costs(graph: DeltaGraph, key: np.ndarray, value: np.ndarray) -> np.ndarray:
     """Of the tasks: block, head."""
-    work = 0.3 * np.diff(sweep.ptr) * key.shape[2] * _width(value)
+    work = 0.3 * graph.sizes * key.shape[2] * _width(value)
     return np.repeat(work, value.shape[1])
 
 
-def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output; states are computed anew for gradients."""
-    sweep, (query, key, value, beta, weight), scale = _operands(call)
+def forward(call: Call) -> Tensor:
+    """The output [V, heads, P]."""
+    graph, children = call.structure, _children(call.structure)
+    query, key, value, beta, weight = arrays(*call.inputs[:5])
     out, width = np.empty_like(value), _width(value)
-    held = int(sweep.held.max(initial=1))
+    held = int(children.held.max(initial=1))
     run(
         _forward_blocks,
-        _costs(sweep, key, value),
+        _costs(graph, key, value),
         (held * key.shape[2] + 2) * width,
         value.dtype,
-        *(sweep.ptr, sweep.node, sweep.parent_ptr, sweep.parent, sweep.edge),
-        *(sweep.held, query, key, value, beta, weight, scale, out, width),
+        *(ordered_blocks(graph), children, query, key, value, beta, weight),
+        *(_scale(call), out, width),
     )
-    return torch.from_numpy(out), ()
+    return torch.from_numpy(out)
 
 
-def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta, edge weight, and if given of surprise.
 
     With the adjoint Z of a state and a strength b, that of S' is Z - b k x^T - q e^T,
     where x = Z^T k, and e is the adjoint of what is read to be surprised.
     """
-    sweep, (query, key, value, beta, weight), scale = _operands(call)
-    (V, heads, _), (groups, N), width = value.shape, key.shape[1:], _width(value)
+    graph, children = call.structure, _children(call.structure)
+    query, key, value, beta, weight = arrays(*call.inputs[:5])
+    (V, heads, P), (groups, N), width = value.shape, key.shape[1:], _width(value)
     # The heads of a group write to parts of their own, summed below.
     dq, dk = (np.empty((V, heads, N), value.dtype) for _ in range(2))
     dv, d_beta, d_weight = (np.empty_like(x) for x in (value, beta, weight))
-    d_scale = np.zeros((len(sweep.held), heads), value.dtype)
-    largest = int(np.diff(sweep.ptr).max(initial=0))
-    held = int(sweep.held.max(initial=1))
+    d_scale = np.zeros((len(graph.sizes), heads), value.dtype)
+    largest, held = (int(x.max(initial=1)) for x in (graph.sizes, children.held))
+    vector, _ = vector_lanes(value.dtype)
     run(
         _backward_blocks,
-        3 * _costs(sweep, key, value),
-        ((largest + held) * N + 2 * largest + 3) * width + 2 * largest,
+        3 * _costs(graph, key, value),
+        ((largest + held) * N + 2 * largest + 3) * width
+        + largest // vector * vector
+        + vector
+        + 2 * (N + vector) * vector,
         value.dtype,
-        *sweep,
-        *(query, key, value, beta, weight, scale, *arrays(grad)),
-        *(dq, dk, dv, d_beta, d_weight, d_scale, width, largest),
+        *(ordered_blocks(graph), children, query, key, value, beta, weight),
+        *(_scale(call), *arrays(grad), dq, dk, dv, d_beta, d_weight, d_scale),
+        *(width, largest),
     )
-    grads = [
-        torch.from_numpy(x.reshape(V, groups, heads // groups, N).sum(2))
-        for x in (dq, dk)
-    ]
-    grads += map(torch.from_numpy, (dv, d_beta, d_weight))
+    shape = (V, groups, heads // groups, N)
+    sums = (summed(x.reshape(shape), (2,)) for x in (dq, dk))
+    grads = [torch.from_numpy(x) for x in (*sums, dv, d_beta, d_weight)]
     surprise = call.inputs.surprise
     if surprise is not None:
         of_scale = torch.from_numpy(d_scale.sum(0))
-        grads.append(-of_scale / (surprise.square() * max(value.shape[2], 1)))
+        grads.append(-of_scale / (surprise.square() * max(P, 1)))
     return tuple(grads)
 
 
@@ -179,20 +170,11 @@ def _read(state, q, k, v, error, surprise, num_keys, P, width):  # type: ignore[
 
 
 @jit
-def _product(x, y, size):  # type: ignore[no-untyped-def]
-    """The product of two padded rows."""
-    sums = zeros(x)
-    for p in range(0, size, lanes(x)):
-        sums = fma(load(x + p), load(y + p), sums)
-    return total(sums)
-
-
-@jit
 def _excess(surprise, width, scale, h, most):  # type: ignore[no-untyped-def]
     """A node's surprise, of which the sigmoid is the share of beta that it writes."""
     if scale.shape[0] == 0:
         return most
-    return _product(surprise, surprise, width) * scale[h]
+    return inner_product(surprise, surprise, width) * scale[h]
 
 
 @jit
@@ -211,8 +193,8 @@ def _write(state, k, error, num_keys, width, strength):  # type: ignore[no-untyp
 
 @jit
 def _forward_blocks(  # type: ignore[no-untyped-def]
-    first, last, stop, scratch, block_ptr, node, parent_ptr, parent, edge, held, query,
-    key, value, beta, weight, scale, out, width,
+    first, last, stop, scratch, blocks, children, query, key, value, beta, weight,
+    scale, out, width,
 ):  # fmt: skip
     _, heads, P = value.shape
     _, groups, num_keys = key.shape
@@ -221,21 +203,23 @@ def _forward_blocks(  # type: ignore[no-untyped-def]
     surprise, states = error + width, error + 2 * width
     for task in range(first, last):
         block, h = task // heads, task % heads
-        start, ring = block_ptr[block], held[block]
-        for i in range(start, block_ptr[block + 1]):
+        start, ring = blocks.ptr[block], children.held[block]
+        for i in range(start, blocks.ptr[block + 1]):
             if stopped(stop):
                 return
-            row = node[i] * groups + h // (heads // groups)
-            q, k = pointer(query) + row * num_keys, pointer(key) + row * num_keys
-            row = (node[i] * heads + h) * P
+            u = blocks.node[i]
+            row = (u * groups + h // (heads // groups)) * num_keys
+            q, k = pointer(query) + row, pointer(key) + row
+            row = (u * heads + h) * P
             v, y = pointer(value) + row, pointer(out) + row
             state = states + (i - start) % ring * size
             _gather(
-                state, states, ring, size, start, i, parent_ptr, parent, edge, weight, h
-            )
+                state, states, ring, size, start, i, blocks.edge_ptr, blocks.edge_col,
+                blocks.edge, weight, h,
+            )  # fmt: skip
             _read(state, q, k, v, error, surprise, num_keys, P, width)
             x = _excess(surprise, width, scale, h, most)
-            strength = beta[node[i], h] * _sigmoid(x, one)
+            strength = beta[u, h] * _sigmoid(x, one)
             _write(state, k, error, num_keys, width, strength)
             # What is read changes by as much as query and key agree.
             agree = one - one
@@ -249,53 +233,55 @@ def _forward_blocks(  # type: ignore[no-untyped-def]
 
 @jit
 def _backward_blocks(  # type: ignore[no-untyped-def]
-    first, last, stop, scratch, block_ptr, node, parent_ptr, parent, edge, child_ptr,
-    child, child_edge, held, query, key, value, beta, weight, scale, grad, dq, dk, dv,
-    d_beta, d_weight, d_scale, width, largest,
+    first, last, stop, scratch, blocks, children, query, key, value, beta, weight,
+    scale, grad, dq, dk, dv, d_beta, d_weight, d_scale, width, largest,
 ):  # fmt: skip
     _, heads, P = value.shape
     _, groups, num_keys = key.shape
     size, one, most = num_keys * width, value.dtype.type(1), value.dtype.type(np.inf)
     # Of all nodes of a block: S, errors, surprises; then what one node needs.
     states = pointer(scratch)
+    step = lanes(states)
     errors = states + largest * size
     surprises = errors + largest * width
     excess = surprises + largest * width
-    dy = excess + largest
+    dy = excess + (largest // step + 1) * step
     d_error, d_read = dy + width, dy + 2 * width
-    adjoints = dy + 3 * width
+    to_query = dy + 3 * width
+    to_key = to_query + (num_keys + step) * step
+    adjoints = to_key + (num_keys + step) * step
     for task in range(first, last):
         block, h = task // heads, task % heads
         g = h // (heads // groups)
-        start, end, ring = block_ptr[block], block_ptr[block + 1], held[block]
+        start, end = blocks.ptr[block], blocks.ptr[block + 1]
+        ring = children.held[block]
         for i in range(start, end):
             if stopped(stop):
                 return
-            row = (node[i] * groups + g) * num_keys
-            n, q, k = i - start, pointer(query) + row, pointer(key) + row
+            u, n = blocks.node[i], i - start
+            row = (u * groups + g) * num_keys
+            q, k = pointer(query) + row, pointer(key) + row
             state, error, surprise = (
                 states + n * size, errors + n * width, surprises + n * width
             )  # fmt: skip
             _gather(
-                state, states, largest, size, start, i, parent_ptr, parent, edge,
-                weight, h,
+                state, states, largest, size, start, i, blocks.edge_ptr,
+                blocks.edge_col, blocks.edge, weight, h,
             )  # fmt: skip
-            v = pointer(value) + (node[i] * heads + h) * P
+            v = pointer(value) + (u * heads + h) * P
             _read(state, q, k, v, error, surprise, num_keys, P, width)
             excess[n] = _excess(surprise, width, scale, h, most)
-            strength = beta[node[i], h] * _sigmoid(excess[n], one)
+            strength = beta[u, h] * _sigmoid(excess[n], one)
             _write(state, k, error, num_keys, width, strength)
         d_scale[block, h] = one - one
         for i in range(end - 1, start - 1, -1):
             if stopped(stop):
                 return
-            u, n = node[i], i - start
+            u, n = blocks.node[i], i - start
             row = (u * groups + g) * num_keys
             q, k = pointer(query) + row, pointer(key) + row
-            row = (u * heads + h) * num_keys
-            of_query, of_key = pointer(dq) + row, pointer(dk) + row
             row = (u * heads + h) * P
-            for p in range(0, width, lanes(dy)):
+            for p in range(0, width, step):
                 store(dy + p, load_part(pointer(grad) + (row + p), P - p))
             state, error, surprise = (
                 states + n * size, errors + n * width, surprises + n * width
@@ -304,76 +290,83 @@ def _backward_blocks(  # type: ignore[no-untyped-def]
             strength = share * beta[u, h]
             adjoint = adjoints + n % ring * size
             _gather(
-                adjoint, adjoints, ring, size, start, i, child_ptr, child, child_edge,
-                weight, h,
+                adjoint, adjoints, ring, size, start, i, children.ptr, children.child,
+                children.edge, weight, h,
             )  # fmt: skip
             _read_back(
-                state, adjoint, q, k, dy, error, d_error, of_query, of_key, strength,
+                state, adjoint, q, k, dy, error, d_error, to_query, to_key, strength,
                 num_keys, width,
             )  # fmt: skip
-            of_strength = _product(d_error, error, width)
+            of_strength = inner_product(d_error, error, width)
             d_beta[u, h] = share * of_strength
             of_surprise = one - one
             if scale.shape[0] > 0:
                 slope = of_strength * strength * _sigmoid(-excess[n], one)
-                d_scale[block, h] += slope * _product(surprise, surprise, width)
+                d_scale[block, h] += slope * inner_product(surprise, surprise, width)
                 of_surprise = (slope + slope) * scale[h]
-            for p in range(0, width, lanes(dy)):
+            for p in range(0, width, step):
                 by_key = splat(strength) * load(d_error + p)
                 by_query = splat(of_surprise) * load(surprise + p)
                 store(d_error + p, by_key)
                 store(d_read + p, by_query)
                 store_part(pointer(dv) + (row + p), by_key + by_query, P - p)
             _mend_back(
-                state, adjoint, q, k, error, d_error, d_read, of_query, of_key,
+                state, adjoint, q, k, error, d_error, d_read, to_query, to_key,
                 strength, num_keys, width,
             )  # fmt: skip
-            for x in range(parent_ptr[i], parent_ptr[i + 1]):
-                before = states + (parent[x] - start) * size
-                d_weight[edge[x], h] = _product(adjoint, before, size)
+            row = (u * heads + h) * num_keys
+            for a in range(0, num_keys, step):
+                left, at = num_keys - a, a * step
+                store_part(pointer(dq) + (row + a), row_totals(to_query + at), left)
+                store_part(pointer(dk) + (row + a), row_totals(to_key + at), left)
+            for x in range(blocks.edge_ptr[i], blocks.edge_ptr[i + 1]):
+                before = states + (blocks.edge_col[x] - start) * size
+                d_weight[blocks.edge[x], h] = inner_product(adjoint, before, size)
 
 
 @jit
 def _read_back(  # type: ignore[no-untyped-def]
-    state, adjoint, q, k, dy, error, found, of_query, of_key, strength, num_keys, width,
+    state, adjoint, q, k, dy, error, found, to_query, to_key, strength, num_keys, width,
 ):  # fmt: skip
     """Adds q dy^T to the adjoint Z of S, leaves Z^T k, and what of the gradients of
-    query and key comes from reading S, and from writing.
+    query and key comes from reading S, and from writing: vectors to be summed up.
     """
     clear(found, width)
+    b, step = splat(strength), lanes(state)
     for a in range(num_keys):
-        to_query, to_key = zeros(state), zeros(state)
+        of_query, of_key = zeros(state), zeros(state)
         by_query, by_key = splat(q[a]), splat(k[a])
         at = a * width
-        for p in range(0, width, lanes(state)):
+        for p in range(0, width, step):
             y = load(dy + p)
             z = fma(by_query, y, load(adjoint + at))
             store(adjoint + at, z)
             store(found + p, fma(by_key, z, load(found + p)))
-            to_query = fma(load(state + at), y, to_query)
-            to_key = fma(load(error + p), z, to_key)
-            at += lanes(state)
-        of_query[a] = total(to_query)
-        of_key[a] = strength * total(to_key)
+            of_query = fma(load(state + at), y, of_query)
+            of_key = fma(load(error + p), z, of_key)
+            at += step
+        store(to_query + a * step, of_query)
+        store(to_key + a * step, b * of_key)
 
 
 @jit
 def _mend_back(  # type: ignore[no-untyped-def]
-    state, adjoint, q, k, error, d_error, d_surprise, of_query, of_key, strength,
+    state, adjoint, q, k, error, d_error, d_surprise, to_query, to_key, strength,
     num_keys, width,
 ):  # fmt: skip
     """Makes of the adjoint of S that of S', which key and query have read before."""
+    step = lanes(state)
     for a in range(num_keys):
-        to_query, to_key = zeros(state), zeros(state)
+        of_query, of_key = load(to_query + a * step), load(to_key + a * step)
         by_query, by_key = splat(q[a]), splat(k[a])
         written = splat(strength * k[a])
         at = a * width
-        for p in range(0, width, lanes(state)):
+        for p in range(0, width, step):
             before = load(state + at) - written * load(error + p)
             x, e = load(d_error + p), load(d_surprise + p)
-            to_key = fma(before, x, to_key)
-            to_query = fma(before, e, to_query)
+            of_key = of_key - before * x
+            of_query = of_query - before * e
             store(adjoint + at, load(adjoint + at) - fma(by_key, x, by_query * e))
-            at += lanes(state)
-        of_query[a] = of_query[a] - total(to_query)
-        of_key[a] = of_key[a] - total(to_key)
+            at += step
+        store(to_query + a * step, of_query)
+        store(to_key + a * step, of_key)

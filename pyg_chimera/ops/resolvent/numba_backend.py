@@ -3,17 +3,15 @@
 Elimination in state form is in `supernodal_sweeps`, in chunk form, for paths, in
 `path_factors`; iterations and finite sums are in `sparse_products`. A task of the mask
 form is a (block, heads that share keys), and makes the resolvents of its heads one by
-one.
+one, by `row_sweeps`.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
+from pyg_chimera.ops.common.numba_runtime import arrays, heads_a_task, jit, run, stopped
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     matmul,
@@ -32,6 +30,12 @@ from pyg_chimera.ops.resolvent import (
 )
 from pyg_chimera.ops.resolvent.path_factors import path_scans
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
+from pyg_chimera.ops.resolvent.row_sweeps import (
+    Factors,
+    edge_products,
+    factorize,
+    solve,
+)
 from pyg_chimera.ops.resolvent.sweep_polynomial import (
     check_residual,
     polynomial_of,
@@ -63,9 +67,9 @@ def why_not(call: Call) -> str | None:
 
 def _factors(call: Call) -> tuple:
     """What the form needs, and the pivot growth."""
-    if call.choice.form == "mask":
-        return call.once("factors", lambda: _factorize(call))
     (weight,) = arrays(call.inputs.edge_weight)
+    if call.choice.form == "mask":
+        return call.once("factors", lambda: factorize(call.structure, weight))
     if call.choice.form == "chunk":
         return call.once(
             "paths", lambda: path_factors.factorize(call.structure, weight)
@@ -133,193 +137,6 @@ def _edges(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:
     return symbolic.edge_ptr, symbolic.edge, symbolic.edge_row, symbolic.edge_col
 
 
-# --------------------------------------------------------------------- factorisation
-
-
-class Factors(NamedTuple):
-    """I - A = L U in the precision of the computation, [heads, V or F]."""
-
-    diagonal: np.ndarray  #: reciprocal of the diagonal of U
-    lower: np.ndarray  #: L below its unit diagonal
-    upper: np.ndarray  #: U above its diagonal, transposed: entry x is U[j, i]
-
-
-def _factorize(call: Call) -> tuple[Factors, float]:
-    """Factors I - A without pivoting, in float64.
-
-    Returns the factors in the precision of the weights, and the pivot growth, as
-    :func:`~pyg_chimera.ops.resolvent.multifrontal.factorize` does.
-    """
-    symbolic, edge_weight = call.structure, call.inputs.edge_weight
-    num_heads = edge_weight.size(1)
-    num_nodes, num_entries = symbolic.num_nodes, symbolic.num_entries
-    values = np.zeros((num_heads, num_nodes + 2 * num_entries))
-    values[:, :num_nodes] = 1.0
-    (weight,) = arrays(edge_weight)
-    _scatter(values, symbolic.slot, weight)
-    bounds = (num_nodes, num_nodes + num_entries)
-    diagonal, lower, upper = map(np.ascontiguousarray, np.split(values, bounds, axis=1))
-    growths = np.ones((symbolic.sizes.shape[0], num_heads))
-    run(
-        _factor,
-        np.repeat(symbolic.updates + 4.0 * symbolic.entries, num_heads),
-        7 * int(symbolic.sizes.max(initial=0)),
-        values.dtype,
-        symbolic.roots(),
-        symbolic.ptr,
-        symbolic.lower_ptr,
-        symbolic.lower_col,
-        symbolic.upper_ptr,
-        symbolic.upper_row,
-        symbolic.upper_entry,
-        diagonal,
-        lower,
-        upper,
-        growths,
-    )
-    with np.errstate(divide="ignore", over="ignore"):
-        factors = Factors(
-            (1.0 / diagonal).astype(weight.dtype),
-            lower.astype(weight.dtype),
-            upper.astype(weight.dtype),
-        )
-    return factors, float(growths.max(initial=1.0))
-
-
-@jit
-def _scatter(values, slot, weight):  # type: ignore[no-untyped-def]
-    for e in range(slot.shape[0]):
-        for h in range(weight.shape[1]):
-            values[h, slot[e]] -= weight[e, h]
-
-
-@jit
-def _factor(  # type: ignore[no-untyped-def]
-    first, last, stop, scratch, root, ptr, lower_ptr, lower_col, upper_ptr, upper_row,
-    upper_entry, diagonal, lower, upper, growths,
-):  # fmt: skip
-    num_heads = diagonal.shape[0]
-    for task in range(first, last):
-        if stopped(stop):
-            return
-        block, h = task // num_heads, task % num_heads
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
-        vectors = scratch[: 7 * n].reshape(7, n)
-        vectors[:] = 0
-        work, u_sum, norm, grown = vectors[0], vectors[1], vectors[2], vectors[3]
-        start, by_row, by_column = vectors[4], vectors[5], vectors[6]
-        for i in range(s, s + n):
-            if stopped(stop):
-                return
-            start[i - s] = abs(diagonal[h, i])
-            work[i - s] = diagonal[h, i]
-            for x in range(lower_ptr[i], lower_ptr[i + 1]):
-                work[lower_col[x] - s] = lower[h, x]
-                by_row[i - s] += abs(lower[h, x])
-                by_column[lower_col[x] - s] += abs(lower[h, x])
-            for x in range(upper_ptr[i], upper_ptr[i + 1]):
-                y = upper_entry[x]
-                work[upper_row[x] - s] = upper[h, y]
-                by_row[i - s] += abs(upper[h, y])
-                by_column[upper_row[x] - s] += abs(upper[h, y])
-            r = root[i] - s
-            norm[r] = max(norm[r], start[i - s] + by_row[i - s])
-            # Fill-in holds every place that an earlier row can reach from here.
-            total = 0.0
-            for x in range(lower_ptr[i], lower_ptr[i + 1]):
-                k = lower_col[x]
-                pivot = diagonal[h, k]
-                if pivot == 0.0:
-                    continue
-                factor = work[k - s] / pivot
-                lower[h, x] = factor
-                total += abs(factor) * u_sum[k - s]
-                for y in range(upper_ptr[k], upper_ptr[k + 1]):
-                    work[upper_row[y] - s] -= factor * upper[h, upper_entry[y]]
-            diagonal[h, i] = work[i - s]
-            u_sum[i - s] = abs(work[i - s])
-            for x in range(upper_ptr[i], upper_ptr[i + 1]):
-                upper[h, upper_entry[x]] = work[upper_row[x] - s]
-                u_sum[i - s] += abs(work[upper_row[x] - s])
-            grown[r] = max(grown[r], total + u_sum[i - s])
-            if work[i - s] == 0.0 or not np.isfinite(work[i - s]):
-                grown[r] = np.inf
-        rows, columns = np.ones(n, np.bool_), np.ones(n, np.bool_)
-        for i in range(n):
-            r, bound = root[s + i] - s, start[i] * (1 + 1e-12)
-            rows[r] &= by_row[i] <= bound
-            columns[r] &= by_column[i] <= bound
-        for r in range(n):
-            safe = grown[r] < np.inf and (rows[r] or columns[r])
-            if not safe and grown[r] > growths[block, h] * norm[r]:
-                growths[block, h] = grown[r] / norm[r] if norm[r] > 0 else np.inf
-
-
-# ---------------------------------------------------------------------------- sweeps
-
-
-@jit
-def _solve(  # type: ignore[no-untyped-def]
-    states, s, n, lanes, transpose, stop, column_ptr, column_row, column_entry,
-    diagonal, lower, upper,
-):  # fmt: skip
-    """Solve L U H = X, or its transpose, in place, for rows of `lanes` numbers.
-
-    Down the order a finished row is taken from those it reaches, up the order those
-    are taken from it: both ways only a node's few ancestors are touched at a time.
-    """
-    values = upper if transpose else lower
-    for i in range(n):
-        if stopped(stop):
-            return
-        row = states[i]
-        if transpose:
-            r = diagonal[s + i]
-            for w in range(lanes):
-                row[w] *= r
-        for x in range(column_ptr[s + i], column_ptr[s + i + 1]):
-            target = states[column_row[x] - s]
-            c = values[column_entry[x]]
-            for w in range(lanes):
-                target[w] -= c * row[w]
-    values = lower if transpose else upper
-    for i in range(n - 1, -1, -1):
-        if stopped(stop):
-            return
-        row = states[i]
-        x, end = column_ptr[s + i], column_ptr[s + i + 1]
-        while x + 3 < end:  # a quarter of the loads and stores of `row`
-            r0, r1 = states[column_row[x] - s], states[column_row[x + 1] - s]
-            r2, r3 = states[column_row[x + 2] - s], states[column_row[x + 3] - s]
-            c0, c1 = values[column_entry[x]], values[column_entry[x + 1]]
-            c2, c3 = values[column_entry[x + 2]], values[column_entry[x + 3]]
-            for w in range(lanes):
-                row[w] -= c0 * r0[w] + c1 * r1[w] + c2 * r2[w] + c3 * r3[w]
-            x += 4
-        while x < end:
-            r0, c0 = states[column_row[x] - s], values[column_entry[x]]
-            for w in range(lanes):
-                row[w] -= c0 * r0[w]
-            x += 1
-        if not transpose:
-            r = diagonal[s + i]
-            for w in range(lanes):
-                row[w] *= r
-
-
-@jit
-def _edge_products(  # type: ignore[no-untyped-def]
-    adjoints, states, s, lanes, begin, stop, edge, edge_row, edge_col, grad_weight,
-):  # fmt: skip
-    """Add <G_i, H_j> to the gradient of each edge j -> i."""
-    for x in range(begin, stop):
-        adjoint, state = adjoints[edge_row[x] - s], states[edge_col[x] - s]
-        total = grad_weight[edge[x]]
-        for w in range(lanes):
-            total += adjoint[w] * state[w]
-        grad_weight[edge[x]] = total
-
-
 # ------------------------------------------------------------------------- mask form
 
 
@@ -327,7 +144,7 @@ def _mask_forward(call: Call, factors: Factors) -> Tensor:
     """The output (L * Q K^T) V, block by block."""
     symbolic = call.structure
     q, k, v = arrays(*call.inputs[:3])
-    share = _share(symbolic, q, v)
+    share = heads_a_task(len(symbolic.sizes), q.shape[1], v.shape[1])
     out = np.empty_like(v)
     run(
         _mask_forward_blocks,
@@ -352,7 +169,7 @@ def _mask_backward(call: Call, factors: Factors, dy: np.ndarray) -> tuple[Tensor
     """
     symbolic = call.structure
     q, k, v = arrays(*call.inputs[:3])
-    share = _share(symbolic, q, v)
+    share = heads_a_task(len(symbolic.sizes), q.shape[1], v.shape[1])
     parts = v.shape[1] // q.shape[1] // share
     dq = np.empty((parts, *q.shape), q.dtype)
     dk, dv = np.empty_like(dq), np.empty_like(v)
@@ -379,13 +196,6 @@ def _mask_backward(call: Call, factors: Factors, dy: np.ndarray) -> tuple[Tensor
         torch.from_numpy(x[0] if parts == 1 else x.sum(0)) for x in (dq, dk)
     )
     return grad_query, grad_key, torch.from_numpy(dv), torch.from_numpy(dw)
-
-
-def _share(symbolic: SymbolicFactor, query: np.ndarray, value: np.ndarray) -> int:
-    """How many heads of a group a task takes: all, if threads have enough tasks."""
-    groups, heads = query.shape[1], value.shape[1]
-    enough = symbolic.sizes.shape[0] * groups >= 4 * torch.get_num_threads()
-    return heads // groups if enough else 1
 
 
 def _mask_costs(
@@ -444,7 +254,7 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
         matmul(scores, k, qt)
         for h in range(head, head + share):
             set_identity(mask)
-            _solve(
+            solve(
                 mask, s, n, m, True, stop, column_ptr, column_row, column_entry,
                 diagonal[h], lower[h], upper[h],
             )  # fmt: skip
@@ -493,7 +303,7 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
         d_scores[:] = 0
         for h in range(head, head + share):
             set_identity(L)
-            _solve(
+            solve(
                 L, s, n, m, False, stop, column_ptr, column_row, column_entry,
                 diagonal[h], lower[h], upper[h],
             )  # fmt: skip
@@ -510,11 +320,11 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
                 for j in range(m):
                     target[j] = d_mask[j] * right[j]
                     total[j] += d_mask[j] * left[j]
-            _solve(
+            solve(
                 adjoint, s, n, m, True, stop, column_ptr, column_row,
                 column_entry, diagonal[h], lower[h], upper[h],
             )  # fmt: skip
-            _edge_products(
+            edge_products(
                 adjoint, L, s, m, edge_ptr[block], edge_ptr[block + 1], edge, edge_row,
                 edge_col, grad_weight[:, h],
             )  # fmt: skip

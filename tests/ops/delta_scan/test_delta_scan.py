@@ -3,6 +3,7 @@
 import math
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,11 @@ from operators import OPERATORS, computed, example, make_case, structure
 
 from pyg_chimera.ops import CycleError, dag_scan, delta_scan, explain
 from pyg_chimera.ops.delta_scan import path_chunks
+from pyg_chimera.ops.delta_scan.block_elimination import (
+    SIDE,
+    eliminate,
+    solve,
+)
 from pyg_chimera.ops.delta_scan.tensors import unit_lower_inverse
 
 FORMS = ("mask", "state", "chunk")
@@ -110,16 +116,87 @@ def test_weights_of_zero_and_below(form):
         assert_near(x, y)
 
 
-def test_cycles_that_hardly_lose_anything():
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_cycles_that_hardly_lose_anything(backend):
     """In float32: L is a hundred times what is left of a state."""
     case = make_case(
         OPERATORS["delta_scan"], structure([(0, 1), (1, 2), (2, 0), (0, 0)], 3)
     )
     case = case.changed(edge_weight=1.1 * case.floats["edge_weight"])  # rows of 0.99
     want = computed(case, {"backend": "reference"})
-    got = computed(case.to(torch.float32), {})
+    got = computed(case.to(torch.float32), {"backend": backend})
     for name, x in want.items():
         assert_near(got[name], x, 1e-5, name)
+
+
+def reflected(lost):
+    """Pairs of nodes that reflect one key: the smallest pivots there are."""
+    pairs = 20
+    first = torch.arange(0, 2 * pairs, 2)
+    index = torch.cat([torch.stack([first, first + 1]), path(2 * pairs)[:, 1::2]], 1)
+    index = torch.cat([index, index.flip(0)], 1)
+    x = inputs(2 * pairs, index.size(1))
+    x[1] = x[1][:1].expand_as(x[1])
+    x[3] = torch.full_like(x[3], 2)
+    own = index[0] // 2 == index[1] // 2
+    x[4] = torch.where(own, 1 - lost, lost / 100).double()[:, None].expand(-1, 2)
+    return x, index
+
+
+@pytest.mark.parametrize("lost", [1e-1, 1e-3, 1e-4])
+def test_reflections_that_nearly_all_come_back(lost):
+    """Conditions are those of the matrices, 1 / lost^2, with pivots or without."""
+    x, index = reflected(lost)
+    for y, z in zip(
+        results(lambda *x: delta_scan(*x[:4], index, x[4], backend="numba"), x),
+        results(lambda *x: delta_scan(*x[:4], index, x[4], backend="reference"), x),
+        strict=True,
+    ):
+        assert_near(y, z, 1e-15 / lost**2)
+
+
+def test_reflections_that_take_pivots():
+    x, index = reflected(1e-7)
+    with pytest.raises(ValueError, match=r"'edge_weight' has rows .* so nearly one"):
+        delta_scan(*x[:4], index, x[4], backend="numba")
+
+
+@pytest.mark.parametrize("n", [1, SIDE, 3 * SIDE, 3 * SIDE + 5])
+@pytest.mark.parametrize("triangular", [False, True])
+def test_block_elimination(n, triangular):
+    generator = np.random.default_rng(0)
+    M = np.eye(n) + generator.uniform(-0.5, 0.5, (n, n)) / n
+    M = np.tril(M) if triangular else M
+    X = generator.standard_normal((n, 3))
+    factors, inverse, stop = M.copy(), np.empty((n, SIDE)), np.zeros(1, np.int64)
+    if triangular:
+        block = np.arange(n) // SIDE
+        factors[block[:, None] < block] = np.nan
+    spare = np.empty(SIDE * (n + 3))
+    eliminate(factors, inverse, spare, triangular, stop)
+    for matrix, transposed in ((M, False), (M.T, True)):
+        found = X.copy()
+        solve(factors, inverse, found, spare, triangular, transposed)
+        assert abs(matrix @ found - X).max() < 1e-13
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_heads_of_a_group_share_tasks_or_do_not(threads):
+    """Threads that would have too few tasks take heads apart, and value channels."""
+    torch.set_num_threads(threads)
+    index = torch.cat([path(30), path(30).flip(0)], 1)
+    for edges, form in ((index, "mask"), (path(30), "mask"), (path(30), "state")):
+        x = inputs(30, edges.size(1), heads=4, keys=5, channels=37)
+        x[:2] = x[0][:, :2], x[1][:, :2]
+        x[4] = x[4] / 3
+
+        def run(*x, edges=edges, **options):
+            return delta_scan(*x[:4], edges, x[4], **options)
+
+        got = results(lambda *x: run(*x, form=form, backend="numba"), x)  # noqa: B023
+        want = results(lambda *x: run(*x, form="mask", backend="torch"), x)
+        for y, z in zip(got, want, strict=True):
+            assert_near(y, z)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -201,18 +278,24 @@ def test_chunks_and_slabs_of_any_size(size, most, monkeypatch):
 
 
 def test_what_is_taken():
-    """States on DAGs, matrices where there are cycles, chunks on paths elsewhere."""
+    """Chunks on paths and large states, states on DAGs, matrices on small graphs and
+    where there are cycles.
+    """
 
-    def form(index, num_nodes, **options):
-        x = inputs(num_nodes, index.size(1), heads=1, keys=16, channels=16)
-        return explain("delta_scan", *x[:4], index, x[4] / 9, **options).form
+    def taken(index, num_nodes, size=64, **options):
+        x = inputs(num_nodes, index.size(1), heads=1, keys=size, channels=size)
+        choice = explain("delta_scan", *x[:4], index, x[4] / 9, **options)
+        return choice.form, choice.backend
 
     tree = torch.stack([torch.arange(1, 3000) // 2, torch.arange(1, 3000)])
-    assert form(path(4096), 4096) == "state"
-    assert form(path(4096), 4096, backend="torch") == "chunk"
-    assert form(tree, 3000) == "state"
-    assert form(torch.cat([path(50), path(50).flip(0)], 1), 50) == "mask"
-    assert form(tree, 3000, form="mask") == "mask"
+    cycles = torch.cat([path(50), path(50).flip(0)], 1)
+    assert taken(path(4096), 4096) == ("chunk", "torch")
+    assert taken(path(4096), 4096, size=16) == ("state", "numba")
+    assert taken(tree, 3000) == ("state", "numba")
+    assert taken(tree[:, :20], 21) == ("mask", "numba")
+    assert taken(cycles, 50) == ("mask", "numba")
+    assert taken(tree[:, :200], 201, form="mask") == ("mask", "numba")
+    assert taken(cycles, 50, backend="torch") == ("mask", "torch")
 
 
 def test_states_of_large_dags_are_not_held_in_pairs():

@@ -1,0 +1,427 @@
+"""The mask form on the CPU: a linear system for each block and head, in float64.
+
+A task is a (block, heads that share keys). It makes L by sparse elimination, or along
+the edges where there are no cycles, and eliminates M = I + diag(b) F as
+`block_elimination` says. Only u, what nodes write, and the factors of I - A are kept
+for the backward pass: all that is [n, n] stays in a core's cache, and is made anew. For
+the formulas of the gradients, see `matrices`.
+"""
+
+import numpy as np
+
+from pyg_chimera.ops.common.numba_runtime import (
+    heads_a_task,
+    inlined,
+    jit,
+    run,
+    stopped,
+    summed,
+)
+from pyg_chimera.ops.common.simd import (
+    ADD,
+    SUBTRACT,
+    fma,
+    lanes,
+    load,
+    pointer,
+    splat,
+    store,
+)
+from pyg_chimera.ops.common.vector_kit import (
+    LANES,
+    matmul,
+    put,
+    set_identity,
+    take,
+    take_transposed,
+)
+from pyg_chimera.ops.delta_scan.block_elimination import (
+    SIDE,
+    eliminate,
+    solve,
+)
+from pyg_chimera.ops.delta_scan.graph import DeltaGraph
+from pyg_chimera.ops.delta_scan.ordered_blocks import factor_of_cycles, ordered_blocks
+from pyg_chimera.ops.resolvent.row_sweeps import Factors, edge_products, factorize
+from pyg_chimera.ops.resolvent.row_sweeps import solve as sweep
+
+__all__ = ["backward", "forward"]
+
+
+#: Rows of gradients of matrices that are made at a time, and stay in the first cache.
+_STRIP = 12
+#: How often what is left of a system is solved for again, and what may be left then.
+_MAX_CORRECTIONS, _MAX_ERROR = 16, 1e-6
+#: Rows of memory that eliminations, solves or strips need for a while.
+_SPARE = max(SIDE, 2 * _STRIP)
+
+
+def _share(graph: DeltaGraph, query: np.ndarray, value: np.ndarray) -> int:
+    return heads_a_task(len(graph.sizes), query.shape[1], value.shape[1])
+
+
+def _costs(
+    graph: DeltaGraph, query: np.ndarray, value: np.ndarray, share: int
+) -> np.ndarray:
+    n, N, P = graph.sizes.astype(float), query.shape[2], value.shape[2]
+    work = n**2 * (0.1 * N + share * (2.0 + 0.15 * P + 0.02 * n)) + 1e3
+    return np.repeat(work, value.shape[1] // share)
+
+
+def _scratch(
+    graph: DeltaGraph, query: np.ndarray, value: np.ndarray, squares: int
+) -> int:
+    """Numbers in so many matrices [n, n], and in all others that a task has."""
+    n = int(graph.sizes.max(initial=0)) + LANES
+    narrow = 5 * query.shape[2] + 5 * value.shape[2] + SIDE
+    return n * (squares * n + narrow) + _SPARE * (n + value.shape[2])
+
+
+def forward(
+    graph: DeltaGraph,
+    query: np.ndarray,
+    key: np.ndarray,
+    value: np.ndarray,
+    beta: np.ndarray,
+    weight: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, Factors]:
+    """The output and what nodes write, [V, heads, P], and the factors of I - A."""
+    pattern, edge = factor_of_cycles(graph)
+    factors, _ = factorize(pattern, weight[edge].astype(np.float64))
+    out, written = np.empty_like(value), np.empty(value.shape)
+    share, wrong = _share(graph, query, value), np.zeros(1)
+    run(
+        _forward_tasks,
+        _costs(graph, query, value, share),
+        _scratch(graph, query, value, 4),
+        written.dtype,
+        ordered_blocks(graph),
+        factors,
+        query,
+        key,
+        value,
+        beta,
+        weight,
+        out,
+        written,
+        wrong,
+        share,
+    )
+    if wrong[0]:
+        raise ValueError(
+            "'edge_weight' has rows on cycles that sum to so nearly one, where 'beta' "
+            "is nearly two, that the rule is not solved accurately without pivots; "
+            "scale it, or use backend='torch'"
+        )
+    return out, written, factors
+
+
+def backward(
+    graph: DeltaGraph,
+    query: np.ndarray,
+    key: np.ndarray,
+    beta: np.ndarray,
+    weight: np.ndarray,
+    written: np.ndarray,
+    factors: Factors,
+    grad: np.ndarray,
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key, value, beta and edge weight."""
+    share = _share(graph, query, grad)
+    parts = grad.shape[1] // query.shape[1] // share
+    dq = np.empty((parts, *query.shape), query.dtype)
+    dk, dv, d_beta = np.empty_like(dq), np.empty_like(grad), np.empty_like(beta)
+    d_weight = np.zeros_like(weight)
+    run(
+        _backward_tasks,
+        2 * _costs(graph, query, grad, share),
+        _scratch(graph, query, grad, 6),
+        written.dtype,
+        ordered_blocks(graph),
+        factors,
+        query,
+        key,
+        beta,
+        weight,
+        written,
+        grad,
+        dq,
+        dk,
+        dv,
+        d_beta,
+        d_weight,
+        share,
+    )
+    return summed(dq, (0,)), summed(dk, (0,)), dv, d_beta, d_weight
+
+
+# ------------------------------------------------------------------------------- tasks
+
+
+@jit
+def _workspace(scratch, count, n, N, P):  # type: ignore[no-untyped-def]
+    """Memory of a task, whose rows of [n, n] are filled up to whole vectors."""
+    m = (n + LANES - 1) // LANES * LANES
+    at = count * n * m
+    squares = scratch[:at].reshape(count, n, m)
+    spare = scratch[at : at + _SPARE * (m + P)]
+    at += _SPARE * (m + P)
+    inverse = scratch[at : at + n * SIDE].reshape(n, SIDE)
+    at += n * SIDE
+    rows = scratch[at : at + 4 * n * N].reshape(2, 2 * n, N)
+    at += 4 * n * N
+    thin = scratch[at : at + 4 * n * P].reshape(4, n, P)
+    at += 4 * n * P
+    columns = scratch[at : at + N * m].reshape(N, m)
+    at += N * m
+    return squares, spare, inverse, rows, thin, columns, scratch[at:]
+
+
+@jit
+def _make_scores(  # type: ignore[no-untyped-def]
+    scores, rows, columns, query, key, nodes, g
+):
+    """Q K^T, and K K^T below it, from Q and K below it, and K^T."""
+    n = nodes.shape[0]
+    take(rows[:n], query, nodes, g)
+    take(rows[n:], key, nodes, g)
+    take_transposed(columns, key, nodes, g)
+    matmul(scores, rows, columns)
+
+
+@jit
+def _make_resolvent(  # type: ignore[no-untyped-def]
+    L, block, h, blocks, factors, weight, stop
+):
+    """(I - A)^-1."""
+    s, end = blocks.ptr[block], blocks.ptr[block + 1]
+    set_identity(L)
+    if not blocks.acyclic[block]:
+        sweep(
+            L, s, L.shape[0], L.shape[1], False, stop, blocks.column_ptr,
+            blocks.column_row, blocks.column_entry, factors.diagonal[h],
+            factors.lower[h], factors.upper[h],
+        )  # fmt: skip
+        return
+    for x in range(blocks.edge_ptr[s], blocks.edge_ptr[end]):
+        source, target = L[blocks.edge_col[x] - s], L[blocks.edge_row[x] - s]
+        w = weight[blocks.edge[x], h]
+        for j in range(L.shape[1]):
+            target[j] += w * source[j]
+
+
+@jit
+def _find_adjoint(  # type: ignore[no-untyped-def]
+    D, block, h, blocks, factors, weight, stop
+):
+    """D <- (I - A)^-T D."""
+    s, end = blocks.ptr[block], blocks.ptr[block + 1]
+    if not blocks.acyclic[block]:
+        sweep(
+            D, s, D.shape[0], D.shape[1], True, stop, blocks.column_ptr,
+            blocks.column_row, blocks.column_entry, factors.diagonal[h],
+            factors.lower[h], factors.upper[h],
+        )  # fmt: skip
+        return
+    for x in range(blocks.edge_ptr[end] - 1, blocks.edge_ptr[s] - 1, -1):
+        source, target = D[blocks.edge_row[x] - s], D[blocks.edge_col[x] - s]
+        w = weight[blocks.edge[x], h]
+        for j in range(D.shape[1]):
+            target[j] += w * source[j]
+
+
+@inlined
+def _strength(beta):  # type: ignore[no-untyped-def]
+    """A beta to divide by: what a node with none of it writes is lost in rounding."""
+    b = np.float64(beta)
+    return 1e-20 if b < 1e-20 else b  # NaN passes
+
+
+@jit
+def _make_system(M, a, L, overlap, beta, nodes, h):  # type: ignore[no-untyped-def]
+    """The rows from a on of I + diag(b) ((L - I) * K K^T), as many as M has."""
+    m = M.shape[1]
+    out, x, y = pointer(M), pointer(L) + a * m, pointer(overlap) + a * m
+    for i in range(M.shape[0]):
+        b = _strength(beta[nodes[a + i], h])
+        factor = splat(b)
+        for at in range(i * m, (i + 1) * m, lanes(out)):
+            store(out + at, factor * load(x + at) * load(y + at))
+        M[i, a + i] = 1.0 + b * (L[a + i, a + i] - 1.0) * overlap[a + i, a + i]
+
+
+@jit
+def _solve(  # type: ignore[no-untyped-def]
+    M, inverse, X, rhs, residual, spare, L, overlap, beta, nodes, h, triangular,
+    transposed,
+):  # fmt: skip
+    """X <- M^-1 X, or M^-T X; returns whether that is right.
+
+    Where nodes reflect, pivots may be small: what is left of the equations is solved
+    for again, as long as that is less and less.
+    """
+    n, m = L.shape
+    reflects = False
+    for i in range(n):
+        reflects |= beta[nodes[i], h] > 1
+    if reflects and not triangular:
+        rhs[:] = X
+    solve(M, inverse, X, spare, triangular, transposed)
+    if triangular or not reflects:
+        return True
+    last = np.inf
+    for _ in range(_MAX_CORRECTIONS):
+        residual[:] = rhs
+        for a in range(0, n, _STRIP):
+            b = min(a + _STRIP, n)
+            strip = spare[: (b - a) * m].reshape(b - a, m)
+            _make_system(strip, a, L, overlap, beta, nodes, h)
+            if transposed:
+                matmul(residual, strip[:, :n].T, X[a:b], SUBTRACT)
+            else:
+                matmul(residual[a:b], strip[:, :n], X, SUBTRACT)
+        solve(M, inverse, residual, spare, triangular, transposed)
+        found, correction = np.abs(X).sum(), np.abs(residual).sum()
+        if not correction < last / 2:
+            break
+        X += residual
+        last = correction
+        if last <= 1e-14 * found:
+            break
+    return not last > _MAX_ERROR * np.abs(X).sum()  # NaN is as right as it can be
+
+
+@jit
+def _multiply(out, left, right):  # type: ignore[no-untyped-def]
+    """The products of the entries of matrices of whole vectors."""
+    target, x, y = pointer(out), pointer(left), pointer(right)
+    for at in range(0, out.size, lanes(target)):
+        store(target + at, load(x + at) * load(y + at))
+
+
+@jit
+def _forward_tasks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, blocks, factors, query, key, value, beta, weight, out,
+    written, wrong, share,
+):  # fmt: skip
+    (_, heads, P), (_, groups, N) = value.shape, query.shape
+    tasks = heads // share
+    for task in range(first, last):
+        block, head = task // tasks, (task % tasks) * share
+        nodes = blocks.node[blocks.ptr[block] : blocks.ptr[block + 1]]
+        n, triangular = nodes.shape[0], blocks.acyclic[block]
+        squares, spare, inverse, rows, thin, columns, _ = _workspace(
+            scratch, 4, n, N, P
+        )
+        scores, overlap, L, M = squares[0], squares[1], squares[2], squares[3]
+        u, y = thin[0], thin[1]
+        both = squares[:2].reshape(2 * n, L.shape[1])
+        _make_scores(both, rows[0], columns, query, key, nodes, head * groups // heads)
+        for h in range(head, head + share):
+            if stopped(stop):
+                return
+            _make_resolvent(L, block, h, blocks, factors, weight, stop)
+            _make_system(M, 0, L, overlap, beta, nodes, h)
+            eliminate(M[:, :n], inverse, spare, triangular, stop)
+            take(u, value, nodes, h)
+            for i in range(n):
+                b = _strength(beta[nodes[i], h])
+                for p in range(P):
+                    u[i, p] *= b
+            solved = _solve(
+                M[:, :n], inverse, u, y, thin[2], spare, L, overlap, beta, nodes, h,
+                triangular, False,
+            )  # fmt: skip
+            if not solved:
+                wrong[0] = 1
+            put(written, u, nodes, h)
+            _multiply(L, L, scores)
+            matmul(y, L[:, :n], u)
+            put(out, y, nodes, h)
+
+
+@jit
+def _backward_tasks(  # type: ignore[no-untyped-def]
+    first, last, stop, scratch, blocks, factors, query, key, beta, weight, written,
+    grad, grad_query, grad_key, grad_value, grad_beta, grad_weight, share,
+):  # fmt: skip
+    (_, heads, P), (_, groups, N) = grad.shape, query.shape
+    tasks = heads // share
+    for task in range(first, last):
+        block, head = task // tasks, (task % tasks) * share
+        g = head * groups // heads
+        part = (head - g * (heads // groups)) // share
+        nodes = blocks.node[blocks.ptr[block] : blocks.ptr[block + 1]]
+        n, triangular = nodes.shape[0], blocks.acyclic[block]
+        squares, spare, inverse, rows, thin, columns, rest = _workspace(
+            scratch, 6, n, N, P
+        )
+        scores, overlap, L, M = squares[0], squares[1], squares[2], squares[3]
+        u, x, dy, m = thin[0], thin[1], thin[2], L.shape[1]
+        ut = rest[: P * m].reshape(P, m)
+        both = squares[:2].reshape(2 * n, m)
+        _make_scores(both, rows[0], columns, query, key, nodes, g)
+        squares[4:] = 0
+        for h in range(head, head + share):
+            if stopped(stop):
+                return
+            _make_resolvent(L, block, h, blocks, factors, weight, stop)
+            take(dy, grad, nodes, h)
+            _multiply(M, L, scores)
+            matmul(x, M[:, :n].T, dy)
+            _make_system(M, 0, L, overlap, beta, nodes, h)
+            eliminate(M[:, :n], inverse, spare, triangular, stop)
+            _solve(
+                M[:, :n], inverse, x, u, thin[3], spare, L, overlap, beta, nodes, h,
+                triangular, True,
+            )  # fmt: skip
+            take(u, written, nodes, h)
+            take_transposed(ut, written, nodes, h)
+            for i in range(n):
+                b = _strength(beta[nodes[i], h])
+                total = 0.0
+                for p in range(P):
+                    total += x[i, p] * u[i, p]
+                    x[i, p] *= b
+                grad_beta[nodes[i], h] = total / b  # u is beta times an error
+            put(grad_value, x, nodes, h)
+            _differentiate(
+                M, squares[4], squares[5], L, scores, overlap, dy, x, ut, spare
+            )
+            _find_adjoint(M, block, h, blocks, factors, weight, stop)
+            edge_products(
+                M, L, blocks.ptr[block], m, blocks.edge_ptr[blocks.ptr[block]],
+                blocks.edge_ptr[blocks.ptr[block + 1]], blocks.edge, blocks.edge_row,
+                blocks.edge_col, grad_weight[:, h],
+            )  # fmt: skip
+        d_both = squares[4:].reshape(2 * n, m)[:, :n]
+        d_rows = rows[1]
+        matmul(d_rows, d_both, rows[0, n:])
+        matmul(d_rows[n:], d_both.T, rows[0], ADD)
+        put(grad_query[part], d_rows[:n], nodes, g)
+        put(grad_key[part], d_rows[n:], nodes, g)
+
+
+@jit
+def _differentiate(  # type: ignore[no-untyped-def]
+    dL, d_scores, d_overlap, L, scores, overlap, dy, dv, ut, spare
+):
+    """Makes dL, and adds to gradients of scores and overlaps, some rows at a time."""
+    n, m = L.shape
+    strips = spare[: 2 * _STRIP * m].reshape(2, _STRIP, m)
+    d_mask, d_F = pointer(strips[0]), pointer(strips[1])
+    for a in range(0, n, _STRIP):
+        b = min(a + _STRIP, n)
+        matmul(strips[0, : b - a], dy[a:b], ut)
+        matmul(strips[1, : b - a], dv[a:b], ut)  # of the other sign
+        p, p_scores, p_overlap = pointer(dL), pointer(d_scores), pointer(d_overlap)
+        q, q_scores, q_overlap = pointer(L), pointer(scores), pointer(overlap)
+        for i in range(0, (b - a) * m, lanes(p)):
+            at = a * m + i
+            of_mask, of_F, reach = load(d_mask + i), load(d_F + i), load(q + at)
+            of_L = of_mask * load(q_scores + at) - of_F * load(q_overlap + at)
+            store(p + at, of_L)
+            store(p_scores + at, fma(of_mask, reach, load(p_scores + at)))
+            store(p_overlap + at, load(p_overlap + at) - of_F * reach)
+        for i in range(a, b):  # F lacks I * K K^T
+            d_overlap[i, i] += strips[1, i - a, i]
