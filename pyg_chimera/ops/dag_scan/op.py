@@ -18,7 +18,12 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.dag_scan import numba_backend, reference, torch_backend
+from pyg_chimera.ops.dag_scan import (
+    numba_backend,
+    reference,
+    torch_backend,
+    triton_backend,
+)
 from pyg_chimera.ops.dag_scan.cost_model import cost_of
 from pyg_chimera.ops.dag_scan.states import (
     GridStates,
@@ -63,6 +68,7 @@ class _StateScan(Operator[Inputs, States]):
     inputs = Inputs
     backends = {  # noqa: RUF012
         "numba": numba_backend,
+        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }

@@ -1,0 +1,149 @@
+"""The scan of a graph of states on a GPU, in Triton.
+
+Where states are nodes, kernels take the inputs as they are. Other states have rows of
+their own: queries are those of the nodes that read them times the marks, keys those of
+the nodes that write them times the sources.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
+from pyg_chimera.ops.dag_scan.own import own, plus_own_gradients
+from pyg_chimera.ops.dag_scan.states import StateGraph
+
+if TYPE_CHECKING:
+    from pyg_chimera.ops.common.triton_mask_form import Masks
+
+__all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
+
+#: States of a block: places in a matrix are 32 bits wide.
+_MOST_STATES = 46_000
+
+# ------------------------------------------------------------------------ the backend
+
+
+def why_not(call: Call) -> str | None:
+    """It needs Triton, a GPU, float32, and matrices that can be addressed."""
+    if call.choice.form != "mask":
+        return (
+            f"form={call.choice.form!r} has no triton backend; use form='mask' or "
+            "backend='auto'"
+        )
+    reason = triton_runtime.why_not(call.inputs.value)
+    largest = int(call.structure.extents.states.max(initial=0))
+    if reason is None and largest > _MOST_STATES:
+        reason = (
+            f"form='mask' with backend='triton' takes at most {_MOST_STATES} states in "
+            f"a graph, and the largest has {largest}; use form='state'"
+        )
+    return reason
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P], and the resolvents."""
+    from pyg_chimera.ops.common.triton_mask_form import mix, resolvents
+
+    query, key, value, *_, direct = call.inputs[:7]
+    rows = _Rows(call)
+    L = resolvents(rows.masks, rows.transition)
+    out = rows.to_nodes(mix(rows.masks, L, *rows.operands))
+    return out if direct is None else out + own(query, key, value, direct), (L,)
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, transition, and if given of source, mark, direct.
+
+    They are what the numba backend's are.
+    """
+    from pyg_chimera.ops.common.triton_mask_form import mix_gradients
+
+    rows = _Rows(call)
+    (L,) = saved
+    found = mix_gradients(rows.masks, L, *rows.operands, rows.of_nodes(grad))
+    grads = call.structure.graph.gradients(call.inputs, *rows.gradients(*found))
+    query, key, value, *_, direct = call.inputs[:7]
+    if direct is None:
+        return grads
+    return plus_own_gradients(grads, query, key, value, direct, grad)
+
+
+# ---------------------------------------------------------------------------- its rows
+
+
+class _Tables(NamedTuple):
+    """A graph of states on a device, moved there once."""
+
+    masks: "Masks"
+    writer: Tensor  #: [S]
+    reader: Tensor  #: [S]
+
+
+def _tables(graph: StateGraph, device: torch.device) -> _Tables:
+    from pyg_chimera.ops.common.triton_mask_form import Masks
+
+    key = ("triton", device)
+    if key not in graph.tables:
+        row = np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
+        edges = (row, graph.parent, graph.edge)
+        masks = Masks.of(graph.ptr, graph.state, *edges, True, device)
+        ends = (torch.from_numpy(x).to(device) for x in (graph.writer, graph.reader))
+        graph.tables[key] = _Tables(masks, *ends)
+    return graph.tables[key]
+
+
+class _Rows:
+    """What kernels take, and what they give: a row for each state."""
+
+    def __init__(self, call: Call) -> None:
+        self.inputs, graph = call.inputs, call.structure.graph
+        query, key, value = (x.contiguous() for x in call.inputs[:3])
+        self.masks, self.writer, self.reader = _tables(graph, value.device)
+        self.source, self.mark, self.transition = graph.gates_of(self.inputs)
+        self.operands = (query, key, value)
+        if not self.are_nodes:
+            query, key = (x.repeat_interleave(self.repeats, 1) for x in (query, key))
+            self.query, self.key = query[self.reader], key[self.writer]
+            self.operands = (
+                self.mark.unsqueeze(-1) * self.query,
+                self.source.unsqueeze(-1) * self.key,
+                value[self.writer],
+            )
+
+    @property
+    def are_nodes(self) -> bool:
+        return self.inputs.source is None
+
+    @property
+    def repeats(self) -> int:
+        return self.inputs.value.size(1) // self.inputs.query.size(1)
+
+    def of_nodes(self, grad: Tensor) -> Tensor:
+        """The gradient of the output [V, heads, P], for those who read it."""
+        return grad.contiguous() if self.are_nodes else grad[self.reader]
+
+    def to_nodes(self, out: Tensor) -> Tensor:
+        """The output [V, heads, P]: what each node reads, summed up."""
+        return out if self.are_nodes else self._summed(out, self.reader)
+
+    def gradients(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, dw: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Gradients of query, key, value, source, mark and transition, of the rows'."""
+        if self.are_nodes:
+            unused = dw.new_empty(0)
+            return dq, dk, dv, unused, unused, dw
+        ds, dm = (dk * self.key).sum(-1), (dq * self.query).sum(-1)
+        dq = self._summed(self.mark.unsqueeze(-1) * dq, self.reader)
+        dk = self._summed(self.source.unsqueeze(-1) * dk, self.writer)
+        dq, dk = (x.unflatten(1, (-1, self.repeats)).sum(2) for x in (dq, dk))
+        return dq, dk, self._summed(dv, self.writer), ds, dm, dw
+
+    def _summed(self, x: Tensor, node: Tensor) -> Tensor:
+        out = x.new_zeros(self.inputs.value.size(0), *x.shape[1:])
+        return out.index_add_(0, node, x)
