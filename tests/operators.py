@@ -18,6 +18,7 @@ from strategies import Batch, batches, dags, paths
 from torch import Tensor
 
 from pyg_chimera import ops
+from pyg_chimera.ops.common import triton_runtime
 
 # -------------------------------------------------------------------------- structures
 
@@ -422,7 +423,12 @@ _FORMS = {
     f"{form}-{backend}": {"form": form, "backend": backend}
     for form, backend in product(("state", "mask"), ("numba", "torch"))
 }
+#: Under TRITON_INTERPRET=1 only, as `make test-triton` sets it.
+_TRITON = {"mask-triton": {"form": "mask", "backend": "triton"}}
+if not (triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON):
+    _TRITON = {}
 _REST = {"reference": {"backend": "reference"}, "auto": {}}
+_SCANS = {**_FORMS, **_TRITON, **_REST}
 _CHUNKS = {"chunk-numba": {"form": "chunk", "backend": "numba"}, "auto": {}}
 _BACKENDS = {"numba": {"backend": "numba"}, "torch": {"backend": "torch"}, **_REST}
 _DELTA = "query:VGN key:VGN value:VHP beta:VH edge_weight:EH"
@@ -444,6 +450,7 @@ OPERATORS = {
             },
             "dense-state": {"solver": "dense", "form": "state"},
             "dense-mask": {"solver": "dense", "form": "mask"},
+            **{f"dense-{x}": {"solver": "dense", **y} for x, y in _TRITON.items()},
             **_REST,
         },
     ),
@@ -466,7 +473,7 @@ OPERATORS = {
     "dag_scan": Operator(
         "dag_scan", _MIX, "HGNP", _SIZES,
         DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
-        {}, _mix_oracle, _edges, {**_FORMS, **_REST},
+        {}, _mix_oracle, _edges, _SCANS,
     ),
     "paths": Operator(
         "dag_scan", _MIX, "HGNP", _SIZES,
@@ -500,7 +507,7 @@ OPERATORS = {
         {name: _with_lines(x) for name, x in DAGS.items()},
         batches(dags(max_nodes=5, max_edges=8), max_graphs=3).map(_from_batch)
         .map(_with_lines),
-        {"transition": lambda x, s: 0.7 * x}, _stm_oracle, _edges, {**_FORMS, **_REST},
+        {"transition": lambda x, s: 0.7 * x}, _stm_oracle, _edges, _SCANS,
     ),
     "paths_of_edges": Operator(
         "stm_scan",
@@ -515,7 +522,7 @@ OPERATORS = {
         "query:VGN key:VGN value:VHP source:VO2H transition:VO22H mark:VO2H direct:VH",
         "HGNPO", [(*x, o) for x, o in zip(_SIZES, (4, 1, 2, 4, 4), strict=True)],
         GRIDS, st.lists(_ANY_SIDES, max_size=3).map(_sized),
-        {"transition": lambda x, s: 0.6 * x}, _grid_oracle, _grids, {**_FORMS, **_REST},
+        {"transition": lambda x, s: 0.6 * x}, _grid_oracle, _grids, _SCANS,
     ),
     "selective_scan": Operator(
         "selective_scan", "u:VF delta:VF A:FN B:VN C:VN D:F z:VF delta_bias:F", "FN",

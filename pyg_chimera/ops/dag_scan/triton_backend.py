@@ -5,7 +5,8 @@ their own: queries are those of the nodes that read them times the marks, keys t
 the nodes that write them times the sources.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from pyg_chimera.ops.dag_scan.states import StateGraph
 
 if TYPE_CHECKING:
     from pyg_chimera.ops.common.triton_mask_form import Masks
+    from pyg_chimera.ops.dag_scan.triton_state_form import Chains
 
 __all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
 
@@ -30,14 +32,12 @@ _MOST_STATES = 46_000
 
 def why_not(call: Call) -> str | None:
     """It needs Triton, a GPU, float32, and matrices that can be addressed."""
-    if call.choice.form != "mask":
-        return (
-            f"form={call.choice.form!r} has no triton backend; use form='mask' or "
-            "backend='auto'"
-        )
+    form = call.choice.form
+    if form == "chunk":
+        return "form='chunk' has no triton backend, but one for CPUs; use form='auto'"
     reason = triton_runtime.why_not(call.inputs.value)
     largest = int(call.structure.extents.states.max(initial=0))
-    if reason is None and largest > _MOST_STATES:
+    if reason is None and form == "mask" and largest > _MOST_STATES:
         reason = (
             f"form='mask' with backend='triton' takes at most {_MOST_STATES} states in "
             f"a graph, and the largest has {largest}; use form='state'"
@@ -46,14 +46,21 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and the resolvents."""
-    from pyg_chimera.ops.common.triton_mask_form import mix, resolvents
-
-    query, key, value, *_, direct = call.inputs[:7]
+    """The output [V, heads, P], and in mask form the resolvents."""
     rows = _Rows(call)
-    L = resolvents(rows.masks, rows.transition)
-    out = rows.to_nodes(mix(rows.masks, L, *rows.operands))
-    return out if direct is None else out + own(query, key, value, direct), (L,)
+    saved: tuple[Tensor, ...] = ()
+    if call.choice.form == "mask":
+        from pyg_chimera.ops.common.triton_mask_form import mix, resolvents
+
+        L = resolvents(rows.masks, rows.transition)
+        out, saved = mix(rows.masks, L, *rows.operands), (L,)
+    else:
+        from pyg_chimera.ops.dag_scan.triton_state_form import scan
+
+        out = scan(rows.chains, *rows.operands, rows.transition)
+    out = rows.to_nodes(out)
+    query, key, value, *_, direct = call.inputs[:7]
+    return out if direct is None else out + own(query, key, value, direct), saved
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
@@ -61,11 +68,16 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
     They are what the numba backend's are.
     """
-    from pyg_chimera.ops.common.triton_mask_form import mix_gradients
-
     rows = _Rows(call)
-    (L,) = saved
-    found = mix_gradients(rows.masks, L, *rows.operands, rows.of_nodes(grad))
+    dy = rows.of_nodes(grad)
+    if call.choice.form == "mask":
+        from pyg_chimera.ops.common.triton_mask_form import mix_gradients
+
+        found = mix_gradients(rows.masks, saved[0], *rows.operands, dy)
+    else:
+        from pyg_chimera.ops.dag_scan.triton_state_form import scan_gradients
+
+        found = scan_gradients(rows.chains, *rows.operands, rows.transition, dy)
     grads = call.structure.graph.gradients(call.inputs, *rows.gradients(*found))
     query, key, value, *_, direct = call.inputs[:7]
     if direct is None:
@@ -76,44 +88,56 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 # ---------------------------------------------------------------------------- its rows
 
 
-class _Tables(NamedTuple):
-    """A graph of states on a device, moved there once."""
-
-    masks: "Masks"
-    writer: Tensor  #: [S]
-    reader: Tensor  #: [S]
-
-
-def _tables(graph: StateGraph, device: torch.device) -> _Tables:
+def _masks(graph: StateGraph, device: torch.device) -> "Masks":
     from pyg_chimera.ops.common.triton_mask_form import Masks
 
-    key = ("triton", device)
-    if key not in graph.tables:
-        row = np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
-        edges = (row, graph.parent, graph.edge)
-        masks = Masks.of(graph.ptr, graph.state, *edges, True, device)
-        ends = (torch.from_numpy(x).to(device) for x in (graph.writer, graph.reader))
-        graph.tables[key] = _Tables(masks, *ends)
-    return graph.tables[key]
+    row = np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
+    edges = (row, graph.parent, graph.edge)
+    return Masks.of(graph.ptr, graph.state, *edges, True, device)
+
+
+def _chains(graph: StateGraph, device: torch.device) -> "Chains":
+    from pyg_chimera.ops.dag_scan.triton_state_form import Chains
+
+    return Chains.of(graph, device)
+
+
+def _ends(graph: StateGraph, device: torch.device) -> list[Tensor]:
+    return [torch.from_numpy(x).to(device) for x in (graph.writer, graph.reader)]
 
 
 class _Rows:
     """What kernels take, and what they give: a row for each state."""
 
     def __init__(self, call: Call) -> None:
-        self.inputs, graph = call.inputs, call.structure.graph
+        self.inputs, self.graph = call.inputs, call.structure.graph
         query, key, value = (x.contiguous() for x in call.inputs[:3])
-        self.masks, self.writer, self.reader = _tables(graph, value.device)
-        self.source, self.mark, self.transition = graph.gates_of(self.inputs)
+        self.source, self.mark, self.transition = self.graph.gates_of(self.inputs)
         self.operands = (query, key, value)
         if not self.are_nodes:
             query, key = (x.repeat_interleave(self.repeats, 1) for x in (query, key))
+            self.writer, self.reader = self._table("ends", _ends)
             self.query, self.key = query[self.reader], key[self.writer]
             self.operands = (
                 self.mark.unsqueeze(-1) * self.query,
                 self.source.unsqueeze(-1) * self.key,
                 value[self.writer],
             )
+
+    def _table(self, name: str, make: Callable[[StateGraph, torch.device], Any]) -> Any:
+        """A table of the graph, made once for each device."""
+        key = ("triton", name, self.inputs.value.device)
+        if key not in self.graph.tables:
+            self.graph.tables[key] = make(self.graph, self.inputs.value.device)
+        return self.graph.tables[key]
+
+    @property
+    def masks(self) -> "Masks":
+        return self._table("masks", _masks)
+
+    @property
+    def chains(self) -> "Chains":
+        return self._table("chains", _chains)
 
     @property
     def are_nodes(self) -> bool:
