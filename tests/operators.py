@@ -71,11 +71,11 @@ def _sized(sizes: Sequence) -> Structure:
     return Structure(graph, sizes=tuple(sizes))
 
 
-def _several_blocks(acyclic: bool) -> Structure:
-    """Sparse graphs of 40, 36, 33, 34 and 5 nodes with mixed up numbers."""
+def _blocks_of(sizes: Sequence[int], acyclic: bool) -> Structure:
+    """Sparse graphs with mixed up numbers."""
     generator = torch.Generator().manual_seed(1)
     edges, batch = [], []
-    for graph, size in enumerate((40, 36, 33, 34, 5)):
+    for graph, size in enumerate(sizes):
         first = len(batch)
         batch += [graph] * size
         for i in range(1, size):
@@ -88,6 +88,8 @@ def _several_blocks(acyclic: bool) -> Structure:
     return structure(mixed, len(batch), torch.tensor(batch)[name.argsort()])
 
 
+#: Of larger graphs than kernels take at a time.
+_LARGE = (40, 36, 33, 34, 5)
 #: Any graph is fine for `resolvent_mix` ...
 GRAPHS = {
     "zero_nodes": structure([], 0),
@@ -103,7 +105,7 @@ GRAPHS = {
         7,
         [1, 0, 1, 0, 3, 0, 1],
     ),
-    "several_blocks": _several_blocks(acyclic=False),
+    "several_blocks": _blocks_of(_LARGE, acyclic=False),
 }
 #: ... these for `dag_scan` and `stm_scan`.
 DAGS = {
@@ -117,7 +119,7 @@ DAGS = {
         7,
         [1, 0, 1, 0, 3, 0, 1],
     ),
-    "several_blocks": _several_blocks(acyclic=True),
+    "several_blocks": _blocks_of(_LARGE, acyclic=True),
 }
 GRIDS = {
     "none": _sized([]),
@@ -423,12 +425,7 @@ _FORMS = {
     f"{form}-{backend}": {"form": form, "backend": backend}
     for form, backend in product(("state", "mask"), ("numba", "torch"))
 }
-#: Under TRITON_INTERPRET=1 only, as `make test-triton` sets it.
-_TRITON = {"mask-triton": {"form": "mask", "backend": "triton"}}
-if not (triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON):
-    _TRITON = {}
 _REST = {"reference": {"backend": "reference"}, "auto": {}}
-_SCANS = {**_FORMS, **_TRITON, **_REST}
 _CHUNKS = {"chunk-numba": {"form": "chunk", "backend": "numba"}, "auto": {}}
 _BACKENDS = {"numba": {"backend": "numba"}, "torch": {"backend": "torch"}, **_REST}
 _DELTA = "query:VGN key:VGN value:VHP beta:VH edge_weight:EH"
@@ -450,7 +447,6 @@ OPERATORS = {
             },
             "dense-state": {"solver": "dense", "form": "state"},
             "dense-mask": {"solver": "dense", "form": "mask"},
-            **{f"dense-{x}": {"solver": "dense", **y} for x, y in _TRITON.items()},
             **_REST,
         },
     ),
@@ -473,7 +469,7 @@ OPERATORS = {
     "dag_scan": Operator(
         "dag_scan", _MIX, "HGNP", _SIZES,
         DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
-        {}, _mix_oracle, _edges, _SCANS,
+        {}, _mix_oracle, _edges, {**_FORMS, **_REST},
     ),
     "paths": Operator(
         "dag_scan", _MIX, "HGNP", _SIZES,
@@ -507,7 +503,7 @@ OPERATORS = {
         {name: _with_lines(x) for name, x in DAGS.items()},
         batches(dags(max_nodes=5, max_edges=8), max_graphs=3).map(_from_batch)
         .map(_with_lines),
-        {"transition": lambda x, s: 0.7 * x}, _stm_oracle, _edges, _SCANS,
+        {"transition": lambda x, s: 0.7 * x}, _stm_oracle, _edges, {**_FORMS, **_REST},
     ),
     "paths_of_edges": Operator(
         "stm_scan",
@@ -522,7 +518,7 @@ OPERATORS = {
         "query:VGN key:VGN value:VHP source:VO2H transition:VO22H mark:VO2H direct:VH",
         "HGNPO", [(*x, o) for x, o in zip(_SIZES, (4, 1, 2, 4, 4), strict=True)],
         GRIDS, st.lists(_ANY_SIDES, max_size=3).map(_sized),
-        {"transition": lambda x, s: 0.6 * x}, _grid_oracle, _grids, _SCANS,
+        {"transition": lambda x, s: 0.6 * x}, _grid_oracle, _grids, {**_FORMS, **_REST},
     ),
     "selective_scan": Operator(
         "selective_scan", "u:VF delta:VF A:FN B:VN C:VN D:F z:VF delta_bias:F", "FN",
@@ -550,6 +546,34 @@ OPERATORS = {
         {}, _conv_oracle, _sequences, _BACKENDS,
     ),
 }  # fmt: skip
+
+
+# Triton's interpreter takes seconds for what is of no size elsewhere: few programs.
+if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
+    _TRITON = {
+        f"{form}-triton": {"form": form, "backend": "triton"}
+        for form in ("mask", "state")
+    }
+    _FEW = [(2, 1, 5, 3), (1, 1, 17, 33), (2, 1, 0, 3), (2, 1, 3, 0)]
+    _small = {"several_blocks": _blocks_of((39, 5), acyclic=True)}
+    OPERATORS |= {
+        "triton_graphs": replace(
+            OPERATORS["resolvent_mix"], sizes=_FEW,
+            structures={
+                **GRAPHS, "several_blocks": _blocks_of((39, 5), acyclic=False)
+            },
+            variants={"triton": {"solver": "dense", **_TRITON["mask-triton"]}},
+        ),
+        "triton_dags": replace(
+            OPERATORS["dag_scan"], sizes=_FEW, structures={**DAGS, **_small},
+            variants=_TRITON,
+        ),
+        "triton_edges": replace(
+            OPERATORS["stm_scan"], sizes=[*_FEW, (2, 1, 3, 4, 2)],
+            structures={name: _with_lines(x) for name, x in {**DAGS, **_small}.items()},
+            variants={"mask-triton": _TRITON["mask-triton"]},
+        ),
+    }  # fmt: skip
 
 
 # --------------------------------------------------------------------------- the calls

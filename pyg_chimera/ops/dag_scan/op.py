@@ -120,6 +120,10 @@ class _StateScan(Operator[Inputs, States]):
                 for form in forms + ["chunk"] * (paths and len(forms) > 1)
             ]
             found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
+            if backend == "triton" and not triton_backend.fits_in_masks(call):
+                found.sort(key=lambda x: x.form == "mask")
+            elif backend == "triton":  # which has no chain of steps
+                found.sort(key=lambda x: x.form != "mask")
             if backend != "numba":  # nobody has measured it
                 found = [choice._replace(cost=None) for choice in found]
             best, *others = found

@@ -22,10 +22,19 @@ if TYPE_CHECKING:
     from pyg_chimera.ops.common.triton_mask_form import Masks
     from pyg_chimera.ops.dag_scan.triton_state_form import Chains
 
-__all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
+__all__ = [
+    "DEVICES",
+    "DEVICES_IF_ASKED",
+    "backward",
+    "fits_in_masks",
+    "forward",
+    "why_not",
+]
 
 #: States of a block: places in a matrix are 32 bits wide.
 _MOST_STATES = 46_000
+#: Bytes of matrices that the mask form may hold when it is free to choose.
+_MAX_MASK_BYTES = 1 << 30
 
 # ------------------------------------------------------------------------ the backend
 
@@ -43,6 +52,14 @@ def why_not(call: Call) -> str | None:
             f"a graph, and the largest has {largest}; use form='state'"
         )
     return reason
+
+
+def fits_in_masks(call: Call) -> bool:
+    """Whether the mask form is affordable: three matrices for each head and block."""
+    states = call.structure.extents.states.astype(float)
+    value = call.inputs.value
+    numel = 3 * value.size(1) * float((states**2).sum())
+    return value.element_size() * numel <= _MAX_MASK_BYTES
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
