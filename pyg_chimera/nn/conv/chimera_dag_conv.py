@@ -100,8 +100,8 @@ class ChimeraDAGConv(ChimeraBlock):
             [0.001, 0.1]. (default: :obj:`(4, 64)`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
             the CPU) or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
-            :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
 

@@ -177,8 +177,8 @@ def dag_scan(
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (matrix
             products in chunks of paths, on the CPU) or :obj:`"auto"`. (default:
             :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
-            :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`.
         rank (torch.Tensor, optional): A topological rank, integer
             :math:`[|\mathcal{V}|]`, as stored by
             :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Found if absent.
@@ -266,8 +266,9 @@ def stm_scan(
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (where edges
             follow on each other along paths) or :obj:`"auto"`, as in :func:`dag_scan`.
             (default: :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
-            :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
+            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
+            (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.

@@ -267,8 +267,9 @@ def resolvent_mix(
             (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
             on the CPU. All give the same result; :obj:`"iterative"` has the state form
             only. (default: :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
-            :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
+            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
+            (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer
             :math:`[|\mathcal{V}|]`, as stored by
             :class:`~pyg_chimera.transforms.AddEliminationOrder`. Found if absent.

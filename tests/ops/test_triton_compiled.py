@@ -1,10 +1,18 @@
-"""Triton's kernels compiled for GPUs that need not be there: all of them fit."""
+"""Triton's kernels as compiled: for GPUs that need not be there, and on one."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
-from operators import OPERATORS, computed, make_case
+from operators import (
+    OPERATORS,
+    assert_results,
+    computed,
+    example,
+    expected,
+    make_case,
+)
 
 from pyg_chimera.ops.common import triton_runtime
 
@@ -20,11 +28,18 @@ BACKENDS = [
 ]
 #: Heads, groups, state channels and value channels: those of models, and odd ones.
 SIZES = [(2, 2, 96, 32), (4, 1, 20, 100), (1, 1, 1, 1)]
+GRAPH = ("edge_index", "line_edge_index", "batch")
 CALLS = [
     ("dag_scan", {"form": "mask"}),
     ("dag_scan", {"form": "state"}),
     ("resolvent_mix", {}),
 ]
+
+
+def compute(key, size, options):
+    batch = OPERATORS[key].structures["unsorted_batch"]
+    case = make_case(OPERATORS[key], batch, size).to(torch.float32)
+    computed(case, {**options, "backend": "triton"})
 
 
 @pytest.fixture
@@ -37,13 +52,11 @@ def found(monkeypatch, tmp_path, allow_tf32):
         monkeypatch.setattr(backend, "DEVICES", ("cuda", "cpu"))
     with launches() as found:
         for key, options in CALLS:
-            batch = OPERATORS[key].structures["unsorted_batch"]
             for size in SIZES:
-                case = make_case(OPERATORS[key], batch, size).to(torch.float32)
-                computed(case, {**options, "backend": "triton"})
+                compute(key, size, options)
         allow_tf32()
-        case = make_case(OPERATORS["dag_scan"], batch, SIZES[0]).to(torch.float32)
-        computed(case, {"form": "mask", "backend": "triton"})
+        for key, options in CALLS[::2]:
+            compute(key, SIZES[0], options)
     return found
 
 
@@ -62,8 +75,33 @@ def test_kernels_fit(found, target):
 
 def test_large_matrices(found):
     """Places beyond 2^31 are 64 bits wide."""
-    for launch in found.values():
+    for launch in {x.kernel: x for x in found.values()}.values():
         if "total" in launch.kernel.arg_names:
             at = launch.kernel.arg_names.index("total")
             args = (*launch.args[:at], 1 << 40, *launch.args[at + 1 :])
             assert built(launch._replace(args=args), "sm_90").spills == 0
+
+
+# ----------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("key", "form"),
+    [
+        *itertools.product(("dag_scan", "stm_scan", "grid_scan"), ("mask", "state")),
+        ("resolvent_mix", "mask"),
+    ],
+)
+def test_right_on_a_gpu(key, form):
+    operator = OPERATORS[key]
+    options = {"form": form, "backend": "triton"}
+    for name, size in itertools.product(operator.structures, operator.sizes):
+        case = example(key, name, size).to(torch.float32)
+        integers = {x: y.cuda() for x, y in case.integers.items() if x in GRAPH}
+        moved = case.changed(**{x: y.cuda() for x, y in case.floats.items()})
+        for _ in range(3):  # races need not show at once
+            got = computed(moved, {**options, **integers})
+            cpu = {x: y.cpu() for x, y in got.items()}
+            assert_results(cpu, expected(key, name, size), what=f"of {name}, {size}")
