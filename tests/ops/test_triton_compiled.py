@@ -27,7 +27,7 @@ BACKENDS = [
     for x in ("dag_scan", "resolvent")
 ]
 #: Heads, groups, state channels and value channels: those of models, and odd ones.
-SIZES = [(2, 2, 96, 32), (4, 1, 20, 100), (1, 1, 1, 1)]
+SIZES = [(2, 2, 96, 32), (4, 1, 20, 100)]
 GRAPH = ("edge_index", "line_edge_index", "batch")
 CALLS = [
     ("dag_scan", {"form": "mask"}),
@@ -55,8 +55,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
             for size in SIZES:
                 compute(key, size, options)
         allow_tf32()
-        for key, options in CALLS[::2]:
-            compute(key, SIZES[0], options)
+        compute("dag_scan", SIZES[0], {"form": "mask"})
     return found
 
 

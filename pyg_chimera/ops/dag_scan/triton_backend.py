@@ -45,7 +45,10 @@ def why_not(call: Call) -> str | None:
     if form == "chunk":
         return "form='chunk' has no triton backend, but one for CPUs; use form='auto'"
     reason = triton_runtime.why_not(call.inputs.value)
-    largest = int(call.structure.extents.states.max(initial=0))
+    extents = call.structure.extents
+    largest = int(extents.states.max(initial=0))
+    if reason is None and max(x.sum() for x in extents) >= 1 << 31:
+        reason = "backend='triton' counts states and edges in 32 bits; use 'torch'"
     if reason is None and form == "mask" and largest > _MOST_STATES:
         reason = (
             f"form='mask' with backend='triton' takes at most {_MOST_STATES} states in "

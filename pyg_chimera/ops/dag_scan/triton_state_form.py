@@ -34,6 +34,8 @@ __all__ = ["Chains", "scan", "scan_gradients"]
 _ROWS, _COLUMNS = 64, 32
 #: Numbers of states that the way back may keep at a time, if a slice is no more.
 _MAX_NUMEL = 1 << 28
+#: Options of kernels: no load may run ahead of the store of what it reads.
+_OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
 class Chains(NamedTuple):
@@ -110,7 +112,7 @@ def scan(
         _walk_down[programs, slices](
             query, key, value, weight[chains.edge], y, ring, chains.ptr, chains.node,
             chains.parent_ptr, chains.parent, chains.far_child, value.size(0),
-            chains.ring, *sizes, num_warps=4,
+            chains.ring, *sizes, **_OPTIONS,
         )  # fmt: skip
     return y.sum(0)
 
@@ -142,7 +144,7 @@ def scan_gradients(
             _walk_down_and_up[programs, min(at_once, slices - first)](
                 query, key, value, weight[chains.edge], grad, dq, dk, dv, dw, kept,
                 ring, *chains[:8], states, weight.size(0), chains.ring, first, *sizes,
-                num_warps=4,
+                **_OPTIONS,
             )  # fmt: skip
     dq, dk = (x.sum(0).unflatten(1, (sizes.groups, -1)).sum(2) for x in (dq, dk))
     by_edge = torch.empty_like(weight).index_copy_(0, chains.edge, dw.sum(0))
