@@ -38,9 +38,8 @@ __all__ = ["TILE", "Masks", "mix", "mix_gradients", "resolvents"]
 TILE = 32
 #: Channels at a time, of what is multiplied to scores and of what they multiply.
 _STEP, _WIDTH = 32, 64
-#: Options of kernels: whether loads run ahead of the products. It takes registers.
-_PLAIN = {"num_warps": 4, "num_stages": 1}
-_PIPELINED = {"num_warps": 4, "num_stages": 2}
+#: Options of kernels: no load runs ahead of the products, for which registers are few.
+_OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
 class Masks(NamedTuple):
@@ -120,9 +119,9 @@ def resolvents(masks: Masks, edge_weight: Tensor) -> Tensor:
     with on_device_of(A):
         if masks.triangular:
             log = TILE.bit_length() - 1
-            _triangular_inverse[grid](A, L, *tables, log, precision, **_PLAIN)
+            _triangular_inverse[grid](A, L, *tables, log, precision, **_OPTIONS)
         else:
-            _general_inverse[grid[:1]](A, *tables, precision, **_PLAIN)
+            _general_inverse[grid[:1]](A, *tables, precision, **_OPTIONS)
     return L
 
 
@@ -155,15 +154,15 @@ def mix_gradients(
         _mask_gradient[grid](
             query, key, grad, value, dL, masks.ptr, masks.offset, masks.node,
             masks.total, heads, groups, num_keys, channels, _step(num_keys),
-            _step(channels), TILE, masks.triangular, precision, **_PLAIN,
+            _step(channels), TILE, masks.triangular, precision, **_OPTIONS,
         )  # fmt: skip
         _adjoint[grid](
             L, dL, M, masks.ptr, masks.offset, masks.total, heads, TILE,
-            masks.triangular, precision, **_PIPELINED,
+            masks.triangular, precision, **_OPTIONS,
         )  # fmt: skip
         _edge_gradient[(triton.cdiv(dw.size(0), TILE), heads)](
             M, L, dw, masks.row, masks.col, masks.stop, masks.total, dw.size(0), heads,
-            TILE, **_PIPELINED,
+            TILE, **_OPTIONS,
         )  # fmt: skip
     return dq, dk, dv, dw
 
@@ -181,7 +180,7 @@ def _product(
             L, X, Y, Z, out, masks.ptr, masks.offset, masks.node, masks.total, heads,
             X.size(1), Z.size(1), X.size(2), channels, _step(X.size(2)), width, TILE,
             transposed, masks.triangular, input_precision(L),
-            **_PIPELINED,
+            **_OPTIONS,
         )  # fmt: skip
     return out
 
