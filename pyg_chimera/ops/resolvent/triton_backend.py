@@ -6,6 +6,7 @@ none: rows, or columns, of |A| sum to less than one.
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,8 +76,10 @@ def _masks(call: Call) -> "Masks":
     blocks, device = call.structure, call.inputs.value.device
     key = ("triton", device)
     if key not in blocks.tables:
-        edges = (blocks.edge_row, blocks.edge_col, blocks.edge)
-        blocks.tables[key] = Masks.of(blocks.ptr, blocks.node, *edges, False, device)
+        # In the order of nodes, which is the same with factors and without.
+        place = np.repeat(blocks.ptr[:-1], blocks.sizes) + blocks.local
+        edges = (place[blocks.edge_row], place[blocks.edge_col], blocks.edge)
+        blocks.tables[key] = Masks.of(blocks.ptr, blocks.order, *edges, False, device)
     return blocks.tables[key]
 
 
