@@ -11,14 +11,15 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SPARSE := $(VENV)-sparse
+TRITON := $(VENV)-triton
 
 # OpenMP's threads spin while they wait, and on a busy machine they then wait for the
 # very core they spin on: training gets ten times slower. Not for `bench`, whose times
 # should be those of PyTorch as it comes.
-demo docs test test-sparse smoke: export OMP_WAIT_POLICY ?= PASSIVE
+demo docs test test-sparse test-triton smoke: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-sparse lint format docs bench smoke clean
+.PHONY: help install demo test test-sparse test-triton test-gpu lint format docs bench smoke clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -36,6 +37,14 @@ $(STAMP): pyproject.toml constraints.txt
 		--constraint constraints.txt --editable '.[examples,docs,dev]'
 	@touch $@
 
+# An environment that sees all that the other one has.
+define overlay
+	$(BIN)/python -m venv --clear $(1)
+	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' \
+		% site.getsitepackages()[0])" > "$$($(1)/bin/python -c \
+		'import site; print(site.getsitepackages()[0])')/base.pth"
+endef
+
 demo: $(STAMP)  ## train a small model on generated peptides (no download)
 	$(BIN)/python examples/lrgb.py --preset demo \
 		$(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
@@ -50,15 +59,30 @@ test-sparse: $(SPARSE)/.installed  ## build torch-scatter and torch-sparse, run 
 # There are no wheels of the two for most versions of PyTorch. They are built for the one
 # that is installed, in an environment of their own that sees all that the other one has.
 $(SPARSE)/.installed: $(STAMP)
-	$(BIN)/python -m venv --clear $(SPARSE)
-	$(BIN)/python -c "import site; print('import site; site.addsitedir(%r)' \
-		% site.getsitepackages()[0])" > "$$($(SPARSE)/bin/python -c \
-		'import site; print(site.getsitepackages()[0])')/base.pth"
+	$(call overlay,$(SPARSE))
 	$(SPARSE)/bin/python -m pip install --disable-pip-version-check \
 		--upgrade 'setuptools>=77.0.3' wheel
 	FORCE_ONLY_CPU=1 $(SPARSE)/bin/python -m pip install --disable-pip-version-check \
 		--no-build-isolation --no-deps torch-scatter torch-sparse
 	@touch $@
+
+test-triton: $(TRITON)/.installed  ## run Triton's kernels in its interpreter, compile them
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -rs tests/ops/test_triton_interpreted.py \
+		tests/ops/common/test_triton_runtime.py $(ARGS)
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/ops/test_operators.py \
+		-k "triton and not (random_batches or derivatives or dtypes or layouts)" $(ARGS)
+	$(TRITON)/bin/python -m pytest -rs tests/ops/test_triton_compiled.py $(ARGS)
+
+# Builds of PyTorch for CPUs come without Triton. It is installed in an environment of its
+# own that sees all that the other one has, as its interpreter is a matter of tests.
+$(TRITON)/.installed: $(STAMP)
+	$(call overlay,$(TRITON))
+	$(TRITON)/bin/python -m pip install --disable-pip-version-check --no-deps 'triton==3.9.*'
+	@touch $@
+
+test-gpu: $(STAMP)  ## run what needs a GPU (and a PyTorch for it)
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no GPU'"
+	$(BIN)/python -m pytest -rs -m cuda $(ARGS)
 
 lint: $(STAMP)  ## check style and types
 	$(BIN)/python -m ruff check .
@@ -93,5 +117,5 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python benchmarks/learning.py --smoke --overwrite
 
 clean:  ## remove what was built, the virtual environment too
-	rm -rf $(VENV) $(SPARSE) build dist docs/_build docs/generated ./*.egg-info
+	rm -rf $(VENV) $(SPARSE) $(TRITON) build dist docs/_build docs/generated ./*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,6 +18,7 @@ from strategies import Batch, batches, dags, paths
 from torch import Tensor
 
 from pyg_chimera import ops
+from pyg_chimera.ops.common import triton_runtime
 
 # -------------------------------------------------------------------------- structures
 
@@ -70,11 +71,11 @@ def _sized(sizes: Sequence) -> Structure:
     return Structure(graph, sizes=tuple(sizes))
 
 
-def _several_blocks(acyclic: bool) -> Structure:
-    """Sparse graphs of 40, 36, 33, 34 and 5 nodes with mixed up numbers."""
+def _blocks_of(sizes: Sequence[int], acyclic: bool) -> Structure:
+    """Sparse graphs with mixed up numbers."""
     generator = torch.Generator().manual_seed(1)
     edges, batch = [], []
-    for graph, size in enumerate((40, 36, 33, 34, 5)):
+    for graph, size in enumerate(sizes):
         first = len(batch)
         batch += [graph] * size
         for i in range(1, size):
@@ -87,6 +88,8 @@ def _several_blocks(acyclic: bool) -> Structure:
     return structure(mixed, len(batch), torch.tensor(batch)[name.argsort()])
 
 
+#: Of larger graphs than kernels take at a time.
+_LARGE = (40, 36, 33, 34, 5)
 #: Any graph is fine for `resolvent_mix` ...
 GRAPHS = {
     "zero_nodes": structure([], 0),
@@ -102,7 +105,7 @@ GRAPHS = {
         7,
         [1, 0, 1, 0, 3, 0, 1],
     ),
-    "several_blocks": _several_blocks(acyclic=False),
+    "several_blocks": _blocks_of(_LARGE, acyclic=False),
 }
 #: ... these for `dag_scan` and `stm_scan`.
 DAGS = {
@@ -116,7 +119,7 @@ DAGS = {
         7,
         [1, 0, 1, 0, 3, 0, 1],
     ),
-    "several_blocks": _several_blocks(acyclic=True),
+    "several_blocks": _blocks_of(_LARGE, acyclic=True),
 }
 GRIDS = {
     "none": _sized([]),
@@ -622,6 +625,34 @@ OPERATORS = {
         {}, _conv_oracle, _sequences, _BACKENDS,
     ),
 }  # fmt: skip
+
+
+# Triton's interpreter takes seconds for what is of no size elsewhere: few programs.
+if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
+    _TRITON = {
+        f"{form}-triton": {"form": form, "backend": "triton"}
+        for form in ("mask", "state")
+    }
+    _FEW = [(2, 1, 5, 3), (1, 1, 17, 33), (2, 1, 0, 3), (2, 1, 3, 0)]
+    _small = {"several_blocks": _blocks_of((39, 5), acyclic=True)}
+    OPERATORS |= {
+        "triton_graphs": replace(
+            OPERATORS["resolvent_mix"], sizes=_FEW,
+            structures={
+                **GRAPHS, "several_blocks": _blocks_of((39, 5), acyclic=False)
+            },
+            variants={"triton": {"solver": "dense", **_TRITON["mask-triton"]}},
+        ),
+        "triton_dags": replace(
+            OPERATORS["dag_scan"], sizes=_FEW, structures={**DAGS, **_small},
+            variants=_TRITON,
+        ),
+        "triton_edges": replace(
+            OPERATORS["stm_scan"], sizes=[*_FEW, (2, 1, 3, 4, 2)],
+            structures={name: _with_lines(x) for name, x in {**DAGS, **_small}.items()},
+            variants={"mask-triton": _TRITON["mask-triton"]},
+        ),
+    }  # fmt: skip
 
 
 # --------------------------------------------------------------------------- the calls

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-__all__ = ["poison"]
+__all__ = ["poison", "poison_tensors"]
 
 
 class _Poisoned:
@@ -54,6 +54,11 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(module, attribute, type(x)(**size))
                 kept.add(type(x).__name__)
     assert kept == {"_Cache", "_Scratch"}, "what is kept has other names now"
+    poison_tensors(monkeypatch)
+
+
+def poison_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor starts with zeros by luck."""
     for owner, name in (
         (torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"),
     ):  # fmt: skip

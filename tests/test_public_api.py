@@ -66,14 +66,18 @@ PUBLIC = {
         *("chimera_cfg", "register"),
     },
 }
-#: Cannot be imported without GraphGPS, and has tests of its own.
-FOREIGN = "pyg_chimera.graphgym.gps_model"
+#: Cannot be imported without GraphGPS or Triton, and have tests of their own.
+FOREIGN = (
+    "pyg_chimera.graphgym.gps_model",
+    "pyg_chimera.ops.common.triton_mask_form",
+    "pyg_chimera.ops.dag_scan.triton_state_form",
+)
 MODULES = [
     "pyg_chimera",
     *(
         info.name
         for info in pkgutil.walk_packages(pyg_chimera.__path__, "pyg_chimera.")
-        if info.name != FOREIGN
+        if info.name not in FOREIGN
     ),
 ]
 

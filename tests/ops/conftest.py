@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -11,3 +11,10 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def allow_tf32() -> Iterator[Callable[[], None]]:
+    """Allows products of float32 to be coarse, for the rest of a test."""
+    yield lambda: torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("highest")

@@ -615,6 +615,7 @@ def all_options(operator):
         "form": ["auto", "state", "mask", "chunk"],
         "backend": ["auto", "numba", "torch", "reference"],
     }
+    asked["backend"] += ["triton"] * (first.get("backend") == "triton")
     asked = {x: y for x, y in asked.items() if x in known}
     for values in product(*asked.values()):
         yield {**first, **dict(zip(asked, values, strict=True))}

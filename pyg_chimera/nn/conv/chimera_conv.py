@@ -83,8 +83,8 @@ class ChimeraConv(ChimeraBlock):
             :obj:`solver="neumann"`. (default: :obj:`None`, given to :meth:`forward`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
             or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
-            :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
 

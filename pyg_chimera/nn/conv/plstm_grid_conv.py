@@ -80,8 +80,8 @@ class PLSTMGridConv(PLSTMBlock):
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             Gates have one in any case. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
-            :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`.
 
     Shapes:
         - **input:**

@@ -94,7 +94,8 @@ class Backend(Protocol):
     """A module that computes an operator.
 
     One without `backward` is plain PyTorch, which autograd differentiates: its
-    `forward` returns the output alone.
+    `forward` returns the output alone. One may have `DEVICES_IF_ASKED`, further types
+    of devices that it is not taken for by itself.
     """
 
     #: Types of devices that it runs on, or None for all.

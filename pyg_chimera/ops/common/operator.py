@@ -131,7 +131,8 @@ class Operator(Generic[Inputs, Structure]):
             structure = self._structure(recipe, key)
         if not _transforming():  # which cannot look at numbers
             self.check(inputs, structure)
-        problems, unsuitable = [], {}
+        problems: list[str] = []
+        unsuitable: dict[str, str] = {}
         undecided = Call(inputs, structure, Choice(self.name, "", "", "", ""), key)
         for choice in self.choices(undecided):
             if choice.solver in unsuitable:
@@ -143,6 +144,9 @@ class Operator(Generic[Inputs, Structure]):
                 unsuitable[choice.solver] = str(error)
                 continue
             if problem is None and not unsuitable:
+                if problems:  # of what would be preferred
+                    reason = "; ".join([choice.reason, *dict.fromkeys(problems)])
+                    call = call.taking(choice._replace(reason=reason))
                 return call
             others = (x for x in choice.alternatives if x.solver not in unsuitable)
             choice = choice._replace(alternatives=tuple(others))
@@ -171,6 +175,8 @@ class Operator(Generic[Inputs, Structure]):
                 and (backend.DEVICES is None or device.type in backend.DEVICES)
             ]
         devices = self.backends[asked].DEVICES
+        if devices is not None:
+            devices += getattr(self.backends[asked], "DEVICES_IF_ASKED", ())
         if devices is not None and device.type not in devices:
             raise ValueError(
                 f"backend={asked!r} runs on {' and '.join(devices)}, but "

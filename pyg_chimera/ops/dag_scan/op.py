@@ -18,7 +18,12 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.dag_scan import numba_backend, reference, torch_backend
+from pyg_chimera.ops.dag_scan import (
+    numba_backend,
+    reference,
+    torch_backend,
+    triton_backend,
+)
 from pyg_chimera.ops.dag_scan.cost_model import cost_of
 from pyg_chimera.ops.dag_scan.states import (
     GridStates,
@@ -63,6 +68,7 @@ class _StateScan(Operator[Inputs, States]):
     inputs = Inputs
     backends = {  # noqa: RUF012
         "numba": numba_backend,
+        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
@@ -114,6 +120,10 @@ class _StateScan(Operator[Inputs, States]):
                 for form in forms + ["chunk"] * (paths and len(forms) > 1)
             ]
             found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
+            if backend == "triton" and not triton_backend.fits_in_masks(call):
+                found.sort(key=lambda x: x.form == "mask")
+            elif backend == "triton":  # which has no chain of steps
+                found.sort(key=lambda x: x.form != "mask")
             if backend != "numba":  # nobody has measured it
                 found = [choice._replace(cost=None) for choice in found]
             best, *others = found
@@ -167,8 +177,8 @@ def dag_scan(
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (matrix
             products in chunks of paths, on the CPU) or :obj:`"auto"`. (default:
             :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
-            :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`.
         rank (torch.Tensor, optional): A topological rank, integer
             :math:`[|\mathcal{V}|]`, as stored by
             :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Found if absent.
@@ -256,8 +266,9 @@ def stm_scan(
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (where edges
             follow on each other along paths) or :obj:`"auto"`, as in :func:`dag_scan`.
             (default: :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
-            :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
+            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
+            (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.

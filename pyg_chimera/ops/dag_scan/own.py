@@ -17,7 +17,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import inner_product_of_rows
 
-__all__ = ["add_own", "add_own_gradients", "own", "own_gradients"]
+__all__ = ["add_own", "add_own_gradients", "own", "plus_own_gradients"]
 
 
 def own(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
@@ -25,15 +25,25 @@ def own(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
     return (_scores(query, key, value) * direct).unsqueeze(-1) * value
 
 
-def own_gradients(
-    query: Tensor, key: Tensor, value: Tensor, direct: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and direct."""
+def plus_own_gradients(
+    grads: Sequence[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    direct: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and more, plus those of `own`.
+
+    That of direct is added at the end.
+    """
     scores, read = _scores(query, key, value), (grad * value).sum(-1)
     groups = query.size(1)
     d_scores = (direct * read).unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
     d_value = (scores * direct).unsqueeze(-1) * grad
-    return d_scores * key, d_scores * query, d_value, scores * read
+    of_nodes = (d_scores * key, d_scores * query, d_value)
+    both = (x + y for x, y in zip(grads, of_nodes, strict=False))
+    return *both, *grads[3:], scores * read
 
 
 def _scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from pyg_chimera.ops.common.mask_form import (
     masked_mix_backward,
 )
 from pyg_chimera.ops.dag_scan.levels import Levels, levels_of
-from pyg_chimera.ops.dag_scan.own import own, own_gradients
+from pyg_chimera.ops.dag_scan.own import own, plus_own_gradients
 
 DEVICES = None
 
@@ -51,9 +51,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     query, key, value, *_, direct = call.inputs[:7]
     if direct is None:
         return grads
-    *of_nodes, of_direct = own_gradients(query, key, value, direct, grad)
-    both = (x + y for x, y in zip(grads, of_nodes, strict=False))
-    return *both, *grads[3:], of_direct
+    return plus_own_gradients(grads, query, key, value, direct, grad)
 
 
 # -------------------------------------------------------------------------- the sweeps

@@ -22,7 +22,12 @@ from pyg_chimera.ops.common.dispatch import (
     UnsuitableSolver,
 )
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.resolvent import numba_backend, reference, torch_backend
+from pyg_chimera.ops.resolvent import (
+    numba_backend,
+    reference,
+    torch_backend,
+    triton_backend,
+)
 from pyg_chimera.ops.resolvent.cost_model import cost_of, prefers_dense
 from pyg_chimera.ops.resolvent.path_factors import path_scans
 from pyg_chimera.ops.resolvent.sweep_polynomial import SweepPolynomial, polynomial_of
@@ -70,6 +75,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
     inputs = Inputs
     backends = {  # noqa: RUF012
         "numba": numba_backend,
+        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
@@ -115,15 +121,19 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             if inputs.form == "mask":
                 solvers = ["dense"]
             reason += "; factors would fill up"
-        elif auto and usable[0] == "torch" and prefers_dense(structure, device):
+        elif auto and usable == ["triton"]:
+            solvers = ["dense"]
+        elif auto and usable[0] != "numba" and prefers_dense(structure, device):
             solvers.reverse()
             reason += "; blocks small or factors full enough for dense matrices"
         if inputs.form == "chunk":
             solvers, usable = ["sparse"] if auto else solvers, usable[:1]
         for solver in solvers:
             backends = usable
-            if auto and solver == "dense":  # which is torch's alone
-                backends = ["torch"]
+            if auto and solver == "dense":  # which numba does not have
+                backends = [x for x in usable if x != "numba"] or ["torch"]
+            elif len(usable) > 1 and solver != "dense":  # which is all that triton has
+                backends = [x for x in usable if x != "triton"]
             for backend in backends:
                 yield self._better_form(call, solver, backend, reason)
 
@@ -257,8 +267,9 @@ def resolvent_mix(
             (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
             on the CPU. All give the same result; :obj:`"iterative"` has the state form
             only. (default: :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
-            :obj:`"reference"` (dense, slow, for tests). (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
+            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
+            (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer
             :math:`[|\mathcal{V}|]`, as stored by
             :class:`~pyg_chimera.transforms.AddEliminationOrder`. Found if absent.

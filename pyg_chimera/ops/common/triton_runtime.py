@@ -1,0 +1,87 @@
+"""Whether Triton's kernels can compute a call: on a GPU, or interpreted on the CPU.
+
+Triton itself is imported with the kernels, when the first of them is called.
+"""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "DEVICES",
+    "DEVICES_IF_ASKED",
+    "INTERPRETED",
+    "WITH_TRITON",
+    "input_precision",
+    "on_device_of",
+    "why_not",
+]
+
+WITH_TRITON = find_spec("triton") is not None
+#: Whether kernels are run by Triton's interpreter, which asks when they are defined.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+
+#: For the backends: types of devices, and those that are slow and for tests.
+DEVICES = ("cuda",)
+DEVICES_IF_ASKED = ("cpu",) if INTERPRETED else ()
+
+#: The first version that the kernels were compiled with, and the first GPU.
+_OLDEST, _CAPABILITY = (3, 9), (8, 0)
+
+
+def why_not(x: Tensor) -> str | None:
+    """Why kernels can't compute on a tensor's device, in its dtype; None if they can.
+
+    The interpreter computes float64, too: in that, formulas can be told from rounding.
+    """
+    reason = _problem(x.device)
+    if reason is None and x.dtype == torch.float64 and not INTERPRETED:
+        reason = "computes in float32, and the inputs are float64"
+    if reason is None:
+        return None
+    return f"backend='triton' {reason}; use backend='torch' or 'auto'"
+
+
+def _problem(device: torch.device) -> str | None:
+    if not WITH_TRITON:
+        return "needs the package 'triton', which is not installed"
+    if INTERPRETED:
+        return None
+    if device.type != "cuda":
+        return f"needs a GPU, or TRITON_INTERPRET=1 in the environment, not {device}"
+    return _problem_of_gpu(device)
+
+
+@cache
+def _problem_of_gpu(device: torch.device) -> str | None:
+    version = import_module("triton").__version__
+    if tuple(int(x) for x in version.split(".")[:2]) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        return f"needs Triton {oldest} or newer, and {version} is installed"
+    capability = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and capability < _CAPABILITY:
+        return (
+            f"needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or "
+            f"more, and {device} has {capability[0]}.{capability[1]}"
+        )
+    return None
+
+
+def input_precision(x: Tensor) -> str:
+    """How `tl.dot` multiplies: as exactly as float32, unless PyTorch is told not to.
+
+    AMD's matrix cores take float32 as it is.
+    """
+    if x.dtype == torch.float64 or torch.version.hip is not None:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager:
+    """A context in which kernels run where a tensor is."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,0 +1,290 @@
+r"""The state form of a scan on a GPU: states carried along the graph.
+
+.. math::
+    H_i = \sum_{j \to i} a_{ij} H_j + k_i v_i^{\top}, \quad y_i = H_i^{\top} q_i,
+    \qquad
+    Z_i = \sum_{i \to m} a_{mi} Z_m + q_i dy_i^{\top},
+
+    dq_i = H_i dy_i, \quad dk_i = Z_i v_i, \quad dv_i = Z_i^{\top} k_i, \quad
+    da_{ij} = \langle Z_i, H_j \rangle.
+
+A program takes a component, a head, and a slice of the states, and walks the positions
+one by one. The state of the position before is in registers; others are in a ring in
+global memory, as long as edges lead back, which stays in a cache. On the way back it
+walks down once more, keeping all states, and then up with the adjoints, in a ring.
+
+Sums over slices go to parts of their own and are added afterwards. No program writes
+what another one reads or writes.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyg_chimera.ops.common.triton_runtime import on_device_of
+from pyg_chimera.ops.dag_scan.states import StateGraph
+
+__all__ = ["Chains", "scan", "scan_gradients"]
+
+#: Key channels and value channels of a slice, at most.
+_ROWS, _COLUMNS = 64, 32
+#: Numbers of states that the way back may keep at a time, if a slice is no more.
+_MAX_NUMEL = 1 << 28
+#: Options of kernels: no load may run ahead of the store of what it reads.
+_OPTIONS = {"num_warps": 4, "num_stages": 1}
+
+
+class Chains(NamedTuple):
+    """A graph of states on a device, int32: S states, L edges, C components."""
+
+    ptr: Tensor  #: [C + 1] first position of each component
+    node: Tensor  #: [S] the row of the inputs that belongs to each position
+    parent_ptr: Tensor  #: [S + 1] first of the entries into each position, ...
+    parent: Tensor  #: [L] ... and where they come from
+    child_ptr: Tensor  #: [S + 1] the same entries by where they come from, ...
+    child: Tensor  #: [L] ... where they lead ...
+    child_entry: Tensor  #: [L] ... and which they are
+    far_parent: Tensor  #: [S] whether one before the position before leads to it
+    far_child: Tensor  #: [S] whether it leads to one after the position after
+    edge: Tensor  #: [L] the edge of each entry, int64
+    ring: int  #: how many positions edges lead back at most, at least 1
+
+    @classmethod
+    def of(cls, graph: StateGraph, device: torch.device) -> "Chains":
+        """Of a graph."""
+        row = np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
+        is_far = row - graph.parent > 1
+        far_parent, far_child = np.zeros((2, len(graph.state)))
+        far_parent[row[is_far]], far_child[graph.parent[is_far]] = 1, 1
+        arrays = (
+            graph.component_ptr, graph.state, graph.parent_ptr, graph.parent,
+            graph.child_ptr, graph.child, graph.child_entry, far_parent, far_child,
+        )  # fmt: skip
+        tables = (torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays)
+        edge, ring = torch.from_numpy(graph.edge), int(graph.bandwidth.max(initial=1))
+        return cls(*tables, edge.to(device), ring)  # type: ignore[call-arg, arg-type]
+
+
+class _Sizes(NamedTuple):
+    """What kernels are compiled for."""
+
+    heads: int
+    groups: int
+    N: int
+    P: int
+    rows: int
+    columns: int
+
+    @classmethod
+    def of(cls, query: Tensor, value: Tensor) -> "_Sizes":
+        (heads, P), (groups, N) = value.shape[1:], query.shape[1:]
+        rows, columns = (triton.next_power_of_2(x) for x in (N, P))
+        return cls(heads, groups, N, P, min(rows, _ROWS), min(columns, _COLUMNS))
+
+    @property
+    def across(self) -> int:
+        return triton.cdiv(self.P, self.columns)
+
+    @property
+    def down(self) -> int:
+        return triton.cdiv(self.N, self.rows)
+
+
+# -------------------------------------------------------------------------- the calls
+
+
+def scan(
+    chains: Chains, query: Tensor, key: Tensor, value: Tensor, weight: Tensor
+) -> Tensor:
+    """The output [S, heads, P], of rows for states and weights [L, heads]."""
+    if query.numel() == 0 or value.numel() == 0:
+        return torch.zeros_like(value)
+    sizes = _Sizes.of(query, value)
+    slices = sizes.down * sizes.across
+    programs = (chains.ptr.numel() - 1) * sizes.heads
+    y = value.new_empty(sizes.down, *value.shape)
+    ring = value.new_empty(programs, slices, chains.ring, sizes.rows * sizes.columns)
+    with on_device_of(value):
+        _walk_down[programs, slices](
+            query, key, value, weight[chains.edge], y, ring, chains.ptr, chains.node,
+            chains.parent_ptr, chains.parent, chains.far_child, value.size(0),
+            chains.ring, *sizes, **_OPTIONS,
+        )  # fmt: skip
+    return y.sum(0)
+
+
+def scan_gradients(
+    chains: Chains,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `scan`, of query, key, value and weight."""
+    if query.numel() == 0 or value.numel() == 0:
+        return query * 0, key * 0, value * 0, weight * 0
+    sizes = _Sizes.of(query, value)
+    slices, (states, heads, _) = sizes.down * sizes.across, value.shape
+    programs = (chains.ptr.numel() - 1) * heads
+    dq, dk = (value.new_empty(sizes.across, states, heads, sizes.N) for _ in range(2))
+    dv = value.new_empty(sizes.down, *value.shape)
+    dw = value.new_empty(slices, *weight.shape)
+
+    numel = sizes.rows * sizes.columns
+    at_once = min(slices, max(1, _MAX_NUMEL // (states * heads * numel)))
+    kept = value.new_empty(at_once, heads, states, numel)
+    ring = value.new_empty(programs, at_once, chains.ring, numel)
+    with on_device_of(value):
+        for first in range(0, slices, at_once):
+            _walk_down_and_up[programs, min(at_once, slices - first)](
+                query, key, value, weight[chains.edge], grad, dq, dk, dv, dw, kept,
+                ring, *chains[:8], states, weight.size(0), chains.ring, first, *sizes,
+                **_OPTIONS,
+            )  # fmt: skip
+    dq, dk = (x.sum(0).unflatten(1, (sizes.groups, -1)).sum(2) for x in (dq, dk))
+    by_edge = torch.empty_like(weight).index_copy_(0, chains.edge, dw.sum(0))
+    return dq, dk, dv.sum(0), by_edge
+
+
+# ------------------------------------------------------------------------- the kernels
+
+
+@triton.jit
+def _bounds(PTR, i):  # type: ignore[no-untyped-def]
+    """Those of a row; what is counted from there on may be large."""
+    return tl.load(PTR + i).to(tl.int64), tl.load(PTR + i + 1).to(tl.int64)
+
+
+@triton.jit
+def _row(X, node, h, channel, there, HEADS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Channels of a row of X [nodes, HEADS, SIZE]."""
+    return tl.load(X + (node * HEADS + h) * SIZE + channel, mask=there, other=0.0)
+
+
+@triton.jit
+def _slice(  # type: ignore[no-untyped-def]
+    z, N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of slice z: the channels, which of them there are, and its parts of sums."""
+    across: tl.constexpr = (P + COLUMNS - 1) // COLUMNS
+    n = z // across * ROWS + tl.arange(0, ROWS)
+    p = z % across * COLUMNS + tl.arange(0, COLUMNS)
+    return n, p, n < N, p < P, (z // across).to(tl.int64), (z % across).to(tl.int64)
+
+
+#: Sizes that differ from batch to batch, which kernels are not compiled anew for.
+_ANY = ["num_states", "num_edges", "ring", "first_slice"]
+
+
+@triton.jit(do_not_specialize=_ANY[::2])
+def _walk_down(  # type: ignore[no-untyped-def]
+    Q, K, V, W, Y, RING, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD, num_states,
+    ring, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The output, of a component, a head and a slice."""
+    h, z = tl.program_id(0) % HEADS, tl.program_id(1)
+    n, p, n_there, p_there, part, _ = _slice(z, N, P, ROWS, COLUMNS)
+    inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
+    held = RING + program * ring * (ROWS * COLUMNS) + inside
+    H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # of the position before
+    begin, end = _bounds(PTR, tl.program_id(0) // HEADS)
+    for i in range(begin, end):
+        node = tl.load(NODE + i).to(tl.int64)
+        q = _row(Q, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        k = _row(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        v = _row(V, node, h, p, p_there, HEADS, P)
+        new = k[:, None] * v[None, :]
+        first, last = _bounds(PARENT_PTR, i)
+        for x in range(first, last):
+            w = tl.load(W + x * HEADS + h)
+            j = tl.load(PARENT + x)
+            if j == i - 1:
+                new += w * H
+            else:
+                new += w * tl.load(held + j % ring * (ROWS * COLUMNS))
+        H = new
+        at = (part * num_states + node) * HEADS + h
+        tl.store(Y + at * P + p, tl.sum(q[:, None] * H, 0), mask=p_there)
+        if tl.load(FAR_CHILD + i) > 0:
+            tl.debug_barrier()  # all have read what is in its place
+            tl.store(held + i % ring * (ROWS * COLUMNS), H)
+            tl.debug_barrier()  # and may read it
+
+
+@triton.jit(do_not_specialize=_ANY)
+def _walk_down_and_up(  # type: ignore[no-untyped-def]
+    Q, K, V, W, DY, DQ, DK, DV, DW, KEPT, RING, PTR, NODE, PARENT_PTR, PARENT,
+    CHILD_PTR, CHILD, CHILD_ENTRY, FAR_PARENT, num_states, num_edges, ring, first_slice,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradients, of a component, a head and a slice."""
+    h, z = tl.program_id(0) % HEADS, tl.program_id(1)
+    n, p, n_there, p_there, part_n, part_p = _slice(
+        first_slice + z, N, P, ROWS, COLUMNS
+    )
+    inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    states = (z.to(tl.int64) * HEADS + h) * num_states
+    kept = KEPT + states * (ROWS * COLUMNS) + inside
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
+    held = RING + program * ring * (ROWS * COLUMNS) + inside
+    begin, end = _bounds(PTR, tl.program_id(0) // HEADS)
+
+    H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # of the position before
+    for i in range(begin, end):
+        node = tl.load(NODE + i).to(tl.int64)
+        k = _row(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        v = _row(V, node, h, p, p_there, HEADS, P)
+        dy = _row(DY, node, h, p, p_there, HEADS, P)
+        new = k[:, None] * v[None, :]
+        first, last = _bounds(PARENT_PTR, i)
+        for x in range(first, last):
+            w = tl.load(W + x * HEADS + h)
+            j = tl.load(PARENT + x)
+            if j == i - 1:
+                new += w * H
+            else:
+                new += w * tl.load(kept + j.to(tl.int64) * (ROWS * COLUMNS))
+        H = new
+        tl.store(kept + i * (ROWS * COLUMNS), H)
+        tl.debug_barrier()  # later positions read it
+        at = (part_p * num_states + node) * HEADS + h
+        tl.store(DQ + at * N + n, tl.sum(H * dy[None, :], 1), mask=n_there)
+
+    Z = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # of the position after
+    for back in range(0, end - begin):
+        i = end - 1 - back
+        node = tl.load(NODE + i).to(tl.int64)
+        q = _row(Q, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        k = _row(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        v = _row(V, node, h, p, p_there, HEADS, P)
+        dy = _row(DY, node, h, p, p_there, HEADS, P)
+        H = tl.load(kept + i * (ROWS * COLUMNS))
+        new = q[:, None] * dy[None, :]
+        first, last = _bounds(CHILD_PTR, i)
+        for x in range(first, last):
+            entry = tl.load(CHILD_ENTRY + x).to(tl.int64)
+            w = tl.load(W + entry * HEADS + h)
+            j = tl.load(CHILD + x)
+            there = Z
+            if j != i + 1:
+                there = tl.load(held + j % ring * (ROWS * COLUMNS))
+            new += w * there
+            at = ((first_slice + z).to(tl.int64) * num_edges + entry) * HEADS + h
+            tl.store(DW + at, tl.sum(tl.sum(there * H, 1), 0))
+        Z = new
+        at = (part_p * num_states + node) * HEADS + h
+        tl.store(DK + at * N + n, tl.sum(Z * v[None, :], 1), mask=n_there)
+        at = (part_n * num_states + node) * HEADS + h
+        tl.store(DV + at * P + p, tl.sum(Z * k[:, None], 0), mask=p_there)
+        if tl.load(FAR_PARENT + i) > 0:
+            tl.debug_barrier()  # all have read what is in its place
+            tl.store(held + i % ring * (ROWS * COLUMNS), Z)
+            tl.debug_barrier()  # and may read it

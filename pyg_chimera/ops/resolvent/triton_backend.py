@@ -1,0 +1,92 @@
+"""The resolvent of general graphs on a GPU, in Triton: each block's inverse, in tiles.
+
+Without pivoting, so it takes weights of which it is known at a glance that they need
+none: rows, or columns, of |A| sum to less than one.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
+
+if TYPE_CHECKING:
+    from pyg_chimera.ops.common.triton_mask_form import Masks
+
+__all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
+
+#: Nodes of a block: a matrix is inverted by one program, and places are 32 bits wide.
+_MOST_NODES = 8192
+
+
+def why_not(call: Call) -> str | None:
+    """It needs Triton, a GPU, float32, small blocks and diagonal dominance."""
+    _, solver, form, *_ = call.choice
+    if form == "chunk":
+        return "form='chunk' has no triton backend, but one for CPUs; use form='auto'"
+    if (solver, form) != ("dense", "mask"):
+        return (
+            f"solver={solver!r}, form={form!r} has no triton backend; use "
+            "solver='dense' and form='mask', or backend='auto'"
+        )
+    reason = triton_runtime.why_not(call.inputs.value)
+    if reason is not None:
+        return reason
+    largest = int(call.structure.sizes.max(initial=0))
+    if largest > _MOST_NODES:
+        return (
+            f"backend='triton' takes at most {_MOST_NODES} nodes in a graph, and the "
+            f"largest has {largest}; use backend='torch' or 'auto'"
+        )
+    if not call.once("dominance", lambda: _is_dominant(call)):
+        return (
+            "'edge_weight' makes I - A not diagonally dominant, and backend='triton' "
+            "inverts without pivoting; scale the weights (rows of |A| that sum to less "
+            "than 1 are always safe), or use backend='torch' or 'auto'"
+        )
+    return None
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P], and the resolvents."""
+    from pyg_chimera.ops.common.triton_mask_form import mix, resolvents
+
+    masks = _masks(call)
+    L = resolvents(masks, call.inputs.edge_weight)
+    query, key, value = (x.contiguous() for x in call.inputs[:3])
+    return mix(masks, L, query, key, value), (L,)
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and edge weight."""
+    from pyg_chimera.ops.common.triton_mask_form import mix_gradients
+
+    (L,), (query, key, value) = saved, (x.contiguous() for x in call.inputs[:3])
+    return mix_gradients(_masks(call), L, query, key, value, grad.contiguous())
+
+
+def _masks(call: Call) -> "Masks":
+    """The tables of a call, made once for each graph and device."""
+    from pyg_chimera.ops.common.triton_mask_form import Masks
+
+    blocks, device = call.structure, call.inputs.value.device
+    key = ("triton", device)
+    if key not in blocks.tables:
+        # In the order of nodes, which is the same with factors and without.
+        place = np.repeat(blocks.ptr[:-1], blocks.sizes) + blocks.local
+        edges = (place[blocks.edge_row], place[blocks.edge_col], blocks.edge)
+        blocks.tables[key] = Masks.of(blocks.ptr, blocks.order, *edges, False, device)
+    return blocks.tables[key]
+
+
+def _is_dominant(call: Call) -> bool:
+    """Whether all rows, or all columns, of |A| sum to less than one, in each head."""
+    weight = call.inputs.edge_weight.abs()
+    zeros = weight.new_zeros(call.inputs.value.size(0), weight.size(1))
+    sums = [zeros.index_add(0, end, weight) for end in call.inputs.edge_index]
+    fits = torch.stack([(x < 1).all(0) for x in sums])
+    return bool(fits.any(0).all())

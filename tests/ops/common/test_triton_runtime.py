@@ -1,0 +1,167 @@
+"""Which calls Triton's backends take, and why not; without Triton or a GPU."""
+
+import importlib
+import types
+
+import pytest
+import torch
+from operators import example
+
+from pyg_chimera.ops import dag_scan, explain, resolvent_mix
+from pyg_chimera.ops.common import triton_runtime
+
+dag, resolvent = (
+    importlib.import_module(f"pyg_chimera.ops.{x}") for x in ("dag_scan", "resolvent")
+)
+CPU, GPU = torch.device("cpu"), torch.device("cuda:3")
+needs_compiler = pytest.mark.skipif(
+    triton_runtime.INTERPRETED, reason="TRITON_INTERPRET=1 takes the CPU"
+)
+
+
+@needs_compiler
+def test_it_is_refused_on_the_cpu():
+    for function, key in ((dag_scan, "dag_scan"), (resolvent_mix, "resolvent_mix")):
+        with pytest.raises(
+            ValueError, match="backend='triton' runs on cuda, but 'valu"
+        ):
+            function(**example(key).inputs, backend="triton")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU that can be made worse."""
+
+    def make(version="3.9.1", capability=(9, 0), hip=None):
+        triton_runtime._problem_of_gpu.cache_clear()
+        fake = types.SimpleNamespace(__version__=version)
+        monkeypatch.setattr(triton_runtime, "WITH_TRITON", True)
+        monkeypatch.setattr(triton_runtime, "INTERPRETED", False)
+        monkeypatch.setattr(triton_runtime, "import_module", lambda name: fake)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.version, "hip", hip)
+
+    yield make
+    triton_runtime._problem_of_gpu.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({}, None),
+        ({"capability": (8, 0)}, None),
+        ({"version": "4.0.0+git1"}, None),
+        ({"capability": (7, 5)}, "capability 8.0 or more, and cuda:3 has 7.5"),
+        ({"capability": (7, 5), "hip": "6.2"}, None),
+        ({"version": "3.8.9"}, "Triton 3.9 or newer, and 3.8.9 is installed"),
+    ],
+)
+def test_what_a_gpu_must_have(facts, said, gpu):
+    gpu(**facts)
+    problem = triton_runtime._problem(GPU)
+    assert problem is None if said is None else said in problem
+
+
+def test_what_else_is_needed(gpu, monkeypatch):
+    gpu()
+    assert "needs a GPU" in triton_runtime.why_not(torch.zeros(1))
+    monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
+    assert triton_runtime.why_not(torch.zeros(1)) is None
+    problem = triton_runtime.why_not(torch.zeros(1).double())
+    assert "computes in float32, and the inputs are float64; use backend='t" in problem
+    monkeypatch.undo()
+    monkeypatch.setattr(triton_runtime, "WITH_TRITON", False)
+    problem = triton_runtime.why_not(torch.zeros(1))
+    assert "needs the package 'triton', which is not installed" in problem
+
+
+def test_precision(monkeypatch, allow_tf32):
+    x = torch.zeros(1)
+    assert triton_runtime.input_precision(x) == "tf32x3"
+    assert triton_runtime.input_precision(x.double()) == "ieee"
+    allow_tf32()
+    assert triton_runtime.input_precision(x) == "tf32"
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    assert triton_runtime.input_precision(x) == "ieee"
+
+
+# ------------------------------------------------------------------ as if it were a GPU
+
+
+@pytest.fixture
+def without_numba(monkeypatch):
+    """`auto` chooses as it does on a GPU, of what runs there."""
+    monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
+    for module, operator in ((dag, "_dag_scan"), (resolvent, "_resolvent_mix")):
+        op = importlib.import_module(f"{module.__name__}.op")
+        backends = dict(getattr(op, operator).backends)
+        del backends["numba"]
+        monkeypatch.setattr(backends["triton"], "DEVICES", ("cpu",))
+        monkeypatch.setattr(type(getattr(op, operator)), "backends", backends)
+
+
+def chosen(key, **options):
+    case = example(key).to(torch.float32)
+    return explain(key, **{**case.inputs, **options})
+
+
+def test_auto_takes_it_first(without_numba):
+    choice = chosen("dag_scan")
+    assert (choice.form, choice.backend) == ("mask", "triton")
+    assert chosen("dag_scan", form="state").backend == "triton"
+    choice = chosen("resolvent_mix")
+    assert choice[1:4] == ("dense", "mask", "triton")
+    assert chosen("resolvent_mix", solver="sparse").backend == "torch"
+
+
+def test_auto_says_why_it_does_not_take_it(without_numba, monkeypatch):
+    monkeypatch.setattr(triton_runtime, "_problem", lambda device: "is out of order")
+    for key in ("dag_scan", "resolvent_mix"):
+        choice = chosen(key)
+        assert choice.backend == "torch"
+        assert "backend='triton' is out of order; use" in choice.reason
+        with pytest.raises(ValueError, match="'triton' is out of order; use"):
+            chosen(key, backend="triton")
+
+
+def test_matrices_that_do_not_fit(without_numba, monkeypatch):
+    """States are carried where matrices would take too much memory."""
+    module = importlib.import_module("pyg_chimera.ops.dag_scan.triton_backend")
+    monkeypatch.setattr(module, "_MAX_MASK_BYTES", 1)
+    choice = chosen("dag_scan")
+    assert (choice.form, choice.backend) == ("state", "triton")
+    monkeypatch.setattr(module, "_MOST_STATES", 2)
+    with pytest.raises(
+        ValueError, match=r"at most 2 states in a graph, .*form='state'"
+    ):
+        chosen("dag_scan", form="mask", backend="triton")
+    module = importlib.import_module("pyg_chimera.ops.resolvent.triton_backend")
+    monkeypatch.setattr(module, "_MOST_NODES", 2)
+    with pytest.raises(ValueError, match="at most 2 nodes in a graph, and the largest"):
+        chosen("resolvent_mix", backend="triton")
+
+
+def test_what_has_no_kernel(without_numba):
+    for key in ("dag_scan", "resolvent_mix"):
+        with pytest.raises(ValueError, match="form='chunk' has no triton backend"):
+            chosen(key, form="chunk", backend="triton")
+    for solver in ("sparse", "iterative"):
+        with pytest.raises(
+            ValueError, match=f"solver='{solver}', form='.*' has no trit"
+        ):
+            chosen("resolvent_mix", solver=solver, backend="triton")
+    with pytest.raises(ValueError, match="solver='dense', form='state' has no triton"):
+        chosen("resolvent_mix", form="state", backend="triton")
+
+
+def test_weights_that_need_pivots(without_numba):
+    """Rows, or columns, of |A| must sum to less than one, of each head."""
+    case = example("resolvent_mix").to(torch.float32)
+    large = 3 * case.floats["edge_weight"]
+    with pytest.raises(
+        ValueError, match="'edge_weight' makes I - A not diagonally dom"
+    ):
+        chosen("resolvent_mix", edge_weight=large, backend="triton")
+    choice = chosen("resolvent_mix", edge_weight=large)
+    assert choice.backend == "torch"
+    assert "not diagonally dominant" in choice.reason

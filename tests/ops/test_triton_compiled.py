@@ -1,0 +1,106 @@
+"""Triton's kernels as compiled: for GPUs that need not be there, and on one."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from operators import (
+    OPERATORS,
+    assert_results,
+    computed,
+    example,
+    expected,
+    make_case,
+)
+
+from pyg_chimera.ops.common import triton_runtime
+
+if triton_runtime.INTERPRETED:
+    pytest.skip("TRITON_INTERPRET=1 replaces the compiler", allow_module_level=True)
+pytest.importorskip("triton", reason="needs the extra 'triton': make test-triton")
+
+from triton_aot import SHARED, TARGETS, built, launches
+
+BACKENDS = [
+    importlib.import_module(f"pyg_chimera.ops.{x}.triton_backend")
+    for x in ("dag_scan", "resolvent")
+]
+#: Heads, groups, state channels and value channels: those of models, and odd ones.
+SIZES = [(2, 2, 96, 32), (4, 1, 20, 100)]
+GRAPH = ("edge_index", "line_edge_index", "batch")
+CALLS = [
+    ("dag_scan", {"form": "mask"}),
+    ("dag_scan", {"form": "state"}),
+    ("resolvent_mix", {}),
+]
+
+
+def compute(key, size, options):
+    batch = OPERATORS[key].structures["unsorted_batch"]
+    case = make_case(OPERATORS[key], batch, size).to(torch.float32)
+    computed(case, {**options, "backend": "triton"})
+
+
+@pytest.fixture
+def found(monkeypatch, tmp_path, allow_tf32):
+    """All launches of the operators, each with its constants, on no GPU."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
+    for backend in BACKENDS:
+        monkeypatch.setattr(backend, "DEVICES", ("cuda", "cpu"))
+    with launches() as found:
+        for key, options in CALLS:
+            for size in SIZES:
+                compute(key, size, options)
+        allow_tf32()
+        compute("dag_scan", SIZES[0], {"form": "mask"})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_fit(found, target):
+    """No register is spilt, and shared memory is enough."""
+    assert len({x.kernel for x in found.values()}) == 8
+    broken = {}
+    for name, launch in found.items():
+        build = built(launch, target)
+        if build.spills > 0 or build.shared > SHARED[target]:
+            broken[name] = build
+    assert broken == {}
+
+
+def test_large_matrices(found):
+    """Places beyond 2^31 are 64 bits wide."""
+    for launch in {x.kernel: x for x in found.values()}.values():
+        if "total" in launch.kernel.arg_names:
+            at = launch.kernel.arg_names.index("total")
+            args = (*launch.args[:at], 1 << 40, *launch.args[at + 1 :])
+            assert built(launch._replace(args=args), "sm_90").spills == 0
+
+
+# ----------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    ("key", "form"),
+    [
+        *itertools.product(("dag_scan", "stm_scan", "grid_scan"), ("mask", "state")),
+        ("resolvent_mix", "mask"),
+    ],
+)
+def test_right_on_a_gpu(key, form):
+    operator = OPERATORS[key]
+    options = {"form": form, "backend": "triton"}
+    for name, size in itertools.product(operator.structures, operator.sizes):
+        case = example(key, name, size).to(torch.float32)
+        integers = {x: y.cuda() for x, y in case.integers.items() if x in GRAPH}
+        moved = case.changed(**{x: y.cuda() for x, y in case.floats.items()})
+        for _ in range(3):  # races need not show at once
+            got = computed(moved, {**options, **integers})
+            cpu = {x: y.cpu() for x, y in got.items()}
+            assert_results(cpu, expected(key, name, size), what=f"of {name}, {size}")
