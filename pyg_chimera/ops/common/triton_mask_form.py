@@ -173,14 +173,15 @@ def _product(
     """(L * X Y^T) Z; X and Y have as many heads as each other, Z may have others."""
     heads, (rows, _, channels) = L.size(0), Z.shape
     out = Z.new_empty(rows, heads, channels)
-    width = _step(channels, _WIDTH)
+    width, precision = _step(channels, _WIDTH), input_precision(L)
     grid = (*masks.programs(heads), triton.cdiv(channels, width))
+    # Of three products in one the compiler keeps fewer numbers if loads run ahead.
+    options = _OPTIONS | {"num_stages": 2 if precision == "tf32x3" else 1}
     with on_device_of(L):
         _masked_product[grid](
             L, X, Y, Z, out, masks.ptr, masks.offset, masks.node, masks.total, heads,
             X.size(1), Z.size(1), X.size(2), channels, _step(X.size(2)), width, TILE,
-            transposed, masks.triangular, input_precision(L),
-            **_OPTIONS,
+            transposed, masks.triangular, precision, **options,
         )  # fmt: skip
     return out
 
