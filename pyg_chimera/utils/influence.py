@@ -37,7 +37,8 @@ def influence(
     where :math:`P_{ij}` is the sum over all paths from :math:`j` to :math:`i` of the
     products of what the gates and transitions along them let through: in
     :class:`~pyg_chimera.nn.ChimeraConv`, :math:`(\mathbf{I} - \mathbf{A})^{-1}_{ij}
-    s_j`. Several DAGs are summed as the layer sums them. A column comes from a call of
+    s_j`. Several DAGs are summed as the layer sums them, and of a differential layer
+    it is the difference. A column comes from a call of
     the layer with values of one at the node and zero elsewhere, a row from the gradient
     of such a call: no matrix need be inverted, and both are exact.
 
@@ -98,7 +99,8 @@ def influence(
             "'role' must be 'target' with measure='jacobian', as operators have no "
             "forward mode derivatives, got 'source'"
         )
-    if measure != "jacobian" and not isinstance(module, (ChimeraBlock, PLSTMBlock)):
+    is_sum = isinstance(module, PLSTMBlock) or getattr(module, "additive", False)
+    if measure != "jacobian" and not is_sum:
         raise ValueError(
             f"'module' must be a Chimera or pLSTM layer with measure={measure!r} (of a "
             "model or of a 'GPSLayer', its mixer), got "
@@ -133,9 +135,12 @@ def _mixing(
         query, key, _ = project(*args)
         if not products:
             query, key = (y.new_ones(*y.shape[:2], 1) for y in (query, key))
-        return query, key, probe
+        return query, key, value
 
-    layer.project, layer.output = projected, lambda y, *_: y
+    value, of_heads = probe, lambda y: y
+    if isinstance(layer, ChimeraBlock):
+        value, of_heads = layer.in_scans(probe), layer.out_of_scans
+    layer.project, layer.output = projected, lambda y, *_: of_heads(y)
     mixed = layer(x, edge_index, **kwargs)
     if role == "target":
         (mixed,) = torch.autograd.grad(mixed[node].sum(), probe)

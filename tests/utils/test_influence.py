@@ -15,6 +15,7 @@ from pyg_chimera.nn import (
     ChimeraConv,
     ChimeraDAGConv,
     ChimeraPathConv,
+    GatedDeltaConv,
     GatedGCNConv,
     GPSLayer,
     GraphMambaConv,
@@ -62,7 +63,13 @@ def projected_and_mixed(case, conv, inputs):
 
     with spy("project", conv.project, None), spy("output", conv.output, 0):
         case.call(conv, inputs)
-    return *seen["project"], seen["output"]
+    query, key, value = seen["project"]
+    mixed = seen["output"]
+    if getattr(conv, "differential", False):
+        pair = mixed.unflatten(1, (conv.heads, 2))
+        value, mixed = value[:, ::2], pair[:, :, 0] - 0.2 * pair[:, :, 1]
+        conv.contrast.data.fill_(0.2)
+    return query, key, value, mixed
 
 
 def expanded(x, heads):
@@ -280,6 +287,7 @@ def test_compiled_layers():
         ({"measure": "norm"}, ValueError, "'measure' must be one of"),
         ({"module": GCNConv(8, 8)}, ValueError, "got GCNConv; measure='jacobian'"),
         ({"module": GraphMambaConv(8)}, ValueError, "must be a Chimera or pLSTM layer"),
+        ({"module": GatedDeltaConv(8)}, ValueError, "got GatedDeltaConv; measure='jac"),
         (
             {"measure": "jacobian", "role": "source"},
             ValueError,

@@ -38,6 +38,8 @@ class ChimeraBlock(MessagePassing):
             projections see what is around a node. (default: :obj:`None`)
     """
 
+    #: Whether states only add, so that what is mixed of values is a sum over paths.
+    additive = True
     #: Standard deviation of selectivities before softplus. What all nodes write alike
     #: tells how many they are, and training takes long to find out more.
     varied = 3**0.5
@@ -180,10 +182,18 @@ class ChimeraBlock(MessagePassing):
             parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
         value, key, query = map(F.silu, parts)
         query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
-        value = value.unflatten(1, (self.heads, -1))
-        if self.differential:
-            value = value.repeat_interleave(2, dim=1)
-        return query, key, value
+        return query, key, self.in_scans(value.unflatten(1, (self.heads, -1)))
+
+    def in_scans(self, value: Tensor) -> Tensor:
+        """What all heads of the recurrence get of values, [V, heads, P]."""
+        return value.repeat_interleave(2, dim=1) if self.differential else value
+
+    def out_of_scans(self, y: Tensor) -> Tensor:
+        """What is left of all heads of the recurrence, [V, heads, P]."""
+        if self.contrast is None:
+            return y
+        first, second = y.unflatten(1, (-1, 2)).unbind(2)
+        return first - self.contrast.view(-1, 1).to(y.dtype) * second
 
     def selectivities(self, x: Tensor) -> Tensor:
         """Of nodes, [V, num_selectivities, scan_heads], before bias and softplus."""
@@ -209,10 +219,7 @@ class ChimeraBlock(MessagePassing):
 
     def output(self, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
         """Skip connection, norm, gate and projection behind the recurrence."""
-        if self.contrast is not None:
-            first, second = y.unflatten(1, (-1, 2)).unbind(2)
-            y = first - self.contrast.view(-1, 1).to(y.dtype) * second
-            value = value[:, ::2]
+        y, value = self.out_of_scans(y), value[:, :: 1 + self.differential]
         y = y + self.skip.view(-1, 1).to(y.dtype) * value
         y = self.norm(y.flatten(1))
         if self.lin_gate is not None:

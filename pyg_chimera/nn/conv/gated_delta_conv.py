@@ -104,6 +104,8 @@ class GatedDeltaConv(ChimeraBlock):
         torch.Size([3, 32])
     """
 
+    additive = False
+
     def __init__(
         self,
         in_channels: int,

@@ -105,6 +105,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
         torch.Size([3, 32])
     """
 
+    additive = False
     varied = 3**-0.5  #: more would shorten how far levels hear
 
     def __init__(
