@@ -60,7 +60,7 @@ class AddEliminationOrder(BaseTransform):
 @functional_transform("chimera_add_k_hop_index")
 class AddKHopIndex(BaseTransform):
     r"""Stores the pairs of nodes at most :math:`k` steps apart, as
-    :func:`~pyg_chimera.ops.structure.k_hop_index` finds them (functional name:
+    :func:`~pyg_chimera.ops.k_hop_index` finds them (functional name:
     :obj:`chimera_add_k_hop_index`).
 
     With :obj:`k_hop_index=data.k_hop_index, k_hop_distance=data.k_hop_distance`,

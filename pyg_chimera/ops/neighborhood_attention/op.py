@@ -89,7 +89,7 @@ def neighborhood_attention(
 
     Time is linear in the edges, and so is memory: there is no matrix of all pairs of
     nodes. Logits may be of any size. Edges from all nodes of a path to later ones make
-    it causal attention, those of :func:`~pyg_chimera.ops.structure.k_hop_index`
+    it causal attention, those of :func:`~pyg_chimera.ops.k_hop_index`
     attention within a window. Differentiable once, in reverse mode, in query, key,
     value and bias. float16 and bfloat16 are computed in float32.
 
