@@ -583,6 +583,12 @@ def fit(
     return results
 
 
+def load_best(args: Namespace, model: Module) -> None:
+    """Gives a model of a finished run the weights of its best epoch."""
+    state = torch.load(args.out / BEST, weights_only=True)["state_dict"]
+    model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
+
+
 def summarize(
     runs: Mapping[str, Mapping[str, Any]], metric: str, unit: str
 ) -> dict[str, dict[str, Any]]:

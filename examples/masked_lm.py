@@ -29,12 +29,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import (
-    BEST,
     WORLD,
     Task,
     epochs_within,
     fit,
     fit_all,
+    load_best,
     main,
     make_parser,
     match_size,
@@ -242,8 +242,7 @@ def build_model(args: Namespace, name: str) -> SequenceEncoder:
 
 def write_on(args: Namespace, model: SequenceEncoder) -> str:
     """What the best weights write behind the prompt, as many bytes as a window has."""
-    state = torch.load(args.out / BEST, weights_only=True)["state_dict"]
-    model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
+    load_best(args, model)
     prompt = torch.frombuffer(bytearray(args.prompt.encode()), dtype=torch.uint8)
     count = args.length - len(prompt)  # learned positions know no further
     generator = torch.Generator().manual_seed(args.seed)

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from common import (
-    BEST,
     RESULTS,
     Task,
     epochs_within,
     fit,
     fit_all,
+    load_best,
     main,
     make_parser,
     match_size,
@@ -336,8 +336,7 @@ def by_distance(
     """For each size of graphs, rows of a distance, which the next one's is the bound
     of, the share of right answers at it, and how many there are. By the best weights.
     """
-    state = torch.load(args.out / BEST, weights_only=True)["state_dict"]
-    model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
+    load_best(args, model)
     model = model.to(args.device).eval()
     table: dict[str, list[list[float]]] = {}
     for size in args.sizes:

@@ -28,7 +28,9 @@ __all__ = [
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check_heads(out_channels: int, heads: int, state_channels: int = 1) -> None:
+def check_heads(
+    out_channels: int, heads: int, state_channels: int = 1, groups: int = 1
+) -> None:
     """Checks the sizes that layers of several heads have in common."""
     if out_channels < 1:
         raise ValueError(f"'out_channels' must be given, got {out_channels}")
@@ -38,6 +40,8 @@ def check_heads(out_channels: int, heads: int, state_channels: int = 1) -> None:
         )
     if state_channels < 1:
         raise ValueError(f"'state_channels' must be >= 1, got {state_channels}")
+    if groups < 1 or heads % groups != 0:
+        raise ValueError(f"'groups' must divide 'heads', got {groups} and {heads}")
 
 
 def check_nodes(x: Any, channels: int | str = "channels") -> None:

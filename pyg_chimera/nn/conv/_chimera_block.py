@@ -67,9 +67,7 @@ class ChimeraBlock(MessagePassing):
     ) -> None:
         super().__init__(aggr="add", node_dim=0, **kwargs)
         out_channels = in_channels if out_channels is None else out_channels
-        check_heads(out_channels, heads, state_channels)
-        if groups < 1 or heads % groups != 0:
-            raise ValueError(f"'groups' must divide 'heads', got {groups} and {heads}")
+        check_heads(out_channels, heads, state_channels, groups)
         check_reach(reach)
 
         self.in_channels = in_channels

@@ -134,13 +134,11 @@ class KHopAttentionConv(MessagePassing):
         super().__init__(aggr="add", node_dim=0, **kwargs)
         out_channels = in_channels if out_channels is None else out_channels
         groups = heads if groups is None else groups
-        check_heads(out_channels, heads, 1)
+        check_heads(out_channels, heads, groups=groups)
         check_integer("k", k, 1)
         check_integer("depth", depth, 1)
         if latent_channels is not None:
             check_integer("latent_channels", latent_channels, 1)
-        if groups < 1 or heads % groups != 0:
-            raise ValueError(f"'groups' must divide 'heads', got {groups} and {heads}")
         self.maps = 2 if differential else 1
         multiple = self.maps * (2 if rotary else 1)
         if out_channels // heads % multiple != 0:

@@ -17,6 +17,7 @@ is counted: the array must outlive the pointer.
 import operator
 from collections.abc import Callable
 from ctypes import c_int64
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -324,13 +325,15 @@ def _masked_store(builder: Any, value: Any, address: Any, n: Any) -> None:
     builder.call(function, [value, pointer, align, mask])
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def _call_llvm(builder: Any, name: str, *args: Any) -> Any:
+    """A function of LLVM's, from vectors to one of the same type."""
+    vector = args[0].type
     function = cgutils.get_or_insert_function(
         builder.module,
-        ir.FunctionType(a.type, [a.type] * 3),
-        f"llvm.fma.{_name(a.type)}",
+        ir.FunctionType(vector, [vector] * len(args)),
+        f"llvm.{name}.{_name(vector)}",
     )
-    return builder.call(function, [a, b, c])
+    return builder.call(function, args)
 
 
 def _fold(builder: Any, value: Any, combine: Callable) -> Any:
@@ -509,7 +512,7 @@ def _zeros_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
 @intrinsic
 def _fma_intrinsic(typing_context, a, b, c):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _fma(builder, *args)
+        return _call_llvm(builder, "fma", *args)
 
     return a(a, a, a), generate
 
@@ -545,9 +548,7 @@ _larger_intrinsic, _smaller_intrinsic = _compare(">"), _compare("<")
 @intrinsic
 def _largest_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        def larger(a, b):  # type: ignore[no-untyped-def]
-            return _select(builder, ">", a, b)
-
+        larger = partial(_select, builder, ">")
         return builder.extract_element(_fold(builder, *args, larger), _LANE(0))
 
     return v.dtype(v), generate
@@ -556,13 +557,7 @@ def _largest_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
 @intrinsic
 def _floor_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        vector = args[0].type
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(vector, [vector]),
-            f"llvm.floor.{_name(vector)}",
-        )
-        return builder.call(function, args)
+        return _call_llvm(builder, "floor", *args)
 
     return v(v), generate
 
@@ -854,7 +849,8 @@ def _tile(rows: int, side: int, *, some: bool = False, gathered: bool = False) -
             left = _splat(builder, left, vector.count)
             for j in range(side):
                 phi = sums[r * side + j]
-                phi.add_incoming(_fma(builder, left, right[j], phi), step)
+                added = _call_llvm(builder, "fma", left, right[j], phi)
+                phi.add_incoming(added, step)
         i.add_incoming(builder.add(i, _INT(1)), step)
         at.add_incoming(builder.add(at, ca), step)
         builder.branch(loop)

@@ -28,6 +28,7 @@ from pyg_chimera.ops.common import chunk_form
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import (
     arrays,
+    heads_a_task,
     inlined,
     jit,
     run,
@@ -694,10 +695,7 @@ def _state_backward_tile(  # type: ignore[no-untyped-def]
 
 
 def _share(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> int:
-    """How many heads of a group a task takes: all, if threads have enough tasks."""
-    groups, heads = query.shape[1], value.shape[1]
-    enough = graph.sizes.shape[0] * groups >= 4 * torch.get_num_threads()
-    return heads // groups if enough else 1
+    return heads_a_task(len(graph.sizes), query.shape[1], value.shape[1])
 
 
 def _mask_costs(graph: StateGraph, operands: _Operands, share: int) -> np.ndarray:

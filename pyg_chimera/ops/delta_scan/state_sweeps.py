@@ -115,9 +115,7 @@ def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
         _backward_blocks,
         3 * _costs(graph, key, value),
         ((largest + held) * N + 2 * largest + 3) * width
-        + largest // vector * vector
-        + vector
-        + 2 * (N + vector) * vector,
+        + (largest // vector + 1 + 2 * (N + vector)) * vector,
         value.dtype,
         *(ordered_blocks(graph), children, query, key, value, beta, weight),
         *(_scale(call), *arrays(grad), dq, dk, dv, d_beta, d_weight, d_scale),
