@@ -24,20 +24,27 @@ from triton_aot import SHARED, TARGETS, built, launches
 
 BACKENDS = [
     importlib.import_module(f"pyg_chimera.ops.{x}.triton_backend")
-    for x in ("dag_scan", "resolvent")
+    for x in ("dag_scan", "resolvent", "selective_scan", "causal_conv1d")
 ]
 #: Heads, groups, state channels and value channels: those of models, and odd ones.
 SIZES = [(2, 2, 96, 32), (4, 1, 20, 100)]
-GRAPH = ("edge_index", "line_edge_index", "batch")
+GRAPH = ("edge_index", "line_edge_index", "batch", "ptr")
 CALLS = [
     ("dag_scan", {"form": "mask"}),
     ("dag_scan", {"form": "state"}),
+    ("paths", {"form": "chunk"}),
     ("resolvent_mix", {}),
 ]
+#: Of sequences: channels, and states or taps.
+SEQUENCES = [
+    ("selective_scan", (64, 16)), ("selective_scan", (100, 5)),
+    ("causal_conv1d", (96, 4)), ("causal_conv1d", (20, 3)),
+]  # fmt: skip
 
 
 def compute(key, size, options):
-    batch = OPERATORS[key].structures["unsorted_batch"]
+    structures = OPERATORS[key].structures
+    batch = structures.get("unsorted_batch", structures.get("several"))
     case = make_case(OPERATORS[key], batch, size).to(torch.float32)
     computed(case, {**options, "backend": "triton"})
 
@@ -54,6 +61,8 @@ def found(monkeypatch, tmp_path, allow_tf32):
         for key, options in CALLS:
             for size in SIZES:
                 compute(key, size, options)
+        for key, size in SEQUENCES:
+            compute(key, size, {})
         allow_tf32()
         compute("dag_scan", SIZES[0], {"form": "mask"})
     return found
@@ -63,7 +72,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 8
+    assert len({x.kernel for x in found.values()}) == 17
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -87,15 +96,23 @@ def test_large_matrices(found):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
-    ("key", "form"),
+    ("key", "options"),
     [
-        *itertools.product(("dag_scan", "stm_scan", "grid_scan"), ("mask", "state")),
-        ("resolvent_mix", "mask"),
+        *(
+            (key, {"form": form})
+            for key in ("dag_scan", "stm_scan", "grid_scan", "grid_dag_scan")
+            for form in ("mask", "state")
+        ),
+        ("paths", {"form": "chunk"}),
+        ("paths_of_edges", {"form": "chunk"}),
+        ("undirected_paths", {"form": "chunk"}),
+        ("resolvent_mix", {"form": "mask"}),
+        ("selective_scan", {"delta_softplus": True}),
+        ("causal_conv1d", {}),
     ],
 )
-def test_right_on_a_gpu(key, form):
-    operator = OPERATORS[key]
-    options = {"form": form, "backend": "triton"}
+def test_right_on_a_gpu(key, options):
+    operator, options = OPERATORS[key], {**options, "backend": "triton"}
     for name, size in itertools.product(operator.structures, operator.sizes):
         case = example(key, name, size).to(torch.float32)
         integers = {x: y.cuda() for x, y in case.integers.items() if x in GRAPH}

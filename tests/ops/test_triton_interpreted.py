@@ -22,10 +22,27 @@ tl = triton.language
 
 from triton_watch import rounded, watched  # noqa: E402
 
-mask_form, state_form = (
-    importlib.import_module(f"pyg_chimera.ops.{x}")
-    for x in ("common.triton_mask_form", "dag_scan.triton_state_form")
-)
+#: Constants of modules, and what they are here: several tiles in small graphs.
+SMALL = {
+    "common.triton_mask_form": {"TILE": 16},
+    "common.triton_chunk_form": {"CHUNK": 16, "_STEP": 16, "_WIDTH": 16},
+    "common.triton_carry": {"_SPANS": 2, "_WIDTH": 4},
+    "dag_scan.triton_state_form": {"_ROWS": 4, "_COLUMNS": 2},
+    "selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
+    "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
+}
+SMALL = {
+    importlib.import_module(f"pyg_chimera.ops.{name}"): constants
+    for name, constants in SMALL.items()
+}
+#: Structures and sizes that are cut by them.
+CUT = {
+    "triton_paths": ("two_chunks", (2, 1, 17, 18)),
+    "triton_paths_of_edges": ("several_blocks", (1, 1, 5, 3)),
+    "triton_sequences": ("several", (5, 2)),
+    "triton_filters": ("several", (5, 3)),
+}
+CUT_GRAPHS = ("several_blocks", (1, 1, 5, 3))
 
 KINDS = {
     f"{key}-{name}": (key, options)
@@ -34,25 +51,27 @@ KINDS = {
     if key.startswith("triton_")
 }
 every_kind = pytest.mark.parametrize(("key", "options"), KINDS.values(), ids=KINDS)
-every_mask = pytest.mark.parametrize(
+PRODUCTS = ("mask", "chunk")
+every_product = pytest.mark.parametrize(
     ("key", "options"),
-    [x for x in KINDS.values() if x[1]["form"] == "mask"],
-    ids=[name for name in KINDS if "state" not in name],
+    [x for x in KINDS.values() if x[1].get("form") in PRODUCTS],
+    ids=[name for name, x in KINDS.items() if x[1].get("form") in PRODUCTS],
 )
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     """Several tiles and slices in small graphs, and no tables of larger ones."""
-    monkeypatch.setattr(mask_form, "TILE", 16)
-    monkeypatch.setattr(state_form, "_ROWS", 4)
-    monkeypatch.setattr(state_form, "_COLUMNS", 2)
+    for module, constants in SMALL.items():
+        for name, value in constants.items():
+            assert getattr(module, name) >= value
+            monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(cache, "_CACHE", cache._Cache(size=4))
 
 
 def case_of(key):
-    operator = OPERATORS[key]
-    return make_case(operator, operator.structures["several_blocks"], (1, 1, 5, 3))
+    operator, (name, size) = OPERATORS[key], CUT.get(key, CUT_GRAPHS)
+    return make_case(operator, operator.structures[name], size)
 
 
 @every_kind
@@ -68,7 +87,7 @@ def test_no_races_and_nothing_read_that_nobody_wrote(key, options, monkeypatch):
         want = got
 
 
-@every_mask
+@every_product
 def test_as_exact_as_float32_unless_pytorch_is_told_not_to_be(key, options, allow_tf32):
     case = case_of(key).to(torch.float32)
     want = expected_of(case)
@@ -83,7 +102,18 @@ def test_as_exact_as_float32_unless_pytorch_is_told_not_to_be(key, options, allo
 
 def test_states_in_several_rounds(monkeypatch):
     case, options = case_of("triton_dags"), {"form": "state", "backend": "triton"}
+    (state_form,) = (x for x in SMALL if x.__name__.endswith("triton_state_form"))
     monkeypatch.setattr(state_form, "_MAX_NUMEL", 1)
+    assert_results(computed(case, options), expected_of(case))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.5, 3.0, 1e-30])
+def test_weights_of_any_size_and_sign(weight):
+    """Decays are products: nothing is divided by, and no logarithm taken of, a zero."""
+    case, options = case_of("triton_paths"), {"form": "chunk", "backend": "triton"}
+    weights = case.floats["edge_weight"] / 2
+    weights[::5] = weight
+    case = case.changed(edge_weight=weights)
     assert_results(computed(case, options), expected_of(case))
 
 

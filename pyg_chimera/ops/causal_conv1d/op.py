@@ -5,7 +5,12 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_chimera.ops.causal_conv1d import numba_backend, reference, torch_backend
+from pyg_chimera.ops.causal_conv1d import (
+    numba_backend,
+    reference,
+    torch_backend,
+    triton_backend,
+)
 from pyg_chimera.ops.common.checks import (
     check_dim,
     check_floats,
@@ -34,6 +39,7 @@ class _CausalConv1d(Operator[Inputs, None]):
     output_like = "x"
     backends = {  # noqa: RUF012
         "numba": numba_backend,
+        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
@@ -74,8 +80,9 @@ def causal_conv1d(
             (default: :obj:`None`)
         activation (str, optional): :obj:`"silu"` or :obj:`None`.
             (default: :obj:`None`)
-        backend (str, optional): ``"reference"``, ``"torch"``, ``"numba"`` (CPU), or
-            ``"auto"``: numba on the CPU, torch elsewhere. (default: :obj:`"auto"`)
+        backend (str, optional): ``"reference"``, ``"torch"``, ``"numba"`` (CPU),
+            ``"triton"`` (GPU, float32), or ``"auto"``: numba on the CPU; elsewhere
+            triton where it can, torch otherwise. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[T, F]`, in the dtype of :obj:`x`.

@@ -1,4 +1,8 @@
-from collections.abc import Callable
+"""What users hand to operators: checked, with one wording for each error."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral
 from typing import Any
 
@@ -6,7 +10,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["check_batch", "check_edge_index", "check_within_graphs"]
+__all__ = ["check_batch", "check_edge_index", "check_within_graphs", "unchecked"]
+
+_TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    r"""A context in which operators and layers do not look into tensors, so that the
+    host need not wait for a GPU. ::
+
+        with ops.unchecked():
+            loss = criterion(model(x, edge_index, batch=batch), y)
+        loss.backward()
+
+    Shapes, dtypes, devices and options are checked as ever, and so is a graph that is
+    new, when what depends on it is computed. What is believed in the context:
+
+    * *Weights and gates are finite.* If they are not, the results of their graph are
+      NaN, where there would have been a :class:`ValueError`.
+    * *Rows, or columns, of* :math:`|\mathbf{A}|` *sum to less than one* in
+      :func:`resolvent_mix`, as :class:`~pyg_chimera.nn.ChimeraConv` makes them. If they
+      do not, results may be inexact, as solvers do without pivots and do not look how
+      that went; those of singular systems are infinite or NaN.
+    * *The arguments of* :func:`delta_scan` *are what it says*, in the length of keys,
+      the range of :obj:`beta` and the sums of rows on cycles. Otherwise states may grow
+      without bound.
+    * *A tensor of indices is what it was*, unless PyTorch has been told to change it:
+      graphs are recognised by the tensor, not by its contents. What writes to its
+      memory by other means, such as a numpy array that shares it, is not noticed. The
+      contents of a tensor that has not been seen in the context are read, once.
+    * *Indices of edges are in range* when a layer gathers the features of nodes. If
+      they are not, PyTorch raises an :class:`IndexError`, or on a GPU stops with a
+      failed assertion.
+
+    It holds for the thread, or task of :mod:`asyncio`, that enters it, for compiled
+    models too if they are called in it, and for the forward pass; backward, nothing
+    is looked into anyway.
+    """
+    token = _TRUSTED.set(True)
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(token)
+
+
+def trusted() -> bool:
+    """Whether the contents of tensors are believed, as in `unchecked`."""
+    return _TRUSTED.get()
 
 
 def _is_integer(tensor: Tensor) -> bool:
@@ -214,9 +265,23 @@ def check_nodes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_graph(
-    query: Any, key: Any, value: Any, edge_index: Any, edge_weight: Any
+    query: Any,
+    key: Any,
+    value: Any,
+    edge_index: Any,
+    edge_weight: Any,
+    *,
+    by_channel: bool = False,
 ) -> list[Tensor]:
     """Checks nodes, edges and a weight for each edge and head, without a look at them.
+
+    Args:
+        query: [nodes, groups, channels].
+        key: [nodes, groups, channels].
+        value: [nodes, heads, channels of values].
+        edge_index: [2, edges].
+        edge_weight: [edges, heads].
+        by_channel: Whether weights may also be [edges, heads, channels].
 
     Returns:
         list[Tensor]: Query, key, value and weights in one dtype; edges in int64.
@@ -224,11 +289,13 @@ def check_graph(
     floats = check_floats(query=query, key=key, value=value, edge_weight=edge_weight)
     check_nodes(query, key, value)
     edge_index = check_edges("edge_index", edge_index, value)
-    num_heads = value.size(1)
-    if edge_weight.dim() != 2 or edge_weight.size(1) != num_heads:
+    num_heads, size = value.size(1), key.size(2)
+    of_edge = list(edge_weight.shape[1:])
+    if of_edge != [num_heads] and not (by_channel and of_edge == [num_heads, size]):
+        channels = f", or [edges, heads, channels] with {size}" if by_channel else ""
         raise ValueError(
-            f"'edge_weight' must be [edges, heads] with {num_heads} heads, got "
-            f"{list(edge_weight.shape)}"
+            f"'edge_weight' must be [edges, heads] with {num_heads} heads{channels}, "
+            f"got {list(edge_weight.shape)}"
         )
     if edge_index.size(1) != edge_weight.size(0):
         raise ValueError(
@@ -251,15 +318,15 @@ def check_rank(rank: Tensor, num_nodes: int) -> None:
 def check_finite(
     name: str, x: Tensor, place: Callable[[int], str], column: str = "head"
 ) -> None:
-    """Checks that weights [edges, heads] are finite; `place` names the row of one."""
-    if bool(x.sum().isfinite()):  # in one pass; a sum may overflow
+    """Checks that weights [edges, heads, ...] are finite; `place` names the row."""
+    if trusted() or bool(x.sum().isfinite()):  # in one pass; a sum may overflow
         return
     finite = torch.isfinite(x)
     if not bool(finite.all()):
-        row, head = (~finite).nonzero()[0].tolist()
+        row, head, *rest = (~finite).nonzero()[0].tolist()
         raise ValueError(
-            f"'{name}' must be finite, but {place(row)} has {x[row, head].item()} in "
-            f"{column} {head}"
+            f"'{name}' must be finite, but {place(row)} has "
+            f"{x[(row, head, *rest)].item()} in {column} {head}"
         )
 
 

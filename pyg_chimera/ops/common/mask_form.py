@@ -72,6 +72,11 @@ class Padding:
 
     def unpad(self, x: Tensor, num_nodes: int) -> Tensor:
         """[B, heads, n, C] -> [V, heads, C]; nodes in no block get zero."""
+        out = x.new_zeros(num_nodes, x.size(1), x.size(3))
+        self.unpad_into(out, x)
+        return out
+
+    def unpad_into(self, out: Tensor, x: Tensor) -> None:
+        """The same, of the nodes of these blocks."""
         rows = x.transpose(1, 2).flatten(0, 1)[self.place]
-        out = x.new_zeros(num_nodes, *rows.shape[1:])
-        return out.index_copy_(0, self.node, rows)
+        out.index_copy_(0, self.node, rows)

@@ -29,6 +29,7 @@ _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     str: "str",
+    bool: "bool",
     int: "int",
     int | None: "int?",
     float: "float",
@@ -128,7 +129,7 @@ class Operator(Generic[Inputs, Structure]):
         recipe = self.recipe(inputs)
         with torch._C._DisableFuncTorch():  # graphs are not what is transformed
             key = "" if recipe is None else recipe.key()
-            structure = self._structure(recipe, key)
+            structure: Any = recipe and recalled(key, recipe.cook)
         if not _transforming():  # which cannot look at numbers
             self.check(inputs, structure)
         problems: list[str] = []
@@ -222,15 +223,20 @@ class Operator(Generic[Inputs, Structure]):
         inputs = self.inputs(*args)
         decoded = _Header.decode(header)
         with _plain(inputs):
-            structure = self._structure(self.recipe(inputs), decoded.key)
+            structure = self._structure_again(inputs, decoded.key)
             call = Call(inputs, structure, decoded.choice, decoded.key)
             backend: Backend = self.backends[decoded.choice.backend]
             parts = (saved,) if self.saves_output else _unpack(saved, decoded.shapes)
             return [x.contiguous() for x in backend.backward(call, parts, grad)]
 
-    @staticmethod
-    def _structure(recipe: Recipe | None, key: str) -> Any:
-        return None if recipe is None else recalled(key, recipe)
+    def _structure_again(self, inputs: Inputs, key: str) -> Any:
+        """What the forward pass made; even the recipe may have to look at numbers."""
+
+        def make() -> Any:
+            recipe = self.recipe(inputs)
+            return None if recipe is None else recipe.cook()
+
+        return recalled(key, make) if key else None
 
     def _fake_backward(
         self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any

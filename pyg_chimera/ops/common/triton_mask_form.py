@@ -32,7 +32,16 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
 
-__all__ = ["TILE", "Masks", "mix", "mix_gradients", "resolvents"]
+__all__ = [
+    "TILE",
+    "Masks",
+    "channels_at_once",
+    "mix",
+    "mix_gradients",
+    "resolvents",
+    "tile_nodes",
+    "tile_places",
+]
 
 #: Rows and columns of a tile. Tiles of 64 do not fit in the registers.
 TILE = 32
@@ -153,8 +162,8 @@ def mix_gradients(
         precision = input_precision(L)
         _mask_gradient[grid](
             query, key, grad, value, dL, masks.ptr, masks.offset, masks.node,
-            masks.total, heads, groups, num_keys, channels, _step(num_keys),
-            _step(channels), TILE, masks.triangular, precision, **_OPTIONS,
+            masks.total, heads, groups, num_keys, channels, channels_at_once(num_keys),
+            channels_at_once(channels), TILE, masks.triangular, precision, **_OPTIONS,
         )  # fmt: skip
         _adjoint[grid](
             L, dL, M, masks.ptr, masks.offset, masks.total, heads, TILE,
@@ -173,20 +182,20 @@ def _product(
     """(L * X Y^T) Z; X and Y have as many heads as each other, Z may have others."""
     heads, (rows, _, channels) = L.size(0), Z.shape
     out = Z.new_empty(rows, heads, channels)
-    width, precision = _step(channels, _WIDTH), input_precision(L)
+    width, precision = channels_at_once(channels, _WIDTH), input_precision(L)
     grid = (*masks.programs(heads), triton.cdiv(channels, width))
     # Of three products in one the compiler keeps fewer numbers if loads run ahead.
     options = _OPTIONS | {"num_stages": 2 if precision == "tf32x3" else 1}
     with on_device_of(L):
         _masked_product[grid](
             L, X, Y, Z, out, masks.ptr, masks.offset, masks.node, masks.total, heads,
-            X.size(1), Z.size(1), X.size(2), channels, _step(X.size(2)), width, TILE,
-            transposed, masks.triangular, precision, **options,
+            X.size(1), Z.size(1), X.size(2), channels, channels_at_once(X.size(2)),
+            width, TILE, transposed, masks.triangular, precision, **options,
         )  # fmt: skip
     return out
 
 
-def _step(channels: int, most: int = _STEP) -> int:
+def channels_at_once(channels: int, most: int = _STEP) -> int:
     """How many channels are taken at a time: a power of two, from 16 on."""
     return min(max(triton.next_power_of_2(channels), 16), most)
 
@@ -213,14 +222,14 @@ def _tile(matrix, i, j, tiles, TILE: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def _nodes(NODE, first, size, i, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_nodes(NODE, first, size, i, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The rows of inputs for a tile, and which of its rows there are."""
     o = i * TILE + tl.arange(0, TILE)
     return tl.load(NODE + first + o, mask=o < size, other=0).to(tl.int64), o < size
 
 
 @triton.jit
-def _places(  # type: ignore[no-untyped-def]
+def tile_places(  # type: ignore[no-untyped-def]
     node, there, h, channel, HEADS: tl.constexpr, SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -238,9 +247,9 @@ def _scores(  # type: ignore[no-untyped-def]
     """A tile of X Y^T."""
     scores = tl.zeros([TILE, TILE], X.dtype.element_ty)
     for channel in range(0, SIZE, STEP):  # unrolled, it would not fit in registers
-        at, there = _places(row, row_there, h, channel, HEADS, SIZE, STEP)
+        at, there = tile_places(row, row_there, h, channel, HEADS, SIZE, STEP)
         x = tl.load(X + at, mask=there, other=0.0)
-        at, there = _places(col, col_there, h, channel, HEADS, SIZE, STEP)
+        at, there = tile_places(col, col_there, h, channel, HEADS, SIZE, STEP)
         y = tl.load(Y + at, mask=there, other=0.0)
         scores = tl.dot(x, tl.trans(y), scores, input_precision=PRECISION)
     return scores
@@ -348,7 +357,7 @@ def _masked_product(  # type: ignore[no-untyped-def]
     h, first, size, tiles, start = _block(PTR, OFFSET, total, HEADS, TILE)
     i, channel = tl.program_id(1), tl.program_id(2) * WIDTH
     if i < tiles:
-        row, row_there = _nodes(NODE, first, size, i, TILE)
+        row, row_there = tile_nodes(NODE, first, size, i, TILE)
         out = tl.zeros([TILE, WIDTH], L.dtype.element_ty)
         begin, end = 0, tiles
         if TRIANGULAR:
@@ -357,7 +366,7 @@ def _masked_product(  # type: ignore[no-untyped-def]
             else:
                 end = i + 1
         for j in range(begin, end):
-            col, col_there = _nodes(NODE, first, size, j, TILE)
+            col, col_there = tile_nodes(NODE, first, size, j, TILE)
             scores = _scores(
                 X, Y, row, row_there, col, col_there, h // (HEADS // X_HEADS), X_HEADS,
                 X_SIZE, STEP, TILE, PRECISION,
@@ -366,12 +375,12 @@ def _masked_product(  # type: ignore[no-untyped-def]
                 mask = tl.trans(tl.load(_tile(L + start, j, i, tiles, TILE)))
             else:
                 mask = tl.load(_tile(L + start, i, j, tiles, TILE))
-            at, there = _places(
+            at, there = tile_places(
                 col, col_there, h // (HEADS // Z_HEADS), channel, Z_HEADS, Z_SIZE, WIDTH
             )
             z = tl.load(Z + at, mask=there, other=0.0)
             out = tl.dot(mask * scores, z, out, input_precision=PRECISION)
-        at, there = _places(row, row_there, h, channel, HEADS, Z_SIZE, WIDTH)
+        at, there = tile_places(row, row_there, h, channel, HEADS, Z_SIZE, WIDTH)
         tl.store(OUT + at, out, mask=there)
 
 
@@ -386,8 +395,8 @@ def _mask_gradient(  # type: ignore[no-untyped-def]
     h, first, size, tiles, start = _block(PTR, OFFSET, total, HEADS, TILE)
     i, j = tl.program_id(1), tl.program_id(2)
     if (i < tiles) & (j <= i if TRIANGULAR else j < tiles):
-        row, row_there = _nodes(NODE, first, size, i, TILE)
-        col, col_there = _nodes(NODE, first, size, j, TILE)
+        row, row_there = tile_nodes(NODE, first, size, i, TILE)
+        col, col_there = tile_nodes(NODE, first, size, j, TILE)
         ends = (row, row_there, col, col_there)
         scores = _scores(
             Q, K, *ends, h // (HEADS // GROUPS), GROUPS, N, STEP_N, TILE, PRECISION

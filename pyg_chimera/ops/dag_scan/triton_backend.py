@@ -16,9 +16,10 @@ from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.dag_scan.own import own, plus_own_gradients
-from pyg_chimera.ops.dag_scan.states import StateGraph
+from pyg_chimera.ops.dag_scan.states import NOT_PATHS, StateGraph
 
 if TYPE_CHECKING:
+    from pyg_chimera.ops.common.triton_chunk_form import Chunks
     from pyg_chimera.ops.common.triton_mask_form import Masks
     from pyg_chimera.ops.dag_scan.triton_state_form import Chains
 
@@ -26,8 +27,8 @@ __all__ = [
     "DEVICES",
     "DEVICES_IF_ASKED",
     "backward",
-    "fits_in_masks",
     "forward",
+    "preferred_forms",
     "why_not",
 ]
 
@@ -35,15 +36,17 @@ __all__ = [
 _MOST_STATES = 46_000
 #: Bytes of matrices that the mask form may hold when it is free to choose.
 _MAX_MASK_BYTES = 1 << 30
+#: States of paths that masks are made of all the same: two tiles.
+_SHORT_PATH = 64
 
 # ------------------------------------------------------------------------ the backend
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, float32, and matrices that can be addressed."""
+    """It needs Triton, a GPU, float32, and matrices that can be addressed, or paths."""
     form = call.choice.form
-    if form == "chunk":
-        return "form='chunk' has no triton backend, but one for CPUs; use form='auto'"
+    if form == "chunk" and not call.structure.are_paths:
+        return NOT_PATHS
     reason = triton_runtime.why_not(call.inputs.value)
     extents = call.structure.extents
     largest = int(extents.states.max(initial=0))
@@ -57,16 +60,24 @@ def why_not(call: Call) -> str | None:
     return reason
 
 
-def fits_in_masks(call: Call) -> bool:
-    """Whether the mask form is affordable: three matrices for each head and block."""
-    states = call.structure.extents.states.astype(float)
-    value = call.inputs.value
+def preferred_forms(call: Call) -> tuple[str, ...]:
+    """The forms, best first: few steps that wait for each other, and not much memory.
+
+    Masks take three matrices for each head and block.
+    """
+    states, value = call.structure.extents.states.astype(float), call.inputs.value
     numel = 3 * value.size(1) * float((states**2).sum())
-    return value.element_size() * numel <= _MAX_MASK_BYTES
+    if value.element_size() * numel > _MAX_MASK_BYTES:
+        return "chunk", "state", "mask"
+    if call.structure.are_paths:
+        lengths = np.diff(call.structure.graph.component_ptr)
+        if lengths.max(initial=0) > _SHORT_PATH:
+            return "chunk", "mask", "state"
+    return "mask", "chunk", "state"
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and in mask form the resolvents."""
+    """The output [V, heads, P], and the resolvents, or the states after each chunk."""
     rows = _Rows(call)
     saved: tuple[Tensor, ...] = ()
     if call.choice.form == "mask":
@@ -74,6 +85,12 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
         L = resolvents(rows.masks, rows.transition)
         out, saved = mix(rows.masks, L, *rows.operands), (L,)
+    elif call.choice.form == "chunk":
+        from pyg_chimera.ops.common import triton_chunk_form
+
+        operands = (*rows.operands, rows.transition)
+        out, states = triton_chunk_form.scan(rows.chunks, *operands)
+        saved = (states,)
     else:
         from pyg_chimera.ops.dag_scan.triton_state_form import scan
 
@@ -94,6 +111,11 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         from pyg_chimera.ops.common.triton_mask_form import mix_gradients
 
         found = mix_gradients(rows.masks, saved[0], *rows.operands, dy)
+    elif call.choice.form == "chunk":
+        from pyg_chimera.ops.common import triton_chunk_form
+
+        operands = (*rows.operands, rows.transition)
+        found = triton_chunk_form.scan_gradients(rows.chunks, *operands, saved[0], dy)
     else:
         from pyg_chimera.ops.dag_scan.triton_state_form import scan_gradients
 
@@ -114,6 +136,14 @@ def _masks(graph: StateGraph, device: torch.device) -> "Masks":
     row = np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
     edges = (row, graph.parent, graph.edge)
     return Masks.of(graph.ptr, graph.state, *edges, True, device)
+
+
+def _chunks(graph: StateGraph, device: torch.device) -> "Chunks":
+    from pyg_chimera.ops.common.triton_chunk_form import Chunks
+
+    place = np.empty_like(graph.edge)  # but one into each position
+    place[graph.edge] = graph.parent + 1
+    return Chunks.of(graph.component_ptr, graph.state, place, device)
 
 
 def _chains(graph: StateGraph, device: torch.device) -> "Chains":
@@ -154,6 +184,10 @@ class _Rows:
     @property
     def masks(self) -> "Masks":
         return self._table("masks", _masks)
+
+    @property
+    def chunks(self) -> "Chunks":
+        return self._table("chunks", _chunks)
 
     @property
     def chains(self) -> "Chains":

@@ -28,7 +28,7 @@ from pyg_chimera.ops.resolvent import (
     sparse_products,
     supernodal_sweeps,
 )
-from pyg_chimera.ops.resolvent.path_factors import path_scans
+from pyg_chimera.ops.resolvent.path_factors import NOT_PATHS, path_scans
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
 from pyg_chimera.ops.resolvent.row_sweeps import (
     Factors,
@@ -57,7 +57,7 @@ def why_not(call: Call) -> str | None:
             "backend='torch' or 'auto'"
         )
     if form == "chunk" and path_scans(call.structure) is None:
-        return "form='chunk' is for graphs whose components are paths; use form='auto'"
+        return NOT_PATHS
     if solver == "sparse":
         check_pivot_growth(_factors(call)[1])
     if solver == "iterative":

@@ -14,6 +14,7 @@ from pyg_chimera.ops.common.checks import (
     check_indices,
     check_integer,
     check_option,
+    trusted,
 )
 from pyg_chimera.ops.common.dispatch import (
     WHY_FORM,
@@ -50,6 +51,8 @@ _MAX_MASK_BYTES = 1 << 30
 _WORTH_WHILE = 0.02
 #: Nodes whose factors, even if full, are worth their memory.
 _MAX_SMALL = 4096
+#: Nodes of a path, up to which a dense matrix is made of it on a GPU.
+_SHORT_PATH = 64
 _FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10)
 
 
@@ -116,13 +119,14 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         reason, auto = self.reason(inputs), inputs.solver == "auto"
         device = inputs.value.device.type
         solvers = ["sparse", "dense"] if auto else [inputs.solver]
+        in_chunks = "triton" in usable and inputs.form == "auto" and _is_long(structure)
         if auto and not isinstance(structure, SymbolicFactor):
             solvers = ["iterative", "dense"]
             if inputs.form == "mask":
                 solvers = ["dense"]
             reason += "; factors would fill up"
         elif auto and usable == ["triton"]:
-            solvers = ["dense"]
+            solvers = ["sparse", "dense"] if in_chunks else ["dense"]
         elif auto and usable[0] != "numba" and prefers_dense(structure, device):
             solvers.reverse()
             reason += "; blocks small or factors full enough for dense matrices"
@@ -132,7 +136,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             backends = usable
             if auto and solver == "dense":  # which numba does not have
                 backends = [x for x in usable if x != "numba"] or ["torch"]
-            elif len(usable) > 1 and solver != "dense":  # which is all that triton has
+            elif solver != "dense" and len(usable) > 1 and not in_chunks:
                 backends = [x for x in usable if x != "triton"]
             for backend in backends:
                 yield self._better_form(call, solver, backend, reason)
@@ -178,13 +182,17 @@ class _ResolventMix(Operator[Inputs, Blocks]):
                 cost=cost_of(found, call.structure, sizes, dtype, sweeps)
             )
 
+        may_cut = (solver, inputs.form) == ("sparse", "auto") and backend != "torch"
+        paths = may_cut and path_scans(call.structure) is not None
+        if paths and backend == "triton":
+            return choice("chunk")  # which is all that triton has of it
         only_states = solver == "iterative" or (solver, backend) == ("neumann", "numba")
         if inputs.form != "auto" or only_states:
             return choice("state" if inputs.form == "auto" else inputs.form)
         mask, state = choice("mask"), choice("state")
         fits = mask.cost.memory <= _MAX_MASK_BYTES  # type: ignore[union-attr]
         found = [mask, state] if fits else [state]
-        if (backend, solver) == ("numba", "sparse") and path_scans(call.structure):
+        if paths and backend == "numba":
             found.insert(0, choice("chunk"))
         if fits and solver != "sparse":
             best, why = mask, "dense matrices are at hand"
@@ -196,10 +204,18 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         return best._replace(reason=f"{reason}; {why}")
 
 
+def _is_long(structure: Blocks) -> bool:
+    """Whether a graph is of paths, and not only of short ones."""
+    scans = path_scans(structure) if isinstance(structure, SymbolicFactor) else None
+    return scans is not None and bool((np.diff(scans.ptr) > _SHORT_PATH).any())
+
+
 def _may_iterate(inputs: Inputs) -> bool:
     """Whether an iteration can take the place of factors that fill up."""
     if inputs.backend == "reference" or inputs.value.size(0) < _MAX_SMALL:
         return False
+    if trusted():
+        return True
     weight = inputs.edge_weight.detach().abs().double()
     zero = weight.new_zeros(inputs.value.size(0), weight.size(1))
     sums = (zero.index_add(0, end.long(), weight) for end in inputs.edge_index)
@@ -265,8 +281,8 @@ def resolvent_mix(
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
             (linear in edges and fill-in), :obj:`"mask"` computes each graph's resolvent
             (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
-            on the CPU. All give the same result; :obj:`"iterative"` has the state form
-            only. (default: :obj:`"auto"`)
+            by numba and triton. All give the same result; :obj:`"iterative"` has the
+            state form only. (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
             (default: :obj:`"auto"`)

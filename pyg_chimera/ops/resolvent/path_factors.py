@@ -24,7 +24,18 @@ from pyg_chimera.ops.common.chunk_form import PathStates
 from pyg_chimera.ops.common.numba_runtime import jit, run
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
-__all__ = ["PathFactors", "PathScans", "backward", "factorize", "forward", "path_scans"]
+__all__ = [
+    "NOT_PATHS",
+    "PathFactors",
+    "PathScans",
+    "backward",
+    "factorize",
+    "forward",
+    "path_scans",
+]
+
+#: Why backends refuse other graphs.
+NOT_PATHS = "form='chunk' is for graphs whose components are paths; use form='auto'"
 
 
 class PathScans(NamedTuple):

@@ -15,6 +15,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from pyg_chimera.ops.common.checks import trusted
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.mask_form import (
     Padding,
@@ -30,7 +31,8 @@ from pyg_chimera.ops.resolvent.sweep_polynomial import (
     polynomial_of,
     tolerance_of,
 )
-from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
+from pyg_chimera.ops.structure.cache import table
+from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 DEVICES = None
 
@@ -45,7 +47,9 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 def why_not(call: Call) -> str | None:
     """It computes everything, unless elimination would need pivots."""
     if call.choice.form == "chunk":
-        return "form='chunk' has no torch backend, but one for the CPU; use form='auto'"
+        return (
+            "form='chunk' has no torch backend, but numba and triton; use form='auto'"
+        )
     if call.choice.solver == "sparse":
         factors = call.once("levelled factors", lambda: _factorize(call))
         check_pivot_growth(factors[1])
@@ -99,7 +103,8 @@ def _dense_mask_forward(call: Call) -> Tensor:
     query, key, value, edge_weight = call.inputs[:4]
     out = torch.empty_like(value)
     for chunk in _chunks(call):
-        L, _ = _dense_resolvent(chunk.adjacency(edge_weight), call.inputs.num_terms)
+        A, singular = chunk.adjacency(edge_weight), not trusted()
+        L, _ = _dense_resolvent(A, call.inputs.num_terms, singular)
         inputs = (chunk.gather(x) for x in (query, key, value))
         chunk.scatter(masked_mix(L, *inputs), out)
     return out
@@ -111,7 +116,7 @@ def _dense_mask_backward(call: Call, grad: Tensor) -> Gradients:
     outs = [torch.empty_like(x) for x in (query, key, value, edge_weight)]
     for chunk in _chunks(call):
         A = chunk.adjacency(edge_weight)
-        L, pullback = _dense_resolvent(A, call.inputs.num_terms)
+        L, pullback = _dense_resolvent(A, call.inputs.num_terms, False)
         inputs = (chunk.gather(x) for x in (query, key, value, grad))
         dL, *grads = masked_mix_backward(L, *inputs)
         for whole, part in zip(outs, grads, strict=False):
@@ -129,7 +134,7 @@ def _dense_state_forward(call: Call) -> Tensor:
         A = chunk.adjacency(edge_weight)
         q, k, v = (chunk.gather(_repeat(x, value)) for x in (query, key, value))
         X = k.unsqueeze(-1) * v.unsqueeze(-2)
-        H = _unbatched(torch.linalg.solve, _eye(A) - A, X.flatten(-2)).view_as(X)
+        H = _solution(_eye(A) - A, X.flatten(-2), check=not trusted()).view_as(X)
         chunk.scatter((q.unsqueeze(-1) * H).sum(-2), out)
     return out
 
@@ -146,8 +151,8 @@ def _dense_state_backward(call: Call, grad: Tensor) -> Gradients:
         )
         M = _eye(A) - A
         X, Y = k.unsqueeze(-1) * v.unsqueeze(-2), q.unsqueeze(-1) * dy.unsqueeze(-2)
-        H = _unbatched(torch.linalg.solve, M, X.flatten(-2)).view_as(X)
-        G = _unbatched(torch.linalg.solve, M.mT, Y.flatten(-2)).view_as(Y)
+        H = _solution(M, X.flatten(-2), check=False).view_as(X)
+        G = _solution(M.mT, Y.flatten(-2), check=False).view_as(Y)
         chunk.scatter((H * dy.unsqueeze(-2)).sum(-1), dq)
         chunk.scatter((G * v.unsqueeze(-2)).sum(-1), dk)
         chunk.scatter((G * k.unsqueeze(-1)).sum(-2), dv)
@@ -156,16 +161,18 @@ def _dense_state_backward(call: Call, grad: Tensor) -> Gradients:
 
 
 def _dense_resolvent(
-    A: Tensor, num_terms: int | None
+    A: Tensor, num_terms: int | None, check: bool
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     r"""The resolvent, or the sum of powers up to `num_terms`, and its pullback.
+
+    Whether I - A is singular is for the forward pass to find out, as it takes a wait.
 
     The sum :math:`S_m` of :math:`m` terms and :math:`P_m = A^m` grow along the bits of
     :math:`m`, by :math:`S_{2m} = S_m + P_m S_m` and :math:`S_{m+1} = I + A S_m`.
     """
     eye = _eye(A)
     if num_terms is None:
-        L = _unbatched(torch.linalg.inv, eye - A)
+        L = _unbatched(_inverse(check), eye - A)
         return L, lambda dL: L.mT @ dL @ L.mT
     steps = []
     S, P = eye, A
@@ -308,23 +315,21 @@ def _iterate(call: Call, steps: Tensor, X: Tensor, edges: Tensor) -> Tensor:
 class _Chunk(NamedTuple):
     """Some blocks of like size, padded to one."""
 
-    node: Tensor  #: [B, n], nodes of each block; V where there is none
+    padding: Padding
     edge: Tensor  #: [e], their edges
     place: Tensor  #: [e], where these stand in a flattened [B, n, n]
 
     def gather(self, x: Tensor) -> Tensor:
         """[V, heads, C] -> [B, heads, n, C]."""
-        x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
-        return x[self.node].transpose(1, 2)
+        return self.padding.pad(x)
 
     def scatter(self, x: Tensor, out: Tensor) -> None:
         """[B, heads, n, C] -> [V, heads, C]."""
-        real = self.node < out.size(0)
-        out[self.node[real]] = x.transpose(1, 2)[real]
+        self.padding.unpad_into(out, x)
 
     def adjacency(self, edge_weight: Tensor) -> Tensor:
         """[E, heads] -> [B, heads, n, n]."""
-        size, n = self.node.shape
+        size, n = self.padding.shape
         A = edge_weight.new_zeros(size * n * n, edge_weight.size(1))
         A.index_add_(0, self.place, edge_weight[self.edge])
         return A.view(size, n, n, -1).permute(0, 3, 1, 2).contiguous()
@@ -334,14 +339,17 @@ class _Chunk(NamedTuple):
         out[self.edge] = dA.permute(0, 2, 3, 1).flatten(0, 2)[self.place]
 
 
-def _chunks(call: Call) -> Iterator[_Chunk]:
-    symbolic, device = call.structure, call.inputs.edge_weight.device
-    num_heads = call.inputs.edge_weight.size(1)
-    V, sizes = symbolic.num_nodes, symbolic.sizes
+def _chunks(call: Call) -> list[_Chunk]:
+    weight = call.inputs.edge_weight
+    return table(_cut, call.structure, weight.device, weight.size(1))
+
+
+def _cut(symbolic: Blocks, device: torch.device, num_heads: int) -> list[_Chunk]:
+    sizes, chunks = symbolic.sizes, []
     by_size = np.argsort(-sizes, kind="stable")
-    place = np.empty(V, np.int64)
-    place[symbolic.node] = symbolic.local
-    col, row = place[call.inputs.edge_index.cpu().numpy()]
+    row, col = np.empty((2, symbolic.num_edges), np.int64)
+    row[symbolic.edge] = symbolic.local[symbolic.edge_row]
+    col[symbolic.edge] = symbolic.local[symbolic.edge_col]
     first = 0
     while first < len(sizes):
         n = int(sizes[by_size[first]])
@@ -349,18 +357,23 @@ def _chunks(call: Call) -> Iterator[_Chunk]:
         fits = 1 if device.type == "cpu" else max(1, _MAX_NUMEL // (n * n * num_heads))
         blocks = by_size[first : first + fits]
         first += len(blocks)
-        node = np.full((len(blocks), n), V)
-        edges, places = [], []
+        nodes, edges, places = [], [], []
         for b, block in enumerate(blocks):
             inside = slice(symbolic.ptr[block], symbolic.ptr[block + 1])
-            node[b, : sizes[block]] = symbolic.order[inside]
+            nodes.append(symbolic.order[inside])
             edge = symbolic.edge[
                 symbolic.edge_ptr[block] : symbolic.edge_ptr[block + 1]
             ]
             edges.append(edge)
             places.append((b * n + row[edge]) * n + col[edge])
-        arrays = (node, np.concatenate(edges), np.concatenate(places))
-        yield _Chunk(*(torch.from_numpy(x).to(device) for x in arrays))
+        padding = Padding(np.concatenate(nodes), sizes[blocks], device)
+        tables = (np.concatenate(edges), np.concatenate(places))
+        chunks.append(_Chunk(padding, *_moved(device, *tables)))
+    return chunks
+
+
+def _moved(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
+    return [torch.from_numpy(x).to(device) for x in arrays]
 
 
 def _grouped_sum(x: Tensor, like: Tensor) -> Tensor:
@@ -381,6 +394,17 @@ def _eye(A: Tensor) -> Tensor:
 
 def _repeat(x: Tensor, value: Tensor) -> Tensor:
     return x.repeat_interleave(value.size(1) // x.size(1), 1)
+
+
+def _inverse(check: bool) -> Callable[[Tensor], Tensor]:
+    return lambda M: torch.linalg.inv_ex(M, check_errors=check)[0]
+
+
+def _solution(M: Tensor, X: Tensor, check: bool) -> Tensor:
+    """M^-1 X; as in `_dense_resolvent`, singular matrices are found out once."""
+    return _unbatched(
+        lambda *args: torch.linalg.solve_ex(*args, check_errors=check)[0], M, X
+    )
 
 
 def _unbatched(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
@@ -418,6 +442,12 @@ class Sweeps(NamedTuple):
     updates: list[tuple[Tensor, ...]]  #: value[a] -= value[b] * value[c], by level
     row: Tensor  #: [F], of each entry of L
     column: Tensor  #: [F]
+    slot: Tensor  #: [E], of each edge among all values
+    root: Tensor  #: [V], the last position that each one is connected to
+    node: Tensor  #: [V], node at each position
+    edge: Tensor  #: [E], the edges block by block, ...
+    edge_row: Tensor  #: [E], ... the positions that they lead to, ...
+    edge_col: Tensor  #: [E], ... and those that they come from
 
 
 class Factors(NamedTuple):
@@ -453,17 +483,14 @@ def _sweeps(symbolic: SymbolicFactor, device: torch.device) -> Sweeps:
             strict=True,
         )
     )
-    rows_and_columns = (torch.from_numpy(x).to(device) for x in (row, col))
-    return Sweeps(down, up, columns, updates, *rows_and_columns)
+    ends = (symbolic.edge, symbolic.edge_row, symbolic.edge_col)
+    arrays = (row, col, symbolic.slot, symbolic.roots(), symbolic.node, *ends)
+    return Sweeps(down, up, columns, updates, *_moved(device, *arrays))
 
 
 def _sweeps_of(call: Call) -> Sweeps:
     """The sweeps of a call, made once for each graph and device."""
-    device = call.inputs.edge_weight.device
-    tables = call.structure.tables
-    if ("sweeps", device) not in tables:
-        tables["sweeps", device] = _sweeps(call.structure, device)
-    return tables["sweeps", device]
+    return table(_sweeps, call.structure, call.inputs.edge_weight.device)
 
 
 def _factorize(call: Call) -> tuple[Factors, float]:
@@ -471,32 +498,30 @@ def _factorize(call: Call) -> tuple[Factors, float]:
     symbolic, edge_weight = call.structure, call.inputs.edge_weight
     sweeps = _sweeps_of(call)
     V, F = symbolic.num_nodes, symbolic.num_entries
-    device, dtype = edge_weight.device, edge_weight.dtype
-    slot = torch.from_numpy(symbolic.slot).to(device)
     values = edge_weight.new_zeros(V + 2 * F, edge_weight.size(1), dtype=torch.float64)
     values[:V] = 1
-    values.index_add_(0, slot, -edge_weight.double())
-    growth = 1.0
-    if V > 0:
+    values.index_add_(0, sweeps.slot, -edge_weight.double())
+    look, growth = V > 0 and not trusted(), 1.0
+    if look:
         norm, _, dominant = _sums(symbolic, sweeps, values)
-        for entry, (target, left, right) in zip(
-            sweeps.columns, sweeps.updates, strict=True
-        ):
-            values[V + entry] /= values[sweeps.column[entry]]
-            values.index_add_(0, target, -values[left] * values[right])
+    for entry, (target, left, right) in zip(
+        sweeps.columns, sweeps.updates, strict=True
+    ):
+        values[V + entry] /= values[sweeps.column[entry]]
+        values.index_add_(0, target, -values[left] * values[right])
+    if look:
         _, grown, _ = _sums(symbolic, sweeps, values)
         ratio = (grown / norm).nan_to_num(torch.inf, torch.inf)
         ratio = torch.where(dominant & ratio.isfinite(), 1.0, ratio)
         zero_pivot = bool((values[:V] == 0).any())
         growth = float("inf") if zero_pivot else max(1.0, float(ratio.max()))
     factors = (1 / values[:V], values[V : V + F], values[V + F :])
-    return Factors(sweeps, *(x.to(dtype) for x in factors)), growth
+    return Factors(sweeps, *(x.to(edge_weight.dtype) for x in factors)), growth
 
 
 def _state_forward(call: Call, factors: Factors) -> Tensor:
     """The output from states, a slice of state channels at a time."""
-    symbolic, (query, key, value) = call.structure, call.inputs[:3]
-    node = torch.from_numpy(symbolic.node).to(value.device)
+    (query, key, value), node = call.inputs[:3], factors.sweeps.node
     q, k, v = _repeat(query, value)[node], _repeat(key, value)[node], value[node]
     y = torch.zeros_like(v)
     for part in _state_slices(value, query.size(2), 2):
@@ -508,16 +533,12 @@ def _state_forward(call: Call, factors: Factors) -> Tensor:
 
 def _state_backward(call: Call, factors: Factors, grad: Tensor) -> Gradients:
     """Gradients of query, key, value and edge weight, as in the numba backend."""
-    symbolic, (query, key, value) = call.structure, call.inputs[:3]
-    node = torch.from_numpy(symbolic.node).to(value.device)
+    (query, key, value), sweeps = call.inputs[:3], factors.sweeps
+    node, row, col = sweeps.node, sweeps.edge_row, sweeps.edge_col
     q, k, v = _repeat(query, value)[node], _repeat(key, value)[node], value[node]
     dy = grad[node]
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    row, col, edge = (
-        torch.from_numpy(x).to(value.device)
-        for x in (symbolic.edge_row, symbolic.edge_col, symbolic.edge)
-    )
-    dw = value.new_zeros(edge.numel(), value.size(1))
+    dw = value.new_zeros(row.numel(), value.size(1))
     for part in _state_slices(value, query.size(2), 4):
         X = k[..., part, None] * v.unsqueeze(-2)
         H = _solve(factors, X.flatten(2)).view_as(X)
@@ -526,7 +547,7 @@ def _state_backward(call: Call, factors: Factors, grad: Tensor) -> Gradients:
         dq[..., part] = (H * dy.unsqueeze(-2)).sum(-1)
         dk[..., part] = (G * v.unsqueeze(-2)).sum(-1)
         dv += (G * k[..., part, None]).sum(-2)
-        dw[edge] += (G[row] * H[col]).sum((-1, -2))
+        dw[sweeps.edge] += (G[row] * H[col]).sum((-1, -2))
     dq, dk = _grouped_sum(dq, query), _grouped_sum(dk, key)
     dq, dk, dv = (torch.empty_like(x).index_copy_(0, node, x) for x in (dq, dk, dv))
     return dq, dk, dv, dw
@@ -534,39 +555,37 @@ def _state_backward(call: Call, factors: Factors, grad: Tensor) -> Gradients:
 
 def _mask_forward(call: Call, factors: Factors) -> Tensor:
     """The output from the resolvents, padded to the largest block."""
-    pad, _, L = _resolvents(call, factors)
+    pad, L = _resolvents(call, factors)
     q, k, v = (pad.pad(x) for x in call.inputs[:3])
     return pad.unpad(masked_mix(pad.pad(L), q, k, v), L.size(0))
 
 
 def _mask_backward(call: Call, factors: Factors, grad: Tensor) -> Gradients:
     """Gradients of query, key, value and edge weight, as in the numba backend."""
-    symbolic, device = call.structure, grad.device
-    pad, node, L = _resolvents(call, factors)
+    (pad, L), sweeps = _resolvents(call, factors), factors.sweeps
     q, k, v, dy = (pad.pad(x) for x in (*call.inputs[:3], grad))
     grads = masked_mix_backward(pad.pad(L), q, k, v, dy)
     dL, dq, dk, dv = (pad.unpad(x, L.size(0)) for x in grads)
-    M = _solve(factors, dL[node], transpose=True)
-    row, edge = (
-        torch.from_numpy(x).to(device) for x in (symbolic.edge_row, symbolic.edge)
-    )
-    col = call.inputs.edge_index[0, edge]
-    dw = grad.new_empty(edge.numel(), grad.size(1))
-    dw[edge] = (M[row] * L[col]).sum(-1)
+    M = _solve(factors, dL[sweeps.node], transpose=True)
+    col = call.inputs.edge_index[0, sweeps.edge]
+    dw = grad.new_empty(col.numel(), grad.size(1))
+    dw[sweeps.edge] = (M[sweeps.edge_row] * L[col]).sum(-1)
     return dq, dk, dv, dw
 
 
-def _resolvents(call: Call, factors: Factors) -> tuple[Padding, Tensor, Tensor]:
-    """Node at each position, and resolvents [V, heads, n], columns in node order."""
-    symbolic, device = call.structure, factors.lower.device
-    pad = Padding(symbolic.order, symbolic.sizes, device)
-    node, place = (
-        torch.from_numpy(x).to(device) for x in (symbolic.node, symbolic.local)
-    )
-    X = factors.lower.new_zeros(len(node), factors.lower.size(1), pad.shape[1])
-    X.scatter_(2, place.view(-1, 1, 1).expand(-1, X.size(1), 1), 1)
+def _columns(symbolic: Blocks, device: torch.device) -> tuple[Padding, Tensor]:
+    """The nodes of each block, and by position which of them it is."""
+    (column,) = _moved(device, symbolic.local)
+    return Padding(symbolic.order, symbolic.sizes, device), column
+
+
+def _resolvents(call: Call, factors: Factors) -> tuple[Padding, Tensor]:
+    """The resolvents [V, heads, n], columns in node order."""
+    pad, column = table(_columns, call.structure, factors.lower.device)
+    X = factors.lower.new_zeros(len(column), factors.lower.size(1), pad.shape[1])
+    X.scatter_(2, column.view(-1, 1, 1).expand(-1, X.size(1), 1), 1)
     X = _solve(factors, X)
-    return pad, node, torch.empty_like(X).index_copy_(0, node, X)
+    return pad, torch.empty_like(X).index_copy_(0, factors.sweeps.node, X)
 
 
 def _solve(factors: Factors, X: Tensor, transpose: bool = False) -> Tensor:
@@ -606,11 +625,10 @@ def _sums(
     product = u_sum.index_add(0, row, below * u_sum[col])
     by_row = zero.index_add(0, col, above).index_add(0, row, below)
     by_column = zero.index_add(0, row, above).index_add(0, col, below)
-    root = torch.from_numpy(symbolic.roots()).to(values.device)
-    index = root[:, None].expand_as(diagonal)
+    index = sweeps.root[:, None].expand_as(diagonal)
 
     def largest(x: Tensor) -> Tensor:
-        return zero.scatter_reduce(0, index, x, "amax")[root]
+        return zero.scatter_reduce(0, index, x, "amax")[sweeps.root]
 
     bound = diagonal * (1 + 1e-12)
     rows, columns = (largest((x > bound).to(x.dtype)) == 0 for x in (by_row, by_column))

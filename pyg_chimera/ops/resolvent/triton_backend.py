@@ -1,7 +1,7 @@
 """The resolvent of general graphs on a GPU, in Triton: each block's inverse, in tiles.
 
 Without pivoting, so it takes weights of which it is known at a glance that they need
-none: rows, or columns, of |A| sum to less than one.
+none: rows, or columns, of |A| sum to less than one. Of paths, two scans in chunks.
 """
 
 from typing import TYPE_CHECKING
@@ -11,8 +11,12 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common.checks import trusted
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
+from pyg_chimera.ops.resolvent.path_factors import NOT_PATHS, path_scans
+from pyg_chimera.ops.resolvent.path_pivots import Pivots, Places, eliminate
+from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
 
 if TYPE_CHECKING:
     from pyg_chimera.ops.common.triton_mask_form import Masks
@@ -26,9 +30,7 @@ _MOST_NODES = 8192
 def why_not(call: Call) -> str | None:
     """It needs Triton, a GPU, float32, small blocks and diagonal dominance."""
     _, solver, form, *_ = call.choice
-    if form == "chunk":
-        return "form='chunk' has no triton backend, but one for CPUs; use form='auto'"
-    if (solver, form) != ("dense", "mask"):
+    if (solver, form) not in (("dense", "mask"), ("sparse", "chunk")):
         return (
             f"solver={solver!r}, form={form!r} has no triton backend; use "
             "solver='dense' and form='mask', or backend='auto'"
@@ -36,6 +38,12 @@ def why_not(call: Call) -> str | None:
     reason = triton_runtime.why_not(call.inputs.value)
     if reason is not None:
         return reason
+    if form == "chunk":
+        if path_scans(call.structure) is None:
+            return NOT_PATHS
+        if not trusted():
+            check_pivot_growth(float(_pivots(call)[1]))
+        return None
     largest = int(call.structure.sizes.max(initial=0))
     if largest > _MOST_NODES:
         return (
@@ -52,7 +60,12 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and the resolvents."""
+    """The output [V, heads, P], and the resolvents, or the states after each chunk."""
+    if call.choice.form == "chunk":
+        from pyg_chimera.ops.resolvent import triton_paths
+
+        out, states = triton_paths.forward(call, _pivots(call)[0])
+        return out, (states,)
     from pyg_chimera.ops.common.triton_mask_form import mix, resolvents
 
     masks = _masks(call)
@@ -63,6 +76,10 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and edge weight."""
+    if call.choice.form == "chunk":  # eliminated anew, which takes little time
+        from pyg_chimera.ops.resolvent import triton_paths
+
+        return triton_paths.backward(call, _pivots(call)[0], saved[0], grad)
     from pyg_chimera.ops.common.triton_mask_form import mix_gradients
 
     (L,), (query, key, value) = saved, (x.contiguous() for x in call.inputs[:3])
@@ -83,8 +100,16 @@ def _masks(call: Call) -> "Masks":
     return blocks.tables[key]
 
 
+def _pivots(call: Call) -> tuple[Pivots, Tensor]:
+    """Those of paths, and their growth."""
+    places = Places.of(call.structure, call.inputs.value.device)
+    return call.once("pivots", lambda: eliminate(places, call.inputs.edge_weight))
+
+
 def _is_dominant(call: Call) -> bool:
     """Whether all rows, or all columns, of |A| sum to less than one, in each head."""
+    if trusted():
+        return True
     weight = call.inputs.edge_weight.abs()
     zeros = weight.new_zeros(call.inputs.value.size(0), weight.size(1))
     sums = [zeros.index_add(0, end, weight) for end in call.inputs.edge_index]

@@ -13,6 +13,7 @@ from pyg_chimera.ops.selective_scan import (
     numba_backend,
     reference,
     torch_backend,
+    triton_backend,
 )
 
 __all__ = ["selective_scan"]
@@ -38,6 +39,7 @@ class _SelectiveScan(Operator[Inputs, None]):
     backends = {  # noqa: RUF012
         "numba": numba_backend,
         "mamba_ssm": mamba_ssm_backend,
+        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
@@ -103,11 +105,12 @@ def selective_scan(
             empty. Without it, all rows are one sequence. (default: :obj:`None`)
         backend (str, optional): ``"reference"`` (a loop, in float64), ``"torch"``
             (any device, as many passes over all states as the longest sequence has
-            binary digits), ``"numba"`` (CPU), ``"mamba_ssm"`` (that package's kernel,
-            CUDA, float32, on sequences padded to one length), or ``"auto"``: numba on
-            the CPU; elsewhere mamba_ssm if it is installed, passes a test of its
-            results, and padding at most quadruples the number of rows, or else torch.
-            (default: :obj:`"auto"`)
+            binary digits), ``"numba"`` (CPU), ``"triton"`` (GPU, float32, on packed
+            sequences as they are), ``"mamba_ssm"`` (that package's kernel, CUDA,
+            float32, on sequences padded to one length), or ``"auto"``: numba on the
+            CPU; elsewhere mamba_ssm if it is installed, passes a test of its results,
+            and padding at most quadruples the number of rows, or else triton where it
+            can, or torch. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[T, F]`, in the dtype of :obj:`u`.

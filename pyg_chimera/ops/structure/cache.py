@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["Recipe", "recalled", "remembered"]
+from pyg_chimera.ops.common.checks import trusted
+
+__all__ = ["Recipe", "recalled", "remembered", "table"]
 
 
 class _Cache:
@@ -52,6 +55,45 @@ def _num_bytes(value: Any) -> int:
 _CACHE = _Cache(size=32)
 
 
+class _Digests:
+    """Digests of tensors, of those that live and have not been changed since.
+
+    Views of a tensor share its version. What is known is used where contents are
+    trusted only, as memory can be written to without a new version.
+    """
+
+    def __init__(self) -> None:
+        self.known = WeakTensorKeyDictionary()
+        self.lock = Lock()
+
+    def of(self, x: Tensor) -> bytes:
+        if not trusted() or x.is_inference():  # which has no versions
+            return _digest(x)
+        with self.lock:
+            version, digest = self.known.get(x, (None, b""))
+        if version != x._version:
+            version, digest = x._version, _digest(x)
+            with self.lock:
+                self.known[x] = version, digest
+        return digest
+
+
+def _digest(x: Tensor) -> bytes:
+    """A digest of a tensor: of its dtype, device and shape, and of what it holds."""
+    # Dtypes too, as some of them are errors; devices, as results may lie there.
+    kind = (x.dtype, x.device, tuple(x.shape))
+    digest = hashlib.sha1(repr(kind).encode(), usedforsecurity=False)  # a fast one
+    if x.numel() > 0:
+        content = x.detach().cpu().reshape(-1)
+        if content.stride(0) != 1:  # as of one entry of a strided tensor
+            content = content.clone(memory_format=torch.contiguous_format)
+        digest.update(content.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+_DIGESTS = _Digests()
+
+
 class Recipe(NamedTuple):
     """How to make a structure: `make(*tensors, *options)`.
 
@@ -64,19 +106,10 @@ class Recipe(NamedTuple):
 
     def key(self) -> str:
         """A digest of all that the structure depends on."""
-        digest = hashlib.sha1(usedforsecurity=False)  # the fastest one on most CPUs
-        # Dtypes too, as some of them are errors; devices, as results may lie there.
-        for x in self.tensors:
-            kind = None if x is None else (x.dtype, x.device, tuple(x.shape))
-            digest.update(repr(kind).encode())
-            if x is not None and x.numel() > 0:
-                content = x.detach().cpu().reshape(-1)
-                if content.stride(0) != 1:  # as of one entry of a strided tensor
-                    content = content.clone(memory_format=torch.contiguous_format)
-                digest.update(content.view(torch.uint8).numpy().data)
+        digests = [None if x is None else _DIGESTS.of(x) for x in self.tensors]
         name = (self.make.__module__, self.make.__qualname__)
-        digest.update(repr((*name, self.options)).encode())
-        return digest.hexdigest()
+        whole = repr((digests, *name, self.options)).encode()
+        return hashlib.sha1(whole, usedforsecurity=False).hexdigest()
 
     def cook(self) -> Any:
         """The structure.
@@ -92,13 +125,26 @@ class Recipe(NamedTuple):
 def remembered(make: Callable, tensors: Sequence[Tensor | None], *options: Any) -> Any:
     """`make(*tensors, *options)`, or what it was for the same contents before."""
     recipe = Recipe(make, tensors, options)
-    return recalled(recipe.key(), recipe)
+    return recalled(recipe.key(), recipe.cook)
 
 
-def recalled(key: str, recipe: Recipe) -> Any:
+def recalled(key: str, make: Callable[[], Any]) -> Any:
     """What has this key; if it is forgotten, made again."""
     value = _CACHE.get(key)
     if value is None:
-        value = recipe.cook()
+        value = make()
         _CACHE.put(key, value)
     return value
+
+
+def table(
+    make: Callable[..., Any], structure: Any, device: torch.device, *options: Any
+) -> Any:
+    """`make(structure, device, *options)`, once for each device and as long as the
+    structure is remembered: what a backend derives from the graph alone.
+    """
+    key = (make, device, *options)
+    if key not in structure.tables:
+        with torch.inference_mode(False):
+            structure.tables[key] = make(structure, device, *options)
+    return structure.tables[key]

@@ -4,19 +4,46 @@ The four DAGs of a grid lead right and down, left and up, right and up, left and
 every second one is the one before turned around.
 """
 
+from collections.abc import Sequence
 from itertools import chain
 from numbers import Integral
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_integers
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = ["flat_sizes", "grid_dag", "grid_dags", "grid_edges", "grid_sizes", "is_grid"]
+__all__ = [
+    "WAYS",
+    "Grids",
+    "flat_sizes",
+    "grid_dag",
+    "grid_edges",
+    "grid_parents",
+    "grid_sizes",
+    "is_grid",
+]
 
 #: The ways of the DAGs across and down.
-_WAYS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
+WAYS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
+
+
+class Grids(NamedTuple):
+    """Grids whose nodes follow on each other, row by row."""
+
+    height: np.ndarray  #: [T]
+    width: np.ndarray  #: [T]
+    first: np.ndarray  #: [T], the first node of each
+
+    @classmethod
+    def of(cls, sizes: Sequence[int]) -> "Grids":
+        """Those of `sizes` height, width, height, width, ..."""
+        height, width = np.array(sizes, np.int64).reshape(-1, 2).T.copy()
+        nodes = height * width
+        return cls(height, width, np.cumsum(nodes) - nodes)
 
 
 def grid_sizes(
@@ -99,7 +126,7 @@ def grid_dag(
     edge_index: Tensor, height: int, width: int, dag: int
 ) -> tuple[Tensor, Tensor]:
     """Which edges of a grid one of its DAGs has, as a mask, and ranks of nodes."""
-    right, below = _WAYS[dag]
+    right, below = WAYS[dag]
     row, col = edge_index // width, edge_index % width
     across, down = col[1] - col[0], row[1] - row[0]
     node = torch.arange(height * width, device=edge_index.device)
@@ -107,64 +134,53 @@ def grid_dag(
     return (across * right == 1) | (down * below == 1), rank
 
 
-def grid_dags(
-    height: Tensor, width: Tensor, num_dags: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    r"""The first DAGs of a batch of grids, side by side as one graph: node :math:`i` of
-    DAG :math:`d` is its node :math:`d |\mathcal{V}| + i`.
+def grid_parents(
+    height: Tensor, width: Tensor, num_dags: int, num_nodes: int
+) -> Tensor:
+    r"""Which nodes come before each one in the first DAGs of grids, beside it and above
+    it or below it.
 
     Args:
         height (torch.Tensor): The number of rows of each grid, int64, on the CPU.
         width (torch.Tensor): The number of columns of each grid.
         num_dags (int): The number of DAGs, up to 4.
+        num_nodes (int): The number of nodes of all grids.
 
     Returns:
-        tuple[torch.Tensor, torch.Tensor, torch.Tensor]: Edges, topological ranks of
-        nodes, and the number of each node's DAG of a grid, all int64.
+        torch.Tensor: Places in a flattened :math:`[|\mathcal{V}|, D]`, int64
+        :math:`[|\mathcal{V}|, D, 2]`; that of the node itself where none comes before.
     """
-    return _grid_dags(height, width, num_dags)
-
-
-def _turned(edges: Tensor, way: int) -> Tensor:
-    return edges if way > 0 else edges.flip(0)
+    return _grid_parents(height, width, num_dags, num_nodes)
 
 
 def _rank(
     x: Tensor, y: Tensor, width: int | Tensor, height: int | Tensor, dag: int
 ) -> Tensor:
     """Steps from where the DAG begins, by columns and rows."""
-    right, below = _WAYS[dag]
+    right, below = WAYS[dag]
     across = x if right > 0 else width - 1 - x
     return across + (y if below > 0 else height - 1 - y)
 
 
-def _fake(
-    height: Tensor, width: Tensor, num_dags: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    context = torch.library.get_ctx()
-    num_edges, num_nodes = context.new_dynamic_size(), context.new_dynamic_size()
-    shapes = (2, num_edges), (num_nodes,), (num_nodes,)
-    edges, rank, grid = (height.new_empty(s, dtype=torch.int64) for s in shapes)
-    return edges, rank, grid
+def _fake(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) -> Tensor:
+    return height.new_empty((num_nodes, num_dags, 2))
 
 
 @structural_op(_fake)
-def _grid_dags(
-    height: Tensor, width: Tensor, num_dags: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _grid_parents(
+    height: Tensor, width: Tensor, num_dags: int, num_nodes: int
+) -> Tensor:
     sizes = height * width
-    grid = torch.repeat_interleave(sizes)
-    node = torch.arange(grid.numel())
+    grid = torch.repeat_interleave(sizes, output_size=num_nodes)
+    node = torch.arange(num_nodes)
     local, h, w = node - (sizes.cumsum(0) - sizes)[grid], height[grid], width[grid]
     x, y = local % w, local // w
-    left, above = node[x < w - 1], node[y < h - 1]
-    across = torch.stack([left, left + 1])
-    down = torch.stack([above, above + w[above]])
-    index = [
-        torch.cat([_turned(across, right), _turned(down, below)], dim=1)
-        + d * node.numel()
-        for d, (right, below) in enumerate(_WAYS[:num_dags])
+    before = [
+        torch.where(exists, node - step, node) * num_dags + d
+        for d, (right, below) in enumerate(WAYS[:num_dags])
+        for exists, step in (
+            (x > 0 if right > 0 else x < w - 1, right),
+            (y > 0 if below > 0 else y < h - 1, below * w),
+        )
     ]
-    rank = [_rank(x, y, w, h, d) for d in range(num_dags)]
-    part = [grid + d * sizes.numel() for d in range(num_dags)]
-    return torch.cat(index, dim=1), torch.cat(rank), torch.cat(part)
+    return torch.stack(before, dim=1).unflatten(1, (num_dags, 2))

@@ -5,14 +5,21 @@ import types
 
 import pytest
 import torch
-from operators import example
+from operators import OPERATORS, example, make_case, structure
 
 from pyg_chimera.ops import dag_scan, explain, resolvent_mix
 from pyg_chimera.ops.common import triton_runtime
 
-dag, resolvent = (
-    importlib.import_module(f"pyg_chimera.ops.{x}") for x in ("dag_scan", "resolvent")
-)
+#: Packages with such a backend, and the operators in them.
+PACKAGES = {
+    "dag_scan": "_dag_scan",
+    "resolvent": "_resolvent_mix",
+    "selective_scan": "_selective_scan",
+    "causal_conv1d": "_causal_conv1d",
+}
+SEQUENCES = ("selective_scan", "causal_conv1d")
+#: There and back, and a loop.
+PATH = structure([(0, 1), (1, 0), (0, 0)], 2)
 CPU, GPU = torch.device("cpu"), torch.device("cuda:3")
 needs_compiler = pytest.mark.skipif(
     triton_runtime.INTERPRETED, reason="TRITON_INTERPRET=1 takes the CPU"
@@ -92,8 +99,8 @@ def test_precision(monkeypatch, allow_tf32):
 def without_numba(monkeypatch):
     """`auto` chooses as it does on a GPU, of what runs there."""
     monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
-    for module, operator in ((dag, "_dag_scan"), (resolvent, "_resolvent_mix")):
-        op = importlib.import_module(f"{module.__name__}.op")
+    for package, operator in PACKAGES.items():
+        op = importlib.import_module(f"pyg_chimera.ops.{package}.op")
         backends = dict(getattr(op, operator).backends)
         del backends["numba"]
         monkeypatch.setattr(backends["triton"], "DEVICES", ("cpu",))
@@ -112,11 +119,13 @@ def test_auto_takes_it_first(without_numba):
     choice = chosen("resolvent_mix")
     assert choice[1:4] == ("dense", "mask", "triton")
     assert chosen("resolvent_mix", solver="sparse").backend == "torch"
+    for key in SEQUENCES:
+        assert chosen(key).backend == "triton"
 
 
 def test_auto_says_why_it_does_not_take_it(without_numba, monkeypatch):
     monkeypatch.setattr(triton_runtime, "_problem", lambda device: "is out of order")
-    for key in ("dag_scan", "resolvent_mix"):
+    for key in ("dag_scan", "resolvent_mix", *SEQUENCES):
         choice = chosen(key)
         assert choice.backend == "torch"
         assert "backend='triton' is out of order; use" in choice.reason
@@ -141,9 +150,42 @@ def test_matrices_that_do_not_fit(without_numba, monkeypatch):
         chosen("resolvent_mix", backend="triton")
 
 
+def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
+    """No matrix of a whole path, and no walk along it; short ones stay in masks."""
+
+    def choose(name, key="paths", **options):
+        case = make_case(OPERATORS[key], OPERATORS[key].structures[name])
+        inputs = {**case.to(torch.float32).inputs, **options}
+        return explain(OPERATORS[key].name, **inputs)
+
+    for key in ("paths", "paths_of_edges"):
+        choice = choose("several_blocks", key)
+        assert (choice.form, choice.backend) == ("chunk", "triton")
+        assert {x.form for x in choice.alternatives} == {"mask", "state"}
+    assert choose("two_chunks").form == "mask"
+    choice = choose("several_blocks", "undirected_paths")
+    assert choice[1:4] == ("sparse", "chunk", "triton")
+    assert choose("two_chunks", "undirected_paths").form != "chunk"
+    options = {"solver": "sparse", "backend": "triton"}
+    assert choose("two_chunks", "undirected_paths", **options).form == "chunk"
+    row = {"height": torch.tensor([1]), "width": torch.tensor([111])}
+    assert choose("several_blocks", "grid_scan", **row).form == "chunk"
+    module = importlib.import_module("pyg_chimera.ops.dag_scan.triton_backend")
+    monkeypatch.setattr(module, "_MAX_MASK_BYTES", 1)
+    assert choose("two_chunks").form == "chunk"
+
+
+def test_paths_that_need_pivots(without_numba):
+    case = make_case(OPERATORS["undirected_paths"], PATH, (1, 1, 2, 2))
+    weight = torch.tensor([[1.0], [1.0], [1 - 1e-4]])
+    inputs = {**case.to(torch.float32).inputs, "edge_weight": weight}
+    with pytest.raises(ValueError, match="too far from diagonally dominant"):
+        resolvent_mix(**inputs, form="chunk", backend="triton")
+
+
 def test_what_has_no_kernel(without_numba):
     for key in ("dag_scan", "resolvent_mix"):
-        with pytest.raises(ValueError, match="form='chunk' has no triton backend"):
+        with pytest.raises(ValueError, match=r"form='chunk' is for .*paths"):
             chosen(key, form="chunk", backend="triton")
     for solver in ("sparse", "iterative"):
         with pytest.raises(

@@ -1,0 +1,572 @@
+r"""Measures the operators on a GPU, beside its limits and beside what others have::
+
+    python benchmarks/gpu.py                          # all of it, within ten minutes
+    python benchmarks/gpu.py --only molecules paths
+    python benchmarks/gpu.py --predict                # by the limits of an H100, no GPU
+    TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke   # tiny graphs, on the CPU
+
+Outputs and all gradients are compared with float64 first: nothing of ours is timed that
+differs. Times are of CUDA events, forward and backward, medians of repetitions that
+take turns. *Limits* are measured, too: how fast a GPU copies memory, and multiplies
+large matrices in TF32. The other operators are attention
+(``scaled_dot_product_attention``), ``torch.linalg.solve`` in batches, and kernels of
+mamba-ssm and flash-linear-attention, where these packages are installed.
+
+What the graph alone determines is computed before: a step on a graph that is new to it
+takes longer (``Structure`` in docs/gpu.md).
+"""
+
+import math
+import re
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from steps import Step, compare
+from timing import machine, show, table, write_json
+from torch import Tensor
+from torch_geometric.utils import to_dense_adj, to_dense_batch, to_undirected
+from workloads import PEPTIDES, REPOSITORY, Workload, peptides
+
+from pyg_chimera import ops
+from pyg_chimera.ops.common import triton_runtime
+
+PARTS = ("molecules", "dags", "paths", "sequences")
+WARM_UP, REPEATS = 3, 20
+
+# Predictions -------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """Of a device, and how much of them small tiles are assumed to reach."""
+
+    name: str
+    bandwidth: float  #: bytes a second
+    operations: float  #: a second, of matrix products in TF32, without sparsity
+    processors: int
+    launch: float = 5e-6  #: seconds of a launch
+    step: float = 0.3e-6  #: seconds of a step that waits for the one before
+    #: Shares of the limits.
+    reached: tuple[float, float] = (0.8, 0.2)
+    programs: int = 2  #: at a time, on each processor: registers allow no more
+
+
+H100 = Limits("H100 SXM", 3.35e12, 495e12, 132)
+
+
+class Kernel(NamedTuple):
+    """What a kernel moves and computes, in all its launches."""
+
+    name: str
+    launches: int
+    bytes: float  #: read and written, in global memory
+    operations: float  #: of matrix products; three in TF32 for each in float32
+    steps: float = 0  #: one after the other, of a program
+    programs: int = 1
+
+    def time(self, limits: Limits) -> float:
+        """Seconds by the limits, none of which hides another's waiting."""
+        bandwidth, peak = limits.reached
+        moved = self.bytes / (bandwidth * limits.bandwidth)
+        computed = self.operations / (peak * limits.operations)
+        waves = math.ceil(self.programs / (limits.processors * limits.programs))
+        chain = waves * self.steps * limits.step
+        return self.launches * limits.launch + max(moved, computed) + chain
+
+
+TILE, CHUNK, BYTES = 32, 64, 4
+
+
+class Heads(NamedTuple):
+    """Of a layer: how many, and the channels of its keys and of its values."""
+
+    heads: int
+    keys: int
+    values: int
+
+
+def mask_form(sizes: list[int], num_edges: int, heads: Heads) -> list[Kernel]:
+    """`resolvent_mix` by inverses of whole matrices, forward and backward."""
+    H, N, P = heads
+    tiles = [-(-n // TILE) for n in sizes]
+    squares = H * sum((TILE * t) ** 2 for t in tiles)
+    cubes = H * sum((TILE * t) ** 3 for t in tiles)
+    nodes, longest = sum(sizes), max(tiles)
+    matrix, rows = BYTES * squares, BYTES * nodes * H
+    product = 3 * 2 * squares * (N + P)
+    programs = H * len(sizes)
+    # A row of M and one of L for each edge.
+    of_edges = 2 * BYTES * H * num_edges * sum(n * n for n in sizes) / nodes
+    return [
+        Kernel("zeros, weights to places", 2, matrix + 3 * BYTES * H * num_edges, 0),
+        Kernel(
+            "_general_inverse", 1, 2 * matrix, 3 * 2 * cubes, TILE * longest, programs
+        ),
+        Kernel("_masked_product, y", 1, matrix + rows * (2 * N + 2 * P), product),
+        Kernel(
+            "_masked_product, dq dk dv",
+            3,
+            3 * (matrix + rows * (2 * N + 2 * P)),
+            3 * product,
+        ),
+        Kernel("_mask_gradient", 1, matrix + 2 * rows * (N + P), product),
+        Kernel("_adjoint", 1, 3 * matrix, 3 * 2 * cubes),
+        Kernel("_edge_gradient", 1, of_edges, 0),
+    ]
+
+
+def walk(length: int, heads: Heads) -> list[Kernel]:
+    """`dag_scan` in state form, along one path."""
+    H, N, P = heads
+    rows = BYTES * length * H
+    states = rows * N * P
+    programs = H * -(-N // 64) * -(-P // 32)
+    return [
+        Kernel("_walk_down", 1, rows * (2 * N + 2 * P + 1), 0, length, programs),
+        Kernel(
+            "_walk_down_and_up",
+            1,
+            rows * (4 * N + 4 * P + 2) + 2 * states,
+            0,
+            2 * length,
+            programs,
+        ),
+    ]
+
+
+def chunks(length: int, heads: Heads) -> list[Kernel]:
+    """What a scan of a path in chunks has to move at least, whoever writes it."""
+    H, N, P = heads
+    rows, count = BYTES * length * H, length // CHUNK
+    states = BYTES * count * H * N * P
+    products = 3 * 2 * length * H * (CHUNK * (N + P) + 2 * N * P)
+    passes = math.ceil(math.log2(max(count, 2)))
+    return [
+        Kernel(
+            "chunks, forward", 3, rows * (2 * N + 2 * P + 1) + 4 * states, products,
+            passes,
+        ),
+        Kernel(
+            "chunks, backward", 5, rows * (4 * N + 4 * P + 2) + 8 * states,
+            3 * products, passes,
+        ),
+    ]  # fmt: skip
+
+
+#: A batch of 128 peptides: nodes and edges of a graph on average, as published.
+BATCH, NODES, EDGES = 128, 151, 307
+LENGTH = 65_536
+#: As asked of this library, and as of the layers that the paper trained.
+LAYERS = {
+    "4 heads of 16 x 16": Heads(4, 16, 16),
+    "2 heads of 96 x 32": Heads(2, 96, 32),
+}
+
+
+def predictions() -> dict[str, list[Kernel]]:
+    """The kernels of some calls."""
+    found = {}
+    for name, heads in LAYERS.items():
+        sizes = [NODES] * BATCH
+        found[f"128 peptides, {name}"] = mask_form(sizes, BATCH * EDGES, heads)
+    heads = LAYERS["4 heads of 16 x 16"]
+    found["path of 65,536 nodes, state form"] = walk(LENGTH, heads)
+    found["path of 65,536 nodes, chunks of 64"] = chunks(LENGTH, heads)
+    return found
+
+
+def predicted(limits: Limits = H100) -> str:
+    """Tables of what kernels take, forward and backward, as Markdown."""
+    lines = []
+    for name, kernels in predictions().items():
+        lines += [
+            f"| {name} | launches | MB | GFLOP | µs |",
+            "| --- | ---: | ---: | ---: | ---: |",
+        ]
+        rows = [
+            (x.name, x.launches, x.bytes, x.operations, x.time(limits)) for x in kernels
+        ]
+        sums = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
+        for what, launches, moved, computed, seconds in [*rows, ("**all**", *sums)]:
+            what = f"`{what}`" if what.startswith("_") else what
+            lines.append(
+                f"| {what} | {launches} | {moved / 1e6:,.0f} | {computed / 1e9:,.1f} "
+                f"| {seconds * 1e6:,.0f} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+# What is measured --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call to measure: ours, by `function`, and what else does the like."""
+
+    part: str
+    name: str
+    function: Callable[..., Tensor]
+    exact: Callable[..., Tensor]  #: the same, for float64
+    floats: dict[str, Tensor]  #: float64, on the CPU
+    integers: dict[str, Tensor]
+    kernels: list[Kernel] = field(default_factory=list)
+    others: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.double)
+
+
+def dense(query, key, value, edge_weight, edge_index, batch) -> Tensor:  # type: ignore[no-untyped-def]
+    """The resolvent of all graphs, padded to the largest, by `torch.linalg.solve`."""
+    A = to_dense_adj(edge_index, batch, edge_weight).permute(0, 3, 2, 1)
+    (q, real), (k, _), (v, _) = (
+        to_dense_batch(x.flatten(1), batch) for x in (query, key, value)
+    )
+    q, k, v = (x.unflatten(2, (A.size(1), -1)).transpose(1, 2) for x in (q, k, v))
+    eye = torch.eye(A.size(-1), dtype=A.dtype, device=A.device)
+    L = torch.linalg.solve(eye - A, eye.expand_as(A))
+    return ((L * (q @ k.mT)) @ v).transpose(1, 2)[real]
+
+
+def attention(query, key, value, edge_weight, edge_index, batch) -> Tensor:  # type: ignore[no-untyped-def]
+    """Softmax attention within graphs, padded to the largest, without edges."""
+    padded = [to_dense_batch(x.flatten(1), batch) for x in (query, key, value)]
+    real = padded[0][1]
+    heads = edge_weight.size(1)
+    q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x, _ in padded)
+    out = F.scaled_dot_product_attention(q, k, v, real[:, None, None])
+    return out.transpose(1, 2)[real] + 0 * edge_weight.sum()
+
+
+def causal_attention(query, key, value, edge_weight, **_) -> Tensor:  # type: ignore[no-untyped-def]
+    """Softmax attention along a path."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return out[0].transpose(0, 1) + 0 * edge_weight.sum()
+
+
+def simple_gla(query, key, value, edge_weight, **_) -> Tensor:  # type: ignore[no-untyped-def]
+    """The same recurrence along a path, by flash-linear-attention."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    decay = F.pad(edge_weight.log(), (0, 0, 1, 0))
+    q, k, v, g = (x.unsqueeze(0) for x in (query, key, value, decay))
+    return chunk_simple_gla(q=q, k=k, v=v, g=g, scale=1.0)[0][0]
+
+
+def mamba(**inputs: Any) -> Tensor:
+    """mamba-ssm's kernel."""
+    return ops.selective_scan(**inputs, backend="mamba_ssm")
+
+
+def of_graph(
+    edge_index: Tensor, batch: Tensor, heads: Heads, weight: Tensor, **rest: Any
+) -> Call:
+    """A call on nodes and edges."""
+    nodes, (H, N, P) = batch.numel(), heads
+    floats = {
+        "query": randn(nodes, H, N),
+        "key": randn(nodes, H, N),
+        "value": randn(nodes, H, P),
+        "edge_weight": weight,
+    }
+    integers = {"edge_index": edge_index, "batch": batch}
+    return Call(floats=floats, integers=integers, **rest)
+
+
+def calls(args: Namespace) -> Iterator[Call]:
+    """All that is measured."""
+    (workload,) = molecules(args)
+    sizes = workload.batch.bincount().tolist()
+    col, row = edge_index = workload.edge_index
+    degree = row.bincount(minlength=workload.num_nodes)
+    dag = edge_index[:, col < row]
+    for name, heads in LAYERS.items():
+        spread = torch.rand(edge_index.size(1), heads.heads, dtype=torch.double)
+        if "molecules" in args.only:
+            yield of_graph(
+                edge_index,
+                workload.batch,
+                heads,
+                0.9 * spread / degree[row, None],
+                part="molecules",
+                name=f"{workload.name}, {name}",
+                function=ops.resolvent_mix,
+                exact=dense,
+                kernels=mask_form(sizes, edge_index.size(1), heads),
+                others={"torch.linalg.solve": dense, "attention": attention},
+            )
+        if "dags" in args.only:
+            yield of_graph(
+                dag,
+                workload.batch,
+                heads,
+                spread[: dag.size(1)],
+                part="dags",
+                name=f"DAGs of {workload.name}, {name}",
+                function=ops.dag_scan,
+                exact=dense,
+                others={"attention": attention},
+            )
+    length = 70 if args.smoke else LENGTH
+    heads = LAYERS["4 heads of 16 x 16"]
+    if "paths" in args.only:
+        yield of_graph(
+            torch.stack([torch.arange(length - 1), torch.arange(1, length)]),
+            torch.zeros(length).long(),
+            heads,
+            1 - 0.1 * torch.rand(length - 1, heads.heads, dtype=torch.double),
+            part="paths",
+            name=f"path of {length:,} nodes",
+            function=ops.dag_scan,
+            exact=ops.dag_scan,
+            kernels=chunks(length, heads),
+            others={"attention": causal_attention, "fla simple_gla": simple_gla},
+        )
+    if "sequences" in args.only:
+        width, states = (4, 3) if args.smoke else (128, 16)
+        floats = {
+            "u": randn(length, width),
+            "delta": F.softplus(randn(length, width) - 4),
+            "A": -torch.rand(width, states, dtype=torch.double) - 0.5,
+            "B": randn(length, states),
+            "C": randn(length, states),
+        }
+        yield Call(
+            part="sequences",
+            name=f"sequences of {length:,} rows",
+            function=ops.selective_scan,
+            exact=ops.selective_scan,
+            floats=floats,
+            integers={"ptr": torch.tensor([0, length // 3, length])},
+            others={"mamba-ssm": mamba},
+        )
+
+
+def molecules(args: Namespace) -> Iterable[Workload]:
+    """Peptides, or for a smoke test a ring with a tail and a pair."""
+    if not args.smoke:
+        return peptides(args.root, [BATCH], smoke=False)
+    edges = [[0, 1, 2, 3, 4, 0, 6, 37], [1, 2, 3, 4, 5, 5, 5, 38]]
+    edge_index = to_undirected(torch.tensor(edges), num_nodes=39)
+    batch = torch.tensor([0] * 37 + [1] * 2)
+    return [Workload("peptides", "two small graphs", edge_index, batch)]
+
+
+# How ---------------------------------------------------------------------------------
+
+
+class Measured(Step):
+    """A step in float32 on a device."""
+
+    def __init__(
+        self, call: Call, function: Callable[..., Tensor], device: str, trust: bool
+    ) -> None:
+        leaves = {
+            name: x.to(device, torch.float32).requires_grad_()
+            for name, x in call.floats.items()
+        }
+        self.integers = {name: x.to(device) for name, x in call.integers.items()}
+        self.trust = trust
+        super().__init__(
+            lambda: function(**leaves, **self.integers),
+            leaves,
+            grad_of(call).to(device),
+        )
+
+    @property
+    def context(self) -> AbstractContextManager:
+        """Where it runs."""
+        return ops.unchecked() if self.trust else nullcontext()
+
+    def events(self) -> tuple[float, float]:
+        """Seconds of a GPU, forward, and forward and backward, once."""
+        begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        with self.context:
+            begin.record()
+            out = self.function()
+            middle.record()
+        out.backward(self.grad)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(middle) / 1e3, begin.elapsed_time(end) / 1e3
+
+
+def grad_of(call: Call) -> Tensor:
+    """The same gradient of the output for all."""
+    like = call.floats.get("value", call.floats.get("u"))
+    assert like is not None
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(1))
+
+
+def check(call: Call, step: Measured, device: str) -> dict[str, Any]:
+    """Errors against float64; the benchmark ends if one is too large."""
+    # Scans of long paths in float64 are for the CPU, dense matrices are not.
+    where = device if call.exact is dense else "cpu"
+    leaves = {x: y.to(where).requires_grad_() for x, y in call.floats.items()}
+    integers = {x: y.to(where) for x, y in call.integers.items()}
+    grad = grad_of(call).to(where, torch.double)
+    exact = Step(lambda: call.exact(**leaves, **integers), leaves, grad).results()
+    want = {name: x.double().cpu() for name, x in exact.items()}
+    found = {name: x.cpu() for name, x in step.results().items()}
+    return compare("ours", call.name, found, want, "float64")
+
+
+def time_all(steps: dict[str, Measured]) -> dict[str, dict[str, float] | str]:
+    """Medians of repetitions that take turns, or why there are none."""
+    found: dict[str, dict[str, float] | str] = {}
+    for name, step in steps.items():
+        try:
+            for _ in range(WARM_UP):
+                step.events()
+        except Exception as error:  # of packages that may not even be there
+            found[name] = f"{type(error).__name__}: {error}"[:200]
+    steps = {name: x for name, x in steps.items() if name not in found}
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for _ in range(REPEATS):
+        for name, step in steps.items():
+            rounds[name].append(step.events())
+    for name, times in rounds.items():
+        forward, total = (median(column) for column in zip(*times, strict=True))
+        found[name] = {"forward": forward, "total": total}
+    return found
+
+
+def limits_of_gpu() -> Limits:
+    """How fast the GPU copies, and multiplies in TF32."""
+
+    def seconds(function: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(WARM_UP + REPEATS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3)
+        return median(times[WARM_UP:])
+
+    x, y = torch.empty(2, 1 << 28, device="cuda").unbind()
+    copied = 2 * x.nbytes / seconds(lambda: y.copy_(x))
+    a, b = torch.randn(2, 8192, 8192, device="cuda").unbind()
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    multiplied = 2 * 8192**3 / seconds(lambda: a @ b)
+    torch.backends.cuda.matmul.allow_tf32 = before
+    properties = torch.cuda.get_device_properties(0)
+    return Limits(properties.name, copied, multiplied, properties.multi_processor_count)
+
+
+def measure(call: Call, device: str, limits: Limits | None) -> dict[str, Any]:
+    """A row of results: errors first, then times."""
+    show(f"{call.name}: exactness")
+    function = call.function
+    if device == "cpu" and triton_runtime.INTERPRETED:
+        function = in_triton(call)
+    ours = Measured(call, function, device, trust=False)
+    row: dict[str, Any] = {"part": call.part, "call": call.name}
+    row["errors"] = check(call, ours, device)
+    if device == "cuda":
+        choice = ops.explain(call.function.__name__, **ours.leaves, **ours.integers)
+        row["choice"] = [choice.solver, choice.form, choice.backend, choice.reason]
+    if limits is None:
+        return row
+    show(f"{call.name}: times")
+    steps = {
+        "ours, unchecked": Measured(call, function, device, trust=True),
+        "ours": ours,
+    }
+    for name, other in call.others.items():
+        steps[name] = Measured(call, other, device, trust=False)
+    row["times"] = time_all(steps)
+    best = row["times"]["ours, unchecked"]
+    if call.kernels and isinstance(best, dict):
+        moved, computed = (
+            sum(column) for column in zip(*(x[2:4] for x in call.kernels), strict=True)
+        )
+        row["of_bandwidth"] = moved / best["total"] / limits.bandwidth
+        row["of_peak"] = computed / best["total"] / limits.operations
+    return row
+
+
+def in_triton(call: Call) -> Callable[..., Tensor]:
+    """Ours by the interpreter, where there is a kernel; else as it comes."""
+
+    def function(**inputs: Any) -> Tensor:
+        try:
+            return call.function(**inputs, backend="triton")
+        except ValueError:
+            return call.function(**inputs)
+
+    return function
+
+
+def report(results: dict[str, Any]) -> str:
+    """All times, beside ours."""
+    lines = [("forward and backward", "ms", "of ours", "of bandwidth", "of peak")]
+    for row in results["calls"]:
+        lines.append((row["call"], "", "", "", ""))
+        times = row.get("times", {})
+        ours = times.get("ours, unchecked")
+        for name, x in times.items():
+            if not isinstance(x, dict):
+                lines.append((f"  {name}: {x}", "", "", "", ""))
+                continue
+            shares = ("of_bandwidth", "of_peak") if x is ours else ()
+            found = [f"{row[y]:.0%}" if y in row else "" for y in shares]
+            against = x["total"] / ours["total"] if isinstance(ours, dict) else math.nan
+            cells = (f"{1e3 * x['total']:.3f}", f"{against:.2f}", *found, "", "")
+            lines.append((f"  {name}", *cells[:4]))
+    return table(lines)
+
+
+def parse(argv: list[str] | None = None) -> Namespace:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--root", type=Path, default=PEPTIDES, help="of Peptides-func")
+    parser.add_argument("--predict", action="store_true", help="by the limits alone")
+    parser.add_argument("--smoke", action="store_true", help="only see that it runs")
+    parser.add_argument("--out", type=Path, help="of the JSON")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse()
+    if args.predict:
+        print(predicted())
+        return
+    device = "cpu" if args.smoke else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("There is no GPU; --predict and --smoke need none")
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # batched LU on a CPU is wrong with more (pytorch#142815)
+    limits = None if args.smoke else limits_of_gpu()
+    results: dict[str, Any] = {
+        "machine": machine(device),
+        "interpreted": triton_runtime.INTERPRETED,
+        "limits": limits and limits._asdict(),
+        "calls": [measure(call, device, limits) for call in calls(args)],
+    }
+    name = re.sub(r"\W+", "-", limits.name.lower()) if limits else "smoke"
+    folder = "runs" if args.smoke else "benchmarks/results"
+    out = args.out or REPOSITORY / folder / f"gpu-{name}.json"
+    write_json(out, results)
+    show("")
+    print(report(results))
+    print(f"\nWritten: {out}")
+
+
+if __name__ == "__main__":
+    main()

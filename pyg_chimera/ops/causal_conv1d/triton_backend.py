@@ -1,0 +1,35 @@
+"""The convolution on a GPU, in Triton."""
+
+from torch import Tensor
+
+from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
+
+__all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
+
+
+def why_not(call: Call) -> str | None:
+    """It needs Triton, a GPU and float32, and counts rows in 32 bits."""
+    reason = triton_runtime.why_not(call.inputs.x)
+    if reason is None and max(call.inputs.x.shape) >= 1 << 30:
+        reason = "backend='triton' counts rows in 32 bits; use backend='torch'"
+    return reason
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The outputs, [T, D]."""
+    from pyg_chimera.ops.causal_conv1d.triton_taps import convolve
+
+    x, weight, bias, ptr = call.inputs[:4]
+    bias = weight.new_zeros(weight.size(0)) if bias is None else bias
+    return convolve(x.contiguous(), weight, bias.contiguous(), ptr), ()
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """The gradients of x, weight and bias, if there is one."""
+    from pyg_chimera.ops.causal_conv1d.triton_taps import gradients
+
+    x, weight, bias, ptr = call.inputs[:4]
+    grads = gradients(x.contiguous(), weight, ptr, grad.contiguous())
+    return grads if bias is None else (*grads, grad.sum(0))

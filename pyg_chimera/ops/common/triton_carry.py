@@ -1,0 +1,71 @@
+r"""States carried from span to span on a GPU: the upper level of a scan on two levels.
+
+.. math::
+    h_s = a_s h_{s-1} + x_s
+
+for spans of a scan, where :math:`x_s` is what the rows of a span leave behind, from
+zero, and :math:`a_s` what they leave of a state before it: zero where another sequence
+begins, so that all of them are one. A program takes some channels, and many spans at a
+time; spans themselves are computed side by side.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyg_chimera.ops.common.triton_runtime import on_device_of
+
+__all__ = ["carry", "compose"]
+
+#: Spans and channels at a time.
+_SPANS, _WIDTH = 32, 32
+
+
+def carry(decay: Tensor, x: Tensor, reverse: bool = False) -> Tensor:
+    """Sets x to the states after each span, or from the last one on, before each.
+
+    Args:
+        decay: [spans, ...].
+        x: [spans, ...], of as many numbers, or a multiple: each decay is of several
+            numbers that follow on each other.
+        reverse: From the last span to the first one.
+    """
+    if x.numel() == 0:
+        return x
+    size = x[0].numel()
+    with on_device_of(x):
+        _carry[(triton.cdiv(size, _WIDTH),)](
+            decay, x, x.size(0), size, x.numel() // decay.numel(), reverse, _SPANS,
+            _WIDTH, num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return x
+
+
+@triton.jit
+def compose(a, x, b, y):  # type: ignore[no-untyped-def]
+    """First a h + x, then b h + y; zero lets nothing through, not even NaN."""
+    cut = b == 0
+    return tl.where(cut, b, a * b), tl.where(cut, y, b * x + y)
+
+
+@triton.jit(do_not_specialize=["num_spans"])
+def _carry(  # type: ignore[no-untyped-def]
+    DECAY, X, num_spans, size, REPEATS: tl.constexpr, REVERSE: tl.constexpr,
+    SPANS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """All spans, of some channels."""
+    c = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    o = tl.arange(0, SPANS)
+    h = tl.zeros([WIDTH], X.dtype.element_ty)
+    for first in range(0, num_spans, SPANS):
+        there = (first + o < num_spans)[:, None] & (c < size)[None, :]
+        span = (num_spans - 1 - first - o if REVERSE else first + o).to(tl.int64)
+        at = X + span[:, None] * size + c[None, :]
+        decays = DECAY + span[:, None] * (size // REPEATS) + (c // REPEATS)[None, :]
+        a = tl.load(decays, mask=there, other=1.0)
+        x = tl.load(at, mask=there, other=0.0)
+        a, x = tl.associative_scan((a, x), 0, compose)
+        x = tl.where(a == 0, x, a * h[None, :] + x)
+        h = tl.sum(tl.where((o == SPANS - 1)[:, None], x, 0.0), 0)
+        tl.debug_barrier()  # all have read what is replaced
+        tl.store(at, x, mask=there)

@@ -1,0 +1,101 @@
+"""The resolvent of paths on a GPU: two scans in chunks, as `path_factors` says."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common import triton_chunk_form
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.triton_chunk_form import Chunks
+from pyg_chimera.ops.resolvent.path_factors import path_scans
+from pyg_chimera.ops.resolvent.path_pivots import (
+    Pivots,
+    Places,
+    gates,
+    gradients,
+)
+
+__all__ = ["backward", "forward"]
+
+
+class _Tables(NamedTuple):
+    """What depends on the graph alone, on a device, of S states and L entries."""
+
+    chunks: Chunks
+    state: Tensor  #: [S] where the gate of each state is, in the order of the scans
+    entry: Tensor  #: [L] where the weight of each entry is
+    writer: Tensor  #: [S] the node that writes each state
+    reader: Tensor  #: [S] the node that reads it
+
+    @classmethod
+    def of(cls, call: Call) -> "_Tables":
+        tables, device = call.structure.tables, call.inputs.value.device
+        key = ("triton paths", device)
+        if key not in tables:
+            scans = path_scans(call.structure)
+            assert scans is not None
+            states, position = scans.states, np.arange(len(scans.states.state))
+            later = np.setdiff1d(position, states.ptr[:-1])  # an entry leads to each
+            arrays = (
+                states.state, scans.entry, states.writer[states.state],
+                states.reader[states.state],
+            )  # fmt: skip
+            tables[key] = cls(
+                Chunks.of(states.ptr, position, later, device),
+                *(torch.from_numpy(x).to(device) for x in arrays),
+            )
+        return tables[key]
+
+
+class _Rows:
+    """What the scans take: a row for each state."""
+
+    def __init__(self, call: Call, pivots: Pivots) -> None:
+        self.tables = tables = _Tables.of(call)
+        query, key, value = call.inputs[:3]
+        self.groups, self.nodes = query.size(1), value.size(0)
+        repeats = value.size(1) // self.groups
+        query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
+        weight, source = (x.to(value.dtype) for x in gates(pivots))
+        self.source = source[tables.state].unsqueeze(-1)
+        self.key = key[tables.writer]
+        self.operands = (
+            query[tables.reader],
+            self.source * self.key,
+            value[tables.writer],
+            weight[tables.entry],
+        )
+
+    def summed(self, x: Tensor, node: Tensor) -> Tensor:
+        """Of the rows of each node."""
+        return x.new_zeros(self.nodes, *x.shape[1:]).index_add_(0, node, x)
+
+
+def forward(call: Call, pivots: Pivots) -> tuple[Tensor, Tensor]:
+    """The output [V, heads, P], and the states after each chunk."""
+    rows = _Rows(call, pivots)
+    out, states = triton_chunk_form.scan(rows.tables.chunks, *rows.operands)
+    return rows.summed(out, rows.tables.reader), states
+
+
+def backward(
+    call: Call, pivots: Pivots, states: Tensor, grad: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value and edge weight."""
+    rows = _Rows(call, pivots)
+    tables, value = rows.tables, call.inputs.value
+    dq, dk, dv, dw = triton_chunk_form.scan_gradients(
+        tables.chunks, *rows.operands, states, grad[tables.reader]
+    )
+    zeros = torch.zeros_like(pivots.d).repeat(2, 1)
+    ds = (dk * rows.key).sum(-1).double()
+    d_weight = zeros.index_copy(0, tables.entry, dw.double())
+    d_source = zeros.index_copy(0, tables.state, ds)
+    places = Places.of(call.structure, value.device)
+    d_edges = gradients(places, pivots, d_weight, d_source)
+    dq = rows.summed(dq, tables.reader)
+    dk = rows.summed(rows.source * dk, tables.writer)
+    dq, dk = (x.unflatten(1, (rows.groups, -1)).sum(2) for x in (dq, dk))
+    return dq, dk, rows.summed(dv, tables.writer), d_edges.to(value.dtype)

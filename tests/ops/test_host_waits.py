@@ -1,0 +1,202 @@
+"""That operators leave a GPU alone in `unchecked`, on graphs that they have seen."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from asserts import assert_near
+from host_waits import host_waits
+from operators import OPERATORS, assert_results, computed, example, results
+
+from pyg_chimera import nn, ops
+from pyg_chimera.ops.structure import cache
+
+EDGES = torch.tensor([[0, 1, 1, 2, 2, 3], [1, 0, 2, 1, 3, 2]])
+
+#: What may wait all the same, as docs/gpu.md says: bounds of sequences are looked at,
+#: and so are sizes of grids, if they are tensors.
+WAITS = {
+    "selective_scan": {"item", "nonzero"},
+    "causal_conv1d": {"item", "nonzero"},
+    "grid_dag_scan": {"tolist"},
+    "grid_scan": {"tolist"},
+    "grid_conv": {"tolist", "tensor"},
+}
+
+
+def variants():
+    for key, operator in OPERATORS.items():
+        for name, options in operator.variants.items():
+            on_gpu = options.get("backend") in ("torch", "triton")
+            if on_gpu and options.get("solver") != "iterative":  # which converges
+                yield pytest.param(key, options, id=f"{key}-{name}")
+
+
+@pytest.mark.parametrize(("key", "options"), list(variants()))
+def test_nothing_waits_for_a_graph_that_is_known(key, options):
+    case = example(key)
+    inputs = case.inputs
+
+    def run():
+        function = case.operator.function
+        return results(lambda **x: function(**inputs | x | options), case.floats)
+
+    want = computed(case, options)
+    with ops.unchecked():
+        run()  # which reads the tensors of indices, once
+        with host_waits() as waits:
+            got = run()
+    assert waits <= WAITS.get(case.operator.function.__name__, set())
+    assert_results(got, want, 1e-9)
+
+
+NODES = torch.randn(3, 4, 2, 3, generator=torch.Generator().manual_seed(0))
+
+
+def resolvent(edge_index=EDGES, scale=0.4, **options):
+    query, key, value = NODES
+    weight = torch.full((edge_index.size(1), 2), scale)
+    return ops.resolvent_mix(query, key, value, edge_index, weight, **options)
+
+
+def test_without_it_the_host_waits():
+    options = {"backend": "torch", "solver": "dense", "form": "mask"}
+    resolvent(**options)
+    with host_waits() as waits:
+        resolvent(**options)
+    assert waits == {"is_nonzero", "cpu", "linalg_inv_ex"}
+
+
+@pytest.mark.parametrize("name", ["ChimeraConv", "ChimeraDAGConv", "PLSTMConv"])
+def test_layers(name):
+    conv = getattr(nn, name)(8, 8, heads=2, state_channels=3, backend="torch")
+    edge_index = EDGES if name == "ChimeraConv" else EDGES[:, ::2].contiguous()
+    x, options = torch.randn(4, 8), {"batch": torch.zeros(4, dtype=torch.long)}
+    if name == "PLSTMConv":
+        options["line_edge_index"] = ops.line_graph(edge_index, 4).edge_index
+    want = conv(x, edge_index, **options)
+    with ops.unchecked():
+        conv(x, edge_index, **options)
+        with host_waits() as waits:
+            out = conv(x, edge_index, **options)
+            out.sum().backward()
+    assert waits == set()
+    assert out.equal(want)
+
+
+# -------------------------------------------------------------- graphs are recognised
+
+
+def test_a_changed_graph_is_another_one(monkeypatch):
+    edges = EDGES.clone()
+    with ops.unchecked():
+        first = resolvent(edges)
+        assert resolvent(edges).equal(first)
+        edges[:, 0] = torch.tensor([0, 3])
+        second = resolvent(edges)
+        edges.detach()[:, 0] = torch.tensor([0, 1])  # another view: the same version
+        assert resolvent(edges).equal(first)
+    assert second.equal(
+        resolvent(torch.tensor([[0, *EDGES[0, 1:]], [3, *EDGES[1, 1:]]]))
+    )
+    assert not second.equal(first)
+
+
+def test_outside_contents_count_as_ever():
+    edges = EDGES.clone()
+    with ops.unchecked():
+        first = resolvent(edges)
+    edges.numpy()[1, 0] = 3  # which PyTorch is not told
+    with ops.unchecked():
+        assert resolvent(edges).equal(first)
+    assert not resolvent(edges).equal(first)
+
+
+def test_tensors_without_versions_are_read():
+    with torch.inference_mode():
+        edges = EDGES.clone()
+        with ops.unchecked():
+            first = resolvent(edges)
+            edges[:, 0] = torch.tensor([0, 3])
+            assert not resolvent(edges).equal(first)
+
+
+def test_digests_do_not_keep_tensors():
+    digests = cache._Digests()
+    edges = EDGES.clone()
+    with ops.unchecked():
+        digests.of(edges)
+    assert len(digests.known) == 1
+    del edges
+    assert len(digests.known) == 0
+
+
+# ---------------------------------------------------------- what becomes of bad input
+
+
+def test_new_graphs_are_checked():
+    with ops.unchecked(), pytest.raises(ValueError, match="must hold node indices"):
+        resolvent(torch.tensor([[0], [9]]))
+    with ops.unchecked(), pytest.raises(ValueError, match="must be one of"):
+        resolvent(solver="best")
+    with ops.unchecked(), pytest.raises(ops.CycleError):
+        ops.dag_scan(*torch.randn(3, 4, 1, 2), EDGES, torch.randn(6, 1))
+    with ops.unchecked(), pytest.raises(ValueError, match="must be \\[2, edges\\]"):
+        nn.ChimeraConv(8, 8)(torch.randn(4, 8), EDGES[0])
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_weights_that_are_not_finite(backend):
+    """Only the graph that they belong to is lost."""
+    edges, batch = torch.tensor([[0, 2], [1, 3]]), torch.tensor([0, 0, 1, 1])
+    query, key, value = torch.randn(3, 4, 1, 2)
+    weight = torch.tensor([[float("nan")], [0.5]])
+    args = (query, key, value, edges, weight, batch)
+    for function in (ops.resolvent_mix, ops.dag_scan):
+        with pytest.raises(ValueError, match="'edge_weight' must be finite"):
+            function(*args, backend=backend)
+        with ops.unchecked():
+            out = function(*args, backend=backend)
+        assert out[1].isnan().all()
+        fine = function(query, key, value, edges, weight.nan_to_num(), batch)
+        assert_near(out[2:], fine[2:], 1e-5)
+
+
+@pytest.mark.parametrize("form", ["state", "mask"])
+@pytest.mark.parametrize("solver", ["sparse", "dense"])
+def test_a_singular_matrix(solver, form):
+    options = {"solver": solver, "form": form, "backend": "torch"}
+    edges = torch.tensor([[0, 1], [1, 0]])
+    with pytest.raises(ValueError, match="I - A"):
+        resolvent(edges, 1.0, **options)
+    with ops.unchecked():
+        assert not resolvent(edges, 1.0, **options)[:2].isfinite().any()
+
+
+# ----------------------------------------------------------------------- where it holds
+
+
+def test_it_ends_and_is_of_its_thread():
+    bad = (EDGES, float("inf"))
+    with ThreadPoolExecutor(1) as pool, ops.unchecked():
+        with ops.unchecked():
+            resolvent(*bad)
+        resolvent(*bad)
+        with pytest.raises(ValueError, match="finite"):
+            pool.submit(resolvent, *bad).result()
+    with pytest.raises(ValueError, match="finite"):
+        resolvent(*bad)
+    with pytest.raises(RuntimeError, match="boom"), ops.unchecked():
+        raise RuntimeError("boom")
+    with pytest.raises(ValueError, match="finite"):
+        resolvent(*bad)
+
+
+def test_compiled():
+    """A compiled model asks at each call, and not when it is compiled."""
+    compiled = torch.compile(resolvent, backend="eager", fullgraph=True)
+    with ops.unchecked():
+        lost = compiled(EDGES, float("inf"), backend="torch")
+    assert not lost.isfinite().any()
+    with pytest.raises(ValueError, match="finite"):
+        compiled(EDGES, float("inf"), backend="torch")

@@ -1,0 +1,85 @@
+"""How often Triton's kernels are launched, and what else a GPU is made to wait for.
+
+A launch takes some microseconds whatever it computes, so their number must not depend
+on how many graphs there are in a batch, nor on how deep they are.
+"""
+
+import pytest
+import torch
+from asserts import assert_near
+from host_waits import host_waits
+from operators import OPERATORS, computed, make_case
+from torch_geometric.data import Batch, Data
+from torch_geometric.utils import to_undirected
+
+from pyg_chimera.nn import ChimeraConv
+from pyg_chimera.ops import unchecked
+from pyg_chimera.ops.common import triton_runtime
+
+if not triton_runtime.INTERPRETED:
+    pytest.skip("needs TRITON_INTERPRET=1: make test-triton", allow_module_level=True)
+pytest.importorskip("triton")
+
+from triton_watch import counted
+
+#: What a training step of an operator or a layer may launch.
+MOST = 12
+
+KINDS = {
+    f"{key}-{name}": (key, options)
+    for key, operator in OPERATORS.items()
+    for name, options in operator.variants.items()
+    if key.startswith("triton_")
+}
+
+
+@pytest.mark.parametrize(("key", "options"), KINDS.values(), ids=KINDS)
+def test_operators(key, options):
+    """As many for a few small graphs as for large and deep ones."""
+    operator, counts = OPERATORS[key], []
+    size = (1, 1, 5, 3) if "form" in options else operator.sizes[0]
+    small = "unsorted_batch" if "unsorted_batch" in operator.structures else "several"
+    for name in (small, "several_blocks"):
+        case = make_case(operator, operator.structures[name], size)
+        with counted() as launches:
+            computed(case, options)
+        counts.append(launches)
+    assert counts[0] == counts[1]
+    assert 2 <= counts[0].total() <= MOST
+
+
+def molecules(sizes):
+    """Chains of atoms, with rings."""
+    graphs = []
+    for size in sizes:
+        chain = torch.arange(size - 1)
+        rings = torch.arange(0, size - 6, 8)
+        edges = [torch.stack([chain, chain + 1]), torch.stack([rings, rings + 5])]
+        edge_index = to_undirected(torch.cat(edges, 1), num_nodes=size)
+        graphs.append(Data(edge_index=edge_index, num_nodes=size))
+    return Batch.from_data_list(graphs)
+
+
+@pytest.mark.parametrize("sizes", [(9,), (7, 36, 12)], ids=["one", "several"])
+def test_training_step_of_a_layer(sizes):
+    """And in `unchecked`, nothing that the host waits for."""
+    batch = molecules(sizes)
+    conv = ChimeraConv(8, 8, 2, 4, form="mask", backend="triton")
+    x = torch.randn(batch.num_nodes, 8)
+
+    def step():
+        out = conv(x, batch.edge_index, batch=batch.batch)
+        out.square().sum().backward()
+        return out
+
+    want = step()
+    with unchecked():
+        step()
+        with host_waits() as waits, counted() as launches:
+            got = step()
+    assert waits == set()
+    assert_near(got, want, 1e-6)
+    assert launches == {
+        "_general_inverse": 1, "_masked_product": 4, "_mask_gradient": 1,
+        "_adjoint": 1, "_edge_gradient": 1,
+    }  # fmt: skip
