@@ -14,6 +14,7 @@ from pyg_chimera.ops.structure.distance import connected_components
 __all__ = [
     "chimera_transition",
     "dag_transition",
+    "grid_transition",
     "path_transition",
     "released_transition",
 ]
@@ -124,6 +125,37 @@ def dag_transition(
     if root is not None:
         input_gate = torch.where(parents == 0, root, input_gate)
     return torch.exp(-delta) * scale[row], input_gate
+
+
+def grid_transition(
+    parent: Tensor, delta: Tensor, root: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""What :func:`dag_transition` is on grids, as :func:`grid_dag_scan` takes it,
+    without a list of edges.
+
+    Args:
+        parent (torch.Tensor): What comes before each node in :math:`O` orientations and
+            two directions, as places in a flattened :math:`[|\mathcal{V}|, O]`,
+            :math:`[|\mathcal{V}|, O, 2]`: the node's own place where nothing does.
+        delta (torch.Tensor): :math:`\Delta` of these edges,
+            :math:`[|\mathcal{V}|, O, 2, H]`. Of those that are not there, it may be
+            anything finite.
+        root (torch.Tensor, optional): The input gate of nodes without parents,
+            :math:`[|\mathcal{V}|, O, H]`. Without it, zero.
+
+    Returns:
+        tuple[torch.Tensor, torch.Tensor]: :math:`A`, :math:`[|\mathcal{V}|, O, 2, H]`,
+        and :math:`s`, :math:`[|\mathcal{V}|, O, H]`.
+    """
+    places = torch.arange(parent.numel() // 2, device=parent.device)
+    exists = parent != places.view(*parent.shape[:2], 1)
+    parents = exists.sum(2, keepdim=True)
+    scale = exists * parents.clamp(min=1).to(delta.dtype).rsqrt()
+    scale = scale.unsqueeze(-1)
+    input_gate = (delta * scale).sum(2)
+    if root is not None:
+        input_gate = torch.where(parents == 0, root, input_gate)
+    return torch.exp(-delta) * scale, input_gate
 
 
 def path_transition(

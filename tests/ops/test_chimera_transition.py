@@ -13,10 +13,13 @@ from pyg_chimera.ops import (
     chimera_transition,
     dag_scan,
     dag_transition,
+    grid_dag_scan,
+    grid_transition,
     path_transition,
     released_transition,
     resolvent_mix,
 )
+from pyg_chimera.ops.structure.grid import grid_parents
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 EDGE_INDEX = torch.tensor([[0, 1, 2, 2, 0, 3], [1, 0, 1, 2, 1, 3]])  # node 4 is alone
@@ -189,8 +192,32 @@ def grid_dag(height: int, width: int, down: bool, right: bool) -> tuple[Tensor, 
     return torch.tensor(edges).t(), torch.tensor(direction)
 
 
+@pytest.mark.parametrize("write", [False, True])
+def test_grids_without_edges(write):
+    """Two grids, in all orientations: the transitions of each edge."""
+    height, width = torch.tensor([3, 1]), torch.tensor([2, 1])
+    parent = grid_parents(height, width, 4, 7)
+    delta = torch.rand(7, 4, 2, 3, dtype=torch.double)
+    root = torch.rand(7, 4, 3, dtype=torch.double) if write else None
+    weight, gate = grid_transition(parent, delta, root)
+    corners = [(True, True), (False, False), (False, True), (True, False)]
+    for o, (down, right) in enumerate(corners):
+        edge_index, direction = grid_dag(3, 2, down, right)
+        source, target = edge_index
+        assert (parent[target, o, direction] == 4 * source + o).all()
+        of_edges = delta[target, o, direction]
+        wanted, gates = dag_transition(
+            edge_index, 7, of_edges, root[:, o] if write else None
+        )
+        assert_near(weight[target, o, direction], wanted)
+        assert_near(gate[:, o], gates)
+    places = torch.arange(28).view(7, 4, 1).expand(7, 4, 2)
+    assert (parent == places).sum() == 4 * (2 + 3) + 8  # borders, and the node alone
+
+
+@pytest.mark.parametrize("on", ["edges", "grids"])
 @pytest.mark.parametrize("form", ["state", "mask"])
-def test_released_grid(form):
+def test_released_grid(form, on):
     """Four DAGs from the corners of a grid, whose roots write nothing."""
     data = load("chimera_grid_released")
     height, width, bias = int(data["height"]), int(data["width"]), data["dt_bias"]
@@ -203,6 +230,18 @@ def test_released_grid(form):
     delta = softplus(leaves["dt"].reshape(nodes, heads, 4, 2) + bias[:, None, None])
     y = 0
     corners = [(True, True), (True, False), (False, True), (False, False)]
+    if on == "grids":
+        sizes, corner = torch.tensor([[height, width]] * size), [0, 3, 2, 1]
+        weight, input_gate = grid_transition(
+            grid_parents(*sizes.unbind(1), 4, nodes),
+            delta[:, :, corner].permute(0, 2, 3, 1),
+        )
+        for o, d in enumerate(corner):
+            y = y + grid_dag_scan(
+                C[:, :, d], B[:, :, d], x, input_gate[:, [o]], weight[:, [o]], height,
+                width, orientations=[o], form=form,
+            )  # fmt: skip
+        corners = []
     for d, (down, right) in enumerate(corners):
         one, direction = grid_dag(height, width, down, right)
         edge_index = torch.cat([one + T * i for i in range(size)], dim=1)

@@ -1,3 +1,4 @@
+import math
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,8 @@ from pyg_chimera.nn.conv._window import (
     reset_window_,
 )
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
-from pyg_chimera.ops.structure.grid import grid_dags, grid_sizes
+from pyg_chimera.ops import grid_dag_scan, grid_transition
+from pyg_chimera.ops.structure.grid import grid_parents, grid_sizes
 
 __all__ = ["ChimeraGridConv"]
 
@@ -131,12 +133,43 @@ class ChimeraGridConv(ChimeraDAGConv):
         if self.explain:
             raise ValueError("Edge masks explain edges, which grids do not look at")
         height, width = check_grids(x, batch, height, width)
+        filtered = over_grids(self.local_weight, height, width, self.num_dags == 1)
+        query, key, value = self.project(x, filtered)
+        copies = (y.unflatten(1, (-1, self.groups)).unbind(1) for y in (query, key))
+        gates = [gate.unbind(1) for gate in self._gates(x, height, width)]
+        mixed = []
+        for dags, q, k in zip(self._dags_of_copies(), *copies, strict=True):
+            source, transition = (torch.stack([g[d] for d in dags], 1) for g in gates)
+            y = grid_dag_scan(
+                q, k, value, source, transition, height, width, orientations=dags,
+                form=self.form, backend=self.backend,
+            )  # fmt: skip
+            mixed.append(y)
+        return self.output(sum(mixed[1:], mixed[0]), x, value)
+
+    def _dags_of_copies(self) -> list[list[int]]:
+        """Which DAGs have each of the different projections."""
+        copy = self._copy_of_dags()
+        return [
+            [d for d, other in enumerate(copy) if other == c]
+            for c in range(len(set(copy)))
+        ]
+
+    def _gates(
+        self, x: Tensor, height: int | Tensor, width: int | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Source [V, D, scan_heads] and transition [V, D, 2, scan_heads]."""
         sizes = grid_sizes(height, width, x.size(0))
         heights, widths = torch.tensor(sizes, dtype=torch.long).view(-1, 2).unbind(1)
-        dags = grid_dags(heights, widths, self.num_dags)
-        index, rank, part = (y.to(x.device) for y in dags)
-        filtered = over_grids(self.local_weight, height, width, self.num_dags == 1)
-        return self._scan(x, self.project(x, filtered), index, None, part, rank)
+        parent = grid_parents(heights, widths, self.num_dags, x.size(0)).to(x.device)
+        node = F.softplus(self.selectivities(x) + self.delta_bias)
+        edge = node.unsqueeze(2).expand(-1, -1, 2, -1)
+        if self.selectivity == "mean":
+            before = node.flatten(0, 1).index_select(0, parent.flatten())
+            edge = (edge + before.view_as(edge)) / 2
+        root = node if self.roots == "write" else None
+        transition, source = grid_transition(parent, edge, root)
+        return source / math.sqrt(self.num_dags), transition
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Continues sequences by one node each, with :obj:`num_dags=1`: what

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.chunk_form import chunk_cost
 from pyg_chimera.ops.common.dispatch import Cost
-from pyg_chimera.ops.dag_scan.grid_sweeps import most_held
+from pyg_chimera.ops.dag_scan import grid_node_sweeps, grid_sweeps
 from pyg_chimera.ops.dag_scan.states import GridStates, StateGraph
 
 __all__ = ["cost_of"]
@@ -44,10 +44,16 @@ def cost_of(
         held = 3 * largest**2
     elif isinstance(structure, GridStates):
         lanes = num_keys * (-(-channels // 16) * 16)  # in whole vectors
-        visits = structure.num_orientations * nodes
-        time = visits * (0.8 * lanes + 70.0)
-        operations = 3.0 * visits * 9.0 * lanes
-        held = float(most_held(structure.grids, 16))
+        visits = len(structure.orientations) * nodes
+        if structure.on_nodes:
+            rows = visits / np.maximum(np.minimum(*structure.grids[:2]), 1)
+            time = visits * (0.4 * lanes + 50.0) + rows * 0.5 * lanes
+            operations = 3.0 * visits * 4.0 * lanes
+            held = float(grid_node_sweeps.most_held(structure.grids, 16))
+        else:
+            time = visits * (0.8 * lanes + 70.0)
+            operations = 3.0 * visits * 9.0 * lanes
+            held = float(grid_sweeps.most_held(structure.grids, 16))
     else:
         # A state takes the longer the less of the channels of all fit in a cache.
         lanes = num_keys * (-(-channels // 16) * 16)  # in whole vectors

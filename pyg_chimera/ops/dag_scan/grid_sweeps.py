@@ -17,7 +17,6 @@ were stored, if the rows are not the whole grid.
 """
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
@@ -37,21 +36,22 @@ from pyg_chimera.ops.common.simd import (
     zeros,
 )
 from pyg_chimera.ops.common.vector_kit import clear, copy, even_share
+from pyg_chimera.ops.structure.grid import Grids
 
-__all__ = ["Grids", "backward", "forward", "most_held"]
+__all__ = [
+    "KEYS",
+    "add_sums",
+    "backward",
+    "forward",
+    "geometry",
+    "most_held",
+    "rows_held",
+]
 
 #: Key channels of a tile.
-_KEYS = 16
+KEYS = 16
 #: Numbers of states that are held backward, about: they stream through a cache.
 _HELD = 1 << 19
-
-
-class Grids(NamedTuple):
-    """Grids whose nodes follow on each other, row by row."""
-
-    height: np.ndarray  #: [T]
-    width: np.ndarray  #: [T]
-    first: np.ndarray  #: [T], the first node of each
 
 
 def _costs(grids: Grids, source: np.ndarray, key: np.ndarray, value: np.ndarray):  # type: ignore[no-untyped-def]
@@ -87,7 +87,7 @@ def forward(
     run(
         _forward_tasks,
         _costs(grids, source, key, value),
-        (int(np.minimum(*grids[:2]).max(initial=0)) + 1) * _KEYS * vector,
+        (int(np.minimum(*grids[:2]).max(initial=0)) + 1) * KEYS * vector,
         out.dtype,
         *grids,
         source,
@@ -125,7 +125,7 @@ def backward(
     run(
         _backward_tasks,
         4 * _costs(grids, source, key, value),
-        most_held(grids, vector) + 2 * _KEYS * vector + 2 * vector * vector,
+        most_held(grids, vector) + 2 * KEYS * vector + 2 * vector * vector,
         dv.dtype,
         *grids,
         source,
@@ -147,21 +147,21 @@ def backward(
 
 def most_held(grids: Grids, vector: int) -> int:
     """Numbers of the states that a task holds backward, at most."""
-    most, size = 0, _KEYS * vector
+    most, size = 0, KEYS * vector
     for sides in set(zip(grids.height.tolist(), grids.width.tolist(), strict=True)):
         n, lines = sorted(sides)
-        rows = _rows_held(lines, n, size)
+        rows = rows_held(lines, 2 * n * size)
         segments = -(-lines // rows)
         most = max(most, (rows * (2 * n + 1) + (segments + 2) * n + 1) * size)
     return most
 
 
 @jit
-def _rows_held(height, width, size):  # type: ignore[no-untyped-def]
-    """Of how many rows states are held at a time: of all, if they fit; else what is
-    stored before such segments of rows shall not be more.
+def rows_held(height, row):  # type: ignore[no-untyped-def]
+    """Of how many rows states are held at a time, `row` numbers each: of all, if they
+    fit; else what is stored before such segments of rows shall not be more.
     """
-    fit = _HELD // (2 * width * size)
+    fit = _HELD // row
     return height if fit >= height else max(1, fit, int(math.sqrt(height)))
 
 
@@ -276,8 +276,8 @@ def _row_back(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             d_rr, d_rd = fma(r, c, d_rr), fma(r, e, d_rd)
             d_dr, d_dd = fma(d, c, d_dr), fma(d, e, d_dd)
-        _add_sums(grad_query + u * of_grads, of_q, m)
-        _add_sums(grad_key + u * of_grads, of_k, m)
+        add_sums(grad_query + u * of_grads, of_q, m)
+        add_sums(grad_key + u * of_grads, of_k, m)
         dv = grad_value + u * of_values
         written = fma(splat(s_r), written_right, splat(s_d) * written_down)
         store_part(dv, load_part(dv, w) + written, w)
@@ -302,7 +302,7 @@ def _row_back(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _add_sums(target, rows, m):  # type: ignore[no-untyped-def]
+def add_sums(target, rows, m):  # type: ignore[no-untyped-def]
     """Adds the sum of each row to a target."""
     by = lanes(rows)
     for a in range(0, m, by):
@@ -311,12 +311,10 @@ def _add_sums(target, rows, m):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _orientation(o, height, width, heads):  # type: ignore[no-untyped-def]
+def geometry(o, height, width):  # type: ignore[no-untyped-def]
     """How an orientation is swept: its first node, how far on the next node and the
-    next row are, how many of both there are, how far on the gates of its own first
-    direction and transition begin, and how far on those of the other one are.
-
-    Rows are columns where those are shorter, and directions change places then.
+    next row are, how many of both there are, and whether rows are columns, as they are
+    where those are shorter.
     """
     right = -1 if o == 1 or o == 3 else 1
     down = -1 if o == 1 or o == 2 else 1
@@ -325,11 +323,23 @@ def _orientation(o, height, width, heads):  # type: ignore[no-untyped-def]
         start += width - 1
     if down < 0:
         start += (height - 1) * width
-    gates, transitions = 2 * o * heads, 4 * o * heads
     if width <= height:
-        return start, right, down * width, width, height, gates, transitions, heads
-    gates, transitions = gates + heads, transitions + 3 * heads
-    return start, down * width, right, height, width, gates, transitions, -heads
+        return start, right, down * width, width, height, False
+    return start, down * width, right, height, width, True
+
+
+@jit
+def _orientation(o, height, width, heads):  # type: ignore[no-untyped-def]
+    """The geometry, then how far on the gates of the first direction and transition
+    begin, and how far on those of the other one are.
+
+    Directions change places where rows are columns.
+    """
+    start, turn, line, n, lines, turned = geometry(o, height, width)
+    gates, transitions, other = 2 * o * heads, 4 * o * heads, heads
+    if turned:
+        gates, transitions, other = gates + heads, transitions + 3 * heads, -heads
+    return start, turn, line, n, lines, gates, transitions, other
 
 
 @jit
@@ -340,7 +350,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
     _, heads, slices, w = value.shape
     orientations, (_, groups, num_keys) = source.shape[1], query.shape
     across = pointer(scratch)
-    by, share = lanes(across), even_share(num_keys, _KEYS)
+    by, share = lanes(across), even_share(num_keys, KEYS)
     of_gates, of_keys = orientations * 2 * heads, groups * num_keys
     of_values = heads * slices * w
     for task in range(first, last):
@@ -380,7 +390,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
     nodes, heads, slices, w = value.shape
     orientations, (_, groups, num_keys) = source.shape[1], query.shape
     rows = pointer(scratch)
-    by, share = lanes(rows), even_share(num_keys, _KEYS)
+    by, share = lanes(rows), even_share(num_keys, KEYS)
     of_gates, of_keys = orientations * 2 * heads, groups * num_keys
     of_values, of_grads = heads * slices * w, heads * num_keys
     for task in range(first, last):
@@ -404,7 +414,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                 q, k = pointer(query) + at, pointer(key) + at
                 at = slice_ * nodes * of_grads + h * num_keys + a
                 dq, dk = pointer(grad_query) + at, pointer(grad_key) + at
-                held = _rows_held(lines, n, _KEYS * by)
+                held = rows_held(lines, 2 * n * KEYS * by)
                 segments = (lines + held - 1) // held
                 # Of each row, what comes from the left; what comes from above, ...
                 across = rows + 2 * (m + by) * by

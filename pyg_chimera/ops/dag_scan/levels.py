@@ -8,6 +8,7 @@ from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.dag_scan.states import StateGraph
+from pyg_chimera.ops.structure.cache import table
 
 __all__ = ["Level", "Levels", "levels_of"]
 
@@ -33,36 +34,38 @@ class Levels(NamedTuple):
 
 def levels_of(graph: StateGraph, device: torch.device) -> Levels:
     """The tables of a graph, made once for each device."""
-    if device not in graph.tables:
-        head = graph.state[
-            np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
-        ]
-        tail = graph.state[graph.parent]
-        depth = _depths(graph.parent_ptr, graph.parent, True)
-        height = _depths(graph.child_ptr, graph.child, False)
-        at = np.empty_like(graph.state)
-        at[graph.state] = np.arange(len(at))
+    return table(_levels, graph, device)
 
-        def levels(level: np.ndarray) -> list[Level]:
-            order = np.argsort(level, kind="stable")
-            sizes = np.bincount(level).tolist() if len(level) else []
-            arrays = (graph.edge[order], tail[order], head[order])
-            parts = (torch.from_numpy(x).to(device).split(sizes) for x in arrays)
-            return [Level(*x) for x in zip(*parts, strict=True) if x[0].numel() > 0]
 
-        edges = np.empty((2, len(graph.edge)), np.int64)
-        edges[:, graph.edge] = tail, head
-        arrays = (graph.writer, graph.reader, *edges)
-        writer, reader, tails, heads = (torch.from_numpy(x).to(device) for x in arrays)
-        graph.tables[device] = Levels(
-            writer,
-            reader,
-            tails,
-            heads,
-            down=levels(depth[at[head]]),
-            up=levels(height[at[tail]]),
-        )
-    return graph.tables[device]
+def _levels(graph: StateGraph, device: torch.device) -> Levels:
+    head = graph.state[
+        np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
+    ]
+    tail = graph.state[graph.parent]
+    depth = _depths(graph.parent_ptr, graph.parent, True)
+    height = _depths(graph.child_ptr, graph.child, False)
+    at = np.empty_like(graph.state)
+    at[graph.state] = np.arange(len(at))
+
+    def levels(level: np.ndarray) -> list[Level]:
+        order = np.argsort(level, kind="stable")
+        sizes = np.bincount(level).tolist() if len(level) else []
+        arrays = (graph.edge[order], tail[order], head[order])
+        parts = (torch.from_numpy(x).to(device).split(sizes) for x in arrays)
+        return [Level(*x) for x in zip(*parts, strict=True) if x[0].numel() > 0]
+
+    edges = np.empty((2, len(graph.edge)), np.int64)
+    edges[:, graph.edge] = tail, head
+    arrays = (graph.writer, graph.reader, *edges)
+    writer, reader, tails, heads = (torch.from_numpy(x).to(device) for x in arrays)
+    return Levels(
+        writer,
+        reader,
+        tails,
+        heads,
+        down=levels(depth[at[head]]),
+        up=levels(height[at[tail]]),
+    )
 
 
 @njit(cache=True, nogil=True)

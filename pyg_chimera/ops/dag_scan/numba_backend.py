@@ -5,7 +5,7 @@ states [S, rows of N, width of P] fit in a core's cache; each is written, fed fr
 before it, and read while it is in registers. No more of them are held than edges lead
 back to, in a ring. Backward runs the same pass again, keeping all states, then its
 mirror image for the adjoints, in a ring, in which all gradients fall off. On grids,
-nodes are swept instead, as `grid_sweeps` says.
+nodes are swept instead, as `grid_sweeps` and `grid_node_sweeps` say.
 
 Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` joins nodes, however
 many states lie between them: a grid has eight for each node in its four orientations,
@@ -18,7 +18,7 @@ Chunk form: both at once, on states that follow on each other along paths, as
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,9 +63,9 @@ from pyg_chimera.ops.common.vector_kit import (
     take_transposed,
     transpose,
 )
-from pyg_chimera.ops.dag_scan import grid_sweeps
+from pyg_chimera.ops.dag_scan import grid_node_sweeps, grid_sweeps
 from pyg_chimera.ops.dag_scan.own import add_own, add_own_gradients
-from pyg_chimera.ops.dag_scan.states import GridStates, StateGraph
+from pyg_chimera.ops.dag_scan.states import NOT_PATHS, GridStates, StateGraph
 
 DEVICES = ("cpu",)
 
@@ -82,10 +82,7 @@ _WIDTH = 256
 def why_not(call: Call) -> str | None:
     """It computes everything, but paths only in chunks."""
     if call.choice.form == "chunk" and not call.structure.are_paths:
-        return (
-            "form='chunk' is for paths, where each state follows on at most one other "
-            "and is followed by at most one; use form='auto'"
-        )
+        return NOT_PATHS
     return None
 
 
@@ -190,38 +187,49 @@ def _is_on_grids(call: Call) -> bool:
     return call.choice.form == "state" and isinstance(call.structure, GridStates)
 
 
-def _grid_operands(call: Call) -> list[np.ndarray]:
-    """Source, mark, transition, query, key and value as `grid_sweeps` takes them."""
-    query, key, value, *gates = arrays(*call.inputs[:6])
+def _grid_operands(call: Call) -> list[Any]:
+    """The grids, gates, query, key and value as sweeps of grids take them."""
+    states: GridStates = call.structure
+    query, key, value = arrays(*call.inputs[:3])
+    gates = arrays(*(x for x in call.inputs[3:6] if x is not None))
     nodes, heads, _ = value.shape
-    shape = (nodes, call.structure.num_orientations, 2)
-    sizes = ((heads,), (heads,), (2, heads))
-    source, mark, transition = (
-        x.reshape(*shape, *size) for x, size in zip(gates, sizes, strict=True)
-    )
-    sliced = _sliced(len(call.structure.grids.height), value)
-    return [source, mark, transition, query, key, sliced]
+    shape = (nodes, len(states.orientations))
+    first: list[Any] = [states.grids]
+    sizes: tuple = ((2, heads), (2, heads), (2, 2, heads))
+    if states.on_nodes:
+        sizes = ((heads,), (2, heads))
+        first.append(np.array(states.orientations))
+    gates = [x.reshape(*shape, *y) for x, y in zip(gates, sizes, strict=True)]
+    return [*first, *gates, query, key, _sliced(len(states.grids.height), value)]
 
 
 def _grid_forward(call: Call) -> np.ndarray:
-    """The output from states on the edges at each node."""
-    out = grid_sweeps.forward(call.structure.grids, *_grid_operands(call))
+    """The output from states on the edges at each node, or on nodes."""
+    sweeps = grid_node_sweeps if call.structure.on_nodes else grid_sweeps
+    out = sweeps.forward(*_grid_operands(call))
     return out.reshape(call.inputs.value.shape)
 
 
 def _grid_backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, source, mark and transition."""
+    """Gradients of all inputs but `direct`."""
     operands, inputs = _grid_operands(call), call.inputs
+    _, heads, slices, _ = operands[-1].shape
     operands.append(grad.contiguous().numpy().reshape(operands[-1].shape))
-    grads = grid_sweeps.backward(call.structure.grids, *operands)
-    dq, dk, dv, *of_gates = grads
     nodes, groups, num_keys = inputs.key.shape
-    shape = (len(dq), nodes, groups, inputs.value.size(1) // groups, num_keys)
-    dq, dk = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
+    if call.structure.on_nodes:
+        num_grids = len(call.structure.grids.height)
+        parts = heads_a_task(num_grids, groups, heads * slices)
+        dq, dk, dv, *of_gates = grid_node_sweeps.backward(*operands, parts=parts)
+        dq, dk = (summed(x, (0,)) for x in (dq, dk))
+    else:
+        dq, dk, dv, *of_gates = grid_sweeps.backward(*operands)
+        shape = (slices, nodes, groups, heads // groups, num_keys)
+        dq, dk = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
     found = (dq, dk, dv, *(summed(x, (0,)) for x in of_gates))
+    likes = (x for x in inputs[:6] if x is not None)
     return tuple(
         torch.from_numpy(x).view(like.shape)
-        for x, like in zip(found, inputs, strict=False)
+        for x, like in zip(found, likes, strict=True)
     )
 
 

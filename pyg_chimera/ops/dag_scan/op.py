@@ -1,6 +1,6 @@
 """Linear recurrences on DAGs: on their nodes, on their edges, on grids."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from pyg_chimera.ops.common.checks import (
     check_nodes,
     check_option,
     check_shape,
+    trusted,
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
 from pyg_chimera.ops.common.operator import Operator
@@ -35,7 +36,7 @@ from pyg_chimera.ops.dag_scan.states import (
 from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.grid import flat_sizes
 
-__all__ = ["dag_scan", "grid_scan", "stm_scan"]
+__all__ = ["dag_scan", "grid_dag_scan", "grid_scan", "stm_scan"]
 
 States = StateGraph | GridStates
 
@@ -57,7 +58,8 @@ class Inputs(NamedTuple):
     batch: Tensor | None
     rank: Tensor | None
     num_components: int
-    grids: list[int]  #: the number of orientations, and height and width of each grid
+    sizes: list[int]  #: height and width of each grid
+    orientations: list[int]  #: of grids, if these are grids
     form: str
     backend: str
 
@@ -78,9 +80,9 @@ class _StateScan(Operator[Inputs, States]):
         super().__init__()
 
     def recipe(self, inputs: Inputs) -> Recipe:
-        if inputs.grids:
-            num_orientations, *sizes = inputs.grids
-            return Recipe(grid_states, (), (tuple(sizes), num_orientations))
+        if inputs.orientations:
+            options = (tuple(inputs.sizes), tuple(inputs.orientations))
+            return Recipe(grid_states, (), (*options, inputs.mark is None))
         edge_index, num_nodes = inputs.edge_index, inputs.value.size(0)
         if inputs.line_edge_index is None:
             tensors = (edge_index, inputs.batch, inputs.rank)
@@ -90,12 +92,12 @@ class _StateScan(Operator[Inputs, States]):
 
     def check(self, inputs: Inputs, structure: States) -> None:
         name, transition = "transition", inputs.transition
-        if bool(transition.sum().isfinite()):  # so is each of them
+        if trusted() or bool(transition.sum().isfinite()):  # so is each of them
             return
         place = "line edge", inputs.num_components**2
         if inputs.source is None:
             name, place = "edge_weight", ("edge", 1)
-        elif inputs.grids:  # those of edges that are not there may be
+        elif inputs.orientations:  # those of edges that are not there may be
             graph = structure.graph
             rows = torch.from_numpy(graph.gates[2]).to(transition.device)  # type: ignore[index]
             ignored = torch.ones_like(transition, dtype=torch.bool)
@@ -114,16 +116,15 @@ class _StateScan(Operator[Inputs, States]):
         if inputs.form == "auto":
             forms = ["mask", "state"]
         for backend in backends[:1] if inputs.form == "chunk" else backends:
-            paths = backend == "numba" and bool(call.structure.are_paths)
+            paths = backend != "torch" and bool(call.structure.are_paths)
             found = [
                 self._priced(call, Choice(self.name, "scan", form, backend, reason))
                 for form in forms + ["chunk"] * (paths and len(forms) > 1)
             ]
             found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
-            if backend == "triton" and not triton_backend.fits_in_masks(call):
-                found.sort(key=lambda x: x.form == "mask")
-            elif backend == "triton":  # which has no chain of steps
-                found.sort(key=lambda x: x.form != "mask")
+            if backend == "triton":
+                best_first = triton_backend.preferred_forms(call)
+                found.sort(key=lambda x: best_first.index(x.form))
             if backend != "numba":  # nobody has measured it
                 found = [choice._replace(cost=None) for choice in found]
             best, *others = found
@@ -137,8 +138,8 @@ class _StateScan(Operator[Inputs, States]):
         return choice._replace(cost=cost_of(choice.form, call.structure, query, value))
 
 
-_dag_scan, _stm_scan, _grid_scan = map(
-    _StateScan, ("dag_scan", "stm_scan", "grid_scan")
+_dag_scan, _stm_scan, _grid_scan, _grid_dag_scan = map(
+    _StateScan, ("dag_scan", "stm_scan", "grid_scan", "grid_dag_scan")
 )
 
 
@@ -175,8 +176,8 @@ def dag_scan(
         edge_weight (torch.Tensor): :math:`[|\mathcal{E}|, H]`.
         batch (torch.Tensor, optional): The graph of each node. (default: :obj:`None`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (matrix
-            products in chunks of paths, on the CPU) or :obj:`"auto"`. (default:
-            :obj:`"auto"`)
+            products in chunks of paths, by numba and triton) or :obj:`"auto"`.
+            (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`.
         rank (torch.Tensor, optional): A topological rank, integer
@@ -198,7 +199,7 @@ def dag_scan(
     batch, rank = check_indices(value, batch=batch, rank=rank)
     check_option("form", form, _FORMS)
     inputs = Inputs(
-        q, k, v, None, None, w, None, edge_index, None, batch, rank, 1, [], form,
+        q, k, v, None, None, w, None, edge_index, None, batch, rank, 1, [], [], form,
         backend,
     )  # fmt: skip
     return _dag_scan(inputs).to(value.dtype)
@@ -309,8 +310,8 @@ def stm_scan(
         check_shape("mark", mark, "[edges, heads]", edges)
         check_shape("transition", transition, "[line edges, heads]", line_edges)
     inputs = Inputs(
-        q, k, v, S, M, T, D, edge_index, line_edge_index, batch, None, J, [], form,
-        backend,
+        q, k, v, S, M, T, D, edge_index, line_edge_index, batch, None, J, [], [],
+        form, backend,
     )  # fmt: skip
     return _stm_scan(inputs).to(value.dtype)
 
@@ -400,6 +401,95 @@ def grid_scan(
     sizes = flat_sizes(height, width, value)
     inputs = Inputs(
         q, k, v, S.flatten(0, 2), M.flatten(0, 2), T.flatten(0, 3), D, None, None,
-        None, None, 1, [orientations, *sizes], form, backend,
+        None, None, 1, sizes, list(range(orientations)), form, backend,
     )  # fmt: skip
     return _grid_scan(inputs).to(value.dtype)
+
+
+def grid_dag_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    source: Tensor,
+    transition: Tensor,
+    height: int | Tensor,
+    width: int | Tensor,
+    *,
+    orientations: Sequence[int] | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Runs :func:`dag_scan` on regular grids, in up to four orientations, from
+    `"Chimera: State Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_
+    (Section 5):
+
+    .. math::
+        \mathbf{H}^o_i = \sum_{d} T^o_{id} \mathbf{H}^o_{p(i, o, d)} +
+        S^o_i \mathbf{k}_i \mathbf{v}_i^{\top}, \qquad
+        \mathbf{y}_i = \sum_o {\mathbf{H}^o_i}^{\top} \mathbf{q}_i,
+
+    where node :math:`i` comes after node :math:`p(i, o, d)` in direction :math:`d` of
+    orientation :math:`o`: along the row or along the column, as in the table at
+    :func:`grid_scan`. There a state is on an edge, here it is on a node. A sequence is
+    a grid of height 1.
+
+    Transitions from nodes that a grid does not have are ignored. No graph has to be
+    built. Differentiable once in the five tensors of floating point. float16 and
+    bfloat16 are computed in float32. The query is not scaled.
+
+    Args:
+        query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
+            groups :math:`G` divides that of heads; the heads of a group share them.
+            The nodes of a grid are in row-major order, grid after grid.
+        key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
+        source (torch.Tensor): The source gates :math:`S`, by which a node writes,
+            :math:`[|\mathcal{V}|, O, H]` for :math:`O` orientations.
+        transition (torch.Tensor): The transitions :math:`T` to a node, from the one
+            before it in each direction, :math:`[|\mathcal{V}|, O, 2, H]`.
+        height (int or torch.Tensor): The number of rows of each grid, integer
+            :math:`[\textrm{grids}]`, or one number for all.
+        width (int or torch.Tensor): The number of columns of each grid.
+        orientations (Sequence[int], optional): Which orientations the gates belong to,
+            in their order; those with other queries and keys take a call of their own.
+            (default: :obj:`None`, the first ones)
+        form (str, optional): As in :func:`dag_scan`. (default: :obj:`"auto"`)
+        backend (str, optional): As in :func:`dag_scan`. (default: :obj:`"auto"`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
+
+    Raises:
+        ValueError: If shapes disagree, grids and nodes are not of the same number, a
+            transition is not finite, orientations are not different numbers from 0 to
+            3, or an option is unknown or does not fit.
+        TypeError: If a tensor has a wrong dtype.
+    """
+    q, k, v, S, T = check_floats(
+        query=query, key=key, value=value, source=source, transition=transition
+    )
+    check_nodes(query, key, value)
+    check_option("form", form, _FORMS)
+    if source.dim() != 3 or not 1 <= source.size(1) <= 4:
+        raise ValueError(
+            "'source' must be [nodes, orientations, heads] with 1 to 4 orientations, "
+            f"got {list(source.shape)}"
+        )
+    number = source.size(1)
+    chosen = list(range(number) if orientations is None else orientations)
+    wanted = len(set(chosen)) == len(chosen) == number
+    if not wanted or not set(chosen) <= {0, 1, 2, 3}:
+        raise ValueError(
+            f"'orientations' must be {number} of (0, 1, 2, 3), one for each that "
+            f"'source' has, each once, got {tuple(chosen)}"
+        )
+    shape = [value.size(0), number, value.size(1)]
+    check_shape("source", source, "[nodes, orientations, heads]", shape)
+    shape.insert(2, 2)
+    check_shape("transition", transition, "[nodes, orientations, 2, heads]", shape)
+    sizes = flat_sizes(height, width, value)
+    inputs = Inputs(
+        q, k, v, S.flatten(0, 1), None, T.flatten(0, 2), None, None, None, None, None,
+        1, sizes, chosen, form, backend,
+    )  # fmt: skip
+    return _grid_dag_scan(inputs).to(value.dtype)

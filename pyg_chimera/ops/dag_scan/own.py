@@ -42,7 +42,11 @@ def plus_own_gradients(
     d_scores = (direct * read).unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
     d_value = (scores * direct).unsqueeze(-1) * grad
     of_nodes = (d_scores * key, d_scores * query, d_value)
-    both = (x + y for x, y in zip(grads, of_nodes, strict=False))
+    # Laid out as they are, whatever the inputs are, on which products depend.
+    both = (
+        torch.add(x, y, out=x.new_empty(x.shape))
+        for x, y in zip(grads, of_nodes, strict=False)
+    )
     return *both, *grads[3:], scores * read
 
 

@@ -1,4 +1,4 @@
-"""The graph of states that a scan runs on: nodes or edges of a DAG, edges of grids."""
+"""The graph of states that a scan runs on: nodes or edges of a DAG, or of grids."""
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -11,15 +11,16 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index, check_rank
 from pyg_chimera.ops.common.chunk_form import PathStates
 from pyg_chimera.ops.common.errors import CycleError
-from pyg_chimera.ops.dag_scan.grid_sweeps import Grids
-from pyg_chimera.ops.structure.cache import remembered
+from pyg_chimera.ops.structure.cache import remembered, table
 from pyg_chimera.ops.structure.csr import grouped, sorted_rows, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
+from pyg_chimera.ops.structure.grid import WAYS, Grids
 from pyg_chimera.ops.structure.line_graph import check_line_edges
 from pyg_chimera.ops.structure.symbolic_factor import blocks_of
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
 __all__ = [
+    "NOT_PATHS",
     "Extents",
     "GridStates",
     "StateGraph",
@@ -27,6 +28,12 @@ __all__ = [
     "grid_states",
     "node_states",
 ]
+
+#: Why backends refuse other states.
+NOT_PATHS = (
+    "form='chunk' is for paths, where each state follows on at most one other and is "
+    "followed by at most one; use form='auto'"
+)
 
 
 class Extents(NamedTuple):
@@ -71,7 +78,7 @@ class StateGraph:
     child: np.ndarray  #: [L], ... with the positions they lead to, ascending, ...
     child_entry: np.ndarray  #: [L], ... and their places in ``parent``
     #: For grids, which of all gates (source, mark, transition) states and edges have.
-    gates: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+    gates: tuple[np.ndarray, np.ndarray | None, np.ndarray] | None = None
     tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
 
     @property
@@ -138,34 +145,38 @@ class StateGraph:
 
     def gates_of(self, inputs: Any) -> list[Tensor]:
         """Source and mark [S, heads] of the states, transition [L, heads] of edges."""
-        gates = [inputs.source, inputs.mark, inputs.transition]
-        if inputs.source is None:  # all of it is written, and read
-            shape = (self.writer.shape[0], inputs.value.size(1))
-            gates[:2] = [inputs.value.new_ones(shape)] * 2
-        if self.gates is None:
-            return gates
+        shape = (self.writer.shape[0], inputs.value.size(1))
+        gates = (inputs.source, inputs.mark, inputs.transition)
+        places = table(_gates, self, inputs.value.device)
         return [
-            x.index_select(0, _index(index, x))
-            for x, index in zip(gates, self.gates, strict=True)
+            inputs.value.new_ones(shape)  # all of it is written, or read
+            if x is None
+            else x
+            if index is None
+            else x.index_select(0, index)
+            for x, index in zip(gates, places, strict=True)
         ]
 
     def gradients(self, inputs: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         """The gradients of all inputs, of those of query, key, value and `gates_of`."""
-        *of_nodes, source, mark, transition = grads
-        if inputs.source is None:
-            return *of_nodes, transition
-        gates = [source, mark, transition]
-        if self.gates is not None:  # gates that nobody has asked for have zero
-            likes = (inputs.source, inputs.mark, inputs.transition)
-            gates = [
-                torch.zeros_like(x).index_copy_(0, _index(index, x), grad)
-                for x, index, grad in zip(likes, self.gates, gates, strict=True)
-            ]
-        return *of_nodes, *gates
+        likes = (inputs.source, inputs.mark, inputs.transition)
+        places = table(_gates, self, inputs.value.device)
+        gates = [
+            grad  # gates that nobody has asked for have zero
+            if index is None
+            else torch.zeros_like(x).index_copy_(0, index, grad)
+            for x, index, grad in zip(likes, places, grads[3:], strict=True)
+            if x is not None
+        ]
+        return *grads[:3], *gates
 
 
-def _index(index: np.ndarray, like: Tensor) -> Tensor:
-    return torch.from_numpy(index).to(like.device)
+def _gates(graph: StateGraph, device: torch.device) -> list[Tensor | None]:
+    """Where gates are among the given ones, None if they are where they should be."""
+    return [
+        None if x is None else torch.from_numpy(x).to(device)
+        for x in graph.gates or (None, None, None)
+    ]
 
 
 # ----------------------------------------------------------------------------- of DAGs
@@ -220,7 +231,7 @@ def _state_graph(
     edges: Tensor,
     block: np.ndarray,
     rank: np.ndarray | None = None,
-    gates: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
+    gates: tuple[np.ndarray, np.ndarray | None, np.ndarray] | None = None,
 ) -> StateGraph:
     """Orders states; `edges` lead from state to state, `block` is that of each."""
     num_states = writer.shape[0]
@@ -299,9 +310,6 @@ def _check_line_graph(edge_index: Tensor, line_edge_index: Tensor) -> None:
 
 # ---------------------------------------------------------------------------- of grids
 
-#: Where orientation 0, 1, 2, 3 leads along the row (width) and the column (height).
-_STEPS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
-
 
 class _Grid(NamedTuple):
     """The states of one grid, and which of its gates are theirs."""
@@ -309,18 +317,40 @@ class _Grid(NamedTuple):
     writer: np.ndarray
     reader: np.ndarray
     edges: np.ndarray  #: [2, L]
-    source: np.ndarray  #: [S], in a flattened [V, O, 2]
-    mark: np.ndarray  #: [S], the same
-    transition: np.ndarray  #: [L], in a flattened [V, O, 2, 2]
+    source: np.ndarray  #: [S], in a flattened [V, O, 2], or of nodes [V, O]
+    mark: np.ndarray  #: [S], the same, or of nodes unused
+    transition: np.ndarray  #: [L], in a flattened [V, O, 2, 2], or of nodes [V, O, 2]
 
 
 @lru_cache(maxsize=64)
-def _one_grid(height: int, width: int, num_orientations: int) -> _Grid:
+def _nodes_of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _Grid:
+    """A state for each orientation of each node."""
     node = np.arange(height * width).reshape(height, width)
+    num_orientations = len(orientations)
+    states, edges, gates = [node[:0, 0]], [np.empty((2, 0), np.int64)], [node[:0, 0]]
+    for o, orientation in enumerate(orientations):
+        states.append(node.ravel() * num_orientations + o)
+        for d, (step, axis) in enumerate(zip(WAYS[orientation], (1, 0), strict=True)):
+            ends = [np.delete(node, end, axis).ravel() for end in (-1, 0)]
+            tail, head = ends if step > 0 else ends[::-1]
+            edges.append(np.stack([tail, head]) + o * node.size)
+            gates.append(2 * (head * num_orientations + o) + d)
+    source, transition = np.concatenate(states), np.concatenate(gates)
+    owner = np.tile(node.ravel(), num_orientations)
+    edge_list = np.concatenate(edges, axis=1)
+    return _Grid(owner, owner, edge_list, source, source[:0], transition)
+
+
+@lru_cache(maxsize=64)
+def _edges_of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _Grid:
+    """A state for each edge in each orientation."""
+    node = np.arange(height * width).reshape(height, width)
+    num_orientations = len(orientations)
     states: list[list[np.ndarray]] = [[], [], [], []]
     edges: list[list[np.ndarray]] = [[], [], []]
     first = 0
-    for o, (right, down) in enumerate(_STEPS[:num_orientations]):
+    for o, orientation in enumerate(orientations):
+        right, down = WAYS[orientation]
         leaving, arriving = [], []  # the state in each direction, by node, or -1
         for d, (step, axis) in enumerate(((right, 1), (down, 0))):
             ends = [np.delete(node, end, axis).ravel() for end in (-1, 0)]
@@ -356,54 +386,60 @@ def _one_grid(height: int, width: int, num_orientations: int) -> _Grid:
 
 @dataclass(frozen=True)
 class GridStates:
-    """States on the edges of grids, known without listing them.
+    """States on the edges or the nodes of grids, known without listing them.
 
     The edges of an orientation are those of a DAG; the states of a grid are a block.
     """
 
     shapes: tuple[int, ...]  #: height, width, height, width, ...
-    num_orientations: int
+    orientations: tuple[int, ...]
+    on_nodes: bool  #: or on edges
 
     @cached_property
     def grids(self) -> Grids:
         """The grids, one after the other."""
-        height, width = np.array(self.shapes, np.int64).reshape(-1, 2).T.copy()
-        nodes = height * width
-        return Grids(height, width, np.cumsum(nodes) - nodes)
+        return Grids.of(self.shapes)
 
     @property
     def graph(self) -> StateGraph:
         """The states as a graph, for what does not know grids."""
-        return remembered(_grid_graph, (), self.shapes, self.num_orientations)
+        return remembered(
+            _grid_graph, (), self.shapes, self.orientations, self.on_nodes
+        )
 
-    @property
+    @cached_property
     def extents(self) -> Extents:
         """The sizes of blocks."""
         h, w, _ = self.grids
+        edges = h * (w - 1) + (h - 1) * w
         straight = h * np.maximum(0, w - 2) + w * np.maximum(0, h - 2)
         lines = straight + 2 * (h - 1) * (w - 1)
-        states = h * (w - 1) + (h - 1) * w
-        return Extents(
-            self.num_orientations * states, self.num_orientations * lines, h * w
-        )
+        states, entries = (h * w, edges) if self.on_nodes else (edges, lines)
+        times = len(self.orientations)
+        return Extents(times * states, times * entries, h * w)
 
-    @property
+    @cached_property
     def are_paths(self) -> bool:
         """Whether each grid is one row or one column."""
         return bool((np.minimum(self.grids.height, self.grids.width) == 1).all())
 
 
-def grid_states(sizes: tuple[int, ...], num_orientations: int) -> GridStates:
-    """States on the edges of grids, of `sizes` height, width, height, width, ..."""
-    return GridStates(sizes, num_orientations)
+def grid_states(
+    sizes: tuple[int, ...], orientations: tuple[int, ...], on_nodes: bool
+) -> GridStates:
+    """States of grids, of `sizes` height, width, height, width, ..."""
+    return GridStates(sizes, orientations, on_nodes)
 
 
-def _grid_graph(sizes: tuple[int, ...], num_orientations: int) -> StateGraph:
+def _grid_graph(
+    sizes: tuple[int, ...], orientations: tuple[int, ...], on_nodes: bool
+) -> StateGraph:
     pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
-    parts = [_one_grid(*pair, num_orientations) for pair in pairs]
+    listed = _nodes_of_grid if on_nodes else _edges_of_grid
+    parts = [listed(*pair, orientations) for pair in pairs]
     nodes = np.cumsum([0, *(height * width for height, width in pairs)])
     states = np.cumsum([0, *(x.writer.size for x in parts)])
-    gates = 2 * num_orientations
+    gates = len(orientations) * (1 if on_nodes else 2)
 
     def joined(name: str, offset: np.ndarray) -> np.ndarray:
         arrays = [getattr(x, name) + n for x, n in zip(parts, offset, strict=False)]
@@ -419,7 +455,7 @@ def _grid_graph(sizes: tuple[int, ...], num_orientations: int) -> StateGraph:
         block,
         gates=(
             joined("source", nodes * gates),
-            joined("mark", nodes * gates),
+            None if on_nodes else joined("mark", nodes * gates),
             joined("transition", nodes * gates * 2),
         ),
     )

@@ -14,6 +14,8 @@ from pyg_chimera.ops.common.mask_form import (
 )
 from pyg_chimera.ops.dag_scan.levels import Levels, levels_of
 from pyg_chimera.ops.dag_scan.own import own, plus_own_gradients
+from pyg_chimera.ops.dag_scan.states import StateGraph
+from pyg_chimera.ops.structure.cache import table
 
 DEVICES = None
 
@@ -26,7 +28,9 @@ _MAX_NUMEL = 1 << 26
 def why_not(call: Call) -> str | None:
     """It computes everything, but not in chunks."""
     if call.choice.form == "chunk":
-        return "form='chunk' has no torch backend, but one for the CPU; use form='auto'"
+        return (
+            "form='chunk' has no torch backend, but numba and triton; use form='auto'"
+        )
     return None
 
 
@@ -147,17 +151,22 @@ def _gating(
     """
     graph, value = call.structure.graph, call.inputs.value
     tables = levels_of(graph, value.device)
-    nodes = graph.nodes
-    pad = Padding(nodes.node, np.diff(nodes.ptr), value.device)
-    column = np.empty_like(graph.writer)
-    column[graph.state] = nodes.writer
-    place = torch.from_numpy(column).to(value.device).view(-1, 1, 1)
-    place = place.expand(-1, value.size(1), 1)
+    pad, column = table(_columns, graph, value.device)
+    place = column.view(-1, 1, 1).expand(-1, value.size(1), 1)
     X = source.new_zeros(*source.shape, pad.shape[1])
     L = _scan(tables, transition, X.scatter_(2, place, source.unsqueeze(-1)))
     G = L.new_zeros(value.size(0), *L.shape[1:])
     G.index_add_(0, tables.reader, mark.unsqueeze(-1) * L)
     return tables, pad, place, L, G
+
+
+def _columns(graph: StateGraph, device: torch.device) -> tuple[Padding, Tensor]:
+    """The nodes of each block, and by state which of them its writer is."""
+    nodes = graph.nodes
+    column = np.empty_like(graph.writer)
+    column[graph.state] = nodes.writer
+    padding = Padding(nodes.node, np.diff(nodes.ptr), device)
+    return padding, torch.from_numpy(column).to(device)
 
 
 def _mask_forward(

@@ -10,7 +10,7 @@ from pyg_chimera.ops.common.checks import (
     check_shape,
 )
 from pyg_chimera.ops.common.operator import Operator, without_autocast
-from pyg_chimera.ops.grid_conv import reference, torch_backend
+from pyg_chimera.ops.grid_conv import numba_backend, reference, torch_backend
 from pyg_chimera.ops.structure.grid import flat_sizes
 
 __all__ = ["grid_conv"]
@@ -30,7 +30,11 @@ class _GridConv(Operator[Inputs, None]):
     name = "grid_conv"
     inputs = Inputs
     output_like = "x"
-    backends = {"torch": torch_backend, "reference": reference}  # noqa: RUF012
+    backends = {  # noqa: RUF012
+        "numba": numba_backend,
+        "torch": torch_backend,
+        "reference": reference,
+    }
 
 
 _grid_conv = _GridConv()
@@ -66,8 +70,9 @@ def grid_conv(
         width (int or torch.Tensor): The number of columns of each grid.
         causal (bool, optional): If :obj:`True`, nodes see those above and to the left
             only. (default: :obj:`False`)
-        backend (str, optional): ``"reference"``, ``"torch"``, or ``"auto"``: torch.
-            (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
+            :obj:`"reference"` (slow, for tests) or :obj:`"auto"`. (default:
+            :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, F]`, in the dtype of :obj:`x`.

@@ -35,6 +35,49 @@ def test_it_is_the_layer_of_dags(sizes, share, form):
     assert_near(out, dags(x, data.dag_edge_index, None, data.batch, data.dag_rank))
 
 
+def results(conv, *args, **kwargs):
+    """The output, and the gradients of the input and of all parameters."""
+    x, *rest = args
+    x = x.clone().requires_grad_()
+    out = conv(x, *rest, **kwargs)
+    out.backward(torch.linspace(-1, 2, out.numel()).view_as(out).to(out.dtype))
+    return out.detach(), x.grad, *(p.grad for p in conv.parameters())
+
+
+OPTIONS = {
+    **{x: {"num_dags": 4, "share": x} for x in ("all", "none", "diagonal", "row")},
+    "two": {"num_dags": 2, "share": "none"},
+    "one": {"num_dags": 1, "share": "all"},
+}
+
+
+@pytest.mark.parametrize("form", ["state", "mask"])
+@pytest.mark.parametrize("differential", [False, True])
+@pytest.mark.parametrize("selectivity", ["mean", "target"])
+@pytest.mark.parametrize("roots", ["write", "silent"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_gradients_are_those_of_the_layer_of_dags(
+    options, roots, selectivity, differential, form
+):
+    options = dict(
+        options, heads=4, groups=2, state_channels=5, roots=roots,
+        selectivity=selectivity, differential=differential,
+    )  # fmt: skip
+    conv = ChimeraGridConv(IN, OUT, window=None, form=form, **options).double()
+    dags = ChimeraDAGConv(IN, OUT, **options, backend="torch").double()
+    with torch.no_grad():
+        for parameter in conv.parameters():
+            parameter.copy_(torch.randn_like(parameter) / 3)
+    dags.load_state_dict(conv.state_dict())
+    data = images([(3, 4), (1, 6), (5, 1), (1, 1), (4, 3)])
+    x, number = data.x.double(), options["num_dags"]
+    edges = data.dag_edge_index[:number] if number > 1 else data.dag_edge_index[0]
+    found = results(conv, x, height=data.height, width=data.width)
+    expected = results(dags, x, edges)
+    for y, z in zip(found, expected, strict=True):
+        assert_near(y, z, 1e-12)
+
+
 def test_sequences():
     data = SequenceToGraph()(torch.randn(6, IN))
     data = DAGDecomposition(method="path")(data)

@@ -118,7 +118,7 @@ def with_gradients(inputs, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_grids_hold_the_states_of_some_rows_only(dtype):
     lanes, _ = vector_lanes(np.dtype(str(dtype).removeprefix("torch.")))
-    assert grid_sweeps._rows_held(130, 70, 16 * lanes) < 130
+    assert grid_sweeps.rows_held(130, 2 * 70 * 16 * lanes) < 130
     inputs = on([(130, 70), (70, 130), (2, 2)], (1, 1, 17, lanes + 1, 4))
     height, width = torch.tensor([130, 70, 2]), torch.tensor([70, 130, 2])
     options = {"height": height, "width": width, "form": "state"}

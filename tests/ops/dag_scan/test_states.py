@@ -93,7 +93,8 @@ def test_cycles_are_named(graph: Graph):
 
 @pytest.mark.parametrize("orientations", [1, 2, 4])
 def test_states_of_grids(orientations):
-    structure = grid_states((3, 4, 1, 1, 2, 1), orientations)
+    chosen = tuple(range(orientations))
+    structure = grid_states((3, 4, 1, 1, 2, 1), chosen, on_nodes=False)
     made = structure.graph
     assert made.num_nodes == 15
     # Edges along rows and columns, in each orientation.
@@ -102,13 +103,35 @@ def test_states_of_grids(orientations):
         assert listed.tolist() == known.tolist()
     assert structure.extents.nodes.tolist() == [12, 1, 2]
     assert not structure.are_paths
-    assert grid_states((1, 5, 3, 1), orientations).are_paths
+    assert grid_states((1, 5, 3, 1), chosen, on_nodes=False).are_paths
     source, mark, transition = made.gates
     assert (source // (2 * orientations) == made.writer).all()
     assert (mark // (2 * orientations) == made.reader).all()
     assert len(set(source)) == len(source)
     assert len(set(transition)) == len(transition) == len(made.edge)
     assert (abs(made.writer - made.reader)[: 17 * orientations] <= 4).all()
+
+
+@pytest.mark.parametrize("orientations", [(0,), (3, 1), (0, 1, 2, 3)])
+def test_states_of_nodes_of_grids(orientations):
+    structure = grid_states((3, 4, 1, 1, 2, 1), orientations, on_nodes=True)
+    made, times = structure.graph, len(orientations)
+    assert made.num_nodes == 15
+    assert made.sizes.tolist() == [12 * times, times, 2 * times]
+    for listed, known in zip(made.extents, structure.extents, strict=True):
+        assert listed.tolist() == known.tolist()
+    assert not structure.are_paths
+    assert grid_states((1, 5, 3, 1), orientations, on_nodes=True).are_paths
+    assert (made.writer == made.reader).all()
+    source, mark, transition = made.gates
+    assert mark is None
+    assert sorted(source) == list(range(15 * times))
+    assert (source // times == made.writer).all()
+    # The gates of an edge are those of the node that it leads to.
+    into = made.state[np.repeat(np.arange(15 * times), np.diff(made.parent_ptr))]
+    assert (transition[made.edge] // (2 * times) == made.writer[into]).all()
+    assert (transition[made.edge] // 2 == source[into]).all()
+    assert len(set(transition)) == len(transition) == len(made.edge)
 
 
 def test_errors():

@@ -7,7 +7,7 @@ from operators import OPERATORS
 
 from pyg_chimera.ops import causal_conv1d, grid_conv
 
-VARIANTS = ["torch", "reference"]
+VARIANTS = ["numba", "torch", "reference"]
 variants = pytest.mark.parametrize("backend", VARIANTS)
 
 
