@@ -204,13 +204,21 @@ CASES = {
     ),
     "GatedDeltaConv": gated_delta(heads=2),
     "GatedDeltaConv-edges": gated_delta(
-        heads=4, groups=2, edge_dim=EDGE, gamma=0.5, reflections=True
+        heads=4, groups=2, edge_dim=EDGE, gamma=0.5, reflections=True, conv_kernel=3
     ),
-    "GatedDeltaConv-acyclic": gated_delta(acyclic=True, local_conv=True, gated=False),
+    "GatedDeltaConv-acyclic": gated_delta(acyclic=True, gated=False),
     "GatedDeltaConv-states": gated_delta(
         acyclic=True, edge_dim=EDGE, form="state", bias=False
     ),
-    "GatedDeltaConv-surprise": gated_delta(acyclic=True, surprise=True, heads=2),
+    "GatedDeltaConv-surprise": gated_delta(
+        acyclic=True, surprise=True, heads=2, conv_kernel=1
+    ),
+    "GatedDeltaConv-undecayed": gated_delta(
+        acyclic=True, surprise=True, prediction="undecayed", heads=2
+    ),
+    "GatedDeltaConv-channels": gated_delta(
+        acyclic=True, prediction="undecayed", channel_decay=True, heads=2, edge_dim=EDGE
+    ),
     "HierarchicalMemoryConv": hierarchical(heads=2),
     "HierarchicalMemoryConv-edges": hierarchical(
         heads=4, groups=2, edge_dim=EDGE, local_conv=True, gated=False
@@ -227,6 +235,9 @@ CASES = {
     ),
     "KHopAttentionConv-differential": k_hop(
         heads=2, groups=1, differential=True, depth=3
+    ),
+    "KHopAttentionConv-rectified": k_hop(
+        heads=2, k=2, differential="rectified", edge_dim=EDGE
     ),
     "KHopAttentionConv-latent": k_hop(
         heads=2, k=2, latent_channels=3, backend="torch", differential=True

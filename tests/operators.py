@@ -237,21 +237,30 @@ def _delta_oracle(x: Floats, s: Structure) -> Tensor:
     return torch.stack(outs, dim=1)
 
 
-def _surprise_oracle(x: Floats, s: Structure) -> Tensor:
+def _states_oracle(x: Floats, s: Structure, prediction: str = "decayed") -> Tensor:
     """All nodes at once, as many times as there are nodes on the longest path."""
-    heads, groups = x["value"].size(1), x["query"].size(1)
+    heads, groups, num_nodes = x["value"].size(1), x["query"].size(1), len(s.graph)
+    degree = torch.bincount(s.edge_index[1], minlength=num_nodes)[s.edge_index[1]]
+    mean_of_parents = _adjacency(s.edge_index, 1 / degree.double(), num_nodes)
     outs = []
     for h in range(heads):
         g = h * groups // heads
         q, k, v, b = x["query"][:, g], x["key"][:, g], x["value"][:, h], x["beta"][:, h]
-        A = _adjacency(s.edge_index, x["edge_weight"][:, h], len(s.graph))
+        weight = x["edge_weight"][:, h]
+        weights = weight.unbind(1) if weight.dim() == 2 else [weight] * k.size(1)
+        A = [_adjacency(s.edge_index, w, num_nodes) for w in weights]
         S = torch.zeros(*k.shape, v.size(1), dtype=k.dtype)
         for _ in range(_depth(s)):
-            before = torch.einsum("ij,jnp->inp", A, S)
-            error = v - torch.einsum("inp,in->ip", before, q)
-            mean = error.square().sum(1) / max(v.size(1), 1)
-            share = torch.sigmoid(mean / x["surprise"][h])
-            wrong = v - torch.einsum("inp,in->ip", before, k)
+            before = torch.einsum("nij,jnp->inp", torch.stack(A), S)
+            known = before
+            if prediction == "undecayed":
+                known = torch.einsum("ij,jnp->inp", mean_of_parents, S)
+            share = torch.ones_like(b)
+            if "surprise" in x:
+                error = v - torch.einsum("inp,in->ip", known, q)
+                mean = error.square().sum(1) / max(v.size(1), 1)
+                share = torch.sigmoid(mean / x["surprise"][h])
+            wrong = v - torch.einsum("inp,in->ip", known, k)
             S = before + torch.einsum("i,in,ip->inp", b * share, k, wrong)
         outs.append(torch.einsum("inp,in->ip", S, q))
     return torch.stack(outs, dim=1)
@@ -292,6 +301,29 @@ def _attention_oracle(x: Floats, s: Structure) -> Tensor:
         weight = A * scores.exp()
         total = weight.sum(1, keepdim=True)
         outs.append(weight @ x["value"][:, g] / total.where(total > 0, 1))
+    return torch.stack(outs, dim=1)
+
+
+def _rectified_oracle(x: Floats, s: Structure) -> Tensor:
+    """Edge by edge, as duplicates have differences of their own."""
+    source, target = s.edge_index
+    heads, groups = len(x["contrast"]), x["value"].size(1)
+    reads = torch.eye(len(s.graph)).double()[target]  # [edges, nodes]
+
+    def normalised(weight: Tensor, least: float) -> Tensor:
+        return weight / (reads @ (reads.t() @ weight) + least)
+
+    def softmax(h: int) -> Tensor:
+        key = x["key"][source, h * groups // heads]
+        logits = (x["query"][target, h] * key).sum(1) / max(key.size(1), 1) ** 0.5
+        return normalised((logits + x["edge_bias"][:, h]).exp(), 0.0)
+
+    outs = []
+    for h in range(heads):
+        difference = softmax(h) - x["contrast"][h] * softmax(heads + h)
+        weight = normalised(difference.relu(), 1e-6)
+        value = x["value"][source, h * groups // heads]
+        outs.append(reads.t() @ (weight[:, None] * value))
     return torch.stack(outs, dim=1)
 
 
@@ -344,6 +376,25 @@ def _grid_oracle(x: Floats, s: Structure) -> Tensor:
         }
         out = out + _stm_oracle({**x, **gates}, states)
     return out
+
+
+def _grid_dag_oracle(x: Floats, s: Structure) -> Tensor:
+    """All orientations of a head are one matrix."""
+    masks: list[Any] = [0] * x["value"].size(1)
+    for o in range(x["source"].size(1)):
+        edges, first = [], 0
+        for height, width in s.sizes:
+            for r, c, d in product(range(height), range(width), range(2)):
+                i, j = (r - _STEPS[o][1], c) if d else (r, c - _STEPS[o][0])
+                if 0 <= i < height and 0 <= j < width:
+                    edges.append((first + i * width + j, first + r * width + c, d))
+            first += height * width
+        u, w, d = torch.tensor(edges, dtype=torch.long).view(-1, 3).t()
+        for h in range(len(masks)):
+            weight = x["transition"][w, o, d, h]
+            L = _resolvent(torch.stack([u, w]), weight, len(s.graph))
+            masks[h] = masks[h] + L * x["source"][:, o, h]
+    return _masked(x, masks)
 
 
 def _selective_oracle(x: Floats, s: Structure) -> Tensor:
@@ -402,7 +453,7 @@ class Operator:
     Args:
         name: The public name.
         shapes: The floating-point arguments with the letters of their shapes: V nodes,
-            E edges, L line edges, and those of the sizes.
+            E edges, L line edges, and those of the sizes; h and g are twice H and G.
         letters: What the numbers of a size are.
         sizes: Some to draw inputs with, the usual one first.
         structures: Batches by name; among them one of large graphs.
@@ -447,7 +498,7 @@ class Operator:
 
 def _to_rows(weight: Tensor, s: Structure) -> Tensor:
     """Rows of |A| sum to 0.9."""
-    total = weight.new_zeros(len(s.graph), weight.size(1))
+    total = weight.new_zeros(len(s.graph), *weight.shape[1:])
     total.index_add_(0, s.edge_index[1], weight.abs())
     return 0.9 * weight / total[s.edge_index[1]]
 
@@ -489,9 +540,9 @@ _CHUNKS = {"chunk-numba": {"form": "chunk", "backend": "numba"}, "auto": {}}
 _BACKENDS = {"numba": {"backend": "numba"}, "torch": {"backend": "torch"}, **_REST}
 _DELTA = "query:VGN key:VGN value:VHP beta:VH edge_weight:EH"
 _DELTA_SCALE = {"key": _unit, "beta": _strength}
-_TORCH = {"torch": {"backend": "torch"}, **_REST}
 _NEUMANN = {"solver": "neumann", "num_terms": NUM_TERMS}
 _ANY_DAG = dags(max_nodes=6, max_edges=12)
+_ANY_DAGS = batches(_ANY_DAG).map(_from_batch)
 _ANY_SIDES = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 OPERATORS = {
@@ -549,9 +600,26 @@ OPERATORS = {
     "surprise": Operator(
         "delta_scan", _DELTA + " surprise:H", "HGNP", _DELTA_SIZES,
         DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
-        {**_DELTA_SCALE, "surprise": lambda x, s: x.exp()}, _surprise_oracle, _edges,
+        {**_DELTA_SCALE, "surprise": lambda x, s: x.exp()}, _states_oracle, _edges,
         _BACKENDS,
     ),
+    "delta_channels": Operator(
+        "delta_scan", _DELTA + "N", "HGNP", _DELTA_SIZES,
+        DAGS, _ANY_DAGS, _DELTA_SCALE, _states_oracle, _edges, _BACKENDS,
+    ),
+    **{
+        name: Operator(
+            "delta_scan", shapes, "HGNP", _DELTA_SIZES, DAGS, _ANY_DAGS,
+            {**_DELTA_SCALE, "beta": lambda x, s: x.sigmoid(),
+             "edge_weight": _to_rows, "surprise": lambda x, s: x.exp()},
+            partial(_states_oracle, prediction="undecayed"), _edges,
+            {x: {"prediction": "undecayed", **y} for x, y in _BACKENDS.items()},
+        )
+        for name, shapes in (
+            ("undecayed", _DELTA),
+            ("undecayed_surprise", _DELTA + "N surprise:H"),
+        )
+    },
     "delta_paths": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
         PATHS, batches(paths()).map(_from_batch), _DELTA_SCALE, _delta_oracle, _edges,
@@ -574,6 +642,13 @@ OPERATORS = {
         "neighborhood_attention", "query:VHN key:VGN value:VGP edge_bias:EH", "HGNP",
         _SIZES, GRAPHS, batches().map(_from_batch), {}, _attention_oracle, _edges,
         _BACKENDS,
+    ),
+    "rectified_attention": Operator(
+        "neighborhood_attention",
+        "query:VhN key:VgN value:VGP edge_bias:Eh contrast:H", "HGNP", _SIZES,
+        # Of one edge alone, only what is added to the sum has a gradient.
+        {name: x for name, x in GRAPHS.items() if name != "one_loop"},
+        batches().map(_from_batch), {}, _rectified_oracle, _edges, _BACKENDS,
     ),
     "stm_scan": Operator(
         "stm_scan",
@@ -599,6 +674,13 @@ OPERATORS = {
         GRIDS, st.lists(_ANY_SIDES, max_size=3).map(_sized),
         {"transition": lambda x, s: 0.6 * x}, _grid_oracle, _grids, {**_FORMS, **_REST},
     ),
+    "grid_dag_scan": Operator(
+        "grid_dag_scan", "query:VGN key:VGN value:VHP source:VOH transition:VO2H",
+        "HGNPO", [(*x, o) for x, o in zip(_SIZES, (4, 1, 2, 3, 4), strict=True)],
+        GRIDS, st.lists(_ANY_SIDES, max_size=3).map(_sized),
+        {"transition": lambda x, s: 0.6 * x}, _grid_dag_oracle, _grids,
+        {**_FORMS, **_REST},
+    ),
     "selective_scan": Operator(
         "selective_scan", "u:VF delta:VF A:FN B:VN C:VN D:F z:VF delta_bias:F", "FN",
         [(3, 4), (1, 1), (71, 2), (3, 0), (0, 2)],
@@ -611,7 +693,7 @@ OPERATORS = {
             "grid_conv", "x:VF weight:FKL", "FKL", sizes,
             GRIDS, st.lists(_ANY_SIDES, max_size=3).map(_sized),
             {}, partial(_window_oracle, causal), _grids,
-            {x: {"causal": causal, **y} for x, y in _TORCH.items()},
+            {x: {"causal": causal, **y} for x, y in _BACKENDS.items()},
         )
         for name, causal, sizes in (
             ("grid_conv", False, [(3, 3, 5), (1, 1, 1), (71, 2, 3), (0, 3, 3)]),
@@ -631,9 +713,15 @@ OPERATORS = {
 if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
     _TRITON = {
         f"{form}-triton": {"form": form, "backend": "triton"}
-        for form in ("mask", "state")
+        for form in ("mask", "state", "chunk")
     }
+    _PAIR = {name: _TRITON[name] for name in ("mask-triton", "state-triton")}
     _FEW = [(2, 1, 5, 3), (1, 1, 17, 33), (2, 1, 0, 3), (2, 1, 3, 0)]
+    _TRITON_SEQUENCES = {  # shorter and longer than a span, which begins within them
+        **SEQUENCES,
+        "spans": _sized([63, 64, 65]),
+        "several_blocks": _sized([150, 3, 129, 1]),
+    }
     _small = {"several_blocks": _blocks_of((39, 5), acyclic=True)}
     OPERATORS |= {
         "triton_graphs": replace(
@@ -645,12 +733,42 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
         ),
         "triton_dags": replace(
             OPERATORS["dag_scan"], sizes=_FEW, structures={**DAGS, **_small},
-            variants=_TRITON,
+            variants=_PAIR,
         ),
         "triton_edges": replace(
             OPERATORS["stm_scan"], sizes=[*_FEW, (2, 1, 3, 4, 2)],
             structures={name: _with_lines(x) for name, x in {**DAGS, **_small}.items()},
             variants={"mask-triton": _TRITON["mask-triton"]},
+        ),
+        "triton_paths": replace(
+            OPERATORS["paths"], sizes=_FEW,
+            structures={**PATHS, "several_blocks": _paths_of(70, 33, 5)},
+            variants={"chunk-triton": _TRITON["chunk-triton"]},
+        ),
+        "triton_undirected_paths": replace(
+            OPERATORS["undirected_paths"], sizes=_FEW[:1],
+            structures={
+                **UNDIRECTED_PATHS, "several_blocks": _paths_of(40, 5, undirected=True)
+            },
+            variants={"chunk-triton": _TRITON["chunk-triton"]},
+        ),
+        "triton_paths_of_edges": replace(
+            OPERATORS["paths_of_edges"], sizes=_FEW[:2],
+            structures={
+                "one_node": _with_lines(PATHS["one_node"]),
+                "unsorted_batch": _with_lines(PATHS["unsorted_batch"]),
+                "several_blocks": _with_lines(_paths_of(40, 5)),
+            },
+            variants={"chunk-triton": _TRITON["chunk-triton"]},
+        ),
+        "triton_sequences": replace(
+            OPERATORS["selective_scan"], sizes=[(3, 2), (17, 1), (3, 0), (0, 2)],
+            structures=_TRITON_SEQUENCES,
+            variants={"triton": {"delta_softplus": True, "backend": "triton"}},
+        ),
+        "triton_filters": replace(
+            OPERATORS["causal_conv1d"], structures=_TRITON_SEQUENCES,
+            variants={"triton": {"backend": "triton"}},
         ),
     }  # fmt: skip
 
@@ -730,6 +848,7 @@ def make_case(
     length = dict(zip(operator.letters, size or operator.sizes[0], strict=False))
     counts = (len(batch.graph_of(axis)) for axis in batch.axes)
     length |= {"2": 2, **dict(zip("VEL", counts, strict=False))}
+    length |= {x.lower(): 2 * length[x] for x in "HG" if x in length}
     floats = {}
     for name, letters in operator.layout.items():
         shape = [length[x] for x in letters if x in length]

@@ -19,10 +19,12 @@ PUBLIC = {
         *("resolvent_mix", "dag_scan", "stm_scan", "grid_conv", "grid_scan"),
         *("delta_scan", "channel_scan", "k_hop_index", "neighborhood_attention"),
         *("explain", "Choice", "Cost", "warn_above", "CycleError", "structure"),
+        "unchecked",
         *("selective_scan", "causal_conv1d", "node_score", "node_sequences"),
         *("line_graph", "multitree", "node_order", "householder_product"),
         *("chimera_transition", "released_transition"),
         *("dag_transition", "path_transition"),
+        *("grid_dag_scan", "grid_transition"),
     },
     "pyg_chimera.ops.structure": {
         *("topological_rank", "find_cycle", "CycleError"),
@@ -62,6 +64,7 @@ PUBLIC = {
     "pyg_chimera.utils": {"influence", "plot_dags", "plot_influence"},
     "pyg_chimera.graphgym": {
         *("ChimeraLayer", "PLSTMLayer", "GraphMambaLayer", "GatedDeltaLayer"),
+        *("KHopAttentionLayer", "KHopAttentionGPS", "HybridGPS"),
         *("ChimeraGPS", "PLSTMGPS", "GraphMambaGPS", "GatedDeltaGPS"),
         *("chimera_cfg", "register"),
     },
@@ -69,8 +72,13 @@ PUBLIC = {
 #: Cannot be imported without GraphGPS or Triton, and have tests of their own.
 FOREIGN = (
     "pyg_chimera.graphgym.gps_model",
+    "pyg_chimera.ops.causal_conv1d.triton_taps",
+    "pyg_chimera.ops.common.triton_carry",
+    "pyg_chimera.ops.common.triton_chunk_form",
     "pyg_chimera.ops.common.triton_mask_form",
     "pyg_chimera.ops.dag_scan.triton_state_form",
+    "pyg_chimera.ops.resolvent.triton_paths",
+    "pyg_chimera.ops.selective_scan.triton_span_scan",
 )
 MODULES = [
     "pyg_chimera",

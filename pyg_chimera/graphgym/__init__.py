@@ -18,6 +18,7 @@ from pyg_chimera.graphgym.layers import (
     ChimeraLayer,
     GatedDeltaLayer,
     GraphMambaLayer,
+    KHopAttentionLayer,
     PLSTMLayer,
 )
 from pyg_chimera.graphgym.networks import (
@@ -25,6 +26,8 @@ from pyg_chimera.graphgym.networks import (
     ChimeraGPS,
     GatedDeltaGPS,
     GraphMambaGPS,
+    HybridGPS,
+    KHopAttentionGPS,
 )
 from pyg_chimera.graphgym.registration import register
 
@@ -36,6 +39,9 @@ __all__ = [
     "GatedDeltaLayer",
     "GraphMambaGPS",
     "GraphMambaLayer",
+    "HybridGPS",
+    "KHopAttentionGPS",
+    "KHopAttentionLayer",
     "PLSTMLayer",
     "chimera_cfg",
     "register",

@@ -14,14 +14,15 @@ def chimera_cfg(cfg: CfgNode) -> None:
     """
     cfg.chimera = CfgNode()
 
-    # Number of heads (Chimera, GatedDelta, PLSTM); null: 'gt.n_heads' in a layer of
+    # Number of heads (all but GraphMamba); null: 'gt.n_heads' in a layer of
     # GraphGPS, 'gnn.att_heads' elsewhere.
     cfg.chimera.heads = None
 
-    # Size of a head's keys, of a channel's state in Graph-Mamba; null: the layer's own.
+    # Size of a head's keys, of a channel's state in Graph-Mamba; null: the layer's own,
+    # and for KHopAttention nothing else.
     cfg.chimera.state_channels = None
 
-    # Width of the edge features that the mixer reads (Chimera, GatedDelta, PLSTM);
+    # Width of the edge features that the mixer reads (all but GraphMamba);
     # null: that of the edge encoder, if there is one; 0: it reads none; a number: of
     # raw features.
     cfg.chimera.edge_dim = None
@@ -46,6 +47,9 @@ def chimera_cfg(cfg: CfgNode) -> None:
 
     # The networks: 'parallel' or 'sequential', see `pyg_chimera.nn.GPSLayer`.
     cfg.chimera.arrangement = "parallel"
+
+    # HybridGPS: recurrences (r) and attention (a), repeated over the depth.
+    cfg.chimera.pattern = "rrra"
 
     # Further arguments of the mixer, by their names there.
     cfg.chimera.kwargs = CfgNode(new_allowed=True)

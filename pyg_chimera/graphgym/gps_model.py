@@ -93,7 +93,8 @@ class ChimeraGPSLayer(GPSLayer):
 
 class ChimeraGPSModel(GPSModel):
     r"""The :obj:`GPSModel` of GraphGPS, which also takes :obj:`gt.layer_type:
-    <local model>+Chimera`, :obj:`+PLSTM`, :obj:`+GraphMamba` and :obj:`+GatedDelta`.
+    <local model>+Chimera`, :obj:`+PLSTM`, :obj:`+GraphMamba`, :obj:`+GatedDelta` and
+    :obj:`+KHopAttention`.
 
     Args:
         dim_in (int): Size of the node features.
@@ -118,7 +119,7 @@ class ChimeraGPSModel(GPSModel):
         if cfg.gt.get("attn_dropout", 0) > 0:
             warn(
                 f"gt.attn_dropout={cfg.gt.attn_dropout} has no effect with {name}, "
-                "which has no attention weights; gt.dropout has",
+                "which drops no attention weights; gt.dropout has",
                 stacklevel=2,
             )
         # It refuses names that it does not know, and builds all the rest of a layer

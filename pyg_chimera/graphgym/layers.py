@@ -16,7 +16,13 @@ from pyg_chimera.graphgym.mixers import (
 )
 from pyg_chimera.nn._routing import Route
 
-__all__ = ["ChimeraLayer", "GatedDeltaLayer", "GraphMambaLayer", "PLSTMLayer"]
+__all__ = [
+    "ChimeraLayer",
+    "GatedDeltaLayer",
+    "GraphMambaLayer",
+    "KHopAttentionLayer",
+    "PLSTMLayer",
+]
 
 
 class _MixerLayer(torch.nn.Module):
@@ -95,3 +101,11 @@ class GatedDeltaLayer(_MixerLayer):
     """
 
     name = "GatedDelta"
+
+
+class KHopAttentionLayer(_MixerLayer):
+    r"""A :class:`~pyg_chimera.nn.KHopAttentionConv` as
+    :obj:`gnn.layer_type: k_hop_attention`.
+    """
+
+    name = "KHopAttention"

@@ -1,26 +1,49 @@
 """Mixers as the configuration asks for them, and what a batch has for them."""
 
 import inspect
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.graphgym.config import cfg
 
-from pyg_chimera.nn import ChimeraConv, GatedDeltaConv, GraphMambaConv, PLSTMConv
+from pyg_chimera.nn import (
+    ChimeraConv,
+    GatedDeltaConv,
+    GraphMambaConv,
+    HybridModel,
+    KHopAttentionConv,
+    PLSTMConv,
+)
 
-__all__ = ["MIXERS", "edge_features", "edge_width", "make_mixer", "structure"]
+__all__ = [
+    "MIXERS",
+    "edge_features",
+    "edge_width",
+    "make_hybrid",
+    "make_mixer",
+    "structure",
+]
+
+_Module = TypeVar("_Module", bound=torch.nn.Module)
 
 MIXERS: dict[str, type[torch.nn.Module]] = {
     "Chimera": ChimeraConv,
     "PLSTM": PLSTMConv,
     "GraphMamba": GraphMambaConv,
     "GatedDelta": GatedDeltaConv,
+    "KHopAttention": KHopAttentionConv,
 }
 
 #: What transforms may have stored, by the mixers' names for it.
-_STRUCTURE = {"rank": "elimination_rank", "score": "node_score"}
+_STRUCTURE = {
+    "rank": "elimination_rank",
+    "score": "node_score",
+    "k_hop_index": "k_hop_index",
+    "k_hop_distance": "k_hop_distance",
+}
 
 
 def make_mixer(
@@ -56,20 +79,68 @@ def make_mixer(
         "order": options.order,
         "num_bins": options.num_bins,
         "num_eval_permutations": options.num_eval_permutations,
+        "depth": 1 if index is None else index + 1,
     }
     args: dict[str, Any] = {k: offered[k] for k in offered if k in known}
     if options.state_channels is not None:
+        if "state_channels" not in known:
+            raise ValueError(
+                f"'chimera.state_channels' must be null for {make.__name__}, got "
+                f"{options.state_channels}"
+            )
         args["state_channels"] = options.state_channels
+    return _made(make, (channels,), args, options.kwargs)
 
+
+def make_hybrid(
+    channels: int, num_layers: int, *, heads: int, edge_dim: int | None, dropout: float
+) -> HybridModel:
+    """The hybrid model by the options `chimera.*`, of nodes that are encoded already.
+
+    Args:
+        channels (int): The size of nodes.
+        num_layers (int): The number of blocks.
+        heads (int): The host's number of heads, for want of one among the options.
+        edge_dim (int, optional): The size of edge features, if there are any.
+        dropout (float): The host's dropout probability.
+
+    Raises:
+        ValueError: If an option does not fit the model.
+    """
+    options, own = cfg.chimera, dict(cfg.chimera.kwargs)
+    recurrence = dict(own.pop("recurrence_kwargs", {}))
+    if options.state_channels is not None:
+        recurrence["state_channels"] = options.state_channels
+    args = {
+        "num_layers": num_layers,
+        "pattern": options.pattern,
+        "heads": heads if options.heads is None else options.heads,
+        "recurrence_kwargs": recurrence,
+        "edge_dim": edge_dim,
+        "dropout": dropout,
+        "kind": "graph",
+        "causal": False,
+    }
+    return _made(HybridModel, (channels, channels, 1), args, own)
+
+
+def _made(
+    make: type[_Module],
+    sizes: Sequence[int],
+    args: Mapping[str, Any],
+    more: Mapping[str, Any],
+) -> _Module:
+    """Made of the arguments that options stand for, and more by their own names."""
+    known = set(inspect.signature(make).parameters)
     known -= {*args, "in_channels", "out_channels", "channels", "kwargs"}
-    for option in options.kwargs:
+    for option in more:
         if option not in known:
             raise ValueError(
                 f"'chimera.kwargs' takes those arguments of {make.__name__} that have "
                 f"no option of their own, {sorted(known)}; got '{option}'"
             )
     try:
-        return make(channels, **args, **options.kwargs)
+        return make(*sizes, **args, **more)
     except ValueError as error:
         raise ValueError(
             f"The options 'chimera.*' make no {make.__name__}: {error}"

@@ -1,3 +1,4 @@
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,13 +12,22 @@ from torch_geometric.nn.dense.linear import Linear
 from pyg_chimera.graphgym.mixers import (
     edge_features,
     edge_width,
+    make_hybrid,
     make_mixer,
     structure,
 )
 from pyg_chimera.nn import GatedGCNConv, GPSLayer
 
-__all__ = ["PLSTMGPS", "ChimeraGPS", "GatedDeltaGPS", "GraphMambaGPS"]
+__all__ = [
+    "PLSTMGPS",
+    "ChimeraGPS",
+    "GatedDeltaGPS",
+    "GraphMambaGPS",
+    "HybridGPS",
+    "KHopAttentionGPS",
+]
 
+_Layers = tuple[Sequence[torch.nn.Module], torch.nn.Module | None]
 _CONVS = ("gated_gcn", "gin", "gcn", "none")
 
 
@@ -55,7 +65,7 @@ class _GPSNetwork(torch.nn.Module):
                 f", got {dim_in}. Set 'gnn.layers_pre_mp: 1', or encode them with "
                 "'dataset.node_encoder: True'."
             )
-        self.mp = _GPSStage(self.name, channels, cfg.gnn.layers_mp)
+        self.mp = _Stage(channels, self._layers)
         self.post_mp = register.head_dict[cfg.gnn.head](channels, dim_out)
 
     def forward(self, batch: Data) -> tuple:
@@ -68,31 +78,23 @@ class _GPSNetwork(torch.nn.Module):
             batch = module(batch)
         return batch
 
-
-class _GPSStage(torch.nn.Module):
-    """The layers, from batch to batch."""
-
-    def __init__(self, name: str, channels: int, num_layers: int) -> None:
-        super().__init__()
-        self.edge_dim = edge_width(channels)
-        self.edge_lin = None
-        if self.edge_dim is not None and self.edge_dim != channels:
-            self.edge_lin = Linear(self.edge_dim, channels)
+    def _layers(self, channels: int, edge_dim: int | None) -> _Layers:
+        """The layers, of nodes and, if there are any, edges of these sizes, and a last
+        norm.
+        """
+        num_layers, layers = cfg.gnn.layers_mp, []
         norm = {"eps": cfg.bn.eps, "momentum": cfg.bn.mom}
-        self.layers = torch.nn.ModuleList()
         for index in range(num_layers):
             mixer = make_mixer(
-                name,
-                channels,
-                heads=cfg.gnn.att_heads,
-                edge_dim=None if self.edge_dim is None else channels,
+                self.name, channels, heads=cfg.gnn.att_heads, edge_dim=edge_dim,
                 index=index,
-            )
+            )  # fmt: skip
             # Who reads edges that the last layer has updated? Its own mixer, if that
             # takes edges at all and comes after the convolution.
-            read = cfg.chimera.arrangement == "sequential" and name != "GraphMamba"
+            read = cfg.chimera.arrangement == "sequential"
+            read = read and self.name != "GraphMamba"
             conv = _local_conv(
-                channels, self.edge_dim is not None, index + 1 < num_layers or read
+                channels, edge_dim is not None, index + 1 < num_layers or read
             )
             layer = GPSLayer(
                 channels,
@@ -104,7 +106,23 @@ class _GPSStage(torch.nn.Module):
                 norm_kwargs=norm if cfg.gnn.batchnorm else None,
                 act=register.act_dict[cfg.gnn.act](),
             )
-            self.layers.append(layer)
+            layers.append(layer)
+        return layers, None
+
+
+class _Stage(torch.nn.Module):
+    """The layers, from batch to batch."""
+
+    def __init__(
+        self, channels: int, make: Callable[[int, int | None], _Layers]
+    ) -> None:
+        super().__init__()
+        self.edge_dim = edge_width(channels)
+        self.edge_lin = None
+        if self.edge_dim is not None and self.edge_dim != channels:
+            self.edge_lin = Linear(self.edge_dim, channels)
+        layers, self.norm = make(channels, None if self.edge_dim is None else channels)
+        self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, batch: Data) -> Data:
         x, edge_attr = batch.x, edge_features(batch, self.edge_dim)
@@ -116,7 +134,7 @@ class _GPSStage(torch.nn.Module):
             stored = {name: stored[name] for name in stored if layer.accepts(name)}
             out = layer(x, batch.edge_index, batch.batch, edge_attr, **stored)
             x, edge_attr = out if isinstance(out, tuple) else (out, edge_attr)
-        batch.x = x
+        batch.x = x if self.norm is None else self.norm(x, batch.batch)
         if edge_attr is not None:
             batch.edge_attr = edge_attr
         return batch
@@ -179,3 +197,25 @@ class GatedDeltaGPS(_GPSNetwork):
     """
 
     name = "GatedDelta"
+
+
+class KHopAttentionGPS(_GPSNetwork):
+    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.KHopAttentionConv`,
+    as :obj:`model.type: KHopAttentionGPS`.
+    """
+
+    name = "KHopAttention"
+
+
+class HybridGPS(_GPSNetwork):
+    r"""The blocks of a :class:`~pyg_chimera.nn.HybridModel`, recurrences and attention
+    by :obj:`chimera.pattern`, as :obj:`model.type: HybridGPS`. They have norms and
+    networks of their own, and no local convolution.
+    """
+
+    def _layers(self, channels: int, edge_dim: int | None) -> _Layers:
+        model = make_hybrid(
+            channels, cfg.gnn.layers_mp, heads=cfg.gnn.att_heads, edge_dim=edge_dim,
+            dropout=cfg.gnn.dropout,
+        )  # fmt: skip
+        return list(model.layers), model.norm

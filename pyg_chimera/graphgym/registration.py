@@ -9,6 +9,7 @@ from pyg_chimera.graphgym.layers import (
     ChimeraLayer,
     GatedDeltaLayer,
     GraphMambaLayer,
+    KHopAttentionLayer,
     PLSTMLayer,
 )
 from pyg_chimera.graphgym.networks import (
@@ -16,6 +17,8 @@ from pyg_chimera.graphgym.networks import (
     ChimeraGPS,
     GatedDeltaGPS,
     GraphMambaGPS,
+    HybridGPS,
+    KHopAttentionGPS,
 )
 
 __all__ = ["register"]
@@ -34,10 +37,13 @@ def register() -> None:
     _register(registry.layer_dict, "plstm", PLSTMLayer)
     _register(registry.layer_dict, "graph_mamba", GraphMambaLayer)
     _register(registry.layer_dict, "gated_delta", GatedDeltaLayer)
+    _register(registry.layer_dict, "k_hop_attention", KHopAttentionLayer)
     _register(registry.network_dict, "ChimeraGPS", ChimeraGPS)
     _register(registry.network_dict, "PLSTMGPS", PLSTMGPS)
     _register(registry.network_dict, "GraphMambaGPS", GraphMambaGPS)
     _register(registry.network_dict, "GatedDeltaGPS", GatedDeltaGPS)
+    _register(registry.network_dict, "KHopAttentionGPS", KHopAttentionGPS)
+    _register(registry.network_dict, "HybridGPS", HybridGPS)
     _register(registry.config_dict, "chimera", chimera_cfg)
     if "chimera" not in cfg:
         # GraphGym has filled its configuration while it was imported, with what was

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj
 from torch_geometric.utils import is_sparse, to_edge_index
 
-from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.common.checks import check_edge_index, check_edges, trusted
 from pyg_chimera.ops.structure.grid import grid_sizes
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "check_nodes",
     "edge_features",
     "for_each_dag",
+    "has_edge_mask",
     "side_by_side",
 ]
 
@@ -91,6 +93,13 @@ def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
         )
 
 
+def has_edge_mask(conv: MessagePassing, num_dags: int) -> bool:
+    """Whether an explainer's edge mask is to act on a layer's edges, of one graph."""
+    if conv.explain and num_dags > 1:
+        raise ValueError("Edge masks explain one graph, not several DAGs")
+    return bool(conv.explain)
+
+
 def check_grids(
     x: Tensor,
     batch: Tensor | None,
@@ -152,7 +161,11 @@ def as_edges(
         edge_attr = values if edge_attr is None else edge_attr
     elif hasattr(edge_index, "as_tensor"):  # an EdgeIndex
         edge_index = edge_index.as_tensor()
-    if not torch.compiler.is_compiling():  # the operators check it in any case
+    if torch.compiler.is_compiling():
+        pass  # the operators check it in any case
+    elif trusted():
+        check_edges("edge_index", edge_index, edge_index)
+    else:
         check_edge_index(edge_index, num_nodes)
     if flow == "target_to_source":
         edge_index = edge_index.flip(0)
@@ -235,6 +248,9 @@ def side_by_side(
             num_dags, edge_index=edge_index, edge_attr=edge_attr, rank=rank
         )
     ]
+    if num_dags == 1:  # the very tensors, by which graphs are recognised
+        ((index, attr, order),) = dags
+        return index, [(attr, index.size(1))], batch, order
     index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
     features = [(attr, own.size(1)) for own, attr, _ in dags]
     if batch is not None:

@@ -6,13 +6,15 @@ from pyg_chimera.ops.channel_scan import channel_scan
 from pyg_chimera.ops.chimera_transition import (
     chimera_transition,
     dag_transition,
+    grid_transition,
     path_transition,
     released_transition,
 )
+from pyg_chimera.ops.common.checks import unchecked
 from pyg_chimera.ops.common.dispatch import Choice, Cost
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.predicted_time import warn_above
-from pyg_chimera.ops.dag_scan import dag_scan, grid_scan, stm_scan
+from pyg_chimera.ops.dag_scan import dag_scan, grid_dag_scan, grid_scan, stm_scan
 from pyg_chimera.ops.delta_scan import delta_scan
 from pyg_chimera.ops.explain import explain
 from pyg_chimera.ops.grid_conv import grid_conv
@@ -41,7 +43,9 @@ __all__ = [
     "delta_scan",
     "explain",
     "grid_conv",
+    "grid_dag_scan",
     "grid_scan",
+    "grid_transition",
     "householder_product",
     "k_hop_index",
     "line_graph",
@@ -56,5 +60,6 @@ __all__ = [
     "selective_scan",
     "stm_scan",
     "structure",
+    "unchecked",
     "warn_above",
 ]

@@ -11,7 +11,7 @@ from pyg_chimera.ops.channel_scan import channel_scan
 from pyg_chimera.ops.common.checks import check_option
 from pyg_chimera.ops.common.dispatch import Choice
 from pyg_chimera.ops.common.operator import explained
-from pyg_chimera.ops.dag_scan import dag_scan, grid_scan, stm_scan
+from pyg_chimera.ops.dag_scan import dag_scan, grid_dag_scan, grid_scan, stm_scan
 from pyg_chimera.ops.delta_scan import delta_scan
 from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.neighborhood_attention import neighborhood_attention
@@ -27,6 +27,7 @@ _OPERATORS: dict[str, Callable] = {
     "channel_scan": channel_scan,
     "stm_scan": stm_scan,
     "grid_scan": grid_scan,
+    "grid_dag_scan": grid_dag_scan,
     "selective_scan": selective_scan,
     "causal_conv1d": causal_conv1d,
     "grid_conv": grid_conv,
@@ -55,11 +56,11 @@ def explain(
     Args:
         operator (str or callable): ``"resolvent_mix"``, ``"dag_scan"``,
             ``"delta_scan"``, ``"channel_scan"``, ``"stm_scan"``, ``"grid_scan"``,
-            ``"selective_scan"``, ``"causal_conv1d"``, ``"grid_conv"`` or
-            ``"neighborhood_attention"``; or a layer or a model, of which a copy is
-            called with all operators returning zeros, so that neither the original nor
-            the state of random number generators changes. Functions are called without
-            a copy.
+            ``"grid_dag_scan"``, ``"selective_scan"``, ``"causal_conv1d"``,
+            ``"grid_conv"`` or ``"neighborhood_attention"``; or a layer or a model, of
+            which a copy is called with all operators returning zeros, so that neither
+            the original nor the state of random number generators changes. Functions
+            are called without a copy.
         *args: The arguments of the call.
         **kwargs: The options of the call.
 

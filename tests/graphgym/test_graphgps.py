@@ -25,6 +25,7 @@ MIXERS = {
     "PLSTM": "PLSTMConv",
     "GraphMamba": "GraphMambaConv",
     "GatedDelta": "GatedDeltaConv",
+    "KHopAttention": "KHopAttentionConv",
 }
 
 
@@ -59,7 +60,10 @@ def create(seed=0):
 @pytest.mark.parametrize("local", ["CustomGatedGCN", "GINE", "None"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_models_train(gps, load, mixer, local, network):
-    cfg = load("graphgps", "gt.layer_type", f"{local}+{mixer}", "model.type", network)
+    options = ["gt.layer_type", f"{local}+{mixer}", "model.type", network]
+    if mixer == "KHopAttention":
+        options += ["chimera.state_channels", None]
+    cfg = load("graphgps", *options)
     loaders, model = create()
     assert cfg.gt.layer_type == f"{local}+{mixer}"
     layers = list(model.model.layers)

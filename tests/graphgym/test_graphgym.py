@@ -19,8 +19,10 @@ MIXERS = {
     "plstm": "PLSTM",
     "graph_mamba": "GraphMamba",
     "gated_delta": "GatedDelta",
+    "k_hop_attention": "KHopAttention",
 }
 CONFIGS = [f"{mixer}_{kind}" for mixer in MIXERS for kind in ("layer", "gps")]
+CONFIGS += ["hybrid_gps"]
 NODES = ("dataset.name", "nodes", "dataset.task", "node", "gnn.head", "node")
 GRAPHS = ("dataset.name", "graphs", "dataset.task", "graph", "gnn.head", "graph")
 NO_EDGES = ("dataset.edge_encoder", False, "chimera.edge_dim", 0)
@@ -173,6 +175,35 @@ def test_options_reach_the_mixers(load):
     }
 
 
+def test_attention_knows_its_depth(load):
+    """By which differential attention begins."""
+    load("k_hop_attention_gps")
+    _, model = create()
+    first, second = (m.lambda_init for m in mixers(model))
+    assert 0 < first < second
+
+
+def test_options_reach_the_hybrid_model(load):
+    cfg = load("hybrid_gps", "gnn.layers_mp", 5, "chimera.pattern", "rra")
+    _, model = create()
+    kinds = [type(layer.mixer).__name__ for layer in model.model.mp.layers]
+    recurrence, attention = "GatedDeltaConv", "KHopAttentionConv"  # of the file
+    assert kinds == [recurrence, recurrence, attention, recurrence, recurrence]
+    assert {m.heads for m in mixers(model)} == {2}
+    assert [m.state_channels for m in mixers(model) if hasattr(m, "gamma")] == [4] * 4
+    assert mixers(model)[2].k == 2
+    assert isinstance(model.model.mp.norm.norm, torch.nn.RMSNorm)
+    cfg.chimera.kwargs.attention = "full"
+    cfg.chimera.kwargs.attention_kwargs.clear()
+    _, model = create()
+    assert type(model.model.mp.layers[2].mixer).__name__ == "SelfAttention"
+    for name in ("causal", "num_layers", "dropout", "depth"):
+        cfg = load("hybrid_gps")
+        cfg.chimera.kwargs[name] = 1
+        with pytest.raises(ValueError, match=rf"'chimera.kwargs'.*got '{name}'"):
+            create()
+
+
 def test_heads_default_to_those_of_graphgym(load):
     load("chimera_layer", "chimera.heads", None, "gnn.att_heads", 4)
     _, model = create()
@@ -206,6 +237,13 @@ def test_further_arguments_reach_the_mixers(load):
         ("plstm_gps", "order", "size", r"PLSTMConv: 'order' must be one of"),
         ("graph_mamba_gps", "order", "size", "'order' must be one of"),
         ("graph_mamba_layer", "num_bins", 0, "'num_bins' must be an integer >= 1"),
+        (
+            "k_hop_attention_gps",
+            "state_channels",
+            4,
+            "'chimera.state_channels' must be",
+        ),
+        ("hybrid_gps", "pattern", "rx", "make no HybridModel: 'pattern' must be"),
     ],
 )
 def test_unknown_values_are_named(load, config, option, value, message):

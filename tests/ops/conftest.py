@@ -3,6 +3,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from pyg_chimera.ops.common import triton_runtime
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -11,6 +13,18 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _scans_by_doubling() -> Iterator[None]:
+    """Of Triton's interpreter, which otherwise takes seconds."""
+    if not (triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON):
+        yield
+        return
+    from triton_watch import scans_by_doubling
+
+    with scans_by_doubling():
+        yield
 
 
 @pytest.fixture

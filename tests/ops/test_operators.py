@@ -340,6 +340,7 @@ BUSY = {
     "causal_conv1d": (300, 4),
     "channel_scan": (300,),
     "grid_scan": (2, 1, 48, 48, 2),
+    "grid_dag_scan": (2, 1, 48, 48, 4),
 }
 
 
@@ -559,6 +560,7 @@ SHAPES = {
     "neighborhood_attention": ("unsorted_batch", "several_blocks"),
     "stm_scan": ("diamonds", "several_blocks"),
     "grid_scan": ("alike", "one_node"),
+    "grid_dag_scan": ("alike", "one_node"),
     "grid_conv": ("alike", "one_node"),
     "selective_scan": ("spans", "several_blocks"),
     "causal_conv1d": ("spans", "several_blocks"),

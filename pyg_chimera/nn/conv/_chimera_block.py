@@ -9,7 +9,12 @@ from torch.nn import Parameter
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_chimera.nn._inputs import at_least_float32, check_heads, edge_features
+from pyg_chimera.nn._inputs import (
+    at_least_float32,
+    check_heads,
+    edge_features,
+    has_edge_mask,
+)
 from pyg_chimera.nn.conv._init import (
     GateLinear,
     check_reach,
@@ -164,11 +169,8 @@ class ChimeraBlock(MessagePassing):
         reset_filter_(cast(Tensor, self.local_weight))
 
     def over_edges(self, edge_index: Tensor) -> Filter | None:
-        """Filters of a node and the mean of its neighbours, if there are any."""
-        if self.local_weight is None:
-            return None
-        own, around = self.local_weight.unbind(1)
-        return lambda y: y * own + neighbour_mean(y, edge_index) * around
+        """Filters of a node and what is around it, in each DAG, if there are any."""
+        return over_dags(self.local_weight, self.num_dags, edge_index)
 
     def project(
         self, x: Tensor, filtered: Filter | None
@@ -209,10 +211,8 @@ class ChimeraBlock(MessagePassing):
 
     def explained(self, weight: Tensor, num_nodes: int) -> Tensor:
         """The transitions, on which edge masks of explainers act."""
-        if not self.explain:
+        if not has_edge_mask(self, self.num_dags):
             return weight
-        if self.num_dags > 1:
-            raise ValueError("Edge masks explain one graph, not several DAGs")
         return self.explain_message(weight, num_nodes)
 
     def output(self, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
@@ -237,16 +237,19 @@ def gated_value(value: Tensor, input_gate: Tensor) -> Tensor:
     return value * input_gate.unsqueeze(-1).to(value.dtype)
 
 
-def mean(parts: list[Tensor]) -> Tensor:
+def mean_of_ends(
+    edge_index: Tensor,
+    target: Tensor,
+    source: Tensor | None,
+    edge: Tensor | None = None,
+) -> Tensor:
+    """The mean of selectivities of an edge's ends and, where there are any, its own."""
+    parts = [target[edge_index[1]]]
+    if source is not None:
+        parts.append(source[edge_index[0]])
+    if edge is not None:
+        parts.append(edge.expand_as(parts[0]))
     return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
-
-
-def neighbour_mean(x: Tensor, edge_index: Tensor) -> Tensor:
-    """The mean over the sources of the edges of each node, or zero."""
-    ones = x.new_ones(edge_index.size(1), 1)
-    degree = x.new_zeros(x.size(0), 1).index_add(0, edge_index[1], ones)
-    total = torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]])
-    return total / degree.clamp(min=1)
 
 
 def over_dags(
@@ -259,12 +262,16 @@ def over_dags(
     if weight is None:
         return None
     own, sides = weight[:, 0], weight[:, 1:].t().unflatten(0, (num_dags, -1))
+    source, target = edge_index
 
     def filtered(y: Tensor) -> Tensor:
-        out, far = y * own, y.repeat(num_dags, 1)
+        out, far = y * own, y if num_dags == 1 else y.repeat(num_dags, 1)
+        ones = y.new_ones(source.size(0), 1)
+        degree = y.new_zeros(far.size(0), 1).index_add(0, target, ones).clamp(min=1)
         for side in sides.unbind(1):
-            far = neighbour_mean(far, edge_index)
-            out = out + (far.unflatten(0, (num_dags, -1)) * side[:, None]).sum(0)
+            far = torch.zeros_like(far).index_add(0, target, far[source]) / degree
+            for d, part in enumerate(far.view(num_dags, *y.shape)):
+                out = torch.addcmul(out, part, side[d])
         return out
 
     return filtered

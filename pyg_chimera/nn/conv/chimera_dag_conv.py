@@ -11,11 +11,9 @@ from pyg_chimera.nn._inputs import check_batch, check_nodes, side_by_side
 from pyg_chimera.nn.conv._chimera_block import (
     ChimeraBlock,
     gated_value,
-    mean,
-    over_dags,
+    mean_of_ends,
 )
 from pyg_chimera.nn.conv._init import softplus_
-from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops import dag_scan, dag_transition
 from pyg_chimera.ops.common.checks import check_option
 
@@ -226,12 +224,6 @@ class ChimeraDAGConv(ChimeraBlock):
             rank,
         )
 
-    def over_edges(self, edge_index: Tensor) -> Filter | None:
-        """Filters of a node and the mean of its parents in each DAG, if there are any:
-        parents in one DAG are on another side than those in another.
-        """
-        return over_dags(self.local_weight, self.num_dags, edge_index)
-
     def _scan(
         self,
         x: Tensor,
@@ -248,13 +240,10 @@ class ChimeraDAGConv(ChimeraBlock):
         query, key, value = projected
         delta = self.selectivities(x) + self.delta_bias
         node = F.softplus(delta).transpose(0, 1).flatten(0, 1)
-        parts = [node[index[1]]]
-        if self.selectivity == "mean":
-            parts.append(node[index[0]])
-        if edge is not None:
-            parts.append(edge)
+        source = node if self.selectivity == "mean" else None
+        delta = mean_of_ends(index, node, source, edge)
         root = node if self.roots == "write" else None
-        weight, gate = dag_transition(index, D * num_nodes, mean(parts), root)
+        weight, gate = dag_transition(index, D * num_nodes, delta, root)
         out = dag_scan(
             self._for_each_dag(query),
             self._for_each_dag(key),
@@ -274,4 +263,8 @@ class ChimeraDAGConv(ChimeraBlock):
         if self.num_dags == 1:
             return y
         copies = y.unflatten(1, (-1, self.groups)).unbind(1)
-        return torch.cat([copies[c] for c in _SHARING[self.share](self.num_dags)])
+        return torch.cat([copies[c] for c in self._copy_of_dags()])
+
+    def _copy_of_dags(self) -> list[int]:
+        """Which of the different projections each DAG has."""
+        return _SHARING[self.share](self.num_dags)

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
-from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean
+from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import path_transition, resolvent_mix
 
@@ -147,11 +147,8 @@ class ChimeraPathConv(ChimeraBlock):
 
         gates = F.softplus(self.selectivities(x) + self.delta_bias)
         target, source, psi, input_gate = gates.unbind(1)
-        parts = [target[edge_index[1]], source[edge_index[0]]]
         edge = self.edge_selectivity(edge_attr, edge_index.size(1))
-        if edge is not None:
-            parts.append(edge)
-        weight = torch.exp(-mean(parts))
+        weight = torch.exp(-mean_of_ends(edge_index, target, source, edge))
         weight = path_transition(edge_index, num_nodes, weight, psi)
         y = resolvent_mix(
             query, key, gated_value(value, input_gate), edge_index,

@@ -7,9 +7,10 @@ from torch.nn import Parameter
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_batch, check_nodes
-from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, mean
+from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import chimera_transition, dag_transition, delta_scan
+from pyg_chimera.ops.common.checks import check_integer, check_option
 
 __all__ = ["GatedDeltaConv"]
 
@@ -52,6 +53,14 @@ class GatedDeltaConv(ChimeraBlock):
             each head learns, from 1 on: the surprise of `"Titans: Learning to Memorize
             at Test Time" <https://arxiv.org/abs/2501.00663>`_. Takes :obj:`acyclic`.
             (default: :obj:`False`)
+        prediction (str, optional): Whether what a node overwrites and is surprised at
+            is read of its own state (:obj:`"decayed"`), or of the mean of its parents'
+            (:obj:`"undecayed"`), see :func:`~pyg_chimera.ops.delta_scan`. The latter
+            takes :obj:`acyclic`. (default: :obj:`"decayed"`)
+        channel_decay (bool, optional): Whether each of the :obj:`state_channels` of a
+            head has a transition of its own, from a selectivity of its own; edge
+            features add the same to all. Takes :obj:`acyclic`, and is computed in state
+            form. (default: :obj:`False`)
         reflections (bool, optional): Whether :math:`\beta` ranges up to 2 and not 1, so
             that nodes can turn what their key reads into its opposite, which state
             tracking takes. (default: :obj:`False`)
@@ -62,8 +71,12 @@ class GatedDeltaConv(ChimeraBlock):
         gamma (float, optional): Upper bound of the row sums of :math:`\mathbf{A}`, in
             (0, 1), unless :obj:`acyclic`. Along a path, it lets heads hear 70 steps
             far. (default: :obj:`0.9999`)
-        local_conv (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
-            (default: :obj:`False`)
+        conv_kernel (int, optional): The number of generations in the filters of the
+            local convolution in front of :math:`\mathbf{q}, \mathbf{k}, \mathbf{v}`: a
+            node's own, the mean of its neighbours, that of what these have for it, and
+            so on; :obj:`1` is none. (default: :obj:`None`, :obj:`4` with
+            :obj:`acyclic`, along a directed path the filter of Gated DeltaNet, else
+            :obj:`1`)
         gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
@@ -115,11 +128,13 @@ class GatedDeltaConv(ChimeraBlock):
         *,
         acyclic: bool = False,
         surprise: bool = False,
+        prediction: str = "decayed",
+        channel_decay: bool = False,
         reflections: bool = False,
         groups: int = 1,
         edge_dim: int | None = None,
         gamma: float = 0.9999,
-        local_conv: bool = False,
+        conv_kernel: int | None = None,
         gated: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
@@ -133,19 +148,38 @@ class GatedDeltaConv(ChimeraBlock):
                 "'gamma' must be in (0, 1), as on cycles only states that fade have a "
                 f"solution, got {gamma}"
             )
-        if surprise and not acyclic:
+        check_option("prediction", prediction, ("decayed", "undecayed"))
+        for name, value, default in (
+            ("surprise", surprise, False), ("prediction", prediction, "decayed"),
+            ("channel_decay", channel_decay, False),
+        ):  # fmt: skip
+            if value != default and not acyclic:
+                raise ValueError(
+                    f"{name}={value!r} is for DAGs, as on cycles the rule may have no "
+                    "solution, or none is computed; pass acyclic=True"
+                )
+        if prediction == "undecayed" and reflections:
             raise ValueError(
-                "surprise=True is for DAGs: the rule is not linear then, and may have "
-                "no solution on cycles; pass acyclic=True"
+                "prediction='undecayed' and reflections=True let memories grow: what a "
+                "key reads decays, and is then taken off up to twice; leave one out"
             )
+        if conv_kernel is None:
+            conv_kernel = 4 if acyclic else 1
+        check_integer("conv_kernel", conv_kernel, 1)
+        # Of transitions: one, or target, source and psi; and there is that of beta.
+        rates = 1 if acyclic else 3
+        if channel_decay:
+            rates = state_channels
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
-            bias=bias, reach=reach, differential=differential, form=form,
-            backend=backend, num_selectivities=2 if acyclic else 4, num_dags=1,
+            edge_dim=edge_dim, taps=(conv_kernel,) if conv_kernel > 1 else None,
+            gated=gated, bias=bias, reach=reach, differential=differential, form=form,
+            backend=backend, num_selectivities=rates + 1, num_dags=1,
             copies=1, **kwargs,
         )  # fmt: skip
         self.acyclic = acyclic
+        self.prediction = prediction
+        self.channel_decay = channel_decay
         self.reflections = reflections
         self.gamma = gamma
         self.log_temperature = None
@@ -164,7 +198,8 @@ class GatedDeltaConv(ChimeraBlock):
         if not self.acyclic:
             self._set_row_sums(steps, self.gamma)
             return
-        softplus_(self.delta_bias[0], 1 / steps)
+        for row in range(len(self.delta_bias) - 1):
+            softplus_(self.delta_bias[row], 1 / steps)
         if self.edge_bias is not None:
             softplus_(self.edge_bias[0], 1 / steps)
 
@@ -186,12 +221,18 @@ class GatedDeltaConv(ChimeraBlock):
                 outputs don't depend on it. (default: :obj:`None`)
 
         Raises:
+            CycleError: If there is a cycle, with :obj:`acyclic`; it is named.
             TypeError: If an argument has a wrong type or dtype.
             ValueError: If something does not fit the layer, or see
                 :func:`~pyg_chimera.ops.delta_scan`.
         """
         check_nodes(x)
         check_batch(batch)
+        if self.explain and self.prediction == "undecayed":
+            raise ValueError(
+                "Edge masks act on transitions, past which prediction='undecayed' "
+                "reads parents"
+            )
         num_nodes = x.size(0)
         edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
         query, key, value = self.project(x, self.over_edges(edge_index))
@@ -206,7 +247,8 @@ class GatedDeltaConv(ChimeraBlock):
         y = delta_scan(
             unit(query), unit(key), value, (1 + self.reflections) * beta.sigmoid(),
             edge_index, self.explained(weight, num_nodes), batch, surprise=surprise,
-            form=self.form, backend=self.backend,
+            prediction=self.prediction, acyclic=self.acyclic, form=self.form,
+            backend=self.backend,
         )  # fmt: skip
         return self.output(y, x, value)
 
@@ -217,18 +259,18 @@ class GatedDeltaConv(ChimeraBlock):
         deltas: list[Tensor],
         edge: Tensor | None,
     ) -> Tensor:
-        """The weights of the edges, [E, heads]."""
+        """The weights of the edges, [E, heads] or [E, heads, N]."""
         if not self.acyclic:
             target, source, psi = deltas
             return chimera_transition(
                 edge_index, num_nodes, target, source, psi, edge, self.gamma
             )
-        (node,) = deltas
-        parts = [node[edge_index[1]], node[edge_index[0]]]
+        node = torch.stack(deltas, dim=-1)  # [V, heads, 1 or N]
         if edge is not None:
-            parts.append(edge)
-        weight, _ = dag_transition(edge_index, num_nodes, mean(parts))
-        return weight
+            edge = edge.unsqueeze(-1)
+        delta = mean_of_ends(edge_index, node, node, edge)
+        weight, _ = dag_transition(edge_index, num_nodes, delta.flatten(1))
+        return weight.unflatten(1, node.shape[1:]) if self.channel_decay else weight
 
 
 def unit(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_batch, check_nodes
-from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean
+from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.nn.conv.gated_delta_conv import unit
 from pyg_chimera.ops import dag_scan, dag_transition, delta_scan
@@ -212,7 +212,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
         importance, beta = gates[:, _LEVELS : _LEVELS + 2].sigmoid().unbind(1)
         router = gates[:, _LEVELS + 2 :].transpose(0, 1).softmax(0)
 
-        delta = mean([node[edge_index[1]], node[edge_index[0]]])
+        delta = mean_of_ends(edge_index, node, node)
         edge = self.edge_selectivity(edge_attr, edge_index.size(1))
         if edge is not None:  # levels keep their order
             delta = delta * edge.repeat(1, _LEVELS)

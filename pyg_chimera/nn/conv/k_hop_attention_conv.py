@@ -1,4 +1,5 @@
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn._rotary import rotary_angles, rotate, scaled_base
 from pyg_chimera.ops import CycleError, neighborhood_attention
-from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.ops.common.checks import check_integer, check_option
 from pyg_chimera.ops.structure import k_hop_index as find_pairs
 from pyg_chimera.ops.structure import topological_rank
 from pyg_chimera.ops.structure.k_hop import pairs_of_edges
@@ -54,7 +55,10 @@ class KHopAttentionConv(MessagePassing):
       half as many channels as its values, :math:`\lambda = \exp(\lambda_{q_1}^{\top}
       \lambda_{k_1}) - \exp(\lambda_{q_2}^{\top} \lambda_{k_2}) + \lambda_0` with
       :math:`\lambda_0 = 0.8 - 0.6 \exp(-0.3 (l - 1))` in layer :math:`l`, and what a
-      head mixes is normalised and scaled by :math:`1 - \lambda_0`;
+      head mixes is normalised and scaled by :math:`1 - \lambda_0`; or *rectified*, in
+      which what is positive of the difference is made to sum to one again,
+      :math:`\max(0, \mathbf{A}_1 - \lambda \mathbf{A}_2)` divided by its row sums plus
+      :math:`10^{-6}`, so that a head mixes a mean of values, and needs no norm;
     * *latent* keys and values, which are projections of one vector of low rank,
       `"DeepSeek-V2" <https://arxiv.org/abs/2405.04434>`_ (Section 2.1.2), whose
       separate rotary channels there are none of: keys are rotated as they are.
@@ -77,8 +81,9 @@ class KHopAttentionConv(MessagePassing):
             a graph :math:`s` times as long, the base of the angles grows as above. A
             graph is one of :obj:`batch`, and without that all nodes are one.
             (default: :obj:`None`, for no such scaling)
-        differential (bool, optional): Whether attention is differential.
-            (default: :obj:`False`)
+        differential (bool or str, optional): Whether attention is differential,
+            :obj:`True` or :obj:`"rectified"`. Either computes twice as many logits;
+            the latter reads values once, and takes less time. (default: :obj:`False`)
         depth (int, optional): Which layer of a model this is, from 1 on, for the
             initial :math:`\lambda` of differential attention. (default: :obj:`1`)
         latent_channels (int, optional): The size of the vector that keys and values
@@ -123,7 +128,7 @@ class KHopAttentionConv(MessagePassing):
         groups: int | None = None,
         rotary: bool = False,
         rotary_length: float | None = None,
-        differential: bool = False,
+        differential: bool | str = False,
         depth: int = 1,
         latent_channels: int | None = None,
         edge_dim: int | None = None,
@@ -139,6 +144,7 @@ class KHopAttentionConv(MessagePassing):
         check_integer("depth", depth, 1)
         if latent_channels is not None:
             check_integer("latent_channels", latent_channels, 1)
+        check_option("differential", differential, (False, True, "rectified"))
         self.maps = 2 if differential else 1
         multiple = self.maps * (2 if rotary else 1)
         if out_channels // heads % multiple != 0:
@@ -184,9 +190,10 @@ class KHopAttentionConv(MessagePassing):
             self.lin_edge = linear(edge_dim, self.maps * heads, bias=False)
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1))
         self.norm = None
+        size = out_channels // heads
         if differential:
-            size = out_channels // heads
             self.lambdas = Parameter(torch.empty(2, 2, size // 2))
+        if self.maps == 2 and differential != "rectified":
             self.norm = torch.nn.RMSNorm(size, eps=1e-5)
         self.lin_out = linear(out_channels, out_channels)
         self.reset_parameters()
@@ -260,31 +267,35 @@ class KHopAttentionConv(MessagePassing):
         if self.rotary:
             angles = self._angles(edge_index, batch, pos, query)
             query, key = rotate(query, angles), rotate(key, angles)
-        y = neighborhood_attention(
-            query, key, value, pairs, batch, edge_bias=bias, backend=self.backend
-        )
-        if self.differential:
-            y = self._difference(y)
+        attend = partial(
+            neighborhood_attention, query, key, edge_index=pairs, batch=batch,
+            edge_bias=bias, backend=self.backend,
+        )  # fmt: skip
+        if not self.differential:
+            y = attend(value)
+        elif self.norm is None:  # rectified
+            y = attend(value, contrast=self._lambda().expand(self.heads))
+        else:
+            first, second = attend(value.repeat(1, 2, 1)).chunk(2, dim=1)
+            y = self.norm(first - self._lambda().to(first.dtype) * second)
+            y = y * (1 - self.lambda_init)
         return self.lin_out(y.flatten(1))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Query [V, maps * heads, N], key [V, maps * groups, N], value [.., P]."""
+        """[V, maps * heads, N], [V, maps * groups, N] and [V, groups, P]."""
         size = self.out_channels // self.heads
         query = self.lin_query(x).unflatten(1, (-1, size // self.maps))
         if self.lin_latent is not None and self.norm_latent is not None:
             x = self.norm_latent(self.lin_latent(x))
         key = self.lin_key(x).unflatten(1, (-1, size // self.maps))
         value = self.lin_value(x).unflatten(1, (-1, size))
-        return query, key, value.repeat(1, self.maps, 1)
+        return query, key, value
 
-    def _difference(self, y: Tensor) -> Tensor:
-        """What the first map of each head mixes, less what the second one does."""
-        first, second = y.chunk(2, dim=1)
+    def _lambda(self) -> Tensor:
+        """How much of the second map is taken off the first one, of all heads."""
         query, key = at_least_float32(self.lambdas).unbind(1)
         grown, shrunk = (query * key).sum(-1).exp().unbind()
-        weight = (grown - shrunk + self.lambda_init).to(y.dtype)
-        assert self.norm is not None
-        return self.norm(first - weight * second) * (1 - self.lambda_init)
+        return grown - shrunk + self.lambda_init
 
     def _angles(
         self, edge_index: Tensor, batch: Tensor | None, pos: Tensor | None, like: Tensor

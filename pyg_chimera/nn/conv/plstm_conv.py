@@ -16,11 +16,12 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
     edge_features,
     for_each_dag,
+    has_edge_mask,
 )
 from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops import householder_product, line_graph, multitree, stm_scan
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_edges, check_option, trusted
 from pyg_chimera.ops.structure.line_graph import check_line_edges, ordered_dags
 
 __all__ = ["PLSTMConv"]
@@ -251,8 +252,9 @@ class PLSTMConv(PLSTMBlock):
                 f"makes its own DAGs, got {type(line_edge_index).__name__}"
             )
         query, key, value = self.project(x)
+        index = dags.edge_index if D == 1 else dags.edge_index // D
         y = stm_scan(
-            query, key, value, *self._gates(x, dags), dags.edge_index // D,
+            query, key, value, *self._gates(x, dags), index,
             dags.line_edge_index, batch, form=self.form, backend=self.backend,
         )  # fmt: skip
         return self.output(y)
@@ -267,27 +269,31 @@ class PLSTMConv(PLSTMBlock):
         """DAGs as they are."""
         indices, lines, attrs = [], [], []
         num_edges = 0
-        for d, (index, attr, line) in enumerate(
-            for_each_dag(
-                self.num_dags, edge_index=edge_index, edge_attr=edge_attr,
-                line_edge_index=line_edge_index,
-            )
+        for index, attr, line in for_each_dag(
+            self.num_dags, edge_index=edge_index, edge_attr=edge_attr,
+            line_edge_index=line_edge_index,
         ):  # fmt: skip
             index, attr = as_edges(index, attr, num_nodes, self.flow)
             if line is None:
                 line = line_graph(index, num_nodes).edge_index
             else:
-                if not torch.compiler.is_compiling():  # the operator checks it again
+                if torch.compiler.is_compiling():
+                    pass  # the operator checks it in any case
+                elif trusted():
+                    check_edges("line_edge_index", line, index)
+                else:
                     check_line_edges(line, index.size(1))
                 line = line.flip(0) if self.flow == "target_to_source" else line
             if self.lin_edge is not None:
                 attrs.append(edge_features(attr, self.edge_dim, index.size(1)))
-            indices.append(index * self.num_dags + d)
-            lines.append(line + num_edges)
+            if self.num_dags > 1:  # else the very tensors: graphs are known by them
+                line = line + num_edges
+            indices.append(index)
+            lines.append(line)
             num_edges += index.size(1)
-        index, line = torch.cat(indices, dim=1), torch.cat(lines, dim=1)
-        if self.explain and self.num_dags > 1:
-            raise ValueError("Edge masks explain one graph, not several DAGs")
+        if self.num_dags > 1:
+            copies = [x * self.num_dags + d for d, x in enumerate(indices)]
+            index, line = torch.cat(copies, dim=1), torch.cat(lines, dim=1)
         edges = torch.cat(attrs) if attrs else None
         return _DAGs(index, *self._pruned(line, num_edges), edges, self._mask(index))
 
@@ -317,7 +323,7 @@ class PLSTMConv(PLSTMBlock):
         return line_edge_index[:, kept], None
 
     def _mask(self, edge_index: Tensor) -> Tensor | None:
-        if not self.explain:
+        if not has_edge_mask(self, self.num_dags):
             return None
         ones = torch.ones(edge_index.size(1), 1, device=edge_index.device)
         return self.explain_message(ones, None)

@@ -16,6 +16,7 @@ from pyg_chimera.nn._inputs import (
     check_heads,
     check_nodes,
     edge_features,
+    has_edge_mask,
     side_by_side,
 )
 from pyg_chimera.nn.conv._chimera_block import over_dags
@@ -295,8 +296,11 @@ class RGLRUConv(MessagePassing):
             total = torch.zeros_like(fresh)
             total = total.index_add(0, target, -torch.expm1(-2 * lost))
             fresh = torch.where(parents > 0, total / parents.clamp(min=1), fresh)
-        if self.explain:
-            weight = self._explained(weight, edge_index, num_nodes)
+        if has_edge_mask(self, self.num_dags):
+            if weight is None:
+                like = self.Lambda
+                weight = like.new_ones(target.size(0), like.size(1))
+            weight = self.explain_message(weight, num_nodes)
         return decay, weight, fresh
 
     def _lost_along_edges(
@@ -315,17 +319,6 @@ class RGLRUConv(MessagePassing):
             gates = forget[own] + at_least_float32(gates[:, d])
             lost.append(rates[d] * gates.sigmoid())
         return torch.cat(lost)
-
-    def _explained(
-        self, weight: Tensor | None, edge_index: Tensor, num_nodes: int
-    ) -> Tensor:
-        """The weights of edges, on which edge masks of explainers act."""
-        if self.num_dags > 1:
-            raise ValueError("Edge masks explain one graph, not several DAGs")
-        if weight is None:
-            like = self.Lambda
-            weight = like.new_ones(edge_index.size(1), like.size(1))
-        return self.explain_message(weight, num_nodes)
 
     def _output(self, h: Tensor, x: Tensor) -> Tensor:
         """Gate and projection behind the recurrence."""

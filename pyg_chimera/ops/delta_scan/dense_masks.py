@@ -30,6 +30,7 @@ from pyg_chimera.ops.common.simd import (
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     matmul,
+    multiply,
     put,
     set_identity,
     take,
@@ -292,14 +293,6 @@ def _solve(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _multiply(out, left, right):  # type: ignore[no-untyped-def]
-    """The products of the entries of matrices of whole vectors."""
-    target, x, y = pointer(out), pointer(left), pointer(right)
-    for at in range(0, out.size, lanes(target)):
-        store(target + at, load(x + at) * load(y + at))
-
-
-@jit
 def _forward_tasks(  # type: ignore[no-untyped-def]
     first, last, stop, scratch, blocks, factors, query, key, value, beta, weight, out,
     written, wrong, share,
@@ -335,7 +328,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
             if not solved:
                 wrong[0] = 1
             put(written, u, nodes, h)
-            _multiply(L, L, scores)
+            multiply(L, L, scores)
             matmul(y, L[:, :n], u)
             put(out, y, nodes, h)
 
@@ -367,7 +360,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                 return
             _make_resolvent(L, block, h, blocks, factors, weight, stop)
             take(dy, grad, nodes, h)
-            _multiply(M, L, scores)
+            multiply(M, L, scores)
             matmul(x, M[:, :n].T, dy)
             _make_system(M, 0, L, overlap, beta, nodes, h)
             eliminate(M[:, :n], inverse, spare, triangular, stop)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
+from pyg_chimera.ops.structure.cache import table
 
 #: Numbers that the states of one slice may hold.
 MAX_NUMEL = 1 << 26
@@ -33,32 +34,29 @@ class _Levels(NamedTuple):
 
     node: Tensor  #: [V], the node at each position
     edge: Tensor  #: [E], the edges
+    share: Tensor  #: [E], one over the number of edges to the same node; float64
     levels: list[_Level]
 
 
 def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
-    """The levels of a DAG, found once for each device."""
-    name = ("levels", device)
-    if name not in graph.tables:
-        node = np.argsort(graph.rank, kind="stable")
-        position = np.empty_like(node)
-        position[node] = np.arange(len(node))
-        edge = np.argsort(graph.rank[graph.row], kind="stable")
-        last = np.cumsum(np.bincount(graph.rank, minlength=graph.depth))
-        last_edge = np.cumsum(np.bincount(graph.rank[graph.row], minlength=graph.depth))
-        tail, head = (
-            torch.from_numpy(position[x[edge]]).to(device)
-            for x in (graph.col, graph.row)
-        )
-        levels, i, e = [], 0, 0
-        for j, f in zip(last.tolist(), last_edge.tolist(), strict=True):
-            edges = slice(e, f)
-            levels.append(_Level(slice(i, j), edges, tail[edges], head[edges] - i))
-            i, e = j, f
-        graph.tables[name] = _Levels(
-            torch.from_numpy(node).to(device), torch.from_numpy(edge).to(device), levels
-        )
-    return graph.tables[name]
+    """The levels of a DAG."""
+
+    def moved(x: np.ndarray) -> Tensor:
+        return torch.from_numpy(x).to(device)
+
+    node = np.argsort(graph.rank, kind="stable")
+    position = np.empty_like(node)
+    position[node] = np.arange(len(node))
+    edge = np.argsort(graph.rank[graph.row], kind="stable")
+    last = np.cumsum(np.bincount(graph.rank, minlength=graph.depth))
+    last_edge = np.cumsum(np.bincount(graph.rank[graph.row], minlength=graph.depth))
+    tail, head = (moved(position[x[edge]]) for x in (graph.col, graph.row))
+    levels, i, e = [], 0, 0
+    for j, f in zip(last.tolist(), last_edge.tolist(), strict=True):
+        edges = slice(e, f)
+        levels.append(_Level(slice(i, j), edges, tail[edges], head[edges] - i))
+        i, e = j, f
+    return _Levels(moved(node), moved(edge), moved(graph.shares[edge]), levels)
 
 
 class _Operands(NamedTuple):
@@ -69,21 +67,26 @@ class _Operands(NamedTuple):
     key: Tensor
     value: Tensor  #: [V, heads, P]
     beta: Tensor  #: [V, heads, 1]
-    weight: Tensor  #: [E, heads, 1, 1]
+    weight: Tensor  #: [E, heads, 1 or N, 1]
+    share: Tensor | None  #: [E, 1, 1, 1], if the mean of parents is predicted from
     temperature: Tensor | None  #: [heads, 1], of surprise
 
 
 def _operands(call: Call) -> _Operands:
     query, key, value, beta, edge_weight, surprise = call.inputs[:6]
-    levels = _levels(call.structure, value.device)
+    levels = table(_levels, call.structure, value.device)
     repeats = value.size(1) // key.size(1)
+    share = None
+    if call.inputs.prediction == "undecayed":
+        share = levels.share.to(value.dtype).view(-1, 1, 1, 1)
     return _Operands(
         levels,
         query[levels.node].repeat_interleave(repeats, 1),
         key[levels.node].repeat_interleave(repeats, 1),
         value[levels.node],
         beta[levels.node, :, None],
-        edge_weight[levels.edge, :, None, None],
+        edge_weight[levels.edge][(..., *[None] * (4 - edge_weight.dim()))],
+        share,
         None if surprise is None else surprise.unsqueeze(-1),
     )
 
@@ -122,15 +125,26 @@ def _states(x: _Operands, part: slice) -> _States:
         if len(level.tail) > 0:
             moved = x.weight[level.edges] * S[level.tail]
             here.index_add_(0, level.head, moved)
-        k = key[nodes]
-        torch.sub(value[nodes], (k.mT @ here).squeeze(-2), out=error[nodes])
+        k, known = key[nodes], _known(x, S, level)
+        torch.sub(value[nodes], (k.mT @ known).squeeze(-2), out=error[nodes])
         if x.temperature is not None:
-            read = (query[nodes].mT @ here).squeeze(-2)
+            read = (query[nodes].mT @ known).squeeze(-2)
             torch.sub(value[nodes], read, out=surprise[nodes])
             share = _excess(surprise[nodes], x.temperature).sigmoid()
             strength[nodes] = x.beta[nodes] * share
         here += k * (strength[nodes] * error[nodes]).unsqueeze(-2)
     return _States(S, error, strength, surprise)
+
+
+def _known(x: _Operands, S: Tensor, level: _Level) -> Tensor:
+    """What nodes of a level predict from, before they write: their states, or the mean
+    of their parents', [v, heads, N, p].
+    """
+    here = S[level.nodes]
+    if x.share is None:
+        return here
+    parents = x.share[level.edges] * S[level.tail]
+    return torch.zeros_like(here).index_add_(0, level.head, parents)
 
 
 def _excess(error: Tensor, temperature: Tensor) -> Tensor:
@@ -154,6 +168,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
     With the adjoint Z of a state, a strength b and x = Z^T k, that of S' is
     Z - b k x^T - q e^T, where e is the adjoint of what is read to be surprised, if so.
+    Of predictions from the mean of parents' states, that has all of it but Z.
     """
     x = _operands(call)
     dy, key, query = grad[x.levels.node], x.key.unsqueeze(-1), x.query.unsqueeze(-1)
@@ -174,9 +189,11 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
             dv[nodes, :, part] = -d_predicted
             d_strength = (found * error[nodes]).sum(-1, keepdim=True)
             dk[nodes] += (here @ u.unsqueeze(-1)).squeeze(-1)
-            before = before - k * u.unsqueeze(-2)
-            dk[nodes] += (before @ d_predicted.unsqueeze(-1)).squeeze(-1)
-            here += k * d_predicted.unsqueeze(-2)
+            known = before - k * u.unsqueeze(-2)
+            if x.share is not None:
+                known = _known(x, S, level)
+            dk[nodes] += (known @ d_predicted.unsqueeze(-1)).squeeze(-1)
+            of_known = k * d_predicted.unsqueeze(-2)
             if x.temperature is not None:
                 e = surprise[nodes]
                 excess = _excess(e, x.temperature)
@@ -184,19 +201,25 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
                 d_strength = d_strength * excess.sigmoid()
                 d_read = -2 / max(e.size(-1), 1) * d_excess / x.temperature * e
                 dv[nodes] -= d_read
-                dq[nodes] += (before @ d_read.unsqueeze(-1)).squeeze(-1)
-                here += query[nodes] * d_read.unsqueeze(-2)
+                dq[nodes] += (known @ d_read.unsqueeze(-1)).squeeze(-1)
+                of_known += query[nodes] * d_read.unsqueeze(-2)
                 d_temperature[nodes] = -d_excess * excess / x.temperature
             d_beta[nodes] += d_strength
+            if x.share is None:
+                here += of_known
             if len(level.tail) > 0:
                 moved = here[level.head]
-                both = moved * S[level.tail]
-                d_weight[level.edges] += both.sum((-1, -2), keepdim=True)
+                both = (moved * S[level.tail]).sum(-1, keepdim=True)
+                d_weight[level.edges] += both.sum_to_size(d_weight[level.edges].shape)
                 Z.index_add_(0, level.tail, x.weight[level.edges] * moved)
+                if x.share is not None:
+                    moved = x.share[level.edges] * of_known[level.head]
+                    Z.index_add_(0, level.tail, moved)
     groups = call.inputs.key.size(1)
     dq, dk = (y.unflatten(1, (groups, -1)).sum(2) for y in (dq, dk))
     places = [x.levels.node] * 4 + [x.levels.edge]
-    of_rows = (dq, dk, dv, d_beta.squeeze(-1), d_weight[..., 0, 0])
+    d_weight = d_weight.view_as(call.inputs.edge_weight)
+    of_rows = (dq, dk, dv, d_beta.squeeze(-1), d_weight)
     grads = tuple(
         torch.empty_like(y).index_copy_(0, place, y)
         for y, place in zip(of_rows, places, strict=True)

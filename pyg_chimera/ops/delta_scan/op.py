@@ -12,6 +12,7 @@ from pyg_chimera.ops.common.checks import (
     check_indices,
     check_option,
     check_shape,
+    trusted,
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
 from pyg_chimera.ops.common.errors import CycleError
@@ -25,6 +26,7 @@ from pyg_chimera.ops.structure.topological import find_cycle
 __all__ = ["delta_scan"]
 
 _FORMS = ("auto", "state", "mask", "chunk")
+_PREDICTIONS = ("decayed", "undecayed")
 
 #: Bytes of matrices that the mask form may hold where there is another one.
 _MAX_MASK_BYTES = 1 << 30
@@ -43,6 +45,8 @@ class Inputs(NamedTuple):
     surprise: Tensor | None  #: [heads]
     edge_index: Tensor
     batch: Tensor | None
+    prediction: str
+    acyclic: bool
     form: str
     backend: str
 
@@ -61,12 +65,19 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         return Recipe(delta_graph, graph, (inputs.value.size(0),))
 
     def check(self, inputs: Inputs, structure: DeltaGraph) -> None:
+        needed = _needs_states(inputs)
+        if needed is not None or inputs.acyclic:
+            _check_acyclic(inputs.edge_index, structure)
+        if needed is not None:
+            _check_form(inputs.form, needed)
+        if trusted():
+            return
         check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
         _check_beta(inputs.beta)
         _check_key(inputs.key)
         if inputs.surprise is not None:
-            _check_surprise(inputs, structure)
-        elif structure.cyclic_edges.size:
+            _check_surprise(inputs.surprise)
+        if needed is None and structure.cyclic_edges.size:
             _check_contraction(inputs.edge_weight, structure)
 
     def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
@@ -84,9 +95,9 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             cost = cost_of(form, backend, graph, inputs.query, inputs.value)
             return Choice(self.name, solver, form, backend, reason, cost)
 
-        if inputs.surprise is not None:
+        if (needed := _needs_states(inputs)) is not None:
             only = choice("state", usable[0])
-            return [only._replace(reason=f"{reason}; surprise needs states")]
+            return [only._replace(reason=f"{reason}; {needed} needs states")]
         if inputs.form != "auto":
             forms = [inputs.form]
         else:
@@ -139,19 +150,40 @@ def _check_key(key: Tensor) -> None:
         )
 
 
-def _check_surprise(inputs: Inputs, graph: DeltaGraph) -> None:
-    """Checks that what is not linear is asked for where it can be had."""
-    if inputs.form not in ("auto", "state"):
-        raise ValueError(
-            f"'form' must be 'state' or 'auto' with 'surprise', got {inputs.form!r}: "
-            "the others solve a linear system"
-        )
+def _needs_states(inputs: Inputs) -> str | None:
+    """What of the options takes states that are carried along a DAG, if anything.
+
+    The other forms take one linear rule for all channels, and one number for a path.
+    """
+    if inputs.surprise is not None:
+        return "'surprise'"
+    if inputs.prediction == "undecayed":
+        return "prediction='undecayed'"
+    if inputs.edge_weight.dim() == 3:
+        return "'edge_weight' of channels"
+    return None
+
+
+def _check_acyclic(edge_index: Tensor, graph: DeltaGraph) -> None:
+    """Checks that there is no cycle."""
     cycle = None
     if graph.on_cycle.any():
-        cycle = find_cycle(inputs.edge_index.cpu(), graph.num_nodes)
+        cycle = find_cycle(edge_index.cpu(), graph.num_nodes)
     if cycle is not None:
         raise CycleError(cycle)
-    temperature: Tensor = inputs.surprise  # type: ignore[assignment]
+
+
+def _check_form(form: str, reason: str) -> None:
+    """Checks that what takes states is asked for with a form that has them."""
+    if form not in ("auto", "state"):
+        raise ValueError(
+            f"'form' must be 'state' or 'auto' with {reason}, got {form!r}: "
+            "the others solve a linear system, with one number for each path"
+        )
+
+
+def _check_surprise(temperature: Tensor) -> None:
+    """Checks that errors are divided by a positive number."""
     if bool((temperature <= 0).any()):
         head = int((temperature <= 0).nonzero()[0])
         raise ValueError(
@@ -203,6 +235,8 @@ def delta_scan(
     batch: Tensor | None = None,
     *,
     surprise: Tensor | None = None,
+    prediction: str = "decayed",
+    acyclic: bool = False,
     form: str = "auto",
     backend: str = "auto",
 ) -> Tensor:
@@ -243,6 +277,23 @@ def delta_scan(
         \mathbf{S}_i'^{\top} \mathbf{q}_i \|^2}{P \tau} \right).
 
     This is not linear in the values, so it takes a DAG, along which states are carried.
+    So do the following two, with :obj:`surprise` or without. A weight for each channel
+    of keys lets these decay at different rates: :math:`\mathbf{S}'_i = \sum_{j \to i}
+    \textrm{diag}(\mathbf{a}_{ij}) \mathbf{S}_j`. With :obj:`prediction="undecayed"`,
+    what a node foresees, by its key and by its query, is read before the decay, from
+    the mean over the edges from its parents:
+
+    .. math::
+        \mathbf{S}_i = \mathbf{S}'_i + \beta_i \sigma_i \mathbf{k}_i (\mathbf{v}_i -
+        \bar{\mathbf{S}}_i^{\top} \mathbf{k}_i)^{\top}, \qquad
+        \bar{\mathbf{S}}_i = \frac{1}{|p(i)|} \sum_{j \to i} \mathbf{S}_j,
+
+    and :math:`\bar{\mathbf{S}}_i^{\top} \mathbf{q}_i` in :math:`\sigma_i`. On a
+    directed path, :math:`\bar{\mathbf{S}}_t = \mathbf{S}_{t - 1}`, and with
+    :math:`\beta = 1 - a` this is the surprise-gated delta recurrence
+    :math:`\mathbf{S}_t = a \mathbf{S}_{t - 1} + (1 - a) \sigma \mathbf{k} (\mathbf{v} -
+    \mathbf{S}_{t - 1}^{\top} \mathbf{k})^{\top}`. Of what its key reads, a state then
+    keeps :math:`a - \beta \sigma`, and may grow if that is below :math:`-1`.
 
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
@@ -253,13 +304,19 @@ def delta_scan(
             :math:`[0, 2]`, :math:`[|\mathcal{V}|, H]`: 1 is all of it, more reflects.
         edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`.
             Self-loops and duplicates count.
-        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`.
+        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`, or of
+            the channels of keys :math:`[|\mathcal{E}|, H, N]`.
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
             connected components are found and used. (default: :obj:`None`)
         surprise (torch.Tensor, optional): The mean square of an error,
             :math:`\tau > 0`, at which nodes write 0.73 of what they could,
             :math:`[H]`. (default: :obj:`None`, they write all of it)
+        prediction (str, optional): What a node reads to foresee its value: its state
+            before it writes (:obj:`"decayed"`), or the mean of its parents' states
+            (:obj:`"undecayed"`). (default: :obj:`"decayed"`)
+        acyclic (bool, optional): Whether a cycle is an error, also where there is a
+            solution. (default: :obj:`False`)
         form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
             (cubic in its nodes), :obj:`"state"` carries :math:`\mathbf{S}` along a DAG,
             level by level (linear in its edges), :obj:`"chunk"` combines both, in
@@ -273,8 +330,8 @@ def delta_scan(
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
-        CycleError: If there is a cycle, with :obj:`surprise`; it is named. A
-            :class:`ValueError`.
+        CycleError: If there is a cycle, with :obj:`acyclic` or what takes a DAG; it is
+            named. A :class:`ValueError`.
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
             outside of :math:`[0, 2]`, :obj:`surprise` is not positive, a row of
@@ -283,7 +340,9 @@ def delta_scan(
             option is unknown or does not fit.
         TypeError: If a tensor has a wrong dtype.
     """
-    q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
+    q, k, v, w, edge_index = check_graph(
+        query, key, value, edge_index, edge_weight, by_channel=True
+    )
     floats = {"query": q, "key": k, "value": v, "beta": beta, "edge_weight": w}
     if surprise is not None:
         floats["surprise"] = surprise
@@ -293,6 +352,9 @@ def delta_scan(
         check_shape("surprise", surprise, "[heads]", [value.size(1)])
         (surprise,) = given
     (batch,) = check_indices(value, batch=batch)
+    check_option("prediction", prediction, _PREDICTIONS)
     check_option("form", form, _FORMS)
-    inputs = Inputs(q, k, v, b, w, surprise, edge_index, batch, form, backend)
+    inputs = Inputs(
+        q, k, v, b, w, surprise, edge_index, batch, prediction, acyclic, form, backend
+    )
     return _delta_scan(inputs).to(value.dtype)

@@ -1,9 +1,9 @@
 """The delta rule by states that move along a DAG, on the CPU, jitted.
 
 A task is a head of a block: one pass along its nodes in topological order. A state
-[N, P] is gathered from those of its parents and, on the way, read by key and query;
-then it is mended. Forward holds as many states as edges lead back over. Backward runs
-the same pass again, keeping all states, and its mirror image for the adjoints.
+[N, P] is gathered from those of its parents; key and query read it, or the mean of
+them; then it is mended. Forward holds as many states as edges lead back over. Backward
+runs the same pass again, keeping all states, and its mirror image for the adjoints.
 
 Rows of states are filled up to whole vectors with zeros.
 """
@@ -67,6 +67,18 @@ def _scale(call: Call) -> np.ndarray:
     return (1 / (surprise * max(value.size(2), 1))).numpy()
 
 
+def _moves(call: Call) -> tuple[np.ndarray, np.ndarray]:
+    """The weights of edges, [E, heads, 1 or N], and where predictions are from the mean
+    of parents' states, their shares in it, [E, 1, 1], or nothing.
+    """
+    (weight,) = arrays(call.inputs.edge_weight)
+    shares = np.empty(0)
+    if call.inputs.prediction == "undecayed":
+        shares = call.structure.shares
+    shares = shares.astype(weight.dtype)[:, None, None]
+    return (weight if weight.ndim == 3 else weight[:, :, None]), shares
+
+
 def _width(value: np.ndarray) -> int:
     """Numbers of a row of a state."""
     vector, _ = vector_lanes(value.dtype)
@@ -82,15 +94,15 @@ def _costs(graph: DeltaGraph, key: np.ndarray, value: np.ndarray) -> np.ndarray:
 def forward(call: Call) -> Tensor:
     """The output [V, heads, P]."""
     graph, children = call.structure, _children(call.structure)
-    query, key, value, beta, weight = arrays(*call.inputs[:5])
+    query, key, value, beta = arrays(*call.inputs[:4])
     out, width = np.empty_like(value), _width(value)
     held = int(children.held.max(initial=1))
     run(
         _forward_blocks,
         _costs(graph, key, value),
-        (held * key.shape[2] + 2) * width,
+        ((held + 1) * key.shape[2] + 2) * width,
         value.dtype,
-        *(ordered_blocks(graph), children, query, key, value, beta, weight),
+        *(ordered_blocks(graph), children, query, key, value, beta, *_moves(call)),
         *(_scale(call), out, width),
     )
     return torch.from_numpy(out)
@@ -100,10 +112,12 @@ def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta, edge weight, and if given of surprise.
 
     With the adjoint Z of a state and a strength b, that of S' is Z - b k x^T - q e^T,
-    where x = Z^T k, and e is the adjoint of what is read to be surprised.
+    where x = Z^T k, and e is the adjoint of what is read to be surprised. If these are
+    read of the mean of parents' states, that has all of it but Z.
     """
     graph, children = call.structure, _children(call.structure)
-    query, key, value, beta, weight = arrays(*call.inputs[:5])
+    query, key, value, beta = arrays(*call.inputs[:4])
+    weight, shares = _moves(call)
     (V, heads, P), (groups, N), width = value.shape, key.shape[1:], _width(value)
     # The heads of a group write to parts of their own, summed below.
     dq, dk = (np.empty((V, heads, N), value.dtype) for _ in range(2))
@@ -114,15 +128,16 @@ def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     run(
         _backward_blocks,
         3 * _costs(graph, key, value),
-        ((largest + held) * N + 2 * largest + 3) * width
+        ((largest + (2 if shares.size else 1) * held + 1) * N + 2 * largest + 3) * width
         + (largest // vector + 1 + 2 * (N + vector)) * vector,
         value.dtype,
-        *(ordered_blocks(graph), children, query, key, value, beta, weight),
+        *(ordered_blocks(graph), children, query, key, value, beta, weight, shares),
         *(_scale(call), *arrays(grad), dq, dk, dv, d_beta, d_weight, d_scale),
         *(width, largest),
     )
     shape = (V, groups, heads // groups, N)
     sums = (summed(x.reshape(shape), (2,)) for x in (dq, dk))
+    d_weight = d_weight.reshape(call.inputs.edge_weight.shape)
     grads = [torch.from_numpy(x) for x in (*sums, dv, d_beta, d_weight)]
     surprise = call.inputs.surprise
     if surprise is not None:
@@ -132,21 +147,26 @@ def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
 
 
 @jit
-def _gather(target, states, ring, size, start, i, ptr, other, edge, weight, h):  # type: ignore[no-untyped-def]
-    """Sets a state to the weighted sum of its neighbours' on one side, in a ring."""
-    begin, end = ptr[i], ptr[i + 1]
-    if begin == end:
+def _gather(  # type: ignore[no-untyped-def]
+    target, states, ring, size, start, i, ptr, other, edge, weight, h, more,
+):  # fmt: skip
+    """Sets a state to the weighted sum of its neighbours' on one side, in a ring; with
+    `more`, adds it.
+    """
+    begin, end, part = ptr[i], ptr[i + 1], size // weight.shape[2]
+    if begin == end and not more:
         clear(target, size)
-        return
-    row = states + (other[begin] - start) % ring * size
-    w = splat(weight[edge[begin], h])
-    for at in range(0, size, lanes(target)):
-        store(target + at, w * load(row + at))
-    for x in range(begin + 1, end):
+    for x in range(begin, end):
         row = states + (other[x] - start) % ring * size
-        w = splat(weight[edge[x], h])
-        for at in range(0, size, lanes(target)):
-            store(target + at, fma(w, load(row + at), load(target + at)))
+        add = more or x > begin
+        for c in range(weight.shape[2]):
+            w = splat(weight[edge[x], h, c])
+            if add:
+                for at in range(c * part, (c + 1) * part, lanes(target)):
+                    store(target + at, fma(w, load(row + at), load(target + at)))
+            else:
+                for at in range(c * part, (c + 1) * part, lanes(target)):
+                    store(target + at, w * load(row + at))
 
 
 @jit
@@ -192,13 +212,14 @@ def _write(state, k, error, num_keys, width, strength):  # type: ignore[no-untyp
 @jit
 def _forward_blocks(  # type: ignore[no-untyped-def]
     first, last, stop, scratch, blocks, children, query, key, value, beta, weight,
-    scale, out, width,
+    shares, scale, out, width,
 ):  # fmt: skip
     _, heads, P = value.shape
     _, groups, num_keys = key.shape
     size, one, most = num_keys * width, value.dtype.type(1), value.dtype.type(np.inf)
     error = pointer(scratch)
-    surprise, states = error + width, error + 2 * width
+    surprise, mean = error + width, error + 2 * width
+    states, undecayed = mean + size, shares.shape[0] > 0
     for task in range(first, last):
         block, h = task // heads, task % heads
         start, ring = blocks.ptr[block], children.held[block]
@@ -213,9 +234,16 @@ def _forward_blocks(  # type: ignore[no-untyped-def]
             state = states + (i - start) % ring * size
             _gather(
                 state, states, ring, size, start, i, blocks.edge_ptr, blocks.edge_col,
-                blocks.edge, weight, h,
+                blocks.edge, weight, h, False,
             )  # fmt: skip
-            _read(state, q, k, v, error, surprise, num_keys, P, width)
+            known = state
+            if undecayed:
+                known = mean
+                _gather(
+                    mean, states, ring, size, start, i, blocks.edge_ptr,
+                    blocks.edge_col, blocks.edge, shares, 0, False,
+                )  # fmt: skip
+            _read(known, q, k, v, error, surprise, num_keys, P, width)
             x = _excess(surprise, width, scale, h, most)
             strength = beta[u, h] * _sigmoid(x, one)
             _write(state, k, error, num_keys, width, strength)
@@ -224,6 +252,9 @@ def _forward_blocks(  # type: ignore[no-untyped-def]
             for a in range(num_keys):
                 agree += q[a] * k[a]
             agree *= strength
+            if undecayed:  # which nothing has read yet
+                agree = one - one
+                _read(state, q, k, v, error, surprise, num_keys, P, width)
             for p in range(0, P, lanes(v)):
                 before = load_part(v + p, P - p) - load(surprise + p)
                 store_part(y + p, fma(splat(agree), load(error + p), before), P - p)
@@ -232,7 +263,7 @@ def _forward_blocks(  # type: ignore[no-untyped-def]
 @jit
 def _backward_blocks(  # type: ignore[no-untyped-def]
     first, last, stop, scratch, blocks, children, query, key, value, beta, weight,
-    scale, grad, dq, dk, dv, d_beta, d_weight, d_scale, width, largest,
+    shares, scale, grad, dq, dk, dv, d_beta, d_weight, d_scale, width, largest,
 ):  # fmt: skip
     _, heads, P = value.shape
     _, groups, num_keys = key.shape
@@ -247,12 +278,16 @@ def _backward_blocks(  # type: ignore[no-untyped-def]
     d_error, d_read = dy + width, dy + 2 * width
     to_query = dy + 3 * width
     to_key = to_query + (num_keys + step) * step
-    adjoints = to_key + (num_keys + step) * step
+    mean = to_key + (num_keys + step) * step
+    adjoints, undecayed = mean + size, shares.shape[0] > 0
+    part = size // weight.shape[2]
     for task in range(first, last):
         block, h = task // heads, task % heads
         g = h // (heads // groups)
         start, end = blocks.ptr[block], blocks.ptr[block + 1]
         ring = children.held[block]
+        # Of what nodes predict from, where that is not their states.
+        predictions = adjoints + ring * size
         for i in range(start, end):
             if stopped(stop):
                 return
@@ -264,10 +299,17 @@ def _backward_blocks(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             _gather(
                 state, states, largest, size, start, i, blocks.edge_ptr,
-                blocks.edge_col, blocks.edge, weight, h,
+                blocks.edge_col, blocks.edge, weight, h, False,
             )  # fmt: skip
+            known = state
+            if undecayed:
+                known = mean
+                _gather(
+                    mean, states, largest, size, start, i, blocks.edge_ptr,
+                    blocks.edge_col, blocks.edge, shares, 0, False,
+                )  # fmt: skip
             v = pointer(value) + (u * heads + h) * P
-            _read(state, q, k, v, error, surprise, num_keys, P, width)
+            _read(known, q, k, v, error, surprise, num_keys, P, width)
             excess[n] = _excess(surprise, width, scale, h, most)
             strength = beta[u, h] * _sigmoid(excess[n], one)
             _write(state, k, error, num_keys, width, strength)
@@ -289,8 +331,13 @@ def _backward_blocks(  # type: ignore[no-untyped-def]
             adjoint = adjoints + n % ring * size
             _gather(
                 adjoint, adjoints, ring, size, start, i, children.ptr, children.child,
-                children.edge, weight, h,
+                children.edge, weight, h, False,
             )  # fmt: skip
+            if undecayed:
+                _gather(
+                    adjoint, predictions, ring, size, start, i, children.ptr,
+                    children.child, children.edge, shares, 0, True,
+                )  # fmt: skip
             _read_back(
                 state, adjoint, q, k, dy, error, d_error, to_query, to_key, strength,
                 num_keys, width,
@@ -308,9 +355,18 @@ def _backward_blocks(  # type: ignore[no-untyped-def]
                 store(d_error + p, by_key)
                 store(d_read + p, by_query)
                 store_part(pointer(dv) + (row + p), by_key + by_query, P - p)
+            known, of_known, written = state, adjoint, strength
+            if undecayed:
+                known, of_known = mean, predictions + n % ring * size
+                written = one - one
+                _gather(
+                    mean, states, largest, size, start, i, blocks.edge_ptr,
+                    blocks.edge_col, blocks.edge, shares, 0, False,
+                )  # fmt: skip
+                clear(of_known, size)
             _mend_back(
-                state, adjoint, q, k, error, d_error, d_read, to_query, to_key,
-                strength, num_keys, width,
+                known, of_known, q, k, error, d_error, d_read, to_query, to_key,
+                written, num_keys, width,
             )  # fmt: skip
             row = (u * heads + h) * num_keys
             for a in range(0, num_keys, step):
@@ -319,7 +375,10 @@ def _backward_blocks(  # type: ignore[no-untyped-def]
                 store_part(pointer(dk) + (row + a), row_totals(to_key + at), left)
             for x in range(blocks.edge_ptr[i], blocks.edge_ptr[i + 1]):
                 before = states + (blocks.edge_col[x] - start) * size
-                d_weight[blocks.edge[x], h] = inner_product(adjoint, before, size)
+                for c in range(weight.shape[2]):
+                    d_weight[blocks.edge[x], h, c] = inner_product(
+                        adjoint + c * part, before + c * part, part
+                    )
 
 
 @jit
@@ -352,7 +411,9 @@ def _mend_back(  # type: ignore[no-untyped-def]
     state, adjoint, q, k, error, d_error, d_surprise, to_query, to_key, strength,
     num_keys, width,
 ):  # fmt: skip
-    """Makes of the adjoint of S that of S', which key and query have read before."""
+    """Makes of the adjoint of S that of S', which key and query have read before, a
+    strength of what is in S having been written since.
+    """
     step = lanes(state)
     for a in range(num_keys):
         of_query, of_key = load(to_query + a * step), load(to_key + a * step)

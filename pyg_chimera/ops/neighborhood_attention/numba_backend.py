@@ -1,10 +1,11 @@
 """Attention on the CPU: jitted, one task per block of nodes.
 
 A node's logits are computed in whole vectors, as many as it has sources, and stay in
-the cache until the values are summed. Of the forward pass, only the logarithm of the
-sum of exponentials is kept. The backward pass first computes the weights anew, node by
-node, with the gradients of logits and queries; then the gradients of keys and values,
-source by source, so that no two tasks add to the same place.
+the cache until the values are summed, those of a second map beside them. Of the forward
+pass, only the logarithm of the sum of exponentials is kept. The backward pass first
+computes the weights anew, node by node, with the gradients of logits and queries; then
+the gradients of keys and values, source by source, so that no two tasks add to the same
+place.
 """
 
 import math
@@ -31,8 +32,8 @@ from pyg_chimera.ops.common.simd import (
     vector_lanes,
     zeros,
 )
-from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
-from pyg_chimera.ops.neighborhood_attention.pattern import Neighbours
+from pyg_chimera.ops.common.vector_kit import LOG_2, clear, exp2
+from pyg_chimera.ops.neighborhood_attention.pattern import EPSILON, Neighbours
 
 DEVICES = ("cpu",)
 
@@ -45,9 +46,10 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, H, P], and logarithms of sums, to the base of two, [V, H]."""
-    query, _, value = call.inputs[:3]
-    out = value.new_empty(*query.shape[:2], value.size(2))
+    """The output [V, H, P], and logarithms of sums, to the base of two, of each map."""
+    query, key, value = call.inputs[:3]
+    heads = query.size(1) * value.size(1) // key.size(1)
+    out = value.new_empty(value.size(0), heads, value.size(2))
     kept = value.new_empty(query.shape[:2])
     _run(
         _forward, call, call.structure.sources, 1.0, *_shared(call), *arrays(out, kept)
@@ -56,38 +58,48 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value and, if there is one, bias."""
-    query, key, value, bias = call.inputs[:4]
+    """The gradients of query, key, value and, if given, bias and contrast."""
+    query, key, value, bias, contrast = call.inputs[:5]
+    num_edges, (num_nodes, heads, _) = call.inputs.edge_index.size(1), grad.shape
     dquery, dkey, dvalue = (x.new_empty(x.shape) for x in (query, key, value))
-    weight, dlogits = (
-        query.new_empty(call.inputs.edge_index.size(1), query.size(1)) for _ in range(2)
-    )
+    weight = query.new_empty(num_edges, heads)
+    dlogits = query.new_empty(num_edges, query.size(1))
+    of_contrast = query.new_empty(0 if contrast is None else num_nodes, heads)
     _run(
-        _backward_nodes, call, call.structure.sources, 2.0,
-        *_shared(call), *arrays(*saved, grad, weight, dlogits, dquery),
+        _backward_nodes, call, call.structure.sources, 2.0, *_shared(call),
+        *arrays(*saved, grad, weight, dlogits, dquery, of_contrast),
     )  # fmt: skip
-    _run(
-        _backward_sources, call, call.structure.targets, 1.0,
-        *arrays(query, grad), _scale(call), *arrays(weight, dlogits, dkey, dvalue),
-    )  # fmt: skip
-    grads = (dquery, dkey, dvalue)
-    return grads if bias is None else (*grads, dlogits)
+    one = query.new_ones(()).numpy()[()]
+    for share, rows, scale, target in (
+        (weight, grad, one, dvalue), (dlogits, query, _scale(call), dkey)
+    ):  # fmt: skip
+        _run(
+            _backward_sources, call, call.structure.targets, 0.5,
+            *arrays(share, rows), scale, *arrays(target),
+        )  # fmt: skip
+    grads = [dquery, dkey, dvalue]
+    if bias is not None:
+        grads.append(dlogits)
+    if contrast is not None:
+        grads.append(of_contrast.sum(0))
+    return tuple(grads)
 
 
 def _run(kernel, call: Call, edges: Neighbours, cost: float, *args) -> None:  # type: ignore[no-untyped-def]
     """Runs a kernel on blocks of nodes."""
-    query, key, value = call.inputs[:3]
-    num_nodes, heads, groups = query.size(0), query.size(1), key.size(1)
+    query, _, value = call.inputs[:3]
+    num_nodes, heads = query.size(0), query.size(1)
     block = np.append(np.arange(0, num_nodes, _BLOCK), num_nodes)
     # A node has to be read and written, even one that has no edges.
     work = np.diff(edges.ptr[block]) + np.diff(block)
     per_edge = cost * heads * (2 + (query.size(2) + value.size(2)) / 16)
     dtype = query.numpy().dtype
     step = vector_lanes(dtype)[0]
-    scratch = step * step + 2 * (edges.most + step)
+    # A square of vectors, and rows with a number for each edge of a node.
+    room = edges.most + step
     run(
-        kernel, work * per_edge, scratch, dtype,
-        block, groups, edges.ptr, edges.node, edges.edge, *args,
+        kernel, work * per_edge, step * step + 4 * room, dtype,
+        block, room, edges.ptr, edges.node, edges.edge, *args,
     )  # fmt: skip
 
 
@@ -97,110 +109,117 @@ def _scale(call: Call) -> np.floating:
 
 def _shared(call: Call) -> list:
     """What both passes over the targets read. Without a bias, it has no rows."""
-    query, key, value, bias = call.inputs[:4]
+    query, key, value, bias, contrast = call.inputs[:5]
     bias = query.new_empty(0, query.size(1)) if bias is None else bias
+    contrast = query.new_empty(0) if contrast is None else contrast
     dtype = query.numpy().dtype
     padding = np.repeat([0, -np.inf], vector_lanes(dtype)[0]).astype(dtype)
-    return [*arrays(query, key, value, bias), padding, _scale(call)]
+    return [
+        *arrays(query, key, value, bias, contrast), padding, _scale(call),
+        dtype.type(EPSILON),
+    ]  # fmt: skip
 
 
 @jit
 def _forward(  # type: ignore[no-untyped-def]
-    begin, end, stop, scratch, block, groups, ptr, node, edge, query, key, value, bias,
-    padding, scale, out, kept,
+    begin, end, stop, scratch, block, room, ptr, node, edge, query, key, value, bias,
+    contrast, padding, scale, epsilon, out, kept,
 ):  # fmt: skip
-    (_, heads, N), P = query.shape, value.shape[2]
-    s, _, tile = _buffers(pointer(scratch), scratch.shape[0])
+    N, groups, (_, heads, P) = query.shape[2], value.shape[1], out.shape
+    maps, tile = query.shape[1] // heads, pointer(scratch)
     q, k, v, y, b = (
         pointer(query), pointer(key), pointer(value), pointer(out), pointer(bias)
     )  # fmt: skip
-    step, dtype = lanes(q), query.dtype
-    zero, one = dtype.type(0), dtype.type(1)
-    unit, ends = dtype.type(1 / LOG_2), pointer(padding)
+    s = tile + lanes(tile) * lanes(tile)
+    zero, one = query.dtype.type(0), query.dtype.type(1)
+    unit, ends = query.dtype.type(1 / LOG_2), pointer(padding)
     for task in range(begin, end):
         if stopped(stop):
             return
         for i in range(block[task], block[task + 1]):
             start, n = ptr[i], ptr[i + 1] - ptr[i]
             for h in range(heads):
-                g, at = h * groups // heads, i * heads + h
-                top = _logits(
-                    s, q + at * N, k + g * N, groups * N, N, node, start, n, tile, ends,
-                    scale, unit, b, bias.shape[0] > 0, edge, h, heads,
-                )  # fmt: skip
-                if top == -np.inf:  # nobody to attend to
-                    kept[i, h] = np.inf
-                    _combine(y + at * P, s, v, 0, P, node, start, 0, zero, False)
-                    continue
-                sums = zeros(q)
-                for t in range(0, n, step):
-                    e = exp2(load(s + t) - splat(top))
-                    store(s + t, e)
-                    sums = sums + e
-                whole = total(sums)
-                kept[i, h] = top + math.log2(whole)
+                g = h * groups // heads
+                for m in range(maps):
+                    at, row = m * heads + h, s + m * room
+                    top = _logits(
+                        row, q + (i * maps * heads + at) * N, k + (m * groups + g) * N,
+                        maps * groups * N, N, node, start, n, tile, ends, scale, unit,
+                        b, bias.shape[0] > 0, edge, at, maps * heads,
+                    )  # fmt: skip
+                    kept[i, at] = _softmax(row, n, top, one)
+                count, whole = n, one
+                if maps == 2:
+                    whole = epsilon + _difference(s, s, s + room, n, contrast[h], zero)
+                elif kept[i, h] == np.inf:  # nobody to attend to
+                    count = 0
                 _combine(
-                    y + at * P, s, v + g * P, groups * P, P, node, start, n,
-                    one / whole, False,
+                    y + (i * heads + h) * P, s, v + g * P, groups * P, P, node, start,
+                    count, one / whole, False,
                 )  # fmt: skip
 
 
 @jit
 def _backward_nodes(  # type: ignore[no-untyped-def]
-    begin, end, stop, scratch, block, groups, ptr, node, edge, query, key, value, bias,
-    padding, scale, kept, grad, weight, dlogits, dquery,
+    begin, end, stop, scratch, block, room, ptr, node, edge, query, key, value, bias,
+    contrast, padding, scale, epsilon, kept, grad, weight, dlogits, dquery, dcontrast,
 ):  # fmt: skip
-    (_, heads, N), P = query.shape, value.shape[2]
-    s, d, tile = _buffers(pointer(scratch), scratch.shape[0])
+    N, groups, (_, heads, P) = query.shape[2], value.shape[1], grad.shape
+    maps, tile = query.shape[1] // heads, pointer(scratch)
     q, k, v, dy, dq, b = (
         pointer(query), pointer(key), pointer(value), pointer(grad), pointer(dquery),
         pointer(bias),
     )  # fmt: skip
-    w, dw = pointer(weight), pointer(dlogits)
-    step, dtype = lanes(q), query.dtype
-    unit, ends = dtype.type(1 / LOG_2), pointer(padding)
+    step = lanes(tile)
+    s = tile + step * step
+    d, w, zero = s + 2 * room, s + 3 * room, query.dtype.type(0)
+    unit, ends = query.dtype.type(1 / LOG_2), pointer(padding)
     for task in range(begin, end):
         if stopped(stop):
             return
         for i in range(block[task], block[task + 1]):
             start, n = ptr[i], ptr[i + 1] - ptr[i]
             for h in range(heads):
-                g, at = h * groups // heads, i * heads + h
-                _logits(
-                    s, q + at * N, k + g * N, groups * N, N, node, start, n, tile, ends,
-                    scale, unit, b, bias.shape[0] > 0, edge, h, heads,
-                )  # fmt: skip
+                g = h * groups // heads
+                for m in range(maps):
+                    at, row = m * heads + h, s + m * room
+                    _logits(
+                        row, q + (i * maps * heads + at) * N, k + (m * groups + g) * N,
+                        maps * groups * N, N, node, start, n, tile, ends, scale, unit,
+                        b, bias.shape[0] > 0, edge, at, maps * heads,
+                    )  # fmt: skip
+                    for t in range(0, n, step):
+                        store(row + t, exp2(load(row + t) - splat(kept[i, at])))
                 _products(
-                    d, dy + at * P, v + g * P, groups * P, P, node, start, n, tile
-                )
-                sums = zeros(q)
-                for t in range(0, n, step):
-                    p = exp2(load(s + t) - splat(kept[i, h]))
-                    store(s + t, p)
-                    sums = fma(p, load(d + t), sums)
-                mean = splat(total(sums))
-                for t in range(0, n, step):
-                    store(d + t, load(s + t) * (load(d + t) - mean))
-                for t in range(n):
-                    e = edge[start + t] * heads + h
-                    w[e] = s[t]
-                    dw[e] = d[t]
-                _combine(
-                    dq + at * N, d, k + g * N, groups * N, N, node, start, n, scale,
-                    False,
+                    d, dy + (i * heads + h) * P, v + g * P, groups * P, P, node, start,
+                    n, tile,
                 )  # fmt: skip
+                if maps == 2:
+                    dcontrast[i, h] = _difference_back(
+                        s, s + room, d, w, n, contrast[h], epsilon, zero
+                    )
+                else:
+                    _softmax_back(s, d, w, n)
+                for t in range(n):
+                    weight[edge[start + t], h] = w[t]
+                for m in range(maps):
+                    at, row = m * heads + h, s + m * room
+                    for t in range(n):
+                        dlogits[edge[start + t], at] = row[t]
+                    _combine(
+                        dq + (i * maps * heads + at) * N, row,
+                        k + (m * groups + g) * N, maps * groups * N, N, node, start, n,
+                        scale, False,
+                    )  # fmt: skip
 
 
 @jit
 def _backward_sources(  # type: ignore[no-untyped-def]
-    begin, end, stop, scratch, block, groups, ptr, node, edge, query, grad, scale,
-    weight, dlogits, dkey, dvalue,
+    begin, end, stop, scratch, block, room, ptr, node, edge, weight, rows, scale, out,
 ):  # fmt: skip
-    (_, heads, N), P = query.shape, grad.shape[2]
-    s, d, _ = _buffers(pointer(scratch), scratch.shape[0])
-    q, dy, dk, dv = pointer(query), pointer(grad), pointer(dkey), pointer(dvalue)
-    w, dw = pointer(weight), pointer(dlogits)
-    one = query.dtype.type(1)
+    """Sums over the targets that read each source, of weights times their rows."""
+    (_, heads, size), groups = rows.shape, out.shape[1]
+    s, x, y = pointer(scratch), pointer(rows), pointer(out)
     for task in range(begin, end):
         if stopped(stop):
             return
@@ -208,25 +227,77 @@ def _backward_sources(  # type: ignore[no-untyped-def]
             start, n = ptr[j], ptr[j + 1] - ptr[j]
             for h in range(heads):
                 g = h * groups // heads
-                at = j * groups + g
                 for t in range(n):
-                    e = edge[start + t] * heads + h
-                    s[t] = w[e]
-                    d[t] = dw[e]
+                    s[t] = weight[edge[start + t], h]
                 more = h > g * heads // groups
                 _combine(
-                    dv + at * P, s, dy + h * P, heads * P, P, node, start, n, one, more
-                )
-                _combine(
-                    dk + at * N, d, q + h * N, heads * N, N, node, start, n, scale, more
-                )
+                    y + (j * groups + g) * size, s, x + h * size, heads * size, size,
+                    node, start, n, scale, more,
+                )  # fmt: skip
 
 
-@jit
-def _buffers(scratch, size):  # type: ignore[no-untyped-def]
-    """Two rows with a number for each edge of a node, and a square of vectors."""
-    square = lanes(scratch) * lanes(scratch)
-    return scratch + square, scratch + (square + size) // 2, scratch
+@inlined
+def _softmax(s, n, top, one):  # type: ignore[no-untyped-def]
+    """Makes weights of logits, of which the largest is known: zeros, if there is none.
+
+    The logarithm of their sum; infinity, if there is none.
+    """
+    if top == -np.inf:
+        clear(s, n)
+        return -top
+    sums = zeros(s)
+    for t in range(0, n, lanes(s)):
+        e = exp2(load(s + t) - splat(top))
+        store(s + t, e)
+        sums = sums + e
+    whole = total(sums)
+    for t in range(0, n, lanes(s)):
+        store(s + t, load(s + t) * splat(one / whole))
+    return top + math.log2(whole)
+
+
+@inlined
+def _softmax_back(s, d, w, n):  # type: ignore[no-untyped-def]
+    """Moves weights from s to w, and leaves in s the gradients of their logits."""
+    sums = zeros(s)
+    for t in range(0, n, lanes(s)):
+        p = load(s + t)
+        store(w + t, p)
+        sums = fma(p, load(d + t), sums)
+    mean = splat(total(sums))
+    for t in range(0, n, lanes(s)):
+        store(s + t, load(s + t) * (load(d + t) - mean))
+
+
+@inlined
+def _difference(w, first, second, n, contrast, zero):  # type: ignore[no-untyped-def]
+    """Sets w to what is positive of the difference of two maps. Their sum."""
+    whole = zero
+    for t in range(n):
+        x = first[t] - contrast * second[t]
+        w[t] = zero if x < zero else x  # NaN passes
+        whole += w[t]
+    return whole
+
+
+@inlined
+def _difference_back(first, second, d, w, n, contrast, epsilon, zero):  # type: ignore[no-untyped-def]
+    """Sets w to the weights, and makes of both maps the gradients of their logits. That
+    of the contrast.
+    """
+    whole = epsilon + _difference(w, first, second, n, contrast, zero)
+    mean = of_first = of_second = zero
+    for t in range(n):
+        w[t] /= whole
+        mean += w[t] * d[t]
+    for t in range(n):
+        d[t] = (d[t] - mean) / whole if w[t] > zero else zero
+        of_first += first[t] * d[t]
+        of_second += second[t] * d[t]
+    for t in range(n):
+        first[t] *= d[t] - of_first
+        second[t] *= contrast * (of_second - d[t])
+    return -of_second
 
 
 @inlined

@@ -12,7 +12,10 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 
-__all__ = ["Neighbours", "Pattern", "pattern"]
+__all__ = ["EPSILON", "Neighbours", "Pattern", "pattern"]
+
+#: What is added to sums of rectified differences, which may be zero.
+EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.neighborhood_attention.pattern import EPSILON
 
 DEVICES = None
 
@@ -21,8 +22,8 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, H, P], and the weights [E, H], which sum to one at each node."""
-    query, key, value, bias, edge_index = call.inputs[:5]
+    """The output [V, H, P], and the softmaxes [E, H] or, of two maps, [E, 2 H]."""
+    query, key, value, bias, contrast, edge_index = call.inputs[:6]
     query, (source, target) = _by_group(query, key), edge_index
     logits = query.new_empty(len(source), *query.shape[1:3])
     for e in _parts(query, source):
@@ -38,27 +39,40 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     weight = logits.sub_(top[target]).exp_()
     total = torch.zeros_like(top).index_add_(0, target, weight)
     weight /= total.clamp_(min=1)[target]  # one of them is exp(0), or all are zero
+    softmax = weight.flatten(1)
+    if contrast is not None:
+        weight, _ = _difference(softmax, contrast, target, query.size(0))
+        weight = weight.unflatten(1, (value.size(1), -1))
 
-    out = _zeros(query, value)
+    out = value.new_zeros(value.size(0), *weight.shape[1:], value.size(2))
     for e in _parts(out, source):
         out.index_add_(0, target[e], _scaled(weight[e], value[source[e]]))
-    return out.flatten(1, 2), (weight,)
+    return out.flatten(1, 2), (softmax,)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value and, if there is one, bias."""
-    query, key, value, bias, edge_index = call.inputs[:5]
-    (weight,), (source, target) = saved, edge_index
+    """The gradients of query, key, value and, if given, bias and contrast."""
+    query, key, value, bias, contrast, edge_index = call.inputs[:6]
+    (softmax,), (source, target) = saved, edge_index
+    weight, num_nodes = softmax, query.size(0)
+    if contrast is not None:
+        weight, whole = _difference(softmax, contrast, target, num_nodes)
+    weight = weight.unflatten(1, (value.size(1), -1))
     query, grad = _by_group(query, key), _by_group(grad, value)
-    dvalue, dlogits = torch.zeros_like(value), torch.empty_like(weight)
+    dvalue, dweight = torch.zeros_like(value), torch.empty_like(weight)
     for e in _parts(grad, source):
         dy = grad[target[e]]
-        dlogits[e] = _products(dy, value[source[e]])
+        dweight[e] = _products(dy, value[source[e]])
         dvalue.index_add_(0, source[e], _summed(weight[e], dy))
-    dlogits *= weight
-    total = dlogits.new_zeros(query.size(0), *weight.shape[1:])
-    total.index_add_(0, target, dlogits)
-    dlogits -= weight * total[target]
+    dweight, weight = dweight.flatten(1), weight.flatten(1)
+    of_contrast = []
+    if contrast is not None:
+        dweight -= _totals(weight * dweight, target, num_nodes)
+        dweight = (dweight / whole).masked_fill(weight <= 0, 0)
+        of_contrast.append(-(softmax.chunk(2, dim=1)[1] * dweight).sum(0))
+        dweight = torch.cat([dweight, -contrast * dweight], dim=1)
+    dlogits = softmax * (dweight - _totals(softmax * dweight, target, num_nodes))
+    flat, dlogits = dlogits, dlogits.unflatten(1, (key.size(1), -1))
 
     dquery, dkey = torch.zeros_like(query), torch.zeros_like(key)
     for e in _parts(query, source):
@@ -66,16 +80,27 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         dquery.index_add_(0, target[e], _scaled(d, key[source[e]]))
         dkey.index_add_(0, source[e], _summed(d, query[target[e]]))
     grads = (dquery.flatten(1, 2), dkey, dvalue)
-    return grads if bias is None else (*grads, dlogits.flatten(1))
+    return (*grads, *([] if bias is None else [flat]), *of_contrast)
+
+
+def _difference(
+    maps: Tensor, contrast: Tensor, target: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor]:
+    """The weights [E, H] of two maps [E, 2 H], and what they have been divided by."""
+    first, second = maps.chunk(2, dim=1)
+    weight = (first - contrast * second).relu_()
+    whole = _totals(weight, target, num_nodes) + EPSILON
+    return weight / whole, whole
+
+
+def _totals(x: Tensor, target: Tensor, num_nodes: int) -> Tensor:
+    """The sums over the edges of each node, for each of them."""
+    return x.new_zeros(num_nodes, x.size(1)).index_add_(0, target, x)[target]
 
 
 def _by_group(x: Tensor, shared: Tensor) -> Tensor:
     """Heads [V, H, C] as [V, G, H / G, C]."""
     return x.unflatten(1, (shared.size(1), x.size(1) // shared.size(1)))
-
-
-def _zeros(query: Tensor, value: Tensor) -> Tensor:
-    return value.new_zeros(*query.shape[:3], value.size(2))
 
 
 def _products(x: Tensor, y: Tensor) -> Tensor:

@@ -275,7 +275,7 @@ def test_forms_of_graphs(case: Case, form: str):
 VALUED = [name for name in ON_GRAPHS if name.endswith("-edges") or name.endswith("-D")]
 
 
-@pytest.mark.parametrize("case", map(CASES.get, VALUED), ids=VALUED)
+@pytest.mark.parametrize("case", [CASES[name] for name in VALUED], ids=VALUED)
 def test_values_of_sparse_graphs_are_edge_features(case: Case):
     conv, inputs = case.trained(), with_unique_edges(case.inputs())
     index, attr = inputs.edge_index, inputs.edge_attr
@@ -306,7 +306,7 @@ def test_sparse_tensor(case: Case):
 
 
 @needs_torch_sparse
-@pytest.mark.parametrize("case", map(CASES.get, VALUED), ids=VALUED)
+@pytest.mark.parametrize("case", [CASES[name] for name in VALUED], ids=VALUED)
 def test_values_of_sparse_tensors_are_edge_features(case: Case):
     conv, inputs = case.trained(), with_unique_edges(case.inputs())
     out = conv(inputs.x, sparse_tensor(inputs.edge_index, inputs.edge_attr))
@@ -393,6 +393,8 @@ COMPILED = {
     "ChimeraPathConv": (nn.ChimeraPathConv, "path"),
     "GatedDeltaConv": (nn.GatedDeltaConv, "any"),
     "GatedDeltaConv-acyclic": (partial(nn.GatedDeltaConv, acyclic=True), "dag"),
+    "GatedDeltaConv-channels": (
+        partial(nn.GatedDeltaConv, acyclic=True, channel_decay=True), "dag"),
     "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
     "RGLRUConv": (nn.RGLRUConv, "dag"),
     "KHopAttentionConv": (partial(nn.KHopAttentionConv, k=2, heads=2), "any"),

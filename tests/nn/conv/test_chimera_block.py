@@ -20,7 +20,7 @@ LAYERS = [
     (ChimeraDAGConv, PATH, {"edge_dim": EDGE, "groups": 2}),
     (ChimeraPathConv, BOTH, {}),
     (GatedDeltaConv, BOTH, {}),
-    (GatedDeltaConv, PATH, {"acyclic": True, "surprise": True}),
+    (GatedDeltaConv, PATH, {"acyclic": True, "surprise": True, "conv_kernel": 1}),
 ]
 
 

@@ -11,6 +11,7 @@ from torch_geometric.utils import to_undirected
 
 from pyg_chimera.nn import GatedDeltaConv
 from pyg_chimera.nn.conv.gated_delta_conv import unit
+from pyg_chimera.ops import CycleError
 
 KINDS = [name for name in CASES if name.startswith("GatedDeltaConv")]
 
@@ -20,7 +21,9 @@ def direction(y):
 
 
 def transitions(conv, index, delta, edge):
-    """A of one head, [V, V], from what softplus makes of selectivities [V, gates]."""
+    """A of one head, and channel, [V, V], from what softplus makes of selectivities
+    [V, gates].
+    """
     n, A = len(delta), delta.new_zeros(len(delta), len(delta))
     decays = []
     for e, (j, i) in enumerate(index.t().tolist()):
@@ -38,15 +41,18 @@ def transitions(conv, index, delta, edge):
     return A
 
 
-def memories(A, query, key, value, beta, temperature):
-    """The states of one head, from S = (I - b k k^T) (A S) + b k v^T over and over."""
+def memories(A, query, key, value, beta, temperature, mean):
+    """The states of one head, from S = (I - b k k^T) (A S) + b k v^T over and over,
+    with A of each channel and, where they are predicted from, the mean of parents.
+    """
     S = key.new_zeros(*key.shape, value.size(1))
     for _ in range(4000):
-        before = torch.einsum("ij,jnp->inp", A, S)
-        wrong = value - torch.einsum("inp,in->ip", before, key)
+        before = torch.einsum("nij,jnp->inp", A, S)
+        known = before if mean is None else torch.einsum("ij,jnp->inp", mean, S)
+        wrong = value - torch.einsum("inp,in->ip", known, key)
         strength = beta
         if temperature is not None:
-            error = value - torch.einsum("inp,in->ip", before, query)
+            error = value - torch.einsum("inp,in->ip", known, query)
             strength = beta * torch.sigmoid(error.square().mean(1) / temperature)
         after = before + torch.einsum("i,in,ip->inp", strength, key, wrong)
         if (after - S).abs().max() < 1e-15:
@@ -62,13 +68,14 @@ def test_the_formula(name):
     x, index, attr, *_ = inputs
     parts = [conv.lin_value(x), conv.lin_key(x), conv.lin_query(x)]
     if conv.local_weight is not None:
-        own, around = conv.local_weight.t()[:, : sum(p.size(1) for p in parts)]
-        y, near = torch.cat(parts, 1), []
-        for i in range(len(x)):
-            tails = index[0, index[1] == i]
-            near.append(y[tails].mean(0) if len(tails) else 0 * y[i])
-        y = y * own + torch.stack(near) * around
-        parts = y.split([p.size(1) for p in parts], 1)
+        y, filtered = torch.cat(parts, 1), 0
+        for weight in conv.local_weight.t():
+            filtered, near = filtered + y * weight, torch.zeros_like(y)
+            for i in range(len(x)):
+                tails = index[0, index[1] == i]
+                near[i] = y[tails].mean(0) if len(tails) else 0
+            y = near
+        parts = filtered.split([p.size(1) for p in parts], 1)
     value, key, query = map(F.silu, parts)
     delta = conv.lin_delta(x).unflatten(1, (-1, conv.heads)) + conv.delta_bias
     outs = []
@@ -78,13 +85,22 @@ def test_the_formula(name):
         edge = None
         if conv.lin_edge is not None:
             edge = F.softplus(conv.lin_edge(attr)[:, h] + conv.edge_bias[0, h])
-        A = transitions(conv, index, F.softplus(delta[:, :-1, h]), edge)
+        delta_h, mean = F.softplus(delta[:, :-1, h]), None
+        if conv.channel_decay:
+            each = [delta_h[:, n : n + 1] for n in range(N)]
+        else:
+            each = [delta_h] * N
+        A = torch.stack([transitions(conv, index, y, edge) for y in each])
+        if conv.prediction == "undecayed":
+            mean = torch.zeros_like(A[0])
+            for j, i in index.t().tolist():
+                mean[i, j] += 1 / (index[1] == i).sum()
         v = value.unflatten(1, (conv.heads, -1))[:, h]
         beta = (2 if conv.reflections else 1) * torch.sigmoid(delta[:, -1, h])
         temperature = conv.log_temperature
         if temperature is not None:
             temperature = temperature[h].exp()
-        S = memories(A, q, k, v, beta, temperature)
+        S = memories(A, q, k, v, beta, temperature, mean)
         y = torch.einsum("inp,in->ip", S, q)
         outs.append(y + conv.skip[h] * v)
     y = torch.cat(outs, 1)
@@ -120,17 +136,27 @@ def test_nodes_without_features(acyclic):
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("acyclic", [False, True])
-def test_reach(acyclic, heads):
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"acyclic": True}, {"acyclic": True, "channel_decay": True}],
+    ids=str,
+)
+def test_reach(options, heads):
     """What nobody overwrites falls to 1/e along a path after so many steps."""
     n, index = 300, torch.stack([torch.arange(299), torch.arange(1, 300)])
-    conv = GatedDeltaConv(CHANNELS, heads=heads, reach=(2.0, 20.0), acyclic=acyclic)
-    if not acyclic:
+    conv = GatedDeltaConv(
+        CHANNELS, heads=heads, state_channels=3, reach=(2.0, 20.0), **options
+    )
+    if not conv.acyclic:
         index = to_undirected(index)
     delta = F.softplus(conv.selectivities(torch.zeros(n, CHANNELS)) + conv.delta_bias)
     deltas = list(delta.unbind(1))[:-1]
     weight = conv._transition(index, n, deltas, None).detach().double()
     A = torch.zeros(heads, n, n).double()
+    if conv.channel_decay:
+        assert weight.shape == (n - 1, heads, 3)
+        assert (weight == weight[..., :1]).all()
+        weight = weight[..., 0]
     A[:, index[1], index[0]] = weight.t()
     L = torch.linalg.inv(torch.eye(n).double() - A)
     found = -1 / (L[:, 151, 150] / L[:, 150, 150]).log()
@@ -144,16 +170,33 @@ def test_bad_gamma(gamma):
         GatedDeltaConv(CHANNELS, gamma=gamma)
 
 
-def test_surprise_takes_dags():
-    with pytest.raises(ValueError, match=r"surprise=True .* pass acyclic=True"):
-        GatedDeltaConv(CHANNELS, surprise=True)
+@pytest.mark.parametrize(
+    "options",
+    [{"surprise": True}, {"prediction": "undecayed"}, {"channel_decay": True}],
+    ids=str,
+)
+def test_what_takes_dags(options):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r} .* pass acyclic=True"):
+        GatedDeltaConv(CHANNELS, **options)
 
 
-def test_cycles_where_there_should_be_none():
-    conv = GatedDeltaConv(CHANNELS, acyclic=True, reach=(64, 64))
-    x, index = (
-        torch.zeros(3, CHANNELS),
-        torch.tensor([[0, 1, 2, 0, 1], [1, 2, 0, 2, 0]]),
-    )
-    with pytest.raises(ValueError, match=r"row of node 0 sums to 1.* make a DAG"):
+def test_bad_predictions():
+    with pytest.raises(ValueError, match=r"'prediction' must be one of .* got 'mean'"):
+        GatedDeltaConv(CHANNELS, acyclic=True, prediction="mean")
+    options = {"acyclic": True, "prediction": "undecayed"}
+    with pytest.raises(ValueError, match="let memories grow"):
+        GatedDeltaConv(CHANNELS, reflections=True, **options)
+    conv = GatedDeltaConv(CHANNELS, **options)
+    conv.explain = True
+    with pytest.raises(ValueError, match="Edge masks act on transitions"):
+        conv(torch.zeros(2, CHANNELS), torch.tensor([[0], [1]]))
+
+
+@pytest.mark.parametrize("steps", [1, 64])
+def test_cycles_where_there_should_be_none(steps):
+    """Named, also where weights are so small that there would be a solution."""
+    conv = GatedDeltaConv(CHANNELS, acyclic=True, reach=(steps, steps))
+    x, index = torch.zeros(4, CHANNELS), torch.tensor([[3, 0, 1, 2], [0, 1, 2, 0]])
+    with pytest.raises(CycleError, match="has the cycle 0 -> 1 -> 2 -> 0"):
         conv(x, index)

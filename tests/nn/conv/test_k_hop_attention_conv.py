@@ -57,7 +57,7 @@ def loop(conv, x, places=None, base=10_000.0, edge_bias=None):
     for i, near in enumerate(ANCESTORS):
         heads = []
         for h in range(conv.heads):
-            g, mixed = h // share, []
+            g, maps = h // share, []
             for m in range(conv.maps):
                 logits = []
                 for j, d in near.items():
@@ -73,15 +73,17 @@ def loop(conv, x, places=None, base=10_000.0, edge_bias=None):
                             + edge_bias.get((j, i), torch.zeros(4))[m * conv.heads + h]
                         )
                     logits.append(logit)
-                weight = torch.stack(logits).softmax(0)
-                mixed.append(
-                    sum(w * v[j, g] for w, j in zip(weight, near, strict=True))
-                )
-            y = mixed[0]
+                maps.append(torch.stack(logits).softmax(0))
+            weight = maps[0]
             if conv.differential:
                 (q1, k1), (q2, k2) = conv.lambdas
-                weight = (q1 @ k1).exp() - (q2 @ k2).exp() + conv.lambda_init
-                y = mixed[0] - weight * mixed[1]
+                contrast = (q1 @ k1).exp() - (q2 @ k2).exp() + conv.lambda_init
+                weight = maps[0] - contrast * maps[1]
+            if conv.differential == "rectified":
+                weight = weight.relu()
+                weight = weight / (weight.sum() + 1e-6)
+            y = sum(w * v[j, g] for w, j in zip(weight, near, strict=True))
+            if conv.differential is True:
                 y = F.rms_norm(y, y.shape, conv.norm.weight, 1e-5)
                 y = y * (1 - conv.lambda_init)
             heads.append(y)
@@ -96,6 +98,7 @@ def loop(conv, x, places=None, base=10_000.0, edge_bias=None):
         {"heads": 4, "groups": 2},
         {"differential": True, "depth": 3},
         {"heads": 4, "groups": 1, "differential": True},
+        {"heads": 4, "groups": 2, "differential": "rectified", "depth": 2},
         {"latent_channels": 3},
     ],
     ids=str,
@@ -219,6 +222,7 @@ def test_nodes_alone_attend_to_themselves():
         ({"rotary": True, "rotary_length": 0}, "'rotary_length' must be 1 or more"),
         ({"latent_channels": 0}, "'latent_channels' must be an integer >= 1"),
         ({"differential": True, "depth": 0}, "'depth' must be an integer >= 1"),
+        ({"differential": "relu"}, "'differential' must be one of .*'rectified'"),
         ({"backend": "cuda"}, "'backend' must be one of"),
     ],
 )

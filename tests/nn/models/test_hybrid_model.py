@@ -269,7 +269,7 @@ def test_recall(capacity):
     torch.manual_seed(1)
     model = hybrid(
         "sequence", head="graph", pool="max", capacity=capacity, out_channels=TOKENS,
-        recurrence_kwargs={"state_channels": 8, "local_conv": True},
+        recurrence_kwargs={"state_channels": 8, "conv_kernel": 2},
     )  # fmt: skip
 
     paths = Batch.from_data_list([SequenceToGraph()([0] * 5) for _ in range(32)])
