@@ -19,7 +19,7 @@ TRITON := $(VENV)-triton
 demo docs test test-sparse test-triton smoke: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-sparse test-triton test-gpu lint format docs bench smoke clean
+.PHONY: help install demo test test-sparse test-triton test-gpu lint format docs bench bench-gpu smoke clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -49,8 +49,9 @@ demo: $(STAMP)  ## train a small model on generated peptides (no download)
 	$(BIN)/python examples/lrgb.py --preset demo \
 		$(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
 
-test: $(STAMP)  ## run the tests
-	$(BIN)/python -m pytest $(ARGS)
+test: $(STAMP)  ## run the tests, a process and a thread for each core
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest \
+		--numprocesses=logical --maxprocesses=8 --dist=worksteal $(ARGS)
 
 test-sparse: $(SPARSE)/.installed  ## build torch-scatter and torch-sparse, run what needs them
 	$(SPARSE)/bin/python -m pytest -rs -k "sparse or neighbour" \
@@ -68,7 +69,8 @@ $(SPARSE)/.installed: $(STAMP)
 
 test-triton: $(TRITON)/.installed  ## run Triton's kernels in its interpreter, compile them
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -rs tests/ops/test_triton_interpreted.py \
-		tests/ops/common/test_triton_runtime.py $(ARGS)
+		tests/ops/test_triton_launches.py tests/ops/common/test_triton_runtime.py $(ARGS)
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/ops/test_host_waits.py -k triton $(ARGS)
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/ops/test_operators.py \
 		-k "triton and not (random_batches or derivatives or dtypes or layouts)" $(ARGS)
 	$(TRITON)/bin/python -m pytest -rs tests/ops/test_triton_compiled.py $(ARGS)
@@ -100,6 +102,9 @@ docs: $(STAMP)  ## build the documentation into docs/_build/html
 bench: $(STAMP)  ## measure the mixing layers against their neighbours
 	$(BIN)/python benchmarks/mixing.py $(ARGS)
 
+bench-gpu: $(STAMP)  ## measure the operators on a GPU, within ten minutes
+	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
 smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python examples/lrgb.py --smoke --overwrite
 	$(BIN)/python examples/arrow_pointing.py --smoke --overwrite
@@ -115,6 +120,8 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python benchmarks/sequences.py --smoke
 	$(BIN)/python benchmarks/orders.py --smoke
 	$(BIN)/python benchmarks/learning.py --smoke --overwrite
+	$(BIN)/python benchmarks/gpu.py --smoke
+	$(BIN)/python benchmarks/prefetching.py --smoke
 
 clean:  ## remove what was built, the virtual environment too
 	rm -rf $(VENV) $(SPARSE) $(TRITON) build dist docs/_build docs/generated ./*.egg-info

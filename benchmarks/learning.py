@@ -44,10 +44,12 @@ from workloads import REPOSITORY
 from pyg_chimera.nn import (
     ChimeraConv,
     ChimeraDAGConv,
+    GatedDeltaConv,
     GatedGCNConv,
     GPSLayer,
     GraphMambaConv,
     GraphModel,
+    KHopAttentionConv,
     PLSTMConv,
     RandomWalkEncoder,
 )
@@ -57,9 +59,12 @@ SETTINGS = {
     "layers": 2, "channels": 32, "heads": 4, "state_channels": 16,
     "parameters_of_layers": 32_000, "lr": 3e-3, "warm_up": 0.05, "clip": 1.0,
 }  # fmt: skip
-MIXERS = (
+DEFAULT = (
     "chimera", "plstm", "graph-mamba", "attention", "attention-rw", "gcn", "gatedgcn",
 )  # fmt: skip
+#: On demand the delta rule, attention to eight steps, and both in turn.
+HYBRID = ("gated-delta", "k-hop")
+MIXERS = (*DEFAULT, *HYBRID, "hybrid")
 
 #: Why a mixer can't learn a task but in part, as far as that is known beforehand.
 REASONS = {
@@ -71,7 +76,11 @@ REASONS = {
 TRAVEL = ("nearest-source", "path-sum", "weighted-nearest", "reachability", "parity")
 LIMITS = {
     **{(mixer, task): "a" for mixer in ("gcn", "gatedgcn") for task in TASKS},
-    **{(x, task): "b" for x in ("attention", "attention-rw") for task in TRAVEL},
+    **{
+        (mixer, task): "b"
+        for mixer in ("attention", "attention-rw", "k-hop")
+        for task in TRAVEL
+    },
     **{("graph-mamba", task): "c" for task in TRAVEL},
     ("chimera", "parity"): "d",
 }
@@ -91,8 +100,10 @@ AT_LEAST = {
 # Models ------------------------------------------------------------------------------
 
 
-def build_mixer(name: str, task: Task) -> Module | None:
+def build_mixer(name: str, task: Task, index: int) -> Module | None:
     """A layer as its constructor makes it, along the edges of a DAG if there is one."""
+    if name == "hybrid":
+        name = HYBRID[index % 2]
     channels, heads, states = (
         SETTINGS[key] for key in ("channels", "heads", "state_channels")
     )
@@ -105,6 +116,12 @@ def build_mixer(name: str, task: Task) -> Module | None:
         return PLSTMConv(channels, heads=heads, edge_dim=edge_dim, order=order)
     if name == "graph-mamba":
         return GraphMambaConv(channels, states)
+    if name == "gated-delta":
+        return GatedDeltaConv(
+            channels, None, heads, states, acyclic=task.directed, edge_dim=edge_dim
+        )
+    if name == "k-hop":
+        return KHopAttentionConv(channels, None, heads, k=8, edge_dim=edge_dim)
     if name in ("attention", "attention-rw"):
         return MultiheadAttention(channels, heads, batch_first=True)
     return None
@@ -116,7 +133,7 @@ def build(name: str, task: Task) -> GraphModel:
     """
     channels = SETTINGS["channels"]
 
-    def layer(mlp_channels: int) -> GPSLayer:
+    def layer(index: int, mlp_channels: int) -> GPSLayer:
         edge_dim = 0 if task.edge_dim is None else None
         conv: Module = GatedGCNConv(channels, channels, edge_dim)
         if name == "gcn":
@@ -124,22 +141,25 @@ def build(name: str, task: Task) -> GraphModel:
         return GPSLayer(
             channels,
             conv,
-            build_mixer(name, task),
+            build_mixer(name, task, index),
             arrangement="sequential",
             norm_first=True,
             mlp_channels=mlp_channels,
         )
 
-    one, two = (count_parameters(layer(hidden)) for hidden in (1, 2))
-    target = SETTINGS["parameters_of_layers"] / SETTINGS["layers"]
-    hidden = 1 + round((target - one) / (two - one))
+    indices = range(SETTINGS["layers"])
+    one, two = (
+        sum(count_parameters(layer(index, hidden)) for index in indices)
+        for hidden in (1, 2)
+    )
+    hidden = 1 + round((SETTINGS["parameters_of_layers"] - one) / (two - one))
     encodings = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     rank = "topological_rank" if task.directed else "elimination_rank"
     return GraphModel(
         task.in_channels,
         channels,
         task.out_channels,
-        lambda _: layer(hidden),
+        lambda index: layer(index, hidden),
         SETTINGS["layers"],
         edge_dim=None if name == "gcn" else task.edge_dim,
         head="node" if task.distance else "graph",
@@ -417,7 +437,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         if points:
             x, found = list(points), list(points.values())
             color = f"C{i}"
-            style = {"color": color, "marker": "o^sDvxP"[i], "markersize": 4}
+            style = {"color": color, "marker": "o^sDvxP*<h"[i], "markersize": 4}
             # The first ones lie above the others, where those hide them.
             axis.plot(x, list(map(mean, found)), label=mixer, zorder=9 - i, **style)
             low, high = (list(map(f, found)) for f in (min, max))
@@ -446,8 +466,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     add("--only", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="TASK",
         help=f"of {', '.join(TASKS)} (default: all)")  # fmt: skip
-    add("--mixers", nargs="+", choices=MIXERS, default=list(MIXERS), metavar="MIXER",
-        help=f"of {', '.join(MIXERS)} (default: all)")  # fmt: skip
+    add("--mixers", nargs="+", choices=MIXERS, default=list(DEFAULT), metavar="MIXER",
+        help=f"of {', '.join(MIXERS)} (default: those before {HYBRID[0]})")  # fmt: skip
     add("--seconds", type=float,
         help="of a core's time for each model (default: 15; --smoke: 0.1)")  # fmt: skip
     add("--seeds", type=int, default=1, metavar="N",

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch_geometric.nn import GATConv, GPSConv
 from workloads import Workload, all_peptides, peptides, planar
 
-from pyg_chimera.nn import PLSTMConv, PLSTMGridConv
+from pyg_chimera.nn import ChimeraGridConv, PLSTMConv, PLSTMGridConv
 from pyg_chimera.nn.conv import plstm_conv, plstm_grid_conv
 from pyg_chimera.ops import dag_scan, grid_scan, line_graph, multitree, stm_scan
 from pyg_chimera.ops.dag_scan.states import grid_states
@@ -375,7 +375,8 @@ class GridStates(NamedTuple):
 
 def all_grids(num_nodes: int, orientations: int, height: int, width: int) -> GridStates:
     count = num_nodes // (height * width)
-    graph = grid_states((height, width) * count, orientations).graph
+    chosen = tuple(range(orientations))
+    graph = grid_states((height, width) * count, chosen, on_nodes=False).graph
     into = np.repeat(graph.state, np.diff(graph.parent_ptr))
     edges = np.empty((2, len(graph.edge)), np.int64)
     edges[:, graph.edge] = graph.state[graph.parent], into
@@ -507,7 +508,7 @@ class Attention(torch.nn.Module):
 
 
 def layer(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
-    """`kind` is a mode of pLSTM, with how it is computed, or another layer."""
+    """`kind` is a mode of pLSTM or is Chimera, and how it is computed, or another."""
     on_grids = graphs.height > 0
     torch.manual_seed(0)
     module: torch.nn.Module
@@ -524,7 +525,10 @@ def layer(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
         backend = "torch" if way == ["torch"] else "auto"
         form = "state" if way == ["torch"] else "auto"
         make = PLSTMGridConv if on_grids else partial(PLSTMConv, order="order")
-        module = make(CHANNELS, heads=HEADS, mode=mode, form=form, backend=backend)
+        make = partial(make, mode=mode)
+        if mode == "chimera":
+            make = partial(ChimeraGridConv, state_channels=CHANNELS // HEADS)
+        module = make(CHANNELS, heads=HEADS, form=form, backend=backend)
         for name, parameter in module.named_parameters():
             if name == "lin_gate.weight":  # zero in a new layer
                 torch.nn.init.normal_(parameter, std=0.1)
@@ -573,6 +577,7 @@ EXACT: dict[str, tuple[Callable[..., Step], Callable[..., Step]]] = {
     "grid": (partial(on_grid, "loop"), partial(on_grid, "split torch")),
     "P": (partial(layer, "P loop"), partial(layer, "P torch")),
     "D": (partial(layer, "D loop"), partial(layer, "D torch")),
+    "chimera": (partial(layer, "chimera torch"), partial(layer, "chimera torch")),
 }
 
 OPERATOR, GRIDS = ("peptides",), ("grids", "sequences")
@@ -602,6 +607,7 @@ CASES: dict[str, Case] = {
     "PLSTMConv D": Case(LAYERS, partial(layer, "D"), "D"),
     "GPSConv multihead": Case(("layers",), partial(layer, "GPSConv"), None),
     "GATConv": Case(("layers",), partial(layer, "GATConv"), None),
+    "ChimeraGridConv": Case(("grid-layers",), partial(layer, "chimera"), "chimera"),
     "MultiheadAttention": Case(("grid-layers",), partial(layer, "attention"), None),
 }
 

@@ -339,6 +339,11 @@ class Run(LightningModule):
             generator=torch.Generator(),  # leaves the global one alone
         )
 
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        return batch.to(device, non_blocking=True)  # from pinned memory
+
     def train_dataloader(self) -> DataLoader:
         return self.loader("train")
 

@@ -51,11 +51,11 @@ from torch_geometric.data import Batch, Data
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from pyg_chimera.nn import SequenceEncoder
+from pyg_chimera.nn import GraphModel, HybridModel, SequenceEncoder
 from pyg_chimera.transforms import SequenceToGraph
 
-#: By name: the mixer, and how attention is told where bytes are.
-MODELS: dict[str, dict[str, str]] = {
+#: By name, of a SequenceEncoder: the mixer, and how attention is told where bytes are.
+ENCODERS: dict[str, dict[str, str]] = {
     "chimera": {"mixer": "chimera"},
     "chimera-path": {"mixer": "chimera_path"},
     "plstm": {"mixer": "plstm"},
@@ -64,6 +64,18 @@ MODELS: dict[str, dict[str, str]] = {
     "attention-learned": {"mixer": "attention", "position": "learned"},
     "attention-rotary": {"mixer": "attention", "position": "rotary"},
 }
+#: Of a HybridModel: which of its blocks are recurrences, which are attention, and what
+#: the recurrence is.
+HYBRIDS: dict[str, dict[str, str]] = {
+    "gated-delta": {"pattern": "r"},
+    "attention-window": {"pattern": "a"},
+    "hybrid": {"pattern": "rra"},
+    "rg-lru": {"pattern": "r", "recurrence": "rg_lru"},
+    "griffin": {"pattern": "rra", "recurrence": "rg_lru"},
+}
+MODELS = (*ENCODERS, *HYBRIDS)
+#: How far the attention of a HybridModel looks.
+WINDOW = 16
 #: Hidden bytes are this one; and what is not asked for in targets.
 MASK, NOT_ASKED = 256, -100
 HIDDEN = 0.3
@@ -87,7 +99,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     parser = make_parser(__doc__, ["default"], root="data")
     add = parser.add_argument
     add("--text", help="a file in --root; default: Python's standard library")
-    add("--models", nargs="+", choices=list(MODELS), metavar="MODEL",
+    add("--models", nargs="+", choices=MODELS, metavar="MODEL",
         default=["chimera", "attention-rotary"],
         help=f"of {', '.join(MODELS)}; default: chimera attention-rotary")  # fmt: skip
     add("--causal", action="store_true", help="predict the next byte")
@@ -107,6 +119,8 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     args.models = list(dict.fromkeys(args.models))
     if args.prompt is not None and not (args.causal and args.prompt):
         parser.error("--prompt is some text for --causal models")
+    if args.prompt is not None and set(args.models) & set(HYBRIDS):
+        parser.error(f"--prompt is for --models of {', '.join(ENCODERS)}")
     if args.prompt is not None and len(args.prompt.encode()) >= args.length:
         parser.error(f"--prompt must be shorter than --length, {args.length}")
     if args.epochs is None and WORLD > 1:
@@ -216,18 +230,18 @@ def get_task() -> Task:
 # Runs ----------------------------------------------------------------------------
 
 
-def build_model(args: Namespace, name: str) -> SequenceEncoder:
+def build_model(args: Namespace, name: str) -> GraphModel:
     """A model of the wanted size, by its feed-forward networks."""
-    position, options = MODELS[name].get("position"), {}
-    if MODELS[name]["mixer"].startswith("chimera"):
-        options["state_channels"] = args.channels // 2
 
-    def build(mlp_channels: int) -> SequenceEncoder:
+    def encoder(mlp_channels: int) -> GraphModel:
+        position, options = ENCODERS[name].get("position"), {}
+        if ENCODERS[name]["mixer"].startswith("chimera"):
+            options["state_channels"] = args.channels // 2
         return SequenceEncoder(
             MASK + 1,
             args.channels,
             num_layers=args.num_layers,
-            mixer=MODELS[name]["mixer"],
+            mixer=ENCODERS[name]["mixer"],
             heads=args.heads,
             head="lm" if args.causal else "mlm",
             position=position,
@@ -237,10 +251,29 @@ def build_model(args: Namespace, name: str) -> SequenceEncoder:
             mixer_kwargs=options,
         )
 
+    def hybrid(mlp_channels: int) -> GraphModel:
+        return HybridModel(
+            [MASK + 1],
+            args.channels,
+            MASK + 1,
+            args.num_layers,
+            heads=args.heads,
+            kind="sequence",
+            causal=args.causal,
+            attention="khop",
+            attention_kwargs={"k": WINDOW, "rotary": True},
+            dropout=args.dropout,
+            mlp_channels=mlp_channels,
+            head="node",
+            head_layers=1,
+            **HYBRIDS[name],
+        )
+
+    build = encoder if name in ENCODERS else hybrid
     return build(match_size(build, args.parameters, range(1, 16 * args.channels)))
 
 
-def write_on(args: Namespace, model: SequenceEncoder) -> str:
+def write_on(args: Namespace, model: Any) -> str:
     """What the best weights write behind the prompt, as many bytes as a window has."""
     load_best(args, model)
     prompt = torch.frombuffer(bytearray(args.prompt.encode()), dtype=torch.uint8)
@@ -269,7 +302,7 @@ def run(args: Namespace) -> dict[str, Any]:
 
     def train(own: Namespace) -> dict[str, Any]:
         lengths = [own.length, *own.lengths]
-        if MODELS[own.model].get("position") == "learned":
+        if ENCODERS.get(own.model, {}).get("position") == "learned":
             lengths = [own.length]  # there are no others in its table
         data = get_datasets(own, text, lengths)
         seed_everything(own.seed)

@@ -278,7 +278,9 @@ def build_mixer(args: Namespace, name: str, index: int) -> Module:
         return RGLRUConv(size, heads=heads)
     if name in ("delta", "surprise", "hybrid"):
         surprise = name == "surprise"
-        return GatedDeltaConv(size, **states, acyclic=not is_graph, surprise=surprise)
+        return GatedDeltaConv(
+            size, **states, acyclic=not is_graph, surprise=surprise, conv_kernel=1
+        )
     if name == "plstm":
         return PLSTMConv(size, heads=heads, order="bfs" if is_graph else None)
     if name == "graph-mamba":
