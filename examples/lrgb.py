@@ -11,6 +11,7 @@ Peptides-func is also read from its raw file of SMILES strings, when ``--root`` 
     python examples/lrgb.py --dataset peptides-struct --preset paper
     python examples/lrgb.py --root peptides-functional --preset released
     python examples/lrgb.py --model gps                 # of the same size
+    python examples/lrgb.py --model gps --minutes 30    # as long as others
     torchrun --nproc_per_node=2 examples/lrgb.py        # several processes
 
 A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
@@ -18,10 +19,22 @@ A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
 
 import sys
 from argparse import Namespace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from common import count_parameters, fit, main, make_parser, match_size, parse
+from common import (
+    WORLD,
+    count_parameters,
+    epochs_within,
+    fit,
+    main,
+    make_parser,
+    match_size,
+    parse,
+    planned_epochs,
+    positive_float,
+)
 from graph_data import LRGB, choose_dataset, get_datasets, get_task
 from torch.nn import Module, MultiheadAttention
 from torch_geometric import seed_everything
@@ -107,15 +120,27 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     parser.add_argument(
         "--model", choices=MODELS, default="chimera", help="default: chimera"
     )
+    parser.add_argument(
+        "--minutes",
+        type=positive_float,
+        help="of training, by the processor's time, in place of --epochs",
+    )
 
     def recipe(args: Namespace) -> dict[str, Any]:
         dataset = choose_dataset(parser, args)
         preset = args.preset or ("demo" if dataset == "generated" else "released")
         own = {"dataset": dataset, "preset": preset}
-        return own | get_recipe(preset, dataset)
+        own |= get_recipe(preset, dataset)
+        return own if args.minutes is None else own | {"epochs": None}
 
     args = parse(parser, argv, recipe)
+    if args.minutes is not None and args.epochs is not None:
+        parser.error("--minutes plans the epochs: pass one of --minutes and --epochs")
+    if args.minutes is not None and WORLD > 1:
+        parser.error("--minutes plans for one process: pass --epochs")
     name = f"{args.dataset}-{args.model}-{args.preset}-seed{args.seed}"
+    if args.minutes is not None:
+        name += f"-{args.minutes:g}min"
     args.out = args.out or Path("runs", "lrgb", name)
     return args
 
@@ -209,14 +234,13 @@ def run(args: Namespace) -> dict[str, Any]:
     if args.model != "chimera":
         args = match_chimera(args)
     seed_everything(args.seed)
-    model = build_model(args)
-    return fit(
-        args,
-        model,
-        get_task(args.dataset),
-        lambda: get_datasets(args, get_transforms(args)),
-        title=f"{args.dataset}, {args.model}, preset {args.preset}",
-    )
+    model, task = build_model(args), get_task(args.dataset)
+    load = cache(partial(get_datasets, args, get_transforms(args)))
+    if args.minutes is not None:
+        plan = partial(epochs_within, args.minutes, model, task)
+        args.epochs = planned_epochs(args, lambda: plan(args, load()))
+    title = f"{args.dataset}, {args.model}, preset {args.preset}"
+    return fit(args, model, task, load, title)
 
 
 if __name__ == "__main__":

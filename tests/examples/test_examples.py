@@ -124,6 +124,7 @@ def test_defaults(tmp_path, monkeypatch, refused):
     [
         (lrgb, "--smoke --dataset zinc"),
         (lrgb, "--model mlp"),
+        (lrgb, "--minutes 1 --epochs 2"),
         (graph_mamba, "--preset released"),
         (graph_mamba, "--order height"),
         (graph_mamba, "--ablation --order degree"),
@@ -406,6 +407,14 @@ def test_models_train(generated, tmp_path, name, capsys):
     results = run(lrgb, tmp_path, *generated, "--model", name)
     assert 0 < results["best"]["test_ap"] <= 1
     assert f"generated, {name}, preset smoke" in capsys.readouterr().out
+
+
+def test_minutes_instead_of_epochs(generated, tmp_path, monkeypatch):
+    monkeypatch.setattr(lrgb, "epochs_within", lambda minutes, *_: round(10 * minutes))
+    argv = *generated[:-2], "--minutes", "0.2", "--model", "gatedgcn"
+    assert run(lrgb, tmp_path, *argv)["epochs_done"] == 2
+    # Others would be planned now.
+    assert run(lrgb, tmp_path, *argv, "--resume")["epochs_done"] == 2
 
 
 @pytest.mark.parametrize("name", ["plstm", "vit"])
