@@ -17,6 +17,7 @@ from rdkit import Chem
 from rdkit.Chem import AllChem
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.nn import GCNConv
 from torch_geometric.utils import from_networkx, to_undirected
 
 from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv, ChimeraPathConv, PLSTMGridConv
@@ -174,6 +175,23 @@ def molecule(steps: int) -> Any:
     )
 
 
+def one_layer(steps: int) -> Any:
+    """What the same atom hears by one layer, as it starts: a GCN's and Chimera's."""
+    data, pos, labels = atoms()
+    layers = {
+        "GCNConv": GCNConv(CHANNELS, CHANNELS),
+        "ChimeraConv": ChimeraConv(CHANNELS),
+    }
+    rows = [
+        influence(layer, data.x, data.edge_index, node=38, measure="jacobian")
+        for layer in layers.values()
+    ]
+    return plot_influence(
+        torch.cat([row / row.max() for row in rows], 1), data.edge_index, pos,
+        labels=labels, node=38, log=True, titles=[f"one {name}" for name in layers],
+    )  # fmt: skip
+
+
 def dags(steps: int) -> Any:
     """Its decomposition."""
     data, pos, _ = atoms()
@@ -260,6 +278,7 @@ def when() -> list[str]:
 
 
 PICTURES = {
+    "one_layer": one_layer,
     "molecule": molecule,
     "dags": dags,
     "grid": images,

@@ -24,7 +24,7 @@ def script() -> ModuleType:
 
 def test_pictures_are_small_and_shown():
     files = sorted((DOCS / "pictures").iterdir())
-    assert len(files) == 5
+    assert len(files) == 6
     for path in files:
         assert path.suffix == ".png"
         assert path.stat().st_size < 100_000
