@@ -80,7 +80,9 @@ class Kernel(NamedTuple):
         return self.launches * limits.launch + max(moved, computed) + chain
 
 
-TILE, CHUNK, BYTES = 32, 64, 4
+BYTES = 4
+#: As in the kernels, which cannot be imported where there is no Triton.
+TILE, CHUNK, CARRIED = 32, 32, 32
 
 
 class Heads(NamedTuple):
@@ -141,20 +143,20 @@ def walk(length: int, heads: Heads) -> list[Kernel]:
 
 
 def chunks(length: int, heads: Heads) -> list[Kernel]:
-    """What a scan of a path in chunks has to move at least, whoever writes it."""
+    """`dag_scan` in chunk form, along one path."""
     H, N, P = heads
     rows, count = BYTES * length * H, length // CHUNK
     states = BYTES * count * H * N * P
     products = 3 * 2 * length * H * (CHUNK * (N + P) + 2 * N * P)
-    passes = math.ceil(math.log2(max(count, 2)))
+    steps = count // CARRIED  # of `_carry`, which wait for each other
     return [
         Kernel(
             "chunks, forward", 3, rows * (2 * N + 2 * P + 1) + 4 * states, products,
-            passes,
+            steps,
         ),
         Kernel(
-            "chunks, backward", 5, rows * (4 * N + 4 * P + 2) + 8 * states,
-            3 * products, passes,
+            "chunks, backward", 6, rows * (4 * N + 4 * P + 2) + 8 * states,
+            3 * products, steps,
         ),
     ]  # fmt: skip
 
@@ -177,7 +179,7 @@ def predictions() -> dict[str, list[Kernel]]:
         found[f"128 peptides, {name}"] = mask_form(sizes, BATCH * EDGES, heads)
     heads = LAYERS["4 heads of 16 x 16"]
     found["path of 65,536 nodes, state form"] = walk(LENGTH, heads)
-    found["path of 65,536 nodes, chunks of 64"] = chunks(LENGTH, heads)
+    found["path of 65,536 nodes, chunks of 32"] = chunks(LENGTH, heads)
     return found
 
 

@@ -113,7 +113,7 @@ def check_grids(
             "structure={'height': 'height', 'width': 'width'}), got "
             f"{height} and {width}"
         )
-    if batch is None or torch.compiler.is_compiling():
+    if batch is None or trusted() or torch.compiler.is_compiling():
         return height, width
     if batch.numel() != x.size(0):
         raise ValueError(
@@ -160,7 +160,8 @@ def as_edges(
         edge_index = torch.stack([col, row])
         edge_attr = values if edge_attr is None else edge_attr
     elif hasattr(edge_index, "as_tensor"):  # an EdgeIndex
-        edge_index = edge_index.as_tensor()
+        # What is written to it is not told to the tensor in it: take a new one.
+        edge_index = edge_index.as_tensor().view(2, -1)
     if torch.compiler.is_compiling():
         pass  # the operators check it in any case
     elif trusted():

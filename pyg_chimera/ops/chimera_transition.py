@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_shape
 from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
+from pyg_chimera.ops.structure.registered import structural_op
 
 __all__ = [
     "chimera_transition",
@@ -136,7 +137,8 @@ def grid_transition(
     Args:
         parent (torch.Tensor): What comes before each node in :math:`O` orientations and
             two directions, as places in a flattened :math:`[|\mathcal{V}|, O]`,
-            :math:`[|\mathcal{V}|, O, 2]`: the node's own place where nothing does.
+            :math:`[|\mathcal{V}|, O, 2]`: the node's own place where nothing does, as
+            :func:`~pyg_chimera.ops.structure.grid_parents` makes it.
         delta (torch.Tensor): :math:`\Delta` of these edges,
             :math:`[|\mathcal{V}|, O, 2, H]`. Of those that are not there, it may be
             anything finite.
@@ -146,7 +148,17 @@ def grid_transition(
     Returns:
         tuple[torch.Tensor, torch.Tensor]: :math:`A`, :math:`[|\mathcal{V}|, O, 2, H]`,
         and :math:`s`, :math:`[|\mathcal{V}|, O, H]`.
+
+    Raises:
+        ValueError: If shapes disagree.
     """
+    check_dim("delta", delta, "[nodes, orientations, 2, heads]", 4)
+    num_nodes, orientations, _, heads = delta.shape
+    shape = [num_nodes, orientations, 2]
+    check_shape("parent", parent, "[nodes, orientations, 2]", shape)
+    if root is not None:
+        shape = [num_nodes, orientations, heads]
+        check_shape("root", root, "[nodes, orientations, heads]", shape)
     places = torch.arange(parent.numel() // 2, device=parent.device)
     exists = parent != places.view(*parent.shape[:2], 1)
     parents = exists.sum(2, keepdim=True)
@@ -198,7 +210,11 @@ def _sum(x: Tensor, index: Tensor, num_nodes: int) -> Tensor:
     return x.new_zeros(num_nodes, x.size(1)).index_add(0, index, x)
 
 
-@torch.library.custom_op("pyg_chimera::path_reverse", mutates_args=())
+def _fake_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
+    return edge_index.new_empty(edge_index.size(1), dtype=torch.int64)
+
+
+@structural_op(_fake_reverse)
 def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
     """The number of each edge's reverse, in a graph of undirected paths."""
     check_edge_index(edge_index, num_nodes)
@@ -226,8 +242,3 @@ def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
             "graph"
         )
     return torch.from_numpy(reverse).to(edge_index.device)
-
-
-@_path_reverse.register_fake
-def _(edge_index: Tensor, num_nodes: int) -> Tensor:
-    return edge_index.new_empty(edge_index.size(1), dtype=torch.int64)

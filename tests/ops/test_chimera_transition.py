@@ -327,6 +327,19 @@ def test_gradcheck(dtype):
         )
 
 
+def test_bad_grids():
+    delta = torch.rand(6, 4, 2, 1)
+    parent = grid_parents(2, 3, 4, 6)
+    with pytest.raises(ValueError, match=r"'parent' must be .* = \[6, 4, 2\], got"):
+        grid_transition(parent[:, :3], delta)
+    with pytest.raises(ValueError, match=r"'root' must be .* = \[6, 4, 1\], got"):
+        grid_transition(parent, delta, torch.rand(6, 4))
+    with pytest.raises(ValueError, match=r"'num_dags' must be one of \(1, 2, 3, 4\)"):
+        grid_parents(2, 3, 5, 6)
+    with pytest.raises(ValueError, match="of 6 nodes in all, got 8 in 1 grid"):
+        grid_parents(2, 4, 4, 6)
+
+
 def test_path_reverse_is_registered():
     edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
     op = torch.ops.pyg_chimera.path_reverse.default

@@ -1,15 +1,20 @@
 """That operators leave a GPU alone in `unchecked`, on graphs that they have seen."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
 from asserts import assert_near
 from host_waits import host_waits
 from operators import OPERATORS, assert_results, computed, example, results
+from torch_geometric import EdgeIndex
 
 from pyg_chimera import nn, ops
+from pyg_chimera.ops.resolvent import op as resolvent_op
 from pyg_chimera.ops.structure import cache
+from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor as factor
 
 EDGES = torch.tensor([[0, 1, 1, 2, 2, 3], [1, 0, 2, 1, 3, 2]])
 
@@ -102,6 +107,63 @@ def test_a_changed_graph_is_another_one(monkeypatch):
     assert not second.equal(first)
 
 
+def test_other_memory_is_another_graph():
+    edges = EDGES.clone()
+    with ops.unchecked():
+        first = resolvent(edges)
+        edges.data = torch.tensor([[0], [1]])
+        got = resolvent(edges)
+    assert got.equal(resolvent(torch.tensor([[0], [1]])))
+    assert not got.equal(first)
+
+
+def test_an_edge_index_is_read_again():
+    conv = nn.ChimeraDAGConv(8, 8, state_channels=3)
+    x, edges = torch.randn(5, 8), EdgeIndex([[0, 1], [1, 2]], sparse_size=(5, 5))
+    with ops.unchecked():
+        conv(x, edges)
+        edges.add_(2)
+        got = conv(x, edges)
+    assert got.equal(conv(x, torch.tensor([[2, 3], [3, 4]])))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None,
+    reason="there is no C++ compiler",
+)
+def test_compiled_code_writes_without_telling():
+    """Inductor makes one graph in the memory, and the object, of another one."""
+
+    def scans(query, key, value, edges, weight):
+        first = ops.dag_scan(query, key, value, (edges * 1).clamp(max=5) + 0, weight)
+        return first, ops.dag_scan(query, key, value, 5 - edges.flip(0), weight)
+
+    edges = torch.tensor([[0, 0, 1, 2, 3, 1, 0], [1, 2, 3, 4, 5, 5, 5]])
+    inputs = (*torch.randn(3, 6, 1, 4), edges, torch.rand(7, 1))
+    compiled, want = torch.compile(scans, fullgraph=True), scans(*inputs)
+    with ops.unchecked(), torch.no_grad():
+        for got, expected in zip(compiled(*inputs), want, strict=True):
+            assert_near(got, expected, 1e-5)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_a_structure_that_was_forgotten(monkeypatch, trusted):
+    """Backward it is found as forward, with a look at weights or without."""
+    contexts, seen = [nullcontext, ops.unchecked], []
+    monkeypatch.setattr(resolvent_op, "_MAX_SMALL", 2)
+    monkeypatch.setattr(
+        resolvent_op, "symbolic_factor", lambda *x: seen.append(x[-1]) or factor(*x)
+    )
+    weight = torch.full((6, 2), 0.6, requires_grad=True)
+    with contexts[trusted]():
+        out = ops.resolvent_mix(*NODES, EDGES, weight)
+    cache._CACHE.values.clear()
+    with contexts[not trusted]():
+        out.sum().backward()
+    assert seen == [trusted, trusted]  # may it iterate?
+
+
 def test_outside_contents_count_as_ever():
     edges = EDGES.clone()
     with ops.unchecked():
@@ -124,11 +186,11 @@ def test_tensors_without_versions_are_read():
 def test_digests_do_not_keep_tensors():
     digests = cache._Digests()
     edges = EDGES.clone()
-    with ops.unchecked():
+    with ops.unchecked(), cache.called_eagerly():
         digests.of(edges)
-    assert len(digests.known) == 1
+    assert len(digests.found) == 1
     del edges
-    assert len(digests.known) == 0
+    assert len(digests.found) == 0
 
 
 # ---------------------------------------------------------- what becomes of bad input

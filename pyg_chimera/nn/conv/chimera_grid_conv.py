@@ -21,7 +21,7 @@ from pyg_chimera.nn.conv._window import (
 )
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
 from pyg_chimera.ops import grid_dag_scan, grid_transition
-from pyg_chimera.ops.structure.grid import grid_parents, grid_sizes
+from pyg_chimera.ops.structure.grid import grid_parents
 
 __all__ = ["ChimeraGridConv"]
 
@@ -159,9 +159,7 @@ class ChimeraGridConv(ChimeraDAGConv):
         self, x: Tensor, height: int | Tensor, width: int | Tensor
     ) -> tuple[Tensor, Tensor]:
         """Source [V, D, scan_heads] and transition [V, D, 2, scan_heads]."""
-        sizes = grid_sizes(height, width, x.size(0))
-        heights, widths = torch.tensor(sizes, dtype=torch.long).view(-1, 2).unbind(1)
-        parent = grid_parents(heights, widths, self.num_dags, x.size(0)).to(x.device)
+        parent = grid_parents(height, width, self.num_dags, x.size(0)).to(x.device)
         node = F.softplus(self.selectivities(x) + self.delta_bias)
         edge = node.unsqueeze(2).expand(-1, -1, 2, -1)
         if self.selectivity == "mean":

@@ -158,6 +158,10 @@ class GatedDeltaConv(ChimeraBlock):
                     f"{name}={value!r} is for DAGs, as on cycles the rule may have no "
                     "solution, or none is computed; pass acyclic=True"
                 )
+            if value != default and form not in ("auto", "state"):
+                raise ValueError(
+                    f"{name}={value!r} takes form='state' or 'auto', got {form!r}"
+                )
         if prediction == "undecayed" and reflections:
             raise ValueError(
                 "prediction='undecayed' and reflections=True let memories grow: what a "

@@ -15,6 +15,7 @@ from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.sequences import linear_recurrence, longest_of, places
 from pyg_chimera.ops.dag_scan.levels import levels_of
 from pyg_chimera.ops.dag_scan.states import StateGraph
+from pyg_chimera.ops.structure.cache import table
 
 DEVICES = None
 
@@ -26,7 +27,7 @@ def why_not(call: Call) -> str | None:
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The states, [V, C]."""
     if call.structure.are_paths:
-        paths = _paths(call.structure, call.inputs.value.device)
+        paths = table(_paths, call.structure, call.inputs.value.device)
         h = linear_recurrence(*_path_operands(call, paths))
         return torch.empty_like(h).index_copy_(0, paths.node, h), ()
     return _level_states(call), ()
@@ -84,16 +85,13 @@ class _Paths(NamedTuple):
 
 
 def _paths(graph: StateGraph, device: torch.device) -> _Paths:
-    """The rows of a graph of paths, found once for each device."""
-    name = ("paths", device)
-    if name not in graph.tables:
-        ptr = torch.from_numpy(graph.component_ptr)
-        entered = np.flatnonzero(np.diff(graph.parent_ptr))
-        index = map(torch.from_numpy, (graph.state, entered, graph.edge))
-        tensors = (*index, *places(ptr, len(graph.state)))
-        node, row, edge, place, left = (x.to(device) for x in tensors)
-        graph.tables[name] = _Paths(node, row, edge, place, left, longest_of(ptr))
-    return graph.tables[name]
+    """The rows of a graph of paths."""
+    ptr = torch.from_numpy(graph.component_ptr)
+    entered = np.flatnonzero(np.diff(graph.parent_ptr))
+    index = map(torch.from_numpy, (graph.state, entered, graph.edge))
+    tensors = (*index, *places(ptr, len(graph.state)))
+    node, row, edge, place, left = (x.to(device) for x in tensors)
+    return _Paths(node, row, edge, place, left, longest_of(ptr))
 
 
 def _path_operands(call: Call, paths: _Paths) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -109,7 +107,7 @@ def _path_operands(call: Call, paths: _Paths) -> tuple[Tensor, Tensor, Tensor, i
 
 def _path_gradients(call: Call, h: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
     value, weight, decay = call.inputs[:3]
-    paths = _paths(call.structure, value.device)
+    paths = table(_paths, call.structure, value.device)
     steps, _, place, longest = _path_operands(call, paths)
     # The adjoints: g[t] = steps[t + 1] g[t + 1] + grad[t].
     after, dy = steps.roll(-1, 0).flip(0), grad[paths.node].flip(0)

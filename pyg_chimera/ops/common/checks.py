@@ -38,7 +38,7 @@ def unchecked() -> Iterator[None]:
       without bound.
     * *A tensor of indices is what it was*, unless PyTorch has been told to change it:
       graphs are recognised by the tensor, not by its contents. What writes to its
-      memory by other means, such as a numpy array that shares it, is not noticed. The
+      memory by other means, such as :obj:`data` or a numpy array, is not noticed. The
       contents of a tensor that has not been seen in the context are read, once.
     * *Indices of edges are in range* when a layer gathers the features of nodes. If
       they are not, PyTorch raises an :class:`IndexError`, or on a GPU stops with a
@@ -46,9 +46,17 @@ def unchecked() -> Iterator[None]:
 
     It holds for the thread, or task of :mod:`asyncio`, that enters it, for compiled
     models too if they are called in it, and for the forward pass; backward, nothing
-    is looked into anyway.
+    is looked into anyway. In compiled models graphs are recognised by their contents,
+    as compiled code writes to tensors without telling.
     """
-    token = _TRUSTED.set(True)
+    with trusting(True):
+        yield
+
+
+@contextmanager
+def trusting(trusted: bool) -> Iterator[None]:
+    """A context in which the contents of tensors are believed, or not."""
+    token = _TRUSTED.set(trusted)
     try:
         yield
     finally:
@@ -334,6 +342,12 @@ def check_option(name: str, value: Any, known: tuple) -> None:
     """Checks that an option is one of those known."""
     if value not in known:
         raise ValueError(f"'{name}' must be one of {known}, got {value!r}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Checks that an option is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"'{name}' must be True or False, got {value!r}")
 
 
 def check_integer(name: str, value: Any, least: int) -> None:

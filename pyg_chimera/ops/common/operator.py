@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_option, trusted, trusting
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
-from pyg_chimera.ops.structure.cache import Recipe, recalled
+from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
 __all__ = ["Operator", "explained", "without_autocast"]
 
@@ -47,7 +47,8 @@ class Operator(Generic[Inputs, Structure]):
 
     The registered forward pass returns the output and what the backward pass needs
     again: the tensors that a backend saves, in one, and a header that tells their
-    shapes, the choice, and the key of the structure in the cache.
+    shapes, the choice, the key of the structure in the cache, and whether contents were
+    trusted.
     """
 
     name: str  #: of the registered operator
@@ -111,8 +112,12 @@ class Operator(Generic[Inputs, Structure]):
         """The output of a call."""
         self.usable(inputs)
         self._refuse_forward_mode(inputs)
-        # A compiler knows nothing of context variables.
-        report = None if torch.compiler.is_compiling() else _REPORT.get()
+        if torch.compiler.is_compiling():  # which knows nothing of context variables
+            return self._called(inputs, None)
+        with called_eagerly():
+            return self._called(inputs, _REPORT.get())
+
+    def _called(self, inputs: Inputs, report: list[Choice] | None) -> Tensor:
         if report is not None:
             with _reporting_to(None):  # a verdict may need calls of its own
                 report.append(on_this_machine(self.plan(inputs).choice))
@@ -204,7 +209,8 @@ class Operator(Generic[Inputs, Structure]):
             warn_if_long(call.choice)
             out, saved = self.backends[call.choice.backend].forward(call)
             choice = call.choice.algorithm
-            header = _Header(choice, call.key, [list(x.shape) for x in saved])
+            shapes = [list(x.shape) for x in saved]
+            header = _Header(choice, call.key, shapes, trusted())
             # Contiguous, as the fake one is: compilers count on it.
             return out.contiguous(), _pack(saved, out), header.encode()
 
@@ -223,14 +229,16 @@ class Operator(Generic[Inputs, Structure]):
         inputs = self.inputs(*args)
         decoded = _Header.decode(header)
         with _plain(inputs):
-            structure = self._structure_again(inputs, decoded.key)
+            # Recipes may have to look at numbers, or not.
+            with trusting(decoded.trusted):
+                structure = self._structure_again(inputs, decoded.key)
             call = Call(inputs, structure, decoded.choice, decoded.key)
             backend: Backend = self.backends[decoded.choice.backend]
             parts = (saved,) if self.saves_output else _unpack(saved, decoded.shapes)
             return [x.contiguous() for x in backend.backward(call, parts, grad)]
 
     def _structure_again(self, inputs: Inputs, key: str) -> Any:
-        """What the forward pass made; even the recipe may have to look at numbers."""
+        """What the forward pass made."""
 
         def make() -> Any:
             recipe = self.recipe(inputs)
@@ -315,14 +323,15 @@ class _Header(NamedTuple):
     choice: Choice
     key: str
     shapes: list[list[int]]
+    trusted: bool
 
     def encode(self) -> Tensor:
         return torch.frombuffer(bytearray(json.dumps(self).encode()), dtype=torch.uint8)
 
     @classmethod
     def decode(cls, header: Tensor) -> "_Header":
-        choice, key, shapes = json.loads(header.cpu().numpy().tobytes())
-        return cls(Choice(*choice), key, shapes)
+        choice, *others = json.loads(header.cpu().numpy().tobytes())
+        return cls(Choice(*choice), *others)
 
 
 def _pack(saved: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ def scan(
     """The output [S, heads, P] and the states after each chunk, [K, heads, N, P]."""
     if query.numel() == 0 or value.numel() == 0:
         return torch.zeros_like(value), value.new_empty(0)
+    query, key, value = (x.contiguous() for x in (query, key, value))
     weight = _by_position(chunks, edge_weight)
     state = _carried(chunks, weight, key, value)
     return _product(chunks, weight, query, key, value, state), state
@@ -104,6 +105,7 @@ def scan_gradients(
     """The gradients of `scan`, of query, key, value and the edges' weights."""
     if query.numel() == 0 or value.numel() == 0:
         return query * 0, key * 0, value * 0, edge_weight * 0
+    query, key, value, grad = (x.contiguous() for x in (query, key, value, grad))
     (groups, N), (heads, P) = query.shape[1:], value.shape[1:]
     weight = _by_position(chunks, edge_weight)
     adjoint = _carried(chunks, weight, query, grad, reverse=True)

@@ -138,6 +138,7 @@ def mix(masks: Masks, L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> T
     """(L * Q K^T) V, where each row of the inputs belongs to one position."""
     if query.numel() == 0 or value.numel() == 0:
         return torch.zeros_like(value)
+    query, key, value = (x.contiguous() for x in (query, key, value))
     return _product(masks, L, query, key, value)
 
 
@@ -148,6 +149,7 @@ def mix_gradients(
     if query.numel() == 0 or value.numel() == 0:
         dw = L.new_zeros(masks.place.numel(), L.size(0))
         return query * 0, key * 0, value * 0, dw
+    query, key, value, grad = (x.contiguous() for x in (query, key, value, grad))
     groups = query.size(1)
     dq = _product(masks, L, grad, value, key)
     dk = _product(masks, L, value, grad, query, transposed=True)

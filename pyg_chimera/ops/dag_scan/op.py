@@ -476,12 +476,15 @@ def grid_dag_scan(
             f"got {list(source.shape)}"
         )
     number = source.size(1)
-    chosen = list(range(number) if orientations is None else orientations)
-    wanted = len(set(chosen)) == len(chosen) == number
-    if not wanted or not set(chosen) <= {0, 1, 2, 3}:
+    if orientations is None:
+        orientations = range(number)
+    wanted = isinstance(orientations, Sequence) and len(orientations) == number
+    if not wanted or any(list(orientations).count(o) > 1 for o in orientations):
+        wanted = False
+    if not wanted or not all(type(o) is int and 0 <= o < 4 for o in orientations):
         raise ValueError(
             f"'orientations' must be {number} of (0, 1, 2, 3), one for each that "
-            f"'source' has, each once, got {tuple(chosen)}"
+            f"'source' has, each once, got {orientations!r}"
         )
     shape = [value.size(0), number, value.size(1)]
     check_shape("source", source, "[nodes, orientations, heads]", shape)
@@ -490,6 +493,6 @@ def grid_dag_scan(
     sizes = flat_sizes(height, width, value)
     inputs = Inputs(
         q, k, v, S.flatten(0, 1), None, T.flatten(0, 2), None, None, None, None, None,
-        1, sizes, chosen, form, backend,
+        1, sizes, list(orientations), form, backend,
     )  # fmt: skip
     return _grid_dag_scan(inputs).to(value.dtype)

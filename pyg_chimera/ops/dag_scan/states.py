@@ -1,5 +1,6 @@
 """The graph of states that a scan runs on: nodes or edges of a DAG, or of grids."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
@@ -322,7 +323,18 @@ class _Grid(NamedTuple):
     transition: np.ndarray  #: [L], in a flattened [V, O, 2, 2], or of nodes [V, O, 2]
 
 
-@lru_cache(maxsize=64)
+def _kept(make: Callable[..., _Grid]) -> Callable[..., _Grid]:
+    """What small grids have is kept, of which batches have many."""
+    keep = lru_cache(maxsize=64)(make)
+
+    def of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _Grid:
+        small = height * width <= 4096
+        return (keep if small else make)(height, width, orientations)
+
+    return of_grid
+
+
+@_kept
 def _nodes_of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _Grid:
     """A state for each orientation of each node."""
     node = np.arange(height * width).reshape(height, width)
@@ -341,7 +353,7 @@ def _nodes_of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _G
     return _Grid(owner, owner, edge_list, source, source[:0], transition)
 
 
-@lru_cache(maxsize=64)
+@_kept
 def _edges_of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _Grid:
     """A state for each edge in each orientation."""
     node = np.arange(height * width).reshape(height, width)

@@ -17,6 +17,7 @@ from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.dag_scan.own import own, plus_own_gradients
 from pyg_chimera.ops.dag_scan.states import NOT_PATHS, StateGraph
+from pyg_chimera.ops.structure.cache import table
 
 if TYPE_CHECKING:
     from pyg_chimera.ops.common.triton_chunk_form import Chunks
@@ -161,12 +162,12 @@ class _Rows:
 
     def __init__(self, call: Call) -> None:
         self.inputs, self.graph = call.inputs, call.structure.graph
-        query, key, value = (x.contiguous() for x in call.inputs[:3])
+        query, key, value = call.inputs[:3]
         self.source, self.mark, self.transition = self.graph.gates_of(self.inputs)
         self.operands = (query, key, value)
         if not self.are_nodes:
             query, key = (x.repeat_interleave(self.repeats, 1) for x in (query, key))
-            self.writer, self.reader = self._table("ends", _ends)
+            self.writer, self.reader = self._table(_ends)
             self.query, self.key = query[self.reader], key[self.writer]
             self.operands = (
                 self.mark.unsqueeze(-1) * self.query,
@@ -174,24 +175,20 @@ class _Rows:
                 value[self.writer],
             )
 
-    def _table(self, name: str, make: Callable[[StateGraph, torch.device], Any]) -> Any:
-        """A table of the graph, made once for each device."""
-        key = ("triton", name, self.inputs.value.device)
-        if key not in self.graph.tables:
-            self.graph.tables[key] = make(self.graph, self.inputs.value.device)
-        return self.graph.tables[key]
+    def _table(self, make: Callable[[StateGraph, torch.device], Any]) -> Any:
+        return table(make, self.graph, self.inputs.value.device)
 
     @property
     def masks(self) -> "Masks":
-        return self._table("masks", _masks)
+        return self._table(_masks)
 
     @property
     def chunks(self) -> "Chunks":
-        return self._table("chunks", _chunks)
+        return self._table(_chunks)
 
     @property
     def chains(self) -> "Chains":
-        return self._table("chains", _chains)
+        return self._table(_chains)
 
     @property
     def are_nodes(self) -> bool:
@@ -203,7 +200,7 @@ class _Rows:
 
     def of_nodes(self, grad: Tensor) -> Tensor:
         """The gradient of the output [V, heads, P], for those who read it."""
-        return grad.contiguous() if self.are_nodes else grad[self.reader]
+        return grad if self.are_nodes else grad[self.reader]
 
     def to_nodes(self, out: Tensor) -> Tensor:
         """The output [V, heads, P]: what each node reads, summed up."""

@@ -103,6 +103,8 @@ def scan(
     """The output [S, heads, P], of rows for states and weights [L, heads]."""
     if query.numel() == 0 or value.numel() == 0:
         return torch.zeros_like(value)
+    by_row = weight[chains.edge]
+    operands = [x.contiguous() for x in (query, key, value, by_row)]
     sizes = _Sizes.of(query, value)
     slices = sizes.down * sizes.across
     programs = (chains.ptr.numel() - 1) * sizes.heads
@@ -110,9 +112,9 @@ def scan(
     ring = value.new_empty(programs, slices, chains.ring, sizes.rows * sizes.columns)
     with on_device_of(value):
         _walk_down[programs, slices](
-            query, key, value, weight[chains.edge], y, ring, chains.ptr, chains.node,
-            chains.parent_ptr, chains.parent, chains.far_child, value.size(0),
-            chains.ring, *sizes, **_OPTIONS,
+            *operands, y, ring, chains.ptr, chains.node, chains.parent_ptr,
+            chains.parent, chains.far_child, value.size(0), chains.ring, *sizes,
+            **_OPTIONS,
         )  # fmt: skip
     return y.sum(0)
 
@@ -128,6 +130,8 @@ def scan_gradients(
     """The gradients of `scan`, of query, key, value and weight."""
     if query.numel() == 0 or value.numel() == 0:
         return query * 0, key * 0, value * 0, weight * 0
+    by_row = weight[chains.edge]
+    operands = [x.contiguous() for x in (query, key, value, by_row, grad)]
     sizes = _Sizes.of(query, value)
     slices, (states, heads, _) = sizes.down * sizes.across, value.shape
     programs = (chains.ptr.numel() - 1) * heads
@@ -142,9 +146,8 @@ def scan_gradients(
     with on_device_of(value):
         for first in range(0, slices, at_once):
             _walk_down_and_up[programs, min(at_once, slices - first)](
-                query, key, value, weight[chains.edge], grad, dq, dk, dv, dw, kept,
-                ring, *chains[:8], states, weight.size(0), chains.ring, first, *sizes,
-                **_OPTIONS,
+                *operands, dq, dk, dv, dw, kept, ring, *chains[:8], states,
+                weight.size(0), chains.ring, first, *sizes, **_OPTIONS,
             )  # fmt: skip
     dq, dk = (x.sum(0).unflatten(1, (sizes.groups, -1)).sum(2) for x in (dq, dk))
     by_edge = torch.empty_like(weight).index_copy_(0, chains.edge, dw.sum(0))

@@ -11,7 +11,7 @@ Backward, x = (I + diag(b) F)^-T du is the adjoint of diag(b) V, and -b x that o
 is predicted, F u. With the gradient of L, that of A is L^T dL L^T.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.mask_form import Padding
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.tensors import positive, repeated, summed
+from pyg_chimera.ops.structure.cache import table
 
 #: Numbers that one padded group of matrices may hold, on a CPU and elsewhere.
 _MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 16, 1 << 26
@@ -62,17 +63,11 @@ class _Group(NamedTuple):
 
 
 def _groups(call: Call) -> list[_Group]:
-    """The groups of a graph, made once for each device and number of heads."""
-    device, heads = call.inputs.value.device, call.inputs.value.size(1)
-    tables, name = call.structure.tables, ("groups", device, heads)
-    if name not in tables:
-        tables[name] = list(_grouped(call.structure, device, heads))
-    return tables[name]
+    value = call.inputs.value
+    return table(_grouped, call.structure, value.device, value.size(1))
 
 
-def _grouped(
-    graph: DeltaGraph, device: torch.device, num_heads: int
-) -> Iterator[_Group]:
+def _grouped(graph: DeltaGraph, device: torch.device, num_heads: int) -> list[_Group]:
     most = _MAX_NUMEL_CPU if device.type == "cpu" else _MAX_NUMEL
     ptr = np.append(0, np.cumsum(graph.sizes))
     local = np.empty(graph.num_nodes, np.int64)
@@ -94,18 +89,16 @@ def _grouped(
     edges = np.argsort(group_of[graph.block[graph.row]], kind="stable")
     counts = np.bincount(group_of[graph.block[graph.row]], minlength=len(groups))
     parts = np.split(edges, np.cumsum(counts)[:-1]) if len(groups) else []
+    made = []
     for found, edge in zip(groups, parts, strict=True):
         node = np.concatenate([graph.order[ptr[b] : ptr[b + 1]] for b in found])
         padding = Padding(node, graph.sizes[found], device)
         n = padding.shape[1]
         row, col = graph.row[edge], graph.col[edge]
         place = (place_of[graph.block[row]] * n + local[row]) * n + local[col]
-        yield _Group(
-            padding,
-            torch.from_numpy(edge).to(device),
-            torch.from_numpy(place).to(device),
-            bool(graph.is_cyclic[found[0]]),
-        )
+        at, to = (torch.from_numpy(x).to(device) for x in (edge, place))
+        made.append(_Group(padding, at, to, bool(graph.is_cyclic[found[0]])))
+    return made
 
 
 class _System(NamedTuple):

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
     check_finite,
+    check_flag,
     check_floats,
     check_graph,
     check_indices,
@@ -354,6 +355,7 @@ def delta_scan(
     (batch,) = check_indices(value, batch=batch)
     check_option("prediction", prediction, _PREDICTIONS)
     check_option("form", form, _FORMS)
+    check_flag("acyclic", acyclic)
     inputs = Inputs(
         q, k, v, b, w, surprise, edge_index, batch, prediction, acyclic, form, backend
     )

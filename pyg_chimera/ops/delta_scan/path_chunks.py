@@ -37,6 +37,7 @@ from pyg_chimera.ops.delta_scan.tensors import (
     summed,
     unit_lower_inverse,
 )
+from pyg_chimera.ops.structure.cache import table
 
 #: Nodes of a chunk, at most, on a CPU and elsewhere, where steps take longer than work.
 _CHUNK_CPU, _CHUNK = 32, 64
@@ -98,12 +99,8 @@ class _Cut(NamedTuple):
 
 
 def _cut(call: Call) -> _Cut:
-    """The chunks of a graph, made once for each device and number of heads."""
-    device, heads = call.inputs.value.device, call.inputs.value.size(1)
-    tables, name = call.structure.tables, ("chunks", device, heads)
-    if name not in tables:
-        tables[name] = _cut_paths(call.structure, device, heads)
-    return tables[name]
+    value = call.inputs.value
+    return table(_cut_paths, call.structure, value.device, value.size(1))
 
 
 def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:

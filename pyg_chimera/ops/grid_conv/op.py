@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
     check_dim,
+    check_flag,
     check_floats,
     check_shape,
 )
@@ -82,6 +83,7 @@ def grid_conv(
             number, or :obj:`backend` is unknown.
         TypeError: If a tensor has a wrong dtype.
     """
+    check_flag("causal", causal)
     check_dim("x", x, "[nodes, channels]", 2)
     check_dim("weight", weight, "[channels, rows, columns]", 3)
     if min(weight.shape[1:]) < 1:

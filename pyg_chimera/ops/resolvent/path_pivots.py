@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.sequences import linear_recurrence
-from pyg_chimera.ops.resolvent.path_factors import PathScans, path_scans
+from pyg_chimera.ops.resolvent.path_factors import path_scans
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 __all__ = ["Pivots", "Places", "eliminate", "gates", "gradients"]
@@ -35,16 +35,9 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, symbolic: Blocks, device: torch.device) -> "Places":
-        """Those of a graph, made once for each device."""
-        key = (cls, device)
-        if key not in symbolic.tables:
-            scans = path_scans(symbolic)
-            assert scans is not None
-            symbolic.tables[key] = cls._of(scans, device)
-        return symbolic.tables[key]
-
-    @classmethod
-    def _of(cls, scans: PathScans, device: torch.device) -> "Places":
+        """Those of a graph of paths."""
+        scans = path_scans(symbolic)
+        assert scans is not None
         length = np.diff(scans.ptr)
         place = np.arange(scans.ptr[-1])
         path = np.repeat(np.arange(len(length)), length)

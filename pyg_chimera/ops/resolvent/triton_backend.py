@@ -17,6 +17,8 @@ from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.resolvent.path_factors import NOT_PATHS, path_scans
 from pyg_chimera.ops.resolvent.path_pivots import Pivots, Places, eliminate
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
+from pyg_chimera.ops.structure.cache import table
+from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 if TYPE_CHECKING:
     from pyg_chimera.ops.common.triton_mask_form import Masks
@@ -70,8 +72,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
     masks = _masks(call)
     L = resolvents(masks, call.inputs.edge_weight)
-    query, key, value = (x.contiguous() for x in call.inputs[:3])
-    return mix(masks, L, query, key, value), (L,)
+    return mix(masks, L, *call.inputs[:3]), (L,)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
@@ -82,27 +83,26 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         return triton_paths.backward(call, _pivots(call)[0], saved[0], grad)
     from pyg_chimera.ops.common.triton_mask_form import mix_gradients
 
-    (L,), (query, key, value) = saved, (x.contiguous() for x in call.inputs[:3])
-    return mix_gradients(_masks(call), L, query, key, value, grad.contiguous())
+    query, key, value = call.inputs[:3]
+    return mix_gradients(_masks(call), saved[0], query, key, value, grad)
 
 
 def _masks(call: Call) -> "Masks":
-    """The tables of a call, made once for each graph and device."""
+    return table(_masks_of, call.structure, call.inputs.value.device)
+
+
+def _masks_of(blocks: Blocks, device: torch.device) -> "Masks":
     from pyg_chimera.ops.common.triton_mask_form import Masks
 
-    blocks, device = call.structure, call.inputs.value.device
-    key = ("triton", device)
-    if key not in blocks.tables:
-        # In the order of nodes, which is the same with factors and without.
-        place = np.repeat(blocks.ptr[:-1], blocks.sizes) + blocks.local
-        edges = (place[blocks.edge_row], place[blocks.edge_col], blocks.edge)
-        blocks.tables[key] = Masks.of(blocks.ptr, blocks.order, *edges, False, device)
-    return blocks.tables[key]
+    # In the order of nodes, which is the same with factors and without.
+    place = np.repeat(blocks.ptr[:-1], blocks.sizes) + blocks.local
+    edges = (place[blocks.edge_row], place[blocks.edge_col], blocks.edge)
+    return Masks.of(blocks.ptr, blocks.order, *edges, False, device)
 
 
 def _pivots(call: Call) -> tuple[Pivots, Tensor]:
     """Those of paths, and their growth."""
-    places = Places.of(call.structure, call.inputs.value.device)
+    places = table(Places.of, call.structure, call.inputs.value.device)
     return call.once("pivots", lambda: eliminate(places, call.inputs.edge_weight))
 
 

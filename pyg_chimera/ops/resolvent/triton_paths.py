@@ -16,6 +16,8 @@ from pyg_chimera.ops.resolvent.path_pivots import (
     gates,
     gradients,
 )
+from pyg_chimera.ops.structure.cache import table
+from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 __all__ = ["backward", "forward"]
 
@@ -30,31 +32,27 @@ class _Tables(NamedTuple):
     reader: Tensor  #: [S] the node that reads it
 
     @classmethod
-    def of(cls, call: Call) -> "_Tables":
-        tables, device = call.structure.tables, call.inputs.value.device
-        key = ("triton paths", device)
-        if key not in tables:
-            scans = path_scans(call.structure)
-            assert scans is not None
-            states, position = scans.states, np.arange(len(scans.states.state))
-            later = np.setdiff1d(position, states.ptr[:-1])  # an entry leads to each
-            arrays = (
-                states.state, scans.entry, states.writer[states.state],
-                states.reader[states.state],
-            )  # fmt: skip
-            tables[key] = cls(
-                Chunks.of(states.ptr, position, later, device),
-                *(torch.from_numpy(x).to(device) for x in arrays),
-            )
-        return tables[key]
+    def of(cls, symbolic: Blocks, device: torch.device) -> "_Tables":
+        scans = path_scans(symbolic)
+        assert scans is not None
+        states, position = scans.states, np.arange(len(scans.states.state))
+        later = np.setdiff1d(position, states.ptr[:-1])  # an entry leads to each
+        arrays = (
+            states.state, scans.entry, states.writer[states.state],
+            states.reader[states.state],
+        )  # fmt: skip
+        return cls(
+            Chunks.of(states.ptr, position, later, device),
+            *(torch.from_numpy(x).to(device) for x in arrays),
+        )
 
 
 class _Rows:
     """What the scans take: a row for each state."""
 
     def __init__(self, call: Call, pivots: Pivots) -> None:
-        self.tables = tables = _Tables.of(call)
         query, key, value = call.inputs[:3]
+        self.tables = tables = table(_Tables.of, call.structure, value.device)
         self.groups, self.nodes = query.size(1), value.size(0)
         repeats = value.size(1) // self.groups
         query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
@@ -93,7 +91,7 @@ def backward(
     ds = (dk * rows.key).sum(-1).double()
     d_weight = zeros.index_copy(0, tables.entry, dw.double())
     d_source = zeros.index_copy(0, tables.state, ds)
-    places = Places.of(call.structure, value.device)
+    places = table(Places.of, call.structure, value.device)
     d_edges = gradients(places, pivots, d_weight, d_source)
     dq = rows.summed(dq, tables.reader)
     dk = rows.summed(rows.source * dk, tables.writer)

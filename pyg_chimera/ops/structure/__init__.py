@@ -5,6 +5,7 @@ from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.ops.structure.contraction import contracted_dag
 from pyg_chimera.ops.structure.distance import connected_components, diameter
 from pyg_chimera.ops.structure.elimination import elimination_rank
+from pyg_chimera.ops.structure.grid import grid_parents
 from pyg_chimera.ops.structure.k_hop import KHop, k_hop_index
 from pyg_chimera.ops.structure.line_graph import LineGraph, line_graph, multitree
 from pyg_chimera.ops.structure.node_order import node_order
@@ -22,6 +23,7 @@ __all__ = [
     "diameter",
     "elimination_rank",
     "find_cycle",
+    "grid_parents",
     "k_hop_index",
     "line_graph",
     "multitree",

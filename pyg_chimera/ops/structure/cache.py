@@ -2,7 +2,9 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -12,7 +14,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_chimera.ops.common.checks import trusted
 
-__all__ = ["Recipe", "recalled", "remembered", "table"]
+__all__ = ["Recipe", "called_eagerly", "recalled", "remembered", "table"]
+
+_EAGER: ContextVar[bool] = ContextVar("eager", default=False)
+
+
+@contextmanager
+def called_eagerly() -> Iterator[None]:
+    """A context for operators that Python calls, and not compiled code.
+
+    That one uses the memory, and the object, of one tensor for another one.
+    """
+    token = _EAGER.set(True)
+    try:
+        yield
+    finally:
+        _EAGER.reset(token)
 
 
 class _Cache:
@@ -58,23 +75,26 @@ _CACHE = _Cache(size=32)
 class _Digests:
     """Digests of tensors, of those that live and have not been changed since.
 
-    Views of a tensor share its version. What is known is used where contents are
+    Views of a tensor share its version. What was found is used where contents are
     trusted only, as memory can be written to without a new version.
     """
 
     def __init__(self) -> None:
-        self.known = WeakTensorKeyDictionary()
+        self.found = WeakTensorKeyDictionary()
         self.lock = Lock()
 
     def of(self, x: Tensor) -> bytes:
-        if not trusted() or x.is_inference():  # which has no versions
+        # Tensors made in inference mode have no versions.
+        if not (trusted() and _EAGER.get()) or x.is_inference():
             return _digest(x)
+        # Another tensor can take its place by `x.data = y`, without a new version.
+        now = x._version, x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
         with self.lock:
-            version, digest = self.known.get(x, (None, b""))
-        if version != x._version:
-            version, digest = x._version, _digest(x)
+            then, digest = self.found.get(x, (None, b""))
+        if then != now:
+            digest = _digest(x)
             with self.lock:
-                self.known[x] = version, digest
+                self.found[x] = now, digest
         return digest
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.checks import check_integers
+from pyg_chimera.ops.common.checks import check_integers, check_option
 from pyg_chimera.ops.structure.registered import structural_op
 
 __all__ = [
@@ -135,22 +135,31 @@ def grid_dag(
 
 
 def grid_parents(
-    height: Tensor, width: Tensor, num_dags: int, num_nodes: int
+    height: int | Tensor, width: int | Tensor, num_dags: int, num_nodes: int
 ) -> Tensor:
     r"""Which nodes come before each one in the first DAGs of grids, beside it and above
     it or below it.
 
     Args:
-        height (torch.Tensor): The number of rows of each grid, int64, on the CPU.
-        width (torch.Tensor): The number of columns of each grid.
+        height (int or torch.Tensor): The number of rows of each grid, integer
+            :math:`[\textrm{grids}]`, or one number for all.
+        width (int or torch.Tensor): The number of columns of each grid.
         num_dags (int): The number of DAGs, up to 4.
         num_nodes (int): The number of nodes of all grids.
 
     Returns:
         torch.Tensor: Places in a flattened :math:`[|\mathcal{V}|, D]`, int64
-        :math:`[|\mathcal{V}|, D, 2]`; that of the node itself where none comes before.
+        :math:`[|\mathcal{V}|, D, 2]`, on the CPU; that of the node itself where none
+        comes before.
+
+    Raises:
+        TypeError: If sizes are not integers.
+        ValueError: If grids and nodes are not of the same number, or there are no such
+            DAGs.
     """
-    return _grid_parents(height, width, num_dags, num_nodes)
+    check_option("num_dags", num_dags, (1, 2, 3, 4))
+    sizes = torch.tensor(grid_sizes(height, width, num_nodes), dtype=torch.long)
+    return _grid_parents(*sizes.view(-1, 2).unbind(1), num_dags, num_nodes)
 
 
 def _rank(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.structure.cache import remembered
+from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 
 __all__ = ["structural_op"]
 
@@ -49,10 +49,12 @@ def structural_op(fake: Callable) -> Callable[[Callable], Callable]:
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            if not torch.compiler.is_compiling():  # sizes may be unknown then
-                for kind, value in zip(kinds, args, strict=True):
-                    _check_argument(*kind, value)
-            return operator(*args)
+            if torch.compiler.is_compiling():  # sizes may be unknown then
+                return operator(*args)
+            for kind, value in zip(kinds, args, strict=True):
+                _check_argument(*kind, value)
+            with called_eagerly():
+                return operator(*args)
 
         return call
 

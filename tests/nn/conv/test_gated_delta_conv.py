@@ -179,6 +179,8 @@ def test_what_takes_dags(options):
     ((name, value),) = options.items()
     with pytest.raises(ValueError, match=f"{name}={value!r} .* pass acyclic=True"):
         GatedDeltaConv(CHANNELS, **options)
+    with pytest.raises(ValueError, match=f"{name}={value!r} takes form='state' or"):
+        GatedDeltaConv(CHANNELS, acyclic=True, form="mask", **options)
 
 
 def test_bad_predictions():

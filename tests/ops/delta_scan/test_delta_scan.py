@@ -323,6 +323,8 @@ def test_bad_options_of_states(change, match):
     given = {"edge_weight": w, **change}
     with pytest.raises(ValueError, match=match):
         delta_scan(q, k, v, b, path(3), **given)
+    with pytest.raises(TypeError, match="'acyclic' must be True or False, got 'yes'"):
+        delta_scan(q, k, v, b, path(3), w, acyclic="yes")
 
 
 def test_where_surprise_cannot_be_had():

@@ -63,4 +63,6 @@ def test_bad_filters():
         ValueError, match=r"'weight' must be \[channels, rows, columns\]"
     ):
         grid_conv(x, torch.randn(3, 3, 3), 2, 3)
+    with pytest.raises(TypeError, match="'causal' must be True or False, got 'no'"):
+        grid_conv(x, torch.randn(2, 3, 3), 2, 3, causal="no")
     assert "grid_conv" in OPERATORS
