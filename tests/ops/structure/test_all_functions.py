@@ -148,7 +148,7 @@ def test_labels_of_graphs_make_no_difference(name):
     batch = torch.tensor([1, 0, 1, 1, 2, 0])
     edge_index = torch.tensor([[0, 2, 1], [2, 3, 5]])
     expected = FUNCTIONS[name](edge_index, 6, batch=batch)
-    begin = time.perf_counter()
+    begin = time.process_time()
     for labels in ([0, 5, 90_000_000], [1, 2**40, 2**62]):
         labels = torch.tensor(labels)
         if name == "diameter" and labels[-1] > 2**31:
@@ -160,7 +160,7 @@ def test_labels_of_graphs_make_no_difference(name):
             assert out.numel() == labels[-1] + 1
             out = out[labels]
         assert out.equal(expected)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize("function", [node_order, node_score])

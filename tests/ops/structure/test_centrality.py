@@ -138,9 +138,9 @@ def test_long_paths_and_grids_are_sines(width, length, rtol):
     node = torch.arange(width * length).view(width, length)
     steps = [(node[:, :-1], node[:, 1:]), (node[:-1], node[1:])]
     edge_index = torch.cat([torch.stack(ends).flatten(1) for ends in steps], dim=1)
-    begin = time.perf_counter()
+    begin = time.process_time()
     score = node_score(edge_index, node.numel(), "eigenvector").view(width, length)
-    assert time.perf_counter() - begin < 10  # 0.2 seconds at most when compiled
+    assert time.process_time() - begin < 10  # 0.2 seconds at most when compiled
     sines = [
         torch.sin(torch.pi * torch.arange(1, n + 1).double() / (n + 1))
         for n in (width, length)
@@ -284,9 +284,9 @@ def test_five_thousand_nodes(graph):
     }[graph]()
     edge_index, _ = from_networkx(graph)
     node_score(edge_index[:, :1], n, "eigenvector")  # compiles
-    begin = time.perf_counter()
+    begin = time.process_time()
     score = node_score(edge_index, n, "eigenvector")
-    assert time.perf_counter() - begin < 10  # about 0.3 seconds at most
+    assert time.process_time() - begin < 10  # about 0.3 seconds at most
     row, col = edge_index
     image = torch.zeros(n, dtype=torch.double)
     image = image.index_add(0, row, score[col]).index_add(0, col, score[row])

@@ -114,9 +114,9 @@ def test_sets_of_nodes_with_one_parent_are_shared():
     kept = torch.zeros(n, dtype=torch.bool)
     kept[name[:: n // 4]] = True
     contracted_dag(torch.empty(2, 0, dtype=torch.long), kept)  # compiled
-    begin = time.perf_counter()
+    begin = time.process_time()
     out = contracted_dag(torch.stack([name[:-1], name[1:]]), kept)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     assert out.shape == (2, 3)
 
     # 1,000 roots meet in one node that is left out, behind which a long path begins.
@@ -129,9 +129,9 @@ def test_sets_of_nodes_with_one_parent_are_shared():
     )
     kept = torch.arange(n) < 1000
     kept[-1] = True
-    begin = time.perf_counter()
+    begin = time.process_time()
     out = contracted_dag(edges, kept)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     assert out.shape == (2, 1000)
 
 

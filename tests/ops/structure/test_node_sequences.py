@@ -83,9 +83,9 @@ def test_labels_make_no_difference(kwargs):
     score = torch.tensor([1, 1, 0, 1, 0, 0, 0])
     expected = node_sequences(score, batch, num_bins=2, **kwargs)
     for labels in ([5, 6, 90_000_000], [0, 2**40, 2**62], [3, 4, 7]):
-        begin = time.perf_counter()
+        begin = time.process_time()
         out = node_sequences(score, torch.tensor(labels)[batch], num_bins=2, **kwargs)
-        assert time.perf_counter() - begin < 1
+        assert time.process_time() - begin < 1
         assert out.index.equal(expected.index)
         assert out.ptr.equal(expected.ptr)
 
