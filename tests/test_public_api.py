@@ -77,6 +77,7 @@ FOREIGN = (
     "pyg_chimera.ops.common.triton_chunk_form",
     "pyg_chimera.ops.common.triton_mask_form",
     "pyg_chimera.ops.dag_scan.triton_state_form",
+    "pyg_chimera.ops.neighborhood_attention.triton_edges",
     "pyg_chimera.ops.resolvent.triton_paths",
     "pyg_chimera.ops.selective_scan.triton_span_scan",
 )
