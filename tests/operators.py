@@ -769,6 +769,15 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
             OPERATORS["causal_conv1d"], structures=_TRITON_SEQUENCES,
             variants={"triton": {"backend": "triton"}},
         ),
+        **{
+            f"triton_{key}": replace(
+                OPERATORS["channels_of_paths"], shapes=OPERATORS[key].shapes,
+                sizes=[(3,), (37,), (0,)],
+                structures={**PATHS, "several_blocks": _paths_of(70, 129, 5)},
+                variants={"triton": {"backend": "triton"}},
+            )
+            for key in ("channels_of_paths", "channels_of_nodes", "channels_of_edges")
+        },
         "triton_attention": replace(
             OPERATORS["neighborhood_attention"], sizes=_FEW,
             structures={**GRAPHS, "several_blocks": _two_blocks},

@@ -73,6 +73,7 @@ PUBLIC = {
 FOREIGN = (
     "pyg_chimera.graphgym.gps_model",
     "pyg_chimera.ops.causal_conv1d.triton_taps",
+    "pyg_chimera.ops.channel_scan.triton_span_scan",
     "pyg_chimera.ops.common.triton_carry",
     "pyg_chimera.ops.common.triton_chunk_form",
     "pyg_chimera.ops.common.triton_mask_form",

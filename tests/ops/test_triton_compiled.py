@@ -29,6 +29,7 @@ BACKENDS = [
         "resolvent",
         "selective_scan",
         "causal_conv1d",
+        "channel_scan",
         "neighborhood_attention",
     )
 ]
@@ -45,6 +46,7 @@ CALLS = [
 SEQUENCES = [
     ("selective_scan", (64, 16)), ("selective_scan", (100, 5)),
     ("causal_conv1d", (96, 4)), ("causal_conv1d", (20, 3)),
+    ("channels_of_paths", (64,)), ("channels_of_paths", (100,)),
 ]  # fmt: skip
 #: Heads, groups, channels of keys and of values.
 ATTENTION = [(4, 2, 64, 64), (2, 1, 20, 256)]
@@ -83,7 +85,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 21
+    assert len({x.kernel for x in found.values()}) == 24
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -120,6 +122,7 @@ def test_large_matrices(found):
         ("resolvent_mix", {"form": "mask"}),
         ("selective_scan", {"delta_softplus": True}),
         ("causal_conv1d", {}),
+        ("channels_of_paths", {}),
         ("neighborhood_attention", {}),
         ("rectified_attention", {}),
     ],

@@ -30,6 +30,7 @@ SMALL = {
     "dag_scan.triton_state_form": {"_ROWS": 4, "_COLUMNS": 2},
     "selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
     "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
+    "channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
     "neighborhood_attention.triton_edges": {"_NODES": 2, "_EDGES": 2},
 }
 SMALL = {
@@ -42,6 +43,10 @@ CUT = {
     "triton_paths_of_edges": ("several_blocks", (1, 1, 5, 3)),
     "triton_sequences": ("several", (5, 2)),
     "triton_filters": ("several", (5, 3)),
+    **{
+        f"triton_channels_of_{x}": ("two_chunks", (5,))
+        for x in ("paths", "nodes", "edges")
+    },
     "triton_attention": ("unsorted_batch", (4, 2, 5, 3)),
     "triton_rectified": ("unsorted_batch", (4, 2, 5, 3)),
 }
