@@ -73,6 +73,8 @@ test-triton: $(TRITON)/.installed  ## run Triton's kernels in its interpreter, c
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/ops/test_host_waits.py -k triton $(ARGS)
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/ops/test_operators.py \
 		-k "triton and not (random_batches or derivatives or dtypes)" $(ARGS)
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/ops/neighborhood_attention \
+		tests/ops/channel_scan -k triton $(ARGS)
 	$(TRITON)/bin/python -m pytest -rs tests/ops/test_triton_compiled.py $(ARGS)
 
 # Builds of PyTorch for CPUs come without Triton. It is installed in an environment of its

@@ -723,12 +723,11 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
         "several_blocks": _sized([150, 3, 129, 1]),
     }
     _small = {"several_blocks": _blocks_of((39, 5), acyclic=True)}
+    _two_blocks = _blocks_of((39, 5), acyclic=False)
     OPERATORS |= {
         "triton_graphs": replace(
             OPERATORS["resolvent_mix"], sizes=_FEW,
-            structures={
-                **GRAPHS, "several_blocks": _blocks_of((39, 5), acyclic=False)
-            },
+            structures={**GRAPHS, "several_blocks": _two_blocks},
             variants={"triton": {"solver": "dense", **_TRITON["mask-triton"]}},
         ),
         "triton_dags": replace(
@@ -768,6 +767,28 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
         ),
         "triton_filters": replace(
             OPERATORS["causal_conv1d"], structures=_TRITON_SEQUENCES,
+            variants={"triton": {"backend": "triton"}},
+        ),
+        **{
+            f"triton_{key}": replace(
+                OPERATORS["channels_of_paths"], shapes=OPERATORS[key].shapes,
+                sizes=[(3,), (37,), (0,)],
+                structures={**PATHS, "several_blocks": _paths_of(70, 129, 5)},
+                variants={"triton": {"backend": "triton"}},
+            )
+            for key in ("channels_of_paths", "channels_of_nodes", "channels_of_edges")
+        },
+        "triton_attention": replace(
+            OPERATORS["neighborhood_attention"], sizes=_FEW,
+            structures={**GRAPHS, "several_blocks": _two_blocks},
+            variants={"triton": {"backend": "triton"}},
+        ),
+        "triton_rectified": replace(
+            OPERATORS["rectified_attention"], sizes=[_SIZES[0], *_FEW[1:]],
+            structures={
+                **OPERATORS["rectified_attention"].structures,
+                "several_blocks": _two_blocks,
+            },
             variants={"triton": {"backend": "triton"}},
         ),
     }  # fmt: skip

@@ -74,10 +74,12 @@ PUBLIC = {
 FOREIGN = (
     "pyg_chimera.graphgym.gps_model",
     "pyg_chimera.ops.causal_conv1d.triton_taps",
+    "pyg_chimera.ops.channel_scan.triton_span_scan",
     "pyg_chimera.ops.common.triton_carry",
     "pyg_chimera.ops.common.triton_chunk_form",
     "pyg_chimera.ops.common.triton_mask_form",
     "pyg_chimera.ops.dag_scan.triton_state_form",
+    "pyg_chimera.ops.neighborhood_attention.triton_edges",
     "pyg_chimera.ops.resolvent.triton_paths",
     "pyg_chimera.ops.selective_scan.triton_span_scan",
 )

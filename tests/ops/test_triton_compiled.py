@@ -24,7 +24,14 @@ from triton_aot import SHARED, TARGETS, built, launches
 
 BACKENDS = [
     importlib.import_module(f"pyg_chimera.ops.{x}.triton_backend")
-    for x in ("dag_scan", "resolvent", "selective_scan", "causal_conv1d")
+    for x in (
+        "dag_scan",
+        "resolvent",
+        "selective_scan",
+        "causal_conv1d",
+        "channel_scan",
+        "neighborhood_attention",
+    )
 ]
 #: Heads, groups, state channels and value channels: those of models, and odd ones.
 SIZES = [(2, 2, 96, 32), (4, 1, 20, 100)]
@@ -39,7 +46,10 @@ CALLS = [
 SEQUENCES = [
     ("selective_scan", (64, 16)), ("selective_scan", (100, 5)),
     ("causal_conv1d", (96, 4)), ("causal_conv1d", (20, 3)),
+    ("channels_of_paths", (64,)), ("channels_of_paths", (100,)),
 ]  # fmt: skip
+#: Heads, groups, channels of keys and of values.
+ATTENTION = [(4, 2, 64, 64), (2, 1, 20, 256)]
 
 
 def compute(key, size, options):
@@ -63,6 +73,9 @@ def found(monkeypatch, tmp_path, allow_tf32):
                 compute(key, size, options)
         for key, size in SEQUENCES:
             compute(key, size, {})
+        for key in ("neighborhood_attention", "rectified_attention"):
+            for size in ATTENTION:
+                compute(key, size, {})
         allow_tf32()
         compute("dag_scan", SIZES[0], {"form": "mask"})
     return found
@@ -72,7 +85,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 17
+    assert len({x.kernel for x in found.values()}) == 24
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -109,6 +122,9 @@ def test_large_matrices(found):
         ("resolvent_mix", {"form": "mask"}),
         ("selective_scan", {"delta_softplus": True}),
         ("causal_conv1d", {}),
+        ("channels_of_paths", {}),
+        ("neighborhood_attention", {}),
+        ("rectified_attention", {}),
     ],
 )
 def test_right_on_a_gpu(key, options):

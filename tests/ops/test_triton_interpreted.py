@@ -30,6 +30,8 @@ SMALL = {
     "dag_scan.triton_state_form": {"_ROWS": 4, "_COLUMNS": 2},
     "selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
     "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
+    "channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
+    "neighborhood_attention.triton_edges": {"_NODES": 2, "_EDGES": 2},
 }
 SMALL = {
     importlib.import_module(f"pyg_chimera.ops.{name}"): constants
@@ -41,6 +43,12 @@ CUT = {
     "triton_paths_of_edges": ("several_blocks", (1, 1, 5, 3)),
     "triton_sequences": ("several", (5, 2)),
     "triton_filters": ("several", (5, 3)),
+    **{
+        f"triton_channels_of_{x}": ("two_chunks", (5,))
+        for x in ("paths", "nodes", "edges")
+    },
+    "triton_attention": ("unsorted_batch", (4, 2, 5, 3)),
+    "triton_rectified": ("unsorted_batch", (4, 2, 5, 3)),
 }
 CUT_GRAPHS = ("several_blocks", (1, 1, 5, 3))
 
@@ -124,6 +132,16 @@ def test_auto_leaves_the_interpreter_alone():
         assert "triton" not in {found.backend, *others}
     choice = explain("dag_scan", **case_of("triton_dags").inputs, backend="triton")
     assert (choice.form, choice.backend) == ("mask", "triton")
+
+
+def test_heads_that_do_not_fit_are_refused():
+    operator = OPERATORS["triton_attention"]
+    graph = operator.structures["mixed"]
+    with pytest.raises(ValueError, match="at most 256 channels in a head, got 257"):
+        make_case(operator, graph, (1, 1, 257, 2))(backend="triton")
+    fits = make_case(operator, graph, (1, 1, 3, 256))
+    choice = explain("neighborhood_attention", **fits.inputs, backend="triton")
+    assert choice[1:5] == ("softmax", "edge", "triton", "asked for")
 
 
 # ------------------------------------------------------------ whether `watched` watches

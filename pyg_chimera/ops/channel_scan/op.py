@@ -4,7 +4,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from pyg_chimera.ops.channel_scan import numba_backend, reference, torch_backend
+from pyg_chimera.ops.channel_scan import (
+    numba_backend,
+    reference,
+    torch_backend,
+    triton_backend,
+)
 from pyg_chimera.ops.common.checks import (
     check_dim,
     check_edges,
@@ -38,6 +43,7 @@ class _ChannelScan(Operator[Inputs, StateGraph]):
     saves_output = True  # the states
     backends = {  # noqa: RUF012
         "numba": numba_backend,
+        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
@@ -104,10 +110,12 @@ def channel_scan(
             :math:`[|\mathcal{V}|]`, as stored by
             :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Found if absent.
             (default: :obj:`None`)
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device, one
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32,
+            directed paths only, any number of them), :obj:`"torch"` (any device, one
             topological level after the other; on directed paths as many passes as the
             longest one has binary digits), :obj:`"reference"` (a loop, in float64) or
-            :obj:`"auto"`. (default: :obj:`"auto"`)
+            :obj:`"auto"`: numba on the CPU; elsewhere triton where it can, or torch.
+            (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: The states :math:`\mathbf{h}`, :math:`[|\mathcal{V}|, C]`, in the

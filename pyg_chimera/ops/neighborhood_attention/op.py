@@ -18,6 +18,7 @@ from pyg_chimera.ops.neighborhood_attention import (
     numba_backend,
     reference,
     torch_backend,
+    triton_backend,
 )
 from pyg_chimera.ops.neighborhood_attention.pattern import Pattern, pattern
 from pyg_chimera.ops.structure.cache import Recipe
@@ -44,6 +45,7 @@ class _NeighborhoodAttention(Operator[Inputs, Pattern]):
     inputs = Inputs
     backends = {  # noqa: RUF012
         "numba": numba_backend,
+        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
@@ -129,9 +131,10 @@ def neighborhood_attention(
             :math:`[H]`, where query and bias have :math:`2 H` heads, and the key
             :math:`2 G`. (default: :obj:`None`, there is one map)
         scale (float, optional): The factor :math:`s`. (default: :math:`1 / \sqrt{N}`)
-        backend (str, optional): ``"numba"`` (CPU), ``"torch"`` (any device),
-            ``"reference"`` (a loop over the nodes, in float64, for tests), or
-            ``"auto"``: numba on the CPU, torch elsewhere. (default: :obj:`"auto"`)
+        backend (str, optional): ``"numba"`` (CPU), ``"triton"`` (GPU, float32, heads of
+            up to 256 channels), ``"torch"`` (any device), ``"reference"`` (a loop over
+            the nodes, in float64, for tests), or ``"auto"``: numba on the CPU;
+            elsewhere triton where it can, or torch. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`. Nodes

@@ -1,6 +1,7 @@
 """Who attends to whom, in both directions."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -43,6 +44,7 @@ class Pattern:
 
     sources: Neighbours
     targets: Neighbours
+    tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
 
     @property
     def nbytes(self) -> int:

@@ -8,9 +8,15 @@ from asserts import assert_near
 from operators import PATHS, example, make_case
 
 from pyg_chimera.ops import CycleError, channel_scan, dag_scan, explain, selective_scan
+from pyg_chimera.ops.channel_scan import numba_backend, triton_backend
 from pyg_chimera.ops.common import sequences
+from pyg_chimera.ops.common.triton_runtime import INTERPRETED, WITH_TRITON
 
 BACKENDS = ("numba", "torch", "reference")
+interpreted = pytest.mark.skipif(
+    not (INTERPRETED and WITH_TRITON), reason="needs TRITON_INTERPRET=1"
+)
+TRITON = pytest.param("triton", marks=interpreted)  # on paths
 #: Node 2 has both others as parents, one of them twice.
 EDGES = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 2]])
 VALUE = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
@@ -98,7 +104,7 @@ def test_a_path_with_a_state_for_each_channel_and_place_is_mamba(length):
         assert_near(a, b)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, TRITON])
 def test_long_paths_that_hardly_decay(backend):
     """In float32: sums of 3,000 terms, as exact as they come."""
     x, decay = torch.randn(3000, 2), torch.full((3000, 2), 0.999)
@@ -107,7 +113,7 @@ def test_long_paths_that_hardly_decay(backend):
     assert_near(out, exact, 1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, TRITON])
 def test_weights_of_any_size(backend):
     """Zeros cut a path, and large ones grow: nothing is divided by them."""
     decay = torch.tensor([3.0, -2.0, 0.0, 1e8, 1.0]).view(5, 1)
@@ -140,7 +146,7 @@ def test_dag_scan_has_the_same_structure(monkeypatch):
     dag_scan(one, one, one, s.edge_index, torch.ones(7, 1).double(), s.graph)
 
 
-@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("backend", ["numba", "torch", TRITON])
 def test_the_output_is_all_that_is_kept(backend):
     x = torch.randn(5, 3, requires_grad=True)
     out = channel_scan(x, path(5), backend=backend)
@@ -219,3 +225,18 @@ def test_explain():
     assert choice[1:4] == ("scan", "state", "numba")
     assert choice.reason == "tensors on cpu"
     assert explain("channel_scan", VALUE, EDGES, backend="torch").reason == "asked for"
+
+
+@interpreted
+def test_explain_triton(monkeypatch):
+    """Directed paths only, and `auto` knows."""
+    monkeypatch.setattr(numba_backend, "DEVICES", ("cuda",))
+    monkeypatch.setattr(triton_backend, "DEVICES", ("cpu",))
+    reason = "is for directed paths, where each node has at most one edge in"
+    with pytest.raises(ValueError, match=reason):
+        channel_scan(VALUE, EDGES, backend="triton")
+    choice = explain("channel_scan", VALUE, EDGES)
+    assert choice.backend == "torch"
+    assert reason in choice.reason
+    choice = explain("channel_scan", VALUE, path(3))
+    assert (choice.backend, choice.reason) == ("triton", "tensors on cpu")
