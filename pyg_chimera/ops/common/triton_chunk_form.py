@@ -244,7 +244,7 @@ def _chunk_ends(  # type: ignore[no-untyped-def]
         later = _weights(W, first, size, h, num_states, 1, CHUNK)
         factor = tl.cumprod(later, 0, reverse=True)
     end = tl.dot(tl.trans(x), factor[:, None] * z, input_precision=PRECISION)
-    if REVERSE:  # what is before another path is none of its NaN's business
+    if REVERSE:  # a NaN must not reach the path before
         end = tl.where(tl.load(ONGOING + k) > 0, end, 0.0)
     n, p = n + tl.arange(0, STEP), p + tl.arange(0, WIDTH)
     at = END + (k.to(tl.int64) * HEADS + h) * (N * P) + n[:, None] * P + p[None, :]
