@@ -776,7 +776,7 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
                 structures={**PATHS, "several_blocks": _paths_of(70, 129, 5)},
                 variants={"triton": {"backend": "triton"}},
             )
-            for key in ("channels_of_paths", "channels_of_nodes", "channels_of_edges")
+            for key in ("channels_of_paths", "channels_of_nodes")
         },
         "triton_attention": replace(
             OPERATORS["neighborhood_attention"], sizes=_FEW,

@@ -4,6 +4,7 @@ That results are right is what `test_operators.py` says, for the rows `triton_*`
 """
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,10 +44,8 @@ CUT = {
     "triton_paths_of_edges": ("several_blocks", (1, 1, 5, 3)),
     "triton_sequences": ("several", (5, 2)),
     "triton_filters": ("several", (5, 3)),
-    **{
-        f"triton_channels_of_{x}": ("two_chunks", (5,))
-        for x in ("paths", "nodes", "edges")
-    },
+    "triton_channels_of_paths": ("two_chunks", (5,)),
+    "triton_channels_of_nodes": ("two_chunks", (5,)),
     "triton_attention": ("unsorted_batch", (4, 2, 5, 3)),
     "triton_rectified": ("unsorted_batch", (4, 2, 5, 3)),
 }
@@ -132,6 +131,16 @@ def test_auto_leaves_the_interpreter_alone():
         assert "triton" not in {found.backend, *others}
     choice = explain("dag_scan", **case_of("triton_dags").inputs, backend="triton")
     assert (choice.form, choice.backend) == ("mask", "triton")
+
+
+@pytest.mark.parametrize("shapes", ["value:VC edge_weight:EC", "value:VC"])
+def test_channels_without_decays(shapes):
+    """There numba and the reference have the same bits, so the suite leaves it out."""
+    operator = replace(OPERATORS["triton_channels_of_paths"], shapes=shapes)
+    case = make_case(operator, operator.structures["two_chunks"], (5,))
+    with watched(1) as problems:
+        assert_results(computed(case, {"backend": "triton"}), expected_of(case))
+    assert problems == set()
 
 
 def test_heads_that_do_not_fit_are_refused():
