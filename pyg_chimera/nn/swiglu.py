@@ -22,8 +22,8 @@ class SwiGLU(torch.nn.Module):
             from the first input.
         hidden_channels (int, optional): Size of :math:`\mathbf{W}_1 \mathbf{x}`.
             (default: :obj:`None`, 8/3 of :obj:`out_channels`, rounded up to a multiple
-            of 8, which gives as many parameters as a two-layer network with :obj:`4 *
-            out_channels` hidden channels)
+            of 8, which gives as many parameters as a two-layer network with
+            :obj:`4 * out_channels` hidden channels)
         out_channels (int, optional): Size of each output sample. (default:
             :obj:`in_channels`)
         dropout (float, optional): Dropout probability of the hidden channels.

@@ -40,9 +40,9 @@ class ChimeraDAGConv(ChimeraBlock):
         \mathbf{H}_i^{\top} \mathbf{C}_i + \mathbf{D} \odot \mathbf{v}_i) \odot
         \text{SiLU}(\mathbf{z}_i) \right)
 
-    where :math:`p(i)` are the parents of a node, and :math:`\mathbf{B}, \mathbf{C},
-    \mathbf{V}` are projections of the nodes, followed by SiLU. The transitions
-    :math:`A_{ij}` and input gates :math:`s_i`, see
+    where :math:`p(i)` are the parents of a node, and
+    :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` are projections of the nodes, followed by
+    SiLU. The transitions :math:`A_{ij}` and input gates :math:`s_i`, see
     :func:`~pyg_chimera.ops.dag_transition`, come from selectivities :math:`\Delta =
     \text{softplus}(\mathbf{W} \mathbf{x} + \mathbf{b})` of nodes and, with
     :obj:`edge_dim`, edges.

@@ -64,8 +64,8 @@ class SequenceEncoder(GraphModel):
         - **input:** as in :class:`~pyg_chimera.nn.GraphModel`, with tokens
           :math:`(|\mathcal{V}|)`, int64, and whatever the layers take from
           :class:`~pyg_chimera.transforms.SequenceToGraph`: see :meth:`inputs`
-        - **output:** logits :math:`(|\mathcal{V}|, \textrm{tokens})`, or :math:`(B,
-          F_{out})` for classes
+        - **output:** logits :math:`(|\mathcal{V}|, \textrm{tokens})`, or
+          :math:`(B, F_{out})` for classes
 
     Raises:
         ValueError: If an option is unknown, or incompatible with another.
@@ -123,8 +123,8 @@ class SequenceEncoder(GraphModel):
                 :obj:`None`, for the first tokens)
 
         Returns:
-            tuple[torch.Tensor, Any]: The logits of the next tokens, :math:`[B,
-            \textrm{tokens}]`, and the state for the next step.
+            tuple[torch.Tensor, Any]: The logits of the next tokens,
+            :math:`[B, \textrm{tokens}]`, and the state for the next step.
 
         Raises:
             ValueError: If the model is not causal.
@@ -160,8 +160,8 @@ class SequenceEncoder(GraphModel):
 
         Args:
             prompt (torch.Tensor): The tokens to begin with, int64 :math:`[n]`, or
-                :math:`[B, n]` for several sequences of the same length, with :math:`n >
-                0`.
+                :math:`[B, n]` for several sequences of the same length, with
+                :math:`n > 0`.
             num_tokens (int): How many tokens to append.
             temperature (float, optional): Divides the logits; :obj:`0` selects the most
                 likely token. (default: :obj:`1.0`)
