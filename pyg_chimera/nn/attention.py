@@ -119,9 +119,9 @@ class SelfAttention(torch.nn.Module):
         return self.lin_out(out.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, in causal attention, and returns what
-        :meth:`forward` would return for that node. The keys and values of earlier nodes
-        are kept in the state.
+        r"""Extends each sequence by one node, and returns what :meth:`forward` would
+        return for that node. The keys and values of earlier nodes are kept in the
+        state. Requires causal attention.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,

@@ -172,9 +172,9 @@ class ChimeraGridConv(ChimeraDAGConv):
         return source / math.sqrt(self.num_dags), transition
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, with :obj:`num_dags=1`, and returns what
-        :meth:`forward` would return for that node, in time independent of how many
-        nodes came before.
+        r"""Extends each sequence by one node, and returns what :meth:`forward` would
+        return for that node, in time independent of how many nodes came before.
+        Requires :obj:`num_dags=1`.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,

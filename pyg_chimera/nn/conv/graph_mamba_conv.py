@@ -99,10 +99,9 @@ class GraphMambaConv(torch.nn.Module):
             additive bias. (default: :obj:`False`)
         conv_bias (bool, optional): If :obj:`False`, the convolution has no bias
             :math:`\mathbf{b}`. (default: :obj:`True`)
-        dt_min (float, optional): In a new layer, :math:`\textrm{softplus}
-            (\mathbf{b}_{\Delta})` is at least this. (default: :obj:`0.001`)
-        dt_max (float, optional): In a new layer, it is at most this. (default:
-            :obj:`0.1`)
+        dt_min (float, optional): The lower bound of the initial
+            :math:`\textrm{softplus} (\mathbf{b}_{\Delta})`. (default: :obj:`0.001`)
+        dt_max (float, optional): Its upper bound. (default: :obj:`0.1`)
         seed (int, optional): The seed of the fixed permutations in evaluation.
             (default: :obj:`0`)
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
@@ -243,9 +242,9 @@ class GraphMambaConv(torch.nn.Module):
         return self.lin_out((y * gate).to(x.dtype))
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, with :obj:`order="order"` in one
-        direction, and returns what :meth:`forward` would return for that node, in time
-        independent of how many nodes came before.
+        r"""Extends each sequence by one node, and returns what :meth:`forward` would
+        return for that node, in time independent of how many nodes came before.
+        Requires :obj:`order="order"` and a single direction.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,

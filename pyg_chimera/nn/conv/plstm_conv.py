@@ -124,7 +124,7 @@ class PLSTMConv(PLSTMBlock):
           edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
           batch vector :math:`(|\mathcal{V}|)` *(optional)*,
           line edges :math:`(2, |\mathcal{L}|)` *(optional)*;
-          with :obj:`num_dags > 1` lists of those of edges and of lines
+          with :obj:`num_dags > 1` lists of edge indices, edge features and line edges
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:

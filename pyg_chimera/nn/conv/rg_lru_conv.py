@@ -233,9 +233,9 @@ class RGLRUConv(MessagePassing):
         return self._output(h.to(u.dtype), x)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each directed path by one node, with :obj:`num_dags=1`, and returns
-        what :meth:`forward` would return for that node, in time independent of how many
-        nodes came before.
+        r"""Extends each directed path by one node, and returns what :meth:`forward`
+        would return for that node, in time independent of how many nodes came before.
+        Requires :obj:`num_dags=1`.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each path,

@@ -112,9 +112,9 @@ class SequenceEncoder(GraphModel):
         self.causal = head == "lm"
 
     def step(self, token: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one token, with :obj:`head="lm"`, and returns what
-        :meth:`forward` would return for that token. Except in attention, the time is
-        independent of how many tokens came before.
+        r"""Extends each sequence by one token, and returns what :meth:`forward` would
+        return for that token. Except in attention, the time is independent of how many
+        tokens came before. Requires :obj:`head="lm"`.
 
         Args:
             token (torch.Tensor): The new tokens, one for each sequence, int64
@@ -156,7 +156,7 @@ class SequenceEncoder(GraphModel):
         generator: torch.Generator | None = None,
     ) -> Tensor:
         r"""Extends sequences by tokens drawn from the model's predictions, in
-        evaluation mode, with :obj:`head="lm"`.
+        evaluation mode. Requires :obj:`head="lm"`.
 
         Args:
             prompt (torch.Tensor): The tokens to begin with, int64 :math:`[n]`, or
