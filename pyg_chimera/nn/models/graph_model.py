@@ -181,7 +181,7 @@ class GraphModel(torch.nn.Module):
           edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
           batch vector :math:`(|\mathcal{V}|)` *(optional)*,
           pairs of nodes :math:`(2, L)` *(only for the edge head)*,
-          what the encoders of :obj:`encodings` read, one row per node, by name
+          inputs of the encoders in :obj:`encodings`, one row per node, by name
         - **outputs:** predictions :math:`(B, F_{out})` for :math:`B` graphs,
           :math:`(|\mathcal{V}|, F_{out})` for nodes, or :math:`(L, F_{out})` for
           pairs of nodes
@@ -272,8 +272,8 @@ class GraphModel(torch.nn.Module):
     def inputs(self, data: Data | Batch) -> dict[str, Any]:
         r"""The arguments of the forward method, taken from :obj:`data`.
 
-        As this is a separate method, and not a second form of :meth:`forward`, wrappers
-        for compilation and for several processes work.
+        As this is a separate method, rather than a second form of :meth:`forward`, it
+        works with wrappers for compilation and for several processes.
 
         Args:
             data (Data or Batch): One graph, or a batch of graphs.

@@ -27,8 +27,8 @@ class ImageClassifier(GraphModel):
         out = model(**model.inputs(batch))
 
     Args:
-        in_channels (int): The number of pixels of a patch, times their channels, or
-            :obj:`-1` to derive it from the first input.
+        in_channels (int): The number of pixels of a patch times the number of channels,
+            or :obj:`-1` to derive it from the first input.
         channels (int): The size of patches between the layers.
         out_channels (int): The number of classes.
         num_layers (int, optional): The number of layers. (default: :obj:`4`)
@@ -57,8 +57,8 @@ class ImageClassifier(GraphModel):
 
     Shapes:
         - **input:** as in :class:`~pyg_chimera.nn.GraphModel`, with heights, widths and
-          positions of :class:`~pyg_chimera.transforms.ImageToGraph` as far as the
-          layers take them: see :meth:`inputs`
+          positions from :class:`~pyg_chimera.transforms.ImageToGraph` if the layers
+          take them: see :meth:`inputs`
         - **output:** classes :math:`(B, F_{out})`
 
     Raises:
