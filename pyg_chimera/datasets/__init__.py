@@ -1,4 +1,4 @@
-"""Datasets, generated and wrapped."""
+"""Generated and wrapped datasets."""
 
 from pyg_chimera.datasets.arrow_pointing import ArrowPointing
 from pyg_chimera.datasets.peptides import (

@@ -1,4 +1,4 @@
-"""Images of an arrow and a circle, generated: does the arrow point at the circle?"""
+"""Generated images of an arrow and a circle: does the arrow point at the circle?"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,34 +31,34 @@ class ArrowPointing(InMemoryDataset):
     r"""The arrow pointing task of the `"pLSTM: parallelizable Linear Source Transition
     Mark networks" <https://arxiv.org/abs/2506.11997>`_ paper, with generated images.
 
-    Each image shows a white arrow and a grey circle on black, apart from each other and
-    at random positions. The label is 1 if the arrow points at the circle, that is, if
-    the ray from the arrow along its direction hits it, and 0 otherwise. No ray
-    grazes a circle: those that hit pass its centre within 0.8 radii, the others no
-    closer than 1.2.
+    Each image shows a white arrow and a grey circle on black, at random positions
+    without overlap. The label is 1 if the arrow points at the circle, that is, if the
+    ray from the arrow along its direction hits it, and 0 otherwise. No ray grazes a
+    circle: those that hit pass its centre within 0.8 radii, the others no closer than
+    1.2 radii.
 
     The label depends on a direction at one place of the image and on a position that
-    may be at its other end. For each image two circles are drawn, with an arrow that
-    points at the first but would not point at the second (nor the other way round);
-    the first is shown for label 1, the second for label 0. So the position of the arrow
-    together with its direction has the same distribution for both labels, and so has
-    its position together with the circle, including the distance between them.
+    may be at its other end. For each image, two circles are drawn, with an arrow that
+    points at the first but would not point at the second (nor the other way round); the
+    first is shown for label 1, the second for label 0. The position of the arrow
+    together with its direction therefore has the same distribution for both labels, and
+    so does its position together with the circle, including the distance between them.
     (Direction and circle alone, without the position of the arrow, determine about four
-    labels of five: a circle near a border is mostly pointed at from the other side.) Of
-    any two consecutive samples, counted from the first, one has label 1.
+    labels in five: a circle near a border is mostly pointed at from the other side.) Of
+    each pair of consecutive samples, counted from the first, one has label 1.
 
     Objects have the same size in pixels whatever the size of the image. In a larger
-    image, patches therefore look as in a small one, and only the distances are new,
-    which are what the task is about. (Objects that grow with the image would require
-    invariance to scale instead.) With the defaults, objects and images have the sizes
-    of the paper's experiments, where models trained on :obj:`image_size=192` are tested
-    at 384 as well.
+    image, patches therefore look the same as in a small one, and only the distances are
+    new, which are what the task is about. (Objects that grow with the image would
+    require invariance to scale instead.) With the defaults, objects and images have the
+    sizes of the paper's experiments, where models trained on :obj:`image_size=192` are
+    tested at 384 as well.
 
     A sample is a function of its position, and of :obj:`split`, :obj:`seed`,
     :obj:`image_size`, :obj:`radius`, :obj:`arrow_length` and :obj:`miss_angle`, but not
-    of :obj:`num_samples`. Nothing is written to disk: some 10,000 images a second are
-    drawn of :math:`48 \times 48` pixels, and some 3,000 of :math:`192 \times 192`. They
-    are kept as 8-bit integers.
+    of :obj:`num_samples`. Nothing is written to disk: about 10,000 images of
+    :math:`48 \times 48` pixels are drawn per second, or about 3,000 of
+    :math:`192 \times 192`. They are kept as 8-bit integers.
 
     A sample has the attributes
 
@@ -84,18 +84,18 @@ class ArrowPointing(InMemoryDataset):
         arrow_length (tuple[float, float], optional): The smallest and the largest
             length of arrows. (default: :obj:`(15.0, 30.0)`)
         miss_angle (float, optional): The smallest angle, in degrees, between the
-            direction of an arrow that misses and that to the centre of the circle. More
-            than 0 is an easier task than the paper's. (default: :obj:`0.0`)
+            direction of an arrow that misses and that to the centre of the circle.
+            Values above 0 make the task easier than the paper's. (default: :obj:`0.0`)
         seed (int, optional): Seed of the scenes. (default: :obj:`0`)
         transform (callable, optional): As in
             :class:`~torch_geometric.data.InMemoryDataset`.
-        pre_transform (callable, optional): As there, called once a sample when the data
-            set is made.
+        pre_transform (callable, optional): As there, called once per sample when the
+            data set is created.
         pre_filter (callable, optional): As there.
 
     Raises:
-        ValueError: If :obj:`split` is unknown, a number or size out of range, or
-            :obj:`image_size` too small for the objects.
+        ValueError: If :obj:`split` is unknown, a number or size is out of range, or
+            :obj:`image_size` is too small for the objects.
     """
 
     def __init__(

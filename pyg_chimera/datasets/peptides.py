@@ -1,4 +1,4 @@
-"""Peptides as molecular graphs: generated ones, and the real Peptides-func file."""
+"""Peptides as molecular graphs: generated ones, and the real Peptides-func."""
 
 import csv
 import gzip
@@ -137,15 +137,14 @@ class PeptidesFunctional(_SplitDataset):
     <https://arxiv.org/abs/2206.08164>`_ paper, built from its raw file of SMILES
     strings.
 
-    The 15,535 peptides are turned into graphs by OGB's :obj:`smiles2graph`, with
-    nine categorical features a node and three an edge (see
-    :obj:`ATOM_FEATURE_SIZES` and :obj:`BOND_FEATURE_SIZES`) and ten binary labels
-    a graph, which is what
-    :class:`~torch_geometric.datasets.LRGBDataset` downloads ready made. This takes
-    about 45 seconds once. Needs the extra :obj:`examples`.
+    The 15,535 peptides are turned into graphs by OGB's :obj:`smiles2graph`, with nine
+    categorical features per node and three per edge (see :obj:`ATOM_FEATURE_SIZES` and
+    :obj:`BOND_FEATURE_SIZES`) and ten binary labels per graph.
+    :class:`~torch_geometric.datasets.LRGBDataset` downloads the same graphs ready-made.
+    Building them takes about 45 seconds, once. Needs the extra :obj:`examples`.
 
-    The data are licensed under CC BY-NC 4.0 by the authors of the benchmark, not
-    by this library, and are read from where you put them:
+    The data are licensed under CC BY-NC 4.0 by the authors of the benchmark, not by
+    this library, and are read from where you have put them:
 
     .. code-block:: text
 
@@ -160,11 +159,10 @@ class PeptidesFunctional(_SplitDataset):
             :obj:`processed_root` is given.
         split (str, optional): :obj:`"train"`, :obj:`"val"` or :obj:`"test"`.
             (default: :obj:`"train"`)
-        processed_root (str, optional): Folder below which processed files are
-            kept, in :obj:`processed/`. (default: :obj:`None`, which is
-            :obj:`root`)
-        num_workers (int, optional): Processes that turn SMILES strings into
-            graphs; 0 does it in this one. (default: :obj:`0`)
+        processed_root (str, optional): Folder in which processed files are kept, under
+            :obj:`processed/`. (default: :obj:`None`, which is :obj:`root`)
+        num_workers (int, optional): The number of processes that turn SMILES strings
+            into graphs; 0 uses the current one. (default: :obj:`0`)
         transform (callable, optional): As in
             :class:`~torch_geometric.data.InMemoryDataset`.
         pre_transform (callable, optional): As there.
@@ -174,8 +172,8 @@ class PeptidesFunctional(_SplitDataset):
             (default: :obj:`False`)
 
     Raises:
-        FileNotFoundError: A raw file is missing.
-        ValueError: A raw file has unexpected contents.
+        FileNotFoundError: If a raw file is missing.
+        ValueError: If a raw file has unexpected contents.
     """
 
     num_tasks = 10
@@ -206,7 +204,7 @@ class PeptidesFunctional(_SplitDataset):
 
     @property
     def raw_file_names(self) -> list[str]:
-        """The file of SMILES strings and labels, below :obj:`root/raw`."""
+        """The file of SMILES strings and labels, under :obj:`root/raw`."""
         return ["peptide_multi_class_dataset.csv.gz"]
 
     @property
@@ -283,14 +281,14 @@ def long_range_labels(sequence: str) -> list[int]:
     guess.
 
     With residues numbered :math:`0, \ldots, n-1` from the N-terminus, charged ones
-    being acidic (D, E: :math:`-1`) or basic (K, R, H: :math:`+1`), aromatic ones F, W
-    and Y, and ones with sulfur C and M, the labels are 1 if
+    being acidic (D, E: :math:`-1`) or basic (K, R, H: :math:`+1`), aromatic ones being
+    F, W and Y, and ones with sulfur C and M, the labels are 1 if
 
     * **aromatic_lead**: aromatic residues lie, on average, in the first half;
     * **sulfur_lead**: residues with sulfur lie, on average, in the first half;
-    * **sulfur_first**: of all these, the one nearest to the N-terminus has sulfur;
-    * **aromatic_span**: the outermost aromatic residues are :math:`n/2` residues
-      apart, or more;
+    * **sulfur_first**: of all these, the one nearest to the N-terminus contains sulfur;
+    * **aromatic_span**: the outermost aromatic residues are at least :math:`n/2`
+      residues apart;
     * **aromatic_wider**: they are farther apart than the outermost residues with
       sulfur;
     * **dipole**: the charge lies towards the C-terminus,
@@ -332,12 +330,12 @@ class _Preset(NamedTuple):
 class GeneratedPeptides(_SplitDataset):
     r"""Random peptides with long-range labels, generated without a download.
 
-    Amino-acid sequences are drawn at random, turned into molecules by RDKit and
-    into graphs by OGB's :obj:`smiles2graph`, so that features and sizes are those
-    of :class:`PeptidesFunctional` (without chirality). The six binary labels are those
-    of :func:`long_range_labels`. The same arguments give the same data set, no
-    sequence occurs twice, and 70%, 15% and 15% of the peptides are for training,
-    validation and test. Needs the extra :obj:`examples`.
+    Amino-acid sequences are drawn at random, turned into molecules by RDKit and into
+    graphs by OGB's :obj:`smiles2graph`, so that features and sizes are those of
+    :class:`PeptidesFunctional` (without chirality). The six binary labels are those of
+    :func:`long_range_labels`. The same arguments give the same data set. No sequence
+    occurs twice, and 70%, 15% and 15% of the peptides are for training, validation and
+    test. Needs the extra :obj:`examples`.
 
     .. list-table::
         :header-rows: 1
@@ -359,17 +357,17 @@ class GeneratedPeptides(_SplitDataset):
           - 4 seconds
 
     Args:
-        root (str): Folder below which the processed files are kept, in a folder
-            per preset, size and seed.
+        root (str): Folder in which processed files are kept, in a subfolder per preset,
+            size and seed.
         split (str, optional): :obj:`"train"`, :obj:`"val"` or :obj:`"test"`.
             (default: :obj:`"train"`)
         preset (str, optional): :obj:`"full"` or :obj:`"small"`.
             (default: :obj:`"full"`)
-        num_graphs (int, optional): Peptides in all three splits, at least 3.
-            (default: :obj:`None`, which is the preset's)
+        num_graphs (int, optional): The number of peptides in all three splits together,
+            at least 3. (default: :obj:`None`, that of the preset)
         seed (int, optional): Seed of the sequences. (default: :obj:`0`)
-        num_workers (int, optional): Processes that turn SMILES strings into
-            graphs; 0 does it in this one. (default: :obj:`0`)
+        num_workers (int, optional): The number of processes that turn SMILES strings
+            into graphs; 0 uses the current one. (default: :obj:`0`)
         transform (callable, optional): As in
             :class:`~torch_geometric.data.InMemoryDataset`.
         pre_transform (callable, optional): As there.

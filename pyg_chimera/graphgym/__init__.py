@@ -1,5 +1,6 @@
-"""The layers in `GraphGym <https://pytorch-geometric.readthedocs.io>`_, PyG's own and
-that of GraphGPS, chosen by name in YAML files. Importing this package registers them.
+"""The layers in `GraphGym <https://pytorch-geometric.readthedocs.io>`_, both PyG's own
+and that of GraphGPS, selected by name in YAML files. Importing this package registers
+them.
 """
 
 try:

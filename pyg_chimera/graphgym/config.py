@@ -6,7 +6,7 @@ __all__ = ["chimera_cfg"]
 def chimera_cfg(cfg: CfgNode) -> None:
     r"""Adds the group :obj:`chimera` to a configuration of GraphGym.
 
-    It holds what GraphGym has no option for. Width, depth, activation, dropout and
+    It holds the options that GraphGym lacks. Width, depth, activation, dropout and
     batch norm are those of its group :obj:`gnn`, or :obj:`gt` in a layer of GraphGPS.
 
     Args:

@@ -1,4 +1,4 @@
-"""For GraphGPS only, which this module imports: its layers with our mixers."""
+"""Layers of GraphGPS with our mixers; importing this module requires GraphGPS."""
 
 from typing import Any
 from warnings import warn
@@ -38,7 +38,7 @@ class ChimeraGPSLayer(GPSLayer):
 
     @classmethod
     def of(cls, layer: GPSLayer, name: str, index: int) -> "ChimeraGPSLayer":
-        """Makes it of a layer without a global model, whose parts it takes over."""
+        """Builds it from a layer without a global model, whose parts it takes over."""
         # What stands behind the global model is called so in GraphGPS, or in the code
         # of "Where Did the Gap Go?" (toenshoff/LRGB).
         kinds = [x for x in ("attn", "global") if hasattr(layer, f"dropout_{x}")]
@@ -63,7 +63,9 @@ class ChimeraGPSLayer(GPSLayer):
         return layer
 
     def forward(self, batch: Data) -> Data:
-        r"""Replaces the node features of the batch, and perhaps its edge features."""
+        r"""Replaces the node features of the batch, and where updated, its edge
+        features.
+        """
         self._batch = batch
         try:
             return super().forward(batch)
@@ -92,9 +94,9 @@ class ChimeraGPSLayer(GPSLayer):
 
 
 class ChimeraGPSModel(GPSModel):
-    r"""The :obj:`GPSModel` of GraphGPS, which also takes :obj:`gt.layer_type:
-    <local model>+Chimera`, :obj:`+PLSTM`, :obj:`+GraphMamba`, :obj:`+GatedDelta` and
-    :obj:`+KHopAttention`.
+    r"""The :obj:`GPSModel` of GraphGPS, which also accepts
+    :obj:`gt.layer_type: <local model>+Chimera`, :obj:`+PLSTM`, :obj:`+GraphMamba`,
+    :obj:`+GatedDelta` and :obj:`+KHopAttention`.
 
     Args:
         dim_in (int): Size of the node features.

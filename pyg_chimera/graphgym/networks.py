@@ -209,8 +209,8 @@ class KHopAttentionGPS(_GPSNetwork):
 
 class HybridGPS(_GPSNetwork):
     r"""The blocks of a :class:`~pyg_chimera.nn.HybridModel`, recurrences and attention
-    by :obj:`chimera.pattern`, as :obj:`model.type: HybridGPS`. They have norms and
-    networks of their own, and no local convolution.
+    according to :obj:`chimera.pattern`, as :obj:`model.type: HybridGPS`. They have
+    their own norms and networks, and no local convolution.
     """
 
     def _layers(self, channels: int, edge_dim: int | None) -> _Layers:

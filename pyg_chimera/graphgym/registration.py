@@ -28,7 +28,7 @@ def register() -> None:
     r"""Registers layers, networks and options with GraphGym, as importing
     :mod:`pyg_chimera.graphgym` does, and with GraphGPS if that can be imported.
 
-    Call it again, which does no harm, if GraphGPS was not on the path at that time.
+    If GraphGPS was not on the path at that time, call it again, which does no harm.
 
     Raises:
         KeyError: If one of the names is already registered by other code.

@@ -1,4 +1,4 @@
-"""Graph layers, the layer around them, encoders, and models."""
+"""Graph layers, the blocks around them, encoders, and models."""
 
 from pyg_chimera.nn.attention import SelfAttention
 from pyg_chimera.nn.conv import (

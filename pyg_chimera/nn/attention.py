@@ -22,17 +22,17 @@ class SelfAttention(torch.nn.Module):
         \frac{(\mathbf{R}_i \mathbf{q}_i)^{\top} \mathbf{R}_j \mathbf{k}_j}
         {\sqrt{P}} \right) \mathbf{v}_j
 
-    with rotations :math:`\mathbf{R}` of pairs of channels by the node's place times
+    with rotations :math:`\mathbf{R}` of pairs of channels by the node's position times
     :math:`10000^{-2 k / P}`.
 
     Args:
         channels (int): Size of each input and output sample.
         heads (int, optional): The number of heads; divides :obj:`channels`.
             (default: :obj:`1`)
-        rotary (str, optional): What rotates: the place in a :obj:`"sequence"`, of
-            nodes in order, or column and row in a :obj:`"grid"`, of nodes row by row,
-            half of the channels each. With :obj:`None`, nothing tells where a node is.
-            (default: :obj:`None`)
+        rotary (str, optional): The positions to rotate by: those in a
+            :obj:`"sequence"`, with nodes in order, or columns and rows of a
+            :obj:`"grid"`, with nodes row by row and half of the channels for each. With
+            :obj:`None`, attention ignores positions. (default: :obj:`None`)
         causal (bool, optional): If set to :obj:`True`, nodes attend to earlier ones and
             themselves only. (default: :obj:`False`)
         dropout (float, optional): Dropout probability of attention weights.
@@ -43,14 +43,14 @@ class SelfAttention(torch.nn.Module):
     Shapes:
         - **input:**
           padded nodes :math:`(B, N, F)`,
-          mask of those that are nodes :math:`(B, N)`,
+          mask of the actual nodes :math:`(B, N)`,
           widths :math:`(B)` *(for a grid)*
         - **output:** :math:`(B, N, F)`
 
     Raises:
         ValueError: If :obj:`heads` does not divide :obj:`channels`, or with
-            :obj:`rotary` a head's channels are no multiple of 2, or 4 for a grid; in
-            the forward method, if a grid's width is missing.
+            :obj:`rotary` the channels of a head are not a multiple of 2, or of 4 for a
+            grid; in the forward method, if the width of a grid is missing.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class SelfAttention(torch.nn.Module):
 
         Args:
             x (torch.Tensor): The nodes of each graph, padded.
-            mask (torch.Tensor, optional): Which of them are nodes; without it all.
-                (default: :obj:`None`)
+            mask (torch.Tensor, optional): Which of them are actual nodes; without it,
+                all are. (default: :obj:`None`)
             width (int or torch.Tensor, optional): The number of columns of each grid.
                 (default: :obj:`None`)
         """
@@ -119,21 +119,21 @@ class SelfAttention(torch.nn.Module):
         return self.lin_out(out.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Continues sequences by one node each, in causal attention: what
-        :meth:`forward` gives their last nodes, from the keys and values of those
-        before, which are kept.
+        r"""Extends each sequence by one node, and returns what :meth:`forward` would
+        return for that node. The keys and values of earlier nodes are kept in the
+        state. Requires causal attention.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,
                 :math:`[B, F]`.
-            state (Any, optional): What the step before returned. (default:
-                :obj:`None`, these are the first nodes)
+            state (Any, optional): The state that the previous step returned. (default:
+                :obj:`None`, for the first nodes)
 
         Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state to go on with.
+            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state for the next step.
 
         Raises:
-            ValueError: If attention is not causal, or is of grids.
+            ValueError: If attention is not causal, or is on grids.
         """
         if not self.causal or self.rotary == "grid":
             raise ValueError(

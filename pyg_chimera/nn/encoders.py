@@ -13,10 +13,10 @@ __all__ = ["LaplacianEncoder", "PositionEmbedding", "RandomWalkEncoder"]
 
 
 class LaplacianEncoder(torch.nn.Module):
-    r"""Encodes where nodes lie in their graph, from eigenvectors of its Laplacian, as
-    a set of frequencies. This is the encoder of the `"Recipe for a General, Powerful,
-    Scalable Graph Transformer" <https://arxiv.org/abs/2205.12454>`_ paper, in the
-    form without attention.
+    r"""Encodes the positions of nodes in their graph, from eigenvectors of its
+    Laplacian, as a set of frequencies. This is the encoder of the `"Recipe for a
+    General, Powerful, Scalable Graph Transformer" <https://arxiv.org/abs/2205.12454>`_
+    paper, in the form without attention.
 
     .. math::
         \mathbf{p}_i = \textrm{post} \Big( \sum_{f=1}^k \textrm{mlp} \big( [
@@ -26,16 +26,17 @@ class LaplacianEncoder(torch.nn.Module):
     :class:`~pyg_chimera.transforms.LaplacianEncoding` computes. All layers of both
     networks end with a ReLU, and hidden ones are :obj:`2 * out_channels` wide.
 
-    The sign of an eigenvector is arbitrary. In training each sign is flipped at random,
-    the same for all graphs of a batch, so that models learn not to depend on it.
+    The sign of an eigenvector is arbitrary. In training, each sign is flipped at
+    random, in the same way for all graphs of a batch, so that models learn not to
+    depend on it.
 
-    A graph may have fewer than :math:`k` eigenvectors. Pairs in which both numbers
-    are zero represent missing ones and add nothing.
+    A graph may have fewer than :math:`k` eigenvectors. Pairs of two zeros stand for
+    missing ones and add nothing.
 
     Args:
         out_channels (int): Size of each output sample.
-        num_layers (int, optional): The number of layers of the network of pairs.
-            (default: :obj:`2`)
+        num_layers (int, optional): The number of layers of the network applied to the
+            pairs. (default: :obj:`2`)
         num_post_layers (int, optional): The number of layers of the network after
             the sum; :obj:`0` leaves it out. (default: :obj:`0`)
 
@@ -46,7 +47,7 @@ class LaplacianEncoder(torch.nn.Module):
 
     Raises:
         ValueError: If a number of layers or channels is too small; in the forward
-            method, if the input has another shape.
+            method, if the input has the wrong shape.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class LaplacianEncoder(torch.nn.Module):
 
 
 class RandomWalkEncoder(torch.nn.Module):
-    r"""Encodes the structure around nodes, from the probabilities with which random
-    walks return to them, as in the `"Recipe for a General, Powerful, Scalable Graph
+    r"""Encodes the structure around each node, from the probabilities that random walks
+    return to it, as in the `"Recipe for a General, Powerful, Scalable Graph
     Transformer" <https://arxiv.org/abs/2205.12454>`_ paper.
 
     .. math::
@@ -126,8 +127,8 @@ class RandomWalkEncoder(torch.nn.Module):
         - **output:** encodings :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If a size is not positive; in the forward method, if the input
-            has another shape.
+        ValueError: If a size is not positive; in the forward method, if the input has
+            the wrong shape.
     """
 
     def __init__(self, walk_length: int, out_channels: int) -> None:
@@ -152,7 +153,7 @@ class RandomWalkEncoder(torch.nn.Module):
         r"""Runs the forward pass of the module.
 
         Args:
-            pe (torch.Tensor): The probabilities of return, one column a step.
+            pe (torch.Tensor): The probabilities of return, one column per step.
         """
         if pe.dim() != 2 or pe.size(1) != self.walk_length:
             raise ValueError(
@@ -167,29 +168,29 @@ class RandomWalkEncoder(torch.nn.Module):
 
 
 class PositionEmbedding(torch.nn.Module):
-    r"""Adds to each node an embedding of where it is, as the first of a model's layers.
+    r"""Adds to each node an embedding of its position, as the first layer of a model.
 
-    Learned embeddings are a table of places, as in a `Vision Transformer
-    <https://arxiv.org/abs/2010.11929>`_; sinusoidal ones those of `"Attention Is All
-    You Need" <https://arxiv.org/abs/1706.03762>`_, of each coordinate in an even share
-    of the channels.
+    Learned embeddings are a table of positions, as in a `Vision Transformer
+    <https://arxiv.org/abs/2010.11929>`_. Sinusoidal ones are those of `"Attention Is
+    All You Need" <https://arxiv.org/abs/1706.03762>`_, with an equal share of the
+    channels for each coordinate.
 
     Args:
         channels (int): Size of each input and output sample.
         num_coordinates (int, optional): The number of coordinates of a position.
             (default: :obj:`1`)
-        size (tuple[int, ...], optional): The number of places along each coordinate, of
-            a table. With :obj:`None`, embeddings are sinusoidal.
+        size (tuple[int, ...], optional): The number of positions along each coordinate,
+            for learned embeddings. With :obj:`None`, embeddings are sinusoidal.
             (default: :obj:`None`)
 
     Shapes:
         - **input:** node features :math:`(|\mathcal{V}|, F)`, edge indices (not used),
-          positions :math:`(|\mathcal{V}|, D)`, whole numbers from zero on
+          positions :math:`(|\mathcal{V}|, D)`, integers from zero on
         - **output:** :math:`(|\mathcal{V}|, F)`
 
     Raises:
-        ValueError: If :obj:`size` has another length, or sinusoids do not fit into
-            :obj:`channels`; in the forward method, if positions have another shape or
+        ValueError: If :obj:`size` has the wrong length, or sinusoids do not fit into
+            :obj:`channels`; in the forward method, if positions have the wrong shape or
             are beyond the table.
     """
 
@@ -227,8 +228,8 @@ class PositionEmbedding(torch.nn.Module):
 
         Args:
             x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor): Not used; there for containers
-                that call all their layers alike.
+            edge_index (torch.Tensor or SparseTensor): Not used; accepted for containers
+                that call all their layers in the same way.
             pos (torch.Tensor): The positions.
         """
         if pos.shape != (x.size(0), self.num_coordinates):

@@ -18,8 +18,8 @@ _ROLES = ("conv", "mixer")
 
 
 class GPSLayer(torch.nn.Module):
-    r"""A layer that pairs local message passing with any mixer of far nodes, as in
-    the `"Recipe for a General, Powerful, Scalable Graph Transformer"
+    r"""A layer that combines local message passing with any mixer over longer
+    distances, as in the `"Recipe for a General, Powerful, Scalable Graph Transformer"
     <https://arxiv.org/abs/2205.12454>`_ paper.
 
     With a local convolution, a mixer and a feed-forward network, each followed by
@@ -32,39 +32,39 @@ class GPSLayer(torch.nn.Module):
         \mathbf{X}^{\prime} &= \textrm{norm} (\mathbf{H} +
         \textrm{mlp}(\mathbf{H}))
 
-    and :obj:`arrangement="sequential"` takes one step after the other,
+    and :obj:`arrangement="sequential"` applies one after the other,
 
     .. math::
         \mathbf{X} \leftarrow \textrm{norm} (\mathbf{X} + f(\mathbf{X})), \qquad
         f = \textrm{conv}, \textrm{mixer}, \textrm{mlp}.
 
-    With :obj:`norm_first=True` each :math:`f` reads normalized nodes and the
-    residual path stays free of norms: :math:`\mathbf{X} + f(\textrm{norm}
-    (\mathbf{X}))`. Both branches of the parallel layer then share one residual,
-    :math:`\mathbf{H} = \mathbf{X} + \textrm{conv}(\textrm{norm}(\mathbf{X})) +
+    With :obj:`norm_first=True`, each :math:`f` reads normalized nodes, and the residual
+    path stays free of norms: :math:`\mathbf{X} + f(\textrm{norm} (\mathbf{X}))`. Both
+    branches of the parallel layer then share one residual, :math:`\mathbf{H} =
+    \mathbf{X} + \textrm{conv}(\textrm{norm}(\mathbf{X})) +
     \textrm{mixer}(\textrm{norm}(\mathbf{X}))`.
 
     The forward methods of :obj:`conv` and :obj:`mixer` are inspected once, and each
     is called with the arguments that it accepts:
 
-    * :obj:`edge_attr` goes to a module that takes it, unless its attribute
-      :obj:`edge_dim` is :obj:`None`, by which PyG's layers indicate that they were
+    * :obj:`edge_attr` is passed to a module that accepts it, unless its attribute
+      :obj:`edge_dim` is :obj:`None`, which is how PyG's layers indicate that they were
       built without edge features;
     * :obj:`batch` and any further keyword (:obj:`edge_weight`, :obj:`edge_type`,
-      :obj:`rank`, ...) go to whichever takes them;
-    * a keyword with the prefix :obj:`conv_` or :obj:`mixer_` goes to that one only.
-      In particular, :obj:`mixer_edge_index` is a graph of its own for the mixer,
-      with which it takes :obj:`batch` and what has the prefix, but nothing else;
-    * a mixer without edges may be a module of nodes, :obj:`forward(x)` or
-      :obj:`forward(x, batch)`, a :class:`torch.nn.MultiheadAttention`, or a module
-      of padded graphs, :obj:`forward(x, mask)`, such as
-      :class:`torch_geometric.nn.attention.PerformerAttention` (where PyG's, unlike
-      the former, do let the amount of padding influence their results).
+      :obj:`rank`, ...) are passed to whichever accepts them;
+    * a keyword with the prefix :obj:`conv_` or :obj:`mixer_` is passed to that one
+      only. In particular, :obj:`mixer_edge_index` is a separate graph for the mixer,
+      which then gets only :obj:`batch` and the arguments with the prefix;
+    * a mixer without edges may be a module on nodes, :obj:`forward(x)` or
+      :obj:`forward(x, batch)`, a :class:`torch.nn.MultiheadAttention`, or a module on
+      padded graphs, :obj:`forward(x, mask)`, such as
+      :class:`torch_geometric.nn.attention.PerformerAttention` (the amount of padding
+      affects the results of PyG's, but not those of the former).
 
-    If the convolution returns a pair, such as
-    :class:`~pyg_chimera.nn.GatedGCNConv`, its second entry updates the edges:
-    :math:`\mathbf{E}^{\prime} = \mathbf{E} + \textrm{dropout}(\cdot)`. A sequential
-    mixer reads :math:`\mathbf{E}^{\prime}`, a parallel one :math:`\mathbf{E}`.
+    If the convolution returns a pair, as :class:`~pyg_chimera.nn.GatedGCNConv` does,
+    its second entry updates the edges: :math:`\mathbf{E}^{\prime} = \mathbf{E} +
+    \textrm{dropout}(\cdot)`. A sequential mixer reads :math:`\mathbf{E}^{\prime}`, a
+    parallel one :math:`\mathbf{E}`.
 
     .. code-block:: python
 
@@ -89,17 +89,17 @@ class GPSLayer(torch.nn.Module):
             (default: :obj:`0.0`)
         arrangement (str, optional): :obj:`"parallel"` or :obj:`"sequential"`.
             (default: :obj:`"parallel"`)
-        norm (str or torch.nn.Module, optional): The normalization function, by its
-            name in :mod:`torch_geometric.nn.norm` or as a module that is copied for
-            each use. One that takes :obj:`batch` gets it. :obj:`"layer_norm"`
-            normalizes each node separately. :obj:`"batch_norm"`, the default of
+        norm (str or torch.nn.Module, optional): The normalization function, by its name
+            in :mod:`torch_geometric.nn.norm` or as a module that is copied for each
+            use. It gets :obj:`batch` if it accepts it. :obj:`"layer_norm"` normalizes
+            each node separately. :obj:`"batch_norm"`, the default of
             :class:`torch_geometric.nn.GPSConv`, uses running statistics in evaluation,
             which lag behind the weights while these change quickly: use it with a
             learning rate that decays to zero. (default: :obj:`"layer_norm"`)
-        norm_kwargs (Dict[str, Any], optional): Arguments passed to the
-            normalization function defined by :obj:`norm`. For batch norm,
-            :obj:`allow_single_element` is set unless given here, for layer norm
-            :obj:`mode="node"`. (default: :obj:`None`)
+        norm_kwargs (Dict[str, Any], optional): Arguments passed to the normalization
+            function defined by :obj:`norm`. For batch norm, :obj:`allow_single_element`
+            is set unless given here, and for layer norm, :obj:`mode="node"`. (default:
+            :obj:`None`)
         norm_first (bool, optional): If set to :obj:`True`, normalizes the input of
             each part instead of its residual sum. A stack of such layers needs one
             more norm at its end. (default: :obj:`False`)
@@ -111,9 +111,8 @@ class GPSLayer(torch.nn.Module):
             :obj:`0` leaves the network out. If set to :obj:`None`, it is
             :obj:`2 * channels`. (default: :obj:`None`)
         mlp (torch.nn.Module, optional): Another feed-forward network, :obj:`mlp(x)`,
-            such as :class:`~pyg_chimera.nn.SwiGLU`, in the place of the one that
-            :obj:`act` and :obj:`mlp_channels` describe. Dropout follows it.
-            (default: :obj:`None`)
+            such as :class:`~pyg_chimera.nn.SwiGLU`, in place of the one that :obj:`act`
+            and :obj:`mlp_channels` describe. Dropout follows it. (default: :obj:`None`)
 
     Shapes:
         - **inputs:**
@@ -126,14 +125,14 @@ class GPSLayer(torch.nn.Module):
           updates the edges
 
     Raises:
-        ValueError: If neither :obj:`conv` nor :obj:`mixer` is given,
-            :obj:`arrangement` is unknown, or both :obj:`mlp` and :obj:`mlp_channels`
-            are given; in the forward method, if the input, or what :obj:`conv`,
-            :obj:`mixer` or :obj:`mlp` return, has another shape than the residual sums
-            need, or there is not one row of :obj:`edge_attr` per edge.
-        TypeError: In the forward method, if an argument has a wrong type or dtype, such
-            as edge features in the place of :obj:`batch`, or a keyword argument is one
-            that neither :obj:`conv` nor :obj:`mixer` takes.
+        ValueError: If neither :obj:`conv` nor :obj:`mixer` is given, :obj:`arrangement`
+            is unknown, or both :obj:`mlp` and :obj:`mlp_channels` are given; in the
+            forward method, if the input or an output of :obj:`conv`, :obj:`mixer` or
+            :obj:`mlp` does not have the shape that the residual sums need, or
+            :obj:`edge_attr` does not have one row per edge.
+        TypeError: In the forward method, if an argument has the wrong type or dtype,
+            such as edge features in place of :obj:`batch`, or neither :obj:`conv` nor
+            :obj:`mixer` accepts a keyword argument.
     """
 
     def __init__(
@@ -215,8 +214,8 @@ class GPSLayer(torch.nn.Module):
                 own_reset()
 
     def accepts(self, name: str) -> bool:
-        r"""Whether the forward method takes a keyword argument called
-        :obj:`name`, be it for :obj:`conv` or for :obj:`mixer`.
+        r"""Whether the forward method accepts a keyword argument called :obj:`name`,
+        for either :obj:`conv` or :obj:`mixer`.
         """
         if name in ("batch", "edge_attr"):
             return True
@@ -246,7 +245,7 @@ class GPSLayer(torch.nn.Module):
             **kwargs (optional): Arguments of :obj:`conv` and :obj:`mixer`, by name.
 
         Returns:
-            The nodes, or the pair of nodes and edge features where :obj:`conv`
+            The node features, or a pair of node and edge features if :obj:`conv`
             updates both.
         """
         check_nodes(x, self.channels)
@@ -284,21 +283,21 @@ class GPSLayer(torch.nn.Module):
         return out if edges is edge_attr else (out, edges)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Continues sequences by one node each, with a causal mixer that has a
-        method :obj:`step`, no convolution, and norms of each node by itself: what
-        :meth:`forward` gives their last nodes.
+        r"""Extends each sequence by one node, and returns what :meth:`forward` would
+        return for that node. Requires a causal mixer with a method :obj:`step`, no
+        convolution, and norms that normalize each node separately.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,
                 :math:`[B, F]`.
-            state (Any, optional): What the step before returned. (default:
-                :obj:`None`, these are the first nodes)
+            state (Any, optional): The state that the previous step returned. (default:
+                :obj:`None`, for the first nodes)
 
         Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state to go on with.
+            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state for the next step.
 
         Raises:
-            ValueError: If there is a convolution, or a mixer that cannot.
+            ValueError: If there is a convolution, or the mixer does not support it.
         """
         check_nodes(x, self.channels)
         if self.conv is not None or not hasattr(self.mixer, "step"):

@@ -14,14 +14,14 @@ __all__ = ["MixtureOfDepths"]
 
 
 class MixtureOfDepths(torch.nn.Module):
-    r"""Sends some nodes of each graph through a layer, and the others past it, as in
-    `"Mixture-of-Depths: Dynamically Allocating Compute in Transformer-Based Language
+    r"""Routes some nodes of each graph through a layer and lets the others skip it, as
+    in `"Mixture-of-Depths: Dynamically Allocating Compute in Transformer-Based Language
     Models" <https://arxiv.org/abs/2404.02258>`_.
 
-    A router scores nodes, :math:`s_i = \mathbf{w}^{\top} \mathbf{x}_i`. The
-    :math:`\lceil \text{capacity} \cdot n \rceil` nodes of highest score of a graph of
-    :math:`n` nodes are the routed ones :math:`R`, on which the layer works as if they
-    were the graph:
+    A router scores nodes, :math:`s_i = \mathbf{w}^{\top} \mathbf{x}_i`. In a graph of
+    :math:`n` nodes, the :math:`\lceil \text{capacity} \cdot n \rceil` nodes of highest
+    score are the routed ones :math:`R`. The layer treats them as if they were the whole
+    graph:
 
     .. math::
         \mathbf{x}'_i = \begin{cases} \mathbf{x}_i + \tanh(s_i - \theta) \left(
@@ -30,34 +30,36 @@ class MixtureOfDepths(torch.nn.Module):
         \qquad \theta = \max_{i \notin R} s_i
 
     With a layer of residual form :math:`\mathbf{x} + f(\mathbf{x})`, such as a
-    :class:`~pyg_chimera.nn.GPSLayer`, the difference is :math:`f`, which the score
-    weights as in the paper: so gradients reach the router. Where the paper takes the
-    score itself, here it counts by how far it exceeds :math:`\theta`, the best score
-    that was passed by. The weight is zero where a node is about to be passed by, so
-    that its output does not jump, and one where nobody is, as :math:`\theta = -\infty`:
-    with :obj:`capacity=1`, this is the layer.
+    :class:`~pyg_chimera.nn.GPSLayer`, the difference is :math:`f`, weighted by the
+    score as in the paper, so that gradients reach the router. The paper uses the score
+    itself; here, the weight depends on how far it exceeds :math:`\theta`, the highest
+    score of the nodes that skip the layer. The weight is zero for a node that is about
+    to skip the layer, so that its output does not jump. It is one if no node skips the
+    layer, as :math:`\theta = -\infty`: with :obj:`capacity=1`, this is the layer
+    itself.
 
-    Routed nodes keep the edges among them (their induced subgraph). On DAGs that would
-    cut paths, so that with :obj:`acyclic`, they are connected where a path leads from
-    one to another through nodes that are not routed
-    (:func:`~pyg_chimera.ops.structure.contracted_dag`): those of a directed path are a
-    path again. What the layer derives from the graph, such as depths or places, it
-    derives from that of the routed nodes.
+    Routed nodes keep the edges among them (their induced subgraph). On DAGs, that would
+    cut paths. With :obj:`acyclic`, routed nodes are therefore connected wherever a path
+    leads from one to another through nodes that are not routed
+    (:func:`~pyg_chimera.ops.structure.contracted_dag`), so that a directed path remains
+    a path. Whatever the layer derives from the graph, such as depths or positions, it
+    derives from the graph of the routed nodes.
 
     Among nodes of the same score, those with lower numbers are routed. If they are tied
-    with one that is passed by, none of them changes, but others hear of those that are
-    routed; outputs do not depend on the order of nodes otherwise. Which nodes are
-    routed depends on all nodes of the graph, so that a causal layer no longer is.
-    :func:`torch.compile` breaks its graph here, as sizes depend on values.
+    with a node that skips the layer, none of them changes, but those that are routed
+    still influence others. Otherwise, outputs do not depend on the order of nodes.
+    Which nodes are routed depends on all nodes of the graph, so a causal layer is no
+    longer causal. :func:`torch.compile` breaks its graph here, as sizes depend on
+    values.
 
     Args:
-        layer (torch.nn.Module): The layer, which keeps the width of nodes:
-            :obj:`layer(x, edge_index, ...)`, or any that
-            :class:`~pyg_chimera.nn.GPSLayer` takes as :obj:`mixer`. It may take
+        layer (torch.nn.Module): The layer, whose outputs must have the width of its
+            inputs: :obj:`layer(x, edge_index, ...)`, or any that
+            :class:`~pyg_chimera.nn.GPSLayer` accepts as :obj:`mixer`. It may take
             :obj:`batch` and :obj:`edge_attr`, but no structure of the whole graph.
         channels (int): Size of each input and output sample.
-        capacity (float): The share of nodes that are routed, in (0, 1]. The paper
-            takes 1/8, in every other layer.
+        capacity (float): The share of nodes that are routed, in (0, 1]. The paper uses
+            1/8, in every other layer.
         acyclic (bool, optional): Whether graphs are directed and acyclic.
             (default: :obj:`False`)
 
@@ -69,15 +71,15 @@ class MixtureOfDepths(torch.nn.Module):
           batch vector :math:`(|\mathcal{V}|)` *(optional)*,
           edge features :math:`(|\mathcal{E}|, D)` *(optional, unless acyclic)*
         - **outputs:** node features :math:`(|\mathcal{V}|, F)`, and edge features
-          :math:`(|\mathcal{E}|, D)` if the layer returns both, in which edges that lead
-          from or to a node that is not routed are unchanged
+          :math:`(|\mathcal{E}|, D)` if the layer returns both, where edges from or to
+          nodes that are not routed are unchanged
 
     Raises:
-        ValueError: If :obj:`capacity` is not in (0, 1], or the layer works on grids;
-            in the forward method, if something does not fit the layer, it is given
+        ValueError: If :obj:`capacity` is not in (0, 1], or the layer works on grids; in
+            the forward method, if an argument does not fit the layer, or it is given
             structure of the whole graph, or with :obj:`acyclic` edge features, which
-            paths have none of.
-        TypeError: In the forward method, if an argument has a wrong type or dtype.
+            contracted paths do not have.
+        TypeError: In the forward method, if an argument has the wrong type or dtype.
         CycleError: With :obj:`acyclic`, if there is a cycle.
 
     Example:
@@ -125,7 +127,7 @@ class MixtureOfDepths(torch.nn.Module):
         torch.nn.init.uniform_(self.weight, -bound, bound)
 
     def accepts(self, name: str) -> bool:
-        r"""Whether the layer takes a keyword argument called :obj:`name`."""
+        r"""Whether the layer accepts a keyword argument called :obj:`name`."""
         accepts = getattr(self.layer, "accepts", self._route.accepts)
         return accepts(name)
 

@@ -8,22 +8,22 @@ __all__ = ["SwiGLU"]
 
 class SwiGLU(torch.nn.Module):
     r"""The gated feed-forward network of `"GLU Variants Improve Transformer"
-    <https://arxiv.org/abs/2002.05202>`_ (Equation 6), for each node by itself.
+    <https://arxiv.org/abs/2002.05202>`_ (Equation 6), applied to each node separately.
 
     .. math::
         \mathbf{x}' = \mathbf{W}_2 \left( \text{SiLU}(\mathbf{W}_1 \mathbf{x}) \odot
         \mathbf{W}_3 \mathbf{x} \right)
 
-    As in the paper, there are no biases. :class:`~pyg_chimera.nn.GPSLayer` takes it as
-    :obj:`mlp`.
+    As in the paper, there are no biases. Pass it to :class:`~pyg_chimera.nn.GPSLayer`
+    as :obj:`mlp`.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
             from the first input.
         hidden_channels (int, optional): Size of :math:`\mathbf{W}_1 \mathbf{x}`.
-            (default: :obj:`None`, 8/3 of :obj:`out_channels`, at which it has as many
-            parameters as a network of two layers and :obj:`4 * out_channels`, rounded
-            up to a multiple of 8)
+            (default: :obj:`None`, 8/3 of :obj:`out_channels`, rounded up to a multiple
+            of 8, which gives as many parameters as a two-layer network with
+            :obj:`4 * out_channels` hidden channels)
         out_channels (int, optional): Size of each output sample. (default:
             :obj:`in_channels`)
         dropout (float, optional): Dropout probability of the hidden channels.

@@ -1,6 +1,7 @@
 """From selectivities to transitions: the weights :math:`A_{ij}` of a graph's edges.
 
-Selectivities are non-negative: the larger, the less of a state survives an edge.
+Selectivities are non-negative. The larger they are, the less of a state survives an
+edge.
 """
 
 import numpy as np
@@ -30,9 +31,9 @@ def chimera_transition(
     edge: Tensor | None = None,
     gamma: float = 1.0,
 ) -> Tensor:
-    r"""The transitions of a general graph, normalised over the edges into a node, from
-    `"Chimera: State Space Models Beyond Sequences"
-    <https://arxiv.org/abs/2510.12111>`_ (Equation 12 and Section 3.3):
+    r"""The transitions of a general graph, normalized over the edges into a node, from
+    `"Chimera: State Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_
+    (Equation 12 and Section 3.3):
 
     .. math::
         a_{ij} = \exp(-(\Delta^{(1)}_i + \Delta^{(2)}_j + \Delta'_{ij}) / 3), \qquad
@@ -69,12 +70,13 @@ def released_transition(
     edge: Tensor | None = None,
 ) -> Tensor:
     r"""The transitions of the released Chimera code for graphs, which differ from the
-    paper's: normalised over the edges *out of* a node, and only where they are large:
+    paper's: they are normalized over the edges *out of* a node, and only where they are
+    large:
 
     .. math::
         A_{ij} = \frac{a_{ij}}{\max(1, \sum_{i'} a_{i'j} + \exp(-\Psi_j)) + 0.05}
 
-    Columns sum to less than one. Arguments as in :func:`chimera_transition`.
+    Columns sum to less than one. The arguments are those of :func:`chimera_transition`.
 
     Args:
         edge_index (torch.Tensor): :math:`[2, |\mathcal{E}|]`.
@@ -131,17 +133,17 @@ def dag_transition(
 def grid_transition(
     parent: Tensor, delta: Tensor, root: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""What :func:`dag_transition` is on grids, as :func:`grid_dag_scan` takes it,
-    without a list of edges.
+    r"""The transitions and input gates of :func:`dag_transition` on grids, in the
+    layout of :func:`grid_dag_scan`, without a list of edges.
 
     Args:
-        parent (torch.Tensor): What comes before each node in :math:`O` orientations and
-            two directions, as places in a flattened :math:`[|\mathcal{V}|, O]`,
-            :math:`[|\mathcal{V}|, O, 2]`: the node's own place where nothing does, as
-            :func:`~pyg_chimera.ops.structure.grid_parents` makes it.
+        parent (torch.Tensor): The node before each node in :math:`O` orientations and
+            two directions, as indices into a flattened :math:`[|\mathcal{V}|, O]`,
+            :math:`[|\mathcal{V}|, O, 2]`; the node's own index where there is none, as
+            returned by :func:`~pyg_chimera.ops.structure.grid_parents`.
         delta (torch.Tensor): :math:`\Delta` of these edges,
-            :math:`[|\mathcal{V}|, O, 2, H]`. Of those that are not there, it may be
-            anything finite.
+            :math:`[|\mathcal{V}|, O, 2, H]`. For edges that do not exist, any finite
+            value.
         root (torch.Tensor, optional): The input gate of nodes without parents,
             :math:`[|\mathcal{V}|, O, H]`. Without it, zero.
 
@@ -174,8 +176,8 @@ def path_transition(
     edge_index: Tensor, num_nodes: int, weight: Tensor, psi: Tensor
 ) -> Tensor:
     r"""The transitions of undirected paths, from `"Chimera: State Space Models Beyond
-    Sequences" <https://arxiv.org/abs/2510.12111>`_ (Appendix B.1). It keeps the product
-    around each edge, rather than the sums of rows, in bounds:
+    Sequences" <https://arxiv.org/abs/2510.12111>`_ (Appendix B.1). They bound the
+    product around each edge instead of the row sums:
 
     .. math::
         A_{ij} = \frac{a_{ij}}{2 \sqrt{a_{ij} a_{ji} + \psi_{ij}}}, \qquad

@@ -1,4 +1,4 @@
-"""Which algorithm a call takes."""
+"""Which algorithm a call uses."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -49,24 +49,24 @@ def explain(
         print(explain("resolvent_mix", query, key, value, edge_index, edge_weight))
         print(*explain(conv, x, edge_index, batch=batch), sep="\n")
 
-    Costs are predicted (operations, seconds on this machine, bytes), as are those of
-    the alternatives; they are :obj:`None` where there is no cost model: on GPUs, and
-    for operators that have one algorithm.
+    The costs of the call and of its alternatives are predicted (operations, seconds on
+    this machine, bytes). They are :obj:`None` where there is no cost model: on GPUs,
+    and for operators with a single algorithm.
 
     Args:
         operator (str or callable): ``"resolvent_mix"``, ``"dag_scan"``,
             ``"delta_scan"``, ``"channel_scan"``, ``"stm_scan"``, ``"grid_scan"``,
             ``"grid_dag_scan"``, ``"selective_scan"``, ``"causal_conv1d"``,
-            ``"grid_conv"`` or ``"neighborhood_attention"``; or a layer or a model, of
-            which a copy is called with all operators returning zeros, so that neither
-            the original nor the state of random number generators changes. Functions
-            are called without a copy.
+            ``"grid_conv"`` or ``"neighborhood_attention"``; or a layer or a model.
+            Layers and models are copied, and the copy is called with all operators
+            returning zeros, so that neither the original nor the state of random number
+            generators changes. Functions are called without a copy.
         *args: The arguments of the call.
         **kwargs: The options of the call.
 
     Returns:
         Choice or list[Choice]: The operator, solver, form, backend, reason, cost and
-        alternatives; of a layer or model, those of each of its calls.
+        alternatives; for a layer or model, those of each of its calls.
 
     Raises:
         ValueError: If the operator is unknown, or where the call would raise.

@@ -12,9 +12,9 @@ def householder_product(vectors: Tensor) -> Tensor:
         \frac{\mathbf{v}_i \mathbf{v}_i^{\top}}{\mathbf{v}_i^{\top} \mathbf{v}_i}
         \right)
 
-    with which the transitions of `"pLSTM: parallelizable Linear Source Transition
-    Mark networks" <https://arxiv.org/abs/2506.11997>`_ track states and stay bounded:
-    the singular values of :math:`\mathbf{U} \, \textrm{diag}(\mathbf{g}) \,
+    with which the transitions of `"pLSTM: parallelizable Linear Source Transition Mark
+    networks" <https://arxiv.org/abs/2506.11997>`_ track states and remain bounded: the
+    singular values of :math:`\mathbf{U} \, \textrm{diag}(\mathbf{g}) \,
     \mathbf{W}^{\top}`, where :math:`\mathbf{U}` and :math:`\mathbf{W}` are such
     products, are :math:`|\mathbf{g}|`. Any orthogonal matrix is a product of at most
     :math:`J` reflections. The lengths of the vectors don't matter, and a vector of
@@ -29,7 +29,7 @@ def householder_product(vectors: Tensor) -> Tensor:
           float32 at least
 
     Raises:
-        ValueError: If :obj:`vectors` has less than two dimensions.
+        ValueError: If :obj:`vectors` has fewer than two dimensions.
         TypeError: If :obj:`vectors` isn't real and floating point.
 
     Example:

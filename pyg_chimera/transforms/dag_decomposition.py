@@ -32,9 +32,9 @@ class DAGDecomposition(BaseTransform):
     :obj:`chimera_dag_decomposition`).
 
     DAGs come in pairs: entry :math:`2k + 1` is entry :math:`2k` with each edge reversed
-    (with an odd :obj:`num_dags`, the last one has no partner). With an order other than
-    a search, each edge leads from an earlier to a later node, so that each DAG
-    has every undirected edge and each pair every directed one. Adds
+    (with an odd :obj:`num_dags`, the last one has no partner). Except with searches,
+    edges lead from earlier to later nodes of an order, so that each DAG has every
+    undirected edge and each pair every directed one. Adds
 
     * :obj:`data.dag_edge_index`, a list of :obj:`num_dags` int64 tensors
       :math:`[2, |\mathcal{E}_d|]`: the edges of :obj:`data.edge_index` that each DAG
@@ -46,54 +46,56 @@ class DAGDecomposition(BaseTransform):
       :func:`~pyg_chimera.ops.structure.topological_rank`.
 
     PyG's loaders batch these lists entry by entry. Transforms that select nodes or
-    edges do not update them, so apply this one after those.
+    edges do not update them: apply this one after those.
 
-    The graph must hold each edge in both directions (as after
-    :class:`torch_geometric.transforms.ToUndirected`), and each direction has its
-    own features. Self-loops are in no DAG. Duplicates stay together, except that a
-    tree keeps one of them. Components, including isolated nodes, are decomposed
+    The graph must contain each edge in both directions (as after
+    :class:`torch_geometric.transforms.ToUndirected`), and each direction has its own
+    features. Self-loops are in no DAG. Duplicates stay together, except that a tree
+    keeps one of them. Components, including isolated nodes, are decomposed
     independently.
 
     Args:
-        num_dags (int, optional): The number of DAGs. (default: :obj:`4` of a grid,
-            else :obj:`2`)
+        num_dags (int, optional): The number of DAGs. (default: :obj:`4` for a grid,
+            otherwise :obj:`2`)
         method (str or Callable, optional): How to choose them.
 
-            * :obj:`"path"`: along a path, whose nodes follow on each other, and back.
+            * :obj:`"path"`: forwards and backwards along a path, whose nodes are in
+              order.
             * :obj:`"grid"`: the four canonical DAGs of a grid of :obj:`data.height`
               rows and :obj:`data.width` columns, with nodes row by row: right and down,
               left and up, right and up, left and down.
             * :obj:`"order"`: by the order of the nodes.
             * :obj:`"degree"`, :obj:`"pagerank"`, :obj:`"closeness"`: by the number of
-              neighbours or a centrality of the node, highest last.
+              neighbours or by a centrality, highest last.
             * a function of the data that returns one score per node, of shape
               :math:`[|\mathcal{V}|]`: by that score, highest last.
             * :obj:`"random"`: by a random order for each pair.
             * :obj:`"bfs"`: the tree of a breadth-first search from a root in each
               component.
-            * :obj:`"bfs_dense"`: all edges that lead one level away from that root.
+            * :obj:`"bfs_dense"`: all edges that lead one level away from such a root.
 
             (default: :obj:`"order"`)
         reverse (bool, optional): If set to :obj:`False`, no DAG is the reverse of
-            another one; each is chosen separately. (default: :obj:`True`)
-        ties (str, optional): Which of several nodes of the same score is first,
+            another; each is chosen separately. (default: :obj:`True`)
+        ties (str, optional): Which of several nodes of the same score comes first,
             :obj:`"order"` (by number) or :obj:`"random"` (different for each pair).
             (default: :obj:`"order"`)
-        root_attr (str, optional): The attribute of the data that gives the roots, as a
+        root_attr (str, optional): The attribute of the data that holds the roots, as a
             mask :math:`[|\mathcal{V}|]` or as node indices. Those of a component are
             used in turn, one for each pair. Without it, and in components without a
-            given root, roots are drawn at random, without repetition while there
-            are others. (default: :obj:`None`)
-        seed (int, optional): Makes the random choices a function of the graph, the
-            same in every process and epoch. Without it, they are drawn each time
-            from PyTorch's global generator. (default: :obj:`None`)
+            given root, roots are drawn at random, without repetition as far as
+            possible. (default: :obj:`None`)
+        seed (int, optional): Makes the random choices a function of the graph, the same
+            in every process and epoch. Without it, they are drawn anew each time, from
+            PyTorch's global generator. (default: :obj:`None`)
         prefix (str, optional): The prefix of the names of the attributes.
             (default: :obj:`"dag"`)
 
     Raises:
-        TypeError: If the data is not homogeneous, or an index not integer.
-        ValueError: If an argument is not as above, the method has no :obj:`num_dags`
-            different DAGs, an edge lacks its reverse, or a shape or an index is wrong.
+        TypeError: If the data is not homogeneous, or an index is not integer.
+        ValueError: If an argument is not as above, the method does not have
+            :obj:`num_dags` different DAGs, an edge lacks its reverse, or a shape or an
+            index is wrong.
     """
 
     def __init__(

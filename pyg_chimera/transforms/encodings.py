@@ -15,9 +15,9 @@ _DENSE_NODES = 500  # up to here, all eigenvectors are found faster than a few
 
 @functional_transform("chimera_laplacian_encoding")
 class LaplacianEncoding(BaseTransform):
-    r"""Adds eigenvectors and eigenvalues of the graph's Laplacian, as the
-    `"Recipe for a General, Powerful, Scalable Graph Transformer"
-    <https://arxiv.org/abs/2205.12454>`_ takes them to encode where nodes lie
+    r"""Adds eigenvectors and eigenvalues of the graph's Laplacian, as the `"Recipe for
+    a General, Powerful, Scalable Graph Transformer"
+    <https://arxiv.org/abs/2205.12454>`_ uses them to encode the positions of nodes
     (functional name: :obj:`chimera_laplacian_encoding`).
 
     .. math::
@@ -31,23 +31,22 @@ class LaplacianEncoding(BaseTransform):
     eigenvector is among them. Eigenvectors have norm 1; their signs are arbitrary.
     :class:`~pyg_chimera.nn.LaplacianEncoder` takes this as input.
 
-    Every graph has an encoding. That of a graph with fewer than :math:`k` nodes is
+    Every graph has an encoding. If the graph has fewer than :math:`k` nodes, it is
     padded with zeros. In a graph of several components, each eigenvector is zero
     outside one of them. A node without neighbours is a component with the eigenvalue 1,
     by the formula above (0 without normalization). Self-loops, duplicates and edge
     weights are ignored.
 
-    Takes :math:`O(|\mathcal{V}|^3)` time in components of up to 500 nodes. In
-    larger ones it takes a sparse factorization, if :math:`k` is small, and needs
-    :obj:`scipy`. The same graph always has the same encoding, on the same machine.
+    Takes :math:`O(|\mathcal{V}|^3)` time in components of up to 500 nodes. Larger ones
+    take a sparse factorization, if :math:`k` is small, which requires :obj:`scipy`. The
+    same graph always has the same encoding, on the same machine.
 
     Args:
         k (int): The number of eigenvectors.
         attr_name (str, optional): The attribute for the encoding.
             (default: :obj:`"laplacian_pe"`)
-        is_undirected (bool, optional): If set to :obj:`True`, each edge must be there
-            in both directions. Otherwise directions are ignored.
-            (default: :obj:`True`)
+        is_undirected (bool, optional): If set to :obj:`True`, each edge must be present
+            in both directions. Otherwise directions are ignored. (default: :obj:`True`)
         normalization (str, optional): :obj:`"sym"` for the Laplacian above, or
             :obj:`None` for :math:`\mathbf{D} - \mathbf{A}`. (default: :obj:`"sym"`)
 

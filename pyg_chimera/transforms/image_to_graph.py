@@ -28,30 +28,31 @@ class ImageToGraph(ToGrid):
       and vertically adjacent patches, in both directions, sorted by source, then
       target,
     * :obj:`pos`, float :math:`[h \cdot w, 2]`: the column and the row of the patch,
-    * :obj:`height` :math:`= h` and :obj:`width` :math:`= w`, which batch to one entry a
-      graph, as :class:`~pyg_chimera.nn.PLSTMGridConv` takes them.
+    * :obj:`height` :math:`= h` and :obj:`width` :math:`= w`, batched to one entry per
+      graph, as :class:`~pyg_chimera.nn.PLSTMGridConv` needs them.
 
     Args:
         patch_size (int or tuple[int, int], optional): The number of pixels on each side
             of a patch, or its height and its width. (default: :obj:`1`)
-        attr_name (str, optional): The attribute of the data that has the image. It is
-            removed, and others, :obj:`y` for example, are kept, but for an
-            :obj:`edge_attr` and a :obj:`num_nodes` of an earlier graph.
-            (default: :obj:`"image"`)
+        attr_name (str, optional): The attribute of the data that holds the image. It is
+            removed; others, such as :obj:`y`, are kept, except :obj:`edge_attr` and
+            :obj:`num_nodes` of an earlier graph. (default: :obj:`"image"`)
         pad (bool, optional): Whether to add zeros at the lower and right border of an
-            image whose sides patches do not divide. (default: :obj:`False`)
+            image whose sides are not multiples of those of a patch. (default:
+            :obj:`False`)
 
     Shapes:
         - **input:** a :class:`torch_geometric.data.Data` with an image, or the image
           alone (as in a data set of images): a tensor :math:`(C, H, W)` or
-          :math:`(H, W)`, an array :math:`(H, W, C)` or :math:`(H, W)`, or an image of
-          PIL, one with a palette as RGB.
+          :math:`(H, W)`, an array :math:`(H, W, C)` or :math:`(H, W)`, or a PIL image;
+          one with a palette is read as RGB.
         - **output:** a :class:`torch_geometric.data.Data`
 
     Raises:
         TypeError: If the input is none of these.
         ValueError: If :obj:`patch_size` is not positive or does not divide the sides of
-            an image, the data has no image, or the image a wrong shape or no pixels.
+            an image, the data has no image, or the image has the wrong shape or no
+            pixels.
     """
 
     content = "an image"

@@ -15,18 +15,18 @@ _LINES = "line_edge_index"
 
 
 class LineGraphData(Data):
-    r"""A graph that may hold a line graph, which PyG's loaders batch correctly.
+    r"""A graph that may contain a line graph, and that PyG's loaders batch correctly.
 
     In all other respects it is a :class:`torch_geometric.data.Data`. An attribute whose
     name contains :obj:`line_edge_index` holds indices of edges, which batching offsets
-    by numbers of edges; Data would offset them by numbers of nodes. The prefix of the
-    name refers to the edges: :obj:`dag_line_edge_index` (and
-    :obj:`dag_line_edge_index_pruned`) holds indices of edges of
-    :obj:`dag_edge_index`. Both may be lists of tensors.
+    by the number of edges; Data would offset them by the number of nodes. The prefix of
+    the name refers to the edges: :obj:`dag_line_edge_index` (and
+    :obj:`dag_line_edge_index_pruned`) holds indices of edges of :obj:`dag_edge_index`.
+    Both may be lists of tensors.
     """
 
     def __inc__(self, key: str, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """How much to add to an attribute of the next graph of a batch."""
+        """The offset of an attribute of the next graph in a batch."""
         prefix, found, _ = key.partition(_LINES)
         name = f"{prefix}edge_index"
         if key.startswith(_LINES) and name not in self:
@@ -52,33 +52,33 @@ torch.serialization.add_safe_globals([LineGraphData])
 
 @functional_transform("chimera_directed_line_graph")
 class DirectedLineGraph(BaseTransform):
-    r"""Stores the line graph of a directed acyclic graph, on whose nodes (the edges of
-    the graph) `"pLSTM: parallelizable Linear Source Transition Mark networks"
+    r"""Stores the line graph of a directed acyclic graph. Its nodes are the edges of
+    the graph, where `"pLSTM: parallelizable Linear Source Transition Mark networks"
     <https://arxiv.org/abs/2506.11997>`_ keeps its states (functional name:
     :obj:`chimera_directed_line_graph`).
 
-    With :obj:`line_edge_index=data.line_edge_index`,
-    :class:`~pyg_chimera.nn.PLSTMConv` does not compute it again. Adds
+    With :obj:`line_edge_index=data.line_edge_index`, :class:`~pyg_chimera.nn.PLSTMConv`
+    need not compute it. Adds
 
-    * :obj:`data.line_edge_index`, int64 :math:`[2, |\mathcal{L}|]`: pairs of edges, of
-      which the second begins where the first ends, see
+    * :obj:`data.line_edge_index`, int64 :math:`[2, |\mathcal{L}|]`: pairs of edges, the
+      second of which begins where the first ends, see
       :func:`~pyg_chimera.ops.line_graph`,
 
     and returns a :class:`LineGraphData`, which PyG's loaders batch correctly.
-    Transforms that select or sort edges do not update it, so apply this one after
-    those. It takes single graphs, not batches.
+    Transforms that select or sort edges do not update it: apply this one after those.
+    It takes single graphs, not batches.
 
     Args:
         prefix (str, optional): The prefix of the names of the attributes: with
             :obj:`prefix="dag"`, :obj:`data.dag_line_edge_index` is the line graph of
-            :obj:`data.dag_edge_index`, or the list of those of a list of DAGs, as
-            :class:`~pyg_chimera.transforms.DAGDecomposition` makes it.
-            (default: :obj:`None`)
+            :obj:`data.dag_edge_index`, or a list of line graphs for a list of DAGs,
+            such as that of :class:`~pyg_chimera.transforms.DAGDecomposition`. (default:
+            :obj:`None`)
 
     Raises:
         CycleError: If the graph has a cycle.
-        TypeError: If the data is not homogeneous, is a batch, or of a subclass of Data
-            other than :class:`LineGraphData`, or an index is not integer.
+        TypeError: If the data is not homogeneous, is a batch, or is of a subclass of
+            Data other than :class:`LineGraphData`, or an index is not integer.
         ValueError: If the prefix would make PyG batch the attribute wrongly, or the
             data has no valid edges.
     """
@@ -96,29 +96,29 @@ class DirectedLineGraph(BaseTransform):
 @functional_transform("chimera_multitree_pruning")
 class MultitreePruning(BaseTransform):
     r"""Prunes the line graph of a directed acyclic graph so that at most one path joins
-    any two edges, as the distribution mode of `"pLSTM: parallelizable Linear Source
-    Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_ needs it (functional
-    name: :obj:`chimera_multitree_pruning`).
+    any two edges, as required by the distribution mode of `"pLSTM: parallelizable
+    Linear Source Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_
+    (functional name: :obj:`chimera_multitree_pruning`).
 
     Keeps those columns of :obj:`data.line_edge_index` that
-    :func:`~pyg_chimera.ops.multitree` chooses, and computes it, as
-    :class:`DirectedLineGraph`, if it is absent. Returns a :class:`LineGraphData`.
+    :func:`~pyg_chimera.ops.multitree` chooses. If the line graph is absent, it is
+    computed, as by :class:`DirectedLineGraph`. Returns a :class:`LineGraphData`.
 
     Args:
         prefix (str, optional): The prefix of the names of the attributes, see
             :class:`DirectedLineGraph`. (default: :obj:`None`)
         attr_name (str, optional): The attribute for the pruned line graph, such as
             :obj:`"line_edge_index_pruned"`, for models with layers of both modes. It
-            must begin with the name of the line graph, by which
-            :class:`LineGraphData` knows how to batch it; the whole line graph is then
-            there too. (default: :obj:`None`, which replaces the line graph)
+            must begin with the name of the line graph, which tells
+            :class:`LineGraphData` how to batch it; the whole line graph is then stored
+            too. (default: :obj:`None`, which replaces the line graph)
 
     Raises:
         CycleError: If the graph has a cycle.
-        TypeError: If the data is not homogeneous, is a batch, or of a subclass of Data
-            other than :class:`LineGraphData`, or an index is not integer.
+        TypeError: If the data is not homogeneous, is a batch, or is of a subclass of
+            Data other than :class:`LineGraphData`, or an index is not integer.
         ValueError: If a name would make PyG batch the attribute wrongly, the data has
-            no valid edges, or its line graph is one of other edges.
+            no valid edges, or its line graph belongs to other edges.
     """
 
     def __init__(self, prefix: str | None = None, attr_name: str | None = None) -> None:

@@ -34,9 +34,9 @@ class NodeOrder(BaseTransform):
             (default: :obj:`"node_score"`)
 
     Raises:
-        ValueError: If :obj:`order` is unknown, its scores have a wrong shape or hold
-            NaN, the attribute's name would make PyG batch it wrongly, or the data has
-            no valid :obj:`edge_index`.
+        ValueError: If :obj:`order` is unknown, its scores have the wrong shape or
+            contain NaN, the attribute's name would make PyG batch it wrongly, or the
+            data has no valid :obj:`edge_index`.
         TypeError: If the data is not homogeneous, :obj:`edge_index` is not integer, or
             scores are not real.
         ImportError: If :obj:`order="cluster"` and :obj:`networkx` is missing.

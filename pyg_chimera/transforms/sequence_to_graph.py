@@ -13,43 +13,42 @@ __all__ = ["SequenceToGraph"]
 
 @functional_transform("chimera_sequence_to_graph")
 class SequenceToGraph(ToGrid):
-    r"""Makes a path graph of a sequence, a node of each entry (functional name:
+    r"""Converts a sequence to a path graph with a node for each entry (functional name:
     :obj:`chimera_sequence_to_graph`).
 
     A sequence of :math:`n` entries becomes
 
-    * :obj:`x`: the entries, a token :math:`[n]`, int64, or features :math:`[n, F]` of
-      each, whose type is kept,
-    * :obj:`edge_index`, int64 :math:`[2, 2 (n - 1)]`: edges between entries that follow
-      on each other, in both directions, sorted by source, then target,
-    * :obj:`pos`, float :math:`[n, 1]`: the place of the entry,
-    * :obj:`height` :math:`= 1` and :obj:`width` :math:`= n`, as of a grid of one row,
-      which :class:`~pyg_chimera.nn.PLSTMGridConv` takes.
+    * :obj:`x`: the entries, tokens :math:`[n]`, int64, or features :math:`[n, F]`,
+      whose type is kept,
+    * :obj:`edge_index`, int64 :math:`[2, 2 (n - 1)]`: edges between consecutive
+      entries, in both directions, sorted by source, then target,
+    * :obj:`pos`, float :math:`[n, 1]`: the position of the entry,
+    * :obj:`height` :math:`= 1` and :obj:`width` :math:`= n`, as for a grid of one row,
+      as :class:`~pyg_chimera.nn.PLSTMGridConv` needs them.
 
-    Its two directed paths are
-    :class:`DAGDecomposition(method="path") <DAGDecomposition>`.
+    For its two directed paths, see :class:`DAGDecomposition(method="path")
+    <DAGDecomposition>`.
 
     Args:
-        vocabulary (Sequence or Mapping, optional): The tokens, by which entries are
-            numbered: a string or a sequence (a token is its place in it), or a mapping
-            from tokens to numbers. Without it, entries are numbers.
-            (default: :obj:`None`)
-        attr_name (str, optional): The attribute of the data that has the sequence. It
-            is removed, and others, :obj:`y` for example, are kept, but for an
-            :obj:`edge_attr` and a :obj:`num_nodes` of an earlier graph.
-            (default: :obj:`"sequence"`)
+        vocabulary (Sequence or Mapping, optional): The tokens: a string or a sequence,
+            in which a token's position is its number, or a mapping from tokens to
+            numbers. Without it, entries are numbers. (default: :obj:`None`)
+        attr_name (str, optional): The attribute of the data that holds the sequence. It
+            is removed; others, such as :obj:`y`, are kept, except :obj:`edge_attr` and
+            :obj:`num_nodes` of an earlier graph. (default: :obj:`"sequence"`)
 
     Shapes:
         - **input:** a :class:`torch_geometric.data.Data` with a sequence, or the
           sequence alone: with a vocabulary, a string or any sequence of its tokens;
-          without, a tensor, an array or a list of numbers :math:`(n)` or
+          without one, a tensor, an array or a list of numbers :math:`(n)` or
           :math:`(n, F)`, or :obj:`bytes`
         - **output:** a :class:`torch_geometric.data.Data`
 
     Raises:
         TypeError: If the input or the vocabulary is none of these.
-        ValueError: If the sequence is empty or of a wrong shape, a token is not in the
-            vocabulary (it is named, with its place), or the vocabulary has one twice.
+        ValueError: If the sequence is empty or has the wrong shape, a token is not in
+            the vocabulary (the error names it and its position), or the vocabulary
+            contains one twice.
 
     Example:
         >>> data = SequenceToGraph("abc")("cab")

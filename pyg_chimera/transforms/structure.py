@@ -65,18 +65,18 @@ class AddKHopIndex(BaseTransform):
 
     With :obj:`k_hop_index=data.k_hop_index, k_hop_distance=data.k_hop_distance`,
     :class:`~pyg_chimera.nn.KHopAttentionConv` need not search for them. Adds
-    :obj:`data.k_hop_index`, int64 :math:`[2, |\mathcal{P}|]`, each node with itself
-    among them, and :obj:`data.k_hop_distance`, int64 :math:`[|\mathcal{P}|]`.
+    :obj:`data.k_hop_index`, int64 :math:`[2, |\mathcal{P}|]`, including each node with
+    itself, and :obj:`data.k_hop_distance`, int64 :math:`[|\mathcal{P}|]`.
 
     Args:
         k (int): The largest number of steps.
-        prefix (str, optional): What the attributes' names begin with.
-            (default: :obj:`"k_hop"`)
+        prefix (str, optional): The prefix of the names of the attributes. (default:
+            :obj:`"k_hop"`)
 
     Raises:
         ValueError: If :obj:`k` is less than 1, the prefix would make PyG batch the
             distances wrongly, or the data has no valid :obj:`edge_index`.
-        TypeError: If :obj:`k` is no integer.
+        TypeError: If :obj:`k` is not an integer.
     """
 
     def __init__(self, k: int, prefix: str = "k_hop") -> None:
@@ -130,10 +130,10 @@ class AddDiameter(BaseTransform):
     r"""Stores the diameter of the graph, the largest finite hop distance
     (functional name: :obj:`chimera_add_diameter`).
 
-    With as many terms, the finite sum :math:`\sum_i A^i` spans the whole graph: pass it
-    to :class:`~pyg_chimera.nn.ChimeraConv` with :obj:`solver="neumann"` as
-    :obj:`num_terms=data.diameter`. Adds :obj:`data.diameter`, int64 :math:`[1]`, which
-    batches to one entry per graph.
+    With powers up to the diameter, the finite sum :math:`\sum_i A^i` spans the whole
+    graph: pass it to :class:`~pyg_chimera.nn.ChimeraConv` with :obj:`solver="neumann"`
+    as :obj:`num_terms=data.diameter`. Adds :obj:`data.diameter`, int64 :math:`[1]`,
+    which batches to one entry per graph.
 
     Args:
         attr_name (str, optional): The attribute for the diameter.

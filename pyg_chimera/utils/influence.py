@@ -1,4 +1,4 @@
-"""How much one node is heard at another."""
+"""How much one node influences another."""
 
 from copy import deepcopy
 from numbers import Integral
@@ -25,8 +25,8 @@ def influence(
     measure: str = "mixing",
     **kwargs: Any,
 ) -> Tensor:
-    r"""How much a node hears of all others, or they of it: a row or a column of the
-    mixing matrix, in the time of a call and its gradient.
+    r"""How much all other nodes influence a node, or the node influences them: a row or
+    a column of the mixing matrix, in the time of a call and its gradient.
 
     All layers of Chimera and pLSTM compute, for each head,
 
@@ -35,16 +35,16 @@ def influence(
         \mathbf{v}_j,
 
     where :math:`P_{ij}` is the sum over all paths from :math:`j` to :math:`i` of the
-    products of what the gates and transitions along them let through: in
+    products of the gates and transitions along them: in
     :class:`~pyg_chimera.nn.ChimeraConv`, :math:`(\mathbf{I} - \mathbf{A})^{-1}_{ij}
-    s_j`. Several DAGs are summed as the layer sums them, and of a differential layer
-    it is the difference. A column comes from a call of
-    the layer with values of one at the node and zero elsewhere, a row from the gradient
-    of such a call: no matrix need be inverted, and both are exact.
+    s_j`. Several DAGs are summed as the layer sums them; for a differential layer,
+    :math:`P` is the difference. A column is computed by a call of the layer with values
+    of one at the node and zero elsewhere, a row by the gradient of such a call: no
+    matrix has to be inverted, and both are exact.
 
-    That is what a layer mixes before its norm, gate and projections.
-    :obj:`"jacobian"` is for everything else, of which models are made: the influence
-    score from `"Representation Learning on Graphs with Jumping Knowledge Networks"
+    This describes what a layer mixes, before its norm, gate and projections. For other
+    layers and whole models, :obj:`"jacobian"` is the influence score from
+    `"Representation Learning on Graphs with Jumping Knowledge Networks"
     <https://arxiv.org/abs/1806.03536>`_, for the output :math:`\mathbf{h}_i` at the
     node.
 
@@ -56,33 +56,34 @@ def influence(
     :obj:`"jacobian"`    :math:`\sum_{c, f} |\partial h_{ic} / \partial x_{jf}|`
     ===================  =============================================================
 
-    The module is copied, and the copy called in evaluation mode.
+    The module is copied, and the copy is called in evaluation mode.
 
     Args:
         module (torch.nn.Module): A Chimera or pLSTM layer; with
-            :obj:`measure="jacobian"` any layer or model that maps :obj:`x` and
-            :obj:`edge_index` to a row for each node (the first of several outputs).
+            :obj:`measure="jacobian"`, any layer or model that maps :obj:`x` and
+            :obj:`edge_index` to a row for each node (as the first of several outputs,
+            if there are several).
         x (torch.Tensor): The node features, floating point
             :math:`[|\mathcal{V}|, F]`.
         edge_index (torch.Tensor): The edges, as the module takes them.
         node (int): The node, in :math:`[0, |\mathcal{V}|)`.
-        role (str, optional): :obj:`"target"`, what the node hears of all others
-            (:math:`i` is the node), or :obj:`"source"`, what they hear of it (:math:`j`
-            is the node). (default: :obj:`"target"`)
+        role (str, optional): :obj:`"target"` for the influence of all others on the
+            node (:math:`i` is the node), or :obj:`"source"` for its influence on them
+            (:math:`j` is the node). (default: :obj:`"target"`)
         measure (str, optional): :obj:`"mixing"`, :obj:`"paths"` or :obj:`"jacobian"`,
-            of which there is the target's only, at the cost of a backward pass for each
-            output channel. (default: :obj:`"mixing"`)
+            which supports the target only and takes a backward pass for each output
+            channel. (default: :obj:`"mixing"`)
         **kwargs (optional): Further arguments of the module, such as :obj:`batch`.
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H]` in the dtype of :obj:`x`, for each
-        head; of a Jacobian :math:`[|\mathcal{V}|, 1]`.
+        head; :math:`[|\mathcal{V}|, 1]` for a Jacobian.
 
     Raises:
         TypeError: If :obj:`node` is not an integer, :obj:`x` is not floating point, or
             where the module would raise.
-        ValueError: If :obj:`node` is out of range, an option is unknown, the module is
-            not one of those that the measure takes, or where the module would raise.
+        ValueError: If :obj:`node` is out of range, an option is unknown, the measure
+            does not support the module, or where the module would raise.
     """
     check_nodes(x)
     check_option("role", role, ("target", "source"))

@@ -1,4 +1,4 @@
-"""Pictures of influence and of DAGs, by matplotlib and networkx."""
+"""Plots of influence and of DAGs, with matplotlib and networkx."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -40,46 +40,46 @@ def plot_influence(
     titles: Sequence[str] | None = None,
     log: bool = False,
 ) -> "Figure":
-    r"""Draws the influence of a node, as :func:`influence` gives it: on a graph
+    r"""Draws the influence of a node, as returned by :func:`influence`: on a graph
     (:obj:`edge_index`), as a heat map of an image grid (:obj:`height` and
-    :obj:`width`), or on the words of a sentence (:obj:`tokens`). Heads are side by
-    side, each with its own scale; one of them is ``influence[:, :1]``.
+    :obj:`width`), or on the words of a sentence (:obj:`tokens`). Heads are drawn side
+    by side, each with its own scale; for a single one, pass ``influence[:, :1]``.
 
     .. code-block:: python
 
         row = influence(conv, x, edge_index, node=5)
         plot_influence(row, edge_index, data.pos, node=5).savefig("influence.png")
 
-    Negative values are blue and positive ones red, if there are negative ones.
+    If there are negative values, they are blue, and positive ones red.
 
     Args:
         influence (torch.Tensor): The values, :math:`[|\mathcal{V}|, H]` or
             :math:`[|\mathcal{V}|]`.
         edge_index (torch.Tensor, optional): The edges of the graph, integer
-            :math:`[2, |\mathcal{E}|]`; with arrows, unless each has its reverse.
+            :math:`[2, |\mathcal{E}|]`; drawn as arrows, unless each has its reverse.
             (default: :obj:`None`)
         pos (torch.Tensor or dict, optional): The positions of its nodes,
-            :math:`[|\mathcal{V}|, 2]`. Without them, networkx draws edges as springs.
+            :math:`[|\mathcal{V}|, 2]`. Without them, networkx computes a spring layout.
             (default: :obj:`None`)
-        height (int, optional): The rows of the grid, whose nodes are in row-major
-            order. (default: :obj:`None`)
-        width (int, optional): The columns of the grid. (default: :obj:`None`)
+        height (int, optional): The number of rows of the grid, whose nodes are in
+            row-major order. (default: :obj:`None`)
+        width (int, optional): The number of columns of the grid. (default: :obj:`None`)
         tokens (Sequence[str], optional): The words, one for each node.
             (default: :obj:`None`)
-        labels (Sequence[str], optional): What to write on the nodes of a graph.
-            (default: :obj:`None`)
-        node (int, optional): The node itself, which gets a red edge.
-            (default: :obj:`None`)
-        titles (Sequence[str], optional): What to write above each head. (default:
-            :obj:`None`, their numbers if there are several)
-        log (bool, optional): Whether colours are logarithmic, over six powers of ten
-            at most; zeros are grey. (default: :obj:`False`)
+        labels (Sequence[str], optional): Labels of the nodes of a graph. (default:
+            :obj:`None`)
+        node (int, optional): The node itself, which gets a red outline. (default:
+            :obj:`None`)
+        titles (Sequence[str], optional): Titles of the heads. (default: :obj:`None`,
+            their numbers if there are several)
+        log (bool, optional): Whether colours are on a log scale, over at most six
+            powers of ten; zeros are grey. (default: :obj:`False`)
 
     Returns:
-        matplotlib.figure.Figure: The figure, made by pyplot.
+        matplotlib.figure.Figure: The figure, created by pyplot.
 
     Raises:
-        TypeError: If :obj:`influence` is not a tensor, or an index not integer.
+        TypeError: If :obj:`influence` is not a tensor, or an index is not integer.
         ValueError: If not exactly one of graph, grid and sentence is given, sizes don't
             fit, or values are not finite or, with :obj:`log`, negative.
         ImportError: If matplotlib is missing.
@@ -143,7 +143,7 @@ def plot_dags(
 ) -> "Figure":
     r"""Draws the directed acyclic graphs into which
     :class:`~pyg_chimera.transforms.DAGDecomposition` has decomposed a graph, side by
-    side. Colours are topological ranks, from dark (nodes that hear nobody) to bright.
+    side. Colours are topological ranks, from dark (nodes without parents) to bright.
 
     .. code-block:: python
 
@@ -154,15 +154,14 @@ def plot_dags(
         data (torch_geometric.data.Data): The graph, with the edges of the DAGs in
             :obj:`data.dag_edge_index`, a list.
         pos (torch.Tensor or dict, optional): The positions of the nodes,
-            :math:`[|\mathcal{V}|, 2]`. (default: :obj:`data.pos`, if that is of such
-            a shape; otherwise edges of all DAGs are springs)
-        labels (Sequence[str], optional): What to write on the nodes.
-            (default: :obj:`None`)
+            :math:`[|\mathcal{V}|, 2]`. (default: :obj:`data.pos`, if it has this shape;
+            otherwise a spring layout of the edges of all DAGs)
+        labels (Sequence[str], optional): Labels of the nodes. (default: :obj:`None`)
         prefix (str, optional): As in
             :class:`~pyg_chimera.transforms.DAGDecomposition`. (default: :obj:`"dag"`)
 
     Returns:
-        matplotlib.figure.Figure: The figure, made by pyplot.
+        matplotlib.figure.Figure: The figure, created by pyplot.
 
     Raises:
         TypeError: If an index is not integer.

@@ -16,8 +16,8 @@ __all__ = ["ChimeraConv"]
 class ChimeraConv(ChimeraBlock):
     r"""The Chimera layer for any graph from `"Chimera: State Space Models Beyond
     Sequences" <https://arxiv.org/abs/2510.12111>`_: a state space model whose
-    recurrence runs along the edges of the graph, so that each node is reached from all
-    others in one layer.
+    recurrence runs along the edges of the graph, so that in one layer, each node is
+    reached from all others.
 
     .. math::
         \mathbf{y} = \left( (\mathbf{I} - \mathbf{A})^{-1} \odot \mathbf{C}
@@ -30,10 +30,10 @@ class ChimeraConv(ChimeraBlock):
     gate :math:`s_i`. The transitions :math:`\mathbf{A}`, see
     :func:`~pyg_chimera.ops.chimera_transition`, and :math:`s_i` come from selectivities
     :math:`\Delta = \text{softplus}(\mathbf{W} \mathbf{x} + \mathbf{b})` of nodes and,
-    with :obj:`edge_dim`, edges. Solved exactly by sparse elimination, unless
-    :obj:`solver` says otherwise.
+    with :obj:`edge_dim`, edges. The system is solved exactly by sparse elimination,
+    unless :obj:`solver` says otherwise.
 
-    :class:`~pyg_chimera.nn.ChimeraDAGConv` runs along directed acyclic graphs,
+    :class:`~pyg_chimera.nn.ChimeraDAGConv` runs along directed acyclic graphs and
     :class:`~pyg_chimera.nn.ChimeraPathConv` along undirected paths, both in linear
     time.
 
@@ -50,37 +50,38 @@ class ChimeraConv(ChimeraBlock):
             :math:`\mathbf{C}`; divides :obj:`heads`. (default: :obj:`1`, all heads
             share them as in Mamba-2)
         edge_dim (int, optional): Size of edge features, on which the transitions then
-            depend too, or :obj:`-1`. (default: :obj:`None`)
+            also depend, or :obj:`-1`. (default: :obj:`None`)
         normalization (str, optional): :obj:`"paper"` or :obj:`"released"`, as in the
             authors' code, see :func:`~pyg_chimera.ops.released_transition`. (default:
             :obj:`"paper"`)
         gamma (float, optional): Upper bound of the row sums of :math:`\mathbf{A}`
             under :obj:`"paper"`, in (0, 1]. (default: :obj:`1.0`)
-        local_conv (bool, optional): Whether to add to :math:`\mathbf{B}, \mathbf{C},
-            \mathbf{V}`, before SiLU, a depthwise mean over neighbours, in place of
-            Mamba's short convolution. (default: :obj:`False`)
-        gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
+        local_conv (bool, optional): Whether to add a depthwise mean over neighbours to
+            :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU, in place of Mamba's
+            short convolution. (default: :obj:`False`)
+        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            which is divided evenly among the heads on a log scale. The range of a head
-            is the middle of its part: 8 and 32 for two heads. It is the distance along
-            a path at which influence has fallen to :math:`1/e` before training, for
-            inputs of zero; other inputs vary it, and halve it on average. The mixed
-            signal starts at least ten times as large as the skip connection. With
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps.
+            It is divided evenly among the heads on a log scale, and the range of a head
+            is the middle of its part: 8 and 32 for two heads. A range is the distance
+            along a path at which influence has fallen to :math:`1/e` before training,
+            for inputs of zero; other inputs change it, and on average halve it. The
+            mixed signal starts at least ten times as large as the skip connection. With
             :obj:`None`, selectivities start as in the paper, log-uniform in
             [0.001, 0.1]. (default: :obj:`(4, 64)`)
         differential (bool, optional): Whether a head is the difference of two
-            recurrences with the same queries, keys and values, and transitions of their
-            own, the second times a number that is learnt, from 0.2 on: what both have
-            taken up alike cancels, as in the `"Differential Transformer"
+            recurrences with the same queries, keys and values but different
+            transitions, the second multiplied by a learned factor, initially 0.2. What
+            both have taken up equally cancels, as in the `"Differential Transformer"
             <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
             :obj:`False`)
         solver (str, optional): See :func:`~pyg_chimera.ops.resolvent_mix`. (default:
             :obj:`"auto"`)
         num_terms (int, optional): Highest power of :math:`\mathbf{A}` under
-            :obj:`solver="neumann"`. (default: :obj:`None`, given to :meth:`forward`)
+            :obj:`solver="neumann"`. (default: :obj:`None`, to be passed to
+            :meth:`forward`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
             or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
@@ -97,7 +98,8 @@ class ChimeraConv(ChimeraBlock):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes don't divide, or options are unknown or exclude each other.
+        ValueError: If sizes are not divisible as required, or options are unknown or
+            incompatible.
 
     Example:
         >>> conv = ChimeraConv(16, 32, heads=2)
@@ -172,19 +174,20 @@ class ChimeraConv(ChimeraBlock):
             edge_index (torch.Tensor or SparseTensor): The edge indices.
             edge_attr (torch.Tensor, optional): The edge features. Ignored without
                 :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
             rank (torch.Tensor, optional): The elimination rank, as stored by
                 :class:`~pyg_chimera.transforms.AddEliminationOrder`. (default:
                 :obj:`None`)
             num_terms (int or torch.Tensor, optional): Under :obj:`solver="neumann"`,
-                the highest power of :math:`\mathbf{A}`; of several, such as the
-                diameters of a batch that :class:`~pyg_chimera.transforms.AddDiameter`
-                stores, the largest. (default: :obj:`None`)
+                the highest power of :math:`\mathbf{A}`. If several are given, such as
+                the diameters of a batch stored by
+                :class:`~pyg_chimera.transforms.AddDiameter`, the largest is used.
+                (default: :obj:`None`)
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If something does not fit the layer, or see
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.resolvent_mix`.
         """
         check_nodes(x)

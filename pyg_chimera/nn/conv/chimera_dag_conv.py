@@ -31,7 +31,7 @@ _SHARING: dict[str, Callable[[int], list[int]]] = {
 class ChimeraDAGConv(ChimeraBlock):
     r"""The Chimera layer for directed acyclic graphs from `"Chimera: State Space Models
     Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Section 4.1): its recurrence
-    is a single pass in topological order, linear in nodes and edges.
+    is a single pass in topological order, linear in the number of nodes and edges.
 
     .. math::
         \mathbf{H}_i = \sum_{j \in p(i)} A_{ij} \mathbf{H}_j + s_i \mathbf{B}_i
@@ -40,17 +40,19 @@ class ChimeraDAGConv(ChimeraBlock):
         \mathbf{H}_i^{\top} \mathbf{C}_i + \mathbf{D} \odot \mathbf{v}_i) \odot
         \text{SiLU}(\mathbf{z}_i) \right)
 
-    with the parents :math:`p(i)` of a node, projections :math:`\mathbf{B}, \mathbf{C},
-    \mathbf{V}` of the nodes, followed by SiLU, and transitions :math:`A_{ij}` and input
-    gates :math:`s_i` from selectivities :math:`\Delta = \text{softplus}(\mathbf{W}
-    \mathbf{x} + \mathbf{b})` of nodes and, with :obj:`edge_dim`, edges: see
-    :func:`~pyg_chimera.ops.dag_transition`.
+    where :math:`p(i)` are the parents of a node, and
+    :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` are projections of the nodes, followed by
+    SiLU. The transitions :math:`A_{ij}` and input gates :math:`s_i`, see
+    :func:`~pyg_chimera.ops.dag_transition`, come from selectivities :math:`\Delta =
+    \text{softplus}(\mathbf{W} \mathbf{x} + \mathbf{b})` of nodes and, with
+    :obj:`edge_dim`, edges.
 
     Several DAGs over the same nodes, such as those of
-    :class:`~pyg_chimera.transforms.DAGDecomposition`, have selectivities of their own;
-    what :math:`\mathbf{C}` reads of them is summed and divided by
-    :math:`\sqrt{\text{num\_dags}}`. Along one DAG a node hears of its ancestors only.
-    Unless that is what is wanted, take its reverse as a second one, as in the example.
+    :class:`~pyg_chimera.transforms.DAGDecomposition`, have separate selectivities; what
+    :math:`\mathbf{C}` reads from them is summed and divided by
+    :math:`\sqrt{\text{num\_dags}}`. Along a single DAG, a node is influenced by its
+    ancestors only. Unless this is intended, add its reverse as a second DAG, as in the
+    example.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -68,33 +70,33 @@ class ChimeraDAGConv(ChimeraBlock):
             :obj:`None`)
         share (str, optional): Which DAGs share :math:`\mathbf{B}` and
             :math:`\mathbf{C}` (Table 6 of the paper): :obj:`"all"`; :obj:`"none"`;
-            :obj:`"diagonal"`, every second one with the one before, which
-            :class:`~pyg_chimera.transforms.DAGDecomposition` has turned around; or
-            :obj:`"row"`, for four DAGs of a grid, those that run down the rows and
-            those that run up. (default: :obj:`"all"`)
+            :obj:`"diagonal"`, each pair of consecutive DAGs, of which
+            :class:`~pyg_chimera.transforms.DAGDecomposition` makes the second the
+            reverse of the first; or :obj:`"row"`, of the four DAGs of a grid, the two
+            that run down the rows and the two that run up. (default: :obj:`"all"`)
         selectivity (str, optional): The selectivity of an edge: the :obj:`"mean"` of
-            those of its two nodes, or that of its :obj:`"target"`, with which a
-            directed path is Mamba-2. (default: :obj:`"mean"`)
-        roots (str, optional): Whether nodes without parents :obj:`"write"`, or are
-            :obj:`"silent"` as in Equation 15. (default: :obj:`"write"`)
-        local_conv (bool, optional): Whether to add to :math:`\mathbf{B}, \mathbf{C},
-            \mathbf{V}`, before SiLU, a depthwise mean over the parents in each DAG.
+            those of its two nodes, or that of its :obj:`"target"`, which makes a
+            directed path Mamba-2. (default: :obj:`"mean"`)
+        roots (str, optional): Whether nodes without parents :obj:`"write"` or are
+            :obj:`"silent"`, as in Equation 15. (default: :obj:`"write"`)
+        local_conv (bool, optional): Whether to add a depthwise mean over the parents in
+            each DAG to :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU.
             (default: :obj:`False`)
-        gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
+        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            which is divided evenly among the heads on a log scale. The range of a head
-            is the middle of its part: 8 and 32 for two heads. It is the distance along
-            a path at which influence has fallen to :math:`1/e` before training, for
-            inputs of zero; other inputs vary it. A head writes as much as it loses.
-            With :obj:`None`, selectivities start as in the paper, log-uniform in
-            [0.001, 0.1]. (default: :obj:`(4, 64)`)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps.
+            It is divided evenly among the heads on a log scale, and the range of a head
+            is the middle of its part: 8 and 32 for two heads. A range is the distance
+            along a path at which influence has fallen to :math:`1/e` before training,
+            for inputs of zero; other inputs change it. A head writes as much as it
+            forgets. With :obj:`None`, selectivities start as in the paper, log-uniform
+            in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         differential (bool, optional): Whether a head is the difference of two
-            recurrences with the same queries, keys and values, and transitions of their
-            own, the second times a number that is learnt, from 0.2 on: what both have
-            taken up alike cancels, as in the `"Differential Transformer"
+            recurrences with the same queries, keys and values but different
+            transitions, the second multiplied by a learned factor, initially 0.2. What
+            both have taken up equally cancels, as in the `"Differential Transformer"
             <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
             :obj:`False`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
@@ -114,7 +116,7 @@ class ChimeraDAGConv(ChimeraBlock):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes don't divide, or an option is unknown.
+        ValueError: If sizes are not divisible as required, or an option is unknown.
 
     Example:
         >>> conv = ChimeraDAGConv(16, 32, heads=2, num_dags=2)
@@ -196,15 +198,15 @@ class ChimeraDAGConv(ChimeraBlock):
                 :obj:`num_dags > 1` a list of them, one for each DAG.
             edge_attr (torch.Tensor, optional): The edge features (or a list). Ignored
                 without :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
             rank (torch.Tensor, optional): The topological rank (or a list), as stored
                 by :class:`~pyg_chimera.transforms.AddTopologicalOrder`. (default:
                 :obj:`None`)
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If something does not fit the layer, or see
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.dag_scan`.
             CycleError: If there is a cycle.
         """

@@ -30,13 +30,13 @@ class ChimeraGridConv(ChimeraDAGConv):
     r"""The Chimera layer for images and sequences from `"Chimera: State Space Models
     Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Sections 4.1.1 and 5).
 
-    The nodes of each graph are a grid, row by row. It has four DAGs: right and down,
-    left and up, right and up, left and down, and this is
-    :class:`~pyg_chimera.nn.ChimeraDAGConv` on them, with the same parameters. A
-    sequence is a grid of one row; it has two DAGs, there and back, or with
-    :obj:`num_dags=1` none but its past, as in a causal model.
+    The nodes of each graph form a grid, row by row. It has four DAGs: right and down,
+    left and up, right and up, left and down. On these, the layer is
+    :class:`~pyg_chimera.nn.ChimeraDAGConv`, with the same parameters. A sequence is a
+    grid of one row with two DAGs, forwards and backwards, or with :obj:`num_dags=1`
+    only the former, as in a causal model.
 
-    No graph is built or searched, and edges are not looked at.
+    No graph is built or searched, and edges are not read.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -47,30 +47,30 @@ class ChimeraGridConv(ChimeraDAGConv):
             (default: :obj:`1`)
         state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i`. (default: :obj:`64`)
-        num_dags (int, optional): How many of the four DAGs: 1, 2 or 4. (default:
+        num_dags (int, optional): How many of the four DAGs to use: 1, 2 or 4. (default:
             :obj:`4`)
         window (tuple[int, int], optional): The rows and columns of a depthwise
             convolution of :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU,
-            around a node, or with :obj:`num_dags=1` above and to its left. With
-            :obj:`None`, there is none. (default: :obj:`(3, 3)`)
+            around each node, or with :obj:`num_dags=1` above and to the left of it.
+            With :obj:`None`, there is none. (default: :obj:`(3, 3)`)
         share (str, optional): Which DAGs share :math:`\mathbf{B}` and
             :math:`\mathbf{C}` (Table 6 of the paper): :obj:`"all"`; :obj:`"none"`;
-            :obj:`"diagonal"`, those along the same diagonal, which are each other
-            turned around; or :obj:`"row"`, of four those that run down and those that
-            run up. (default: :obj:`"none"`)
+            :obj:`"diagonal"`, those along the same diagonal, which are the reverse of
+            each other; or :obj:`"row"`, of four DAGs, the two that run down and the two
+            that run up. (default: :obj:`"none"`)
         **kwargs (optional): Further arguments of
-            :class:`~pyg_chimera.nn.ChimeraDAGConv`; there are no edge features, and
-            no :obj:`local_conv`.
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`, except :obj:`edge_dim` and
+            :obj:`local_conv`.
 
     Shapes:
         - **input:**
           node features :math:`(|\mathcal{V}|, F_{in})`, grid after grid,
           batch vector :math:`(|\mathcal{V}|)`, sorted *(optional)*,
-          heights and widths :math:`(B)`, or one number each if all grids are alike
+          heights and widths :math:`(B)`, or one number each if grids are of one size
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes don't divide, or an option is unknown.
+        ValueError: If sizes are not divisible as required, or an option is unknown.
 
     Example:
         >>> conv = ChimeraGridConv(16, 32, heads=2)
@@ -117,16 +117,18 @@ class ChimeraGridConv(ChimeraDAGConv):
 
         Args:
             x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor, optional): Not used; there for
-                containers that call all their layers alike. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node, against which the
-                sizes are checked. (default: :obj:`None`)
-            height (int or torch.Tensor): The number of rows, of all grids or of each.
-            width (int or torch.Tensor): The number of columns, of all grids or of each.
+            edge_index (torch.Tensor or SparseTensor, optional): Not used; accepted for
+                containers that call all their layers in the same way. (default:
+                :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node, used to check the
+                sizes. (default: :obj:`None`)
+            height (int or torch.Tensor): The number of rows, for all grids or for each.
+            width (int or torch.Tensor): The number of columns, for all grids or for
+                each.
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If sizes are missing or do not fit the nodes.
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If sizes are missing or do not match the nodes.
         """
         check_nodes(x)
         check_batch(batch)
@@ -170,18 +172,19 @@ class ChimeraGridConv(ChimeraDAGConv):
         return source / math.sqrt(self.num_dags), transition
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Continues sequences by one node each, with :obj:`num_dags=1`: what
-        :meth:`forward` gives their last nodes, in a time that does not depend on how
-        many there were before.
+        r"""Extends each sequence by one node, and returns what :meth:`forward` would
+        return for that node, in time independent of how many nodes came before.
+        Requires :obj:`num_dags=1`.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,
                 :math:`[B, F_{in}]`.
-            state (Any, optional): What the step before returned. (default:
-                :obj:`None`, these are the first nodes)
+            state (Any, optional): The state that the previous step returned. (default:
+                :obj:`None`, for the first nodes)
 
         Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state to go on with.
+            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state for the next
+            step.
 
         Raises:
             ValueError: If the layer is not causal.

@@ -16,11 +16,13 @@ __all__ = ["ChimeraPathConv"]
 class ChimeraPathConv(ChimeraBlock):
     r"""The Chimera layer for undirected paths, such as text or protein chains, from
     `"Chimera: State Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_
-    (Appendix B.1): exact in both directions at once, in time linear in the nodes.
+    (Appendix B.1): exact in both directions at once, in time linear in the number of
+    nodes.
 
     It is :class:`~pyg_chimera.nn.ChimeraConv` with the transitions of
     :func:`~pyg_chimera.ops.path_transition`, which bound the products :math:`A_{ij}
-    A_{ji}` and not the sums of rows, so that a signal may keep its size all the way.
+    A_{ji}` instead of the row sums, so that a signal can keep its size along the whole
+    path.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -37,22 +39,22 @@ class ChimeraPathConv(ChimeraBlock):
             :obj:`None`)
         local_conv (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
             (default: :obj:`False`)
-        gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
+        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            which is divided evenly among the heads on a log scale. The range of a head
-            is the middle of its part: 8 and 32 for two heads. It is the distance along
-            a path at which influence has fallen to :math:`1/e` before training, for
-            inputs of zero; other inputs vary it, and halve it on average. The mixed
-            signal starts at least ten times as large as the skip connection. With
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps.
+            It is divided evenly among the heads on a log scale, and the range of a head
+            is the middle of its part: 8 and 32 for two heads. A range is the distance
+            along a path at which influence has fallen to :math:`1/e` before training,
+            for inputs of zero; other inputs change it, and on average halve it. The
+            mixed signal starts at least ten times as large as the skip connection. With
             :obj:`None`, selectivities start as in the paper, log-uniform in
             [0.001, 0.1]. (default: :obj:`(4, 64)`)
         differential (bool, optional): Whether a head is the difference of two
-            recurrences with the same queries, keys and values, and transitions of their
-            own, the second times a number that is learnt, from 0.2 on: what both have
-            taken up alike cancels, as in the `"Differential Transformer"
+            recurrences with the same queries, keys and values but different
+            transitions, the second multiplied by a learned factor, initially 0.2. What
+            both have taken up equally cancels, as in the `"Differential Transformer"
             <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
             :obj:`False`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
@@ -72,7 +74,7 @@ class ChimeraPathConv(ChimeraBlock):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes don't divide, or an option is unknown.
+        ValueError: If sizes are not divisible as required, or an option is unknown.
 
     Example:
         >>> conv = ChimeraPathConv(16, 32, heads=2)
@@ -128,16 +130,16 @@ class ChimeraPathConv(ChimeraBlock):
                 paths, in both directions.
             edge_attr (torch.Tensor, optional): The edge features. Ignored without
                 :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
             rank (torch.Tensor, optional): The elimination rank, as stored by
                 :class:`~pyg_chimera.transforms.AddEliminationOrder`. (default:
                 :obj:`None`)
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If an edge has no reverse, the graph is not made of paths, or
-                see :func:`~pyg_chimera.ops.resolvent_mix`.
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If an edge has no reverse, the graph is not made of paths, or as
+                in :func:`~pyg_chimera.ops.resolvent_mix`.
         """
         check_nodes(x)
         check_batch(batch)

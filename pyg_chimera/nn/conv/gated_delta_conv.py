@@ -18,8 +18,8 @@ __all__ = ["GatedDeltaConv"]
 class GatedDeltaConv(ChimeraBlock):
     r"""The layer of `"Gated Delta Networks: Improving Mamba2 with Delta Rule"
     <https://arxiv.org/abs/2412.06464>`_ on any graph: a recurrence whose states are
-    memories of pairs of keys and values, in which a node overwrites what its key reads,
-    where :class:`~pyg_chimera.nn.ChimeraConv` only adds.
+    key-value memories. A node overwrites what its key reads, where
+    :class:`~pyg_chimera.nn.ChimeraConv` can only add to it.
 
     .. math::
         \mathbf{S}'_i = \sum_{j \to i} A_{ij} \mathbf{S}_j, \qquad
@@ -29,14 +29,14 @@ class GatedDeltaConv(ChimeraBlock):
         \mathbf{S}_i^{\top} \mathbf{q}_i + \mathbf{D} \odot \mathbf{v}_i) \odot
         \text{SiLU}(\mathbf{z}_i) \right)
 
-    Queries and keys are of length one; they and values are projections of the nodes,
-    followed by SiLU, and :math:`\beta_i` is the sigmoid of one. The transitions
-    :math:`\mathbf{A}` come from selectivities, as in the Chimera layers: on any graph,
-    cycles included, they are those of :func:`~pyg_chimera.ops.chimera_transition`,
-    whose rows sum to less than one, so that there is exactly one solution; it is found
-    by linear systems, see :func:`~pyg_chimera.ops.delta_scan`. With :obj:`acyclic`,
-    they are those of :func:`~pyg_chimera.ops.dag_transition`. On a directed path this
-    is Gated DeltaNet.
+    Queries, keys and values are projections of the nodes, followed by SiLU, with
+    queries and keys normalized to length one, and :math:`\beta_i` is the sigmoid of a
+    projection. The transitions :math:`\mathbf{A}` come from selectivities, as in the
+    Chimera layers. On any graph, cycles included, they are those of
+    :func:`~pyg_chimera.ops.chimera_transition`. Their rows sum to less than one, so
+    that there is exactly one solution, which is computed by solving linear systems, see
+    :func:`~pyg_chimera.ops.delta_scan`. With :obj:`acyclic`, they are those of
+    :func:`~pyg_chimera.ops.dag_transition`. On a directed path this is Gated DeltaNet.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -48,48 +48,49 @@ class GatedDeltaConv(ChimeraBlock):
         state_channels (int, optional): Size of queries and keys. (default: :obj:`64`)
         acyclic (bool, optional): Whether graphs are directed and acyclic.
             (default: :obj:`False`)
-        surprise (bool, optional): Whether nodes write the more the more their value
-            differs from what their query reads before, relative to a temperature that
-            each head learns, from 1 on: the surprise of `"Titans: Learning to Memorize
-            at Test Time" <https://arxiv.org/abs/2501.00663>`_. Takes :obj:`acyclic`.
-            (default: :obj:`False`)
-        prediction (str, optional): Whether what a node overwrites and is surprised at
-            is read of its own state (:obj:`"decayed"`), or of the mean of its parents'
-            (:obj:`"undecayed"`), see :func:`~pyg_chimera.ops.delta_scan`. The latter
-            takes :obj:`acyclic`. (default: :obj:`"decayed"`)
+        surprise (bool, optional): Whether a node writes more, the more its value
+            differs from what its query reads before it writes, relative to a
+            temperature that each head learns, initially 1: the surprise of `"Titans:
+            Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
+            Requires :obj:`acyclic`. (default: :obj:`False`)
+        prediction (str, optional): Where nodes read the prediction that they overwrite
+            and are surprised by: from their own state (:obj:`"decayed"`) or from the
+            mean of their parents' states (:obj:`"undecayed"`), see
+            :func:`~pyg_chimera.ops.delta_scan`. The latter requires :obj:`acyclic`.
+            (default: :obj:`"decayed"`)
         channel_decay (bool, optional): Whether each of the :obj:`state_channels` of a
-            head has a transition of its own, from a selectivity of its own; edge
-            features add the same to all. Takes :obj:`acyclic`, and is computed in state
-            form. (default: :obj:`False`)
-        reflections (bool, optional): Whether :math:`\beta` ranges up to 2 and not 1, so
-            that nodes can turn what their key reads into its opposite, which state
-            tracking takes. (default: :obj:`False`)
+            head has its own transition, from its own selectivity; edge features add the
+            same to all of them. Requires :obj:`acyclic`, and is computed in state form.
+            (default: :obj:`False`)
+        reflections (bool, optional): Whether :math:`\beta` ranges up to 2 instead of 1,
+            so that nodes can turn what their key reads into its opposite, which state
+            tracking requires. (default: :obj:`False`)
         groups (int, optional): Number of different queries and keys; divides
             :obj:`heads`. (default: :obj:`1`)
         edge_dim (int, optional): Size of edge features, on which the transitions then
-            depend too, or :obj:`-1`. (default: :obj:`None`)
+            also depend, or :obj:`-1`. (default: :obj:`None`)
         gamma (float, optional): Upper bound of the row sums of :math:`\mathbf{A}`, in
-            (0, 1), unless :obj:`acyclic`. Along a path, it lets heads hear 70 steps
-            far. (default: :obj:`0.9999`)
+            (0, 1), unless :obj:`acyclic`. Along a path, the default allows ranges of up
+            to 70 steps. (default: :obj:`0.9999`)
         conv_kernel (int, optional): The number of generations in the filters of the
-            local convolution in front of :math:`\mathbf{q}, \mathbf{k}, \mathbf{v}`: a
-            node's own, the mean of its neighbours, that of what these have for it, and
-            so on; :obj:`1` is none. (default: :obj:`None`, :obj:`4` with
-            :obj:`acyclic`, along a directed path the filter of Gated DeltaNet, else
-            :obj:`1`)
-        gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
+            local convolution in front of :math:`\mathbf{q}, \mathbf{k}, \mathbf{v}`:
+            the node itself, the mean of its neighbours, the mean of their means, and so
+            on; with :obj:`1`, there is no convolution. (default: :obj:`None`, which is
+            :obj:`4` with :obj:`acyclic`, along a directed path the filter of Gated
+            DeltaNet, and :obj:`1` otherwise)
+        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            which is divided evenly among the heads on a log scale, as in
+            divided evenly among the heads on a log scale, as in
             :class:`~pyg_chimera.nn.ChimeraConv`: the distance along a path at which a
-            memory that nobody overwrites has fallen to :math:`1/e`. With :obj:`None`,
+            memory has fallen to :math:`1/e` if it is not overwritten. With :obj:`None`,
             selectivities start log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         differential (bool, optional): Whether a head is the difference of two
-            recurrences with the same queries, keys and values, and transitions of their
-            own, the second times a number that is learnt, from 0.2 on: what both have
-            taken up alike cancels, as in the `"Differential Transformer"
+            recurrences with the same queries, keys and values but different
+            transitions, the second multiplied by a learned factor, initially 0.2. What
+            both have taken up equally cancels, as in the `"Differential Transformer"
             <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
             :obj:`False`)
         form (str, optional): :obj:`"state"` (on DAGs), :obj:`"mask"`, :obj:`"chunk"`
@@ -108,7 +109,8 @@ class GatedDeltaConv(ChimeraBlock):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes don't divide, or an option is unknown or out of range.
+        ValueError: If sizes are not divisible as required, or an option is unknown or
+            out of range.
 
     Example:
         >>> conv = GatedDeltaConv(16, 32, heads=2)
@@ -221,13 +223,13 @@ class GatedDeltaConv(ChimeraBlock):
             edge_index (torch.Tensor or SparseTensor): The edge indices.
             edge_attr (torch.Tensor, optional): The edge features. Ignored without
                 :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
 
         Raises:
-            CycleError: If there is a cycle, with :obj:`acyclic`; it is named.
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If something does not fit the layer, or see
+            CycleError: With :obj:`acyclic`, if there is a cycle, which the error names.
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.delta_scan`.
         """
         check_nodes(x)

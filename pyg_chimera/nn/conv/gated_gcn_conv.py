@@ -36,35 +36,35 @@ class GatedGCNConv(MessagePassing):
         \mathbf{e}^{\prime}_{j,i} &= \phi \big( \textrm{norm} (
         \hat{\mathbf{e}}_{j,i} ) \big)
 
-    with the sigmoid :math:`\sigma`, an activation :math:`\phi`, and norms of their
-    own for nodes and edges. Without edge features :math:`\mathbf{W}_e
-    \mathbf{e}_{j,i}` is dropped, and only the nodes are updated.
+    with the sigmoid :math:`\sigma`, an activation :math:`\phi`, and separate norms for
+    nodes and edges. Without edge features, :math:`\mathbf{W}_e \mathbf{e}_{j,i}` is
+    dropped, and only the nodes are updated.
 
     .. note::
 
         The layer returns *updates*: dropout and the residual connections, for both
         nodes and edges, belong to the layer around it, such as
-        :class:`~pyg_chimera.nn.GPSLayer`. So :math:`\mathbf{x} +
-        \textrm{dropout}(\textrm{relu}(\textrm{bn}(\cdot)))`, the usual recipe,
-        is ``GPSLayer(64, conv=GatedGCNConv(64, 64), dropout=0.1)``. With
-        :obj:`norm=None` and :obj:`act=None` it is the formula alone.
+        :class:`~pyg_chimera.nn.GPSLayer`. For example, :math:`\mathbf{x} +
+        \textrm{dropout}(\textrm{relu}(\textrm{bn}(\cdot)))`, the usual recipe, is
+        ``GPSLayer(64, conv=GatedGCNConv(64, 64), dropout=0.1)``. With :obj:`norm=None`
+        and :obj:`act=None`, the layer has neither norms nor :math:`\phi`.
 
     Args:
         in_channels (int or tuple): Size of each input sample, or :obj:`-1` to
             derive the size from the first input(s) to the forward method.
             A tuple corresponds to the sizes of source and target
             dimensionalities in case of a bipartite graph.
-        out_channels (int): Size of each output sample, nodes and edges.
+        out_channels (int): Size of each output sample, for nodes and edges.
         edge_dim (int, optional): Edge feature dimensionality, :obj:`-1` to derive
             it from the first input, or :obj:`0` for a layer that takes no edge
             features and holds no parameters for them. If set to :obj:`None`, it is
             :obj:`in_channels` (that of the sources if bipartite), which is what the
             second and later layers of a stack need. (default: :obj:`None`)
         update_edges (bool, optional): If set to :obj:`False`, edge features are read
-            but not updated, and only the nodes are returned. This is for the last
+            but not updated, and only the nodes are returned. Use this for the last
             layer of a stack if nothing after it, such as a mixer, reads the edges:
-            the parameters of their norm would get no gradients, which is an error in
-            distributed training. (default: :obj:`True`)
+            otherwise, the parameters of their norm get no gradients, which is an error
+            in distributed training. (default: :obj:`True`)
         norm (str, optional): The normalization of nodes and of edges:
             :obj:`"batch_norm"`, :obj:`"layer_norm"` (each row on its own) or
             :obj:`None`. (default: :obj:`"batch_norm"`)
@@ -92,10 +92,10 @@ class GatedGCNConv(MessagePassing):
           :math:`((|\mathcal{V}|, F_{out}), (|\mathcal{E}|, F_{out}))`
 
     Raises:
-        ValueError: If :obj:`norm` is unknown; in the forward method, if edge
-            features come to a layer with :obj:`edge_dim=0`, or are not one row per
+        ValueError: If :obj:`norm` is unknown; in the forward method, if edge features
+            are given to a layer with :obj:`edge_dim=0`, or do not have one row per
             edge.
-        TypeError: In the forward method, if features are no tensors of floating point.
+        TypeError: In the forward method, if features are not floating-point tensors.
     """
 
     # As attributes, not as comments: those PyG resolves by names that it imports with
@@ -178,7 +178,7 @@ class GatedGCNConv(MessagePassing):
                 (default: :obj:`None`)
 
         Returns:
-            The nodes' update, or the pair of the nodes' and the edges' if edge
+            The update of the nodes, or a pair of the updates of nodes and edges if edge
             features are given and updated.
         """
         if isinstance(x, tuple) and len(x) != 2:
@@ -257,9 +257,9 @@ class GatedGCNConv(MessagePassing):
     ) -> Tensor:
         r"""Sums the messages and divides by the sum of their gates.
 
-        Dividing here, and not each gate before, spares an array as large as the
-        edges. Messages that an explanation masks leave the gates as they are, like in
-        PyG's attention.
+        Dividing here, rather than each gate before, saves an array as large as the
+        edges. Messages masked by an explanation leave the gates unchanged, as in PyG's
+        attention.
         """
         total = super().aggregate(gate, index, ptr=ptr, dim_size=dim_size)
         out = super().aggregate(inputs, index, ptr=ptr, dim_size=dim_size)

@@ -33,8 +33,8 @@ class _Packed(NamedTuple):
 class GraphMambaConv(torch.nn.Module):
     r"""The Graph-Mamba block from `"Graph-Mamba: Towards Long-Range Graph Sequence
     Modeling with Selective State Spaces" <https://arxiv.org/abs/2402.00789>`_: the
-    nodes of each graph are sorted into a sequence :math:`v_1, \ldots, v_L`,
-    unimportant ones first, so that important ones depend on most others. Mamba's
+    nodes of each graph are sorted into a sequence :math:`v_1, \ldots, v_L`, most
+    important last, so that important nodes are influenced by most others. Mamba's
     selective state space model runs along this sequence.
 
     .. math::
@@ -53,12 +53,12 @@ class GraphMambaConv(torch.nn.Module):
         \big)
 
     Nodes of equal importance are in random order. In training, each call draws one
-    permutation. In evaluation there are :obj:`num_eval_permutations` fixed ones, and
+    permutation. In evaluation, there are :obj:`num_eval_permutations` fixed ones, and
     :math:`\mathbf{h}_t \mathbf{C}_t + \mathbf{D} \odot \mathbf{u}_t` is averaged over
     them: the same input gives the same output, bit for bit. All sequences of a batch
     run as one, without padding, in time and memory linear in the number of nodes.
 
-    The layer is a mixer: residual connection and dropout belong to the layer around
+    The layer is a mixer: the residual connection and dropout belong to the layer around
     it, such as :class:`~pyg_chimera.nn.GPSLayer`.
 
     .. code-block:: python
@@ -78,32 +78,30 @@ class GraphMambaConv(torch.nn.Module):
             that of the input. (default: :obj:`1`)
         dt_rank (int, optional): Size of :math:`\boldsymbol{\delta}_t`. (default:
             :obj:`None`, a sixteenth of :obj:`channels`, rounded up)
-        order (str, optional): What nodes are sorted by, see
-            :func:`~pyg_chimera.ops.node_score`: one of :obj:`"order"`,
-            :obj:`"degree"`, :obj:`"eigenvector"`, :obj:`"pagerank"`,
-            :obj:`"closeness"`, :obj:`"bfs"`, :obj:`"random"` and :obj:`"cluster"`
-            (whose clusters come in random order, and so do the nodes of a cluster).
-            With :obj:`None`, :obj:`score` must be given to :meth:`forward`. (default:
-            :obj:`"degree"`)
+        order (str, optional): The score by which nodes are sorted, see
+            :func:`~pyg_chimera.ops.node_score`: one of :obj:`"order"`, :obj:`"degree"`,
+            :obj:`"eigenvector"`, :obj:`"pagerank"`, :obj:`"closeness"`, :obj:`"bfs"`,
+            :obj:`"random"` and :obj:`"cluster"` (which puts clusters, and the nodes
+            within each, in random order). With :obj:`None`, :obj:`score` must be given
+            to :meth:`forward`. (default: :obj:`"degree"`)
         num_eval_permutations (int, optional): The number of permutations in
             evaluation. (default: :obj:`5`)
         num_bins (int, optional): The number of parts into which the nodes of each graph
-            are divided at random, each of which is a sequence of its own. For graphs of
+            are divided at random; each part is a separate sequence. For graphs of
             hundreds of nodes. (default: :obj:`1`)
-        bidirectional (bool, optional): Whether a second model runs along the reversed
-            sequences, whose outputs are added to those of the first one. (default:
+        bidirectional (bool, optional): Whether a second model, whose outputs are added
+            to those of the first, runs along the reversed sequences. (default:
             :obj:`False`)
-        norm (bool, optional): If :obj:`False`, the input is taken as it is, without
-            layer norm :math:`\textrm{LN}`. (default: :obj:`True`)
+        norm (bool, optional): If :obj:`False`, the layer norm :math:`\textrm{LN}` of
+            the input is left out. (default: :obj:`True`)
         bias (bool, optional): If :obj:`True`, :math:`\mathbf{W}_{\textrm{in}},
-            \mathbf{W}_{\textrm{gate}}` and :math:`\mathbf{W}_{\textrm{out}}` come with
-            an additive bias. (default: :obj:`False`)
+            \mathbf{W}_{\textrm{gate}}` and :math:`\mathbf{W}_{\textrm{out}}` have an
+            additive bias. (default: :obj:`False`)
         conv_bias (bool, optional): If :obj:`False`, the convolution has no bias
             :math:`\mathbf{b}`. (default: :obj:`True`)
-        dt_min (float, optional): In a new layer, :math:`\textrm{softplus}
-            (\mathbf{b}_{\Delta})` is at least this. (default: :obj:`0.001`)
-        dt_max (float, optional): In a new layer, it is at most this. (default:
-            :obj:`0.1`)
+        dt_min (float, optional): The lower bound of the initial
+            :math:`\textrm{softplus} (\mathbf{b}_{\Delta})`. (default: :obj:`0.001`)
+        dt_max (float, optional): Its upper bound. (default: :obj:`0.1`)
         seed (int, optional): The seed of the fixed permutations in evaluation.
             (default: :obj:`0`)
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
@@ -213,22 +211,22 @@ class GraphMambaConv(torch.nn.Module):
 
         Args:
             x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor, optional): The edge indices, of
-                which scores are computed unless they are given. (default:
-                :obj:`None`)
+            edge_index (torch.Tensor or SparseTensor, optional): The edge indices, from
+                which scores are computed unless they are given. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node, sorted or not.
                 (default: :obj:`None`, one graph)
-            score (torch.Tensor, optional): What the nodes are sorted by, ascending,
-                such as :class:`~pyg_chimera.transforms.NodeOrder` stores it; with
-                :obj:`order="cluster"` the cluster of each node. (default:
-                :obj:`None`, computed by :obj:`order`)
+            score (torch.Tensor, optional): The score by which nodes are sorted,
+                ascending, as stored by :class:`~pyg_chimera.transforms.NodeOrder`; with
+                :obj:`order="cluster"`, the cluster of each node. (default: :obj:`None`,
+                computed according to :obj:`order`)
             generator (torch.Generator, optional): Draws the permutation in training.
                 (default: :obj:`None`, PyTorch's global one)
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If :obj:`x`, :obj:`batch` or :obj:`score` has a wrong shape, a
-                score is NaN, or neither scores nor the edges that they need are given.
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If :obj:`x`, :obj:`batch` or :obj:`score` has the wrong shape, a
+                score is NaN, or neither scores nor the edges needed to compute them are
+                given.
         """
         check_nodes(x, self.channels)
         check_batch(batch)
@@ -244,18 +242,18 @@ class GraphMambaConv(torch.nn.Module):
         return self.lin_out((y * gate).to(x.dtype))
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Continues sequences by one node each, with :obj:`order="order"` in one
-        direction: what :meth:`forward` gives their last nodes, in a time that does not
-        depend on how many there were before.
+        r"""Extends each sequence by one node, and returns what :meth:`forward` would
+        return for that node, in time independent of how many nodes came before.
+        Requires :obj:`order="order"` and a single direction.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,
                 :math:`[B, F]`.
-            state (Any, optional): What the step before returned. (default:
-                :obj:`None`, these are the first nodes)
+            state (Any, optional): The state that the previous step returned. (default:
+                :obj:`None`, for the first nodes)
 
         Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state to go on with.
+            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state for the next step.
 
         Raises:
             ValueError: If the layer sorts nodes, or is bidirectional.

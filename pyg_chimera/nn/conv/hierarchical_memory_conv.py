@@ -21,8 +21,8 @@ _LEVELS = 3
 
 
 class MemoryLevels(NamedTuple):
-    r"""What the levels of a :class:`HierarchicalMemoryConv` hold, as nodes read it: the
-    fast one, the slow one, and the network.
+    r"""What nodes read from the levels of a :class:`HierarchicalMemoryConv`: the fast
+    one, the slow one, and the network.
     """
 
     read: Tensor  #: :math:`[3, |\mathcal{V}|, H, P]`
@@ -32,10 +32,10 @@ class MemoryLevels(NamedTuple):
 
 class HierarchicalMemoryConv(ChimeraBlock):
     r"""Memories of three time scales along a directed acyclic graph, and a router that
-    weighs what is read of them: of the last few nodes, of many nodes that matter, and
-    of what was surprising. The idea is that of two pathways in `"HGRN2"
-    <https://arxiv.org/abs/2404.07904>`_ with the surprise of `"Titans: Learning to
-    Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
+    weighs what is read from them: a memory of the last few nodes, one of many important
+    nodes, and one of what was surprising. This combines the idea of two pathways in
+    `"HGRN2" <https://arxiv.org/abs/2404.07904>`_ with the surprise of `"Titans:
+    Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
 
     .. math::
         \mathbf{F}_i &= \sum_{j \to i} A^{(1)}_{ij} \mathbf{F}_j +
@@ -49,17 +49,16 @@ class HierarchicalMemoryConv(ChimeraBlock):
         w_{i2} \mathbf{G}_i^{\top} \mathbf{q}_i +
         w_{i3} \mathbf{S}_i^{\top} \boldsymbol{\psi}_i
 
-    The fast and the slow memory are those of
-    :class:`~pyg_chimera.nn.ChimeraDAGConv`; the slow one takes up what is important,
-    :math:`r_i`, a sigmoid of the node. The third is a network of two layers,
-    :math:`\mathbf{S}^{\top} \boldsymbol{\phi}(\mathbf{k})`, of which each node writes
-    the outer one by a step of gradient descent on the error of its prediction,
-    :math:`\| \mathbf{S}^{\top} \boldsymbol{\phi}_i - \mathbf{v}_i \|^2 / 2`, the larger
-    the more surprising the node is: see :func:`~pyg_chimera.ops.delta_scan`. The inner
-    one, which makes :math:`\boldsymbol{\phi}_i` of the key and
-    :math:`\boldsymbol{\psi}_i` of the query, is learnt in training. The weights
-    :math:`\mathbf{w}_i` of the router are a softmax of the node. The gated block around
-    it is that of the Chimera layers.
+    The fast and the slow memory are those of :class:`~pyg_chimera.nn.ChimeraDAGConv`;
+    what the slow one takes up is gated by its importance :math:`r_i`, a sigmoid of the
+    node. The third is a network of two layers, :math:`\mathbf{S}^{\top}
+    \boldsymbol{\phi}(\mathbf{k})`. Each node updates the outer layer by a step of
+    gradient descent on the error of its prediction, :math:`\| \mathbf{S}^{\top}
+    \boldsymbol{\phi}_i - \mathbf{v}_i \|^2 / 2`; the more surprising the node, the
+    larger the step, see :func:`~pyg_chimera.ops.delta_scan`. The inner layer, which
+    maps keys to :math:`\boldsymbol{\phi}_i` and queries to :math:`\boldsymbol{\psi}_i`,
+    is learned in training. The weights :math:`\mathbf{w}_i` of the router are a softmax
+    of the node. The gated block around all this is that of the Chimera layers.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -69,16 +68,16 @@ class HierarchicalMemoryConv(ChimeraBlock):
         heads (int, optional): Number of heads, each with its own transitions; divides
             :obj:`out_channels`. (default: :obj:`1`)
         state_channels (int, optional): Size of queries and keys. (default: :obj:`64`)
-        decays (tuple[float, float, float], optional): What is left after a step along a
-            path, of each level, before anything is learnt, in (0, 1), ascending.
+        decays (tuple[float, float, float], optional): The share of each level that
+            remains after a step along a path, before training, in (0, 1), ascending.
             (default: :obj:`(0.8, 0.99, 0.999)`)
         groups (int, optional): Number of different queries and keys; divides
             :obj:`heads`. (default: :obj:`1`)
-        edge_dim (int, optional): Size of edge features, by which all levels then lose
-            more or less along an edge, or :obj:`-1`. (default: :obj:`None`)
+        edge_dim (int, optional): Size of edge features, on which the decay of all
+            levels along an edge then also depends, or :obj:`-1`. (default: :obj:`None`)
         local_conv (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
             (default: :obj:`False`)
-        gated (bool, optional): Whether there is a gate :math:`\mathbf{z}`. (default:
+        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
@@ -96,7 +95,8 @@ class HierarchicalMemoryConv(ChimeraBlock):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes don't divide, or :obj:`decays` are out of range.
+        ValueError: If sizes are not divisible as required, or :obj:`decays` are out of
+            range.
 
     Example:
         >>> conv = HierarchicalMemoryConv(16, 32, heads=2)
@@ -169,12 +169,12 @@ class HierarchicalMemoryConv(ChimeraBlock):
             edge_index (torch.Tensor or SparseTensor): The edge indices of a DAG.
             edge_attr (torch.Tensor, optional): The edge features. Ignored without
                 :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If something does not fit the layer, or see
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.dag_scan`.
             CycleError: If there is a cycle.
         """
@@ -189,8 +189,8 @@ class HierarchicalMemoryConv(ChimeraBlock):
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
     ) -> MemoryLevels:
-        r"""What the levels hold: what each node reads of them, and how it is weighed.
-        Arguments as of :meth:`forward`.
+        r"""What each node reads from the levels, and the weights of the router. Takes
+        the arguments of :meth:`forward`.
         """
         return self._run(x, edge_index, edge_attr, batch)[1]
 

@@ -31,37 +31,38 @@ __all__ = ["KHopAttentionConv"]
 class KHopAttentionConv(MessagePassing):
     r"""Softmax attention of each node to itself and to the nodes from which it is
     reached in at most :math:`k` steps along the edges: on an undirected graph its
-    neighbourhood of :math:`k` hops, on a DAG its ancestors of :math:`k` generations,
-    and on a directed path the sliding window of sequence models.
+    :math:`k`-hop neighbourhood, on a DAG its ancestors up to :math:`k` generations
+    back, and on a directed path the sliding window of sequence models.
 
     .. math::
         \mathbf{x}'_i = \mathbf{W}_o \sum_{j : d(j, i) \leq k} \textrm{softmax}_j
         \left( \frac{\mathbf{q}_i^{\top} \mathbf{k}_j}{\sqrt{N}} + b_{d(j, i)} \right)
         \mathbf{v}_j
 
-    Queries, keys and values are projections of the nodes, and :math:`b_d` is learnt for
-    each distance and head. Time and memory are linear in the pairs of nodes that attend
-    to each other, see :func:`~pyg_chimera.ops.neighborhood_attention`. Options add
+    Queries, keys and values are projections of the nodes, and :math:`b_d` is learned
+    for each distance and head. Time and memory are linear in the number of pairs of
+    nodes that attend to each other, see
+    :func:`~pyg_chimera.ops.neighborhood_attention`. Options add
 
-    * *grouped queries*, whose heads share keys and values, `"GQA"
+    * *grouped queries*, where several heads share keys and values, `"GQA"
       <https://arxiv.org/abs/2305.13245>`_;
-    * *rotary positions*, `"RoFormer" <https://arxiv.org/abs/2104.09864>`_, the depth of
-      nodes in a DAG, or given ones, for graphs longer than in training with the
-      "NTK-aware" base :math:`10000 \, s^{N / (N - 2)}`, `"YaRN"
-      <https://arxiv.org/abs/2309.00071>`_ (Definition 1);
+    * *rotary positions*, `"RoFormer" <https://arxiv.org/abs/2104.09864>`_: given
+      positions, or the depth of nodes in a DAG. For graphs longer than in training,
+      :obj:`rotary_length` sets the "NTK-aware" base :math:`10000 \, s^{N / (N - 2)}`,
+      `"YaRN" <https://arxiv.org/abs/2309.00071>`_ (Definition 1);
     * *differential attention*, `"Differential Transformer"
       <https://arxiv.org/abs/2410.05258>`_: the difference of two softmaxes,
       :math:`\mathbf{A}_1 - \lambda \mathbf{A}_2`, where a head's queries and keys have
       half as many channels as its values, :math:`\lambda = \exp(\lambda_{q_1}^{\top}
       \lambda_{k_1}) - \exp(\lambda_{q_2}^{\top} \lambda_{k_2}) + \lambda_0` with
-      :math:`\lambda_0 = 0.8 - 0.6 \exp(-0.3 (l - 1))` in layer :math:`l`, and what a
-      head mixes is normalised and scaled by :math:`1 - \lambda_0`; or *rectified*, in
-      which what is positive of the difference is made to sum to one again,
-      :math:`\max(0, \mathbf{A}_1 - \lambda \mathbf{A}_2)` divided by its row sums plus
-      :math:`10^{-6}`, so that a head mixes a mean of values, and needs no norm;
-    * *latent* keys and values, which are projections of one vector of low rank,
-      `"DeepSeek-V2" <https://arxiv.org/abs/2405.04434>`_ (Section 2.1.2), whose
-      separate rotary channels there are none of: keys are rotated as they are.
+      :math:`\lambda_0 = 0.8 - 0.6 \exp(-0.3 (l - 1))` in layer :math:`l`, and the
+      output of a head is normalized and scaled by :math:`1 - \lambda_0`; or
+      *rectified*, where the positive part of the difference is renormalized to sum to
+      one, :math:`\max(0, \mathbf{A}_1 - \lambda \mathbf{A}_2)` divided by its row sums
+      plus :math:`10^{-6}`, so that a head computes a mean of values and needs no norm;
+    * *latent* keys and values, projections of one low-rank vector, `"DeepSeek-V2"
+      <https://arxiv.org/abs/2405.04434>`_ (Section 2.1.2), but without its separate
+      rotary channels: the keys themselves are rotated.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -74,30 +75,32 @@ class KHopAttentionConv(MessagePassing):
         groups (int, optional): Number of different keys and values; divides
             :obj:`heads`. (default: :obj:`heads`)
         rotary (bool, optional): Whether queries and keys are rotated by positions:
-            :obj:`pos` if given, or else the topological depth, which only DAGs have.
+            :obj:`pos` if given, otherwise the topological depth, which only DAGs have.
             (default: :obj:`False`)
         rotary_length (float, optional): With :obj:`rotary`, the longest extent of
-            positions in training, such as the number of steps of the longest path. In
-            a graph :math:`s` times as long, the base of the angles grows as above. A
-            graph is one of :obj:`batch`, and without that all nodes are one.
-            (default: :obj:`None`, for no such scaling)
+            positions in training, such as the number of steps of the longest path. In a
+            graph :math:`s` times as long, the base of the angles grows as above. Graphs
+            are those of :obj:`batch`; without it, all nodes form one graph. (default:
+            :obj:`None`, for no such scaling)
         differential (bool or str, optional): Whether attention is differential,
-            :obj:`True` or :obj:`"rectified"`. Either computes twice as many logits;
-            the latter reads values once, and takes less time. (default: :obj:`False`)
-        depth (int, optional): Which layer of a model this is, from 1 on, for the
-            initial :math:`\lambda` of differential attention. (default: :obj:`1`)
-        latent_channels (int, optional): The size of the vector that keys and values
-            are made of. (default: :obj:`None`, they are made of the nodes)
-        edge_dim (int, optional): Size of edge features, of which a projection is then
-            added to the logits of the pairs that the edges join, or :obj:`-1`. Those of
-            duplicate edges add up. (default: :obj:`None`)
+            :obj:`True` or :obj:`"rectified"`. Both compute twice as many logits; the
+            latter reads values only once, and takes less time. (default: :obj:`False`)
+        depth (int, optional): The position of the layer in the model, counted from 1,
+            for the initial :math:`\lambda` of differential attention. (default:
+            :obj:`1`)
+        latent_channels (int, optional): The size of the latent vector of which keys and
+            values are projections. (default: :obj:`None`, they are projections of the
+            nodes)
+        edge_dim (int, optional): Size of edge features, a projection of which is then
+            added to the logits of the pairs that the edges join, or :obj:`-1`.
+            Duplicate edges add up. (default: :obj:`None`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
             :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted. With
-            :obj:`flow="target_to_source"`, nodes of a DAG attend to descendants.
+            :obj:`flow="target_to_source"`, nodes of a DAG attend to their descendants.
 
     Shapes:
         - **input:**
@@ -108,8 +111,8 @@ class KHopAttentionConv(MessagePassing):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If :obj:`k` is less than 1, sizes don't divide, or an option does
-            not fit the others.
+        ValueError: If :obj:`k` is less than 1, sizes are not divisible as required, or
+            options are incompatible.
 
     Example:
         >>> conv = KHopAttentionConv(16, 32, heads=4, k=2, groups=2)
@@ -230,18 +233,19 @@ class KHopAttentionConv(MessagePassing):
                 :obj:`rotary_length`, outputs don't depend on it.
                 (default: :obj:`None`)
             pos (torch.Tensor, optional): The positions of :obj:`rotary`,
-                :math:`[|\mathcal{V}|]`, or :math:`[|\mathcal{V}|, D]` with as many
-                channels for each of :math:`D` coordinates. (default: :obj:`None`)
-            k_hop_index (torch.Tensor, optional): The pairs of nodes, with
-                :obj:`k_hop_distance`, as
-                :class:`~pyg_chimera.transforms.AddKHopIndex` stores them. (default:
-                :obj:`None`, they are computed, and remembered)
+                :math:`[|\mathcal{V}|]`, or :math:`[|\mathcal{V}|, D]` with an equal
+                number of channels for each of :math:`D` coordinates. (default:
+                :obj:`None`)
+            k_hop_index (torch.Tensor, optional): The pairs of nodes, given together
+                with :obj:`k_hop_distance`, as stored by
+                :class:`~pyg_chimera.transforms.AddKHopIndex`. (default: :obj:`None`,
+                they are computed and cached)
             k_hop_distance (torch.Tensor, optional): Their distances.
                 (default: :obj:`None`)
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If something does not fit the layer, or see
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.neighborhood_attention`.
         """
         check_nodes(x)

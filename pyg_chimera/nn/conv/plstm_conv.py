@@ -38,10 +38,10 @@ class _DAGs(NamedTuple):
 
 
 class PLSTMConv(PLSTMBlock):
-    r"""The pLSTM layer for directed acyclic graphs, and for graphs with an order of
-    their nodes, from `"pLSTM: parallelizable Linear Source Transition Mark networks"
-    <https://arxiv.org/abs/2506.11997>`_: a linear recurrence whose states belong to the
-    edges, so that a signal may keep its direction.
+    r"""The pLSTM layer for directed acyclic graphs, and for graphs whose nodes are
+    ordered, from `"pLSTM: parallelizable Linear Source Transition Mark networks"
+    <https://arxiv.org/abs/2506.11997>`_: a linear recurrence whose states live on the
+    edges, so that a signal can keep its direction.
 
     .. math::
         \mathbf{C}_e = \sum_{e^{\prime} \rightarrow e} T_{e^{\prime} e}
@@ -52,9 +52,9 @@ class PLSTMConv(PLSTMBlock):
 
     for edges :math:`e = (u, w)`, where :math:`\mathbf{q}, \mathbf{k}, \mathbf{v}` are
     projections of the nodes. The source, mark and direct gates :math:`S, M, D` are
-    sigmoids of the nodes (both ends of an edge) and, with :obj:`edge_dim`, of the
-    edge. The transitions :math:`T` come from decays :math:`g = \tanh(5 \cdot)` of the
-    three nodes and both edges. How they stay bounded depends on the :obj:`mode`:
+    sigmoids of the nodes (for an edge, of both its ends) and, with :obj:`edge_dim`, of
+    the edge. The transitions :math:`T` come from decays :math:`g = \tanh(5 \cdot)` of
+    the three nodes and both edges. How they stay bounded depends on the :obj:`mode`:
 
     * :obj:`"P"`, propagation: :math:`T_{e^{\prime} e} = g \, \alpha_e` with a softmax
       :math:`\alpha` over the edges that leave a node, so that the sum of a signal over
@@ -63,12 +63,12 @@ class PLSTMConv(PLSTMBlock):
       graph in which at most one path joins any two edges
       (:func:`~pyg_chimera.ops.multitree`).
 
-    Each of several DAGs has its own gates, and their outputs are averaged. Along one
-    DAG a node hears of its ancestors only: to hear of descendants too, take its reverse
-    as a second one. The layer is
-    a mixer: residual connection, dropout and a second, wider projection belong to the
-    layer around it, such as :class:`~pyg_chimera.nn.GPSLayer`. For images and
-    sequences there is :class:`~pyg_chimera.nn.PLSTMGridConv`.
+    Each of several DAGs has its own gates, and their outputs are averaged. Along a
+    single DAG, a node is influenced by its ancestors only. Unless this is intended, add
+    its reverse as a second DAG. The layer is a mixer: the residual connection, dropout
+    and a second, wider projection belong to the layer around it, such as
+    :class:`~pyg_chimera.nn.GPSLayer`. For images and sequences, there is
+    :class:`~pyg_chimera.nn.PLSTMGridConv`.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -81,36 +81,36 @@ class PLSTMConv(PLSTMBlock):
             are recommended. (default: :obj:`"P"`)
         state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
             :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
-        edge_dim (int, optional): Size of edge features, on which the gates then depend
-            too, or :obj:`-1`. (default: :obj:`None`)
-        order (str, optional): With :obj:`None`, the graph is a DAG, and is used as it
-            is. With :obj:`"order"`, :obj:`"degree"` or :obj:`"bfs"`, the nodes are
-            ordered by :func:`~pyg_chimera.ops.node_order`, and there are two DAGs: the
-            edges from earlier to later nodes, and those from later to earlier ones.
+        edge_dim (int, optional): Size of edge features, on which the gates then also
+            depend, or :obj:`-1`. (default: :obj:`None`)
+        order (str, optional): With :obj:`None`, the graph must be a DAG, and is used
+            unaltered. With :obj:`"order"`, :obj:`"degree"` or :obj:`"bfs"`, the nodes
+            are ordered by :func:`~pyg_chimera.ops.node_order`, and there are two DAGs:
+            the edges from earlier to later nodes, and those from later to earlier ones.
             Self-loops are dropped. (default: :obj:`None`)
         num_dags (int, optional): The number of DAGs with :obj:`order=None`.
             (default: :obj:`1`)
         normalization (str, optional): Under :obj:`"P"`: :obj:`"column"`, as above, or
-            :obj:`"row"`, a softmax over the edges that enter a node, with which a
-            signal's largest state does not grow. (default: :obj:`"column"`)
+            :obj:`"row"`, a softmax over the edges that enter a node, so that a signal's
+            largest state does not grow. (default: :obj:`"column"`)
         tracking (int, optional): The number :math:`J` of components of a state,
             between which transitions rotate: :math:`\mathbf{T} = \alpha \mathbf{U} \,
             \textrm{diag}(\mathbf{g}) \, \mathbf{W}^{\top}` with
             :func:`~pyg_chimera.ops.householder_product` of the node in the middle.
             (default: :obj:`1`)
-        gate_biases (Sequence[float], optional): Where the source, mark and direct gates
-            start, before the sigmoid. The paper has them nearly closed, at
-            :obj:`(-5, -5, -5)`, where learning begins with a plateau. (default:
+        gate_biases (Sequence[float], optional): The initial values of the source, mark
+            and direct gates, before the sigmoid. In the paper they start nearly closed,
+            at :obj:`(-5, -5, -5)`, and learning begins with a plateau. (default:
             :obj:`(0, 0, -3)`)
         gate_std (float, optional): The initial standard deviation of gates, before the
-            sigmoid, for inputs of variance one. (default: :obj:`0.0`, with which gates
-            are initially the same everywhere)
+            sigmoid, for inputs of variance one. (default: :obj:`0.0`, so that gates are
+            initially the same everywhere)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            which is divided evenly among the heads on a log scale, as in
+            divided evenly among the heads on a log scale, as in
             :class:`~pyg_chimera.nn.ChimeraDAGConv`, such as :obj:`(4, 64)` for
             sequences. (default: :obj:`None`, nothing decays at first, as in the paper)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias.
-            Gates have one in any case. (default: :obj:`True`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
+            always have one. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`.
@@ -124,11 +124,12 @@ class PLSTMConv(PLSTMBlock):
           edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
           batch vector :math:`(|\mathcal{V}|)` *(optional)*,
           line edges :math:`(2, |\mathcal{L}|)` *(optional)*;
-          with :obj:`num_dags > 1` lists of those of edges and of lines
+          with :obj:`num_dags > 1` lists of edge indices, edge features and line edges
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes don't divide, or options are unknown or exclude each other.
+        ValueError: If sizes are not divisible as required, or options are unknown or
+            incompatible.
 
     Example:
         >>> conv = PLSTMConv(16, 32, heads=2, mode="D", order="bfs")
@@ -226,18 +227,18 @@ class PLSTMConv(PLSTMBlock):
                 :obj:`num_dags > 1` a list of them, one for each DAG.
             edge_attr (torch.Tensor, optional): The edge features (or a list). Ignored
                 without :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
-            line_edge_index (torch.Tensor, optional): With :obj:`order=None`, the
-                line graph, as stored by the transforms, or a part of it (or a list).
-                Under :obj:`"D"`, a multitree is taken from it unless it is one.
+            line_edge_index (torch.Tensor, optional): With :obj:`order=None`, the line
+                graph, as stored by the transforms, or a part of it (or a list). Under
+                :obj:`"D"`, it is pruned to a multitree unless it already is one.
                 (default: :obj:`None`)
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If something does not fit the layer, or see
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.stm_scan`.
-            CycleError: If there is a cycle where a DAG must be.
+            CycleError: If a graph that must be a DAG has a cycle.
         """
         check_nodes(x)
         check_batch(batch)

@@ -30,11 +30,11 @@ class PLSTMGridConv(PLSTMBlock):
     r"""The pLSTM layer for grids and sequences from `"pLSTM: parallelizable Linear
     Source Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_ (Section 4.3).
 
-    The nodes of each graph are a grid, row by row. It has four DAGs: right and down,
+    The nodes of each graph form a grid, row by row. It has four DAGs: right and down,
     left and up, right and up, left and down. Each has its own gates, and their outputs
-    are averaged. On each runs the recurrence of :class:`~pyg_chimera.nn.PLSTMConv`,
-    with gates of the node where an edge begins (source), ends (mark), or that two edges
-    have in common (transitions):
+    are averaged. The recurrence of :class:`~pyg_chimera.nn.PLSTMConv` runs on each of
+    them, with gates of the node where an edge begins (source) or ends (mark), or which
+    two edges have in common (transitions):
 
     * :obj:`mode="P"`: :math:`T(\cdot \rightarrow \textrm{right}) = g \, a` and
       :math:`T(\cdot \rightarrow \textrm{down}) = g \, (1 - a)` with a decay :math:`g =
@@ -54,31 +54,31 @@ class PLSTMGridConv(PLSTMBlock):
             :obj:`out_channels`. (default: :obj:`1`)
         mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
             are recommended. (default: :obj:`"P"`)
-        num_dags (int, optional): How many of the four DAGs: 1, 2 or 4. Of a sequence,
-            under :obj:`mode="D"`, 2 lead there and back, and 1 leads there only.
-            (default: :obj:`4`)
+        num_dags (int, optional): How many of the four DAGs to use: 1, 2 or 4. For a
+            sequence, under :obj:`mode="D"`, 2 run forwards and backwards, and 1 runs
+            forwards only. (default: :obj:`4`)
         window (tuple[int, int], optional): The rows and columns of a depthwise
-            convolution of :math:`\mathbf{q}, \mathbf{k}, \mathbf{v}`, around a node, or
-            with :obj:`num_dags=1` above and to its left. With :obj:`None`, there is
-            none. (default: :obj:`(3, 3)`)
+            convolution of :math:`\mathbf{q}, \mathbf{k}, \mathbf{v}` around each node,
+            or with :obj:`num_dags=1` above and to the left of it. With :obj:`None`,
+            there is none. (default: :obj:`(3, 3)`)
         state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
             :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
         normalization (str, optional): Under :obj:`"P"`: whether :obj:`a` and :math:`1 -
-            a` are the shares of the ways that leave a node, :obj:`"column"`, or of
+            a` are the shares of the edges that leave a node, :obj:`"column"`, or of
             those that enter it, :obj:`"row"`. (default: :obj:`"column"`)
-        gate_biases (Sequence[float], optional): Where the source, mark and direct gates
-            start, before the sigmoid. The paper has them nearly closed, at
-            :obj:`(-4, -4, -6)`, where learning begins with a plateau. (default:
+        gate_biases (Sequence[float], optional): The initial values of the source, mark
+            and direct gates, before the sigmoid. In the paper they start nearly closed,
+            at :obj:`(-4, -4, -6)`, and learning begins with a plateau. (default:
             :obj:`(0, 0, -3)`)
         gate_std (float, optional): The initial standard deviation of gates, before the
-            sigmoid, for inputs of variance one. (default: :obj:`0.0`, with which gates
-            are initially the same everywhere)
+            sigmoid, for inputs of variance one. (default: :obj:`0.0`, so that gates are
+            initially the same everywhere)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            which is divided evenly among the heads on a log scale, as in
+            divided evenly among the heads on a log scale, as in
             :class:`~pyg_chimera.nn.ChimeraDAGConv`. With :obj:`None`, nothing decays at
             first, as in the paper. (default: :obj:`(4, 64)`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias.
-            Gates have one in any case. (default: :obj:`True`)
+        bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
+            always have one. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`.
@@ -87,11 +87,11 @@ class PLSTMGridConv(PLSTMBlock):
         - **input:**
           node features :math:`(|\mathcal{V}|, F_{in})`, grid after grid,
           batch vector :math:`(|\mathcal{V}|)`, sorted *(optional)*,
-          heights and widths :math:`(B)`, or one number each if all grids are alike
+          heights and widths :math:`(B)`, or one number each if grids are of one size
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes don't divide, or an option is unknown.
+        ValueError: If sizes are not divisible as required, or an option is unknown.
 
     Example:
         >>> conv = PLSTMGridConv(16, 32, heads=2)
@@ -168,16 +168,18 @@ class PLSTMGridConv(PLSTMBlock):
 
         Args:
             x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor, optional): Not used; there for
-                containers that call all their layers alike. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node, against which the
-                sizes are checked. (default: :obj:`None`)
-            height (int or torch.Tensor): The number of rows, of all grids or of each.
-            width (int or torch.Tensor): The number of columns, of all grids or of each.
+            edge_index (torch.Tensor or SparseTensor, optional): Not used; accepted for
+                containers that call all their layers in the same way. (default:
+                :obj:`None`)
+            batch (torch.Tensor, optional): The graph of each node, used to check the
+                sizes. (default: :obj:`None`)
+            height (int or torch.Tensor): The number of rows, for all grids or for each.
+            width (int or torch.Tensor): The number of columns, for all grids or for
+                each.
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If sizes are missing or do not fit the nodes, or see
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If sizes are missing or do not match the nodes, or as in
                 :func:`~pyg_chimera.ops.grid_scan`.
         """
         check_nodes(x)
@@ -193,18 +195,19 @@ class PLSTMGridConv(PLSTMBlock):
         return self.output(y)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Continues sequences by one node each, with :obj:`num_dags=1`: what
-        :meth:`forward` gives their last nodes, in a time that does not depend on how
-        many there were before.
+        r"""Extends each sequence by one node, and returns what :meth:`forward` would
+        return for that node, in time independent of how many nodes came before.
+        Requires :obj:`num_dags=1`.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,
                 :math:`[B, F_{in}]`.
-            state (Any, optional): What the step before returned. (default:
-                :obj:`None`, these are the first nodes)
+            state (Any, optional): The state that the previous step returned. (default:
+                :obj:`None`, for the first nodes)
 
         Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state to go on with.
+            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state for the next
+            step.
 
         Raises:
             ValueError: If the layer is not causal.

@@ -34,9 +34,9 @@ _SHARPNESS = 8.0
 class RGLRUConv(MessagePassing):
     r"""The recurrent block of `"Griffin: Mixing Gated Linear Recurrences with Local
     Attention for Efficient Language Models" <https://arxiv.org/abs/2402.19427>`_
-    (Section 2.4) on directed acyclic graphs: a real-gated linear recurrent unit, with
-    one state for each channel, and the parents :math:`p(i)` of a node in place of the
-    step before.
+    (Section 2.4) on directed acyclic graphs: a real-gated linear recurrent unit, with a
+    scalar state for each channel, and the parents :math:`p(i)` of a node in place of
+    the previous step.
 
     .. math::
         \mathbf{h}_i = \mathbf{a}_i \odot \frac{1}{\sqrt{|p(i)|}} \sum_{j \in p(i)}
@@ -49,23 +49,24 @@ class RGLRUConv(MessagePassing):
         \mathbf{r}_i = \sigma(\mathbf{W}_a \mathbf{u}_i + \mathbf{b}_a), \qquad
         \mathbf{g}_i = \sigma(\mathbf{W}_x \mathbf{u}_i + \mathbf{b}_x)
 
-    Here :math:`\mathbf{u}` is a projection of the nodes with a local convolution behind
-    it: a filter for each channel, of a node, the mean of its parents, the mean of their
-    means, and so on. :math:`\mathbf{W}_a` and :math:`\mathbf{W}_x` are block-diagonal,
-    with a block for each head. A node without parents has an empty sum. Dividing by
-    :math:`\sqrt{|p(i)|}` keeps the scale of independent states; on a directed path it
-    is Griffin's block.
+    Here :math:`\mathbf{u}` is a projection of the nodes followed by a local
+    convolution: a filter for each channel over the node itself, the mean of its
+    parents, the mean of their means, and so on. :math:`\mathbf{W}_a` and
+    :math:`\mathbf{W}_x` are block-diagonal, with a block for each head. For a node
+    without parents, the sum is empty. Dividing by :math:`\sqrt{|p(i)|}` keeps the scale
+    of independent states. On a directed path, the layer is Griffin's block.
 
-    With :obj:`edge_dim`, each edge has a gate of its own, :math:`\mathbf{r}_{ij} =
+    With :obj:`edge_dim`, each edge has its own gate, :math:`\mathbf{r}_{ij} =
     \sigma(\mathbf{W}_a \mathbf{u}_i + \mathbf{b}_a + \mathbf{W}_e \mathbf{e}_{ij})`,
-    hence a decay :math:`\mathbf{a}_{ij}`, and nodes write
+    hence a decay :math:`\mathbf{a}_{ij}`, and the input of a node is scaled by
     :math:`\sqrt{1 - \text{mean}_j \mathbf{a}_{ij}^2}`, which keeps the scale, too.
 
     Several DAGs over the same nodes, such as those of
-    :class:`~pyg_chimera.transforms.DAGDecomposition`, have gates and
-    :math:`\boldsymbol{\Lambda}` of their own; their states are summed and divided by
-    :math:`\sqrt{\text{num\_dags}}`. Along one DAG a node hears of its ancestors only.
-    Unless that is what is wanted, take its reverse as a second one, as in the example.
+    :class:`~pyg_chimera.transforms.DAGDecomposition`, have separate gates and
+    :math:`\boldsymbol{\Lambda}`; their states are summed and divided by
+    :math:`\sqrt{\text{num\_dags}}`. Along a single DAG, a node is influenced by its
+    ancestors only. Unless this is intended, add its reverse as a second DAG, as in the
+    example.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -78,9 +79,9 @@ class RGLRUConv(MessagePassing):
         edge_dim (int, optional): Size of edge features, or :obj:`-1`. (default:
             :obj:`None`)
         conv_kernel (int, optional): The number of generations in the filters of the
-            local convolution, the node's own among them: :obj:`1` is none. (default:
-            :obj:`4`)
-        gated (bool, optional): Whether there is a gate :math:`\text{GELU}(
+            local convolution, including the node itself; with :obj:`1`, there is no
+            convolution. (default: :obj:`4`)
+        gated (bool, optional): Whether to apply the gate :math:`\text{GELU}(
             \mathbf{W}_{\text{gate}} \mathbf{x})`. (default: :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
@@ -89,8 +90,8 @@ class RGLRUConv(MessagePassing):
             distance along a path at which influence has fallen to :math:`1/e` before
             training, for inputs of zero, where :math:`\mathbf{r} = 1/2`. With
             :obj:`None`, :math:`\sigma(\boldsymbol{\Lambda})^8` starts uniform in
-            [0.9, 0.999], as in the paper: ranges are 19 to 2,000 steps. (default:
-            :obj:`(1, 1000)`)
+            [0.9, 0.999], as in the paper, which gives ranges of 19 to 2,000 steps.
+            (default: :obj:`(1, 1000)`)
         backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
             :obj:`"auto"`, see :func:`~pyg_chimera.ops.channel_scan`.
         **kwargs (optional): Additional arguments of
@@ -106,7 +107,8 @@ class RGLRUConv(MessagePassing):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes don't divide, or an option is unknown or out of range.
+        ValueError: If sizes are not divisible as required, or an option is unknown or
+            out of range.
 
     Example:
         >>> conv = RGLRUConv(16, 32, heads=2, num_dags=2)
@@ -200,15 +202,15 @@ class RGLRUConv(MessagePassing):
                 :obj:`num_dags > 1` a list of them, one for each DAG.
             edge_attr (torch.Tensor, optional): The edge features (or a list). Ignored
                 without :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. A hint for speed:
+            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
             rank (torch.Tensor, optional): The topological rank (or a list), as stored
                 by :class:`~pyg_chimera.transforms.AddTopologicalOrder`. (default:
                 :obj:`None`)
 
         Raises:
-            TypeError: If an argument has a wrong type or dtype.
-            ValueError: If something does not fit the layer, or see
+            TypeError: If an argument has the wrong type or dtype.
+            ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.channel_scan`.
             CycleError: If there is a cycle.
         """
@@ -231,18 +233,19 @@ class RGLRUConv(MessagePassing):
         return self._output(h.to(u.dtype), x)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Continues directed paths by one node each, with :obj:`num_dags=1`: what
-        :meth:`forward` gives their last nodes, in a time that does not depend on how
-        many there were before.
+        r"""Extends each directed path by one node, and returns what :meth:`forward`
+        would return for that node, in time independent of how many nodes came before.
+        Requires :obj:`num_dags=1`.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each path,
                 :math:`[B, F_{in}]`.
-            state (Any, optional): What the step before returned. (default:
-                :obj:`None`, these are the first nodes)
+            state (Any, optional): The state that the previous step returned. (default:
+                :obj:`None`, for the first nodes)
 
         Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state to go on with.
+            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state for the next
+            step.
 
         Raises:
             ValueError: If there are several DAGs, or edge features.

@@ -36,9 +36,9 @@ class CategoricalEncoder(torch.nn.Module):
         - **output:** features :math:`(*, F_{out})`
 
     Raises:
-        ValueError: If there is no column or an empty one; in the forward method, if
-            the input's columns are of another number, or a category is out of range.
-        TypeError: In the forward method, if the input holds no integers.
+        ValueError: If there is no column or an empty one; in the forward method, if the
+            input has the wrong number of columns, or a category is out of range.
+        TypeError: In the forward method, if the input is not integer.
     """
 
     def __init__(self, num_categories: Sequence[int], out_channels: int) -> None:
@@ -98,10 +98,10 @@ class CategoricalEncoder(torch.nn.Module):
 
 class GraphModel(torch.nn.Module):
     r"""A complete graph neural network: an encoder of nodes (and edges), a stack of
-    layers of one width, and a head for graphs, nodes or pairs of nodes.
+    layers of equal width, and a head for graphs, nodes or pairs of nodes.
 
-    The recipe that the `"Chimera: State Space Models Beyond Sequences"
-    <https://arxiv.org/abs/2510.12111>`_ authors released for peptides reads
+    The recipe that the authors of `"Chimera: State Space Models Beyond Sequences"
+    <https://arxiv.org/abs/2510.12111>`_ released for peptides is
 
     .. code-block:: python
 
@@ -129,25 +129,25 @@ class GraphModel(torch.nn.Module):
         out = model(**model.inputs(data))
 
     Args:
-        in_channels (int or Sequence[int]): The size of each node's features, which a
-            linear layer encodes (:obj:`-1` to derive it from the first input), or
-            the number of categories in each column of categorical features, of which
-            a :class:`CategoricalEncoder` sums the embeddings.
+        in_channels (int or Sequence[int]): The size of the node features, which a
+            linear layer encodes (:obj:`-1` to derive it from the first input), or the
+            number of categories in each column of categorical features, whose
+            embeddings a :class:`CategoricalEncoder` sums.
         channels (int): The size of nodes (and edges) between the layers.
         out_channels (int): Size of each output sample.
         layers (Callable or Iterable[torch.nn.Module]): The layers, or a function that
-            makes one from its position in the stack. A layer is a
-            :class:`~pyg_chimera.nn.GPSLayer` or any :obj:`layer(x, edge_index, ...)`,
-            which gets those of :obj:`batch`, :obj:`edge_attr` and further arguments
-            that its forward method takes. It returns nodes, or nodes and edges.
-        num_layers (int, optional): The number of layers, needed if :obj:`layers` is a
+            builds a layer from its position in the stack. A layer is a
+            :class:`~pyg_chimera.nn.GPSLayer` or any :obj:`layer(x, edge_index, ...)`.
+            Of :obj:`batch`, :obj:`edge_attr` and further arguments, it gets those that
+            its forward method accepts. It returns nodes, or nodes and edges.
+        num_layers (int, optional): The number of layers, required if :obj:`layers` is a
             function. (default: :obj:`None`)
-        edge_dim (int or Sequence[int], optional): As :obj:`in_channels`, for edges.
-            If set to :obj:`None`, the model takes no edge features.
-            (default: :obj:`None`)
-        head (str, optional): What is predicted: one row for each :obj:`"graph"`
-            (pooled nodes), each :obj:`"node"`, or each :obj:`"edge"`, which is any
-            pair of nodes in :obj:`edge_label_index`. (default: :obj:`"graph"`)
+        edge_dim (int or Sequence[int], optional): Like :obj:`in_channels`, for edges.
+            If set to :obj:`None`, the model takes no edge features. (default:
+            :obj:`None`)
+        head (str, optional): What is predicted: one row for each :obj:`"graph"` (pooled
+            nodes), each :obj:`"node"`, or each :obj:`"edge"`, meaning any pair of nodes
+            in :obj:`edge_label_index`. (default: :obj:`"graph"`)
         pool (str or Aggregation, optional): How graphs are pooled: :obj:`"mean"`,
             :obj:`"sum"`, :obj:`"max"`, or anything in
             :mod:`torch_geometric.nn.aggr` that keeps the width.
@@ -155,11 +155,10 @@ class GraphModel(torch.nn.Module):
         decoder (str, optional): How pairs of nodes are scored: :obj:`"dot"`, the
             inner product of the nodes after the head's network, or :obj:`"mlp"`, the
             head's network on both nodes, source first. (default: :obj:`"dot"`)
-        head_layers (int, optional): The number of linear layers in the head, all
-            hidden ones :obj:`channels` wide. (default: :obj:`2`)
-        norm (str or torch.nn.Module, optional): A last normalization between layers
-            and head, for layers with :obj:`norm_first=True`.
-            (default: :obj:`None`)
+        head_layers (int, optional): The number of linear layers in the head; hidden
+            ones are :obj:`channels` wide. (default: :obj:`2`)
+        norm (str or torch.nn.Module, optional): A final normalization between layers
+            and head, for layers with :obj:`norm_first=True`. (default: :obj:`None`)
         norm_kwargs (Dict[str, Any], optional): Arguments passed to the normalization
             function defined by :obj:`norm`. (default: :obj:`None`)
         act (str or Callable, optional): The non-linear activation function of the
@@ -167,12 +166,12 @@ class GraphModel(torch.nn.Module):
         dropout (float, optional): Dropout probability of the head's hidden layers.
             (default: :obj:`0.0`)
         structure (Mapping[str, str], optional): Maps arguments of the layers to the
-            attributes of a data object that :meth:`inputs` passes to them, such
-            as :obj:`{"rank": "elimination_rank"}`. (default: :obj:`None`)
+            attributes of a data object that :meth:`inputs` passes as these arguments,
+            such as :obj:`{"rank": "elimination_rank"}`. (default: :obj:`None`)
         encodings (Mapping[str, torch.nn.Module], optional): Encoders of positions or
-            structure, such as a :class:`~pyg_chimera.nn.LaplacianEncoder`, by the
-            attribute of a data object that each reads. What they return, of size
-            :obj:`encoder.out_channels`, is concatenated to the encoded nodes, which
+            structure, such as a :class:`~pyg_chimera.nn.LaplacianEncoder`, keyed by the
+            attribute of a data object that each reads. Their outputs, of size
+            :obj:`encoder.out_channels`, are concatenated to the encoded nodes, which
             take the rest of :obj:`channels`. (default: :obj:`None`)
 
     Shapes:
@@ -182,17 +181,17 @@ class GraphModel(torch.nn.Module):
           edge features :math:`(|\mathcal{E}|, D)` *(optional)*,
           batch vector :math:`(|\mathcal{V}|)` *(optional)*,
           pairs of nodes :math:`(2, L)` *(only for the edge head)*,
-          what the encoders of :obj:`encodings` read, one row per node, by name
+          inputs of the encoders in :obj:`encodings`, one row per node, by name
         - **outputs:** predictions :math:`(B, F_{out})` for :math:`B` graphs,
           :math:`(|\mathcal{V}|, F_{out})` for nodes, or :math:`(L, F_{out})` for
           pairs of nodes
 
     Raises:
         ValueError: If an option is unknown, :obj:`num_layers` does not fit
-            :obj:`layers`, or :obj:`encodings` leave no channels to the nodes; in the
-            forward method, if edge features, pairs of nodes or encodings are missing
-            or come to a model that was built without.
-        TypeError: In the forward method, if no layer takes a further argument.
+            :obj:`layers`, or :obj:`encodings` leave no channels for the nodes; in the
+            forward method, if edge features, pairs of nodes or encodings are missing,
+            or given to a model built without them.
+        TypeError: In the forward method, if no layer accepts a further argument.
     """
 
     def __init__(
@@ -271,17 +270,17 @@ class GraphModel(torch.nn.Module):
             reset(module)
 
     def inputs(self, data: Data | Batch) -> dict[str, Any]:
-        r"""The arguments of the forward method that :obj:`data` holds.
+        r"""The arguments of the forward method, taken from :obj:`data`.
 
-        Being a method of its own, and not a second form of :meth:`forward`, it works
-        through wrappers for compilation and for several processes.
+        As this is a separate method, rather than a second form of :meth:`forward`, it
+        works with wrappers for compilation and for several processes.
 
         Args:
             data (Data or Batch): One graph, or a batch of graphs.
 
         Raises:
-            ValueError: If :obj:`data` lacks an attribute that the model reads, be it
-                by its own name or one in :obj:`structure` or :obj:`encodings`.
+            ValueError: If :obj:`data` lacks an attribute that the model reads,
+                including those named in :obj:`structure` and :obj:`encodings`.
         """
         adj = "adj_t" if "adj_t" in data else "edge_index"
         args: dict[str, Any] = {
@@ -327,12 +326,12 @@ class GraphModel(torch.nn.Module):
                 (default: :obj:`None`)
             batch (torch.Tensor, optional): The batch vector, which assigns each
                 node to a graph. (default: :obj:`None`)
-            batch_size (int, optional): The number of graphs, which is derived from
-                :obj:`batch` if not given. (default: :obj:`None`)
+            batch_size (int, optional): The number of graphs, derived from :obj:`batch`
+                if not given. (default: :obj:`None`)
             edge_label_index (torch.Tensor, optional): The pairs of nodes that the
                 edge head scores. (default: :obj:`None`)
-            encodings (Mapping[str, torch.Tensor], optional): What the encoders in
-                :obj:`encodings` read, by their names. (default: :obj:`None`)
+            encodings (Mapping[str, torch.Tensor], optional): The inputs of the encoders
+                in :obj:`encodings`, by name. (default: :obj:`None`)
             **kwargs (optional): Further arguments of the layers, by name.
         """
         for name in kwargs:

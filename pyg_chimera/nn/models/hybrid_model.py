@@ -38,10 +38,9 @@ _SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
 
 
 class HybridModel(GraphModel):
-    r"""A model whose blocks are recurrences and, now and then, attention: the hybrid of
-    `"Griffin: Mixing Gated Linear Recurrences with Local Attention for Efficient
-    Language Models" <https://arxiv.org/abs/2402.19427>`_, on graphs, DAGs and
-    sequences.
+    r"""A model that stacks recurrences and attention: the hybrid of `"Griffin: Mixing
+    Gated Linear Recurrences with Local Attention for Efficient Language Models"
+    <https://arxiv.org/abs/2402.19427>`_, on graphs, DAGs and sequences.
 
     Each block is a :class:`~pyg_chimera.nn.GPSLayer`,
 
@@ -49,8 +48,8 @@ class HybridModel(GraphModel):
         \mathbf{H} = \mathbf{X} + \text{mixer}(\text{RMSNorm}(\mathbf{X})), \qquad
         \mathbf{X}' = \mathbf{H} + \text{SwiGLU}(\text{RMSNorm}(\mathbf{H}))
 
-    Recurrences remember in states of fixed size, in time linear in nodes; attention
-    finds single nodes among many.
+    Recurrences store what they have seen in states of fixed size, in time linear in the
+    number of nodes; attention can find a single node among many.
 
     .. code-block:: python
 
@@ -64,7 +63,7 @@ class HybridModel(GraphModel):
         out = model(**model.inputs(data))
 
     Griffin's own mixers, its RG-LRU and attention in a sliding window, here with four
-    heads to a key and rotary positions, are
+    heads per key and rotary positions, are
 
     .. code-block:: python
 
@@ -76,58 +75,56 @@ class HybridModel(GraphModel):
         )
 
     Args:
-        in_channels (int or Sequence[int]): As of :class:`~pyg_chimera.nn.GraphModel`:
-            the size of each node's features, or the number of categories in each
-            column.
+        in_channels (int or Sequence[int]): As in :class:`~pyg_chimera.nn.GraphModel`:
+            the size of the node features, or the number of categories in each column.
         channels (int): The size of nodes (and edges) between the blocks.
         out_channels (int): Size of each output sample.
         num_layers (int, optional): The number of blocks. (default: :obj:`8`)
-        pattern (str, optional): What the blocks are in turn, a recurrence (:obj:`"r"`)
-            or attention (:obj:`"a"`), repeated over the depth.
-            (default: :obj:`"rrra"`)
+        pattern (str, optional): The sequence of blocks, each a recurrence (:obj:`"r"`)
+            or attention (:obj:`"a"`), repeated over the depth. (default: :obj:`"rrra"`)
         heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
         kind (str, optional): What the data are: any :obj:`"graph"`; a :obj:`"dag"`; or
-            a :obj:`"sequence"`, whose nodes are in order, as of
-            :class:`~pyg_chimera.transforms.SequenceToGraph`, and which is taken for a
-            DAG of those edges that lead to later nodes. (default: :obj:`"graph"`)
-        causal (bool, optional): Whether nodes of DAGs and sequences hear of what comes
-            before them alone. Otherwise every other recurrence, and every other
-            attention along edges, runs against the edges. (default: :obj:`False`)
+            a :obj:`"sequence"`, whose nodes are in order, as from
+            :class:`~pyg_chimera.transforms.SequenceToGraph`, and whose edges to later
+            nodes are used as a DAG. (default: :obj:`"graph"`)
+        causal (bool, optional): Whether nodes of DAGs and sequences are influenced only
+            by what comes before them. Otherwise, every other recurrence, and every
+            other attention along edges, runs against the edges. (default: :obj:`False`)
         recurrence (str or Callable, optional): :obj:`"gated_delta"`
             (:class:`~pyg_chimera.nn.GatedDeltaConv`), :obj:`"chimera"`
-            (:class:`~pyg_chimera.nn.ChimeraConv`, for DAGs and sequences
-            :class:`~pyg_chimera.nn.ChimeraDAGConv`), for DAGs and sequences
+            (:class:`~pyg_chimera.nn.ChimeraConv`, or for DAGs and sequences
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`), for DAGs and sequences also
             :obj:`"rg_lru"` (:class:`~pyg_chimera.nn.RGLRUConv`), or a function that
-            makes a layer from its position in the stack. (default:
+            builds a layer from its position in the stack. (default:
             :obj:`"gated_delta"`)
         attention (str or Callable, optional): :obj:`"full"`
             (:class:`~pyg_chimera.nn.SelfAttention` between all nodes of a graph),
-            :obj:`"khop"` (:class:`~pyg_chimera.nn.KHopAttentionConv`, along edges, as
-            far as its :obj:`k` among :obj:`attention_kwargs`), or a function that makes
-            a layer from its position in the stack. (default: :obj:`"full"`)
+            :obj:`"khop"` (:class:`~pyg_chimera.nn.KHopAttentionConv`, along edges, up
+            to the :obj:`k` steps given in :obj:`attention_kwargs`), or a function that
+            builds a layer from its position in the stack. (default: :obj:`"full"`)
         recurrence_kwargs (Mapping[str, Any], optional): Further arguments of the
             recurrences. (default: :obj:`None`)
         attention_kwargs (Mapping[str, Any], optional): Further arguments of the
             attention. (default: :obj:`None`)
-        capacity (float, optional): The share of nodes that go through every second
-            block, the others past it, see :class:`~pyg_chimera.nn.MixtureOfDepths`.
-            With :obj:`None`, all nodes go through all blocks. (default: :obj:`None`)
+        capacity (float, optional): The share of nodes that are routed through every
+            second block, while the others skip it, see
+            :class:`~pyg_chimera.nn.MixtureOfDepths`. With :obj:`None`, all nodes pass
+            through all blocks. (default: :obj:`None`)
         mlp_channels (int, optional): The hidden size of the
             :class:`~pyg_chimera.nn.SwiGLU`. (default: :obj:`None`, 8/3 of
             :obj:`channels`)
-        edge_dim (int or Sequence[int], optional): As :obj:`in_channels`, for edges,
-            whose features are read by all mixers along edges.
-            (default: :obj:`None`)
-        dropout (float, optional): Dropout probability behind the mixers, in the
+        edge_dim (int or Sequence[int], optional): Like :obj:`in_channels`, for edges,
+            whose features are read by all mixers along edges. (default: :obj:`None`)
+        dropout (float, optional): Dropout probability after the mixers, in the
             feed-forward networks and in the head. (default: :obj:`0.0`)
         **kwargs (optional): Further arguments of :class:`~pyg_chimera.nn.GraphModel`,
             such as :obj:`head`, :obj:`pool` and :obj:`encodings`.
 
     Shapes:
-        - **inputs** and **outputs:** as of :class:`~pyg_chimera.nn.GraphModel`
+        - **inputs** and **outputs:** as in :class:`~pyg_chimera.nn.GraphModel`
 
     Raises:
-        ValueError: If an option is unknown, does not go with another, or does not fit
+        ValueError: If an option is unknown, incompatible with another, or does not fit
             the mixers.
     """
 

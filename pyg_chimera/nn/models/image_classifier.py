@@ -11,13 +11,13 @@ __all__ = ["ImageClassifier"]
 
 
 class ImageClassifier(GraphModel):
-    r"""A vision model whose mixing layer is free to choose: patches, pre-norm layers of
-    a mixer and a feed-forward network, mean of the patches, class. With
+    r"""A vision model with a choice of mixers: embedded patches, pre-norm layers of a
+    mixer and a feed-forward network, and a classifier of the mean over patches. With
     :obj:`mixer="attention"` it is a `Vision Transformer
     <https://arxiv.org/abs/2010.11929>`_.
 
-    Images are graphs, of :class:`~pyg_chimera.transforms.ImageToGraph`, which may be of
-    several sizes in one batch:
+    Images are graphs from :class:`~pyg_chimera.transforms.ImageToGraph`. A batch may
+    hold images of different sizes:
 
     .. code-block:: python
 
@@ -27,27 +27,26 @@ class ImageClassifier(GraphModel):
         out = model(**model.inputs(batch))
 
     Args:
-        in_channels (int): The number of pixels of a patch, times their channels, or
-            :obj:`-1` to derive it from the first input.
+        in_channels (int): The number of pixels of a patch times the number of channels,
+            or :obj:`-1` to derive it from the first input.
         channels (int): The size of patches between the layers.
         out_channels (int): The number of classes.
         num_layers (int, optional): The number of layers. (default: :obj:`4`)
         mixer (str or Callable, optional): :obj:`"chimera"`
             (:class:`~pyg_chimera.nn.ChimeraGridConv`), :obj:`"plstm"`
-            (:class:`~pyg_chimera.nn.PLSTMGridConv`, of mode P and D in turn),
-            :obj:`"graph_mamba"` (:class:`~pyg_chimera.nn.GraphMambaConv` there and back
-            along the rows, one after the other), :obj:`"attention"`
-            (:class:`~pyg_chimera.nn.SelfAttention`), or a function that makes one from
+            (:class:`~pyg_chimera.nn.PLSTMGridConv`, with modes P and D in turn),
+            :obj:`"graph_mamba"` (:class:`~pyg_chimera.nn.GraphMambaConv`, forwards and
+            backwards along the rows, laid end to end), :obj:`"attention"`
+            (:class:`~pyg_chimera.nn.SelfAttention`), or a function that builds one from
             its position in the stack. (default: :obj:`"chimera"`)
         heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
-        position (str, optional): How the model is told where patches are:
-            :obj:`"learned"` or :obj:`"sinusoidal"` embeddings
-            (:class:`~pyg_chimera.nn.PositionEmbedding`), or in attention
-            :obj:`"rotary"`. All mixers but attention know without. (default:
-            :obj:`None`)
+        position (str, optional): How positions of patches are encoded: :obj:`"learned"`
+            or :obj:`"sinusoidal"` embeddings
+            (:class:`~pyg_chimera.nn.PositionEmbedding`), or, for attention,
+            :obj:`"rotary"`. Only attention needs this. (default: :obj:`None`)
         size (tuple[int, int], optional): The largest number of columns and rows, for
             learned positions. (default: :obj:`None`)
-        dropout (float, optional): Dropout probability behind the mixer and in the
+        dropout (float, optional): Dropout probability after the mixer and in the
             feed-forward network. (default: :obj:`0.0`)
         mlp_channels (int, optional): The hidden size of the feed-forward networks.
             (default: :obj:`None`, :obj:`2 * channels`)
@@ -57,13 +56,13 @@ class ImageClassifier(GraphModel):
             such as :obj:`{"share": "diagonal"}`. (default: :obj:`None`)
 
     Shapes:
-        - **input:** as of :class:`~pyg_chimera.nn.GraphModel`, with heights, widths and
-          positions of :class:`~pyg_chimera.transforms.ImageToGraph` as far as the
-          layers take them: see :meth:`inputs`
+        - **input:** as in :class:`~pyg_chimera.nn.GraphModel`, with heights, widths and
+          positions from :class:`~pyg_chimera.transforms.ImageToGraph` if the layers
+          take them: see :meth:`inputs`
         - **output:** classes :math:`(B, F_{out})`
 
     Raises:
-        ValueError: If an option is unknown, or does not go with another.
+        ValueError: If an option is unknown, or incompatible with another.
     """
 
     def __init__(

@@ -14,11 +14,11 @@ __all__ = ["SequenceEncoder"]
 
 
 class SequenceEncoder(GraphModel):
-    r"""A model of token sequences whose mixing layer is free to choose: embeddings,
-    pre-norm layers of a mixer and a feed-forward network, and a head.
+    r"""A model of token sequences with a choice of mixers: embeddings, pre-norm layers
+    of a mixer and a feed-forward network, and a head.
 
-    Sequences are graphs, of :class:`~pyg_chimera.transforms.SequenceToGraph`, of any
-    lengths in one batch, and without padding but in attention:
+    Sequences are graphs from :class:`~pyg_chimera.transforms.SequenceToGraph`. A batch
+    may hold sequences of any lengths, without padding except in attention:
 
     .. code-block:: python
 
@@ -28,34 +28,32 @@ class SequenceEncoder(GraphModel):
         out = model(**model.inputs(batch))  # [tokens of all sequences, vocabulary]
 
     Args:
-        num_tokens (int): The size of the vocabulary. For :obj:`head="mlm"`, one of the
-            tokens stands in the place of those that are hidden.
+        num_tokens (int): The size of the vocabulary. For :obj:`head="mlm"`, this
+            includes the token that stands for masked ones.
         channels (int): The size of tokens between the layers.
         out_channels (int, optional): The number of classes, for
             :obj:`head="classify"`. (default: :obj:`None`)
         num_layers (int, optional): The number of layers. (default: :obj:`4`)
         mixer (str or Callable, optional): :obj:`"chimera"`
-            (:class:`~pyg_chimera.nn.ChimeraGridConv` on one row),
-            :obj:`"chimera_path"` (:class:`~pyg_chimera.nn.ChimeraPathConv`),
-            :obj:`"plstm"` (:class:`~pyg_chimera.nn.PLSTMGridConv` of mode D),
-            :obj:`"graph_mamba"` (:class:`~pyg_chimera.nn.GraphMambaConv` in the order
-            of the sequence), :obj:`"attention"`
-            (:class:`~pyg_chimera.nn.SelfAttention`), or a function that makes one from
-            its position in the stack, for :obj:`head="lm"` one that hears of the past
-            alone. (default: :obj:`"chimera"`)
+            (:class:`~pyg_chimera.nn.ChimeraGridConv` on one row), :obj:`"chimera_path"`
+            (:class:`~pyg_chimera.nn.ChimeraPathConv`), :obj:`"plstm"`
+            (:class:`~pyg_chimera.nn.PLSTMGridConv` in mode D), :obj:`"graph_mamba"`
+            (:class:`~pyg_chimera.nn.GraphMambaConv` in the order of the sequence),
+            :obj:`"attention"` (:class:`~pyg_chimera.nn.SelfAttention`), or a function
+            that builds one from its position in the stack, which for :obj:`head="lm"`
+            must be causal. (default: :obj:`"chimera"`)
         heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
-        head (str, optional): What is predicted: the token at each place, from both
-            sides (:obj:`"mlm"`, of a masked language model) or the next one, from the
-            past alone (:obj:`"lm"`), or the class of a sequence (:obj:`"classify"`).
+        head (str, optional): What is predicted: the token at each position, from both
+            sides (:obj:`"mlm"`, as in masked language models), the next token, from the
+            past only (:obj:`"lm"`), or the class of a sequence (:obj:`"classify"`).
             (default: :obj:`"mlm"`)
-        position (str, optional): How the model is told where tokens are:
-            :obj:`"learned"` or :obj:`"sinusoidal"` embeddings
-            (:class:`~pyg_chimera.nn.PositionEmbedding`), or in attention
-            :obj:`"rotary"`. All mixers but attention know without. (default:
-            :obj:`None`)
+        position (str, optional): How positions of tokens are encoded: :obj:`"learned"`
+            or :obj:`"sinusoidal"` embeddings
+            (:class:`~pyg_chimera.nn.PositionEmbedding`), or, for attention,
+            :obj:`"rotary"`. Only attention needs this. (default: :obj:`None`)
         size (int, optional): The largest length, for learned positions.
             (default: :obj:`None`)
-        dropout (float, optional): Dropout probability behind the mixer and in the
+        dropout (float, optional): Dropout probability after the mixer and in the
             feed-forward network. (default: :obj:`0.0`)
         mlp_channels (int, optional): The hidden size of the feed-forward networks.
             (default: :obj:`None`, :obj:`2 * channels`)
@@ -63,15 +61,14 @@ class SequenceEncoder(GraphModel):
             (default: :obj:`None`)
 
     Shapes:
-        - **input:** as of :class:`~pyg_chimera.nn.GraphModel`, with tokens
-          :math:`(|\mathcal{V}|)`, int64, and of
-          :class:`~pyg_chimera.transforms.SequenceToGraph` what the layers take: see
-          :meth:`inputs`
-        - **output:** :math:`(|\mathcal{V}|, \textrm{tokens})`, or of classes
-          :math:`(B, F_{out})`
+        - **input:** as in :class:`~pyg_chimera.nn.GraphModel`, with tokens
+          :math:`(|\mathcal{V}|)`, int64, and whatever the layers take from
+          :class:`~pyg_chimera.transforms.SequenceToGraph`: see :meth:`inputs`
+        - **output:** logits :math:`(|\mathcal{V}|, \textrm{tokens})`, or
+          :math:`(B, F_{out})` for classes
 
     Raises:
-        ValueError: If an option is unknown, or does not go with another.
+        ValueError: If an option is unknown, or incompatible with another.
     """
 
     def __init__(
@@ -115,19 +112,19 @@ class SequenceEncoder(GraphModel):
         self.causal = head == "lm"
 
     def step(self, token: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Continues sequences by one token each, under :obj:`head="lm"`: what
-        :meth:`forward` gives their last tokens. But in attention, it takes the same
-        time however many there were before.
+        r"""Extends each sequence by one token, and returns what :meth:`forward` would
+        return for that token. Except in attention, the time is independent of how many
+        tokens came before. Requires :obj:`head="lm"`.
 
         Args:
             token (torch.Tensor): The new tokens, one for each sequence, int64
                 :math:`[B]`.
-            state (Any, optional): What the step before returned. (default:
-                :obj:`None`, these are the first tokens)
+            state (Any, optional): The state that the previous step returned. (default:
+                :obj:`None`, for the first tokens)
 
         Returns:
-            tuple[torch.Tensor, Any]: Of the tokens that come next, before softmax,
-            :math:`[B, \textrm{tokens}]`, and the state to go on with.
+            tuple[torch.Tensor, Any]: The logits of the next tokens,
+            :math:`[B, \textrm{tokens}]`, and the state for the next step.
 
         Raises:
             ValueError: If the model is not causal.
@@ -158,24 +155,26 @@ class SequenceEncoder(GraphModel):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        r"""Continues sequences by tokens drawn from what the model, in evaluation,
-        expects, under :obj:`head="lm"`.
+        r"""Extends sequences by tokens drawn from the model's predictions, in
+        evaluation mode. Requires :obj:`head="lm"`.
 
         Args:
-            prompt (torch.Tensor): The tokens to begin with, int64 :math:`[n]`, or of
-                several sequences of one length :math:`[B, n]`, with :math:`n > 0`.
+            prompt (torch.Tensor): The tokens to begin with, int64 :math:`[n]`, or
+                :math:`[B, n]` for several sequences of the same length, with
+                :math:`n > 0`.
             num_tokens (int): How many tokens to append.
-            temperature (float, optional): What logits are divided by; :obj:`0` takes
-                the likeliest token. (default: :obj:`1.0`)
+            temperature (float, optional): Divides the logits; :obj:`0` selects the most
+                likely token. (default: :obj:`1.0`)
             generator (torch.Generator, optional): Draws the tokens. (default:
                 :obj:`None`, PyTorch's global one)
 
         Returns:
-            torch.Tensor: The prompt and the tokens behind it, of as many dimensions.
+            torch.Tensor: The prompt followed by the new tokens, with the same number of
+            dimensions.
 
         Raises:
-            TypeError: If the prompt is no tensor.
-            ValueError: If the model is not causal, the prompt is empty or of another
+            TypeError: If the prompt is not a tensor.
+            ValueError: If the model is not causal, the prompt is empty or has the wrong
                 shape, or a number is negative.
         """
         if not isinstance(prompt, Tensor):

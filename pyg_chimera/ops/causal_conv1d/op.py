@@ -75,22 +75,22 @@ def causal_conv1d(
         weight (torch.Tensor): The filters, current row last, :math:`[F, K]`.
         bias (torch.Tensor, optional): Added to the output, :math:`[F]`.
             (default: :obj:`None`)
-        ptr (torch.Tensor, optional): Where each sequence begins, and last :math:`T`,
-            integer :math:`[S + 1]`; see :func:`selective_scan`.
-            (default: :obj:`None`)
+        ptr (torch.Tensor, optional): Where each sequence begins, followed by :math:`T`,
+            integer :math:`[S + 1]`; see :func:`selective_scan`. (default: :obj:`None`)
         activation (str, optional): :obj:`"silu"` or :obj:`None`.
             (default: :obj:`None`)
         backend (str, optional): ``"reference"``, ``"torch"``, ``"numba"`` (CPU),
             ``"triton"`` (GPU, float32), or ``"auto"``: numba on the CPU; elsewhere
-            triton where it can, torch otherwise. (default: :obj:`"auto"`)
+            triton where possible, otherwise torch. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[T, F]`, in the dtype of :obj:`x`.
 
     Raises:
-        ValueError: If shapes do not fit together, :obj:`ptr` is not as above, or
+        ValueError: If shapes do not match, :obj:`ptr` is not as above, or
             :obj:`activation` or :obj:`backend` is unknown.
-        TypeError: If :obj:`ptr` is not integer, or another tensor not floating point.
+        TypeError: If :obj:`ptr` is not integer, or another tensor is not floating
+            point.
     """
     check_dim("x", x, "[rows, channels]", 2)
     check_dim("weight", weight, "[channels, size]", 2)

@@ -75,23 +75,22 @@ def channel_scan(
     backend: str = "auto",
 ) -> Tensor:
     r"""Runs a linear recurrence along a directed acyclic graph, in which each channel
-    has weights of its own:
+    has its own weights:
 
     .. math::
         \mathbf{h}_i = \mathbf{d}_i \odot \sum_{j \to i} \mathbf{w}_{ij} \odot
         \mathbf{h}_j + \mathbf{x}_i.
 
-    On a directed path it is the recurrence of `"Griffin: Mixing Gated Linear
+    On a directed path, this is the recurrence of `"Griffin: Mixing Gated Linear
     Recurrences with Local Attention for Efficient Language Models"
     <https://arxiv.org/abs/2402.19427>`_ (Section 2.4), and of other gated linear RNNs.
-    Weights may belong to edges, to nodes, or to both. Those that are alike for all
+    Weights may belong to edges, to nodes, or to both. Weights that are the same for all
     edges into a node, such as the gates of an RNN or a division by
     :math:`\sqrt{|p(i)|}`, belong to the node: there are fewer nodes than edges, and the
     sum over parents is multiplied once.
 
-    Differentiable once in the tensors of floating point. float16 and bfloat16 are
-    computed in float32. Nothing but the inputs and the output is kept for the backward
-    pass.
+    Differentiable once in all floating-point tensors. float16 and bfloat16 are computed
+    in float32. Nothing but the inputs and the output is kept for the backward pass.
 
     Args:
         value (torch.Tensor): The inputs :math:`\mathbf{x}`, :math:`[|\mathcal{V}|, C]`.
@@ -101,33 +100,33 @@ def channel_scan(
             edges, of any sign and size, :math:`[|\mathcal{E}|, C]`. (default:
             :obj:`None`, ones)
         batch (torch.Tensor, optional): The graph of each node, integer
-            :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
-            connected components are found and used. (default: :obj:`None`)
-        decay (torch.Tensor, optional): The weights :math:`\mathbf{d}` of what arrives
-            at the nodes, of any sign and size, :math:`[|\mathcal{V}|, C]`. (default:
-            :obj:`None`, ones)
+            :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
+            connected components are computed and used instead. (default: :obj:`None`)
+        decay (torch.Tensor, optional): The weights :math:`\mathbf{d}` of the sums that
+            arrive at the nodes, of any sign and size, :math:`[|\mathcal{V}|, C]`.
+            (default: :obj:`None`, ones)
         rank (torch.Tensor, optional): A topological rank, integer
             :math:`[|\mathcal{V}|]`, as stored by
-            :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Found if absent.
+            :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Computed if absent.
             (default: :obj:`None`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32,
-            directed paths only, any number of them), :obj:`"torch"` (any device, one
-            topological level after the other; on directed paths as many passes as the
-            longest one has binary digits), :obj:`"reference"` (a loop, in float64) or
-            :obj:`"auto"`: numba on the CPU; elsewhere triton where it can, or torch.
-            (default: :obj:`"auto"`)
+            any number of directed paths, but no other graphs), :obj:`"torch"` (any
+            device, level by level; on directed paths, the number of passes is the
+            number of binary digits of the longest path's length), :obj:`"reference"` (a
+            loop, in float64) or :obj:`"auto"`: numba on the CPU; elsewhere triton where
+            possible, otherwise torch. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: The states :math:`\mathbf{h}`, :math:`[|\mathcal{V}|, C]`, in the
         dtype of :obj:`value`.
 
     Raises:
-        CycleError: If the graph has a cycle, or a self-loop; it is named. A
+        CycleError: If the graph has a cycle or a self-loop, which the error names. A
             :class:`ValueError`.
         ValueError: If shapes disagree, an index is out of range, an edge joins two
-            graphs, a weight is not finite, :obj:`rank` does not grow along every edge,
-            or :obj:`backend` is unknown or can't run on the device.
-        TypeError: If a tensor has a wrong dtype.
+            graphs, a weight is not finite, :obj:`rank` does not increase along every
+            edge, or :obj:`backend` is unknown or can't run on the device.
+        TypeError: If a tensor has the wrong dtype.
     """
     weights = {"edge_weight": edge_weight, "decay": decay}
     given = {name: x for name, x in weights.items() if x is not None}

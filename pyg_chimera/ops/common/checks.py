@@ -17,37 +17,37 @@ _TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    r"""A context in which operators and layers do not look into tensors, so that the
-    host need not wait for a GPU. ::
+    r"""A context in which operators and layers do not read the contents of tensors, so
+    that the host need not wait for a GPU. ::
 
         with ops.unchecked():
             loss = criterion(model(x, edge_index, batch=batch), y)
         loss.backward()
 
-    Shapes, dtypes, devices and options are checked as ever, and so is a graph that is
-    new, when what depends on it is computed. What is believed in the context:
+    Shapes, dtypes, devices and options are checked as always. So are new graphs, when
+    what depends on them is computed. The context assumes that:
 
     * *Weights and gates are finite.* If they are not, the results of their graph are
-      NaN, where there would have been a :class:`ValueError`.
+      NaN, where otherwise a :class:`ValueError` would be raised.
     * *Rows, or columns, of* :math:`|\mathbf{A}|` *sum to less than one* in
       :func:`resolvent_mix`, as :class:`~pyg_chimera.nn.ChimeraConv` makes them. If they
-      do not, results may be inexact, as solvers do without pivots and do not look how
-      that went; those of singular systems are infinite or NaN.
-    * *The arguments of* :func:`delta_scan` *are what it says*, in the length of keys,
-      the range of :obj:`beta` and the sums of rows on cycles. Otherwise states may grow
+      do not, results may be inexact, as solvers neither pivot nor check the outcome;
+      those of singular systems are infinite or NaN.
+    * *The arguments of* :func:`delta_scan` *are as documented*: the length of keys, the
+      range of :obj:`beta` and the row sums on cycles. Otherwise, states may grow
       without bound.
-    * *A tensor of indices is what it was*, unless PyTorch has been told to change it:
-      graphs are recognised by the tensor, not by its contents. What writes to its
-      memory by other means, such as :obj:`data` or a numpy array, is not noticed. The
-      contents of a tensor that has not been seen in the context are read, once.
-    * *Indices of edges are in range* when a layer gathers the features of nodes. If
-      they are not, PyTorch raises an :class:`IndexError`, or on a GPU stops with a
-      failed assertion.
+    * *Index tensors are unchanged*, unless PyTorch has changed them: graphs are
+      recognised by the tensor, not by its contents. Writing to its memory by other
+      means, such as :obj:`data` or a numpy array, goes unnoticed. The contents of a
+      tensor that has not been seen in the context are read once.
+    * *Edge indices are in range* when a layer gathers the features of nodes. If they
+      are not, PyTorch raises an :class:`IndexError`, or on a GPU stops with a failed
+      assertion.
 
-    It holds for the thread, or task of :mod:`asyncio`, that enters it, for compiled
-    models too if they are called in it, and for the forward pass; backward, nothing
-    is looked into anyway. In compiled models graphs are recognised by their contents,
-    as compiled code writes to tensors without telling.
+    The context applies to the thread, or :mod:`asyncio` task, that enters it, to
+    compiled models called in it too, and to the forward pass; the backward pass reads
+    no contents anyway. In compiled models, graphs are recognised by their contents, as
+    compiled code writes to tensors without telling PyTorch.
     """
     with trusting(True):
         yield

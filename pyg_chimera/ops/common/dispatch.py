@@ -22,7 +22,7 @@ WHY_FORM = {
 
 
 class Cost(NamedTuple):
-    """What an algorithm is predicted to take, forward and backward."""
+    """The predicted cost of an algorithm, forward and backward."""
 
     operations: float  #: multiplications with an addition
     seconds: float  #: on this CPU, right to a factor of about two
@@ -36,7 +36,7 @@ class Cost(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The algorithm a call takes, as :func:`~pyg_chimera.ops.explain` reports it."""
+    """The algorithm of a call, as reported by :func:`~pyg_chimera.ops.explain`."""
 
     operator: str  #: such as ``"resolvent_mix"``
     solver: str  #: such as ``"sparse"``, or ``"scan"``

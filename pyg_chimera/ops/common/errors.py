@@ -2,12 +2,12 @@ __all__ = ["CycleError"]
 
 
 class CycleError(ValueError):
-    """A graph that must be acyclic has a cycle.
+    """Raised if a graph that must be acyclic has a cycle.
 
     Args:
         cycle (list[int]): The nodes of one cycle, in the direction of its edges. A
             string is taken as the whole message, as workers of a
-            :class:`torch.utils.data.DataLoader` raise errors again.
+            :class:`torch.utils.data.DataLoader` re-raise errors.
     """
 
     def __init__(self, cycle: list[int] | str) -> None:

@@ -23,11 +23,11 @@ class _Limit:
 def warn_above(seconds: float) -> None:
     """Sets the predicted time, forward and backward, above which a call warns.
 
-    Each algorithm warns once, with the prediction and what to do. The limit is 60
-    seconds unless set.
+    Each algorithm warns once, with the prediction and suggestions. The limit is 60
+    seconds by default.
 
     Args:
-        seconds (float): The limit; :obj:`float("inf")` for no warnings.
+        seconds (float): The limit; :obj:`float("inf")` disables warnings.
 
     Raises:
         ValueError: If it is negative or not a number.

@@ -163,9 +163,9 @@ def dag_scan(
         \mathbf{k}_i \mathbf{v}_i^{\top}, \qquad
         \mathbf{y}_i = \mathbf{H}_i^{\top} \mathbf{q}_i.
 
-    It is :func:`resolvent_mix` where :math:`\mathbf{I} - \mathbf{A}` is triangular:
-    one pass in topological order, for weights of any size. On a path it is Mamba-2's
-    SSD. Arguments, dtypes and gradients are those of :func:`resolvent_mix`.
+    This is :func:`resolvent_mix` where :math:`\mathbf{I} - \mathbf{A}` is triangular: a
+    single pass in topological order, for weights of any size. On a path, it is
+    Mamba-2's SSD. Arguments, dtypes and gradients are those of :func:`resolvent_mix`.
 
     Args:
         query (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`.
@@ -176,24 +176,24 @@ def dag_scan(
         edge_weight (torch.Tensor): :math:`[|\mathcal{E}|, H]`.
         batch (torch.Tensor, optional): The graph of each node. (default: :obj:`None`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (matrix
-            products in chunks of paths, by numba and triton) or :obj:`"auto"`.
+            products in chunks of paths, with numba and triton) or :obj:`"auto"`.
             (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`.
         rank (torch.Tensor, optional): A topological rank, integer
             :math:`[|\mathcal{V}|]`, as stored by
-            :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Found if absent.
+            :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Computed if absent.
             (default: :obj:`None`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
-        CycleError: If the graph has a cycle, or a self-loop; it is named. A
+        CycleError: If the graph has a cycle or a self-loop, which the error names. A
             :class:`ValueError`.
-        ValueError: As :func:`resolvent_mix`, and if :obj:`rank` does not grow along
-            every edge.
-        TypeError: If a tensor has a wrong dtype.
+        ValueError: As for :func:`resolvent_mix`, and if :obj:`rank` does not increase
+            along every edge.
+        TypeError: If a tensor has the wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
     batch, rank = check_indices(value, batch=batch, rank=rank)
@@ -231,18 +231,19 @@ def stm_scan(
         \mathbf{k}_w \mathbf{v}_w^{\top} \Bigr)^{\top} \mathbf{q}_w
 
     for each head, where the edge :math:`e` leads from :math:`u` to :math:`w`, and
-    :math:`e^{\prime} \to e` are line edges: :math:`e^{\prime}` leads to :math:`u`. It
-    is :func:`dag_scan` on a graph of states: one state for each edge.
+    :math:`e^{\prime} \to e` are line edges: :math:`e^{\prime}` leads to :math:`u`. This
+    is :func:`dag_scan` on a graph of states, one for each edge.
 
     For state tracking (Appendix A.5), a state has :math:`J` components: :math:`S_e` and
     :math:`M_e` are vectors, and :math:`T_{e^{\prime} e}` is a matrix.
 
-    Differentiable once in the seven tensors of floating point. float16 and bfloat16
-    are computed in float32. The query is not scaled.
+    Differentiable once in the seven floating-point tensors. float16 and bfloat16 are
+    computed in float32. The query is not scaled.
 
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
-            groups :math:`G` divides that of heads; the heads of a group share them.
+            groups :math:`G` divides the number of heads; the heads of a group share
+            them.
         key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`.
         value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
         source (torch.Tensor): The source gates :math:`S`,
@@ -259,14 +260,14 @@ def stm_scan(
             several DAGs over the same nodes, as long as no line edge leads from one to
             another.
         line_edge_index (torch.Tensor): The line edges, integer
-            :math:`[2, |\mathcal{L}|]`: all of :func:`line_graph`, or some, such as
+            :math:`[2, |\mathcal{L}|]`: all of :func:`line_graph`, or only some, such as
             those of a :func:`multitree`. Duplicates count.
         batch (torch.Tensor, optional): The graph of each node, integer
-            :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
-            connected components are found and used. (default: :obj:`None`)
+            :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
+            connected components are computed and used instead. (default: :obj:`None`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (where edges
-            follow on each other along paths) or :obj:`"auto"`, as in :func:`dag_scan`.
-            (default: :obj:`"auto"`)
+            form paths) or :obj:`"auto"`, as in :func:`dag_scan`. (default:
+            :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
             (default: :obj:`"auto"`)
@@ -275,13 +276,12 @@ def stm_scan(
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
-        CycleError: If a cycle of edges, or a self-loop, is joined by line edges; its
-            nodes are named. A :class:`ValueError`.
-        ValueError: If shapes disagree, an index is out of range, a line edge joins
-            two edges without a common node or against their direction, an edge joins
-            two graphs, a transition is not finite, or an option is unknown or does not
-            fit.
-        TypeError: If a tensor has a wrong dtype.
+        CycleError: If line edges join a cycle of edges, or a self-loop, whose nodes the
+            error names. A :class:`ValueError`.
+        ValueError: If shapes disagree, an index is out of range, a line edge joins two
+            edges without a common node or against their direction, an edge joins two
+            graphs, a transition is not finite, or an option is unknown or incompatible.
+        TypeError: If a tensor has the wrong dtype.
     """
     gates = {"source": source, "transition": transition, "mark": mark}
     q, k, v, S, T, M, D = check_floats(
@@ -344,10 +344,9 @@ def grid_scan(
     direction 1  down   up     up     down
     ===========  =====  =====  =====  =====
 
-    Gates belong to a node, an orientation and directions; those of edges that a grid
-    does not have are ignored. The output is the sum over the orientations. A sequence
-    is a grid of height 1. No graph has to be built, for images and sequences of any
-    size.
+    Gates belong to a node, an orientation and directions; those of edges that do not
+    exist are ignored. The output is the sum over the orientations. A sequence is a grid
+    of height 1. Images and sequences may have any size, and no graph has to be built.
 
     Args:
         query (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`, as in :func:`stm_scan`.
@@ -375,9 +374,9 @@ def grid_scan(
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
-        ValueError: If shapes disagree, grids and nodes are not of the same number, a
-            transition is not finite, or an option is unknown or does not fit.
-        TypeError: If a tensor has a wrong dtype.
+        ValueError: If shapes disagree, sizes of grids do not match the number of nodes,
+            a transition is not finite, or an option is unknown or incompatible.
+        TypeError: If a tensor has the wrong dtype.
     """
     gates = {"source": source, "transition": transition, "mark": mark}
     q, k, v, S, T, M, D = check_floats(
@@ -429,30 +428,30 @@ def grid_dag_scan(
         \mathbf{y}_i = \sum_o {\mathbf{H}^o_i}^{\top} \mathbf{q}_i,
 
     where node :math:`i` comes after node :math:`p(i, o, d)` in direction :math:`d` of
-    orientation :math:`o`: along the row or along the column, as in the table at
-    :func:`grid_scan`. There a state is on an edge, here it is on a node. A sequence is
-    a grid of height 1.
+    orientation :math:`o`: along the row or along the column, as in the table of
+    :func:`grid_scan`. There, states are on edges; here, they are on nodes. A sequence
+    is a grid of height 1.
 
-    Transitions from nodes that a grid does not have are ignored. No graph has to be
-    built. Differentiable once in the five tensors of floating point. float16 and
-    bfloat16 are computed in float32. The query is not scaled.
+    Transitions from nodes that do not exist are ignored. No graph has to be built.
+    Differentiable once in the five floating-point tensors. float16 and bfloat16 are
+    computed in float32. The query is not scaled.
 
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
-            groups :math:`G` divides that of heads; the heads of a group share them.
-            The nodes of a grid are in row-major order, grid after grid.
+            groups :math:`G` divides the number of heads; the heads of a group share
+            them. The nodes of a grid are in row-major order, grid after grid.
         key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`.
         value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
-        source (torch.Tensor): The source gates :math:`S`, by which a node writes,
-            :math:`[|\mathcal{V}|, O, H]` for :math:`O` orientations.
+        source (torch.Tensor): The source gates :math:`S`, which scale what a node
+            writes, :math:`[|\mathcal{V}|, O, H]` for :math:`O` orientations.
         transition (torch.Tensor): The transitions :math:`T` to a node, from the one
             before it in each direction, :math:`[|\mathcal{V}|, O, 2, H]`.
         height (int or torch.Tensor): The number of rows of each grid, integer
             :math:`[\textrm{grids}]`, or one number for all.
         width (int or torch.Tensor): The number of columns of each grid.
-        orientations (Sequence[int], optional): Which orientations the gates belong to,
-            in their order; those with other queries and keys take a call of their own.
-            (default: :obj:`None`, the first ones)
+        orientations (Sequence[int], optional): The orientations to which the gates
+            belong, in this order; orientations with other queries and keys need a
+            separate call. (default: :obj:`None`, the first ones)
         form (str, optional): As in :func:`dag_scan`. (default: :obj:`"auto"`)
         backend (str, optional): As in :func:`dag_scan`. (default: :obj:`"auto"`)
 
@@ -460,10 +459,10 @@ def grid_dag_scan(
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
-        ValueError: If shapes disagree, grids and nodes are not of the same number, a
-            transition is not finite, orientations are not different numbers from 0 to
-            3, or an option is unknown or does not fit.
-        TypeError: If a tensor has a wrong dtype.
+        ValueError: If shapes disagree, sizes of grids do not match the number of nodes,
+            a transition is not finite, orientations are not distinct numbers from 0 to
+            3, or an option is unknown or incompatible.
+        TypeError: If a tensor has the wrong dtype.
     """
     q, k, v, S, T = check_floats(
         query=query, key=key, value=value, source=source, transition=transition

@@ -245,7 +245,7 @@ def delta_scan(
     `"Gated Delta Networks: Improving Mamba2 with Delta Rule"
     <https://arxiv.org/abs/2412.06464>`_ and `"Parallelizing Linear Transformers with
     the Delta Rule over Sequence Length" <https://arxiv.org/abs/2406.06484>`_, with the
-    neighbours of a node in place of the step before:
+    neighbours of a node in place of the previous step:
 
     .. math::
         \mathbf{S}'_i = \sum_{j \to i} A_{ij} \mathbf{S}_j, \qquad
@@ -253,9 +253,9 @@ def delta_scan(
         \mathbf{S}_i'^{\top} \mathbf{k}_i)^{\top}, \qquad
         \mathbf{y}_i = \mathbf{S}_i^{\top} \mathbf{q}_i.
 
-    A node writes what its key does not read yet, where :func:`resolvent_mix` and
-    :func:`dag_scan` only add. The rule is linear in the values: with the resolvent
-    :math:`\mathbf{L} = (\mathbf{I} - \mathbf{A})^{-1}`,
+    A node writes the difference between its value and what its key already reads, where
+    :func:`resolvent_mix` and :func:`dag_scan` only add. The rule is linear in the
+    values: with the resolvent :math:`\mathbf{L} = (\mathbf{I} - \mathbf{A})^{-1}`,
 
     .. math::
         \mathbf{u} = \left( \mathbf{I} + \textrm{diag}(\beta) ((\mathbf{L} -
@@ -264,25 +264,26 @@ def delta_scan(
         \mathbf{y} = (\mathbf{L} \odot \mathbf{Q} \mathbf{K}^{\top}) \mathbf{u}.
 
     On DAGs both matrices are triangular, and weights may be of any size. On graphs with
-    cycles the rule has exactly one solution if rows of :math:`|\mathbf{A}|` sum to less
-    than one, as writing never makes a state larger. On a directed path it is Gated
-    DeltaNet. Differentiable once in the five tensors of floating point. float16 and
+    cycles, the rule has exactly one solution if rows of :math:`|\mathbf{A}|` sum to
+    less than one, as writing never makes a state larger. On a directed path, it is
+    Gated DeltaNet. Differentiable once in the five floating-point tensors. float16 and
     bfloat16 are computed in float32. The query is not scaled.
 
-    With :obj:`surprise`, a node writes the more the more its value differs from what
-    its query reads before, as in `"Titans: Learning to Memorize at Test Time"
+    With :obj:`surprise`, a node writes more, the more its value differs from what its
+    query reads before it writes, as in `"Titans: Learning to Memorize at Test Time"
     <https://arxiv.org/abs/2501.00663>`_: :math:`\beta_i` is multiplied by
 
     .. math::
         \sigma_i = \textrm{sigmoid} \left( \frac{\| \mathbf{v}_i -
         \mathbf{S}_i'^{\top} \mathbf{q}_i \|^2}{P \tau} \right).
 
-    This is not linear in the values, so it takes a DAG, along which states are carried.
-    So do the following two, with :obj:`surprise` or without. A weight for each channel
-    of keys lets these decay at different rates: :math:`\mathbf{S}'_i = \sum_{j \to i}
-    \textrm{diag}(\mathbf{a}_{ij}) \mathbf{S}_j`. With :obj:`prediction="undecayed"`,
-    what a node foresees, by its key and by its query, is read before the decay, from
-    the mean over the edges from its parents:
+    This is not linear in the values, so it requires a DAG, along which states are
+    carried. The following two options also require a DAG, with or without
+    :obj:`surprise`. A weight for each channel of keys lets channels decay at different
+    rates: :math:`\mathbf{S}'_i = \sum_{j \to i} \textrm{diag}(\mathbf{a}_{ij})
+    \mathbf{S}_j`. With :obj:`prediction="undecayed"`, a node predicts its value, by its
+    key and by its query, from the state before the decay, the mean over the edges from
+    its parents:
 
     .. math::
         \mathbf{S}_i = \mathbf{S}'_i + \beta_i \sigma_i \mathbf{k}_i (\mathbf{v}_i -
@@ -293,30 +294,33 @@ def delta_scan(
     directed path, :math:`\bar{\mathbf{S}}_t = \mathbf{S}_{t - 1}`, and with
     :math:`\beta = 1 - a` this is the surprise-gated delta recurrence
     :math:`\mathbf{S}_t = a \mathbf{S}_{t - 1} + (1 - a) \sigma \mathbf{k} (\mathbf{v} -
-    \mathbf{S}_{t - 1}^{\top} \mathbf{k})^{\top}`. Of what its key reads, a state then
-    keeps :math:`a - \beta \sigma`, and may grow if that is below :math:`-1`.
+    \mathbf{S}_{t - 1}^{\top} \mathbf{k})^{\top}`. A state then keeps the share
+    :math:`a - \beta \sigma` of what its key reads, and may grow if that is below
+    :math:`-1`.
 
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
-            groups :math:`G` divides that of heads; the heads of a group share them.
+            groups :math:`G` divides the number of heads; the heads of a group share
+            them.
         key (torch.Tensor): The keys, of length one, :math:`[|\mathcal{V}|, G, N]`.
         value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
-        beta (torch.Tensor): How much of what its key reads a node replaces, in
-            :math:`[0, 2]`, :math:`[|\mathcal{V}|, H]`: 1 is all of it, more reflects.
+        beta (torch.Tensor): The share of what its key reads that a node replaces, in
+            :math:`[0, 2]`, :math:`[|\mathcal{V}|, H]`: 1 replaces all of it, more
+            reflects.
         edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`.
             Self-loops and duplicates count.
-        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`, or of
-            the channels of keys :math:`[|\mathcal{E}|, H, N]`.
+        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`, or for
+            each channel of keys :math:`[|\mathcal{E}|, H, N]`.
         batch (torch.Tensor, optional): The graph of each node, integer
-            :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
-            connected components are found and used. (default: :obj:`None`)
-        surprise (torch.Tensor, optional): The mean square of an error,
-            :math:`\tau > 0`, at which nodes write 0.73 of what they could,
-            :math:`[H]`. (default: :obj:`None`, they write all of it)
-        prediction (str, optional): What a node reads to foresee its value: its state
+            :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
+            connected components are computed and used instead. (default: :obj:`None`)
+        surprise (torch.Tensor, optional): The mean squared error :math:`\tau > 0` at
+            which nodes write 0.73 of the full update, :math:`[H]`. (default:
+            :obj:`None`, they always write all of it)
+        prediction (str, optional): What a node predicts its value from: its state
             before it writes (:obj:`"decayed"`), or the mean of its parents' states
             (:obj:`"undecayed"`). (default: :obj:`"decayed"`)
-        acyclic (bool, optional): Whether a cycle is an error, also where there is a
+        acyclic (bool, optional): Whether a cycle is an error, even where there is a
             solution. (default: :obj:`False`)
         form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
             (cubic in its nodes), :obj:`"state"` carries :math:`\mathbf{S}` along a DAG,
@@ -331,15 +335,15 @@ def delta_scan(
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
-        CycleError: If there is a cycle, with :obj:`acyclic` or what takes a DAG; it is
-            named. A :class:`ValueError`.
+        CycleError: With :obj:`acyclic` or an option that requires a DAG, if there is a
+            cycle, which the error names. A :class:`ValueError`.
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
             outside of :math:`[0, 2]`, :obj:`surprise` is not positive, a row of
-            :math:`|\mathbf{A}|` on a cycle sums to one or more, or so nearly one
-            beside reflections that :obj:`backend="numba"` loses too much, or if an
-            option is unknown or does not fit.
-        TypeError: If a tensor has a wrong dtype.
+            :math:`|\mathbf{A}|` on a cycle sums to one or more, or with reflections so
+            nearly to one that :obj:`backend="numba"` loses too much accuracy, or if an
+            option is unknown or incompatible.
+        TypeError: If a tensor has the wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(
         query, key, value, edge_index, edge_weight, by_channel=True

@@ -50,17 +50,18 @@ def grid_conv(
     causal: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    r"""Convolution of grids of any sizes with a filter for each channel, such as stands
-    in front of the recurrence in Mamba, on sequences, and in pLSTM, on images:
+    r"""Convolution of grids of any size with a filter for each channel, like the one in
+    front of the recurrence in Mamba, on sequences, and in pLSTM, on images:
 
     .. math::
         \mathbf{y}_{rc} = \sum_{a=1}^{K_1} \sum_{b=1}^{K_2} \mathbf{w}_{ab} \odot
         \mathbf{x}_{r + a - a_0, c + b - b_0},
 
     where :math:`\mathbf{x}` is zero outside of a grid, and :math:`\mathbf{w}_{a_0 b_0}`
-    belongs to the node itself: the middle of the filter (:math:`a_0 = \lfloor K_1 / 2
-    \rfloor + 1`), or its last row and column if it is causal. A sequence is a grid of
-    height 1. Differentiable once, in reverse mode, in :obj:`x` and :obj:`weight`.
+    applies to the node itself: the middle of the filter
+    (:math:`a_0 = \lfloor K_1 / 2 \rfloor + 1`), or its last row and column if it is
+    causal. A sequence is a grid of height 1. Differentiable once, in reverse mode, in
+    :obj:`x` and :obj:`weight`.
 
     Args:
         x (torch.Tensor): The input, :math:`[|\mathcal{V}|, F]`. The nodes of a grid are
@@ -69,8 +70,8 @@ def grid_conv(
         height (int or torch.Tensor): The number of rows of each grid, integer
             :math:`[\textrm{grids}]`, or one number for all.
         width (int or torch.Tensor): The number of columns of each grid.
-        causal (bool, optional): If :obj:`True`, nodes see those above and to the left
-            only. (default: :obj:`False`)
+        causal (bool, optional): If :obj:`True`, nodes read only those above and to the
+            left. (default: :obj:`False`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"` (any device),
             :obj:`"reference"` (slow, for tests) or :obj:`"auto"`. (default:
             :obj:`"auto"`)
@@ -79,9 +80,9 @@ def grid_conv(
         torch.Tensor: :math:`[|\mathcal{V}|, F]`, in the dtype of :obj:`x`.
 
     Raises:
-        ValueError: If shapes do not fit together, grids and nodes are not of the same
-            number, or :obj:`backend` is unknown.
-        TypeError: If a tensor has a wrong dtype.
+        ValueError: If shapes do not match, sizes of grids do not match the number of
+            nodes, or :obj:`backend` is unknown.
+        TypeError: If a tensor has the wrong dtype.
     """
     check_flag("causal", causal)
     check_dim("x", x, "[nodes, channels]", 2)

@@ -92,15 +92,16 @@ def neighborhood_attention(
         \alpha_{ij} = \frac{\exp(\ell_{ij})}{\sum_{j' \to i} \exp(\ell_{ij'})}, \qquad
         \ell_{ij} = s \, \mathbf{q}_i^{\top} \mathbf{k}_j + b_{ij}
 
-    Time is linear in the edges, and so is memory: there is no matrix of all pairs of
-    nodes. Logits may be of any size. Edges from all nodes of a path to later ones make
-    it causal attention, those of :func:`~pyg_chimera.ops.k_hop_index`
-    attention within a window. Differentiable once, in reverse mode, in query, key,
-    value, bias and contrast. float16 and bfloat16 are computed in float32.
+    Time and memory are linear in the number of edges: there is no matrix of all pairs
+    of nodes. Logits may be of any size. With edges from each node of a path to all
+    later ones, this is causal attention, and with those of
+    :func:`~pyg_chimera.ops.k_hop_index`, attention within a window. Differentiable
+    once, in reverse mode, in query, key, value, bias and contrast. float16 and bfloat16
+    are computed in float32.
 
-    With :obj:`contrast`, the weights are what is positive of the difference of two such
-    maps :math:`\alpha` and :math:`\alpha'`, `"Differential Transformer"
-    <https://arxiv.org/abs/2410.05258>`_, made to sum to one again:
+    With :obj:`contrast`, the weights are the positive part of the difference of two
+    such maps :math:`\alpha` and :math:`\alpha'`, `"Differential Transformer"
+    <https://arxiv.org/abs/2410.05258>`_, renormalized to sum to one:
 
     .. math::
         \mathbf{y}_i = \frac{\sum_{j \to i} \delta_{ij} \mathbf{v}_j}
@@ -108,42 +109,42 @@ def neighborhood_attention(
         \delta_{ij} = \max(0, \alpha_{ij} - \lambda \alpha'_{ij}).
 
     Queries, keys and biases then have twice as many heads, those of the first map
-    first. As both maps sum to one, a node that attends to anybody has a positive
-    difference if :math:`\lambda < 1`; one that has none gets zeros. The logits take as
-    long as those of two calls, and values are read once.
+    first. As both maps sum to one, a node that attends to any node has a positive
+    difference if :math:`\lambda < 1`; without a positive difference, it gets zeros. The
+    logits take as long as those of two calls, but values are read only once.
 
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, H, N]`.
         key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`. The number of
-            groups :math:`G` divides that of heads; consecutive heads of a group share
-            keys and values.
+            groups :math:`G` divides the number of heads; consecutive heads form a
+            group, which shares keys and values.
         value (torch.Tensor): The values, :math:`[|\mathcal{V}|, G, P]`.
         edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`, from
-            the nodes that are read to those that read them. Self-loops count as other
-            edges do, and duplicates each for itself.
+            the nodes that are read to those that read them. Self-loops are treated like
+            other edges, and duplicates count separately.
         batch (torch.Tensor, optional): The graph of each node, integer
-            :math:`[|\mathcal{V}|]`, in any order. If given, it is checked that no edge
-            joins two graphs; results do not depend on it. (default: :obj:`None`)
-        edge_bias (torch.Tensor, optional): What is added to the logits,
-            :math:`[|\mathcal{E}|, H]`. Minus infinity removes an edge.
-            (default: :obj:`None`)
+            :math:`[|\mathcal{V}|]`, in any order. If given, edges that join two graphs
+            are an error; results do not depend on it. (default: :obj:`None`)
+        edge_bias (torch.Tensor, optional): Added to the logits,
+            :math:`[|\mathcal{E}|, H]`. Minus infinity removes an edge. (default:
+            :obj:`None`)
         contrast (torch.Tensor, optional): The factor :math:`\lambda` of the second map,
             :math:`[H]`, where query and bias have :math:`2 H` heads, and the key
-            :math:`2 G`. (default: :obj:`None`, there is one map)
+            :math:`2 G`. (default: :obj:`None`, for a single map)
         scale (float, optional): The factor :math:`s`. (default: :math:`1 / \sqrt{N}`)
         backend (str, optional): ``"numba"`` (CPU), ``"triton"`` (GPU, float32, heads of
             up to 256 channels), ``"torch"`` (any device), ``"reference"`` (a loop over
             the nodes, in float64, for tests), or ``"auto"``: numba on the CPU;
-            elsewhere triton where it can, or torch. (default: :obj:`"auto"`)
+            elsewhere triton where possible, otherwise torch. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`. Nodes
-        without incoming edges have zeros.
+        without incoming edges get zeros.
 
     Raises:
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, or :obj:`backend` is unknown or can't run on the device.
-        TypeError: If a tensor has a wrong dtype, or :obj:`scale` is not a number.
+        TypeError: If a tensor has the wrong dtype, or :obj:`scale` is not a number.
     """
     given = {"query": query, "key": key, "value": value}
     for name, x in given.items():

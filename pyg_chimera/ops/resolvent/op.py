@@ -256,39 +256,40 @@ def resolvent_mix(
 
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
-            groups :math:`G` divides that of heads; the heads of a group share them.
+            groups :math:`G` divides the number of heads; the heads of a group share
+            them.
         key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`.
         value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
         edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`.
             Self-loops and duplicates count.
         edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`.
         batch (torch.Tensor, optional): The graph of each node, integer
-            :math:`[|\mathcal{V}|]`, in any order: a hint for speed. Without it,
-            connected components are found and used. (default: :obj:`None`)
+            :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
+            connected components are computed and used instead. (default: :obj:`None`)
         solver (str, optional): :obj:`"sparse"` (exact, by elimination in a
             fill-reducing order), :obj:`"dense"` (exact, cubic in a graph's nodes),
-            :obj:`"iterative"` (to a tolerance, by products with :math:`\mathbf{A}`,
-            for graphs whose factors would fill up; rows, or columns, of
+            :obj:`"iterative"` (to a tolerance, by products with :math:`\mathbf{A}`, for
+            graphs whose factors would fill in; rows, or columns, of
             :math:`|\mathbf{A}|` must sum to less than one), :obj:`"neumann"` (the first
-            powers of :math:`\mathbf{A}`, Section 4.2), or :obj:`"auto"`: exact to
-            rounding, whichever is faster. (default: :obj:`"auto"`)
+            powers of :math:`\mathbf{A}`, Section 4.2), or :obj:`"auto"`: whichever is
+            fastest and exact up to rounding. (default: :obj:`"auto"`)
         num_terms (int, optional): The highest power :math:`k` in
-            :math:`\sum_{t=0}^{k} \mathbf{A}^t`, for :obj:`"neumann"`; the diameter or
-            more reaches every pair. (default: :obj:`None`)
+            :math:`\sum_{t=0}^{k} \mathbf{A}^t`, for :obj:`"neumann"`; with at least the
+            diameter, every pair is reached. (default: :obj:`None`)
         tolerance (float, optional): The residual at which :obj:`"iterative"` stops,
-            relative to the largest state of a channel. By default, and at least,
-            rounding errors. (default: :obj:`None`)
+            relative to the largest state of a channel. The default, and the minimum, is
+            the level of rounding errors. (default: :obj:`None`)
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
             (linear in edges and fill-in), :obj:`"mask"` computes each graph's resolvent
             (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
-            by numba and triton. All give the same result; :obj:`"iterative"` has the
-            state form only. (default: :obj:`"auto"`)
+            with numba and triton. All give the same result; :obj:`"iterative"` supports
+            the state form only. (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
             (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer
             :math:`[|\mathcal{V}|]`, as stored by
-            :class:`~pyg_chimera.transforms.AddEliminationOrder`. Found if absent.
+            :class:`~pyg_chimera.transforms.AddEliminationOrder`. Computed if absent.
             (default: :obj:`None`)
 
     Returns:
@@ -298,10 +299,9 @@ def resolvent_mix(
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, :math:`\mathbf{I} - \mathbf{A}` is singular
             or, with :obj:`solver="sparse"`, too far from diagonally dominant to be
-            eliminated without pivoting (:obj:`"auto"` warns and uses
-            :obj:`"dense"`), an iteration may not converge, or if an option is unknown
-            or does not fit.
-        TypeError: If a tensor has a wrong dtype.
+            eliminated without pivoting (:obj:`"auto"` warns and uses :obj:`"dense"`),
+            the iteration may not converge, or if an option is unknown or incompatible.
+        TypeError: If a tensor has the wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
     batch, rank = check_indices(value, batch=batch, rank=rank)

@@ -100,26 +100,27 @@ def selective_scan(
             (default: :obj:`None`)
         delta_softplus (bool, optional): Whether the step sizes are the softplus of
             :obj:`delta`, after its bias. (default: :obj:`False`)
-        ptr (torch.Tensor, optional): Where each sequence begins, and last :math:`T`,
-            integer :math:`[S + 1]`, as :obj:`ptr` of a PyG batch. Sequences may be
+        ptr (torch.Tensor, optional): Where each sequence begins, followed by :math:`T`,
+            integer :math:`[S + 1]`, like :obj:`ptr` of a PyG batch. Sequences may be
             empty. Without it, all rows are one sequence. (default: :obj:`None`)
-        backend (str, optional): ``"reference"`` (a loop, in float64), ``"torch"``
-            (any device, as many passes over all states as the longest sequence has
-            binary digits), ``"numba"`` (CPU), ``"triton"`` (GPU, float32, on packed
-            sequences as they are), ``"mamba_ssm"`` (that package's kernel, CUDA,
-            float32, on sequences padded to one length), or ``"auto"``: numba on the
-            CPU; elsewhere mamba_ssm if it is installed, passes a test of its results,
-            and padding at most quadruples the number of rows, or else triton where it
-            can, or torch. (default: :obj:`"auto"`)
+        backend (str, optional): ``"reference"`` (a loop, in float64), ``"torch"`` (any
+            device; the number of passes over all states is the number of binary digits
+            of the longest sequence's length), ``"numba"`` (CPU), ``"triton"`` (GPU,
+            float32, on packed sequences), ``"mamba_ssm"`` (that package's kernel, CUDA,
+            float32, on sequences padded to the same length), or ``"auto"``: numba on
+            the CPU; elsewhere mamba_ssm if it is installed, passes a test of its
+            results, and padding at most quadruples the number of rows, otherwise triton
+            where possible, or else torch. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[T, F]`, in the dtype of :obj:`u`.
 
     Raises:
-        ValueError: If shapes do not fit together, :obj:`ptr` does not begin with 0,
-            decreases or does not end with :math:`T`, or :obj:`backend` is unknown or
-            can't run on the device.
-        TypeError: If :obj:`ptr` is not integer, or another tensor not floating point.
+        ValueError: If shapes do not match, :obj:`ptr` does not begin with 0, decreases
+            or does not end with :math:`T`, or :obj:`backend` is unknown or can't run on
+            the device.
+        TypeError: If :obj:`ptr` is not integer, or another tensor is not floating
+            point.
     """
     check_dim("u", u, "[rows, channels]", 2)
     check_dim("A", A, "[channels, states]", 2)

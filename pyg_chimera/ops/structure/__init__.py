@@ -1,4 +1,4 @@
-"""What depends on the graph alone, and can be computed once."""
+"""Whatever depends on the graph alone, and can be computed once."""
 
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score

@@ -1,4 +1,4 @@
-"""How important each node is, by which the nodes of a graph are sorted."""
+"""Scores of importance, by which the nodes of a graph are sorted."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -38,18 +38,18 @@ _REAL = ("eigenvector", "pagerank", "closeness")  # the others are integers
 def node_score(
     edge_index: Tensor, num_nodes: int, order: str, batch: Tensor | None = None
 ) -> Tensor:
-    r"""What to sort the nodes of each graph by, see
+    r"""The scores by which the nodes of each graph are sorted, see
     :func:`~pyg_chimera.ops.node_sequences`.
 
-    Edge directions, self-loops and duplicates make no difference. The scores of a
-    graph are the same in a batch as alone. Except with :obj:`"bfs"` and
+    Edge directions, self-loops and duplicates make no difference. The scores of a graph
+    are the same in a batch as on its own. Except with :obj:`"bfs"` and
     :obj:`"cluster"`, they don't depend on how the nodes are numbered, and nodes that
-    differ in their numbers only have exactly the same score.
+    differ only in their numbering have exactly the same score.
 
     Runs on the CPU. :obj:`"degree"` and :obj:`"bfs"` take time linear in the number of
-    edges, :obj:`"pagerank"` and :obj:`"eigenvector"` mostly not much more,
-    :obj:`"closeness"` :math:`O(|\mathcal{V}| |\mathcal{E}|)`. :obj:`"cluster"` is
-    the slowest by far, as it runs in Python; compute it once, with
+    edges, :obj:`"pagerank"` and :obj:`"eigenvector"` usually not much more, and
+    :obj:`"closeness"` :math:`O(|\mathcal{V}| |\mathcal{E}|)`. :obj:`"cluster"` is by
+    far the slowest, as it runs in Python; compute it once, with
     :class:`~pyg_chimera.transforms.NodeOrder`.
 
     Args:
@@ -57,24 +57,23 @@ def node_score(
         num_nodes (int): The number of nodes.
         order (str): The score.
 
-            * :obj:`"order"`, :obj:`"random"`: zeros, int64, so that all nodes are
-              equal.
-            * :obj:`"degree"`: the number of different neighbours, int64.
-            * :obj:`"eigenvector"`: eigenvector centrality, float64. Each component
-              has the principal eigenvector of its adjacency matrix. In a connected
-              graph its norm is 1; otherwise that of a component :math:`c` is
+            * :obj:`"order"`, :obj:`"random"`: zeros, int64, so that all nodes are tied.
+            * :obj:`"degree"`: the number of distinct neighbours, int64.
+            * :obj:`"eigenvector"`: eigenvector centrality, float64. Each component has
+              the principal eigenvector of its adjacency matrix. In a connected graph,
+              its norm is 1. Otherwise, that of a component :math:`c` is
               :math:`\lambda_c / \lambda_{\max} \cdot \sqrt{|\mathcal{V}_c| /
-              |\mathcal{V}|}`, by its principal eigenvalue and the largest one of the
+              |\mathcal{V}|}`, with its principal eigenvalue and the largest one of the
               graph. Nodes without neighbours have 0.
-            * :obj:`"pagerank"`: PageRank, damping 0.85, times the number of nodes of
-              the graph, float64.
-            * :obj:`"closeness"`: closeness centrality, scaled by the part of the graph
-              that a node reaches, float64.
-            * :obj:`"bfs"`: the place in a breadth-first search from the first node of
-              each component, int64.
-            * :obj:`"cluster"`: the number of the node's cluster by the Louvain method,
-              int64. Clusters of a graph are numbered by their first nodes. Needs
-              :obj:`networkx`.
+            * :obj:`"pagerank"`: PageRank with damping 0.85, times the number of nodes
+              of the graph, float64.
+            * :obj:`"closeness"`: closeness centrality, scaled by the fraction of the
+              graph that a node reaches, float64.
+            * :obj:`"bfs"`: the position in a breadth-first search from the first node
+              of each component, int64.
+            * :obj:`"cluster"`: the number of the node's cluster, found by the Louvain
+              method, int64. Clusters of a graph are numbered by their first nodes.
+              Requires :obj:`networkx`.
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, sorted or not. (default: :obj:`None`)
 

@@ -12,9 +12,9 @@ __all__ = ["contracted_dag"]
 
 
 def contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
-    r"""The edges of a DAG that remain where only some of its nodes are kept: there is
-    one from :math:`j` to :math:`i` where a directed path leads from :math:`j` to
-    :math:`i` through nodes that are not kept alone.
+    r"""The edges that remain of a DAG if only some of its nodes are kept: there is one
+    from :math:`j` to :math:`i` if a directed path leads from :math:`j` to :math:`i`
+    through only nodes that are not kept.
 
     The parents of a kept node are thus its nearest kept ancestors along every path,
 
@@ -22,11 +22,12 @@ def contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
         p'(i) = \bigcup_{j \in p(i)} \begin{cases} \{ j \} & \text{if } j
         \text{ is kept} \\ p'(j) & \text{otherwise} \end{cases}
 
-    and nodes that are kept reach each other as before. A directed path remains one, and
-    graphs of a batch remain apart. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}| +
-    \sum_{(j, i) \in \mathcal{E}} |p'(j)|)` time on the CPU, the sum over nodes
-    :math:`j` that are not kept: linear where all have one parent, as on paths and
-    trees, and with many parents bounded by :math:`|\mathcal{E}|` times the largest set.
+    and kept nodes reach each other as before. A directed path remains one, and the
+    graphs of a batch remain separate. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}| +
+    \sum_{(j, i) \in \mathcal{E}} |p'(j)|)` time on the CPU, where the sum is over nodes
+    :math:`j` that are not kept. This is linear if nodes have one parent, as on paths
+    and trees; with many parents, it is bounded by :math:`|\mathcal{E}|` times the size
+    of the largest set.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer, from
@@ -35,12 +36,12 @@ def contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
 
     Returns:
         torch.Tensor: The edges between kept nodes, int64 :math:`[2, |\mathcal{E}'|]`,
-        without duplicates, sorted by target, by the numbers that nodes had before, on
-        the device of :obj:`edge_index`.
+        without duplicates, sorted by target, with the original node numbers, on the
+        device of :obj:`edge_index`.
 
     Raises:
-        CycleError: If there is a cycle (self-loops included), which it names.
-        ValueError: If an argument has a wrong shape, or :obj:`edge_index` is out of
+        CycleError: If there is a cycle (self-loops included), which the error names.
+        ValueError: If an argument has the wrong shape, or :obj:`edge_index` is out of
             range.
         TypeError: If :obj:`edge_index` is not integer, or :obj:`kept` not bool.
 

@@ -28,7 +28,7 @@ def connected_components(edge_index: Tensor, num_nodes: int) -> Tensor:
         device of :obj:`edge_index`. Components are numbered by their first node.
 
     Raises:
-        ValueError: If :obj:`edge_index` has a wrong shape or is out of range.
+        ValueError: If :obj:`edge_index` has the wrong shape or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
     check_edge_index(edge_index, num_nodes)
@@ -45,10 +45,10 @@ def diameter(
     r"""The largest finite distance from any node to any other.
 
     The distance is the number of edges of a shortest directed path; pairs without a
-    path don't count. Takes a breadth-first search from each node in a graph with
-    one-way edges, :math:`O(|\mathcal{V}| |\mathcal{E}|)`, and usually far fewer where
-    each edge has its reverse (`"Determining the Diameter of Small World Networks"
-    <https://doi.org/10.1145/2063576.2063748>`_).
+    path don't count. In a graph with one-way edges, this takes a breadth-first search
+    from each node, :math:`O(|\mathcal{V}| |\mathcal{E}|)`; where each edge has its
+    reverse, usually far fewer searches (`"Determining the Diameter of Small World
+    Networks" <https://doi.org/10.1145/2063576.2063748>`_).
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer, from
@@ -58,9 +58,9 @@ def diameter(
             :math:`[|\mathcal{V}|]`, sorted or not.
 
     Returns:
-        int or torch.Tensor: The diameter, 0 if there are no edges; with :obj:`batch`
-        that of each of its :math:`B` = :obj:`max(batch) + 1` graphs, int64
-        :math:`[B]`, on the device of :obj:`edge_index`.
+        int or torch.Tensor: The diameter, 0 if there are no edges; with :obj:`batch`,
+        that of each of its :math:`B` = :obj:`max(batch) + 1` graphs, int64 :math:`[B]`,
+        on the device of :obj:`edge_index`.
 
     Raises:
         ValueError: If a shape is wrong, an index is out of range, or an edge joins two

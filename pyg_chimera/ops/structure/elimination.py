@@ -45,16 +45,16 @@ def elimination_rank(
     With :obj:`"metis"`, small separators that halve the graph are eliminated last:
     nested dissection by METIS (`"A Fast and High Quality Multilevel Scheme for
     Partitioning Irregular Graphs" <https://doi.org/10.1137/S1064827595287997>`_,
-    Karypis and Kumar, 1998). It takes longer, and fills in less on large meshes.
+    Karypis and Kumar, 1998). It takes longer, but fills in less on large meshes.
 
     The result is a postorder of the elimination tree, which has the same fill-in and
     better locality. Edge directions, self-loops and duplicates are ignored. The same
-    graph always gets the same order, alone or in a batch.
+    graph always gets the same order, on its own or in a batch.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
         num_nodes (int): The number of nodes.
-        method (str, optional): How to find it, :obj:`"minimum_fill"` or
+        method (str, optional): How to find the order, :obj:`"minimum_fill"` or
             :obj:`"metis"`. (default: :obj:`"minimum_fill"`)
 
     Returns:
@@ -62,7 +62,7 @@ def elimination_rank(
         int64 :math:`[|\mathcal{V}|]`, on the device of :obj:`edge_index`.
 
     Raises:
-        ValueError: If :obj:`edge_index` has a wrong shape or is out of range, or
+        ValueError: If :obj:`edge_index` has the wrong shape or is out of range, or
             :obj:`method` is unknown.
         TypeError: If :obj:`edge_index` is not integer.
         ImportError: If :obj:`method="metis"` and :obj:`pymetis` is missing.

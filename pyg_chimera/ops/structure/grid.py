@@ -137,8 +137,8 @@ def grid_dag(
 def grid_parents(
     height: int | Tensor, width: int | Tensor, num_dags: int, num_nodes: int
 ) -> Tensor:
-    r"""Which nodes come before each one in the first DAGs of grids, beside it and above
-    it or below it.
+    r"""The nodes that come before each node in the first DAGs of grids: beside it, and
+    above or below it.
 
     Args:
         height (int or torch.Tensor): The number of rows of each grid, integer
@@ -148,14 +148,14 @@ def grid_parents(
         num_nodes (int): The number of nodes of all grids.
 
     Returns:
-        torch.Tensor: Places in a flattened :math:`[|\mathcal{V}|, D]`, int64
-        :math:`[|\mathcal{V}|, D, 2]`, on the CPU; that of the node itself where none
-        comes before.
+        torch.Tensor: Indices into a flattened :math:`[|\mathcal{V}|, D]`, int64
+        :math:`[|\mathcal{V}|, D, 2]`, on the CPU; that of the node itself where there
+        is none.
 
     Raises:
         TypeError: If sizes are not integers.
-        ValueError: If grids and nodes are not of the same number, or there are no such
-            DAGs.
+        ValueError: If the sizes of grids do not match the number of nodes, or there are
+            no such DAGs.
     """
     check_option("num_dags", num_dags, (1, 2, 3, 4))
     sizes = torch.tensor(grid_sizes(height, width, num_nodes), dtype=torch.long)

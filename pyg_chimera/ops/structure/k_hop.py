@@ -28,13 +28,14 @@ class KHop(NamedTuple):
 def k_hop_index(
     edge_index: Tensor, num_nodes: int, k: int, self_loops: bool = True
 ) -> KHop:
-    r"""All pairs of a node and one that it reaches in at most :math:`k` steps along the
-    edges.
+    r"""All pairs of a node and a node that it reaches in at most :math:`k` steps along
+    the edges.
 
-    On a DAG these are a node's ancestors up to :math:`k` generations back, on an
-    undirected graph its neighbourhood of :math:`k` hops, and on a directed path the
-    causal window of sequence models. Takes a breadth-first search from each node, of
-    time linear in the edges that it sees, on the CPU, and memory linear in the pairs.
+    On a DAG, they join each node to its ancestors up to :math:`k` generations back, on
+    an undirected graph to its :math:`k`-hop neighbourhood, and on a directed path to
+    the causal window of sequence models. Takes a breadth-first search from each node,
+    in time linear in the number of edges visited, on the CPU, and memory linear in the
+    number of pairs.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer, from
@@ -48,11 +49,11 @@ def k_hop_index(
     Returns:
         KHop: The pairs :obj:`edge_index`, int64 :math:`[2, |\mathcal{P}|]`, each of
         them once, in the direction of the edges, and the :obj:`distance` of each, int64
-        :math:`[|\mathcal{P}|]`, on the device of the edges. They are sorted by the
-        node that is reached, then by distance.
+        :math:`[|\mathcal{P}|]`, on the device of the edges. They are sorted by the node
+        that is reached, then by distance.
 
     Raises:
-        ValueError: If :obj:`k` is less than 1, or :obj:`edge_index` has a wrong shape
+        ValueError: If :obj:`k` is less than 1, or :obj:`edge_index` has the wrong shape
             or is out of range.
         TypeError: If :obj:`edge_index` or :obj:`k` is not integer.
     """

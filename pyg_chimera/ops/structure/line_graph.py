@@ -47,7 +47,7 @@ def line_graph(edge_index: Tensor, num_nodes: int) -> LineGraph:
         \mathcal{L} = \{ (e^{\prime}, e) \in \mathcal{E} \times \mathcal{E} :
         \textrm{target}(e^{\prime}) = \textrm{source}(e) \}
 
-    Parallel edges are different states. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}| +
+    Parallel edges are distinct states. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}| +
     |\mathcal{L}|)` time, on the CPU.
 
     Args:
@@ -62,8 +62,8 @@ def line_graph(edge_index: Tensor, num_nodes: int) -> LineGraph:
         are sorted by :math:`e^{\prime}`, then by :math:`e`.
 
     Raises:
-        CycleError: If there is a cycle (self-loops included), which it names.
-        ValueError: If :obj:`edge_index` has a wrong shape or is out of range.
+        CycleError: If there is a cycle (self-loops included), which the error names.
+        ValueError: If :obj:`edge_index` has the wrong shape or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
     return LineGraph(*_line_graph(edge_index, num_nodes))
@@ -98,7 +98,7 @@ def ordered_dags(edge_index: Tensor, num_nodes: int, order: str) -> OrderedDAGs:
         graph, on the device of :obj:`edge_index`.
 
     Raises:
-        ValueError: If :obj:`order` is unknown, or :obj:`edge_index` has a wrong shape
+        ValueError: If :obj:`order` is unknown, or :obj:`edge_index` has the wrong shape
             or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
@@ -106,35 +106,34 @@ def ordered_dags(edge_index: Tensor, num_nodes: int, order: str) -> OrderedDAGs:
 
 
 def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
-    r"""Chooses edges of a line graph so that at most one path joins any two states,
-    as the distribution mode of `"pLSTM: parallelizable Linear Source Transition Mark
-    networks" <https://arxiv.org/abs/2506.11997>`_ needs it.
+    r"""Chooses edges of a line graph so that at most one path joins any two states, as
+    required by the distribution mode of `"pLSTM: parallelizable Linear Source
+    Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_.
 
     The choice is maximal (adding any removed edge would create a second path) and
-    depends on the graph alone: states are visited in the order of their topological
-    rank, then of their number, and each keeps its incoming edges in the order of their
-    source states, except those that are reached by a state that also reaches an edge
-    kept before. Components are independent, so the result for a graph is the same in a
-    batch as alone.
+    depends on the graph alone: states are visited by topological rank, then by number.
+    Each keeps its incoming edges in the order of their source states, except those
+    reached by a state that also reaches an edge kept before. Components are
+    independent, so the result for a graph is the same in a batch as on its own.
 
-    Sets of states are bits, in each component as many as it has states :math:`S`. That
-    is :math:`O(|\mathcal{L}| S / 64)` time, on the CPU. Memory is :math:`S / 8` bytes
-    for each state that still has edges to come at a time: little on a path, a grid or
-    a molecule, and at most :math:`S^2 / 8` bytes.
+    Sets of states are stored as bits, one for each of the :math:`S` states of a
+    component. This takes :math:`O(|\mathcal{L}| S / 64)` time, on the CPU, and
+    :math:`S / 8` bytes for each state that has further edges to come at a time: little
+    on a path, a grid or a molecule, and at most :math:`S^2 / 8` bytes.
 
     Args:
         line_edge_index (torch.Tensor): The line edges, :math:`[2, |\mathcal{L}|]`,
-            integer, from state to state, as of :func:`line_graph`. Of duplicates the
-            first is kept, if any.
-        num_states (int): The number of states, the edges of the DAG.
+            integer, from state to state, as returned by :func:`line_graph`. Of
+            duplicates, at most the first is kept.
+        num_states (int): The number of states, which are the edges of the DAG.
 
     Returns:
         torch.Tensor: Which line edges are kept, bool :math:`[|\mathcal{L}|]`, on the
         device of :obj:`line_edge_index`.
 
     Raises:
-        CycleError: If there is a cycle (self-loops included), which it names.
-        ValueError: If :obj:`line_edge_index` has a wrong shape or is out of range.
+        CycleError: If there is a cycle (self-loops included), which the error names.
+        ValueError: If :obj:`line_edge_index` has the wrong shape or is out of range.
         TypeError: If :obj:`line_edge_index` is not integer.
     """
     return _multitree(line_edge_index, num_states)

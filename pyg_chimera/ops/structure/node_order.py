@@ -19,12 +19,12 @@ def node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
     r"""The position of each node in an order of all nodes.
 
     If only those edges of an undirected graph are kept that lead from an earlier to a
-    later node, a DAG remains. Edge directions, self-loops and duplicates are
-    ignored. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}|)` time, on the CPU,
-    the first time it sees a graph.
+    later node, the result is a DAG. Edge directions, self-loops and duplicates are
+    ignored. Takes :math:`O(|\mathcal{V}| + |\mathcal{E}|)` time, on the CPU, the first
+    time it sees a graph.
 
-    In a batch of graphs, positions are numbered through all graphs; the nodes of one
-    graph are in the same order as if the graph were alone.
+    In a batch of graphs, positions are numbered consecutively across all graphs; the
+    nodes of a graph are in the same order as if it were on its own.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
@@ -32,18 +32,18 @@ def node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
         order (str): How to order them.
 
             * :obj:`"order"`: as they are numbered.
-            * :obj:`"degree"`: by the number of different neighbours, fewest first, and
-              by number where these are equal.
+            * :obj:`"degree"`: by the number of distinct neighbours, fewest first, with
+              ties broken by number.
             * :obj:`"bfs"`: a breadth-first search from the first node of each
               component, one component after the other, neighbours by number.
 
     Returns:
-        torch.Tensor: The place of each node, int64 :math:`[|\mathcal{V}|]`, a
+        torch.Tensor: The position of each node, int64 :math:`[|\mathcal{V}|]`, a
         permutation of :math:`0, \ldots, |\mathcal{V}| - 1`, on the device of
         :obj:`edge_index`.
 
     Raises:
-        ValueError: If :obj:`order` is not one of these, or :obj:`edge_index` has a
+        ValueError: If :obj:`order` is not one of these, or :obj:`edge_index` has the
             wrong shape or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """

@@ -1,4 +1,4 @@
-"""The nodes of each graph in sequences, sorted by a score."""
+"""The nodes of each graph as sequences, sorted by a score."""
 
 from collections.abc import Callable
 from numbers import Integral
@@ -19,7 +19,7 @@ _FREE_BITS = 63 - _BITS
 
 
 class NodeSequences(NamedTuple):
-    r"""The nodes of one or several graphs in sequences, packed one after the other."""
+    r"""The nodes of one or several graphs as packed sequences, one after the other."""
 
     #: The node at each place, int64 :math:`[m |\mathcal{V}|]`, where :math:`m` is the
     #: number of permutations. Each of its :math:`m` parts of length
@@ -48,22 +48,22 @@ def node_sequences(
     Long-Range Graph Sequence Modeling with Selective State Spaces"
     <https://arxiv.org/abs/2402.00789>`_.
 
-    Nodes are sorted by ascending score, so that important ones come last and depend on
-    most others. Nodes of the same score come in random order.
+    Nodes are sorted by ascending score, so that important nodes come last and are
+    influenced by most others. Nodes of the same score come in random order.
 
     Random numbers are drawn from :obj:`generator`, or else from PyTorch's global one,
-    unless there is a :obj:`seed`: then the order is a function of :obj:`seed`, of the
-    number of the permutation and of the graph alone, the same in every process, on
-    every device, and in every batch.
+    unless :obj:`seed` is given. Then the order depends only on :obj:`seed`, the index
+    of the permutation and the graph, and is the same in every process, on every device,
+    and in every batch.
 
     Takes :math:`O(m |\mathcal{V}| \log |\mathcal{V}|)` time on the device of
     :obj:`score`, whatever the labels of the graphs are. On the CPU, sequences with a
-    :obj:`seed` are remembered by the contents of :obj:`score` and :obj:`batch`. Can be
-    compiled as one graph without a :obj:`generator`.
+    :obj:`seed` are cached by the contents of :obj:`score` and :obj:`batch`. Without a
+    :obj:`generator`, the function can be compiled as one graph.
 
     Args:
-        score (torch.Tensor, optional): What to sort by, :math:`[|\mathcal{V}|]`, of any
-            real dtype. If set to :obj:`None`, all nodes are equal.
+        score (torch.Tensor, optional): The scores to sort by, :math:`[|\mathcal{V}|]`,
+            of any real dtype. If set to :obj:`None`, all nodes are tied.
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, sorted or not. (default: :obj:`None`)
         num_nodes (int, optional): The number of nodes :math:`|\mathcal{V}|`, needed
@@ -78,26 +78,26 @@ def node_sequences(
             of each node's cluster. The clusters of a graph then come in random order,
             and so do the nodes of a cluster. (default: :obj:`False`)
         shuffle (bool, optional): If set to :obj:`False`, nothing is random: nodes of
-            the same score keep their order, bins are successive nodes, and clusters
-            come by number. (default: :obj:`True`)
+            the same score keep their order, bins are consecutive nodes, and clusters
+            are in order of their numbers. (default: :obj:`True`)
         generator (torch.Generator, optional): The random number generator.
             (default: :obj:`None`)
         seed (int, optional): Makes the order reproducible. (default: :obj:`None`)
-        batch_size (int, optional): The number of graphs :math:`B`, whose labels are
-            :math:`0, \ldots, B - 1`, also those without nodes. If set to :obj:`None`,
-            only graphs that have nodes have sequences; in a compiled graph, where
-            their number is not known, empty sequences follow them up to :math:`B =
-            |\mathcal{V}|`. (default: :obj:`None`)
+        batch_size (int, optional): The number of graphs :math:`B`, with labels
+            :math:`0, \ldots, B - 1`, including those without nodes. If set to
+            :obj:`None`, only graphs with nodes have sequences; in a compiled graph,
+            where their number is not known, they are followed by empty sequences up to
+            :math:`B = |\mathcal{V}|`. (default: :obj:`None`)
 
     Returns:
-        NodeSequences: The node at each place, int64 :math:`[m |\mathcal{V}|]`, and
+        NodeSequences: The node at each position, int64 :math:`[m |\mathcal{V}|]`, and
         where each sequence begins, int64 :math:`[m B K + 1]`, on the device of
         :obj:`score`.
 
     Raises:
-        ValueError: If :obj:`score` holds NaN, a shape is wrong, a number is too small
-            or too large, an entry of :obj:`batch` is out of range, devices differ, or
-            there are both a generator and a seed.
+        ValueError: If :obj:`score` contains NaN, a shape is wrong, a number is too
+            small or too large, an entry of :obj:`batch` is out of range, devices
+            differ, or both a generator and a seed are given.
         TypeError: If :obj:`score` or :obj:`batch` is not a tensor, :obj:`batch` or
             clusters are not integer, :obj:`score` is complex, or a number is not an
             integer.

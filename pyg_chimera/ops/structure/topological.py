@@ -39,8 +39,8 @@ def topological_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
         device of :obj:`edge_index`.
 
     Raises:
-        CycleError: If there is a cycle (self-loops included), which it names.
-        ValueError: If :obj:`edge_index` has a wrong shape or is out of range.
+        CycleError: If there is a cycle (self-loops included), which the error names.
+        ValueError: If :obj:`edge_index` has the wrong shape or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
     check_edge_index(edge_index, num_nodes)
@@ -62,12 +62,12 @@ def find_cycle(edge_index: Tensor, num_nodes: int) -> list[int] | None:
         num_nodes (int): The number of nodes.
 
     Returns:
-        list[int], optional: The different nodes of a cycle in the direction of its
-        edges, the smallest one first (only that one if it is a self-loop), or
-        :obj:`None` if the graph is acyclic.
+        list[int], optional: The nodes of a cycle in the direction of its edges, each
+        once and the smallest first (a single node for a self-loop), or :obj:`None` if
+        the graph is acyclic.
 
     Raises:
-        ValueError: If :obj:`edge_index` has a wrong shape or is out of range.
+        ValueError: If :obj:`edge_index` has the wrong shape or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
     check_edge_index(edge_index, num_nodes)
