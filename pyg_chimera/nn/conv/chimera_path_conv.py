@@ -57,10 +57,10 @@ class ChimeraPathConv(ChimeraBlock):
             both have taken up equally cancels, as in the `"Differential Transformer"
             <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
             :obj:`False`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (paths, on
-            the CPU) or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
-            :obj:`"auto"`.
+        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
+            or :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
 

@@ -104,8 +104,9 @@ class GraphMambaConv(torch.nn.Module):
         dt_max (float, optional): Its upper bound. (default: :obj:`0.1`)
         seed (int, optional): The seed of the fixed permutations in evaluation.
             (default: :obj:`0`)
-        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
-            :obj:`"auto"`, see :func:`~pyg_chimera.ops.selective_scan`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`, see
+            :func:`~pyg_chimera.ops.selective_scan`.
 
     Shapes:
         - **input:**

@@ -79,7 +79,8 @@ class PLSTMGridConv(PLSTMBlock):
             first, as in the paper. (default: :obj:`(4, 64)`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
             always have one. (default: :obj:`True`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"` or :obj:`"auto"`.
+        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
+            or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`.
 

@@ -92,8 +92,9 @@ class RGLRUConv(MessagePassing):
             :obj:`None`, :math:`\sigma(\boldsymbol{\Lambda})^8` starts uniform in
             [0.9, 0.999], as in the paper, which gives ranges of 19 to 2,000 steps.
             (default: :obj:`(1, 1000)`)
-        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
-            :obj:`"auto"`, see :func:`~pyg_chimera.ops.channel_scan`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`, see
+            :func:`~pyg_chimera.ops.channel_scan`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
 
