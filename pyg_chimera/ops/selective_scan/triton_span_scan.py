@@ -241,27 +241,27 @@ def _gradients(  # type: ignore[no-untyped-def]
     moved = tl.zeros([ROWS, WIDTH], U.dtype.element_ty)
     for n in range(0, STATES):
         rate = tl.load(RATE + n * CHANNELS + d, mask=d < CHANNELS, other=0.0)
-        b = _column(B, t, n, there, STATES)
-        a = tl.where(begun, 0.0, tl.exp(delta_behind * rate[None, :]))
-        x = x_behind * _column(B, t - 1, n, behind, STATES)
-        x = tl.where(first, _state(STATE, span - 1, n, d, CHANNELS, STATES), x)
-        _, h = tl.associative_scan((a, x), 0, compose)
         a = tl.where(ends, 0.0, tl.exp(delta_ahead * rate[None, :]))
         x = dy * _column(C, t, n, there, STATES)
         after = _state(ADJOINT, span + 1, n, d, CHANNELS, STATES)
         x = tl.where(last, x + after, x)
         _, g = tl.associative_scan((a, x), 0, compose, reverse=True)
 
-        h = tl.where(begins, 0.0, tl.exp(delta * rate[None, :]) * h)
-        moves = g * h
-        moved += moves * rate[None, :]
+        b = _column(B, t, n, there, STATES)
         written += g * b
-        at = (span.to(tl.int64) * STATES + n) * CHANNELS + d
-        tl.store(DA + at, tl.sum(moves * delta, 0), mask=d < CHANNELS)
-        h += delta * u * b
         at = (tl.program_id(1).to(tl.int64) * num_rows + t) * STATES + n
         tl.store(DB + at, tl.sum(g * delta * u, 1), mask=there)
+        a = tl.where(begun, 0.0, tl.exp(delta_behind * rate[None, :]))
+        x = x_behind * _column(B, t - 1, n, behind, STATES)
+        x = tl.where(first, _state(STATE, span - 1, n, d, CHANNELS, STATES), x)
+        _, h = tl.associative_scan((a, x), 0, compose)
+        h = tl.where(begins, 0.0, tl.exp(delta * rate[None, :]) * h)
+        g *= h
+        moved += g * rate[None, :]
+        h += delta * u * b
         tl.store(DC + at, tl.sum(h * dy, 1), mask=there)
+        at = (span.to(tl.int64) * STATES + n) * CHANNELS + d
+        tl.store(DA + at, tl.sum(g * delta, 0), mask=d < CHANNELS)
     at = t[:, None] * CHANNELS + d[None, :]
     mask = there[:, None] & (d < CHANNELS)[None, :]
     skip = dy * tl.load(D + d, mask=d < CHANNELS, other=0.0)[None, :]
