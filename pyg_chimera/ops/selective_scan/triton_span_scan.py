@@ -204,16 +204,16 @@ def _outputs(  # type: ignore[no-untyped-def]
     begins = _begins(PLACE, t, there)
     u = _load(U, t, d, there, CHANNELS)
     delta = _load(DELTA, t, d, there, CHANNELS)
-    y = u * tl.load(D + d, mask=d < CHANNELS, other=0.0)[None, :]
-    u *= delta
+    y = tl.zeros([ROWS, WIDTH], U.dtype.element_ty)
     for n in range(0, STATES):
         rate = tl.load(RATE + n * CHANNELS + d, mask=d < CHANNELS, other=0.0)
         a = tl.where(begins, 0.0, tl.exp(delta * rate[None, :]))
-        x = u * _column(B, t, n, there, STATES)
+        x = delta * u * _column(B, t, n, there, STATES)
         before = _state(STATE, span - 1, n, d, CHANNELS, STATES)
         x = tl.where(first & (a != 0), a * before + x, x)
         _, h = tl.associative_scan((a, x), 0, compose)
         y += h * _column(C, t, n, there, STATES)
+    y += u * tl.load(D + d, mask=d < CHANNELS, other=0.0)[None, :]
     mask = there[:, None] & (d < CHANNELS)[None, :]
     tl.store(Y + t[:, None] * CHANNELS + d[None, :], y, mask=mask)
 
