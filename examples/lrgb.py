@@ -64,8 +64,8 @@ PAPER = RELEASED | dict(
     conv="gcn", arrangement="parallel", norm_first=False,
     head_layers=2, normalization="paper",
 )  # fmt: skip
-#: A fifth of the epochs, in smaller batches, with the layer's own initial values: for
-#: three hours of one core.
+#: A fifth of the epochs, in smaller batches, with the layer's own initial values: about
+#: six hours of one core.
 SHORT = RELEASED | dict(
     epochs=50, batch_size=32, warmup_epochs=2, normalization="paper", initial="default",
 )  # fmt: skip
