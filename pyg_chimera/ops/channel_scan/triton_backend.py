@@ -12,17 +12,14 @@ __all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
 def why_not(call: Call) -> str | None:
     """It needs Triton, a GPU, float32 and paths, and counts rows in 32 bits."""
     value = call.inputs.value
-    reason = triton_runtime.why_not(value)
+    reason = triton_runtime.why_not(value, value.size(0))
     if reason is None and not call.structure.are_paths:
         reason = (
             "backend='triton' is for directed paths, where each node has at most one "
             "edge in and one out; use backend='torch' or 'auto'"
         )
-    if reason is None and (value.size(0) >= 1 << 30 or value.size(1) >= 1 << 20):
-        reason = (
-            "backend='triton' counts nodes in 32 bits, and channels in 20; use "
-            "backend='torch'"
-        )
+    if reason is None and value.size(1) >= 1 << 20:
+        reason = "backend='triton' counts channels in 20 bits; use backend='torch'"
     return reason
 
 

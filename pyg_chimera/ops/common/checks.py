@@ -1,7 +1,7 @@
 """What users hand to operators: checked, with one wording for each error."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from numbers import Integral
 from typing import Any
@@ -53,14 +53,19 @@ def unchecked() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def trusting(trusted: bool) -> Iterator[None]:
+def trusting(trusted: bool) -> AbstractContextManager[None]:
     """A context in which the contents of tensors are believed, or not."""
-    token = _TRUSTED.set(trusted)
+    return setting(_TRUSTED, trusted)
+
+
+@contextmanager
+def setting(variable: ContextVar, value: Any) -> Iterator[None]:
+    """A context in which a variable has another value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _TRUSTED.reset(token)
+        variable.reset(token)
 
 
 def trusted() -> bool:

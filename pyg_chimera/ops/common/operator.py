@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from pyg_chimera.ops.common.checks import check_option, trusted, trusting
+from pyg_chimera.ops.common.checks import check_option, setting, trusted, trusting
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
 from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
@@ -119,7 +119,7 @@ class Operator(Generic[Inputs, Structure]):
 
     def _called(self, inputs: Inputs, report: list[Choice] | None) -> Tensor:
         if report is not None:
-            with _reporting_to(None):  # a verdict may need calls of its own
+            with setting(_REPORT, None):  # a verdict may need calls of its own
                 report.append(on_this_machine(self.plan(inputs).choice))
             return self._output(inputs).zero_()
         backend = self.backends.get(inputs.backend)  # type: ignore[attr-defined]
@@ -300,18 +300,9 @@ _REPORT: ContextVar[list[Choice] | None] = ContextVar("report", default=None)
 def explained(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
     """What a function that calls operators would take, call by call."""
     report: list[Choice] = []
-    with _reporting_to(report), torch.no_grad():
+    with setting(_REPORT, report), torch.no_grad():
         function(*args, **kwargs)
     return report
-
-
-@contextmanager
-def _reporting_to(report: list[Choice] | None) -> Iterator[None]:
-    token = _REPORT.set(report)
-    try:
-        yield
-    finally:
-        _REPORT.reset(token)
 
 
 # ---------------------------------------------------------------- from pass to pass

@@ -34,14 +34,17 @@ DEVICES_IF_ASKED = ("cpu",) if INTERPRETED else ()
 _OLDEST, _CAPABILITY = (3, 9), (8, 0)
 
 
-def why_not(x: Tensor) -> str | None:
-    """Why kernels can't compute on a tensor's device, in its dtype; None if they can.
+def why_not(x: Tensor, rows: int = 0) -> str | None:
+    """Why kernels can't compute on a tensor's device, in its dtype, or count so many
+    rows; None if they can.
 
     The interpreter computes float64, too: in that, formulas can be told from rounding.
     """
     reason = _problem(x.device)
     if reason is None and x.dtype == torch.float64 and not INTERPRETED:
         reason = "computes in float32, and the inputs are float64"
+    if reason is None and rows >= 1 << 30:
+        reason = "counts rows in 32 bits"
     if reason is None:
         return None
     return f"backend='triton' {reason}; use backend='torch' or 'auto'"

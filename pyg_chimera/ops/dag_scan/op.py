@@ -477,10 +477,11 @@ def grid_dag_scan(
     number = source.size(1)
     if orientations is None:
         orientations = range(number)
-    wanted = isinstance(orientations, Sequence) and len(orientations) == number
-    if not wanted or any(list(orientations).count(o) > 1 for o in orientations):
-        wanted = False
-    if not wanted or not all(type(o) is int and 0 <= o < 4 for o in orientations):
+    if not (
+        isinstance(orientations, Sequence)
+        and all(type(o) is int and 0 <= o < 4 for o in orientations)
+        and len(set(orientations)) == len(orientations) == number
+    ):
         raise ValueError(
             f"'orientations' must be {number} of (0, 1, 2, 3), one for each that "
             f"'source' has, each once, got {orientations!r}"

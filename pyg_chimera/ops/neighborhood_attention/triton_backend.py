@@ -15,16 +15,14 @@ _MOST_CHANNELS = 256
 def why_not(call: Call) -> str | None:
     """It needs Triton, a GPU, float32, heads that fit, and counts in 32 bits."""
     query, value = call.inputs.query, call.inputs.value
-    reason = triton_runtime.why_not(value)
+    rows = max(query.size(0) * query.size(1), call.inputs.edge_index.size(1))
+    reason = triton_runtime.why_not(value, rows)
     channels = max(query.size(2), value.size(2))
     if reason is None and channels > _MOST_CHANNELS:
         reason = (
             f"backend='triton' takes at most {_MOST_CHANNELS} channels in a head, got "
             f"{channels}; use backend='torch'"
         )
-    rows = max(query.size(0) * query.size(1), call.inputs.edge_index.size(1))
-    if reason is None and rows >= 1 << 30:
-        reason = "backend='triton' counts rows in 32 bits; use backend='torch'"
     return reason
 
 

@@ -11,10 +11,7 @@ __all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
 
 def why_not(call: Call) -> str | None:
     """It needs Triton, a GPU and float32, and counts rows in 32 bits."""
-    reason = triton_runtime.why_not(call.inputs.u)
-    if reason is None and max(call.inputs.u.shape) >= 1 << 30:
-        reason = "backend='triton' counts rows in 32 bits; use backend='torch'"
-    return reason
+    return triton_runtime.why_not(call.inputs.u, max(call.inputs.u.shape))
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -2,8 +2,8 @@
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from threading import Lock
 from typing import Any, NamedTuple
@@ -12,24 +12,19 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pyg_chimera.ops.common.checks import trusted
+from pyg_chimera.ops.common.checks import setting, trusted
 
 __all__ = ["Recipe", "called_eagerly", "recalled", "remembered", "table"]
 
 _EAGER: ContextVar[bool] = ContextVar("eager", default=False)
 
 
-@contextmanager
-def called_eagerly() -> Iterator[None]:
+def called_eagerly() -> AbstractContextManager[None]:
     """A context for operators that Python calls, and not compiled code.
 
     That one uses the memory, and the object, of one tensor for another one.
     """
-    token = _EAGER.set(True)
-    try:
-        yield
-    finally:
-        _EAGER.reset(token)
+    return setting(_EAGER, True)
 
 
 class _Cache:
