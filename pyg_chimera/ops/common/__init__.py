@@ -1,1 +1,1 @@
-"""What all operators share: declaration, checks, dispatch and the numba runtime."""
+"""Shared by all operators: declaration, checks, dispatch and kernel runtimes."""

@@ -1,4 +1,4 @@
-"""What users hand to operators: checked, with one wording for each error."""
+"""Checks of what users pass to operators, with uniform error messages."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -54,13 +54,13 @@ def unchecked() -> Iterator[None]:
 
 
 def trusting(trusted: bool) -> AbstractContextManager[None]:
-    """A context in which the contents of tensors are believed, or not."""
+    """A context in which the contents of tensors are trusted, or not."""
     return setting(_TRUSTED, trusted)
 
 
 @contextmanager
 def setting(variable: ContextVar, value: Any) -> Iterator[None]:
-    """A context in which a variable has another value."""
+    """A context in which a context variable has another value."""
     token = variable.set(value)
     try:
         yield
@@ -69,7 +69,7 @@ def setting(variable: ContextVar, value: Any) -> Iterator[None]:
 
 
 def trusted() -> bool:
-    """Whether the contents of tensors are believed, as in `unchecked`."""
+    """Whether the contents of tensors are trusted, as in `unchecked`."""
     return _TRUSTED.get()
 
 
@@ -183,10 +183,10 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_floats(**tensors: Any) -> list[Tensor]:
-    """Checks that all are tensors of floating point on one device.
+    """Checks that all are floating-point tensors on one device.
 
     Returns:
-        list[Tensor]: They in the widest of their dtypes, and float32 at least.
+        list[Tensor]: The tensors in the widest of their dtypes, at least float32.
     """
     dtype, first = torch.float32, next(iter(tensors))
     for name, x in tensors.items():
@@ -202,7 +202,7 @@ def check_floats(**tensors: Any) -> list[Tensor]:
 
 
 def check_integers(name: str, x: Any, like: Tensor) -> Tensor:
-    """Checks that it is a tensor of integers on the device of the others; to int64."""
+    """Checks that x is an integer tensor on the device of `like`; returns int64."""
     _check_tensor(name, x)
     if not _is_integer(x):
         raise TypeError(f"'{name}' must be integer, got {x.dtype}")
@@ -211,7 +211,7 @@ def check_integers(name: str, x: Any, like: Tensor) -> Tensor:
 
 
 def check_indices(like: Tensor, **tensors: Any) -> list[Tensor | None]:
-    """The same for optional ones."""
+    """As `check_integers`, for optional tensors."""
     return [
         None if x is None else check_integers(name, x, like)
         for name, x in tensors.items()
@@ -219,7 +219,7 @@ def check_indices(like: Tensor, **tensors: Any) -> list[Tensor | None]:
 
 
 def check_edges(name: str, x: Any, like: Tensor) -> Tensor:
-    """Checks that edges are integer [2, edges], without a look at them; to int64."""
+    """Checks that edges are integer [2, edges], not their contents; returns int64."""
     _check_tensor(name, x)
     if x.dim() != 2 or x.size(0) != 2:
         raise ValueError(f"'{name}' must be [2, edges], got {list(x.shape)}")
@@ -240,20 +240,20 @@ def _check_device(name: str, x: Tensor, other: str, like: Tensor) -> None:
 
 
 def check_dim(name: str, x: Any, layout: str, num_dims: int) -> None:
-    """Checks that an argument is a tensor of so many dimensions."""
+    """Checks that an argument is a tensor with `num_dims` dimensions."""
     _check_tensor(name, x)
     if x.dim() != num_dims:
         raise ValueError(f"'{name}' must be {layout}, got {list(x.shape)}")
 
 
 def check_shape(name: str, x: Tensor, layout: str, expected: list[int]) -> None:
-    """Checks that an argument has the shape that goes with the others."""
+    """Checks that an argument has the shape that matches the others."""
     if list(x.shape) != expected:
         raise ValueError(f"'{name}' must be {layout} = {expected}, got {list(x.shape)}")
 
 
 def check_nodes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Checks that what nodes read and write fits together."""
+    """Checks that the shapes of query, key and value match."""
     for name, x in {"query": query, "key": key, "value": value}.items():
         if x.dim() != 3:
             raise ValueError(
@@ -286,7 +286,7 @@ def check_graph(
     *,
     by_channel: bool = False,
 ) -> list[Tensor]:
-    """Checks nodes, edges and a weight for each edge and head, without a look at them.
+    """Checks nodes, edges and a weight per edge and head, but not their contents.
 
     Args:
         query: [nodes, groups, channels].
@@ -297,7 +297,7 @@ def check_graph(
         by_channel: Whether weights may also be [edges, heads, channels].
 
     Returns:
-        list[Tensor]: Query, key, value and weights in one dtype; edges in int64.
+        list[Tensor]: Query, key, value and weights in one dtype; edges as int64.
     """
     floats = check_floats(query=query, key=key, value=value, edge_weight=edge_weight)
     check_nodes(query, key, value)
@@ -319,7 +319,7 @@ def check_graph(
 
 
 def check_rank(rank: Tensor, num_nodes: int) -> None:
-    """Checks that nodes have an elimination or topological rank each."""
+    """Checks that there is one elimination or topological rank per node."""
     if rank.dim() != 1 or rank.numel() != num_nodes:
         raise ValueError(
             f"'rank' must have one entry per node, [{num_nodes}], got "
@@ -331,7 +331,7 @@ def check_rank(rank: Tensor, num_nodes: int) -> None:
 def check_finite(
     name: str, x: Tensor, place: Callable[[int], str], column: str = "head"
 ) -> None:
-    """Checks that weights [edges, heads, ...] are finite; `place` names the row."""
+    """Checks that weights [edges, heads, ...] are finite; `place` describes a row."""
     if trusted() or bool(x.sum().isfinite()):  # in one pass; a sum may overflow
         return
     finite = torch.isfinite(x)
@@ -344,7 +344,7 @@ def check_finite(
 
 
 def check_option(name: str, value: Any, known: tuple) -> None:
-    """Checks that an option is one of those known."""
+    """Checks that an option is one of the known values."""
     if value not in known:
         raise ValueError(f"'{name}' must be one of {known}, got {value!r}")
 
@@ -356,7 +356,7 @@ def check_flag(name: str, value: Any) -> None:
 
 
 def check_integer(name: str, value: Any, least: int) -> None:
-    """Checks that a number is an integer of a size that makes sense."""
+    """Checks that a number is an integer from `least` on, and below 2**31."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"'{name}' must be an integer, got {value!r}")
     if not least <= value < 2**31:

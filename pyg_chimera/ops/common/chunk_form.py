@@ -1,18 +1,18 @@
 """The chunk form of a scan along paths, from `"Transformers are SSMs"
 <https://arxiv.org/abs/2405.21060>`_ (Section 6), on the CPU.
 
-States follow on each other, C_i = a_i C_{i-1} + S_i k_i v_i^T, and are read by y = sum
-M_i q_i^T C_i. A path is cut into chunks. With the decays D_ij = a_i a_{i-1} ... a_{j+1}
-within one, which are products, so that weights may be negative or zero, and r_i = a_i
-... a_first from the state C before it on, its nodes read
+The states are C_i = a_i C_{i-1} + S_i k_i v_i^T, and the output is y = sum M_i q_i^T
+C_i. A path is cut into chunks. Within a chunk, let D_ij = a_i a_{i-1} ... a_{j+1} be
+the decays and r_i = a_i ... a_first those from the state C before the chunk. They are
+products, so weights may be negative or zero. The outputs of a chunk are
 
     Y = M ((D * Q K^T) S V + r * Q C),
 
-and the state after it is r_last C + K^T (D_last * S V): all is matrix products, and
-states are held between chunks only. Backward, with the adjoint Z of the state after a
-chunk, gradients of decays are d_ij = M_i (q_i^T k_j) (dy_i^T v_j) S_j, and that of a
-weight a_t is the sum of E_tj D_{t-1,j} over j, where E_t = d_t + a_{t+1} E_{t+1} sums
-up what is read from t on: nothing is divided by a weight.
+and the state after it is r_last C + K^T (D_last * S V). All of this is matrix products,
+and states are stored between chunks only. In the backward pass, with the adjoint Z of
+the state after a chunk, the gradients of decays are d_ij = M_i (q_i^T k_j) (dy_i^T v_j)
+S_j, and that of a weight a_t is the sum of E_tj D_{t-1,j} over j, where E_t = d_t +
+a_{t+1} E_{t+1} accumulates what nodes from t on read. Nothing is divided by a weight.
 """
 
 from typing import NamedTuple
@@ -56,37 +56,37 @@ from pyg_chimera.ops.common.vector_kit import (
 
 __all__ = ["PathStates", "backward", "chunk_cost", "forward"]
 
-#: Nodes of a chunk, a multiple of `_ROWS`, and that of the lanes of any vector.
+#: Nodes per chunk: a multiple of `_ROWS`, and of the lanes of any vector.
 _CHUNK = 64
-#: Rows of a triangular matrix that are multiplied together.
+#: Rows of a triangular matrix per call of `gemm`.
 _ROWS = 16
 
 
 class PathStates(NamedTuple):
-    """States that follow on each other along paths.
+    """The states along paths, each computed from the one before.
 
-    Positions are numbered path by path, and along each. Of all but a path's first one,
-    an entry of the weights leads to it from the one before: entries are in that order.
+    Positions are numbered path by path, and in order along each path. Each position but
+    a path's first has one weight entry, from its predecessor, in the same order.
     """
 
-    block: np.ndarray  #: [T + 1], first path of each block, which share nothing
+    block: np.ndarray  #: [T + 1], first path of each block; blocks share no nodes
     ptr: np.ndarray  #: [C + 1], first position of each path
     state: np.ndarray  #: [S], state at each position
     writer: np.ndarray  #: [S], the node that writes each state
-    reader: np.ndarray  #: [S], the node that reads it
+    reader: np.ndarray  #: [S], the node that reads each state
 
 
 class _Cut(NamedTuple):
-    """How work is cut into tasks, [blocks, heads x pieces / share]."""
+    """How work is divided into [blocks, heads x pieces / share] tasks."""
 
-    pieces: int  #: slices of value channels, which are like more heads
-    share: int  #: heads of a group that a task takes
+    pieces: int  #: slices of the value channels, which act as additional heads
+    share: int  #: heads of a group per task
 
     @classmethod
     def of(cls, paths: PathStates, query: np.ndarray, value: np.ndarray) -> "_Cut":
         threads, blocks = torch.get_num_threads(), len(paths.block) - 1
         groups, (_, heads, channels) = query.shape[1], value.shape
-        # Both cost time, or memory: only as many as threads need.
+        # Pieces cost time and shares memory: no more than the threads can use.
         cuts = [x for x in range(1, channels // 8 + 1) if channels % x == 0]
         pieces = next((x for x in cuts if blocks * heads * x >= threads), 1)
         heads *= pieces
@@ -98,7 +98,7 @@ class _Cut(NamedTuple):
 
 
 def chunk_cost(sizes: np.ndarray, num_keys: int, channels: int) -> np.ndarray:
-    """Nanoseconds of a head, forward and backward, on paths of some sizes."""
+    """Nanoseconds per head, forward and backward, for paths of the given sizes."""
     width = np.minimum(sizes, _CHUNK) + _ROWS
     inside = width * (2.0 * num_keys + 1.5 * channels)
     between = 8.0 * num_keys * channels * (sizes > _CHUNK)
@@ -108,7 +108,7 @@ def chunk_cost(sizes: np.ndarray, num_keys: int, channels: int) -> np.ndarray:
 def _costs(
     paths: PathStates, query: np.ndarray, value: np.ndarray, share: int
 ) -> np.ndarray:
-    """Of the tasks, forward, in about nanoseconds."""
+    """The cost of each task of the forward pass, in nanoseconds (approximately)."""
     costs = 0.3 * chunk_cost(np.diff(paths.ptr), query.shape[2], value.shape[2])
     costs = np.diff(np.append(0.0, np.cumsum(costs))[paths.block])
     return np.repeat(share * costs, value.shape[1] // share)
@@ -117,7 +117,7 @@ def _costs(
 def _scratch(
     paths: PathStates, query: np.ndarray, value: np.ndarray, share: int
 ) -> int:
-    """Numbers that a task may need, backward; forward they are less."""
+    """Numbers of scratch memory per task of the backward pass; forward needs fewer."""
     vector, _ = vector_lanes(value.dtype)
     n, p = (-(-x.shape[2] // vector) * vector for x in (query, value))
     longest = int(np.diff(paths.ptr).max(initial=0))
@@ -144,9 +144,9 @@ def forward(
 
     Args:
         paths: The states.
-        weight: Of entries, [heads, L].
-        source: How much of what its node writes a state takes, [S, heads].
-        mark: How much it gives to who reads it, [S, heads].
+        weight: Weights of the entries, [heads, L].
+        source: The factor S of what is written to each state, [S, heads].
+        mark: The factor M of what is read from each state, [S, heads].
         query: [V, groups, N].
         key: [V, groups, N].
         value: [V, heads, P].
@@ -185,7 +185,7 @@ def backward(
     value: np.ndarray,
     grad: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
-    """Gradients of query, key, value, source, mark and weight."""
+    """The gradients of query, key, value, source, mark and weight."""
     grad_value, (nodes, heads, _) = np.zeros_like(value), value.shape
     if query.shape[2] == 0 or value.shape[2] == 0:
         return tuple(map(np.zeros_like, (query, key, value, source, mark, weight)))
@@ -237,13 +237,13 @@ def backward(
 
 @inlined
 def _whole(width, p):  # type: ignore[no-untyped-def]
-    """A width filled up to whole vectors."""
+    """A width rounded up to whole vectors."""
     return (width + lanes(p) - 1) // lanes(p) * lanes(p)
 
 
 @jit
 def _take_rows(target, ld, source, stride, node, state, a, m, size):  # type: ignore[no-untyped-def]
-    """Copies the rows of some nodes, filled up with zeros to whole vectors."""
+    """Copies the rows of m nodes, zero-padded to whole vectors."""
     for i in range(m):
         row = source + node[state[a + i]] * stride
         for at in range(0, size, lanes(target)):
@@ -252,7 +252,7 @@ def _take_rows(target, ld, source, stride, node, state, a, m, size):  # type: ig
 
 @jit
 def _fetch_rows(source, stride, node, state, a, m, size):  # type: ignore[no-untyped-def]
-    """Asks for the rows of some nodes: they come while products are made."""
+    """Prefetches the rows of m nodes, while the products of the last chunk are made."""
     for i in range(m):
         row = source + node[state[a + i]] * stride
         for at in range(0, size, lanes(source)):
@@ -261,7 +261,7 @@ def _fetch_rows(source, stride, node, state, a, m, size):  # type: ignore[no-unt
 
 @jit
 def _add_rows(target, stride, node, state, a, source, ld, factor, m, size):  # type: ignore[no-untyped-def]
-    """Adds rows, times factors, to those of some nodes."""
+    """Adds scaled rows to the rows of m nodes."""
     for i in range(m):
         row, f = target + node[state[a + i]] * stride, splat(factor[i])
         for at in range(0, size, lanes(target)):
@@ -271,7 +271,7 @@ def _add_rows(target, stride, node, state, a, source, ld, factor, m, size):  # t
 
 @jit
 def _scale_rows(target, source, ld, factor, step, m, size):  # type: ignore[no-untyped-def]
-    """Rows times factors, of which a step of zero makes one for all."""
+    """Scales rows by factors; with step 0, all by the same one."""
     for i in range(m):
         f = splat(factor[i * step])
         for at in range(i * ld, i * ld + size, lanes(target)):
@@ -280,7 +280,7 @@ def _scale_rows(target, source, ld, factor, step, m, size):  # type: ignore[no-u
 
 @jit
 def _weigh_rows(dots, target, rows, other, factor, m, size):  # type: ignore[no-untyped-def]
-    """Inner products of rows with others; adds the rows, times factors, to a target."""
+    """Inner products of rows with others; also adds the scaled rows to a target."""
     for i in range(m):
         f, dot = splat(factor[i]), zeros(target)
         for at in range(i * size, (i + 1) * size, lanes(target)):
@@ -292,7 +292,7 @@ def _weigh_rows(dots, target, rows, other, factor, m, size):  # type: ignore[no-
 
 @jit
 def _to_lower(C, A, lda, B, m, k):  # type: ignore[no-untyped-def]
-    """The lower half of C = A B, [m, m]."""
+    """The lower triangle of C = A B, [m, m]."""
     for i in range(0, m, _ROWS):
         rows = min(_ROWS, m - i)
         gemm(
@@ -303,7 +303,7 @@ def _to_lower(C, A, lda, B, m, k):  # type: ignore[no-untyped-def]
 
 @jit
 def _times_lower(C, ldc, A, B, ldb, m, n, mode):  # type: ignore[no-untyped-def]
-    """C = A B, or C + A B, with a lower matrix A."""
+    """C = A B, or C + A B, for a lower triangular A."""
     for i in range(0, m, _ROWS):
         rows = min(_ROWS, m - i)
         gemm(
@@ -314,7 +314,7 @@ def _times_lower(C, ldc, A, B, ldb, m, n, mode):  # type: ignore[no-untyped-def]
 
 @jit
 def _times_upper(C, ldc, A, B, ldb, m, n, mode):  # type: ignore[no-untyped-def]
-    """C = A^T B, or C + A^T B, with a lower matrix A."""
+    """C = A^T B, or C + A^T B, for a lower triangular A."""
     for i in range(0, m, _ROWS):
         rows = min(_ROWS, m - i)
         gemm(
@@ -328,13 +328,13 @@ def _times_upper(C, ldc, A, B, ldb, m, n, mode):  # type: ignore[no-untyped-def]
 
 @inlined
 def _after(i):  # type: ignore[no-untyped-def]
-    """Up to which column products read row i of a lower matrix."""
+    """The number of columns of row i of a lower matrix that the products read."""
     return (i // _ROWS + 1) * _ROWS
 
 
 @jit
 def _decays(D, weight, m, one):  # type: ignore[no-untyped-def]
-    """Sets D_ij to the product of the weights on the way from node j to i."""
+    """Sets D_ij to the product of the weights from node j to node i."""
     step = lanes(D)
     for i in range(m):
         row, before, k = D + i * _CHUNK, D + (i - 1) * _CHUNK, i % step
@@ -360,7 +360,7 @@ def _reach(reach, weight, m, one):  # type: ignore[no-untyped-def]
 
 @jit
 def _mask(D, scores, m):  # type: ignore[no-untyped-def]
-    """D * scores; above the diagonal these may be anything."""
+    """D <- D * scores, whose entries above the diagonal are arbitrary."""
     step = lanes(D)
     for i in range(m):
         row, score, k = D + i * _CHUNK, scores + i * _CHUNK, i % step
@@ -374,9 +374,10 @@ def _mask(D, scores, m):  # type: ignore[no-untyped-def]
 def _mask_backward(  # type: ignore[no-untyped-def]
     D, scores, products, d_scores, sums, by_row, by_weight, weight, mark, m, mode, one
 ):  # fmt: skip
-    """From the products dy_i^T v_j: D becomes M (D * scores), d_scores what is to be
-    added to its gradient, rows of `by_row` sum up to the marks' gradients, and those of
-    `by_weight` to the weights'. `sums` are E, at first the gradient of the last decays.
+    """Given products dy_i^T v_j, turns D into M (D * scores), sets or adds to the
+    gradient of the scores, and computes `by_row`, the gradients of marks, and
+    `by_weight`, those of weights (within the chunk). `sums` holds E; initially, it is
+    the gradient of the last row of decays.
     """
     step = lanes(D)
     for i in range(m - 1, -1, -1):
@@ -386,7 +387,7 @@ def _mask_backward(  # type: ignore[no-untyped-def]
         for j in range(0, i + 1, step):
             at, count = i * _CHUNK + j, i + 1 - j
             product, score, decay = load(products + at), load(scores + at), load(D + at)
-            if count < step:  # above the diagonal they may be anything
+            if count < step:  # entries above the diagonal are arbitrary
                 product, score = first(product, count), first(score, count)
             d = product * score
             read = fma(d, decay, read)
@@ -424,7 +425,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
     of_keys, of_values, one = groups * num_keys, heads * channels, value.dtype.type(1)
     Q = pointer(scratch)
     n, p = _whole(num_keys, Q), _whole(channels, Q)
-    w, tasks = share * p, heads // share  # values of heads lie beside each other
+    w, tasks = share * p, heads // share  # the values of a task's heads are adjacent
     K = Q + _CHUNK * n
     Kt = K + _CHUNK * n
     scores = Kt + _CHUNK * n
@@ -458,7 +459,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
                 for x in range(share):
                     h, Vh, Yh, Ch = head + x, V + x * p, Y + x * p, C + x * p
                     vh, yh = v + x * channels, y + x * channels
-                    # The first position of a path has no entry.
+                    # The first position of a path has no weight entry.
                     entry = h * weight.shape[1] + a - path - 1
                     _take_rows(Vh, w, vh, of_values, writer, state, a, m, channels)
                     for i in range(m):
@@ -510,8 +511,8 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
     M = by_weight + _CHUNK * lanes(Q)
     S, last, reach, marked = M + _CHUNK, M + 2 * _CHUNK, M + 3 * _CHUNK, M + 4 * _CHUNK
     sums, d_reach = M + 5 * _CHUNK, M + 6 * _CHUNK
-    Z = M + 7 * _CHUNK  # of a head: the adjoint, and transposed
-    states = Z + 2 * share * size  # of a head: those before each chunk
+    Z = M + 7 * _CHUNK  # per head: the adjoint and its transpose
+    states = Z + 2 * share * size  # per head: the states before each chunk
     for task in range(begin, end):
         t, head = task // tasks, task % tasks * share
         at = head // (heads // groups) * num_keys

@@ -1,4 +1,4 @@
-"""Which algorithm computes a call: backends, their verdicts, and what is reported."""
+"""The choice of an algorithm: calls, backends, costs and the reported choice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ Structure = TypeVar("Structure")
 Result = TypeVar("Result")
 
 
-#: Why a form is taken, where it was compared with others.
+#: Why a form is chosen over the others.
 WHY_FORM = {
     "state": "blocks are large: states along edges are faster",
     "mask": "blocks are small: matrix products are faster",
@@ -24,9 +24,9 @@ WHY_FORM = {
 class Cost(NamedTuple):
     """The predicted cost of an algorithm, forward and backward."""
 
-    operations: float  #: multiplications with an addition
-    seconds: float  #: on this CPU, right to a factor of about two
-    memory: float  #: bytes, beside the inputs
+    operations: float  #: multiply-adds
+    seconds: float  #: on this CPU, accurate to a factor of about two
+    memory: float  #: bytes, in addition to the inputs
 
     def __str__(self) -> str:
         return (
@@ -42,13 +42,13 @@ class Choice(NamedTuple):
     solver: str  #: such as ``"sparse"``, or ``"scan"``
     form: str  #: ``"state"``, ``"mask"`` or ``"chunk"``
     backend: str  #: such as ``"numba"``, a name in the operator's ``backends``
-    reason: str  #: why
-    cost: Cost | None = None  #: what it takes, where that is known
-    alternatives: "tuple[Choice, ...]" = ()  #: what would do as well, with their costs
+    reason: str  #: why it was chosen
+    cost: Cost | None = None  #: the predicted cost, if known
+    alternatives: "tuple[Choice, ...]" = ()  #: other suitable algorithms, with costs
 
     @property
     def algorithm(self) -> "Choice":
-        """The algorithm alone, without its cost."""
+        """The algorithm alone, without reason, cost and alternatives."""
         return self._replace(reason="", cost=None, alternatives=())
 
     def __str__(self) -> str:
@@ -65,56 +65,56 @@ class Choice(NamedTuple):
 class Call(Generic[Inputs, Structure]):
     """One call of an operator."""
 
-    inputs: Inputs  #: its arguments, checked
+    inputs: Inputs  #: the checked arguments
     structure: Structure  #: what depends on the graph alone
     choice: Choice  #: the algorithm
-    key: str  #: of the structure in the cache
+    key: str  #: the structure's key in the cache
     _made: dict[str, Any] = field(default_factory=dict)
 
     def once(self, name: str, make: Callable[[], Result]) -> Result:
-        """`make()`, once a call: what a verdict has computed, forward need not."""
+        """`make()`, evaluated once per call, which `why_not` and `forward` share."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
     def known(self, name: str, default: Any) -> Any:
-        """What has been made of this name, if it has."""
+        """The value that `once` has computed under this name, or the default."""
         return self._made.get(name, default)
 
     def taking(self, choice: Choice) -> "Call[Inputs, Structure]":
-        """The same call, by another algorithm."""
+        """The same call with another algorithm."""
         return replace(self, choice=choice)
 
 
 class UnsuitableSolver(ValueError):
-    """A solver that would not compute a call accurately, on whatever backend."""
+    """Raised for a solver that would be inaccurate for a call on any backend."""
 
 
 class Backend(Protocol):
     """A module that computes an operator.
 
-    One without `backward` is plain PyTorch, which autograd differentiates: its
-    `forward` returns the output alone. One may have `DEVICES_IF_ASKED`, further types
-    of devices that it is not taken for by itself.
+    A backend without `backward` consists of plain PyTorch operations, which autograd
+    differentiates; its `forward` returns only the output. `DEVICES_IF_ASKED` is
+    optional: further device types, on which the backend is used only if requested.
     """
 
-    #: Types of devices that it runs on, or None for all.
+    #: The device types that it runs on, or None for all.
     DEVICES: tuple[str, ...] | None
 
     @staticmethod
     def why_not(call: Any) -> str | None:
-        """Why it cannot compute a call as chosen; None if it can.
+        """Why it cannot compute a call with the chosen algorithm; None if it can.
 
         Raises:
-            UnsuitableSolver: If no backend should, with this solver.
+            UnsuitableSolver: If no backend should use this solver.
         """
 
     @staticmethod
     def forward(call: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The output, and tensors of its dtype that `backward` needs again."""
+        """The output, and tensors of its dtype that are saved for `backward`."""
 
     @staticmethod
     def backward(
         call: Any, saved: tuple[Tensor, ...], grad: Tensor
     ) -> tuple[Tensor, ...]:
-        """The gradients of all inputs of floating point, in their order."""
+        """The gradients of all floating-point inputs, in their order."""

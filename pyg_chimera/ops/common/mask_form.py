@@ -1,4 +1,4 @@
-"""The mask form: matrix products, given the resolvents."""
+"""The mask form: dense matrix products with given resolvents."""
 
 import numpy as np
 import torch
@@ -47,12 +47,12 @@ def _grouped(x: Tensor, query: Tensor) -> Tensor:
 
 
 class Padding:
-    """Between nodes and blocks of them that are padded to the largest.
+    """Converts between nodes and blocks of nodes, padded to the size of the largest.
 
     Args:
         node (np.ndarray): The nodes, block by block.
-        sizes (np.ndarray): How many each block has.
-        device (torch.device): Where tensors are.
+        sizes (np.ndarray): The number of nodes of each block.
+        device (torch.device): The device of the tensors.
     """
 
     def __init__(
@@ -77,6 +77,6 @@ class Padding:
         return out
 
     def unpad_into(self, out: Tensor, x: Tensor) -> None:
-        """The same, of the nodes of these blocks."""
+        """As `unpad`, but into `out`, whose other nodes are unchanged."""
         rows = x.transpose(1, 2).flatten(0, 1)[self.place]
         out.index_copy_(0, self.node, rows)

@@ -1,10 +1,10 @@
 """How jitted kernels run: threads, scratch memory, denormals, interruption.
 
-A kernel is a jitted function `kernel(first, last, stop, scratch, *args)` that works on
-the tasks from `first` to `last`, which are independent of each other, and returns early
-once `stopped(stop)`. Kernels have no parallel regions of numba's: they release the GIL
-and run on `torch.get_num_threads()` threads that share out the tasks, which is safe
-after a fork and from several Python threads.
+A kernel is a jitted function `kernel(first, last, stop, scratch, *args)` that processes
+the tasks from `first` up to `last`, which are independent of each other, and returns
+early if `stopped(stop)`. Kernels do not use numba's parallel regions: they release the
+GIL and run on `torch.get_num_threads()` threads that share the tasks, which is safe
+after a fork and when called from several Python threads.
 """
 
 import ctypes
@@ -31,13 +31,13 @@ __all__ = ["arrays", "heads_a_task", "run", "stopped", "summed"]
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 jit = njit(cache=True, nogil=True, fastmath=_FAST)
-# Part of its caller: to hand over arrays takes longer than a short loop.
+# Inlined, as passing arrays to a function takes longer than a short loop.
 inlined = njit(cache=True, nogil=True, fastmath=_FAST, inline="always")
 
-#: Bytes that a thread keeps between calls.
+#: Bytes of scratch memory that a thread keeps between calls.
 _KEPT_BYTES = 1 << 26
 #: Costs (about nanoseconds) below which no other thread is woken, and above which the
-#: calling thread waits for others, as only a waiting thread notices Ctrl-C at once.
+#: calling thread only waits for others, as only then it notices Ctrl-C at once.
 _SHORT, _LONG = 1e5, 5e8
 
 
@@ -47,11 +47,11 @@ def run(
     """Runs a kernel on all tasks.
 
     Args:
-        kernel: The kernel, see above.
-        costs: What each task costs, in about nanoseconds.
+        kernel: The kernel, see the module's docstring.
+        costs: The cost of each task, in nanoseconds (approximately).
         scratch: How many numbers of scratch memory a task needs.
-        dtype: Their dtype.
-        *args: The further arguments of the kernel.
+        dtype: The dtype of the scratch memory.
+        *args: Further arguments of the kernel.
     """
     num_tasks, total = costs.shape[0], float(costs.sum())
     num_threads = min(torch.get_num_threads(), num_tasks)
@@ -60,7 +60,7 @@ def run(
         with _flushing():
             kernel(0, num_tasks, stop, _SCRATCH.get(scratch, dtype), *args)
         return
-    # Many ranges a thread, taken as threads come free: others may be using the cores.
+    # Many ranges per thread, handed out on demand, as other processes may use cores.
     shares = np.linspace(0, total, 16 * num_threads + 1)[1:-1]
     cuts = np.searchsorted(np.cumsum(costs), shares)
     bounds = np.unique(np.concatenate([[0], cuts, [num_tasks]])).tolist()
@@ -79,19 +79,19 @@ def run(
 
 
 def arrays(*tensors: Tensor) -> list[np.ndarray]:
-    """Tensors as contiguous arrays."""
+    """Tensors as contiguous numpy arrays."""
     return [x.contiguous().numpy() for x in tensors]
 
 
 def summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    """The sum over the axes, which takes no time where they have one entry."""
+    """The sum over axes, without a copy if each of them has size 1."""
     if all(x.shape[axis] == 1 for axis in axes):
         return x.squeeze(axes)
     return x.sum(axes)
 
 
 def heads_a_task(num_blocks: int, num_groups: int, num_heads: int) -> int:
-    """How many heads of a group a task takes: all, if threads have enough tasks."""
+    """How many heads of a group a task takes: all, if there are tasks enough."""
     enough = num_blocks * num_groups >= 4 * torch.get_num_threads()
     return num_heads // num_groups if enough else 1
 
@@ -100,12 +100,12 @@ def heads_a_task(num_blocks: int, num_groups: int, num_heads: int) -> int:
 
 
 class _Team:
-    """Runs a function in several threads at once, and raises what they raise.
+    """Runs a function in several threads at once, and re-raises their exceptions.
 
-    On Linux these are torch's own OpenMP threads: others would fight for the cores
-    with them, as they spin for a while after each of torch's operators. For long work,
-    where that does not matter, elsewhere, and in a forked child, where OpenMP must not
-    be used, they are plain Python threads.
+    On Linux, these are torch's own OpenMP threads, which spin for a while after each of
+    torch's operators and would compete with other threads for the cores. Plain Python
+    threads are used for long work, where that does not matter, on other systems, and in
+    a forked child, where OpenMP must not be used.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class _Team:
             futures = [pool.submit(guarded) for _ in range(num_threads)]
             try:
                 wait(futures)
-            except BaseException:  # Ctrl-C, for one
+            except BaseException:  # such as Ctrl-C
                 stop[0] = 1
                 wait(futures)
                 raise
@@ -160,7 +160,7 @@ _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def _find_openmp() -> Callable | None:
-    """GNU OpenMP's `GOMP_parallel`, in the very library that torch has loaded."""
+    """GNU OpenMP's `GOMP_parallel`, from the same library that torch has loaded."""
     folder = Path(torch.__file__).parent
     for path in [
         *folder.glob("lib/libgomp*.so*"),
@@ -183,7 +183,7 @@ _TEAM = _Team()
 
 @contextmanager
 def _deferred_interrupt() -> Iterator[None]:
-    """Ctrl-C waits: ctypes drops what a signal's handler raises in a callback."""
+    """Defers Ctrl-C: ctypes drops what signal handlers raise in a callback."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(
         handler
@@ -212,7 +212,7 @@ def _overload_stopped(stop):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def _load(typing_context, stop):  # type: ignore[no-untyped-def]
-    """The first entry, which a compiler must not read ahead of a loop."""
+    """Whether the first entry is set; the compiler must not hoist this from a loop."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         array = context.make_array(signature.args[0])(context, builder, args[0])
@@ -226,10 +226,10 @@ def _load(typing_context, stop):  # type: ignore[no-untyped-def]
 
 
 class _Scratch:
-    """Memory of a thread that outlives a call: new pages cost more than their use."""
+    """Per-thread memory that outlives a call: new pages cost more than their use."""
 
     def __init__(self) -> None:
-        # By identity, as Python forgets what is local to OpenMP's threads.
+        # Keyed by thread, as Python drops thread-local data of OpenMP's threads.
         self.buffers: dict[int, np.ndarray] = {}
 
     def get(self, size: int, dtype: np.dtype) -> np.ndarray:
@@ -239,14 +239,14 @@ class _Scratch:
         thread = threading.get_ident()
         buffer = self.buffers.get(thread)
         if buffer is None or buffer.shape[0] < needed:
-            if len(self.buffers) > 256:  # most of their threads are gone
+            if len(self.buffers) > 256:  # most of their threads have ended
                 self.buffers.clear()
             buffer = self.buffers[thread] = _aligned(needed)
         return buffer[:needed].view(dtype)
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Bytes that begin with a line of the cache, so that no vector lies across two."""
+    """Bytes aligned to a cache line, so that no vector crosses two lines."""
     buffer = np.empty(size + 64, np.uint8)
     start = -buffer.ctypes.data % 64
     return buffer[start : start + size]
@@ -259,9 +259,9 @@ _SMALLEST = 5e-324
 
 @contextmanager
 def _flushing() -> Iterator[None]:
-    """This thread takes denormal numbers for zero, as all signals decay into them.
+    """Flushes denormal numbers to zero in this thread, as decaying signals reach them.
 
-    Arithmetic with them is 100 x slower, and they are far below anything's size.
+    Arithmetic with them is 100 times slower, and they are negligibly small.
     """
     before = _SMALLEST * 1.0 == 0.0
     torch.set_flush_denormal(True)
@@ -275,7 +275,7 @@ def _flushing() -> Iterator[None]:
 
 
 class _Announcer(event.Listener):
-    """Says once that kernels are being compiled: the first call is silent otherwise."""
+    """Logs once that kernels are being compiled, as the first call takes long."""
 
     def __init__(self) -> None:
         self.said = False

@@ -1,5 +1,5 @@
-"""From one declaration of an operator's inputs: the registered operator, its fake
-implementation, its gradient, batching rule and explanation.
+"""From the declaration of an operator's inputs: the registered operator, its fake
+implementation, gradient, batching rule and explanation.
 """
 
 import json
@@ -39,41 +39,41 @@ _SCHEMA_TYPES = {
 
 
 class Operator(Generic[Inputs, Structure]):
-    """An operator: a subclass says what its inputs are and how to choose an algorithm.
+    """An operator: a subclass declares its inputs and how to choose an algorithm.
 
-    `inputs` is a NamedTuple, of which the fields ``value`` (of the output's shape and
-    dtype) and ``backend`` must be there. Everything in it is checked, tensors of
-    floating point are of one dtype, float32 or float64, and have gradients.
+    `inputs` is a NamedTuple with at least the fields ``value`` (of the output's shape
+    and dtype) and ``backend``. Its fields are already checked; floating-point tensors
+    have one dtype, float32 or float64, and get gradients.
 
-    The registered forward pass returns the output and what the backward pass needs
-    again: the tensors that a backend saves, in one, and a header that tells their
-    shapes, the choice, the key of the structure in the cache, and whether contents were
+    The registered forward pass returns the output and what is saved for the backward
+    pass: the tensors that a backend saves, packed into one, and a header with their
+    shapes, the choice, the structure's key in the cache, and whether contents were
     trusted.
     """
 
-    name: str  #: of the registered operator
+    name: str  #: the name of the registered operator
     inputs: ClassVar[type]
     output_like: ClassVar[str] = "value"  #: the input of the output's shape and dtype
-    #: Whether the backward pass needs the output itself again, and nothing else: it is
-    #: there already, where a backend would have to save a copy.
+    #: Whether the backward pass needs the output, and no other saved tensor. Autograd
+    #: keeps it anyway, whereas a backend would have to save a copy.
     saves_output: ClassVar[bool] = False
-    backends: ClassVar[dict[str, Any]]  #: preferred ones first, one line each
+    backends: ClassVar[dict[str, Any]]  #: by name, preferred ones first
 
     def recipe(self, inputs: Inputs) -> Recipe | None:
-        """How to make the structure of a call, and what it depends on, if anything."""
+        """How to make a call's structure, and from what; None if it has none."""
         return None
 
     def choices(self, call: Call[Inputs, Structure]) -> Iterable[Choice]:
-        """The algorithms for a call, preferred ones first; here there is but one.
+        """The algorithms for a call, preferred ones first; here, one per backend.
 
-        Where a solver is unsuitable, the user is warned that another one is taken.
+        If a solver is unsuitable, the next one is used and the user is warned.
         """
         inputs = call.inputs
         for backend in self.usable(inputs):
             yield Choice(self.name, "scan", "state", backend, self.reason(inputs))
 
     def check(self, inputs: Inputs, structure: Structure) -> None:
-        """Checks what only contents and structure together tell."""
+        """Checks what requires both the tensors' contents and the structure."""
 
     def __init__(self) -> None:
         hints = typing.get_type_hints(self.inputs)
@@ -112,14 +112,14 @@ class Operator(Generic[Inputs, Structure]):
         """The output of a call."""
         self.usable(inputs)
         self._refuse_forward_mode(inputs)
-        if torch.compiler.is_compiling():  # which knows nothing of context variables
+        if torch.compiler.is_compiling():  # context variables cannot be traced
             return self._called(inputs, None)
         with called_eagerly():
             return self._called(inputs, _REPORT.get())
 
     def _called(self, inputs: Inputs, report: list[Choice] | None) -> Tensor:
         if report is not None:
-            with setting(_REPORT, None):  # a verdict may need calls of its own
+            with setting(_REPORT, None):  # `why_not` may itself call operators
                 report.append(on_this_machine(self.plan(inputs).choice))
             return self._output(inputs).zero_()
         backend = self.backends.get(inputs.backend)  # type: ignore[attr-defined]
@@ -132,10 +132,10 @@ class Operator(Generic[Inputs, Structure]):
     def plan(self, inputs: Inputs) -> Call[Inputs, Structure]:
         """Makes the structure of a call and chooses the algorithm."""
         recipe = self.recipe(inputs)
-        with torch._C._DisableFuncTorch():  # graphs are not what is transformed
+        with torch._C._DisableFuncTorch():  # graphs are not transformed
             key = "" if recipe is None else recipe.key()
             structure: Any = recipe and recalled(key, recipe.cook)
-        if not _transforming():  # which cannot look at numbers
+        if not _transforming():  # where contents cannot be read
             self.check(inputs, structure)
         problems: list[str] = []
         unsuitable: dict[str, str] = {}
@@ -150,7 +150,7 @@ class Operator(Generic[Inputs, Structure]):
                 unsuitable[choice.solver] = str(error)
                 continue
             if problem is None and not unsuitable:
-                if problems:  # of what would be preferred
+                if problems:  # of backends that would be preferred
                     reason = "; ".join([choice.reason, *dict.fromkeys(problems)])
                     call = call.taking(choice._replace(reason=reason))
                 return call
@@ -165,10 +165,10 @@ class Operator(Generic[Inputs, Structure]):
         raise ValueError("; ".join([*unsuitable.values(), *problems]))
 
     def usable(self, inputs: Inputs) -> list[str]:
-        """The backends that were asked for and run on the device of the inputs.
+        """The backends that match the request and run on the device of the inputs.
 
         Raises:
-            ValueError: If the one that was asked for is unknown or not for the device.
+            ValueError: If the requested one is unknown or does not run on the device.
         """
         asked: str = inputs.backend  # type: ignore[attr-defined]
         device = getattr(inputs, self.output_like).device
@@ -191,7 +191,7 @@ class Operator(Generic[Inputs, Structure]):
         return [asked]
 
     def reason(self, inputs: Inputs) -> str:
-        """Why a backend is taken, as far as that goes."""
+        """Why a backend is used, apart from costs."""
         if inputs.backend != "auto":  # type: ignore[attr-defined]
             return "asked for"
         return f"tensors on {getattr(inputs, self.output_like).device.type}"
@@ -211,12 +211,12 @@ class Operator(Generic[Inputs, Structure]):
             choice = call.choice.algorithm
             shapes = [list(x.shape) for x in saved]
             header = _Header(choice, call.key, shapes, trusted())
-            # Contiguous, as the fake one is: compilers count on it.
+            # Contiguous, as in the fake implementation, which compilers rely on.
             return out.contiguous(), _pack(saved, out), header.encode()
 
     def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         out = self._output(self.inputs(*args))
-        # Tensors on the device 'meta', outside of any trace, have no unknown sizes.
+        # Tensors on the device 'meta', outside of a trace, have no unknown sizes.
         sizes: list[Any] = [0, 0]
         if out.device.type != "meta":
             sizes = [torch.library.get_ctx().new_dynamic_size() for _ in range(2)]
@@ -229,7 +229,7 @@ class Operator(Generic[Inputs, Structure]):
         inputs = self.inputs(*args)
         decoded = _Header.decode(header)
         with _plain(inputs):
-            # Recipes may have to look at numbers, or not.
+            # Recipes read the contents of tensors, or not, as in the forward pass.
             with trusting(decoded.trusted):
                 structure = self._structure_again(inputs, decoded.key)
             call = Call(inputs, structure, decoded.choice, decoded.key)
@@ -238,7 +238,7 @@ class Operator(Generic[Inputs, Structure]):
             return [x.contiguous() for x in backend.backward(call, parts, grad)]
 
     def _structure_again(self, inputs: Inputs, key: str) -> Any:
-        """What the forward pass made."""
+        """The structure that the forward pass made."""
 
         def make() -> Any:
             recipe = self.recipe(inputs)
@@ -298,7 +298,7 @@ _REPORT: ContextVar[list[Choice] | None] = ContextVar("report", default=None)
 
 
 def explained(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
-    """What a function that calls operators would take, call by call."""
+    """The choices for the operator calls of a function, in order."""
     report: list[Choice] = []
     with setting(_REPORT, report), torch.no_grad():
         function(*args, **kwargs)
@@ -309,7 +309,7 @@ def explained(function: Callable, *args: Any, **kwargs: Any) -> list[Choice]:
 
 
 class _Header(NamedTuple):
-    """What the forward pass tells the backward pass beside tensors."""
+    """What the forward pass passes to the backward pass besides tensors."""
 
     choice: Choice
     key: str
@@ -338,7 +338,7 @@ def _unpack(saved: Tensor, shapes: list[list[int]]) -> tuple[Tensor, ...]:
 
 
 def _transforming() -> bool:
-    """Whether a transform of `torch.func` is at work."""
+    """Whether a transform of `torch.func` is active."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -352,21 +352,21 @@ def _floating(args: Sequence[Any]) -> list[Tensor]:
 
 @contextmanager
 def _plain(inputs: Sequence[Any]) -> Iterator[None]:
-    """Below autograd and autocast."""
+    """A context without autograd and autocast."""
     like = next(x for x in inputs if isinstance(x, Tensor))
     with torch.no_grad(), without_autocast(like):
         yield
 
 
 def without_autocast(like: Tensor) -> AbstractContextManager:
-    """A context in which nothing on a tensor's device is rounded."""
+    """A context without autocast on a tensor's device."""
     if not torch.amp.is_autocast_available(like.device.type):  # such as 'meta'
         return nullcontext()
     return torch.autocast(like.device.type, enabled=False)
 
 
 def _transformable(op: Callable, setup_context: Callable, backward: Callable) -> Any:
-    """An operator for `torch.func`, which does not take registered gradients."""
+    """The operator for `torch.func`, which does not support registered gradients."""
 
     def apply(*args: Any) -> tuple[Tensor, ...]:
         return function.apply(*args)  # type: ignore[attr-defined]
@@ -383,7 +383,7 @@ def _transformable(op: Callable, setup_context: Callable, backward: Callable) ->
 
 
 def _one_by_one(op: Callable) -> Callable:
-    """The batching rule for `torch.vmap`: calls one after the other."""
+    """The batching rule for `torch.vmap`: one call per batch entry."""
 
     def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:
         outs = []

@@ -1,4 +1,4 @@
-"""Predicted seconds: of this machine, and a word before they are many."""
+"""Predicted run times: scaled to this machine, with a warning if they are long."""
 
 import time
 from functools import cache
@@ -11,7 +11,7 @@ from pyg_chimera.ops.common.dispatch import Choice
 
 __all__ = ["on_this_machine", "warn_above", "warn_if_long"]
 
-#: Multiply-adds a nanosecond that a core does in `torch.mm`, where costs were measured.
+#: Multiply-adds per nanosecond and core in `torch.mm` where the costs were measured.
 _REFERENCE = 50.0
 
 
@@ -42,7 +42,7 @@ def warn_above(seconds: float) -> None:
 
 
 def warn_if_long(choice: Choice) -> None:
-    """Warns once of an algorithm that is predicted to take long."""
+    """Warns, once per algorithm, if it is predicted to take long."""
     if choice.cost is None or choice.cost.seconds < _Limit.seconds / 100:
         return
     scaled = on_this_machine(choice)
@@ -57,7 +57,7 @@ def warn_if_long(choice: Choice) -> None:
 
 
 def on_this_machine(choice: Choice) -> Choice:
-    """A choice whose costs, and those of its alternatives, are scaled."""
+    """The choice, with all costs (also of alternatives) scaled to this machine."""
     cost = choice.cost
     if cost is not None:
         cost = cost._replace(seconds=cost.seconds * _slowness(torch.get_num_threads()))
@@ -67,7 +67,7 @@ def on_this_machine(choice: Choice) -> Choice:
 
 @cache
 def _slowness(num_threads: int) -> float:
-    """How much longer a product takes than where the costs were measured."""
+    """How much longer a matrix product takes here than where costs were measured."""
     n, best = 512, float("inf")
     x = torch.ones(n, n, dtype=torch.float32, device="cpu")
     with torch.no_grad(), torch.autocast("cpu", enabled=False):

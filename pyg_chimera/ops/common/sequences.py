@@ -1,4 +1,4 @@
-"""Packed sequences: rows of all of them, one after the other, and their bounds."""
+"""Packed sequences: the rows of all sequences concatenated, and their bounds."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ __all__ = [
     "row_blocks",
 ]
 
-#: Sequences go together to blocks of about this many rows.
+#: Sequences are grouped into blocks of about this many rows.
 _BLOCK_ROWS = 128
 
 
 def as_ptr(ptr: Any, x: Tensor) -> Tensor:
-    """The bounds of the sequences that the rows of x are, int64 [S + 1].
+    """The bounds of the sequences in x, int64 [S + 1]; one sequence if None.
 
-    Checks what can be checked without a look into them, so also while tracing.
+    Checks only what needs no contents, so it also works while tracing.
     """
     if ptr is None:
         return torch.tensor([0, x.size(0)], device=x.device)
@@ -35,7 +35,7 @@ def as_ptr(ptr: Any, x: Tensor) -> Tensor:
 
 
 def check_ptr(ptr: Tensor, num_rows: int) -> None:
-    """Checks that the sequences follow each other and are of all rows."""
+    """Checks that the sequences follow each other and cover all rows."""
     first, last = int(ptr[0]), int(ptr[-1])
     if first != 0 or last != num_rows:
         raise ValueError(
@@ -52,14 +52,14 @@ def check_ptr(ptr: Tensor, num_rows: int) -> None:
 
 
 def row_blocks(ptr: np.ndarray) -> np.ndarray:
-    """The first sequence of each block of sequences, and last their number."""
+    """The first sequence of each block of sequences, followed by their number."""
     number = ptr[:-1] // _BLOCK_ROWS
     new = np.flatnonzero(np.diff(number, prepend=-1))
     return np.append(new, number.shape[0])
 
 
 def places(ptr: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """How many rows of its sequence come before each row, and how many after."""
+    """How many rows of its sequence precede each row, and how many follow it."""
     rows = torch.arange(num_rows, device=ptr.device)
     end = torch.searchsorted(ptr, rows, right=True)
     return rows - ptr[end - 1], ptr[end] - 1 - rows
@@ -71,10 +71,10 @@ def longest_of(ptr: Tensor) -> int:
 
 
 def linear_recurrence(decay: Tensor, x: Tensor, place: Tensor, longest: int) -> Tensor:
-    """h[t] = decay[t] h[t - 1] + x[t], all rows at once in log2(longest) passes.
+    """h[t] = decay[t] h[t - 1] + x[t], for all rows at once in log2(longest) passes.
 
-    Each pass doubles the number of rows that have been summed up. Where a sequence has
-    no rows that far back, others are not even multiplied by zero: they may be NaN.
+    Each pass doubles the number of rows that are summed. Rows of another sequence are
+    left out rather than multiplied by zero, as they may be NaN.
     """
     place, step = place.view(-1, *[1] * (x.dim() - 1)), 1
     while step < longest:

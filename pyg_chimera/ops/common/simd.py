@@ -1,8 +1,8 @@
-"""Vectors, pointers and a matrix product for jitted kernels, as LLVM has them.
+"""Vectors, pointers and a matrix product for jitted kernels, built on LLVM intrinsics.
 
-What a compiler makes of loops over 16 or 32 numbers is mostly overhead. Here a vector
-is a value that stays in a register, of as many numbers as the machine's registers hold:
-64 bytes with AVX-512, 32 with AVX, 16 elsewhere (LLVM makes do with any of them). ::
+Loops over 16 or 32 numbers compile to mostly overhead. Here, a vector is a value that
+stays in a register and has as many numbers as fit in one: 64 bytes with AVX-512, 32
+with AVX, 16 elsewhere (LLVM supports any of these widths). ::
 
     p = pointer(x)                          # to the first number of an array
     v = load(p + 3)                         # a vector
@@ -10,8 +10,8 @@ is a value that stays in a register, of as many numbers as the machine's registe
     store(p, v)
     store_some(p, v, n)
 
-Sums, differences and products are written as usual. Nothing is checked, and nothing
-is counted: the array must outlive the pointer.
+Sums, differences and products use the usual operators. There are no bounds checks and
+no reference counts: the array must outlive the pointer.
 """
 
 import operator
@@ -68,7 +68,7 @@ __all__ = [
 
 
 def _features() -> set[str]:
-    """Of the machine that numba compiles for."""
+    """The CPU features of the machine that numba compiles for."""
     name, features = (getattr(config, f"CPU_{x}") for x in ("NAME", "FEATURES"))
     if features is not None:
         named = features.split(",")
@@ -80,8 +80,8 @@ def _features() -> set[str]:
 
 _FEATURES = _features()
 _BYTES = 64 if "avx512f" in _FEATURES else 32 if "avx" in _FEATURES else 16
-#: Vectors that a tile of a product has side by side: its sums, a row and a number must
-#: fit in the registers, of which there are 32 (AVX-512, arm64) or 16.
+#: Vectors per row of a `gemm` tile. Its sums, one row of B and one number of A must fit
+#: in the registers, of which there are 32 (AVX-512, arm64) or 16.
 _SIDE = 2 if _BYTES == 32 else 4
 _INT = ir.IntType(64)
 _LANE = ir.IntType(32)
@@ -90,7 +90,7 @@ _LANE = ir.IntType(32)
 
 
 class Pointer:
-    """To a number in memory; in jitted code an address, and nothing is checked."""
+    """Points to a number in memory; in jitted code an unchecked address."""
 
     def __init__(self, memory: np.ndarray, at: int = 0) -> None:
         self.memory, self.at = memory, int(at)
@@ -105,7 +105,7 @@ class Pointer:
         (self + i).next(1)[0] = x
 
     def next(self, n: int) -> np.ndarray:
-        """The next numbers, which must be there."""
+        """The next n numbers; checked to be within the array."""
         if n > 0 and not 0 <= self.at <= self.at + n <= self.memory.shape[0]:
             raise IndexError(
                 f"{n} from {self.at} on, of {self.memory.shape[0]} numbers"
@@ -114,7 +114,7 @@ class Pointer:
 
 
 def pointer(array: np.ndarray) -> Pointer:
-    """To the first number of an array, of any strides."""
+    """A pointer to the first number of an array with any strides."""
     last = sum(
         max(n - 1, 0) * s for n, s in zip(array.shape, array.strides, strict=True)
     )
@@ -123,17 +123,17 @@ def pointer(array: np.ndarray) -> Pointer:
 
 
 def lanes(p: Pointer) -> int:
-    """How many numbers a vector has, of those that a pointer points to."""
+    """How many numbers a vector of the pointer's dtype has."""
     return _BYTES // p.memory.itemsize
 
 
 def load(p: Pointer) -> np.ndarray:
-    """The vector that begins at a pointer."""
+    """The vector that starts at a pointer."""
     return p.next(lanes(p)).copy()
 
 
 def load_some(p: Pointer, n: int) -> np.ndarray:
-    """The first `n` numbers from a pointer on, then zeros; the rest is not touched."""
+    """The first `n` numbers from a pointer on, then zeros; no other memory is read."""
     v = zeros(p)
     n = min(max(n, 0), lanes(p))
     v[:n] = p.next(n)
@@ -141,27 +141,27 @@ def load_some(p: Pointer, n: int) -> np.ndarray:
 
 
 def store(p: Pointer, v: np.ndarray) -> None:
-    """Writes a vector."""
+    """Writes a vector to a pointer."""
     p.next(lanes(p))[:] = v
 
 
 def store_some(p: Pointer, v: np.ndarray, n: int) -> None:
-    """Writes the first `n` numbers of a vector; the rest is not touched."""
+    """Writes the first `n` numbers of a vector; no other memory is written."""
     n = min(max(n, 0), lanes(p))
     p.next(n)[:] = v[:n]
 
 
 def prefetch(p: Pointer) -> None:
-    """Asks for what a pointer points to, to be in the cache when it is needed."""
+    """Prefetches the pointer's cache line."""
 
 
 def splat(x: Any) -> np.ndarray:
-    """One number in all lanes."""
+    """A vector with one number in all lanes."""
     return np.full(_BYTES // x.itemsize, x)
 
 
 def zeros(p: Pointer) -> np.ndarray:
-    """A vector of zeros, of what a pointer points to."""
+    """A vector of zeros of the pointer's dtype."""
     return np.zeros(lanes(p), p.memory.dtype)
 
 
@@ -171,27 +171,27 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 
 def total(v: np.ndarray) -> Any:
-    """The sum of the numbers of a vector."""
+    """The sum over the lanes of a vector."""
     return v.sum()
 
 
 def first(v: np.ndarray, n: int) -> np.ndarray:
-    """The first `n` numbers of a vector, then zeros, whatever was there."""
+    """The first `n` numbers of a vector, then zeros, even in place of NaN."""
     return np.where(np.arange(v.shape[0]) < n, v, v.dtype.type(0))
 
 
 def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The larger number of each lane; that of `a`, also NaN, where `b` is not."""
+    """The larger number in each lane; that of `a`, NaN included, unless `b` is."""
     return np.where(b > a, b, a)
 
 
 def smaller(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The smaller number of each lane; that of `a`, also NaN, where `b` is not."""
+    """The smaller number in each lane; that of `a`, NaN included, unless `b` is."""
     return np.where(b < a, b, a)
 
 
 def largest(v: np.ndarray) -> Any:
-    """The largest number of a vector; any one, if one of them is NaN."""
+    """The largest number of a vector; arbitrary if one of them is NaN."""
     return v.max()
 
 
@@ -201,19 +201,19 @@ def floor(v: np.ndarray) -> np.ndarray:
 
 
 def power_of_two(v: np.ndarray) -> np.ndarray:
-    """Two to the power of integers, which normal numbers must have for exponents."""
+    """Two to the power of integral values within the exponents of normal numbers."""
     return np.exp2(v)
 
 
 def row_totals(p: Pointer) -> np.ndarray:
-    """The sums of as many vectors, one after the other, as a vector has numbers."""
+    """The sum of each of `lanes(p)` consecutive vectors, as one vector."""
     return p.next(lanes(p) ** 2).reshape(-1, lanes(p)).sum(1)
 
 
 def transpose_square(target: Pointer, ldt: int, source: Pointer, lds: int) -> None:
-    """Transposes a square of as many rows and columns as a vector has numbers.
+    """Transposes a square of `lanes(source)` rows and columns.
 
-    Rows are `lds` numbers apart, and those of the target `ldt`.
+    Consecutive rows are `lds` numbers apart in the source, `ldt` in the target.
     """
     rows = [load(source + i * lds) for i in range(lanes(source))]
     for i, row in enumerate(np.stack(rows, 1)):
@@ -224,7 +224,7 @@ def transpose_square(target: Pointer, ldt: int, source: Pointer, lds: int) -> No
 
 
 class PointerType(types.Type):
-    """Of pointers."""
+    """The numba type of pointers."""
 
     def __init__(self, dtype: types.Float) -> None:
         self.dtype = dtype
@@ -232,7 +232,7 @@ class PointerType(types.Type):
 
 
 class VectorType(types.Type):
-    """Of vectors: as many numbers as fit in a register."""
+    """The numba type of vectors, with as many numbers as fit in a register."""
 
     def __init__(self, dtype: types.Float) -> None:
         self.dtype = dtype
@@ -279,7 +279,7 @@ def _store(builder: Any, value: Any, address: Any) -> None:
 
 
 def _size(vector: ir.VectorType) -> int:
-    """Bytes of a number."""
+    """Bytes per number."""
     return _BYTES // vector.count
 
 
@@ -295,7 +295,7 @@ def _splat(builder: Any, value: Any, count: int) -> Any:
 
 
 def _mask(builder: Any, n: Any, count: int) -> Any:
-    """Which lanes are below n."""
+    """A mask of the lanes below n."""
     numbers = ir.Constant(ir.VectorType(_LANE, count), list(range(count)))
     limit = _splat(builder, builder.trunc(n, _LANE), count)
     return builder.icmp_signed("<", numbers, limit)
@@ -326,7 +326,7 @@ def _masked_store(builder: Any, value: Any, address: Any, n: Any) -> None:
 
 
 def _call_llvm(builder: Any, name: str, *args: Any) -> Any:
-    """A function of LLVM's, from vectors to one of the same type."""
+    """Calls an LLVM intrinsic whose arguments and result are vectors of one type."""
     vector = args[0].type
     function = cgutils.get_or_insert_function(
         builder.module,
@@ -337,7 +337,7 @@ def _call_llvm(builder: Any, name: str, *args: Any) -> Any:
 
 
 def _fold(builder: Any, value: Any, combine: Callable) -> Any:
-    """All lanes combined, in each lane."""
+    """All lanes combined, broadcast to each lane."""
     count = value.type.count
     step = count // 2
     while step:
@@ -526,7 +526,7 @@ def _total_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
 
 
 def _compare(sign: str) -> Callable:
-    """Makes the intrinsic of `larger` (of sign ">") or `smaller`."""
+    """The intrinsic of `larger` (sign ">") or `smaller` (sign "<")."""
 
     @intrinsic
     def compare(typing_context, a, b):  # type: ignore[no-untyped-def]
@@ -591,9 +591,9 @@ def _first_intrinsic(typing_context, v, n):  # type: ignore[no-untyped-def]
 def _row_totals_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         vector = _vector(p.dtype)
-        count, lane = vector.count, max(1, 16 // _size(vector))  # of 128 bits
-        # Halves of two vectors are added up side by side, then quarters, ...: in an
-        # order that takes one cheap instruction each. `held` says whose sum is where.
+        count, lane = vector.count, max(1, 16 // _size(vector))  # per 128 bits
+        # Add halves of two vectors side by side, then quarters, and so on, in an order
+        # that takes one cheap instruction each. `held[r][j]`: the source of lane j.
         rows, held = [], []
         for i in range(count):
             rows.append(_load(builder, builder.add(args[0], _INT(_BYTES * i)), vector))
@@ -602,7 +602,7 @@ def _row_totals_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
         while step:
             group = lane if step < lane else count
             low = [j for j in range(count) if not j & step]
-            pairs = []  # per group: what is left of the first, then of the second
+            pairs = []  # per group: the kept lanes of the first, then of the second
             for g in range(0, count, group):
                 own = [j for j in low if g <= j < g + group]
                 pairs += own + [count + j for j in own]
@@ -635,7 +635,7 @@ def _transpose_square_intrinsic(typing_context, target, ldt, source, lds):  # ty
             address = builder.add(source, builder.mul(lds, _INT(i)))
             rows.append(_load(builder, address, vector))
         step = 1
-        while step < count:  # squares of `step` off the diagonal change places
+        while step < count:  # swap the off-diagonal squares of size `step`
             low = [j if not j & step else count + j - step for j in range(count)]
             high = [j + step if not j & step else count + j for j in range(count)]
             masks = [ir.Constant(ir.VectorType(_LANE, count), x) for x in (low, high)]
@@ -754,13 +754,13 @@ def _overload_transpose_square(target, ldt, source, lds):  # type: ignore[no-unt
 
 @inlined
 def load_part(p, n):  # type: ignore[no-untyped-def]
-    """What is left of a row of `n` more numbers, up to a vector."""
+    """Loads a vector, or if fewer than its lanes remain of a row, `n` numbers."""
     return load(p) if n >= lanes(p) else load_some(p, n)
 
 
 @inlined
 def store_part(p, v, n):  # type: ignore[no-untyped-def]
-    """Writes what is left of a row of `n` more numbers, up to a vector."""
+    """Stores a vector, or if fewer than its lanes remain of a row, `n` numbers."""
     if n >= lanes(p):
         store(p, v)
     else:
@@ -771,7 +771,7 @@ def store_part(p, v, n):  # type: ignore[no-untyped-def]
 
 
 def _apart() -> None:
-    """Keeps what calls this from becoming part of its callers, again and again."""
+    """Keeps the calling function from being inlined into each of its callers."""
 
 
 @overload(_apart, inline="always")
@@ -788,15 +788,15 @@ def _apart_intrinsic(typing_context):  # type: ignore[no-untyped-def]
     return types.void(), generate
 
 
-#: What becomes of C: A B, C + A B or C - A B.
+#: How C is updated: to A B, C + A B or C - A B.
 SET, ADD, SUBTRACT = 0, 1, 2
 
 
 def _tile(rows: int, side: int, *, some: bool = False, gathered: bool = False) -> Any:
-    """Makes the product of `rows` rows of A with `side` vectors side by side of B.
+    """Makes the product of `rows` rows of A with `side` adjacent vectors of B's rows.
 
     All sums stay in registers. With `some`, only the first `n` numbers of rows of B and
-    C are touched; `gathered` rows of B and C are where indices say.
+    C are accessed; with `gathered`, index arrays tell the rows of B and C.
     """
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
@@ -903,12 +903,12 @@ def _tile(rows: int, side: int, *, some: bool = False, gathered: bool = False) -
 
 
 def _indices(address: int, count: int) -> np.ndarray:
-    """What gathered rows are found by, in plain Python."""
+    """The row indices at an address, for use in plain Python."""
     return np.ctypeslib.as_array((c_int64 * count).from_address(int(address)))
 
 
 def _panel(*, gathered: bool = False) -> Callable:
-    """Makes the product of any number of rows of A with `_SIDE` vectors of B."""
+    """Makes the product of any number of rows of A with `_SIDE` vectors of B's rows."""
     t1, t2, t3, t4, t5, t6 = (
         _tile(rows, _SIDE, gathered=gathered) for rows in range(1, 7)
     )
@@ -916,7 +916,7 @@ def _panel(*, gathered: bool = False) -> Callable:
     @inlined
     def panel(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, k, mode):  # type: ignore[no-untyped-def]
         i, shares = 0, (m + 5) // 6
-        for share in range(shares, 0, -1):  # even ones: small tiles are slow
+        for share in range(shares, 0, -1):  # of even size, as small tiles are slow
             rows = (m - i + share - 1) // share
             p = a + i * ra
             q = c if gathered else c + i * ldc
@@ -939,7 +939,7 @@ def _panel(*, gathered: bool = False) -> Callable:
 
 
 def _column() -> Callable:
-    """Makes the product of any number of rows of A with one vector of B, or a part."""
+    """Makes the product of any number of rows of A with one vector, or less, of B."""
     t1, t2, t3, t6, t12 = (_tile(rows, 1, some=True) for rows in (1, 2, 3, 6, 12))
 
     @inlined
@@ -975,8 +975,8 @@ _panel_of_rows, _panel_of_gathered, _column_of_rows = (
 def gemm(c, ldc, a, ra, ca, b, ldb, m, n, k, mode):  # type: ignore[no-untyped-def]
     """Sets C [m, n] to A B, C + A B or C - A B, with A [m, k] and B [k, n].
 
-    Rows of B and C are contiguous and `ldb` and `ldc` numbers apart; A's are `ra`
-    numbers apart and its columns `ca`, so that it may be transposed.
+    Rows of B and C are contiguous, and `ldb` and `ldc` numbers apart; A's rows are `ra`
+    numbers apart and its columns `ca`, so A may be transposed.
     """
     _apart()
     width, j = lanes(c), 0
@@ -990,17 +990,17 @@ def gemm(c, ldc, a, ra, ca, b, ldb, m, n, k, mode):  # type: ignore[no-untyped-d
 
 
 def vector_lanes(dtype: np.dtype) -> tuple[int, int]:
-    """How many numbers a vector has, and how many `gemm_rows` takes side by side."""
+    """The numbers in a vector, and those that `gemm_rows` handles side by side."""
     count = _BYTES // dtype.itemsize
     return count, _SIDE * count
 
 
 @jit
 def gemm_rows(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, n, k, mode):  # type: ignore[no-untyped-def]
-    """The same, for rows of C and B that lie where indices say.
+    """As `gemm`, for rows of C and B that are given by indices.
 
-    `at_c` and `at_b` are addresses of int64, and n is a multiple of the second of
-    `vector_lanes`.
+    `at_c` and `at_b` are addresses of int64 indices, and n is a multiple of
+    `vector_lanes(dtype)[1]`.
     """
     for j in range(0, n, _SIDE * lanes(c)):
         _panel_of_gathered(c + j, ldc, at_c, a, ra, ca, b + j, ldb, at_b, m, k, mode)

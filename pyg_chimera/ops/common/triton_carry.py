@@ -1,12 +1,12 @@
-r"""States carried from span to span on a GPU: the upper level of a scan on two levels.
+r"""States carried from span to span on a GPU: the upper level of a two-level scan.
 
 .. math::
     h_s = a_s h_{s-1} + x_s
 
-for spans of a scan, where :math:`x_s` is what the rows of a span leave behind, from
-zero, and :math:`a_s` what they leave of a state before it: zero where another sequence
-begins, so that all of them are one. A program takes some channels, and many spans at a
-time; spans themselves are computed side by side.
+over the spans of a scan, where :math:`x_s` is the state after the rows of a span if it
+starts from zero, and :math:`a_s` their total decay: zero at the start of a sequence, so
+that all sequences are scanned as one. A program handles some channels, and many spans
+at a time; the rows of different spans are processed in parallel elsewhere.
 """
 
 import triton
@@ -22,13 +22,13 @@ _SPANS, _WIDTH = 32, 32
 
 
 def carry(decay: Tensor, x: Tensor, reverse: bool = False) -> Tensor:
-    """Sets x to the states after each span, or from the last one on, before each.
+    """Sets x to the states after each span, or if reversed, before each span.
 
     Args:
         decay: [spans, ...].
-        x: [spans, ...], of as many numbers, or a multiple: each decay is of several
-            numbers that follow on each other.
-        reverse: From the last span to the first one.
+        x: [spans, ...], with the same number of entries as `decay` or a multiple: each
+            decay then applies to several consecutive entries.
+        reverse: Whether to go from the last span to the first one.
     """
     if x.numel() == 0:
         return x
@@ -43,7 +43,7 @@ def carry(decay: Tensor, x: Tensor, reverse: bool = False) -> Tensor:
 
 @triton.jit
 def compose(a, x, b, y):  # type: ignore[no-untyped-def]
-    """First a h + x, then b h + y; zero lets nothing through, not even NaN."""
+    """First a h + x, then b h + y; if b is zero, not even NaN passes."""
     cut = b == 0
     return tl.where(cut, b, a * b), tl.where(cut, y, b * x + y)
 
@@ -53,7 +53,7 @@ def _carry(  # type: ignore[no-untyped-def]
     DECAY, X, num_spans, size, REPEATS: tl.constexpr, REVERSE: tl.constexpr,
     SPANS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """All spans, of some channels."""
+    """All spans, WIDTH channels per program."""
     c = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     o = tl.arange(0, SPANS)
     h = tl.zeros([WIDTH], X.dtype.element_ty)
@@ -67,5 +67,5 @@ def _carry(  # type: ignore[no-untyped-def]
         a, x = tl.associative_scan((a, x), 0, compose)
         x = tl.where(a == 0, x, a * h[None, :] + x)
         h = tl.sum(tl.where((o == SPANS - 1)[:, None], x, 0.0), 0)
-        tl.debug_barrier()  # all have read what is replaced
+        tl.debug_barrier()  # all must have read the old values before the store
         tl.store(at, x, mask=there)

@@ -1,11 +1,11 @@
 r"""The chunk form of a scan along paths on a GPU, from `"Transformers are SSMs"
 <https://arxiv.org/abs/2405.21060>`_ (Section 6).
 
-States follow on each other, :math:`C_i = a_i C_{i-1} + k_i v_i^{\top}`, and are read by
-:math:`y_i = C_i^{\top} q_i`. A path is cut into chunks of a tile. With the decays
-:math:`D_{ij} = a_i \cdots a_{j+1}` within one, :math:`r_i = a_i \cdots a_{first}` and
-:math:`l_j = a_{last} \cdots a_{j+1}`, and with the state :math:`C` before it and the
-adjoint :math:`Z` after it, all is of one form:
+The states are :math:`C_i = a_i C_{i-1} + k_i v_i^{\top}`, and the outputs :math:`y_i =
+C_i^{\top} q_i`. A path is cut into chunks of one tile each. With the decays
+:math:`D_{ij} = a_i \cdots a_{j+1}` within a chunk, :math:`r_i = a_i \cdots a_{first}`
+and :math:`l_j = a_{last} \cdots a_{j+1}`, the state :math:`C` before it and the adjoint
+:math:`Z` after it, everything has one form:
 
 .. math::
     y  &= (D \odot Q K^T) V + r \odot Q C, &\quad
@@ -14,13 +14,13 @@ adjoint :math:`Z` after it, all is of one form:
     dk &= (D^T \odot V dY^T) Q + l \odot V Z^T.
 
 Decays are products, never quotients, so weights may have any sign, and be zero. Chunks
-are computed side by side, of one path or of several: what each leaves behind first,
-:math:`K^T (l \odot V)` and :math:`Q^T (r \odot dY)`, then what is carried from chunk to
-chunk (`triton_carry`), which is all of states that is kept, and then the rest.
+are processed in parallel: first what each adds to the state or adjoint,
+:math:`K^T (l \odot V)` or :math:`Q^T (r \odot dY)`, then the states between chunks
+(`triton_carry`), the only states that are stored, and then the rest.
 
-The gradient of a weight is what is read from its node on of what was written before:
-with :math:`d_{ij} = (q_i^{\top} k_j) (dy_i^{\top} v_j)`, one more column for the state
-before and one more row for the state after,
+The gradient of a weight sums up what nodes from its own on read of what nodes before it
+wrote: with :math:`d_{ij} = (q_i^{\top} k_j) (dy_i^{\top} v_j)`, and one more column for
+the state before and one more row for the state after,
 :math:`da_t = \sum_j (D^T d)_{tj} D_{t-1,j}`.
 """
 
@@ -42,11 +42,11 @@ from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
 
 __all__ = ["CHUNK", "Chunks", "scan", "scan_gradients"]
 
-#: Positions of a chunk. Tiles of 64 do not fit in the registers.
+#: Positions per chunk. Tiles of 64 do not fit in the registers.
 CHUNK = 32
-#: Channels at a time, of what is multiplied to scores and of what they multiply.
+#: Channels at a time: of the inputs of scores, and of what scores are multiplied with.
 _STEP, _WIDTH = 32, 32
-#: Value channels at a time, for the gradients of weights, which need most registers.
+#: Value channels at a time in `_weight_gradient`, which needs the most registers.
 _FEWER = 16
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 
@@ -55,15 +55,15 @@ class Chunks(NamedTuple):
     """Paths in chunks, on a device: S positions, L edges, K chunks."""
 
     start: Tensor  #: [K + 1] first position of each chunk, int32
-    ongoing: Tensor  #: [K + 1] whether it goes on from the chunk before, int32
-    node: Tensor  #: [S] the row of the inputs that belongs to each position, int32
+    ongoing: Tensor  #: [K + 1] whether it continues the path of the last one, int32
+    node: Tensor  #: [S] the row of the inputs at each position, int32
     place: Tensor  #: [L] the position that each edge leads to, int64
 
     @classmethod
     def of(
         cls, ptr: np.ndarray, node: np.ndarray, place: np.ndarray, device: torch.device
     ) -> "Chunks":
-        """For paths that begin at the positions `ptr`."""
+        """Cuts paths, which begin at the positions `ptr`, into chunks."""
         count = -(-np.diff(ptr) // CHUNK)
         step = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         start = np.append(np.repeat(ptr[:-1], count) + CHUNK * step, ptr[-1])
@@ -74,7 +74,7 @@ class Chunks(NamedTuple):
         return cls(*moved, places)  # type: ignore[call-arg]
 
     def programs(self, heads: int) -> int:
-        """For each chunk and head."""
+        """One program per chunk and head."""
         return (self.start.numel() - 1) * heads
 
 
@@ -102,7 +102,7 @@ def scan_gradients(
     state: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `scan`, of query, key, value and the edges' weights."""
+    """The gradients of `scan`: of query, key, value and the edges' weights."""
     if query.numel() == 0 or value.numel() == 0:
         return query * 0, key * 0, value * 0, edge_weight * 0
     query, key, value, grad = (x.contiguous() for x in (query, key, value, grad))
@@ -124,7 +124,7 @@ def scan_gradients(
 
 
 def _by_position(chunks: Chunks, edge_weight: Tensor) -> Tensor:
-    """The weight that leads to each position, [heads, S]; zero begins a path."""
+    """The weight of the edge to each position, [heads, S]; zero at a path's start."""
     weight = edge_weight.new_zeros(edge_weight.size(1), chunks.node.numel())
     return weight.index_copy_(1, chunks.place, edge_weight.t())
 
@@ -132,7 +132,9 @@ def _by_position(chunks: Chunks, edge_weight: Tensor) -> Tensor:
 def _carried(
     chunks: Chunks, weight: Tensor, X: Tensor, Z: Tensor, reverse: bool = False
 ) -> Tensor:
-    """The states after each chunk, or the adjoints before it, of keys and values."""
+    """The states after each chunk from keys X and values Z; if reversed, the adjoints
+    before each chunk from queries X and gradients Z.
+    """
     heads, (groups, N), P = len(weight), X.shape[1:], Z.size(2)
     end = Z.new_empty(len(chunks.start) - 1, heads, N, P)
     decay = Z.new_empty(len(chunks.start) - 1, heads)
@@ -156,7 +158,7 @@ def _product(
     turned: bool = False,
     up: bool = False,
 ) -> Tensor:
-    """(D * X Y^T) Z + r * X C, or with C^T, or with D^T, l and adjoints."""
+    """(D * X Y^T) Z + r * X C, with C^T if `turned`; with D^T, l and Z's if `up`."""
     heads, channels = len(weight), Z.size(2)
     out = Z.new_empty(Z.size(0), heads, channels)
     step, width = (channels_at_once(x.size(2), _STEP) for x in (X, Z))
@@ -176,7 +178,7 @@ def _product(
 
 @triton.jit
 def _chunk(START, heads):  # type: ignore[no-untyped-def]
-    """Of a program: the chunk, its first position and size, and the head."""
+    """A program's chunk, the chunk's first position and size, and the head."""
     k, h = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = tl.load(START + k)
     return k, first, tl.load(START + k + 1) - first, h
@@ -184,7 +186,7 @@ def _chunk(START, heads):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weights(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Those of positions, shifted by some; one where there is none."""
+    """The weights of a chunk's positions, shifted; one beyond its ends."""
     o = tl.arange(0, CHUNK) + shift
     at = W + h.to(tl.int64) * num_states + first + o
     return tl.load(at, mask=(o >= 0) & (o < size), other=1.0)
@@ -192,7 +194,7 @@ def _weights(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):  # type
 
 @triton.jit
 def _decays(weight, behind, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The products of weights i .. j + 1, of rows i, which are so many behind."""
+    """D_ij, the product of weights j + 1 .. i, for rows i shifted by `behind`."""
     i, j = tl.arange(0, CHUNK)[:, None] - behind, tl.arange(0, CHUNK)[None, :]
     one = tl.full([CHUNK, CHUNK], 1.0, weight.dtype)
     decays = tl.cumprod(tl.where(i > j, weight[:, None], one), 0)
@@ -204,7 +206,7 @@ def _slice(  # type: ignore[no-untyped-def]
     STATE, k, h, there, x, z, HEADS: tl.constexpr, X_SIZE: tl.constexpr,
     Z_SIZE: tl.constexpr, X_STRIDE: tl.constexpr, Z_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Channels [x, z] of the state of a chunk; zero if `there` is."""
+    """Entries [x, z] of the state of chunk k; zero unless `there`."""
     state = STATE + (k.to(tl.int64) * HEADS + h) * (X_SIZE * Z_SIZE)
     inside = (x < X_SIZE * there)[:, None] & (z < Z_SIZE)[None, :]
     at = state + x[:, None] * X_STRIDE + z[None, :] * Z_STRIDE
@@ -216,7 +218,7 @@ def _rows(  # type: ignore[no-untyped-def]
     X, node, there, h, channel, HEADS: tl.constexpr, SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Channels of rows of X [rows, HEADS, SIZE]."""
+    """WIDTH channels of the given rows of X [rows, HEADS, SIZE]."""
     at, inside = tile_places(node, there, h, channel, HEADS, SIZE, WIDTH)
     return tl.load(X + at, mask=inside, other=0.0)
 
@@ -231,7 +233,7 @@ def _chunk_ends(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X^T (l * Z), or with r: a slice of what a chunk leaves behind."""
+    """X^T (l * Z), or with r if reversed: a slice of a chunk's own contribution."""
     k, first, size, h = _chunk(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     n, p = tl.program_id(1) * STEP, tl.program_id(2) * WIDTH
@@ -244,7 +246,7 @@ def _chunk_ends(  # type: ignore[no-untyped-def]
         later = _weights(W, first, size, h, num_states, 1, CHUNK)
         factor = tl.cumprod(later, 0, reverse=True)
     end = tl.dot(tl.trans(x), factor[:, None] * z, input_precision=PRECISION)
-    if REVERSE:  # a NaN must not reach the path before
+    if REVERSE:  # NaN must not reach the path before
         end = tl.where(tl.load(ONGOING + k) > 0, end, 0.0)
     n, p = n + tl.arange(0, STEP), p + tl.arange(0, WIDTH)
     at = END + (k.to(tl.int64) * HEADS + h) * (N * P) + n[:, None] * P + p[None, :]
@@ -262,12 +264,12 @@ def _chunk_product(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, UP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of (D * X Y^T) Z + r * X C, or upwards, and some of Z's channels."""
+    """One chunk of (D * X Y^T) Z + r * X C, or its `UP` form: WIDTH of Z's channels."""
     k, first, size, h = _chunk(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     z = tl.program_id(1) * WIDTH
     x_head, z_head = h // (HEADS // X_HEADS), h // (HEADS // Z_HEADS)
-    goes_on = tl.load(ONGOING + k + UP)  # of the chunk, or of the next one
+    goes_on = tl.load(ONGOING + k + UP)  # this chunk, or with UP the next one
     beside = k + 1 if UP else k - 1
     weight = _weights(W, first, size, h, num_states, 0, CHUNK)
     if UP:
@@ -277,7 +279,7 @@ def _chunk_product(  # type: ignore[no-untyped-def]
         factor = tl.cumprod(weight, 0)
     scores = tl.zeros([CHUNK, CHUNK], X.dtype.element_ty)
     out = tl.zeros([CHUNK, WIDTH], X.dtype.element_ty)
-    for channel in range(0, X_SIZE, STEP):  # unrolled, it would not fit in registers
+    for channel in range(0, X_SIZE, STEP):  # if unrolled, it would exceed the registers
         x = _rows(X, node, there, x_head, channel, X_HEADS, X_SIZE, STEP)
         y = _rows(Y, node, there, x_head, channel, X_HEADS, X_SIZE, STEP)
         scores = tl.dot(x, tl.trans(y), scores, input_precision=PRECISION)
@@ -308,9 +310,9 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     group = h // (HEADS // GROUPS)
     before, after = tl.load(ONGOING + k), tl.load(ONGOING + k + 1)
-    read = tl.zeros([CHUNK], Q.dtype.element_ty)  # by each row, of the state before
-    left = tl.zeros([CHUNK], Q.dtype.element_ty)  # by each row, in the state after
-    passed = tl.zeros([STEP_N], Q.dtype.element_ty)  # of the one in the other
+    read = tl.zeros([CHUNK], Q.dtype.element_ty)  # from the state before, by each row
+    left = tl.zeros([CHUNK], Q.dtype.element_ty)  # in the state after, by each row
+    passed = tl.zeros([STEP_N], Q.dtype.element_ty)  # from the one to the other
     for n in range(0, N, STEP_N):
         q = _rows(Q, node, there, group, n, GROUPS, N, STEP_N)
         x = _rows(K, node, there, group, n, GROUPS, N, STEP_N)

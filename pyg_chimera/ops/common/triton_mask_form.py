@@ -1,10 +1,10 @@
-r"""The mask form on a GPU: matrices of blocks, cut into tiles.
+r"""The mask form on a GPU: one matrix per block of nodes, cut into tiles.
 
 .. math::
     y = (L \odot Q K^T) V, \qquad L = (I - A)^{-1}
 
-for each block of nodes and each head. Everything but the inverse is of one form,
-:math:`(L \odot X Y^T) Z` or the same with :math:`L^T`:
+for each block of nodes and each head. Everything but the inverse has the form
+:math:`(L \odot X Y^T) Z`, or the same with :math:`L^T`:
 
 ==========================================  ====================================
 :math:`y  = (L \odot Q K^T) V`
@@ -13,13 +13,13 @@ for each block of nodes and each head. Everything but the inverse is of one form
 :math:`M = L^T dL`                          :math:`dA_{ij} = \langle M_i, L_j \rangle`
 ==========================================  ====================================
 
-since :math:`dA = L^T dL L^T`, of which only entries of edges are asked for. Where edges
-lead to later positions only, L is triangular, and tiles above the diagonal are neither
+since :math:`dA = L^T dL L^T`, of which only entries of edges are needed. If edges lead
+to later positions only, L is triangular, and tiles above the diagonal are neither
 written nor read. No program writes what another one reads or writes.
 
-Matrices lie one behind the other, [heads, total]: that of a block of n nodes begins at
-its offset and has rows of `width`, n rounded up to whole tiles. The inputs are gathered
-from, and the outputs scattered to, their rows by tables.
+Matrices are stored one after the other, [heads, total]: that of a block of n nodes
+begins at its offset and has n rows of length `width`, both rounded up to whole tiles.
+Tables map positions to the rows of inputs and outputs.
 """
 
 from typing import NamedTuple
@@ -45,25 +45,25 @@ __all__ = [
 
 #: Rows and columns of a tile. Tiles of 64 do not fit in the registers.
 TILE = 32
-#: Channels at a time, of what is multiplied to scores and of what they multiply.
+#: Channels at a time: of the inputs of scores, and of what scores are multiplied with.
 _STEP, _WIDTH = 32, 64
-#: Options of kernels: no load runs ahead of the products, for which registers are few.
+#: Kernel options: no prefetching of loads, as the products need the registers.
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
 class Masks(NamedTuple):
-    """Where the matrices of a batch lie, on a device: T blocks, E edges."""
+    """The layout of a batch's matrices, on a device: T blocks, E edges."""
 
     ptr: Tensor  #: [T + 1] first position of each block, int32
-    node: Tensor  #: the row of the inputs that belongs to each position, int32
+    node: Tensor  #: the row of the inputs at each position, int32
     offset: Tensor  #: [T] first entry of each matrix, int64
-    row: Tensor  #: [E] where the row of an edge's target begins, int64
-    col: Tensor  #: [E] where the row of its source begins, int64
+    row: Tensor  #: [E] first entry of the row of an edge's target, int64
+    col: Tensor  #: [E] first entry of the row of its source, int64
     place: Tensor  #: [E] the entry of an edge, int64
-    stop: Tensor  #: [E] columns of both rows that count, int32
-    total: int  #: entries of all matrices of a head
+    stop: Tensor  #: [E] how many leading columns of both rows may be nonzero, int32
+    total: int  #: entries per head
     tiles: int  #: rows of tiles of the largest matrix
-    triangular: bool  #: whether edges lead to later positions only
+    triangular: bool  #: whether all edges lead to later positions
 
     @classmethod
     def of(
@@ -76,7 +76,7 @@ class Masks(NamedTuple):
         triangular: bool,
         device: torch.device,
     ) -> "Masks":
-        """For edges, numbered `edge`, from positions `col` to positions `row`."""
+        """The layout for edges, with indices `edge`, from positions `col` to `row`."""
         width = -(-np.diff(ptr) // TILE) * TILE
         end = np.cumsum(width**2)
         block = np.searchsorted(ptr, row, side="right") - 1
@@ -107,7 +107,7 @@ class Masks(NamedTuple):
         )
 
     def programs(self, heads: int) -> tuple[int, int]:
-        """For each block and head, for each row of tiles of the largest block."""
+        """One program per block and head, and per row of tiles of the largest block."""
         return (self.offset.numel() * heads, self.tiles)
 
 
@@ -115,10 +115,10 @@ class Masks(NamedTuple):
 
 
 def resolvents(masks: Masks, edge_weight: Tensor) -> Tensor:
-    """The resolvents L, [heads, total], of weights [E, heads]."""
+    """The resolvents L, [heads, total], for edge weights [E, heads]."""
     heads = edge_weight.size(1)
     A = edge_weight.new_zeros(heads, masks.total)
-    # Of a general matrix, what is inverted; edges alike are added up.
+    # The general inverse takes I + M, so M = -A. Parallel edges are summed.
     sign = 1 if masks.triangular else -1
     A.index_add_(1, masks.place, edge_weight.t(), alpha=sign)
     L = torch.empty_like(A) if masks.triangular else A
@@ -135,7 +135,7 @@ def resolvents(masks: Masks, edge_weight: Tensor) -> Tensor:
 
 
 def mix(masks: Masks, L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """(L * Q K^T) V, where each row of the inputs belongs to one position."""
+    """(L * Q K^T) V; each row of the inputs belongs to exactly one position."""
     if query.numel() == 0 or value.numel() == 0:
         return torch.zeros_like(value)
     query, key, value = (x.contiguous() for x in (query, key, value))
@@ -145,7 +145,7 @@ def mix(masks: Masks, L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> T
 def mix_gradients(
     masks: Masks, L: Tensor, query: Tensor, key: Tensor, value: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `mix`, of query, key and value, and of the edges' weights."""
+    """The gradients of `mix`: of query, key, value and the edges' weights."""
     if query.numel() == 0 or value.numel() == 0:
         dw = L.new_zeros(masks.place.numel(), L.size(0))
         return query * 0, key * 0, value * 0, dw
@@ -181,12 +181,12 @@ def mix_gradients(
 def _product(
     masks: Masks, L: Tensor, X: Tensor, Y: Tensor, Z: Tensor, transposed: bool = False
 ) -> Tensor:
-    """(L * X Y^T) Z; X and Y have as many heads as each other, Z may have others."""
+    """(L * X Y^T) Z; X and Y have the same number of heads, Z may have another one."""
     heads, (rows, _, channels) = L.size(0), Z.shape
     out = Z.new_empty(rows, heads, channels)
     width, precision = channels_at_once(channels, _WIDTH), input_precision(L)
     grid = (*masks.programs(heads), triton.cdiv(channels, width))
-    # Of three products in one the compiler keeps fewer numbers if loads run ahead.
+    # The compiler keeps fewer numbers of the threefold product if loads are prefetched.
     options = _OPTIONS | {"num_stages": 2 if precision == "tf32x3" else 1}
     with on_device_of(L):
         _masked_product[grid](
@@ -198,7 +198,7 @@ def _product(
 
 
 def channels_at_once(channels: int, most: int = _STEP) -> int:
-    """How many channels are taken at a time: a power of two, from 16 on."""
+    """The channels per step: a power of two, at least 16 and at most `most`."""
     return min(max(triton.next_power_of_2(channels), 16), most)
 
 
@@ -207,7 +207,7 @@ def channels_at_once(channels: int, most: int = _STEP) -> int:
 
 @triton.jit
 def _block(PTR, OFFSET, total, heads, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a program: the head; a block's first position and size; its matrix."""
+    """A program's head, and its block's first position, size, tiles and matrix."""
     t, h = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = tl.load(PTR + t)
     size = tl.load(PTR + t + 1) - first
@@ -217,7 +217,7 @@ def _block(PTR, OFFSET, total, heads, TILE: tl.constexpr):  # type: ignore[no-un
 
 @triton.jit
 def _tile(matrix, i, j, tiles, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers to tile i, j of a matrix."""
+    """Pointers to the entries of tile i, j of a matrix."""
     o = tl.arange(0, TILE)
     width = tiles * TILE
     return matrix + (i * width + j) * TILE + o[:, None] * width + o[None, :]
@@ -225,7 +225,7 @@ def _tile(matrix, i, j, tiles, TILE: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def tile_nodes(NODE, first, size, i, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The rows of inputs for a tile, and which of its rows there are."""
+    """The input rows of tile i's positions, and a mask of those that exist."""
     o = i * TILE + tl.arange(0, TILE)
     return tl.load(NODE + first + o, mask=o < size, other=0).to(tl.int64), o < size
 
@@ -235,7 +235,7 @@ def tile_places(  # type: ignore[no-untyped-def]
     node, there, h, channel, HEADS: tl.constexpr, SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Places in an input [nodes, HEADS, SIZE], from a channel on, and their mask."""
+    """Offsets into an input [nodes, HEADS, SIZE] from a channel on, and their mask."""
     c = channel + tl.arange(0, WIDTH)
     at = (node[:, None] * HEADS + h) * SIZE + c[None, :]
     return at, there[:, None] & (c < SIZE)[None, :]
@@ -248,7 +248,7 @@ def _scores(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A tile of X Y^T."""
     scores = tl.zeros([TILE, TILE], X.dtype.element_ty)
-    for channel in range(0, SIZE, STEP):  # unrolled, it would not fit in registers
+    for channel in range(0, SIZE, STEP):  # if unrolled, it would exceed the registers
         at, there = tile_places(row, row_there, h, channel, HEADS, SIZE, STEP)
         x = tl.load(X + at, mask=there, other=0.0)
         at, there = tile_places(col, col_there, h, channel, HEADS, SIZE, STEP)
@@ -265,7 +265,7 @@ def _triangular_inverse(  # type: ignore[no-untyped-def]
     A, L, PTR, OFFSET, total, heads, TILE: tl.constexpr,
     LOG_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """L = (I - A)^-1 for A below the diagonal: a column of tiles.
+    """L = (I - A)^-1 for a strictly lower triangular A: one column of tiles.
 
     By substitution, tile by tile: L_ij = D_i (sum over j <= k < i of A_ik L_kj), where
     D_i = (I - A_ii)^-1, and L_jj = D_j. A_ii is nilpotent, so D_i is the finite product
@@ -285,7 +285,7 @@ def _triangular_inverse(  # type: ignore[no-untyped-def]
             right = tl.dot(a, x, right, input_precision=PRECISION)
         power = tl.load(_tile(A + start, i, i, tiles, TILE))
         inverse = eye + power
-        for _ in range(1, LOG_TILE):  # unrolled, it takes twice the registers
+        for _ in range(1, LOG_TILE):  # if unrolled, it takes twice the registers
             power = tl.dot(power, power, input_precision=PRECISION)
             inverse = tl.dot(inverse, power, inverse, input_precision=PRECISION)
         x = tl.dot(inverse, right, input_precision=PRECISION)
@@ -298,18 +298,18 @@ def _general_inverse(  # type: ignore[no-untyped-def]
     M, PTR, OFFSET, total, heads, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M = (I + M)^-1 in place, by Gauss and Jordan without pivoting: a whole matrix.
+    """M <- (I + M)^-1 by Gauss-Jordan elimination without pivoting: a whole matrix.
 
-    With X = M_pp^-1 for one tile p after the other: M_pj <- X M_pj;
-    M_ij <- M_ij - M_ip M_pj; M_ip <- -M_ip X; M_pp <- X, for all other tiles i and j.
-    Each tile of the diagonal gets its ones when its turn comes.
+    For each tile p in turn, with X = M_pp^-1: M_pj <- X M_pj; M_ij <- M_ij - M_ip M_pj;
+    M_ip <- -M_ip X; M_pp <- X, for all other tiles i and j. The identity is added to
+    each diagonal tile when its turn comes.
     """
     _, _, _, tiles, start = _block(PTR, OFFSET, total, heads, TILE)
     o = tl.arange(0, TILE)
     eye = (o[:, None] == o[None, :]).to(M.dtype.element_ty)
     for p in range(0, tiles):
         X = eye + tl.load(_tile(M + start, p, p, tiles, TILE))
-        for k in range(0, TILE):  # the same within the tile, where i and j are numbers
+        for k in range(0, TILE):  # the same elimination, entry by entry within the tile
             in_row, in_col = o[:, None] == k, o[None, :] == k
             row = tl.sum(tl.where(in_row, X, 0.0), 0)
             col = tl.sum(tl.where(in_col, X, 0.0), 1)
@@ -319,7 +319,7 @@ def _general_inverse(  # type: ignore[no-untyped-def]
             new = tl.where(in_row, row[None, :], new)
             new = tl.where(in_col, (-pivot * col)[:, None], new)
             X = tl.where(in_row & in_col, pivot, new)
-        tl.debug_barrier()  # before a store: all have read what it replaces
+        tl.debug_barrier()  # all must have read the old values before they are replaced
         tl.store(_tile(M + start, p, p, tiles, TILE), X)
         for j in range(0, tiles):
             if j != p:
@@ -327,7 +327,7 @@ def _general_inverse(  # type: ignore[no-untyped-def]
                 new = tl.dot(X, tl.load(place), input_precision=PRECISION)
                 tl.debug_barrier()
                 tl.store(place, new)
-        tl.debug_barrier()  # after it: the rows below read it
+        tl.debug_barrier()  # the rows below read what was stored
         for i in range(0, tiles):
             if i != p:
                 left = tl.load(_tile(M + start, i, p, tiles, TILE))
@@ -355,7 +355,7 @@ def _masked_product(  # type: ignore[no-untyped-def]
     Z_SIZE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
     TRANSPOSED: tl.constexpr, TRIANGULAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(L * X Y^T) Z, or with L^T: a row of tiles, and some of Z's channels."""
+    """(L * X Y^T) Z, or with L^T: one row of tiles, WIDTH of Z's channels."""
     h, first, size, tiles, start = _block(PTR, OFFSET, total, HEADS, TILE)
     i, channel = tl.program_id(1), tl.program_id(2) * WIDTH
     if i < tiles:
@@ -393,7 +393,7 @@ def _mask_gradient(  # type: ignore[no-untyped-def]
     STEP_P: tl.constexpr, TILE: tl.constexpr, TRIANGULAR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of dL = (Q K^T) * (dY V^T)."""
+    """One tile of dL = (Q K^T) * (dY V^T)."""
     h, first, size, tiles, start = _block(PTR, OFFSET, total, HEADS, TILE)
     i, j = tl.program_id(1), tl.program_id(2)
     if (i < tiles) & (j <= i if TRIANGULAR else j < tiles):
@@ -412,7 +412,7 @@ def _adjoint(  # type: ignore[no-untyped-def]
     L, DL, M, PTR, OFFSET, total, heads, TILE: tl.constexpr,
     TRIANGULAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """M = L^T dL: a tile, and of a triangular L those that edges meet."""
+    """M = L^T dL: one tile; if L is triangular, only tiles that contain edges."""
     _, _, _, tiles, start = _block(PTR, OFFSET, total, heads, TILE)
     i, j = tl.program_id(1), tl.program_id(2)
     if (i < tiles) & (j <= i if TRIANGULAR else j < tiles):
@@ -428,7 +428,7 @@ def _adjoint(  # type: ignore[no-untyped-def]
 def _edge_gradient(  # type: ignore[no-untyped-def]
     M, L, DW, ROW, COL, STOP, total, num_edges, heads, TILE: tl.constexpr
 ):  # fmt: skip
-    """The gradient dw_e = <M_i, L_j> for some edges j -> i."""
+    """The gradients dw_e = <M_i, L_j> of TILE edges j -> i."""
     e, h = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     there = e < num_edges
     head = h.to(tl.int64) * total

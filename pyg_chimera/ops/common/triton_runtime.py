@@ -1,6 +1,6 @@
-"""Whether Triton's kernels can compute a call: on a GPU, or interpreted on the CPU.
+"""Whether Triton kernels can compute a call: on a GPU, or interpreted on the CPU.
 
-Triton itself is imported with the kernels, when the first of them is called.
+Triton itself is imported only with the kernels, when one is first called.
 """
 
 import os
@@ -23,22 +23,22 @@ __all__ = [
 ]
 
 WITH_TRITON = find_spec("triton") is not None
-#: Whether kernels are run by Triton's interpreter, which asks when they are defined.
+#: Whether Triton's interpreter runs the kernels; Triton reads it as they are defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
 
-#: For the backends: types of devices, and those that are slow and for tests.
+#: Device types of the Triton backends; the latter are slow and meant for tests only.
 DEVICES = ("cuda",)
 DEVICES_IF_ASKED = ("cpu",) if INTERPRETED else ()
 
-#: The first version that the kernels were compiled with, and the first GPU.
+#: The oldest Triton version and GPU compute capability that the kernels support.
 _OLDEST, _CAPABILITY = (3, 9), (8, 0)
 
 
 def why_not(x: Tensor, rows: int = 0) -> str | None:
-    """Why kernels can't compute on a tensor's device, in its dtype, or count so many
-    rows; None if they can.
+    """Why kernels can't process this tensor (device, dtype) or this number of rows;
+    None if they can.
 
-    The interpreter computes float64, too: in that, formulas can be told from rounding.
+    The interpreter also computes in float64, which tells wrong formulas from rounding.
     """
     reason = _problem(x.device)
     if reason is None and x.dtype == torch.float64 and not INTERPRETED:
@@ -76,9 +76,9 @@ def _problem_of_gpu(device: torch.device) -> str | None:
 
 
 def input_precision(x: Tensor) -> str:
-    """How `tl.dot` multiplies: as exactly as float32, unless PyTorch is told not to.
+    """The precision of `tl.dot`: that of float32, unless PyTorch allows TF32.
 
-    AMD's matrix cores take float32 as it is.
+    AMD's matrix cores multiply float32 natively.
     """
     if x.dtype == torch.float64 or torch.version.hip is not None:
         return "ieee"
@@ -86,5 +86,5 @@ def input_precision(x: Tensor) -> str:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:
-    """A context in which kernels run where a tensor is."""
+    """A context in which kernels are launched on the tensor's device."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -1,7 +1,7 @@
-"""Loops that kernels share, on whole vectors: products, copies, exponentials.
+"""Vectorized loops that kernels share: products, copies, exponentials.
 
-Rows of matrices are filled up with zeros to a multiple of `LANES` numbers: what is left
-over would be done number by number.
+Matrix rows are zero-padded to a multiple of `LANES` numbers, as a remainder would be
+processed number by number.
 """
 
 import math
@@ -53,13 +53,13 @@ __all__ = [
     "transpose",
 ]
 
-#: Rows of matrices are filled up to a multiple of this.
+#: Matrix rows are padded to a multiple of this.
 LANES = 16
 
 
 @jit
 def matmul(C, A, B, mode=SET):  # type: ignore[no-untyped-def]
-    """C = A B, C + A B or C - A B, for rows of B and C that are contiguous."""
+    """C = A B, C + A B or C - A B; rows of B and C are contiguous."""
     size = C.itemsize
     gemm(
         pointer(C), C.strides[0] // size, pointer(A), A.strides[0] // size,
@@ -70,7 +70,7 @@ def matmul(C, A, B, mode=SET):  # type: ignore[no-untyped-def]
 
 @jit
 def multiply(out, left, right):  # type: ignore[no-untyped-def]
-    """The products of the entries of two matrices."""
+    """The entrywise product of two matrices."""
     for i in range(out.shape[0]):
         target, x, y = out[i], left[i], right[i]
         for j in range(out.shape[1]):
@@ -79,14 +79,14 @@ def multiply(out, left, right):  # type: ignore[no-untyped-def]
 
 @jit
 def take(target, source, nodes, h):  # type: ignore[no-untyped-def]
-    """Copy [nodes, h, C] to a contiguous [n, C]."""
+    """Copy source[nodes, h], [n, C], to a contiguous target."""
     for i in range(nodes.shape[0]):
         target[i] = source[nodes[i], h]
 
 
 @jit
 def take_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
-    """Copy [nodes, h, C] to a contiguous [C, n], filled up with zeros."""
+    """Copy source[nodes, h] to a contiguous [C, n], zero-padded."""
     target[:, nodes.shape[0] :] = 0
     for i in range(nodes.shape[0]):
         row = source[nodes[i], h]
@@ -96,14 +96,14 @@ def take_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
 
 @jit
 def put(target, source, nodes, h):  # type: ignore[no-untyped-def]
-    """Copy [n, C] to [nodes, h, C]."""
+    """Copy [n, C] to target[nodes, h]."""
     for i in range(nodes.shape[0]):
         target[nodes[i], h] = source[i]
 
 
 @jit
 def put_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
-    """Copy [C, n] to [nodes, h, C]."""
+    """Copy [C, n] to target[nodes, h], transposed."""
     for i in range(nodes.shape[0]):
         row = target[nodes[i], h]
         for c in range(row.shape[0]):
@@ -120,7 +120,7 @@ def set_identity(rows):  # type: ignore[no-untyped-def]
 
 @jit
 def take_columns(target, source, nodes, h, first, count):  # type: ignore[no-untyped-def]
-    """[channels, nodes] of some nodes, filled up with zeros."""
+    """Copy `count` nodes' rows to columns, [channels, nodes], zero-padded."""
     for c in range(target.shape[0]):
         for i in range(target.shape[1]):
             target[c, i] = source[nodes[first + i], h, c] if i < count else 0
@@ -128,7 +128,7 @@ def take_columns(target, source, nodes, h, first, count):  # type: ignore[no-unt
 
 @jit
 def transpose(target, ldt, source, lds, m, n):  # type: ignore[no-untyped-def]
-    """[m, n], both filled up to whole vectors."""
+    """Transpose [m, n]; both sizes are rounded up to whole vectors."""
     step = lanes(target)
     for i in range(0, m, step):
         for j in range(0, n, step):
@@ -137,28 +137,28 @@ def transpose(target, ldt, source, lds, m, n):  # type: ignore[no-untyped-def]
 
 @jit
 def clear(target, size):  # type: ignore[no-untyped-def]
-    """Sets whole vectors to zero."""
+    """Set `size` numbers, rounded up to whole vectors, to zero."""
     for at in range(0, size, lanes(target)):
         store(target + at, zeros(target))
 
 
 @jit
 def copy(target, source, size):  # type: ignore[no-untyped-def]
-    """Copies whole vectors, from the first on."""
+    """Copy `size` numbers, rounded up to whole vectors."""
     for at in range(0, size, lanes(target)):
         store(target + at, load(source + at))
 
 
 @jit
 def even_share(number, most):  # type: ignore[no-untyped-def]
-    """The size of as few shares of a number as are at most so large, evenly cut."""
+    """The size of shares if cut evenly into the fewest of at most `most` each."""
     shares = max(1, (number + most - 1) // most)
     return max(1, (number + shares - 1) // shares)
 
 
 @jit
 def inner_product(p, q, size):  # type: ignore[no-untyped-def]
-    """The inner product of two states, in four sums: one has to wait for itself."""
+    """The inner product of two states, in four sums to hide the latency of adding."""
     step = lanes(p)
     s0, s1, s2, s3 = zeros(p), zeros(p), zeros(p), zeros(p)
     at = 0
@@ -176,7 +176,7 @@ def inner_product(p, q, size):  # type: ignore[no-untyped-def]
 
 @jit
 def inner_product_of_rows(x, y, size):  # type: ignore[no-untyped-def]
-    """The inner product of two rows, which need not be whole vectors."""
+    """The inner product of two rows of any length."""
     sums = zeros(x)
     for at in range(0, size, lanes(x)):
         sums = fma(load_part(x + at, size - at), load_part(y + at, size - at), sums)
@@ -192,16 +192,16 @@ _TAYLOR_32 = tuple(np.float32(c) for c in _TAYLOR[6::-1])
 
 
 def exp2(x: float) -> float:
-    """2^x of a number in a loop, which becomes one over vectors, or of a vector: to the
-    last bits, where the C library goes one by one.
+    """2^x of a vector, or of a number in a loop, which the compiler then vectorizes
+    (the C library's function it cannot); accurate to the last bits.
 
-    x = n + r with an integer n, which becomes the exponent, and |r| <= 1/2, of which a
-    polynomial is taken. What is below the smallest normal number becomes that.
+    x = n + r with an integer n, which becomes the exponent, and |r| <= 1/2, for which
+    a polynomial is evaluated. Results below the smallest normal number are set to it.
     """
     return np.exp2(x)
 
 
-# Sums must not be reordered here: x - n is exact, and only after n.
+# Sums must not be reordered here: x - n is exact only if evaluated as written.
 @overload(exp2, jit_options={"fastmath": {"contract"}})
 def _overload_exp2(x):  # type: ignore[no-untyped-def]
     if (x.dtype if isinstance(x, VectorType) else x) == types.float32:
@@ -224,7 +224,7 @@ def _overload_exp2(x):  # type: ignore[no-untyped-def]
         return p * power_of_two(n)
 
     def exp2(x):  # type: ignore[no-untyped-def]
-        # Comparisons with NaN are false: it passes.
+        # Comparisons with NaN are false, so NaN propagates.
         x = least if x < least else x
         x = most if x > most else x
         n = np.floor(x + half)
@@ -241,11 +241,11 @@ def _overload_exp2(x):  # type: ignore[no-untyped-def]
 
 
 def optimized() -> None:
-    """Tells the compiler of the kernel that calls this what numba has no options for.
+    """Passes hints to the compiler of the calling kernel that numba has no options for.
 
-    That no two of its arrays overlap, so that one loop may write to several. And that
-    it should use all of its vector units: half of them are preferred where that lets
-    other programs run at a higher clock, which costs half as much again here.
+    First, that its arrays do not overlap, so that one loop may write to several.
+    Second, to use the full vector width: LLVM may prefer half of it to keep clock rates
+    high, which takes 1.5 times as long here.
     """
 
 
@@ -261,7 +261,7 @@ def _mark_caller(typing_context):  # type: ignore[no-untyped-def]
             if isinstance(argument.type, ir.PointerType):
                 argument.add_attribute("noalias")
         attributes = builder.function.attributes
-        if isinstance(attributes, set):  # past its list, which has none with a value
+        if isinstance(attributes, set):  # llvmlite's `add` rejects those with a value
             set.add(attributes, '"prefer-vector-width"="512"')
         return context.get_dummy_value()
 
