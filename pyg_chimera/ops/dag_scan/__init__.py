@@ -1,4 +1,4 @@
-"""Linear recurrences on DAGs: on their nodes, on their edges, on grids."""
+"""Linear recurrences on DAGs: on their nodes, on their edges, and on grids."""
 
 from pyg_chimera.ops.dag_scan.op import dag_scan, grid_dag_scan, grid_scan, stm_scan
 

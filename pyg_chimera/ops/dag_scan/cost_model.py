@@ -1,6 +1,6 @@
-"""What the forms of a scan take on a CPU: multiply-adds, seconds and bytes.
+"""Predicted costs of the forms of a scan on a CPU: multiply-adds, seconds and bytes.
 
-The constants are nanoseconds of one core (AMD Zen 4), forward and backward.
+The constants are in nanoseconds on one core (AMD Zen 4), forward and backward.
 """
 
 import numpy as np
@@ -18,11 +18,11 @@ __all__ = ["cost_of"]
 def cost_of(
     form: str, structure: StateGraph | GridStates, query: Tensor, value: Tensor
 ) -> Cost:
-    """What a form takes on this CPU, forward and backward, by the numba backend.
+    """The cost of a form on this CPU, forward and backward, with the numba backend.
 
     Args:
-        form: ``"state"``, ``"mask"``, or on paths ``"chunk"``.
-        structure: The states.
+        form: ``"state"``, ``"mask"``, or for paths ``"chunk"``.
+        structure: The graph of states, or the states of grids.
         query: [V, groups, state channels].
         value: [V, heads, value channels].
     """
@@ -55,7 +55,7 @@ def cost_of(
             operations = 3.0 * visits * 9.0 * lanes
             held = float(grid_sweeps.most_held(structure.grids, 16))
     else:
-        # A state takes the longer the less of the channels of all fit in a cache.
+        # The fewer channels of all states fit in the cache, the longer a state takes.
         lanes = num_keys * (-(-channels // 16) * 16)  # in whole vectors
         shares = np.ceil(sizes * lanes / (1 << 18))
         time = (0.45 * sizes + 0.2 * entries) * lanes + 100.0 * shares * sizes

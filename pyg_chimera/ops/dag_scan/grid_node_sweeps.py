@@ -1,18 +1,18 @@
 """The state form of `grid_dag_scan` on the CPU: sweeps over the nodes of grids.
 
-In each orientation, a node's state comes from those of the one beside it and the one
-above it, by transitions a and b; backward, its adjoint comes from those of the nodes
-whose states come from it:
+In each orientation, a node's state is computed from those of the nodes beside it and
+above it, with transitions a and b; in the backward pass, its adjoint from those of the
+nodes that its state flows to:
 
     S = a S_beside + b S_above + s k v^T,                     y += S^T q
     Z = a_beside Z_beside + b_below Z_below + q dy^T,
     dq += S dy,  dk += s Z v,  dv += s Z^T k,  ds = k^T Z v,
     da = <Z, S_beside>,  db = <Z, S_above>.
 
-So nodes load two states and store one, in place of that from above. Tiles, rows, and
-the rows whose states are held backward are as in `grid_sweeps`. Backward, a task is a
-grid and some heads, with slices of value channels, all of which add to the same
-gradients of query and key.
+So each node loads two states and stores one, which replaces the one above. Tiles, rows,
+and the rows whose states the backward pass holds are as in `grid_sweeps`. A task of the
+backward pass is a grid with some heads and slices of value channels, all of which add
+to the same gradients of query and key.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ __all__ = ["backward", "forward", "most_held"]
 def _costs(  # type: ignore[no-untyped-def]
     grids: Grids, source: np.ndarray, key: np.ndarray, value: np.ndarray, parts: int
 ):
-    """Of the tasks, of so many heads and slices each, forward, in about nanoseconds."""
+    """The forward cost of each task of `parts` heads and slices, in nanoseconds."""
     _, heads, slices, width = value.shape
     vectors = -(-width // vector_lanes(value.dtype)[0])
     nodes = grids.height * grids.width * float(source.shape[1])
@@ -67,7 +67,7 @@ def forward(
 
     Args:
         grids: The grids.
-        orientations: [O], which these are.
+        orientations: [O], the orientation of each of the gates' O entries.
         source: [V, O, heads].
         transition: [V, O, 2, heads].
         query: [V, groups, N].
@@ -107,8 +107,8 @@ def backward(
 ) -> tuple[np.ndarray, ...]:
     """Gradients of query and key [splits, V, groups, N], value, source and transition.
 
-    A task takes `parts` of the heads and slices of a group, which are cut into
-    `splits`. Gradients of gates have slices in front, too.
+    A task takes `parts` of a group's heads and slices, of which there are `splits` such
+    parts. Gradients of gates also have slices, as their first dimension.
     """
     _, heads, slices, _ = value.shape
     splits = heads * slices // (key.shape[1] * parts)
@@ -140,7 +140,7 @@ def backward(
 
 
 def most_held(grids: Grids, vector: int) -> int:
-    """Numbers of the states that a task holds backward, at most."""
+    """The most numbers of states that a task of the backward pass holds."""
     most = 0
     for sides in set(zip(grids.height.tolist(), grids.width.tolist(), strict=True)):
         n, lines = sorted(sides)
@@ -157,8 +157,8 @@ def _row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Sweeps a row of `n` nodes, from `u` on, that are `turn` apart.
 
-    Its states, one after the other behind a tile of zeros, may take the place of those
-    above. Adds to `out` if given.
+    Its states are stored contiguously after a tile of zeros, and may replace those
+    above. Adds to `out` unless it is None.
     """
     by = lanes(states)
     zero = total(zeros(states))
@@ -166,7 +166,7 @@ def _row(  # type: ignore[no-untyped-def]
         here, over = states + x * size, above + x * size
         before = here + (-size)
         gates = transition + 2 * u * of_source
-        # Nothing arrives at a border: its gates are nobody's, and may be anything.
+        # Gates at a border belong to no edge, and may be anything, even NaN.
         a, b = zero, zero
         if x > 0:
             a = gates[0]
@@ -194,13 +194,13 @@ def _row_back(  # type: ignore[no-untyped-def]
     of_source, transition, other, query, key, of_keys, value, grad, of_values, w,
     grad_query, grad_key, grad_value, grad_source, grad_transition,
 ):  # fmt: skip
-    """The same row the other way, from its last node `u` on.
+    """Sweeps the same row in reverse, from its last node `u` on.
 
-    Adjoints, before a tile of zeros, take the place of those of the row below.
+    Adjoints, followed by a tile of zeros, replace those of the row below.
     """
     by = lanes(states)
     zero = total(zeros(states))
-    of_q, of_k = rows, rows + (m + by) * by  # products to be summed up
+    of_q, of_k = rows, rows + (m + by) * by  # rows of products, to be summed
     for x in range(n - 1, -1, -1):
         here, over, adjoint = states + x * size, above + x * size, adjoints + x * size
         before, after = here + (-size), adjoint + size
@@ -314,8 +314,8 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                 row = (n + 1) * size
                 held = rows_held(lines, (n + 1) * KEYS * by)
                 segments = (lines + held - 1) // held
-                # Of rows, the states, behind one that enters a segment; adjoints; and
-                # what enters each segment.
+                # Scratch: the states of a segment's rows, after the row that enters it;
+                # a row of adjoints; and the row of states that enters each segment.
                 states = rows + 2 * (m + by) * by
                 adjoints = states + (held + 1) * row
                 stored = adjoints + row

@@ -1,19 +1,19 @@
 """The state form of `grid_scan` on the CPU: sweeps over the nodes of grids.
 
-In each orientation, edges lead to a node from the one beside it and the one above it,
-with states C and E, and from it on to the right and downward:
+In each orientation, edges lead to a node from the nodes beside it and above it, with
+states C and E, and from it to the right and downward, with states R and D:
 
     R = S_r k v^T + T_rr C + T_rd E,        y += q^T (M_r C + M_d E)
     D = S_d k v^T + T_dr C + T_dd E,
 
-so that a node loads two states and stores two, where one state at a time would take
-twice that, and no list of states is needed. A task is a (grid, head, slice of value
+so a node loads two states and stores two, where one state at a time would take twice as
+many, and no list of states is needed. A task is a (grid, head, slice of value
 channels). It sweeps tiles of at most 16 key channels by one vector of value channels,
-an orientation after the other, row by row; between rows, one row of states is held.
+one orientation after the other, row by row, and holds one row of states between rows.
 
-Backward, all C and E of some rows are computed anew and held, then the same sweep runs
-the other way, with the adjoints of R and D. Before, the states that enter those rows
-were stored, if the rows are not the whole grid.
+The backward pass recomputes and holds C and E for a segment of rows, then sweeps it in
+reverse, with the adjoints of R and D. If a segment is not the whole grid, the states
+that enter each segment are stored first.
 """
 
 import math
@@ -48,14 +48,14 @@ __all__ = [
     "rows_held",
 ]
 
-#: Key channels of a tile.
+#: Key channels per tile.
 KEYS = 16
-#: Numbers of states that are held backward, about: they stream through a cache.
+#: Numbers of states that the backward pass holds, about, so that they fit in a cache.
 _HELD = 1 << 19
 
 
 def _costs(grids: Grids, source: np.ndarray, key: np.ndarray, value: np.ndarray):  # type: ignore[no-untyped-def]
-    """Of the tasks, forward, in about nanoseconds."""
+    """The cost of each task of the forward pass, in nanoseconds (approximately)."""
     _, heads, slices, width = value.shape
     vectors = -(-width // vector_lanes(value.dtype)[0])
     nodes = grids.height * grids.width * float(source.shape[1])
@@ -113,7 +113,7 @@ def backward(
 ) -> tuple[np.ndarray, ...]:
     """Gradients of query, key [slices, V, heads, N], value, source, mark, transition.
 
-    Those of gates have slices, too, in front.
+    Gradients of gates also have slices, as their first dimension.
     """
     nodes, heads, slices, _ = value.shape
     dq, dk = (np.zeros((slices, nodes, heads, key.shape[2]), key.dtype) for _ in "qk")
@@ -146,7 +146,7 @@ def backward(
 
 
 def most_held(grids: Grids, vector: int) -> int:
-    """Numbers of the states that a task holds backward, at most."""
+    """The most numbers of states that a task of the backward pass holds."""
     most, size = 0, KEYS * vector
     for sides in set(zip(grids.height.tolist(), grids.width.tolist(), strict=True)):
         n, lines = sorted(sides)
@@ -158,8 +158,8 @@ def most_held(grids: Grids, vector: int) -> int:
 
 @jit
 def rows_held(height, row):  # type: ignore[no-untyped-def]
-    """Of how many rows states are held at a time, `row` numbers each: of all, if they
-    fit; else what is stored before such segments of rows shall not be more.
+    """How many rows of `row` numbers of states are held at a time: all, if they fit;
+    else at least the square root, so that what is stored per segment is no more.
     """
     fit = _HELD // row
     return height if fit >= height else max(1, fit, int(math.sqrt(height)))
@@ -167,10 +167,10 @@ def rows_held(height, row):  # type: ignore[no-untyped-def]
 
 @inlined
 def _gates_within(gates, x, is_first, other):  # type: ignore[no-untyped-def]
-    """Those to the right from the left and from above, then those downward: they are
-    `other` apart.
+    """The transitions to the right (from the left, from above) and downward (the same),
+    `other` apart in memory; zero where no edge arrives.
 
-    Nothing arrives at a border: its gates are nobody's, and may be anything.
+    Gates at a border have no edge and may be anything, even NaN: they are not read.
     """
     zero = total(zeros(gates))
     rr, rd, dr, dd = zero, zero, zero, zero
@@ -188,8 +188,8 @@ def _row(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Sweeps a row of `n` nodes, from `u` on, that are `turn` apart.
 
-    Reads the states at `down`, and writes those that leave to `below`, and `step`
-    after each other to `across`; rows of tiles may be the same. Adds to `out` if given.
+    Reads the incoming states at `down`, and writes the outgoing ones to `below` and,
+    `step` apart, to `across`; `below` may equal `down`. Adds to `out` if it is given.
     """
     by = lanes(across)
     clear(across, size)
@@ -229,14 +229,14 @@ def _row_back(  # type: ignore[no-untyped-def]
     transition, of_gates, other, query, key, of_keys, value, grad, of_values, w,
     grad_query, grad_key, of_grads, grad_value, grad_source, grad_mark, grad_transition,
 ):  # fmt: skip
-    """The same row the other way, from its last node `u` on.
+    """Sweeps the same row in reverse, from its last node `u` on.
 
-    From the adjoints of what leaves downward, in `up`, to those of what arrives from
-    above, in place; `back` is that of what leaves to the right.
+    In `up`, the adjoints of states that arrive from above replace those of states that
+    leave downward; `back` holds that of the state that leaves to the right.
     """
     by = lanes(across)
     zero = total(zeros(across))
-    of_q, of_k = rows, rows + (m + by) * by  # products to be summed up
+    of_q, of_k = rows, rows + (m + by) * by  # rows of products, to be summed
     clear(back, size)
     for x in range(n - 1, -1, -1):
         left, above, after = across + x * size, down + x * size, up + x * size
@@ -303,7 +303,7 @@ def _row_back(  # type: ignore[no-untyped-def]
 
 @inlined
 def add_sums(target, rows, m):  # type: ignore[no-untyped-def]
-    """Adds the sum of each row to a target."""
+    """Adds the sum of each row to the target's entry."""
     by = lanes(rows)
     for a in range(0, m, by):
         sums = load_part(target + a, m - a) + row_totals(rows + a * by)
@@ -312,9 +312,9 @@ def add_sums(target, rows, m):  # type: ignore[no-untyped-def]
 
 @jit
 def geometry(o, height, width):  # type: ignore[no-untyped-def]
-    """How an orientation is swept: its first node, how far on the next node and the
-    next row are, how many of both there are, and whether rows are columns, as they are
-    where those are shorter.
+    """How to sweep an orientation: the first node, the offsets to the next node and to
+    the next row, the number of nodes per row and of rows, and whether rows are the
+    grid's columns, as they are if those are shorter.
     """
     right = -1 if o == 1 or o == 3 else 1
     down = -1 if o == 1 or o == 2 else 1
@@ -330,10 +330,10 @@ def geometry(o, height, width):  # type: ignore[no-untyped-def]
 
 @jit
 def _orientation(o, height, width, heads):  # type: ignore[no-untyped-def]
-    """The geometry, then how far on the gates of the first direction and transition
-    begin, and how far on those of the other one are.
+    """The geometry without its last entry, then the offsets of the first direction's
+    gates and transitions, and the offset from them to the other direction's.
 
-    Directions change places where rows are columns.
+    Directions are swapped if rows are the grid's columns.
     """
     start, turn, line, n, lines, turned = geometry(o, height, width)
     gates, transitions, other = 2 * o * heads, 4 * o * heads, heads
@@ -416,11 +416,11 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                 dq, dk = pointer(grad_query) + at, pointer(grad_key) + at
                 held = rows_held(lines, 2 * n * KEYS * by)
                 segments = (lines + held - 1) // held
-                # Of each row, what comes from the left; what comes from above, ...
+                # Per row: states from the left; then states from above, ...
                 across = rows + 2 * (m + by) * by
                 down = across + held * (n + 1) * size
                 back = down + (held + 1) * n * size
-                up = back + size  # ... adjoints, and what enters each segment.
+                up = back + size  # ... adjoints, and states that enter each segment.
                 stored = up + n * size
                 for p in range(0, w, by):
                     at = part * w + p

@@ -1,4 +1,4 @@
-"""A graph of states level by level, for what runs on any device."""
+"""A graph of states in levels, for device-independent code."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ __all__ = ["Level", "Levels", "levels_of"]
 
 
 class Level(NamedTuple):
-    """Edges whose heads, or on the way back whose tails, do not wait for each other."""
+    """Edges between levels: all into states of one depth, or out of one height."""
 
     edge: Tensor
     tail: Tensor
@@ -22,18 +22,18 @@ class Level(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """A graph of states on a device."""
+    """A graph of states on a device: S states, L edges."""
 
-    writer: Tensor  #: [S]
-    reader: Tensor  #: [S]
-    tail: Tensor  #: [L]
-    head: Tensor  #: [L]
+    writer: Tensor  #: [S], the node that writes each state
+    reader: Tensor  #: [S], the node that reads each state
+    tail: Tensor  #: [L], the state that each edge comes from
+    head: Tensor  #: [L], the state that it leads to
     down: list[Level]  #: parents first
     up: list[Level]  #: children first
 
 
 def levels_of(graph: StateGraph, device: torch.device) -> Levels:
-    """The tables of a graph, made once for each device."""
+    """The tables of a graph, made once per device."""
     return table(_levels, graph, device)
 
 
@@ -70,7 +70,7 @@ def _levels(graph: StateGraph, device: torch.device) -> Levels:
 
 @njit(cache=True, nogil=True)
 def _depths(ptr, other, ascending):  # type: ignore[no-untyped-def]
-    """The length of the longest path to each position, from before or from behind."""
+    """The length of the longest path to each position, or from it if descending."""
     n = ptr.shape[0] - 1
     depth = np.zeros(n, np.int64)
     for k in range(n):

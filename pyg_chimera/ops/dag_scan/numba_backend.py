@@ -1,20 +1,20 @@
 """The scan of a graph of states on the CPU, jitted, in three forms.
 
-State form: one pass along the states. A task is a (block, head, slice of channels). Its
-states [S, rows of N, width of P] fit in a core's cache; each is written, fed from those
-before it, and read while it is in registers. No more of them are held than edges lead
-back to, in a ring. Backward runs the same pass again, keeping all states, then its
-mirror image for the adjoints, in a ring, in which all gradients fall off. On grids,
-nodes are swept instead, as `grid_sweeps` and `grid_node_sweeps` say.
+State form: one pass over the states. A task is a (block, head, slice of channels). Its
+states [S, rows of N, width of P] fit in a core's cache; each is computed from its
+parents, written, and read while it is in registers. A ring buffer, as long as edges
+lead back, holds the states that are still needed. The backward pass recomputes all
+states, then runs the mirror image for the adjoints, in a ring buffer, and computes all
+gradients on the way. On grids, nodes are swept instead: see `grid_sweeps` and
+`grid_node_sweeps`.
 
-Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` joins nodes, however
-many states lie between them: a grid has eight for each node in its four orientations,
-whose G are one sum. A task is a (block, heads that share keys). G is made some columns
-at a time, that is for some of the nodes that write: a sweep along all states, fed where
-a node writes and added up where one reads.
+Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` is a matrix between
+nodes, however many states lie between them: a grid has eight per node in its four
+orientations, which add up to one G. A task is a (block, heads that share keys). G is
+computed some columns (writers) at a time: a sweep over all states, to which nodes that
+write add their sources, and whose rows are added up at the nodes that read.
 
-Chunk form: both at once, on states that follow on each other along paths, as
-`ops.common.chunk_form` says.
+Chunk form: both combined, for states along paths: see `ops.common.chunk_form`.
 """
 
 import math
@@ -69,25 +69,25 @@ from pyg_chimera.ops.dag_scan.states import NOT_PATHS, GridStates, StateGraph
 
 DEVICES = ("cpu",)
 
-#: Bytes of states that a task may hold at a time: half of a usual L2 cache of 2 MiB.
+#: Bytes of states that a task may hold at a time: half of a typical L2 cache of 2 MiB.
 _TILE_BYTES = 1 << 20
-#: Numbers of a state that are moved at a time at least, whatever that takes.
+#: The fewest numbers of a state that are processed at a time, even if they do not fit.
 _MIN_LANES = 128
-#: Columns of G at a time, at most.
+#: The most columns of G at a time.
 _WIDTH = 256
 
 # ------------------------------------------------------------------------ the backend
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything, but paths only in chunks."""
+    """It computes everything, but the chunk form only for paths."""
     if call.choice.form == "chunk" and not call.structure.are_paths:
         return NOT_PATHS
     return None
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P]; states are computed anew for gradients."""
+    """The output [V, heads, P]; states are recomputed for gradients."""
     forms = {"state": _state_forward, "mask": _mask_forward, "chunk": _chunk_forward}
     if _is_on_grids(call):
         out = torch.from_numpy(_grid_forward(call))
@@ -100,9 +100,8 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, transition, and if given of source, mark, direct.
-
-    In the order of the inputs.
+    """Gradients of query, key, value, source, mark, transition and direct; those of
+    inputs that are None are left out.
     """
     forms = {
         "state": _state_backward,
@@ -123,7 +122,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 class _Operands(NamedTuple):
-    """What kernels take beside the graph, in their order."""
+    """The kernels' operands besides the graph, in their order."""
 
     weight: np.ndarray  #: [heads, L], in the order of the graph's entries
     source: np.ndarray  #: [S, heads]
@@ -143,7 +142,7 @@ class _Operands(NamedTuple):
 
 
 def _by_edge(graph: StateGraph, grad_weight: np.ndarray) -> np.ndarray:
-    """[heads, L] in the order of entries -> [L, heads] in that of edges."""
+    """[heads, L] in the order of entries -> [L, heads] in the order of edges."""
     out = np.empty(grad_weight.shape[::-1], grad_weight.dtype)
     _to_edges(out, grad_weight, graph.edge)
     return out
@@ -167,7 +166,7 @@ def _to_edges(transition, weight, edge):  # type: ignore[no-untyped-def]
 
 
 def _chunk_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
-    """The output from decays within chunks and states between them."""
+    """The output, computed in chunks of paths."""
     return chunk_form.forward(graph.paths, *operands)
 
 
@@ -183,12 +182,12 @@ def _chunk_backward(
 
 
 def _is_on_grids(call: Call) -> bool:
-    """Whether nodes are swept instead of states."""
+    """Whether nodes of grids are swept instead of states of a graph."""
     return call.choice.form == "state" and isinstance(call.structure, GridStates)
 
 
 def _grid_operands(call: Call) -> list[Any]:
-    """The grids, gates, query, key and value as sweeps of grids take them."""
+    """The grids, gates, query, key and value in the layout of the grid sweeps."""
     states: GridStates = call.structure
     query, key, value = arrays(*call.inputs[:3])
     gates = arrays(*(x for x in call.inputs[3:6] if x is not None))
@@ -204,7 +203,7 @@ def _grid_operands(call: Call) -> list[Any]:
 
 
 def _grid_forward(call: Call) -> np.ndarray:
-    """The output from states on the edges at each node, or on nodes."""
+    """The output from sweeps of grids, with states on nodes or edges."""
     sweeps = grid_node_sweeps if call.structure.on_nodes else grid_sweeps
     out = sweeps.forward(*_grid_operands(call))
     return out.reshape(call.inputs.value.shape)
@@ -239,7 +238,7 @@ def _grid_backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
 def _sliced(num_blocks: int, value: np.ndarray) -> np.ndarray:
     """[V, heads, P] -> [V, heads, slices, P / slices], to have tasks for all threads.
 
-    Slices of one (block, head) are summed at the end: no more of them than needed.
+    Slices of one (block, head) are summed at the end, so there are no more than needed.
     """
     num_nodes, num_heads, num_channels = value.shape
     enough = num_blocks * num_heads >= 4 * torch.get_num_threads()
@@ -252,7 +251,7 @@ def _sliced(num_blocks: int, value: np.ndarray) -> np.ndarray:
 def _state_scratch(
     graph: StateGraph, num_keys: int, value: np.ndarray, kept: bool
 ) -> int:
-    """Numbers that a tile may need."""
+    """Numbers of scratch memory per tile."""
     vector, _ = vector_lanes(value.dtype)
     width = max(1, -(-value.shape[3] // vector)) * vector
     if kept:
@@ -266,12 +265,12 @@ def _state_scratch(
 
 
 def _tile(value: np.ndarray) -> int:
-    """Numbers that a tile shall hold."""
+    """Numbers of states per tile."""
     return _TILE_BYTES // value.itemsize
 
 
 def _state_costs(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Of the tasks, in order: block, head, slice."""
+    """The cost of each task, in order: block, head, slice."""
     _, heads, slices, width = value.shape
     work = 0.5 * graph.entries + 2.0 * graph.sizes
     return np.repeat(work * query.shape[2] * width, heads * slices)
@@ -319,13 +318,13 @@ def _state_backward(
     """Gradients of query, key, value, source, mark and transition.
 
     With the adjoint Z = A^T Z + M q dy^T: dq = M C dy, dM = q^T C dy, dk = S Z v,
-    dv = S Z^T k, dS = k^T Z v and dA_ij = <Z_i, C_j>. C is computed anew beside Z.
+    dv = S Z^T k, dS = k^T Z v and dA_ij = <Z_i, C_j>. C is recomputed.
     """
     weight, source, mark, q, k, v = operands
     v = _sliced(graph.sizes.shape[0], v)
     num_nodes, num_heads, slices, _ = v.shape
     groups, num_keys = q.shape[1:]
-    # Slices and the heads of a group write to parts of their own, summed below.
+    # Each slice, and each head of a group, has its own part, summed below.
     dq = np.zeros((slices, num_nodes, num_heads, num_keys), v.dtype)
     dk = np.zeros_like(dq)
     dv = np.zeros_like(v)
@@ -372,18 +371,18 @@ def _state_backward(
 
 @jit
 def _rows(held, num_keys, width, room):  # type: ignore[no-untyped-def]
-    """How many key channels of so many states fit in a tile, in even shares."""
+    """The key channels per tile such that `held` states fit, in even shares."""
     fit = max(1, max(room // held, _MIN_LANES) // max(1, width))
     return even_share(num_keys, fit)
 
 
-# Indices are bare loop variables, and arrays are indexed whole: numba counts references
-# to views of them, and checks whatever it cannot see to be positive.
+# Indices are plain loop variables, and arrays are indexed directly: numba counts
+# references to views, and adds checks for indices that it cannot prove nonnegative.
 
 
 @inlined
 def _slot(slot, step, ring):  # type: ignore[no-untyped-def]
-    """The slot of a ring `step` away, less than once around."""
+    """The slot `step` away in a ring buffer, less than once around."""
     slot += step
     if slot < 0:
         slot += ring
@@ -406,10 +405,10 @@ def _accumulate(target, a, row, size):  # type: ignore[no-untyped-def]
 
 @inlined
 def _before(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
-    """Two slots and weights whose sum is what flows into a state from its neighbours.
+    """Two slots and weights whose weighted sum flows into a state from its neighbours.
 
-    Those are the neighbours where there are two or less. All beyond the first one are
-    summed up in the state's own slot otherwise. What follows the ring is zero.
+    If there are more than two neighbours, all but the first are summed up in the
+    state's own slot. The slot at index `ring`, which is zero, stands for a missing one.
     """
     zero = weight.dtype.type(0)
     r0, r1, c0, c1 = ring, ring, zero, zero
@@ -427,7 +426,7 @@ def _before(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # t
 
 @jit
 def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
-    """Sets a slot to the weighted sum of a state's neighbours."""
+    """Sets a slot to the weighted sum of a state's neighbours x to `stop`."""
     target = states + slot * size
     clear(target, size)
     for y in range(x, stop):
@@ -437,14 +436,14 @@ def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # typ
 
 @jit
 def _whole(width, p):  # type: ignore[no-untyped-def]
-    """A width filled up to whole vectors."""
+    """A width rounded up to whole vectors."""
     return (width + lanes(p) - 1) // lanes(p) * lanes(p)
 
 
 @jit
 def _add_sums(target, gate, rows, factors, m):  # type: ignore[no-untyped-def]
-    """Adds a gate times the sum of each row to a target, and returns the sum of the
-    rows' sums times factors: the gradients of keys and of the gate itself.
+    """Adds each row's sum times a gate to the target, and returns the inner product of
+    the rows' sums and factors: the gradients of keys (or queries) and of the gate.
     """
     step, together = lanes(target), zeros(target)
     for a in range(0, m, step):
@@ -560,9 +559,9 @@ def _state_backward_blocks(  # type: ignore[no-untyped-def]
 
 @jit
 def _segment(n, ring, size, room):  # type: ignore[no-untyped-def]
-    """How many states in a row are held: all, if there is room for a quarter of their
-    channels, or if what is stored before segments would be about as much; else as many
-    as a quarter of the room has place for.
+    """How many consecutive states are held: all, if a quarter of their channels fit, or
+    if the states stored before segments would take about as much; else as many as fit
+    in a quarter of the room.
     """
     if (n + 2 * ring + 2) * size <= 4 * room or n <= 32 * ring:
         return n
@@ -572,7 +571,7 @@ def _segment(n, ring, size, room):  # type: ignore[no-untyped-def]
 
 @jit
 def _most_numbers(component_ptr, bandwidth, num_keys, width, room):  # type: ignore[no-untyped-def]
-    """Of states and adjoints that are held, and of states before segments."""
+    """The most numbers of held states and adjoints, and of states before segments."""
     most = 0
     for c in range(bandwidth.shape[0]):
         n, ring = component_ptr[c + 1] - component_ptr[c], bandwidth[c] + 1
@@ -590,8 +589,8 @@ def _state_backward_tile(  # type: ignore[no-untyped-def]
     after_entry, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
     grad_weight,
 ):  # fmt: skip
-    """Segment by segment from the last, whose states are computed anew from those that
-    were stored before it, and that follow on them in `states`.
+    """Processes segments from the last one on. The states of each are recomputed from
+    those stored before it, which precede them in `states`.
     """
     num_nodes, num_heads, slices, w = value.shape
     _, groups, num_keys = query.shape
@@ -601,7 +600,7 @@ def _state_backward_tile(  # type: ignore[no-untyped-def]
     of_keys, of_values = groups * num_keys, num_heads * slices * w
     of_grads = num_heads * num_keys
     segments, line = (n + kept - 1) // kept, ring + kept
-    rows = states  # products that are to be summed up
+    rows = states  # rows of products, to be summed
     states = rows + (m + step) * step
     adjoints = states + (line + 1) * size
     stored = adjoints + (ring + 1) * size
@@ -715,7 +714,7 @@ def _mask_costs(graph: StateGraph, operands: _Operands, share: int) -> np.ndarra
 
 
 def _mask_scratch(graph: StateGraph, operands: _Operands) -> int:
-    """Numbers that a task may need backward, which is more than forward."""
+    """Numbers of scratch memory per task of the backward pass; forward needs fewer."""
     n = int(np.diff(graph.nodes.ptr).max(initial=0)) + LANES
     states = int((graph.sizes + graph.block_bandwidth).max(initial=0)) + 3
     channels = operands.query.shape[2] + operands.value.shape[2]
@@ -753,8 +752,8 @@ def _mask_backward(
 ) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value, source, mark and transition.
 
-    With L = (I - A)^-1 S and Z = (I - A)^-T M^T dG: dM = <dG, L> by rows, dS is Z where
-    a state meets who writes it, and dA_ij = <Z_i, L_j>.
+    With L = (I - A)^-1 S and Z = (I - A)^-T M^T dG: dM is the row-wise <dG, L>, dS is
+    the entry of Z for a state and its writer, and dA_ij = <Z_i, L_j>.
     """
     weight, source, _, q, _, v = operands
     share = _share(graph, q, v)
@@ -793,7 +792,7 @@ def _mask_backward(
 
 @jit
 def _width(n):  # type: ignore[no-untyped-def]
-    """Columns at a time, in even shares, filled up to whole vectors."""
+    """Columns at a time: even shares, rounded up to whole vectors."""
     return (even_share(n, _WIDTH) + LANES - 1) // LANES * LANES
 
 
@@ -802,9 +801,9 @@ def _feed(  # type: ignore[no-untyped-def]
     states, ring, width, slot, i, c0, before_ptr, before, entries, weight, h, writer,
     source,
 ):  # fmt: skip
-    """Sets a state's row of L: what flows into it, and what its own node writes.
+    """Sets and returns a state's row of L: what flows into it, and its own source.
 
-    Or that of the transposed matrix, of readers and marks. Returns where the row is.
+    Or of the transposed matrix, with readers for writers and marks for sources.
     """
     s0, w0, s1, w1 = _before(
         states, ring, width, slot, i, before_ptr[i], before_ptr[i + 1], before, entries,
@@ -824,7 +823,7 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
     node, writer, reader, bandwidth, weight, source, mark, query, key, value, out,
     share,
 ):  # fmt: skip
-    """By the transposed sweep, as y^T = V^T (G * Q K^T)^T needs no transposed copy."""
+    """Uses the transposed sweep: y^T = V^T (G * Q K^T)^T needs no transposed copy."""
     heads, channels, num_keys = value.shape[1], value.shape[2], query.shape[2]
     tasks = heads // share
     for task in range(first, last):
@@ -875,7 +874,9 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
 
 @jit
 def _mask_gradients(d_scores, G, dG, scores, size):  # type: ignore[no-untyped-def]
-    """From the gradient dG of G * scores, in place, what that product is, too."""
+    """Given the gradient dG of G * scores, adds to that of the scores; in place, dG
+    becomes the gradient of G, and G becomes G * scores.
+    """
     for at in range(0, size, lanes(G)):
         g, d, score = load(G + at), load(dG + at), load(scores + at)
         store(d_scores + at, fma(d, g, load(d_scores + at)))
@@ -942,7 +943,7 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
                     _accumulate(pointer(G) + reader[i] * width, M, row, width)
                 take(dy, grad, nodes, h)
                 take_columns(vt, value, nodes, h, c0, count)
-                matmul(dG, dy, vt)  # at first the gradient of G * scores
+                matmul(dG, dy, vt)  # so far the gradient of G * scores
                 _mask_gradients(
                     pointer(d_scores), pointer(G), pointer(dG), pointer(scores),
                     n * width,

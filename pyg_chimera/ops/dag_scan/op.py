@@ -1,4 +1,4 @@
-"""Linear recurrences on DAGs: on their nodes, on their edges, on grids."""
+"""Linear recurrences on DAGs: on their nodes, on their edges, and on grids."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -59,13 +59,13 @@ class Inputs(NamedTuple):
     rank: Tensor | None
     num_components: int
     sizes: list[int]  #: height and width of each grid
-    orientations: list[int]  #: of grids, if these are grids
+    orientations: list[int]  #: of grids; empty for other graphs
     form: str
     backend: str
 
 
 class _StateScan(Operator[Inputs, States]):
-    """One operator over a graph of states, under the name of each public function."""
+    """An operator on a graph of states; one instance per public function."""
 
     inputs = Inputs
     backends = {  # noqa: RUF012
@@ -92,12 +92,12 @@ class _StateScan(Operator[Inputs, States]):
 
     def check(self, inputs: Inputs, structure: States) -> None:
         name, transition = "transition", inputs.transition
-        if trusted() or bool(transition.sum().isfinite()):  # so is each of them
+        if trusted() or bool(transition.sum().isfinite()):  # then each entry is finite
             return
         place = "line edge", inputs.num_components**2
         if inputs.source is None:
             name, place = "edge_weight", ("edge", 1)
-        elif inputs.orientations:  # those of edges that are not there may be
+        elif inputs.orientations:  # gates of edges that do not exist are ignored
             graph = structure.graph
             rows = torch.from_numpy(graph.gates[2]).to(transition.device)  # type: ignore[index]
             ignored = torch.ones_like(transition, dtype=torch.bool)
@@ -125,7 +125,7 @@ class _StateScan(Operator[Inputs, States]):
             if backend == "triton":
                 best_first = triton_backend.preferred_forms(call)
                 found.sort(key=lambda x: best_first.index(x.form))
-            if backend != "numba":  # nobody has measured it
+            if backend != "numba":  # costs have been measured for numba only
                 found = [choice._replace(cost=None) for choice in found]
             best, *others = found
             if others:
@@ -302,7 +302,7 @@ def stm_scan(
         check_shape("mark", mark, layout, [*edges, J])
         layout = "[line edges, heads, components, components]"
         check_shape("transition", transition, layout, [*line_edges, J, J])
-        # Components are states of their own, [states * J, heads].
+        # Each component is a state of its own, [states * J, heads].
         S, M = (x.transpose(1, 2).flatten(0, 1) for x in (S, M))
         T = T.permute(0, 2, 3, 1).flatten(0, 2)
     else:

@@ -1,4 +1,4 @@
-"""What nodes read of what they write themselves, beside any scan: y = D (q^T k) v."""
+"""The direct term, by which nodes read what they write themselves: D (q^T k) v."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ __all__ = ["add_own", "add_own_gradients", "own", "plus_own_gradients"]
 
 
 def own(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
-    """[V, heads, P], of query and key [V, groups, N] and direct [V, heads]."""
+    """[V, heads, P], for query and key [V, groups, N] and direct [V, heads]."""
     return (_scores(query, key, value) * direct).unsqueeze(-1) * value
 
 
@@ -33,16 +33,15 @@ def plus_own_gradients(
     direct: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value and more, plus those of `own`.
-
-    That of direct is added at the end.
+    """The given gradients, of which the first three (query, key, value) include those
+    of `own`, followed by the gradient of direct.
     """
     scores, read = _scores(query, key, value), (grad * value).sum(-1)
     groups = query.size(1)
     d_scores = (direct * read).unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
     d_value = (scores * direct).unsqueeze(-1) * grad
     of_nodes = (d_scores * key, d_scores * query, d_value)
-    # Laid out as they are, whatever the inputs are, on which products depend.
+    # Contiguous whatever the inputs are, as later products depend on the layout.
     both = (
         torch.add(x, y, out=x.new_empty(x.shape))
         for x, y in zip(grads, of_nodes, strict=False)
@@ -64,9 +63,9 @@ def add_own(out: Tensor, *inputs: Tensor) -> None:
 
 
 def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
-    """Adds to gradients of query, key and value, in place.
+    """Adds the gradients of `own` to those of query, key and value, in place.
 
-    Of `inputs` query, key, value, direct and the output's gradient. Returns the
+    `inputs` are query, key, value, direct and the output's gradient. Returns the
     gradient of direct.
     """
     grad_direct = torch.empty_like(inputs[3], memory_format=torch.contiguous_format)
@@ -124,7 +123,7 @@ def _add_own_gradients(  # type: ignore[no-untyped-def]
 
 @jit
 def _add(target, factor, row, size):  # type: ignore[no-untyped-def]
-    """Adds a multiple of a row to another."""
+    """Adds a multiple of a row to another one."""
     by = splat(factor)
     for at in range(0, size, lanes(target)):
         left = size - at

@@ -1,4 +1,4 @@
-"""The oracle: dense gating matrices, plain autograd, any floating-point dtype."""
+"""The reference: dense gating matrices and plain autograd, for any floating dtype."""
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ def why_not(call: Call) -> str | None:
 def forward(call: Call) -> Tensor:
     r"""Computes :math:`y = (G \odot Q K^T) V`, :math:`G = M (I - A)^{-1} S`.
 
-    :math:`S` and :math:`M` join nodes with the states that they write and read. Cubic
-    in the states of a graph, quadratic in its nodes. Autograd differentiates it.
+    :math:`S` and :math:`M` map nodes to the states that they write, and states to the
+    nodes that read them. Cubic in the states of a block, quadratic in its nodes.
+    Autograd differentiates it.
     """
     graph: StateGraph = call.structure.graph
     query, key, value = call.inputs[:3]
@@ -27,7 +28,7 @@ def forward(call: Call) -> Tensor:
         source, mark, transition = graph.gates_of(call.inputs)
         repeats = value.size(1) // query.size(1)
         query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
-        # All of it is replaced, or not read; without states it still has gradients.
+        # The zero sum keeps gradients defined if there are no states.
         out = torch.zeros_like(value) + sum(x[:0].sum() for x in call.inputs[:3])
         for block in range(len(graph.sizes)):
             nodes = graph.nodes.node[

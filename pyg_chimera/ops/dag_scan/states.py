@@ -1,4 +1,4 @@
-"""The graph of states that a scan runs on: nodes or edges of a DAG, or of grids."""
+"""The graph of states that a scan runs on: nodes or edges of DAGs or grids."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ __all__ = [
     "node_states",
 ]
 
-#: Why backends refuse other states.
+#: The error message for form 'chunk' on other graphs.
 NOT_PATHS = (
     "form='chunk' is for paths, where each state follows on at most one other and is "
     "followed by at most one; use form='auto'"
@@ -38,7 +38,7 @@ NOT_PATHS = (
 
 
 class Extents(NamedTuple):
-    """How large each of ``T`` blocks is."""
+    """The size of each of ``T`` blocks."""
 
     states: np.ndarray  #: [T]
     entries: np.ndarray  #: [T], edges between states
@@ -46,50 +46,50 @@ class Extents(NamedTuple):
 
 
 class BlockNodes(NamedTuple):
-    """The nodes that the states of each block join, for ``T`` blocks, ``S`` states."""
+    """The nodes of the states of each block, for ``T`` blocks and ``S`` states."""
 
-    ptr: np.ndarray  #: [T + 1], first of a block's nodes in ...
-    node: np.ndarray  #: ... all of them, block by block
-    writer: np.ndarray  #: [S], by position: who writes, counted within the block
-    reader: np.ndarray  #: [S], the same for who reads
+    ptr: np.ndarray  #: [T + 1], first entry of each block in ``node``
+    node: np.ndarray  #: the nodes, block by block
+    writer: np.ndarray  #: [S], by position: the writer, as an index within the block
+    reader: np.ndarray  #: [S], the same for the reader
 
 
 @dataclass(frozen=True)
 class StateGraph:
-    """States, each written by one node and read by one node, and how they move.
+    """States, each written and read by one node each, and the edges between them.
 
-    States are renumbered by *position*: block by block (a block is a graph of the
-    batch, or without a batch a connected component), in a block component by component,
-    and in a component in topological order. All arrays are int64: ``V`` nodes, ``S``
-    states, ``L`` edges between states, ``T`` blocks, ``C`` components.
+    States are renumbered by *position*: by block (a graph of the batch, or without a
+    batch a connected component), within a block by component, and within a component
+    in topological order. All arrays are int64: ``V`` nodes, ``S`` states, ``L`` edges
+    between states, ``T`` blocks, ``C`` components.
     """
 
     num_nodes: int
     writer: np.ndarray  #: [S], the node that writes each state
-    reader: np.ndarray  #: [S], the node that reads it
+    reader: np.ndarray  #: [S], the node that reads each state
     ptr: np.ndarray  #: [T + 1], first position of each block
     component_ptr: np.ndarray  #: [C + 1], first position of each component
     block_component: np.ndarray  #: [T + 1], first component of each block
-    bandwidth: np.ndarray  #: [C], how many positions edges lead back at most
+    bandwidth: np.ndarray  #: [C], the most positions that an edge leads back
     state: np.ndarray  #: [S], state at each position
     parent_ptr: np.ndarray  #: [S + 1], first of the edges into each position, ...
     parent: np.ndarray  #: [L], ... the positions they come from, ascending, ...
     edge: np.ndarray  #: [L], ... and their numbers
-    child_ptr: np.ndarray  #: [S + 1], the same edges by where they come from, ...
-    child: np.ndarray  #: [L], ... with the positions they lead to, ascending, ...
-    child_entry: np.ndarray  #: [L], ... and their places in ``parent``
-    #: For grids, which of all gates (source, mark, transition) states and edges have.
+    child_ptr: np.ndarray  #: [S + 1], first of the edges out of each position, ...
+    child: np.ndarray  #: [L], ... the positions they lead to, ascending, ...
+    child_entry: np.ndarray  #: [L], ... and their indices in ``parent``
+    #: For grids: indices of the states' and edges' gates (source, mark, transition).
     gates: tuple[np.ndarray, np.ndarray | None, np.ndarray] | None = None
     tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
 
     @property
     def graph(self) -> "StateGraph":
-        """Itself; see `GridStates`."""
+        """Itself, as `GridStates` has such an attribute too."""
         return self
 
     @property
     def extents(self) -> Extents:
-        """The sizes of blocks."""
+        """The sizes of the blocks."""
         return Extents(self.sizes, self.entries, np.diff(self.nodes.ptr))
 
     @property
@@ -104,7 +104,7 @@ class StateGraph:
 
     @property
     def block_bandwidth(self) -> np.ndarray:
-        """The largest bandwidth in each block, 0 where it has no component."""
+        """The largest bandwidth in each block, 0 if it has no component."""
         out = np.zeros(len(self.sizes), np.int64)
         block = np.repeat(np.arange(len(out)), np.diff(self.block_component))
         np.maximum.at(out, block, self.bandwidth)
@@ -112,7 +112,7 @@ class StateGraph:
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes, with what is derived from it."""
+        """Approximate bytes of memory, including derived tables."""
         arrays = (x for x in vars(self).values() if isinstance(x, np.ndarray))
         return 2 * sum(x.nbytes for x in arrays)
 
@@ -129,13 +129,13 @@ class StateGraph:
 
     @property
     def are_paths(self) -> bool:
-        """Whether the states of each component follow on each other, one by one."""
+        """Whether each component is a path."""
         steps = len(self.state) - len(self.bandwidth)
         return len(self.parent) == steps and self.bandwidth.max(initial=0) <= 1
 
     @property
     def paths(self) -> PathStates:
-        """The components, if they are paths."""
+        """The components, which must be paths."""
         return PathStates(
             self.block_component,
             self.component_ptr,
@@ -145,12 +145,12 @@ class StateGraph:
         )
 
     def gates_of(self, inputs: Any) -> list[Tensor]:
-        """Source and mark [S, heads] of the states, transition [L, heads] of edges."""
+        """Source and mark [S, heads] of states, transition [L, heads] of edges."""
         shape = (self.writer.shape[0], inputs.value.size(1))
         gates = (inputs.source, inputs.mark, inputs.transition)
         places = table(_gates, self, inputs.value.device)
         return [
-            inputs.value.new_ones(shape)  # all of it is written, or read
+            inputs.value.new_ones(shape)  # a gate that is not given
             if x is None
             else x
             if index is None
@@ -159,13 +159,13 @@ class StateGraph:
         ]
 
     def gradients(self, inputs: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        """The gradients of all inputs, of those of query, key, value and `gates_of`."""
+        """The gradients of the inputs, given those of query, key, value and gates."""
         likes = (inputs.source, inputs.mark, inputs.transition)
         places = table(_gates, self, inputs.value.device)
         gates = [
-            grad  # gates that nobody has asked for have zero
+            grad
             if index is None
-            else torch.zeros_like(x).index_copy_(0, index, grad)
+            else torch.zeros_like(x).index_copy_(0, index, grad)  # unused gates: 0
             for x, index, grad in zip(likes, places, grads[3:], strict=True)
             if x is not None
         ]
@@ -173,7 +173,7 @@ class StateGraph:
 
 
 def _gates(graph: StateGraph, device: torch.device) -> list[Tensor | None]:
-    """Where gates are among the given ones, None if they are where they should be."""
+    """Indices of the gates of states and edges; None if they are all, in order."""
     return [
         None if x is None else torch.from_numpy(x).to(device)
         for x in graph.gates or (None, None, None)
@@ -205,7 +205,7 @@ def edge_states(
     num_nodes: int,
     num_components: int,
 ) -> StateGraph:
-    """A state for each edge of a DAG, in components all of which a line edge joins."""
+    """A state for each edge and component of a DAG; line edges join all components."""
     check_edge_index(edge_index, num_nodes)
     check_line_edges(line_edge_index, edge_index.size(1))
     _check_line_graph(edge_index, line_edge_index)
@@ -234,7 +234,7 @@ def _state_graph(
     rank: np.ndarray | None = None,
     gates: tuple[np.ndarray, np.ndarray | None, np.ndarray] | None = None,
 ) -> StateGraph:
-    """Orders states; `edges` lead from state to state, `block` is that of each."""
+    """Orders states; `edges` lead between states, `block` has one entry per state."""
     num_states = writer.shape[0]
     if rank is None:
         rank = to_numpy(topological_rank(edges, num_states))
@@ -313,18 +313,18 @@ def _check_line_graph(edge_index: Tensor, line_edge_index: Tensor) -> None:
 
 
 class _Grid(NamedTuple):
-    """The states of one grid, and which of its gates are theirs."""
+    """The states of one grid, and the indices of their gates."""
 
     writer: np.ndarray
     reader: np.ndarray
     edges: np.ndarray  #: [2, L]
-    source: np.ndarray  #: [S], in a flattened [V, O, 2], or of nodes [V, O]
-    mark: np.ndarray  #: [S], the same, or of nodes unused
-    transition: np.ndarray  #: [L], in a flattened [V, O, 2, 2], or of nodes [V, O, 2]
+    source: np.ndarray  #: [S], in a flattened [V, O, 2], or on nodes [V, O]
+    mark: np.ndarray  #: [S], likewise, or on nodes unused
+    transition: np.ndarray  #: [L], in a flattened [V, O, 2, 2], or on nodes [V, O, 2]
 
 
 def _kept(make: Callable[..., _Grid]) -> Callable[..., _Grid]:
-    """What small grids have is kept, of which batches have many."""
+    """Caches the result for small grids, of which batches have many."""
     keep = lru_cache(maxsize=64)(make)
 
     def of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _Grid:
@@ -363,7 +363,7 @@ def _edges_of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _G
     first = 0
     for o, orientation in enumerate(orientations):
         right, down = WAYS[orientation]
-        leaving, arriving = [], []  # the state in each direction, by node, or -1
+        leaving, arriving = [], []  # per direction: each node's state, or -1
         for d, (step, axis) in enumerate(((right, 1), (down, 0))):
             ends = [np.delete(node, end, axis).ravel() for end in (-1, 0)]
             writer, reader = ends if step > 0 else ends[::-1]
@@ -398,30 +398,30 @@ def _edges_of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _G
 
 @dataclass(frozen=True)
 class GridStates:
-    """States on the edges or the nodes of grids, known without listing them.
+    """States on the edges or the nodes of grids, without a list of them.
 
-    The edges of an orientation are those of a DAG; the states of a grid are a block.
+    Each orientation directs the edges of a grid to a DAG; each grid is a block.
     """
 
     shapes: tuple[int, ...]  #: height, width, height, width, ...
     orientations: tuple[int, ...]
-    on_nodes: bool  #: or on edges
+    on_nodes: bool  #: whether states are on nodes, rather than on edges
 
     @cached_property
     def grids(self) -> Grids:
-        """The grids, one after the other."""
+        """Sizes and first nodes of the grids."""
         return Grids.of(self.shapes)
 
     @property
     def graph(self) -> StateGraph:
-        """The states as a graph, for what does not know grids."""
+        """The states as a graph, for code that does not handle grids."""
         return remembered(
             _grid_graph, (), self.shapes, self.orientations, self.on_nodes
         )
 
     @cached_property
     def extents(self) -> Extents:
-        """The sizes of blocks."""
+        """The sizes of the blocks."""
         h, w, _ = self.grids
         edges = h * (w - 1) + (h - 1) * w
         straight = h * np.maximum(0, w - 2) + w * np.maximum(0, h - 2)
@@ -439,7 +439,7 @@ class GridStates:
 def grid_states(
     sizes: tuple[int, ...], orientations: tuple[int, ...], on_nodes: bool
 ) -> GridStates:
-    """States of grids, of `sizes` height, width, height, width, ..."""
+    """The states of grids with `sizes` height, width, height, width, ..."""
     return GridStates(sizes, orientations, on_nodes)
 
 

@@ -19,14 +19,14 @@ from pyg_chimera.ops.structure.cache import table
 
 DEVICES = None
 
-#: Numbers that one slice of states may hold.
+#: The number of entries that one slice of states may have.
 _MAX_NUMEL = 1 << 26
 
 # ------------------------------------------------------------------------ the backend
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything, but not in chunks."""
+    """It computes the state and mask forms of everything, but not the chunk form."""
     if call.choice.form == "chunk":
         return (
             "form='chunk' has no torch backend, but numba and triton; use form='auto'"
@@ -35,7 +35,7 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P]; states are computed anew for gradients."""
+    """The output [V, heads, P]; states are recomputed for gradients."""
     source, mark, transition = call.structure.graph.gates_of(call.inputs)
     compute = _state_forward if call.choice.form == "state" else _mask_forward
     out = compute(call, source, mark, transition)
@@ -44,9 +44,8 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, transition, and if given of source, mark, direct.
-
-    They are what the numba backend's are.
+    """Gradients of query, key, value, source, mark, transition and direct; those of
+    inputs that are None are left out.
     """
     compute = _state_backward if call.choice.form == "state" else _mask_backward
     source, mark, transition = call.structure.graph.gates_of(call.inputs)
@@ -62,14 +61,14 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 def _scan(tables: Levels, transition: Tensor, X: Tensor) -> Tensor:
-    """Solves C = A C + X for X [S, heads, W], in place."""
+    """Solves C = A C + X for C [S, heads, W], in place of X."""
     for edge, tail, head in tables.down:
         X.index_add_(0, head, transition[edge].unsqueeze(-1) * X[tail])
     return X
 
 
 def _scan_back(tables: Levels, transition: Tensor, X: Tensor) -> Tensor:
-    """Solves Z = A^T Z + X, in place."""
+    """Solves Z = A^T Z + X, in place of X."""
     for edge, tail, head in tables.up:
         X.index_add_(0, tail, transition[edge].unsqueeze(-1) * X[head])
     return X
@@ -79,7 +78,7 @@ def _scan_back(tables: Levels, transition: Tensor, X: Tensor) -> Tensor:
 
 
 def _operands(call: Call) -> tuple[Levels, Tensor, Tensor, Tensor]:
-    """Tables, and query, key and value with as many heads."""
+    """The tables, and query, key and value with the same number of heads."""
     query, key, value = call.inputs[:3]
     repeats = value.size(1) // query.size(1)
     query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
@@ -87,7 +86,7 @@ def _operands(call: Call) -> tuple[Levels, Tensor, Tensor, Tensor]:
 
 
 def _slices(call: Call, copies: int) -> Iterator[slice]:
-    """Slices of the key channels such that the states of one fit in memory."""
+    """Slices of the key channels such that the states of a slice fit in memory."""
     num_keys, (_, heads, channels) = call.inputs.query.size(2), call.inputs.value.shape
     states = len(call.structure.graph.state) * heads * channels * copies
     lanes = max(1, _MAX_NUMEL // max(1, states))
@@ -147,7 +146,7 @@ def _gating(
 ) -> tuple[Levels, Padding, Tensor, Tensor, Tensor]:
     """L = (I - A)^-1 S by state and G = M L by node; columns are nodes of the block.
 
-    Beside it, which column each state's writer is.
+    Also returns the tables, the padding, and each state's writer as a column index.
     """
     graph, value = call.structure.graph, call.inputs.value
     tables = levels_of(graph, value.device)
@@ -161,7 +160,7 @@ def _gating(
 
 
 def _columns(graph: StateGraph, device: torch.device) -> tuple[Padding, Tensor]:
-    """The nodes of each block, and by state which of them its writer is."""
+    """The padding of nodes to blocks, and each state's writer as a column index."""
     nodes = graph.nodes
     column = np.empty_like(graph.writer)
     column[graph.state] = nodes.writer

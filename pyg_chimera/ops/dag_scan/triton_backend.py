@@ -1,8 +1,8 @@
 """The scan of a graph of states on a GPU, in Triton.
 
-Where states are nodes, kernels take the inputs as they are. Other states have rows of
-their own: queries are those of the nodes that read them times the marks, keys those of
-the nodes that write them times the sources.
+If states are nodes, kernels take the inputs as they are. Otherwise, inputs are gathered
+to one row per state: the query of the node that reads it times the mark, and the key
+and value of the node that writes it, the key times the source.
 """
 
 from collections.abc import Callable
@@ -33,18 +33,18 @@ __all__ = [
     "why_not",
 ]
 
-#: States of a block: places in a matrix are 32 bits wide.
+#: States per block, as offsets within a matrix have 32 bits.
 _MOST_STATES = 46_000
-#: Bytes of matrices that the mask form may hold when it is free to choose.
+#: Bytes of matrices that the mask form may take if the form is not prescribed.
 _MAX_MASK_BYTES = 1 << 30
-#: States of paths that masks are made of all the same: two tiles.
+#: Paths of up to so many states (two tiles) are computed in mask form.
 _SHORT_PATH = 64
 
 # ------------------------------------------------------------------------ the backend
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, float32, and matrices that can be addressed, or paths."""
+    """It needs Triton, a GPU, float32, addressable matrices, and paths for chunks."""
     form = call.choice.form
     if form == "chunk" and not call.structure.are_paths:
         return NOT_PATHS
@@ -62,9 +62,9 @@ def why_not(call: Call) -> str | None:
 
 
 def preferred_forms(call: Call) -> tuple[str, ...]:
-    """The forms, best first: few steps that wait for each other, and not much memory.
+    """The forms, best first: those with few sequential steps that fit in memory.
 
-    Masks take three matrices for each head and block.
+    The mask form takes three matrices for each head and block.
     """
     states, value = call.structure.extents.states.astype(float), call.inputs.value
     numel = 3 * value.size(1) * float((states**2).sum())
@@ -78,7 +78,7 @@ def preferred_forms(call: Call) -> tuple[str, ...]:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and the resolvents, or the states after each chunk."""
+    """The output [V, heads, P]; saves the resolvents or the states after each chunk."""
     rows = _Rows(call)
     saved: tuple[Tensor, ...] = ()
     if call.choice.form == "mask":
@@ -102,9 +102,8 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, transition, and if given of source, mark, direct.
-
-    They are what the numba backend's are.
+    """Gradients of query, key, value, source, mark, transition and direct; those of
+    inputs that are None are left out.
     """
     rows = _Rows(call)
     dy = rows.of_nodes(grad)
@@ -142,7 +141,7 @@ def _masks(graph: StateGraph, device: torch.device) -> "Masks":
 def _chunks(graph: StateGraph, device: torch.device) -> "Chunks":
     from pyg_chimera.ops.common.triton_chunk_form import Chunks
 
-    place = np.empty_like(graph.edge)  # but one into each position
+    place = np.empty_like(graph.edge)  # at most one edge leads to each position
     place[graph.edge] = graph.parent + 1
     return Chunks.of(graph.component_ptr, graph.state, place, device)
 
@@ -158,7 +157,7 @@ def _ends(graph: StateGraph, device: torch.device) -> list[Tensor]:
 
 
 class _Rows:
-    """What kernels take, and what they give: a row for each state."""
+    """Converts between nodes and the rows of the kernels, one per state."""
 
     def __init__(self, call: Call) -> None:
         self.inputs, self.graph = call.inputs, call.structure.graph
@@ -199,17 +198,17 @@ class _Rows:
         return self.inputs.value.size(1) // self.inputs.query.size(1)
 
     def of_nodes(self, grad: Tensor) -> Tensor:
-        """The gradient of the output [V, heads, P], for those who read it."""
+        """The gradient of the output [V, heads, P], at each state's reader."""
         return grad if self.are_nodes else grad[self.reader]
 
     def to_nodes(self, out: Tensor) -> Tensor:
-        """The output [V, heads, P]: what each node reads, summed up."""
+        """The output [V, heads, P]: the sum over the states that each node reads."""
         return out if self.are_nodes else self._summed(out, self.reader)
 
     def gradients(
         self, dq: Tensor, dk: Tensor, dv: Tensor, dw: Tensor
     ) -> tuple[Tensor, ...]:
-        """Gradients of query, key, value, source, mark and transition, of the rows'."""
+        """Gradients of query, key, value, source, mark, transition, from the rows'."""
         if self.are_nodes:
             unused = dw.new_empty(0)
             return dq, dk, dv, unused, unused, dw

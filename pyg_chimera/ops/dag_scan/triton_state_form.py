@@ -8,13 +8,14 @@ r"""The state form of a scan on a GPU: states carried along the graph.
     dq_i = H_i dy_i, \quad dk_i = Z_i v_i, \quad dv_i = Z_i^{\top} k_i, \quad
     da_{ij} = \langle Z_i, H_j \rangle.
 
-A program takes a component, a head, and a slice of the states, and walks the positions
-one by one. The state of the position before is in registers; others are in a ring in
-global memory, as long as edges lead back, which stays in a cache. On the way back it
-walks down once more, keeping all states, and then up with the adjoints, in a ring.
+A program takes a component, a head, and a slice of the states, and visits the positions
+one by one. The last state is in registers; earlier ones that are still needed are in a
+ring buffer in global memory, as long as the bandwidth, which stays in a cache. The
+backward pass computes all states once more and stores them, then visits the positions
+in reverse with the adjoints, in a ring buffer.
 
-Sums over slices go to parts of their own and are added afterwards. No program writes
-what another one reads or writes.
+Each slice writes its own part of a sum over slices; the parts are added afterwards. No
+program writes what another one reads or writes.
 """
 
 from typing import NamedTuple
@@ -30,11 +31,11 @@ from pyg_chimera.ops.dag_scan.states import StateGraph
 
 __all__ = ["Chains", "scan", "scan_gradients"]
 
-#: Key channels and value channels of a slice, at most.
+#: The most key channels and value channels of a slice.
 _ROWS, _COLUMNS = 64, 32
-#: Numbers of states that the way back may keep at a time, if a slice is no more.
+#: Numbers of states that the backward pass may store at a time, if one slice has fewer.
 _MAX_NUMEL = 1 << 28
-#: Options of kernels: no load may run ahead of the store of what it reads.
+#: Kernel options: no prefetching, as loads must not precede the stores they depend on.
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
@@ -42,20 +43,20 @@ class Chains(NamedTuple):
     """A graph of states on a device, int32: S states, L edges, C components."""
 
     ptr: Tensor  #: [C + 1] first position of each component
-    node: Tensor  #: [S] the row of the inputs that belongs to each position
+    node: Tensor  #: [S] the row of the inputs at each position
     parent_ptr: Tensor  #: [S + 1] first of the entries into each position, ...
-    parent: Tensor  #: [L] ... and where they come from
-    child_ptr: Tensor  #: [S + 1] the same entries by where they come from, ...
-    child: Tensor  #: [L] ... where they lead ...
-    child_entry: Tensor  #: [L] ... and which they are
-    far_parent: Tensor  #: [S] whether one before the position before leads to it
-    far_child: Tensor  #: [S] whether it leads to one after the position after
+    parent: Tensor  #: [L] ... and the positions they come from
+    child_ptr: Tensor  #: [S + 1] first of the entries out of each position, ...
+    child: Tensor  #: [L] ... the positions they lead to, ...
+    child_entry: Tensor  #: [L] ... and their indices in `parent`
+    far_parent: Tensor  #: [S] whether a parent is not the position just before
+    far_child: Tensor  #: [S] whether a child is not the position just after
     edge: Tensor  #: [L] the edge of each entry, int64
-    ring: int  #: how many positions edges lead back at most, at least 1
+    ring: int  #: the most positions that an entry leads back, at least 1
 
     @classmethod
     def of(cls, graph: StateGraph, device: torch.device) -> "Chains":
-        """Of a graph."""
+        """The tables of a graph."""
         row = np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
         is_far = row - graph.parent > 1
         far_parent, far_child = np.zeros((2, len(graph.state)))
@@ -70,7 +71,7 @@ class Chains(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """What kernels are compiled for."""
+    """Sizes that kernels are compiled for."""
 
     heads: int
     groups: int
@@ -100,7 +101,7 @@ class _Sizes(NamedTuple):
 def scan(
     chains: Chains, query: Tensor, key: Tensor, value: Tensor, weight: Tensor
 ) -> Tensor:
-    """The output [S, heads, P], of rows for states and weights [L, heads]."""
+    """The output [S, heads, P], for rows of states and weights [L, heads]."""
     if query.numel() == 0 or value.numel() == 0:
         return torch.zeros_like(value)
     by_row = weight[chains.edge]
@@ -127,7 +128,7 @@ def scan_gradients(
     weight: Tensor,
     grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `scan`, of query, key, value and weight."""
+    """The gradients of `scan`: of query, key, value and weight."""
     if query.numel() == 0 or value.numel() == 0:
         return query * 0, key * 0, value * 0, weight * 0
     by_row = weight[chains.edge]
@@ -159,13 +160,13 @@ def scan_gradients(
 
 @triton.jit
 def _bounds(PTR, i):  # type: ignore[no-untyped-def]
-    """Those of a row; what is counted from there on may be large."""
+    """The bounds of row i, int64 as offsets computed from them may be large."""
     return tl.load(PTR + i).to(tl.int64), tl.load(PTR + i + 1).to(tl.int64)
 
 
 @triton.jit
 def _row(X, node, h, channel, there, HEADS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Channels of a row of X [nodes, HEADS, SIZE]."""
+    """Some channels of a row of X [nodes, HEADS, SIZE]."""
     return tl.load(X + (node * HEADS + h) * SIZE + channel, mask=there, other=0.0)
 
 
@@ -173,14 +174,14 @@ def _row(X, node, h, channel, there, HEADS: tl.constexpr, SIZE: tl.constexpr):  
 def _slice(  # type: ignore[no-untyped-def]
     z, N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of slice z: the channels, which of them there are, and its parts of sums."""
+    """Slice z: its channels, their masks, and the parts of sums that it writes."""
     across: tl.constexpr = (P + COLUMNS - 1) // COLUMNS
     n = z // across * ROWS + tl.arange(0, ROWS)
     p = z % across * COLUMNS + tl.arange(0, COLUMNS)
     return n, p, n < N, p < P, (z // across).to(tl.int64), (z % across).to(tl.int64)
 
 
-#: Sizes that differ from batch to batch, which kernels are not compiled anew for.
+#: Sizes that differ from batch to batch, and must not cause recompilation.
 _ANY = ["num_states", "num_edges", "ring", "first_slice"]
 
 
@@ -190,13 +191,13 @@ def _walk_down(  # type: ignore[no-untyped-def]
     ring, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The output, of a component, a head and a slice."""
+    """The output of a component, a head and a slice."""
     h, z = tl.program_id(0) % HEADS, tl.program_id(1)
     n, p, n_there, p_there, part, _ = _slice(z, N, P, ROWS, COLUMNS)
     inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
     held = RING + program * ring * (ROWS * COLUMNS) + inside
-    H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # of the position before
+    H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the last position's state
     begin, end = _bounds(PTR, tl.program_id(0) // HEADS)
     for i in range(begin, end):
         node = tl.load(NODE + i).to(tl.int64)
@@ -216,9 +217,9 @@ def _walk_down(  # type: ignore[no-untyped-def]
         at = (part * num_states + node) * HEADS + h
         tl.store(Y + at * P + p, tl.sum(q[:, None] * H, 0), mask=p_there)
         if tl.load(FAR_CHILD + i) > 0:
-            tl.debug_barrier()  # all have read what is in its place
+            tl.debug_barrier()  # all must have read the old values before the store
             tl.store(held + i % ring * (ROWS * COLUMNS), H)
-            tl.debug_barrier()  # and may read it
+            tl.debug_barrier()  # later positions read it
 
 
 @triton.jit(do_not_specialize=_ANY)
@@ -228,7 +229,7 @@ def _walk_down_and_up(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients, of a component, a head and a slice."""
+    """The gradients of a component, a head and a slice."""
     h, z = tl.program_id(0) % HEADS, tl.program_id(1)
     n, p, n_there, p_there, part_n, part_p = _slice(
         first_slice + z, N, P, ROWS, COLUMNS
@@ -240,7 +241,7 @@ def _walk_down_and_up(  # type: ignore[no-untyped-def]
     held = RING + program * ring * (ROWS * COLUMNS) + inside
     begin, end = _bounds(PTR, tl.program_id(0) // HEADS)
 
-    H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # of the position before
+    H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the last position's state
     for i in range(begin, end):
         node = tl.load(NODE + i).to(tl.int64)
         k = _row(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
@@ -261,7 +262,7 @@ def _walk_down_and_up(  # type: ignore[no-untyped-def]
         at = (part_p * num_states + node) * HEADS + h
         tl.store(DQ + at * N + n, tl.sum(H * dy[None, :], 1), mask=n_there)
 
-    Z = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # of the position after
+    Z = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the next position's adjoint
     for back in range(0, end - begin):
         i = end - 1 - back
         node = tl.load(NODE + i).to(tl.int64)
@@ -288,6 +289,6 @@ def _walk_down_and_up(  # type: ignore[no-untyped-def]
         at = (part_n * num_states + node) * HEADS + h
         tl.store(DV + at * P + p, tl.sum(Z * k[:, None], 0), mask=p_there)
         if tl.load(FAR_PARENT + i) > 0:
-            tl.debug_barrier()  # all have read what is in its place
+            tl.debug_barrier()  # all must have read the old values before the store
             tl.store(held + i % ring * (ROWS * COLUMNS), Z)
-            tl.debug_barrier()  # and may read it
+            tl.debug_barrier()  # earlier positions read it
