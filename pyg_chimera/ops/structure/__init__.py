@@ -1,4 +1,4 @@
-"""Whatever depends on the graph alone, and can be computed once."""
+"""Functions of the graph alone, whose results can be computed once and reused."""
 
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score

@@ -1,4 +1,4 @@
-"""What was computed of a graph, remembered by the graph's contents."""
+"""A cache of results that depend on graphs alone, keyed by the graphs' contents."""
 
 import hashlib
 from collections import OrderedDict
@@ -20,18 +20,18 @@ _EAGER: ContextVar[bool] = ContextVar("eager", default=False)
 
 
 def called_eagerly() -> AbstractContextManager[None]:
-    """A context for operators that Python calls, and not compiled code.
+    """A context for operators that are called from Python, not from compiled code.
 
-    That one uses the memory, and the object, of one tensor for another one.
+    Compiled code may reuse the memory, and the object, of a tensor for another one.
     """
     return setting(_EAGER, True)
 
 
 class _Cache:
-    """What was last made of some graphs, found by what the graphs hold.
+    """The most recently used results, by key.
 
-    A network's layers, and the backward pass, ask for the same structure many times.
-    Keys are digests of the graph's contents, so nothing can go stale.
+    A network's layers and the backward pass need the same structure many times. Keys
+    are digests of contents, so entries are never stale.
     """
 
     def __init__(self, size: int, num_bytes: int = 1 << 28) -> None:
@@ -68,10 +68,10 @@ _CACHE = _Cache(size=32)
 
 
 class _Digests:
-    """Digests of tensors, of those that live and have not been changed since.
+    """Digests of tensors, stored as long as tensors live and are unchanged.
 
-    Views of a tensor share its version. What was found is used where contents are
-    trusted only, as memory can be written to without a new version.
+    Views of a tensor share its version. Stored digests are used only if contents are
+    trusted, as memory can be written to without a new version.
     """
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class _Digests:
         # Tensors made in inference mode have no versions.
         if not (trusted() and _EAGER.get()) or x.is_inference():
             return _digest(x)
-        # Another tensor can take its place by `x.data = y`, without a new version.
+        # `x.data = y` replaces the contents without a new version.
         now = x._version, x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
         with self.lock:
             then, digest = self.found.get(x, (None, b""))
@@ -94,13 +94,13 @@ class _Digests:
 
 
 def _digest(x: Tensor) -> bytes:
-    """A digest of a tensor: of its dtype, device and shape, and of what it holds."""
-    # Dtypes too, as some of them are errors; devices, as results may lie there.
+    """A digest of a tensor's dtype, device, shape and contents."""
+    # Dtypes, as some of them are errors; devices, as results may be on them.
     kind = (x.dtype, x.device, tuple(x.shape))
     digest = hashlib.sha1(repr(kind).encode(), usedforsecurity=False)  # a fast one
     if x.numel() > 0:
         content = x.detach().cpu().reshape(-1)
-        if content.stride(0) != 1:  # as of one entry of a strided tensor
+        if content.stride(0) != 1:  # such as one entry of a strided tensor
             content = content.clone(memory_format=torch.contiguous_format)
         digest.update(content.view(torch.uint8).numpy().data)
     return digest.digest()
@@ -112,7 +112,7 @@ _DIGESTS = _Digests()
 class Recipe(NamedTuple):
     """How to make a structure: `make(*tensors, *options)`.
 
-    For results that nobody changes.
+    The result is shared and must not be changed.
     """
 
     make: Callable[..., Any]
@@ -120,17 +120,17 @@ class Recipe(NamedTuple):
     options: tuple = ()
 
     def key(self) -> str:
-        """A digest of all that the structure depends on."""
+        """A digest of everything that the structure depends on."""
         digests = [None if x is None else _DIGESTS.of(x) for x in self.tensors]
         name = (self.make.__module__, self.make.__qualname__)
         whole = repr((digests, *name, self.options)).encode()
         return hashlib.sha1(whole, usedforsecurity=False).hexdigest()
 
     def cook(self) -> Any:
-        """The structure.
+        """Makes the structure.
 
-        Of copies of the tensors: it may have parts of them, and later calls may save
-        the tensors for their gradients.
+        From copies of the tensors, as it may keep parts of them, and later calls may
+        save the tensors for their gradients.
         """
         with torch.inference_mode(False):
             copies = [None if x is None else x.detach().clone() for x in self.tensors]
@@ -138,13 +138,13 @@ class Recipe(NamedTuple):
 
 
 def remembered(make: Callable, tensors: Sequence[Tensor | None], *options: Any) -> Any:
-    """`make(*tensors, *options)`, or what it was for the same contents before."""
+    """`make(*tensors, *options)`, cached by the contents of the tensors."""
     recipe = Recipe(make, tensors, options)
     return recalled(recipe.key(), recipe.cook)
 
 
 def recalled(key: str, make: Callable[[], Any]) -> Any:
-    """What has this key; if it is forgotten, made again."""
+    """The cached result for this key, or `make()` if there is none."""
     value = _CACHE.get(key)
     if value is None:
         value = make()
@@ -155,8 +155,8 @@ def recalled(key: str, make: Callable[[], Any]) -> Any:
 def table(
     make: Callable[..., Any], structure: Any, device: torch.device, *options: Any
 ) -> Any:
-    """`make(structure, device, *options)`, once for each device and as long as the
-    structure is remembered: what a backend derives from the graph alone.
+    """`make(structure, device, *options)`, cached per device along with the structure:
+    what a backend derives from the graph alone.
     """
     key = (make, device, *options)
     if key not in structure.tables:

@@ -1,4 +1,4 @@
-"""Scores of importance, by which the nodes of a graph are sorted."""
+"""Node scores, such as centralities, by which the nodes of a graph are sorted."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -105,7 +105,7 @@ def _node_score(
 ) -> Tensor:
     check_edge_index(edge_index, num_nodes)
     row, col = to_numpy(edge_index)
-    name = np.arange(num_nodes)  # of each node, where graph comes after graph
+    name = np.arange(num_nodes)  # node numbers that are consecutive in each graph
     bounds = np.array([0, num_nodes])
     if batch is not None:
         check_batch(batch, num_nodes)
@@ -129,7 +129,7 @@ def _degree(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarray
 
 
 def _bfs(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarray:
-    # As roots are taken by number, it goes from graph to graph.
+    # Roots are visited in the order of their numbers, so graph by graph.
     return breadth_first(ptr, head) - np.repeat(bounds[:-1], np.diff(bounds))
 
 
@@ -157,11 +157,11 @@ def _cluster(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
 
 @njit(cache=True, nogil=True)
 def closeness(ptr, head, bounds):  # type: ignore[no-untyped-def]
-    """Closeness centrality, scaled by the part of the graph that a node reaches.
+    """Closeness centrality, scaled by the fraction of the graph that a node reaches.
 
     Args:
         ptr (np.ndarray): Where the neighbours of each node begin, int64 [V + 1].
-        head (np.ndarray): The neighbours, which have their neighbours in turn.
+        head (np.ndarray): The neighbours; the relation must be symmetric.
         bounds (np.ndarray): Where the nodes of each graph begin, int64 [B + 1].
     """
     n = ptr.shape[0] - 1
@@ -186,7 +186,7 @@ def pagerank(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
 
     Args:
         ptr (np.ndarray): Where the neighbours of each node begin, int64 [V + 1].
-        head (np.ndarray): The neighbours, which have their neighbours in turn.
+        head (np.ndarray): The neighbours; the relation must be symmetric.
         bounds (np.ndarray): Where the nodes of each graph begin, int64 [B + 1].
     """
     cell, size, limits, ptr, head, count = equitable_partition(ptr, head, bounds)
@@ -197,12 +197,12 @@ def pagerank(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
 def _pagerank(size, limits, ptr, head, count, bounds):  # type: ignore[no-untyped-def]
     n = size.shape[0]
     score = np.ones(n)
-    share = np.zeros(n)  # what a node gives to each neighbour
+    share = np.zeros(n)  # what a node passes on to each neighbour
     new = np.empty(n)
     for g in range(bounds.shape[0] - 1):
         low, high = limits[g], limits[g + 1]
         for _ in range(200):
-            idle = 0.0  # what isolated nodes spread evenly
+            idle = 0.0  # what isolated nodes pass on, evenly to all
             for i in range(low, high):
                 if ptr[i] == ptr[i + 1]:
                     idle += size[i] * score[i]

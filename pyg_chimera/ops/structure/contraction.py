@@ -1,4 +1,4 @@
-"""Some nodes of a DAG, and which of them reach which through the others."""
+"""Contraction of a DAG to some of its nodes, which keep reaching each other."""
 
 import numpy as np
 import torch
@@ -66,16 +66,16 @@ def contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
 
 @njit(cache=True, nogil=True)
 def _contract(source, target, order, kept):  # type: ignore[no-untyped-def]
-    """In topological order, the nearest kept ancestors of each node, kept or not."""
+    """The edges between kept nodes; finds the nearest kept ancestors of every node."""
     n = kept.shape[0]
     ptr, parent = compress(target, source, n)
-    found = np.empty(source.shape[0], np.int64)  # the sets, one after the other
+    found = np.empty(source.shape[0], np.int64)  # the ancestor sets, concatenated
     begin, end = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    last = np.full(n, -1, np.int64)  # whose set a node was last put into
+    last = np.full(n, -1, np.int64)  # the last node whose set each node was added to
     free = 0
     for i in order:
         if ptr[i + 1] - ptr[i] == 1 and not kept[parent[ptr[i]]]:
-            j = parent[ptr[i]]  # whose set is i's
+            j = parent[ptr[i]]  # i has the same set
             begin[i], end[i] = begin[j], end[j]
             continue
         most = 0

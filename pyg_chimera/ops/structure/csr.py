@@ -19,12 +19,12 @@ __all__ = [
 
 
 class Rows(NamedTuple):
-    """Coordinates sorted by row, then column."""
+    """Matrix entries sorted by row, then column."""
 
     ptr: np.ndarray  #: first entry of each row
     row: np.ndarray
     col: np.ndarray
-    entry: np.ndarray  #: where each came from
+    entry: np.ndarray  #: the index of each entry before sorting
 
 
 def to_numpy(indices: Tensor) -> np.ndarray:
@@ -33,14 +33,14 @@ def to_numpy(indices: Tensor) -> np.ndarray:
 
 
 def grouped(label: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices by label, in their order, and the bounds of the groups [G + 1]."""
+    """The indices of each label, ascending, and the bounds of the groups [G + 1]."""
     ptr = np.zeros(num_groups + 1, np.int64)
     np.cumsum(np.bincount(label, minlength=num_groups), out=ptr[1:])
     return np.argsort(label, kind="stable"), ptr
 
 
 def sorted_rows(row: np.ndarray, col: np.ndarray, num_rows: int) -> Rows:
-    """Sorts coordinates, and remembers where each came from."""
+    """Sorts coordinates by row, then column, and keeps the original indices."""
     entry = np.lexsort((col, row))
     ptr = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=ptr[1:])
@@ -49,7 +49,7 @@ def sorted_rows(row: np.ndarray, col: np.ndarray, num_rows: int) -> Rows:
 
 @njit(cache=True, nogil=True)
 def compress(key, value, n):  # type: ignore[no-untyped-def]
-    """The values of each key, in the order they come, and the bounds of each key."""
+    """The bounds of each key's values, and the values by key, in their order."""
     ptr = np.zeros(n + 1, np.int64)
     for e in range(key.shape[0]):
         ptr[key[e] + 1] += 1
@@ -65,7 +65,7 @@ def compress(key, value, n):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def simple(source, target, n):  # type: ignore[no-untyped-def]
-    """Compressed out-neighbours, ascending, without self-loops and duplicates."""
+    """Compressed, ascending out-neighbours, without self-loops and duplicates."""
     in_ptr, tail = compress(target, source, n)
     count = np.zeros(n, np.int64)
     last = np.full(n, -1, np.int64)
@@ -93,7 +93,7 @@ def simple(source, target, n):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def adjacency(row, col, n):  # type: ignore[no-untyped-def]
-    """Compressed neighbour lists of the undirected simple graph, ascending."""
+    """Compressed, ascending neighbours in the undirected simple graph."""
     ptr = np.zeros(n + 1, np.int64)
     for e in range(row.shape[0]):
         if row[e] != col[e]:

@@ -1,4 +1,4 @@
-"""Hop distances: how far apart nodes are, and which of them are connected."""
+"""Hop distances and connected components."""
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ def diameter(
 
 @njit(cache=True, nogil=True)
 def components(source, target, n):  # type: ignore[no-untyped-def]
-    """Union-find; the smallest node of a component stands for it."""
+    """Union-find; the smallest node of a component represents it."""
     parent = np.arange(n)
     for e in range(source.shape[0]):
         a, b = source[e], target[e]
@@ -107,18 +107,18 @@ def components(source, target, n):  # type: ignore[no-untyped-def]
             component[i] = count
             count += 1
         else:
-            # Parents are smaller than their children, so they have their number.
+            # Parents are smaller than their children, so they are already numbered.
             component[i] = component[parent[i]]
     return component
 
 
 @njit(cache=True, nogil=True)
 def search(ptr, head, start, order, level, seen, stamp, most):  # type: ignore[no-untyped-def]
-    """Breadth-first search from one node; returns how many nodes it reached in at most
-    so many steps.
+    """Breadth-first search of up to `most` steps from one node; returns the number of
+    nodes reached.
 
-    The first of `order` are the nodes reached, nearest first. Where `seen` is
-    `stamp`, `level` holds the distance.
+    These are the first entries of `order`, nearest first. Where `seen` is `stamp`,
+    `level` holds the distance.
     """
     order[0] = start
     level[start] = 0
@@ -141,7 +141,7 @@ def search(ptr, head, start, order, level, seen, stamp, most):  # type: ignore[n
 
 @njit(cache=True, nogil=True)
 def search_tree(ptr, head, roots):  # type: ignore[no-untyped-def]
-    """Each node's distance from the root that reaches it, and the node before it."""
+    """Each node's distance from the nearest root, and its predecessor on the way."""
     n = ptr.shape[0] - 1
     level = np.full(n, -1, np.int64)
     parent = np.full(n, -1, np.int64)
@@ -181,9 +181,9 @@ def _diameters(source, target, graph, num_graphs):  # type: ignore[no-untyped-de
             out[graph[i]] = max(out[graph[i]], level[order[count - 1]])
         return out
 
-    # No node is further than ecc(c) + d(c, i) from i: searches alternately from the
-    # outskirts (high bounds) and from the middle (which lowers the bounds of others)
-    # soon leave no node that could be further out than what was found.
+    # No node is further than ecc(c) + d(c, i) from i. Searches alternate between the
+    # outskirts (high upper bounds) and the middle (which lowers the bounds of others),
+    # until no node can be further out than the longest distance found.
     done = np.zeros(n, np.bool_)
     upper = np.full(n, n, np.int64)
     lower = np.zeros(n, np.int64)

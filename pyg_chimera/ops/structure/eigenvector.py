@@ -13,12 +13,12 @@ __all__ = ["eigenvector"]
 def eigenvector(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarray:
     """Eigenvector centrality, component by component.
 
-    Components that share a cell share all of them, and then the scaled scores, too,
-    so that those of the partition are looked at instead.
+    Components that share one cell share all of them, and also their scaled scores, so
+    components of the partition can be processed instead.
 
     Args:
         ptr (np.ndarray): Where the neighbours of each node begin, int64 [V + 1].
-        head (np.ndarray): The neighbours, which have their neighbours in turn.
+        head (np.ndarray): The neighbours; the relation must be symmetric.
         bounds (np.ndarray): Where the nodes of each graph begin, int64 [B + 1].
     """
     cell, size, limits, ptr, head, count = equitable_partition(ptr, head, bounds)
@@ -27,7 +27,7 @@ def eigenvector(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.nda
 
 @njit(cache=True, nogil=True)
 def _scores(size, limits, ptr, head, count, bounds):  # type: ignore[no-untyped-def]
-    """The score of each cell, a node of which has `count` neighbours in cell `head`."""
+    """The score of each cell, whose nodes have `count` neighbours in cell `head`."""
     n = size.shape[0]
     score = np.zeros(n)
     order = np.empty(n, np.int64)
@@ -43,15 +43,15 @@ def _scores(size, limits, ptr, head, count, bounds):  # type: ignore[no-untyped-
             num_cells = search(ptr, head, i, order, level, seen, i, n)
             search(ptr, head, order[num_cells - 1], order, level, seen, i + n, n)
             depth = level[order[num_cells - 1]]
-            # From the outside in: for trees the perfect order to eliminate them, and a
-            # good one for what is thin.
+            # From the outside in: a perfect elimination order for trees, and a good one
+            # for elongated graphs.
             cells = order[:num_cells][::-1].copy()
             for k in range(num_cells):
                 place[cells[k]] = k
             rows, cols, counts = _part(ptr, head, count, cells, place)
             sizes = size[cells]
-            # A step of Lanczos' method costs as much as a few entries of the matrix,
-            # and it takes some steps for each hop that two cells are apart.
+            # A step of Lanczos' method costs as much as a few entries of the matrix; it
+            # takes some steps per hop between the most distant cells.
             if _is_cheap(rows, cols, (4 + 2 * depth) * cols.shape[0]):
                 value, vector = _by_elimination(rows, cols, counts)
             else:
@@ -66,7 +66,7 @@ def _scores(size, limits, ptr, head, count, bounds):  # type: ignore[no-untyped-
 
 @njit(cache=True, nogil=True)
 def _part(ptr, head, count, cells, place):  # type: ignore[no-untyped-def]
-    """Those rows of a matrix, with their columns at other places."""
+    """The submatrix of the given rows, with columns renumbered by `place`."""
     part_ptr = np.zeros(cells.shape[0] + 1, np.int64)
     for a in range(cells.shape[0]):
         part_ptr[a + 1] = part_ptr[a] + ptr[cells[a] + 1] - ptr[cells[a]]
@@ -81,7 +81,7 @@ def _part(ptr, head, count, cells, place):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _is_cheap(ptr, head, limit):  # type: ignore[no-untyped-def]
-    """Whether elimination in the order of numbers takes at most so many steps."""
+    """Whether elimination in numerical order takes at most `limit` steps."""
     n = ptr.shape[0] - 1
     parent = np.full(n, -1, np.int64)
     last = np.full(n, -1, np.int64)
@@ -95,7 +95,7 @@ def _is_cheap(ptr, head, limit):  # type: ignore[no-untyped-def]
                 if parent[i] < 0:
                     parent[i] = k
                 last[i] = k
-                total += 2 * length[i] + 1  # from a square to the next one
+                total += 2 * length[i] + 1  # the difference of consecutive squares
                 length[i] += 1
                 i = parent[i]
         if total > limit:
@@ -107,31 +107,29 @@ def _is_cheap(ptr, head, limit):  # type: ignore[no-untyped-def]
 def _by_elimination(ptr, head, count):  # type: ignore[no-untyped-def]
     """The largest eigenvalue of a matrix C, and its eigenvector, to full accuracy.
 
-    Eliminates in the order of numbers.
-
     By Noda's method (Numerische Mathematik 17, 1971): inverse iteration with the shift
     m = max (C x)_i / x_i, which is never below the eigenvalue. Each step solves
     (m I - C) D y = x, where D = diag(x), and the next x is D y. The rows of
-    D^-1 (m I - C) D have the sums m - (C x)_i / x_i >= 0. From these and the entries
-    outside of the diagonal, `"Accurate computation of the smallest eigenvalue of a
+    D^-1 (m I - C) D have the sums m - (C x)_i / x_i >= 0. From these and the
+    off-diagonal entries, `"Accurate computation of the smallest eigenvalue of a
     diagonally dominant M-matrix" <https://doi.org/10.1090/S0025-5718-01-01325-4>`_
-    (Alfa, Xue and Ye, 2002) eliminates without any subtraction. So entries are
-    accurate one by one, however small they are and however close the next eigenvalue
-    is. The sums are small differences, and are computed in twice the precision.
+    (Alfa, Xue and Ye, 2002) eliminates (here, in numerical order) without subtractions.
+    So each entry is accurate, however small it is and however close the next eigenvalue
+    is. The row sums are small differences, and are computed in twice the precision.
     """
     n = ptr.shape[0] - 1
     fill_ptr, fill = fill_pattern(ptr, head)
     x = np.ones(n)
     excess = np.empty(n)
-    rest = np.empty(n)  # sums of what is left of each row
+    rest = np.empty(n)  # row sums of the remaining matrix
     pivot = np.empty(n)
     change = np.empty(n)
-    upper = np.empty(fill.shape[0])  # entries of rows and columns, with opposite sign
+    upper = np.empty(fill.shape[0])  # negated off-diagonal entries
     lower = np.empty(fill.shape[0])
     value, before = 0.0, np.inf
     for _ in range(100):
         _row_sums(ptr, head, count, x, value, excess)
-        # Where numbers get too small, they say nothing about the eigenvalue.
+        # Entries that have become too small say nothing about the eigenvalue.
         valid = x > 1e-200
         most = np.max(excess[valid])
         upper[:] = 0
@@ -179,7 +177,7 @@ def _by_elimination(ptr, head, count):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _row_sums(ptr, head, count, x, about, out):  # type: ignore[no-untyped-def]
-    """Writes (C x)_i / x_i - about, computed in twice the precision."""
+    """Sets out to (C x)_i / x_i - about, computed in twice the precision."""
     for i in range(x.shape[0]):
         high, low = _product(-about, x[i])
         for e in range(ptr[i], ptr[i + 1]):
@@ -193,7 +191,7 @@ def _row_sums(ptr, head, count, x, about, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _product(a, b):  # type: ignore[no-untyped-def]
-    """The product and its rounding error (Dekker's method)."""
+    """The product of a and b and its rounding error (Dekker's method)."""
     product = a * b
     split = 134217729.0 * a  # 2^27 + 1
     a_high = split - (split - a)
@@ -210,19 +208,19 @@ def _product(a, b):  # type: ignore[no-untyped-def]
 def _by_lanczos(ptr, head, count, size):  # type: ignore[no-untyped-def]
     """The largest eigenvalue of a component's matrix, and its eigenvector.
 
-    Lanczos' method finds close eigenvalues apart where power iteration takes too many
-    steps. As the vectors of the first pass are not kept, a second one adds them up.
+    Lanczos' method separates close eigenvalues, for which power iteration takes too
+    many steps. The vectors are not stored; a second pass recomputes and sums them.
     """
     n = size.shape[0]
-    # Scaled by the roots of the sizes, the matrix is symmetric.
+    # Scaled by the square roots of the sizes, the matrix is symmetric.
     root = np.sqrt(size / np.sum(size))
     entry = np.empty(head.shape[0])
     for i in range(n):
         for e in range(ptr[i], ptr[i + 1]):
             entry[e] = np.sqrt(count[e] * (count[e] * size[i] // size[head[e]]))
-    limit = 100 + min(10 * n, 20_000)  # far more than ever seen
+    limit = 100 + min(10 * n, 20_000)  # far more than ever needed in practice
     alpha = np.zeros(limit)
-    beta = np.zeros(limit + 1)  # beta[k] leads to vector k
+    beta = np.zeros(limit + 1)  # beta[k] couples vectors k - 1 and k
     weight = np.zeros(0)
     value = 0.0
     out = np.zeros(n)
@@ -261,12 +259,12 @@ def _by_lanczos(ptr, head, count, size):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _polish(ptr, head, count, value, x):  # type: ignore[no-untyped-def]
-    """Makes also small entries of an eigenvector exact, in place.
+    """Makes small entries of an eigenvector accurate too, in place.
 
-    Relative to the largest one, they are rounding errors. Gauss and Seidel's method
-    finds them from their neighbours, from below, as nothing is ever subtracted. It is
-    slow only far away from the largest ones, around others that are nearly as large in
-    their own surroundings; there, entries of less than 1e-12 may remain too small.
+    They are rounding errors of the largest one. The Gauss-Seidel method recomputes them
+    from their neighbours, from below and without subtractions. It is slow only far from
+    the largest entries, around others that are nearly as large in their own
+    neighbourhood; there, entries of less than 1e-12 may remain too small.
     """
     small = np.flatnonzero(x < 1e-4 * np.max(x))
     x[x < 1e-12 * np.max(x)] = 0
@@ -288,7 +286,7 @@ def _polish(ptr, head, count, value, x):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _largest(alpha, beta, low):  # type: ignore[no-untyped-def]
-    """The largest eigenpair of a tridiagonal matrix, eigenvalue at least `low`."""
+    """The largest eigenpair of a tridiagonal matrix, whose eigenvalue is >= `low`."""
     n = alpha.shape[0]
     high = 0.0
     for k in range(n):
@@ -297,7 +295,7 @@ def _largest(alpha, beta, low):  # type: ignore[no-untyped-def]
     high = high * (1 + 1e-12) + 1e-300
     pivot = np.empty(n)
     for step in range(60):
-        # x I - T is positive definite if x is larger than all eigenvalues
+        # x I - T is positive definite iff x is larger than all eigenvalues.
         x = high if step == 0 else (low + high) / 2
         if step > 0 and high - low <= 4e-16 * high:
             break

@@ -1,8 +1,8 @@
-"""Elimination orders: in which order the nodes leave, and what that costs.
+"""Elimination orders: the order in which Gaussian elimination removes the nodes.
 
-Gaussian elimination of a node joins its remaining neighbours into a clique. The
-order decides how many entries this adds (the *fill-in*), and with it the cost of
-everything that `pyg_chimera.ops.resolvent_mix` does with the factors.
+Eliminating a node joins its remaining neighbours into a clique. The order decides how
+many entries this adds (the *fill-in*), and thus the cost of everything that
+`pyg_chimera.ops.resolvent_mix` does with the factors.
 """
 
 from itertools import pairwise
@@ -19,12 +19,12 @@ from pyg_chimera.ops.structure.distance import components
 
 __all__ = ["METHODS", "elimination_rank"]
 
-#: How an elimination order can be found.
+#: The methods to find an elimination order.
 METHODS = ("minimum_fill", "metis")
 
-#: What a neighbour may cost, in about nanoseconds: far more than most do.
+#: An upper bound for the time per neighbour, in nanoseconds: most take far less.
 _PER_ENTRY = 1e4
-#: Scores up to a quarter apart (2 ** (1 / 3)) are tied: they are estimates.
+#: Queues per octave: scores within a factor of 2 ** (1 / 3) are tied, as estimates.
 _PER_OCTAVE = 3
 
 _ALL = np.iinfo(np.int64).max
@@ -83,9 +83,9 @@ def elimination_order(
 ) -> np.ndarray | None:
     """The rank of each node in a fill-reducing order.
 
-    The nodes of a component come in the same order whatever other components there
-    are, so that a batch has the orders of its graphs. By minimum fill, there is none if
-    the factor has more than `most` entries: to find that takes a part of the time.
+    The order of a component does not depend on the other components, so graphs have the
+    same orders in a batch as alone. With minimum fill, the result is None if the factor
+    has more than `most` entries, which takes only part of the time to find out.
     """
     if method == "metis":
         rank = _nested_dissection(row, col, n)
@@ -126,7 +126,7 @@ def _nested_dissection(row: np.ndarray, col: np.ndarray, n: int) -> np.ndarray:
 def _minimum_fill_but_hubs(
     row: np.ndarray, col: np.ndarray, n: int, most: int
 ) -> np.ndarray | None:
-    """Hubs go last: they would be scanned each time that a neighbour leaves."""
+    """Minimum fill with hubs last, as they would be rescanned for each neighbour."""
     indptr, indices = adjacency(row, col, n)
     hub = _hubs(row, col, indptr)
     if not hub.any():
@@ -147,9 +147,9 @@ def _minimum_fill_but_hubs(
 def minimum_fill_order(
     indptr: np.ndarray, indices: np.ndarray, most: int = _ALL
 ) -> np.ndarray | None:
-    """The rank of each node when the cheapest of all goes next; changes `indices`.
+    """The rank of each node if the cheapest one is eliminated next; changes `indices`.
 
-    None if that makes more than `most` entries.
+    None if the factor has more than `most` entries.
     """
     rank = np.full(len(indptr) - 1, -1, np.int64)
     cost = np.array([_PER_ENTRY * len(indices)])
@@ -158,7 +158,7 @@ def minimum_fill_order(
 
 
 def _hubs(row: np.ndarray, col: np.ndarray, indptr: np.ndarray) -> np.ndarray:
-    """Which nodes have very many neighbours for a component of their size."""
+    """Which nodes have very many neighbours, relative to the size of the component."""
     hub = np.diff(indptr) > 16
     if hub.any():
         component = components(row, col, len(hub))
@@ -169,10 +169,10 @@ def _hubs(row: np.ndarray, col: np.ndarray, indptr: np.ndarray) -> np.ndarray:
 
 @njit(cache=True, nogil=True)
 def postorder(indptr, indices):  # type: ignore[no-untyped-def]
-    """Renumber nodes, eliminated in order, such that subtrees are contiguous.
+    """Renumber nodes, given in elimination order, so that subtrees are contiguous.
 
-    The parent of k in the elimination tree is the first node that k's clique holds;
-    it is found by climbing from each earlier neighbour, along shortcuts.
+    The parent of k in the elimination tree is the first node in k's clique; it is found
+    by climbing from each earlier neighbour, with path compression.
     """
     n = indptr.shape[0] - 1
     parent = np.full(n, -1, np.int64)
@@ -211,32 +211,32 @@ def postorder(indptr, indices):  # type: ignore[no-untyped-def]
 def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # type: ignore[no-untyped-def]
     """Approximate minimum mean local fill on a quotient graph; overwrites `indices`.
 
-    A kernel of one task, which can be interrupted so. Row i of `indices` holds first
-    the *elements* (eliminated nodes whose clique holds i), then the remaining original
-    neighbours; together they never grow. The clique of an element lies in `pool`.
+    A kernel with one task, so that it can be interrupted. Row i of `indices` first
+    holds the *elements* (eliminated nodes whose clique contains i), then the remaining
+    original neighbours; it never grows. The cliques of elements are stored in `pool`.
 
-    Nodes with equal rows are merged: one stands for all, and they leave together.
-    `weight[i]` is how many i stands for: 0 if another does for it, or it has left.
-    Sizes and degrees count nodes, each node for itself.
+    Nodes with equal rows are merged: one represents all, and they are eliminated
+    together. `weight[i]` is how many nodes i represents: 0 if it has been merged or
+    eliminated. Sizes and degrees count all nodes, merged or not.
     """
     n = rank.shape[0]
     weight = np.ones(n, np.int64)
     merged, end = np.full(n, -1, np.int64), np.arange(n)  # lists of merged nodes
     elements = np.zeros(n, np.int64)  # how many entries of row i are elements
-    length = indptr[1:] - indptr[:-1]  # how many entries of row i are in use
+    length = indptr[1:] - indptr[:-1]  # how many entries row i has
     degree = length.copy()
     pool = np.empty(max(16, 2 * indices.shape[0]), np.int64)
     pool_start, pool_stop = np.zeros(n, np.int64), np.zeros(n, np.int64)
-    size = np.zeros(n, np.int64)  # of the cliques
+    size = np.zeros(n, np.int64)  # of each element's clique
     top = 0
     absorbed = np.zeros(n, np.bool_)
-    member = np.full(n, -1, np.int64)  # the last pivot whose clique holds i
+    member = np.full(n, -1, np.int64)  # the last pivot whose clique contains i
     outside = np.zeros(n, np.int64)  # stamp + |clique of e without the pivot's|
     stamp = 0
-    digest = np.zeros(n, np.int64)  # equal for equal rows
+    digest = np.zeros(n, np.int64)  # equal if rows are equal
     same, next_same = np.full(n, -1, np.int64), np.empty(n, np.int64)
     mark, mark_stamp = np.full(n, -1, np.int64), 0
-    # Queues of nodes of about equal score, as doubly linked lists. A degree may be
+    # Queues of nodes with similar scores, as doubly linked lists. Degrees may be
     # overestimated, but each of at most n entries of a row counts at most n nodes.
     num_queues = _queue(float(n) ** 4) + 1
     head, tail = np.full(num_queues, -1, np.int64), np.full(num_queues, -1, np.int64)
@@ -313,13 +313,13 @@ def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # t
                     total += j
                     indices[w] = j
                     w += 1
-            if w == begin:  # Nothing is left beyond the clique: it leaves as well.
+            if w == begin:  # no neighbours beyond the clique: i is eliminated with p
                 size[p] -= weight[i]
                 weight[i] = 0
                 merged[end[p]] = i
                 end[p] = end[i]
                 continue
-            # The pivot replaces an entry that has just gone: itself or an element.
+            # The pivot takes the place of an entry just removed: itself or an element.
             for x in range(w, kept, -1):
                 indices[x] = indices[x - 1]
             indices[kept] = p
@@ -371,7 +371,7 @@ def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # t
                 others = size[p] - weight[i]
                 d = degree[i] + others
                 degree[i] = d
-                # What i joins at most: its neighbours, of which some are a clique.
+                # Bounds the fill: pairs of neighbours that are not yet in one clique.
                 pairs = d * (d - 1.0) - others * (others - 1.0)
                 queue[i] = _queue(pairs / weight[i])
                 _append(i, queue[i], head, tail, before, after)
@@ -390,7 +390,7 @@ def _queue(score):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _append(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
-    """Node i to the end of list k."""
+    """Append node i to list k."""
     before[i], after[i] = tail[k], -1
     if tail[k] < 0:
         head[k] = i
@@ -401,7 +401,7 @@ def _append(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _unlink(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
-    """Node i from list k."""
+    """Remove node i from list k."""
     if before[i] < 0:
         head[k] = after[i]
     else:
@@ -414,11 +414,11 @@ def _unlink(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def fill_pattern(indptr, indices, most=_ALL):  # type: ignore[no-untyped-def]
-    """Column pattern of the factor of a graph eliminated in node order.
+    """The column pattern of the factor of a graph that is eliminated in node order.
 
-    Column k is what its own edges and its children in the elimination tree reach
-    beyond k; its parent is the first of these. Rows come out ascending. It gives up
-    with more than `most` entries.
+    Column k has the rows below k of its own edges and of its children in the
+    elimination tree; its parent is the first of them. Rows are ascending. Stops early
+    if there are more than `most` entries.
     """
     n = indptr.shape[0] - 1
     child = np.full(n, -1, np.int64)

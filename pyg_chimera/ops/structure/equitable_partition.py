@@ -1,4 +1,4 @@
-"""Which nodes of a graph no count of neighbours tells apart."""
+"""Nodes that are structurally alike: the coarsest equitable partition of a graph."""
 
 import numpy as np
 from numba import njit
@@ -10,27 +10,27 @@ __all__ = ["equitable_partition"]
 def equitable_partition(ptr, head, bounds):  # type: ignore[no-untyped-def]
     """The coarsest equitable partition of each graph.
 
-    All nodes of a cell have equally many neighbours in each cell, so that their
-    centralities are the same. In the partition, symmetric nodes are equal to the last
-    bit, and an eigenvalue whose vector has them differ is none. The numbers of the
-    cells say nothing about those of the nodes, so that scores don't depend on them at
-    all, even where rounding decides.
+    All nodes of a cell have the same number of neighbours in each cell, and thus the
+    same centralities. Computed on cells, scores of symmetric nodes are equal to the
+    last bit, and eigenvectors in which they differ do not occur. Cells are numbered
+    independently of the node numbers, so scores do not depend on these, not even by
+    rounding.
 
     By `"Tight Lower and Upper Bounds for the Complexity of Canonical Colour
     Refinement" <https://arxiv.org/abs/1509.08251>`_, in O(E log V) time.
 
     Returns:
-        The cell of each node, the size of each cell, where the cells of each graph
-        begin, and, as `ptr` and `head` for nodes, the cells that are neighbours of a
-        cell, ascending, and how many neighbours a node of the cell has there.
+        The cell of each node, the size of each cell, the first cell of each graph, and
+        the neighbours of each cell: their bounds (like `ptr`), the cells, ascending
+        (like `head`), and how many neighbours each node of the cell has there.
     """
     n = ptr.shape[0] - 1
-    node = np.arange(n)  # cell by cell
-    place = np.arange(n)  # of each node among them
+    node = np.arange(n)  # the nodes, cell by cell
+    place = np.arange(n)  # the index of each node in `node`
     cell = np.empty(n, np.int64)
     first = np.empty(n, np.int64)
     size = np.zeros(n, np.int64)
-    number = np.zeros(n, np.int64)  # of neighbours in the cell that refines
+    number = np.zeros(n, np.int64)  # of neighbours in the refining cell
     touched = np.empty(n, np.int64)
     queue = np.empty(n, np.int64)
     queued = np.zeros(n, np.bool_)
@@ -38,7 +38,7 @@ def equitable_partition(ptr, head, bounds):  # type: ignore[no-untyped-def]
     num_cells = 0
     for g in range(bounds.shape[0] - 1):
         low, high = bounds[g], bounds[g + 1]
-        begin = end = 0  # of the queue, where each cell is once at most
+        begin = end = 0  # of the queue, which holds each cell at most once
         if low < high:
             cell[low:high] = num_cells
             first[num_cells], size[num_cells] = low, high - low
@@ -67,8 +67,8 @@ def equitable_partition(ptr, head, bounds):  # type: ignore[no-untyped-def]
                 after = t + 1
                 while after < num_touched and key[order[after]] // n == c:
                     after += 1
-                # Those that have most neighbours go to the end of their cell and
-                # leave as new cells, and the first ones stay.
+                # The nodes with the most neighbours move to the end of their cell and
+                # become new cells; those with the fewest stay.
                 stop = first[c] + size[c]
                 old = num_cells
                 if after - t < size[c] or key[order[t]] < key[order[after - 1]]:
@@ -88,7 +88,7 @@ def equitable_partition(ptr, head, bounds):  # type: ignore[no-untyped-def]
                             size[num_cells - 1] += 1
                     for k in range(old, num_cells):
                         size[c] -= size[k]
-                    # As the whole has refined, or will do so, one part need not.
+                    # The whole cell refines others anyway; its largest part need not.
                     largest = c
                     for k in range(old, num_cells):
                         if size[k] > size[largest]:
@@ -110,7 +110,7 @@ def equitable_partition(ptr, head, bounds):  # type: ignore[no-untyped-def]
     count = np.empty(head.shape[0], np.int64)
     fill = 0
     for c in range(num_cells):
-        i = node[first[c]]  # as good as any other one
+        i = node[first[c]]  # any node will do
         last = -1
         for k in np.sort(cell[head[ptr[i] : ptr[i + 1]]]):
             if k != last:

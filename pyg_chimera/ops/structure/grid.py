@@ -1,7 +1,7 @@
-"""Grids whose nodes are numbered row by row: their structure needs no search.
+"""Grids with nodes in row-major order, whose structure is known without a search.
 
-The four DAGs of a grid lead right and down, left and up, right and up, left and down:
-every second one is the one before turned around.
+The four DAGs of a grid lead right and down, left and up, right and up, left and down;
+the second is the reverse of the first, and the fourth of the third.
 """
 
 from collections.abc import Sequence
@@ -27,20 +27,20 @@ __all__ = [
     "is_grid",
 ]
 
-#: The ways of the DAGs across and down.
+#: The horizontal and vertical step of each DAG.
 WAYS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
 
 
 class Grids(NamedTuple):
-    """Grids whose nodes follow on each other, row by row."""
+    """Grids whose nodes are consecutive, in row-major order."""
 
     height: np.ndarray  #: [T]
     width: np.ndarray  #: [T]
-    first: np.ndarray  #: [T], the first node of each
+    first: np.ndarray  #: [T], the first node of each grid
 
     @classmethod
     def of(cls, sizes: Sequence[int]) -> "Grids":
-        """Those of `sizes` height, width, height, width, ..."""
+        """Grids with `sizes` height, width, height, width, ..."""
         height, width = np.array(sizes, np.int64).reshape(-1, 2).T.copy()
         nodes = height * width
         return cls(height, width, np.cumsum(nodes) - nodes)
@@ -52,8 +52,8 @@ def grid_sizes(
     """The height and width of each grid.
 
     Raises:
-        TypeError: If sizes are no integers.
-        ValueError: If they are not positive, or do not fit each other or the nodes.
+        TypeError: If sizes are not integers.
+        ValueError: If they are not positive, or do not match each other or the nodes.
     """
     lists = []
     for name, x in {"height": height, "width": width}.items():
@@ -77,7 +77,7 @@ def grid_sizes(
         )
     covered = sum(h * w for h, w in zip(heights, widths, strict=True))
     plain = not isinstance(height, Tensor) and not isinstance(width, Tensor)
-    if plain and num_nodes % covered == 0:  # grids that are all alike
+    if plain and num_nodes % covered == 0:  # grids of equal size
         return [(heights[0], widths[0])] * (num_nodes // covered)
     if covered != num_nodes:
         count = len(heights)
@@ -89,11 +89,12 @@ def grid_sizes(
 
 
 def flat_sizes(height: int | Tensor, width: int | Tensor, nodes: Tensor) -> list[int]:
-    """Height and width of each grid, one after the other, as operators take them.
+    """Height and width of each grid in one flat list, as operators expect it.
 
     Raises:
-        TypeError: As :func:`grid_sizes`, and if a tensor elsewhere has no integers.
-        ValueError: As :func:`grid_sizes`, and if it is not where the nodes are.
+        TypeError: As :func:`grid_sizes`, and if a tensor is not integer.
+        ValueError: As :func:`grid_sizes`, and if a tensor is neither on the CPU nor on
+            the device of the nodes.
     """
     for name, size in {"height": height, "width": width}.items():
         if isinstance(size, Tensor) and size.device.type != "cpu":
@@ -102,10 +103,10 @@ def flat_sizes(height: int | Tensor, width: int | Tensor, nodes: Tensor) -> list
 
 
 def grid_edges(height: int, width: int) -> tuple[Tensor, Tensor]:
-    """Edges in both directions, by source, then target, and columns and rows."""
+    """Edges in both directions, by source, then target; (column, row) of the nodes."""
     node = torch.arange(height * width)
     row, col = node // width, node % width
-    # Above, left, right and below, where there is one.
+    # Neighbours above, left, right and below.
     exists = torch.stack([row > 0, col > 0, col < width - 1, row < height - 1], dim=1)
     source, side = exists.nonzero(as_tuple=True)
     target = source + torch.tensor([-width, -1, 1, width])[side]
@@ -113,7 +114,7 @@ def grid_edges(height: int, width: int) -> tuple[Tensor, Tensor]:
 
 
 def is_grid(edge_index: Tensor, height: int, width: int) -> bool:
-    """Whether these are the edges of a grid, in any order, some perhaps repeated."""
+    """Whether these are the edges of a grid, in any order, possibly repeated."""
     row, col = edge_index // width, edge_index % width
     steps = (row[1] - row[0]).abs() + (col[1] - col[0]).abs()
     if bool((steps != 1).any()):
@@ -125,7 +126,7 @@ def is_grid(edge_index: Tensor, height: int, width: int) -> bool:
 def grid_dag(
     edge_index: Tensor, height: int, width: int, dag: int
 ) -> tuple[Tensor, Tensor]:
-    """Which edges of a grid one of its DAGs has, as a mask, and ranks of nodes."""
+    """A mask of the edges of a grid that belong to one of its DAGs, and node ranks."""
     right, below = WAYS[dag]
     row, col = edge_index // width, edge_index % width
     across, down = col[1] - col[0], row[1] - row[0]
@@ -165,7 +166,7 @@ def grid_parents(
 def _rank(
     x: Tensor, y: Tensor, width: int | Tensor, height: int | Tensor, dag: int
 ) -> Tensor:
-    """Steps from where the DAG begins, by columns and rows."""
+    """The number of steps from the first node of the DAG."""
     right, below = WAYS[dag]
     across = x if right > 0 else width - 1 - x
     return across + (y if below > 0 else height - 1 - y)

@@ -1,4 +1,4 @@
-"""Which nodes reach which in a few steps."""
+"""Pairs of nodes within a few steps of each other."""
 
 from typing import NamedTuple
 
@@ -86,11 +86,11 @@ def _fake_places(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
 
 @structural_op(_fake_places)
 def pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
-    r"""The number of each edge among pairs of nodes.
+    r"""The index of each edge among pairs of nodes.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
-        pairs (torch.Tensor): Different pairs, :math:`[2, |\mathcal{P}|]`, integer.
+        pairs (torch.Tensor): Distinct pairs, :math:`[2, |\mathcal{P}|]`, integer.
         num_nodes (int): The number of nodes.
 
     Returns:
@@ -118,7 +118,7 @@ def pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
 
 @njit(cache=True, nogil=True)
 def _pairs(source, target, n, k, first):  # type: ignore[no-untyped-def]
-    """Searches against the edges; what each finds begins with the node itself."""
+    """Searches from each node against the edges; `first` is 1 to omit the node."""
     ptr, tail = simple(target, source, n)
     order = np.empty(n, np.int64)
     level = np.empty(n, np.int64)

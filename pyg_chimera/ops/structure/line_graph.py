@@ -70,28 +70,27 @@ def line_graph(edge_index: Tensor, num_nodes: int) -> LineGraph:
 
 
 class OrderedDAGs(NamedTuple):
-    r"""What :func:`ordered_dags` returns."""
+    r"""The result of :func:`ordered_dags`."""
 
-    #: The edges of both DAGs as one graph, :math:`[2, |\mathcal{E}'|]`, int64, where
-    #: node :math:`v` is :math:`2v` in the DAG of the edges that lead to later nodes,
-    #: and :math:`2v + 1` in that of the others.
+    #: The edges of both DAGs as one graph, :math:`[2, |\mathcal{E}'|]`, int64. Node
+    #: :math:`v` becomes :math:`2v` in the DAG of the edges to later nodes, and
+    #: :math:`2v + 1` in that of the others.
     edge_index: Tensor
-    #: The column of each of them in the graph's edges, :math:`[|\mathcal{E}'|]`, int64.
+    #: The index of each in the graph's edges, :math:`[|\mathcal{E}'|]`, int64.
     edge_id: Tensor
-    #: The line edges of both, :math:`[2, |\mathcal{L}|]`, int64.
+    #: The line edges of both DAGs, :math:`[2, |\mathcal{L}|]`, int64.
     line_edge_index: Tensor
 
 
 def ordered_dags(edge_index: Tensor, num_nodes: int, order: str) -> OrderedDAGs:
-    r"""The two DAGs that an order of the nodes makes of any graph.
+    r"""The two DAGs into which a node order divides any graph.
 
     One has the edges from earlier to later nodes, the other those from later to
-    earlier ones. Self-loops are in none of them.
-
+    earlier ones. Self-loops are dropped.
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
         num_nodes (int): The number of nodes.
-        order (str): The order, as of :func:`~pyg_chimera.ops.node_order`.
+        order (str): The order, as in :func:`~pyg_chimera.ops.node_order`.
 
     Returns:
         OrderedDAGs: The edges, in their order in :obj:`edge_index`, and their line
@@ -140,7 +139,7 @@ def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
 
 
 def check_line_edges(line_edge_index: Tensor, num_states: int) -> None:
-    """Checks that line edges are integers [2, L] that join `num_states` edges."""
+    """Checks that line edges are integers [2, L] in the range of `num_states`."""
     wanted = "'line_edge_index' must be a tensor of integers of shape [2, num_lines]"
     if not isinstance(line_edge_index, Tensor):
         raise TypeError(f"{wanted} (got '{type(line_edge_index).__name__}')")
@@ -250,9 +249,9 @@ def _line_edges(source, target, n):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _kept(source, target, rank, component):  # type: ignore[no-untyped-def]
-    """Greedy, with the set of all states that reach a state as a row of bits.
+    """Greedy selection; a row of bits holds the states that reach a state.
 
-    Rows are given back as soon as the last successor has used them.
+    Rows are released once their last successor has used them.
     """
     n = rank.shape[0]
     num_lines = source.shape[0]
@@ -270,13 +269,13 @@ def _kept(source, target, rank, component):  # type: ignore[no-untyped-def]
     by_source = compress(source, np.arange(num_lines), n)[1]
     in_ptr, incoming = compress(target[by_source], by_source, n)
 
-    last = place.copy()  # where a state's row is used for the last time
+    last = place.copy()  # where a state's row is last used
     for x in range(num_lines):
         last[source[x]] = max(last[source[x]], place[target[x]])
-    done = np.zeros(n, np.int64)  # how many rows are, at each place
+    done = np.zeros(n, np.int64)  # how many rows are last used at each place
     for i in range(n):
         done[last[i]] += 1
-    num_bits, num_rows = 0, 0  # of 64 bits each; at a time
+    num_bits, num_rows = 0, 0  # words of 64 bits, and rows, alive at a time
     for c in range(num_components):
         alive, most = 0, 0
         for x in range(first[c], first[c + 1]):
@@ -287,7 +286,7 @@ def _kept(source, target, rank, component):  # type: ignore[no-untyped-def]
         num_bits = max(num_bits, most * words)
         num_rows = max(num_rows, most)
     bits = np.empty(num_bits, np.int64)
-    stack = np.empty(num_rows, np.int64)  # rows that are free
+    stack = np.empty(num_rows, np.int64)  # free rows
     row = np.full(n, -1, np.int64)  # where a state's row begins
 
     for c in range(num_components):
@@ -303,12 +302,12 @@ def _kept(source, target, rank, component):  # type: ignore[no-untyped-def]
             for y in range(in_ptr[i], in_ptr[i + 1]):
                 j = source[incoming[y]]
                 theirs = row[j]
-                if theirs < 0:  # a duplicate of an edge whose row was taken over
+                if theirs < 0:  # a duplicate of an edge whose row has been taken over
                     continue
                 theirs_width = ((place[j] - begin) >> 6) + 1
                 if mine >= 0:
                     meet = False
-                    for z in range(theirs_width - 1, -1, -1):  # mostly close ones do
+                    for z in range(theirs_width - 1, -1, -1):  # likely near the end
                         if bits[mine + z] & bits[theirs + z] != 0:
                             meet = True
                             break

@@ -1,4 +1,4 @@
-"""Orders of the nodes, by which an undirected graph becomes a DAG."""
+"""Node orders, which turn undirected graphs into DAGs."""
 
 import numpy as np
 import torch
@@ -74,11 +74,11 @@ def _node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
 
 @njit(cache=True, nogil=True)
 def breadth_first(ptr, neighbour):  # type: ignore[no-untyped-def]
-    """The place of each node in searches from the first node of each component.
+    """Each node's position in searches from the first node of each component.
 
     Args:
         ptr (np.ndarray): Where the neighbours of each node begin, int64 [V + 1].
-        neighbour (np.ndarray): The neighbours, which have their neighbours in turn.
+        neighbour (np.ndarray): The neighbours; the relation must be symmetric.
     """
     n = ptr.shape[0] - 1
     order = np.empty(n, np.int64)

@@ -12,7 +12,7 @@ from pyg_chimera.ops.structure.cache import remembered
 
 __all__ = ["NodeSequences", "node_sequences"]
 
-# Random numbers are the lower half of a sort key, what is sorted by the upper one.
+# Sort keys have the value in the upper and a random number in the lower half.
 _BITS = 32
 _MASK = 2**_BITS - 1
 _FREE_BITS = 63 - _BITS
@@ -115,7 +115,7 @@ def node_sequences(
     )
     options: list[Any] = [device, num_nodes, num_permutations, num_bins, clusters]
     options += [shuffle, batch_size, seed, generator]
-    traced = torch.compiler.is_compiling()  # or wrapped, without contents to look up
+    traced = torch.compiler.is_compiling()  # then, or in transforms, no contents
     traced = traced or torch._C._are_functorch_transforms_active()
     if seed is None or device.type != "cpu" or traced:
         return _sequences(score, batch, *options)
@@ -145,11 +145,11 @@ def _sequences(
     first = size.cumsum(0) - size
 
     def draw(place: Tensor, stream: int) -> Tensor:
-        """A random number for each permutation and place."""
+        """A random number for each permutation and node."""
         if seed is not None:
             return _hash(place, m, seed, stream)
         shape = (m, num_nodes)
-        if generator is None:  # else compilation for all sizes fails, even with None
+        if generator is None:  # even `generator=None` breaks compilation for all sizes
             return torch.randint(2**_BITS, shape, device=device)
         return torch.randint(2**_BITS, shape, generator=generator, device=device)
 
@@ -162,7 +162,7 @@ def _sequences(
         index = _argsort(_packed(group, noise))
         begin = first
     else:
-        # Nodes in random order are dealt out, and each bin is sorted by itself.
+        # Shuffle the nodes of a graph, split them into bins, and sort each bin.
         index = _argsort(_packed(graph, noise))
         graph = graph[index]
         place = _arange(graph) - first[graph]
@@ -189,7 +189,7 @@ def _check_sequences(
     batch_size: int | None,
     **numbers: int,
 ) -> tuple[torch.device, int]:
-    """The device and the number of nodes, if everything is as it must be."""
+    """The device and the number of nodes, after checking all arguments."""
     for name, x in {"score": score, "batch": batch}.items():
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(
@@ -245,7 +245,7 @@ def _check_sequences(
                 f"'{name}' must be of the device of 'score', {device} (got "
                 f"{given.device})"
             )
-    if torch.compiler.is_compiling():  # values and sizes are not known
+    if torch.compiler.is_compiling():  # values and sizes are unknown
         return device, num_nodes
     sequences = numbers["num_bins"] * (1 if batch_size is None else batch_size)
     if numbers["num_permutations"] * max(num_nodes, sequences) >= 2**31:
@@ -270,9 +270,9 @@ def _check_sequences(
 
 
 def _numbered(graph: Tensor, num_graphs: int | None) -> tuple[Tensor, int]:
-    """The number of each node's graph, and how many graphs there are.
+    """The number of each node's graph, and the number of graphs.
 
-    If that is not given, graphs without nodes have no number.
+    If the latter is not given, graphs without nodes are not numbered.
     """
     if num_graphs is not None:
         return graph, num_graphs
@@ -288,12 +288,12 @@ def _numbered(graph: Tensor, num_graphs: int | None) -> tuple[Tensor, int]:
 
 
 def _group(score: Tensor | None, graph: Tensor, num_graphs: int) -> Tensor:
-    """Integers that sort as graph and score do, small enough to be packed."""
+    """Integers that sort like (graph, score), small enough for a packed key."""
     if score is None:
         return graph
     score = score.detach()
     if score.is_floating_point() and score.element_size() == 1:
-        score = score.float()  # as those of 8 bits can't be sorted
+        score = score.float()  # 8-bit floats can't be sorted
     if not score.is_floating_point():
         score = score.long()
     num_ranks = score.numel()
@@ -302,7 +302,7 @@ def _group(score: Tensor | None, graph: Tensor, num_graphs: int) -> Tensor:
         if num_graphs * (high - low + 1) <= 2**_FREE_BITS:
             return graph * (high - low + 1) + (score - low)
     group = graph * num_ranks + _dense_rank(score)
-    # Sizes of what is compiled may be unknown.
+    # When compiling, sizes may be unknown.
     if torch.compiler.is_compiling() or num_graphs * num_ranks > 2**_FREE_BITS:
         return _dense_rank(group)
     return group
@@ -314,7 +314,7 @@ def _shuffled(
     num_graphs: int,
     draw: Callable[[Tensor, int], Tensor],
 ) -> Tensor:
-    """Clusters, numbered from 0 on in ascending order of graphs, in another order."""
+    """Clusters, numbered from 0 on by graph, permuted within each graph."""
     graph_of = torch.full_like(graph, num_graphs).scatter_(0, cluster, graph)
     first = graph.new_full((num_graphs + 1,), graph.numel())
     first = first.scatter_reduce_(0, graph, cluster, "amin")
@@ -325,14 +325,14 @@ def _shuffled(
 
 
 def _dense_rank(value: Tensor) -> Tensor:
-    """How many different values are smaller."""
+    """How many distinct values are smaller."""
     value, order = torch.sort(value)
-    rank = (value != value.roll(1)).cumsum(0)  # from 1 on, unless all are equal
+    rank = (value != value.roll(1)).cumsum(0)  # from 1 on, or all 0 if all are equal
     return torch.empty_like(order).scatter_(0, order, rank - rank[:1])
 
 
 def _place(graph: Tensor, first: Tensor) -> Tensor:
-    """Each node's place among the nodes of its graph."""
+    """Each node's index among the nodes of its graph."""
     place = _arange(graph)
     if _may_look_at(graph) and bool((graph[1:] >= graph[:-1]).all()):
         return place - first[graph]
@@ -341,7 +341,7 @@ def _place(graph: Tensor, first: Tensor) -> Tensor:
 
 
 def _may_look_at(x: Tensor) -> bool:
-    """Whether a choice may depend on values, which a GPU would have to wait for."""
+    """Whether code may branch on values: not on a GPU, which would have to sync."""
     return x.is_cpu and not torch.compiler.is_compiling()
 
 
@@ -350,7 +350,7 @@ def _arange(like: Tensor) -> Tensor:
 
 
 def _packed(high: Tensor, low: Tensor | None) -> Tensor:
-    """Both in one key, as one sort is faster than two."""
+    """A key for both, as one sort is faster than two."""
     return high if low is None else (high << _BITS) + low
 
 
@@ -359,7 +359,7 @@ def _argsort(key: Tensor) -> Tensor:
 
 
 def _hash(place: Tensor, num_permutations: int, seed: int, stream: int) -> Tensor:
-    """A number for each permutation and place, no two alike in a permutation."""
+    """Pseudo-random numbers, distinct within each permutation."""
     key = torch.arange(num_permutations, device=place.device).view(-1, 1)
     for word in (seed // 2**_BITS, seed, stream):
         key = _mix(key ^ (word % 2**_BITS))
@@ -367,7 +367,7 @@ def _hash(place: Tensor, num_permutations: int, seed: int, stream: int) -> Tenso
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of the numbers of 32 bits, by products of less than 63."""
+    """A bijection of 32-bit numbers; its products fit in 63 bits."""
     x = (x + 0x9E3779B9) & _MASK
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK
     x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK

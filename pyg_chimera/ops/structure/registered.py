@@ -1,4 +1,4 @@
-"""Functions of a graph's structure as operators that a compiler does not look into."""
+"""Functions of a graph's structure as operators that are opaque to compilers."""
 
 import functools
 import inspect
@@ -15,20 +15,20 @@ __all__ = ["structural_op"]
 
 
 def structural_op(fake: Callable) -> Callable[[Callable], Callable]:
-    r"""Registers a function of tensors as an operator of PyTorch.
+    r"""Registers a function of tensors as a PyTorch operator.
 
-    A compiler or an exporter takes the operator as a whole. Each call looks up what was
-    computed for the same contents before, and returns copies of it.
+    Compilers and exporters treat the operator as opaque. Each call looks up the cached
+    result for the same contents, and returns a copy of it.
 
     Args:
         fake (Callable): Takes the arguments of the function, and makes tensors of the
             shapes and dtypes of its results.
 
     Returns:
-        Callable: A decorator of a function whose arguments and results are annotated.
-        Tensors come first among the arguments, and there are no defaults. The
-        operator raises a :class:`TypeError` or a :class:`ValueError` for arguments
-        that PyTorch's dispatcher would not take.
+        Callable: A decorator for functions with annotated arguments and results, whose
+        tensor arguments come first, without defaults. The operator raises a
+        :class:`TypeError` or a :class:`ValueError` for arguments that PyTorch's
+        dispatcher would not accept.
     """
 
     def register(function: Callable) -> Callable:
@@ -49,7 +49,7 @@ def structural_op(fake: Callable) -> Callable[[Callable], Callable]:
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling():  # sizes may be unknown then
+            if torch.compiler.is_compiling():  # then sizes may be unknown
                 return operator(*args)
             for kind, value in zip(kinds, args, strict=True):
                 _check_argument(*kind, value)

@@ -1,4 +1,4 @@
-"""Supernodes: columns of a factor that are swept together, as small dense matrices."""
+"""Supernodes: columns of a factor that are processed together, as dense matrices."""
 
 from typing import NamedTuple
 
@@ -9,45 +9,45 @@ from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 __all__ = ["Supernodes", "supernodes"]
 
-#: What a sweep takes for each row and for each supernode, in units of what it takes for
-#: a pair of rows (measured): small supernodes are merged where that saves time.
+#: Measured costs of a row and of a supernode in a sweep, relative to that of a pair of
+#: rows: small supernodes are merged if that saves time.
 _PER_ROW, _PER_SUPERNODE = 8, 40
-#: Nodes of a subtree up to which it is one supernode, a *leaf*.
+#: A subtree of up to this many nodes is one supernode, a *leaf*.
 _MAX_LEAF = 16
 
 
 class Supernodes(NamedTuple):
-    """Runs of positions whose columns of L reach (nearly) the same rows.
+    """Runs of positions whose columns of L have (nearly) the same rows.
 
     All arrays are int64: ``V`` positions, ``T`` blocks, ``S`` supernodes with ``R``
-    rows below in all. States of leaves are never stored: those of all others have a
-    *slot* in their block.
+    rows below them in total. States of leaves are never stored; each other position
+    has a *slot* in its block.
     """
 
     ptr: np.ndarray  #: [S + 1], first position of each supernode
-    row_ptr: np.ndarray  #: [S + 1], first of its rows below ...
+    row_ptr: np.ndarray  #: [S + 1], first of the rows below each supernode ...
     row: np.ndarray  #: [R], ... their positions, ascending ...
     row_slot: np.ndarray  #: [R], ... and their slots
-    subtree: np.ndarray  #: [S], how many are below each in the tree, with itself
-    leaf: np.ndarray  #: [S], whether no other supernode is below it, 0 or 1
+    subtree: np.ndarray  #: [S], size of the subtree of each, including itself
+    leaf: np.ndarray  #: [S], whether it has no children in the tree, 0 or 1
     slot: np.ndarray  #: [V], or -1
     panel_ptr: np.ndarray  #: [S + 1], first number of its three dense matrices
     block_ptr: np.ndarray  #: [T + 1], first supernode of each block
-    slots: np.ndarray  #: [T], how many a block has
+    slots: np.ndarray  #: [T], number of slots of each block
     edge_ptr: np.ndarray  #: [S + 1], first of the edges ...
-    edge: np.ndarray  #: [E], ... whose earlier end is in a supernode
+    edge: np.ndarray  #: [E], ... whose earlier end is in each supernode
     edge_row: np.ndarray  #: [E], position of the target of ``edge[x]``
     edge_col: np.ndarray  #: [E], position of the source of ``edge[x]``
-    stack: np.ndarray  #: [1], numbers of all updates that ever wait at the same time
+    stack: np.ndarray  #: [1], most numbers of updates that are pending at any time
 
     @property
     def widths(self) -> np.ndarray:
-        """[S], the number of positions of each."""
+        """[S], the number of positions of each supernode."""
         return np.diff(self.ptr)
 
     @property
     def heights(self) -> np.ndarray:
-        """[S], the number of rows below each."""
+        """[S], the number of rows below each supernode."""
         return np.diff(self.row_ptr)
 
     def by_block(self, x: np.ndarray) -> np.ndarray:
@@ -56,10 +56,10 @@ class Supernodes(NamedTuple):
 
 
 def supernodes(symbolic: SymbolicFactor) -> Supernodes:
-    """Finds the supernodes of a symbolic factor, once.
+    """Finds the supernodes of a symbolic factor; cached in its tables.
 
-    Its positions must be in postorder, as they always are: subtrees of the elimination
-    tree are contiguous.
+    Positions must be in postorder, so that subtrees of the elimination tree are
+    contiguous; those of `symbolic_factor` are.
     """
     found = symbolic.tables.get(Supernodes)
     if found is None:
@@ -105,7 +105,7 @@ def _supernodes(symbolic: SymbolicFactor) -> Supernodes:
 
 @njit(cache=True, nogil=True)
 def _subtrees(parent, heights):  # type: ignore[no-untyped-def]
-    """Sizes of subtrees, and of the stack of updates of a postorder."""
+    """The sizes of subtrees, and of the update stack of a postorder traversal."""
     subtree = np.ones(len(parent), np.int64)
     waiting = np.zeros(len(parent), np.int64)  # numbers of the children's updates
     stack, held = np.zeros(1, np.int64), 0
@@ -120,18 +120,18 @@ def _subtrees(parent, heights):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _cost(width, height):  # type: ignore[no-untyped-def]
-    """Of a supernode in a sweep."""
+    """The cost of a supernode in a sweep."""
     pairs = width * width + 2 * width * height
     return pairs + _PER_ROW * (width + height) + _PER_SUPERNODE
 
 
 @njit(cache=True, nogil=True)
 def _amalgamate(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
-    """First positions, and rows below, of relaxed supernodes.
+    """The first positions of relaxed supernodes, and the rows below them.
 
-    Subtrees of a few nodes, and fundamental supernodes elsewhere (chains in which each
-    column reaches what the next one does, and that one), each then merged with those
-    right before it as long as that saves time.
+    These are small subtrees and, elsewhere, fundamental supernodes (chains in which
+    each column has the next one's rows, and the next one itself), then merged with the
+    supernodes right before them as long as that saves time.
     """
     n = upper_ptr.shape[0] - 1
     count = np.diff(upper_ptr)
@@ -139,14 +139,14 @@ def _amalgamate(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
     for i in range(n):
         if count[i] > 0:
             size[upper_row[upper_ptr[i]]] += size[i]
-    subtree = np.full(n, -1, np.int64)  # the small one that a position is in
+    subtree = np.full(n, -1, np.int64)  # the root of each position's small subtree
     for i in range(n - 1, -1, -1):
         if count[i] > 0 and subtree[upper_row[upper_ptr[i]]] >= 0:
             subtree[i] = subtree[upper_row[upper_ptr[i]]]
         elif size[i] <= _MAX_LEAF:
             subtree[i] = i
 
-    # A stack: what is complete may still become a part of what comes next.
+    # A stack of supernodes: later ones may still absorb those on its top.
     start, last = np.empty(n, np.int64), np.empty(n, np.int64)
     top, i = 0, 0
     while i < n:

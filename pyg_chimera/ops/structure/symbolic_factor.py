@@ -34,7 +34,7 @@ __all__ = [
 class Blocks:
     r"""The graphs of a batch, each a block of a block-diagonal :math:`I - A`.
 
-    Nodes are renumbered by *position*: block by block (a block is a graph of the batch,
+    Nodes are renumbered by *position*, block by block (a block is a graph of the batch,
     or without a batch a connected component).
 
     All arrays are int64: ``V`` nodes, ``E`` edges, ``T`` blocks.
@@ -42,10 +42,10 @@ class Blocks:
 
     ptr: np.ndarray  #: [T + 1], first position of each block
     node: np.ndarray  #: [V], node at each position
-    local: np.ndarray  #: [V], place of that node among the nodes of its block
+    local: np.ndarray  #: [V], index of that node among the nodes of its block
     order: np.ndarray  #: [V], nodes block by block, in node order within a block
-    edge_ptr: np.ndarray  #: [T + 1], first of a block's edges in ...
-    edge: np.ndarray  #: [E], ... the edges block by block
+    edge_ptr: np.ndarray  #: [T + 1], first of each block's edges in ...
+    edge: np.ndarray  #: [E], ... the edges, block by block
     edge_row: np.ndarray  #: [E], position of the target of ``edge[x]``
     edge_col: np.ndarray  #: [E], position of the source of ``edge[x]``
     tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
@@ -67,27 +67,27 @@ class Blocks:
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes."""
+        """Bytes of memory, without tables."""
         arrays = (x for x in vars(self).values() if isinstance(x, np.ndarray))
         return sum(x.nbytes for x in arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SymbolicFactor(Blocks):
-    r"""Where the entries of :math:`I - A = L U` lie, for a batch of graphs.
+    r"""The pattern of :math:`I - A = L U` for a batch of graphs.
 
-    Within a block, positions are the elimination order, which is a postorder of the
-    elimination tree: its subtrees are contiguous. L and U share one pattern: entry
-    :obj:`x` of row :math:`i` is :math:`L_{ij}` and :math:`U_{ji}` with
-    :obj:`j = lower_col[x]` :math:`< i`. There are ``F`` entries.
+    Within a block, positions are in elimination order, which is a postorder of the
+    elimination tree: subtrees are contiguous. L and U share one pattern of ``F``
+    entries: entry :obj:`x` of row :math:`i` is :math:`L_{ij}` and :math:`U_{ji}` with
+    :obj:`j = lower_col[x]` :math:`< i`.
     """
 
     lower_ptr: np.ndarray  #: [V + 1], first entry of each row
     lower_col: np.ndarray  #: [F], column of each entry, ascending in a row
-    upper_ptr: np.ndarray  #: [V + 1], the same entries by column ...
-    upper_row: np.ndarray  #: [F], ... with their rows, ascending ...
-    upper_entry: np.ndarray  #: [F], ... and their numbers
-    slot: np.ndarray  #: [E], of each edge in [diagonal | L | U], V + 2 F long
+    upper_ptr: np.ndarray  #: [V + 1], the same entries by column: bounds ...
+    upper_row: np.ndarray  #: [F], ... rows, ascending ...
+    upper_entry: np.ndarray  #: [F], ... and indices in ``lower_col``
+    slot: np.ndarray  #: [E], index of each edge in [diagonal | L | U], V + 2 F long
 
     @property
     def num_entries(self) -> int:
@@ -101,16 +101,16 @@ class SymbolicFactor(Blocks):
 
     @property
     def updates(self) -> np.ndarray:
-        """The number of elementary updates that factor each block."""
+        """The number of multiply-adds that factorise each block."""
         columns = np.diff(self.upper_ptr).astype(float)
         return np.diff(np.append(0.0, np.cumsum(columns**2))[self.ptr])
 
     def roots(self) -> np.ndarray:
-        """The last position [V] that each position is connected to."""
+        """The root of each position's tree [V], the last position of its component."""
         return _roots(self.upper_ptr, self.upper_row)
 
 
-#: Entries of factors that are worth their memory: so many an edge, or so many in all.
+#: Most entries of a bounded factor: so many per edge, or so many in total if more.
 _MANY_AN_EDGE, _MANY = 16, 1 << 24
 _ALL = np.iinfo(np.int64).max
 
@@ -132,10 +132,10 @@ def symbolic_factor(
         rank (torch.Tensor, optional): The elimination rank of each node within its
             graph. Computed if absent.
         num_nodes (int): The number of nodes.
-        bounded (bool, optional): Whether to give up where factors would fill up.
+        bounded (bool, optional): Whether to give up if the factors would fill up.
 
     Returns:
-        SymbolicFactor: The factors, or if it gave up their :obj:`Blocks` alone.
+        SymbolicFactor: The factors' pattern, or only :obj:`Blocks` if it gave up.
 
     Raises:
         ValueError: If a shape is wrong, an index is out of range, or an edge joins two
@@ -155,7 +155,7 @@ def symbolic_factor(
         check_rank(rank, num_nodes)
         by_rank = to_numpy(rank)
     blocks = _blocks(edge_index, batch, by_rank, num_nodes)
-    if rank is not None:  # subtrees of the elimination tree shall be contiguous
+    if rank is not None:  # make subtrees of the elimination tree contiguous
         position = np.empty_like(blocks.node)
         position[blocks.node] = np.arange(num_nodes)
         later = postorder(*adjacency(position[row], position[col], num_nodes))
@@ -183,7 +183,7 @@ def symbolic_factor(
 
 
 def graph_blocks(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Blocks:
-    """The graphs of a batch, with their nodes in order; see :func:`symbolic_factor`."""
+    """The graphs of a batch, with nodes in their order; see :func:`symbolic_factor`."""
     check_edge_index(edge_index, num_nodes)
     return _blocks(edge_index, batch, np.arange(num_nodes), num_nodes)
 
@@ -191,7 +191,7 @@ def graph_blocks(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Bl
 def _blocks(
     edge_index: Tensor, batch: Tensor | None, by_rank: np.ndarray, num_nodes: int
 ) -> Blocks:
-    """The graphs of a batch, with the nodes of each by rank."""
+    """The graphs of a batch, each with its nodes ordered by rank."""
     col, row = to_numpy(edge_index)
     order, ptr, block = blocks_of(edge_index, batch, num_nodes)
     node = order[np.lexsort((by_rank[order], block[order]))]
@@ -217,7 +217,7 @@ def blocks_of(
     """Nodes by block [V], the bounds of the blocks [T + 1], each node's block [V].
 
     Blocks are the graphs of the batch that have nodes, or connected components. Nothing
-    is ever computed across them, so that a NaN of one stays its own.
+    is ever computed across blocks, so NaN cannot spread from one to another.
     """
     if batch is None:
         block = to_numpy(connected_components(edge_index.cpu(), num_nodes))
@@ -243,7 +243,7 @@ def _roots(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _slots(row, col, lower_ptr, lower_col):  # type: ignore[no-untyped-def]
-    """Where each edge stands in [diagonal | L | U]."""
+    """The index of each edge in [diagonal | L | U]."""
     n = lower_ptr.shape[0] - 1
     slot = np.empty(row.shape[0], np.int64)
     for e in range(row.shape[0]):

@@ -1,4 +1,4 @@
-"""Topological ranks of directed acyclic graphs, and cycles where there are any."""
+"""Topological ranks of directed acyclic graphs, and cycles of other graphs."""
 
 import numpy as np
 import torch
@@ -79,15 +79,15 @@ def find_cycle(edge_index: Tensor, num_nodes: int) -> list[int] | None:
 def ranks_and_cycles(
     edge_index: Tensor, num_nodes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""Topological ranks as far as there are any, and where cycles are.
+    r"""Topological ranks where they are defined, and which nodes are on cycles.
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
         num_nodes (int): The number of nodes.
 
     Returns:
-        tuple[np.ndarray, np.ndarray]: The rank of each node, which counts if no cycle
-        leads to it, and whether it lies on a cycle or on a way from one to another.
+        tuple[np.ndarray, np.ndarray]: The rank of each node, valid if no cycle leads to
+        it, and whether it lies on a cycle or on a path from one to another.
     """
     source, target = to_numpy(edge_index)
     rank, waiting = _rank(source, target, num_nodes)
@@ -99,7 +99,7 @@ def ranks_and_cycles(
 
 @njit(cache=True, nogil=True)
 def _rank(source, target, n):  # type: ignore[no-untyped-def]
-    """Ranks, and for each node how many of its edges come from a cycle or after one."""
+    """Ranks, and how many edges of each node come from a cycle or from after one."""
     ptr, head = compress(source, target, n)
     waiting = np.zeros(n, np.int64)
     for e in range(target.shape[0]):
@@ -127,7 +127,7 @@ def _rank(source, target, n):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _cycle(source, target, waiting):  # type: ignore[no-untyped-def]
-    """A cycle among the nodes that wait: each of them has a predecessor that waits."""
+    """A cycle among the waiting nodes, each of which has a waiting predecessor."""
     before = np.full(waiting.shape[0], -1, np.int64)
     node = -1
     for e in range(source.shape[0]):
