@@ -1,4 +1,4 @@
-"""The operators, pure functions of tensors."""
+"""The operators: pure functions of tensors."""
 
 from pyg_chimera.ops import structure
 from pyg_chimera.ops.causal_conv1d import causal_conv1d

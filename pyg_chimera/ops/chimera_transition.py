@@ -218,7 +218,7 @@ def _fake_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
 
 @structural_op(_fake_reverse)
 def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """The number of each edge's reverse, in a graph of undirected paths."""
+    """The index of each edge's reverse, in a graph of undirected paths."""
     check_edge_index(edge_index, num_nodes)
     col, row = to_numpy(edge_index)
     key, mirrored = col * num_nodes + row, row * num_nodes + col

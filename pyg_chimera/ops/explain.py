@@ -1,4 +1,4 @@
-"""Which algorithm a call uses."""
+"""Reports which algorithm a call uses."""
 
 from collections.abc import Callable
 from copy import deepcopy

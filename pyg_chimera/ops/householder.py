@@ -48,8 +48,8 @@ def householder_product(vectors: Tensor) -> Tensor:
     size = vectors.size(-1)
     unit = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
     if unit.numel() > 0:
-        # Squares of very long or short vectors overflow. As their lengths don't
-        # matter, nor does the gradient of this factor.
+        # Squares of very long or short vectors overflow or underflow. As lengths don't
+        # matter, this factor needs no gradient.
         largest = unit.detach().abs().amax(-1, keepdim=True)
         unit = unit / torch.where(largest > 0, largest, 1)
     square = unit.square().sum(-1, keepdim=True)
@@ -58,7 +58,7 @@ def householder_product(vectors: Tensor) -> Tensor:
     matrix = torch.eye(size, dtype=unit.dtype, device=unit.device)
     matrix = matrix.expand(*unit.shape[:-2], size, size)
     for v, s in zip(unit.unbind(-2), factor.unbind(-2), strict=True):
-        # Sums of products and no matmul, which autocast would round.
+        # Sums of products rather than matmul, which autocast would round.
         along = (matrix * v.unsqueeze(-2)).sum(-1, keepdim=True)
         matrix = matrix - along * (s * v).unsqueeze(-2)
     return matrix.to(vectors.dtype).contiguous()

@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel of packed sequences."""
+"""A short causal depthwise convolution of packed sequences."""
 
 from pyg_chimera.ops.causal_conv1d.op import causal_conv1d
 

@@ -11,7 +11,7 @@ DEVICES = ("cpu",)
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -31,7 +31,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of x, weight and bias, if there is one."""
+    """The gradients of x, weight and, if given, bias."""
     x, weight, bias, ptr = call.inputs[:4]
     dx = x.new_empty(x.shape)
     block = row_blocks(ptr.numpy())

@@ -1,4 +1,4 @@
-"""A short causal convolution of each channel of packed sequences."""
+"""A short causal depthwise convolution of packed sequences."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The oracle: what each row sees, one after the other."""
+"""The reference: one row after the other."""
 
 from itertools import pairwise
 
@@ -12,14 +12,11 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> Tensor:
-    """What each row sees of those before it in its sequence, in float64.
-
-    Autograd differentiates it.
-    """
+    """The outputs, computed in float64; autograd differentiates them."""
     x, weight, bias, ptr = call.inputs[:4]
     with without_autocast(x):
         size = weight.size(1)

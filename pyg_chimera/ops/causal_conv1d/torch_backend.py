@@ -12,7 +12,7 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -26,7 +26,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of x, weight and bias, if there is one."""
+    """The gradients of x, weight and, if given, bias."""
     x, weight, bias, ptr = call.inputs[:4]
     dx, dweight = grad * weight[:, -1], torch.zeros_like(weight)
     dweight[:, -1] = (grad * x).sum(0)
@@ -39,9 +39,8 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 def _taps(num_rows: int, size: int, ptr: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """How far a filter looks back, and the rows [t, 1] where that is too far.
-
-    Of all but the present, and without the rows that lie that close to the first.
+    """How far each past tap looks back, and the mask [t, 1] of rows for which that is
+    before their sequence; without the first rows, which have no row to look back to.
     """
     place, _ = places(ptr, num_rows)
     for back in range(1, min(size, num_rows)):

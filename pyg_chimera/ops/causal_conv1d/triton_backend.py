@@ -24,7 +24,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of x, weight and bias, if there is one."""
+    """The gradients of x, weight and, if given, bias."""
     from pyg_chimera.ops.causal_conv1d.triton_taps import gradients
 
     x, weight, bias, ptr = call.inputs[:4]

@@ -1,7 +1,7 @@
-"""The convolution on a GPU: a program for some rows and channels, tap after tap.
+"""The convolution on a GPU: a program per block of rows and channels, tap by tap.
 
-A tap looks back by some rows, and is left out where a sequence begins within them. Its
-gradient sums up over the rows of each program, and the programs afterwards.
+A tap looks back a number of rows, and is skipped if its row is before the sequence. Its
+gradient is summed over the rows of each program, and over programs afterwards.
 """
 
 import torch
@@ -55,7 +55,7 @@ def _programs(x: Tensor) -> tuple[int, int]:
 
 @triton.jit
 def _tile(num_rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a program: rows, channels, where they lie, and which are there."""
+    """A program's rows and channels, their offsets, and a mask."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = (t < num_rows)[:, None] & (d < CHANNELS)[None, :]
@@ -67,7 +67,7 @@ def _convolve(  # type: ignore[no-untyped-def]
     X, WEIGHT, BIAS, BEFORE, OUT, num_rows, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Outputs, of weights [SIZE, CHANNELS]."""
+    """The outputs, for weights [SIZE, CHANNELS]."""
     t, d, at, there = _tile(num_rows, CHANNELS, ROWS, WIDTH)
     before = tl.load(BEFORE + t, mask=t < num_rows, other=0)[:, None]
     out = tl.zeros([ROWS, WIDTH], X.dtype.element_ty)
@@ -84,7 +84,7 @@ def _differentiate(  # type: ignore[no-untyped-def]
     DY, X, WEIGHT, BEFORE, AFTER, DX, DWEIGHT, num_rows, CHANNELS: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the inputs, and of the weights the parts of these rows."""
+    """The gradient of the inputs, and this program's part of that of the weights."""
     t, d, at, there = _tile(num_rows, CHANNELS, ROWS, WIDTH)
     before = tl.load(BEFORE + t, mask=t < num_rows, other=0)[:, None]
     after = tl.load(AFTER + t, mask=t < num_rows, other=0)[:, None]

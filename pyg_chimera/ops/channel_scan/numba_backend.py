@@ -1,12 +1,12 @@
 """The recurrence on the CPU, jitted: one task per (graph, slice of channels).
 
-A task goes through its nodes in topological order, and from each node to its parents.
-Backward, it goes the other way, from each node to its children: with the adjoint
+A task visits its nodes in topological order, and the parents of each node. The backward
+pass visits them in reverse, and the children of each node: with a node's adjoint
 
-    g_i = dy_i + sum over children c of w * d_c * g_c
+    g_i = dy_i + sum over children c of w * d_c * g_c,
 
-of a node, dx_i = g_i, dd_i = g_i * (sum over parents j of w * h_j), and for the edge
-from j, dw = d_i * g_i * h_j. All of it is written once, and nothing else is.
+dx_i = g_i, dd_i = g_i * (sum over parents j of w * h_j), and for the edge from j,
+dw = d_i * g_i * h_j. Each result is written once, and nothing else is stored.
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ DEVICES = ("cpu",)
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -67,7 +67,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 class _Operands(NamedTuple):
-    """What kernels take, in their order."""
+    """The kernels' operands, in their order."""
 
     state: np.ndarray
     parent_ptr: np.ndarray
@@ -88,7 +88,7 @@ class _Operands(NamedTuple):
 
 
 class _Tasks(NamedTuple):
-    """A task is a graph, and the channels of a slice."""
+    """A task is a graph with a slice of the channels."""
 
     ptr: np.ndarray  #: the first position of each graph
     width: int  #: channels of a slice
@@ -96,8 +96,8 @@ class _Tasks(NamedTuple):
 
     @classmethod
     def of(cls, graph: StateGraph, value: np.ndarray) -> "_Tasks":
-        # Whole rows stream through memory best. Few graphs are split nevertheless, for
-        # every thread to have something to do.
+        # Whole rows stream through memory best, but if there are few graphs, split the
+        # channels to keep all threads busy.
         channels, (vector, _) = value.shape[1], vector_lanes(value.dtype)
         wanted = max(1, -(-torch.get_num_threads() // max(1, len(graph.sizes))))
         width = max(1, -(-channels // (wanted * vector))) * vector
@@ -110,13 +110,13 @@ class _Tasks(NamedTuple):
 
 @jit
 def _rows(weights):  # type: ignore[no-untyped-def]
-    """Of weights, if there are any, a pointer to the first one."""
+    """A pointer to the weights, if there are any."""
     return None if weights is None else pointer(weights)
 
 
 @jit
 def _times(weights, at, x, n):  # type: ignore[no-untyped-def]
-    """A vector times its weights, if there are any, in a row of `n` more."""
+    """A vector times its weights, if there are any; `n` numbers of the row are left."""
     return x if weights is None else load_part(weights + at, n) * x
 
 

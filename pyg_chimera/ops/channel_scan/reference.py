@@ -1,4 +1,4 @@
-"""The oracle: one node after the other, parents first, in float64."""
+"""The reference: one node after the other, parents first, in float64."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> Tensor:

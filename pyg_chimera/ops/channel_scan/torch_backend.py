@@ -1,8 +1,8 @@
 """The recurrence in plain PyTorch, on any device.
 
-One topological level after the other, which takes as many steps as there are levels. On
-directed paths that would be a step for each node; there all rows are taken at once, in
-as many passes as the longest path has binary digits.
+It proceeds by topological level, one step per level. On directed paths, that would be
+one step per node; instead, all rows are computed at once, in as many passes as the
+length of the longest path has binary digits.
 """
 
 from typing import NamedTuple
@@ -21,7 +21,7 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -53,7 +53,7 @@ def _level_states(call: Call) -> Tensor:
 
 
 def _level_gradients(call: Call, h: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Of the adjoints g, and of what arrived at nodes before decay."""
+    """From the adjoints g, and the sums that arrive at nodes, before decay."""
     value, weight, decay = call.inputs[:3]
     g, arrived = grad.clone(), torch.zeros_like(value)
     levels = levels_of(call.structure, value.device)
@@ -76,12 +76,12 @@ def _level_gradients(call: Call, h: Tensor, grad: Tensor) -> tuple[Tensor | None
 class _Paths(NamedTuple):
     """The nodes of all paths as rows, path by path."""
 
-    node: Tensor  #: [V], the node in each row
-    row: Tensor  #: [E], the rows that edges lead to, ...
-    edge: Tensor  #: [E], ... and these edges
-    place: Tensor  #: [V], how many rows of its path come before each, ...
-    left: Tensor  #: [V], ... and how many come after
-    longest: int
+    node: Tensor  #: [V], the node of each row
+    row: Tensor  #: [E], the row that each entry leads to, ...
+    edge: Tensor  #: [E], ... and its edge
+    place: Tensor  #: [V], how many rows of its path precede each row, ...
+    left: Tensor  #: [V], ... and how many follow it
+    longest: int  #: the length of the longest path
 
 
 def _paths(graph: StateGraph, device: torch.device) -> _Paths:
@@ -95,8 +95,8 @@ def _paths(graph: StateGraph, device: torch.device) -> _Paths:
 
 
 def _path_operands(call: Call, paths: _Paths) -> tuple[Tensor, Tensor, Tensor, int]:
-    """What `linear_recurrence` takes: the weights in front of rows are the product of
-    those of the node and of its only edge.
+    """The operands of `linear_recurrence`; a row's weight is the product of its node's
+    and its incoming edge's.
     """
     value, weight, decay = call.inputs[:3]
     steps = torch.ones_like(value) if decay is None else decay[paths.node]

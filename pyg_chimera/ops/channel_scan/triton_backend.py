@@ -1,4 +1,4 @@
-"""The recurrence on a GPU, in Triton: spans of directed paths side by side."""
+"""The recurrence on a GPU, in Triton: spans of directed paths, in parallel."""
 
 from torch import Tensor
 

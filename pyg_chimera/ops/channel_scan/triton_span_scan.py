@@ -4,11 +4,12 @@ r"""The recurrence along directed paths on a GPU: within spans of rows, and betw
     h_t = a_t h_{t-1} + x_t, \qquad g_t = a_{t+1} g_{t+1} + dy_t, \qquad
     da_t = g_t h_{t-1}
 
-for each channel, where :math:`a_t` is the product of a node's decay and of the weight
-of the edge into it, and zero where a path begins. So all paths are one sequence of
-rows, cut into spans of equal size wherever they begin, as in `selective_scan`: what
-spans leave behind, what is carried between them (`triton_carry`), and a scan of each
-span from the state before it. Weights may be zero, or of any sign: none is divided by.
+for each channel, where :math:`a_t` is the product of the node's decay and the weight of
+the edge into it, and zero at the start of a path. So all paths are one sequence of
+rows, which is cut into spans of equal size as in `selective_scan`: first the states
+after spans that start from zero, then the states between spans (`triton_carry`), then a
+scan of each span from the state before it. Weights may be zero and of any sign, as
+nothing is divided by them.
 """
 
 from typing import NamedTuple
@@ -32,10 +33,10 @@ _OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
 class _Rows(NamedTuple):
-    """The nodes of all paths, path by path and along each, int32 [V]."""
+    """The nodes of all paths, path by path and in order along each, int32 [V]."""
 
     node: Tensor
-    edge: Tensor  #: into each of them; -1 where a path begins
+    edge: Tensor  #: the edge into each node; -1 at the start of a path
 
 
 def _rows(graph: StateGraph, device: torch.device) -> _Rows:
@@ -70,14 +71,14 @@ def gradients(
     weight: Tensor | None,
     decay: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of value, weight and decay, of the states [V, C]."""
+    """The gradients of value, weight and decay, given the states [V, C]."""
     given = (value, weight, decay)
     grads = [None if x is None else x.new_empty(x.shape) for x in given]
     if grad.numel() > 0:
         rows = table(_rows, graph, value.device)
         steps, kinds = _steps_of(grad, weight, decay)
         adjoint = _carried(grad, steps, rows, kinds, reverse=True)
-        outs = (grad if x is None else x for x in grads)  # which is left alone
+        outs = (grad if x is None else x for x in grads)  # `grad` is never written
         with on_device_of(grad):
             _gradients[_programs(grad)](
                 grad, state, *steps, *rows, adjoint, *outs, *grad.shape, _ROWS, _WIDTH,
@@ -89,7 +90,7 @@ def gradients(
 def _steps_of(
     x: Tensor, weight: Tensor | None, decay: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[bool, bool]]:
-    """Weights and decays, and which are there; those that are not are not read."""
+    """Weights and decays, or unused substitutes, and which of them are given."""
     given = (weight, decay)
     steps = [x if y is None else y.contiguous() for y in given]
     return tuple(steps), tuple(y is not None for y in given)  # type: ignore[return-value]
@@ -122,14 +123,14 @@ def _programs(x: Tensor) -> tuple[int, int]:
 
 @triton.jit
 def _span(ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a program: rows and channels."""
+    """A program's rows and channels."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return t, tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
 
 
 @triton.jit
 def _at(row, c, there, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where rows [..., CHANNELS] lie, of which not all may be there, and which are."""
+    """Offsets of rows and channels in [..., CHANNELS], and their mask."""
     at = row.to(tl.int64)[:, None] * CHANNELS + c[None, :]
     return at, there[:, None] & (c < CHANNELS)[None, :]
 
@@ -139,7 +140,7 @@ def _factors(  # type: ignore[no-untyped-def]
     WEIGHT, DECAY, NODE, EDGE, t, there, c, CHANNELS: tl.constexpr,
     WEIGHTED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
-    """Weights and decays, and whether there are any: not where paths begin."""
+    """Weights and decays, zero at the start of paths, and whether an edge enters."""
     node = tl.load(NODE + t, mask=there, other=0)
     edge = tl.load(EDGE + t, mask=there, other=-1)
     w = tl.where((edge >= 0)[:, None] & (c >= 0)[None, :], 1.0, 0.0)
@@ -158,7 +159,7 @@ def _factors(  # type: ignore[no-untyped-def]
 def _state(STATE, span, c, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
     """A row of STATE [spans, CHANNELS]; zero if there is no such span."""
     spans = tl.num_programs(0)
-    span = tl.where(c < CHANNELS, span.to(tl.int64), spans)  # a block, as masks are
+    span = tl.where(c < CHANNELS, span.to(tl.int64), spans)  # masks must be blocks
     there = (span >= 0) & (span < spans)
     return tl.load(STATE + span * CHANNELS + c, mask=there, other=0.0)[None, :]
 
@@ -172,7 +173,7 @@ def _span_ends(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
     DECAYED: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """What a span leaves behind, or upwards, and what of a state from outside."""
+    """The state after a span that starts from zero, or its adjoint, and its decay."""
     t, c = _span(ROWS, WIDTH)
     there, o, ahead = t < num_rows, tl.arange(0, ROWS), t
     if REVERSE:

@@ -1,4 +1,4 @@
-"""A small convolution of each channel of grids."""
+"""A small depthwise convolution of grids."""
 
 from pyg_chimera.ops.grid_conv.op import grid_conv
 

@@ -1,8 +1,8 @@
 """The convolution on the CPU: jitted, some channels at a time.
 
-A task is a grid, or for the gradient of filters some grids, and as many channels as fit
-in a vector. What it reads of a node is one line of the cache, which is still there for
-the other places of the filter, and so are the lines beside it for the next tasks.
+A task is a grid, or for the gradient of filters a chunk of grids, with as many channels
+as fit in a vector. What it reads of a node is one cache line, which is reused for the
+other taps of the filter; adjacent lines are likely still cached for the next tasks.
 """
 
 import numpy as np
@@ -24,12 +24,12 @@ from pyg_chimera.ops.structure.grid import Grids
 
 DEVICES = ("cpu",)
 
-#: How many parts of a batch have gradients of filters of their own, at most.
+#: The most chunks of a batch, each with its own sum of filter gradients.
 _CHUNKS = 16
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -41,7 +41,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of x and weight."""
     x, weight = call.inputs[:2]
-    # What a node is seen by lies the other way round.
+    # The adjoint of a filter is the mirrored filter.
     behind = (n - 1 - m for n, m in zip(weight.shape[1:], _before(call), strict=True))
     dx = _seen(call, grad, weight.flip(1, 2), *behind)
     chunks = min(len(call.inputs.sizes) // 2, _CHUNKS)
@@ -51,7 +51,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 def _before(call: Call) -> list[int]:
-    """How many places of the filter are above a node and to its left."""
+    """How many rows of the filter are above a node, how many columns to its left."""
     sides, causal = call.inputs.weight.shape[1:], call.inputs.causal
     return [n - 1 if causal else n // 2 for n in sides]
 
@@ -65,7 +65,7 @@ def _seen(call: Call, x: Tensor, weight: Tensor, above: int, left: int) -> Tenso
 
 
 def _run(kernel, call: Call, chunks: int, *args) -> None:  # type: ignore[no-untyped-def]
-    """Runs a kernel on all channels of so many chunks of the grids."""
+    """Runs a kernel on all channels of the grids, divided into chunks."""
     weight, dtype = call.inputs.weight, args[-1].dtype
     grids, places = Grids.of(call.inputs.sizes), weight.size(1) * weight.size(2)
     chunk = np.linspace(0, len(grids.first), chunks + 1).astype(np.int64)
@@ -108,7 +108,7 @@ def _seen_tasks(  # type: ignore[no-untyped-def]
 
 @jit
 def _add_products(y, x, factors, channels, count, n):  # type: ignore[no-untyped-def]
-    """Of channels of nodes that follow on each other."""
+    """Adds the products of factors and x to y, for channels of consecutive nodes."""
     for i in range(0, count * channels, channels):
         store_part(y + i, fma(factors, load_part(x + i, n), load_part(y + i, n)), n)
 
@@ -145,7 +145,7 @@ def _weight_tasks(  # type: ignore[no-untyped-def]
 
 @jit
 def _sum_of_products(x, y, channels, count, n):  # type: ignore[no-untyped-def]
-    """Of channels of nodes that follow on each other."""
+    """The sum of the products of x and y, for channels of consecutive nodes."""
     sums = zeros(x)
     for i in range(0, count * channels, channels):
         sums = fma(load_part(x + i, n), load_part(y + i, n), sums)

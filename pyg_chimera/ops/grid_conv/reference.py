@@ -1,4 +1,4 @@
-"""The oracle: what each node sees, one after the other."""
+"""The reference: one node after the other."""
 
 from itertools import product
 
@@ -12,14 +12,11 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> Tensor:
-    """What each node sees through the filter, in float64.
-
-    Autograd differentiates it.
-    """
+    """The outputs, computed in float64; autograd differentiates them."""
     x, weight, causal, sizes = call.inputs[:4]
     with without_autocast(x):
         rows, columns = weight.shape[1:]

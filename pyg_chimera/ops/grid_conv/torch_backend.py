@@ -1,4 +1,4 @@
-"""The convolution by PyTorch's own, on any device."""
+"""The convolution with PyTorch's own, on any device."""
 
 from typing import NamedTuple
 
@@ -13,19 +13,19 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 class _Canvas(NamedTuple):
     """Images that hold all grids, [images, height, width], and the filter's padding.
 
-    Grids that are all alike are an image each; others lie side by side on one, with
-    gaps as wide as the filter.
+    Grids of equal size are one image each; others lie side by side on a single image,
+    with gaps as wide as the filter.
     """
 
     shape: tuple[int, int, int]
     padding: tuple[int, int]
-    place: Tensor | None  #: of each node on the one image
+    place: Tensor | None  #: of each node on the single image
 
     def lay(self, x: Tensor) -> Tensor:
         """[V, F] to [images, F, height, width]."""
@@ -50,7 +50,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     seen = F.conv2d(
         canvas.lay(x), weight.unsqueeze(1), None, 1, canvas.padding, 1, x.size(1)
     )
-    # Filters that are causal or even, padded on both sides, go on behind the end.
+    # Outputs beyond the end come from padding both sides for causal or even filters.
     return canvas.take(seen[:, :, : canvas.shape[1], : canvas.shape[2]]), ()
 
 

@@ -1,11 +1,10 @@
 """Attention on the CPU: jitted, one task per block of nodes.
 
-A node's logits are computed in whole vectors, as many as it has sources, and stay in
-the cache until the values are summed, those of a second map beside them. Of the forward
-pass, only the logarithm of the sum of exponentials is kept. The backward pass first
-computes the weights anew, node by node, with the gradients of logits and queries; then
-the gradients of keys and values, source by source, so that no two tasks add to the same
-place.
+A node's logits, one per source, are computed in whole vectors and stay in the cache
+until the values are summed, as do those of a second map. Only the logarithm of the sum
+of exponentials is saved. The backward pass first recomputes the weights, node by node,
+with the gradients of logits and queries; then it computes the gradients of keys and
+values, source by source, so that no two tasks add to the same memory.
 """
 
 import math
@@ -37,16 +36,16 @@ from pyg_chimera.ops.neighborhood_attention.pattern import EPSILON, Neighbours
 
 DEVICES = ("cpu",)
 
-#: Nodes of a task.
+#: Nodes per task.
 _BLOCK = 32
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, H, P], and logarithms of sums, to the base of two, of each map."""
+    """The output [V, H, P], and each map's logarithms of sums, to base two."""
     query, key, value = call.inputs[:3]
     heads = query.size(1) * value.size(1) // key.size(1)
     out = value.new_empty(value.size(0), heads, value.size(2))
@@ -90,12 +89,12 @@ def _run(kernel, call: Call, edges: Neighbours, cost: float, *args) -> None:  # 
     query, _, value = call.inputs[:3]
     num_nodes, heads = query.size(0), query.size(1)
     block = np.append(np.arange(0, num_nodes, _BLOCK), num_nodes)
-    # A node has to be read and written, even one that has no edges.
+    # Nodes take time even without edges, as they are read and written.
     work = np.diff(edges.ptr[block]) + np.diff(block)
     per_edge = cost * heads * (2 + (query.size(2) + value.size(2)) / 16)
     dtype = query.numpy().dtype
     step = vector_lanes(dtype)[0]
-    # A square of vectors, and rows with a number for each edge of a node.
+    # Scratch: a square of vectors, and rows with one number per edge of a node.
     room = edges.most + step
     run(
         kernel, work * per_edge, step * step + 4 * room, dtype,
@@ -108,7 +107,7 @@ def _scale(call: Call) -> np.floating:
 
 
 def _shared(call: Call) -> list:
-    """What both passes over the targets read. Without a bias, it has no rows."""
+    """The operands of both passes over targets; without a bias, it has no rows."""
     query, key, value, bias, contrast = call.inputs[:5]
     bias = query.new_empty(0, query.size(1)) if bias is None else bias
     contrast = query.new_empty(0) if contrast is None else contrast
@@ -151,7 +150,7 @@ def _forward(  # type: ignore[no-untyped-def]
                 count, whole = n, one
                 if maps == 2:
                     whole = epsilon + _difference(s, s, s + room, n, contrast[h], zero)
-                elif kept[i, h] == np.inf:  # nobody to attend to
+                elif kept[i, h] == np.inf:  # no sources with finite logits
                     count = 0
                 _combine(
                     y + (i * heads + h) * P, s, v + g * P, groups * P, P, node, start,
@@ -217,7 +216,7 @@ def _backward_nodes(  # type: ignore[no-untyped-def]
 def _backward_sources(  # type: ignore[no-untyped-def]
     begin, end, stop, scratch, block, room, ptr, node, edge, weight, rows, scale, out,
 ):  # fmt: skip
-    """Sums over the targets that read each source, of weights times their rows."""
+    """For each source, sums its targets' rows, with weights."""
     (_, heads, size), groups = rows.shape, out.shape[1]
     s, x, y = pointer(scratch), pointer(rows), pointer(out)
     for task in range(begin, end):
@@ -238,9 +237,9 @@ def _backward_sources(  # type: ignore[no-untyped-def]
 
 @inlined
 def _softmax(s, n, top, one):  # type: ignore[no-untyped-def]
-    """Makes weights of logits, of which the largest is known: zeros, if there is none.
+    """Turns logits with maximum `top` into weights; zeros if all are minus infinity.
 
-    The logarithm of their sum; infinity, if there is none.
+    Returns the logarithm of the sum, or infinity in that case.
     """
     if top == -np.inf:
         clear(s, n)
@@ -258,7 +257,7 @@ def _softmax(s, n, top, one):  # type: ignore[no-untyped-def]
 
 @inlined
 def _softmax_back(s, d, w, n):  # type: ignore[no-untyped-def]
-    """Moves weights from s to w, and leaves in s the gradients of their logits."""
+    """Moves weights from s to w, and sets s to the gradients of the logits."""
     sums = zeros(s)
     for t in range(0, n, lanes(s)):
         p = load(s + t)
@@ -271,19 +270,19 @@ def _softmax_back(s, d, w, n):  # type: ignore[no-untyped-def]
 
 @inlined
 def _difference(w, first, second, n, contrast, zero):  # type: ignore[no-untyped-def]
-    """Sets w to what is positive of the difference of two maps. Their sum."""
+    """Sets w to the positive part of the maps' difference, and returns its sum."""
     whole = zero
     for t in range(n):
         x = first[t] - contrast * second[t]
-        w[t] = zero if x < zero else x  # NaN passes
+        w[t] = zero if x < zero else x  # NaN propagates
         whole += w[t]
     return whole
 
 
 @inlined
 def _difference_back(first, second, d, w, n, contrast, epsilon, zero):  # type: ignore[no-untyped-def]
-    """Sets w to the weights, and makes of both maps the gradients of their logits. That
-    of the contrast.
+    """Sets w to the weights and both maps to the gradients of their logits; returns the
+    gradient of the contrast.
     """
     whole = epsilon + _difference(w, first, second, n, contrast, zero)
     mean = of_first = of_second = zero
@@ -305,7 +304,7 @@ def _logits(  # type: ignore[no-untyped-def]
     s, x, rows, stride, size, node, start, n, tile, ends, scale, unit, bias,
     biased, edge, h, heads,
 ):  # fmt: skip
-    """To the base of two; minus infinity fills up the last vector. The largest one."""
+    """Sets s to logits to base two, padded with minus infinity; returns the largest."""
     _products(s, x, rows, stride, size, node, start, n, tile)
     step = lanes(s)
     top = load(ends + step)
@@ -324,7 +323,7 @@ def _logits(  # type: ignore[no-untyped-def]
 
 @inlined
 def _products(target, x, rows, stride, size, node, start, n, tile):  # type: ignore[no-untyped-def]
-    """The inner products of x with the rows of n nodes; zeros fill the last vector."""
+    """The inner products of x with the rows of n nodes, zero-padded to full vectors."""
     step = lanes(x)
     for t in range(0, n, step):
         count = min(step, n - t)
@@ -341,9 +340,9 @@ def _products(target, x, rows, stride, size, node, start, n, tile):  # type: ign
 
 @inlined
 def _combine(target, w, rows, stride, size, node, start, n, scale, more):  # type: ignore[no-untyped-def]
-    """The sum of the rows of n nodes with weights; `more`, in addition to the target.
+    """The weighted sum of the rows of n nodes; with `more`, added to the target.
 
-    In four sums: one has to wait for itself.
+    In four independent sums, to hide the latency of additions.
     """
     step, c = lanes(target), 0
     while size - c >= 4 * step:
@@ -390,6 +389,6 @@ def _combine(target, w, rows, stride, size, node, start, n, scale, more):  # typ
 
 @inlined
 def _put(target, v, n, scale, more):  # type: ignore[no-untyped-def]
-    """Writes what is left of a row of n more numbers, up to a vector."""
+    """Writes a vector, or the n numbers that are left of a row."""
     v = v * splat(scale)
     store_part(target, load_part(target, n) + v if more else v, n)

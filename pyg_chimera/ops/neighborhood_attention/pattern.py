@@ -1,4 +1,4 @@
-"""Who attends to whom, in both directions."""
+"""The attention pattern, as lists of neighbours in both directions."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ from pyg_chimera.ops.structure.csr import compress, to_numpy
 
 __all__ = ["EPSILON", "Neighbours", "Pattern", "pattern"]
 
-#: What is added to sums of rectified differences, which may be zero.
+#: Added to the sums of rectified differences, which may be zero.
 EPSILON = 1e-6
 
 
@@ -25,7 +25,7 @@ class Neighbours:
 
     ptr: np.ndarray  #: [V + 1], where the edges of each node begin
     node: np.ndarray  #: [E], the node at the other end
-    edge: np.ndarray  #: [E], the number of the edge
+    edge: np.ndarray  #: [E], the index of the edge
 
     @property
     def most(self) -> int:
@@ -34,13 +34,13 @@ class Neighbours:
 
     @property
     def nbytes(self) -> int:
-        """How much memory it takes."""
+        """Bytes of memory."""
         return sum(x.nbytes for x in vars(self).values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """The sources that each node reads, and the targets that read each node."""
+    """For each node, the sources that it reads, and the targets that read it."""
 
     sources: Neighbours
     targets: Neighbours
@@ -48,7 +48,7 @@ class Pattern:
 
     @property
     def nbytes(self) -> int:
-        """How much memory it takes."""
+        """Bytes of memory."""
         return self.sources.nbytes + self.targets.nbytes
 
 

@@ -1,4 +1,4 @@
-"""The oracle: the softmax of one node after the other, in float64."""
+"""The reference: the softmax of one node after the other, in float64."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> Tensor:
@@ -40,9 +40,9 @@ def forward(call: Call) -> Tensor:
 
 
 def _softmax(logits: Tensor) -> Tensor:
-    """Over the rows; zeros where all are minus infinity, or there are none."""
+    """Softmax over rows; zeros if all logits are minus infinity or there are none."""
     if len(logits) == 0:
         return logits
     top = logits.detach().amax(0)
     weight = (logits - top.masked_fill(top == -torch.inf, 0)).exp()
-    return weight / weight.sum(0).clamp(min=1)  # one of them is exp(0), or all zero
+    return weight / weight.sum(0).clamp(min=1)  # the largest is exp(0), or all are zero

@@ -1,6 +1,6 @@
-"""Attention edge by edge in plain tensor operations, on any device.
+"""Attention by edges in plain tensor operations, on any device.
 
-What is gathered for the edges, queries, keys and values, is worked on in parts.
+Queries, keys and values are gathered for slices of the edges, to limit memory.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ _CPU_BYTES, _GPU_BYTES = 1 << 22, 1 << 28
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, H, P], and the softmaxes [E, H] or, of two maps, [E, 2 H]."""
+    """The output [V, H, P], and the softmax weights [E, H], or [E, 2 H] of two maps."""
     query, key, value, bias, contrast, edge_index = call.inputs[:6]
     query, (source, target) = _by_group(query, key), edge_index
     logits = query.new_empty(len(source), *query.shape[1:3])
@@ -38,7 +38,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     top.masked_fill_(top == -torch.inf, 0)
     weight = logits.sub_(top[target]).exp_()
     total = torch.zeros_like(top).index_add_(0, target, weight)
-    weight /= total.clamp_(min=1)[target]  # one of them is exp(0), or all are zero
+    weight /= total.clamp_(min=1)[target]  # the largest is exp(0), or all are zero
     softmax = weight.flatten(1)
     if contrast is not None:
         weight, _ = _difference(softmax, contrast, target, query.size(0))
@@ -86,7 +86,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 def _difference(
     maps: Tensor, contrast: Tensor, target: Tensor, num_nodes: int
 ) -> tuple[Tensor, Tensor]:
-    """The weights [E, H] of two maps [E, 2 H], and what they have been divided by."""
+    """The weights [E, H] of two maps [E, 2 H], and the sums they were divided by."""
     first, second = maps.chunk(2, dim=1)
     weight = (first - contrast * second).relu_()
     whole = _totals(weight, target, num_nodes) + EPSILON
@@ -94,7 +94,7 @@ def _difference(
 
 
 def _totals(x: Tensor, target: Tensor, num_nodes: int) -> Tensor:
-    """The sums over the edges of each node, for each of them."""
+    """For each edge, the sum over the edges of its target."""
     return x.new_zeros(num_nodes, x.size(1)).index_add_(0, target, x)[target]
 
 
@@ -119,7 +119,7 @@ def _summed(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _parts(x: Tensor, source: Tensor) -> Iterator[slice]:
-    """Edges in parts of which the rows of [V, G, R, C] fit into the memory for them."""
+    """Slices of the edges whose rows of [V, G, R, C] fit into the memory for them."""
     limit = _CPU_BYTES if x.device.type == "cpu" else _GPU_BYTES
     row = x[:1].numel() * x.element_size()
     size = max(1, limit // max(1, row))

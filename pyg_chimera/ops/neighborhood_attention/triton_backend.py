@@ -1,4 +1,4 @@
-"""Attention on a GPU, in Triton: tiles of nodes side by side."""
+"""Attention on a GPU, in Triton: tiles of nodes in parallel."""
 
 from torch import Tensor
 
@@ -8,12 +8,12 @@ from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 
 __all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
 
-#: Channels of a head that fit in the registers.
+#: The most channels per head that fit in the registers.
 _MOST_CHANNELS = 256
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, float32, heads that fit, and counts in 32 bits."""
+    """It needs Triton, a GPU, float32, heads that fit, and 32-bit counts."""
     query, value = call.inputs.query, call.inputs.value
     rows = max(query.size(0) * query.size(1), call.inputs.edge_index.size(1))
     reason = triton_runtime.why_not(value, rows)
@@ -27,7 +27,7 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, H, P], which is needed again, and logarithms of sums."""
+    """The output [V, H, P]; saves it or sums of differences, and logs of sums."""
     from pyg_chimera.ops.neighborhood_attention.triton_edges import attend
 
     return attend(call.structure, call.inputs.scale, *call.inputs[:5])

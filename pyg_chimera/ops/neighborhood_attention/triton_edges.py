@@ -1,18 +1,19 @@
-r"""Attention along edges on a GPU: a program for some nodes and a head.
+r"""Attention along edges on a GPU: a program per tile of nodes and head.
 
-Its nodes go through their edges together, some of each at a time. Forward, a softmax
-is summed up as it goes, relative to the largest logit so far, and only the logarithm of
-its sum is kept, :math:`z_i`. Backward, :math:`\alpha_{ij} = e^{\ell_{ij} - z_i}` again,
+The nodes of a tile visit their edges together, some of each at a time. In the forward
+pass, the softmax is accumulated relative to the largest logit so far, and only the
+logarithm of its sum, :math:`z_i`, is saved. In the backward pass, :math:`\alpha_{ij} =
+e^{\ell_{ij} - z_i}` again, and
 
 .. math::
     d\ell_{ij} = \alpha_{ij} (dy_i^{\top} v_j - dy_i^{\top} y_i), \quad
     dq_i = s \sum_{j} d\ell_{ij} k_j, \quad dk_j = s \sum_{i} d\ell_{ij} q_i, \quad
-    dv_j = \sum_{i} \alpha_{ij} dy_i :
+    dv_j = \sum_{i} \alpha_{ij} dy_i,
 
-once by the nodes that read, and once by those that are read, from the same edges sorted
-the other way. So no two programs write to the same place.
+computed once by target (for queries) and once by source (for keys and values), with the
+edges sorted accordingly, so that no two programs write to the same memory.
 
-With a contrast there are two maps, whose sums have to be known before their difference,
+With a contrast, there are two maps, whose sums must be known before their difference,
 so nodes go through their edges twice. With :math:`d\delta_{ij} = (dy_i^{\top} v_j -
 dy_i^{\top} y_i) / (\sum_j \delta_{ij} + 10^{-6})` where the difference is positive, or
 else zero, and :math:`t_i = \sum_j \alpha_{ij} d\delta_{ij}`, and likewise :math:`t'_i`,
@@ -38,14 +39,14 @@ from pyg_chimera.ops.structure.cache import table
 
 __all__ = ["attend", "gradients"]
 
-#: Nodes of a program at most, edges of each at a time, and numbers gathered for them.
+#: The most nodes per program, edges per node and step, and numbers gathered for them.
 _NODES, _EDGES, _NUMBERS = 32, 8, 1024
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 _EPSILON = tl.constexpr(pattern.EPSILON)
 
 
 class _Lists(NamedTuple):
-    """The edges of each node on a device, int32: as `Neighbours`."""
+    """The edges of each node on a device, int32; see `Neighbours`."""
 
     ptr: Tensor
     node: Tensor
@@ -58,7 +59,7 @@ class _Lists(NamedTuple):
 
 
 def _lists(pattern: Pattern, device: torch.device) -> tuple[_Lists, _Lists]:
-    """The sources of each node, and the targets."""
+    """The sources and the targets of each node."""
     return _Lists.of(pattern.sources, device), _Lists.of(pattern.targets, device)
 
 
@@ -71,8 +72,8 @@ def attend(
     bias: Tensor | None,
     contrast: Tensor | None,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output, [V, H, P]; and what to keep: that, or of two maps the sums of their
-    differences, and the logarithms of the sums of each map.
+    """The output [V, H, P], and what to save: the output, or the sums of differences of
+    two maps, and the logarithms of each map's sums.
     """
     sources, _ = table(_lists, pattern, value.device)
     given = _operands(query, key, value, bias)
@@ -115,7 +116,7 @@ def gradients(
     dq, dk, dv, dbias = (torch.empty_like(x) for x in given)
     if contrast is None:
         own = (grad * kept).sum(2)
-        of_maps = (own, grad, log_sum, own, own, own)  # some of which are not read
+        of_maps = (own, grad, log_sum, own, own, own)  # with unused substitutes
     else:
         own, pull = torch.empty_like(kept), torch.empty_like(log_sum)
         of_maps = (contrast, grad, log_sum, kept, own, pull)
@@ -138,20 +139,20 @@ def gradients(
 def _operands(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """As kernels take them; a bias that is not there is not read."""
+    """Contiguous operands; a missing bias is empty and never read."""
     bias = value.new_empty(0) if bias is None else bias
     return tuple(x.contiguous() for x in (query, key, value, bias))
 
 
 def _blocks(query: Tensor, value: Tensor) -> tuple[int, int, int, int]:
-    """Channels, whole heads of them, then nodes of a program, and edges of each."""
+    """Padded channels of queries and values, nodes per program, and edges per node."""
     n, p = (triton.next_power_of_2(max(x.size(2), 1)) for x in (query, value))
     edges = min(_EDGES, _NUMBERS // max(n, p))
     return n, p, max(1, min(_NODES, _NUMBERS // (edges * max(n, p)))), edges
 
 
 def _programs(sizes: tuple, x: Tensor) -> tuple[int]:
-    """For some nodes and a head of x; `sizes` has them after those of channels."""
+    """One program per tile of nodes and head of x; `sizes[4]` is the tile's nodes."""
     return (triton.cdiv(x.size(0), sizes[4]) * x.size(1),)
 
 
@@ -160,7 +161,7 @@ def _programs(sizes: tuple, x: Tensor) -> tuple[int]:
 
 @triton.jit
 def _tile(PTR, num_nodes, HEADS: tl.constexpr, NODES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a program: nodes, which are there, their head, the bounds of their edges."""
+    """A program's nodes, their mask and head, and the bounds of their edges."""
     i = (tl.program_id(0) // HEADS).to(tl.int64) * NODES + tl.arange(0, NODES)
     there = i < num_nodes
     first = tl.load(PTR + i, mask=there, other=0)
@@ -170,7 +171,7 @@ def _tile(PTR, num_nodes, HEADS: tl.constexpr, NODES: tl.constexpr):  # type: ig
 
 @triton.jit
 def _edges(NODE, EDGE, first, last, EDGES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Some edges of each node: which are there, the other ends, their numbers."""
+    """The next edges of each node: a mask, the nodes at the other end, edge indices."""
     e = first[:, None] + tl.arange(0, EDGES)[None, :]
     on = e < last[:, None]
     node = tl.load(NODE + e, mask=on, other=0).to(tl.int64)
@@ -187,7 +188,7 @@ def _rows(X, at, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignor
 
 @triton.jit
 def _store_rows(X, at, there, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows to X [..., SIZE]."""
+    """Stores rows to X [..., SIZE]."""
     c = tl.arange(0, BLOCK)
     mask = tl.expand_dims(there, -1) & (c < SIZE)
     tl.store(X + (tl.expand_dims(at, -1) * SIZE + c), x, mask=mask)
@@ -195,7 +196,7 @@ def _store_rows(X, at, there, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # ty
 
 @triton.jit
 def _logits(q, k, BIAS, at, on, SCALE: tl.constexpr, BIASED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of edges; minus infinity where there is none."""
+    """The logits of edges; minus infinity where there is none."""
     x = tl.sum(q * k, 2) * SCALE
     if BIASED:
         x += tl.load(BIAS + at, mask=on, other=0.0)
@@ -204,7 +205,7 @@ def _logits(q, k, BIAS, at, on, SCALE: tl.constexpr, BIASED: tl.constexpr):  # t
 
 @triton.jit
 def _rectified(p, p2, contrast):  # type: ignore[no-untyped-def]
-    """What is positive of the difference of two maps; NaN stays what it is."""
+    """The positive part of the difference of two maps; NaN propagates."""
     x = p - contrast * p2
     return tl.where(x <= 0, 0.0, x)
 
@@ -219,7 +220,7 @@ def _softmax(  # type: ignore[no-untyped-def]
     P_BLOCK: tl.constexpr, NODES: tl.constexpr, EDGES: tl.constexpr,
     SCALE: tl.constexpr, BIASED: tl.constexpr, WITH_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The logarithms of sums, and the output if there is one map."""
+    """The logarithms of sums and, if there is only one map, the output."""
     i, there, h, first, last = _tile(PTR, num_nodes, HEADS, NODES)
     g = h // (HEADS // GROUPS)
     q = _rows(Q, i * HEADS + h, there, N, N_BLOCK)[:, None, :]
@@ -239,7 +240,7 @@ def _softmax(  # type: ignore[no-untyped-def]
             v = _rows(V, j * GROUPS + g, on, P, P_BLOCK)
             out = before[:, None] * out + tl.sum(p[:, :, None] * v, 1)
         top = largest
-    # Of no edges at all every weight is zero.
+    # Without edges, all weights are zero.
     none, total = total == 0, tl.where(total == 0, 1.0, total)
     log_sum = tl.where(none, float("inf"), top + tl.log(total))
     tl.store(LOG_SUM + i * HEADS + h, log_sum, mask=there)
@@ -288,7 +289,7 @@ def _query_gradients(  # type: ignore[no-untyped-def]
     P: tl.constexpr, N_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr, NODES: tl.constexpr,
     EDGES: tl.constexpr, SCALE: tl.constexpr, BIASED: tl.constexpr, MAPS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of queries and biases, and what all logits of a node share."""
+    """The gradients of queries and biases, and the terms that a node's logits share."""
     i, there, h, first, last = _tile(PTR, num_nodes, HEADS, NODES)
     g = h // (HEADS // GROUPS)
     at, at2 = i * (MAPS * HEADS) + h, i * (MAPS * HEADS) + HEADS + h

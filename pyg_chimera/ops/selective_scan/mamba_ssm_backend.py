@@ -1,4 +1,4 @@
-"""The CUDA kernel of the package mamba-ssm, where that is installed and right."""
+"""The CUDA kernel of the package mamba-ssm, if it is installed and correct."""
 
 import functools
 import warnings
@@ -14,12 +14,12 @@ from pyg_chimera.ops.selective_scan.reference import reference_scan
 
 DEVICES = None
 
-#: Rows with padding, for each row without, up to which sequences are padded.
+#: Sequences are padded to one length if this multiplies the rows by at most this.
 _MAX_PADDING = 4
 
 
 def why_not(call: Call) -> str | None:
-    """It needs the package, a GPU for which it was built, and float32."""
+    """It needs the package, a GPU that it was built for, and float32."""
     x = call.inputs.u
     reason = _problem(x.device)
     if reason is None and x.dtype != torch.float32:
@@ -33,20 +33,20 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> Tensor:
-    """The outputs, [T, D], which autograd differentiates."""
+    """The outputs, [T, D]; autograd differentiates the kernel."""
     with without_autocast(call.inputs.u):
         return _scan(*call.inputs[:7])
 
 
 def is_preferred(inputs: Any) -> bool:
-    """Whether to take it for want of another wish.
+    """Whether to use it if the user has no preference.
 
-    Warns, once, if it is installed and not right.
+    Warns, once, if it is installed but unusable.
     """
     return (
         inputs.u.is_cuda
         and inputs.u.dtype == torch.float32
-        and not torch.compiler.is_compiling()  # which could not see into it
+        and not torch.compiler.is_compiling()  # it cannot be traced
         and _problem(inputs.u.device) is None
         and _is_worthwhile(inputs.ptr)
     )
@@ -61,7 +61,7 @@ def _kernel() -> Callable[..., Tensor]:
 def _scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ptr: Tensor
 ) -> Tensor:
-    """The outputs, [T, D]; the kernel wants sequences of one length, so they get it."""
+    """The outputs, [T, D]; sequences are padded, as the kernel needs equal lengths."""
     sizes = ptr.diff()
     longest = int(sizes.max()) if sizes.numel() else 0
     if longest == 0:
@@ -78,7 +78,7 @@ def _scan(
 
 
 def _is_worthwhile(ptr: Tensor) -> bool:
-    """Whether padding leaves time and memory about linear in the rows."""
+    """Whether time and memory remain about linear in the rows despite padding."""
     sizes = ptr.diff()
     padded = sizes.numel() * int(sizes.max()) if sizes.numel() else 0
     return padded <= _MAX_PADDING * int(ptr[-1])
@@ -86,14 +86,14 @@ def _is_worthwhile(ptr: Tensor) -> bool:
 
 @functools.cache
 def _problem(device: torch.device) -> str | None:
-    """What is wrong with the kernel on a device, None if nothing is."""
+    """Why the kernel can't be used on a device; None if it can."""
     try:
         _kernel()
     except ModuleNotFoundError as error:
         if error.name == "mamba_ssm":
             return "it is not installed"
         reason = f"importing it raises {error!r}"
-    except Exception as error:  # its libraries are built for one version of PyTorch
+    except Exception as error:  # its libraries are built for one PyTorch version
         reason = f"importing it raises {error!r}"
     else:
         try:
@@ -111,7 +111,7 @@ def _problem(device: torch.device) -> str | None:
 
 
 def _is_right(device: torch.device) -> bool:
-    """Compares a small example with the reference, whatever mode the caller is in."""
+    """Compares a small example with the reference, whatever the caller's mode."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

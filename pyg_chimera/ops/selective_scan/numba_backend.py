@@ -1,9 +1,9 @@
 """Mamba's recurrence on the CPU: jitted, one task per (block of sequences, channels).
 
-A task's states [N, channels] stay in the nearest cache, and the states of all rows are
-never written out: the forward pass keeps those before each 32nd row, from which the
-backward pass computes 32 rows of them anew at a time. The innermost loops run over
-channels, so the exponentials, and all else, are on full vectors.
+A task's states [N, channels] stay in the innermost cache, and the states of all rows
+are never stored: the forward pass stores those before every 32nd row, from which the
+backward pass recomputes 32 rows at a time. The innermost loops run over channels, so
+that everything, exponentials included, is vectorized.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,14 @@ from pyg_chimera.ops.common.vector_kit import LANES, LOG_2, exp2, optimized
 
 DEVICES = ("cpu",)
 
-#: Rows from one state that is kept to the next.
+#: Rows between stored states.
 _SPAN = 32
-#: Channels of a task at most.
+#: The most channels of a task.
 _MAX_WIDTH = 128
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -54,7 +54,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     tasks = _Tasks.of(ptr.numpy(), channels)
     num_blocks = tasks.block.shape[0] - 1
     du, ddelta = u.new_empty(u.shape), u.new_empty(u.shape)
-    # A sum for each task, as they run at the same time.
+    # Each task has its own part of a sum, as tasks run in parallel.
     dA = u.new_empty(num_blocks, num_states, channels)
     dB = u.new_empty(tasks.num_slices, num_rows, num_states)
     dC = u.new_empty(tasks.num_slices, num_rows, num_states)
@@ -73,16 +73,16 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 class _Tasks(NamedTuple):
-    """A task is a block of sequences, and the channels of a slice."""
+    """A task is a block of sequences with a slice of the channels."""
 
-    block: np.ndarray  #: the first sequence of each block, and last their number
+    block: np.ndarray  #: the first sequence of each block, followed by their number
     width: int  #: channels of a slice
     num_slices: int
 
     @classmethod
     def of(cls, ptr: np.ndarray, channels: int) -> "_Tasks":
         block = row_blocks(ptr)
-        # Few blocks are split by channels, for every thread to have something to do.
+        # If there are few blocks, split the channels to keep all threads busy.
         wanted = -(-torch.get_num_threads() // max(1, block.shape[0] - 1))
         wanted = max(wanted, -(-channels // _MAX_WIDTH), 1)
         width = max(-(-channels // (wanted * LANES)) * LANES, 1)
@@ -93,7 +93,7 @@ class _Tasks(NamedTuple):
 
 
 def _rates(A: Tensor) -> np.ndarray:
-    """A as exponents of two, [N, D]."""
+    """A in units of log(2), for `exp2`, [N, D]."""
     return (A.t().double() / LOG_2).to(A.dtype).contiguous().numpy()
 
 
@@ -109,7 +109,7 @@ def _forward(  # type: ignore[no-untyped-def]
     x, y = rest[0], rest[1]
     for task in range(first, last):
         i, part = task // num_slices, task % num_slices
-        # Unsigned, or each index would be looked at for being negative.
+        # Unsigned, as numba would check signed indices for being negative.
         a = np.uint64(part * most)
         width = np.uint64(min(most, u.shape[1] - part * most))
         for s in range(block[i], block[i + 1]):
@@ -145,7 +145,7 @@ def _backward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     num_states = rate.shape[0]
     size = num_states * most
-    # States before and after each row of a span, decays, and the adjoint states.
+    # States before and after each row of a span, decays, adjoint states, and sums.
     at = (_SPAN + 1) * size
     h = scratch[:at].reshape(_SPAN + 1, num_states, most)
     decay = scratch[at : at + _SPAN * size].reshape(_SPAN, num_states, most)
@@ -171,7 +171,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
     zero, log_2 = rate.dtype.type(0), rate.dtype.type(LOG_2)
     for task in range(first, last):
         i, part = task // num_slices, task % num_slices
-        # Unsigned, or each index would be looked at for being negative.
+        # Unsigned, as numba would check signed indices for being negative.
         a = np.uint64(part * most)
         width = np.uint64(min(most, u.shape[1] - part * most))
         for d in range(width):

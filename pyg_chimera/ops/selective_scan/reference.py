@@ -1,4 +1,4 @@
-"""The oracle: the recurrence as it is written, one step after the other."""
+"""The reference: the recurrence as written, one step after the other."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> Tensor:

@@ -8,13 +8,13 @@ from pyg_chimera.ops.common.sequences import linear_recurrence, longest_of, plac
 
 DEVICES = None
 
-#: Bytes of one copy of the states that are worked on at a time: caches are small, and
-#: small kernels a waste of time.
+#: Bytes of states per slice of channels: few on the CPU, to fit in its cache, more on a
+#: GPU, where small kernels are inefficient.
 _CPU_BYTES, _GPU_BYTES = 1 << 22, 1 << 28
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -30,7 +30,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of u, delta, A, B, C and D, of states computed once more."""
+    """The gradients of u, delta, A, B, C and D; states are recomputed."""
     u, delta, A, B, C, D, ptr = call.inputs[:7]
     longest = longest_of(ptr)
     place, left = places(ptr, u.size(0))
@@ -46,7 +46,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         dB += ((delta[:, d] * u[:, d]).unsqueeze(1) @ g).squeeze(1)
         read = (g @ B.unsqueeze(-1)).squeeze(-1)
         before = h.roll(1, 0).masked_fill_((place == 0).view(-1, 1, 1), 0.0)
-        g = g * decay * before  # of the exponents, delta A
+        g = g * decay * before  # the gradient of the exponents, delta A
         du[:, d] = delta[:, d] * read + grad[:, d] * D[d]
         ddelta[:, d] = u[:, d] * read + (g * A[d]).sum(-1)
         dA[d] = (g * delta[:, d].unsqueeze(-1)).sum(0)
@@ -54,7 +54,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 def _slices(num_rows: int, A: Tensor) -> list[slice]:
-    """Channels in parts whose states fit into the memory set aside for them."""
+    """Slices of the channels whose states fit into the memory set aside for them."""
     row = num_rows * A.size(1) * A.element_size()
     limit = _CPU_BYTES if A.device.type == "cpu" else _GPU_BYTES
     width = max(1, limit // max(1, row))

@@ -1,4 +1,4 @@
-"""Mamba's recurrence on a GPU, in Triton: spans of rows side by side."""
+"""Mamba's recurrence on a GPU, in Triton: spans of rows are processed in parallel."""
 
 from torch import Tensor
 

@@ -1,21 +1,23 @@
-r"""Mamba's recurrence on a GPU, on two levels: within spans of rows, and between them.
+r"""Mamba's recurrence on a GPU, on two levels: within spans of rows and between them.
 
 .. math::
     h_t = a_t h_{t-1} + \delta_t u_t b_t, \quad a_t = e^{\delta_t A}, \qquad
     g_t = a_{t+1} g_{t+1} + c_t dy_t
 
-for each channel and state. All sequences are one, cut into spans of equal size wherever
-they begin: :math:`a_t` is zero at their first rows. So the lengths of sequences do not
-matter, and one that is much longer than the others keeps nobody waiting. Forward,
+for each channel and state. All sequences are treated as one, with :math:`a_t = 0` at
+their first rows, and cut into spans of equal size regardless of their bounds. So the
+lengths of sequences do not matter, even if one is much longer than the others. In the
+forward pass,
 
-1. a program for each span and some channels sums up what its rows leave behind, as
-   :math:`h = \sum_t e^{(\delta_{t+1} + \delta_{t+2} + \dots) A} \delta_t u_t b_t`,
+1. a program for each span and some channels computes the state after its rows, from
+   zero, as :math:`h = \sum_t e^{(\delta_{t+1} + \delta_{t+2} + \dots) A} \delta_t u_t
+   b_t`,
 2. states are carried from span to span (`triton_carry`),
-3. a program for each span and some channels scans its rows, one state at a time, from
-   the state before it, which is all that is kept in memory.
+3. a program for each span and some channels scans its rows, one state channel at a
+   time, from the state before the span, the only states that are stored.
 
-Backward the same with the adjoints :math:`g`, from the last row to the first one. The
-third step scans states once more, with
+The backward pass does the same with the adjoints :math:`g`, from the last row to the
+first one. Its third step also scans the states once more, with
 
 .. math::
     db_t = \sum g_t \delta_t u_t, \quad dc_t = \sum h_t dy_t, \quad
@@ -23,7 +25,8 @@ third step scans states once more, with
     du_t = \delta_t g_t^{\top} b_t + D dy_t, \quad
     d\delta_t = u_t g_t^{\top} b_t + \sum g_t a_t h_{t-1} A.
 
-Sums over channels, and over spans, go to parts of their own and are added afterwards.
+Each program writes its own part of sums over channels and spans, which are added
+afterwards.
 """
 
 import torch
@@ -105,7 +108,7 @@ def _carried(
 
 
 def _place(ptr: Tensor, u: Tensor) -> Tensor:
-    """How many rows of its sequence come before each row."""
+    """How many rows of its sequence precede each row."""
     return places(ptr, u.size(0))[0].int()
 
 
@@ -122,35 +125,35 @@ def _sizes(u: Tensor, A: Tensor) -> tuple[int, ...]:
 
 @triton.jit
 def _span(num_rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a program: rows and channels."""
+    """A program's rows and channels."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return t, tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
 
 
 @triton.jit
 def _load(X, t, d, there, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of X [T, CHANNELS], of which not all may be there."""
+    """Rows of X [T, CHANNELS], masked by `there`."""
     mask = there[:, None] & (d < CHANNELS)[None, :]
     return tl.load(X + t[:, None] * CHANNELS + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _column(X, t, n, there, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A column of X [T, STATES]."""
+    """Column n of X [T, STATES], masked by `there`."""
     return tl.load(X + t * STATES + n, mask=there, other=0.0)[:, None]
 
 
 @triton.jit
 def _begins(PLACE, t, there):  # type: ignore[no-untyped-def]
-    """Whether sequences begin at rows."""
+    """Whether a sequence begins at each row."""
     return tl.load(PLACE + t, mask=there, other=1)[:, None] == 0
 
 
 @triton.jit
 def _state(STATE, span, n, d, CHANNELS: tl.constexpr, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A state of STATE [spans, STATES, CHANNELS]; zero if there is no such span."""
+    """State n of STATE [spans, STATES, CHANNELS]; zero if there is no such span."""
     spans = tl.num_programs(0)
-    at = tl.where(d < CHANNELS, span.to(tl.int64), spans)  # a block, as masks are
+    at = tl.where(d < CHANNELS, span.to(tl.int64), spans)  # masks must be blocks
     there = (at >= 0) & (at < spans)
     at = (at * STATES + n) * CHANNELS + d
     return tl.load(STATE + at, mask=there, other=0.0)[None, :]
@@ -165,7 +168,7 @@ def _span_ends(  # type: ignore[no-untyped-def]
     STATES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """What a span leaves behind, and what of the states before it."""
+    """The state after a span that starts from zero, and the span's total decay."""
     t, d = _span(num_rows, CHANNELS, ROWS, WIDTH)
     there = t < num_rows
     o = tl.arange(0, ROWS)
@@ -173,10 +176,10 @@ def _span_ends(  # type: ignore[no-untyped-def]
     x = _load(X, t, d, there, CHANNELS)
     delta = _load(DELTA, t, d, there, CHANNELS)
     total = tl.sum(delta, 0)
-    if REVERSE:  # of the rows before a sequence begins, what leaves upwards
+    if REVERSE:  # adjoints leave from the rows before the first start of a sequence
         own = o < tl.min(tl.where(begins, o, ROWS), 0)
         way = tl.cumsum(delta, 0)
-    else:  # of the rows of the last sequence, what leaves downwards
+    else:  # states leave from the rows of the last sequence
         own = o >= tl.max(tl.where(begins, o, -1), 0)
         x *= delta
         later = there & (o < ROWS - 1) & (t + 1 < num_rows)
@@ -224,7 +227,7 @@ def _gradients(  # type: ignore[no-untyped-def]
     num_rows, CHANNELS: tl.constexpr, STATES: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a span and some channels; h is scanned one row behind."""
+    """The gradients of a span and some channels; h is the state before each row."""
     t, d = _span(num_rows, CHANNELS, ROWS, WIDTH)
     span, o = tl.program_id(0), tl.arange(0, ROWS)
     there, first, last = t < num_rows, (o == 0)[:, None], (o == ROWS - 1)[:, None]
