@@ -1,4 +1,4 @@
-"""What users hand to a layer: checked, with one wording each, and made alike."""
+"""Checks and conversions of what users pass to layers, with uniform error messages."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,7 +33,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_heads(
     out_channels: int, heads: int, state_channels: int = 1, groups: int = 1
 ) -> None:
-    """Checks the sizes that layers of several heads have in common."""
+    """Checks the sizes that all layers with heads have."""
     if out_channels < 1:
         raise ValueError(f"'out_channels' must be given, got {out_channels}")
     if heads < 1 or out_channels % heads != 0:
@@ -54,7 +54,7 @@ def check_nodes(x: Any, channels: int | str = "channels") -> None:
 
 
 def check_batch(batch: Any) -> None:
-    """Checks that a batch vector is one, and no edge features by mistake."""
+    """Checks that a batch vector is one, rather than edge features by mistake."""
     if batch is None:
         return
     if not isinstance(batch, Tensor):
@@ -69,7 +69,7 @@ def check_batch(batch: Any) -> None:
 
 
 def check_edge_attr(edge_attr: Any) -> None:
-    """Checks that edge features are floating point, and no batch vector by mistake."""
+    """Checks that edge features are floating point, rather than a batch vector."""
     if edge_attr is not None:
         _check_floats(
             "edge_attr", edge_attr, "; pass a batch vector as 'batch=...', and embed "
@@ -78,9 +78,9 @@ def check_edge_attr(edge_attr: Any) -> None:
 
 
 def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
-    """Checks that edge features, of any dtype, have a row for each edge.
+    """Checks that edge features, of any dtype, have one row per edge.
 
-    Where batch comes before them, a batch vector may stand in their place.
+    Where they follow the batch vector as an argument, the two may have been confused.
     """
     if not isinstance(edge_attr, Tensor) or not isinstance(edge_index, Tensor):
         return
@@ -94,7 +94,7 @@ def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
 
 
 def has_edge_mask(conv: MessagePassing, num_dags: int) -> bool:
-    """Whether an explainer's edge mask is to act on a layer's edges, of one graph."""
+    """Whether an explainer's edge mask applies to a layer; there must be one DAG."""
     if conv.explain and num_dags > 1:
         raise ValueError("Edge masks explain one graph, not several DAGs")
     return bool(conv.explain)
@@ -106,7 +106,7 @@ def check_grids(
     height: int | Tensor | None,
     width: int | Tensor | None,
 ) -> tuple[int | Tensor, int | Tensor]:
-    """Whether grids of these sizes, one after the other, are the graphs of a batch."""
+    """Checks that grids of these sizes are the graphs of a batch; returns the sizes."""
     if height is None or width is None:
         raise ValueError(
             "'height' and 'width' must be given (to a 'GraphModel' as "
@@ -160,10 +160,10 @@ def as_edges(
         edge_index = torch.stack([col, row])
         edge_attr = values if edge_attr is None else edge_attr
     elif hasattr(edge_index, "as_tensor"):  # an EdgeIndex
-        # What is written to it is not told to the tensor in it: take a new one.
+        # Writes to an EdgeIndex do not change its tensor's version: make a new tensor.
         edge_index = edge_index.as_tensor().view(2, -1)
     if torch.compiler.is_compiling():
-        pass  # the operators check it in any case
+        pass  # the operators check it anyway
     elif trusted():
         check_edges("edge_index", edge_index, edge_index)
     else:
@@ -176,11 +176,11 @@ def as_edges(
 def edge_features(
     edge_attr: Tensor | None, edge_dim: int | None, num_edges: int
 ) -> Tensor:
-    r"""Features with a row for each edge, :math:`[|\mathcal{E}|, D]`.
+    r"""Features with one row for each edge, :math:`[|\mathcal{E}|, D]`.
 
     Raises:
         TypeError: If they are not floating point.
-        ValueError: If there are none, or of other edges.
+        ValueError: If they are missing, or their number of rows is wrong.
     """
     if edge_attr is None:
         raise ValueError(f"'edge_attr' must be given, as 'edge_dim' is {edge_dim}")
@@ -196,11 +196,11 @@ def edge_features(
 
 
 def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
-    """The arguments of each DAG, which are lists if there are several of them.
+    """The arguments of each DAG; if there are several DAGs, arguments are lists.
 
     Raises:
-        TypeError: If an argument is no list where one must be, or the reverse.
-        ValueError: If a list is not as long as there are DAGs.
+        TypeError: If an argument is not a list where it must be, or the reverse.
+        ValueError: If a list does not have one entry per DAG.
     """
     lists = []
     for name, x in arguments.items():
@@ -233,15 +233,15 @@ def side_by_side(
     batch: Tensor | None,
     rank: Any,
 ) -> tuple[Tensor, list[tuple[Tensor | None, int]], Tensor | None, Tensor | None]:
-    """Several DAGs over the same nodes as one: node i of DAG d is node d V + i.
+    """Several DAGs over the same nodes as one: node i of DAG d becomes node d V + i.
 
     Returns:
-        Its edges; of each DAG the features and the number of the edges; and batch
-        vector and rank, if there are any.
+        Its edges; for each DAG, the features and the number of its edges; and the batch
+        vector and the rank, if given.
 
     Raises:
         TypeError: As `for_each_dag` and `as_edges`.
-        ValueError: The same.
+        ValueError: As `for_each_dag` and `as_edges`.
     """
     dags = [
         (*as_edges(index, attr, num_nodes, flow), order)
@@ -249,7 +249,7 @@ def side_by_side(
             num_dags, edge_index=edge_index, edge_attr=edge_attr, rank=rank
         )
     ]
-    if num_dags == 1:  # the very tensors, by which graphs are recognised
+    if num_dags == 1:  # keep the tensors themselves, by which graphs are recognised
         ((index, attr, order),) = dags
         return index, [(attr, index.size(1))], batch, order
     index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
@@ -261,5 +261,5 @@ def side_by_side(
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Gates lose too much in half precision."""
+    """x in float32 or a wider dtype, as gates are too inexact in half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -13,9 +13,9 @@ __all__ = ["Norm"]
 
 
 class Norm(torch.nn.Module):
-    """Any of PyG's norms, called alike, and defined for graphs of few or no nodes.
+    """Any of PyG's norms, with one signature, also for graphs with few or no nodes.
 
-    By its name, layer norm is that of each node: PyG's own default, that of a whole
+    Given by name, layer norm normalizes each node: PyG's own default, over a whole
     graph, would mix the graphs of a batch whenever there is no batch vector.
 
     Args:
@@ -36,7 +36,7 @@ class Norm(torch.nn.Module):
             kwargs = dict(norm_kwargs or {})
             name = normalize_string(norm)
             if name in ("batch", "batchnorm"):
-                # One node has no variance; the running one stands in if it exists.
+                # A single node has no variance; use the running one if it exists.
                 tracked = kwargs.get("track_running_stats", True)
                 kwargs.setdefault("allow_single_element", tracked)
             elif name in ("layer", "layernorm"):

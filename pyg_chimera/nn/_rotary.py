@@ -1,5 +1,5 @@
-"""Rotary positions: queries and keys turned by angles, so that products of them depend
-on how far apart two places are.
+"""Rotary positions: queries and keys are rotated by angles, so that their products
+depend on the distance between positions.
 """
 
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 
 __all__ = ["rotary_angles", "rotate", "scaled_base"]
 
-#: What the wave lengths of the pairs of channels go up to.
+#: The default base of the angles: wavelengths go up to about 2 pi times this.
 BASE = 10_000.0
 
 
@@ -20,10 +20,10 @@ def rotary_angles(
     """The angles of `"RoFormer" <https://arxiv.org/abs/2104.09864>`_.
 
     Args:
-        places: [..., D] coordinates, which get as many pairs of channels each.
+        places: [..., D] coordinates, each of which gets the same number of pairs.
         channels: The number of channels, a multiple of 2 D.
-        base: One number, or one for each place, [...].
-        dtype: Of the angles, float32 by default.
+        base: One number, or one for each position, [...].
+        dtype: The dtype of the angles, float32 by default.
 
     Returns:
         Tensor: [..., channels / 2].
@@ -36,17 +36,17 @@ def rotary_angles(
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turns pairs of channels, one of each half, by angles [..., channels / 2]."""
+    """Rotates pairs of channels, one from each half, by angles [..., channels / 2]."""
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
 
 def scaled_base(stretch: Tensor, channels: int) -> Tensor:
-    """The base that stretches the longest wave by a factor and leaves the shortest one.
+    """The base that stretches the longest wavelength and leaves the shortest one.
 
-    It is "NTK-aware" interpolation, `"YaRN: Efficient Context Window Extension of Large
-    Language Models" <https://arxiv.org/abs/2309.00071>`_ (Definition 1), for places
-    further apart than in training, with as many channels for each coordinate.
+    This is "NTK-aware" interpolation, `"YaRN: Efficient Context Window Extension of
+    Large Language Models" <https://arxiv.org/abs/2309.00071>`_ (Definition 1), for
+    positions further apart than in training. `channels` are those of one coordinate.
     """
     return BASE * stretch ** (channels / max(channels - 2, 1))

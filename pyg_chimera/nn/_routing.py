@@ -1,4 +1,4 @@
-"""Which arguments a module's ``forward`` takes, and how to call it with them."""
+"""How to call a module: which arguments its ``forward`` takes."""
 
 import inspect
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ __all__ = ["Route"]
 
 
 class Route(NamedTuple):
-    """How to call a module on a graph, read off its ``forward`` once.
+    """How to call a module on a graph, determined once from its ``forward``.
 
     Args:
         style (str): ``"graph"`` modules take ``(x, edge_index, ...)``, ``"nodes"``
             modules ``(x, ...)``, ``"dense"`` modules padded graphs and their mask,
             and ``"attention"`` is :class:`torch.nn.MultiheadAttention`.
-        names (tuple[str, ...]): The parameters that follow the first.
+        names (tuple[str, ...]): The parameters after the first one.
         is_open (bool): Whether ``forward`` takes any keyword (``**kwargs``).
     """
 
@@ -43,7 +43,7 @@ class Route(NamedTuple):
         if isinstance(module, GraphSequential):  # Its `forward` is (*args, **kwargs).
             names, is_open = tuple(module.signature.param_dict), False
         names = names[1:]
-        if getattr(module, "edge_dim", -1) is None:  # PyG's way to say: no features.
+        if getattr(module, "edge_dim", -1) is None:  # PyG's sign for no edge features
             names = tuple(name for name in names if name != "edge_attr")
 
         if isinstance(module, torch.nn.MultiheadAttention):
@@ -82,8 +82,8 @@ class Route(NamedTuple):
         if x.size(0) == 0:
             return x
 
-        # Each graph is padded: sort the nodes by graph, and count no empty graphs,
-        # in which an attention would average over nothing.
+        # Pad each graph: sort the nodes by graph, and leave out empty graphs, in which
+        # attention would have nothing to average.
         if batch is None:
             batch = x.new_zeros(x.size(0), dtype=torch.long)
         index = batch.unique(return_inverse=True)[1]

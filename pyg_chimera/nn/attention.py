@@ -155,7 +155,7 @@ class SelfAttention(torch.nn.Module):
         return self.lin_out(out.flatten(1)), (key, value)
 
     def _places(self, x: Tensor, width: int | Tensor | None) -> Tensor:
-        """Of the nodes of each graph, [B or 1, N, 1 or 2]."""
+        """The positions of the nodes of each graph, [B or 1, N, 1 or 2]."""
         place = torch.arange(x.size(1), device=x.device).unsqueeze(0)
         if self.rotary == "sequence":
             return place.unsqueeze(-1)
@@ -176,7 +176,7 @@ class SelfAttention(torch.nn.Module):
 
 
 def _rotate(x: Tensor, places: Tensor) -> Tensor:
-    """Heads [B, H, N, P], by places [B, N, D]: P / D channels by each coordinate."""
+    """Rotates [B, H, N, P] by positions [B, N, D], P / D channels per coordinate."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     angles = rotary_angles(places, x.size(-1), dtype=dtype)
     return rotate(x, angles.unsqueeze(1))

@@ -207,8 +207,8 @@ class GPSLayer(torch.nn.Module):
         r"""Resets all learnable parameters of the module."""
         for module in self.children():
             reset(module)
-            # Attention modules have a name of their own for it, and one of them
-            # leaves a part to its children.
+            # Attention modules have another name for it, and one of them resets only
+            # some of its parameters.
             own_reset = getattr(module, "_reset_parameters", None)
             if own_reset is not None:
                 own_reset()
@@ -334,7 +334,7 @@ class GPSLayer(torch.nn.Module):
         edge_attr: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """The updates of nodes and, or None, of edges."""
+        """The update of nodes, and that of edges or None."""
         prefix = f"{role}_"
         own = {
             name.removeprefix(prefix): value

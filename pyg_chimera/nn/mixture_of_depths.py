@@ -192,13 +192,12 @@ class MixtureOfDepths(torch.nn.Module):
 
     @torch.compiler.disable
     def _routed(self, x: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The nodes that are routed, in order, and the weights of what they get."""
-        # Not a product of matrices, whose rounding depends on where a row is, and which
-        # autocasting does in half precision: nodes would be tied that are not, or the
-        # reverse.
+        """The routed nodes, in order, and the weights of their updates."""
+        # Not a matrix product, whose rounding depends on a row's place, and which
+        # autocast computes in half precision: either may create or break ties.
         score = (at_least_float32(x) * at_least_float32(self.weight)).sum(dim=1)
         _, graph, size = batch.unique(return_inverse=True, return_counts=True)
-        # A share of 0.07 of 100 nodes is 7, and not 8 after rounding.
+        # 0.07 of 100 nodes is 7, and not 8 due to rounding errors.
         share = (size.double() * self.capacity - 1e-6).ceil().long().clamp(min=1)
         order = score.detach().argsort(descending=True, stable=True)
         order = order[graph[order].argsort(stable=True)]
@@ -230,7 +229,7 @@ class MixtureOfDepths(torch.nn.Module):
         )
 
 
-# What depends on values has sizes that a compiler cannot know.
+# The sizes of these results depend on values, which a compiler cannot know.
 
 
 @torch.compiler.disable
@@ -247,8 +246,8 @@ def _contracted(edge_index: Any, node: Tensor, num_nodes: int) -> Any:
 def _induced(
     edge_index: Adj, edge_attr: Tensor | None, node: Tensor, num_nodes: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The edges among some nodes, renumbered; features of all edges, and of which of
-    them these are.
+    """The edges among some nodes, renumbered; the features of all edges; the indices of
+    these edges.
     """
     edges, edge_attr = as_edges(edge_index, edge_attr, num_nodes, "source_to_target")
     kept, place = _places(node, num_nodes)
@@ -258,7 +257,7 @@ def _induced(
 
 
 def _places(node: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Which nodes these are, and their numbers among them."""
+    """A mask of these nodes, and their new numbers."""
     kept = torch.zeros(num_nodes, dtype=torch.bool, device=node.device)
     kept[node] = True
     return kept, kept.cumsum(0) - 1

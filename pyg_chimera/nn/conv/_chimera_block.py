@@ -28,25 +28,25 @@ __all__ = ["ChimeraBlock"]
 
 
 class ChimeraBlock(MessagePassing):
-    r"""What all Chimera layers compute around their recurrence: the projections
-    :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` and selectivities in front of it, and the
-    gated block of Mamba-2 behind it (Figure 6 of the paper).
+    r"""The common part of all Chimera layers around their recurrence: the projections
+    :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` and selectivities before it, and the
+    gated block of Mamba-2 after it (Figure 6 of the paper).
 
     Args:
         num_selectivities (int): The number of selectivities of a node.
         num_dags (int): The number of selectivities of an edge.
         copies (int): The number of different :math:`\mathbf{B}` and :math:`\mathbf{C}`
             of a group.
-        differential (bool): Whether a head is the difference of two recurrences, with
-            transitions of their own: what both have taken up alike cancels.
-        taps (Sequence[int], optional): The shape of the filter of a channel, if
-            projections see what is around a node. (default: :obj:`None`)
+        differential (bool): Whether a head is the difference of two recurrences with
+            separate transitions: what both have taken up equally cancels.
+        taps (Sequence[int], optional): The shape of a channel's local filter, if
+            projections include nearby nodes. (default: :obj:`None`)
     """
 
-    #: Whether states only add, so that what is mixed of values is a sum over paths.
+    #: Whether the output is linear in the values, with a sum over paths as weights.
     additive = True
-    #: Standard deviation of selectivities before softplus. What all nodes write alike
-    #: tells how many they are, and training takes long to find out more.
+    #: Initial standard deviation of selectivities, before softplus. If it is small, all
+    #: nodes write alike, states mainly count nodes, and it takes long to learn more.
     varied = 3**0.5
 
     def __init__(
@@ -84,7 +84,7 @@ class ChimeraBlock(MessagePassing):
         self.num_dags = num_dags
         self.reach = reach
         self.differential = differential
-        #: Heads of the recurrence: those of a difference follow on each other.
+        #: Heads of the recurrence; the two of a difference are adjacent.
         self.scan_heads = (1 + differential) * heads
         self.form = form
         self.backend = backend
@@ -129,9 +129,9 @@ class ChimeraBlock(MessagePassing):
             self._set_reach(head_reaches(self.reach, self.scan_heads))
 
     def _set_reach(self, steps: Tensor) -> None:
-        """Makes each head hear as many steps, [heads], before it has learnt anything.
+        """Sets the initial range of each head, in steps, [heads].
 
-        After so many steps along a path, influence has fallen to 1/e.
+        After that many steps along a path, influence has fallen to 1/e.
         """
         raise NotImplementedError
 
@@ -142,11 +142,12 @@ class ChimeraBlock(MessagePassing):
         fixed: float | None = None,
         least: float = 1e-9,
     ) -> Tensor:
-        """Makes heads hear as many steps, [heads], by what rows of A lack to one.
+        """Sets the ranges of heads, in steps, [heads], by how far the row sums of A are
+        below one.
 
         Returns:
-            torch.Tensor: How many they hear; no more than `gamma`, or what is `fixed`
-            to be lost at each step in place of it, lets them.
+            torch.Tensor: The ranges that result. They are limited by the loss per step
+            that cannot be learned: `fixed`, by default that due to `gamma`.
         """
         # On a path, nodes pass on 2 gamma / (2 + m) = 1 / cosh(1 / steps).
         fixed = 2 * (1 - gamma) if fixed is None else fixed
@@ -156,7 +157,8 @@ class ChimeraBlock(MessagePassing):
         return 0.5 / torch.asinh(((m + fixed) / (4 * gamma)).sqrt())
 
     def _loudness(self, steps: Tensor) -> Tensor:
-        """How much heads write for what they mix to be ten times as loud as the skip.
+        """The input gates for which a head's mixed values are initially ten times as
+        large as the skip connection.
 
         On a path, where heads pass on 1 / cosh(1 / steps), the norm of a row of
         (I - A)^-1 is coth(1 / steps)^1.5; products of queries and keys are about
@@ -169,7 +171,7 @@ class ChimeraBlock(MessagePassing):
         reset_filter_(cast(Tensor, self.local_weight))
 
     def over_edges(self, edge_index: Tensor) -> Filter | None:
-        """Filters of a node and what is around it, in each DAG, if there are any."""
+        """The local filter over a node and its parents in each DAG, if there is one."""
         return over_dags(self.local_weight, self.num_dags, edge_index)
 
     def project(
@@ -185,24 +187,24 @@ class ChimeraBlock(MessagePassing):
         return query, key, self.in_scans(value.unflatten(1, (self.heads, -1)))
 
     def in_scans(self, value: Tensor) -> Tensor:
-        """What all heads of the recurrence get of values, [V, heads, P]."""
+        """Values [V, heads, P], repeated for all heads of the recurrence."""
         return value.repeat_interleave(2, dim=1) if self.differential else value
 
     def out_of_scans(self, y: Tensor) -> Tensor:
-        """What is left of all heads of the recurrence, [V, heads, P]."""
+        """The outputs [V, heads, P], given those of all heads of the recurrence."""
         if self.contrast is None:
             return y
         first, second = y.unflatten(1, (-1, 2)).unbind(2)
         return first - self.contrast.view(-1, 1).to(y.dtype) * second
 
     def selectivities(self, x: Tensor) -> Tensor:
-        """Of nodes, [V, num_selectivities, scan_heads], before bias and softplus."""
+        """Selectivities [V, num_selectivities, scan_heads], before the bias."""
         return at_least_float32(self.lin_delta(x).unflatten(1, (-1, self.scan_heads)))
 
     def edge_selectivity(
         self, edge_attr: Tensor | None, num_edges: int, dag: int = 0
     ) -> Tensor | None:
-        """Of the edges of a DAG, [E, scan_heads]; None without edge features."""
+        """Selectivities of a DAG's edges, [E, scan_heads]; None without features."""
         if self.lin_edge is None or self.edge_bias is None:
             return None
         edge_attr = edge_features(edge_attr, self.edge_dim, num_edges)
@@ -210,13 +212,13 @@ class ChimeraBlock(MessagePassing):
         return F.softplus(at_least_float32(delta[:, dag]) + self.edge_bias[dag])
 
     def explained(self, weight: Tensor, num_nodes: int) -> Tensor:
-        """The transitions, on which edge masks of explainers act."""
+        """The transitions, multiplied by an explainer's edge mask if there is one."""
         if not has_edge_mask(self, self.num_dags):
             return weight
         return self.explain_message(weight, num_nodes)
 
     def output(self, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
-        """Skip connection, norm, gate and projection behind the recurrence."""
+        """Skip connection, norm, gate and projection after the recurrence."""
         y, value = self.out_of_scans(y), value[:, :: 1 + self.differential]
         y = y + self.skip.view(-1, 1).to(y.dtype) * value
         y = self.norm(y.flatten(1))
@@ -233,7 +235,7 @@ class ChimeraBlock(MessagePassing):
 
 
 def gated_value(value: Tensor, input_gate: Tensor) -> Tensor:
-    """What nodes write, [V, heads, P]; a gate of keys would be the same, but larger."""
+    """Values times input gates, [V, heads, P]; gating keys would take more memory."""
     return value * input_gate.unsqueeze(-1).to(value.dtype)
 
 
@@ -243,7 +245,7 @@ def mean_of_ends(
     source: Tensor | None,
     edge: Tensor | None = None,
 ) -> Tensor:
-    """The mean of selectivities of an edge's ends and, where there are any, its own."""
+    """The mean of an edge's selectivities: its target's and, if given, the others."""
     parts = [target[edge_index[1]]]
     if source is not None:
         parts.append(source[edge_index[0]])
@@ -255,9 +257,11 @@ def mean_of_ends(
 def over_dags(
     weight: Tensor | None, num_dags: int, edge_index: Tensor
 ) -> Filter | None:
-    """Filters along several DAGs side by side, if there are weights [F, 1 + D * steps]:
-    of a node itself, and in each DAG of the mean of its parents, the mean of what that
-    is of them, and so on. On a directed path it is a causal convolution.
+    """A filter along several DAGs, stacked as one graph; None without weights.
+
+    Weights [F, 1 + D * steps] apply to the node itself, and in each DAG to the mean of
+    its parents, the mean of their means, and so on. On a directed path, this is a
+    causal convolution.
     """
     if weight is None:
         return None

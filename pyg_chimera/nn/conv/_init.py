@@ -1,4 +1,4 @@
-"""Initial values of recurrences: how far heads hear, and how loud that is."""
+"""Initial values of gates, and the initial ranges of heads."""
 
 import math
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ __all__ = [
 
 
 class GateLinear(Linear):
-    """A projection to gates, of a standard deviation `std` at first for inputs of
-    variance one, also if it is lazy.
+    """A projection to gates, which may be lazy. Its outputs initially have the standard
+    deviation `std` for inputs of variance one.
     """
 
     def __init__(self, in_channels: int, out_channels: int, std: float) -> None:
@@ -27,14 +27,14 @@ class GateLinear(Linear):
 
     def reset_parameters(self) -> None:
         if self.in_channels > 0:
-            # Bounded: with the tails of a normal distribution fewer models learn.
+            # Uniform: with the tails of a normal distribution, fewer models learn.
             bound = self.std * math.sqrt(3 / self.in_channels)
             torch.nn.init.uniform_(self.weight, -bound, bound)
 
 
 @torch.no_grad()
 def softplus_(bias: Tensor, values: Tensor) -> None:
-    """Fills a bias such that its softplus has positive values."""
+    """Fills a bias such that its softplus has the given positive values."""
     bias.copy_(values + torch.log(-torch.expm1(-values)))
 
 
@@ -46,7 +46,7 @@ def log_uniform_softplus_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -
 
 
 def check_reach(reach: tuple[float, float] | None) -> None:
-    """Checks how far heads shall hear at first."""
+    """Checks the interval of initial ranges."""
     if reach is None:
         return
     pair = isinstance(reach, Sequence) and len(reach) == 2
@@ -58,9 +58,11 @@ def check_reach(reach: tuple[float, float] | None) -> None:
 
 
 def head_reaches(reach: tuple[float, float], heads: int) -> Tensor:
-    """The steps that each head hears, [heads]: the middles of even shares of a range.
+    """The range of each head, in steps, [heads]: midpoints of equal parts, on a log
+    scale.
 
-    Its ends would be one head each of two; the nearest one is for neighbours only.
+    With its ends instead, one of two heads would have the shortest range, and be of use
+    for near neighbours only.
     """
     near, far = reach
     share = (torch.arange(heads) + 0.5) / heads

@@ -18,17 +18,17 @@ __all__ = ["PLSTMBlock"]
 
 
 class PLSTMBlock(MessagePassing):
-    r"""What pLSTM layers have in common: the projections :math:`\mathbf{q}, \mathbf{k},
+    r"""The common part of pLSTM layers: the projections :math:`\mathbf{q}, \mathbf{k},
     \mathbf{v}`, gates of nodes, and the head-wise norm.
 
     Args:
         num_dags (int): The number of DAGs, each of which has its own gates.
-        biased (Sequence[int]): The sizes of a node's gates that have a bias: direct,
-            source, mark, decay and possibly more, which come first.
+        biased (Sequence[int]): The sizes of a node's gates that have a bias, which come
+            first: direct, source, mark, decay and possibly others.
         columns (int): The size of all gates of a node in a DAG.
     """
 
-    lin_out: Linear  # of the layers, which make it last
+    lin_out: Linear  # made by the layers, after all their other parameters
 
     def __init__(
         self,
@@ -92,18 +92,18 @@ class PLSTMBlock(MessagePassing):
         for lin in self.children():
             if isinstance(lin, Linear):
                 lin.reset_parameters()
-        # At first, gates are the same everywhere.
+        # Initially, nodes differ in their gates only by `gate_std`.
         source, mark, direct = self.gate_biases
         parts = self.gate_bias.data.split(self._biased, dim=1)
         for part, start in zip(parts, (direct, source, mark, 1.0), strict=False):
             part.fill_(start)
-        if self.reach is not None:  # without, nothing decays
+        if self.reach is not None:  # otherwise, nothing decays at first
             passed = torch.exp(-1 / head_reaches(self.reach, self.heads))
             parts[3].copy_(self._decays_of_heads(torch.atanh(passed) / 5))
         torch.nn.init.ones_(self.norm_weight)
 
     def _decays_of_heads(self, values: Tensor) -> Tensor:
-        """All decays of a node in a DAG, of values for the heads."""
+        """The biases of all decays of a node in a DAG, given one value per head."""
         raise NotImplementedError
 
     def project(
@@ -115,18 +115,18 @@ class PLSTMBlock(MessagePassing):
             sizes = [y.size(1) for y in parts]
             parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
         query, key, value = (y.unflatten(1, (self.heads, -1)) for y in parts)
-        # The mean over DAGs is taken here, where it is cheapest.
+        # Dividing here, where it is cheapest, makes the sum over DAGs a mean.
         scale = 1 / (math.sqrt(self.state_channels) * self.gate_bias.size(0))
         return query * scale, key, value
 
     def node_gates(self, x: Tensor) -> Tensor:
-        """[V, DAGs, columns], with biases, before any sigmoid."""
+        """Gates of nodes, [V, DAGs, columns], with biases, before any activation."""
         bias = self.gate_bias
         gates = at_least_float32(self.lin_gate(x)).unflatten(1, (bias.size(0), -1))
         return gates + F.pad(bias.to(gates.dtype), (0, gates.size(2) - bias.size(1)))
 
     def output(self, y: Tensor) -> Tensor:
-        """Norm of each head and projection behind the recurrence."""
+        """Norm of each head and projection, after the recurrence."""
         weight = self.norm_weight.view(self.heads, -1)
         out = F.rms_norm(at_least_float32(y), y.shape[2:], eps=1e-5) * weight
         return self.lin_out(out.flatten(1).to(y.dtype))

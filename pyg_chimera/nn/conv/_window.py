@@ -1,4 +1,4 @@
-"""Filters over a small window of a grid or sequence, in front of recurrences."""
+"""Filters over a small window of a grid or sequence, applied before recurrences."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ __all__ = [
     "reset_window_",
 ]
 
-#: From the projections of nodes, [V, F], to those of nodes and what is around them.
+#: Maps projections of nodes, [V, F], to ones that include nearby nodes.
 Filter = Callable[[Tensor], Tensor]
 
 
@@ -33,8 +33,8 @@ def check_window(window: Any) -> tuple[int, int] | None:
 
 @torch.no_grad()
 def reset_filter_(weight: Tensor, place: int = 0) -> None:
-    """Fills filters [channels, ...], which start as the node itself, whose place of all
-    is given, plus a little of the others.
+    """Fills filters [channels, ...] with 1 for the node itself, at index `place`, and
+    small random numbers for the others.
     """
     bound = weight[0].numel() ** -0.5
     weight.uniform_(-bound, bound)
@@ -42,7 +42,7 @@ def reset_filter_(weight: Tensor, place: int = 0) -> None:
 
 
 def reset_window_(weight: Tensor, causal: bool) -> None:
-    """Fills filters of windows, [channels, rows, columns]."""
+    """Fills the filters of windows, [channels, rows, columns]."""
     rows, columns = weight.shape[1:]
     last, middle = rows * columns - 1, rows // 2 * columns + columns // 2
     reset_filter_(weight, last if causal else middle)
@@ -51,17 +51,17 @@ def reset_window_(weight: Tensor, causal: bool) -> None:
 def over_grids(
     weight: Tensor | None, height: int | Tensor, width: int | Tensor, causal: bool
 ) -> Filter | None:
-    """Filters of the nodes of grids, if there are weights."""
+    """The filter over the nodes of grids; None without weights."""
     if weight is None:
         return None
     return lambda y: grid_conv(y, weight, height, width, causal=causal)
 
 
 class Continued:
-    """Causal filters [F, rows, columns] of one more node of each sequence, [B, F].
+    """Causal filters [F, rows, columns], for one more node of each sequence, [B, F].
 
     Attributes:
-        seen (torch.Tensor, optional): The nodes before, [B, F, columns - 1].
+        seen (torch.Tensor, optional): The previous nodes, [B, F, columns - 1].
     """
 
     def __init__(self, weight: Tensor, seen: Tensor | None) -> None:

@@ -203,7 +203,7 @@ class ChimeraConv(ChimeraBlock):
             weight = released_transition(
                 edge_index, num_nodes, target, source, psi, edge
             )
-            input_gate = delta[:, 3]  # as it is: no bias, no softplus
+            input_gate = delta[:, 3]  # without bias and softplus
         else:
             weight = chimera_transition(
                 edge_index, num_nodes, target, source, psi, edge, self.gamma

@@ -19,7 +19,7 @@ from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["ChimeraDAGConv"]
 
-#: Which of the different projections each DAG has.
+#: Which of the different projections each DAG uses.
 _SHARING: dict[str, Callable[[int], list[int]]] = {
     "all": lambda num_dags: [0] * num_dags,
     "none": lambda num_dags: list(range(num_dags)),
@@ -125,7 +125,7 @@ class ChimeraDAGConv(ChimeraBlock):
         torch.Size([4, 32])
     """
 
-    varied = 3**-0.5  #: more would shorten how far heads hear
+    varied = 3**-0.5  #: more would shorten the ranges of heads
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class ChimeraDAGConv(ChimeraBlock):
         self.reset_parameters()
 
     def _set_reach(self, steps: Tensor) -> None:
-        # What is written is as much as is lost: its sum along a path is one.
+        # A head writes as much as it forgets: along a path, the weights sum to one.
         softplus_(self.delta_bias, (1 / steps).expand_as(self.delta_bias))
         if self.edge_bias is not None:
             softplus_(self.edge_bias, (1 / steps).expand_as(self.edge_bias))
@@ -235,8 +235,8 @@ class ChimeraDAGConv(ChimeraBlock):
         batch: Tensor | None,
         rank: Tensor | None,
     ) -> Tensor:
-        """The layer on all DAGs as one, whose edges, with their selectivities, graphs
-        and ranks are given, and the projections of the nodes.
+        """Runs the layer on all DAGs as one, given its edges with their selectivities,
+        the graphs and ranks of its nodes, and the projections.
         """
         num_nodes, D = x.size(0), self.num_dags
         query, key, value = projected
@@ -261,12 +261,12 @@ class ChimeraDAGConv(ChimeraBlock):
         return self.output(out, x, value)
 
     def _for_each_dag(self, y: Tensor) -> Tensor:
-        """Of the nodes of all DAGs: [V, copies * groups, N] to [D * V, groups, N]."""
+        """[V, copies * groups, N] -> [D * V, groups, N], for the nodes of all DAGs."""
         if self.num_dags == 1:
             return y
         copies = y.unflatten(1, (-1, self.groups)).unbind(1)
         return torch.cat([copies[c] for c in self._copy_of_dags()])
 
     def _copy_of_dags(self) -> list[int]:
-        """Which of the different projections each DAG has."""
+        """Which of the different projections each DAG uses."""
         return _SHARING[self.share](self.num_dags)

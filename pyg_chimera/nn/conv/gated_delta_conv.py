@@ -172,7 +172,7 @@ class GatedDeltaConv(ChimeraBlock):
         if conv_kernel is None:
             conv_kernel = 4 if acyclic else 1
         check_integer("conv_kernel", conv_kernel, 1)
-        # Of transitions: one, or target, source and psi; and there is that of beta.
+        # Selectivities of transitions: one, or target, source and psi, or by channel.
         rates = 1 if acyclic else 3
         if channel_decay:
             rates = state_channels
@@ -196,7 +196,7 @@ class GatedDeltaConv(ChimeraBlock):
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
-        torch.nn.init.zeros_(self.delta_bias[-1])  # of beta, which starts in the middle
+        torch.nn.init.zeros_(self.delta_bias[-1])  # beta starts in the middle
         if self.log_temperature is not None:
             torch.nn.init.zeros_(self.log_temperature)
 
@@ -280,9 +280,9 @@ class GatedDeltaConv(ChimeraBlock):
 
 
 def unit(x: Tensor) -> Tensor:
-    """Vectors of length one, large or small as those of x may be; of zeros, any one."""
+    """x normalized to length one, without overflow; zeros become some unit vector."""
     x = at_least_float32(x)
-    scale = x.detach().abs().amax(-1, keepdim=True)  # which no direction depends on
+    scale = x.detach().abs().amax(-1, keepdim=True)  # cancels in the result
     nothing = scale < 1e-30
     x = x / scale.masked_fill(nothing, 1)
     return F.normalize(x.masked_fill(nothing, 1), dim=-1)

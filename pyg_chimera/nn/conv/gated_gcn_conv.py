@@ -98,8 +98,8 @@ class GatedGCNConv(MessagePassing):
         TypeError: In the forward method, if features are not floating-point tensors.
     """
 
-    # As attributes, not as comments: those PyG resolves by names that it imports with
-    # a star from here, which `__all__` hides.
+    # Attributes rather than PyG's type comments: PyG would resolve their names with a
+    # star import of this module, from which `__all__` hides them.
     propagate_type: ClassVar = {"value": PairTensor, "gate": Tensor}
     edge_updater_type: ClassVar = {
         "target": Tensor,
@@ -132,7 +132,7 @@ class GatedGCNConv(MessagePassing):
         self.update_edges = update_edges and self.edge_dim != 0
         self.eps = eps
 
-        # The gates need one bias between them, so that of the target is theirs.
+        # The sum of three projections needs only one bias, that of the target.
         self.lin_root = Linear(target, out_channels, bias=bias)
         self.lin_value = Linear(source, out_channels, bias=bias)
         self.lin_target = Linear(target, out_channels, bias=bias)
@@ -210,7 +210,7 @@ class GatedGCNConv(MessagePassing):
             edge=edge_attr,
         )
 
-        # The second entry is there for its size alone, the number of targets.
+        # The second entry only tells the number of targets.
         root = self.lin_root(x_target)
         out = root + self.propagate(
             edge_index,

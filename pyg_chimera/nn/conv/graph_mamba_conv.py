@@ -17,11 +17,11 @@ __all__ = ["GraphMambaConv"]
 
 
 class _Packed(NamedTuple):
-    """The sequences of m permutations of V nodes, one after the other."""
+    """The sequences of m permutations of V nodes, concatenated."""
 
-    node: Tensor  # [m * V], the node at each place
+    node: Tensor  # [m * V], the node at each position
     copy: Tensor  # [m * V], the same, where node v of permutation p is p * V + v
-    place: Tensor  # [m * V], where each of these is: the inverse of copy
+    place: Tensor  # [m * V], the position of each copy: the inverse of `copy`
     ptr: Tensor  # [S + 1], where sequences begin
 
     def reversed(self) -> "_Packed":
@@ -234,7 +234,7 @@ class GraphMambaConv(torch.nn.Module):
         packed = self._packed(x, edge_index, batch, score, generator)
         if self.norm is not None:
             x = self.norm(x)
-        # What acts on each node alone does so once, however many permutations.
+        # Node-wise operations are shared by all permutations.
         inputs = at_least_float32(self.lin_in(x))
         y = self.scans[0](inputs, packed, self.backend)
         if self.bidirectional:
@@ -343,13 +343,13 @@ class _Scan(torch.nn.Module):
         self.reset_parameters()
 
     def _mark(self) -> None:
-        """As Mamba marks them, for optimizers that look for it."""
+        """Marks parameters as Mamba does, for optimizers that check for it."""
         self.A_log._no_weight_decay = True  # type: ignore[attr-defined]
         self.D._no_weight_decay = True  # type: ignore[attr-defined]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark()  # copies of parameters lose it
+        self._mark()  # copied parameters lose their marks
 
     def reset_parameters(self) -> None:
         bound = self.conv_weight.size(1) ** -0.5
@@ -361,13 +361,13 @@ class _Scan(torch.nn.Module):
         torch.nn.init.uniform_(self.lin_delta.weight, -bound, bound)
         with torch.no_grad():
             log_uniform_softplus_(self.lin_delta.bias, *self._dt_range)
-            # States forget at rates 1 to N.
+            # States decay at rates 1 to N.
             rates = torch.arange(1, self.A_log.size(1) + 1, device=self.A_log.device)
             self.A_log.copy_(rates.log().expand_as(self.A_log))
         torch.nn.init.ones_(self.D)
 
     def forward(self, x: Tensor, packed: _Packed, backend: str) -> Tensor:
-        """From nodes to nodes, the mean over permutations, [V, channels]."""
+        """The outputs of nodes, averaged over permutations, [V, channels]."""
         u = causal_conv1d(
             _Take.apply(x, packed.node, packed.place),
             self.conv_weight,
@@ -394,7 +394,7 @@ class _Scan(torch.nn.Module):
         return y if y.size(0) == x.size(0) else y.view(-1, *x.shape).mean(0)
 
     def step(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """Of one more node in each sequence; the state has the last inputs, too."""
+        """The output for one more node per sequence; the state includes last inputs."""
         kernel = self.conv_weight
         if state is None:
             recent = x.new_zeros(*x.shape, kernel.size(1))
@@ -414,10 +414,10 @@ class _Scan(torch.nn.Module):
 
 
 class _Take(torch.autograd.Function):
-    """Rows by their index, each of them equally often.
+    """Takes rows by index, each of them equally often.
 
-    As it is known where each row went, the gradient can be taken from there. That is
-    faster than adding it up by the index, and deterministic on any device.
+    As the place of each row in the result is known, the gradient is gathered from there
+    instead of scattered by index: this is faster, and deterministic on any device.
     """
 
     @staticmethod

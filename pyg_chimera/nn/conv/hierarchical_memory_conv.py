@@ -16,7 +16,7 @@ from pyg_chimera.ops import dag_scan, dag_transition, delta_scan
 
 __all__ = ["HierarchicalMemoryConv", "MemoryLevels"]
 
-#: Of the rows of selectivities: how fast the levels forget come first.
+#: The number of levels, whose decays are the first rows of selectivities.
 _LEVELS = 3
 
 
@@ -106,7 +106,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
     """
 
     additive = False
-    varied = 3**-0.5  #: more would shorten how far levels hear
+    varied = 3**-0.5  #: more would shorten the ranges of levels
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
         reset(self.features)
         lost = torch.tensor([[-math.log(x)] for x in self.decays])
         softplus_(self.delta_bias[:_LEVELS], lost.expand(-1, self.heads))
-        torch.nn.init.zeros_(self.delta_bias[_LEVELS:])  # half open, and all alike
+        torch.nn.init.zeros_(self.delta_bias[_LEVELS:])  # half open, evenly routed
         if self.edge_bias is not None:
             softplus_(self.edge_bias, torch.ones_like(self.edge_bias))
         torch.nn.init.zeros_(self.log_temperature)
@@ -201,7 +201,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
         edge_attr: Tensor | None,
         batch: Tensor | None,
     ) -> tuple[Tensor, MemoryLevels]:
-        """The values, [V, heads, P], and what is read."""
+        """The values, [V, heads, P], and what is read from the levels."""
         check_nodes(x)
         check_batch(batch)
         num_nodes, heads = x.size(0), self.heads
@@ -214,12 +214,12 @@ class HierarchicalMemoryConv(ChimeraBlock):
 
         delta = mean_of_ends(edge_index, node, node)
         edge = self.edge_selectivity(edge_attr, edge_index.size(1))
-        if edge is not None:  # levels keep their order
+        if edge is not None:  # a common factor keeps the order of levels
             delta = delta * edge.repeat(1, _LEVELS)
         weight, gate = dag_transition(edge_index, num_nodes, delta, node)
         weight = self.explained(weight, num_nodes)
 
-        # The fast and the slow level are one scan, with groups for each.
+        # The fast and the slow level are one scan, with separate groups.
         fast, slow = gate[:, : 2 * heads].split(heads, dim=1)
         written = [gated_value(value, fast), gated_value(value, slow * importance)]
         scanned = dag_scan(

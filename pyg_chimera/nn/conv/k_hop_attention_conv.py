@@ -286,7 +286,7 @@ class KHopAttentionConv(MessagePassing):
         return self.lin_out(y.flatten(1))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[V, maps * heads, N], [V, maps * groups, N] and [V, groups, P]."""
+        """Queries [V, maps * heads, N], keys [V, maps * groups, N], values."""
         size = self.out_channels // self.heads
         query = self.lin_query(x).unflatten(1, (-1, size // self.maps))
         if self.lin_latent is not None and self.norm_latent is not None:
@@ -296,7 +296,7 @@ class KHopAttentionConv(MessagePassing):
         return query, key, value
 
     def _lambda(self) -> Tensor:
-        """How much of the second map is taken off the first one, of all heads."""
+        """The factor of the second map, the same for all heads."""
         query, key = at_least_float32(self.lambdas).unbind(1)
         grown, shrunk = (query * key).sum(-1).exp().unbind()
         return grown - shrunk + self.lambda_init
@@ -304,7 +304,7 @@ class KHopAttentionConv(MessagePassing):
     def _angles(
         self, edge_index: Tensor, batch: Tensor | None, pos: Tensor | None, like: Tensor
     ) -> Tensor:
-        """Of the nodes' positions, [V, 1, N / 2]."""
+        """The rotary angles of nodes, [V, 1, N / 2]."""
         num_nodes, _, size = like.shape
         if pos is None:
             try:
@@ -362,7 +362,7 @@ class KHopAttentionConv(MessagePassing):
 
 
 def _extent(places: Tensor, batch: Tensor | None) -> Tensor:
-    """The largest range of a coordinate in each node's graph, [V]."""
+    """The most positions that a coordinate spans in each node's graph, [V]."""
     places = places.detach()
     if batch is None:
         batch = places.new_zeros(places.size(0), dtype=torch.long)

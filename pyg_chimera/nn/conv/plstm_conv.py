@@ -32,9 +32,9 @@ class _DAGs(NamedTuple):
 
     edge_index: Tensor  # [2, E]
     line_edge_index: Tensor  # [2, L]
-    kept: Tensor | None  # [L], the line edges of a multitree, where others are left
+    kept: Tensor | None  # [L], mask of a multitree, if its line edges are not selected
     edge_attr: Tensor | None  # [E, edge_dim]
-    mask: Tensor | None  # [E, 1], of an explainer
+    mask: Tensor | None  # [E, 1], an explainer's
 
 
 class PLSTMConv(PLSTMBlock):
@@ -172,10 +172,10 @@ class PLSTMConv(PLSTMBlock):
             )
         if tracking < 1:
             raise ValueError(f"'tracking' must be >= 1, got {tracking}")
-        # Columns of the gates of a node in a DAG: direct; then what an edge takes from
-        # its source: source, mark, decay as the line edge's second edge, decay as its
-        # first one, softmax (of rows); then what it takes from its target: all but the
-        # second last. Those with a bias come first.
+        # Columns of a node's gates in a DAG: direct; what edges read of their source:
+        # source, mark, decay as second edge of a line edge, decay as first one, score
+        # (of rows); what edges read of their target: source, mark, decay as second
+        # edge, score (of columns). Gates with a bias come first.
         states, alpha = heads * tracking, heads if mode == "P" else 0
         row = alpha if normalization == "row" else 0
         parts = [heads, 4 * states + row, 3 * states + alpha - row]
@@ -268,7 +268,7 @@ class PLSTMConv(PLSTMBlock):
         edge_attr: Tensor | Sequence[Tensor] | None,
         line_edge_index: Tensor | Sequence[Tensor] | None,
     ) -> _DAGs:
-        """DAGs as they are."""
+        """The given DAGs."""
         indices, lines, attrs = [], [], []
         num_edges = 0
         for index, attr, line in for_each_dag(
@@ -280,7 +280,7 @@ class PLSTMConv(PLSTMBlock):
                 line = line_graph(index, num_nodes).edge_index
             else:
                 if torch.compiler.is_compiling():
-                    pass  # the operator checks it in any case
+                    pass  # the operator checks it anyway
                 elif trusted():
                     check_edges("line_edge_index", line, index)
                 else:
@@ -288,7 +288,7 @@ class PLSTMConv(PLSTMBlock):
                 line = line.flip(0) if self.flow == "target_to_source" else line
             if self.lin_edge is not None:
                 attrs.append(edge_features(attr, self.edge_dim, index.size(1)))
-            if self.num_dags > 1:  # else the very tensors: graphs are known by them
+            if self.num_dags > 1:  # else keep the tensors: graphs are known by them
                 line = line + num_edges
             indices.append(index)
             lines.append(line)
@@ -302,7 +302,7 @@ class PLSTMConv(PLSTMBlock):
     def _ordered(
         self, num_nodes: int, order: str, edge_index: Any, edge_attr: Any
     ) -> _DAGs:
-        """The edges to later nodes, and those to earlier ones."""
+        """Two DAGs: the edges to later nodes, and those to earlier ones."""
         index, attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
         mask = self._mask(index)
         if self.lin_edge is None:
@@ -316,7 +316,7 @@ class PLSTMConv(PLSTMBlock):
     def _pruned(
         self, line_edge_index: Tensor, num_edges: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The line edges to use; while tracing all, and which of them to use."""
+        """The line edges to use; while tracing, all of them and a mask."""
         if self.mode == "P":
             return line_edge_index, None
         kept = multitree(line_edge_index, num_edges)
@@ -376,12 +376,12 @@ class PLSTMConv(PLSTMBlock):
         return source, transition, mark, direct
 
     def _rotated(self, x: Tensor, decay: Tensor, node: Tensor) -> Tensor:
-        """U diag(decay) W^T of nodes of DAGs, one for each line edge."""
+        """U diag(decay) W^T for each line edge, given its node of a DAG."""
         vectors = at_least_float32(self.lin_track(x))
         vectors = vectors.unflatten(1, self.track_bias.shape) + self.track_bias
         matrices = householder_product(vectors.flatten(0, 1)).index_select(0, node)
         U, W = matrices.unbind(1)
-        # Rounded factors would not be orthogonal enough for a long way.
+        # Products of rounded factors would lose orthogonality along a path.
         with torch.autocast(decay.device.type, enabled=False):
             return (U * decay.unsqueeze(-2)) @ W.transpose(-2, -1)
 
@@ -393,5 +393,5 @@ class PLSTMConv(PLSTMBlock):
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:
-    """With trailing dimensions of size one, as many as the other one has."""
+    """x with trailing dimensions of size one, up to the dimensions of the other."""
     return x.view(*x.shape, *[1] * (other.dim() - x.dim()))

@@ -129,7 +129,7 @@ class PLSTMGridConv(PLSTMBlock):
             reach=reach, bias=bias, form=form, backend=backend, num_dags=num_dags,
             biased=biased, columns=sum(biased),
         )  # fmt: skip
-        # The same kinds of all orientations side by side, decays last.
+        # The columns of gates, by kind for all orientations, decays last.
         each = torch.arange(num_dags * sum(biased)).view(num_dags, -1).split(biased, 1)
         kinds = [each[i].flatten() for i in (0, 1, 2, 4, 3)]
         self.register_buffer("_column", torch.cat(kinds), persistent=False)
@@ -148,7 +148,7 @@ class PLSTMGridConv(PLSTMBlock):
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
-        if self.mode == "P":  # heads look into different directions
+        if self.mode == "P":  # heads prefer different directions
             spread = torch.linspace(-2, 2, self.heads) if self.heads > 1 else 0.0
             self.gate_bias.data[:, -self.heads :] = spread
         if self.local_weight is not None:
@@ -224,7 +224,7 @@ class PLSTMGridConv(PLSTMBlock):
         query, key, value = map(at_least_float32, self.project(x, filtered))
         seen = None if filtered is None else filtered.seen
         source, transition, mark, direct = self._gates(x)
-        # Of the edges to the right, in the row that a sequence is.
+        # The gates of edges to the right: a sequence is a single row.
         source, mark, transition = (
             gate[:, 0, 0][..., None, None]
             for gate in (source, mark, transition[:, :, 0])
@@ -240,7 +240,7 @@ class PLSTMGridConv(PLSTMBlock):
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, D, 2, heads], transition [V, D, 2, 2, heads], mark, direct."""
         V, D, H = x.size(0), self.num_dags, self.heads
-        if self.in_channels < 0:  # makes the weights
+        if self.in_channels < 0:  # initializes the lazy weights
             self.lin_gate(x[:0])
         # Elementwise functions are fast on whole rows of gates.
         weight = self.lin_gate.weight.index_select(0, self._column)

@@ -27,7 +27,7 @@ from pyg_chimera.ops.common.checks import check_integer
 
 __all__ = ["RGLRUConv"]
 
-#: What gates multiply log(sigmoid(Lambda)) by when they are open: c of the paper.
+#: The factor of log(sigmoid(Lambda)) for open gates: c in the paper.
 _SHARPNESS = 8.0
 
 
@@ -152,7 +152,7 @@ class RGLRUConv(MessagePassing):
         block = out_channels // heads
         self.lin_value = Linear(in_channels, out_channels, bias=bias)
         self.lin_gate = Linear(in_channels, out_channels, bias=bias) if gated else None
-        # Of a, then of what is written.
+        # The recurrence gate r, then the input gate g.
         self.gate_weight = Parameter(torch.empty(2, num_dags, heads, block, block))
         self.gate_bias = Parameter(torch.empty(2, num_dags, out_channels))
         self.Lambda = Parameter(torch.empty(num_dags, out_channels))
@@ -172,7 +172,7 @@ class RGLRUConv(MessagePassing):
         for lin in self.children():
             if isinstance(lin, Linear):
                 lin.reset_parameters()
-        # Of variance one, for inputs of variance one.
+        # Gates of variance one, before the sigmoid, for inputs of variance one.
         bound = math.sqrt(3 / self.gate_weight.size(-1))
         torch.nn.init.uniform_(self.gate_weight, -bound, bound)
         torch.nn.init.zeros_(self.gate_bias)
@@ -181,7 +181,7 @@ class RGLRUConv(MessagePassing):
         with torch.no_grad():
             if self.reach is None:
                 rate = -torch.empty_like(self.Lambda).uniform_(0.9, 0.999).log()
-            else:  # of r = 1/2
+            else:  # at r = 1/2
                 steps = head_reaches(self.reach, self.out_channels // self.heads)
                 rate = (2 / steps).repeat(self.heads).expand_as(self.Lambda)
             softplus_(self.Lambda, rate / _SHARPNESS)
@@ -274,7 +274,7 @@ class RGLRUConv(MessagePassing):
         return _SHARPNESS * F.softplus(-at_least_float32(self.Lambda))
 
     def _gates(self, u: Tensor) -> Tensor:
-        """Of a and of what is written before sigmoid, [2, D, V, F]."""
+        """The gates r and g, before the sigmoid, [2, D, V, F]."""
         heads = u.unflatten(1, (self.heads, -1))
         gates = torch.einsum("vhp,gdhpq->gdvhq", heads, self.gate_weight.to(u.dtype))
         bias = at_least_float32(self.gate_bias).unsqueeze(2)
@@ -286,7 +286,7 @@ class RGLRUConv(MessagePassing):
         forget: Tensor,
         features: list[tuple[Tensor | None, int]],
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What `channel_scan` takes of nodes and, if at all, of edges; and 1 - a^2."""
+        """Decays of nodes, weights of edges (or None) for `channel_scan`; 1 - a^2."""
         num_nodes, target, rates = forget.size(0), edge_index[1], self._rates()
         ones = forget.new_ones(target.size(0), 1)
         parents = forget.new_zeros(num_nodes, 1).index_add(0, target, ones)
@@ -314,7 +314,7 @@ class RGLRUConv(MessagePassing):
         rates: Tensor,
         features: list[tuple[Tensor | None, int]],
     ) -> Tensor:
-        """-log a of the edges of all DAGs, to these nodes, [E, F]."""
+        """-log a of the edges of all DAGs, given their targets, [E, F]."""
         lost = []
         targets = target.split([num_edges for _, num_edges in features])
         for d, own in enumerate(targets):
@@ -325,7 +325,7 @@ class RGLRUConv(MessagePassing):
         return torch.cat(lost)
 
     def _output(self, h: Tensor, x: Tensor) -> Tensor:
-        """Gate and projection behind the recurrence."""
+        """Gate and projection after the recurrence."""
         if self.lin_gate is not None:
             h = h * F.gelu(self.lin_gate(x))
         return self.lin_out(h)
@@ -339,5 +339,5 @@ class RGLRUConv(MessagePassing):
 
 
 def _root(x: Tensor) -> Tensor:
-    """The square root, with a gradient that is finite where nothing is written."""
+    """The square root, with a finite gradient at zero."""
     return x.clamp(min=1e-20).sqrt()

@@ -1,4 +1,4 @@
-"""What models of images and of sequences share: mixers by name, layers around them."""
+"""Common to models of images and sequences: mixers by name, layers around them."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -34,10 +34,10 @@ def lattice_layers(
     mlp_channels: int | None,
     mixer_kwargs: Mapping[str, Any] | None,
 ) -> list[Module]:
-    """Pre-norm layers of a mixer and a feed-forward network, behind an embedding of
-    positions if there is one.
+    """Pre-norm layers of a mixer and a feed-forward network, after a position embedding
+    if there is one.
 
-    Four DAGs are a grid's, one or two a sequence's, of which one is causal.
+    `num_dags` is 4 for a grid, 2 for a sequence, and 1 for a causal sequence.
     """
     if not callable(mixer) and mixer not in MIXERS:
         raise ValueError(
@@ -62,7 +62,7 @@ def lattice_layers(
         )
     own = {"in_channels", "channels", "heads", "rotary", "causal", "order",
            "num_eval_permutations"}  # fmt: skip
-    if causal:  # which these would undo
+    if causal:  # which these would break
         own |= {"num_dags", "bidirectional"}
     taken = sorted(own & set(mixer_kwargs or {}))
     if taken or (callable(mixer) and mixer_kwargs):
@@ -72,7 +72,7 @@ def lattice_layers(
             f"which {who} sets"
         )
 
-    # As wide as Mamba's filter, to both sides unless the model is causal.
+    # As wide as Mamba's filter, in both directions unless the model is causal.
     window = (3, 3) if is_grid else (1, 4 if causal else 7)
 
     def make(index: int) -> Module:
@@ -92,7 +92,7 @@ def lattice_layers(
             options.setdefault("local_conv", True)
             return ChimeraPathConv(channels, heads=heads, **options)
         if mixer == "plstm":
-            # In mode P, half of what goes along a row of one would be lost downward.
+            # In mode P, a single row would lose half of its signal downward.
             options.setdefault("mode", "PD"[index % 2] if is_grid else "D")
             options.setdefault("num_dags", num_dags)
             options.setdefault("window", window)
@@ -122,7 +122,7 @@ def lattice_layers(
 
 
 def structure_of(layers: Iterable[Module]) -> dict[str, str]:
-    """What of a lattice's data the layers take."""
+    """The attributes of a lattice's data that the layers take, as arguments."""
     taken = {
         name
         for layer in layers

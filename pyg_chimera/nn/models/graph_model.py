@@ -433,7 +433,7 @@ def _make_layers(
     layers: Callable[[int], torch.nn.Module] | Iterable[torch.nn.Module],
     num_layers: int | None,
 ) -> list[torch.nn.Module]:
-    # A module is callable too: a list of modules is told by being iterable.
+    # Modules are callable too, so iterables, such as lists of modules, come first.
     if isinstance(layers, Iterable):
         made = list(layers)
         if num_layers not in (None, len(made)):

@@ -32,7 +32,7 @@ _ON_DAGS: dict[str, _Make] = {
     "chimera": ChimeraDAGConv,
     "rg_lru": RGLRUConv,
 }
-#: What mixers are given by the model.
+#: Arguments of the mixers that the model sets.
 _SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
         "causal", "acyclic", "num_dags", "depth"}  # fmt: skip
 
@@ -254,7 +254,7 @@ def _maker(
     options: Mapping[str, Any] | None,
     kind: str,
 ) -> _Make:
-    """Makes a mixer from its position in the stack, and what the model sets."""
+    """A function that makes a mixer from its index and what the model sets."""
     own = dict(options or {})
     taken = sorted(own if callable(given) else _SET & set(own))
     if taken:
