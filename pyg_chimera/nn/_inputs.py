@@ -261,5 +261,5 @@ def side_by_side(
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """x in float32 or a wider dtype, as gates are too inexact in half precision."""
+    """Widens x to float32 at least, as gates are too inexact in half precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -280,7 +280,7 @@ class GatedDeltaConv(ChimeraBlock):
 
 
 def unit(x: Tensor) -> Tensor:
-    """x normalized to length one, without overflow; zeros become some unit vector."""
+    """Normalizes x to length one, without overflow; zeros become some unit vector."""
     x = at_least_float32(x)
     scale = x.detach().abs().amax(-1, keepdim=True)  # cancels in the result
     nothing = scale < 1e-30

@@ -393,5 +393,5 @@ class PLSTMConv(PLSTMBlock):
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:
-    """x with trailing dimensions of size one, up to the dimensions of the other."""
+    """Appends dimensions of size one to x, up to the dimensions of the other."""
     return x.view(*x.shape, *[1] * (other.dim() - x.dim()))

@@ -87,6 +87,7 @@ def ordered_dags(edge_index: Tensor, num_nodes: int, order: str) -> OrderedDAGs:
 
     One has the edges from earlier to later nodes, the other those from later to
     earlier ones. Self-loops are dropped.
+
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
         num_nodes (int): The number of nodes.
