@@ -1,6 +1,6 @@
-r"""Transforms: what depends on a graph alone, computed once and stored with it.
+r"""Transforms, which compute what depends on a graph alone and store it with the graph.
 
-All of them write plain tensors that PyG's loaders batch by their own rules.
+All of them add plain tensors, which PyG's loaders batch by their own rules.
 """
 
 from pyg_chimera.transforms.dag_decomposition import DAGDecomposition

@@ -1,4 +1,4 @@
-"""What transforms take: data with edges, names of attributes, scores of nodes."""
+"""Checks of what transforms take: edges, names of attributes, scores of nodes."""
 
 from collections.abc import Callable
 
@@ -12,12 +12,12 @@ __all__ = ["check_attr_name", "edges_of", "score_of"]
 
 
 def edges_of(data: Data) -> tuple[Tensor, int]:
-    """The edges and the number of nodes of homogeneous data that has edges.
+    """The edges and the number of nodes of homogeneous data.
 
     Raises:
-        TypeError: If the data is not homogeneous, or its edges are no tensor of
+        TypeError: If the data is not homogeneous, or its edges are not a tensor of
             integers.
-        ValueError: If the data has no edges, of a wrong shape, or out of range.
+        ValueError: If edges are missing, have a wrong shape, or are out of range.
     """
     if not isinstance(data, Data):
         raise TypeError(
@@ -35,16 +35,16 @@ def edges_of(data: Data) -> tuple[Tensor, int]:
             f"(got '{type(data.edge_index).__name__}')"
         )
     num_nodes = data.num_nodes
-    assert num_nodes is not None  # PyG takes it from 'edge_index' at the latest.
+    assert num_nodes is not None  # PyG infers it from 'edge_index' if necessary.
     check_edge_index(data.edge_index, num_nodes)
     return data.edge_index, num_nodes
 
 
 def check_attr_name(argument: str, name: str) -> None:
-    """Refuses names by which PyG would take a value for node or graph indices.
+    """Refuses names by which PyG would take values for node or graph indices.
 
     Raises:
-        TypeError: If the name is no string.
+        TypeError: If the name is not a string.
         ValueError: If it is such a name.
     """
     if not isinstance(name, str):
@@ -57,7 +57,7 @@ def check_attr_name(argument: str, name: str) -> None:
 
 
 def score_of(order: Callable[[Data], Tensor], data: Data, num_nodes: int) -> Tensor:
-    """What a function of the data says of each node, as a tensor of its own.
+    """The scores of nodes that a function of the data returns, as a new tensor.
 
     Raises:
         TypeError: If scores are not real numbers.

@@ -12,23 +12,23 @@ __all__ = ["ToGrid"]
 
 
 class ToGrid(BaseTransform):
-    """What makes a grid of an attribute of the data, or of its content alone."""
+    """Converts an attribute of the data, or its content alone, to a grid graph."""
 
     attr_name: str
-    content: str  #: what the attribute has, in messages: "an image"
-    coordinates: int  #: of a position
+    content: str  #: what the attribute holds, for messages, such as "an image"
+    coordinates: int  #: the number of coordinates of a position
 
     def nodes(self, content: Any) -> tuple[Tensor, int, int]:
-        """Features of nodes row by row, and how many there are down and across."""
+        """Features of nodes, row by row, and the numbers of rows and columns."""
         raise NotImplementedError
 
     def __call__(self, data: Any) -> Data:
-        """The graph of a copy of the data, or of the content alone."""
-        # Content need not be copied, and a copy of an image of PIL is a deep one.
+        """Converts a copy of the data, or the content alone."""
+        # Content is not copied: a copy of a PIL image would be a deep one.
         return self.forward(copy.copy(data) if isinstance(data, Data) else data)
 
     def forward(self, data: Any) -> Data:
-        """The graph of the data, which it changes, or of the content alone."""
+        """Converts the data, in place, or the content alone."""
         if isinstance(data, (Batch, HeteroData)):
             raise TypeError(
                 "The transform takes a homogeneous 'torch_geometric.data.Data' or "

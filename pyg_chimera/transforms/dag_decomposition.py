@@ -20,7 +20,7 @@ __all__ = ["DAGDecomposition"]
 _SCORES = ("degree", "pagerank", "closeness")
 _SEARCHES = ("bfs", "bfs_dense")
 _ORDERS = ("order", *_SCORES, "random", *_SEARCHES)
-#: How many DAGs there are, whose structure is known.
+#: The methods that give a fixed number of known DAGs.
 _KNOWN = {"path": 2, "grid": 4}
 
 
@@ -198,7 +198,7 @@ class DAGDecomposition(BaseTransform):
         )
 
     def _sides(self, data: Data, num_nodes: int) -> tuple[int, int]:
-        """The height and the width of the grid, of which a path is one row."""
+        """The height and the width of the grid; a path is a grid of one row."""
         if self.method == "path":
             return min(1, num_nodes), max(1, num_nodes)
         sides = [getattr(data, name, None) for name in ("height", "width")]
@@ -217,7 +217,7 @@ class DAGDecomposition(BaseTransform):
     def _known(
         self, edge_index: Tensor, height: int, width: int
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The numbers of the edges of each DAG, and its ranks."""
+        """The edge indices of each DAG, and its ranks."""
         if not is_grid(edge_index[:, edge_index[0] != edge_index[1]], height, width):
             what = "a path whose nodes follow on each other"
             if self.method == "grid":
@@ -236,13 +236,13 @@ class DAGDecomposition(BaseTransform):
     def _choose(
         self, data: Data, edges: np.ndarray, num_nodes: int
     ) -> Iterator[np.ndarray]:
-        """The numbers of the edges of one DAG after the other, without end."""
+        """The edge indices of one DAG after the other, endlessly."""
         source, target = edges
         ptr, head = _symmetric_neighbours(source, target, num_nodes)
         generator = None
         if self.seed is not None:
-            # Mixed with the graph, so that different graphs get different numbers,
-            # in the 32 bits that the generator looks at.
+            # Mixed with the graph, so that different graphs get different numbers, into
+            # the 32 bits of the seed that the generator uses.
             key = zlib.crc32(f"{self.seed} {num_nodes}".encode())
             key = zlib.crc32(edges.tobytes(), key)
             generator = torch.Generator().manual_seed(key)
@@ -295,7 +295,7 @@ class DAGDecomposition(BaseTransform):
         num_nodes: int,
         generator: torch.Generator | None,
     ) -> Iterator[np.ndarray]:
-        """One root for each component, and the next one each time, without end."""
+        """One root per component, and the next one in each turn, endlessly."""
         component = connected_components(torch.from_numpy(edges), num_nodes).numpy()
         candidates = torch.randperm(num_nodes, generator=generator).numpy()
         if self.root_attr is not None:
@@ -338,14 +338,14 @@ def _name(method: str | Callable) -> str:
 
 
 def _first(ids: np.ndarray, node: np.ndarray) -> np.ndarray:
-    """The first of the ascending edge numbers at each node, ascending."""
+    """The first edge at each node, given and returned as ascending edge indices."""
     return ids[np.sort(np.unique(node[ids], return_index=True)[1])]
 
 
 def _symmetric_neighbours(
     source: np.ndarray, target: np.ndarray, num_nodes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compressed neighbours, ascending, of a graph that must be undirected."""
+    """Compressed, ascending neighbours of a graph that must be undirected."""
     ptr, head = simple(source, target, num_nodes)
     in_ptr, tail = simple(target, source, num_nodes)
     if not (np.array_equal(ptr, in_ptr) and np.array_equal(head, tail)):

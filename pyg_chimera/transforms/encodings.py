@@ -10,7 +10,7 @@ from pyg_chimera.transforms._inputs import check_attr_name, edges_of
 
 __all__ = ["LaplacianEncoding"]
 
-_DENSE_NODES = 500  # up to here, all eigenvectors are found faster than a few
+_DENSE_NODES = 500  # up to here, finding all eigenvectors is faster than a few
 
 
 @functional_transform("chimera_laplacian_encoding")
@@ -97,7 +97,7 @@ class LaplacianEncoding(BaseTransform):
             )
         component = connected_components(edge_index, num_nodes).cpu().numpy()
 
-        pairs = []  # (eigenvalue, nodes, entries), the smallest of each component
+        pairs = []  # (eigenvalue, nodes, entries), the smallest ones of each component
         order = np.argsort(component, kind="stable")
         for nodes in np.split(order, np.cumsum(np.bincount(component))[:-1]):
             values, vectors = self._decompose(ptr, head, nodes)
@@ -120,7 +120,7 @@ class LaplacianEncoding(BaseTransform):
     def _decompose(
         self, ptr: np.ndarray, head: np.ndarray, nodes: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The smallest eigenvalues of a component, ascending, and eigenvectors."""
+        """The smallest eigenvalues of a component, ascending, with eigenvectors."""
         n = len(nodes)
         if n == 0:
             return np.zeros(0), np.zeros((0, 0))
@@ -152,7 +152,7 @@ class LaplacianEncoding(BaseTransform):
             ) from error
         laplacian = csc_array((entries, (row, col)), shape=(n, n))
         laplacian = csc_array(laplacian + diags_array(diagonal))
-        # Any start would do; without one, results would differ from time to time.
+        # Any start will do, but without one, it is random and results would vary.
         start = np.random.default_rng(0).random(n)
         values, vectors = eigsh(laplacian, self.k, sigma=-0.01, v0=start)
         order = np.argsort(values)

@@ -81,7 +81,7 @@ class ImageToGraph(ToGrid):
         return f"{self.__class__.__name__}(patch_size={self.patch_size})"
 
     def nodes(self, content: Any) -> tuple[Tensor, int, int]:
-        """The pixels of each patch, and how many there are down and across."""
+        """The pixels of each patch, and the numbers of rows and columns of patches."""
         image = _to_tensor(content)
         channels, rows, columns = image.shape
         p, q = self.patch_size
@@ -98,8 +98,8 @@ class ImageToGraph(ToGrid):
 
 
 def _to_tensor(image: Any) -> Tensor:
-    """The image as floating point numbers of shape [channels, rows, columns]."""
-    # Who has an image of PIL has imported it.
+    """The image as floating-point numbers of shape [channels, rows, columns]."""
+    # Whoever has a PIL image has imported PIL.
     pil = sys.modules.get("PIL.Image")
     if pil is not None and isinstance(image, pil.Image):
         image = np.array(image.convert("RGB") if image.mode == "P" else image)

@@ -39,14 +39,14 @@ class LineGraphData(Data):
         edges = self[name]
         if isinstance(edges, Tensor):
             return edges.size(1)
-        # PyG hands over the entries of a list without their places in it.
+        # PyG passes the entries of a list without their positions.
         for line_edges, dag in zip(self[key], edges, strict=True):
             if line_edges is value:
                 return dag.size(1)
         raise ValueError(f"'value' must be an entry of the list 'data.{key}'")
 
 
-# Lets PyG's datasets load what they saved of it with 'weights_only=True'.
+# Lets PyG load saved datasets of this class with 'weights_only=True'.
 torch.serialization.add_safe_globals([LineGraphData])
 
 
@@ -161,7 +161,7 @@ class MultitreePruning(BaseTransform):
 
 
 def _checked_prefix(prefix: str | None) -> str:
-    """What attributes' names begin with."""
+    """The prefix of the attributes' names, with an underscore."""
     if prefix is None:
         return ""
     check_attr_name("prefix", prefix)
@@ -193,7 +193,7 @@ def _dags_of(data: Data, prefix: str) -> tuple[list[Tensor], int]:
 
 
 def _check_line_graph(name: str, line_edge_index: Tensor, edge_index: Tensor) -> None:
-    """Refuse a line graph that is stale, one of earlier edges."""
+    """Refuses a line graph that is stale, that is, of earlier edges."""
     num_edges = edge_index.size(1)
     if not isinstance(line_edge_index, Tensor):
         raise TypeError(
@@ -218,7 +218,7 @@ def _check_line_graph(name: str, line_edge_index: Tensor, edge_index: Tensor) ->
 def _with_lines(
     data: Data, name: str, prefix: str, lines: list[Tensor]
 ) -> LineGraphData:
-    """The data, of the class that batches them, with line edges of each DAG."""
+    """The data, as a class that batches line edges, with those of each DAG."""
     if not isinstance(data, LineGraphData):
         data = LineGraphData.from_dict(data.to_dict())
     is_list = isinstance(data[f"{prefix}edge_index"], (list, tuple))

@@ -87,7 +87,7 @@ class SequenceToGraph(ToGrid):
         self.attr_name = attr_name
 
     def nodes(self, content: Any) -> tuple[Tensor, int, int]:
-        """The entries, in one row."""
+        """The entries, as a grid of one row."""
         x = self._entries(content)
         return x, 1, x.size(0)
 
