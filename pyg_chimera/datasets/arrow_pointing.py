@@ -10,17 +10,17 @@ from torch_geometric.data import Data, InMemoryDataset
 __all__ = ["ArrowPointing"]
 
 _SPLITS = ("train", "val", "test")
-#: Scenes are drawn so many at a time, each block from a random stream of its own, so
-#: that no scene depends on how many are asked for.
+#: Scenes per block. Each block has its own random stream, so that a scene does not
+#: depend on the number of samples.
 _BLOCK = 1024
-#: A ray hits a circle within this part of its radius, or misses it by the rest.
+#: A ray hits within (1 - margin) radii of a circle's centre, or misses by 1 + margin.
 _MARGIN = 0.2
 #: Grey levels.
 _ARROW, _CIRCLE = 255, 128
 
 
 class _Scenes(NamedTuple):
-    """Arrows and circles of some images, in pixels from the upper left corner."""
+    """The arrow and the circle of each of n images, in pixels from the upper left."""
 
     arrow: np.ndarray  # [n, 4]: x and y of the middle, angle of direction, length
     circle: np.ndarray  # [n, 3]: x and y of the centre, radius
@@ -154,7 +154,7 @@ class ArrowPointing(InMemoryDataset):
             _draw(image[start : start + _BLOCK], scenes)
             parts.append(scenes)
         arrow, circle, label = map(np.concatenate, zip(*parts, strict=True))
-        # What `collate` would make of single samples, but without a copy of them all.
+        # The same as `collate` of single samples, but without copying them all.
         data = Data(
             image=torch.from_numpy(image),
             y=torch.from_numpy(label),
@@ -187,8 +187,8 @@ class ArrowPointing(InMemoryDataset):
             n = missing.size
             length = rng.uniform(*self.arrow_length, n)
             middle = self._positions(rng, (n,), self.arrow_length[1] / 2)
-            # The two circles are drawn alike and must stay exchangeable: whatever is
-            # asked of one, below, is asked of the other.
+            # The two circles are drawn alike and must remain exchangeable: each
+            # condition below applies to both.
             r = rng.uniform(*self.radius, (2, n))
             centre = self._positions(rng, (2, n), self.radius[1])
             to = centre - middle
@@ -198,7 +198,7 @@ class ArrowPointing(InMemoryDataset):
             good = (distance > r + length / 2 + 2).all(0)
             angle = np.arctan2(to[..., 1], to[..., 0])
             angle += np.arcsin(np.where(good, off / distance, 0))
-            # The direction at one circle, and the other one.
+            # The ray to each circle, and the position of the other circle.
             ray = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
             other = to[::-1]
             ahead = (ray * other).sum(-1) > 0
@@ -218,7 +218,7 @@ class ArrowPointing(InMemoryDataset):
     def _positions(
         self, rng: np.random.Generator, shape: tuple[int, ...], reach: float
     ) -> np.ndarray:
-        """Where objects lie that reach so far, a pixel away from the border."""
+        """Random positions of objects that extend so far, a pixel from the border."""
         border = reach + 1
         return rng.uniform(border, self.image_size - border, (*shape, 2))
 
@@ -249,15 +249,15 @@ def _draw(image: np.ndarray, scenes: _Scenes) -> None:
 
 
 def _arrow_distance(along: Any, across: Any, length: Any) -> Any:
-    """How far outside (or inside, if negative) of an arrow a point is.
+    """The distance of a point outside of an arrow (negative inside).
 
     Args:
-        along: Along the direction, from the middle.
-        across: Across it, not negative.
-        length: Of the arrow.
+        along: The point's coordinate in the arrow's direction, from its middle.
+        across: The absolute value of its coordinate across it.
+        length: The length of the arrow.
     """
-    # Wide enough for its head to outweigh its tail: which end is which shows even where
-    # the whole arrow is a few pixels.
+    # The head is wide enough to outweigh the tail, so that the direction shows even if
+    # the whole arrow is a few pixels long.
     head, half_width = 0.4 * length, 0.35 * length
     half_stroke = np.maximum(length / 20, 0.5)
     # A triangle with its tip at length / 2, and a rectangle from there back.
@@ -277,7 +277,7 @@ def _paint(
     distance: Callable[[np.ndarray, np.ndarray], np.ndarray],
     level: int,
 ) -> None:
-    """Paints one object an image, in a box around it instead of everywhere."""
+    """Paints one object per image, only within a box around it."""
     n, size, _ = image.shape
     side = min(size, 2 * int(np.ceil(reach)) + 3)
     corner = np.concatenate([y, x], axis=1).reshape(n, 2)
@@ -286,7 +286,7 @@ def _paint(
     columns = corner[:, 1:] + np.arange(side)
     dy = rows[:, :, None] + np.float32(0.5) - y
     dx = columns[:, None, :] + np.float32(0.5) - x
-    # A pixel is covered as far as a straight edge at this distance would cover it.
+    # Antialiasing: the coverage of a pixel by a straight edge at this distance.
     cover = np.clip(0.5 - distance(dx, dy), 0, 1)
     at = np.arange(n)[:, None, None], rows[:, :, None], columns[:, None, :]
     image[at] = np.maximum(image[at], np.rint(level * cover).astype(np.uint8))

@@ -32,7 +32,7 @@ _SPLITS = ("train", "val", "test")
 
 
 def _require(module: str) -> Any:
-    """Imports an optional package on first use, and names the extra without it."""
+    """Imports an optional package on first use; names the extra if it is missing."""
     package = module.partition(".")[0]
     try:
         return __import__(module, fromlist=["_"])
@@ -47,9 +47,9 @@ def _require(module: str) -> Any:
 
 def _sequence_to_smiles(sequence: str) -> str:
     chem = _require("rdkit.Chem")
-    # All residues are left-handed, so chirality tells nothing; but its marks depend on
-    # which branch of the string is the longer one, and would leak to each atom where
-    # in the chain it is.
+    # All residues are left-handed, so chirality carries no information. Its marks,
+    # however, depend on which branch of the string is longer, and would reveal the
+    # position of each atom in the chain.
     return chem.MolToSmiles(chem.MolFromSequence(sequence), isomericSmiles=False)
 
 
@@ -98,7 +98,7 @@ def _to_graphs(
 
 
 class _SplitDataset(InMemoryDataset):
-    """What both data sets share: three processed files, one of which is loaded."""
+    """Common part of both data sets: three processed files, one of which is loaded."""
 
     def __init__(self, root: str, split: str, **kwargs: Any) -> None:
         if split not in _SPLITS:
@@ -127,7 +127,7 @@ class _SplitDataset(InMemoryDataset):
                         disable=None if self.log else True,
                     )
                 ]
-            # A reader must never meet half a file, whatever interrupts us.
+            # Interrupted or not, never leave half a file under the final name.
             self.save(chosen, path + ".part")
             os.replace(path + ".part", path)
 

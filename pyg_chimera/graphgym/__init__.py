@@ -1,10 +1,10 @@
-"""The layers in `GraphGym <https://pytorch-geometric.readthedocs.io>`_, both PyG's own
+"""The layers for `GraphGym <https://pytorch-geometric.readthedocs.io>`_, both PyG's own
 and that of GraphGPS, selected by name in YAML files. Importing this package registers
 them.
 """
 
 try:
-    import yacs  # noqa: F401, without it PyG's GraphGym has no configuration
+    import yacs  # noqa: F401, without which PyG's GraphGym has no configuration
 except ModuleNotFoundError as error:
     if error.name != "yacs":
         raise

@@ -10,7 +10,7 @@ USAGE = "usage: python -m pyg_chimera.graphgym main.py --cfg config.yaml [...]"
 
 
 def main() -> None:
-    """Runs the script named first on the command line as `python` itself would."""
+    """Runs the script, the first argument, as `python` itself would."""
     script = sys.argv[1] if len(sys.argv) > 1 else None
     if script in ("-h", "--help"):
         print(f"{USAGE}\n\n{__doc__}")
@@ -22,7 +22,7 @@ def main() -> None:
     del sys.argv[0]
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    register()  # once more: beside the script there may be GraphGPS
+    register()  # once more, as GraphGPS may be next to the script
     runpy.run_path(script, run_name="__main__")
 
 

@@ -14,26 +14,26 @@ def chimera_cfg(cfg: CfgNode) -> None:
     """
     cfg.chimera = CfgNode()
 
-    # Number of heads (all but GraphMamba); null: 'gt.n_heads' in a layer of
-    # GraphGPS, 'gnn.att_heads' elsewhere.
+    # Number of heads (all but GraphMamba); null: 'gt.n_heads' in a layer of GraphGPS,
+    # otherwise 'gnn.att_heads'.
     cfg.chimera.heads = None
 
-    # Size of a head's keys, of a channel's state in Graph-Mamba; null: the layer's own,
-    # and for KHopAttention nothing else.
+    # Size of a head's keys, or of a channel's state in GraphMamba; null: the layer's
+    # default. Must be null for KHopAttention.
     cfg.chimera.state_channels = None
 
-    # Width of the edge features that the mixer reads (all but GraphMamba);
-    # null: that of the edge encoder, if there is one; 0: it reads none; a number: of
-    # raw features.
+    # Width of the edge features that the mixer reads (all but GraphMamba); null: that
+    # of the edge encoder, if there is one; 0: the mixer reads none; a number: that of
+    # the raw features.
     cfg.chimera.edge_dim = None
 
     # PLSTM: 'P', 'D', or in the networks any string of both, such as 'PD' for layers
-    # of either kind in turn.
+    # of both modes in turn.
     cfg.chimera.mode = "P"
 
-    # What nodes are ordered by (GraphMamba), or edges directed by (PLSTM): a name;
-    # null: by the data, which have a 'node_score' (GraphMamba) or are DAGs (PLSTM).
-    # Where there is a 'node_score', GraphMamba takes it for the scores of any order.
+    # The order of nodes (GraphMamba), or that by which edges are directed (PLSTM), by
+    # name; null: the data have a 'node_score' (GraphMamba) or are DAGs (PLSTM).
+    # GraphMamba uses a 'node_score' of the data, if present, in place of any order.
     cfg.chimera.order = "degree"
 
     # GraphMamba: number of parts into which the nodes of each graph are divided.
@@ -51,5 +51,5 @@ def chimera_cfg(cfg: CfgNode) -> None:
     # HybridGPS: recurrences (r) and attention (a), repeated over the depth.
     cfg.chimera.pattern = "rrra"
 
-    # Further arguments of the mixer, by their names there.
+    # Further arguments of the mixer, by name.
     cfg.chimera.kwargs = CfgNode(new_allowed=True)

@@ -39,7 +39,7 @@ class ChimeraGPSLayer(GPSLayer):
     @classmethod
     def of(cls, layer: GPSLayer, name: str, index: int) -> "ChimeraGPSLayer":
         """Builds it from a layer without a global model, whose parts it takes over."""
-        # What stands behind the global model is called so in GraphGPS, or in the code
+        # The parts after the global model have these names in GraphGPS, or in the code
         # of "Where Did the Gap Go?" (toenshoff/LRGB).
         kinds = [x for x in ("attn", "global") if hasattr(layer, f"dropout_{x}")]
         if not kinds:
@@ -72,9 +72,9 @@ class ChimeraGPSLayer(GPSLayer):
         finally:
             self._batch = None
 
-    # The layer sums what its local and its global model give, and then adds the
-    # feed-forward block: h + ff(h). Which global models there are is written out in its
-    # forward method. So ours, m, joins here: h + (m + ff(h + m)) = (h + m) + ff(h + m).
+    # GPSLayer sums the outputs of its local and its global model, h, then adds the
+    # feed-forward block: h + ff(h). Its forward method hard-codes the known global
+    # models, so ours, m, joins here: h + (m + ff(h + m)) = (h + m) + ff(h + m).
     def _ff_block(self, x: Tensor) -> Tensor:
         mixed = self._mix(self._batch)
         return mixed + super()._ff_block(x + mixed)
@@ -124,8 +124,8 @@ class ChimeraGPSModel(GPSModel):
                 "which drops no attention weights; gt.dropout has",
                 stacklevel=2,
             )
-        # It refuses names that it does not know, and builds all the rest of a layer
-        # where there is no global model.
+        # GPSModel refuses names that it does not know; with 'None', it builds all parts
+        # of a layer except the global model.
         cfg.gt.layer_type = f"{local}+None"
         try:
             super().__init__(dim_in, dim_out)

@@ -34,11 +34,11 @@ class _MixerLayer(torch.nn.Module):
 
     Args:
         layer_config (LayerConfig): The configuration of the layer.
-        **kwargs (optional): What GraphGym passes to its layers; not used.
+        **kwargs (optional): Other arguments that GraphGym passes to layers; not used.
 
     Raises:
         ValueError: If an option in :obj:`chimera.*` does not fit the mixer; in the
-            forward method, if the batch lacks the edge features that it says.
+            forward method, if the batch lacks the edge features that options require.
     """
 
     name: ClassVar[str]
@@ -56,8 +56,8 @@ class _MixerLayer(torch.nn.Module):
         self._route = Route.of(self.model, graph=True)
 
     def apply(self, fn: Any) -> Self:
-        # GraphGym resets the linear layers in whatever it has built, biases to zero.
-        # A state space model would forget all but its last inputs.
+        # GraphGym reinitialises all linear layers of its models, with biases of zero.
+        # A state space model would then forget all but its last inputs.
         return self if fn is init_weights else super().apply(fn)
 
     def forward(self, batch: Data) -> Data:

@@ -1,4 +1,4 @@
-"""Mixers as the configuration asks for them, and what a batch has for them."""
+"""Mixers built from the configuration, and their inputs from a batch."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ MIXERS: dict[str, type[torch.nn.Module]] = {
     "KHopAttention": KHopAttentionConv,
 }
 
-#: What transforms may have stored, by the mixers' names for it.
+#: Arguments of the mixers, and the attributes in which transforms store them.
 _STRUCTURE = {
     "rank": "elimination_rank",
     "score": "node_score",
@@ -54,14 +54,15 @@ def make_mixer(
     edge_dim: int | None,
     index: int | None = None,
 ) -> torch.nn.Module:
-    """The mixer called `name` that keeps the width, by the options `chimera.*`.
+    """Makes the mixer called `name`, with equal input and output width, according to
+    the options `chimera.*`.
 
     Args:
         name (str): A key of `MIXERS`.
         channels (int): The size of nodes.
-        heads (int): The host's number of heads, for want of one among the options.
+        heads (int): The host's number of heads, unless the options set one.
         edge_dim (int, optional): The size of edge features, if there are any.
-        index (int, optional): The position in a stack, if it is known.
+        index (int, optional): The position in a stack, if known.
 
     Raises:
         ValueError: If an option does not fit the mixer.
@@ -95,12 +96,12 @@ def make_mixer(
 def make_hybrid(
     channels: int, num_layers: int, *, heads: int, edge_dim: int | None, dropout: float
 ) -> HybridModel:
-    """The hybrid model by the options `chimera.*`, of nodes that are encoded already.
+    """Makes the hybrid model for encoded nodes, according to the options `chimera.*`.
 
     Args:
         channels (int): The size of nodes.
         num_layers (int): The number of blocks.
-        heads (int): The host's number of heads, for want of one among the options.
+        heads (int): The host's number of heads, unless the options set one.
         edge_dim (int, optional): The size of edge features, if there are any.
         dropout (float): The host's dropout probability.
 
@@ -130,7 +131,7 @@ def _made(
     args: Mapping[str, Any],
     more: Mapping[str, Any],
 ) -> _Module:
-    """Made of the arguments that options stand for, and more by their own names."""
+    """Makes a module from the arguments set by options, and others by name."""
     known = set(inspect.signature(make).parameters)
     known -= {*args, "in_channels", "out_channels", "channels", "kwargs"}
     for option in more:
@@ -148,10 +149,10 @@ def _made(
 
 
 def edge_width(encoded: int) -> int | None:
-    """The size of the edge features that a mixer reads, None if it reads none.
+    """The size of the edge features that a mixer reads; None if it reads none.
 
     Args:
-        encoded (int): The size that the host's edge encoder gives them.
+        encoded (int): The size of the host's encoded edge features.
     """
     edge_dim = cfg.chimera.edge_dim
     if edge_dim is None:
@@ -165,10 +166,10 @@ def edge_width(encoded: int) -> int | None:
 
 
 def edge_features(batch: Data, edge_dim: int | None) -> Tensor | None:
-    """The edge features of a batch, [E, edge_dim], None if they are not wanted.
+    """The edge features of a batch, [E, edge_dim]; None if none are read.
 
     Raises:
-        ValueError: If there are none, or of another width.
+        ValueError: If they are missing or of another width.
     """
     if edge_dim is None:
         return None
@@ -185,5 +186,5 @@ def edge_features(batch: Data, edge_dim: int | None) -> Tensor | None:
 
 
 def structure(batch: Data) -> dict[str, Tensor]:
-    """What transforms stored in the batch, by the mixers' names for it."""
+    """What transforms have stored in the batch, as arguments of mixers."""
     return {name: batch[key] for name, key in _STRUCTURE.items() if key in batch}

@@ -37,7 +37,7 @@ class _GPSNetwork(torch.nn.Module):
 
     Its width is :obj:`gnn.dim_inner`, its depth :obj:`gnn.layers_mp`;
     :obj:`gnn.layers_pre_mp`, :obj:`gnn.act`, :obj:`gnn.dropout`,
-    :obj:`gnn.batchnorm` and :obj:`gnn.head` are what they are in GraphGym's own.
+    :obj:`gnn.batchnorm` and :obj:`gnn.head` have the same meaning as in GraphGym's own.
 
     Args:
         dim_in (int): Size of the node features.
@@ -46,7 +46,7 @@ class _GPSNetwork(torch.nn.Module):
     Raises:
         ValueError: If an option in :obj:`chimera.*` is unknown or does not fit the
             mixer, or nodes don't have the width of the layers; in the forward method,
-            if the batch lacks the edge features that the options say.
+            if the batch lacks the edge features that options require.
     """
 
     name: ClassVar[str]
@@ -79,8 +79,8 @@ class _GPSNetwork(torch.nn.Module):
         return batch
 
     def _layers(self, channels: int, edge_dim: int | None) -> _Layers:
-        """The layers, of nodes and, if there are any, edges of these sizes, and a last
-        norm.
+        """The layers, for nodes and edges (if any) of these sizes, and a final norm or
+        None.
         """
         num_layers, layers = cfg.gnn.layers_mp, []
         norm = {"eps": cfg.bn.eps, "momentum": cfg.bn.mom}
@@ -89,8 +89,8 @@ class _GPSNetwork(torch.nn.Module):
                 self.name, channels, heads=cfg.gnn.att_heads, edge_dim=edge_dim,
                 index=index,
             )  # fmt: skip
-            # Who reads edges that the last layer has updated? Its own mixer, if that
-            # takes edges at all and comes after the convolution.
+            # Edges updated by the last layer are read only by its own mixer, if that
+            # takes edges and follows the convolution.
             read = cfg.chimera.arrangement == "sequential"
             read = read and self.name != "GraphMamba"
             conv = _local_conv(
@@ -111,7 +111,7 @@ class _GPSNetwork(torch.nn.Module):
 
 
 class _Stage(torch.nn.Module):
-    """The layers, from batch to batch."""
+    """The layers, as a module that maps batches to batches."""
 
     def __init__(
         self, channels: int, make: Callable[[int, int | None], _Layers]
@@ -143,7 +143,7 @@ class _Stage(torch.nn.Module):
 def _local_conv(
     channels: int, has_edges: bool, update_edges: bool
 ) -> torch.nn.Module | None:
-    """What `chimera.conv` asks for."""
+    """The local layer according to `chimera.conv`, or None."""
     name = cfg.chimera.conv
     if name not in _CONVS:
         raise ValueError(f"'chimera.conv' must be one of {_CONVS}, got {name!r}")

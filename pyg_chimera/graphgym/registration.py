@@ -46,7 +46,7 @@ def register() -> None:
     _register(registry.network_dict, "HybridGPS", HybridGPS)
     _register(registry.config_dict, "chimera", chimera_cfg)
     if "chimera" not in cfg:
-        # GraphGym has filled its configuration while it was imported, with what was
+        # GraphGym filled its configuration when it was imported, from what was
         # registered by then.
         chimera_cfg(cfg)
 
@@ -56,16 +56,16 @@ def register() -> None:
         if error.name != "graphgps":
             raise
         return
-    if graphgps.__file__ is None:  # any folder of that name
+    if graphgps.__file__ is None:  # just a folder of that name
         return
     model = importlib.import_module("pyg_chimera.graphgym.gps_model").ChimeraGPSModel
     _register(registry.network_dict, "ChimeraGPSModel", model)
-    # As GraphGPS does, for whatever it knows itself: so 'gt.layer_type' is all to set.
+    # Also under GraphGPS's own name, so that 'gt.layer_type' is all that must be set.
     registry.network_dict["GPSModel"] = model
 
 
 def _register(mapping: dict[str, Any], key: str, module: Any) -> None:
-    """Registers once, or again after this package was loaded again."""
+    """Registers a module, or replaces it if this package has been reloaded."""
     taken = mapping.get(key)
     if taken is not None and taken.__module__ != module.__module__:
         raise KeyError(

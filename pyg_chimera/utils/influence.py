@@ -1,4 +1,4 @@
-"""How much one node influences another."""
+"""The influence of nodes on each other."""
 
 from copy import deepcopy
 from numbers import Integral
@@ -125,7 +125,7 @@ def _mixing(
     products: bool,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """What the layer mixes of values of one channel, which it does not project."""
+    """The layer's output before its norm, for values of one channel at the probe."""
     project, probe = layer.project, x.new_zeros(x.size(0), layer.heads, 1)
     if role == "source":
         probe[node] = 1

@@ -21,9 +21,9 @@ __all__ = ["plot_dags", "plot_influence"]
 
 Positions = Tensor | Mapping[int, Sequence[float]] | None
 
-_COLUMNS = 4  #: panels side by side
-_LINE = 72  #: characters of a line of tokens
-_HERE = "red"  #: the node itself
+_COLUMNS = 4  #: panels per row
+_LINE = 72  #: characters per line of tokens
+_HERE = "red"  #: outline of the node itself
 _UNREACHED = "lightgrey"
 
 
@@ -198,7 +198,7 @@ def plot_dags(
 
 
 def _values(influence: Tensor, log: bool) -> Tensor:
-    """Finite numbers, [V, heads]."""
+    """Influence as finite numbers, [V, heads]."""
     if not isinstance(influence, Tensor):
         raise TypeError(
             f"'influence' must be a torch.Tensor, got {type(influence).__name__}"
@@ -231,7 +231,7 @@ def _words(
 
 
 def _graph(edge_index: Tensor, num_nodes: int, directed: bool = False) -> Any:
-    """Of networkx; undirected if all edges have their reverse."""
+    """A networkx graph; undirected if each edge has its reverse, unless `directed`."""
     import networkx as nx
 
     edges = set(map(tuple, edge_index.t().tolist()))
@@ -282,7 +282,7 @@ def _panels(
 
 
 def _colors(values: Tensor, log: bool) -> "ScalarMappable":
-    """A scale of colours for values."""
+    """A colour scale for the values."""
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import LogNorm, Normalize
@@ -343,7 +343,7 @@ def _draw_grid(
 
 
 def _cells(words: list[str]) -> tuple[list[tuple[int, int]], int]:
-    """Where each word begins, its line, and the number of lines."""
+    """The column and line where each word begins, and the number of lines."""
     cells, left, line = [], 0, 0
     for word in words:
         if left > 0 and left + len(word) > _LINE:
@@ -377,7 +377,7 @@ def _draw_tokens(
 def _write(
     axis: "Axes", x: float, y: float, text: str, background: Any, **font: Any
 ) -> None:
-    """Text in black or white, whichever is seen on the background."""
+    """Writes text in black or white, whichever contrasts with the background."""
     red, green, blue, _ = background
     color = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
     axis.text(x, y, text, color=color, ha="center", va="center", parse_math=False,
