@@ -35,7 +35,7 @@ BASE = "numba"
 
 
 class Graphs(NamedTuple):
-    """A batch of graphs, sorted, and who attends to whom."""
+    """A batch of graphs, sorted, and the pairs of nodes that attend."""
 
     name: str
     pairs: Tensor
@@ -66,7 +66,7 @@ def workloads(args: Namespace) -> list[Graphs]:
 
 
 def by_edges(query: Tensor, key: Tensor, value: Tensor, graphs: Graphs) -> Tensor:
-    """Gather, softmax, scatter: as PyG's `TransformerConv`."""
+    """Gather, softmax, scatter: like PyG's `TransformerConv`."""
     source, target = graphs.pairs
     logits = (query[target] * key[source]).sum(-1) / math.sqrt(query.size(-1))
     weight = softmax(logits, target, num_nodes=query.size(0))
@@ -74,13 +74,13 @@ def by_edges(query: Tensor, key: Tensor, value: Tensor, graphs: Graphs) -> Tenso
 
 
 def dense(graphs: Graphs) -> Callable[..., Tensor]:
-    """PyTorch's attention of padded graphs, with a mask that is made once."""
+    """PyTorch's attention on padded graphs, with a mask that is made once."""
     sizes = graphs.batch.bincount()
     place = torch.arange(len(graphs.batch)) - (sizes.cumsum(0) - sizes)[graphs.batch]
     most, (source, target) = int(sizes.max()), graphs.pairs
     mask = torch.zeros(len(sizes), 1, most, most, dtype=torch.bool)
     mask[graphs.batch[target], 0, place[target], place[source]] = True
-    # A row of padding must attend to something, or it is NaN.
+    # Rows of padding must attend to something, or they are NaN.
     mask |= torch.eye(most, dtype=torch.bool)
 
     def run(query: Tensor, key: Tensor, value: Tensor, graphs: Graphs) -> Tensor:
@@ -102,7 +102,7 @@ def ours(
 
 
 def cases(graphs: Graphs) -> dict[str, Callable[..., Tensor]]:
-    """What is measured, by name."""
+    """The functions to measure, by name."""
     backends = {name: partial(ours, backend=name) for name in (BASE, "torch")}
     return {**backends, "PyG, edge by edge": by_edges, "dense, masked": dense(graphs)}
 
@@ -144,7 +144,7 @@ def measure(graphs: Graphs, channels: int, args: Namespace) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """A table: milliseconds of ours, and by how much others are slower."""
+    """A table: our time in milliseconds, and by how much others are slower."""
     others = [name for name in rows[0]["ratios"] if name != BASE]
     lines = [["", "channels", "nodes", "pairs", f"{BASE}: ms", *others]]
     for row in rows:

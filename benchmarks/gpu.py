@@ -44,34 +44,34 @@ WARM_UP, REPEATS = 3, 20
 
 
 class Limits(NamedTuple):
-    """Of a device, and how much of them small tiles are assumed to reach."""
+    """The limits of a device, and the shares of them that small tiles may reach."""
 
     name: str
-    bandwidth: float  #: bytes a second
-    operations: float  #: a second, of matrix products in TF32, without sparsity
+    bandwidth: float  #: bytes per second
+    operations: float  #: per second, of matrix products in TF32, without sparsity
     processors: int
-    launch: float = 5e-6  #: seconds of a launch
-    step: float = 0.3e-6  #: seconds of a step that waits for the one before
-    #: Shares of the limits.
+    launch: float = 5e-6  #: seconds per launch
+    step: float = 0.3e-6  #: seconds per step that waits for the one before
+    #: The shares that are reached, of bandwidth and operations.
     reached: tuple[float, float] = (0.8, 0.2)
-    programs: int = 2  #: at a time, on each processor: registers allow no more
+    programs: int = 2  #: per processor at a time, as limited by registers
 
 
 H100 = Limits("H100 SXM", 3.35e12, 495e12, 132)
 
 
 class Kernel(NamedTuple):
-    """What a kernel moves and computes, in all its launches."""
+    """What a kernel transfers and computes, in all its launches."""
 
     name: str
     launches: int
-    bytes: float  #: read and written, in global memory
+    bytes: float  #: read from and written to global memory
     operations: float  #: of matrix products; three in TF32 for each in float32
-    steps: float = 0  #: one after the other, of a program
+    steps: float = 0  #: sequential ones, per program
     programs: int = 1
 
     def time(self, limits: Limits) -> float:
-        """Seconds by the limits, none of which hides another's waiting."""
+        """Predicted seconds: launches, then the larger limit, then sequential steps."""
         bandwidth, peak = limits.reached
         moved = self.bytes / (bandwidth * limits.bandwidth)
         computed = self.operations / (peak * limits.operations)
@@ -81,12 +81,12 @@ class Kernel(NamedTuple):
 
 
 BYTES = 4
-#: As in the kernels, which cannot be imported where there is no Triton.
+#: As in the kernels, which cannot be imported without Triton.
 TILE, CHUNK, CARRIED = 32, 32, 32
 
 
 class Heads(NamedTuple):
-    """Of a layer: how many, and the channels of its keys and of its values."""
+    """The number of heads of a layer, and the channels of its keys and its values."""
 
     heads: int
     keys: int
@@ -94,7 +94,7 @@ class Heads(NamedTuple):
 
 
 def mask_form(sizes: list[int], num_edges: int, heads: Heads) -> list[Kernel]:
-    """`resolvent_mix` by inverses of whole matrices, forward and backward."""
+    """`resolvent_mix` with inverses of whole matrices, forward and backward."""
     H, N, P = heads
     tiles = [-(-n // TILE) for n in sizes]
     squares = H * sum((TILE * t) ** 2 for t in tiles)
@@ -103,7 +103,7 @@ def mask_form(sizes: list[int], num_edges: int, heads: Heads) -> list[Kernel]:
     matrix, rows = BYTES * squares, BYTES * nodes * H
     product = 3 * 2 * squares * (N + P)
     programs = H * len(sizes)
-    # A row of M and one of L for each edge.
+    # A row of M and a row of L for each edge.
     of_edges = 2 * BYTES * H * num_edges * sum(n * n for n in sizes) / nodes
     return [
         Kernel("zeros, weights to places", 2, matrix + 3 * BYTES * H * num_edges, 0),
@@ -148,7 +148,7 @@ def chunks(length: int, heads: Heads) -> list[Kernel]:
     rows, count = BYTES * length * H, length // CHUNK
     states = BYTES * count * H * N * P
     products = 3 * 2 * length * H * (CHUNK * (N + P) + 2 * N * P)
-    steps = count // CARRIED  # of `_carry`, which wait for each other
+    steps = count // CARRIED  # of `_carry`, which are sequential
     return [
         Kernel(
             "chunks, forward", 3, rows * (2 * N + 2 * P + 1) + 4 * states, products,
@@ -161,10 +161,10 @@ def chunks(length: int, heads: Heads) -> list[Kernel]:
     ]  # fmt: skip
 
 
-#: A batch of 128 peptides: nodes and edges of a graph on average, as published.
+#: A batch of 128 peptides: the published average numbers of nodes and edges.
 BATCH, NODES, EDGES = 128, 151, 307
 LENGTH = 65_536
-#: As asked of this library, and as of the layers that the paper trained.
+#: As this library was specified, and as in the layers that the paper trained.
 LAYERS = {
     "4 heads of 16 x 16": Heads(4, 16, 16),
     "2 heads of 96 x 32": Heads(2, 96, 32),
@@ -172,7 +172,7 @@ LAYERS = {
 
 
 def predictions() -> dict[str, list[Kernel]]:
-    """The kernels of some calls."""
+    """The kernels of some calls, by name."""
     found = {}
     for name, heads in LAYERS.items():
         sizes = [NODES] * BATCH
@@ -184,7 +184,7 @@ def predictions() -> dict[str, list[Kernel]]:
 
 
 def predicted(limits: Limits = H100) -> str:
-    """Tables of what kernels take, forward and backward, as Markdown."""
+    """Tables of predicted times, forward and backward, as Markdown."""
     lines = []
     for name, kernels in predictions().items():
         lines += [
@@ -210,12 +210,12 @@ def predicted(limits: Limits = H100) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call to measure: ours, by `function`, and what else does the like."""
+    """A call to measure: our `function`, and alternatives by name."""
 
     part: str
     name: str
     function: Callable[..., Tensor]
-    exact: Callable[..., Tensor]  #: the same, for float64
+    exact: Callable[..., Tensor]  #: the same function, for float64
     floats: dict[str, Tensor]  #: float64, on the CPU
     integers: dict[str, Tensor]
     kernels: list[Kernel] = field(default_factory=list)
@@ -239,7 +239,7 @@ def dense(query, key, value, edge_weight, edge_index, batch) -> Tensor:  # type:
 
 
 def attention(query, key, value, edge_weight, edge_index, batch) -> Tensor:  # type: ignore[no-untyped-def]
-    """Softmax attention within graphs, padded to the largest, without edges."""
+    """Softmax attention within graphs, padded to the largest, ignoring edges."""
     padded = [to_dense_batch(x.flatten(1), batch) for x in (query, key, value)]
     real = padded[0][1]
     heads = edge_weight.size(1)
@@ -256,7 +256,7 @@ def causal_attention(query, key, value, edge_weight, **_) -> Tensor:  # type: ig
 
 
 def simple_gla(query, key, value, edge_weight, **_) -> Tensor:  # type: ignore[no-untyped-def]
-    """The same recurrence along a path, by flash-linear-attention."""
+    """The same recurrence along a path, from flash-linear-attention."""
     from fla.ops.simple_gla import chunk_simple_gla
 
     decay = F.pad(edge_weight.log(), (0, 0, 1, 0))
@@ -272,7 +272,7 @@ def mamba(**inputs: Any) -> Tensor:
 def of_graph(
     edge_index: Tensor, batch: Tensor, heads: Heads, weight: Tensor, **rest: Any
 ) -> Call:
-    """A call on nodes and edges."""
+    """A call with inputs for nodes and edges."""
     nodes, (H, N, P) = batch.numel(), heads
     floats = {
         "query": randn(nodes, H, N),
@@ -285,7 +285,7 @@ def of_graph(
 
 
 def calls(args: Namespace) -> Iterator[Call]:
-    """All that is measured."""
+    """All calls that are measured."""
     (workload,) = molecules(args)
     sizes = workload.batch.bincount().tolist()
     col, row = edge_index = workload.edge_index
@@ -354,7 +354,7 @@ def calls(args: Namespace) -> Iterator[Call]:
 
 
 def molecules(args: Namespace) -> Iterable[Workload]:
-    """Peptides, or for a smoke test a ring with a tail and a pair."""
+    """Peptides, or for a smoke test a ring with a tail and a pair of nodes."""
     if not args.smoke:
         return peptides(args.root, [BATCH], smoke=False)
     edges = [[0, 1, 2, 3, 4, 0, 6, 37], [1, 2, 3, 4, 5, 5, 5, 38]]
@@ -386,11 +386,11 @@ class Measured(Step):
 
     @property
     def context(self) -> AbstractContextManager:
-        """Where it runs."""
+        """The context in which it runs."""
         return ops.unchecked() if self.trust else nullcontext()
 
     def events(self) -> tuple[float, float]:
-        """Seconds of a GPU, forward, and forward and backward, once."""
+        """GPU seconds of one forward pass, and of forward and backward."""
         begin, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         for leaf in self.leaves.values():
             leaf.grad = None
@@ -405,15 +405,15 @@ class Measured(Step):
 
 
 def grad_of(call: Call) -> Tensor:
-    """The same gradient of the output for all."""
+    """A gradient of the output, the same for all functions."""
     like = call.floats.get("value", call.floats.get("u"))
     assert like is not None
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(1))
 
 
 def check(call: Call, step: Measured, device: str) -> dict[str, Any]:
-    """Errors against float64; the benchmark ends if one is too large."""
-    # Scans of long paths in float64 are for the CPU, dense matrices are not.
+    """The errors against float64; ends the benchmark if one is too large."""
+    # Float64 scans of long paths run on the CPU, dense matrices on the device.
     where = device if call.exact is dense else "cpu"
     leaves = {x: y.to(where).requires_grad_() for x, y in call.floats.items()}
     integers = {x: y.to(where) for x, y in call.integers.items()}
@@ -425,13 +425,13 @@ def check(call: Call, step: Measured, device: str) -> dict[str, Any]:
 
 
 def time_all(steps: dict[str, Measured]) -> dict[str, dict[str, float] | str]:
-    """Medians of repetitions that take turns, or why there are none."""
+    """Medians of interleaved repetitions, or why there are none."""
     found: dict[str, dict[str, float] | str] = {}
     for name, step in steps.items():
         try:
             for _ in range(WARM_UP):
                 step.events()
-        except Exception as error:  # of packages that may not even be there
+        except Exception as error:  # of packages that may be missing
             found[name] = f"{type(error).__name__}: {error}"[:200]
     steps = {name: x for name, x in steps.items() if name not in found}
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
@@ -445,7 +445,7 @@ def time_all(steps: dict[str, Measured]) -> dict[str, dict[str, float] | str]:
 
 
 def limits_of_gpu() -> Limits:
-    """How fast the GPU copies, and multiplies in TF32."""
+    """How fast the GPU copies memory, and multiplies matrices in TF32."""
 
     def seconds(function: Callable[[], Any]) -> float:
         times = []
@@ -470,7 +470,7 @@ def limits_of_gpu() -> Limits:
 
 
 def measure(call: Call, device: str, limits: Limits | None) -> dict[str, Any]:
-    """A row of results: errors first, then times."""
+    """A row of results: errors, then times."""
     show(f"{call.name}: exactness")
     function = call.function
     if device == "cpu" and triton_runtime.INTERPRETED:
@@ -502,7 +502,7 @@ def measure(call: Call, device: str, limits: Limits | None) -> dict[str, Any]:
 
 
 def in_triton(call: Call) -> Callable[..., Tensor]:
-    """Ours by the interpreter, where there is a kernel; else as it comes."""
+    """Our function in Triton's interpreter if there is a kernel; otherwise as it is."""
 
     def function(**inputs: Any) -> Tensor:
         try:
@@ -514,7 +514,7 @@ def in_triton(call: Call) -> Callable[..., Tensor]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """All times, beside ours."""
+    """A table of all times, relative to ours."""
     lines = [("forward and backward", "ms", "of ours", "of bandwidth", "of peak")]
     for row in results["calls"]:
         lines.append((row["call"], "", "", "", ""))

@@ -54,7 +54,7 @@ from pyg_chimera.nn import (
     RandomWalkEncoder,
 )
 
-#: Alike for all models and tasks.
+#: The same for all models and tasks.
 SETTINGS = {
     "layers": 2, "channels": 32, "heads": 4, "state_channels": 16,
     "parameters_of_layers": 32_000, "lr": 3e-3, "warm_up": 0.05, "clip": 1.0,
@@ -62,11 +62,11 @@ SETTINGS = {
 DEFAULT = (
     "chimera", "plstm", "graph-mamba", "attention", "attention-rw", "gcn", "gatedgcn",
 )  # fmt: skip
-#: On demand the delta rule, attention to eight steps, and both in turn.
+#: On request: the delta rule, attention up to eight steps, and both in turn.
 HYBRID = ("gated-delta", "k-hop")
 MIXERS = (*DEFAULT, *HYBRID, "hybrid")
 
-#: Why a mixer can't learn a task but in part, as far as that is known beforehand.
+#: Why a mixer can learn a task only in part, where that is known beforehand.
 REASONS = {
     "a": "two local layers see two steps",
     "b": "attention knows no distances; returning walks tell the shape around a node",
@@ -84,7 +84,7 @@ LIMITS = {
     **{("graph-mamba", task): "c" for task in TRAVEL},
     ("chimera", "parity"): "d",
 }
-#: What has to be learnt in a default run, of hard nodes where there are such.
+#: What must be learned in a default run, for hard nodes if the task has them.
 AT_LEAST = {
     "nearest-source": {"chimera": 0.9, "plstm": 0.85},
     "ring-transfer": {"chimera": 0.95, "plstm": 0.95},
@@ -101,7 +101,7 @@ AT_LEAST = {
 
 
 def build_mixer(name: str, task: Task, index: int) -> Module | None:
-    """A layer as its constructor makes it, along the edges of a DAG if there is one."""
+    """A mixer with its constructor's defaults, along the edges of a DAG if directed."""
     if name == "hybrid":
         name = HYBRID[index % 2]
     channels, heads, states = (
@@ -128,8 +128,8 @@ def build_mixer(name: str, task: Task, index: int) -> Module | None:
 
 
 def build(name: str, task: Task) -> GraphModel:
-    """A model whose layers have about as many parameters as those of the others, by the
-    hidden size of their feed-forward networks.
+    """A model whose layers have about the same number of parameters as the others', by
+    the hidden size of their feed-forward networks.
     """
     channels = SETTINGS["channels"]
 
@@ -187,14 +187,14 @@ class Run(NamedTuple):
 
 
 def loss_of(out: Tensor, y: Tensor) -> Tensor:
-    """Of classes, or of labels that are there or not."""
+    """The loss, for classes or for binary labels."""
     if y.is_floating_point():
         return F.binary_cross_entropy_with_logits(out, y)
     return F.cross_entropy(out, y, ignore_index=NOT_ASKED)
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Trains a model and says how good it is on other graphs."""
+    """Trains a model and evaluates it on other graphs."""
     task, batches = TASKS[run.task], load(run.task, "train", run.smoke)
     torch.manual_seed(run.seed)
     model = build(run.mixer, task)
@@ -234,7 +234,7 @@ def train(run: Run) -> dict[str, Any]:
 
 
 def evaluate(model: GraphModel, name: str, smoke: bool) -> dict[str, Any]:
-    """Scores on all nodes, on hard ones, and by distance, there with their number."""
+    """Scores on all nodes, on hard ones, and by distance, with numbers of nodes."""
     task, batches = TASKS[name], load(name, "test", smoke)
     model.eval()
     with torch.no_grad():
@@ -257,7 +257,7 @@ def evaluate(model: GraphModel, name: str, smoke: bool) -> dict[str, Any]:
 
 
 def score(out: Tensor, y: Tensor, metric: str) -> float:
-    """Of outputs for labels, by the name of a metric."""
+    """The score of outputs, by the name of a metric."""
     if metric == "average precision":
         return float(average_precision_score(y.numpy(), out.numpy(), average="macro"))
     right = (out.argmax(1) == y).float()
@@ -267,7 +267,7 @@ def score(out: Tensor, y: Tensor, metric: str) -> float:
 
 
 def guess(name: str, smoke: bool) -> dict[str, float]:
-    """The score of the answer that is most frequent."""
+    """The score of always giving the most frequent answer."""
     task, batches = TASKS[name], load(name, "test", smoke)
     y = torch.cat([batch.y for batch in batches])
     if not task.distance:
@@ -286,7 +286,7 @@ def guess(name: str, smoke: bool) -> dict[str, float]:
 
 
 def open_results(args: Namespace) -> dict[str, Any]:
-    """What to write, with earlier runs if they are to be gone on with."""
+    """The results to write, including earlier runs if resuming."""
     settings = SETTINGS | {"seconds": args.seconds, "smoke": args.smoke}
     results = {"machine": machine("cpu"), "settings": settings, "guess": {}, "runs": []}
     if args.overwrite or not args.out.exists():
@@ -306,7 +306,7 @@ def open_results(args: Namespace) -> dict[str, Any]:
 
 
 def measure(args: Namespace, results: dict[str, Any]) -> None:
-    """Trains what is missing, and writes results after each run."""
+    """Trains the missing models, and writes results after each of them."""
     done = {(row["task"], row["mixer"], row["seed"]) for row in results["runs"]}
     runs = [
         Run(task, mixer, seed, args.seconds, args.smoke)
@@ -315,7 +315,7 @@ def measure(args: Namespace, results: dict[str, Any]) -> None:
     ]
     for task in dict.fromkeys(run.task for run in runs):
         show(f"{task}: what guessing gives")
-        # First, so that no two processes generate peptides at a time.
+        # First, so that no two processes generate peptides at the same time.
         results["guess"].setdefault(task, guess(task, args.smoke))
     for row in trained(runs, args.jobs):
         results["runs"].append(row)
@@ -323,7 +323,7 @@ def measure(args: Namespace, results: dict[str, Any]) -> None:
 
 
 def trained(runs: list[Run], jobs: int) -> Iterator[dict[str, Any]]:
-    """The results of runs, as they come."""
+    """The results of runs, as they are completed."""
     if jobs == 1:
         for number, run in enumerate(runs, start=1):
             show(f"{run.task}, {run.mixer}, seed {run.seed} ({number} of {len(runs)})")
@@ -341,7 +341,7 @@ def trained(runs: list[Run], jobs: int) -> Iterator[dict[str, Any]]:
 
 
 def rows_of(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """The lines of the table: a task, a score, and what it is of."""
+    """The lines of the table: a task, a key of the score, and a title."""
     measured = {row["task"] for row in results["runs"]}
     for name, task in TASKS.items():
         if name in measured:
@@ -351,7 +351,7 @@ def rows_of(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def values(results: dict[str, Any], task: str, mixer: str, key: str) -> list[float]:
-    """The scores of all seeds."""
+    """The values of a key for all seeds."""
     return [
         row[key]
         for row in results["runs"]
@@ -360,7 +360,7 @@ def values(results: dict[str, Any], task: str, mixer: str, key: str) -> list[flo
 
 
 def report(results: dict[str, Any]) -> str:
-    """The table, the reasons that it names, and the figures to reach."""
+    """The table, the reasons that it refers to, and the targets."""
     mixers = [x for x in MIXERS if any(x == row["mixer"] for row in results["runs"])]
     lines, named = [["", "guessing", *mixers]], set()
     for task, key, title in rows_of(results):
@@ -402,7 +402,7 @@ def steps_of(results: dict[str, Any], mixers: list[str]) -> list[list[str]]:
 
 
 def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The worst seed of what has to be learnt; nothing is, in smoke tests."""
+    """The targets, with the worst seed's scores; none in smoke tests."""
     figures: dict[str, tuple[float, float | None]] = {}
     if results["settings"]["smoke"]:
         return []
@@ -416,8 +416,8 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def plot(results: dict[str, Any], path: Path) -> None:
-    """Scores over distance, a panel for each task; bands hold all seeds, and grey lines
-    are what guessing gives.
+    """Plots scores by distance, one panel per task; bands contain all seeds, and grey
+    lines are what guessing gives.
     """
     import matplotlib
 
@@ -432,13 +432,13 @@ def plot(results: dict[str, Any], path: Path) -> None:
         for row in results["runs"]:
             if (row["task"], row["mixer"]) == (task, mixer):
                 for distance, value, number in row["by_distance"]:
-                    if number >= 30:  # few nodes tell nothing
+                    if number >= 30:  # fewer nodes are not significant
                         points.setdefault(distance, []).append(value)
         if points:
             x, found = list(points), list(points.values())
             color = f"C{i}"
             style = {"color": color, "marker": "o^sDvxP*<h"[i], "markersize": 4}
-            # The first ones lie above the others, where those hide them.
+            # The first mixers are drawn on top of the others.
             axis.plot(x, list(map(mean, found)), label=mixer, zorder=9 - i, **style)
             low, high = (list(map(f, found)) for f in (min, max))
             axis.fill_between(x, low, high, color=color, alpha=0.2)

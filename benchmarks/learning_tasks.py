@@ -1,9 +1,9 @@
-"""Graph tasks with known answers, generated: what `learning.py` trains on.
+"""Generated graph tasks with known answers, on which `learning.py` trains.
 
-A graph depends on the seed of its generator alone. Its nodes are in random order, so
-that numbers of nodes tell nothing. Each node has a class `y`, or -1 where it is not
-asked, and a `distance`: how far the answer is away. Those of which the answer is far
-away, or needs what the task is about, are `hard`.
+A graph depends only on the seed of its generator. Its nodes are in random order, so
+that their numbers carry no information. Each node has a class `y`, or -1 if it is not
+asked for, and a `distance` to the information that determines it. Nodes whose answer is
+far away, or needs what the task is about, are `hard`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from pyg_chimera.datasets import (
 )
 from pyg_chimera.transforms import AddEliminationOrder, AddTopologicalOrder
 
-#: Length of the walks whose returns are encoded.
+#: Length of the random walks whose return probabilities are encoded.
 WALK = 16
 NOT_ASKED = -1
 #: Leaves of the largest tree.
@@ -40,37 +40,37 @@ class Task(NamedTuple):
     make: Callable[[np.random.Generator], Data] | None  #: None: peptides
     in_channels: int | Sequence[int]
     out_channels: int
-    distance: str = ""  #: what the distance is, where there is one
-    hard: str = ""  #: what it is that hard nodes have in common
+    distance: str = ""  #: what the distance measures, if there is one
+    hard: str = ""  #: what hard nodes have in common
     edge_dim: int | Sequence[int] | None = None
-    directed: bool = False  #: a DAG, along which layers for DAGs run
+    directed: bool = False  #: whether graphs are DAGs, for layers along DAGs
     metric: str = "accuracy"
-    batch: int = 32  #: graphs; more where each has one label
+    batch: int = 32  #: graphs per batch; more if each has only one label
 
 
 # Parts of generators -----------------------------------------------------------------
 
 
 def random_tree(rng: np.random.Generator, size: int) -> np.ndarray:
-    """Edges in both directions of a tree, all trees being equally likely."""
+    """A uniformly random tree, as edges in both directions."""
     code = rng.integers(size, size=size - 2).tolist()
     return both_ways(np.array(nx.from_prufer_sequence(code).edges))
 
 
 def both_ways(edges: np.ndarray) -> np.ndarray:
-    """Each edge, as a row, in both directions: first all forth, then all back."""
+    """Edges, one per row, in both directions: first all forward, then all backward."""
     return np.concatenate([edges, edges[:, ::-1]])
 
 
 def path_edges(size: int) -> np.ndarray:
-    """From each node of a path to the next one."""
+    """Edges from each node of a path to the next one."""
     return np.stack([np.arange(size - 1), np.arange(1, size)], axis=1)
 
 
 def lengths(
     edges: np.ndarray, size: int, sources: Any, weight: np.ndarray | None = None
 ) -> np.ndarray:
-    """Of the shortest paths from sources to all nodes, [sources, size]."""
+    """Lengths of the shortest paths from sources to all nodes, [sources, size]."""
     values = np.ones(len(edges)) if weight is None else weight
     matrix = coo_matrix((values, edges.T), shape=(size, size)).tocsr()
     return dijkstra(matrix, indices=sources)
@@ -108,7 +108,7 @@ def shuffled(
 
 
 def nearest_source(rng: np.random.Generator) -> Data:
-    """Three nodes of a tree have a class: which one has the nearest of them?"""
+    """Three nodes of a tree have a class: which class has the nearest of them?"""
     size = int(rng.integers(60, 121))
     edges = random_tree(rng, size)
     sources, classes = rng.choice(size, 3, replace=False), rng.integers(4, size=3)
@@ -166,7 +166,7 @@ def path_sum(rng: np.random.Generator) -> Data:
 def weighted_nearest(rng: np.random.Generator) -> Data:
     """Edges of a tree are 1, 2 or 3 long: which of two marked nodes is nearer?
 
-    Hard are nodes to which the numbers of steps differ by one at most.
+    Nodes are hard if their numbers of steps to both differ by at most one.
     """
     size = int(rng.integers(20, 51))
     edges = random_tree(rng, size)
@@ -183,7 +183,7 @@ def weighted_nearest(rng: np.random.Generator) -> Data:
 
 def reachability(rng: np.random.Generator) -> Data:
     """Which nodes of a DAG can be reached from a marked one? The distance ignores
-    directions, as nodes that can't be reached have no other.
+    directions, so that it is defined for nodes that can't be reached.
     """
     size = int(rng.integers(30, 61))
     while True:
@@ -247,13 +247,13 @@ TASKS = {
 # Data sets ---------------------------------------------------------------------------
 
 
-#: Graphs of a split; of peptides, of which 70 % are for training and 15 % for tests,
-#: together. The second ones are for smoke tests.
+#: Graphs per split; for peptides in total, with 70% for training and 15% for tests.
+#: The second numbers are for smoke tests.
 NUM_GRAPHS = {"train": (4096, 64), "test": (512, 32), "peptides": (2000, 60)}
 
 
 def graphs(name: str, split: str, smoke: bool) -> list[Data]:
-    """The graphs of a split, without what depends on structure."""
+    """The graphs of a split, without derived structure."""
     make = TASKS[name].make
     if make is None:
         number = NUM_GRAPHS["peptides"][smoke]
@@ -262,21 +262,21 @@ def graphs(name: str, split: str, smoke: bool) -> list[Data]:
             Data(x=g.x, edge_index=g.edge_index, edge_attr=g.edge_attr, y=g.y)
             for g in found
         ]
-    first = 0 if split == "train" else 10**6  # of the seeds
+    first = 0 if split == "train" else 10**6  # seed
     seeds = range(first, first + NUM_GRAPHS[split][smoke])
     return [make(np.random.default_rng(seed)) for seed in seeds]
 
 
 @cache
 def load(name: str, split: str, smoke: bool) -> list[Batch]:
-    """A split in batches, with what layers read of the structure."""
+    """A split in batches, with the derived structure that layers read."""
     directed = TASKS[name].directed
     order = AddTopologicalOrder() if directed else AddEliminationOrder()
     walk, found = AddRandomWalkPE(WALK), []
     for graph in graphs(name, split, smoke):
         data = order(graph)
         both = data.edge_index
-        if directed:  # no walk returns along a DAG
+        if directed:  # along a DAG, no walk returns
             both = to_undirected(both, num_nodes=data.num_nodes)
         walked = walk(Data(edge_index=both, num_nodes=data.num_nodes))
         data.random_walk_pe = walked.random_walk_pe

@@ -50,8 +50,8 @@ PARTS = ("peptides", "planar", "filling", "dataset", "first-call")
 
 
 def chimera(**options: Any) -> ChimeraConv:
-    # With the paper's initial values: where heads hear far, the problem is conditioned
-    # worse, and solvers that are as good as each other differ by more.
+    # With the paper's initial values: with long ranges, the problem is conditioned
+    # worse, and equally accurate solvers differ by more.
     return ChimeraConv(CHANNELS, CHANNELS, HEADS, STATE_CHANNELS, reach=None, **options)
 
 
@@ -64,17 +64,17 @@ def attention(kind: str) -> GPSConv:
 
 
 class DenseInverse(torch.nn.Module):
-    """`ChimeraConv` with dense inverses in the place of `resolvent_mix`."""
+    """`ChimeraConv` with dense inverses in place of `resolvent_mix`."""
 
     def __init__(self, mix: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.conv = chimera(solver="neumann")  # which hands `num_terms` on
+        self.conv = chimera(solver="neumann")  # which passes `num_terms` on
         self.mix = mix
 
     def forward(
         self, x: Tensor, edge_index: Tensor, batch: Tensor, num_terms: int = -1
     ) -> Tensor:
-        """As `ChimeraConv`; of finite sums if `num_terms` is not -1."""
+        """As `ChimeraConv`; with finite sums if `num_terms` is not -1."""
         with patch.object(chimera_conv, "resolvent_mix", self.mix):
             return self.conv(x, edge_index, batch=batch, num_terms=num_terms)
 
@@ -130,10 +130,10 @@ class Case(NamedTuple):
     """A layer to measure."""
 
     make: Callable[[], torch.nn.Module]
-    #: Or "finite sum", or "delta rule", or None: something else.
+    #: The result it is compared with; also "finite sum", "delta rule"; None: no other.
     computes: str | None = "inverse"
     dtype: torch.dtype = torch.float32
-    cold: bool = False  #: whether its graphs are new to it in each repetition
+    cold: bool = False  #: whether graphs are uncached in each repetition
     cpu_only: bool = False
 
 
@@ -150,7 +150,7 @@ WHOLE = Case(lambda: DenseInverse(inverse_of_all), dtype=torch.float64)
 PADDED = Case(lambda: DenseInverse(inverse_padded), dtype=torch.float64)
 REFERENCE = Case(lambda: chimera(backend="reference"), dtype=torch.float64)
 SPARSE = Case(lambda: chimera(solver="sparse", form="state"), dtype=torch.float64)
-# Which the tests compare with dense states: those of a peptide would take gigabytes.
+# The tests compare it with dense states, which would take gigabytes for a peptide.
 DELTA = Case(lambda: delta(backend="torch"), "delta rule", dtype=torch.float64)
 
 CASES: dict[str, Case] = {
@@ -210,7 +210,7 @@ class Run(Step):
 def check(workload: Workload, names: list[str], device: str) -> list[dict[str, Any]]:
     """Compares outputs and all gradients, and ends the benchmark if one is wrong."""
     dense = workload.largest <= MAX_DENSE
-    exact = BY_GRAPH if dense else SPARSE  # which was compared where dense ones fit
+    exact = BY_GRAPH if dense else SPARSE  # compared where dense inverses fit
     expected: dict[str, dict[str, Tensor]] = {}
     rows = []
     for name in names:
@@ -236,18 +236,18 @@ def check(workload: Workload, names: list[str], device: str) -> list[dict[str, A
 
 
 def pilot(name: str, pickled: bytes, device: str, threads: int) -> Pilot:
-    """Runs once, to be called in a fresh process on the CPU."""
+    """Runs a case once, in a fresh process on the CPU."""
     torch.set_num_threads(threads)
     tiny, names = planar(100), [name]
-    if name.startswith("auto") and device == "cpu":  # other code for larger graphs
+    if name.startswith("auto") and device == "cpu":  # larger graphs use other code
         names.append("numba sparse state")
-    for warm_up in names:  # what compiled code and libraries take does not count
+    for warm_up in names:  # do not measure the memory of compiled code and libraries
         Run(CASES[warm_up], tiny, device)()
     return first_run(Run(CASES[name], pickle.loads(pickled), device))
 
 
 def unable(workload: Workload, name: str, device: str) -> str | None:
-    """Why a case can't be measured, as far as that is known without trying."""
+    """Why a case can't be measured, if that is known without trying."""
     case = CASES[name]
     if device == "cuda" and case.cpu_only:
         return "runs on the CPU"
@@ -260,7 +260,7 @@ def unable(workload: Workload, name: str, device: str) -> str | None:
 
 
 def measure_layers(args: Namespace) -> dict[str, Any]:
-    """Compares, then times, all cases on the graphs of the parts asked for."""
+    """Compares, then times, all cases on the graphs of the requested parts."""
     workloads: list[Workload] = []
     if "peptides" in args.only:
         sizes = [2] if args.smoke else [16, 64]

@@ -1,4 +1,4 @@
-"""What all benchmarks may be told."""
+"""The command line options that benchmarks share."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from workloads import PEPTIDES, REPOSITORY
 def add_options(
     parser: ArgumentParser, parts: Iterable[str], cases: Iterable[str]
 ) -> None:
-    """What to measure, on what, and for how long."""
+    """Adds options for what to measure, on what, and for how long."""
     parser.add_argument("--only", nargs="+", choices=list(parts), default=list(parts))
     parser.add_argument("--cases", nargs="+", choices=list(cases), default=list(cases))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -34,7 +34,7 @@ def add_options(
 
 
 def settle(args: Namespace, name: str) -> None:
-    """Fills in what was not given to the benchmark of that name."""
+    """Fills in defaults for the benchmark of that name."""
     if args.threads is None:
         args.threads = 1 if args.smoke else torch.get_num_threads()
     if args.smoke:

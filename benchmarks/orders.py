@@ -30,12 +30,12 @@ from pyg_chimera.ops.structure.csr import adjacency
 from pyg_chimera.ops.structure.elimination import elimination_order, fill_pattern
 
 OUT = Path(__file__).parent / "results" / "orders-cpu.json"
-#: Edges, as sources and targets, and the number of nodes.
+#: Sources and targets of the edges, and the number of nodes.
 Graph = tuple[np.ndarray, np.ndarray, int]
 
 
 def from_networkx(graph: nx.Graph) -> Graph:
-    """Nodes are shuffled: the order of a generator is often a good one by itself."""
+    """A graph with shuffled nodes, as the generator's order is often a good one."""
     count = graph.number_of_nodes()
     names = np.random.default_rng(0).permutation(count)
     index = {node: name for node, name in zip(graph, names, strict=True)}
@@ -52,7 +52,7 @@ def triangulated(num_nodes: int, dim: int = 2) -> Graph:
 
 
 def real(name: str) -> list[Graph]:
-    """A graph of the heterophilous ones, where they are at hand."""
+    """One of the heterophilous graphs, if it is there."""
     path = SHARED / "data" / "heterophilous" / f"{name}.npz"
     if not path.is_file():
         return []
@@ -103,12 +103,12 @@ SMOKE: dict[str, Callable[[], list[Graph]]] = {
     "planar-480": FAMILIES["planar-480"],
     "mesh-8": lambda: mesh(8, 8, 8),
 }
-#: Nodes of a graph beyond which its fill is not counted: it would not fit into memory.
+#: The most nodes of a graph whose fill is counted: larger ones do not fit into memory.
 MAX_COUNTED = 50_000
 
 
 def multiple_minimum_degree(row: np.ndarray, col: np.ndarray, n: int) -> np.ndarray:
-    """SuperLU's order, with a factorisation of next to no entries."""
+    """SuperLU's order, from an incomplete factorisation with almost no entries."""
     apart = row != col
     values = np.full(apart.sum(), -1e-9)
     matrix = coo_matrix((values, (row[apart], col[apart])), (n, n))
@@ -131,7 +131,7 @@ if find_spec("pymetis") is not None:
 
 
 def entries(graph: Graph, rank: np.ndarray) -> tuple[int, float]:
-    """Nonzeros of L below the diagonal, and elementary updates that compute them."""
+    """The nonzeros of L below the diagonal, and the multiply-adds to compute them."""
     row, col, n = graph
     assert sorted(rank) == list(range(n))
     heights = np.diff(fill_pattern(*adjacency(rank[row], rank[col], n))[0])
@@ -139,17 +139,17 @@ def entries(graph: Graph, rank: np.ndarray) -> tuple[int, float]:
 
 
 def measure(name: str, graphs: list[Graph], repeats: int) -> dict[str, Any]:
-    """Fill and least time of all methods, summed over the graphs of a family."""
+    """The fill and the least time of all methods, summed over a family of graphs."""
     show(name)
     counted = max(n for *_, n in graphs) <= MAX_COUNTED
     row: dict[str, Any] = {"name": name, "graphs": len(graphs)}
     row |= {"nodes": sum(n for *_, n in graphs), "methods": {}}
     methods = [x for x in METHODS if x != "mmd" or counted]
     for method in methods:
-        METHODS[method](*graphs[0])  # compiles, or loads
+        METHODS[method](*graphs[0])  # compiles the code, or loads it
         row["methods"][method] = {"seconds": float("inf")}
     for _ in range(repeats):
-        for method in methods:  # in turn: what disturbs one disturbs all
+        for method in methods:  # interleaved, so that disturbances affect all
             found = row["methods"][method]
             start = time.perf_counter()
             ranks = [METHODS[method](*graph) for graph in graphs]
@@ -162,7 +162,7 @@ def measure(name: str, graphs: list[Graph], repeats: int) -> dict[str, Any]:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """A table: fill and updates by those of multiple minimum degree, and times."""
+    """A table: fill and updates relative to multiple minimum degree, and times."""
     head = ["", "graphs", "nodes", "nonzeros by MMD"]
     head += [f"{method}: {x}" for method in METHODS for x in ("fill", "updates", "ms")]
     lines = [head]

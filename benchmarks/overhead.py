@@ -1,4 +1,4 @@
-"""What comes before the mixing itself: structure, compiled code, imports."""
+"""Overhead before the mixing itself: structure, compiled code, imports."""
 
 import json
 import subprocess
@@ -23,14 +23,14 @@ from pyg_chimera.transforms import AddEliminationOrder
 
 @contextmanager
 def new_graphs() -> Iterator[None]:
-    """Inside, no graph has been seen before."""
+    """A context in which no graph is cached."""
     empty = type(caches._CACHE)(caches._CACHE.size)
     with patch.object(caches, "_CACHE", empty):
         yield
 
 
 def structure_times(workload: Workload, repeats: int) -> dict[str, Any]:
-    """What a graph costs before anything is computed on it, in seconds."""
+    """Seconds to compute a graph's structure: uncached, with a stored rank, cached."""
     show(f"structure: {workload.name}")
     edge_index, num_nodes = workload.edge_index, workload.num_nodes
     stored = elimination_rank(edge_index, num_nodes)
@@ -48,11 +48,11 @@ def structure_times(workload: Workload, repeats: int) -> dict[str, Any]:
 
 
 def dataset_time(root: Path, smoke: bool) -> dict[str, Any]:
-    """The transform over a whole data set, with its graphs at hand."""
+    """The time of the transform for a whole data set that is in memory."""
     show("structure of a whole data set")
     name, graphs = all_peptides(root, smoke)
     transform = AddEliminationOrder()
-    transform(graphs[0])  # compiles, or loads
+    transform(graphs[0])  # compiles the code, or loads it
     start = time.perf_counter()
     for graph in graphs:
         transform(graph)
@@ -93,7 +93,7 @@ print(json.dumps({"import torch": b - a, "import": c - b, "forward": e - d,
 def first_calls(
     sizes: tuple[int, ...], device: str, smoke: bool
 ) -> list[dict[str, Any]]:
-    """Imports and the first call, in fresh processes; the first fills the cache."""
+    """Times imports and first calls in fresh processes; the first fills the cache."""
     rows = []
     numbers = map(str, (*sizes, torch.get_num_threads()))
     rest = [*numbers, device]

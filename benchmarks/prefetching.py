@@ -40,7 +40,7 @@ CHANNELS, HEADS = 64, 4
 
 
 class Case(NamedTuple):
-    """A layer, what is stored for it, and how it is called with that."""
+    """A layer, what is stored for it, and how to pass that to it."""
 
     conv: torch.nn.Module
     transform: BaseTransform
@@ -72,7 +72,7 @@ def cases() -> dict[str, Case]:
 
 
 def graphs_of(workload: Workload, acyclic: bool) -> list[Data]:
-    """The graphs of a batch one by one, as DAGs if so asked."""
+    """The graphs of a batch, as DAGs if `acyclic`."""
     graphs, first = [], 0
     for size in workload.batch.bincount().tolist():
         col, row = workload.edge_index
@@ -87,7 +87,7 @@ def graphs_of(workload: Workload, acyclic: bool) -> list[Data]:
 
 @contextmanager
 def time_of_structure() -> Iterator[list[float]]:
-    """Seconds in which structure is made, each time that it is."""
+    """The seconds it takes to make structures, one entry for each time."""
     times: list[float] = []
     cook, depth = Recipe.cook, 0
 
@@ -98,7 +98,7 @@ def time_of_structure() -> Iterator[list[float]]:
             return cook(recipe)
         finally:
             depth -= 1
-            if depth == 0:  # what is made of other structure counts once
+            if depth == 0:  # structures within structures count once
                 times.append(time.process_time() - start)
 
     with new_graphs(), patch.object(Recipe, "cook", timed):
@@ -106,7 +106,7 @@ def time_of_structure() -> Iterator[list[float]]:
 
 
 def measure(name: str, case: Case, workload: Workload, repeats: int) -> dict[str, Any]:
-    """Seconds of a step that are for structure, and of the transform."""
+    """The seconds that a step spends on structure, and those of the transform."""
     show(name)
     graphs = graphs_of(workload, case.acyclic)
     batch = Batch.from_data_list([case.transform(graph) for graph in graphs])

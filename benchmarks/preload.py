@@ -1,6 +1,6 @@
-"""Imported once by the server that forks fresh processes, so that they start at once.
+"""Imported once by the server that forks fresh processes, so that these start quickly.
 
-Loads what is slow to load and starts no thread, as forks of threads are not safe.
+Loads what is slow to load, and starts no threads, as forking threads is not safe.
 """
 
 import torch_geometric.nn  # noqa: F401

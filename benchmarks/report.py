@@ -1,4 +1,4 @@
-"""What benchmarks tell people: tables, targets and a plot."""
+"""Reports of benchmarks: tables, targets and a plot."""
 
 import os
 from pathlib import Path
@@ -14,13 +14,13 @@ INVERSES = (
     "float64 inverse of all",
     "float64 reference",
 )
-#: A bound and a value, by what they are of.
+#: Bounds and measured values, by description.
 Figures = dict[str, tuple[float, float | None]]
 VERDICTS = {None: "not measured", True: "reached", False: "MISSED"}
 
 
 def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures that mixing layers are to reach."""
+    """The targets for mixing layers, with measured values."""
     at_most: Figures = {}
     at_least: Figures = {}
     rows = [row for row in results["layers"] if row["workload"].endswith("batch of 64")]
@@ -51,7 +51,7 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def verdicts(at_most: Figures, at_least: Figures) -> list[dict[str, Any]]:
-    """Bounds beside values, which are None where they were not measured."""
+    """Bounds next to values, which are None if they were not measured."""
     rows = []
     for sign, figures in (("<=", at_most), (">=", at_least)):
         for what, (bound, value) in figures.items():
@@ -64,7 +64,7 @@ def verdicts(at_most: Figures, at_least: Figures) -> list[dict[str, Any]]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Everything that was measured."""
+    """A text with everything that was measured."""
     host = results["machine"]
     versions = ", ".join(f"{k} {v}" for k, v in host["versions"].items())
     blocks = [

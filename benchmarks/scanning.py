@@ -48,11 +48,11 @@ from pyg_chimera.ops.dag_scan.states import grid_states
 from pyg_chimera.ops.structure import topological_rank
 
 HEADS, CHANNELS = 4, 64
-#: States up to which a float64 loop over edges is there to compare with.
+#: The most states for which a float64 loop over edges is used for comparison.
 MAX_LOOP = 25_000
-#: Four orientations of a grid, or both directions of a sequence.
+#: Orientations: four of a grid, or both directions of a sequence.
 ORIENTATIONS = {"grids": 4, "sequences": 2}
-#: What the other cases of a part are multiples of.
+#: The case of each part to which the others are compared.
 BASES = {
     "peptides": "stm_scan",
     "grids": "grid_scan",
@@ -64,12 +64,12 @@ PARTS = (*BASES, "structure")
 
 
 class Graphs(NamedTuple):
-    """A batch of DAGs, or of grids that are all alike, to measure on."""
+    """A batch of DAGs, or of grids of equal size, to measure on."""
 
     part: str
     name: str
     num_nodes: int
-    num_edges: int  #: states, those of all orientations
+    num_edges: int  #: states, of all orientations
     edge_index: Tensor
     batch: Tensor
     height: int = 0
@@ -81,7 +81,7 @@ def forward_edges(edge_index: Tensor) -> Tensor:
 
 
 def on_peptides(part: str, workload: Workload) -> Graphs:
-    """Edges to later nodes only, for operators; layers make two DAGs themselves."""
+    """Operators get edges to later nodes only; layers make two DAGs themselves."""
     edge_index, name = workload.edge_index, workload.name
     if part == "peptides":
         edge_index = forward_edges(edge_index)
@@ -93,7 +93,7 @@ def on_peptides(part: str, workload: Workload) -> Graphs:
 
 
 def on_grids(part: str, height: int, width: int, count: int = 1) -> Graphs:
-    """Grids without a graph."""
+    """Grids, without a list of edges."""
     name = f"grid of {height} x {width}"
     if part == "sequences":
         name = f"sequence of {width:,}"
@@ -110,11 +110,11 @@ def on_grids(part: str, height: int, width: int, count: int = 1) -> Graphs:
 
 
 class States(NamedTuple):
-    """States, and how they move."""
+    """States, and the edges between them."""
 
     writer: Tensor  #: [S], the node that writes each state
-    reader: Tensor  #: [S], the node that reads it
-    edge_index: Tensor  #: [2, L], from state to state
+    reader: Tensor  #: [S], the node that reads each state
+    edge_index: Tensor  #: [2, L], between states
 
 
 def edge_states(edge_index: Tensor, lines: Tensor) -> States:
@@ -123,16 +123,16 @@ def edge_states(edge_index: Tensor, lines: Tensor) -> States:
 
 
 class Order(NamedTuple):
-    """States one after the other, in Python's lists."""
+    """The order in which a loop visits states, as Python lists."""
 
-    states: list[int]  #: graph by graph, topologically
-    before: list[list[tuple[int, int]]]  #: the states, and line edges, that enter each
+    states: list[int]  #: by graph, then topologically
+    before: list[list[tuple[int, int]]]  #: each state's predecessors and line edges
     writer: list[int]
     reader: list[int]
 
 
 def loop_order(states: States, batch: Tensor) -> Order:
-    """Graph by graph, each in a topological order."""
+    """Orders states by graph, then topologically."""
     num_states = states.writer.numel()
     rank = topological_rank(states.edge_index, num_states)
     order = torch.argsort(batch[states.writer] * (num_states + 1) + rank)
@@ -152,10 +152,10 @@ def loop_scan(
     direct: Tensor,
     order: Order,
 ) -> Tensor:
-    """State by state, graph by graph, with a list of states: what people write.
+    """A loop over states with a list of them, as people write it.
 
-    Nodes and gates are unbound once: to index them in the loop makes its backward
-    quadratic, and slower than what is measured here.
+    Nodes and gates are unbound once: indexing them in the loop would make the backward
+    pass quadratic, and slower than what is measured here.
     """
     out = ((query * key).sum(-1) * direct).unsqueeze(-1) * value
     queries, keys, values = query.unbind(), key.unbind(), value.unsqueeze(-2).unbind()
@@ -178,9 +178,9 @@ def loop_scan(
 
 
 class ReleasedLoop(torch.autograd.Function):
-    """State by state in one tensor, in the form of the released pLSTM, written anew:
-    products of single states, heads first; the backward runs through all states again,
-    then back.
+    """A loop over states in one tensor, in the form of the released pLSTM, rewritten:
+    products of single states, heads first. The backward pass recomputes all states,
+    then visits them in reverse.
     """
 
     @staticmethod
@@ -197,7 +197,7 @@ class ReleasedLoop(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q, k, v, s, t, m, d, order: Order) -> Tensor:  # type: ignore[no-untyped-def, override]
-        """Of [heads, nodes or edges or line edges, ...]."""
+        """The output, with inputs [heads, nodes or edges or line edges, ...]."""
         states = ReleasedLoop.run(q, k, v, s, t, order)
         out = (d * (q * k).sum(-1)).unsqueeze(-1) * v
         for e in order.states:
@@ -210,7 +210,7 @@ class ReleasedLoop(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple:  # type: ignore[override]
-        """Gradients of all but the order."""
+        """The gradients of all inputs but the order."""
         q, k, v, s, t, m, d = ctx.saved_tensors
         order = ctx.order
         states = ReleasedLoop.run(q, k, v, s, t, order)
@@ -239,7 +239,7 @@ class ReleasedLoop(torch.autograd.Function):
 def released_scan(
     sizes: list[list[int]], orders: list[Order], *nodes: Tensor
 ) -> Tensor:
-    """`stm_scan`, one graph after the other, of so many nodes, edges, line edges."""
+    """`stm_scan` by graph, with the sizes of its nodes, edges and line edges."""
     kinds = (0, 0, 0, 1, 2, 1, 0)
     split = [
         x.transpose(0, 1).split(sizes[kind], 1)
@@ -257,7 +257,7 @@ def released_scan(
 def one_by_one(
     edge_index: Tensor, lines: Tensor, batch: Tensor
 ) -> tuple[list[list[int]], list[Order]]:
-    """Sizes and orders of the graphs of a batch, whose parts are graph by graph."""
+    """Sizes and orders of the graphs of a batch, which must be sorted by graph."""
     graph = (batch, batch[edge_index[0]], batch[edge_index[0, lines[0]]])
     number = int(batch.max()) + 1
     counts = [x.bincount(minlength=number) for x in graph]
@@ -274,7 +274,7 @@ def one_by_one(
 
 
 class Nodes(NamedTuple):
-    """What operators get, in the order of `stm_scan`; all have gradients."""
+    """The inputs of operators, in the order of `stm_scan`; all get gradients."""
 
     query: Tensor
     key: Tensor
@@ -293,7 +293,7 @@ def random_nodes(
     dtype: torch.dtype,
     device: str,
 ) -> Nodes:
-    """Gates of the shapes [*gates, heads] and, within [0, 1], [*turns, heads]."""
+    """Random inputs; gates are [*gates, heads] and, in [0, 1], [*turns, heads]."""
     torch.manual_seed(1)
     query, key, value = torch.randn(3, num_nodes, HEADS, size)
     source, mark = torch.rand(2, *gates, HEADS)
@@ -315,7 +315,7 @@ SIZES = {"peptides": 24, "grids": 16, "sequences": 16}
 def on_dag(
     way: Callable[..., Tensor] | str, graphs: Graphs, dtype: torch.dtype, device: str
 ) -> Step:
-    """`way` takes what `stm_scan` takes, or is "loop" or "released loop"."""
+    """`way` takes the arguments of `stm_scan`, or is "loop" or "released loop"."""
     lines = line_graph(graphs.edge_index, graphs.num_nodes).edge_index
     x = random_nodes(
         graphs.num_nodes, (graphs.num_edges,), (lines.size(1),), SIZES["peptides"],
@@ -335,7 +335,7 @@ def on_dag(
 def on_states(
     way: Callable[..., Tensor] | str, graphs: Graphs, dtype: torch.dtype, device: str
 ) -> Step:
-    """`way` takes what `dag_scan` takes, on a graph whose nodes are states, or is
+    """`way` takes the arguments of `dag_scan`, on a graph whose nodes are states, or is
     "loop".
     """
     lines = line_graph(graphs.edge_index, graphs.num_nodes).edge_index
@@ -365,7 +365,7 @@ def loop_stm(*args: Any, **_: Any) -> Tensor:
 
 
 class GridStates(NamedTuple):
-    """The states of grids, and which of all gates are theirs."""
+    """The states of grids, and the indices of their gates."""
 
     states: States
     source: Tensor
@@ -388,7 +388,7 @@ def all_grids(num_nodes: int, orientations: int, height: int, width: int) -> Gri
 
 
 def loop_grid(*args: Any, **_: Any) -> Tensor:
-    """`grid_scan` as a loop over edges, of all orientations."""
+    """`grid_scan` as a loop over the edges of all orientations."""
     query, key, value, source, transition, mark, direct, height, width = args
     grids = all_grids(value.size(0), source.size(1), height, width)
     batch = torch.arange(value.size(0)) // (height * width)
@@ -400,7 +400,7 @@ def loop_grid(*args: Any, **_: Any) -> Tensor:
 
 
 class Split(NamedTuple):
-    """An orientation of a grid as a general graph, and where its gates are."""
+    """An orientation of a grid as a general graph, and the indices of its gates."""
 
     edge_index: Tensor
     line_edge_index: Tensor
@@ -410,7 +410,7 @@ class Split(NamedTuple):
 
 
 def orientations(grids: GridStates, number: int) -> Iterator[Split]:
-    """The DAGs of the orientations, one by one."""
+    """The DAGs of the orientations, one after the other."""
     states = grids.states
     of_state = grids.source // 2 % number
     of_line = grids.transition // 4 % number
@@ -430,7 +430,7 @@ def orientations(grids: GridStates, number: int) -> Iterator[Split]:
 def split_grid(
     splits: list[Split], batch: Tensor, backend: str, form: str, *x: Tensor
 ) -> Tensor:
-    """`grid_scan` by one `stm_scan` for each orientation."""
+    """`grid_scan` as one `stm_scan` per orientation."""
     query, key, value, source, transition, mark, direct = x
     source, mark = source.flatten(0, 2), mark.flatten(0, 2)
     transition = transition.flatten(0, 3)
@@ -445,7 +445,7 @@ def split_grid(
 
 
 def joined_grid(grids: GridStates, batch: Tensor, *x: Tensor) -> Tensor:
-    """`grid_scan` by one `stm_scan` of the states of all orientations."""
+    """`grid_scan` as one `stm_scan` over the states of all orientations."""
     query, key, value, source, transition, mark, direct = x
     states = grids.states
     return stm_scan(
@@ -462,7 +462,7 @@ def on_grid(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
     x = random_nodes(
         V, (V, number, 2), (V, number, 2, 2), SIZES[graphs.part], dtype, device
     )
-    with torch.no_grad():  # far-reaching, and what leaves is not more than arrives
+    with torch.no_grad():  # long ranges, without growing states
         if graphs.part == "grids":
             x.transition[:, :, 1] = 1 - x.transition[:, :, 0]
         else:
@@ -495,20 +495,20 @@ def on_grid(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
 
 
 class Attention(torch.nn.Module):
-    """Multi-head attention within graphs of as many nodes each."""
+    """Multi-head attention within graphs of equal size."""
 
     def __init__(self) -> None:
         super().__init__()
         self.attention = torch.nn.MultiheadAttention(CHANNELS, HEADS, batch_first=True)
 
     def forward(self, x: Tensor, size: int) -> Tensor:
-        """Of [nodes, channels]."""
+        """Attention for x [nodes, channels]."""
         x = x.view(-1, size, CHANNELS)
         return self.attention(x, x, x, need_weights=False)[0].flatten(0, 1)
 
 
 def layer(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
-    """`kind` is a mode of pLSTM or is Chimera, and how it is computed, or another."""
+    """`kind` names a layer: a mode of pLSTM or chimera, then how to compute it."""
     on_grids = graphs.height > 0
     torch.manual_seed(0)
     module: torch.nn.Module
@@ -561,10 +561,10 @@ class Case(NamedTuple):
 
     parts: tuple[str, ...]
     make: Callable[[Graphs, torch.dtype, str], Step]
-    computes: str | None  #: a result of `EXACT`; or None: something else
+    computes: str | None  #: a key of `EXACT`; None: nothing to compare with
 
 
-#: Float64 results: by a loop over edges, and for many states by other kernels.
+#: Float64 results: by a loop over edges, and for many states by another backend.
 EXACT: dict[str, tuple[Callable[..., Step], Callable[..., Step]]] = {
     "stm": (
         partial(on_dag, "loop"),
@@ -645,12 +645,12 @@ def tiny(part: str) -> Graphs:
 
 
 def pilot(name: str, pickled: bytes, device: str, threads: int) -> Pilot:
-    """Runs once, to be called in a fresh process on the CPU."""
+    """Runs a case once, in a fresh process on the CPU."""
     torch.set_num_threads(threads)
     graphs = pickle.loads(pickled)
     small = tiny(graphs.part)
     CASES[name].make(small, torch.float32, device)()
-    if CASES[name].computes is not None:  # whatever form a larger graph gets
+    if CASES[name].computes is not None:  # larger graphs may use either form
         for form in ("state", "mask"):
             scan = partial(stm_scan, form=form)
             on_dag(scan, tiny("peptides"), torch.float32, device)()
@@ -661,7 +661,7 @@ def pilot(name: str, pickled: bytes, device: str, threads: int) -> Pilot:
 
 
 def workloads(args: Namespace) -> list[Graphs]:
-    """Those of the parts asked for."""
+    """The workloads of the requested parts."""
     found = []
     if not {"peptides", "layers"}.isdisjoint(args.only):
         real = list(peptides(args.root, [2] if args.smoke else [16, 64], args.smoke))
@@ -679,7 +679,7 @@ def workloads(args: Namespace) -> list[Graphs]:
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """Compares, then times, all cases on the workloads asked for."""
+    """Compares, then times, all cases on the requested workloads."""
     chosen = workloads(args)
     errors, first, rounds = compare_and_time(
         chosen, CASES, names, tiny, check, pilot, args
@@ -694,7 +694,7 @@ def measure(args: Namespace) -> dict[str, Any]:
 
 
 def rates(args: Namespace) -> list[dict[str, Any]]:
-    """Line graphs and multitrees a second, of one graph after the other."""
+    """Line graphs and multitrees per second, for one graph after the other."""
     name, graphs = all_peptides(args.root, args.smoke)
     dags = [forward_edges(x.edge_index) for x in graphs[: 20 if args.smoke else 2000]]
     rows = rate(name, [(e, x.num_nodes) for e, x in zip(dags, graphs, strict=False)])
@@ -711,7 +711,7 @@ def rates(args: Namespace) -> list[dict[str, Any]]:
 
 
 def rate(name: str, graphs: list[tuple[Tensor, int]]) -> list[dict[str, Any]]:
-    """How fast structure is found: the best of three times through all graphs."""
+    """How fast structure is computed: the best of three passes over all graphs."""
     show(f"structure: {name}")
     lines = [line_graph(*graph).edge_index for graph in graphs]
     states = [edge_index.size(1) for edge_index, _ in graphs]
@@ -733,7 +733,7 @@ def rate(name: str, graphs: list[tuple[Tensor, int]]) -> list[dict[str, Any]]:
 
 
 def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures that scans are to reach."""
+    """The targets for scans, with measured values."""
     at_most: Figures = {}
     by_stm = {
         row["case"]: row.get("by_auto")

@@ -54,9 +54,9 @@ from pyg_chimera.ops.structure import node_score, node_sequences
 
 CHANNELS, STATES, HEADS = 96, 16, 4
 PERMUTATIONS = 5
-#: Rows up to which the float64 loop of the package is there to compare with.
+#: The most rows for which the package's float64 loop is used for comparison.
 MAX_LOOP = 200
-#: What the other cases of a part are multiples of.
+#: The case of each part to which the others are compared.
 BASES = {
     "scan": "selective_scan",
     "sequences": "selective_scan",
@@ -66,7 +66,7 @@ BASES = {
     "paths": "GPSConv multihead",
     "evaluation": f"{PERMUTATIONS} permutations at once",
 }
-#: Float64 results are those of a backend: for few rows, and for many.
+#: Backends for float64 results: for few rows, and for many.
 EXACT = ("reference", "torch")
 
 
@@ -79,7 +79,7 @@ class Graphs(NamedTuple):
     num_edges: int
     edge_index: Tensor
     batch: Tensor
-    size: int = 0  #: nodes of a graph, where all are alike
+    size: int = 0  #: nodes per graph, if all have the same number
 
 
 def on_peptides(part: str, workload: Workload) -> Graphs:
@@ -94,14 +94,14 @@ def on_peptides(part: str, workload: Workload) -> Graphs:
 
 
 def one_sequence(length: int) -> Graphs:
-    """A sequence without a graph."""
+    """A sequence, without a graph."""
     nothing = torch.empty(2, 0, dtype=torch.long)
     batch = torch.zeros(length, dtype=torch.long)
     return Graphs("sequences", f"sequence of {length:,}", length, 0, nothing, batch)
 
 
 def channels(length: int) -> Graphs:
-    """A sequence as a directed path, too, along which each state is a channel."""
+    """A sequence that is also a directed path, along which each state is a channel."""
     index = torch.stack([torch.arange(length - 1), torch.arange(1, length)])
     return one_sequence(length)._replace(
         part="channels",
@@ -113,7 +113,7 @@ def channels(length: int) -> Graphs:
 
 
 def path(length: int) -> Graphs:
-    """An undirected path, as text is."""
+    """An undirected path, like that of a text."""
     there = torch.stack([torch.arange(length - 1), torch.arange(1, length)])
     edge_index, batch = torch.cat([there, there.flip(0)], 1), torch.zeros(length).long()
     name = f"path of {length:,} nodes"
@@ -121,9 +121,9 @@ def path(length: int) -> Graphs:
 
 
 def of_size(size: int, total: int) -> Graphs:
-    """As many copies of a planar graph as make about `total` nodes, but one at least.
+    """Copies of a planar graph, about `total` nodes in all, but at least one copy.
 
-    The step has as much to do for each size, were it not for attention.
+    Except for attention, a step takes about the same time for each size.
     """
     graph, count = planar(size).edge_index, max(1, total // size)
     first = size * torch.arange(count).repeat_interleave(graph.size(1))
@@ -139,7 +139,7 @@ def of_size(size: int, total: int) -> Graphs:
 
 
 class Rows(NamedTuple):
-    """What a scan gets, in the order of `selective_scan`; all have gradients."""
+    """The inputs of a scan, in the order of `selective_scan`; all get gradients."""
 
     u: Tensor
     delta: Tensor
@@ -152,8 +152,8 @@ class Rows(NamedTuple):
 
 
 def published_loop(batch: Tensor, x: Rows) -> Tensor:
-    """The scan in the form of Mamba's published reference, written anew: decay and
-    input of all steps at once, [sequences, F, steps, N], then one step after the other.
+    """The scan in the form of Mamba's published reference, rewritten: decays and inputs
+    of all steps at once, [sequences, F, steps, N], then a loop over steps.
     """
     delta = F.softplus(x.delta + x.delta_bias)
     padded = [to_dense_batch(y, batch) for y in (x.u, delta, x.B, x.C)]
@@ -171,8 +171,8 @@ def published_loop(batch: Tensor, x: Rows) -> Tensor:
 
 
 def careful_loop(batch: Tensor, x: Rows) -> Tensor:
-    """The same with little memory and a linear backward: steps are unbound once, and
-    nothing of all states is held but what autograd needs.
+    """The same with little memory and a linear backward pass: steps are unbound once,
+    and only what autograd needs is stored of all states.
     """
     delta = F.softplus(x.delta + x.delta_bias)
     padded = [to_dense_batch(y, batch) for y in (x.u * delta, delta, x.B, x.C)]
@@ -204,7 +204,7 @@ def scan(
     device: str,
     backend: str = "auto",
 ) -> Step:
-    """`selective_scan`, or a loop, with step sizes and rates as a new layer has."""
+    """`selective_scan`, or a loop, with the step sizes and rates of a new layer."""
     torch.manual_seed(1)
     V = graphs.num_nodes
     u, delta, z = torch.randn(3, V, CHANNELS)
@@ -222,8 +222,8 @@ def scan(
 
 
 def mamba_by_channels(graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
-    """What `scan` computes, with `channel_scan` for its recurrence: all decays and all
-    inputs of the states are there before, and all states after.
+    """The same as `scan`, with `channel_scan` for its recurrence: decays and inputs of
+    all states are computed before it, and it returns all states.
     """
     made = scan(None, graphs, dtype, device)
     x = Rows(**made.leaves)
@@ -243,8 +243,8 @@ def mamba_by_channels(graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
 def recurrence(
     heads: bool, graphs: Graphs, dtype: torch.dtype, device: str, backend: str = "auto"
 ) -> Step:
-    """The recurrence alone, of a channel for each state of the scan, by `channel_scan`,
-    or by `dag_scan` with a head for each.
+    """The recurrence alone, with a channel for each state of the scan: `channel_scan`,
+    or `dag_scan` with a head for each.
     """
     torch.manual_seed(1)
     V, C = graphs.num_nodes, CHANNELS * STATES
@@ -269,7 +269,7 @@ def recurrence(
 
 
 def module(kind: str, backend: str) -> torch.nn.Module:
-    """A layer by its name; for some also by how it is computed."""
+    """A layer by name, which may include the form."""
     name, *way = kind.split(", ")
     form = way[0] if way else "auto"
     if name.startswith("GPSConv"):
@@ -302,7 +302,7 @@ def layer(
 
 
 class Forward(Step):
-    """Without backward."""
+    """A step without a backward pass."""
 
     def __call__(self) -> Timing:
         """Forward once."""
@@ -323,9 +323,9 @@ def evaluation(
     device: str,
     backend: str = "auto",
 ) -> Step:
-    """The mean of passes, of which each gets as many permutations at once.
+    """The mean of `passes` calls, each with `at_once` permutations.
 
-    Passes of one permutation get those that one pass gets, as scores without ties.
+    Several calls use the same permutations as a single one, as scores without ties.
     """
     torch.manual_seed(0)
     conv = GraphMambaConv(
@@ -358,7 +358,7 @@ class Case(NamedTuple):
 
     parts: tuple[str, ...]
     make: Callable[..., Step]
-    exact: Callable[..., Step] | None  #: takes a backend too; None: something else
+    exact: Callable[..., Step] | None  #: takes a backend too; None: not compared
 
 
 SCAN, LAYERS = partial(scan, None), ("layers", "graphs")
@@ -395,7 +395,7 @@ CASES: dict[str, Case] = {
     ),
     "one permutation": Case(("evaluation",), ONE, ONE),
 }
-#: Code that larger graphs may need, which is loaded before memory is looked at.
+#: Forms that larger graphs may use, loaded before memory is measured.
 WARM_UP = {name: ("state", "mask") for name in ("ChimeraConv", "PLSTMConv")}
 
 
@@ -437,7 +437,7 @@ def tiny(part: str) -> Graphs:
 
 
 def pilot(name: str, pickled: bytes, device: str, threads: int) -> Pilot:
-    """Runs once, to be called in a fresh process on the CPU."""
+    """Runs a case once, in a fresh process on the CPU."""
     torch.set_num_threads(threads)
     graphs = pickle.loads(pickled)
     small = tiny(graphs.part)
@@ -451,7 +451,7 @@ def pilot(name: str, pickled: bytes, device: str, threads: int) -> Pilot:
 
 
 def workloads(args: Namespace) -> list[Graphs]:
-    """Those of the parts asked for."""
+    """The workloads of the requested parts."""
     found = []
     real = [part for part in ("scan", "layers", "evaluation") if part in args.only]
     if real:
@@ -463,13 +463,13 @@ def workloads(args: Namespace) -> list[Graphs]:
         found.append(channels(32 if args.smoke else 4096))
     if "graphs" in args.only:
         found += [of_size(size, args.total) for size in args.nodes]
-    if "paths" in args.only:  # attention takes long on more
+    if "paths" in args.only:  # attention takes too long on longer ones
         found += [path(length) for length in args.lengths if length <= 5000]
     return found
 
 
 def measure(args: Namespace) -> dict[str, Any]:
-    """Compares, then times, all cases on the workloads asked for."""
+    """Compares, then times, all cases on the requested workloads."""
     chosen = workloads(args)
     errors, first, rounds = compare_and_time(
         chosen, CASES, names, tiny, check, pilot, args
@@ -484,7 +484,7 @@ def measure(args: Namespace) -> dict[str, Any]:
 
 
 def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The figures that scan and layer are to reach."""
+    """The targets for scan and layer, with measured values."""
     found = {
         (row["part"], row["nodes_per_graph"], row["case"]): row.get("by_auto")
         for row in results["layers"]
@@ -517,7 +517,7 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
         row = steps.get(length, {"time": None, "memory": None})
         text = f"selective_scan, {length:,} -> {4 * length:,} rows, growth of"
         at_most[f"{text} time"] = 4.5, row["time"]
-        if length > 1024:  # there it is but a few pages
+        if length > 1024:  # below, memory is only a few pages
             at_most[f"{text} memory"] = 4.5, row["memory"]
     errors = [row["worst"] for row in results["errors"]]
     at_most["largest relative error"] = 1e-5, max(errors, default=None)
@@ -525,7 +525,7 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def plot_by_size(rows: list[dict[str, Any]], total: int, args: Namespace) -> None:
-    """Time and memory over the size of graphs."""
+    """Plots time and memory by the size of graphs."""
     part = f"{total:,} nodes in graphs of one size"
     sized = [
         row | {"nodes": row["nodes_per_graph"], "part": part}

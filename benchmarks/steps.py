@@ -1,4 +1,4 @@
-"""What benchmarks repeat: forward and backward of a function, compared and measured."""
+"""The steps that benchmarks repeat: forward and backward, compared and measured."""
 
 import pickle
 import time
@@ -23,12 +23,12 @@ from torch import Tensor
 
 #: Seconds for a fresh process to import, load compiled code and warm up.
 START_UP = 15
-#: Relative errors allowed, of outputs and of all gradients.
+#: The relative errors allowed, for outputs and all gradients.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
 
 
 class Step:
-    """Forward and backward of a function, once for each call.
+    """A forward and a backward pass of a function, once per call.
 
     `leaves` are the tensors that get gradients, by name.
     """
@@ -73,7 +73,7 @@ def compare(
     expected: dict[str, Tensor],
     against: str,
 ) -> dict[str, Any]:
-    """A row of relative errors, or the end of the benchmark if one is too large."""
+    """A row of relative errors; ends the benchmark if one is too large."""
     errors = {key: relative_error(x, expected[key]) for key, x in found.items()}
     for key, error in errors.items():
         tolerance = TOLERANCE[found[key].dtype]
@@ -98,13 +98,13 @@ class Pilot(NamedTuple):
     """A first run of a case on a workload."""
 
     seconds: float = 0.0
-    memory: int | None = None  #: peak, above what was held before, in bytes
-    problem: str | None = None  #: why there was no such run
+    memory: int | None = None  #: peak in bytes, above what was allocated before
+    problem: str | None = None  #: why there was no first run
 
 
 def first_run(step: Step) -> Pilot:
-    """Runs a step for the first time, and looks at memory. On a CPU, memory that other
-    steps have freed counts too: call it in a fresh process there.
+    """Runs a step for the first time, and measures memory. On a CPU, this includes
+    memory that other steps have freed, so call it in a fresh process.
     """
     if step.grad.is_cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -119,7 +119,7 @@ def first_run(step: Step) -> Pilot:
 def attempt(
     function: Callable[..., Pilot], job: tuple, device: str, limit: float
 ) -> Pilot:
-    """The pilot that a function makes, on a CPU in a fresh process, or why not."""
+    """The pilot that a function returns, on a CPU in a fresh process, or why not."""
     try:
         if device == "cuda":
             result = function(*job)
@@ -145,7 +145,7 @@ class Sized(Protocol):
     num_edges: int
 
 
-#: First runs, and repetitions of those that were fine, by workload and case.
+#: First runs, and repetitions of those that succeeded, by workload and case.
 Pilots = dict[tuple[str, str], Pilot]
 Repetitions = dict[tuple[str, str], Rounds]
 
@@ -157,7 +157,7 @@ def pilots(
     unable: Callable[[Any, str, str], str | None],
     args: Namespace,
 ) -> Pilots:
-    """Every case on every workload, on larger ones only if smaller ones were fine.
+    """Runs all cases on all workloads; on larger ones only if smaller ones succeeded.
 
     `function` makes the pilot of a case on a pickled workload, on a device, with a
     number of threads; `unable` says why there can't be one.
@@ -190,11 +190,11 @@ def compare_and_time(
 ) -> tuple[list[dict[str, Any]], Pilots, Repetitions]:
     """Compares all cases on all workloads, then times those that agree.
 
-    `names` are the cases of a workload, `tiny` is one for a part that all of them are
-    compared on first, `check` compares and `pilot` runs once in a fresh process.
+    `names` returns the cases of a workload, and `tiny` a small workload of a part, on
+    which all cases are compared first; `check` compares, and `pilot` runs a case once.
 
     Returns:
-        The rows of errors, what the pilots found, and the repetitions.
+        The rows of errors, the pilots, and the repetitions.
     """
     parts = dict.fromkeys(x.part for x in workloads)
     errors = [row for p in parts for row in check(tiny(p), names(tiny(p)), args.device)]
@@ -226,7 +226,7 @@ def time_rows(
     first: Pilots,
     rounds: Repetitions,
 ) -> list[dict[str, Any]]:
-    """What each case took on a workload, also as multiples of the case `base`."""
+    """The times of all cases on a workload, also relative to the case `base`."""
     rows = []
     auto = rounds.get((workload.name, base))
     for name in names:
@@ -244,7 +244,7 @@ def time_rows(
 def growth_rows(
     workloads: Iterable[Sized], names: Iterable[str], first: Pilots, rounds: Repetitions
 ) -> list[dict[str, Any]]:
-    """How time and memory grow where a workload has four times another one's nodes."""
+    """The growth of time and memory between workloads, with four times the nodes."""
     growth = []
     sizes = {(x.part, x.num_nodes): x.name for x in workloads}
     for (part, nodes), small in sizes.items():

@@ -1,4 +1,4 @@
-"""How benchmarks measure: interleaved repetitions, and memory in fresh processes."""
+"""Measurements: interleaved repetitions, and memory in fresh processes."""
 
 import gc
 import json
@@ -30,7 +30,7 @@ class Timing(NamedTuple):
     total: float  #: forward and backward
 
 
-#: The repetitions of a case by round: None where it had used up its time.
+#: The repetitions of a case by round: None where its time was used up.
 Rounds = list[Timing | None]
 
 
@@ -39,9 +39,9 @@ def interleave(
 ) -> dict[Hashable, Rounds]:
     """Times all steps in turn, round after round: A B C A B C ...
 
-    What disturbs a round disturbs all of its steps, so that ratios within a round hold
-    where absolute times don't. A step is warmed up, and repeated until it has taken
-    `budget` seconds, but at least once; one too slow for that is not warmed up.
+    Disturbances of a round affect all of its steps, so that ratios within rounds hold
+    even if absolute times don't. A step is warmed up, and repeated until it has taken
+    `budget` seconds, but at least once; if it is too slow, there is no warm-up.
     """
     rounds: dict[Hashable, Rounds] = {key: [] for key in steps}
     spent = dict.fromkeys(steps, 0.0)
@@ -65,7 +65,7 @@ def interleave(
 
 
 def summary(rounds: Rounds) -> dict[str, Any]:
-    """Medians, minima and all repetitions."""
+    """The median, the minimum and all repetitions."""
     timings = [timing for timing in rounds if timing is not None]
     columns = zip(Timing._fields, zip(*timings, strict=True), strict=True)
     return {
@@ -75,12 +75,12 @@ def summary(rounds: Rounds) -> dict[str, Any]:
 
 
 def ratio(rounds: Rounds, others: Rounds) -> float | None:
-    """How much longer forward and backward take: the median of the rounds' ratios."""
+    """How much longer a step takes than another: the median of the ratios by round."""
     pairs = zip(rounds, others, strict=True)
     ratios = [a.total / b.total for a, b in pairs if a is not None and b is not None]
     if ratios:
         return median(ratios)
-    # A slow step may have run in a round of its own.
+    # Slow steps may not have run in the same rounds.
     both = [[x.total for x in y if x is not None] for y in (rounds, others)]
     return median(both[0]) / median(both[1]) if all(both) else None
 
@@ -89,7 +89,7 @@ def ratio(rounds: Rounds, others: Rounds) -> float | None:
 
 
 def reset_peak_memory() -> int | None:
-    """Starts to look for the peak of resident memory; the bytes held now."""
+    """Resets the peak of resident memory; returns the bytes that are resident now."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:  # not Linux, or not allowed
@@ -98,7 +98,7 @@ def reset_peak_memory() -> int | None:
 
 
 def peak_memory() -> int:
-    """The most bytes that were resident since `reset_peak_memory`."""
+    """The most bytes that have been resident since `reset_peak_memory`."""
     return _status("VmHWM")
 
 
@@ -119,7 +119,7 @@ def _available() -> int | None:
 
 
 class UnfinishedError(RuntimeError):
-    """A function did not get to its end in another process."""
+    """Raised if a function did not complete in another process."""
 
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -127,14 +127,14 @@ _CONTEXT.set_forkserver_preload(["preload"])
 
 
 def _start_server() -> None:
-    """Starts the server of forks, unless it runs, where it finds `preload`."""
+    """Starts the fork server, unless it runs, such that it can import `preload`."""
     path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, path))):
         forkserver.ensure_running()
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any, limit: float) -> Any:
-    """Calls a function in a process of its own, which gets `limit` seconds.
+    """Calls a function in a fresh process, with a time limit in seconds.
 
     Raises:
         TimeoutError: If it takes longer.
@@ -164,7 +164,7 @@ def in_fresh_process(function: Callable[..., Any], *args: Any, limit: float) -> 
 
 def _answer(sender: Connection, function: Callable[..., Any], args: tuple) -> None:
     available = _available()
-    if available is not None:  # better an error here than a machine out of memory
+    if available is not None:  # rather fail here than run the machine out of memory
         limit = _status("VmSize") + int(0.8 * available)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
@@ -179,7 +179,7 @@ def _answer(sender: Connection, function: Callable[..., Any], args: tuple) -> No
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and software on which figures were measured."""
     names = ("torch", "torch_geometric", "numba", "numpy", "scipy", "pyg_chimera")
     cpu = platform.processor()
     try:
@@ -204,7 +204,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def show(text: str) -> None:
-    """What is being done right now, where somebody may look."""
+    """Shows the current activity, if on a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -222,7 +222,7 @@ def table(rows: Iterable[Iterable[str]]) -> str:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file that is whole whenever somebody looks."""
+    """Writes a file atomically, so that it is never seen in part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")

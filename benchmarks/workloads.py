@@ -18,14 +18,14 @@ from pyg_chimera.ops.structure import diameter
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED = Path(os.environ.get("PYG_CHIMERA_SHARED", REPOSITORY.parent / "shared"))
-#: Where the raw file of Peptides-func is looked for.
+#: Where the raw file of Peptides-func is expected.
 PEPTIDES = SHARED / "data" / "peptides-functional"
-#: Where the heterophilous graphs are looked for, as their authors publish them.
+#: Where the heterophilous graphs are expected, as their authors publish them.
 HETEROPHILOUS = SHARED / "data" / "heterophilous"
 #: Where processed and generated graphs are kept.
 DATA = REPOSITORY / "data"
 
-#: Nodes of a graph up to which dense float64 matrices are there to compare with.
+#: The most nodes of a graph for which dense float64 matrices are used for comparison.
 MAX_DENSE = 2048
 
 
@@ -42,7 +42,7 @@ class Workload:
         self.num_nodes = self.batch.numel()
         self.num_edges = self.edge_index.size(1)
         self.largest = int(self.batch.bincount().max())  #: nodes of the largest graph
-        self.num_terms = -1  #: the diameter, for finite sums, where those are compared
+        self.num_terms = -1  #: the diameter, for finite sums; -1 if not compared
         if self.largest <= MAX_DENSE:
             hops = diameter(self.edge_index, self.num_nodes, self.batch)
             self.num_terms = int(torch.as_tensor(hops).max())
@@ -71,7 +71,7 @@ def planar(*sizes: int) -> Workload:
 
 
 def filling(smoke: bool) -> Iterator[Workload]:
-    """Graphs whose factors fill up: a random one, and heterophilous ones if there."""
+    """Graphs whose factors fill up: a random one, and heterophilous ones if present."""
     size = 100 if smoke else 5000
     generator = torch.Generator().manual_seed(0)
     edges = torch.randint(size, (2, 4 * size), generator=generator)
@@ -87,7 +87,7 @@ def filling(smoke: bool) -> Iterator[Workload]:
 
 
 def peptides(root: Path, sizes: list[int], smoke: bool) -> Iterator[Workload]:
-    """Batches of the first real peptides below a root, or of generated ones."""
+    """Batches of the first real peptides in a folder, or of generated ones."""
     path = root / "raw" / "peptide_multi_class_dataset.csv.gz"
     if path.is_file() and not smoke:
         from ogb.utils import smiles2graph
@@ -106,7 +106,7 @@ def peptides(root: Path, sizes: list[int], smoke: bool) -> Iterator[Workload]:
 
 
 def all_peptides(root: Path, smoke: bool) -> tuple[str, list[Data]]:
-    """The whole of Peptides-func, or some generated peptides."""
+    """All graphs of Peptides-func, or some generated peptides."""
     from pyg_chimera.datasets import PeptidesFunctional
 
     if smoke or not PeptidesFunctional.holds_raw_files(str(root)):
@@ -121,7 +121,7 @@ def all_peptides(root: Path, smoke: bool) -> tuple[str, list[Data]]:
 
 
 def generated(count: int, smoke: bool) -> list[Data]:
-    """The training graphs, 70%, of so many generated peptides."""
+    """The training graphs (70%) of `count` generated peptides."""
     from pyg_chimera.datasets import GeneratedPeptides
 
     preset = "small" if smoke else "full"
