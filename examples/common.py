@@ -1,14 +1,14 @@
-"""What the examples share: the command line, training with Lightning, results.
+"""Shared by all examples: the command line, training with Lightning, results.
 
 A run is a folder::
 
     results.json   configuration, command, versions, all epochs, the test of the best
     curves.png     losses and the metric
-    last.ckpt      after the last finished epoch: where ``--resume`` goes on
+    last.ckpt      after the last finished epoch: where ``--resume`` continues
     best.ckpt      after the epoch that was best on validation graphs
 
 An epoch is a function of the weights, the seed and its number alone. So a run that was
-stopped and resumed ends as one that was not, on a CPU bit for bit.
+stopped and resumed ends like one that was not, on a CPU bit for bit.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ from torch_geometric.loader import DataLoader
 from torchmetrics import MeanMetric, Metric
 from tqdm import tqdm
 
-#: This process among those that `torchrun` started, if it did.
+#: The rank of this process among those that `torchrun` started, and their number.
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 RESULTS, CURVES, LAST, BEST = "results.json", "curves.png", "last.ckpt", "best.ckpt"
 PACKAGES = (
@@ -63,7 +63,7 @@ PACKAGES = (
     *("numba", "numpy", "scikit-learn", "ogb", "rdkit"),
 )
 
-# Lightning's remarks on how it is used: the examples print what matters.
+# Lightning's remarks on its usage: the examples print what matters.
 logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
 for remark in ("does not have many workers", "LeafSpec", "`broadcast_buffers`"):
     warnings.filterwarnings("ignore", f".*{remark}")
@@ -73,7 +73,7 @@ for remark in ("does not have many workers", "LeafSpec", "`broadcast_buffers`"):
 
 
 def number(kind: Callable[[str], Any], least: float, words: str) -> Callable:
-    """The type of an argument that is a number, and not less than the least one."""
+    """The type of a numeric argument, with a lower bound."""
 
     def convert(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -99,9 +99,9 @@ def folder(text: str) -> Path:
 def make_parser(
     doc: str | None, presets: Iterable[str], root: str, processed: bool = False
 ) -> ArgumentParser:
-    """A parser with the arguments that all examples have; without a root, no files.
+    """A parser with the arguments of all examples; without a root, none for files.
 
-    Files may be processed elsewhere, by data sets of PyG.
+    With `processed`, the processed files of PyG's data sets may be in another folder.
     """
     style = RawDescriptionHelpFormatter
     parser = ArgumentParser(description=doc, formatter_class=style)
@@ -141,7 +141,7 @@ def parse(
     argv: list[str] | None,
     recipe: Callable[[Namespace], Mapping[str, Any]],
 ) -> Namespace:
-    """What the command line says and, where it is silent, the recipe for it."""
+    """The command line, with the recipe's values for what it does not set."""
     parser.set_defaults(**recipe(parser.parse_args(argv)))
     args = parser.parse_args(argv)
     if args.batch_size % WORLD:
@@ -154,13 +154,13 @@ def parse(
 
 
 def _relative(word: str) -> str:
-    """A word of a command, without an absolute path."""
+    """A word of a command, with a relative instead of an absolute path."""
     option, sign, path = word.rpartition("=")
     return f"{option}{sign}{os.path.relpath(path)}" if os.path.isabs(path) else word
 
 
 def refuse(message: object) -> NoReturn:
-    """Ends the program with one line, as ``ArgumentParser`` does."""
+    """Ends the program with a single line, in the style of ``ArgumentParser``."""
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -169,7 +169,7 @@ def main(run: Callable[[Namespace], Mapping[str, Any]], args: Namespace) -> int:
     """Runs an example and returns the exit code of the program."""
     try:
         stopped_by = run(args)["stopped_by"]
-    except KeyboardInterrupt:  # while there was nothing to save
+    except KeyboardInterrupt:  # when there was nothing to save
         print("Interrupted before or after training", file=sys.stderr)
         stopped_by = "SIGINT"
     except (OSError, FloatingPointError) as error:
@@ -181,17 +181,17 @@ def main(run: Callable[[Namespace], Mapping[str, Any]], args: Namespace) -> int:
 
 
 def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes JSON that appears as a whole or not at all."""
+    """Writes JSON atomically."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(data, indent=2) + "\n")
     os.replace(part, path)
 
 
 def open_run(args: Namespace) -> dict[str, Any]:
-    """Sees to it that a run can be written, before there is any work to lose.
+    """Checks that a run can be written, before there is any work to lose.
 
     Returns:
-        What to write, with what was written before if the run is resumed.
+        The results to write, including those so far if the run is resumed.
     """
     free = ("out", "root", "processed_root", "num_workers", "device", "command")
     free += ("time_limit", "resume", "overwrite")
@@ -254,8 +254,8 @@ def count_parameters(model: Module) -> int:
 
 
 def match_size(build: Callable[[int], Module], target: int, widths: range) -> int:
-    """The width, of those in a range, at which a model has the most similar number of
-    parameters to a target. Models grow with their width.
+    """The width in a range for which a model's number of parameters is closest to a
+    target. Models grow with their width.
     """
 
     def size(width: int) -> int:
@@ -266,9 +266,9 @@ def match_size(build: Callable[[int], Module], target: int, widths: range) -> in
 
 
 class Task(NamedTuple):
-    """What a model's output means: a loss, which is a mean over the batch; metrics by
-    name, of which the first chooses the best epoch; and the arguments of their
-    ``update``. ``mode`` says whether more (``"max"``) or less is better.
+    """How to interpret a model's output: the loss, a mean over the batch; metrics by
+    name, the first of which selects the best epoch; and the arguments of their
+    ``update``. ``mode`` is ``"max"`` if more is better, otherwise ``"min"``.
     """
 
     loss: Callable[[Tensor, Batch], Tensor]
@@ -280,9 +280,9 @@ class Task(NamedTuple):
 class Run(LightningModule):
     """A model with its data and its task, and the record of its training.
 
-    As ``GraphModel``, the model has a method ``inputs`` that turns a batch into the
-    arguments of ``forward``. ``load`` makes the data sets ``train``, ``val``, and those
-    to test on, in this order. Without a title, nothing is printed.
+    Like ``GraphModel``, the model has a method ``inputs`` that turns a batch into the
+    arguments of ``forward``. ``load`` returns the data sets ``train``, ``val``, and
+    those to test on, in this order. Without a title, nothing is printed.
     """
 
     test_name = "test"
@@ -307,8 +307,8 @@ class Run(LightningModule):
         self.interrupted = False
 
     def interrupt(self, *_: object) -> NoReturn:
-        """Answers Ctrl-C, and remembers it: Python drops what is raised in destructors,
-        and that of a loader, which waits for its workers, takes its time.
+        """Handles Ctrl-C, and records it: Python drops exceptions in destructors, and the
+        destructor of a loader, which waits for its workers, takes a while.
         """
         self.interrupted = True
         raise KeyboardInterrupt
@@ -318,17 +318,17 @@ class Run(LightningModule):
             raise KeyboardInterrupt
 
     def prepare_data(self) -> None:
-        self.load()  # on one process, while the others wait for what it stores
+        self.load()  # in one process, while the others wait for the files it writes
 
     def setup(self, stage: str) -> None:
         self.datasets = self.load()
 
     def loader(self, name: str) -> DataLoader:
         dataset, sampler = self.datasets[name], None
-        if name == "train":  # shuffled by seed and epoch, which Lightning tells it
+        if name == "train":  # shuffled by seed and epoch, which Lightning sets
             seed = 1000 * self.args.seed
             sampler = DistributedSampler(dataset, WORLD, RANK, seed=seed)
-        elif WORLD > 1:  # no graph counts twice
+        elif WORLD > 1:  # each graph counts once
             dataset = Subset(dataset, range(RANK, len(dataset), WORLD))
         return DataLoader(
             dataset,
@@ -412,7 +412,7 @@ class Run(LightningModule):
         seed_everything(int(state.generate_state(1)[0]))
 
     def on_validation_start(self) -> None:
-        if WORLD > 1:  # with the running statistics of the first process, as stored
+        if WORLD > 1:  # use the running statistics of the first process, as stored
             for buffer in self.model.buffers():
                 torch.distributed.broadcast(buffer, 0)
 
@@ -422,7 +422,7 @@ class Run(LightningModule):
         row["lr"] = self.trainer.optimizers[0].param_groups[0]["lr"]
         row["seconds"] = round(time.monotonic() - self.begin, 2)
         self.history.append(row)
-        # Not by ModelCheckpoint, which forgets what was best if the folder is moved.
+        # Not with ModelCheckpoint, which loses the best score if the folder is moved.
         for name in (BEST, LAST) if self.best is row else (LAST,):
             self.save(name)
         self.record()
@@ -465,10 +465,10 @@ class Run(LightningModule):
 def epochs_within(
     minutes: float, model: Module, task: Task, args: Namespace, data: dict[str, Any]
 ) -> int:
-    """How many epochs take so long, by the time of some steps of a copy and of their
-    evaluation.
+    """How many epochs fit into some minutes, estimated by timing a few training and
+    evaluation steps of a copy.
 
-    On the CPU it is the processors' time, which others who use them do not change.
+    On the CPU, processor time is measured, which other processes do not affect.
     """
     on_cpu = torch.device(args.device).type == "cpu"
     clock = time.process_time if on_cpu else time.monotonic
@@ -500,14 +500,14 @@ def epochs_within(
 
 
 def planned_epochs(args: Namespace, plan: Callable[[], int]) -> int:
-    """As many as asked for, or as planned when the run began, or planned now."""
+    """The requested epochs, those planned when the run began, or those planned now."""
     if args.resume:
         return json.loads((args.out / RESULTS).read_text())["config"]["epochs"]
     return plan() if args.epochs is None else args.epochs
 
 
 class TimeLimit(Timer):
-    """A timer that does not count the time before a run was resumed."""
+    """A timer that ignores the time before a run was resumed."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         pass
@@ -520,9 +520,10 @@ def fit(
     load: Callable[[], dict[str, Any]],
     title: str | None = None,
 ) -> dict[str, Any]:
-    """Trains a model, or what is left of it, and tests it as it was at its best.
+    """Trains a model, or resumes its training, and tests it with its best weights.
 
-    See :class:`Run`. Returns what is in ``results.json``, with ``best`` if finished.
+    See :class:`Run`. Returns the contents of ``results.json``, with ``best`` if
+    finished.
     """
     results = open_run(args)
     if "best" in results:
@@ -536,7 +537,7 @@ def fit(
     if sys.stdout.isatty():
         callbacks.append(TQDMProgressBar(leave=False))
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    # The last layer's edge features, for one, do not reach a graph head.
+    # For example, the edge features of the last layer do not reach a graph head.
     ddp = DDPStrategy(find_unused_parameters=True, broadcast_buffers=False)
     trainer = Trainer(
         accelerator=args.device,
@@ -555,7 +556,7 @@ def fit(
         enable_progress_bar=sys.stdout.isatty(),
     )
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:  # as it is in the background of a shell
+    if before is not signal.SIG_IGN:  # which a shell sets for background processes
         signal.signal(signal.SIGINT, run.interrupt)
     try:
         resumed = last if args.resume and last.exists() else None
@@ -570,7 +571,7 @@ def fit(
                 found = found | test
             results["best"] = found
             run.say("Best: " + "  ".join(f"{k} {v:.4g}" for k, v in found.items()))
-    except SystemExit:  # Lightning's answer to a signal
+    except SystemExit:  # raised by Lightning upon a signal
         results["stopped_by"] = "SIGTERM" if trainer.received_sigterm else "SIGINT"
         if last.exists():
             run.history = torch.load(last, weights_only=True)["history"]
@@ -589,7 +590,7 @@ def fit(
 
 
 def load_best(args: Namespace, model: Module) -> None:
-    """Gives a model of a finished run the weights of its best epoch."""
+    """Loads the weights of a finished run's best epoch into a model."""
     state = torch.load(args.out / BEST, weights_only=True)["state_dict"]
     model.load_state_dict({k.removeprefix("model."): v for k, v in state.items()})
 
@@ -597,8 +598,8 @@ def load_best(args: Namespace, model: Module) -> None:
 def summarize(
     runs: Mapping[str, Mapping[str, Any]], metric: str, unit: str
 ) -> dict[str, dict[str, Any]]:
-    """A row for each model, of the results of its finished runs, ``model/...``: means
-    and standard deviations (``ddof=0``) of a metric, over so many of a unit.
+    """A row for each model, from the results of its finished runs, ``model/...``: means
+    and standard deviations (``ddof=0``) of a metric, and how many runs (``unit``).
     """
     rows: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(run.partition("/")[0] for run in runs):
@@ -620,10 +621,10 @@ def fit_all(
 ) -> dict[str, Any]:
     """Trains models one after the other, and compares them in a table.
 
-    ``runs`` gives the names of their folders, and in what they differ from the command
-    line, which may depend on those before; ``train`` trains one by :func:`fit`, and
-    ``tabulate`` makes rows of the table, by name, of the finished runs' results.
-    Returns what is in ``results.json``.
+    ``runs`` yields the names of their folders, and the arguments that differ from the
+    command line, which may depend on earlier runs; ``train`` trains one with
+    :func:`fit`, and ``tabulate`` turns the results of finished runs into the rows of
+    the table, by name. Returns the contents of ``results.json``.
     """
     results = open_run(args) | {"rows": {}}
     finished: dict[str, dict[str, Any]] = {}

@@ -30,14 +30,14 @@ MOLECULE = {"in_channels": ATOM_FEATURE_SIZES, "edge_dim": BOND_FEATURE_SIZES}
 SUPERPIXEL = {"in_channels": 14, "edge_dim": 2, "head": "node"}
 PIXEL = {"edge_dim": 1, "out_channels": 10, "head": "graph"}
 BARE = {"edge_dim": (1,)}  # edges have no features: all are of one category
-#: What a model must know about each data set.
+#: The arguments of a model for each data set.
 LRGB: dict[str, dict[str, Any]] = {
     "generated": {**MOLECULE, "out_channels": 6, "head": "graph"},
     "peptides-func": {**MOLECULE, "out_channels": 10, "head": "graph"},
     "peptides-struct": {**MOLECULE, "out_channels": 11, "head": "graph"},
     "pascalvoc-sp": {**SUPERPIXEL, "out_channels": 21},
     "coco-sp": {**SUPERPIXEL, "out_channels": 81},
-    # Embeddings of nodes, as wide as the model, whose inner products score pairs.
+    # Node embeddings as wide as the model, whose inner products score pairs.
     "pcqm-contact": {**MOLECULE, "out_channels": None, "head": "node"},
 }
 DATASETS = LRGB | {
@@ -54,16 +54,16 @@ DATASETS = LRGB | {
 
 
 def weighted_cross_entropy(out: Tensor, batch: Batch) -> Tensor:
-    """The benchmarks' loss: classes weigh as much as the batch is of others."""
+    """The benchmarks' loss: a class is weighted by the share of the other classes."""
     counts = torch.bincount(batch.y, minlength=out.size(1))
     weight = (batch.y.numel() - counts) / batch.y.numel() * (counts > 0)
-    if not weight.any():  # there is but one class
+    if not weight.any():  # there is only one class
         weight = torch.ones_like(weight)
     return F.cross_entropy(out, batch.y, weight=weight.to(out.dtype))
 
 
 def multi_label_loss(out: Tensor, batch: Batch) -> Tensor:
-    """Binary cross-entropy of the labels that are known."""
+    """Binary cross-entropy of the known labels."""
     known = ~batch.y.isnan()
     return F.binary_cross_entropy_with_logits(out[known], batch.y[known])
 
@@ -119,7 +119,7 @@ def mean_ranks(out: Tensor, batch: Batch) -> dict[str, Tensor]:
     """
     u, v = batch.edge_label_index[:, batch.edge_label.view(-1) == 1]
     graph = batch.batch[u]
-    # All candidates of all contacts side by side: (contact, candidate) pairs.
+    # All pairs (contact, candidate), concatenated.
     counts = batch.ptr.diff()[graph]
     contact = torch.repeat_interleave(counts)
     first = counts.cumsum(0) - counts - batch.ptr[graph]
@@ -188,7 +188,7 @@ def get_task(name: str) -> Task:
 
 
 class Standardize(BaseTransform):
-    """Gives every feature of nodes and edges the training set's mean 0 and std 1."""
+    """Scales features of nodes and edges to mean 0 and std 1 on the training set."""
 
     def __init__(self, train: LRGBDataset) -> None:
         self.stats = {
@@ -203,7 +203,7 @@ class Standardize(BaseTransform):
 
 
 class AppendPosition(BaseTransform):
-    """Appends where pixels lie in the image to their colours."""
+    """Appends the positions of pixels to their colours."""
 
     def forward(self, data: Data) -> Data:
         data.x = torch.cat([data.x, data.pos], dim=1).float()
@@ -234,7 +234,7 @@ class Progress(BaseTransform):
 
 
 class Stored:
-    """A data set whose processed files are in a folder of their own."""
+    """A data set with its own folder for processed files."""
 
     def __init__(self, *args: Any, folder: Path, **kwargs: Any) -> None:
         try:
@@ -265,7 +265,7 @@ class _MalNetTiny(Stored, MalNetTiny): ...
 
 
 def choose_dataset(parser: ArgumentParser, args: Namespace) -> str:
-    """The data set that is asked for, or else what ``--root`` holds."""
+    """The requested data set, or the one that ``--root`` holds."""
     if args.dataset is not None:
         return args.dataset
     if PeptidesFunctional.holds_raw_files(args.root):
@@ -278,12 +278,12 @@ def choose_dataset(parser: ArgumentParser, args: Namespace) -> str:
 def get_datasets(
     args: Namespace, transforms: Mapping[str, BaseTransform]
 ) -> dict[str, Any]:
-    """The three splits, made or downloaded when needed.
+    """The three splits, generated or downloaded if necessary.
 
     Args:
         args: The command line.
-        transforms: What is computed once for each graph, and stored. Their names, and
-            what is in them, tell one folder of processed files from the others.
+        transforms: Transforms to apply once, before graphs are stored. Their names
+            become part of the name of the folder of processed files.
     """
     name, root, smoke = args.dataset, str(args.root), args.preset == "smoke"
     steps, place = [*transforms.values()], name
@@ -304,7 +304,7 @@ def get_datasets(
         steps.insert(0, AppendPosition())
     if name == "malnet-tiny":
         steps.insert(0, LocalDegreeProfile())
-    if name not in LRGB:  # whose classes show progress themselves
+    if name not in LRGB:  # the classes of these show progress themselves
         steps.append(Progress())
     folder = (args.processed_root or args.root) / place
     folder = folder / "-".join(["processed", *transforms])

@@ -50,23 +50,23 @@ VARIANTS = {
     "eigenvector": ("nodes", "eigenvector centrality"),
     "degree": ("nodes", "degree"),
 }
-#: Orders whose scores take an algorithm, and are stored.
+#: Orders whose scores take long to compute, and are stored.
 STORED = ("bfs", "closeness", "cluster", "eigenvector", "pagerank")
 #: Tables 6 and 7 of the paper. What they leave open (heads, encoders, warm-up, dropout)
-#: is as in the released configurations, where 0 frequencies are no Laplacian encoding.
+#: is as in the released configurations; with 0 frequencies, there is no encoding.
 COLUMNS = (
     *("num_layers", "channels", "batch_size", "lr", "weight_decay", "epochs"),
     *("num_bins", "head_layers", "warmup_epochs", "dropout"),
     *("frequencies", "encoding_channels"),
 )
 PAPER = {
-    # Table 6 says 4 layers, but its number of parameters is that of 3: the released
-    # configuration names no number, and 3 is the default then.
+    # Table 6 says 4 layers, but its number of parameters matches 3, the default, which
+    # applies as the released configuration does not set a number.
     "peptides-func": (3, 96, 128, 1e-3, 1e-2, 200, 1, 1, 10, 0.0, 10, 16),
     "peptides-struct": (4, 96, 128, 1e-3, 1e-2, 200, 1, 1, 10, 0.0, 10, 16),
     "pascalvoc-sp": (4, 96, 32, 1.5e-3, 1e-3, 300, 2, 3, 10, 0.0, 10, 16),
     "coco-sp": (4, 96, 32, 1.5e-3, 1e-3, 300, 2, 3, 10, 0.0, 10, 16),
-    # Table 6 says LapPE; without it the parameters are as many as it says.
+    # Table 6 says LapPE, but its number of parameters matches a model without it.
     "malnet-tiny": (5, 64, 16, 1.5e-3, 1e-5, 150, 3, 3, 10, 0.0, 0, 16),
     "cifar10": (3, 52, 16, 5e-3, 1e-2, 100, 1, 2, 5, 0.0, 8, 8),
     "mnist": (3, 52, 16, 5e-3, 1e-2, 100, 1, 3, 5, 0.0, 8, 8),
@@ -75,8 +75,8 @@ PAPER = {
     "pcqm-contact": (4, 96, 128, 2e-3, 1e-2, 100, 1, 1, 10, 0.0, 10, 16),
 }
 PAPER["generated"] = PAPER["peptides-func"]
-#: ``paper`` is what the paper's tables say for each data set; ``demo`` learns within
-#: three minutes on two cores, ``smoke`` only runs.
+#: ``paper`` follows the paper's tables for each data set; ``demo`` learns within three
+#: minutes on two cores, ``smoke`` only runs.
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "demo": dict(
@@ -91,7 +91,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def get_recipe(preset: str, dataset: str) -> dict[str, Any]:
-    """What a preset is for a data set."""
+    """The settings of a preset for a data set."""
     table = dict(zip(COLUMNS, PAPER[dataset], strict=True))
     shared = {"optimizer": "AdamW", "state_channels": 16, "order": "degree"}
     return shared | table | PRESETS[preset]
@@ -131,7 +131,7 @@ def get_transforms(args: Namespace) -> dict[str, BaseTransform]:
     """Laplacian encodings, and the scores of nodes if they are stored."""
     transforms: dict[str, BaseTransform] = {}
     if args.frequencies > 0:
-        # Some nearest-neighbour graphs are directed: directions are ignored.
+        # Some nearest-neighbour graphs are directed: ignore directions.
         transforms[f"laplacian{args.frequencies}"] = LaplacianEncoding(
             args.frequencies, is_undirected=False, normalization=None
         )
@@ -142,7 +142,7 @@ def get_transforms(args: Namespace) -> dict[str, BaseTransform]:
 
 
 def build_model(args: Namespace) -> GraphModel:
-    """Layers of GatedGCN beside Graph-Mamba, batch norms, and networks."""
+    """GatedGCN next to Graph-Mamba in each layer, with batch norms and an MLP head."""
     channels, facts = args.channels, dict(DATASETS[args.dataset])
     facts["out_channels"] = facts["out_channels"] or channels
 
@@ -168,7 +168,7 @@ def build_model(args: Namespace) -> GraphModel:
         encodings=encodings,
         **facts,
     )
-    if is_malnet:  # whose degrees are of any magnitude
+    if is_malnet:  # its degrees differ by orders of magnitude
         model.node_encoder = Sequential(
             Linear(facts["in_channels"], channels),
             BatchNorm1d(channels),
@@ -180,7 +180,7 @@ def build_model(args: Namespace) -> GraphModel:
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """Trains as told on the command line and returns the results."""
+    """Trains according to the command line and returns the results."""
 
     def train(args: Namespace) -> dict[str, Any]:
         seed_everything(args.seed)

@@ -56,7 +56,7 @@ from tqdm import tqdm
 from pyg_chimera.nn import ImageClassifier
 from pyg_chimera.transforms import ImageToGraph
 
-#: By name: the mixer, what it is told, and how patches lie.
+#: By name: the mixer, its arguments, and the layout of patches.
 ARMS: dict[str, dict[str, Any]] = {
     "grid": {"mixer": "chimera", "share": "none"},
     "all": {"mixer": "chimera", "share": "all"},
@@ -122,7 +122,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
 
 def load_images(args: Namespace) -> dict[str, tuple[Any, np.ndarray]]:
-    """Images and labels to train and to test on, in random order."""
+    """Images and labels for training and for tests, in random order."""
     if args.dataset == "digits":
         images, labels = load_digits(return_X_y=True)
         images = images.reshape(-1, 8, 8).astype(np.float32) / 16
@@ -145,7 +145,7 @@ def load_images(args: Namespace) -> dict[str, tuple[Any, np.ndarray]]:
 
 
 def get_graphs(args: Namespace) -> dict[str, list[Data]]:
-    """Graphs of all parts. A sixth of what is there to train on is for validation."""
+    """Graphs of all parts. A sixth of the training images is for validation."""
     images = load_images(args)
     total = min(args.num_train + args.num_train // 5, len(images["train"][1]))
     parts = {
@@ -176,11 +176,11 @@ def get_graphs(args: Namespace) -> dict[str, list[Data]]:
 
 
 def lay(graph: Data, patches: str) -> Data:
-    """A graph whose patches lie in a row, one behind the other, or anywhere."""
+    """A graph with patches in a single row, or shuffled."""
     graph = graph.clone()
     if patches == "flat":
         graph.height, graph.width = 1, graph.num_nodes
-    if patches == "shuffled":  # in all images alike
+    if patches == "shuffled":  # in the same way in all images
         generator = torch.Generator().manual_seed(0)
         graph.x = graph.x[torch.randperm(graph.num_nodes, generator=generator)]
     return graph
@@ -190,10 +190,10 @@ def lay(graph: Data, patches: str) -> Data:
 
 
 def build_model(args: Namespace, arm: str, graph: Data) -> ImageClassifier:
-    """A model of the wanted size, by its feed-forward networks."""
+    """A model of the requested size, by the width of its feed-forward networks."""
     options = {k: v for k, v in ARMS[arm].items() if k not in ("mixer", "patches")}
     position = options.pop("position", None)
-    if ARMS[arm]["mixer"] == "chimera":  # as many as pLSTM's
+    if ARMS[arm]["mixer"] == "chimera":  # the same as pLSTM's
         options["state_channels"] = args.channels // args.heads
 
     def build(mlp_channels: int) -> ImageClassifier:
@@ -225,8 +225,8 @@ def get_task() -> Task:
 def tabulate(
     runs: dict[str, dict[str, Any]], rates: dict[str, float]
 ) -> dict[str, dict[str, Any]]:
-    """A row for each arm whose rate is chosen, with its mean difference to the first
-    one, seed by seed, and half the width of a 95 % interval of it (t distribution).
+    """A row for each arm whose rate is chosen, with its mean difference from the first
+    arm over common seeds, and half the width of its 95% interval (t distribution).
     """
     own = {
         name: run
@@ -251,7 +251,7 @@ def tabulate(
 
 
 def draw(path: Path, rows: dict[str, dict[str, Any]]) -> None:
-    """Accuracies of the arms, with standard deviations over seeds."""
+    """Draws the accuracies of the arms, with standard deviations over seeds."""
     figure = Figure(figsize=(1.5 + 0.9 * len(rows), 3.2), layout="constrained")
     axes = figure.subplots()
     values = [row["test_accuracy"] for row in rows.values()]
@@ -263,7 +263,7 @@ def draw(path: Path, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """Trains as told on the command line and returns the results."""
+    """Trains according to the command line and returns the results."""
     open_run(args)  # before images are read
     graphs, rates = get_graphs(args), {}
     best_of: dict[tuple[str, float], float] = {}
@@ -283,7 +283,7 @@ def run(args: Namespace) -> dict[str, Any]:
         return found
 
     def runs() -> Iterator[tuple[str, dict[str, Any]]]:
-        """The first seed with all rates, then the others with the best of them."""
+        """The first seed with all rates, then the others with the best one."""
 
         def run(arm: str, rate: float, seed: int) -> tuple[str, dict[str, Any]]:
             own = {"arm": arm, "lr": rate, "seed": seed}

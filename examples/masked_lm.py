@@ -54,7 +54,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from pyg_chimera.nn import GraphModel, HybridModel, SequenceEncoder
 from pyg_chimera.transforms import SequenceToGraph
 
-#: By name, of a SequenceEncoder: the mixer, and how attention is told where bytes are.
+#: Variants of SequenceEncoder, by name: the mixer, and attention's positions.
 ENCODERS: dict[str, dict[str, str]] = {
     "chimera": {"mixer": "chimera"},
     "chimera-path": {"mixer": "chimera_path"},
@@ -64,8 +64,8 @@ ENCODERS: dict[str, dict[str, str]] = {
     "attention-learned": {"mixer": "attention", "position": "learned"},
     "attention-rotary": {"mixer": "attention", "position": "rotary"},
 }
-#: Of a HybridModel: which of its blocks are recurrences, which are attention, and what
-#: the recurrence is.
+#: Variants of HybridModel, by name: its pattern of recurrences (r) and attention (a),
+#: and the kind of recurrence.
 HYBRIDS: dict[str, dict[str, str]] = {
     "gated-delta": {"pattern": "r"},
     "attention-window": {"pattern": "a"},
@@ -74,12 +74,12 @@ HYBRIDS: dict[str, dict[str, str]] = {
     "griffin": {"pattern": "rra", "recurrence": "rg_lru"},
 }
 MODELS = (*ENCODERS, *HYBRIDS)
-#: How far the attention of a HybridModel looks.
+#: The window of the attention in HybridModels.
 WINDOW = 16
-#: Hidden bytes are this one; and what is not asked for in targets.
+#: The token in place of hidden bytes, and the target where nothing is asked for.
 MASK, NOT_ASKED = 256, -100
 HIDDEN = 0.3
-#: An epoch is so many windows of the text, each beginning anywhere.
+#: An epoch is `num_windows` windows of the text, each beginning anywhere.
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
         batch_size=32, lr=2e-3, warmup_epochs=1, channels=64, heads=4, num_layers=4,
@@ -160,8 +160,8 @@ def read_text(args: Namespace) -> Tensor:
 class Windows(Dataset):
     """Graphs of windows of a text, with bytes to predict.
 
-    Those to train on begin anywhere, and are others each time; those to test on follow
-    on each other, and always hide the same bytes.
+    For training, windows begin anywhere and are new in each epoch. For tests, they are
+    consecutive, and always hide the same bytes.
     """
 
     def __init__(
@@ -188,14 +188,14 @@ class Windows(Dataset):
             data.y = window[1:].clone()
             return data
         order = torch.rand(size, generator=generator)
-        hidden = (order < HIDDEN) | (order == order.min())  # one at least
+        hidden = (order < HIDDEN) | (order == order.min())  # at least one
         data = self.to_graph(window.masked_fill(hidden, MASK))
         data.y = window.masked_fill(~hidden, NOT_ASKED)
         return data
 
 
 def get_datasets(args: Namespace, text: Tensor, lengths: list[int]) -> dict[str, Any]:
-    """Nine tenths of the text to train on, half of the rest each to test on."""
+    """Nine tenths of the text for training, half of the rest each for val and test."""
     ends = [0, 9 * len(text) // 10, 19 * len(text) // 20, len(text)]
     train, val, test = (text[a:b] for a, b in pairwise(ends))
 
@@ -211,7 +211,7 @@ def get_datasets(args: Namespace, text: Tensor, lengths: list[int]) -> dict[str,
 
 
 def get_task() -> Task:
-    """Cross-entropy of what is asked for, and how much of it is right."""
+    """Cross-entropy of the bytes asked for, and the share predicted correctly."""
 
     def loss(out: Tensor, batch: Batch) -> Tensor:
         return F.cross_entropy(out, batch.y, ignore_index=NOT_ASKED)
@@ -231,7 +231,7 @@ def get_task() -> Task:
 
 
 def build_model(args: Namespace, name: str) -> GraphModel:
-    """A model of the wanted size, by its feed-forward networks."""
+    """A model of the requested size, by the width of its feed-forward networks."""
 
     def encoder(mlp_channels: int) -> GraphModel:
         position, options = ENCODERS[name].get("position"), {}
@@ -274,17 +274,17 @@ def build_model(args: Namespace, name: str) -> GraphModel:
 
 
 def write_on(args: Namespace, model: Any) -> str:
-    """What the best weights write behind the prompt, as many bytes as a window has."""
+    """The continuation of the prompt by the best weights, up to a window's length."""
     load_best(args, model)
     prompt = torch.frombuffer(bytearray(args.prompt.encode()), dtype=torch.uint8)
-    count = args.length - len(prompt)  # learned positions know no further
+    count = args.length - len(prompt)  # learned positions end there
     generator = torch.Generator().manual_seed(args.seed)
     tokens = model.generate(prompt.long(), count, generator=generator)
     return bytes(tokens.clamp(max=255).tolist()).decode(errors="replace")
 
 
 def tabulate(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A row for each model: what its best weights do at each length."""
+    """A row for each model: its results at each length, with its best weights."""
     rows = {}
     for name, run in runs.items():
         rows[name] = {"parameters": run["parameters"], "epochs": run["epochs_done"]}
@@ -296,14 +296,14 @@ def tabulate(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """Trains as told on the command line and returns the results."""
+    """Trains according to the command line and returns the results."""
     open_run(args)  # before the text is read
     text = read_text(args)
 
     def train(own: Namespace) -> dict[str, Any]:
         lengths = [own.length, *own.lengths]
         if ENCODERS.get(own.model, {}).get("position") == "learned":
-            lengths = [own.length]  # there are no others in its table
+            lengths = [own.length]  # its table has no others
         data = get_datasets(own, text, lengths)
         seed_everything(own.seed)
         model = build_model(own, own.model)

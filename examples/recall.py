@@ -76,10 +76,10 @@ MODELS = (
     *("chimera", "delta", "surprise", "hierarchical", "plstm", "graph-mamba"),
     *("rg-lru", "hybrid", "attention"),
 )
-#: Of recurrences that take nothing but DAGs.
+#: Recurrences that run on DAGs only.
 ON_DAGS = ("surprise", "hierarchical", "rg-lru")
 NOT_ASKED = -100
-#: The bounds of distances in the table and the picture.
+#: Lower bounds of the bins of distances in the table and the picture.
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 PRESETS: dict[str, dict[str, Any]] = {
     "default": dict(
@@ -131,16 +131,16 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
 
 class Roles(NamedTuple):
-    """What nodes do, by integers [V]; what they don't have is -1."""
+    """The roles of nodes, as integers [V]; -1 where a node has none."""
 
-    key: np.ndarray  #: that is written or asked for
-    value: np.ndarray  #: that is written, or of no use
-    answer: np.ndarray  #: what is asked for
-    writer: np.ndarray  #: the node that the answer is from
+    key: np.ndarray  #: the key that is written or asked for
+    value: np.ndarray  #: the value that is written, or is of no use
+    answer: np.ndarray  #: the value that is asked for
+    writer: np.ndarray  #: the node that wrote the answer
 
 
 def draw_edges(structure: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Of a DAG whose nodes are in topological order, [2, E]."""
+    """The edges of a DAG whose nodes are in topological order, [2, E]."""
     node = np.arange(1, size)
     parent = node - 1
     if structure != "path":  # long branches
@@ -162,7 +162,7 @@ def draw_roles(
     num_keys: int,
     rng: np.random.Generator,
 ) -> Roles:
-    """Pairs and questions: a node asks for what nodes before it have written."""
+    """Pairs and questions: nodes ask for what earlier nodes have written."""
     role = rng.random(size)
     writes, asks = role < 0.35, role > 0.7
     if task == "needle":
@@ -174,7 +174,7 @@ def draw_roles(
         keys[pairs] = rng.permutation(num_keys)[: len(pairs)]
     value = rng.integers(num_keys, size=size)
     found = Roles(*np.full((4, size), -1))
-    # Who has written each key last, before a node: [V, keys].
+    # The last writer of each key before a node: [V, keys].
     last = np.full((size, num_keys), -1)
     if structure == "graph":
         last[:, keys[writes]] = np.flatnonzero(writes)
@@ -202,10 +202,10 @@ def draw_roles(
 
 
 class Recall(Dataset):
-    """Graphs to train on, others each time; or with a seed, always the same ones, which
-    know how many steps each question is away from its answer.
+    """Graphs for training, new ones in each epoch; or with a seed, a fixed set, which
+    include how many steps each question is away from its answer.
 
-    Nodes have a key and a value, `num_keys` where there is none.
+    Nodes have a key and a value, or `num_keys` in place of a missing one.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Recall(Dataset):
         return data
 
     def _distances(self, edges: np.ndarray, writer: np.ndarray) -> np.ndarray:
-        """From the writer of each answer to who asks for it, -1 elsewhere."""
+        """Steps from the writer of each answer to the node that asks; -1 elsewhere."""
         shape = (self.size, self.size)
         adjacency = csr_array((np.ones(edges.shape[1]), tuple(edges)), shape)
         sources, place = np.unique(writer, return_inverse=True)
@@ -250,7 +250,7 @@ class Recall(Dataset):
 
 
 def get_datasets(args: Namespace) -> dict[str, Recall]:
-    """To train on, to choose an epoch by, and to test on, at each size."""
+    """For training, for choosing the best epoch, and for tests at each size."""
     tests = {f"test_{n}": Recall(args, n, args.num_test, 2) for n in args.sizes}
     val = Recall(args, args.size, args.num_test, 1)
     return {"train": Recall(args, args.size, args.num_train), "val": val, **tests}
@@ -260,8 +260,8 @@ def get_datasets(args: Namespace) -> dict[str, Recall]:
 
 
 def build_mixer(args: Namespace, name: str, index: int) -> Module:
-    """A layer with as many numbers in its states as the others, but RG-LRU's, which has
-    one for each channel.
+    """A layer whose states have the same size as the others', except that RG-LRU has
+    one number per channel.
     """
     if name == "hybrid" and index % 2 == 1:
         return KHopAttentionConv(args.channels, heads=args.heads, k=8)
@@ -291,7 +291,7 @@ def build_mixer(args: Namespace, name: str, index: int) -> Module:
 
 
 def build_model(args: Namespace, name: str) -> GraphModel:
-    """A model of the wanted size, by its feed-forward networks."""
+    """A model of the requested size, by the width of its feed-forward networks."""
 
     def build(mlp_channels: int) -> GraphModel:
         return GraphModel(
@@ -314,10 +314,10 @@ def build_model(args: Namespace, name: str) -> GraphModel:
 
 
 def get_task(args: Namespace) -> Task:
-    """Cross-entropy of the answers, and how many are right."""
+    """Cross-entropy of the answers, and the share of correct ones."""
 
     def loss(out: Tensor, batch: Batch) -> Tensor:
-        # None of a small batch may be asked for: the sum of nothing, by one.
+        # A small batch may have no questions: divide the empty sum by one.
         total = F.cross_entropy(out, batch.y, ignore_index=NOT_ASKED, reduction="sum")
         return total / (batch.y != NOT_ASKED).sum().clamp(min=1)
 
@@ -335,8 +335,8 @@ def get_task(args: Namespace) -> Task:
 def by_distance(
     args: Namespace, model: GraphModel, data: Mapping[str, Recall]
 ) -> dict[str, list[list[float]]]:
-    """For each size of graphs, rows of a distance, which the next one's is the bound
-    of, the share of right answers at it, and how many there are. By the best weights.
+    """For each size of graphs, rows with the lower bound of a bin of distances, the
+    accuracy in it, and the number of questions. Uses the best weights.
     """
     load_best(args, model)
     model = model.to(args.device).eval()
@@ -383,7 +383,7 @@ def tabulate(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
 def draw(
     path: Path, tables: Mapping[str, list[Mapping[str, list[list[float]]]]]
 ) -> None:
-    """Accuracy by size of the graph and distance: a square each, a picture a model."""
+    """Draws accuracy by the size of graphs and by distance, one panel per model."""
     figure = Figure(figsize=(1 + 2.6 * len(tables), 3), layout="constrained")
     axes = figure.subplots(1, len(tables), squeeze=False, sharey=True)[0]
     for ax, (name, seeds) in zip(axes, tables.items(), strict=True):
@@ -409,7 +409,7 @@ def draw(
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """Trains as told on the command line and returns the results."""
+    """Trains according to the command line and returns the results."""
     open_run(args)
     tables: dict[str, list[dict[str, list[list[float]]]]] = {}
 

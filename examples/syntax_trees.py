@@ -76,17 +76,17 @@ PARTS = ("train", "val", "test")
 MODELS = ("chimera", "plstm", "attention", "gcn")
 DATASETS = ("names", "returns", "ogbg-code2")
 DIRECTIONS = {"both": (0, 1), "down": (0,), "up": (1,)}
-#: Numbers of sub-tokens to tell apart.
+#: The number of sub-tokens to distinguish.
 VOCABULARY = {"names": 200, "ogbg-code2": 5000}
 LENGTH = 5  #: sub-tokens of a name, as in OGB's examples
-MAX_DEPTH = 20  #: deeper nodes of ogbg-code2 are alike, as in OGB's examples
+MAX_DEPTH = 20  #: deeper nodes of ogbg-code2 are treated alike, as in OGB's examples
 _BASE = dict(optimizer="AdamW", weight_decay=1e-2, num_layers=3)
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": _BASE | dict(
         epochs=3, batch_size=64, lr=3e-3, warmup_epochs=0.5, channels=32, heads=4,
         state_channels=16, parameters_of_layers=48_000, largest=100,
     ),
-    # About as wide as OGB's examples, which train for as many epochs; for a GPU.
+    # About as wide as OGB's examples, and trained for as many epochs; for a GPU.
     "full": _BASE | dict(
         epochs=25, batch_size=128, lr=1e-3, warmup_epochs=1, channels=256, heads=8,
         state_channels=32, parameters_of_layers=3_000_000, largest=1000,
@@ -96,7 +96,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         state_channels=8, parameters_of_layers=12_000, num_layers=2, largest=100,
     ),
 }  # fmt: skip
-#: Fewer functions, and more to learn.
+#: With fewer functions, and more to learn.
 OVERRIDES = {("demo", "names"): {"epochs": 20}}
 
 # Trees ---------------------------------------------------------------------------
@@ -115,11 +115,11 @@ class Function(NamedTuple):
     kinds: list[int]
     roles: list[int]
     parents: list[int]
-    returns: bool  #: in a branch
+    returns: bool  #: whether a branch contains a return
 
 
 def read_tree(function: ast.AST) -> Function:
-    """The tree below a definition, which is its root."""
+    """The tree of a function definition, which is its root."""
     kinds, roles, parents, returns = [], [], [], False
     todo = [(function, "body", -1, False)]
     while todo:
@@ -134,7 +134,7 @@ def read_tree(function: ast.AST) -> Function:
             (child, name, here, branch)
             for name, value in ast.iter_fields(node)
             for child in (value if isinstance(value, list) else [value])
-            # Whether a name is loaded or stored follows from where it stands.
+            # Whether a name is loaded or stored follows from its position.
             if isinstance(child, ast.AST) and not isinstance(child, ast.expr_context)
         ]
         todo += reversed(below)
@@ -144,14 +144,14 @@ def read_tree(function: ast.AST) -> Function:
 def read_functions(
     files: Iterable[Path], largest: int
 ) -> Iterator[tuple[Path, Function]]:
-    """The functions in files, nested ones and methods as well, each tree once, unless
-    they have more nodes than the largest.
+    """The functions in files, including nested ones and methods, each tree once, except
+    those with more than `largest` nodes.
     """
     seen = set()
     for path in files:
         try:
             module = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):  # kept to test that tools refuse them
+        except (SyntaxError, ValueError):  # invalid files, to test tools with
             continue
         for node in ast.walk(module):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -171,11 +171,11 @@ def sub_tokens(name: str) -> list[str]:
 def standard_library(
     largest: int, least: int | None = None
 ) -> dict[str, list[tuple[Function, Data]]]:
-    """Functions of Python's own modules and what models read of them, by part; all of
-    them, or at least so many of each part.
+    """Functions of Python's own modules, and the data that models read, by part; all,
+    or only until each part has at least `least`.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    # Tests are not installed everywhere.
+    # Tests are not always installed.
     unwanted = {"site-packages", "test", "tests", "idle_test", "lib2to3"}
     files = [
         path
@@ -196,7 +196,7 @@ def standard_library(
 
 
 class Vocabulary:
-    """The most frequent sub-tokens, and what stands for others and for the end."""
+    """The most frequent sub-tokens, and indices for all others and for the end."""
 
     def __init__(self, names: Iterable[Sequence[str]], size: int) -> None:
         counts = Counter(word for name in names for word in name)
@@ -213,14 +213,14 @@ class Vocabulary:
         return torch.tensor([found + [self.end] * (LENGTH - len(found))])
 
     def decode(self, indices: Sequence[int]) -> list[str]:
-        """The sub-tokens in front of the end."""
+        """The sub-tokens before the end."""
         if self.end in indices:
             indices = indices[: indices.index(self.end)]
         return [self.words[i] if i < self.unknown else "" for i in indices]
 
 
 class Directions(BaseTransform):
-    """Turns a tree's edges: down, up, or both, which are two DAGs for a mixer."""
+    """Directs a tree's edges down, up, or both, as one or two DAGs."""
 
     def __init__(self, directions: str) -> None:
         self.kept = DIRECTIONS[directions]
@@ -237,7 +237,7 @@ class Directions(BaseTransform):
 
 
 class NodesOfCode2(BaseTransform):
-    """Joins what OGB's examples read of a node, and encodes its name."""
+    """Joins the features that OGB's examples read of a node, and encodes the name."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -251,8 +251,8 @@ class NodesOfCode2(BaseTransform):
 
 
 class Source(NamedTuple):
-    """Data sets by part, the numbers of categories of a node, and how to make the task,
-    anew for each run.
+    """Data sets by part, the numbers of categories of a node, and a function that makes
+    the task, anew for each run.
     """
 
     parts: dict[str, Any]
@@ -262,7 +262,7 @@ class Source(NamedTuple):
 
 
 def load(args: Namespace) -> Source:
-    """The data set that is asked for."""
+    """The data set that is requested."""
     if args.dataset == "ogbg-code2":
         return load_code2(args)
     found = standard_library(args.largest, 60 if args.preset == "smoke" else None)
@@ -290,7 +290,7 @@ def load(args: Namespace) -> Source:
 
 def load_code2(args: Namespace) -> Source:
     """OGB's data set, with the vocabulary of its training functions."""
-    # What it stores are these, which torch loads only if they are named.
+    # The file contains these classes, which torch loads only if they are allowed.
     with torch.serialization.safe_globals(
         [DataEdgeAttr, DataTensorAttr, GlobalStorage]
     ):
@@ -325,7 +325,7 @@ def returns_task() -> Task:
 
 
 def names_task(words: Vocabulary) -> Task:
-    """Sub-tokens one by one in training, sets of them in tests, as OGB has it."""
+    """Sub-tokens by position for training, sets of them for tests, as in OGB."""
     evaluator = Evaluator("ogbg-code2")
 
     def loss(out: Tensor, batch: Batch) -> Tensor:
@@ -343,9 +343,9 @@ def names_task(words: Vocabulary) -> Task:
 def build_model(
     args: Namespace, name: str, in_channels: list[int], out_channels: int
 ) -> GraphModel:
-    """A GCN in each layer, and behind it a mixer, unless it is ``gcn`` alone.
+    """A GCN in each layer, followed by a mixer, unless it is ``gcn`` alone.
 
-    The feed-forward networks make up for differences in the number of parameters.
+    The width of the feed-forward networks evens out the numbers of parameters.
     """
     channels, heads = args.channels, args.heads
     dags = len(DIRECTIONS[args.directions])
@@ -416,7 +416,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """Trains as told on the command line and returns the results."""
+    """Trains according to the command line and returns the results."""
     open_run(args)  # before the functions are read
     source = load(args)
     parts = source.parts
