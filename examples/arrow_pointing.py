@@ -46,7 +46,7 @@ PAPER: dict[str, Any] = dict(
     pool="corners", gate_biases=(-4.0, -4.0, -6.0),
 )  # fmt: skip
 #: For two cores: a quarter of the resolution, two layers with their own initial values,
-#: and all patches to answer from.
+#: and a pool over all patches.
 DEMO = PAPER | dict(
     epochs=10, batch_size=64, lr=1e-3,
     image_size=48, larger_size=96, patch_size=8,
@@ -66,8 +66,8 @@ PRESETS = {"paper": PAPER, "demo": DEMO, "smoke": SMOKE}
 
 
 def get_recipe(preset: str, model: str) -> dict[str, Any]:
-    """What a preset is for a model."""
-    # The best of the paper's three learning rates is another one for the ViT.
+    """The settings of a preset for a model."""
+    # The best of the paper's three learning rates differs for the ViT.
     own = {"lr": 3e-4} if (preset, model) == ("paper", "vit") else {}
     return {"preset": preset, **PRESETS[preset], **own}
 
@@ -95,7 +95,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
 
 class Standardize(BaseTransform):
-    """Brings pixels, most of which are black, to about mean 0 and variance 1."""
+    """Scales pixels, most of which are black, to about mean 0 and variance 1."""
 
     def forward(self, data: Data) -> Data:
         data.x = (data.x - 0.05) / 0.15
@@ -139,7 +139,7 @@ def draw_samples(args: Namespace) -> None:
 
 
 class PositionEmbedding(Module):
-    """Adds a learnt vector to each patch; for larger images, bicubic between them."""
+    """Adds a learned vector to each patch, interpolated (bicubic) to larger images."""
 
     def __init__(self, channels: int, patches: int) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class PositionEmbedding(Module):
     def forward(
         self, x: Tensor, edge_index: Tensor, height: Tensor, width: Tensor
     ) -> Tensor:
-        size = int(height[0]), int(width[0])  # which all images of a batch have
+        size = int(height[0]), int(width[0])  # the same for all images of a batch
         weight = F.interpolate(self.weight, size, mode="bicubic").flatten(2)
         return (x.view(len(height), -1, x.size(1)) + weight.mT).view_as(x)
 
@@ -164,11 +164,11 @@ class CornerPool(Aggregation):
 
 
 def build_model(args: Namespace) -> GraphModel:
-    """pLSTM, or a ViT whose feed-forward networks are such that it has pLSTM's size.
+    """pLSTM, or a ViT of the same size, by the width of its feed-forward networks.
 
     Both are patches, pre-norm layers of a mixer and a feed-forward network, and a
-    linear head. pLSTM needs no positions and reads its answer from the corner patches,
-    as in the paper, or from all; the ViT learns positions and reads the mean.
+    linear head. pLSTM needs no positions, and pools the corner patches, as in the
+    paper, or all of them; the ViT learns positions, and takes the mean.
     """
     channels, heads = args.channels, args.heads
 
@@ -183,7 +183,7 @@ def build_model(args: Namespace) -> GraphModel:
                 gate_biases=args.gate_biases,
             )
 
-        # LayerNorm of each patch by itself, not of the whole image.
+        # LayerNorm of each patch separately, not of the whole image.
         layers: list[Module] = [
             GPSLayer(
                 channels,
@@ -219,7 +219,7 @@ def build_model(args: Namespace) -> GraphModel:
 
 
 def get_task() -> Task:
-    """Is the arrow pointing at the circle?"""
+    """Binary classification: is the arrow pointing at the circle?"""
     return Task(
         lambda out, b: F.binary_cross_entropy_with_logits(out[:, 0], b.y.to(out.dtype)),
         {"accuracy": BinaryAccuracy()},
@@ -228,7 +228,7 @@ def get_task() -> Task:
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """Trains as told on the command line and returns the results."""
+    """Trains according to the command line and returns the results."""
     if args.samples is not None:
         draw_samples(args)
         return {"stopped_by": None}

@@ -307,8 +307,8 @@ class Run(LightningModule):
         self.interrupted = False
 
     def interrupt(self, *_: object) -> NoReturn:
-        """Handles Ctrl-C, and records it: Python drops exceptions in destructors, and the
-        destructor of a loader, which waits for its workers, takes a while.
+        """Handles Ctrl-C, and records it: Python drops exceptions in destructors, and
+        that of a loader, which waits for its workers, takes a while.
         """
         self.interrupted = True
         raise KeyboardInterrupt

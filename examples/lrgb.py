@@ -64,8 +64,8 @@ PAPER = RELEASED | dict(
     conv="gcn", arrangement="parallel", norm_first=False,
     head_layers=2, normalization="paper",
 )  # fmt: skip
-#: What a core learns in hours: half as deep, a cheaper convolution, smaller batches, a
-#: fifth of the epochs, and the layer's own initial values.
+#: For hours on one core: half as deep, a cheaper convolution, smaller batches, a fifth
+#: of the epochs, and the layer's own initial values.
 SHORT = RELEASED | dict(
     epochs=50, batch_size=32, warmup_epochs=1,
     num_layers=4, channels=96, heads=4, state_channels=32,
@@ -90,7 +90,7 @@ PRESETS = {
 }
 _SUPERPIXELS = {"heads": 4, "batch_size": 32}
 _TABLE_11 = {**_SUPERPIXELS, "lr": 3.5e-3, "dropout": 0.05, "state_channels": 64}
-#: What recipes say for single data sets.
+#: Deviations of the recipes for single data sets.
 OVERRIDES: dict[tuple[str, str], dict[str, Any]] = {
     ("released", "peptides-struct"): {"heads": 4},
     ("released", "pascalvoc-sp"): _SUPERPIXELS,
@@ -106,7 +106,7 @@ MODELS = ("chimera", "plstm", "graph-mamba", "gps", "gatedgcn", "gcn")
 
 
 def get_recipe(preset: str, dataset: str) -> dict[str, Any]:
-    """What a preset is for a data set."""
+    """The settings of a preset for a data set."""
     return PRESETS[preset] | OVERRIDES.get((preset, dataset), {})
 
 
@@ -148,15 +148,15 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
 
 def get_transforms(args: Namespace) -> dict[str, AddEliminationOrder]:
-    """What is computed once for each graph."""
+    """The transforms that are applied once to each graph."""
     return {"elimination": AddEliminationOrder()}
 
 
 def build_model(args: Namespace) -> GraphModel:
-    """A model with Chimera's layers, or one that has something else in Chimera's place.
+    """A model with Chimera layers, or with something else in their place.
 
-    ``gps`` has attention there, ``gcn`` and ``gatedgcn`` nothing: they are that local
-    convolution alone, which hears no farther than it is deep, in ``local_layers``. No
+    ``gps`` has attention there, ``gcn`` and ``gatedgcn`` nothing: they are stacks of
+    ``local_layers`` of that convolution, which reach no farther than they are deep. No
     model has a positional encoding.
     """
     channels, is_local = args.channels, args.model in ("gcn", "gatedgcn")
@@ -187,7 +187,7 @@ def build_model(args: Namespace) -> GraphModel:
             **({"reach": None} if args.initial == "paper" else {}),
         )
 
-    # LayerNorm of each node by itself, not of the whole graph.
+    # LayerNorm of each node separately, not of the whole graph.
     norm: dict[str, Any] = {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}
 
     def layer(_: int) -> GPSLayer:
@@ -219,7 +219,7 @@ def build_model(args: Namespace) -> GraphModel:
 
 
 def match_chimera(args: Namespace) -> Namespace:
-    """With the width at which another model has Chimera's number of parameters."""
+    """The arguments, with the width at which a model is of the same size as Chimera."""
 
     def build(channels: int, model: str = args.model) -> GraphModel:
         return build_model(
@@ -233,7 +233,7 @@ def match_chimera(args: Namespace) -> Namespace:
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """Trains as told on the command line and returns the results."""
+    """Trains according to the command line and returns the results."""
     if args.model != "chimera":
         args = match_chimera(args)
     seed_everything(args.seed)

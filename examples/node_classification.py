@@ -100,9 +100,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def make_field(side: int, num_splits: int = 10) -> Data:
-    """Minesweeper, as its data set has it: 20 % of the squares of a field are mines.
+    """Minesweeper, like the data set: 20% of the squares of a field are mines.
 
-    Nodes tell how many of their eight neighbours are, half of them nothing.
+    Half of the nodes show how many of their eight neighbours are mines.
     """
     generator = torch.Generator().manual_seed(0)
     edge_index, _ = grid(side, side)
@@ -119,11 +119,11 @@ def make_field(side: int, num_splits: int = 10) -> Data:
 
 
 def load_graph(args: Namespace) -> Data:
-    """The graph, with the masks of all its splits, one in each column."""
+    """The graph, with the masks of all its splits, one per column."""
     if args.dataset == "generated":
         return make_field(args.side)
     if args.dataset == "ogbn-arxiv":
-        # What it stores are these, which torch loads only if they are named.
+        # The file contains these classes, which torch loads only if they are allowed.
         with torch.serialization.safe_globals(
             [DataEdgeAttr, DataTensorAttr, GlobalStorage]
         ):
@@ -155,8 +155,8 @@ def load_graph(args: Namespace) -> Data:
 
 
 def cut(data: Data, count: int) -> list[Data]:
-    """Parts of about equal size, between which there are few edges."""
-    import pymetis  # of the extra "metis"
+    """Parts of about equal size, with few edges between them."""
+    import pymetis  # from the extra "metis"
 
     row, col = coalesce(data.edge_index)
     ptr = index2ptr(row, data.num_nodes)
@@ -167,7 +167,7 @@ def cut(data: Data, count: int) -> list[Data]:
 
 
 class Neighborhoods(Dataset):
-    """Samples, anew each time, what surrounds some of the nodes to train on."""
+    """Samples the surroundings of some training nodes, anew each time."""
 
     def __init__(self, data: Data, numbers: list[int], size: int) -> None:
         self.data, self.numbers = data, numbers
@@ -183,22 +183,22 @@ class Neighborhoods(Dataset):
         )
         part = next(iter(loader))
         mask = torch.zeros_like(part.mask)
-        mask[: len(seeds)] = True  # these come first
+        mask[: len(seeds)] = True  # seeds come first
         return order(Data(x=part.x, edge_index=part.edge_index, y=part.y, mask=mask))
 
 
-#: Once, where a graph is made: layers would find it again for each new graph.
+#: Applied when graphs are made: layers would search for an order in each new graph.
 order = AddEliminationOrder()
 
 
 def get_parts(args: Namespace) -> list[Data]:
-    """The whole graph, or its clusters, as they are trained on."""
+    """The whole graph, or its clusters, as used for training."""
     whole = load_graph(args)
     return list(map(order, cut(whole, args.clusters) if args.clusters else [whole]))
 
 
 def get_datasets(args: Namespace, parts: list[Data], split: int) -> dict[str, Any]:
-    """Graphs whose ``mask`` says which nodes count, by part of the split."""
+    """Graphs for each part of the split, with a ``mask`` of the nodes that count."""
 
     def masked(part: Data, name: str) -> Data:
         mask = part[f"{name}_mask"][:, split]
@@ -216,7 +216,7 @@ def get_datasets(args: Namespace, parts: list[Data], split: int) -> dict[str, An
 
 
 def get_task(num_classes: int) -> Task:
-    """Cross-entropy, and the area under the ROC curve, or the accuracy."""
+    """Cross-entropy, and the area under the ROC curve or the accuracy."""
 
     def loss(out: Tensor, batch: Batch) -> Tensor:
         total = F.cross_entropy(out[batch.mask], batch.y[batch.mask], reduction="sum")
@@ -239,7 +239,7 @@ def get_task(num_classes: int) -> Task:
 def build_model(
     args: Namespace, name: str, in_channels: int, num_classes: int
 ) -> GraphModel:
-    """Layers of GraphSAGE beside one of the mixers; or of ``sage`` or ``gcn`` alone."""
+    """Layers of GraphSAGE next to one of the mixers; or of ``sage``, ``gcn`` alone."""
     channels, dropout = args.channels, 0.2
 
     def mixer() -> torch.nn.Module:
@@ -308,7 +308,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """Trains as told on the command line and returns the results."""
+    """Trains according to the command line and returns the results."""
     open_run(args)  # before the graph is read
     parts = get_parts(args)
     num_classes = 1 + max(int(part.y.max()) for part in parts)

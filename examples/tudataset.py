@@ -76,7 +76,7 @@ PRESETS = {"paper": PAPER, "smoke": PAPER | {"folds": 3, "epochs": 2, "batch_siz
 
 
 def get_args(argv: list[str] | None = None) -> Namespace:
-    """The command line, completed by the protocol."""
+    """The command line, with the protocol's values for what it does not set."""
     parser = make_parser(__doc__, ["paper"], root="data/TUDataset", processed=True)
     parser.add_argument(
         "--dataset",
@@ -109,7 +109,7 @@ class _TUDataset(Stored, TUDataset): ...
 
 
 class EncodeDegree(BaseTransform):
-    """Appends the sinusoidal encoding of its number of neighbours to each node."""
+    """Appends a sinusoidal encoding of the number of neighbours to each node."""
 
     def __init__(self, channels: int = 32) -> None:
         self.encoding = PositionalEncoding(channels)
@@ -121,14 +121,14 @@ class EncodeDegree(BaseTransform):
 
 
 def get_graphs(args: Namespace) -> list[Data]:
-    """All graphs of the data set, with what the models read."""
+    """All graphs of the data set, with the attributes that the models read."""
     if args.dataset == "generated":
         seed_everything(args.seed)
         dataset = FakeDataset(48, 12, 3, num_channels=7, edge_dim=4, num_classes=2)
     else:
         folder = (args.processed_root or args.root) / args.dataset / "processed"
         dataset = _TUDataset(str(args.root), args.dataset, folder=folder)
-    if args.preset == "smoke":  # of all classes, by which the files are often sorted
+    if args.preset == "smoke":  # from all classes, by which files are often sorted
         dataset = dataset[:: max(1, len(dataset) // 48)]
     encode, order, graphs = EncodeDegree(), AddEliminationOrder(), []
     for data in tqdm(dataset, desc="Processing", unit=" graphs"):
@@ -144,7 +144,7 @@ def get_graphs(args: Namespace) -> list[Data]:
 def split_folds(
     labels: Sequence[int], folds: int, seed: int
 ) -> list[dict[str, list[int]]]:
-    """For each fold the indices of ``train``, ``val`` and ``test``, ascending."""
+    """For each fold, the indices of ``train``, ``val`` and ``test``, ascending."""
     splitter = StratifiedKFold(folds, shuffle=True, random_state=seed)
     parts = [part for _, part in splitter.split(np.zeros(len(labels)), labels)]
     out = []
@@ -157,7 +157,7 @@ def split_folds(
 
 
 class AccuracyThenLoss(Metric):
-    """How many graphs are classified rightly, plus less than 1 for a low loss."""
+    """The number of correct graphs, plus a bonus below 1 that grows with lower loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def build_model(
     Args:
         name: One of ``MODELS``.
         in_channels: The size of each node's features.
-        edge_dim: The size of each edge's features, or None. GCN has no use for them.
+        edge_dim: The size of each edge's features, or None. GCN ignores them.
         out_channels: The number of classes.
     """
     channels = 96 if name in ("plstm", "chimera") else 128
@@ -215,7 +215,7 @@ def build_model(
         return GINConv(net) if edge_dim is None else GINEConv(net)
 
     def build(mlp_channels: int) -> GraphModel:
-        # LayerNorm of each node by itself, not of the whole graph.
+        # LayerNorm of each node separately, not of the whole graph.
         style: dict[str, Any] = {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}
         style["act"] = "gelu"
 
@@ -243,7 +243,7 @@ def build_model(
 
 
 def run(args: Namespace) -> dict[str, Any]:
-    """Trains as told on the command line and returns the results."""
+    """Trains according to the command line and returns the results."""
     open_run(args)  # before the graphs are read
     graphs = get_graphs(args)
     labels = [int(data.y) for data in graphs]
@@ -259,7 +259,7 @@ def run(args: Namespace) -> dict[str, Any]:
         return fit(own, model, get_task(classes), lambda: data)
 
     runs = {
-        # Each run draws weights and orders of its own.
+        # Each run has its own initial weights and order of graphs.
         f"{name}/fold-{i}": {
             "model": name,
             "fold": i,
