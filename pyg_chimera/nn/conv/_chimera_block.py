@@ -46,7 +46,7 @@ class ChimeraBlock(MessagePassing):
     #: Whether the output is linear in the values, with a sum over paths as weights.
     additive = True
     #: Initial standard deviation of selectivities, before softplus. If it is small, all
-    #: nodes write alike, states mainly count nodes, and it takes long to learn more.
+    #: nodes write equally, states mainly count nodes, and learning more takes long.
     varied = 3**0.5
 
     def __init__(

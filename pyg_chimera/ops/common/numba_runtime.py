@@ -91,7 +91,7 @@ def summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def heads_a_task(num_blocks: int, num_groups: int, num_heads: int) -> int:
-    """How many heads of a group a task takes: all, if there are tasks enough."""
+    """How many heads of a group a task takes: all, if there are enough tasks."""
     enough = num_blocks * num_groups >= 4 * torch.get_num_threads()
     return num_heads // num_groups if enough else 1
 

@@ -151,7 +151,7 @@ def copy(target, source, size):  # type: ignore[no-untyped-def]
 
 @jit
 def even_share(number, most):  # type: ignore[no-untyped-def]
-    """The size of shares if cut evenly into the fewest of at most `most` each."""
+    """The size of even shares, in the fewest shares of at most `most` each."""
     shares = max(1, (number + most - 1) // most)
     return max(1, (number + shares - 1) // shares)
 

@@ -158,8 +158,9 @@ def most_held(grids: Grids, vector: int) -> int:
 
 @jit
 def rows_held(height, row):  # type: ignore[no-untyped-def]
-    """How many rows of `row` numbers of states are held at a time: all, if they fit;
-    else at least the square root, so that what is stored per segment is no more.
+    """How many rows of states (`row` numbers each) are held at a time: all, if they
+    fit; else at least about sqrt(height), so that there are about as many segments
+    at most.
     """
     fit = _HELD // row
     return height if fit >= height else max(1, fit, int(math.sqrt(height)))

@@ -80,7 +80,7 @@ _WIDTH = 256
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything, but the chunk form only for paths."""
+    """It supports all calls, but has the chunk form only for paths."""
     if call.choice.form == "chunk" and not call.structure.are_paths:
         return NOT_PATHS
     return None

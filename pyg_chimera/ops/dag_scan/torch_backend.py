@@ -26,7 +26,7 @@ _MAX_NUMEL = 1 << 26
 
 
 def why_not(call: Call) -> str | None:
-    """It computes the state and mask forms of everything, but not the chunk form."""
+    """It supports all calls in state and mask form, but has no chunk form."""
     if call.choice.form == "chunk":
         return (
             "form='chunk' has no torch backend, but numba and triton; use form='auto'"

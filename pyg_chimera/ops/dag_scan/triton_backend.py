@@ -37,7 +37,7 @@ __all__ = [
 _MOST_STATES = 46_000
 #: Bytes of matrices that the mask form may take if the form is not prescribed.
 _MAX_MASK_BYTES = 1 << 30
-#: Paths of up to so many states (two tiles) are computed in mask form.
+#: Most states (two tiles) of a path for it to be computed in mask form.
 _SHORT_PATH = 64
 
 # ------------------------------------------------------------------------ the backend

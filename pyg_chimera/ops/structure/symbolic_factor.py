@@ -110,7 +110,7 @@ class SymbolicFactor(Blocks):
         return _roots(self.upper_ptr, self.upper_row)
 
 
-#: Most entries of a bounded factor: so many per edge, or so many in total if more.
+#: Most entries of a bounded factor: the larger of this many per edge and in total.
 _MANY_AN_EDGE, _MANY = 16, 1 << 24
 _ALL = np.iinfo(np.int64).max
 
