@@ -35,7 +35,7 @@ MAX_KEYS = 16
 
 
 class Task(NamedTuple):
-    """What is to be learnt, and how it is measured."""
+    """What a model has to learn, and how that is measured."""
 
     make: Callable[[np.random.Generator], Data] | None  #: None: peptides
     in_channels: int | Sequence[int]

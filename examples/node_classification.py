@@ -277,9 +277,9 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     add("--models", choices=MODELS, nargs="+", default=["chimera"], metavar="MODEL",
         help=f"of {', '.join(MODELS)}; default: chimera")  # fmt: skip
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--clusters", type=positive_int, help="train and test on so many parts")
+    add("--clusters", type=positive_int, help="train and test on this number of parts")
     add("--neighbors", type=positive_int, nargs="+", metavar="N",
-        help="train on samples of so many neighbours at each distance")  # fmt: skip
+        help="train on samples of N neighbours at each distance")  # fmt: skip
     parser.add_argument("--num-seeds", type=positive_int, default=1024,
         help="nodes of a sample to train on; default: 1024")  # fmt: skip
 

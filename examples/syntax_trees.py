@@ -22,8 +22,8 @@ Files of the standard library, not functions, are split, and of functions with t
 tree only the first one is kept, so that no tree is in two splits.
 
 The tree's edges lead from parents to children. Models take them in both directions, as
-two DAGs where the mixer wants DAGs: with ``--directions down``, nodes only hear of what
-is above them. Each run of each model is in a folder of its own; ``results.json`` has a
+two DAGs where the mixer wants DAGs: with ``--directions down``, a node only depends on
+the nodes above it. Each run of each model is in a folder of its own; ``results.json`` has a
 row for each model. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with
 ``--resume``.
 """

@@ -245,7 +245,7 @@ class PositionEmbedding(torch.nn.Module):
             if not torch.compiler.is_compiling() and bool(out.any()):
                 raise ValueError(
                     f"'pos' must be in [0, size) with size={self.size}, the places "
-                    f"that have learnt embeddings, got {int(coordinate[out][0])}"
+                    f"that have learned embeddings, got {int(coordinate[out][0])}"
                 )
             place = place * size + coordinate
         return x + self.table(place)

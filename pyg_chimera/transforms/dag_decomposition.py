@@ -219,7 +219,7 @@ class DAGDecomposition(BaseTransform):
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The edge indices of each DAG, and its ranks."""
         if not is_grid(edge_index[:, edge_index[0] != edge_index[1]], height, width):
-            what = "a path whose nodes follow on each other"
+            what = "a path with nodes numbered in order"
             if self.method == "grid":
                 what = f"a grid of {height} x {width} nodes, row by row"
             raise ValueError(

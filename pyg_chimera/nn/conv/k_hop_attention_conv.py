@@ -313,7 +313,7 @@ class KHopAttentionConv(MessagePassing):
                 raise ValueError(
                     "'pos' must be given for rotary=True on graphs with cycles, as "
                     "their nodes have no depth (without rotary positions, distances "
-                    "still have a learnt bias)"
+                    "still have a learned bias)"
                 ) from error
         if not isinstance(pos, Tensor):
             raise TypeError(f"'pos' must be a torch.Tensor, got {type(pos).__name__}")

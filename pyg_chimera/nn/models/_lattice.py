@@ -86,7 +86,7 @@ def lattice_layers(
         if mixer == "chimera_path":
             if is_grid or causal:
                 raise ValueError(
-                    "'mixer' must not be 'chimera_path', which hears both sides of an "
+                    "'mixer' must not be 'chimera_path', which mixes both sides of an "
                     "undirected path, for images and causal models; use 'chimera'"
                 )
             options.setdefault("local_conv", True)
