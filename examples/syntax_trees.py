@@ -23,9 +23,9 @@ tree only the first one is kept, so that no tree is in two splits.
 
 The tree's edges lead from parents to children. Models take them in both directions, as
 two DAGs where the mixer wants DAGs: with ``--directions down``, a node only depends on
-the nodes above it. Each run of each model is in a folder of its own; ``results.json`` has a
-row for each model. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with
-``--resume``.
+the nodes above it. Each run of each model is in a folder of its own; ``results.json``
+has a row for each model. A run can be stopped (Ctrl-C, ``--time-limit``) and continued
+with ``--resume``.
 """
 
 import ast
