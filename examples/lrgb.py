@@ -73,8 +73,8 @@ SHORT = RELEASED | dict(
 )  # fmt: skip
 #: Learns within two minutes on two cores.
 DEMO = RELEASED | dict(
-    epochs=16, batch_size=32, lr=3e-3, warmup_epochs=1, dropout=0.0,
-    num_layers=3, channels=32, state_channels=16, head_layers=2,
+    epochs=16, batch_size=16, lr=3e-3, warmup_epochs=1, dropout=0.0,
+    num_layers=3, channels=32, heads=4, state_channels=16, head_layers=2,
     normalization="paper", initial="default", local_layers=3,
 )  # fmt: skip
 SMOKE = RELEASED | dict(
@@ -184,7 +184,7 @@ def build_model(args: Namespace) -> GraphModel:
             edge_dim=channels,
             normalization=args.normalization,
             gated=False,  # the published recipes for graphs leave the gate out
-            **({"reach": None} if args.initial == "paper" else {}),
+            **({"reach": None, "qk_norm": False} if args.initial == "paper" else {}),
         )
 
     # LayerNorm of each node separately, not of the whole graph.

@@ -41,6 +41,8 @@ class ChimeraBlock(MessagePassing):
             separate transitions: what both have taken up equally cancels.
         taps (Sequence[int], optional): The shape of a channel's local filter, if
             projections include nearby nodes. (default: :obj:`None`)
+        qk_norm (bool): Whether :math:`\mathbf{B}` and :math:`\mathbf{C}` are
+            normalized.
     """
 
     #: Whether the output is linear in the values, with a sum over paths as weights.
@@ -68,6 +70,7 @@ class ChimeraBlock(MessagePassing):
         num_selectivities: int,
         num_dags: int,
         copies: int,
+        qk_norm: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(aggr="add", node_dim=0, **kwargs)
@@ -82,6 +85,7 @@ class ChimeraBlock(MessagePassing):
         self.groups = groups
         self.edge_dim = edge_dim
         self.num_dags = num_dags
+        self.qk_norm = qk_norm
         self.reach = reach
         self.differential = differential
         #: Heads of the recurrence; the two of a difference are adjacent.
@@ -161,11 +165,13 @@ class ChimeraBlock(MessagePassing):
         large as the skip connection.
 
         On a path, where heads pass on 1 / cosh(1 / steps), the norm of a row of
-        (I - A)^-1 is coth(1 / steps)^1.5; products of queries and keys are about
-        sqrt(state_channels) / 10 for inputs of variance one.
+        (I - A)^-1 is coth(1 / steps)^1.5. Products of queries and keys are about one
+        if these are normalized, and otherwise sqrt(state_channels) / 10 for inputs of
+        variance one.
         """
         norm = torch.tanh(1 / steps) ** -1.5
-        return 100 / (norm * math.sqrt(self.state_channels))
+        product = 1 if self.qk_norm else math.sqrt(self.state_channels) / 10
+        return 10 / (norm * product)
 
     def _reset_filters(self) -> None:
         reset_filter_(cast(Tensor, self.local_weight))
@@ -184,6 +190,9 @@ class ChimeraBlock(MessagePassing):
             parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
         value, key, query = map(F.silu, parts)
         query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
+        if self.qk_norm:
+            query, key = (F.rms_norm(y, y.shape[-1:], eps=1e-5) for y in (query, key))
+            query = query / math.sqrt(self.state_channels)
         return query, key, self.in_scans(value.unflatten(1, (self.heads, -1)))
 
     def in_scans(self, value: Tensor) -> Tensor:

@@ -61,6 +61,11 @@ class ChimeraConv(ChimeraBlock):
             short convolution. (default: :obj:`False`)
         gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
+        qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
+            :math:`\mathbf{C}_i` by its root mean square, and the latter by
+            :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
+            It is not in the Chimera paper, but in `"Mamba-3"
+            <https://arxiv.org/abs/2603.15569>`_. (default: :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
@@ -121,6 +126,7 @@ class ChimeraConv(ChimeraBlock):
         gamma: float = 1.0,
         local_conv: bool = False,
         gated: bool = True,
+        qk_norm: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
         differential: bool = False,
@@ -133,8 +139,9 @@ class ChimeraConv(ChimeraBlock):
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
-            bias=bias, reach=reach, differential=differential, form=form,
-            backend=backend, num_selectivities=4, num_dags=1, copies=1, **kwargs,
+            qk_norm=qk_norm, bias=bias, reach=reach, differential=differential,
+            form=form, backend=backend, num_selectivities=4, num_dags=1, copies=1,
+            **kwargs,
         )  # fmt: skip
         check_option("normalization", normalization, ("paper", "released"))
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):

@@ -84,6 +84,11 @@ class ChimeraDAGConv(ChimeraBlock):
             (default: :obj:`False`)
         gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
+        qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
+            :math:`\mathbf{C}_i` by its root mean square, and the latter by
+            :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
+            It is not in the Chimera paper, but in `"Mamba-3"
+            <https://arxiv.org/abs/2603.15569>`_. (default: :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
@@ -142,6 +147,7 @@ class ChimeraDAGConv(ChimeraBlock):
         roots: str = "write",
         local_conv: bool | tuple[int, int] = False,
         gated: bool = True,
+        qk_norm: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
         differential: bool = False,
@@ -166,8 +172,8 @@ class ChimeraDAGConv(ChimeraBlock):
             taps = local_conv
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, taps=taps, gated=gated, bias=bias, reach=reach,
-            differential=differential, form=form, backend=backend,
+            edge_dim=edge_dim, taps=taps, gated=gated, qk_norm=qk_norm, bias=bias,
+            reach=reach, differential=differential, form=form, backend=backend,
             num_selectivities=num_dags, num_dags=num_dags,
             copies=len(set(_SHARING[share](num_dags))), **kwargs,
         )  # fmt: skip

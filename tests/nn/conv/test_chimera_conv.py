@@ -155,6 +155,12 @@ def formula(
         part.view(V, copies, conv.groups, N)
         for part in states[:, conv.out_channels :].chunk(2, dim=1)
     )
+    if conv.qk_norm:
+        key, query = (
+            y / torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+            for y in (key, query)
+        )
+        query = query / math.sqrt(N)
     delta = linear(conv.lin_delta, x).view(V, -1, H)
     y = [0] * H
     for d, (edge_index, attr) in enumerate(dags):
@@ -244,16 +250,19 @@ OPTIONS = [
     {"normalization": "released", "heads": 2},
     {"normalization": "released", "edge_dim": EDGE},
     {"local_conv": True, "gated": False},
+    {"qk_norm": False, "heads": 2},
     {"bias": False, "heads": 2},
     {"solver": "sparse", "form": "state", "backend": "torch"},
     {"solver": "dense", "form": "mask"},
     {"backend": "reference"},
     {"cls": ChimeraPathConv},
+    {"cls": ChimeraPathConv, "qk_norm": False},
     {"cls": ChimeraPathConv, "edge_dim": EDGE, "heads": 2, "local_conv": True},
     {"cls": ChimeraPathConv, "gated": False, "form": "mask", "groups": 4, "heads": 8},
     {"cls": ChimeraDAGConv},
     {"cls": ChimeraDAGConv, "edge_dim": EDGE, "heads": 2, "local_conv": True},
     {"cls": ChimeraDAGConv, "selectivity": "target"},
+    {"cls": ChimeraDAGConv, "qk_norm": False, "groups": 2, "heads": 2},
     {
         "cls": ChimeraDAGConv,
         "selectivity": "target",
@@ -330,7 +339,7 @@ def test_formula_on_random_dags(graph: Graph):
 def test_directed_path_is_mamba_2():
     """With the target's selectivity: h = exp(-d) h + d B x, step by step."""
     conv = make_conv(IN, 4, state_channels=3, cls=ChimeraDAGConv, selectivity="target",
-                     gated=False, bias=False).double()  # fmt: skip
+                     gated=False, qk_norm=False, bias=False).double()  # fmt: skip
     with torch.no_grad():
         conv.skip.zero_()
         conv.lin_out.weight.copy_(torch.eye(4))

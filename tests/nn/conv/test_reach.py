@@ -72,6 +72,7 @@ def test_influence_on_lattices(sides):
     )
 
 
+@pytest.mark.parametrize("qk_norm", [True, False])
 @pytest.mark.parametrize("state_channels", [16, 64])
 @pytest.mark.parametrize(
     "graph",
@@ -84,12 +85,12 @@ def test_influence_on_lattices(sides):
     ],
     ids=["path", "ring", "binary tree", "random tree", "grid"],
 )
-def test_loudness(graph, state_channels):
+def test_loudness(graph, state_channels, qk_norm):
     """What heads mix is ten times as loud as the skip, or a few times more."""
     torch.manual_seed(0)
     ratios = []
     for _ in range(4):
-        conv = ChimeraConv(CHANNELS, heads=4, state_channels=state_channels)
+        conv = ChimeraConv(CHANNELS, None, 4, state_channels, qk_norm=qk_norm)
         x, edge_index = torch.randn(len(graph), CHANNELS), edges(graph)
         _, mixed = weights_and_mix(conv, x, edge_index)
         with torch.no_grad():

@@ -33,7 +33,8 @@ def test_a_filter_of_the_node_itself_is_none(layer):
 
 
 def test_projections_are_those_of_the_neighbourhood():
-    conv = ChimeraGridConv(IN, IN, state_channels=3, share="all", window=(3, 5))
+    options = {"share": "all", "window": (3, 5), "qk_norm": False}
+    conv = ChimeraGridConv(IN, IN, state_channels=3, **options)
     x, sizes = torch.randn(12, IN), {"height": 3, "width": 4}
     query, key, value = conv.project(
         x, lambda y: grid_conv(y, conv.local_weight, **sizes)
