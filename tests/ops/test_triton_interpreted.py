@@ -15,6 +15,7 @@ from poison import poison_tensors
 from pyg_chimera.ops import explain
 from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.structure import cache
+from pyg_chimera.ops.structure.supernodes import Merging
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1: make test-triton", allow_module_level=True)
@@ -29,6 +30,8 @@ SMALL = {
     "common.triton_chunk_form": {"CHUNK": 16, "_STEP": 16, "_WIDTH": 16},
     "common.triton_carry": {"_SPANS": 2, "_WIDTH": 4},
     "dag_scan.triton_state_form": {"_ROWS": 4, "_COLUMNS": 2},
+    "resolvent.fronts": {"_MERGING": Merging(4, 1, 10)},
+    "resolvent.triton_fronts": {"TILE": 16, "_LANES": 16},
     "selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
     "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
     "channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},

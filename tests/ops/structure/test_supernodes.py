@@ -116,4 +116,4 @@ def test_grids(side, leaves):
     made = supernodes(symbolic)
     assert made.leaf.sum() >= leaves
     assert made.widths[made.leaf == 1].sum() > 0.5 * side * side
-    assert made.widths[made.leaf == 1].max() >= 0.5 * module._MAX_LEAF
+    assert made.widths[made.leaf == 1].max() >= 0.5 * module._ON_CPU.max_leaf
