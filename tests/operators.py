@@ -88,7 +88,7 @@ def _blocks_of(sizes: Sequence[int], acyclic: bool) -> Structure:
     return structure(mixed, len(batch), torch.tensor(batch)[name.argsort()])
 
 
-def _grids_of(*sizes: tuple[int, int]) -> Structure:
+def grids_of(*sizes: tuple[int, int]) -> Structure:
     """Undirected grids, whose supernodes have supernodes above and below."""
     node, pairs, graph = 0, [], []
     for g, (height, width) in enumerate(sizes):
@@ -744,7 +744,7 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
         ),
         "triton_sparse": replace(
             OPERATORS["resolvent_mix"], sizes=_FEW,
-            structures={**GRAPHS, "several_blocks": _grids_of((7, 6), (2, 3))},
+            structures={**GRAPHS, "several_blocks": grids_of((10, 10), (2, 3))},
             variants={"triton": {"solver": "sparse", **_TRITON["state-triton"]}},
         ),
         "triton_dags": replace(

@@ -175,7 +175,9 @@ def mix_gradients(
     return dq, dk, dv, edge_products(M, L, masks.row, masks.col, masks.stop)
 
 
-def edge_products(M: Tensor, L: Tensor, row: Tensor, col: Tensor, stop: Tensor) -> Tensor:
+def edge_products(
+    M: Tensor, L: Tensor, row: Tensor, col: Tensor, stop: Tensor
+) -> Tensor:
     """The products <M_i, L_j> of edges, [E, heads], of matrices [heads, total].
 
     Of each edge: where both rows begin, and how many columns of them count.

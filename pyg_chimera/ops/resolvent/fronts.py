@@ -59,15 +59,15 @@ class Fronts(NamedTuple):
     task_front: Tensor  #: the front of each task ...
     task_row: Tensor  #: ... and which row of tiles it is
     entry: Tensor  #: [E] the place of each edge in the matrices, int64
-    ends: Tensor  #: [2, E] the nodes that edges come from, and those they lead to, int64
+    ends: (
+        Tensor  #: [2, E] the nodes that edges come from, and those they lead to, int64
+    )
     levels: list[Level]
     total: int  #: numbers of all matrices of a head
     rows: int  #: rows of all vectors
 
     @classmethod
-    def of(
-        cls, symbolic: SymbolicFactor, device: torch.device, tile: int
-    ) -> "Fronts":
+    def of(cls, symbolic: SymbolicFactor, device: torch.device, tile: int) -> "Fronts":
         """In tiles of some size."""
         nodes = supernodes_of(symbolic)
         level = _heights(nodes.parent)

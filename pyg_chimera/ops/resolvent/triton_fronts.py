@@ -95,9 +95,7 @@ def mix_gradients(
     return dq, dk, dv, dw
 
 
-def _parts(
-    fronts: Fronts, query: Tensor, value: Tensor, sides: int
-) -> Iterator[slice]:
+def _parts(fronts: Fronts, query: Tensor, value: Tensor, sides: int) -> Iterator[slice]:
     """Slices of the key channels such that the states of one fit in memory."""
     if query.numel() == 0 or value.numel() == 0:
         return
@@ -254,13 +252,14 @@ def _eliminate(  # type: ignore[no-untyped-def]
 @triton.jit
 def _front_tile(matrix, i, j, tiles, side, SIDES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Tile i, j of a front, or of the transposed one."""
-    if SIDES == 1:
-        found = tl.load(matrix_tile(matrix, i, j, tiles, TILE))
-    elif side == 0:
-        found = tl.load(matrix_tile(matrix, i, j, tiles, TILE))
-    else:
-        found = tl.trans(tl.load(matrix_tile(matrix, j, i, tiles, TILE)))
-    return found
+    place = matrix_tile(matrix, i, j, tiles, TILE)
+    if SIDES == 2:  # steps of a row and of a column, as a branch takes more registers
+        o, width = tl.arange(0, TILE), tiles * TILE
+        down = tl.where(side == 0, width, 1)
+        across = tl.where(side == 0, 1, width)
+        row, col = (i * TILE + o) * down, (j * TILE + o) * across
+        place = matrix + row[:, None] + col[None, :]
+    return tl.load(place)
 
 
 @triton.jit
