@@ -25,9 +25,9 @@ if not triton_runtime.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1: make test-triton", allow_module_level=True)
 pytest.importorskip("triton")
 
-from triton_watch import counted  # noqa: E402
+from triton_watch import counted
 
-from pyg_chimera.ops.resolvent import triton_fronts  # noqa: E402
+from pyg_chimera.ops.resolvent import triton_fronts
 
 #: What a training step of an operator or a layer may launch.
 MOST = 12

@@ -6,6 +6,7 @@ updates. Sweeps have a *vector* for each front, of its columns and then its rows
 which takes in those of its children in the same way.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -143,7 +144,7 @@ def _levels(level: np.ndarray, tiles: np.ndarray, columns: np.ndarray) -> list[L
     """Of fronts in order, with so many tiles in a row, and of columns."""
     bounds = np.searchsorted(level, np.arange(level.max(initial=-1) + 2))
     found, first = [], 0
-    for a, b in zip(bounds[:-1], bounds[1:], strict=True):
+    for a, b in pairwise(bounds):
         tasks, several = int(tiles[a:b].sum()), tiles[a:b] > 1
         steps = int(columns[a:b][several].max(initial=0))
         found.append(Level(first, tasks, int(columns[a:b].sum()), steps))

@@ -141,9 +141,8 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             backends = usable
             if auto and solver == "dense":  # which numba does not have
                 backends = [x for x in usable if x != "numba"] or ["torch"]
-            elif solver != "dense" and len(usable) > 1:
-                if solver != "sparse" or inputs.form == "mask":
-                    backends = [x for x in usable if x != "triton"]
+            elif len(usable) > 1 and not _has_kernels(solver, inputs.form):
+                backends = [x for x in usable if x != "triton"]
             for backend in backends:
                 yield self._better_form(call, solver, backend, reason)
 
@@ -208,6 +207,11 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             if not fits and best is state:
                 why = "resolvents would not fit in memory"
         return best._replace(reason=f"{reason}; {why}")
+
+
+def _has_kernels(solver: str, form: str) -> bool:
+    """Whether triton may have this solver; of dense matrices it says itself why not."""
+    return solver == "dense" or (solver == "sparse" and form != "mask")
 
 
 def _is_long(structure: Blocks) -> bool:

@@ -74,8 +74,8 @@ def why_not(call: Call) -> str | None:
     if not call.once("dominance", lambda: _is_dominant(call)):
         return (
             "'edge_weight' makes I - A not diagonally dominant, and backend='triton' "
-            "eliminates without pivoting; scale the weights (rows of |A| that sum to less "
-            "than 1 are always safe), or use backend='torch' or 'auto'"
+            "eliminates without pivoting; scale the weights (rows of |A| that sum to "
+            "less than 1 are always safe), or use backend='torch' or 'auto'"
         )
     return None
 

@@ -139,14 +139,14 @@ def _states(fronts: Fronts, F: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def _edge_gradient(fronts: Fronts, H: Tensor, Z: Tensor) -> Tensor:
     """The gradients dA_ij = <Z_i, H_j>, [E, heads]."""
-    matrices = [x.flatten(0, 1).flatten(1) for x in (Z, H)]
     lanes = H.size(-2) * H.size(-1)
+    Z, H = (x.flatten(0, 1).flatten(1) for x in (Z, H))
     col, row = fronts.ends * lanes
     stop = torch.full_like(row, lanes, dtype=torch.int32)
-    return edge_products(*matrices, row, col, stop)
+    return edge_products(Z, H, row, col, stop)
 
 
-# ----------------------------------------------------------------------- the elimination
+# ---------------------------------------------------------------------- the elimination
 
 #: Sizes that differ from level to level, or from graph to graph, which kernels are not
 #: compiled anew for.
@@ -246,7 +246,7 @@ def _eliminate(  # type: ignore[no-untyped-def]
             _eliminate_own(matrix, i, tiles, pivots, TILE, PRECISION)
 
 
-# ---------------------------------------------------------------------------- the sweeps
+# --------------------------------------------------------------------------- the sweeps
 
 
 @triton.jit
