@@ -48,6 +48,9 @@ def check(symbolic: SymbolicFactor) -> None:
     for x, below in enumerate(rows):
         if len(below):
             children[int(number[below[0]])].append(x)
+            assert made.parent[x] == number[below[0]]
+        else:
+            assert made.parent[x] == -1
     waiting, most = [], 0
     for x, below in enumerate(rows):
         assert made.subtree[x] == 1 + sum(made.subtree[y] for y in children[x])
