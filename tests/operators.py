@@ -88,6 +88,18 @@ def _blocks_of(sizes: Sequence[int], acyclic: bool) -> Structure:
     return structure(mixed, len(batch), torch.tensor(batch)[name.argsort()])
 
 
+def grids_of(*sizes: tuple[int, int]) -> Structure:
+    """Undirected grids, whose supernodes have supernodes above and below."""
+    node, pairs, graph = 0, [], []
+    for g, (height, width) in enumerate(sizes):
+        at = node + torch.arange(height * width).view(height, width)
+        pairs += [torch.stack([at[:, :-1].flatten(), at[:, 1:].flatten()])]
+        pairs += [torch.stack([at[:-1].flatten(), at[1:].flatten()])]
+        node, graph = node + at.numel(), [*graph, *[g] * at.numel()]
+    edges = torch.cat(pairs, 1)
+    return structure(torch.cat([edges, edges.flip(0)], 1), node, graph)
+
+
 #: Of larger graphs than kernels take at a time.
 _LARGE = (40, 36, 33, 34, 5)
 #: Any graph is fine for `resolvent_mix` ...
@@ -729,6 +741,11 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
             OPERATORS["resolvent_mix"], sizes=_FEW,
             structures={**GRAPHS, "several_blocks": _two_blocks},
             variants={"triton": {"solver": "dense", **_TRITON["mask-triton"]}},
+        ),
+        "triton_sparse": replace(
+            OPERATORS["resolvent_mix"], sizes=_FEW,
+            structures={**GRAPHS, "several_blocks": grids_of((10, 10), (2, 3))},
+            variants={"triton": {"solver": "sparse", **_TRITON["state-triton"]}},
         ),
         "triton_dags": replace(
             OPERATORS["dag_scan"], sizes=_FEW, structures={**DAGS, **_small},

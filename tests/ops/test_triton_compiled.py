@@ -41,6 +41,7 @@ CALLS = [
     ("dag_scan", {"form": "state"}),
     ("paths", {"form": "chunk"}),
     ("resolvent_mix", {}),
+    ("resolvent_mix", {"solver": "sparse"}),
 ]
 #: Of sequences: channels, and states or taps.
 SEQUENCES = [
@@ -55,6 +56,8 @@ ATTENTION = [(4, 2, 64, 64), (2, 1, 20, 256)]
 def compute(key, size, options):
     structures = OPERATORS[key].structures
     batch = structures.get("unsorted_batch", structures.get("several"))
+    if options.get("solver") == "sparse":  # with several tiles in a front
+        batch = structures["several_blocks"]
     case = make_case(OPERATORS[key], batch, size).to(torch.float32)
     computed(case, {**options, "backend": "triton"})
 
@@ -85,7 +88,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 24
+    assert len({x.kernel for x in found.values()}) == 28
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -120,6 +123,7 @@ def test_large_matrices(found):
         ("paths_of_edges", {"form": "chunk"}),
         ("undirected_paths", {"form": "chunk"}),
         ("resolvent_mix", {"form": "mask"}),
+        ("resolvent_mix", {"solver": "sparse", "form": "state"}),
         ("selective_scan", {"delta_softplus": True}),
         ("causal_conv1d", {}),
         ("channels_of_paths", {}),

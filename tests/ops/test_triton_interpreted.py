@@ -14,7 +14,10 @@ from poison import poison_tensors
 
 from pyg_chimera.ops import explain
 from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.resolvent.fronts import Fronts
 from pyg_chimera.ops.structure import cache
+from pyg_chimera.ops.structure.supernodes import Merging
+from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1: make test-triton", allow_module_level=True)
@@ -29,6 +32,8 @@ SMALL = {
     "common.triton_chunk_form": {"CHUNK": 16, "_STEP": 16, "_WIDTH": 16},
     "common.triton_carry": {"_SPANS": 2, "_WIDTH": 4},
     "dag_scan.triton_state_form": {"_ROWS": 4, "_COLUMNS": 2},
+    "resolvent.fronts": {"_MERGING": Merging(8, 8, 40)},
+    "resolvent.triton_fronts": {"TILE": 16, "_LANES": 16},
     "selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
     "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
     "channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
@@ -40,6 +45,7 @@ SMALL = {
 }
 #: Structures and sizes that are cut by them.
 CUT = {
+    "triton_sparse": ("several_blocks", (1, 1, 5, 4)),
     "triton_paths": ("two_chunks", (2, 1, 17, 18)),
     "triton_paths_of_edges": ("several_blocks", (1, 1, 5, 3)),
     "triton_sequences": ("several", (5, 2)),
@@ -58,11 +64,13 @@ KINDS = {
     if key.startswith("triton_")
 }
 every_kind = pytest.mark.parametrize(("key", "options"), KINDS.values(), ids=KINDS)
-PRODUCTS = ("mask", "chunk")
+PRODUCTS = {
+    name: (key, options)
+    for name, (key, options) in KINDS.items()
+    if options.get("form") in ("mask", "chunk") or options.get("solver") == "sparse"
+}
 every_product = pytest.mark.parametrize(
-    ("key", "options"),
-    [x for x in KINDS.values() if x[1].get("form") in PRODUCTS],
-    ids=[name for name, x in KINDS.items() if x[1].get("form") in PRODUCTS],
+    ("key", "options"), PRODUCTS.values(), ids=PRODUCTS
 )
 
 
@@ -107,11 +115,27 @@ def test_as_exact_as_float32_unless_pytorch_is_told_not_to_be(key, options, allo
         assert_results(coarse, want, 1e-5)
 
 
-def test_states_in_several_rounds(monkeypatch):
-    case, options = case_of("triton_dags"), {"form": "state", "backend": "triton"}
-    (state_form,) = (x for x in SMALL if x.__name__.endswith("triton_state_form"))
-    monkeypatch.setattr(state_form, "_MAX_NUMEL", 1)
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [("triton_dags", "triton_state_form"), ("triton_sparse", "triton_fronts")],
+)
+def test_states_in_several_rounds(key, name, monkeypatch):
+    case = make_case(OPERATORS[key], OPERATORS[key].structures["unsorted_batch"])
+    (module,) = (x for x in SMALL if x.__name__.endswith(name))
+    monkeypatch.setattr(module, "_MAX_NUMEL", 1)
+    options = {"form": "state", "backend": "triton"}
     assert_results(computed(case, options), expected_of(case))
+
+
+def test_fronts_are_cut():
+    """Several levels, of several tiles of columns and of rows below."""
+    structure = case_of("triton_sparse").structure
+    arguments = (structure.edge_index, structure.graph, None, len(structure.graph))
+    fronts = Fronts.of(symbolic_factor(*arguments), torch.device("cpu"), 16)
+    assert len(fronts.levels) >= 3
+    pivots, size = fronts.pivots, fronts.size
+    assert ((pivots > 16) & (pivots < size - 1) & (pivots % 16 > 0)).any()
+    assert (fronts.task_row * 16 > pivots[fronts.task_front]).any()
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.5, 3.0, 1e-30])

@@ -1,26 +1,33 @@
 """How often Triton's kernels are launched, and what else a GPU is made to wait for.
 
 A launch takes some microseconds whatever it computes, so their number must not depend
-on how many graphs there are in a batch, nor on how deep they are.
+on how many graphs there are in a batch, nor on how deep they are. Fronts are eliminated
+and swept level by level, and may depend on how many levels there are.
 """
 
 import pytest
 import torch
 from asserts import assert_near
 from host_waits import host_waits
-from operators import OPERATORS, computed, make_case
+from operators import OPERATORS, computed, grids_of, make_case
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import to_undirected
 
 from pyg_chimera.nn import ChimeraConv
 from pyg_chimera.ops import unchecked
 from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.resolvent import fronts
+from pyg_chimera.ops.structure import cache
+from pyg_chimera.ops.structure.supernodes import Merging
+from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
 
 if not triton_runtime.INTERPRETED:
     pytest.skip("needs TRITON_INTERPRET=1: make test-triton", allow_module_level=True)
 pytest.importorskip("triton")
 
 from triton_watch import counted
+
+from pyg_chimera.ops.resolvent import triton_fronts
 
 #: What a training step of an operator or a layer may launch.
 MOST = 12
@@ -29,7 +36,7 @@ KINDS = {
     f"{key}-{name}": (key, options)
     for key, operator in OPERATORS.items()
     for name, options in operator.variants.items()
-    if key.startswith("triton_")
+    if key.startswith("triton_") and key != "triton_sparse"
 }
 
 
@@ -46,6 +53,26 @@ def test_operators(key, options):
         counts.append(launches)
     assert counts[0] == counts[1]
     assert 2 <= counts[0].total() <= MOST
+
+
+def test_fronts(monkeypatch):
+    """As many for a batch as for its largest graph."""
+    monkeypatch.setattr(fronts, "_MERGING", Merging(8, 8, 40))
+    monkeypatch.setattr(triton_fronts, "TILE", 16)
+    monkeypatch.setattr(cache, "_CACHE", cache._Cache(size=4))
+    operator, options = OPERATORS["triton_sparse"], {"backend": "triton"}
+    for grids in ([(10, 10)], [(10, 10), (2, 3), (10, 10)]):
+        case = make_case(operator, grids_of(*grids), (1, 1, 2, 2))
+        found = symbolic_factor(*(case.integers[x] for x in ("edge_index", "batch")),
+                                None, len(case.structure.graph))  # fmt: skip
+        levels = fronts.Fronts.of(found, torch.device("cpu"), 16).levels
+        assert [x.steps for x in levels] == [2, 0, 2]
+        with counted() as launches:
+            computed(case, {**options, "solver": "sparse", "form": "state"})
+        assert launches == {
+            "_add_up": 3, "_eliminate": 4, "_sweep_up": 6, "_sweep_down": 6,
+            "_edge_gradient": 1,
+        }  # fmt: skip
 
 
 def molecules(sizes):

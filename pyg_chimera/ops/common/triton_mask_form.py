@@ -30,12 +30,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyg_chimera.ops.common.triton_elimination import eliminated, matrix_tile
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
 
 __all__ = [
     "TILE",
     "Masks",
     "channels_at_once",
+    "edge_products",
     "mix",
     "mix_gradients",
     "resolvents",
@@ -158,7 +160,6 @@ def mix_gradients(
 
     heads, (num_keys, channels) = L.size(0), (query.size(2), value.size(2))
     dL, M = torch.empty_like(L), torch.empty_like(L)
-    dw = L.new_empty(masks.place.numel(), heads)
     grid = (*masks.programs(heads), masks.tiles)
     with on_device_of(L):
         precision = input_precision(L)
@@ -171,11 +172,23 @@ def mix_gradients(
             L, dL, M, masks.ptr, masks.offset, masks.total, heads, TILE,
             masks.triangular, precision, **_OPTIONS,
         )  # fmt: skip
+    return dq, dk, dv, edge_products(M, L, masks.row, masks.col, masks.stop)
+
+
+def edge_products(
+    M: Tensor, L: Tensor, row: Tensor, col: Tensor, stop: Tensor
+) -> Tensor:
+    """The products <M_i, L_j> of edges, [E, heads], of matrices [heads, total].
+
+    Of each edge: where both rows begin, and how many columns of them count.
+    """
+    heads, total = L.shape
+    dw = L.new_empty(row.numel(), heads)
+    with on_device_of(L):
         _edge_gradient[(triton.cdiv(dw.size(0), TILE), heads)](
-            M, L, dw, masks.row, masks.col, masks.stop, masks.total, dw.size(0), heads,
-            TILE, **_OPTIONS,
-        )  # fmt: skip
-    return dq, dk, dv, dw
+            M, L, dw, row, col, stop, total, dw.size(0), heads, TILE, **_OPTIONS
+        )
+    return dw
 
 
 def _product(
@@ -213,14 +226,6 @@ def _block(PTR, OFFSET, total, heads, TILE: tl.constexpr):  # type: ignore[no-un
     size = tl.load(PTR + t + 1) - first
     start = h.to(tl.int64) * total + tl.load(OFFSET + t)
     return h, first, size, tl.cdiv(size, TILE), start
-
-
-@triton.jit
-def _tile(matrix, i, j, tiles, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers to the entries of tile i, j of a matrix."""
-    o = tl.arange(0, TILE)
-    width = tiles * TILE
-    return matrix + (i * width + j) * TILE + o[:, None] * width + o[None, :]
 
 
 @triton.jit
@@ -280,16 +285,16 @@ def _triangular_inverse(  # type: ignore[no-untyped-def]
         if i == j:
             right = eye
         for k in range(j, i):
-            a = tl.load(_tile(A + start, i, k, tiles, TILE))
-            x = tl.load(_tile(L + start, k, j, tiles, TILE))
+            a = tl.load(matrix_tile(A + start, i, k, tiles, TILE))
+            x = tl.load(matrix_tile(L + start, k, j, tiles, TILE))
             right = tl.dot(a, x, right, input_precision=PRECISION)
-        power = tl.load(_tile(A + start, i, i, tiles, TILE))
+        power = tl.load(matrix_tile(A + start, i, i, tiles, TILE))
         inverse = eye + power
         for _ in range(1, LOG_TILE):  # if unrolled, it takes twice the registers
             power = tl.dot(power, power, input_precision=PRECISION)
             inverse = tl.dot(inverse, power, inverse, input_precision=PRECISION)
         x = tl.dot(inverse, right, input_precision=PRECISION)
-        tl.store(_tile(L + start, i, j, tiles, TILE), x)
+        tl.store(matrix_tile(L + start, i, j, tiles, TILE), x)
         tl.debug_barrier()  # the next rows read it
 
 
@@ -308,40 +313,31 @@ def _general_inverse(  # type: ignore[no-untyped-def]
     o = tl.arange(0, TILE)
     eye = (o[:, None] == o[None, :]).to(M.dtype.element_ty)
     for p in range(0, tiles):
-        X = eye + tl.load(_tile(M + start, p, p, tiles, TILE))
-        for k in range(0, TILE):  # the same elimination, entry by entry within the tile
-            in_row, in_col = o[:, None] == k, o[None, :] == k
-            row = tl.sum(tl.where(in_row, X, 0.0), 0)
-            col = tl.sum(tl.where(in_col, X, 0.0), 1)
-            pivot = 1.0 / tl.sum(tl.where(o == k, row, 0.0), 0)
-            row *= pivot
-            new = X - col[:, None] * row[None, :]
-            new = tl.where(in_row, row[None, :], new)
-            new = tl.where(in_col, (-pivot * col)[:, None], new)
-            X = tl.where(in_row & in_col, pivot, new)
+        X = eye + tl.load(matrix_tile(M + start, p, p, tiles, TILE))
+        X = eliminated(X, TILE, TILE)
         tl.debug_barrier()  # all must have read the old values before they are replaced
-        tl.store(_tile(M + start, p, p, tiles, TILE), X)
+        tl.store(matrix_tile(M + start, p, p, tiles, TILE), X)
         for j in range(0, tiles):
             if j != p:
-                place = _tile(M + start, p, j, tiles, TILE)
+                place = matrix_tile(M + start, p, j, tiles, TILE)
                 new = tl.dot(X, tl.load(place), input_precision=PRECISION)
                 tl.debug_barrier()
                 tl.store(place, new)
         tl.debug_barrier()  # the rows below read what was stored
         for i in range(0, tiles):
             if i != p:
-                left = tl.load(_tile(M + start, i, p, tiles, TILE))
+                left = tl.load(matrix_tile(M + start, i, p, tiles, TILE))
                 for j in range(0, tiles):
                     if j != p:
-                        place = _tile(M + start, i, j, tiles, TILE)
-                        right = tl.load(_tile(M + start, p, j, tiles, TILE))
+                        place = matrix_tile(M + start, i, j, tiles, TILE)
+                        right = tl.load(matrix_tile(M + start, p, j, tiles, TILE))
                         old = tl.load(place)
                         new = old - tl.dot(left, right, input_precision=PRECISION)
                         tl.debug_barrier()
                         tl.store(place, new)
                 new = -tl.dot(left, X, input_precision=PRECISION)
                 tl.debug_barrier()
-                tl.store(_tile(M + start, i, p, tiles, TILE), new)
+                tl.store(matrix_tile(M + start, i, p, tiles, TILE), new)
         tl.debug_barrier()
 
 
@@ -374,9 +370,9 @@ def _masked_product(  # type: ignore[no-untyped-def]
                 X_SIZE, STEP, TILE, PRECISION,
             )  # fmt: skip
             if TRANSPOSED:
-                mask = tl.trans(tl.load(_tile(L + start, j, i, tiles, TILE)))
+                mask = tl.trans(tl.load(matrix_tile(L + start, j, i, tiles, TILE)))
             else:
-                mask = tl.load(_tile(L + start, i, j, tiles, TILE))
+                mask = tl.load(matrix_tile(L + start, i, j, tiles, TILE))
             at, there = tile_places(
                 col, col_there, h // (HEADS // Z_HEADS), channel, Z_HEADS, Z_SIZE, WIDTH
             )
@@ -404,7 +400,7 @@ def _mask_gradient(  # type: ignore[no-untyped-def]
             Q, K, *ends, h // (HEADS // GROUPS), GROUPS, N, STEP_N, TILE, PRECISION
         )
         read = _scores(DY, V, *ends, h, HEADS, P, STEP_P, TILE, PRECISION)
-        tl.store(_tile(DL + start, i, j, tiles, TILE), scores * read)
+        tl.store(matrix_tile(DL + start, i, j, tiles, TILE), scores * read)
 
 
 @triton.jit
@@ -418,10 +414,10 @@ def _adjoint(  # type: ignore[no-untyped-def]
     if (i < tiles) & (j <= i if TRIANGULAR else j < tiles):
         m = tl.zeros([TILE, TILE], L.dtype.element_ty)
         for k in range(i if TRIANGULAR else 0, tiles):
-            a = tl.load(_tile(L + start, k, i, tiles, TILE))
-            b = tl.load(_tile(DL + start, k, j, tiles, TILE))
+            a = tl.load(matrix_tile(L + start, k, i, tiles, TILE))
+            b = tl.load(matrix_tile(DL + start, k, j, tiles, TILE))
             m = tl.dot(tl.trans(a), b, m, input_precision=PRECISION)
-        tl.store(_tile(M + start, i, j, tiles, TILE), m)
+        tl.store(matrix_tile(M + start, i, j, tiles, TILE), m)
 
 
 @triton.jit(do_not_specialize=["num_edges"])

@@ -125,9 +125,14 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             if inputs.form == "mask":
                 solvers = ["dense"]
             reason += "; factors would fill up"
-        elif auto and usable == ["triton"]:
-            solvers = ["sparse", "dense"] if in_chunks else ["dense"]
-        elif auto and usable[0] != "numba" and prefers_dense(structure, device):
+        elif auto and usable == ["triton"] and inputs.form in ("state", "mask"):
+            solvers = ["sparse"] if inputs.form == "state" else ["dense"]
+        elif (
+            auto
+            and usable[0] != "numba"
+            and not in_chunks
+            and prefers_dense(structure, device)
+        ):
             solvers.reverse()
             reason += "; blocks small or factors full enough for dense matrices"
         if inputs.form == "chunk":
@@ -136,7 +141,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             backends = usable
             if auto and solver == "dense":  # which numba does not have
                 backends = [x for x in usable if x != "numba"] or ["torch"]
-            elif solver != "dense" and len(usable) > 1 and not in_chunks:
+            elif len(usable) > 1 and not _has_kernels(solver, inputs.form):
                 backends = [x for x in usable if x != "triton"]
             for backend in backends:
                 yield self._better_form(call, solver, backend, reason)
@@ -184,8 +189,8 @@ class _ResolventMix(Operator[Inputs, Blocks]):
 
         may_cut = (solver, inputs.form) == ("sparse", "auto") and backend != "torch"
         paths = may_cut and path_scans(call.structure) is not None
-        if paths and backend == "triton":
-            return choice("chunk")  # which is all that triton has of it
+        if may_cut and backend == "triton":
+            return choice("chunk" if _is_long(call.structure) else "state")
         only_states = solver == "iterative" or (solver, backend) == ("neumann", "numba")
         if inputs.form != "auto" or only_states:
             return choice("state" if inputs.form == "auto" else inputs.form)
@@ -202,6 +207,11 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             if not fits and best is state:
                 why = "resolvents would not fit in memory"
         return best._replace(reason=f"{reason}; {why}")
+
+
+def _has_kernels(solver: str, form: str) -> bool:
+    """Whether triton may have this solver; of dense matrices it says itself why not."""
+    return solver == "dense" or (solver == "sparse" and form != "mask")
 
 
 def _is_long(structure: Blocks) -> bool:

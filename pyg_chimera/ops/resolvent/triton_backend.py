@@ -1,4 +1,5 @@
-"""The resolvent of general graphs on a GPU, in Triton: each block's inverse, in tiles.
+"""The resolvent of general graphs on a GPU, in Triton: each block's inverse, in tiles,
+or of sparse graphs the fronts of their supernodes.
 
 Without pivoting, so it takes weights of which it is known at a glance that they need
 none: rows, or columns, of |A| sum to less than one. Of paths, two scans in chunks.
@@ -14,6 +15,7 @@ from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.common.checks import trusted
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
+from pyg_chimera.ops.resolvent.fronts import Fronts, supernodes_of
 from pyg_chimera.ops.resolvent.path_factors import NOT_PATHS, path_scans
 from pyg_chimera.ops.resolvent.path_pivots import Pivots, Places, eliminate
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
@@ -25,19 +27,30 @@ if TYPE_CHECKING:
 
 __all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
 
+#: Pairs of a solver and a form.
+_TAKES = (("dense", "mask"), ("sparse", "state"), ("sparse", "chunk"))
 #: Nodes of a block: a matrix is inverted by one program, and places are 32 bits wide.
 _MOST_NODES = 8192
+#: Rows of a front, whose tiles are eliminated one after the other; places in it are 32
+#: bits wide.
+_MOST_ROWS = 16384
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, float32, small blocks and diagonal dominance."""
+    """It needs Triton, a GPU, float32, small matrices and diagonal dominance."""
     _, solver, form, *_ = call.choice
-    if (solver, form) not in (("dense", "mask"), ("sparse", "chunk")):
+    if (solver, form) not in _TAKES:
         return (
             f"solver={solver!r}, form={form!r} has no triton backend; use "
-            "solver='dense' and form='mask', or backend='auto'"
+            "solver='dense' and form='mask', solver='sparse' and form='state', or "
+            "backend='auto'"
         )
-    reason = triton_runtime.why_not(call.inputs.value)
+    rows, largest = 0, 0
+    if form == "state":
+        nodes = supernodes_of(call.structure)
+        sizes = nodes.widths + nodes.heights
+        rows, largest = int(sizes.sum()), int(sizes.max(initial=0))
+    reason = triton_runtime.why_not(call.inputs.value, rows)
     if reason is not None:
         return reason
     if form == "chunk":
@@ -46,8 +59,14 @@ def why_not(call: Call) -> str | None:
         if not trusted():
             check_pivot_growth(float(_pivots(call)[1]))
         return None
-    largest = int(call.structure.sizes.max(initial=0))
-    if largest > _MOST_NODES:
+    if form == "state":
+        if largest > _MOST_ROWS:
+            return (
+                f"backend='triton' takes at most {_MOST_ROWS} rows in a front, and the "
+                f"largest has {largest}: factors fill up; use solver='iterative', "
+                "backend='torch' or 'auto'"
+            )
+    elif (largest := int(call.structure.sizes.max(initial=0))) > _MOST_NODES:
         return (
             f"backend='triton' takes at most {_MOST_NODES} nodes in a graph, and the "
             f"largest has {largest}; use backend='torch' or 'auto'"
@@ -55,19 +74,25 @@ def why_not(call: Call) -> str | None:
     if not call.once("dominance", lambda: _is_dominant(call)):
         return (
             "'edge_weight' makes I - A not diagonally dominant, and backend='triton' "
-            "inverts without pivoting; scale the weights (rows of |A| that sum to less "
-            "than 1 are always safe), or use backend='torch' or 'auto'"
+            "eliminates without pivoting; scale the weights (rows of |A| that sum to "
+            "less than 1 are always safe), or use backend='torch' or 'auto'"
         )
     return None
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and the resolvents, or the states after each chunk."""
+    """The output [V, heads, P], and the resolvents, the fronts or states of chunks."""
     if call.choice.form == "chunk":
         from pyg_chimera.ops.resolvent import triton_paths
 
         out, states = triton_paths.forward(call, _pivots(call)[0])
         return out, (states,)
+    if call.choice.form == "state":
+        from pyg_chimera.ops.resolvent import triton_fronts
+
+        fronts = _fronts(call)
+        F = triton_fronts.eliminate(fronts, call.inputs.edge_weight)
+        return triton_fronts.mix(fronts, F, *call.inputs[:3]), (F,)
     from pyg_chimera.ops.common.triton_mask_form import mix, resolvents
 
     masks = _masks(call)
@@ -81,9 +106,15 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         from pyg_chimera.ops.resolvent import triton_paths
 
         return triton_paths.backward(call, _pivots(call)[0], saved[0], grad)
+    query, key, value = call.inputs[:3]
+    if call.choice.form == "state":
+        from pyg_chimera.ops.resolvent import triton_fronts
+
+        return triton_fronts.mix_gradients(
+            _fronts(call), saved[0], query, key, value, grad
+        )
     from pyg_chimera.ops.common.triton_mask_form import mix_gradients
 
-    query, key, value = call.inputs[:3]
     return mix_gradients(_masks(call), saved[0], query, key, value, grad)
 
 
@@ -98,6 +129,12 @@ def _masks_of(blocks: Blocks, device: torch.device) -> "Masks":
     place = np.repeat(blocks.ptr[:-1], blocks.sizes) + blocks.local
     edges = (place[blocks.edge_row], place[blocks.edge_col], blocks.edge)
     return Masks.of(blocks.ptr, blocks.order, *edges, False, device)
+
+
+def _fronts(call: Call) -> Fronts:
+    from pyg_chimera.ops.resolvent.triton_fronts import TILE
+
+    return table(Fronts.of, call.structure, call.inputs.value.device, TILE)
 
 
 def _pivots(call: Call) -> tuple[Pivots, Tensor]:

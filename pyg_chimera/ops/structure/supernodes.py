@@ -7,13 +7,22 @@ from numba import njit
 
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["Supernodes", "supernodes"]
+__all__ = ["Merging", "Supernodes", "supernodes"]
 
-#: Measured costs of a row and of a supernode in a sweep, relative to that of a pair of
-#: rows: small supernodes are merged if that saves time.
-_PER_ROW, _PER_SUPERNODE = 8, 40
-#: A subtree of up to this many nodes is one supernode, a *leaf*.
-_MAX_LEAF = 16
+
+class Merging(NamedTuple):
+    """How far nodes are merged into supernodes."""
+
+    #: A subtree of up to this many nodes is one supernode, a *leaf*.
+    max_leaf: int
+    #: Costs of a row and of a supernode in a sweep, relative to that of a pair of rows:
+    #: small supernodes are merged if that saves time.
+    per_row: int
+    per_supernode: int
+
+
+#: As measured on a CPU.
+_ON_CPU = Merging(max_leaf=16, per_row=8, per_supernode=40)
 
 
 class Supernodes(NamedTuple):
@@ -25,6 +34,7 @@ class Supernodes(NamedTuple):
     """
 
     ptr: np.ndarray  #: [S + 1], first position of each supernode
+    parent: np.ndarray  #: [S], the parent of each in the tree, or -1
     row_ptr: np.ndarray  #: [S + 1], first of the rows below each supernode ...
     row: np.ndarray  #: [R], ... their positions, ascending ...
     row_slot: np.ndarray  #: [R], ... and their slots
@@ -55,20 +65,20 @@ class Supernodes(NamedTuple):
         return np.diff(np.append(0.0, np.cumsum(x))[self.block_ptr])
 
 
-def supernodes(symbolic: SymbolicFactor) -> Supernodes:
+def supernodes(symbolic: SymbolicFactor, merging: Merging = _ON_CPU) -> Supernodes:
     """Finds the supernodes of a symbolic factor; cached in its tables.
 
     Positions must be in postorder, so that subtrees of the elimination tree are
     contiguous; those of `symbolic_factor` are.
     """
-    found = symbolic.tables.get(Supernodes)
+    found = symbolic.tables.get(merging)
     if found is None:
-        found = symbolic.tables[Supernodes] = _supernodes(symbolic)
+        found = symbolic.tables[merging] = _supernodes(symbolic, merging)
     return found
 
 
-def _supernodes(symbolic: SymbolicFactor) -> Supernodes:
-    ptr, row_ptr, row = _amalgamate(symbolic.upper_ptr, symbolic.upper_row)
+def _supernodes(symbolic: SymbolicFactor, merging: Merging) -> Supernodes:
+    ptr, row_ptr, row = _amalgamate(symbolic.upper_ptr, symbolic.upper_row, *merging)
     widths, heights = np.diff(ptr), np.diff(row_ptr)
     number = np.repeat(np.arange(len(widths)), widths)
     parent = np.full(len(widths), -1)
@@ -86,6 +96,7 @@ def _supernodes(symbolic: SymbolicFactor) -> Supernodes:
     edge = np.argsort(earlier, kind="stable")
     return Supernodes(
         ptr=ptr,
+        parent=parent,
         row_ptr=row_ptr,
         row=row,
         row_slot=slot[row],
@@ -119,14 +130,14 @@ def _subtrees(parent, heights):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _cost(width, height):  # type: ignore[no-untyped-def]
+def _cost(width, height, per_row, per_supernode):  # type: ignore[no-untyped-def]
     """The cost of a supernode in a sweep."""
     pairs = width * width + 2 * width * height
-    return pairs + _PER_ROW * (width + height) + _PER_SUPERNODE
+    return pairs + per_row * (width + height) + per_supernode
 
 
 @njit(cache=True, nogil=True)
-def _amalgamate(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
+def _amalgamate(upper_ptr, upper_row, max_leaf, per_row, per_supernode):  # type: ignore[no-untyped-def]
     """The first positions of relaxed supernodes, and the rows below them.
 
     These are small subtrees and, elsewhere, fundamental supernodes (chains in which
@@ -143,7 +154,7 @@ def _amalgamate(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
     for i in range(n - 1, -1, -1):
         if count[i] > 0 and subtree[upper_row[upper_ptr[i]]] >= 0:
             subtree[i] = subtree[upper_row[upper_ptr[i]]]
-        elif size[i] <= _MAX_LEAF:
+        elif size[i] <= max_leaf:
             subtree[i] = i
 
     # A stack of supernodes: later ones may still absorb those on its top.
@@ -164,8 +175,9 @@ def _amalgamate(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
             if count[below] == 0 or upper_row[upper_ptr[below]] > above:
                 break  # not its child
             w0, w1 = below - start[top - 2] + 1, above - start[top - 1] + 1
-            apart = _cost(w0, count[below]) + _cost(w1, count[above])
-            if _cost(w0 + w1, count[above]) > apart:
+            apart = _cost(w0, count[below], per_row, per_supernode)
+            apart += _cost(w1, count[above], per_row, per_supernode)
+            if _cost(w0 + w1, count[above], per_row, per_supernode) > apart:
                 break
             last[top - 2] = above
             top -= 1

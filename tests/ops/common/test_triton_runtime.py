@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from operators import OPERATORS, example, make_case, structure
+from operators import OPERATORS, example, grids_of, make_case, structure
 
 from pyg_chimera.ops import dag_scan, explain, resolvent_mix
 from pyg_chimera.ops.common import triton_runtime
@@ -118,7 +118,10 @@ def test_auto_takes_it_first(without_numba):
     assert chosen("dag_scan", form="state").backend == "triton"
     choice = chosen("resolvent_mix")
     assert choice[1:4] == ("dense", "mask", "triton")
-    assert chosen("resolvent_mix", solver="sparse").backend == "torch"
+    choice = chosen("resolvent_mix", solver="sparse")
+    assert choice[1:4] == ("sparse", "state", "triton")
+    choice = chosen("resolvent_mix", form="state", backend="triton")
+    assert choice[1:4] == ("sparse", "state", "triton")
     for key in SEQUENCES:
         assert chosen(key).backend == "triton"
 
@@ -147,7 +150,41 @@ def test_matrices_that_do_not_fit(without_numba, monkeypatch):
     module = importlib.import_module("pyg_chimera.ops.resolvent.triton_backend")
     monkeypatch.setattr(module, "_MOST_NODES", 2)
     with pytest.raises(ValueError, match="at most 2 nodes in a graph, and the largest"):
-        chosen("resolvent_mix", backend="triton")
+        chosen("resolvent_mix", solver="dense", backend="triton")
+    choice = chosen("resolvent_mix")
+    assert (choice.backend, choice.form) == ("torch", "mask")
+    assert "at most 2 nodes in a graph" in choice.reason
+    choice = chosen("resolvent_mix", backend="triton")
+    assert choice[1:4] == ("sparse", "state", "triton")
+    monkeypatch.setattr(module, "_MOST_ROWS", 2)
+    with pytest.raises(ValueError, match="at most 2 rows in a front, and the largest"):
+        chosen("resolvent_mix", solver="sparse", backend="triton")
+    choice = chosen("resolvent_mix", solver="sparse")
+    assert choice.backend == "torch"
+    assert "at most 2 rows in a front" in choice.reason
+
+
+def test_sparse_graphs(without_numba):
+    """States on fronts, and no matrix of a whole graph; masks are for small ones."""
+    case = make_case(OPERATORS["resolvent_mix"], grids_of((10, 10)), (2, 1, 5, 3))
+    inputs = case.to(torch.float32).inputs
+
+    def choose(**options):
+        return explain("resolvent_mix", **{**inputs, **options})
+
+    for options in ({}, {"backend": "triton"}, {"form": "state"}):
+        assert choose(**options)[1:4] == ("sparse", "state", "triton")
+    others = {(x.solver, x.backend) for x in choose().alternatives}
+    assert others == {("sparse", "torch"), ("dense", "triton"), ("dense", "torch")}
+    assert choose(form="mask")[1:4] == ("sparse", "mask", "torch")
+    choice = choose(form="mask", backend="triton")
+    assert choice[1:4] == ("dense", "mask", "triton")
+    large = 1.3 * case.floats["edge_weight"].float()
+    choice = choose(edge_weight=large)
+    assert choice.backend == "torch"
+    assert "not diagonally dominant" in choice.reason
+    with pytest.raises(ValueError, match="pivoting; scale the weights"):
+        choose(edge_weight=large, solver="sparse", backend="triton")
 
 
 def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
@@ -167,7 +204,7 @@ def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
     assert choice[1:4] == ("sparse", "chunk", "triton")
     assert choose("two_chunks", "undirected_paths").form != "chunk"
     options = {"solver": "sparse", "backend": "triton"}
-    assert choose("two_chunks", "undirected_paths", **options).form == "chunk"
+    assert choose("two_chunks", "undirected_paths", **options).form == "state"
     row = {"height": torch.tensor([1]), "width": torch.tensor([111])}
     assert choose("several_blocks", "grid_scan", **row).form == "chunk"
     module = importlib.import_module("pyg_chimera.ops.dag_scan.triton_backend")
@@ -187,13 +224,11 @@ def test_what_has_no_kernel(without_numba):
     for key in ("dag_scan", "resolvent_mix"):
         with pytest.raises(ValueError, match=r"form='chunk' is for .*paths"):
             chosen(key, form="chunk", backend="triton")
-    for solver in ("sparse", "iterative"):
-        with pytest.raises(
-            ValueError, match=f"solver='{solver}', form='.*' has no trit"
-        ):
-            chosen("resolvent_mix", solver=solver, backend="triton")
-    with pytest.raises(ValueError, match="solver='dense', form='state' has no triton"):
-        chosen("resolvent_mix", form="state", backend="triton")
+    pairs = ("sparse", "mask"), ("dense", "state"), ("iterative", "state")
+    for solver, form in pairs:
+        said = f"solver='{solver}', form='{form}' has no triton"
+        with pytest.raises(ValueError, match=said):
+            chosen("resolvent_mix", solver=solver, form=form, backend="triton")
 
 
 def test_weights_that_need_pivots(without_numba):

@@ -48,6 +48,9 @@ def check(symbolic: SymbolicFactor) -> None:
     for x, below in enumerate(rows):
         if len(below):
             children[int(number[below[0]])].append(x)
+            assert made.parent[x] == number[below[0]]
+        else:
+            assert made.parent[x] == -1
     waiting, most = [], 0
     for x, below in enumerate(rows):
         assert made.subtree[x] == 1 + sum(made.subtree[y] for y in children[x])
@@ -116,4 +119,4 @@ def test_grids(side, leaves):
     made = supernodes(symbolic)
     assert made.leaf.sum() >= leaves
     assert made.widths[made.leaf == 1].sum() > 0.5 * side * side
-    assert made.widths[made.leaf == 1].max() >= 0.5 * module._MAX_LEAF
+    assert made.widths[made.leaf == 1].max() >= 0.5 * module._ON_CPU.max_leaf

@@ -1,0 +1,172 @@
+"""The fronts of supernodes on a device: where they lie, and what is added up in them.
+
+A supernode's *front* is the square matrix of its columns s, which are eliminated in it,
+and of the rows r below. It has its own entries of I - A, and takes in its children's
+updates. Sweeps have a *vector* for each front, of its columns and then its rows below,
+which takes in those of its children in the same way.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
+from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
+
+__all__ = ["Fronts", "Level", "supernodes_of"]
+
+#: Larger supernodes than on a CPU, as every level takes launches: on a grid of 100 x
+#: 100 there are 9 levels in place of 23, and no more numbers in whole tiles.
+_MERGING = Merging(max_leaf=32, per_row=32, per_supernode=1000)
+
+
+def supernodes_of(symbolic: SymbolicFactor) -> Supernodes:
+    """The supernodes that there are fronts of."""
+    return supernodes(symbolic, _MERGING)
+
+
+class Level(NamedTuple):
+    """Fronts without children, or whose children are in lower levels.
+
+    A *task* is a row of tiles of a front. Those of a level follow on each other, and
+    those with columns come first.
+    """
+
+    first: int  #: of its tasks
+    tasks: int  #: how many there are
+    pivot_tasks: int  #: and how many with columns
+    steps: int  #: tiles of columns, in fronts of several tiles
+
+
+class Fronts(NamedTuple):
+    """A graph's fronts by level: S fronts, C of them with a parent, E edges.
+
+    Where nothing else is said, int32.
+    """
+
+    pivots: Tensor  #: [S] how many columns each has ...
+    size: Tensor  #: [S] ... and with the rows below
+    first: Tensor  #: [S] where its vector begins
+    offset: Tensor  #: [S] where its matrix begins, in whole tiles, int64
+    child_ptr: Tensor  #: [S + 1] first of the entries of its children ...
+    child: Tensor  #: [C] ... and who they are
+    source: Tensor  #: [C] where each child's part of `place` begins, int64
+    place: Tensor  #: for each row of its parent, in whole tiles: the child's row, or -1
+    node: Tensor  #: the node of each row of the vectors
+    task_front: Tensor  #: the front of each task ...
+    task_row: Tensor  #: ... and which row of tiles it is
+    entry: Tensor  #: [E] the place of each edge in the matrices, int64
+    ends: (
+        Tensor  #: [2, E] the nodes that edges come from, and those they lead to, int64
+    )
+    levels: list[Level]
+    total: int  #: numbers of all matrices of a head
+    rows: int  #: rows of all vectors
+
+    @classmethod
+    def of(cls, symbolic: SymbolicFactor, device: torch.device, tile: int) -> "Fronts":
+        """In tiles of some size."""
+        nodes = supernodes_of(symbolic)
+        level = _heights(nodes.parent)
+        sizes = nodes.widths + nodes.heights
+        order = np.lexsort((-sizes, level))  # what takes longest begins first
+        rank = np.empty_like(order)
+        rank[order] = np.arange(len(order))
+        level, pivots, size = level[order], nodes.widths[order], sizes[order]
+        tiles = -(-size // tile)
+        width = tiles * tile
+        first, offset = _starts(size), _starts(width**2)
+
+        # Positions of a front are ascending.
+        front = np.repeat(np.arange(len(size)), size)
+        own = np.arange(len(front)) - first[front] < pivots[front]
+        position = np.empty_like(front)
+        position[own] = _runs(nodes.ptr[:-1][order], pivots)
+        position[~own] = nodes.row[_runs(nodes.row_ptr[:-1][order], size - pivots)]
+        key = front * symbolic.num_nodes + position
+
+        def row_in(front: np.ndarray, position: np.ndarray) -> np.ndarray:
+            place = np.searchsorted(key, front * symbolic.num_nodes + position)
+            return place - first[front]
+
+        parent = nodes.parent[order]
+        child = np.flatnonzero(parent >= 0)
+        child = child[np.argsort(rank[parent[child]], kind="stable")]
+        above = rank[parent[child]]
+        source = _starts(width[above])
+        below = size[child] - pivots[child]
+        place = np.full(width[above].sum(), -1)
+        met = position[_runs(first[child] + pivots[child], below)]
+        at = np.repeat(source, below) + row_in(np.repeat(above, below), met)
+        place[at] = _runs(pivots[child], below)
+
+        number = np.repeat(rank, nodes.widths)
+        meets = number[np.minimum(nodes.edge_row, nodes.edge_col)]
+        i, j = row_in(meets, nodes.edge_row), row_in(meets, nodes.edge_col)
+        entry, ends = np.empty_like(i), np.empty((2, len(i)), np.int64)
+        entry[nodes.edge] = offset[meets] + i * width[meets] + j
+        ends[0, nodes.edge] = symbolic.node[nodes.edge_col]
+        ends[1, nodes.edge] = symbolic.node[nodes.edge_row]
+
+        task_front = np.repeat(np.arange(len(size)), tiles)
+        task_row = _runs(np.zeros_like(tiles), tiles)
+        lower = task_row * tile >= pivots[task_front]
+        by_level = np.lexsort((task_front, lower, level[task_front]))
+
+        def moved(x: np.ndarray, dtype: type = np.int32) -> Tensor:
+            return torch.from_numpy(x.astype(dtype)).to(device)
+
+        return cls(
+            pivots=moved(pivots),
+            size=moved(size),
+            first=moved(first),
+            offset=moved(offset, np.int64),
+            child_ptr=moved(np.searchsorted(above, np.arange(len(size) + 1))),
+            child=moved(child),
+            source=moved(source, np.int64),
+            place=moved(place),
+            node=moved(symbolic.node[position]),
+            task_front=moved(task_front[by_level]),
+            task_row=moved(task_row[by_level]),
+            entry=moved(entry, np.int64),
+            ends=moved(ends, np.int64),
+            levels=_levels(level, tiles, -(-pivots // tile)),
+            total=int((width**2).sum()),
+            rows=len(position),
+        )
+
+
+def _levels(level: np.ndarray, tiles: np.ndarray, columns: np.ndarray) -> list[Level]:
+    """Of fronts in order, with so many tiles in a row, and of columns."""
+    bounds = np.searchsorted(level, np.arange(level.max(initial=-1) + 2))
+    found, first = [], 0
+    for a, b in pairwise(bounds):
+        tasks, several = int(tiles[a:b].sum()), tiles[a:b] > 1
+        steps = int(columns[a:b][several].max(initial=0))
+        found.append(Level(first, tasks, int(columns[a:b].sum()), steps))
+        first += tasks
+    return found
+
+
+def _starts(count: np.ndarray) -> np.ndarray:
+    """Where runs of so many numbers begin that follow on each other."""
+    return np.cumsum(count) - count
+
+
+def _runs(start: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """So many numbers from each start on, one run after the other."""
+    return np.arange(count.sum()) + np.repeat(start - _starts(count), count)
+
+
+@njit(cache=True, nogil=True)
+def _heights(parent):  # type: ignore[no-untyped-def]
+    """Levels of a forest, whose leaves are in the first one; parents come later."""
+    height = np.zeros(len(parent), np.int64)
+    for x in range(len(parent)):
+        if parent[x] >= 0:
+            height[parent[x]] = max(height[parent[x]], height[x] + 1)
+    return height
