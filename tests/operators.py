@@ -791,6 +791,20 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
             },
             variants={"triton": {"backend": "triton"}},
         ),
+        **{
+            f"triton_delta_{name}": replace(
+                OPERATORS[key], sizes=[x for x in _FEW if x[2] > 0],
+                structures={**DAGS, **_small},
+                variants={"triton": {**options, "backend": "triton"}},
+            )
+            for name, key, options in (
+                ("dags", "delta_dags", {"form": "state"}),
+                ("channels", "delta_channels", {}),
+                ("surprise", "surprise", {}),
+                ("undecayed", "undecayed", {"prediction": "undecayed"}),
+                ("all", "undecayed_surprise", {"prediction": "undecayed"}),
+            )
+        },
     }  # fmt: skip
 
 

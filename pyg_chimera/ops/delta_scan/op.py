@@ -18,7 +18,12 @@ from pyg_chimera.ops.common.checks import (
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.delta_scan import numba_backend, reference, torch_backend
+from pyg_chimera.ops.delta_scan import (
+    numba_backend,
+    reference,
+    torch_backend,
+    triton_backend,
+)
 from pyg_chimera.ops.delta_scan.cost_model import cost_of
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.cache import Recipe
@@ -57,6 +62,7 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
     inputs = Inputs
     backends = {  # noqa: RUF012
         "numba": numba_backend,
+        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
@@ -97,8 +103,8 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             return Choice(self.name, solver, form, backend, reason, cost)
 
         if (needed := _needs_states(inputs)) is not None:
-            only = choice("state", usable[0])
-            return [only._replace(reason=f"{reason}; {needed} needs states")]
+            why = f"{reason}; {needed} needs states"
+            return [choice("state", x)._replace(reason=why) for x in usable]
         if inputs.form != "auto":
             forms = [inputs.form]
         else:
@@ -109,7 +115,7 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             for form in forms
             for backend in usable
             if form in self.backends[backend].FORMS
-        ] or [choice(inputs.form, usable[0])]
+        ] or [choice(forms[0], usable[0])]
         small = [x for x in found if x.form != "mask" or _fits(x)] or found
         small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
         if inputs.value.device.type != "cpu":  # where nobody has measured it

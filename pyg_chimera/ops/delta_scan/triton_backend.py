@@ -1,0 +1,93 @@
+"""The delta rule on a GPU, in Triton."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
+from pyg_chimera.ops.dag_scan.states import StateGraph, node_states
+from pyg_chimera.ops.delta_scan.cost_model import why_not_form
+from pyg_chimera.ops.delta_scan.graph import DeltaGraph
+from pyg_chimera.ops.structure.cache import table
+
+if TYPE_CHECKING:
+    from pyg_chimera.ops.dag_scan.triton_state_form import Chains
+
+__all__ = ["DEVICES", "DEVICES_IF_ASKED", "FORMS", "backward", "forward", "why_not"]
+
+FORMS = ("state",)
+
+#: Key channels, which are in one slice, ...
+_MOST_KEYS = 128
+#: ... and numbers of a state where all of it has to be in one; both as powers of two.
+_MOST_NUMEL = 8192
+
+
+def why_not(call: Call) -> str | None:
+    """It needs Triton, a GPU, float32, DAGs, and states that fit in the registers."""
+    if call.choice.form not in FORMS:
+        return (
+            f"form={call.choice.form!r} has no triton backend; use backend='torch' or "
+            "'auto'"
+        )
+    inputs, graph = call.inputs, call.structure
+    reason = why_not_form(call)
+    if reason is None:
+        rows = max(graph.num_nodes, len(graph.row))
+        reason = triton_runtime.why_not(inputs.value, rows)
+    keys, values = inputs.key.size(2), inputs.value.size(2)
+    if reason is None and keys > _MOST_KEYS:
+        reason = (
+            f"backend='triton' takes at most {_MOST_KEYS} key channels, got {keys}; "
+            "use backend='torch'"
+        )
+    numel = _power_of_two(keys) * _power_of_two(values)
+    if reason is None and inputs.surprise is not None and numel > _MOST_NUMEL:
+        reason = (
+            "backend='triton' with 'surprise' takes states of at most "
+            f"{_MOST_NUMEL} numbers (channels rounded up to powers of two), got "
+            f"{keys} x {values}; use backend='torch'"
+        )
+    return reason
+
+
+def _power_of_two(size: int) -> int:
+    """The next one."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P]; states are computed anew for gradients."""
+    from pyg_chimera.ops.delta_scan.triton_states import scan
+
+    undecayed = call.inputs.prediction == "undecayed"
+    return scan(_chains_of(call), *call.inputs[:6], undecayed), ()
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, beta, edge weight, and if given of surprise."""
+    from pyg_chimera.ops.delta_scan.triton_states import scan_gradients
+
+    undecayed = call.inputs.prediction == "undecayed"
+    return scan_gradients(_chains_of(call), *call.inputs[:6], undecayed, grad)
+
+
+def _chains_of(call: Call) -> "Chains":
+    return table(_chains, call.structure, call.inputs.value.device)
+
+
+def _chains(graph: DeltaGraph, device: torch.device) -> "Chains":
+    from pyg_chimera.ops.dag_scan.triton_state_form import Chains
+
+    return Chains.of(_positions(graph), device)
+
+
+def _positions(graph: DeltaGraph) -> StateGraph:
+    """The nodes component by component, in topological order."""
+    edge_index = torch.from_numpy(np.stack([graph.col, graph.row]))
+    block, rank = (torch.from_numpy(x) for x in (graph.block, graph.rank))
+    return node_states(edge_index, block, rank, graph.num_nodes)
