@@ -9,7 +9,14 @@ from dataclasses import replace
 import pytest
 import torch
 from asserts import assert_near
-from operators import OPERATORS, assert_results, computed, expected_of, make_case
+from operators import (
+    DAGS,
+    OPERATORS,
+    assert_results,
+    computed,
+    expected_of,
+    make_case,
+)
 from poison import poison_tensors
 
 from pyg_chimera.ops import explain
@@ -29,6 +36,7 @@ SMALL = {
     "common.triton_chunk_form": {"CHUNK": 16, "_STEP": 16, "_WIDTH": 16},
     "common.triton_carry": {"_SPANS": 2, "_WIDTH": 4},
     "dag_scan.triton_state_form": {"_ROWS": 4, "_COLUMNS": 2},
+    "delta_scan.triton_states": {"_NUMEL": 16},
     "selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
     "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
     "channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
@@ -107,10 +115,17 @@ def test_as_exact_as_float32_unless_pytorch_is_told_not_to_be(key, options, allo
         assert_results(coarse, want, 1e-5)
 
 
-def test_states_in_several_rounds(monkeypatch):
-    case, options = case_of("triton_dags"), {"form": "state", "backend": "triton"}
-    (state_form,) = (x for x in SMALL if x.__name__.endswith("triton_state_form"))
-    monkeypatch.setattr(state_form, "_MAX_NUMEL", 1)
+@pytest.mark.parametrize(
+    ("key", "module"),
+    [
+        ("triton_dags", "dag_scan.triton_state_form"),
+        ("triton_delta_dags", "delta_scan.triton_states"),
+    ],
+)
+def test_states_in_several_rounds(key, module, monkeypatch):
+    case, options = case_of(key), {"form": "state", "backend": "triton"}
+    module = importlib.import_module(f"pyg_chimera.ops.{module}")
+    monkeypatch.setattr(module, "_MAX_NUMEL", 1)
     assert_results(computed(case, options), expected_of(case))
 
 
@@ -125,7 +140,7 @@ def test_weights_of_any_size_and_sign(weight):
 
 
 def test_auto_leaves_the_interpreter_alone():
-    for key in ("dag_scan", "resolvent_mix"):
+    for key in ("dag_scan", "resolvent_mix", "delta_scan"):
         found = explain(key, **make_case(OPERATORS[key], case_of(key).structure).inputs)
         others = {x.backend for x in found.alternatives}
         assert "triton" not in {found.backend, *others}
@@ -151,6 +166,22 @@ def test_heads_that_do_not_fit_are_refused():
     fits = make_case(operator, graph, (1, 1, 3, 256))
     choice = explain("neighborhood_attention", **fits.inputs, backend="triton")
     assert choice[1:5] == ("softmax", "edge", "triton", "asked for")
+
+
+def test_states_that_do_not_fit_are_refused():
+    """With a surprise, all value channels are in one slice; keys always are."""
+    operators = OPERATORS["triton_delta_dags"], OPERATORS["triton_delta_surprise"]
+    graph = DAGS["diamonds"]
+    with pytest.raises(ValueError, match="at most 128 key channels, got 129; use"):
+        make_case(operators[0], graph, (1, 1, 129, 1))(backend="triton")
+    wide = (1, 1, 65, 65)  # 128 x 128
+    with pytest.raises(ValueError, match="with 'surprise' takes states of at most"):
+        make_case(operators[1], graph, wide)(backend="triton")
+    case = make_case(operators[0], graph, wide)
+    choice = explain("delta_scan", **case.inputs, backend="triton")
+    assert (choice.form, choice.backend, choice.cost) == ("state", "triton", None)
+    with pytest.raises(ValueError, match="form='mask' has no triton backend; use"):
+        case(backend="triton", form="mask")
 
 
 # ------------------------------------------------------------ whether `watched` watches

@@ -118,15 +118,21 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         ] or [choice(forms[0], usable[0])]
         small = [x for x in found if x.form != "mask" or _fits(x)] or found
         small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
-        if inputs.value.device.type != "cpu":  # where nobody has measured it
-            small = [x._replace(cost=None) for x in small]
-        best, *others = small
+        if inputs.value.device.type != "cpu" or usable == ["triton"]:
+            small = [x._replace(cost=None) for x in small]  # nobody has measured it
         if len({x.form for x in small}) > 1:
-            best = best._replace(reason=f"{reason}; {WHY_FORM[best.form]}")
-        elif inputs.form == "auto":
-            why = "cycles need matrices" if cyclic else "matrices would not fit"
-            best = best._replace(reason=f"{reason}; {why}")
-        return [best._replace(alternatives=tuple(others))]
+            why = WHY_FORM
+        else:
+            alone = "cycles need matrices" if cyclic else "matrices would not fit"
+            why = dict.fromkeys(forms, alone)
+        # Kernels of a GPU are preferred, as far as they can compute a call.
+        first = [x for x in small if x.backend == "triton"]
+        first += [x for x in small if x.backend != "triton"][:1]
+        for i, x in enumerate(first):
+            others = tuple(y for y in small if y is not x)
+            said = f"{reason}; {why[x.form]}" if inputs.form == "auto" else reason
+            first[i] = x._replace(reason=said, alternatives=others)
+        return first
 
 
 def _fits(choice: Choice) -> bool:
@@ -334,8 +340,9 @@ def delta_scan(
             chunks of directed paths (the WY form of DeltaNet). All give the same
             result. (default: :obj:`"auto"`, whichever is faster)
         backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
-            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
-            (default: :obj:`"auto"`)
+            :obj:`"triton"` (on GPUs, :obj:`"state"` in float32), :obj:`"torch"` (any
+            device), :obj:`"reference"` (dense, slow, for tests). (default:
+            :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
