@@ -794,7 +794,7 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
         **{
             f"triton_delta_{name}": replace(
                 OPERATORS[key], sizes=[x for x in _FEW if x[2] > 0],
-                structures={**DAGS, **_small},
+                structures={**DAGS, "several_blocks": _blocks_of((17, 5), acyclic=True)},
                 variants={"triton": {**options, "backend": "triton"}},
             )
             for name, key, options in (

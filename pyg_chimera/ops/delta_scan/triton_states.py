@@ -6,10 +6,10 @@ r"""The delta rule on a GPU by states that are carried along a DAG.
     S_i = S'_i + k_i (b_i e_i)^{\top}, \qquad
     y_i = S_i^{\top} q_i,
 
-where nodes predict from :math:`\bar{S}_i`, their state :math:`S'_i` or the mean of their
-parents' states, and :math:`b_i` is the share of the error that they mend, with a surprise
-:math:`f_i = v_i - \bar{S}_i^{\top} q_i` or without one. Backward, with the adjoint
-:math:`Z_i` of :math:`S_i`,
+where nodes predict from :math:`\bar{S}_i`, their state :math:`S'_i` or the mean of
+their parents' states, and :math:`b_i` is the share of the error that they mend, by the
+error :math:`f_i = v_i - \bar{S}_i^{\top} q_i` of their queries if there is a surprise.
+Backward, with the adjoint :math:`Z_i` of :math:`S_i`,
 
 .. math::
     de_i = b_i Z_i^{\top} k_i, \qquad
@@ -21,9 +21,10 @@ and what is predicted from the mean goes to the parents in equal shares instead.
 A program takes a component, a head, and a slice of the value channels, which never meet
 but in the surprise of a node, and walks the positions one by one. The state of the
 position before is in registers; others are in a ring in global memory, as long as edges
-lead back. On the way back it walks down once more, keeping all states and errors, and
-then up with the adjoints, in a ring. States are held transposed, so that sums over keys
-stay within a few threads.
+lead back. On the way back, programs walk down once more, keeping all states and errors,
+then up with the adjoints, in a ring; what queries and keys have read is left to others,
+one for each position. States are held transposed, so that sums over keys stay within a
+few threads.
 
 Sums over slices go to parts of their own and are added afterwards. No program writes
 what another one reads or writes.
@@ -87,7 +88,7 @@ class _Sizes(NamedTuple):
     @property
     def options(self) -> dict[str, int]:
         """Of kernels: no load may run ahead of the store of what it reads."""
-        return {"num_warps": 4 if self.numel <= _NUMEL else 8, "num_stages": 1}
+        return {"num_warps": max(4, self.numel // 512), "num_stages": 1}
 
 
 # -------------------------------------------------------------------------- the calls
@@ -109,12 +110,13 @@ def scan(
         return y
     sizes = _Sizes.of(query, value, weight, surprise, undecayed)
     operands = _operands(chains, query, key, value, beta, weight, surprise)
-    programs = (chains.ptr.numel() - 1) * sizes.heads
-    ring = value.new_empty(programs, sizes.slices, chains.ring, sizes.numel)
+    components, slices = chains.ptr.numel() - 1, sizes.slices
+    length = components * chains.ring
+    ring = value.new_empty(slices, sizes.heads, length, sizes.numel)
     with on_device_of(value):
-        _correct_down[programs, sizes.slices](
-            *operands, y, ring, chains.ptr, chains.node, chains.parent_ptr,
-            chains.parent, chains.far_child, chains.ring, *sizes, **sizes.options,
+        _walk[components * sizes.heads, slices](
+            *operands, y, y, ring, *chains[:4], chains.far_child, length,
+            chains.ring, 0, *sizes, False, **sizes.options,
         )  # fmt: skip
     return y
 
@@ -139,27 +141,46 @@ def scan_gradients(
         return tuple(map(torch.zeros_like, tensors))
     sizes = _Sizes.of(query, value, weight, surprise, undecayed)
     operands = _operands(chains, query, key, value, beta, weight, surprise)
-    (nodes, heads, _), slices = value.shape, sizes.slices
-    programs = (chains.ptr.numel() - 1) * heads
-    dq, dk = (value.new_empty(slices, nodes, heads, sizes.N) for _ in range(2))
-    db, dt = value.new_empty(slices, nodes, heads), torch.empty_like(beta)
-    dv, dw = torch.empty_like(value), value.new_empty(slices, *weight.shape)
-    errors = value.new_empty(1 + sizes.surprised, *value.shape)
+    q, k, _, b, _, tau = operands
+    by_child = chains.edge.index_select(0, chains.child_entry)
+    w = weight[by_child].contiguous()
+    (nodes, heads, _), slices, dy = value.shape, sizes.slices, grad.contiguous()
+    kinds = 1 + sizes.surprised  # of errors: those of keys, and of queries
+    errors = value.new_empty(nodes, heads, kinds, 2, sizes.P)  # and their adjoints
+    dq = value.new_empty(nodes, heads, slices, sizes.N)
+    dk = value.new_empty(nodes, heads, slices, 2, sizes.N)  # of what writes, and reads
+    db = value.new_empty(nodes, heads, slices, kinds)  # and of surprise
+    dw = value.new_empty(*weight.shape[:2], slices, *weight.shape[2:])
 
     at_once = min(slices, max(1, _MAX_NUMEL // (nodes * heads * sizes.numel)))
     kept = value.new_empty(at_once, heads, nodes, sizes.numel)
+    programs = (chains.ptr.numel() - 1) * heads
     ring = value.new_empty(programs, at_once, chains.ring, sizes.numel)
+    options = sizes.options
     with on_device_of(value):
         for first in range(0, slices, at_once):
-            _correct_down_and_up[programs, min(at_once, slices - first)](
-                *operands, grad.contiguous(), dq, dk, dv, db, dw, dt, errors[0],
-                errors[-1], kept, ring, *chains[:8], nodes, weight.size(0), chains.ring,
-                first, *sizes, **sizes.options,
+            count = min(at_once, slices - first)
+            _walk[programs, count](
+                *operands, errors, errors, kept, *chains[:4], chains.far_child, nodes,
+                nodes, first, *sizes, True, **options,
             )  # fmt: skip
-    dq, dk = (x.sum(0).unflatten(1, (sizes.groups, -1)).sum(2) for x in (dq, dk))
-    by_edge = torch.empty_like(weight).index_copy_(0, chains.edge, dw.sum(0))
-    grads = (dq, dk, dv, db.sum(0), by_edge)
-    return grads if surprise is None else (*grads, dt.sum(0))
+            _walk_back[programs, count](
+                q, k, b, w, tau, dy, errors, dk, db, dw, kept, ring, *chains[:3],
+                *chains[4:6], chains.far_parent, nodes, chains.ring, first, *sizes,
+                **options,
+            )  # fmt: skip
+            _reads[nodes * heads, count](
+                k, b, tau, dy, errors, dq, dk, kept, *chains[1:4], nodes, first, *sizes,
+                **options,
+            )  # fmt: skip
+    dq, dk = (
+        x.sum(y).unflatten(1, (sizes.groups, -1)).sum(2)
+        for x, y in ((dq, 2), (dk, (2, 3)))
+    )
+    dv, db = errors[..., 1, :].sum(2), db.sum(2)
+    by_edge = torch.empty_like(weight).index_copy_(0, by_child, dw.sum(2))
+    grads = (dq, dk, dv, db[..., 0], by_edge)
+    return grads if surprise is None else (*grads, db[..., 1].sum(0))
 
 
 def _operands(chains: Chains, *inputs: Tensor | None) -> list[Tensor]:
@@ -174,47 +195,42 @@ def _operands(chains: Chains, *inputs: Tensor | None) -> list[Tensor]:
 
 
 @triton.jit
+def _slice(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The key channels and value channels of slice z."""
+    return tl.arange(0, ROWS), z * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@triton.jit
+def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to a slice of a state that begins there, transposed."""
+    return first + tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+
+
+@triton.jit
 def _weight(  # type: ignore[no-untyped-def]
-    W, entry, h, n, n_there, HEADS: tl.constexpr, N: tl.constexpr,
-    BY_CHANNEL: tl.constexpr,
-):  # fmt: skip
+    W, entry, h, n, HEADS: tl.constexpr, N: tl.constexpr, BY_CHANNEL: tl.constexpr
+):
     """That of an entry, or those of its key channels."""
     if BY_CHANNEL:
-        return row_of(W, entry, h, n, n_there, HEADS, N)[None, :]
+        return row_of(W, entry, h, n, n < N, HEADS, N)[None, :]
     else:
         return tl.load(W + entry * HEADS + h)
 
 
 @triton.jit
-def _arriving(  # type: ignore[no-untyped-def]
-    S, owner, held, ring, W, PARENT_PTR, PARENT, i, h, n, n_there, HEADS: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, UNDECAYED: tl.constexpr,
-):  # fmt: skip
-    """What arrives at a position, S' and what it predicts from; S is that of `owner`."""
-    state = tl.zeros([COLUMNS, ROWS], S.dtype)
-    known = tl.zeros([COLUMNS, ROWS], S.dtype)
-    first, last = bounds(PARENT_PTR, i)
-    for x in range(first, last):
-        w = _weight(W, x, h, n, n_there, HEADS, N, BY_CHANNEL)
-        j = tl.load(PARENT + x)
-        there = S
-        if j != owner:
-            there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
-        state += w * there
-        if UNDECAYED:
-            known += there
-    if UNDECAYED:
-        known *= 1.0 / tl.maximum(last - first, 1).to(S.dtype)
-    else:
-        known = state
-    return state, known
+def _error(  # type: ignore[no-untyped-def]
+    ERRORS, node, h, p, HEADS: tl.constexpr, P: tl.constexpr, SURPRISED: tl.constexpr
+):
+    """Pointers to the error of a key. Its adjoint is P further, and a query's then."""
+    return ERRORS + (node * HEADS + h) * (2 * P + 2 * P * SURPRISED) + p
 
 
 @triton.jit
-def _error(v, known, x):  # type: ignore[no-untyped-def]
-    """That of what a key, or a query, reads."""
-    return v - tl.sum(known * x[None, :], 1)
+def _part(  # type: ignore[no-untyped-def]
+    row, h, z, HEADS: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The place of slice z in sums over slices, [rows, HEADS, slices]."""
+    return (row * HEADS + h) * ((P + COLUMNS - 1) // COLUMNS) + z
 
 
 @triton.jit
@@ -226,169 +242,193 @@ def _excess(error, TAU, h, P: tl.constexpr):  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------- the kernels
 
 #: Sizes that differ from batch to batch, which kernels are not compiled anew for.
-_ANY = ["num_nodes", "num_edges", "ring", "first_slice"]
+_ANY = ["length", "num_nodes", "ring", "first_slice"]
 
 
-@triton.jit(do_not_specialize=_ANY[2:3])
-def _correct_down(  # type: ignore[no-untyped-def]
-    Q, K, V, B, W, TAU, Y, RING, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD, ring,
+@triton.jit(do_not_specialize=[_ANY[0], *_ANY[2:]])
+def _walk(  # type: ignore[no-untyped-def]
+    Q, K, V, B, W, TAU, Y, ERRORS, HELD, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD,
+    length, ring, first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """The output, of a component, a head and a slice; or all its states, and errors."""
+    c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
+    n, p = _slice(first_slice + z, ROWS, COLUMNS)
+    first = (z.to(tl.int64) * HEADS + h) * length
+    if not KEEP:
+        first += c.to(tl.int64) * ring
+    held = _numbers(HELD + first * (ROWS * COLUMNS), ROWS, COLUMNS)
+    S = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)  # of the position before
+    begin, end = bounds(PTR, c)
+    for i in range(begin, end):
+        node = tl.load(NODE + i).to(tl.int64)
+        q = row_of(Q, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        v = row_of(V, node, h, p, p < P, HEADS, P)
+        state = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)
+        mean = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)
+        start, stop = bounds(PARENT_PTR, i)
+        for x in range(start, stop):
+            w = _weight(W, x, h, n, HEADS, N, BY_CHANNEL)
+            j = tl.load(PARENT + x)
+            there = S
+            if j != i - 1:
+                there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
+            state += w * there
+            if UNDECAYED:
+                mean += there
+        known = state
+        if UNDECAYED:
+            known = mean / tl.maximum(stop - start, 1).to(S.dtype)
+        strength = tl.load(B + node * HEADS + h)
+        error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
+        if SURPRISED:
+            f = v - tl.sum(known * q[None, :], 1)
+            strength *= tl.sigmoid(_excess(f, TAU, h, P))
+            if KEEP:
+                tl.store(error + 2 * P, f, mask=p < P)
+        e = v - tl.sum(known * k[None, :], 1)
+        S = state + (strength * e)[:, None] * k[None, :]
+        if KEEP:
+            tl.store(error, e, mask=p < P)
+            tl.store(held + i * (ROWS * COLUMNS), S)
+            tl.debug_barrier()  # later positions read it
+        else:
+            y = tl.sum(S * q[None, :], 1)
+            tl.store(Y + (node * HEADS + h) * P + p, y, mask=p < P)
+            if tl.load(FAR_CHILD + i) > 0:
+                tl.debug_barrier()  # all have read what is in its place
+                tl.store(held + i % ring * (ROWS * COLUMNS), S)
+                tl.debug_barrier()  # and may read it
+
+
+@triton.jit(do_not_specialize=_ANY[1:])
+def _walk_back(  # type: ignore[no-untyped-def]
+    Q, K, B, W, TAU, DY, ERRORS, DK, DB, DW, KEPT, RING, PTR, NODE, PARENT_PTR,
+    CHILD_PTR, CHILD, FAR_PARENT, num_nodes, ring, first_slice,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr,
     SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
 ):  # fmt: skip
-    """The output, of a component, a head and a slice."""
+    """The adjoints of a component, a head and a slice, and what they are multiplied by
+    what nodes write.
+    """
     h, z = tl.program_id(0) % HEADS, tl.program_id(1)
-    n, p = tl.arange(0, ROWS), z * COLUMNS + tl.arange(0, COLUMNS)
-    inside = tl.arange(0, COLUMNS)[:, None] * ROWS + n[None, :]
-    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
-    held = RING + program * ring * (ROWS * COLUMNS) + inside
-    S = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)  # of the position before
-    begin, end = bounds(PTR, tl.program_id(0) // HEADS)
-    for i in range(begin, end):
-        node = tl.load(NODE + i).to(tl.int64)
-        q = row_of(Q, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-        v = row_of(V, node, h, p, p < P, HEADS, P)
-        strength = tl.load(B + node * HEADS + h)
-        state, known = _arriving(
-            S, i - 1, held, ring, W, PARENT_PTR, PARENT, i, h, n, n < N, HEADS, N,
-            ROWS, COLUMNS, BY_CHANNEL, UNDECAYED,
-        )  # fmt: skip
-        if SURPRISED:
-            strength *= tl.sigmoid(_excess(_error(v, known, q), TAU, h, P))
-        written = strength * _error(v, known, k)
-        S = state + written[:, None] * k[None, :]
-        y = tl.sum(S * q[None, :], 1)
-        tl.store(Y + (node * HEADS + h) * P + p, y, mask=p < P)
-        if tl.load(FAR_CHILD + i) > 0:
-            tl.debug_barrier()  # all have read what is in its place
-            tl.store(held + i % ring * (ROWS * COLUMNS), S)
-            tl.debug_barrier()  # and may read it
-
-
-@triton.jit(do_not_specialize=_ANY)
-def _correct_down_and_up(  # type: ignore[no-untyped-def]
-    Q, K, V, B, W, TAU, DY, DQ, DK, DV, DB, DW, DT, KEY_ERROR, QUERY_ERROR, KEPT, RING,
-    PTR, NODE, PARENT_PTR, PARENT, CHILD_PTR, CHILD, CHILD_ENTRY, FAR_PARENT, num_nodes,
-    num_edges, ring, first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
-):  # fmt: skip
-    """The gradients, of a component, a head and a slice."""
-    h, z = tl.program_id(0) % HEADS, tl.program_id(1)
-    part = (first_slice + z).to(tl.int64)
-    n, p = tl.arange(0, ROWS), part * COLUMNS + tl.arange(0, COLUMNS)
-    inside = tl.arange(0, COLUMNS)[:, None] * ROWS + n[None, :]
+    n, p = _slice(first_slice + z, ROWS, COLUMNS)
     states = (z.to(tl.int64) * HEADS + h) * num_nodes
-    kept = KEPT + states * (ROWS * COLUMNS) + inside
+    kept = _numbers(KEPT + states * (ROWS * COLUMNS), ROWS, COLUMNS)
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
-    held = RING + program * ring * (ROWS * COLUMNS) + inside
+    held = _numbers(RING + program * ring * (ROWS * COLUMNS), ROWS, COLUMNS)
     begin, end = bounds(PTR, tl.program_id(0) // HEADS)
-
-    S = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)  # of the position before
-    for i in range(begin, end):
-        node = tl.load(NODE + i).to(tl.int64)
-        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-        v = row_of(V, node, h, p, p < P, HEADS, P)
-        strength = tl.load(B + node * HEADS + h)
-        state, known = _arriving(
-            S, i - 1, kept, num_nodes, W, PARENT_PTR, PARENT, i, h, n, n < N, HEADS, N,
-            ROWS, COLUMNS, BY_CHANNEL, UNDECAYED,
-        )  # fmt: skip
-        at = (node * HEADS + h) * P + p
-        if SURPRISED:
-            q = row_of(Q, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-            f = _error(v, known, q)
-            strength *= tl.sigmoid(_excess(f, TAU, h, P))
-            tl.store(QUERY_ERROR + at, f, mask=p < P)
-        e = _error(v, known, k)
-        tl.store(KEY_ERROR + at, e, mask=p < P)
-        S = state + (strength * e)[:, None] * k[None, :]
-        tl.store(kept + i * (ROWS * COLUMNS), S)
-        tl.debug_barrier()  # later positions read it
-
-    D = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)  # S'* of the position after
+    D = tl.zeros([COLUMNS, ROWS], Q.dtype.element_ty)  # S'* of the position after
     for back in range(0, end - begin):
         i = end - 1 - back
         node = tl.load(NODE + i).to(tl.int64)
         q = row_of(Q, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
         dy = row_of(DY, node, h, p, p < P, HEADS, P)
-        e = row_of(KEY_ERROR, node, h, p, p < P, HEADS, P)
-        beta = tl.load(B + node * HEADS + h)
         S = tl.load(kept + i * (ROWS * COLUMNS))
         Z = dy[:, None] * q[None, :]
         first, last = bounds(CHILD_PTR, i)
         for x in range(first, last):
-            entry = tl.load(CHILD_ENTRY + x).to(tl.int64)
-            w = _weight(W, entry, h, n, n < N, HEADS, N, BY_CHANNEL)
+            w = _weight(W, x, h, n, HEADS, N, BY_CHANNEL)
             j = tl.load(CHILD + x)
             there = D
             if j != i + 1:
                 there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
             Z += w * there
-            at = (part * num_edges + entry) * HEADS + h
+            at = _part(x, h, first_slice + z, HEADS, P, COLUMNS)
             if BY_CHANNEL:
                 tl.store(DW + at * N + n, tl.sum(there * S, 0), mask=n < N)
             else:
                 tl.store(DW + at, tl.sum(tl.sum(there * S, 1), 0))
-            if UNDECAYED:  # what the child has left of its prediction
+            if UNDECAYED:  # what the child has predicted from the mean
                 child = tl.load(NODE + j).to(tl.int64)
-                alpha, omega = bounds(PARENT_PTR, j)
-                share = 1.0 / (omega - alpha).to(S.dtype)
-                x_k = row_of(K, child, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-                de = row_of(KEY_ERROR, child, h, p, p < P, HEADS, P)
-                Z -= (share * de)[:, None] * x_k[None, :]
+                start, stop = bounds(PARENT_PTR, j)
+                count = (stop - start).to(S.dtype)
+                of_child = row_of(K, child, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+                error = _error(ERRORS, child, h, p, HEADS, P, SURPRISED)
+                de = tl.load(error + P, mask=p < P, other=0.0) / count
+                Z -= de[:, None] * of_child[None, :]
                 if SURPRISED:
-                    x_q = row_of(Q, child, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-                    df = row_of(QUERY_ERROR, child, h, p, p < P, HEADS, P)
-                    Z -= (share * df)[:, None] * x_q[None, :]
+                    of_child = row_of(
+                        Q, child, h // (HEADS // GROUPS), n, n < N, GROUPS, N
+                    )
+                    df = tl.load(error + 3 * P, mask=p < P, other=0.0) / count
+                    Z -= df[:, None] * of_child[None, :]
 
-        strength = beta
-        if SURPRISED:
-            f = row_of(QUERY_ERROR, node, h, p, p < P, HEADS, P)
-            excess = _excess(f, TAU, h, P)
-            strength *= tl.sigmoid(excess)
+        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
+        e = tl.load(error, mask=p < P, other=0.0)
+        strength = tl.load(B + node * HEADS + h)
         found = tl.sum(Z * k[None, :], 1)
-        de = strength * found
         db = tl.sum(found * e, 0)
-        dv = de
+        at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
         if SURPRISED:
+            f = tl.load(error + 2 * P, mask=p < P, other=0.0)
+            excess, tau = _excess(f, TAU, h, P), tl.load(TAU + h)
+            strength *= tl.sigmoid(excess)
             d_excess = db * strength * tl.sigmoid(-excess)
             db *= tl.sigmoid(excess)
-            tau = tl.load(TAU + h)
+            tl.store(DB + 2 * at + 1, -d_excess * excess / tau)
             df = 2.0 / (P * tau) * d_excess * f
-            dv += df
-            tl.store(DT + node * HEADS + h, -d_excess * excess / tau)
-        tl.store(DV + (node * HEADS + h) * P + p, dv, mask=p < P)
-        tl.store(DB + (part * num_nodes + node) * HEADS + h, db)
-
-        if UNDECAYED:
-            _, known = _arriving(
-                S, i, kept, num_nodes, W, PARENT_PTR, PARENT, i, h, n, n < N, HEADS, N,
-                ROWS, COLUMNS, BY_CHANNEL, UNDECAYED,
-            )  # fmt: skip
-            D = Z
-        else:
-            known = S - (strength * e)[:, None] * k[None, :]
-            D = Z - de[:, None] * k[None, :]
+            tl.store(error + 3 * P, df, mask=p < P)
+        de = strength * found
+        tl.store(error + P, de, mask=p < P)
+        tl.store(DB + at * (1 + SURPRISED), db)
+        dk = tl.sum(Z * (strength * e)[:, None], 0)
+        tl.store(DK + 2 * at * N + n, dk, mask=n < N)
+        D = Z
+        if not UNDECAYED:
+            D -= de[:, None] * k[None, :]
             if SURPRISED:
                 D -= df[:, None] * q[None, :]
-        dk = Z * (strength * e)[:, None] - known * de[:, None]
-        dq = S * dy[:, None]
-        if SURPRISED:
-            dq -= known * df[:, None]
-        at = ((part * num_nodes + node) * HEADS + h) * N + n
-        tl.store(DK + at, tl.sum(dk, 0), mask=n < N)
-        tl.store(DQ + at, tl.sum(dq, 0), mask=n < N)
         if UNDECAYED:
-            tl.debug_barrier()  # all have read the errors that are replaced
-            at = (node * HEADS + h) * P + p
-            tl.store(KEY_ERROR + at, de, mask=p < P)
-            if SURPRISED:
-                tl.store(QUERY_ERROR + at, df, mask=p < P)
-            tl.debug_barrier()  # parents read their adjoints
+            tl.debug_barrier()  # parents read the adjoints of errors
         if tl.load(FAR_PARENT + i) > 0:
             tl.debug_barrier()  # all have read what is in its place
             tl.store(held + i % ring * (ROWS * COLUMNS), D)
             tl.debug_barrier()  # and may read it
+
+
+@triton.jit(do_not_specialize=_ANY[1::2])
+def _reads(  # type: ignore[no-untyped-def]
+    K, B, TAU, DY, ERRORS, DQ, DK, KEPT, NODE, PARENT_PTR, PARENT, num_nodes,
+    first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
+):  # fmt: skip
+    """What a query reads, and a key as it predicts, of a position's slice of a state,
+    multiplied by their adjoints.
+    """
+    i, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    z = tl.program_id(1)
+    n, p = _slice(first_slice + z, ROWS, COLUMNS)
+    states = (z.to(tl.int64) * HEADS + h) * num_nodes
+    kept = _numbers(KEPT + states * (ROWS * COLUMNS), ROWS, COLUMNS)
+    node = tl.load(NODE + i).to(tl.int64)
+    S = tl.load(kept + i * (ROWS * COLUMNS))
+    error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
+    if UNDECAYED:
+        known = tl.zeros([COLUMNS, ROWS], S.dtype)
+        first, last = bounds(PARENT_PTR, i)
+        for x in range(first, last):
+            j = tl.load(PARENT + x).to(tl.int64)
+            known += tl.load(kept + j * (ROWS * COLUMNS))
+        known /= tl.maximum(last - first, 1).to(S.dtype)
+    else:
+        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        strength = tl.load(B + node * HEADS + h)
+        if SURPRISED:
+            f = tl.load(error + 2 * P, mask=p < P, other=0.0)
+            strength *= tl.sigmoid(_excess(f, TAU, h, P))
+        written = strength * tl.load(error, mask=p < P, other=0.0)
+        known = S - written[:, None] * k[None, :]
+    dq = S * row_of(DY, node, h, p, p < P, HEADS, P)[:, None]
+    if SURPRISED:
+        dq -= known * tl.load(error + 3 * P, mask=p < P, other=0.0)[:, None]
+    dk = -known * tl.load(error + P, mask=p < P, other=0.0)[:, None]
+    at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
+    tl.store(DQ + at * N + n, tl.sum(dq, 0), mask=n < N)
+    tl.store(DK + (2 * at + 1) * N + n, tl.sum(dk, 0), mask=n < N)
