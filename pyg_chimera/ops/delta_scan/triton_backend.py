@@ -10,16 +10,18 @@ from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.dag_scan.states import StateGraph, node_states
+from pyg_chimera.ops.dag_scan.triton_backend import chunks_of
 from pyg_chimera.ops.delta_scan.cost_model import why_not_form
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.structure.cache import table
 
 if TYPE_CHECKING:
+    from pyg_chimera.ops.common.triton_chunk_form import Chunks
     from pyg_chimera.ops.dag_scan.triton_state_form import Chains
 
 __all__ = ["DEVICES", "DEVICES_IF_ASKED", "FORMS", "backward", "forward", "why_not"]
 
-FORMS = ("state",)
+FORMS = ("state", "chunk")
 
 #: Key channels, which are in one slice, ...
 _MOST_KEYS = 128
@@ -61,7 +63,11 @@ def _power_of_two(size: int) -> int:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P]; states are computed anew for gradients."""
+    """The output [V, heads, P], and what chunks need again; states are made anew."""
+    if call.choice.form == "chunk":
+        from pyg_chimera.ops.delta_scan import triton_chunks
+
+        return triton_chunks.scan(*_paths_of(call), *call.inputs[:5])
     from pyg_chimera.ops.delta_scan.triton_states import scan
 
     undecayed = call.inputs.prediction == "undecayed"
@@ -70,20 +76,42 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta, edge weight, and if given of surprise."""
+    if call.choice.form == "chunk":
+        from pyg_chimera.ops.delta_scan import triton_chunks
+
+        operands = (*call.inputs[:5], saved, grad)
+        return triton_chunks.scan_gradients(*_paths_of(call), *operands)
     from pyg_chimera.ops.delta_scan.triton_states import scan_gradients
 
     undecayed = call.inputs.prediction == "undecayed"
     return scan_gradients(_chains_of(call), *call.inputs[:6], undecayed, grad)
 
 
+# --------------------------------------------------------------------------- its tables
+
+
 def _chains_of(call: Call) -> "Chains":
     return table(_chains, call.structure, call.inputs.value.device)
+
+
+def _paths_of(call: Call) -> "tuple[Chunks, Tensor]":
+    return table(_paths, call.structure, call.inputs.value.device)
 
 
 def _chains(graph: DeltaGraph, device: torch.device) -> "Chains":
     from pyg_chimera.ops.dag_scan.triton_state_form import Chains
 
     return Chains.of(_positions(graph), device)
+
+
+def _paths(graph: DeltaGraph, device: torch.device) -> "tuple[Chunks, Tensor]":
+    """The chunks of paths, and the first one of each path [paths + 1], int32."""
+    from pyg_chimera.ops.common import triton_chunk_form
+
+    positions = _positions(graph)
+    count = -(-np.diff(positions.component_ptr) // triton_chunk_form.CHUNK)
+    first = np.append(0, np.cumsum(count)).astype(np.int32)
+    return chunks_of(positions, device), torch.from_numpy(first).to(device)
 
 
 def _positions(graph: DeltaGraph) -> StateGraph:

@@ -105,7 +105,7 @@ def scan(
     undecayed: bool,
 ) -> Tensor:
     """The output [V, heads, P], of weights [E, heads] or [E, heads, N]."""
-    y = torch.empty_like(value)
+    y = value.new_empty(value.shape)
     if value.numel() == 0:
         return y
     sizes = _Sizes.of(query, value, weight, surprise, undecayed)
