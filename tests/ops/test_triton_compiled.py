@@ -55,6 +55,7 @@ DELTA = [
     ("delta_channels", (2, 1, 64, 64)), ("surprise", (2, 2, 16, 32)),
     ("surprise", (2, 2, 128, 64)), ("undecayed", (2, 1, 64, 64)),
     ("undecayed_surprise", (2, 1, 128, 64)),
+    ("delta_paths", (2, 2, 64, 64)), ("delta_paths", (4, 1, 20, 100)),
 ]  # fmt: skip
 #: Heads, groups, channels of keys and of values.
 ATTENTION = [(4, 2, 64, 64), (2, 1, 20, 256)]
@@ -82,8 +83,10 @@ def found(monkeypatch, tmp_path, allow_tf32):
         for key, size in SEQUENCES:
             compute(key, size, {})
         for key, size in DELTA:
-            undecayed = key.startswith("undecayed")
-            compute(key, size, {"prediction": "undecayed"} if undecayed else {})
+            options = {"form": "chunk"} if key == "delta_paths" else {}
+            if key.startswith("undecayed"):
+                options = {"prediction": "undecayed"}
+            compute(key, size, options)
         for key in ("neighborhood_attention", "rectified_attention"):
             for size in ATTENTION:
                 compute(key, size, {})
@@ -96,7 +99,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 26
+    assert len({x.kernel for x in found.values()}) == 34
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -135,6 +138,7 @@ def test_large_matrices(found):
         ("causal_conv1d", {}),
         ("channels_of_paths", {}),
         ("delta_dags", {"form": "state"}),
+        ("delta_paths", {"form": "chunk"}),
         ("delta_channels", {}),
         ("surprise", {}),
         ("undecayed_surprise", {"prediction": "undecayed"}),

@@ -12,6 +12,7 @@ from asserts import assert_near
 from operators import (
     DAGS,
     OPERATORS,
+    PATHS,
     assert_results,
     computed,
     expected_of,
@@ -37,6 +38,7 @@ SMALL = {
     "common.triton_carry": {"_SPANS": 2, "_WIDTH": 4},
     "dag_scan.triton_state_form": {"_ROWS": 4, "_COLUMNS": 2},
     "delta_scan.triton_states": {"_NUMEL": 16},
+    "delta_scan.triton_chunks": {"_STEP": 16},
     "selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
     "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
     "channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
@@ -49,6 +51,7 @@ SMALL = {
 #: Structures and sizes that are cut by them.
 CUT = {
     "triton_paths": ("two_chunks", (2, 1, 17, 18)),
+    "triton_delta_paths": ("two_chunks", (2, 1, 17, 18)),
     "triton_paths_of_edges": ("several_blocks", (1, 1, 5, 3)),
     "triton_sequences": ("several", (5, 2)),
     "triton_filters": ("several", (5, 3)),
@@ -129,10 +132,11 @@ def test_states_in_several_rounds(key, module, monkeypatch):
     assert_results(computed(case, options), expected_of(case))
 
 
+@pytest.mark.parametrize("key", ["triton_paths", "triton_delta_paths"])
 @pytest.mark.parametrize("weight", [0.0, -1.5, 3.0, 1e-30])
-def test_weights_of_any_size_and_sign(weight):
+def test_weights_of_any_size_and_sign(weight, key):
     """Decays are products: nothing is divided by, and no logarithm taken of, a zero."""
-    case, options = case_of("triton_paths"), {"form": "chunk", "backend": "triton"}
+    case, options = case_of(key), {"form": "chunk", "backend": "triton"}
     weights = case.floats["edge_weight"] / 2
     weights[::5] = weight
     case = case.changed(edge_weight=weights)
@@ -168,12 +172,31 @@ def test_heads_that_do_not_fit_are_refused():
     assert choice[1:5] == ("softmax", "edge", "triton", "asked for")
 
 
+def test_nodes_that_write_nothing_or_reflect_one_key():
+    """What they would write still counts for the gradient of beta, and T is exact."""
+    case = case_of("triton_delta_paths")
+    options = {"form": "chunk", "backend": "triton"}
+    beta = case.floats["beta"].clone()
+    beta[::3] = 0
+    case = case.changed(beta=beta)
+    assert_results(computed(case, options), expected_of(case))
+    key, weight = (case.floats[x] for x in ("key", "edge_weight"))
+    case = case.changed(
+        beta=torch.full_like(beta, 2), key=key[:1].expand_as(key),
+        edge_weight=torch.ones_like(weight),
+    )  # fmt: skip
+    got = case.to(torch.float32)(**options)
+    assert_near(got, expected_of(case)["output"], 1e-5)
+
+
 def test_states_that_do_not_fit_are_refused():
     """With a surprise, all value channels are in one slice; keys always are."""
     operators = OPERATORS["triton_delta_dags"], OPERATORS["triton_delta_surprise"]
     graph = DAGS["diamonds"]
-    with pytest.raises(ValueError, match="at most 128 key channels, got 129; use"):
-        make_case(operators[0], graph, (1, 1, 129, 1))(backend="triton")
+    for form, most in (("state", 128), ("chunk", 64)):
+        case = make_case(operators[0], PATHS["two_chunks"], (1, 1, most + 1, 1))
+        with pytest.raises(ValueError, match=f"at most {most} key channels, got"):
+            case(backend="triton", form=form)
     wide = (1, 1, 65, 65)  # 128 x 128
     with pytest.raises(ValueError, match="with 'surprise' takes states of at most"):
         make_case(operators[1], graph, wide)(backend="triton")

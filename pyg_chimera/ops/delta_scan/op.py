@@ -120,17 +120,17 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
         if inputs.value.device.type != "cpu" or usable == ["triton"]:
             small = [x._replace(cost=None) for x in small]  # nobody has measured it
-        if len({x.form for x in small}) > 1:
-            why = WHY_FORM
-        else:
-            alone = "cycles need matrices" if cyclic else "matrices would not fit"
-            why = dict.fromkeys(forms, alone)
+        alone = "cycles need matrices" if cyclic else "matrices would not fit"
+        several = len({x.form for x in small}) > 1
         # Kernels of a GPU are preferred, as far as they can compute a call.
+        order = triton_backend.preferred_forms(call)
         first = [x for x in small if x.backend == "triton"]
+        first.sort(key=lambda x: order.index(x.form))
         first += [x for x in small if x.backend != "triton"][:1]
         for i, x in enumerate(first):
             others = tuple(y for y in small if y is not x)
-            said = f"{reason}; {why[x.form]}" if inputs.form == "auto" else reason
+            why = WHY_FORM[x.form] if several else alone
+            said = f"{reason}; {why}" if inputs.form == "auto" else reason
             first[i] = x._replace(reason=said, alternatives=others)
         return first
 
@@ -340,9 +340,9 @@ def delta_scan(
             chunks of directed paths (the WY form of DeltaNet). All give the same
             result. (default: :obj:`"auto"`, whichever is faster)
         backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
-            :obj:`"triton"` (on GPUs, :obj:`"state"` in float32), :obj:`"torch"` (any
-            device), :obj:`"reference"` (dense, slow, for tests). (default:
-            :obj:`"auto"`)
+            :obj:`"triton"` (on GPUs, all but :obj:`"mask"`, in float32),
+            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
+            (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.

@@ -19,18 +19,28 @@ if TYPE_CHECKING:
     from pyg_chimera.ops.common.triton_chunk_form import Chunks
     from pyg_chimera.ops.dag_scan.triton_state_form import Chains
 
-__all__ = ["DEVICES", "DEVICES_IF_ASKED", "FORMS", "backward", "forward", "why_not"]
+__all__ = [
+    "DEVICES",
+    "DEVICES_IF_ASKED",
+    "FORMS",
+    "backward",
+    "forward",
+    "preferred_forms",
+    "why_not",
+]
 
 FORMS = ("state", "chunk")
 
-#: Key channels, which are in one slice, ...
-_MOST_KEYS = 128
+#: Key channels, which are in one slice, of the states that are carried by a form, ...
+_MOST_KEYS = {"state": 128, "chunk": 64}
 #: ... and numbers of a state where all of it has to be in one; both as powers of two.
 _MOST_NUMEL = 8192
+#: Nodes of paths that are walked one by one all the same: two chunks.
+_SHORT_PATH = 64
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, float32, DAGs, and states that fit in the registers."""
+    """It needs Triton, a GPU, float32, and states that fit in the registers."""
     if call.choice.form not in FORMS:
         return (
             f"form={call.choice.form!r} has no triton backend; use backend='torch' or "
@@ -42,10 +52,11 @@ def why_not(call: Call) -> str | None:
         rows = max(graph.num_nodes, len(graph.row))
         reason = triton_runtime.why_not(inputs.value, rows)
     keys, values = inputs.key.size(2), inputs.value.size(2)
-    if reason is None and keys > _MOST_KEYS:
+    most = _MOST_KEYS[call.choice.form]
+    if reason is None and keys > most:
         reason = (
-            f"backend='triton' takes at most {_MOST_KEYS} key channels, got {keys}; "
-            "use backend='torch'"
+            f"form={call.choice.form!r} with backend='triton' takes at most {most} key "
+            f"channels, got {keys}; use backend='torch'"
         )
     numel = _power_of_two(keys) * _power_of_two(values)
     if reason is None and inputs.surprise is not None and numel > _MOST_NUMEL:
@@ -55,6 +66,13 @@ def why_not(call: Call) -> str | None:
             f"{keys} x {values}; use backend='torch'"
         )
     return reason
+
+
+def preferred_forms(call: Call) -> tuple[str, ...]:
+    """Those that carry states, best first: few steps that wait for each other."""
+    if call.structure.are_paths and call.structure.depth > _SHORT_PATH:
+        return "chunk", "state"
+    return "state", "chunk"
 
 
 def _power_of_two(size: int) -> int:

@@ -51,6 +51,8 @@ __all__ = ["scan", "scan_gradients"]
 
 #: Channels at a time.
 _STEP = 32
+#: Value channels at a time, for the gradients of keys, which need most registers.
+_FEWER = 16
 #: Value channels of the states that are carried from chunk to chunk.
 _CARRIED = 16
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
@@ -147,8 +149,8 @@ def scan_gradients(
             factors, adjoint, dv, *chunks[:3], *sizes, precision, **_OPTIONS
         )
         _key_gradients[(programs, down)](
-            query, key, u, grad, dv, weight, state, adjoint, dk, *chunks[:3], *sizes,
-            precision, **_OPTIONS,
+            query, key, u, grad, dv, weight, state, adjoint, dk, *chunks[:3],
+            *sizes[:-2], _FEWER, size, precision, **_OPTIONS,
         )  # fmt: skip
     dq = product(chunks, weight, grad, u, key, state, turned=True)
     dq, dk = (x.unflatten(1, (groups, -1)).sum(2) for x in (dq, dk))
