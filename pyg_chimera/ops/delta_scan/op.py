@@ -123,9 +123,9 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         alone = "cycles need matrices" if cyclic else "matrices would not fit"
         several = len({x.form for x in small}) > 1
         # Kernels of a GPU are preferred, as far as they can compute a call.
-        order = triton_backend.preferred_forms(call)
+        preferred = triton_backend.preferred_form(call)
         first = [x for x in small if x.backend == "triton"]
-        first.sort(key=lambda x: order.index(x.form))
+        first.sort(key=lambda x: x.form != preferred)
         first += [x for x in small if x.backend != "triton"][:1]
         for i, x in enumerate(first):
             others = tuple(y for y in small if y is not x)

@@ -25,7 +25,7 @@ __all__ = [
     "FORMS",
     "backward",
     "forward",
-    "preferred_forms",
+    "preferred_form",
     "why_not",
 ]
 
@@ -68,11 +68,10 @@ def why_not(call: Call) -> str | None:
     return reason
 
 
-def preferred_forms(call: Call) -> tuple[str, ...]:
-    """Those that carry states, best first: few steps that wait for each other."""
-    if call.structure.are_paths and call.structure.depth > _SHORT_PATH:
-        return "chunk", "state"
-    return "state", "chunk"
+def preferred_form(call: Call) -> str:
+    """The form with few steps that wait for each other, without too many launches."""
+    is_long = call.structure.are_paths and call.structure.depth > _SHORT_PATH
+    return "chunk" if is_long else "state"
 
 
 def _power_of_two(size: int) -> int:
@@ -89,7 +88,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     from pyg_chimera.ops.delta_scan.triton_states import scan
 
     undecayed = call.inputs.prediction == "undecayed"
-    return scan(_chains_of(call), *call.inputs[:6], undecayed), ()
+    return scan(_chains_of(call), undecayed, *call.inputs[:6]), ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
@@ -102,7 +101,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     from pyg_chimera.ops.delta_scan.triton_states import scan_gradients
 
     undecayed = call.inputs.prediction == "undecayed"
-    return scan_gradients(_chains_of(call), *call.inputs[:6], undecayed, grad)
+    return scan_gradients(_chains_of(call), undecayed, grad, *call.inputs[:6])
 
 
 # --------------------------------------------------------------------------- its tables

@@ -99,7 +99,7 @@ def scan(
             *sizes, precision, **_OPTIONS,
         )  # fmt: skip
         decay, end = ends(chunks, weight, key, factors)
-        state = _carried(paths, decay, end, end[..., N:])
+        state = _carried(paths, decay, end, end)
         _outputs[(programs, triton.cdiv(P, width))](
             query, key, factors, weight, state, y, u, *chunks[:3], *sizes, precision,
             **_OPTIONS,
@@ -166,15 +166,17 @@ def scan_gradients(
 def _carried(
     paths: Tensor, decay: Tensor, end: Tensor, x: Tensor, reverse: bool = False
 ) -> Tensor:
-    """The states after each chunk, or the adjoints before it, of what chunks leave."""
-    heads, N, P = x.shape[1:]
-    out = x.new_empty(x.shape)
-    rows, row = channels_at_once(N, 64), end.stride(2)
+    """The states after each chunk, or the adjoints before it: E is what comes first in
+    a row of `end`, and what a chunk leaves behind is what comes last in one of x.
+    """
+    N, row, width = (*end.shape[2:], x.size(3))
+    P = row - N
+    out = x.new_empty(*x.shape[:3], P)
+    grid = ((paths.numel() - 1) * x.size(1), triton.cdiv(P, _CARRIED))
     strides = (1, row) if reverse else (row, 1)
-    grid = ((paths.numel() - 1) * heads, triton.cdiv(P, _CARRIED))
     _carry_products[grid](
-        end, x, decay, out, paths, heads, N, P, *strides, x.stride(2), rows, _CARRIED,
-        reverse, input_precision(out), **_OPTIONS,
+        end, x, decay, out, paths, x.size(1), N, P, *strides, width,
+        channels_at_once(N, 64), _CARRIED, reverse, input_precision(out), **_OPTIONS,
     )  # fmt: skip
     return out
 
@@ -250,8 +252,8 @@ def _factors(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _carry_products(  # type: ignore[no-untyped-def]
-    E, END, DECAY, OUT, PATHS, HEADS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    E_ROW: tl.constexpr, E_COLUMN: tl.constexpr, END_ROW: tl.constexpr,
+    E, X, DECAY, OUT, PATHS, HEADS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    E_ROW: tl.constexpr, E_COLUMN: tl.constexpr, X_ROW: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -267,8 +269,8 @@ def _carry_products(  # type: ignore[no-untyped-def]
         at = k.to(tl.int64) * HEADS + h
         places = at * (N * (N + P)) + n[:, None] * E_ROW + n[None, :] * E_COLUMN
         e = tl.load(E + places, mask=square, other=0.0)
-        places = at * (N * END_ROW) + n[:, None] * END_ROW + p[None, :]
-        x = tl.load(END + places, mask=inside, other=0.0)
+        places = at * (N * X_ROW) + n[:, None] * X_ROW + (X_ROW - P + p)[None, :]
+        x = tl.load(X + places, mask=inside, other=0.0)
         moved = tl.dot(e, S, input_precision=PRECISION)
         S = tl.load(DECAY + at) * S + x - moved
         places = at * (N * P) + n[:, None] * P + p[None, :]

@@ -96,13 +96,13 @@ class _Sizes(NamedTuple):
 
 def scan(
     chains: Chains,
+    undecayed: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     beta: Tensor,
     weight: Tensor,
     surprise: Tensor | None,
-    undecayed: bool,
 ) -> Tensor:
     """The output [V, heads, P], of weights [E, heads] or [E, heads, N]."""
     y = value.new_empty(value.shape)
@@ -123,14 +123,14 @@ def scan(
 
 def scan_gradients(
     chains: Chains,
+    undecayed: bool,
+    grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     beta: Tensor,
     weight: Tensor,
     surprise: Tensor | None,
-    undecayed: bool,
-    grad: Tensor,
 ) -> tuple[Tensor, ...]:
     """The gradients of `scan`, of query, key, value, beta, weight, and of the surprise
     if there is one.
