@@ -808,6 +808,25 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
             },
             variants={"triton": {"backend": "triton"}},
         ),
+        "triton_delta_paths": replace(
+            OPERATORS["delta_paths"], sizes=[x for x in _FEW if x[2] > 0],
+            structures={**PATHS, "several_blocks": _paths_of(70, 33, 5)},
+            variants={"chunk-triton": _TRITON["chunk-triton"]},
+        ),
+        **{
+            f"triton_delta_{name}": replace(
+                OPERATORS[key], sizes=[x for x in _FEW if x[2] > 0],
+                structures={**DAGS, "several_blocks": _blocks_of((17, 5), True)},
+                variants={"triton": {**options, "backend": "triton"}},
+            )
+            for name, key, options in (
+                ("dags", "delta_dags", {"form": "state"}),
+                ("channels", "delta_channels", {}),
+                ("surprise", "surprise", {}),
+                ("undecayed", "undecayed", {"prediction": "undecayed"}),
+                ("all", "undecayed_surprise", {"prediction": "undecayed"}),
+            )
+        },
     }  # fmt: skip
 
 

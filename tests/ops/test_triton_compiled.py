@@ -26,6 +26,7 @@ BACKENDS = [
     importlib.import_module(f"pyg_chimera.ops.{x}.triton_backend")
     for x in (
         "dag_scan",
+        "delta_scan",
         "resolvent",
         "selective_scan",
         "causal_conv1d",
@@ -48,6 +49,14 @@ SEQUENCES = [
     ("selective_scan", (64, 16)), ("selective_scan", (100, 5)),
     ("causal_conv1d", (96, 4)), ("causal_conv1d", (20, 3)),
     ("channels_of_paths", (64,)), ("channels_of_paths", (100,)),
+]  # fmt: skip
+#: Sizes of states, the largest of some, and what else there is to a rule.
+DELTA = [
+    ("delta_dags", (2, 2, 96, 32)), ("delta_dags", (4, 1, 20, 100)),
+    ("delta_channels", (2, 1, 64, 64)), ("surprise", (2, 2, 16, 32)),
+    ("surprise", (2, 2, 128, 64)), ("undecayed", (2, 1, 64, 64)),
+    ("undecayed_surprise", (2, 1, 128, 64)),
+    ("delta_paths", (2, 2, 64, 64)), ("delta_paths", (4, 1, 20, 100)),
 ]  # fmt: skip
 #: Heads, groups, channels of keys and of values.
 ATTENTION = [(4, 2, 64, 64), (2, 1, 20, 256)]
@@ -76,6 +85,11 @@ def found(monkeypatch, tmp_path, allow_tf32):
                 compute(key, size, options)
         for key, size in SEQUENCES:
             compute(key, size, {})
+        for key, size in DELTA:
+            options = {"form": "chunk"} if key == "delta_paths" else {}
+            if key.startswith("undecayed"):
+                options = {"prediction": "undecayed"}
+            compute(key, size, options)
         for key in ("neighborhood_attention", "rectified_attention"):
             for size in ATTENTION:
                 compute(key, size, {})
@@ -88,7 +102,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 28
+    assert len({x.kernel for x in found.values()}) == 38
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -127,6 +141,11 @@ def test_large_matrices(found):
         ("selective_scan", {"delta_softplus": True}),
         ("causal_conv1d", {}),
         ("channels_of_paths", {}),
+        ("delta_dags", {"form": "state"}),
+        ("delta_paths", {"form": "chunk"}),
+        ("delta_channels", {}),
+        ("surprise", {}),
+        ("undecayed_surprise", {"prediction": "undecayed"}),
         ("neighborhood_attention", {}),
         ("rectified_attention", {}),
     ],

@@ -9,7 +9,15 @@ from dataclasses import replace
 import pytest
 import torch
 from asserts import assert_near
-from operators import OPERATORS, assert_results, computed, expected_of, make_case
+from operators import (
+    DAGS,
+    OPERATORS,
+    PATHS,
+    assert_results,
+    computed,
+    expected_of,
+    make_case,
+)
 from poison import poison_tensors
 
 from pyg_chimera.ops import explain
@@ -34,6 +42,8 @@ SMALL = {
     "dag_scan.triton_state_form": {"_ROWS": 4, "_COLUMNS": 2},
     "resolvent.fronts": {"_MERGING": Merging(8, 8, 40)},
     "resolvent.triton_fronts": {"TILE": 16, "_LANES": 16},
+    "delta_scan.triton_states": {"_NUMEL": 16},
+    "delta_scan.triton_chunks": {"_STEP": 16},
     "selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
     "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
     "channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
@@ -47,6 +57,7 @@ SMALL = {
 CUT = {
     "triton_sparse": ("several_blocks", (1, 1, 5, 4)),
     "triton_paths": ("two_chunks", (2, 1, 17, 18)),
+    "triton_delta_paths": ("two_chunks", (2, 1, 17, 18)),
     "triton_paths_of_edges": ("several_blocks", (1, 1, 5, 3)),
     "triton_sequences": ("several", (5, 2)),
     "triton_filters": ("several", (5, 3)),
@@ -116,12 +127,16 @@ def test_as_exact_as_float32_unless_pytorch_is_told_not_to_be(key, options, allo
 
 
 @pytest.mark.parametrize(
-    ("key", "name"),
-    [("triton_dags", "triton_state_form"), ("triton_sparse", "triton_fronts")],
+    ("key", "module"),
+    [
+        ("triton_dags", "dag_scan.triton_state_form"),
+        ("triton_sparse", "resolvent.triton_fronts"),
+        ("triton_delta_dags", "delta_scan.triton_states"),
+    ],
 )
-def test_states_in_several_rounds(key, name, monkeypatch):
+def test_states_in_several_rounds(key, module, monkeypatch):
     case = make_case(OPERATORS[key], OPERATORS[key].structures["unsorted_batch"])
-    (module,) = (x for x in SMALL if x.__name__.endswith(name))
+    module = importlib.import_module(f"pyg_chimera.ops.{module}")
     monkeypatch.setattr(module, "_MAX_NUMEL", 1)
     options = {"form": "state", "backend": "triton"}
     assert_results(computed(case, options), expected_of(case))
@@ -138,10 +153,11 @@ def test_fronts_are_cut():
     assert (fronts.task_row * 16 > pivots[fronts.task_front]).any()
 
 
+@pytest.mark.parametrize("key", ["triton_paths", "triton_delta_paths"])
 @pytest.mark.parametrize("weight", [0.0, -1.5, 3.0, 1e-30])
-def test_weights_of_any_size_and_sign(weight):
+def test_weights_of_any_size_and_sign(weight, key):
     """Decays are products: nothing is divided by, and no logarithm taken of, a zero."""
-    case, options = case_of("triton_paths"), {"form": "chunk", "backend": "triton"}
+    case, options = case_of(key), {"form": "chunk", "backend": "triton"}
     weights = case.floats["edge_weight"] / 2
     weights[::5] = weight
     case = case.changed(edge_weight=weights)
@@ -149,7 +165,7 @@ def test_weights_of_any_size_and_sign(weight):
 
 
 def test_auto_leaves_the_interpreter_alone():
-    for key in ("dag_scan", "resolvent_mix"):
+    for key in ("dag_scan", "resolvent_mix", "delta_scan"):
         found = explain(key, **make_case(OPERATORS[key], case_of(key).structure).inputs)
         others = {x.backend for x in found.alternatives}
         assert "triton" not in {found.backend, *others}
@@ -175,6 +191,41 @@ def test_heads_that_do_not_fit_are_refused():
     fits = make_case(operator, graph, (1, 1, 3, 256))
     choice = explain("neighborhood_attention", **fits.inputs, backend="triton")
     assert choice[1:5] == ("softmax", "edge", "triton", "asked for")
+
+
+def test_nodes_that_write_nothing_or_reflect_one_key():
+    """What they would write still counts for the gradient of beta, and T is exact."""
+    case = case_of("triton_delta_paths")
+    options = {"form": "chunk", "backend": "triton"}
+    beta = case.floats["beta"].clone()
+    beta[::3] = 0
+    case = case.changed(beta=beta)
+    assert_results(computed(case, options), expected_of(case))
+    key, weight = (case.floats[x] for x in ("key", "edge_weight"))
+    case = case.changed(
+        beta=torch.full_like(beta, 2), key=key[:1].expand_as(key),
+        edge_weight=torch.ones_like(weight),
+    )  # fmt: skip
+    got = case.to(torch.float32)(**options)
+    assert_near(got, expected_of(case)["output"], 1e-5)
+
+
+def test_states_that_do_not_fit_are_refused():
+    """With a surprise, all value channels are in one slice; keys always are."""
+    operators = OPERATORS["triton_delta_dags"], OPERATORS["triton_delta_surprise"]
+    graph = DAGS["diamonds"]
+    for form, most in (("state", 128), ("chunk", 64)):
+        case = make_case(operators[0], PATHS["two_chunks"], (1, 1, most + 1, 1))
+        with pytest.raises(ValueError, match=f"at most {most} key channels, got"):
+            case(backend="triton", form=form)
+    wide = (1, 1, 65, 65)  # 128 x 128
+    with pytest.raises(ValueError, match="with 'surprise' takes states of at most"):
+        make_case(operators[1], graph, wide)(backend="triton")
+    case = make_case(operators[0], graph, wide)
+    choice = explain("delta_scan", **case.inputs, backend="triton")
+    assert (choice.form, choice.backend, choice.cost) == ("state", "triton", None)
+    with pytest.raises(ValueError, match="form='mask' has no triton backend; use"):
+        case(backend="triton", form="mask")
 
 
 # ------------------------------------------------------------ whether `watched` watches

@@ -40,7 +40,21 @@ from pyg_chimera.ops.common.triton_mask_form import (
 )
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
 
-__all__ = ["CHUNK", "Chunks", "scan", "scan_gradients"]
+__all__ = [
+    "CHUNK",
+    "Chunks",
+    "by_position",
+    "chunk_of",
+    "decays_of",
+    "ends",
+    "product",
+    "rows_of",
+    "scan",
+    "scan_gradients",
+    "state_slice",
+    "weight_gradient",
+    "weights_of",
+]
 
 #: Positions per chunk. Tiles of 64 do not fit in the registers.
 CHUNK = 32
@@ -88,9 +102,9 @@ def scan(
     if query.numel() == 0 or value.numel() == 0:
         return torch.zeros_like(value), value.new_empty(0)
     query, key, value = (x.contiguous() for x in (query, key, value))
-    weight = _by_position(chunks, edge_weight)
+    weight = by_position(chunks, edge_weight)
     state = _carried(chunks, weight, key, value)
-    return _product(chunks, weight, query, key, value, state), state
+    return product(chunks, weight, query, key, value, state), state
 
 
 def scan_gradients(
@@ -106,24 +120,17 @@ def scan_gradients(
     if query.numel() == 0 or value.numel() == 0:
         return query * 0, key * 0, value * 0, edge_weight * 0
     query, key, value, grad = (x.contiguous() for x in (query, key, value, grad))
-    (groups, N), (heads, P) = query.shape[1:], value.shape[1:]
-    weight = _by_position(chunks, edge_weight)
+    weight = by_position(chunks, edge_weight)
     adjoint = _carried(chunks, weight, query, grad, reverse=True)
-    dq = _product(chunks, weight, grad, value, key, state, turned=True)
-    dk = _product(chunks, weight, value, grad, query, adjoint, turned=True, up=True)
-    dv = _product(chunks, weight, key, query, grad, adjoint, up=True)
-    dq, dk = (x.unflatten(1, (groups, -1)).sum(2) for x in (dq, dk))
-    dw = torch.empty_like(weight)
-    with on_device_of(value):
-        _weight_gradient[(chunks.programs(heads),)](
-            query, key, value, grad, weight, state, adjoint, dw, *chunks[:3],
-            weight.size(1), heads, groups, N, P, channels_at_once(N, _STEP),
-            _FEWER, CHUNK, input_precision(value), **_OPTIONS,
-        )  # fmt: skip
+    dq = product(chunks, weight, grad, value, key, state, turned=True)
+    dk = product(chunks, weight, value, grad, query, adjoint, turned=True, up=True)
+    dv = product(chunks, weight, key, query, grad, adjoint, up=True)
+    dq, dk = (x.unflatten(1, (query.size(1), -1)).sum(2) for x in (dq, dk))
+    dw = weight_gradient(chunks, weight, query, key, value, grad, state, adjoint)
     return dq, dk, dv, dw[:, chunks.place].t()
 
 
-def _by_position(chunks: Chunks, edge_weight: Tensor) -> Tensor:
+def by_position(chunks: Chunks, edge_weight: Tensor) -> Tensor:
     """The weight of the edge to each position, [heads, S]; zero at a path's start."""
     weight = edge_weight.new_zeros(edge_weight.size(1), chunks.node.numel())
     return weight.index_copy_(1, chunks.place, edge_weight.t())
@@ -135,6 +142,13 @@ def _carried(
     """The states after each chunk from keys X and values Z; if reversed, the adjoints
     before each chunk from queries X and gradients Z.
     """
+    return carry(*ends(chunks, weight, X, Z, reverse), reverse)
+
+
+def ends(
+    chunks: Chunks, weight: Tensor, X: Tensor, Z: Tensor, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Each chunk's decay, [K, heads], and its contribution to the state after it."""
     heads, (groups, N), P = len(weight), X.shape[1:], Z.size(2)
     end = Z.new_empty(len(chunks.start) - 1, heads, N, P)
     decay = Z.new_empty(len(chunks.start) - 1, heads)
@@ -145,10 +159,10 @@ def _carried(
             X, Z, weight, decay, end, *chunks[:3], weight.size(1), heads, groups, N, P,
             step, width, CHUNK, reverse, input_precision(Z), **_OPTIONS,
         )  # fmt: skip
-    return carry(decay, end, reverse)
+    return decay, end
 
 
-def _product(
+def product(
     chunks: Chunks,
     weight: Tensor,
     X: Tensor,
@@ -173,11 +187,33 @@ def _product(
     return out
 
 
+def weight_gradient(
+    chunks: Chunks,
+    weight: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    state: Tensor,
+    adjoint: Tensor,
+) -> Tensor:
+    """That of the weight of each position, [heads, S]."""
+    (groups, N), (heads, P) = query.shape[1:], value.shape[1:]
+    dw = torch.empty_like(weight)
+    with on_device_of(value):
+        _weight_gradient[(chunks.programs(heads),)](
+            query, key, value, grad, weight, state, adjoint, dw, *chunks[:3],
+            weight.size(1), heads, groups, N, P, channels_at_once(N, _STEP),
+            _FEWER, CHUNK, input_precision(value), **_OPTIONS,
+        )  # fmt: skip
+    return dw
+
+
 # --------------------------------------------------------------- the parts of kernels
 
 
 @triton.jit
-def _chunk(START, heads):  # type: ignore[no-untyped-def]
+def chunk_of(START, heads):  # type: ignore[no-untyped-def]
     """A program's chunk, the chunk's first position and size, and the head."""
     k, h = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = tl.load(START + k)
@@ -185,7 +221,7 @@ def _chunk(START, heads):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weights(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def weights_of(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The weights of a chunk's positions, shifted; one beyond its ends."""
     o = tl.arange(0, CHUNK) + shift
     at = W + h.to(tl.int64) * num_states + first + o
@@ -193,7 +229,7 @@ def _weights(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):  # type
 
 
 @triton.jit
-def _decays(weight, behind, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def decays_of(weight, behind, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """D_ij, the product of weights j + 1 .. i, for rows i shifted by `behind`."""
     i, j = tl.arange(0, CHUNK)[:, None] - behind, tl.arange(0, CHUNK)[None, :]
     one = tl.full([CHUNK, CHUNK], 1.0, weight.dtype)
@@ -202,7 +238,7 @@ def _decays(weight, behind, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def _slice(  # type: ignore[no-untyped-def]
+def state_slice(  # type: ignore[no-untyped-def]
     STATE, k, h, there, x, z, HEADS: tl.constexpr, X_SIZE: tl.constexpr,
     Z_SIZE: tl.constexpr, X_STRIDE: tl.constexpr, Z_STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -214,7 +250,7 @@ def _slice(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _rows(  # type: ignore[no-untyped-def]
+def rows_of(  # type: ignore[no-untyped-def]
     X, node, there, h, channel, HEADS: tl.constexpr, SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -234,16 +270,16 @@ def _chunk_ends(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """X^T (l * Z), or with r if reversed: a slice of a chunk's own contribution."""
-    k, first, size, h = _chunk(START, HEADS)
+    k, first, size, h = chunk_of(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     n, p = tl.program_id(1) * STEP, tl.program_id(2) * WIDTH
-    x = _rows(X, node, there, h // (HEADS // GROUPS), n, GROUPS, N, STEP)
-    z = _rows(Z, node, there, h, p, HEADS, P, WIDTH)
-    reach = tl.cumprod(_weights(W, first, size, h, num_states, 0, CHUNK), 0)
+    x = rows_of(X, node, there, h // (HEADS // GROUPS), n, GROUPS, N, STEP)
+    z = rows_of(Z, node, there, h, p, HEADS, P, WIDTH)
+    reach = tl.cumprod(weights_of(W, first, size, h, num_states, 0, CHUNK), 0)
     if REVERSE:
         factor = reach
     else:
-        later = _weights(W, first, size, h, num_states, 1, CHUNK)
+        later = weights_of(W, first, size, h, num_states, 1, CHUNK)
         factor = tl.cumprod(later, 0, reverse=True)
     end = tl.dot(tl.trans(x), factor[:, None] * z, input_precision=PRECISION)
     if REVERSE:  # NaN must not reach the path before
@@ -265,33 +301,33 @@ def _chunk_product(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk of (D * X Y^T) Z + r * X C, or its `UP` form: WIDTH of Z's channels."""
-    k, first, size, h = _chunk(START, HEADS)
+    k, first, size, h = chunk_of(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     z = tl.program_id(1) * WIDTH
     x_head, z_head = h // (HEADS // X_HEADS), h // (HEADS // Z_HEADS)
     goes_on = tl.load(ONGOING + k + UP)  # this chunk, or with UP the next one
     beside = k + 1 if UP else k - 1
-    weight = _weights(W, first, size, h, num_states, 0, CHUNK)
+    weight = weights_of(W, first, size, h, num_states, 0, CHUNK)
     if UP:
-        later = _weights(W, first, size, h, num_states, 1, CHUNK)
+        later = weights_of(W, first, size, h, num_states, 1, CHUNK)
         factor = tl.cumprod(later, 0, reverse=True)
     else:
         factor = tl.cumprod(weight, 0)
     scores = tl.zeros([CHUNK, CHUNK], X.dtype.element_ty)
     out = tl.zeros([CHUNK, WIDTH], X.dtype.element_ty)
     for channel in range(0, X_SIZE, STEP):  # if unrolled, it would exceed the registers
-        x = _rows(X, node, there, x_head, channel, X_HEADS, X_SIZE, STEP)
-        y = _rows(Y, node, there, x_head, channel, X_HEADS, X_SIZE, STEP)
+        x = rows_of(X, node, there, x_head, channel, X_HEADS, X_SIZE, STEP)
+        y = rows_of(Y, node, there, x_head, channel, X_HEADS, X_SIZE, STEP)
         scores = tl.dot(x, tl.trans(y), scores, input_precision=PRECISION)
-        state = _slice(
+        state = state_slice(
             STATE, beside, h, goes_on, channel + tl.arange(0, STEP),
             z + tl.arange(0, WIDTH), HEADS, X_SIZE, Z_SIZE, X_STRIDE, Z_STRIDE,
         )  # fmt: skip
         out = tl.dot(x, state, out, input_precision=PRECISION)
-    decays = _decays(weight, 0, CHUNK)
+    decays = decays_of(weight, 0, CHUNK)
     if UP:
         decays = tl.trans(decays)
-    rows = _rows(Z, node, there, z_head, z, Z_HEADS, Z_SIZE, WIDTH)
+    rows = rows_of(Z, node, there, z_head, z, Z_HEADS, Z_SIZE, WIDTH)
     out = factor[:, None] * out
     out = tl.dot(decays * scores, rows, out, input_precision=PRECISION)
     at, inside = tile_places(node, there, h, z, HEADS, Z_SIZE, WIDTH)
@@ -306,7 +342,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a chunk's weights."""
-    k, first, size, h = _chunk(START, HEADS)
+    k, first, size, h = chunk_of(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     group = h // (HEADS // GROUPS)
     before, after = tl.load(ONGOING + k), tl.load(ONGOING + k + 1)
@@ -314,36 +350,37 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     left = tl.zeros([CHUNK], Q.dtype.element_ty)  # in the state after, by each row
     passed = tl.zeros([STEP_N], Q.dtype.element_ty)  # from the one to the other
     for n in range(0, N, STEP_N):
-        q = _rows(Q, node, there, group, n, GROUPS, N, STEP_N)
-        x = _rows(K, node, there, group, n, GROUPS, N, STEP_N)
+        q = rows_of(Q, node, there, group, n, GROUPS, N, STEP_N)
+        x = rows_of(K, node, there, group, n, GROUPS, N, STEP_N)
         for p in range(0, P, STEP_P):
             rows, columns = p + tl.arange(0, STEP_P), n + tl.arange(0, STEP_N)
-            C = _slice(STATE, k - 1, h, before, rows, columns, HEADS, P, N, 1, P)
-            Z = _slice(ADJOINT, k + 1, h, after, rows, columns, HEADS, P, N, 1, P)
-            dy = _rows(DY, node, there, h, p, HEADS, P, STEP_P)
-            v = _rows(V, node, there, h, p, HEADS, P, STEP_P)
+            C = state_slice(STATE, k - 1, h, before, rows, columns, HEADS, P, N, 1, P)
+            Z = state_slice(ADJOINT, k + 1, h, after, rows, columns, HEADS, P, N, 1, P)
+            dy = rows_of(DY, node, there, h, p, HEADS, P, STEP_P)
+            v = rows_of(V, node, there, h, p, HEADS, P, STEP_P)
             read += tl.sum(q * tl.dot(dy, C, input_precision=PRECISION), 1)
             left += tl.sum(x * tl.dot(v, Z, input_precision=PRECISION), 1)
             passed += tl.sum(C * Z, 0)
     scores = tl.zeros([CHUNK, CHUNK], Q.dtype.element_ty)
     products = tl.zeros([CHUNK, CHUNK], Q.dtype.element_ty)
     for n in range(0, N, STEP_N):
-        q = _rows(Q, node, there, group, n, GROUPS, N, STEP_N)
-        x = _rows(K, node, there, group, n, GROUPS, N, STEP_N)
+        q = rows_of(Q, node, there, group, n, GROUPS, N, STEP_N)
+        x = rows_of(K, node, there, group, n, GROUPS, N, STEP_N)
         scores = tl.dot(q, tl.trans(x), scores, input_precision=PRECISION)
     for p in range(0, P, STEP_P):
-        dy = _rows(DY, node, there, h, p, HEADS, P, STEP_P)
-        v = _rows(V, node, there, h, p, HEADS, P, STEP_P)
+        dy = rows_of(DY, node, there, h, p, HEADS, P, STEP_P)
+        v = rows_of(V, node, there, h, p, HEADS, P, STEP_P)
         products = tl.dot(dy, tl.trans(v), products, input_precision=PRECISION)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     d = tl.where(i >= j, scores * products, 0.0)
     d += tl.where(i == size - 1, left[None, :], 0.0)
     o = tl.arange(0, CHUNK)
     read += tl.where(o == size - 1, tl.sum(passed, 0), 0.0)
-    decays = _decays(_weights(W, first, size, h, num_states, 0, CHUNK), 0, CHUNK)
+    decays = decays_of(weights_of(W, first, size, h, num_states, 0, CHUNK), 0, CHUNK)
     sums = tl.dot(tl.trans(decays), d, input_precision=PRECISION)
     of_before = tl.sum(decays * read[:, None], 0)
-    behind = _weights(W, first, size, h, num_states, -1, CHUNK)
-    dw = tl.sum(sums * _decays(behind, 1, CHUNK), 1) + of_before * tl.cumprod(behind, 0)
+    behind = weights_of(W, first, size, h, num_states, -1, CHUNK)
+    dw = tl.sum(sums * decays_of(behind, 1, CHUNK), 1)
+    dw += of_before * tl.cumprod(behind, 0)
     at = h.to(tl.int64) * num_states + first + o
     tl.store(DW + at, dw, mask=there)

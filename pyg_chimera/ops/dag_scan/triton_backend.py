@@ -28,6 +28,7 @@ __all__ = [
     "DEVICES",
     "DEVICES_IF_ASKED",
     "backward",
+    "chunks_of",
     "forward",
     "preferred_forms",
     "why_not",
@@ -138,7 +139,8 @@ def _masks(graph: StateGraph, device: torch.device) -> "Masks":
     return Masks.of(graph.ptr, graph.state, *edges, True, device)
 
 
-def _chunks(graph: StateGraph, device: torch.device) -> "Chunks":
+def chunks_of(graph: StateGraph, device: torch.device) -> "Chunks":
+    """The chunks of a graph of paths."""
     from pyg_chimera.ops.common.triton_chunk_form import Chunks
 
     place = np.empty_like(graph.edge)  # at most one edge leads to each position
@@ -183,7 +185,7 @@ class _Rows:
 
     @property
     def chunks(self) -> "Chunks":
-        return self._table(_chunks)
+        return self._table(chunks_of)
 
     @property
     def chains(self) -> "Chains":

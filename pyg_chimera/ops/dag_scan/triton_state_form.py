@@ -29,7 +29,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.triton_runtime import on_device_of
 from pyg_chimera.ops.dag_scan.states import StateGraph
 
-__all__ = ["Chains", "scan", "scan_gradients"]
+__all__ = ["Chains", "bounds", "row_of", "scan", "scan_gradients"]
 
 #: The most key channels and value channels of a slice.
 _ROWS, _COLUMNS = 64, 32
@@ -159,13 +159,13 @@ def scan_gradients(
 
 
 @triton.jit
-def _bounds(PTR, i):  # type: ignore[no-untyped-def]
+def bounds(PTR, i):  # type: ignore[no-untyped-def]
     """The bounds of row i, int64 as offsets computed from them may be large."""
     return tl.load(PTR + i).to(tl.int64), tl.load(PTR + i + 1).to(tl.int64)
 
 
 @triton.jit
-def _row(X, node, h, channel, there, HEADS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def row_of(X, node, h, channel, there, HEADS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Some channels of a row of X [nodes, HEADS, SIZE]."""
     return tl.load(X + (node * HEADS + h) * SIZE + channel, mask=there, other=0.0)
 
@@ -198,14 +198,14 @@ def _walk_down(  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
     held = RING + program * ring * (ROWS * COLUMNS) + inside
     H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the last position's state
-    begin, end = _bounds(PTR, tl.program_id(0) // HEADS)
+    begin, end = bounds(PTR, tl.program_id(0) // HEADS)
     for i in range(begin, end):
         node = tl.load(NODE + i).to(tl.int64)
-        q = _row(Q, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        k = _row(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        v = _row(V, node, h, p, p_there, HEADS, P)
+        q = row_of(Q, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        k = row_of(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        v = row_of(V, node, h, p, p_there, HEADS, P)
         new = k[:, None] * v[None, :]
-        first, last = _bounds(PARENT_PTR, i)
+        first, last = bounds(PARENT_PTR, i)
         for x in range(first, last):
             w = tl.load(W + x * HEADS + h)
             j = tl.load(PARENT + x)
@@ -239,16 +239,16 @@ def _walk_down_and_up(  # type: ignore[no-untyped-def]
     kept = KEPT + states * (ROWS * COLUMNS) + inside
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
     held = RING + program * ring * (ROWS * COLUMNS) + inside
-    begin, end = _bounds(PTR, tl.program_id(0) // HEADS)
+    begin, end = bounds(PTR, tl.program_id(0) // HEADS)
 
     H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the last position's state
     for i in range(begin, end):
         node = tl.load(NODE + i).to(tl.int64)
-        k = _row(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        v = _row(V, node, h, p, p_there, HEADS, P)
-        dy = _row(DY, node, h, p, p_there, HEADS, P)
+        k = row_of(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        v = row_of(V, node, h, p, p_there, HEADS, P)
+        dy = row_of(DY, node, h, p, p_there, HEADS, P)
         new = k[:, None] * v[None, :]
-        first, last = _bounds(PARENT_PTR, i)
+        first, last = bounds(PARENT_PTR, i)
         for x in range(first, last):
             w = tl.load(W + x * HEADS + h)
             j = tl.load(PARENT + x)
@@ -266,13 +266,13 @@ def _walk_down_and_up(  # type: ignore[no-untyped-def]
     for back in range(0, end - begin):
         i = end - 1 - back
         node = tl.load(NODE + i).to(tl.int64)
-        q = _row(Q, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        k = _row(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        v = _row(V, node, h, p, p_there, HEADS, P)
-        dy = _row(DY, node, h, p, p_there, HEADS, P)
+        q = row_of(Q, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        k = row_of(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
+        v = row_of(V, node, h, p, p_there, HEADS, P)
+        dy = row_of(DY, node, h, p, p_there, HEADS, P)
         H = tl.load(kept + i * (ROWS * COLUMNS))
         new = q[:, None] * dy[None, :]
-        first, last = _bounds(CHILD_PTR, i)
+        first, last = bounds(CHILD_PTR, i)
         for x in range(first, last):
             entry = tl.load(CHILD_ENTRY + x).to(tl.int64)
             w = tl.load(W + entry * HEADS + h)

@@ -18,7 +18,12 @@ from pyg_chimera.ops.common.checks import (
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.delta_scan import numba_backend, reference, torch_backend
+from pyg_chimera.ops.delta_scan import (
+    numba_backend,
+    reference,
+    torch_backend,
+    triton_backend,
+)
 from pyg_chimera.ops.delta_scan.cost_model import cost_of
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.cache import Recipe
@@ -57,6 +62,7 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
     inputs = Inputs
     backends = {  # noqa: RUF012
         "numba": numba_backend,
+        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
@@ -97,8 +103,8 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             return Choice(self.name, solver, form, backend, reason, cost)
 
         if (needed := _needs_states(inputs)) is not None:
-            only = choice("state", usable[0])
-            return [only._replace(reason=f"{reason}; {needed} needs states")]
+            why = f"{reason}; {needed} needs states"
+            return [choice("state", x)._replace(reason=why) for x in usable]
         if inputs.form != "auto":
             forms = [inputs.form]
         else:
@@ -109,18 +115,24 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             for form in forms
             for backend in usable
             if form in self.backends[backend].FORMS
-        ] or [choice(inputs.form, usable[0])]
+        ] or [choice(forms[0], usable[0])]
         small = [x for x in found if x.form != "mask" or _fits(x)] or found
         small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
-        if inputs.value.device.type != "cpu":  # where nobody has measured it
-            small = [x._replace(cost=None) for x in small]
-        best, *others = small
-        if len({x.form for x in small}) > 1:
-            best = best._replace(reason=f"{reason}; {WHY_FORM[best.form]}")
-        elif inputs.form == "auto":
-            why = "cycles need matrices" if cyclic else "matrices would not fit"
-            best = best._replace(reason=f"{reason}; {why}")
-        return [best._replace(alternatives=tuple(others))]
+        if inputs.value.device.type != "cpu" or usable == ["triton"]:
+            small = [x._replace(cost=None) for x in small]  # nobody has measured it
+        alone = "cycles need matrices" if cyclic else "matrices would not fit"
+        several = len({x.form for x in small}) > 1
+        # Kernels of a GPU are preferred, as far as they can compute a call.
+        preferred = triton_backend.preferred_form(call)
+        first = [x for x in small if x.backend == "triton"]
+        first.sort(key=lambda x: x.form != preferred)
+        first += [x for x in small if x.backend != "triton"][:1]
+        for i, x in enumerate(first):
+            others = tuple(y for y in small if y is not x)
+            why = WHY_FORM[x.form] if several else alone
+            said = f"{reason}; {why}" if inputs.form == "auto" else reason
+            first[i] = x._replace(reason=said, alternatives=others)
+        return first
 
 
 def _fits(choice: Choice) -> bool:
@@ -328,6 +340,7 @@ def delta_scan(
             chunks of directed paths (the WY form of DeltaNet). All give the same
             result. (default: :obj:`"auto"`, whichever is faster)
         backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
+            :obj:`"triton"` (on GPUs, all but :obj:`"mask"`, in float32),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
             (default: :obj:`"auto"`)
 

@@ -1,0 +1,434 @@
+r"""The delta rule on a GPU by states that are carried along a DAG.
+
+.. math::
+    S'_i = \sum_{j \to i} a_{ij} S_j, \qquad
+    e_i = v_i - \bar{S}_i^{\top} k_i, \qquad
+    S_i = S'_i + k_i (b_i e_i)^{\top}, \qquad
+    y_i = S_i^{\top} q_i,
+
+where nodes predict from :math:`\bar{S}_i`, their state :math:`S'_i` or the mean of
+their parents' states, and :math:`b_i` is the share of the error that they mend, by the
+error :math:`f_i = v_i - \bar{S}_i^{\top} q_i` of their queries if there is a surprise.
+Backward, with the adjoint :math:`Z_i` of :math:`S_i`,
+
+.. math::
+    de_i = b_i Z_i^{\top} k_i, \qquad
+    Z_i = q_i dy_i^{\top} + \sum_{i \to m} a_{mi} S'^*_m, \qquad
+    S'^*_m = Z_m - k_m de_m^{\top} - q_m df_m^{\top},
+
+and what is predicted from the mean goes to the parents in equal shares instead.
+
+A program takes a component, a head, and a slice of the value channels, which never meet
+but in the surprise of a node, and walks the positions one by one. The state of the
+position before is in registers; others are in a ring in global memory, as long as edges
+lead back. On the way back, programs walk down once more, keeping all states and errors,
+then up with the adjoints, in a ring; what queries and keys have read is left to others,
+one for each position. States are held transposed, so that sums over keys stay within a
+few threads.
+
+Sums over slices go to parts of their own and are added afterwards. No program writes
+what another one reads or writes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyg_chimera.ops.common.triton_runtime import on_device_of
+from pyg_chimera.ops.dag_scan.triton_state_form import Chains, bounds, row_of
+
+__all__ = ["scan", "scan_gradients"]
+
+#: Numbers of a slice of a state, unless all value channels have to be in one.
+_NUMEL = 2048
+#: Numbers of states that the way back may keep at a time, if a slice is no more.
+_MAX_NUMEL = 1 << 28
+
+
+class _Sizes(NamedTuple):
+    """What kernels are compiled for."""
+
+    heads: int
+    groups: int
+    N: int
+    P: int
+    rows: int
+    columns: int
+    by_channel: bool  #: whether weights are those of key channels
+    surprised: bool
+    undecayed: bool  #: whether predictions are from the mean of parents' states
+
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        value: Tensor,
+        weight: Tensor,
+        surprise: Tensor | None,
+        undecayed: bool,
+    ) -> "_Sizes":
+        (heads, P), (groups, N) = value.shape[1:], query.shape[1:]
+        rows, columns = (triton.next_power_of_2(x) for x in (N, P))
+        if surprise is None:
+            columns = min(columns, max(1, _NUMEL // rows))
+        kind = (weight.dim() == 3, surprise is not None, undecayed)
+        return cls(heads, groups, N, P, rows, columns, *kind)
+
+    @property
+    def slices(self) -> int:
+        return triton.cdiv(self.P, self.columns)
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of kernels: no load may run ahead of the store of what it reads."""
+        return {"num_warps": max(4, self.numel // 512), "num_stages": 1}
+
+
+# -------------------------------------------------------------------------- the calls
+
+
+def scan(
+    chains: Chains,
+    undecayed: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    weight: Tensor,
+    surprise: Tensor | None,
+) -> Tensor:
+    """The output [V, heads, P], of weights [E, heads] or [E, heads, N]."""
+    y = value.new_empty(value.shape)
+    if value.numel() == 0:
+        return y
+    sizes = _Sizes.of(query, value, weight, surprise, undecayed)
+    operands = _operands(chains, query, key, value, beta, weight, surprise)
+    components, slices = chains.ptr.numel() - 1, sizes.slices
+    length = components * chains.ring
+    ring = value.new_empty(slices, sizes.heads, length, sizes.numel)
+    with on_device_of(value):
+        _walk[components * sizes.heads, slices](
+            *operands, y, y, ring, *chains[:4], chains.far_child, length,
+            chains.ring, 0, *sizes, False, **sizes.options,
+        )  # fmt: skip
+    return y
+
+
+def scan_gradients(
+    chains: Chains,
+    undecayed: bool,
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    weight: Tensor,
+    surprise: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """The gradients of `scan`, of query, key, value, beta, weight, and of the surprise
+    if there is one.
+    """
+    tensors = [query, key, value, beta, weight]
+    tensors += [] if surprise is None else [surprise]
+    if value.numel() == 0:
+        return tuple(map(torch.zeros_like, tensors))
+    sizes = _Sizes.of(query, value, weight, surprise, undecayed)
+    operands = _operands(chains, query, key, value, beta, weight, surprise)
+    q, k, _, b, _, tau = operands
+    by_child = chains.edge.index_select(0, chains.child_entry)
+    w = weight[by_child].contiguous()
+    (nodes, heads, _), slices, dy = value.shape, sizes.slices, grad.contiguous()
+    kinds = 1 + sizes.surprised  # of errors: those of keys, and of queries
+    errors = value.new_empty(nodes, heads, kinds, 2, sizes.P)  # and their adjoints
+    dq = value.new_empty(nodes, heads, slices, sizes.N)
+    dk = value.new_empty(nodes, heads, slices, 2, sizes.N)  # of what writes, and reads
+    db = value.new_empty(nodes, heads, slices, kinds)  # and of surprise
+    dw = value.new_empty(*weight.shape[:2], slices, *weight.shape[2:])
+
+    at_once = min(slices, max(1, _MAX_NUMEL // (nodes * heads * sizes.numel)))
+    kept = value.new_empty(at_once, heads, nodes, sizes.numel)
+    programs = (chains.ptr.numel() - 1) * heads
+    ring = value.new_empty(programs, at_once, chains.ring, sizes.numel)
+    options = sizes.options
+    with on_device_of(value):
+        for first in range(0, slices, at_once):
+            count = min(at_once, slices - first)
+            _walk[programs, count](
+                *operands, errors, errors, kept, *chains[:4], chains.far_child, nodes,
+                nodes, first, *sizes, True, **options,
+            )  # fmt: skip
+            _walk_back[programs, count](
+                q, k, b, w, tau, dy, errors, dk, db, dw, kept, ring, *chains[:3],
+                *chains[4:6], chains.far_parent, nodes, chains.ring, first, *sizes,
+                **options,
+            )  # fmt: skip
+            _reads[nodes * heads, count](
+                k, b, tau, dy, errors, dq, dk, kept, *chains[1:4], nodes, first, *sizes,
+                **options,
+            )  # fmt: skip
+    dq, dk = (
+        x.sum(y).unflatten(1, (sizes.groups, -1)).sum(2)
+        for x, y in ((dq, 2), (dk, (2, 3)))
+    )
+    dv, db = errors[..., 1, :].sum(2), db.sum(2)
+    by_edge = torch.empty_like(weight).index_copy_(0, by_child, dw.sum(2))
+    grads = (dq, dk, dv, db[..., 0], by_edge)
+    return grads if surprise is None else (*grads, db[..., 1].sum(0))
+
+
+def _operands(chains: Chains, *inputs: Tensor | None) -> list[Tensor]:
+    """The inputs as kernels take them: weights in the order of entries."""
+    *of_nodes, weight, surprise = inputs
+    unused = of_nodes[0] if surprise is None else surprise
+    operands = [*of_nodes, weight[chains.edge], unused]  # type: ignore[index]
+    return [x.contiguous() for x in operands]  # type: ignore[union-attr]
+
+
+# --------------------------------------------------------------- the parts of kernels
+
+
+@triton.jit
+def _slice(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The key channels and value channels of slice z."""
+    return tl.arange(0, ROWS), z * COLUMNS + tl.arange(0, COLUMNS)
+
+
+@triton.jit
+def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Pointers to a slice of a state that begins there, transposed."""
+    return first + tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+
+
+@triton.jit
+def _weight(  # type: ignore[no-untyped-def]
+    W, entry, h, n, HEADS: tl.constexpr, N: tl.constexpr, BY_CHANNEL: tl.constexpr
+):
+    """That of an entry, or those of its key channels."""
+    if BY_CHANNEL:
+        return row_of(W, entry, h, n, n < N, HEADS, N)[None, :]
+    else:
+        return tl.load(W + entry * HEADS + h)
+
+
+@triton.jit
+def _error(  # type: ignore[no-untyped-def]
+    ERRORS, node, h, p, HEADS: tl.constexpr, P: tl.constexpr, SURPRISED: tl.constexpr
+):
+    """Pointers to the error of a key. Its adjoint is P further, and a query's then."""
+    return ERRORS + (node * HEADS + h) * (2 * P + 2 * P * SURPRISED) + p
+
+
+@triton.jit
+def _part(  # type: ignore[no-untyped-def]
+    row, h, z, HEADS: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The place of slice z in sums over slices, [rows, HEADS, slices]."""
+    return (row * HEADS + h) * ((P + COLUMNS - 1) // COLUMNS) + z
+
+
+@triton.jit
+def _excess(error, TAU, h, P: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The surprise at an error, of which the sigmoid is the share of beta written."""
+    return tl.sum(error * error, 0) / (P * tl.load(TAU + h))
+
+
+# ------------------------------------------------------------------------- the kernels
+
+#: Sizes that differ from batch to batch, which kernels are not compiled anew for.
+_ANY = ["length", "num_nodes", "ring", "first_slice"]
+
+
+@triton.jit(do_not_specialize=[_ANY[0], *_ANY[2:]])
+def _walk(  # type: ignore[no-untyped-def]
+    Q, K, V, B, W, TAU, Y, ERRORS, HELD, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD,
+    length, ring, first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
+    KEEP: tl.constexpr,
+):  # fmt: skip
+    """The output, of a component, a head and a slice; or all its states, and errors."""
+    c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
+    n, p = _slice(first_slice + z, ROWS, COLUMNS)
+    first = (z.to(tl.int64) * HEADS + h) * length
+    if not KEEP:
+        first += c.to(tl.int64) * ring
+    held = _numbers(HELD + first * (ROWS * COLUMNS), ROWS, COLUMNS)
+    S = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)  # of the position before
+    begin, end = bounds(PTR, c)
+    for i in range(begin, end):
+        node = tl.load(NODE + i).to(tl.int64)
+        q = row_of(Q, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        v = row_of(V, node, h, p, p < P, HEADS, P)
+        state = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)
+        mean = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)
+        start, stop = bounds(PARENT_PTR, i)
+        for x in range(start, stop):
+            w = _weight(W, x, h, n, HEADS, N, BY_CHANNEL)
+            j = tl.load(PARENT + x)
+            there = S
+            if j != i - 1:
+                there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
+            state += w * there
+            if UNDECAYED:
+                mean += there
+        known = state
+        if UNDECAYED:
+            known = mean / tl.maximum(stop - start, 1).to(S.dtype)
+        strength = tl.load(B + node * HEADS + h)
+        error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
+        if SURPRISED:
+            f = v - tl.sum(known * q[None, :], 1)
+            strength *= tl.sigmoid(_excess(f, TAU, h, P))
+            if KEEP:
+                tl.store(error + 2 * P, f, mask=p < P)
+        e = v - tl.sum(known * k[None, :], 1)
+        S = state + (strength * e)[:, None] * k[None, :]
+        if KEEP:
+            tl.store(error, e, mask=p < P)
+            tl.store(held + i * (ROWS * COLUMNS), S)
+            tl.debug_barrier()  # later positions read it
+        else:
+            y = tl.sum(S * q[None, :], 1)
+            tl.store(Y + (node * HEADS + h) * P + p, y, mask=p < P)
+            if tl.load(FAR_CHILD + i) > 0:
+                tl.debug_barrier()  # all have read what is in its place
+                tl.store(held + i % ring * (ROWS * COLUMNS), S)
+                tl.debug_barrier()  # and may read it
+
+
+@triton.jit(do_not_specialize=_ANY[1:])
+def _walk_back(  # type: ignore[no-untyped-def]
+    Q, K, B, W, TAU, DY, ERRORS, DK, DB, DW, KEPT, RING, PTR, NODE, PARENT_PTR,
+    CHILD_PTR, CHILD, FAR_PARENT, num_nodes, ring, first_slice,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
+):  # fmt: skip
+    """The adjoints of a component, a head and a slice, and what they are multiplied by
+    what nodes write.
+    """
+    h, z = tl.program_id(0) % HEADS, tl.program_id(1)
+    n, p = _slice(first_slice + z, ROWS, COLUMNS)
+    states = (z.to(tl.int64) * HEADS + h) * num_nodes
+    kept = _numbers(KEPT + states * (ROWS * COLUMNS), ROWS, COLUMNS)
+    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
+    held = _numbers(RING + program * ring * (ROWS * COLUMNS), ROWS, COLUMNS)
+    begin, end = bounds(PTR, tl.program_id(0) // HEADS)
+    D = tl.zeros([COLUMNS, ROWS], Q.dtype.element_ty)  # S'* of the position after
+    for back in range(0, end - begin):
+        i = end - 1 - back
+        node = tl.load(NODE + i).to(tl.int64)
+        q = row_of(Q, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        dy = row_of(DY, node, h, p, p < P, HEADS, P)
+        S = tl.load(kept + i * (ROWS * COLUMNS))
+        Z = dy[:, None] * q[None, :]
+        first, last = bounds(CHILD_PTR, i)
+        for x in range(first, last):
+            w = _weight(W, x, h, n, HEADS, N, BY_CHANNEL)
+            j = tl.load(CHILD + x)
+            there = D
+            if j != i + 1:
+                there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
+            Z += w * there
+            at = _part(x, h, first_slice + z, HEADS, P, COLUMNS)
+            if BY_CHANNEL:
+                tl.store(DW + at * N + n, tl.sum(there * S, 0), mask=n < N)
+            else:
+                tl.store(DW + at, tl.sum(tl.sum(there * S, 1), 0))
+            if UNDECAYED:  # what the child has predicted from the mean
+                child = tl.load(NODE + j).to(tl.int64)
+                start, stop = bounds(PARENT_PTR, j)
+                count = (stop - start).to(S.dtype)
+                of_child = row_of(K, child, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+                error = _error(ERRORS, child, h, p, HEADS, P, SURPRISED)
+                de = tl.load(error + P, mask=p < P, other=0.0) / count
+                Z -= de[:, None] * of_child[None, :]
+                if SURPRISED:
+                    of_child = row_of(
+                        Q, child, h // (HEADS // GROUPS), n, n < N, GROUPS, N
+                    )
+                    df = tl.load(error + 3 * P, mask=p < P, other=0.0) / count
+                    Z -= df[:, None] * of_child[None, :]
+
+        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
+        e = tl.load(error, mask=p < P, other=0.0)
+        strength = tl.load(B + node * HEADS + h)
+        found = tl.sum(Z * k[None, :], 1)
+        db = tl.sum(found * e, 0)
+        at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
+        if SURPRISED:
+            f = tl.load(error + 2 * P, mask=p < P, other=0.0)
+            excess, tau = _excess(f, TAU, h, P), tl.load(TAU + h)
+            strength *= tl.sigmoid(excess)
+            d_excess = db * strength * tl.sigmoid(-excess)
+            db *= tl.sigmoid(excess)
+            tl.store(DB + 2 * at + 1, -d_excess * excess / tau)
+            df = 2.0 / (P * tau) * d_excess * f
+            tl.store(error + 3 * P, df, mask=p < P)
+        de = strength * found
+        tl.store(error + P, de, mask=p < P)
+        tl.store(DB + at * (1 + SURPRISED), db)
+        dk = tl.sum(Z * (strength * e)[:, None], 0)
+        tl.store(DK + 2 * at * N + n, dk, mask=n < N)
+        D = Z
+        if not UNDECAYED:
+            D -= de[:, None] * k[None, :]
+            if SURPRISED:
+                D -= df[:, None] * q[None, :]
+        if UNDECAYED:
+            tl.debug_barrier()  # parents read the adjoints of errors
+        if tl.load(FAR_PARENT + i) > 0:
+            tl.debug_barrier()  # all have read what is in its place
+            tl.store(held + i % ring * (ROWS * COLUMNS), D)
+            tl.debug_barrier()  # and may read it
+
+
+@triton.jit(do_not_specialize=_ANY[1::2])
+def _reads(  # type: ignore[no-untyped-def]
+    K, B, TAU, DY, ERRORS, DQ, DK, KEPT, NODE, PARENT_PTR, PARENT, num_nodes,
+    first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
+):  # fmt: skip
+    """What a query reads, and a key as it predicts, of a position's slice of a state,
+    multiplied by their adjoints.
+    """
+    i, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
+    z = tl.program_id(1)
+    n, p = _slice(first_slice + z, ROWS, COLUMNS)
+    states = (z.to(tl.int64) * HEADS + h) * num_nodes
+    kept = _numbers(KEPT + states * (ROWS * COLUMNS), ROWS, COLUMNS)
+    node = tl.load(NODE + i).to(tl.int64)
+    S = tl.load(kept + i * (ROWS * COLUMNS))
+    error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
+    if UNDECAYED:
+        known = tl.zeros([COLUMNS, ROWS], S.dtype)
+        first, last = bounds(PARENT_PTR, i)
+        for x in range(first, last):
+            j = tl.load(PARENT + x).to(tl.int64)
+            known += tl.load(kept + j * (ROWS * COLUMNS))
+        known /= tl.maximum(last - first, 1).to(S.dtype)
+    else:
+        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        strength = tl.load(B + node * HEADS + h)
+        if SURPRISED:
+            f = tl.load(error + 2 * P, mask=p < P, other=0.0)
+            strength *= tl.sigmoid(_excess(f, TAU, h, P))
+        written = strength * tl.load(error, mask=p < P, other=0.0)
+        known = S - written[:, None] * k[None, :]
+    dq = S * row_of(DY, node, h, p, p < P, HEADS, P)[:, None]
+    if SURPRISED:
+        dq -= known * tl.load(error + 3 * P, mask=p < P, other=0.0)[:, None]
+    dk = -known * tl.load(error + P, mask=p < P, other=0.0)[:, None]
+    at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
+    tl.store(DQ + at * N + n, tl.sum(dq, 0), mask=n < N)
+    tl.store(DK + (2 * at + 1) * N + n, tl.sum(dk, 0), mask=n < N)
