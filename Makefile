@@ -49,9 +49,14 @@ demo: $(STAMP)  ## train a small model on generated peptides (no download)
 	$(BIN)/python examples/lrgb.py --preset demo \
 		$(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
 
-test: $(STAMP)  ## run the tests, a process and a thread for each core
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest \
-		--numprocesses=logical --maxprocesses=8 --dist=worksteal $(ARGS)
+# A process and a thread for each core.
+PARALLEL := --numprocesses=logical --maxprocesses=8 --dist=worksteal
+test test-triton: export OMP_NUM_THREADS = 1
+test test-triton: export MKL_NUM_THREADS = 1
+test test-triton: export OPENBLAS_NUM_THREADS = 1
+
+test: $(STAMP)  ## run the tests
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 test-sparse: $(SPARSE)/.installed  ## build torch-scatter and torch-sparse, run what needs them
 	$(SPARSE)/bin/python -m pytest -rs -k "sparse or neighbour" \
@@ -68,14 +73,14 @@ $(SPARSE)/.installed: $(STAMP)
 	@touch $@
 
 test-triton: $(TRITON)/.installed  ## run Triton's kernels in its interpreter, compile them
-	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -rs tests/ops/test_triton_interpreted.py \
-		tests/ops/test_triton_launches.py tests/ops/common/test_triton_runtime.py $(ARGS)
-	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/ops/test_host_waits.py -k triton $(ARGS)
-	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/ops/test_operators.py \
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest $(PARALLEL) -rs \
+		tests/ops/test_triton_interpreted.py tests/ops/test_triton_launches.py \
+		tests/ops/common/test_triton_runtime.py $(ARGS)
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest $(PARALLEL) \
+		tests/ops/test_host_waits.py tests/ops/test_operators.py \
+		tests/ops/neighborhood_attention tests/ops/channel_scan \
 		-k "triton and not (random_batches or derivatives or dtypes)" $(ARGS)
-	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/ops/neighborhood_attention \
-		tests/ops/channel_scan -k triton $(ARGS)
-	$(TRITON)/bin/python -m pytest -rs tests/ops/test_triton_compiled.py $(ARGS)
+	$(TRITON)/bin/python -m pytest $(PARALLEL) -rs tests/ops/test_triton_compiled.py $(ARGS)
 
 # Builds of PyTorch for CPUs come without Triton. It is installed in an environment of its
 # own that sees all that the other one has, as its interpreter is a matter of tests.
