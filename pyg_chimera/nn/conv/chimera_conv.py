@@ -26,12 +26,12 @@ class ChimeraConv(ChimeraBlock):
         \mathbf{D} \odot \mathbf{v}_i) \odot \text{SiLU}(\mathbf{z}_i) \right)
 
     where :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` are projections of the nodes,
-    followed by SiLU and, for :math:`\mathbf{B}` and :math:`\mathbf{C}`, normalized, with
-    :math:`\bar{\mathbf{B}}_i = s_i \mathbf{B}_i` for an input gate :math:`s_i`. The transitions :math:`\mathbf{A}`, see
-    :func:`~pyg_chimera.ops.chimera_transition`, and :math:`s_i` come from selectivities
-    :math:`\Delta = \text{softplus}(\mathbf{W} \mathbf{x} + \mathbf{b})` of nodes and,
-    with :obj:`edge_dim`, edges. The system is solved exactly by sparse elimination,
-    unless :obj:`solver` says otherwise.
+    followed by SiLU, the first two also normalized, with :math:`\bar{\mathbf{B}}_i =
+    s_i \mathbf{B}_i` for an input gate :math:`s_i`. The transitions
+    :math:`\mathbf{A}`, see :func:`~pyg_chimera.ops.chimera_transition`, and
+    :math:`s_i` come from selectivities :math:`\Delta = \text{softplus}(\mathbf{W}
+    \mathbf{x} + \mathbf{b})` of nodes and, with :obj:`edge_dim`, edges. The system is
+    solved exactly by sparse elimination, unless :obj:`solver` says otherwise.
 
     :class:`~pyg_chimera.nn.ChimeraDAGConv` runs along directed acyclic graphs and
     :class:`~pyg_chimera.nn.ChimeraPathConv` along undirected paths, both in linear
