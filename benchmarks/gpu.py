@@ -21,7 +21,7 @@ import re
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -31,13 +31,13 @@ import torch.nn.functional as F
 from steps import Step, compare
 from timing import machine, show, table, write_json
 from torch import Tensor
-from torch_geometric.utils import to_dense_adj, to_dense_batch, to_undirected
+from torch_geometric.utils import grid, to_dense_adj, to_dense_batch, to_undirected
 from workloads import PEPTIDES, REPOSITORY, Workload, peptides
 
 from pyg_chimera import ops
 from pyg_chimera.ops.common import triton_runtime
 
-PARTS = ("molecules", "dags", "paths", "sequences")
+PARTS = ("molecules", "dags", "grids", "paths", "sequences")
 WARM_UP, REPEATS = 3, 20
 
 # Predictions -------------------------------------------------------------------------
@@ -264,6 +264,15 @@ def simple_gla(query, key, value, edge_weight, **_) -> Tensor:  # type: ignore[n
     return chunk_simple_gla(q=q, k=k, v=v, g=g, scale=1.0)[0][0]
 
 
+def gated_delta(query, key, value, beta, edge_weight, **_) -> Tensor:  # type: ignore[no-untyped-def]
+    """The gated delta rule along a path, from flash-linear-attention."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    decay = F.pad(edge_weight.log(), (0, 0, 1, 0))
+    q, k, v, g, b = (x.unsqueeze(0) for x in (query, key, value, decay, beta))
+    return chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=b, scale=1.0)[0][0]
+
+
 def mamba(**inputs: Any) -> Tensor:
     """mamba-ssm's kernel."""
     return ops.selective_scan(**inputs, backend="mamba_ssm")
@@ -318,11 +327,27 @@ def calls(args: Namespace) -> Iterator[Call]:
                 exact=dense,
                 others={"attention": attention},
             )
-    length = 70 if args.smoke else LENGTH
     heads = LAYERS["4 heads of 16 x 16"]
+    if "grids" in args.only:
+        side = 6 if args.smoke else 100
+        edge_index, _ = grid(side, side)
+        degree = edge_index[1].bincount()[edge_index[1], None]
+        yield of_graph(
+            edge_index,
+            torch.zeros(side * side).long(),
+            heads,
+            0.9 * torch.rand(edge_index.size(1), heads.heads).double() / degree,
+            part="grids",
+            name=f"undirected grid of {side} x {side}",
+            function=ops.resolvent_mix,
+            exact=ops.resolvent_mix,
+            others={"attention": attention},
+        )
+    length = 70 if args.smoke else LENGTH
+    path = torch.stack([torch.arange(length - 1), torch.arange(1, length)])
     if "paths" in args.only:
         yield of_graph(
-            torch.stack([torch.arange(length - 1), torch.arange(1, length)]),
+            path,
             torch.zeros(length).long(),
             heads,
             1 - 0.1 * torch.rand(length - 1, heads.heads, dtype=torch.double),
@@ -333,6 +358,20 @@ def calls(args: Namespace) -> Iterator[Call]:
             kernels=chunks(length, heads),
             others={"attention": causal_attention, "fla simple_gla": simple_gla},
         )
+        call = of_graph(
+            path,
+            torch.zeros(length).long(),
+            Heads(4, 64, 64),
+            1 - 0.1 * torch.rand(length - 1, 4, dtype=torch.double),
+            part="paths",
+            name=f"delta rule, path of {length:,} nodes",
+            function=ops.delta_scan,
+            exact=ops.delta_scan,
+            others={"attention": causal_attention, "fla gated_delta": gated_delta},
+        )
+        key = F.normalize(call.floats["key"], dim=-1)
+        beta = torch.rand(length, 4, dtype=torch.double)
+        yield replace(call, floats={**call.floats, "key": key, "beta": beta})
     if "sequences" in args.only:
         width, states = (4, 3) if args.smoke else (128, 16)
         floats = {
