@@ -338,7 +338,7 @@ def calls(args: Namespace) -> Iterator[Call]:
             heads,
             0.9 * torch.rand(edge_index.size(1), heads.heads).double() / degree,
             part="grids",
-            name=f"undirected grid of {side} x {side}",
+            name=f"grid of {side} x {side} nodes, with diagonals",
             function=ops.resolvent_mix,
             exact=ops.resolvent_mix,
             others={"attention": attention},
