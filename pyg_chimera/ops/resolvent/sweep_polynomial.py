@@ -103,8 +103,8 @@ def _steps(
 ) -> tuple[np.ndarray, int]:
     """The steps for one head, and how many products with A it needs.
 
-    The component of a random right-hand side in an eigenvector is about 1 / sqrt(V) of
-    its length, so a pass reduces no component to more than sqrt(V) times the residual.
+    The component of a random right-hand side along an eigenvector is about 1 / sqrt(V)
+    of its length, so a pass leaves at most sqrt(V) times the residual of any component.
     """
     if len(ptr) == 1:
         return np.zeros((0, 2)), 0

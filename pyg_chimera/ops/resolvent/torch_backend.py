@@ -376,7 +376,7 @@ def _moved(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
 
 
 def _grouped_sum(x: Tensor, like: Tensor) -> Tensor:
-    """Sum over the heads of each group."""
+    """Sums over the heads of each group."""
     return x.unflatten(1, (like.size(1), -1)).sum(2)
 
 
