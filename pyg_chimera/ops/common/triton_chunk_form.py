@@ -172,7 +172,7 @@ def product(
     turned: bool = False,
     up: bool = False,
 ) -> Tensor:
-    """(D * X Y^T) Z + r * X C, with C^T if `turned`; with D^T, l and Z's if `up`."""
+    """(D * X Y^T) Z + r * X C, with C^T if `turned`; with D^T, l, adjoints if `up`."""
     heads, channels = len(weight), Z.size(2)
     out = Z.new_empty(Z.size(0), heads, channels)
     step, width = (channels_at_once(x.size(2), _STEP) for x in (X, Z))
@@ -197,7 +197,7 @@ def weight_gradient(
     state: Tensor,
     adjoint: Tensor,
 ) -> Tensor:
-    """That of the weight of each position, [heads, S]."""
+    """The gradients of the weights by position, [heads, S]."""
     (groups, N), (heads, P) = query.shape[1:], value.shape[1:]
     dw = torch.empty_like(weight)
     with on_device_of(value):
@@ -222,7 +222,7 @@ def chunk_of(START, heads):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def weights_of(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The weights of a chunk's positions, shifted; one beyond its ends."""
+    """The weights of a chunk's positions, shifted; 1 beyond its ends."""
     o = tl.arange(0, CHUNK) + shift
     at = W + h.to(tl.int64) * num_states + first + o
     return tl.load(at, mask=(o >= 0) & (o < size), other=1.0)
@@ -348,7 +348,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     before, after = tl.load(ONGOING + k), tl.load(ONGOING + k + 1)
     read = tl.zeros([CHUNK], Q.dtype.element_ty)  # from the state before, by each row
     left = tl.zeros([CHUNK], Q.dtype.element_ty)  # in the state after, by each row
-    passed = tl.zeros([STEP_N], Q.dtype.element_ty)  # from the one to the other
+    passed = tl.zeros([STEP_N], Q.dtype.element_ty)  # from one to the other, by channel
     for n in range(0, N, STEP_N):
         q = rows_of(Q, node, there, group, n, GROUPS, N, STEP_N)
         x = rows_of(K, node, there, group, n, GROUPS, N, STEP_N)

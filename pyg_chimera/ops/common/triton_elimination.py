@@ -1,4 +1,4 @@
-"""Elimination in tiles, by Gauss and Jordan, without pivoting."""
+"""Gauss-Jordan elimination of tiles, without pivoting."""
 
 import triton
 import triton.language as tl

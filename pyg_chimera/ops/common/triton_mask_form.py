@@ -178,9 +178,9 @@ def mix_gradients(
 def edge_products(
     M: Tensor, L: Tensor, row: Tensor, col: Tensor, stop: Tensor
 ) -> Tensor:
-    """The products <M_i, L_j> of edges, [E, heads], of matrices [heads, total].
+    """The products <M_i, L_j> of edges, [E, heads], for matrices [heads, total].
 
-    Of each edge: where both rows begin, and how many columns of them count.
+    `row`, `col` and `stop` are as in `Masks`: an edge's rows, and the columns to sum.
     """
     heads, total = L.shape
     dw = L.new_empty(row.numel(), heads)
@@ -199,7 +199,7 @@ def _product(
     out = Z.new_empty(rows, heads, channels)
     width, precision = channels_at_once(channels, _WIDTH), input_precision(L)
     grid = (*masks.programs(heads), triton.cdiv(channels, width))
-    # The compiler keeps fewer numbers of the threefold product if loads are prefetched.
+    # If loads are prefetched, the compiler needs fewer registers for TF32 x 3 products.
     options = _OPTIONS | {"num_stages": 2 if precision == "tf32x3" else 1}
     with on_device_of(L):
         _masked_product[grid](

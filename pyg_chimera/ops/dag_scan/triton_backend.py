@@ -210,7 +210,9 @@ class _Rows:
     def gradients(
         self, dq: Tensor, dk: Tensor, dv: Tensor, dw: Tensor
     ) -> tuple[Tensor, ...]:
-        """Gradients of query, key, value, source, mark, transition, from the rows'."""
+        """Gradients of query, key, value, source, mark, transition, from those of the
+        rows.
+        """
         if self.are_nodes:
             unused = dw.new_empty(0)
             return dq, dk, dv, unused, unused, dw

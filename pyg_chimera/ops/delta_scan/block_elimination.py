@@ -1,21 +1,21 @@
 r"""Solves M = I + diag(b) ((L - I) * K K^T) on the CPU, without pivoting.
 
-The rule holds for any strength of writing. With b = 0 everywhere but at some nodes s, M
-is M_ss beside an identity, and no contraction has a singular matrix: all principal
-minors are positive, in any order of the nodes. Their ratios, the pivots, are what a
-node i finds of its own write if only nodes before it overwrite: 1 + b k^T C (I - C)^-1
-k, where C, what returns to i for the first time, is a matrix of norm r < 1. As k^T (I -
-C)^-1 k is at least 1 / (1 + r) for such a matrix,
+Why no pivoting is needed: the rule has a solution for any strengths b in [0, 2]. If b
+is zero except at some nodes s, then M reduces to M_ss, and is not singular, as A is a
+contraction. So all principal minors are positive, in any order of the nodes, and so are
+their ratios, the pivots. That of a node i is 1 + b k^T C (I - C)^-1 k, where C is the
+matrix, of norm r < 1, by which a state returns to i for the first time if only nodes
+before i overwrite. As k^T (I - C)^-1 k is at least 1 / (1 + r),
 
     pivot >= 1 - b r / (1 + r),
 
-more than a half where b <= 1, and (1 - r) / (1 + r) at least where b = 2. What is left
-of an entry of M is b k_i^T G_ij k_j, where G is L with nodes that overwrite: no larger
-than b times the resolvent of |A|.
+which is more than 1/2 if b <= 1, and at least (1 - r) / (1 + r) if b = 2. After
+elimination steps, an entry of M is b k_i^T G_ij k_j, where G is L if the eliminated
+nodes overwrite: at most b times the resolvent of |A|.
 
-Rows are eliminated `SIDE` at a time, as all is matrix products then: M = B W, where B
-is lower and W upper triangular in blocks. On the diagonal, W has identities, and what B
-has there is kept as its inverse. On a DAG in topological order, M = B.
+Rows are eliminated `SIDE` at a time, by matrix products: M = B W, where B is block
+lower and W block upper triangular. W has identities on the diagonal; the diagonal
+blocks of B are stored as inverses. On a DAG in topological order, M = B.
 """
 
 from pyg_chimera.ops.common.numba_runtime import jit, stopped
@@ -38,7 +38,7 @@ SIDE = 16
 
 @jit
 def _invert(D, n):  # type: ignore[no-untyped-def]
-    """Inverts the first n rows and columns of rows of `SIDE` numbers, in place."""
+    """Inverts the first n rows and columns of a matrix [n, SIDE], in place."""
     step = lanes(D)
     for k in range(n):
         own = D + k * SIDE
@@ -59,10 +59,10 @@ def _invert(D, n):  # type: ignore[no-untyped-def]
 
 @jit
 def eliminate(M, inverse, spare, triangular, stop):  # type: ignore[no-untyped-def]
-    """Makes B, below the diagonal, and W of a matrix [n, n], in place.
+    """Factors M [n, n] in place, into B below the diagonal blocks and W above them.
 
-    Inverses of the blocks on the diagonal of B come in `inverse`, [n, SIDE]; `spare` is
-    of SIDE * n numbers. If M is triangular, blocks above its diagonal are not touched.
+    The inverses of B's diagonal blocks are written to `inverse`, [n, SIDE]; `spare` has
+    SIDE * n numbers. If M is triangular, blocks above its diagonal are not accessed.
     """
     n = M.shape[0]
     for a in range(0, n, SIDE):
@@ -83,7 +83,7 @@ def eliminate(M, inverse, spare, triangular, stop):  # type: ignore[no-untyped-d
 
 @jit
 def solve(M, inverse, X, spare, triangular, transposed):  # type: ignore[no-untyped-def]
-    """X <- M^-1 X, or M^-T X, for [n, P]; `spare` is of SIDE * P numbers."""
+    """X <- M^-1 X or M^-T X, for X [n, P]; `spare` has SIDE * P numbers."""
     n, count = X.shape
     last = (n - 1) // SIDE * SIDE
     if transposed:

@@ -1,6 +1,7 @@
-"""What the forms of the delta rule take on a CPU: multiply-adds, seconds and bytes.
+"""Predicted costs of the forms of the delta rule on a CPU: multiply-adds, seconds and
+bytes.
 
-The constants are nanoseconds of one core (AMD Zen 4), forward and backward.
+The constants are in nanoseconds on one core (AMD Zen 4), forward and backward.
 """
 
 import numpy as np
@@ -14,16 +15,16 @@ from pyg_chimera.ops.delta_scan.level_states import MAX_NUMEL
 
 __all__ = ["cost_of", "why_not_form"]
 
-#: Nanoseconds of a multiply-add of matrix products.
+#: Nanoseconds per multiply-add of a matrix product.
 _PRODUCT = 0.03
-#: Bytes of matrices, from which on there is no use in an attempt.
+#: The mask form is refused if it takes more bytes than this.
 _MAX_BYTES = 1 << 37
 
 
 def cost_of(
     form: str, backend: str, graph: DeltaGraph, query: Tensor, value: Tensor
 ) -> Cost:
-    """What a form takes on this CPU, forward and backward.
+    """The cost of a form on this CPU, forward and backward.
 
     Args:
         form: ``"state"``, ``"mask"`` or ``"chunk"``.
@@ -41,7 +42,7 @@ def cost_of(
         operations = float((acyclic**2 * (4 * acyclic + 9 * (N + P))).sum())
         operations += float((cyclic**2 * (10 * cyclic + 19 * (N + P))).sum())
         others = float((33 * acyclic**2 + 2e4).sum() + (90 * cyclic**2 + 15e4).sum())
-        others += 300e3 / heads  # some fifty operators
+        others += 300e3 / heads  # about fifty PyTorch operators
         held = 8 * float((acyclic**2).sum() + 2 * (cyclic**2).sum())
     elif form == "chunk":
         operations = V * (32.0 * (10 * N + 8 * P + 32) + 9 * N * P)
@@ -60,7 +61,7 @@ def cost_of(
 def _cost_of_kernels(
     form: str, graph: DeltaGraph, query: Tensor, value: Tensor
 ) -> Cost:
-    """What a form of the numba backend takes."""
+    """The cost of a form of the numba backend."""
     (V, groups, N), (_, heads, P) = query.shape, value.shape
     n, bytes_ = graph.sizes.astype(float), value.element_size()
     largest = float(n.max(initial=0))
@@ -76,7 +77,7 @@ def _cost_of_kernels(
         width = -(-P // lanes) * lanes
         numbers = float((V + len(graph.row)) * N * width)
         operations = 7 * numbers
-        # States that leave the cache are read again from memory.
+        # States that do not fit in the cache are read from memory again.
         streamed = bytes_ * largest * N * width > 1 << 23
         others = (0.06 + 0.08 * streamed) * bytes_ * numbers + 200.0 * V
         memory = bytes_ * threads * largest * (N + 3) * width

@@ -1,10 +1,10 @@
 """The mask form on the CPU: a linear system for each block and head, in float64.
 
-A task is a (block, heads that share keys). It makes L by sparse elimination, or along
-the edges where there are no cycles, and eliminates M = I + diag(b) F as
-`block_elimination` says. Only u, what nodes write, and the factors of I - A are kept
-for the backward pass: all that is [n, n] stays in a core's cache, and is made anew. For
-the formulas of the gradients, see `matrices`.
+A task is a (block, heads that share keys). It computes L by sparse elimination, or
+along the edges if there are no cycles, and eliminates M = I + diag(b) F with
+`block_elimination`. Only u, what nodes write, and the factors of I - A are saved for
+the backward pass, which recomputes all matrices [n, n] within a core's cache. For the
+formulas of the gradients, see `matrices`.
 """
 
 import numpy as np
@@ -49,11 +49,11 @@ from pyg_chimera.ops.resolvent.row_sweeps import solve as sweep
 __all__ = ["backward", "forward"]
 
 
-#: Rows of gradients of matrices that are made at a time, and stay in the first cache.
+#: Rows of the matrices' gradients to compute at a time, within the L1 cache.
 _STRIP = 12
-#: How often what is left of a system is solved for again, and what may be left then.
+#: The most steps of iterative refinement, and the largest relative error after them.
 _MAX_CORRECTIONS, _MAX_ERROR = 16, 1e-6
-#: Rows of memory that eliminations, solves or strips need for a while.
+#: Rows of scratch memory for eliminations, solves or strips.
 _SPARE = max(SIDE, 2 * _STRIP)
 
 
@@ -72,7 +72,7 @@ def _costs(
 def _scratch(
     graph: DeltaGraph, query: np.ndarray, value: np.ndarray, squares: int
 ) -> int:
-    """Numbers in so many matrices [n, n], and in all others that a task has."""
+    """The size of a task's memory: some matrices [n, n], and all smaller ones."""
     n = int(graph.sizes.max(initial=0)) + LANES
     narrow = 5 * query.shape[2] + 5 * value.shape[2] + SIDE
     return n * (squares * n + narrow) + _SPARE * (n + value.shape[2])
@@ -161,7 +161,7 @@ def backward(
 
 @jit
 def _workspace(scratch, count, n, N, P):  # type: ignore[no-untyped-def]
-    """Memory of a task, whose rows of [n, n] are filled up to whole vectors."""
+    """A task's memory; rows of matrices [n, n] are padded to whole vectors."""
     m = (n + LANES - 1) // LANES * LANES
     at = count * n * m
     squares = scratch[:at].reshape(count, n, m)
@@ -182,7 +182,7 @@ def _workspace(scratch, count, n, N, P):  # type: ignore[no-untyped-def]
 def _make_scores(  # type: ignore[no-untyped-def]
     scores, rows, columns, query, key, nodes, g
 ):
-    """Q K^T, and K K^T below it, from Q and K below it, and K^T."""
+    """Computes Q K^T and, below it, K K^T; leaves Q and K in rows, K^T in columns."""
     n = nodes.shape[0]
     take(rows[:n], query, nodes, g)
     take(rows[n:], key, nodes, g)
@@ -194,7 +194,7 @@ def _make_scores(  # type: ignore[no-untyped-def]
 def _make_resolvent(  # type: ignore[no-untyped-def]
     L, block, h, blocks, factors, weight, stop
 ):
-    """(I - A)^-1."""
+    """L <- (I - A)^-1."""
     s, end = blocks.ptr[block], blocks.ptr[block + 1]
     set_identity(L)
     if not blocks.acyclic[block]:
@@ -233,14 +233,14 @@ def _find_adjoint(  # type: ignore[no-untyped-def]
 
 @inlined
 def _strength(beta):  # type: ignore[no-untyped-def]
-    """A beta to divide by: what a node with none of it writes is lost in rounding."""
+    """Beta, but not zero, to divide by it; what is then written is lost in rounding."""
     b = np.float64(beta)
     return 1e-20 if b < 1e-20 else b  # NaN passes
 
 
 @jit
 def _make_system(M, a, L, overlap, beta, nodes, h):  # type: ignore[no-untyped-def]
-    """The rows from a on of I + diag(b) ((L - I) * K K^T), as many as M has."""
+    """Sets M to the rows from a on of I + diag(b) ((L - I) * K K^T)."""
     m = M.shape[1]
     out, x, y = pointer(M), pointer(L) + a * m, pointer(overlap) + a * m
     for i in range(M.shape[0]):
@@ -256,10 +256,10 @@ def _solve(  # type: ignore[no-untyped-def]
     M, inverse, X, rhs, residual, spare, L, overlap, beta, nodes, h, triangular,
     transposed,
 ):  # fmt: skip
-    """X <- M^-1 X, or M^-T X; returns whether that is right.
+    """X <- M^-1 X, or M^-T X; returns whether the result is accurate.
 
-    Where nodes reflect, pivots may be small: what is left of the equations is solved
-    for again, as long as that is less and less.
+    If nodes reflect (beta > 1), pivots may be small: the solution is then refined
+    iteratively, as long as each correction is less than half of the last one.
     """
     n, m = L.shape
     reflects = False
@@ -289,7 +289,7 @@ def _solve(  # type: ignore[no-untyped-def]
         last = correction
         if last <= 1e-14 * found:
             break
-    return not last > _MAX_ERROR * np.abs(X).sum()  # NaN is as right as it can be
+    return not last > _MAX_ERROR * np.abs(X).sum()  # NaN passes
 
 
 @jit
@@ -399,14 +399,14 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
 def _differentiate(  # type: ignore[no-untyped-def]
     dL, d_scores, d_overlap, L, scores, overlap, dy, dv, ut, spare
 ):
-    """Makes dL, and adds to gradients of scores and overlaps, some rows at a time."""
+    """Sets dL, and adds to the gradients of scores and overlap, some rows at a time."""
     n, m = L.shape
     strips = spare[: 2 * _STRIP * m].reshape(2, _STRIP, m)
     d_mask, d_F = pointer(strips[0]), pointer(strips[1])
     for a in range(0, n, _STRIP):
         b = min(a + _STRIP, n)
         matmul(strips[0, : b - a], dy[a:b], ut)
-        matmul(strips[1, : b - a], dv[a:b], ut)  # of the other sign
+        matmul(strips[1, : b - a], dv[a:b], ut)  # -dF
         p, p_scores, p_overlap = pointer(dL), pointer(d_scores), pointer(d_overlap)
         q, q_scores, q_overlap = pointer(L), pointer(scores), pointer(overlap)
         for i in range(0, (b - a) * m, lanes(p)):

@@ -1,4 +1,4 @@
-"""What the delta rule has to know of a batch of graphs."""
+"""The structure of a batch of graphs for the delta rule."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,10 +25,10 @@ class DeltaGraph:
     All arrays are int64: ``V`` nodes, ``E`` edges, ``T`` blocks.
     """
 
-    col: np.ndarray  #: [E], the node that each edge comes from
-    row: np.ndarray  #: [E], the node that it leads to
+    col: np.ndarray  #: [E], the source of each edge
+    row: np.ndarray  #: [E], the target of each edge
     block: np.ndarray  #: [V], the block of each node
-    rank: np.ndarray  #: [V], its topological rank, if no cycle leads to it
+    rank: np.ndarray  #: [V], the topological rank of each node, if no cycle leads to it
     on_cycle: np.ndarray  #: [V], whether it lies on a cycle, or between cycles
     tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
 
@@ -39,7 +39,7 @@ class DeltaGraph:
 
     @property
     def nbytes(self) -> int:
-        """About how much memory it takes, with what is derived from it."""
+        """Bytes of memory, approximately, with cached properties and tables."""
         arrays = (x for x in vars(self).values() if isinstance(x, np.ndarray))
         return 3 * sum(x.nbytes for x in arrays)
 
@@ -71,7 +71,7 @@ class DeltaGraph:
 
     @cached_property
     def cyclic_edges(self) -> np.ndarray:
-        """The numbers of the edges between nodes on cycles."""
+        """The indices of the edges between nodes on cycles."""
         return np.flatnonzero(self.on_cycle[self.col] & self.on_cycle[self.row])
 
     @cached_property

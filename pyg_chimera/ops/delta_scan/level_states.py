@@ -1,8 +1,8 @@
-"""The delta rule by states that move along a DAG, level by level.
+"""The delta rule by states that are carried along a DAG, level by level.
 
-Nodes of a topological level do not wait for each other. Channels of values never meet
-(but in the surprise of a node, which is at all of them): states are computed by as many
-of them at a time as fit in memory.
+All nodes of a topological level are computed at once. Value channels are independent,
+except in the surprise of a node, which depends on all of them, so without surprise,
+states are computed for as many value channels at a time as fit in memory.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.structure.cache import table
 
-#: Numbers that the states of one slice may hold.
+#: The number of entries that one slice of states may have.
 MAX_NUMEL = 1 << 26
 
 
@@ -25,8 +25,8 @@ class _Level(NamedTuple):
 
     nodes: slice  #: positions
     edges: slice
-    tail: Tensor  #: the positions that the edges come from
-    head: Tensor  #: where they lead to among the nodes of the level
+    tail: Tensor  #: the positions of the edges' sources
+    head: Tensor  #: the indices of their targets among the nodes of the level
 
 
 class _Levels(NamedTuple):
@@ -60,7 +60,7 @@ def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
 
 
 class _Operands(NamedTuple):
-    """The inputs level by level, with as many heads."""
+    """The inputs level by level, with queries and keys repeated for each head."""
 
     levels: _Levels
     query: Tensor  #: [V, heads, N]
@@ -68,8 +68,8 @@ class _Operands(NamedTuple):
     value: Tensor  #: [V, heads, P]
     beta: Tensor  #: [V, heads, 1]
     weight: Tensor  #: [E, heads, 1 or N, 1]
-    share: Tensor | None  #: [E, 1, 1, 1], if the mean of parents is predicted from
-    temperature: Tensor | None  #: [heads, 1], of surprise
+    share: Tensor | None  #: [E, 1, 1, 1], if predictions are from the mean of parents
+    temperature: Tensor | None  #: [heads, 1], that of surprise
 
 
 def _operands(call: Call) -> _Operands:
@@ -103,16 +103,16 @@ def _slices(x: _Operands, copies: int) -> Iterator[slice]:
 
 
 class _States(NamedTuple):
-    """What becomes of the states of a slice."""
+    """The states of a slice, and the errors that nodes correct."""
 
     S: Tensor  #: [V, heads, N, p]
-    error: Tensor  #: [V, heads, p], of what keys have read before
-    strength: Tensor  #: [V, heads, 1], how much of it nodes mend
-    surprise: Tensor  #: [V, heads, p], the error of what queries have read before
+    error: Tensor  #: [V, heads, p], value minus prediction by the key
+    strength: Tensor  #: [V, heads, 1], the share of the error that nodes correct
+    surprise: Tensor  #: [V, heads, p], value minus prediction by the query
 
 
 def _states(x: _Operands, part: slice) -> _States:
-    """Carries the states along."""
+    """Carries the states along the DAG."""
     key, query, value = x.key.unsqueeze(-1), x.query.unsqueeze(-1), x.value[..., part]
     error, surprise = torch.empty_like(value), value.new_empty(0)
     strength = x.beta
@@ -137,8 +137,8 @@ def _states(x: _Operands, part: slice) -> _States:
 
 
 def _known(x: _Operands, S: Tensor, level: _Level) -> Tensor:
-    """What nodes of a level predict from, before they write: their states, or the mean
-    of their parents', [v, heads, N, p].
+    """What nodes of a level predict from: their states before they write, or the mean
+    of their parents' states, [v, heads, N, p].
     """
     here = S[level.nodes]
     if x.share is None:
@@ -148,13 +148,13 @@ def _known(x: _Operands, S: Tensor, level: _Level) -> Tensor:
 
 
 def _excess(error: Tensor, temperature: Tensor) -> Tensor:
-    """Surprise, [..., heads, 1], of which the sigmoid is the share of beta written."""
+    """Surprise, [..., heads, 1], whose sigmoid is the share of beta that is used."""
     mean = error.square().sum(-1, keepdim=True) / max(error.size(-1), 1)
     return mean / temperature
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output; states are computed anew for gradients."""
+    """The output; states are recomputed for gradients."""
     x = _operands(call)
     read = torch.empty_like(x.value)
     for part in _slices(x, 2):
@@ -166,9 +166,10 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta, edge weight, and if given of surprise.
 
-    With the adjoint Z of a state, a strength b and x = Z^T k, that of S' is
-    Z - b k x^T - q e^T, where e is the adjoint of what is read to be surprised, if so.
-    Of predictions from the mean of parents' states, that has all of it but Z.
+    With the adjoint Z of a state, a strength b and x = Z^T k, the adjoint of S' is
+    Z - b k x^T - q e^T, where e is the adjoint of the query's error, if there is a
+    surprise. If predictions are from the mean of the parents' states, Z is the adjoint
+    of S', and the other terms are that of the mean.
     """
     x = _operands(call)
     dy, key, query = grad[x.levels.node], x.key.unsqueeze(-1), x.query.unsqueeze(-1)

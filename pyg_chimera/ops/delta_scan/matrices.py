@@ -1,14 +1,15 @@
 r"""The delta rule by a linear system for each graph of a batch.
 
-With L = (I - A)^-1 and F = (L - I) * K K^T, what nodes write is u = (I + diag(b) F)^-1
-diag(b) V, and they read Y = (L * Q K^T) u. Nodes of a DAG are in topological order, in
-which both matrices are triangular.
+With L = (I - A)^-1 and F = (L - I) * K K^T, nodes write u = (I + diag(b) F)^-1 diag(b)
+V and read Y = (L * Q K^T) u. Nodes of a DAG are in topological order, in which both
+matrices are triangular.
 
-A state may be much smaller than L says, where others erase it on its way. On cycles,
-where L is large, all is computed in float64, lest its rounding be all that is left.
+A state may be much smaller than the entries of L, as nodes on its way erase it. On
+cycles, where L may be large, everything is computed in float64, as otherwise rounding
+errors of L might exceed the state.
 
-Backward, x = (I + diag(b) F)^-T du is the adjoint of diag(b) V, and -b x that of what
-is predicted, F u. With the gradient of L, that of A is L^T dL L^T.
+Backward, x = (I + diag(b) F)^-T du is the adjoint of diag(b) V, and -b x is that of the
+predictions F u. The gradient of A is L^T dL L^T.
 """
 
 from collections.abc import Callable
@@ -24,9 +25,9 @@ from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.tensors import positive, repeated, summed
 from pyg_chimera.ops.structure.cache import table
 
-#: Numbers that one padded group of matrices may hold, on a CPU and elsewhere.
+#: The number of entries that a padded group of matrices may have, on a CPU and else.
 _MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 16, 1 << 26
-#: The size of the smallest block of a group, of that of the largest one.
+#: The least ratio of the sizes of the smallest and the largest block of a group.
 _ALIKE = 0.8
 
 
@@ -35,7 +36,7 @@ class _Group(NamedTuple):
 
     padding: Padding
     edge: Tensor  #: [e], their edges
-    place: Tensor  #: [e], where these stand in a flattened [B, n, n]
+    place: Tensor  #: [e], index of each in a flattened [B, n, n]
     cyclic: bool
 
     def pad(self, x: Tensor) -> Tensor:
@@ -44,7 +45,7 @@ class _Group(NamedTuple):
         return padded.double() if self.cyclic else padded
 
     def unpad(self, x: Tensor, out: Tensor) -> None:
-        """[B, heads, n, C] -> [V, heads, C]; C may be missing behind."""
+        """[B, heads, n, C] -> [V, heads, C], or [V, heads] if C is one."""
         rows = x.transpose(1, 2).flatten(0, 1)[self.padding.place].to(out.dtype)
         out[self.padding.node] = rows if out.dim() == 3 else rows.squeeze(-1)
 
@@ -72,7 +73,7 @@ def _grouped(graph: DeltaGraph, device: torch.device, num_heads: int) -> list[_G
     ptr = np.append(0, np.cumsum(graph.sizes))
     local = np.empty(graph.num_nodes, np.int64)
     local[graph.order] = np.arange(graph.num_nodes) - ptr[graph.block[graph.order]]
-    # What is saved in float64 comes first, so that it is aligned.
+    # Cyclic groups, which are saved in float64, come first, so that they are aligned.
     blocks = np.lexsort((-graph.sizes, ~graph.is_cyclic))
     group_of = np.empty(len(blocks), np.int64)
     place_of = np.empty(len(blocks), np.int64)
@@ -102,12 +103,12 @@ def _grouped(graph: DeltaGraph, device: torch.device, num_heads: int) -> list[_G
 
 
 class _System(NamedTuple):
-    """The matrices of a group, and what solves I + diag(b) F."""
+    """The matrices of a group, and a function that solves I + diag(b) F."""
 
     resolvent: Tensor  #: L, [B, heads, n, n]
     scores: Tensor  #: Q K^T, [B, groups, n, n]
     overlap: Tensor  #: K K^T
-    solve: Callable[[Tensor, bool], Tensor]  #: of the transposed one if True
+    solve: Callable[[Tensor, bool], Tensor]  #: the transposed system if True
 
 
 def _system(
@@ -116,7 +117,7 @@ def _system(
     overlap, heads = k @ k.mT, b.size(1)
     F = (resolvent * repeated(overlap, heads)).mul_(b)
     if group.cyclic:
-        # L - I is not L below the diagonal, but has cycles on it.
+        # L - I has a nonzero diagonal, due to cycles.
         lengths = repeated(overlap, heads).diagonal(0, -2, -1)
         F.diagonal(0, -2, -1).add_(1 - b.squeeze(-1) * lengths)
         factors = _factors(F)
@@ -124,7 +125,7 @@ def _system(
         def solve(rhs: Tensor, transposed: bool) -> Tensor:
             return _solve(*factors, rhs, transposed)
 
-    else:  # only what is below the diagonal is read
+    else:  # only entries below the diagonal are read
 
         def solve(rhs: Tensor, transposed: bool) -> Tensor:
             matrix = F.mT if transposed else F
@@ -147,7 +148,8 @@ def _resolvent(group: _Group, A: Tensor) -> Tensor:
 
 def _factors(X: Tensor) -> tuple[Tensor, Tensor]:
     """LU factors: one matrix at a time on the CPU, where batched LU is wrong with more
-    than one thread (pytorch#142815). No matrix of a contraction is singular.
+    than one thread (pytorch#142815). No error check: A is a contraction, so neither
+    system is singular.
     """
     if X.device.type != "cpu":
         return torch.linalg.lu_factor_ex(X)[:2]
@@ -167,7 +169,7 @@ def _solve(factors: Tensor, pivots: Tensor, rhs: Tensor, transposed: bool) -> Te
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output, and u and the resolvent of each group."""
+    """The output; saves u and the resolvent of each group."""
     query, key, value, beta, edge_weight = call.inputs[:5]
     out, saved = torch.empty_like(value), []
     for group in _groups(call):

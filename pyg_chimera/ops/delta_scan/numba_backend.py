@@ -15,7 +15,7 @@ FORMS = ("mask", "state")
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything, but has no chunks."""
+    """It supports all calls in mask and state form, but has no chunk form."""
     if call.choice.form not in FORMS:
         return (
             f"form={call.choice.form!r} has no numba backend; use backend='torch' or "
@@ -25,12 +25,12 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and what `backward` needs again."""
+    """The output [V, heads, P]; the mask form saves u and the factors of I - A."""
     if call.choice.form == "state":
         return state_sweeps.forward(call), ()
     operands = arrays(*call.inputs[:5])
     out, written, factors = dense_masks.forward(call.structure, *operands)
-    dtype = call.inputs.value.dtype  # of what is saved, whatever is in it
+    dtype = call.inputs.value.dtype  # saved tensors are viewed as this dtype
     saved = (torch.from_numpy(x).flatten().view(dtype) for x in (written, *factors))
     return torch.from_numpy(out), tuple(saved)
 

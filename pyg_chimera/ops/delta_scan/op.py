@@ -34,9 +34,9 @@ __all__ = ["delta_scan"]
 _FORMS = ("auto", "state", "mask", "chunk")
 _PREDICTIONS = ("decayed", "undecayed")
 
-#: Bytes of matrices that the mask form may hold where there is another one.
+#: Bytes of matrices that the mask form may hold if another form is possible.
 _MAX_MASK_BYTES = 1 << 30
-#: How far from one the length of a key may be, rounded to bfloat16.
+#: How far the length of a key may be from one, due to rounding to bfloat16.
 _ROUNDING = 1e-2
 
 
@@ -119,10 +119,10 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         small = [x for x in found if x.form != "mask" or _fits(x)] or found
         small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
         if inputs.value.device.type != "cpu" or usable == ["triton"]:
-            small = [x._replace(cost=None) for x in small]  # nobody has measured it
+            small = [x._replace(cost=None) for x in small]  # costs are those of a CPU
         alone = "cycles need matrices" if cyclic else "matrices would not fit"
         several = len({x.form for x in small}) > 1
-        # Kernels of a GPU are preferred, as far as they can compute a call.
+        # GPU kernels are preferred, if they support the call.
         preferred = triton_backend.preferred_form(call)
         first = [x for x in small if x.backend == "triton"]
         first.sort(key=lambda x: x.form != preferred)
@@ -140,7 +140,7 @@ def _fits(choice: Choice) -> bool:
 
 
 def _check_beta(beta: Tensor) -> None:
-    """Checks that nodes overwrite, or reflect, what their keys read; NaN passes."""
+    """Checks that the strengths are in [0, 2]; NaN passes."""
     outside = (beta < 0) | (beta > 2)
     if bool(outside.any()):
         node, head = outside.nonzero()[0].tolist()
@@ -164,9 +164,10 @@ def _check_key(key: Tensor) -> None:
 
 
 def _needs_states(inputs: Inputs) -> str | None:
-    """What of the options takes states that are carried along a DAG, if anything.
+    """The first option of a call that requires the state form on a DAG, or None.
 
-    The other forms take one linear rule for all channels, and one number for a path.
+    The other forms require a rule that is linear in the values, with one weight for all
+    key channels.
     """
     if inputs.surprise is not None:
         return "'surprise'"
@@ -187,7 +188,7 @@ def _check_acyclic(edge_index: Tensor, graph: DeltaGraph) -> None:
 
 
 def _check_form(form: str, reason: str) -> None:
-    """Checks that what takes states is asked for with a form that has them."""
+    """Checks that options that require states are used with the state form."""
     if form not in ("auto", "state"):
         raise ValueError(
             f"'form' must be 'state' or 'auto' with {reason}, got {form!r}: "
@@ -196,7 +197,7 @@ def _check_form(form: str, reason: str) -> None:
 
 
 def _check_surprise(temperature: Tensor) -> None:
-    """Checks that errors are divided by a positive number."""
+    """Checks that temperatures are positive."""
     if bool((temperature <= 0).any()):
         head = int((temperature <= 0).nonzero()[0])
         raise ValueError(
@@ -206,7 +207,7 @@ def _check_surprise(temperature: Tensor) -> None:
 
 
 def _check_contraction(edge_weight: Tensor, graph: DeltaGraph) -> None:
-    """Checks that around cycles states do not grow, whatever nodes write."""
+    """Checks that the rows of |A| on cycles sum to less than one; NaN passes."""
     edge = torch.from_numpy(graph.cyclic_edges).to(edge_weight.device)
     col, row = (
         torch.from_numpy(x[graph.cyclic_edges]).to(edge_weight.device)

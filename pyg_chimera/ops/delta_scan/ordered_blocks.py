@@ -1,4 +1,4 @@
-"""Blocks with their nodes in an order for elimination, or along a DAG."""
+"""Blocks with their nodes in elimination order, or on DAGs in topological order."""
 
 from typing import NamedTuple
 
@@ -12,33 +12,33 @@ __all__ = ["OrderedBlocks", "factor_of_cycles", "ordered_blocks"]
 
 
 class OrderedBlocks(NamedTuple):
-    """Blocks, in topological order where there is one.
+    """Blocks, with nodes in topological order where there is one.
 
-    Blocks with cycles are in an order in which I - A fills up little when it is
-    eliminated. Positions are numbered block by block; all arrays are int64.
+    Nodes of blocks with cycles are in a fill-reducing elimination order of I - A.
+    Positions are numbered block by block; arrays are int64 unless stated otherwise.
     """
 
     ptr: np.ndarray  #: [T + 1], first position of each block
     acyclic: np.ndarray  #: [T], whether it has no cycle, bool
     node: np.ndarray  #: [V], node at each position
-    edge_ptr: np.ndarray  #: [V + 1], the first edge that leads to each position ...
-    edge: np.ndarray  #: [E], ... its number ...
-    edge_row: np.ndarray  #: [E], ... where it leads to ...
-    edge_col: np.ndarray  #: [E], ... and the position that it comes from
-    column_ptr: np.ndarray  #: [V + 1], the pattern of factors of I - A, by columns ...
-    column_row: np.ndarray  #: [F], ... with rows ...
-    column_entry: np.ndarray  #: [F], ... and numbers of entries
+    edge_ptr: np.ndarray  #: [V + 1], first of the edges to each position in ...
+    edge: np.ndarray  #: [E], ... the edges, by position of the target, ...
+    edge_row: np.ndarray  #: [E], ... positions of their targets ...
+    edge_col: np.ndarray  #: [E], ... and of their sources
+    column_ptr: np.ndarray  #: [V + 1], the pattern of I - A = L U by columns of L: ...
+    column_row: np.ndarray  #: [F], ... rows ...
+    column_entry: np.ndarray  #: [F], ... and indices of entries
 
 
 def ordered_blocks(graph: DeltaGraph) -> OrderedBlocks:
-    """The ordered blocks of a graph, made once."""
+    """The ordered blocks of a graph, cached in its tables."""
     if OrderedBlocks not in graph.tables:
         graph.tables[OrderedBlocks] = _ordered(graph)
     return graph.tables[OrderedBlocks]
 
 
 def factor_of_cycles(graph: DeltaGraph) -> tuple[SymbolicFactor, np.ndarray]:
-    """Where factors of I - A have entries, in blocks with cycles, and their edges."""
+    """The symbolic factor of the blocks with cycles, and the indices of their edges."""
     if SymbolicFactor not in graph.tables:
         edge = np.flatnonzero(graph.is_cyclic[graph.block[graph.row]])
         edges = torch.from_numpy(np.stack([graph.col[edge], graph.row[edge]]))

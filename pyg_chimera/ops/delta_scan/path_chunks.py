@@ -3,20 +3,20 @@ Transformers with the Delta Rule over Sequence Length"
 <https://arxiv.org/abs/2406.06484>`_ (Section 3) with the decay of `"Gated Delta
 Networks" <https://arxiv.org/abs/2412.06464>`_ (Section 3.3).
 
-With the decays D_ij = a_i a_{i-1} ... a_{j+1} within a chunk, which are products, so
-that weights may be negative or zero, and r_i = a_i ... a_first from the state S before
-it on, its nodes write u = T diag(b) (V - r K S), where T = (I + diag(b) F)^-1 and F is
-the part of D * K K^T below the diagonal. They read
+Within a chunk, let D_ij = a_i a_{i-1} ... a_{j+1} be the decays and r_i = a_i ...
+a_first those from the state S before the chunk. They are products, so weights may be
+negative or zero. The nodes of a chunk write u = T diag(b) (V - r K S), where T = (I +
+diag(b) F)^-1, and F is the part of D * K K^T below the diagonal. They read
 
     Y = (D * Q K^T) u + r Q S,
 
-and leave the state r_last S + (D_last * K)^T u: all is matrix products. States are held
-between chunks only, and only they wait for those before: chunks are computed side by
-side, of one path or of several.
+and the state after the chunk is r_last S + (D_last * K)^T u. All of this is matrix
+products. States are stored between chunks only, and only these are computed one after
+the other; everything else is computed for many chunks of all paths at once.
 
-Backward, with the adjoint Z of the state after a chunk, u has du = (D * Q K^T)^T dY +
-(D_last * K) Z, and x = T^T du is the adjoint of diag(b) (V - r K S). What is predicted,
-r K S + F u, has -b x.
+Backward, with the adjoint Z of the state after a chunk, the adjoint of u is du = (D * Q
+K^T)^T dY + (D_last * K) Z, and that of diag(b) (V - r K S) is x = T^T du. The adjoint
+of the predictions r K S + F u is -b x.
 """
 
 from collections.abc import Iterator
@@ -39,20 +39,20 @@ from pyg_chimera.ops.delta_scan.tensors import (
 )
 from pyg_chimera.ops.structure.cache import table
 
-#: Nodes of a chunk, at most, on a CPU and elsewhere, where steps take longer than work.
+#: The most nodes of a chunk on a CPU, and on other devices, where steps are expensive.
 _CHUNK_CPU, _CHUNK = 32, 64
-#: Numbers of one [C, C] product of the chunks that are computed together: on a CPU they
-#: stay in its cache.
+#: The most entries of a [C, C] product over all chunks that are computed together, on a
+#: CPU (to stay in the cache) and on other devices.
 _MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 16, 1 << 26
 
 
 class _Step(NamedTuple):
-    """Chunks that are as far from the first one of their path."""
+    """Chunks of a slab that have the same index on their paths."""
 
     chunks: slice
-    before: slice  #: those before them, none if they are first ones
-    ongoing: slice  #: those of them that have a next one
-    after: slice  #: these
+    before: slice  #: their predecessors; empty if these are the first chunks
+    ongoing: slice  #: those that have a successor
+    after: slice  #: the successors
 
 
 class _Slab(NamedTuple):
@@ -60,9 +60,9 @@ class _Slab(NamedTuple):
 
     chunks: slice
     node: Tensor  #: [S * C], the node at each place, 0 where there is none
-    empty: Tensor  #: the places where there is none
-    place: Tensor  #: the places where there is one
-    span: slice | None  #: the nodes, if they follow on each other
+    empty: Tensor  #: the places without a node
+    place: Tensor  #: the places with a node
+    span: slice | None  #: the nodes, if they are consecutive and no place is empty
     steps: list[_Step]
 
     def gather(self, x: Tensor) -> Tensor:
@@ -85,17 +85,17 @@ class _Slab(NamedTuple):
         out.index_copy_(0, node, rows)
 
     def local(self, chunks: slice) -> slice:
-        """Chunks by their place in the slab."""
+        """Chunks, counted from the first one of the slab."""
         first = self.chunks.start
         return slice(chunks.start - first, chunks.stop - first)
 
 
 class _Cut(NamedTuple):
-    """Paths in chunks: first those that begin a path, then their next ones, ..."""
+    """Paths in chunks: the first ones of all paths, then the second ones, ..."""
 
-    shape: tuple[int, int]  #: chunks, and nodes of one
+    shape: tuple[int, int]  #: number of chunks, and places per chunk
     slabs: list[_Slab]
-    target: Tensor  #: [E], the node that each edge leads to
+    target: Tensor  #: [E], the target of each edge
 
 
 def _cut(call: Call) -> _Cut:
@@ -108,14 +108,14 @@ def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:
     length = np.bincount(graph.component)
     on_cpu = device.type == "cpu"
     longest = min(_CHUNK_CPU if on_cpu else _CHUNK, length.max(initial=0))
-    size = 16  # as `unit_lower_inverse` takes them
+    size = 16  # `unit_lower_inverse` needs 16 times a power of two
     while size < longest:
         size *= 2
     count = -(-length // size)
     step = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
     first = np.repeat(np.cumsum(length) - length, count) + step * size
     last = np.repeat(np.cumsum(length), count)
-    # The longest paths first, so that those which go on are always the first ones.
+    # The longest paths first, so that the chunks with a successor come first.
     order = np.lexsort((-np.repeat(count, count), step))
     at = first[order, None] + np.arange(size)
     empty = at >= last[order, None]
@@ -146,7 +146,7 @@ def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:
 
 
 def _steps(bounds: list[int], first: int, last: int) -> Iterator[_Step]:
-    """The steps from a chunk to another, of those that begin in `bounds`."""
+    """The steps of the chunks from first to last; `bounds` are those of all steps."""
     for i, (a, b) in enumerate(pairwise(bounds)):
         c, d = max(a, first), min(b, last)
         if c < d:
@@ -161,7 +161,7 @@ def _steps(bounds: list[int], first: int, last: int) -> Iterator[_Step]:
 
 
 class _Saved(NamedTuple):
-    """What the backward pass needs again, of all chunks."""
+    """What is saved for the backward pass, for all chunks."""
 
     states: Tensor  #: S before each chunk, [K, heads, N, P]
     written: Tensor  #: u, [K, heads, C, P]
@@ -170,7 +170,7 @@ class _Saved(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, cut: _Cut, flat: Tensor) -> "_Saved":
-        """The parts of one tensor."""
+        """The parts of one flat tensor."""
         shapes = cls.shapes(call, cut)
         parts = flat.split([prod(shape) for shape in shapes])
         return cls(*(x.view(shape) for x, shape in zip(parts, shapes, strict=True)))
@@ -185,7 +185,7 @@ class _Saved(NamedTuple):
 
 
 def _fill_decay(call: Call, cut: _Cut, decay: Tensor) -> Tensor:
-    """The weights that lead to nodes, zero where a path begins."""
+    """Fills D; returns the weight of the edge to each node, zero if a path begins."""
     weight = torch.zeros_like(call.inputs.beta)
     weight.index_copy_(0, cut.target, call.inputs.edge_weight)
     for slab in cut.slabs:
@@ -199,7 +199,7 @@ class _Chunks(NamedTuple):
     key: Tensor
     both: Tensor  #: queries, then keys, [S, groups, 2 C, N]
     beta: Tensor  #: [S, heads, C, 1]
-    weight: Tensor  #: [S, heads, C, 1], from the node before
+    weight: Tensor  #: [S, heads, C, 1], that of the edge from the node before
     decay: Tensor  #: D, [S, heads, C, C]
     reach: Tensor  #: r, [S, heads, C, 1]
     scores: Tensor  #: Q K^T, then K K^T, [S, groups, 2 C, C]
@@ -239,7 +239,7 @@ def _chunks(call: Call, slab: _Slab, weight: Tensor, decay: Tensor) -> _Chunks:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output, and states between chunks, u, D and T."""
+    """The output; saves the states between chunks, u, D and T."""
     cut, value = _cut(call), call.inputs.value
     heads, P = value.shape[1:]
     flat = value.new_empty(sum(map(prod, _Saved.shapes(call, cut))))
@@ -254,7 +254,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         both = inverse @ torch.cat([written, x.predictor], -1)
         u[here], predictor = both[..., :P], both[..., P:]
         for chunks, before, ongoing, after in slab.steps:
-            if before.start == before.stop:  # the first one of a path
+            if before.start == before.stop:  # the first chunks of their paths
                 S[chunks] = 0
             else:
                 u[chunks] -= predictor[slab.local(chunks)] @ S[chunks]
@@ -289,13 +289,15 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 def _solve_back(
     x: _Chunks, slab: _Slab, dy: Tensor, saved: _Saved, Z: Tensor
 ) -> Tensor:
-    """The adjoint of diag(b) (V - r K S); leaves those of the states before in Z."""
+    """The adjoint of diag(b) (V - r K S); also sets Z, the adjoints of the states after
+    each chunk.
+    """
     P = dy.size(-1)
     both = saved.inverse[slab.chunks].mT @ torch.cat([x.mask.mT @ dy, x.writer], -1)
     d_rhs, writer = both[..., :P].contiguous(), both[..., P:]
     read = x.reads(dy.size(1)).mT @ dy
     for chunks, before, ongoing, _ in reversed(slab.steps):
-        Z[ongoing.stop : chunks.stop] = 0  # nothing comes after them
+        Z[ongoing.stop : chunks.stop] = 0  # these have no successor
         i = slab.local(ongoing)
         d_rhs[i] += writer[i] @ Z[ongoing]
         if before.start < before.stop:
@@ -308,14 +310,14 @@ def _solve_back(
 def _gradients(
     x: _Chunks, slab: _Slab, dy: Tensor, d_rhs: Tensor, saved: _Saved, Z: Tensor
 ) -> tuple[Tensor, ...]:
-    """Of query, key, value, beta and the weights from the nodes before."""
+    """Gradients of query, key, value, beta and the weights from the nodes before."""
     S, u, Z = saved.states[slab.chunks], saved.written[slab.chunks], Z[slab.chunks]
     heads, groups, size = dy.size(1), x.key.size(1), dy.size(2)
     k = repeated(x.key, heads)
     dv = x.beta * d_rhs
     d_beta = (d_rhs * u).sum(-1) / x.beta.squeeze(-1)  # u is beta times an error
 
-    # What queries, and keys that predict, read of u and of the states before.
+    # Queries and keys (to predict) read u and the state before the chunk.
     read = torch.cat([dy, dv.neg()], 2)
     d_reads = read @ S.mT
     d_reach = (repeated(x.both, heads) * d_reads).sum(-1).unflatten(2, (2, size)).sum(2)
@@ -324,7 +326,7 @@ def _gradients(
     dk.addcmul_(x.decay[..., -1, :, None], d_writer)
     d_reach[..., -1] += (Z * S).sum((-1, -2))
 
-    # Nothing above the diagonal counts, where D is zero, nor that of K K^T.
+    # Entries above the diagonal, where D is zero, and the diagonal of K K^T are unused.
     d_products = (read @ u.mT).unflatten(2, (2, size))
     scores = repeated(x.scores, heads).unflatten(2, (2, size))
     d_decay = (d_products * scores).sum(2)
@@ -337,7 +339,7 @@ def _gradients(
     dq = summed(dq, groups) + of_query
     dk = summed(dk, groups) + of_key + d_scores.mT @ x.both
 
-    # D_ij has the factor a_t for j < t <= i, with D_it and D_{t-1,j} on its sides.
+    # For j < t <= i, D_ij = D_it a_t D_{t-1,j}.
     d_weight = torch.zeros_like(d_beta)
     sides = (x.decay.mT @ d_decay)[..., 1:, :] * x.decay[..., :-1, :]
     d_weight[..., 1:] = sides.sum(-1)

@@ -1,4 +1,4 @@
-"""The oracle: dense states in float64, straight from the rule."""
+"""The reference: dense states in float64, directly from the rule."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> Tensor:
@@ -64,7 +64,7 @@ def _by_recurrence(
         states[i] = S + key[i].unsqueeze(-1) * wrong.unsqueeze(-2)
         out[i] = (states[i] * query[i].unsqueeze(-1)).sum(-2)
     rows = [out[i] for i in range(graph.num_nodes)]
-    # Without nodes, surprise has a gradient still.
+    # Even without nodes, surprise has a gradient.
     nothing = 0.0 if surprise is None else surprise[:0].sum()
     return (torch.stack(rows) if rows else value.clone()) + nothing
 
@@ -77,7 +77,7 @@ def _by_equations(
     beta: Tensor,
     edge_weight: Tensor,
 ) -> Tensor:
-    r"""All states of a block at once, of :math:`S = (I - b k k^T) (A S) + b k v^T`."""
+    r"""Solves :math:`S = (I - b k k^T) (A S) + b k v^T` for all states of a block."""
     out, device = torch.zeros_like(value), value.device
     for block in range(len(graph.sizes)):
         inside = torch.from_numpy(graph.block == block)

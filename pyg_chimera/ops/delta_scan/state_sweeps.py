@@ -1,11 +1,12 @@
-"""The delta rule by states that move along a DAG, on the CPU, jitted.
+"""The delta rule by states that are carried along a DAG, on the CPU, jitted.
 
-A task is a head of a block: one pass along its nodes in topological order. A state
-[N, P] is gathered from those of its parents; key and query read it, or the mean of
-them; then it is mended. Forward holds as many states as edges lead back over. Backward
-runs the same pass again, keeping all states, and its mirror image for the adjoints.
+A task is a (block, head): one pass over its nodes in topological order. Each state
+[N, P] is gathered from those of its parents; key and query read it, or the mean of the
+parents' states; then the key's write is added. A ring buffer, as long as edges lead
+back, holds the states. The backward pass runs the same pass again, storing all states,
+and then its mirror image for the adjoints, in a ring buffer.
 
-Rows of states are filled up to whole vectors with zeros.
+Rows of states are padded with zeros to whole vectors.
 """
 
 from typing import NamedTuple
@@ -38,16 +39,16 @@ __all__ = ["backward", "forward"]
 
 
 class _Children(NamedTuple):
-    """The edges by the positions that they come from."""
+    """The edges by the positions of their sources."""
 
-    ptr: np.ndarray  #: [V + 1], the first edge from each position ...
-    child: np.ndarray  #: [E], ... where it leads to ...
-    edge: np.ndarray  #: [E], ... and its number
-    held: np.ndarray  #: [T], how many positions edges lead back at most, and one more
+    ptr: np.ndarray  #: [V + 1], first of the edges from each position in ...
+    child: np.ndarray  #: [E], ... the positions of their targets ...
+    edge: np.ndarray  #: [E], ... and their indices
+    held: np.ndarray  #: [T], one more than the most positions that an edge spans
 
 
 def _children(graph: DeltaGraph) -> _Children:
-    """The children of a DAG, found once."""
+    """The children of a DAG, cached in its tables."""
     if _Children not in graph.tables:
         blocks = ordered_blocks(graph)
         rows = sorted_rows(blocks.edge_col, blocks.edge_row, graph.num_nodes)
@@ -60,7 +61,7 @@ def _children(graph: DeltaGraph) -> _Children:
 
 
 def _scale(call: Call) -> np.ndarray:
-    """What squares of errors are multiplied by, [heads], or nothing."""
+    """The factor of squared errors in the surprise, [heads]; empty without surprise."""
     surprise, value = call.inputs.surprise, call.inputs.value
     if surprise is None:
         return value.new_empty(0).numpy()
@@ -68,8 +69,8 @@ def _scale(call: Call) -> np.ndarray:
 
 
 def _moves(call: Call) -> tuple[np.ndarray, np.ndarray]:
-    """The weights of edges, [E, heads, 1 or N], and where predictions are from the mean
-    of parents' states, their shares in it, [E, 1, 1], or nothing.
+    """The edges' weights, [E, heads, 1 or N], and if predictions are from the mean of
+    the parents' states, their shares in it, [E, 1, 1], otherwise an empty array.
     """
     (weight,) = arrays(call.inputs.edge_weight)
     shares = np.empty(0)
@@ -80,13 +81,13 @@ def _moves(call: Call) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _width(value: np.ndarray) -> int:
-    """Numbers of a row of a state."""
+    """The length of a row of a state, in whole vectors."""
     vector, _ = vector_lanes(value.dtype)
     return max(1, -(-value.shape[2] // vector)) * vector
 
 
 def _costs(graph: DeltaGraph, key: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """Of the tasks: block, head."""
+    """The cost of each task (block, head)."""
     work = 0.3 * graph.sizes * key.shape[2] * _width(value)
     return np.repeat(work, value.shape[1])
 
@@ -111,15 +112,16 @@ def forward(call: Call) -> Tensor:
 def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta, edge weight, and if given of surprise.
 
-    With the adjoint Z of a state and a strength b, that of S' is Z - b k x^T - q e^T,
-    where x = Z^T k, and e is the adjoint of what is read to be surprised. If these are
-    read of the mean of parents' states, that has all of it but Z.
+    With the adjoint Z of a state, a strength b and x = Z^T k, the adjoint of S' is
+    Z - b k x^T - q e^T, where e is the adjoint of the query's error, if there is a
+    surprise. If predictions are from the mean of the parents' states, Z is the adjoint
+    of S', and the other terms are that of the mean.
     """
     graph, children = call.structure, _children(call.structure)
     query, key, value, beta = arrays(*call.inputs[:4])
     weight, shares = _moves(call)
     (V, heads, P), (groups, N), width = value.shape, key.shape[1:], _width(value)
-    # The heads of a group write to parts of their own, summed below.
+    # The heads of a group write separate parts, which are summed below.
     dq, dk = (np.empty((V, heads, N), value.dtype) for _ in range(2))
     dv, d_beta, d_weight = (np.empty_like(x) for x in (value, beta, weight))
     d_scale = np.zeros((len(graph.sizes), heads), value.dtype)
@@ -150,8 +152,8 @@ def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
 def _gather(  # type: ignore[no-untyped-def]
     target, states, ring, size, start, i, ptr, other, edge, weight, h, more,
 ):  # fmt: skip
-    """Sets a state to the weighted sum of its neighbours' on one side, in a ring; with
-    `more`, adds it.
+    """Sets a state to the weighted sum of those of its parents (or children), in a ring
+    buffer; with `more`, adds the sum to it.
     """
     begin, end, part = ptr[i], ptr[i + 1], size // weight.shape[2]
     if begin == end and not more:
@@ -171,8 +173,8 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @jit
 def _read(state, q, k, v, error, surprise, num_keys, P, width):  # type: ignore[no-untyped-def]
-    """How wrong what a key, and what a query reads of a state is; what it should be is
-    zero past its end, and so are these.
+    """The errors of a key and of a query: the value minus what they read of a state.
+    Beyond P, they are zero.
     """
     for p in range(0, width, lanes(state)):
         by_key, by_query = zeros(state), zeros(state)
@@ -189,7 +191,7 @@ def _read(state, q, k, v, error, surprise, num_keys, P, width):  # type: ignore[
 
 @jit
 def _excess(surprise, width, scale, h, most):  # type: ignore[no-untyped-def]
-    """A node's surprise, of which the sigmoid is the share of beta that it writes."""
+    """A node's surprise, whose sigmoid is the share of beta that is used; or `most`."""
     if scale.shape[0] == 0:
         return most
     return inner_product(surprise, surprise, width) * scale[h]
@@ -247,12 +249,12 @@ def _forward_blocks(  # type: ignore[no-untyped-def]
             x = _excess(surprise, width, scale, h, most)
             strength = beta[u, h] * _sigmoid(x, one)
             _write(state, k, error, num_keys, width, strength)
-            # What is read changes by as much as query and key agree.
+            # The write changes what the query reads by q^T k times strength * error.
             agree = one - one
             for a in range(num_keys):
                 agree += q[a] * k[a]
             agree *= strength
-            if undecayed:  # which nothing has read yet
+            if undecayed:  # the query has read the mean so far, not the state
                 agree = one - one
                 _read(state, q, k, v, error, surprise, num_keys, P, width)
             for p in range(0, P, lanes(v)):
@@ -268,7 +270,7 @@ def _backward_blocks(  # type: ignore[no-untyped-def]
     _, heads, P = value.shape
     _, groups, num_keys = key.shape
     size, one, most = num_keys * width, value.dtype.type(1), value.dtype.type(np.inf)
-    # Of all nodes of a block: S, errors, surprises; then what one node needs.
+    # For all nodes of a block: S, errors, surprises; the rest is for one node.
     states = pointer(scratch)
     step = lanes(states)
     errors = states + largest * size
@@ -286,7 +288,7 @@ def _backward_blocks(  # type: ignore[no-untyped-def]
         g = h // (heads // groups)
         start, end = blocks.ptr[block], blocks.ptr[block + 1]
         ring = children.held[block]
-        # Of what nodes predict from, where that is not their states.
+        # Adjoints of the means of parents' states, if predictions are from these.
         predictions = adjoints + ring * size
         for i in range(start, end):
             if stopped(stop):
@@ -385,8 +387,8 @@ def _backward_blocks(  # type: ignore[no-untyped-def]
 def _read_back(  # type: ignore[no-untyped-def]
     state, adjoint, q, k, dy, error, found, to_query, to_key, strength, num_keys, width,
 ):  # fmt: skip
-    """Adds q dy^T to the adjoint Z of S, leaves Z^T k, and what of the gradients of
-    query and key comes from reading S, and from writing: vectors to be summed up.
+    """Adds q dy^T to the adjoint Z of S, and sets `found` to Z^T k. Sets the gradients
+    of the query from reading S and of the key from writing, as vectors to be summed.
     """
     clear(found, width)
     b, step = splat(strength), lanes(state)
@@ -411,8 +413,9 @@ def _mend_back(  # type: ignore[no-untyped-def]
     state, adjoint, q, k, error, d_error, d_surprise, to_query, to_key, strength,
     num_keys, width,
 ):  # fmt: skip
-    """Makes of the adjoint of S that of S', which key and query have read before, a
-    strength of what is in S having been written since.
+    """Adds the terms of predictions, by key and query, to the adjoint of what they have
+    read and to their own gradients. They have read S' = S - strength * k error^T, for
+    the state S; if it is a mean instead, the strength is zero.
     """
     step = lanes(state)
     for a in range(num_keys):

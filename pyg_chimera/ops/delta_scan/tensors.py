@@ -1,43 +1,43 @@
-"""What the forms of the delta rule have in common."""
+"""Functions that several forms of the delta rule use."""
 
 import torch
 from torch import Tensor
 
 __all__ = ["fill_products", "positive", "repeated", "summed", "unit_lower_inverse"]
 
-#: Rows of a triangular matrix that are solved for one by one.
+#: Rows of a triangular block that is inverted row by row.
 _BASE = 16
 
 
 def positive(beta: Tensor) -> Tensor:
-    """A beta to divide by: what a node with none of it writes is lost in rounding."""
+    """Beta, but not zero, to divide by it; what is then written is lost in rounding."""
     return beta.clamp(min=1e-20)
 
 
 def repeated(x: Tensor, num_heads: int) -> Tensor:
-    """[..., groups, n, N] for each head of a group."""
+    """[..., groups, n, N] -> [..., heads, n, N], the same for all heads of a group."""
     repeats = num_heads // x.size(-3)
     return x if repeats == 1 else x.repeat_interleave(repeats, -3)
 
 
 def summed(x: Tensor, num_groups: int) -> Tensor:
-    """[..., heads, n, N] over the heads of each group."""
+    """[..., heads, n, N] -> [..., groups, n, N], the sums over the heads of a group."""
     return x.unflatten(-3, (num_groups, -1)).sum(-3)
 
 
 def unit_lower_inverse(X: Tensor) -> Tensor:
     """(I + X)^-1 for strictly lower triangular matrices, [..., n, n].
 
-    Only what is below the diagonal of X is read. It has 16 rows or less, or twice, four
-    times, ... as many. Products of blocks are several times as fast on a CPU as
-    triangular solves of many small matrices.
+    Only entries below the diagonal of X are read. n is at most 16, or 16 times a power
+    of two. On a CPU, these products of blocks are several times as fast as triangular
+    solves of many small matrices.
     """
     n = X.size(-1)
     base = min(n, _BASE)
     diagonal = [slice(i, i + base) for i in range(0, n, base)]
     out = torch.zeros_like(X)
     first = torch.stack([X[..., x, x] for x in diagonal]).flatten(0, -3)
-    by_entry = first.permute(1, 2, 0).contiguous()  # so that all matrices share a step
+    by_entry = first.permute(1, 2, 0).contiguous()  # one step for all matrices
     T = torch.zeros_like(by_entry)
     for i in range(base):
         if i > 0:
@@ -57,8 +57,8 @@ def unit_lower_inverse(X: Tensor) -> Tensor:
 
 
 def fill_products(out: Tensor, factor: Tensor) -> None:
-    """Fills zeros, [..., n, n], with the products of the factors [..., n] from behind
-    each column on to each row, for as many rows as `unit_lower_inverse` takes.
+    """Fills zeros, [..., n, n], with the products of the factors j + 1 to i, [..., n],
+    in row i and column j; n as in `unit_lower_inverse`.
     """
     n = out.size(-1)
     size = min(n, _BASE)

@@ -1,7 +1,7 @@
 """The delta rule in plain PyTorch, in three forms, on any device.
 
-All of this runs inside one registered operator, below autograd: gradients are written
-out. Solutions of a linear system have those of the transposed system.
+All of this runs inside one registered operator, below autograd, so gradients are
+written out. Those of solutions of a linear system solve the transposed system.
 """
 
 from types import ModuleType
@@ -23,12 +23,12 @@ FORMS = tuple(_FORMS)
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything, but states on DAGs and chunks on paths only."""
+    """It supports all calls, but the state form for DAGs and chunks for paths only."""
     return why_not_form(call)
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and what `backward` needs again."""
+    """The output [V, heads, P], and the tensors to save."""
     return _FORMS[call.choice.form].forward(call)
 
 

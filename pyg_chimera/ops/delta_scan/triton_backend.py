@@ -31,11 +31,12 @@ __all__ = [
 
 FORMS = ("state", "chunk")
 
-#: Key channels, which are in one slice, of the states that are carried by a form, ...
+#: The most key channels in each form, as a slice of a state has all of them.
 _MOST_KEYS = {"state": 128, "chunk": 64}
-#: ... and numbers of a state where all of it has to be in one; both as powers of two.
+#: The most entries of a state with surprise, for which there is one slice; channels are
+#: rounded up to powers of two.
 _MOST_NUMEL = 8192
-#: Nodes of paths that are walked one by one all the same: two chunks.
+#: Most nodes (two chunks) of a path for it to be computed in state form.
 _SHORT_PATH = 64
 
 
@@ -69,18 +70,18 @@ def why_not(call: Call) -> str | None:
 
 
 def preferred_form(call: Call) -> str:
-    """The form with few steps that wait for each other, without too many launches."""
+    """The chunk form for long paths, as it has fewer sequential steps; else states."""
     is_long = call.structure.are_paths and call.structure.depth > _SHORT_PATH
     return "chunk" if is_long else "state"
 
 
 def _power_of_two(size: int) -> int:
-    """The next one."""
+    """The next power of two."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and what chunks need again; states are made anew."""
+    """The output [V, heads, P], and tensors to save; the state form recomputes all."""
     if call.choice.form == "chunk":
         from pyg_chimera.ops.delta_scan import triton_chunks
 
@@ -122,7 +123,7 @@ def _chains(graph: DeltaGraph, device: torch.device) -> "Chains":
 
 
 def _paths(graph: DeltaGraph, device: torch.device) -> "tuple[Chunks, Tensor]":
-    """The chunks of paths, and the first one of each path [paths + 1], int32."""
+    """The chunks of paths, and the first chunk of each path, [paths + 1], int32."""
     from pyg_chimera.ops.common import triton_chunk_form
 
     positions = _positions(graph)

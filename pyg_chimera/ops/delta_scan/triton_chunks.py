@@ -1,26 +1,27 @@
 r"""The delta rule in chunks of directed paths on a GPU, as in `path_chunks`.
 
-With the decays D and r within a chunk, :math:`l_j = a_{last} \cdots a_{j+1}`, the part
-F of :math:`D \odot K K^T` below the diagonal and :math:`T = (I + F \, diag(b))^{-1}`,
-the nodes of a chunk write, from the state S before it,
+D and r are the decays within a chunk, and :math:`l_j = a_{last} \cdots a_{j+1}`. With
+the part F of :math:`D \odot K K^T` below the diagonal, :math:`T = (I + F \,
+diag(b))^{-1}`, and the state S before a chunk, its nodes write
 
 .. math::
     u = U_0 - W S, \qquad U_0 = b \odot T V, \qquad W = b \odot T (r \odot K),
 
-so that a chunk makes :math:`(r_{last} I - E) S + K^T (l \odot U_0)` of a state, with
-:math:`E = K^T (l \odot W)`. Only this is computed from chunk to chunk, one product for
-each; everything else side by side. Backward, with the adjoint Z of the state after a
-chunk, values have the gradient
+and the state after the chunk is :math:`(r_{last} I - E) S + K^T (l \odot U_0)`, where
+:math:`E = K^T (l \odot W)`. Only this is sequential, with one product per chunk;
+everything else is computed for all chunks in parallel. Backward, with the adjoint Z of
+the state after a chunk, the gradient of values is
 
 .. math::
     dv = X_0 + G Z, \qquad X_0 = T^T (b \odot (D^T \odot K Q^T) dY), \qquad
     G = T^T (b \odot l \odot K),
 
-and Z becomes :math:`(r_{last} I - E^T) Z + Q^T (r \odot dY) - K^T (r \odot X_0)`.
-Given u and dv, what keys read has the gradient :math:`-dv`, as what queries read has
-dY, but they do not read what their own node writes.
+and the adjoint of the state before it is :math:`(r_{last} I - E^T) Z + Q^T (r \odot dY)
+- K^T (r \odot X_0)`. Given u and dv, keys read as queries do, with the gradient
+:math:`-dv` instead of dY, except that they do not read what their own node writes.
 
-T is found row by row: in sums of powers of a matrix, reflections would cancel.
+T is computed row by row: if nodes reflect (b > 1), sums of powers of a matrix would
+suffer from cancellation.
 """
 
 from typing import NamedTuple
@@ -51,19 +52,19 @@ __all__ = ["scan", "scan_gradients"]
 
 #: Channels at a time.
 _STEP = 32
-#: Value channels at a time, for the gradients of keys, which need most registers.
+#: Value channels at a time in `_key_gradients`, which needs the most registers.
 _FEWER = 16
-#: Value channels of the states that are carried from chunk to chunk.
+#: Value channels per program in `_carry_products`.
 _CARRIED = 16
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
 class _Saved(NamedTuple):
-    """What the way back needs again, of K chunks."""
+    """What is saved for the backward pass, for K chunks."""
 
-    state: Tensor  #: after each chunk, [K, heads, N, P]
-    end: Tensor  #: E, and what is left in states of U_0, [K, heads, N, N + P]
-    decay: Tensor  #: r at the last node of each chunk, [K, heads]
+    state: Tensor  #: the state after each chunk, [K, heads, N, P]
+    end: Tensor  #: E beside K^T (l * U_0), [K, heads, N, N + P]
+    decay: Tensor  #: r_last, [K, heads]
     inverse: Tensor  #: T, [K, heads, C, C]
     written: Tensor  #: u, [V, heads, P]
 
@@ -80,7 +81,7 @@ def scan(
     beta: Tensor,
     edge_weight: Tensor,
 ) -> tuple[Tensor, _Saved | tuple[()]]:
-    """The output [V, heads, P], of paths that begin at some chunks."""
+    """The output [V, heads, P], and what to save; `paths` are their first chunks."""
     if value.numel() == 0:
         return torch.zeros_like(value), ()
     query, key, value = (x.contiguous() for x in (query, key, value))
@@ -118,7 +119,7 @@ def scan_gradients(
     saved: tuple[Tensor, ...],
     grad: Tensor,
 ) -> tuple[Tensor, ...]:
-    """The gradients of `scan`, of query, key, value, beta and the edges' weights."""
+    """The gradients of `scan`: of query, key, value, beta and the edges' weights."""
     if value.numel() == 0:
         inputs = (query, key, value, beta, edge_weight)
         return tuple(map(torch.zeros_like, inputs))
@@ -154,7 +155,7 @@ def scan_gradients(
         )  # fmt: skip
     dq = product(chunks, weight, grad, u, key, state, turned=True)
     dq, dk = (x.unflatten(1, (groups, -1)).sum(2) for x in (dq, dk))
-    adjoint *= 0.5  # as states are read twice, by queries and by keys
+    adjoint *= 0.5  # both calls below add the terms with adjoints
     operands = (key, u, grad, state, adjoint)
     dw = weight_gradient(chunks, weight, query, *operands)
     dw += weight_gradient(chunks, weight, key, key, u, -dv, state, adjoint)
@@ -166,8 +167,8 @@ def scan_gradients(
 def _carried(
     paths: Tensor, decay: Tensor, end: Tensor, x: Tensor, reverse: bool = False
 ) -> Tensor:
-    """The states after each chunk, or the adjoints before it: E is what comes first in
-    a row of `end`, and what a chunk leaves behind is what comes last in one of x.
+    """The states after each chunk, or if reversed the adjoints before it. The first N
+    columns of `end` are E, the last P columns of x are the chunks' own contributions.
     """
     N, row, width = (*end.shape[2:], x.size(3))
     P = row - N
@@ -186,7 +187,7 @@ def _carried(
 
 @triton.jit
 def _later(W, first, size, h, num_states, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The products of the weights after each position of a chunk."""
+    """l: the product of the weights after each position of a chunk."""
     later = weights_of(W, first, size, h, num_states, 1, CHUNK)
     return tl.cumprod(later, 0, reverse=True)
 
@@ -203,7 +204,7 @@ def _tile(matrix, k, h, HEADS: tl.constexpr, CHUNK: tl.constexpr):  # type: igno
 def _store_rows(  # type: ignore[no-untyped-def]
     X, x, node, there, h, c, stop, HEADS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Sets channels of rows of X [rows, HEADS, SIZE], before `stop`."""
+    """Stores the channels c < stop of some rows of X [rows, HEADS, SIZE]."""
     at = (node[:, None] * HEADS + h) * SIZE + c[None, :]
     tl.store(X + at, x, mask=there[:, None] & (c < stop)[None, :])
 
@@ -217,7 +218,7 @@ def _factors(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """T of a chunk, and the rows of b * T (r * K) and b * T V beside each other."""
+    """T of a chunk, and its rows of W = b * T (r * K) beside U_0 = b * T V."""
     k, first, size, h = chunk_of(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     group = h // (HEADS // GROUPS)
@@ -233,7 +234,7 @@ def _factors(  # type: ignore[no-untyped-def]
     for i in range(1, CHUNK):
         is_row = o[:, None] == i
         row = tl.sum(tl.where(is_row, T, 0.0), 0)
-        row += tl.sum(row[:, None] * T, 0)  # the rows before, which are done
+        row += tl.sum(row[:, None] * T, 0)  # with the rows before, which are done
         T = tl.where(is_row, row[None, :], T)
     T = tl.where(o[:, None] == o[None, :], 1.0, T)
     tl.store(_tile(INVERSE, k, h, HEADS, CHUNK), T)
@@ -257,7 +258,7 @@ def _carry_products(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REVERSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The states of a path and a head, some value channels: (decay I - E) S + x."""
+    """S <- (decay I - E) S + x along a path, for a head and WIDTH value channels."""
     path, h = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     n, p = tl.arange(0, ROWS), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     square = (n < N)[:, None] & (n < N)[None, :]
@@ -284,7 +285,7 @@ def _outputs(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk writes, and its output, of some value channels."""
+    """What a chunk writes, and its output: WIDTH value channels."""
     k, first, size, h = chunk_of(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     group, goes_on = h // (HEADS // GROUPS), tl.load(ONGOING + k)
@@ -318,7 +319,7 @@ def _adjoint_factors(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The rows of G and of X_0 of a chunk beside each other."""
+    """A chunk's rows of G beside X_0."""
     k, first, size, h = chunk_of(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     group = h // (HEADS // GROUPS)
@@ -351,7 +352,7 @@ def _adjoint_ends(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Q^T (r * dY) - K^T (r * X_0): a slice of what a chunk leaves in adjoints."""
+    """Q^T (r * dY) - K^T (r * X_0): a slice of a chunk's contribution to adjoints."""
     k, first, size, h = chunk_of(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     group = h // (HEADS // GROUPS)
@@ -363,7 +364,7 @@ def _adjoint_ends(  # type: ignore[no-untyped-def]
     x = rows_of(K, node, there, group, n, GROUPS, N, STEP)
     dv = -reach[:, None] * rows_of(FACTORS, node, there, h, N + p, HEADS, N + P, WIDTH)
     end = tl.dot(tl.trans(x), dv, end, input_precision=PRECISION)
-    # A NaN must not reach the path before.
+    # NaN must not reach the path before.
     end = tl.where(tl.load(ONGOING + k) > 0, end, 0.0)
     n, p = n + tl.arange(0, STEP), p + tl.arange(0, WIDTH)
     at = END + (k.to(tl.int64) * HEADS + h) * (N * P) + n[:, None] * P + p[None, :]
@@ -376,7 +377,7 @@ def _corrections(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X_0 + G Z of a chunk, some value channels."""
+    """X_0 + G Z, the gradient of a chunk's values: WIDTH channels."""
     k, first, size, h = chunk_of(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)
     goes_on, p = tl.load(ONGOING + k + 1), tl.program_id(1) * WIDTH
@@ -398,8 +399,8 @@ def _key_gradients(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the keys of a chunk, some channels: of what they write, and of
-    what they read, -dv. Both ways they meet each other: M + M^T, for one of them.
+    """The gradients of a chunk's keys, STEP channels: from writing, and from reading
+    with the gradient -dv. In products of keys with keys, both occur: M + M^T.
     """
     k, first, size, h = chunk_of(START, HEADS)
     node, there = tile_nodes(NODE, first, size, 0, CHUNK)

@@ -7,8 +7,8 @@ r"""The delta rule on a GPU by states that are carried along a DAG.
     y_i = S_i^{\top} q_i,
 
 where nodes predict from :math:`\bar{S}_i`, their state :math:`S'_i` or the mean of
-their parents' states, and :math:`b_i` is the share of the error that they mend, by the
-error :math:`f_i = v_i - \bar{S}_i^{\top} q_i` of their queries if there is a surprise.
+their parents' states, and correct the share :math:`b_i` of the error. With surprise,
+this depends on the error of their queries, :math:`f_i = v_i - \bar{S}_i^{\top} q_i`.
 Backward, with the adjoint :math:`Z_i` of :math:`S_i`,
 
 .. math::
@@ -16,18 +16,19 @@ Backward, with the adjoint :math:`Z_i` of :math:`S_i`,
     Z_i = q_i dy_i^{\top} + \sum_{i \to m} a_{mi} S'^*_m, \qquad
     S'^*_m = Z_m - k_m de_m^{\top} - q_m df_m^{\top},
 
-and what is predicted from the mean goes to the parents in equal shares instead.
+or if nodes predict from the mean, its last two terms go to the parents in equal shares.
 
-A program takes a component, a head, and a slice of the value channels, which never meet
-but in the surprise of a node, and walks the positions one by one. The state of the
-position before is in registers; others are in a ring in global memory, as long as edges
-lead back. On the way back, programs walk down once more, keeping all states and errors,
-then up with the adjoints, in a ring; what queries and keys have read is left to others,
-one for each position. States are held transposed, so that sums over keys stay within a
-few threads.
+A program takes a component, a head, and a slice of the value channels (with surprise,
+which depends on all of them, there is one slice), and visits the positions one by one.
+The last state is in registers; earlier ones that are still needed are in a ring buffer
+in global memory, as long as edges lead back. The backward pass computes all states and
+errors once more and stores them, then visits the positions in reverse with the
+adjoints, in a ring buffer. A last kernel, with one program per position, computes the
+gradients from what queries and keys read. States are stored transposed, so that sums
+over key channels stay within a few threads.
 
-Sums over slices go to parts of their own and are added afterwards. No program writes
-what another one reads or writes.
+Each slice writes its own part of a sum over slices; the parts are added afterwards. No
+program writes what another one reads or writes.
 """
 
 from typing import NamedTuple
@@ -42,14 +43,14 @@ from pyg_chimera.ops.dag_scan.triton_state_form import Chains, bounds, row_of
 
 __all__ = ["scan", "scan_gradients"]
 
-#: Numbers of a slice of a state, unless all value channels have to be in one.
+#: Entries of a slice of a state; with surprise, a slice has all value channels instead.
 _NUMEL = 2048
-#: Numbers of states that the way back may keep at a time, if a slice is no more.
+#: Numbers of states that the backward pass may store at a time, if one slice has fewer.
 _MAX_NUMEL = 1 << 28
 
 
 class _Sizes(NamedTuple):
-    """What kernels are compiled for."""
+    """Sizes and options that kernels are compiled for."""
 
     heads: int
     groups: int
@@ -57,7 +58,7 @@ class _Sizes(NamedTuple):
     P: int
     rows: int
     columns: int
-    by_channel: bool  #: whether weights are those of key channels
+    by_channel: bool  #: whether edges have a weight for each key channel
     surprised: bool
     undecayed: bool  #: whether predictions are from the mean of parents' states
 
@@ -87,7 +88,7 @@ class _Sizes(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Of kernels: no load may run ahead of the store of what it reads."""
+        """Kernel options: no prefetching, as loads must not precede earlier stores."""
         return {"num_warps": max(4, self.numel // 512), "num_stages": 1}
 
 
@@ -104,7 +105,7 @@ def scan(
     weight: Tensor,
     surprise: Tensor | None,
 ) -> Tensor:
-    """The output [V, heads, P], of weights [E, heads] or [E, heads, N]."""
+    """The output [V, heads, P], for weights [E, heads] or [E, heads, N]."""
     y = value.new_empty(value.shape)
     if value.numel() == 0:
         return y
@@ -132,8 +133,8 @@ def scan_gradients(
     weight: Tensor,
     surprise: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """The gradients of `scan`, of query, key, value, beta, weight, and of the surprise
-    if there is one.
+    """The gradients of `scan`: of query, key, value, beta, weight, and if given of
+    surprise.
     """
     tensors = [query, key, value, beta, weight]
     tensors += [] if surprise is None else [surprise]
@@ -145,11 +146,11 @@ def scan_gradients(
     by_child = chains.edge.index_select(0, chains.child_entry)
     w = weight[by_child].contiguous()
     (nodes, heads, _), slices, dy = value.shape, sizes.slices, grad.contiguous()
-    kinds = 1 + sizes.surprised  # of errors: those of keys, and of queries
+    kinds = 1 + sizes.surprised  # errors of keys, and of queries
     errors = value.new_empty(nodes, heads, kinds, 2, sizes.P)  # and their adjoints
     dq = value.new_empty(nodes, heads, slices, sizes.N)
-    dk = value.new_empty(nodes, heads, slices, 2, sizes.N)  # of what writes, and reads
-    db = value.new_empty(nodes, heads, slices, kinds)  # and of surprise
+    dk = value.new_empty(nodes, heads, slices, 2, sizes.N)  # from writing, and reading
+    db = value.new_empty(nodes, heads, slices, kinds)  # of beta, and of surprise
     dw = value.new_empty(*weight.shape[:2], slices, *weight.shape[2:])
 
     at_once = min(slices, max(1, _MAX_NUMEL // (nodes * heads * sizes.numel)))
@@ -202,7 +203,7 @@ def _slice(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Pointers to a slice of a state that begins there, transposed."""
+    """Pointers to the entries of a slice of a state at `first`, transposed."""
     return first + tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
 
 
@@ -210,7 +211,7 @@ def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[
 def _weight(  # type: ignore[no-untyped-def]
     W, entry, h, n, HEADS: tl.constexpr, N: tl.constexpr, BY_CHANNEL: tl.constexpr
 ):
-    """That of an entry, or those of its key channels."""
+    """The weight of an entry, or its weights of all key channels."""
     if BY_CHANNEL:
         return row_of(W, entry, h, n, n < N, HEADS, N)[None, :]
     else:
@@ -221,7 +222,9 @@ def _weight(  # type: ignore[no-untyped-def]
 def _error(  # type: ignore[no-untyped-def]
     ERRORS, node, h, p, HEADS: tl.constexpr, P: tl.constexpr, SURPRISED: tl.constexpr
 ):
-    """Pointers to the error of a key. Its adjoint is P further, and a query's then."""
+    """Pointers to the error of a node's key. Its adjoint is P further; the error of the
+    query and its adjoint are 2 P and 3 P further.
+    """
     return ERRORS + (node * HEADS + h) * (2 * P + 2 * P * SURPRISED) + p
 
 
@@ -229,19 +232,19 @@ def _error(  # type: ignore[no-untyped-def]
 def _part(  # type: ignore[no-untyped-def]
     row, h, z, HEADS: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The place of slice z in sums over slices, [rows, HEADS, slices]."""
+    """The index of slice z in the parts of sums, [rows, HEADS, slices]."""
     return (row * HEADS + h) * ((P + COLUMNS - 1) // COLUMNS) + z
 
 
 @triton.jit
 def _excess(error, TAU, h, P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The surprise at an error, of which the sigmoid is the share of beta written."""
+    """The surprise at an error, whose sigmoid is the share of beta that is used."""
     return tl.sum(error * error, 0) / (P * tl.load(TAU + h))
 
 
 # ------------------------------------------------------------------------- the kernels
 
-#: Sizes that differ from batch to batch, which kernels are not compiled anew for.
+#: Sizes that differ from batch to batch, and must not cause recompilation.
 _ANY = ["length", "num_nodes", "ring", "first_slice"]
 
 
@@ -253,14 +256,14 @@ def _walk(  # type: ignore[no-untyped-def]
     BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
-    """The output, of a component, a head and a slice; or all its states, and errors."""
+    """The output of a component, a head and a slice; if KEEP, states and errors."""
     c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
     n, p = _slice(first_slice + z, ROWS, COLUMNS)
     first = (z.to(tl.int64) * HEADS + h) * length
     if not KEEP:
         first += c.to(tl.int64) * ring
     held = _numbers(HELD + first * (ROWS * COLUMNS), ROWS, COLUMNS)
-    S = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)  # of the position before
+    S = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)  # the last position's state
     begin, end = bounds(PTR, c)
     for i in range(begin, end):
         node = tl.load(NODE + i).to(tl.int64)
@@ -299,9 +302,9 @@ def _walk(  # type: ignore[no-untyped-def]
             y = tl.sum(S * q[None, :], 1)
             tl.store(Y + (node * HEADS + h) * P + p, y, mask=p < P)
             if tl.load(FAR_CHILD + i) > 0:
-                tl.debug_barrier()  # all have read what is in its place
+                tl.debug_barrier()  # all must have read the old values before the store
                 tl.store(held + i % ring * (ROWS * COLUMNS), S)
-                tl.debug_barrier()  # and may read it
+                tl.debug_barrier()  # later positions read it
 
 
 @triton.jit(do_not_specialize=_ANY[1:])
@@ -312,8 +315,8 @@ def _walk_back(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr,
     SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
 ):  # fmt: skip
-    """The adjoints of a component, a head and a slice, and what they are multiplied by
-    what nodes write.
+    """The adjoints of a component, a head and a slice, and all gradients but those from
+    what queries and keys read.
     """
     h, z = tl.program_id(0) % HEADS, tl.program_id(1)
     n, p = _slice(first_slice + z, ROWS, COLUMNS)
@@ -322,7 +325,7 @@ def _walk_back(  # type: ignore[no-untyped-def]
     program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
     held = _numbers(RING + program * ring * (ROWS * COLUMNS), ROWS, COLUMNS)
     begin, end = bounds(PTR, tl.program_id(0) // HEADS)
-    D = tl.zeros([COLUMNS, ROWS], Q.dtype.element_ty)  # S'* of the position after
+    D = tl.zeros([COLUMNS, ROWS], Q.dtype.element_ty)  # S'* of the next position
     for back in range(0, end - begin):
         i = end - 1 - back
         node = tl.load(NODE + i).to(tl.int64)
@@ -343,7 +346,7 @@ def _walk_back(  # type: ignore[no-untyped-def]
                 tl.store(DW + at * N + n, tl.sum(there * S, 0), mask=n < N)
             else:
                 tl.store(DW + at, tl.sum(tl.sum(there * S, 1), 0))
-            if UNDECAYED:  # what the child has predicted from the mean
+            if UNDECAYED:  # the child has predicted from the mean
                 child = tl.load(NODE + j).to(tl.int64)
                 start, stop = bounds(PARENT_PTR, j)
                 count = (stop - start).to(S.dtype)
@@ -387,9 +390,9 @@ def _walk_back(  # type: ignore[no-untyped-def]
         if UNDECAYED:
             tl.debug_barrier()  # parents read the adjoints of errors
         if tl.load(FAR_PARENT + i) > 0:
-            tl.debug_barrier()  # all have read what is in its place
+            tl.debug_barrier()  # all must have read the old values before the store
             tl.store(held + i % ring * (ROWS * COLUMNS), D)
-            tl.debug_barrier()  # and may read it
+            tl.debug_barrier()  # earlier positions read it
 
 
 @triton.jit(do_not_specialize=_ANY[1::2])
@@ -399,9 +402,7 @@ def _reads(  # type: ignore[no-untyped-def]
     P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
 ):  # fmt: skip
-    """What a query reads, and a key as it predicts, of a position's slice of a state,
-    multiplied by their adjoints.
-    """
+    """The gradients of a position's query and key from what they read of a slice."""
     i, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     z = tl.program_id(1)
     n, p = _slice(first_slice + z, ROWS, COLUMNS)

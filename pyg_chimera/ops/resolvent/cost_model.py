@@ -1,7 +1,7 @@
-"""What an algorithm takes on a CPU: multiply-adds, seconds and bytes, and the cheapest.
+"""Predicted costs of algorithms on a CPU: multiply-adds, seconds and bytes.
 
-The constants are nanoseconds of one core (AMD Zen 4), forward and backward. They are
-right to a factor of about two; what matters is their order.
+The constants are in nanoseconds on one core (AMD Zen 4), forward and backward. They are
+right to a factor of about two, as only the order of the algorithms matters.
 """
 
 import math
@@ -18,23 +18,23 @@ from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 __all__ = ["cost_of", "prefers_dense"]
 
-#: Nodes of a block up to which a GPU rather inverts dense matrices.
+#: On a GPU, blocks of at most this many nodes are inverted as dense matrices.
 _MAX_DENSE = 1024
 
 
 class _Totals(NamedTuple):
-    """Sums over the blocks of a graph, made once."""
+    """Sums over the blocks of a graph, cached in its tables."""
 
     blocks: int
-    largest: float  #: nodes of a block
+    largest: float  #: most nodes of a block
     nodes: float
     squares: float
     cubes: float
     edges: float
-    entries: float  #: of a factor
-    solves: float  #: entries of it that the columns of an inverse meet
-    updates: float
-    paths: np.ndarray | None  #: the lengths of what a chunk form scans
+    entries: float  #: of the factor L
+    solves: float  #: multiply-adds of solving for all columns of the inverses
+    updates: float  #: multiply-adds of the factorisation
+    paths: np.ndarray | None  #: lengths of the scans of the chunk form
 
     @classmethod
     def of(cls, blocks: Blocks) -> "_Totals":
@@ -66,14 +66,14 @@ def cost_of(
     dtype: np.dtype,
     sweeps: int,
 ) -> Cost:
-    """What a choice takes on this CPU, forward and backward.
+    """The cost of a choice on this CPU, forward and backward.
 
     Args:
         choice: The algorithm.
-        blocks: The blocks, with their factors for the sparse solver.
+        blocks: The blocks; a symbolic factor for the sparse solver.
         sizes: The numbers of groups, heads, state channels and value channels.
-        dtype: Of the computation.
-        sweeps: Of an iteration, or the terms of a finite sum.
+        dtype: The dtype of the computation.
+        sweeps: The sweeps of an iteration, or the terms of a finite sum.
     """
     groups, heads, states, channels = sizes
     total, (_, solver, form, backend, *_) = _Totals.of(blocks), choice
@@ -81,7 +81,7 @@ def cost_of(
     lanes = heads * states * (-(-channels // vector) * vector)
     threads = max(1, min(torch.get_num_threads(), heads * total.blocks))
     if form == "mask":
-        # Products of matrices, passes over resolvents, and how these are made.
+        # Matrix products, passes over resolvents, and computing these.
         operations = 3.0 * total.squares * (groups * states + heads * channels)
         time = total.squares * (
             0.1 * groups * states + 0.08 * heads * channels + 1.5 * heads
@@ -90,7 +90,7 @@ def cost_of(
         if solver == "sparse":
             operations += 3.0 * heads * total.solves
             time += 0.3 * heads * total.solves + 1e3 * total.blocks
-            if backend == "torch":  # all are padded to the largest
+            if backend == "torch":  # all blocks are padded to the largest
                 time = 10 * time + 1e5 * total.blocks
                 held = heads * total.largest**2 * total.blocks
         else:
@@ -103,7 +103,7 @@ def cost_of(
         time = heads * float(chunk_cost(lengths, states, channels).sum())
         operations, held = 20.0 * time, threads * total.largest * states * channels / 64
     elif solver == "sparse":
-        # About so many numbers are in panels of supernodes.
+        # The approximate size of the panels of all supernodes.
         panel = 2.1 * total.entries + 5.0 * total.nodes
         operations = 3.0 * panel * lanes + heads * total.updates
         time = (0.3 * total.entries + 1.8 * total.nodes) * lanes
@@ -118,7 +118,7 @@ def cost_of(
     else:
         swept = (3.0 * sweeps + 1) * total.edges + (6.0 * sweeps + 20) * total.nodes
         operations = swept * lanes
-        # States of a few lanes are gathered from a cache, or are not.
+        # It depends on whether the states of one vector fit in the cache.
         far = 1.0 if total.largest * vector * dtype.itemsize < 1 << 20 else 2.5
         time = (0.14 * far if backend == "numba" else 3.0) * operations
         kept = sweeps if solver == "neumann" else 0
@@ -128,7 +128,7 @@ def cost_of(
 
 
 def prefers_dense(symbolic: Blocks, device: str) -> bool:
-    """Whether the torch backend does better with dense matrices."""
+    """Whether dense matrices are faster with the torch and triton backends."""
     if not isinstance(symbolic, SymbolicFactor):
         return False
     largest = int(symbolic.sizes.max(initial=0))

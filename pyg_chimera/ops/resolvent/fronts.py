@@ -1,9 +1,9 @@
-"""The fronts of supernodes on a device: where they lie, and what is added up in them.
+"""The fronts of supernodes on a device: their layout, and how children add to parents.
 
-A supernode's *front* is the square matrix of its columns s, which are eliminated in it,
-and of the rows r below. It has its own entries of I - A, and takes in its children's
-updates. Sweeps have a *vector* for each front, of its columns and then its rows below,
-which takes in those of its children in the same way.
+A supernode's *front* is the square matrix over its columns s, which are eliminated in
+it, and the rows r below. It is the sum of its own entries of I - A and its children's
+updates. In sweeps, each front has a *vector* over its columns and then its rows below,
+to which the vectors of its children are added in the same way.
 """
 
 from itertools import pairwise
@@ -19,61 +19,59 @@ from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 __all__ = ["Fronts", "Level", "supernodes_of"]
 
-#: Larger supernodes than on a CPU, as every level takes launches: on a grid of 100 x
-#: 100 there are 9 levels in place of 23, and no more numbers in whole tiles.
+#: Larger supernodes than on a CPU, as every level takes launches: a grid of 100 x 100
+#: nodes has 9 levels instead of 23, and takes no more memory in whole tiles.
 _MERGING = Merging(max_leaf=32, per_row=32, per_supernode=1000)
 
 
 def supernodes_of(symbolic: SymbolicFactor) -> Supernodes:
-    """The supernodes that there are fronts of."""
+    """The supernodes whose fronts are computed on a device."""
     return supernodes(symbolic, _MERGING)
 
 
 class Level(NamedTuple):
-    """Fronts without children, or whose children are in lower levels.
+    """The fronts of one height in the tree: their children are on lower levels.
 
-    A *task* is a row of tiles of a front. Those of a level follow on each other, and
-    those with columns come first.
+    A *task* is a row of tiles of a front. The tasks of a level are contiguous; those
+    that contain pivots come first.
     """
 
-    first: int  #: of its tasks
-    tasks: int  #: how many there are
-    pivot_tasks: int  #: and how many with columns
-    steps: int  #: tiles of columns, in fronts of several tiles
+    first: int  #: first task
+    tasks: int  #: number of tasks
+    pivot_tasks: int  #: number of tasks that contain pivots
+    steps: int  #: most tiles of columns of a front that has more than one tile
 
 
 class Fronts(NamedTuple):
     """A graph's fronts by level: S fronts, C of them with a parent, E edges.
 
-    Where nothing else is said, int32.
+    Tensors are int32 unless stated otherwise.
     """
 
-    pivots: Tensor  #: [S] how many columns each has ...
-    size: Tensor  #: [S] ... and with the rows below
-    first: Tensor  #: [S] where its vector begins
-    offset: Tensor  #: [S] where its matrix begins, in whole tiles, int64
-    child_ptr: Tensor  #: [S + 1] first of the entries of its children ...
-    child: Tensor  #: [C] ... and who they are
-    source: Tensor  #: [C] where each child's part of `place` begins, int64
-    place: Tensor  #: for each row of its parent, in whole tiles: the child's row, or -1
+    pivots: Tensor  #: [S] number of columns of each front ...
+    size: Tensor  #: [S] ... and of rows, including those of the columns
+    first: Tensor  #: [S] first row of its vector
+    offset: Tensor  #: [S] first entry of its matrix, which has whole tiles, int64
+    child_ptr: Tensor  #: [S + 1] first of each front's children in ...
+    child: Tensor  #: [C] ... the children, front by front
+    source: Tensor  #: [C] first entry of each child in `place`, int64
+    place: Tensor  #: the child's row for each row of its parent's whole tiles, or -1
     node: Tensor  #: the node of each row of the vectors
     task_front: Tensor  #: the front of each task ...
-    task_row: Tensor  #: ... and which row of tiles it is
-    entry: Tensor  #: [E] the place of each edge in the matrices, int64
-    ends: (
-        Tensor  #: [2, E] the nodes that edges come from, and those they lead to, int64
-    )
+    task_row: Tensor  #: ... and the index of its row of tiles
+    entry: Tensor  #: [E] index of each edge in the matrices of a head, int64
+    ends: Tensor  #: [2, E] source and target node of each edge, int64
     levels: list[Level]
-    total: int  #: numbers of all matrices of a head
+    total: int  #: entries of all matrices of a head
     rows: int  #: rows of all vectors
 
     @classmethod
     def of(cls, symbolic: SymbolicFactor, device: torch.device, tile: int) -> "Fronts":
-        """In tiles of some size."""
+        """The fronts of a symbolic factor, in tiles of the given size."""
         nodes = supernodes_of(symbolic)
         level = _heights(nodes.parent)
         sizes = nodes.widths + nodes.heights
-        order = np.lexsort((-sizes, level))  # what takes longest begins first
+        order = np.lexsort((-sizes, level))  # the slowest fronts of a level first
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         level, pivots, size = level[order], nodes.widths[order], sizes[order]
@@ -81,7 +79,7 @@ class Fronts(NamedTuple):
         width = tiles * tile
         first, offset = _starts(size), _starts(width**2)
 
-        # Positions of a front are ascending.
+        # The positions of the rows of each front, ascending.
         front = np.repeat(np.arange(len(size)), size)
         own = np.arange(len(front)) - first[front] < pivots[front]
         position = np.empty_like(front)
@@ -141,7 +139,7 @@ class Fronts(NamedTuple):
 
 
 def _levels(level: np.ndarray, tiles: np.ndarray, columns: np.ndarray) -> list[Level]:
-    """Of fronts in order, with so many tiles in a row, and of columns."""
+    """The levels, from each front's level, tiles in a row, and tiles of columns."""
     bounds = np.searchsorted(level, np.arange(level.max(initial=-1) + 2))
     found, first = [], 0
     for a, b in pairwise(bounds):
@@ -153,18 +151,18 @@ def _levels(level: np.ndarray, tiles: np.ndarray, columns: np.ndarray) -> list[L
 
 
 def _starts(count: np.ndarray) -> np.ndarray:
-    """Where runs of so many numbers begin that follow on each other."""
+    """The first index of each of several contiguous runs of the given lengths."""
     return np.cumsum(count) - count
 
 
 def _runs(start: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """So many numbers from each start on, one run after the other."""
+    """Runs of consecutive numbers, from the given starts, one after the other."""
     return np.arange(count.sum()) + np.repeat(start - _starts(count), count)
 
 
 @njit(cache=True, nogil=True)
 def _heights(parent):  # type: ignore[no-untyped-def]
-    """Levels of a forest, whose leaves are in the first one; parents come later."""
+    """The height of each node of a forest; parents have larger indices."""
     height = np.zeros(len(parent), np.int64)
     for x in range(len(parent)):
         if parent[x] >= 0:

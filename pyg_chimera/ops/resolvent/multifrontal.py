@@ -2,9 +2,10 @@
 of Indefinite Sparse Symmetric Linear Systems" <https://doi.org/10.1145/356044.356047>`_,
 Duff and Reid, 1983).
 
-A supernode's *front* is the square of its columns s and the rows r below. Its own
-edges and its children's updates are added up in it, its columns are eliminated without
-pivoting, and what is left of S_rr is its update, which waits on a stack for its parent.
+A supernode's *front* is the square matrix over its columns s and the rows r below: the
+sum of its own edges and its children's updates. Its columns are eliminated without
+pivoting. The Schur complement in the rows and columns r is its update, which is put on
+a stack for its parent.
 """
 
 import numpy as np
@@ -35,16 +36,16 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[np.ndarray,
 
     Args:
         symbolic: The blocks.
-        weight: Of the edges, [E, heads].
+        weight: The weights of the edges, [E, heads].
 
     Returns:
         The panels of all supernodes, [heads, numbers] in the precision of the weights:
-        with the columns s and the rows r below of a supernode E = L_rs L_ss^-1, and
-        row by row G = (L_ss U_ss)^-1 beside R = U_ss^-1 U_sr. And the pivot growth: the
-        largest row sum of |L| |U| over that of |I - A|, each in a connected component.
-        Rounding errors are at most about this much larger than those of a solver that
-        pivots. It is one where all rows, or all columns, are diagonally dominant: that
-        needs no pivots.
+        for a supernode with columns s and rows r below, E = L_rs L_ss^-1, and then, row
+        by row, G = (L_ss U_ss)^-1 beside R = U_ss^-1 U_sr. And the pivot growth: the
+        ratio of the largest row sum of |L| |U| to that of |I - A| in any connected
+        component. Compared with pivoting, rounding errors are larger by at most about
+        this factor. It is one for components of which all rows, or all columns, are
+        diagonally dominant, as these need no pivoting.
     """
     nodes = supernodes(symbolic)
     heads = weight.shape[1]
@@ -99,7 +100,7 @@ def _factor_blocks(  # type: ignore[no-untyped-def]
         for x in range(first, last):
             s, m = ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
             room = max(room, (s + m) * (s + m) + s * (s + m) + s * m)
-        top = 7 * n + room  # of the stack
+        top = 7 * n + room  # top of the stack
         for x in range(first, last):
             if stopped(stop):
                 return
@@ -124,7 +125,7 @@ def _factor_blocks(  # type: ignore[no-untyped-def]
             below = row[row_ptr[x] : row_ptr[x + 1]] - start
             _add_sums(F, s, a - start, below, diagonal, by_row, by_column)
             y = x - 1
-            while y > x - subtree[x]:  # its children, of which the last one is on top
+            while y > x - subtree[x]:  # its children; the last one is on top
                 r0, c = row_ptr[y], row_ptr[y + 1] - row_ptr[y]
                 top -= c * c
                 for i in range(c):
@@ -152,7 +153,7 @@ def _factor_blocks(  # type: ignore[no-untyped-def]
             if not usable:
                 grown[a - start] = np.inf
 
-            # L_ss^-1, E, and then U_ss^-1 of all beside each other
+            # W = [L_ss^-1 | U_sr], E = L_rs L_ss^-1, and then W <- U_ss^-1 W
             W[:] = 0
             _invert_lower(pointer(F), t, pointer(W), t, s, stop)
             gemm(pointer(E), s, pointer(F) + s * t, t, 1, pointer(W), t, m, s, s, SET)
@@ -175,7 +176,7 @@ def _factor_blocks(  # type: ignore[no-untyped-def]
             rows[r] &= by_row[i] <= bound
             columns[r] &= by_column[i] <= bound
             norm[r] = max(norm[r], diagonal[i] + by_row[i])
-            if not grown[i] <= largest[r]:  # NaN is as bad as infinity
+            if not grown[i] <= largest[r]:  # NaN counts as infinity
                 largest[r] = grown[i] if grown[i] < np.inf else np.inf
         for r in range(n):
             safe = largest[r] < np.inf and (rows[r] or columns[r])
@@ -185,7 +186,9 @@ def _factor_blocks(  # type: ignore[no-untyped-def]
 
 @jit
 def _add_sums(F, s, a, rows, diagonal, by_row, by_column):  # type: ignore[no-untyped-def]
-    """Adds up what a front holds of |I - A|: its diagonal, and sums beside it."""
+    """Takes the diagonal of |I - A| from a front's own entries, and adds the other
+    entries to the sums of their rows and columns.
+    """
     for i in range(F.shape[0]):
         p = a + i if i < s else rows[i - s]
         for j in range(F.shape[0] if i < s else s):
@@ -201,7 +204,7 @@ def _add_sums(F, s, a, rows, diagonal, by_row, by_column):  # type: ignore[no-un
 
 @jit
 def _add(target, f, source, n):  # type: ignore[no-untyped-def]
-    """Adds f times a row."""
+    """Adds f times the source row to the target row."""
     factor = splat(f)
     for at in range(0, n, lanes(target)):
         x = fma(factor, load_part(source + at, n - at), load_part(target + at, n - at))
@@ -217,7 +220,7 @@ def _scale(target, f, n):  # type: ignore[no-untyped-def]
 
 @jit
 def _eliminate(F, t, s, stop):  # type: ignore[no-untyped-def]
-    """Makes L and U of a front's first s columns; whether their pivots are usable."""
+    """Factors a front's first s columns in place; returns if all pivots are usable."""
     usable = True
     for k0 in range(0, s, _PANEL):
         if stopped(stop):
@@ -243,7 +246,7 @@ def _eliminate(F, t, s, stop):  # type: ignore[no-untyped-def]
 
 @jit
 def _invert_lower(L, ldl, X, ldx, s, stop):  # type: ignore[no-untyped-def]
-    """Sets X, which is zero, to L^-1, with a unit diagonal."""
+    """Sets X, which is zero, to L^-1, where L has a unit diagonal."""
     for i0 in range(0, s, _PANEL):
         if stopped(stop):
             return
@@ -276,7 +279,7 @@ def _solve_upper(U, ldu, X, ldx, s, n, stop):  # type: ignore[no-untyped-def]
 
 @jit
 def _subtract(c, ldc, a, lda, b, ldb, m, n, k):  # type: ignore[no-untyped-def]
-    """C - A B, with no more rows of B at a time than stay in the cache for all of A."""
+    """C -= A B, with few rows of B at a time, so that they stay in the cache."""
     for at in range(0, k, 4 * _PANEL):
         gemm(
             c, ldc, a + at, lda, 1, b + at * ldb, ldb, m, n, min(4 * _PANEL, k - at),

@@ -1,9 +1,9 @@
-"""The resolvent on the CPU: what takes which kernels, and elimination in mask form.
+"""The resolvent on the CPU, jitted: dispatch to the kernels, and the mask form.
 
-Elimination in state form is in `supernodal_sweeps`, in chunk form, for paths, in
+Elimination in state form is in `supernodal_sweeps`, and in chunk form, for paths, in
 `path_factors`; iterations and finite sums are in `sparse_products`. A task of the mask
-form is a (block, heads that share keys), and makes the resolvents of its heads one by
-one, by `row_sweeps`.
+form is a (block, heads that share keys), and computes the resolvents of its heads one
+by one with `row_sweeps`.
 """
 
 import numpy as np
@@ -49,7 +49,9 @@ DEVICES = ("cpu",)
 
 
 def why_not(call: Call) -> str | None:
-    """It eliminates without pivoting, and multiplies by the sparse A."""
+    """It eliminates without pivoting. It has no dense solver, finite sums in state form
+    only, and chunks for paths only.
+    """
     _, solver, form, *_ = call.choice
     if solver == "dense" or (solver == "neumann" and form != "state"):
         return (
@@ -66,7 +68,7 @@ def why_not(call: Call) -> str | None:
 
 
 def _factors(call: Call) -> tuple:
-    """What the form needs, and the pivot growth."""
+    """The factors in the layout of the form, and the pivot growth."""
     (weight,) = arrays(call.inputs.edge_weight)
     if call.choice.form == "mask":
         return call.once("factors", lambda: factorize(call.structure, weight))
@@ -78,7 +80,9 @@ def _factors(call: Call) -> tuple:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and the numeric factors, or an iteration's steps."""
+    """The output [V, heads, P]; saves the factors (except those of paths), or an
+    iteration's steps.
+    """
     operands = arrays(*call.inputs[:3])
     if call.choice.solver != "sparse":
         steps = torch.zeros(call.inputs.value.size(1), 0, 2)
@@ -106,7 +110,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         return _mask_backward(call, Factors(*arrays(*saved)), *arrays(grad))
     operands = arrays(*call.inputs[:3], grad)
     grads: tuple[np.ndarray, ...]
-    if call.choice.form == "chunk":  # eliminated anew, which takes little time
+    if call.choice.form == "chunk":  # the factors are recomputed, which is fast
         grads = path_factors.backward(call.structure, _factors(call)[0], *operands)
     elif call.choice.solver == "sparse":
         grads = supernodal_sweeps.backward(call.structure, *arrays(*saved), *operands)
@@ -163,7 +167,7 @@ def _mask_forward(call: Call, factors: Factors) -> Tensor:
 
 
 def _mask_backward(call: Call, factors: Factors, dy: np.ndarray) -> tuple[Tensor, ...]:
-    """Gradients from resolvents.
+    """Gradients of query, key, value and edge weight.
 
     dA = L^T dL L^T on edges only: with M = (I - A)^-T dL, dA_ij = <M_i, L_j>.
     """
@@ -214,15 +218,15 @@ def _mask_scratch(
     squares: int,
     thin: int,
 ) -> int:
-    """Numbers in that many matrices [n, n], and in as many [n, N] and [n, P]."""
+    """The size of some matrices [n, n], and of `thin` ones [n, N] and [n, P] each."""
     n = int(symbolic.sizes.max(initial=0)) + LANES
     return n * (squares * n + thin * (query.shape[2] + value.shape[2]))
 
 
-# All matrices of a block are in elimination order, and their rows are filled up with
-# zeros to whole vectors: what is left over would be done number by number. Products
-# are arranged such that the inner loop runs over the nodes of the block, as there may
-# be few channels: y^T = v^T (L * S)^T, with L^T from the transposed system.
+# All matrices of a block are in elimination order, and their rows are padded with zeros
+# to whole vectors, as a remainder would be processed number by number. The inner loops
+# of products run over the nodes of the block, as there may be few channels:
+# y^T = v^T (L * S)^T, with L^T from the transposed system.
 
 
 @jit
@@ -313,7 +317,7 @@ def _mask_backward_blocks(  # type: ignore[no-untyped-def]
             matmul(dvt, dyt, mask)
             put_transposed(grad_value, dvt, nodes, h)
             take_transposed(vt, value, nodes, h)
-            matmul(mask, dy, vt)  # from here on the gradient of the mask
+            matmul(mask, dy, vt)  # from here on, this is the gradient of the mask
             for i in range(n):
                 target, total = adjoint[i], d_scores[i]
                 d_mask, left, right = mask[i], L[i], scores[i]

@@ -45,14 +45,15 @@ __all__ = ["resolvent_mix"]
 _SOLVERS = ("auto", "sparse", "dense", "iterative", "neumann")
 _FORMS = ("auto", "state", "mask", "chunk")
 
-#: Bytes of resolvents that the mask form may hold when it is free to choose.
+#: Bytes of resolvents that the mask form may hold if the form is not prescribed.
 _MAX_MASK_BYTES = 1 << 30
-#: Seconds from which on it pays to ask how many sweeps an iteration takes, and a guess.
+#: An iteration is considered only if all other solvers take at least so many seconds.
 _WORTH_WHILE = 0.02
-#: Nodes whose factors, even if full, are worth their memory.
+#: Batches of fewer nodes are always factored, even if their factors fill up.
 _MAX_SMALL = 4096
-#: Nodes of a path, up to which a dense matrix is made of it on a GPU.
+#: On a GPU, the chunk form is used for paths only if one has more nodes than this.
 _SHORT_PATH = 64
+#: An optimistic guess of how many sweeps an iteration takes.
 _FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10)
 
 
@@ -102,7 +103,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         found = list(self._candidates(call, usable))
         if usable[0] == "numba":
             found += self._iteration(call, found)
-            # A backend that was not asked for is but a last resort.
+            # A backend that was not requested is only a last resort.
             found.sort(key=lambda x: (x.backend not in usable, x.cost.seconds))  # type: ignore[union-attr]
         if inputs.value.device.type != "cpu":
             found = [choice._replace(cost=None) for choice in found]
@@ -114,7 +115,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
     def _candidates(
         self, call: Call[Inputs, Blocks], usable: list[str]
     ) -> Iterator[Choice]:
-        """Of each solver and backend the better form, preferred ones first."""
+        """The better form for each solver and backend, preferred ones first."""
         inputs, structure = call.inputs, call.structure
         reason, auto = self.reason(inputs), inputs.solver == "auto"
         device = inputs.value.device.type
@@ -139,7 +140,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             solvers, usable = ["sparse"] if auto else solvers, usable[:1]
         for solver in solvers:
             backends = usable
-            if auto and solver == "dense":  # which numba does not have
+            if auto and solver == "dense":  # numba has no dense solver
                 backends = [x for x in usable if x != "numba"] or ["torch"]
             elif len(usable) > 1 and not _has_kernels(solver, inputs.form):
                 backends = [x for x in usable if x != "triton"]
@@ -149,7 +150,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
     def _iteration(
         self, call: Call[Inputs, Blocks], others: list[Choice]
     ) -> list[Choice]:
-        """The iteration, where it is worth while to find out how long it takes."""
+        """The iteration, if it might take less than half the time of the others."""
         if call.inputs.solver != "auto" or call.inputs.form not in ("auto", "state"):
             return []
         least = min(choice.cost.seconds for choice in others if choice.cost)
@@ -175,7 +176,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             sweeps = call.known("polynomial", _FEW_SWEEPS).sweeps
             if solver == inputs.solver or not isinstance(
                 call.structure, SymbolicFactor
-            ):  # it is to be taken anyway
+            ):  # it will be used anyway
                 with suppress(UnsuitableSolver):
                     sweeps = polynomial_of(call).sweeps
                     reason += f"; about {sweeps} sweeps are enough"
@@ -210,18 +211,18 @@ class _ResolventMix(Operator[Inputs, Blocks]):
 
 
 def _has_kernels(solver: str, form: str) -> bool:
-    """Whether triton may have this solver; of dense matrices it says itself why not."""
+    """Whether triton may support a call; for the dense solver, it tells why not."""
     return solver == "dense" or (solver == "sparse" and form != "mask")
 
 
 def _is_long(structure: Blocks) -> bool:
-    """Whether a graph is of paths, and not only of short ones."""
+    """Whether all components of a graph are paths, and one of them is not short."""
     scans = path_scans(structure) if isinstance(structure, SymbolicFactor) else None
     return scans is not None and bool((np.diff(scans.ptr) > _SHORT_PATH).any())
 
 
 def _may_iterate(inputs: Inputs) -> bool:
-    """Whether an iteration can take the place of factors that fill up."""
+    """Whether an iteration can be used instead of factors that fill up."""
     if inputs.backend == "reference" or inputs.value.size(0) < _MAX_SMALL:
         return False
     if trusted():

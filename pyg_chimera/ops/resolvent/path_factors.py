@@ -1,17 +1,17 @@
-"""The resolvent of paths, undirected ones among them, by two scans in chunks.
+"""The resolvent of paths, directed or undirected, by two scans in chunks.
 
 On a path I - A is tridiagonal: d_i on its diagonal, -w_i from node i - 1 to i below it,
 -u_i from i to i - 1 above it. Eliminated from either end, its pivots are
 
     p_i = d_i - w_i u_i / p_{i-1}    and    p'_i = d_i - w_{i+1} u_{i+1} / p'_{i+1},
 
-and the resolvent is made of products along the path: with a_i = w_i / p'_i on the way
-there, b_i = u_{i+1} / p_i on the way back, and g_j = 1 / (p_j + p'_j - d_j),
+and the entries of the resolvent are products along the path: with a_i = w_i / p'_i,
+b_i = u_{i+1} / p_i, and g_j = 1 / (p_j + p'_j - d_j),
 
     L_ij = a_i a_{i-1} ... a_{j+1} g_j for i >= j,    b_i b_{i+1} ... b_{j-1} g_j  else.
 
-So states C_i = a_i C_{i-1} + g_i k_i v_i^T scan the path there, and C'_i = b_i C'_{i+1}
-+ b_i g_{i+1} k_{i+1} v_{i+1}^T back.
+So one scan *there*, from the first node to the last, has the states C_i = a_i C_{i-1} +
+g_i k_i v_i^T, and one *back* has C'_i = b_i C'_{i+1} + b_i g_{i+1} k_{i+1} v_{i+1}^T.
 """
 
 from typing import NamedTuple
@@ -41,14 +41,17 @@ NOT_PATHS = "form='chunk' is for graphs whose components are paths; use form='au
 class PathScans(NamedTuple):
     """The scans along the paths of a graph, whose nodes have places path by path."""
 
-    states: PathStates  #: on the way there the state at place i is i, back V + i
-    entry: np.ndarray  #: [L], where the weight of each entry is in [a | b]
+    states: PathStates  #: the state at place i is i there, and V + i back
+    entry: np.ndarray  #: [L], index of each entry's weight in [a | b]
     ptr: np.ndarray  #: [C + 1], first place of each path
-    slot: np.ndarray  #: [E], where each edge is in [d | w | u]
+    slot: np.ndarray  #: [E], index of each edge in [d | w | u]
 
 
 class PathFactors(NamedTuple):
-    """Of I - A, in float64, [heads, V]."""
+    """The entries of I - A, with w and u negated, and its pivots: [heads, V], float64.
+
+    All are in the order of places; w and u are zero where a path begins.
+    """
 
     d: np.ndarray
     w: np.ndarray
@@ -58,9 +61,9 @@ class PathFactors(NamedTuple):
 
 
 def path_scans(symbolic: Blocks) -> PathScans | None:
-    """Those of a graph whose components are paths, whichever way edges lead along them.
+    """The scans of a graph; None unless all its components are paths.
 
-    They may be there twice, and there may be self-loops.
+    Edges may lead along a path either way or both; there may be duplicates and loops.
     """
     if PathScans not in symbolic.tables:
         symbolic.tables[PathScans] = _path_scans(symbolic)
@@ -76,7 +79,7 @@ def _required(symbolic: Blocks) -> PathScans:
 def _path_scans(symbolic: Blocks) -> PathScans | None:
     num_nodes, row, col = symbolic.num_nodes, symbolic.edge_row, symbolic.edge_col
     if isinstance(symbolic, SymbolicFactor) and symbolic.num_entries > num_nodes:
-        return None  # paths fill in nothing
+        return None  # paths have no fill-in
     pairs = np.minimum(row, col) * num_nodes + np.maximum(row, col)
     one, other = np.divmod(np.unique(pairs), max(num_nodes, 1))
     one, other = one[one != other], other[one != other]
@@ -84,7 +87,7 @@ def _path_scans(symbolic: Blocks) -> PathScans | None:
     if degree.max(initial=0) > 2:
         return None
     position, ptr = _walk(one, other, degree)
-    if ptr[-1] < num_nodes:  # the rest goes around in circles
+    if ptr[-1] < num_nodes:  # the other nodes are on cycles
         return None
     place = np.empty_like(position)
     place[position] = np.arange(num_nodes)
@@ -96,7 +99,7 @@ def _path_scans(symbolic: Blocks) -> PathScans | None:
     state, first, entry = _there_and_back(ptr)
     node = symbolic.node[position]
     states = PathStates(
-        # Paths are in the order of blocks, so that these are bounds of places, too.
+        # Paths are in the order of blocks, so these bound the places of blocks, too.
         block=np.searchsorted(state[first[:-1]] % max(num_nodes, 1), symbolic.ptr),
         ptr=first,
         state=state,
@@ -108,7 +111,7 @@ def _path_scans(symbolic: Blocks) -> PathScans | None:
 
 @njit(cache=True, nogil=True)
 def _walk(one, other, degree):  # type: ignore[no-untyped-def]
-    """Positions path by path from one end of each, and the bounds of the paths."""
+    """Positions path by path, from one end of each, and the bounds of the paths."""
     n = degree.shape[0]
     beside, known = np.empty((n, 2), np.int64), np.zeros(n, np.int64)
     for i, j in zip(one, other):  # noqa: B905
@@ -136,7 +139,7 @@ def _walk(one, other, degree):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _there_and_back(ptr):  # type: ignore[no-untyped-def]
-    """States by position, first positions of their paths, places of their weights."""
+    """The states of the scans by position, the bounds of the scans, and `entry`."""
     n = ptr[-1]
     state, entry = np.empty(2 * n, np.int64), np.empty(2 * n, np.int64)
     first = np.zeros(2 * ptr.shape[0] - 1, np.int64)
@@ -227,7 +230,7 @@ def _eliminate(first, last, stop, scratch, ptr, d, w, u, there, back, growth):  
 
 
 def _gates(factors: PathFactors) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[a | b] and [g | b_i g_{i+1}], [heads, 2 V]; b of last nodes is nothing."""
+    """[a | b] and [g | b_i g_{i+1}], [heads, 2 V], and g; b is zero at last nodes."""
     d, w, u, there, back = factors
     g = 1 / (there + back - d)
     b = np.roll(u, -1, axis=1) / there
@@ -241,7 +244,7 @@ def _gates(factors: PathFactors) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _operands(
     scans: PathScans, factors: PathFactors, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Weight, source and mark of the states."""
+    """The states' weight, source and mark."""
     weight, source, _ = _gates(factors)
     source = np.ascontiguousarray(source.T, dtype)
     return weight[:, scans.entry].astype(dtype), source, np.ones_like(source)
@@ -291,7 +294,10 @@ def _differentiate(  # type: ignore[no-untyped-def]
     first, last, stop, scratch, ptr, d, w, u, there, back, weight, g, d_weight,
     d_source, values,
 ):  # fmt: skip
-    """From gradients of the scans' weights and sources to those of A's diagonals."""
+    """From gradients of the scans' weights and sources to those of A's diagonals.
+
+    First through `_gates` to both pivots, then through the recurrences of these.
+    """
     n = d.shape[1]
     d_there, d_back = scratch[:n], scratch[n : 2 * n]
     for h in range(first, last):

@@ -1,13 +1,13 @@
-r"""The pivots of paths, all at once on any device, for what `path_factors` derives.
+r"""The pivots of `path_factors`, for all nodes at once, on any device.
 
-The pivot :math:`p_i = d_i - w_i u_i / p_{i-1}` is a ratio of two numbers that
+The pivot :math:`p_i = d_i - w_i u_i / p_{i-1}` is the ratio of two numbers to which
 
 .. math::
     \begin{pmatrix} d_i & -w_i u_i \\ 1 & 0 \end{pmatrix}
 
-leads from node to node. Products of such matrices along a path are found by doubling,
-in float64, where only their direction is kept: numbers neither overflow nor vanish. The
-gradients of pivots are sums along the path, which are found in the same way.
+is applied at each node. Products of these matrices along a path are computed by
+doubling, in float64, and rescaled, so they neither overflow nor underflow. The
+gradients of pivots are linear recurrences along the path, also computed by doubling.
 """
 
 from typing import NamedTuple
@@ -27,15 +27,15 @@ class Places(NamedTuple):
     """The paths of a graph, whose V nodes have places path by path, on a device."""
 
     path: Tensor  #: [V] the path of each place
-    before: Tensor  #: [V] how many places of its path come before each
-    after: Tensor  #: [V] how many come after
-    slot: Tensor  #: [E] where each edge is in [d | w | u]
-    longest: int
+    before: Tensor  #: [V] number of places before it on its path
+    after: Tensor  #: [V] number of places after it
+    slot: Tensor  #: [E] index of each edge in [d | w | u]
+    longest: int  #: nodes of the longest path
     num_paths: int
 
     @classmethod
     def of(cls, symbolic: Blocks, device: torch.device) -> "Places":
-        """Those of a graph of paths."""
+        """The places of a graph whose components are paths."""
         scans = path_scans(symbolic)
         assert scans is not None
         length = np.diff(scans.ptr)
@@ -50,11 +50,14 @@ class Places(NamedTuple):
 
 
 class Pivots(NamedTuple):
-    """Of I - A, [V, heads], float64; what leads beyond the ends of paths is zero."""
+    """The entries of I - A, with w and u negated, and its pivots: [V, heads], float64.
+
+    w and u are zero where a path begins.
+    """
 
     d: Tensor
-    w: Tensor  #: to a node from the one before
-    u: Tensor  #: from a node to the one before
+    w: Tensor  #: weight from the node before
+    u: Tensor  #: weight to the node before
     there: Tensor  #: p
     back: Tensor  #: p'
 
@@ -62,8 +65,8 @@ class Pivots(NamedTuple):
 def eliminate(places: Places, weight: Tensor) -> tuple[Pivots, Tensor]:
     """Eliminates I - A from both ends of each path, without pivoting.
 
-    Of weights [E, heads]. Returns the pivots and their growth: the largest row sum of
-    |L| |U| over that of |I - A| on a path, infinite if they are unusable.
+    Takes weights [E, heads]. Returns the pivots and their growth: the largest row sum
+    of |L| |U| over that of |I - A| on a path; infinite if a pivot is unusable.
     """
     num_nodes, heads = len(places.path), weight.size(1)
     values = weight.new_zeros(3 * num_nodes, heads, dtype=torch.double)
@@ -78,7 +81,7 @@ def eliminate(places: Places, weight: Tensor) -> tuple[Pivots, Tensor]:
 
 
 def _pivots(d: Tensor, wu: Tensor, place: Tensor, longest: int) -> Tensor:
-    """d[i] - wu[i] / p[i - 1]; of the products of matrices, the first columns."""
+    """p[i] = d[i] - wu[i] / p[i - 1], from the first columns of matrix products."""
     M = torch.stack([d, -wu, torch.ones_like(d), torch.zeros_like(d)], -1)
     M, step = M.unflatten(-1, (2, 2)), 1
     while step < longest:
@@ -91,12 +94,12 @@ def _pivots(d: Tensor, wu: Tensor, place: Tensor, longest: int) -> Tensor:
 
 
 def _next(x: Tensor) -> Tensor:
-    """What belongs to the next place; zero after the last one."""
+    """The value at the next place; zero after the last one."""
     return torch.cat([x[1:], torch.zeros_like(x[:1])])
 
 
 def _last(x: Tensor) -> Tensor:
-    """What belongs to the last place; zero before the first one."""
+    """The value at the previous place; zero before the first one."""
     return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
 
 
@@ -121,7 +124,7 @@ def _gate(pivots: Pivots) -> Tensor:
 
 
 def gates(pivots: Pivots) -> tuple[Tensor, Tensor]:
-    """[a | b] and [g | b_i g_{i+1}], [2 V, heads]; b of last nodes is zero."""
+    """[a | b] and [g | b_i g_{i+1}], [2 V, heads]; b is zero at last nodes."""
     _, w, u, there, back = pivots
     g, b = _gate(pivots), _next(u) / there
     return torch.cat([w / back, b]), torch.cat([g, b * _next(g)])
@@ -138,7 +141,7 @@ def gradients(
     db = (d_weight[n:] + d_source[n:] * _next(g)) / there
     da = d_weight[:n] / back
     pivot = -dg * g * g
-    # Both pivots as they are used, and then what reaches them along the path.
+    # Both pivots: the gradients of their uses, accumulated along the path.
     d_there = linear_recurrence(
         (_next(w * u) / there.square()).flip(0), (pivot - db * b).flip(0),
         places.after.flip(0), places.longest,

@@ -1,4 +1,4 @@
-"""When I - A cannot be inverted, or not without pivoting."""
+"""Checks whether I - A can be inverted, and whether it needs pivoting."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ _MAX_GROWTH = 100.0
 
 
 def check_pivot_growth(growth: float) -> None:
-    """Refuses factors that rounding errors have spoilt.
+    """Rejects factors whose rounding errors may be too large.
 
     Raises:
         UnsuitableSolver: If the pivot growth is too large.
@@ -30,7 +30,7 @@ def check_pivot_growth(growth: float) -> None:
 
 @contextmanager
 def named_if_singular() -> Iterator[None]:
-    """Says which argument makes a matrix singular."""
+    """Turns the error for a singular matrix into one that names the argument."""
     try:
         yield
     except torch.linalg.LinAlgError as error:

@@ -1,4 +1,4 @@
-"""The oracle: dense, plain autograd, any floating-point dtype, no cleverness."""
+"""The reference: dense matrices and plain autograd, for any floating dtype."""
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ DEVICES = None
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything."""
+    """It supports all calls."""
 
 
 def forward(call: Call) -> Tensor:
@@ -44,7 +44,7 @@ def reference_mix(
     """
     num_heads = value.size(1)
     query, key = (x.repeat_interleave(num_heads // x.size(1), 1) for x in (query, key))
-    out = 0 * value  # all of it is replaced; without nodes it still has a gradient
+    out = 0 * value  # all rows are replaced; even without nodes, it has a gradient
     if batch is None:
         batch = edge_index.new_zeros(value.size(0))
     for graph in batch.unique().tolist():
@@ -59,7 +59,7 @@ def reference_mix(
         for h in range(num_heads):
             A = torch.zeros_like(eye).index_put((row, col), weight[:, h], True)
             if num_terms is None:
-                # One matrix a call: batched LU is wrong on CPU (pytorch#142815).
+                # One matrix per call: batched LU is wrong on CPU (pytorch#142815).
                 L = torch.linalg.inv(eye - A)
             else:
                 L = eye

@@ -1,7 +1,7 @@
-"""Elimination row by row, and sweeps of whole rows: resolvents of small blocks.
+"""Elimination row by row, and sweeps of whole rows: the resolvents of blocks.
 
-Where all columns of (I - A)^-1 are wanted, a row is as long as the block has nodes, and
-one entry of a factor after the other keeps vectors busy.
+All columns of (I - A)^-1 are needed, so rows have as many numbers as the block has
+nodes: enough to fill vectors while the factor is processed entry by entry.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[Factors, fl
 
     Args:
         symbolic: The blocks.
-        weight: Of the edges, [E, heads].
+        weight: The weights of the edges, [E, heads].
 
     Returns:
         The factors in the precision of the weights, and the pivot growth, as
@@ -105,7 +105,7 @@ def _factor(  # type: ignore[no-untyped-def]
                 by_column[upper_row[x] - s] += abs(upper[h, y])
             r = root[i] - s
             norm[r] = max(norm[r], start[i - s] + by_row[i - s])
-            # Fill-in holds every place that an earlier row can reach from here.
+            # The pattern includes fill-in, and so all columns that updates reach.
             total = 0.0
             for x in range(lower_ptr[i], lower_ptr[i + 1]):
                 k = lower_col[x]
@@ -141,10 +141,10 @@ def solve(  # type: ignore[no-untyped-def]
     states, s, n, lanes, transpose, stop, column_ptr, column_row, column_entry,
     diagonal, lower, upper,
 ):  # fmt: skip
-    """Solve L U H = X, or its transpose, in place, for rows of `lanes` numbers.
+    """Solves L U H = X, or its transpose, in place, for rows of `lanes` numbers.
 
-    Down the order a finished row is taken from those it reaches, up the order those
-    are taken from it: both ways only a node's few ancestors are touched at a time.
+    The first sweep subtracts each finished row from the rows of its ancestors in the
+    elimination tree, the second subtracts these from it: few rows at a time, both ways.
     """
     values = upper if transpose else lower
     for i in range(n):
@@ -166,7 +166,7 @@ def solve(  # type: ignore[no-untyped-def]
             return
         row = states[i]
         x, end = column_ptr[s + i], column_ptr[s + i + 1]
-        while x + 3 < end:  # a quarter of the loads and stores of `row`
+        while x + 3 < end:  # four at a time, to load and store `row` less often
             r0, r1 = states[column_row[x] - s], states[column_row[x + 1] - s]
             r2, r3 = states[column_row[x + 2] - s], states[column_row[x + 3] - s]
             c0, c1 = values[column_entry[x]], values[column_entry[x + 1]]
@@ -189,7 +189,7 @@ def solve(  # type: ignore[no-untyped-def]
 def edge_products(  # type: ignore[no-untyped-def]
     adjoints, states, s, lanes, begin, stop, edge, edge_row, edge_col, grad_weight,
 ):  # fmt: skip
-    """Add <G_i, H_j> to the gradient of each edge j -> i."""
+    """Adds <G_i, H_j> to the gradient of each edge j -> i."""
     for x in range(begin, stop):
         adjoint, state = adjoints[edge_row[x] - s], states[edge_col[x] - s]
         total = grad_weight[edge[x]]

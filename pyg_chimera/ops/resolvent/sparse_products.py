@@ -1,12 +1,12 @@
 """States by products with the sparse A, on the CPU: finite sums and iterations.
 
 A task is a (block, head, piece of value channels). It holds the states of all nodes of
-a block, [nodes, keys x width], for as few key channels at a time as a vector has room
-for, so that what is gathered stays in a cache. All is made of one kind of step,
-Y_i = c0 X_i + c1 H_i + c2 sum_j A_ij H_j, in `_step`.
+a block, [nodes, keys x width], for as many key channels at a time as fit in a core's
+cache (at least one), as states are gathered. All steps have one form,
+Y_i = c0 X_i + c1 H_i + c2 sum_j A_ij H_j, see `_step`.
 
-A finite sum is H <- A H + X. An iteration takes the steps of `SweepPolynomial`, from
-the residual, until what is left is as small as rounding.
+A finite sum repeats H <- A H + X. An iteration repeats the steps of `SweepPolynomial`,
+from the current residual, until it is below the tolerance.
 """
 
 from typing import NamedTuple
@@ -31,20 +31,20 @@ from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 __all__ = ["Products", "System", "backward", "forward", "products"]
 
-#: Bytes of states that a task gathers from: about a core's own cache.
+#: Bytes of the states that a task gathers from: part of a typical L2 cache.
 _TILE_BYTES = 1 << 19
 
 
 class Products(NamedTuple):
     """A by rows, or by columns."""
 
-    ptr: np.ndarray  #: [V + 1], first edge of each position
-    other: np.ndarray  #: [E], the other end, counted from the block's first position
-    edge: np.ndarray  #: [E], which edge it is
+    ptr: np.ndarray  #: [V + 1], first entry of each position
+    other: np.ndarray  #: [E], position of the other end, within the block
+    edge: np.ndarray  #: [E], index of the edge
 
 
 def products(blocks: Blocks) -> tuple[Products, Products]:
-    """A and its transpose, made once for each graph."""
+    """A and its transpose, cached in the tables of the blocks."""
     if "products" not in blocks.tables:
         row, col, edge = blocks.edge_row, blocks.edge_col, blocks.edge
         start = np.repeat(blocks.ptr[:-1], blocks.sizes)
@@ -61,12 +61,12 @@ def products(blocks: Blocks) -> tuple[Products, Products]:
 
 
 class System(NamedTuple):
-    """What is solved, or summed."""
+    """The matrix, and how to solve or sum."""
 
-    weight: np.ndarray  #: of each edge, [E, heads]
-    steps: np.ndarray  #: of `SweepPolynomial`, [heads, steps, 2]
-    num_terms: int  #: the power of the last term of a finite sum, or -1 to iterate
-    tolerance: float  #: at what relative residual to stop
+    weight: np.ndarray  #: the edges' weights, [E, heads]
+    steps: np.ndarray  #: those of `SweepPolynomial`, [heads, steps, 2]
+    num_terms: int  #: highest power of a finite sum, or -1 to iterate
+    tolerance: float  #: relative residual at which an iteration stops
 
 
 def forward(
@@ -76,7 +76,7 @@ def forward(
     key: np.ndarray,
     value: np.ndarray,
 ) -> tuple[np.ndarray, float]:
-    """The output, and the largest relative residual that an iteration left."""
+    """The output, and the largest relative residual of an iteration."""
     out = np.zeros_like(value)
     if out.size == 0 or query.shape[2] == 0:
         return out, 0.0
@@ -115,10 +115,10 @@ def backward(
     value: np.ndarray,
     grad: np.ndarray,
 ) -> tuple[tuple[np.ndarray, ...], float]:
-    """Gradients of query, key, value and edge weight, and the residual.
+    """Gradients of query, key, value and edge weight, and the largest residual.
 
-    As in `supernodal_sweeps`, and of a finite sum dA_ij is that of <Z_i, H_j> over all
-    pairs of a power of A^T in Z and a sum of powers in H that have one to go.
+    The formulas are those of `supernodal_sweeps`. For a finite sum up to the power T,
+    dA_ij is the sum over m < T of <(A^T)^m (q dy^T)_i, (sum_{t < T - m} A^t k v^T)_j>.
     """
     num_nodes, heads, _ = value.shape
     groups, num_keys = query.shape[1:]
@@ -127,7 +127,7 @@ def backward(
         return (np.zeros_like(query), np.zeros_like(key), dv, dw), 0.0
     tiles, (rows, columns) = _tiles(blocks, query, value), products(blocks)
     costs = 4 * _costs(blocks, system, tiles, query, value)
-    # Pieces and the heads of a group write to parts of their own, summed below.
+    # Pieces, and the heads of a group, write separate parts, which are summed below.
     dq = np.empty((tiles.pieces, num_nodes, heads, num_keys), value.dtype)
     dk = np.empty_like(dq)
     by_head = np.zeros((tiles.pieces, heads, blocks.num_edges), value.dtype)
@@ -186,7 +186,7 @@ def _tiles(blocks: Blocks, query: np.ndarray, value: np.ndarray) -> StateTiles:
 
 
 def _by_head(weight: np.ndarray, own: Products) -> np.ndarray:
-    """Weights in the order of the edges of A, [heads, E]."""
+    """The weights in the order of the entries of `own`, [heads, E]."""
     return np.ascontiguousarray(weight[own.edge].T)
 
 
@@ -194,9 +194,8 @@ def _by_head(weight: np.ndarray, own: Products) -> np.ndarray:
 def _step(  # type: ignore[no-untyped-def]
     out, own, source, x, ptr, other, weight, first, last, size, c0, c1, c2, d0, d1,
 ):  # fmt: skip
-    """Sets out_i = c0 own_i + c1 source_i + c2 sum_j A_ij source_j.
-
-    And adds d0 own_i + d1 source_i to x_i. `out` may be `own`.
+    """Sets out_i = c0 own_i + c1 source_i + c2 sum_j A_ij source_j, and adds
+    d0 own_i + d1 source_i to x_i. `out` may be `own`.
     """
     step = lanes(out)
     a0, a1, a2, b0, b1 = splat(c0), splat(c1), splat(c2), splat(d0), splat(d1)
@@ -231,7 +230,7 @@ def _form(  # type: ignore[no-untyped-def]
     target, left, right, nodes, of_left, of_right, first, last, count, keys, channels,
     width,
 ):  # fmt: skip
-    """Sets a tile to the states left right^T of its nodes."""
+    """Sets the states of a tile's nodes to the outer products left right^T."""
     for i in range(first, last):
         u = nodes[i]
         outer(
@@ -242,9 +241,9 @@ def _form(  # type: ignore[no-untyped-def]
 
 @jit
 def _norms(norms, states, rows):  # type: ignore[no-untyped-def]
-    """The largest absolute value of each lane, for which NaN counts for none; the sum.
+    """Computes the maximum (ignoring NaN) and the sum of absolute values of each lane.
 
-    A contracts one of these norms where its rows, or its columns, sum to less than one.
+    A contracts the maximum if its rows sum to less than one, the sum if columns do.
     """
     size = norms.shape[1]
     largest, total = norms
@@ -259,7 +258,7 @@ def _norms(norms, states, rows):  # type: ignore[no-untyped-def]
 
 @jit
 def _ratio(x, bound):  # type: ignore[no-untyped-def]
-    """The largest part that x is of its bound; comparisons with NaN are false."""
+    """The largest ratio of x to its bound, ignoring NaN and bounds of zero."""
     ratio = 0.0
     for w in range(x.shape[0]):
         if x[w] > ratio * bound[w] and bound[w] > 0:
@@ -272,11 +271,11 @@ def _solve(  # type: ignore[no-untyped-def]
     x, r, t, norms, left, right, nodes, of_left, of_right, ptr, other, weight, first,
     last, steps, tolerance, stop, count, keys, channels, width,
 ):  # fmt: skip
-    """Sets x to (I - A)^-1 of the states left right^T; returns what residual is left.
+    """Sets x to (I - A)^-1 b for b = left right^T; returns the relative residual.
 
-    Each pass takes all steps from the residual. `r` and `t` are room for a tile each.
-    The steps were found for a whole batch: where a pass does not contract the residual
-    of this block, it starts over with x <- A x + b, of which it is known.
+    Each pass takes all steps from the current residual. `r` and `t` hold a tile each.
+    The steps were found for a whole batch: if a pass does not reduce the residual of
+    this block, it starts over with x <- A x + b, which is known to converge.
     """
     size = keys * width
     norms = norms[: 6 * size].reshape(6, size)
@@ -284,7 +283,7 @@ def _solve(  # type: ignore[no-untyped-def]
     zero = one - one
     x_norms, r_norms, b_norms = norms[:2], norms[2:4], norms[4:]
     start, safe, idle = True, False, 0
-    largest, total = np.inf, np.inf  # what was left at best, in either norm
+    largest, total = np.inf, np.inf  # the smallest residual so far, in either norm
     while True:
         _form(
             r, left, right, nodes, of_left, of_right, first, last, count, keys,
@@ -308,7 +307,7 @@ def _solve(  # type: ignore[no-untyped-def]
             left1 = _ratio(r_norms[1], b_norms[1])
             idle = 0 if left0 < largest or left1 < total else idle + 1
             largest, total = min(largest, left0), min(total, left1)
-            if idle > 0 and residual <= 16 * tolerance:  # by rounding errors
+            if idle > 0 and residual <= 16 * tolerance:  # only rounding errors are left
                 return residual
             if idle > 64 and safe:
                 return residual
@@ -321,15 +320,15 @@ def _solve(  # type: ignore[no-untyped-def]
             c, a = steps[s]
             if safe:
                 c, a = one, zero
-            elif c == 0:  # other heads have more
+            elif c == 0:  # other heads have more steps
                 break
-            if a == 0:  # the root 1 / c
+            if a == 0:  # a real root, 1 / c
                 _step(
                     t, r, r, x, ptr, other, weight, first, last, size, one - c, zero,
                     c, c, zero,
                 )  # fmt: skip
                 r, t = t, r
-            else:  # a pair of roots, of sum a and product 1 / c
+            else:  # a pair of roots with the sum a and the product 1 / c
                 _step(
                     t, r, r, x, ptr, other, weight, first, last, size, one, zero, -one,
                     zero, zero,
@@ -464,7 +463,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
                     keys, channels, width,
                 )  # fmt: skip
                 copy(Z, r, tile)
-                for m in range(num_terms):  # r is the m-th power's, Z their sum
+                for m in range(num_terms):  # r = (A^T)^m (q dy^T), Z is their sum
                     if stopped(stop):
                         return
                     _edges(

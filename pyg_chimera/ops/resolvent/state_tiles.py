@@ -1,7 +1,7 @@
-"""States of a task: how they are cut into tiles, formed and read.
+"""The states of a task: cutting them into tiles, forming and reading them.
 
 A tile holds the states of some nodes, [nodes, keys x width], for some key channels and
-a piece of the value channels, which is filled up with zeros to whole vectors.
+a piece of the value channels, padded with zeros to whole vectors.
 """
 
 from math import gcd
@@ -30,9 +30,9 @@ __all__ = ["StateTiles", "outer", "read", "read_rows"]
 class StateTiles(NamedTuple):
     """How the states of a (block, head) are cut."""
 
-    pieces: int  #: tasks of a (block, head), which share out the value channels
+    pieces: int  #: tasks per (block, head), each with a piece of the value channels
     channels: int  #: value channels of a piece
-    width: int  #: numbers that these take, in whole vectors
+    width: int  #: the same, rounded up to whole vectors
     keys: int  #: key channels at a time
 
     @classmethod
@@ -44,13 +44,12 @@ class StateTiles(NamedTuple):
         num_bytes: int,
         side: int,
     ) -> "StateTiles":
-        """Cuts states into multiples of `side` numbers.
-
-        As many as let the `held` ones of a block take at most so many bytes, or one.
+        """Cuts states into multiples of `side` numbers: as large as possible if the
+        `held` states of any block may take `num_bytes`, but at least one multiple.
         """
         num_keys, (_, heads, num_channels) = query.shape[2], value.shape
         vector, _ = vector_lanes(value.dtype)
-        # Gradients of pieces are summed at the end: only as many as threads need.
+        # Gradients of pieces have to be summed: not cut if there are enough tasks.
         enough = len(held) * heads >= 2 * torch.get_num_threads()
         pieces = 1 if enough else -(-num_channels // vector)
         channels = -(-num_channels // pieces)
@@ -64,7 +63,7 @@ class StateTiles(NamedTuple):
 
 @jit
 def outer(target, k, v, count, keys, channels, width):  # type: ignore[no-untyped-def]
-    """Sets a state to k v^T, filled up with zeros."""
+    """Sets a state to k v^T, padded with zeros."""
     step = lanes(target)
     for p in range(0, width, step):
         row = load_part(v + p, channels - p)
@@ -76,7 +75,7 @@ def outer(target, k, v, count, keys, channels, width):  # type: ignore[no-untype
 
 @jit
 def read(target, q, state, sign, count, channels, width):  # type: ignore[no-untyped-def]
-    """Adds q^T C, or subtracts it."""
+    """Adds sign * q^T C to the target, for a state C."""
     step = lanes(target)
     for p in range(0, channels, step):
         even, odd = zeros(target), zeros(target)
@@ -93,7 +92,7 @@ def read(target, q, state, sign, count, channels, width):  # type: ignore[no-unt
 
 @jit
 def read_rows(target, state, v, rows, count, channels, width):  # type: ignore[no-untyped-def]
-    """Sets a target to C v."""
+    """Sets the target to C v, for a state C; `rows` is scratch memory."""
     step = lanes(target)
     for p in range(0, width, step):
         factor = load_part(v + p, channels - p)

@@ -2,13 +2,14 @@
 
 With the columns s of a supernode and the rows r below them, the factors I - A = L U
 give three dense matrices, its *panel* (see `multifrontal`): E = L_rs L_ss^-1, and row
-by row G = (L_ss U_ss)^-1 beside R = U_ss^-1 U_sr. Upwards X_r -= E X_s, downwards
-X_s <- G X_s - R X_r.
+by row G = (L_ss U_ss)^-1 beside R = U_ss^-1 U_sr. The upward sweep is X_r -= E X_s, the
+downward sweep X_s <- G X_s - R X_r.
 
 A task is a (block, head, piece of value channels). It holds the states of some key
-channels at a time, [slots, keys x channels], but none of leaves, which are most nodes:
-upwards they are made to be sent up, and downwards, forward, only what comes from above
-is read; the rest of a leaf's output is its mask form, (G * Q K^T) V.
+channels at a time, [slots, keys x channels], but not those of leaves, which are most
+nodes: these are formed when they are needed. In the forward pass, the downward sweep
+computes only the part R X_r for leaves, and reads it; the rest of a leaf's output is
+computed in mask form, (G * Q K^T) V.
 """
 
 import numpy as np
@@ -44,7 +45,7 @@ from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 __all__ = ["backward", "forward"]
 
 #: Bytes of states that a task may hold at a time. They need not fit in a cache: in
-#: postorder, what is needed together is close together.
+#: postorder, states that are needed together are close together.
 _TILE_BYTES = 1 << 24
 
 
@@ -85,7 +86,7 @@ def forward(
     key: np.ndarray,
     value: np.ndarray,
 ) -> np.ndarray:
-    """The output from states H = (I - A)^-1 (k v^T), y = H^T q."""
+    """The output y = H^T q, from the states H = (I - A)^-1 (k v^T)."""
     nodes = supernodes(symbolic)
     out = np.zeros_like(value)
     if out.size == 0 or query.shape[2] == 0:
@@ -121,7 +122,7 @@ def backward(
     """Gradients of query, key, value and edge weight, from states and their adjoints.
 
     With Z = (I - A)^-T (q dy^T): dq_i = H_i dy_i, dk_i = Z_i v_i, dv_i = Z_i^T k_i and
-    dA_ij = <Z_i, H_j>. H is computed anew beside Z.
+    dA_ij = <Z_i, H_j>. H is recomputed along with Z.
     """
     nodes = supernodes(symbolic)
     num_nodes, heads, _ = value.shape
@@ -131,7 +132,7 @@ def backward(
         dw = np.zeros((symbolic.edge.shape[0], heads), value.dtype)
         return np.zeros_like(query), np.zeros_like(key), dv, dw
     tiles = _tiles(nodes, query, value)
-    # Pieces and the heads of a group write to parts of their own, summed below.
+    # Pieces, and the heads of a group, write separate parts, which are summed below.
     dq = np.empty((tiles.pieces, num_nodes, heads, num_keys), value.dtype)
     dk = np.empty_like(dq)
     dw = np.zeros((tiles.pieces, symbolic.edge.shape[0], heads), value.dtype)
@@ -258,7 +259,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
 
 @jit
 def _held(slot, block_start, block):  # type: ignore[no-untyped-def]
-    """How many states a block has in slots."""
+    """The number of slots of a block."""
     for i in range(block_start[block + 1] - 1, block_start[block] - 1, -1):
         if slot[i] >= 0:
             return slot[i] + 1

@@ -1,12 +1,12 @@
-r"""Which steps an iteration takes: those of GMRES on a random right-hand side.
+r"""The steps of an iteration: those of GMRES for a random right-hand side.
 
 A pass of steps multiplies the residual by :math:`p(\mathbf{I} - \mathbf{A})`, where
 :math:`p(z) = \prod_k (1 - z / \theta_k)`, from `"Polynomial Preconditioned GMRES and
 GMRES-DR" <https://epubs.siam.org/doi/10.1137/140968276>`_ (Liu, Morgan and Wilcox,
-2015). The :math:`\theta_k` are harmonic Ritz values, the roots of GMRES' polynomial,
-found once for all states of a head, as these share one matrix; they take no inner
-products from there on, and serve the transposed system as well. In Leja's order no
-product of some of the factors is large.
+2015). The :math:`\theta_k` are harmonic Ritz values, the roots of GMRES's polynomial.
+They are computed once per head, as all its states share one matrix; the steps take no
+inner products, and also solve the transposed system. In Leja order, no partial product
+of the factors is large.
 """
 
 from collections.abc import Iterator
@@ -22,23 +22,23 @@ from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 __all__ = ["SweepPolynomial", "check_residual", "polynomial_of", "tolerance_of"]
 
-#: Steps of a pass at most: rounding errors grow with them.
+#: The most steps of a pass, as rounding errors grow with them.
 _MAX_STEPS = 64
 
 
 class SweepPolynomial(NamedTuple):
     """The steps of a pass."""
 
-    steps: np.ndarray  #: [heads, steps, 2], (1 / root, 0) or, of a pair of complex
-    #: roots, (1 / product, sum); filled up with zeros
-    sweeps: int  #: products with A that it takes to the tolerance, of the slowest head
+    steps: np.ndarray  #: [heads, steps, 2], (1 / root, 0), or for a pair of complex
+    #: roots (1 / product, sum); padded with zeros
+    sweeps: int  #: products with A to reach the tolerance, estimated, for any head
 
 
 def polynomial_of(call: Call) -> SweepPolynomial:
-    """The steps for a call, found once.
+    """The steps for a call, computed once.
 
     Raises:
-        UnsuitableSolver: If an iteration need not converge.
+        UnsuitableSolver: If an iteration might not converge.
     """
     return call.once("polynomial", lambda: _polynomial(call))
 
@@ -60,7 +60,7 @@ def _polynomial(call: Call) -> SweepPolynomial:
 
 
 def _check_contraction(blocks: Blocks, weight: np.ndarray) -> None:
-    """Refuses graphs in which neither all rows nor all columns sum to less than 1."""
+    """Rejects graphs in which neither all rows nor all columns of |A| sum below 1."""
     if blocks.num_nodes == 0 or len(weight) == 0:
         return
     sums = []
@@ -78,16 +78,16 @@ def _check_contraction(blocks: Blocks, weight: np.ndarray) -> None:
 
 
 def tolerance_of(call: Call) -> float:
-    """The relative residual to stop at: what was asked for, or rounding errors."""
+    """The relative residual at which to stop: at least the level of rounding errors."""
     rounding = 4 * torch.finfo(call.inputs.value.dtype).eps
     return max(call.inputs.tolerance or 0.0, rounding)
 
 
 def check_residual(left: float, call: Call) -> None:
-    """Refuses what an iteration that came to a standstill has found.
+    """Checks the relative residual with which an iteration stopped.
 
     Raises:
-        ValueError: If that is far above its tolerance.
+        ValueError: If it is far above the tolerance.
     """
     if left > 64 * tolerance_of(call):
         raise ValueError(
@@ -101,10 +101,10 @@ def check_residual(left: float, call: Call) -> None:
 def _steps(
     ptr: np.ndarray, other: np.ndarray, weight: np.ndarray, tolerance: float
 ) -> tuple[np.ndarray, int]:
-    """The steps for one head, and how many products it needs with them.
+    """The steps for one head, and how many products with A it needs.
 
-    In an eigenvector the random right-hand side has about 1 / sqrt(V) of its length:
-    no eigenvalue is met by more than sqrt(V) times what is left of all.
+    The component of a random right-hand side along an eigenvector is about 1 / sqrt(V)
+    of its length, so a pass leaves at most sqrt(V) times the residual of any component.
     """
     if len(ptr) == 1:
         return np.zeros((0, 2)), 0
@@ -114,7 +114,7 @@ def _steps(
         right[0] = 1
         y = np.linalg.lstsq(H[: m + 1, :m], right, rcond=None)[0]
         left = float(np.linalg.norm(right - H[: m + 1, :m] @ y))
-        if left <= tolerance / 2:  # one pass, and a look at what it has left
+        if left <= tolerance / 2:  # one pass, and one product for the residual
             degree, sweeps = m, m + 1
             break
         worst = max(left, 1e-300) * np.sqrt(len(ptr) - 1)
@@ -122,7 +122,7 @@ def _steps(
             passes = np.ceil(np.log(tolerance) / np.log(worst))
             if passes * (m + 1) < sweeps:
                 degree, sweeps = m, passes * (m + 1)
-    if degree == 0:  # H <- A H + X, whose contraction is known
+    if degree == 0:  # H <- A H + X, whose rate of convergence is known
         row = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
         sums = (np.bincount(end, np.abs(weight)).max() for end in (row, other))
         rate = min(*sums, 1 - 1e-9)
@@ -134,7 +134,9 @@ def _steps(
 def _arnoldi(
     ptr: np.ndarray, other: np.ndarray, weight: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """I - A in the basis of its Krylov space, [m + 1, m] behind step m."""
+    """I - A in a basis of its Krylov space: after step m, the first [m + 1, m] entries
+    of the yielded matrix.
+    """
     n = len(ptr) - 1
     most = min(_MAX_STEPS, n)
     V, H = np.empty((most + 1, n)), np.zeros((most + 1, most))
@@ -144,12 +146,12 @@ def _arnoldi(
         v = V[j + 1]
         _multiply(ptr, other, weight, V[j], v)
         np.subtract(V[j], v, out=v)
-        for _ in range(2):  # twice is enough, as Kahan says
+        for _ in range(2):  # "twice is enough" (Kahan)
             h = V[: j + 1] @ v
             H[: j + 1, j] += h
             v -= h @ V[: j + 1]
         H[j + 1, j] = np.linalg.norm(v)
-        if H[j + 1, j] < 1e-13:  # nothing is left: the polynomial is exact
+        if H[j + 1, j] < 1e-13:  # an invariant subspace: the polynomial is exact
             H[j + 1, j] = 0
             yield H
             return
@@ -174,7 +176,7 @@ def _harmonic_ritz_values(H: np.ndarray) -> np.ndarray:
 
 
 def _leja(roots: np.ndarray) -> np.ndarray:
-    """The steps, each root as far from those before as can be, pairs together."""
+    """The steps in Leja order: each root far from all before it, pairs together."""
     pairs = roots[roots.imag >= 0]
     left = [(z, 1 if z.imag == 0 else 2) for z in pairs]
     taken: list[complex] = []

@@ -1,10 +1,9 @@
 """The resolvent in plain PyTorch, on any device, without a loop over nodes or edges.
 
-Four solvers. *sparse* walks the elimination tree level by level, each level at once.
-*dense* and *neumann* work on dense matrices, block by block on the CPU and padded on
-other devices; *neumann* in state form and *iterative*
-multiply by the sparse A. Gradients are
-written out, as all of this runs inside one registered operator, below autograd.
+There are four solvers. *sparse* processes the elimination tree level by level. *dense*
+and *neumann* use dense matrices, block by block on the CPU and padded on other devices;
+*neumann* in state form and *iterative* multiply by the sparse A. Gradients are written
+out, as all of this runs inside one registered operator, below autograd.
 """
 
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 DEVICES = None
 
-#: Numbers that one slice of states, or one padded group of matrices, may hold.
+#: The number of entries that a slice of states or a padded group of matrices may have.
 _MAX_NUMEL = 1 << 26
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -45,7 +44,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def why_not(call: Call) -> str | None:
-    """It computes everything, unless elimination would need pivots."""
+    """It has no chunk form, and eliminates without pivoting with the sparse solver."""
     if call.choice.form == "chunk":
         return (
             "form='chunk' has no torch backend, but numba and triton; use form='auto'"
@@ -59,9 +58,9 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and the factors of elimination or an iteration's steps.
+    """The output [V, heads, P]; saves the sparse factors or an iteration's steps.
 
-    Both are small beside the states, which are never kept.
+    Both are small compared with the states, which are never saved.
     """
     if call.choice.solver == "sparse":
         factors, _ = call.once("levelled factors", lambda: _factorize(call))
@@ -111,7 +110,7 @@ def _dense_mask_forward(call: Call) -> Tensor:
 
 
 def _dense_mask_backward(call: Call, grad: Tensor) -> Gradients:
-    """Gradients from dense matrices; dA = L^T dL L^T if exact."""
+    """Gradients from dense matrices; without `num_terms`, dA = L^T dL L^T."""
     query, key, value, edge_weight = call.inputs[:4]
     outs = [torch.empty_like(x) for x in (query, key, value, edge_weight)]
     for chunk in _chunks(call):
@@ -165,10 +164,10 @@ def _dense_resolvent(
 ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     r"""The resolvent, or the sum of powers up to `num_terms`, and its pullback.
 
-    Whether I - A is singular is for the forward pass to find out, as it takes a wait.
+    Only the forward pass checks if I - A is singular, as the host waits for the result.
 
-    The sum :math:`S_m` of :math:`m` terms and :math:`P_m = A^m` grow along the bits of
-    :math:`m`, by :math:`S_{2m} = S_m + P_m S_m` and :math:`S_{m+1} = I + A S_m`.
+    The sum :math:`S_m` of :math:`m` terms and :math:`P_m = A^m` are computed bit by bit
+    of :math:`m`, by :math:`S_{2m} = S_m + P_m S_m` and :math:`S_{m+1} = I + A S_m`.
     """
     eye = _eye(A)
     if num_terms is None:
@@ -242,7 +241,7 @@ def _powers(call: Call, X: Tensor) -> Iterator[Tensor]:
 
 
 def _iterative_forward(call: Call, steps: Tensor) -> Tensor:
-    """The output from states that an iteration finds."""
+    """The output from states that are computed by iteration."""
     query, key, value = call.inputs[:3]
     out = torch.zeros_like(value)
     q, k = _repeat(query, value), _repeat(key, value)
@@ -271,13 +270,13 @@ def _iterative_backward(call: Call, steps: Tensor, grad: Tensor) -> Gradients:
 
 
 def _iterate(call: Call, steps: Tensor, X: Tensor, edges: Tensor) -> Tensor:
-    """(I - A)^-1 X, or of the transposed A: see `sparse_products`."""
+    """(I - A)^-1 X, or with A^T for flipped edges, as in `sparse_products`."""
     (col, row), weight = edges, call.inputs.edge_weight[..., None, None]
 
     def residual(H: Tensor, X: Tensor) -> Tensor:
         return (X - H).index_add(0, row, weight * H[col])
 
-    def norms(x: Tensor) -> Tensor:  # A contracts one of them
+    def norms(x: Tensor) -> Tensor:  # A is a contraction in one of them
         x = x.abs().nan_to_num(0.0)
         return torch.stack([x.amax(0), x.sum(0)])
 
@@ -306,18 +305,18 @@ def _iterate(call: Call, steps: Tensor, X: Tensor, edges: Tensor) -> Tensor:
         if left <= tolerance_of(call) or rounding or (safe and idle > 64):
             check_residual(left, call)
             break
-        if idle > 0 and not safe:  # the steps do not contract: those of A itself do
+        if idle > 0 and not safe:  # starts over with H <- A H + X, which converges
             H, r = torch.zeros_like(X), X
             safe, idle, best = True, 0, [float("inf")] * 2
     return H
 
 
 class _Chunk(NamedTuple):
-    """Some blocks of like size, padded to one."""
+    """Some blocks of similar size, padded to the largest."""
 
     padding: Padding
     edge: Tensor  #: [e], their edges
-    place: Tensor  #: [e], where these stand in a flattened [B, n, n]
+    place: Tensor  #: [e], index of each in a flattened [B, n, n]
 
     def gather(self, x: Tensor) -> Tensor:
         """[V, heads, C] -> [B, heads, n, C]."""
@@ -353,7 +352,7 @@ def _cut(symbolic: Blocks, device: torch.device, num_heads: int) -> list[_Chunk]
     first = 0
     while first < len(sizes):
         n = int(sizes[by_size[first]])
-        # On the CPU a padded group has no advantage over its blocks one by one.
+        # On the CPU, padded groups are no faster than blocks one by one.
         fits = 1 if device.type == "cpu" else max(1, _MAX_NUMEL // (n * n * num_heads))
         blocks = by_size[first : first + fits]
         first += len(blocks)
@@ -377,7 +376,7 @@ def _moved(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
 
 
 def _grouped_sum(x: Tensor, like: Tensor) -> Tensor:
-    """Sum over the heads of each group."""
+    """Sums over the heads of each group."""
     return x.unflatten(1, (like.size(1), -1)).sum(2)
 
 
@@ -401,14 +400,14 @@ def _inverse(check: bool) -> Callable[[Tensor], Tensor]:
 
 
 def _solution(M: Tensor, X: Tensor, check: bool) -> Tensor:
-    """M^-1 X; as in `_dense_resolvent`, singular matrices are found out once."""
+    """M^-1 X; as in `_dense_resolvent`, only the forward pass checks for errors."""
     return _unbatched(
         lambda *args: torch.linalg.solve_ex(*args, check_errors=check)[0], M, X
     )
 
 
 def _unbatched(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """Call a LAPACK function of [B, heads, n, n], one matrix at a time on the CPU.
+    """Calls a LAPACK function on [B, heads, n, n], one matrix at a time on the CPU.
 
     Batched LU is wrong there with more than one thread (pytorch#142815, #141358).
     """
@@ -425,7 +424,7 @@ def _unbatched(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
 
 
 class _Level(NamedTuple):
-    """What one level of a sweep does: state[row] -= value[entry] * state[col]."""
+    """One level of a sweep: state[row] -= value[entry] * state[col]."""
 
     node: Tensor
     row: Tensor
@@ -434,24 +433,24 @@ class _Level(NamedTuple):
 
 
 class Sweeps(NamedTuple):
-    """The levels of both sweeps of a symbolic, on a device."""
+    """The levels of both sweeps of a symbolic factor, on a device."""
 
     down: list[_Level]  #: over rows of L, leaves of the elimination tree first
     up: list[_Level]  #: over rows of U, roots first
     columns: list[Tensor]  #: the entries of L by the level of their column
     updates: list[tuple[Tensor, ...]]  #: value[a] -= value[b] * value[c], by level
-    row: Tensor  #: [F], of each entry of L
-    column: Tensor  #: [F]
-    slot: Tensor  #: [E], of each edge among all values
-    root: Tensor  #: [V], the last position that each one is connected to
+    row: Tensor  #: [F], row of each entry of L
+    column: Tensor  #: [F], column of each entry of L
+    slot: Tensor  #: [E], index of each edge in [diagonal | L | U]
+    root: Tensor  #: [V], last position of each one's connected component
     node: Tensor  #: [V], node at each position
     edge: Tensor  #: [E], the edges block by block, ...
-    edge_row: Tensor  #: [E], ... the positions that they lead to, ...
-    edge_col: Tensor  #: [E], ... and those that they come from
+    edge_row: Tensor  #: [E], ... positions of their targets, ...
+    edge_col: Tensor  #: [E], ... and of their sources
 
 
 class Factors(NamedTuple):
-    """I - A = L U, [V or F, heads], and the order of its sweeps."""
+    """I - A = L U, [V or F, heads], and its sweeps."""
 
     sweeps: Sweeps
     diagonal: Tensor  #: reciprocal of the diagonal of U
@@ -460,7 +459,7 @@ class Factors(NamedTuple):
 
 
 def _sweeps(symbolic: SymbolicFactor, device: torch.device) -> Sweeps:
-    """Group the rows of a symbolic by their level in the elimination tree."""
+    """Groups the rows of a symbolic factor by their level in the elimination tree."""
     F = symbolic.num_entries
     row = np.repeat(np.arange(symbolic.num_nodes), np.diff(symbolic.lower_ptr))
     col = symbolic.lower_col
@@ -489,12 +488,12 @@ def _sweeps(symbolic: SymbolicFactor, device: torch.device) -> Sweeps:
 
 
 def _sweeps_of(call: Call) -> Sweeps:
-    """The sweeps of a call, made once for each graph and device."""
+    """The sweeps of a call, cached for each graph and device."""
     return table(_sweeps, call.structure, call.inputs.edge_weight.device)
 
 
 def _factorize(call: Call) -> tuple[Factors, float]:
-    """Factors I - A in float64, and its pivot growth, as in the numba backend."""
+    """Factors I - A in float64; returns the pivot growth, too, as the numba backend."""
     symbolic, edge_weight = call.structure, call.inputs.edge_weight
     sweeps = _sweeps_of(call)
     V, F = symbolic.num_nodes, symbolic.num_entries
@@ -574,7 +573,7 @@ def _mask_backward(call: Call, factors: Factors, grad: Tensor) -> Gradients:
 
 
 def _columns(symbolic: Blocks, device: torch.device) -> tuple[Padding, Tensor]:
-    """The nodes of each block, and by position which of them it is."""
+    """The nodes of each block, and the index of each position's node among them."""
     (column,) = _moved(device, symbolic.local)
     return Padding(symbolic.order, symbolic.sizes, device), column
 
@@ -589,7 +588,7 @@ def _resolvents(call: Call, factors: Factors) -> tuple[Padding, Tensor]:
 
 
 def _solve(factors: Factors, X: Tensor, transpose: bool = False) -> Tensor:
-    """Solve (I - A) H = X, or its transpose, for X [V, heads, W]; overwrites X."""
+    """Solves (I - A) H = X, or its transpose, for X [V, heads, W]; overwrites X."""
     first, second = factors.lower, factors.upper
     if transpose:
         first, second = second, first
@@ -612,10 +611,11 @@ def _sweep(
 def _sums(
     symbolic: SymbolicFactor, sweeps: Sweeps, values: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each position's component [V, heads], for values that are I - A or L and U:
+    """Three properties of each position's component, [V, heads].
 
-    the largest row sum of |I - A|; the largest row sum of |L| |U|; whether all rows, or
-    all columns, of I - A are diagonally dominant.
+    If the values are those of I - A: the largest row sum of |I - A|, and last, whether
+    all its rows, or all columns, are diagonally dominant. If they are those of L and U:
+    second, the largest row sum of |L| |U|.
     """
     V, F = symbolic.num_nodes, symbolic.num_entries
     row, col = sweeps.row, sweeps.column
@@ -678,7 +678,7 @@ def _heights(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _updates(lower_ptr, lower_col, upper_ptr, upper_row, upper_entry):  # type: ignore[no-untyped-def]
-    """Every elementary update of the elimination: target, two factors, pivot."""
+    """All elementary updates of the elimination: target, two factors, pivot."""
     n, F = lower_ptr.shape[0] - 1, lower_col.shape[0]
     count = 0
     for k in range(n):

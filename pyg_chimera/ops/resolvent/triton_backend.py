@@ -1,8 +1,8 @@
-"""The resolvent of general graphs on a GPU, in Triton: each block's inverse, in tiles,
-or of sparse graphs the fronts of their supernodes.
+"""The resolvent on a GPU, in Triton: inverses of blocks in tiles, fronts of the
+supernodes of sparse graphs, or for paths two scans in chunks.
 
-Without pivoting, so it takes weights of which it is known at a glance that they need
-none: rows, or columns, of |A| sum to less than one. Of paths, two scans in chunks.
+Nothing is pivoted: for paths, the pivot growth is checked; otherwise the rows, or the
+columns, of |A| must sum to less than one.
 """
 
 from typing import TYPE_CHECKING
@@ -27,17 +27,19 @@ if TYPE_CHECKING:
 
 __all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
 
-#: Pairs of a solver and a form.
+#: The supported pairs of a solver and a form.
 _TAKES = (("dense", "mask"), ("sparse", "state"), ("sparse", "chunk"))
-#: Nodes of a block: a matrix is inverted by one program, and places are 32 bits wide.
+#: Nodes per block, as one program inverts a matrix, and offsets in it have 32 bits.
 _MOST_NODES = 8192
-#: Rows of a front, whose tiles are eliminated one after the other; places in it are 32
-#: bits wide.
+#: Rows per front, as its tiles are eliminated one after the other, and offsets in it
+#: have 32 bits.
 _MOST_ROWS = 16384
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, float32, small matrices and diagonal dominance."""
+    """It needs Triton, a GPU, float32, matrices that are not too large, and paths or
+    diagonal dominance.
+    """
     _, solver, form, *_ = call.choice
     if (solver, form) not in _TAKES:
         return (
@@ -81,7 +83,7 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and the resolvents, the fronts or states of chunks."""
+    """The output [V, heads, P]; saves resolvents, fronts, or states after chunks."""
     if call.choice.form == "chunk":
         from pyg_chimera.ops.resolvent import triton_paths
 
@@ -102,7 +104,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and edge weight."""
-    if call.choice.form == "chunk":  # eliminated anew, which takes little time
+    if call.choice.form == "chunk":  # the pivots are recomputed, which is fast
         from pyg_chimera.ops.resolvent import triton_paths
 
         return triton_paths.backward(call, _pivots(call)[0], saved[0], grad)
@@ -125,7 +127,7 @@ def _masks(call: Call) -> "Masks":
 def _masks_of(blocks: Blocks, device: torch.device) -> "Masks":
     from pyg_chimera.ops.common.triton_mask_form import Masks
 
-    # In the order of nodes, which is the same with factors and without.
+    # In node order, which is the same for all kinds of blocks.
     place = np.repeat(blocks.ptr[:-1], blocks.sizes) + blocks.local
     edges = (place[blocks.edge_row], place[blocks.edge_col], blocks.edge)
     return Masks.of(blocks.ptr, blocks.order, *edges, False, device)
@@ -138,7 +140,7 @@ def _fronts(call: Call) -> Fronts:
 
 
 def _pivots(call: Call) -> tuple[Pivots, Tensor]:
-    """Those of paths, and their growth."""
+    """The pivots of paths, and their growth."""
     places = table(Places.of, call.structure, call.inputs.value.device)
     return call.once("pivots", lambda: eliminate(places, call.inputs.edge_weight))
 

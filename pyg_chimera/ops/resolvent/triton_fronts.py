@@ -1,7 +1,7 @@
 r"""The resolvent of sparse graphs on a GPU: fronts, level by level.
 
-With the columns s of a front and the rows r below them (see `fronts`), eliminating its
-columns by Gauss and Jordan leaves all in its place that sweeps and its parent need:
+A front has columns s and rows r below them (see `fronts`). Gauss-Jordan elimination of
+its columns computes, in place, everything that the sweeps and its parent need:
 
 .. math::
     \begin{pmatrix} F_{ss} & F_{sr} \\ F_{rs} & F_{rr} \end{pmatrix} \to
@@ -10,13 +10,13 @@ columns by Gauss and Jordan leaves all in its place that sweeps and its parent n
 
 States :math:`H = (I - A)^{-1} k v^{\top}` then take one sweep upwards,
 :math:`X_r \gets X_r - E X_s`, and one downwards, :math:`H_s = G X_s - R H_r`. Adjoints
-:math:`Z = (I - A)^{-\top} q\, dy^{\top}` take the same with :math:`R^{\top}` upwards,
-and :math:`G^{\top}` and :math:`E^{\top}` downwards; they are swept along with states.
+:math:`Z = (I - A)^{-\top} q\, dy^{\top}` are computed in the same launches, with
+:math:`R^{\top}` upwards, and :math:`G^{\top}` and :math:`E^{\top}` downwards.
 
-A program has a row of tiles of a front. It pulls what its children, on lower levels,
-have for it, and writes what no other program of the launch reads or writes. A level
-takes a launch in each sweep, and to be eliminated one that adds up its fronts, and then
-one for each tile of columns.
+A program processes a row of tiles of a front. It gathers the contributions of the
+front's children, on lower levels, and writes nothing that another program of the launch
+reads or writes. Each level takes one launch per sweep. Its elimination takes one launch
+that adds up its fronts, and one per tile of columns.
 """
 
 from collections.abc import Iterator
@@ -33,21 +33,21 @@ from pyg_chimera.ops.resolvent.fronts import Fronts
 
 __all__ = ["TILE", "eliminate", "mix", "mix_gradients"]
 
-#: Rows and columns of a tile of a front, and numbers of states beside each other.
+#: Rows and columns of a tile of a front, and entries of each state per program.
 TILE, _LANES = 32, 64
-#: Numbers of states that are held at a time, if those of a key channel are no more.
+#: Entries of states to hold at a time, if those of one key channel are no more.
 _MAX_NUMEL = 1 << 28
-#: Options of kernels: no load may run ahead of the store of what it reads.
+#: Kernel options: no prefetching, as loads must not precede the stores they depend on.
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 # -------------------------------------------------------------------------- the calls
 
 
 def eliminate(fronts: Fronts, edge_weight: Tensor) -> Tensor:
-    """The fronts [heads, total] of I - A, eliminated, for weights [E, heads]."""
+    """The eliminated fronts of I - A, [heads, total], for weights [E, heads]."""
     heads = edge_weight.size(1)
     F = edge_weight.new_zeros(heads, fronts.total)
-    F.index_add_(1, fronts.entry, edge_weight.t(), alpha=-1)  # ones are added later
+    F.index_add_(1, fronts.entry, edge_weight.t(), alpha=-1)  # kernels add I
     shape = (fronts.pivots, fronts.size, fronts.offset)
     children = (fronts.child_ptr, fronts.child, fronts.source, fronts.place)
     tasks, precision = (fronts.task_front, fronts.task_row), input_precision(F)
@@ -67,7 +67,7 @@ def eliminate(fronts: Fronts, edge_weight: Tensor) -> Tensor:
 
 
 def mix(fronts: Fronts, F: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The output y = H^T q [V, heads, P]."""
+    """The output y = H^T q, [V, heads, P]."""
     y = torch.zeros_like(value)
     by_group = y.unflatten(1, (query.size(1), -1))
     for part in _parts(fronts, query, value, 1):
@@ -79,7 +79,7 @@ def mix(fronts: Fronts, F: Tensor, query: Tensor, key: Tensor, value: Tensor) ->
 def mix_gradients(
     fronts: Fronts, F: Tensor, query: Tensor, key: Tensor, value: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of `mix`, of query, key and value, and of the edges' weights."""
+    """The gradients of `mix`: of query, key, value and the edges' weights."""
     dq, dk, dv = (torch.zeros_like(x) for x in (query, key, value))
     dw = value.new_zeros(fronts.entry.numel(), value.size(1))
     v, dy, by_group = (x.unflatten(1, (query.size(1), -1)) for x in (value, grad, dv))
@@ -87,7 +87,7 @@ def mix_gradients(
     for part in _parts(fronts, query, value, 2):
         q, k = query[..., part], key[..., part]
         H, Z = _states(fronts, F, torch.stack([k, q]), right)
-        # Head by head, as nothing has to be moved for that.
+        # By head, and then summed, as the products then need not copy H and Z.
         dq[..., part] = torch.einsum("grvnp,vgrp->vgrn", H, dy).sum(2)
         dk[..., part] = torch.einsum("grvnp,vgrp->vgrn", Z, v).sum(2)
         by_group += torch.einsum("vgn,grvnp->vgrp", k, Z)
@@ -107,10 +107,10 @@ def _parts(fronts: Fronts, query: Tensor, value: Tensor, sides: int) -> Iterator
 
 
 def _states(fronts: Fronts, F: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """States of left [sides, V, G, N] times right [sides, V, heads, P].
+    """Solves for outer products of left [sides, V, G, N] and right [sides, V, H, P].
 
-    The second side, if there is one, is of the transposed matrix. Returns [sides,
-    groups, heads of a group, V, N, P].
+    The second side, if there is one, is solved with the transposed matrix. Returns
+    [sides, G, heads of a group, V, N, P].
     """
     (sides, nodes, groups, keys), (heads, channels) = left.shape, right.shape[2:]
     left, right = left.contiguous(), right.contiguous()
@@ -148,14 +148,13 @@ def _edge_gradient(fronts: Fronts, H: Tensor, Z: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------- the elimination
 
-#: Sizes that differ from level to level, or from graph to graph, which kernels are not
-#: compiled anew for.
+#: Sizes that differ between levels or graphs, and must not cause recompilation.
 _ANY = ["first_task", "rows", "nodes"]
 
 
 @triton.jit
 def _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task):  # type: ignore[no-untyped-def]
-    """Of a program: the front, the row of tiles; how many columns, and rows."""
+    """A program's front and row of tiles; the front's numbers of columns and rows."""
     task = first_task + tl.program_id(0)
     x = tl.load(TASK_FRONT + task)
     return x, tl.load(TASK_ROW + task), tl.load(PIVOTS + x), tl.load(SIZE + x)
@@ -165,13 +164,13 @@ def _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task):  # type: ignore[no-un
 def _eliminate_own(  # type: ignore[no-untyped-def]
     matrix, p, tiles, pivots, TILE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Eliminates the columns of tile p in the row of tiles that has their pivots."""
+    """Eliminates the columns of tile p in row p of tiles, which has their pivots."""
     o, left = tl.arange(0, TILE), pivots - p * TILE
     eye = (o[:, None] == o[None, :]).to(matrix.dtype.element_ty)
     place = matrix_tile(matrix, p, p, tiles, TILE)
     X = tl.load(place) + tl.where(o[None, :] < left, eye, 0.0)
     X = eliminated(X, tl.minimum(left, TILE), TILE)
-    tl.debug_barrier()  # before a store: all have read what it replaces
+    tl.debug_barrier()  # all must have read the old values before the store
     tl.store(place, X)
     X = tl.where(o[None, :] < left, X, eye)
     for j in range(0, tiles):
@@ -187,7 +186,9 @@ def _add_up(  # type: ignore[no-untyped-def]
     F, PIVOTS, SIZE, OFFSET, CHILD_PTR, CHILD, SOURCE, PLACE, TASK_FRONT, TASK_ROW,
     first_task, total, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the children's updates to a row of tiles; eliminates in the first one."""
+    """Adds the children's updates to a row of tiles, and eliminates the columns of tile
+    0 in the first row, which has their pivots.
+    """
     x, i, pivots, size = _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task)
     F += tl.program_id(1).to(tl.int64) * total
     matrix, tiles = F + tl.load(OFFSET + x), tl.cdiv(size, TILE)
@@ -205,9 +206,9 @@ def _add_up(  # type: ignore[no-untyped-def]
                 width = tl.cdiv(tl.load(SIZE + child), TILE) * TILE
                 at = tl.load(OFFSET + child) + (row * width)[:, None] + col[None, :]
                 new += tl.load(F + at, mask=there, other=0.0)
-            tl.debug_barrier()  # before a store: all have read what it replaces
+            tl.debug_barrier()  # all must have read the old values before the store
             tl.store(place, new)
-        tl.debug_barrier()  # after it: what follows reads it
+        tl.debug_barrier()  # what follows reads what was stored
     if i == 0:
         _eliminate_own(matrix, 0, tiles, pivots, TILE, PRECISION)
 
@@ -217,10 +218,11 @@ def _eliminate(  # type: ignore[no-untyped-def]
     F, PIVOTS, SIZE, OFFSET, TASK_FRONT, TASK_ROW, first_task, p, total,
     TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Eliminates the columns of tile p in another row of tiles, and then the next.
+    """Eliminates the columns of tile p in a row of tiles i != p; if i = p + 1, also
+    those of tile i, as this row has their pivots.
 
-    With X of tile p, p: M_ij <- M_ij - M_ip M_pj, M_ip <- -M_ip X; of columns that are
-    not eliminated, in the last tile, M_ip <- M_ip - M_ip X.
+    With X from the tile p, p: M_ij <- M_ij - M_ip M_pj; M_ip <- -M_ip X. The last tile
+    may have columns that are not eliminated: for these, M_ip <- M_ip - M_ip X.
     """
     x, i, pivots, size = _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task)
     left = pivots - p * TILE
@@ -235,14 +237,14 @@ def _eliminate(  # type: ignore[no-untyped-def]
                 place = matrix_tile(matrix, i, j, tiles, TILE)
                 row = tl.load(matrix_tile(matrix, p, j, tiles, TILE))
                 new = tl.load(place) - tl.dot(factor, row, input_precision=PRECISION)
-                tl.debug_barrier()  # before a store: all have read what it replaces
+                tl.debug_barrier()  # all must have read the old values before the store
                 tl.store(place, new)
         row = tl.load(matrix_tile(matrix, p, p, tiles, TILE))
         new = mine - factor - tl.dot(factor, row, input_precision=PRECISION)
         tl.debug_barrier()
         tl.store(matrix_tile(matrix, i, p, tiles, TILE), new)
         if (i == p + 1) & (left > TILE):
-            tl.debug_barrier()  # after it: what follows reads it
+            tl.debug_barrier()  # what follows reads what was stored
             _eliminate_own(matrix, i, tiles, pivots, TILE, PRECISION)
 
 
@@ -253,7 +255,7 @@ def _eliminate(  # type: ignore[no-untyped-def]
 def _front_tile(matrix, i, j, tiles, side, SIDES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Tile i, j of a front, or of the transposed one."""
     place = matrix_tile(matrix, i, j, tiles, TILE)
-    if SIDES == 2:  # steps of a row and of a column, as a branch takes more registers
+    if SIDES == 2:  # strides that depend on the side: a branch takes more registers
         o, width = tl.arange(0, TILE), tiles * TILE
         down = tl.where(side == 0, width, 1)
         across = tl.where(side == 0, 1, width)
@@ -264,7 +266,7 @@ def _front_tile(matrix, i, j, tiles, side, SIDES: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def _lanes(lanes, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of a program: the lanes of the states, and which of them there are."""
+    """A program's lanes (entries of states), and a mask of those that exist."""
     lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
     return lane, lane < lanes
 
@@ -275,7 +277,9 @@ def _pulled(  # type: ignore[no-untyped-def]
     pivots, GROUPS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a vector: what its columns write, and what its children have for it."""
+    """Rows of a front's vector: the outer products of its own nodes, plus the rows of
+    its children's vectors.
+    """
     r, (lane, there) = i * TILE + tl.arange(0, TILE), _lanes(N * P, LANES)
     node = tl.load(NODE + first + r, mask=r < pivots, other=0).to(tl.int64)
     own = (r < pivots)[:, None] & there[None, :]
@@ -300,9 +304,9 @@ def _sweep_up(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SIDES: tl.constexpr,
     LANES: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """X_r - E X_s, or with R^T, of some rows and lanes.
+    """X_s, and X_r - E X_s or the same with R^T: some rows and lanes.
 
-    X_s itself is pulled anew for each row of tiles: it takes no more than the product.
+    Each row of tiles gathers X_s again, which takes no longer than the product.
     """
     x, i, pivots, size = _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task)
     side, h = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
@@ -340,7 +344,7 @@ def _sweep_down(  # type: ignore[no-untyped-def]
     total, rows, nodes, HEADS: tl.constexpr, WIDTH: tl.constexpr, SIDES: tl.constexpr,
     LANES: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """H_s = G X_s - R H_r, or with G^T and E^T, of some rows and lanes."""
+    """H_s = G X_s - R H_r, or the same with G^T and E^T: some rows and lanes."""
     x, i, pivots, size = _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task)
     side, h = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     matrix = F + h.to(tl.int64) * total + tl.load(OFFSET + x)

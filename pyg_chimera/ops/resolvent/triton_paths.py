@@ -1,4 +1,4 @@
-"""The resolvent of paths on a GPU: two scans in chunks, as `path_factors` says."""
+"""The resolvent of paths on a GPU: two scans in chunks, as in `path_factors`."""
 
 from typing import NamedTuple
 
@@ -23,11 +23,14 @@ __all__ = ["backward", "forward"]
 
 
 class _Tables(NamedTuple):
-    """What depends on the graph alone, on a device, of S states and L entries."""
+    """Tables that depend on the graph only, on a device: S states, L entries.
+
+    States are in the order of the scans.
+    """
 
     chunks: Chunks
-    state: Tensor  #: [S] where the gate of each state is, in the order of the scans
-    entry: Tensor  #: [L] where the weight of each entry is
+    state: Tensor  #: [S] index of each state's source in the `gates`
+    entry: Tensor  #: [L] index of each entry's weight in the `gates`
     writer: Tensor  #: [S] the node that writes each state
     reader: Tensor  #: [S] the node that reads it
 
@@ -36,7 +39,7 @@ class _Tables(NamedTuple):
         scans = path_scans(symbolic)
         assert scans is not None
         states, position = scans.states, np.arange(len(scans.states.state))
-        later = np.setdiff1d(position, states.ptr[:-1])  # an entry leads to each
+        later = np.setdiff1d(position, states.ptr[:-1])  # positions with an entry
         arrays = (
             states.state, scans.entry, states.writer[states.state],
             states.reader[states.state],
@@ -48,7 +51,7 @@ class _Tables(NamedTuple):
 
 
 class _Rows:
-    """What the scans take: a row for each state."""
+    """The inputs of the scans, one row per state."""
 
     def __init__(self, call: Call, pivots: Pivots) -> None:
         query, key, value = call.inputs[:3]
@@ -67,7 +70,7 @@ class _Rows:
         )
 
     def summed(self, x: Tensor, node: Tensor) -> Tensor:
-        """Of the rows of each node."""
+        """The sums over the rows of each node."""
         return x.new_zeros(self.nodes, *x.shape[1:]).index_add_(0, node, x)
 
 
