@@ -52,7 +52,8 @@ PARTS = ("peptides", "planar", "filling", "dataset", "first-call")
 def chimera(**options: Any) -> ChimeraConv:
     # With the paper's initial values: with long ranges, the problem is conditioned
     # worse, and equally accurate solvers differ by more.
-    return ChimeraConv(CHANNELS, CHANNELS, HEADS, STATE_CHANNELS, reach=None, **options)
+    own = {"reach": None, "qk_norm": False, **options}
+    return ChimeraConv(CHANNELS, CHANNELS, HEADS, STATE_CHANNELS, **own)
 
 
 def delta(**options: Any) -> GatedDeltaConv:

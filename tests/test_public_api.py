@@ -77,9 +77,13 @@ FOREIGN = (
     "pyg_chimera.ops.channel_scan.triton_span_scan",
     "pyg_chimera.ops.common.triton_carry",
     "pyg_chimera.ops.common.triton_chunk_form",
+    "pyg_chimera.ops.common.triton_elimination",
     "pyg_chimera.ops.common.triton_mask_form",
     "pyg_chimera.ops.dag_scan.triton_state_form",
+    "pyg_chimera.ops.delta_scan.triton_chunks",
+    "pyg_chimera.ops.delta_scan.triton_states",
     "pyg_chimera.ops.neighborhood_attention.triton_edges",
+    "pyg_chimera.ops.resolvent.triton_fronts",
     "pyg_chimera.ops.resolvent.triton_paths",
     "pyg_chimera.ops.selective_scan.triton_span_scan",
 )

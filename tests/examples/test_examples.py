@@ -184,14 +184,16 @@ def test_recipes_of_chimera_stay_below_500k_parameters(preset, name):
     assert 300_000 < count_parameters(lrgb.build_model(args)) < 500_000
 
 
-@pytest.mark.parametrize("preset", ["released", "paper", "demo"])
+@pytest.mark.parametrize("preset", ["released", "paper", "short", "demo"])
 @pytest.mark.parametrize("name", lrgb.MODELS[1:])
 def test_models_have_the_same_size(preset, name):
     argv = ("--preset", preset, "--dataset", "peptides-func")
     target = count_parameters(lrgb.build_model(get_args(lrgb, *argv)))
     args = lrgb.match_chimera(get_args(lrgb, *argv, "--model", name))
     model = lrgb.build_model(args)
-    assert count_parameters(model) == pytest.approx(target, rel=0.05)
+    # One more channel for each of four heads is a seventh of the small model.
+    tolerance = 0.08 if preset == "demo" else 0.05
+    assert count_parameters(model) == pytest.approx(target, rel=tolerance)
     assert model.channels % args.heads == 0
 
 

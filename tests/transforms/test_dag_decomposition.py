@@ -373,7 +373,7 @@ def test_small_and_looped_paths_and_grids():
 
 def test_neither_grid_nor_path():
     grid = ImageToGraph()(torch.rand(1, 2, 3))
-    with pytest.raises(ValueError, match="must be a path whose nodes follow"):
+    with pytest.raises(ValueError, match="must be a path with nodes numbered in order"):
         DAGDecomposition(method="path")(grid)
     transform = DAGDecomposition(method="grid")
     with pytest.raises(ValueError, match=r"of a grid of 6 nodes.*\(got None and None"):

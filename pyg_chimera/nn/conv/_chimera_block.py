@@ -70,7 +70,7 @@ class ChimeraBlock(MessagePassing):
         num_selectivities: int,
         num_dags: int,
         copies: int,
-        qk_norm: bool = False,
+        qk_norm: bool,
         **kwargs: Any,
     ) -> None:
         super().__init__(aggr="add", node_dim=0, **kwargs)

@@ -181,7 +181,7 @@ class GatedDeltaConv(ChimeraBlock):
             edge_dim=edge_dim, taps=(conv_kernel,) if conv_kernel > 1 else None,
             gated=gated, bias=bias, reach=reach, differential=differential, form=form,
             backend=backend, num_selectivities=rates + 1, num_dags=1,
-            copies=1, **kwargs,
+            copies=1, qk_norm=False, **kwargs,
         )  # fmt: skip
         self.acyclic = acyclic
         self.prediction = prediction

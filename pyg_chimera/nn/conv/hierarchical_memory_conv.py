@@ -133,7 +133,8 @@ class HierarchicalMemoryConv(ChimeraBlock):
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
             bias=bias, reach=None, differential=False, form="auto", backend=backend,
-            num_selectivities=2 * _LEVELS + 2, num_dags=1, copies=1, **kwargs,
+            num_selectivities=2 * _LEVELS + 2, num_dags=1, copies=1,
+            qk_norm=False, **kwargs,
         )  # fmt: skip
         self.decays = tuple(decays)
         self.features = Sequential(

@@ -162,7 +162,8 @@ class Operator(Generic[Inputs, Structure]):
                 reason = f"{choice.reason}; {why}"
                 return call.taking(choice._replace(reason=reason))
             problems.append(problem)
-        raise ValueError("; ".join([*unsuitable.values(), *problems]))
+        said = dict.fromkeys([*unsuitable.values(), *problems])
+        raise ValueError("; ".join(said))
 
     def usable(self, inputs: Inputs) -> list[str]:
         """The backends that match the request and run on the device of the inputs.

@@ -420,7 +420,7 @@ def _adjoint(  # type: ignore[no-untyped-def]
         tl.store(matrix_tile(M + start, i, j, tiles, TILE), m)
 
 
-@triton.jit(do_not_specialize=["num_edges"])
+@triton.jit(do_not_specialize=["total", "num_edges"])
 def _edge_gradient(  # type: ignore[no-untyped-def]
     M, L, DW, ROW, COL, STOP, total, num_edges, heads, TILE: tl.constexpr
 ):  # fmt: skip

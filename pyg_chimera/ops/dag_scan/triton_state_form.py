@@ -29,7 +29,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.triton_runtime import on_device_of
 from pyg_chimera.ops.dag_scan.states import StateGraph
 
-__all__ = ["Chains", "bounds", "row_of", "scan", "scan_gradients"]
+__all__ = ["Chains", "bounds", "ring_of", "row_of", "scan", "scan_gradients"]
 
 #: The most key channels and value channels of a slice.
 _ROWS, _COLUMNS = 64, 32
@@ -52,7 +52,8 @@ class Chains(NamedTuple):
     far_parent: Tensor  #: [S] whether a parent is not the position just before
     far_child: Tensor  #: [S] whether a child is not the position just after
     edge: Tensor  #: [L] the edge of each entry, int64
-    ring: int  #: the most positions that an entry leads back, at least 1
+    ring_ptr: Tensor  #: [C + 1] first slot of each component's ring, which has as ...
+    rings: int  #: ... many as an entry leads back there at most; the slots of all
 
     @classmethod
     def of(cls, graph: StateGraph, device: torch.device) -> "Chains":
@@ -65,9 +66,12 @@ class Chains(NamedTuple):
             graph.component_ptr, graph.state, graph.parent_ptr, graph.parent,
             graph.child_ptr, graph.child, graph.child_entry, far_parent, far_child,
         )  # fmt: skip
-        tables = (torch.from_numpy(x.astype(np.int32)).to(device) for x in arrays)
-        edge, ring = torch.from_numpy(graph.edge), int(graph.bandwidth.max(initial=1))
-        return cls(*tables, edge.to(device), ring)  # type: ignore[call-arg, arg-type]
+        ring_ptr = np.append(0, np.cumsum(np.maximum(graph.bandwidth, 1)))
+        *tables, rings = (
+            torch.from_numpy(x.astype(np.int32)).to(device) for x in (*arrays, ring_ptr)
+        )
+        edge = torch.from_numpy(graph.edge).to(device)
+        return cls(*tables, edge, rings, int(ring_ptr[-1]))  # type: ignore[call-arg, arg-type]
 
 
 class _Sizes(NamedTuple):
@@ -110,12 +114,13 @@ def scan(
     slices = sizes.down * sizes.across
     programs = (chains.ptr.numel() - 1) * sizes.heads
     y = value.new_empty(sizes.down, *value.shape)
-    ring = value.new_empty(programs, slices, chains.ring, sizes.rows * sizes.columns)
+    numel = sizes.rows * sizes.columns
+    ring = value.new_empty(slices, sizes.heads, chains.rings, numel)
     with on_device_of(value):
         _walk_down[programs, slices](
             *operands, y, ring, chains.ptr, chains.node, chains.parent_ptr,
-            chains.parent, chains.far_child, value.size(0), chains.ring, *sizes,
-            **_OPTIONS,
+            chains.parent, chains.far_child, chains.ring_ptr, value.size(0),
+            chains.rings, *sizes, **_OPTIONS,
         )  # fmt: skip
     return y.sum(0)
 
@@ -143,12 +148,12 @@ def scan_gradients(
     numel = sizes.rows * sizes.columns
     at_once = min(slices, max(1, _MAX_NUMEL // (states * heads * numel)))
     kept = value.new_empty(at_once, heads, states, numel)
-    ring = value.new_empty(programs, at_once, chains.ring, numel)
+    ring = value.new_empty(at_once, heads, chains.rings, numel)
     with on_device_of(value):
         for first in range(0, slices, at_once):
             _walk_down_and_up[programs, min(at_once, slices - first)](
-                *operands, dq, dk, dv, dw, kept, ring, *chains[:8], states,
-                weight.size(0), chains.ring, first, *sizes, **_OPTIONS,
+                *operands, dq, dk, dv, dw, kept, ring, *chains[:8], chains.ring_ptr,
+                states, weight.size(0), chains.rings, first, *sizes, **_OPTIONS,
             )  # fmt: skip
     dq, dk = (x.sum(0).unflatten(1, (sizes.groups, -1)).sum(2) for x in (dq, dk))
     by_edge = torch.empty_like(weight).index_copy_(0, chains.edge, dw.sum(0))
@@ -162,6 +167,13 @@ def scan_gradients(
 def bounds(PTR, i):  # type: ignore[no-untyped-def]
     """The bounds of row i, int64 as offsets computed from them may be large."""
     return tl.load(PTR + i).to(tl.int64), tl.load(PTR + i + 1).to(tl.int64)
+
+
+@triton.jit
+def ring_of(RING_PTR, c):  # type: ignore[no-untyped-def]
+    """The first slot of component c's ring, and its size."""
+    begin, end = bounds(RING_PTR, c)
+    return begin, end - begin
 
 
 @triton.jit
@@ -182,21 +194,22 @@ def _slice(  # type: ignore[no-untyped-def]
 
 
 #: Sizes that differ from batch to batch, and must not cause recompilation.
-_ANY = ["num_states", "num_edges", "ring", "first_slice"]
+_ANY = ["num_states", "num_edges", "rings", "first_slice"]
 
 
 @triton.jit(do_not_specialize=_ANY[::2])
 def _walk_down(  # type: ignore[no-untyped-def]
-    Q, K, V, W, Y, RING, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD, num_states,
-    ring, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
+    Q, K, V, W, Y, RING, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD, RING_PTR,
+    num_states, rings, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The output of a component, a head and a slice."""
     h, z = tl.program_id(0) % HEADS, tl.program_id(1)
     n, p, n_there, p_there, part, _ = _slice(z, N, P, ROWS, COLUMNS)
     inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
-    held = RING + program * ring * (ROWS * COLUMNS) + inside
+    base, ring = ring_of(RING_PTR, tl.program_id(0) // HEADS)
+    first_slot = (z.to(tl.int64) * HEADS + h) * rings + base
+    held = RING + first_slot * (ROWS * COLUMNS) + inside
     H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the last position's state
     begin, end = bounds(PTR, tl.program_id(0) // HEADS)
     for i in range(begin, end):
@@ -225,9 +238,9 @@ def _walk_down(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_ANY)
 def _walk_down_and_up(  # type: ignore[no-untyped-def]
     Q, K, V, W, DY, DQ, DK, DV, DW, KEPT, RING, PTR, NODE, PARENT_PTR, PARENT,
-    CHILD_PTR, CHILD, CHILD_ENTRY, FAR_PARENT, num_states, num_edges, ring, first_slice,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHILD_PTR, CHILD, CHILD_ENTRY, FAR_PARENT, RING_PTR, num_states, num_edges, rings,
+    first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a component, a head and a slice."""
     h, z = tl.program_id(0) % HEADS, tl.program_id(1)
@@ -237,8 +250,9 @@ def _walk_down_and_up(  # type: ignore[no-untyped-def]
     inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     states = (z.to(tl.int64) * HEADS + h) * num_states
     kept = KEPT + states * (ROWS * COLUMNS) + inside
-    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
-    held = RING + program * ring * (ROWS * COLUMNS) + inside
+    base, ring = ring_of(RING_PTR, tl.program_id(0) // HEADS)
+    first_slot = (z.to(tl.int64) * HEADS + h) * rings + base
+    held = RING + first_slot * (ROWS * COLUMNS) + inside
     begin, end = bounds(PTR, tl.program_id(0) // HEADS)
 
     H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the last position's state

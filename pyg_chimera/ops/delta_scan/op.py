@@ -122,11 +122,13 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             small = [x._replace(cost=None) for x in small]  # costs are those of a CPU
         alone = "cycles need matrices" if cyclic else "matrices would not fit"
         several = len({x.form for x in small}) > 1
-        # GPU kernels are preferred, if they support the call.
+        # GPU kernels are preferred, if they support the call and levels are narrow.
         preferred = triton_backend.preferred_form(call)
-        first = [x for x in small if x.backend == "triton"]
-        first.sort(key=lambda x: x.form != preferred)
-        first += [x for x in small if x.backend != "triton"][:1]
+        kernels = [x for x in small if x.backend == "triton"]
+        kernels.sort(key=lambda x: x.form != preferred)
+        first = [x for x in small if x.backend != "triton"][:1]
+        by_levels = len(kernels) > 0 and triton_backend.is_serial(graph)
+        first = first + kernels if by_levels else kernels + first
         for i, x in enumerate(first):
             others = tuple(y for y in small if y is not x)
             why = WHY_FORM[x.form] if several else alone

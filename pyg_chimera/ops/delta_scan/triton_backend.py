@@ -25,6 +25,7 @@ __all__ = [
     "FORMS",
     "backward",
     "forward",
+    "is_serial",
     "preferred_form",
     "why_not",
 ]
@@ -38,6 +39,9 @@ _MOST_KEYS = {"state": 128, "chunk": 64}
 _MOST_NUMEL = 8192
 #: Most nodes (two chunks) of a path for it to be computed in state form.
 _SHORT_PATH = 64
+#: Nodes of a component up to which the state form is preferred, whatever the depth, and
+#: nodes per level from which on levels are. Estimates: nobody has measured it on a GPU.
+_FEW_NODES, _WIDE = 1024, 16
 
 
 def why_not(call: Call) -> str | None:
@@ -67,6 +71,14 @@ def why_not(call: Call) -> str | None:
             f"{keys} x {values}; use backend='torch'"
         )
     return reason
+
+
+def is_serial(graph: DeltaGraph) -> bool:
+    """Whether a component is large and far from a path, so that the levels of the torch
+    backend take fewer steps than its nodes one by one.
+    """
+    largest = int(graph.sizes.max(initial=0))
+    return largest > max(_FEW_NODES, _WIDE * graph.depth)
 
 
 def preferred_form(call: Call) -> str:

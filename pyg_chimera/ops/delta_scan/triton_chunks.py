@@ -64,9 +64,9 @@ class _Saved(NamedTuple):
 
     state: Tensor  #: the state after each chunk, [K, heads, N, P]
     end: Tensor  #: E beside K^T (l * U_0), [K, heads, N, N + P]
-    decay: Tensor  #: r_last, [K, heads]
     inverse: Tensor  #: T, [K, heads, C, C]
     written: Tensor  #: u, [V, heads, P]
+    decay: Tensor  #: r_last, [K, heads]; last, as it would misalign what follows it
 
 
 # -------------------------------------------------------------------------- the calls
@@ -105,7 +105,7 @@ def scan(
             query, key, factors, weight, state, y, u, *chunks[:3], *sizes, precision,
             **_OPTIONS,
         )  # fmt: skip
-    return y, _Saved(state, end, decay, inverse, u)
+    return y, _Saved(state, end, inverse, u, decay)
 
 
 def scan_gradients(
@@ -127,7 +127,7 @@ def scan_gradients(
     beta = positive(beta).contiguous()
     weight = by_position(chunks, edge_weight)
     (groups, N), (V, heads, P) = key.shape[1:], value.shape
-    state, end, decay, inverse, u = _Saved(*saved)
+    state, end, inverse, u, decay = saved
     size = triton_chunk_form.CHUNK
     factors = value.new_empty(V, heads, N + P)
     dv, dk = value.new_empty(value.shape), value.new_empty(V, heads, N)

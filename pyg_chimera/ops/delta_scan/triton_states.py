@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import on_device_of
-from pyg_chimera.ops.dag_scan.triton_state_form import Chains, bounds, row_of
+from pyg_chimera.ops.dag_scan.triton_state_form import Chains, bounds, ring_of, row_of
 
 __all__ = ["scan", "scan_gradients"]
 
@@ -106,19 +106,21 @@ def scan(
     surprise: Tensor | None,
 ) -> Tensor:
     """The output [V, heads, P], for weights [E, heads] or [E, heads, N]."""
+    if query.numel() == 0 or value.numel() == 0:
+        return value.new_zeros(value.shape)
     y = value.new_empty(value.shape)
-    if value.numel() == 0:
-        return y
     sizes = _Sizes.of(query, value, weight, surprise, undecayed)
     operands = _operands(chains, query, key, value, beta, weight, surprise)
-    components, slices = chains.ptr.numel() - 1, sizes.slices
-    length = components * chains.ring
-    ring = value.new_empty(slices, sizes.heads, length, sizes.numel)
+    programs, slices = (chains.ptr.numel() - 1) * sizes.heads, sizes.slices
+    in_slice = sizes.heads * chains.rings * sizes.numel
+    at_once = min(slices, max(1, _MAX_NUMEL // in_slice))
+    ring = value.new_empty(at_once, sizes.heads, chains.rings, sizes.numel)
     with on_device_of(value):
-        _walk[components * sizes.heads, slices](
-            *operands, y, y, ring, *chains[:4], chains.far_child, length,
-            chains.ring, 0, *sizes, False, **sizes.options,
-        )  # fmt: skip
+        for first in range(0, slices, at_once):
+            _walk[programs, min(at_once, slices - first)](
+                *operands, y, y, ring, *chains[:4], chains.far_child, chains.ring_ptr,
+                chains.rings, first, *sizes, False, **sizes.options,
+            )  # fmt: skip
     return y
 
 
@@ -138,7 +140,7 @@ def scan_gradients(
     """
     tensors = [query, key, value, beta, weight]
     tensors += [] if surprise is None else [surprise]
-    if value.numel() == 0:
+    if query.numel() == 0 or value.numel() == 0:
         return tuple(map(torch.zeros_like, tensors))
     sizes = _Sizes.of(query, value, weight, surprise, undecayed)
     operands = _operands(chains, query, key, value, beta, weight, surprise)
@@ -156,19 +158,19 @@ def scan_gradients(
     at_once = min(slices, max(1, _MAX_NUMEL // (nodes * heads * sizes.numel)))
     kept = value.new_empty(at_once, heads, nodes, sizes.numel)
     programs = (chains.ptr.numel() - 1) * heads
-    ring = value.new_empty(programs, at_once, chains.ring, sizes.numel)
+    ring = value.new_empty(at_once, heads, chains.rings, sizes.numel)
     options = sizes.options
     with on_device_of(value):
         for first in range(0, slices, at_once):
             count = min(at_once, slices - first)
             _walk[programs, count](
-                *operands, errors, errors, kept, *chains[:4], chains.far_child, nodes,
-                nodes, first, *sizes, True, **options,
+                *operands, errors, errors, kept, *chains[:4], chains.far_child,
+                chains.ring_ptr, nodes, first, *sizes, True, **options,
             )  # fmt: skip
             _walk_back[programs, count](
                 q, k, b, w, tau, dy, errors, dk, db, dw, kept, ring, *chains[:3],
-                *chains[4:6], chains.far_parent, nodes, chains.ring, first, *sizes,
-                **options,
+                *chains[4:6], chains.far_parent, chains.ring_ptr, nodes, chains.rings,
+                first, *sizes, **options,
             )  # fmt: skip
             _reads[nodes * heads, count](
                 k, b, tau, dy, errors, dq, dk, kept, *chains[1:4], nodes, first, *sizes,
@@ -245,13 +247,13 @@ def _excess(error, TAU, h, P: tl.constexpr):  # type: ignore[no-untyped-def]
 # ------------------------------------------------------------------------- the kernels
 
 #: Sizes that differ from batch to batch, and must not cause recompilation.
-_ANY = ["length", "num_nodes", "ring", "first_slice"]
+_ANY = ["slots", "num_nodes", "rings", "first_slice"]
 
 
-@triton.jit(do_not_specialize=[_ANY[0], *_ANY[2:]])
+@triton.jit(do_not_specialize=_ANY[::3])
 def _walk(  # type: ignore[no-untyped-def]
     Q, K, V, B, W, TAU, Y, ERRORS, HELD, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD,
-    length, ring, first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    RING_PTR, slots, first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
     KEEP: tl.constexpr,
@@ -259,10 +261,12 @@ def _walk(  # type: ignore[no-untyped-def]
     """The output of a component, a head and a slice; if KEEP, states and errors."""
     c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
     n, p = _slice(first_slice + z, ROWS, COLUMNS)
-    first = (z.to(tl.int64) * HEADS + h) * length
-    if not KEEP:
-        first += c.to(tl.int64) * ring
-    held = _numbers(HELD + first * (ROWS * COLUMNS), ROWS, COLUMNS)
+    if KEEP:  # a slot for each position
+        base, ring = 0, slots
+    else:
+        base, ring = ring_of(RING_PTR, c)
+    first_slot = (z.to(tl.int64) * HEADS + h) * slots + base
+    held = _numbers(HELD + first_slot * (ROWS * COLUMNS), ROWS, COLUMNS)
     S = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)  # the last position's state
     begin, end = bounds(PTR, c)
     for i in range(begin, end):
@@ -310,7 +314,7 @@ def _walk(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_ANY[1:])
 def _walk_back(  # type: ignore[no-untyped-def]
     Q, K, B, W, TAU, DY, ERRORS, DK, DB, DW, KEPT, RING, PTR, NODE, PARENT_PTR,
-    CHILD_PTR, CHILD, FAR_PARENT, num_nodes, ring, first_slice,
+    CHILD_PTR, CHILD, FAR_PARENT, RING_PTR, num_nodes, rings, first_slice,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr,
     SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
@@ -322,8 +326,9 @@ def _walk_back(  # type: ignore[no-untyped-def]
     n, p = _slice(first_slice + z, ROWS, COLUMNS)
     states = (z.to(tl.int64) * HEADS + h) * num_nodes
     kept = _numbers(KEPT + states * (ROWS * COLUMNS), ROWS, COLUMNS)
-    program = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + z
-    held = _numbers(RING + program * ring * (ROWS * COLUMNS), ROWS, COLUMNS)
+    base, ring = ring_of(RING_PTR, tl.program_id(0) // HEADS)
+    first_slot = (z.to(tl.int64) * HEADS + h) * rings + base
+    held = _numbers(RING + first_slot * (ROWS * COLUMNS), ROWS, COLUMNS)
     begin, end = bounds(PTR, tl.program_id(0) // HEADS)
     D = tl.zeros([COLUMNS, ROWS], Q.dtype.element_ty)  # S'* of the next position
     for back in range(0, end - begin):

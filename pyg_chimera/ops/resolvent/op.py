@@ -191,7 +191,10 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         may_cut = (solver, inputs.form) == ("sparse", "auto") and backend != "torch"
         paths = may_cut and path_scans(call.structure) is not None
         if may_cut and backend == "triton":
-            return choice("chunk" if _is_long(call.structure) else "state")
+            # Only the chunk form takes weights that are not diagonally dominant.
+            needed = paths and not triton_backend.is_dominant(call)
+            cut = needed or _is_long(call.structure)
+            return choice("chunk" if cut else "state")
         only_states = solver == "iterative" or (solver, backend) == ("neumann", "numba")
         if inputs.form != "auto" or only_states:
             return choice("state" if inputs.form == "auto" else inputs.form)

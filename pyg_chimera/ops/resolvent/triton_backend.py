@@ -25,7 +25,14 @@ from pyg_chimera.ops.structure.symbolic_factor import Blocks
 if TYPE_CHECKING:
     from pyg_chimera.ops.common.triton_mask_form import Masks
 
-__all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
+__all__ = [
+    "DEVICES",
+    "DEVICES_IF_ASKED",
+    "backward",
+    "forward",
+    "is_dominant",
+    "why_not",
+]
 
 #: The supported pairs of a solver and a form.
 _TAKES = (("dense", "mask"), ("sparse", "state"), ("sparse", "chunk"))
@@ -34,6 +41,9 @@ _MOST_NODES = 8192
 #: Rows per front, as its tiles are eliminated one after the other, and offsets in it
 #: have 32 bits.
 _MOST_ROWS = 16384
+#: Children of a front times its rows, as each row of tiles adds the children up one by
+#: one, and each child has a table entry for each row.
+_MOST_ADDED = 1 << 21
 
 
 def why_not(call: Call) -> str | None:
@@ -47,11 +57,13 @@ def why_not(call: Call) -> str | None:
             "solver='dense' and form='mask', solver='sparse' and form='state', or "
             "backend='auto'"
         )
-    rows, largest = 0, 0
+    rows, largest, added = 0, 0, 0
     if form == "state":
         nodes = supernodes_of(call.structure)
         sizes = nodes.widths + nodes.heights
         rows, largest = int(sizes.sum()), int(sizes.max(initial=0))
+        children = np.bincount(nodes.parent[nodes.parent >= 0], minlength=len(sizes))
+        added = int((children * sizes).max(initial=0))
     reason = triton_runtime.why_not(call.inputs.value, rows)
     if reason is not None:
         return reason
@@ -68,12 +80,18 @@ def why_not(call: Call) -> str | None:
                 f"largest has {largest}: factors fill up; use solver='iterative', "
                 "backend='torch' or 'auto'"
             )
+        if added > _MOST_ADDED:
+            return (
+                "backend='triton' does not take graphs with such hubs: a front has too "
+                "many rows, and children that are added up one by one; use "
+                "backend='torch' or 'auto'"
+            )
     elif (largest := int(call.structure.sizes.max(initial=0))) > _MOST_NODES:
         return (
             f"backend='triton' takes at most {_MOST_NODES} nodes in a graph, and the "
             f"largest has {largest}; use backend='torch' or 'auto'"
         )
-    if not call.once("dominance", lambda: _is_dominant(call)):
+    if not is_dominant(call):
         return (
             "'edge_weight' makes I - A not diagonally dominant, and backend='triton' "
             "eliminates without pivoting; scale the weights (rows of |A| that sum to "
@@ -145,10 +163,12 @@ def _pivots(call: Call) -> tuple[Pivots, Tensor]:
     return call.once("pivots", lambda: eliminate(places, call.inputs.edge_weight))
 
 
-def _is_dominant(call: Call) -> bool:
+def is_dominant(call: Call) -> bool:
     """Whether all rows, or all columns, of |A| sum to less than one, in each head."""
-    if trusted():
-        return True
+    return trusted() or call.once("dominance", lambda: _is_dominant(call))
+
+
+def _is_dominant(call: Call) -> bool:
     weight = call.inputs.edge_weight.abs()
     zeros = weight.new_zeros(call.inputs.value.size(0), weight.size(1))
     sums = [zeros.index_add(0, end, weight) for end in call.inputs.edge_index]

@@ -72,7 +72,7 @@ def mix(fronts: Fronts, F: Tensor, query: Tensor, key: Tensor, value: Tensor) ->
     by_group = y.unflatten(1, (query.size(1), -1))
     for part in _parts(fronts, query, value, 1):
         (H,) = _states(fronts, F, key[None, ..., part], value[None])
-        by_group += torch.einsum("vgn,grvnp->vgrp", query[..., part], H)
+        by_group += _times(query[..., part], H)
     return y
 
 
@@ -87,12 +87,22 @@ def mix_gradients(
     for part in _parts(fronts, query, value, 2):
         q, k = query[..., part], key[..., part]
         H, Z = _states(fronts, F, torch.stack([k, q]), right)
-        # By head, and then summed, as the products then need not copy H and Z.
-        dq[..., part] = torch.einsum("grvnp,vgrp->vgrn", H, dy).sum(2)
-        dk[..., part] = torch.einsum("grvnp,vgrp->vgrn", Z, v).sum(2)
-        by_group += torch.einsum("vgn,grvnp->vgrp", k, Z)
+        dq[..., part], dk[..., part] = _read(H, dy), _read(Z, v)
+        by_group += _times(k, Z)
         dw += _edge_gradient(fronts, H, Z)
     return dq, dk, dv, dw
+
+
+def _times(left: Tensor, H: Tensor) -> Tensor:
+    """Rows [V, G, N] times states [G, R, V, N, P], [V, G, R, P]; no copy of H."""
+    rows = left.transpose(0, 1)[:, None, :, None]
+    return (rows @ H).squeeze(3).permute(2, 0, 1, 3)
+
+
+def _read(H: Tensor, right: Tensor) -> Tensor:
+    """States [G, R, V, N, P] times rows [V, G, R, P], summed over R; no copy of H."""
+    rows = right.permute(1, 2, 0, 3).unsqueeze(-1)
+    return (H @ rows).squeeze(-1).sum(1).transpose(0, 1)
 
 
 def _parts(fronts: Fronts, query: Tensor, value: Tensor, sides: int) -> Iterator[slice]:
@@ -101,7 +111,8 @@ def _parts(fronts: Fronts, query: Tensor, value: Tensor, sides: int) -> Iterator
         return
     heads, channels = value.shape[1:]
     one = sides * heads * (fronts.rows + value.size(0)) * channels
-    keys = max(1, _MAX_NUMEL // one)
+    keys = min(query.size(2), max(1, _MAX_NUMEL // one))
+    keys = 1 << (keys.bit_length() - 1)  # of few sizes: kernels are compiled for each
     for a in range(0, query.size(2), keys):
         yield slice(a, a + keys)
 
