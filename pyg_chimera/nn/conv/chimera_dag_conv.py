@@ -87,8 +87,9 @@ class ChimeraDAGConv(ChimeraBlock):
         qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i` by its root mean square, and the latter by
             :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
-            It is not in the Chimera paper, but in `"Mamba-3"
-            <https://arxiv.org/abs/2603.15569>`_. (default: :obj:`True`)
+            With one state channel, only signs are left. It is not in the Chimera paper,
+            but in `"Mamba-3" <https://arxiv.org/abs/2603.15569>`_. (default:
+            :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
