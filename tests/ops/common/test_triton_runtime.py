@@ -203,13 +203,32 @@ def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
     choice = choose("several_blocks", "undirected_paths")
     assert choice[1:4] == ("sparse", "chunk", "triton")
     assert choose("two_chunks", "undirected_paths").form != "chunk"
-    options = {"solver": "sparse", "backend": "triton"}
-    assert choose("two_chunks", "undirected_paths", **options).form == "state"
+    for weight, form in ((0.3, "state"), (0.4, "chunk")):  # needs no dominance
+        case = make_case(
+            OPERATORS["undirected_paths"],
+            OPERATORS["undirected_paths"].structures["two_chunks"],
+        )
+        weights = torch.full_like(case.floats["edge_weight"], weight).float()
+        options = {"edge_weight": weights, "solver": "sparse", "backend": "triton"}
+        assert choose("two_chunks", "undirected_paths", **options).form == form
     row = {"height": torch.tensor([1]), "width": torch.tensor([111])}
     assert choose("several_blocks", "grid_scan", **row).form == "chunk"
     module = importlib.import_module("pyg_chimera.ops.dag_scan.triton_backend")
     monkeypatch.setattr(module, "_MAX_MASK_BYTES", 1)
     assert choose("two_chunks").form == "chunk"
+
+
+def test_hubs(without_numba, monkeypatch):
+    """A front with very many children is left to PyTorch."""
+    module = importlib.import_module("pyg_chimera.ops.resolvent.triton_backend")
+    monkeypatch.setattr(module, "_MOST_ADDED", 1)
+    case = make_case(OPERATORS["resolvent_mix"], grids_of((10, 10)))
+    inputs = {**case.to(torch.float32).inputs, "solver": "sparse", "form": "state"}
+    with pytest.raises(ValueError, match="such hubs"):
+        resolvent_mix(**inputs, backend="triton")
+    choice = explain("resolvent_mix", **inputs)
+    assert choice.backend == "torch"
+    assert "such hubs" in choice.reason
 
 
 def test_paths_that_need_pivots(without_numba):
