@@ -47,6 +47,7 @@ __all__ = [
     "chunk_of",
     "decays_of",
     "ends",
+    "later_of",
     "product",
     "rows_of",
     "scan",
@@ -229,6 +230,13 @@ def weights_of(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):  # ty
 
 
 @triton.jit
+def later_of(W, first, size, h, num_states, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """l: the product of the weights after each position of a chunk."""
+    later = weights_of(W, first, size, h, num_states, 1, CHUNK)
+    return tl.cumprod(later, 0, reverse=True)
+
+
+@triton.jit
 def decays_of(weight, behind, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """D_ij, the product of weights j + 1 .. i, for rows i shifted by `behind`."""
     i, j = tl.arange(0, CHUNK)[:, None] - behind, tl.arange(0, CHUNK)[None, :]
@@ -276,11 +284,7 @@ def _chunk_ends(  # type: ignore[no-untyped-def]
     x = rows_of(X, node, there, h // (HEADS // GROUPS), n, GROUPS, N, STEP)
     z = rows_of(Z, node, there, h, p, HEADS, P, WIDTH)
     reach = tl.cumprod(weights_of(W, first, size, h, num_states, 0, CHUNK), 0)
-    if REVERSE:
-        factor = reach
-    else:
-        later = weights_of(W, first, size, h, num_states, 1, CHUNK)
-        factor = tl.cumprod(later, 0, reverse=True)
+    factor = reach if REVERSE else later_of(W, first, size, h, num_states, CHUNK)
     end = tl.dot(tl.trans(x), factor[:, None] * z, input_precision=PRECISION)
     if REVERSE:  # NaN must not reach the path before
         end = tl.where(tl.load(ONGOING + k) > 0, end, 0.0)
@@ -309,8 +313,7 @@ def _chunk_product(  # type: ignore[no-untyped-def]
     beside = k + 1 if UP else k - 1
     weight = weights_of(W, first, size, h, num_states, 0, CHUNK)
     if UP:
-        later = weights_of(W, first, size, h, num_states, 1, CHUNK)
-        factor = tl.cumprod(later, 0, reverse=True)
+        factor = later_of(W, first, size, h, num_states, CHUNK)
     else:
         factor = tl.cumprod(weight, 0)
     scores = tl.zeros([CHUNK, CHUNK], X.dtype.element_ty)

@@ -16,6 +16,7 @@ __all__ = [
     "DEVICES",
     "DEVICES_IF_ASKED",
     "INTERPRETED",
+    "SHORT_PATH",
     "WITH_TRITON",
     "input_precision",
     "on_device_of",
@@ -29,6 +30,9 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 #: Device types of the Triton backends; the latter are slow and meant for tests only.
 DEVICES = ("cuda",)
 DEVICES_IF_ASKED = ("cpu",) if INTERPRETED else ()
+
+#: Paths of more nodes than this, two chunks, are computed in chunk form.
+SHORT_PATH = 64
 
 #: The oldest Triton version and GPU compute capability that the kernels support.
 _OLDEST, _CAPABILITY = (3, 9), (8, 0)

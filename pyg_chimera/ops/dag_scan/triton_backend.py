@@ -38,8 +38,6 @@ __all__ = [
 _MOST_STATES = 46_000
 #: Bytes of matrices that the mask form may take if the form is not prescribed.
 _MAX_MASK_BYTES = 1 << 30
-#: Most states (two tiles) of a path for it to be computed in mask form.
-_SHORT_PATH = 64
 
 # ------------------------------------------------------------------------ the backend
 
@@ -73,7 +71,7 @@ def preferred_forms(call: Call) -> tuple[str, ...]:
         return "chunk", "state", "mask"
     if call.structure.are_paths:
         lengths = np.diff(call.structure.graph.component_ptr)
-        if lengths.max(initial=0) > _SHORT_PATH:
+        if lengths.max(initial=0) > triton_runtime.SHORT_PATH:
             return "chunk", "mask", "state"
     return "mask", "chunk", "state"
 

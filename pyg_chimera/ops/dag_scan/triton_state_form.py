@@ -67,11 +67,11 @@ class Chains(NamedTuple):
             graph.child_ptr, graph.child, graph.child_entry, far_parent, far_child,
         )  # fmt: skip
         ring_ptr = np.append(0, np.cumsum(np.maximum(graph.bandwidth, 1)))
-        *tables, rings = (
+        *tables, rings_of = (
             torch.from_numpy(x.astype(np.int32)).to(device) for x in (*arrays, ring_ptr)
         )
         edge = torch.from_numpy(graph.edge).to(device)
-        return cls(*tables, edge, rings, int(ring_ptr[-1]))  # type: ignore[call-arg, arg-type]
+        return cls(*tables, edge, rings_of, int(ring_ptr[-1]))  # type: ignore[call-arg, arg-type]
 
 
 class _Sizes(NamedTuple):

@@ -64,7 +64,7 @@ class DeltaGraph:
         edges = torch.from_numpy(np.stack([self.col, self.row]))
         return to_numpy(connected_components(edges, self.num_nodes))
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """The number of topological levels of a DAG."""
         return int(self.rank.max(initial=-1)) + 1

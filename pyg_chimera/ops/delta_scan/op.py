@@ -123,12 +123,13 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         alone = "cycles need matrices" if cyclic else "matrices would not fit"
         several = len({x.form for x in small}) > 1
         # GPU kernels are preferred, if they support the call and levels are narrow.
-        preferred = triton_backend.preferred_form(call)
         kernels = [x for x in small if x.backend == "triton"]
-        kernels.sort(key=lambda x: x.form != preferred)
         first = [x for x in small if x.backend != "triton"][:1]
-        by_levels = len(kernels) > 0 and triton_backend.is_serial(graph)
-        first = first + kernels if by_levels else kernels + first
+        if len(kernels) > 0:
+            preferred = triton_backend.preferred_form(call)
+            kernels.sort(key=lambda x: x.form != preferred)
+            by_levels = triton_backend.is_serial(graph)
+            first = first + kernels if by_levels else kernels + first
         for i, x in enumerate(first):
             others = tuple(y for y in small if y is not x)
             why = WHY_FORM[x.form] if several else alone

@@ -38,6 +38,7 @@ from pyg_chimera.ops.delta_scan.tensors import (
     unit_lower_inverse,
 )
 from pyg_chimera.ops.structure.cache import table
+from pyg_chimera.ops.structure.csr import runs, starts
 
 #: The most nodes of a chunk on a CPU, and on other devices, where steps are expensive.
 _CHUNK_CPU, _CHUNK = 32, 64
@@ -112,8 +113,8 @@ def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:
     while size < longest:
         size *= 2
     count = -(-length // size)
-    step = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
-    first = np.repeat(np.cumsum(length) - length, count) + step * size
+    step = runs(0, count)
+    first = np.repeat(starts(length), count) + step * size
     last = np.repeat(np.cumsum(length), count)
     # The longest paths first, so that the chunks with a successor come first.
     order = np.lexsort((-np.repeat(count, count), step))

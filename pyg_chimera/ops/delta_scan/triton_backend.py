@@ -37,8 +37,6 @@ _MOST_KEYS = {"state": 128, "chunk": 64}
 #: The most entries of a state with surprise, for which there is one slice; channels are
 #: rounded up to powers of two.
 _MOST_NUMEL = 8192
-#: Most nodes (two chunks) of a path for it to be computed in state form.
-_SHORT_PATH = 64
 #: Nodes of a component up to which the state form is preferred, whatever the depth, and
 #: nodes per level from which on levels are. Estimates: nobody has measured it on a GPU.
 _FEW_NODES, _WIDE = 1024, 16
@@ -83,7 +81,8 @@ def is_serial(graph: DeltaGraph) -> bool:
 
 def preferred_form(call: Call) -> str:
     """The chunk form for long paths, as it has fewer sequential steps; else states."""
-    is_long = call.structure.are_paths and call.structure.depth > _SHORT_PATH
+    graph = call.structure
+    is_long = graph.are_paths and graph.depth > triton_runtime.SHORT_PATH
     return "chunk" if is_long else "state"
 
 

@@ -38,12 +38,14 @@ from pyg_chimera.ops.common.triton_chunk_form import (
     chunk_of,
     decays_of,
     ends,
+    later_of,
     product,
     rows_of,
     state_slice,
     weight_gradient,
     weights_of,
 )
+from pyg_chimera.ops.common.triton_elimination import matrix_tile
 from pyg_chimera.ops.common.triton_mask_form import channels_at_once, tile_nodes
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
 from pyg_chimera.ops.delta_scan.tensors import positive
@@ -186,18 +188,10 @@ def _carried(
 
 
 @triton.jit
-def _later(W, first, size, h, num_states, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """l: the product of the weights after each position of a chunk."""
-    later = weights_of(W, first, size, h, num_states, 1, CHUNK)
-    return tl.cumprod(later, 0, reverse=True)
-
-
-@triton.jit
-def _tile(matrix, k, h, HEADS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _square(matrix, k, h, HEADS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Pointers to the matrix of a chunk."""
-    o = tl.arange(0, CHUNK)
     first = (k.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK)
-    return matrix + first + o[:, None] * CHUNK + o[None, :]
+    return matrix_tile(matrix + first, 0, 0, 1, CHUNK)
 
 
 @triton.jit
@@ -237,7 +231,7 @@ def _factors(  # type: ignore[no-untyped-def]
         row += tl.sum(row[:, None] * T, 0)  # with the rows before, which are done
         T = tl.where(is_row, row[None, :], T)
     T = tl.where(o[:, None] == o[None, :], 1.0, T)
-    tl.store(_tile(INVERSE, k, h, HEADS, CHUNK), T)
+    tl.store(_square(INVERSE, k, h, HEADS, CHUNK), T)
     reach = tl.cumprod(weight, 0)
     for n in range(0, N, STEP):
         x = rows_of(K, node, there, group, n, GROUPS, N, STEP)
@@ -331,8 +325,8 @@ def _adjoint_factors(  # type: ignore[no-untyped-def]
     weight = weights_of(W, first, size, h, num_states, 0, CHUNK)
     scores *= decays_of(weight, 0, CHUNK)
     b = tl.load(B + node * HEADS + h, mask=there, other=0.0)
-    T = tl.load(_tile(INVERSE, k, h, HEADS, CHUNK))
-    factor = b * _later(W, first, size, h, num_states, CHUNK)
+    T = tl.load(_square(INVERSE, k, h, HEADS, CHUNK))
+    factor = b * later_of(W, first, size, h, num_states, CHUNK)
     for n in range(0, N, STEP):
         x = rows_of(K, node, there, group, n, GROUPS, N, STEP)
         x = tl.dot(tl.trans(T), factor[:, None] * x, input_precision=PRECISION)
@@ -424,7 +418,7 @@ def _key_gradients(  # type: ignore[no-untyped-def]
         read = tl.dot(dv, S, read, input_precision=PRECISION)
     weight = weights_of(W, first, size, h, num_states, 0, CHUNK)
     decays, o = decays_of(weight, 0, CHUNK), tl.arange(0, CHUNK)
-    dk = _later(W, first, size, h, num_states, CHUNK)[:, None] * left
+    dk = later_of(W, first, size, h, num_states, CHUNK)[:, None] * left
     dk -= tl.cumprod(weight, 0)[:, None] * read
     of_keys = tl.where(o[:, None] > o[None, :], -decays * of_keys, 0.0)
     x = rows_of(K, node, there, group, n, GROUPS, N, STEP)

@@ -14,6 +14,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from pyg_chimera.ops.structure.csr import runs, starts
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
@@ -77,14 +78,14 @@ class Fronts(NamedTuple):
         level, pivots, size = level[order], nodes.widths[order], sizes[order]
         tiles = -(-size // tile)
         width = tiles * tile
-        first, offset = _starts(size), _starts(width**2)
+        first, offset = starts(size), starts(width**2)
 
         # The positions of the rows of each front, ascending.
         front = np.repeat(np.arange(len(size)), size)
         own = np.arange(len(front)) - first[front] < pivots[front]
         position = np.empty_like(front)
-        position[own] = _runs(nodes.ptr[:-1][order], pivots)
-        position[~own] = nodes.row[_runs(nodes.row_ptr[:-1][order], size - pivots)]
+        position[own] = runs(nodes.ptr[:-1][order], pivots)
+        position[~own] = nodes.row[runs(nodes.row_ptr[:-1][order], size - pivots)]
         key = front * symbolic.num_nodes + position
 
         def row_in(front: np.ndarray, position: np.ndarray) -> np.ndarray:
@@ -95,12 +96,12 @@ class Fronts(NamedTuple):
         child = np.flatnonzero(parent >= 0)
         child = child[np.argsort(rank[parent[child]], kind="stable")]
         above = rank[parent[child]]
-        source = _starts(width[above])
+        source = starts(width[above])
         below = size[child] - pivots[child]
         place = np.full(width[above].sum(), -1)
-        met = position[_runs(first[child] + pivots[child], below)]
+        met = position[runs(first[child] + pivots[child], below)]
         at = np.repeat(source, below) + row_in(np.repeat(above, below), met)
-        place[at] = _runs(pivots[child], below)
+        place[at] = runs(pivots[child], below)
 
         number = np.repeat(rank, nodes.widths)
         meets = number[np.minimum(nodes.edge_row, nodes.edge_col)]
@@ -111,7 +112,7 @@ class Fronts(NamedTuple):
         ends[1, nodes.edge] = symbolic.node[nodes.edge_row]
 
         task_front = np.repeat(np.arange(len(size)), tiles)
-        task_row = _runs(np.zeros_like(tiles), tiles)
+        task_row = runs(0, tiles)
         lower = task_row * tile >= pivots[task_front]
         by_level = np.lexsort((task_front, lower, level[task_front]))
 
@@ -148,16 +149,6 @@ def _levels(level: np.ndarray, tiles: np.ndarray, columns: np.ndarray) -> list[L
         found.append(Level(first, tasks, int(columns[a:b].sum()), steps))
         first += tasks
     return found
-
-
-def _starts(count: np.ndarray) -> np.ndarray:
-    """The first index of each of several contiguous runs of the given lengths."""
-    return np.cumsum(count) - count
-
-
-def _runs(start: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Runs of consecutive numbers, from the given starts, one after the other."""
-    return np.arange(count.sum()) + np.repeat(start - _starts(count), count)
 
 
 @njit(cache=True, nogil=True)

@@ -23,6 +23,7 @@ from pyg_chimera.ops.common.dispatch import (
     UnsuitableSolver,
 )
 from pyg_chimera.ops.common.operator import Operator
+from pyg_chimera.ops.common.triton_runtime import SHORT_PATH
 from pyg_chimera.ops.resolvent import (
     numba_backend,
     reference,
@@ -51,8 +52,6 @@ _MAX_MASK_BYTES = 1 << 30
 _WORTH_WHILE = 0.02
 #: Batches of fewer nodes are always factored, even if their factors fill up.
 _MAX_SMALL = 4096
-#: On a GPU, the chunk form is used for paths only if one has more nodes than this.
-_SHORT_PATH = 64
 #: An optimistic guess of how many sweeps an iteration takes.
 _FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10)
 
@@ -221,7 +220,7 @@ def _has_kernels(solver: str, form: str) -> bool:
 def _is_long(structure: Blocks) -> bool:
     """Whether all components of a graph are paths, and one of them is not short."""
     scans = path_scans(structure) if isinstance(structure, SymbolicFactor) else None
-    return scans is not None and bool((np.diff(scans.ptr) > _SHORT_PATH).any())
+    return scans is not None and bool((np.diff(scans.ptr) > SHORT_PATH).any())
 
 
 def _may_iterate(inputs: Inputs) -> bool:

@@ -20,7 +20,7 @@ from pyg_chimera.ops.resolvent.path_factors import NOT_PATHS, path_scans
 from pyg_chimera.ops.resolvent.path_pivots import Pivots, Places, eliminate
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
 from pyg_chimera.ops.structure.cache import table
-from pyg_chimera.ops.structure.symbolic_factor import Blocks
+from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 if TYPE_CHECKING:
     from pyg_chimera.ops.common.triton_mask_form import Masks
@@ -59,11 +59,8 @@ def why_not(call: Call) -> str | None:
         )
     rows, largest, added = 0, 0, 0
     if form == "state":
-        nodes = supernodes_of(call.structure)
-        sizes = nodes.widths + nodes.heights
-        rows, largest = int(sizes.sum()), int(sizes.max(initial=0))
-        children = np.bincount(nodes.parent[nodes.parent >= 0], minlength=len(sizes))
-        added = int((children * sizes).max(initial=0))
+        device = call.inputs.value.device
+        rows, largest, added = table(_extents, call.structure, device)
     reason = triton_runtime.why_not(call.inputs.value, rows)
     if reason is not None:
         return reason
@@ -98,6 +95,15 @@ def why_not(call: Call) -> str | None:
             "less than 1 are always safe), or use backend='torch' or 'auto'"
         )
     return None
+
+
+def _extents(symbolic: SymbolicFactor, _: torch.device) -> tuple[int, int, int]:
+    """Rows of all fronts, those of the largest, and most children of one times rows."""
+    nodes = supernodes_of(symbolic)
+    sizes = nodes.widths + nodes.heights
+    children = np.bincount(nodes.parent[nodes.parent >= 0], minlength=len(sizes))
+    added = (children * sizes).max(initial=0)
+    return int(sizes.sum()), int(sizes.max(initial=0)), int(added)
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -12,8 +12,10 @@ __all__ = [
     "adjacency",
     "compress",
     "grouped",
+    "runs",
     "simple",
     "sorted_rows",
+    "starts",
     "to_numpy",
 ]
 
@@ -30,6 +32,16 @@ class Rows(NamedTuple):
 def to_numpy(indices: Tensor) -> np.ndarray:
     """Integer indices as a contiguous int64 array on the CPU."""
     return indices.detach().cpu().to(torch.int64).contiguous().numpy()
+
+
+def starts(count: np.ndarray) -> np.ndarray:
+    """The first index of each of several contiguous runs of the given lengths."""
+    return np.cumsum(count) - count
+
+
+def runs(start: np.ndarray | int, count: np.ndarray) -> np.ndarray:
+    """Runs of consecutive numbers, from the given starts, one after the other."""
+    return np.arange(count.sum()) + np.repeat(start - starts(count), count)
 
 
 def grouped(label: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
