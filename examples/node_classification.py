@@ -12,6 +12,7 @@ split, by OGB's own loader::
     python examples/node_classification.py --dataset tolokers --splits 3
     python examples/node_classification.py --dataset minesweeper \
         --models chimera gps gcn --splits 0 1 2 3 4 5 6 7 8 9
+    python examples/node_classification.py --dataset minesweeper --num-layers 10
 
 What does not fit in memory is cut. Clusters, found by METIS, are graphs of their own,
 and several processes share them out. Neighbourhoods are sampled around nodes that are
@@ -276,6 +277,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
         help="which of the ten; default: 0")  # fmt: skip
     add("--models", choices=MODELS, nargs="+", default=["chimera"], metavar="MODEL",
         help=f"of {', '.join(MODELS)}; default: chimera")  # fmt: skip
+    add("--num-layers", type=positive_int, help="default: the preset's, 3")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--clusters", type=positive_int, help="train and test on this number of parts")
     add("--neighbors", type=positive_int, nargs="+", metavar="N",
@@ -302,7 +304,9 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     if args.neighbors and not (WITH_TORCH_SPARSE or WITH_PYG_LIB):
         parser.error("--neighbors needs PyG's sampler: install torch-sparse or pyg-lib")
     how = "neighbors" if args.neighbors else f"clusters{args.clusters or 1}"
-    name = "-".join([args.dataset, *args.models, how, args.preset, f"seed{args.seed}"])
+    depth = f"layers{args.num_layers}"
+    parts = [args.dataset, *args.models, how, args.preset, depth, f"seed{args.seed}"]
+    name = "-".join(parts)
     args.out = args.out or Path("runs", "node-classification", name)
     return args
 

@@ -9,7 +9,22 @@ from torch_geometric.resolver import normalize_string
 
 from pyg_chimera.nn._routing import Route
 
-__all__ = ["Norm"]
+__all__ = ["Norm", "norm_arguments"]
+
+
+def norm_arguments(
+    norm: str, norm_kwargs: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The arguments of a norm, with our defaults where they differ from PyG's."""
+    kwargs = dict(norm_kwargs or {})
+    name = normalize_string(norm)
+    if name in ("batch", "batchnorm"):
+        # A single row has no variance; use the running one if it exists.
+        tracked = kwargs.get("track_running_stats", True)
+        kwargs.setdefault("allow_single_element", tracked)
+    elif name in ("layer", "layernorm"):
+        kwargs.setdefault("mode", "node")
+    return kwargs
 
 
 class Norm(torch.nn.Module):
@@ -33,14 +48,7 @@ class Norm(torch.nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(norm, str):
-            kwargs = dict(norm_kwargs or {})
-            name = normalize_string(norm)
-            if name in ("batch", "batchnorm"):
-                # A single node has no variance; use the running one if it exists.
-                tracked = kwargs.get("track_running_stats", True)
-                kwargs.setdefault("allow_single_element", tracked)
-            elif name in ("layer", "layernorm"):
-                kwargs.setdefault("mode", "node")
+            kwargs = norm_arguments(norm, norm_kwargs)
             self.norm = normalization_resolver(norm, channels, **kwargs)
         elif norm is None or isinstance(norm, torch.nn.Module):
             self.norm = copy.deepcopy(norm)

@@ -197,6 +197,21 @@ def test_models_have_the_same_size(preset, name):
     assert model.channels % args.heads == 0
 
 
+@pytest.mark.parametrize("preset", lrgb.PRESETS)
+def test_norms_and_depth_are_those_of_the_recipe(preset):
+    argv = ("--smoke",) if preset == "smoke" else ("--preset", preset)
+    own = preset in ("short", "demo")
+    for name, depth in (("chimera", None), ("gcn", 8 if preset == "short" else None)):
+        args = get_args(lrgb, *argv, "--dataset", "peptides-func", "--model", name)
+        model = lrgb.build_model(args)
+        kind = "BatchNorm" if own else "LayerNorm"
+        norms = model.layers[0].norms.values()
+        assert {type(x.norm).__name__ for x in norms} == {kind}
+        kind = "BatchNorm" if own else "Identity"
+        assert {type(x).__name__ for x in model.mlp.norms} == {kind}
+        assert len(model.layers) == (depth or args.num_layers)
+
+
 def test_chimera_starts_with_the_values_that_the_recipe_asks_for():
     args = get_args(lrgb, "--preset", "demo")
     n, channels = 40, args.channels

@@ -12,7 +12,7 @@ from torch_geometric.nn.resolver import aggregation_resolver
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import check_batch, check_edge_rows
-from pyg_chimera.nn._norm import Norm
+from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
@@ -157,6 +157,12 @@ class GraphModel(torch.nn.Module):
             head's network on both nodes, source first. (default: :obj:`"dot"`)
         head_layers (int, optional): The number of linear layers in the head; hidden
             ones are :obj:`channels` wide. (default: :obj:`2`)
+        head_norm (str, optional): The normalization after each hidden linear layer of
+            the head, :obj:`"batch_norm"`, :obj:`"layer_norm"` (each row on its own) or
+            :obj:`None`. Pooled nodes are almost the same in all molecules: batch norm,
+            here and in the layers, brings out how they differ. It needs batches of
+            several graphs, and a learning rate that decays to zero. (default:
+            :obj:`None`)
         norm (str or torch.nn.Module, optional): A final normalization between layers
             and head, for layers with :obj:`norm_first=True`. (default: :obj:`None`)
         norm_kwargs (Dict[str, Any], optional): Arguments passed to the normalization
@@ -207,6 +213,7 @@ class GraphModel(torch.nn.Module):
         pool: str | Aggregation = "mean",
         decoder: str = "dot",
         head_layers: int = 2,
+        head_norm: str | None = None,
         norm: str | torch.nn.Module | None = None,
         norm_kwargs: dict[str, Any] | None = None,
         act: str | Callable | None = "relu",
@@ -224,6 +231,11 @@ class GraphModel(torch.nn.Module):
             raise ValueError(
                 "'out_channels' must be 1 for 'decoder=\"dot\"', got "
                 f"{out_channels}. Use 'decoder=\"mlp\"' for several."
+            )
+        if head_norm not in ("batch_norm", "layer_norm", None):
+            raise ValueError(
+                "'head_norm' must be 'batch_norm', 'layer_norm' or None, got "
+                f"{head_norm!r}."
             )
         if head_layers < 1:
             raise ValueError(f"'head_layers' must be at least 1, got {head_layers}.")
@@ -261,7 +273,8 @@ class GraphModel(torch.nn.Module):
             num_layers=head_layers,
             dropout=float(dropout),
             act=act,
-            norm=None,
+            norm=head_norm,
+            norm_kwargs=norm_arguments(head_norm) if head_norm else None,
         )
 
     def reset_parameters(self) -> None:

@@ -134,9 +134,36 @@ def test_head_widths() -> None:
     assert make_model(head="edge", decoder="mlp").mlp.channel_list == [2 * C, C, 2]
 
 
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("norm", ["batch_norm", "layer_norm", None])
+def test_head_norm(head: str, norm: str | None) -> None:
+    model = make_model(**HEADS[head] | {"head_layers": 4}, head_norm=norm)
+    found = [type(x).__name__ for x in model.mlp.norms]
+    names = {"batch_norm": "BatchNorm", "layer_norm": "LayerNorm", None: "Identity"}
+    assert found == 3 * [names[norm]]
+    model.eval()
+    batch = make_batch(4, 3, 3)
+    single = [model(**model.inputs(data)) for data in batch.to_data_list()]
+    torch.testing.assert_close(
+        model(**model.inputs(batch)), torch.cat(single), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_batch_norm_in_the_head_tells_similar_graphs_apart() -> None:
+    torch.manual_seed(0)
+    pooled = 1 + 0.1 * torch.randn(64, C)
+    with_norm, without = (
+        make_model(head_layers=4, head_norm=norm).mlp(pooled).std(dim=0).mean()
+        for norm in ("batch_norm", None)
+    )
+    assert with_norm > 0.1
+    assert without < 0.01
+
+
 @pytest.mark.parametrize("sizes", [(0,), (0, 3), (3, 0), (1,), (1, 1)])
-def test_small_graphs(sizes: tuple[int, ...]) -> None:
-    model = make_model()
+@pytest.mark.parametrize("head_norm", ["batch_norm", None])
+def test_small_graphs(sizes: tuple[int, ...], head_norm: str | None) -> None:
+    model = make_model(head_norm=head_norm)
     batch = Batch.from_data_list([small_graph(num) for num in sizes])
     out = model(**model.inputs(batch))
     assert out.shape == (len(sizes), 2)
@@ -428,6 +455,7 @@ def test_errors() -> None:
         ({"head": "graphs"}, "'head' must be .* got 'graphs'"),
         ({"decoder": "cos"}, "'decoder' must be .* got 'cos'"),
         ({"head": "edge"}, "'out_channels' must be 1 .* got 2"),
+        ({"head_norm": "graph_norm"}, "'head_norm' must be .* got 'graph_norm'"),
         ({"head_layers": 0}, "'head_layers' must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
