@@ -163,7 +163,7 @@ def build(name: str, task: Task) -> GraphModel:
         SETTINGS["layers"],
         edge_dim=None if name == "gcn" else task.edge_dim,
         head="node" if task.distance else "graph",
-        norm="layer_norm",
+        norm="batch_norm",
         structure={"rank": rank} if name == "chimera" else None,
         encodings=encodings if name == "attention-rw" else None,
     )

@@ -255,7 +255,7 @@ def build_model(
         if name == "gps":
             return GPSConv(channels, local, heads=4, dropout=dropout)
         far = None if name in ("sage", "gcn") else mixer()
-        return GPSLayer(channels, local, far, dropout=dropout, norm="batch_norm")
+        return GPSLayer(channels, local, far, dropout=dropout)
 
     return GraphModel(
         in_channels=in_channels,

@@ -301,6 +301,7 @@ def build_model(args: Namespace, name: str) -> GraphModel:
             lambda index: GPSLayer(
                 args.channels,
                 mixer=build_mixer(args, name, index),
+                norm="layer_norm",
                 norm_first=True,
                 mlp_channels=mlp_channels,
             ),

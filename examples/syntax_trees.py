@@ -367,6 +367,7 @@ def build_model(
             GCNConv(channels, channels),
             mixer(),
             arrangement="sequential",
+            norm="layer_norm",
             norm_first=True,
             mlp_channels=mlp_channels,
         )

@@ -91,11 +91,12 @@ class GPSLayer(torch.nn.Module):
             (default: :obj:`"parallel"`)
         norm (str or torch.nn.Module, optional): The normalization function, by its name
             in :mod:`torch_geometric.nn.norm` or as a module that is copied for each
-            use. It gets :obj:`batch` if it accepts it. :obj:`"layer_norm"` normalizes
-            each node separately. :obj:`"batch_norm"`, the default of
-            :class:`torch_geometric.nn.GPSConv`, uses running statistics in evaluation,
-            which lag behind the weights while these change quickly: use it with a
-            learning rate that decays to zero. (default: :obj:`"layer_norm"`)
+            use. It gets :obj:`batch` if it accepts it. :obj:`"batch_norm"`, as in
+            :class:`torch_geometric.nn.GPSConv`, brings out how graphs and nodes differ,
+            which molecules need. In evaluation, it uses running statistics, which lag
+            behind the weights while these change quickly: let the learning rate decay
+            to zero. :obj:`"layer_norm"` normalizes each node separately, and no graph
+            of a batch affects another in training. (default: :obj:`"batch_norm"`)
         norm_kwargs (Dict[str, Any], optional): Arguments passed to the normalization
             function defined by :obj:`norm`. For batch norm, :obj:`allow_single_element`
             is set unless given here, and for layer norm, :obj:`mode="node"`. (default:
@@ -143,7 +144,7 @@ class GPSLayer(torch.nn.Module):
         *,
         dropout: float = 0.0,
         arrangement: str = "parallel",
-        norm: str | torch.nn.Module | None = "layer_norm",
+        norm: str | torch.nn.Module | None = "batch_norm",
         norm_kwargs: dict[str, Any] | None = None,
         norm_first: bool = False,
         act: str | Callable | None = "relu",

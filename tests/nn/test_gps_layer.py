@@ -131,7 +131,7 @@ def test_any_conv_as_conv_and_as_mixer(
 def test_parallel_post_norm_is_pygs_layer() -> None:
     theirs = GPSConv(C, GINConv(Linear(C, C)), heads=2)
     attention = MultiheadAttention(C, 2, batch_first=True)
-    ours = GPSLayer(C, copy.deepcopy(theirs.conv), attention, norm="batch_norm")
+    ours = GPSLayer(C, copy.deepcopy(theirs.conv), attention)
     ours.mixer.load_state_dict(theirs.attn.state_dict())
     ours.mlp.load_state_dict(theirs.mlp.state_dict())
     x, edge_index, batch, _ = make_inputs()
@@ -156,6 +156,7 @@ def test_sequential_arrangement(norm_first: bool) -> None:
         conv,
         mixer,
         arrangement="sequential",
+        norm="layer_norm",
         norm_first=norm_first,
         act="gelu",
         mlp_channels=11,
@@ -178,7 +179,9 @@ def test_sequential_arrangement(norm_first: bool) -> None:
 
 def test_parallel_pre_norm_has_one_residual() -> None:
     conv, mixer = GCNConv(C, C), SAGEConv(C, C)
-    layer = GPSLayer(C, conv, mixer, norm_first=True, mlp_channels=0).eval()
+    layer = GPSLayer(
+        C, conv, mixer, norm="layer_norm", norm_first=True, mlp_channels=0
+    ).eval()
     x, edge_index, batch, _ = make_inputs()
     h = torch.nn.functional.layer_norm(x, (C,))
     expected = x + conv(h, edge_index) + mixer(h, edge_index)

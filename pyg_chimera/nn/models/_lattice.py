@@ -110,6 +110,7 @@ def lattice_layers(
             channels,
             mixer=make(index),
             dropout=dropout,
+            norm="layer_norm",
             norm_first=True,
             act="gelu",
             mlp_channels=mlp_channels,

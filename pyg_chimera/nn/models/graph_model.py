@@ -276,11 +276,20 @@ class GraphModel(torch.nn.Module):
             norm=head_norm,
             norm_kwargs=norm_arguments(head_norm) if head_norm else None,
         )
+        self._reset_head()
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         for module in self.children():
             reset(module)
+        self._reset_head()
+
+    def _reset_head(self) -> None:
+        # PyTorch's own values divide what distinguishes graphs, and its gradient, by
+        # 2.4 in each layer.
+        for lin in self.mlp.lins:
+            torch.nn.init.kaiming_normal_(lin.weight, nonlinearity="relu")
+            torch.nn.init.zeros_(lin.bias)
 
     def inputs(self, data: Data | Batch) -> dict[str, Any]:
         r"""The arguments of the forward method, taken from :obj:`data`.
