@@ -156,7 +156,9 @@ class GraphModel(torch.nn.Module):
             inner product of the nodes after the head's network, or :obj:`"mlp"`, the
             head's network on both nodes, source first. (default: :obj:`"dot"`)
         head_layers (int, optional): The number of linear layers in the head; hidden
-            ones are :obj:`channels` wide. (default: :obj:`2`)
+            ones are :obj:`channels` wide. They start with the values of `"Delving Deep
+            into Rectifiers" <https://arxiv.org/abs/1502.01852>`_, which keep the scale.
+            (default: :obj:`2`)
         head_norm (str, optional): The normalization after each hidden linear layer of
             the head, :obj:`"batch_norm"`, :obj:`"layer_norm"` (each row on its own) or
             :obj:`None`. Pooled nodes are almost the same in all molecules: batch norm,

@@ -149,9 +149,7 @@ def test_head_norm(head: str, norm: str | None) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("head_norm", "expected"), [("batch_norm", 1.4), (None, 0.14)]
-)
+@pytest.mark.parametrize(("head_norm", "expected"), [("batch_norm", 1.4), (None, 0.14)])
 def test_the_head_keeps_differences_between_graphs(
     head_norm: str | None, expected: float
 ) -> None:
