@@ -93,7 +93,7 @@ AT_LEAST = {
     "weighted-nearest": {"chimera": 0.9, "plstm": 0.8},
     "reachability": {"chimera": 0.95, "plstm": 0.95},
     "parity": {"plstm": 0.9},
-    "peptides": {"chimera": 0.6, "plstm": 0.6},
+    "peptides": {"chimera": 0.8, "plstm": 0.8},
 }
 
 
