@@ -40,7 +40,9 @@ def chimera_transition(
         A_{ij} = \gamma \frac{a_{ij}}{\sum_{j'} a_{ij'} + \exp(-\Psi_i)}
 
     Without :math:`\Delta'`, the exponent is divided by 2. Rows sum to less than
-    :math:`\gamma`.
+    :math:`\gamma`. So that this holds in floating point too, where :math:`\mathbf{I}
+    - \mathbf{A}` would otherwise be singular, :math:`\exp(-\Psi_i)` counts as at least
+    64 units of rounding of the sum: with float32 ranges end at 256 steps.
 
     Args:
         edge_index (torch.Tensor): The edges :math:`j \to i`,
@@ -57,8 +59,10 @@ def chimera_transition(
     """
     col, row = edge_index[0], edge_index[1]
     weight = _decay(target[row], source[col], edge)
-    total = _sum(weight, row, num_nodes) + torch.exp(-psi)
-    return gamma * weight / total[row]
+    total = _sum(weight, row, num_nodes)
+    finfo = torch.finfo(total.dtype)
+    margin = torch.maximum(torch.exp(-psi), 64 * finfo.eps * total + finfo.tiny)
+    return gamma * weight / (total + margin)[row]
 
 
 def released_transition(

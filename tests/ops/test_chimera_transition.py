@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from strategies import Graph, dags, graphs
 from torch import Tensor
 from torch.nn.functional import softplus
+from torch_geometric.utils import grid
 
 from pyg_chimera.ops import (
     chimera_transition,
@@ -125,6 +126,29 @@ def test_sums_are_below_one(graph: Graph):
     weight = released_transition(*args)
     assert (weight >= 0).all()
     assert (sum_of_rows(weight, edge_index[0], num_nodes) < 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_float_is_singular(dtype):
+    """Nodes that would keep all they hear, beside some whose inputs fade away."""
+    edge_index, _ = grid(8, 8)
+    torch.manual_seed(0)
+    target, source, value = torch.randn(3, 64, 2, dtype=dtype)
+    target, source = softplus(10 * target), softplus(10 * source)
+    target[5] = source[6] = 1e4
+    psi = torch.full((64, 2), 1e4, dtype=dtype, requires_grad=True)
+    weight = chimera_transition(edge_index, 64, target, source, psi)
+    margin = 1 - sum_of_rows(weight.double(), edge_index[1], 64)
+    assert margin.min() > 32 * torch.finfo(dtype).eps
+    assert weight.isfinite().all()
+    ones = torch.ones(64, 1, 1, dtype=dtype)
+    inputs = (ones, ones, value[..., None], edge_index)
+    out = resolvent_mix(*inputs, weight)
+    exact = resolvent_mix(*(x.double() for x in inputs[:3]), edge_index,
+                          weight.double(), backend="reference")  # fmt: skip
+    assert_near(out.double(), exact, 1e-5 if dtype == torch.float32 else 1e-7)
+    out.sum().backward()
+    assert psi.grad.isfinite().all()
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
