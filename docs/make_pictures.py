@@ -1,8 +1,9 @@
-"""Makes the pictures of docs/pictures.md: python docs/make_pictures.py
+"""Makes the pictures of the documentation: python docs/make_pictures.py
 
 Needs the extra "examples". Takes about a minute on one core.
 """
 
+import json
 from argparse import ArgumentParser
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ import matplotlib
 import networkx as nx
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from rdkit import Chem
 from rdkit.Chem import AllChem
 from torch import Tensor
@@ -25,6 +27,8 @@ from pyg_chimera.transforms import DAGDecomposition, ImageToGraph
 from pyg_chimera.utils import influence, plot_dags, plot_influence
 
 matplotlib.use("Agg")
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 CHANNELS, HEADS, GRAPHS = 32, 2, 8
 COLORS = 3  #: of marked nodes
@@ -271,6 +275,28 @@ def sentences(steps: int) -> Any:
     )
 
 
+def curves(steps: int) -> Any:
+    """Validation on Peptides-func, over the share of 50 minutes and over epochs."""
+    runs = json.loads((RESULTS / "peptides-func.json").read_text(encoding="utf-8"))
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    minutes, epochs = figure.subplots(1, 2, sharey=True)
+    for name, run in runs.items():
+        config, history = run["config"], run["history"]
+        heard = [row["val_ap"] for row in history]
+        numbers = [row["epoch"] for row in history]
+        label = f"{name}, test {run['best']['test_ap']:.3f}"
+        epochs.plot(numbers, heard, ".-", label=label)
+        if config["minutes"]:
+            share = config["minutes"] / config["epochs"]
+            minutes.plot([share * number for number in numbers], heard, ".-")
+        else:  # a run of another length, which has no curve on the left
+            minutes.plot([], [])
+    minutes.set(xlabel="minutes of processor time, as planned", ylabel="validation AP")
+    epochs.set(xlabel="epoch")
+    epochs.legend()
+    return figure
+
+
 def when() -> list[str]:
     """Titles of heads, first at the start and then trained."""
     times = ("start", "trained")
@@ -284,6 +310,7 @@ PICTURES = {
     "grid": images,
     "tree": trees,
     "sentence": sentences,
+    "peptides_func": curves,
 }
 
 

@@ -73,6 +73,8 @@ SHORT = RELEASED | dict(
     norm="batch_norm", head_norm="batch_norm",
     normalization="paper", initial="default", local_layers=8,
 )  # fmt: skip
+#: For hours on one core: GCN instead of GatedGCN, and 128 channels in its place.
+LONG = SHORT | dict(epochs=24, lr=2e-3, channels=128, conv="gcn")
 #: Learns within two minutes on two cores.
 DEMO = RELEASED | dict(
     epochs=8, batch_size=16, lr=3e-3, warmup_epochs=1, dropout=0.0,
@@ -88,6 +90,7 @@ PRESETS = {
     "released": RELEASED,
     "paper": PAPER,
     "short": SHORT,
+    "long": LONG,
     "demo": DEMO,
     "smoke": SMOKE,
 }

@@ -75,12 +75,13 @@ from pyg_chimera.nn import (
     GPSLayer,
     GraphMambaConv,
     GraphModel,
+    KHopAttentionConv,
     PLSTMConv,
 )
 from pyg_chimera.transforms import AddEliminationOrder
 
 PARTS = ("train", "val", "test")
-MODELS = ("chimera", "plstm", "graph-mamba", "gps", "sage", "gcn")
+MODELS = ("chimera", "plstm", "graph-mamba", "k-hop", "gps", "sage", "gcn")
 DOWNLOADS = ("amazon-ratings", "minesweeper", "questions", "roman-empire", "tolokers")
 DATASETS = ("generated", "actor", *DOWNLOADS, "ogbn-arxiv")
 #: ``default`` is that of the released experiments on these graphs, with fewer epochs.
@@ -248,6 +249,8 @@ def build_model(
             return ChimeraConv(channels, channels, heads=4, state_channels=16)
         if name == "plstm":
             return PLSTMConv(channels, heads=4, order="bfs")
+        if name == "k-hop":
+            return KHopAttentionConv(channels, heads=4, k=2)
         return GraphMambaConv(channels)
 
     def layer(_: int) -> torch.nn.Module:

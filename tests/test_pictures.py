@@ -7,7 +7,9 @@ from types import ModuleType
 import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = (DOCS / "pictures.md").read_text(encoding="utf-8")
+PAGES = "".join(
+    (DOCS / name).read_text(encoding="utf-8") for name in ("pictures.md", "results.md")
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +26,11 @@ def script() -> ModuleType:
 
 def test_pictures_are_small_and_shown():
     files = sorted((DOCS / "pictures").iterdir())
-    assert len(files) == 6
+    assert len(files) == 7
     for path in files:
         assert path.suffix == ".png"
         assert path.stat().st_size < 100_000
-        assert f"](pictures/{path.name})" in PAGE
+        assert f"](pictures/{path.name})" in PAGES
 
 
 @pytest.mark.slow

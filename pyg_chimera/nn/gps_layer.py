@@ -3,12 +3,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Linear, Sequential
+from torch.nn import Dropout, Linear, Sequential
 from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._dropout import Dropout
 from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_nodes
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import Route
@@ -287,7 +286,8 @@ class GPSLayer(torch.nn.Module):
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Extends each sequence by one node, and returns what :meth:`forward` would
         return for that node. Requires a causal mixer with a method :obj:`step`, no
-        convolution, and norms that normalize each node separately.
+        convolution, and norms that normalize each node separately, as batch norm does
+        only in evaluation.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,

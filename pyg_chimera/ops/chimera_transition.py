@@ -40,9 +40,11 @@ def chimera_transition(
         A_{ij} = \gamma \frac{a_{ij}}{\sum_{j'} a_{ij'} + \exp(-\Psi_i)}
 
     Without :math:`\Delta'`, the exponent is divided by 2. Rows sum to less than
-    :math:`\gamma`. So that this holds in floating point too, where :math:`\mathbf{I}
-    - \mathbf{A}` would otherwise be singular, :math:`\exp(-\Psi_i)` counts as at least
-    64 units of rounding of the sum: with float32 ranges end at 256 steps.
+    :math:`\gamma`. In floating point, :math:`\exp(-\Psi_i)` may round to nothing
+    beside the sum, so that :math:`\mathbf{I} - \mathbf{A}` is singular. The root of its
+    square plus that of 16 machine epsilons times the sum stands in for it, which ends
+    the ranges of float32 at 512 steps on a path, and changes none below 100 by more
+    than rounding does.
 
     Args:
         edge_index (torch.Tensor): The edges :math:`j \to i`,
@@ -61,7 +63,9 @@ def chimera_transition(
     weight = _decay(target[row], source[col], edge)
     total = _sum(weight, row, num_nodes)
     finfo = torch.finfo(total.dtype)
-    margin = torch.maximum(torch.exp(-psi), 64 * finfo.eps * total + finfo.tiny)
+    # The second constant is for sums of zero, and has a square.
+    least = 16 * finfo.eps * total + finfo.tiny**0.5
+    margin = torch.hypot(torch.exp(-psi), least)
     return gamma * weight / (total + margin)[row]
 
 

@@ -184,7 +184,7 @@ def test_recipes_of_chimera_stay_below_500k_parameters(preset, name):
     assert 300_000 < count_parameters(lrgb.build_model(args)) < 500_000
 
 
-@pytest.mark.parametrize("preset", ["released", "paper", "short", "demo"])
+@pytest.mark.parametrize("preset", ["released", "paper", "short", "long", "demo"])
 @pytest.mark.parametrize("name", lrgb.MODELS[1:])
 def test_models_have_the_same_size(preset, name):
     argv = ("--preset", preset, "--dataset", "peptides-func")
@@ -200,8 +200,9 @@ def test_models_have_the_same_size(preset, name):
 @pytest.mark.parametrize("preset", lrgb.PRESETS)
 def test_norms_and_depth_are_those_of_the_recipe(preset):
     argv = ("--smoke",) if preset == "smoke" else ("--preset", preset)
-    own = preset in ("short", "demo")
-    for name, depth in (("chimera", None), ("gcn", 8 if preset == "short" else None)):
+    own = preset in ("short", "long", "demo")
+    deep = 8 if preset in ("short", "long") else None
+    for name, depth in (("chimera", None), ("gcn", deep)):
         args = get_args(lrgb, *argv, "--dataset", "peptides-func", "--model", name)
         model = lrgb.build_model(args)
         kind = "BatchNorm" if own else "LayerNorm"

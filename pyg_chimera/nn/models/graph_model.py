@@ -112,6 +112,7 @@ class GraphModel(torch.nn.Module):
                 mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
                 arrangement="sequential",
                 norm_first=True,
+                norm="layer_norm",
                 dropout=0.1,
                 act="gelu",
             )
@@ -156,9 +157,9 @@ class GraphModel(torch.nn.Module):
             inner product of the nodes after the head's network, or :obj:`"mlp"`, the
             head's network on both nodes, source first. (default: :obj:`"dot"`)
         head_layers (int, optional): The number of linear layers in the head; hidden
-            ones are :obj:`channels` wide. They start with the values of `"Delving Deep
-            into Rectifiers" <https://arxiv.org/abs/1502.01852>`_, which keep the scale.
-            (default: :obj:`2`)
+            ones are :obj:`channels` wide. These start with the values of `"Delving Deep
+            into Rectifiers" <https://arxiv.org/abs/1502.01852>`_, which keep the scale,
+            except before inner products. (default: :obj:`2`)
         head_norm (str, optional): The normalization after each hidden linear layer of
             the head, :obj:`"batch_norm"`, :obj:`"layer_norm"` (each row on its own) or
             :obj:`None`. Pooled nodes are almost the same in all molecules: batch norm,
@@ -287,9 +288,11 @@ class GraphModel(torch.nn.Module):
         self._reset_head()
 
     def _reset_head(self) -> None:
+        if self.head == "edge" and self.decoder == "dot":
+            return  # inner products would be large
         # PyTorch's own values divide what distinguishes graphs, and its gradient, by
-        # 2.4 in each layer.
-        for lin in self.mlp.lins:
+        # 2.4 in each layer. The last layer keeps them, so that first answers are small.
+        for lin in self.mlp.lins[:-1]:
             torch.nn.init.kaiming_normal_(lin.weight, nonlinearity="relu")
             torch.nn.init.zeros_(lin.bias)
 
