@@ -62,9 +62,9 @@ def chimera_transition(
     col, row = edge_index[0], edge_index[1]
     weight = _decay(target[row], source[col], edge)
     total = _sum(weight, row, num_nodes)
-    finfo = torch.finfo(total.dtype)
-    # The second constant is for sums of zero, and has a square.
-    least = 16 * finfo.eps * total + finfo.tiny**0.5
+    # The last term is for sums of zero; its square is a number too.
+    tiny = torch.finfo(torch.promote_types(total.dtype, torch.float32)).tiny
+    least = 16 * torch.finfo(total.dtype).eps * total + tiny**0.5
     margin = torch.hypot(torch.exp(-psi), least)
     return gamma * weight / (total + margin)[row]
 
