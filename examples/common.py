@@ -571,7 +571,11 @@ def fit(
                 found = found | test
             results["best"] = found
             run.say("Best: " + "  ".join(f"{k} {v:.4g}" for k, v in found.items()))
-    except SystemExit:  # raised by Lightning upon a signal
+    except (SystemExit, RuntimeError) as stop:
+        # Lightning exits upon a signal. Where Python dropped its exception, the loader
+        # finds workers that it has ended.
+        if isinstance(stop, RuntimeError) and not run.interrupted:
+            raise
         results["stopped_by"] = "SIGTERM" if trainer.received_sigterm else "SIGINT"
         if last.exists():
             run.history = torch.load(last, weights_only=True)["history"]

@@ -122,7 +122,10 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupted_destructor_does_not_swallow_ctrl_c(tmp_path, interrupt):
+@pytest.mark.parametrize("workers_die", [False, True])
+def test_an_interrupted_destructor_does_not_swallow_ctrl_c(
+    tmp_path, interrupt, workers_die
+):
     task, calls = get_task(), iter(range(20))
 
     class Loader:
@@ -132,6 +135,8 @@ def test_an_interrupted_destructor_does_not_swallow_ctrl_c(tmp_path, interrupt):
     def drop(out, batch):
         if next(calls) == 14:
             Loader()
+            if workers_die:
+                raise RuntimeError("DataLoader worker exited unexpectedly")
         return task.loss(out, batch)
 
     results = run(tmp_path, task=task._replace(loss=drop))
