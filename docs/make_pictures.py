@@ -282,15 +282,14 @@ def curves(steps: int) -> Any:
     minutes, epochs = figure.subplots(1, 2, sharey=True)
     for name, run in runs.items():
         config, history = run["config"], run["history"]
-        heard = [row["val_ap"] for row in history]
         numbers = [row["epoch"] for row in history]
+        precision = [row["val_ap"] for row in history]
         label = f"{name}, test {run['best']['test_ap']:.3f}"
-        epochs.plot(numbers, heard, ".-", label=label)
+        (line,) = epochs.plot(numbers, precision, ".-", label=label)
         if config["minutes"]:
             share = config["minutes"] / config["epochs"]
-            minutes.plot([share * number for number in numbers], heard, ".-")
-        else:  # a run of another length, which has no curve on the left
-            minutes.plot([], [])
+            times = [share * number for number in numbers]
+            minutes.plot(times, precision, ".-", color=line.get_color())
     minutes.set(xlabel="minutes of processor time, as planned", ylabel="validation AP")
     epochs.set(xlabel="epoch")
     epochs.legend()

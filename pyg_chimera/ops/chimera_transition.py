@@ -22,6 +22,10 @@ __all__ = [
 ]
 
 
+#: The least margin of `chimera_transition`, in machine epsilons times the sum.
+LEAST_MARGIN = 16
+
+
 def chimera_transition(
     edge_index: Tensor,
     num_nodes: int,
@@ -64,7 +68,7 @@ def chimera_transition(
     total = _sum(weight, row, num_nodes)
     # The last term is for sums of zero; its square is a number too.
     tiny = torch.finfo(torch.promote_types(total.dtype, torch.float32)).tiny
-    least = 16 * torch.finfo(total.dtype).eps * total + tiny**0.5
+    least = LEAST_MARGIN * torch.finfo(total.dtype).eps * total + tiny**0.5
     margin = torch.hypot(torch.exp(-psi), least)
     return gamma * weight / (total + margin)[row]
 

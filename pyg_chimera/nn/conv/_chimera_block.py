@@ -23,6 +23,7 @@ from pyg_chimera.nn.conv._init import (
     softplus_,
 )
 from pyg_chimera.nn.conv._window import Filter, reset_filter_
+from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
 
 __all__ = ["ChimeraBlock"]
 
@@ -156,8 +157,8 @@ class ChimeraBlock(MessagePassing):
         # On a path, nodes pass on 2 gamma / (2 + m) = 1 / cosh(1 / steps).
         fixed = 2 * (1 - gamma) if fixed is None else fixed
         lost = 4 * gamma * torch.sinh(0.5 / steps).square()
-        # What `chimera_transition` adds to two neighbours' weights, squared with m.
-        rounding = 2 * 16 * torch.finfo(steps.dtype).eps
+        # Added in squares: two neighbours' weights sum to 2.
+        rounding = 2 * LEAST_MARGIN * torch.finfo(steps.dtype).eps
         m = (lost - fixed).clamp(max(least, 1.01 * rounding), math.exp(-0.01))
         softplus_(self.delta_bias[2], -(m.square() - rounding**2).log() / 2)
         return 0.5 / torch.asinh(((m + fixed) / (4 * gamma)).sqrt())
