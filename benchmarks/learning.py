@@ -101,7 +101,7 @@ AT_LEAST = {
 
 
 def build_mixer(name: str, task: Task, index: int) -> Module | None:
-    """A mixer with its constructor's defaults, along the edges of a DAG if directed."""
+    """A mixer of the settings' size, along the edges of a DAG if directed."""
     if name == "hybrid":
         name = HYBRID[index % 2]
     channels, heads, states = (

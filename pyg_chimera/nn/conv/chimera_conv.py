@@ -74,7 +74,7 @@ class ChimeraConv(ChimeraBlock):
             is the middle of its part: 8 and 32 for two heads. A range is the distance
             along a path at which influence has fallen to :math:`1/e` before training,
             for inputs of zero; other inputs change it, and on average halve it. It is
-            at most 512 steps in float32. The mixed signal starts at least ten times as
+            at most 512 steps in float32. The mixed signal starts about ten times as
             large as the skip connection. With :obj:`None`, selectivities start as in
             the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         differential (bool, optional): Whether a head is the difference of two
