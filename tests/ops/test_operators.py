@@ -339,6 +339,7 @@ BUSY = {
     "selective_scan": (71, 4),
     "causal_conv1d": (300, 4),
     "channel_scan": (300,),
+    "delta_scan": (2, 1, 16, 48),  # the oracle takes cubes of the number of keys
     "grid_scan": (2, 1, 48, 48, 2),
     "grid_dag_scan": (2, 1, 48, 48, 4),
 }

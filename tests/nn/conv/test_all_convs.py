@@ -393,9 +393,9 @@ COMPILED = {
     "ChimeraPathConv": (nn.ChimeraPathConv, "path"),
     "GatedDeltaConv": (nn.GatedDeltaConv, "any"),
     "GatedDeltaConv-acyclic": (partial(nn.GatedDeltaConv, acyclic=True), "dag"),
+    "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
     "GatedDeltaConv-channels": (
         partial(nn.GatedDeltaConv, acyclic=True, channel_decay=True), "dag"),
-    "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
     "RGLRUConv": (nn.RGLRUConv, "dag"),
     "KHopAttentionConv": (partial(nn.KHopAttentionConv, k=2, heads=2), "any"),
     "KHopAttentionConv-rotary": (
