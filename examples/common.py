@@ -34,7 +34,7 @@ from datetime import timedelta
 from functools import cache
 from importlib.metadata import version
 from itertools import cycle
-from math import cos, pi
+from math import cos, inf, isnan, pi
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, NoReturn
@@ -227,8 +227,13 @@ def open_run(args: Namespace) -> dict[str, Any]:
         args.out.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=args.out) as probe:
             probe.write(bytes(2**20))
-        for name in found:
-            (args.out / name).unlink()
+        replaced = [args.out / name for name in found]
+        if RESULTS in found and "rows" in json.loads((args.out / RESULTS).read_text()):
+            # Runs below it, else those not reached would pass for this one's.
+            for name in files:
+                replaced += args.out.glob(f"*/**/{name}")
+        for path in replaced:
+            path.unlink()
     return results
 
 
@@ -304,6 +309,7 @@ class Run(LightningModule):
         self.load = cache(load)
         self.results = results | {"parameters": count_parameters(model)}
         self.history: list[dict[str, float]] = []
+        self.generator = torch.Generator()  # of seeds for workers
         self.interrupted = False
 
     def interrupt(self, *_: object) -> NoReturn:
@@ -325,9 +331,12 @@ class Run(LightningModule):
 
     def loader(self, name: str) -> DataLoader:
         dataset, sampler = self.datasets[name], None
-        if name == "train":  # shuffled by seed and epoch, which Lightning sets
+        if name == "train":  # shuffled by seed and epoch
             seed = 1000 * self.args.seed
             sampler = DistributedSampler(dataset, WORLD, RANK, seed=seed)
+            # Lightning does this too, but after workers have begun the first one.
+            sampler.set_epoch(len(self.history))
+            self.generator.manual_seed(self.epoch_seed(len(self.history)))
         elif WORLD > 1:  # each graph counts once
             dataset = Subset(dataset, range(RANK, len(dataset), WORLD))
         return DataLoader(
@@ -336,8 +345,12 @@ class Run(LightningModule):
             sampler=sampler,
             num_workers=self.args.num_workers,
             pin_memory=self.args.device == "cuda",
-            generator=torch.Generator(),  # leaves the global one alone
+            generator=self.generator,  # leaves the global one alone
         )
+
+    def epoch_seed(self, epoch: int) -> int:
+        state = np.random.SeedSequence([self.args.seed, epoch, RANK])
+        return int(state.generate_state(1)[0])
 
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
@@ -408,8 +421,9 @@ class Run(LightningModule):
 
     def on_train_epoch_start(self) -> None:
         self.begin = time.monotonic()
-        state = np.random.SeedSequence([self.args.seed, self.current_epoch, RANK])
-        seed_everything(int(state.generate_state(1)[0]))
+        seed = self.epoch_seed(self.current_epoch)
+        seed_everything(seed)
+        self.generator.manual_seed(seed)
 
     def on_validation_start(self) -> None:
         if WORLD > 1:  # use the running statistics of the first process, as stored
@@ -432,7 +446,12 @@ class Run(LightningModule):
     def best(self) -> dict[str, float]:
         """The first of the epochs that are best on validation graphs."""
         sign = 1 if self.task.mode == "max" else -1
-        return max(self.history, key=lambda row: sign * row[f"val_{self.metric}"])
+
+        def score(row: dict[str, float]) -> float:
+            value = sign * row[f"val_{self.metric}"]
+            return -inf if isnan(value) else value
+
+        return max(self.history, key=score)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["history"] = self.history
@@ -502,7 +521,12 @@ def epochs_within(
 def planned_epochs(args: Namespace, plan: Callable[[], int]) -> int:
     """The requested epochs, those planned when the run began, or those planned now."""
     if args.resume:
-        return json.loads((args.out / RESULTS).read_text())["config"]["epochs"]
+        path = args.out / RESULTS
+        if not path.exists():
+            refuse(f"--resume: there is no run in {args.out}")
+        return json.loads(path.read_text())["config"]["epochs"]
+    if args.epochs is None and WORLD > 1:
+        refuse("--minutes plans for one process: pass --epochs")
     return plan() if args.epochs is None else args.epochs
 
 

@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import (
-    WORLD,
     Task,
     epochs_within,
     fit,
@@ -123,8 +122,6 @@ def get_args(argv: list[str] | None = None) -> Namespace:
         parser.error(f"--prompt is for --models of {', '.join(ENCODERS)}")
     if args.prompt is not None and len(args.prompt.encode()) >= args.length:
         parser.error(f"--prompt must be shorter than --length, {args.length}")
-    if args.epochs is None and WORLD > 1:
-        parser.error("--minutes plans for one process: pass --epochs")
     kind = "causal" if args.causal else "masked"
     text = Path(args.text).stem if args.text else "stdlib"
     name = "-".join([text, kind, *args.models, args.preset, f"seed{args.seed}"])

@@ -47,6 +47,7 @@ from common import (
     number,
     open_run,
     parse,
+    refuse,
     summarize,
 )
 from graph_data import Stored
@@ -247,6 +248,8 @@ def run(args: Namespace) -> dict[str, Any]:
     open_run(args)  # before the graphs are read
     graphs = get_graphs(args)
     labels = [int(data.y) for data in graphs]
+    if args.folds > (most := max(np.bincount(labels))):
+        refuse(f"--folds must be at most {most} for {args.dataset}, got {args.folds}")
     splits = split_folds(labels, args.folds, args.seed)
     first, classes = graphs[0], 1 + max(labels)
     edge_dim = None if first.edge_attr is None else first.num_edge_features

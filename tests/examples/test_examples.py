@@ -170,6 +170,8 @@ def test_smoke_does_not_ignore_the_data_set(
     assert text.endswith("error: no route to host\n")
     assert not list((tmp_path / "run").iterdir())
     assert get_args(tudataset, "--smoke").dataset == "generated"
+    text = refused(run, tudataset, tmp_path / "folds", "--smoke", "--folds", "48")
+    assert "--folds must be at most" in text
 
 
 # Recipes and models ----------------------------------------------------------------
@@ -197,6 +199,15 @@ def test_models_have_the_same_size(preset, name):
     assert model.channels % args.heads == 0
 
 
+@pytest.mark.parametrize("name", lrgb.MODELS)
+def test_edges_are_encoded_where_they_are_read(name):
+    for preset, conv in (("short", "gatedgcn"), ("long", "gcn")):
+        args = get_args(lrgb, "--preset", preset, "--model", name)
+        reads = name in ("chimera", "plstm", "gatedgcn") or conv == "gatedgcn"
+        encoder = lrgb.build_model(args).edge_encoder
+        assert (encoder is not None) == (reads and name != "gcn")
+
+
 @pytest.mark.parametrize("preset", lrgb.PRESETS)
 def test_norms_and_depth_are_those_of_the_recipe(preset):
     argv = ("--smoke",) if preset == "smoke" else ("--preset", preset)
@@ -211,6 +222,28 @@ def test_norms_and_depth_are_those_of_the_recipe(preset):
         kind = "BatchNorm" if own else "Identity"
         assert {type(x).__name__ for x in model.mlp.norms} == {kind}
         assert len(model.layers) == (depth or args.num_layers)
+
+
+@pytest.mark.parametrize("name", lrgb.MODELS)
+def test_all_models_read_the_walks(name, generated):
+    args = get_args(lrgb, *generated, "--model", name)
+    assert get_args(lrgb, "--preset", "long").walk_length == 20
+    assert len(lrgb.build_model(args).encodings) == 0
+    args.walk_length, args.channels = 3, 32
+    data = graph_data.get_datasets(args, lrgb.get_transforms(args))["val"]
+    assert data.folder.name == "processed-elimination-walks3"
+    batch = Batch.from_data_list(list(data[:2]))
+    walk = torch.zeros(batch.num_nodes, batch.num_nodes)
+    walk[batch.edge_index[0], batch.edge_index[1]] = 1.0
+    walk /= walk.sum(dim=1, keepdim=True).clamp(min=1)
+    returns = [walk.matrix_power(k).diagonal() for k in (1, 2, 3)]
+    torch.testing.assert_close(batch.random_walk_pe, torch.stack(returns, dim=1))
+
+    torch.manual_seed(0)
+    model = lrgb.build_model(args).eval()
+    out = model(**model.inputs(batch))
+    batch.random_walk_pe = torch.rand_like(batch.random_walk_pe)
+    assert (model(**model.inputs(batch)) - out).abs().min() > 0
 
 
 def test_chimera_starts_with_the_values_that_the_recipe_asks_for():
@@ -606,41 +639,39 @@ def test_two_processes(generated, tmp_path):
     argv = [*generated[:-1], "2", "--device", "cpu", "--out"]
     one, two = tmp_path / "one", tmp_path / "two"
 
-    def torchrun(*lines: str) -> str:
-        path = tmp_path / "script.py"
-        path.write_text("\n".join(["import common, lrgb", *lines]))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        done = subprocess.run(
-            [*command, "--nproc_per_node=2", str(path)],
-            capture_output=True,
-            text=True,
-            timeout=150,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path]),
-            },
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    output = torchrun(f"lrgb.run(lrgb.get_args({[*argv, str(one)]}))")
-    assert "2 process(es) on cpu" in output
-    assert output.count("epoch 2 ") == 1  # the first one speaks for both
+    # Starting two processes takes longer than training: all runs in one go.
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"""
+import common, lrgb
+lrgb.run(lrgb.get_args({[*argv, str(one)]}))
+args = lrgb.get_args({[*argv, str(two)]})
+args.time_limit, elapsed = 1e9, common.TimeLimit.time_elapsed
+common.TimeLimit.time_elapsed = lambda t, *_: 1e10 * bool(t.start_time())
+assert lrgb.run(args)["epochs_done"] == 1
+common.TimeLimit.time_elapsed, args.resume = elapsed, True
+assert lrgb.run(args)["epochs_done"] == 2
+"""
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    path = os.pathsep.join([str(EXAMPLES), *sys.path])
+    done = subprocess.run(
+        [*command, "--nproc_per_node=2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es) on cpu" in done.stdout
+    # The first one speaks for both, of each run.
+    lines = done.stdout.splitlines()
+    assert [sum(x.startswith(f"epoch {n} ") for x in lines) for n in (1, 2)] == [2, 2]
     args = get_args(lrgb, *argv, str(one))
     datasets = graph_data.get_datasets(args, lrgb.get_transforms(args))
     assert len(datasets["val"]) == 5  # on two processes: each counts, and counts once
     model, task = lrgb.build_model(args), graph_data.get_task("generated")
     check_metrics(one, model, task, datasets)
-
-    # Starting two processes takes longer than training: stop and resume in one go.
-    torchrun(
-        f"args = lrgb.get_args({[*argv, str(two)]})",
-        "args.time_limit, elapsed = 1e9, common.TimeLimit.time_elapsed",
-        "common.TimeLimit.time_elapsed = lambda t, *_: 1e10 * bool(t.start_time())",
-        "assert lrgb.run(args)['epochs_done'] == 1",
-        "common.TimeLimit.time_elapsed, args.resume = elapsed, True",
-        "assert lrgb.run(args)['epochs_done'] == 2",
-    )
     states = [torch.load(out / "last.ckpt", weights_only=True) for out in (one, two)]
     for key, value in states[0]["state_dict"].items():
         assert torch.equal(value, states[1]["state_dict"][key]), key

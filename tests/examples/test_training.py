@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import common
 import pytest
@@ -119,6 +120,93 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     torch.rand(7)  # what has happened to the generators since does not matter
     assert run(tmp_path, "--resume")["stopped_by"] is None
     assert_same_run(straight, tmp_path)
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws where graphs are loaded, as samplers of neighbourhoods do."""
+
+    def __init__(self, graphs: list[Data]) -> None:
+        self.graphs = graphs
+
+    def __len__(self) -> int:
+        return len(self.graphs)
+
+    def __getitem__(self, i: int) -> Data:
+        graph = self.graphs[i].clone()
+        return graph.update({"x": graph.x + 0.1 * torch.rand(1)})
+
+
+def noisy() -> dict:
+    return {**load(), "train": Noisy(load()["train"])}
+
+
+def test_workers_too_depend_on_seed_and_epoch_alone(tmp_path, interrupt):
+    one, two, other = (tmp_path / name for name in ("one", "two", "other"))
+    run(one, "--num-workers", "1", load=noisy)
+    task = interrupt(get_task(), 14)
+    stopped = run(two, "--num-workers", "1", load=noisy, task=task)
+    assert stopped["epochs_done"] == 2
+    run(two, "--num-workers", "1", "--resume", load=noisy)
+    assert_same_run(one, two)
+    # Only the draws differ: graphs are in the same order, with the same weights.
+    drawn = []
+    for seed in (0, 1):
+        args = get_args(other, "--num-workers", "1")
+        args.seed = seed
+        own = common.Run(args, Model(), get_task(), noisy, {}, None)
+        own.setup("fit")
+        loader = own.loader("train")
+        own.history.append({})
+        again = own.loader("train")
+        drawn += [sum(float(batch.x.sum()) for batch in x) for x in (loader, again)]
+    assert len(set(drawn)) == 4
+
+
+def run_all(out: Path, *argv: str, task=None) -> dict:
+    def train(own):
+        seed_everything(own.seed)
+        return common.fit(own, Model(), task or get_task(), load)
+
+    runs = [(f"{name}/run-0", {}) for name in ("a", "b")]
+    args = get_args(out, *argv)
+    return common.fit_all(
+        args, runs, train, lambda found: common.summarize(found, "mse", "runs")
+    )
+
+
+def test_runs_of_a_replaced_table_are_replaced(tmp_path, interrupt):
+    (tmp_path / "c" / "run-0").mkdir(parents=True)
+    kept = tmp_path / "c" / "run-0" / "notes.txt"
+    kept.touch()
+    assert list(run_all(tmp_path)["rows"]) == ["a", "b"]
+    stopped = run_all(tmp_path, "--overwrite", task=interrupt(get_task(), 14))
+    assert stopped["stopped_by"] == "SIGINT"
+    assert kept.exists()
+    assert not list((tmp_path / "b" / "run-0").iterdir())
+    assert list(run_all(tmp_path, "--resume")["rows"]) == ["a", "b"]
+
+
+def test_a_metric_that_is_not_a_number_is_not_the_best():
+    for mode, best in (("min", 2), ("max", 3)):
+        own = SimpleNamespace(task=get_task()._replace(mode=mode), metric="mse")
+        own.history = [
+            {"epoch": epoch, "val_mse": value}
+            for epoch, value in enumerate((math.nan, 1.0, 2.0, math.nan), start=1)
+        ]
+        assert common.Run.best.fget(own)["epoch"] == best
+
+
+def test_epochs_are_planned_for_one_process(tmp_path, monkeypatch, refused):
+    args = get_args(tmp_path)
+    assert common.planned_epochs(args, lambda: 7) == 4
+    args.epochs = None
+    assert common.planned_epochs(args, lambda: 7) == 7
+    monkeypatch.setattr(common, "WORLD", 2)
+    text = refused(common.planned_epochs, args, lambda: 7)
+    assert "plans for one process: pass --epochs" in text
+    args.resume = True
+    text = refused(common.planned_epochs, args, lambda: 7)
+    assert "--resume: there is no run in" in text
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

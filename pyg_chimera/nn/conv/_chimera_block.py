@@ -145,21 +145,24 @@ class ChimeraBlock(MessagePassing):
         steps: Tensor,
         gamma: float,
         fixed: float | None = None,
-        least: float = 1e-9,
+        least: float | None = None,
     ) -> Tensor:
-        """Sets the ranges of heads, in steps, [heads], by how far the row sums of A are
-        below one.
+        """Sets the ranges of heads, in steps, [heads], by how far the row sums of A (or
+        the column sums, if normalized as released) are below one.
 
         Returns:
             torch.Tensor: The ranges that result. They are limited by the loss per step
-            that cannot be learned: `fixed`, by default that due to `gamma`.
+            that cannot be learned: `fixed`, by default that due to `gamma`, and
+            `least`, by default that of rounding.
         """
         # On a path, nodes pass on 2 gamma / (2 + m) = 1 / cosh(1 / steps).
         fixed = 2 * (1 - gamma) if fixed is None else fixed
         lost = 4 * gamma * torch.sinh(0.5 / steps).square()
-        # Added in squares: two neighbours' weights sum to 2.
-        rounding = 2 * LEAST_MARGIN * torch.finfo(steps.dtype).eps
-        m = (lost - fixed).clamp(max(least, 1.01 * rounding), math.exp(-0.01))
+        rounding = 0.0
+        if least is None:  # added in squares: two neighbours' weights sum to 2
+            rounding = 2 * LEAST_MARGIN * torch.finfo(steps.dtype).eps
+            least = max(1e-9, 1.01 * rounding)
+        m = (lost - fixed).clamp(least, math.exp(-0.01))
         softplus_(self.delta_bias[2], -(m.square() - rounding**2).log() / 2)
         return 0.5 / torch.asinh(((m + fixed) / (4 * gamma)).sqrt())
 

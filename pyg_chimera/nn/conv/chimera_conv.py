@@ -162,8 +162,10 @@ class ChimeraConv(ChimeraBlock):
         self.reset_parameters()
 
     def _set_reach(self, steps: Tensor) -> None:
-        released = (0.05, 1e-4) if self.normalization == "released" else ()
-        heard = self._set_row_sums(steps, self.gamma, *released)
+        if self.normalization == "released":  # its input gate has no bias
+            self._set_row_sums(steps, self.gamma, fixed=0.05, least=1e-4)
+            return
+        heard = self._set_row_sums(steps, self.gamma)
         softplus_(self.delta_bias[3], self._loudness(heard))
 
     def forward(

@@ -268,11 +268,12 @@ class GraphModel(torch.nn.Module):
         self.norm = Norm(norm, channels, norm_kwargs)
         self.pool = aggregation_resolver(pool) if head == "graph" else None
 
-        dot, mlp = (head == "edge" and decoder == name for name in ("dot", "mlp"))
+        pairs = head == "edge"
+        self._is_dot = pairs and decoder == "dot"
         self.mlp = MLP(
-            in_channels=2 * channels if mlp else channels,
+            in_channels=2 * channels if pairs and not self._is_dot else channels,
             hidden_channels=channels,
-            out_channels=channels if dot else out_channels,
+            out_channels=channels if self._is_dot else out_channels,
             num_layers=head_layers,
             dropout=float(dropout),
             act=act,
@@ -288,7 +289,7 @@ class GraphModel(torch.nn.Module):
         self._reset_head()
 
     def _reset_head(self) -> None:
-        if self.head == "edge" and self.decoder == "dot":
+        if self._is_dot:
             return  # inner products would be large
         # PyTorch's own values divide what distinguishes graphs, and its gradient, by
         # 2.4 in each layer. The last layer keeps them, so that first answers are small.
@@ -408,7 +409,7 @@ class GraphModel(torch.nn.Module):
         if edge_label_index is None:
             return self.mlp(x)
         source, target = edge_label_index
-        if self.decoder == "mlp":
+        if not self._is_dot:
             return self.mlp(torch.cat([x[source], x[target]], dim=-1))
         x = self.mlp(x)
         return (x[source] * x[target]).sum(dim=-1, keepdim=True)

