@@ -104,7 +104,7 @@ def _problem(device: torch.device) -> str | None:
         return None
     warnings.warn(
         f"The kernel of the installed 'mamba-ssm' can't be used on {device}: {reason}. "
-        "selective_scan uses its 'torch' backend instead",
+        "selective_scan uses another backend instead",
         stacklevel=2,
     )
     return reason
