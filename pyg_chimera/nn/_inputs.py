@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
-from torch_geometric.typing import Adj
+from torch_geometric.typing import Adj, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
 from pyg_chimera.ops.common.checks import check_edge_index, check_edges, trusted
@@ -18,6 +18,7 @@ __all__ = [
     "check_batch",
     "check_edge_attr",
     "check_edge_rows",
+    "check_floats",
     "check_grids",
     "check_heads",
     "check_nodes",
@@ -46,15 +47,20 @@ def check_heads(
         raise ValueError(f"'groups' must divide 'heads', got {groups} and {heads}")
 
 
-def check_nodes(x: Any, channels: int | str = "channels") -> None:
-    """Checks that node features are floating point, [nodes, channels]."""
-    _check_floats("x", x)
-    if x.dim() != 2 or (isinstance(channels, int) and x.size(1) != channels):
-        raise ValueError(f"'x' must be [nodes, {channels}], got {list(x.shape)}")
+def check_nodes(x: Any, channels: int = -1) -> None:
+    """Checks that node features are floating point, [nodes, channels]; with a negative
+    number, any number of channels.
+    """
+    check_floats("x", x)
+    if x.dim() != 2 or (channels >= 0 and x.size(1) != channels):
+        expected = channels if channels >= 0 else "channels"
+        raise ValueError(f"'x' must be [nodes, {expected}], got {list(x.shape)}")
 
 
-def check_batch(batch: Any) -> None:
-    """Checks that a batch vector is one, rather than edge features by mistake."""
+def check_batch(batch: Any, num_nodes: int | None = None) -> None:
+    """Checks that a batch vector is one, rather than edge features by mistake, and has
+    an entry for each node.
+    """
     if batch is None:
         return
     if not isinstance(batch, Tensor):
@@ -66,12 +72,19 @@ def check_batch(batch: Any) -> None:
             f"'batch' must hold integers, got {batch.dtype} of shape "
             f"{list(batch.shape)}; pass edge features as 'edge_attr=...'"
         )
+    if torch.compiler.is_compiling():
+        return
+    if num_nodes is not None and list(batch.shape) != [num_nodes]:
+        raise ValueError(
+            f"'batch' must be of shape [num_nodes] = [{num_nodes}] (got shape "
+            f"{list(batch.shape)})"
+        )
 
 
 def check_edge_attr(edge_attr: Any) -> None:
     """Checks that edge features are floating point, rather than a batch vector."""
     if edge_attr is not None:
-        _check_floats(
+        check_floats(
             "edge_attr", edge_attr, "; pass a batch vector as 'batch=...', and embed "
             "categories first",
         )  # fmt: skip
@@ -115,11 +128,6 @@ def check_grids(
         )
     if batch is None or trusted() or torch.compiler.is_compiling():
         return height, width
-    if batch.numel() != x.size(0):
-        raise ValueError(
-            f"'batch' must have one entry for each of {x.size(0)} nodes, got "
-            f"{batch.numel()}"
-        )
     sides = grid_sizes(height, width, x.size(0))
     sizes = torch.tensor(sides, dtype=torch.long).view(-1, 2).prod(1)
     counts = batch.unique_consecutive(return_counts=True)[1].cpu()
@@ -133,7 +141,8 @@ def check_grids(
     return height, width
 
 
-def _check_floats(name: str, x: Any, advice: str = "") -> None:
+def check_floats(name: str, x: Any, advice: str = "") -> None:
+    """Checks that an argument is a tensor of floating-point numbers."""
     if not isinstance(x, Tensor):
         raise TypeError(f"'{name}' must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in _FLOATS:
@@ -157,6 +166,8 @@ def as_edges(
     check_edge_attr(edge_attr)
     if is_sparse(edge_index):
         (row, col), values = to_edge_index(edge_index)
+        if isinstance(edge_index, SparseTensor):
+            values = edge_index.storage.value()  # None, where PyG would say one
         edge_index = torch.stack([col, row])
         edge_attr = values if edge_attr is None else edge_attr
     elif hasattr(edge_index, "as_tensor"):  # an EdgeIndex
@@ -168,6 +179,7 @@ def as_edges(
         check_edges("edge_index", edge_index, edge_index)
     else:
         check_edge_index(edge_index, num_nodes)
+    edge_index = edge_index.long()  # narrow integers do not index, or as masks
     if flow == "target_to_source":
         edge_index = edge_index.flip(0)
     return edge_index, edge_attr
@@ -180,13 +192,18 @@ def edge_features(
 
     Raises:
         TypeError: If they are not floating point.
-        ValueError: If they are missing, or their number of rows is wrong.
+        ValueError: If they are missing, or their size is wrong.
     """
     if edge_attr is None:
         raise ValueError(f"'edge_attr' must be given, as 'edge_dim' is {edge_dim}")
     check_edge_attr(edge_attr)
     if edge_attr.dim() == 1:
         edge_attr = edge_attr.view(-1, 1)
+    if edge_dim is not None and edge_dim > 0 and edge_attr.size(-1) != edge_dim:
+        raise ValueError(
+            f"'edge_attr' must be [edges, {edge_dim}], as 'edge_dim' is {edge_dim}, "
+            f"got {list(edge_attr.shape)}"
+        )
     if edge_attr.size(0) != num_edges:
         raise ValueError(
             f"'edge_attr' must have a row for each of {num_edges} edges, got "
@@ -243,8 +260,14 @@ def side_by_side(
         TypeError: As `for_each_dag` and `as_edges`.
         ValueError: As `for_each_dag` and `as_edges`.
     """
+
+    def along(order: Any) -> Any:
+        """A rank that grows along the edges, which may be reversed."""
+        reverse = flow == "target_to_source" and isinstance(order, Tensor)
+        return -order.long() if reverse else order
+
     dags = [
-        (*as_edges(index, attr, num_nodes, flow), order)
+        (*as_edges(index, attr, num_nodes, flow), along(order))
         for index, attr, order in for_each_dag(
             num_dags, edge_index=edge_index, edge_attr=edge_attr, rank=rank
         )

@@ -8,10 +8,21 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import Sequential as GraphSequential
+from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 from torch_geometric.utils import to_dense_batch
 
-__all__ = ["Route"]
+__all__ = ["Route", "reset_layer"]
+
+
+def reset_layer(module: torch.nn.Module) -> None:
+    """Resets all learnable parameters of a layer, by the name that it has for this."""
+    reset(module)
+    # Attention modules have another name for it, and one of them resets only some of
+    # its parameters.
+    own_reset = getattr(module, "_reset_parameters", None)
+    if own_reset is not None:
+        own_reset()
 
 
 class Route(NamedTuple):
@@ -43,7 +54,8 @@ class Route(NamedTuple):
         if isinstance(module, GraphSequential):  # Its `forward` is (*args, **kwargs).
             names, is_open = tuple(module.signature.param_dict), False
         names = names[1:]
-        if getattr(module, "edge_dim", -1) is None:  # PyG's sign for no edge features
+        # PyG's sign for no edge features, and that of GatedGCNConv, which may be lazy
+        if getattr(module, "edge_dim", -1) in (None, 0):
             names = tuple(name for name in names if name != "edge_attr")
 
         if isinstance(module, torch.nn.MultiheadAttention):

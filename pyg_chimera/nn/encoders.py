@@ -7,7 +7,9 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
+from pyg_chimera.nn._inputs import check_floats, check_nodes
 from pyg_chimera.nn._norm import Norm
+from pyg_chimera.ops.common.checks import trusted
 
 __all__ = ["LaplacianEncoder", "PositionEmbedding", "RandomWalkEncoder"]
 
@@ -85,6 +87,7 @@ class LaplacianEncoder(torch.nn.Module):
         Args:
             pe (torch.Tensor): The pairs of eigenvector entries and eigenvalues.
         """
+        check_floats("pe", pe)
         if pe.dim() != 3 or pe.size(2) != 2:
             raise ValueError(
                 "'pe' must have shape [num_nodes, k, 2], got "
@@ -155,6 +158,7 @@ class RandomWalkEncoder(torch.nn.Module):
         Args:
             pe (torch.Tensor): The probabilities of return, one column per step.
         """
+        check_floats("pe", pe)
         if pe.dim() != 2 or pe.size(1) != self.walk_length:
             raise ValueError(
                 f"'pe' must have shape [num_nodes, {self.walk_length}], got "
@@ -232,6 +236,7 @@ class PositionEmbedding(torch.nn.Module):
                 that call all their layers in the same way.
             pos (torch.Tensor): The positions.
         """
+        check_nodes(x, self.channels)
         if pos.shape != (x.size(0), self.num_coordinates):
             raise ValueError(
                 f"'pos' must be of shape [{x.size(0)}, {self.num_coordinates}], got "
@@ -240,9 +245,12 @@ class PositionEmbedding(torch.nn.Module):
         if self.table is None or self.size is None:
             return x + self._waves(pos).to(x.dtype)
         place = pos.new_zeros(pos.size(0), dtype=torch.long)
+        known = trusted() or torch.compiler.is_compiling()
+        if not known and bool((pos != pos.long()).any()):
+            raise ValueError("'pos' must hold whole numbers for learned embeddings")
         for coordinate, size in zip(pos.long().unbind(1), self.size, strict=True):
             out = (coordinate < 0) | (coordinate >= size)
-            if not torch.compiler.is_compiling() and bool(out.any()):
+            if not known and bool(out.any()):
                 raise ValueError(
                     f"'pos' must be in [0, size) with size={self.size}, the places "
                     f"that have learned embeddings, got {int(coordinate[out][0])}"

@@ -4,13 +4,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import Dropout, Linear, Sequential
-from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_nodes
 from pyg_chimera.nn._norm import Norm
-from pyg_chimera.nn._routing import Route
+from pyg_chimera.nn._routing import Route, reset_layer
 
 __all__ = ["GPSLayer"]
 
@@ -207,12 +206,7 @@ class GPSLayer(torch.nn.Module):
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         for module in self.children():
-            reset(module)
-            # Attention modules have another name for it, and one of them resets only
-            # some of its parameters.
-            own_reset = getattr(module, "_reset_parameters", None)
-            if own_reset is not None:
-                own_reset()
+            reset_layer(module)
 
     def accepts(self, name: str) -> bool:
         r"""Whether the forward method accepts a keyword argument called :obj:`name`,
@@ -250,7 +244,7 @@ class GPSLayer(torch.nn.Module):
             updates both.
         """
         check_nodes(x, self.channels)
-        check_batch(batch)
+        check_batch(batch, x.size(0))
         check_edge_rows(edge_attr, edge_index)
         for name in kwargs:
             if not self.accepts(name):

@@ -1,12 +1,16 @@
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_nodes
-from pyg_chimera.nn._routing import Route
+from pyg_chimera.nn._inputs import (
+    as_edges,
+    at_least_float32,
+    check_edge_rows,
+    check_nodes,
+)
+from pyg_chimera.nn._routing import Route, reset_layer
 from pyg_chimera.ops.common.checks import check_batch
 from pyg_chimera.ops.structure import contracted_dag
 
@@ -119,7 +123,7 @@ class MixtureOfDepths(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
-        reset(self.layer)
+        reset_layer(self.layer)
         self._reset_router()
 
     def _reset_router(self) -> None:
@@ -188,7 +192,13 @@ class MixtureOfDepths(torch.nn.Module):
         x = x.index_copy(0, node, mixed)
         if update is None:
             return x
-        return x, cast(Tensor, edge_attr).index_copy(0, inside, update)
+        if edge_attr is None or own is None or update.shape != own.shape:
+            expected = None if own is None else list(own.shape)
+            raise ValueError(
+                "'layer' must return edge features with the shape of its input, "
+                f"{expected}, got {list(update.shape)}."
+            )
+        return x, edge_attr.index_copy(0, inside, update.to(edge_attr.dtype))
 
     @torch.compiler.disable
     def _routed(self, x: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +261,7 @@ def _induced(
     """
     edges, edge_attr = as_edges(edge_index, edge_attr, num_nodes, "source_to_target")
     kept, place = _places(node, num_nodes)
-    edges = edges.long()
+    check_edge_rows(edge_attr, edges)
     inside = kept[edges].all(dim=0).nonzero().view(-1)
     return place[edges[:, inside]], edge_attr, inside
 

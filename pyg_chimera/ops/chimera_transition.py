@@ -62,7 +62,13 @@ def chimera_transition(
 
     Returns:
         torch.Tensor: :math:`A`, :math:`[|\mathcal{E}|, H]`.
+
+    Raises:
+        ValueError: If shapes disagree, or :obj:`gamma` is out of range.
     """
+    if not 0 < gamma <= 1:
+        raise ValueError(f"'gamma' must be in (0, 1], got {gamma}")
+    _check_shapes(edge_index, num_nodes, edge, target=target, source=source, psi=psi)
     col, row = edge_index[0], edge_index[1]
     weight = _decay(target[row], source[col], edge)
     total = _sum(weight, row, num_nodes)
@@ -100,7 +106,11 @@ def released_transition(
 
     Returns:
         torch.Tensor: :math:`A`, :math:`[|\mathcal{E}|, H]`.
+
+    Raises:
+        ValueError: If shapes disagree.
     """
+    _check_shapes(edge_index, num_nodes, edge, target=target, source=source, psi=psi)
     col, row = edge_index[0], edge_index[1]
     weight = _decay(target[row], source[col], edge)
     total = _sum(weight, col, num_nodes) + torch.exp(-psi)
@@ -132,7 +142,15 @@ def dag_transition(
     Returns:
         tuple[torch.Tensor, torch.Tensor]: :math:`A`, :math:`[|\mathcal{E}|, H]`, and
         :math:`s`, :math:`[|\mathcal{V}|, H]`.
+
+    Raises:
+        ValueError: If shapes disagree.
     """
+    check_dim("delta", delta, "[edges, heads]", 2)
+    _check_shapes(edge_index, num_nodes, delta, "delta")
+    if root is not None:
+        shape = [num_nodes, delta.size(1)]
+        check_shape("root", root, "[nodes, heads]", shape)
     row = edge_index[1]
     parents = _sum(delta.new_ones(row.size(0), 1), row, num_nodes)
     scale = parents.clamp(min=1).rsqrt()
@@ -212,6 +230,24 @@ def path_transition(
     reverse = _path_reverse(edge_index, num_nodes)
     margin = torch.exp(-(psi[edge_index[0]] + psi[edge_index[1]]) / 2)
     return weight / (2 * torch.sqrt(weight * weight[reverse] + margin))
+
+
+def _check_shapes(
+    edge_index: Tensor,
+    num_nodes: int,
+    edge: Tensor | None,
+    name: str = "edge",
+    **nodes: Tensor,
+) -> None:
+    """Checks the selectivities of nodes, [V, H], and of edges, [E, H]."""
+    check_dim("edge_index", edge_index, "[2, edges]", 2)
+    heads = 1 if edge is None else edge.size(-1)
+    for key, x in nodes.items():
+        check_dim(key, x, "[nodes, heads]", 2)
+        heads = next(iter(nodes.values())).size(1)
+        check_shape(key, x, "[nodes, heads]", [num_nodes, heads])
+    if edge is not None:
+        check_shape(name, edge, "[edges, heads]", [edge_index.size(1), heads])
 
 
 def _decay(target: Tensor, source: Tensor, edge: Tensor | None) -> Tensor:

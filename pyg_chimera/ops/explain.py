@@ -78,7 +78,8 @@ def explain(
             "first"
         )
     if callable(operator):
-        with torch.random.fork_rng(devices=[]):
+        devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        with torch.random.fork_rng(range(devices)):
             return explained(deepcopy(operator), *args, **kwargs)
     check_option("operator", operator, tuple(_OPERATORS))
     return explained(_OPERATORS[operator], *args, **kwargs)[0]

@@ -56,7 +56,8 @@ class DAGDecomposition(BaseTransform):
 
     Args:
         num_dags (int, optional): The number of DAGs. (default: :obj:`4` for a grid,
-            otherwise :obj:`2`)
+            otherwise :obj:`2`; with :obj:`reverse=False`, half as many if there are no
+            others)
         method (str or Callable, optional): How to choose them.
 
             * :obj:`"path"`: forwards and backwards along a path, whose nodes are in
@@ -116,8 +117,11 @@ class DAGDecomposition(BaseTransform):
             )
         known = 0 if callable(method) else _KNOWN.get(method, 0)
         limit = (known or 2) if reverse else max(1, known // 2)
+        scored = callable(method) or method in _SCORES
+        one = scored or method == "order"  # of each pair
+        bounded = known or (one and ties == "order")
         if num_dags is None:
-            num_dags = limit if known else 2
+            num_dags = limit if bounded else 2
         if not isinstance(num_dags, int):
             raise TypeError(
                 f"'num_dags' must be an integer (got '{type(num_dags).__name__}')"
@@ -126,7 +130,6 @@ class DAGDecomposition(BaseTransform):
             raise ValueError(f"'num_dags' must be at least 1 (got {num_dags})")
         if ties not in ("order", "random"):
             raise ValueError(f"'ties' must be 'order' or 'random' (got '{ties}')")
-        scored = callable(method) or method in _SCORES
         if ties == "random" and not scored:
             raise ValueError(
                 f"'ties' must be 'order' where there are no scores (got '{ties}' with "
@@ -137,8 +140,7 @@ class DAGDecomposition(BaseTransform):
                 f"'root_attr' needs a method with roots, one of {list(_SEARCHES)} (got "
                 f"'{root_attr}' with method '{method}')"
             )
-        one = scored or method == "order"
-        if num_dags > limit and (known or (one and ties == "order")):
+        if num_dags > limit and bounded:
             raise ValueError(
                 f"'num_dags' must be at most {limit} with method '{_name(method)}' "
                 f"and reverse={reverse}, as there are no others (got {num_dags})"

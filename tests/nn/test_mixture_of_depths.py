@@ -279,7 +279,13 @@ def test_layers_of_others(name):
     assert [n for n, p in conv.named_parameters() if p.grad is None] == []
     assert conv(x, index).shape == x.shape
     # Reset by the name that its layer has for it.
-    conv.reset_parameters()
+    fresh = MixtureOfDepths(LAYERS[name](), C, 0.5)
+    for parameter in conv.parameters():
+        torch.nn.init.constant_(parameter, 3.0)
+    for each in (conv, fresh):
+        torch.manual_seed(1)
+        each.reset_parameters()
+    torch.testing.assert_close(conv.state_dict(), fresh.state_dict())
     assert not conv(x, index, BATCHES).equal(out)
 
 
@@ -425,6 +431,13 @@ def test_bad_input():
         conv(x[0], index)
     with pytest.raises(ValueError, match="'edge_index' must hold"):
         conv(x, index + 5)
+    wide = MixtureOfDepths(GatedGCNConv(C, C, edge_dim=3), C, 0.6).double()
+    edges = torch.randn(index.size(1) + 1, 3).double()
+    for attr in (edges, edges[2:]):  # also where those inside would be there
+        with pytest.raises(ValueError, match="'edge_attr' must have a row for each"):
+            wide(x, index, None, attr)
+    with pytest.raises(ValueError, match=r"edge features with the shape .*, 3\], got"):
+        wide(x, index, None, edges[1:])
     narrow = MixtureOfDepths(GCNConv(C, 4), C, 0.5).double()
     with pytest.raises(ValueError, match=r"'layer' must return.*got \[4, 4\]"):
         narrow(x, index)

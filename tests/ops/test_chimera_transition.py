@@ -356,6 +356,29 @@ def test_gradcheck(dtype):
         )
 
 
+@pytest.mark.parametrize("function", [chimera_transition, released_transition])
+def test_bad_graphs(function):
+    edge_index, nodes = torch.tensor([[0, 1], [1, 0]]), [torch.rand(3, 2)] * 3
+    for i, name in enumerate(("target", "source", "psi")):
+        wrong = [x[:1] if j == i else x for j, x in enumerate(nodes)]
+        with pytest.raises(ValueError, match=rf"'{name}' must be .* = \[3, 2\], got"):
+            function(edge_index, 3, *wrong)
+    for edge in (torch.rand(1, 2), torch.rand(2, 1)):  # which would be broadcast
+        with pytest.raises(ValueError, match=r"'edge' must be .* = \[2, 2\], got"):
+            function(edge_index, 3, *nodes, edge)
+
+
+def test_bad_gamma_and_bad_dags():
+    edge_index, nodes = torch.tensor([[0, 1], [1, 0]]), [torch.rand(3, 2)] * 3
+    for gamma in (0.0, 1.5):
+        with pytest.raises(ValueError, match=r"'gamma' must be in \(0, 1\], got"):
+            chimera_transition(edge_index, 3, *nodes, gamma=gamma)
+    with pytest.raises(ValueError, match=r"'delta' must be .* = \[2, 2\], got"):
+        dag_transition(edge_index, 3, torch.rand(1, 2))
+    with pytest.raises(ValueError, match=r"'root' must be .* = \[3, 2\], got"):
+        dag_transition(edge_index, 3, torch.rand(2, 2), torch.rand(3, 1))
+
+
 def test_bad_grids():
     delta = torch.rand(6, 4, 2, 1)
     parent = grid_parents(2, 3, 4, 6)

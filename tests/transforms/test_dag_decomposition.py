@@ -390,6 +390,23 @@ def test_neither_grid_nor_path():
 
 
 @pytest.mark.parametrize(
+    ("num_dags", "kwargs"),
+    [
+        (2, {}),
+        (4, {"method": "grid"}),
+        (2, {"method": "grid", "reverse": False}),
+        (1, {"method": "path", "reverse": False}),
+        (1, {"reverse": False}),
+        (1, {"method": "degree", "reverse": False}),
+        (2, {"method": "degree", "reverse": False, "ties": "random"}),
+        (2, {"method": "bfs", "reverse": False}),
+    ],
+)
+def test_default_number_of_dags(num_dags, kwargs):
+    assert DAGDecomposition(**kwargs).num_dags == num_dags
+
+
+@pytest.mark.parametrize(
     ("kwargs", "match"),
     [
         ({"num_dags": 0}, "'num_dags' must be at least 1"),
@@ -398,7 +415,7 @@ def test_neither_grid_nor_path():
         ({"num_dags": 3, "method": "path"}, "at most 2 .* no others"),
         ({"num_dags": 5, "method": "grid"}, "at most 4 .* no others"),
         ({"num_dags": 3, "method": "grid", "reverse": False}, "at most 2 "),
-        ({"reverse": False}, "'num_dags' must be at most 1"),
+        ({"num_dags": 2, "reverse": False}, "'num_dags' must be at most 1"),
         ({"num_dags": 4, "method": "degree"}, "at most 2.*use ties='random' for more"),
         ({"ties": "none"}, "'ties' must be.*'none'"),
         ({"ties": "random"}, "'ties'.*no scores.*'order'"),

@@ -283,14 +283,15 @@ def over_dags(
     own, sides = weight[:, 0], weight[:, 1:].t().unflatten(0, (num_dags, -1))
     source, target = edge_index
 
-    def filtered(y: Tensor) -> Tensor:
+    def filtered(x: Tensor) -> Tensor:
+        y = at_least_float32(x)  # half precision does not count far
         out, far = y * own, y if num_dags == 1 else y.repeat(num_dags, 1)
         ones = y.new_ones(source.size(0), 1)
         degree = y.new_zeros(far.size(0), 1).index_add(0, target, ones).clamp(min=1)
         for side in sides.unbind(1):
             far = torch.zeros_like(far).index_add(0, target, far[source]) / degree
             for d, part in enumerate(far.view(num_dags, *y.shape)):
-                out = torch.addcmul(out, part, side[d])
-        return out
+                out = torch.addcmul(out, part, side[d].to(y.dtype))
+        return out.to(x.dtype)
 
     return filtered

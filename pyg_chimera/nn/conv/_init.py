@@ -21,6 +21,8 @@ class GateLinear(Linear):
     deviation `std` for inputs of variance one.
     """
 
+    __deepcopy__ = None  # that of PyG 2.6 returns a plain `Linear`
+
     def __init__(self, in_channels: int, out_channels: int, std: float) -> None:
         self.std = std
         super().__init__(in_channels, out_channels, bias=False)

@@ -9,6 +9,7 @@ from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.resolvent.op import SOLVERS
 
 __all__ = ["ChimeraConv"]
 
@@ -74,8 +75,10 @@ class ChimeraConv(ChimeraBlock):
             is the middle of its part: 8 and 32 for two heads. A range is the distance
             along a path at which influence has fallen to :math:`1/e` before training,
             for inputs of zero; other inputs change it, and on average halve it. It is
-            at most 512 steps in float32. The mixed signal starts about ten times as
-            large as the skip connection. With :obj:`None`, selectivities start as in
+            at most 512 steps in float32, :math:`1 / \mathrm{arcosh}(1 / \gamma)` with
+            :obj:`gamma` below one, and 4.5 with :obj:`normalization="released"`. The
+            mixed signal starts about ten times as large as the skip connection (not
+            with :obj:`"released"`). With :obj:`None`, selectivities start as in
             the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         differential (bool, optional): Whether a head is the difference of two
             recurrences with the same queries, keys and values but different
@@ -145,6 +148,7 @@ class ChimeraConv(ChimeraBlock):
             **kwargs,
         )  # fmt: skip
         check_option("normalization", normalization, ("paper", "released"))
+        check_option("solver", solver, SOLVERS)
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):
             raise ValueError(
                 "'gamma' must be in (0, 1], and 1 with normalization='released', got "
@@ -200,8 +204,8 @@ class ChimeraConv(ChimeraBlock):
             ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.resolvent_mix`.
         """
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         num_nodes = x.size(0)
         edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
         query, key, value = self.project(x, self.over_edges(edge_index))

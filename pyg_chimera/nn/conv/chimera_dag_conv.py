@@ -217,8 +217,8 @@ class ChimeraDAGConv(ChimeraBlock):
                 :func:`~pyg_chimera.ops.dag_scan`.
             CycleError: If there is a cycle.
         """
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         index, features, batch, rank = side_by_side(
             x.size(0), self.num_dags, self.flow, edge_index, edge_attr, batch, rank
         )

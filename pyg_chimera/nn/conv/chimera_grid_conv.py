@@ -97,6 +97,11 @@ class ChimeraGridConv(ChimeraDAGConv):
                 "'edge_dim' must be None for grids, whose edges are not looked at; "
                 "'ChimeraDAGConv' takes DAGs with edge features"
             )
+        if kwargs.get("flow", "source_to_target") != "source_to_target":
+            raise ValueError(
+                "'flow' must be 'source_to_target' for grids, whose edges are not "
+                f"looked at, got {kwargs['flow']!r}; num_dags=2 has both directions"
+            )
         super().__init__(
             in_channels, out_channels, heads, state_channels, num_dags=num_dags,
             share=share, local_conv=check_window(window) or False, **kwargs,
@@ -130,8 +135,8 @@ class ChimeraGridConv(ChimeraDAGConv):
             TypeError: If an argument has the wrong type or dtype.
             ValueError: If sizes are missing or do not match the nodes.
         """
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         if self.explain:
             raise ValueError("Edge masks explain edges, which grids do not look at")
         height, width = check_grids(x, batch, height, width)
@@ -189,7 +194,7 @@ class ChimeraGridConv(ChimeraDAGConv):
         Raises:
             ValueError: If the layer is not causal.
         """
-        check_nodes(x)
+        check_nodes(x, self.in_channels)
         if self.num_dags != 1:
             raise ValueError(
                 f"Sequences are continued with num_dags=1, got {self.num_dags}"

@@ -149,8 +149,8 @@ class ChimeraPathConv(ChimeraBlock):
             ValueError: If an edge has no reverse, the graph is not made of paths, or as
                 in :func:`~pyg_chimera.ops.resolvent_mix`.
         """
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         num_nodes = x.size(0)
         edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
         query, key, value = self.project(x, self.over_edges(edge_index))

@@ -95,8 +95,8 @@ class GatedDeltaConv(ChimeraBlock):
             :obj:`False`)
         form (str, optional): :obj:`"state"` (on DAGs), :obj:`"mask"`, :obj:`"chunk"`
             (on directed paths) or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"torch"`,
-            :obj:`"reference"` or :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU),
+            :obj:`"torch"`, :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
 
@@ -232,8 +232,8 @@ class GatedDeltaConv(ChimeraBlock):
             ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.delta_scan`.
         """
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         if self.explain and self.prediction == "undecayed":
             raise ValueError(
                 "Edge masks act on transitions, past which prediction='undecayed' "

@@ -230,7 +230,7 @@ class GraphMambaConv(torch.nn.Module):
                 given.
         """
         check_nodes(x, self.channels)
-        check_batch(batch)
+        check_batch(batch, x.size(0))
         packed = self._packed(x, edge_index, batch, score, generator)
         if self.norm is not None:
             x = self.norm(x)

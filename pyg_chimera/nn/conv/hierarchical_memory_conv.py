@@ -81,8 +81,8 @@ class HierarchicalMemoryConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        backend (str, optional): :obj:`"numba"`, :obj:`"torch"`, :obj:`"reference"` or
-            :obj:`"auto"`.
+        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
+            :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
 
@@ -106,7 +106,6 @@ class HierarchicalMemoryConv(ChimeraBlock):
     """
 
     additive = False
-    varied = 3**-0.5  #: more would shorten the ranges of levels
 
     def __init__(
         self,
@@ -203,8 +202,8 @@ class HierarchicalMemoryConv(ChimeraBlock):
         batch: Tensor | None,
     ) -> tuple[Tensor, MemoryLevels]:
         """The values, [V, heads, P], and what is read from the levels."""
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         num_nodes, heads = x.size(0), self.heads
         edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
         query, key, value = self.project(x, self.over_edges(edge_index))

@@ -20,7 +20,7 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn._rotary import rotary_angles, rotate, scaled_base
 from pyg_chimera.ops import CycleError, neighborhood_attention
-from pyg_chimera.ops.common.checks import check_integer, check_option
+from pyg_chimera.ops.common.checks import check_integer, check_option, trusted
 from pyg_chimera.ops.structure import k_hop_index as find_pairs
 from pyg_chimera.ops.structure import topological_rank
 from pyg_chimera.ops.structure.k_hop import pairs_of_edges
@@ -78,7 +78,7 @@ class KHopAttentionConv(MessagePassing):
             :obj:`pos` if given, otherwise the topological depth, which only DAGs have.
             (default: :obj:`False`)
         rotary_length (float, optional): With :obj:`rotary`, the longest extent of
-            positions in training, such as the number of steps of the longest path. In a
+            positions in training, such as the number of nodes of the longest path. In a
             graph :math:`s` times as long, the base of the angles grows as above. Graphs
             are those of :obj:`batch`; without it, all nodes form one graph. (default:
             :obj:`None`, for no such scaling)
@@ -248,8 +248,8 @@ class KHopAttentionConv(MessagePassing):
             ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.neighborhood_attention`.
         """
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         if self.explain:
             raise ValueError(
                 "Edge masks explain layers whose messages follow edges, but those of "
@@ -322,7 +322,8 @@ class KHopAttentionConv(MessagePassing):
                 f"'pos' must be [nodes] or [nodes, coordinates] with {num_nodes} "
                 f"nodes, got {list(pos.shape)}"
             )
-        places = at_least_float32(pos.unsqueeze(1) if pos.dim() == 1 else pos)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        places = (pos.unsqueeze(1) if pos.dim() == 1 else pos).to(dtype)
         coordinates = places.size(1)
         if size % (2 * coordinates) != 0:
             raise ValueError(
@@ -330,10 +331,10 @@ class KHopAttentionConv(MessagePassing):
                 f"{2 * coordinates} for 'pos' of {coordinates} coordinates"
             )
         if self.rotary_length is None:
-            return rotary_angles(places, size).unsqueeze(1)
+            return rotary_angles(places, size, dtype=dtype).unsqueeze(1)
         stretch = (_extent(places, batch) / self.rotary_length).clamp(min=1)
         base = scaled_base(stretch, size // coordinates)
-        return rotary_angles(places, size, base).unsqueeze(1)
+        return rotary_angles(places, size, base, dtype).unsqueeze(1)
 
     def _given_pairs(
         self, index: Tensor | None, distance: Tensor | None
@@ -342,7 +343,17 @@ class KHopAttentionConv(MessagePassing):
             raise ValueError(
                 "'k_hop_index' and 'k_hop_distance' must be given together"
             )
-        if not torch.compiler.is_compiling() and distance.numel() > 0:
+        for name, x in (("k_hop_index", index), ("k_hop_distance", distance)):
+            if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
+                kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+                raise TypeError(f"'{name}' must be a tensor of integers, got {kind}")
+        if list(distance.shape) != [index.size(-1)]:
+            raise ValueError(
+                f"'k_hop_distance' must be [pairs] = [{index.size(-1)}], like "
+                f"'k_hop_index', got {list(distance.shape)}"
+            )
+        known = trusted() or torch.compiler.is_compiling()
+        if not known and distance.numel() > 0:
             low, high = torch.aminmax(distance)
             if low < 0 or high > self.k:
                 raise ValueError(

@@ -241,8 +241,8 @@ class PLSTMConv(PLSTMBlock):
                 :func:`~pyg_chimera.ops.stm_scan`.
             CycleError: If a graph that must be a DAG has a cycle.
         """
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         num_nodes, D = x.size(0), self.gate_bias.size(0)
         if self.order is None:
             dags = self._given(num_nodes, edge_index, edge_attr, line_edge_index)

@@ -183,8 +183,8 @@ class PLSTMGridConv(PLSTMBlock):
             ValueError: If sizes are missing or do not match the nodes, or as in
                 :func:`~pyg_chimera.ops.grid_scan`.
         """
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         if self.explain:
             raise ValueError("Edge masks explain edges, which grids do not look at")
         height, width = check_grids(x, batch, height, width)
@@ -213,7 +213,7 @@ class PLSTMGridConv(PLSTMBlock):
         Raises:
             ValueError: If the layer is not causal.
         """
-        check_nodes(x)
+        check_nodes(x, self.in_channels)
         if self.num_dags != 1:
             raise ValueError(
                 f"Sequences are continued with num_dags=1, got {self.num_dags}"

@@ -215,8 +215,8 @@ class RGLRUConv(MessagePassing):
                 :func:`~pyg_chimera.ops.channel_scan`.
             CycleError: If there is a cycle.
         """
-        check_nodes(x)
-        check_batch(batch)
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
         num_nodes, D = x.size(0), self.num_dags
         index, features, batch, rank = side_by_side(
             num_nodes, D, self.flow, edge_index, edge_attr, batch, rank
@@ -251,7 +251,7 @@ class RGLRUConv(MessagePassing):
         Raises:
             ValueError: If there are several DAGs, or edge features.
         """
-        check_nodes(x)
+        check_nodes(x, self.in_channels)
         if self.num_dags != 1 or self.edge_dim is not None:
             raise ValueError(
                 "Sequences are continued with num_dags=1 and edge_dim=None, got "

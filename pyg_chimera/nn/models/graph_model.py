@@ -66,7 +66,7 @@ class CategoricalEncoder(torch.nn.Module):
         Args:
             x (torch.Tensor): The categories.
         """
-        if x.is_floating_point() or x.is_complex():
+        if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise TypeError(
                 f"A CategoricalEncoder needs integers, got {x.dtype}. Pass categories, "
                 "or give the number of channels instead of numbers of categories."
@@ -79,6 +79,7 @@ class CategoricalEncoder(torch.nn.Module):
                 f"{list(x.shape)}."
             )
         try:
+            x = x.long()
             parts = [lookup(x[..., f]) for f, lookup in enumerate(self.embeddings)]
         except IndexError as e:
             largest = x.reshape(-1, x.size(-1)).amax(dim=0).tolist()

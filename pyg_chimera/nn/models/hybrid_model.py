@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Module, RMSNorm
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import as_edges
+from pyg_chimera.nn._inputs import as_edges, check_edge_rows
 from pyg_chimera.nn.attention import SelfAttention
 from pyg_chimera.nn.conv import (
     ChimeraConv,
@@ -241,6 +241,7 @@ class HybridModel(GraphModel):
         """
         if self.kind == "sequence":
             edges, _ = as_edges(edge_index, None, x.size(0), "source_to_target")
+            check_edge_rows(edge_attr, edges)
             later = (edges[0] < edges[1]).nonzero().view(-1)
             edge_attr = None if edge_attr is None else edge_attr[later]
             edge_index = edges[:, later]

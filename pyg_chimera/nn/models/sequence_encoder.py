@@ -193,7 +193,7 @@ class SequenceEncoder(GraphModel):
                 f"{num_tokens} and {temperature}"
             )
         tokens = list(prompt.view(-1, prompt.size(-1)).unbind(1))
-        training, state = self.training, None
+        modes, state = {m: m.training for m in self.modules()}, None
         self.eval()
         try:
             for i in range(prompt.size(-1) + num_tokens - 1):
@@ -206,5 +206,6 @@ class SequenceEncoder(GraphModel):
                 share = (logits.float() / temperature).softmax(1)
                 tokens.append(torch.multinomial(share, 1, generator=generator)[:, 0])
         finally:
-            self.train(training)
+            for module, mode in modes.items():
+                module.training = mode
         return torch.stack(tokens, dim=1).view(*prompt.shape[:-1], -1)

@@ -43,7 +43,7 @@ from pyg_chimera.ops.structure.symbolic_factor import (
 
 __all__ = ["resolvent_mix"]
 
-_SOLVERS = ("auto", "sparse", "dense", "iterative", "neumann")
+SOLVERS = ("auto", "sparse", "dense", "iterative", "neumann")
 _FORMS = ("auto", "state", "mask", "chunk")
 
 #: Bytes of resolvents that the mask form may hold if the form is not prescribed.
@@ -318,7 +318,7 @@ def resolvent_mix(
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
     batch, rank = check_indices(value, batch=batch, rank=rank)
-    check_option("solver", solver, _SOLVERS)
+    check_option("solver", solver, SOLVERS)
     check_option("form", form, _FORMS)
     if (solver == "neumann") != (num_terms is not None):
         raise ValueError(

@@ -249,6 +249,7 @@ def adjacencies(index: Tensor) -> dict[str, Tensor]:
         "coo": to_torch_coo_tensor(index.flip(0), size=size),
         "csr": to_torch_csr_tensor(index.flip(0), size=size),
         "int32": index.int(),
+        "uint8": index.to(torch.uint8),
     }
 
 
@@ -262,10 +263,10 @@ def with_unique_edges(inputs: Inputs) -> Inputs:
 
 
 @on_graphs
-@pytest.mark.parametrize("form", ["EdgeIndex", "coo", "csr", "int32"])
+@pytest.mark.parametrize("form", ["EdgeIndex", "coo", "csr", "int32", "uint8"])
 def test_forms_of_graphs(case: Case, form: str):
     conv, inputs = case.trained(), with_unique_edges(case.inputs())
-    if isinstance(conv, GatedGCNConv) and form == "int32":
+    if isinstance(conv, GatedGCNConv) and form in ("int32", "uint8"):
         pytest.skip("PyG's propagation takes int64 only")
     expected = case.call(conv, inputs)
     out = case.call(conv, inputs, form=lambda index: adjacencies(index)[form])
@@ -559,6 +560,9 @@ def test_wrong_shapes(case: Case):
     given, conv = arguments(case), case.conv()
     with pytest.raises(ValueError, match=r"'x' must be \[nodes, .*\], got \[8\]"):
         conv(**given | {"x": given["x"][0]})
+    if not isinstance(conv, GatedGCNConv):  # whose widths may differ
+        with pytest.raises(ValueError, match=r"'x' must be \[nodes, 8\], got \[7, 5\]"):
+            conv(**given | {"x": given["x"][:, :5]})
     if "edge_index" in given and not case.on_grids:
         for wrong in (given["edge_index"] + 3, given["edge_index"] - 1):
             with pytest.raises((ValueError, IndexError), match="edge_index"):
@@ -584,6 +588,42 @@ def test_batches_and_edge_features_are_not_mixed_up(case: Case):
     if not isinstance(conv, GatedGCNConv):
         with pytest.raises(TypeError, match=r"'batch' must hold integers.*edge_attr="):
             conv(x, index, None, attr)
+
+
+@pytest.mark.parametrize("make", [nn.ChimeraDAGConv, nn.RGLRUConv])
+def test_ranks_are_those_of_the_edges_as_given(make):
+    """Also where a layer runs against them."""
+    conv = make(CHANNELS, flow="target_to_source").eval()
+    index, rank = torch.tensor([[0, 2, 2], [1, 1, 3]]), torch.tensor([1, 2, 0, 5])
+    x = torch.randn(4, CHANNELS)
+    assert_near(conv(x, index, rank=rank), conv(x, index))
+    with pytest.raises(ValueError, match="'rank' must grow along every edge"):
+        conv(x, index, rank=rank.flip(0))
+
+
+def test_means_over_many_neighbours_in_half_precision():
+    """Whose number is beyond those that bfloat16 counts."""
+    conv = nn.ChimeraDAGConv(CHANNELS, state_channels=3, local_conv=True).eval()
+    index = torch.stack([torch.arange(1, 601), torch.zeros(600, dtype=torch.long)])
+    x = torch.ones(601, CHANNELS)
+    with torch.no_grad():
+        expected = conv(x, index)[0]
+        out = conv.bfloat16()(x.bfloat16(), index)[0]
+    assert_near(out.float(), expected, 0.05)
+
+
+def test_options_that_only_some_calls_would_look_at():
+    with pytest.raises(ValueError, match=r"'solver' must be one of .*'neuman'"):
+        nn.ChimeraConv(8, solver="neuman", num_terms=3)
+    with pytest.raises(ValueError, match="'flow' must be 'source_to_target' for grids"):
+        nn.ChimeraGridConv(8, flow="target_to_source")
+    mixer = nn.ChimeraConv(8, edge_dim=3)
+    layer = GPSLayer(8, GatedGCNConv(8, 8, edge_dim=0), mixer)
+    index = torch.tensor([[0, 1], [1, 0]])
+    out = layer(torch.randn(2, 8), index, edge_attr=torch.randn(2, 3))
+    assert out.shape == (2, 8)
+    with pytest.raises(ValueError, match=r"'edge_attr' must be \[edges, 3\].*\[2, 4\]"):
+        mixer(torch.randn(2, 8), index, torch.randn(2, 4))
 
 
 @default_convs

@@ -611,7 +611,7 @@ def test_options_of_other_layers_are_refused():
 def test_bad_inputs():
     x, ((edge_index, attr),) = make_inputs(dtype=torch.float32)
     conv = ChimeraConv(IN, OUT)
-    with pytest.raises(ValueError, match=r"'x' must be \[nodes, channels\], got \[5\]"):
+    with pytest.raises(ValueError, match=r"'x' must be \[nodes, 5\], got \[5\]"):
         conv(x[0], edge_index)
     with pytest.raises(TypeError, match=r"'x' must be .*, got tuple"):
         conv((x, x), edge_index)

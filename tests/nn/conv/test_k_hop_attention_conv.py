@@ -239,6 +239,18 @@ def test_bad_options(kwargs, match):
         ({"pos": torch.zeros(7, 3)}, ValueError, "must be a multiple of 6"),
         ({"k_hop_index": DAG}, ValueError, "must be given together"),
         (
+            {"k_hop_index": DAG, "k_hop_distance": [1] * 6},
+            TypeError, "'k_hop_distance' must be a tensor of integers, got list",
+        ),
+        (
+            {"k_hop_index": DAG, "k_hop_distance": torch.ones(6)},
+            TypeError, "'k_hop_distance' must be .* integers, got torch.float32",
+        ),
+        (
+            {"k_hop_index": DAG, "k_hop_distance": torch.ones(5).long()},
+            ValueError, r"'k_hop_distance' must be \[pairs\] = \[6\], .* got \[5\]",
+        ),
+        (
             {"k_hop_index": DAG, "k_hop_distance": torch.full((6,), 3)},
             ValueError, r"'k_hop_distance' must be in .* \[0, 2\], got 3",
         ),

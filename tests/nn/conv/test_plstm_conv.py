@@ -252,7 +252,7 @@ def test_bad_options(options, match):
 def test_bad_inputs():
     conv = PLSTMConv(IN, OUT)
     x, ((edge_index, attr),) = make_inputs(conv, torch.float32)
-    with pytest.raises(ValueError, match=r"'x' must be \[nodes, channels\], got \[5\]"):
+    with pytest.raises(ValueError, match=r"'x' must be \[nodes, 5\], got \[5\]"):
         conv(x[0], edge_index)
     with pytest.raises(TypeError, match=r"'x' must be .*, got tuple"):
         conv((x, x), edge_index)

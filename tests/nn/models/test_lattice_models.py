@@ -216,6 +216,10 @@ def test_generation(mixer):
     assert torch.equal(out[:, :3], prompt)
     assert torch.equal(model.generate(prompt, 5, generator=draw.manual_seed(1)), out)
     assert model.training
+    model.layers[0].eval()  # frozen
+    model.generate(prompt, 1)
+    assert [layer.training for layer in model.layers][:2] == [False, True]
+    model.train()
     greedy = model.generate(prompt[0], 5, temperature=0)
     model.eval()
     for i in range(3, 8):  # each is the likeliest behind those before it
