@@ -75,8 +75,8 @@ SHORT = RELEASED | dict(
     norm="batch_norm", head_norm="batch_norm",
     normalization="paper", initial="default", local_layers=8,
 )  # fmt: skip
-#: For hours on one core: GCN instead of GatedGCN, and 128 channels in its place, an
-#: encoding of random walks, and more dropout.
+#: For hours on one or two cores: GCN instead of GatedGCN, and 128 channels in its
+#: place, an encoding of random walks, and more dropout.
 LONG = SHORT | dict(
     epochs=40, lr=2e-3, channels=128, conv="gcn", walk_length=20, dropout=0.2
 )
