@@ -187,6 +187,14 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
     os.replace(part, path)
 
 
+def read_run(out: Path) -> dict[str, Any]:
+    """The results so far of the run in a folder, which must hold one."""
+    path = out / RESULTS
+    if not path.exists():
+        refuse(f"--resume: there is no run in {out}")
+    return json.loads(path.read_text())
+
+
 def open_run(args: Namespace) -> dict[str, Any]:
     """Checks that a run can be written, before there is any work to lose.
 
@@ -209,9 +217,7 @@ def open_run(args: Namespace) -> dict[str, Any]:
     files = RESULTS, CURVES, LAST, BEST
     found = [name for name in files if (args.out / name).exists()]
     if args.resume:
-        if RESULTS not in found:
-            refuse(f"--resume: there is no run in {args.out}")
-        before = json.loads((args.out / RESULTS).read_text())
+        before = read_run(args.out)
         then, now = before["config"], results["config"]
         other = [k for k in sorted({*then, *now}) if then.get(k) != now.get(k)]
         if other:
@@ -228,7 +234,7 @@ def open_run(args: Namespace) -> dict[str, Any]:
         with TemporaryFile(dir=args.out) as probe:
             probe.write(bytes(2**20))
         replaced = [args.out / name for name in found]
-        if RESULTS in found and "rows" in json.loads((args.out / RESULTS).read_text()):
+        if RESULTS in found and "rows" in read_run(args.out):
             # Runs below it, else those not reached would pass for this one's.
             for name in files:
                 replaced += args.out.glob(f"*/**/{name}")
@@ -521,10 +527,7 @@ def epochs_within(
 def planned_epochs(args: Namespace, plan: Callable[[], int]) -> int:
     """The requested epochs, those planned when the run began, or those planned now."""
     if args.resume:
-        path = args.out / RESULTS
-        if not path.exists():
-            refuse(f"--resume: there is no run in {args.out}")
-        return json.loads(path.read_text())["config"]["epochs"]
+        return read_run(args.out)["config"]["epochs"]
     if args.epochs is None and WORLD > 1:
         refuse("--minutes plans for one process: pass --epochs")
     return plan() if args.epochs is None else args.epochs

@@ -9,7 +9,12 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
-from pyg_chimera.ops.common.checks import check_edge_index, check_edges, trusted
+from pyg_chimera.ops.common.checks import (
+    check_edge_index,
+    check_edges,
+    readable,
+    trusted,
+)
 from pyg_chimera.ops.structure.grid import grid_sizes
 
 __all__ = [
@@ -126,7 +131,7 @@ def check_grids(
             "structure={'height': 'height', 'width': 'width'}), got "
             f"{height} and {width}"
         )
-    if batch is None or trusted() or torch.compiler.is_compiling():
+    if batch is None or not readable():
         return height, width
     sides = grid_sizes(height, width, x.size(0))
     sizes = torch.tensor(sides, dtype=torch.long).view(-1, 2).prod(1)

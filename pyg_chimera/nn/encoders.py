@@ -9,7 +9,7 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import check_floats, check_nodes
 from pyg_chimera.nn._norm import Norm
-from pyg_chimera.ops.common.checks import trusted
+from pyg_chimera.ops.common.checks import readable
 
 __all__ = ["LaplacianEncoder", "PositionEmbedding", "RandomWalkEncoder"]
 
@@ -245,12 +245,12 @@ class PositionEmbedding(torch.nn.Module):
         if self.table is None or self.size is None:
             return x + self._waves(pos).to(x.dtype)
         place = pos.new_zeros(pos.size(0), dtype=torch.long)
-        known = trusted() or torch.compiler.is_compiling()
-        if not known and bool((pos != pos.long()).any()):
+        whole, read = pos.long(), readable()
+        if read and bool((pos != whole).any()):
             raise ValueError("'pos' must hold whole numbers for learned embeddings")
-        for coordinate, size in zip(pos.long().unbind(1), self.size, strict=True):
+        for coordinate, size in zip(whole.unbind(1), self.size, strict=True):
             out = (coordinate < 0) | (coordinate >= size)
-            if not known and bool(out.any()):
+            if read and bool(out.any()):
                 raise ValueError(
                     f"'pos' must be in [0, size) with size={self.size}, the places "
                     f"that have learned embeddings, got {int(coordinate[out][0])}"

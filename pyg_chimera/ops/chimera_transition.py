@@ -68,7 +68,8 @@ def chimera_transition(
     """
     if not 0 < gamma <= 1:
         raise ValueError(f"'gamma' must be in (0, 1], got {gamma}")
-    _check_shapes(edge_index, num_nodes, edge, target=target, source=source, psi=psi)
+    nodes = {"target": target, "source": source, "psi": psi}
+    _check_shapes(edge_index, num_nodes, **nodes, edge=edge)
     col, row = edge_index[0], edge_index[1]
     weight = _decay(target[row], source[col], edge)
     total = _sum(weight, row, num_nodes)
@@ -110,7 +111,8 @@ def released_transition(
     Raises:
         ValueError: If shapes disagree.
     """
-    _check_shapes(edge_index, num_nodes, edge, target=target, source=source, psi=psi)
+    nodes = {"target": target, "source": source, "psi": psi}
+    _check_shapes(edge_index, num_nodes, **nodes, edge=edge)
     col, row = edge_index[0], edge_index[1]
     weight = _decay(target[row], source[col], edge)
     total = _sum(weight, col, num_nodes) + torch.exp(-psi)
@@ -146,11 +148,7 @@ def dag_transition(
     Raises:
         ValueError: If shapes disagree.
     """
-    check_dim("delta", delta, "[edges, heads]", 2)
-    _check_shapes(edge_index, num_nodes, delta, "delta")
-    if root is not None:
-        shape = [num_nodes, delta.size(1)]
-        check_shape("root", root, "[nodes, heads]", shape)
+    _check_shapes(edge_index, num_nodes, delta=delta, root=root)
     row = edge_index[1]
     parents = _sum(delta.new_ones(row.size(0), 1), row, num_nodes)
     scale = parents.clamp(min=1).rsqrt()
@@ -233,21 +231,22 @@ def path_transition(
 
 
 def _check_shapes(
-    edge_index: Tensor,
-    num_nodes: int,
-    edge: Tensor | None,
-    name: str = "edge",
-    **nodes: Tensor,
+    edge_index: Tensor, num_nodes: int, **selectivities: Tensor | None
 ) -> None:
-    """Checks the selectivities of nodes, [V, H], and of edges, [E, H]."""
+    """Checks selectivities of nodes, [V, H], and of edges (`edge`, `delta`), [E, H],
+    with as many heads as the first one.
+    """
     check_dim("edge_index", edge_index, "[2, edges]", 2)
-    heads = 1 if edge is None else edge.size(-1)
-    for key, x in nodes.items():
-        check_dim(key, x, "[nodes, heads]", 2)
-        heads = next(iter(nodes.values())).size(1)
-        check_shape(key, x, "[nodes, heads]", [num_nodes, heads])
-    if edge is not None:
-        check_shape(name, edge, "[edges, heads]", [edge_index.size(1), heads])
+    heads = None
+    for name, x in selectivities.items():
+        if x is None:
+            continue
+        on_edges = name in ("edge", "delta")
+        rows = edge_index.size(1) if on_edges else num_nodes
+        layout = "[edges, heads]" if on_edges else "[nodes, heads]"
+        check_dim(name, x, layout, 2)
+        heads = x.size(1) if heads is None else heads
+        check_shape(name, x, layout, [rows, heads])
 
 
 def _decay(target: Tensor, source: Tensor, edge: Tensor | None) -> Tensor:

@@ -148,7 +148,7 @@ def test_workers_too_depend_on_seed_and_epoch_alone(tmp_path, interrupt):
     assert stopped["epochs_done"] == 2
     run(two, "--num-workers", "1", "--resume", load=noisy)
     assert_same_run(one, two)
-    # Only the draws differ: graphs are in the same order, with the same weights.
+    # Of all graphs, only the draws differ.
     drawn = []
     for seed in (0, 1):
         args = get_args(other, "--num-workers", "1")

@@ -20,7 +20,7 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn._rotary import rotary_angles, rotate, scaled_base
 from pyg_chimera.ops import CycleError, neighborhood_attention
-from pyg_chimera.ops.common.checks import check_integer, check_option, trusted
+from pyg_chimera.ops.common.checks import check_integer, check_option, readable
 from pyg_chimera.ops.structure import k_hop_index as find_pairs
 from pyg_chimera.ops.structure import topological_rank
 from pyg_chimera.ops.structure.k_hop import pairs_of_edges
@@ -352,8 +352,7 @@ class KHopAttentionConv(MessagePassing):
                 f"'k_hop_distance' must be [pairs] = [{index.size(-1)}], like "
                 f"'k_hop_index', got {list(distance.shape)}"
             )
-        known = trusted() or torch.compiler.is_compiling()
-        if not known and distance.numel() > 0:
+        if readable() and distance.numel() > 0:
             low, high = torch.aminmax(distance)
             if low < 0 or high > self.k:
                 raise ValueError(

@@ -73,6 +73,13 @@ def trusted() -> bool:
     return _TRUSTED.get()
 
 
+def readable() -> bool:
+    """Whether to check the contents of tensors: they are neither trusted nor unknown to
+    a compiler, which cannot trace context variables either.
+    """
+    return not torch.compiler.is_compiling() and not trusted()
+
+
 def _is_integer(tensor: Tensor) -> bool:
     return not (
         tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool

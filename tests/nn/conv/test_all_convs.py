@@ -26,6 +26,7 @@ from torch_geometric.utils import (
 
 from pyg_chimera import nn
 from pyg_chimera.nn import GatedGCNConv, GPSLayer, GraphMambaConv
+from pyg_chimera.ops.structure import k_hop_index
 
 ON_GRAPHS = {name: case for name, case in CASES.items() if not case.on_grids}
 on_graphs = pytest.mark.parametrize("case", ON_GRAPHS.values(), ids=ON_GRAPHS)
@@ -458,6 +459,23 @@ def test_compile(name: str):
     if name == "GatedDeltaConv-channels":  # for AOT autograd takes half a minute
         backend = "eager"
     assert_compiles(*COMPILED[name], backend, dynamic, in_layer=number % 2 == 1)
+
+
+def test_compile_what_is_checked_otherwise():
+    """Compilers know no contents, nor whether they are trusted."""
+    index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    pairs, distance = k_hop_index(index, 3, 2)
+    given = {"x": torch.randn(3, 8), "edge_index": index}
+    stored = {"k_hop_index": pairs, "k_hop_distance": distance}
+    places = {"pos": torch.tensor([[0], [1], [2]])}
+    sides = {"batch": torch.zeros(3, dtype=torch.long), "height": 1, "width": 3}
+    for layer, own in (
+        (nn.KHopAttentionConv(8, k=2), stored),
+        (nn.PositionEmbedding(8, size=(5,)), places),
+        (nn.ChimeraGridConv(8, state_channels=3), sides),
+    ):
+        compiled = torch.compile(layer.eval(), fullgraph=True, backend="eager")
+        assert_near(compiled(**given, **own), layer(**given, **own), 1e-5)
 
 
 @pytest.mark.slow
