@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 import time
 from itertools import count
 from pathlib import Path
@@ -68,18 +66,17 @@ def test_failed_json_leaves_the_old_one(timing, tmp_path):
 
 
 @pytest.mark.slow
-def test_smoke(tmp_path):
+def test_smoke(run_script, tmp_path):
     """With some of the cases: `make smoke` runs them all."""
     out = tmp_path / "smoke.json"
-    command = [sys.executable, BENCHMARKS / "mixing.py", "--smoke", "--out", out]
-    command += ["--cases", "auto", "torch neumann mask", "GPSConv multihead"]
-    command += ["--only", "planar", "dataset"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
+    options = ["--smoke", "--out", out]
+    options += ["--cases", "auto", "torch neumann mask", "GPSConv multihead"]
+    options += ["--only", "planar", "dataset"]
+    printed = run_script("mixing.py", *options)
 
     results = json.loads(out.read_text())
     assert out.with_suffix(".png").stat().st_size > 10_000
-    assert "Figures to reach" in done.stdout
+    assert "Figures to reach" in printed
 
     layers = results["layers"]
     assert len({row["workload"] for row in layers}) == 2

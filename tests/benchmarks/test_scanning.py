@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -19,18 +17,17 @@ def scanning(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_smoke(tmp_path):
+def test_smoke(run_script, tmp_path):
     """With some of the parts and cases: `make smoke` runs them all."""
     out = tmp_path / "smoke.json"
-    command = [sys.executable, BENCHMARKS / "scanning.py", "--smoke", "--out", out]
-    command += ["--cases", "stm_scan", "grid_scan", "attention", "PLSTMConv P"]
-    command += ["--only", "sequences", "layers", "structure"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
+    options = ["--smoke", "--out", out]
+    options += ["--cases", "stm_scan", "grid_scan", "attention", "PLSTMConv P"]
+    options += ["--only", "sequences", "layers", "structure"]
+    printed = run_script("scanning.py", *options)
 
     results = json.loads(out.read_text())
     assert out.with_suffix(".png").stat().st_size > 10_000
-    assert "Figures to reach" in done.stdout
+    assert "Figures to reach" in printed
     assert results["machine"]["command"].startswith("python benchmarks/scanning.py")
     assert results["machine"]["versions"]["torch"] == torch.__version__
 

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -21,19 +19,18 @@ def sequences(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
-def test_smoke(tmp_path):
+def test_smoke(run_script, tmp_path):
     """With some of the parts and cases: `make smoke` runs them all."""
     out = tmp_path / "smoke.json"
-    command = [sys.executable, BENCHMARKS / "sequences.py", "--smoke", "--out", out]
-    command += ["--cases", "selective_scan", "GraphMambaConv", "GPSConv multihead"]
-    command += ["one permutation"]
-    command += ["--only", "scan", "layers", "evaluation", "sequences", "graphs"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
+    options = ["--smoke", "--out", out]
+    options += ["--cases", "selective_scan", "GraphMambaConv", "GPSConv multihead"]
+    options += ["one permutation"]
+    options += ["--only", "scan", "layers", "evaluation", "sequences", "graphs"]
+    printed = run_script("sequences.py", *options)
 
     results = json.loads(out.read_text())
     assert out.with_suffix(".png").stat().st_size > 10_000
-    assert "Figures to reach" in done.stdout
+    assert "Figures to reach" in printed
     assert results["machine"]["command"].startswith("python benchmarks/sequences.py")
 
     rows = results["layers"]

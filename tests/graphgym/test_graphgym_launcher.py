@@ -52,9 +52,9 @@ def launch(*args, cwd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["chimera_gps", "graph_mamba_layer"])
-def test_it_runs_graphgym(tmp_path, config):
+def test_it_runs_graphgym(tmp_path):
     pytest.importorskip("pytorch_lightning")
+    config = "chimera_gps"
     (tmp_path / "main.py").write_text(MAIN)
     shutil.copy(HERE / "generated.py", tmp_path / "custom_graphgym.py")
     shutil.copy(HERE / "configs" / f"{config}.yaml", tmp_path)
