@@ -115,7 +115,7 @@ def build_mixer(name: str, task: Task, index: int) -> Module | None:
         order = None if task.directed else "bfs"
         return PLSTMConv(channels, heads=heads, edge_dim=edge_dim, order=order)
     if name == "graph-mamba":
-        return GraphMambaConv(channels, states)
+        return GraphMambaConv(channels, state_channels=states)
     if name == "gated-delta":
         return GatedDeltaConv(
             channels, None, heads, states, acyclic=task.directed, edge_dim=edge_dim

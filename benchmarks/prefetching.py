@@ -65,7 +65,7 @@ def cases() -> dict[str, Case]:
         "PLSTMConv, mode D": Case(
             PLSTMConv(CHANNELS, CHANNELS, heads=HEADS, mode="D"),
             MultitreePruning(),
-            lambda batch: {"line_edge_index": batch.line_edge_index},
+            lambda batch: {"line_edge_index": batch.line_edge_index_pruned},
             acyclic=True,
         ),
     }

@@ -280,7 +280,7 @@ def module(kind: str, backend: str) -> torch.nn.Module:
         return ChimeraPathConv(CHANNELS, CHANNELS, HEADS, CHANNELS, form=form)
     if name == "PLSTMConv":
         return PLSTMConv(CHANNELS, heads=HEADS, order="order", form=form)
-    mixer = GraphMambaConv(CHANNELS, STATES, backend=backend)
+    mixer = GraphMambaConv(CHANNELS, state_channels=STATES, backend=backend)
     return GPSLayer(CHANNELS, mixer=mixer) if name == "GPSLayer" else mixer
 
 
@@ -329,8 +329,9 @@ def evaluation(
     """
     torch.manual_seed(0)
     conv = GraphMambaConv(
-        CHANNELS, STATES, order=None, num_eval_permutations=at_once, backend=backend
-    )
+        CHANNELS, state_channels=STATES, order=None, num_eval_permutations=at_once,
+        backend=backend,
+    )  # fmt: skip
     conv = conv.to(device, dtype).eval()
     V, batch = graphs.num_nodes, graphs.batch.to(device)
     score = node_score(graphs.edge_index.to(device), V, "degree", batch)

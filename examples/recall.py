@@ -285,7 +285,7 @@ def build_mixer(args: Namespace, name: str, index: int) -> Module:
         return PLSTMConv(size, heads=heads, order="bfs" if is_graph else None)
     if name == "graph-mamba":
         order = {} if is_graph else {"order": "order", "num_eval_permutations": 1}
-        return GraphMambaConv(size, size // heads, **order)
+        return GraphMambaConv(size, state_channels=size // heads, **order)
     rotary = "sequence" if is_path else None
     return SelfAttention(size, heads, rotary=rotary, causal=not is_graph)
 

@@ -170,6 +170,8 @@ class ArrowPointing(InMemoryDataset):
         samples = [self.get(i) for i in range(n)]
         if self.pre_filter is not None:
             samples = [sample for sample in samples if self.pre_filter(sample)]
+            if not samples:
+                raise ValueError("'pre_filter' must leave at least one sample")
         if self.pre_transform is not None:
             samples = [self.pre_transform(sample) for sample in samples]
         self._data_list = None
@@ -182,7 +184,7 @@ class ArrowPointing(InMemoryDataset):
         arrow, circle = np.empty((_BLOCK, 4)), np.empty((_BLOCK, 3))
         label = rng.integers(2, size=_BLOCK // 2).repeat(2)
         label[1::2] = 1 - label[::2]
-        missing = np.arange(_BLOCK)
+        missing, failures = np.arange(_BLOCK), 0
         while missing.size:
             n = missing.size
             length = rng.uniform(*self.arrow_length, n)
@@ -207,6 +209,13 @@ class ArrowPointing(InMemoryDataset):
             along = (ray * other).sum(-1) / distance[::-1]
             good &= (along <= np.cos(np.deg2rad(self.miss_angle))).all(0)
 
+            failures = 0 if good.any() else failures + 1
+            if failures > 1000:
+                raise ValueError(
+                    f"'miss_angle' must be smaller for image_size={self.image_size}, "
+                    f"radius={self.radius} and arrow_length={self.arrow_length}, with "
+                    f"which no scene was found (got {self.miss_angle})"
+                )
             where, kept = missing[good], np.flatnonzero(good)
             shown = 1 - label[where]
             arrow[where, :2], arrow[where, 2] = middle[kept], angle[0, kept]

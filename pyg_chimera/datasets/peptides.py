@@ -127,9 +127,15 @@ class _SplitDataset(InMemoryDataset):
                         disable=None if self.log else True,
                     )
                 ]
-            # Interrupted or not, never leave half a file under the final name.
-            self.save(chosen, path + ".part")
-            os.replace(path + ".part", path)
+            if not chosen:
+                raise ValueError(
+                    f"'pre_filter' must leave at least one graph of the split '{split}'"
+                )
+            # Interrupted or not, and with several processes at it, never leave half a
+            # file under the final name.
+            part = f"{path}.{os.getpid()}.part"
+            self.save(chosen, part)
+            os.replace(part, path)
 
 
 class PeptidesFunctional(_SplitDataset):

@@ -16,7 +16,7 @@ from pyg_chimera.graphgym.mixers import (
     make_mixer,
     structure,
 )
-from pyg_chimera.nn import GatedGCNConv, GPSLayer
+from pyg_chimera.nn import GatedGCNConv, GPSLayer, MixtureOfDepths
 
 __all__ = [
     "PLSTMGPS",
@@ -118,11 +118,11 @@ class _Stage(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.edge_dim = edge_width(channels)
-        self.edge_lin = None
-        if self.edge_dim is not None and self.edge_dim != channels:
-            self.edge_lin = Linear(self.edge_dim, channels)
         layers, self.norm = make(channels, None if self.edge_dim is None else channels)
         self.layers = torch.nn.ModuleList(layers)
+        self.edge_lin = None
+        if self.edge_dim not in (None, channels) and _reads_edges(self.layers):
+            self.edge_lin = Linear(self.edge_dim, channels)
 
     def forward(self, batch: Data) -> Data:
         x, edge_attr = batch.x, edge_features(batch, self.edge_dim)
@@ -131,6 +131,8 @@ class _Stage(torch.nn.Module):
         layer: Any
         for layer in self.layers:
             stored = structure(batch)
+            if isinstance(layer, MixtureOfDepths) and layer.capacity < 1:
+                stored = {}  # it belongs to all nodes
             stored = {name: stored[name] for name in stored if layer.accepts(name)}
             out = layer(x, batch.edge_index, batch.batch, edge_attr, **stored)
             x, edge_attr = out if isinstance(out, tuple) else (out, edge_attr)
@@ -138,6 +140,14 @@ class _Stage(torch.nn.Module):
         if edge_attr is not None:
             batch.edge_attr = edge_attr
         return batch
+
+
+def _reads_edges(layers: torch.nn.Module) -> bool:
+    """Whether a convolution or a mixer of the layers has parameters for edges."""
+    return any(
+        isinstance(module, GINEConv) or getattr(module, "edge_dim", None)
+        for module in layers.modules()
+    )
 
 
 def _local_conv(

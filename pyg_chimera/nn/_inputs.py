@@ -1,6 +1,7 @@
 """Checks and conversions of what users pass to layers, with uniform error messages."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +31,33 @@ __all__ = [
     "edge_features",
     "for_each_dag",
     "has_edge_mask",
+    "named",
     "side_by_side",
 ]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The further arguments of a layer, if they are those of message passing.
+
+    Raises:
+        TypeError: If one is not, such as a misspelt argument of the layer.
+    """
+    known = {*inspect.signature(MessagePassing).parameters} - {"aggr", "node_dim"}
+    for name in kwargs:
+        if name not in known:
+            raise TypeError(
+                f"{type(layer).__name__} has no argument '{name}'; it has "
+                f"{[*_own_arguments(type(layer))]}, and those of MessagePassing"
+            )
+    return kwargs
+
+
+def _own_arguments(cls: type) -> Iterator[str]:
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            yield name
 
 
 def check_heads(
@@ -149,7 +173,13 @@ def check_grids(
 def check_floats(name: str, x: Any, advice: str = "") -> None:
     """Checks that an argument is a tensor of floating-point numbers."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"'{name}' must be a torch.Tensor, got {type(x).__name__}")
+        pair = (
+            "; for a graph of several types of nodes, see 'HeteroData.to_homogeneous'"
+        )
+        raise TypeError(
+            f"'{name}' must be a torch.Tensor, got {type(x).__name__}"
+            + (pair if isinstance(x, tuple) else "")
+        )
     if x.dtype not in _FLOATS:
         raise TypeError(
             f"'{name}' must be floating point (float16, bfloat16, float32 or float64), "
@@ -158,7 +188,11 @@ def check_floats(name: str, x: Any, advice: str = "") -> None:
 
 
 def as_edges(
-    edge_index: Adj, edge_attr: Tensor | None, num_nodes: int, flow: str
+    edge_index: Adj,
+    edge_attr: Tensor | None,
+    num_nodes: int,
+    flow: str,
+    edge_dim: int | None = -1,
 ) -> tuple[Tensor, Tensor | None]:
     r"""The edges :math:`j \to i` as a plain tensor, and their features.
 
@@ -166,9 +200,16 @@ def as_edges(
 
     Raises:
         TypeError: If edges are not integer, or features are not floating point.
-        ValueError: If edges have a wrong shape or are out of range.
+        ValueError: If edges have a wrong shape or are out of range, or there are
+            features although :obj:`edge_dim` is :obj:`None`.
     """
     check_edge_attr(edge_attr)
+    if edge_attr is not None and edge_dim is None:
+        raise ValueError(
+            "'edge_attr' must be None for a layer with 'edge_dim=None', got shape "
+            f"{list(edge_attr.shape)}. Construct the layer with 'edge_dim' (1 for edge "
+            "weights) if it shall read edge features"
+        )
     if is_sparse(edge_index):
         (row, col), values = to_edge_index(edge_index)
         if isinstance(edge_index, SparseTensor):
@@ -250,6 +291,7 @@ def side_by_side(
     num_nodes: int,
     num_dags: int,
     flow: str,
+    edge_dim: int | None,
     edge_index: Any,
     edge_attr: Any,
     batch: Tensor | None,
@@ -272,7 +314,7 @@ def side_by_side(
         return -order.long() if reverse else order
 
     dags = [
-        (*as_edges(index, attr, num_nodes, flow), along(order))
+        (*as_edges(index, attr, num_nodes, flow, edge_dim), along(order))
         for index, attr, order in for_each_dag(
             num_dags, edge_index=edge_index, edge_attr=edge_attr, rank=rank
         )

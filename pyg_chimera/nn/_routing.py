@@ -12,7 +12,18 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 from torch_geometric.utils import to_dense_batch
 
-__all__ = ["Route", "reset_layer"]
+__all__ = ["Route", "reset_layer", "unwrapped"]
+
+#: Where modules that wrap others, to compile, checkpoint or shard them, keep these.
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The module without PyTorch's wrappers, whose own ``forward`` takes anything."""
+    for name in _WRAPPED:
+        if name in vars(module) or name in module._modules:
+            return unwrapped(getattr(module, name))
+    return module
 
 
 def reset_layer(module: torch.nn.Module) -> None:
@@ -43,7 +54,7 @@ class Route(NamedTuple):
     @classmethod
     def of(cls, module: torch.nn.Module, *, graph: bool = False) -> "Route":
         """Inspects :obj:`module`, which takes edges if :obj:`graph` is set."""
-        module = getattr(module, "_orig_mod", module)  # What `torch.compile` wraps.
+        module = unwrapped(module)
         parameters = inspect.signature(module.forward).parameters.values()
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         names = tuple(
@@ -53,6 +64,12 @@ class Route(NamedTuple):
         )
         if isinstance(module, GraphSequential):  # Its `forward` is (*args, **kwargs).
             names, is_open = tuple(module.signature.param_dict), False
+        if graph and not names:
+            raise TypeError(
+                f"'forward' of {type(module).__name__} must name what it takes, such "
+                "as 'x', 'edge_index' and 'batch', which is passed to it by these "
+                "names; got (*args, **kwargs)"
+            )
         names = names[1:]
         # PyG's sign for no edge features, and that of GatedGCNConv, which may be lazy
         if getattr(module, "edge_dim", -1) in (None, 0):

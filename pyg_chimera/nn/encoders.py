@@ -245,6 +245,7 @@ class PositionEmbedding(torch.nn.Module):
         if self.table is None or self.size is None:
             return x + self._waves(pos).to(x.dtype)
         place = pos.new_zeros(pos.size(0), dtype=torch.long)
+        bad = torch.zeros_like(place, dtype=torch.bool)
         whole, read = pos.long(), readable()
         if read and bool((pos != whole).any()):
             raise ValueError("'pos' must hold whole numbers for learned embeddings")
@@ -255,8 +256,9 @@ class PositionEmbedding(torch.nn.Module):
                     f"'pos' must be in [0, size) with size={self.size}, the places "
                     f"that have learned embeddings, got {int(coordinate[out][0])}"
                 )
-            place = place * size + coordinate
-        return x + self.table(place)
+            place, bad = place * size + coordinate, bad | out
+        # Where nothing is read, the table itself refuses what is not in it.
+        return x + self.table(place.masked_fill(bad, -1))
 
     def _waves(self, pos: Tensor) -> Tensor:
         """Sines and cosines of each coordinate, in float32 or more."""

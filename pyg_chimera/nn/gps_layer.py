@@ -158,6 +158,12 @@ class GPSLayer(torch.nn.Module):
                 "GPSLayer needs a 'conv' or a 'mixer', got neither. Pass at least one, "
                 "for example 'conv=GatedGCNConv(channels, channels)'."
             )
+        for role, module in zip(_ROLES, (conv, mixer), strict=True):
+            if module is not None and not isinstance(module, torch.nn.Module):
+                raise TypeError(
+                    f"'{role}' must be a module, such as ChimeraConv(64, 64, heads=4), "
+                    f"got {module!r}"
+                )
         if arrangement not in ("parallel", "sequential"):
             raise ValueError(
                 "'arrangement' must be 'parallel' or 'sequential', got "

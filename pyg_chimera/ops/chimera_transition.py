@@ -73,10 +73,14 @@ def chimera_transition(
     col, row = edge_index[0], edge_index[1]
     weight = _decay(target[row], source[col], edge)
     total = _sum(weight, row, num_nodes)
-    # The last term is for sums of zero; its square is a number too.
-    tiny = torch.finfo(torch.promote_types(total.dtype, torch.float32)).tiny
-    least = LEAST_MARGIN * torch.finfo(total.dtype).eps * total + tiny**0.5
-    margin = torch.hypot(torch.exp(-psi), least)
+    eps, wide = (
+        torch.finfo(total.dtype).eps,
+        torch.promote_types(total.dtype, torch.float32),
+    )
+    # The last term is for sums of zero; its square is a number too, though not in half
+    # precision.
+    least = LEAST_MARGIN * eps * total.to(wide) + torch.finfo(wide).tiny ** 0.5
+    margin = torch.hypot(torch.exp(-psi.to(wide)), least).to(total.dtype)
     return gamma * weight / (total + margin)[row]
 
 
@@ -170,8 +174,8 @@ def grid_transition(
             :math:`[|\mathcal{V}|, O, 2]`; the node's own index where there is none, as
             returned by :func:`~pyg_chimera.ops.structure.grid_parents`.
         delta (torch.Tensor): :math:`\Delta` of these edges,
-            :math:`[|\mathcal{V}|, O, 2, H]`. For edges that do not exist, any finite
-            value.
+            :math:`[|\mathcal{V}|, O, 2, H]`. For edges that do not exist, any value
+            from 0 on.
         root (torch.Tensor, optional): The input gate of nodes without parents,
             :math:`[|\mathcal{V}|, O, H]`. Without it, zero.
 
@@ -184,6 +188,8 @@ def grid_transition(
     """
     check_dim("delta", delta, "[nodes, orientations, 2, heads]", 4)
     num_nodes, orientations, _, heads = delta.shape
+    shape = [num_nodes, orientations, 2, heads]
+    check_shape("delta", delta, "[nodes, orientations, 2, heads]", shape)
     shape = [num_nodes, orientations, 2]
     check_shape("parent", parent, "[nodes, orientations, 2]", shape)
     if root is not None:
@@ -223,8 +229,10 @@ def path_transition(
         torch.Tensor: :math:`A`, :math:`[|\mathcal{E}|, H]`.
 
     Raises:
-        ValueError: If an edge has no reverse, or the graph is not made of paths.
+        ValueError: If shapes disagree, an edge has no reverse, or the graph is not made
+            of paths.
     """
+    _check_shapes(edge_index, num_nodes, weight=weight, psi=psi)
     reverse = _path_reverse(edge_index, num_nodes)
     margin = torch.exp(-(psi[edge_index[0]] + psi[edge_index[1]]) / 2)
     return weight / (2 * torch.sqrt(weight * weight[reverse] + margin))
@@ -233,15 +241,16 @@ def path_transition(
 def _check_shapes(
     edge_index: Tensor, num_nodes: int, **selectivities: Tensor | None
 ) -> None:
-    """Checks selectivities of nodes, [V, H], and of edges (`edge`, `delta`), [E, H],
-    with as many heads as the first one.
+    """Checks selectivities of nodes, [V, H], and of edges, [E, H], with as many heads
+    as the first one.
     """
     check_dim("edge_index", edge_index, "[2, edges]", 2)
+    check_shape("edge_index", edge_index, "[2, edges]", [2, edge_index.size(1)])
     heads = None
     for name, x in selectivities.items():
         if x is None:
             continue
-        on_edges = name in ("edge", "delta")
+        on_edges = name in ("edge", "delta", "weight")
         rows = edge_index.size(1) if on_edges else num_nodes
         layout = "[edges, heads]" if on_edges else "[nodes, heads]"
         check_dim(name, x, layout, 2)

@@ -1,14 +1,35 @@
-"""Checks of what transforms take: edges, names of attributes, scores of nodes."""
+"""What transforms have in common: checks of edges, of names of attributes and of scores
+of nodes, and how transforms are shown.
+"""
 
+import inspect
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.common.checks import check_edge_index
 
-__all__ = ["check_attr_name", "edges_of", "score_of"]
+__all__ = ["check_attr_name", "edges_of", "score_of", "shown"]
+
+#: Attributes of the graph itself, without which it would be another one.
+_OF_THE_GRAPH = ("edge_index", "edge_attr", "x", "y", "pos", "num_nodes")
+
+
+def shown(transform: BaseTransform) -> str:
+    """A transform's name and arguments, other than defaults.
+
+    PyG compares it with that of a processed data set, to tell whether that is stale.
+    """
+    arguments = []
+    for name, parameter in inspect.signature(type(transform)).parameters.items():
+        value = getattr(transform, name)
+        if parameter.default is parameter.empty or value != parameter.default:
+            value = getattr(value, "__name__", value)  # of a function
+            arguments.append(f"{name}={value!r}")
+    return f"{type(transform).__name__}({', '.join(arguments)})"
 
 
 def edges_of(data: Data) -> tuple[Tensor, int]:
@@ -41,7 +62,8 @@ def edges_of(data: Data) -> tuple[Tensor, int]:
 
 
 def check_attr_name(argument: str, name: str) -> None:
-    """Refuses names by which PyG would take values for node or graph indices.
+    """Refuses names by which PyG would take values for node or graph indices, and those
+    of the graph itself.
 
     Raises:
         TypeError: If the name is not a string.
@@ -53,6 +75,11 @@ def check_attr_name(argument: str, name: str) -> None:
         raise ValueError(
             f"'{argument}' must not contain 'index' or 'batch' or be 'face', as PyG "
             f"tells by the name how to batch an attribute (got '{name}')"
+        )
+    if name in _OF_THE_GRAPH or (argument == "prefix" and name == "edge"):
+        raise ValueError(
+            f"'{argument}' must not name what belongs to the graph itself, such as its "
+            f"edges (got '{name}')"
         )
 
 

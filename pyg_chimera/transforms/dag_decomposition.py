@@ -13,7 +13,7 @@ from pyg_chimera.ops.structure.centrality import closeness, pagerank
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search_tree
 from pyg_chimera.ops.structure.grid import grid_dag, is_grid
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of, shown
 
 __all__ = ["DAGDecomposition"]
 
@@ -21,7 +21,7 @@ _SCORES = ("degree", "pagerank", "closeness")
 _SEARCHES = ("bfs", "bfs_dense")
 _ORDERS = ("order", *_SCORES, "random", *_SEARCHES)
 #: The methods that give a fixed number of known DAGs.
-_KNOWN = {"path": 2, "grid": 4}
+_KNOWN = {"path": 2, "grid": 4, "dag": 2}
 
 
 @functional_transform("chimera_dag_decomposition")
@@ -45,13 +45,15 @@ class DAGDecomposition(BaseTransform):
       topological rank of each node in each DAG, see
       :func:`~pyg_chimera.ops.structure.topological_rank`.
 
-    PyG's loaders batch these lists entry by entry. Transforms that select nodes or
-    edges do not update them: apply this one after those.
+    PyG's loaders batch these lists entry by entry. Apply this transform last: those
+    that select or sort nodes or edges, or convert the graph, do not update the lists,
+    and fail if they take one for an attribute of nodes or edges, because it has as many
+    entries.
 
-    The graph must contain each edge in both directions (as after
-    :class:`torch_geometric.transforms.ToUndirected`), and each direction has its own
-    features. Self-loops are in no DAG. Duplicates stay together, except that a tree
-    keeps one of them. Components, including isolated nodes, are decomposed
+    Except with :obj:`method="dag"`, the graph must contain each edge in both directions
+    (as after :class:`torch_geometric.transforms.ToUndirected`), and each direction has
+    its own features. Self-loops are in no DAG. Duplicates stay together, except that a
+    tree keeps one of them. Components, including isolated nodes, are decomposed
     independently.
 
     Args:
@@ -65,6 +67,8 @@ class DAGDecomposition(BaseTransform):
             * :obj:`"grid"`: the four canonical DAGs of a grid of :obj:`data.height`
               rows and :obj:`data.width` columns, with nodes row by row: right and down,
               left and up, right and up, left and down.
+            * :obj:`"dag"`: the graph itself, which must be acyclic, and its reverse,
+              whose edges have the same features.
             * :obj:`"order"`: by the order of the nodes.
             * :obj:`"degree"`, :obj:`"pagerank"`, :obj:`"closeness"`: by the number of
               neighbours or by a centrality, highest last.
@@ -97,6 +101,7 @@ class DAGDecomposition(BaseTransform):
         ValueError: If an argument is not as above, the method does not have
             :obj:`num_dags` different DAGs, an edge lacks its reverse, or a shape or an
             index is wrong.
+        CycleError: With :obj:`method="dag"`, if the graph has a cycle.
     """
 
     def __init__(
@@ -173,31 +178,34 @@ class DAGDecomposition(BaseTransform):
             )
         device = edge_index.device
         edges = to_numpy(edge_index)
-        if isinstance(self.method, str) and self.method in _KNOWN:
+        if self.method == "dag":
+            kept = [torch.arange(edges.shape[1])] * self.num_dags
+            both = edges.copy(), edges[::-1].copy()  # in memory of their own
+            dags = [torch.from_numpy(dag) for dag in both[: self.num_dags]]
+            ranks = [topological_rank(dag, num_nodes) for dag in dags]
+        elif isinstance(self.method, str) and self.method in _KNOWN:
             sides = self._sides(data, num_nodes)
             kept, ranks = self._known(torch.from_numpy(edges), *sides)
+            dags = [torch.from_numpy(edges[:, ids.numpy()]) for ids in kept]
         else:
             choices = self._choose(data, edges, num_nodes)
             kept = [torch.from_numpy(next(choices)) for _ in range(self.num_dags)]
-            ranks = [
-                topological_rank(torch.from_numpy(edges[:, ids.numpy()]), num_nodes)
-                for ids in kept
-            ]
-        dags = [torch.from_numpy(edges[:, ids.numpy()]) for ids in kept]
+            dags = [torch.from_numpy(edges[:, ids.numpy()]) for ids in kept]
+            ranks = [topological_rank(dag, num_nodes) for dag in dags]
         data[f"{self.prefix}_edge_index"] = [dag.to(device) for dag in dags]
         data[f"{self.prefix}_rank"] = [rank.to(device) for rank in ranks]
-        attr_name = f"{self.prefix}_edge_attr"
+        for name in list(data.keys()):  # What belonged to earlier edges.
+            if name.startswith(
+                (f"{self.prefix}_edge_attr", f"{self.prefix}_line_edge")
+            ):
+                del data[name]
         if edge_attr is not None:
-            data[attr_name] = [edge_attr[ids.to(edge_attr.device)] for ids in kept]
-        elif attr_name in data:
-            del data[attr_name]  # It belonged to earlier edges.
+            data[f"{self.prefix}_edge_attr"] = [
+                edge_attr[ids.to(edge_attr.device)] for ids in kept
+            ]
         return data
 
-    def __repr__(self) -> str:
-        return (
-            f"{self.__class__.__name__}(num_dags={self.num_dags}, "
-            f"method='{_name(self.method)}')"
-        )
+    __repr__ = shown
 
     def _sides(self, data: Data, num_nodes: int) -> tuple[int, int]:
         """The height and the width of the grid; a path is a grid of one row."""
@@ -224,10 +232,12 @@ class DAGDecomposition(BaseTransform):
             what = "a path with nodes numbered in order"
             if self.method == "grid":
                 what = f"a grid of {height} x {width} nodes, row by row"
+            number = 4 * height * width - 2 * (height + width)
             raise ValueError(
                 f"'data.edge_index' must be {what}, with edges in both directions "
-                f"(got other edges, {edge_index.size(1)} in number); other methods "
-                "take any graph"
+                f"between neighbours ({number}; got {edge_index.size(1)}, which differ "
+                "from these: PyG's 'grid', for one, has diagonals and self-loops); "
+                "other methods take any graph"
             )
         step = 1 if self.reverse else 2
         dags = [
@@ -356,6 +366,7 @@ def _symmetric_neighbours(
         raise ValueError(
             "'data.edge_index' must hold the reverse of each edge (got edge "
             f"{source[e]} -> {target[e]} without {target[e]} -> {source[e]}); apply "
-            "'torch_geometric.transforms.ToUndirected' first"
+            "'torch_geometric.transforms.ToUndirected' first, or keep a DAG as it is, "
+            "beside its reverse, with method='dag'"
         )
     return ptr, head

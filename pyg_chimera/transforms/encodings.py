@@ -6,7 +6,7 @@ from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.csr import adjacency, simple, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of, shown
 
 __all__ = ["LaplacianEncoding"]
 
@@ -114,8 +114,7 @@ class LaplacianEncoding(BaseTransform):
         )
         return data
 
-    def __repr__(self) -> str:
-        return f"{self.__class__.__name__}(k={self.k})"
+    __repr__ = shown
 
     def _decompose(
         self, ptr: np.ndarray, head: np.ndarray, nodes: np.ndarray

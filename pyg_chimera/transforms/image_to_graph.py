@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch_geometric.data.datapipes import functional_transform
 
+from pyg_chimera.transforms._inputs import shown
 from pyg_chimera.transforms._to_grid import ToGrid
 
 __all__ = ["ImageToGraph"]
@@ -77,8 +78,7 @@ class ImageToGraph(ToGrid):
         self.attr_name = attr_name
         self.pad = pad
 
-    def __repr__(self) -> str:
-        return f"{self.__class__.__name__}(patch_size={self.patch_size})"
+    __repr__ = shown
 
     def nodes(self, content: Any) -> tuple[Tensor, int, int]:
         """The pixels of each patch, and the numbers of rows and columns of patches."""
@@ -93,8 +93,11 @@ class ImageToGraph(ToGrid):
                     f"for {rows} x {columns} pixels; pad=True adds zeros"
                 )
             image = pad(image, (0, width * q - columns, 0, height * p - rows))
-        image = image.reshape(channels, height, p, width, q).permute(1, 3, 0, 2, 4)
-        return image.reshape(height * width, channels * p * q), height, width
+        patches = image.reshape(channels, height, p, width, q).permute(1, 3, 0, 2, 4)
+        x = patches.reshape(height * width, channels * p * q)
+        if x.data_ptr() == image.data_ptr():  # maybe that of a whole data set
+            x = x.clone()
+        return x, height, width
 
 
 def _to_tensor(image: Any) -> Tensor:

@@ -7,7 +7,7 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.line_graph import line_graph, multitree
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of, shown
 
 __all__ = ["DirectedLineGraph", "LineGraphData", "MultitreePruning"]
 
@@ -84,13 +84,16 @@ class DirectedLineGraph(BaseTransform):
     """
 
     def __init__(self, prefix: str | None = None) -> None:
-        self.prefix = _checked_prefix(prefix)
+        self.prefix = prefix
+        self._prefix = _checked_prefix(prefix)
 
     def forward(self, data: Data) -> LineGraphData:
         """Adds the attribute to a copy of the data."""
-        dags, num_nodes = _dags_of(data, self.prefix)
+        dags, num_nodes = _dags_of(data, self._prefix)
         lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
-        return _with_lines(data, f"{self.prefix}{_LINES}", self.prefix, lines)
+        return _with_lines(data, f"{self._prefix}{_LINES}", self._prefix, lines)
+
+    __repr__ = shown
 
 
 @functional_transform("chimera_multitree_pruning")
@@ -100,43 +103,32 @@ class MultitreePruning(BaseTransform):
     Linear Source Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_
     (functional name: :obj:`chimera_multitree_pruning`).
 
-    Keeps those columns of :obj:`data.line_edge_index` that
-    :func:`~pyg_chimera.ops.multitree` chooses. If the line graph is absent, it is
-    computed, as by :class:`DirectedLineGraph`. Returns a :class:`LineGraphData`.
+    Adds :obj:`data.line_edge_index_pruned`, those columns of
+    :obj:`data.line_edge_index` that :func:`~pyg_chimera.ops.multitree` chooses, and the
+    line graph itself if it is absent, as :class:`DirectedLineGraph` does. Returns a
+    :class:`LineGraphData`. The pruned one is for layers with :obj:`mode="D"` only: with
+    :obj:`mode="P"`, transitions would be missing.
 
     Args:
         prefix (str, optional): The prefix of the names of the attributes, see
             :class:`DirectedLineGraph`. (default: :obj:`None`)
-        attr_name (str, optional): The attribute for the pruned line graph, such as
-            :obj:`"line_edge_index_pruned"`, for models with layers of both modes. It
-            must begin with the name of the line graph, which tells
-            :class:`LineGraphData` how to batch it; the whole line graph is then stored
-            too. (default: :obj:`None`, which replaces the line graph)
 
     Raises:
         CycleError: If the graph has a cycle.
         TypeError: If the data is not homogeneous, is a batch, or is of a subclass of
             Data other than :class:`LineGraphData`, or an index is not integer.
-        ValueError: If a name would make PyG batch the attribute wrongly, the data has
-            no valid edges, or its line graph belongs to other edges.
+        ValueError: If the prefix would make PyG batch the attributes wrongly, the data
+            has no valid edges, or its line graph belongs to other edges.
     """
 
-    def __init__(self, prefix: str | None = None, attr_name: str | None = None) -> None:
-        self.prefix = _checked_prefix(prefix)
-        lines_name = f"{self.prefix}{_LINES}"
-        if attr_name is None:
-            attr_name = lines_name
-        if not attr_name.startswith(lines_name):
-            raise ValueError(
-                f"'attr_name' must begin with '{lines_name}', by which 'LineGraphData' "
-                f"tells how to batch it (got '{attr_name}')"
-            )
-        self.attr_name = attr_name
+    def __init__(self, prefix: str | None = None) -> None:
+        self.prefix = prefix
+        self._prefix = _checked_prefix(prefix)
 
     def forward(self, data: Data) -> LineGraphData:
-        """Adds the attribute to a copy of the data."""
-        dags, num_nodes = _dags_of(data, self.prefix)
-        name = f"{self.prefix}{_LINES}"
+        """Adds the attributes to a copy of the data."""
+        dags, num_nodes = _dags_of(data, self._prefix)
+        name = f"{self._prefix}{_LINES}"
         if name in data:
             lines = (
                 data[name] if isinstance(data[name], (list, tuple)) else [data[name]]
@@ -144,7 +136,7 @@ class MultitreePruning(BaseTransform):
             if len(lines) != len(dags):
                 raise ValueError(
                     f"'data.{name}' must have one entry for each of the {len(dags)} "
-                    f"DAGs of 'data.{self.prefix}edge_index' (got {len(lines)})"
+                    f"DAGs of 'data.{self._prefix}edge_index' (got {len(lines)})"
                 )
             for line_edge_index, dag in zip(lines, dags, strict=True):
                 _check_line_graph(name, line_edge_index, dag)
@@ -156,8 +148,10 @@ class MultitreePruning(BaseTransform):
         ]
         out = data
         if name not in data:
-            out = _with_lines(data, name, self.prefix, lines)
-        return _with_lines(out, self.attr_name, self.prefix, kept)
+            out = _with_lines(data, name, self._prefix, lines)
+        return _with_lines(out, f"{name}_pruned", self._prefix, kept)
+
+    __repr__ = shown
 
 
 def _checked_prefix(prefix: str | None) -> str:

@@ -6,7 +6,7 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of, shown
 
 __all__ = ["NodeOrder"]
 
@@ -65,6 +65,4 @@ class NodeOrder(BaseTransform):
         data[self.attr_name] = score
         return data
 
-    def __repr__(self) -> str:
-        name = getattr(self.order, "__name__", self.order)
-        return f"{self.__class__.__name__}(order={name!r})"
+    __repr__ = shown

@@ -1,4 +1,5 @@
 from collections.abc import Hashable, Mapping, Sequence
+from hashlib import sha1
 from typing import Any
 
 import numpy as np
@@ -92,8 +93,13 @@ class SequenceToGraph(ToGrid):
         return x, 1, x.size(0)
 
     def __repr__(self) -> str:
-        tokens = "" if self.number is None else f"{len(self.number)} tokens"
-        return f"{self.__class__.__name__}({tokens})"
+        arguments = []
+        if self.number is not None:
+            digest = sha1(repr(self.number).encode(), usedforsecurity=False).hexdigest()
+            arguments.append(f"{len(self.number)} tokens, {digest[:8]}")
+        if self.attr_name != "sequence":
+            arguments.append(f"attr_name={self.attr_name!r}")
+        return f"{self.__class__.__name__}({', '.join(arguments)})"
 
     def _entries(self, sequence: Any) -> Tensor:
         """One row for each entry of the sequence."""

@@ -11,7 +11,7 @@ from pyg_chimera.ops.structure import (
     topological_rank,
 )
 from pyg_chimera.ops.structure.elimination import METHODS
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of, shown
 
 __all__ = ["AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"]
 
@@ -53,8 +53,7 @@ class AddEliminationOrder(BaseTransform):
         data[self.attr_name] = elimination_rank(*edges_of(data), self.method)
         return data
 
-    def __repr__(self) -> str:
-        return f"{self.__class__.__name__}(method={self.method!r})"
+    __repr__ = shown
 
 
 @functional_transform("chimera_add_k_hop_index")
@@ -91,8 +90,7 @@ class AddKHopIndex(BaseTransform):
         data[f"{self.prefix}_index"], data[f"{self.prefix}_distance"] = pairs
         return data
 
-    def __repr__(self) -> str:
-        return f"{self.__class__.__name__}(k={self.k})"
+    __repr__ = shown
 
 
 @functional_transform("chimera_add_topological_order")
@@ -124,6 +122,8 @@ class AddTopologicalOrder(BaseTransform):
         data[self.attr_name] = topological_rank(*edges_of(data))
         return data
 
+    __repr__ = shown
+
 
 @functional_transform("chimera_add_diameter")
 class AddDiameter(BaseTransform):
@@ -151,7 +151,8 @@ class AddDiameter(BaseTransform):
     def forward(self, data: Data) -> Data:
         """Adds the attribute to a copy of the data."""
         edge_index, num_nodes = edges_of(data)
-        data[self.attr_name] = torch.tensor(
-            [diameter(edge_index, num_nodes)], device=edge_index.device
-        )
+        found = diameter(edge_index, num_nodes, data.batch)
+        data[self.attr_name] = torch.as_tensor(found, device=edge_index.device).view(-1)
         return data
+
+    __repr__ = shown

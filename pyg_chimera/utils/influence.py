@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.nn._inputs import check_nodes
+from pyg_chimera.nn._routing import unwrapped
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops.common.checks import check_option
@@ -94,7 +95,7 @@ def influence(
         raise ValueError(
             f"'node' must be in [0, {x.size(0)}), as 'x' is {list(x.shape)}, got {node}"
         )
-    module = getattr(module, "_orig_mod", module)  # what torch.compile has wrapped
+    module = unwrapped(module)
     if measure == "jacobian" and role == "source":
         raise ValueError(
             "'role' must be 'target' with measure='jacobian', as operators have no "

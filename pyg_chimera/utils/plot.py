@@ -250,6 +250,12 @@ def _positions(pos: Positions, edge_index: Tensor, num_nodes: int) -> Any:
 
         return nx.spring_layout(_graph(edge_index, num_nodes), seed=0)
     if not isinstance(pos, Tensor):
+        missing = [node for node in range(num_nodes) if node not in pos]
+        if missing:
+            raise ValueError(
+                f"'pos' must have a place for each of {num_nodes} nodes, got none for "
+                f"{missing[:8]}"
+            )
         return pos
     if pos.shape != (num_nodes, 2):
         raise ValueError(f"'pos' must be [{num_nodes}, 2], got {list(pos.shape)}")
@@ -290,7 +296,8 @@ def _colors(values: Tensor, log: bool) -> "ScalarMappable":
     top = values.abs().max().item() if values.numel() else 0.0
     if log and top > 0:
         least = values[values > 0].min().item()
-        norm = LogNorm(max(least, 1e-6 * top), top, clip=False)
+        least = max(least, 1e-6 * top) if least < top else top / 10
+        norm = LogNorm(least, top, clip=False)
         return ScalarMappable(norm, colormaps["viridis"].with_extremes(bad=_UNREACHED))
     if bool((values < 0).any()):
         return ScalarMappable(Normalize(-top, top), "RdBu_r")

@@ -333,3 +333,14 @@ def test_transforms_and_filters():
 def test_rejects(kwargs, message):
     with pytest.raises(ValueError, match=message):
         ArrowPointing(**{**SMALL, "num_samples": 2, **kwargs})
+
+
+def test_impossible_angles_are_refused():
+    with pytest.raises(ValueError, match=r"'miss_angle' must be smaller .*got 90"):
+        ArrowPointing(
+            num_samples=4, image_size=12, radius=(2, 2), arrow_length=(2, 2),
+            miss_angle=90,
+        )  # fmt: skip
+    with pytest.raises(ValueError, match="'pre_filter' must leave"):
+        ArrowPointing(num_samples=2, image_size=48, radius=(4, 8),
+                      arrow_length=(4, 8), pre_filter=lambda data: False)  # fmt: skip

@@ -487,3 +487,8 @@ def test_errors() -> None:
         GPSLayer(C, GCNConv(C, C))(x, edge_index, edge_wieght=edge_attr)
     with pytest.raises(TypeError, match="'mixer_edge_index' is not a parameter"):
         GPSLayer(C, GCNConv(C, C))(x, edge_index, mixer_edge_index=edge_index)
+
+
+def test_names_are_no_modules():
+    with pytest.raises(TypeError, match=r"'mixer' must be a module.*got 'chimera'"):
+        GPSLayer(8, mixer="chimera")

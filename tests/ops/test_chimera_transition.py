@@ -186,6 +186,14 @@ def test_path_products_are_below_a_quarter():
 # ----------------------------------------------------------------------------- golden
 
 
+def test_nodes_without_edges_have_finite_gradients_in_half_precision():
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        psi = torch.full((3, 2), 18.0, dtype=dtype, requires_grad=True)
+        delta, edges = torch.ones(3, 2, dtype=dtype), torch.tensor([[0], [1]])
+        chimera_transition(edges, 3, delta, delta, psi).sum().backward()
+        assert psi.grad.isfinite().all()
+
+
 def test_released_graph():
     data = load("chimera_graph_released")
     edge_index, bias = data["edge_index"], data["dt_bias"]

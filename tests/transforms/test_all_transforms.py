@@ -56,13 +56,12 @@ def height(data: Data) -> Tensor:
 
 
 decomposition = partial(
-    case, DAGDecomposition, 4, name="dag_decomposition", argument="prefix",
+    case, DAGDecomposition, name="dag_decomposition", argument="prefix",
     adds=("dag_edge_index", "dag_edge_attr", "dag_rank"),
 )  # fmt: skip
 CASES = {
     "elimination_order": case(
         AddEliminationOrder, name="add_elimination_order", adds=["elimination_rank"],
-        text="AddEliminationOrder(method='minimum_fill')",
     ),
     "topological_order": case(
         AddTopologicalOrder, name="add_topological_order", adds=["topological_rank"],
@@ -72,7 +71,9 @@ CASES = {
         AddKHopIndex, 2, name="add_k_hop_index", text="AddKHopIndex(k=2)",
         argument="prefix", adds=["k_hop_index", "k_hop_distance"], of_batches=True,
     ),
-    "diameter": case(AddDiameter, name="add_diameter", adds=["diameter"]),
+    "diameter": case(
+        AddDiameter, name="add_diameter", adds=["diameter"], of_batches=True
+    ),
     "laplacian": case(
         LaplacianEncoding, 3, name="laplacian_encoding", adds=["laplacian_pe"],
         text="LaplacianEncoding(k=3)",
@@ -82,34 +83,39 @@ CASES = {
         argument="prefix", acyclic=True,
     ),
     "pruning": case(
-        MultitreePruning, name="multitree_pruning", adds=["line_edge_index"],
-        argument="prefix", acyclic=True,
+        MultitreePruning, name="multitree_pruning", argument="prefix", acyclic=True,
+        adds=["line_edge_index", "line_edge_index_pruned"],
     ),
     **{
         f"dags_{order}": decomposition(
-            method=order, seed=3, text=f"DAGDecomposition(num_dags=4, method='{order}')"
+            num_dags=4, method=order, seed=3,
+            text=f"DAGDecomposition(num_dags=4, method='{order}', seed=3)",
         )
         for order in ("random", "bfs", "bfs_dense")
     },
     **{
         f"dags_{getattr(order, '__name__', order)}": case(
             DAGDecomposition, 2, order, name="dag_decomposition", argument="prefix",
-            text="DAGDecomposition(num_dags=2, "
-            f"method='{getattr(order, '__name__', order)}')",
+            text="DAGDecomposition(num_dags=2" + ("" if order == "order" else
+            f", method='{getattr(order, '__name__', order)}'") + ")",
             adds=("dag_edge_index", "dag_edge_attr", "dag_rank"), of_batches=True,
         )
         for order in ("order", "degree", "pagerank", "closeness", height)
     },
+    "dags_dag": decomposition(
+        method="dag", text="DAGDecomposition(num_dags=2, method='dag')", acyclic=True,
+    ),
     **{
         f"score_{getattr(order, '__name__', order)}": case(
             NodeOrder, order, name="node_order", adds=["node_score"], of_batches=True,
-            text=f"NodeOrder(order='{getattr(order, '__name__', order)}')",
+            text="NodeOrder()" if order == "degree" else
+            f"NodeOrder(order='{getattr(order, '__name__', order)}')",
         )
         for order in (*ORDERS, height)
     },
     "image": case(
         ImageToGraph, (2, 3), pad=True, name="image_to_graph",
-        text="ImageToGraph(patch_size=(2, 3))",
+        text="ImageToGraph(patch_size=(2, 3), pad=True)",
         adds=("x", "edge_index", "pos", "height", "width"),
     ),
     "sequence": case(
@@ -260,7 +266,8 @@ def test_names_of_attributes(key):
         assert {"tree_edge_index", "tree_edge_attr", "tree_rank"} < set(out.keys())
     elif argument == "attr_name":
         assert "value" in make(*args, **kwargs, attr_name="value")(data)
-    for name in ("my_index", "my_batch", "face"):
+    names = ("my_index", "my_batch", "face", "x", "edge_attr", "num_nodes")
+    for name in names if argument == "attr_name" else (*names, "edge"):
         with pytest.raises(ValueError, match=f"'{argument}' must not.*'{name}'"):
             make(*args, **kwargs, **{argument: name})
     with pytest.raises(TypeError, match=f"'{argument}' must be a string .got 3"):

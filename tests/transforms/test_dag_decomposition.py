@@ -13,8 +13,14 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.transforms import ToUndirected
 from torch_geometric.utils import degree
 
+from pyg_chimera.ops import CycleError
 from pyg_chimera.ops.structure import topological_rank
-from pyg_chimera.transforms import DAGDecomposition, ImageToGraph, SequenceToGraph
+from pyg_chimera.transforms import (
+    DAGDecomposition,
+    ImageToGraph,
+    MultitreePruning,
+    SequenceToGraph,
+)
 
 KEYS = ["dag_edge_index", "dag_edge_attr", "dag_rank"]
 SCORES = ["degree", "pagerank", "closeness"]
@@ -499,3 +505,38 @@ def test_peptides(peptides, order):
         if order == "bfs":
             trees = batch.num_nodes - batch.dag_edge_index[0].size(1)
             assert trees >= batch.num_graphs
+
+
+def test_a_dag_and_its_reverse():
+    """Whatever the numbers of its nodes."""
+    edges = torch.tensor([[4, 4, 2, 0, 3], [2, 0, 1, 1, 0]])
+    attr = torch.arange(10.0).view(5, 2)
+    data = Data(edge_index=edges, edge_attr=attr, num_nodes=6)
+    out = DAGDecomposition(method="dag")(data)
+    assert [x.tolist() for x in out.dag_edge_index] == [
+        edges.tolist(), edges.flip(0).tolist(),
+    ]  # fmt: skip
+    assert all(x.equal(attr) for x in out.dag_edge_attr)
+    assert [x.tolist() for x in out.dag_rank] == [
+        [1, 2, 1, 0, 0, 0],
+        [1, 0, 1, 2, 2, 0],
+    ]
+    (one,) = DAGDecomposition(1, "dag")(data).dag_edge_index
+    assert one.equal(edges)
+    data.edge_index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    data.edge_attr = None
+    with pytest.raises(CycleError, match="0 -> 1 -> 2"):
+        DAGDecomposition(method="dag")(data)
+    with pytest.raises(ValueError, match="method='dag'"):  # the way out
+        DAGDecomposition()(Data(edge_index=edges, num_nodes=6))
+    with pytest.raises(ValueError, match="must be at most 2"):
+        DAGDecomposition(3, "dag")
+
+
+def test_line_graphs_of_earlier_dags_are_removed():
+    edges = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    data = DAGDecomposition()(Data(edge_index=edges, num_nodes=3))
+    data = MultitreePruning("dag")(data)
+    assert "dag_line_edge_index_pruned" in data
+    again = DAGDecomposition(method="random")(data)
+    assert not [name for name in again.keys() if "line" in name]  # noqa: SIM118

@@ -242,3 +242,15 @@ def test_bad_data():
         transform(Data(x=torch.rand(2, 2)))
     with pytest.raises(TypeError, match=r"one by one.*'DataBatch'"):
         transform(Batch.from_data_list([Data(image=torch.rand(2, 2))]))
+
+
+def test_nodes_share_no_memory_with_the_image():
+    for image in (
+        torch.rand(1, 3, 4, requires_grad=True),
+        np.zeros((3, 4), np.float32),
+    ):
+        before = torch.as_tensor(image).detach().clone()
+        out = ImageToGraph()(Data(image=image) if torch.is_tensor(image) else image)
+        assert not out.x.requires_grad
+        out.x.add_(1)
+        assert torch.as_tensor(image).detach().equal(before)

@@ -75,15 +75,15 @@ def test_pruning_of_example():
     out = MultitreePruning()(data)
     assert "line_edge_index" not in data
     assert isinstance(out, LineGraphData)
-    assert out.line_edge_index.tolist() == KEPT
+    assert out.line_edge_index_pruned.tolist() == KEPT
     whole = DirectedLineGraph()(data)
-    assert MultitreePruning()(whole).line_edge_index.tolist() == KEPT
+    assert MultitreePruning()(whole).line_edge_index_pruned.tolist() == KEPT
     assert whole.line_edge_index.tolist() == LINES
 
 
 @pytest.mark.parametrize("first", [[], [DirectedLineGraph()]])
 def test_both_graphs(first):
-    transform = Compose([*first, MultitreePruning(attr_name="line_edge_index_pruned")])
+    transform = Compose([*first, MultitreePruning()])
     out = transform(example())
     assert out.line_edge_index.tolist() == LINES
     assert out.line_edge_index_pruned.tolist() == KEPT
@@ -99,8 +99,10 @@ def test_any_dag_gets_what_the_functions_say(graph: Graph):
     out = DirectedLineGraph()(data_of(graph))
     assert out.num_nodes == graph.num_nodes
     assert out.line_edge_index.equal(lines)
-    assert MultitreePruning()(out).line_edge_index.equal(lines[:, kept])
-    assert MultitreePruning()(data_of(graph)).line_edge_index.equal(lines[:, kept])
+    for data in (out, data_of(graph)):
+        pruned = MultitreePruning()(data)
+        assert pruned.line_edge_index.equal(lines)
+        assert pruned.line_edge_index_pruned.equal(lines[:, kept])
 
 
 @given(st.lists(dags(), min_size=1, max_size=4), st.sampled_from(TRANSFORMS))
@@ -109,9 +111,10 @@ def test_batching_is_transforming_the_batch(items: list[Graph], transform: type)
     batch = Batch.from_data_list(each)
     assert isinstance(batch, LineGraphData)
     lines = line_graph(batch.edge_index, batch.num_nodes).edge_index
-    if transform is MultitreePruning:
-        lines = lines[:, multitree(lines, batch.num_edges)]
     assert batch.line_edge_index.equal(lines)
+    if transform is MultitreePruning:
+        kept = multitree(lines, batch.num_edges)
+        assert batch.line_edge_index_pruned.equal(lines[:, kept])
     for one, again in zip(each, batch.to_data_list(), strict=True):
         assert type(again) is LineGraphData
         assert_same(one, again)
@@ -131,7 +134,7 @@ def test_decomposition_into_dags():
         [
             DAGDecomposition(4, "bfs_dense", seed=0),
             DirectedLineGraph("dag"),
-            MultitreePruning("dag", "dag_line_edge_index_pruned"),
+            MultitreePruning("dag"),
         ]
     )
     each = [transform(data) for data in molecules(12)]
@@ -162,11 +165,11 @@ def test_one_dag_of_another_name():
     out = DirectedLineGraph(prefix="tree")(data)
     assert out.tree_line_edge_index.tolist() == LINES
     out = MultitreePruning("tree")(out)
-    assert out.tree_line_edge_index.tolist() == KEPT
+    assert out.tree_line_edge_index_pruned.tolist() == KEPT
     assert "line_edge_index" not in out
     batch = Batch.from_data_list([out, out])
     kept = torch.tensor(KEPT)
-    assert batch.tree_line_edge_index.equal(torch.cat([kept, kept + 6], dim=1))
+    assert batch.tree_line_edge_index_pruned.equal(torch.cat([kept, kept + 6], dim=1))
 
 
 class Saved(InMemoryDataset):
@@ -274,10 +277,3 @@ def test_bad_data(transform):
         transform()(Data(edge_index=torch.tensor([[0, 1], [1, 0]]), num_nodes=2))
     with pytest.raises(ValueError, match=r"'data.dag_edge_index'.*'edge_index'"):
         transform("dag")(Data(edge_index=EDGES, num_nodes=6))
-
-
-def test_names():
-    with pytest.raises(ValueError, match=r"'attr_name'.*'line_edge_index'.*'tree'"):
-        MultitreePruning(attr_name="tree")
-    with pytest.raises(ValueError, match=r"'attr_name'.*'dag_line_edge_index'"):
-        MultitreePruning("dag", attr_name="line_edge_index")

@@ -122,4 +122,4 @@ def test_layers_on_batches_of_paths():
 
 def test_representation():
     assert repr(SequenceToGraph()) == "SequenceToGraph()"
-    assert repr(SequenceToGraph("abc")) == "SequenceToGraph(3 tokens)"
+    assert repr(SequenceToGraph("abc")) == "SequenceToGraph(3 tokens, 6b8a95cb)"

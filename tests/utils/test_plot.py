@@ -229,3 +229,16 @@ def test_matplotlib_is_optional(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'pyg-chimera\[pictures\]'"):
         plot_influence(VALUES, EDGES, POSITIONS)
+
+
+def test_nodes_that_nothing_reaches_are_grey_beside_a_single_value():
+    values = torch.tensor([0.0, 0.0, 5.0, 0.0])
+    (axis,) = panels(plot_influence(values, EDGES, POSITIONS, log=True))
+    (nodes,) = [x for x in axis.collections if isinstance(x, PathCollection)]
+    one, two, three, four = nodes.get_facecolors().tolist()
+    assert one == two == four != three
+
+
+def test_places_for_some_nodes_only_are_refused():
+    with pytest.raises(ValueError, match=r"'pos' must have a place .* \[1, 2, 3\]"):
+        plot_influence(VALUES, EDGES, {0: (0, 0)})

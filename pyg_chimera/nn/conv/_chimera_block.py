@@ -14,6 +14,7 @@ from pyg_chimera.nn._inputs import (
     check_heads,
     edge_features,
     has_edge_mask,
+    named,
 )
 from pyg_chimera.nn.conv._init import (
     GateLinear,
@@ -74,7 +75,7 @@ class ChimeraBlock(MessagePassing):
         qk_norm: bool,
         **kwargs: Any,
     ) -> None:
-        super().__init__(aggr="add", node_dim=0, **kwargs)
+        super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
         out_channels = in_channels if out_channels is None else out_channels
         check_heads(out_channels, heads, state_channels, groups)
         check_reach(reach)

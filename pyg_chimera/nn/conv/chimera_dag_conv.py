@@ -203,8 +203,8 @@ class ChimeraDAGConv(ChimeraBlock):
             x (torch.Tensor): The node features.
             edge_index (torch.Tensor or SparseTensor): The edge indices; with
                 :obj:`num_dags > 1` a list of them, one for each DAG.
-            edge_attr (torch.Tensor, optional): The edge features (or a list). Ignored
-                without :obj:`edge_dim`. (default: :obj:`None`)
+            edge_attr (torch.Tensor, optional): The edge features (or a list), for
+                layers with :obj:`edge_dim`. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
             rank (torch.Tensor, optional): The topological rank (or a list), as stored
@@ -220,8 +220,9 @@ class ChimeraDAGConv(ChimeraBlock):
         check_nodes(x, self.in_channels)
         check_batch(batch, x.size(0))
         index, features, batch, rank = side_by_side(
-            x.size(0), self.num_dags, self.flow, edge_index, edge_attr, batch, rank
-        )
+            x.size(0), self.num_dags, self.flow, self.edge_dim, edge_index, edge_attr,
+            batch, rank,
+        )  # fmt: skip
         each = [self.edge_selectivity(*edges, d) for d, edges in enumerate(features)]
         edges = [edge for edge in each if edge is not None]
         return self._scan(

@@ -136,7 +136,7 @@ class ChimeraPathConv(ChimeraBlock):
             x (torch.Tensor): The node features.
             edge_index (torch.Tensor or SparseTensor): The edge indices of disjoint
                 paths, in both directions.
-            edge_attr (torch.Tensor, optional): The edge features. Ignored without
+            edge_attr (torch.Tensor, optional): The edge features, for layers with
                 :obj:`edge_dim`. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
@@ -152,7 +152,9 @@ class ChimeraPathConv(ChimeraBlock):
         check_nodes(x, self.in_channels)
         check_batch(batch, x.size(0))
         num_nodes = x.size(0)
-        edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
+        edge_index, edge_attr = as_edges(
+            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
+        )
         query, key, value = self.project(x, self.over_edges(edge_index))
 
         gates = F.softplus(self.selectivities(x) + self.delta_bias)

@@ -221,7 +221,7 @@ class GatedDeltaConv(ChimeraBlock):
         Args:
             x (torch.Tensor): The node features.
             edge_index (torch.Tensor or SparseTensor): The edge indices.
-            edge_attr (torch.Tensor, optional): The edge features. Ignored without
+            edge_attr (torch.Tensor, optional): The edge features, for layers with
                 :obj:`edge_dim`. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
@@ -240,7 +240,9 @@ class GatedDeltaConv(ChimeraBlock):
                 "reads parents"
             )
         num_nodes = x.size(0)
-        edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
+        edge_index, edge_attr = as_edges(
+            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
+        )
         query, key, value = self.project(x, self.over_edges(edge_index))
         *deltas, beta = (self.selectivities(x) + self.delta_bias).unbind(1)
         edge = self.edge_selectivity(edge_attr, edge_index.size(1))

@@ -11,7 +11,7 @@ from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 from torch_geometric.utils import is_sparse, to_edge_index
 
-from pyg_chimera.nn._inputs import check_edge_attr, check_nodes
+from pyg_chimera.nn._inputs import check_edge_attr, check_nodes, named
 
 __all__ = ["GatedGCNConv"]
 
@@ -121,7 +121,7 @@ class GatedGCNConv(MessagePassing):
         bias: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(aggr="add", **kwargs)
+        super().__init__(aggr="add", **named(self, kwargs))
 
         source, target = (
             (in_channels, in_channels) if isinstance(in_channels, int) else in_channels

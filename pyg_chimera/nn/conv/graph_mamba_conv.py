@@ -129,10 +129,10 @@ class GraphMambaConv(torch.nn.Module):
     def __init__(
         self,
         channels: int,
+        *,
         state_channels: int = 16,
         conv_kernel: int = 4,
         expand: int = 1,
-        *,
         dt_rank: int | None = None,
         order: str | None = "degree",
         num_eval_permutations: int = 5,

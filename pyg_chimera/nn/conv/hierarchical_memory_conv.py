@@ -167,7 +167,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
         Args:
             x (torch.Tensor): The node features.
             edge_index (torch.Tensor or SparseTensor): The edge indices of a DAG.
-            edge_attr (torch.Tensor, optional): The edge features. Ignored without
+            edge_attr (torch.Tensor, optional): The edge features, for layers with
                 :obj:`edge_dim`. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
@@ -205,7 +205,9 @@ class HierarchicalMemoryConv(ChimeraBlock):
         check_nodes(x, self.in_channels)
         check_batch(batch, x.size(0))
         num_nodes, heads = x.size(0), self.heads
-        edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
+        edge_index, edge_attr = as_edges(
+            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
+        )
         query, key, value = self.project(x, self.over_edges(edge_index))
         gates = self.selectivities(x) + self.delta_bias
         node = F.softplus(gates[:, :_LEVELS]).flatten(1)  # [V, levels * heads]

@@ -17,6 +17,7 @@ from pyg_chimera.nn._inputs import (
     check_heads,
     check_nodes,
     edge_features,
+    named,
 )
 from pyg_chimera.nn._rotary import rotary_angles, rotate, scaled_base
 from pyg_chimera.ops import CycleError, neighborhood_attention
@@ -139,7 +140,7 @@ class KHopAttentionConv(MessagePassing):
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
-        super().__init__(aggr="add", node_dim=0, **kwargs)
+        super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
         out_channels = in_channels if out_channels is None else out_channels
         groups = heads if groups is None else groups
         check_heads(out_channels, heads, groups=groups)
@@ -227,7 +228,7 @@ class KHopAttentionConv(MessagePassing):
         Args:
             x (torch.Tensor): The node features.
             edge_index (torch.Tensor or SparseTensor): The edge indices.
-            edge_attr (torch.Tensor, optional): The edge features. Ignored without
+            edge_attr (torch.Tensor, optional): The edge features, for layers with
                 :obj:`edge_dim`. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node. Without
                 :obj:`rotary_length`, outputs don't depend on it.
@@ -256,7 +257,9 @@ class KHopAttentionConv(MessagePassing):
                 f"{type(self).__name__} join pairs of nodes"
             )
         num_nodes = x.size(0)
-        edge_index, edge_attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
+        edge_index, edge_attr = as_edges(
+            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
+        )
         if k_hop_index is None and k_hop_distance is None:
             pairs, distance = find_pairs(edge_index, num_nodes, self.k)
         else:

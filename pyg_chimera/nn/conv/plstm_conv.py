@@ -226,8 +226,8 @@ class PLSTMConv(PLSTMBlock):
             x (torch.Tensor): The node features.
             edge_index (torch.Tensor or SparseTensor): The edge indices; with
                 :obj:`num_dags > 1` a list of them, one for each DAG.
-            edge_attr (torch.Tensor, optional): The edge features (or a list). Ignored
-                without :obj:`edge_dim`. (default: :obj:`None`)
+            edge_attr (torch.Tensor, optional): The edge features (or a list), for
+                layers with :obj:`edge_dim`. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
             line_edge_index (torch.Tensor, optional): With :obj:`order=None`, the line
@@ -275,7 +275,7 @@ class PLSTMConv(PLSTMBlock):
             self.num_dags, edge_index=edge_index, edge_attr=edge_attr,
             line_edge_index=line_edge_index,
         ):  # fmt: skip
-            index, attr = as_edges(index, attr, num_nodes, self.flow)
+            index, attr = as_edges(index, attr, num_nodes, self.flow, self.edge_dim)
             if line is None:
                 line = line_graph(index, num_nodes).edge_index
             else:
@@ -303,7 +303,9 @@ class PLSTMConv(PLSTMBlock):
         self, num_nodes: int, order: str, edge_index: Any, edge_attr: Any
     ) -> _DAGs:
         """Two DAGs: the edges to later nodes, and those to earlier ones."""
-        index, attr = as_edges(edge_index, edge_attr, num_nodes, self.flow)
+        index, attr = as_edges(
+            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
+        )
         mask = self._mask(index)
         if self.lin_edge is None:
             attr = None

@@ -17,6 +17,7 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
     edge_features,
     has_edge_mask,
+    named,
     side_by_side,
 )
 from pyg_chimera.nn.conv._chimera_block import over_dags
@@ -133,7 +134,7 @@ class RGLRUConv(MessagePassing):
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
-        super().__init__(aggr="add", node_dim=0, **kwargs)
+        super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
         out_channels = in_channels if out_channels is None else out_channels
         check_heads(out_channels, heads)
         check_integer("num_dags", num_dags, 1)
@@ -201,8 +202,8 @@ class RGLRUConv(MessagePassing):
             x (torch.Tensor): The node features.
             edge_index (torch.Tensor or SparseTensor): The edge indices; with
                 :obj:`num_dags > 1` a list of them, one for each DAG.
-            edge_attr (torch.Tensor, optional): The edge features (or a list). Ignored
-                without :obj:`edge_dim`. (default: :obj:`None`)
+            edge_attr (torch.Tensor, optional): The edge features (or a list), for
+                layers with :obj:`edge_dim`. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
             rank (torch.Tensor, optional): The topological rank (or a list), as stored
@@ -219,7 +220,7 @@ class RGLRUConv(MessagePassing):
         check_batch(batch, x.size(0))
         num_nodes, D = x.size(0), self.num_dags
         index, features, batch, rank = side_by_side(
-            num_nodes, D, self.flow, edge_index, edge_attr, batch, rank
+            num_nodes, D, self.flow, self.edge_dim, edge_index, edge_attr, batch, rank
         )
         u = self.lin_value(x)
         filtered = over_dags(self.local_weight, D, index)

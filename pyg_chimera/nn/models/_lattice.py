@@ -14,6 +14,7 @@ from pyg_chimera.nn.conv import (
 )
 from pyg_chimera.nn.encoders import PositionEmbedding
 from pyg_chimera.nn.gps_layer import GPSLayer
+from pyg_chimera.ops.common.checks import check_integer
 
 __all__ = ["MIXERS", "POSITIONS", "lattice_layers", "structure_of"]
 
@@ -60,6 +61,8 @@ def lattice_layers(
         raise ValueError(
             f"'size' must be the numbers of columns and rows of an image, got {size!r}"
         )
+    for number in size or ():
+        check_integer("size", number, 1)
     own = {"in_channels", "channels", "heads", "rotary", "causal", "order",
            "num_eval_permutations"}  # fmt: skip
     if causal:  # which these would break

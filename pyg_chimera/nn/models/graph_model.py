@@ -13,7 +13,7 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import check_batch, check_edge_rows
 from pyg_chimera.nn._norm import Norm, norm_arguments
-from pyg_chimera.nn._routing import Route
+from pyg_chimera.nn._routing import Route, unwrapped
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
 
@@ -31,7 +31,7 @@ class CategoricalEncoder(torch.nn.Module):
         out_channels (int): Size of each output sample.
 
     Shapes:
-        - **input:** categories :math:`(*, F)`, or :math:`(*)` for a single column,
+        - **input:** categories :math:`(*, F)`, or :math:`(N)` for a single column,
           integers
         - **output:** features :math:`(*, F_{out})`
 
@@ -71,12 +71,13 @@ class CategoricalEncoder(torch.nn.Module):
                 f"A CategoricalEncoder needs integers, got {x.dtype}. Pass categories, "
                 "or give the number of channels instead of numbers of categories."
             )
-        if x.dim() < 2 and len(self.embeddings) == 1:
+        shape = list(x.shape)
+        if x.dim() == 1 and len(self.embeddings) == 1:
             x = x.unsqueeze(-1)
         if x.dim() < 2 or x.size(-1) != len(self.embeddings):
             raise ValueError(
                 f"Expected {len(self.embeddings)} columns of categories, got shape "
-                f"{list(x.shape)}."
+                f"{shape}."
             )
         try:
             x = x.long()
@@ -416,8 +417,7 @@ class GraphModel(torch.nn.Module):
         return (x[source] * x[target]).sum(dim=-1, keepdim=True)
 
     def _accepts(self, index: int, name: str) -> bool:
-        layer: torch.nn.Module = self.layers[index]
-        layer = getattr(layer, "_orig_mod", layer)  # What `torch.compile` wraps.
+        layer = unwrapped(self.layers[index])
         if isinstance(layer, GPSLayer | MixtureOfDepths):
             return layer.accepts(name)
         return self._routes[index].accepts(name)
@@ -453,7 +453,13 @@ def _attribute(data: Data | Batch, attr: str, reader: str) -> Tensor:
     if attr not in data:
         raise ValueError(
             f"The data has no attribute '{attr}', which {reader}; it has "
-            f"{sorted(data.keys())}. Add it, by the transform for it if there is one."
+            f"{sorted(data.keys())}. Add it, by the transform for it if there is one"
+            + (
+                " ('ImageToGraph'; 'SequenceToGraph' adds height 1 and, as width, the "
+                "number of nodes)."
+                if attr in ("height", "width")
+                else "."
+            )
         )
     return data[attr]
 

@@ -214,6 +214,9 @@ class HybridModel(GraphModel):
                 return block
             return MixtureOfDepths(block, channels, capacity, acyclic=kind != "graph")
 
+        own = sorted(kwargs.keys() & {"layers", "norm"})
+        if own:
+            raise TypeError(f"HybridModel has no {own}: it makes its own, as described")
         super().__init__(
             in_channels, channels, out_channels, layer, num_layers, edge_dim=edge_dim,
             norm=RMSNorm(channels), dropout=dropout, **kwargs,

@@ -18,7 +18,8 @@ _TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
 @contextmanager
 def unchecked() -> Iterator[None]:
     r"""A context in which operators and layers do not read the contents of tensors, so
-    that the host need not wait for a GPU. ::
+    that the host need not wait for a GPU. Only :obj:`ptr`, which divides sequences, is
+    read all the same. ::
 
         with ops.unchecked():
             loss = criterion(model(x, edge_index, batch=batch), y)
@@ -203,7 +204,7 @@ def check_floats(**tensors: Any) -> list[Tensor]:
                 f"'{name}' must be floating point (float16, bfloat16, float32 or "
                 f"float64), got {x.dtype}"
             )
-        _check_device(name, x, first, tensors[first])
+        _check_device(name, x, f"'{first}'", tensors[first])
         dtype = torch.promote_types(dtype, x.dtype)
     return [x.to(dtype) for x in tensors.values()]
 
@@ -213,7 +214,7 @@ def check_integers(name: str, x: Any, like: Tensor) -> Tensor:
     _check_tensor(name, x)
     if not _is_integer(x):
         raise TypeError(f"'{name}' must be integer, got {x.dtype}")
-    _check_device(name, x, "value", like)
+    _check_device(name, x, "other tensors", like)
     return x.long()
 
 
@@ -241,7 +242,7 @@ def _check_tensor(name: str, x: Any) -> None:
 def _check_device(name: str, x: Tensor, other: str, like: Tensor) -> None:
     if x.device != like.device:
         raise ValueError(
-            f"'{name}' is on {x.device}, but '{other}' on {like.device}; all tensors "
+            f"'{name}' is on {x.device}, but {other} on {like.device}; all tensors "
             "must be on one device: move them with '.to(...)'"
         )
 
@@ -277,6 +278,8 @@ def check_nodes(query: Tensor, key: Tensor, value: Tensor) -> None:
             f"{list(value.shape)}"
         )
     groups, heads = query.size(1), value.size(1)
+    if heads < 1:
+        raise ValueError(f"'value' must have heads, got {list(value.shape)}")
     if groups < 1 or heads % groups != 0:
         raise ValueError(
             f"'query' must have as many heads as 'value', or a divisor, got "
@@ -346,7 +349,9 @@ def check_finite(
         row, head, *rest = (~finite).nonzero()[0].tolist()
         raise ValueError(
             f"'{name}' must be finite, but {place(row)} has "
-            f"{x[(row, head, *rest)].item()} in {column} {head}"
+            f"{x[(row, head, *rest)].item()} in {column} {head}. (Layers compute it: "
+            "if 'x' and 'edge_attr' are finite, a parameter of the layer is not; the "
+            "learning rate may be too high.)"
         )
 
 

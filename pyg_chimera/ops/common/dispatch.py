@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
     operator: str  #: such as ``"resolvent_mix"``
     solver: str  #: such as ``"sparse"``, or ``"scan"``
-    form: str  #: ``"state"``, ``"mask"`` or ``"chunk"``
+    form: str  #: ``"state"``, ``"mask"``, ``"chunk"``, or ``"edge"`` of attention
     backend: str  #: such as ``"numba"``, a name in the operator's ``backends``
     reason: str  #: why it was chosen
     cost: Cost | None = None  #: the predicted cost, if known

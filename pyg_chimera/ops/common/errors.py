@@ -19,10 +19,10 @@ class CycleError(ValueError):
         super().__init__(
             "'edge_index' must be acyclic, but has the cycle "
             + " -> ".join(map(str, shown))
-            + ". Remove an edge of it, or make DAGs of the graph with "
-            "'pyg_chimera.transforms.DAGDecomposition' ('PLSTMConv' does so itself, "
-            "given an 'order')."
+            + ". Use what takes graphs with cycles, or make DAGs of the graph with "
+            "'pyg_chimera.transforms.DAGDecomposition' and pass its lists to a layer "
+            "with 'num_dags' ('PLSTMConv' does so itself, given an 'order')."
         )
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.cycle or str(self),)
+        return type(self), (str(self),), {"cycle": self.cycle}

@@ -282,7 +282,7 @@ def delta_scan(
     On DAGs both matrices are triangular, and weights may be of any size. On graphs with
     cycles, the rule has exactly one solution if rows of :math:`|\mathbf{A}|` sum to
     less than one, as writing never makes a state larger. On a directed path, it is
-    Gated DeltaNet. Differentiable once in the five floating-point tensors. float16 and
+    Gated DeltaNet. Differentiable once in all floating-point tensors. float16 and
     bfloat16 are computed in float32. The query is not scaled.
 
     With :obj:`surprise`, a node writes more, the more its value differs from what its
@@ -339,8 +339,8 @@ def delta_scan(
         acyclic (bool, optional): Whether a cycle is an error, even where there is a
             solution. (default: :obj:`False`)
         form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
-            (cubic in its nodes), :obj:`"state"` carries :math:`\mathbf{S}` along a DAG,
-            level by level (linear in its edges), :obj:`"chunk"` combines both, in
+            (cubic in its nodes), :obj:`"state"` carries :math:`\mathbf{S}` along a DAG
+            (linear in its edges), :obj:`"chunk"` combines both, in
             chunks of directed paths (the WY form of DeltaNet). All give the same
             result. (default: :obj:`"auto"`, whichever is faster)
         backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),

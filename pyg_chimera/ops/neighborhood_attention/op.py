@@ -1,6 +1,7 @@
 """Softmax attention over any sparse pattern."""
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -181,8 +182,10 @@ def neighborhood_attention(
         (contrast,) = rest
     if scale is None:
         scale = max(size, 1) ** -0.5
-    elif isinstance(scale, bool) or not isinstance(scale, (int, float)):
+    elif isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"'scale' must be a number, got {scale!r}")
     (batch,) = check_indices(value, batch=batch)
-    inputs = Inputs(q, k, v, edge_bias, contrast, edge_index, batch, scale, backend)
+    inputs = Inputs(
+        q, k, v, edge_bias, contrast, edge_index, batch, float(scale), backend
+    )
     return _neighborhood_attention(inputs).to(value.dtype)

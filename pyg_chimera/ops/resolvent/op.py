@@ -291,7 +291,8 @@ def resolvent_mix(
             diameter, every pair is reached. (default: :obj:`None`)
         tolerance (float, optional): The residual at which :obj:`"iterative"` stops,
             relative to the largest state of a channel. The default, and the minimum, is
-            the level of rounding errors. (default: :obj:`None`)
+            the level of rounding errors. The error may be larger, the more so the
+            nearer all rows sum to one. (default: :obj:`None`)
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
             (linear in edges and fill-in), :obj:`"mask"` computes each graph's resolvent
             (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
@@ -302,7 +303,8 @@ def resolvent_mix(
             (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer
             :math:`[|\mathcal{V}|]`, as stored by
-            :class:`~pyg_chimera.transforms.AddEliminationOrder`. Computed if absent.
+            :class:`~pyg_chimera.transforms.AddEliminationOrder`, which
+            :obj:`solver="sparse"` follows and others do not read. Computed if absent.
             (default: :obj:`None`)
 
     Returns:
@@ -333,6 +335,11 @@ def resolvent_mix(
         raise ValueError(
             "'form' must be 'state' or 'auto' with solver='iterative', which never "
             f"makes a graph's resolvent, got form={form!r}"
+        )
+    if form == "chunk" and solver in ("dense", "neumann"):
+        raise ValueError(
+            f"'form' must be 'state', 'mask' or 'auto' with solver={solver!r}, which "
+            "does not cut paths into chunks, got form='chunk'"
         )
     if tolerance is not None:
         if solver not in ("auto", "iterative"):

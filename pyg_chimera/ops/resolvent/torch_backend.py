@@ -133,7 +133,7 @@ def _dense_state_forward(call: Call) -> Tensor:
         A = chunk.adjacency(edge_weight)
         q, k, v = (chunk.gather(_repeat(x, value)) for x in (query, key, value))
         X = k.unsqueeze(-1) * v.unsqueeze(-2)
-        H = _solution(_eye(A) - A, X.flatten(-2), check=not trusted()).view_as(X)
+        H = _solution(_difference(A), X.flatten(-2), check=not trusted()).view_as(X)
         chunk.scatter((q.unsqueeze(-1) * H).sum(-2), out)
     return out
 
@@ -148,7 +148,7 @@ def _dense_state_backward(call: Call, grad: Tensor) -> Gradients:
         q, k, v, dy = (
             chunk.gather(_repeat(x, value)) for x in (query, key, value, grad)
         )
-        M = _eye(A) - A
+        M = _difference(A)
         X, Y = k.unsqueeze(-1) * v.unsqueeze(-2), q.unsqueeze(-1) * dy.unsqueeze(-2)
         H = _solution(M, X.flatten(-2), check=False).view_as(X)
         G = _solution(M.mT, Y.flatten(-2), check=False).view_as(Y)
@@ -171,7 +171,7 @@ def _dense_resolvent(
     """
     eye = _eye(A)
     if num_terms is None:
-        L = _unbatched(_inverse(check), eye - A)
+        L = _unbatched(_inverse(check), _difference(A)).to(A.dtype)
         return L, lambda dL: L.mT @ dL @ L.mT
     steps = []
     S, P = eye, A
@@ -395,6 +395,11 @@ def _repeat(x: Tensor, value: Tensor) -> Tensor:
     return x.repeat_interleave(value.size(1) // x.size(1), 1)
 
 
+def _difference(A: Tensor) -> Tensor:
+    """I - A, in float64: where rows sum to nearly one, little of it is left."""
+    return _eye(A).double() - A
+
+
 def _inverse(check: bool) -> Callable[[Tensor], Tensor]:
     return lambda M: torch.linalg.inv_ex(M, check_errors=check)[0]
 
@@ -402,8 +407,10 @@ def _inverse(check: bool) -> Callable[[Tensor], Tensor]:
 def _solution(M: Tensor, X: Tensor, check: bool) -> Tensor:
     """M^-1 X; as in `_dense_resolvent`, only the forward pass checks for errors."""
     return _unbatched(
-        lambda *args: torch.linalg.solve_ex(*args, check_errors=check)[0], M, X
-    )
+        lambda *args: torch.linalg.solve_ex(*args, check_errors=check)[0],
+        M,
+        X.to(M.dtype),
+    ).to(X.dtype)
 
 
 def _unbatched(function: Callable[..., Tensor], *args: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ class _Cache:
     def __init__(self, size: int, num_bytes: int = 1 << 28) -> None:
         self.size, self.num_bytes = size, num_bytes
         self.values: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+        self.keys: dict[int, str] = {}  #: by the identity of the result
         self.held = 0
         self.lock = Lock()
 
@@ -49,22 +50,47 @@ class _Cache:
 
     def put(self, key: str, value: Any) -> None:
         with self.lock:
-            self.held -= self.values.pop(key, (None, 0))[1]
-            self.values[key] = (value, _num_bytes(value))
-            self.held += self.values[key][1]
-            while len(self.values) > self.size or (
-                self.held > self.num_bytes and len(self.values) > 8
-            ):
-                self.held -= self.values.popitem(last=False)[1][1]
+            if key in self.values:
+                self._drop(key)
+            self.values[key] = (value, 0)
+            self.keys[id(value)] = key
+            self._add(key, _num_bytes(value))
+
+    def grow(self, value: Any, by: Any) -> None:
+        """Counts what has been derived from a result, and is kept with it."""
+        with self.lock:
+            key = self.keys.get(id(value))
+            if key is not None:
+                self._add(key, _num_bytes(by))
+
+    def _add(self, key: str, num_bytes: int) -> None:
+        value, held = self.values[key]
+        self.values[key] = (value, held + num_bytes)
+        self.held += num_bytes
+        while len(self.values) > self.size or (
+            self.held > self.num_bytes and len(self.values) > 8
+        ):
+            self._drop(next(iter(self.values)))
+
+    def _drop(self, key: str) -> None:
+        value, held = self.values.pop(key)
+        self.keys.pop(id(value), None)
+        self.held -= held
 
 
 def _num_bytes(value: Any) -> int:
-    if isinstance(value, tuple):
+    """Bytes of the tensors and arrays in a result."""
+    if hasattr(value, "nbytes"):
+        return value.nbytes
+    if isinstance(value, (tuple, list)):
         return sum(map(_num_bytes, value))
-    return getattr(value, "nbytes", 0)
+    if isinstance(value, dict):
+        return sum(map(_num_bytes, value.values()))
+    return sum(map(_num_bytes, getattr(value, "__dict__", {}).values()))
 
 
-_CACHE = _Cache(size=32)
+# A layer may need eight small structures of a graph, and a loop may have many graphs.
+_CACHE = _Cache(size=1024)
 
 
 class _Digests:
@@ -161,5 +187,6 @@ def table(
     key = (make, device, *options)
     if key not in structure.tables:
         with torch.inference_mode(False):
-            structure.tables[key] = make(structure, device, *options)
+            made = structure.tables[key] = make(structure, device, *options)
+        _CACHE.grow(structure, made)
     return structure.tables[key]

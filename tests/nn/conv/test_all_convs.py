@@ -672,3 +672,30 @@ def test_sizes_of_heads(name: str):
         case = next(c for n, c in CASES.items() if n == make.__name__)
         with pytest.raises(ValueError, match=f"'{name}' must be one of .*, got 'cuda'"):
             case.call(make(CHANNELS, **{name: "cuda"}), case.inputs(torch.float))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        nn.ChimeraConv, nn.ChimeraDAGConv, nn.ChimeraPathConv, nn.GatedDeltaConv,
+        nn.HierarchicalMemoryConv, nn.KHopAttentionConv, nn.PLSTMConv, nn.RGLRUConv,
+        partial(nn.PLSTMConv, order="bfs"),
+    ],
+)  # fmt: skip
+def test_edge_features_that_nothing_reads_are_refused(make):
+    x, path = torch.randn(3, 8), torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    if not isinstance(make, partial) and make.__name__ not in (
+        "ChimeraConv", "ChimeraPathConv", "GatedDeltaConv", "KHopAttentionConv"
+    ):  # fmt: skip
+        path = path[:, ::2]
+    conv, attr = make(8, 8), torch.randn(path.size(1), 3)
+    conv(x, path)
+    with pytest.raises(ValueError, match=r"'edge_attr' must be None.*'edge_dim'"):
+        conv(x, path, attr)
+
+
+@every_conv
+def test_misspelt_arguments(case: Case):
+    conv = type(case.conv())
+    with pytest.raises(TypeError, match=rf"{conv.__name__}.* argument 'droput'"):
+        conv(*[8] * (1 if conv is GraphMambaConv else 2), droput=0.1)

@@ -41,7 +41,9 @@ def test_a_difference_of_two_recurrences(layer, index, options):
         if "log_temperature" in state:
             state["log_temperature"] = state["log_temperature"][part::2]
         own.load_state_dict(state)
-    x, attr = torch.randn(6, CHANNELS), torch.randn(index.size(1), EDGE)
+    x, attr = torch.randn(6, CHANNELS), None
+    if "edge_dim" in options:
+        attr = torch.randn(index.size(1), EDGE)
     got, read = conv(x, index, attr), []
     for own in parts:
         own.output = lambda y, x, value: read.append(y) or value
@@ -61,7 +63,9 @@ def test_what_is_alike_cancels(layer, index, options):
             x.data.zero_()
         if name in ("delta_bias", "edge_bias"):
             x.data.fill_(-1.0)
-    x, attr = torch.randn(6, CHANNELS), torch.randn(index.size(1), EDGE)
+    x, attr = torch.randn(6, CHANNELS), None
+    if "edge_dim" in options:
+        attr = torch.randn(index.size(1), EDGE)
     other = torch.cat([torch.randn(5, CHANNELS), x[5:]])
     assert_near(conv(x, index, attr)[5], conv(other, index, attr)[5], 1e-5)
 

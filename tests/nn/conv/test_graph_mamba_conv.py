@@ -104,7 +104,7 @@ def drawn(num_nodes: int, score, batch=None, copies=1, **kwargs) -> list[Sequenc
 
 def make_conv(channels: int = CHANNELS, states: int = STATES, **kw) -> GraphMambaConv:
     """A layer whose states last and differ, and in which nothing is zero or one."""
-    conv = GraphMambaConv(channels, states, **kw).double()
+    conv = GraphMambaConv(channels, state_channels=states, **kw).double()
     with torch.no_grad():
         for parameter in conv.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
@@ -409,7 +409,9 @@ def test_number_of_parameters(channels, count):
 
 
 def test_start():
-    conv = GraphMambaConv(64, 5, conv_kernel=3, expand=2, dt_min=0.01, dt_max=0.2)
+    conv = GraphMambaConv(
+        64, state_channels=5, conv_kernel=3, expand=2, dt_min=0.01, dt_max=0.2
+    )
     (scan,) = conv.scans
     assert conv.dt_rank == 4
     rates = torch.arange(1, 6).expand(128, 5).double()

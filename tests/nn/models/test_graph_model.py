@@ -17,6 +17,7 @@ from pyg_chimera.nn import (
     GraphModel,
 )
 from pyg_chimera.nn.encoders import LaplacianEncoder, RandomWalkEncoder
+from pyg_chimera.transforms import AddEliminationOrder
 
 C = 8
 
@@ -489,3 +490,41 @@ def test_errors() -> None:
         make_model()(data.x, data.edge_index, data.edge_attr, ranks=data.x)
     with pytest.raises(TypeError, match=r"'x' must hold floating .* torch\.int64"):
         GraphModel(2, C, 2, gps, 1)(data.x, data.edge_index)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_layers_in_wrappers_get_what_they_take(when):
+    """Those of PyTorch, whose forward methods take anything."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
+
+    def layer(_):
+        block = GPSLayer(C, GatedGCNConv(C, C), ChimeraConv(C, C, edge_dim=C))
+        return wrappers.checkpoint_wrapper(block) if when == "before" else block
+
+    structure = {"rank": "elimination_rank"}
+    model = GraphModel([3, 5], C, 2, layer, 2, edge_dim=[2], structure=structure)
+    if when == "after":
+        wrappers.apply_activation_checkpointing(
+            model, check_fn=lambda module: isinstance(module, GPSLayer)
+        )
+    model.eval()
+    graphs = [make_data(n, n) for n in (3, 6)]
+    for data in graphs:
+        data.edge_index = torch.randint(data.num_nodes, (2, 12))
+        data.edge_attr = torch.randint(2, (12, 1))
+    graphs = [AddEliminationOrder()(data) for data in graphs]
+    batch = Batch.from_data_list(graphs)
+    out = model(**model.inputs(batch))
+    each = [model(**model.inputs(data)) for data in graphs]
+    assert torch.allclose(out, torch.cat(each), atol=1e-5)
+    batch.edge_attr = 1 - batch.edge_attr
+    assert not torch.allclose(out, model(**model.inputs(batch)), atol=1e-3)
+
+
+def test_layers_that_do_not_say_what_they_take_are_refused():
+    class Layer(torch.nn.Module):
+        def forward(self, *args, **kwargs):
+            return args[0]
+
+    with pytest.raises(TypeError, match="'forward' of Layer must name what it takes"):
+        GraphModel([3, 5], C, 2, [Layer()])

@@ -19,6 +19,7 @@ from pyg_chimera.nn import (
     SelfAttention,
     SequenceEncoder,
 )
+from pyg_chimera.ops import unchecked
 from pyg_chimera.transforms import ImageToGraph, SequenceToGraph
 
 C, TOKENS = 16, 5
@@ -342,3 +343,22 @@ def test_positions():
             PositionEmbedding(*arguments)
     with pytest.raises(ValueError, match=r"'pos' must be of shape \[3, 2\], got \[3"):
         table(x, None, pos[:, :1])
+
+
+def test_positions_beyond_the_table_are_refused_where_none_are_read():
+    """Rather than taken for those of another row."""
+    table, x = PositionEmbedding(8, 2, (4, 4)), torch.zeros(1, 8)
+    compiled = torch.compile(table, fullgraph=True, backend="eager")
+    assert_near(compiled(x, None, torch.tensor([[3, 2]])), table.table.weight[14:15], 0)
+    for pos in ([[0, 5]], [[-1, 5]], [[4, 0]]):
+        with pytest.raises(ValueError, match="'pos' must be in"):
+            table(x, None, torch.tensor(pos))
+        with unchecked(), pytest.raises(IndexError):
+            table(x, None, torch.tensor(pos))
+        with pytest.raises((IndexError, RuntimeError)):
+            compiled(x, None, torch.tensor(pos))
+
+
+def test_sizes_of_learned_positions_are_numbers():
+    with pytest.raises(TypeError, match="'size' must be an integer"):
+        encoder("attention", position="learned", size=(5,))

@@ -68,7 +68,10 @@ def test_layers_are_explained_and_left_alone():
     assert any(map(torch.nn.parameter.is_lazy, conv.parameters()))
 
     layer = GPSLayer(
-        8, ChimeraConv(8, 8, heads=2), GraphMambaConv(8, 8), norm="batch_norm"
+        8,
+        ChimeraConv(8, 8, heads=2),
+        GraphMambaConv(8, state_channels=8),
+        norm="batch_norm",
     )
     before = {name: value.clone() for name, value in layer.state_dict().items()}
     generator = torch.get_rng_state()

@@ -22,7 +22,12 @@ from operators import (
 )
 from strategies import Graph, graphs
 
-from pyg_chimera.ops import explain, path_transition, resolvent_mix
+from pyg_chimera.ops import (
+    chimera_transition,
+    explain,
+    path_transition,
+    resolvent_mix,
+)
 from pyg_chimera.ops.structure import elimination_rank
 
 OPERATOR = OPERATORS["resolvent_mix"]
@@ -311,3 +316,71 @@ def test_weights_that_are_not_finite_are_named(operator, bad):
     for backend in ("auto", "numba", "torch", "reference"):
         with pytest.raises(ValueError, match=f"finite, but edge 5 has {bad} in head 2"):
             case(edge_weight=weight, backend=backend)
+
+
+@pytest.mark.parametrize("form", ["state", "mask"])
+def test_dense_solvers_are_exact_where_rows_sum_to_nearly_one(form):
+    n, generator = 20, torch.Generator().manual_seed(0)
+    edges = (1 - torch.eye(n)).nonzero().t()
+    delta = torch.rand(n, 1, generator=generator)
+    weight = chimera_transition(edges, n, delta, delta, torch.full((n, 1), 17.0))
+    x = torch.randn(n, 1, 3, generator=generator)
+
+    def results(solver, dtype, **options):
+        floats = [y.to(dtype).requires_grad_() for y in (x, x.flip(0), x.cos(), weight)]
+        out = resolvent_mix(*floats[:3], edges, floats[3], solver=solver, **options)
+        return out, *torch.autograd.grad(out.square().sum(), floats)
+
+    want = results("sparse", torch.double)
+    got = results("dense", torch.float, form=form, backend="torch")
+    for y, z in zip(got, want, strict=True):
+        assert (y - z).abs().max() < 1e-5 * z.abs().max()
+
+
+def test_samples_may_have_different_graphs():
+    """Under `torch.vmap`, although what is saved for gradients differs in size."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 1, 3, dtype=torch.double)
+    path = torch.tensor([[0, 1, 2, 1, 2, 3], [1, 2, 3, 0, 1, 2]])
+    ring = torch.tensor([[0, 1, 2, 3, 0, 1], [1, 2, 3, 0, 2, 3]])
+    both = torch.stack([path, ring])
+    weight = torch.full((6, 1), 0.3, dtype=torch.double)
+
+    def gradient(edges, w):
+        def loss(y):
+            return resolvent_mix(y, x, x, edges, w).square().sum()
+
+        return torch.func.grad(loss)(x)
+
+    got = torch.vmap(gradient, (0, None))(both, weight)
+    assert_near(got, torch.stack([gradient(edges, weight) for edges in both]), 1e-12)
+    with pytest.raises(ValueError, match="at least one sample"):
+        torch.vmap(gradient, (0, None))(both[:0], weight)
+
+
+def test_what_small_graphs_need_not_read_has_gradients():
+    for n, backend in ((0, "reference"), (1, "reference"), (0, "auto"), (1, "auto")):
+        floats = [torch.randn(n, 1, 2, requires_grad=True) for _ in range(3)]
+        weight = torch.zeros(0, 1, requires_grad=True)
+        edges = torch.zeros(2, 0, dtype=torch.long)
+        out = resolvent_mix(*floats, edges, weight, backend=backend)
+        grads = torch.autograd.grad(out.sum(), [*floats, weight])
+        assert [g.shape for g in grads] == [y.shape for y in (*floats, weight)]
+
+
+@pytest.mark.parametrize("form", ["state", "mask", "chunk"])
+def test_no_heads(form):
+    x, edges = torch.randn(3, 1, 2), torch.tensor([[0], [1]])
+    with pytest.raises(ValueError, match=r"'value' must have heads, got \[3, 0, 2\]"):
+        resolvent_mix(x, x, x[:, :0], edges, torch.zeros(1, 0), form=form)
+
+
+@pytest.mark.parametrize("solver", ["dense", "neumann"])
+def test_only_eliminations_cut_paths(solver):
+    x, edges = torch.randn(3, 1, 2), torch.tensor([[0], [1]])
+    terms = 1 if solver == "neumann" else None
+    with pytest.raises(ValueError, match=f"'form' must .* with solver='{solver}'"):
+        resolvent_mix(
+            x, x, x, edges, torch.zeros(1, 1), solver=solver, num_terms=terms,
+            form="chunk",
+        )  # fmt: skip

@@ -66,7 +66,8 @@ def test_changed_in_place():
     assert made(edges) is first
 
 
-def test_it_is_small_and_keeps_what_is_used():
+def test_it_is_small_and_keeps_what_is_used(monkeypatch):
+    monkeypatch.setattr(cache, "_CACHE", cache._Cache(size=32))
     first = made(EDGES)
     for i in range(40):
         made(EDGES, options=(i,))
@@ -99,6 +100,28 @@ def test_it_forgets_what_is_large():
         large.put(str(i % 10), (np.zeros(10), torch.zeros(5)))
     assert large.held == 8 * 100 + 2 * 100
     assert len(large.values) == 10
+
+
+def test_what_is_derived_counts_too(monkeypatch):
+    """Tables may be many times as large as the structure that they are kept with."""
+    monkeypatch.setattr(cache, "_CACHE", cache._Cache(size=32, num_bytes=1000))
+
+    class Structure:
+        def __init__(self, *_):
+            self.tables, self.nbytes = {}, 10
+
+    def levels(structure, device, number):
+        return [torch.zeros(25), {"array": np.zeros(number)}]
+
+    cpu = torch.device("cpu")
+    for i in range(20):
+        structure = made(EDGES, make=Structure, options=(i,))
+        for _ in range(2):
+            cache.table(levels, structure, cpu, 5)
+    assert cache._CACHE.held == 8 * (10 + 100 + 40)
+    assert len(cache._CACHE.values) == len(cache._CACHE.keys) == 8
+    cache.table(levels, Structure(), cpu, 5)  # of a structure that is not kept
+    assert cache._CACHE.held == 8 * (10 + 100 + 40)
 
 
 def test_errors_are_not_remembered():
