@@ -122,4 +122,10 @@ def test_layers_on_batches_of_paths():
 
 def test_representation():
     assert repr(SequenceToGraph()) == "SequenceToGraph()"
-    assert repr(SequenceToGraph("abc")) == "SequenceToGraph(3 tokens, 6b8a95cb)"
+    assert repr(SequenceToGraph("abc")).startswith("SequenceToGraph(3 tokens, ")
+    # PyG tells by it whether a processed data set is stale.
+    assert repr(SequenceToGraph("abc")) == repr(SequenceToGraph("abc"))
+    assert repr(SequenceToGraph("abc")) != repr(SequenceToGraph("cba"))
+    assert (
+        repr(SequenceToGraph(attr_name="text")) == "SequenceToGraph(attr_name='text')"
+    )
