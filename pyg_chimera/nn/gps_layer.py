@@ -130,9 +130,9 @@ class GPSLayer(torch.nn.Module):
             forward method, if the input or an output of :obj:`conv`, :obj:`mixer` or
             :obj:`mlp` does not have the shape that the residual sums need, or
             :obj:`edge_attr` does not have one row per edge.
-        TypeError: In the forward method, if an argument has the wrong type or dtype,
-            such as edge features in place of :obj:`batch`, or neither :obj:`conv` nor
-            :obj:`mixer` accepts a keyword argument.
+        TypeError: If :obj:`conv` or :obj:`mixer` is not a module; in the forward
+            method, if an argument has the wrong type or dtype, such as edge features in
+            place of :obj:`batch`, or neither accepts a keyword argument.
     """
 
     def __init__(
