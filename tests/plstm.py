@@ -297,9 +297,10 @@ def make_inputs(
 def call(conv: Layer, x: Tensor, graphs: list[Edges], **kwargs) -> Tensor:
     if isinstance(conv, PLSTMGridConv):
         return conv(x, **({"height": 1, "width": max(x.size(0), 1)} | kwargs))
+    edge_index, attrs = map(list, zip(*graphs, strict=True))
+    edge_attr = None if conv.edge_dim is None else attrs
     if len(graphs) == 1:
-        return conv(x, *graphs[0], **kwargs)
-    edge_index, edge_attr = map(list, zip(*graphs, strict=True))
+        return conv(x, edge_index[0], edge_attr and edge_attr[0], **kwargs)
     return conv(x, edge_index, edge_attr, **kwargs)
 
 

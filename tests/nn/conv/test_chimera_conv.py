@@ -222,9 +222,10 @@ def make_inputs(
 
 
 def call(conv: Conv, x: Tensor, dags: list[Edges], **kwargs) -> Tensor:
+    edge_index, attrs = map(list, zip(*dags, strict=True))
+    edge_attr = None if conv.edge_dim is None else attrs
     if len(dags) == 1:
-        return conv(x, *dags[0], **kwargs)
-    edge_index, edge_attr = map(list, zip(*dags, strict=True))
+        return conv(x, edge_index[0], edge_attr and edge_attr[0], **kwargs)
     return conv(x, edge_index, edge_attr, **kwargs)
 
 
@@ -371,9 +372,6 @@ def test_edge_features():
     flat = conv(x, edge_index, attr[:, 0])
     assert_near(flat, conv(x, edge_index, attr[:, :1]))
     assert not torch.allclose(flat, conv(x, edge_index, attr[:, 1]))
-    # Without edge_dim, they are ignored.
-    conv = make_conv(IN, OUT, 2).double()
-    assert conv(x, edge_index, attr).equal(conv(x, edge_index))
 
 
 @each_layer

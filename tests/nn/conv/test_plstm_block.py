@@ -37,6 +37,8 @@ def test_gradcheck(layer):
     edge_index = torch.tensor([[0, 1, 1, 2], [1, 2, 3, 3]])
     if layer is PLSTMGridConv:
         assert torch.autograd.gradcheck(lambda x: conv(x, height=2, width=2), x)
+    elif conv.edge_dim is None:
+        assert torch.autograd.gradcheck(lambda x: conv(x, edge_index), x)
     else:
         assert torch.autograd.gradcheck(lambda *y: conv(y[0], edge_index, y[1]),
                                         (x, attr))  # fmt: skip

@@ -214,11 +214,12 @@ def test_gradients_are_finite_wherever_a_is(value, edge_dim, dtype):
     torch.manual_seed(0)
     conv = RGLRUConv(CHANNELS, edge_dim=edge_dim)
     x, index, attr, *_ = CASES["RGLRUConv"].inputs(torch.float)
+    attr = None if edge_dim is None else attr.to(dtype)
     for parameter in (conv.Lambda, conv.gate_bias):
         conv.reset_parameters()
         torch.nn.init.constant_(parameter, value)
         conv.to(dtype).zero_grad()
-        conv(x.to(dtype), index, attr.to(dtype)).float().sum().backward()
+        conv(x.to(dtype), index, attr).float().sum().backward()
         for name, p in conv.named_parameters():
             assert p.grad.isfinite().all(), name
         conv.float()
@@ -300,6 +301,7 @@ def test_masked_edges_pass_nothing_on(edge_dim):
     torch.manual_seed(0)
     conv = RGLRUConv(CHANNELS, edge_dim=edge_dim, conv_kernel=1).double()
     x, index, attr, *_ = CASES["RGLRUConv"].inputs()
+    attr = None if edge_dim is None else attr
     set_masks(conv, torch.ones(6), index, apply_sigmoid=False)
     assert_near(conv(x, index, attr), RGLRUConv.forward(conv, x, index, attr))
     clear_masks(conv)
