@@ -148,7 +148,10 @@ def build_model(args: Namespace) -> GraphModel:
 
     def layer(_: int) -> GPSLayer:
         mixer = GraphMambaConv(
-            channels, args.state_channels, order=args.order, num_bins=args.num_bins
+            channels,
+            state_channels=args.state_channels,
+            order=args.order,
+            num_bins=args.num_bins,
         )
         conv = GatedGCNConv(channels, channels)
         return GPSLayer(channels, conv, mixer, dropout=args.dropout)
