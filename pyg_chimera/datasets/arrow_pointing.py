@@ -210,7 +210,7 @@ class ArrowPointing(InMemoryDataset):
             good &= (along <= np.cos(np.deg2rad(self.miss_angle))).all(0)
 
             failures = 0 if good.any() else failures + 1
-            if failures > 1000:
+            if failures > 100:
                 raise ValueError(
                     f"'miss_angle' must be smaller for image_size={self.image_size}, "
                     f"radius={self.radius} and arrow_length={self.arrow_length}, with "
