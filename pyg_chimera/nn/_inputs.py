@@ -1,7 +1,7 @@
 """Checks and conversions of what users pass to layers, with uniform error messages."""
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,17 +47,12 @@ def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
     known = {*inspect.signature(MessagePassing).parameters} - {"aggr", "node_dim"}
     for name in kwargs:
         if name not in known:
+            own = [*inspect.signature(type(layer)).parameters][:-1]  # not **kwargs
             raise TypeError(
-                f"{type(layer).__name__} has no argument '{name}'; it has "
-                f"{[*_own_arguments(type(layer))]}, and those of MessagePassing"
+                f"{type(layer).__name__} has no argument '{name}'; it has {own}, and "
+                "those of MessagePassing"
             )
     return kwargs
-
-
-def _own_arguments(cls: type) -> Iterator[str]:
-    for name, parameter in inspect.signature(cls).parameters.items():
-        if parameter.kind is not parameter.VAR_KEYWORD:
-            yield name
 
 
 def check_heads(

@@ -158,12 +158,6 @@ class GPSLayer(torch.nn.Module):
                 "GPSLayer needs a 'conv' or a 'mixer', got neither. Pass at least one, "
                 "for example 'conv=GatedGCNConv(channels, channels)'."
             )
-        for role, module in zip(_ROLES, (conv, mixer), strict=True):
-            if module is not None and not isinstance(module, torch.nn.Module):
-                raise TypeError(
-                    f"'{role}' must be a module, such as ChimeraConv(64, 64, heads=4), "
-                    f"got {module!r}"
-                )
         if arrangement not in ("parallel", "sequential"):
             raise ValueError(
                 "'arrangement' must be 'parallel' or 'sequential', got "
@@ -184,8 +178,14 @@ class GPSLayer(torch.nn.Module):
         self.mixer = mixer
         self._routes: dict[str, Route] = {}
         for role, module in zip(_ROLES, (conv, mixer), strict=True):
-            if module is not None:
-                self._routes[role] = Route.of(module, graph=role == "conv")
+            if module is None:
+                continue
+            if not isinstance(module, torch.nn.Module):
+                raise TypeError(
+                    f"'{role}' must be a module, such as ChimeraConv(64, 64, heads=4), "
+                    f"got {module!r}"
+                )
+            self._routes[role] = Route.of(module, graph=role == "conv")
 
         self.drop = Dropout(dropout)
         self.mlp = None

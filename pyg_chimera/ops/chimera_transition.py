@@ -73,10 +73,8 @@ def chimera_transition(
     col, row = edge_index[0], edge_index[1]
     weight = _decay(target[row], source[col], edge)
     total = _sum(weight, row, num_nodes)
-    eps, wide = (
-        torch.finfo(total.dtype).eps,
-        torch.promote_types(total.dtype, torch.float32),
-    )
+    eps = torch.finfo(total.dtype).eps
+    wide = torch.promote_types(total.dtype, torch.float32)
     # The last term is for sums of zero; its square is a number too, though not in half
     # precision.
     least = LEAST_MARGIN * eps * total.to(wide) + torch.finfo(wide).tiny ** 0.5

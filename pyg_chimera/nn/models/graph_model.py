@@ -451,15 +451,16 @@ def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
 
 def _attribute(data: Data | Batch, attr: str, reader: str) -> Tensor:
     if attr not in data:
+        how = ""
+        if attr in ("height", "width"):
+            how = (
+                " ('ImageToGraph'; 'SequenceToGraph' adds height 1 and, as width, the "
+                "number of nodes)"
+            )
         raise ValueError(
             f"The data has no attribute '{attr}', which {reader}; it has "
-            f"{sorted(data.keys())}. Add it, by the transform for it if there is one"
-            + (
-                " ('ImageToGraph'; 'SequenceToGraph' adds height 1 and, as width, the "
-                "number of nodes)."
-                if attr in ("height", "width")
-                else "."
-            )
+            f"{sorted(data.keys())}. Add it, by the transform for it if there is "
+            f"one{how}."
         )
     return data[attr]
 

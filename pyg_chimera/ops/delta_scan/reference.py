@@ -64,9 +64,7 @@ def _by_recurrence(
         states[i] = S + key[i].unsqueeze(-1) * wrong.unsqueeze(-2)
         out[i] = (states[i] * query[i].unsqueeze(-1)).sum(-2)
     rows = [out[i] for i in range(graph.num_nodes)]
-    # Even without nodes, surprise has a gradient.
-    nothing = 0.0 if surprise is None else surprise[:0].sum()
-    return (torch.stack(rows) if rows else value.clone()) + nothing
+    return torch.stack(rows) if rows else value.clone()
 
 
 def _by_equations(

@@ -32,11 +32,6 @@ class Neighbours:
         """The largest number of edges of a node."""
         return int(np.diff(self.ptr).max(initial=0))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return sum(x.nbytes for x in vars(self).values())
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
@@ -45,11 +40,6 @@ class Pattern:
     sources: Neighbours
     targets: Neighbours
     tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory."""
-        return self.sources.nbytes + self.targets.nbytes
 
 
 def pattern(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Pattern:

@@ -79,7 +79,7 @@ class _Cache:
 
 
 def _num_bytes(value: Any) -> int:
-    """Bytes of the tensors and arrays in a result."""
+    """Bytes of the tensors and arrays in a result, or its own estimate."""
     if hasattr(value, "nbytes"):
         return value.nbytes
     if isinstance(value, (tuple, list)):

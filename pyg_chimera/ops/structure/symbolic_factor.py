@@ -65,12 +65,6 @@ class Blocks:
         """The number of nodes of each block."""
         return np.diff(self.ptr)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory, without tables."""
-        arrays = (x for x in vars(self).values() if isinstance(x, np.ndarray))
-        return sum(x.nbytes for x in arrays)
-
 
 @dataclass(frozen=True, kw_only=True)
 class SymbolicFactor(Blocks):
