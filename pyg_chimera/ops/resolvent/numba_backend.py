@@ -37,9 +37,9 @@ from pyg_chimera.ops.resolvent.row_sweeps import (
     solve,
 )
 from pyg_chimera.ops.resolvent.sweep_polynomial import (
+    Iteration,
     check_residual,
     polynomial_of,
-    tolerance_of,
 )
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
@@ -84,16 +84,17 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     iteration's steps.
     """
     operands = arrays(*call.inputs[:3])
-    if call.choice.solver != "sparse":
-        steps = torch.zeros(call.inputs.value.size(1), 0, 2)
-        if call.choice.solver == "iterative":
-            steps = torch.from_numpy(polynomial_of(call).steps)
-        steps = steps.to(call.inputs.value.dtype)
+    if call.choice.solver == "neumann":
+        out, _ = sparse_products.forward(call.structure, _finite_sum(call), *operands)
+        return torch.from_numpy(out), ()
+    if call.choice.solver == "iterative":
+        saved = Iteration.saved(call)
+        wide, system = _iteration(call, saved)
         out, left = sparse_products.forward(
-            call.structure, _system(call, steps), *operands
+            call.structure, system, *arrays(*wide.inputs[:3])
         )
-        check_residual(left, call)
-        return torch.from_numpy(out), (steps,)
+        check_residual(left, system.tolerance)
+        return torch.from_numpy(out).to(call.inputs.value.dtype), saved
     factors, _ = _factors(call)
     if call.choice.form == "chunk":
         out = path_factors.forward(call.structure, factors, *arrays(*call.inputs[:3]))
@@ -114,17 +115,30 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         grads = path_factors.backward(call.structure, _factors(call)[0], *operands)
     elif call.choice.solver == "sparse":
         grads = supernodal_sweeps.backward(call.structure, *arrays(*saved), *operands)
+    elif call.choice.solver == "neumann":
+        system = _finite_sum(call)
+        grads, _ = sparse_products.backward(call.structure, system, *operands)
     else:
-        system = _system(call, *saved)
+        wide, system = _iteration(call, saved)
+        operands = arrays(*wide.inputs[:3], grad.to(wide.inputs.value.dtype))
         grads, left = sparse_products.backward(call.structure, system, *operands)
-        check_residual(left, call)
-    return tuple(map(torch.from_numpy, grads))
+        check_residual(left, system.tolerance)
+    return tuple(torch.from_numpy(x).to(grad.dtype) for x in grads)
 
 
-def _system(call: Call, steps: Tensor) -> sparse_products.System:
-    weight, table = arrays(call.inputs.edge_weight, steps)
-    num_terms = -1 if call.choice.solver == "iterative" else call.inputs.num_terms
-    return sparse_products.System(weight, table, num_terms, tolerance_of(call))
+def _finite_sum(call: Call) -> sparse_products.System:
+    (weight,) = arrays(call.inputs.edge_weight)
+    none = np.zeros((weight.shape[1], 0, 2), weight.dtype)
+    return sparse_products.System(weight, none, call.inputs.num_terms, 0.0)
+
+
+def _iteration(
+    call: Call, saved: tuple[Tensor, ...]
+) -> tuple[Call, sparse_products.System]:
+    """The call in the iteration's dtype, and how to solve."""
+    wide, steps, tolerance = Iteration.of(call, *saved)
+    weight, table = arrays(wide.inputs.edge_weight, steps)
+    return wide, sparse_products.System(weight, table, -1, tolerance)
 
 
 def _pattern(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:

@@ -32,7 +32,11 @@ from pyg_chimera.ops.resolvent import (
 )
 from pyg_chimera.ops.resolvent.cost_model import cost_of, prefers_dense
 from pyg_chimera.ops.resolvent.path_factors import path_scans
-from pyg_chimera.ops.resolvent.sweep_polynomial import SweepPolynomial, polynomial_of
+from pyg_chimera.ops.resolvent.sweep_polynomial import (
+    SweepPolynomial,
+    polynomial_of,
+    precision_of,
+)
 from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.symbolic_factor import (
     Blocks,
@@ -53,7 +57,7 @@ _WORTH_WHILE = 0.02
 #: Batches of fewer nodes are always factored, even if their factors fill up.
 _MAX_SMALL = 4096
 #: An optimistic guess of how many sweeps an iteration takes.
-_FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10)
+_FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10, 1.0)
 
 
 class Inputs(NamedTuple):
@@ -170,21 +174,23 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         inputs = call.inputs
         query, _, value = inputs[:3]
         sizes = (query.size(1), value.size(1), query.size(2), value.size(2))
-        sweeps = inputs.num_terms or 0
+        sweeps, dtype = inputs.num_terms or 0, value.dtype
         if solver == "iterative":
-            sweeps = call.known("polynomial", _FEW_SWEEPS).sweeps
+            polynomial = call.known("polynomial", _FEW_SWEEPS)
             if solver == inputs.solver or not isinstance(
                 call.structure, SymbolicFactor
             ):  # it will be used anyway
                 with suppress(UnsuitableSolver):
-                    sweeps = polynomial_of(call).sweeps
-                    reason += f"; about {sweeps} sweeps are enough"
+                    polynomial = polynomial_of(call)
+                    reason += f"; about {polynomial.sweeps} sweeps are enough"
+            sweeps = polynomial.sweeps
+            dtype, _ = precision_of(call, polynomial.margin)
 
         def choice(form: str) -> Choice:
             found = Choice(self.name, solver, form, backend, reason)
-            dtype = np.dtype(str(value.dtype).removeprefix("torch."))
+            computed = np.dtype(str(dtype).removeprefix("torch."))
             return found._replace(
-                cost=cost_of(found, call.structure, sizes, dtype, sweeps)
+                cost=cost_of(found, call.structure, sizes, computed, sweeps)
             )
 
         may_cut = (solver, inputs.form) == ("sparse", "auto") and backend != "torch"
@@ -290,9 +296,11 @@ def resolvent_mix(
             :math:`\sum_{t=0}^{k} \mathbf{A}^t`, for :obj:`"neumann"`; with at least the
             diameter, every pair is reached. (default: :obj:`None`)
         tolerance (float, optional): The residual at which :obj:`"iterative"` stops,
-            relative to the largest state of a channel. The default, and the minimum, is
-            the level of rounding errors. The error may be larger, the more so the
-            nearer all rows sum to one. (default: :obj:`None`)
+            relative to the largest state of a channel. Errors may be larger, the more
+            so the nearer all rows sum to one. By default, and at least, it is the level
+            of rounding errors; by default, float32 is computed in float64 where all
+            rows sum to nearly one, so that errors are of this size, too. (default:
+            :obj:`None`)
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
             (linear in edges and fill-in), :obj:`"mask"` computes each graph's resolvent
             (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,

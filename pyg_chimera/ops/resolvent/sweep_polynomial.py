@@ -10,20 +10,32 @@ of the factors is large.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call, UnsuitableSolver
 from pyg_chimera.ops.common.numba_runtime import jit
 from pyg_chimera.ops.resolvent.sparse_products import products
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
-__all__ = ["SweepPolynomial", "check_residual", "polynomial_of", "tolerance_of"]
+__all__ = [
+    "Iteration",
+    "SweepPolynomial",
+    "check_residual",
+    "polynomial_of",
+    "precision_of",
+]
+
+_FLOATS = ("query", "key", "value", "edge_weight")
 
 #: The most steps of a pass, as rounding errors grow with them.
 _MAX_STEPS = 64
+#: With smaller margins, rounding errors of float32 grow beyond those of elimination.
+_SMALL_MARGIN = 1e-3
 
 
 class SweepPolynomial(NamedTuple):
@@ -32,6 +44,45 @@ class SweepPolynomial(NamedTuple):
     steps: np.ndarray  #: [heads, steps, 2], (1 / root, 0), or for a pair of complex
     #: roots (1 / product, sum); padded with zeros
     sweeps: int  #: products with A to reach the tolerance, estimated, for any head
+    margin: float  #: 1 less the rows' (or columns') largest sum in |A|, of any graph
+
+
+def precision_of(call: Call, margin: float) -> tuple[torch.dtype, float]:
+    """The dtype of an iteration, and the relative residual at which it stops.
+
+    The error of a state may be 1 / margin times the residual. So float32 is computed in
+    float64 if the margin is small, until errors are of float32's size.
+    """
+    dtype, asked = call.inputs.value.dtype, call.inputs.tolerance
+    rounding = 4 * torch.finfo(dtype).eps
+    if asked is None and dtype != torch.float64 and margin < _SMALL_MARGIN:
+        least = 64 * torch.finfo(torch.float64).eps
+        return torch.float64, max(rounding * margin, least)
+    return dtype, max(asked or 0.0, rounding)
+
+
+class Iteration(NamedTuple):
+    """What the kernels compute: a call in the iteration's dtype, and its steps."""
+
+    call: Call
+    steps: Tensor  #: [heads, steps, 2]
+    tolerance: float
+
+    @staticmethod
+    def saved(call: Call) -> tuple[Tensor, Tensor]:
+        """The steps and the margin, in the dtype and on the device of a call."""
+        steps, _, margin = polynomial_of(call)
+        value = call.inputs.value
+        return torch.from_numpy(steps).to(value), value.new_tensor([margin])
+
+    @classmethod
+    def of(cls, call: Call, steps: Tensor, margin: Tensor) -> "Iteration":
+        """The iteration for a call, from what :meth:`saved` returned."""
+        dtype, tolerance = precision_of(call, float(margin))
+        inputs = call.inputs
+        floats = {name: getattr(inputs, name).to(dtype) for name in _FLOATS}
+        call = replace(call, inputs=inputs._replace(**floats))
+        return cls(call, steps.to(dtype), tolerance)
 
 
 def polynomial_of(call: Call) -> SweepPolynomial:
@@ -46,28 +97,35 @@ def polynomial_of(call: Call) -> SweepPolynomial:
 def _polynomial(call: Call) -> SweepPolynomial:
     blocks: Blocks = call.structure
     given = call.inputs.edge_weight.detach().cpu().double().numpy().T
-    _check_contraction(blocks, given[:, blocks.edge])
+    margin = _margin(blocks, given[:, blocks.edge])
     (ptr, local, edge), _ = products(blocks)
     start = np.repeat(blocks.ptr[:-1], blocks.sizes)
-    other, tolerance = local + np.repeat(start, np.diff(ptr)), tolerance_of(call)
+    other = local + np.repeat(start, np.diff(ptr))
+    _, tolerance = precision_of(call, margin)
     weight = np.ascontiguousarray(given[:, edge])
     heads = [_steps(ptr, other, w, tolerance) for w in weight]
     width = max((len(steps) for steps, _ in heads), default=0)
     steps = np.zeros((len(heads), width, 2))
     for table, (found, _) in zip(steps, heads, strict=True):
         table[: len(found)] = found
-    return SweepPolynomial(steps, max((sweeps for _, sweeps in heads), default=0))
+    sweeps = max((sweeps for _, sweeps in heads), default=0)
+    return SweepPolynomial(steps, sweeps, margin)
 
 
-def _check_contraction(blocks: Blocks, weight: np.ndarray) -> None:
-    """Rejects graphs in which neither all rows nor all columns of |A| sum below 1."""
+def _margin(blocks: Blocks, weight: np.ndarray) -> float:
+    """By how much all rows, or all columns, of each graph's |A| sum to less than 1.
+
+    Raises:
+        UnsuitableSolver: If they do not.
+    """
     if blocks.num_nodes == 0 or len(weight) == 0:
-        return
+        return 1.0
     sums = []
     for end in (blocks.edge_row, blocks.edge_col):
         by_node = [np.bincount(end, np.abs(w), blocks.num_nodes) for w in weight]
         sums.append(np.maximum.reduceat(by_node, blocks.ptr[:-1], axis=1))
-    if not (np.minimum(*sums) < 1).all():
+    margin = 1 - float(np.minimum(*sums).max())
+    if not margin > 0:
         rows, columns = (x.max() for x in sums)
         raise UnsuitableSolver(
             "'edge_weight' makes I - A one that an iteration need not converge for: "
@@ -75,24 +133,19 @@ def _check_contraction(blocks: Blocks, weight: np.ndarray) -> None:
             f"those out of a node to {columns:.4g}, and in each graph one of these "
             "must be below 1; scale the weights, or use solver='sparse' or 'dense'"
         )
+    return margin
 
 
-def tolerance_of(call: Call) -> float:
-    """The relative residual at which to stop: at least the level of rounding errors."""
-    rounding = 4 * torch.finfo(call.inputs.value.dtype).eps
-    return max(call.inputs.tolerance or 0.0, rounding)
-
-
-def check_residual(left: float, call: Call) -> None:
+def check_residual(left: float, tolerance: float) -> None:
     """Checks the relative residual with which an iteration stopped.
 
     Raises:
         ValueError: If it is far above the tolerance.
     """
-    if left > 64 * tolerance_of(call):
+    if left > 64 * tolerance:
         raise ValueError(
             f"solver='iterative' came to a standstill at a relative residual of "
-            f"{left:.1e}, not {tolerance_of(call):.1e}: rows of |A| sum to so nearly 1 "
+            f"{left:.1e}, not {tolerance:.1e}: rows of |A| sum to so nearly 1 "
             "that rounding errors are as large as what a step gains; use "
             "solver='sparse'"
         )

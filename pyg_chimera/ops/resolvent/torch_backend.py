@@ -26,9 +26,9 @@ from pyg_chimera.ops.resolvent.pivot_growth import (
     named_if_singular,
 )
 from pyg_chimera.ops.resolvent.sweep_polynomial import (
+    Iteration,
     check_residual,
     polynomial_of,
-    tolerance_of,
 )
 from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
@@ -67,8 +67,9 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         compute = _state_forward if call.choice.form == "state" else _mask_forward
         return compute(call, factors), (factors.diagonal, factors.lower, factors.upper)
     if call.choice.solver == "iterative":
-        steps = torch.from_numpy(polynomial_of(call).steps).to(call.inputs.value.dtype)
-        return _iterative_forward(call, steps), (steps.to(call.inputs.value.device),)
+        saved = Iteration.saved(call)
+        out = _iterative_forward(Iteration.of(call, *saved))
+        return out.to(call.inputs.value.dtype), saved
     if call.choice.form == "mask":
         out = _dense_mask_forward(call)
     elif call.choice.solver == "dense":
@@ -86,7 +87,8 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> Gradients:
             return _state_backward(call, factors, grad)
         return _mask_backward(call, factors, grad)
     if call.choice.solver == "iterative":
-        return _iterative_backward(call, saved[0], grad)
+        found = _iterative_backward(Iteration.of(call, *saved), grad)
+        return tuple(x.to(grad.dtype) for x in found)  # type: ignore[return-value]
     if call.choice.form == "mask":
         return _dense_mask_backward(call, grad)
     if call.choice.solver == "dense":
@@ -240,37 +242,38 @@ def _powers(call: Call, X: Tensor) -> Iterator[Tensor]:
         yield H
 
 
-def _iterative_forward(call: Call, steps: Tensor) -> Tensor:
+def _iterative_forward(iteration: Iteration) -> Tensor:
     """The output from states that are computed by iteration."""
-    query, key, value = call.inputs[:3]
+    query, key, value = (inputs := iteration.call.inputs)[:3]
     out = torch.zeros_like(value)
     q, k = _repeat(query, value), _repeat(key, value)
     for part in _state_slices(value, query.size(2), 5):
         X = k[..., part, None] * value.unsqueeze(-2)
-        H = _iterate(call, steps, X, call.inputs.edge_index)
+        H = _iterate(iteration, X, inputs.edge_index)
         out += (q[..., part, None] * H).sum(-2)
     return out
 
 
-def _iterative_backward(call: Call, steps: Tensor, grad: Tensor) -> Gradients:
+def _iterative_backward(iteration: Iteration, grad: Tensor) -> Gradients:
     """Gradients from states and their adjoints, as in the numba backend."""
-    query, key, value, edge_weight = call.inputs[:4]
-    col, row = edges = call.inputs.edge_index
+    query, key, value, edge_weight, edges, *_ = iteration.call.inputs
+    (col, row), grad = edges, grad.to(value.dtype)
     q, k = _repeat(query, value), _repeat(key, value)
     dq, dk = torch.empty_like(q), torch.empty_like(k)
     dv, dw = torch.zeros_like(value), torch.zeros_like(edge_weight)
     dy, v = grad.unsqueeze(-2), value.unsqueeze(-2)
     for part in _state_slices(value, query.size(2), 8):
-        H = _iterate(call, steps, k[..., part, None] * v, edges)
-        Z = _iterate(call, steps, q[..., part, None] * dy, edges.flip(0))
+        H = _iterate(iteration, k[..., part, None] * v, edges)
+        Z = _iterate(iteration, q[..., part, None] * dy, edges.flip(0))
         dq[..., part], dk[..., part] = (H * dy).sum(-1), (Z * v).sum(-1)
         dv += (Z * k[..., part, None]).sum(-2)
         dw += (Z[row] * H[col]).sum((-1, -2))
     return _grouped_sum(dq, query), _grouped_sum(dk, key), dv, dw
 
 
-def _iterate(call: Call, steps: Tensor, X: Tensor, edges: Tensor) -> Tensor:
+def _iterate(iteration: Iteration, X: Tensor, edges: Tensor) -> Tensor:
     """(I - A)^-1 X, or with A^T for flipped edges, as in `sparse_products`."""
+    call, steps, tolerance = iteration
     (col, row), weight = edges, call.inputs.edge_weight[..., None, None]
 
     def residual(H: Tensor, X: Tensor) -> Tensor:
@@ -301,9 +304,9 @@ def _iterate(call: Call, steps: Tensor, X: Tensor, edges: Tensor) -> Tensor:
         parts = ratio(norms(r), norms(X))
         idle = 0 if any(x < y for x, y in zip(parts, best, strict=True)) else idle + 1
         best = [min(x, y) for x, y in zip(parts, best, strict=True)]
-        rounding = idle > 0 and left <= 16 * tolerance_of(call)
-        if left <= tolerance_of(call) or rounding or (safe and idle > 64):
-            check_residual(left, call)
+        rounding = idle > 0 and left <= 16 * tolerance
+        if left <= tolerance or rounding or (safe and idle > 64):
+            check_residual(left, tolerance)
             break
         if idle > 0 and not safe:  # starts over with H <- A H + X, which converges
             H, r = torch.zeros_like(X), X

@@ -169,13 +169,33 @@ def test_gradients_beside_hubs():
         assert relative_error(y.double(), z) < 5e-5
 
 
-def test_what_an_iteration_cannot_find_is_refused():
-    class Call:
-        inputs = type("Inputs", (), {"value": torch.ones(1), "tolerance": None})
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("psi", [6, 9, 12, 15])
+def test_rows_that_sum_to_nearly_one(psi, backend):
+    """Errors of constant states are exp(psi) times the residual."""
+    generator = torch.Generator().manual_seed(0)
+    edges = expander(300, 6)
+    weight = 0.5 + torch.rand(edges.size(1), 1, generator=generator)
+    sums = torch.zeros(300, 1).index_add_(0, edges[1], weight)
+    weight = weight / sums[edges[1]] * (1 - np.exp(-psi))
+    x = torch.randn(300, 1, 4, generator=generator)
 
-    sweep_polynomial.check_residual(1e-6, Call)
+    def gradients(dtype, **options):
+        floats = [y.to(dtype).requires_grad_() for y in (x, x.flip(0), x.cos(), weight)]
+        out = resolvent_mix(*floats[:3], edges, floats[3], **options)
+        return out, *torch.autograd.grad(out.square().sum(), floats)
+
+    want = gradients(torch.double, solver="dense")
+    got = gradients(torch.float, solver="iterative", backend=backend)
+    for y, z in zip(got, want, strict=True):
+        assert y.dtype == torch.float
+        assert relative_error(y.double(), z) < 2e-6
+
+
+def test_what_an_iteration_cannot_find_is_refused():
+    sweep_polynomial.check_residual(1e-6, tolerance=5e-7)
     with pytest.raises(ValueError, match="standstill at a relative residual of"):
-        sweep_polynomial.check_residual(0.1, Call)
+        sweep_polynomial.check_residual(0.1, tolerance=5e-7)
 
 
 def test_tolerances_that_are_no_numbers():
