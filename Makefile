@@ -47,7 +47,7 @@ endef
 
 demo: $(STAMP)  ## train a small model on generated peptides (no download)
 	$(BIN)/python examples/lrgb.py --preset demo \
-		$(if $(filter --resume,$(ARGS)),,--overwrite) $(ARGS)
+		$(or $(ARGS),--overwrite)
 
 # A process and a thread for each core.
 PARALLEL := --numprocesses=logical --maxprocesses=8 --dist=worksteal
@@ -129,6 +129,7 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python benchmarks/learning.py --smoke --overwrite
 	$(BIN)/python benchmarks/gpu.py --smoke
 	$(BIN)/python benchmarks/prefetching.py --smoke
+	$(BIN)/python benchmarks/attention.py --smoke
 
 clean:  ## remove what was built, the virtual environment too
 	rm -rf $(VENV) $(SPARSE) $(TRITON) build dist docs/_build docs/generated ./*.egg-info

@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from options import add_output, output
 from steps import Step, compare
 from timing import interleave, machine, ratio, show, summary, table, write_json
 from torch import Tensor
 from torch_geometric.utils import scatter, softmax
-from workloads import PEPTIDES, REPOSITORY, peptides
+from workloads import PEPTIDES, peptides
 
 from pyg_chimera.ops import k_hop_index, neighborhood_attention
 
 HEADS, CHANNELS = 4, (16, 64)
-OUT = REPOSITORY / "benchmarks/results/attention-cpu.json"
 BASE = "numba"
 
 
@@ -161,9 +161,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="rounds (default: 9)")
     parser.add_argument("--limit", type=float, default=20, help="seconds of a case")
     parser.add_argument("--root", type=Path, default=PEPTIDES)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="only see that it runs")
+    add_output(parser)
     args = parser.parse_args()
+    out = output(args, "attention-cpu")
     torch.set_num_threads(1)
     if args.smoke:
         args.repeats = 1
@@ -174,10 +174,8 @@ def main() -> None:
     ]
     show("")
     print(report(rows))
-    if args.out or not args.smoke:
-        out = args.out or OUT
-        write_json(out, {"machine": machine("cpu"), "attention": rows})
-        print(f"\nWritten: {out}")
+    write_json(out, {"machine": machine("cpu"), "attention": rows})
+    print(f"\nWritten: {out}")
 
 
 if __name__ == "__main__":

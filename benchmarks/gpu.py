@@ -28,11 +28,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from options import add_output, output
 from steps import Step, compare
 from timing import machine, show, table, write_json
 from torch import Tensor
 from torch_geometric.utils import grid, to_dense_adj, to_dense_batch, to_undirected
-from workloads import PEPTIDES, REPOSITORY, Workload, peptides
+from workloads import PEPTIDES, Workload, peptides
 
 from pyg_chimera import ops
 from pyg_chimera.ops.common import triton_runtime
@@ -578,8 +579,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--root", type=Path, default=PEPTIDES, help="of Peptides-func")
     parser.add_argument("--predict", action="store_true", help="by the limits alone")
-    parser.add_argument("--smoke", action="store_true", help="only see that it runs")
-    parser.add_argument("--out", type=Path, help="of the JSON")
+    add_output(parser)
     return parser.parse_args(argv)
 
 
@@ -594,15 +594,14 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # batched LU on a CPU is wrong with more (pytorch#142815)
     limits = None if args.smoke else limits_of_gpu()
+    name = re.sub(r"\W+", "-", limits.name.lower()) if limits else "smoke"
+    out = output(args, f"gpu-{name}")
     results: dict[str, Any] = {
         "machine": machine(device),
         "interpreted": triton_runtime.INTERPRETED,
         "limits": limits and limits._asdict(),
         "calls": [measure(call, device, limits) for call in calls(args)],
     }
-    name = re.sub(r"\W+", "-", limits.name.lower()) if limits else "smoke"
-    folder = "runs" if args.smoke else "benchmarks/results"
-    out = args.out or REPOSITORY / folder / f"gpu-{name}.json"
     write_json(out, results)
     show("")
     print(report(results))

@@ -297,6 +297,9 @@ def open_results(args: Namespace) -> dict[str, Any]:
             "replace it, or another --out"
         )
     before = json.loads(args.out.read_text())
+    then, now = before["machine"]["versions"], results["machine"]["versions"]
+    if then != now:
+        raise SystemExit(f"--resume: {args.out} was measured with {then}, not {now}")
     if before["settings"] != settings:
         raise SystemExit(
             f"--resume: {args.out} was measured with {before['settings']}, "
@@ -483,8 +486,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     if args.seconds is None:
         args.seconds = 0.1 if args.smoke else 15.0
     if args.out is None:
-        folder = "runs" if args.smoke else "benchmarks/results"
-        args.out = REPOSITORY / folder / "learning-cpu.json"
+        args.out = REPOSITORY / "runs" / "learning-cpu.json"
     return args
 
 

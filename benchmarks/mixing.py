@@ -338,9 +338,10 @@ def main() -> None:
     show("")
     print(report(results))
     write_json(args.out, results)
+    print(f"\nWritten: {args.out}")
     if results["layers"]:
         plot(results["layers"], args.out.with_suffix(".png"))
-    print(f"\nWritten: {args.out}, and a plot beside it.")
+        print("and a plot beside it.")
 
 
 if __name__ == "__main__":

@@ -27,10 +27,24 @@ def add_options(
     parser.add_argument(
         "--root", type=Path, default=PEPTIDES, help="where Peptides-func is"
     )
+    add_output(parser)
+
+
+def add_output(parser: ArgumentParser) -> None:
+    """Adds options for where to write."""
     parser.add_argument(
-        "--out", type=Path, help="of the JSON; the plot has the same name"
+        "--out", type=Path, help="of the JSON; a plot has the same name (default: runs)"
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace --out")
     parser.add_argument("--smoke", action="store_true", help="only see that it runs")
+
+
+def output(args: Namespace, name: str) -> Path:
+    """Where to write: not over earlier results, except where asked to."""
+    out = args.out or REPOSITORY / "runs" / f"{name}.json"
+    if out.exists() and not (args.overwrite or args.smoke):
+        raise SystemExit(f"{out} exists: pass --overwrite, or another --out")
+    return out
 
 
 def settle(args: Namespace, name: str) -> None:
@@ -39,6 +53,4 @@ def settle(args: Namespace, name: str) -> None:
         args.threads = 1 if args.smoke else torch.get_num_threads()
     if args.smoke:
         args.repeats = 1
-    if args.out is None:
-        folder = "runs" if args.smoke else "benchmarks/results"
-        args.out = REPOSITORY / folder / f"{name}-{args.device}.json"
+    args.out = output(args, f"{name}-{args.device}")

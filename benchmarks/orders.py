@@ -6,20 +6,18 @@ grids, meshes, random graphs and real ones::
 
     python benchmarks/orders.py
     python benchmarks/orders.py --only planar-4096 mesh-16 --repeats 9
-
-Results are written to `benchmarks/results/`.
 """
 
 import argparse
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import numpy as np
 import torch
+from options import add_output, output
 from scipy.sparse import coo_matrix, eye
 from scipy.sparse.linalg import spilu
 from scipy.spatial import Delaunay
@@ -29,7 +27,6 @@ from workloads import PEPTIDES, SHARED, all_peptides
 from pyg_chimera.ops.structure.csr import adjacency
 from pyg_chimera.ops.structure.elimination import elimination_order, fill_pattern
 
-OUT = Path(__file__).parent / "results" / "orders-cpu.json"
 #: Sources and targets of the edges, and the number of nodes.
 Graph = tuple[np.ndarray, np.ndarray, int]
 
@@ -183,9 +180,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="only see that it runs")
+    add_output(parser)
     args = parser.parse_args()
+    out = output(args, "orders-cpu")
     families = SMOKE if args.smoke else {x: FAMILIES[x] for x in args.only}
     torch.set_num_threads(1)
     rows = []
@@ -194,10 +191,8 @@ def main() -> None:
             rows.append(measure(name, graphs, 1 if args.smoke else args.repeats))
     show("")
     print(report(rows))
-    if args.out or not args.smoke:
-        out = args.out or OUT
-        write_json(out, {"machine": machine("cpu"), "orders": rows})
-        print(f"\nWritten: {out}")
+    write_json(out, {"machine": machine("cpu"), "orders": rows})
+    print(f"\nWritten: {out}")
 
 
 if __name__ == "__main__":

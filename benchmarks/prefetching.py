@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from options import add_output, output
 from overhead import new_graphs
 from timing import machine, show, table, write_json
 from torch_geometric.data import Batch, Data
 from torch_geometric.transforms import BaseTransform
-from workloads import PEPTIDES, REPOSITORY, Workload, peptides
+from workloads import PEPTIDES, Workload, peptides
 
 from pyg_chimera.nn import ChimeraConv, PLSTMConv
 from pyg_chimera.ops.structure.cache import Recipe
@@ -135,19 +136,17 @@ def parse(argv: list[str] | None = None) -> Namespace:
     parser.add_argument("--root", type=Path, default=PEPTIDES, help="of Peptides-func")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--smoke", action="store_true", help="only see that it runs")
-    parser.add_argument("--out", type=Path, help="of the JSON")
+    add_output(parser)
     return parser.parse_args(argv)
 
 
 def main() -> None:
     args = parse()
+    out = output(args, "prefetching-cpu")
     torch.set_num_threads(1)
     size, repeats = (2, 1) if args.smoke else (args.batch_size, args.repeats)
     (workload,) = peptides(args.root, [size], args.smoke)
     rows = [measure(name, x, workload, repeats) for name, x in cases().items()]
-    folder = "runs" if args.smoke else "benchmarks/results"
-    out = args.out or REPOSITORY / folder / "prefetching-cpu.json"
     write_json(out, {"machine": machine("cpu"), "layers": rows})
     columns = ("in the step", "by workers", "transform")
     lines = [("ms", *columns)]

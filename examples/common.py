@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from datetime import timedelta
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
 from math import cos, inf, isnan, pi
 from pathlib import Path
@@ -195,6 +195,14 @@ def read_run(out: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
 def open_run(args: Namespace) -> dict[str, Any]:
     """Checks that a run can be written, before there is any work to lose.
 
@@ -211,7 +219,7 @@ def open_run(args: Namespace) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "processes": WORLD,
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in PACKAGES},
+        "versions": _versions(),
         "stopped_by": None,
     }
     files = RESULTS, CURVES, LAST, BEST
@@ -223,6 +231,11 @@ def open_run(args: Namespace) -> dict[str, Any]:
         if other:
             was = ", ".join(f"{name} {then.get(name)!r}" for name in other)
             refuse(f"--resume: the run in {args.out} has {was}")
+        if before["processes"] != WORLD:  # batches, and their norms, would differ
+            refuse(
+                f"--resume: the run in {args.out} has {before['processes']} "
+                f"process(es), not {WORLD}: start it in the same way"
+            )
         return before | results
     if RANK == 0:
         if found and not args.overwrite:
@@ -273,7 +286,14 @@ def match_size(build: Callable[[int], Module], target: int, widths: range) -> in
         return count_parameters(build(width))
 
     at = bisect_left(widths, target, key=size)
-    return min(widths[max(0, at - 1) : at + 1], key=lambda w: abs(size(w) - target))
+    best = min(widths[max(0, at - 1) : at + 1], key=lambda w: abs(size(w) - target))
+    if RANK == 0 and abs(size(best) - target) > 0.1 * target:
+        print(
+            f"A model has {size(best):,} parameters, as none is closer to {target:,}: "
+            "keep this in mind when comparing",
+            file=sys.stderr,
+        )
+    return best
 
 
 class Task(NamedTuple):
@@ -400,7 +420,8 @@ class Run(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         args, total = self.args, int(self.trainer.estimated_stepping_batches)
-        warmup = args.warmup_epochs * total / args.epochs
+        # In a short run, a recipe's warm-up would leave no time for the rest.
+        warmup = min(args.warmup_epochs / args.epochs, 0.25) * total
 
         def factor(step: int) -> float:
             """Linear warm-up, then half a cosine."""
@@ -499,11 +520,18 @@ def epochs_within(
     clock = time.process_time if on_cpu else time.monotonic
     threads = torch.get_num_threads() if on_cpu else 1
     model = deepcopy(model).to(args.device)
+    kind = torch.device(args.device).type
+    mixed = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}
+    dtype = mixed.get(args.precision)
     optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), args.lr)
 
     def step(batch: Batch, training: bool) -> None:
         batch = batch.to(args.device)
-        with torch.set_grad_enabled(training):
+        model.train(training)
+        with (
+            torch.set_grad_enabled(training),
+            torch.autocast(kind, dtype, enabled=dtype is not None),
+        ):
             loss = task.loss(model(**model.inputs(batch)), batch)
         if training:
             optimizer.zero_grad()
@@ -613,6 +641,9 @@ def fit(
         draw_curves(args.out / CURVES, run.history, run.metric)
     if RANK == 0 and results["stopped_by"] is not None:
         command = args.command.replace(" --overwrite", "").replace(" --resume", "")
+        if WORLD > 1:
+            start = f"torchrun --nproc_per_node={local}"
+            command = start + command.removeprefix("python")
         print(
             f"Stopped ({results['stopped_by']}) after {len(run.history)} of "
             f"{args.epochs} epochs. To go on from there: {command} --resume"

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from common import (
+    RANK,
     Task,
     fit,
     fit_all,
@@ -297,7 +298,7 @@ def run(args: Namespace) -> dict[str, Any]:
             yield run(arm, rates[arm], args.seed + seed)
 
     results = fit_all(args, runs(), train, lambda found: tabulate(found, rates))
-    if results["rows"]:
+    if results["rows"] and RANK == 0:
         draw(args.out / "arms.png", results["rows"])
     return results
 

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from common import (
+    RANK,
     Task,
     epochs_within,
     fit,
@@ -308,7 +309,7 @@ def run(args: Namespace) -> dict[str, Any]:
         own.epochs = planned_epochs(own, plan)
         title = f"{own.model}, {own.epochs} epochs"
         found = fit(own, model, get_task(), lambda: data, title)
-        if own.prompt is not None and "best" in found:
+        if own.prompt is not None and "best" in found and RANK == 0:
             print(write_on(own, model))
         return found
 

@@ -173,7 +173,8 @@ class Neighborhoods(Dataset):
 
     def __init__(self, data: Data, numbers: list[int], size: int) -> None:
         self.data, self.numbers = data, numbers
-        self.seeds = data.mask.nonzero().view(-1).split(size)
+        seeds = data.mask.nonzero().view(-1)
+        self.seeds = seeds[torch.randperm(len(seeds))].split(size)
 
     def __len__(self) -> int:
         return len(self.seeds)
@@ -181,8 +182,9 @@ class Neighborhoods(Dataset):
     def __getitem__(self, i: int) -> Data:
         seeds = self.seeds[i]
         loader = NeighborLoader(
-            self.data, self.numbers, input_nodes=seeds, batch_size=len(seeds)
-        )
+            self.data, self.numbers, input_nodes=seeds, batch_size=len(seeds),
+            subgraph_type="bidirectional",  # as the graph is
+        )  # fmt: skip
         part = next(iter(loader))
         mask = torch.zeros_like(part.mask)
         mask[: len(seeds)] = True  # seeds come first

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from common import (
+    RANK,
     RESULTS,
     Task,
     epochs_within,
@@ -38,6 +39,7 @@ from common import (
     main,
     make_parser,
     match_size,
+    number,
     open_run,
     parse,
     planned_epochs,
@@ -108,7 +110,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     add("--minutes", type=positive_float,
         help="of training of each, unless --epochs; default: 3")  # fmt: skip
     add("--size", type=positive_int, help="nodes of a graph; default: 64")
-    add("--num-keys", type=positive_int, help="default: 16")
+    add("--num-keys", type=number(int, 2, "2 or more"), help="default: 16")
 
     def recipe(args: Namespace) -> dict[str, Any]:
         preset = args.preset or "default"
@@ -434,7 +436,7 @@ def run(args: Namespace) -> dict[str, Any]:
         for name in args.models
     }
     results = fit_all(args, runs.items(), train, tabulate)
-    if tables:
+    if tables and RANK == 0:
         results["by_distance"] = tables
         write(args.out / RESULTS, results)
         draw(args.out / "distances.png", tables)

@@ -30,6 +30,7 @@ What the paper leaves open is settled thus:
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,13 @@ def get_task(classes: int) -> Task:
     )
 
 
+@cache
+def _mlp_channels(*sizes: Any) -> int:
+    """How wide feed-forward networks are, found once for all folds."""
+    with torch.random.fork_rng([]):  # weights depend on the seed alone
+        return match_size(partial(_build, *sizes), 300_000, range(1, 1000))
+
+
 def build_model(
     name: str, in_channels: int, edge_dim: int | None, out_channels: int
 ) -> GraphModel:
@@ -196,6 +204,17 @@ def build_model(
         edge_dim: The size of each edge's features, or None. GCN ignores them.
         out_channels: The number of classes.
     """
+    sizes = name, in_channels, edge_dim, out_channels
+    return _build(*sizes, _mlp_channels(*sizes))
+
+
+def _build(
+    name: str,
+    in_channels: int,
+    edge_dim: int | None,
+    out_channels: int,
+    mlp_channels: int,
+) -> GraphModel:
     channels = 96 if name in ("plstm", "chimera") else 128
     edge_dim = None if name == "gcn" else edge_dim
     edges = None if edge_dim is None else channels
@@ -215,38 +234,37 @@ def build_model(
         net = MLP([channels] * 3, norm=None)
         return GINConv(net) if edge_dim is None else GINEConv(net)
 
-    def build(mlp_channels: int) -> GraphModel:
-        # LayerNorm of each node separately, not of the whole graph.
-        style: dict[str, Any] = {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}
-        style["act"] = "gelu"
+    # LayerNorm of each node separately, not of the whole graph.
+    style: dict[str, Any] = {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}
+    style["act"] = "gelu"
 
-        def layer(index: int) -> GPSLayer:
-            return GPSLayer(
-                channels,
-                conv(index),
-                norm_first=True,
-                mlp_channels=mlp_channels,
-                **style,
-            )
-
-        return GraphModel(
-            in_channels,
+    def layer(index: int) -> GPSLayer:
+        return GPSLayer(
             channels,
-            out_channels,
-            layer,
-            num_layers=4,
-            edge_dim=edge_dim,
-            structure={"rank": "elimination_rank"} if name == "chimera" else None,
+            conv(index),
+            norm_first=True,
+            mlp_channels=mlp_channels,
             **style,
         )
 
-    return build(match_size(build, 300_000, range(1, 1000)))
+    return GraphModel(
+        in_channels,
+        channels,
+        out_channels,
+        layer,
+        num_layers=4,
+        edge_dim=edge_dim,
+        structure={"rank": "elimination_rank"} if name == "chimera" else None,
+        **style,
+    )
 
 
 def run(args: Namespace) -> dict[str, Any]:
     """Trains according to the command line and returns the results."""
     open_run(args)  # before the graphs are read
     graphs = get_graphs(args)
+    if any(data.y.numel() != 1 or data.y.is_floating_point() for data in graphs):
+        refuse(f"--dataset: the graphs of {args.dataset} have no single class each")
     labels = [int(data.y) for data in graphs]
     if args.folds > (most := max(np.bincount(labels))):
         refuse(f"--folds must be at most {most} for {args.dataset}, got {args.folds}")
@@ -266,7 +284,7 @@ def run(args: Namespace) -> dict[str, Any]:
         f"{name}/fold-{i}": {
             "model": name,
             "fold": i,
-            "seed": args.seed * args.folds + i,
+            "seed": (args.seed * args.folds + i) % 2**32,
         }
         for name, i in product(args.models, range(args.folds))
     }

@@ -46,7 +46,7 @@ def chimera_cfg(cfg: CfgNode) -> None:
     cfg.chimera.conv = "gated_gcn"
 
     # The networks: 'parallel' or 'sequential', see `pyg_chimera.nn.GPSLayer`.
-    cfg.chimera.arrangement = "parallel"
+    cfg.chimera.arrangement = "sequential"
 
     # HybridGPS: recurrences (r) and attention (a), repeated over the depth.
     cfg.chimera.pattern = "rrra"

@@ -47,10 +47,17 @@ def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
     known = {*inspect.signature(MessagePassing).parameters} - {"aggr", "node_dim"}
     for name in kwargs:
         if name not in known:
-            own = [*inspect.signature(type(layer)).parameters][:-1]  # not **kwargs
+            classes = type(layer).__mro__[: type(layer).__mro__.index(MessagePassing)]
+            own = dict.fromkeys(
+                parameter
+                for cls in classes
+                if not cls.__module__.rpartition(".")[2].startswith("_")
+                for parameter, kind in inspect.signature(cls).parameters.items()
+                if kind.kind is not kind.VAR_KEYWORD
+            )
             raise TypeError(
-                f"{type(layer).__name__} has no argument '{name}'; it has {own}, and "
-                "those of MessagePassing"
+                f"{type(layer).__name__} has no argument '{name}'; it has {[*own]}, "
+                "and those of MessagePassing"
             )
     return kwargs
 
@@ -59,6 +66,10 @@ def check_heads(
     out_channels: int, heads: int, state_channels: int = 1, groups: int = 1
 ) -> None:
     """Checks the sizes that all layers with heads have."""
+    sizes = {"out_channels": out_channels, "heads": heads, "groups": groups}
+    for name, size in {**sizes, "state_channels": state_channels}.items():
+        if not isinstance(size, int):
+            raise TypeError(f"'{name}' must be an integer, got {size!r}")
     if out_channels < 1:
         raise ValueError(f"'out_channels' must be given, got {out_channels}")
     if heads < 1 or out_channels % heads != 0:
@@ -191,7 +202,8 @@ def as_edges(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The edges :math:`j \to i` as a plain tensor, and their features.
 
-    The values of a sparse adjacency stand in for features that are not given.
+    The values of a sparse adjacency stand in for features that are not given. Without
+    :obj:`edge_dim`, one value per edge is a weight, for other layers to read.
 
     Raises:
         TypeError: If edges are not integer, or features are not floating point.
@@ -199,19 +211,21 @@ def as_edges(
             features although :obj:`edge_dim` is :obj:`None`.
     """
     check_edge_attr(edge_attr)
+    if is_sparse(edge_index):
+        (row, col), values = to_edge_index(edge_index)
+        if isinstance(edge_index, SparseTensor):
+            values = edge_index.storage.value()  # None, where PyG would say one
+        edge_index = torch.stack([col, row])
+        weights = values is None or values.dim() == 1
+        if edge_attr is None and not (weights and edge_dim is None):
+            edge_attr = values
     if edge_attr is not None and edge_dim is None:
         raise ValueError(
             "'edge_attr' must be None for a layer with 'edge_dim=None', got shape "
             f"{list(edge_attr.shape)}. Construct the layer with 'edge_dim' (1 for edge "
             "weights) if it shall read edge features"
         )
-    if is_sparse(edge_index):
-        (row, col), values = to_edge_index(edge_index)
-        if isinstance(edge_index, SparseTensor):
-            values = edge_index.storage.value()  # None, where PyG would say one
-        edge_index = torch.stack([col, row])
-        edge_attr = values if edge_attr is None else edge_attr
-    elif hasattr(edge_index, "as_tensor"):  # an EdgeIndex
+    if hasattr(edge_index, "as_tensor"):  # an EdgeIndex
         # Writes to an EdgeIndex do not change its tensor's version: make a new tensor.
         edge_index = edge_index.as_tensor().view(2, -1)
     if torch.compiler.is_compiling():

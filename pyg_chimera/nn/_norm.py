@@ -11,6 +11,9 @@ from pyg_chimera.nn._routing import Route
 
 __all__ = ["Norm", "norm_arguments"]
 
+#: PyG's norms that do not take the number of channels.
+_WITHOUT_SIZE = ("pair", "meansubtraction", "graphsize")
+
 
 def norm_arguments(
     norm: str, norm_kwargs: dict[str, Any] | None = None
@@ -49,7 +52,14 @@ class Norm(torch.nn.Module):
         super().__init__()
         if isinstance(norm, str):
             kwargs = norm_arguments(norm, norm_kwargs)
-            self.norm = normalization_resolver(norm, channels, **kwargs)
+            sized = normalize_string(norm).removesuffix("norm") not in _WITHOUT_SIZE
+            sizes = (channels,) if sized else ()
+            self.norm = normalization_resolver(norm, *sizes, **kwargs)
+        elif norm_kwargs:
+            raise ValueError(
+                "'norm_kwargs' are the arguments of a norm that is given by name, got "
+                f"{norm_kwargs} and norm={norm!r}"
+            )
         elif norm is None or isinstance(norm, torch.nn.Module):
             self.norm = copy.deepcopy(norm)
         else:

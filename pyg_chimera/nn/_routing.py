@@ -16,6 +16,7 @@ __all__ = ["Route", "reset_layer", "unwrapped"]
 
 #: Where modules that wrap others, to compile, checkpoint or shard them, keep these.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_ENCODERS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -42,7 +43,8 @@ class Route(NamedTuple):
     Args:
         style (str): ``"graph"`` modules take ``(x, edge_index, ...)``, ``"nodes"``
             modules ``(x, ...)``, ``"dense"`` modules padded graphs and their mask,
-            and ``"attention"`` is :class:`torch.nn.MultiheadAttention`.
+            ``"attention"`` is :class:`torch.nn.MultiheadAttention`, and ``"encoder"``
+            are PyTorch's layers around it.
         names (tuple[str, ...]): The parameters after the first one.
         is_open (bool): Whether ``forward`` takes any keyword (``**kwargs``).
     """
@@ -77,6 +79,8 @@ class Route(NamedTuple):
 
         if isinstance(module, torch.nn.MultiheadAttention):
             style, names = "attention", ()
+        elif isinstance(module, _ENCODERS):
+            style, names = "encoder", ()
         elif graph or "edge_index" in names or isinstance(module, MessagePassing):
             style = "graph"
         elif "mask" in names:
@@ -118,12 +122,22 @@ class Route(NamedTuple):
         index = batch.unique(return_inverse=True)[1]
         order = index.argsort(stable=True)
         dense, mask = to_dense_batch(x[order], index[order])
-        if self.style == "attention":
-            dense = dense if module.batch_first else dense.transpose(0, 1)
-            out, _ = module(
-                dense, dense, dense, key_padding_mask=~mask, need_weights=False
-            )
-            out = out if module.batch_first else out.transpose(0, 1)
-        else:
+        if self.style == "dense":
             out = module(dense, mask=mask, **kwargs)
+        else:
+            turned = not _is_batch_first(module)
+            dense = dense.transpose(0, 1) if turned else dense
+            if self.style == "encoder":
+                out = module(dense, src_key_padding_mask=~mask)
+            else:
+                out, _ = module(
+                    dense, dense, dense, key_padding_mask=~mask, need_weights=False
+                )
+            out = out.transpose(0, 1) if turned else out
         return out[mask][order.argsort()]
+
+
+def _is_batch_first(module: torch.nn.Module) -> bool:
+    """Whether attention, or PyTorch's layers around it, count graphs first."""
+    kind = torch.nn.MultiheadAttention
+    return next(m for m in module.modules() if isinstance(m, kind)).batch_first

@@ -101,6 +101,15 @@ class SelfAttention(torch.nn.Module):
             width (int or torch.Tensor, optional): The number of columns of each grid.
                 (default: :obj:`None`)
         """
+        if x.dim() != 3 or x.size(2) != self.channels:
+            raise ValueError(
+                f"'x' must be [graphs, nodes, {self.channels}], padded, as by a "
+                f"GPSLayer for its mixer, got {list(x.shape)}"
+            )
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(
+                f"'mask' must be bool, True for actual nodes, got {mask.dtype}"
+            )
         query, key, value = (
             y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for y in self.lin_in(x).chunk(3, dim=-1)

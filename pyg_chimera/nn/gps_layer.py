@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import Dropout, Linear, Sequential
 from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj
+from torch_geometric.utils import is_sparse, to_edge_index
 
 from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_nodes
 from pyg_chimera.nn._norm import Norm
@@ -21,8 +22,15 @@ class GPSLayer(torch.nn.Module):
     distances, as in the `"Recipe for a General, Powerful, Scalable Graph Transformer"
     <https://arxiv.org/abs/2205.12454>`_ paper.
 
-    With a local convolution, a mixer and a feed-forward network, each followed by
-    dropout, :obj:`arrangement="parallel"` is the layer of that paper,
+    A local convolution, a mixer and a feed-forward network, each with dropout and a
+    norm, follow one another,
+
+    .. math::
+        \mathbf{X} \leftarrow \textrm{norm} (\mathbf{X} + f(\mathbf{X})), \qquad
+        f = \textrm{conv}, \textrm{mixer}, \textrm{mlp},
+
+    or with :obj:`arrangement="parallel"`, as in that paper and in
+    :class:`torch_geometric.nn.GPSConv`, convolution and mixer read the same nodes:
 
     .. math::
         \mathbf{H} &= \textrm{norm} (\mathbf{X} + \textrm{conv}(\mathbf{X})) +
@@ -30,12 +38,6 @@ class GPSLayer(torch.nn.Module):
 
         \mathbf{X}^{\prime} &= \textrm{norm} (\mathbf{H} +
         \textrm{mlp}(\mathbf{H}))
-
-    and :obj:`arrangement="sequential"` applies one after the other,
-
-    .. math::
-        \mathbf{X} \leftarrow \textrm{norm} (\mathbf{X} + f(\mathbf{X})), \qquad
-        f = \textrm{conv}, \textrm{mixer}, \textrm{mlp}.
 
     With :obj:`norm_first=True`, each :math:`f` reads normalized nodes, and the residual
     path stays free of norms: :math:`\mathbf{X} + f(\textrm{norm} (\mathbf{X}))`. Both
@@ -72,7 +74,6 @@ class GPSLayer(torch.nn.Module):
             conv=GatedGCNConv(64, 64),
             mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
             dropout=0.1,
-            arrangement="sequential",
             norm_first=True,
         )
         x, edge_attr = layer(x, edge_index, batch, edge_attr)
@@ -87,7 +88,7 @@ class GPSLayer(torch.nn.Module):
             mixer, and both layers of the feed-forward network.
             (default: :obj:`0.0`)
         arrangement (str, optional): :obj:`"parallel"` or :obj:`"sequential"`.
-            (default: :obj:`"parallel"`)
+            (default: :obj:`"sequential"`, with which most mixers learn faster)
         norm (str or torch.nn.Module, optional): The normalization function, by its name
             in :mod:`torch_geometric.nn.norm` or as a module that is copied for each
             use. It gets :obj:`batch` if it accepts it. :obj:`"batch_norm"`, as in
@@ -142,7 +143,7 @@ class GPSLayer(torch.nn.Module):
         mixer: torch.nn.Module | None = None,
         *,
         dropout: float = 0.0,
-        arrangement: str = "parallel",
+        arrangement: str = "sequential",
         norm: str | torch.nn.Module | None = "batch_norm",
         norm_kwargs: dict[str, Any] | None = None,
         norm_first: bool = False,
@@ -164,28 +165,19 @@ class GPSLayer(torch.nn.Module):
                 f"{arrangement!r}."
             )
 
-        if mlp is not None and mlp_channels is not None:
+        if mlp is not None and (mlp_channels is not None or act_kwargs):
             raise ValueError(
-                "'mlp_channels' must not be given with an 'mlp', which has its own "
-                f"hidden size, got {mlp_channels}."
+                "'mlp_channels' and 'act_kwargs' must not be given with an 'mlp', "
+                f"which has its own, got {mlp_channels} and {act_kwargs}."
             )
 
         self.channels = channels
         self.arrangement = arrangement
         self.norm_first = norm_first
 
+        self._routes: dict[str, Route] = {}
         self.conv = conv
         self.mixer = mixer
-        self._routes: dict[str, Route] = {}
-        for role, module in zip(_ROLES, (conv, mixer), strict=True):
-            if module is None:
-                continue
-            if not isinstance(module, torch.nn.Module):
-                raise TypeError(
-                    f"'{role}' must be a module, such as ChimeraConv(64, 64, heads=4), "
-                    f"got {module!r}"
-                )
-            self._routes[role] = Route.of(module, graph=role == "conv")
 
         self.drop = Dropout(dropout)
         self.mlp = None
@@ -205,9 +197,30 @@ class GPSLayer(torch.nn.Module):
         norms = {
             name: Norm(norm, channels, norm_kwargs)
             for name in (*_ROLES, "mlp")
-            if norm is not None and getattr(self, name) is not None
+            if (norm is not None or norm_kwargs) and getattr(self, name) is not None
         }
         self.norms = torch.nn.ModuleDict(norms)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _ROLES:  # also where a part is replaced
+            if not isinstance(value, torch.nn.Module | None):
+                raise TypeError(
+                    f"'{name}' must be a module, such as ChimeraConv(64, 64, heads=4), "
+                    f"got {value!r}"
+                )
+            if (
+                hasattr(self, "norms")
+                and value is not None
+                and name not in self._routes
+            ):
+                raise ValueError(
+                    f"'{name}' must be given to the constructor, as a part that the "
+                    "layer does not have has no norm either"
+                )
+            self._routes.pop(name, None)
+            if value is not None:
+                self._routes[name] = Route.of(value, graph=name == "conv")
+        super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
@@ -216,9 +229,10 @@ class GPSLayer(torch.nn.Module):
 
     def accepts(self, name: str) -> bool:
         r"""Whether the forward method accepts a keyword argument called :obj:`name`,
-        for either :obj:`conv` or :obj:`mixer`.
+        for either :obj:`conv` or :obj:`mixer`. It takes :obj:`edge_attr` in any case,
+        but this tells whether one of them reads it.
         """
-        if name in ("batch", "edge_attr"):
+        if name == "batch":
             return True
         for role, route in self._routes.items():
             if name.startswith(f"{role}_"):
@@ -252,6 +266,9 @@ class GPSLayer(torch.nn.Module):
         check_nodes(x, self.channels)
         check_batch(batch, x.size(0))
         check_edge_rows(edge_attr, edge_index)
+        if edge_attr is None and is_sparse(edge_index):
+            values = to_edge_index(edge_index)[1]
+            edge_attr = values if values.dim() == 2 else None
         for name in kwargs:
             if not self.accepts(name):
                 raise TypeError(
@@ -263,7 +280,7 @@ class GPSLayer(torch.nn.Module):
         parallel = self.arrangement == "parallel"
         out, sums = x, []
         edges: Any = edge_attr
-        for role in self._routes:
+        for role in filter(self._routes.__contains__, _ROLES):
             h, e = (x, edge_attr) if parallel else (out, edges)
             h = self._norm(role, h, batch) if self.norm_first else h
             h, update = self._call(role, h, edge_index, batch, e, kwargs)

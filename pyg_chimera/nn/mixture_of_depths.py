@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -112,7 +112,10 @@ class MixtureOfDepths(torch.nn.Module):
         self.capacity = capacity
         self.acyclic = acyclic
         self.layer = layer
-        self.weight = torch.nn.Parameter(torch.empty(channels))  # of the router
+        # Of the router, which all nodes pass without.
+        self.weight = (
+            torch.nn.Parameter(torch.empty(channels)) if capacity < 1 else None
+        )
         self._route = Route.of(layer)
         if capacity < 1 and self.accepts("height"):
             raise ValueError(
@@ -127,8 +130,9 @@ class MixtureOfDepths(torch.nn.Module):
         self._reset_router()
 
     def _reset_router(self) -> None:
-        bound = self.channels**-0.5
-        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.weight is not None:
+            bound = self.channels**-0.5
+            torch.nn.init.uniform_(self.weight, -bound, bound)
 
     def accepts(self, name: str) -> bool:
         r"""Whether the layer accepts a keyword argument called :obj:`name`."""
@@ -205,7 +209,8 @@ class MixtureOfDepths(torch.nn.Module):
         """The routed nodes, in order, and the weights of their updates."""
         # Not a matrix product, whose rounding depends on a row's place, and which
         # autocast computes in half precision: either may create or break ties.
-        score = (at_least_float32(x) * at_least_float32(self.weight)).sum(dim=1)
+        weight = at_least_float32(cast(Tensor, self.weight))
+        score = (at_least_float32(x) * weight).sum(dim=1)
         _, graph, size = batch.unique(return_inverse=True, return_counts=True)
         # 0.07 of 100 nodes is 7, and not 8 due to rounding errors.
         share = (size.double() * self.capacity - 1e-6).ceil().long().clamp(min=1)
@@ -259,7 +264,15 @@ def _induced(
     """The edges among some nodes, renumbered; the features of all edges; the indices of
     these edges.
     """
-    edges, edge_attr = as_edges(edge_index, edge_attr, num_nodes, "source_to_target")
+    flow, given = "source_to_target", edge_attr is not None
+    edges, edge_attr = as_edges(edge_index, edge_attr, num_nodes, flow)
+    if not given and edge_attr is not None and edge_attr.dim() == 1:
+        if bool((edge_attr != 1).any()):
+            raise ValueError(
+                "'edge_index' must not hold edge weights if only some nodes are "
+                "routed, as the layer would not get them; pass them as 'edge_attr'"
+            )
+        edge_attr = None
     kept, place = _places(node, num_nodes)
     check_edge_rows(edge_attr, edges)
     inside = kept[edges].all(dim=0).nonzero().view(-1)

@@ -293,6 +293,21 @@ def test_files_of_a_run(straight, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_short_runs_have_a_short_warm_up(tmp_path):
+    results = run(tmp_path, "--epochs", "2")  # half an epoch instead of a whole one
+    rates = [row["lr"] for row in results["history"]]
+    assert rates == pytest.approx([0.75e-2, 0], abs=1e-9)
+
+
+def test_other_numbers_of_processes_do_not_go_on(tmp_path, capsys):
+    """Their batches would be others."""
+    results = run(tmp_path, "--epochs", "1")
+    (tmp_path / "results.json").write_text(json.dumps(results | {"processes": 2}))
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--epochs", "1", "--resume")
+    assert "has 2 process(es), not 1" in capsys.readouterr().err
+
+
 def test_best_weights_have_the_reported_metrics(straight):
     best, model = read(straight / "results.json")["best"], Model()
     state = read(straight / "best.ckpt")["state_dict"]

@@ -79,5 +79,9 @@ def test_errors_and_representation():
         SelfAttention(8, rotary="path")
     with pytest.raises(ValueError, match="'width' must be given"):
         SelfAttention(8, rotary="grid")(torch.randn(1, 4, 8))
+    with pytest.raises(ValueError, match=r"'x' must be \[graphs, nodes, 8\], padded"):
+        SelfAttention(8)(torch.randn(4, 8))
+    with pytest.raises(TypeError, match=r"'mask' must be bool.*got torch\.float32"):
+        SelfAttention(8)(torch.randn(1, 4, 8), torch.ones(1, 4))
     text = "SelfAttention(8, heads=2, rotary='grid', causal=False)"
     assert repr(SelfAttention(8, 2, rotary="grid")) == text

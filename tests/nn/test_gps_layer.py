@@ -4,7 +4,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Linear, MultiheadAttention, ReLU
+from torch.nn import (
+    Linear,
+    MultiheadAttention,
+    ReLU,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import (
     GATConv,
@@ -15,6 +21,9 @@ from torch_geometric.nn import (
     GINEConv,
     GPSConv,
     GraphConv,
+    GraphSizeNorm,
+    MeanSubtractionNorm,
+    PairNorm,
     PNAConv,
     ResGatedGraphConv,
     RGCNConv,
@@ -24,7 +33,7 @@ from torch_geometric.nn import (
     summary,
 )
 from torch_geometric.nn.attention import PerformerAttention, SGFormerAttention
-from torch_geometric.utils import to_dense_batch
+from torch_geometric.utils import to_dense_batch, to_torch_coo_tensor
 
 from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv, GatedGCNConv, GPSLayer
 
@@ -131,7 +140,7 @@ def test_any_conv_as_conv_and_as_mixer(
 def test_parallel_post_norm_is_pygs_layer() -> None:
     theirs = GPSConv(C, GINConv(Linear(C, C)), heads=2)
     attention = MultiheadAttention(C, 2, batch_first=True)
-    ours = GPSLayer(C, copy.deepcopy(theirs.conv), attention)
+    ours = GPSLayer(C, copy.deepcopy(theirs.conv), attention, arrangement="parallel")
     ours.mixer.load_state_dict(theirs.attn.state_dict())
     ours.mlp.load_state_dict(theirs.mlp.state_dict())
     x, edge_index, batch, _ = make_inputs()
@@ -180,8 +189,9 @@ def test_sequential_arrangement(norm_first: bool) -> None:
 def test_parallel_pre_norm_has_one_residual() -> None:
     conv, mixer = GCNConv(C, C), SAGEConv(C, C)
     layer = GPSLayer(
-        C, conv, mixer, norm="layer_norm", norm_first=True, mlp_channels=0
-    ).eval()
+        C, conv, mixer, norm="layer_norm", norm_first=True, mlp_channels=0,
+        arrangement="parallel",
+    ).eval()  # fmt: skip
     x, edge_index, batch, _ = make_inputs()
     h = torch.nn.functional.layer_norm(x, (C,))
     expected = x + conv(h, edge_index) + mixer(h, edge_index)
@@ -250,7 +260,8 @@ def test_edge_weight_and_edge_type() -> None:
     conv, mixer = GCNConv(C, C), RGCNConv(C, C, num_relations=2)
     layer = GPSLayer(C, conv, mixer, norm=None, mlp_channels=0)
     out = layer(x, edge_index, batch, edge_attr, edge_weight=weight, edge_type=kind)
-    expected = 2 * x + conv(x, edge_index, weight) + mixer(x, edge_index, kind)
+    x = x + conv(x, edge_index, weight)
+    expected = x + mixer(x, edge_index, kind)
     torch.testing.assert_close(out, expected)
 
 
@@ -280,9 +291,11 @@ def test_edge_index_that_is_not_second() -> None:
     [
         lambda: MultiheadAttention(C, 2, batch_first=True),
         lambda: MultiheadAttention(C, 2),
+        lambda: TransformerEncoderLayer(C, 2, C, batch_first=True),
+        lambda: TransformerEncoder(TransformerEncoderLayer(C, 2, C), 2),
         NodeModule,
     ],
-    ids=["attention", "sequence first", "nodes"],
+    ids=["attention", "sequence first", "encoder layer", "encoder", "nodes"],
 )
 def test_global_mixers_keep_graphs_apart(make: Callable) -> None:
     mixer = make().eval()
@@ -365,7 +378,7 @@ def test_dropout() -> None:
     x, edge_index, batch, edge_attr = make_inputs()
     layer = GPSLayer(C, GatedGCNConv(C, C), GCNConv(C, C), dropout=1.0, norm=None)
     out, edges = layer(x, edge_index, batch, edge_attr)
-    torch.testing.assert_close(out, 2 * x)
+    torch.testing.assert_close(out, x)
     torch.testing.assert_close(edges, edge_attr)
 
 
@@ -462,7 +475,7 @@ def test_compiles_without_graph_break(arrangement: str, norm: str | None) -> Non
 def test_repr() -> None:
     layer = GPSLayer(8, GCNConv(8, 8), norm_first=True)
     assert str(layer) == (
-        "GPSLayer(8, conv=GCNConv(8, 8), mixer=None, arrangement=parallel)"
+        "GPSLayer(8, conv=GCNConv(8, 8), mixer=None, arrangement=sequential)"
     )
 
 
@@ -474,6 +487,10 @@ def test_errors() -> None:
         GPSLayer(C, GCNConv(C, C), arrangement="serial")
     with pytest.raises(TypeError, match=r"'norm' must be .* got 'LayerNorm'"):
         GPSLayer(C, GCNConv(C, C), norm=torch.nn.LayerNorm)
+    with pytest.raises(ValueError, match="'norm_kwargs' are the arguments of a norm"):
+        GPSLayer(C, GCNConv(C, C), norm=None, norm_kwargs={"eps": 1e-3})
+    with pytest.raises(ValueError, match="'act_kwargs' must not be given with"):
+        GPSLayer(C, GCNConv(C, C), mlp=ReLU(), act_kwargs={"inplace": True})
     with pytest.raises(ValueError, match=r"'x' must be \[nodes, 8\], got \[7, 6\]"):
         GPSLayer(C, GCNConv(6, C))(x[:, :6], edge_index)
     with pytest.raises(ValueError, match=r"'conv' .* \[7, 8\], got \[7, 16\]"):
@@ -487,6 +504,42 @@ def test_errors() -> None:
         GPSLayer(C, GCNConv(C, C))(x, edge_index, edge_wieght=edge_attr)
     with pytest.raises(TypeError, match="'mixer_edge_index' is not a parameter"):
         GPSLayer(C, GCNConv(C, C))(x, edge_index, mixer_edge_index=edge_index)
+
+
+def test_parts_may_be_replaced() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    layer = GPSLayer(C, ChimeraConv(C, C), GCNConv(C, C)).eval()
+    layer.conv = GatedGCNConv(C, C)  # takes no batch, but edge features
+    layer.mixer = None
+    layer.eval()
+    out, _ = layer(x, edge_index, batch, edge_attr)
+    alone = GPSLayer(C, layer.conv).eval()
+    alone.mlp = layer.mlp
+    torch.testing.assert_close(out, alone(x, edge_index, batch, edge_attr)[0])
+    with pytest.raises(ValueError, match="'mixer' must be given to the constructor"):
+        alone.mixer = GCNConv(C, C)
+    with pytest.raises(TypeError, match="'conv' must be a module"):
+        layer.conv = "gcn"
+
+
+def test_features_as_values_of_an_adjacency() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    order = (edge_index[1] * 7 + edge_index[0]).argsort()
+    edge_index, edge_attr = edge_index[:, order], edge_attr[order]
+    layer = GPSLayer(C, GatedGCNConv(C, C), ChimeraConv(C, C, edge_dim=C)).eval()
+    adj = to_torch_coo_tensor(edge_index, edge_attr, 7).transpose(0, 1).coalesce()
+    out = layer(x, adj, batch)
+    for y, z in zip(out, layer(x, edge_index, batch, edge_attr), strict=True):
+        torch.testing.assert_close(y, z)
+
+
+@pytest.mark.parametrize("norm", [PairNorm, MeanSubtractionNorm, GraphSizeNorm])
+def test_norms_without_a_size(norm: type) -> None:
+    conv = GCNConv(C, C)
+    layer = GPSLayer(C, conv, norm=norm.__name__, mlp_channels=0)
+    x, edge_index, batch, _ = make_inputs()
+    out = layer(x, edge_index, batch)
+    torch.testing.assert_close(out, norm()(x + conv(x, edge_index), batch))
 
 
 def test_names_are_no_modules():

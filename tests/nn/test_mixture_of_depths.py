@@ -441,3 +441,22 @@ def test_bad_input():
     narrow = MixtureOfDepths(GCNConv(C, 4), C, 0.5).double()
     with pytest.raises(ValueError, match=r"'layer' must return.*got \[4, 4\]"):
         narrow(x, index)
+
+
+def test_weights_of_a_sparse_adjacency():
+    """They belong to a convolution, which does not get them if only some are routed."""
+    x, index = nodes().float(), edges_of(False)
+    layer = GPSLayer(C, GatedGCNConv(C, C)).eval()
+    ones = to_torch_csr_tensor(index.flip(0), size=(7, 7))
+    conv = MixtureOfDepths(layer, C, 0.5).eval()
+    assert torch.equal(conv(x, ones), conv(x, index))
+    weighted = to_torch_csr_tensor(index.flip(0), torch.rand(index.size(1)), (7, 7))
+    with pytest.raises(ValueError, match="'edge_index' must not hold edge weights"):
+        conv(x, weighted)
+
+
+def test_no_router_without_routing():
+    layer = MixtureOfDepths(GPSLayer(C, GCNConv(C, C)), C, 1)
+    layer.reset_parameters()
+    layer(nodes().float(), edges_of(False)).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())

@@ -243,7 +243,7 @@ def test_integer_dtypes(case, options, dtype):
 def test_batches_and_edges_as_pyg_has_them(case, options):
     """Numbers of graphs may be any, and edges an `EdgeIndex`."""
     if "batch" not in case.integers:
-        return
+        pytest.skip("takes no batch vector")
     named = torch.tensor([10**12, 5, 7, 77])[case.structure.graph]
     edges = EdgeIndex(case.structure.edge_index, sparse_size=(7, 7))
     out = case(**options, batch=named, edge_index=edges)

@@ -67,5 +67,7 @@ def head_reaches(reach: tuple[float, float], heads: int) -> Tensor:
     for near neighbours only.
     """
     near, far = reach
-    share = (torch.arange(heads) + 0.5) / heads
+    # In half precision, of a model made in it, ranges would be those of rounding.
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    share = (torch.arange(heads, dtype=dtype) + 0.5) / heads
     return near * (far / near) ** share

@@ -8,7 +8,7 @@ from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_flag, check_option
 from pyg_chimera.ops.resolvent.op import SOLVERS
 
 __all__ = ["ChimeraConv"]
@@ -140,6 +140,7 @@ class ChimeraConv(ChimeraBlock):
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
+        check_flag("local_conv", local_conv)
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,

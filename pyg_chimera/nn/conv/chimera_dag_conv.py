@@ -15,7 +15,7 @@ from pyg_chimera.nn.conv._chimera_block import (
 )
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import dag_scan, dag_transition
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_flag, check_option
 
 __all__ = ["ChimeraDAGConv"]
 
@@ -171,6 +171,8 @@ class ChimeraDAGConv(ChimeraBlock):
         taps: tuple[int, ...] | None = (1 + num_dags,) if local_conv else None
         if isinstance(local_conv, tuple):  # the window of a grid
             taps = local_conv
+        else:
+            check_flag("local_conv", local_conv)
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=taps, gated=gated, qk_norm=qk_norm, bias=bias,

@@ -9,6 +9,7 @@ from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import path_transition, resolvent_mix
+from pyg_chimera.ops.common.checks import check_flag
 
 __all__ = ["ChimeraPathConv"]
 
@@ -108,6 +109,7 @@ class ChimeraPathConv(ChimeraBlock):
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
+        check_flag("local_conv", local_conv)
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,

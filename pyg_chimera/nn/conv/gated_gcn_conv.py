@@ -192,7 +192,7 @@ class GatedGCNConv(MessagePassing):
         check_edge_attr(edge_attr)
         if edge_attr is None and is_sparse(edge_index):
             value = to_edge_index(edge_index)[1]
-            edge_attr = value if value.dim() == 2 else None
+            edge_attr = value if value.dim() == 2 or self.edge_dim == 1 else None
         if edge_attr is not None:
             if self.lin_edge is None:
                 raise ValueError(

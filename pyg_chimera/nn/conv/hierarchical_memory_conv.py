@@ -13,6 +13,7 @@ from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean_o
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.nn.conv.gated_delta_conv import unit
 from pyg_chimera.ops import dag_scan, dag_transition, delta_scan
+from pyg_chimera.ops.common.checks import check_flag
 
 __all__ = ["HierarchicalMemoryConv", "MemoryLevels"]
 
@@ -128,6 +129,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
                 "'decays' must be three numbers in (0, 1), not descending, of the fast "
                 f"and the slow level and the network, got {decays!r}"
             )
+        check_flag("local_conv", local_conv)
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
-from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn.dense.linear import Linear, is_uninitialized_parameter
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import (
@@ -129,13 +129,6 @@ class PLSTMGridConv(PLSTMBlock):
             reach=reach, bias=bias, form=form, backend=backend, num_dags=num_dags,
             biased=biased, columns=sum(biased),
         )  # fmt: skip
-        # The columns of gates, by kind for all orientations, decays last.
-        each = torch.arange(num_dags * sum(biased)).view(num_dags, -1).split(biased, 1)
-        kinds = [each[i].flatten() for i in (0, 1, 2, 4, 3)]
-        self.register_buffer("_column", torch.cat(kinds), persistent=False)
-        scale = torch.ones(num_dags * sum(biased))
-        scale[-kinds[-1].numel() :] = 5  # decays are tanh(5 x)
-        self.register_buffer("_scale", scale, persistent=False)
         self.num_dags = num_dags
         self.local_weight = None
         window = check_window(window)
@@ -237,16 +230,22 @@ class PLSTMGridConv(PLSTMBlock):
         state = source * own + (0 if state is None else transition * state)
         return self.output(out), (state, seen)
 
+    def _by_kind(self, rows: Tensor) -> Tensor:
+        """The rows of gates, by kind for all orientations, decays last and times 5."""
+        each = rows.unflatten(0, (self.num_dags, -1)).split(self._biased, dim=1)
+        kinds = [each[i].flatten(0, 1) for i in (0, 1, 2, 4)]
+        return torch.cat([*kinds, 5 * each[3].flatten(0, 1)])
+
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [V, D, 2, heads], transition [V, D, 2, 2, heads], mark, direct."""
         V, D, H = x.size(0), self.num_dags, self.heads
-        if self.in_channels < 0:  # initializes the lazy weights
+        if is_uninitialized_parameter(self.lin_gate.weight):
             self.lin_gate(x[:0])
         # Elementwise functions are fast on whole rows of gates.
-        weight = self.lin_gate.weight.index_select(0, self._column)
-        bias = self.gate_bias.flatten().index_select(0, self._column)
-        gates = at_least_float32(F.linear(x, weight * self._scale.unsqueeze(1)))
-        gates = gates + bias.to(gates.dtype) * self._scale
+        weight = self._by_kind(self.lin_gate.weight)
+        bias = self._by_kind(self.gate_bias.flatten())
+        gates = at_least_float32(F.linear(x, weight))
+        gates = gates + bias.to(gates.dtype)
         decays = self._biased[3] * D
         gates, decay = gates.split([gates.size(1) - decays, decays], dim=1)
         gates, decay = gates.sigmoid(), decay.tanh()

@@ -267,6 +267,14 @@ class GraphModel(torch.nn.Module):
         self.edge_encoder = None if edge_dim is None else _encoder(edge_dim, channels)
         self.layers = torch.nn.ModuleList(_make_layers(layers, num_layers))
         self._routes = [Route.of(layer, graph=True) for layer in self.layers]
+        indices = range(len(self.layers))
+        if edge_dim is not None and not any(
+            self._accepts(i, "edge_attr") for i in indices
+        ):
+            raise ValueError(
+                f"'edge_dim' is {edge_dim}, but no layer reads edge features. "
+                "Construct layers with their own 'edge_dim', or leave it out."
+            )
         self.norm = Norm(norm, channels, norm_kwargs)
         self.pool = aggregation_resolver(pool) if head == "graph" else None
 
@@ -401,7 +409,7 @@ class GraphModel(torch.nn.Module):
             given = {"batch": batch, "edge_attr": edge_attr, **kwargs}
             args = {k: v for k, v in given.items() if self._accepts(i, k)}
             out = self._routes[i].call(layer, x, edge_index, batch, args)
-            x, edge_attr = out if isinstance(out, tuple) else (out, edge_attr)
+            x, edge_attr = self._outputs(i, out, edge_attr)
         x = self.norm(x, batch)
 
         if self.pool is not None:
@@ -415,6 +423,19 @@ class GraphModel(torch.nn.Module):
             return self.mlp(torch.cat([x[source], x[target]], dim=-1))
         x = self.mlp(x)
         return (x[source] * x[target]).sum(dim=-1, keepdim=True)
+
+    def _outputs(self, index: int, out: Any, edge_attr: Any) -> tuple[Tensor, Any]:
+        """The nodes and the edge features after a layer."""
+        if not isinstance(out, tuple):
+            return out, edge_attr
+        shape = None if edge_attr is None else edge_attr.shape
+        if len(out) != 2 or getattr(out[1], "shape", None) != shape:
+            raise ValueError(
+                f"Layer {index} must return nodes, or a pair of nodes and of edge "
+                "features of the shape that it was given, got "
+                f"{[getattr(y, 'shape', type(y).__name__) for y in out]}"
+            )
+        return out
 
     def _accepts(self, index: int, name: str) -> bool:
         layer = unwrapped(self.layers[index])
@@ -470,6 +491,11 @@ def _make_layers(
     num_layers: int | None,
 ) -> list[torch.nn.Module]:
     # Modules are callable too, so iterables, such as lists of modules, come first.
+    if isinstance(layers, torch.nn.Module) and not isinstance(layers, Iterable):
+        raise TypeError(
+            "'layers' must be a list of layers, or a function that makes one, such as "
+            f"'lambda index: GPSLayer(...)', got a single {type(layers).__name__}"
+        )
     if isinstance(layers, Iterable):
         made = list(layers)
         if num_layers not in (None, len(made)):

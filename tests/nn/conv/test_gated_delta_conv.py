@@ -202,3 +202,8 @@ def test_cycles_where_there_should_be_none(steps):
     x, index = torch.zeros(4, CHANNELS), torch.tensor([[3, 0, 1, 2], [0, 1, 2, 0]])
     with pytest.raises(CycleError, match="has the cycle 0 -> 1 -> 2 -> 0"):
         conv(x, index)
+
+
+def test_what_is_known_is_first_corrected_by_half():
+    conv = GatedDeltaConv(CHANNELS, heads=2, state_channels=3)
+    assert (conv.delta_bias[-1].sigmoid() == 0.5).all()

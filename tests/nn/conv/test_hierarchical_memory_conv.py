@@ -81,9 +81,14 @@ def test_how_fast_levels_forget_at_first():
         lin.weight.data.zero_()
     levels = conv.levels(x, path(30))
     assert levels.read.shape == (3, 30, 2, CHANNELS // 2)
+    # The network also corrects what it has stored, by a share that depends on it.
     for read, decay in zip(levels.read[:2], (0.5, 0.9), strict=True):
         assert_near(read[2:], decay * read[1:-1], 1e-6)
+    assert_near(F.softplus(conv.delta_bias[2]), torch.full((2,), -math.log(0.99)), 1e-6)
     assert_near(levels.weight.sum(0), torch.ones(30, 2).double())
+    conv.reset_parameters()
+    even = conv.levels(torch.zeros_like(x), path(30)).weight
+    assert_near(even, torch.full_like(even, 1 / 3))
     assert_near(levels.importance, torch.full((30, 2), 0.5).double())
 
 

@@ -149,3 +149,16 @@ def test_far_reaches_and_gamma(reach, gamma):
 def test_bad_reach(reach):
     with pytest.raises(ValueError, match="'reach' must be two numbers of steps"):
         ChimeraConv(CHANNELS, reach=reach)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_layers_made_in_half_precision(dtype):
+    """The ranges of heads must not be those of its rounding."""
+    want = ChimeraConv(8, heads=4).delta_bias
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        got = ChimeraConv(8, heads=4).delta_bias
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.allclose(got[2].float(), want[2], rtol=1e-2)

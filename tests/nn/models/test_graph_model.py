@@ -486,6 +486,10 @@ def test_errors() -> None:
         make_model()(
             data.x, data.edge_index, data.edge_attr, edge_label_index=data.edge_index
         )
+    with pytest.raises(ValueError, match="'edge_dim' is 3, but no layer reads edge"):
+        GraphModel(3, C, 2, [GPSLayer(C, GCNConv(C, C))], edge_dim=3)
+    with pytest.raises(TypeError, match=r"'layers' must be a list .* single GPSLayer"):
+        GraphModel(3, C, 2, gps(0), 3)
     with pytest.raises(TypeError, match="'ranks' is not a parameter"):
         make_model()(data.x, data.edge_index, data.edge_attr, ranks=data.x)
     with pytest.raises(TypeError, match=r"'x' must hold floating .* torch\.int64"):
@@ -519,6 +523,17 @@ def test_layers_in_wrappers_get_what_they_take(when):
     assert torch.allclose(out, torch.cat(each), atol=1e-5)
     batch.edge_attr = 1 - batch.edge_attr
     assert not torch.allclose(out, model(**model.inputs(batch)), atol=1e-3)
+
+
+def test_pairs_that_are_no_edge_features_are_refused():
+    class Layer(torch.nn.Module):
+        def forward(self, x, edge_index):
+            return x, edge_index
+
+    data = make_data(4, 0)
+    model = GraphModel([3, 5], C, 2, [Layer()])
+    with pytest.raises(ValueError, match="Layer 0 must return nodes, or a pair of"):
+        model(**model.inputs(data))
 
 
 def test_layers_that_do_not_say_what_they_take_are_refused():

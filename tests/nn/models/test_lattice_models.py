@@ -362,3 +362,24 @@ def test_positions_beyond_the_table_are_refused_where_none_are_read():
 def test_sizes_of_learned_positions_are_numbers():
     with pytest.raises(TypeError, match="'size' must be an integer"):
         encoder("attention", position="learned", size=(5,))
+
+
+def test_what_layers_are_made_of():
+    model = ImageClassifier(12, C, 3, num_layers=3, mixer="plstm", heads=2, dropout=0.3)
+    assert [layer.mixer.mode for layer in model.layers] == ["P", "D", "P"]
+    assert [layer.mixer.local_weight.shape[1:] for layer in model.layers] == [
+        (3, 3)
+    ] * 3
+    assert {layer.drop.p for layer in model.layers} == {0.3}
+
+
+def test_temperature_sharpens_what_is_drawn():
+    model = encoder("chimera", head="lm")
+    spread(model)
+    model.eval()
+    prompt = torch.randint(TOKENS, (3,))
+    draw = torch.Generator().manual_seed(0)
+    many = prompt.repeat(4000, 1)
+    many = model.generate(many, 1, temperature=0.5, generator=draw)[:, 3]
+    expected = 2 * model(**model.inputs(SequenceToGraph()(prompt)))[-1]
+    assert_near(many.bincount(minlength=TOKENS) / 4000, expected.softmax(0), 0.06)
