@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric, MeanSquaredError
 
 RECIPE = {
     **{"preset": "tiny", "epochs": 4, "batch_size": 8, "lr": 1e-2, "warmup_epochs": 1},
-    **{"optimizer": "AdamW", "weight_decay": 0.0},
+    **{"optimizer": "AdamW", "weight_decay": 0.01},
 }
 
 
@@ -287,6 +287,9 @@ def test_files_of_a_run(straight, capsys):
     factors = [0.5 * (1 + math.cos(math.pi * i / 3)) for i in range(4)]
     rates = [row["lr"] for row in results["history"]]
     assert rates == pytest.approx([1e-2 * factor for factor in factors])
+    state = torch.load(straight / "last.ckpt", weights_only=True)
+    (group,) = state["optimizer_states"][0]["param_groups"]
+    assert group["weight_decay"] == RECIPE["weight_decay"] > 0
     again = run(straight, "--resume")  # there is nothing left to do
     assert again | {"command": results["command"]} == results
     assert {path: path.stat().st_mtime_ns for path in straight.iterdir()} == before
@@ -297,6 +300,21 @@ def test_short_runs_have_a_short_warm_up(tmp_path):
     results = run(tmp_path, "--epochs", "2")  # half an epoch instead of a whole one
     rates = [row["lr"] for row in results["history"]]
     assert rates == pytest.approx([0.75e-2, 0], abs=1e-9)
+
+
+def test_large_gradients_are_clipped(tmp_path):
+    def task(scale):
+        mean = get_task()
+        return mean._replace(loss=lambda out, y: scale * mean.loss(out, y))
+
+    ends = []
+    for scale in (1e4, 1e6):
+        run(tmp_path / f"{scale}", "--epochs", "1", task=task(scale))
+        state = torch.load(tmp_path / f"{scale}" / "last.ckpt", weights_only=True)
+        moments = state["optimizer_states"][0]["state"].values()
+        ends.append(torch.cat([m["exp_avg"].flatten() for m in moments]).norm().item())
+    assert ends[0] == pytest.approx(ends[1], rel=1e-2)
+    assert ends[1] <= 1
 
 
 def test_other_numbers_of_processes_do_not_go_on(tmp_path, capsys):
