@@ -24,6 +24,8 @@ What the paper leaves open is settled thus:
   edges, and the number of neighbours in a sinusoidal encoding, which the paper gives
   to pLSTM only), the same decoder, and four of the same blocks, whose feed-forward
   networks are as wide as 300,000 parameters allow.
+* Graphs are pooled by a sum. In PROTEINS, the label depends on how large a graph is,
+  which a mean does not tell.
 * The standard deviation is that of the folds, not of a sample (``ddof=0``).
 """
 
@@ -254,6 +256,7 @@ def _build(
         layer,
         num_layers=4,
         edge_dim=edge_dim,
+        pool="add",
         structure={"rank": "elimination_rank"} if name == "chimera" else None,
         **style,
     )

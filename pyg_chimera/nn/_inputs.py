@@ -203,7 +203,7 @@ def as_edges(
     r"""The edges :math:`j \to i` as a plain tensor, and their features.
 
     The values of a sparse adjacency stand in for features that are not given. Without
-    :obj:`edge_dim`, one value per edge is a weight, for other layers to read.
+    :obj:`edge_dim`, they are for other layers to read.
 
     Raises:
         TypeError: If edges are not integer, or features are not floating point.
@@ -216,8 +216,7 @@ def as_edges(
         if isinstance(edge_index, SparseTensor):
             values = edge_index.storage.value()  # None, where PyG would say one
         edge_index = torch.stack([col, row])
-        weights = values is None or values.dim() == 1
-        if edge_attr is None and not (weights and edge_dim is None):
+        if edge_attr is None and edge_dim is not None:
             edge_attr = values
     if edge_attr is not None and edge_dim is None:
         raise ValueError(

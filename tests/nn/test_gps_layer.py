@@ -531,6 +531,11 @@ def test_features_as_values_of_an_adjacency() -> None:
     out = layer(x, adj, batch)
     for y, z in zip(out, layer(x, edge_index, batch, edge_attr), strict=True):
         torch.testing.assert_close(y, z)
+    layer.mixer = ChimeraConv(C, C)  # leaves them to the convolution
+    layer.eval()
+    out = layer(x, adj, batch)
+    for y, z in zip(out, layer(x, edge_index, batch, edge_attr), strict=True):
+        torch.testing.assert_close(y, z)
 
 
 @pytest.mark.parametrize("norm", [PairNorm, MeanSubtractionNorm, GraphSizeNorm])
