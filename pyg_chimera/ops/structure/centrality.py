@@ -33,6 +33,7 @@ ORDERS = (
     "cluster",
 )
 _REAL = ("eigenvector", "pagerank", "closeness")  # the others are integers
+_GOLDEN = 0.6180339887498949  # multiples of it, modulo one, are spread evenly
 
 
 def node_score(
@@ -147,8 +148,14 @@ def _cluster(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
     for low, high in pairwise(bounds.tolist()):
         edges = slice(ptr[low], ptr[high])
         pairs = np.stack([tail[edges], head[edges]], axis=1) - low
+        pairs = pairs[pairs[:, 0] < pairs[:, 1]]
+        # With ties, networkx may move nodes back and forth for ever, by what rounding
+        # makes of no gain at all: weights are not quite one, and differ.
+        weight = 1 + 1e-6 * (np.arange(len(pairs)) * _GOLDEN % 1)
         graph = networkx.empty_graph(high - low)
-        graph.add_edges_from(pairs.tolist())
+        graph.add_weighted_edges_from(
+            (i, j, w) for (i, j), w in zip(pairs.tolist(), weight.tolist(), strict=True)
+        )
         clusters = networkx.community.louvain_communities(graph, seed=0)
         for number, nodes in enumerate(sorted(clusters, key=min)):
             out[low + np.fromiter(nodes, np.int64)] = number

@@ -335,6 +335,12 @@ def test_clusters(graph: Graph):
     assert len(set(zip(cluster, component, strict=True))) == len(set(cluster))
 
 
+def test_clusters_where_networkx_alone_would_not_end():
+    pairs = [(0, 4), (0, 5), (0, 6), (0, 7), (2, 3), (3, 4), (4, 5), (4, 6), (4, 7)]
+    edge_index = torch.tensor([*pairs, (5, 8)]).t()
+    assert node_score(edge_index, 9, "cluster").max() < 8
+
+
 def test_clusters_of_cliques_on_a_string():
     cliques = [torch.combinations(torch.arange(5)).t() + 5 * i for i in range(3)]
     edge_index = torch.cat([*cliques, torch.tensor([[4, 9], [5, 10]])], dim=1)
