@@ -286,10 +286,11 @@ def match_size(build: Callable[[int], Module], target: int, widths: range) -> in
         return count_parameters(build(width))
 
     at = bisect_left(widths, target, key=size)
-    best = min(widths[max(0, at - 1) : at + 1], key=lambda w: abs(size(w) - target))
-    if RANK == 0 and abs(size(best) - target) > 0.1 * target:
+    sizes = {width: size(width) for width in widths[max(0, at - 1) : at + 1]}
+    best = min(sizes, key=lambda width: abs(sizes[width] - target))
+    if RANK == 0 and abs(sizes[best] - target) > 0.1 * target:
         print(
-            f"A model has {size(best):,} parameters, as none is closer to {target:,}: "
+            f"A model has {sizes[best]:,} parameters, as none is closer to {target:,}: "
             "keep this in mind when comparing",
             file=sys.stderr,
         )

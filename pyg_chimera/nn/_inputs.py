@@ -218,15 +218,15 @@ def as_edges(
         edge_index = torch.stack([col, row])
         if edge_attr is None and edge_dim is not None:
             edge_attr = values
+    elif hasattr(edge_index, "as_tensor"):  # an EdgeIndex
+        # Writes to an EdgeIndex do not change its tensor's version: make a new tensor.
+        edge_index = edge_index.as_tensor().view(2, -1)
     if edge_attr is not None and edge_dim is None:
         raise ValueError(
             "'edge_attr' must be None for a layer with 'edge_dim=None', got shape "
             f"{list(edge_attr.shape)}. Construct the layer with 'edge_dim' (1 for edge "
             "weights) if it shall read edge features"
         )
-    if hasattr(edge_index, "as_tensor"):  # an EdgeIndex
-        # Writes to an EdgeIndex do not change its tensor's version: make a new tensor.
-        edge_index = edge_index.as_tensor().view(2, -1)
     if torch.compiler.is_compiling():
         pass  # the operators check it anyway
     elif trusted():

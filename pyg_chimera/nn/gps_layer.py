@@ -217,8 +217,9 @@ class GPSLayer(torch.nn.Module):
                     f"'{name}' must be given to the constructor, as a part that the "
                     "layer does not have has no norm either"
                 )
-            self._routes.pop(name, None)
-            if value is not None:
+            if value is None:
+                self._routes.pop(name, None)
+            else:
                 self._routes[name] = Route.of(value, graph=name == "conv")
         super().__setattr__(name, value)
 
@@ -280,7 +281,7 @@ class GPSLayer(torch.nn.Module):
         parallel = self.arrangement == "parallel"
         out, sums = x, []
         edges: Any = edge_attr
-        for role in filter(self._routes.__contains__, _ROLES):
+        for role in self._routes:
             h, e = (x, edge_attr) if parallel else (out, edges)
             h = self._norm(role, h, batch) if self.norm_first else h
             h, update = self._call(role, h, edge_index, batch, e, kwargs)

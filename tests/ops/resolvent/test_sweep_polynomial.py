@@ -149,6 +149,13 @@ def test_steps_for_a_batch_may_not_suit_one_of_its_graphs(
         assert relative_error(got[graph], want[graph]) < 1e-10
 
 
+def gradients(x, weight, edges, dtype, **options):
+    """The output and all gradients, for inputs made of x."""
+    floats = [y.to(dtype).requires_grad_() for y in (x, x.flip(0), x.cos(), weight)]
+    out = resolvent_mix(*floats[:3], edges, floats[3], **options)
+    return out, *torch.autograd.grad(out.square().sum(), floats)
+
+
 def test_gradients_beside_hubs():
     """Rows sum to less than one: of the transposed system only the 1-norm falls."""
     generator = torch.Generator().manual_seed(0)
@@ -158,13 +165,8 @@ def test_gradients_beside_hubs():
     weight = (0.99 / degree)[edges[1], None]
     x = torch.randn(2000, 1, 4, generator=generator)
 
-    def gradients(dtype, **options):
-        floats = [y.to(dtype).requires_grad_() for y in (x, x.flip(0), x.cos(), weight)]
-        out = resolvent_mix(*floats[:3], edges, floats[3], **options)
-        return out, *torch.autograd.grad(out.square().sum(), floats)
-
-    want = gradients(torch.double, solver="sparse")
-    got = gradients(torch.float, solver="iterative")
+    want = gradients(x, weight, edges, torch.double, solver="sparse")
+    got = gradients(x, weight, edges, torch.float, solver="iterative")
     for y, z in zip(got, want, strict=True):
         assert relative_error(y.double(), z) < 5e-5
 
@@ -180,13 +182,8 @@ def test_rows_that_sum_to_nearly_one(psi, backend):
     weight = weight / sums[edges[1]] * (1 - np.exp(-psi))
     x = torch.randn(300, 1, 4, generator=generator)
 
-    def gradients(dtype, **options):
-        floats = [y.to(dtype).requires_grad_() for y in (x, x.flip(0), x.cos(), weight)]
-        out = resolvent_mix(*floats[:3], edges, floats[3], **options)
-        return out, *torch.autograd.grad(out.square().sum(), floats)
-
-    want = gradients(torch.double, solver="dense")
-    got = gradients(torch.float, solver="iterative", backend=backend)
+    want = gradients(x, weight, edges, torch.double, solver="dense")
+    got = gradients(x, weight, edges, torch.float, solver="iterative", backend=backend)
     for y, z in zip(got, want, strict=True):
         assert y.dtype == torch.float
         assert relative_error(y.double(), z) < 2e-6
