@@ -13,7 +13,7 @@ from asserts import assert_near
 from torch import Tensor
 
 from pyg_chimera.nn import PLSTMConv, PLSTMGridConv
-from pyg_chimera.ops import line_graph, multitree, node_order
+from pyg_chimera.ops import multitree, node_order
 
 IN, OUT, EDGE = 5, 8, 3
 DAGS = [  # with duplicate edges, and against the order of nodes
@@ -78,58 +78,80 @@ def node_gates(conv: Layer, x: Tensor, d: int) -> dict[str, Tensor]:
 def transitions(
     conv: PLSTMConv,
     x: Tensor,
-    d: int,
     h: int,
     edge_index: Tensor,
     edge_attr: Tensor | None,
+    dag: list[int],
     lines: list[tuple[int, int]],
 ) -> tuple[list[Tensor], list[Tensor], dict, Tensor]:
     """Source and mark of each edge [J], matrices of line edges, direct of nodes."""
-    node = {name: y[:, h] if y.size(1) else None
-            for name, y in node_gates(conv, x, d).items()}  # fmt: skip
+    node = [{name: y[:, h] if y.size(1) else None
+             for name, y in node_gates(conv, x, d).items()}
+            for d in range(conv.gate_bias.size(0))]  # fmt: skip
     edges = edge_index.t().tolist()
     J, p = conv.tracking, conv.mode == "P"
     attr = {name: [0.0] * len(edges) for name in ("S", "M", "second", "first", "soft")}
     if conv.edge_dim is not None:
         names = {name: (conv.heads, J) for name in ("S", "M", "second", "first")}
         names["soft"] = (conv.heads if p else 0,)
-        table = linear(conv.lin_edge, edge_attr).unflatten(
-            1, (conv.gate_bias.size(0), -1)
-        )
-        for e, row in enumerate(split_gates(table[:, d], names)):
+        table = linear(conv.lin_edge, edge_attr).unflatten(1, (len(node), -1))
+        own = [row[d : d + 1] for row, d in zip(table, dag, strict=True)]
+        for e, row in enumerate(split_gates(torch.cat([table[:0, 0], *own]), names)):
             for name in names:
                 attr[name][e] = row[name][h] if row[name].size(0) else None
 
-    source = [sigmoid(node["S"][u] + node["S'"][w] + attr["S"][e])
+    source = [sigmoid(node[dag[e]]["S"][u] + node[dag[e]]["S'"][w] + attr["S"][e])
               for e, (u, w) in enumerate(edges)]  # fmt: skip
-    mark = [sigmoid(node["M"][u] + node["M'"][w] + attr["M"][e])
+    mark = [sigmoid(node[dag[e]]["M"][u] + node[dag[e]]["M'"][w] + attr["M"][e])
             for e, (u, w) in enumerate(edges)]  # fmt: skip
     if conv.tracking > 1:
         vectors = linear(conv.lin_track, x).view(-1, *conv.track_bias.shape)
-        vectors = (vectors + conv.track_bias)[:, d, :, h]
+        vectors = (vectors + conv.track_bias)[..., h, :, :]
     transition = {}
     for before, e in lines:
         (t, u), (_, w) = edges[before], edges[e]
+        there, here = node[dag[before]], node[dag[e]]
         assert edges[before][1] == edges[e][0]
-        total = node["first"][t] + node["second"][u] + node["second'"][w]
+        total = there["first"][t] + here["second"][u] + here["second'"][w]
         g = torch.tanh(5 * (total + attr["first"][before] + attr["second"][e]))
         alpha = 1.0
         if p and conv.normalization == "column":
-            near = [k for k in range(len(edges)) if edges[k][0] == u]
-            score = {k: torch.exp(node["column"][edges[k][1]] + attr["soft"][k])
+            near = [k for k in range(len(edges))
+                    if edges[k][0] == u and dag[k] == dag[e]]  # fmt: skip
+            score = {k: torch.exp(here["column"][edges[k][1]] + attr["soft"][k])
                      for k in near}  # fmt: skip
             alpha = score[e] / sum(score.values())
         elif p:
-            near = [k for k in range(len(edges)) if edges[k][1] == u]
-            score = {k: torch.exp(node["row"][edges[k][0]] + attr["soft"][k])
+            near = [k for k in range(len(edges))
+                    if edges[k][1] == u and dag[k] == dag[before]]  # fmt: skip
+            score = {k: torch.exp(there["row"][edges[k][0]] + attr["soft"][k])
                      for k in near}  # fmt: skip
             alpha = score[before] / sum(score.values())
         matrix = torch.diag(g)
         if conv.tracking > 1:
-            U, W = (orthogonal(v) for v in vectors[u])
+            U, W = (orthogonal(v) for v in vectors[u, dag[e]])
             matrix = U @ matrix @ W.t()
         transition[before, e] = alpha * matrix
-    return source, mark, transition, sigmoid(node["D"])
+    return source, mark, transition, sum(sigmoid(y["D"]) for y in node)
+
+
+def graph_lines(
+    conv: PLSTMConv, edge_index: Tensor, dag: list[int]
+) -> list[tuple[int, int]]:
+    """Consecutive edges of a DAG, and turns from the second DAG of an order."""
+    edges = edge_index.t().tolist()
+    turns = conv.order is not None and conv.turns
+    lines = [
+        (a, b)
+        for a, (t, u) in enumerate(edges)
+        for b, (v, w) in enumerate(edges)
+        if u == v and (dag[a] == dag[b] or (turns and dag[a] > dag[b] and t != w))
+    ]
+    if conv.mode == "D":
+        pairs = torch.tensor(lines, dtype=torch.long).view(-1, 2).t()
+        kept = multitree(pairs, len(edges))
+        lines = [line for line, keep in zip(lines, kept.tolist(), strict=True) if keep]
+    return lines
 
 
 def grid_dags(height: int, width: int) -> list[tuple[Tensor, list[int]]]:
@@ -204,7 +226,7 @@ def formula(
     size: tuple[int, int] | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """The docstring: DAG by DAG, head by head, edge by edge, one state at a time."""
+    """The docstring: head by head, edge by edge, one state at a time."""
     V, H = x.size(0), conv.heads
     lins = (conv.lin_query, conv.lin_key, conv.lin_value)
     parts = [linear(lin, x) for lin in lins]
@@ -213,37 +235,38 @@ def formula(
         parts = windows(torch.cat(parts, dim=1), conv, *size).split(sizes, dim=1)
     query, key, value = (part.view(V, H, -1) for part in parts)
     query = query / math.sqrt(conv.state_channels)
-    if size is not None:
-        graphs = grid_dags(*size)[: conv.num_dags]
-    elif conv.order is not None:
-        graphs, mask = ordered_dags(conv.order, V, *graphs[0], mask)
+    num_dags = conv.gate_bias.size(0)
+    if size is None:
+        edge_index, attr, dag, mask = joined(conv, V, graphs, mask)
+        lines = graph_lines(conv, edge_index, dag)
     rows = []
     for h in range(H):
+        if size is None:
+            gates = transitions(conv, x, h, edge_index, attr, dag, lines)
+            passes = [(edge_index, gates)]
+        else:
+            passes = [
+                (index, grid_transitions(conv, x, d, h, index, direction))
+                for d, (index, direction) in enumerate(grid_dags(*size)[:num_dags])
+            ]
         y = [0 * value[v, h] for v in range(V)]
-        for d, (edge_index, attr) in enumerate(graphs):
-            edges = edge_index.t().tolist()
-            if size is not None:
-                gates = grid_transitions(conv, x, d, h, edge_index, attr)
-            else:
-                kept = line_graph(edge_index, V).edge_index
-                if conv.mode == "D":
-                    kept = kept[:, multitree(kept, len(edges))]
-                lines = [tuple(line) for line in kept.t().tolist()]
-                gates = transitions(conv, x, d, h, edge_index, attr, lines)
-            mark, direct = gates[1], gates[3]
+        for index, (source, mark, transition, direct) in passes:
+            edges = index.t().tolist()
             states = {}
 
-            def state(e, states=states, edges=edges, gates=gates, h=h, d=d):
+            def state(
+                e, states=states, edges=edges, source=source, transition=transition, h=h
+            ):
                 if e not in states:
                     u = edges[e][0]
                     own = torch.outer(key[u, h], value[u, h])
-                    total = gates[0][e].view(-1, 1, 1) * own
-                    for before, after in gates[2]:
+                    total = source[e].view(-1, 1, 1) * own
+                    for before, after in transition:
                         if after == e:
                             total = total + torch.einsum(
-                                "ij,jnp->inp", gates[2][before, e], state(before)
+                                "ij,jnp->inp", transition[before, e], state(before)
                             )
-                    states[e] = total * (1 if mask is None else mask[d][e])
+                    states[e] = total * (1 if mask is None else mask[e])
                 return states[e]
 
             for v in range(V):
@@ -252,24 +275,31 @@ def formula(
                 for e, (_, w) in enumerate(edges):
                     if w == v:
                         total = total + torch.einsum("j,jnp->np", mark[e], state(e))
-                y[v] = y[v] + query[v, h] @ total / len(graphs)
+                y[v] = y[v] + query[v, h] @ total / num_dags
         y = torch.stack(y) if V else value[:, h]
         rows.append(y / torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5))
     y = torch.cat(rows, dim=1) * conv.norm_weight
     return linear(conv.lin_out, y)
 
 
-def ordered_dags(
-    method: str, num_nodes: int, edge_index: Tensor, attr: Tensor, mask: Tensor | None
-) -> tuple[list[Edges], list[Tensor] | None]:
-    rank = node_order(edge_index, num_nodes, method)
-    if method == "order":
+def joined(
+    conv: PLSTMConv, num_nodes: int, graphs: list[Edges], mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, list[int], Tensor | None]:
+    """The edges of all DAGs, their features, the DAG of each, and their masks."""
+    edge_index = torch.cat([index for index, _ in graphs], dim=1)
+    attrs = [attr for _, attr in graphs if attr is not None]
+    attr = torch.cat(attrs) if attrs else None
+    if conv.order is None:
+        dag = [d for d, (index, _) in enumerate(graphs) for _ in index[0]]
+        return edge_index, attr, dag, mask
+    rank = node_order(edge_index, num_nodes, conv.order)
+    if conv.order == "order":
         assert rank.tolist() == list(range(num_nodes))
     row, col = rank[edge_index]
-    parts = (row < col, row > col)
-    graphs = [(edge_index[:, part], None if attr is None else attr[part])
-              for part in parts]  # fmt: skip
-    return graphs, None if mask is None else [mask[part] for part in parts]
+    kept = row != col
+    dag = (row > col)[kept].long().tolist()
+    attr, mask = (None if y is None else y[kept] for y in (attr, mask))
+    return edge_index[:, kept], attr, dag, mask
 
 
 def make_conv(*args, layer: type[Layer] = PLSTMConv, **kwargs) -> Layer:
@@ -337,6 +367,8 @@ OPTIONS = [
     {"order": "order", "mode": "D", "edge_dim": EDGE},
     {"order": "degree", "normalization": "row", "heads": 2, "edge_dim": EDGE},
     {"order": "bfs", "backend": "reference"},
+    {"order": "bfs", "turns": False, "edge_dim": EDGE},
+    {"order": "bfs", "mode": "D", "tracking": 2, "heads": 2},
 ]
 GRIDS = [
     {"heads": 2},

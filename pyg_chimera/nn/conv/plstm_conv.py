@@ -21,7 +21,12 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops import householder_product, line_graph, multitree, stm_scan
-from pyg_chimera.ops.common.checks import check_edges, check_option, trusted
+from pyg_chimera.ops.common.checks import (
+    check_edges,
+    check_flag,
+    check_option,
+    trusted,
+)
 from pyg_chimera.ops.structure.line_graph import check_line_edges, ordered_dags
 
 __all__ = ["PLSTMConv"]
@@ -57,15 +62,19 @@ class PLSTMConv(PLSTMBlock):
     the three nodes and both edges. How they stay bounded depends on the :obj:`mode`:
 
     * :obj:`"P"`, propagation: :math:`T_{e^{\prime} e} = g \, \alpha_e` with a softmax
-      :math:`\alpha` over the edges that leave a node, so that the sum of a signal over
-      all edges does not grow.
+      :math:`\alpha` over the edges of a DAG that leave a node, so that the sum of a
+      signal over all edges does not grow.
     * :obj:`"D"`, distribution: :math:`T_{e^{\prime} e} = g`, on a part of the line
       graph in which at most one path joins any two edges
       (:func:`~pyg_chimera.ops.multitree`).
 
     Each of several DAGs has its own gates, and their outputs are averaged. Along a
     single DAG, a node is influenced by its ancestors only. Unless this is intended, add
-    its reverse as a second DAG. The layer is a mixer: the residual connection, dropout
+    its reverse as a second DAG. Other graphs are divided into two DAGs by an
+    :obj:`order` of their nodes. A signal that comes to a node from a later one then
+    also turns to other later ones, from the second DAG to the first, so that in an
+    undirected graph ordered by :obj:`"bfs"`, each node influences all others of its
+    component. The layer is a mixer: the residual connection, dropout
     and a second, wider projection belong to the layer around it, such as
     :class:`~pyg_chimera.nn.GPSLayer`. For images and sequences, there is
     :class:`~pyg_chimera.nn.PLSTMGridConv`.
@@ -88,6 +97,11 @@ class PLSTMConv(PLSTMBlock):
             are ordered by :func:`~pyg_chimera.ops.node_order`, and there are two DAGs:
             the edges from earlier to later nodes, and those from later to earlier ones.
             Self-loops are dropped. (default: :obj:`None`)
+        turns (bool, optional): With :obj:`order`, whether signals turn from the second
+            DAG to the first. If set to :obj:`False`, as in the paper, only ancestors
+            and descendants influence each other; in graphs where some nodes have very
+            many neighbours, it takes less time and memory, which otherwise grow with
+            the squares of these numbers. (default: :obj:`True`)
         num_dags (int, optional): The number of DAGs with :obj:`order=None`.
             (default: :obj:`1`)
         normalization (str, optional): Under :obj:`"P"`: :obj:`"column"`, as above, or
@@ -153,6 +167,7 @@ class PLSTMConv(PLSTMBlock):
         state_channels: int | None = None,
         edge_dim: int | None = None,
         order: str | None = None,
+        turns: bool = True,
         num_dags: int = 1,
         normalization: str = "column",
         tracking: int = 1,
@@ -165,6 +180,7 @@ class PLSTMConv(PLSTMBlock):
         **kwargs: Any,
     ) -> None:
         check_option("order", order, (None, "order", "degree", "bfs"))
+        check_flag("turns", turns)
         if num_dags < 1 or (num_dags > 1 and order is not None):
             raise ValueError(
                 "'num_dags' must be >= 1, and 1 unless order=None, got "
@@ -188,6 +204,7 @@ class PLSTMConv(PLSTMBlock):
         )  # fmt: skip
         self.edge_dim = edge_dim
         self.order = order
+        self.turns = turns
         self.num_dags = num_dags
         self.tracking = tracking
         self._parts = parts
@@ -302,7 +319,7 @@ class PLSTMConv(PLSTMBlock):
     def _ordered(
         self, num_nodes: int, order: str, edge_index: Any, edge_attr: Any
     ) -> _DAGs:
-        """Two DAGs: the edges to later nodes, and those to earlier ones."""
+        """Two DAGs, of the edges to later and to earlier nodes, and turns."""
         index, attr = as_edges(
             edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
         )
@@ -311,7 +328,7 @@ class PLSTMConv(PLSTMBlock):
             attr = None
         else:
             attr = edge_features(attr, self.edge_dim, index.size(1))
-        index, edge, line = ordered_dags(index, num_nodes, order)
+        index, edge, line = ordered_dags(index, num_nodes, order, self.turns)
         attr, mask = (y if y is None else y.index_select(0, edge) for y in (attr, mask))
         return _DAGs(index, *self._pruned(line, index.size(1)), attr, mask)
 

@@ -78,20 +78,31 @@ class OrderedDAGs(NamedTuple):
     edge_index: Tensor
     #: The index of each in the graph's edges, :math:`[|\mathcal{E}'|]`, int64.
     edge_id: Tensor
-    #: The line edges of both DAGs, :math:`[2, |\mathcal{L}|]`, int64.
+    #: The line edges of both DAGs, and the turns, :math:`[2, |\mathcal{L}|]`, int64.
     line_edge_index: Tensor
 
 
-def ordered_dags(edge_index: Tensor, num_nodes: int, order: str) -> OrderedDAGs:
+def ordered_dags(
+    edge_index: Tensor, num_nodes: int, order: str, turns: bool
+) -> OrderedDAGs:
     r"""The two DAGs into which a node order divides any graph.
 
     One has the edges from earlier to later nodes, the other those from later to
-    earlier ones. Self-loops are dropped.
+    earlier ones. Self-loops are dropped. Along one DAG, two nodes are joined only if
+    one is an ancestor of the other, which on a tree most are not. With turns, line
+    edges also lead from an edge to an earlier node to one that leaves it for another
+    later node. As none leads back, the line graph stays acyclic. After a breadth-first
+    search, all nodes of a component are joined by way of the first one, if edges go
+    both ways; on a tree, by their only path. Interconnection networks use such routes
+    because they are free of deadlocks, as up*/down* routing (`"Autonet: A High-Speed,
+    Self-Configuring Local Area Network Using Point-to-Point Links"
+    <https://doi.org/10.1109/49.105178>`_).
 
     Args:
         edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
         num_nodes (int): The number of nodes.
         order (str): The order, as in :func:`~pyg_chimera.ops.node_order`.
+        turns (bool): Whether there are line edges between the DAGs.
 
     Returns:
         OrderedDAGs: The edges, in their order in :obj:`edge_index`, and their line
@@ -102,7 +113,7 @@ def ordered_dags(edge_index: Tensor, num_nodes: int, order: str) -> OrderedDAGs:
             or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
-    return OrderedDAGs(*_ordered_dags(edge_index, num_nodes, order))
+    return OrderedDAGs(*_ordered_dags(edge_index, num_nodes, order, turns))
 
 
 def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
@@ -191,7 +202,7 @@ def _line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def _fake_ordered_dags(
-    edge_index: Tensor, num_nodes: int, order: str
+    edge_index: Tensor, num_nodes: int, order: str, turns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     context = torch.library.get_ctx()
     num_edges, num_lines = context.new_dynamic_size(), context.new_dynamic_size()
@@ -202,13 +213,23 @@ def _fake_ordered_dags(
 
 @structural_op(_fake_ordered_dags)
 def _ordered_dags(
-    edge_index: Tensor, num_nodes: int, order: str
+    edge_index: Tensor, num_nodes: int, order: str, turns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    before, after = node_order(edge_index, num_nodes, order)[edge_index.long()]
+    place = node_order(edge_index, num_nodes, order)
+    before, after = place[edge_index.long()]
     ids = (before != after).nonzero().view(-1)
     edges = 2 * edge_index.long() + (before > after)
     edges = edges.index_select(1, ids)
-    return edges, ids, line_graph(edges, 2 * num_nodes).edge_index
+    source, target = to_numpy(edges)
+    lines, _ = _line_edges(source, target, 2 * num_nodes)
+    if turns:
+        # From v in the second DAG on to v in the first; 2 V is where nothing begins.
+        end = np.where(target % 2 == 1, target - 1, 2 * num_nodes)
+        left, entered = _line_edges(source, end, 2 * num_nodes + 1)[0]
+        onwards = source[left] - 1 != target[entered]
+        turned = np.stack([left[onwards], entered[onwards]])
+        lines = np.concatenate([lines, turned], axis=1)
+    return edges, ids, torch.from_numpy(lines).to(edges.device)
 
 
 def _fake_multitree(line_edge_index: Tensor, num_states: int) -> Tensor:

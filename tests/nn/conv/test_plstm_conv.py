@@ -57,7 +57,11 @@ def test_formula_on_random_graphs(graph: Graph):
     edge_index, num_nodes = graph
     x = torch.randn(num_nodes, 3, dtype=torch.double)
     attr = torch.randn(edge_index.size(1), 1, dtype=torch.double)
-    for options in ({"order": "order"}, {"order": "bfs", "mode": "D"}):
+    for options in (
+        {"order": "order"},
+        {"order": "bfs", "mode": "D"},
+        {"order": "degree", "turns": False},
+    ):
         conv = make_conv(3, 4, 2, edge_dim=1, **options).double()
         assert_near(conv(x, edge_index, attr), formula(conv, x, [(edge_index, attr)]))
 
@@ -117,6 +121,30 @@ def test_diamond_by_hand():
     assert_near(out, torch.tensor([*first, *whole, end]) * torch.tensor(x), 1e-6)
 
 
+def test_tree_by_hand():
+    """1, 2 and 3 around 0, and 4 next to 3: D carries along the only path."""
+    x = [0.02, 0.01, 0.03, 0.015, 0.04]
+    edge_index = to_undirected(torch.tensor([[0, 0, 0, 3], [1, 2, 3, 4]]))
+    written = [z**2 for z in x]
+    everybody = [w / 2 + (sum(written) - w) / 8 for w in written]
+    out = readings(plain(mode="D", order="bfs"), x, edge_index)
+    assert_near(out, torch.tensor(everybody) * torch.tensor(x), 1e-6)
+    # P divides what comes to 0 among its neighbours.
+    a, b, c, d, e = written
+    shared = [a / 2 + (b + c + d + e) / 8,
+              b / 2 + a / 8 + (c + d + e) / 24,
+              c / 2 + a / 8 + (b + d + e) / 24,
+              d / 2 + (a + e) / 8 + (b + c) / 24,
+              e / 2 + (a + d) / 8 + (b + c) / 24]  # fmt: skip
+    out = readings(plain(mode="P", order="bfs"), x, edge_index)
+    assert_near(out, torch.tensor(shared) * torch.tensor(x), 1e-6)
+    # Without turns, 1 hears nobody but 0, which it follows.
+    related = [a / 2 + (b + c + d + e) / 8, b / 2 + a / 8, c / 2 + a / 8,
+               d / 2 + (a + e) / 8, e / 2 + (a + d) / 8]  # fmt: skip
+    out = readings(plain(mode="D", order="bfs", turns=False), x, edge_index)
+    assert_near(out, torch.tensor(related) * torch.tensor(x), 1e-6)
+
+
 @pytest.mark.parametrize("mode", ["P", "D"])
 def test_given_line_graph(mode):
     conv = make_conv(IN, OUT, 2, mode, num_dags=2).double()
@@ -162,7 +190,7 @@ def test_masks_scale_states(options):
     set_masks(conv, mask, edge_index, apply_sigmoid=False)
     out = conv(x, edge_index)
     clear_masks(conv)
-    expected = formula(conv, x, graphs, mask=[mask] if conv.order is None else mask)
+    expected = formula(conv, x, graphs, mask=mask)
     assert_near(out, expected)
     assert not torch.allclose(out, bare)
     assert conv(x, edge_index).equal(bare)
@@ -247,6 +275,11 @@ def test_bad_options(options, match):
     edge_index = torch.tensor(DAGS[0]).t()
     with pytest.raises(ValueError, match=match):
         PLSTMConv(IN, OUT, **options)(x, edge_index)
+
+
+def test_turns_are_a_flag():
+    with pytest.raises(TypeError, match="'turns' must be True or False, got 1"):
+        PLSTMConv(IN, OUT, order="bfs", turns=1)
 
 
 def test_bad_inputs():

@@ -254,6 +254,26 @@ def test_bound_of_p(monkeypatch, order, normalization, tracking):
     assert total.max() > 0.9
 
 
+@pytest.mark.parametrize("normalization", ["column", "row"])
+def test_bound_of_p_with_turns(monkeypatch, normalization):
+    """It holds for each of the two DAGs that an edge leads to, or is entered from."""
+    conv = wild(order="order", normalization=normalization)
+    edge_index = deep_dag()[:, :500]
+    edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+    _, transition, *_, edges, line = gates(
+        monkeypatch, conv, torch.randn(DEPTH, 4), edge_index
+    )[:6]
+    down = (edges[0] < edges[1]).long()
+    turns = down[line[0]] < down[line[1]]
+    assert 100 < turns.sum() < turns.numel() - 100
+    assert not (down[line[0]] > down[line[1]]).any()
+    side = 0 if normalization == "column" else 1
+    key = 2 * line[side] + down[line[1 - side]]
+    total = torch.zeros(2 * edges.size(1), 2).index_add(0, key, transition.abs())
+    assert total.max() <= 1 + 1e-5
+    assert total.max() > 0.9
+
+
 @pytest.mark.parametrize("tracking", [1, 3])
 def test_bound_of_d(monkeypatch, tracking):
     conv = wild(mode="D", order="order", tracking=tracking)
@@ -301,3 +321,21 @@ def test_layer_at_its_bounds(make, options, dtype):
     # The last node hears the first one, over its own thousand.
     assert x.grad[0].abs().max() > 1e-6 * x.grad.abs().max()
     assert all(p.grad.isfinite().all() for p in conv.parameters())
+
+
+@pytest.mark.parametrize("mode", ["P", "D"])
+def test_turns_carry_far(mode):
+    """From one end of a path of a thousand nodes to the other, by way of its middle."""
+    conv = PLSTMConv(8, 8, heads=2, mode=mode, order="bfs")
+    order = torch.cat([torch.arange(DEPTH - 1, 0, -2), torch.arange(0, DEPTH, 2)])
+    edge_index = order[path()]
+    edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+    x = torch.randn(DEPTH, 8, requires_grad=True)
+    out = conv(x, edge_index)
+    first, last = int(order[0]), int(order[-1])
+    assert 0 not in (first, last)  # where the search begins
+    (grad,) = torch.autograd.grad(out[last].square().sum(), x)
+    assert grad[first].abs().max() > 1e-6 * grad.abs().max()
+    conv.turns = False
+    (grad,) = torch.autograd.grad(conv(x, edge_index)[last].square().sum(), x)
+    assert not grad[first].any()

@@ -32,7 +32,7 @@ FUNCTIONS = {
     "k_hop_index": partial(k_hop_index, k=2, self_loops=False),
     "line_graph": line_graph,
     "multitree": multitree,
-    "ordered_dags": partial(ordered_dags, order="bfs"),
+    "ordered_dags": partial(ordered_dags, order="bfs", turns=True),
     **{f"{x}_order": partial(node_order, order=x) for x in ("order", "degree", "bfs")},
     **WITH_BATCH,
 }

@@ -5,9 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Graph, batches, dags, graphs
 from torch import Tensor
+from torch_geometric.utils import to_undirected
 
-from pyg_chimera.ops import CycleError, line_graph, multitree
+from pyg_chimera.ops import CycleError, line_graph, multitree, node_order
 from pyg_chimera.ops.structure import LineGraph, find_cycle, topological_rank
+from pyg_chimera.ops.structure.line_graph import OrderedDAGs, ordered_dags
 
 
 def naive_lines(edge_index: Tensor) -> list[tuple[int, int]]:
@@ -247,6 +249,73 @@ def test_ten_thousand_edges():
     keeps = torch.zeros_like(has)
     keeps[entered[kept]] = True
     assert keeps.equal(has)
+
+
+ORDERS = ("order", "degree", "bfs")
+
+
+@given(graphs(max_nodes=7, max_edges=14), st.sampled_from(ORDERS), st.booleans())
+def test_ordered_dags_are_the_definition(graph: Graph, order: str, turns: bool):
+    edge_index, num_nodes = graph
+    place = node_order(edge_index, num_nodes, order).tolist()
+    out = ordered_dags(edge_index, num_nodes, order, turns)
+    edges = edge_index.t().tolist()
+    assert out.edge_id.tolist() == [e for e, (u, w) in enumerate(edges) if u != w]
+    edges = [edges[e] for e in out.edge_id.tolist()]
+    dag = [int(place[u] > place[w]) for u, w in edges]
+    ends = [(2 * u + d, 2 * w + d) for (u, w), d in zip(edges, dag, strict=True)]
+    assert out.edge_index.t().tolist() == [list(end) for end in ends]
+
+    def joined(a: int, b: int) -> bool:
+        if edges[a][1] != edges[b][0]:
+            return False
+        turned = dag[a] == 1 and dag[b] == 0 and edges[a][0] != edges[b][1]
+        return dag[a] == dag[b] or (turns and turned)
+
+    numbers = range(len(edges))
+    expected = [(a, b) for a in numbers for b in numbers if joined(a, b)]
+    lines = out.line_edge_index.t().tolist()
+    assert sorted(map(tuple, lines)) == expected
+    assert find_cycle(out.line_edge_index, len(edges)) is None
+
+
+def paths_between_nodes(out: OrderedDAGs, num_nodes: int) -> np.ndarray:
+    """How many paths lead from node j (column) to another node i (row)."""
+    begin, end = (x.numpy() // 2 for x in out.edge_index)
+    paths = num_paths(out.line_edge_index, begin.size)
+    first, last = np.eye(num_nodes)[begin], np.eye(num_nodes)[end]
+    return last.T @ paths @ first
+
+
+@given(st.data())
+def test_turns_join_all_nodes(data: st.DataObject):
+    num_nodes = data.draw(st.integers(1, 12))
+    parents = [data.draw(st.integers(0, i)) for i in range(num_nodes - 1)]
+    tree = torch.tensor([parents, list(range(1, num_nodes))]).view(2, -1).long()
+    name = torch.tensor(data.draw(st.permutations(range(num_nodes))))
+    tree = to_undirected(name[tree], num_nodes=num_nodes)
+    others = 1 - np.eye(num_nodes)
+    # Any two nodes of a tree, by the only path between them.
+    found = paths_between_nodes(ordered_dags(tree, num_nodes, "bfs", True), num_nodes)
+    assert (found * others == others).all()
+    # Without turns, only ancestors and descendants, of the first node all others.
+    found = paths_between_nodes(ordered_dags(tree, num_nodes, "bfs", False), num_nodes)
+    assert (found * others <= others).all()
+    assert found[0, 1:].all()
+    assert found[1:, 0].all()
+    # With further edges by one path or more.
+    more = torch.randint(num_nodes, (2, num_nodes))
+    graph = to_undirected(torch.cat([tree, more], dim=1), num_nodes=num_nodes)
+    found = paths_between_nodes(ordered_dags(graph, num_nodes, "bfs", True), num_nodes)
+    assert (found >= others).all()
+
+
+def test_leaves_of_a_star_hear_each_other_only_with_turns():
+    star = torch.tensor([[0, 0, 0, 1, 2, 3], [1, 2, 3, 0, 0, 0]])
+    for turns, expected in ((False, 0), (True, 1)):
+        found = paths_between_nodes(ordered_dags(star, 4, "bfs", turns), 4)
+        assert found[1, 2] == found[3, 1] == expected
+        assert found.diagonal().sum() == 0
 
 
 def test_cycle_of_states():

@@ -32,7 +32,7 @@ class Layer(torch.nn.Module):
         edge = x[edge_index[0]] * x[edge_index[1]]
         step = edge[lines[0]] * x[node] * kept
         edge = torch.zeros_like(edge).index_add(0, lines[1], step)
-        dags = ordered_dags(edge_index, x.size(0), "degree")
+        dags = ordered_dags(edge_index, x.size(0), "degree", True)
         edge = torch.tanh(edge[dags.edge_id])
         edge = edge.index_add(0, dags.line_edge_index[1], edge[dags.line_edge_index[0]])
         both = torch.zeros_like(x).index_add(0, dags.edge_index[1] // 2, edge)
@@ -93,7 +93,7 @@ def test_fake_tensors_have_the_right_types():
     structure = torch.ops.pyg_chimera
     for operator, args in [
         (structure.line_graph, (edge_index, 6)),
-        (structure.ordered_dags, (edge_index, 6, "bfs")),
+        (structure.ordered_dags, (edge_index, 6, "bfs", True)),
         (structure.multitree, (lines, edge_index.size(1))),
         (structure.node_order, (edge_index, 6, "bfs")),
         *(
