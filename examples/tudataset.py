@@ -224,9 +224,7 @@ def _build(
     def conv(index: int) -> Module:
         if name == "plstm":
             mode = "PD"[index % 2]
-            return PLSTMConv(
-                channels, heads=4, mode=mode, edge_dim=edges, order="order"
-            )
+            return PLSTMConv(channels, heads=4, mode=mode, edge_dim=edges, order="bfs")
         if name == "chimera":
             return ChimeraConv(channels, heads=4, state_channels=24, edge_dim=edges)
         if name == "gcn":

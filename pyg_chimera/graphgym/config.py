@@ -32,9 +32,10 @@ def chimera_cfg(cfg: CfgNode) -> None:
     cfg.chimera.mode = "P"
 
     # The order of nodes (GraphMamba), or that by which edges are directed (PLSTM), by
-    # name; null: the data have a 'node_score' (GraphMamba) or are DAGs (PLSTM).
-    # GraphMamba uses a 'node_score' of the data, if present, in place of any order.
-    cfg.chimera.order = "degree"
+    # name; 'auto': 'degree' (GraphMamba) or 'bfs' (PLSTM); null: the data have a
+    # 'node_score' (GraphMamba) or are DAGs (PLSTM). GraphMamba uses a 'node_score' of
+    # the data, if present, in place of any order.
+    cfg.chimera.order = "auto"
 
     # GraphMamba: number of parts into which the nodes of each graph are divided.
     cfg.chimera.num_bins = 1

@@ -73,11 +73,14 @@ def make_mixer(
     mode = options.mode
     if index is not None and set(mode) == {"P", "D"}:
         mode = mode[index % len(mode)]
+    order = options.order
+    if order == "auto":
+        order = "bfs" if name == "PLSTM" else "degree"
     offered = {
         "heads": heads if options.heads is None else options.heads,
         "edge_dim": edge_dim,
         "mode": mode,
-        "order": options.order,
+        "order": order,
         "num_bins": options.num_bins,
         "num_eval_permutations": options.num_eval_permutations,
         "depth": 1 if index is None else index + 1,

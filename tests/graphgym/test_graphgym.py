@@ -175,6 +175,15 @@ def test_options_reach_the_mixers(load):
     }
 
 
+@pytest.mark.parametrize(
+    ("config", "order"), [("plstm_gps", "bfs"), ("graph_mamba_layer", "degree")]
+)
+def test_order_that_suits_the_mixer(load, config, order):
+    load(config, "chimera.order", "auto")
+    _, model = create()
+    assert {m.order for m in mixers(model)} == {order}
+
+
 def test_attention_knows_its_depth(load):
     """By which differential attention begins."""
     load("k_hop_attention_gps")
@@ -352,7 +361,7 @@ def test_a_new_configuration_has_the_group(gym):
 
     cfg = CfgNode()
     set_cfg(cfg)
-    assert cfg.chimera.order == "degree"
+    assert cfg.chimera.order == "auto"
     assert CfgNode.load_cfg(cfg.dump()).chimera == cfg.chimera
 
 
