@@ -26,6 +26,8 @@ What the paper leaves open is settled thus:
   networks are as wide as 300,000 parameters allow.
 * Graphs are pooled by a sum. In PROTEINS, the label depends on how large a graph is,
   which a mean does not tell.
+* Edges are directed by a breadth-first search, and signals turn (``turns`` of
+  ``PLSTMConv``), which joins all nodes of a graph.
 * The standard deviation is that of the folds, not of a sample (``ddof=0``).
 """
 

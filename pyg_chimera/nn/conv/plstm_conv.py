@@ -36,7 +36,7 @@ class _DAGs(NamedTuple):
     """All DAGs of a call as one graph: node v in DAG d of D is its node v * D + d."""
 
     edge_index: Tensor  # [2, E]
-    line_edge_index: Tensor  # [2, L]
+    line_edge_index: Tensor  # [2, L], turns between the DAGs included
     kept: Tensor | None  # [L], mask of a multitree, if its line edges are not selected
     edge_attr: Tensor | None  # [E, edge_dim]
     mask: Tensor | None  # [E, 1], an explainer's
@@ -63,7 +63,8 @@ class PLSTMConv(PLSTMBlock):
 
     * :obj:`"P"`, propagation: :math:`T_{e^{\prime} e} = g \, \alpha_e` with a softmax
       :math:`\alpha` over the edges of a DAG that leave a node, so that the sum of a
-      signal over all edges does not grow.
+      signal over the edges of a DAG does not grow (with :obj:`turns`, what turns is
+      added to the first DAG at each step).
     * :obj:`"D"`, distribution: :math:`T_{e^{\prime} e} = g`, on a part of the line
       graph in which at most one path joins any two edges
       (:func:`~pyg_chimera.ops.multitree`).
@@ -72,12 +73,12 @@ class PLSTMConv(PLSTMBlock):
     single DAG, a node is influenced by its ancestors only. Unless this is intended, add
     its reverse as a second DAG. Other graphs are divided into two DAGs by an
     :obj:`order` of their nodes. A signal that comes to a node from a later one then
-    also turns to other later ones, from the second DAG to the first, so that in an
-    undirected graph ordered by :obj:`"bfs"`, each node influences all others of its
-    component. The layer is a mixer: the residual connection, dropout
-    and a second, wider projection belong to the layer around it, such as
-    :class:`~pyg_chimera.nn.GPSLayer`. For images and sequences, there is
-    :class:`~pyg_chimera.nn.PLSTMGridConv`.
+    also turns to other later ones, from the second DAG to the first. In an undirected
+    graph ordered by :obj:`"bfs"`, each node thus influences all others of its component
+    (under :obj:`"D"`, on graphs with cycles, most of them). The layer is a mixer: the
+    residual connection, dropout and a second, wider projection belong to the layer
+    around it, such as :class:`~pyg_chimera.nn.GPSLayer`. For images and sequences,
+    there is :class:`~pyg_chimera.nn.PLSTMGridConv`.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -99,14 +100,14 @@ class PLSTMConv(PLSTMBlock):
             Self-loops are dropped. (default: :obj:`None`)
         turns (bool, optional): With :obj:`order`, whether signals turn from the second
             DAG to the first. If set to :obj:`False`, as in the paper, only ancestors
-            and descendants influence each other; in graphs where some nodes have very
-            many neighbours, it takes less time and memory, which otherwise grow with
-            the squares of these numbers. (default: :obj:`True`)
+            and descendants influence each other. Turns take time and memory for each
+            pair of later neighbours of a node, which are many if a hub comes early in
+            the order, as by :obj:`"bfs"`. (default: :obj:`True`)
         num_dags (int, optional): The number of DAGs with :obj:`order=None`.
             (default: :obj:`1`)
         normalization (str, optional): Under :obj:`"P"`: :obj:`"column"`, as above, or
             :obj:`"row"`, a softmax over the edges that enter a node, so that a signal's
-            largest state does not grow. (default: :obj:`"column"`)
+            largest state in a DAG does not grow. (default: :obj:`"column"`)
         tracking (int, optional): The number :math:`J` of components of a state,
             between which transitions rotate: :math:`\mathbf{T} = \alpha \mathbf{U} \,
             \textrm{diag}(\mathbf{g}) \, \mathbf{W}^{\top}` with

@@ -40,7 +40,7 @@ class PLSTMGridConv(PLSTMBlock):
       :math:`T(\cdot \rightarrow \textrm{down}) = g \, (1 - a)` with a decay :math:`g =
       \tanh(5 \cdot)` and an angle :math:`a = \sigma(\cdot)`, which is initially
       different for each head.
-    * :obj:`mode="D"`: :math:`T = g`, without turns from down to right.
+    * :obj:`mode="D"`: :math:`T = g`, and zero from down to right.
 
     No graph is built, and edges are not read. For edge features or state tracking on a
     grid, pass its four DAGs to :class:`~pyg_chimera.nn.PLSTMConv`.
@@ -257,7 +257,7 @@ class PLSTMGridConv(PLSTMBlock):
             shares = [angle, 1 - angle]  # of right and down, in [to, from]
             angle = torch.cat(shares, 2 if self.normalization == "column" else 3)
             transition = decay.view(V, D, 2, 2, H) * angle
-        else:  # no turn from down to right
+        else:  # nothing from down to right
             right, rest = decay.view(V, D, 3, H).split([1, 2], dim=2)
             transition = torch.cat([right, torch.zeros_like(right), rest], dim=2)
         return (

@@ -257,8 +257,7 @@ def stm_scan(
             :math:`[|\mathcal{V}|, H]`.
         edge_index (torch.Tensor): The edges of a DAG, in any order, integer
             :math:`[2, |\mathcal{E}|]`. Duplicates are separate states. It may hold
-            several DAGs over the same nodes, as long as no line edge leads from one to
-            another.
+            several DAGs over the same nodes, as long as the line edges form no cycle.
         line_edge_index (torch.Tensor): The line edges, integer
             :math:`[2, |\mathcal{L}|]`: all of :func:`line_graph`, or only some, such as
             those of a :func:`multitree`. Duplicates count.

@@ -304,10 +304,34 @@ def test_turns_join_all_nodes(data: st.DataObject):
     assert found[0, 1:].all()
     assert found[1:, 0].all()
     # With further edges by one path or more.
-    more = torch.randint(num_nodes, (2, num_nodes))
-    graph = to_undirected(torch.cat([tree, more], dim=1), num_nodes=num_nodes)
+    node = st.integers(0, num_nodes - 1)
+    more = torch.tensor(data.draw(st.lists(st.tuples(node, node), max_size=8)))
+    graph = torch.cat([tree, more.view(-1, 2).t().long()], dim=1)
+    graph = to_undirected(graph, num_nodes=num_nodes)
     found = paths_between_nodes(ordered_dags(graph, num_nodes, "bfs", True), num_nodes)
     assert (found >= others).all()
+
+
+def test_multitree_with_turns_joins_most():
+    torch.manual_seed(0)
+    joined = {False: 0.0, True: 0.0}
+    pairs = 0
+    for _ in range(100):
+        num_nodes = int(torch.randint(4, 12, ()))
+        child = torch.arange(1, num_nodes)
+        tree = torch.stack([(torch.rand(child.size(0)) * child).long(), child])
+        more = torch.randint(num_nodes, (2, num_nodes // 2))
+        graph = to_undirected(torch.cat([tree, more], dim=1), num_nodes=num_nodes)
+        others = 1 - np.eye(num_nodes)
+        pairs += int(others.sum())
+        for turns in joined:
+            out = ordered_dags(graph, num_nodes, "bfs", turns)
+            kept = multitree(out.line_edge_index, out.edge_index.size(1))
+            out = out._replace(line_edge_index=out.line_edge_index[:, kept])
+            found = paths_between_nodes(out, num_nodes)
+            joined[turns] += float(((found > 0) * others).sum())
+    assert joined[False] < 0.75 * pairs
+    assert 0.9 * pairs < joined[True] < pairs  # on some graphs with cycles, not all
 
 
 def test_leaves_of_a_star_hear_each_other_only_with_turns():
