@@ -122,8 +122,9 @@ class PLSTMConv(PLSTMBlock):
             initially the same everywhere)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps,
             divided evenly among the heads on a log scale, as in
-            :class:`~pyg_chimera.nn.ChimeraDAGConv`, such as :obj:`(4, 64)` for
-            sequences. (default: :obj:`None`, nothing decays at first, as in the paper)
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`. With :obj:`None`, nothing decays at
+            first, as in the paper, and learning to tell near from far takes longer.
+            (default: :obj:`(4, 64)`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
             always have one. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
@@ -174,7 +175,7 @@ class PLSTMConv(PLSTMBlock):
         tracking: int = 1,
         gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
         gate_std: float = 0.0,
-        reach: tuple[float, float] | None = None,
+        reach: tuple[float, float] | None = (4.0, 64.0),
         bias: bool = True,
         form: str = "auto",
         backend: str = "auto",

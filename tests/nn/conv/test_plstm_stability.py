@@ -326,7 +326,7 @@ def test_layer_at_its_bounds(make, options, dtype):
 @pytest.mark.parametrize("mode", ["P", "D"])
 def test_turns_carry_far(mode):
     """From one end of a path of a thousand nodes to the other, by way of its middle."""
-    conv = PLSTMConv(8, 8, heads=2, mode=mode, order="bfs")
+    conv = PLSTMConv(8, 8, heads=2, mode=mode, order="bfs", reach=None)
     order = torch.cat([torch.arange(DEPTH - 1, 0, -2), torch.arange(0, DEPTH, 2)])
     edge_index = order[path()]
     edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
