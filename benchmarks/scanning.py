@@ -524,7 +524,10 @@ def layer(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
         mode, *way = kind.split()
         backend = "torch" if way == ["torch"] else "auto"
         form = "state" if way == ["torch"] else "auto"
-        make = PLSTMGridConv if on_grids else partial(PLSTMConv, order="order")
+        # Transitions near one: gradients through the steep part of tanh, at gates as
+        # random as those below, are rounded more than is allowed in float32.
+        make = partial(PLSTMConv, order="order", reach=None)
+        make = PLSTMGridConv if on_grids else make
         make = partial(make, mode=mode)
         if mode == "chimera":
             make = partial(ChimeraGridConv, state_channels=CHANNELS // HEADS)

@@ -186,7 +186,7 @@ def test_recipes_of_chimera_stay_below_500k_parameters(preset, name):
     assert 300_000 < count_parameters(lrgb.build_model(args)) < 500_000
 
 
-@pytest.mark.parametrize("preset", ["released", "paper", "short", "long", "demo"])
+@pytest.mark.parametrize("preset", [x for x in lrgb.PRESETS if x != "smoke"])
 @pytest.mark.parametrize("name", lrgb.MODELS[1:])
 def test_models_have_the_same_size(preset, name):
     argv = ("--preset", preset, "--dataset", "peptides-func")
@@ -201,9 +201,9 @@ def test_models_have_the_same_size(preset, name):
 
 @pytest.mark.parametrize("name", lrgb.MODELS)
 def test_edges_are_encoded_where_they_are_read(name):
-    for preset, conv in (("short", "gatedgcn"), ("long", "gcn")):
+    for preset, conv in (("short", "gatedgcn"), ("long", "gcn"), ("stem", "gine")):
         args = get_args(lrgb, "--preset", preset, "--model", name)
-        reads = name in ("chimera", "plstm", "gatedgcn") or conv == "gatedgcn"
+        reads = name in ("chimera", "plstm", "gatedgcn") or conv != "gcn"
         encoder = lrgb.build_model(args).edge_encoder
         assert (encoder is not None) == (reads and name != "gcn")
 
@@ -211,17 +211,30 @@ def test_edges_are_encoded_where_they_are_read(name):
 @pytest.mark.parametrize("preset", lrgb.PRESETS)
 def test_norms_and_depth_are_those_of_the_recipe(preset):
     argv = ("--smoke",) if preset == "smoke" else ("--preset", preset)
-    own = preset in ("short", "long", "demo")
-    deep = 8 if preset in ("short", "long") else None
+    own = preset in ("short", "long", "stem", "demo")
+    deep = {"short": 8, "long": 8, "stem": 6}.get(preset)
     for name, depth in (("chimera", None), ("gcn", deep)):
         args = get_args(lrgb, *argv, "--dataset", "peptides-func", "--model", name)
         model = lrgb.build_model(args)
         kind = "BatchNorm" if own else "LayerNorm"
-        norms = model.layers[0].norms.values()
+        norms = model.layers[-1].norms.values()
         assert {type(x.norm).__name__ for x in norms} == {kind}
-        kind = "BatchNorm" if own else "Identity"
+        kind = "BatchNorm" if own and preset != "stem" else "Identity"
         assert {type(x).__name__ for x in model.mlp.norms} == {kind}
-        assert len(model.layers) == (depth or args.num_layers)
+        assert len(model.layers) == (depth or args.num_layers + args.stem_layers)
+
+
+@pytest.mark.parametrize("name", lrgb.MODELS)
+def test_a_stem_comes_before_all_mixers(name):
+    args = get_args(lrgb, "--preset", "stem", "--model", name)
+    *stem, last = lrgb.build_model(args).layers
+    if name in ("gcn", "gatedgcn"):
+        assert all(layer.conv is not None and layer.mixer is None for layer in stem)
+        return
+    assert [type(layer[0]).__name__ for layer in stem] == ["GINEConv"] * 3
+    assert last.conv is None
+    assert last.mlp is None
+    assert last.mixer is not None
 
 
 @pytest.mark.parametrize("name", lrgb.MODELS)
