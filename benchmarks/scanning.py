@@ -526,9 +526,8 @@ def layer(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
         form = "state" if way == ["torch"] else "auto"
         # Transitions near one: gradients through the steep part of tanh, at gates as
         # random as those below, are rounded more than is allowed in float32.
-        make = partial(PLSTMConv, order="order", reach=None)
-        make = PLSTMGridConv if on_grids else make
-        make = partial(make, mode=mode)
+        on_graphs = partial(PLSTMConv, order="order", reach=None)
+        make = partial(PLSTMGridConv if on_grids else on_graphs, mode=mode)
         if mode == "chimera":
             make = partial(ChimeraGridConv, state_channels=CHANNELS // HEADS)
         module = make(CHANNELS, heads=HEADS, form=form, backend=backend)
