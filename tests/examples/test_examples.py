@@ -227,14 +227,32 @@ def test_norms_and_depth_are_those_of_the_recipe(preset):
 @pytest.mark.parametrize("name", lrgb.MODELS)
 def test_a_stem_comes_before_all_mixers(name):
     args = get_args(lrgb, "--preset", "stem", "--model", name)
-    *stem, last = lrgb.build_model(args).layers
+    layers = lrgb.build_model(args).layers
     if name in ("gcn", "gatedgcn"):
-        assert all(layer.conv is not None and layer.mixer is None for layer in stem)
+        assert all(layer.conv is not None and layer.mixer is None for layer in layers)
         return
-    assert [type(layer[0]).__name__ for layer in stem] == ["GINEConv"] * 3
-    assert last.conv is None
-    assert last.mlp is None
-    assert last.mixer is not None
+    assert [type(layer[0]).__name__ for layer in layers[:3]] == ["GINEConv"] * 3
+    assert len(layers) == (3 if name == "none" else 4)
+    for last in layers[3:]:
+        assert last.conv is None
+        assert last.mlp is None
+        assert last.mixer is not None
+
+
+def test_none_has_the_local_layers_alone():
+    for preset, depth in (("short", 3), ("demo", 3)):
+        args = get_args(lrgb, "--preset", preset, "--model", "none")
+        layers = lrgb.build_model(args).layers
+        assert len(layers) == depth
+        assert all(layer.conv is not None and layer.mixer is None for layer in layers)
+
+
+@pytest.mark.parametrize("preset", lrgb.PRESETS)
+def test_the_head_has_the_dropout_of_the_recipe(preset):
+    argv = ("--smoke",) if preset == "smoke" else ("--preset", preset)
+    head = lrgb.build_model(get_args(lrgb, *argv)).mlp
+    expected = [0.2 if preset == "stem" else 0.0] * (head.num_layers - 1)
+    assert head.dropout == [*expected, 0.0]
 
 
 @pytest.mark.parametrize("name", lrgb.MODELS)
