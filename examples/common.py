@@ -35,6 +35,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import cycle
 from math import cos, inf, isnan, pi
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, NoReturn
@@ -203,6 +204,12 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _other(then: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What a run was started with, where that is not what is asked for now."""
+    names = [k for k in sorted({*then, *now}) if then.get(k) != now.get(k)]
+    return ", ".join(f"{name} {then.get(name)!r}" for name in names)
+
+
 def open_run(args: Namespace) -> dict[str, Any]:
     """Checks that a run can be written, before there is any work to lose.
 
@@ -227,9 +234,7 @@ def open_run(args: Namespace) -> dict[str, Any]:
     if args.resume:
         before = read_run(args.out)
         then, now = before["config"], results["config"]
-        other = [k for k in sorted({*then, *now}) if then.get(k) != now.get(k)]
-        if other:
-            was = ", ".join(f"{name} {then.get(name)!r}" for name in other)
+        if was := _other(then, now):
             refuse(f"--resume: the run in {args.out} has {was}")
         if before["processes"] != WORLD:  # batches, and their norms, would differ
             refuse(
@@ -239,9 +244,14 @@ def open_run(args: Namespace) -> dict[str, Any]:
         return before | results
     if RANK == 0:
         if found and not args.overwrite:
+            was = ""
+            if RESULTS in found:
+                was = _other(read_run(args.out).get("config", {}), results["config"])
+            what = f"another run, with {was}: pass" if was else (
+                "a run: pass --resume to go on with it,"
+            )  # fmt: skip
             refuse(
-                f"{args.out} holds a run: pass --resume to go on with it, --overwrite "
-                "to replace it, or another --out"
+                f"{args.out} holds {what} --overwrite to replace it, or another --out"
             )
         args.out.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=args.out) as probe:
@@ -300,13 +310,15 @@ def match_size(build: Callable[[int], Module], target: int, widths: range) -> in
 class Task(NamedTuple):
     """How to interpret a model's output: the loss, a mean over the batch; metrics by
     name, the first of which selects the best epoch; and the arguments of their
-    ``update``. ``mode`` is ``"max"`` if more is better, otherwise ``"min"``.
+    ``update``. ``mode`` is ``"max"`` if more is better, otherwise ``"min"``. ``weight``
+    is that of a batch in the mean loss of an epoch.
     """
 
     loss: Callable[[Tensor, Batch], Tensor]
     metrics: dict[str, Metric]
     rows: Callable[[Tensor, Batch], dict[str, tuple[Tensor, ...]]]
     mode: str = "max"
+    weight: Callable[[Batch], int] = attrgetter("num_graphs")
 
 
 class Run(LightningModule):
@@ -401,14 +413,14 @@ class Run(LightningModule):
                 f"the loss is {float(loss)} in epoch {self.current_epoch + 1}: try a "
                 "smaller --lr"
             )
-        self.train_loss.update(loss.detach(), batch.num_graphs)
+        self.train_loss.update(loss.detach(), self.task.weight(batch))
         self.log("train_loss", self.train_loss, on_step=False, on_epoch=True)
         return loss
 
     def evaluate(self, batch: Batch, split: str) -> None:
         self.obey()
         out = self.model(**self.model.inputs(batch))
-        rows = {"loss": (self.task.loss(out, batch), batch.num_graphs)}
+        rows = {"loss": (self.task.loss(out, batch), self.task.weight(batch))}
         for name, row in (rows | self.task.rows(out.float(), batch)).items():
             self.metrics[name].update(*row)
             self.log(f"{split}_{name}", self.metrics[name])

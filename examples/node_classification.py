@@ -234,7 +234,8 @@ def get_task(num_classes: int) -> Task:
     metric = BinaryAUROC() if num_classes == 2 else MulticlassAccuracy(
         num_classes, average="micro"
     )  # fmt: skip
-    return Task(loss, {name: metric}, rows)
+    # Clusters have different numbers of such nodes, some perhaps none.
+    return Task(loss, {name: metric}, rows, weight=lambda batch: int(batch.mask.sum()))
 
 
 # Runs ----------------------------------------------------------------------------
@@ -243,7 +244,9 @@ def get_task(num_classes: int) -> Task:
 def build_model(
     args: Namespace, name: str, in_channels: int, num_classes: int
 ) -> GraphModel:
-    """Layers of GraphSAGE next to one of the mixers; or of ``sage``, ``gcn`` alone."""
+    """Layers of GraphSAGE, each followed by a mixer (``gps``: beside attention), or of
+    ``sage`` or ``gcn`` alone.
+    """
     channels, dropout = args.channels, 0.2
 
     def mixer() -> torch.nn.Module:

@@ -942,6 +942,25 @@ def test_node_classification(tmp_path):
             )
 
 
+def test_nodes_count_alike_in_the_loss():
+    task = node_classification.get_task(3)
+    masks = [[True, True, True], [False, False, True], [False, False, False]]
+    out, y = torch.randn(9, 3), torch.tensor([0, 1, 2] * 3)
+    parts = [
+        Batch.from_data_list([Data(y=y[:3], mask=torch.tensor(mask), num_nodes=3)])
+        for mask in masks
+    ]
+    weights = [task.weight(part) for part in parts]
+    assert weights == [3, 1, 0]
+    losses = [
+        task.loss(rows, part) for rows, part in zip(out.split(3), parts, strict=True)
+    ]
+    mean = sum(w * loss for w, loss in zip(weights, losses, strict=True)) / 4
+    keep = torch.tensor(masks).flatten()
+    expected = torch.nn.functional.cross_entropy(out[keep], y[keep])
+    torch.testing.assert_close(mean, expected)
+
+
 def heterophilous(root: Path, name: str, num_classes: int) -> None:
     """A file as it is published, of a small graph."""
     generator = np.random.default_rng(0)

@@ -410,12 +410,13 @@ def test_recorded_commands_hold_no_absolute_paths(tmp_path, monkeypatch):
 def test_nothing_is_overwritten_by_accident(straight, tmp_path, refused):
     run(tmp_path, "--epochs", "1")
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert "holds a run: pass --resume" in refused(run, tmp_path, "--epochs", "1")
     for argv in ([], ["--smoke"], ["--epochs", "2"], ["--seed", "1"]):
-        assert "holds a run: pass --resume" in refused(run, tmp_path, *argv)
+        assert "holds another run, with epochs 1" in refused(run, tmp_path, *argv)
     for name in before:  # even a single file may be what matters
         for path in before:
             path.unlink() if path != name else None
-        assert "holds a run" in refused(run, tmp_path)
+        assert "holds a run" in refused(run, tmp_path, "--epochs", "1")
         for path, content in before.items():
             path.write_bytes(content)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -107,7 +107,8 @@ class PLSTMConv(PLSTMBlock):
             (default: :obj:`1`)
         normalization (str, optional): Under :obj:`"P"`: :obj:`"column"`, as above, or
             :obj:`"row"`, a softmax over the edges that enter a node, so that a signal's
-            largest state in a DAG does not grow. (default: :obj:`"column"`)
+            largest state in a DAG does not grow. :obj:`"D"` has no normalization.
+            (default: :obj:`"column"`)
         tracking (int, optional): The number :math:`J` of components of a state,
             between which transitions rotate: :math:`\mathbf{T} = \alpha \mathbf{U} \,
             \textrm{diag}(\mathbf{g}) \, \mathbf{W}^{\top}` with

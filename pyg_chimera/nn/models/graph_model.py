@@ -102,8 +102,9 @@ class GraphModel(torch.nn.Module):
     r"""A complete graph neural network: an encoder of nodes (and edges), a stack of
     layers of equal width, and a head for graphs, nodes or pairs of nodes.
 
-    The recipe that the authors of `"Chimera: State Space Models Beyond Sequences"
-    <https://arxiv.org/abs/2510.12111>`_ released for peptides is
+    A model of molecules, of the depth, width and arrangement that the authors of
+    `"Chimera: State Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_
+    released for peptides:
 
     .. code-block:: python
 
@@ -127,6 +128,7 @@ class GraphModel(torch.nn.Module):
             num_layers=8,
             edge_dim=get_bond_feature_dims(),
             head_layers=4,
+            norm="layer_norm",
             act="gelu",
         )
         out = model(**model.inputs(data))
