@@ -49,7 +49,6 @@ from common import (
     positive_int,
     summarize,
 )
-from ogb.nodeproppred import PygNodePropPredDataset
 from torch import Tensor
 from torch.utils.data import Dataset
 from torch_geometric import seed_everything
@@ -125,6 +124,8 @@ def load_graph(args: Namespace) -> Data:
     if args.dataset == "generated":
         return make_field(args.side)
     if args.dataset == "ogbn-arxiv":
+        from ogb.nodeproppred import PygNodePropPredDataset  # from the extra "examples"
+
         # The file contains these classes, which torch loads only if they are allowed.
         with torch.serialization.safe_globals(
             [DataEdgeAttr, DataTensorAttr, GlobalStorage]
