@@ -62,7 +62,7 @@ RELEASED: dict[str, Any] = dict(
     conv="gatedgcn", arrangement="sequential", norm_first=True,
     norm="layer_norm", head_layers=4, head_norm=None,
     normalization="released", initial="paper", local_layers=None, walk_length=None,
-    stem_layers=0, head_dropout=0.0,
+    stem_layers=0,
 )  # fmt: skip
 #: Table 11 of the paper.
 PAPER = RELEASED | dict(
@@ -89,7 +89,7 @@ LONG = SHORT | dict(
 STEM = LONG | dict(
     epochs=50, batch_size=16, lr=1e-3, warmup_epochs=5, weight_decay=0.0,
     stem_layers=3, num_layers=1, channels=192, conv="gine", head_norm=None,
-    walk_length=32, local_layers=6, head_dropout=0.2,
+    walk_length=32, local_layers=6,
 )  # fmt: skip
 #: Learns within two minutes on two cores.
 DEMO = RELEASED | dict(
@@ -263,7 +263,6 @@ def build_model(args: Namespace) -> GraphModel:
         encodings=encodings,
         head_layers=args.head_layers,
         head_norm=args.head_norm,
-        dropout=args.head_dropout,
         norm=args.norm if args.norm_first else None,
         act=args.act,
         structure={"rank": "elimination_rank"} if args.model == "chimera" else None,
