@@ -244,12 +244,11 @@ def open_run(args: Namespace) -> dict[str, Any]:
         return before | results
     if RANK == 0:
         if found and not args.overwrite:
-            was = ""
+            what = "a run: pass --resume to go on with it,"
             if RESULTS in found:
-                was = _other(read_run(args.out).get("config", {}), results["config"])
-            what = f"another run, with {was}: pass" if was else (
-                "a run: pass --resume to go on with it,"
-            )  # fmt: skip
+                then = read_run(args.out).get("config", {})
+                if was := _other(then, results["config"]):
+                    what = f"another run, with {was}: pass"
             refuse(
                 f"{args.out} holds {what} --overwrite to replace it, or another --out"
             )

@@ -240,10 +240,10 @@ def test_a_stem_comes_before_all_mixers(name):
 
 
 def test_none_has_the_local_layers_alone():
-    for preset, depth in (("short", 3), ("demo", 3)):
+    for preset in ("short", "demo"):
         args = get_args(lrgb, "--preset", preset, "--model", "none")
         layers = lrgb.build_model(args).layers
-        assert len(layers) == depth
+        assert len(layers) == 3
         assert all(layer.conv is not None and layer.mixer is None for layer in layers)
 
 
