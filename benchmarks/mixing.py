@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from options import add_options, settle
 from overhead import dataset_time, first_calls, new_graphs, structure_times
-from report import plot, report, targets
+from report import Figures, draw_layers, run, verdicts
 from steps import (
     Pilot,
     Step,
@@ -33,7 +33,7 @@ from steps import (
     pilots,
     time_rows,
 )
-from timing import Rounds, Timing, interleave, machine, show, write_json
+from timing import Rounds, Timing, interleave, show
 from torch import Tensor
 from torch_geometric.nn import GPSConv
 from torch_geometric.utils import to_dense_adj, to_dense_batch
@@ -44,6 +44,12 @@ from pyg_chimera.nn.conv import chimera_conv
 
 CHANNELS, HEADS, STATE_CHANNELS = 64, 2, 96
 PARTS = ("peptides", "planar", "filling", "dataset", "first-call")
+INVERSES = (
+    "float64 inverse by graph",
+    "float64 inverse, padded",
+    "float64 inverse of all",
+    "float64 reference",
+)
 
 
 # Cases -------------------------------------------------------------------------
@@ -302,6 +308,48 @@ def measure_layers(args: Namespace) -> dict[str, Any]:
     return results | {"structure": structure}
 
 
+def measure(args: Namespace) -> dict[str, Any]:
+    """All that was asked for."""
+    results = measure_layers(args) | {"dataset": None, "first_call": []}
+    if "dataset" in args.only:
+        results["dataset"] = dataset_time(args.root, args.smoke)
+    if "first-call" in args.only:
+        sizes = (CHANNELS, HEADS, STATE_CHANNELS)
+        results["first_call"] = first_calls(sizes, args.device, args.smoke)
+    return results
+
+
+def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """The targets for mixing layers, with measured values."""
+    at_most: Figures = {}
+    at_least: Figures = {}
+    rows = [row for row in results["layers"] if row["workload"].endswith("batch of 64")]
+    by_auto = {row["case"]: row.get("by_auto") for row in rows}
+    medians = {row["case"]: row["total"]["median"] for row in rows if "total" in row}
+    attention = by_auto.get("GPSConv multihead")
+    by_attention = None if attention is None else 1 / attention
+    at_most["batch of 64: auto / GPSConv multihead"] = 0.6, by_attention
+    both = [medians.get(name) for name in ("GatedDeltaConv", "GPSConv multihead")]
+    delta = both[0] / both[1] if all(both) else None  # "auto" may not have been run
+    at_most["batch of 64: GatedDeltaConv / GPSConv multihead"] = 1, delta
+    for name in INVERSES:
+        at_least[f"batch of 64: {name} / auto"] = 100, by_auto.get(name)
+    steps = {row["from"]: row for row in results["growth"] if row["case"] == "auto"}
+    for nodes in (1024, 4096):
+        step = steps.get(nodes, {"time": None, "memory": None})
+        text = f"planar, {nodes:,} -> {4 * nodes:,} nodes: auto, growth of"
+        at_most[f"{text} time"] = 6, step["time"]
+        at_most[f"{text} memory"] = 5, step["memory"]
+    errors = [row["worst"] for row in results["errors"]]
+    at_most["largest relative error"] = 1e-5, max(errors, default=None)
+    calls = [row["total"] for row in results["first_call"]]
+    at_most["first call, forward and backward, s"] = 2, max(calls, default=None)
+    dataset = results["dataset"] or {"graphs": 0}
+    whole = dataset["seconds"] if dataset["graphs"] == 15_535 else None
+    at_most["structure of all 15,535 Peptides-func graphs, s"] = 30, whole
+    return verdicts(at_most, at_least)
+
+
 def parse(argv: list[str] | None = None) -> Namespace:
     parser = ArgumentParser(
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
@@ -320,28 +368,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
 
 
 def main() -> None:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    for name in set(CASES) - set(args.cases):
-        del CASES[name]
-    results: dict[str, Any] = {"machine": machine(args.device)}
     settings = ("only", "cases", "nodes", "device", "threads", "repeats", "limit")
-    results["settings"] = {name: getattr(args, name) for name in settings}
-    results |= measure_layers(args)
-    results |= {"dataset": None, "first_call": []}
-    if "dataset" in args.only:
-        results["dataset"] = dataset_time(args.root, args.smoke)
-    if "first-call" in args.only:
-        sizes = (CHANNELS, HEADS, STATE_CHANNELS)
-        results["first_call"] = first_calls(sizes, args.device, args.smoke)
-    results["targets"] = targets(results)
-    show("")
-    print(report(results))
-    write_json(args.out, results)
-    print(f"\nWritten: {args.out}")
-    if results["layers"]:
-        plot(results["layers"], args.out.with_suffix(".png"))
-        print("and a plot beside it.")
+    run(parse(), CASES, settings, measure, targets, draw_layers)
 
 
 if __name__ == "__main__":

@@ -1,53 +1,55 @@
-"""Reports of benchmarks: tables, targets and a plot."""
+"""Runs of benchmarks, and their reports: tables, targets and a plot."""
 
 import os
+from argparse import Namespace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from timing import table
+import torch
+from timing import machine, show, table, write_json
 
-__all__ = ["plot", "report", "targets", "verdicts"]
+__all__ = ["draw_layers", "plot", "report", "run", "verdicts"]
 
-INVERSES = (
-    "float64 inverse by graph",
-    "float64 inverse, padded",
-    "float64 inverse of all",
-    "float64 reference",
-)
 #: Bounds and measured values, by description.
 Figures = dict[str, tuple[float, float | None]]
 VERDICTS = {None: "not measured", True: "reached", False: "MISSED"}
 
 
-def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets for mixing layers, with measured values."""
-    at_most: Figures = {}
-    at_least: Figures = {}
-    rows = [row for row in results["layers"] if row["workload"].endswith("batch of 64")]
-    by_auto = {row["case"]: row.get("by_auto") for row in rows}
-    medians = {row["case"]: row["total"]["median"] for row in rows if "total" in row}
-    attention = by_auto.get("GPSConv multihead")
-    by_attention = None if attention is None else 1 / attention
-    at_most["batch of 64: auto / GPSConv multihead"] = 0.6, by_attention
-    both = [medians.get(name) for name in ("GatedDeltaConv", "GPSConv multihead")]
-    delta = both[0] / both[1] if all(both) else None  # "auto" may not have been run
-    at_most["batch of 64: GatedDeltaConv / GPSConv multihead"] = 1, delta
-    for name in INVERSES:
-        at_least[f"batch of 64: {name} / auto"] = 100, by_auto.get(name)
-    steps = {row["from"]: row for row in results["growth"] if row["case"] == "auto"}
-    for nodes in (1024, 4096):
-        step = steps.get(nodes, {"time": None, "memory": None})
-        text = f"planar, {nodes:,} -> {4 * nodes:,} nodes: auto, growth of"
-        at_most[f"{text} time"] = 6, step["time"]
-        at_most[f"{text} memory"] = 5, step["memory"]
-    errors = [row["worst"] for row in results["errors"]]
-    at_most["largest relative error"] = 1e-5, max(errors, default=None)
-    calls = [row["total"] for row in results["first_call"]]
-    at_most["first call, forward and backward, s"] = 2, max(calls, default=None)
-    dataset = results["dataset"] or {"graphs": 0}
-    whole = dataset["seconds"] if dataset["graphs"] == 15_535 else None
-    at_most["structure of all 15,535 Peptides-func graphs, s"] = 30, whole
-    return verdicts(at_most, at_least)
+def run(
+    args: Namespace,
+    cases: dict[str, Any],
+    settings: Iterable[str],
+    measure: Callable[[Namespace], dict[str, Any]],
+    targets: Callable[[dict[str, Any]], list[dict[str, Any]]],
+    draw: Callable[[Namespace, list[dict[str, Any]]], bool],
+) -> None:
+    """Measures the requested cases, prints a report, and writes the results and a plot.
+
+    `settings` are the arguments to write down; `draw` says whether there is a plot.
+    """
+    torch.set_num_threads(args.threads)
+    for name in set(cases) - set(args.cases):
+        del cases[name]
+    results: dict[str, Any] = {
+        "machine": machine(args.device),
+        "settings": {name: getattr(args, name) for name in settings},
+    }
+    results |= measure(args)
+    results["targets"] = targets(results)
+    show("")
+    print(report(results))
+    write_json(args.out, results)
+    print(f"\nWritten: {args.out}")
+    if draw(args, results["layers"]):
+        print("and a plot beside it.")
+
+
+def draw_layers(args: Namespace, layers: list[dict[str, Any]]) -> bool:
+    """Plots all rows, if there are any."""
+    if layers:
+        plot(layers, args.out.with_suffix(".png"))
+    return bool(layers)
 
 
 def verdicts(at_most: Figures, at_least: Figures) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from options import add_options, settle
-from report import Figures, plot, report, verdicts
+from report import Figures, draw_layers, run, verdicts
 from steps import (
     Pilot,
     Step,
@@ -36,7 +36,7 @@ from steps import (
     growth_rows,
     time_rows,
 )
-from timing import machine, show, write_json
+from timing import show
 from torch import Tensor
 from torch_geometric.nn import GATConv, GPSConv
 from workloads import Workload, all_peptides, peptides, planar
@@ -692,7 +692,8 @@ def measure(args: Namespace) -> dict[str, Any]:
         rows += time_rows(graphs, names(graphs), base, first, rounds)
     regular = [x for x in chosen if x.part in GRIDS]
     growth = growth_rows(regular, CASES, first, rounds)
-    return {"errors": errors, "layers": rows, "growth": growth}
+    results = {"errors": errors, "layers": rows, "growth": growth}
+    return results | {"rates": rates(args) if "structure" in args.only else []}
 
 
 def rates(args: Namespace) -> list[dict[str, Any]]:
@@ -787,23 +788,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
 
 
 def main() -> None:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    for name in set(CASES) - set(args.cases):
-        del CASES[name]
-    results: dict[str, Any] = {"machine": machine(args.device)}
     settings = ("only", "cases", "sides", "lengths", "device", "threads", "repeats")
-    results["settings"] = {name: getattr(args, name) for name in (*settings, "limit")}
-    results |= measure(args)
-    results["rates"] = rates(args) if "structure" in args.only else []
-    results["targets"] = targets(results)
-    show("")
-    print(report(results))
-    write_json(args.out, results)
-    print(f"\nWritten: {args.out}")
-    if results["layers"]:
-        plot(results["layers"], args.out.with_suffix(".png"))
-        print("and a plot beside it.")
+    run(parse(), CASES, (*settings, "limit"), measure, targets, draw_layers)
 
 
 if __name__ == "__main__":

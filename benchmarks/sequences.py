@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from options import add_options, settle
-from report import Figures, plot, report, verdicts
+from report import Figures, plot, run, verdicts
 from steps import (
     Pilot,
     Step,
@@ -36,7 +36,7 @@ from steps import (
     growth_rows,
     time_rows,
 )
-from timing import Timing, machine, show, write_json
+from timing import Timing, show
 from torch import Tensor
 from torch_geometric.nn import GPSConv
 from torch_geometric.utils import to_dense_batch
@@ -525,15 +525,18 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     return verdicts(at_most, at_least)
 
 
-def plot_by_size(rows: list[dict[str, Any]], total: int, args: Namespace) -> None:
-    """Plots time and memory by the size of graphs."""
-    part = f"{total:,} nodes in graphs of one size"
+def plot_by_size(args: Namespace, layers: list[dict[str, Any]]) -> bool:
+    """Plots time and memory by the size of graphs, if they were measured."""
+    if "graphs" not in args.only:
+        return False
+    part = f"{args.total:,} nodes in graphs of one size"
     sized = [
         row | {"nodes": row["nodes_per_graph"], "part": part}
-        for row in rows
+        for row in layers
         if row["part"] == "graphs"
     ]
     plot(sized, args.out.with_suffix(".png"), xlabel="nodes of a graph")
+    return True
 
 
 def parse(argv: list[str] | None = None) -> Namespace:
@@ -570,24 +573,9 @@ def parse(argv: list[str] | None = None) -> Namespace:
 
 
 def main() -> None:
-    args = parse()
-    torch.set_num_threads(args.threads)
-    for name in set(CASES) - set(args.cases):
-        del CASES[name]
-    results: dict[str, Any] = {"machine": machine(args.device)}
     settings = ("only", "cases", "lengths", "nodes", "total", "device", "threads")
-    results["settings"] = {
-        name: getattr(args, name) for name in (*settings, "repeats", "limit")
-    }
-    results |= measure(args)
-    results["targets"] = targets(results)
-    show("")
-    print(report(results))
-    write_json(args.out, results)
-    print(f"\nWritten: {args.out}")
-    if "graphs" in args.only:
-        plot_by_size(results["layers"], args.total, args)
-        print("and a plot beside it.")
+    settings += ("repeats", "limit")
+    run(parse(), CASES, settings, measure, targets, plot_by_size)
 
 
 if __name__ == "__main__":
