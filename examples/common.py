@@ -52,6 +52,8 @@ from torch.nn import Module, ModuleDict
 from torch.utils.data import DistributedSampler, Subset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch
+from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.loader import DataLoader
 from torchmetrics import MeanMetric, Metric
 from tqdm import tqdm
@@ -164,6 +166,13 @@ def refuse(message: object) -> NoReturn:
     """Ends the program with a single line, in the style of ``ArgumentParser``."""
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def loading_ogb() -> contextlib.AbstractContextManager[None]:
+    """Allows PyG's classes that are in the files of OGB's data sets."""
+    return torch.serialization.safe_globals(
+        [DataEdgeAttr, DataTensorAttr, GlobalStorage]
+    )
 
 
 def main(run: Callable[[Namespace], Mapping[str, Any]], args: Namespace) -> int:

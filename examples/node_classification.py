@@ -41,6 +41,7 @@ from common import (
     Task,
     fit,
     fit_all,
+    loading_ogb,
     main,
     make_parser,
     natural,
@@ -53,8 +54,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data
-from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.datasets import HeterophilousGraphDataset
 from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import GCNConv, GPSConv, SAGEConv
@@ -126,10 +125,7 @@ def load_graph(args: Namespace) -> Data:
     if args.dataset == "ogbn-arxiv":
         from ogb.nodeproppred import PygNodePropPredDataset  # from the extra "examples"
 
-        # The file contains these classes, which torch loads only if they are allowed.
-        with torch.serialization.safe_globals(
-            [DataEdgeAttr, DataTensorAttr, GlobalStorage]
-        ):
+        with loading_ogb():
             dataset = PygNodePropPredDataset(args.dataset, str(args.root))
         graph, indices = dataset[0], dataset.get_idx_split()
         data = Data(x=graph.x, edge_index=to_undirected(graph.edge_index))

@@ -48,6 +48,7 @@ from common import (
     Task,
     fit,
     fit_all,
+    loading_ogb,
     main,
     make_parser,
     match_size,
@@ -60,8 +61,6 @@ from torch import Tensor
 from torch.nn import Module, MultiheadAttention
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch, Data
-from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-from torch_geometric.data.storage import GlobalStorage
 from torch_geometric.nn import GCNConv
 from torch_geometric.transforms import BaseTransform, Compose
 from torchmetrics import MeanMetric
@@ -291,10 +290,7 @@ def load_code2(args: Namespace) -> Source:
     """OGB's data set, with the vocabulary of its training functions."""
     from ogb.graphproppred import PygGraphPropPredDataset  # from the extra "examples"
 
-    # The file contains these classes, which torch loads only if they are allowed.
-    with torch.serialization.safe_globals(
-        [DataEdgeAttr, DataTensorAttr, GlobalStorage]
-    ):
+    with loading_ogb():
         dataset = PygGraphPropPredDataset(args.dataset, str(args.root))
     split = dataset.get_idx_split()
     names = dataset._data.y
