@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from options import add_options, settle
 from overhead import dataset_time, first_calls, new_graphs, structure_times
-from report import Figures, draw_layers, run, verdicts
+from report import Figures, run, verdicts
 from steps import (
     Pilot,
     Step,
@@ -369,7 +369,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
 
 def main() -> None:
     settings = ("only", "cases", "nodes", "device", "threads", "repeats", "limit")
-    run(parse(), CASES, settings, measure, targets, draw_layers)
+    run(parse(), CASES, settings, measure, targets)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from timing import machine, show, table, write_json
 
-__all__ = ["draw_layers", "plot", "report", "run", "verdicts"]
+__all__ = ["report", "run", "verdicts"]
 
 #: Bounds and measured values, by description.
 Figures = dict[str, tuple[float, float | None]]
@@ -22,11 +22,12 @@ def run(
     settings: Iterable[str],
     measure: Callable[[Namespace], dict[str, Any]],
     targets: Callable[[dict[str, Any]], list[dict[str, Any]]],
-    draw: Callable[[Namespace, list[dict[str, Any]]], bool],
+    plotted: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,
+    xlabel: str = "nodes",
 ) -> None:
     """Measures the requested cases, prints a report, and writes the results and a plot.
 
-    `settings` are the arguments to write down; `draw` says whether there is a plot.
+    `settings` are the arguments to write down, `plotted` selects the rows to plot.
     """
     torch.set_num_threads(args.threads)
     for name in set(cases) - set(args.cases):
@@ -41,15 +42,9 @@ def run(
     print(report(results))
     write_json(args.out, results)
     print(f"\nWritten: {args.out}")
-    if draw(args, results["layers"]):
+    if rows := plotted(results["layers"]):
+        plot(rows, args.out.with_suffix(".png"), xlabel)
         print("and a plot beside it.")
-
-
-def draw_layers(args: Namespace, layers: list[dict[str, Any]]) -> bool:
-    """Plots all rows, if there are any."""
-    if layers:
-        plot(layers, args.out.with_suffix(".png"))
-    return bool(layers)
 
 
 def verdicts(at_most: Figures, at_least: Figures) -> list[dict[str, Any]]:
@@ -173,7 +168,7 @@ def _number(x: float | None) -> str:
     return "-" if x is None else f"{x:.3g}"
 
 
-def plot(layers: list[dict[str, Any]], path: Path, xlabel: str = "nodes") -> None:
+def plot(layers: list[dict[str, Any]], path: Path, xlabel: str) -> None:
     """Time and memory over the number of nodes, with logarithmic axes."""
     import matplotlib
 

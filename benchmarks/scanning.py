@@ -26,7 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from options import add_options, settle
-from report import Figures, draw_layers, run, verdicts
+from report import Figures, run, verdicts
 from steps import (
     Pilot,
     Step,
@@ -789,7 +789,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
 
 def main() -> None:
     settings = ("only", "cases", "sides", "lengths", "device", "threads", "repeats")
-    run(parse(), CASES, (*settings, "limit"), measure, targets, draw_layers)
+    run(parse(), CASES, (*settings, "limit"), measure, targets)
 
 
 if __name__ == "__main__":

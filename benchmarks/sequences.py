@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from options import add_options, settle
-from report import Figures, plot, run, verdicts
+from report import Figures, run, verdicts
 from steps import (
     Pilot,
     Step,
@@ -525,18 +525,14 @@ def targets(results: dict[str, Any]) -> list[dict[str, Any]]:
     return verdicts(at_most, at_least)
 
 
-def plot_by_size(args: Namespace, layers: list[dict[str, Any]]) -> bool:
-    """Plots time and memory by the size of graphs, if they were measured."""
-    if "graphs" not in args.only:
-        return False
-    part = f"{args.total:,} nodes in graphs of one size"
-    sized = [
+def by_size(total: int, layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of graphs of different sizes, to be plotted together."""
+    part = f"{total:,} nodes in graphs of one size"
+    return [
         row | {"nodes": row["nodes_per_graph"], "part": part}
         for row in layers
         if row["part"] == "graphs"
     ]
-    plot(sized, args.out.with_suffix(".png"), xlabel="nodes of a graph")
-    return True
 
 
 def parse(argv: list[str] | None = None) -> Namespace:
@@ -573,9 +569,11 @@ def parse(argv: list[str] | None = None) -> Namespace:
 
 
 def main() -> None:
+    args = parse()
     settings = ("only", "cases", "lengths", "nodes", "total", "device", "threads")
     settings += ("repeats", "limit")
-    run(parse(), CASES, settings, measure, targets, plot_by_size)
+    plotted = partial(by_size, args.total)
+    run(args, CASES, settings, measure, targets, plotted, "nodes of a graph")
 
 
 if __name__ == "__main__":
