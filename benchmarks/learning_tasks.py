@@ -46,6 +46,9 @@ class Task(NamedTuple):
     directed: bool = False  #: whether graphs are DAGs, for layers along DAGs
     metric: str = "accuracy"
     batch: int = 32  #: graphs per batch; more if each has only one label
+    #: Graphs for training, or of peptides in all, of which 70% are for training and 15%
+    #: for tests. The second number is for smoke tests.
+    graphs: tuple[int, int] = (4096, 64)
 
 
 # Parts of generators -----------------------------------------------------------------
@@ -226,7 +229,8 @@ TASKS = {
         ring_transfer, 6, 5, "steps to the source", "6 steps and more", batch=128
     ),
     "tree-match": Task(
-        tree_match, MAX_KEYS + 5, 4, "depth of the tree", "depth 3 and more", batch=128
+        tree_match, MAX_KEYS + 5, 4, "depth of the tree", "depth 3 and more", batch=128,
+        graphs=(16_384, 64),  # of fewer, those of depth 4 are learned by heart
     ),
     "path-sum": Task(path_sum, 3, 3, PLACE, "10 places and more", edge_dim=2),
     "weighted-nearest": Task(
@@ -239,7 +243,7 @@ TASKS = {
     "parity": Task(parity, 2, 2, PLACE, "12 places and more", directed=True),
     "peptides": Task(
         None, ATOM_FEATURE_SIZES, 6, edge_dim=BOND_FEATURE_SIZES,
-        metric="average precision", batch=16,
+        metric="average precision", batch=16, graphs=(2000, 60),
     ),
 }  # fmt: skip
 
@@ -247,31 +251,24 @@ TASKS = {
 # Data sets ---------------------------------------------------------------------------
 
 
-#: Graphs per split, or of a task: for `tree-match` those for training, since a thousand
-#: trees of depth 4 are learned by heart within a minute; for `peptides` all, 70% for
-#: training and 15% for tests. The second numbers are for smoke tests.
-NUM_GRAPHS = {
-    "train": (4096, 64),
-    "test": (512, 32),
-    "tree-match": (16_384, 64),
-    "peptides": (2000, 60),
-}
+#: Graphs for tests. The second number is for smoke tests.
+TEST_GRAPHS = (512, 32)
 
 
 def graphs(name: str, split: str, smoke: bool) -> list[Data]:
     """The graphs of a split, without derived structure."""
-    make = TASKS[name].make
-    if make is None:
-        number = NUM_GRAPHS["peptides"][smoke]
+    task = TASKS[name]
+    if task.make is None:
+        number = task.graphs[smoke]
         found = GeneratedPeptides(str(DATA), split, "small", number, log=False)
         return [
             Data(x=g.x, edge_index=g.edge_index, edge_attr=g.edge_attr, y=g.y)
             for g in found
         ]
     first = 0 if split == "train" else 10**6  # seed
-    of = name if split == "train" and name in NUM_GRAPHS else split
-    seeds = range(first, first + NUM_GRAPHS[of][smoke])
-    return [make(np.random.default_rng(seed)) for seed in seeds]
+    number = (task.graphs if split == "train" else TEST_GRAPHS)[smoke]
+    seeds = range(first, first + number)
+    return [task.make(np.random.default_rng(seed)) for seed in seeds]
 
 
 @cache

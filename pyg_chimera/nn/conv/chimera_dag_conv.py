@@ -146,7 +146,7 @@ class ChimeraDAGConv(ChimeraBlock):
         share: str = "all",
         selectivity: str = "mean",
         roots: str = "write",
-        local_conv: bool | tuple[int, int] = False,
+        local_conv: bool = False,
         gated: bool = True,
         qk_norm: bool = True,
         bias: bool = True,
@@ -168,11 +168,8 @@ class ChimeraDAGConv(ChimeraBlock):
             )
         check_option("selectivity", selectivity, ("mean", "target"))
         check_option("roots", roots, ("write", "silent"))
-        taps: tuple[int, ...] | None = (1 + num_dags,) if local_conv else None
-        if isinstance(local_conv, tuple):  # the window of a grid
-            taps = local_conv
-        else:
-            check_flag("local_conv", local_conv)
+        check_flag("local_conv", local_conv)
+        taps = kwargs.pop("taps", (1 + num_dags,) if local_conv else None)
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=taps, gated=gated, qk_norm=qk_norm, bias=bias,

@@ -606,6 +606,12 @@ def test_options_of_other_layers_are_refused():
             cls(IN, OUT, solver="dense")
 
 
+@pytest.mark.parametrize("cls", [ChimeraConv, ChimeraDAGConv, ChimeraPathConv])
+def test_local_conv_is_a_flag(cls):
+    with pytest.raises(TypeError, match=r"'local_conv' must be .*, got \(3, 3\)"):
+        cls(IN, OUT, local_conv=(3, 3))
+
+
 def test_bad_inputs():
     x, ((edge_index, attr),) = make_inputs(dtype=torch.float32)
     conv = ChimeraConv(IN, OUT)
