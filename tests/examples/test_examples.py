@@ -247,6 +247,14 @@ def test_none_has_the_local_layers_alone():
         assert all(layer.conv is not None and layer.mixer is None for layer in layers)
 
 
+@pytest.mark.parametrize("preset", lrgb.PRESETS)
+def test_the_head_has_the_dropout_of_the_recipe(preset):
+    argv = ("--smoke",) if preset == "smoke" else ("--preset", preset)
+    head = lrgb.build_model(get_args(lrgb, *argv)).mlp
+    expected = [0.2 if preset == "stem" else 0.0] * (head.num_layers - 1)
+    assert head.dropout == [*expected, 0.0]
+
+
 @pytest.mark.parametrize("name", lrgb.MODELS)
 def test_all_models_read_the_walks(name, generated):
     args = get_args(lrgb, *generated, "--model", name)
