@@ -169,7 +169,8 @@ class ChimeraDAGConv(ChimeraBlock):
         check_option("selectivity", selectivity, ("mean", "target"))
         check_option("roots", roots, ("write", "silent"))
         check_flag("local_conv", local_conv)
-        taps = kwargs.pop("taps", (1 + num_dags,) if local_conv else None)
+        # The subclass for grids has a window instead.
+        taps = kwargs.pop("_taps", (1 + num_dags,) if local_conv else None)
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=taps, gated=gated, qk_norm=qk_norm, bias=bias,

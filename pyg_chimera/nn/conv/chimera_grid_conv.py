@@ -104,7 +104,7 @@ class ChimeraGridConv(ChimeraDAGConv):
             )
         super().__init__(
             in_channels, out_channels, heads, state_channels, num_dags=num_dags,
-            share=share, local_conv=False, taps=check_window(window), **kwargs,
+            share=share, local_conv=False, _taps=check_window(window), **kwargs,
         )  # fmt: skip
 
     def _reset_filters(self) -> None:
