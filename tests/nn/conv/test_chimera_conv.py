@@ -604,6 +604,9 @@ def test_options_of_other_layers_are_refused():
     for cls in (ChimeraDAGConv, ChimeraPathConv):
         with pytest.raises(TypeError, match="solver"):
             cls(IN, OUT, solver="dense")
+    for cls in (ChimeraConv, ChimeraDAGConv, ChimeraPathConv):  # grids have windows
+        with pytest.raises(TypeError, match="taps"):
+            cls(IN, OUT, taps=(3, 3))
 
 
 @pytest.mark.parametrize("cls", [ChimeraConv, ChimeraDAGConv, ChimeraPathConv])
