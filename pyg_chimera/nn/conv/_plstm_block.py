@@ -10,6 +10,7 @@ from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import at_least_float32, check_heads, named
+from pyg_chimera.nn._norm import rms_norm
 from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
 from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops.common.checks import check_option
@@ -127,6 +128,5 @@ class PLSTMBlock(MessagePassing):
 
     def output(self, y: Tensor) -> Tensor:
         """Norm of each head and projection, after the recurrence."""
-        weight = self.norm_weight.view(self.heads, -1)
-        out = F.rms_norm(at_least_float32(y), y.shape[2:], eps=1e-5) * weight
-        return self.lin_out(out.flatten(1).to(y.dtype))
+        y = rms_norm(y, self.norm_weight.view(self.heads, -1))
+        return self.lin_out(y.flatten(1))

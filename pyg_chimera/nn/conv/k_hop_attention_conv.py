@@ -19,6 +19,7 @@ from pyg_chimera.nn._inputs import (
     edge_features,
     named,
 )
+from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn._rotary import rotary_angles, rotate, scaled_base
 from pyg_chimera.ops import CycleError, neighborhood_attention
 from pyg_chimera.ops.common.checks import check_integer, check_option, readable
@@ -184,7 +185,7 @@ class KHopAttentionConv(MessagePassing):
         self.lin_latent = self.norm_latent = None
         if latent_channels is not None:
             self.lin_latent = linear(in_channels, latent_channels, bias=False)
-            self.norm_latent = torch.nn.RMSNorm(latent_channels, eps=1e-5)
+            self.norm_latent = RMSNorm(latent_channels, eps=1e-5)
         source = in_channels if latent_channels is None else latent_channels
         self.lin_key = linear(source, shared)
         self.lin_value = linear(source, shared)
@@ -198,7 +199,7 @@ class KHopAttentionConv(MessagePassing):
         if differential:
             self.lambdas = Parameter(torch.empty(2, 2, size // 2))
         if self.maps == 2 and differential != "rectified":
-            self.norm = torch.nn.RMSNorm(size, eps=1e-5)
+            self.norm = RMSNorm(size, eps=1e-5)
         self.lin_out = linear(out_channels, out_channels)
         self.reset_parameters()
 
@@ -206,7 +207,7 @@ class KHopAttentionConv(MessagePassing):
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
         for module in self.children():
-            if isinstance(module, (Linear, torch.nn.RMSNorm)):
+            if isinstance(module, (Linear, RMSNorm)):
                 module.reset_parameters()
         torch.nn.init.zeros_(self.hop_bias)
         if self.differential:

@@ -3,10 +3,11 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module, RMSNorm
+from torch.nn import Module
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import as_edges, check_edge_rows
+from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.attention import SelfAttention
 from pyg_chimera.nn.conv import (
     ChimeraConv,

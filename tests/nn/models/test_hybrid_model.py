@@ -22,6 +22,7 @@ from pyg_chimera.nn import (
     SelfAttention,
     SwiGLU,
 )
+from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.ops import CycleError
 from pyg_chimera.transforms import SequenceToGraph
 
@@ -106,8 +107,8 @@ def test_blocks():
         assert layer.norm_first
         assert isinstance(layer.mlp[0], SwiGLU)
         assert layer.mlp[0].dropout == layer.drop.p == 0.5
-        assert {type(norm.norm) for norm in layer.norms.values()} == {torch.nn.RMSNorm}
-    assert isinstance(model.norm.norm, torch.nn.RMSNorm)
+        assert {type(norm.norm) for norm in layer.norms.values()} == {RMSNorm}
+    assert isinstance(model.norm.norm, RMSNorm)
     assert [type(m) for m in mixers(hybrid("graph", pattern="a"))] == [a] * 4
     wide = hybrid("graph", mlp_channels=5)
     assert wide.layers[0].mlp[0].hidden_channels == 5
