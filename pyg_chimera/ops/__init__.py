@@ -4,6 +4,7 @@ from pyg_chimera.ops import structure
 from pyg_chimera.ops.causal_conv1d import causal_conv1d
 from pyg_chimera.ops.channel_scan import channel_scan
 from pyg_chimera.ops.chimera_transition import (
+    balanced_path_transition,
     chimera_transition,
     dag_transition,
     grid_transition,
@@ -35,6 +36,7 @@ __all__ = [
     "Choice",
     "Cost",
     "CycleError",
+    "balanced_path_transition",
     "causal_conv1d",
     "channel_scan",
     "chimera_transition",

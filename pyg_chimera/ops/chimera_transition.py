@@ -7,13 +7,16 @@ edge.
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_shape
+from pyg_chimera.ops.common.operator import one_by_one
 from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.registered import structural_op
 
 __all__ = [
+    "balanced_path_transition",
     "chimera_transition",
     "dag_transition",
     "grid_transition",
@@ -34,6 +37,7 @@ def chimera_transition(
     psi: Tensor,
     edge: Tensor | None = None,
     gamma: float = 1.0,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     r"""The transitions of a general graph, normalized over the edges into a node, from
     `"Chimera: State Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_
@@ -48,7 +52,8 @@ def chimera_transition(
     beside the sum, so that :math:`\mathbf{I} - \mathbf{A}` is singular. The root of its
     square plus that of 16 machine epsilons times the sum stands in for it, which ends
     the ranges of float32 at 512 steps on a path, and changes none below 100 by more
-    than rounding does.
+    than rounding does. Exponents are shifted by the largest one of each row, so that
+    selectivities of any size are normalized without underflow.
 
     Args:
         edge_index (torch.Tensor): The edges :math:`j \to i`,
@@ -59,6 +64,9 @@ def chimera_transition(
         psi (torch.Tensor): :math:`\Psi`, :math:`[|\mathcal{V}|, H]`.
         edge (torch.Tensor, optional): :math:`\Delta'`, :math:`[|\mathcal{E}|, H]`.
         gamma (float, optional): :math:`0 < \gamma \leq 1`. (default: :obj:`1.0`)
+        dtype (torch.dtype, optional): The dtype of :math:`A`. Rounding margins of 1e-6
+            to float32 changes :math:`(\mathbf{I} - \mathbf{A})^{-1}`. The machine
+            epsilon is that of :obj:`psi` in any case. (default: that of :obj:`psi`)
 
     Returns:
         torch.Tensor: :math:`A`, :math:`[|\mathcal{E}|, H]`.
@@ -71,15 +79,22 @@ def chimera_transition(
     nodes = {"target": target, "source": source, "psi": psi}
     _check_shapes(edge_index, num_nodes, **nodes, edge=edge)
     col, row = edge_index[0], edge_index[1]
-    weight = _decay(target[row], source[col], edge)
+    eps, dtype = torch.finfo(psi.dtype).eps, dtype or psi.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    target, source, psi = target.to(wide), source.to(wide), psi.to(wide)
+    # Relative to exp(-target), which is common to a row and cancels.
+    if edge is None:
+        exponent, least = -source[col] / 2, target / 2 - psi
+    else:
+        exponent, least = -(source[col] + edge.to(wide)) / 3, target / 3 - psi
+    with torch.no_grad():  # any shift cancels, too
+        index = row.unsqueeze(1).expand_as(exponent)
+        shift = least.scatter_reduce(0, index, exponent, "amax")
+    weight = torch.exp(exponent - shift[row])
     total = _sum(weight, row, num_nodes)
-    eps = torch.finfo(total.dtype).eps
-    wide = torch.promote_types(total.dtype, torch.float32)
-    # The last term is for sums of zero; its square is a number too, though not in half
-    # precision.
-    least = LEAST_MARGIN * eps * total.to(wide) + torch.finfo(wide).tiny ** 0.5
-    margin = torch.hypot(torch.exp(-psi.to(wide)), least).to(total.dtype)
-    return gamma * weight / (total + margin)[row]
+    rounding = LEAST_MARGIN * eps * total
+    total = total + torch.hypot(torch.exp(least - shift), rounding)
+    return (gamma * weight / total[row]).to(dtype)
 
 
 def released_transition(
@@ -216,6 +231,9 @@ def path_transition(
         A_{ij} A_{ji} < \tfrac{1}{4}, \qquad
         \psi_{ij} = \exp(-(\Psi_i + \Psi_j) / 2)
 
+    A single :math:`A_{ij}` may be of any size. :func:`balanced_path_transition` keeps
+    all of them below :math:`1 / 2`.
+
     Args:
         edge_index (torch.Tensor): The edges of disjoint paths, each in both
             directions, :math:`[2, |\mathcal{E}|]`.
@@ -232,8 +250,100 @@ def path_transition(
     """
     _check_shapes(edge_index, num_nodes, weight=weight, psi=psi)
     reverse = _path_reverse(edge_index, num_nodes)
-    margin = torch.exp(-(psi[edge_index[0]] + psi[edge_index[1]]) / 2)
-    return weight / (2 * torch.sqrt(weight * weight[reverse] + margin))
+    log = weight.clamp(min=torch.finfo(weight.dtype).tiny).log()
+    tilt, fall = _log_path_transition(edge_index, reverse, log, psi)
+    return torch.exp(tilt - fall) / 2
+
+
+def balanced_path_transition(
+    edge_index: Tensor,
+    num_nodes: int,
+    log_weight: Tensor,
+    psi: Tensor,
+    log_source: Tensor,
+) -> tuple[Tensor, Tensor]:
+    r"""The transitions of :func:`path_transition` between states that are divided by
+    :math:`\exp(\theta_i)`,
+
+    .. math::
+        \bar{A}_{ij} = \exp(-\theta_i) A_{ij} \exp(\theta_j) \leq \tfrac{1}{2},
+        \qquad (\mathbf{I} - \mathbf{A})^{-1}_{ij} = \exp(\theta_i) \,
+        (\mathbf{I} - \bar{\mathbf{A}})^{-1}_{ij} \exp(-\theta_j)
+
+    where :math:`\theta_i` is at least the logarithm :math:`\sigma_i` of what node
+    :math:`i` writes, and the least for which this holds. So neither weights nor states
+    overflow, whatever the size of :math:`a`, and what reaches a node does not underflow
+    beside what does not.
+
+    Args:
+        edge_index (torch.Tensor): The edges of disjoint paths, each in both
+            directions, :math:`[2, |\mathcal{E}|]`.
+        num_nodes (int): The number of nodes.
+        log_weight (torch.Tensor): :math:`\log a`, :math:`[|\mathcal{E}|, H]`.
+        psi (torch.Tensor): :math:`\Psi`, :math:`[|\mathcal{V}|, H]`.
+        log_source (torch.Tensor): :math:`\sigma`, :math:`[|\mathcal{V}|, H]`.
+
+    Returns:
+        tuple[torch.Tensor, torch.Tensor]: :math:`\bar{A}`, :math:`[|\mathcal{E}|, H]`,
+        and :math:`\theta`, :math:`[|\mathcal{V}|, H]`, to be treated as a constant.
+
+    Raises:
+        ValueError: As in :func:`path_transition`.
+    """
+    _check_shapes(
+        edge_index, num_nodes, weight=log_weight, psi=psi, log_source=log_source
+    )
+    reverse = _path_reverse(edge_index, num_nodes)
+    tilt, fall = _log_path_transition(edge_index, reverse, log_weight, psi)
+    node, there, back = _path_places(edge_index, reverse, num_nodes)
+    gain = (tilt - fall).detach()  # any scale cancels
+    scale = _path_scale(gain, log_source.detach(), node, there, back)
+    col, row = edge_index
+    return torch.exp(tilt + (scale[col] - scale[row]) - fall) / 2, scale
+
+
+def _log_path_transition(
+    edge_index: Tensor, reverse: Tensor, log_weight: Tensor, psi: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The terms of log(2 A) = tilt - fall, from log a, as products of a underflow.
+
+    Of both directions of an edge, tilts cancel exactly, so A_ij A_ji stays below 1/4.
+    """
+    mirrored = log_weight[reverse]
+    margin = (psi[edge_index[0]] + psi[edge_index[1]]) / 2
+    # log(a_ij a_ji + psi_ij) less log(a_ij a_ji)
+    excess = softplus(-(log_weight + mirrored + margin))
+    return (log_weight - mirrored) / 2, excess / 2
+
+
+@torch.library.custom_op("pyg_chimera::path_scale", mutates_args=())
+def _path_scale(
+    gain: Tensor, source: Tensor, node: Tensor, there: Tensor, back: Tensor
+) -> Tensor:
+    """The largest sum of a source and the gains over edges from it, for each node."""
+    gains = gain.double().nan_to_num(0, 0, 0)
+    gains = torch.cat([gains, gains.new_full((1, gain.size(1)), -torch.inf)])
+    sources = source.double().nan_to_num(0, 0, 0)[node]
+    largest = torch.maximum(
+        _largest_sum(gains[there], sources),
+        _largest_sum(gains[back.flip(0)], sources.flip(0)).flip(0),
+    )
+    return torch.empty_like(source).index_copy(0, node, largest.to(source.dtype))
+
+
+_path_scale.register_fake(lambda gain, source, *_: torch.empty_like(source))
+torch.library.register_vmap(_path_scale, one_by_one(_path_scale))
+
+
+def _largest_sum(gain: Tensor, source: Tensor) -> Tensor:
+    """M[i] = max(source[i], M[i - 1] + gain[i]), by doubling the steps."""
+    steps = 1
+    while bool((gain[steps:] > -torch.inf).any()):
+        longer = torch.maximum(source[steps:], source[:-steps] + gain[steps:])
+        source = torch.cat([source[:steps], longer])
+        gain = torch.cat([gain[:steps], gain[steps:] + gain[:-steps]])
+        steps *= 2
+    return source
 
 
 def _check_shapes(
@@ -298,3 +408,40 @@ def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
             "graph"
         )
     return torch.from_numpy(reverse).to(edge_index.device)
+
+
+def _fake_places(
+    edge_index: Tensor, reverse: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    node, there, back = edge_index.new_empty(3, num_nodes, dtype=torch.int64)
+    return node, there, back
+
+
+@structural_op(_fake_places)
+def _path_places(
+    edge_index: Tensor, reverse: Tensor, num_nodes: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes path by path, each path from the end whose edge comes first; the edges
+    from the node before, and from the node after, or the number of edges at ends.
+    """
+    (col, row), num_edges = to_numpy(edge_index), edge_index.size(1)
+    mirror, edges = reverse.cpu().numpy(), np.arange(num_edges)
+    degree = np.bincount(row, minlength=num_nodes)
+    into = np.bincount(row, edges, num_nodes).astype(np.int64)
+    is_first = degree[col] == 1  # no edge comes before
+    before = np.where(is_first, edges, into[col] - mirror)
+    steps = np.where(is_first, 0, 1)
+    while (before[before] != before).any():  # pointers double
+        steps, before = steps + steps[before], before[before]
+    walked = np.flatnonzero(before < before[mirror])
+    path, place = num_edges + np.arange(num_nodes), np.zeros(num_nodes, np.int64)
+    path[col[walked]] = path[row[walked]] = before[walked]
+    place[row[walked]] = steps[walked] + 1
+    node = np.lexsort((place, path))
+    there, back = np.full((2, num_nodes), num_edges)
+    there[row[walked]], back[col[walked]] = walked, mirror[walked]
+    node, there, back = (
+        torch.from_numpy(x).to(edge_index.device)
+        for x in (node, there[node], back[node])
+    )
+    return node, there, back

@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.nn.functional import softplus
 from torch_geometric.utils import grid
 
 from pyg_chimera.ops import (
+    balanced_path_transition,
     chimera_transition,
     dag_scan,
     dag_transition,
@@ -156,6 +158,48 @@ def test_no_float_is_singular(dtype):
     assert (psi.grad[10:32] != 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_two_neighbours_of_large_selectivity(dtype):
+    """Whose weights are e^-50, beside a margin of e^-60."""
+    edge_index = torch.tensor([[1, 2], [0, 0]])
+    delta, psi = torch.full((2, 3, 1), 50.0, dtype=dtype), torch.full((3, 1), 60.0)
+    out = chimera_transition(edge_index, 3, *delta, psi.to(dtype))
+    share = torch.full((2, 1), 1 / (2 + math.exp(-10)), dtype=dtype)
+    torch.testing.assert_close(out, share, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("with_edges", [False, True])
+@pytest.mark.parametrize("scale", [1e-3, 50.0, 300.0, 1e4])
+def test_selectivities_of_any_size(scale, with_edges):
+    """In float32, as the formula with logarithms in float64, gradients too."""
+    torch.manual_seed(int(scale))
+    inputs = [scale * torch.rand(5, 2) for _ in range(3)]
+    inputs += [scale * torch.rand(6, 2)] if with_edges else []
+    leaves = [x.requires_grad_() for x in inputs]
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    out = chimera_transition(EDGE_INDEX, 5, *leaves)
+
+    target, source, psi, *edge = wide
+    (col, row), eps = EDGE_INDEX, torch.finfo(torch.float32).eps
+    exponent = -sum([target[row], source[col], *edge]) / (2 + with_edges)
+    rows = []
+    for i in range(5):
+        total = exponent[row == i].logsumexp(0)  # minus infinity for node 4
+        margins = torch.stack([-psi[i], total + math.log(16 * eps)])
+        rows.append(torch.logaddexp(total, (2 * margins).logsumexp(0) / 2))
+    expected = torch.exp(exponent - torch.stack(rows)[row])
+    tolerance = 1e-5 + 4 * eps * scale  # of exponents that are rounded
+    assert_near(out.double(), expected, tolerance)
+
+    grad = torch.randn(6, 2)
+    out.backward(grad)
+    expected.backward(grad.double())
+    for leaf, exact in zip(leaves, wide, strict=True):
+        error = leaf.grad[:4].double() - exact.grad[:4]  # nothing flows to node 4
+        assert error.abs().max() <= 4 * tolerance
+        assert leaf.grad.isfinite().all()
+
+
 @settings(max_examples=40, derandomize=True, deadline=None)
 @given(graph=dags())
 def test_energy_along_a_dag_is_bounded(graph: Graph):
@@ -181,6 +225,78 @@ def test_path_products_are_below_a_quarter():
     assert (product < 0.25).all()
     assert product.max() > 0.2
     assert out.max() > 2
+
+
+def undirected_paths(*sizes: int) -> tuple[Tensor, int]:
+    """Paths with these numbers of nodes, which are renumbered at random."""
+    total, start, edges = sum(sizes), 0, []
+    name = torch.randperm(total)
+    for size in sizes:
+        places = torch.arange(start, start + size)
+        edges.append(torch.stack([name[places[:-1]], name[places[1:]]]))
+        start += size
+    edge_index = torch.cat([y for x in edges for y in (x, x.flip(0))], dim=1)
+    return edge_index[:, torch.randperm(edge_index.size(1))], total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("delta", "psi"), [(20.0, 20.0), (40.0, 90.0), (51.0, 102.0), (80.0, 300.0)]
+)
+def test_small_weights_of_a_path(delta, psi, dtype):
+    """Whose product underflows."""
+    weight = torch.full((2, 1), math.exp(-delta), dtype=dtype, requires_grad=True)
+    edge_index = torch.tensor([[0, 1], [1, 0]])
+    out = path_transition(edge_index, 2, weight, torch.full((2, 1), psi, dtype=dtype))
+    ratio = math.exp(2 * delta - psi)
+    exact = torch.full((2, 1), 0.5 / math.sqrt(1 + ratio), dtype=dtype)
+    torch.testing.assert_close(out, exact, rtol=1e-4, atol=0)
+    out.sum().backward()
+    slope = exact * ratio / (1 + ratio) * math.exp(delta)
+    least = 1e-6 * math.exp(delta)  # rounding: both directions cancel
+    torch.testing.assert_close(weight.grad, slope.detach(), rtol=1e-3, atol=least)
+
+
+def test_balanced_transitions_of_paths():
+    """Rescale the states, and so the resolvent, and are at most a half."""
+    edge_index, num_nodes = undirected_paths(7, 1, 2, 5, 1)
+    log = 6 * torch.randn(edge_index.size(1), 3, dtype=torch.double)
+    psi, source = 4 * torch.randn(2, num_nodes, 3, dtype=torch.double)
+    weight = path_transition(edge_index, num_nodes, log.exp(), psi)
+    out, scale = balanced_path_transition(edge_index, num_nodes, log, psi, source)
+    assert weight.max() > 5
+    assert out.max() <= 0.5 + 1e-12
+    for h in range(3):
+        A, B = torch.eye(num_nodes).double(), torch.eye(num_nodes).double()
+        A[edge_index[1], edge_index[0]] -= weight[:, h]
+        B[edge_index[1], edge_index[0]] -= out[:, h]
+        ratio = torch.exp(scale[:, None, h] - scale[None, :, h])
+        assert_near(ratio * B.inverse(), A.inverse())
+    # The largest of what the nodes of the same path write, as it arrives there.
+    gain = torch.full((num_nodes, num_nodes, 3), -torch.inf).double()
+    gain[range(num_nodes), range(num_nodes)] = 0
+    gain[edge_index[1], edge_index[0]] = (2 * weight).log()
+    for k in range(num_nodes):
+        gain = torch.maximum(gain, gain[:, k, None] + gain[None, k])
+    assert_near(scale, (gain + source).amax(1), 1e-6)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5])
+def test_balanced_transitions_of_any_size(size):
+    edge_index, num_nodes = undirected_paths(40, 3)
+    log = (-size * torch.rand(edge_index.size(1), 2)).requires_grad_()
+    psi = (size * torch.rand(num_nodes, 2)).requires_grad_()
+    source = -size * torch.rand(num_nodes, 2)
+    out, scale = balanced_path_transition(edge_index, num_nodes, log, psi, source)
+    assert out.max() <= 0.51
+    reverse = (edge_index.flip(0)[:, :, None] == edge_index[:, None]).all(0)
+    product = out * out[reverse.int().argmax(1)]
+    assert (product <= 0.25 * (1 + 1e-6)).all()
+    assert product.max() > 0.2
+    assert (scale >= source).all()
+    out.sum().backward()
+    assert log.grad.isfinite().all()
+    assert psi.grad.isfinite().all()
 
 
 # ----------------------------------------------------------------------------- golden

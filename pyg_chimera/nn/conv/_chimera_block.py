@@ -16,6 +16,7 @@ from pyg_chimera.nn._inputs import (
     has_edge_mask,
     named,
 )
+from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.conv._init import (
     GateLinear,
     check_reach,
@@ -113,7 +114,7 @@ class ChimeraBlock(MessagePassing):
             self.local_weight = Parameter(torch.empty(out_channels + 2 * states, *taps))
         self.contrast = Parameter(torch.empty(heads)) if differential else None
         self.skip = Parameter(torch.empty(heads))
-        self.norm = torch.nn.RMSNorm(out_channels, eps=1e-5)
+        self.norm = RMSNorm(out_channels, eps=1e-5)
         self.lin_out = Linear(out_channels, out_channels, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -190,8 +191,11 @@ class ChimeraBlock(MessagePassing):
     def project(
         self, x: Tensor, filtered: Filter | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key, [V, copies * groups, N], and value, [V, scan_heads, P]."""
-        parts = [self.lin_value(x), self.lin_key(x), self.lin_query(x)]
+        """Query and key, [V, copies * groups, N], and value, [V, scan_heads, P], in
+        float32 at least: products of them overflow half precision.
+        """
+        lins = (self.lin_value, self.lin_key, self.lin_query)
+        parts = [at_least_float32(lin(x)) for lin in lins]
         if filtered is not None:
             sizes = [y.size(1) for y in parts]
             parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
@@ -211,7 +215,7 @@ class ChimeraBlock(MessagePassing):
         if self.contrast is None:
             return y
         first, second = y.unflatten(1, (-1, 2)).unbind(2)
-        return first - self.contrast.view(-1, 1).to(y.dtype) * second
+        return first - self.contrast.view(-1, 1) * second
 
     def selectivities(self, x: Tensor) -> Tensor:
         """Selectivities [V, num_selectivities, scan_heads], before the bias."""
@@ -233,14 +237,23 @@ class ChimeraBlock(MessagePassing):
             return weight
         return self.explain_message(weight, num_nodes)
 
-    def output(self, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
-        """Skip connection, norm, gate and projection after the recurrence."""
+    def output(
+        self, y: Tensor, x: Tensor, value: Tensor, log_scale: Tensor | None = None
+    ) -> Tensor:
+        """Skip connection, norm, gate and projection after the recurrence, whose states
+        may have been divided by exp(log_scale), [V, scan_heads].
+        """
+        skip = self.skip.view(-1, 1)
+        if log_scale is not None:
+            # The norm is that of a multiple of the row, far above its epsilon.
+            rest = (log_scale.amax(1, keepdim=True) - 20).clamp(min=0)
+            y = y * torch.exp(log_scale - rest).unsqueeze(-1)
+            skip = skip * torch.exp(-rest).unsqueeze(-1)
         y, value = self.out_of_scans(y), value[:, :: 1 + self.differential]
-        y = y + self.skip.view(-1, 1).to(y.dtype) * value
-        y = self.norm(y.flatten(1))
+        y = self.norm((y + skip * value).flatten(1))
         if self.lin_gate is not None:
             y = y * F.silu(self.lin_gate(x))
-        return self.lin_out(y)
+        return self.lin_out(y.to(x.dtype))
 
     def __repr__(self) -> str:
         dags = f", num_dags={self.num_dags}" if self.num_dags > 1 else ""
@@ -252,7 +265,7 @@ class ChimeraBlock(MessagePassing):
 
 def gated_value(value: Tensor, input_gate: Tensor) -> Tensor:
     """Values times input gates, [V, heads, P]; gating keys would take more memory."""
-    return value * input_gate.unsqueeze(-1).to(value.dtype)
+    return value * input_gate.unsqueeze(-1)
 
 
 def mean_of_ends(

@@ -110,8 +110,11 @@ class PLSTMBlock(MessagePassing):
     def project(
         self, x: Tensor, filtered: Filter | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key, [V, heads, N], and value, [V, heads, P]."""
-        parts = [self.lin_query(x), self.lin_key(x), self.lin_value(x)]
+        """Query and key, [V, heads, N], and value, [V, heads, P], in float32 at least:
+        products of them overflow half precision.
+        """
+        lins = (self.lin_query, self.lin_key, self.lin_value)
+        parts = [at_least_float32(lin(x)) for lin in lins]
         if filtered is not None:
             sizes = [y.size(1) for y in parts]
             parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
@@ -126,7 +129,7 @@ class PLSTMBlock(MessagePassing):
         gates = at_least_float32(self.lin_gate(x)).unflatten(1, (bias.size(0), -1))
         return gates + F.pad(bias.to(gates.dtype), (0, gates.size(2) - bias.size(1)))
 
-    def output(self, y: Tensor) -> Tensor:
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
         """Norm of each head and projection, after the recurrence."""
-        y = rms_norm(y, self.norm_weight.view(self.heads, -1))
-        return self.lin_out(y.flatten(1))
+        out = rms_norm(y, self.norm_weight.view(self.heads, -1))
+        return self.lin_out(out.flatten(1).to(x.dtype))

@@ -1,5 +1,6 @@
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
@@ -223,8 +224,9 @@ class ChimeraConv(ChimeraBlock):
             input_gate = delta[:, 3]  # without bias and softplus
         else:
             weight = chimera_transition(
-                edge_index, num_nodes, target, source, psi, edge, self.gamma
-            )
+                edge_index, num_nodes, target, source, psi, edge, self.gamma,
+                torch.float64,
+            )  # fmt: skip
         y = resolvent_mix(
             query, key, gated_value(value, input_gate), edge_index,
             self.explained(weight, num_nodes), batch, rank=rank, solver=self.solver,

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import (
-    at_least_float32,
     check_batch,
     check_grids,
     check_nodes,
@@ -211,10 +210,8 @@ class ChimeraGridConv(ChimeraDAGConv):
             gate = delta if self.selectivity == "target" else (delta + before) / 2
             hidden = torch.exp(-gate)[..., None, None] * hidden
         query, key = (
-            at_least_float32(y).repeat_interleave(self.scan_heads // self.groups, 1)
-            for y in (query, key)
+            y.repeat_interleave(self.scan_heads // self.groups, 1) for y in (query, key)
         )
-        written = at_least_float32(gated_value(value, gate))
-        hidden = hidden + key.unsqueeze(3) * written.unsqueeze(2)
-        out = torch.einsum("bhn,bhnp->bhp", query, hidden).to(value.dtype)
+        hidden = hidden + key.unsqueeze(3) * gated_value(value, gate).unsqueeze(2)
+        out = torch.einsum("bhn,bhnp->bhp", query, hidden)
         return self.output(out, x, value), (delta, hidden, seen)

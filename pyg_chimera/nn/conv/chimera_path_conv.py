@@ -1,3 +1,4 @@
+import math
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
-from pyg_chimera.ops import path_transition, resolvent_mix
+from pyg_chimera.ops import balanced_path_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_flag
 
 __all__ = ["ChimeraPathConv"]
@@ -159,14 +160,24 @@ class ChimeraPathConv(ChimeraBlock):
         )
         query, key, value = self.project(x, self.over_edges(edge_index))
 
-        gates = F.softplus(self.selectivities(x) + self.delta_bias)
-        target, source, psi, input_gate = gates.unbind(1)
+        gates = self.selectivities(x) + self.delta_bias
+        target, source, psi = F.softplus(gates[:, :3]).unbind(1)
+        log_gate = log_softplus(gates[:, 3])
         edge = self.edge_selectivity(edge_attr, edge_index.size(1))
-        weight = torch.exp(-mean_of_ends(edge_index, target, source, edge))
-        weight = path_transition(edge_index, num_nodes, weight, psi)
+        log_weight = -mean_of_ends(edge_index, target, source, edge)
+        log_value = value.detach().abs().amax(2).clamp(min=math.exp(-40)).log()
+        weight, scale = balanced_path_transition(
+            edge_index, num_nodes, log_weight, psi, log_gate.detach() + log_value
+        )
         y = resolvent_mix(
-            query, key, gated_value(value, input_gate), edge_index,
+            query, key, gated_value(value, torch.exp(log_gate - scale)), edge_index,
             self.explained(weight, num_nodes), batch, rank=rank, form=self.form,
             backend=self.backend,
         )  # fmt: skip
-        return self.output(y, x, value)
+        return self.output(y, x, value, scale)
+
+
+def log_softplus(x: Tensor) -> Tensor:
+    """The logarithm of softplus(x), which itself underflows."""
+    tiny = torch.finfo(x.dtype).tiny
+    return torch.where(x < -20, x, F.softplus(x).clamp(min=tiny).log())

@@ -231,7 +231,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
             edge_index, weight[:, : 2 * heads], batch, backend=self.backend,
         )  # fmt: skip
         recalled = delta_scan(
-            unit(self.features(query)), unit(self.features(key)), value, beta,
+            *(unit(self.features(y.to(x.dtype))) for y in (query, key)), value, beta,
             edge_index, weight[:, 2 * heads :], batch,
             surprise=at_least_float32(self.log_temperature).exp(), backend=self.backend,
         )  # fmt: skip

@@ -279,7 +279,7 @@ class PLSTMConv(PLSTMBlock):
             query, key, value, *self._gates(x, dags), index,
             dags.line_edge_index, batch, form=self.form, backend=self.backend,
         )  # fmt: skip
-        return self.output(y)
+        return self.output(y, x)
 
     def _given(
         self,

@@ -186,7 +186,7 @@ class PLSTMGridConv(PLSTMBlock):
             *self.project(x, filtered), *self._gates(x), height, width,
             form=self.form, backend=self.backend,
         )  # fmt: skip
-        return self.output(y)
+        return self.output(y, x)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Extends each sequence by one node, and returns what :meth:`forward` would
@@ -214,7 +214,7 @@ class PLSTMGridConv(PLSTMBlock):
         state, seen = (None, None) if state is None else state
         weight = self.local_weight
         filtered = None if weight is None else Continued(weight, seen)
-        query, key, value = map(at_least_float32, self.project(x, filtered))
+        query, key, value = self.project(x, filtered)
         seen = None if filtered is None else filtered.seen
         source, transition, mark, direct = self._gates(x)
         # The gates of edges to the right: a sequence is a single row.
@@ -226,9 +226,9 @@ class PLSTMGridConv(PLSTMBlock):
         read = direct[..., None, None] * own
         if state is not None:
             read = read + mark * state
-        out = torch.einsum("bhn,bhnp->bhp", query, read).to(x.dtype)
+        out = torch.einsum("bhn,bhnp->bhp", query, read)
         state = source * own + (0 if state is None else transition * state)
-        return self.output(out), (state, seen)
+        return self.output(out, x), (state, seen)
 
     def _by_kind(self, rows: Tensor) -> Tensor:
         """The rows of gates, by kind for all orientations, decays last and times 5."""

@@ -20,7 +20,7 @@ from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSol
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
 from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
-__all__ = ["Operator", "explained", "without_autocast"]
+__all__ = ["Operator", "explained", "one_by_one", "without_autocast"]
 
 Inputs = TypeVar("Inputs", bound=tuple)
 Structure = TypeVar("Structure")
@@ -43,7 +43,8 @@ class Operator(Generic[Inputs, Structure]):
 
     `inputs` is a NamedTuple with at least the fields ``value`` (of the output's shape
     and dtype) and ``backend``. Its fields are already checked; floating-point tensors
-    have one dtype, float32 or float64, and get gradients.
+    have one dtype, float32 or float64, unless `in_one_dtype` chooses one, and get
+    gradients.
 
     The registered forward pass returns the output and what is saved for the backward
     pass: the tensors that a backend saves, packed into one, and a header with their
@@ -72,6 +73,10 @@ class Operator(Generic[Inputs, Structure]):
         for backend in self.usable(inputs):
             yield Choice(self.name, "scan", "state", backend, self.reason(inputs))
 
+    def in_one_dtype(self, inputs: Inputs, structure: Structure) -> Inputs:
+        """The inputs in the dtype to compute in."""
+        return inputs
+
     def check(self, inputs: Inputs, structure: Structure) -> None:
         """Checks what requires both the tensors' contents and the structure."""
 
@@ -98,7 +103,7 @@ class Operator(Generic[Inputs, Structure]):
         self._backward.register_fake(self._fake_backward)
         self._backward.register_autograd(self._refuse_second_order)
         for op in (self._forward, self._backward):
-            torch.library.register_vmap(op, _one_by_one(op))
+            torch.library.register_vmap(op, one_by_one(op))
         self._transformable_forward = _transformable(
             self._forward, self._setup_context, self._differentiate
         )
@@ -137,6 +142,7 @@ class Operator(Generic[Inputs, Structure]):
         with torch._C._DisableFuncTorch():  # graphs are not transformed
             key = "" if recipe is None else recipe.key()
             structure: Any = recipe and recalled(key, recipe.cook)
+        inputs = self.in_one_dtype(inputs, structure)
         if not _transforming():  # where contents cannot be read
             self.check(inputs, structure)
         problems: list[str] = []
@@ -213,9 +219,12 @@ class Operator(Generic[Inputs, Structure]):
             out, saved = self.backends[call.choice.backend].forward(call)
             choice = call.choice.algorithm
             shapes = [list(x.shape) for x in saved]
-            header = _Header(choice, call.key, shapes, trusted())
-            # Contiguous, as in the fake implementation, which compilers rely on.
-            return out.contiguous(), _pack(saved, out), header.encode()
+            # As in the fake implementation, which compilers rely on.
+            dtype = getattr(inputs, self.output_like).dtype
+            is_wide = out.dtype != dtype
+            header = _Header(choice, call.key, shapes, trusted(), is_wide)
+            packed = _pack(saved, out).view(dtype)
+            return out.contiguous().to(dtype), packed, header.encode()
 
     def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         out = self._output(self.inputs(*args))
@@ -229,8 +238,10 @@ class Operator(Generic[Inputs, Structure]):
     def _run_backward(
         self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any
     ) -> list[Tensor]:
-        inputs = self.inputs(*args)
         decoded = _Header.decode(header)
+        dtype = torch.float64 if decoded.is_wide else grad.dtype
+        inputs = self.inputs(*(x.to(dtype) if _is_floating(x) else x for x in args))
+        saved, grad = saved.view(dtype), grad.to(dtype)
         with _plain(inputs):
             # Recipes read the contents of tensors, or not, as in the forward pass.
             with trusting(decoded.trusted):
@@ -238,7 +249,9 @@ class Operator(Generic[Inputs, Structure]):
             call = Call(inputs, structure, decoded.choice, decoded.key)
             backend: Backend = self.backends[decoded.choice.backend]
             parts = (saved,) if self.saves_output else _unpack(saved, decoded.shapes)
-            return [x.contiguous() for x in backend.backward(call, parts, grad)]
+            grads = backend.backward(call, parts, grad)
+            pairs = zip(grads, _floating(args), strict=True)
+            return [x.contiguous().to(like.dtype) for x, like in pairs]
 
     def _structure_again(self, inputs: Inputs, key: str) -> Any:
         """The structure that the forward pass made."""
@@ -318,6 +331,7 @@ class _Header(NamedTuple):
     key: str
     shapes: list[list[int]]
     trusted: bool
+    is_wide: bool  #: whether float32 is computed in float64
 
     def encode(self) -> Tensor:
         return torch.frombuffer(bytearray(json.dumps(self).encode()), dtype=torch.uint8)
@@ -378,14 +392,14 @@ def _transformable(op: Callable, setup_context: Callable, backward: Callable) ->
         "forward": lambda *args: tuple(op(*args)),
         "setup_context": setup_context,
         "backward": backward,
-        "vmap": _one_by_one(apply),
+        "vmap": one_by_one(apply),
     }
     statics: dict[str, Any] = {k: staticmethod(v) for k, v in members.items()}
     function: Any = type("Transformable", (torch.autograd.Function,), statics)
     return apply
 
 
-def _one_by_one(op: Callable) -> Callable:
+def one_by_one(op: Callable) -> Callable:
     """The batching rule for `torch.vmap`: one call per batch entry."""
 
     def rule(info: Any, in_dims: tuple, *args: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
     check_finite,
+    check_floats,
     check_graph,
     check_indices,
     check_integer,
@@ -30,9 +31,11 @@ from pyg_chimera.ops.resolvent import (
     torch_backend,
     triton_backend,
 )
+from pyg_chimera.ops.resolvent.conditioning import is_ill_conditioned
 from pyg_chimera.ops.resolvent.cost_model import cost_of, prefers_dense
 from pyg_chimera.ops.resolvent.path_factors import path_scans
 from pyg_chimera.ops.resolvent.sweep_polynomial import (
+    FLOATS,
     SweepPolynomial,
     polynomial_of,
     precision_of,
@@ -93,6 +96,17 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             bounded = inputs.solver == "auto" and _may_iterate(inputs)
             return Recipe(symbolic_factor, (*graph, inputs.rank), (num_nodes, bounded))
         return Recipe(graph_blocks, graph, (num_nodes,))
+
+    def in_one_dtype(self, inputs: Inputs, structure: Blocks) -> Inputs:
+        dtype, weight = inputs.value.dtype, inputs.edge_weight
+        if weight.dtype == dtype:
+            return inputs
+        if inputs.backend == "reference" or (
+            not trusted() and is_ill_conditioned(structure, weight)
+        ):
+            dtype = weight.dtype
+        floats = {name: getattr(inputs, name).to(dtype) for name in FLOATS}
+        return inputs._replace(**floats)
 
     def check(self, inputs: Inputs, structure: Blocks) -> None:
         check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
@@ -281,7 +295,11 @@ def resolvent_mix(
         value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
         edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`.
             Self-loops and duplicates count.
-        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`.
+        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`. Those of
+            float64 need not be rounded for nodes of float32: if float32 would lose
+            digits, as :math:`\mathbf{I} - \mathbf{A}` is nearly singular, the result
+            is computed in float64. Contents that are trusted (see
+            :func:`~pyg_chimera.ops.unchecked`) are computed in float32.
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
             connected components are computed and used instead. (default: :obj:`None`)
@@ -327,6 +345,7 @@ def resolvent_mix(
         TypeError: If a tensor has the wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
+    q, k, v = check_floats(query=query, key=key, value=value)  # may be narrower than w
     batch, rank = check_indices(value, batch=batch, rank=rank)
     check_option("solver", solver, SOLVERS)
     check_option("form", form, _FORMS)

@@ -30,7 +30,7 @@ __all__ = [
     "precision_of",
 ]
 
-_FLOATS = ("query", "key", "value", "edge_weight")
+FLOATS = ("query", "key", "value", "edge_weight")
 
 #: The most steps of a pass, as rounding errors grow with them.
 _MAX_STEPS = 64
@@ -80,7 +80,7 @@ class Iteration(NamedTuple):
         """The iteration for a call, from what :meth:`saved` returned."""
         dtype, tolerance = precision_of(call, float(margin))
         inputs = call.inputs
-        floats = {name: getattr(inputs, name).to(dtype) for name in _FLOATS}
+        floats = {name: getattr(inputs, name).to(dtype) for name in FLOATS}
         call = replace(call, inputs=inputs._replace(**floats))
         return cls(call, steps.to(dtype), tolerance)
 
