@@ -197,7 +197,12 @@ CASES = {
         num_dags=3, share="none", heads=4, groups=2, edge_dim=EDGE, selectivity="target"
     ),
     "ChimeraDAGConv-differential": chimera_dag(
-        num_dags=3, share="none", heads=4, groups=2, differential=True
+        num_dags=3,
+        share="none",
+        heads=4,
+        groups=2,
+        differential=True,
+        norm_before_gate=False,
     ),
     "ChimeraPathConv": Case(
         partial(ChimeraPathConv, state_channels=3, heads=2, edge_dim=EDGE), [PATH]
@@ -208,7 +213,7 @@ CASES = {
     ),
     "GatedDeltaConv-acyclic": gated_delta(acyclic=True, gated=False),
     "GatedDeltaConv-states": gated_delta(
-        acyclic=True, edge_dim=EDGE, form="state", bias=False
+        acyclic=True, edge_dim=EDGE, form="state", bias=False, selectivity="target"
     ),
     "GatedDeltaConv-surprise": gated_delta(
         acyclic=True, surprise=True, heads=2, conv_kernel=1
@@ -225,7 +230,9 @@ CASES = {
     ),
     "RGLRUConv": rg_lru(heads=2),
     "RGLRUConv-edges": rg_lru(edge_dim=EDGE, gated=False, bias=False),
-    "RGLRUConv-several": rg_lru(num_dags=3, heads=4, edge_dim=EDGE, conv_kernel=2),
+    "RGLRUConv-several": rg_lru(
+        num_dags=3, heads=4, edge_dim=EDGE, conv_kernel=2, released=True
+    ),
     "RGLRUConv-torch": rg_lru(reach=None, conv_kernel=1, backend="torch"),
     "KHopAttentionConv": k_hop(heads=2, k=2),
     "KHopAttentionConv-edges": k_hop(heads=4, groups=2, k=2, edge_dim=EDGE),

@@ -215,7 +215,7 @@ def test_ties_go_to_lower_numbers():
 
 
 def test_a_path_remains_one():
-    """What is routed of a sequence is a sequence: Mamba-2 of the tokens that matter."""
+    """What is routed of a sequence is a sequence, along which the layer runs."""
     conv = routing("dag", 0.5)
     x, place = nodes(9), torch.arange(9)
     routed = (x @ conv.weight).argsort(descending=True)[:5].sort().values

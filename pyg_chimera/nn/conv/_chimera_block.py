@@ -33,7 +33,8 @@ __all__ = ["ChimeraBlock"]
 class ChimeraBlock(MessagePassing):
     r"""The common part of all Chimera layers around their recurrence: the projections
     :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` and selectivities before it, and the
-    gated block of Mamba-2 after it (Figure 6 of the paper).
+    gated block of Mamba-2 after it (Figure 6 of the paper), with the norm before the
+    gate by default.
 
     Args:
         num_selectivities (int): The number of selectivities of a node.
@@ -46,6 +47,8 @@ class ChimeraBlock(MessagePassing):
             projections include nearby nodes. (default: :obj:`None`)
         qk_norm (bool): Whether :math:`\mathbf{B}` and :math:`\mathbf{C}` are
             normalized.
+        norm_before_gate (bool): Whether the norm comes before the gate or, as in
+            Mamba-2, after it.
     """
 
     #: Whether the output is linear in the values, with a sum over paths as weights.
@@ -74,6 +77,7 @@ class ChimeraBlock(MessagePassing):
         num_dags: int,
         copies: int,
         qk_norm: bool,
+        norm_before_gate: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
@@ -89,6 +93,7 @@ class ChimeraBlock(MessagePassing):
         self.edge_dim = edge_dim
         self.num_dags = num_dags
         self.qk_norm = qk_norm
+        self.norm_before_gate = norm_before_gate
         self.reach = reach
         self.differential = differential
         #: Heads of the recurrence; the two of a difference are adjacent.
@@ -250,9 +255,12 @@ class ChimeraBlock(MessagePassing):
             y = y * torch.exp(log_scale - rest).unsqueeze(-1)
             skip = skip * torch.exp(-rest).unsqueeze(-1)
         y, value = self.out_of_scans(y), value[:, :: 1 + self.differential]
-        y = self.norm((y + skip * value).flatten(1))
-        if self.lin_gate is not None:
-            y = y * F.silu(self.lin_gate(x))
+        y = (y + skip * value).flatten(1)
+        if self.lin_gate is None:
+            y = self.norm(y)
+        else:
+            gate = F.silu(self.lin_gate(x))
+            y = self.norm(y) * gate if self.norm_before_gate else self.norm(y * gate)
         return self.lin_out(y.to(x.dtype))
 
     def __repr__(self) -> str:

@@ -47,6 +47,13 @@ class ChimeraDAGConv(ChimeraBlock):
     \text{softplus}(\mathbf{W} \mathbf{x} + \mathbf{b})` of nodes and, with
     :obj:`edge_dim`, edges.
 
+    On a directed path, the recurrence with :obj:`selectivity="target"` is that of
+    `"Mamba-2" <https://arxiv.org/abs/2405.21060>`_. With also
+    :obj:`norm_before_gate=False` and :obj:`qk_norm=False`, the layer is its block,
+    with the rates :math:`A` of heads fixed at :math:`-1`, :obj:`groups=1`, as many
+    channels inside as outside, and no convolution. (:class:`ChimeraGridConv` has one,
+    without a bias.)
+
     Several DAGs over the same nodes, such as those of
     :class:`~pyg_chimera.transforms.DAGDecomposition`, have separate selectivities; what
     :math:`\mathbf{C}` reads from them is summed and divided by
@@ -75,8 +82,8 @@ class ChimeraDAGConv(ChimeraBlock):
             reverse of the first; or :obj:`"row"`, of the four DAGs of a grid, the two
             that run down the rows and the two that run up. (default: :obj:`"all"`)
         selectivity (str, optional): The selectivity of an edge: the :obj:`"mean"` of
-            those of its two nodes, or that of its :obj:`"target"`, which makes a
-            directed path Mamba-2. (default: :obj:`"mean"`)
+            those of its two nodes, or that of its :obj:`"target"`, as in Mamba-2.
+            (default: :obj:`"mean"`)
         roots (str, optional): Whether nodes without parents :obj:`"write"` or are
             :obj:`"silent"`, as in Equation 15. (default: :obj:`"write"`)
         local_conv (bool, optional): Whether to add a depthwise mean over the parents in
@@ -87,8 +94,12 @@ class ChimeraDAGConv(ChimeraBlock):
         qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i` by its root mean square, and the latter by
             :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
-            With one state channel, only signs are left. It is not in the Chimera paper,
-            but in `"Mamba-3" <https://arxiv.org/abs/2603.15569>`_. (default:
+            With one state channel, only signs are left. The Chimera paper has no such
+            norm; `"Mamba-3" <https://arxiv.org/abs/2603.15569>`_ has. (default:
+            :obj:`True`)
+        norm_before_gate (bool, optional): Whether :math:`\text{RMSNorm}` comes before
+            the gate :math:`\mathbf{z}`, as above, or after it, as in Mamba-2:
+            :math:`\text{RMSNorm}(\ldots \odot \text{SiLU}(\mathbf{z}_i))`. (default:
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
@@ -149,6 +160,7 @@ class ChimeraDAGConv(ChimeraBlock):
         local_conv: bool = False,
         gated: bool = True,
         qk_norm: bool = True,
+        norm_before_gate: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
         differential: bool = False,
@@ -173,8 +185,9 @@ class ChimeraDAGConv(ChimeraBlock):
         taps = kwargs.pop("_taps", (1 + num_dags,) if local_conv else None)
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, taps=taps, gated=gated, qk_norm=qk_norm, bias=bias,
-            reach=reach, differential=differential, form=form, backend=backend,
+            edge_dim=edge_dim, taps=taps, gated=gated, qk_norm=qk_norm,
+            norm_before_gate=norm_before_gate, bias=bias, reach=reach,
+            differential=differential, form=form, backend=backend,
             num_selectivities=num_dags, num_dags=num_dags,
             copies=len(set(_SHARING[share](num_dags))), **kwargs,
         )  # fmt: skip

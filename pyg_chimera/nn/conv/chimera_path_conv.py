@@ -46,8 +46,8 @@ class ChimeraPathConv(ChimeraBlock):
         qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i` by its root mean square, and the latter by
             :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
-            With one state channel, only signs are left. It is not in the Chimera paper,
-            but in `"Mamba-3" <https://arxiv.org/abs/2603.15569>`_. (default:
+            With one state channel, only signs are left. The Chimera paper has no such
+            norm; `"Mamba-3" <https://arxiv.org/abs/2603.15569>`_ has. (default:
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)

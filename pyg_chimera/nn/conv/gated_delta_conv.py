@@ -36,7 +36,13 @@ class GatedDeltaConv(ChimeraBlock):
     :func:`~pyg_chimera.ops.chimera_transition`. Their rows sum to less than one, so
     that there is exactly one solution, which is computed by solving linear systems, see
     :func:`~pyg_chimera.ops.delta_scan`. With :obj:`acyclic`, they are those of
-    :func:`~pyg_chimera.ops.dag_transition`. On a directed path this is Gated DeltaNet.
+    :func:`~pyg_chimera.ops.dag_transition`.
+
+    On a directed path, the recurrence with :obj:`selectivity="target"` is that of Gated
+    DeltaNet. The layer is then the `released one
+    <https://github.com/fla-org/flash-linear-attention>`_, except that the rates
+    :math:`A` of heads are fixed at :math:`-1`, there is a skip connection
+    :math:`\mathbf{D}`, and all heads are normalized together instead of each by itself.
 
     Args:
         in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
@@ -48,9 +54,12 @@ class GatedDeltaConv(ChimeraBlock):
         state_channels (int, optional): Size of queries and keys. (default: :obj:`64`)
         acyclic (bool, optional): Whether graphs are directed and acyclic.
             (default: :obj:`False`)
+        selectivity (str, optional): With :obj:`acyclic`, the selectivity of an edge:
+            the :obj:`"mean"` of those of its two nodes, or that of its :obj:`"target"`,
+            as in Gated DeltaNet. (default: :obj:`"mean"`)
         surprise (bool, optional): Whether a node writes more, the more its value
             differs from what its query reads before it writes, relative to a
-            temperature that each head learns, initially 1: the surprise of `"Titans:
+            temperature that each head learns, initially 1. The idea is from `"Titans:
             Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
             Requires :obj:`acyclic`. (default: :obj:`False`)
         prediction (str, optional): Where nodes read the prediction that they overwrite
@@ -129,6 +138,7 @@ class GatedDeltaConv(ChimeraBlock):
         state_channels: int = 64,
         *,
         acyclic: bool = False,
+        selectivity: str = "mean",
         surprise: bool = False,
         prediction: str = "decayed",
         channel_decay: bool = False,
@@ -151,6 +161,12 @@ class GatedDeltaConv(ChimeraBlock):
                 f"solution, got {gamma}"
             )
         check_option("prediction", prediction, ("decayed", "undecayed"))
+        check_option("selectivity", selectivity, ("mean", "target"))
+        if selectivity == "target" and not acyclic:
+            raise ValueError(
+                "selectivity='target' is for DAGs; on cycles, transitions depend on "
+                "both nodes of an edge; pass acyclic=True"
+            )
         for name, value, default in (
             ("surprise", surprise, False), ("prediction", prediction, "decayed"),
             ("channel_decay", channel_decay, False),
@@ -184,6 +200,7 @@ class GatedDeltaConv(ChimeraBlock):
             copies=1, qk_norm=False, **kwargs,
         )  # fmt: skip
         self.acyclic = acyclic
+        self.selectivity = selectivity
         self.prediction = prediction
         self.channel_decay = channel_decay
         self.reflections = reflections
@@ -276,7 +293,8 @@ class GatedDeltaConv(ChimeraBlock):
         node = torch.stack(deltas, dim=-1)  # [V, heads, 1 or N]
         if edge is not None:
             edge = edge.unsqueeze(-1)
-        delta = mean_of_ends(edge_index, node, node, edge)
+        other = node if self.selectivity == "mean" else None
+        delta = mean_of_ends(edge_index, node, other, edge)
         weight, _ = dag_transition(edge_index, num_nodes, delta.flatten(1))
         return weight.unflatten(1, node.shape[1:]) if self.channel_decay else weight
 

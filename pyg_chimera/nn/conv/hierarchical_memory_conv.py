@@ -34,9 +34,10 @@ class MemoryLevels(NamedTuple):
 class HierarchicalMemoryConv(ChimeraBlock):
     r"""Memories of three time scales along a directed acyclic graph, and a router that
     weighs what is read from them: a memory of the last few nodes, one of many important
-    nodes, and one of what was surprising. This combines the idea of two pathways in
-    `"HGRN2" <https://arxiv.org/abs/2404.07904>`_ with the surprise of `"Titans:
-    Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
+    nodes, and one of what was surprising. The ideas are from `"HGRN2"
+    <https://arxiv.org/abs/2404.07904>`_, where each layer forgets more slowly than the
+    one before it, and from `"Titans: Learning to Memorize at Test Time"
+    <https://arxiv.org/abs/2501.00663>`_; the layer is that of neither.
 
     .. math::
         \mathbf{F}_i &= \sum_{j \to i} A^{(1)}_{ij} \mathbf{F}_j +

@@ -115,9 +115,9 @@ class PLSTMConv(PLSTMBlock):
             :func:`~pyg_chimera.ops.householder_product` of the node in the middle.
             (default: :obj:`1`)
         gate_biases (Sequence[float], optional): The initial values of the source, mark
-            and direct gates, before the sigmoid. In the paper they start nearly closed,
-            at :obj:`(-5, -5, -5)`, and learning begins with a plateau. (default:
-            :obj:`(0, 0, -3)`)
+            and direct gates, before the sigmoid. In the released code for graphs they
+            start nearly closed, at :obj:`(-5, -5, -5)`, and learning begins with a
+            plateau. (default: :obj:`(0, 0, -3)`)
         gate_std (float, optional): The initial standard deviation of gates, before the
             sigmoid, for inputs of variance one. (default: :obj:`0.0`, so that gates are
             initially the same everywhere)

@@ -24,7 +24,7 @@ from pyg_chimera.nn.conv._chimera_block import over_dags
 from pyg_chimera.nn.conv._init import check_reach, head_reaches, softplus_
 from pyg_chimera.nn.conv._window import Continued, reset_filter_
 from pyg_chimera.ops import channel_scan
-from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.ops.common.checks import check_flag, check_integer
 
 __all__ = ["RGLRUConv"]
 
@@ -55,7 +55,8 @@ class RGLRUConv(MessagePassing):
     parents, the mean of their means, and so on. :math:`\mathbf{W}_a` and
     :math:`\mathbf{W}_x` are block-diagonal, with a block for each head. For a node
     without parents, the sum is empty. Dividing by :math:`\sqrt{|p(i)|}` keeps the scale
-    of independent states. On a directed path, the layer is Griffin's block.
+    of independent states. On a directed path, the layer is Griffin's block, and with
+    :obj:`released` that of the released code, but for the bias of its convolution.
 
     With :obj:`edge_dim`, each edge has its own gate, :math:`\mathbf{r}_{ij} =
     \sigma(\mathbf{W}_a \mathbf{u}_i + \mathbf{b}_a + \mathbf{W}_e \mathbf{e}_{ij})`,
@@ -93,6 +94,11 @@ class RGLRUConv(MessagePassing):
             :obj:`None`, :math:`\sigma(\boldsymbol{\Lambda})^8` starts uniform in
             [0.9, 0.999], as in the paper, which gives ranges of 19 to 2,000 steps.
             (default: :obj:`(1, 1000)`)
+        released (bool, optional): Whether to follow the `released code
+            <https://github.com/google-deepmind/recurrentgemma>`_ where it departs from
+            the paper: nodes without parents write with 1 in place of :math:`\sqrt{1 -
+            \mathbf{a}_i^2}`, and GELU is its tanh approximation. (default:
+            :obj:`False`)
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`, see
             :func:`~pyg_chimera.ops.channel_scan`.
@@ -131,6 +137,7 @@ class RGLRUConv(MessagePassing):
         gated: bool = True,
         bias: bool = True,
         reach: tuple[float, float] | None = (1.0, 1000.0),
+        released: bool = False,
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
@@ -140,6 +147,7 @@ class RGLRUConv(MessagePassing):
         check_integer("num_dags", num_dags, 1)
         check_integer("conv_kernel", conv_kernel, 1)
         check_reach(reach)
+        check_flag("released", released)
 
         self.in_channels = in_channels
         self.out_channels = out_channels
@@ -148,6 +156,7 @@ class RGLRUConv(MessagePassing):
         self.edge_dim = edge_dim
         self.conv_kernel = conv_kernel
         self.reach = reach
+        self.released = released
         self.backend = backend
 
         block = out_channels // heads
@@ -266,7 +275,10 @@ class RGLRUConv(MessagePassing):
             seen = window.seen
         forget, write = self._gates(u).squeeze(1)
         lost = self._rates() * forget.sigmoid()
-        written = _root(-torch.expm1(-2 * lost)) * write.sigmoid() * u
+        fresh = -torch.expm1(-2 * lost)
+        if state is None and self.released:
+            fresh = torch.ones_like(fresh)
+        written = _root(fresh) * write.sigmoid() * u
         h = torch.exp(-lost) * h + written
         return self._output(h.to(u.dtype), x), (h, seen)
 
@@ -301,6 +313,8 @@ class RGLRUConv(MessagePassing):
             total = torch.zeros_like(fresh)
             total = total.index_add(0, target, -torch.expm1(-2 * lost))
             fresh = torch.where(parents > 0, total / parents.clamp(min=1), fresh)
+        if self.released:
+            fresh = fresh.masked_fill(parents == 0, 1)
         if has_edge_mask(self, self.num_dags):
             if weight is None:
                 like = self.Lambda
@@ -328,7 +342,8 @@ class RGLRUConv(MessagePassing):
     def _output(self, h: Tensor, x: Tensor) -> Tensor:
         """Gate and projection after the recurrence."""
         if self.lin_gate is not None:
-            h = h * F.gelu(self.lin_gate(x))
+            approximate = "tanh" if self.released else "none"
+            h = h * F.gelu(self.lin_gate(x), approximate=approximate)
         return self.lin_out(h)
 
     def __repr__(self) -> str:

@@ -39,9 +39,9 @@ _SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
 
 
 class HybridModel(GraphModel):
-    r"""A model that stacks recurrences and attention: the hybrid of `"Griffin: Mixing
-    Gated Linear Recurrences with Local Attention for Efficient Language Models"
-    <https://arxiv.org/abs/2402.19427>`_, on graphs, DAGs and sequences.
+    r"""A model that stacks recurrences and attention, as `"Griffin: Mixing Gated Linear
+    Recurrences with Local Attention for Efficient Language Models"
+    <https://arxiv.org/abs/2402.19427>`_ does, on graphs, DAGs and sequences.
 
     Each block is a :class:`~pyg_chimera.nn.GPSLayer`,
 
@@ -63,8 +63,8 @@ class HybridModel(GraphModel):
         )
         out = model(**model.inputs(data))
 
-    Griffin's own mixers, its RG-LRU and attention in a sliding window, here with four
-    heads per key and rotary positions, are
+    Mixers of the kinds that Griffin has, RG-LRU and attention in a sliding window, here
+    with four heads per key and rotary positions, are
 
     .. code-block:: python
 

@@ -281,13 +281,14 @@ def delta_scan(
 
     On DAGs both matrices are triangular, and weights may be of any size. On graphs with
     cycles, the rule has exactly one solution if rows of :math:`|\mathbf{A}|` sum to
-    less than one, as writing never makes a state larger. On a directed path, it is
-    Gated DeltaNet. Differentiable once in all floating-point tensors. float16 and
+    less than one, as writing never makes a state larger. On a directed path, it is that
+    of Gated DeltaNet. Differentiable once in all floating-point tensors. float16 and
     bfloat16 are computed in float32. The query is not scaled.
 
     With :obj:`surprise`, a node writes more, the more its value differs from what its
-    query reads before it writes, as in `"Titans: Learning to Memorize at Test Time"
-    <https://arxiv.org/abs/2501.00663>`_: :math:`\beta_i` is multiplied by
+    query reads before it writes. The idea, though not the formula, is that of `"Titans:
+    Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
+    :math:`\beta_i` is multiplied by
 
     .. math::
         \sigma_i = \textrm{sigmoid} \left( \frac{\| \mathbf{v}_i -

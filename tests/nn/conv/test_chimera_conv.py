@@ -187,13 +187,14 @@ def formula(
             written = torch.stack(input_gate).unsqueeze(-1) * value[:, h]
             y[h] = y[h] + (L * scores) @ written / math.sqrt(len(dags))
     y = torch.stack(y, dim=1) + conv.skip.view(-1, 1) * value
-    y = y.flatten(1)
-    scale = torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-    y = y / scale * conv.norm.weight
+    y, gate = y.flatten(1), torch.ones(())
     if conv.lin_gate is not None:
         gate = linear(conv.lin_gate, x)
-        y = y * gate * torch.sigmoid(gate)
-    return linear(conv.lin_out, y)
+        gate = gate * torch.sigmoid(gate)
+    if not conv.norm_before_gate:
+        y, gate = y * gate, torch.ones(())
+    scale = torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+    return linear(conv.lin_out, y / scale * conv.norm.weight * gate)
 
 
 def make_conv(*args, cls: type[Conv] = ChimeraConv, **kwargs) -> Conv:
@@ -272,6 +273,7 @@ OPTIONS = [
     },
     {"cls": ChimeraDAGConv, "roots": "silent", "heads": 4, "groups": 2},
     {"cls": ChimeraDAGConv, "num_dags": 3},
+    {"cls": ChimeraDAGConv, "norm_before_gate": False, "heads": 2},
     {"cls": ChimeraDAGConv, "num_dags": 3, "share": "none", "heads": 4, "groups": 2},
     {
         "cls": ChimeraDAGConv,

@@ -27,8 +27,10 @@ def transitions(conv, index, delta, edge):
     n, A = len(delta), delta.new_zeros(len(delta), len(delta))
     decays = []
     for e, (j, i) in enumerate(index.t().tolist()):
-        source = delta[j, 0] if conv.acyclic else delta[j, 1]
-        parts = [delta[i, 0], source, *([] if edge is None else [edge[e]])]
+        source = [delta[j, 0] if conv.acyclic else delta[j, 1]]
+        if conv.selectivity == "target":
+            source = []
+        parts = [delta[i, 0], *source, *([] if edge is None else [edge[e]])]
         decays.append(torch.exp(-sum(parts) / len(parts)))
     for i in range(n):
         into = [e for e in range(len(decays)) if index[1, e] == i]
@@ -181,6 +183,13 @@ def test_what_takes_dags(options):
         GatedDeltaConv(CHANNELS, **options)
     with pytest.raises(ValueError, match=f"{name}={value!r} takes form='state' or"):
         GatedDeltaConv(CHANNELS, acyclic=True, form="mask", **options)
+
+
+def test_bad_selectivities():
+    with pytest.raises(ValueError, match=r"'selectivity' must be one of .* got 'both'"):
+        GatedDeltaConv(CHANNELS, acyclic=True, selectivity="both")
+    with pytest.raises(ValueError, match=r"selectivity='target' .* pass acyclic=True"):
+        GatedDeltaConv(CHANNELS, selectivity="target")
 
 
 def test_bad_predictions():
