@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import cache
 from itertools import cycle, product
 
@@ -36,6 +37,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric import EdgeIndex
 
+from pyg_chimera import ops
 from pyg_chimera.ops import dag_scan, explain
 from pyg_chimera.ops.common import chunk_form
 
@@ -712,6 +714,81 @@ def test_bad_values_stay_in_their_graph(key, options, size, bad):
                 if axes.get(name) != "shared":
                     rows = ~inside[axes.get(name, "node")]
                     assert_near(x[rows], want[name][rows], 1e-5, name)
+
+
+def spots(x, rows):
+    """One number of some rows, and all of them."""
+    every = torch.zeros_like(x, dtype=torch.bool)
+    every[rows] = True
+    found = every.view(-1).nonzero().view(-1)
+    one = torch.zeros_like(every)
+    one.view(-1)[found[len(found) // 2 : len(found) // 2 + 1]] = True
+    return {"one": one, "all": every}
+
+
+def results_where(function, case, name, where, change):
+    """With some numbers of an input, or of the gradient of the output, changed."""
+    if name != "gradient":
+        x = case.floats[name].clone()
+        x[where] = change(x[where])
+        return results(function, {**case.floats, name: x})
+
+    def scaled(**floats):
+        out = function(**floats)
+        factor = torch.ones_like(out)
+        factor[where] = change(factor[where])
+        return out * factor
+
+    return results(scaled, case.floats)
+
+
+@cache
+def dependents(key):
+    """What changes with an input: by its name and the numbers that are changed."""
+    case, want, found = example(key), expected(key), []
+    s, axes = case.structure, case.operator.axes
+
+    def oracle(**floats):
+        return case.operator.oracle(floats, s)
+
+    for name, x in {**case.floats, "gradient": want["output"]}.items():
+        axis = axes.get(name, "node")
+        rows = slice(None)
+        if axis != "shared":
+            rows = s.graph_of(axis) == s.graph.mode().values
+        for kind, where in spots(x, rows).items():
+            other = results_where(oracle, case, name, where, lambda x: 1.3 * x + 0.1)
+            moved = {
+                y: (other[y] - z).abs() > 1e-7 * (z.abs() + 0.01)
+                for y, z in want.items()
+            }
+            assert kind == "one" or any(y.any() for y in moved.values()), name
+            found.append((name, kind, where, moved))
+    return found
+
+
+@every_variant
+@pytest.mark.parametrize("trusted", [False, True], ids=["checked", "unchecked"])
+def test_nan_reaches_all_that_depends_on_it(key, case, options, trusted):
+    """Outputs and gradients, those of weights included where nothing checks them."""
+    case = case.to(torch.float32)
+
+    def function(**floats):
+        return case(**floats, **options)
+
+    for name, kind, where, moved in dependents(key):
+        with ops.unchecked() if trusted else nullcontext():
+            try:
+                got = results_where(
+                    function, case, name, where, lambda x: x * torch.nan
+                )
+            except ValueError as refusal:
+                refused = f"must be finite|{REFUSED}"
+                assert re.search(refused, str(refusal))  # noqa: PT017
+                assert name in ("edge_weight", "transition", "decay", "beta", "key")
+                continue
+        for result, x in got.items():
+            assert x[moved[result]].isnan().all(), f"{result}, NaN in {kind} of {name}"
 
 
 # --------------------------------------------------------- derivatives beyond the first

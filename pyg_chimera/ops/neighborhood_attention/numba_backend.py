@@ -241,9 +241,14 @@ def _softmax(s, n, top, one):  # type: ignore[no-untyped-def]
 
     Returns the logarithm of the sum, or infinity in that case.
     """
-    if top == -np.inf:
-        clear(s, n)
-        return -top
+    if top == -np.inf:  # unless logits are NaN, which a maximum ignores
+        sums = splat(top)
+        for t in range(0, n, lanes(s)):
+            sums = sums + load(s + t)
+        top = total(sums)
+        if top == -np.inf:
+            clear(s, n)
+            return -top
     sums = zeros(s)
     for t in range(0, n, lanes(s)):
         e = exp2(load(s + t) - splat(top))
@@ -290,7 +295,7 @@ def _difference_back(first, second, d, w, n, contrast, epsilon, zero):  # type: 
         w[t] /= whole
         mean += w[t] * d[t]
     for t in range(n):
-        d[t] = (d[t] - mean) / whole if w[t] > zero else zero
+        d[t] = zero if w[t] <= zero else (d[t] - mean) / whole  # NaN propagates
         of_first += first[t] * d[t]
         of_second += second[t] * d[t]
     for t in range(n):
@@ -304,7 +309,9 @@ def _logits(  # type: ignore[no-untyped-def]
     s, x, rows, stride, size, node, start, n, tile, ends, scale, unit, bias,
     biased, edge, h, heads,
 ):  # fmt: skip
-    """Sets s to logits to base two, padded with minus infinity; returns the largest."""
+    """Sets s to logits to base two, padded with minus infinity; returns the largest,
+    or any if some are NaN.
+    """
     _products(s, x, rows, stride, size, node, start, n, tile)
     step = lanes(s)
     top = load(ends + step)
