@@ -176,7 +176,7 @@ class MixtureOfDepths(torch.nn.Module):
                 "'edge_attr' must not be given with acyclic=True: of the paths that "
                 "connect routed nodes there are no features"
             )
-        node, weight = self._routed(x, batch)
+        node, weight, unknown = self._routed(x, batch)
         inside = node[:0]
         if self.acyclic:
             edges = _contracted(edge_index, node, x.size(0))
@@ -193,7 +193,7 @@ class MixtureOfDepths(torch.nn.Module):
                 f"{list(x_routed.shape)}, got {list(out.shape)}."
             )
         mixed = torch.lerp(x_routed, out.to(x.dtype), weight.to(x.dtype).view(-1, 1))
-        x = x.index_copy(0, node, mixed)
+        x = x.index_copy(0, node, mixed) + unknown.to(x.dtype)
         if update is None:
             return x
         if edge_attr is None or own is None or update.shape != own.shape:
@@ -205,8 +205,10 @@ class MixtureOfDepths(torch.nn.Module):
         return x, edge_attr.index_copy(0, inside, update.to(edge_attr.dtype))
 
     @torch.compiler.disable
-    def _routed(self, x: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """The routed nodes, in order, and the weights of their updates."""
+    def _routed(self, x: Tensor, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The routed nodes, in order, the weights of their updates, and for all nodes
+        [V, 1] zero, or NaN if their score is and they may as well have been routed.
+        """
         # Not a matrix product, whose rounding depends on a row's place, and which
         # autocast computes in half precision: either may create or break ties.
         weight = at_least_float32(cast(Tensor, self.weight))
@@ -222,7 +224,8 @@ class MixtureOfDepths(torch.nn.Module):
 
         passed = score[order[first + torch.minimum(share, size - 1)]]
         theta = torch.where(share < size, passed, -torch.inf)
-        return node, torch.tanh(score[node] - theta[graph[node]])
+        weights = torch.tanh(score[node] - theta[graph[node]])
+        return node, weights, torch.where(score.isnan(), torch.nan, 0).unsqueeze(1)
 
     def _call(
         self,

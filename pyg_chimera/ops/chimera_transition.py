@@ -133,7 +133,8 @@ def released_transition(
     col, row = edge_index[0], edge_index[1]
     weight = _decay(target[row], source[col], edge)
     total = _sum(weight, col, num_nodes) + torch.exp(-psi)
-    return weight / (total.clamp(min=1.0) + 0.05)[col]
+    total = torch.where(total < 1, 1, total)  # unlike clamp, NaN has a gradient of NaN
+    return weight / (total + 0.05)[col]
 
 
 def dag_transition(

@@ -310,6 +310,45 @@ def test_nodes_without_edges_have_finite_gradients_in_half_precision():
         assert psi.grad.isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "function",
+    [chimera_transition, released_transition, dag_transition, path_transition],
+)
+def test_nan_is_where_it_belongs(function):
+    """In all that depends on it, and nowhere else."""
+    index = EDGE_INDEX
+    if function is path_transition:
+        index = torch.tensor([[0, 1, 1, 2, 3, 4], [1, 0, 2, 1, 4, 3]])
+    nodes, edges = gates(5), gates(6, copies=1)
+    args = {
+        chimera_transition: (*nodes, *edges),
+        released_transition: (*nodes, *edges),
+        dag_transition: (*edges, nodes[0]),
+        path_transition: (*edges, nodes[0]),
+    }[function]
+
+    def results(i, change):
+        leaves = [x.clone() for x in args]
+        leaves[i][1, 1] = change(leaves[i][1, 1])
+        leaves = [x.requires_grad_() for x in leaves]
+        outs = function(index, 5, *leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        weighed = sum(
+            (x * torch.arange(1.0, x.numel() + 1).view_as(x)).sum() for x in outs
+        )
+        grads = torch.autograd.grad(weighed, leaves)
+        return [*(x.detach() for x in outs), *grads]
+
+    for i in range(len(args)):
+        want, other, got = (
+            results(i, f)
+            for f in (lambda x: x, lambda x: x - 3, lambda x: x * torch.nan)
+        )
+        for x, y, z in zip(want, other, got, strict=True):
+            assert z.isnan().equal(x != y)
+            assert z[x == y].equal(x[x == y])
+
+
 def test_released_graph():
     data = load("chimera_graph_released")
     edge_index, bias = data["edge_index"], data["dt_bias"]

@@ -70,6 +70,15 @@ def test_zeros_reflect_nothing():
     assert householder_product(torch.zeros(2, 2, 3)).equal(torch.eye(3).expand(2, 3, 3))
 
 
+def test_nan_is_where_it_belongs():
+    vectors = torch.randn(2, 3, 4)
+    expected = householder_product(vectors)
+    vectors[0, 1, 2] = torch.nan
+    out = householder_product(vectors)
+    assert out[0].isnan().all()
+    assert out[1].equal(expected[1])
+
+
 def test_gradients():
     vectors = torch.randn(2, 3, 3, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(householder_product, vectors)

@@ -87,6 +87,27 @@ def test_logits_of_any_size(backend, dtype):
 
 
 @backends
+@pytest.mark.parametrize("name", ["query", "key", "value", "edge_bias"])
+def test_rows_that_read_nan_are_nan(backend, name):
+    """Whether some of their logits are, or all; the other rows are as before."""
+    edge_index = torch.tensor(
+        [[0, 1, 1, 2, 0, 1, 2, 3, 0], [1, 0, 2, 1, 0, 1, 2, 3, 4]]
+    )
+    source, target = edge_index  # node 3 reads itself only, 4 reads 0 only
+    args = dict(zip(("query", "key", "value"), inputs(5), strict=True))
+    args["edge_bias"] = torch.randn(9, 4).double()
+    expected = neighborhood_attention(**args, edge_index=edge_index, backend=backend)
+    bad = torch.tensor([True, False, False, True, False])
+    args[name] = args[name].clone()
+    args[name][bad[target] if name == "edge_bias" else bad] = torch.nan
+    out = neighborhood_attention(**args, edge_index=edge_index, backend=backend)
+    if name in ("key", "value"):
+        bad = torch.zeros(5).index_add(0, target, bad[source].float()) > 0
+    assert out[bad].isnan().all()
+    assert out[~bad].equal(expected[~bad])
+
+
+@backends
 def test_minus_infinity_removes_edges(backend):
     """And a node with none left has zeros, and gradients of zero, like one without."""
     edge_index = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 1, 2]])
