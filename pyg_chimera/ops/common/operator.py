@@ -35,6 +35,8 @@ _SCHEMA_TYPES = {
     float: "float",
     float | None: "float?",
     list[int]: "int[]",
+    # An empty list would not do for nothing: AOTInductor passes None for it.
+    list[int] | None: "int[]?",
 }
 
 

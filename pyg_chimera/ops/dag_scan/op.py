@@ -58,8 +58,8 @@ class Inputs(NamedTuple):
     batch: Tensor | None
     rank: Tensor | None
     num_components: int
-    sizes: list[int]  #: height and width of each grid
-    orientations: list[int]  #: of grids; empty for other graphs
+    sizes: list[int] | None  #: height and width of each grid; None for other graphs
+    orientations: list[int] | None
     form: str
     backend: str
 
@@ -81,7 +81,7 @@ class _StateScan(Operator[Inputs, States]):
 
     def recipe(self, inputs: Inputs) -> Recipe:
         if inputs.orientations:
-            options = (tuple(inputs.sizes), tuple(inputs.orientations))
+            options = (tuple(inputs.sizes or ()), tuple(inputs.orientations))
             return Recipe(grid_states, (), (*options, inputs.mark is None))
         edge_index, num_nodes = inputs.edge_index, inputs.value.size(0)
         if inputs.line_edge_index is None:
@@ -199,8 +199,8 @@ def dag_scan(
     batch, rank = check_indices(value, batch=batch, rank=rank)
     check_option("form", form, _FORMS)
     inputs = Inputs(
-        q, k, v, None, None, w, None, edge_index, None, batch, rank, 1, [], [], form,
-        backend,
+        q, k, v, None, None, w, None, edge_index, None, batch, rank, 1, None, None,
+        form, backend,
     )  # fmt: skip
     return _dag_scan(inputs).to(value.dtype)
 
@@ -309,8 +309,8 @@ def stm_scan(
         check_shape("mark", mark, "[edges, heads]", edges)
         check_shape("transition", transition, "[line edges, heads]", line_edges)
     inputs = Inputs(
-        q, k, v, S, M, T, D, edge_index, line_edge_index, batch, None, J, [], [],
-        form, backend,
+        q, k, v, S, M, T, D, edge_index, line_edge_index, batch, None, J, None,
+        None, form, backend,
     )  # fmt: skip
     return _stm_scan(inputs).to(value.dtype)
 
