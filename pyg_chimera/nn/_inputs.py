@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj, SparseTensor
 from torch_geometric.utils import is_sparse, to_edge_index
@@ -28,11 +29,14 @@ __all__ = [
     "check_grids",
     "check_heads",
     "check_nodes",
+    "check_size",
     "edge_features",
+    "edges_of",
     "for_each_dag",
     "has_edge_mask",
     "named",
     "side_by_side",
+    "with_values",
 ]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -193,12 +197,67 @@ def check_floats(name: str, x: Any, advice: str = "") -> None:
         )
 
 
+def check_size(graph: Any, num_targets: int, num_sources: int | None = None) -> None:
+    """Checks that a sparse matrix, or an `EdgeIndex` that knows its size, is one of
+    these nodes. Other forms have no size.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(graph, SparseTensor):
+        size = list(graph.sparse_sizes())
+    elif isinstance(graph, EdgeIndex):
+        size = list(graph.sparse_size())[::-1]
+    elif is_sparse(graph):
+        size = list(graph.shape[: graph.dim() - graph.dense_dim()])
+    else:
+        return
+    expected = [num_targets, num_targets if num_sources is None else num_sources]
+    if len(size) != 2 or any(
+        n not in (None, m) for n, m in zip(size, expected, strict=True)
+    ):
+        raise ValueError(
+            "'edge_index' must be a matrix of size [target nodes, source nodes] = "
+            f"{expected}, as PyG's 'adj_t', got {size}"
+        )
+
+
+def with_values(graph: Adj) -> tuple[Adj, Tensor | None]:
+    """A graph, and the values of its edges if it is a sparse matrix that has some.
+
+    Duplicates in a matrix that is not coalesced are added, as in all of PyTorch.
+    """
+    if isinstance(graph, SparseTensor):
+        return graph, graph.storage.value()  # None, where PyG would say one
+    if not is_sparse(graph):
+        return graph, None
+    if graph.layout == torch.sparse_coo:
+        graph = graph.coalesce()
+    return graph, graph.values()
+
+
+def edges_of(graph: Adj) -> Tensor:
+    r"""The edges :math:`j \to i` of a graph in any form, as a plain tensor; those of a
+    sparse matrix in the order of its entries.
+    """
+    if is_sparse(graph):
+        if isinstance(graph, Tensor) and graph.layout == torch.sparse_coo:
+            # PyG's function would mark the user's matrix as coalesced, in place.
+            row, col = graph._indices()
+        else:
+            row, col = to_edge_index(graph)[0]
+        return torch.stack([col, row])
+    if isinstance(graph, EdgeIndex):
+        # Writes to an EdgeIndex do not change its tensor's version: make a new tensor.
+        return graph.as_tensor().view(2, -1)
+    return graph
+
+
 def as_edges(
     edge_index: Adj,
     edge_attr: Tensor | None,
     num_nodes: int,
     flow: str,
-    edge_dim: int | None = -1,
+    edge_dim: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     r"""The edges :math:`j \to i` as a plain tensor, and their features.
 
@@ -207,20 +266,15 @@ def as_edges(
 
     Raises:
         TypeError: If edges are not integer, or features are not floating point.
-        ValueError: If edges have a wrong shape or are out of range, or there are
-            features although :obj:`edge_dim` is :obj:`None`.
+        ValueError: If edges have a wrong shape or are out of range, a matrix has the
+            wrong size, or there are features although :obj:`edge_dim` is :obj:`None`.
     """
+    check_size(edge_index, num_nodes)
+    if edge_attr is None:
+        edge_index, values = with_values(edge_index)
+        edge_attr = None if edge_dim is None else values
     check_edge_attr(edge_attr)
-    if is_sparse(edge_index):
-        (row, col), values = to_edge_index(edge_index)
-        if isinstance(edge_index, SparseTensor):
-            values = edge_index.storage.value()  # None, where PyG would say one
-        edge_index = torch.stack([col, row])
-        if edge_attr is None and edge_dim is not None:
-            edge_attr = values
-    elif hasattr(edge_index, "as_tensor"):  # an EdgeIndex
-        # Writes to an EdgeIndex do not change its tensor's version: make a new tensor.
-        edge_index = edge_index.as_tensor().view(2, -1)
+    edge_index = edges_of(edge_index)
     if edge_attr is not None and edge_dim is None:
         raise ValueError(
             "'edge_attr' must be None for a layer with 'edge_dim=None', got shape "

@@ -6,9 +6,14 @@ from torch import Tensor
 from torch.nn import Dropout, Linear, Sequential
 from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj
-from torch_geometric.utils import is_sparse, to_edge_index
 
-from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_nodes
+from pyg_chimera.nn._inputs import (
+    check_batch,
+    check_edge_rows,
+    check_nodes,
+    check_size,
+    with_values,
+)
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import Route, reset_layer
 
@@ -267,9 +272,10 @@ class GPSLayer(torch.nn.Module):
         check_nodes(x, self.channels)
         check_batch(batch, x.size(0))
         check_edge_rows(edge_attr, edge_index)
-        if edge_attr is None and is_sparse(edge_index):
-            values = to_edge_index(edge_index)[1]
-            edge_attr = values if values.dim() == 2 else None
+        check_size(edge_index, x.size(0))
+        if edge_attr is None:
+            edge_index, values = with_values(edge_index)
+            edge_attr = values if values is not None and values.dim() == 2 else None
         for name in kwargs:
             if not self.accepts(name):
                 raise TypeError(

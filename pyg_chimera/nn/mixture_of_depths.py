@@ -7,8 +7,10 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
+    check_edge_attr,
     check_edge_rows,
     check_nodes,
+    with_values,
 )
 from pyg_chimera.nn._routing import Route, reset_layer
 from pyg_chimera.ops.common.checks import check_batch
@@ -255,7 +257,7 @@ def _contracted(edge_index: Any, node: Tensor, num_nodes: int) -> Any:
     """The edges of one or several DAGs between some of their nodes, renumbered."""
     if isinstance(edge_index, (list, tuple)):
         return [_contracted(dag, node, num_nodes) for dag in edge_index]
-    edges, _ = as_edges(edge_index, None, num_nodes, "source_to_target")
+    edges, _ = as_edges(edge_index, None, num_nodes, "source_to_target", None)
     kept, place = _places(node, num_nodes)
     return place[contracted_dag(edges, kept)]
 
@@ -267,15 +269,17 @@ def _induced(
     """The edges among some nodes, renumbered; the features of all edges; the indices of
     these edges.
     """
-    flow, given = "source_to_target", edge_attr is not None
-    edges, edge_attr = as_edges(edge_index, edge_attr, num_nodes, flow)
-    if not given and edge_attr is not None and edge_attr.dim() == 1:
-        if bool((edge_attr != 1).any()):
-            raise ValueError(
-                "'edge_index' must not hold edge weights if only some nodes are "
-                "routed, as the layer would not get them; pass them as 'edge_attr'"
-            )
-        edge_attr = None
+    if edge_attr is None:
+        edge_index, edge_attr = with_values(edge_index)
+        if edge_attr is not None and edge_attr.dim() == 1:
+            if bool((edge_attr != 1).any()):
+                raise ValueError(
+                    "'edge_index' must not hold edge weights if only some nodes are "
+                    "routed, as the layer would not get them; pass them as 'edge_attr'"
+                )
+            edge_attr = None
+    check_edge_attr(edge_attr)
+    edges, _ = as_edges(edge_index, None, num_nodes, "source_to_target", None)
     kept, place = _places(node, num_nodes)
     check_edge_rows(edge_attr, edges)
     inside = kept[edges].all(dim=0).nonzero().view(-1)

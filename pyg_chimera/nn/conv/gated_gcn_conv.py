@@ -3,15 +3,23 @@ from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
+from torch_geometric import EdgeIndex
 from torch_geometric.nn import BatchNorm
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj, OptTensor, PairTensor
-from torch_geometric.utils import is_sparse, to_edge_index
 
-from pyg_chimera.nn._inputs import check_edge_attr, check_nodes, named
+from pyg_chimera.nn._inputs import (
+    check_edge_attr,
+    check_nodes,
+    check_size,
+    edges_of,
+    named,
+    with_values,
+)
+from pyg_chimera.ops.common.checks import check_edges
 
 __all__ = ["GatedGCNConv"]
 
@@ -190,9 +198,15 @@ class GatedGCNConv(MessagePassing):
         check_nodes(x_source)
         check_nodes(x_target)
         check_edge_attr(edge_attr)
-        if edge_attr is None and is_sparse(edge_index):
-            value = to_edge_index(edge_index)[1]
-            edge_attr = value if value.dim() == 2 or self.edge_dim == 1 else None
+        check_size(edge_index, x_target.size(0), x_source.size(0))
+        if edge_attr is None:
+            edge_index, value = with_values(edge_index)
+            if value is not None and self.lin_edge is not None:
+                edge_attr = value if value.dim() == 2 or self.edge_dim == 1 else None
+                check_edge_attr(edge_attr)
+        # PyG's propagation knows the order of an EdgeIndex, but not all other forms.
+        if not isinstance(edge_index, EdgeIndex) or edge_index.dtype != torch.long:
+            edge_index = check_edges("edge_index", edges_of(edge_index), x_source)
         if edge_attr is not None:
             if self.lin_edge is None:
                 raise ValueError(

@@ -5,10 +5,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import LayerNorm, Linear, Parameter
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_batch, check_nodes
+from pyg_chimera.nn._inputs import (
+    as_edges,
+    at_least_float32,
+    check_batch,
+    check_nodes,
+    check_size,
+)
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
 from pyg_chimera.ops.structure import ORDERS
@@ -231,6 +238,7 @@ class GraphMambaConv(torch.nn.Module):
         """
         check_nodes(x, self.channels)
         check_batch(batch, x.size(0))
+        check_size(edge_index, x.size(0))
         packed = self._packed(x, edge_index, batch, score, generator)
         if self.norm is not None:
             x = self.norm(x)
@@ -292,7 +300,7 @@ class GraphMambaConv(torch.nn.Module):
                     f"'edge_index' or 'score' must be given with order={order!r}, got "
                     "None"
                 )
-            edge_index, _ = as_edges(edge_index, None, V, "source_to_target")
+            edge_index, _ = as_edges(edge_index, None, V, "source_to_target", None)
             score = node_score(edge_index, V, order, batch)
         shuffle = order != "order"
         m = self.num_eval_permutations if shuffle and not self.training else 1
@@ -336,7 +344,8 @@ class _Scan(torch.nn.Module):
         else:
             self.register_parameter("conv_bias", None)
         self.lin_states = Linear(channels, sum(self._parts), bias=False)
-        self.lin_delta = Linear(dt_rank, channels)
+        # Its weight and bias are read apart from each other; it is small anyway.
+        self.lin_delta = NonDynamicallyQuantizableLinear(dt_rank, channels)
         self.A_log = Parameter(torch.empty(channels, state_channels))
         self.D = Parameter(torch.empty(channels))
         self._mark()
@@ -347,9 +356,20 @@ class _Scan(torch.nn.Module):
         self.A_log._no_weight_decay = True  # type: ignore[attr-defined]
         self.D._no_weight_decay = True  # type: ignore[attr-defined]
 
+    # Parameters that replace others, or are copies of them, have no marks.
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._mark()  # copied parameters lose their marks
+        self._mark()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "_Scan":
+        super()._apply(*args, **kwargs)
+        self._mark()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark()
 
     def reset_parameters(self) -> None:
         bound = self.conv_weight.size(1) ** -0.5
@@ -376,7 +396,7 @@ class _Scan(torch.nn.Module):
             activation="silu",
             backend=backend,
         )
-        states = self.lin_states(u.to(self.lin_states.weight.dtype))
+        states = self.lin_states(u.to(self.D.dtype))
         delta, B, C = states.split(self._parts, dim=1)
         y = selective_scan(
             u,
@@ -404,7 +424,7 @@ class _Scan(torch.nn.Module):
         recent = torch.cat([recent[..., 1:], x.unsqueeze(2)], dim=2)
         u = (recent * kernel).sum(2)
         u = F.silu(u if self.conv_bias is None else u + self.conv_bias)
-        states = self.lin_states(u.to(self.lin_states.weight.dtype))
+        states = self.lin_states(u.to(self.D.dtype))
         delta, B, C = states.split(self._parts, dim=1)
         delta = F.softplus(at_least_float32(self.lin_delta(delta))).unsqueeze(2)
         decay = torch.exp(-delta * torch.exp(at_least_float32(self.A_log)))

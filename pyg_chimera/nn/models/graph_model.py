@@ -11,7 +11,12 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import aggregation_resolver
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import check_batch, check_edge_rows
+from pyg_chimera.nn._inputs import (
+    check_batch,
+    check_edge_rows,
+    check_size,
+    with_values,
+)
 from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route, unwrapped
 from pyg_chimera.nn.gps_layer import GPSLayer
@@ -328,7 +333,8 @@ class GraphModel(torch.nn.Module):
             "edge_index": _attribute(data, adj, "the layers are called with"),
             "batch": data.batch if "batch" in data else None,
         }
-        if self.edge_encoder is not None:
+        # The values of an 'adj_t' may be the edge features.
+        if self.edge_encoder is not None and (adj != "adj_t" or "edge_attr" in data):
             reader = f"a model with edge_dim={self.edge_dim} reads"
             args["edge_attr"] = _attribute(data, "edge_attr", reader)
         if self.head == "graph" and isinstance(data, Batch):
@@ -380,6 +386,7 @@ class GraphModel(torch.nn.Module):
                     f"'{name}' is not a parameter that a layer's forward method takes."
                 )
         check_batch(batch)
+        edge_index, edge_attr = self._with_features(edge_index, edge_attr)
         check_edge_rows(edge_attr, edge_index)
         if (edge_attr is None) != (self.edge_encoder is None):
             raise ValueError(
@@ -407,6 +414,7 @@ class GraphModel(torch.nn.Module):
         if edge_attr is not None and self.edge_encoder is not None:
             edge_attr = _encode(self.edge_encoder, edge_attr, "edge_attr")
 
+        check_size(edge_index, x.size(0))
         for i, layer in enumerate(self.layers):
             given = {"batch": batch, "edge_attr": edge_attr, **kwargs}
             args = {k: v for k, v in given.items() if self._accepts(i, k)}
@@ -425,6 +433,18 @@ class GraphModel(torch.nn.Module):
             return self.mlp(torch.cat([x[source], x[target]], dim=-1))
         x = self.mlp(x)
         return (x[source] * x[target]).sum(dim=-1, keepdim=True)
+
+    def _with_features(
+        self, edge_index: Adj, edge_attr: Tensor | None
+    ) -> tuple[Adj, Tensor | None]:
+        """Edges and their features, which may be the values of a sparse matrix."""
+        if edge_attr is not None:
+            return edge_index, edge_attr
+        edge_index, values = with_values(edge_index)
+        dims = self.edge_dim
+        single = len(dims) == 1 if isinstance(dims, Sequence) else dims in (1, -1)
+        read = values is not None and (values.dim() == 2 or single)
+        return edge_index, values if self.edge_encoder is not None and read else None
 
     def _outputs(self, index: int, out: Any, edge_attr: Any) -> tuple[Tensor, Any]:
         """The nodes and the edge features after a layer."""

@@ -244,7 +244,8 @@ class HybridModel(GraphModel):
             **kwargs (optional): The same, by name.
         """
         if self.kind == "sequence":
-            edges, _ = as_edges(edge_index, None, x.size(0), "source_to_target")
+            edge_index, edge_attr = self._with_features(edge_index, edge_attr)
+            edges, _ = as_edges(edge_index, None, x.size(0), "source_to_target", None)
             check_edge_rows(edge_attr, edges)
             later = (edges[0] < edges[1]).nonzero().view(-1)
             edge_attr = None if edge_attr is None else edge_attr[later]
