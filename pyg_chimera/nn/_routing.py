@@ -115,26 +115,31 @@ class Route(NamedTuple):
         if x.size(0) == 0:
             return x
 
+        if batch is None:  # no padding, whose size exporters would not know
+            mask = x.new_ones(1, x.size(0), dtype=torch.bool)
+            return self._call_dense(module, x.unsqueeze(0), mask, kwargs).squeeze(0)
         # Pad each graph: sort the nodes by graph, and leave out empty graphs, in which
         # attention would have nothing to average.
-        if batch is None:
-            batch = x.new_zeros(x.size(0), dtype=torch.long)
         index = batch.unique(return_inverse=True)[1]
         order = index.argsort(stable=True)
         dense, mask = to_dense_batch(x[order], index[order])
+        return self._call_dense(module, dense, mask, kwargs)[mask][order.argsort()]
+
+    def _call_dense(
+        self, module: Any, dense: Tensor, mask: Tensor, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Calls :obj:`module` on padded graphs."""
         if self.style == "dense":
-            out = module(dense, mask=mask, **kwargs)
+            return module(dense, mask=mask, **kwargs)
+        turned = not _is_batch_first(module)
+        dense = dense.transpose(0, 1) if turned else dense
+        if self.style == "encoder":
+            out = module(dense, src_key_padding_mask=~mask)
         else:
-            turned = not _is_batch_first(module)
-            dense = dense.transpose(0, 1) if turned else dense
-            if self.style == "encoder":
-                out = module(dense, src_key_padding_mask=~mask)
-            else:
-                out, _ = module(
-                    dense, dense, dense, key_padding_mask=~mask, need_weights=False
-                )
-            out = out.transpose(0, 1) if turned else out
-        return out[mask][order.argsort()]
+            out, _ = module(
+                dense, dense, dense, key_padding_mask=~mask, need_weights=False
+            )
+        return out.transpose(0, 1) if turned else out
 
 
 def _is_batch_first(module: torch.nn.Module) -> bool:

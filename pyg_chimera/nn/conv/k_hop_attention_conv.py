@@ -365,7 +365,7 @@ class KHopAttentionConv(MessagePassing):
                 )
         if self.flow == "target_to_source":
             index = index.flip(0)
-        return index, distance
+        return index.long(), distance.long()
 
     def __repr__(self) -> str:
         groups = "" if self.groups == self.heads else f", groups={self.groups}"

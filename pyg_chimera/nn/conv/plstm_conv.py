@@ -305,6 +305,7 @@ class PLSTMConv(PLSTMBlock):
                     check_edges("line_edge_index", line, index)
                 else:
                     check_line_edges(line, index.size(1))
+                line = line.long()
                 line = line.flip(0) if self.flow == "target_to_source" else line
             if self.lin_edge is not None:
                 attrs.append(edge_features(attr, self.edge_dim, index.size(1)))

@@ -21,6 +21,7 @@ from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route, unwrapped
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
+from pyg_chimera.ops.common.checks import check_edges
 
 __all__ = ["CategoricalEncoder", "GraphModel"]
 
@@ -386,6 +387,7 @@ class GraphModel(torch.nn.Module):
                     f"'{name}' is not a parameter that a layer's forward method takes."
                 )
         check_batch(batch)
+        batch = None if batch is None else batch.long()
         edge_index, edge_attr = self._with_features(edge_index, edge_attr)
         check_edge_rows(edge_attr, edge_index)
         if (edge_attr is None) != (self.edge_encoder is None):
@@ -428,7 +430,7 @@ class GraphModel(torch.nn.Module):
             x = self.pool(x, batch, dim_size=batch_size)
         if edge_label_index is None:
             return self.mlp(x)
-        source, target = edge_label_index
+        source, target = check_edges("edge_label_index", edge_label_index, x)
         if not self._is_dot:
             return self.mlp(torch.cat([x[source], x[target]], dim=-1))
         x = self.mlp(x)
