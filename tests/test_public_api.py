@@ -32,7 +32,7 @@ PUBLIC = {
         *("line_graph", "LineGraph", "multitree", "node_order"),
         *("ORDERS", "node_score", "node_sequences", "NodeSequences"),
         *("diameter", "connected_components", "KHop", "k_hop_index"),
-        "grid_parents",
+        *("grid_parents", "check_stored"),
     },
     "pyg_chimera.nn": {
         *("ChimeraConv", "ChimeraDAGConv", "ChimeraGridConv"),

@@ -80,7 +80,7 @@ class ChimeraGPSLayer(GPSLayer):
         return mixed + super()._ff_block(x + mixed)
 
     def _mix(self, batch: Data) -> Tensor:
-        args: dict[str, Any] = structure(batch)
+        args: dict[str, Any] = structure(batch, self._route.accepts)
         args["batch"] = batch.batch
         args["edge_attr"] = edge_features(batch, self.edge_dim)
         args = self._route.select(args)

@@ -67,7 +67,7 @@ class _MixerLayer(torch.nn.Module):
             batch (torch_geometric.data.Data): The batch.
         """
         x = batch.x if self.lin is None else self.lin(batch.x)
-        args: dict[str, Any] = structure(batch)
+        args: dict[str, Any] = structure(batch, self._route.accepts)
         args["batch"] = batch.batch
         args["edge_attr"] = edge_features(batch, self.edge_dim)
         args = self._route.select(args)

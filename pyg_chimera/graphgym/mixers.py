@@ -1,7 +1,7 @@
 """Mixers built from the configuration, and their inputs from a batch."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +17,8 @@ from pyg_chimera.nn import (
     KHopAttentionConv,
     PLSTMConv,
 )
+from pyg_chimera.ops.common.checks import readable
+from pyg_chimera.ops.structure import check_stored
 
 __all__ = [
     "MIXERS",
@@ -188,6 +190,15 @@ def edge_features(batch: Data, edge_dim: int | None) -> Tensor | None:
     return edge_attr.to(batch.x.dtype)
 
 
-def structure(batch: Data) -> dict[str, Tensor]:
-    """What transforms have stored in the batch, as arguments of mixers."""
-    return {name: batch[key] for name, key in _STRUCTURE.items() if key in batch}
+def structure(batch: Data, accepts: Callable[[str], bool]) -> dict[str, Tensor]:
+    """What transforms have stored in the batch, as arguments that a mixer accepts.
+
+    Raises:
+        ValueError: If it was stored for other edges.
+    """
+    stored = {
+        name: key for name, key in _STRUCTURE.items() if key in batch and accepts(name)
+    }
+    if readable():
+        check_stored(batch, stored.values())
+    return {name: batch[key] for name, key in stored.items()}

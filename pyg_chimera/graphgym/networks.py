@@ -130,10 +130,9 @@ class _Stage(torch.nn.Module):
             edge_attr = self.edge_lin(edge_attr)
         layer: Any
         for layer in self.layers:
-            stored = structure(batch)
-            if isinstance(layer, MixtureOfDepths) and layer.capacity < 1:
-                stored = {}  # it belongs to all nodes
-            stored = {name: stored[name] for name in stored if layer.accepts(name)}
+            stored = {}  # which belongs to all nodes
+            if not isinstance(layer, MixtureOfDepths) or layer.capacity == 1:
+                stored = structure(batch, layer.accepts)
             out = layer(x, batch.edge_index, batch.batch, edge_attr, **stored)
             x, edge_attr = out if isinstance(out, tuple) else (out, edge_attr)
         batch.x = x if self.norm is None else self.norm(x, batch.batch)

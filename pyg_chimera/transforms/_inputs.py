@@ -3,7 +3,7 @@ of nodes, and how transforms are shown.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch_geometric.data import Data
 from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.structure.checksum import SUFFIX, checksum
 
-__all__ = ["check_attr_name", "edges_of", "score_of", "shown"]
+__all__ = ["check_attr_name", "edges_of", "mark", "score_of", "shown"]
 
 #: Attributes of the graph itself, without which it would be another one.
 _OF_THE_GRAPH = ("edge_index", "edge_attr", "x", "y", "pos", "num_nodes")
@@ -59,6 +60,13 @@ def edges_of(data: Data) -> tuple[Tensor, int]:
     assert num_nodes is not None  # PyG infers it from 'edge_index' if necessary.
     check_edge_index(data.edge_index, num_nodes)
     return data.edge_index, num_nodes
+
+
+def mark(data: Data, stem: str, dags: Sequence[Tensor] = ()) -> None:
+    """Stores to which edges the attributes belong whose names begin with `stem`."""
+    data[f"{stem}{SUFFIX}"] = checksum(
+        *edges_of(data), dags, multigraph=stem == "line_edge"
+    )
 
 
 def check_attr_name(argument: str, name: str) -> None:

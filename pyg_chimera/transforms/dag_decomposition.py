@@ -13,7 +13,13 @@ from pyg_chimera.ops.structure.centrality import closeness, pagerank
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search_tree
 from pyg_chimera.ops.structure.grid import grid_dag, is_grid
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of, shown
+from pyg_chimera.transforms._inputs import (
+    check_attr_name,
+    edges_of,
+    mark,
+    score_of,
+    shown,
+)
 
 __all__ = ["DAGDecomposition"]
 
@@ -194,6 +200,7 @@ class DAGDecomposition(BaseTransform):
             ranks = [topological_rank(dag, num_nodes) for dag in dags]
         data[f"{self.prefix}_edge_index"] = [dag.to(device) for dag in dags]
         data[f"{self.prefix}_rank"] = [rank.to(device) for rank in ranks]
+        mark(data, self.prefix, dags)
         for name in list(data.keys()):  # What belonged to earlier edges.
             if name.startswith(
                 (f"{self.prefix}_edge_attr", f"{self.prefix}_line_edge")

@@ -6,8 +6,9 @@ from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
+from pyg_chimera.ops.structure.checksum import check_stored
 from pyg_chimera.ops.structure.line_graph import line_graph, multitree
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, shown
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of, mark, shown
 
 __all__ = ["DirectedLineGraph", "LineGraphData", "MultitreePruning"]
 
@@ -140,6 +141,7 @@ class MultitreePruning(BaseTransform):
                 )
             for line_edge_index, dag in zip(lines, dags, strict=True):
                 _check_line_graph(name, line_edge_index, dag)
+            check_stored(data, [name])
         else:
             lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
         kept = [
@@ -182,6 +184,7 @@ def _dags_of(data: Data, prefix: str) -> tuple[list[Tensor], int]:
     name = f"{prefix}edge_index"
     if name not in data:
         raise ValueError(f"The transform needs 'data.{name}' (got {data.keys()})")
+    check_stored(data, [name])
     dags = data[name]
     return (list(dags) if isinstance(dags, (list, tuple)) else [dags]), num_nodes
 
@@ -217,4 +220,6 @@ def _with_lines(
         data = LineGraphData.from_dict(data.to_dict())
     is_list = isinstance(data[f"{prefix}edge_index"], (list, tuple))
     data[name] = lines if is_list else lines[0]
+    if not prefix:
+        mark(data, "line_edge")
     return data

@@ -6,7 +6,13 @@ from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, score_of, shown
+from pyg_chimera.transforms._inputs import (
+    check_attr_name,
+    edges_of,
+    mark,
+    score_of,
+    shown,
+)
 
 __all__ = ["NodeOrder"]
 
@@ -63,6 +69,7 @@ class NodeOrder(BaseTransform):
         else:
             score = node_score(edge_index, num_nodes, self.order, data.batch)
         data[self.attr_name] = score
+        mark(data, self.attr_name)
         return data
 
     __repr__ = shown

@@ -11,7 +11,7 @@ from pyg_chimera.ops.structure import (
     topological_rank,
 )
 from pyg_chimera.ops.structure.elimination import METHODS
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, shown
+from pyg_chimera.transforms._inputs import check_attr_name, edges_of, mark, shown
 
 __all__ = ["AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"]
 
@@ -153,6 +153,7 @@ class AddDiameter(BaseTransform):
         edge_index, num_nodes = edges_of(data)
         found = diameter(edge_index, num_nodes, data.batch)
         data[self.attr_name] = torch.as_tensor(found, device=edge_index.device).view(-1)
+        mark(data, self.attr_name)
         return data
 
     __repr__ = shown

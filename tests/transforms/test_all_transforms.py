@@ -57,7 +57,7 @@ def height(data: Data) -> Tensor:
 
 decomposition = partial(
     case, DAGDecomposition, name="dag_decomposition", argument="prefix",
-    adds=("dag_edge_index", "dag_edge_attr", "dag_rank"),
+    adds=("dag_edge_index", "dag_edge_attr", "dag_rank", "dag_checksum"),
 )  # fmt: skip
 CASES = {
     "elimination_order": case(
@@ -72,19 +72,20 @@ CASES = {
         argument="prefix", adds=["k_hop_index", "k_hop_distance"], of_batches=True,
     ),
     "diameter": case(
-        AddDiameter, name="add_diameter", adds=["diameter"], of_batches=True
+        AddDiameter, name="add_diameter", adds=["diameter", "diameter_checksum"],
+        of_batches=True,
     ),
     "laplacian": case(
         LaplacianEncoding, 3, name="laplacian_encoding", adds=["laplacian_pe"],
         text="LaplacianEncoding(k=3)",
     ),
     "line_graph": case(
-        DirectedLineGraph, name="directed_line_graph", adds=["line_edge_index"],
-        argument="prefix", acyclic=True,
+        DirectedLineGraph, name="directed_line_graph", argument="prefix",
+        adds=["line_edge_index", "line_edge_checksum"], acyclic=True,
     ),
     "pruning": case(
         MultitreePruning, name="multitree_pruning", argument="prefix", acyclic=True,
-        adds=["line_edge_index", "line_edge_index_pruned"],
+        adds=["line_edge_index", "line_edge_index_pruned", "line_edge_checksum"],
     ),
     **{
         f"dags_{order}": decomposition(
@@ -98,7 +99,8 @@ CASES = {
             DAGDecomposition, 2, order, name="dag_decomposition", argument="prefix",
             text="DAGDecomposition(num_dags=2" + ("" if order == "order" else
             f", method='{getattr(order, '__name__', order)}'") + ")",
-            adds=("dag_edge_index", "dag_edge_attr", "dag_rank"), of_batches=True,
+            adds=("dag_edge_index", "dag_edge_attr", "dag_rank", "dag_checksum"),
+            of_batches=True,
         )
         for order in ("order", "degree", "pagerank", "closeness", height)
     },
@@ -107,7 +109,8 @@ CASES = {
     ),
     **{
         f"score_{getattr(order, '__name__', order)}": case(
-            NodeOrder, order, name="node_order", adds=["node_score"], of_batches=True,
+            NodeOrder, order, name="node_order", of_batches=True,
+            adds=["node_score", "node_score_checksum"],
             text="NodeOrder()" if order == "degree" else
             f"NodeOrder(order='{getattr(order, '__name__', order)}')",
         )

@@ -22,10 +22,16 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn._rotary import rotary_angles, rotate, scaled_base
 from pyg_chimera.ops import CycleError, neighborhood_attention
-from pyg_chimera.ops.common.checks import check_integer, check_option, readable
+from pyg_chimera.ops.common.checks import (
+    check_edges,
+    check_integer,
+    check_option,
+    readable,
+    trusted,
+)
 from pyg_chimera.ops.structure import k_hop_index as find_pairs
 from pyg_chimera.ops.structure import topological_rank
-from pyg_chimera.ops.structure.k_hop import pairs_of_edges
+from pyg_chimera.ops.structure.k_hop import checked_distance, pairs_of_edges
 
 __all__ = ["KHopAttentionConv"]
 
@@ -265,6 +271,8 @@ class KHopAttentionConv(MessagePassing):
             pairs, distance = find_pairs(edge_index, num_nodes, self.k)
         else:
             pairs, distance = self._given_pairs(k_hop_index, k_hop_distance)
+            if torch.compiler.is_compiling() or not trusted():
+                distance = checked_distance(edge_index, pairs, distance, num_nodes)
         bias = F.embedding(distance, self.hop_bias)
         if self.lin_edge is not None:
             edge_attr = edge_features(edge_attr, self.edge_dim, edge_index.size(1))
@@ -351,9 +359,10 @@ class KHopAttentionConv(MessagePassing):
             if not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex():
                 kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
                 raise TypeError(f"'{name}' must be a tensor of integers, got {kind}")
-        if list(distance.shape) != [index.size(-1)]:
+        index = check_edges("k_hop_index", index, distance)
+        if list(distance.shape) != [index.size(1)]:
             raise ValueError(
-                f"'k_hop_distance' must be [pairs] = [{index.size(-1)}], like "
+                f"'k_hop_distance' must be [pairs] = [{index.size(1)}], like "
                 f"'k_hop_index', got {list(distance.shape)}"
             )
         if readable() and distance.numel() > 0:

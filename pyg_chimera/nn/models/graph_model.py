@@ -21,7 +21,8 @@ from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route, unwrapped
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
-from pyg_chimera.ops.common.checks import check_edges
+from pyg_chimera.ops.common.checks import check_edges, readable
+from pyg_chimera.ops.structure import check_stored
 
 __all__ = ["CategoricalEncoder", "GraphModel"]
 
@@ -326,7 +327,9 @@ class GraphModel(torch.nn.Module):
 
         Raises:
             ValueError: If :obj:`data` lacks an attribute that the model reads,
-                including those named in :obj:`structure` and :obj:`encodings`.
+                including those named in :obj:`structure` and :obj:`encodings`, or one
+                in :obj:`structure` was stored for other edges, see
+                :func:`~pyg_chimera.ops.structure.check_stored`.
         """
         adj = "adj_t" if "adj_t" in data else "edge_index"
         args: dict[str, Any] = {
@@ -343,6 +346,8 @@ class GraphModel(torch.nn.Module):
         if self.head == "edge":
             reader = "the head of edges scores"
             args["edge_label_index"] = _attribute(data, "edge_label_index", reader)
+        if readable():
+            check_stored(data, self.structure.values())
         for name, attr in self.structure.items():
             reader = f"'structure' names for the layers' argument '{name}'"
             args[name] = _attribute(data, attr, reader)

@@ -2,6 +2,7 @@
 
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
+from pyg_chimera.ops.structure.checksum import check_stored
 from pyg_chimera.ops.structure.contraction import contracted_dag
 from pyg_chimera.ops.structure.distance import connected_components, diameter
 from pyg_chimera.ops.structure.elimination import elimination_rank
@@ -18,6 +19,7 @@ __all__ = [
     "KHop",
     "LineGraph",
     "NodeSequences",
+    "check_stored",
     "connected_components",
     "contracted_dag",
     "diameter",

@@ -12,7 +12,7 @@ from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = ["KHop", "k_hop_index", "pairs_of_edges"]
+__all__ = ["KHop", "checked_distance", "k_hop_index", "pairs_of_edges"]
 
 
 class KHop(NamedTuple):
@@ -114,6 +114,70 @@ def pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
             f"from node {source[e]} to node {target[e]}; use 'AddKHopIndex'"
         )
     return torch.from_numpy(found).to(edge_index.device)
+
+
+def _fake_distance(
+    edge_index: Tensor, pairs: Tensor, distance: Tensor, num_nodes: int
+) -> Tensor:
+    return torch.empty_like(distance)
+
+
+@structural_op(_fake_distance)
+def checked_distance(
+    edge_index: Tensor, pairs: Tensor, distance: Tensor, num_nodes: int
+) -> Tensor:
+    r"""The distances of pairs of nodes, which must be those that `k_hop_index` finds.
+
+    If so, each node is at distance 0 from itself, and the pairs at distance 1 are the
+    edges. The others follow from these, as long as pairs and distances are together.
+
+    Args:
+        edge_index (torch.Tensor): The edges, :math:`[2, |\mathcal{E}|]`, integer.
+        pairs (torch.Tensor): The pairs, :math:`[2, |\mathcal{P}|]`, integer.
+        distance (torch.Tensor): Their distances :math:`[|\mathcal{P}|]`, integer.
+        num_nodes (int): The number of nodes.
+
+    Returns:
+        torch.Tensor: A copy of the distances.
+
+    Raises:
+        ValueError: If the pairs are those of other edges or nodes.
+    """
+    check_edge_index(edge_index, num_nodes)
+    (source, target), (col, row) = to_numpy(edge_index), to_numpy(pairs)
+    steps = to_numpy(distance)
+    got = _difference(target * num_nodes + source, row, col, steps, num_nodes)
+    if got:
+        raise ValueError(
+            f"'k_hop_index' must hold the pairs of the edges (got {got}): edges or "
+            "nodes have been added, removed or renumbered since it was stored. Apply "
+            "'AddKHopIndex' after what does so, or as the 'transform' of a loader that "
+            "samples"
+        )
+    return distance.clone()
+
+
+def _difference(
+    edge: np.ndarray, row: np.ndarray, col: np.ndarray, steps: np.ndarray, n: int
+) -> str:
+    """How pairs differ from those of edges, each of them a number; empty if not."""
+    low = min(row.min(initial=0), col.min(initial=0))
+    high = max(row.max(initial=0), col.max(initial=0))
+    if low < 0 or high >= max(n, 1):
+        return f"node {low if low < 0 else high} for {n} nodes"
+    if not np.array_equal(np.sort(row[(steps == 0) & (row == col)]), np.arange(n)):
+        return f"{np.sum(steps == 0)} pairs at distance 0 for {n} nodes"
+    edge = np.sort(edge[edge // max(n, 1) != edge % max(n, 1)])  # without self-loops
+    edge = edge[np.diff(edge, prepend=-1) > 0]  # and duplicates
+    near = np.sort((row * n + col)[steps == 1])
+    if np.array_equal(near, edge):
+        return ""
+    wrong = np.setxor1d(near, edge)
+    if not wrong.size:
+        return "repeated pairs"
+    i, j = divmod(int(wrong[0]), n)
+    kind = "none at distance 1 for" if wrong[0] in edge else "one at distance 1 without"
+    return f"{kind} an edge between nodes {i} and {j}"
 
 
 @njit(cache=True, nogil=True)

@@ -1,0 +1,118 @@
+"""Checksums of edges, which show whether what transforms stored is still right."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.utils import is_sparse, to_edge_index
+
+__all__ = ["SUFFIX", "check_stored", "checksum"]
+
+#: An attribute with this ending is a checksum, for all attributes that begin alike.
+SUFFIX = "_checksum"
+
+
+def checksum(
+    edge_index: Tensor,
+    num_nodes: int,
+    dags: Sequence[Tensor] = (),
+    *,
+    multigraph: bool = False,
+) -> Tensor:
+    """A number for each node, which changes if the edges that leave it do.
+
+    It is a sum of hashes of how far their targets are from the node, by number. So it
+    batches by concatenation, is independent of the order of edges, and changes if nodes
+    are renumbered.
+
+    Args:
+        edge_index (torch.Tensor): The edges, [2, edges].
+        num_nodes (int): The number of nodes.
+        dags (Sequence[torch.Tensor]): Edges that are stored, and whose nodes must not
+            be renumbered alone either.
+        multigraph (bool): Whether self-loops and duplicates make a difference; with
+            DAGs, duplicates do in any case.
+
+    Returns:
+        torch.Tensor: int64 [nodes].
+    """
+    out = torch.zeros(num_nodes, dtype=torch.long, device=edge_index.device)
+    for edges in (edge_index, *dags):
+        source, target = edges.to(out.device).long()
+        if not multigraph:
+            proper = source != target
+            source, target = source[proper], target[proper]
+        if not multigraph and not dags:
+            key = torch.unique(source * num_nodes + target)
+            source, target = key // max(num_nodes, 1), key % max(num_nodes, 1)
+        # Products and sums overflow, as in other hashes.
+        x = (target - source) * -7046029254386353131 + 1442695040888963407
+        x = (x ^ (x >> 30)) * -4658895280553007687
+        x = (x ^ (x >> 27)) * -7723592293110705685
+        out = (out * 6364136223846793005).index_add_(0, source, x ^ (x >> 31))
+    return out
+
+
+def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
+    r"""Checks that what transforms have stored in a graph still belongs to it: that no
+    edge or node has been added, removed or renumbered since.
+
+    Layers themselves refuse ranks, line graphs and :math:`k`-hop pairs that do not fit
+    the edges, but cannot know where a score, a DAG or a number of terms comes from. So
+    transforms store a checksum of the edges with these, one number per node.
+    :class:`~pyg_chimera.nn.GraphModel` checks those of the attributes that it reads.
+    For a batch of 10,000 nodes, this takes about a millisecond.
+
+    Args:
+        data (Data or Batch): One graph, or a batch of graphs.
+        names (Iterable[str], optional): The attributes to check. (default: all that
+            :class:`~pyg_chimera.transforms.AddDiameter`,
+            :class:`~pyg_chimera.transforms.DAGDecomposition`,
+            :class:`~pyg_chimera.transforms.DirectedLineGraph`,
+            :class:`~pyg_chimera.transforms.MultitreePruning` and
+            :class:`~pyg_chimera.transforms.NodeOrder` store)
+
+    Raises:
+        ValueError: If an attribute was stored for other edges or nodes.
+    """
+    keys = sorted(data.keys())
+    names = list(keys if names is None else names)
+    for key in keys:
+        stem = key.removesuffix(SUFFIX)
+        stored = [
+            name
+            for name in names
+            if f"{name}_".startswith(f"{stem}_") and not name.endswith(SUFFIX)
+        ]
+        if stem != key and stored and (got := _difference(data, stem)):
+            raise ValueError(
+                f"'data.{stored[0]}' must belong to the edges of the data (got {got}): "
+                "edges or nodes have been added, removed or renumbered since it was "
+                "stored. Apply the transform that stores it after what does so, or as "
+                "the 'transform' of a loader that samples. To use it all the same, "
+                f"delete 'data.{key}'"
+            )
+
+
+def _difference(data: Any, stem: str) -> str:
+    """How the edges differ from those of the checksum; empty if they do not."""
+    stored, num_nodes = data[f"{stem}{SUFFIX}"], data.num_nodes
+    edge_index = _edges_of(data)
+    dags = data[f"{stem}_edge_index"] if f"{stem}_rank" in data else []
+    for edges in (edge_index, *dags):
+        if edges.numel() > 0 and int(edges.max()) >= num_nodes:
+            return f"node {int(edges.max())} for {num_nodes} nodes"
+    if stored.size(0) != num_nodes:
+        return f"{num_nodes} nodes instead of {stored.size(0)}"
+    now = checksum(edge_index, num_nodes, dags, multigraph=stem == "line_edge")
+    changed = (now != stored.to(now.device)).nonzero().view(-1)
+    return f"other edges at node {int(changed[0])}" if changed.numel() > 0 else ""
+
+
+def _edges_of(data: Any) -> Tensor:
+    adj = data.adj_t if "adj_t" in data else data.edge_index
+    if is_sparse(adj):
+        (target, source), _ = to_edge_index(adj)
+        return torch.stack([source, target])
+    return adj.as_tensor() if hasattr(adj, "as_tensor") else adj  # an EdgeIndex
