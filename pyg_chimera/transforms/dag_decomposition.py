@@ -49,12 +49,16 @@ class DAGDecomposition(BaseTransform):
       there is one,
     * :obj:`data.dag_rank`, a list of int64 tensors :math:`[|\mathcal{V}|]`: the
       topological rank of each node in each DAG, see
-      :func:`~pyg_chimera.ops.structure.topological_rank`.
+      :func:`~pyg_chimera.ops.structure.topological_rank`,
+    * :obj:`data.dag_checksum`, int64 :math:`[|\mathcal{V}|]`, by which
+      :class:`~pyg_chimera.nn.GraphModel` and
+      :func:`~pyg_chimera.ops.structure.check_stored` refuse DAGs of other edges.
 
     PyG's loaders batch these lists entry by entry. Apply this transform last: those
     that select or sort nodes or edges, or convert the graph, do not update the lists,
     and fail if they take one for an attribute of nodes or edges, because it has as many
-    entries.
+    entries. The DAGs would still have edges that
+    :class:`torch_geometric.transforms.RandomLinkSplit` holds out.
 
     Except with :obj:`method="dag"`, the graph must contain each edge in both directions
     (as after :class:`torch_geometric.transforms.ToUndirected`), and each direction has

@@ -64,6 +64,8 @@ class DirectedLineGraph(BaseTransform):
     * :obj:`data.line_edge_index`, int64 :math:`[2, |\mathcal{L}|]`: pairs of edges, the
       second of which begins where the first ends, see
       :func:`~pyg_chimera.ops.line_graph`,
+    * without :obj:`prefix`, :obj:`data.line_edge_checksum`, int64
+      :math:`[|\mathcal{V}|]`, for :func:`~pyg_chimera.ops.structure.check_stored`,
 
     and returns a :class:`LineGraphData`, which PyG's loaders batch correctly.
     Transforms that select or sort edges do not update it: apply this one after those.

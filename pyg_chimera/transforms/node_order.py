@@ -27,7 +27,9 @@ class NodeOrder(BaseTransform):
     With :obj:`score=data.node_score`, :class:`~pyg_chimera.nn.GraphMambaConv` need not
     compute it in each forward pass. Adds :obj:`data.node_score`, int64 or floating
     point :math:`[|\mathcal{V}|]`. The least important nodes have the lowest score; the
-    layer breaks ties at random.
+    layer breaks ties at random. Adds :obj:`data.node_score_checksum` as well, int64
+    :math:`[|\mathcal{V}|]`, by which :class:`~pyg_chimera.nn.GraphModel` and
+    :func:`~pyg_chimera.ops.structure.check_stored` refuse scores of other edges.
 
     Args:
         order (str or Callable, optional): The score, one of :obj:`"order"`,

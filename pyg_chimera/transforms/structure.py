@@ -65,7 +65,9 @@ class AddKHopIndex(BaseTransform):
     With :obj:`k_hop_index=data.k_hop_index, k_hop_distance=data.k_hop_distance`,
     :class:`~pyg_chimera.nn.KHopAttentionConv` need not search for them. Adds
     :obj:`data.k_hop_index`, int64 :math:`[2, |\mathcal{P}|]`, including each node with
-    itself, and :obj:`data.k_hop_distance`, int64 :math:`[|\mathcal{P}|]`.
+    itself, and :obj:`data.k_hop_distance`, int64 :math:`[|\mathcal{P}|]`. The layer
+    refuses pairs of other edges: apply this transform after those that change edges or
+    renumber nodes.
 
     Args:
         k (int): The largest number of steps.
@@ -133,7 +135,9 @@ class AddDiameter(BaseTransform):
     With powers up to the diameter, the finite sum :math:`\sum_i A^i` spans the whole
     graph: pass it to :class:`~pyg_chimera.nn.ChimeraConv` with :obj:`solver="neumann"`
     as :obj:`num_terms=data.diameter`. Adds :obj:`data.diameter`, int64 :math:`[1]`,
-    which batches to one entry per graph.
+    which batches to one entry per graph, and :obj:`data.diameter_checksum`, int64
+    :math:`[|\mathcal{V}|]`, by which :class:`~pyg_chimera.nn.GraphModel` and
+    :func:`~pyg_chimera.ops.structure.check_stored` refuse diameters of other edges.
 
     Args:
         attr_name (str, optional): The attribute for the diameter.

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch_geometric.data import Batch, Data
 
+from pyg_chimera.transforms import NodeOrder
+
 # Of PyG's loaders, about themselves.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:It is not recommended to directly access"),
@@ -311,6 +313,11 @@ def test_what_transforms_stored_is_used(load):
         with torch.no_grad():
             (out, _), (unexpected, _) = model(batch), model(other)
         assert not out.equal(unexpected)
+        batch = NodeOrder()(next(iter(loaders[1])))
+        model(batch.clone())
+        batch.edge_index = batch.edge_index[:, 2:]
+        with pytest.raises(ValueError, match=r"'data.node_score' must belong to the"):
+            model(batch)
     for config in ("chimera_gps", "chimera_layer"):
         load(config, *GRAPHS, *NO_EDGES)
         loaders, model = create()

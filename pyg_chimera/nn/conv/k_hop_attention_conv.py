@@ -246,15 +246,15 @@ class KHopAttentionConv(MessagePassing):
                 :obj:`None`)
             k_hop_index (torch.Tensor, optional): The pairs of nodes, given together
                 with :obj:`k_hop_distance`, as stored by
-                :class:`~pyg_chimera.transforms.AddKHopIndex`. (default: :obj:`None`,
-                they are computed and cached)
+                :class:`~pyg_chimera.transforms.AddKHopIndex` for these edges. (default:
+                :obj:`None`, they are computed and cached)
             k_hop_distance (torch.Tensor, optional): Their distances.
                 (default: :obj:`None`)
 
         Raises:
             TypeError: If an argument has the wrong type or dtype.
-            ValueError: If an argument does not fit the layer, or as in
-                :func:`~pyg_chimera.ops.neighborhood_attention`.
+            ValueError: If an argument does not fit the layer, pairs are not those of
+                the edges, or as in :func:`~pyg_chimera.ops.neighborhood_attention`.
         """
         check_nodes(x, self.in_channels)
         check_batch(batch, x.size(0))

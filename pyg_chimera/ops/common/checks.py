@@ -41,6 +41,7 @@ def unchecked() -> Iterator[None]:
       recognised by the tensor, not by its contents. Writing to its memory by other
       means, such as :obj:`data` or a numpy array, goes unnoticed. The contents of a
       tensor that has not been seen in the context are read once.
+    * *What transforms have stored* belongs to the graph.
     * *Edge indices are in range* when a layer gathers the features of nodes. If they
       are not, PyTorch raises an :class:`IndexError`, or on a GPU stops with a failed
       assertion.
