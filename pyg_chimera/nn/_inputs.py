@@ -147,9 +147,18 @@ def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
 
 def has_edge_mask(conv: MessagePassing, num_dags: int) -> bool:
     """Whether an explainer's edge mask applies to a layer; there must be one DAG."""
-    if conv.explain and num_dags > 1:
+    if not conv.explain:
+        return False
+    if num_dags > 1:
         raise ValueError("Edge masks explain one graph, not several DAGs")
-    return bool(conv.explain)
+    read = [*inspect.signature(conv.explain_message).parameters][1:]
+    if read != [*inspect.signature(MessagePassing.explain_message).parameters][2:]:
+        raise ValueError(
+            f"{type(conv).__name__} computes no messages that an explainer could read "
+            "or replace, as 'GraphMaskExplainer' does: use one that masks edges, such "
+            "as 'GNNExplainer'"
+        )
+    return True
 
 
 def check_grids(

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
-from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import (
@@ -14,9 +13,9 @@ from pyg_chimera.nn._inputs import (
     check_heads,
     edge_features,
     has_edge_mask,
-    named,
 )
 from pyg_chimera.nn._norm import RMSNorm
+from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import (
     GateLinear,
     check_reach,
@@ -30,7 +29,7 @@ from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
 __all__ = ["ChimeraBlock"]
 
 
-class ChimeraBlock(MessagePassing):
+class ChimeraBlock(Mixer):
     r"""The common part of all Chimera layers around their recurrence: the projections
     :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` and selectivities before it, and the
     gated block of Mamba-2 after it (Figure 6 of the paper), with the norm before the
@@ -80,7 +79,7 @@ class ChimeraBlock(MessagePassing):
         norm_before_gate: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
+        super().__init__(**kwargs)
         out_channels = in_channels if out_channels is None else out_channels
         check_heads(out_channels, heads, state_channels, groups)
         check_reach(reach)

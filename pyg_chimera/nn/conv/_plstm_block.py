@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
-from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_chimera.nn._inputs import at_least_float32, check_heads, named
+from pyg_chimera.nn._inputs import at_least_float32, check_heads
 from pyg_chimera.nn._norm import rms_norm
+from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
 from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops.common.checks import check_option
@@ -18,7 +18,7 @@ from pyg_chimera.ops.common.checks import check_option
 __all__ = ["PLSTMBlock"]
 
 
-class PLSTMBlock(MessagePassing):
+class PLSTMBlock(Mixer):
     r"""The common part of pLSTM layers: the projections :math:`\mathbf{q}, \mathbf{k},
     \mathbf{v}`, gates of nodes, and the head-wise norm.
 
@@ -51,7 +51,7 @@ class PLSTMBlock(MessagePassing):
         columns: int,
         **kwargs: Any,
     ) -> None:
-        super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
+        super().__init__(**kwargs)
         check_option("mode", mode, ("P", "D"))
         check_option("normalization", normalization, ("column", "row"))
         out_channels = in_channels if out_channels is None else out_channels

@@ -19,12 +19,13 @@ from pyg_chimera.nn._inputs import (
     named,
     with_values,
 )
+from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.ops.common.checks import check_edges
 
 __all__ = ["GatedGCNConv"]
 
 
-class GatedGCNConv(MessagePassing):
+class GatedGCNConv(Layer, MessagePassing):
     r"""The gated graph convolution from the `"Residual Gated Graph ConvNets"
     <https://arxiv.org/abs/1711.07553>`_ paper, in the form with edge features of
     the `"Benchmarking Graph Neural Networks" <https://arxiv.org/abs/2003.00982>`_
@@ -224,12 +225,15 @@ class GatedGCNConv(MessagePassing):
             edge=edge_attr,
         )
 
+        # Some explainers, such as GraphMaskExplainer, read the nodes of a message.
+        more = {"x": (x_source, x_target)} if self.explain else {}
         # The second entry only tells the number of targets.
         root = self.lin_root(x_target)
         out = root + self.propagate(
             edge_index,
             value=(self.lin_value(x_source), root),
             gate=edge.sigmoid(),
+            **more,
         )
         out = self._finish(out, self.norm)
 

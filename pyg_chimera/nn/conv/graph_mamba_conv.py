@@ -16,6 +16,7 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
     check_size,
 )
+from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
 from pyg_chimera.ops.structure import ORDERS
@@ -37,7 +38,7 @@ class _Packed(NamedTuple):
         return _Packed(node, copy, length - 1 - self.place, length - ptr)
 
 
-class GraphMambaConv(torch.nn.Module):
+class GraphMambaConv(Layer, torch.nn.Module):
     r"""The Graph-Mamba block from `"Graph-Mamba: Towards Long-Range Graph Sequence
     Modeling with Selective State Spaces" <https://arxiv.org/abs/2402.00789>`_: the
     nodes of each graph are sorted into a sequence :math:`v_1, \ldots, v_L`, most

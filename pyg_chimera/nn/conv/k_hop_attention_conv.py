@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
-from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj
 
@@ -17,10 +16,10 @@ from pyg_chimera.nn._inputs import (
     check_heads,
     check_nodes,
     edge_features,
-    named,
 )
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn._rotary import rotary_angles, rotate, scaled_base
+from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.ops import CycleError, neighborhood_attention
 from pyg_chimera.ops.common.checks import (
     check_edges,
@@ -36,7 +35,7 @@ from pyg_chimera.ops.structure.k_hop import checked_distance, pairs_of_edges
 __all__ = ["KHopAttentionConv"]
 
 
-class KHopAttentionConv(MessagePassing):
+class KHopAttentionConv(Mixer):
     r"""Softmax attention of each node to itself and to the nodes from which it is
     reached in at most :math:`k` steps along the edges: on an undirected graph its
     :math:`k`-hop neighbourhood, on a DAG its ancestors up to :math:`k` generations
@@ -147,7 +146,7 @@ class KHopAttentionConv(MessagePassing):
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
-        super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
+        super().__init__(**kwargs)
         out_channels = in_channels if out_channels is None else out_channels
         groups = heads if groups is None else groups
         check_heads(out_channels, heads, groups=groups)

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
-from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.typing import Adj
 
@@ -17,9 +16,9 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
     edge_features,
     has_edge_mask,
-    named,
     side_by_side,
 )
+from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._chimera_block import over_dags
 from pyg_chimera.nn.conv._init import check_reach, head_reaches, softplus_
 from pyg_chimera.nn.conv._window import Continued, reset_filter_
@@ -32,7 +31,7 @@ __all__ = ["RGLRUConv"]
 _SHARPNESS = 8.0
 
 
-class RGLRUConv(MessagePassing):
+class RGLRUConv(Mixer):
     r"""The recurrent block of `"Griffin: Mixing Gated Linear Recurrences with Local
     Attention for Efficient Language Models" <https://arxiv.org/abs/2402.19427>`_
     (Section 2.4) on directed acyclic graphs: a real-gated linear recurrent unit, with a
@@ -141,7 +140,7 @@ class RGLRUConv(MessagePassing):
         backend: str = "auto",
         **kwargs: Any,
     ) -> None:
-        super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
+        super().__init__(**kwargs)
         out_channels = in_channels if out_channels is None else out_channels
         check_heads(out_channels, heads)
         check_integer("num_dags", num_dags, 1)

@@ -12,6 +12,11 @@ from torch import Tensor
 
 __all__ = ["check_batch", "check_edge_index", "check_within_graphs", "unchecked"]
 
+NO_TORCHSCRIPT = (
+    "TorchScript ('torch.jit.script', 'torch.jit.trace', and what builds on them) is "
+    "not supported: use 'torch.export.export', or 'torch.compile'"
+)
+
 _TRUSTED: ContextVar[bool] = ContextVar("trusted", default=False)
 
 
@@ -108,9 +113,7 @@ def check_edge_index(edge_index: Tensor, num_nodes: int) -> None:
             f"(got '{type(edge_index).__name__}')"
         )
     if not isinstance(num_nodes, Integral):
-        raise TypeError(
-            f"'num_nodes' must be an integer (got '{type(num_nodes).__name__}')"
-        )
+        raise no_integer("num_nodes", num_nodes)
     if num_nodes < 0:
         raise ValueError(f"'num_nodes' must not be negative (got {num_nodes})")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
@@ -132,6 +135,13 @@ def check_edge_index(edge_index: Tensor, num_nodes: int) -> None:
             f"(got {low if low < 0 else high} in an 'edge_index' of shape "
             f"{list(edge_index.shape)}); pass the number of nodes it belongs to"
         )
+
+
+def no_integer(name: str, value: Any) -> Exception:
+    """The error about an argument that must be an integer."""
+    if isinstance(value, Tensor) and torch.jit.is_tracing():  # traced sizes
+        return NotImplementedError(NO_TORCHSCRIPT)
+    return TypeError(f"'{name}' must be an integer (got '{type(value).__name__}')")
 
 
 def check_batch(batch: Tensor, num_nodes: int) -> None:

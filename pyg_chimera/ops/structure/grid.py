@@ -13,7 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.checks import check_integers, check_option
+from pyg_chimera.ops.common.checks import (
+    NO_TORCHSCRIPT,
+    check_integers,
+    check_option,
+)
 from pyg_chimera.ops.structure.registered import structural_op
 
 __all__ = [
@@ -55,6 +59,8 @@ def grid_sizes(
         TypeError: If sizes are not integers.
         ValueError: If they are not positive, or do not match each other or the nodes.
     """
+    if torch.jit.is_tracing():
+        raise NotImplementedError(NO_TORCHSCRIPT)
     lists = []
     for name, x in {"height": height, "width": width}.items():
         numbers = x.reshape(-1).tolist() if isinstance(x, Tensor) else [x]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.checks import check_batch
+from pyg_chimera.ops.common.checks import check_batch, no_integer
 from pyg_chimera.ops.structure.cache import remembered
 
 __all__ = ["NodeSequences", "node_sequences"]
@@ -199,9 +199,7 @@ def _check_sequences(
     integers = {"seed": seed, "num_nodes": num_nodes, "batch_size": batch_size}
     for name, number in {**integers, **numbers}.items():
         if number is not None and not isinstance(number, (Integral, torch.SymInt)):
-            raise TypeError(
-                f"'{name}' must be an integer (got '{type(number).__name__}')"
-            )
+            raise no_integer(name, number)
         may_be_0 = name == "num_nodes" or (name == "batch_size" and batch is not None)
         least = 0 if may_be_0 else 1
         if name != "seed" and number is not None and number < least:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.checks import no_integer
 from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 
 __all__ = ["structural_op"]
@@ -70,9 +71,7 @@ def _check_argument(name: str, kind: Any, optional: bool, value: Any) -> None:
         return
     if kind is int:
         if not isinstance(value, (Integral, torch.SymInt)):
-            raise TypeError(
-                f"'{name}' must be an integer (got '{type(value).__name__}')"
-            )
+            raise no_integer(name, value)
         if not -(2**63) <= value < 2**63:  # type: ignore[operator]
             raise ValueError(f"'{name}' must be an integer of 64 bits (got {value})")
     elif kind in (str, bool):

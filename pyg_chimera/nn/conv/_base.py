@@ -1,0 +1,62 @@
+"""What layers have in common as modules of PyTorch and PyG."""
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch_geometric.nn.conv import MessagePassing
+
+from pyg_chimera.nn._inputs import named
+from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT
+
+__all__ = ["Layer", "Mixer"]
+
+_HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+
+
+class Layer:
+    r"""A module that also takes :obj:`edge_weight` by name, as PyG passes to layers in
+    :class:`~torch_geometric.nn.pool.ASAPooling`: edge features of one channel.
+    """
+
+    def __call__(
+        self, *args: Any, edge_weight: Tensor | None = None, **kwargs: Any
+    ) -> Any:
+        if edge_weight is not None:
+            if len(args) > 2 or kwargs.get("edge_attr") is not None:
+                raise TypeError(
+                    "'edge_weight' must be None if there are edge features: "
+                    "concatenate them as 'edge_attr'"
+                )
+            kwargs["edge_attr"] = edge_weight
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by `torch.jit.script`, for parts of a model too."""
+        raise NotImplementedError(f"{type(self).__name__}: {NO_TORCHSCRIPT}")
+
+
+class Mixer(Layer, MessagePassing):
+    r"""A layer with the interface of :class:`MessagePassing`, except for messages:
+    nodes are joined by operators over the whole graph.
+
+    Args:
+        **kwargs (optional): Arguments of :class:`MessagePassing`, :obj:`aggr` and
+            :obj:`node_dim` excepted.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
+
+    def _refuse_hook(self, hook: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{type(self).__name__} computes no messages that could be hooked, as by "
+            "'to_hetero_with_bases' or 'AttentionExplainer'. Pass types of edges as "
+            "'edge_attr' (one-hot, with 'edge_dim'); explain edges with "
+            "'GNNExplainer', or set 'explain = False' to leave the layer out. "
+            "'register_forward_hook' works as on any module"
+        )
+
+
+for _name in _HOOKED:
+    for _kind in ("forward_pre_hook", "forward_hook"):
+        setattr(Mixer, f"register_{_name}_{_kind}", Mixer._refuse_hook)
