@@ -18,8 +18,8 @@ def chimera_cfg(cfg: CfgNode) -> None:
     # otherwise 'gnn.att_heads'.
     cfg.chimera.heads = None
 
-    # Size of a head's keys, or of a channel's state in GraphMamba; null: the layer's
-    # default. Must be null for KHopAttention.
+    # Size of a head's keys, or of a channel's state in GraphMamba (all but
+    # KHopAttention); null: the layer's default.
     cfg.chimera.state_channels = None
 
     # Width of the edge features that the mixer reads (all but GraphMamba); null: that

@@ -68,7 +68,10 @@ class ChimeraGPSLayer(GPSLayer):
         """
         self._batch = batch
         try:
-            return super().forward(batch)
+            out = super().forward(batch)
+            if self._batch is not None:
+                raise self._misplaced("not at all")
+            return out
         finally:
             self._batch = None
 
@@ -76,8 +79,19 @@ class ChimeraGPSLayer(GPSLayer):
     # feed-forward block: h + ff(h). Its forward method hard-codes the known global
     # models, so ours, m, joins here: h + (m + ff(h + m)) = (h + m) + ff(h + m).
     def _ff_block(self, x: Tensor) -> Tensor:
-        mixed = self._mix(self._batch)
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise self._misplaced("more than once")
+        mixed = self._mix(batch)
         return mixed + super()._ff_block(x + mixed)
+
+    def _misplaced(self, times: str) -> ValueError:
+        return ValueError(
+            f"The mixer {self.global_model_type} is part of the feed-forward block of "
+            f"a GPSLayer, '_ff_block', but this one calls it {times}: set 'gt.ff' to "
+            "True if there is such an option, or take one of the networks, such as "
+            "model.type ChimeraGPS"
+        )
 
     def _mix(self, batch: Data) -> Tensor:
         args: dict[str, Any] = structure(batch, self._route.accepts)
@@ -118,6 +132,11 @@ class ChimeraGPSModel(GPSModel):
                     )
             super().__init__(dim_in, dim_out)
             return
+        if cfg.train.get("mode") == "log-attn-weights":
+            raise ValueError(
+                f"train.mode must not be 'log-attn-weights' for {layer_type!r}, which "
+                "has no attention weights"
+            )
         if cfg.gt.get("attn_dropout", 0) > 0:
             warn(
                 f"gt.attn_dropout={cfg.gt.attn_dropout} has no effect with {name}, "

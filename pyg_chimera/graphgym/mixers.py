@@ -78,7 +78,7 @@ def make_mixer(
     order = options.order
     if order == "auto":
         order = "bfs" if name == "PLSTM" else "degree"
-    offered = {
+    offered: dict[str, Any] = {
         "heads": heads if options.heads is None else options.heads,
         "edge_dim": edge_dim,
         "mode": mode,
@@ -87,14 +87,9 @@ def make_mixer(
         "num_eval_permutations": options.num_eval_permutations,
         "depth": 1 if index is None else index + 1,
     }
-    args: dict[str, Any] = {k: offered[k] for k in offered if k in known}
     if options.state_channels is not None:
-        if "state_channels" not in known:
-            raise ValueError(
-                f"'chimera.state_channels' must be null for {make.__name__}, got "
-                f"{options.state_channels}"
-            )
-        args["state_channels"] = options.state_channels
+        offered["state_channels"] = options.state_channels
+    args = {k: offered[k] for k in offered if k in known}
     return _made(make, (channels,), args, options.kwargs)
 
 

@@ -61,8 +61,6 @@ def create(seed=0):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_models_train(gps, load, mixer, local, network):
     options = ["gt.layer_type", f"{local}+{mixer}", "model.type", network]
-    if mixer == "KHopAttention":
-        options += ["chimera.state_channels", None]
     cfg = load("graphgps", *options)
     loaders, model = create()
     assert cfg.gt.layer_type == f"{local}+{mixer}"
@@ -173,6 +171,35 @@ def test_derivatives_with_other_names(gps, load, monkeypatch):
 
     monkeypatch.setattr(GPSLayer, "__init__", bare)
     with pytest.raises(ValueError, match="neither 'dropout_attn' nor 'dropout_global'"):
+        create()
+
+
+@pytest.mark.parametrize("times", [0, 2])
+def test_layers_that_do_not_reach_the_mixer_once_are_refused(
+    gps, load, monkeypatch, times
+):
+    """As some forks have layers without a feed-forward block (`gt.ff: False`)."""
+    from graphgps.layer.gps_layer import GPSLayer
+
+    def forward(self, batch):
+        for _ in range(times):
+            batch.x = batch.x + self._ff_block(batch.x)
+        return batch
+
+    load("graphgps")
+    loaders, model = create()
+    batch = next(iter(loaders[0]))
+    model.model(batch.clone())
+    monkeypatch.setattr(GPSLayer, "forward", forward)
+    count = "not at all" if times == 0 else "more than once"
+    with pytest.raises(ValueError, match=rf"mixer Chimera .* {count}: set 'gt\.ff'"):
+        model.model(batch)
+
+
+def test_attention_weights_that_do_not_exist_are_not_logged(gps, load):
+    cfg = load("graphgps")
+    cfg.train["mode"] = "log-attn-weights"
+    with pytest.raises(ValueError, match=r"train\.mode .*'CustomGatedGCN\+Chimera'"):
         create()
 
 

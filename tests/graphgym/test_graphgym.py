@@ -248,12 +248,6 @@ def test_further_arguments_reach_the_mixers(load):
         ("plstm_gps", "order", "size", r"PLSTMConv: 'order' must be one of"),
         ("graph_mamba_gps", "order", "size", "'order' must be one of"),
         ("graph_mamba_layer", "num_bins", 0, "'num_bins' must be an integer >= 1"),
-        (
-            "k_hop_attention_gps",
-            "state_channels",
-            4,
-            "'chimera.state_channels' must be",
-        ),
         ("hybrid_gps", "pattern", "rx", "make no HybridModel: 'pattern' must be"),
     ],
 )
