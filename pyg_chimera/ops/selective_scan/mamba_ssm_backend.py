@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from pyg_chimera.ops.common.operator import without_autocast
 from pyg_chimera.ops.selective_scan.reference import reference_scan
 
 DEVICES = None
+
+_EXTENSION = "selective_scan_cuda"
+#: What may well be missing, and is no reason to warn.
+_ABSENT: dict[str | None, str] = {
+    "mamba_ssm": "it is not installed",
+    _EXTENSION: "it was installed without its CUDA extension",
+}
 
 #: Sequences are padded to one length if this multiplies the rows by at most this.
 _MAX_PADDING = 4
@@ -53,9 +61,10 @@ def is_preferred(inputs: Any) -> bool:
 
 
 def _kernel() -> Callable[..., Tensor]:
-    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-
-    return selective_scan_fn
+    interface = import_module("mamba_ssm.ops.selective_scan_interface")
+    if getattr(interface, _EXTENSION, interface) is None:
+        import_module(_EXTENSION)  # says why
+    return interface.selective_scan_fn
 
 
 def _scan(
@@ -90,8 +99,8 @@ def _problem(device: torch.device) -> str | None:
     try:
         _kernel()
     except ModuleNotFoundError as error:
-        if error.name == "mamba_ssm":
-            return "it is not installed"
+        if error.name in _ABSENT:
+            return _ABSENT[error.name]
         reason = f"importing it raises {error!r}"
     except Exception as error:  # its libraries are built for one PyTorch version
         reason = f"importing it raises {error!r}"

@@ -167,6 +167,28 @@ def test_installed_kernel_that_is_no_good_is_refused(install, kernel, reason):
             case(**MAMBA)
 
 
+def test_package_without_its_extension(install, monkeypatch, tmp_path):
+    """As it comes since July 2026: nothing to warn about, unless it does not load."""
+    install(fails)
+    case = example("selective_scan").to(torch.float32)
+    sys.modules[INTERFACE].selective_scan_cuda = None
+    monkeypatch.setitem(sys.modules, "selective_scan_cuda", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="it was installed without its CUDA ext"):
+            case(**MAMBA)
+
+    monkeypatch.delitem(sys.modules, "selective_scan_cuda")
+    (tmp_path / "selective_scan_cuda.py").write_text("raise ImportError('symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    forget_what_was_probed()
+    with (
+        pytest.warns(UserWarning, match=r"importing it raises ImportError\('symbol'\)"),
+        pytest.raises(ValueError, match="importing it raises"),
+    ):
+        case(**MAMBA)
+
+
 def test_kernel_that_is_not_installed_is_named():
     if "mamba_ssm" in sys.modules:
         pytest.skip("mamba-ssm is installed")
