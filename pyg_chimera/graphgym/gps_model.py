@@ -70,7 +70,7 @@ class ChimeraGPSLayer(GPSLayer):
         try:
             out = super().forward(batch)
             if self._batch is not None:
-                raise self._misplaced("not at all")
+                raise self._misplaced("never calls it")
             return out
         finally:
             self._batch = None
@@ -81,14 +81,14 @@ class ChimeraGPSLayer(GPSLayer):
     def _ff_block(self, x: Tensor) -> Tensor:
         batch, self._batch = self._batch, None
         if batch is None:
-            raise self._misplaced("more than once")
+            raise self._misplaced("calls it more than once")
         mixed = self._mix(batch)
         return mixed + super()._ff_block(x + mixed)
 
-    def _misplaced(self, times: str) -> ValueError:
+    def _misplaced(self, what: str) -> ValueError:
         return ValueError(
             f"The mixer {self.global_model_type} is part of the feed-forward block of "
-            f"a GPSLayer, '_ff_block', but this one calls it {times}: set 'gt.ff' to "
+            f"a GPSLayer, '_ff_block', but this one {what}: set 'gt.ff' to "
             "True if there is such an option, or take one of the networks, such as "
             "model.type ChimeraGPS"
         )

@@ -6,7 +6,9 @@ checkout is on the path, on GraphGPS itself.
 
 import importlib
 import importlib.util
+import re
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -191,9 +193,25 @@ def test_layers_that_do_not_reach_the_mixer_once_are_refused(
     batch = next(iter(loaders[0]))
     model.model(batch.clone())
     monkeypatch.setattr(GPSLayer, "forward", forward)
-    count = "not at all" if times == 0 else "more than once"
+    count = "never calls it" if times == 0 else "calls it more than once"
     with pytest.raises(ValueError, match=rf"mixer Chimera .* {count}: set 'gt\.ff'"):
         model.model(batch)
+
+
+def test_the_documented_stand_in_for_torch_scatter():
+    page = (HERE.parents[1] / "docs/graphgym.md").read_text(encoding="utf-8")
+    code = re.search(r"\n  # torch_scatter\.py\n(.*?)\n  ```", page, re.DOTALL)[1]
+    names: dict = {}
+    exec(textwrap.dedent(code), names)
+    assert {"scatter", "scatter_add", "scatter_max"} <= names.keys()  # all imported
+    src, index = (
+        torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]),
+        torch.tensor([2, 0, 2]),
+    )
+    expected = torch.tensor([[3.0, 4.0], [0.0, 0.0], [6.0, 8.0], [0.0, 0.0]])
+    # As CustomGatedGCN and SignNet call it.
+    assert names["scatter"](src, index, 0, None, 4, reduce="sum").equal(expected)
+    assert names["scatter"](src, index, dim=0, dim_size=4, reduce="add").equal(expected)
 
 
 def test_attention_weights_that_do_not_exist_are_not_logged(gps, load):
@@ -264,6 +282,7 @@ def test_the_absence_of_graphgps_is_passed_over(gym, monkeypatch):
     assert "ChimeraGPSModel" not in gym.network_dict
 
 
+@pytest.mark.skipif(REAL, reason="a package is found before a folder")
 def test_a_folder_of_that_name_is_not_graphgps(gym, monkeypatch, tmp_path):
     import pyg_chimera.graphgym
 
