@@ -1,7 +1,10 @@
 """Runs the Python blocks of the README and of the documentation, as they stand."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,9 +39,7 @@ def test_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", compile_eagerly)
     names: dict[str, object] = {"__name__": "__page__"}
     for block in blocks(page):
-        # PyG's Sequential imports the file that calls it; where that fails, it runs
-        # the code of the last one that any test has made.
-        exec(compile(block, __file__, "exec"), names)
+        exec(compile(block, str(ROOT / page), "exec"), names)
     result = names.get("out", names.get("loss"))
     assert isinstance(result, torch.Tensor)
     assert torch.isfinite(result).all()
@@ -78,6 +79,35 @@ def test_readme_keeps_its_promises():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
     assert "make demo" in text
     assert "make test" in text
+
+
+def test_the_program_runs_once_as_a_script_also_in_two_processes(tmp_path):
+    """Containers that import their caller would run it again. Parameters without
+    gradients would be an error in the second step of distributed training.
+    """
+    (program,) = blocks("README.md")
+    setup = f"""
+import sys, torch.distributed
+store, rank = "file://{tmp_path.as_posix()}/store", int(sys.argv[1])
+torch.distributed.init_process_group("gloo", store, rank=rank, world_size=2)
+torch.manual_seed(rank)
+"""
+    wrapped = "ddp = torch.nn.parallel.DistributedDataParallel(model)\noptimizer ="
+    program = program.replace("optimizer =", wrapped).replace("= model(", "= ddp(")
+    weights = "print(sum(p.double().abs().sum().item() for p in ddp.parameters()))\n"
+    (tmp_path / "program.py").write_text(setup + program + weights, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "program.py", rank],
+            cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in "01"
+    ]  # fmt: skip
+    outputs = [process.communicate(timeout=300)[0].split() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert len(outputs[0]) == 1
+    assert outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("page", sorted(NOTEBOOKS))
