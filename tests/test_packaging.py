@@ -53,6 +53,14 @@ def after(statement: str) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+def test_nothing_leads_to_a_repository_of_our_name():
+    """None is known to exist: whoever made one would have our users."""
+    pages = [ROOT / "pyproject.toml", *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    for path in [*pages, ROOT / "docs/conf.py", *PACKAGE.glob("**/*.py")]:
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"//[^\s\"')]*pyg[-_]chimera", text), path
+
+
 def test_version():
     assert re.fullmatch(r"\d+\.\d+\.\d+([.+\-]\w+)*", pyg_chimera.__version__)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
