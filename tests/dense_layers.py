@@ -774,7 +774,9 @@ def graph_mamba(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
             for nodes in sequences:
                 way = nodes[::-1] if number else nodes
                 out = selective_scan(p, f"scans.{number}", inputs[way])
-                y = y.index_add(0, torch.tensor(way), out / len(permutations))
+                y = y.index_add(
+                    0, torch.tensor(way, dtype=torch.long), out / len(permutations)
+                )
     return p.linear("lin_out", y * silu(p.linear("lin_gate", x)))
 
 
@@ -869,7 +871,7 @@ def rotary_angles(p: Layer, x: Tensor, graphs: Graphs, size: int) -> Tensor:
     pos = graphs.pos
     if pos is None:
         pos = torch.tensor(ranks(graphs.edges[0], len(x)))
-    pos = pos.to(x.dtype).view(len(x), -1)
+    pos = pos.to(x.dtype).reshape(len(x), *pos.shape[1:] or [1])
     channels = size // pos.size(1)
     base = x.new_full((len(x),), 1e4)
     if p.rotary_length is not None:
@@ -894,16 +896,17 @@ def gated_gcn(p: Layer, x: Tensor, graphs: Graphs) -> Tensor | tuple[Tensor, Ten
     edge = p.linear("lin_target", x)[index[1]] + p.linear("lin_source", x)[index[0]]
     if graphs.attrs is not None:
         edge = edge + p.linear("lin_edge", graphs.attrs[0])
+    edge = p.rounded(edge)
     gates = adjacency(index, edge.sigmoid(), len(x))  # [F, V, V]
     y = torch.einsum("fij,jf->if", gates, p.linear("lin_value", x))
-    y = p.linear("lin_root", x) + y / (gates.sum(2).t() + p.conv.eps)
+    y = p.rounded(p.linear("lin_root", x) + y / (gates.sum(2).t() + p.conv.eps))
 
     def finished(y: Tensor, name: str) -> Tensor:
         if f"{name}.module.weight" in p:
             y = batch_norm(p, f"{name}.module", y)
         elif f"{name}.weight" in p:
             y = layer_norm(p, name, y)
-        return y if p.act is None else y.clamp(min=0)
+        return y if p.act is None else p.act(y)
 
     if graphs.attrs is None or not p.update_edges:
         return finished(y, "norm")

@@ -192,18 +192,22 @@ class ChimeraBlock(Mixer):
         """The local filter over a node and its parents in each DAG, if there is one."""
         return over_dags(self.local_weight, self.num_dags, edge_index)
 
-    def project(
-        self, x: Tensor, filtered: Filter | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key, [V, copies * groups, N], and value, [V, scan_heads, P], in
-        float32 at least: products of them overflow half precision.
+    def project_linearly(self, x: Tensor, filtered: Filter | None) -> list[Tensor]:
+        """Value, key and query before SiLU, [V, channels], in float32 at least:
+        products of them overflow half precision.
         """
         lins = (self.lin_value, self.lin_key, self.lin_query)
         parts = [at_least_float32(lin(x)) for lin in lins]
         if filtered is not None:
             sizes = [y.size(1) for y in parts]
             parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
-        value, key, query = map(F.silu, parts)
+        return parts
+
+    def project(
+        self, x: Tensor, filtered: Filter | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key, [V, copies * groups, N], and value, [V, scan_heads, P]."""
+        value, key, query = map(F.silu, self.project_linearly(x, filtered))
         query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
         if self.qk_norm:
             query, key = (F.rms_norm(y, y.shape[-1:], eps=1e-5) for y in (query, key))

@@ -262,7 +262,8 @@ class ChimeraDAGConv(ChimeraBlock):
         num_nodes, D = x.size(0), self.num_dags
         query, key, value = projected
         delta = self.selectivities(x) + self.delta_bias
-        node = F.softplus(delta).transpose(0, 1).flatten(0, 1)
+        # In this order, as compiled code may expect other strides of softplus.
+        node = F.softplus(delta.transpose(0, 1).flatten(0, 1))
         source = node if self.selectivity == "mean" else None
         delta = mean_of_ends(index, node, source, edge)
         root = node if self.roots == "write" else None

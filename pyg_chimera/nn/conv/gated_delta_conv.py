@@ -260,7 +260,11 @@ class GatedDeltaConv(ChimeraBlock):
         edge_index, edge_attr = as_edges(
             edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
         )
-        query, key, value = self.project(x, self.over_edges(edge_index))
+        value, key, query = self.project_linearly(x, self.over_edges(edge_index))
+        value = self.in_scans(F.silu(value).unflatten(1, (self.heads, -1)))
+        query, key = (
+            unit_silu(y.unflatten(1, (self.groups, -1))) for y in (query, key)
+        )
         *deltas, beta = (self.selectivities(x) + self.delta_bias).unbind(1)
         edge = self.edge_selectivity(edge_attr, edge_index.size(1))
         weight = self._transition(
@@ -270,7 +274,7 @@ class GatedDeltaConv(ChimeraBlock):
         if self.log_temperature is not None:
             surprise = at_least_float32(self.log_temperature).exp()
         y = delta_scan(
-            unit(query), unit(key), value, (1 + self.reflections) * beta.sigmoid(),
+            query, key, value, (1 + self.reflections) * beta.sigmoid(),
             edge_index, self.explained(weight, num_nodes), batch, surprise=surprise,
             prediction=self.prediction, acyclic=self.acyclic, form=self.form,
             backend=self.backend,
@@ -297,6 +301,16 @@ class GatedDeltaConv(ChimeraBlock):
         delta = mean_of_ends(edge_index, node, other, edge)
         weight, _ = dag_transition(edge_index, num_nodes, delta.flatten(1))
         return weight.unflatten(1, node.shape[1:]) if self.channel_decay else weight
+
+
+def unit_silu(x: Tensor) -> Tensor:
+    """SiLU, normalized to length one. Divided by its largest sigmoid, it does not
+    underflow, however negative x is.
+    """
+    x = at_least_float32(x)
+    sigmoid = F.logsigmoid(x)
+    largest = sigmoid.detach().amax(-1, keepdim=True)  # cancels in the result
+    return unit(x * torch.exp(sigmoid - largest))
 
 
 def unit(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_chimera.nn._inputs import (
+    at_least_float32,
     check_edge_attr,
     check_nodes,
     check_size,
@@ -227,15 +228,16 @@ class GatedGCNConv(Layer, MessagePassing):
 
         # Some explainers, such as GraphMaskExplainer, read the nodes of a message.
         more = {"x": (x_source, x_target)} if self.explain else {}
-        # The second entry only tells the number of targets.
+        # The second entry only tells the number of targets. Sums of gates may be too
+        # small to divide by in half precision.
         root = self.lin_root(x_target)
         out = root + self.propagate(
             edge_index,
             value=(self.lin_value(x_source), root),
-            gate=edge.sigmoid(),
+            gate=at_least_float32(edge).sigmoid(),
             **more,
         )
-        out = self._finish(out, self.norm)
+        out = self._finish(out.to(root.dtype), self.norm)
 
         if edge_attr is None or not self.update_edges:
             return out

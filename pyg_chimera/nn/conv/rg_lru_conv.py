@@ -355,4 +355,4 @@ class RGLRUConv(Mixer):
 
 def _root(x: Tensor) -> Tensor:
     """The square root, with a finite gradient at zero."""
-    return x.clamp(min=1e-20).sqrt()
+    return x.clamp(min=torch.finfo(x.dtype).tiny).sqrt() * (x > 0)
