@@ -21,18 +21,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, types
+from numba import types
 from numba.core import event
 from numba.extending import intrinsic, overload
 from torch import Tensor
+
+from pyg_chimera.ops.common.compilation import compiled
 
 __all__ = ["arrays", "heads_a_task", "run", "stopped", "summed"]
 
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
-jit = njit(cache=True, nogil=True, fastmath=_FAST)
+jit = compiled(fastmath=_FAST)
 # Inlined, as passing arrays to a function takes longer than a short loop.
-inlined = njit(cache=True, nogil=True, fastmath=_FAST, inline="always")
+inlined = compiled(fastmath=_FAST, inline="always")
 
 #: Bytes of scratch memory that a thread keeps between calls.
 _KEPT_BYTES = 1 << 26

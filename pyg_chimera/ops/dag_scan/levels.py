@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.dag_scan.states import StateGraph
 from pyg_chimera.ops.structure.cache import table
 
@@ -68,7 +68,7 @@ def _levels(graph: StateGraph, device: torch.device) -> Levels:
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _depths(ptr, other, ascending):  # type: ignore[no-untyped-def]
     """The length of the longest path to each position, or from it if descending."""
     n = ptr.shape[0] - 1

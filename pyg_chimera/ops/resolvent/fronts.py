@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import runs, starts
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
@@ -151,7 +151,7 @@ def _levels(level: np.ndarray, tiles: np.ndarray, columns: np.ndarray) -> list[L
     return found
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _heights(parent):  # type: ignore[no-untyped-def]
     """The height of each node of a forest; parents have larger indices."""
     height = np.zeros(len(parent), np.int64)

@@ -17,10 +17,10 @@ g_i k_i v_i^T, and one *back* has C'_i = b_i C'_{i+1} + b_i g_{i+1} k_{i+1} v_{i
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from pyg_chimera.ops.common import chunk_form
 from pyg_chimera.ops.common.chunk_form import PathStates
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.numba_runtime import jit, run
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
@@ -109,7 +109,7 @@ def _path_scans(symbolic: Blocks) -> PathScans | None:
     return PathScans(states, entry, ptr, slot)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _walk(one, other, degree):  # type: ignore[no-untyped-def]
     """Positions path by path, from one end of each, and the bounds of the paths."""
     n = degree.shape[0]
@@ -137,7 +137,7 @@ def _walk(one, other, degree):  # type: ignore[no-untyped-def]
     return walk, ptr[: paths + 1]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _there_and_back(ptr):  # type: ignore[no-untyped-def]
     """The states of the scans by position, the bounds of the scans, and `entry`."""
     n = ptr[-1]
@@ -188,7 +188,7 @@ def factorize(symbolic: Blocks, weight: np.ndarray) -> tuple[PathFactors, float]
     return PathFactors(d, w, u, there, back), float(growth.max(initial=1.0))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _scatter(values, slot, sign, weight):  # type: ignore[no-untyped-def]
     for e in range(slot.shape[0]):
         for h in range(weight.shape[1]):

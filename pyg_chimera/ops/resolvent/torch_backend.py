@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import trusted
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.mask_form import (
     Padding,
@@ -666,7 +666,7 @@ def _levels(
     return [_Level(*level) for level in zip(node, *table, strict=True)]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _depths(lower_ptr, lower_col):  # type: ignore[no-untyped-def]
     n = lower_ptr.shape[0] - 1
     depth = np.zeros(n, np.int64)
@@ -676,7 +676,7 @@ def _depths(lower_ptr, lower_col):  # type: ignore[no-untyped-def]
     return depth
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _heights(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
     n = upper_ptr.shape[0] - 1
     height = np.zeros(n, np.int64)
@@ -686,7 +686,7 @@ def _heights(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
     return height
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _updates(lower_ptr, lower_col, upper_ptr, upper_row, upper_entry):  # type: ignore[no-untyped-def]
     """All elementary updates of the elimination: target, two factors, pivot."""
     n, F = lower_ptr.shape[0] - 1, lower_col.shape[0]

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
@@ -13,6 +12,7 @@ from pyg_chimera.ops.common.checks import (
     check_edge_index,
     check_within_graphs,
 )
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import adjacency, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.eigenvector import eigenvector
@@ -162,7 +162,7 @@ def _cluster(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
     return out
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def closeness(ptr, head, bounds):  # type: ignore[no-untyped-def]
     """Closeness centrality, scaled by the fraction of the graph that a node reaches.
 
@@ -200,7 +200,7 @@ def pagerank(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
     return _pagerank(size, limits, ptr, head, count, bounds)[cell]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _pagerank(size, limits, ptr, head, count, bounds):  # type: ignore[no-untyped-def]
     n = size.shape[0]
     score = np.ones(n)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.topological import topological_rank
 
@@ -64,7 +64,7 @@ def contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
     return torch.from_numpy(edges).to(edge_index.device)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _contract(source, target, order, kept):  # type: ignore[no-untyped-def]
     """The edges between kept nodes; finds the nearest kept ancestors of every node."""
     n = kept.shape[0]

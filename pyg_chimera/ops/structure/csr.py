@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from pyg_chimera.ops.common.compilation import compiled
 
 __all__ = [
     "Rows",
@@ -59,7 +60,7 @@ def sorted_rows(row: np.ndarray, col: np.ndarray, num_rows: int) -> Rows:
     return Rows(ptr, row[entry], col[entry], entry)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def compress(key, value, n):  # type: ignore[no-untyped-def]
     """The bounds of each key's values, and the values by key, in their order."""
     ptr = np.zeros(n + 1, np.int64)
@@ -75,7 +76,7 @@ def compress(key, value, n):  # type: ignore[no-untyped-def]
     return ptr, grouped
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def simple(source, target, n):  # type: ignore[no-untyped-def]
     """Compressed, ascending out-neighbours, without self-loops and duplicates."""
     in_ptr, tail = compress(target, source, n)
@@ -103,7 +104,7 @@ def simple(source, target, n):  # type: ignore[no-untyped-def]
     return ptr, head
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def adjacency(row, col, n):  # type: ignore[no-untyped-def]
     """Compressed, ascending neighbours in the undirected simple graph."""
     ptr = np.zeros(n + 1, np.int64)

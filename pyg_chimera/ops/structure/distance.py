@@ -2,7 +2,6 @@
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
@@ -10,6 +9,7 @@ from pyg_chimera.ops.common.checks import (
     check_edge_index,
     check_within_graphs,
 )
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 
 __all__ = ["components", "connected_components", "diameter", "search", "search_tree"]
@@ -87,7 +87,7 @@ def diameter(
     return torch.from_numpy(out).to(edge_index.device)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def components(source, target, n):  # type: ignore[no-untyped-def]
     """Union-find; the smallest node of a component represents it."""
     parent = np.arange(n)
@@ -112,7 +112,7 @@ def components(source, target, n):  # type: ignore[no-untyped-def]
     return component
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def search(ptr, head, start, order, level, seen, stamp, most):  # type: ignore[no-untyped-def]
     """Breadth-first search of up to `most` steps from one node; returns the number of
     nodes reached.
@@ -139,7 +139,7 @@ def search(ptr, head, start, order, level, seen, stamp, most):  # type: ignore[n
     return end
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def search_tree(ptr, head, roots):  # type: ignore[no-untyped-def]
     """Each node's distance from the nearest root, and its predecessor on the way."""
     n = ptr.shape[0] - 1
@@ -163,7 +163,7 @@ def search_tree(ptr, head, roots):  # type: ignore[no-untyped-def]
     return level, parent
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _diameters(source, target, graph, num_graphs):  # type: ignore[no-untyped-def]
     n = graph.shape[0]
     ptr, head = simple(source, target, n)

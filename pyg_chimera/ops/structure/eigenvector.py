@@ -1,8 +1,8 @@
 """Eigenvector centrality: the Perron vector of each component of a graph."""
 
 import numpy as np
-from numba import njit
 
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.elimination import fill_pattern
 from pyg_chimera.ops.structure.equitable_partition import equitable_partition
@@ -25,7 +25,7 @@ def eigenvector(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.nda
     return _scores(size, limits, ptr, head, count, bounds)[cell]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _scores(size, limits, ptr, head, count, bounds):  # type: ignore[no-untyped-def]
     """The score of each cell, whose nodes have `count` neighbours in cell `head`."""
     n = size.shape[0]
@@ -64,7 +64,7 @@ def _scores(size, limits, ptr, head, count, bounds):  # type: ignore[no-untyped-
     return score
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _part(ptr, head, count, cells, place):  # type: ignore[no-untyped-def]
     """The submatrix of the given rows, with columns renumbered by `place`."""
     part_ptr = np.zeros(cells.shape[0] + 1, np.int64)
@@ -79,7 +79,7 @@ def _part(ptr, head, count, cells, place):  # type: ignore[no-untyped-def]
     return part_ptr, part_head, part_count
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _is_cheap(ptr, head, limit):  # type: ignore[no-untyped-def]
     """Whether elimination in numerical order takes at most `limit` steps."""
     n = ptr.shape[0] - 1
@@ -103,7 +103,7 @@ def _is_cheap(ptr, head, limit):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _by_elimination(ptr, head, count):  # type: ignore[no-untyped-def]
     """The largest eigenvalue of a matrix C, and its eigenvector, to full accuracy.
 
@@ -175,7 +175,7 @@ def _by_elimination(ptr, head, count):  # type: ignore[no-untyped-def]
     return value, x
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _row_sums(ptr, head, count, x, about, out):  # type: ignore[no-untyped-def]
     """Sets out to (C x)_i / x_i - about, computed in twice the precision."""
     for i in range(x.shape[0]):
@@ -189,7 +189,7 @@ def _row_sums(ptr, head, count, x, about, out):  # type: ignore[no-untyped-def]
         out[i] = (high + low) / x[i]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _product(a, b):  # type: ignore[no-untyped-def]
     """The product of a and b and its rounding error (Dekker's method)."""
     product = a * b
@@ -204,7 +204,7 @@ def _product(a, b):  # type: ignore[no-untyped-def]
     return product, error
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _by_lanczos(ptr, head, count, size):  # type: ignore[no-untyped-def]
     """The largest eigenvalue of a component's matrix, and its eigenvector.
 
@@ -257,7 +257,7 @@ def _by_lanczos(ptr, head, count, size):  # type: ignore[no-untyped-def]
     return value, out
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _polish(ptr, head, count, value, x):  # type: ignore[no-untyped-def]
     """Makes small entries of an eigenvector accurate too, in place.
 
@@ -284,7 +284,7 @@ def _polish(ptr, head, count, value, x):  # type: ignore[no-untyped-def]
             break
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _largest(alpha, beta, low):  # type: ignore[no-untyped-def]
     """The largest eigenpair of a tridiagonal matrix, whose eigenvalue is >= `low`."""
     n = alpha.shape[0]

@@ -9,10 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index, check_option
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.numba_runtime import run, stopped
 from pyg_chimera.ops.structure.csr import adjacency, grouped, to_numpy
 from pyg_chimera.ops.structure.distance import components
@@ -167,7 +167,7 @@ def _hubs(row: np.ndarray, col: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     return hub
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def postorder(indptr, indices):  # type: ignore[no-untyped-def]
     """Renumber nodes, given in elimination order, so that subtrees are contiguous.
 
@@ -207,7 +207,7 @@ def postorder(indptr, indices):  # type: ignore[no-untyped-def]
     return rank
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # type: ignore[no-untyped-def]
     """Approximate minimum mean local fill on a quotient graph; overwrites `indices`.
 
@@ -383,12 +383,12 @@ def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # t
         rank[:] = -1
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _queue(score):  # type: ignore[no-untyped-def]
     return 1 + int(_PER_OCTAVE * np.log2(1.0 + score))
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _append(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
     """Append node i to list k."""
     before[i], after[i] = tail[k], -1
@@ -399,7 +399,7 @@ def _append(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
     tail[k] = i
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _unlink(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
     """Remove node i from list k."""
     if before[i] < 0:
@@ -412,7 +412,7 @@ def _unlink(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
         before[after[i]] = before[i]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def fill_pattern(indptr, indices, most=_ALL):  # type: ignore[no-untyped-def]
     """The column pattern of the factor of a graph that is eliminated in node order.
 

@@ -1,12 +1,13 @@
 """Nodes that are structurally alike: the coarsest equitable partition of a graph."""
 
 import numpy as np
-from numba import njit
+
+from pyg_chimera.ops.common.compilation import compiled
 
 __all__ = ["equitable_partition"]
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def equitable_partition(ptr, head, bounds):  # type: ignore[no-untyped-def]
     """The coarsest equitable partition of each graph.
 

@@ -4,10 +4,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index, check_integer
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op
@@ -180,7 +180,7 @@ def _difference(
     return f"{kind} an edge between nodes {i} and {j}"
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _pairs(source, target, n, k, first):  # type: ignore[no-untyped-def]
     """Searches from each node against the edges; `first` is 1 to omit the node."""
     ptr, tail = simple(target, source, n)

@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
@@ -249,7 +249,7 @@ def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     return torch.from_numpy(kept).to(line_edge_index.device)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _line_edges(source, target, n):  # type: ignore[no-untyped-def]
     num_edges = source.shape[0]
     ptr, leaving = compress(source, np.arange(num_edges), n)
@@ -269,7 +269,7 @@ def _line_edges(source, target, n):  # type: ignore[no-untyped-def]
     return lines, node
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _kept(source, target, rank, component):  # type: ignore[no-untyped-def]
     """Greedy selection; a row of bits holds the states that reach a state.
 

@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import adjacency, compress, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op
@@ -72,7 +72,7 @@ def _node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
     return torch.from_numpy(place).to(edge_index.device)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def breadth_first(ptr, neighbour):  # type: ignore[no-untyped-def]
     """Each node's position in searches from the first node of each component.
 

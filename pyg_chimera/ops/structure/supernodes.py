@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 __all__ = ["Merging", "Supernodes", "supernodes"]
@@ -114,7 +114,7 @@ def _supernodes(symbolic: SymbolicFactor, merging: Merging) -> Supernodes:
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _subtrees(parent, heights):  # type: ignore[no-untyped-def]
     """The sizes of subtrees, and of the update stack of a postorder traversal."""
     subtree = np.ones(len(parent), np.int64)
@@ -129,14 +129,14 @@ def _subtrees(parent, heights):  # type: ignore[no-untyped-def]
     return subtree, stack
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _cost(width, height, per_row, per_supernode):  # type: ignore[no-untyped-def]
     """The cost of a supernode in a sweep."""
     pairs = width * width + 2 * width * height
     return pairs + per_row * (width + height) + per_supernode
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _amalgamate(upper_ptr, upper_row, max_leaf, per_row, per_supernode):  # type: ignore[no-untyped-def]
     """The first positions of relaxed supernodes, and the rows below them.
 

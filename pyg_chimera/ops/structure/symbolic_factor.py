@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
@@ -13,6 +12,7 @@ from pyg_chimera.ops.common.checks import (
     check_rank,
     check_within_graphs,
 )
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import adjacency, grouped, sorted_rows, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.elimination import (
@@ -225,7 +225,7 @@ def blocks_of(
     return order, ptr, block
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _roots(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
     n = upper_ptr.shape[0] - 1
     root = np.arange(n)
@@ -235,7 +235,7 @@ def _roots(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
     return root
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _slots(row, col, lower_ptr, lower_col):  # type: ignore[no-untyped-def]
     """The index of each edge in [diagonal | L | U]."""
     n = lower_ptr.shape[0] - 1

@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.registered import structural_op
@@ -97,7 +97,7 @@ def ranks_and_cycles(
     return rank, (waiting > 0) & (waiting_back > 0)
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _rank(source, target, n):  # type: ignore[no-untyped-def]
     """Ranks, and how many edges of each node come from a cycle or from after one."""
     ptr, head = compress(source, target, n)
@@ -125,7 +125,7 @@ def _rank(source, target, n):  # type: ignore[no-untyped-def]
     return rank, waiting
 
 
-@njit(cache=True, nogil=True)
+@compiled()
 def _cycle(source, target, waiting):  # type: ignore[no-untyped-def]
     """A cycle among the waiting nodes, each of which has a waiting predecessor."""
     before = np.full(waiting.shape[0], -1, np.int64)

@@ -1,0 +1,93 @@
+"""How functions are jitted, and when their machine code is loaded from disk.
+
+numba's cache looks at the file of a function only, although functions of other files
+are compiled into it. Here, the files of the package that its file imports, directly or
+not, must be unchanged as well.
+"""
+
+import hashlib
+import re
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.dispatcher import Dispatcher
+
+__all__ = ["compiled"]
+
+
+def compiled(**options: Any) -> Callable[[Callable], Any]:
+    """A decorator that jits a function, releases the GIL in it, and caches it."""
+    jit = numba.njit(nogil=True, **options)
+
+    def decorate(function: Callable) -> Any:
+        dispatcher = jit(function)
+        if isinstance(dispatcher, Dispatcher):  # not with NUMBA_DISABLE_JIT
+            dispatcher._cache = _Cache(function)  # type: ignore[attr-defined]
+        return dispatcher
+
+    return decorate
+
+
+class _Cache(FunctionCache):
+    """numba's cache, in the same folders, with a stamp of all files that matter."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__(function)
+        locator = self._impl.locator
+        self._stamp = _stamp(function.__module__)
+        # Without its line, an edit above a function would leave a file behind.
+        line = f"-{locator.get_disambiguator()}.py"
+        self._cache_file = IndexDataCacheFile(
+            cache_path=self._cache_path,
+            filename_base=self._impl.filename_base.replace(line, ".py"),
+            source_stamp=(locator.get_source_stamp(), self._stamp),
+        )
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Saves machine code, unless its sources have changed since their import."""
+        _read.cache_clear()
+        if _stamp(self._py_func.__module__) == self._stamp:
+            super().save_overload(sig, data)
+
+
+def _stamp(module: str) -> tuple[str, ...]:
+    """The versions of the compiler, and a digest of a module and what it imports."""
+    package = module.partition(".")[0]
+    folder = Path(sys.modules[package].__file__ or "").parent.parent
+    digests: dict[str, bytes] = {}
+    found = [module]
+    while found:
+        name = found.pop()
+        if name not in digests:
+            digests[name], imported = _read(folder, name)
+            found += imported
+    digest = hashlib.sha1(repr(sorted(digests.items())).encode(), usedforsecurity=False)
+    return numba.__version__, llvmlite.__version__, digest.hexdigest()
+
+
+@cache
+def _read(folder: Path, module: str) -> tuple[bytes, list[str]]:
+    """The digest of a module's source, and what it imports from its own package."""
+    file = _file(folder, module)
+    if file is None:
+        return b"", []
+    source, package, imported = file.read_bytes(), module.partition(".")[0], []
+    pattern = rf"({re.escape(package)}[\w.]*) import (\([^)]*\)|[^\n]*)"
+    for origin, names in re.findall(pattern.encode(), source):
+        for name in re.findall(r"\w+", names.decode()):
+            inner = f"{origin.decode()}.{name}"  # a module, or a name in one
+            imported.append(inner if _file(folder, inner) else origin.decode())
+    return hashlib.sha1(source, usedforsecurity=False).digest(), imported
+
+
+@cache
+def _file(folder: Path, module: str) -> Path | None:
+    path = folder.joinpath(*module.split("."))
+    files = path.with_suffix(".py"), path / "__init__.py"
+    return next(filter(Path.is_file, files), None)

@@ -1,0 +1,164 @@
+"""Machine code is loaded from disk if nothing that was compiled into it has changed."""
+
+import importlib
+import pkgutil
+import re
+import sys
+from pathlib import Path
+
+import llvmlite
+import numba
+import pytest
+from numba.core.caching import InTreeCacheLocator
+from numba.core.dispatcher import Dispatcher
+
+import pyg_chimera.ops
+from pyg_chimera.ops.common import compilation
+
+SOURCES = {
+    "__init__": "",
+    "constants": "SHIFT = 2\n",
+    "parts": """
+from pyg_chimera.ops.common.compilation import compiled
+from tiny.constants import (
+    SHIFT,
+)
+
+@compiled(inline="always")
+def part(x):
+    return x + SHIFT
+""",
+    "kernels": """
+from pyg_chimera.ops.common.compilation import compiled
+from tiny import parts
+from tiny.parts import part
+
+@compiled()
+def kernel(x):
+    return 10 * part(x)
+""",
+    "others": "",
+}
+
+
+class Tiny:
+    """A package, of which each call imports the functions as a new process would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "tiny"
+        self.folder.mkdir()
+        self.write(**SOURCES)
+
+    def write(self, **sources: str) -> None:
+        for name, source in sources.items():
+            (self.folder / f"{name}.py").write_text(source)
+
+    def imported(self) -> Dispatcher:
+        for name in [x for x in sys.modules if x.partition(".")[0] == "tiny"]:
+            del sys.modules[name]
+        compilation._read.cache_clear()
+        compilation._file.cache_clear()
+        importlib.invalidate_caches()
+        return importlib.import_module("tiny.kernels").kernel
+
+    def __call__(self, x: int) -> tuple[int, bool]:
+        """The result, and whether it was computed without compiling."""
+        kernel = self.imported()
+        result = kernel(x)
+        return result, kernel.stats.cache_hits.total() == 1
+
+    def files(self) -> list[str]:
+        return sorted(x.name for x in self.folder.rglob("*.nb[ic]"))
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield Tiny(tmp_path)
+    for name in [x for x in sys.modules if x.partition(".")[0] == "tiny"]:
+        del sys.modules[name]
+
+
+def test_what_is_inlined_from_another_file_changes(tiny):
+    assert tiny(1) == (30, False)
+    assert tiny(1) == (30, True)
+    files = tiny.files()
+    tiny.write(parts=SOURCES["parts"].replace("x + SHIFT", "x - SHIFT"))
+    assert tiny(1) == (-10, False)
+    assert tiny(1) == (-10, True)
+    tiny.write(constants="SHIFT = 3\n")  # of a file that holds no jitted code
+    assert tiny(1) == (-20, False)
+    tiny.write(others="anything = 1\n")  # which nobody imports
+    assert tiny(1) == (-20, True)
+    tiny.write(kernels="# A line.\n" + SOURCES["kernels"])
+    assert tiny(1) == (-20, False)
+    assert tiny.files() == files  # nothing stale is left behind
+
+
+def test_another_compiler(tiny, monkeypatch):
+    tiny(1)
+    monkeypatch.setattr(llvmlite, "__version__", "0.0")
+    assert tiny(1) == (30, False)
+    monkeypatch.setattr(numba, "__version__", "0.0")
+    assert tiny(1) == (30, False)
+
+
+def test_sources_that_changed_after_they_were_imported(tiny):
+    """Nobody knows which of them the compiler has seen: nothing is kept."""
+    kernel = tiny.imported()
+    tiny.write(constants="SHIFT = 3\n")
+    assert kernel(1) == 30
+    assert tiny(1) == (40, False)
+    tiny.write(**SOURCES)
+    assert tiny(1) == (30, False)
+
+
+def test_folders_are_those_of_numba(tiny, tmp_path, monkeypatch):
+    def refuse(self: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(InTreeCacheLocator, "ensure_cache_path", refuse)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    assert [tiny(1), tiny(1)] == [(30, False), (30, True)]
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "given"))
+    assert [tiny(1), tiny(1)] == [(30, False), (30, True)]
+    assert tiny.files() == []
+    for folder in ("home", "given"):
+        assert list((tmp_path / folder).rglob("kernels.kernel.py*.nbi"))
+
+
+def test_all_jitted_functions_are_cached_so():
+    found = []
+    for info in pkgutil.walk_packages(pyg_chimera.ops.__path__, "pyg_chimera.ops."):
+        if info.name.rpartition(".")[2].startswith("triton_"):
+            continue
+        module = importlib.import_module(info.name)
+        found += [x for x in vars(module).values() if isinstance(x, Dispatcher)]
+    assert len(found) > 150
+    assert {type(x._cache) for x in found} == {compilation._Cache}
+
+
+def test_what_a_kernel_depends_on_is_found(monkeypatch):
+    """Imports are read in one form only, the one that is used."""
+    other = re.compile(r"^\s*(from \.|import pyg_chimera)", re.MULTILINE)
+    folder = Path(pyg_chimera.ops.__file__).parent
+    for file in folder.rglob("*.py"):
+        assert other.search(file.read_text()) is None, file
+
+    read, edited = compilation._read, ""
+
+    def read_edited(folder: Path, name: str) -> tuple:
+        source, imported = read(folder, name)
+        return b"edited" if name == f"pyg_chimera.ops.{edited}" else source, imported
+
+    monkeypatch.setattr(compilation, "_read", read_edited)
+    stamps = {}
+    for edited in (
+        *("", "common.simd", "common.vector_kit", "dag_scan.grid_node_sweeps"),
+        # Which are edited often, and need not be recompiled for.
+        *("dag_scan.op", "dag_scan.triton_state_form", "dag_scan.reference"),
+    ):
+        stamps[edited] = compilation._stamp("pyg_chimera.ops.dag_scan.numba_backend")
+    unchanged = [x for x in stamps if x and stamps[x] == stamps[""]]
+    assert unchanged == list(stamps)[-3:]
