@@ -18,7 +18,7 @@ import numba
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "stamp"]
 
 
 def compiled(**options: Any) -> Callable[[Callable], Any]:
@@ -40,7 +40,7 @@ class _Cache(FunctionCache):
     def __init__(self, function: Callable) -> None:
         super().__init__(function)
         locator = self._impl.locator
-        self._stamp = _stamp(function.__module__)
+        self._stamp = stamp(function.__module__)
         # Without its line, an edit above a function would leave a file behind.
         line = f"-{locator.get_disambiguator()}.py"
         self._cache_file = IndexDataCacheFile(
@@ -52,11 +52,11 @@ class _Cache(FunctionCache):
     def save_overload(self, sig: Any, data: Any) -> None:
         """Saves machine code, unless its sources have changed since their import."""
         _read.cache_clear()
-        if _stamp(self._py_func.__module__) == self._stamp:
+        if stamp(self._py_func.__module__) == self._stamp:
             super().save_overload(sig, data)
 
 
-def _stamp(module: str) -> tuple[str, ...]:
+def stamp(module: str) -> tuple[str, ...]:
     """The versions of the compiler, and a digest of a module and what it imports."""
     package = module.partition(".")[0]
     folder = Path(sys.modules[package].__file__ or "").parent.parent

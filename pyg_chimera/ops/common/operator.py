@@ -25,6 +25,9 @@ __all__ = ["Operator", "explained", "one_by_one", "without_autocast"]
 Inputs = TypeVar("Inputs", bound=tuple)
 Structure = TypeVar("Structure")
 
+#: Device types on which kernels, which few have run there, are tested before first use.
+_TESTED = ("cuda",)
+
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
@@ -159,6 +162,8 @@ class Operator(Generic[Inputs, Structure]):
             except UnsuitableSolver as error:
                 unsuitable[choice.solver] = str(error)
                 continue
+            if problem is None:
+                problem = self._objection(call)
             if problem is None and not unsuitable:
                 if problems:  # of backends that would be preferred
                     reason = "; ".join([choice.reason, *dict.fromkeys(problems)])
@@ -174,6 +179,20 @@ class Operator(Generic[Inputs, Structure]):
             problems.append(problem)
         said = dict.fromkeys([*unsuitable.values(), *problems])
         raise ValueError("; ".join(said))
+
+    def _objection(self, call: Call[Inputs, Structure]) -> str | None:
+        """Why `auto` does not use a backend that failed its test on a device."""
+        inputs, choice = call.inputs, call.choice
+        device = getattr(inputs, self.output_like).device
+        if (
+            inputs.backend != "auto"  # type: ignore[attr-defined]
+            or device.type not in _TESTED
+            or self.backends[choice.backend].DEVICES is None  # plain PyTorch
+        ):
+            return None
+        from pyg_chimera.selftest import objection  # which calls all operators
+
+        return objection(choice, device)
 
     def usable(self, inputs: Inputs) -> list[str]:
         """The backends that match the request and run on the device of the inputs.

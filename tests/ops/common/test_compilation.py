@@ -159,6 +159,6 @@ def test_what_a_kernel_depends_on_is_found(monkeypatch):
         # Which are edited often, and need not be recompiled for.
         *("dag_scan.op", "dag_scan.triton_state_form", "dag_scan.reference"),
     ):
-        stamps[edited] = compilation._stamp("pyg_chimera.ops.dag_scan.numba_backend")
+        stamps[edited] = compilation.stamp("pyg_chimera.ops.dag_scan.numba_backend")
     unchanged = [x for x in stamps if x and stamps[x] == stamps[""]]
     assert unchanged == list(stamps)[-3:]
