@@ -291,8 +291,8 @@ def _compared(
         return float("inf"), f"it raises {type(error).__name__}: {lines[0][:200]}"
     errors = {}
     for what, x in got.items():
-        error = (x - expected[what]).abs().max() / expected[what].abs().max()
-        errors[what] = float(error.nan_to_num(float("inf")))
+        off = (x - expected[what]).abs().max() / expected[what].abs().max()
+        errors[what] = float(off.nan_to_num(float("inf")))
     worst = max(errors, key=lambda what: errors[what])
     like = next(
         x for x in inputs.values() if isinstance(x, Tensor) and x.is_floating_point()
@@ -338,7 +338,7 @@ def objection(choice: Choice, device: torch.device) -> str | None:
             if problem is None:
                 problem, certain = _judged(choice, device)
                 if problem:
-                    warn(f"{problem}. Another one is used", stacklevel=2)
+                    warn(f"{problem}; another backend is used", stacklevel=2)
                 if certain:
                     _KNOWN[key] = problem
     return problem or None
@@ -363,6 +363,8 @@ def _judged(choice: Choice, device: torch.device) -> tuple[str, bool]:
                 problem = pool.submit(Context().run, _tested, choice, device).result()
         except torch.OutOfMemoryError:
             return f"{subject} cannot be tested, as the memory is full", False
+        except Exception as error:  # of PyTorch
+            return f"{subject} cannot be tested: {error!r}", True
         _remember(machine, {algorithm: problem})
     if problem:
         problem = (
@@ -392,7 +394,7 @@ def _tested(choice: Choice, device: torch.device) -> str:
 
 def _machine(device: torch.device) -> str:
     """Everything that a verdict depends on."""
-    name, driver = platform.processor() or platform.machine(), "none"
+    name, driver = torch.backends.cpu.get_cpu_capability(), "none"
     if device.type == "cuda":
         name, driver = torch.cuda.get_device_name(device), _driver()
     triton = import_module("triton").__version__ if WITH_TRITON else "none"
