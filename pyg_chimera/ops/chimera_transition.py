@@ -441,8 +441,8 @@ def _path_places(
     node = np.lexsort((place, path))
     there, back = np.full((2, num_nodes), num_edges)
     there[row[walked]], back[col[walked]] = walked, mirror[walked]
-    node, there, back = (
+    first, second, third = (
         torch.from_numpy(x).to(edge_index.device)
         for x in (node, there[node], back[node])
     )
-    return node, there, back
+    return first, second, third

@@ -231,9 +231,9 @@ class HierarchicalMemoryConv(ChimeraBlock):
             query.repeat(1, 2, 1), key.repeat(1, 2, 1), torch.cat(written, dim=1),
             edge_index, weight[:, : 2 * heads], batch, backend=self.backend,
         )  # fmt: skip
+        query, key = (unit(self.features(y.to(x.dtype))) for y in (query, key))
         recalled = delta_scan(
-            *(unit(self.features(y.to(x.dtype))) for y in (query, key)), value, beta,
-            edge_index, weight[:, 2 * heads :], batch,
+            query, key, value, beta, edge_index, weight[:, 2 * heads :], batch,
             surprise=at_least_float32(self.log_temperature).exp(), backend=self.backend,
         )  # fmt: skip
         read = torch.stack([*scanned.split(heads, dim=1), recalled])
