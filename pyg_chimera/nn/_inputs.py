@@ -48,7 +48,8 @@ def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError: If one is not, such as a misspelt argument of the layer.
     """
-    known = {*inspect.signature(MessagePassing).parameters} - {"aggr", "node_dim"}
+    known = {*inspect.signature(MessagePassing).parameters}
+    known -= {"aggr", "node_dim", "decomposed_layers"}  # without effect, or worse
     for name in kwargs:
         if name not in known:
             classes = type(layer).__mro__[: type(layer).__mro__.index(MessagePassing)]

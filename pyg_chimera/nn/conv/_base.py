@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from pyg_chimera.nn._inputs import named
+from pyg_chimera.nn._inputs import has_edge_mask, named
 from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT
 
 __all__ = ["Layer", "Mixer"]
@@ -44,8 +44,16 @@ class Mixer(Layer, MessagePassing):
             :obj:`node_dim` excepted.
     """
 
+    num_dags: int
+
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
+
+    def explained(self, passed: Tensor, num_nodes: int) -> Tensor:
+        """What passes along edges, times an explainer's edge mask if there is one."""
+        if not has_edge_mask(self, self.num_dags):
+            return passed
+        return self.explain_message(passed, num_nodes)
 
     def _refuse_hook(self, hook: Any) -> NoReturn:
         raise NotImplementedError(

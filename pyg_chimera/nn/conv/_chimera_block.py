@@ -1,5 +1,5 @@
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,6 @@ from pyg_chimera.nn._inputs import (
     at_least_float32,
     check_heads,
     edge_features,
-    has_edge_mask,
 )
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.conv._base import Mixer
@@ -190,7 +189,8 @@ class ChimeraBlock(Mixer):
 
     def over_edges(self, edge_index: Tensor) -> Filter | None:
         """The local filter over a node and its parents in each DAG, if there is one."""
-        return over_dags(self.local_weight, self.num_dags, edge_index)
+        weight, num_dags = self.local_weight, self.num_dags
+        return over_dags(weight, num_dags, edge_index, self.explained)
 
     def project_linearly(self, x: Tensor, filtered: Filter | None) -> list[Tensor]:
         """Value, key and query before SiLU, [V, channels], in float32 at least:
@@ -238,12 +238,6 @@ class ChimeraBlock(Mixer):
         edge_attr = edge_features(edge_attr, self.edge_dim, num_edges)
         delta = self.lin_edge(edge_attr).unflatten(1, (self.num_dags, -1))
         return F.softplus(at_least_float32(delta[:, dag]) + self.edge_bias[dag])
-
-    def explained(self, weight: Tensor, num_nodes: int) -> Tensor:
-        """The transitions, multiplied by an explainer's edge mask if there is one."""
-        if not has_edge_mask(self, self.num_dags):
-            return weight
-        return self.explain_message(weight, num_nodes)
 
     def output(
         self, y: Tensor, x: Tensor, value: Tensor, log_scale: Tensor | None = None
@@ -295,7 +289,10 @@ def mean_of_ends(
 
 
 def over_dags(
-    weight: Tensor | None, num_dags: int, edge_index: Tensor
+    weight: Tensor | None,
+    num_dags: int,
+    edge_index: Tensor,
+    explained: Callable[[Tensor, int], Tensor],
 ) -> Filter | None:
     """A filter along several DAGs, stacked as one graph; None without weights.
 
@@ -314,7 +311,8 @@ def over_dags(
         ones = y.new_ones(source.size(0), 1)
         degree = y.new_zeros(far.size(0), 1).index_add(0, target, ones).clamp(min=1)
         for side in sides.unbind(1):
-            far = torch.zeros_like(far).index_add(0, target, far[source]) / degree
+            passed = explained(far[source], far.size(0))
+            far = torch.zeros_like(far).index_add(0, target, passed) / degree
             for d, part in enumerate(far.view(num_dags, *y.shape)):
                 out = torch.addcmul(out, part, side[d].to(y.dtype))
         return out.to(x.dtype)

@@ -231,7 +231,7 @@ class RGLRUConv(Mixer):
             num_nodes, D, self.flow, self.edge_dim, edge_index, edge_attr, batch, rank
         )
         u = self.lin_value(x)
-        filtered = over_dags(self.local_weight, D, index)
+        filtered = over_dags(self.local_weight, D, index, self.explained)
         u = u if filtered is None else filtered(u)
         forget, write = (gates.flatten(0, 1) for gates in self._gates(u))
         decay, weight, fresh = self._transition(index, forget, features)

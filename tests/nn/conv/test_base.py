@@ -57,6 +57,13 @@ def test_hooks_on_messages_are_refused(case: Case):
     assert case.call(conv, case.inputs(torch.float)).equal(seen[0])
 
 
+@mixers
+def test_feature_decomposition_is_refused(case: Case):
+    """It would have no effect."""
+    with pytest.raises(TypeError, match="argument 'decomposed_layers'"):
+        case.conv(decomposed_layers=2)
+
+
 def test_types_of_edges_are_not_ignored():
     with pytest.raises(NotImplementedError, match=r"'to_hetero_with_bases'.*edge_attr"):
         to_hetero_with_bases(Model(ChimeraConv(CHANNELS)), METADATA, num_bases=2)
@@ -117,6 +124,26 @@ def test_explainers_read_the_messages_of_gated_gcn_conv():
     explanation = graph_mask(conv, torch.randn(4, CHANNELS), INDEX)
     assert explanation.edge_mask.shape == (6,)
     assert explanation.edge_mask.isfinite().all()
+
+
+MASKED = [
+    "ChimeraConv", "ChimeraConv-torch", "GatedDeltaConv-edges",
+    "GatedDeltaConv-acyclic", "RGLRUConv", "PLSTMConv",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_edge_masks_apply_to_local_filters_too(name: str):
+    case = CASES[name]
+    conv, inputs = case.trained(), case.inputs()
+    index, attr, dag = inputs.edge_index, inputs.edge_attr, inputs.dag
+    without = inputs._replace(edge_index=index[:, :0], edge_attr=attr[:0], dag=dag[:0])
+    outs = case.call(conv, inputs), case.call(conv, without)
+    conv.explain, conv._apply_sigmoid = True, False
+    for mask, expected in zip((torch.ones, torch.zeros), outs, strict=True):
+        conv._edge_mask = mask(index.size(1), dtype=torch.double)
+        assert_near(case.call(conv, inputs), expected)
+    assert not torch.allclose(*outs)
 
 
 def test_explainers_may_scale_messages_in_their_own_way():
