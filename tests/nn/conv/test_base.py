@@ -48,7 +48,7 @@ def typed_edges() -> dict:
 def test_hooks_on_messages_are_refused(case: Case):
     """They would never be called."""
     conv = case.conv()
-    assert len(HOOKS) == 10
+    assert HOOKS
     for name in HOOKS:
         with pytest.raises(NotImplementedError, match=rf"{type(conv).__name__} comp"):
             getattr(conv, name)(print)
