@@ -8,6 +8,7 @@ any floating dtype; systems are solved in float64.
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,11 @@ def dense(
 
 
 def softplus(x: Tensor) -> Tensor:
+    """PyTorch's, which is linear from 20 on."""
+    return torch.where(x > 20, x, log_1_plus_exp(x))
+
+
+def log_1_plus_exp(x: Tensor) -> Tensor:
     return torch.logaddexp(x, torch.zeros_like(x))
 
 
@@ -103,15 +109,17 @@ def unit_silu(x: Tensor) -> Tensor:
     """SiLU, divided by its length, however small; zeros become equal numbers."""
     x = torch.where((x == 0).all(-1, keepdim=True), torch.ones_like(x), x)
     size = torch.where(x == 0, torch.ones_like(x), x.abs()).log()
-    size = (size - softplus(-x)).masked_fill(x == 0, -torch.inf)
+    size = (size - log_1_plus_exp(-x)).masked_fill(x == 0, -torch.inf)
     y = x.sign() * torch.exp(size - size.amax(-1, keepdim=True).detach())
     return y / y.square().sum(-1, keepdim=True).sqrt()
 
 
-def rms(x: Tensor) -> Tensor:
-    """Divided by the root mean square of the last axis, whose square may overflow."""
+def rms(x: Tensor, factor: Tensor | float = 1.0) -> Tensor:
+    """Divided by the root mean square of the last axis, whose square may overflow; the
+    factor is that of the norm's epsilon.
+    """
     big = x.detach().abs().amax(-1, keepdim=True).clamp(min=1)
-    mean = (x / big).square().mean(-1, keepdim=True) + 1e-5 / big.square()
+    mean = (x / big).square().mean(-1, keepdim=True) + 1e-5 * factor / big.square()
     return x / big / mean.sqrt()
 
 
@@ -128,9 +136,15 @@ def adjacency(index: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
 
 
 def inverse(A: Tensor) -> Tensor:
-    """(I - A)^-1 of each head."""
-    eye = torch.eye(A.size(-1), dtype=torch.double)
-    return torch.linalg.inv(eye - A.double()).to(A.dtype)
+    """(I - A)^-1 = I + A + A A + ... of each head, node by node: after k nodes, entries
+    are sums over walks by way of these (Kleene). Nothing reaches what it is not joined
+    to, as by rounding errors of a factorisation.
+    """
+    walks = A.double()
+    for k in range(A.size(-1)):
+        through = walks[:, :, k, None] * walks[:, k, None, :]
+        walks = walks + through / (1 - walks[:, k, None, None, k])
+    return (torch.eye(A.size(-1), dtype=torch.double) + walks).to(A.dtype)
 
 
 def degrees(index: Tensor, num_nodes: int) -> Tensor:
@@ -285,12 +299,19 @@ def edge_gates(p: Layer, graphs: Graphs) -> list[Tensor | None]:
     ]
 
 
-def chimera_block(p: Layer, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
-    """What follows the recurrence: skip, norm, gate and projection."""
+def chimera_block(
+    p: Layer, y: Tensor, x: Tensor, value: Tensor, log_scale: Tensor | None = None
+) -> Tensor:
+    """What follows the recurrence: skip, norm, gate and projection.
+
+    Rows of y may be given without a factor exp(log_scale), [V, 1].
+    """
+    scale = torch.zeros(len(x), 1, dtype=x.dtype) if log_scale is None else log_scale
     if p.differential:
         y = y[:, ::2] - p["contrast"].view(-1, 1) * y[:, 1::2]
         value = value[:, ::2]
-    y = rms((y + p["skip"].view(-1, 1) * value).flatten(1)) * p["norm.weight"]
+    skip = p["skip"].view(-1, 1) * torch.exp(-scale).unsqueeze(2)
+    y = rms((y + skip * value).flatten(1), torch.exp(-2 * scale)) * p["norm.weight"]
     if "lin_gate.weight" in p:
         y = y * silu(p.linear("lin_gate", x))
     return p.linear("lin_out", y)
@@ -299,7 +320,7 @@ def chimera_block(p: Layer, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
 def chimera_transitions(
     p: Layer, index: Tensor, gates: Tensor, edge: Tensor | None
 ) -> Tensor:
-    """Logarithms of weights, normalised over the edges into (released: out of) a node.
+    """Weights, normalised over the edges into (released: out of) a node.
 
     In floating point, the margin exp(-psi) is at least 16 epsilons of the sum.
     """
@@ -309,18 +330,22 @@ def chimera_transitions(
     log_a = -sum(parts) / len(parts)
     if getattr(p.conv, "normalization", "paper") == "released":
         total = adjacency(index, log_a.exp(), num_nodes).sum(1).t() + torch.exp(-psi)
-        return log_a - torch.log(total.clamp(min=1) + 0.05)[col]
-    log_sum = log_sums(log_a, row, num_nodes)
-    least = 2 * (math.log(16 * p.eps) + log_sum)
-    margin = torch.logaddexp(-2 * psi, least) / 2
-    return math.log(p.gamma) + log_a - torch.logaddexp(log_sum, margin)[row]
+        return log_a.exp() / (total.clamp(min=1) + 0.05)[col]
+    # Relative to the largest term of a row.
+    shift = -psi.detach()
+    owner = row.unsqueeze(1).expand_as(log_a)
+    shift = shift.scatter_reduce(0, owner, log_a.detach(), "amax")
+    a = torch.exp(log_a - shift[row])
+    total = adjacency(index, a, num_nodes).sum(2).t()
+    margin = torch.hypot(torch.exp(-psi - shift), 16 * p.eps * total)
+    return p.gamma * a / (total + margin)[row]
 
 
 def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     query, key, value = chimera_inputs(p, x, graphs)
     plain, gates = chimera_gates(p, x)
     (index,), (edge,) = graphs.edges, edge_gates(p, graphs)
-    weight = chimera_transitions(p, index, gates, edge).exp()
+    weight = chimera_transitions(p, index, gates, edge)
     A = adjacency(index, weight, len(x))
     L = eye = torch.eye(len(x), dtype=x.dtype)
     if p.solver == "neumann":
@@ -335,18 +360,74 @@ def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
 
 def chimera_path(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     query, key, value = chimera_inputs(p, x, graphs)
-    target, source, psi, write = softplus(chimera_gates(p, x)[1]).unbind(1)
+    gates = chimera_gates(p, x)[1]
+    target, source, psi = softplus(gates[:, :3]).unbind(1)
     (index,), (edge,) = graphs.edges, edge_gates(p, graphs)
     col, row = index
     parts = [target[row], source[col]] + ([] if edge is None else [edge])
     delta, psi = sum(parts) / len(parts), (psi[row] + psi[col]) / 2
     place = {pair: e for e, pair in enumerate(map(tuple, index.t().tolist()))}
     back = delta[[place[i, j] for j, i in index.t().tolist()]]
-    bound = softplus(delta + back - psi) / 2  # of the mean of both directions
-    weight = torch.exp((back - delta) / 2 - bound) / 2
-    L = inverse(adjacency(index, weight, len(x)))
-    y = mixed(L, query, key, write.unsqueeze(2) * value)
-    return chimera_block(p, y, x, value)
+    bound = log_1_plus_exp(delta + back - psi) / 2  # of the mean of both directions
+    log_A = (back - delta) / 2 - bound - math.log(2)
+    log_write = log_resolvent(place, log_A, torch.exp(-2 * bound) / 4, len(x))
+    log_write = log_write + log_softplus(gates[:, 3]).t().unsqueeze(1)
+    # Entries may be of any size: rows are scaled, and so is the epsilon of the norm.
+    q, k = (by_head(y.detach(), len(log_write)) for y in (query, key))
+    size = (q @ k.mT).abs().log() + value.detach().abs().amax(2).t().unsqueeze(1).log()
+    at_least = size.new_zeros(*size.shape[:2], 1)
+    scale = torch.cat([log_write.detach() + size, at_least], 2).amax((0, 2))
+    most = math.log(torch.finfo(x.dtype).max) - 5  # where products underflow to zero
+    write = torch.exp((log_write - scale.view(-1, 1)).clamp(max=most))
+    y = mixed(write, query, key, value)
+    return chimera_block(p, y, x, value, scale.view(-1, 1))
+
+
+def log_softplus(x: Tensor) -> Tensor:
+    """The logarithm of softplus, which may underflow."""
+    return torch.where(x < -40, x, softplus(x.clamp(min=-40)).log())
+
+
+def log_resolvent(
+    place: dict[tuple[int, int], int], log_A: Tensor, product: Tensor, num_nodes: int
+) -> Tensor:
+    """log (I - A)^-1 of paths, [H, V, V], from pivots of eliminations from both ends.
+
+    Products are those of the weights of both directions of an edge.
+    """
+    near: list[list[int]] = [[] for _ in range(num_nodes)]
+    for j, i in place:
+        near[i].append(j)
+    one = torch.ones(log_A.size(1), dtype=log_A.dtype)
+    rows = [[one * -torch.inf] * num_nodes for _ in range(num_nodes)]
+    seen: set[int] = set()
+    for first in range(num_nodes):
+        if first in seen or len(near[first]) > 1:
+            continue
+        path = [first]
+        while further := {*near[path[-1]]} - {*path}:
+            path += further
+        seen |= {*path}
+        steps = [product[place[pair]] for pair in pairwise(path)]
+        before, after = [one], [one]  # pivots
+        for step in steps:
+            before.append(1 - step / before[-1])
+        for step in steps[::-1]:
+            after.append(1 - step / after[-1])
+        after.reverse()
+        for b, j in enumerate(path):
+            own = -torch.log(before[b] + after[b] - 1)
+            rows[j][j] = total = own
+            for a in range(b + 1, len(path)):  # towards the end
+                total = total + log_A[place[path[a - 1], path[a]]] - after[a].log()
+                rows[path[a]][j] = total
+            total = own
+            for a in range(b - 1, -1, -1):
+                total = total + log_A[place[path[a + 1], path[a]]] - before[a].log()
+                rows[path[a]][j] = total
+    if num_nodes == 0:
+        return log_A.new_zeros(log_A.size(1), 0, 0)
+    return torch.stack([torch.stack(row) for row in rows]).permute(2, 0, 1)
 
 
 def dag_transitions(
@@ -459,7 +540,7 @@ def gated_delta(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     (index,), (edge,) = graphs.edges, edge_gates(p, graphs)
     beta = (2 if p.reflections else 1) * torch.sigmoid(gates[:, -1])
     if not p.acyclic:
-        weight = chimera_transitions(p, index, gates, edge).exp()
+        weight = chimera_transitions(p, index, gates, edge)
         y = equations(adjacency(index, weight, len(x)), query, key, value, beta)
         return chimera_block(p, y, x, value)
     node = softplus(gates[:, :-1]).flatten(1)  # [V, (1 or N) * scan heads]
@@ -526,11 +607,11 @@ def rg_lru(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
 
         def lost(gate: Tensor, log_rate: Tensor = log_rate) -> Tensor:
             """-log a."""
-            return torch.exp(log_rate - softplus(-gate))
+            return torch.exp(log_rate - log_1_plus_exp(-gate))
 
         # log(1 - a^2), which is log(-2 log a) where a rounds to one.
         def log_fresh(gate: Tensor, log_rate: Tensor = log_rate) -> Tensor:
-            log_lost = math.log(2) + log_rate - softplus(-gate)
+            log_lost = math.log(2) + log_rate - log_1_plus_exp(-gate)
             small = log_lost < -30
             twice = torch.where(small, torch.ones_like(gate), log_lost.exp())
             return torch.where(small, log_lost, torch.log(-torch.expm1(-twice)))
