@@ -23,7 +23,16 @@ from pyg_chimera.nn import (
     RGLRUConv,
 )
 
-__all__ = ["CASES", "CHANNELS", "EDGE", "Case", "Inputs", "every_conv"]
+__all__ = [
+    "CASES",
+    "CHANNELS",
+    "EDGE",
+    "LAYOUTS",
+    "Case",
+    "Inputs",
+    "every_conv",
+    "matrix",
+]
 
 CHANNELS, EDGE = 8, 3
 NODES = 7
@@ -36,6 +45,31 @@ DAGS = [
     [(2, 1), (1, 0), (6, 2), (6, 1), (5, 4), (2, 0)],
     [(6, 0), (4, 5), (1, 6), (1, 0)],
 ]
+
+
+LAYOUTS = ("coo", "uncoalesced", "csr", "csc")
+
+
+def matrix(
+    index: Tensor, values: Tensor, layout: str, size: tuple[int, int] = (7, 7)
+) -> Tensor:
+    """An adjacency matrix in the convention of PyG's 'adj_t'."""
+    shape = (*size, *values.shape[1:])
+    if layout == "uncoalesced":
+        return torch.sparse_coo_tensor(index.flip(0, 1), values.flip(0), shape)
+    source, target = index
+    by = source * 99 + target if layout == "csc" else target * 99 + source
+    order = by.argsort()
+    (source, target), values = index[:, order], values[order]
+    if layout == "coo":
+        return torch.sparse_coo_tensor(
+            torch.stack([target, source]), values, shape, is_coalesced=True
+        )
+    outer, inner = (source, target) if layout == "csc" else (target, source)
+    counts = torch.bincount(outer, minlength=size[layout == "csc"])
+    ptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    make = {"csr": torch.sparse_csr_tensor, "csc": torch.sparse_csc_tensor}[layout]
+    return make(ptr, inner, values, shape)
 
 
 class Inputs(NamedTuple):

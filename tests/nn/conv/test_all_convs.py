@@ -9,20 +9,25 @@ import subprocess
 import sys
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
 import torch_geometric.typing
 from asserts import assert_batched_equals_single, assert_near, assert_permutes
-from convs import CASES, CHANNELS, EDGE, Case, Inputs, every_conv
+from convs import (
+    CASES,
+    CHANNELS,
+    LAYOUTS,
+    Case,
+    Inputs,
+    every_conv,
+    matrix,
+)
 from torch import Tensor
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import Sequential, summary
-from torch_geometric.utils import (
-    grid,
-    to_torch_coo_tensor,
-    to_torch_csr_tensor,
-)
+from torch_geometric.utils import grid
 
 from pyg_chimera import nn
 from pyg_chimera.nn import GatedGCNConv, GPSLayer, GraphMambaConv
@@ -243,17 +248,6 @@ def test_signatures_are_those_of_pyg():
         assert names[2] == ("batch" if edges else "edge_attr"), name
 
 
-def adjacencies(index: Tensor) -> dict[str, Tensor]:
-    size = (7, 7)
-    return {
-        "EdgeIndex": EdgeIndex(index, sparse_size=size, sort_order="col"),
-        "coo": to_torch_coo_tensor(index.flip(0), size=size),
-        "csr": to_torch_csr_tensor(index.flip(0), size=size),
-        "int32": index.int(),
-        "uint8": index.to(torch.uint8),
-    }
-
-
 def with_unique_edges(inputs: Inputs) -> Inputs:
     """Sorted, and without duplicates, which a sparse matrix would add up."""
     key = inputs.dag * 49 + inputs.edge_index[1] * 7 + inputs.edge_index[0]
@@ -264,27 +258,69 @@ def with_unique_edges(inputs: Inputs) -> Inputs:
 
 
 @on_graphs
-@pytest.mark.parametrize("form", ["EdgeIndex", "coo", "csr", "int32", "uint8"])
+@pytest.mark.parametrize("form", ["EdgeIndex", "int32", "uint8", *LAYOUTS])
 def test_forms_of_graphs(case: Case, form: str):
     conv, inputs = case.trained(), with_unique_edges(case.inputs())
-    if isinstance(conv, GatedGCNConv) and form in ("int32", "uint8"):
-        pytest.skip("PyG's propagation takes int64 only")
+    if form in ("uncoalesced", "csc") and getattr(conv, "edge_dim", None):
+        pytest.skip("rows of edge features are in the order of the entries")
     expected = case.call(conv, inputs)
-    out = case.call(conv, inputs, form=lambda index: adjacencies(index)[form])
-    assert_near(out, expected)
+
+    def formed(index: Tensor) -> Tensor:
+        if form == "EdgeIndex":
+            return EdgeIndex(index, sparse_size=(7, 7), sort_order="col")
+        if form in LAYOUTS:
+            return matrix(index, torch.ones(index.size(1)), form)
+        return index.to(getattr(torch, form))
+
+    assert_near(case.call(conv, inputs, form=formed), expected)
+
+
+@on_graphs
+def test_matrices_of_the_wrong_size(case: Case):
+    conv, inputs = case.trained(), case.inputs()
+
+    def formed(index: Tensor, form: str, size: tuple[int, int]) -> Tensor:
+        index = index[:, :0].contiguous()
+        if form == "EdgeIndex":
+            return EdgeIndex(index, sparse_size=size[::-1])
+        return matrix(index, torch.ones(0), form, size)
+
+    for size in ((9, 9), (7, 9), (9, 7), (5, 5)):
+        match = rf"'edge_index' must be .* = \[7, 7\].* got \[{size[0]}, {size[1]}"
+        for form in (*LAYOUTS, "EdgeIndex"):
+            with pytest.raises(ValueError, match=match):
+                case.call(conv, inputs, partial(formed, form=form, size=size))
 
 
 VALUED = [name for name in ON_GRAPHS if name.endswith("-edges") or name.endswith("-D")]
 
 
 @pytest.mark.parametrize("case", [CASES[name] for name in VALUED], ids=VALUED)
-def test_values_of_sparse_graphs_are_edge_features(case: Case):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_of_sparse_graphs_are_edge_features(case: Case, layout: str):
+    """With gradients, and without a trace in the matrix."""
     conv, inputs = case.trained(), with_unique_edges(case.inputs())
-    index, attr = inputs.edge_index, inputs.edge_attr
-    adj = torch.sparse_coo_tensor(index.flip(0), attr, (7, 7, EDGE)).coalesce()
+    attrs = [inputs.edge_attr.clone().requires_grad_() for _ in range(2)]
+    adj = matrix(inputs.edge_index, attrs[0], layout)
     out = conv(inputs.x, adj)
     out = out[0] if isinstance(out, tuple) else out
-    assert_near(out, case.call(conv, inputs))
+    expected = case.call(conv, inputs._replace(edge_attr=attrs[1]))
+    assert_near(out, expected)
+    for y in (out, expected):
+        y.square().sum().backward()
+    assert_near(attrs[0].grad, attrs[1].grad)
+    assert layout != "uncoalesced" or not adj.is_coalesced()
+
+
+def test_duplicates_in_a_matrix_are_added():
+    """As in all of PyTorch; features that are given beside it are one row each."""
+    conv = nn.ChimeraConv(CHANNELS, edge_dim=1).eval()
+    x, index = torch.randn(3, CHANNELS), torch.tensor([[0, 0, 1], [1, 1, 2]])
+    attr = torch.tensor([1.0, 2.0, 4.0])
+    adj = torch.sparse_coo_tensor(index.flip(0), attr, (3, 3))
+    once = conv(x, index[:, 1:], attr[1:] - torch.tensor([-1.0, 0.0]))
+    assert_near(conv(x, adj), once, 1e-6)
+    assert_near(conv(x, adj, attr), conv(x, index, attr), 1e-6)
 
 
 needs_torch_sparse = pytest.mark.skipif(
@@ -512,6 +548,34 @@ def test_export_for_all_sizes(name: str):
     for rows in (2, 5):
         x, index, _ = new_graph(kind, rows)
         assert_near(exported(x, index), conv(x, index), 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ChimeraDAGConv", "PLSTMGridConv"])
+def test_packages_of_aot_inductor(name: str, tmp_path: Path):
+    """With lists of integers that are absent, or not."""
+    if shutil.which("c++") is None and shutil.which("g++") is None:
+        pytest.skip("needs a compiler")
+    inputs: list[tuple[Tensor, ...]] = []
+    kwargs, shapes = {}, None
+    if name in COMPILED:
+        make, kind = COMPILED[name]
+        conv = make(CHANNELS).eval()
+        inputs = [new_graph(kind, rows)[:2] for rows in (4, 2, 5)]
+        sizes = {0: torch.export.Dim("nodes")}, {1: torch.export.Dim("edges")}
+        shapes = dict(zip(("x", "edge_index"), sizes, strict=True))
+    else:
+        conv, kwargs = CASES[name].conv(), {"height": 2, "width": 3}
+        inputs = [(torch.randn(6, CHANNELS),)]
+    exported = torch.export.export(conv, inputs[0], kwargs, dynamic_shapes=shapes)
+    package = torch._inductor.aoti_compile_and_package(
+        exported,
+        package_path=str(tmp_path / "conv.pt2"),
+        inductor_configs={"aot_inductor.compile_wrapper_opt_level": "O0"},
+    )
+    compiled = torch._inductor.aoti_load_package(package)
+    for args in inputs:
+        assert_near(compiled(*args, **kwargs), conv(*args, **kwargs), 1e-5)
 
 
 @pytest.mark.parametrize("name", ["ChimeraGridConv", "PLSTMGridConv"])

@@ -127,3 +127,19 @@ def test_bad_rank(options):
         case(rank=torch.tensor([1, 2, 1]), **options)
     with pytest.raises(ValueError, match=r"one entry per node, \[3\], got \[2\]"):
         case(rank=torch.tensor([0, 1]), **options)
+
+
+def test_lists_of_grids_are_absent():
+    """AOTInductor passes None for empty ones, which exported programs may have."""
+    query, key, value = torch.randn(3, 3, 1, 2).unbind()
+    index, weight = path(3), torch.rand(2, 1)
+    graph = (None, None, weight, None, index, None, None, None, 1)
+    for lists in (None, []):
+        out, _, _ = torch.ops.pyg_chimera.dag_scan(
+            query, key, value, *graph, lists, lists, "auto", "auto"
+        )
+        assert out.equal(dag_scan(query, key, value, index, weight))
+    for name in ("dag_scan", "stm_scan", "grid_scan", "grid_dag_scan"):
+        for op in (name, f"{name}_backward"):
+            schema = str(getattr(torch.ops.pyg_chimera, op).default._schema)
+            assert "int[]? sizes, int[]? orientations" in schema
