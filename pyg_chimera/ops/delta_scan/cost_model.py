@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call, Cost
+from pyg_chimera.ops.common.memory import available_bytes
 from pyg_chimera.ops.common.simd import vector_lanes
 from pyg_chimera.ops.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.delta_scan.level_states import MAX_NUMEL
@@ -17,8 +18,8 @@ __all__ = ["cost_of", "why_not_form"]
 
 #: Nanoseconds per multiply-add of a matrix product.
 _PRODUCT = 0.03
-#: The mask form is refused if it takes more bytes than this.
-_MAX_BYTES = 1 << 37
+#: Calls that take fewer bytes than this do not ask how much memory there is.
+_FEW_BYTES = 1 << 30
 
 
 def cost_of(
@@ -43,7 +44,7 @@ def cost_of(
         operations += float((cyclic**2 * (10 * cyclic + 19 * (N + P))).sum())
         others = float((33 * acyclic**2 + 2e4).sum() + (90 * cyclic**2 + 15e4).sum())
         others += 300e3 / heads  # about fifty PyTorch operators
-        held = 8 * float((acyclic**2).sum() + 2 * (cyclic**2).sum())
+        held = 13 * float((acyclic**2).sum() + 2 * (cyclic**2).sum())
     elif form == "chunk":
         operations = V * (32.0 * (10 * N + 8 * P + 32) + 9 * N * P)
         others = 2000.0 * V + 100e3 * graph.depth / 32 / heads
@@ -91,13 +92,14 @@ def why_not_form(call: Call) -> str | None:
     if form == "mask":
         query, value = call.inputs.query, call.inputs.value
         needed = cost_of(form, backend, graph, query, value).memory
-        if needed <= _MAX_BYTES:
+        if needed <= _FEW_BYTES:
             return None
-        return (
-            f"form='mask' takes {needed / 2**30:.0f} GiB for matrices of up to "
-            f"{graph.sizes.max()} nodes; use clusters of the graph, or DAGs (see "
-            "'pyg_chimera.transforms.DAGDecomposition'), which have other forms"
-        )
+        left = available_bytes(value.device)
+        # Other tensors need some, too, unless the user knows better.
+        if needed <= (left if call.inputs.form == "mask" else left / 2):
+            return None
+        # Other backends would say the same.
+        return call.once("memory", lambda: _too_much(graph, needed, left))
     if form == "state" and graph.on_cycle.any():
         node = int(graph.on_cycle.argmax())
         return (
@@ -110,3 +112,21 @@ def why_not_form(call: Call) -> str | None:
             "and one out of it at most; use form='auto'"
         )
     return None
+
+
+def _too_much(graph: DeltaGraph, needed: float, left: float) -> str:
+    half = "half of " if needed <= left else ""
+    said = (
+        f"form='mask' takes {needed / 2**30:.0f} GiB for matrices of up to "
+        f"{graph.sizes.max()} nodes, more than {half}the {left / 2**30:.0f} GiB that "
+        "are left"
+    )
+    if not graph.on_cycle.any():
+        return f"{said}; use form='auto'"
+    anyway = "; form='mask' computes it all the same" if half else ""
+    return (
+        f"{said}, and cycles have no other form; use clusters or samples of the graph, "
+        "a DAG (acyclic=True in 'GatedDeltaConv'; "
+        "'pyg_chimera.transforms.DAGDecomposition' makes DAGs), or 'resolvent_mix' "
+        f"('ChimeraConv'), which solves sparse systems{anyway}"
+    )

@@ -340,10 +340,11 @@ def delta_scan(
         acyclic (bool, optional): Whether a cycle is an error, even where there is a
             solution. (default: :obj:`False`)
         form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
-            (cubic in its nodes), :obj:`"state"` carries :math:`\mathbf{S}` along a DAG
-            (linear in its edges), :obj:`"chunk"` combines both, in
-            chunks of directed paths (the WY form of DeltaNet). All give the same
-            result. (default: :obj:`"auto"`, whichever is faster)
+            (cubic in its nodes; on graphs with cycles, :obj:`"auto"` does so if half of
+            the memory that is left is enough), :obj:`"state"` carries
+            :math:`\mathbf{S}` along a DAG (linear in its edges), :obj:`"chunk"`
+            combines both, in chunks of directed paths (the WY form of DeltaNet). All
+            give the same result. (default: :obj:`"auto"`, whichever is faster)
         backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
             :obj:`"triton"` (on GPUs, all but :obj:`"mask"`, in float32),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).

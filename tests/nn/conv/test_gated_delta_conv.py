@@ -12,6 +12,7 @@ from torch_geometric.utils import to_undirected
 from pyg_chimera.nn import GatedDeltaConv
 from pyg_chimera.nn.conv.gated_delta_conv import unit
 from pyg_chimera.ops import CycleError
+from pyg_chimera.ops.delta_scan import cost_model
 
 KINDS = [name for name in CASES if name.startswith("GatedDeltaConv")]
 
@@ -216,3 +217,13 @@ def test_cycles_where_there_should_be_none(steps):
 def test_what_is_known_is_first_corrected_by_half():
     conv = GatedDeltaConv(CHANNELS, heads=2, state_channels=3)
     assert (conv.delta_bias[-1].sigmoid() == 0.5).all()
+
+
+def test_a_large_graph_with_cycles(monkeypatch):
+    """Refused before it takes memory, with what to do."""
+    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 8 * 2.0**30)
+    node = torch.arange(12_000)
+    edge_index = torch.stack([node, node.roll(1)])
+    conv = GatedDeltaConv(8, state_channels=8)
+    with pytest.raises(ValueError, match=r"'mask' takes .* more than .*clusters"):
+        conv(torch.randn(12_000, 8), edge_index)

@@ -1,6 +1,7 @@
 """What is special to `delta_scan`: the rule itself, its forms, and what it refuses."""
 
 import math
+import resource
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ from asserts import assert_near
 from operators import OPERATORS, computed, example, make_case, structure
 
 from pyg_chimera.ops import CycleError, dag_scan, delta_scan, explain
-from pyg_chimera.ops.delta_scan import path_chunks
+from pyg_chimera.ops.delta_scan import cost_model, path_chunks
 from pyg_chimera.ops.delta_scan.block_elimination import (
     SIDE,
     eliminate,
@@ -483,10 +484,37 @@ def test_forms_that_do_not_fit(form, error):
         delta_scan(**x, form=form)
 
 
-def test_cycles_of_too_many_nodes():
-    """Refused before anything is allocated."""
-    V = 200_000
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_cycles_of_too_many_nodes(backend, monkeypatch):
+    """Refused at once, before matrices are allocated, with what to do instead."""
+    V, GiB = 12_000, 2**30
     index = torch.stack([torch.arange(V), torch.arange(V).roll(1)])
-    x = [y.float() for y in inputs(V, V, heads=1, keys=1, channels=1)]
-    with pytest.raises(ValueError, match=r"GiB for matrices of up to 200000 nodes"):
-        delta_scan(*x[:4], index, 0.9 * x[4])
+    query, key, value, beta, weight = (y.float() for y in inputs(V, V, 1, 4, 3))
+    x = (query, key, value, beta, index, 0.9 * weight)
+    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 1e15)
+    needed = explain("delta_scan", *x, backend=backend).cost.memory
+    assert 6 * GiB < needed < 16 * GiB
+    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 1.5 * needed)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.time()
+    said = (
+        rf"takes {needed / GiB:.0f} GiB for matrices of up to 12000 nodes, more than "
+        rf"half of the {1.5 * needed / GiB:.0f} GiB that are left, .*clusters or "
+        r"samples.*acyclic=True.*'resolvent_mix'.*form='mask' computes"
+    )
+    with pytest.raises(ValueError, match=said) as error:
+        delta_scan(*x, backend=backend)
+    assert str(error.value).count("GiB for") == 1  # though two backends say so
+    assert time.time() - start < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+    choice = explain("delta_scan", *x, form="mask", backend=backend)  # asked for
+    assert choice[1:3] == ("dense", "mask")
+    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 0.9 * needed)
+    with pytest.raises(ValueError, match=r"more than the .*'ChimeraConv'.*systems$"):
+        delta_scan(*x, form="mask", backend=backend)
+    acyclic = (*x[:4], index[:, 1:], x[5][1:])
+    assert explain("delta_scan", *acyclic, backend=backend).form == (
+        "state" if backend == "auto" else "chunk"
+    )
+    monkeypatch.setattr(cost_model, "available_bytes", lambda device: GiB)
+    with pytest.raises(ValueError, match="GiB that are left; use form='auto'"):
+        delta_scan(*acyclic, form="mask", backend=backend)

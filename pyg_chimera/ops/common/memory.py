@@ -1,0 +1,55 @@
+"""How much memory there is left."""
+
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+__all__ = ["available_bytes"]
+
+
+def available_bytes(device: torch.device) -> float:
+    """The bytes that may be allocated on a device; infinite if nobody knows."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    if device.type != "cpu":
+        return math.inf
+    found = [math.inf]
+    with suppress(OSError, ValueError):  # other systems than Linux
+        found.append(1024 * _entries("/proc/meminfo")["MemAvailable:"])
+    with suppress(OSError, ValueError):
+        found += _left_in_groups()
+    return max(min(found), 0)
+
+
+#: For both versions of cgroups: the marker of their line in /proc/self/cgroup, their
+#: folder, and the names of limit, use, and what of that can be freed.
+_GROUPS = (
+    ("0::", "", "memory.max", "memory.current", "inactive_file"),
+    (
+        *(":memory:", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        "total_inactive_file",
+    ),
+)
+
+
+def _left_in_groups() -> Iterator[float]:
+    """What the limits of containers and jobs leave."""
+    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    for marker, folder, limit, used, cached in _GROUPS:
+        root = Path("/sys/fs/cgroup", folder)
+        for own in (line.partition(marker)[2] for line in groups if marker in line):
+            group = root / own.lstrip("/")
+            for x in (group, *group.parents):
+                with suppress(OSError, ValueError, KeyError):  # there is none, or "max"
+                    free = int((x / limit).read_text()) - int((x / used).read_text())
+                    yield free + _entries(x / "memory.stat")[cached]
+
+
+def _entries(file: str | Path) -> dict[str, int]:
+    """The numbers of a file whose lines are names and numbers."""
+    lines = (line.split() for line in Path(file).read_text().splitlines())
+    return {name: int(number) for name, number, *_ in lines}
