@@ -272,6 +272,24 @@ def test_what_is_not_the_time_to_try(gpu, monkeypatch):
     assert _chosen().backend == "kernels"
 
 
+def test_what_a_verdict_depends_on(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(selftest, "_driver", lambda: "550.1")
+    monkeypatch.setattr(selftest, "WITH_TRITON", True)
+    triton = SimpleNamespace(__version__="3.9.1")
+    monkeypatch.setattr(selftest, "import_module", lambda name: triton)
+    monkeypatch.setattr(selftest, "stamp", lambda module: ("0.1", "abc"))
+    for precision in ("highest", "high"):
+        torch.set_float32_matmul_precision(precision)
+        products = "TF32" if precision == "high" else "float32"
+        said = selftest._machine(torch.device("cuda:0"))
+        torch.set_float32_matmul_precision("highest")
+        assert said == (
+            f"A GPU, driver 550.1, torch {torch.__version__}, triton 3.9.1, "
+            f"products in {products}, sources abc"
+        )
+
+
 def test_memory_that_is_full_says_nothing_of_a_kernel(gpu):
     full = []
 

@@ -51,7 +51,8 @@ def explain(
 
     The costs of the call and of its alternatives are predicted (operations, seconds on
     this machine, bytes). They are :obj:`None` where there is no cost model: on GPUs,
-    and for operators with a single algorithm.
+    and for operators with a single algorithm. On a GPU, as before a call, kernels that
+    are new to a machine are tested first.
 
     Args:
         operator (str or callable): ``"resolvent_mix"``, ``"dag_scan"``,
