@@ -337,10 +337,10 @@ def objection(choice: Choice, device: torch.device) -> str | None:
             problem = _KNOWN.get(key)
             if problem is None:
                 problem, certain = _judged(choice, device)
-                if problem:
-                    warn(f"{problem}; another backend is used", stacklevel=2)
                 if certain:
                     _KNOWN[key] = problem
+                if problem:
+                    warn(f"{problem}; another backend is used", stacklevel=2)
     return problem or None
 
 

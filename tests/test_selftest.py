@@ -13,7 +13,7 @@ import torch
 from pyg_chimera import selftest
 from pyg_chimera.ops import causal_conv1d, explain, unchecked
 from pyg_chimera.ops.causal_conv1d import op, torch_backend
-from pyg_chimera.ops.common import operator, triton_runtime
+from pyg_chimera.ops.common import compilation, operator, triton_runtime
 from pyg_chimera.ops.common.dispatch import Choice
 from pyg_chimera.ops.explain import _OPERATORS
 
@@ -278,6 +278,15 @@ def test_what_a_verdict_depends_on(monkeypatch):
     monkeypatch.setattr(selftest, "WITH_TRITON", True)
     triton = SimpleNamespace(__version__="3.9.1")
     monkeypatch.setattr(selftest, "import_module", lambda name: triton)
+    before, read = selftest.stamp("pyg_chimera.selftest"), compilation._read
+    kernels = "pyg_chimera.ops.delta_scan.triton_chunks"  # imported when first used
+
+    def edited(folder, name):
+        return (b"", []) if name == kernels else read(folder, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation, "_read", edited)
+        assert selftest.stamp("pyg_chimera.selftest") != before
     monkeypatch.setattr(selftest, "stamp", lambda module: ("0.1", "abc"))
     for precision in ("highest", "high"):
         torch.set_float32_matmul_precision(precision)
