@@ -36,6 +36,8 @@ class Layer:
         eps: The machine epsilon in `ChimeraConv`'s least margin.
         rounded: Applied to projections and to what enters them: the identity, or a cast
             to half precision and back.
+        shaken: Applied to sums over nodes, with the sums of absolute values: the
+            identity, or adds rounding errors.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class Layer:
         parameters: Mapping[str, Tensor],
         eps: float,
         rounded: Callable[[Tensor], Tensor],
+        shaken: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         self.conv, self.parameters = conv, parameters
-        self.eps, self.rounded = eps, rounded
+        self.eps, self.rounded, self.shaken = eps, rounded, shaken
 
     def __getattr__(self, name: str) -> Any:
         """An option, such as `heads`."""
@@ -72,6 +75,7 @@ def dense(
     graphs: Graphs,
     eps: float | None = None,
     rounded: Callable[[Tensor], Tensor] = lambda x: x,
+    shaken: Callable[[Tensor, Tensor], Tensor] = lambda x, size: x,
 ) -> tuple[Tensor, ...]:
     """What a layer returns, as a tuple, given its parameters and buffers by name.
 
@@ -84,7 +88,7 @@ def dense(
     if getattr(conv, "flow", "") == "target_to_source":
         graphs = graphs._replace(edges=[index.flip(0) for index in graphs.edges])
     out = FORMULAS[type(conv).__name__](
-        Layer(conv, parameters, eps, rounded), x, graphs
+        Layer(conv, parameters, eps, rounded, shaken), x, graphs
     )
     return out if isinstance(out, tuple) else (out,)
 
@@ -188,11 +192,13 @@ def by_head(x: Tensor, heads: int) -> Tensor:
     return x.repeat_interleave(heads // x.size(1), 1).transpose(0, 1)
 
 
-def mixed(L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def mixed(p: Layer, L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """(L * Q K^T) V of each head, [V, H, P]."""
     query, key = (by_head(y, value.size(1)) for y in (query, key))
-    y = (L * (query @ key.mT)) @ value.transpose(0, 1)
-    return y.transpose(0, 1)
+    value = value.transpose(0, 1)
+    y = (L * (query @ key.mT)) @ value
+    size = (L.abs() * (query.abs() @ key.abs().mT)) @ value.abs()
+    return p.shaken(y, size).transpose(0, 1)
 
 
 # ------------------------------------------------------------------------ local filters
@@ -354,7 +360,7 @@ def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     else:
         L = inverse(A)
     write = plain[:, 3] if p.normalization == "released" else softplus(gates[:, 3])
-    y = mixed(L, query, key, write.unsqueeze(2) * value)
+    y = mixed(p, L, query, key, write.unsqueeze(2) * value)
     return chimera_block(p, y, x, value)
 
 
@@ -377,9 +383,12 @@ def chimera_path(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     size = (q @ k.mT).abs().log() + value.detach().abs().amax(2).t().unsqueeze(1).log()
     at_least = size.new_zeros(*size.shape[:2], 1)
     scale = torch.cat([log_write.detach() + size, at_least], 2).amax((0, 2))
-    most = math.log(torch.finfo(x.dtype).max) - 5  # where products underflow to zero
+    # Up to the range of numbers, and where products have underflowed to zero.
+    most = math.log(torch.finfo(x.dtype).max) - 5
     write = torch.exp((log_write - scale.view(-1, 1)).clamp(max=most))
-    y = mixed(write, query, key, value)
+    if log_write.numel() and log_write.max() > 300:  # squares must be in range, too
+        write = write * torch.nan
+    y = mixed(p, write, query, key, value)
     return chimera_block(p, y, x, value, scale.view(-1, 1))
 
 
@@ -469,7 +478,7 @@ def chimera_dag(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
         root = node[:, d] * (p.roots == "write")
         weight, write = dag_transitions(index, delta, root)
         L = inverse(adjacency(index, weight, len(x)))
-        y = y + mixed(L, query[:, c], key[:, c], write.unsqueeze(2) * value)
+        y = y + mixed(p, L, query[:, c], key[:, c], write.unsqueeze(2) * value)
     return chimera_block(p, y / math.sqrt(p.num_dags), x, value)
 
 
@@ -568,9 +577,9 @@ def hierarchical(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
         delta = delta * edge.repeat(1, 3)
     weight, write = dag_transitions(index, delta, node)
     L = inverse(adjacency(index, weight[:, : 2 * H], len(x)))
-    fast = mixed(L[:H], query, key, write[:, :H, None] * value)
+    fast = mixed(p, L[:H], query, key, write[:, :H, None] * value)
     slow = write[:, H : 2 * H] * importance
-    slow = mixed(L[H:], query, key, slow.unsqueeze(2) * value)
+    slow = mixed(p, L[H:], query, key, slow.unsqueeze(2) * value)
 
     def features(y: Tensor) -> Tensor:
         y = p.linear("features.2", silu(p.linear("features.0", y)))
@@ -651,6 +660,7 @@ def plstm_gates(p: Layer, x: Tensor) -> Tensor:
 
 
 def plstm_reads(
+    p: Layer,
     index: Tensor,
     source: Tensor,
     mark: Tensor,
@@ -671,7 +681,7 @@ def plstm_reads(
         for end, y in ((index[0], source), (index[1], mark))
     )
     L = M.mT @ inverse(T.reshape(H, E * J, E * J)) @ S
-    return mixed(L, query, key, value)
+    return mixed(p, L, query, key, value)
 
 
 def plstm_output(
@@ -735,7 +745,7 @@ def plstm(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
         step = torch.zeros_like(table)
         step[:, b, :, a] = 1
         table = table + step * T[line].view(H, 1, J, 1, J)
-    y = plstm_reads(index, source.sigmoid(), mark.sigmoid(), table, qkv)
+    y = plstm_reads(p, index, source.sigmoid(), mark.sigmoid(), table, qkv)
     return plstm_output(p, y, direct.sigmoid().sum(1), qkv)
 
 
@@ -836,7 +846,7 @@ def plstm_grid(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
                 step[:, b, a] = 1
                 T = T + step * t.view(H, 1, 1)
         T = T.view(H, len(vertical), 1, len(vertical), 1)
-        y = y + plstm_reads(index, S.unsqueeze(2), M.unsqueeze(2), T, qkv)
+        y = y + plstm_reads(p, index, S.unsqueeze(2), M.unsqueeze(2), T, qkv)
     return plstm_output(p, y, direct.sigmoid().sum(1), qkv)
 
 

@@ -262,7 +262,8 @@ def check(case: Case) -> Result:
     `BASE` of the tensor's largest entry, plus `FACTOR` times what the formula loses at
     this precision: the largest of `DRAWS` errors of the formula itself, evaluated in
     the layer's dtype (in half precision: in float32, but for projections and what
-    enters them) from inputs and parameters each of which is off by up to one epsilon.
+    enters them) from inputs and parameters each of which is off by up to one epsilon,
+    and with sums over nodes that are off by up to one epsilon of their absolute terms.
     An ill-conditioned case is thus no failure, and a well-conditioned one that a layer
     computes badly is one. Gradients of inputs may also be off by one epsilon of the sum
     of which they are gradients, those of parameters by as much times the largest input,
@@ -283,6 +284,7 @@ def check(case: Case) -> Result:
     def formula(
         convert: Callable[[Tensor], Tensor],
         rounded: Callable[[Tensor], Tensor] = lambda y: y,
+        shaken: Callable[[Tensor, Tensor], Tensor] = lambda y, size: y,
     ) -> dict[str, Tensor]:
         given = {k: convert(v.detach()).requires_grad_() for k, v in leaves.items()}
         own = given | {k: v.to(given["x"].dtype) for k, v in buffers.items()}
@@ -292,7 +294,7 @@ def check(case: Case) -> Result:
                 attrs=[given[f"edge_attr.{d}"] for d in range(len(attrs))]
             )
         eps = torch.finfo(wide).eps
-        outs = dense(conv, own, given["x"], graphs, eps, rounded)
+        outs = dense(conv, own, given["x"], graphs, eps, rounded, shaken)
         return results(outs, given, case)
 
     try:
@@ -311,8 +313,12 @@ def check(case: Case) -> Result:
     def rounded(y: Tensor) -> Tensor:
         return y.to(dtype).to(wide)
 
+    def shaken(y: Tensor, size: Tensor) -> Tensor:
+        noise = 2 * torch.rand(y.shape, generator=generator, dtype=wide) - 1
+        return y + torch.finfo(wide).eps * noise * size.detach()
+
     try:
-        draws = [formula(off, rounded) for _ in range(DRAWS)]
+        draws = [formula(off, rounded, shaken) for _ in range(DRAWS)]
     except torch.linalg.LinAlgError:
         return Result("out of range", math.nan, 0.0, "singular")
     if not all(drawn["out.0"].isfinite().all() for drawn in draws):

@@ -313,7 +313,7 @@ def _log_path_transition(
     mirrored = log_weight[reverse]
     margin = (psi[edge_index[0]] + psi[edge_index[1]]) / 2
     # log(a_ij a_ji + psi_ij) less log(a_ij a_ji)
-    excess = softplus(-(log_weight + mirrored + margin))
+    excess = softplus(-(log_weight + mirrored + margin), threshold=40)  # exact
     return (log_weight - mirrored) / 2, excess / 2
 
 

@@ -247,9 +247,14 @@ class ChimeraBlock(Mixer):
         """
         skip = self.skip.view(-1, 1)
         if log_scale is not None:
-            # The norm is that of a multiple of the row, far above its epsilon.
-            rest = (log_scale.amax(1, keepdim=True) - 20).clamp(min=0)
-            y = y * torch.exp(log_scale - rest).unsqueeze(-1)
+            # The norm is that of a multiple of the row, if both are far above its
+            # epsilon. What is nearly zero counts as zero, as its factor may overflow.
+            size = y.detach().abs().amax(2)
+            zero = size < torch.finfo(y.dtype).tiny ** 0.4
+            log_size = (log_scale + size.log()).masked_fill(zero, 0)
+            rest = (log_size.amax(1, keepdim=True) - 20).clamp(min=0)
+            factor = torch.exp(log_scale - rest).masked_fill(zero, 0)
+            y = y * factor.unsqueeze(-1)
             skip = skip * torch.exp(-rest).unsqueeze(-1)
         y, value = self.out_of_scans(y), value[:, :: 1 + self.differential]
         y = (y + skip * value).flatten(1)
