@@ -317,10 +317,13 @@ def chimera_block(
         y = y[:, ::2] - p["contrast"].view(-1, 1) * y[:, 1::2]
         value = value[:, ::2]
     skip = p["skip"].view(-1, 1) * torch.exp(-scale).unsqueeze(2)
-    y = rms((y + skip * value).flatten(1), torch.exp(-2 * scale)) * p["norm.weight"]
+    y, gate = (y + skip * value).flatten(1), torch.ones_like(scale)
     if "lin_gate.weight" in p:
-        y = y * silu(p.linear("lin_gate", x))
-    return p.linear("lin_out", y)
+        gate = silu(p.linear("lin_gate", x))
+    if not p.norm_before_gate:
+        y, gate = y * gate, torch.ones_like(scale)
+    y = rms(y, torch.exp(-2 * scale)) * p["norm.weight"]
+    return p.linear("lin_out", y * gate)
 
 
 def chimera_transitions(
@@ -555,7 +558,7 @@ def gated_delta(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     node = softplus(gates[:, :-1]).flatten(1)  # [V, (1 or N) * scan heads]
     if edge is not None:
         edge = edge.repeat(1, node.size(1) // edge.size(1))
-    delta = edge_means(index, node, "mean", edge)
+    delta = edge_means(index, node, p.selectivity, edge)
     weight = dag_transitions(index, delta, node)[0]
     weight = weight.unflatten(1, (-1, p.scan_heads)).transpose(1, 2)
     temperature = p["log_temperature"].exp() if "log_temperature" in p else None
@@ -630,14 +633,16 @@ def rg_lru(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
             log_sums(log_fresh(gate), index[1], len(x))
             - count.clamp(min=1).to(x.dtype).log()
         )
-        fresh = torch.where(count > 0, fresh, log_fresh(forget))
+        root = torch.zeros_like(fresh) if p.released else log_fresh(forget)
+        fresh = torch.where(count > 0, fresh, root)
         written = torch.exp(fresh / 2) * torch.sigmoid(take) * u
         scale = count.clamp(min=1).to(x.dtype).rsqrt()[index[1]]
         L = inverse(adjacency(index, torch.exp(-lost(gate)) * scale, len(x)))
         h = h + torch.einsum("fij,jf->if", L, written)
     h = h / math.sqrt(p.num_dags)
     if "lin_gate.weight" in p:
-        h = h * torch.nn.functional.gelu(p.linear("lin_gate", x))
+        kind = "tanh" if p.released else "none"
+        h = h * torch.nn.functional.gelu(p.linear("lin_gate", x), approximate=kind)
     return p.linear("lin_out", h)
 
 

@@ -496,7 +496,8 @@ def dag_options(r: random.Random) -> tuple[dict[str, Any], int]:
     dags = r.choice([1, 1, 2, 4])
     shares = ["all", "none"] + ["diagonal"] * (dags > 1) + ["row"] * (dags == 4)
     return some(
-        r, qk_norm=[False], selectivity=["target"], roots=["silent"]
+        r, qk_norm=[False], selectivity=["target"], roots=["silent"],
+        norm_before_gate=[False],
     ) | {"num_dags": dags, "share": r.choice(shares)}, dags  # fmt: skip
 
 
@@ -518,6 +519,7 @@ def gated_delta(r: random.Random) -> tuple[dict[str, Any], str]:
     if not options["acyclic"]:
         return options | some(r, reflections=[True], gamma=[0.5]), "any"
     kind = r.choice(["dag", "chain"])
+    options |= some(r, selectivity=["target"])
     options |= some(r, surprise=[True], prediction=["undecayed"], channel_decay=[True])
     states = {"surprise", "prediction", "channel_decay"} & {*options}
     if "prediction" not in options:
@@ -535,7 +537,7 @@ def hierarchical(r: random.Random) -> tuple[dict[str, Any], str]:
 def rg_lru(r: random.Random) -> tuple[dict[str, Any], str]:
     options = heads_of(r) | {"num_dags": r.choice([1, 1, 2, 3])} | some(
         r, edge_dim=[EDGE], conv_kernel=[1, 2], gated=[False], bias=[False],
-        reach=[None, (4.0, 64.0)], backend=["torch"],
+        reach=[None, (4.0, 64.0)], released=[True], backend=["torch"],
     )  # fmt: skip
     return options, r.choice(["dag", "chain"])
 
