@@ -10,7 +10,6 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import Sequential as GraphSequential
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
-from torch_geometric.utils import to_dense_batch
 
 __all__ = ["Route", "reset_layer", "unwrapped"]
 
@@ -114,32 +113,39 @@ class Route(NamedTuple):
             return module(x, **kwargs)
         if x.size(0) == 0:
             return x
-
-        if batch is None:  # no padding, whose size exporters would not know
-            mask = x.new_ones(1, x.size(0), dtype=torch.bool)
-            return self._call_dense(module, x.unsqueeze(0), mask, kwargs).squeeze(0)
-        # Pad each graph: sort the nodes by graph, and leave out empty graphs, in which
-        # attention would have nothing to average.
-        index = batch.unique(return_inverse=True)[1]
-        order = index.argsort(stable=True)
-        dense, mask = to_dense_batch(x[order], index[order])
-        return self._call_dense(module, dense, mask, kwargs)[mask][order.argsort()]
-
-    def _call_dense(
-        self, module: Any, dense: Tensor, mask: Tensor, kwargs: dict[str, Any]
-    ) -> Tensor:
-        """Calls :obj:`module` on padded graphs."""
+        dense, mask, place = _padded(x, batch)
         if self.style == "dense":
-            return module(dense, mask=mask, **kwargs)
-        turned = not _is_batch_first(module)
-        dense = dense.transpose(0, 1) if turned else dense
-        if self.style == "encoder":
-            out = module(dense, src_key_padding_mask=~mask)
+            out = module(dense, mask=mask, **kwargs)
         else:
-            out, _ = module(
-                dense, dense, dense, key_padding_mask=~mask, need_weights=False
-            )
-        return out.transpose(0, 1) if turned else out
+            turned = not _is_batch_first(module)
+            dense = dense.transpose(0, 1) if turned else dense
+            if self.style == "encoder":
+                out = module(dense, src_key_padding_mask=~mask)
+            else:
+                out, _ = module(
+                    dense, dense, dense, key_padding_mask=~mask, need_weights=False
+                )
+            out = out.transpose(0, 1) if turned else out
+        return out.flatten(0, 1).index_select(0, place)
+
+
+def _padded(x: Tensor, batch: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Padded graphs [B, N, F], without empty ones, where attention has nothing to
+    average; a mask of their nodes; and the place of each node among all B N.
+    """
+    place = torch.arange(x.size(0), device=x.device)
+    if batch is None:
+        return x.unsqueeze(0), torch.ones_like(place, dtype=torch.bool)[None], place
+    _, graph, size = batch.unique(return_inverse=True, return_counts=True)
+    order = graph.argsort(stable=True)
+    before = torch.empty_like(place).scatter_(0, order, place)  # in all graphs
+    shape = size.numel(), int(size.max())
+    place = before - (size.cumsum(0) - size)[graph] + graph * shape[1]
+    mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=x.device)
+    mask = mask.index_fill_(0, place, True).view(shape)
+    # Not in place, where `torch.vmap` would have to turn the zeros into a batch.
+    dense = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, place, x)
+    return dense.unflatten(0, shape), mask, place
 
 
 def _is_batch_first(module: torch.nn.Module) -> bool:

@@ -222,7 +222,15 @@ class MixtureOfDepths(torch.nn.Module):
         order = order[graph[order].argsort(stable=True)]
         first = size.cumsum(0) - size
         place = torch.arange(x.size(0), device=x.device) - first[graph[order]]
-        node = order[place < share[graph[order]]].sort().values
+        try:
+            node = order[place < share[graph[order]]].sort().values
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            raise NotImplementedError(
+                "MixtureOfDepths has no batching rule for torch.vmap, as each sample "
+                "routes other nodes; use a loop, or one batch of graphs"
+            ) from error
 
         passed = score[order[first + torch.minimum(share, size - 1)]]
         theta = torch.where(share < size, passed, -torch.inf)

@@ -441,11 +441,17 @@ class _Take(torch.autograd.Function):
     instead of scattered by index: this is faster, and deterministic on any device.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, place: Tensor) -> Tensor:
+    def forward(x: Tensor, index: Tensor, place: Tensor) -> Tensor:
+        return x.index_select(0, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        x, _, place = inputs
         ctx.save_for_backward(place)
         ctx.shape = x.shape
-        return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from itertools import compress
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 from warnings import warn
 
@@ -88,6 +89,7 @@ class Operator(Generic[Inputs, Structure]):
     def __init__(self) -> None:
         hints = typing.get_type_hints(self.inputs)
         arguments = [f"{_SCHEMA_TYPES[hint]} {name}" for name, hint in hints.items()]
+        self._are_tensors = [hint in (Tensor, Tensor | None) for hint in hints.values()]
         self._forward = torch.library.custom_op(
             f"pyg_chimera::{self.name}",
             self._run_forward,
@@ -99,7 +101,9 @@ class Operator(Generic[Inputs, Structure]):
             self._run_backward,
             mutates_args=(),
             schema="(Tensor grad, Tensor saved, Tensor header, "
-            f"{', '.join(arguments)}) -> Tensor[]",
+            f"{', '.join(arguments)}) -> "
+            # Not a list, which `is_grads_batched` does not support.
+            f"({', '.join(['Tensor'] * sum(self._are_tensors))})",
         )
         self._forward.register_fake(self._fake_forward)
         self._forward.register_autograd(
@@ -258,7 +262,8 @@ class Operator(Generic[Inputs, Structure]):
 
     def _run_backward(
         self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any
-    ) -> list[Tensor]:
+    ) -> tuple[Tensor, ...]:
+        """A gradient for each tensor that may be given, empty unless it has one."""
         decoded = _Header.decode(header)
         dtype = torch.float64 if decoded.is_wide else grad.dtype
         inputs = self.inputs(*(x.to(dtype) if _is_floating(x) else x for x in args))
@@ -270,9 +275,17 @@ class Operator(Generic[Inputs, Structure]):
             call = Call(inputs, structure, decoded.choice, decoded.key)
             backend: Backend = self.backends[decoded.choice.backend]
             parts = (saved,) if self.saves_output else _unpack(saved, decoded.shapes)
-            grads = backend.backward(call, parts, grad)
-            pairs = zip(grads, _floating(args), strict=True)
-            return [x.contiguous().to(like.dtype) for x, like in pairs]
+            grads = iter(backend.backward(call, parts, grad))
+            return tuple(
+                next(grads).contiguous().to(x.dtype)
+                if _is_floating(x)
+                else grad.new_empty(0)
+                for x in self._tensors(args)
+            )
+
+    def _tensors(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments that are tensors, or may be."""
+        return list(compress(args, self._are_tensors))
 
     def _structure_again(self, inputs: Inputs, key: str) -> Any:
         """The structure that the forward pass made."""
@@ -285,8 +298,11 @@ class Operator(Generic[Inputs, Structure]):
 
     def _fake_backward(
         self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any
-    ) -> list[Tensor]:
-        return [x.new_empty(x.shape) for x in _floating(args)]
+    ) -> tuple[Tensor, ...]:
+        return tuple(
+            x.new_empty(x.shape) if _is_floating(x) else grad.new_empty(0)
+            for x in self._tensors(args)
+        )
 
     def _setup_context(self, ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.mark_non_differentiable(*output[1:])
@@ -306,7 +322,10 @@ class Operator(Generic[Inputs, Structure]):
         if not torch.compiler.is_compiling() and _transforming():
             differentiate = self._transformable_backward
         grads = iter(differentiate(grad.contiguous(), saved, header, *args))
-        return tuple(next(grads) if _is_floating(x) else None for x in args)
+        given = [next(grads) if is_one else None for is_one in self._are_tensors]
+        return tuple(
+            y if _is_floating(x) else None for x, y in zip(args, given, strict=True)
+        )
 
     # ------------------------------------------------------------- what is not offered
 

@@ -69,7 +69,7 @@ def _fake(
     return index, edge_index.new_empty(size, dtype=torch.long)
 
 
-@structural_op(_fake)
+@structural_op(_fake, sized=False)
 def _k_hop_index(
     edge_index: Tensor, num_nodes: int, k: int, self_loops: int
 ) -> tuple[Tensor, Tensor]:

@@ -193,7 +193,7 @@ def _fake_line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor
     return lines, edge_index.new_empty(num_lines, dtype=torch.int64)
 
 
-@structural_op(_fake_line_graph)
+@structural_op(_fake_line_graph, sized=False)
 def _line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     topological_rank(edge_index, num_nodes)  # Checks the edges too.
     source, target = to_numpy(edge_index)
@@ -211,7 +211,7 @@ def _fake_ordered_dags(
     return edges, ids, lines
 
 
-@structural_op(_fake_ordered_dags)
+@structural_op(_fake_ordered_dags, sized=False)
 def _ordered_dags(
     edge_index: Tensor, num_nodes: int, order: str, turns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from itertools import count
 from numbers import Integral
 from typing import Any
 
@@ -14,8 +15,22 @@ from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 
 __all__ = ["structural_op"]
 
+_CALLS = count()
 
-def structural_op(fake: Callable) -> Callable[[Callable], Callable]:
+
+@torch.compiler.assume_constant_result
+def _name_of_call() -> str:
+    """A name for a call that is being compiled, so that no other call is equal to it.
+
+    Compilers merge equal calls. Results of unknown size then lose a size, as each call
+    gave its result one of its own.
+    """
+    return str(next(_CALLS))
+
+
+def structural_op(
+    fake: Callable, *, sized: bool = True
+) -> Callable[[Callable], Callable]:
     r"""Registers a function of tensors as a PyTorch operator.
 
     Compilers and exporters treat the operator as opaque. Each call looks up the cached
@@ -24,6 +39,7 @@ def structural_op(fake: Callable) -> Callable[[Callable], Callable]:
     Args:
         fake (Callable): Takes the arguments of the function, and makes tensors of the
             shapes and dtypes of its results.
+        sized (bool, optional): Whether these shapes are known. (default: :obj:`True`)
 
     Returns:
         Callable: A decorator for functions with annotated arguments and results, whose
@@ -41,17 +57,25 @@ def structural_op(fake: Callable) -> Callable[[Callable], Callable]:
 
         @functools.wraps(function)
         def run(*args: Any) -> Any:
-            out = remembered(function, args[:num_tensors], *args[num_tensors:])
+            out = remembered(
+                function, args[:num_tensors], *args[num_tensors : len(kinds)]
+            )
             return out.clone() if isinstance(out, Tensor) else tuple(map(_clone, out))
 
         name = f"pyg_chimera::{function.__name__.strip('_')}"
-        operator = torch.library.custom_op(name, run, mutates_args=())
-        operator.register_fake(fake)
+        schema = torch.library.infer_schema(function, mutates_args=())
+        operator = torch.library.custom_op(
+            name,
+            run,
+            mutates_args=(),
+            schema=schema.replace(") ->", ", str call='') ->"),
+        )
+        operator.register_fake(lambda *args: fake(*args[: len(kinds)]))
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():  # then sizes may be unknown
-                return operator(*args)
+                return operator(*args) if sized else operator(*args, _name_of_call())
             for kind, value in zip(kinds, args, strict=True):
                 _check_argument(*kind, value)
             with called_eagerly():
