@@ -1,7 +1,7 @@
 """What layers and models have in common."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -11,9 +11,11 @@ from layers import LAYERS, Floats, Layer
 from torch import Tensor
 
 from pyg_chimera import ops
+from pyg_chimera.nn import MixtureOfDepths
 
 every_layer = pytest.mark.parametrize("name", LAYERS)
-
+# Of PyTorch's own attention, which has no batching rule.
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 # ------------------------------------------------------------------------- NaN
 
@@ -73,3 +75,67 @@ def test_nan_reaches_all_that_depends_on_it(name: str, trusted: bool):
             assert got[result][depends].isnan().all(), f"{result}, {key}"
         if key in ("x", "edge_attr"):  # solvers may change, with their rounding
             assert_near(got["output"][others], want["output"][others], 1e-12)
+
+
+# ------------------------------------------------------------------ derivatives
+
+
+def assert_all_near(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
+    """Up to rounding errors of the largest number: some gradients are zero."""
+    largest = max(float(x.abs().max()) for x in want)
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape
+        assert (x - y).abs().max() < 1e-9 * largest
+
+
+@every_layer
+def test_gradients_per_sample(name: str):
+    """By `torch.func.vmap`, where the graph is the same for all."""
+    layer = Layer.of(name)
+    x, *parameters = layer.floats.values()
+    samples = torch.stack([x, x.flip(1)])
+
+    def loss(x: Tensor, *parameters: Tensor) -> Tensor:
+        return (
+            layer(**dict(zip(layer.floats, (x, *parameters), strict=True))).sin().sum()
+        )
+
+    gradients = torch.func.grad(loss, tuple(range(len(layer.floats))))
+    want = []
+    for sample in samples:
+        leaves = [y.clone().requires_grad_() for y in (sample, *parameters)]
+        out = loss(*leaves)
+        grads = torch.autograd.grad(
+            out, leaves, allow_unused=True, materialize_grads=True
+        )
+        assert_all_near(gradients(sample, *parameters), grads)
+        want.append(grads)
+    batched = torch.vmap(gradients, (0, *[None] * len(parameters)))
+    if any(isinstance(x, MixtureOfDepths) for x in layer.module.modules()):
+        with pytest.raises(NotImplementedError, match=r"MixtureOfDepths .* use a loop"):
+            batched(samples, *parameters)
+        return
+    want = [torch.stack(x) for x in zip(*want, strict=True)]
+    assert_all_near(batched(samples, *parameters), want)
+    # The parameters of an ensemble.
+    ensemble = [torch.stack([y, y * 1.1]) for y in parameters]
+    out = torch.vmap(loss, (None, *[0] * len(parameters)))(x, *ensemble)
+    each = [loss(x, *(y[i] for y in ensemble)) for i in range(2)]
+    assert_near(out, torch.stack(each))
+
+
+@every_layer
+def test_jacobians(name: str):
+    layer = Layer.of(name)
+    x = layer.floats["x"].clone().requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        return layer(x=x).flatten()[::7]
+
+    out = function(x)
+    rows = torch.eye(out.numel(), dtype=out.dtype)
+    want = [torch.autograd.grad(out, x, row, retain_graph=True)[0] for row in rows]
+    (batched,) = torch.autograd.grad(out, x, rows, is_grads_batched=True)
+    vectorized = torch.autograd.functional.jacobian(function, x, vectorize=True)
+    for got in (batched, vectorized, torch.func.jacrev(function)(x.detach())):
+        assert_near(got, torch.stack(want))

@@ -148,9 +148,8 @@ class Operator(Generic[Inputs, Structure]):
     def plan(self, inputs: Inputs) -> Call[Inputs, Structure]:
         """Makes the structure of a call and chooses the algorithm."""
         recipe = self.recipe(inputs)
-        with torch._C._DisableFuncTorch():  # graphs are not transformed
-            key = "" if recipe is None else recipe.key()
-            structure: Any = recipe and recalled(key, recipe.cook)
+        key = "" if recipe is None else recipe.key()
+        structure: Any = recipe and recalled(key, recipe.cook)
         inputs = self.in_one_dtype(inputs, structure)
         if not _transforming():  # where contents cannot be read
             self.check(inputs, structure)

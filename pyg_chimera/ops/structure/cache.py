@@ -147,7 +147,8 @@ class Recipe(NamedTuple):
 
     def key(self) -> str:
         """A digest of everything that the structure depends on."""
-        digests = [None if x is None else _DIGESTS.of(x) for x in self.tensors]
+        with torch._C._DisableFuncTorch():  # graphs are not transformed
+            digests = [None if x is None else _DIGESTS.of(x) for x in self.tensors]
         name = (self.make.__module__, self.make.__qualname__)
         whole = repr((digests, *name, self.options)).encode()
         return hashlib.sha1(whole, usedforsecurity=False).hexdigest()
@@ -158,7 +159,7 @@ class Recipe(NamedTuple):
         From copies of the tensors, as it may keep parts of them, and later calls may
         save the tensors for their gradients.
         """
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch._C._DisableFuncTorch():
             copies = [None if x is None else x.detach().clone() for x in self.tensors]
             return self.make(*copies, *self.options)
 

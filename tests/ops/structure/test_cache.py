@@ -55,6 +55,20 @@ def test_different_contents_do_not():
     assert len({id(x) for x in variants}) == len(variants)
 
 
+@pytest.mark.parametrize("transform", [torch.func.jvp, torch.func.vjp])
+def test_structures_made_within_transforms_of_functions_are_plain(transform):
+    structures = []
+
+    def function(x):
+        structures.append(made(EDGES, make=lambda edges: Made(edges + 0)))
+        return x * 2
+
+    x = torch.ones(3)
+    transform(function, *((x,), (x,)) if transform is torch.func.jvp else (x,))
+    (edges,) = structures[0].args
+    assert (edges.numpy() == EDGES.numpy()).all()
+
+
 def test_changed_in_place():
     edges = EDGES.clone()
     first = made(edges)
