@@ -22,7 +22,7 @@ PUBLIC = {
         "unchecked",
         *("selective_scan", "causal_conv1d", "node_score", "node_sequences"),
         *("line_graph", "multitree", "node_order", "householder_product"),
-        *("chimera_transition", "released_transition"),
+        *("chimera_transition", "released_transition", "balanced_path_transition"),
         *("dag_transition", "path_transition"),
         *("grid_dag_scan", "grid_transition"),
     },

@@ -251,7 +251,8 @@ def path_transition(
     """
     _check_shapes(edge_index, num_nodes, weight=weight, psi=psi)
     reverse = _path_reverse(edge_index, num_nodes)
-    log = weight.clamp(min=torch.finfo(weight.dtype).tiny).log()
+    tiny = torch.finfo(weight.dtype).tiny
+    log = weight.masked_fill(weight < tiny, tiny).log()
     tilt, fall = _log_path_transition(edge_index, reverse, log, psi)
     return torch.exp(tilt - fall) / 2
 

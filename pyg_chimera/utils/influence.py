@@ -142,11 +142,18 @@ def _mixing(
     value, of_heads = probe, lambda y: y
     if isinstance(layer, ChimeraBlock):
         value, of_heads = layer.in_scans(probe), layer.out_of_scans
-    layer.project, layer.output = projected, lambda y, *_: of_heads(y)
+
+    def output(
+        y: Tensor, x: Tensor, value: Any = None, log_scale: Tensor | None = None
+    ) -> Tensor:
+        scaled = y if log_scale is None else y * log_scale.exp().unsqueeze(2)
+        return of_heads(scaled)
+
+    layer.project, layer.output = projected, output
     mixed = layer(x, edge_index, **kwargs)
     if role == "target":
         (mixed,) = torch.autograd.grad(mixed[node].sum(), probe)
-    return mixed.detach().squeeze(2)
+    return mixed.detach().squeeze(2).to(x.dtype)
 
 
 def _jacobian(

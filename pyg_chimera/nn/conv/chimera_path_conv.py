@@ -179,5 +179,5 @@ class ChimeraPathConv(ChimeraBlock):
 
 def log_softplus(x: Tensor) -> Tensor:
     """The logarithm of softplus(x), which itself underflows."""
-    tiny = torch.finfo(x.dtype).tiny
-    return torch.where(x < -20, x, F.softplus(x).clamp(min=tiny).log())
+    low = x < -20
+    return torch.where(low, x, F.softplus(x.masked_fill(low, 0)).log())
