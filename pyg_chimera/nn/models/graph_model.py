@@ -393,7 +393,7 @@ class GraphModel(torch.nn.Module):
                 )
         check_batch(batch)
         batch = None if batch is None else batch.long()
-        edge_index, edge_attr = self._with_features(edge_index, edge_attr)
+        edge_index, edge_attr = self._edges(x, edge_index, edge_attr)
         check_edge_rows(edge_attr, edge_index)
         if (edge_attr is None) != (self.edge_encoder is None):
             raise ValueError(
@@ -441,8 +441,8 @@ class GraphModel(torch.nn.Module):
         x = self.mlp(x)
         return (x[source] * x[target]).sum(dim=-1, keepdim=True)
 
-    def _with_features(
-        self, edge_index: Adj, edge_attr: Tensor | None
+    def _edges(
+        self, x: Tensor, edge_index: Adj, edge_attr: Tensor | None
     ) -> tuple[Adj, Tensor | None]:
         """Edges and their features, which may be the values of a sparse matrix."""
         if edge_attr is not None:

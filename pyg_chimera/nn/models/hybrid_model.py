@@ -225,32 +225,16 @@ class HybridModel(GraphModel):
         self.kind = kind
         self.pattern = pattern
 
-    def forward(
-        self,
-        x: Tensor,
-        edge_index: Adj,
-        edge_attr: Tensor | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        r"""Runs the forward pass of the module.
-
-        Args:
-            x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor): The edge indices.
-            edge_attr (torch.Tensor, optional): The edge features.
-                (default: :obj:`None`)
-            *args (optional): Further arguments of :class:`~pyg_chimera.nn.GraphModel`.
-            **kwargs (optional): The same, by name.
-        """
-        if self.kind == "sequence":
-            edge_index, edge_attr = self._with_features(edge_index, edge_attr)
-            edges, _ = as_edges(edge_index, None, x.size(0), "source_to_target", None)
-            check_edge_rows(edge_attr, edges)
-            later = (edges[0] < edges[1]).nonzero().view(-1)
-            edge_attr = None if edge_attr is None else edge_attr[later]
-            edge_index = edges[:, later]
-        return super().forward(x, edge_index, edge_attr, *args, **kwargs)
+    def _edges(
+        self, x: Tensor, edge_index: Adj, edge_attr: Tensor | None
+    ) -> tuple[Adj, Tensor | None]:
+        edge_index, edge_attr = super()._edges(x, edge_index, edge_attr)
+        if self.kind != "sequence":
+            return edge_index, edge_attr
+        edges, _ = as_edges(edge_index, None, x.size(0), "source_to_target", None)
+        check_edge_rows(edge_attr, edges)
+        later = (edges[0] < edges[1]).nonzero().view(-1)
+        return edges[:, later], None if edge_attr is None else edge_attr[later]
 
 
 def _maker(
