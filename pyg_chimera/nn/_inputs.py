@@ -208,23 +208,21 @@ def check_floats(name: str, x: Any, advice: str = "") -> None:
 
 
 def check_size(graph: Any, num_targets: int, num_sources: int | None = None) -> None:
-    """Checks that a sparse matrix, or an `EdgeIndex` that knows its size, is one of
-    these nodes. Other forms have no size.
+    """Checks that a sparse matrix is one of these nodes.
+
+    Indices are looked at elsewhere, also those of an `EdgeIndex`, whose size PyG may
+    have derived from them.
     """
     if torch.compiler.is_compiling():
         return
     if isinstance(graph, SparseTensor):
         size = list(graph.sparse_sizes())
-    elif isinstance(graph, EdgeIndex):
-        size = list(graph.sparse_size())[::-1]
     elif is_sparse(graph):
         size = list(graph.shape[: graph.dim() - graph.dense_dim()])
     else:
         return
     expected = [num_targets, num_targets if num_sources is None else num_sources]
-    if len(size) != 2 or any(
-        n not in (None, m) for n, m in zip(size, expected, strict=True)
-    ):
+    if size != expected:
         raise ValueError(
             "'edge_index' must be a matrix of size [target nodes, source nodes] = "
             f"{expected}, as PyG's 'adj_t', got {size}"

@@ -13,7 +13,6 @@ from asserts import assert_near
 from convs import CASES, CHANNELS, LAYOUTS, matrix
 from torch import Tensor
 from torch.ao.quantization import quantize_dynamic
-from torch_geometric import EdgeIndex
 from torch_geometric.data import Data
 from torch_geometric.nn import GINEConv
 from torch_geometric.transforms import ToSparseTensor
@@ -346,9 +345,6 @@ def test_matrices_of_the_wrong_size(row: Row):
         for graph in graphs:
             with pytest.raises(ValueError, match=r"'edge_index' must be .* size.*got"):
                 row.call(module, edge_index=graph, edge_attr=None)
-        graph = EdgeIndex(index, sparse_size=size)
-        with pytest.raises(ValueError, match=r"'edge_index' must be .* size.*got"):
-            row.call(module, edge_index=graph, edge_attr=values)
 
 
 def test_features_of_models_in_the_data():

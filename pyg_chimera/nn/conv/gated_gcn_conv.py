@@ -3,7 +3,6 @@ from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
-from torch_geometric import EdgeIndex
 from torch_geometric.nn import BatchNorm
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
@@ -206,9 +205,8 @@ class GatedGCNConv(Layer, MessagePassing):
             if value is not None and self.lin_edge is not None:
                 edge_attr = value if value.dim() == 2 or self.edge_dim == 1 else None
                 check_edge_attr(edge_attr)
-        # PyG's propagation knows the order of an EdgeIndex, but not all other forms.
-        if not isinstance(edge_index, EdgeIndex) or edge_index.dtype != torch.long:
-            edge_index = check_edges("edge_index", edges_of(edge_index), x_source)
+        # PyG's propagation does not take all forms, and gains nothing from others.
+        edge_index = check_edges("edge_index", edges_of(edge_index), x_source)
         if edge_attr is not None:
             if self.lin_edge is None:
                 raise ValueError(
