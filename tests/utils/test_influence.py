@@ -53,18 +53,20 @@ def projected_and_mixed(case, conv, inputs):
     """Query, key and value of a layer, and what it mixes."""
     seen = {}
 
-    def spy(name, function, keep):
+    def spy(name, function):
         def called(*args):
             result = function(*args)
-            seen[name] = result if keep is None else args[keep]
+            seen[name] = result if name == "project" else args
             return result
 
         return patch.object(conv, name, called)
 
-    with spy("project", conv.project, None), spy("output", conv.output, 0):
+    with spy("project", conv.project), spy("output", conv.output):
         case.call(conv, inputs)
     query, key, value = seen["project"]
-    mixed = seen["output"]
+    mixed, *more = seen["output"]
+    if len(more) == 3:  # states were divided by these
+        mixed = mixed * more[2].exp().unsqueeze(-1)
     if getattr(conv, "differential", False):
         pair = mixed.unflatten(1, (conv.heads, 2))
         value, mixed = value[:, ::2], pair[:, :, 0] - 0.2 * pair[:, :, 1]
