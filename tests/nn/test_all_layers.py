@@ -1,17 +1,30 @@
 """What layers and models have in common."""
 
 import re
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from asserts import assert_near
+from convs import CHANNELS
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from layers import LAYERS, Floats, Layer
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from pyg_chimera import ops
-from pyg_chimera.nn import MixtureOfDepths
+from pyg_chimera.nn import (
+    GraphModel,
+    HybridModel,
+    KHopAttentionConv,
+    MixtureOfDepths,
+    PLSTMConv,
+)
 
 every_layer = pytest.mark.parametrize("name", LAYERS)
 # Of PyTorch's own attention, which has no batching rule.
@@ -139,3 +152,85 @@ def test_jacobians(name: str):
     vectorized = torch.autograd.functional.jacobian(function, x, vectorize=True)
     for got in (batched, vectorized, torch.func.jacrev(function)(x.detach())):
         assert_near(got, torch.stack(want))
+
+
+# ----------------------------------------------------------------- compiled models
+
+
+def stack(conv: Callable[[], torch.nn.Module]) -> GraphModel:
+    """Two layers that compute the same structure of a graph."""
+    return GraphModel(CHANNELS, CHANNELS, 3, [conv(), conv()], head="node")
+
+
+COMPILED = {
+    "KHopAttentionConv": (lambda: stack(partial(KHopAttentionConv, CHANNELS, k=2)), 1),
+    "PLSTMConv": (lambda: stack(partial(PLSTMConv, CHANNELS, heads=2)), 2),
+    "PLSTMConv-bfs": (
+        lambda: stack(partial(PLSTMConv, CHANNELS, heads=2, mode="D", order="bfs")), 1
+    ),
+    "HybridModel": (
+        lambda: HybridModel(
+            CHANNELS, CHANNELS, 3, num_layers=2, pattern="a", attention="khop",
+            attention_kwargs={"k": 2}, heads=2, head="node",
+        ),
+        1,
+    ),
+}  # fmt: skip
+
+
+def compiles(name: str, backend: Any, dynamic: bool, sizes: Sequence[int]) -> None:
+    """As in training, in one piece; on paths, DAGs if edges go one way only."""
+    make, step = COMPILED[name]
+    model = make().double()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend=backend)
+    for num_nodes in sizes:
+        pairs = torch.arange(num_nodes).unfold(0, 2, 1).t()
+        edges = torch.stack([pairs, pairs.flip(0)], 2).flatten(1)[:, ::step]
+        x = torch.randn(num_nodes, CHANNELS, dtype=torch.double, requires_grad=True)
+        outs = [run(x, edges) for run in (compiled, model)]
+        grads = [torch.autograd.grad(out.sin().sum(), x)[0] for out in outs]
+        assert_near(*outs)
+        assert_near(*grads)
+
+
+def with_known_sizes(graph: torch.fx.GraphModule, _: Any) -> Callable:
+    """A compiler that checks what native code needs: each size that an operator makes
+    is read from a result of it that is left.
+    """
+    known: set = set()
+    for node in graph.graph.nodes:
+        sizes = free_unbacked_symbols(node.meta.get("val"))
+        if node.op == "placeholder" or "pyg_chimera" in str(node.target):
+            known |= sizes
+        assert sizes <= known, f"{node} has an unknown size"
+    return make_boxed_func(graph.forward)
+
+
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [
+        ("KHopAttentionConv", True),
+        ("PLSTMConv", False),
+        pytest.param("PLSTMConv-bfs", True, marks=pytest.mark.slow),
+        ("HybridModel", False),
+    ],
+)
+def test_layers_of_one_model_do_not_lose_sizes(name: str, dynamic: bool):
+    """Compilers merge equal calls of two layers, and so must not find any."""
+    backend = aot_autograd(
+        fw_compiler=with_known_sizes,
+        bw_compiler=with_known_sizes,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    compiles(name, backend, dynamic, sizes=[5])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="needs C++"
+)
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("name", COMPILED)
+def test_models_compile_to_native_code(name: str, dynamic: bool):
+    compiles(name, "inductor", dynamic, sizes=[5, 8])
