@@ -590,7 +590,7 @@ def k_hop_attention(r: random.Random) -> tuple[dict[str, Any], str]:
 
 def gated_gcn(r: random.Random) -> tuple[dict[str, Any], str]:
     return {
-        "out_channels": r.choice([2, 3, 8]),
+        "out_channels": r.choice([3, 8]),
         "edge_dim": r.choice([0, EDGE]),
         "norm": r.choice([None, "layer_norm", "batch_norm"]),
     } | some(r, update_edges=[False], bias=[False], act=[None]), "any"

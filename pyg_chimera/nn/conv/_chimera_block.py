@@ -261,7 +261,7 @@ class ChimeraBlock(Mixer):
         if self.lin_gate is None:
             y = self.norm(y)
         else:
-            gate = F.silu(self.lin_gate(x))
+            gate = F.silu(at_least_float32(self.lin_gate(x)))
             y = self.norm(y) * gate if self.norm_before_gate else self.norm(y * gate)
         return self.lin_out(y.to(x.dtype))
 

@@ -494,6 +494,20 @@ def test_compile(name: str):
     assert_compiles(*COMPILED[name], backend, dynamic, in_layer=number % 2 == 1)
 
 
+@pytest.mark.parametrize("layer", [nn.ChimeraDAGConv, nn.RGLRUConv])
+def test_compile_several_dags(layer):
+    """Forward and backward, as one graph."""
+    conv = layer(CHANNELS, heads=2, num_dags=2).double()
+    compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
+    x, index, _ = new_graph("dag", 2)
+    grads = []
+    for run in (compiled, conv):
+        leaf = x.double().requires_grad_()
+        run(leaf, [index, index.flip(0)]).square().sum().backward()
+        grads.append(leaf.grad)
+    assert_near(*grads)
+
+
 def test_compile_what_is_checked_otherwise():
     """Compilers know no contents, nor whether they are trusted."""
     index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])

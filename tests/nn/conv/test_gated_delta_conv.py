@@ -10,7 +10,7 @@ from convs import CASES, CHANNELS
 from torch_geometric.utils import to_undirected
 
 from pyg_chimera.nn import GatedDeltaConv
-from pyg_chimera.nn.conv.gated_delta_conv import unit
+from pyg_chimera.nn.conv.gated_delta_conv import unit, unit_silu
 from pyg_chimera.ops import CycleError
 from pyg_chimera.ops.delta_scan import cost_model
 
@@ -227,3 +227,19 @@ def test_a_large_graph_with_cycles(monkeypatch):
     conv = GatedDeltaConv(8, state_channels=8)
     with pytest.raises(ValueError, match=r"'mask' takes .* more than .*clusters"):
         conv(torch.randn(12_000, 8), edge_index)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keys_where_silu_underflows(dtype):
+    """Their direction is that of SiLU in exact arithmetic."""
+    x = [[-1000.0, -1001.0], [-1e5, -2e5], [1.0, -1e3], [0.0, 0.0]]
+    x = torch.tensor(x, dtype=dtype, requires_grad=True)
+    tail = 1.001 * math.exp(-1)  # silu(-1001) / silu(-1000)
+    expected = [[-1.0, -tail], [-1.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
+    expected = F.normalize(torch.tensor(expected, dtype=dtype))
+    out = unit_silu(x)
+    assert_near(out, expected, 1e-6)
+    assert_near(out[2], unit(F.silu(x[2])), 1e-6)
+    out[:, 0].sum().backward()
+    assert x.grad.isfinite().all()
+    assert x.grad[0, 1] > 0.1  # moving the second nearer turns the key away

@@ -184,6 +184,19 @@ def test_explainer() -> None:
     assert (explanation.edge_mask[~into_3] == 0).all()
 
 
+def test_shut_gates_in_half_precision() -> None:
+    """Sums of gates of 1e-6 are divided by in float32, forward and backward."""
+    conv = GatedGCNConv(4, 8, edge_dim=0, norm=None, act=None)
+    torch.nn.init.constant_(conv.lin_target.bias, -14.0)
+    x, edge_index, _ = make_inputs()
+    grads = []
+    for dtype in (torch.float32, torch.float16):
+        leaf = x.to(torch.float16).to(dtype).requires_grad_()
+        conv.to(torch.float16).to(dtype)(leaf, edge_index).sum().backward()
+        grads.append(leaf.grad.float())
+    assert torch.allclose(*grads, atol=0.02 * grads[0].abs().max().item())
+
+
 @pytest.mark.parametrize("with_edges", [True, False])
 def test_compiles_without_graph_break(with_edges: bool) -> None:
     conv = GatedGCNConv(4, 5, edge_dim=3)

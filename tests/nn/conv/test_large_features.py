@@ -66,6 +66,15 @@ def test_float16_does_not_overflow(name, scale):
         assert error < 0.02 * max(1, scale / 10)  # NaN is not less
 
 
+def test_gradients_in_float16_of_a_gate_before_the_norm():
+    """Those of the gate itself are beyond float16, where it is nearly shut."""
+    conv = ChimeraDAGConv(8, 8, heads=2, qk_norm=False, norm_before_gate=False).half()
+    for _ in range(5):
+        x = (1e3 * torch.randn(50, 8)).half().requires_grad_()
+        conv(x, DAG[:, :49]).sum().backward()
+        assert x.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("scale", [1e-3, 20.0, 1e3, 1e5])
 @pytest.mark.parametrize("name", LAYERS)
 def test_float32_agrees_with_float64(name, scale, monkeypatch):

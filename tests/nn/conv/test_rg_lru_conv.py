@@ -340,6 +340,19 @@ def test_masks_are_of_one_dag():
         conv(torch.randn(3, CHANNELS), [path(3), path(3).flip(0)])
 
 
+def test_shut_gates_write_nothing():
+    """Nor do they have infinite gradients."""
+    conv = RGLRUConv(CHANNELS)
+    torch.nn.init.zeros_(conv.gate_weight)
+    torch.nn.init.constant_(conv.gate_bias[0], -1e3)  # a is 1
+    x = (1e3 * torch.randn(5, CHANNELS)).requires_grad_()
+    out = conv(x, path(5))
+    assert out.equal(conv.lin_out.bias.expand_as(out))
+    out.sum().backward()
+    assert x.grad.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in conv.parameters())
+
+
 # ------------------------------------------------------------------------------ errors
 
 
