@@ -38,6 +38,8 @@ class Layer:
             to half precision and back.
         shaken: Applied to sums over nodes, with the sums of absolute values: the
             identity, or adds rounding errors.
+        solved: Told of the transitions on graphs with cycles, and of the largest entry
+            of the resolvent, after which it may add rounding errors to gradients.
     """
 
     def __init__(
@@ -47,9 +49,10 @@ class Layer:
         eps: float,
         rounded: Callable[[Tensor], Tensor],
         shaken: Callable[[Tensor, Tensor], Tensor],
+        solved: Callable[[Tensor, Tensor], None],
     ) -> None:
-        self.conv, self.parameters = conv, parameters
-        self.eps, self.rounded, self.shaken = eps, rounded, shaken
+        self.conv, self.parameters, self.eps = conv, parameters, eps
+        self.rounded, self.shaken, self.solved = rounded, shaken, solved
 
     def __getattr__(self, name: str) -> Any:
         """An option, such as `heads`."""
@@ -76,6 +79,7 @@ def dense(
     eps: float | None = None,
     rounded: Callable[[Tensor], Tensor] = lambda x: x,
     shaken: Callable[[Tensor, Tensor], Tensor] = lambda x, size: x,
+    solved: Callable[[Tensor, Tensor], None] = lambda x, size: None,
 ) -> tuple[Tensor, ...]:
     """What a layer returns, as a tuple, given its parameters and buffers by name.
 
@@ -88,7 +92,7 @@ def dense(
     if getattr(conv, "flow", "") == "target_to_source":
         graphs = graphs._replace(edges=[index.flip(0) for index in graphs.edges])
     out = FORMULAS[type(conv).__name__](
-        Layer(conv, parameters, eps, rounded, shaken), x, graphs
+        Layer(conv, parameters, eps, rounded, shaken, solved), x, graphs
     )
     return out if isinstance(out, tuple) else (out,)
 
@@ -360,8 +364,9 @@ def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     if p.solver == "neumann":
         for _ in range(p.num_terms):
             L = eye + A @ L
-    else:
+    elif len(x):
         L = inverse(A)
+        p.solved(weight, L.detach().max())
     write = plain[:, 3] if p.normalization == "released" else softplus(gates[:, 3])
     y = mixed(p, L, query, key, write.unsqueeze(2) * value)
     return chimera_block(p, y, x, value)
