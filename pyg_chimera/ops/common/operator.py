@@ -455,11 +455,10 @@ def one_by_one(op: Callable) -> Callable:
                     )
                 )
             )  # fmt: skip
-        stacked = [_stack(x) for x in zip(*outs, strict=True)]
-        dims: Any = [0] * len(stacked)
-        if isinstance(outs[0], tuple):
-            return tuple(stacked), tuple(dims)
-        return stacked, dims
+        if isinstance(outs[0], Tensor):
+            return torch.stack(outs), 0
+        stacked = tuple(_stack(x) for x in zip(*outs, strict=True))
+        return stacked, (0,) * len(stacked)
 
     return rule
 
