@@ -99,9 +99,8 @@ def draw(
     kind = r.choice(half)
     dtype = kind if dtype is None else dtype
     autocast = r.random() < 0.5 and dtype in half[3:]
-    compiler = None
-    if r.random() < compiling:
-        compiler = "inductor" if r.random() < 0.02 else "aot_eager"
+    share, native = r.random(), r.random() < 0.02
+    compiler = ("inductor" if native else "aot_eager") if share < compiling else None
     num_nodes = r.choice([r.randint(0, 3), r.randint(2, 9), r.randint(5, 16)])
 
     options, kinds = CONVS[name](r)
