@@ -33,7 +33,7 @@ from pyg_chimera import ops
 from pyg_chimera.ops.common.checks import setting
 from pyg_chimera.ops.common.compilation import stamp
 from pyg_chimera.ops.common.dispatch import Choice
-from pyg_chimera.ops.common.triton_runtime import WITH_TRITON
+from pyg_chimera.ops.common.triton_runtime import WITH_TRITON, allows_tf32
 
 __all__ = ["main", "objection"]
 
@@ -306,7 +306,7 @@ def _compared(
 
 
 def _uses_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return device.type == "cuda" and allows_tf32()
 
 
 # --------------------------------------------------------------------------- verdicts
@@ -380,16 +380,18 @@ def _tested(choice: Choice, device: torch.device) -> str:
     known = signature(getattr(ops, name)).parameters
     options = {x: getattr(choice, x) for x in _OPTIONS if x in known}
     options = _complete(options)
+    tried = 0
     with setting(_TESTING, True):
         for inputs in _INPUTS[name](_Draw()):
             for dtype in (torch.float64, torch.float32):
                 given = _cast(inputs, dtype, device)
                 if _choice(name, given, options) == choice.algorithm:
+                    tried += 1
                     double = _cast(inputs, torch.float64, device)
                     expected = _computed(name, double, _by("torch", options))
                     if problem := _compared(name, given, options, expected)[1]:
                         return problem
-    return ""
+    return "" if tried else "no tiny input takes this algorithm"
 
 
 def _machine(device: torch.device) -> str:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from warnings import warn
 
 import torch
 from torch import Tensor
@@ -89,6 +90,12 @@ def make_mixer(
     }
     if options.state_channels is not None:
         offered["state_channels"] = options.state_channels
+        if "state_channels" not in known:
+            warn(
+                f"chimera.state_channels={options.state_channels} has no effect with "
+                f"{make.__name__}",
+                stacklevel=2,
+            )
     args = {k: offered[k] for k in offered if k in known}
     return _made(make, (channels,), args, options.kwargs)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_shape
+from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.operator import one_by_one
 from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
@@ -323,29 +324,31 @@ def _path_scale(
     gain: Tensor, source: Tensor, node: Tensor, there: Tensor, back: Tensor
 ) -> Tensor:
     """The largest sum of a source and the gains over edges from it, for each node."""
-    gains = gain.double().nan_to_num(0, 0, 0)
-    gains = torch.cat([gains, gains.new_full((1, gain.size(1)), -torch.inf)])
-    sources = source.double().nan_to_num(0, 0, 0)[node]
-    largest = torch.maximum(
-        _largest_sum(gains[there], sources),
-        _largest_sum(gains[back.flip(0)], sources.flip(0)).flip(0),
-    )
-    return torch.empty_like(source).index_copy(0, node, largest.to(source.dtype))
+    arrays = (gain.double().nan_to_num(0, 0, 0), source.double().nan_to_num(0, 0, 0))
+    out = torch.empty_like(source, dtype=torch.double, device="cpu")
+    _largest_sums(*(x.cpu().numpy() for x in (*arrays, node, there, back, out)))
+    return out.to(source)
 
 
 _path_scale.register_fake(lambda gain, source, *_: torch.empty_like(source))
 torch.library.register_vmap(_path_scale, one_by_one(_path_scale))
 
 
-def _largest_sum(gain: Tensor, source: Tensor) -> Tensor:
-    """M[i] = max(source[i], M[i - 1] + gain[i]), by doubling the steps."""
-    steps = 1
-    while bool((gain[steps:] > -torch.inf).any()):
-        longer = torch.maximum(source[steps:], source[:-steps] + gain[steps:])
-        source = torch.cat([source[:steps], longer])
-        gain = torch.cat([gain[:steps], gain[steps:] + gain[:-steps]])
-        steps *= 2
-    return source
+@compiled()
+def _largest_sums(gain, source, node, there, back, out):  # type: ignore[no-untyped-def]
+    """M[i] = max(source[i], M[i - 1] + gain[i]) along each path, in both directions."""
+    for h in range(source.shape[1]):
+        most = 0.0
+        for k in range(len(node)):
+            i, edge = node[k], there[k]
+            own = source[i, h]
+            most = max(own, most + gain[edge, h]) if edge < len(gain) else own
+            out[i, h] = most
+        for k in range(len(node) - 1, -1, -1):
+            i, edge = node[k], back[k]
+            own = source[i, h]
+            most = max(own, most + gain[edge, h]) if edge < len(gain) else own
+            out[i, h] = max(out[i, h], most)
 
 
 def _check_shapes(

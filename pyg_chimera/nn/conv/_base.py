@@ -1,5 +1,6 @@
 """What layers have in common as modules of PyTorch and PyG."""
 
+import inspect
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -22,12 +23,16 @@ class Layer:
         self, *args: Any, edge_weight: Tensor | None = None, **kwargs: Any
     ) -> Any:
         if edge_weight is not None:
-            if len(args) > 2 or kwargs.get("edge_attr") is not None:
+            names = list(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
+            if "edge_attr" not in names:
+                raise TypeError(f"{type(self).__name__} reads no 'edge_weight'")
+            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            if given.get("edge_attr") is not None:
                 raise TypeError(
                     "'edge_weight' must be None if there are edge features: "
                     "concatenate them as 'edge_attr'"
                 )
-            kwargs["edge_attr"] = edge_weight
+            args, kwargs = (), {**given, "edge_attr": edge_weight}
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __prepare_scriptable__(self) -> NoReturn:

@@ -240,7 +240,7 @@ class RGLRUConv(Mixer):
             written, index, weight, batch, decay=decay, rank=rank, backend=self.backend
         )
         h = h.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
-        return self._output(h.to(u.dtype), x)
+        return self._output(h, x)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Extends each directed path by one node, and returns what :meth:`forward`
@@ -279,7 +279,7 @@ class RGLRUConv(Mixer):
             fresh = torch.ones_like(fresh)
         written = _root(fresh) * write.sigmoid() * u
         h = torch.exp(-lost) * h + written
-        return self._output(h.to(u.dtype), x), (h, seen)
+        return self._output(h, x), (h, seen)
 
     def _rates(self) -> Tensor:
         """-log a for gates that are open, [D, F]."""
@@ -342,8 +342,9 @@ class RGLRUConv(Mixer):
         """Gate and projection after the recurrence."""
         if self.lin_gate is not None:
             approximate = "tanh" if self.released else "none"
-            h = h * F.gelu(self.lin_gate(x), approximate=approximate)
-        return self.lin_out(h)
+            gate = at_least_float32(self.lin_gate(x))
+            h = h * F.gelu(gate, approximate=approximate)
+        return self.lin_out(h.to(x.dtype))
 
     def __repr__(self) -> str:
         dags = f", num_dags={self.num_dags}" if self.num_dags > 1 else ""

@@ -42,6 +42,8 @@ def unchecked() -> Iterator[None]:
     * *The arguments of* :func:`delta_scan` *are as documented*: the length of keys, the
       range of :obj:`beta` and the row sums on cycles. Otherwise, states may grow
       without bound.
+    * *float32 is enough*, although float64 is used otherwise where the system of
+      :func:`resolvent_mix` is nearly singular.
     * *Index tensors are unchanged*, unless PyTorch has changed them: graphs are
       recognised by the tensor, not by its contents. Writing to its memory by other
       means, such as :obj:`data` or a numpy array, goes unnoticed. The contents of a

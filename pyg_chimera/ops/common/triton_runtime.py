@@ -86,7 +86,15 @@ def input_precision(x: Tensor) -> str:
     """
     if x.dtype == torch.float64 or torch.version.hip is not None:
         return "ieee"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+    return "tf32" if allows_tf32() else "tf32x3"
+
+
+def allows_tf32() -> bool:
+    """Whether PyTorch's matrix products may use TF32, however that was set."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # since PyTorch 2.9; then the other may raise
+        return matmul.fp32_precision == "tf32"
+    return matmul.allow_tf32
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager:

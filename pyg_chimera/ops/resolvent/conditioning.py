@@ -33,14 +33,16 @@ def is_ill_conditioned(blocks: Blocks, weight: Tensor) -> bool:
     heads = weight.shape[1]
     absolute = weight.detach().cpu().abs().double().numpy()
     steps = np.full((2, heads), np.inf)
-    for found, table in zip(steps, products(blocks), strict=True):
+    for found, table, other in zip(
+        steps, products(blocks), _positions(blocks), strict=True
+    ):
         run(
             _bound_steps,
             np.full(heads, 2.0 * _SWEEPS * len(absolute)),
             2 * blocks.num_nodes,
             absolute.dtype,
             table.ptr,
-            table.other + _start_of_each(table.ptr, blocks),
+            other,
             table.edge,
             absolute,
             found,
@@ -51,9 +53,15 @@ def is_ill_conditioned(blocks: Blocks, weight: Tensor) -> bool:
     return bool(((least > _MOST_STEPS) & (least < np.inf)).any())
 
 
-def _start_of_each(ptr: np.ndarray, blocks: Blocks) -> np.ndarray:
-    """The first position of the block of each entry."""
-    return np.repeat(np.repeat(blocks.ptr[:-1], blocks.sizes), np.diff(ptr))
+def _positions(blocks: Blocks) -> list[np.ndarray]:
+    """The positions of the other ends of `products`, cached with the blocks."""
+    if "positions" not in blocks.tables:
+        start = np.repeat(blocks.ptr[:-1], blocks.sizes)
+        blocks.tables["positions"] = [
+            table.other + np.repeat(start, np.diff(table.ptr))
+            for table in products(blocks)
+        ]
+    return blocks.tables["positions"]
 
 
 @jit

@@ -102,7 +102,9 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         if weight.dtype == dtype:
             return inputs
         if inputs.backend == "reference" or (
-            not trusted() and is_ill_conditioned(structure, weight)
+            not trusted()
+            and inputs.solver != "neumann"
+            and is_ill_conditioned(structure, weight)
         ):
             dtype = weight.dtype
         floats = {name: getattr(inputs, name).to(dtype) for name in FLOATS}

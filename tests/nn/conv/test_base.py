@@ -216,3 +216,15 @@ def test_edge_weights_in_gps_layer_are_for_whoever_accepts_them():
     layer = GPSLayer(CHANNELS, mixer=ChimeraConv(CHANNELS))
     with pytest.raises(TypeError, match="'edge_weight' is not a parameter"):
         layer(torch.randn(4, CHANNELS), INDEX, edge_weight=torch.rand(6))
+
+
+def test_edge_weights_that_cannot_be_read():
+    x, weight = torch.randn(3, 8), torch.rand(4)
+    edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    conv = ChimeraConv(8, edge_dim=1)
+    out = conv(x, edge_index, None, edge_weight=weight)
+    assert torch.equal(out, conv(x, edge_index, weight))
+    with pytest.raises(TypeError, match="must be None if there are edge features"):
+        conv(x, edge_index, weight, edge_weight=weight)
+    with pytest.raises(TypeError, match="GraphMambaConv reads no 'edge_weight'"):
+        GraphMambaConv(8)(x, edge_index, torch.zeros(3).long(), edge_weight=weight)

@@ -162,3 +162,16 @@ def test_what_a_kernel_depends_on_is_found(monkeypatch):
         stamps[edited] = compilation.stamp("pyg_chimera.ops.dag_scan.numba_backend")
     unchanged = [x for x in stamps if x and stamps[x] == stamps[""]]
     assert unchanged == list(stamps)[-3:]
+
+
+def test_imports_have_the_form_that_stamps_understand():
+    """No relative ones, none of modules by `import`, none continued by a backslash."""
+    folder = Path(pyg_chimera.__file__).parent
+    for file in folder.glob("ops/**/*.py"):
+        for line in file.read_text().splitlines():
+            words = line.split()
+            if words[:1] == ["import"]:
+                assert not words[1].startswith("pyg_chimera"), file
+            elif words[:1] == ["from"] and "import" in words:
+                assert not words[1].startswith("."), file
+                assert not line.endswith("\\"), file

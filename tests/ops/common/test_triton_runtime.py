@@ -92,6 +92,22 @@ def test_precision(monkeypatch, allow_tf32):
     assert triton_runtime.input_precision(x) == "ieee"
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"),
+    reason="needs PyTorch 2.9",
+)
+def test_precision_set_by_the_new_name():
+    """After which PyTorch refuses to read the old one."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        assert triton_runtime.allows_tf32()
+    finally:
+        matmul.fp32_precision = before
+    assert not triton_runtime.allows_tf32()
+
+
 # ------------------------------------------------------------------ as if it were a GPU
 
 
