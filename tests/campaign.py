@@ -22,11 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_layers import CONVS, Case, Result, check, draw
+from random_layers import CONVS, FAILED, Case, Result, check, draw
 from tqdm import tqdm
-
-#: These are listed with their numbers.
-FAILED = ("wrong", "not finite", "error")
 
 
 def main() -> int:
@@ -88,11 +85,18 @@ def write(report: dict[str, Any], path: Path | None) -> None:
 
 
 def table(report: dict[str, Any]) -> str:
-    statuses = ("right", "wrong", "not finite", "error", "out of range")
-    lines = [f"{'':34}" + "".join(f"{name:>13}" for name in statuses)
+    statuses = (
+        "right",
+        "wrong",
+        "not finite",
+        "error",
+        "ill-conditioned",
+        "out of range",
+    )
+    lines = [f"{'':34}" + "".join(f"{name:>16}" for name in statuses)
              + f"{'worst error':>13}{'of allowed':>12}"]  # fmt: skip
     for name, row in sorted(report["convs"].items()):
-        counts = "".join(f"{row.get(status, 0):13}" for status in statuses)
+        counts = "".join(f"{row.get(status, 0):16}" for status in statuses)
         worst = f"{row['worst error']:13.1e}{row['worst excess']:12.2g}"
         lines.append(f"{name:34}{counts}{worst}")
     total = Counter(failure["status"] for failure in report["failures"])

@@ -248,10 +248,11 @@ class ChimeraBlock(Mixer):
         skip = self.skip.view(-1, 1)
         if log_scale is not None:
             # The norm is that of a multiple of the row, if both are far above its
-            # epsilon. What is nearly zero counts as zero, as its factor may overflow.
-            size = y.detach().abs().amax(2)
-            zero = size < torch.finfo(y.dtype).tiny ** 0.4
-            log_size = (log_scale + size.log()).masked_fill(zero, 0)
+            # epsilon. What is nearly zero counts as zero if its factor would overflow.
+            most = 0.7 * math.log(torch.finfo(y.dtype).max)
+            log_size = y.detach().abs().amax(2).log()
+            zero = (log_scale > most) & (log_size < 20 - most)
+            log_size = (log_scale + log_size).masked_fill(zero, 0)
             rest = (log_size.amax(1, keepdim=True) - 20).clamp(min=0)
             factor = torch.exp(log_scale - rest).masked_fill(zero, 0)
             y = y * factor.unsqueeze(-1)

@@ -291,9 +291,11 @@ class KHopAttentionConv(Mixer):
         elif self.norm is None:  # rectified
             y = attend(value, contrast=self._lambda().expand(self.heads))
         else:
-            first, second = attend(value.repeat(1, 2, 1)).chunk(2, dim=1)
-            y = self.norm(first - self._lambda().to(first.dtype) * second)
-            y = y * (1 - self.lambda_init)
+            both = at_least_float32(attend(value.repeat(1, 2, 1)))
+            first, second = both.chunk(2, dim=1)
+            # In half precision, a factor near one would cancel all of equal maps.
+            y = self.norm(first - self._lambda() * second)
+            y = (y * (1 - self.lambda_init)).to(x.dtype)
         return self.lin_out(y.flatten(1))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,7 +5,7 @@
 
 import pytest
 import torch
-from random_layers import CONVS, check, draw
+from random_layers import CONVS, FAILED, check, draw
 
 SCALES = (1e-3, 1.0, 1e3, 1e5)
 
@@ -17,7 +17,7 @@ def test_outputs_and_gradients(name: str, scale: float):
         for dtype in (torch.float64, torch.float32):
             case = draw(seed, name, dtype, scale)
             result = check(case)
-            assert result.status in ("right", "out of range"), (result, str(case))
+            assert result.status not in FAILED, (result, str(case))
 
 
 def test_wrong_layers_are_found():

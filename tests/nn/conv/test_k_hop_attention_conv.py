@@ -260,3 +260,15 @@ def test_bad_input(kwargs, error, match):
     conv, x = make(rotary=True)
     with pytest.raises(error, match=match):
         conv(x, DAG, **kwargs)
+
+
+def test_equal_maps_in_half_precision():
+    """Their difference is small if the factor is near one, and then normalized."""
+    conv, index = KHopAttentionConv(8, differential=True), torch.empty(2, 0).long()
+    with torch.no_grad():
+        conv.lambdas.zero_()
+        conv.lambdas[0, :, 0] = math.log(1.801) ** 0.5  # the factor is 1.001
+    x = 1e3 * torch.randn(5, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = conv(x, index)
+    assert_near(out, conv(x, index), 0.02)
