@@ -273,7 +273,7 @@ def check(case: Case) -> Result:
     An ill-conditioned case is thus no failure, and a well-conditioned one that a layer
     computes badly is one. Gradients of inputs may also be off by 8 epsilons of the sum
     of which they are gradients, those of parameters by one times the largest input,
-    and those of gates by 32 times that: where gates saturate, they are smaller than
+    and those of gates by 128 times that: where gates saturate, they are smaller than
     rounding errors. A gradient that is zero for any inputs, such as that of a bias
     before batch norm, may be off by 100 `BASE` of the largest gradient.
     """
@@ -386,7 +386,7 @@ def judged(
             outer = name == "x" or name.startswith("edge_attr.")
             gate = any(part in name for part in ("gate", "delta", "track", "edge_"))
             noise = limits.eps * total
-            allowed += noise * (8 if outer else features * (32 if gate else 1))
+            allowed += noise * (8 if outer else features * (128 if gate else 1))
             if largest < 1e-12 * steepest:
                 allowed += 100 * BASE[case.dtype] * steepest
         allowed += 64 * limits.smallest_normal * limits.eps  # underflow
