@@ -22,7 +22,7 @@ from pyg_chimera.nn.conv._init import (
     log_uniform_softplus_,
     softplus_,
 )
-from pyg_chimera.nn.conv._window import Filter, reset_filter_
+from pyg_chimera.nn.conv._window import Filter, projected, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
 
 __all__ = ["ChimeraBlock"]
@@ -193,15 +193,8 @@ class ChimeraBlock(Mixer):
         return over_dags(weight, num_dags, edge_index, self.explained)
 
     def project_linearly(self, x: Tensor, filtered: Filter | None) -> list[Tensor]:
-        """Value, key and query before SiLU, [V, channels], in float32 at least:
-        products of them overflow half precision.
-        """
-        lins = (self.lin_value, self.lin_key, self.lin_query)
-        parts = [at_least_float32(lin(x)) for lin in lins]
-        if filtered is not None:
-            sizes = [y.size(1) for y in parts]
-            parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
-        return parts
+        """Value, key and query before SiLU, [V, channels]."""
+        return projected(x, (self.lin_value, self.lin_key, self.lin_query), filtered)
 
     def project(
         self, x: Tensor, filtered: Filter | None

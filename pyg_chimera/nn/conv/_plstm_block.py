@@ -12,7 +12,7 @@ from pyg_chimera.nn._inputs import at_least_float32, check_heads
 from pyg_chimera.nn._norm import rms_norm
 from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
-from pyg_chimera.nn.conv._window import Filter
+from pyg_chimera.nn.conv._window import Filter, projected
 from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["PLSTMBlock"]
@@ -110,14 +110,9 @@ class PLSTMBlock(Mixer):
     def project(
         self, x: Tensor, filtered: Filter | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key, [V, heads, N], and value, [V, heads, P], in float32 at least:
-        products of them overflow half precision.
-        """
+        """Query and key, [V, heads, N], and value, [V, heads, P]."""
         lins = (self.lin_query, self.lin_key, self.lin_value)
-        parts = [at_least_float32(lin(x)) for lin in lins]
-        if filtered is not None:
-            sizes = [y.size(1) for y in parts]
-            parts = list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
+        parts = projected(x, lins, filtered)
         query, key, value = (y.unflatten(1, (self.heads, -1)) for y in parts)
         # Dividing here, where it is cheapest, makes the sum over DAGs a mean.
         scale = 1 / (math.sqrt(self.state_channels) * self.gate_bias.size(0))

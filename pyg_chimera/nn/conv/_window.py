@@ -1,23 +1,38 @@
 """Filters over a small window of a grid or sequence, applied before recurrences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.ops import grid_conv
 
 __all__ = [
     "Continued",
     "check_window",
     "over_grids",
+    "projected",
     "reset_filter_",
     "reset_window_",
 ]
 
 #: Maps projections of nodes, [V, F], to ones that include nearby nodes.
 Filter = Callable[[Tensor], Tensor]
+
+
+def projected(
+    x: Tensor, lins: Sequence[Callable[[Tensor], Tensor]], filtered: Filter | None
+) -> list[Tensor]:
+    """Projections of nodes, filtered together, in float32 at least: products of them
+    overflow half precision.
+    """
+    parts = [at_least_float32(lin(x)) for lin in lins]
+    if filtered is None:
+        return parts
+    sizes = [y.size(1) for y in parts]
+    return list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
 
 
 def check_window(window: Any) -> tuple[int, int] | None:
