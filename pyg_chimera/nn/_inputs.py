@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric import EdgeIndex
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj, SparseTensor
-from torch_geometric.utils import is_sparse, to_edge_index
+from torch_geometric.utils import is_sparse
 
 from pyg_chimera.ops.common.checks import (
     check_edge_index,
@@ -17,6 +16,7 @@ from pyg_chimera.ops.common.checks import (
     readable,
     trusted,
 )
+from pyg_chimera.ops.structure.edges import edges_of
 from pyg_chimera.ops.structure.grid import grid_sizes
 
 __all__ = [
@@ -241,23 +241,6 @@ def with_values(graph: Adj) -> tuple[Adj, Tensor | None]:
     if graph.layout == torch.sparse_coo:
         graph = graph.coalesce()
     return graph, graph.values()
-
-
-def edges_of(graph: Adj) -> Tensor:
-    r"""The edges :math:`j \to i` of a graph in any form, as a plain tensor; those of a
-    sparse matrix in the order of its entries.
-    """
-    if is_sparse(graph):
-        if isinstance(graph, Tensor) and graph.layout == torch.sparse_coo:
-            # PyG's function would mark the user's matrix as coalesced, in place.
-            row, col = graph._indices()
-        else:
-            row, col = to_edge_index(graph)[0]
-        return torch.stack([col, row])
-    if isinstance(graph, EdgeIndex):
-        # Writes to an EdgeIndex do not change its tensor's version: make a new tensor.
-        return graph.as_tensor().view(2, -1)
-    return graph
 
 
 def as_edges(

@@ -363,3 +363,13 @@ def test_transforms_refuse_what_others_stored_for_other_edges():
     with pytest.raises(ValueError, match=r"'data.line_edge_index' must"):
         MultitreePruning()(lines)
     check_stored(DirectedLineGraph()(lines))
+
+
+def test_a_matrix_is_left_as_it_is():
+    """Not marked as coalesced, which it is not."""
+    index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
+    data = NodeOrder()(Data(edge_index=index, num_nodes=3))
+    data.adj_t = torch.sparse_coo_tensor(index.flip(0), torch.ones(4), (3, 3))
+    del data.edge_index
+    check_stored(data)
+    assert not data.adj_t.is_coalesced()

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.utils import is_sparse, to_edge_index
+
+from pyg_chimera.ops.structure.edges import edges_of
 
 __all__ = ["SUFFIX", "check_stored", "checksum"]
 
@@ -105,7 +106,7 @@ def _is_checksum(x: Any) -> bool:
 def _difference(data: Any, stem: str) -> str:
     """How the edges differ from those of the checksum; empty if they do not."""
     stored, num_nodes = data[f"{stem}{SUFFIX}"], data.num_nodes
-    edge_index = _edges_of(data)
+    edge_index = edges_of(data.adj_t if "adj_t" in data else data.edge_index)
     dags = data[f"{stem}_edge_index"] if f"{stem}_rank" in data else []
     for edges in (edge_index, *dags):
         if edges.numel() > 0 and int(edges.max()) >= num_nodes:
@@ -115,11 +116,3 @@ def _difference(data: Any, stem: str) -> str:
     now = checksum(edge_index, num_nodes, dags, multigraph=stem == "line_edge")
     changed = (now != stored.to(now.device)).nonzero().view(-1)
     return f"other edges at node {int(changed[0])}" if changed.numel() > 0 else ""
-
-
-def _edges_of(data: Any) -> Tensor:
-    adj = data.adj_t if "adj_t" in data else data.edge_index
-    if is_sparse(adj):
-        (target, source), _ = to_edge_index(adj)
-        return torch.stack([source, target])
-    return adj.as_tensor() if hasattr(adj, "as_tensor") else adj  # an EdgeIndex
