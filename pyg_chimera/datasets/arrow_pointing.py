@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch_geometric.data import Data, InMemoryDataset
 
+from pyg_chimera.datasets._splits import SPLITS
+
 __all__ = ["ArrowPointing"]
 
-_SPLITS = ("train", "val", "test")
 #: Scenes per block. Each block has its own random stream, so that a scene does not
 #: depend on the number of samples.
 _BLOCK = 1024
@@ -111,8 +112,8 @@ class ArrowPointing(InMemoryDataset):
         pre_transform: Callable | None = None,
         pre_filter: Callable | None = None,
     ) -> None:
-        if split not in _SPLITS:
-            raise ValueError(f"'split' must be one of {_SPLITS} (got {split!r})")
+        if split not in SPLITS:
+            raise ValueError(f"'split' must be one of {SPLITS} (got {split!r})")
         if num_samples < 1:
             raise ValueError(f"'num_samples' must be at least 1 (got {num_samples})")
         if seed < 0:
@@ -179,7 +180,7 @@ class ArrowPointing(InMemoryDataset):
 
     def _scenes(self, block: int) -> _Scenes:
         """The scenes of one block."""
-        entropy = [self.seed, _SPLITS.index(self.split), self.image_size, block]
+        entropy = [self.seed, SPLITS.index(self.split), self.image_size, block]
         rng = np.random.default_rng(entropy)
         arrow, circle = np.empty((_BLOCK, 4)), np.empty((_BLOCK, 3))
         label = rng.integers(2, size=_BLOCK // 2).repeat(2)

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import json
-import os
 import os.path as osp
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -12,8 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch_geometric.data import Data, InMemoryDataset
+from torch_geometric.data import Data
 from tqdm import tqdm
+
+from pyg_chimera.datasets._splits import SPLITS, SplitDataset
 
 __all__ = [
     "ATOM_FEATURE_SIZES",
@@ -27,8 +28,6 @@ __all__ = [
 ATOM_FEATURE_SIZES = (119, 5, 12, 12, 10, 6, 6, 2, 2)
 #: Number of categories of each of the three bond features of OGB's molecules.
 BOND_FEATURE_SIZES = (5, 6, 2)
-
-_SPLITS = ("train", "val", "test")
 
 
 def _require(module: str) -> Any:
@@ -97,48 +96,7 @@ def _to_graphs(
             pool.shutdown(cancel_futures=True)
 
 
-class _SplitDataset(InMemoryDataset):
-    """Common part of both data sets: three processed files, one of which is loaded."""
-
-    def __init__(self, root: str, split: str, **kwargs: Any) -> None:
-        if split not in _SPLITS:
-            raise ValueError(f"'split' must be one of {_SPLITS} (got {split!r})")
-        super().__init__(root, **kwargs)
-        self.load(self.processed_paths[_SPLITS.index(split)])
-
-    @property
-    def processed_file_names(self) -> list[str]:
-        return [f"{split}.pt" for split in _SPLITS]
-
-    def _save_splits(self, graphs: list[Data], ends: list[int]) -> None:
-        """Saves the graphs, which are sorted by split; ``ends`` starts with 0."""
-        for i, (split, path) in enumerate(
-            zip(_SPLITS, self.processed_paths, strict=True)
-        ):
-            chosen = graphs[ends[i] : ends[i + 1]]
-            if self.pre_filter is not None:
-                chosen = [data for data in chosen if self.pre_filter(data)]
-            if self.pre_transform is not None:
-                chosen = [
-                    self.pre_transform(data)
-                    for data in tqdm(
-                        chosen,
-                        desc=f"Transforming {split}",
-                        disable=None if self.log else True,
-                    )
-                ]
-            if not chosen:
-                raise ValueError(
-                    f"'pre_filter' must leave at least one graph of the split '{split}'"
-                )
-            # Interrupted or not, and with several processes at it, never leave half a
-            # file under the final name.
-            part = f"{path}.{os.getpid()}.part"
-            self.save(chosen, part)
-            os.replace(part, path)
-
-
-class PeptidesFunctional(_SplitDataset):
+class PeptidesFunctional(SplitDataset):
     r"""The Peptides-func data set of the `"Long Range Graph Benchmark"
     <https://arxiv.org/abs/2206.08164>`_ paper, built from its raw file of SMILES
     strings.
@@ -251,11 +209,11 @@ class PeptidesFunctional(_SplitDataset):
             )
         with open(self._splits_path()) as file:
             splits = json.load(file)
-        parts = [np.asarray(splits.get(s, []), int) for s in _SPLITS]
+        parts = [np.asarray(splits.get(s, []), int) for s in SPLITS]
         used = np.concatenate(parts)
         if not all(map(len, parts)) or used.min() < 0 or used.max() >= len(rows):
             raise ValueError(
-                f"'splits.json' must list rows 0 to {len(rows) - 1} under {_SPLITS}"
+                f"'splits.json' must list rows 0 to {len(rows) - 1} under {SPLITS}"
             )
         if np.unique(used).size < used.size:
             raise ValueError("'splits.json' lists a row more than once")
@@ -268,7 +226,7 @@ class PeptidesFunctional(_SplitDataset):
         smiles = [rows[i]["smiles"] for i in used]
         graphs = list(_to_graphs(smiles, labels[used], self.num_workers, self.log))
         ends = np.cumsum([0, *map(len, parts)])
-        self._save_splits(graphs, ends.tolist())
+        self.save_splits(graphs, ends.tolist())
 
 
 _ACIDIC, _BASIC, _AROMATIC, _SULFUR = "DE", "KRH", "FWY", "CM"
@@ -333,7 +291,7 @@ class _Preset(NamedTuple):
     mean: float
 
 
-class GeneratedPeptides(_SplitDataset):
+class GeneratedPeptides(SplitDataset):
     r"""Random peptides with long-range labels, generated without a download.
 
     Amino-acid sequences are drawn at random, turned into molecules by RDKit and into
@@ -419,9 +377,9 @@ class GeneratedPeptides(_SplitDataset):
         if num_graphs is None:
             num_graphs = self._presets[preset].num_graphs
         self.num_graphs = num_graphs
-        if self.num_graphs < len(_SPLITS):
+        if self.num_graphs < len(SPLITS):
             raise ValueError(
-                f"'num_graphs' must be at least {len(_SPLITS)}, one a split "
+                f"'num_graphs' must be at least {len(SPLITS)}, one a split "
                 f"(got {num_graphs})"
             )
         self.seed = seed
@@ -472,4 +430,4 @@ class GeneratedPeptides(_SplitDataset):
         graphs = list(_to_graphs(smiles, labels, self.num_workers, self.log))
         held_out = max(1, round(0.15 * len(graphs)))
         train = len(graphs) - 2 * held_out
-        self._save_splits(graphs, [0, train, train + held_out, len(graphs)])
+        self.save_splits(graphs, [0, train, train + held_out, len(graphs)])
