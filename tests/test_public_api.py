@@ -59,7 +59,7 @@ PUBLIC = {
     },
     "pyg_chimera.datasets": {
         *("GeneratedPeptides", "PeptidesFunctional", "long_range_labels"),
-        "ArrowPointing",
+        *("ArrowPointing", "EchoSynth", "LongRangeIsing", "PowerFlow"),
         *("ATOM_FEATURE_SIZES", "BOND_FEATURE_SIZES"),
     },
     "pyg_chimera.utils": {"influence", "plot_dags", "plot_influence"},

@@ -1,6 +1,8 @@
 """Generated and wrapped datasets."""
 
 from pyg_chimera.datasets.arrow_pointing import ArrowPointing
+from pyg_chimera.datasets.echo_synth import EchoSynth
+from pyg_chimera.datasets.ising import LongRangeIsing
 from pyg_chimera.datasets.peptides import (
     ATOM_FEATURE_SIZES,
     BOND_FEATURE_SIZES,
@@ -8,12 +10,16 @@ from pyg_chimera.datasets.peptides import (
     PeptidesFunctional,
     long_range_labels,
 )
+from pyg_chimera.datasets.power_flow import PowerFlow
 
 __all__ = [
     "ATOM_FEATURE_SIZES",
     "BOND_FEATURE_SIZES",
     "ArrowPointing",
+    "EchoSynth",
     "GeneratedPeptides",
+    "LongRangeIsing",
     "PeptidesFunctional",
+    "PowerFlow",
     "long_range_labels",
 ]
