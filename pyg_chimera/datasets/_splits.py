@@ -1,6 +1,5 @@
 """Data sets whose graphs are split into training, validation and test."""
 
-import os
 import os.path as osp
 from collections.abc import Sequence
 from typing import Any
@@ -8,13 +7,18 @@ from typing import Any
 from torch_geometric.data import Data, InMemoryDataset
 from tqdm import tqdm
 
+from pyg_chimera.datasets._common import save_whole
+
 __all__ = ["SPLITS", "GeneratedDataset", "SplitDataset"]
 
 SPLITS = ("train", "val", "test")
 
 
 class SplitDataset(InMemoryDataset):
-    """A data set of three processed files, one a split, one of which is loaded."""
+    """A data set of three processed files, one a split, one of which is loaded.
+
+    Where splits are made one by one, :obj:`processed_file_names` has the one only.
+    """
 
     def __init__(self, root: str, split: str, **kwargs: Any) -> None:
         if split not in SPLITS:
@@ -49,12 +53,7 @@ class SplitDataset(InMemoryDataset):
             raise ValueError(
                 f"'pre_filter' must leave at least one graph of the split '{split}'"
             )
-        path = osp.join(self.processed_dir, f"{split}.pt")
-        # Interrupted or not, and with several processes at it, never leave half a
-        # file under the final name.
-        part = f"{path}.{os.getpid()}.part"
-        self.save(graphs, part)
-        os.replace(part, path)
+        save_whole(graphs, osp.join(self.processed_dir, f"{split}.pt"))
 
 
 class GeneratedDataset(SplitDataset):

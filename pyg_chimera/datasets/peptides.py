@@ -5,15 +5,13 @@ import gzip
 import json
 import os.path as osp
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
-from tqdm import tqdm
 
+from pyg_chimera.datasets._common import map_in_processes, require
 from pyg_chimera.datasets._splits import SPLITS, SplitDataset
 
 __all__ = [
@@ -30,22 +28,11 @@ ATOM_FEATURE_SIZES = (119, 5, 12, 12, 10, 6, 6, 2, 2)
 BOND_FEATURE_SIZES = (5, 6, 2)
 
 
-def _require(module: str) -> Any:
-    """Imports an optional package on first use; names the extra if it is missing."""
-    package = module.partition(".")[0]
-    try:
-        return __import__(module, fromlist=["_"])
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise
-        raise ImportError(
-            f"Turning peptides into graphs needs '{package}': install it with "
-            f"pip install 'pyg-chimera[examples]'"
-        ) from error
+_TASK = "Turning peptides into graphs"
 
 
 def _sequence_to_smiles(sequence: str) -> str:
-    chem = _require("rdkit.Chem")
+    chem = require("rdkit.Chem", _TASK)
     # All residues are left-handed, so chirality carries no information. Its marks,
     # however, depend on which branch of the string is longer, and would reveal the
     # position of each atom in the chain.
@@ -54,9 +41,9 @@ def _sequence_to_smiles(sequence: str) -> str:
 
 def _featurise(smiles: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Features, edges and edge features of one molecule, None if unreadable."""
-    _require("rdkit")  # without it, OGB exports no smiles2graph
+    require("rdkit", _TASK)  # without it, OGB exports no smiles2graph
     try:
-        graph = _require("ogb.utils").smiles2graph(smiles)
+        graph = require("ogb.utils", _TASK).smiles2graph(smiles)
     except AttributeError:  # RDKit returned no molecule
         return None
     return graph["node_feat"], graph["edge_index"], graph["edge_feat"]
@@ -66,34 +53,16 @@ def _to_graphs(
     smiles: Sequence[str], labels: np.ndarray, num_workers: int, log: bool
 ) -> Iterator[Data]:
     """One graph per SMILES string, in order."""
-    pool = None
-    if num_workers > 0:
-        # Fork would inherit the thread pools of torch and numba.
-        pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"))
-    try:
-        arrays = (
-            pool.map(_featurise, smiles, chunksize=64)
-            if pool is not None
-            else map(_featurise, smiles)
-        )
-        progress = tqdm(
-            arrays,
-            total=len(smiles),
-            desc="SMILES to graphs",
-            disable=None if log else True,  # None: shown on terminals only
-        )
-        for row, (features, label) in enumerate(zip(progress, labels, strict=True)):
-            if features is None:
-                raise ValueError(
-                    f"RDKit cannot read the SMILES string of molecule {row}: "
-                    f"{smiles[row]!r}"
-                )
-            x, edge_index, edge_attr = map(torch.from_numpy, features)
-            y = torch.from_numpy(label).to(torch.float).view(1, -1)
-            yield Data(x=x, edge_index=edge_index, edge_attr=edge_attr, y=y)
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+    arrays = map_in_processes(_featurise, smiles, num_workers, "SMILES to graphs", log)
+    for row, (features, label) in enumerate(zip(arrays, labels, strict=True)):
+        if features is None:
+            raise ValueError(
+                f"RDKit cannot read the SMILES string of molecule {row}: "
+                f"{smiles[row]!r}"
+            )
+        x, edge_index, edge_attr = map(torch.from_numpy, features)
+        y = torch.from_numpy(label).to(torch.float).view(1, -1)
+        yield Data(x=x, edge_index=edge_index, edge_attr=edge_attr, y=y)
 
 
 class PeptidesFunctional(SplitDataset):
