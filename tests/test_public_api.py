@@ -59,7 +59,8 @@ PUBLIC = {
     },
     "pyg_chimera.datasets": {
         *("GeneratedPeptides", "PeptidesFunctional", "long_range_labels"),
-        *("ArrowPointing", "EchoSynth", "LongRangeIsing", "PowerFlow"),
+        *("ArrowPointing", "CityRoads", "EchoSynth", "LongRangeIsing", "PowerFlow"),
+        *("SentimentTrees", "Superpixels"),
         *("ATOM_FEATURE_SIZES", "BOND_FEATURE_SIZES"),
     },
     "pyg_chimera.utils": {"influence", "plot_dags", "plot_influence"},
