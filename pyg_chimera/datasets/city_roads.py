@@ -91,8 +91,9 @@ class CityRoads(InMemoryDataset):
             that of the benchmark)
         undirected (bool, optional): Whether to add the reverse of all edges, merge
             parallel edges by the mean of their features, and remove self-loops, as the
-            benchmark does. The labels remain those of the directed network.
-            (default: :obj:`False`)
+            benchmark does. The labels remain those of the directed network, with whose
+            eccentricities those of the undirected one have rank correlations of 0.73
+            (Huangpu) and 0.81 (Pasadena), on samples. (default: :obj:`False`)
         transform (callable, optional): As in
             :class:`~torch_geometric.data.InMemoryDataset`.
         pre_transform (callable, optional): As there.
