@@ -1,17 +1,33 @@
 """Road networks of cities, with classes that depend on roads 16 hops away."""
 
+import os
 import os.path as osp
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
-from torch_geometric.data import Data, InMemoryDataset
+from torch_geometric.data import Data, InMemoryDataset, download_url
 from torch_geometric.utils import remove_self_loops, scatter, to_undirected
 
-from pyg_chimera.datasets._common import find_raw, save_whole
+from pyg_chimera.datasets._common import save_whole
 
 __all__ = ["CityRoads"]
+
+_SMALL = ("huangpu", "pasadena")
+_URL = (
+    "https://github.com/LeonResearch/City-Networks/raw/"
+    "8b9b7fbe1bab37eba1f21e4ae1e67b8ef39d8a8f/data"
+)
+#: The raw arrays, and the downloaded files that they are made from.
+_FILES = {
+    "node_features": "node_features",
+    "edge_index": "edge_indices",
+    "edge_features": "edge_features",
+    "label": "10-chunk_node_labels",
+    "eccentricity": "16-hop_eccentricities",
+}
 
 
 class CityRoads(InMemoryDataset):
@@ -51,13 +67,13 @@ class CityRoads(InMemoryDataset):
     fewer edges. (Distances disregard directions.) The task is to predict in which tenth
     of all eccentricities that of a node is, which depends on roads 16 hops away.
 
-    The raw file is read from :obj:`root/raw/<city>.npz`. It has the arrays
+    The two small networks are downloaded from the history of the repository
+    `LeonResearch/City-Networks <https://github.com/LeonResearch/City-Networks>`_
+    (commit 8b9b7fb) and kept as :obj:`root/raw/<city>.npz`, with the arrays
     :obj:`node_features` :math:`(V, 12)`, :obj:`edge_index` :math:`(2, E)`,
     :obj:`edge_features` :math:`(E, 25)`, :obj:`label` :math:`(V)` and
-    :obj:`eccentricity` :math:`(V)`, which are the tensors in the folders
-    :obj:`data/huangpu` and :obj:`data/pasadena` of the repository
-    `LeonResearch/City-Networks <https://github.com/LeonResearch/City-Networks>`_ at
-    commit 8b9b7fb. The data are from OpenStreetMap and licensed under the ODbL.
+    :obj:`eccentricity` :math:`(V)`. The data are from OpenStreetMap and licensed under
+    the ODbL.
 
     The data set has one graph, with the attributes
 
@@ -101,7 +117,7 @@ class CityRoads(InMemoryDataset):
             (default: :obj:`False`)
 
     Raises:
-        FileNotFoundError: If the raw file is missing.
+        FileNotFoundError: If the raw file is missing and can't be downloaded.
         ValueError: If shares or seed are out of range.
     """
 
@@ -148,14 +164,29 @@ class CityRoads(InMemoryDataset):
         """The file of the graph."""
         return ["data.pt"]
 
+    def download(self) -> None:
+        """Downloads the tensors of a small network and makes the raw file."""
+        if self.city not in _SMALL:
+            raise FileNotFoundError(
+                f"No {self.raw_paths[0]}: put a network there, or use one of {_SMALL}, "
+                "which are downloaded (for Paris, Shanghai, Los Angeles and London, "
+                "use torch_geometric.datasets.CityNetwork)"
+            )
+        with TemporaryDirectory() as folder:
+            arrays = {
+                key: torch.load(
+                    download_url(f"{_URL}/{self.city}/{name}.pt", folder),
+                    weights_only=True,
+                ).numpy()
+                for key, name in _FILES.items()
+            }
+        part = f"{self.raw_paths[0]}.{os.getpid()}.part.npz"
+        np.savez_compressed(part, **arrays)
+        os.replace(part, self.raw_paths[0])
+
     def process(self) -> None:
         """Turns the raw file into the processed graph."""
-        source = (
-            "a network of LeonResearch/City-Networks as an .npz file (for Paris, "
-            "Shanghai, Los Angeles and London, use torch_geometric.datasets."
-            "CityNetwork instead)"
-        )
-        with np.load(find_raw(self.raw_dir, self.raw_file_names, source)) as file:
+        with np.load(self.raw_paths[0]) as file:
             raw: dict[str, Any] = {k: torch.from_numpy(file[k]) for k in file.files}
         edge_index, edges = raw["edge_index"].long(), raw["edge_features"].double()
         nodes, num_nodes = raw["node_features"], raw["label"].numel()

@@ -1,3 +1,6 @@
+import sys
+from pathlib import Path
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -102,7 +105,7 @@ def test_masks_and_cache(tmp_path):
         sorted(order[1:3]),
         order[3:],
     ]
-    (tmp_path / "raw" / "village.npz").unlink()
+    (tmp_path / "raw" / "village.npz").write_bytes(b"")  # not read again
     again = CityRoads(root, "village", shares=(0.5, 0.25), seed=3)
     assert masks(again[0]) == expected
     assert again.processed_paths[0] != path
@@ -174,3 +177,39 @@ def test_real_cities(shared_data, tmp_path, city, nodes, edges):
             roads.subgraph(near), node, weight="length"
         )
         assert max(distances.values()) == pytest.approx(float(data.eccentricity[node]))
+
+
+def test_download(tmp_path, monkeypatch):
+    """The files that are published give the same graph as the raw file."""
+    raw = write_raw(tmp_path / "there", "huangpu")
+    published = {
+        "node_features": "node_features",
+        "edge_index": "edge_indices",
+        "edge_features": "edge_features",
+        "label": "10-chunk_node_labels",
+        "eccentricity": "16-hop_eccentricities",
+    }
+    asked = []
+
+    def download_url(url, folder):
+        asked.append(url)
+        path = Path(folder, Path(url).name)
+        key = next(k for k, name in published.items() if name == path.stem)
+        array = raw[key]
+        wide = {np.dtype(np.int32), np.dtype(np.uint8)}
+        torch.save(
+            torch.from_numpy(array.astype(np.int64) if array.dtype in wide else array),
+            path,
+        )
+        return str(path)
+
+    module = sys.modules[CityRoads.__module__]
+    monkeypatch.setattr(module, "download_url", download_url)
+    here = CityRoads(str(tmp_path / "here"), "huangpu")[0]
+    there = CityRoads(str(tmp_path / "there"), "huangpu")[0]
+    assert len(asked) == 5
+    assert all("/data/huangpu/" in url for url in asked)
+    for key, value in there:
+        assert torch.equal(here[key], value), key
+    CityRoads(str(tmp_path / "here"), "huangpu", seed=1)
+    assert len(asked) == 5  # the raw file is kept
