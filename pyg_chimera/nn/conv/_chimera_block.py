@@ -168,8 +168,21 @@ class ChimeraBlock(Mixer):
             rounding = 2 * LEAST_MARGIN * torch.finfo(steps.dtype).eps
             least = max(1e-9, 1.01 * rounding)
         m = (lost - fixed).clamp(least, math.exp(-0.01))
-        softplus_(self.delta_bias[2], -(m.square() - rounding**2).log() / 2)
+        psi = -(m.square() - rounding**2).log() / 2
+        if rounding > 0:  # not as released
+            psi = psi + self._start_edges()
+        softplus_(self.delta_bias[2], psi)
         return 0.5 / torch.asinh(((m + fixed) / (4 * gamma)).sqrt())
+
+    def _start_edges(self) -> float:
+        """Starts selectivities of edges where softplus has a slope, so that features
+        of edges matter at once. Returns by how much this lowers the logarithms of
+        weights, all alike.
+        """
+        if self.edge_bias is None:
+            return 0.0
+        softplus_(self.edge_bias, torch.ones_like(self.edge_bias))
+        return 1 / 3
 
     def _loudness(self, steps: Tensor) -> Tensor:
         """The input gates for which a head's mixed values are initially ten times as

@@ -121,7 +121,7 @@ class ChimeraPathConv(ChimeraBlock):
         self.reset_parameters()
 
     def _set_reach(self, steps: Tensor) -> None:
-        psi = -2 * torch.sinh(1 / steps).log()
+        psi = -2 * torch.sinh(1 / steps).log() + 2 * self._start_edges()
         softplus_(self.delta_bias[2], psi.clamp(min=0.01))
         softplus_(self.delta_bias[3], self._loudness(steps))
 
