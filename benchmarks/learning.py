@@ -17,15 +17,10 @@ are trained alike, for equal seconds of processor time on one core. That clock s
 still while others use the core, so that a busy machine changes little.
 """
 
-import json
 import os
-import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import product
-from math import cos, pi
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any, NamedTuple
@@ -35,10 +30,18 @@ import torch.nn.functional as F
 from learning_tasks import NOT_ASKED, TASKS, WALK, Task, load
 from report import VERDICTS, verdicts
 from sklearn.metrics import average_precision_score
-from timing import machine, show, table, write_json
+from timing import show, table, write_figure, write_json
 from torch import Tensor
 from torch.nn import Module, MultiheadAttention
 from torch_geometric.nn import GCNConv
+from training import (
+    add_results,
+    count_parameters,
+    fit,
+    mlp_channels,
+    open_results,
+    trained,
+)
 from workloads import REPOSITORY
 
 from pyg_chimera.nn import (
@@ -148,11 +151,10 @@ def build(name: str, task: Task) -> GraphModel:
         )
 
     indices = range(SETTINGS["layers"])
-    one, two = (
-        sum(count_parameters(layer(index, hidden)) for index in indices)
-        for hidden in (1, 2)
+    hidden = mlp_channels(
+        lambda hidden: sum(count_parameters(layer(index, hidden)) for index in indices),
+        SETTINGS["parameters_of_layers"],
     )
-    hidden = 1 + round((SETTINGS["parameters_of_layers"] - one) / (two - one))
     encodings = {"random_walk_pe": RandomWalkEncoder(WALK, channels // 4)}
     rank = "topological_rank" if task.directed else "elimination_rank"
     return GraphModel(
@@ -167,10 +169,6 @@ def build(name: str, task: Task) -> GraphModel:
         structure={"rank": rank} if name == "chimera" else None,
         encodings=encodings if name == "attention-rw" else None,
     )
-
-
-def count_parameters(model: Module) -> int:
-    return sum(x.numel() for x in model.parameters())
 
 
 # Training ----------------------------------------------------------------------------
@@ -198,37 +196,23 @@ def train(run: Run) -> dict[str, Any]:
     task, batches = TASKS[run.task], load(run.task, "train", run.smoke)
     torch.manual_seed(run.seed)
     model = build(run.mixer, task)
-    optimizer = torch.optim.AdamW(model.parameters())
 
-    def step(batch: Any) -> float:
-        loss = loss_of(model(**model.inputs(batch)), batch.y)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), SETTINGS["clip"])
-        return float(loss.detach())
+    def epoch() -> Iterator[Any]:
+        return (batches[i] for i in torch.randperm(len(batches)).tolist())
 
-    step(batches[0])  # loads compiled code, which is not training
-    steps, done, loss = 0, 0.0, 0.0
-    wall, start = time.perf_counter(), time.process_time()
-    while done < 1:
-        if steps % len(batches) == 0:
-            order = torch.randperm(len(batches)).tolist()
-        loss = step(batches[order[steps % len(batches)]])
-        warm_up = min(1, (done + 0.1 / (10 + steps)) / SETTINGS["warm_up"])
-        for group in optimizer.param_groups:
-            group["lr"] = SETTINGS["lr"] * warm_up * (1 + cos(pi * done)) / 2
-        optimizer.step()
-        steps += 1
-        done = (time.process_time() - start) / run.seconds
-    wall = time.perf_counter() - wall
+    done = fit(
+        model,
+        lambda batch: loss_of(model(**model.inputs(batch)), batch.y),
+        batches[0],
+        epoch,
+        *(SETTINGS["lr"], run.seconds, SETTINGS["warm_up"], SETTINGS["clip"]),
+    )
     return {
         "task": run.task,
         "mixer": run.mixer,
         "seed": run.seed,
         "parameters": count_parameters(model),
-        "steps": steps,
-        "wall_seconds": wall,
-        "loss": loss,
+        **done,
         **evaluate(model, run.task, run.smoke),
     }
 
@@ -285,29 +269,6 @@ def guess(name: str, smoke: bool) -> dict[str, float]:
 # Results -----------------------------------------------------------------------------
 
 
-def open_results(args: Namespace) -> dict[str, Any]:
-    """The results to write, including earlier runs if resuming."""
-    settings = SETTINGS | {"seconds": args.seconds, "smoke": args.smoke}
-    results = {"machine": machine("cpu"), "settings": settings, "guess": {}, "runs": []}
-    if args.overwrite or not args.out.exists():
-        return results
-    if not args.resume:
-        raise SystemExit(
-            f"{args.out} exists: pass --resume to go on with it, --overwrite to "
-            "replace it, or another --out"
-        )
-    before = json.loads(args.out.read_text())
-    then, now = before["machine"]["versions"], results["machine"]["versions"]
-    if then != now:
-        raise SystemExit(f"--resume: {args.out} was measured with {then}, not {now}")
-    if before["settings"] != settings:
-        raise SystemExit(
-            f"--resume: {args.out} was measured with {before['settings']}, "
-            f"which is not {settings}"
-        )
-    return before
-
-
 def measure(args: Namespace, results: dict[str, Any]) -> None:
     """Trains the missing models, and writes results after each of them."""
     done = {(row["task"], row["mixer"], row["seed"]) for row in results["runs"]}
@@ -320,27 +281,9 @@ def measure(args: Namespace, results: dict[str, Any]) -> None:
         show(f"{task}: what guessing gives")
         # First, so that no two processes generate peptides at the same time.
         results["guess"].setdefault(task, guess(task, args.smoke))
-    for row in trained(runs, args.jobs):
+    for row in trained(train, runs, args.jobs):
         results["runs"].append(row)
         write_json(args.out, results)
-
-
-def trained(runs: list[Run], jobs: int) -> Iterator[dict[str, Any]]:
-    """The results of runs, as they are completed."""
-    if jobs == 1:
-        for number, run in enumerate(runs, start=1):
-            show(f"{run.task}, {run.mixer}, seed {run.seed} ({number} of {len(runs)})")
-            yield train(run)
-        return
-    context = get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, torch.set_num_threads, (1,)) as pool:
-        futures = [pool.submit(train, run) for run in runs]
-        try:
-            for number, future in enumerate(as_completed(futures), start=1):
-                show(f"{number} of {len(runs)} runs done")
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def rows_of(results: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -456,10 +399,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         handles |= dict(zip(labels, lines, strict=True))
     axes.flat[-1].axis("off")
     axes.flat[-1].legend(handles.values(), handles, loc="center")
-    part = path.with_name(path.name + ".part")
-    figure.savefig(part, format="png", dpi=100)
-    plt.close(figure)
-    os.replace(part, path)
+    write_figure(path, figure, dpi=100)
 
 
 def parse(argv: list[str] | None = None) -> Namespace:
@@ -477,11 +417,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
         help="models of a mixer on a task (default: 1)")  # fmt: skip
     add("--jobs", type=int, default=min(2, os.cpu_count() or 1), metavar="N",
         help="models that are trained at a time (default: %(default)s)")  # fmt: skip
-    add("--out", type=Path, help="of the JSON; the plot has the same name")
-    add("--smoke", action="store_true", help="only see that it runs")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--resume", action="store_true", help="train what is missing in --out")
-    add("--overwrite", action="store_true", help="replace --out")
+    add_results(parser)
     args = parser.parse_args(argv)
     if args.seconds is None:
         args.seconds = 0.1 if args.smoke else 15.0
@@ -493,7 +429,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     torch.set_num_threads(1)
-    results = open_results(args)
+    settings = SETTINGS | {"seconds": args.seconds, "smoke": args.smoke}
+    results = open_results(args, settings, {"guess": {}, "runs": []})
     try:
         measure(args, results)
     except KeyboardInterrupt:

@@ -1,13 +1,12 @@
 """Runs of benchmarks, and their reports: tables, targets and a plot."""
 
-import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import machine, show, table, write_json
+from timing import machine, show, table, write_figure, write_json
 
 __all__ = ["report", "run", "verdicts"]
 
@@ -196,6 +195,4 @@ def plot(layers: list[dict[str, Any]], path: Path, xlabel: str) -> None:
         if fine:
             memory_axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
-    part_file = path.with_name(path.name + ".part")
-    figure.savefig(part_file, format="png", dpi=150)
-    os.replace(part_file, path)
+    write_figure(path, figure, dpi=150)

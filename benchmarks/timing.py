@@ -118,6 +118,22 @@ def _available() -> int | None:
     return 1024 * int(table["MemAvailable"].split()[0])
 
 
+def limit_memory(size: int) -> None:
+    """Lets this process allocate so many more bytes: what exceeds them fails here, and
+    does not run the machine out of memory. Does nothing on other systems than Linux.
+    """
+    try:
+        limit = _status("VmSize") + size
+    except OSError:
+        return
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory could not be allocated."""
+    return isinstance(error, MemoryError) or "allocate memory" in str(error)
+
+
 class UnfinishedError(RuntimeError):
     """Raised if a function did not complete in another process."""
 
@@ -164,15 +180,13 @@ def in_fresh_process(function: Callable[..., Any], *args: Any, limit: float) -> 
 
 def _answer(sender: Connection, function: Callable[..., Any], args: tuple) -> None:
     available = _available()
-    if available is not None:  # rather fail here than run the machine out of memory
-        limit = _status("VmSize") + int(0.8 * available)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    if available is not None:
+        limit_memory(int(0.8 * available))
     try:
         sender.send((function(*args), None))
     except Exception as error:
-        text = str(error)
-        out_of_memory = isinstance(error, MemoryError) or "allocate memory" in text
-        sender.send((None, "does not fit in memory" if out_of_memory else repr(error)))
+        problem = "does not fit in memory" if out_of_memory(error) else repr(error)
+        sender.send((None, problem))
 
 
 # ---------------------------------------------------------------------------- reports
@@ -226,4 +240,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def write_figure(path: Path, figure: Any, dpi: int) -> None:
+    """Writes a figure of Matplotlib atomically, and closes it."""
+    from matplotlib import pyplot as plt
+
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format="png", dpi=dpi)
+    plt.close(figure)
     os.replace(part, path)
