@@ -1,0 +1,383 @@
+"""The tasks of `long_range.py`: graphs, losses, measures, settings, published figures.
+
+Nothing here was chosen on test data.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.data import Batch, Data
+from torch_geometric.transforms import AddRandomWalkPE
+from torch_geometric.utils import scatter, to_undirected
+
+from pyg_chimera.datasets import (
+    CityRoads,
+    EchoSynth,
+    LongRangeIsing,
+    PowerFlow,
+    SentimentTrees,
+    Superpixels,
+)
+from pyg_chimera.transforms import (
+    AddEliminationOrder,
+    AddTopologicalOrder,
+    LaplacianEncoding,
+)
+
+#: Lengths of random walks, and numbers of eigenvectors, that are encoded.
+WALK, EIGENVECTORS = 16, 8
+
+
+class Source(NamedTuple):
+    """Where data are, and whether only a little of them is wanted."""
+
+    data: Path  #: raw files, a folder for each collection
+    cache: Path  #: generated and processed files
+    smoke: bool
+
+    def root(self, name: str, raw: str) -> str:
+        """A folder for processed files, whose raw files are linked."""
+        link, raw_dir = self.cache / name / "raw", (self.data / raw).resolve()
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink() and link.resolve() != raw_dir:
+            link.unlink()
+        if not link.exists():
+            link.symlink_to(raw_dir, target_is_directory=True)
+        return str(link.parent)
+
+
+class Task(NamedTuple):
+    """What has to be learned, and how."""
+
+    load: Callable[[str, Source], list[Data]]  #: graphs of a split or an extra set
+    in_channels: int | Sequence[int]
+    out_channels: int
+    unit: str  #: of the measure, for titles
+    loss: str
+    edge_dim: int | Sequence[int] | None = None
+    raw: str = ""  #: folder of raw files, if there are any
+    extra: tuple[str, ...] = ()  #: further test sets, of other sizes than in training
+    graph: bool = False  #: whether graphs have the targets, not nodes
+    directed: bool = False  #: whether graphs are DAGs
+    better: int = -1  #: 1 if more is better
+    # The same for all models:
+    local: str = "sage"  #: the local convolution of our blocks, sage or gatedgcn
+    channels: int = 64
+    parameters: int = 160_000  #: of all layers together
+    batch: int = 16  #: graphs per batch
+    dropout: float = 0.0
+    norm: str = "batch_norm"
+    pool: str = "mean"
+    seconds: float = 600.0  #: of a core's time for each model
+    rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)  #: learning rates to choose from
+
+
+# Graphs ------------------------------------------------------------------------------
+
+
+def cities(name: str) -> Callable[[str, Source], list[Data]]:
+    def load(split: str, source: Source) -> list[Data]:
+        city, masked = (name, True) if split in SPLITS else (split, False)
+        root = source.root("city-networks", "city-networks")
+        data = copy(CityRoads(root, city, (0.6, 0.2))[0])
+        data.mask = data[f"{split}_mask"] if masked else torch.ones_like(data.test_mask)
+        if source.smoke:  # a quarter of town
+            distance = (data.pos - data.pos.median(0).values).norm(dim=1)
+            data = data.subgraph(distance.argsort()[:200].sort().values)
+        names = ("x", "edge_index", "edge_attr", "y", "mask")
+        return [Data(**{key: data[key] for key in names})]
+
+    return load
+
+
+def echo(task: str) -> Callable[[str, Source], list[Data]]:
+    def load(split: str, source: Source) -> list[Data]:
+        number, root = 60 if source.smoke else 10_080, str(source.cache / "echo")
+        if split in SPLITS:
+            return list(EchoSynth(root, task, split, number, log=False))
+        number = 18 if source.smoke else 240
+        families = [EchoSynth.FAMILIES.index(name) for name in ("line", "tree")]
+        larger = EchoSynth(root, task, "test", number, scale=4, log=False)
+        return [data for data in larger if int(data.family) in families]
+
+    return load
+
+
+#: Graphs in all splits together; a tenth is for tests.
+ISING = {"16": 10_000, "32": 320, "64": 160, "128": 40, "256": 20}
+
+
+def ising(split: str, source: Source) -> list[Data]:
+    """Energies in units of their standard deviation in training."""
+
+    def make(side: str, part: str) -> LongRangeIsing:
+        number = (40 if side == "16" else 10) if source.smoke else ISING[side]
+        root = str(source.cache / "ising")
+        return LongRangeIsing(root, int(side), split=part, num_graphs=number, log=False)
+
+    scale = make("16", "train").y.std()
+    graphs = list(make("16", split) if split in SPLITS else make(split, "test"))
+    for data in graphs:
+        data.y = data.y / scale
+    return graphs
+
+
+GRIDS = (
+    "ACTIVSg200", "ACTIVSg500", "1354pegase", "1888rte", "1951rte", "ACTIVSg2000",
+)  # fmt: skip
+UNSEEN_IN_VALIDATION = "2848rte"
+UNSEEN = (
+    "2868rte", "2869pegase", "6468rte", "6515rte", "9241pegase", "ACTIVSg10k",
+    "13659pegase",
+)  # fmt: skip
+
+
+def power_flow(split: str, source: Source) -> list[Data]:
+    """The `group` is 1 for grids that are unseen in training."""
+
+    def make(grids: Sequence[str], part: str, number: int) -> list[Data]:
+        root, cached = source.root("power-grids", "power-grids"), str(source.cache)
+        number = 10 if source.smoke else number
+        return list(
+            PowerFlow(root, grids, part, number, processed_root=cached, log=False)
+        )
+
+    grids, held_out = GRIDS, UNSEEN_IN_VALIDATION
+    unseen = split not in SPLITS
+    if source.smoke:
+        grids, held_out = GRIDS[:1], GRIDS[1]
+        split = GRIDS[1] if unseen else split
+    graphs = make([split], "test", 50) if unseen else make(grids, split, 200)
+    groups = [int(unseen)] * len(graphs)
+    if split == "val":
+        graphs += (more := make([held_out], "val", 100))
+        groups += [1] * len(more)
+    for data, group in zip(graphs, groups, strict=True):
+        data.group = torch.tensor([group])
+    return graphs
+
+
+def sst(split: str, source: Source) -> list[Data]:
+    trees = SentimentTrees(source.root("sst", "sst"), split, log=False)
+    graphs = list(trees[:64] if source.smoke else trees)
+    for data in graphs:
+        data.edge_attr = data.side.view(-1, 1)
+        del data.side
+    return graphs
+
+
+def superpixels(split: str, source: Source) -> list[Data]:
+    number = {"train": 10_000, "val": 2_000, "test": 5_000}[split]
+    number = 32 if source.smoke else number
+    root = source.root("superpixels", "images")
+    graphs = list(Superpixels(root, "CIFAR10", split, number, log=False))
+    for data in graphs:
+        data.x = torch.cat([data.x, data.pos], dim=1)
+        del data.pos
+    return graphs
+
+
+SPLITS = ("train", "val", "test")
+#: Words of SST's training sentences in lower case, inner nodes and unknown words.
+SST_WORDS = 16_583
+TASKS = {
+    "pasadena": Task(
+        cities("pasadena"), 37, 10, "accuracy", "cross-entropy", 25, "city-networks",
+        local="gatedgcn", better=1, dropout=0.2, batch=1,
+    ),
+    "huangpu": Task(
+        cities("huangpu"), 37, 10, "accuracy", "cross-entropy", 25, "city-networks",
+        ("pasadena",), local="gatedgcn", better=1, dropout=0.2, batch=1,
+    ),
+    "sssp": Task(echo("sssp"), 2, 1, "MAE in hops", "l1", extra=("4 x",)),
+    "eccentricity": Task(
+        echo("eccentricity"), 1, 1, "MAE in hops", "l1", extra=("4 x",)
+    ),
+    "diameter": Task(
+        echo("diameter"), 1, 1, "MAE in hops", "l1", extra=("4 x",), graph=True,
+        pool="max",
+    ),
+    "ising": Task(
+        ising, 1, 1, "log10(MSE / variance)", "mse", extra=("32", "64", "128", "256"),
+    ),
+    "power-flow": Task(
+        power_flow, 3, 1, "relative error", "relative", 1, "power-grids", UNSEEN,
+        local="gatedgcn", batch=4,
+    ),
+    "sst": Task(
+        sst, (SST_WORDS,), 5, "accuracy", "cross-entropy", (2,), "sst", directed=True,
+        better=1, local="gatedgcn", dropout=0.3, batch=32,
+    ),
+    "superpixels": Task(
+        superpixels, 5, 10, "accuracy", "cross-entropy", 1, "images", graph=True,
+        better=1, local="gatedgcn", dropout=0.1, batch=32,
+    ),
+}  # fmt: skip
+
+#: Arguments of our mixers' constructors, by task, beside the settings for all.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {}
+
+
+# Losses and measures -----------------------------------------------------------------
+
+
+def asked(out: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Outputs and targets of those nodes (or graphs) that are asked for."""
+    if "mask" in batch:
+        return out[batch.mask], batch.y[batch.mask]
+    return out, batch.y
+
+
+def relative(out: Tensor, batch: Batch) -> Tensor:
+    """The error of each graph, relative to its target, both about their means."""
+    graphs = {"index": batch.batch, "dim_size": batch.num_graphs}
+    out = out - scatter(out, reduce="mean", **graphs)[batch.batch]
+    error = scatter((out - batch.y).square(), **graphs)
+    return (error / scatter(batch.y.square(), **graphs)).sqrt().view(-1)
+
+
+def loss_of(task: Task, out: Tensor, batch: Batch) -> Tensor:
+    if task.loss == "relative":
+        return relative(out, batch).mean()
+    out, y = asked(out, batch)
+    match task.loss:
+        case "cross-entropy":
+            return F.cross_entropy(out, y)
+        case "l1":
+            return F.l1_loss(out, y)
+        case "log-mse":
+            return F.mse_loss(out, y).log10()
+    return F.mse_loss(out, y)
+
+
+def items(name: str, out: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """What is averaged for the measures, of each node or graph; and `distance`, in
+    hops, if errors are shown by it.
+    """
+    task = TASKS[name]
+    if name == "power-flow":
+        error = relative(out, batch)
+        unseen = batch.group == 1
+        return {"seen": error[~unseen], "unseen": error[unseen]}
+    out, y = asked(out, batch)
+    if task.loss == "cross-entropy":
+        right = (out.argmax(1) == y).float()
+        if name == "sst":
+            return {"roots": right[batch.root_mask], "all nodes": right}
+        return {"accuracy": right}
+    if name == "ising":
+        return {"log10 MSE": (out - y).square().view(-1)}
+    hops = EchoSynth.HOPS
+    return {
+        "MAE": hops * (out - y).abs().view(-1),
+        "distance": (hops * y).round().long().view(-1),
+    }
+
+
+def measure(name: str, found: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """The measures of a set, and a list of distances, errors and numbers."""
+    columns = {key: torch.cat([row[key] for row in found]) for key in found[0]}
+    distance = columns.pop("distance", None)
+    means = {key: x.mean().item() for key, x in columns.items() if x.numel()}
+    if name == "ising":
+        means = {key: float(np.log10(x)) for key, x in means.items()}
+    if distance is None:
+        return means
+    (error,), rows = columns.values(), []
+    for hops in distance.unique().tolist():
+        here = distance == hops
+        rows.append([hops, error[here].mean().item(), int(here.sum())])
+    return means | {"by_distance": rows}
+
+
+def score(means: dict[str, Any]) -> float:
+    """The mean of a set's measures, by which models are chosen in validation."""
+    return float(np.mean([x for x in means.values() if isinstance(x, float)]))
+
+
+# Structure that models read ----------------------------------------------------------
+
+
+def expander(nodes: int, seed: int) -> Tensor:
+    """Edges of two random cycles through all nodes, in both directions: a random graph
+    of degree 4, which almost always is an expander.
+    """
+    rng = np.random.default_rng(seed)
+    cycles = [rng.permutation(nodes) for _ in range(2)]
+    edges = np.concatenate([np.stack([c, np.roll(c, 1)]) for c in cycles], axis=1)
+    return torch.from_numpy(np.concatenate([edges, edges[::-1]], axis=1))
+
+
+def with_structure(need: str | None, index: int, data: Data) -> Data:
+    """The graph with what a model reads beside features."""
+    data = copy(data)
+    if need == "expander":
+        data.expander_index = expander(data.num_nodes, index)
+    elif need == "walk":  # without directions: along a DAG, no walk returns
+        edge_index = to_undirected(data.edge_index, num_nodes=data.num_nodes)
+        undirected = Data(edge_index=edge_index, num_nodes=data.num_nodes)
+        data.random_walk_pe = AddRandomWalkPE(WALK)(undirected).random_walk_pe
+    elif need is not None:
+        data = {
+            "elimination": AddEliminationOrder(),
+            "topological": AddTopologicalOrder(),
+            "laplacian": LaplacianEncoding(EIGENVECTORS, is_undirected=False),
+        }[need](data)
+    return data
+
+
+@cache
+def load(name: str, split: str, need: str | None, source: Source) -> list[Data]:
+    """The graphs of a split, or of an extra test set."""
+    if need is None:
+        return TASKS[name].load(split, source)
+    graphs = load(name, split, None, source)
+    return [with_structure(need, i, data) for i, data in enumerate(graphs)]
+
+
+# Published ---------------------------------------------------------------------------
+
+_PARIS = (
+    "Liang et al. 2026, test accuracy on Paris: another city, 114,000 nodes, 10 / 10 / "
+    "80 % of them, undirected"
+)
+_ECHO = "on the official files of ECHO (Miglior et al. 2025), without a limit of time"
+_ISING = "on LRIM's official files; log10 MSE in their scale, not relative to variance"
+_SOCHER = "Socher et al. 2013, without pretrained vectors"
+_PIXELS = "on all 45,000 training graphs of the benchmark (Dwivedi et al. 2020)"
+#: Models, their figures, and how the protocol differs.
+PUBLISHED: dict[str, list[tuple[str, str, str]]] = {
+    **{
+        city: [
+            ("GAT", "0.558", _PARIS), ("Exphormer", "0.551", _PARIS),
+            ("ChebNet", "0.541", _PARIS), ("GPS", "0.521", _PARIS),
+        ]
+        for city in ("pasadena", "huangpu")
+    },
+    "sssp": [
+        ("GCN", "2.10", _ECHO), ("SWAN", "0.896", _ECHO), ("GPS", "0.472", _ECHO),
+        ("GRIT", "0.121", _ECHO), ("best known", "0.035", _ECHO),
+    ],
+    "eccentricity": [("DRew", "4.651", _ECHO), ("best known", "0.885", _ECHO)],
+    "diameter": [("GRIT", "1.014", _ECHO), ("LGSM", "0.859", _ECHO)],
+    "ising": [
+        ("GIN", "-2.533", _ISING), ("GatedGCN", "-3.844", _ISING),
+        ("LGSM", "-4.284", _ISING), ("GPS, Laplacian", "-4.334", _ISING),
+    ],
+    "sst": [
+        ("RNN", "0.432 / 0.790", _SOCHER), ("MV-RNN", "0.444 / 0.787", _SOCHER),
+        ("RNTN", "0.457 / 0.807", _SOCHER),
+        ("Tree-LSTM", "0.510 (roots)", "Tai et al. 2015, with GloVe vectors"),
+    ],
+    "superpixels": [
+        ("GCN", "0.557", _PIXELS), ("GatedGCN", "0.673", _PIXELS),
+        ("GPS", "0.723", _PIXELS), ("Graph-Mamba", "0.737", _PIXELS),
+    ],
+}  # fmt: skip
