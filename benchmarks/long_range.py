@@ -21,7 +21,9 @@ model of the best of ten validations, which take none of its time, is tested.
 """
 
 import json
+import re
 import time
+import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterable
 from itertools import product
@@ -73,6 +75,7 @@ from pyg_chimera.nn import (
     RandomWalkEncoder,
     SelfAttention,
 )
+from pyg_chimera.ops import warn_above
 
 #: The same for all models and tasks.
 SETTINGS = {
@@ -81,6 +84,8 @@ SETTINGS = {
 }  # fmt: skip
 #: An extra test set is tested graph by graph, until this many seconds have passed.
 EXTRA_SECONDS = 120.0
+#: The longest that one call of a layer may take, as far as layers predict it.
+CALL_SECONDS = 60.0
 OURS = ("chimera", "plstm", "graph-mamba", "gated-delta")
 DEEP = {
     "sage-3": 3, "sage-16": 16, "gcn-3": 3, "gcn-16": 16, "gatedgcn-3": 3,
@@ -209,16 +214,24 @@ def train(run: Run) -> dict[str, Any]:
     """Trains and tests a model; the row has a `problem` instead if it can't be done."""
     row = {"task": run.task, "arm": run.arm, "seed": run.seed, "lr": run.lr}
     try:
-        return row | _train(run)
+        with warnings.catch_warnings():
+            # Layers predict how long a call takes. What takes too long is not tried.
+            warnings.filterwarnings("error", message=r"[\s\S]*This call takes long")
+            warn_above(CALL_SECONDS)
+            return row | _train(run)
     except REFUSALS as error:
         return row | {"problem": why(error, run)}
 
 
 #: What layers raise for graphs that they refuse, and PyTorch without memory.
-REFUSALS = (RuntimeError, ValueError, MemoryError, NotImplementedError)
+REFUSALS = (RuntimeError, ValueError, MemoryError, NotImplementedError, UserWarning)
 
 
 def why(error: Exception, run: Run) -> str:
+    if isinstance(error, UserWarning):
+        cost = re.search(r"([\d.e+]+) s, ([\d.e+]+) MiB", str(error))
+        what = f"{float(cost[1]):,.0f} s and {float(cost[2]) / 1024:,.0f} GiB"
+        return f"one call is predicted to take {what}"
     if out_of_memory(error):
         return f"does not fit in {run.memory:g} GiB"
     return (str(error) or repr(error)).splitlines()[0][:200]
@@ -289,8 +302,8 @@ def evaluate(model: GraphModel, task: str, batches: list[Batch]) -> dict[str, An
 def extra(model: GraphModel, run: Run, name: str, need: str | None) -> dict[str, Any]:
     """The score on graphs of another size, as far as time and memory allow."""
     model.eval()
-    found, start = [], time.process_time()
-    nodes = 0
+    warn_above(CALL_SECONDS)  # again
+    found, nodes, start = [], 0, time.process_time()
     try:
         graphs = load(run.task, name, need, run.source)
         nodes = max(data.num_nodes for data in graphs)
