@@ -60,7 +60,7 @@ from training import (
     open_results,
     trained,
 )
-from workloads import DATA, SHARED
+from workloads import DATA, REPOSITORY, SHARED
 
 from pyg_chimera.nn import (
     ChimeraConv,
@@ -115,22 +115,22 @@ def reads_edges(arm: str, task: Task) -> bool:
 def build_mixer(arm: str, name: str, channels: int) -> Module | None:
     """A mixer, along the edges of a DAG if directed."""
     task, heads = TASKS[name], SETTINGS["heads"]
-    options = {
-        "heads": heads,
-        "state_channels": SETTINGS["state_channels"],
-        "edge_dim": None if task.edge_dim is None else channels,
-        **OPTIONS.get(name, {}).get(arm, {}),
-    }
+    edge_dim = None if task.edge_dim is None else channels
+    states = {"state_channels": SETTINGS["state_channels"]}
+    options: dict[str, Any] = {"heads": heads, "edge_dim": edge_dim} | states
+    if arm == "plstm":
+        order = None if task.directed else "bfs"
+        options = {"heads": heads, "edge_dim": edge_dim, "order": order}
+    elif arm == "graph-mamba":
+        options = states
+    options = options | OPTIONS.get(name, {}).get(arm, {})
     match arm:
         case "chimera":
             kind = ChimeraDAGConv if task.directed else ChimeraConv
             return kind(channels, channels, **options)
         case "plstm":
-            del options["state_channels"]
-            order = None if task.directed else "bfs"
-            return PLSTMConv(channels, **{"order": order} | options)
+            return PLSTMConv(channels, **options)
         case "graph-mamba":
-            del options["heads"], options["edge_dim"]
             return GraphMambaConv(channels, **options)
         case "gated-delta":
             return GatedDeltaConv(channels, acyclic=task.directed, **options)
@@ -213,6 +213,7 @@ class Run(NamedTuple):
 def train(run: Run) -> dict[str, Any]:
     """Trains and tests a model; the row has a `problem` instead if it can't be done."""
     row = {"task": run.task, "arm": run.arm, "seed": run.seed, "lr": run.lr}
+    row["settings"] = settings_of(run.task, run.arm)
     try:
         with warnings.catch_warnings():
             # Layers predict how long a call takes. What takes too long is not tried.
@@ -235,6 +236,14 @@ def why(error: Exception, run: Run) -> str:
     if out_of_memory(error):
         return f"does not fit in {run.memory:g} GiB"
     return (str(error) or repr(error)).splitlines()[0][:200]
+
+
+def settings_of(name: str, arm: str) -> dict[str, Any]:
+    """What was the same for all models of a task, and the options of this one."""
+    left_out = ("load", "extra", "raw", "unit", "seconds", "rates")
+    task = {k: v for k, v in TASKS[name]._asdict().items() if k not in left_out}
+    settings = task | {"options": OPTIONS.get(name, {}).get(arm, {})}
+    return json.loads(json.dumps(settings))  # as it will be read again
 
 
 def _train(run: Run) -> dict[str, Any]:
@@ -337,6 +346,10 @@ def run_task(args: Namespace, results: dict[str, Any], name: str) -> None:
 
     def do(key: str, rows: Iterable[tuple[str, int, float | None]]) -> None:
         names = ("task", "arm", "seed", "lr")[: 4 if key == "searches" else 3]
+        for row in (x for x in results[key] if x["task"] == name):
+            then, now = row["settings"], settings_of(name, row["arm"])
+            if row["arm"] in args.arms and then != now:
+                raise SystemExit(f"--resume: {args.out} has {then}, which is not {now}")
         done = {tuple(row[x] for x in names) for row in results[key]}
         search = key == "searches"
         taken = seconds * (SETTINGS["search"] if search else 1)
@@ -476,25 +489,26 @@ def plot(results: dict[str, Any], path: Path) -> list[Path]:
         ]
         if not shown:
             continue
-        columns = min(3, len(shown))
+        width = min(3, len(shown))
         figure, axes = plt.subplots(
-            *(-(-len(shown) // columns), columns),
-            figsize=(5.5 * columns + 2, 4 * -(-len(shown) // columns)),
+            *(-(-len(shown) // width), width),
+            figsize=(5.5 * width + 2, 4 * -(-len(shown) // width)),
             layout="constrained",
             squeeze=False,
         )
         handles = {}
         for axis, name in zip(axes.flat, shown, strict=False):
             for i, arm in enumerate(ARMS):
-                points: dict[float, list[float]] = {}
+                points: dict[float, list[tuple[float, float]]] = {}
                 rows = [x for x in rows_of(results, name, arm) if x in fine]
                 for row in rows:
                     # Seeds stop at slightly different times.
                     for n, (x, value) in enumerate(points_of(row)):
-                        x = (n + 1) * row["seconds"] / 10 if kind == "curves" else x
-                        points.setdefault(x, []).append(value)
+                        key = n if kind == "curves" else x
+                        points.setdefault(key, []).append((x, value))
                 if points:
-                    x, y = list(points), [mean(found) for found in points.values()]
+                    columns = [zip(*found, strict=True) for found in points.values()]
+                    x, y = zip(*(map(mean, column) for column in columns), strict=True)
                     style = {"color": f"C{i % 10}", "ls": "-" if arm in OURS else "--"}
                     style |= {"marker": "o^sDvxP*<h"[i % 10], "markersize": 4}
                     handles[arm] = axis.plot(x, y, **style)[0]
@@ -540,7 +554,8 @@ def parse(argv: list[str] | None = None) -> Namespace:
         args.seconds = 0.02 if args.seconds is None else args.seconds
         args.rates = args.rates or [3e-3]
     if args.out is None:
-        args.out = DATA.parent / "runs" / "long-range-cpu.json"
+        name = "smoke" if args.smoke else "cpu"
+        args.out = REPOSITORY / "runs" / f"long-range-{name}.json"
     return args
 
 
