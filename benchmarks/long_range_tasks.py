@@ -348,10 +348,11 @@ _PARIS = (
     "Liang et al. 2026, test accuracy on Paris: another city, 114,000 nodes, 10 / 10 / "
     "80 % of them, undirected"
 )
-_ECHO = "on the official files of ECHO (Miglior et al. 2025), without a limit of time"
-_ISING = "on LRIM's official files; log10 MSE in their scale, not relative to variance"
+_ECHO = "Miglior et al. 2025, official files of ECHO, not at equal time"
+_LATER = "a later paper, on the official files of ECHO, not at equal time"
+_ISING = "official files of LRIM: log10 MSE in their scale, not relative to variance"
 _SOCHER = "Socher et al. 2013, without pretrained vectors"
-_PIXELS = "on all 45,000 training graphs of the benchmark (Dwivedi et al. 2020)"
+_PIXELS = "all 45,000 training graphs of the benchmark, from the original images"
 #: Models, their figures, and how the protocol differs.
 PUBLISHED: dict[str, list[tuple[str, str, str]]] = {
     **{
@@ -363,10 +364,10 @@ PUBLISHED: dict[str, list[tuple[str, str, str]]] = {
     },
     "sssp": [
         ("GCN", "2.10", _ECHO), ("SWAN", "0.896", _ECHO), ("GPS", "0.472", _ECHO),
-        ("GRIT", "0.121", _ECHO), ("best known", "0.035", _ECHO),
+        ("GRIT", "0.121", _ECHO), ("newest", "0.035", _LATER),
     ],
-    "eccentricity": [("DRew", "4.651", _ECHO), ("best known", "0.885", _ECHO)],
-    "diameter": [("GRIT", "1.014", _ECHO), ("LGSM", "0.859", _ECHO)],
+    "eccentricity": [("DRew", "4.651", _ECHO), ("newest", "0.885", _LATER)],
+    "diameter": [("GRIT", "1.014", _ECHO), ("LGSM", "0.859", _LATER)],
     "ising": [
         ("GIN", "-2.533", _ISING), ("GatedGCN", "-3.844", _ISING),
         ("LGSM", "-4.284", _ISING), ("GPS, Laplacian", "-4.334", _ISING),
