@@ -6,6 +6,7 @@ Nothing here was chosen on test data.
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cache
+from hashlib import sha1
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -315,22 +316,21 @@ def expander(nodes: int, seed: int) -> Tensor:
     return torch.from_numpy(np.concatenate([edges, edges[::-1]], axis=1))
 
 
-def with_structure(need: str | None, index: int, data: Data) -> Data:
-    """The graph with what a model reads beside features."""
-    data = copy(data)
+def structure(need: str, data: Data) -> dict[str, Any]:
+    """What a model reads beside features, by attribute."""
     if need == "expander":
-        data.expander_index = expander(data.num_nodes, index)
-    elif need == "walk":  # without directions: along a DAG, no walk returns
-        edge_index = to_undirected(data.edge_index, num_nodes=data.num_nodes)
-        undirected = Data(edge_index=edge_index, num_nodes=data.num_nodes)
-        data.random_walk_pe = AddRandomWalkPE(WALK)(undirected).random_walk_pe
-    elif need is not None:
-        data = {
-            "elimination": AddEliminationOrder(),
-            "topological": AddTopologicalOrder(),
-            "laplacian": LaplacianEncoding(EIGENVECTORS, is_undirected=False),
-        }[need](data)
-    return data
+        return {"expander_index": expander(data.num_nodes, data.num_edges)}
+    if need == "walk":  # without directions: along a DAG, no walk returns
+        both = to_undirected(data.edge_index, num_nodes=data.num_nodes)
+        data = Data(edge_index=both, num_nodes=data.num_nodes)
+    bare = Data(edge_index=data.edge_index, num_nodes=data.num_nodes)
+    found = {
+        "elimination": AddEliminationOrder(),
+        "topological": AddTopologicalOrder(),
+        "laplacian": LaplacianEncoding(EIGENVECTORS, is_undirected=False),
+        "walk": AddRandomWalkPE(WALK),
+    }[need](bare).to_dict()
+    return {k: v for k, v in found.items() if k not in ("edge_index", "num_nodes")}
 
 
 @cache
@@ -338,8 +338,16 @@ def load(name: str, split: str, need: str | None, source: Source) -> list[Data]:
     """The graphs of a split, or of an extra test set."""
     if need is None:
         return TASKS[name].load(split, source)
-    graphs = load(name, split, None, source)
-    return [with_structure(need, i, data) for i, data in enumerate(graphs)]
+    known: dict[bytes, dict[str, Any]] = {}
+    graphs = []
+    for data in load(name, split, None, source):
+        # Samples of one grid, or of one size of spins, share it.
+        edges = data.edge_index.numpy().tobytes() + str(data.num_nodes).encode()
+        key = sha1(edges, usedforsecurity=False).digest()
+        if key not in known:
+            known[key] = structure(need, data)
+        graphs.append(copy(data).update(known[key]))
+    return graphs
 
 
 # Published ---------------------------------------------------------------------------
