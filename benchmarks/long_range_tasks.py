@@ -155,7 +155,8 @@ def power_flow(split: str, source: Source) -> list[Data]:
     if source.smoke:
         grids, held_out = GRIDS[:1], GRIDS[1]
         split = GRIDS[1] if unseen else split
-    graphs = make([split], "test", 50) if unseen else make(grids, split, 200)
+    number = 50 if unseen else 200 if split == "train" else 100
+    graphs = make([split] if unseen else grids, "test" if unseen else split, number)
     groups = [int(unseen)] * len(graphs)
     if split == "val":
         graphs += (more := make([held_out], "val", 100))
