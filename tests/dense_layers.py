@@ -326,7 +326,8 @@ def chimera_block(
         gate = silu(p.linear("lin_gate", x))
     if not p.norm_before_gate:
         y, gate = y * gate, torch.ones_like(scale)
-    y = rms(y, torch.exp(-2 * scale)) * p["norm.weight"]
+    if "norm.weight" in p:
+        y = rms(y, torch.exp(-2 * scale)) * p["norm.weight"]
     return p.linear("lin_out", y * gate)
 
 

@@ -493,7 +493,9 @@ def with_form(r: random.Random, options: dict[str, Any], kind: str) -> dict[str,
 
 def chimera(r: random.Random) -> tuple[dict[str, Any], str]:
     kind = r.choice(["any", "any", "path", "chain"])
-    options = chimera_options(r) | some(r, local_conv=[True], qk_norm=[False])
+    options = chimera_options(r) | some(
+        r, local_conv=[True], qk_norm=[False], norm=[None]
+    )
     if flag(r):
         options |= some(r, gamma=[0.5, 0.99])
     elif flag(r):

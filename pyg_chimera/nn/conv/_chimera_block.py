@@ -24,6 +24,7 @@ from pyg_chimera.nn.conv._init import (
 )
 from pyg_chimera.nn.conv._window import Filter, projected, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
+from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["ChimeraBlock"]
 
@@ -47,6 +48,7 @@ class ChimeraBlock(Mixer):
             normalized.
         norm_before_gate (bool): Whether the norm comes before the gate or, as in
             Mamba-2, after it.
+        norm (str, optional): :obj:`"rms"` or :obj:`None`. (default: :obj:`"rms"`)
     """
 
     #: Whether the output is linear in the values, with a sum over paths as weights.
@@ -76,9 +78,11 @@ class ChimeraBlock(Mixer):
         copies: int,
         qk_norm: bool,
         norm_before_gate: bool = True,
+        norm: str | None = "rms",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        check_option("norm", norm, ("rms", None))
         out_channels = in_channels if out_channels is None else out_channels
         check_heads(out_channels, heads, state_channels, groups)
         check_reach(reach)
@@ -117,7 +121,7 @@ class ChimeraBlock(Mixer):
             self.local_weight = Parameter(torch.empty(out_channels + 2 * states, *taps))
         self.contrast = Parameter(torch.empty(heads)) if differential else None
         self.skip = Parameter(torch.empty(heads))
-        self.norm = RMSNorm(out_channels, eps=1e-5)
+        self.norm = RMSNorm(out_channels, eps=1e-5) if norm == "rms" else None
         self.lin_out = Linear(out_channels, out_channels, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -134,7 +138,8 @@ class ChimeraBlock(Mixer):
         if self.contrast is not None:
             torch.nn.init.constant_(self.contrast, 0.2)
         torch.nn.init.ones_(self.skip)
-        self.norm.reset_parameters()
+        if self.norm is not None:
+            self.norm.reset_parameters()
         if self.reach is not None:
             self._set_reach(head_reaches(self.reach, self.scan_heads))
 
@@ -265,11 +270,12 @@ class ChimeraBlock(Mixer):
             skip = skip * torch.exp(-rest).unsqueeze(-1)
         y, value = self.out_of_scans(y), value[:, :: 1 + self.differential]
         y = (y + skip * value).flatten(1)
+        norm = torch.nn.Identity() if self.norm is None else self.norm
         if self.lin_gate is None:
-            y = self.norm(y)
+            y = norm(y)
         else:
             gate = F.silu(at_least_float32(self.lin_gate(x)))
-            y = self.norm(y) * gate if self.norm_before_gate else self.norm(y * gate)
+            y = norm(y) * gate if self.norm_before_gate else norm(y * gate)
         return self.lin_out(y.to(x.dtype))
 
     def __repr__(self) -> str:

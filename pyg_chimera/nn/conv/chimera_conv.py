@@ -69,6 +69,11 @@ class ChimeraConv(ChimeraBlock):
             With one state channel, only signs are left. The Chimera paper has no such
             norm; `"Mamba-3" <https://arxiv.org/abs/2603.15569>`_ has. (default:
             :obj:`True`)
+        norm (str, optional): :obj:`"rms"`, or :obj:`None` to leave out
+            :math:`\text{RMSNorm}`, which keeps directions and drops magnitudes. Without
+            it, outputs are linear in :math:`\mathbf{V}`, for targets that are amplitudes
+            such as energies and voltage angles; they may be large where ranges are
+            long. (default: :obj:`"rms"`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
@@ -132,6 +137,7 @@ class ChimeraConv(ChimeraBlock):
         local_conv: bool = False,
         gated: bool = True,
         qk_norm: bool = True,
+        norm: str | None = "rms",
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
         differential: bool = False,
@@ -145,9 +151,9 @@ class ChimeraConv(ChimeraBlock):
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
-            qk_norm=qk_norm, bias=bias, reach=reach, differential=differential,
-            form=form, backend=backend, num_selectivities=4, num_dags=1, copies=1,
-            **kwargs,
+            qk_norm=qk_norm, norm=norm, bias=bias, reach=reach,
+            differential=differential, form=form, backend=backend,
+            num_selectivities=4, num_dags=1, copies=1, **kwargs,
         )  # fmt: skip
         check_option("normalization", normalization, ("paper", "released"))
         check_option("solver", solver, SOLVERS)
