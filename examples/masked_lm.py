@@ -15,7 +15,7 @@ Any text is a file of ``--root``, split in three from its beginning to its end::
 All models have the same number of parameters and train for the same time, at one
 length; they are tested at this one, at 512 and at 2,048, as far as they can. 30 % of
 the bytes are hidden. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with
-``--resume``.
+``--resume``. ``examples/sentences.py`` fine-tunes masked models on sentences.
 """
 
 import sys
@@ -228,20 +228,27 @@ def get_task() -> Task:
 # Runs ----------------------------------------------------------------------------
 
 
-def build_model(args: Namespace, name: str) -> GraphModel:
-    """A model of the requested size, by the width of its feed-forward networks."""
+def build_model(
+    args: Namespace, name: str, num_outputs: int | None = None
+) -> GraphModel:
+    """A model of the requested size, by the width of its feed-forward networks.
 
-    def encoder(mlp_channels: int) -> GraphModel:
+    With `num_outputs`, the same layers with a head for whole sequences.
+    """
+
+    def encoder(mlp_channels: int, num_outputs: int | None = None) -> GraphModel:
         position, options = ENCODERS[name].get("position"), {}
         if ENCODERS[name]["mixer"].startswith("chimera"):
             options["state_channels"] = args.channels // 2
+        head = "lm" if args.causal else "mlm"
         return SequenceEncoder(
             MASK + 1,
             args.channels,
+            num_outputs,
             num_layers=args.num_layers,
             mixer=ENCODERS[name]["mixer"],
             heads=args.heads,
-            head="lm" if args.causal else "mlm",
+            head=head if num_outputs is None else "classify",
             position=position,
             size=args.length if position == "learned" else None,
             dropout=args.dropout,
@@ -249,11 +256,11 @@ def build_model(args: Namespace, name: str) -> GraphModel:
             mixer_kwargs=options,
         )
 
-    def hybrid(mlp_channels: int) -> GraphModel:
+    def hybrid(mlp_channels: int, num_outputs: int | None = None) -> GraphModel:
         return HybridModel(
             [MASK + 1],
             args.channels,
-            MASK + 1,
+            num_outputs or MASK + 1,
             args.num_layers,
             heads=args.heads,
             kind="sequence",
@@ -262,13 +269,14 @@ def build_model(args: Namespace, name: str) -> GraphModel:
             attention_kwargs={"k": WINDOW, "rotary": True},
             dropout=args.dropout,
             mlp_channels=mlp_channels,
-            head="node",
+            head="node" if num_outputs is None else "graph",
             head_layers=1,
             **HYBRIDS[name],
         )
 
     build = encoder if name in ENCODERS else hybrid
-    return build(match_size(build, args.parameters, range(1, 16 * args.channels)))
+    width = match_size(build, args.parameters, range(1, 16 * args.channels))
+    return build(width, num_outputs)
 
 
 def write_on(args: Namespace, model: Any) -> str:
