@@ -120,6 +120,7 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python examples/node_classification.py --smoke --overwrite
 	$(BIN)/python examples/image_grid.py --smoke --overwrite
 	$(BIN)/python examples/masked_lm.py --smoke --overwrite
+	$(BIN)/python examples/sentences.py --smoke --overwrite
 	$(BIN)/python examples/recall.py --smoke --overwrite
 	$(BIN)/python examples/syntax_trees.py --smoke --overwrite
 	$(BIN)/python benchmarks/mixing.py --smoke

@@ -161,3 +161,39 @@ def write_code2(root: Path, size: int = 20) -> None:
         table = pd.DataFrame({f"{name} idx": range(number), name: range(number)})
         table.to_csv(folder / "mapping" / f"{name}idx2{name}.csv.gz", index=False)
     (folder / "RELEASE_v1.txt").touch()
+
+
+#: The headers of GLUE's files (of MNLI's, those of its dev files); CoLA's have none.
+GLUE = {
+    "cola": "source label mark sentence",
+    "sst2": "sentence label",
+    "mrpc": "Quality|#1 ID|#2 ID|#1 String|#2 String",
+    "qqp": "id qid1 qid2 question1 question2 is_duplicate",
+    "stsb": "index genre filename year old_index source1 source2 sentence1 sentence2 "
+    "score",
+    "mnli": "index promptID pairID genre sentence1_binary_parse sentence2_binary_parse "
+    "sentence1_parse sentence2_parse sentence1 sentence2 label1 label2 gold_label",
+    "qnli": "index question sentence label",
+    "rte": "index sentence1 sentence2 label",
+    "wnli": "index sentence1 sentence2 label",
+}
+
+
+def write_glue(
+    root: Path, task: str, texts: tuple[str, ...], label: str, labels: list[str]
+) -> None:
+    """The files of one of GLUE's tasks, with numbered sentences, and marks in them."""
+    header = GLUE[task].split("|" if "|" in GLUE[task] else " ")
+    dev = ["dev_matched", "dev_mismatched"] if task == "mnli" else ["dev"]
+    for name in ("train", *dev, "test"):
+        columns = [x for x in header if name != "test" or x != label]
+        lines = [] if task == "cola" and name != "test" else ["\t".join(columns)]
+        for i in range(12):
+            row = {column: f"{column} {i}" for column in columns}
+            row |= {text: f"\"It's {text} {i}, NA" for text in texts}
+            row[label] = labels[i % len(labels)]
+            lines.append("\t".join(row[column] for column in columns))
+        mark = "\ufeff" if task == "mrpc" else ""  # as Windows writes it
+        end = "\r\n" if task == "qnli" else "\n"
+        raw = mark + end.join(lines) + end
+        (root / f"{name}.tsv").write_bytes(raw.encode())

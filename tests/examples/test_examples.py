@@ -1,6 +1,7 @@
 """Each example: its recipes, its models, and whole runs."""
 
 import ast
+import gzip
 import io
 import json
 import os
@@ -27,6 +28,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import recall
+import sentences
 import syntax_trees
 import torch
 import tudataset
@@ -138,10 +140,15 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (node_classification, "--neighbors 0"),
         (image_grid, "--arms resnet"),
         (image_grid, "--rates 0"),
+        (image_grid, "--dataset mnist --image-size 32"),
         (masked_lm, "--models bert"),
         (masked_lm, "--minutes 0"),
         (masked_lm, "--prompt abc"),
         (masked_lm, "--causal --length 3 --prompt abc"),
+        (sentences, "--task squad"),
+        (sentences, "--model bert"),
+        (sentences, "--pretrained nowhere"),
+        (sentences, "--pretrained ."),
         (recall, "--structure grid"),
         (recall, "--structure graph --models surprise"),
         (syntax_trees, "--dataset stdlib"),
@@ -813,6 +820,82 @@ def test_all_arms_have_one_size():
         assert model(**model.inputs(graph)).shape == (1, 10)
 
 
+def image_folders(root: Path) -> list[str]:
+    """Images in the layout of ImageNet, the colour of which tells the class."""
+    names = ["n01440764", "n01443537", "n01484850"]
+    for part, count in (("train", 4), ("val", 2)):
+        for label, name in enumerate(names):
+            folder = root / part / name
+            folder.mkdir(parents=True)
+            (folder / "index.txt").touch()
+            for i in range(count):
+                colour = (100 * label, 10 * i, 255)
+                image = Image.new("RGB", (30 + 8 * i, 50 - 4 * i), colour)
+                image.save(folder / f"{name}_{i}.JPEG", quality=100)
+    # As some of ImageNet's: not in colour, and not a JPEG.
+    Image.new("L", (9, 90), 0).save(root / "train" / names[0] / "0.JPEG", "PNG")
+    return names
+
+
+def test_folders_of_images(tmp_path, refused):
+    argv = ("--smoke", "--dataset", "folder", "--root", str(tmp_path))
+    argv = (*argv, "--image-size", "32", "--patch-size", "8", "--num-train", "12")
+    args = get_args(image_grid, *argv, "--out", str(tmp_path / "run"))
+    assert "train: pass --root" in refused(common.main, image_grid.run, args)
+    names = image_folders(tmp_path)
+    graphs = image_grid.get_graphs(args)
+    assert [len(graphs[part]) for part in ("train", "val", "test")] == [11, 2, 6]
+    files = {*graphs["train"].files, *graphs["val"].files}
+    assert files == {str(path) for path in (tmp_path / "train").rglob("*.JPEG")}
+    assert graphs["test"].classes == names
+    for part, data in graphs.items():
+        for i in range(len(data)):
+            graph, again = data[i], data[i]
+            assert (graph.height, graph.width, *graph.x.shape) == (4, 4, 16, 192)
+            assert names[graph.y] == Path(data.files[i]).parent.name
+            colour = (0.27 * graph.x + 0.45).view(16, 3, 64).mean(dim=(0, 2))
+            if Path(data.files[i]).name != "0.JPEG":
+                assert colour[0] == pytest.approx(100 / 255 * int(graph.y), abs=0.02)
+                assert colour[2] == pytest.approx(1, abs=0.02)
+            assert part == "train" or torch.equal(graph.x, again.x)
+    argv = (*argv, "--seeds", "1", "--rates", "0.01", "--num-workers", "2")
+    rows = run(
+        image_grid, tmp_path / "run", *argv, "--arms", "grid", "shuffled", "forward"
+    )["rows"]
+    assert len({row["parameters"] // 300 for row in rows.values()}) == 1
+    data = {part: image_grid.lay_all(x, "shuffled") for part, x in graphs.items()}
+    assert torch.equal(data["val"][0].x.sort(0).values, graphs["val"][0].x.sort(0)[0])
+    model = image_grid.build_model(args, "shuffled", data["val"][0], 3)
+    path = tmp_path / "run" / "shuffled" / "rate-0.01" / "seed-0"
+    check_metrics(path, model, image_grid.get_task(3), data)
+    shutil.rmtree(tmp_path / "val" / names[1])
+    args.out = tmp_path / "other"
+    assert names[1] in refused(common.main, image_grid.run, args)
+    args.patch_size = 5
+    assert "--patch-size must divide" in refused(common.main, image_grid.run, args)
+
+
+def test_parts_of_images():
+    """As wide as high in the middle, and at random anywhere inside, in all sizes."""
+    assert image_grid.middle_box(80, 160) == (5, 45, 75, 115)
+    gradient = np.tile(np.arange(64, dtype=np.uint8), (48, 1))
+    boxes = [image_grid.random_box(64, 48) for _ in range(500)]
+    sides = np.array([(c - a, d - b) for a, b, c, d in boxes])
+    for left, top, right, bottom in boxes:
+        assert 0 <= left < right < 64 + 1e-9
+        assert 0 <= top < bottom < 48 + 1e-9
+        part = Image.fromarray(gradient).resize((2, 2), box=(left, top, right, bottom))
+        centre = (left + right) / 2 - 0.5
+        assert np.asarray(part).mean() == pytest.approx(centre, abs=1)
+    shares, shapes = sides.prod(1) / (64 * 48), sides[:, 0] / sides[:, 1]
+    assert 0.08 <= shares.min() < 0.15
+    assert shares.max() > 0.8
+    assert shapes.min() >= 3 / 4 - 1e-9
+    assert shapes.max() <= 4 / 3 + 1e-9
+    # A line has no such parts.
+    assert image_grid.random_box(800, 1) == image_grid.middle_box(800, 1)
+
+
 # Text ------------------------------------------------------------------------------
 
 
@@ -878,6 +961,120 @@ def test_models_of_text(tmp_path, causal, capsys):
     asked = batch.y != masked_lm.NOT_ASKED
     right = model(**model.inputs(batch)).argmax(1) == batch.y
     assert right[asked].float().mean() > 0.8
+
+
+@pytest.mark.parametrize("task", list(layouts.GLUE))
+def test_tables_of_sentences(tmp_path, task):
+    form = sentences.TASKS[task]
+    labels = list(form.classes or ("0.0", "5.0", "2.250"))
+    layouts.write_glue(tmp_path, task, form.sentences, form.label, labels)
+    argv = ("--smoke", "--task", task, "--root", str(tmp_path))
+    args = get_args(sentences, *argv, "--out", str(tmp_path / "run"))
+    args.max_bytes = 512
+    data = sentences.get_datasets(args)
+    assert list(data) == ["train", "val", "test"][: 2 + (task == "mnli")]
+    for part in data.values():
+        assert len(part) == 12
+        found = {}
+        for graph in part:
+            text = bytes(graph.x.tolist()).decode()
+            number = int(re.search(r"(\d+), NA$", text)[1])
+            expected = [f"\"It's {name} {number}, NA" for name in form.sentences]
+            assert text.split("\n") == expected
+            found[number] = graph.y.item()
+        values = range(len(labels)) if form.classes else map(float, labels)
+        assert [found[i] for i in range(12)] == (12 * list(values))[:12]
+    if task not in ("mrpc", "stsb", "mnli", "cola"):  # each metric once
+        return
+    results = run(sentences, args.out, *argv)
+    assert {f"val_{name}" for name in form.metrics} < set(results["best"])
+    model, task = sentences.build_model(args), sentences.get_task(task)
+    data = sentences.get_datasets(get_args(sentences, *argv))
+    check_metrics(args.out, model, task, data)
+
+
+def test_sentences_that_are_cut_or_missing(tmp_path, capsys, refused):
+    argv = ("--smoke", "--root", str(tmp_path), "--out", str(tmp_path / "run"))
+    args = get_args(sentences, *argv, "--task", "rte")
+    assert "train.tsv" in refused(common.main, sentences.run, args)
+    lines = ["sentence1\tsentence2\tlabel", f"{'a' * 99}\t{'bc' * 99}\tentailment"]
+    lines += ["short\tshort\tneutral", "\tshort\tentailment", "alone"]
+    (tmp_path / "train.tsv").write_text("\n".join(lines))
+    (only,) = sentences.Sentences(args, sentences.read(args, "train"))
+    assert bytes(only.x.tolist()) == b"a" * 31 + b"\n" + b"bc" * 15 + b"b"
+    assert "1 of 4 rows" in capsys.readouterr().out
+    args.model = "attention-learned"
+    (only,) = sentences.Sentences(args, sentences.read(args, "train"))
+    assert bytes(only.x.tolist()) == b"aaaaaaa\nbcbcbcb"
+    for task in ("sst2", "wnli"):  # other columns, other labels
+        args = get_args(sentences, *argv, "--task", task)
+        text = refused(common.main, sentences.run, args)
+        assert ("Usecols" if task == "sst2" else "no sentences with labels") in text
+
+
+def test_sentences_of_trees(tmp_path):
+    lines = ["(4 (2 It) (3 (2 8\xa01/2) (1 -LRB-)))", "(2 (2 So) (1 so))", "(0 No)"]
+    for name in ("train", "dev"):
+        raw = "\n".join(lines).encode() + b"\n"
+        (tmp_path / f"{name}.txt.gz").write_bytes(gzip.compress(raw))
+    (tmp_path / "test.txt").write_text(lines[2])
+    argv = ("--smoke", "--task", "sst2-trees", "--root", str(tmp_path))
+    data = sentences.get_datasets(get_args(sentences, *argv))
+    for part, graphs in data.items():
+        found = {bytes(graph.x.tolist()).decode(): int(graph.y) for graph in graphs}
+        expected = {"it 8\xa01/2 -lrb-": 1} if part != "test" else {}
+        assert found == expected | {"no": 0}
+
+
+def test_real_trees_as_sentences(shared_data):
+    argv = ("--task", "sst2-trees", "--root", str(shared_data / "sst"))
+    data = sentences.get_datasets(get_args(sentences, *argv))
+    assert [len(part) for part in data.values()] == [6920, 872, 1821]
+    shares = [part.y.float().mean().item() for part in data.values()]
+    assert shares == pytest.approx([0.5217, 0.5092, 0.4992], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["chimera", "attention-learned", "hybrid"])
+def test_fine_tuning(tmp_path, name, refused):
+    (tmp_path / "abc.txt").write_bytes(b"abc" * 2000)
+    argv = ["--smoke", "--root", str(tmp_path), "--text", "abc.txt", "--epochs", "1"]
+    run(masked_lm, tmp_path / "lm", *argv, "--models", name)
+    assert "one masked model" in refused(
+        get_args, sentences, "--pretrained", str(tmp_path / "lm")
+    )
+    pretrained = ("--pretrained", str(tmp_path / "lm" / name), "--root", str(tmp_path))
+    args = get_args(sentences, *pretrained)  # the model is small as pretrained
+    assert (args.model, args.channels, args.num_layers) == (name, 16, 1)
+    state = torch.load(tmp_path / "lm" / name / "best.ckpt", weights_only=True)
+    model = sentences.build_model(args)
+    for key, value in model.state_dict().items():
+        if not key.startswith("mlp."):
+            assert torch.equal(value, state["state_dict"][f"model.{key}"]), key
+    argv = (*pretrained, "--smoke", "--epochs", "2")
+    first = run(sentences, tmp_path / "run", *argv)["history"]
+    args = get_args(sentences, *argv, "--out", str(tmp_path / "again"))
+    args.time_limit = 1e-9
+    assert sentences.run(args)["stopped_by"] == "time limit"
+    args.time_limit, args.resume = None, True
+    again = sentences.run(args)["history"]
+    losses = [[row["train_loss"] for row in history] for history in (first, again)]
+    assert losses[0] == losses[1]
+
+
+def test_causal_models_are_not_fine_tuned(tmp_path, refused):
+    (tmp_path / "abc.txt").write_bytes(b"abc" * 2000)
+    argv = ["--smoke", "--root", str(tmp_path), "--text", "abc.txt", "--epochs", "1"]
+    run(masked_lm, tmp_path / "lm", *argv, "--models", "chimera", "--causal")
+    folder = str(tmp_path / "lm" / "chimera")
+    text = refused(get_args, sentences, "--pretrained", folder, "--root", str(tmp_path))
+    assert "one masked model" in text
+
+
+def test_negations_are_learnt(tmp_path):
+    argv = ("--smoke", "--root", str(tmp_path), "--epochs", "8", "--lr", "0.01")
+    args = get_args(sentences, *argv, "--out", str(tmp_path / "run"))
+    args.num_rows = 128  # of 16 different ones
+    assert sentences.run(args)["best"]["test_accuracy"] > 0.9
 
 
 def test_equal_minutes(tmp_path, monkeypatch):
