@@ -74,7 +74,7 @@ class Task(NamedTuple):
     parameters: int = 160_000  #: of all layers together
     batch: int = 16  #: graphs per batch
     dropout: float = 0.0
-    norm: str = "batch_norm"
+    norm: str | None = "batch_norm"
     pool: str = "mean"
     seconds: float = 600.0  #: of a core's time for each model
     rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)  #: learning rates to choose from
@@ -224,7 +224,13 @@ TASKS = {
 }  # fmt: skip
 
 #: Arguments of our mixers' constructors, by task, beside the settings for all.
-OPTIONS: dict[str, dict[str, dict[str, Any]]] = {}
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "pasadena": {"chimera": {"reach": (2, 32)}},
+    "huangpu": {"chimera": {"reach": (2, 32)}},
+    "sssp": {"chimera": {"reach": (1, 16)}},
+    "ising": {"chimera": {"reach": (1, 16), "norm": None}},
+    "power-flow": {"chimera": {"reach": (8, 512), "norm": None}},
+}
 
 
 # Losses and measures -----------------------------------------------------------------
