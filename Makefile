@@ -123,6 +123,7 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python examples/sentences.py --smoke --overwrite
 	$(BIN)/python examples/recall.py --smoke --overwrite
 	$(BIN)/python examples/syntax_trees.py --smoke --overwrite
+	$(BIN)/python examples/city_roads.py --smoke --out runs/city_roads.png
 	$(BIN)/python benchmarks/mixing.py --smoke
 	$(BIN)/python benchmarks/scanning.py --smoke
 	$(BIN)/python benchmarks/sequences.py --smoke
