@@ -1,7 +1,7 @@
 """A map of a city, coloured by where models are wrong, with and without a mixer.
 
 Each junction has one of ten classes, which depends on roads up to 16 roads away. Three
-local layers see three roads far, and a single ChimeraConv the whole city. All models
+local layers see three roads far, eight see eight, a ChimeraConv the whole city. Models
 have the same processor time on one core, and validation nodes choose the epoch::
 
     python examples/city_roads.py                   # two minutes, downloads 2 MB
@@ -26,7 +26,7 @@ from pyg_chimera.datasets import CityRoads
 from pyg_chimera.nn import ChimeraConv, GatedGCNConv, GPSLayer, GraphModel
 from pyg_chimera.transforms import AddEliminationOrder
 
-C, CLASSES, LR = 64, 10, 3e-3  # C: the width of all layers
+C, CLASSES, LR = 64, 10, 1e-2  # C: the width of all layers
 # Number of layers, and whether they have a mixer.
 MODELS = {"3 local layers": (3, False), "8 local layers": (8, False),
           "3 layers with ChimeraConv": (3, True)}  # fmt: skip
