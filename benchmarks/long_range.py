@@ -160,8 +160,10 @@ def build(arm: str, name: str) -> GraphModel:
 
     def layer(hidden: int) -> GPSLayer:
         conv: Module = GatedGCNConv(channels, channels, 0 if edges is None else None)
-        if kind in ("gcn", "sage"):
-            conv = {"gcn": GCNConv, "sage": SAGEConv}[kind](channels, channels)
+        if kind == "gcn":
+            conv = GCNConv(channels, channels)
+        elif kind == "sage":
+            conv = SAGEConv(channels, channels, aggr=task.aggr)
         return GPSLayer(
             channels,
             conv,

@@ -572,6 +572,7 @@ def test_workers_after_a_training_step():
             {"num_terms": 2},
             "'num_terms' must be None unless .*, got 2 and solver='auto",
         ),
+        ({"norm": "layer"}, "'norm' must be one of .*, got 'layer'"),
         ({"solver": "lu"}, "'solver' must be one of .*, got 'lu'"),
         ({"form": "matrix"}, "'form' must be one of .*, got 'matrix'"),
         ({"backend": "cuda"}, "'backend' must be one of .*, got 'cuda'"),

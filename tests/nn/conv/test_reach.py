@@ -8,7 +8,12 @@ import pytest
 import torch
 from torch_geometric.utils import from_networkx
 
-from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv, ChimeraPathConv
+from pyg_chimera.nn import (
+    ChimeraConv,
+    ChimeraDAGConv,
+    ChimeraPathConv,
+    GatedDeltaConv,
+)
 from pyg_chimera.nn.conv import chimera_conv, chimera_dag_conv, chimera_path_conv
 from pyg_chimera.ops import dag_scan, resolvent_mix
 
@@ -20,11 +25,11 @@ MODULES = {
 CHANNELS = 32
 
 
-def weights_and_mix(conv, x, edge_index):
+def weights_and_mix(conv, x, edge_index, edge_attr=None):
     """The transitions [E, heads] of a layer, and what it mixes [V, heads, P]."""
     module, name, operator = MODULES[type(conv)]
     with patch.object(module, name, wraps=operator) as spy, torch.no_grad():
-        conv(x, edge_index)
+        conv(x, edge_index, edge_attr)
         args = spy.call_args.args
         return args[4], operator(*args)
 
@@ -40,20 +45,34 @@ def edges(graph):
     return from_networkx(graph).edge_index
 
 
+@pytest.mark.parametrize("edge_dim", [None, 3])
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("layer", [ChimeraConv, ChimeraPathConv, ChimeraDAGConv])
-def test_influence_along_a_path(layer, heads):
+def test_influence_along_a_path(layer, heads, edge_dim):
     """It falls to 1/e after as many steps as heads are to hear, or a little fewer."""
     n, reach = 400, (2.0, 20.0)
     graph = nx.path_graph(n, nx.DiGraph if layer is ChimeraDAGConv else None)
-    conv = layer(CHANNELS, heads=heads, reach=reach)
+    conv = layer(CHANNELS, heads=heads, reach=reach, edge_dim=edge_dim)
     x, edge_index = torch.zeros(n, CHANNELS), edges(graph)
-    weight, _ = weights_and_mix(conv, x, edge_index)
+    attr = None if edge_dim is None else torch.zeros(edge_index.size(1), edge_dim)
+    weight, _ = weights_and_mix(conv, x, edge_index, attr)
     L = resolvent(weight, edge_index, n)
     found = -1 / (L[:, 201, 200] / L[:, 200, 200]).log()
     spaced = [(h + 0.5) / heads for h in range(heads)]
     expected = [reach[0] * (reach[1] / reach[0]) ** at for at in spaced]
     assert found.tolist() == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("layer", [ChimeraConv, ChimeraPathConv, GatedDeltaConv])
+def test_edge_features_matter_from_the_start(layer):
+    """Selectivities of edges follow their features, as softplus has a slope there."""
+    conv = layer(CHANNELS, heads=4, edge_dim=CHANNELS)
+    attr = torch.randn(200, CHANNELS)
+    linear = conv.lin_edge(attr)
+    delta = conv.edge_selectivity(attr, 200)
+    assert torch.allclose(conv.edge_selectivity(0 * attr, 200), torch.ones(200, 4))
+    slope = ((delta - 1) * linear).sum() / linear.square().sum()
+    assert slope > 0.5  # of 1
 
 
 @pytest.mark.parametrize("sides", [(30, 30), (9, 9, 9)])
