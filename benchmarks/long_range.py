@@ -157,19 +157,23 @@ def build(arm: str, name: str) -> GraphModel:
     kind = task.local if arm in OURS else arm.split("-")[0]
     edges = task.edge_dim if reads_edges(arm, task) else None
     depth, channels = DEEP.get(arm, 3), task.channels + 8
+    plain = task.plain and arm in OURS
+    norm = None if plain else task.norm
 
     def layer(hidden: int) -> GPSLayer:
-        conv: Module = GatedGCNConv(channels, channels, 0 if edges is None else None)
-        if kind == "gcn":
+        conv: Module | None = None
+        if kind in ("gatedgcn", "gps", "exphormer"):
+            conv = GatedGCNConv(channels, channels, 0 if edges is None else None)
+        elif kind == "gcn":
             conv = GCNConv(channels, channels)
         elif kind == "sage":
             conv = SAGEConv(channels, channels, aggr=task.aggr)
         return GPSLayer(
             channels,
-            conv,
+            None if plain else conv,
             build_mixer(arm, name, channels),
             dropout=task.dropout,
-            norm=task.norm,
+            norm=norm,
             norm_first=True,
             mlp_channels=hidden,
         )
@@ -199,7 +203,7 @@ def build(arm: str, name: str) -> GraphModel:
         edge_dim=edges,
         head="graph" if task.graph else "node",
         pool=task.pool,
-        norm=task.norm,
+        norm=norm,
         dropout=task.dropout,
         structure=structure.get(need_of(arm, task) or ""),
         encodings=encodings or None,

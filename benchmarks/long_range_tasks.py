@@ -75,7 +75,10 @@ class Task(NamedTuple):
     parameters: int = 160_000  #: of all layers together
     batch: int = 16  #: graphs per batch
     dropout: float = 0.0
-    norm: str | None = "batch_norm"
+    norm: str = "batch_norm"
+    #: Whether our blocks have neither norms nor local convolutions, which would change
+    #: amplitudes.
+    plain: bool = False
     pool: str = "mean"
     seconds: float = 600.0  #: of a core's time for each model
     rates: tuple[float, ...] = (1e-3, 3e-3, 1e-2)  #: learning rates to choose from
@@ -209,10 +212,11 @@ TASKS = {
     ),
     "ising": Task(
         ising, 1, 1, "log10(MSE / variance)", "mse", extra=("32", "64", "128", "256"),
+        plain=True,
     ),
     "power-flow": Task(
         power_flow, 3, 1, "relative error", "relative", 1, "power-grids", UNSEEN,
-        local="gatedgcn", batch=4,
+        plain=True, batch=4,
     ),
     "sst": Task(
         sst, (SST_WORDS,), 5, "accuracy", "cross-entropy", (2,), "sst", directed=True,

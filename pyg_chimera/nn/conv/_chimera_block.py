@@ -191,7 +191,7 @@ class ChimeraBlock(Mixer):
 
     def _loudness(self, steps: Tensor) -> Tensor:
         """The input gates for which a head's mixed values are initially ten times as
-        large as the skip connection.
+        large as the skip connection, or as large without a norm that divides by it.
 
         On a path, where heads pass on 1 / cosh(1 / steps), the norm of a row of
         (I - A)^-1 is coth(1 / steps)^1.5. Products of queries and keys are about one
@@ -200,7 +200,7 @@ class ChimeraBlock(Mixer):
         """
         norm = torch.tanh(1 / steps) ** -1.5
         product = 1 if self.qk_norm else math.sqrt(self.state_channels) / 10
-        return 10 / (norm * product)
+        return (1 if self.norm is None else 10) / (norm * product)
 
     def _reset_filters(self) -> None:
         reset_filter_(cast(Tensor, self.local_weight))

@@ -83,8 +83,8 @@ class ChimeraConv(ChimeraBlock):
             for inputs of zero; other inputs change it, and on average halve it. It is
             at most 512 steps in float32, :math:`1 / \mathrm{arcosh}(1 / \gamma)` with
             :obj:`gamma` below one, and 4.5 with :obj:`normalization="released"`. The
-            mixed signal starts about ten times as large as the skip connection (not
-            with :obj:`"released"`). With :obj:`None`, selectivities start as in
+            mixed signal starts about ten times as large as the skip connection, or as
+            large without :obj:`norm` (not with :obj:`"released"`). With :obj:`None`, selectivities start as in
             the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
         differential (bool, optional): Whether a head is the difference of two
             recurrences with the same queries, keys and values but different
