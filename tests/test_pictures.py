@@ -15,7 +15,7 @@ PAGES = "".join(
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    for needed in ("matplotlib", "rdkit", "scipy"):
+    for needed in ("matplotlib", "rdkit"):
         pytest.importorskip(needed)
     spec = importlib.util.spec_from_file_location(
         "make_pictures", DOCS / "make_pictures.py"

@@ -1,5 +1,7 @@
 import numpy as np
 import torch
+from scipy.sparse import csc_array, diags_array
+from scipy.sparse.linalg import eigsh
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
@@ -38,8 +40,8 @@ class LaplacianEncoding(BaseTransform):
     weights are ignored.
 
     Takes :math:`O(|\mathcal{V}|^3)` time in components of up to 500 nodes. Larger ones
-    take a sparse factorization, if :math:`k` is small, which requires :obj:`scipy`. The
-    same graph always has the same encoding, on the same machine.
+    take a sparse factorization, if :math:`k` is small. The same graph always has the
+    same encoding, on the same machine.
 
     Args:
         k (int): The number of eigenvectors.
@@ -55,7 +57,6 @@ class LaplacianEncoding(BaseTransform):
             data is a batch, or has no valid :obj:`edge_index`.
         TypeError: If the data is not homogeneous, or :obj:`k` or :obj:`edge_index` is
             not integer.
-        ImportError: If :obj:`scipy` is needed and missing.
     """
 
     def __init__(
@@ -141,14 +142,6 @@ class LaplacianEncoding(BaseTransform):
             values, vectors = np.linalg.eigh(dense)
             return values[: self.k], vectors[:, : self.k]
 
-        try:
-            from scipy.sparse import csc_array, diags_array
-            from scipy.sparse.linalg import eigsh
-        except ImportError as error:
-            raise ImportError(
-                f"Laplacian encodings of graphs with more than {_DENSE_NODES} nodes "
-                "need 'scipy': pip install scipy"
-            ) from error
         laplacian = csc_array((entries, (row, col)), shape=(n, n))
         laplacian = csc_array(laplacian + diags_array(diagonal))
         # Any start will do, but without one, it is random and results would vary.

@@ -1,6 +1,4 @@
-import builtins
 import shutil
-import sys
 
 import networkx as nx
 import numpy as np
@@ -100,7 +98,6 @@ def test_directions_loops_and_duplicates_make_no_difference(graph: Graph):
     "graph", [nx.random_labeled_tree(60, seed=2), nx.lollipop_graph(10, 30)]
 )
 def test_nontrivial_ones_are_those_of_pyg(graph):
-    pytest.importorskip("scipy")
     data = data_of(graph)
     expected = AddLaplacianEigenvectorPE(3, is_undirected=True)(data)
     pe = LaplacianEncoding(4)(data).laplacian_pe[:, 1:, 0]
@@ -111,7 +108,6 @@ def test_nontrivial_ones_are_those_of_pyg(graph):
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_large_components_are_like_small_ones(monkeypatch, normalization):
     """Sparse and dense solvers, with several components of the same kind."""
-    pytest.importorskip("scipy")
     tree = nx.random_labeled_tree(120, seed=5)
     graph = nx.disjoint_union_all([tree, nx.path_graph(90), tree, nx.empty_graph(3)])
     transform = LaplacianEncoding(10, normalization=normalization)
@@ -126,7 +122,6 @@ def test_large_components_are_like_small_ones(monkeypatch, normalization):
 
 
 def test_five_thousand_nodes():
-    pytest.importorskip("scipy")
     n = 5000
     pe = LaplacianEncoding(4, normalization=None)(data_of(nx.path_graph(n)))
     pe = pe.laplacian_pe
@@ -134,22 +129,6 @@ def test_five_thousand_nodes():
     assert torch.allclose(pe[0, :, 1], expected, rtol=1e-6, atol=1e-13)
     wave = torch.cos(torch.pi * (torch.arange(n) + 0.5) / n)
     assert torch.allclose(pe[:, 1, 0].abs(), (wave / wave.norm()).abs(), atol=1e-8)
-
-
-def test_without_scipy(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.split(".")[0] == "scipy":
-            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-        return real(name, *args, **kwargs)
-
-    for name in [name for name in sys.modules if name.split(".")[0] == "scipy"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(builtins, "__import__", without)
-    assert LaplacianEncoding(2)(data_of(nx.path_graph(40))).laplacian_pe.ndim == 3
-    with pytest.raises(ImportError, match="pip install scipy"):
-        LaplacianEncoding(2)(data_of(nx.path_graph(501)))
 
 
 @pytest.mark.parametrize("num_nodes", [0, 1, 4])

@@ -71,9 +71,9 @@ class ChimeraConv(ChimeraBlock):
             :obj:`True`)
         norm (str, optional): :obj:`"rms"`, or :obj:`None` to leave out
             :math:`\text{RMSNorm}`, which keeps directions and drops magnitudes. Without
-            it, outputs are linear in :math:`\mathbf{V}`, for targets that are amplitudes
-            such as energies and voltage angles; they may be large where ranges are
-            long. (default: :obj:`"rms"`)
+            it, outputs are linear in :math:`\mathbf{V}`, for targets that are
+            amplitudes, such as energies and voltage angles; they may be large where
+            ranges are long. (default: :obj:`"rms"`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
@@ -84,8 +84,9 @@ class ChimeraConv(ChimeraBlock):
             at most 512 steps in float32, :math:`1 / \mathrm{arcosh}(1 / \gamma)` with
             :obj:`gamma` below one, and 4.5 with :obj:`normalization="released"`. The
             mixed signal starts about ten times as large as the skip connection, or as
-            large without :obj:`norm` (not with :obj:`"released"`). With :obj:`None`, selectivities start as in
-            the paper, log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
+            large without :obj:`norm` (not with :obj:`"released"`). With :obj:`None`,
+            selectivities start as in the paper, log-uniform in [0.001, 0.1]. (default:
+            :obj:`(4, 64)`)
         differential (bool, optional): Whether a head is the difference of two
             recurrences with the same queries, keys and values but different
             transitions, the second multiplied by a learned factor, initially 0.2. What
