@@ -1,7 +1,7 @@
 """Generated graphs with distances of up to 40 hops: the synthetic tasks of ECHO."""
 
 import os.path as osp
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,13 +85,8 @@ class EchoSynth(GeneratedDataset):
         scale (int, optional): By how much lengths are multiplied.
             (default: :obj:`1`)
         seed (int, optional): Seed of the graphs. (default: :obj:`0`)
-        transform (callable, optional): As in
+        **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
-        pre_transform (callable, optional): As there.
-        pre_filter (callable, optional): As there.
-        log (bool, optional): Whether to show progress. (default: :obj:`True`)
-        force_reload (bool, optional): Whether to generate again.
-            (default: :obj:`False`)
 
     Raises:
         ValueError: If :obj:`task` or :obj:`split` is unknown, or a number is out of
@@ -114,11 +109,7 @@ class EchoSynth(GeneratedDataset):
         num_graphs: int = 10_080,
         scale: int = 1,
         seed: int = 0,
-        transform: Callable | None = None,
-        pre_transform: Callable | None = None,
-        pre_filter: Callable | None = None,
-        log: bool = True,
-        force_reload: bool = False,
+        **kwargs: Any,
     ) -> None:
         if task not in self._tasks:
             raise ValueError(f"'task' must be one of {self._tasks} (got {task!r})")
@@ -137,11 +128,7 @@ class EchoSynth(GeneratedDataset):
             root,
             split,
             seed,
-            transform=transform,
-            pre_transform=pre_transform,
-            pre_filter=pre_filter,
-            log=log,
-            force_reload=force_reload,
+            **kwargs,
         )
 
     @property

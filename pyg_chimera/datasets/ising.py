@@ -1,7 +1,7 @@
 """Spins with long-range couplings on a torus, and the energy of each."""
 
 import os.path as osp
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,13 +85,8 @@ class LongRangeIsing(GeneratedDataset):
             coupling of nearest neighbours. (default: :obj:`None`, that of
             :obj:`TEMPERATURES`)
         seed (int, optional): Seed of the spins. (default: :obj:`0`)
-        transform (callable, optional): As in
+        **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
-        pre_transform (callable, optional): As there.
-        pre_filter (callable, optional): As there.
-        log (bool, optional): Whether to show progress. (default: :obj:`True`)
-        force_reload (bool, optional): Whether to generate again.
-            (default: :obj:`False`)
 
     Raises:
         ValueError: If :obj:`split` is unknown, a number is out of range, or no
@@ -115,11 +110,7 @@ class LongRangeIsing(GeneratedDataset):
         num_graphs: int = 10_000,
         temperature: float | None = None,
         seed: int = 0,
-        transform: Callable | None = None,
-        pre_transform: Callable | None = None,
-        pre_filter: Callable | None = None,
-        log: bool = True,
-        force_reload: bool = False,
+        **kwargs: Any,
     ) -> None:
         if side < 3:
             raise ValueError(f"'side' must be at least 3 (got {side})")
@@ -147,11 +138,7 @@ class LongRangeIsing(GeneratedDataset):
             root,
             split,
             seed,
-            transform=transform,
-            pre_transform=pre_transform,
-            pre_filter=pre_filter,
-            log=log,
-            force_reload=force_reload,
+            **kwargs,
         )
 
     @property

@@ -4,8 +4,8 @@ import csv
 import gzip
 import json
 import os.path as osp
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -96,13 +96,8 @@ class PeptidesFunctional(SplitDataset):
             :obj:`processed/`. (default: :obj:`None`, which is :obj:`root`)
         num_workers (int, optional): The number of processes that turn SMILES strings
             into graphs; 0 uses the current one. (default: :obj:`0`)
-        transform (callable, optional): As in
+        **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
-        pre_transform (callable, optional): As there.
-        pre_filter (callable, optional): As there.
-        log (bool, optional): Whether to show progress. (default: :obj:`True`)
-        force_reload (bool, optional): Whether to process the raw files again.
-            (default: :obj:`False`)
 
     Raises:
         FileNotFoundError: If a raw file is missing.
@@ -117,22 +112,14 @@ class PeptidesFunctional(SplitDataset):
         split: str = "train",
         processed_root: str | None = None,
         num_workers: int = 0,
-        transform: Callable | None = None,
-        pre_transform: Callable | None = None,
-        pre_filter: Callable | None = None,
-        log: bool = True,
-        force_reload: bool = False,
+        **kwargs: Any,
     ) -> None:
         self.processed_root = osp.expanduser(processed_root or root)
         self.num_workers = num_workers
         super().__init__(
             root,
             split,
-            transform=transform,
-            pre_transform=pre_transform,
-            pre_filter=pre_filter,
-            log=log,
-            force_reload=force_reload,
+            **kwargs,
         )
 
     @property
@@ -301,13 +288,8 @@ class GeneratedPeptides(SplitDataset):
         seed (int, optional): Seed of the sequences. (default: :obj:`0`)
         num_workers (int, optional): The number of processes that turn SMILES strings
             into graphs; 0 uses the current one. (default: :obj:`0`)
-        transform (callable, optional): As in
+        **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
-        pre_transform (callable, optional): As there.
-        pre_filter (callable, optional): As there.
-        log (bool, optional): Whether to show progress. (default: :obj:`True`)
-        force_reload (bool, optional): Whether to generate again.
-            (default: :obj:`False`)
     """
 
     label_names = (
@@ -332,11 +314,7 @@ class GeneratedPeptides(SplitDataset):
         num_graphs: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
-        transform: Callable | None = None,
-        pre_transform: Callable | None = None,
-        pre_filter: Callable | None = None,
-        log: bool = True,
-        force_reload: bool = False,
+        **kwargs: Any,
     ) -> None:
         if preset not in self._presets:
             raise ValueError(
@@ -356,11 +334,7 @@ class GeneratedPeptides(SplitDataset):
         super().__init__(
             root,
             split,
-            transform=transform,
-            pre_transform=pre_transform,
-            pre_filter=pre_filter,
-            log=log,
-            force_reload=force_reload,
+            **kwargs,
         )
 
     @property

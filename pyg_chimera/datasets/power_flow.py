@@ -2,9 +2,9 @@
 
 import os.path as osp
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha1
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -103,13 +103,8 @@ class PowerFlow(GeneratedDataset):
         processed_root (str, optional): Folder in which processed files are kept, in a
             subfolder per choice of grids, number of samples and seed.
             (default: :obj:`None`, which is :obj:`root`)
-        transform (callable, optional): As in
+        **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
-        pre_transform (callable, optional): As there.
-        pre_filter (callable, optional): As there.
-        log (bool, optional): Whether to show progress. (default: :obj:`True`)
-        force_reload (bool, optional): Whether to generate again.
-            (default: :obj:`False`)
 
     Raises:
         FileNotFoundError: If a grid's file is missing.
@@ -125,11 +120,7 @@ class PowerFlow(GeneratedDataset):
         num_samples: int = 100,
         seed: int = 0,
         processed_root: str | None = None,
-        transform: Callable | None = None,
-        pre_transform: Callable | None = None,
-        pre_filter: Callable | None = None,
-        log: bool = True,
-        force_reload: bool = False,
+        **kwargs: Any,
     ) -> None:
         if isinstance(grids, str) or not grids or len(set(grids)) < len(grids):
             raise ValueError(
@@ -147,11 +138,7 @@ class PowerFlow(GeneratedDataset):
             root,
             split,
             seed,
-            transform=transform,
-            pre_transform=pre_transform,
-            pre_filter=pre_filter,
-            log=log,
-            force_reload=force_reload,
+            **kwargs,
         )
 
     @property

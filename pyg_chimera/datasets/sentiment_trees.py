@@ -6,7 +6,6 @@ import os
 import os.path as osp
 import re
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,13 +87,8 @@ class SentimentTrees(SplitDataset):
         min_count (int, optional): How often a word, in lower case, must occur in the
             training sentences to be in the vocabulary. With 1, no training sentence
             has unknown words. (default: :obj:`1`)
-        transform (callable, optional): As in
+        **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
-        pre_transform (callable, optional): As there.
-        pre_filter (callable, optional): As there.
-        log (bool, optional): Whether to show progress. (default: :obj:`True`)
-        force_reload (bool, optional): Whether to process the raw files again.
-            (default: :obj:`False`)
 
     Attributes:
         vocabulary (list[str]): The words of the training sentences in lower case, the
@@ -114,11 +108,7 @@ class SentimentTrees(SplitDataset):
         root: str,
         split: str = "train",
         min_count: int = 1,
-        transform: Callable | None = None,
-        pre_transform: Callable | None = None,
-        pre_filter: Callable | None = None,
-        log: bool = True,
-        force_reload: bool = False,
+        **kwargs: Any,
     ) -> None:
         if min_count < 1:
             raise ValueError(f"'min_count' must be positive (got {min_count})")
@@ -126,11 +116,7 @@ class SentimentTrees(SplitDataset):
         super().__init__(
             root,
             split,
-            transform=transform,
-            pre_transform=pre_transform,
-            pre_filter=pre_filter,
-            log=log,
-            force_reload=force_reload,
+            **kwargs,
         )
         with open(self._vocabulary_path, encoding="utf-8") as file:
             self.vocabulary = json.load(file)

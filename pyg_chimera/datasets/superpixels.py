@@ -4,7 +4,6 @@ import gzip
 import io
 import os.path as osp
 import pickle
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -113,13 +112,8 @@ class Superpixels(SplitDataset):
             the split. (default: :obj:`None`, all of them)
         num_workers (int, optional): The number of processes that make graphs; 0 uses
             the current one. (default: :obj:`0`)
-        transform (callable, optional): As in
+        **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
-        pre_transform (callable, optional): As there.
-        pre_filter (callable, optional): As there.
-        log (bool, optional): Whether to show progress. (default: :obj:`True`)
-        force_reload (bool, optional): Whether to make the graphs again.
-            (default: :obj:`False`)
 
     Raises:
         FileNotFoundError: If a raw file is missing.
@@ -135,11 +129,7 @@ class Superpixels(SplitDataset):
         split: str = "train",
         num_graphs: int | None = None,
         num_workers: int = 0,
-        transform: Callable | None = None,
-        pre_transform: Callable | None = None,
-        pre_filter: Callable | None = None,
-        log: bool = True,
-        force_reload: bool = False,
+        **kwargs: Any,
     ) -> None:
         if name not in _RECIPES:
             raise ValueError(f"'name' must be one of {tuple(_RECIPES)} (got {name!r})")
@@ -151,11 +141,7 @@ class Superpixels(SplitDataset):
         super().__init__(
             root,
             split,
-            transform=transform,
-            pre_transform=pre_transform,
-            pre_filter=pre_filter,
-            log=log,
-            force_reload=force_reload,
+            **kwargs,
         )
 
     @property
