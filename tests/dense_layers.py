@@ -40,6 +40,8 @@ class Layer:
             identity, or adds rounding errors.
         solved: Told of the transitions on graphs with cycles, and of the largest entry
             of the resolvent, after which it may add rounding errors to gradients.
+        stored: Applied to the transitions on graphs with cycles: the identity, or
+            rounds them. Of a margin of 16 epsilons, a sixteenth is lost.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class Layer:
         rounded: Callable[[Tensor], Tensor],
         shaken: Callable[[Tensor, Tensor], Tensor],
         solved: Callable[[Tensor, Tensor], None],
+        stored: Callable[[Tensor], Tensor],
     ) -> None:
         self.conv, self.parameters, self.eps = conv, parameters, eps
-        self.rounded, self.shaken, self.solved = rounded, shaken, solved
+        self.rounded, self.shaken = rounded, shaken
+        self.solved, self.stored = solved, stored
 
     def __getattr__(self, name: str) -> Any:
         """An option, such as `heads`."""
@@ -80,6 +84,7 @@ def dense(
     rounded: Callable[[Tensor], Tensor] = lambda x: x,
     shaken: Callable[[Tensor, Tensor], Tensor] = lambda x, size: x,
     solved: Callable[[Tensor, Tensor], None] = lambda x, size: None,
+    stored: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> tuple[Tensor, ...]:
     """What a layer returns, as a tuple, given its parameters and buffers by name.
 
@@ -92,7 +97,7 @@ def dense(
     if getattr(conv, "flow", "") == "target_to_source":
         graphs = graphs._replace(edges=[index.flip(0) for index in graphs.edges])
     out = FORMULAS[type(conv).__name__](
-        Layer(conv, parameters, eps, rounded, shaken, solved), x, graphs
+        Layer(conv, parameters, eps, rounded, shaken, solved, stored), x, graphs
     )
     return out if isinstance(out, tuple) else (out,)
 
@@ -359,7 +364,7 @@ def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     query, key, value = chimera_inputs(p, x, graphs)
     plain, gates = chimera_gates(p, x)
     (index,), (edge,) = graphs.edges, edge_gates(p, graphs)
-    weight = chimera_transitions(p, index, gates, edge)
+    weight = p.stored(chimera_transitions(p, index, gates, edge))
     A = adjacency(index, weight, len(x))
     L = eye = torch.eye(len(x), dtype=x.dtype)
     if p.solver == "neumann":

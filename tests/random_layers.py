@@ -332,7 +332,11 @@ def check(case: Case) -> Result:
         loss = torch.finfo(wide).eps + torch.finfo(torch.float64).eps * size.double()
         y.register_hook(lambda g: (g * (1 + loss * noise(g))).to(g.dtype))
 
-    errors = {"rounded": rounded, "shaken": shaken, "solved": solved}
+    def stored(y: Tensor) -> Tensor:
+        """Transitions are float64."""
+        return y * (1 + torch.finfo(torch.float64).eps * noise(y)).to(y.dtype)
+
+    errors = {"rounded": rounded, "shaken": shaken, "solved": solved, "stored": stored}
     try:
         draws = [formula(off, **errors) for _ in range(DRAWS)]
     except torch.linalg.LinAlgError:
