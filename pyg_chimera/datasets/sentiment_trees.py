@@ -76,9 +76,9 @@ class SentimentTrees(SplitDataset):
       the accuracy at all nodes and at roots.
 
     In the binary task of the literature, neutral sentences (or nodes) are left out and
-    the others are positive or negative. Sentences: :obj:`pre_filter=lambda data:
-    data.y[-1] != 2`, which leaves 6,920, 872 and 1,821; nodes: :obj:`data.y != 2` as a
-    mask; labels: :obj:`data.y > 2`.
+    the others are positive or negative. A :obj:`pre_filter` that keeps sentences with
+    :obj:`data.y[-1] != 2` leaves 6,920, 872 and 1,821; :obj:`data.y != 2` is a mask of
+    nodes, and :obj:`data.y > 2` are labels.
 
     Args:
         root (str): Folder with the raw files. Processed files are kept in it, too.
