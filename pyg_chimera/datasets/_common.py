@@ -4,13 +4,14 @@ import os
 import os.path as osp
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import get_context
 from typing import Any
 
 from torch_geometric.data import Data, InMemoryDataset
 from tqdm import tqdm
 
-__all__ = ["find_raw", "map_in_processes", "require", "save_whole"]
+__all__ = ["find_raw", "map_in_processes", "require", "save_whole", "written_whole"]
 
 
 def require(module: str, task: str) -> Any:
@@ -60,10 +61,17 @@ def map_in_processes(
             pool.shutdown(cancel_futures=True)
 
 
-def save_whole(graphs: Sequence[Data], path: str) -> None:
-    """Interrupted or not, and with several processes at it, never leaves half a file
-    under the final name.
+@contextmanager
+def written_whole(path: str) -> Iterator[str]:
+    """Where to write what will be at the path. Interrupted or not, and with several
+    processes at it, there is never half a file under the final name.
     """
     part = f"{path}.{os.getpid()}.part"
-    InMemoryDataset.save(graphs, part)
+    yield part
     os.replace(part, path)
+
+
+def save_whole(graphs: Sequence[Data], path: str) -> None:
+    """Saves graphs as one file, see :func:`written_whole`."""
+    with written_whole(path) as part:
+        InMemoryDataset.save(graphs, part)

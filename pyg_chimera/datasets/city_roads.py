@@ -1,6 +1,5 @@
 """Road networks of cities, with classes that depend on roads 16 hops away."""
 
-import os
 import os.path as osp
 from collections.abc import Callable
 from tempfile import TemporaryDirectory
@@ -11,7 +10,7 @@ import torch
 from torch_geometric.data import Data, InMemoryDataset, download_url
 from torch_geometric.utils import remove_self_loops, scatter, to_undirected
 
-from pyg_chimera.datasets._common import save_whole
+from pyg_chimera.datasets._common import save_whole, written_whole
 
 __all__ = ["CityRoads"]
 
@@ -180,9 +179,8 @@ class CityRoads(InMemoryDataset):
                 ).numpy()
                 for key, name in _FILES.items()
             }
-        part = f"{self.raw_paths[0]}.{os.getpid()}.part.npz"
-        np.savez_compressed(part, **arrays)
-        os.replace(part, self.raw_paths[0])
+        with written_whole(self.raw_paths[0]) as part, open(part, "wb") as file:
+            np.savez_compressed(file, **arrays)
 
     def process(self) -> None:
         """Turns the raw file into the processed graph."""

@@ -124,12 +124,7 @@ class EchoSynth(GeneratedDataset):
         self.task = task
         self.num_graphs = num_graphs
         self.scale = scale
-        super().__init__(
-            root,
-            split,
-            seed,
-            **kwargs,
-        )
+        super().__init__(root, split, seed, **kwargs)
 
     @property
     def processed_dir(self) -> str:

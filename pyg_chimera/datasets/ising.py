@@ -134,12 +134,7 @@ class LongRangeIsing(GeneratedDataset):
         self.sigma = sigma
         self.num_graphs = num_graphs
         self.temperature = temperature
-        super().__init__(
-            root,
-            split,
-            seed,
-            **kwargs,
-        )
+        super().__init__(root, split, seed, **kwargs)
 
     @property
     def processed_dir(self) -> str:

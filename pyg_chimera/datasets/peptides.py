@@ -116,11 +116,7 @@ class PeptidesFunctional(SplitDataset):
     ) -> None:
         self.processed_root = osp.expanduser(processed_root or root)
         self.num_workers = num_workers
-        super().__init__(
-            root,
-            split,
-            **kwargs,
-        )
+        super().__init__(root, split, **kwargs)
 
     @property
     def raw_file_names(self) -> list[str]:
@@ -331,11 +327,7 @@ class GeneratedPeptides(SplitDataset):
             )
         self.seed = seed
         self.num_workers = num_workers
-        super().__init__(
-            root,
-            split,
-            **kwargs,
-        )
+        super().__init__(root, split, **kwargs)
 
     @property
     def raw_file_names(self) -> list[str]:

@@ -134,12 +134,7 @@ class PowerFlow(GeneratedDataset):
         self.grids = tuple(grids)
         self.num_samples = num_samples
         self.processed_root = osp.expanduser(processed_root or root)
-        super().__init__(
-            root,
-            split,
-            seed,
-            **kwargs,
-        )
+        super().__init__(root, split, seed, **kwargs)
 
     @property
     def processed_dir(self) -> str:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import os.path as osp
 import re
 from collections import Counter
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch_geometric.data import Data
 
-from pyg_chimera.datasets._common import find_raw
+from pyg_chimera.datasets._common import find_raw, written_whole
 from pyg_chimera.datasets._splits import SplitDataset
 
 __all__ = ["SentimentTrees"]
@@ -113,11 +112,7 @@ class SentimentTrees(SplitDataset):
         if min_count < 1:
             raise ValueError(f"'min_count' must be positive (got {min_count})")
         self.min_count = min_count
-        super().__init__(
-            root,
-            split,
-            **kwargs,
-        )
+        super().__init__(root, split, **kwargs)
         with open(self._vocabulary_path, encoding="utf-8") as file:
             self.vocabulary = json.load(file)
 
@@ -135,10 +130,11 @@ class SentimentTrees(SplitDataset):
         splits = [self._trees(name) for name in ("train", "dev", "test")]
         counts = Counter(word for _, words in splits[0] for word in words if word)
         vocabulary = [w for w, n in counts.most_common() if n >= self.min_count]
-        part = f"{self._vocabulary_path}.{os.getpid()}.part"
-        with open(part, "w", encoding="utf-8") as file:
+        with (
+            written_whole(self._vocabulary_path) as part,
+            open(part, "w", encoding="utf-8") as file,
+        ):
             json.dump(vocabulary, file)
-        os.replace(part, self._vocabulary_path)
 
         ids = {"": _INNER} | {word: i for i, word in enumerate(vocabulary, 2)}
         graphs, ends = [], [0]

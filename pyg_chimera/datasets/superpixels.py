@@ -138,11 +138,7 @@ class Superpixels(SplitDataset):
         self.name = name
         self.num_graphs = num_graphs
         self.num_workers = num_workers
-        super().__init__(
-            root,
-            split,
-            **kwargs,
-        )
+        super().__init__(root, split, **kwargs)
 
     @property
     def processed_dir(self) -> str:
