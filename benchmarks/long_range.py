@@ -154,11 +154,11 @@ def build_mixer(arm: str, name: str, channels: int) -> Module | None:
 def build(arm: str, name: str) -> GraphModel:
     """A model whose layers have about the task's number of parameters."""
     task = TASKS[name]
-    kind = task.local if arm in OURS else arm.split("-")[0]
     edges = task.edge_dim if reads_edges(arm, task) else None
     depth, channels = DEEP.get(arm, 3), task.channels + 8
-    plain = task.plain and arm in OURS
-    norm = None if plain else task.norm
+    kind, norm = arm.split("-")[0], task.norm
+    if arm in OURS:
+        kind, norm = ("none", None) if task.plain else (task.local, norm)
 
     def layer(hidden: int) -> GPSLayer:
         conv: Module | None = None
@@ -170,7 +170,7 @@ def build(arm: str, name: str) -> GraphModel:
             conv = SAGEConv(channels, channels, aggr=task.aggr)
         return GPSLayer(
             channels,
-            None if plain else conv,
+            conv,
             build_mixer(arm, name, channels),
             dropout=task.dropout,
             norm=norm,

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn.inits import reset
 
 from pyg_chimera.nn._inputs import (
     at_least_float32,
@@ -121,7 +122,7 @@ class ChimeraBlock(Mixer):
             self.local_weight = Parameter(torch.empty(out_channels + 2 * states, *taps))
         self.contrast = Parameter(torch.empty(heads)) if differential else None
         self.skip = Parameter(torch.empty(heads))
-        self.norm = RMSNorm(out_channels, eps=1e-5) if norm == "rms" else None
+        self.norm = torch.nn.Identity() if norm is None else RMSNorm(out_channels, 1e-5)
         self.lin_out = Linear(out_channels, out_channels, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -138,8 +139,7 @@ class ChimeraBlock(Mixer):
         if self.contrast is not None:
             torch.nn.init.constant_(self.contrast, 0.2)
         torch.nn.init.ones_(self.skip)
-        if self.norm is not None:
-            self.norm.reset_parameters()
+        reset(self.norm)
         if self.reach is not None:
             self._set_reach(head_reaches(self.reach, self.scan_heads))
 
@@ -168,15 +168,14 @@ class ChimeraBlock(Mixer):
         # On a path, nodes pass on 2 gamma / (2 + m) = 1 / cosh(1 / steps).
         fixed = 2 * (1 - gamma) if fixed is None else fixed
         lost = 4 * gamma * torch.sinh(0.5 / steps).square()
-        rounding = 0.0
+        rounding = lowered = 0.0
         if least is None:  # added in squares: two neighbours' weights sum to 2
             rounding = 2 * LEAST_MARGIN * torch.finfo(steps.dtype).eps
             least = max(1e-9, 1.01 * rounding)
+            lowered = self._start_edges()
         m = (lost - fixed).clamp(least, math.exp(-0.01))
         psi = -(m.square() - rounding**2).log() / 2
-        if rounding > 0:  # not as released
-            psi = psi + self._start_edges()
-        softplus_(self.delta_bias[2], psi)
+        softplus_(self.delta_bias[2], psi + lowered)
         return 0.5 / torch.asinh(((m + fixed) / (4 * gamma)).sqrt())
 
     def _start_edges(self) -> float:
@@ -200,7 +199,7 @@ class ChimeraBlock(Mixer):
         """
         norm = torch.tanh(1 / steps) ** -1.5
         product = 1 if self.qk_norm else math.sqrt(self.state_channels) / 10
-        return (1 if self.norm is None else 10) / (norm * product)
+        return (10 if isinstance(self.norm, RMSNorm) else 1) / (norm * product)
 
     def _reset_filters(self) -> None:
         reset_filter_(cast(Tensor, self.local_weight))
@@ -270,12 +269,11 @@ class ChimeraBlock(Mixer):
             skip = skip * torch.exp(-rest).unsqueeze(-1)
         y, value = self.out_of_scans(y), value[:, :: 1 + self.differential]
         y = (y + skip * value).flatten(1)
-        norm = torch.nn.Identity() if self.norm is None else self.norm
         if self.lin_gate is None:
-            y = norm(y)
+            y = self.norm(y)
         else:
             gate = F.silu(at_least_float32(self.lin_gate(x)))
-            y = norm(y) * gate if self.norm_before_gate else norm(y * gate)
+            y = self.norm(y) * gate if self.norm_before_gate else self.norm(y * gate)
         return self.lin_out(y.to(x.dtype))
 
     def __repr__(self) -> str:
