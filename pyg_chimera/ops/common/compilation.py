@@ -6,19 +6,38 @@ not, must be unchanged as well.
 """
 
 import hashlib
+import os
 import re
+import secrets
 import sys
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import numba
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 
 __all__ = ["compiled", "stamp"]
+
+
+def _number_symbols() -> None:
+    """Starts the numbers in names of symbols somewhere else in each process.
+
+    numba tells functions of one name, such as the sorts of `np.sort` and `np.argsort`,
+    apart by a count from one. If two processes have cached kernels, a third that loads
+    both would find the same name twice, and call the wrong function.
+    """
+    FunctionIdentity._unique_ids = count(secrets.randbits(48))
+
+
+_number_symbols()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_number_symbols)
 
 
 def compiled(**options: Any) -> Callable[[Callable], Any]:
@@ -43,7 +62,7 @@ class _Cache(FunctionCache):
         self._stamp = stamp(function.__module__)
         # Without its line, an edit above a function would leave a file behind.
         line = f"-{locator.get_disambiguator()}.py"
-        self._cache_file = IndexDataCacheFile(
+        self._cache_file = _Files(
             cache_path=self._cache_path,
             filename_base=self._impl.filename_base.replace(line, ".py"),
             source_stamp=(locator.get_source_stamp(), self._stamp),
@@ -54,6 +73,16 @@ class _Cache(FunctionCache):
         _read.cache_clear()
         if stamp(self._py_func.__module__) == self._stamp:
             super().save_overload(sig, data)
+
+
+class _Files(IndexDataCacheFile):
+    """numba's, but an index with types that no longer exist counts as outdated."""
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()
+        except (AttributeError, ImportError):  # as it reads them before the stamp
+            return {}
 
 
 def stamp(module: str) -> tuple[str, ...]:

@@ -352,17 +352,22 @@ def _fold(builder: Any, value: Any, combine: Callable) -> Any:
 
 
 @intrinsic
-def _pointer_intrinsic(typing_context, array):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _pointer_intrinsic(typing_context, array):
+    def generate(context, builder, signature, args):
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         return builder.ptrtoint(data, _INT)
 
     return PointerType(array.dtype)(array), generate
 
 
+@overload(pointer)
+def _overload_pointer(array):
+    return lambda array: _pointer_intrinsic(array)
+
+
 @type_callable(operator.add)
-def _type_add(context):  # type: ignore[no-untyped-def]
-    def typer(a, b):  # type: ignore[no-untyped-def]
+def _type_add(context):
+    def typer(a, b):
         if isinstance(a, PointerType) and isinstance(b, types.Integer):
             return a
         if isinstance(a, VectorType) and a == b:
@@ -375,38 +380,38 @@ def _type_add(context):  # type: ignore[no-untyped-def]
 for _operation in (operator.sub, operator.mul):
 
     @type_callable(_operation)
-    def _type_operation(context):  # type: ignore[no-untyped-def]
-        def typer(a, b):  # type: ignore[no-untyped-def]
+    def _type_operation(context):
+        def typer(a, b):
             return a if isinstance(a, VectorType) and a == b else None
 
         return typer
 
 
 @lower_builtin(operator.add, PointerType, types.Integer)
-def _lower_offset(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _lower_offset(context, builder, signature, args):
     at, step = signature.args[:2]
     step = context.cast(builder, args[1], step, types.int64)
     return builder.add(args[0], builder.mul(step, _INT(at.dtype.bitwidth // 8)))
 
 
 @lower_builtin(operator.add, VectorType, VectorType)
-def _lower_add(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _lower_add(context, builder, signature, args):
     return builder.fadd(*args)
 
 
 @lower_builtin(operator.sub, VectorType, VectorType)
-def _lower_sub(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _lower_sub(context, builder, signature, args):
     return builder.fsub(*args)
 
 
 @lower_builtin(operator.mul, VectorType, VectorType)
-def _lower_mul(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _lower_mul(context, builder, signature, args):
     return builder.fmul(*args)
 
 
 @type_callable(operator.getitem)
-def _type_getitem(context):  # type: ignore[no-untyped-def]
-    def typer(p, i):  # type: ignore[no-untyped-def]
+def _type_getitem(context):
+    def typer(p, i):
         is_place = isinstance(p, PointerType) and isinstance(i, types.Integer)
         return p.dtype if is_place else None
 
@@ -414,8 +419,8 @@ def _type_getitem(context):  # type: ignore[no-untyped-def]
 
 
 @type_callable(operator.setitem)
-def _type_setitem(context):  # type: ignore[no-untyped-def]
-    def typer(p, i, x):  # type: ignore[no-untyped-def]
+def _type_setitem(context):
+    def typer(p, i, x):
         is_place = isinstance(p, PointerType) and isinstance(i, types.Integer)
         return types.void if is_place and x == p.dtype else None
 
@@ -423,343 +428,235 @@ def _type_setitem(context):  # type: ignore[no-untyped-def]
 
 
 @lower_builtin(operator.getitem, PointerType, types.Integer)
-def _lower_getitem(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _lower_getitem(context, builder, signature, args):
     address = _lower_offset(context, builder, signature, args)
     element = _vector(signature.args[0].dtype).element
     return builder.load(_at(builder, address, element))
 
 
 @lower_builtin(operator.setitem, PointerType, types.Integer, types.Float)
-def _lower_setitem(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _lower_setitem(context, builder, signature, args):
     address = _lower_offset(context, builder, signature, args)
     builder.store(args[2], _at(builder, address, args[2].type))
     return context.get_dummy_value()
 
 
-@intrinsic
-def _lanes_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _INT(_count(p.dtype))
-
-    return types.int64(p), generate
-
-
-@intrinsic
-def _load_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _load(builder, args[0], _vector(p.dtype))
-
-    return VectorType(p.dtype)(p), generate
+#: numba reads how many arguments a function has from its code.
+_WITH_ARITY: dict[int, Callable] = {
+    1: lambda f: lambda a: f(a),
+    2: lambda f: lambda a, b: f(a, b),
+    3: lambda f: lambda a, b, c: f(a, b, c),
+    4: lambda f: lambda a, b, c, d: f(a, b, c, d),
+    5: lambda f: lambda a, b, c, d, e: f(a, b, c, d, e),
+}
 
 
-@intrinsic
-def _load_some_intrinsic(typing_context, p, n):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _masked_load(builder, *args, _vector(p.dtype))
+def _compiles_to(function: Callable, typed: Callable) -> Callable:
+    """Decorates what a function compiles to: LLVM code, given a builder, the type of
+    vectors and the arguments. `typed` gives the numba signature for their types.
+    """
+    arity = function.__code__.co_argcount
 
-    return VectorType(p.dtype)(p, types.int64), generate
+    def register(emit: Callable) -> None:
+        def define(typing_context, *args):
+            vector = _vector(getattr(args[0], "dtype", args[0]))
 
+            def generate(context, builder, signature, values):
+                out = emit(builder, vector, *values)
+                return context.get_dummy_value() if out is None else out
 
-@intrinsic
-def _prefetch_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        function = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(ir.VoidType(), [pointer.type] + 3 * [_LANE]),
-            "llvm.prefetch.p0",
-        )
-        builder.call(function, [pointer, _LANE(0), _LANE(2), _LANE(1)])
-        return context.get_dummy_value()
+            return typed(*args), generate
 
-    return types.void(p), generate
+        llvm = intrinsic(_WITH_ARITY[arity + 1](define))
+        call = _WITH_ARITY[arity](llvm)
+        overload(function)(_WITH_ARITY[arity](lambda *args: call))
 
-
-@intrinsic
-def _store_intrinsic(typing_context, p, v):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        _store(builder, args[1], args[0])
-        return context.get_dummy_value()
-
-    return types.void(p, v), generate
+    return register
 
 
-@intrinsic
-def _store_some_intrinsic(typing_context, p, v, n):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        _masked_store(builder, args[1], args[0], args[2])
-        return context.get_dummy_value()
-
-    return types.void(p, v, types.int64), generate
+def _of_vectors(*args: types.Type) -> Any:
+    return args[0](*args)
 
 
-@intrinsic
-def _splat_intrinsic(typing_context, x):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _splat(builder, args[0], _count(x))
-
-    return VectorType(x)(x), generate
+def _to_number(v: VectorType) -> Any:
+    return v.dtype(v)
 
 
-@intrinsic
-def _zeros_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return ir.Constant(_vector(p.dtype), None)
-
-    return VectorType(p.dtype)(p), generate
+def _to_vector(p: Any, *n: types.Type) -> Any:
+    return VectorType(getattr(p, "dtype", p))(p, *[types.int64] * len(n))
 
 
-@intrinsic
-def _fma_intrinsic(typing_context, a, b, c):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _call_llvm(builder, "fma", *args)
-
-    return a(a, a, a), generate
+def _to_nothing(p: PointerType, *args: types.Type) -> Any:
+    return types.void(p, *args)
 
 
-@intrinsic
-def _total_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return builder.extract_element(_fold(builder, *args, builder.fadd), _LANE(0))
-
-    return v.dtype(v), generate
+@_compiles_to(lanes, lambda p: types.int64(p))
+def _(builder, vector, p):
+    return _INT(vector.count)
 
 
-def _compare(sign: str) -> Callable:
-    """The intrinsic of `larger` (sign ">") or `smaller` (sign "<")."""
+@_compiles_to(load, _to_vector)
+def _(builder, vector, p):
+    return _load(builder, p, vector)
 
-    @intrinsic
-    def compare(typing_context, a, b):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            return _select(builder, sign, *args)
 
-        return a(a, a), generate
+@_compiles_to(load_some, _to_vector)
+def _(builder, vector, p, n):
+    return _masked_load(builder, p, n, vector)
 
-    return compare
+
+@_compiles_to(prefetch, _to_nothing)
+def _(builder, vector, p):
+    pointer = builder.inttoptr(p, ir.IntType(8).as_pointer())
+    function = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ir.VoidType(), [pointer.type] + 3 * [_LANE]),
+        "llvm.prefetch.p0",
+    )
+    builder.call(function, [pointer, _LANE(0), _LANE(2), _LANE(1)])
+
+
+@_compiles_to(store, _to_nothing)
+def _(builder, vector, p, v):
+    _store(builder, v, p)
+
+
+@_compiles_to(store_some, lambda p, v, n: types.void(p, v, types.int64))
+def _(builder, vector, p, v, n):
+    _masked_store(builder, v, p, n)
+
+
+@_compiles_to(splat, _to_vector)
+def _(builder, vector, x):
+    return _splat(builder, x, vector.count)
+
+
+@_compiles_to(zeros, _to_vector)
+def _(builder, vector, p):
+    return ir.Constant(vector, None)
+
+
+@_compiles_to(fma, _of_vectors)
+def _(builder, vector, a, b, c):
+    return _call_llvm(builder, "fma", a, b, c)
+
+
+@_compiles_to(total, _to_number)
+def _(builder, vector, v):
+    return builder.extract_element(_fold(builder, v, builder.fadd), _LANE(0))
 
 
 def _select(builder: Any, sign: str, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(sign, b, a), b, a)
 
 
-_larger_intrinsic, _smaller_intrinsic = _compare(">"), _compare("<")
+@_compiles_to(larger, _of_vectors)
+def _(builder, vector, a, b):
+    return _select(builder, ">", a, b)
 
 
-@intrinsic
-def _largest_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        larger = partial(_select, builder, ">")
-        return builder.extract_element(_fold(builder, *args, larger), _LANE(0))
-
-    return v.dtype(v), generate
+@_compiles_to(smaller, _of_vectors)
+def _(builder, vector, a, b):
+    return _select(builder, "<", a, b)
 
 
-@intrinsic
-def _floor_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        return _call_llvm(builder, "floor", *args)
-
-    return v(v), generate
+@_compiles_to(largest, _to_number)
+def _(builder, vector, v):
+    folded = _fold(builder, v, partial(_select, builder, ">"))
+    return builder.extract_element(folded, _LANE(0))
 
 
-@intrinsic
-def _power_of_two_intrinsic(typing_context, v):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        vector = args[0].type
-        bits = 8 * _size(vector)
-        bias, shift = (127, 23) if bits == 32 else (1023, 52)
-        integers = ir.VectorType(ir.IntType(bits), vector.count)
-        n = builder.fptosi(args[0], integers)
-        n = builder.add(n, ir.Constant(integers, [bias] * vector.count))
-        n = builder.shl(n, ir.Constant(integers, [shift] * vector.count))
-        return builder.bitcast(n, vector)
-
-    return v(v), generate
+@_compiles_to(floor, _of_vectors)
+def _(builder, vector, v):
+    return _call_llvm(builder, "floor", v)
 
 
-@intrinsic
-def _first_intrinsic(typing_context, v, n):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        value, n = args
-        mask = _mask(builder, n, value.type.count)
-        return builder.select(mask, value, ir.Constant(value.type, None))
+@_compiles_to(power_of_two, _of_vectors)
+def _(builder, vector, v):
+    bits = 8 * _size(vector)
+    bias, shift = (127, 23) if bits == 32 else (1023, 52)
+    integers = ir.VectorType(ir.IntType(bits), vector.count)
+    n = builder.fptosi(v, integers)
+    n = builder.add(n, ir.Constant(integers, [bias] * vector.count))
+    n = builder.shl(n, ir.Constant(integers, [shift] * vector.count))
+    return builder.bitcast(n, vector)
 
-    return v(v, types.int64), generate
+
+@_compiles_to(first, lambda v, n: v(v, types.int64))
+def _(builder, vector, v, n):
+    return builder.select(_mask(builder, n, vector.count), v, ir.Constant(vector, None))
 
 
-@intrinsic
-def _row_totals_intrinsic(typing_context, p):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        vector = _vector(p.dtype)
-        count, lane = vector.count, max(1, 16 // _size(vector))  # per 128 bits
-        # Add halves of two vectors side by side, then quarters, and so on, in an order
-        # that takes one cheap instruction each. `held[r][j]`: the source of lane j.
-        rows, held = [], []
+@_compiles_to(row_totals, _to_vector)
+def _(builder, vector, p):
+    count, lane = vector.count, max(1, 16 // _size(vector))  # per 128 bits
+    # Add halves of two vectors side by side, then quarters, and so on, in an order
+    # that takes one cheap instruction each. `held[r][j]`: the source of lane j.
+    rows, held = [], []
+    for i in range(count):
+        rows.append(_load(builder, builder.add(p, _INT(_BYTES * i)), vector))
+        held.append([i] * count)
+    step = count // 2
+    while step:
+        group = lane if step < lane else count
+        low = [j for j in range(count) if not j & step]
+        pairs = []  # per group: the kept lanes of the first, then of the second
+        for g in range(0, count, group):
+            own = [j for j in low if g <= j < g + group]
+            pairs += own + [count + j for j in own]
+        masks = [
+            ir.Constant(ir.VectorType(_LANE, count), [j + more for j in pairs])
+            for more in (0, step)
+        ]
+        for i in range(len(rows) // 2):
+            a, b = rows[2 * i], rows[2 * i + 1]
+            parts = (builder.shuffle_vector(a, b, mask) for mask in masks)
+            both = held[2 * i] + held[2 * i + 1]
+            rows[i], held[i] = builder.fadd(*parts), [both[j] for j in pairs]
+        rows, held = rows[: len(rows) // 2], held[: len(held) // 2]
+        step //= 2
+    order = [held[0].index(i) for i in range(count)]
+    order = ir.Constant(ir.VectorType(_LANE, count), order)
+    return builder.shuffle_vector(rows[0], rows[0], order)
+
+
+@_compiles_to(
+    transpose_square,
+    lambda target, ldt, source, lds: types.void(
+        target, types.int64, source, types.int64
+    ),
+)
+def _(builder, vector, target, ldt, source, lds):
+    ldt, lds = (builder.mul(x, _INT(_size(vector))) for x in (ldt, lds))
+    count, rows = vector.count, []
+    for i in range(count):
+        address = builder.add(source, builder.mul(lds, _INT(i)))
+        rows.append(_load(builder, address, vector))
+    step = 1
+    while step < count:  # swap the off-diagonal squares of size `step`
+        low = [j if not j & step else count + j - step for j in range(count)]
+        high = [j + step if not j & step else count + j for j in range(count)]
+        masks = [ir.Constant(ir.VectorType(_LANE, count), x) for x in (low, high)]
         for i in range(count):
-            rows.append(_load(builder, builder.add(args[0], _INT(_BYTES * i)), vector))
-            held.append([i] * count)
-        step = count // 2
-        while step:
-            group = lane if step < lane else count
-            low = [j for j in range(count) if not j & step]
-            pairs = []  # per group: the kept lanes of the first, then of the second
-            for g in range(0, count, group):
-                own = [j for j in low if g <= j < g + group]
-                pairs += own + [count + j for j in own]
-            masks = [
-                ir.Constant(ir.VectorType(_LANE, count), [j + more for j in pairs])
-                for more in (0, step)
-            ]
-            for i in range(len(rows) // 2):
-                a, b = rows[2 * i], rows[2 * i + 1]
-                parts = (builder.shuffle_vector(a, b, mask) for mask in masks)
-                both = held[2 * i] + held[2 * i + 1]
-                rows[i], held[i] = builder.fadd(*parts), [both[j] for j in pairs]
-            rows, held = rows[: len(rows) // 2], held[: len(held) // 2]
-            step //= 2
-        order = [held[0].index(i) for i in range(count)]
-        order = ir.Constant(ir.VectorType(_LANE, count), order)
-        return builder.shuffle_vector(rows[0], rows[0], order)
-
-    return VectorType(p.dtype)(p), generate
-
-
-@intrinsic
-def _transpose_square_intrinsic(typing_context, target, ldt, source, lds):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        vector = _vector(signature.args[0].dtype)
-        target, ldt, source, lds = args
-        ldt, lds = (builder.mul(x, _INT(_size(vector))) for x in (ldt, lds))
-        count, rows = vector.count, []
-        for i in range(count):
-            address = builder.add(source, builder.mul(lds, _INT(i)))
-            rows.append(_load(builder, address, vector))
-        step = 1
-        while step < count:  # swap the off-diagonal squares of size `step`
-            low = [j if not j & step else count + j - step for j in range(count)]
-            high = [j + step if not j & step else count + j for j in range(count)]
-            masks = [ir.Constant(ir.VectorType(_LANE, count), x) for x in (low, high)]
-            for i in range(count):
-                if not i & step:
-                    pair = rows[i], rows[i + step]
-                    rows[i], rows[i + step] = (
-                        builder.shuffle_vector(*pair, mask) for mask in masks
-                    )
-            step *= 2
-        for i in range(count):
-            address = builder.add(target, builder.mul(ldt, _INT(i)))
-            _store(builder, rows[i], address)
-        return context.get_dummy_value()
-
-    i = types.int64
-    return types.void(target, i, source, i), generate
-
-
-@overload(pointer)
-def _overload_pointer(array):  # type: ignore[no-untyped-def]
-    return lambda array: _pointer_intrinsic(array)
-
-
-@overload(lanes)
-def _overload_lanes(p):  # type: ignore[no-untyped-def]
-    return lambda p: _lanes_intrinsic(p)
-
-
-@overload(load)
-def _overload_load(p):  # type: ignore[no-untyped-def]
-    return lambda p: _load_intrinsic(p)
-
-
-@overload(load_some)
-def _overload_load_some(p, n):  # type: ignore[no-untyped-def]
-    return lambda p, n: _load_some_intrinsic(p, n)
-
-
-@overload(prefetch)
-def _overload_prefetch(p):  # type: ignore[no-untyped-def]
-    return lambda p: _prefetch_intrinsic(p)
-
-
-@overload(store)
-def _overload_store(p, v):  # type: ignore[no-untyped-def]
-    return lambda p, v: _store_intrinsic(p, v)
-
-
-@overload(store_some)
-def _overload_store_some(p, v, n):  # type: ignore[no-untyped-def]
-    return lambda p, v, n: _store_some_intrinsic(p, v, n)
-
-
-@overload(splat)
-def _overload_splat(x):  # type: ignore[no-untyped-def]
-    return lambda x: _splat_intrinsic(x)
-
-
-@overload(zeros)
-def _overload_zeros(p):  # type: ignore[no-untyped-def]
-    return lambda p: _zeros_intrinsic(p)
-
-
-@overload(fma)
-def _overload_fma(a, b, c):  # type: ignore[no-untyped-def]
-    return lambda a, b, c: _fma_intrinsic(a, b, c)
-
-
-@overload(total)
-def _overload_total(v):  # type: ignore[no-untyped-def]
-    return lambda v: _total_intrinsic(v)
-
-
-@overload(first)
-def _overload_first(v, n):  # type: ignore[no-untyped-def]
-    return lambda v, n: _first_intrinsic(v, n)
-
-
-@overload(larger)
-def _overload_larger(a, b):  # type: ignore[no-untyped-def]
-    return lambda a, b: _larger_intrinsic(a, b)
-
-
-@overload(smaller)
-def _overload_smaller(a, b):  # type: ignore[no-untyped-def]
-    return lambda a, b: _smaller_intrinsic(a, b)
-
-
-@overload(largest)
-def _overload_largest(v):  # type: ignore[no-untyped-def]
-    return lambda v: _largest_intrinsic(v)
-
-
-@overload(floor)
-def _overload_floor(v):  # type: ignore[no-untyped-def]
-    return lambda v: _floor_intrinsic(v)
-
-
-@overload(power_of_two)
-def _overload_power_of_two(v):  # type: ignore[no-untyped-def]
-    return lambda v: _power_of_two_intrinsic(v)
-
-
-@overload(row_totals)
-def _overload_row_totals(p):  # type: ignore[no-untyped-def]
-    return lambda p: _row_totals_intrinsic(p)
-
-
-@overload(transpose_square)
-def _overload_transpose_square(target, ldt, source, lds):  # type: ignore[no-untyped-def]
-    return lambda target, ldt, source, lds: _transpose_square_intrinsic(
-        target, ldt, source, lds
-    )
+            if not i & step:
+                pair = rows[i], rows[i + step]
+                rows[i], rows[i + step] = (
+                    builder.shuffle_vector(*pair, mask) for mask in masks
+                )
+        step *= 2
+    for i in range(count):
+        address = builder.add(target, builder.mul(ldt, _INT(i)))
+        _store(builder, rows[i], address)
 
 
 @inlined
-def load_part(p, n):  # type: ignore[no-untyped-def]
+def load_part(p, n):
     """Loads a vector, or if fewer than its lanes remain of a row, `n` numbers."""
     return load(p) if n >= lanes(p) else load_some(p, n)
 
 
 @inlined
-def store_part(p, v, n):  # type: ignore[no-untyped-def]
+def store_part(p, v, n):
     """Stores a vector, or if fewer than its lanes remain of a row, `n` numbers."""
     if n >= lanes(p):
         store(p, v)
@@ -775,13 +672,13 @@ def _apart() -> None:
 
 
 @overload(_apart, inline="always")
-def _overload_apart():  # type: ignore[no-untyped-def]
+def _overload_apart():
     return lambda: _apart_intrinsic()
 
 
 @intrinsic
-def _apart_intrinsic(typing_context):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _apart_intrinsic(typing_context):
+    def generate(context, builder, signature, args):
         builder.function.attributes.add("noinline")
         return context.get_dummy_value()
 
@@ -799,26 +696,26 @@ def _tile(rows: int, side: int, *, some: bool = False, gathered: bool = False) -
     C are accessed; with `gathered`, index arrays tell the rows of B and C.
     """
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n = args
         vector = _vector(signature.args[0].dtype)
         ldc, ra, ca, ldb = (
             builder.mul(x, _INT(_size(vector))) for x in (ldc, ra, ca, ldb)
         )
 
-        def row(base, stride, index, i):  # type: ignore[no-untyped-def]
+        def row(base, stride, index, i):
             if gathered:
                 place = builder.add(index, builder.mul(i, _INT(8)))
                 i = builder.load(_at(builder, place, _INT))
             return builder.add(base, builder.mul(i, stride))
 
-        def read(address, j):  # type: ignore[no-untyped-def]
+        def read(address, j):
             address = builder.add(address, _INT(_BYTES * j))
             if some:
                 return _masked_load(builder, address, n, vector)
             return _load(builder, address, vector)
 
-        def write(value, address, j):  # type: ignore[no-untyped-def]
+        def write(value, address, j):
             address = builder.add(address, _INT(_BYTES * j))
             if some:
                 _masked_store(builder, value, address, n)
@@ -875,13 +772,11 @@ def _tile(rows: int, side: int, *, some: bool = False, gathered: bool = False) -
         return context.get_dummy_value()
 
     @intrinsic
-    def llvm_tile(  # type: ignore[no-untyped-def]
-        context, c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n
-    ):
+    def llvm_tile(context, c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):
         i = types.int64
         return types.void(c, i, i, c, i, i, c, i, i, i, i, i), generate
 
-    def tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):  # type: ignore[no-untyped-def]
+    def tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):
         width = n if some else side * lanes(c)
         own = _indices(at_c, rows) if gathered else range(rows)
         other = _indices(at_b, k) if gathered else range(k)
@@ -893,8 +788,8 @@ def _tile(rows: int, side: int, *, some: bool = False, gathered: bool = False) -
             out[:] = sums if mode == SET else out + sums if mode == ADD else out - sums
 
     @overload(tile)
-    def overload_tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):  # type: ignore[no-untyped-def]
-        def call(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):  # type: ignore[no-untyped-def]
+    def overload_tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):
+        def call(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):
             llvm_tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n)
 
         return call
@@ -914,7 +809,7 @@ def _panel(*, gathered: bool = False) -> Callable:
     )
 
     @inlined
-    def panel(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, k, mode):  # type: ignore[no-untyped-def]
+    def panel(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, k, mode):
         i, shares = 0, (m + 5) // 6
         for share in range(shares, 0, -1):  # of even size, as small tiles are slow
             rows = (m - i + share - 1) // share
@@ -943,7 +838,7 @@ def _column() -> Callable:
     t1, t2, t3, t6, t12 = (_tile(rows, 1, some=True) for rows in (1, 2, 3, 6, 12))
 
     @inlined
-    def column(c, ldc, a, ra, ca, b, ldb, m, k, mode, n):  # type: ignore[no-untyped-def]
+    def column(c, ldc, a, ra, ca, b, ldb, m, k, mode, n):
         i = 0
         while i < m:
             p, q = a + i * ra, c + i * ldc
@@ -972,7 +867,7 @@ _panel_of_rows, _panel_of_gathered, _column_of_rows = (
 
 
 @jit
-def gemm(c, ldc, a, ra, ca, b, ldb, m, n, k, mode):  # type: ignore[no-untyped-def]
+def gemm(c, ldc, a, ra, ca, b, ldb, m, n, k, mode):
     """Sets C [m, n] to A B, C + A B or C - A B, with A [m, k] and B [k, n].
 
     Rows of B and C are contiguous, and `ldb` and `ldc` numbers apart; A's rows are `ra`
@@ -996,7 +891,7 @@ def vector_lanes(dtype: np.dtype) -> tuple[int, int]:
 
 
 @jit
-def gemm_rows(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, n, k, mode):  # type: ignore[no-untyped-def]
+def gemm_rows(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, n, k, mode):
     """As `gemm`, for rows of C and B that are given by indices.
 
     `at_c` and `at_b` are addresses of int64 indices, and n is a multiple of

@@ -1,8 +1,11 @@
 """Machine code is loaded from disk if nothing that was compiled into it has changed."""
 
 import importlib
+import itertools
+import os
 import pkgutil
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -112,6 +115,48 @@ def test_sources_that_changed_after_they_were_imported(tiny):
     assert tiny(1) == (40, False)
     tiny.write(**SOURCES)
     assert tiny(1) == (30, False)
+
+
+def test_types_that_have_been_renamed(tiny):
+    """numba reads all signatures before it sees that they are outdated."""
+    source = """
+from typing import NamedTuple
+from pyg_chimera.ops.common.compilation import compiled
+
+class Pair(NamedTuple):
+    x: int
+
+pair = Pair(3)
+
+@compiled()
+def kernel(pair):
+    return pair.x
+"""
+    for text in (source, source.replace("Pair", "Single")):
+        tiny.write(kernels=text)
+        for known in (False, True):
+            kernel = tiny.imported()
+            assert kernel(sys.modules["tiny.kernels"].pair) == 3
+            assert (kernel.stats.cache_hits.total() == 1) == known
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
+def test_no_two_processes_give_a_symbol_the_same_number():
+    """Of functions of one name, such as sorts, cached kernels would call the wrong."""
+    code = (
+        "import os; import pyg_chimera.ops.common.compilation\n"
+        "from numba.core.bytecode import FunctionIdentity as F\n"
+        "if os.fork(): os.wait()\n"
+        "print(next(F._unique_ids), flush=True)"
+    )
+    found = [
+        int(line)
+        for _ in range(2)
+        for line in subprocess.check_output([sys.executable, "-c", code]).split()
+    ]
+    distances = [abs(a - b) for a, b in itertools.combinations(found, 2)]
+    assert len(distances) == 6
+    assert min(distances) > 10**6
 
 
 def test_folders_are_those_of_numba(tiny, tmp_path, monkeypatch):
