@@ -7,6 +7,7 @@ out, as all of this runs inside one registered operator, below autograd.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -39,6 +40,7 @@ DEVICES = None
 _MAX_NUMEL = 1 << 26
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+Solve = Callable[..., Tensor]
 
 # ------------------------------------------------------------------------ the backend
 
@@ -62,103 +64,121 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
     Both are small compared with the states, which are never saved.
     """
+    saved: tuple[Tensor, ...] = ()
     if call.choice.solver == "sparse":
-        factors, _ = call.once("levelled factors", lambda: _factorize(call))
-        compute = _state_forward if call.choice.form == "state" else _mask_forward
-        return compute(call, factors), (factors.diagonal, factors.lower, factors.upper)
-    if call.choice.solver == "iterative":
+        saved = call.once("levelled factors", lambda: _factorize(call))[0][1:]
+    elif call.choice.solver == "iterative":
         saved = Iteration.saved(call)
-        out = _iterative_forward(Iteration.of(call, *saved))
-        return out.to(call.inputs.value.dtype), saved
+    dtype = call.inputs.value.dtype
     if call.choice.form == "mask":
-        out = _dense_mask_forward(call)
-    elif call.choice.solver == "dense":
-        out = _dense_state_forward(call)
-    else:
+        out = _mask_forward(call, saved)
+    elif call.choice.solver == "neumann":
         out = _neumann_state_forward(call)
-    return out, ()
+    else:
+        out = _state_forward(*_solver(call, saved, check=not trusted()))
+    return out.to(dtype), saved
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> Gradients:
     """Gradients of query, key, value and edge weight."""
-    if call.choice.solver == "sparse":
-        factors = Factors(_sweeps_of(call), *saved)
-        if call.choice.form == "state":
-            return _state_backward(call, factors, grad)
-        return _mask_backward(call, factors, grad)
-    if call.choice.solver == "iterative":
-        found = _iterative_backward(Iteration.of(call, *saved), grad)
-        return tuple(x.to(grad.dtype) for x in found)  # type: ignore[return-value]
     if call.choice.form == "mask":
-        return _dense_mask_backward(call, grad)
-    if call.choice.solver == "dense":
-        return _dense_state_backward(call, grad)
-    return _neumann_state_backward(call, grad)
+        return _mask_backward(call, saved, grad)
+    if call.choice.solver == "neumann":
+        return _neumann_state_backward(call, grad)
+    found = _state_backward(*_solver(call, saved), grad)
+    return tuple(x.to(grad.dtype) for x in found)  # type: ignore[return-value]
 
 
-# ------------------------------------------------------------- dense and finite sums
+# -------------------------------------------------------------------------- state form
 
 
-def _dense_mask_forward(call: Call) -> Tensor:
-    """The output from a dense resolvent, or from a finite sum of powers."""
-    query, key, value, edge_weight = call.inputs[:4]
-    out = torch.empty_like(value)
-    for chunk in _chunks(call):
-        A, singular = chunk.adjacency(edge_weight), not trusted()
-        L, _ = _dense_resolvent(A, call.inputs.num_terms, singular)
-        inputs = (chunk.gather(x) for x in (query, key, value))
-        chunk.scatter(masked_mix(L, *inputs), out)
+def _solver(
+    call: Call, saved: tuple[Tensor, ...], check: bool = False
+) -> tuple[Call, Solve]:
+    """Solves (I - A) H = X, or its transpose, for X [V, heads, N, P]; and the call in
+    the dtype of the solver. The host waits for a `check` that I - A is not singular.
+    """
+    if call.choice.solver == "iterative":
+        iteration = Iteration.of(call, *saved)
+        return iteration.call, partial(_iterate, iteration)
+    if call.choice.solver == "sparse":
+        return call, partial(_eliminate, Factors(_sweeps_of(call), *saved))
+    return call, partial(_solve_blocks, call.inputs.edge_weight, _chunks(call), check)
+
+
+def _state_forward(call: Call, solve: Solve) -> Tensor:
+    """The output from states, a slice of state channels at a time."""
+    query, key, value = call.inputs[:3]
+    out = torch.zeros_like(value)
+    q, k = _repeat(query, value), _repeat(key, value)
+    for part in _state_slices(value, query.size(2), 5):
+        H = solve(k[..., part, None] * value.unsqueeze(-2))
+        out += (q[..., part, None] * H).sum(-2)
     return out
 
 
-def _dense_mask_backward(call: Call, grad: Tensor) -> Gradients:
-    """Gradients from dense matrices; without `num_terms`, dA = L^T dL L^T."""
-    query, key, value, edge_weight = call.inputs[:4]
-    outs = [torch.empty_like(x) for x in (query, key, value, edge_weight)]
-    for chunk in _chunks(call):
-        A = chunk.adjacency(edge_weight)
-        L, pullback = _dense_resolvent(A, call.inputs.num_terms, False)
-        inputs = (chunk.gather(x) for x in (query, key, value, grad))
-        dL, *grads = masked_mix_backward(L, *inputs)
-        for whole, part in zip(outs, grads, strict=False):
-            chunk.scatter(part, whole)
-        chunk.scatter_edges(pullback(dL), outs[3])
-    dq, dk, dv, dw = outs
-    return dq, dk, dv, dw
-
-
-def _dense_state_forward(call: Call) -> Tensor:
-    """The output from states, by one dense solve."""
-    query, key, value, edge_weight = call.inputs[:4]
-    out = torch.empty_like(value)
-    for chunk in _chunks(call):
-        A = chunk.adjacency(edge_weight)
-        q, k, v = (chunk.gather(_repeat(x, value)) for x in (query, key, value))
-        X = k.unsqueeze(-1) * v.unsqueeze(-2)
-        H = _solution(_difference(A), X.flatten(-2), check=not trusted()).view_as(X)
-        chunk.scatter((q.unsqueeze(-1) * H).sum(-2), out)
-    return out
-
-
-def _dense_state_backward(call: Call, grad: Tensor) -> Gradients:
+def _state_backward(call: Call, solve: Solve, grad: Tensor) -> Gradients:
     """Gradients from states and their adjoints, as in the numba backend."""
-    query, key, value, edge_weight = call.inputs[:4]
-    dq, dk = (torch.empty_like(_repeat(x, value)) for x in (query, key))
-    dv, dw = torch.empty_like(value), torch.empty_like(edge_weight)
-    for chunk in _chunks(call):
-        A = chunk.adjacency(edge_weight)
-        q, k, v, dy = (
-            chunk.gather(_repeat(x, value)) for x in (query, key, value, grad)
-        )
-        M = _difference(A)
-        X, Y = k.unsqueeze(-1) * v.unsqueeze(-2), q.unsqueeze(-1) * dy.unsqueeze(-2)
-        H = _solution(M, X.flatten(-2), check=False).view_as(X)
-        G = _solution(M.mT, Y.flatten(-2), check=False).view_as(Y)
-        chunk.scatter((H * dy.unsqueeze(-2)).sum(-1), dq)
-        chunk.scatter((G * v.unsqueeze(-2)).sum(-1), dk)
-        chunk.scatter((G * k.unsqueeze(-1)).sum(-2), dv)
-        chunk.scatter_edges(G.flatten(-2) @ H.flatten(-2).mT, dw)
+    query, key, value, edge_weight, (col, row), *_ = call.inputs
+    q, k = _repeat(query, value), _repeat(key, value)
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    dv, dw = torch.zeros_like(value), torch.zeros_like(edge_weight)
+    dy, v = grad.to(value.dtype).unsqueeze(-2), value.unsqueeze(-2)
+    for part in _state_slices(value, query.size(2), 8):
+        H = solve(k[..., part, None] * v)
+        Z = solve(q[..., part, None] * dy, transpose=True)
+        dq[..., part], dk[..., part] = (H * dy).sum(-1), (Z * v).sum(-1)
+        dv += (Z * k[..., part, None]).sum(-2)
+        dw += (Z[row] * H[col]).sum((-1, -2))
     return _grouped_sum(dq, query), _grouped_sum(dk, key), dv, dw
+
+
+# --------------------------------------------------------------------------- mask form
+
+
+class _Resolvents(NamedTuple):
+    """Those of some blocks, padded to the largest."""
+
+    padding: Padding
+    L: Tensor  #: [B, heads, n, n]
+    edge: Tensor  #: [e], their edges
+    pullback: Callable[
+        [Tensor], Tensor
+    ]  #: from dL to the weights' gradients [e, heads]
+
+
+def _resolvents(
+    call: Call, saved: tuple[Tensor, ...], check: bool = False
+) -> Iterator[_Resolvents]:
+    weight = call.inputs.edge_weight
+    if call.choice.solver == "sparse":
+        yield _eliminated(call, Factors(_sweeps_of(call), *saved))
+        return
+    for chunk in _chunks(call):
+        A = chunk.adjacency(weight)
+        L, pullback = _dense_resolvent(A, call.inputs.num_terms, check)
+        edges = partial(chunk.of_edges, pullback)
+        yield _Resolvents(chunk.padding, L, chunk.edge, edges)
+
+
+def _mask_forward(call: Call, saved: tuple[Tensor, ...]) -> Tensor:
+    """The output from resolvents."""
+    out = torch.empty_like(call.inputs.value)
+    for pad, L, *_ in _resolvents(call, saved, check=not trusted()):
+        pad.unpad_into(out, masked_mix(L, *map(pad.pad, call.inputs[:3])))
+    return out
+
+
+def _mask_backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> Gradients:
+    """Gradients from resolvents."""
+    dq, dk, dv, dw = (torch.empty_like(x) for x in call.inputs[:4])
+    for pad, L, edge, pullback in _resolvents(call, saved):
+        inputs = map(pad.pad, (*call.inputs[:3], grad))
+        dL, *parts = masked_mix_backward(L, *inputs)
+        for whole, part in zip((dq, dk, dv), parts, strict=True):
+            pad.unpad_into(whole, part)
+        dw[edge] = pullback(dL)
+    return dq, dk, dv, dw
 
 
 def _dense_resolvent(
@@ -242,39 +262,11 @@ def _powers(call: Call, X: Tensor) -> Iterator[Tensor]:
         yield H
 
 
-def _iterative_forward(iteration: Iteration) -> Tensor:
-    """The output from states that are computed by iteration."""
-    query, key, value = (inputs := iteration.call.inputs)[:3]
-    out = torch.zeros_like(value)
-    q, k = _repeat(query, value), _repeat(key, value)
-    for part in _state_slices(value, query.size(2), 5):
-        X = k[..., part, None] * value.unsqueeze(-2)
-        H = _iterate(iteration, X, inputs.edge_index)
-        out += (q[..., part, None] * H).sum(-2)
-    return out
-
-
-def _iterative_backward(iteration: Iteration, grad: Tensor) -> Gradients:
-    """Gradients from states and their adjoints, as in the numba backend."""
-    query, key, value, edge_weight, edges, *_ = iteration.call.inputs
-    (col, row), grad = edges, grad.to(value.dtype)
-    q, k = _repeat(query, value), _repeat(key, value)
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
-    dv, dw = torch.zeros_like(value), torch.zeros_like(edge_weight)
-    dy, v = grad.unsqueeze(-2), value.unsqueeze(-2)
-    for part in _state_slices(value, query.size(2), 8):
-        H = _iterate(iteration, k[..., part, None] * v, edges)
-        Z = _iterate(iteration, q[..., part, None] * dy, edges.flip(0))
-        dq[..., part], dk[..., part] = (H * dy).sum(-1), (Z * v).sum(-1)
-        dv += (Z * k[..., part, None]).sum(-2)
-        dw += (Z[row] * H[col]).sum((-1, -2))
-    return _grouped_sum(dq, query), _grouped_sum(dk, key), dv, dw
-
-
-def _iterate(iteration: Iteration, X: Tensor, edges: Tensor) -> Tensor:
-    """(I - A)^-1 X, or with A^T for flipped edges, as in `sparse_products`."""
+def _iterate(iteration: Iteration, X: Tensor, transpose: bool = False) -> Tensor:
+    """By products with A, as in `sparse_products`."""
     call, steps, tolerance = iteration
-    (col, row), weight = edges, call.inputs.edge_weight[..., None, None]
+    edges, weight = call.inputs.edge_index, call.inputs.edge_weight[..., None, None]
+    col, row = edges.flip(0) if transpose else edges
 
     def residual(H: Tensor, X: Tensor) -> Tensor:
         return (X - H).index_add(0, row, weight * H[col])
@@ -321,14 +313,6 @@ class _Chunk(NamedTuple):
     edge: Tensor  #: [e], their edges
     place: Tensor  #: [e], index of each in a flattened [B, n, n]
 
-    def gather(self, x: Tensor) -> Tensor:
-        """[V, heads, C] -> [B, heads, n, C]."""
-        return self.padding.pad(x)
-
-    def scatter(self, x: Tensor, out: Tensor) -> None:
-        """[B, heads, n, C] -> [V, heads, C]."""
-        self.padding.unpad_into(out, x)
-
     def adjacency(self, edge_weight: Tensor) -> Tensor:
         """[E, heads] -> [B, heads, n, n]."""
         size, n = self.padding.shape
@@ -336,9 +320,9 @@ class _Chunk(NamedTuple):
         A.index_add_(0, self.place, edge_weight[self.edge])
         return A.view(size, n, n, -1).permute(0, 3, 1, 2).contiguous()
 
-    def scatter_edges(self, dA: Tensor, out: Tensor) -> None:
-        """[B, heads, n, n] -> [E, heads]."""
-        out[self.edge] = dA.permute(0, 2, 3, 1).flatten(0, 2)[self.place]
+    def of_edges(self, pullback: Callable[[Tensor], Tensor], dL: Tensor) -> Tensor:
+        """The gradients of weights [e, heads], given the pullback from L to A."""
+        return pullback(dL).permute(0, 2, 3, 1).flatten(0, 2)[self.place]
 
 
 def _chunks(call: Call) -> list[_Chunk]:
@@ -372,6 +356,23 @@ def _cut(symbolic: Blocks, device: torch.device, num_heads: int) -> list[_Chunk]
         tables = (np.concatenate(edges), np.concatenate(places))
         chunks.append(_Chunk(padding, *_moved(device, *tables)))
     return chunks
+
+
+def _solve_blocks(
+    edge_weight: Tensor,
+    chunks: list[_Chunk],
+    check: bool,
+    X: Tensor,
+    transpose: bool = False,
+) -> Tensor:
+    """By dense matrices."""
+    X, shape = X.flatten(2), X.shape
+    H = torch.empty_like(X)
+    for chunk in chunks:
+        M = _difference(chunk.adjacency(edge_weight))
+        M = M.mT if transpose else M
+        chunk.padding.unpad_into(H, _solution(M, chunk.padding.pad(X), check))
+    return H.view(shape)
 
 
 def _moved(device: torch.device, *arrays: np.ndarray) -> list[Tensor]:
@@ -528,73 +529,17 @@ def _factorize(call: Call) -> tuple[Factors, float]:
     return Factors(sweeps, *(x.to(edge_weight.dtype) for x in factors)), growth
 
 
-def _state_forward(call: Call, factors: Factors) -> Tensor:
-    """The output from states, a slice of state channels at a time."""
-    (query, key, value), node = call.inputs[:3], factors.sweeps.node
-    q, k, v = _repeat(query, value)[node], _repeat(key, value)[node], value[node]
-    y = torch.zeros_like(v)
-    for part in _state_slices(value, query.size(2), 2):
-        X = k[..., part, None] * v.unsqueeze(-2)
-        H = _solve(factors, X.flatten(2)).view_as(X)
-        y += (q[..., part, None] * H).sum(-2)
-    return torch.empty_like(y).index_copy_(0, node, y)
-
-
-def _state_backward(call: Call, factors: Factors, grad: Tensor) -> Gradients:
-    """Gradients of query, key, value and edge weight, as in the numba backend."""
-    (query, key, value), sweeps = call.inputs[:3], factors.sweeps
-    node, row, col = sweeps.node, sweeps.edge_row, sweeps.edge_col
-    q, k, v = _repeat(query, value)[node], _repeat(key, value)[node], value[node]
-    dy = grad[node]
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    dw = value.new_zeros(row.numel(), value.size(1))
-    for part in _state_slices(value, query.size(2), 4):
-        X = k[..., part, None] * v.unsqueeze(-2)
-        H = _solve(factors, X.flatten(2)).view_as(X)
-        X = q[..., part, None] * dy.unsqueeze(-2)
-        G = _solve(factors, X.flatten(2), transpose=True).view_as(X)
-        dq[..., part] = (H * dy.unsqueeze(-2)).sum(-1)
-        dk[..., part] = (G * v.unsqueeze(-2)).sum(-1)
-        dv += (G * k[..., part, None]).sum(-2)
-        dw[sweeps.edge] += (G[row] * H[col]).sum((-1, -2))
-    dq, dk = _grouped_sum(dq, query), _grouped_sum(dk, key)
-    dq, dk, dv = (torch.empty_like(x).index_copy_(0, node, x) for x in (dq, dk, dv))
-    return dq, dk, dv, dw
-
-
-def _mask_forward(call: Call, factors: Factors) -> Tensor:
-    """The output from the resolvents, padded to the largest block."""
-    pad, L = _resolvents(call, factors)
-    q, k, v = (pad.pad(x) for x in call.inputs[:3])
-    return pad.unpad(masked_mix(pad.pad(L), q, k, v), L.size(0))
-
-
-def _mask_backward(call: Call, factors: Factors, grad: Tensor) -> Gradients:
-    """Gradients of query, key, value and edge weight, as in the numba backend."""
-    (pad, L), sweeps = _resolvents(call, factors), factors.sweeps
-    q, k, v, dy = (pad.pad(x) for x in (*call.inputs[:3], grad))
-    grads = masked_mix_backward(pad.pad(L), q, k, v, dy)
-    dL, dq, dk, dv = (pad.unpad(x, L.size(0)) for x in grads)
-    M = _solve(factors, dL[sweeps.node], transpose=True)
-    col = call.inputs.edge_index[0, sweeps.edge]
-    dw = grad.new_empty(col.numel(), grad.size(1))
-    dw[sweeps.edge] = (M[sweeps.edge_row] * L[col]).sum(-1)
-    return dq, dk, dv, dw
-
-
 def _columns(symbolic: Blocks, device: torch.device) -> tuple[Padding, Tensor]:
     """The nodes of each block, and the index of each position's node among them."""
     (column,) = _moved(device, symbolic.local)
     return Padding(symbolic.order, symbolic.sizes, device), column
 
 
-def _resolvents(call: Call, factors: Factors) -> tuple[Padding, Tensor]:
-    """The resolvents [V, heads, n], columns in node order."""
-    pad, column = table(_columns, call.structure, factors.lower.device)
-    X = factors.lower.new_zeros(len(column), factors.lower.size(1), pad.shape[1])
-    X.scatter_(2, column.view(-1, 1, 1).expand(-1, X.size(1), 1), 1)
-    X = _solve(factors, X)
-    return pad, torch.empty_like(X).index_copy_(0, factors.sweeps.node, X)
+def _eliminate(factors: Factors, X: Tensor, transpose: bool = False) -> Tensor:
+    """By sparse factors, for X [V, heads, N, P] in node order."""
+    node = factors.sweeps.node
+    H = _solve(factors, X[node].flatten(2), transpose).view_as(X)
+    return torch.empty_like(H).index_copy_(0, node, H)
 
 
 def _solve(factors: Factors, X: Tensor, transpose: bool = False) -> Tensor:
@@ -605,6 +550,23 @@ def _solve(factors: Factors, X: Tensor, transpose: bool = False) -> Tensor:
     _sweep(factors.sweeps.down, X, first, factors.diagonal if transpose else None)
     _sweep(factors.sweeps.up, X, second, None if transpose else factors.diagonal)
     return X
+
+
+def _eliminated(call: Call, factors: Factors) -> _Resolvents:
+    """All resolvents, from sparse factors."""
+    sweeps, heads = factors.sweeps, factors.lower.size(1)
+    pad, column = table(_columns, call.structure, factors.lower.device)
+    X = factors.lower.new_zeros(len(column), heads, pad.shape[1])
+    X.scatter_(2, column.view(-1, 1, 1).expand(-1, heads, 1), 1)
+    L = torch.empty_like(X).index_copy_(0, sweeps.node, _solve(factors, X))
+    source = call.inputs.edge_index[0, sweeps.edge]
+
+    def pullback(dL: Tensor) -> Tensor:
+        dL = pad.unpad(dL, len(L))[sweeps.node]
+        M = _solve(factors, dL, transpose=True)
+        return (M[sweeps.edge_row] * L[source]).sum(-1)
+
+    return _Resolvents(pad, pad.pad(L), sweeps.edge, pullback)
 
 
 def _sweep(
@@ -667,7 +629,7 @@ def _levels(
 
 
 @compiled()
-def _depths(lower_ptr, lower_col):  # type: ignore[no-untyped-def]
+def _depths(lower_ptr, lower_col):
     n = lower_ptr.shape[0] - 1
     depth = np.zeros(n, np.int64)
     for i in range(n):
@@ -677,7 +639,7 @@ def _depths(lower_ptr, lower_col):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _heights(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
+def _heights(upper_ptr, upper_row):
     n = upper_ptr.shape[0] - 1
     height = np.zeros(n, np.int64)
     for i in range(n - 1, -1, -1):
@@ -687,7 +649,7 @@ def _heights(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _updates(lower_ptr, lower_col, upper_ptr, upper_row, upper_entry):  # type: ignore[no-untyped-def]
+def _updates(lower_ptr, lower_col, upper_ptr, upper_row, upper_entry):
     """All elementary updates of the elimination: target, two factors, pivot."""
     n, F = lower_ptr.shape[0] - 1, lower_col.shape[0]
     count = 0
