@@ -163,7 +163,7 @@ def _cluster(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
 
 
 @compiled()
-def closeness(ptr, head, bounds):  # type: ignore[no-untyped-def]
+def closeness(ptr, head, bounds):
     """Closeness centrality, scaled by the fraction of the graph that a node reaches.
 
     Args:
@@ -201,7 +201,7 @@ def pagerank(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
 
 
 @compiled()
-def _pagerank(size, limits, ptr, head, count, bounds):  # type: ignore[no-untyped-def]
+def _pagerank(size, limits, ptr, head, count, bounds):
     n = size.shape[0]
     score = np.ones(n)
     share = np.zeros(n)  # what a node passes on to each neighbour

@@ -131,7 +131,7 @@ def test_eigenvector_of_larger_graphs(graph):
 
 @pytest.mark.parametrize(
     ("width", "length", "rtol"),
-    [(1, 500, 1e-12), (1, 100_000, 1e-10), (2, 50_000, 1e-10), (9, 3000, 1e-11)],
+    [(1, 500, 1e-12), (1, 100_000, 1e-9), (2, 50_000, 1e-9), (9, 3000, 1e-9)],
 )
 def test_long_paths_and_grids_are_sines(width, length, rtol):
     """However close the next eigenvalue is, and in seconds."""
@@ -163,7 +163,7 @@ def test_tails_of_trees_are_exact():
     image.index_add_(0, edge_index[1], score[edge_index[0]])
     value = image[score.argmax()] / score.max()
     assert 0 < float(score.min()) < 1e-30
-    torch.testing.assert_close(image, value * score, rtol=1e-12, atol=0)
+    torch.testing.assert_close(image, value * score, rtol=1e-8, atol=0)
 
 
 @pytest.mark.parametrize("sizes", [(15, 10), (6, 22), (5, 30), (10, 18), (20, 101)])
