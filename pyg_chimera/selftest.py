@@ -94,8 +94,8 @@ def _delta_scans(draw: _Draw) -> Iterator[Inputs]:
         inputs["key"] = _rounded(F.normalize(inputs["key"], dim=-1))
         inputs["beta"] = _rounded(1.5 * draw(*inputs["value"].shape[:2]).sigmoid())
         yield inputs
-    inputs["surprise"] = draw(2).abs() + 1
-    yield {**inputs, "prediction": "undecayed"}
+    inputs = {**inputs, "surprise": draw(2).abs() + 1}
+    yield inputs
     yield {**inputs, "edge_weight": draw.weights(inputs, 2, 6)}
 
 

@@ -249,11 +249,9 @@ def _delta_oracle(x: Floats, s: Structure) -> Tensor:
     return torch.stack(outs, dim=1)
 
 
-def _states_oracle(x: Floats, s: Structure, prediction: str = "decayed") -> Tensor:
+def _states_oracle(x: Floats, s: Structure) -> Tensor:
     """All nodes at once, as many times as there are nodes on the longest path."""
     heads, groups, num_nodes = x["value"].size(1), x["query"].size(1), len(s.graph)
-    degree = torch.bincount(s.edge_index[1], minlength=num_nodes)[s.edge_index[1]]
-    mean_of_parents = _adjacency(s.edge_index, 1 / degree.double(), num_nodes)
     outs = []
     for h in range(heads):
         g = h * groups // heads
@@ -264,15 +262,12 @@ def _states_oracle(x: Floats, s: Structure, prediction: str = "decayed") -> Tens
         S = torch.zeros(*k.shape, v.size(1), dtype=k.dtype)
         for _ in range(_depth(s)):
             before = torch.einsum("nij,jnp->inp", torch.stack(A), S)
-            known = before
-            if prediction == "undecayed":
-                known = torch.einsum("ij,jnp->inp", mean_of_parents, S)
             share = torch.ones_like(b)
             if "surprise" in x:
-                error = v - torch.einsum("inp,in->ip", known, q)
+                error = v - torch.einsum("inp,in->ip", before, q)
                 mean = error.square().sum(1) / max(v.size(1), 1)
                 share = torch.sigmoid(mean / x["surprise"][h])
-            wrong = v - torch.einsum("inp,in->ip", known, k)
+            wrong = v - torch.einsum("inp,in->ip", before, k)
             S = before + torch.einsum("i,in,ip->inp", b * share, k, wrong)
         outs.append(torch.einsum("inp,in->ip", S, q))
     return torch.stack(outs, dim=1)
@@ -619,19 +614,11 @@ OPERATORS = {
         "delta_scan", _DELTA + "N", "HGNP", _DELTA_SIZES,
         DAGS, _ANY_DAGS, _DELTA_SCALE, _states_oracle, _edges, _BACKENDS,
     ),
-    **{
-        name: Operator(
-            "delta_scan", shapes, "HGNP", _DELTA_SIZES, DAGS, _ANY_DAGS,
-            {**_DELTA_SCALE, "beta": lambda x, s: x.sigmoid(),
-             "edge_weight": _to_rows, "surprise": lambda x, s: x.exp()},
-            partial(_states_oracle, prediction="undecayed"), _edges,
-            {x: {"prediction": "undecayed", **y} for x, y in _BACKENDS.items()},
-        )
-        for name, shapes in (
-            ("undecayed", _DELTA),
-            ("undecayed_surprise", _DELTA + "N surprise:H"),
-        )
-    },
+    "surprise_channels": Operator(
+        "delta_scan", _DELTA + "N surprise:H", "HGNP", _DELTA_SIZES, DAGS, _ANY_DAGS,
+        {**_DELTA_SCALE, "surprise": lambda x, s: x.exp()}, _states_oracle, _edges,
+        _BACKENDS,
+    ),
     "delta_paths": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
         PATHS, batches(paths()).map(_from_batch), _DELTA_SCALE, _delta_oracle, _edges,
@@ -823,8 +810,7 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
                 ("dags", "delta_dags", {"form": "state"}),
                 ("channels", "delta_channels", {}),
                 ("surprise", "surprise", {}),
-                ("undecayed", "undecayed", {"prediction": "undecayed"}),
-                ("all", "undecayed_surprise", {"prediction": "undecayed"}),
+                ("all", "surprise_channels", {}),
             )
         },
     }  # fmt: skip

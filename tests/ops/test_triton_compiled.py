@@ -54,8 +54,7 @@ SEQUENCES = [
 DELTA = [
     ("delta_dags", (2, 2, 96, 32)), ("delta_dags", (4, 1, 20, 100)),
     ("delta_channels", (2, 1, 64, 64)), ("surprise", (2, 2, 16, 32)),
-    ("surprise", (2, 2, 128, 64)), ("undecayed", (2, 1, 64, 64)),
-    ("undecayed_surprise", (2, 1, 128, 64)),
+    ("surprise", (2, 2, 128, 64)),
     ("delta_paths", (2, 2, 64, 64)), ("delta_paths", (4, 1, 20, 100)),
 ]  # fmt: skip
 #: Heads, groups, channels of keys and of values.
@@ -87,8 +86,6 @@ def found(monkeypatch, tmp_path, allow_tf32):
             compute(key, size, {})
         for key, size in DELTA:
             options = {"form": "chunk"} if key == "delta_paths" else {}
-            if key.startswith("undecayed"):
-                options = {"prediction": "undecayed"}
             compute(key, size, options)
         for key in ("neighborhood_attention", "rectified_attention"):
             for size in ATTENTION:
@@ -145,7 +142,6 @@ def test_large_matrices(found):
         ("delta_paths", {"form": "chunk"}),
         ("delta_channels", {}),
         ("surprise", {}),
-        ("undecayed_surprise", {"prediction": "undecayed"}),
         ("neighborhood_attention", {}),
         ("rectified_attention", {}),
     ],

@@ -62,11 +62,6 @@ class GatedDeltaConv(ChimeraBlock):
             temperature that each head learns, initially 1. The idea is from `"Titans:
             Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
             Requires :obj:`acyclic`. (default: :obj:`False`)
-        prediction (str, optional): Where nodes read the prediction that they overwrite
-            and are surprised by: from their own state (:obj:`"decayed"`) or from the
-            mean of their parents' states (:obj:`"undecayed"`), see
-            :func:`~pyg_chimera.ops.delta_scan`. The latter requires :obj:`acyclic`.
-            (default: :obj:`"decayed"`)
         channel_decay (bool, optional): Whether each of the :obj:`state_channels` of a
             head has its own transition, from its own selectivity; edge features add the
             same to all of them. Requires :obj:`acyclic`, and is computed in state form.
@@ -140,7 +135,6 @@ class GatedDeltaConv(ChimeraBlock):
         acyclic: bool = False,
         selectivity: str = "mean",
         surprise: bool = False,
-        prediction: str = "decayed",
         channel_decay: bool = False,
         reflections: bool = False,
         groups: int = 1,
@@ -160,31 +154,23 @@ class GatedDeltaConv(ChimeraBlock):
                 "'gamma' must be in (0, 1), as on cycles only states that fade have a "
                 f"solution, got {gamma}"
             )
-        check_option("prediction", prediction, ("decayed", "undecayed"))
         check_option("selectivity", selectivity, ("mean", "target"))
         if selectivity == "target" and not acyclic:
             raise ValueError(
                 "selectivity='target' is for DAGs; on cycles, transitions depend on "
                 "both nodes of an edge; pass acyclic=True"
             )
-        for name, value, default in (
-            ("surprise", surprise, False), ("prediction", prediction, "decayed"),
-            ("channel_decay", channel_decay, False),
-        ):  # fmt: skip
-            if value != default and not acyclic:
+        options = {"surprise": surprise, "channel_decay": channel_decay}
+        for name in (name for name, wanted in options.items() if wanted):
+            if not acyclic:
                 raise ValueError(
-                    f"{name}={value!r} is for DAGs, as on cycles the rule may have no "
+                    f"{name}=True is for DAGs, as on cycles the rule may have no "
                     "solution, or none is computed; pass acyclic=True"
                 )
-            if value != default and form not in ("auto", "state"):
+            if form not in ("auto", "state"):
                 raise ValueError(
-                    f"{name}={value!r} takes form='state' or 'auto', got {form!r}"
+                    f"{name}=True takes form='state' or 'auto', got {form!r}"
                 )
-        if prediction == "undecayed" and reflections:
-            raise ValueError(
-                "prediction='undecayed' and reflections=True let memories grow: what a "
-                "key reads decays, and is then taken off up to twice; leave one out"
-            )
         if conv_kernel is None:
             conv_kernel = 4 if acyclic else 1
         check_integer("conv_kernel", conv_kernel, 1)
@@ -201,7 +187,6 @@ class GatedDeltaConv(ChimeraBlock):
         )  # fmt: skip
         self.acyclic = acyclic
         self.selectivity = selectivity
-        self.prediction = prediction
         self.channel_decay = channel_decay
         self.reflections = reflections
         self.gamma = gamma
@@ -251,11 +236,6 @@ class GatedDeltaConv(ChimeraBlock):
         """
         check_nodes(x, self.in_channels)
         check_batch(batch, x.size(0))
-        if self.explain and self.prediction == "undecayed":
-            raise ValueError(
-                "Edge masks act on transitions, past which prediction='undecayed' "
-                "reads parents"
-            )
         num_nodes = x.size(0)
         edge_index, edge_attr = as_edges(
             edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
@@ -276,7 +256,7 @@ class GatedDeltaConv(ChimeraBlock):
         y = delta_scan(
             query, key, value, (1 + self.reflections) * beta.sigmoid(),
             edge_index, self.explained(weight, num_nodes), batch, surprise=surprise,
-            prediction=self.prediction, acyclic=self.acyclic, form=self.form,
+            acyclic=self.acyclic, form=self.form,
             backend=self.backend,
         )  # fmt: skip
         return self.output(y, x, value)

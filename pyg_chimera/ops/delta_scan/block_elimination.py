@@ -37,7 +37,7 @@ SIDE = 16
 
 
 @jit
-def _invert(D, n):  # type: ignore[no-untyped-def]
+def _invert(D, n):
     """Inverts the first n rows and columns of a matrix [n, SIDE], in place."""
     step = lanes(D)
     for k in range(n):
@@ -58,7 +58,7 @@ def _invert(D, n):  # type: ignore[no-untyped-def]
 
 
 @jit
-def eliminate(M, inverse, spare, triangular, stop):  # type: ignore[no-untyped-def]
+def eliminate(M, inverse, spare, triangular, stop):
     """Factors M [n, n] in place, into B below the diagonal blocks and W above them.
 
     The inverses of B's diagonal blocks are written to `inverse`, [n, SIDE]; `spare` has
@@ -82,7 +82,7 @@ def eliminate(M, inverse, spare, triangular, stop):  # type: ignore[no-untyped-d
 
 
 @jit
-def solve(M, inverse, X, spare, triangular, transposed):  # type: ignore[no-untyped-def]
+def solve(M, inverse, X, spare, triangular, transposed):
     """X <- M^-1 X or M^-T X, for X [n, P]; `spare` has SIDE * P numbers."""
     n, count = X.shape
     last = (n - 1) // SIDE * SIDE

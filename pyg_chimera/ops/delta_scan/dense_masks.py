@@ -160,7 +160,7 @@ def backward(
 
 
 @jit
-def _workspace(scratch, count, n, N, P):  # type: ignore[no-untyped-def]
+def _workspace(scratch, count, n, N, P):
     """A task's memory; rows of matrices [n, n] are padded to whole vectors."""
     m = (n + LANES - 1) // LANES * LANES
     at = count * n * m
@@ -179,9 +179,7 @@ def _workspace(scratch, count, n, N, P):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _make_scores(  # type: ignore[no-untyped-def]
-    scores, rows, columns, query, key, nodes, g
-):
+def _make_scores(scores, rows, columns, query, key, nodes, g):
     """Computes Q K^T and, below it, K K^T; leaves Q and K in rows, K^T in columns."""
     n = nodes.shape[0]
     take(rows[:n], query, nodes, g)
@@ -191,9 +189,7 @@ def _make_scores(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _make_resolvent(  # type: ignore[no-untyped-def]
-    L, block, h, blocks, factors, weight, stop
-):
+def _make_resolvent(L, block, h, blocks, factors, weight, stop):
     """L <- (I - A)^-1."""
     s, end = blocks.ptr[block], blocks.ptr[block + 1]
     set_identity(L)
@@ -212,9 +208,7 @@ def _make_resolvent(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _find_adjoint(  # type: ignore[no-untyped-def]
-    D, block, h, blocks, factors, weight, stop
-):
+def _find_adjoint(D, block, h, blocks, factors, weight, stop):
     """D <- (I - A)^-T D."""
     s, end = blocks.ptr[block], blocks.ptr[block + 1]
     if not blocks.acyclic[block]:
@@ -232,14 +226,14 @@ def _find_adjoint(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _strength(beta):  # type: ignore[no-untyped-def]
+def _strength(beta):
     """Beta, but not zero, to divide by it; what is then written is lost in rounding."""
     b = np.float64(beta)
     return 1e-20 if b < 1e-20 else b  # NaN passes
 
 
 @jit
-def _make_system(M, a, L, overlap, beta, nodes, h):  # type: ignore[no-untyped-def]
+def _make_system(M, a, L, overlap, beta, nodes, h):
     """Sets M to the rows from a on of I + diag(b) ((L - I) * K K^T)."""
     m = M.shape[1]
     out, x, y = pointer(M), pointer(L) + a * m, pointer(overlap) + a * m
@@ -252,7 +246,7 @@ def _make_system(M, a, L, overlap, beta, nodes, h):  # type: ignore[no-untyped-d
 
 
 @jit
-def _solve(  # type: ignore[no-untyped-def]
+def _solve(
     M, inverse, X, rhs, residual, spare, L, overlap, beta, nodes, h, triangular,
     transposed,
 ):  # fmt: skip
@@ -293,7 +287,7 @@ def _solve(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _forward_tasks(  # type: ignore[no-untyped-def]
+def _forward_tasks(
     first, last, stop, scratch, blocks, factors, query, key, value, beta, weight, out,
     written, wrong, share,
 ):  # fmt: skip
@@ -334,7 +328,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_tasks(  # type: ignore[no-untyped-def]
+def _backward_tasks(
     first, last, stop, scratch, blocks, factors, query, key, beta, weight, written,
     grad, grad_query, grad_key, grad_value, grad_beta, grad_weight, share,
 ):  # fmt: skip
@@ -396,9 +390,7 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _differentiate(  # type: ignore[no-untyped-def]
-    dL, d_scores, d_overlap, L, scores, overlap, dy, dv, ut, spare
-):
+def _differentiate(dL, d_scores, d_overlap, L, scores, overlap, dy, dv, ut, spare):
     """Sets dL, and adds to the gradients of scores and overlap, some rows at a time."""
     n, m = L.shape
     strips = spare[: 2 * _STRIP * m].reshape(2, _STRIP, m)

@@ -75,11 +75,6 @@ class DeltaGraph:
         return np.flatnonzero(self.on_cycle[self.col] & self.on_cycle[self.row])
 
     @cached_property
-    def shares(self) -> np.ndarray:
-        """[E], one over the number of edges to the same node; float64."""
-        return 1 / np.bincount(self.row)[self.row]
-
-    @cached_property
     def are_paths(self) -> bool:
         """Whether all components are directed paths."""
         degrees = (np.bincount(x, minlength=1).max() for x in (self.col, self.row))

@@ -34,7 +34,6 @@ class _Levels(NamedTuple):
 
     node: Tensor  #: [V], the node at each position
     edge: Tensor  #: [E], the edges
-    share: Tensor  #: [E], one over the number of edges to the same node; float64
     levels: list[_Level]
 
 
@@ -56,7 +55,7 @@ def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
         edges = slice(e, f)
         levels.append(_Level(slice(i, j), edges, tail[edges], head[edges] - i))
         i, e = j, f
-    return _Levels(moved(node), moved(edge), moved(graph.shares[edge]), levels)
+    return _Levels(moved(node), moved(edge), levels)
 
 
 class _Operands(NamedTuple):
@@ -68,7 +67,6 @@ class _Operands(NamedTuple):
     value: Tensor  #: [V, heads, P]
     beta: Tensor  #: [V, heads, 1]
     weight: Tensor  #: [E, heads, 1 or N, 1]
-    share: Tensor | None  #: [E, 1, 1, 1], if predictions are from the mean of parents
     temperature: Tensor | None  #: [heads, 1], that of surprise
 
 
@@ -76,9 +74,6 @@ def _operands(call: Call) -> _Operands:
     query, key, value, beta, edge_weight, surprise = call.inputs[:6]
     levels = table(_levels, call.structure, value.device)
     repeats = value.size(1) // key.size(1)
-    share = None
-    if call.inputs.prediction == "undecayed":
-        share = levels.share.to(value.dtype).view(-1, 1, 1, 1)
     return _Operands(
         levels,
         query[levels.node].repeat_interleave(repeats, 1),
@@ -86,7 +81,6 @@ def _operands(call: Call) -> _Operands:
         value[levels.node],
         beta[levels.node, :, None],
         edge_weight[levels.edge][(..., *[None] * (4 - edge_weight.dim()))],
-        share,
         None if surprise is None else surprise.unsqueeze(-1),
     )
 
@@ -125,26 +119,15 @@ def _states(x: _Operands, part: slice) -> _States:
         if len(level.tail) > 0:
             moved = x.weight[level.edges] * S[level.tail]
             here.index_add_(0, level.head, moved)
-        k, known = key[nodes], _known(x, S, level)
-        torch.sub(value[nodes], (k.mT @ known).squeeze(-2), out=error[nodes])
+        k = key[nodes]
+        torch.sub(value[nodes], (k.mT @ here).squeeze(-2), out=error[nodes])
         if x.temperature is not None:
-            read = (query[nodes].mT @ known).squeeze(-2)
+            read = (query[nodes].mT @ here).squeeze(-2)
             torch.sub(value[nodes], read, out=surprise[nodes])
             share = _excess(surprise[nodes], x.temperature).sigmoid()
             strength[nodes] = x.beta[nodes] * share
         here += k * (strength[nodes] * error[nodes]).unsqueeze(-2)
     return _States(S, error, strength, surprise)
-
-
-def _known(x: _Operands, S: Tensor, level: _Level) -> Tensor:
-    """What nodes of a level predict from: their states before they write, or the mean
-    of their parents' states, [v, heads, N, p].
-    """
-    here = S[level.nodes]
-    if x.share is None:
-        return here
-    parents = x.share[level.edges] * S[level.tail]
-    return torch.zeros_like(here).index_add_(0, level.head, parents)
 
 
 def _excess(error: Tensor, temperature: Tensor) -> Tensor:
@@ -168,8 +151,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
     With the adjoint Z of a state, a strength b and x = Z^T k, the adjoint of S' is
     Z - b k x^T - q e^T, where e is the adjoint of the query's error, if there is a
-    surprise. If predictions are from the mean of the parents' states, Z is the adjoint
-    of S', and the other terms are that of the mean.
+    surprise.
     """
     x = _operands(call)
     dy, key, query = grad[x.levels.node], x.key.unsqueeze(-1), x.query.unsqueeze(-1)
@@ -191,8 +173,6 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
             d_strength = (found * error[nodes]).sum(-1, keepdim=True)
             dk[nodes] += (here @ u.unsqueeze(-1)).squeeze(-1)
             known = before - k * u.unsqueeze(-2)
-            if x.share is not None:
-                known = _known(x, S, level)
             dk[nodes] += (known @ d_predicted.unsqueeze(-1)).squeeze(-1)
             of_known = k * d_predicted.unsqueeze(-2)
             if x.temperature is not None:
@@ -206,16 +186,12 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
                 of_known += query[nodes] * d_read.unsqueeze(-2)
                 d_temperature[nodes] = -d_excess * excess / x.temperature
             d_beta[nodes] += d_strength
-            if x.share is None:
-                here += of_known
+            here += of_known
             if len(level.tail) > 0:
                 moved = here[level.head]
                 both = (moved * S[level.tail]).sum(-1, keepdim=True)
                 d_weight[level.edges] += both.sum_to_size(d_weight[level.edges].shape)
                 Z.index_add_(0, level.tail, x.weight[level.edges] * moved)
-                if x.share is not None:
-                    moved = x.share[level.edges] * of_known[level.head]
-                    Z.index_add_(0, level.tail, moved)
     groups = call.inputs.key.size(1)
     dq, dk = (y.unflatten(1, (groups, -1)).sum(2) for y in (dq, dk))
     places = [x.levels.node] * 4 + [x.levels.edge]

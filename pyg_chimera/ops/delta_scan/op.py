@@ -32,7 +32,6 @@ from pyg_chimera.ops.structure.topological import find_cycle
 __all__ = ["delta_scan"]
 
 _FORMS = ("auto", "state", "mask", "chunk")
-_PREDICTIONS = ("decayed", "undecayed")
 
 #: Bytes of matrices that the mask form may hold if another form is possible.
 _MAX_MASK_BYTES = 1 << 30
@@ -51,7 +50,6 @@ class Inputs(NamedTuple):
     surprise: Tensor | None  #: [heads]
     edge_index: Tensor
     batch: Tensor | None
-    prediction: str
     acyclic: bool
     form: str
     backend: str
@@ -174,8 +172,6 @@ def _needs_states(inputs: Inputs) -> str | None:
     """
     if inputs.surprise is not None:
         return "'surprise'"
-    if inputs.prediction == "undecayed":
-        return "prediction='undecayed'"
     if inputs.edge_weight.dim() == 3:
         return "'edge_weight' of channels"
     return None
@@ -252,7 +248,6 @@ def delta_scan(
     batch: Tensor | None = None,
     *,
     surprise: Tensor | None = None,
-    prediction: str = "decayed",
     acyclic: bool = False,
     form: str = "auto",
     backend: str = "auto",
@@ -295,25 +290,9 @@ def delta_scan(
         \mathbf{S}_i'^{\top} \mathbf{q}_i \|^2}{P \tau} \right).
 
     This is not linear in the values, so it requires a DAG, along which states are
-    carried. The following two options also require a DAG, with or without
-    :obj:`surprise`. A weight for each channel of keys lets channels decay at different
-    rates: :math:`\mathbf{S}'_i = \sum_{j \to i} \textrm{diag}(\mathbf{a}_{ij})
-    \mathbf{S}_j`. With :obj:`prediction="undecayed"`, a node predicts its value, by its
-    key and by its query, from the state before the decay, the mean over the edges from
-    its parents:
-
-    .. math::
-        \mathbf{S}_i = \mathbf{S}'_i + \beta_i \sigma_i \mathbf{k}_i (\mathbf{v}_i -
-        \bar{\mathbf{S}}_i^{\top} \mathbf{k}_i)^{\top}, \qquad
-        \bar{\mathbf{S}}_i = \frac{1}{|p(i)|} \sum_{j \to i} \mathbf{S}_j,
-
-    and :math:`\bar{\mathbf{S}}_i^{\top} \mathbf{q}_i` in :math:`\sigma_i`. On a
-    directed path, :math:`\bar{\mathbf{S}}_t = \mathbf{S}_{t - 1}`, and with
-    :math:`\beta = 1 - a` this is the surprise-gated delta recurrence
-    :math:`\mathbf{S}_t = a \mathbf{S}_{t - 1} + (1 - a) \sigma \mathbf{k} (\mathbf{v} -
-    \mathbf{S}_{t - 1}^{\top} \mathbf{k})^{\top}`. A state then keeps the share
-    :math:`a - \beta \sigma` of what its key reads, and may grow if that is below
-    :math:`-1`.
+    carried. So does a weight for each channel of keys, with or without :obj:`surprise`,
+    which lets channels decay at different rates: :math:`\mathbf{S}'_i = \sum_{j \to i}
+    \textrm{diag}(\mathbf{a}_{ij}) \mathbf{S}_j`.
 
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
@@ -334,9 +313,6 @@ def delta_scan(
         surprise (torch.Tensor, optional): The mean squared error :math:`\tau > 0` at
             which nodes write 0.73 of the full update, :math:`[H]`. (default:
             :obj:`None`, they always write all of it)
-        prediction (str, optional): What a node predicts its value from: its state
-            before it writes (:obj:`"decayed"`), or the mean of its parents' states
-            (:obj:`"undecayed"`). (default: :obj:`"decayed"`)
         acyclic (bool, optional): Whether a cycle is an error, even where there is a
             solution. (default: :obj:`False`)
         form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
@@ -376,10 +352,7 @@ def delta_scan(
         check_shape("surprise", surprise, "[heads]", [value.size(1)])
         (surprise,) = given
     (batch,) = check_indices(value, batch=batch)
-    check_option("prediction", prediction, _PREDICTIONS)
     check_option("form", form, _FORMS)
     check_flag("acyclic", acyclic)
-    inputs = Inputs(
-        q, k, v, b, w, surprise, edge_index, batch, prediction, acyclic, form, backend
-    )
+    inputs = Inputs(q, k, v, b, w, surprise, edge_index, batch, acyclic, form, backend)
     return _delta_scan(inputs).to(value.dtype)

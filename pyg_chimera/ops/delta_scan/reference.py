@@ -25,8 +25,7 @@ def forward(call: Call) -> Tensor:
         args = (graph, query, key, value, beta, edge_weight)
         if graph.on_cycle.any():
             return _by_equations(*args).to(dtype)
-        undecayed = call.inputs.prediction == "undecayed"
-        return _by_recurrence(*args, surprise, undecayed).to(dtype)
+        return _by_recurrence(*args, surprise).to(dtype)
 
 
 def _by_recurrence(
@@ -37,7 +36,6 @@ def _by_recurrence(
     beta: Tensor,
     edge_weight: Tensor,
     surprise: Tensor | None,
-    undecayed: bool,
 ) -> Tensor:
     """One node after the other, parents first."""
     parents: list[list[int]] = [[] for _ in range(graph.num_nodes)]
@@ -47,17 +45,13 @@ def _by_recurrence(
     out: dict[int, Tensor] = {}
     for i in graph.rank.argsort(kind="stable").tolist():
         S = torch.zeros_like(key[i].unsqueeze(-1) * value[i].unsqueeze(-2))
-        known = S
         for edge in parents[i]:
             state = states[int(graph.col[edge])]
             S = S + edge_weight[edge].reshape(value.size(1), -1, 1) * state
-            known = known + state / len(parents[i])
-        if not undecayed:
-            known = S
-        predicted = (known * key[i].unsqueeze(-1)).sum(-2)
+        predicted = (S * key[i].unsqueeze(-1)).sum(-2)
         strength = beta[i]
         if surprise is not None:
-            error = value[i] - (known * query[i].unsqueeze(-1)).sum(-2)
+            error = value[i] - (S * query[i].unsqueeze(-1)).sum(-2)
             mean = error.square().sum(-1) / max(error.size(-1), 1)
             strength = strength * torch.sigmoid(mean / surprise)
         wrong = strength.unsqueeze(-1) * (value[i] - predicted)

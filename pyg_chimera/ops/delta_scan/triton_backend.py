@@ -99,8 +99,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         return triton_chunks.scan(*_paths_of(call), *call.inputs[:5])
     from pyg_chimera.ops.delta_scan.triton_states import scan
 
-    undecayed = call.inputs.prediction == "undecayed"
-    return scan(_chains_of(call), undecayed, *call.inputs[:6]), ()
+    return scan(_chains_of(call), *call.inputs[:6]), ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
@@ -112,8 +111,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         return triton_chunks.scan_gradients(*_paths_of(call), *operands)
     from pyg_chimera.ops.delta_scan.triton_states import scan_gradients
 
-    undecayed = call.inputs.prediction == "undecayed"
-    return scan_gradients(_chains_of(call), undecayed, grad, *call.inputs[:6])
+    return scan_gradients(_chains_of(call), grad, *call.inputs[:6])
 
 
 # --------------------------------------------------------------------------- its tables

@@ -188,16 +188,14 @@ def _carried(
 
 
 @triton.jit
-def _square(matrix, k, h, HEADS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _square(matrix, k, h, HEADS: tl.constexpr, CHUNK: tl.constexpr):
     """Pointers to the matrix of a chunk."""
     first = (k.to(tl.int64) * HEADS + h) * (CHUNK * CHUNK)
     return matrix_tile(matrix + first, 0, 0, 1, CHUNK)
 
 
 @triton.jit
-def _store_rows(  # type: ignore[no-untyped-def]
-    X, x, node, there, h, c, stop, HEADS: tl.constexpr, SIZE: tl.constexpr
-):
+def _store_rows(X, x, node, there, h, c, stop, HEADS: tl.constexpr, SIZE: tl.constexpr):
     """Stores the channels c < stop of some rows of X [rows, HEADS, SIZE]."""
     at = (node[:, None] * HEADS + h) * SIZE + c[None, :]
     tl.store(X + at, x, mask=there[:, None] & (c < stop)[None, :])
@@ -207,7 +205,7 @@ def _store_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_states"])
-def _factors(  # type: ignore[no-untyped-def]
+def _factors(
     K, V, B, W, INVERSE, OUT, START, NODE, num_states, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -246,7 +244,7 @@ def _factors(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _carry_products(  # type: ignore[no-untyped-def]
+def _carry_products(
     E, X, DECAY, OUT, PATHS, HEADS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     E_ROW: tl.constexpr, E_COLUMN: tl.constexpr, X_ROW: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, REVERSE: tl.constexpr,
@@ -273,7 +271,7 @@ def _carry_products(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_states"])
-def _outputs(  # type: ignore[no-untyped-def]
+def _outputs(
     Q, K, FACTORS, W, STATE, Y, U, START, ONGOING, NODE, num_states,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,
@@ -308,7 +306,7 @@ def _outputs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_states"])
-def _adjoint_factors(  # type: ignore[no-untyped-def]
+def _adjoint_factors(
     Q, K, DY, B, W, INVERSE, OUT, START, NODE, num_states, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -341,7 +339,7 @@ def _adjoint_factors(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_states"])
-def _adjoint_ends(  # type: ignore[no-untyped-def]
+def _adjoint_ends(
     Q, K, DY, FACTORS, W, END, START, ONGOING, NODE, num_states, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -366,7 +364,7 @@ def _adjoint_ends(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_states"])
-def _corrections(  # type: ignore[no-untyped-def]
+def _corrections(
     FACTORS, ADJOINT, DV, START, ONGOING, NODE, num_states, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
@@ -387,7 +385,7 @@ def _corrections(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_states"])
-def _key_gradients(  # type: ignore[no-untyped-def]
+def _key_gradients(
     Q, K, U, DY, DV, W, STATE, ADJOINT, DK, START, ONGOING, NODE, num_states,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     STEP: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr,

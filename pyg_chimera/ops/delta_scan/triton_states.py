@@ -2,21 +2,18 @@ r"""The delta rule on a GPU by states that are carried along a DAG.
 
 .. math::
     S'_i = \sum_{j \to i} a_{ij} S_j, \qquad
-    e_i = v_i - \bar{S}_i^{\top} k_i, \qquad
+    e_i = v_i - S_i'^{\top} k_i, \qquad
     S_i = S'_i + k_i (b_i e_i)^{\top}, \qquad
     y_i = S_i^{\top} q_i,
 
-where nodes predict from :math:`\bar{S}_i`, their state :math:`S'_i` or the mean of
-their parents' states, and correct the share :math:`b_i` of the error. With surprise,
-this depends on the error of their queries, :math:`f_i = v_i - \bar{S}_i^{\top} q_i`.
+where nodes correct the share :math:`b_i` of the error. With surprise, this depends on
+the error of their queries, :math:`f_i = v_i - S_i'^{\top} q_i`.
 Backward, with the adjoint :math:`Z_i` of :math:`S_i`,
 
 .. math::
     de_i = b_i Z_i^{\top} k_i, \qquad
     Z_i = q_i dy_i^{\top} + \sum_{i \to m} a_{mi} S'^*_m, \qquad
-    S'^*_m = Z_m - k_m de_m^{\top} - q_m df_m^{\top},
-
-or if nodes predict from the mean, its last two terms go to the parents in equal shares.
+    S'^*_m = Z_m - k_m de_m^{\top} - q_m df_m^{\top}.
 
 A program takes a component, a head, and a slice of the value channels (with surprise,
 which depends on all of them, there is one slice), and visits the positions one by one.
@@ -60,7 +57,6 @@ class _Sizes(NamedTuple):
     columns: int
     by_channel: bool  #: whether edges have a weight for each key channel
     surprised: bool
-    undecayed: bool  #: whether predictions are from the mean of parents' states
 
     @classmethod
     def of(
@@ -69,13 +65,12 @@ class _Sizes(NamedTuple):
         value: Tensor,
         weight: Tensor,
         surprise: Tensor | None,
-        undecayed: bool,
     ) -> "_Sizes":
         (heads, P), (groups, N) = value.shape[1:], query.shape[1:]
         rows, columns = (triton.next_power_of_2(x) for x in (N, P))
         if surprise is None:
             columns = min(columns, max(1, _NUMEL // rows))
-        kind = (weight.dim() == 3, surprise is not None, undecayed)
+        kind = (weight.dim() == 3, surprise is not None)
         return cls(heads, groups, N, P, rows, columns, *kind)
 
     @property
@@ -97,7 +92,6 @@ class _Sizes(NamedTuple):
 
 def scan(
     chains: Chains,
-    undecayed: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -109,7 +103,7 @@ def scan(
     if query.numel() == 0 or value.numel() == 0:
         return value.new_zeros(value.shape)
     y = value.new_empty(value.shape)
-    sizes = _Sizes.of(query, value, weight, surprise, undecayed)
+    sizes = _Sizes.of(query, value, weight, surprise)
     operands = _operands(chains, query, key, value, beta, weight, surprise)
     programs, slices = (chains.ptr.numel() - 1) * sizes.heads, sizes.slices
     in_slice = sizes.heads * chains.rings * sizes.numel
@@ -126,7 +120,6 @@ def scan(
 
 def scan_gradients(
     chains: Chains,
-    undecayed: bool,
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -142,7 +135,7 @@ def scan_gradients(
     tensors += [] if surprise is None else [surprise]
     if query.numel() == 0 or value.numel() == 0:
         return tuple(map(torch.zeros_like, tensors))
-    sizes = _Sizes.of(query, value, weight, surprise, undecayed)
+    sizes = _Sizes.of(query, value, weight, surprise)
     operands = _operands(chains, query, key, value, beta, weight, surprise)
     q, k, _, b, _, tau = operands
     by_child = chains.edge.index_select(0, chains.child_entry)
@@ -173,7 +166,7 @@ def scan_gradients(
                 first, *sizes, **options,
             )  # fmt: skip
             _reads[nodes * heads, count](
-                k, b, tau, dy, errors, dq, dk, kept, *chains[1:4], nodes, first, *sizes,
+                k, b, tau, dy, errors, dq, dk, kept, chains.node, nodes, first, *sizes,
                 **options,
             )  # fmt: skip
     dq, dk = (
@@ -198,19 +191,19 @@ def _operands(chains: Chains, *inputs: Tensor | None) -> list[Tensor]:
 
 
 @triton.jit
-def _slice(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _slice(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The key channels and value channels of slice z."""
     return tl.arange(0, ROWS), z * COLUMNS + tl.arange(0, COLUMNS)
 
 
 @triton.jit
-def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Pointers to the entries of a slice of a state at `first`, transposed."""
     return first + tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
 
 
 @triton.jit
-def _weight(  # type: ignore[no-untyped-def]
+def _weight(
     W, entry, h, n, HEADS: tl.constexpr, N: tl.constexpr, BY_CHANNEL: tl.constexpr
 ):
     """The weight of an entry, or its weights of all key channels."""
@@ -221,7 +214,7 @@ def _weight(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _error(  # type: ignore[no-untyped-def]
+def _error(
     ERRORS, node, h, p, HEADS: tl.constexpr, P: tl.constexpr, SURPRISED: tl.constexpr
 ):
     """Pointers to the error of a node's key. Its adjoint is P further; the error of the
@@ -231,15 +224,13 @@ def _error(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _part(  # type: ignore[no-untyped-def]
-    row, h, z, HEADS: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr
-):
+def _part(row, h, z, HEADS: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr):
     """The index of slice z in the parts of sums, [rows, HEADS, slices]."""
     return (row * HEADS + h) * ((P + COLUMNS - 1) // COLUMNS) + z
 
 
 @triton.jit
-def _excess(error, TAU, h, P: tl.constexpr):  # type: ignore[no-untyped-def]
+def _excess(error, TAU, h, P: tl.constexpr):
     """The surprise at an error, whose sigmoid is the share of beta that is used."""
     return tl.sum(error * error, 0) / (P * tl.load(TAU + h))
 
@@ -251,12 +242,11 @@ _ANY = ["slots", "num_nodes", "rings", "first_slice"]
 
 
 @triton.jit(do_not_specialize=_ANY[::3])
-def _walk(  # type: ignore[no-untyped-def]
+def _walk(
     Q, K, V, B, W, TAU, Y, ERRORS, HELD, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD,
     RING_PTR, slots, first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
-    KEEP: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """The output of a component, a head and a slice; if KEEP, states and errors."""
     c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
@@ -275,7 +265,6 @@ def _walk(  # type: ignore[no-untyped-def]
         k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
         v = row_of(V, node, h, p, p < P, HEADS, P)
         state = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)
-        mean = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)
         start, stop = bounds(PARENT_PTR, i)
         for x in range(start, stop):
             w = _weight(W, x, h, n, HEADS, N, BY_CHANNEL)
@@ -284,19 +273,14 @@ def _walk(  # type: ignore[no-untyped-def]
             if j != i - 1:
                 there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
             state += w * there
-            if UNDECAYED:
-                mean += there
-        known = state
-        if UNDECAYED:
-            known = mean / tl.maximum(stop - start, 1).to(S.dtype)
         strength = tl.load(B + node * HEADS + h)
         error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
         if SURPRISED:
-            f = v - tl.sum(known * q[None, :], 1)
+            f = v - tl.sum(state * q[None, :], 1)
             strength *= tl.sigmoid(_excess(f, TAU, h, P))
             if KEEP:
                 tl.store(error + 2 * P, f, mask=p < P)
-        e = v - tl.sum(known * k[None, :], 1)
+        e = v - tl.sum(state * k[None, :], 1)
         S = state + (strength * e)[:, None] * k[None, :]
         if KEEP:
             tl.store(error, e, mask=p < P)
@@ -312,12 +296,12 @@ def _walk(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=_ANY[1:])
-def _walk_back(  # type: ignore[no-untyped-def]
+def _walk_back(
     Q, K, B, W, TAU, DY, ERRORS, DK, DB, DW, KEPT, RING, PTR, NODE, PARENT_PTR,
     CHILD_PTR, CHILD, FAR_PARENT, RING_PTR, num_nodes, rings, first_slice,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
+    SURPRISED: tl.constexpr,
 ):  # fmt: skip
     """The adjoints of a component, a head and a slice, and all gradients but those from
     what queries and keys read.
@@ -351,21 +335,6 @@ def _walk_back(  # type: ignore[no-untyped-def]
                 tl.store(DW + at * N + n, tl.sum(there * S, 0), mask=n < N)
             else:
                 tl.store(DW + at, tl.sum(tl.sum(there * S, 1), 0))
-            if UNDECAYED:  # the child has predicted from the mean
-                child = tl.load(NODE + j).to(tl.int64)
-                start, stop = bounds(PARENT_PTR, j)
-                count = (stop - start).to(S.dtype)
-                of_child = row_of(K, child, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-                error = _error(ERRORS, child, h, p, HEADS, P, SURPRISED)
-                de = tl.load(error + P, mask=p < P, other=0.0) / count
-                Z -= de[:, None] * of_child[None, :]
-                if SURPRISED:
-                    of_child = row_of(
-                        Q, child, h // (HEADS // GROUPS), n, n < N, GROUPS, N
-                    )
-                    df = tl.load(error + 3 * P, mask=p < P, other=0.0) / count
-                    Z -= df[:, None] * of_child[None, :]
-
         k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
         error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
         e = tl.load(error, mask=p < P, other=0.0)
@@ -387,13 +356,9 @@ def _walk_back(  # type: ignore[no-untyped-def]
         tl.store(DB + at * (1 + SURPRISED), db)
         dk = tl.sum(Z * (strength * e)[:, None], 0)
         tl.store(DK + 2 * at * N + n, dk, mask=n < N)
-        D = Z
-        if not UNDECAYED:
-            D -= de[:, None] * k[None, :]
-            if SURPRISED:
-                D -= df[:, None] * q[None, :]
-        if UNDECAYED:
-            tl.debug_barrier()  # parents read the adjoints of errors
+        D = Z - de[:, None] * k[None, :]
+        if SURPRISED:
+            D -= df[:, None] * q[None, :]
         if tl.load(FAR_PARENT + i) > 0:
             tl.debug_barrier()  # all must have read the old values before the store
             tl.store(held + i % ring * (ROWS * COLUMNS), D)
@@ -401,11 +366,11 @@ def _walk_back(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=_ANY[1::2])
-def _reads(  # type: ignore[no-untyped-def]
-    K, B, TAU, DY, ERRORS, DQ, DK, KEPT, NODE, PARENT_PTR, PARENT, num_nodes,
-    first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
-    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, UNDECAYED: tl.constexpr,
+def _reads(
+    K, B, TAU, DY, ERRORS, DQ, DK, KEPT, NODE, num_nodes, first_slice,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    SURPRISED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a position's query and key from what they read of a slice."""
     i, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
@@ -416,21 +381,13 @@ def _reads(  # type: ignore[no-untyped-def]
     node = tl.load(NODE + i).to(tl.int64)
     S = tl.load(kept + i * (ROWS * COLUMNS))
     error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
-    if UNDECAYED:
-        known = tl.zeros([COLUMNS, ROWS], S.dtype)
-        first, last = bounds(PARENT_PTR, i)
-        for x in range(first, last):
-            j = tl.load(PARENT + x).to(tl.int64)
-            known += tl.load(kept + j * (ROWS * COLUMNS))
-        known /= tl.maximum(last - first, 1).to(S.dtype)
-    else:
-        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-        strength = tl.load(B + node * HEADS + h)
-        if SURPRISED:
-            f = tl.load(error + 2 * P, mask=p < P, other=0.0)
-            strength *= tl.sigmoid(_excess(f, TAU, h, P))
-        written = strength * tl.load(error, mask=p < P, other=0.0)
-        known = S - written[:, None] * k[None, :]
+    k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+    strength = tl.load(B + node * HEADS + h)
+    if SURPRISED:
+        f = tl.load(error + 2 * P, mask=p < P, other=0.0)
+        strength *= tl.sigmoid(_excess(f, TAU, h, P))
+    written = strength * tl.load(error, mask=p < P, other=0.0)
+    known = S - written[:, None] * k[None, :]
     dq = S * row_of(DY, node, h, p, p < P, HEADS, P)[:, None]
     if SURPRISED:
         dq -= known * tl.load(error + 3 * P, mask=p < P, other=0.0)[:, None]

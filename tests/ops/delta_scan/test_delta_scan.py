@@ -246,58 +246,22 @@ def test_as_surprise_grows_everything_is_written(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_path_is_the_surprise_gated_delta_recurrence(backend):
-    """Step by step, H = a H + (1 - a) sigma k (v - H^T k)^T, with sigma of H, too."""
-    torch.manual_seed(0)
-    n, N, P, temperature = 9, 4, 3, 0.7
-    query, key = (F.normalize(torch.randn(n, 1, N).double(), dim=-1) for _ in range(2))
-    value, decay = torch.randn(n, 1, P).double(), torch.rand(n, 1).double()
-    H, wanted = torch.zeros(N, P).double(), []
-    for q, k, v, a in zip(query[:, 0], key[:, 0], value[:, 0], decay, strict=True):
-        error = (v - q @ H).square().mean()
-        sigma = torch.sigmoid(error / temperature)
-        H = a * H + (1 - a) * sigma * (torch.outer(k, v) - torch.outer(k, k @ H))
-        wanted.append(q @ H)
-    out = delta_scan(
-        query, key, value, 1 - decay, path(n), decay[1:], prediction="undecayed",
-        surprise=torch.tensor([temperature], dtype=torch.double), backend=backend,
-    )  # fmt: skip
-    assert_near(out[:, 0], torch.stack(wanted))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_channels_that_decay_alike(backend):
-    """Are one weight for all of them; so is a mean of parents that do not decay."""
+    """Are one weight for all of them."""
     case = example("delta_dags", "several_blocks")
     weight = case.floats["edge_weight"]
     want = case(backend="torch", form="mask")
     channels = weight.unsqueeze(-1).expand(-1, -1, 5)
     assert_near(case(edge_weight=channels, backend=backend), want)
-    row = case.structure.edge_index[1]
-    mean = (1 / torch.bincount(row).double()[row]).unsqueeze(1).expand_as(weight)
-    outs = [
-        case(edge_weight=mean, prediction=x, backend=backend)
-        for x in ("decayed", "undecayed")
-    ]
-    assert_near(*outs)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"prediction": "undecayed"}, "prediction='undecayed'"),
-        ({"channels": True}, "'edge_weight' of channels"),
-    ],
-)
-def test_what_takes_states(options, said):
+def test_what_takes_states():
     def call(index, function=delta_scan, **more):
         x = inputs(3, index.size(1))
-        weight = x[4]
-        if "channels" in options:
-            weight = weight.unsqueeze(-1).expand(-1, -1, x[1].size(2))
-        given = {y: z for y, z in options.items() if y != "channels"}
-        return function(*x[:4], index, weight, **given, **more)
+        weight = x[4].unsqueeze(-1).expand(-1, -1, x[1].size(2))
+        return function(*x[:4], index, weight, **more)
 
+    said = "'edge_weight' of channels"
     with pytest.raises(CycleError, match=r"has the cycle \d -> \d -> \d"):
         call(torch.tensor([[0, 1, 2], [1, 2, 0]]))
     for form in ("mask", "chunk"):
@@ -311,7 +275,6 @@ def test_what_takes_states(options, said):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"prediction": "mean"}, "'prediction' must be one of .* got 'mean'"),
         ({"edge_weight": torch.zeros(2, 2, 9)}, r"or \[edges, heads, channels\] with"),
         (
             {"edge_weight": torch.full((2, 2, 3), torch.nan)},
