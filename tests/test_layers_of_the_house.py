@@ -55,3 +55,18 @@ def test_operators_and_kernels_are_in_ops(path):
         return
     assert not any(name.split(".")[0] == "numba" for name in imported(path))
     assert "torch.library" not in path.read_text()
+
+
+#: What compiles a function, which then has no types.
+COMPILERS = {"_compiles_to", "compiled", "inlined", "intrinsic", "jit", "overload",
+             "lower_builtin", "triton.jit", "type_callable"}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda x: str(x.relative_to(PACKAGE)))
+def test_only_kernels_have_no_types(path):
+    tree = ast.parse(path.read_text())
+    rooms = [tree, *(x for x in tree.body if isinstance(x, ast.ClassDef))]
+    for function in (x for room in rooms for x in room.body):
+        if isinstance(function, ast.FunctionDef) and function.returns is None:
+            calls = [getattr(x, "func", x) for x in function.decorator_list]
+            assert COMPILERS & set(map(ast.unparse, calls)), function.name

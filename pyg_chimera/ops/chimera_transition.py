@@ -335,7 +335,7 @@ torch.library.register_vmap(_path_scale, one_by_one(_path_scale))
 
 
 @compiled()
-def _largest_sums(gain, source, node, there, back, out):  # type: ignore[no-untyped-def]
+def _largest_sums(gain, source, node, there, back, out):
     """M[i] = max(source[i], M[i - 1] + gain[i]) along each path, in both directions."""
     for h in range(source.shape[1]):
         most = 0.0

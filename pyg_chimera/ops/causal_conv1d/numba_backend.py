@@ -48,9 +48,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 @jit
-def _forward(  # type: ignore[no-untyped-def]
-    first, last, stop, scratch, ptr, block, x, weight, bias, out
-):
+def _forward(first, last, stop, scratch, ptr, block, x, weight, bias, out):
     size, channels = weight.shape
     for i in range(first, last):
         for s in range(block[i], block[i + 1]):
@@ -66,9 +64,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward(  # type: ignore[no-untyped-def]
-    first, last, stop, scratch, ptr, block, grad, x, weight, dx, dweight
-):
+def _backward(first, last, stop, scratch, ptr, block, grad, x, weight, dx, dweight):
     size, channels = weight.shape
     for i in range(first, last):
         dweight[i] = 0

@@ -54,7 +54,7 @@ def _programs(x: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def _tile(num_rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(num_rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """A program's rows and channels, their offsets, and a mask."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -63,7 +63,7 @@ def _tile(num_rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.conste
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _convolve(  # type: ignore[no-untyped-def]
+def _convolve(
     X, WEIGHT, BIAS, BEFORE, OUT, num_rows, CHANNELS: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +80,7 @@ def _convolve(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _differentiate(  # type: ignore[no-untyped-def]
+def _differentiate(
     DY, X, WEIGHT, BEFORE, AFTER, DX, DWEIGHT, num_rows, CHANNELS: tl.constexpr,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

@@ -109,19 +109,19 @@ class _Tasks(NamedTuple):
 
 
 @jit
-def _rows(weights):  # type: ignore[no-untyped-def]
+def _rows(weights):
     """A pointer to the weights, if there are any."""
     return None if weights is None else pointer(weights)
 
 
 @jit
-def _times(weights, at, x, n):  # type: ignore[no-untyped-def]
+def _times(weights, at, x, n):
     """A vector times its weights, if there are any; `n` numbers of the row are left."""
     return x if weights is None else load_part(weights + at, n) * x
 
 
 @jit
-def _forward_tasks(  # type: ignore[no-untyped-def]
+def _forward_tasks(
     first, last, stop, scratch, ptr, width, num_slices, state, parent_ptr, parent, edge,
     value, weight, decay, out,
 ):  # fmt: skip
@@ -145,7 +145,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_tasks(  # type: ignore[no-untyped-def]
+def _backward_tasks(
     first, last, stop, scratch, ptr, width, num_slices, state, parent_ptr, parent, edge,
     value, weight, decay, child_ptr, child, child_entry, states, grad, dvalue, dweight,
     ddecay,

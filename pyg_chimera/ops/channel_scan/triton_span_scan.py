@@ -122,21 +122,21 @@ def _programs(x: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def _span(ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _span(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """A program's rows and channels."""
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     return t, tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
 
 
 @triton.jit
-def _at(row, c, there, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _at(row, c, there, CHANNELS: tl.constexpr):
     """Offsets of rows and channels in [..., CHANNELS], and their mask."""
     at = row.to(tl.int64)[:, None] * CHANNELS + c[None, :]
     return at, there[:, None] & (c < CHANNELS)[None, :]
 
 
 @triton.jit
-def _factors(  # type: ignore[no-untyped-def]
+def _factors(
     WEIGHT, DECAY, NODE, EDGE, t, there, c, CHANNELS: tl.constexpr,
     WEIGHTED: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def _factors(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _state(STATE, span, c, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _state(STATE, span, c, CHANNELS: tl.constexpr):
     """A row of STATE [spans, CHANNELS]; zero if there is no such span."""
     spans = tl.num_programs(0)
     span = tl.where(c < CHANNELS, span.to(tl.int64), spans)  # masks must be blocks
@@ -168,7 +168,7 @@ def _state(STATE, span, c, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _span_ends(  # type: ignore[no-untyped-def]
+def _span_ends(
     X, WEIGHT, DECAY, NODE, EDGE, FACTOR, END, num_rows, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
     DECAYED: tl.constexpr, REVERSE: tl.constexpr,
@@ -192,7 +192,7 @@ def _span_ends(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _states(  # type: ignore[no-untyped-def]
+def _states(
     X, WEIGHT, DECAY, NODE, EDGE, STATE, OUT, num_rows, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
     DECAYED: tl.constexpr,
@@ -213,7 +213,7 @@ def _states(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gradients(  # type: ignore[no-untyped-def]
+def _gradients(
     DY, H, WEIGHT, DECAY, NODE, EDGE, ADJOINT, DX, DWEIGHT, DDECAY, num_rows,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     WEIGHTED: tl.constexpr, DECAYED: tl.constexpr,

@@ -236,13 +236,13 @@ def backward(
 
 
 @inlined
-def _whole(width, p):  # type: ignore[no-untyped-def]
+def _whole(width, p):
     """A width rounded up to whole vectors."""
     return (width + lanes(p) - 1) // lanes(p) * lanes(p)
 
 
 @jit
-def _take_rows(target, ld, source, stride, node, state, a, m, size):  # type: ignore[no-untyped-def]
+def _take_rows(target, ld, source, stride, node, state, a, m, size):
     """Copies the rows of m nodes, zero-padded to whole vectors."""
     for i in range(m):
         row = source + node[state[a + i]] * stride
@@ -251,7 +251,7 @@ def _take_rows(target, ld, source, stride, node, state, a, m, size):  # type: ig
 
 
 @jit
-def _fetch_rows(source, stride, node, state, a, m, size):  # type: ignore[no-untyped-def]
+def _fetch_rows(source, stride, node, state, a, m, size):
     """Prefetches the rows of m nodes, while the products of the last chunk are made."""
     for i in range(m):
         row = source + node[state[a + i]] * stride
@@ -260,7 +260,7 @@ def _fetch_rows(source, stride, node, state, a, m, size):  # type: ignore[no-unt
 
 
 @jit
-def _add_rows(target, stride, node, state, a, source, ld, factor, m, size):  # type: ignore[no-untyped-def]
+def _add_rows(target, stride, node, state, a, source, ld, factor, m, size):
     """Adds scaled rows to the rows of m nodes."""
     for i in range(m):
         row, f = target + node[state[a + i]] * stride, splat(factor[i])
@@ -270,7 +270,7 @@ def _add_rows(target, stride, node, state, a, source, ld, factor, m, size):  # t
 
 
 @jit
-def _scale_rows(target, source, ld, factor, step, m, size):  # type: ignore[no-untyped-def]
+def _scale_rows(target, source, ld, factor, step, m, size):
     """Scales rows by factors; with step 0, all by the same one."""
     for i in range(m):
         f = splat(factor[i * step])
@@ -279,7 +279,7 @@ def _scale_rows(target, source, ld, factor, step, m, size):  # type: ignore[no-u
 
 
 @jit
-def _weigh_rows(dots, target, rows, other, factor, m, size):  # type: ignore[no-untyped-def]
+def _weigh_rows(dots, target, rows, other, factor, m, size):
     """Inner products of rows with others; also adds the scaled rows to a target."""
     for i in range(m):
         f, dot = splat(factor[i]), zeros(target)
@@ -291,7 +291,7 @@ def _weigh_rows(dots, target, rows, other, factor, m, size):  # type: ignore[no-
 
 
 @jit
-def _to_lower(C, A, lda, B, m, k):  # type: ignore[no-untyped-def]
+def _to_lower(C, A, lda, B, m, k):
     """The lower triangle of C = A B, [m, m]."""
     for i in range(0, m, _ROWS):
         rows = min(_ROWS, m - i)
@@ -302,7 +302,7 @@ def _to_lower(C, A, lda, B, m, k):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _times_lower(C, ldc, A, B, ldb, m, n, mode):  # type: ignore[no-untyped-def]
+def _times_lower(C, ldc, A, B, ldb, m, n, mode):
     """C = A B, or C + A B, for a lower triangular A."""
     for i in range(0, m, _ROWS):
         rows = min(_ROWS, m - i)
@@ -313,7 +313,7 @@ def _times_lower(C, ldc, A, B, ldb, m, n, mode):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _times_upper(C, ldc, A, B, ldb, m, n, mode):  # type: ignore[no-untyped-def]
+def _times_upper(C, ldc, A, B, ldb, m, n, mode):
     """C = A^T B, or C + A^T B, for a lower triangular A."""
     for i in range(0, m, _ROWS):
         rows = min(_ROWS, m - i)
@@ -327,13 +327,13 @@ def _times_upper(C, ldc, A, B, ldb, m, n, mode):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _after(i):  # type: ignore[no-untyped-def]
+def _after(i):
     """The number of columns of row i of a lower matrix that the products read."""
     return (i // _ROWS + 1) * _ROWS
 
 
 @jit
-def _decays(D, weight, m, one):  # type: ignore[no-untyped-def]
+def _decays(D, weight, m, one):
     """Sets D_ij to the product of the weights from node j to node i."""
     step = lanes(D)
     for i in range(m):
@@ -351,7 +351,7 @@ def _decays(D, weight, m, one):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _reach(reach, weight, m, one):  # type: ignore[no-untyped-def]
+def _reach(reach, weight, m, one):
     """Sets r_i to the product of all weights up to node i."""
     for i in range(m):
         one *= weight[i]
@@ -359,7 +359,7 @@ def _reach(reach, weight, m, one):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _mask(D, scores, m):  # type: ignore[no-untyped-def]
+def _mask(D, scores, m):
     """D <- D * scores, whose entries above the diagonal are arbitrary."""
     step = lanes(D)
     for i in range(m):
@@ -371,7 +371,7 @@ def _mask(D, scores, m):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _mask_backward(  # type: ignore[no-untyped-def]
+def _mask_backward(
     D, scores, products, d_scores, sums, by_row, by_weight, weight, mark, m, mode, one
 ):  # fmt: skip
     """Given products dy_i^T v_j, turns D into M (D * scores), sets or adds to the
@@ -416,7 +416,7 @@ def _mask_backward(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _forward_tasks(  # type: ignore[no-untyped-def]
+def _forward_tasks(
     begin, end, stop, scratch, block, ptr, state, writer, reader, weight, source, mark,
     query, key, value, out, share,
 ):  # fmt: skip
@@ -485,7 +485,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_tasks(  # type: ignore[no-untyped-def]
+def _backward_tasks(
     begin, end, stop, scratch, block, ptr, state, writer, reader, weight, source, mark,
     query, key, value, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
     grad_weight, share,

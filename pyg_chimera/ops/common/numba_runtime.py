@@ -208,15 +208,15 @@ def stopped(stop: np.ndarray) -> bool:
 
 
 @overload(stopped, inline="always")
-def _overload_stopped(stop):  # type: ignore[no-untyped-def]
+def _overload_stopped(stop):
     return lambda stop: _load(stop)
 
 
 @intrinsic
-def _load(typing_context, stop):  # type: ignore[no-untyped-def]
+def _load(typing_context, stop):
     """Whether the first entry is set; the compiler must not hoist this from a loop."""
 
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+    def generate(context, builder, signature, args):
         array = context.make_array(signature.args[0])(context, builder, args[0])
         flag = builder.load_atomic(array.data, "monotonic", 8)
         return builder.icmp_signed("!=", flag, flag.type(0))

@@ -42,14 +42,14 @@ def carry(decay: Tensor, x: Tensor, reverse: bool = False) -> Tensor:
 
 
 @triton.jit
-def compose(a, x, b, y):  # type: ignore[no-untyped-def]
+def compose(a, x, b, y):
     """First a h + x, then b h + y; if b is zero, not even NaN passes."""
     cut = b == 0
     return tl.where(cut, b, a * b), tl.where(cut, y, b * x + y)
 
 
 @triton.jit(do_not_specialize=["num_spans"])
-def _carry(  # type: ignore[no-untyped-def]
+def _carry(
     DECAY, X, num_spans, size, REPEATS: tl.constexpr, REVERSE: tl.constexpr,
     SPANS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip

@@ -214,7 +214,7 @@ def weight_gradient(
 
 
 @triton.jit
-def chunk_of(START, heads):  # type: ignore[no-untyped-def]
+def chunk_of(START, heads):
     """A program's chunk, the chunk's first position and size, and the head."""
     k, h = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = tl.load(START + k)
@@ -222,7 +222,7 @@ def chunk_of(START, heads):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def weights_of(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def weights_of(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):
     """The weights of a chunk's positions, shifted; 1 beyond its ends."""
     o = tl.arange(0, CHUNK) + shift
     at = W + h.to(tl.int64) * num_states + first + o
@@ -230,14 +230,14 @@ def weights_of(W, first, size, h, num_states, shift, CHUNK: tl.constexpr):  # ty
 
 
 @triton.jit
-def later_of(W, first, size, h, num_states, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def later_of(W, first, size, h, num_states, CHUNK: tl.constexpr):
     """l: the product of the weights after each position of a chunk."""
     later = weights_of(W, first, size, h, num_states, 1, CHUNK)
     return tl.cumprod(later, 0, reverse=True)
 
 
 @triton.jit
-def decays_of(weight, behind, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+def decays_of(weight, behind, CHUNK: tl.constexpr):
     """D_ij, the product of weights j + 1 .. i, for rows i shifted by `behind`."""
     i, j = tl.arange(0, CHUNK)[:, None] - behind, tl.arange(0, CHUNK)[None, :]
     one = tl.full([CHUNK, CHUNK], 1.0, weight.dtype)
@@ -246,7 +246,7 @@ def decays_of(weight, behind, CHUNK: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def state_slice(  # type: ignore[no-untyped-def]
+def state_slice(
     STATE, k, h, there, x, z, HEADS: tl.constexpr, X_SIZE: tl.constexpr,
     Z_SIZE: tl.constexpr, X_STRIDE: tl.constexpr, Z_STRIDE: tl.constexpr,
 ):  # fmt: skip
@@ -258,7 +258,7 @@ def state_slice(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def rows_of(  # type: ignore[no-untyped-def]
+def rows_of(
     X, node, there, h, channel, HEADS: tl.constexpr, SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +271,7 @@ def rows_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_states"])
-def _chunk_ends(  # type: ignore[no-untyped-def]
+def _chunk_ends(
     X, Z, W, DECAY, END, START, ONGOING, NODE, num_states, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, REVERSE: tl.constexpr,
@@ -297,7 +297,7 @@ def _chunk_ends(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_states"])
-def _chunk_product(  # type: ignore[no-untyped-def]
+def _chunk_product(
     X, Y, Z, W, STATE, OUT, START, ONGOING, NODE, num_states, HEADS: tl.constexpr,
     X_HEADS: tl.constexpr, Z_HEADS: tl.constexpr, X_SIZE: tl.constexpr,
     Z_SIZE: tl.constexpr, X_STRIDE: tl.constexpr, Z_STRIDE: tl.constexpr,
@@ -338,7 +338,7 @@ def _chunk_product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_states"])
-def _weight_gradient(  # type: ignore[no-untyped-def]
+def _weight_gradient(
     Q, K, V, DY, W, STATE, ADJOINT, DW, START, ONGOING, NODE, num_states,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     STEP_N: tl.constexpr, STEP_P: tl.constexpr, CHUNK: tl.constexpr,

@@ -7,7 +7,7 @@ __all__ = ["eliminated", "matrix_tile"]
 
 
 @triton.jit
-def matrix_tile(matrix, i, j, tiles, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def matrix_tile(matrix, i, j, tiles, TILE: tl.constexpr):
     """Pointers to tile i, j of a matrix."""
     o = tl.arange(0, TILE)
     width = tiles * TILE
@@ -15,7 +15,7 @@ def matrix_tile(matrix, i, j, tiles, TILE: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def eliminated(X, pivots, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def eliminated(X, pivots, TILE: tl.constexpr):
     """[[G, G B], [-C G, D - C G B]] of a tile [[A, B], [C, D]], where G = A^-1.
 
     A has as many rows and columns as there are pivots; the whole tile may be A.

@@ -219,7 +219,7 @@ def channels_at_once(channels: int, most: int = _STEP) -> int:
 
 
 @triton.jit
-def _block(PTR, OFFSET, total, heads, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _block(PTR, OFFSET, total, heads, TILE: tl.constexpr):
     """A program's head, and its block's first position, size, tiles and matrix."""
     t, h = tl.program_id(0) // heads, tl.program_id(0) % heads
     first = tl.load(PTR + t)
@@ -229,14 +229,14 @@ def _block(PTR, OFFSET, total, heads, TILE: tl.constexpr):  # type: ignore[no-un
 
 
 @triton.jit
-def tile_nodes(NODE, first, size, i, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def tile_nodes(NODE, first, size, i, TILE: tl.constexpr):
     """The input rows of tile i's positions, and a mask of those that exist."""
     o = i * TILE + tl.arange(0, TILE)
     return tl.load(NODE + first + o, mask=o < size, other=0).to(tl.int64), o < size
 
 
 @triton.jit
-def tile_places(  # type: ignore[no-untyped-def]
+def tile_places(
     node, there, h, channel, HEADS: tl.constexpr, SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -247,7 +247,7 @@ def tile_places(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _scores(  # type: ignore[no-untyped-def]
+def _scores(
     X, Y, row, row_there, col, col_there, h, HEADS: tl.constexpr, SIZE: tl.constexpr,
     STEP: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -266,7 +266,7 @@ def _scores(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _triangular_inverse(  # type: ignore[no-untyped-def]
+def _triangular_inverse(
     A, L, PTR, OFFSET, total, heads, TILE: tl.constexpr,
     LOG_TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -299,7 +299,7 @@ def _triangular_inverse(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _general_inverse(  # type: ignore[no-untyped-def]
+def _general_inverse(
     M, PTR, OFFSET, total, heads, TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -345,7 +345,7 @@ def _general_inverse(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _masked_product(  # type: ignore[no-untyped-def]
+def _masked_product(
     L, X, Y, Z, OUT, PTR, OFFSET, NODE, total, HEADS: tl.constexpr,
     X_HEADS: tl.constexpr, Z_HEADS: tl.constexpr, X_SIZE: tl.constexpr,
     Z_SIZE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
@@ -383,7 +383,7 @@ def _masked_product(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _mask_gradient(  # type: ignore[no-untyped-def]
+def _mask_gradient(
     Q, K, DY, V, DL, PTR, OFFSET, NODE, total, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP_N: tl.constexpr,
     STEP_P: tl.constexpr, TILE: tl.constexpr, TRIANGULAR: tl.constexpr,
@@ -404,7 +404,7 @@ def _mask_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _adjoint(  # type: ignore[no-untyped-def]
+def _adjoint(
     L, DL, M, PTR, OFFSET, total, heads, TILE: tl.constexpr,
     TRIANGULAR: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -421,7 +421,7 @@ def _adjoint(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["total", "num_edges"])
-def _edge_gradient(  # type: ignore[no-untyped-def]
+def _edge_gradient(
     M, L, DW, ROW, COL, STOP, total, num_edges, heads, TILE: tl.constexpr
 ):  # fmt: skip
     """The gradients dw_e = <M_i, L_j> of TILE edges j -> i."""

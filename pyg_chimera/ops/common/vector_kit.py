@@ -58,7 +58,7 @@ LANES = 16
 
 
 @jit
-def matmul(C, A, B, mode=SET):  # type: ignore[no-untyped-def]
+def matmul(C, A, B, mode=SET):
     """C = A B, C + A B or C - A B; rows of B and C are contiguous."""
     size = C.itemsize
     gemm(
@@ -69,7 +69,7 @@ def matmul(C, A, B, mode=SET):  # type: ignore[no-untyped-def]
 
 
 @jit
-def multiply(out, left, right):  # type: ignore[no-untyped-def]
+def multiply(out, left, right):
     """The entrywise product of two matrices."""
     for i in range(out.shape[0]):
         target, x, y = out[i], left[i], right[i]
@@ -78,14 +78,14 @@ def multiply(out, left, right):  # type: ignore[no-untyped-def]
 
 
 @jit
-def take(target, source, nodes, h):  # type: ignore[no-untyped-def]
+def take(target, source, nodes, h):
     """Copy source[nodes, h], [n, C], to a contiguous target."""
     for i in range(nodes.shape[0]):
         target[i] = source[nodes[i], h]
 
 
 @jit
-def take_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
+def take_transposed(target, source, nodes, h):
     """Copy source[nodes, h] to a contiguous [C, n], zero-padded."""
     target[:, nodes.shape[0] :] = 0
     for i in range(nodes.shape[0]):
@@ -95,14 +95,14 @@ def take_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
 
 
 @jit
-def put(target, source, nodes, h):  # type: ignore[no-untyped-def]
+def put(target, source, nodes, h):
     """Copy [n, C] to target[nodes, h]."""
     for i in range(nodes.shape[0]):
         target[nodes[i], h] = source[i]
 
 
 @jit
-def put_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
+def put_transposed(target, source, nodes, h):
     """Copy [C, n] to target[nodes, h], transposed."""
     for i in range(nodes.shape[0]):
         row = target[nodes[i], h]
@@ -111,7 +111,7 @@ def put_transposed(target, source, nodes, h):  # type: ignore[no-untyped-def]
 
 
 @jit
-def set_identity(rows):  # type: ignore[no-untyped-def]
+def set_identity(rows):
     """Set a matrix to the identity."""
     rows[:] = 0
     for i in range(rows.shape[0]):
@@ -119,7 +119,7 @@ def set_identity(rows):  # type: ignore[no-untyped-def]
 
 
 @jit
-def take_columns(target, source, nodes, h, first, count):  # type: ignore[no-untyped-def]
+def take_columns(target, source, nodes, h, first, count):
     """Copy `count` nodes' rows to columns, [channels, nodes], zero-padded."""
     for c in range(target.shape[0]):
         for i in range(target.shape[1]):
@@ -127,7 +127,7 @@ def take_columns(target, source, nodes, h, first, count):  # type: ignore[no-unt
 
 
 @jit
-def transpose(target, ldt, source, lds, m, n):  # type: ignore[no-untyped-def]
+def transpose(target, ldt, source, lds, m, n):
     """Transpose [m, n]; both sizes are rounded up to whole vectors."""
     step = lanes(target)
     for i in range(0, m, step):
@@ -136,28 +136,28 @@ def transpose(target, ldt, source, lds, m, n):  # type: ignore[no-untyped-def]
 
 
 @jit
-def clear(target, size):  # type: ignore[no-untyped-def]
+def clear(target, size):
     """Set `size` numbers, rounded up to whole vectors, to zero."""
     for at in range(0, size, lanes(target)):
         store(target + at, zeros(target))
 
 
 @jit
-def copy(target, source, size):  # type: ignore[no-untyped-def]
+def copy(target, source, size):
     """Copy `size` numbers, rounded up to whole vectors."""
     for at in range(0, size, lanes(target)):
         store(target + at, load(source + at))
 
 
 @jit
-def even_share(number, most):  # type: ignore[no-untyped-def]
+def even_share(number, most):
     """The size of even shares, in the fewest shares of at most `most` each."""
     shares = max(1, (number + most - 1) // most)
     return max(1, (number + shares - 1) // shares)
 
 
 @jit
-def inner_product(p, q, size):  # type: ignore[no-untyped-def]
+def inner_product(p, q, size):
     """The inner product of two states, in four sums to hide the latency of adding."""
     step = lanes(p)
     s0, s1, s2, s3 = zeros(p), zeros(p), zeros(p), zeros(p)
@@ -175,7 +175,7 @@ def inner_product(p, q, size):  # type: ignore[no-untyped-def]
 
 
 @jit
-def inner_product_of_rows(x, y, size):  # type: ignore[no-untyped-def]
+def inner_product_of_rows(x, y, size):
     """The inner product of two rows of any length."""
     sums = zeros(x)
     for at in range(0, size, lanes(x)):
@@ -203,7 +203,7 @@ def exp2(x: float) -> float:
 
 # Sums must not be reordered here: x - n is exact only if evaluated as written.
 @overload(exp2, jit_options={"fastmath": {"contract"}})
-def _overload_exp2(x):  # type: ignore[no-untyped-def]
+def _overload_exp2(x):
     if (x.dtype if isinstance(x, VectorType) else x) == types.float32:
         real, integer, bias, shift = np.float32, np.int32, 127, 23
         coefficients = _TAYLOR_32
@@ -214,7 +214,7 @@ def _overload_exp2(x):  # type: ignore[no-untyped-def]
     least, most, half = real(1 - bias), real(bias + 1), real(0.5)
     bias, shift = integer(bias), integer(shift)
 
-    def exp2_of_vector(x):  # type: ignore[no-untyped-def]
+    def exp2_of_vector(x):
         x = smaller(larger(x, splat(least)), splat(most))
         n = floor(x + splat(half))
         r = x - n
@@ -223,7 +223,7 @@ def _overload_exp2(x):  # type: ignore[no-untyped-def]
             p = fma(p, r, splat(coefficients[k]))
         return p * power_of_two(n)
 
-    def exp2(x):  # type: ignore[no-untyped-def]
+    def exp2(x):
         # Comparisons with NaN are false, so NaN propagates.
         x = least if x < least else x
         x = most if x > most else x
@@ -250,13 +250,13 @@ def optimized() -> None:
 
 
 @overload(optimized, inline="always")
-def _overload_optimized():  # type: ignore[no-untyped-def]
+def _overload_optimized():
     return lambda: _mark_caller()
 
 
 @intrinsic
-def _mark_caller(typing_context):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+def _mark_caller(typing_context):
+    def generate(context, builder, signature, args):
         for argument in builder.function.args:
             if isinstance(argument.type, ir.PointerType):
                 argument.add_attribute("noalias")

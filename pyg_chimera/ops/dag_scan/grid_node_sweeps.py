@@ -43,9 +43,9 @@ from pyg_chimera.ops.structure.grid import Grids
 __all__ = ["backward", "forward", "most_held"]
 
 
-def _costs(  # type: ignore[no-untyped-def]
+def _costs(
     grids: Grids, source: np.ndarray, key: np.ndarray, value: np.ndarray, parts: int
-):
+) -> np.ndarray:
     """The forward cost of each task of `parts` heads and slices, in nanoseconds."""
     _, heads, slices, width = value.shape
     vectors = -(-width // vector_lanes(value.dtype)[0])
@@ -151,7 +151,7 @@ def most_held(grids: Grids, vector: int) -> int:
 
 
 @jit
-def _row(  # type: ignore[no-untyped-def]
+def _row(
     states, above, size, m, n, u, turn, is_first, source, of_source, transition, other,
     query, key, of_keys, value, out, of_values, w,
 ):  # fmt: skip
@@ -189,7 +189,7 @@ def _row(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _row_back(  # type: ignore[no-untyped-def]
+def _row_back(
     states, above, adjoints, rows, size, m, n, u, turn, line, is_first, is_last, source,
     of_source, transition, other, query, key, of_keys, value, grad, of_values, w,
     grad_query, grad_key, grad_value, grad_source, grad_transition,
@@ -235,7 +235,7 @@ def _row_back(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _forward_tasks(  # type: ignore[no-untyped-def]
+def _forward_tasks(
     first, last, stop, scratch, height, width, node, orientations, source, transition,
     query, key, value, out,
 ):  # fmt: skip
@@ -277,7 +277,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_tasks(  # type: ignore[no-untyped-def]
+def _backward_tasks(
     first, last, stop, scratch, height, width, node, orientations, source, transition,
     query, key, value, grad, parts, grad_query, grad_key, grad_value, grad_source,
     grad_transition,

@@ -54,7 +54,9 @@ KEYS = 16
 _HELD = 1 << 19
 
 
-def _costs(grids: Grids, source: np.ndarray, key: np.ndarray, value: np.ndarray):  # type: ignore[no-untyped-def]
+def _costs(
+    grids: Grids, source: np.ndarray, key: np.ndarray, value: np.ndarray
+) -> np.ndarray:
     """The cost of each task of the forward pass, in nanoseconds (approximately)."""
     _, heads, slices, width = value.shape
     vectors = -(-width // vector_lanes(value.dtype)[0])
@@ -157,7 +159,7 @@ def most_held(grids: Grids, vector: int) -> int:
 
 
 @jit
-def rows_held(height, row):  # type: ignore[no-untyped-def]
+def rows_held(height, row):
     """How many rows of states (`row` numbers each) are held at a time: all, if they
     fit; else at least about sqrt(height), so that there are about as many segments
     at most.
@@ -167,7 +169,7 @@ def rows_held(height, row):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _gates_within(gates, x, is_first, other):  # type: ignore[no-untyped-def]
+def _gates_within(gates, x, is_first, other):
     """The transitions to the right (from the left, from above) and downward (the same),
     `other` apart in memory; zero where no edge arrives.
 
@@ -183,7 +185,7 @@ def _gates_within(gates, x, is_first, other):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _row(  # type: ignore[no-untyped-def]
+def _row(
     across, step, down, below, size, m, n, u, turn, is_first, source, mark, transition,
     of_gates, other, query, key, of_keys, value, out, of_values, w,
 ):  # fmt: skip
@@ -225,7 +227,7 @@ def _row(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _row_back(  # type: ignore[no-untyped-def]
+def _row_back(
     across, down, back, up, rows, size, m, n, u, turn, is_first, is_last, source, mark,
     transition, of_gates, other, query, key, of_keys, value, grad, of_values, w,
     grad_query, grad_key, of_grads, grad_value, grad_source, grad_mark, grad_transition,
@@ -303,7 +305,7 @@ def _row_back(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def add_sums(target, rows, m):  # type: ignore[no-untyped-def]
+def add_sums(target, rows, m):
     """Adds the sum of each row to the target's entry."""
     by = lanes(rows)
     for a in range(0, m, by):
@@ -312,7 +314,7 @@ def add_sums(target, rows, m):  # type: ignore[no-untyped-def]
 
 
 @jit
-def geometry(o, height, width):  # type: ignore[no-untyped-def]
+def geometry(o, height, width):
     """How to sweep an orientation: the first node, the offsets to the next node and to
     the next row, the number of nodes per row and of rows, and whether rows are the
     grid's columns, as they are if those are shorter.
@@ -330,7 +332,7 @@ def geometry(o, height, width):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _orientation(o, height, width, heads):  # type: ignore[no-untyped-def]
+def _orientation(o, height, width, heads):
     """The geometry without its last entry, then the offsets of the first direction's
     gates and transitions, and the offset from them to the other direction's.
 
@@ -344,7 +346,7 @@ def _orientation(o, height, width, heads):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _forward_tasks(  # type: ignore[no-untyped-def]
+def _forward_tasks(
     first, last, stop, scratch, height, width, node, source, mark, transition, query,
     key, value, out,
 ):  # fmt: skip
@@ -383,7 +385,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_tasks(  # type: ignore[no-untyped-def]
+def _backward_tasks(
     first, last, stop, scratch, height, width, node, source, mark, transition, query,
     key, value, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
     grad_transition,

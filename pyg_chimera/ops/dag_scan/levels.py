@@ -69,7 +69,7 @@ def _levels(graph: StateGraph, device: torch.device) -> Levels:
 
 
 @compiled()
-def _depths(ptr, other, ascending):  # type: ignore[no-untyped-def]
+def _depths(ptr, other, ascending):
     """The length of the longest path to each position, or from it if descending."""
     n = ptr.shape[0] - 1
     depth = np.zeros(n, np.int64)

@@ -149,14 +149,14 @@ def _by_edge(graph: StateGraph, grad_weight: np.ndarray) -> np.ndarray:
 
 
 @jit
-def _to_entries(weight, transition, edge):  # type: ignore[no-untyped-def]
+def _to_entries(weight, transition, edge):
     for x in range(edge.shape[0]):
         for h in range(weight.shape[0]):
             weight[h, x] = transition[edge[x], h]
 
 
 @jit
-def _to_edges(transition, weight, edge):  # type: ignore[no-untyped-def]
+def _to_edges(transition, weight, edge):
     for x in range(edge.shape[0]):
         for h in range(weight.shape[0]):
             transition[edge[x], h] = weight[h, x]
@@ -370,7 +370,7 @@ def _state_backward(
 
 
 @jit
-def _rows(held, num_keys, width, room):  # type: ignore[no-untyped-def]
+def _rows(held, num_keys, width, room):
     """The key channels per tile such that `held` states fit, in even shares."""
     fit = max(1, max(room // held, _MIN_LANES) // max(1, width))
     return even_share(num_keys, fit)
@@ -381,7 +381,7 @@ def _rows(held, num_keys, width, room):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _slot(slot, step, ring):  # type: ignore[no-untyped-def]
+def _slot(slot, step, ring):
     """The slot `step` away in a ring buffer, less than once around."""
     slot += step
     if slot < 0:
@@ -392,19 +392,19 @@ def _slot(slot, step, ring):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _combine(target, a, left, b, right, size):  # type: ignore[no-untyped-def]
+def _combine(target, a, left, b, right, size):
     for at in range(0, size, lanes(target)):
         store(target + at, fma(a, load(left + at), b * load(right + at)))
 
 
 @inlined
-def _accumulate(target, a, row, size):  # type: ignore[no-untyped-def]
+def _accumulate(target, a, row, size):
     for at in range(0, size, lanes(target)):
         store(target + at, fma(a, load(row + at), load(target + at)))
 
 
 @inlined
-def _before(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
+def _before(states, ring, size, slot, i, x, stop, other, entry, weight, h):
     """Two slots and weights whose weighted sum flows into a state from its neighbours.
 
     If there are more than two neighbours, all but the first are summed up in the
@@ -425,7 +425,7 @@ def _before(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # t
 
 
 @jit
-def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # type: ignore[no-untyped-def]
+def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):
     """Sets a slot to the weighted sum of a state's neighbours x to `stop`."""
     target = states + slot * size
     clear(target, size)
@@ -435,13 +435,13 @@ def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):  # typ
 
 
 @jit
-def _whole(width, p):  # type: ignore[no-untyped-def]
+def _whole(width, p):
     """A width rounded up to whole vectors."""
     return (width + lanes(p) - 1) // lanes(p) * lanes(p)
 
 
 @jit
-def _add_sums(target, gate, rows, factors, m):  # type: ignore[no-untyped-def]
+def _add_sums(target, gate, rows, factors, m):
     """Adds each row's sum times a gate to the target, and returns the inner product of
     the rows' sums and factors: the gradients of keys (or queries) and of the gate.
     """
@@ -455,7 +455,7 @@ def _add_sums(target, gate, rows, factors, m):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _state_forward_blocks(  # type: ignore[no-untyped-def]
+def _state_forward_blocks(
     first, last, stop, scratch, block_component, component_ptr, bandwidth, order,
     before_ptr, before, weight, writer, reader, source, mark, query, key, value, out,
     room,
@@ -484,7 +484,7 @@ def _state_forward_blocks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _state_forward_tile(  # type: ignore[no-untyped-def]
+def _state_forward_tile(
     states, ring, width, s, n, a0, m, h, slice_, order, before_ptr, before, entries,
     weight, writer, reader, source, mark, query, key, value, out,
 ):  # fmt: skip
@@ -525,7 +525,7 @@ def _state_forward_tile(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _state_backward_blocks(  # type: ignore[no-untyped-def]
+def _state_backward_blocks(
     first, last, stop, scratch, block_component, component_ptr, bandwidth, order,
     before_ptr, before, weight, writer, reader, source, mark, query, key, value,
     after_ptr, after, after_entry, grad, grad_query, grad_key, grad_value, grad_source,
@@ -558,7 +558,7 @@ def _state_backward_blocks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _segment(n, ring, size, room):  # type: ignore[no-untyped-def]
+def _segment(n, ring, size, room):
     """How many consecutive states are held: all, if a quarter of their channels fit, or
     if the states stored before segments would take about as much; else as many as fit
     in a quarter of the room.
@@ -570,7 +570,7 @@ def _segment(n, ring, size, room):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _most_numbers(component_ptr, bandwidth, num_keys, width, room):  # type: ignore[no-untyped-def]
+def _most_numbers(component_ptr, bandwidth, num_keys, width, room):
     """The most numbers of held states and adjoints, and of states before segments."""
     most = 0
     for c in range(bandwidth.shape[0]):
@@ -583,7 +583,7 @@ def _most_numbers(component_ptr, bandwidth, num_keys, width, room):  # type: ign
 
 
 @jit
-def _state_backward_tile(  # type: ignore[no-untyped-def]
+def _state_backward_tile(
     states, ring, kept, width, s, n, a0, m, h, slice_, order, before_ptr, before,
     entries, weight, writer, reader, source, mark, query, key, value, after_ptr, after,
     after_entry, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
@@ -791,13 +791,13 @@ def _mask_backward(
 
 
 @jit
-def _width(n):  # type: ignore[no-untyped-def]
+def _width(n):
     """Columns at a time: even shares, rounded up to whole vectors."""
     return (even_share(n, _WIDTH) + LANES - 1) // LANES * LANES
 
 
 @jit
-def _feed(  # type: ignore[no-untyped-def]
+def _feed(
     states, ring, width, slot, i, c0, before_ptr, before, entries, weight, h, writer,
     source,
 ):  # fmt: skip
@@ -818,7 +818,7 @@ def _feed(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _mask_forward_blocks(  # type: ignore[no-untyped-def]
+def _mask_forward_blocks(
     first, last, stop, scratch, ptr, order, after_ptr, after, after_entry, node_ptr,
     node, writer, reader, bandwidth, weight, source, mark, query, key, value, out,
     share,
@@ -873,7 +873,7 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _mask_gradients(d_scores, G, dG, scores, size):  # type: ignore[no-untyped-def]
+def _mask_gradients(d_scores, G, dG, scores, size):
     """Given the gradient dG of G * scores, adds to that of the scores; in place, dG
     becomes the gradient of G, and G becomes G * scores.
     """
@@ -885,7 +885,7 @@ def _mask_gradients(d_scores, G, dG, scores, size):  # type: ignore[no-untyped-d
 
 
 @jit
-def _mask_backward_blocks(  # type: ignore[no-untyped-def]
+def _mask_backward_blocks(
     first, last, stop, scratch, ptr, order, before_ptr, before, node_ptr, node, writer,
     reader, bandwidth, weight, source, mark, query, key, value, after_ptr, after,
     after_entry, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,

@@ -73,7 +73,7 @@ def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
     return grad_direct
 
 
-def _on_nodes(kernel, *tensors: Tensor) -> None:  # type: ignore[no-untyped-def]
+def _on_nodes(kernel, *tensors: Tensor) -> None:
     query, value = tensors[0], tensors[2]
     cost = 5.0 + 0.1 * (query[:1].numel() + value[:1].numel())
     costs = np.full(query.size(0), cost)
@@ -82,7 +82,7 @@ def _on_nodes(kernel, *tensors: Tensor) -> None:  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_own(first, last, stop, scratch, query, key, value, direct, out):  # type: ignore[no-untyped-def]
+def _add_own(first, last, stop, scratch, query, key, value, direct, out):
     heads, channels = value.shape[1:]
     groups, num_keys = query.shape[1:]
     for u in range(first, last):
@@ -98,7 +98,7 @@ def _add_own(first, last, stop, scratch, query, key, value, direct, out):  # typ
 
 
 @jit
-def _add_own_gradients(  # type: ignore[no-untyped-def]
+def _add_own_gradients(
     first, last, stop, scratch, query, key, value, direct, grad, grad_query, grad_key,
     grad_value, grad_direct,
 ):  # fmt: skip
@@ -122,7 +122,7 @@ def _add_own_gradients(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add(target, factor, row, size):  # type: ignore[no-untyped-def]
+def _add(target, factor, row, size):
     """Adds a multiple of a row to another one."""
     by = splat(factor)
     for at in range(0, size, lanes(target)):

@@ -164,26 +164,26 @@ def scan_gradients(
 
 
 @triton.jit
-def bounds(PTR, i):  # type: ignore[no-untyped-def]
+def bounds(PTR, i):
     """The bounds of row i, int64 as offsets computed from them may be large."""
     return tl.load(PTR + i).to(tl.int64), tl.load(PTR + i + 1).to(tl.int64)
 
 
 @triton.jit
-def ring_of(RING_PTR, c):  # type: ignore[no-untyped-def]
+def ring_of(RING_PTR, c):
     """The first slot of component c's ring, and its size."""
     begin, end = bounds(RING_PTR, c)
     return begin, end - begin
 
 
 @triton.jit
-def row_of(X, node, h, channel, there, HEADS: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def row_of(X, node, h, channel, there, HEADS: tl.constexpr, SIZE: tl.constexpr):
     """Some channels of a row of X [nodes, HEADS, SIZE]."""
     return tl.load(X + (node * HEADS + h) * SIZE + channel, mask=there, other=0.0)
 
 
 @triton.jit
-def _slice(  # type: ignore[no-untyped-def]
+def _slice(
     z, N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Slice z: its channels, their masks, and the parts of sums that it writes."""
@@ -198,7 +198,7 @@ _ANY = ["num_states", "num_edges", "rings", "first_slice"]
 
 
 @triton.jit(do_not_specialize=_ANY[::2])
-def _walk_down(  # type: ignore[no-untyped-def]
+def _walk_down(
     Q, K, V, W, Y, RING, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD, RING_PTR,
     num_states, rings, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -236,7 +236,7 @@ def _walk_down(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=_ANY)
-def _walk_down_and_up(  # type: ignore[no-untyped-def]
+def _walk_down_and_up(
     Q, K, V, W, DY, DQ, DK, DV, DW, KEPT, RING, PTR, NODE, PARENT_PTR, PARENT,
     CHILD_PTR, CHILD, CHILD_ENTRY, FAR_PARENT, RING_PTR, num_states, num_edges, rings,
     first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,

@@ -64,7 +64,7 @@ def _seen(call: Call, x: Tensor, weight: Tensor, above: int, left: int) -> Tenso
     return out
 
 
-def _run(kernel, call: Call, chunks: int, *args) -> None:  # type: ignore[no-untyped-def]
+def _run(kernel, call: Call, chunks: int, *args) -> None:
     """Runs a kernel on all channels of the grids, divided into chunks."""
     weight, dtype = call.inputs.weight, args[-1].dtype
     grids, places = Grids.of(call.inputs.sizes), weight.size(1) * weight.size(2)
@@ -76,7 +76,7 @@ def _run(kernel, call: Call, chunks: int, *args) -> None:  # type: ignore[no-unt
 
 
 @jit
-def _seen_tasks(  # type: ignore[no-untyped-def]
+def _seen_tasks(
     first, last, stop, scratch, chunk, height, width, node, above, left, x, weight, out
 ):
     rows, columns, channels = weight.shape
@@ -107,14 +107,14 @@ def _seen_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_products(y, x, factors, channels, count, n):  # type: ignore[no-untyped-def]
+def _add_products(y, x, factors, channels, count, n):
     """Adds the products of factors and x to y, for channels of consecutive nodes."""
     for i in range(0, count * channels, channels):
         store_part(y + i, fma(factors, load_part(x + i, n), load_part(y + i, n)), n)
 
 
 @jit
-def _weight_tasks(  # type: ignore[no-untyped-def]
+def _weight_tasks(
     first, last, stop, scratch, chunk, height, width, node, above, left, x, grad, out
 ):
     _, rows, columns, channels = out.shape
@@ -144,7 +144,7 @@ def _weight_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _sum_of_products(x, y, channels, count, n):  # type: ignore[no-untyped-def]
+def _sum_of_products(x, y, channels, count, n):
     """The sum of the products of x and y, for channels of consecutive nodes."""
     sums = zeros(x)
     for i in range(0, count * channels, channels):

@@ -84,7 +84,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     return tuple(grads)
 
 
-def _run(kernel, call: Call, edges: Neighbours, cost: float, *args) -> None:  # type: ignore[no-untyped-def]
+def _run(kernel, call: Call, edges: Neighbours, cost: float, *args) -> None:
     """Runs a kernel on blocks of nodes."""
     query, _, value = call.inputs[:3]
     num_nodes, heads = query.size(0), query.size(1)
@@ -120,7 +120,7 @@ def _shared(call: Call) -> list:
 
 
 @jit
-def _forward(  # type: ignore[no-untyped-def]
+def _forward(
     begin, end, stop, scratch, block, room, ptr, node, edge, query, key, value, bias,
     contrast, padding, scale, epsilon, out, kept,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_nodes(  # type: ignore[no-untyped-def]
+def _backward_nodes(
     begin, end, stop, scratch, block, room, ptr, node, edge, query, key, value, bias,
     contrast, padding, scale, epsilon, kept, grad, weight, dlogits, dquery, dcontrast,
 ):  # fmt: skip
@@ -213,7 +213,7 @@ def _backward_nodes(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_sources(  # type: ignore[no-untyped-def]
+def _backward_sources(
     begin, end, stop, scratch, block, room, ptr, node, edge, weight, rows, scale, out,
 ):  # fmt: skip
     """For each source, sums its targets' rows, with weights."""
@@ -236,7 +236,7 @@ def _backward_sources(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _softmax(s, n, top, one):  # type: ignore[no-untyped-def]
+def _softmax(s, n, top, one):
     """Turns logits with maximum `top` into weights; zeros if all are minus infinity.
 
     Returns the logarithm of the sum, or infinity in that case.
@@ -261,7 +261,7 @@ def _softmax(s, n, top, one):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _softmax_back(s, d, w, n):  # type: ignore[no-untyped-def]
+def _softmax_back(s, d, w, n):
     """Moves weights from s to w, and sets s to the gradients of the logits."""
     sums = zeros(s)
     for t in range(0, n, lanes(s)):
@@ -274,7 +274,7 @@ def _softmax_back(s, d, w, n):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _difference(w, first, second, n, contrast, zero):  # type: ignore[no-untyped-def]
+def _difference(w, first, second, n, contrast, zero):
     """Sets w to the positive part of the maps' difference, and returns its sum."""
     whole = zero
     for t in range(n):
@@ -285,7 +285,7 @@ def _difference(w, first, second, n, contrast, zero):  # type: ignore[no-untyped
 
 
 @inlined
-def _difference_back(first, second, d, w, n, contrast, epsilon, zero):  # type: ignore[no-untyped-def]
+def _difference_back(first, second, d, w, n, contrast, epsilon, zero):
     """Sets w to the weights and both maps to the gradients of their logits; returns the
     gradient of the contrast.
     """
@@ -305,7 +305,7 @@ def _difference_back(first, second, d, w, n, contrast, epsilon, zero):  # type: 
 
 
 @inlined
-def _logits(  # type: ignore[no-untyped-def]
+def _logits(
     s, x, rows, stride, size, node, start, n, tile, ends, scale, unit, bias,
     biased, edge, h, heads,
 ):  # fmt: skip
@@ -329,7 +329,7 @@ def _logits(  # type: ignore[no-untyped-def]
 
 
 @inlined
-def _products(target, x, rows, stride, size, node, start, n, tile):  # type: ignore[no-untyped-def]
+def _products(target, x, rows, stride, size, node, start, n, tile):
     """The inner products of x with the rows of n nodes, zero-padded to full vectors."""
     step = lanes(x)
     for t in range(0, n, step):
@@ -346,7 +346,7 @@ def _products(target, x, rows, stride, size, node, start, n, tile):  # type: ign
 
 
 @inlined
-def _combine(target, w, rows, stride, size, node, start, n, scale, more):  # type: ignore[no-untyped-def]
+def _combine(target, w, rows, stride, size, node, start, n, scale, more):
     """The weighted sum of the rows of n nodes; with `more`, added to the target.
 
     In four independent sums, to hide the latency of additions.
@@ -395,7 +395,7 @@ def _combine(target, w, rows, stride, size, node, start, n, scale, more):  # typ
 
 
 @inlined
-def _put(target, v, n, scale, more):  # type: ignore[no-untyped-def]
+def _put(target, v, n, scale, more):
     """Writes a vector, or the n numbers that are left of a row."""
     v = v * splat(scale)
     store_part(target, load_part(target, n) + v if more else v, n)

@@ -160,7 +160,7 @@ def _programs(sizes: tuple, x: Tensor) -> tuple[int]:
 
 
 @triton.jit
-def _tile(PTR, num_nodes, HEADS: tl.constexpr, NODES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(PTR, num_nodes, HEADS: tl.constexpr, NODES: tl.constexpr):
     """A program's nodes, their mask and head, and the bounds of their edges."""
     i = (tl.program_id(0) // HEADS).to(tl.int64) * NODES + tl.arange(0, NODES)
     there = i < num_nodes
@@ -170,7 +170,7 @@ def _tile(PTR, num_nodes, HEADS: tl.constexpr, NODES: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _edges(NODE, EDGE, first, last, EDGES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _edges(NODE, EDGE, first, last, EDGES: tl.constexpr):
     """The next edges of each node: a mask, the nodes at the other end, edge indices."""
     e = first[:, None] + tl.arange(0, EDGES)[None, :]
     on = e < last[:, None]
@@ -179,7 +179,7 @@ def _edges(NODE, EDGE, first, last, EDGES: tl.constexpr):  # type: ignore[no-unt
 
 
 @triton.jit
-def _rows(X, at, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows(X, at, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Rows of X [..., SIZE]."""
     c = tl.arange(0, BLOCK)
     mask = tl.expand_dims(there, -1) & (c < SIZE)
@@ -187,7 +187,7 @@ def _rows(X, at, there, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignor
 
 
 @triton.jit
-def _store_rows(X, at, there, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_rows(X, at, there, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Stores rows to X [..., SIZE]."""
     c = tl.arange(0, BLOCK)
     mask = tl.expand_dims(there, -1) & (c < SIZE)
@@ -195,7 +195,7 @@ def _store_rows(X, at, there, x, SIZE: tl.constexpr, BLOCK: tl.constexpr):  # ty
 
 
 @triton.jit
-def _logits(q, k, BIAS, at, on, SCALE: tl.constexpr, BIASED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _logits(q, k, BIAS, at, on, SCALE: tl.constexpr, BIASED: tl.constexpr):
     """The logits of edges; minus infinity where there is none."""
     x = tl.sum(q * k, 2) * SCALE
     if BIASED:
@@ -204,7 +204,7 @@ def _logits(q, k, BIAS, at, on, SCALE: tl.constexpr, BIASED: tl.constexpr):  # t
 
 
 @triton.jit
-def _rectified(p, p2, contrast):  # type: ignore[no-untyped-def]
+def _rectified(p, p2, contrast):
     """The positive part of the difference of two maps; NaN propagates."""
     x = p - contrast * p2
     return tl.where(x <= 0, 0.0, x)
@@ -214,7 +214,7 @@ def _rectified(p, p2, contrast):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_nodes"])
-def _softmax(  # type: ignore[no-untyped-def]
+def _softmax(
     Q, K, V, BIAS, LOG_SUM, OUT, PTR, NODE, EDGE, num_nodes, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, N_BLOCK: tl.constexpr,
     P_BLOCK: tl.constexpr, NODES: tl.constexpr, EDGES: tl.constexpr,
@@ -249,7 +249,7 @@ def _softmax(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_nodes"])
-def _difference(  # type: ignore[no-untyped-def]
+def _difference(
     Q, K, V, BIAS, CONTRAST, LOG_SUM, WHOLE, OUT, PTR, NODE, EDGE, num_nodes,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     N_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr, NODES: tl.constexpr,
@@ -283,7 +283,7 @@ def _difference(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_nodes"])
-def _query_gradients(  # type: ignore[no-untyped-def]
+def _query_gradients(
     Q, K, V, BIAS, CONTRAST, DY, LOG_SUM, WHOLE, OWN, PULL, DQ, DBIAS, PTR, NODE, EDGE,
     num_nodes, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, N_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr, NODES: tl.constexpr,
@@ -357,7 +357,7 @@ def _query_gradients(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_nodes"])
-def _source_gradients(  # type: ignore[no-untyped-def]
+def _source_gradients(
     Q, K, V, BIAS, CONTRAST, DY, LOG_SUM, WHOLE, OWN, PULL, DK, DV, PTR, NODE, EDGE,
     num_nodes, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, N_BLOCK: tl.constexpr, P_BLOCK: tl.constexpr, NODES: tl.constexpr,

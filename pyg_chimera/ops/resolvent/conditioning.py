@@ -65,7 +65,7 @@ def _positions(blocks: Blocks) -> list[np.ndarray]:
 
 
 @jit
-def _bound_steps(first, last, stop, scratch, ptr, other, edge, weight, out):  # type: ignore[no-untyped-def]
+def _bound_steps(first, last, stop, scratch, ptr, other, edge, weight, out):
     """For each head, a bound on the row sums, infinite if some of |A| exceed one."""
     n = len(ptr) - 1
     for h in range(first, last):

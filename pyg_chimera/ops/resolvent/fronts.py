@@ -152,7 +152,7 @@ def _levels(level: np.ndarray, tiles: np.ndarray, columns: np.ndarray) -> list[L
 
 
 @compiled()
-def _heights(parent):  # type: ignore[no-untyped-def]
+def _heights(parent):
     """The height of each node of a forest; parents have larger indices."""
     height = np.zeros(len(parent), np.int64)
     for x in range(len(parent)):

@@ -81,7 +81,7 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[np.ndarray,
 
 
 @jit
-def _factor_blocks(  # type: ignore[no-untyped-def]
+def _factor_blocks(
     begin, end, stop, scratch, block_start, root, block_ptr, ptr, row_ptr, row,
     subtree, panel_ptr, edge_ptr, edge, edge_row, edge_col, weight, out, growths,
 ):  # fmt: skip
@@ -185,7 +185,7 @@ def _factor_blocks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add_sums(F, s, a, rows, diagonal, by_row, by_column):  # type: ignore[no-untyped-def]
+def _add_sums(F, s, a, rows, diagonal, by_row, by_column):
     """Takes the diagonal of |I - A| from a front's own entries, and adds the other
     entries to the sums of their rows and columns.
     """
@@ -203,7 +203,7 @@ def _add_sums(F, s, a, rows, diagonal, by_row, by_column):  # type: ignore[no-un
 
 
 @jit
-def _add(target, f, source, n):  # type: ignore[no-untyped-def]
+def _add(target, f, source, n):
     """Adds f times the source row to the target row."""
     factor = splat(f)
     for at in range(0, n, lanes(target)):
@@ -212,14 +212,14 @@ def _add(target, f, source, n):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _scale(target, f, n):  # type: ignore[no-untyped-def]
+def _scale(target, f, n):
     factor = splat(f)
     for at in range(0, n, lanes(target)):
         store_part(target + at, factor * load_part(target + at, n - at), n - at)
 
 
 @jit
-def _eliminate(F, t, s, stop):  # type: ignore[no-untyped-def]
+def _eliminate(F, t, s, stop):
     """Factors a front's first s columns in place; returns if all pivots are usable."""
     usable = True
     for k0 in range(0, s, _PANEL):
@@ -245,7 +245,7 @@ def _eliminate(F, t, s, stop):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _invert_lower(L, ldl, X, ldx, s, stop):  # type: ignore[no-untyped-def]
+def _invert_lower(L, ldl, X, ldx, s, stop):
     """Sets X, which is zero, to L^-1, where L has a unit diagonal."""
     for i0 in range(0, s, _PANEL):
         if stopped(stop):
@@ -259,7 +259,7 @@ def _invert_lower(L, ldl, X, ldx, s, stop):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _solve_upper(U, ldu, X, ldx, s, n, stop):  # type: ignore[no-untyped-def]
+def _solve_upper(U, ldu, X, ldx, s, n, stop):
     """X <- U^-1 X."""
     shares = (s + _PANEL - 1) // _PANEL
     for share in range(shares - 1, -1, -1):
@@ -278,7 +278,7 @@ def _solve_upper(U, ldu, X, ldx, s, n, stop):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _subtract(c, ldc, a, lda, b, ldb, m, n, k):  # type: ignore[no-untyped-def]
+def _subtract(c, ldc, a, lda, b, ldb, m, n, k):
     """C -= A B, with few rows of B at a time, so that they stay in the cache."""
     for at in range(0, k, 4 * _PANEL):
         gemm(

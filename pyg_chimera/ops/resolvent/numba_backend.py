@@ -244,7 +244,7 @@ def _mask_scratch(
 
 
 @jit
-def _mask_forward_blocks(  # type: ignore[no-untyped-def]
+def _mask_forward_blocks(
     first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
     diagonal, lower, upper, query, key, value, out, share,
 ):  # fmt: skip
@@ -283,7 +283,7 @@ def _mask_forward_blocks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _mask_backward_blocks(  # type: ignore[no-untyped-def]
+def _mask_backward_blocks(
     first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
     diagonal, lower, upper, edge_ptr, edge, edge_row, edge_col, query, key, value,
     grad, grad_query, grad_key, grad_value, grad_weight, share,

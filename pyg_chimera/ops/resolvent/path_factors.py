@@ -110,7 +110,7 @@ def _path_scans(symbolic: Blocks) -> PathScans | None:
 
 
 @compiled()
-def _walk(one, other, degree):  # type: ignore[no-untyped-def]
+def _walk(one, other, degree):
     """Positions path by path, from one end of each, and the bounds of the paths."""
     n = degree.shape[0]
     beside, known = np.empty((n, 2), np.int64), np.zeros(n, np.int64)
@@ -138,7 +138,7 @@ def _walk(one, other, degree):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _there_and_back(ptr):  # type: ignore[no-untyped-def]
+def _there_and_back(ptr):
     """The states of the scans by position, the bounds of the scans, and `entry`."""
     n = ptr[-1]
     state, entry = np.empty(2 * n, np.int64), np.empty(2 * n, np.int64)
@@ -189,14 +189,14 @@ def factorize(symbolic: Blocks, weight: np.ndarray) -> tuple[PathFactors, float]
 
 
 @compiled()
-def _scatter(values, slot, sign, weight):  # type: ignore[no-untyped-def]
+def _scatter(values, slot, sign, weight):
     for e in range(slot.shape[0]):
         for h in range(weight.shape[1]):
             values[h, slot[e]] += sign[e] * weight[e, h]
 
 
 @jit
-def _eliminate(first, last, stop, scratch, ptr, d, w, u, there, back, growth):  # type: ignore[no-untyped-def]
+def _eliminate(first, last, stop, scratch, ptr, d, w, u, there, back, growth):
     for h in range(first, last):
         for path in range(ptr.shape[0] - 1):
             s, e = ptr[path], ptr[path + 1]
@@ -290,7 +290,7 @@ def backward(
 
 
 @jit
-def _differentiate(  # type: ignore[no-untyped-def]
+def _differentiate(
     first, last, stop, scratch, ptr, d, w, u, there, back, weight, g, d_weight,
     d_source, values,
 ):  # fmt: skip

@@ -68,14 +68,14 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[Factors, fl
 
 
 @jit
-def _scatter(values, slot, weight):  # type: ignore[no-untyped-def]
+def _scatter(values, slot, weight):
     for e in range(slot.shape[0]):
         for h in range(weight.shape[1]):
             values[h, slot[e]] -= weight[e, h]
 
 
 @jit
-def _factor(  # type: ignore[no-untyped-def]
+def _factor(
     first, last, stop, scratch, root, ptr, lower_ptr, lower_col, upper_ptr, upper_row,
     upper_entry, diagonal, lower, upper, growths,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def _factor(  # type: ignore[no-untyped-def]
 
 
 @jit
-def solve(  # type: ignore[no-untyped-def]
+def solve(
     states, s, n, lanes, transpose, stop, column_ptr, column_row, column_entry,
     diagonal, lower, upper,
 ):  # fmt: skip
@@ -186,7 +186,7 @@ def solve(  # type: ignore[no-untyped-def]
 
 
 @jit
-def edge_products(  # type: ignore[no-untyped-def]
+def edge_products(
     adjoints, states, s, lanes, begin, stop, edge, edge_row, edge_col, grad_weight,
 ):  # fmt: skip
     """Adds <G_i, H_j> to the gradient of each edge j -> i."""

@@ -191,7 +191,7 @@ def _by_head(weight: np.ndarray, own: Products) -> np.ndarray:
 
 
 @jit
-def _step(  # type: ignore[no-untyped-def]
+def _step(
     out, own, source, x, ptr, other, weight, first, last, size, c0, c1, c2, d0, d1,
 ):  # fmt: skip
     """Sets out_i = c0 own_i + c1 source_i + c2 sum_j A_ij source_j, and adds
@@ -226,7 +226,7 @@ def _step(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _form(  # type: ignore[no-untyped-def]
+def _form(
     target, left, right, nodes, of_left, of_right, first, last, count, keys, channels,
     width,
 ):  # fmt: skip
@@ -240,7 +240,7 @@ def _form(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _norms(norms, states, rows):  # type: ignore[no-untyped-def]
+def _norms(norms, states, rows):
     """Computes the maximum (ignoring NaN) and the sum of absolute values of each lane.
 
     A contracts the maximum if its rows sum to less than one, the sum if columns do.
@@ -257,7 +257,7 @@ def _norms(norms, states, rows):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _ratio(x, bound):  # type: ignore[no-untyped-def]
+def _ratio(x, bound):
     """The largest ratio of x to its bound, ignoring NaN and bounds of zero."""
     ratio = 0.0
     for w in range(x.shape[0]):
@@ -267,7 +267,7 @@ def _ratio(x, bound):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _solve(  # type: ignore[no-untyped-def]
+def _solve(
     x, r, t, norms, left, right, nodes, of_left, of_right, ptr, other, weight, first,
     last, steps, tolerance, stop, count, keys, channels, width,
 ):  # fmt: skip
@@ -340,7 +340,7 @@ def _solve(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _forward_tasks(  # type: ignore[no-untyped-def]
+def _forward_tasks(
     begin, end, stop, scratch, block_ptr, nodes, ptr, other, weight, steps, num_terms,
     tolerance, query, key, value, out, left, pieces, channels_, width, keys,
 ):  # fmt: skip
@@ -397,7 +397,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_tasks(  # type: ignore[no-untyped-def]
+def _backward_tasks(
     begin, end, stop, scratch, block_ptr, nodes, ptr, other, weight, back_ptr,
     back_other, back_weight, steps, num_terms, tolerance, query, key, value, grad,
     grad_query, grad_key, grad_value, grad_weight, left, pieces, channels_, width, keys,
@@ -493,13 +493,13 @@ def _backward_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _add(target, source, size):  # type: ignore[no-untyped-def]
+def _add(target, source, size):
     for at in range(0, size, lanes(target)):
         store(target + at, load(target + at) + load(source + at))
 
 
 @jit
-def _edges(dw, Z, H, ptr, other, first, last, size):  # type: ignore[no-untyped-def]
+def _edges(dw, Z, H, ptr, other, first, last, size):
     """Adds <Z_i, H_j> to the gradient of A_ij."""
     for i in range(first, last):
         adjoint = Z + (i - first) * size

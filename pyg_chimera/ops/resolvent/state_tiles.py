@@ -62,7 +62,7 @@ class StateTiles(NamedTuple):
 
 
 @jit
-def outer(target, k, v, count, keys, channels, width):  # type: ignore[no-untyped-def]
+def outer(target, k, v, count, keys, channels, width):
     """Sets a state to k v^T, padded with zeros."""
     step = lanes(target)
     for p in range(0, width, step):
@@ -74,7 +74,7 @@ def outer(target, k, v, count, keys, channels, width):  # type: ignore[no-untype
 
 
 @jit
-def read(target, q, state, sign, count, channels, width):  # type: ignore[no-untyped-def]
+def read(target, q, state, sign, count, channels, width):
     """Adds sign * q^T C to the target, for a state C."""
     step = lanes(target)
     for p in range(0, channels, step):
@@ -91,7 +91,7 @@ def read(target, q, state, sign, count, channels, width):  # type: ignore[no-unt
 
 
 @jit
-def read_rows(target, state, v, rows, count, channels, width):  # type: ignore[no-untyped-def]
+def read_rows(target, state, v, rows, count, channels, width):
     """Sets the target to C v, for a state C; `rows` is scratch memory."""
     step = lanes(target)
     for p in range(0, width, step):

@@ -167,7 +167,7 @@ def backward(
 
 
 @jit
-def _forward_tasks(  # type: ignore[no-untyped-def]
+def _forward_tasks(
     begin, end, stop, scratch, block_start, node, block_ptr, ptr, row_ptr, row_slot,
     leaf, slot, panel_ptr, identity, panel, query, key, value, out, pieces, channels_,
     width, keys,
@@ -258,7 +258,7 @@ def _forward_tasks(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _held(slot, block_start, block):  # type: ignore[no-untyped-def]
+def _held(slot, block_start, block):
     """The number of slots of a block."""
     for i in range(block_start[block + 1] - 1, block_start[block] - 1, -1):
         if slot[i] >= 0:
@@ -267,7 +267,7 @@ def _held(slot, block_start, block):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_tasks(  # type: ignore[no-untyped-def]
+def _backward_tasks(
     begin, end, stop, scratch, block_start, node, block_ptr, ptr, row_ptr, row_slot,
     leaf, slot, panel_ptr, identity, panel, query, key, value, edge_ptr, edge, edge_row,
     edge_col, grad, grad_query, grad_key, grad_value, grad_weight, pieces, channels_,

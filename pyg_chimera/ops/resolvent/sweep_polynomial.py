@@ -213,7 +213,7 @@ def _arnoldi(
 
 
 @jit
-def _multiply(ptr, other, weight, x, out):  # type: ignore[no-untyped-def]
+def _multiply(ptr, other, weight, x, out):
     for i in range(out.shape[0]):
         total = 0.0
         for e in range(ptr[i], ptr[i + 1]):

@@ -164,7 +164,7 @@ _ANY = ["first_task", "rows", "nodes"]
 
 
 @triton.jit
-def _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task):  # type: ignore[no-untyped-def]
+def _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task):
     """A program's front and row of tiles; the front's numbers of columns and rows."""
     task = first_task + tl.program_id(0)
     x = tl.load(TASK_FRONT + task)
@@ -172,7 +172,7 @@ def _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task):  # type: ignore[no-un
 
 
 @triton.jit
-def _eliminate_own(  # type: ignore[no-untyped-def]
+def _eliminate_own(
     matrix, p, tiles, pivots, TILE: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """Eliminates the columns of tile p in row p of tiles, which has their pivots."""
@@ -193,7 +193,7 @@ def _eliminate_own(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["first_task"])
-def _add_up(  # type: ignore[no-untyped-def]
+def _add_up(
     F, PIVOTS, SIZE, OFFSET, CHILD_PTR, CHILD, SOURCE, PLACE, TASK_FRONT, TASK_ROW,
     first_task, total, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -225,7 +225,7 @@ def _add_up(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["first_task", "p"])
-def _eliminate(  # type: ignore[no-untyped-def]
+def _eliminate(
     F, PIVOTS, SIZE, OFFSET, TASK_FRONT, TASK_ROW, first_task, p, total,
     TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -263,7 +263,7 @@ def _eliminate(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _front_tile(matrix, i, j, tiles, side, SIDES: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _front_tile(matrix, i, j, tiles, side, SIDES: tl.constexpr, TILE: tl.constexpr):
     """Tile i, j of a front, or of the transposed one."""
     place = matrix_tile(matrix, i, j, tiles, TILE)
     if SIDES == 2:  # strides that depend on the side: a branch takes more registers
@@ -276,14 +276,14 @@ def _front_tile(matrix, i, j, tiles, side, SIDES: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def _lanes(lanes, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _lanes(lanes, LANES: tl.constexpr):
     """A program's lanes (entries of states), and a mask of those that exist."""
     lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
     return lane, lane < lanes
 
 
 @triton.jit
-def _pulled(  # type: ignore[no-untyped-def]
+def _pulled(
     left, right, held, FIRST, CHILD_PTR, CHILD, SOURCE, PLACE, NODE, x, i, first,
     pivots, GROUPS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr,
     P: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
@@ -309,7 +309,7 @@ def _pulled(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=_ANY)
-def _sweep_up(  # type: ignore[no-untyped-def]
+def _sweep_up(
     F, LEFT, RIGHT, X, PIVOTS, SIZE, FIRST, OFFSET, CHILD_PTR, CHILD, SOURCE, PLACE,
     NODE, TASK_FRONT, TASK_ROW, first_task, total, rows, nodes, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SIDES: tl.constexpr,
@@ -350,7 +350,7 @@ def _sweep_up(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=_ANY)
-def _sweep_down(  # type: ignore[no-untyped-def]
+def _sweep_down(
     F, X, H, PIVOTS, SIZE, FIRST, OFFSET, NODE, TASK_FRONT, TASK_ROW, first_task,
     total, rows, nodes, HEADS: tl.constexpr, WIDTH: tl.constexpr, SIDES: tl.constexpr,
     LANES: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,

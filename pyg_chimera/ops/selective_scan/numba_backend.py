@@ -98,7 +98,7 @@ def _rates(A: Tensor) -> np.ndarray:
 
 
 @jit
-def _forward(  # type: ignore[no-untyped-def]
+def _forward(
     first, last, stop, scratch, ptr, block, most, num_slices, u, delta, rate, B, C, D,
     out, kept,
 ):  # fmt: skip
@@ -139,7 +139,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward(  # type: ignore[no-untyped-def]
+def _backward(
     first, last, stop, scratch, ptr, block, most, num_slices, grad, u, delta, rate, B,
     C, D, kept, du, ddelta, dA, dB, dC, dD,
 ):  # fmt: skip
@@ -162,7 +162,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _backward_tasks(  # type: ignore[no-untyped-def]
+def _backward_tasks(
     first, last, stop, ptr, block, most, num_slices, grad, u, delta, rate, B, C, D,
     kept, du, ddelta, dA, dB, dC, dD, h, decay, g, sums, x, read, rates,
 ):  # fmt: skip

@@ -124,33 +124,33 @@ def _sizes(u: Tensor, A: Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
-def _span(num_rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _span(num_rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """A program's rows and channels."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return t, tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
 
 
 @triton.jit
-def _load(X, t, d, there, CHANNELS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(X, t, d, there, CHANNELS: tl.constexpr):
     """Rows of X [T, CHANNELS], masked by `there`."""
     mask = there[:, None] & (d < CHANNELS)[None, :]
     return tl.load(X + t[:, None] * CHANNELS + d[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def _column(X, t, n, there, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _column(X, t, n, there, STATES: tl.constexpr):
     """Column n of X [T, STATES], masked by `there`."""
     return tl.load(X + t * STATES + n, mask=there, other=0.0)[:, None]
 
 
 @triton.jit
-def _begins(PLACE, t, there):  # type: ignore[no-untyped-def]
+def _begins(PLACE, t, there):
     """Whether a sequence begins at each row."""
     return tl.load(PLACE + t, mask=there, other=1)[:, None] == 0
 
 
 @triton.jit
-def _state(STATE, span, n, d, CHANNELS: tl.constexpr, STATES: tl.constexpr):  # type: ignore[no-untyped-def]
+def _state(STATE, span, n, d, CHANNELS: tl.constexpr, STATES: tl.constexpr):
     """State n of STATE [spans, STATES, CHANNELS]; zero if there is no such span."""
     spans = tl.num_programs(0)
     at = tl.where(d < CHANNELS, span.to(tl.int64), spans)  # masks must be blocks
@@ -163,7 +163,7 @@ def _state(STATE, span, n, d, CHANNELS: tl.constexpr, STATES: tl.constexpr):  # 
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _span_ends(  # type: ignore[no-untyped-def]
+def _span_ends(
     X, DELTA, RATE, BY, PLACE, DECAY, END, num_rows, CHANNELS: tl.constexpr,
     STATES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     REVERSE: tl.constexpr,
@@ -196,7 +196,7 @@ def _span_ends(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _outputs(  # type: ignore[no-untyped-def]
+def _outputs(
     U, DELTA, RATE, B, C, D, PLACE, STATE, Y, num_rows, CHANNELS: tl.constexpr,
     STATES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +222,7 @@ def _outputs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gradients(  # type: ignore[no-untyped-def]
+def _gradients(
     U, DELTA, RATE, B, C, D, PLACE, STATE, ADJOINT, DY, DU, DDELTA, DA, DB, DC,
     num_rows, CHANNELS: tl.constexpr, STATES: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr,

@@ -76,7 +76,7 @@ def _contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
 
 
 @compiled()
-def _contract(source, target, order, kept):  # type: ignore[no-untyped-def]
+def _contract(source, target, order, kept):
     """The edges between kept nodes; finds the nearest kept ancestors of every node."""
     n = kept.shape[0]
     ptr, parent = compress(target, source, n)

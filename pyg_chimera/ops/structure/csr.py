@@ -61,7 +61,7 @@ def sorted_rows(row: np.ndarray, col: np.ndarray, num_rows: int) -> Rows:
 
 
 @compiled()
-def compress(key, value, n):  # type: ignore[no-untyped-def]
+def compress(key, value, n):
     """The bounds of each key's values, and the values by key, in their order."""
     ptr = np.zeros(n + 1, np.int64)
     for e in range(key.shape[0]):
@@ -77,7 +77,7 @@ def compress(key, value, n):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def simple(source, target, n):  # type: ignore[no-untyped-def]
+def simple(source, target, n):
     """Compressed, ascending out-neighbours, without self-loops and duplicates."""
     in_ptr, tail = compress(target, source, n)
     count = np.zeros(n, np.int64)
@@ -105,7 +105,7 @@ def simple(source, target, n):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def adjacency(row, col, n):  # type: ignore[no-untyped-def]
+def adjacency(row, col, n):
     """Compressed, ascending neighbours in the undirected simple graph."""
     ptr = np.zeros(n + 1, np.int64)
     for e in range(row.shape[0]):

@@ -88,7 +88,7 @@ def diameter(
 
 
 @compiled()
-def components(source, target, n):  # type: ignore[no-untyped-def]
+def components(source, target, n):
     """Union-find; the smallest node of a component represents it."""
     parent = np.arange(n)
     for e in range(source.shape[0]):
@@ -113,7 +113,7 @@ def components(source, target, n):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def search(ptr, head, start, order, level, seen, stamp, most):  # type: ignore[no-untyped-def]
+def search(ptr, head, start, order, level, seen, stamp, most):
     """Breadth-first search of up to `most` steps from one node; returns the number of
     nodes reached.
 
@@ -140,7 +140,7 @@ def search(ptr, head, start, order, level, seen, stamp, most):  # type: ignore[n
 
 
 @compiled()
-def search_tree(ptr, head, roots):  # type: ignore[no-untyped-def]
+def search_tree(ptr, head, roots):
     """Each node's distance from the nearest root, and its predecessor on the way."""
     n = ptr.shape[0] - 1
     level = np.full(n, -1, np.int64)
@@ -164,7 +164,7 @@ def search_tree(ptr, head, roots):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _diameters(source, target, graph, num_graphs):  # type: ignore[no-untyped-def]
+def _diameters(source, target, graph, num_graphs):
     n = graph.shape[0]
     ptr, head = simple(source, target, n)
     in_ptr, tail = simple(target, source, n)

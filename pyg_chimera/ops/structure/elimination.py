@@ -168,7 +168,7 @@ def _hubs(row: np.ndarray, col: np.ndarray, indptr: np.ndarray) -> np.ndarray:
 
 
 @compiled()
-def postorder(indptr, indices):  # type: ignore[no-untyped-def]
+def postorder(indptr, indices):
     """Renumber nodes, given in elimination order, so that subtrees are contiguous.
 
     The parent of k in the elimination tree is the first node in k's clique; it is found
@@ -208,7 +208,7 @@ def postorder(indptr, indices):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # type: ignore[no-untyped-def]
+def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):
     """Approximate minimum mean local fill on a quotient graph; overwrites `indices`.
 
     A kernel with one task, so that it can be interrupted. Row i of `indices` first
@@ -384,12 +384,12 @@ def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):  # t
 
 
 @compiled()
-def _queue(score):  # type: ignore[no-untyped-def]
+def _queue(score):
     return 1 + int(_PER_OCTAVE * np.log2(1.0 + score))
 
 
 @compiled()
-def _append(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
+def _append(i, k, head, tail, before, after):
     """Append node i to list k."""
     before[i], after[i] = tail[k], -1
     if tail[k] < 0:
@@ -400,7 +400,7 @@ def _append(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _unlink(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
+def _unlink(i, k, head, tail, before, after):
     """Remove node i from list k."""
     if before[i] < 0:
         head[k] = after[i]
@@ -413,7 +413,7 @@ def _unlink(i, k, head, tail, before, after):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def fill_pattern(indptr, indices, most=_ALL):  # type: ignore[no-untyped-def]
+def fill_pattern(indptr, indices, most=_ALL):
     """The column pattern of the factor of a graph that is eliminated in node order.
 
     Column k has the rows below k of its own edges and of its children in the

@@ -8,7 +8,7 @@ __all__ = ["equitable_partition"]
 
 
 @compiled()
-def equitable_partition(ptr, head, bounds):  # type: ignore[no-untyped-def]
+def equitable_partition(ptr, head, bounds):
     """The coarsest equitable partition of each graph.
 
     All nodes of a cell have the same number of neighbours in each cell, and thus the

@@ -181,7 +181,7 @@ def _difference(
 
 
 @compiled()
-def _pairs(source, target, n, k, first):  # type: ignore[no-untyped-def]
+def _pairs(source, target, n, k, first):
     """Searches from each node against the edges; `first` is 1 to omit the node."""
     ptr, tail = simple(target, source, n)
     order = np.empty(n, np.int64)

@@ -250,7 +250,7 @@ def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
 
 
 @compiled()
-def _line_edges(source, target, n):  # type: ignore[no-untyped-def]
+def _line_edges(source, target, n):
     num_edges = source.shape[0]
     ptr, leaving = compress(source, np.arange(num_edges), n)
     count = 0
@@ -270,7 +270,7 @@ def _line_edges(source, target, n):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _kept(source, target, rank, component):  # type: ignore[no-untyped-def]
+def _kept(source, target, rank, component):
     """Greedy selection; a row of bits holds the states that reach a state.
 
     Rows are released once their last successor has used them.

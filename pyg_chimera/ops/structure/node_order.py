@@ -73,7 +73,7 @@ def _node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
 
 
 @compiled()
-def breadth_first(ptr, neighbour):  # type: ignore[no-untyped-def]
+def breadth_first(ptr, neighbour):
     """Each node's position in searches from the first node of each component.
 
     Args:

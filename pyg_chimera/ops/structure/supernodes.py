@@ -115,7 +115,7 @@ def _supernodes(symbolic: SymbolicFactor, merging: Merging) -> Supernodes:
 
 
 @compiled()
-def _subtrees(parent, heights):  # type: ignore[no-untyped-def]
+def _subtrees(parent, heights):
     """The sizes of subtrees, and of the update stack of a postorder traversal."""
     subtree = np.ones(len(parent), np.int64)
     waiting = np.zeros(len(parent), np.int64)  # numbers of the children's updates
@@ -130,14 +130,14 @@ def _subtrees(parent, heights):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _cost(width, height, per_row, per_supernode):  # type: ignore[no-untyped-def]
+def _cost(width, height, per_row, per_supernode):
     """The cost of a supernode in a sweep."""
     pairs = width * width + 2 * width * height
     return pairs + per_row * (width + height) + per_supernode
 
 
 @compiled()
-def _amalgamate(upper_ptr, upper_row, max_leaf, per_row, per_supernode):  # type: ignore[no-untyped-def]
+def _amalgamate(upper_ptr, upper_row, max_leaf, per_row, per_supernode):
     """The first positions of relaxed supernodes, and the rows below them.
 
     These are small subtrees and, elsewhere, fundamental supernodes (chains in which

@@ -226,7 +226,7 @@ def blocks_of(
 
 
 @compiled()
-def _roots(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
+def _roots(upper_ptr, upper_row):
     n = upper_ptr.shape[0] - 1
     root = np.arange(n)
     for i in range(n - 1, -1, -1):
@@ -236,7 +236,7 @@ def _roots(upper_ptr, upper_row):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _slots(row, col, lower_ptr, lower_col):  # type: ignore[no-untyped-def]
+def _slots(row, col, lower_ptr, lower_col):
     """The index of each edge in [diagonal | L | U]."""
     n = lower_ptr.shape[0] - 1
     slot = np.empty(row.shape[0], np.int64)

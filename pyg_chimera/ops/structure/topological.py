@@ -98,7 +98,7 @@ def ranks_and_cycles(
 
 
 @compiled()
-def _rank(source, target, n):  # type: ignore[no-untyped-def]
+def _rank(source, target, n):
     """Ranks, and how many edges of each node come from a cycle or from after one."""
     ptr, head = compress(source, target, n)
     waiting = np.zeros(n, np.int64)
@@ -126,7 +126,7 @@ def _rank(source, target, n):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _cycle(source, target, waiting):  # type: ignore[no-untyped-def]
+def _cycle(source, target, waiting):
     """A cycle among the waiting nodes, each of which has a waiting predecessor."""
     before = np.full(waiting.shape[0], -1, np.int64)
     node = -1
