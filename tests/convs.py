@@ -224,6 +224,7 @@ CASES = {
     "ChimeraConv-released": chimera(heads=2, normalization="released", gated=False),
     "ChimeraConv-neumann": chimera(solver="neumann", num_terms=3, bias=False),
     "ChimeraConv-differential": chimera(heads=2, edge_dim=EDGE, differential=True),
+    "ChimeraConv-log_sums": chimera(heads=2, edge_dim=EDGE, log_sums=2),
     "ChimeraConv-torch": chimera(local_conv=True, form="state", backend="torch"),
     "ChimeraDAGConv": chimera_dag(heads=2),
     "ChimeraDAGConv-edges": chimera_dag(edge_dim=EDGE, local_conv=True, roots="silent"),
@@ -252,11 +253,8 @@ CASES = {
     "GatedDeltaConv-surprise": gated_delta(
         acyclic=True, surprise=True, heads=2, conv_kernel=1
     ),
-    "GatedDeltaConv-undecayed": gated_delta(
-        acyclic=True, surprise=True, prediction="undecayed", heads=2
-    ),
     "GatedDeltaConv-channels": gated_delta(
-        acyclic=True, prediction="undecayed", channel_decay=True, heads=2, edge_dim=EDGE
+        acyclic=True, surprise=True, channel_decay=True, heads=2, edge_dim=EDGE
     ),
     "HierarchicalMemoryConv": hierarchical(heads=2),
     "HierarchicalMemoryConv-edges": hierarchical(

@@ -297,9 +297,14 @@ def values(p: Layer, value: Tensor) -> Tensor:
     return value.repeat_interleave(2, 1) if p.differential else value
 
 
+def gated_by(p: Layer, x: Tensor) -> Tensor:
+    """Without the norm of the block, gates read directions only."""
+    return x if "norm.weight" in p else p.rounded(rms(x))
+
+
 def chimera_gates(p: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
     """All gates of a node without and with their biases, [V, gates, scan heads]."""
-    gates = p.linear("lin_delta", x).unflatten(1, p["delta_bias"].shape)
+    gates = p.linear("lin_delta", gated_by(p, x)).unflatten(1, p["delta_bias"].shape)
     return gates, gates + p["delta_bias"]
 
 
@@ -328,7 +333,7 @@ def chimera_block(
     skip = p["skip"].view(-1, 1) * torch.exp(-scale).unsqueeze(2)
     y, gate = (y + skip * value).flatten(1), torch.ones_like(scale)
     if "lin_gate.weight" in p:
-        gate = silu(p.linear("lin_gate", x))
+        gate = silu(p.linear("lin_gate", gated_by(p, x)))
     if not p.norm_before_gate:
         y, gate = y * gate, torch.ones_like(scale)
     if "norm.weight" in p:
@@ -375,7 +380,15 @@ def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
         p.solved(weight, L.detach().max())
     write = plain[:, 3] if p.normalization == "released" else softplus(gates[:, 3])
     y = mixed(p, L, query, key, write.unsqueeze(2) * value)
-    return chimera_block(p, y, x, value)
+    out = chimera_block(p, y, x, value)
+    if "log_sums.bias" not in p:
+        return out
+    bias = p["log_sums.bias"]
+    sources = p.linear("log_sums.lin_source", x).unflatten(1, bias.shape) + bias
+    sources = torch.exp(300 * torch.tanh(sources.double() / 300))
+    logs = (L.double() @ sources.transpose(0, 1)).log()  # [H, V, sums]
+    logs = logs.transpose(0, 1).flatten(1).to(x.dtype)
+    return out + p.linear("log_sums.lin_out", 0.1 * logs)
 
 
 def chimera_path(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
@@ -509,7 +522,6 @@ def memories(
     value: Tensor,
     beta: Tensor,
     temperature: Tensor | None = None,
-    undecayed: bool = False,
 ) -> Tensor:
     """The gated delta rule along a DAG, one node after the other, [V, H, P].
 
@@ -523,14 +535,11 @@ def memories(
         into = [e for e, (_, w) in enumerate(edges) if w == i]
         for e in into:
             S = S + transitions[e].unsqueeze(2) * states[edges[e][0]]
-        known = S
-        if undecayed and into:
-            known = sum(states[edges[e][0]] for e in into) / len(into)
         write = beta[i]
         if temperature is not None:
-            error = value[i] - torch.einsum("hnp,hn->hp", known, query[i])
+            error = value[i] - torch.einsum("hnp,hn->hp", S, query[i])
             write = write * torch.sigmoid(error.square().mean(1) / temperature)
-        wrong = value[i] - torch.einsum("hnp,hn->hp", known, key[i])
+        wrong = value[i] - torch.einsum("hnp,hn->hp", S, key[i])
         wrong = write.unsqueeze(1) * wrong
         states[i] = S + key[i].unsqueeze(2) * wrong.unsqueeze(1)
         out[i] = torch.einsum("hnp,hn->hp", states[i], query[i])
@@ -575,9 +584,7 @@ def gated_delta(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     weight = dag_transitions(index, delta, node)[0]
     weight = weight.unflatten(1, (-1, p.scan_heads)).transpose(1, 2)
     temperature = p["log_temperature"].exp() if "log_temperature" in p else None
-    y = memories(
-        weight, index, query, key, value, beta, temperature, p.prediction == "undecayed"
-    )
+    y = memories(weight, index, query, key, value, beta, temperature)
     return chimera_block(p, y, x, value)
 
 

@@ -501,7 +501,7 @@ def chimera(r: random.Random) -> tuple[dict[str, Any], str]:
         r, local_conv=[True], qk_norm=[False], norm=[None]
     )
     if flag(r):
-        options |= some(r, gamma=[0.5, 0.99])
+        options |= some(r, gamma=[0.5, 0.99], log_sums=[1, 3])
     elif flag(r):
         options["normalization"] = "released"
     solver = r.choice(["auto", "auto", "sparse", "dense", "iterative", "neumann"])
@@ -546,10 +546,8 @@ def gated_delta(r: random.Random) -> tuple[dict[str, Any], str]:
         return options | some(r, reflections=[True], gamma=[0.5]), "any"
     kind = r.choice(["dag", "chain"])
     options |= some(r, selectivity=["target"])
-    options |= some(r, surprise=[True], prediction=["undecayed"], channel_decay=[True])
-    states = {"surprise", "prediction", "channel_decay"} & {*options}
-    if "prediction" not in options:
-        options |= some(r, reflections=[True])
+    options |= some(r, surprise=[True], channel_decay=[True], reflections=[True])
+    states = {"surprise", "channel_decay"} & {*options}
     return options if states else with_form(r, options, kind), kind
 
 

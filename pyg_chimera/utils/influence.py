@@ -142,6 +142,7 @@ def _mixing(
     value, of_heads = probe, lambda y: y
     if isinstance(layer, ChimeraBlock):
         value, of_heads = layer.in_scans(probe), layer.out_of_scans
+        layer.log_sums = None  # not linear in values
 
     def output(
         y: Tensor, x: Tensor, value: Any = None, log_scale: Tensor | None = None

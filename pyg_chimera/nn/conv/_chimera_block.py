@@ -14,7 +14,7 @@ from pyg_chimera.nn._inputs import (
     check_heads,
     edge_features,
 )
-from pyg_chimera.nn._norm import RMSNorm
+from pyg_chimera.nn._norm import RMSNorm, rms_norm
 from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import (
     GateLinear,
@@ -235,9 +235,16 @@ class ChimeraBlock(Mixer):
         first, second = y.unflatten(1, (-1, 2)).unbind(2)
         return first - self.contrast.view(-1, 1) * second
 
+    def gated_by(self, x: Tensor) -> Tensor:
+        """What gates read: nodes or, without a norm, their directions, so that outputs
+        grow no faster than inputs.
+        """
+        return rms_norm(x) if isinstance(self.norm, torch.nn.Identity) else x
+
     def selectivities(self, x: Tensor) -> Tensor:
         """Selectivities [V, num_selectivities, scan_heads], before the bias."""
-        return at_least_float32(self.lin_delta(x).unflatten(1, (-1, self.scan_heads)))
+        delta = self.lin_delta(self.gated_by(x))
+        return at_least_float32(delta.unflatten(1, (-1, self.scan_heads)))
 
     def edge_selectivity(
         self, edge_attr: Tensor | None, num_edges: int, dag: int = 0
@@ -272,7 +279,7 @@ class ChimeraBlock(Mixer):
         if self.lin_gate is None:
             y = self.norm(y)
         else:
-            gate = F.silu(at_least_float32(self.lin_gate(x)))
+            gate = F.silu(at_least_float32(self.lin_gate(self.gated_by(x))))
             y = self.norm(y) * gate if self.norm_before_gate else self.norm(y * gate)
         return self.lin_out(y.to(x.dtype))
 

@@ -1,18 +1,60 @@
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
+from pyg_chimera.nn._inputs import (
+    as_edges,
+    at_least_float32,
+    check_batch,
+    check_nodes,
+)
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value
-from pyg_chimera.nn.conv._init import softplus_
+from pyg_chimera.nn.conv._init import GateLinear, softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_flag, check_option
 from pyg_chimera.ops.resolvent.op import SOLVERS
 
 __all__ = ["ChimeraConv"]
+
+#: The bound of logarithms of sources, at which their sums fit in float64.
+MOST_LOG = 300.0
+
+
+class LogSums(torch.nn.Module):
+    """Projected logarithms of sums of positive sources, from all nodes at the start to
+    those that stand out. As no terms cancel, small sums are as exact as large ones.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, heads: int, sums: int
+    ) -> None:
+        super().__init__()
+        self.lin_source = GateLinear(in_channels, heads * sums, std=3.0)
+        self.bias = Parameter(torch.empty(heads, sums))
+        self.lin_out = Linear(heads * sums, out_channels, bias=False)
+
+    def reset_parameters(self) -> None:
+        self.lin_source.reset_parameters()
+        self.lin_out.reset_parameters()
+        with torch.no_grad():
+            self.bias.copy_(torch.linspace(0, -20, self.bias.size(1)))
+
+    def forward(self, x: Tensor, mix: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sums are `mix` of sources, [V, heads, sums] in float64."""
+        logits = self.lin_source(x).unflatten(1, self.bias.shape)
+        logits = (at_least_float32(logits) + self.bias).double()
+        sums = mix(torch.exp(MOST_LOG * torch.tanh(logits / MOST_LOG)))
+        # Iterations of a solver may leave sums of zero or less.
+        sums = sums.clamp(min=math.exp(-2 * MOST_LOG))
+        return self.lin_out((0.1 * sums.log().flatten(1)).to(x.dtype))
 
 
 class ChimeraConv(ChimeraBlock):
@@ -71,9 +113,18 @@ class ChimeraConv(ChimeraBlock):
             :obj:`True`)
         norm (str, optional): :obj:`"rms"`, or :obj:`None` to leave out
             :math:`\text{RMSNorm}`, which keeps directions and drops magnitudes. Without
-            it, outputs are linear in :math:`\mathbf{V}`, for targets that are
-            amplitudes, such as energies and voltage angles; they may be large where
-            ranges are long. (default: :obj:`"rms"`)
+            it, outputs are linear in :math:`\mathbf{V}`, and selectivities and gates
+            read :math:`\text{RMSNorm}(\mathbf{x})`, so that outputs are proportional to
+            large inputs: for targets that are amplitudes, such as energies and voltage
+            angles. They may be large where ranges are long. (default: :obj:`"rms"`)
+        log_sums (int, optional): The number of channels of each head that measure
+            distance: logarithms :math:`\ln (\mathbf{L} \mathbf{m})_i` with
+            :math:`\mathbf{L} = (\mathbf{I} - \mathbf{A})^{-1}` and positive
+            :math:`\mathbf{m} = \exp(\mathbf{W} \mathbf{x} + \mathbf{b})`. As entries
+            of :math:`\mathbf{L}` decay exponentially with distance, they are soft
+            minima over all nodes :math:`j` of the distance from :math:`j` minus
+            :math:`\ln m_j` (bounded by 300). They are computed in float64, and a linear
+            projection of them is added to the output. (default: :obj:`0`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
@@ -139,6 +190,7 @@ class ChimeraConv(ChimeraBlock):
         gated: bool = True,
         qk_norm: bool = True,
         norm: str | None = "rms",
+        log_sums: int = 0,
         bias: bool = True,
         reach: tuple[float, float] | None = (4.0, 64.0),
         differential: bool = False,
@@ -168,11 +220,26 @@ class ChimeraConv(ChimeraBlock):
                 f"'num_terms' must be None unless solver='neumann', got {num_terms} "
                 f"and solver={solver!r}"
             )
+        if log_sums < 0 or (log_sums > 0 and normalization == "released"):
+            raise ValueError(
+                "'log_sums' must be at least 0, and 0 with normalization='released', "
+                f"got {log_sums} and normalization={normalization!r}"
+            )
         self.normalization = normalization
         self.gamma = gamma
+        self.log_sums = None
+        if log_sums > 0:
+            self.log_sums = LogSums(
+                in_channels, self.out_channels, self.scan_heads, log_sums
+            )
         self.solver = solver
         self.num_terms = num_terms
         self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        reset(self.log_sums)
 
     def _set_reach(self, steps: Tensor) -> None:
         if self.normalization == "released":  # its input gate has no bias
@@ -234,12 +301,21 @@ class ChimeraConv(ChimeraBlock):
                 edge_index, num_nodes, target, source, psi, edge, self.gamma,
                 torch.float64,
             )  # fmt: skip
-        y = resolvent_mix(
-            query, key, gated_value(value, input_gate), edge_index,
-            self.explained(weight, num_nodes), batch, rank=rank, solver=self.solver,
-            num_terms=self._terms(num_terms), form=self.form, backend=self.backend,
-        )  # fmt: skip
-        return self.output(y, x, value)
+        weight = self.explained(weight, num_nodes)
+        terms = self._terms(num_terms)
+
+        def mix(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return resolvent_mix(
+                query, key, value, edge_index, weight, batch, rank=rank,
+                solver=self.solver, num_terms=terms, form=self.form,
+                backend=self.backend,
+            )  # fmt: skip
+
+        out = self.output(mix(query, key, gated_value(value, input_gate)), x, value)
+        if self.log_sums is None:
+            return out
+        ones = weight.new_ones(num_nodes, 1, 1)
+        return out + self.log_sums(x, lambda source: mix(ones, ones, source))
 
     def _terms(self, num_terms: int | Tensor | None) -> int | None:
         if self.solver != "neumann":

@@ -667,6 +667,43 @@ def test_bad_inputs():
         conv(x, [dag] * 2, rank=torch.arange(NODES))
 
 
+def test_log_sums_are_distances():
+    """On a path with equal selectivities, one step costs the inverse of the range."""
+    torch.manual_seed(0)
+    conv = ChimeraConv(1, 1, reach=(4.0, 4.0), log_sums=1).double()
+    steps = torch.arange(201)
+    edges = torch.stack([steps[:-1], steps[1:]])
+    edges = torch.cat([edges, edges.flip(0)], 1)
+    source = (steps == 100).double().view(-1, 1)
+    found = {}
+    conv.log_sums.register_forward_hook(lambda module, args, out: found.update(y=out))
+    with torch.no_grad():
+        conv.lin_delta.weight.zero_()
+        conv.log_sums.lin_source.weight.fill_(200.0)  # nothing but the source
+        conv.log_sums.bias.fill_(-200.0)
+        conv.log_sums.lin_out.weight.fill_(10.0)
+        conv(source, edges)
+    y = found["y"].flatten()
+    slope = y[110:130] - y[111:131]  # far from ends
+    assert_near(slope, slope[:1].expand(20), tol=1e-12)
+    assert abs(slope[0] - 1 / 4) < 1e-2
+    assert_near(y[:100], y[101:].flip(0), tol=1e-12)
+
+
+def test_without_the_norm_outputs_grow_as_inputs():
+    x, ((edge_index, _),) = make_inputs()
+    torch.manual_seed(0)
+    conv = ChimeraConv(IN, OUT, heads=2, norm=None, bias=False).double()
+    small, large = (conv(size * x, edge_index) / size for size in (1e5, 1e8))
+    assert_near(small, large, tol=1e-3)
+
+
+def test_error_of_log_sums():
+    for options in ({"log_sums": -1}, {"log_sums": 1, "normalization": "released"}):
+        with pytest.raises(ValueError, match="'log_sums' must be at least 0"):
+            ChimeraConv(IN, OUT, **options)
+
+
 def test_error_of_a_non_finite_input():
     x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
     x[2, 3] = torch.nan
