@@ -496,6 +496,7 @@ def plot(results: dict[str, Any], path: Path) -> list[Path]:
         "size": (by_size, "nodes of the graph"),
         "curves": (lambda row: row["curve"], "seconds of one core"),
     }
+    arms = [arm for arm in ARMS if any(row["arm"] == arm for row in fine)]
     written = []
     for kind, (points_of, xlabel) in kinds.items():
         shown = [
@@ -514,7 +515,7 @@ def plot(results: dict[str, Any], path: Path) -> list[Path]:
         )
         handles = {}
         for axis, name in zip(axes.flat, shown, strict=False):
-            for i, arm in enumerate(ARMS):
+            for i, arm in enumerate(arms):
                 points: dict[float, list[tuple[float, float]]] = {}
                 rows = [x for x in rows_of(results, name, arm) if x in fine]
                 for row in rows:

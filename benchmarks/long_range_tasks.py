@@ -70,7 +70,7 @@ class Task(NamedTuple):
     better: int = -1  #: 1 if more is better
     # The same for all models:
     local: str = "sage"  #: the local convolution of our blocks, sage or gatedgcn
-    aggr: str = "mean"  #: of SAGE
+    aggr: str | list[str] = "mean"  #: of SAGE
     channels: int = 64
     parameters: int = 160_000  #: of all layers together
     batch: int = 16  #: graphs per batch
@@ -202,13 +202,14 @@ TASKS = {
         cities("huangpu"), 37, 10, "accuracy", "cross-entropy", 25, "city-networks",
         ("pasadena",), local="gatedgcn", better=1, dropout=0.2, batch=1,
     ),
-    "sssp": Task(echo("sssp"), 2, 1, "MAE in hops", "l1", extra=("4 x",)),
+    "sssp": Task(echo("sssp"), 2, 1, "MAE in hops", "l1", extra=("4 x",), batch=32),
     "eccentricity": Task(
-        echo("eccentricity"), 1, 1, "MAE in hops", "l1", extra=("4 x",), aggr="max",
+        echo("eccentricity"), 1, 1, "MAE in hops", "l1", extra=("4 x",),
+        aggr=["sum", "max"], batch=32,
     ),
     "diameter": Task(
         echo("diameter"), 1, 1, "MAE in hops", "l1", extra=("4 x",), graph=True,
-        pool="max", aggr="max",
+        pool="max", aggr=["sum", "max"], batch=32,
     ),
     "ising": Task(
         ising, 1, 1, "log10(MSE / variance)", "mse", extra=("32", "64", "128", "256"),
@@ -216,7 +217,7 @@ TASKS = {
     ),
     "power-flow": Task(
         power_flow, 3, 1, "relative error", "relative", 1, "power-grids", UNSEEN,
-        plain=True, batch=4,
+        plain=True, batch=4, channels=32, parameters=40_000,
     ),
     "sst": Task(
         sst, (SST_WORDS,), 5, "accuracy", "cross-entropy", (2,), "sst", directed=True,
@@ -228,11 +229,13 @@ TASKS = {
     ),
 }  # fmt: skip
 
+#: Of Chimera, where targets are distances.
+DISTANCES = {"reach": (1, 16), "heads": 8, "state_channels": 8, "log_sums": 2}
 #: Arguments of our mixers' constructors, by task, beside the settings for all.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "pasadena": {"chimera": {"reach": (2, 32)}},
     "huangpu": {"chimera": {"reach": (2, 32)}},
-    "sssp": {"chimera": {"reach": (1, 16)}},
+    **{name: {"chimera": DISTANCES} for name in ("sssp", "eccentricity", "diameter")},
     "ising": {"chimera": {"reach": (1, 16), "norm": None}},
     "power-flow": {"chimera": {"reach": (8, 512), "norm": None}},
 }
