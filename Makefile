@@ -130,6 +130,7 @@ smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python benchmarks/orders.py --smoke
 	$(BIN)/python benchmarks/learning.py --smoke --overwrite
 	$(BIN)/python benchmarks/long_range.py --smoke --overwrite
+	$(BIN)/python benchmarks/long_range_bounds.py --smoke
 	$(BIN)/python benchmarks/gpu.py --smoke
 	$(BIN)/python benchmarks/prefetching.py --smoke
 	$(BIN)/python benchmarks/attention.py --smoke

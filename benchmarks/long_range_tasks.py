@@ -229,13 +229,16 @@ TASKS = {
     ),
 }  # fmt: skip
 
-#: Of Chimera, where targets are distances.
+#: Of Chimera, where targets are distances: from a source, or to the farthest node.
 DISTANCES = {"reach": (1, 16), "heads": 8, "state_channels": 8, "log_sums": 2}
+FARTHEST = DISTANCES | {"reach": (1, 64)}
 #: Arguments of our mixers' constructors, by task, beside the settings for all.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "pasadena": {"chimera": {"reach": (2, 32)}},
     "huangpu": {"chimera": {"reach": (2, 32)}},
-    **{name: {"chimera": DISTANCES} for name in ("sssp", "eccentricity", "diameter")},
+    "sssp": {"chimera": DISTANCES},
+    "eccentricity": {"chimera": FARTHEST},
+    "diameter": {"chimera": FARTHEST},
     "ising": {"chimera": {"reach": (1, 16), "norm": None}},
     "power-flow": {"chimera": {"reach": (8, 512), "norm": None}},
 }
