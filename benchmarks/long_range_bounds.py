@@ -62,7 +62,7 @@ def ising(root: str, smoke: bool) -> None:
 
 
 def sums(data: Data) -> Tensor:
-    """Exact sums over each range, relative to their root mean square, [V, channels]."""
+    """Exact sums over each range, divided by the root of their mean square."""
     adjacency = to_dense_adj(data.edge_index, max_num_nodes=data.num_nodes)[0].double()
     degree = adjacency.sum(1)
     sources = torch.stack([torch.ones_like(degree), degree, (degree == 1).double()], 1)
