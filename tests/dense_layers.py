@@ -381,10 +381,9 @@ def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     write = plain[:, 3] if p.normalization == "released" else softplus(gates[:, 3])
     y = mixed(p, L, query, key, write.unsqueeze(2) * value)
     out = chimera_block(p, y, x, value)
-    if "log_sums.bias" not in p:
+    if "log_sums.lin_out.weight" not in p:
         return out
-    bias = p["log_sums.bias"]
-    sources = p.linear("log_sums.lin_source", x).unflatten(1, bias.shape) + bias
+    sources = p.linear("log_sums.lin_source", x).unflatten(1, (len(A), -1))
     sources = torch.exp(300 * torch.tanh(sources.double() / 300))
     logs = (L.double() @ sources.transpose(0, 1)).log()  # [H, V, sums]
     logs = logs.transpose(0, 1).flatten(1).to(x.dtype)

@@ -5,17 +5,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import (
-    as_edges,
-    at_least_float32,
-    check_batch,
-    check_nodes,
-)
+from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
@@ -29,28 +23,25 @@ MOST_LOG = 300.0
 
 
 class LogSums(torch.nn.Module):
-    """Projected logarithms of sums of positive sources, from all nodes at the start to
-    those that stand out. As no terms cancel, small sums are as exact as large ones.
+    """Projected logarithms of sums of positive sources. As no terms cancel, small sums
+    are as exact as large ones.
     """
 
     def __init__(
         self, in_channels: int, out_channels: int, heads: int, sums: int
     ) -> None:
         super().__init__()
+        self.heads = heads
         self.lin_source = GateLinear(in_channels, heads * sums, std=3.0)
-        self.bias = Parameter(torch.empty(heads, sums))
         self.lin_out = Linear(heads * sums, out_channels, bias=False)
 
     def reset_parameters(self) -> None:
         self.lin_source.reset_parameters()
         self.lin_out.reset_parameters()
-        with torch.no_grad():
-            self.bias.copy_(torch.linspace(0, -20, self.bias.size(1)))
 
     def forward(self, x: Tensor, mix: Callable[[Tensor], Tensor]) -> Tensor:
         """The sums are `mix` of sources, [V, heads, sums] in float64."""
-        logits = self.lin_source(x).unflatten(1, self.bias.shape)
-        logits = (at_least_float32(logits) + self.bias).double()
+        logits = self.lin_source(x).unflatten(1, (self.heads, -1)).double()
         sums = mix(torch.exp(MOST_LOG * torch.tanh(logits / MOST_LOG)))
         # Iterations of a solver may leave sums of zero or less.
         sums = sums.clamp(min=math.exp(-2 * MOST_LOG))
@@ -120,9 +111,9 @@ class ChimeraConv(ChimeraBlock):
         log_sums (int, optional): The number of channels of each head that measure
             distance: logarithms :math:`\ln (\mathbf{L} \mathbf{m})_i` with
             :math:`\mathbf{L} = (\mathbf{I} - \mathbf{A})^{-1}` and positive
-            :math:`\mathbf{m} = \exp(\mathbf{W} \mathbf{x} + \mathbf{b})`. As entries
-            of :math:`\mathbf{L}` decay exponentially with distance, they are soft
-            minima over all nodes :math:`j` of the distance from :math:`j` minus
+            :math:`\mathbf{m} = \exp(\mathbf{W} \mathbf{x})`. As entries of
+            :math:`\mathbf{L}` decay exponentially with distance, they are soft minima
+            over all nodes :math:`j` of the distance from :math:`j` minus
             :math:`\ln m_j` (bounded by 300). They are computed in float64, and a linear
             projection of them is added to the output. (default: :obj:`0`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.

@@ -680,7 +680,6 @@ def test_log_sums_are_distances():
     with torch.no_grad():
         conv.lin_delta.weight.zero_()
         conv.log_sums.lin_source.weight.fill_(200.0)  # nothing but the source
-        conv.log_sums.bias.fill_(-200.0)
         conv.log_sums.lin_out.weight.fill_(10.0)
         conv(source, edges)
     y = found["y"].flatten()
