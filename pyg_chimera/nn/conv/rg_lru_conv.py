@@ -204,19 +204,8 @@ class RGLRUConv(Mixer):
         batch: Tensor | None = None,
         rank: Tensor | Sequence[Tensor] | None = None,
     ) -> Tensor:
-        r"""Runs the forward pass of the module.
-
-        Args:
-            x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor): The edge indices; with
-                :obj:`num_dags > 1` a list of them, one for each DAG.
-            edge_attr (torch.Tensor, optional): The edge features (or a list), for
-                layers with :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
-                outputs don't depend on it. (default: :obj:`None`)
-            rank (torch.Tensor, optional): The topological rank (or a list), as stored
-                by :class:`~pyg_chimera.transforms.AddTopologicalOrder`. (default:
-                :obj:`None`)
+        r"""Runs the forward pass of the module. Takes the arguments of
+        :meth:`ChimeraDAGConv.forward <pyg_chimera.nn.ChimeraDAGConv.forward>`.
 
         Raises:
             TypeError: If an argument has the wrong type or dtype.
