@@ -18,6 +18,7 @@ class OnGrids:
     Layers define `_mix`, which returns their output, given a filter over windows of
     nodes and the sizes of grids; and `_extend`, which returns that of one more node of
     each sequence, given its filter and a state (None at first), and the next state.
+    They name `forward` and `step` again, for the documentation.
     """
 
     in_channels: int
@@ -61,19 +62,9 @@ class OnGrids:
         return self._mix(x, filtered, height, width)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, and returns what :meth:`forward` would
-        return for that node, in time independent of how many nodes came before.
-        Requires :obj:`num_dags=1`.
-
-        Args:
-            x (torch.Tensor): The features of the new nodes, one for each sequence,
-                :math:`[B, F_{in}]`.
-            state (Any, optional): The state that the previous step returned. (default:
-                :obj:`None`, for the first nodes)
-
-        Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state for the next
-            step.
+        r"""Extends each sequence by one node, as
+        :meth:`GPSLayer.step <pyg_chimera.nn.GPSLayer.step>`, in time independent of how
+        many nodes came before. Requires :obj:`num_dags=1`.
 
         Raises:
             ValueError: If the layer is not causal.

@@ -15,7 +15,7 @@ from pyg_chimera.ops.structure.grid import grid_parents
 __all__ = ["ChimeraGridConv"]
 
 
-class ChimeraGridConv(OnGrids, ChimeraDAGConv):  # type: ignore[misc]
+class ChimeraGridConv(OnGrids, ChimeraDAGConv):
     r"""The Chimera layer for images and sequences from `"Chimera: State Space Models
     Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Sections 4.1.1 and 5).
 
@@ -63,6 +63,9 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):  # type: ignore[misc]
         >>> conv(torch.randn(6, 16), height=2, width=3).shape
         torch.Size([6, 32])
     """
+
+    forward = OnGrids.forward  # type: ignore[assignment]
+    step = OnGrids.step
 
     def __init__(
         self,

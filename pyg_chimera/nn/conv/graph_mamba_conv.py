@@ -236,18 +236,9 @@ class GraphMambaConv(Layer, torch.nn.Module):
         return self.lin_out((y * gate).to(x.dtype))
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, and returns what :meth:`forward` would
-        return for that node, in time independent of how many nodes came before.
-        Requires :obj:`order="order"` and a single direction.
-
-        Args:
-            x (torch.Tensor): The features of the new nodes, one for each sequence,
-                :math:`[B, F]`.
-            state (Any, optional): The state that the previous step returned. (default:
-                :obj:`None`, for the first nodes)
-
-        Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state for the next step.
+        r"""Extends each sequence by one node, as
+        :meth:`GPSLayer.step <pyg_chimera.nn.GPSLayer.step>`, in time independent of how
+        many nodes came before. Requires :obj:`order="order"` and a single direction.
 
         Raises:
             ValueError: If the layer sorts nodes, or is bidirectional.

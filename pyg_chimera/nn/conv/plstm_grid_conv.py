@@ -87,6 +87,9 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         torch.Size([6, 32])
     """
 
+    forward = OnGrids.forward
+    step = OnGrids.step
+
     def __init__(
         self,
         in_channels: int,

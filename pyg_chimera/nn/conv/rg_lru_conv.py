@@ -232,19 +232,9 @@ class RGLRUConv(Mixer):
         return self._output(h, x)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each directed path by one node, and returns what :meth:`forward`
-        would return for that node, in time independent of how many nodes came before.
-        Requires :obj:`num_dags=1`.
-
-        Args:
-            x (torch.Tensor): The features of the new nodes, one for each path,
-                :math:`[B, F_{in}]`.
-            state (Any, optional): The state that the previous step returned. (default:
-                :obj:`None`, for the first nodes)
-
-        Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state for the next
-            step.
+        r"""Extends each directed path by one node, as
+        :meth:`GPSLayer.step <pyg_chimera.nn.GPSLayer.step>`, in time independent of how
+        many nodes came before. Requires :obj:`num_dags=1`.
 
         Raises:
             ValueError: If there are several DAGs, or edge features.
