@@ -32,6 +32,7 @@ from options import add_output, output
 from steps import Step, compare
 from timing import machine, show, table, write_json
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch_geometric.utils import grid, to_dense_adj, to_dense_batch, to_undirected
 from workloads import PEPTIDES, Workload, peptides
 
@@ -274,9 +275,17 @@ def gated_delta(query, key, value, beta, edge_weight, **_) -> Tensor:  # type: i
     return chunk_gated_delta_rule(q=q, k=k, v=v, g=g, beta=b, scale=1.0)[0][0]
 
 
-def mamba(**inputs: Any) -> Tensor:
-    """mamba-ssm's kernel."""
-    return ops.selective_scan(**inputs, backend="mamba_ssm")
+def mamba(u, delta, A, B, C, ptr) -> Tensor:  # type: ignore[no-untyped-def]
+    """mamba-ssm's kernel, on padded sequences."""
+    from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
+    sizes = ptr.diff().tolist()
+    u, delta, B, C = (
+        pad_sequence(x.split(sizes), batch_first=True).transpose(1, 2)
+        for x in (u, delta, B, C)
+    )
+    out = selective_scan_fn(u, delta, A, B, C).transpose(1, 2)
+    return torch.cat([y[:size] for y, size in zip(out, sizes, strict=True)])
 
 
 def of_graph(

@@ -190,7 +190,7 @@ _TOLERANCE_OF_TF32 = 2e-2
 _OPTIONS = {
     "solver": ("sparse", "dense", "iterative", "neumann"),
     "form": ("state", "mask", "chunk"),
-    "backend": ("numba", "triton", "mamba_ssm", "torch"),
+    "backend": ("numba", "triton", "torch"),
 }
 
 Results = dict[str, Tensor]  #: the output and all gradients, described by the keys

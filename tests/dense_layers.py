@@ -903,9 +903,7 @@ def selective_scan(p: Layer, name: str, x: Tensor) -> Tensor:
     for k in range(min(kernel.size(1), len(x))):
         past = torch.cat([torch.zeros_like(x[:k]), x[: len(x) - k]])
         u = u + kernel[:, kernel.size(1) - 1 - k] * past
-    if f"{name}.conv_bias" in p:
-        u = u + p[f"{name}.conv_bias"]
-    u = silu(u)
+    u = silu(u + p[f"{name}.conv_bias"])
     rank = p[f"{name}.lin_delta.weight"].size(1)
     low, B, C = p.linear(f"{name}.lin_states", u).split([rank, A.size(1), A.size(1)], 1)
     delta = softplus(p.linear(f"{name}.lin_delta", low))

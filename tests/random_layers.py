@@ -595,7 +595,7 @@ def graph_mamba(r: random.Random) -> tuple[dict[str, Any], str]:
     return {"order": r.choice(orders)} | some(
         r, state_channels=[1, 3], conv_kernel=[1, 2, 9], expand=[2], dt_rank=[2],
         num_eval_permutations=[1, 3], num_bins=[2], bidirectional=[True], norm=[False],
-        bias=[True], conv_bias=[False], backend=["torch"],
+        bias=[True], backend=["torch"],
     ), "any"  # fmt: skip
 
 

@@ -65,10 +65,7 @@ PUBLIC = {
     },
     "pyg_chimera.utils": {"influence", "plot_dags", "plot_influence"},
     "pyg_chimera.graphgym": {
-        *("ChimeraLayer", "PLSTMLayer", "GraphMambaLayer", "GatedDeltaLayer"),
-        *("KHopAttentionLayer", "KHopAttentionGPS", "HybridGPS"),
-        *("ChimeraGPS", "PLSTMGPS", "GraphMambaGPS", "GatedDeltaGPS"),
-        *("chimera_cfg", "register"),
+        *("GPSNetwork", "MixerLayer", "chimera_cfg", "register"),
     },
 }
 #: Cannot be imported without GraphGPS or Triton, and have tests of their own.

@@ -56,8 +56,8 @@ class ArrowPointing(InMemoryDataset):
     tested at 384 as well.
 
     A sample is a function of its position, and of :obj:`split`, :obj:`seed`,
-    :obj:`image_size`, :obj:`radius`, :obj:`arrow_length` and :obj:`miss_angle`, but not
-    of :obj:`num_samples`. Nothing is written to disk: about 10,000 images of
+    :obj:`image_size`, :obj:`radius` and :obj:`arrow_length`, but not of
+    :obj:`num_samples`. Nothing is written to disk: about 10,000 images of
     :math:`48 \times 48` pixels are drawn per second, or about 3,000 of
     :math:`192 \times 192`. They are kept as 8-bit integers.
 
@@ -84,9 +84,6 @@ class ArrowPointing(InMemoryDataset):
             circles. (default: :obj:`(15.0, 30.0)`)
         arrow_length (tuple[float, float], optional): The smallest and the largest
             length of arrows. (default: :obj:`(15.0, 30.0)`)
-        miss_angle (float, optional): The smallest angle, in degrees, between the
-            direction of an arrow that misses and that to the centre of the circle.
-            Values above 0 make the task easier than the paper's. (default: :obj:`0.0`)
         seed (int, optional): Seed of the scenes. (default: :obj:`0`)
         transform (callable, optional): As in
             :class:`~torch_geometric.data.InMemoryDataset`.
@@ -106,7 +103,6 @@ class ArrowPointing(InMemoryDataset):
         image_size: int = 192,
         radius: tuple[float, float] = (15.0, 30.0),
         arrow_length: tuple[float, float] = (15.0, 30.0),
-        miss_angle: float = 0.0,
         seed: int = 0,
         transform: Callable | None = None,
         pre_transform: Callable | None = None,
@@ -124,10 +120,6 @@ class ArrowPointing(InMemoryDataset):
                     f"'{name}' must be a smallest and a largest size, of 2 pixels or "
                     f"more (got {sizes!r})"
                 )
-        if not 0 <= miss_angle <= 90:
-            raise ValueError(
-                f"'miss_angle' must be between 0 and 90 degrees (got {miss_angle})"
-            )
         smallest = 3 * max(2 * radius[1], arrow_length[1])
         if image_size < smallest:
             raise ValueError(
@@ -140,7 +132,6 @@ class ArrowPointing(InMemoryDataset):
         self.image_size = image_size
         self.radius = radius
         self.arrow_length = arrow_length
-        self.miss_angle = miss_angle
         self.seed = seed
         super().__init__(None, transform, pre_transform, pre_filter)
         self._generate()
@@ -185,7 +176,7 @@ class ArrowPointing(InMemoryDataset):
         arrow, circle = np.empty((_BLOCK, 4)), np.empty((_BLOCK, 3))
         label = rng.integers(2, size=_BLOCK // 2).repeat(2)
         label[1::2] = 1 - label[::2]
-        missing, failures = np.arange(_BLOCK), 0
+        missing = np.arange(_BLOCK)
         while missing.size:
             n = missing.size
             length = rng.uniform(*self.arrow_length, n)
@@ -207,16 +198,6 @@ class ArrowPointing(InMemoryDataset):
             ahead = (ray * other).sum(-1) > 0
             aside = np.abs(ray[..., 0] * other[..., 1] - ray[..., 1] * other[..., 0])
             good &= ~(ahead & (aside < (1 + _MARGIN) * r[::-1])).any(0)
-            along = (ray * other).sum(-1) / distance[::-1]
-            good &= (along <= np.cos(np.deg2rad(self.miss_angle))).all(0)
-
-            failures = 0 if good.any() else failures + 1
-            if failures > 100:
-                raise ValueError(
-                    f"'miss_angle' must be smaller for image_size={self.image_size}, "
-                    f"radius={self.radius} and arrow_length={self.arrow_length}, with "
-                    f"which no scene was found (got {self.miss_angle})"
-                )
             where, kept = missing[good], np.flatnonzero(good)
             shown = 1 - label[where]
             arrow[where, :2], arrow[where, 2] = middle[kept], angle[0, kept]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch_geometric.data import Data, InMemoryDataset, download_url
-from torch_geometric.utils import remove_self_loops, scatter, to_undirected
+from torch_geometric.utils import scatter
 
 from pyg_chimera.datasets._common import save_whole, written_whole
 
@@ -91,8 +91,7 @@ class CityRoads(InMemoryDataset):
     Standardised columns have mean 0 and variance 1 over all nodes, or edges; those that
     are constant are 0. The authors' files have the same features without
     standardisation. Unlike these networks, those of the benchmark are undirected,
-    without self-loops and parallel edges, and so are their eccentricities: see
-    :obj:`undirected`.
+    without self-loops and parallel edges, and so are their eccentricities.
 
     Args:
         root (str): Folder with the raw file. Processed files are kept in it, too.
@@ -104,11 +103,6 @@ class CityRoads(InMemoryDataset):
         seed (int, optional): Seed of the order in which nodes are assigned to these,
             :obj:`numpy.random.RandomState(seed).permutation(V)`. (default: :obj:`0`,
             that of the benchmark)
-        undirected (bool, optional): Whether to add the reverse of all edges, merge
-            parallel edges by the mean of their features, and remove self-loops, as the
-            benchmark does. The labels remain those of the directed network, with whose
-            eccentricities those of the undirected one have rank correlations of 0.73
-            (Huangpu) and 0.81 (Pasadena), on samples. (default: :obj:`False`)
         transform (callable, optional): As in
             :class:`~torch_geometric.data.InMemoryDataset`.
         pre_transform (callable, optional): As there.
@@ -126,7 +120,6 @@ class CityRoads(InMemoryDataset):
         city: str = "huangpu",
         shares: tuple[float, float] = (0.1, 0.1),
         seed: int = 0,
-        undirected: bool = False,
         transform: Callable | None = None,
         pre_transform: Callable | None = None,
         force_reload: bool = False,
@@ -141,7 +134,6 @@ class CityRoads(InMemoryDataset):
         self.city = city
         self.shares = shares
         self.seed = seed
-        self.undirected = undirected
         super().__init__(root, transform, pre_transform, force_reload=force_reload)
         self.load(self.processed_paths[0])
 
@@ -153,9 +145,8 @@ class CityRoads(InMemoryDataset):
     @property
     def processed_dir(self) -> str:
         """Where the processed graph with these masks is kept."""
-        kind = "undirected" if self.undirected else "directed"
         train, val = self.shares
-        name = f"{self.city}-{kind}-{train}-{val}-seed{self.seed}"
+        name = f"{self.city}-{train}-{val}-seed{self.seed}"
         return osp.join(self.root, "processed", name)
 
     @property
@@ -188,9 +179,6 @@ class CityRoads(InMemoryDataset):
             raw: dict[str, Any] = {k: torch.from_numpy(file[k]) for k in file.files}
         edge_index, edges = raw["edge_index"].long(), raw["edge_features"].double()
         nodes, num_nodes = raw["node_features"], raw["label"].numel()
-        if self.undirected:
-            edge_index, edges = to_undirected(edge_index, edges, num_nodes, "mean")
-            edge_index, edges = remove_self_loops(edge_index, edges)
         incident = scatter(edges, edge_index[1], dim_size=num_nodes, reduce="mean")
         data = Data(
             x=_standardise(torch.cat([nodes.double(), incident], dim=1)),

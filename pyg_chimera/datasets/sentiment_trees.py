@@ -83,9 +83,6 @@ class SentimentTrees(SplitDataset):
         root (str): Folder with the raw files. Processed files are kept in it, too.
         split (str, optional): :obj:`"train"`, :obj:`"val"` or :obj:`"test"`.
             (default: :obj:`"train"`)
-        min_count (int, optional): How often a word, in lower case, must occur in the
-            training sentences to be in the vocabulary. With 1, no training sentence
-            has unknown words. (default: :obj:`1`)
         **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
 
@@ -96,30 +93,15 @@ class SentimentTrees(SplitDataset):
 
     Raises:
         FileNotFoundError: If a raw file is missing.
-        ValueError: If a line is not a binary tree with labels from 0 to 4, or
-            :obj:`min_count` is not positive.
+        ValueError: If a line is not a binary tree with labels from 0 to 4.
     """
 
     vocabulary: list[str]
 
-    def __init__(
-        self,
-        root: str,
-        split: str = "train",
-        min_count: int = 1,
-        **kwargs: Any,
-    ) -> None:
-        if min_count < 1:
-            raise ValueError(f"'min_count' must be positive (got {min_count})")
-        self.min_count = min_count
+    def __init__(self, root: str, split: str = "train", **kwargs: Any) -> None:
         super().__init__(root, split, **kwargs)
         with open(self._vocabulary_path, encoding="utf-8") as file:
             self.vocabulary = json.load(file)
-
-    @property
-    def processed_dir(self) -> str:
-        """Where the processed splits with this vocabulary are kept."""
-        return osp.join(self.root, "processed", f"min-count-{self.min_count}")
 
     @property
     def _vocabulary_path(self) -> str:
@@ -129,7 +111,7 @@ class SentimentTrees(SplitDataset):
         """Turns the raw files into the vocabulary and the processed splits."""
         splits = [self._trees(name) for name in ("train", "dev", "test")]
         counts = Counter(word for _, words in splits[0] for word in words if word)
-        vocabulary = [w for w, n in counts.most_common() if n >= self.min_count]
+        vocabulary = [word for word, _ in counts.most_common()]
         with (
             written_whole(self._vocabulary_path) as part,
             open(part, "w", encoding="utf-8") as file,

@@ -15,37 +15,10 @@ except ModuleNotFoundError as error:
     ) from error
 
 from pyg_chimera.graphgym.config import chimera_cfg
-from pyg_chimera.graphgym.layers import (
-    ChimeraLayer,
-    GatedDeltaLayer,
-    GraphMambaLayer,
-    KHopAttentionLayer,
-    PLSTMLayer,
-)
-from pyg_chimera.graphgym.networks import (
-    PLSTMGPS,
-    ChimeraGPS,
-    GatedDeltaGPS,
-    GraphMambaGPS,
-    HybridGPS,
-    KHopAttentionGPS,
-)
+from pyg_chimera.graphgym.layers import MixerLayer
+from pyg_chimera.graphgym.networks import GPSNetwork
 from pyg_chimera.graphgym.registration import register
 
-__all__ = [
-    "PLSTMGPS",
-    "ChimeraGPS",
-    "ChimeraLayer",
-    "GatedDeltaGPS",
-    "GatedDeltaLayer",
-    "GraphMambaGPS",
-    "GraphMambaLayer",
-    "HybridGPS",
-    "KHopAttentionGPS",
-    "KHopAttentionLayer",
-    "PLSTMLayer",
-    "chimera_cfg",
-    "register",
-]
+__all__ = ["GPSNetwork", "MixerLayer", "chimera_cfg", "register"]
 
 register()

@@ -1,4 +1,4 @@
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch_geometric.data import Data
@@ -16,17 +16,13 @@ from pyg_chimera.graphgym.mixers import (
 )
 from pyg_chimera.nn._routing import Route
 
-__all__ = [
-    "ChimeraLayer",
-    "GatedDeltaLayer",
-    "GraphMambaLayer",
-    "KHopAttentionLayer",
-    "PLSTMLayer",
-]
+__all__ = ["MixerLayer"]
 
 
-class _MixerLayer(torch.nn.Module):
-    r"""A mixer as a layer of GraphGym's :obj:`model.type: gnn`, from batch to batch.
+class MixerLayer(torch.nn.Module):
+    r"""A mixer as a layer of GraphGym's :obj:`model.type: gnn`, from batch to batch,
+    registered for each mixer, such as :class:`~pyg_chimera.nn.ChimeraConv` as
+    :obj:`gnn.layer_type: chimera`.
 
     Norm, activation, dropout and residual connection are those that GraphGym puts
     around its layers, by its options :obj:`gnn.*`. Where the width changes, a linear
@@ -34,6 +30,7 @@ class _MixerLayer(torch.nn.Module):
 
     Args:
         layer_config (LayerConfig): The configuration of the layer.
+        mixer (str): The name of the mixer, such as :obj:`"Chimera"`.
         **kwargs (optional): Other arguments that GraphGym passes to layers; not used.
 
     Raises:
@@ -41,9 +38,7 @@ class _MixerLayer(torch.nn.Module):
             forward method, if the batch lacks the edge features that options require.
     """
 
-    name: ClassVar[str]
-
-    def __init__(self, layer_config: LayerConfig, **kwargs: Any) -> None:
+    def __init__(self, layer_config: LayerConfig, mixer: str, **kwargs: Any) -> None:
         super().__init__()
         channels = layer_config.dim_out
         self.lin = None
@@ -51,13 +46,15 @@ class _MixerLayer(torch.nn.Module):
             self.lin = Linear(layer_config.dim_in, channels)
         self.edge_dim = edge_width(cfg.gnn.dim_inner)
         self.model = make_mixer(
-            self.name, channels, heads=cfg.gnn.att_heads, edge_dim=self.edge_dim
+            mixer, channels, heads=cfg.gnn.att_heads, edge_dim=self.edge_dim
         )
         self._route = Route.of(self.model, graph=True)
 
     def apply(self, fn: Any) -> Self:
-        # GraphGym reinitialises all linear layers of its models, with biases of zero.
-        # A state space model would then forget all but its last inputs.
+        """As that of any module, except for what GraphGym calls to reinitialise all
+        linear layers, with biases of zero: a state space model would then forget all
+        but its last inputs.
+        """
         return self if fn is init_weights else super().apply(fn)
 
     def forward(self, batch: Data) -> Data:
@@ -73,39 +70,3 @@ class _MixerLayer(torch.nn.Module):
         args = self._route.select(args)
         batch.x = self._route.call(self.model, x, batch.edge_index, batch.batch, args)
         return batch
-
-
-class ChimeraLayer(_MixerLayer):
-    r"""A :class:`~pyg_chimera.nn.ChimeraConv` as :obj:`gnn.layer_type: chimera`."""
-
-    name = "Chimera"
-
-
-class PLSTMLayer(_MixerLayer):
-    r"""A :class:`~pyg_chimera.nn.PLSTMConv` as :obj:`gnn.layer_type: plstm`."""
-
-    name = "PLSTM"
-
-
-class GraphMambaLayer(_MixerLayer):
-    r"""A :class:`~pyg_chimera.nn.GraphMambaConv` as
-    :obj:`gnn.layer_type: graph_mamba`.
-    """
-
-    name = "GraphMamba"
-
-
-class GatedDeltaLayer(_MixerLayer):
-    r"""A :class:`~pyg_chimera.nn.GatedDeltaConv` as
-    :obj:`gnn.layer_type: gated_delta`.
-    """
-
-    name = "GatedDelta"
-
-
-class KHopAttentionLayer(_MixerLayer):
-    r"""A :class:`~pyg_chimera.nn.KHopAttentionConv` as
-    :obj:`gnn.layer_type: k_hop_attention`.
-    """
-
-    name = "KHopAttention"

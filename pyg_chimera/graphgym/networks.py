@@ -1,5 +1,5 @@
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch_geometric.data import Data
@@ -18,22 +18,19 @@ from pyg_chimera.graphgym.mixers import (
 )
 from pyg_chimera.nn import GatedGCNConv, GPSLayer, MixtureOfDepths
 
-__all__ = [
-    "PLSTMGPS",
-    "ChimeraGPS",
-    "GatedDeltaGPS",
-    "GraphMambaGPS",
-    "HybridGPS",
-    "KHopAttentionGPS",
-]
+__all__ = ["GPSNetwork"]
 
 _Layers = tuple[Sequence[torch.nn.Module], torch.nn.Module | None]
 _CONVS = ("gated_gcn", "gin", "gcn", "none")
 
 
-class _GPSNetwork(torch.nn.Module):
+class GPSNetwork(torch.nn.Module):
     r"""A network of :class:`~pyg_chimera.nn.GPSLayer` between the encoders and the
-    heads of GraphGym.
+    heads of GraphGym, registered for each mixer, such as
+    :class:`~pyg_chimera.nn.ChimeraConv` as :obj:`model.type: ChimeraGPS`. Layers
+    combine the mixer and a local convolution; those of :obj:`HybridGPS` are the blocks
+    of a :class:`~pyg_chimera.nn.HybridModel`, recurrences and attention according to
+    :obj:`chimera.pattern`, with their own norms and networks, and no convolution.
 
     Its width is :obj:`gnn.dim_inner`, its depth :obj:`gnn.layers_mp`;
     :obj:`gnn.layers_pre_mp`, :obj:`gnn.act`, :obj:`gnn.dropout`,
@@ -42,6 +39,8 @@ class _GPSNetwork(torch.nn.Module):
     Args:
         dim_in (int): Size of the node features.
         dim_out (int): Size of the predictions.
+        mixer (str): The name of the mixer, such as :obj:`"Chimera"`, or
+            :obj:`"Hybrid"`.
 
     Raises:
         ValueError: If an option in :obj:`chimera.*` is unknown or does not fit the
@@ -49,10 +48,9 @@ class _GPSNetwork(torch.nn.Module):
             if the batch lacks the edge features that options require.
     """
 
-    name: ClassVar[str]
-
-    def __init__(self, dim_in: int, dim_out: int) -> None:
+    def __init__(self, dim_in: int, dim_out: int, mixer: str) -> None:
         super().__init__()
+        self.mixer = mixer
         channels = cfg.gnn.dim_inner
         self.encoder = FeatureEncoder(dim_in)
         dim_in = self.encoder.dim_in
@@ -83,16 +81,22 @@ class _GPSNetwork(torch.nn.Module):
         None.
         """
         num_layers, layers = cfg.gnn.layers_mp, []
+        if self.mixer == "Hybrid":
+            model = make_hybrid(
+                channels, num_layers, heads=cfg.gnn.att_heads, edge_dim=edge_dim,
+                dropout=cfg.gnn.dropout,
+            )  # fmt: skip
+            return list(model.layers), model.norm
         norm = {"eps": cfg.bn.eps, "momentum": cfg.bn.mom}
         for index in range(num_layers):
             mixer = make_mixer(
-                self.name, channels, heads=cfg.gnn.att_heads, edge_dim=edge_dim,
+                self.mixer, channels, heads=cfg.gnn.att_heads, edge_dim=edge_dim,
                 index=index,
             )  # fmt: skip
             # Edges updated by the last layer are read only by its own mixer, if that
             # takes edges and follows the convolution.
             read = cfg.chimera.arrangement == "sequential"
-            read = read and self.name != "GraphMamba"
+            read = read and self.mixer != "GraphMamba"
             conv = _local_conv(
                 channels, edge_dim is not None, index + 1 < num_layers or read
             )
@@ -174,57 +178,3 @@ def _local_conv(
         norm="batch_norm" if cfg.gnn.batchnorm else None,
         act=act,
     )
-
-
-class ChimeraGPS(_GPSNetwork):
-    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.ChimeraConv`, as
-    :obj:`model.type: ChimeraGPS`.
-    """
-
-    name = "Chimera"
-
-
-class PLSTMGPS(_GPSNetwork):
-    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.PLSTMConv`, as
-    :obj:`model.type: PLSTMGPS`.
-    """
-
-    name = "PLSTM"
-
-
-class GraphMambaGPS(_GPSNetwork):
-    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.GraphMambaConv`, as
-    :obj:`model.type: GraphMambaGPS`.
-    """
-
-    name = "GraphMamba"
-
-
-class GatedDeltaGPS(_GPSNetwork):
-    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.GatedDeltaConv`, as
-    :obj:`model.type: GatedDeltaGPS`.
-    """
-
-    name = "GatedDelta"
-
-
-class KHopAttentionGPS(_GPSNetwork):
-    r"""Layers of a local convolution and a :class:`~pyg_chimera.nn.KHopAttentionConv`,
-    as :obj:`model.type: KHopAttentionGPS`.
-    """
-
-    name = "KHopAttention"
-
-
-class HybridGPS(_GPSNetwork):
-    r"""The blocks of a :class:`~pyg_chimera.nn.HybridModel`, recurrences and attention
-    according to :obj:`chimera.pattern`, as :obj:`model.type: HybridGPS`. They have
-    their own norms and networks, and no local convolution.
-    """
-
-    def _layers(self, channels: int, edge_dim: int | None) -> _Layers:
-        model = make_hybrid(
-            channels, cfg.gnn.layers_mp, heads=cfg.gnn.att_heads, edge_dim=edge_dim,
-            dropout=cfg.gnn.dropout,
-        )  # fmt: skip
-        return list(model.layers), model.norm

@@ -1,27 +1,27 @@
 import importlib
+from functools import partial
 from typing import Any
 
 from torch_geometric.graphgym import register as registry
 from torch_geometric.graphgym.config import cfg
 
 from pyg_chimera.graphgym.config import chimera_cfg
-from pyg_chimera.graphgym.layers import (
-    ChimeraLayer,
-    GatedDeltaLayer,
-    GraphMambaLayer,
-    KHopAttentionLayer,
-    PLSTMLayer,
-)
-from pyg_chimera.graphgym.networks import (
-    PLSTMGPS,
-    ChimeraGPS,
-    GatedDeltaGPS,
-    GraphMambaGPS,
-    HybridGPS,
-    KHopAttentionGPS,
-)
+from pyg_chimera.graphgym.layers import MixerLayer
+from pyg_chimera.graphgym.mixers import MIXERS
+from pyg_chimera.graphgym.networks import GPSNetwork
 
 __all__ = ["register"]
+
+_LAYERS = {
+    "chimera": partial(MixerLayer, mixer="Chimera"),
+    "plstm": partial(MixerLayer, mixer="PLSTM"),
+    "graph_mamba": partial(MixerLayer, mixer="GraphMamba"),
+    "gated_delta": partial(MixerLayer, mixer="GatedDelta"),
+    "k_hop_attention": partial(MixerLayer, mixer="KHopAttention"),
+}
+_NETWORKS = {
+    f"{mixer}GPS": partial(GPSNetwork, mixer=mixer) for mixer in (*MIXERS, "Hybrid")
+}
 
 
 def register() -> None:
@@ -33,17 +33,10 @@ def register() -> None:
     Raises:
         KeyError: If one of the names is already registered by other code.
     """
-    _register(registry.layer_dict, "chimera", ChimeraLayer)
-    _register(registry.layer_dict, "plstm", PLSTMLayer)
-    _register(registry.layer_dict, "graph_mamba", GraphMambaLayer)
-    _register(registry.layer_dict, "gated_delta", GatedDeltaLayer)
-    _register(registry.layer_dict, "k_hop_attention", KHopAttentionLayer)
-    _register(registry.network_dict, "ChimeraGPS", ChimeraGPS)
-    _register(registry.network_dict, "PLSTMGPS", PLSTMGPS)
-    _register(registry.network_dict, "GraphMambaGPS", GraphMambaGPS)
-    _register(registry.network_dict, "GatedDeltaGPS", GatedDeltaGPS)
-    _register(registry.network_dict, "KHopAttentionGPS", KHopAttentionGPS)
-    _register(registry.network_dict, "HybridGPS", HybridGPS)
+    for name, layer in _LAYERS.items():
+        _register(registry.layer_dict, name, layer)
+    for name, network in _NETWORKS.items():
+        _register(registry.network_dict, name, network)
     _register(registry.config_dict, "chimera", chimera_cfg)
     if "chimera" not in cfg:
         # GraphGym filled its configuration when it was imported, from what was
@@ -67,9 +60,14 @@ def register() -> None:
 def _register(mapping: dict[str, Any], key: str, module: Any) -> None:
     """Registers a module, or replaces it if this package has been reloaded."""
     taken = mapping.get(key)
-    if taken is not None and taken.__module__ != module.__module__:
+    if taken is not None and _origin(taken) != _origin(module):
         raise KeyError(
-            f"'{key}' is already registered with GraphGym, by '{taken.__module__}': "
+            f"'{key}' is already registered with GraphGym, by '{_origin(taken)}': "
             "rename that one to use 'pyg_chimera.graphgym'"
         )
     mapping[key] = module
+
+
+def _origin(module: Any) -> str:
+    """The Python module that defines a class, given itself or a call of it."""
+    return getattr(module, "func", module).__module__

@@ -128,18 +128,9 @@ class SelfAttention(torch.nn.Module):
         return self.lin_out(out.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, and returns what :meth:`forward` would
-        return for that node. The keys and values of earlier nodes are kept in the
-        state. Requires causal attention.
-
-        Args:
-            x (torch.Tensor): The features of the new nodes, one for each sequence,
-                :math:`[B, F]`.
-            state (Any, optional): The state that the previous step returned. (default:
-                :obj:`None`, for the first nodes)
-
-        Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state for the next step.
+        r"""Extends each sequence by one node, as
+        :meth:`GPSLayer.step <pyg_chimera.nn.GPSLayer.step>`. The state holds the keys
+        and values of earlier nodes. Requires causal attention.
 
         Raises:
             ValueError: If attention is not causal, or is on grids.

@@ -21,12 +21,12 @@ class LaplacianEncoder(torch.nn.Module):
     paper, in the form without attention.
 
     .. math::
-        \mathbf{p}_i = \textrm{post} \Big( \sum_{f=1}^k \textrm{mlp} \big( [
-        \phi_{f,i}, \lambda_f ] \big) \Big)
+        \mathbf{p}_i = \sum_{f=1}^k \textrm{mlp} \big( [ \phi_{f,i}, \lambda_f ]
+        \big)
 
     with the eigenvectors :math:`\phi_f` of the eigenvalues :math:`\lambda_f`, which
-    :class:`~pyg_chimera.transforms.LaplacianEncoding` computes. All layers of both
-    networks end with a ReLU, and hidden ones are :obj:`2 * out_channels` wide.
+    :class:`~pyg_chimera.transforms.LaplacianEncoding` computes. All layers
+    end with a ReLU, and hidden ones are :obj:`2 * out_channels` wide.
 
     The sign of an eigenvector is arbitrary. In training, each sign is flipped at
     random, in the same way for all graphs of a batch, so that models learn not to
@@ -39,8 +39,6 @@ class LaplacianEncoder(torch.nn.Module):
         out_channels (int): Size of each output sample.
         num_layers (int, optional): The number of layers of the network applied to the
             pairs. (default: :obj:`2`)
-        num_post_layers (int, optional): The number of layers of the network after
-            the sum; :obj:`0` leaves it out. (default: :obj:`0`)
 
     Shapes:
         - **input:** pairs :math:`(|\mathcal{V}|, k, 2)` of a node's entry of an
@@ -52,34 +50,19 @@ class LaplacianEncoder(torch.nn.Module):
             method, if the input has the wrong shape.
     """
 
-    def __init__(
-        self, out_channels: int, num_layers: int = 2, num_post_layers: int = 0
-    ) -> None:
+    def __init__(self, out_channels: int, num_layers: int = 2) -> None:
         super().__init__()
-        for name, value, least in (
-            ("out_channels", out_channels, 1),
-            ("num_layers", num_layers, 1),
-            ("num_post_layers", num_post_layers, 0),
-        ):
-            if value < least:
-                raise ValueError(f"'{name}' must be at least {least}, got {value}.")
+        for name, value in (("out_channels", out_channels), ("num_layers", num_layers)):
+            if value < 1:
+                raise ValueError(f"'{name}' must be at least 1, got {value}.")
         self.out_channels = out_channels
         self.num_layers = num_layers
-        self.num_post_layers = num_post_layers
-        self.mlp = self._network(2, num_layers)
-        self.post = None
-        if num_post_layers > 0:
-            self.post = self._network(out_channels, num_post_layers)
-
-    def _network(self, in_channels: int, num_layers: int) -> MLP:
-        hidden = [2 * self.out_channels] * (num_layers - 1)
-        channels = [in_channels, *hidden, self.out_channels]
-        return MLP(channels, norm=None, plain_last=False)
+        channels = [2, *[2 * out_channels] * (num_layers - 1), out_channels]
+        self.mlp = MLP(channels, norm=None, plain_last=False)
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         reset(self.mlp)
-        reset(self.post)
 
     def forward(self, pe: Tensor) -> Tensor:
         r"""Runs the forward pass of the module.
@@ -98,14 +81,11 @@ class LaplacianEncoder(torch.nn.Module):
             flip = torch.rand(pe.size(1), device=pe.device) < 0.5
             entry, value = pe.unbind(dim=-1)
             pe = torch.stack([torch.where(flip, -entry, entry), value], dim=-1)
-        out = (self.mlp(pe) * known).sum(dim=1)
-        return out if self.post is None else self.post(out)
+        return (self.mlp(pe) * known).sum(dim=1)
 
     def __repr__(self) -> str:
-        return (
-            f"{self.__class__.__name__}({self.out_channels}, "
-            f"num_layers={self.num_layers}, num_post_layers={self.num_post_layers})"
-        )
+        name, layers = self.__class__.__name__, self.num_layers
+        return f"{name}({self.out_channels}, num_layers={layers})"
 
 
 class RandomWalkEncoder(torch.nn.Module):

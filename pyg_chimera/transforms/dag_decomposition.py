@@ -8,8 +8,11 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
-from pyg_chimera.ops.structure import connected_components, topological_rank
-from pyg_chimera.ops.structure.centrality import closeness, pagerank
+from pyg_chimera.ops.structure import (
+    connected_components,
+    node_score,
+    topological_rank,
+)
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search_tree
 from pyg_chimera.ops.structure.grid import grid_dag, is_grid
@@ -68,8 +71,7 @@ class DAGDecomposition(BaseTransform):
 
     Args:
         num_dags (int, optional): The number of DAGs. (default: :obj:`4` for a grid,
-            otherwise :obj:`2`; with :obj:`reverse=False`, half as many if there are no
-            others)
+            otherwise :obj:`2`)
         method (str or Callable, optional): How to choose them.
 
             * :obj:`"path"`: forwards and backwards along a path, whose nodes are in
@@ -80,26 +82,16 @@ class DAGDecomposition(BaseTransform):
             * :obj:`"dag"`: the graph itself, which must be acyclic, and its reverse,
               whose edges have the same features.
             * :obj:`"order"`: by the order of the nodes.
-            * :obj:`"degree"`, :obj:`"pagerank"`, :obj:`"closeness"`: by the number of
-              neighbours or by a centrality, highest last.
+            * :obj:`"degree"`, :obj:`"pagerank"`, :obj:`"closeness"`: by a
+              :func:`~pyg_chimera.ops.node_score`, highest last, then by number.
             * a function of the data that returns one score per node, of shape
-              :math:`[|\mathcal{V}|]`: by that score, highest last.
+              :math:`[|\mathcal{V}|]`: by that score, highest last, then by number.
             * :obj:`"random"`: by a random order for each pair.
-            * :obj:`"bfs"`: the tree of a breadth-first search from a root in each
-              component.
+            * :obj:`"bfs"`: the tree of a breadth-first search from a random root in
+              each component, a different one for each pair as far as possible.
             * :obj:`"bfs_dense"`: all edges that lead one level away from such a root.
 
             (default: :obj:`"order"`)
-        reverse (bool, optional): If set to :obj:`False`, no DAG is the reverse of
-            another; each is chosen separately. (default: :obj:`True`)
-        ties (str, optional): Which of several nodes of the same score comes first,
-            :obj:`"order"` (by number) or :obj:`"random"` (different for each pair).
-            (default: :obj:`"order"`)
-        root_attr (str, optional): The attribute of the data that holds the roots, as a
-            mask :math:`[|\mathcal{V}|]` or as node indices. Those of a component are
-            used in turn, one for each pair. Without it, and in components without a
-            given root, roots are drawn at random, without repetition as far as
-            possible. (default: :obj:`None`)
         seed (int, optional): Makes the random choices a function of the graph, the same
             in every process and epoch. Without it, they are drawn anew each time, from
             PyTorch's global generator. (default: :obj:`None`)
@@ -119,9 +111,6 @@ class DAGDecomposition(BaseTransform):
         num_dags: int | None = None,
         method: str | Callable[[Data], Tensor] = "order",
         *,
-        reverse: bool = True,
-        ties: str = "order",
-        root_attr: str | None = None,
         seed: int | None = None,
         prefix: str = "dag",
     ) -> None:
@@ -131,44 +120,24 @@ class DAGDecomposition(BaseTransform):
                 f"{[*_KNOWN, *_ORDERS]} (got {method!r})"
             )
         known = 0 if callable(method) else _KNOWN.get(method, 0)
-        limit = (known or 2) if reverse else max(1, known // 2)
-        scored = callable(method) or method in _SCORES
-        one = scored or method == "order"  # of each pair
-        bounded = known or (one and ties == "order")
+        limit, others = known or 2, method in ("random", *_SEARCHES)
         if num_dags is None:
-            num_dags = limit if bounded else 2
+            num_dags = limit
         if not isinstance(num_dags, int):
             raise TypeError(
                 f"'num_dags' must be an integer (got '{type(num_dags).__name__}')"
             )
         if num_dags < 1:
             raise ValueError(f"'num_dags' must be at least 1 (got {num_dags})")
-        if ties not in ("order", "random"):
-            raise ValueError(f"'ties' must be 'order' or 'random' (got '{ties}')")
-        if ties == "random" and not scored:
+        if num_dags > limit and not others:
             raise ValueError(
-                f"'ties' must be 'order' where there are no scores (got '{ties}' with "
-                f"method '{method}')"
-            )
-        if root_attr is not None and method not in _SEARCHES:
-            raise ValueError(
-                f"'root_attr' needs a method with roots, one of {list(_SEARCHES)} (got "
-                f"'{root_attr}' with method '{method}')"
-            )
-        if num_dags > limit and bounded:
-            raise ValueError(
-                f"'num_dags' must be at most {limit} with method '{_name(method)}' "
-                f"and reverse={reverse}, as there are no others (got {num_dags})"
-                + ("" if known else "; use ")
-                + ("ties='random' for more" if scored else "")
-                + ("method='random' for more" if method == "order" else "")
+                f"'num_dags' must be at most {limit} with method '{_name(method)}', as "
+                f"there are no others (got {num_dags})"
+                + ("" if known else "; use method='random' for more")
             )
         check_attr_name("prefix", prefix)
         self.num_dags = num_dags
         self.method = method
-        self.reverse = reverse
-        self.ties = ties
-        self.root_attr = root_attr
         self.seed = seed
         self.prefix = prefix
 
@@ -250,10 +219,7 @@ class DAGDecomposition(BaseTransform):
                 "from these: PyG's 'grid', for one, has diagonals and self-loops); "
                 "other methods take any graph"
             )
-        step = 1 if self.reverse else 2
-        dags = [
-            grid_dag(edge_index, height, width, d * step) for d in range(self.num_dags)
-        ]
+        dags = [grid_dag(edge_index, height, width, d) for d in range(self.num_dags)]
         return [mask.nonzero().view(-1) for mask, _ in dags], [dag[1] for dag in dags]
 
     def _choose(
@@ -271,89 +237,45 @@ class DAGDecomposition(BaseTransform):
             generator = torch.Generator().manual_seed(key)
 
         if self.method in _SEARCHES:
-            roots = self._roots(data, edges, num_nodes, generator)
-            for root in roots:
+            for root in _roots(edges, num_nodes, generator):
                 level, parent = search_tree(ptr, head, root)
                 if self.method == "bfs_dense":
                     yield np.flatnonzero(level[source] + 1 == level[target])
-                    if self.reverse:
-                        yield np.flatnonzero(level[source] == level[target] + 1)
+                    yield np.flatnonzero(level[source] == level[target] + 1)
                 else:
                     yield _first(np.flatnonzero(parent[target] == source), target)
-                    if self.reverse:
-                        yield _first(np.flatnonzero(parent[source] == target), source)
+                    yield _first(np.flatnonzero(parent[source] == target), source)
 
-        score = self._score(data, ptr, head)
+        score = self._score(data, edges, num_nodes)
         while True:
-            position = np.arange(num_nodes)
-            if self.method == "random" or self.ties == "random":
-                position = torch.randperm(num_nodes, generator=generator).numpy()
-            if score is not None:
-                node = np.lexsort((position, score))
-                position = np.empty_like(node)
-                position[node] = np.arange(num_nodes)
+            if self.method == "random":
+                score = torch.randperm(num_nodes, generator=generator)
+            position = np.empty(num_nodes, np.int64)
+            position[np.argsort(score.numpy(), kind="stable")] = np.arange(num_nodes)
             yield np.flatnonzero(position[source] < position[target])
-            if self.reverse:
-                yield np.flatnonzero(position[source] > position[target])
+            yield np.flatnonzero(position[source] > position[target])
 
-    def _score(
-        self, data: Data, ptr: np.ndarray, head: np.ndarray
-    ) -> np.ndarray | None:
-        if callable(self.method):
-            score = score_of(self.method, data, len(ptr) - 1).cpu()
-            return (score.double() if score.is_floating_point() else score).numpy()
-        if self.method == "degree":
-            return np.diff(ptr)
-        bounds = np.array([0, len(ptr) - 1])
-        if self.method == "pagerank":
-            return pagerank(ptr, head, bounds)
-        if self.method == "closeness":
-            return closeness(ptr, head, bounds)
-        return None
+    def _score(self, data: Data, edges: np.ndarray, num_nodes: int) -> Tensor:
+        if not callable(self.method):
+            order = self.method if self.method in _SCORES else "order"
+            return node_score(torch.from_numpy(edges), num_nodes, order)
+        score = score_of(self.method, data, num_nodes).cpu()
+        return score.double() if score.is_floating_point() else score
 
-    def _roots(
-        self,
-        data: Data,
-        edges: np.ndarray,
-        num_nodes: int,
-        generator: torch.Generator | None,
-    ) -> Iterator[np.ndarray]:
-        """One root per component, and the next one in each turn, endlessly."""
-        component = connected_components(torch.from_numpy(edges), num_nodes).numpy()
-        candidates = torch.randperm(num_nodes, generator=generator).numpy()
-        if self.root_attr is not None:
-            chosen = self._chosen(data, num_nodes)
-            without = np.ones(num_nodes, np.bool_)
-            without[component[chosen]] = False
-            candidates = candidates[without[component[candidates]]]
-            candidates = np.concatenate([chosen, candidates])
-        candidates = candidates[np.argsort(component[candidates], kind="stable")]
-        counts = np.bincount(component[candidates])
-        first = np.cumsum(counts) - counts
-        turn = 0
-        while True:
-            yield candidates[first + turn % counts]
-            turn += 1
 
-    def _chosen(self, data: Data, num_nodes: int) -> np.ndarray:
-        wanted = (
-            f"'data.{self.root_attr}' must be a mask of shape [{num_nodes}] or a "
-            f"vector of node indices in [0, {num_nodes})"
-        )
-        roots = getattr(data, str(self.root_attr), None)
-        if not isinstance(roots, Tensor):
-            raise ValueError(f"{wanted} (got '{type(roots).__name__}')")
-        if roots.dtype == torch.bool and roots.shape == (num_nodes,):
-            return to_numpy(roots.nonzero().view(-1))
-        if roots.dim() != 1 or roots.dtype == torch.bool or roots.is_floating_point():
-            raise ValueError(
-                f"{wanted} (got shape {list(roots.shape)} and dtype {roots.dtype})"
-            )
-        nodes = to_numpy(roots)
-        wrong = nodes[(nodes < 0) | (nodes >= num_nodes)]
-        if wrong.size > 0:
-            raise ValueError(f"{wanted} (got {wrong[0]})")
-        return nodes
+def _roots(
+    edges: np.ndarray, num_nodes: int, generator: torch.Generator | None
+) -> Iterator[np.ndarray]:
+    """One root per component, and the next one in each turn, endlessly."""
+    component = connected_components(torch.from_numpy(edges), num_nodes).numpy()
+    candidates = torch.randperm(num_nodes, generator=generator).numpy()
+    candidates = candidates[np.argsort(component[candidates], kind="stable")]
+    counts = np.bincount(component)
+    first = np.cumsum(counts) - counts
+    turn = 0
+    while True:
+        yield candidates[first + turn % counts]
+        turn += 1
 
 
 def _name(method: str | Callable) -> str:

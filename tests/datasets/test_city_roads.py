@@ -70,21 +70,6 @@ def test_against_slow_means(tmp_path):
     assert data.y.tolist() == [0, 1, 2, 3]
 
 
-def test_undirected(tmp_path):
-    raw = write_raw(tmp_path)
-    data = CityRoads(str(tmp_path), "village", undirected=True)[0]
-    edges = sorted({(u, v) for e in EDGES for u, v in (e, e[::-1]) if u != v})
-    features = [
-        np.mean([raw["edge_features"][i] for i in range(E) if set(EDGES[i]) == {*e}], 0)
-        for e in edges
-    ]
-    check(data, edges, features, raw["node_features"])
-    assert data.is_undirected()
-    assert not data.has_self_loops()
-    # Kept apart from the directed one.
-    assert CityRoads(str(tmp_path), "village")[0].num_edges == E
-
-
 def masks(data):
     return [getattr(data, f"{s}_mask").nonzero().flatten().tolist() for s in SPLITS]
 

@@ -61,14 +61,6 @@ def test_trees_come_back(tmp_path):
                 assert value.dtype == torch.int64
 
 
-def test_rare_words_are_unknown(tmp_path):
-    root = write_raw(tmp_path)
-    dataset = SentimentTrees(root, min_count=2)
-    assert dataset.vocabulary == ["it", "film"]
-    assert to_text(dataset[1], dataset.vocabulary) == "(1 (0 (0 ?) (1 film)) (2 it))"
-    assert len(SentimentTrees(root).vocabulary) == 5  # kept apart
-
-
 def test_batches(tmp_path):
     dataset = SentimentTrees(write_raw(tmp_path))
     (batch,) = DataLoader(dataset, batch_size=3)
@@ -113,8 +105,6 @@ def test_rejects_what_is_no_binary_tree(tmp_path, line):
 
 
 def test_rejects(tmp_path):
-    with pytest.raises(ValueError, match="'min_count' must be positive"):
-        SentimentTrees(str(tmp_path), min_count=0)
     with pytest.raises(ValueError, match="'split' must be one of"):
         SentimentTrees(str(tmp_path), "dev")
     with pytest.raises(FileNotFoundError, match=r"train\.txt or train\.txt\.gz"):

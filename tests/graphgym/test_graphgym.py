@@ -337,14 +337,14 @@ def test_registering_again_changes_nothing(gym):
 def test_importing_again_takes_the_new_classes(gym, monkeypatch):
     import pyg_chimera.graphgym
 
-    before = pyg_chimera.graphgym.ChimeraGPS
+    before = pyg_chimera.graphgym.GPSNetwork
     for name in [n for n in sys.modules if n.startswith("pyg_chimera.graphgym")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("pyg_chimera.graphgym", None)
     again = importlib.import_module("pyg_chimera.graphgym")
-    assert again.ChimeraGPS is not before
-    assert gym.network_dict["ChimeraGPS"] is again.ChimeraGPS
-    assert gym.layer_dict["plstm"] is again.PLSTMLayer
+    assert again.GPSNetwork is not before
+    assert gym.network_dict["ChimeraGPS"].func is again.GPSNetwork
+    assert gym.layer_dict["plstm"].func is again.MixerLayer
 
 
 def test_names_of_others_are_left_alone(gym):

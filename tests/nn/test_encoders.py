@@ -22,17 +22,13 @@ def relu(x: torch.Tensor, *layers: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 4])
-@pytest.mark.parametrize("num_post_layers", [0, 1, 3])
-def test_laplacian_by_hand(num_layers: int, num_post_layers: int) -> None:
-    encoder = LaplacianEncoder(3, num_layers, num_post_layers).eval()
+def test_laplacian_by_hand(num_layers: int) -> None:
+    encoder = LaplacianEncoder(3, num_layers).eval()
     pe = torch.randn(4, 5, 2)
     expected = torch.zeros(4, 3)
     for node in range(4):
         for pair in pe[node]:
             expected[node] += relu(pair, *encoder.mlp.lins)
-    if num_post_layers > 0:
-        expected = relu(expected, *encoder.post.lins)
-        assert encoder.post.channel_list == [3, *[6] * (num_post_layers - 1), 3]
     assert encoder.mlp.channel_list == [2, *[6] * (num_layers - 1), 3]
     torch.testing.assert_close(encoder(pe), expected)
 
@@ -82,7 +78,7 @@ def test_signs_are_flipped_in_training_only() -> None:
 
 
 def test_laplacian_gradients() -> None:
-    encoder = LaplacianEncoder(8, 3, 1).double()
+    encoder = LaplacianEncoder(8, 3).double()
     pe = torch.randn(3, 4, 2, dtype=torch.double)
     pe[1, 2:] = 0
     encoder(pe).square().sum().backward()
@@ -101,7 +97,6 @@ def test_laplacian_errors() -> None:
     for kwargs, message in (
         ({"out_channels": 0}, "'out_channels' must be at least 1, got 0"),
         ({"num_layers": 0}, "'num_layers' must be at least 1, got 0"),
-        ({"num_post_layers": -1}, "'num_post_layers' must be at least 0, got -1"),
     ):
         with pytest.raises(ValueError, match=message):
             LaplacianEncoder(**{"out_channels": 4, **kwargs})
@@ -164,10 +159,7 @@ def test_random_walk_errors() -> None:
 @pytest.mark.parametrize(
     ("encoder", "text"),
     [
-        (
-            LaplacianEncoder(4, 3, 1),
-            "LaplacianEncoder(4, num_layers=3, num_post_layers=1)",
-        ),
+        (LaplacianEncoder(4, 3), "LaplacianEncoder(4, num_layers=3)"),
         (RandomWalkEncoder(4, 2), "RandomWalkEncoder(4, 2)"),
     ],
     ids=["laplacian", "random-walk"],

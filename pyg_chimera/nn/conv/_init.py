@@ -41,9 +41,9 @@ def softplus_(bias: Tensor, values: Tensor) -> None:
 
 
 @torch.no_grad()
-def log_uniform_softplus_(bias: Tensor, low: float = 1e-3, high: float = 1e-1) -> None:
-    """Fills a bias as Mamba does: its softplus is log-uniform in [low, high]."""
-    values = torch.empty_like(bias).uniform_(math.log(low), math.log(high))
+def log_uniform_softplus_(bias: Tensor) -> None:
+    """Fills a bias as Mamba does: its softplus is log-uniform in [0.001, 0.1]."""
+    values = torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1))
     softplus_(bias, values.exp())
 
 

@@ -91,11 +91,7 @@ class ChimeraDAGConv(ChimeraBlock):
             (default: :obj:`False`)
         gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
-        qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
-            :math:`\mathbf{C}_i` by its root mean square, and the latter by
-            :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
-            With one state channel, only signs are left. The Chimera paper has no such
-            norm; `"Mamba-3" <https://arxiv.org/abs/2603.15569>`_ has. (default:
+        qk_norm (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`. (default:
             :obj:`True`)
         norm_before_gate (bool, optional): Whether :math:`\text{RMSNorm}` comes before
             the gate :math:`\mathbf{z}`, as above, or after it, as in Mamba-2:
@@ -103,19 +99,11 @@ class ChimeraDAGConv(ChimeraBlock):
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps.
-            It is divided evenly among the heads on a log scale, and the range of a head
-            is the middle of its part: 8 and 32 for two heads. A range is the distance
-            along a path at which influence has fallen to :math:`1/e` before training,
-            for inputs of zero; other inputs change it. A head writes as much as it
-            forgets. With :obj:`None`, selectivities start as in the paper, log-uniform
-            in [0.001, 0.1]. (default: :obj:`(4, 64)`)
-        differential (bool, optional): Whether a head is the difference of two
-            recurrences with the same queries, keys and values but different
-            transitions, the second multiplied by a learned factor, initially 0.2. What
-            both have taken up equally cancels, as in the `"Differential Transformer"
-            <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
-            :obj:`False`)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
+            as in :class:`~pyg_chimera.nn.ChimeraConv`, but not limited. A head writes
+            as much as it forgets. (default: :obj:`(4, 64)`)
+        differential (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
+            (default: :obj:`False`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
             or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,

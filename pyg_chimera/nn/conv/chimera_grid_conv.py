@@ -4,20 +4,10 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import (
-    check_batch,
-    check_grids,
-    check_nodes,
-)
 from pyg_chimera.nn.conv._chimera_block import gated_value
-from pyg_chimera.nn.conv._window import (
-    Continued,
-    check_window,
-    over_grids,
-    reset_window_,
-)
+from pyg_chimera.nn.conv._grid import OnGrids
+from pyg_chimera.nn.conv._window import Filter, check_window, reset_window_
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
 from pyg_chimera.ops import grid_dag_scan, grid_transition
 from pyg_chimera.ops.structure.grid import grid_parents
@@ -25,7 +15,7 @@ from pyg_chimera.ops.structure.grid import grid_parents
 __all__ = ["ChimeraGridConv"]
 
 
-class ChimeraGridConv(ChimeraDAGConv):
+class ChimeraGridConv(OnGrids, ChimeraDAGConv):
     r"""The Chimera layer for images and sequences from `"Chimera: State Space Models
     Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Sections 4.1.1 and 5).
 
@@ -52,11 +42,8 @@ class ChimeraGridConv(ChimeraDAGConv):
             convolution of :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU,
             around each node, or with :obj:`num_dags=1` above and to the left of it.
             With :obj:`None`, there is none. (default: :obj:`(3, 3)`)
-        share (str, optional): Which DAGs share :math:`\mathbf{B}` and
-            :math:`\mathbf{C}` (Table 6 of the paper): :obj:`"all"`; :obj:`"none"`;
-            :obj:`"diagonal"`, those along the same diagonal, which are the reverse of
-            each other; or :obj:`"row"`, of four DAGs, the two that run down and the two
-            that run up. (default: :obj:`"none"`)
+        share (str, optional): As in :class:`~pyg_chimera.nn.ChimeraDAGConv`. (default:
+            :obj:`"none"`)
         **kwargs (optional): Further arguments of
             :class:`~pyg_chimera.nn.ChimeraDAGConv`, except :obj:`edge_dim` and
             :obj:`local_conv`.
@@ -76,6 +63,9 @@ class ChimeraGridConv(ChimeraDAGConv):
         >>> conv(torch.randn(6, 16), height=2, width=3).shape
         torch.Size([6, 32])
     """
+
+    forward = OnGrids.forward  # type: ignore[assignment]
+    step = OnGrids.step
 
     def __init__(
         self,
@@ -109,37 +99,13 @@ class ChimeraGridConv(ChimeraDAGConv):
     def _reset_filters(self) -> None:
         reset_window_(cast(Tensor, self.local_weight), causal=self.num_dags == 1)
 
-    def forward(  # type: ignore[override]
+    def _mix(
         self,
         x: Tensor,
-        edge_index: Adj | None = None,
-        batch: Tensor | None = None,
-        height: int | Tensor | None = None,
-        width: int | Tensor | None = None,
+        filtered: Filter | None,
+        height: int | Tensor,
+        width: int | Tensor,
     ) -> Tensor:
-        r"""Runs the forward pass of the module.
-
-        Args:
-            x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor, optional): Not used; accepted for
-                containers that call all their layers in the same way. (default:
-                :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node, used to check the
-                sizes. (default: :obj:`None`)
-            height (int or torch.Tensor): The number of rows, for all grids or for each.
-            width (int or torch.Tensor): The number of columns, for all grids or for
-                each.
-
-        Raises:
-            TypeError: If an argument has the wrong type or dtype.
-            ValueError: If sizes are missing or do not match the nodes.
-        """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
-        if self.explain:
-            raise ValueError("Edge masks explain edges, which grids do not look at")
-        height, width = check_grids(x, batch, height, width)
-        filtered = over_grids(self.local_weight, height, width, self.num_dags == 1)
         query, key, value = self.project(x, filtered)
         copies = (y.unflatten(1, (-1, self.groups)).unbind(1) for y in (query, key))
         gates = [gate.unbind(1) for gate in self._gates(x, height, width)]
@@ -175,34 +141,11 @@ class ChimeraGridConv(ChimeraDAGConv):
         transition, source = grid_transition(parent, edge, root)
         return source / math.sqrt(self.num_dags), transition
 
-    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, and returns what :meth:`forward` would
-        return for that node, in time independent of how many nodes came before.
-        Requires :obj:`num_dags=1`.
-
-        Args:
-            x (torch.Tensor): The features of the new nodes, one for each sequence,
-                :math:`[B, F_{in}]`.
-            state (Any, optional): The state that the previous step returned. (default:
-                :obj:`None`, for the first nodes)
-
-        Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state for the next
-            step.
-
-        Raises:
-            ValueError: If the layer is not causal.
-        """
-        check_nodes(x, self.in_channels)
-        if self.num_dags != 1:
-            raise ValueError(
-                f"Sequences are continued with num_dags=1, got {self.num_dags}"
-            )
-        before, hidden, seen = (0.0, 0.0, None) if state is None else state
-        weight = self.local_weight
-        filtered = None if weight is None else Continued(weight, seen)
+    def _extend(
+        self, x: Tensor, filtered: Filter | None, state: Any
+    ) -> tuple[Tensor, Any]:
+        before, hidden = (0.0, 0.0) if state is None else state
         query, key, value = self.project(x, filtered)
-        seen = None if filtered is None else filtered.seen
         delta = F.softplus(self.selectivities(x) + self.delta_bias).squeeze(1)
         if state is None:
             gate = delta if self.roots == "write" else torch.zeros_like(delta)
@@ -214,4 +157,4 @@ class ChimeraGridConv(ChimeraDAGConv):
         )
         hidden = hidden + key.unsqueeze(3) * gated_value(value, gate).unsqueeze(2)
         out = torch.einsum("bhn,bhnp->bhp", query, hidden)
-        return self.output(out, x, value), (delta, hidden, seen)
+        return self.output(out, x, value), (delta, hidden)

@@ -43,28 +43,15 @@ class ChimeraPathConv(ChimeraBlock):
             (default: :obj:`False`)
         gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
             :obj:`True`)
-        qk_norm (bool, optional): Whether to divide each :math:`\mathbf{B}_i` and
-            :math:`\mathbf{C}_i` by its root mean square, and the latter by
-            :math:`\sqrt{N}`, so that their product is a cosine times :math:`\sqrt{N}`.
-            With one state channel, only signs are left. The Chimera paper has no such
-            norm; `"Mamba-3" <https://arxiv.org/abs/2603.15569>`_ has. (default:
+        qk_norm (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`. (default:
             :obj:`True`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps.
-            It is divided evenly among the heads on a log scale, and the range of a head
-            is the middle of its part: 8 and 32 for two heads. A range is the distance
-            along a path at which influence has fallen to :math:`1/e` before training,
-            for inputs of zero; other inputs change it, and on average halve it. The
-            mixed signal starts about ten times as large as the skip connection. With
-            :obj:`None`, selectivities start as in the paper, log-uniform in
-            [0.001, 0.1]. (default: :obj:`(4, 64)`)
-        differential (bool, optional): Whether a head is the difference of two
-            recurrences with the same queries, keys and values but different
-            transitions, the second multiplied by a learned factor, initially 0.2. What
-            both have taken up equally cancels, as in the `"Differential Transformer"
-            <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
-            :obj:`False`)
+        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
+            as in :class:`~pyg_chimera.nn.ChimeraConv`, but not limited. (default:
+            :obj:`(4, 64)`)
+        differential (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
+            (default: :obj:`False`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
             or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
@@ -133,19 +120,9 @@ class ChimeraPathConv(ChimeraBlock):
         batch: Tensor | None = None,
         rank: Tensor | None = None,
     ) -> Tensor:
-        r"""Runs the forward pass of the module.
-
-        Args:
-            x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor): The edge indices of disjoint
-                paths, in both directions.
-            edge_attr (torch.Tensor, optional): The edge features, for layers with
-                :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
-                outputs don't depend on it. (default: :obj:`None`)
-            rank (torch.Tensor, optional): The elimination rank, as stored by
-                :class:`~pyg_chimera.transforms.AddEliminationOrder`. (default:
-                :obj:`None`)
+        r"""Runs the forward pass of the module. Takes arguments of
+        :meth:`ChimeraConv.forward <pyg_chimera.nn.ChimeraConv.forward>`, for edges of
+        disjoint paths in both directions.
 
         Raises:
             TypeError: If an argument has the wrong type or dtype.

@@ -91,12 +91,8 @@ class GatedDeltaConv(ChimeraBlock):
             :class:`~pyg_chimera.nn.ChimeraConv`: the distance along a path at which a
             memory has fallen to :math:`1/e` if it is not overwritten. With :obj:`None`,
             selectivities start log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
-        differential (bool, optional): Whether a head is the difference of two
-            recurrences with the same queries, keys and values but different
-            transitions, the second multiplied by a learned factor, initially 0.2. What
-            both have taken up equally cancels, as in the `"Differential Transformer"
-            <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
-            :obj:`False`)
+        differential (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
+            (default: :obj:`False`)
         form (str, optional): :obj:`"state"` (on DAGs), :obj:`"mask"`, :obj:`"chunk"`
             (on directed paths) or :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU),
@@ -218,15 +214,8 @@ class GatedDeltaConv(ChimeraBlock):
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
     ) -> Tensor:
-        r"""Runs the forward pass of the module.
-
-        Args:
-            x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor): The edge indices.
-            edge_attr (torch.Tensor, optional): The edge features, for layers with
-                :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
-                outputs don't depend on it. (default: :obj:`None`)
+        r"""Runs the forward pass of the module. Takes arguments of
+        :meth:`ChimeraConv.forward <pyg_chimera.nn.ChimeraConv.forward>`.
 
         Raises:
             CycleError: With :obj:`acyclic`, if there is a cycle, which the error names.

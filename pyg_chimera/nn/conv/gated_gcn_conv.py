@@ -79,8 +79,6 @@ class GatedGCNConv(Layer, MessagePassing):
             :obj:`None`. (default: :obj:`"batch_norm"`)
         act (str or Callable, optional): The activation :math:`\phi`.
             (default: :obj:`"relu"`)
-        act_kwargs (Dict[str, Any], optional): Arguments passed to the
-            activation defined by :obj:`act`. (default: :obj:`None`)
         eps (float, optional): The :math:`\epsilon` of the gates.
             (default: :obj:`1e-6`)
         bias (bool, optional): If set to :obj:`False`, the layer will not learn
@@ -125,7 +123,6 @@ class GatedGCNConv(Layer, MessagePassing):
         update_edges: bool = True,
         norm: str | None = "batch_norm",
         act: str | Callable | None = "relu",
-        act_kwargs: dict[str, Any] | None = None,
         eps: float = 1e-6,
         bias: bool = True,
         **kwargs: Any,
@@ -152,7 +149,7 @@ class GatedGCNConv(Layer, MessagePassing):
         if self.update_edges:
             self.norm_edge = _row_norm(norm, out_channels)
         self.norm = _row_norm(norm, out_channels)
-        self.act = activation_resolver(act, **(act_kwargs or {}))
+        self.act = activation_resolver(act)
 
         self.reset_parameters()
 

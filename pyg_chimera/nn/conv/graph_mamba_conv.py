@@ -105,11 +105,6 @@ class GraphMambaConv(Layer, torch.nn.Module):
         bias (bool, optional): If :obj:`True`, :math:`\mathbf{W}_{\textrm{in}},
             \mathbf{W}_{\textrm{gate}}` and :math:`\mathbf{W}_{\textrm{out}}` have an
             additive bias. (default: :obj:`False`)
-        conv_bias (bool, optional): If :obj:`False`, the convolution has no bias
-            :math:`\mathbf{b}`. (default: :obj:`True`)
-        dt_min (float, optional): The lower bound of the initial
-            :math:`\textrm{softplus} (\mathbf{b}_{\Delta})`. (default: :obj:`0.001`)
-        dt_max (float, optional): Its upper bound. (default: :obj:`0.1`)
         seed (int, optional): The seed of the fixed permutations in evaluation.
             (default: :obj:`0`)
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
@@ -148,9 +143,6 @@ class GraphMambaConv(Layer, torch.nn.Module):
         bidirectional: bool = False,
         norm: bool = True,
         bias: bool = False,
-        conv_bias: bool = True,
-        dt_min: float = 0.001,
-        dt_max: float = 0.1,
         seed: int = 0,
         backend: str = "auto",
     ) -> None:
@@ -172,11 +164,6 @@ class GraphMambaConv(Layer, torch.nn.Module):
                 f"'order' must be one of {list(ORDERS)}, or None for scores that are "
                 f"given to the forward method, got {order!r}"
             )
-        if not 0 < dt_min <= dt_max:
-            raise ValueError(
-                f"'dt_min' and 'dt_max' must be 0 < dt_min <= dt_max, got {dt_min} and "
-                f"{dt_max}"
-            )
 
         self.channels = channels
         self.state_channels = state_channels
@@ -195,12 +182,9 @@ class GraphMambaConv(Layer, torch.nn.Module):
         self.lin_in = Linear(channels, inner, bias=bias)
         self.lin_gate = Linear(channels, inner, bias=bias)
         self.scans = torch.nn.ModuleList(
-            _Scan(
-                inner, state_channels, conv_kernel, self.dt_rank, conv_bias,
-                (dt_min, dt_max),
-            )
+            _Scan(inner, state_channels, conv_kernel, self.dt_rank)
             for _ in range(1 + bidirectional)
-        )  # fmt: skip
+        )
         self.lin_out = Linear(inner, channels, bias=bias)
 
     def reset_parameters(self) -> None:
@@ -252,18 +236,9 @@ class GraphMambaConv(Layer, torch.nn.Module):
         return self.lin_out((y * gate).to(x.dtype))
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, and returns what :meth:`forward` would
-        return for that node, in time independent of how many nodes came before.
-        Requires :obj:`order="order"` and a single direction.
-
-        Args:
-            x (torch.Tensor): The features of the new nodes, one for each sequence,
-                :math:`[B, F]`.
-            state (Any, optional): The state that the previous step returned. (default:
-                :obj:`None`, for the first nodes)
-
-        Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state for the next step.
+        r"""Extends each sequence by one node, as
+        :meth:`GPSLayer.step <pyg_chimera.nn.GPSLayer.step>`, in time independent of how
+        many nodes came before. Requires :obj:`order="order"` and a single direction.
 
         Raises:
             ValueError: If the layer sorts nodes, or is bidirectional.
@@ -328,22 +303,12 @@ class _Scan(torch.nn.Module):
     """Convolution and selective scan along sequences, from nodes to nodes."""
 
     def __init__(
-        self,
-        channels: int,
-        state_channels: int,
-        conv_kernel: int,
-        dt_rank: int,
-        conv_bias: bool,
-        dt_range: tuple[float, float],
+        self, channels: int, state_channels: int, conv_kernel: int, dt_rank: int
     ) -> None:
         super().__init__()
-        self._dt_range = dt_range
         self._parts = [dt_rank, state_channels, state_channels]
         self.conv_weight = Parameter(torch.empty(channels, conv_kernel))
-        if conv_bias:
-            self.conv_bias = Parameter(torch.empty(channels))
-        else:
-            self.register_parameter("conv_bias", None)
+        self.conv_bias = Parameter(torch.empty(channels))
         self.lin_states = Linear(channels, sum(self._parts), bias=False)
         # Its weight and bias are read apart from each other; it is small anyway.
         self.lin_delta = NonDynamicallyQuantizableLinear(dt_rank, channels)
@@ -375,13 +340,12 @@ class _Scan(torch.nn.Module):
     def reset_parameters(self) -> None:
         bound = self.conv_weight.size(1) ** -0.5
         for parameter in (self.conv_weight, self.conv_bias):
-            if parameter is not None:
-                torch.nn.init.uniform_(parameter, -bound, bound)
+            torch.nn.init.uniform_(parameter, -bound, bound)
         self.lin_states.reset_parameters()
         bound = self.lin_delta.in_features**-0.5
         torch.nn.init.uniform_(self.lin_delta.weight, -bound, bound)
         with torch.no_grad():
-            log_uniform_softplus_(self.lin_delta.bias, *self._dt_range)
+            log_uniform_softplus_(self.lin_delta.bias)
             # States decay at rates 1 to N.
             rates = torch.arange(1, self.A_log.size(1) + 1, device=self.A_log.device)
             self.A_log.copy_(rates.log().expand_as(self.A_log))
@@ -423,8 +387,7 @@ class _Scan(torch.nn.Module):
         else:
             recent, hidden = state
         recent = torch.cat([recent[..., 1:], x.unsqueeze(2)], dim=2)
-        u = (recent * kernel).sum(2)
-        u = F.silu(u if self.conv_bias is None else u + self.conv_bias)
+        u = F.silu((recent * kernel).sum(2) + self.conv_bias)
         states = self.lin_states(u.to(self.D.dtype))
         delta, B, C = states.split(self._parts, dim=1)
         delta = F.softplus(at_least_float32(self.lin_delta(delta))).unsqueeze(2)

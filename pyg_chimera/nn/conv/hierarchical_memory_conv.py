@@ -165,15 +165,9 @@ class HierarchicalMemoryConv(ChimeraBlock):
         edge_attr: Tensor | None = None,
         batch: Tensor | None = None,
     ) -> Tensor:
-        r"""Runs the forward pass of the module.
-
-        Args:
-            x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor): The edge indices of a DAG.
-            edge_attr (torch.Tensor, optional): The edge features, for layers with
-                :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
-                outputs don't depend on it. (default: :obj:`None`)
+        r"""Runs the forward pass of the module. Takes arguments of
+        :meth:`ChimeraConv.forward <pyg_chimera.nn.ChimeraConv.forward>`, for edges of
+        a DAG.
 
         Raises:
             TypeError: If an argument has the wrong type or dtype.

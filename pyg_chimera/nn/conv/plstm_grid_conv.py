@@ -6,27 +6,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear, is_uninitialized_parameter
-from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import (
-    at_least_float32,
-    check_batch,
-    check_grids,
-    check_nodes,
-)
+from pyg_chimera.nn._inputs import at_least_float32
+from pyg_chimera.nn.conv._grid import OnGrids
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
-from pyg_chimera.nn.conv._window import (
-    Continued,
-    check_window,
-    over_grids,
-    reset_window_,
-)
+from pyg_chimera.nn.conv._window import Filter, check_window, reset_window_
 from pyg_chimera.ops import grid_scan
 
 __all__ = ["PLSTMGridConv"]
 
 
-class PLSTMGridConv(PLSTMBlock):
+class PLSTMGridConv(OnGrids, PLSTMBlock):
     r"""The pLSTM layer for grids and sequences from `"pLSTM: parallelizable Linear
     Source Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_ (Section 4.3).
 
@@ -70,13 +60,10 @@ class PLSTMGridConv(PLSTMBlock):
             and direct gates, before the sigmoid. In the paper they start nearly closed,
             at :obj:`(-4, -4, -6)`, and learning begins with a plateau. (default:
             :obj:`(0, 0, -3)`)
-        gate_std (float, optional): The initial standard deviation of gates, before the
-            sigmoid, for inputs of variance one. (default: :obj:`0.0`, so that gates are
-            initially the same everywhere)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            divided evenly among the heads on a log scale, as in
-            :class:`~pyg_chimera.nn.ChimeraDAGConv`. With :obj:`None`, nothing decays at
-            first, as in the paper. (default: :obj:`(4, 64)`)
+        gate_std (float, optional): As in :class:`~pyg_chimera.nn.PLSTMConv`. (default:
+            :obj:`0.0`)
+        reach (tuple[float, float], optional): As in
+            :class:`~pyg_chimera.nn.PLSTMConv`. (default: :obj:`(4, 64)`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
             always have one. (default: :obj:`True`)
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
@@ -99,6 +86,9 @@ class PLSTMGridConv(PLSTMBlock):
         >>> conv(torch.randn(6, 16), height=2, width=3).shape
         torch.Size([6, 32])
     """
+
+    forward = OnGrids.forward
+    step = OnGrids.step
 
     def __init__(
         self,
@@ -150,72 +140,23 @@ class PLSTMGridConv(PLSTMBlock):
     def _decays_of_heads(self, values: Tensor) -> Tensor:
         return values.repeat(self._biased[3] // self.heads)
 
-    def forward(
+    def _mix(
         self,
         x: Tensor,
-        edge_index: Adj | None = None,
-        batch: Tensor | None = None,
-        height: int | Tensor | None = None,
-        width: int | Tensor | None = None,
+        filtered: Filter | None,
+        height: int | Tensor,
+        width: int | Tensor,
     ) -> Tensor:
-        r"""Runs the forward pass of the module.
-
-        Args:
-            x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor, optional): Not used; accepted for
-                containers that call all their layers in the same way. (default:
-                :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node, used to check the
-                sizes. (default: :obj:`None`)
-            height (int or torch.Tensor): The number of rows, for all grids or for each.
-            width (int or torch.Tensor): The number of columns, for all grids or for
-                each.
-
-        Raises:
-            TypeError: If an argument has the wrong type or dtype.
-            ValueError: If sizes are missing or do not match the nodes, or as in
-                :func:`~pyg_chimera.ops.grid_scan`.
-        """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
-        if self.explain:
-            raise ValueError("Edge masks explain edges, which grids do not look at")
-        height, width = check_grids(x, batch, height, width)
-        filtered = over_grids(self.local_weight, height, width, self.num_dags == 1)
         y = grid_scan(
             *self.project(x, filtered), *self._gates(x), height, width,
             form=self.form, backend=self.backend,
         )  # fmt: skip
         return self.output(y, x)
 
-    def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, and returns what :meth:`forward` would
-        return for that node, in time independent of how many nodes came before.
-        Requires :obj:`num_dags=1`.
-
-        Args:
-            x (torch.Tensor): The features of the new nodes, one for each sequence,
-                :math:`[B, F_{in}]`.
-            state (Any, optional): The state that the previous step returned. (default:
-                :obj:`None`, for the first nodes)
-
-        Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state for the next
-            step.
-
-        Raises:
-            ValueError: If the layer is not causal.
-        """
-        check_nodes(x, self.in_channels)
-        if self.num_dags != 1:
-            raise ValueError(
-                f"Sequences are continued with num_dags=1, got {self.num_dags}"
-            )
-        state, seen = (None, None) if state is None else state
-        weight = self.local_weight
-        filtered = None if weight is None else Continued(weight, seen)
+    def _extend(
+        self, x: Tensor, filtered: Filter | None, state: Any
+    ) -> tuple[Tensor, Any]:
         query, key, value = self.project(x, filtered)
-        seen = None if filtered is None else filtered.seen
         source, transition, mark, direct = self._gates(x)
         # The gates of edges to the right: a sequence is a single row.
         source, mark, transition = (
@@ -228,7 +169,7 @@ class PLSTMGridConv(PLSTMBlock):
             read = read + mark * state
         out = torch.einsum("bhn,bhnp->bhp", query, read)
         state = source * own + (0 if state is None else transition * state)
-        return self.output(out, x), (state, seen)
+        return self.output(out, x), state
 
     def _by_kind(self, rows: Tensor) -> Tensor:
         """The rows of gates, by kind for all orientations, decays last and times 5."""

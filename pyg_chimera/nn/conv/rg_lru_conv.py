@@ -204,19 +204,8 @@ class RGLRUConv(Mixer):
         batch: Tensor | None = None,
         rank: Tensor | Sequence[Tensor] | None = None,
     ) -> Tensor:
-        r"""Runs the forward pass of the module.
-
-        Args:
-            x (torch.Tensor): The node features.
-            edge_index (torch.Tensor or SparseTensor): The edge indices; with
-                :obj:`num_dags > 1` a list of them, one for each DAG.
-            edge_attr (torch.Tensor, optional): The edge features (or a list), for
-                layers with :obj:`edge_dim`. (default: :obj:`None`)
-            batch (torch.Tensor, optional): The graph of each node. Used for speed only:
-                outputs don't depend on it. (default: :obj:`None`)
-            rank (torch.Tensor, optional): The topological rank (or a list), as stored
-                by :class:`~pyg_chimera.transforms.AddTopologicalOrder`. (default:
-                :obj:`None`)
+        r"""Runs the forward pass of the module. Takes the arguments of
+        :meth:`ChimeraDAGConv.forward <pyg_chimera.nn.ChimeraDAGConv.forward>`.
 
         Raises:
             TypeError: If an argument has the wrong type or dtype.
@@ -243,19 +232,9 @@ class RGLRUConv(Mixer):
         return self._output(h, x)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each directed path by one node, and returns what :meth:`forward`
-        would return for that node, in time independent of how many nodes came before.
-        Requires :obj:`num_dags=1`.
-
-        Args:
-            x (torch.Tensor): The features of the new nodes, one for each path,
-                :math:`[B, F_{in}]`.
-            state (Any, optional): The state that the previous step returned. (default:
-                :obj:`None`, for the first nodes)
-
-        Returns:
-            tuple[torch.Tensor, Any]: :math:`[B, F_{out}]`, and the state for the next
-            step.
+        r"""Extends each directed path by one node, as
+        :meth:`GPSLayer.step <pyg_chimera.nn.GPSLayer.step>`, in time independent of how
+        many nodes came before. Requires :obj:`num_dags=1`.
 
         Raises:
             ValueError: If there are several DAGs, or edge features.

@@ -2,7 +2,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.nn import Module
-from torch_geometric.nn.aggr import Aggregation
 
 from pyg_chimera.nn.models._lattice import lattice_layers, structure_of
 from pyg_chimera.nn.models.graph_model import GraphModel
@@ -50,8 +49,6 @@ class ImageClassifier(GraphModel):
             feed-forward network. (default: :obj:`0.0`)
         mlp_channels (int, optional): The hidden size of the feed-forward networks.
             (default: :obj:`None`, :obj:`2 * channels`)
-        pool (str or Aggregation, optional): As in :class:`~pyg_chimera.nn.GraphModel`.
-            (default: :obj:`"mean"`)
         mixer_kwargs (Mapping[str, Any], optional): Further arguments of the mixers,
             such as :obj:`{"share": "diagonal"}`. (default: :obj:`None`)
 
@@ -78,7 +75,6 @@ class ImageClassifier(GraphModel):
         size: tuple[int, int] | None = None,
         dropout: float = 0.0,
         mlp_channels: int | None = None,
-        pool: str | Aggregation = "mean",
         mixer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         layers = lattice_layers(
@@ -87,6 +83,6 @@ class ImageClassifier(GraphModel):
             mixer_kwargs=mixer_kwargs,
         )  # fmt: skip
         super().__init__(
-            in_channels, channels, out_channels, layers, pool=pool, head_layers=1,
+            in_channels, channels, out_channels, layers, head_layers=1,
             norm="layer_norm", structure=structure_of(layers),
         )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +74,6 @@ class Inputs(NamedTuple):
     rank: Tensor | None
     solver: str
     num_terms: int | None
-    tolerance: float | None
     form: str
     backend: str
 
@@ -270,7 +268,6 @@ def resolvent_mix(
     *,
     solver: str = "auto",
     num_terms: int | None = None,
-    tolerance: float | None = None,
     form: str = "auto",
     backend: str = "auto",
     rank: Tensor | None = None,
@@ -307,20 +304,15 @@ def resolvent_mix(
             connected components are computed and used instead. (default: :obj:`None`)
         solver (str, optional): :obj:`"sparse"` (exact, by elimination in a
             fill-reducing order), :obj:`"dense"` (exact, cubic in a graph's nodes),
-            :obj:`"iterative"` (to a tolerance, by products with :math:`\mathbf{A}`, for
-            graphs whose factors would fill in; rows, or columns, of
-            :math:`|\mathbf{A}|` must sum to less than one), :obj:`"neumann"` (the first
-            powers of :math:`\mathbf{A}`, Section 4.2), or :obj:`"auto"`: whichever is
-            fastest and exact up to rounding. (default: :obj:`"auto"`)
+            :obj:`"iterative"` (exact up to rounding, by products with
+            :math:`\mathbf{A}`, for graphs whose factors would fill in; rows, or
+            columns, of :math:`|\mathbf{A}|` must sum to less than one, and if nearly to
+            one, float32 is computed in float64), :obj:`"neumann"` (the first powers of
+            :math:`\mathbf{A}`, Section 4.2), or :obj:`"auto"`: whichever is fastest and
+            exact up to rounding. (default: :obj:`"auto"`)
         num_terms (int, optional): The highest power :math:`k` in
             :math:`\sum_{t=0}^{k} \mathbf{A}^t`, for :obj:`"neumann"`; with at least the
             diameter, every pair is reached. (default: :obj:`None`)
-        tolerance (float, optional): The residual at which :obj:`"iterative"` stops,
-            relative to the largest state of a channel. Errors may be larger, the more
-            so the nearer all rows sum to one. By default, and at least, it is the level
-            of rounding errors; by default, float32 is computed in float64 where all
-            rows sum to nearly one, so that errors are of this size, too. (default:
-            :obj:`None`)
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
             (linear in edges and fill-in), :obj:`"mask"` computes each graph's resolvent
             (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
@@ -370,18 +362,7 @@ def resolvent_mix(
             f"'form' must be 'state', 'mask' or 'auto' with solver={solver!r}, which "
             "does not cut paths into chunks, got form='chunk'"
         )
-    if tolerance is not None:
-        if solver not in ("auto", "iterative"):
-            raise ValueError(
-                f"'tolerance' is of solver='iterative', got solver={solver!r}, which "
-                "is exact" + (" up to its last term" if solver == "neumann" else "")
-            )
-        if not isinstance(tolerance, Real):
-            raise TypeError(f"'tolerance' must be a number, got {tolerance!r}")
-        if not 0 < tolerance < 1:
-            raise ValueError(f"'tolerance' must be between 0 and 1, got {tolerance!r}")
-        tolerance = float(tolerance)
     inputs = Inputs(
-        q, k, v, w, edge_index, batch, rank, solver, num_terms, tolerance, form, backend
+        q, k, v, w, edge_index, batch, rank, solver, num_terms, form, backend
     )
     return _resolvent_mix(inputs).to(value.dtype)

@@ -53,12 +53,12 @@ def precision_of(call: Call, margin: float) -> tuple[torch.dtype, float]:
     The error of a state may be 1 / margin times the residual. So float32 is computed in
     float64 if the margin is small, until errors are of float32's size.
     """
-    dtype, asked = call.inputs.value.dtype, call.inputs.tolerance
+    dtype = call.inputs.value.dtype
     rounding = 4 * torch.finfo(dtype).eps
-    if asked is None and dtype != torch.float64 and margin < _SMALL_MARGIN:
+    if dtype != torch.float64 and margin < _SMALL_MARGIN:
         least = 64 * torch.finfo(torch.float64).eps
         return torch.float64, max(rounding * margin, least)
-    return dtype, max(asked or 0.0, rounding)
+    return dtype, rounding
 
 
 class Iteration(NamedTuple):

@@ -9,7 +9,6 @@ from pyg_chimera.ops.common.checks import check_dim, check_floats, check_shape
 from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.common.sequences import as_ptr, check_ptr
 from pyg_chimera.ops.selective_scan import (
-    mamba_ssm_backend,
     numba_backend,
     reference,
     torch_backend,
@@ -38,16 +37,10 @@ class _SelectiveScan(Operator[Inputs, None]):
     output_like = "u"
     backends = {  # noqa: RUF012
         "numba": numba_backend,
-        "mamba_ssm": mamba_ssm_backend,
         "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
-
-    def __call__(self, inputs: Inputs) -> Tensor:
-        if inputs.backend == "auto" and mamba_ssm_backend.is_preferred(inputs):
-            inputs = inputs._replace(backend="mamba_ssm")
-        return super().__call__(inputs)
 
     def check(self, inputs: Inputs, structure: None) -> None:
         check_ptr(inputs.ptr, inputs.u.size(0))
@@ -106,11 +99,8 @@ def selective_scan(
         backend (str, optional): ``"reference"`` (a loop, in float64), ``"torch"`` (any
             device; the number of passes over all states is the number of binary digits
             of the longest sequence's length), ``"numba"`` (CPU), ``"triton"`` (GPU,
-            float32, on packed sequences), ``"mamba_ssm"`` (that package's kernel, CUDA,
-            float32, on sequences padded to the same length), or ``"auto"``: numba on
-            the CPU; elsewhere mamba_ssm if it is installed, passes a test of its
-            results, and padding at most quadruples the number of rows, otherwise triton
-            where possible, or else torch. (default: :obj:`"auto"`)
+            float32), or ``"auto"``: numba on the CPU; elsewhere triton where possible,
+            otherwise torch. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[T, F]`, in the dtype of :obj:`u`.

@@ -8,8 +8,6 @@ from torch import Tensor
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.operator import without_autocast
 
-__all__ = ["reference_scan"]
-
 DEVICES = None
 
 
@@ -20,10 +18,10 @@ def why_not(call: Call) -> str | None:
 def forward(call: Call) -> Tensor:
     """The outputs, which autograd differentiates."""
     with without_autocast(call.inputs.u):
-        return reference_scan(*call.inputs[:7])
+        return _scan(*call.inputs[:7])
 
 
-def reference_scan(
+def _scan(
     u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, ptr: Tensor
 ) -> Tensor:
     """The states h = exp(delta A) h + delta B u, read as C h + D u, in float64."""

@@ -25,11 +25,9 @@ class KHop(NamedTuple):
     distance: Tensor
 
 
-def k_hop_index(
-    edge_index: Tensor, num_nodes: int, k: int, self_loops: bool = True
-) -> KHop:
+def k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> KHop:
     r"""All pairs of a node and a node that it reaches in at most :math:`k` steps along
-    the edges.
+    the edges, such as itself in none.
 
     On a DAG, they join each node to its ancestors up to :math:`k` generations back, on
     an undirected graph to its :math:`k`-hop neighbourhood, and on a directed path to
@@ -43,8 +41,6 @@ def k_hop_index(
             duplicates make no difference.
         num_nodes (int): The number of nodes.
         k (int): The largest number of steps, 1 or more.
-        self_loops (bool, optional): Whether each node is paired with itself, at
-            distance zero. (default: :obj:`True`)
 
     Returns:
         KHop: The pairs :obj:`edge_index`, int64 :math:`[2, |\mathcal{P}|]`, each of
@@ -58,24 +54,20 @@ def k_hop_index(
         TypeError: If :obj:`edge_index` or :obj:`k` is not integer.
     """
     check_integer("k", k, 1)
-    return KHop(*_k_hop_index(edge_index, num_nodes, k, int(self_loops)))
+    return KHop(*_k_hop_index(edge_index, num_nodes, k))
 
 
-def _fake(
-    edge_index: Tensor, num_nodes: int, k: int, self_loops: int
-) -> tuple[Tensor, Tensor]:
+def _fake(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Tensor]:
     size = torch.library.get_ctx().new_dynamic_size()
     index = edge_index.new_empty(2, size, dtype=torch.long)
     return index, edge_index.new_empty(size, dtype=torch.long)
 
 
 @structural_op(_fake, sized=False)
-def _k_hop_index(
-    edge_index: Tensor, num_nodes: int, k: int, self_loops: int
-) -> tuple[Tensor, Tensor]:
+def _k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Tensor]:
     check_edge_index(edge_index, num_nodes)
     source, target = to_numpy(edge_index)
-    index, distance = _pairs(source, target, num_nodes, k, 1 - self_loops)
+    index, distance = _pairs(source, target, num_nodes, k)
     index, distance = (torch.from_numpy(x) for x in (index, distance))
     return index.to(edge_index.device), distance.to(edge_index.device)
 
@@ -181,21 +173,21 @@ def _difference(
 
 
 @compiled()
-def _pairs(source, target, n, k, first):
-    """Searches from each node against the edges; `first` is 1 to omit the node."""
+def _pairs(source, target, n, k):
+    """Searches from each node against the edges."""
     ptr, tail = simple(target, source, n)
     order = np.empty(n, np.int64)
     level = np.empty(n, np.int64)
     seen = np.full(n, -1, np.int64)
     total = 0
     for i in range(n):
-        total += search(ptr, tail, i, order, level, seen, i, k) - first
+        total += search(ptr, tail, i, order, level, seen, i, k)
     index = np.empty((2, total), np.int64)
     distance = np.empty(total, np.int64)
     seen[:] = -1
     end = 0
     for i in range(n):
-        for x in range(first, search(ptr, tail, i, order, level, seen, i, k)):
+        for x in range(search(ptr, tail, i, order, level, seen, i, k)):
             index[0, end] = order[x]
             index[1, end] = i
             distance[end] = level[order[x]]

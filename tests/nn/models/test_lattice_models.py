@@ -192,7 +192,7 @@ def spread(model: torch.nn.Module) -> None:
         {"mixer": "chimera", "mixer_kwargs": {"selectivity": "target", "groups": 2}},
         {"mixer": "chimera", "mixer_kwargs": {"roots": "silent", "gated": False}},
         {"mixer": "plstm", "mixer_kwargs": {"mode": "P", "state_channels": 3}},
-        {"mixer": "graph_mamba", "mixer_kwargs": {"expand": 2, "conv_bias": False}},
+        {"mixer": "graph_mamba", "mixer_kwargs": {"expand": 2, "bias": True}},
         {"mixer": "attention", "position": "rotary"},
     ],
 )

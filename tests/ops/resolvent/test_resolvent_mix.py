@@ -296,8 +296,6 @@ def test_singular(options):
         ({"solver": "neumann", "backend": "numba", "num_terms": 2, "form": "mask"},
          "'neumann', form='mask' has no numba backend"),
         ({"solver": "iterative", "form": "mask"}, "'form' must be 'state' or 'auto'"),
-        ({"solver": "iterative", "tolerance": 0}, "'tolerance' must be between 0 and"),
-        ({"solver": "sparse", "tolerance": 1e-3}, "'tolerance' is of solver='iter"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together(changes, match):

@@ -29,7 +29,7 @@ FUNCTIONS = {
     "find_cycle": find_cycle,
     "connected_components": connected_components,
     "elimination_rank": elimination_rank,
-    "k_hop_index": partial(k_hop_index, k=2, self_loops=False),
+    "k_hop_index": partial(k_hop_index, k=2),
     "line_graph": line_graph,
     "multitree": multitree,
     "ordered_dags": partial(ordered_dags, order="bfs", turns=True),
@@ -78,7 +78,7 @@ def test_without_edges(name, num_nodes):
         "find_cycle": None,
         "diameter": 0,
         "multitree": [],
-        "k_hop_index": [[[], []], []],
+        "k_hop_index": [[[*range(num_nodes)]] * 2, [0] * num_nodes],
         "line_graph": [[[], []], []],
         "ordered_dags": [[[], []], [], [[], []]],
     }
