@@ -1,4 +1,4 @@
-"""The states of a task: cutting them into tiles, forming and reading them.
+"""The operands of kernels, and states: cut into tiles, formed and read.
 
 A tile holds the states of some nodes, [nodes, keys x width], for some key channels and
 a piece of the value channels, padded with zeros to whole vectors.
@@ -24,7 +24,25 @@ from pyg_chimera.ops.common.simd import (
     zeros,
 )
 
-__all__ = ["StateTiles", "outer", "read", "read_rows"]
+__all__ = ["Gradients", "Operands", "StateTiles", "outer", "read", "read_rows"]
+
+
+class Operands(NamedTuple):
+    """What all forms take, contiguous."""
+
+    query: np.ndarray  #: [V, groups, N]
+    key: np.ndarray  #: [V, groups, N]
+    value: np.ndarray  #: [V, heads, P]
+    grad: np.ndarray | None = None  #: [V, heads, P], of the output, in backward passes
+
+
+class Gradients(NamedTuple):
+    """Gradients, or parts of them that are yet to be summed, [parts, ...]."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+    weight: np.ndarray
 
 
 class StateTiles(NamedTuple):
