@@ -44,6 +44,7 @@ from pyg_chimera.ops.resolvent.row_sweeps import (
     factorize,
     solve,
 )
+from pyg_chimera.ops.resolvent.sparse_products import System
 from pyg_chimera.ops.resolvent.state_tiles import Gradients, Operands
 from pyg_chimera.ops.resolvent.sweep_polynomial import (
     Iteration,
@@ -92,72 +93,65 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; saves the factors (except those of paths), or an
     iteration's steps.
     """
-    operands = arrays(*call.inputs[:3])
-    if call.choice.solver == "neumann":
-        out, _ = sparse_products.forward(call.structure, _finite_sum(call), *operands)
-        return torch.from_numpy(out), ()
-    if call.choice.solver == "iterative":
-        saved = Iteration.saved(call)
-        wide, system = _iteration(call, saved)
-        out, left = sparse_products.forward(
-            call.structure, system, *arrays(*wide.inputs[:3])
-        )
+    _, solver, form, *_ = call.choice
+    x = Operands(*arrays(*call.inputs[:3]))
+    if solver != "sparse":
+        saved = Iteration.saved(call) if solver == "iterative" else ()
+        x, system = _system(call, saved)
+        out, left = sparse_products.forward(call.structure, system, x)
         check_residual(left, system.tolerance)
         return torch.from_numpy(out).to(call.inputs.value.dtype), saved
     factors, _ = _factors(call)
-    if call.choice.form == "chunk":
-        out = path_factors.forward(call.structure, factors, *arrays(*call.inputs[:3]))
-        return torch.from_numpy(out), ()
-    if call.choice.form == "state":
-        out = supernodal_sweeps.forward(call.structure, factors, *operands)
+    if form == "chunk":
+        return torch.from_numpy(path_factors.forward(call.structure, factors, x)), ()
+    if form == "state":
+        out = supernodal_sweeps.forward(call.structure, factors, x)
         return torch.from_numpy(out), (torch.from_numpy(factors),)
-    return _mask_forward(call, factors), tuple(map(torch.from_numpy, factors))
+    out = _mask_forward(call.structure, factors, x)
+    return torch.from_numpy(out), tuple(map(torch.from_numpy, factors))
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and edge weight."""
-    if call.choice.form == "mask":
-        return _mask_backward(call, Factors(*arrays(*saved)), grad)
-    operands = arrays(*call.inputs[:3], grad)
+    _, solver, form, *_ = call.choice
+    x = Operands(*arrays(*call.inputs[:3], grad))
     grads: tuple[np.ndarray, ...]
-    if call.choice.form == "chunk":  # the factors are recomputed, which is fast
-        grads = path_factors.backward(call.structure, _factors(call)[0], *operands)
-    elif call.choice.solver == "sparse":
-        grads = supernodal_sweeps.backward(call.structure, *arrays(*saved), *operands)
-    elif call.choice.solver == "neumann":
-        system = _finite_sum(call)
-        grads, _ = sparse_products.backward(call.structure, system, *operands)
-    else:
-        wide, system = _iteration(call, saved)
-        operands = arrays(*wide.inputs[:3], grad.to(wide.inputs.value.dtype))
-        grads, left = sparse_products.backward(call.structure, system, *operands)
+    if solver != "sparse":
+        x, system = _system(call, saved, grad)
+        grads, left = sparse_products.backward(call.structure, system, x)
         check_residual(left, system.tolerance)
+    elif form == "chunk":  # the factors are recomputed, which is fast
+        grads = path_factors.backward(call.structure, _factors(call)[0], x)
+    elif form == "state":
+        grads = supernodal_sweeps.backward(call.structure, arrays(*saved)[0], x)
+    else:
+        grads = _mask_backward(call.structure, Factors(*arrays(*saved)), x)
     return tuple(torch.from_numpy(x).to(grad.dtype) for x in grads)
 
 
-def _finite_sum(call: Call) -> sparse_products.System:
-    (weight,) = arrays(call.inputs.edge_weight)
-    none = np.zeros((weight.shape[1], 0, 2), weight.dtype)
-    return sparse_products.System(weight, none, call.inputs.num_terms, 0.0)
-
-
-def _iteration(
-    call: Call, saved: tuple[Tensor, ...]
-) -> tuple[Call, sparse_products.System]:
-    """The call in the iteration's dtype, and how to solve."""
-    wide, steps, tolerance = Iteration.of(call, *saved)
-    weight, table = arrays(wide.inputs.edge_weight, steps)
-    return wide, sparse_products.System(weight, table, -1, tolerance)
+def _system(
+    call: Call, saved: tuple[Tensor, ...], *grad: Tensor
+) -> tuple[Operands, System]:
+    """The operands in the dtype to compute in, and how to solve or sum."""
+    num_terms, tolerance = call.inputs.num_terms, 0.0
+    steps = call.inputs.value.new_empty(call.inputs.value.size(1), 0, 2)
+    if call.choice.solver == "iterative":
+        call, steps, tolerance = Iteration.of(call, *saved)
+        num_terms = -1
+    inputs = call.inputs
+    x = arrays(*inputs[:3], *(y.to(inputs.value.dtype) for y in grad))
+    weight, table = arrays(inputs.edge_weight, steps)
+    return Operands(*x), System(weight, table, num_terms, tolerance)
 
 
 # ------------------------------------------------------------------------- mask form
 
 
-def _mask_forward(call: Call, factors: Factors) -> Tensor:
+def _mask_forward(
+    symbolic: SymbolicFactor, factors: Factors, x: Operands
+) -> np.ndarray:
     """The output (L * Q K^T) V, block by block."""
-    symbolic, x = call.structure, Operands(*arrays(*call.inputs[:3]))
-    share = heads_a_task(len(symbolic.sizes), x.query.shape[1], x.value.shape[1])
-    out = np.empty_like(x.value)
+    out, share = np.empty_like(x.value), _share(symbolic, x)
     run(
         _mask_forward_blocks,
         _mask_costs(symbolic, x, share),
@@ -165,18 +159,19 @@ def _mask_forward(call: Call, factors: Factors) -> Tensor:
         out.dtype,
         *(Pattern.of(symbolic), factors, x, out, share),
     )
-    return torch.from_numpy(out)
+    return out
 
 
-def _mask_backward(call: Call, factors: Factors, grad: Tensor) -> tuple[Tensor, ...]:
+def _mask_backward(
+    symbolic: SymbolicFactor, factors: Factors, x: Operands
+) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value and edge weight.
 
     dA = L^T dL L^T on edges only: with M = (I - A)^-T dL, dA_ij = <M_i, L_j>.
     """
-    symbolic, x = call.structure, Operands(*arrays(*call.inputs[:3], grad))
-    (_, heads, _), groups = x.value.shape, x.query.shape[1]
-    share = heads_a_task(len(symbolic.sizes), groups, heads)
-    dq, dk = (np.empty((heads // groups // share, *y.shape), y.dtype) for y in x[:2])
+    (_, heads, _), groups, share = x.value.shape, x.query.shape[1], _share(symbolic, x)
+    parts = heads // groups // share
+    dq, dk = (np.empty((parts, *x.query.shape), x.query.dtype) for _ in range(2))
     dw = np.zeros((symbolic.num_edges, heads), dq.dtype)
     d = Gradients(dq, dk, np.empty_like(x.value), dw)
     run(
@@ -186,8 +181,11 @@ def _mask_backward(call: Call, factors: Factors, grad: Tensor) -> tuple[Tensor, 
         dq.dtype,
         *(Pattern.of(symbolic), factors, x, d, share),
     )
-    d = d._replace(query=summed(dq, (0,)), key=summed(dk, (0,)))
-    return tuple(map(torch.from_numpy, d))
+    return summed(dq, (0,)), summed(dk, (0,)), d.value, dw
+
+
+def _share(symbolic: SymbolicFactor, x: Operands) -> int:
+    return heads_a_task(len(symbolic.sizes), x.query.shape[1], x.value.shape[1])
 
 
 def _mask_costs(symbolic: SymbolicFactor, x: Operands, share: int) -> np.ndarray:
