@@ -9,7 +9,7 @@ dx_i = g_i, dd_i = g_i * (sum over parents j of w * h_j), and for the edge from 
 dw = d_i * g_i * h_j. Each result is written once, and nothing else is stored.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,61 +36,69 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The states, [V, C]."""
-    operands = _Operands.of(call)
+    x, graph = _Operands.of(*call.inputs[:3]), call.structure
     out = torch.empty_like(call.inputs.value, memory_format=torch.contiguous_format)
-    tasks = _Tasks.of(call.structure, operands.value)
+    tasks = _Tasks.of(graph, x.value)
     run(
         _forward_tasks,
-        tasks.costs(call.structure, 0.2),
+        tasks.costs(graph, 0.2),
         0,
-        operands.value.dtype,
-        *(*tasks, *operands, *arrays(out)),
+        x.value.dtype,
+        *(_Graph.of(graph), tasks, x, *arrays(out)),
     )
     return out, ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of value, and of edge weight and decay if they are given."""
-    operands, graph = _Operands.of(call), call.structure
-    grads = [None if x is None else x.new_empty(x.shape) for x in call.inputs[:3]]
-    tasks = _Tasks.of(graph, operands.value)
+    x, graph = _Operands.of(*call.inputs[:3], *saved, grad), call.structure
+    grads = [None if y is None else y.new_empty(y.shape) for y in call.inputs[:3]]
+    tasks = _Tasks.of(graph, x.value)
     run(
         _backward_tasks,
         tasks.costs(graph, 0.6),
         0,
-        operands.value.dtype,
-        *(*tasks, *operands, graph.child_ptr, graph.child, graph.child_entry),
-        *arrays(*saved, grad),
-        *(None if x is None else x.numpy() for x in grads),
+        x.value.dtype,
+        *(_Graph.of(graph), tasks, x, _Operands.of(*grads)),
     )
-    return tuple(x for x in grads if x is not None)
+    return tuple(y for y in grads if y is not None)
 
 
 class _Operands(NamedTuple):
-    """The kernels' operands, in their order."""
+    """The inputs, or their gradients; and what a backward pass takes besides them."""
 
+    value: np.ndarray  #: [V, C]
+    weight: np.ndarray | None  #: [E, C]
+    decay: np.ndarray | None  #: [V, C]
+    states: np.ndarray | None = None  #: [V, C]
+    grad: np.ndarray | None = None  #: [V, C]
+
+    @classmethod
+    def of(cls, *tensors: Tensor | None) -> "_Operands":
+        found: list[Any] = [None if x is None else arrays(x)[0] for x in tensors]
+        return cls(*found)
+
+
+class _Graph(NamedTuple):
+    """The arrays of a `StateGraph` that kernels read."""
+
+    ptr: np.ndarray
     state: np.ndarray
     parent_ptr: np.ndarray
     parent: np.ndarray
     edge: np.ndarray
-    value: np.ndarray  #: [V, C]
-    weight: np.ndarray | None  #: [E, C]
-    decay: np.ndarray | None  #: [V, C]
+    child_ptr: np.ndarray
+    child: np.ndarray
+    child_entry: np.ndarray
 
     @classmethod
-    def of(cls, call: Call) -> "_Operands":
-        graph: StateGraph = call.structure
-        weights = (None if x is None else arrays(x)[0] for x in call.inputs[1:3])
-        return cls(
-            graph.state, graph.parent_ptr, graph.parent, graph.edge,
-            *arrays(call.inputs.value), *weights,
-        )  # fmt: skip
+    def of(cls, graph: StateGraph) -> "_Graph":
+        return cls(*(getattr(graph, name) for name in cls._fields))
 
 
 class _Tasks(NamedTuple):
     """A task is a graph with a slice of the channels."""
 
-    ptr: np.ndarray  #: the first position of each graph
     width: int  #: channels of a slice
     num_slices: int
 
@@ -101,7 +109,7 @@ class _Tasks(NamedTuple):
         channels, (vector, _) = value.shape[1], vector_lanes(value.dtype)
         wanted = max(1, -(-torch.get_num_threads() // max(1, len(graph.sizes))))
         width = max(1, -(-channels // (wanted * vector))) * vector
-        return cls(graph.ptr, width, max(1, -(-channels // width)))
+        return cls(width, max(1, -(-channels // width)))
 
     def costs(self, graph: StateGraph, per_number: float) -> np.ndarray:
         rows = graph.sizes + graph.entries
@@ -121,59 +129,60 @@ def _times(weights, at, x, n):
 
 
 @jit
-def _forward_tasks(
-    first, last, stop, scratch, ptr, width, num_slices, state, parent_ptr, parent, edge,
-    value, weight, decay, out,
-):  # fmt: skip
-    channels, y = value.shape[1], pointer(out)
-    w, d, step = _rows(weight), _rows(decay), lanes(y)
+def _put(target, at, x, n):
+    """Stores a vector, if there is a target; `n` numbers of the row are left."""
+    if target is not None:
+        store_part(target + at, x, n)
+
+
+@jit
+def _forward_tasks(first, last, stop, scratch, graph, tasks, x, out):
+    channels, y = x.value.shape[1], pointer(out)
+    w, d, step = _rows(x.weight), _rows(x.decay), lanes(y)
+    state, parent, edge = graph.state, graph.parent, graph.edge
     for task in range(first, last):
-        block, at = task // num_slices, task % num_slices * width
-        end = min(at + width, channels)
-        for p in range(ptr[block], ptr[block + 1]):
+        block, at = task // tasks.num_slices, task % tasks.num_slices * tasks.width
+        end = min(at + tasks.width, channels)
+        for p in range(graph.ptr[block], graph.ptr[block + 1]):
             if stopped(stop):
                 return
-            i, begin, behind = state[p], parent_ptr[p], parent_ptr[p + 1]
+            i, begin, behind = state[p], graph.parent_ptr[p], graph.parent_ptr[p + 1]
             for c in range(at, end, step):
                 n, s = end - c, zeros(y)
-                for x in range(begin, behind):
-                    h = load_part(y + (state[parent[x]] * channels + c), n)
-                    s = s + _times(w, edge[x] * channels + c, h, n)
+                for e in range(begin, behind):
+                    h = load_part(y + (state[parent[e]] * channels + c), n)
+                    s = s + _times(w, edge[e] * channels + c, h, n)
                 s = _times(d, i * channels + c, s, n)
-                s = s + load_part(pointer(value) + (i * channels + c), n)
+                s = s + load_part(pointer(x.value) + (i * channels + c), n)
                 store_part(y + (i * channels + c), s, n)
 
 
 @jit
-def _backward_tasks(
-    first, last, stop, scratch, ptr, width, num_slices, state, parent_ptr, parent, edge,
-    value, weight, decay, child_ptr, child, child_entry, states, grad, dvalue, dweight,
-    ddecay,
-):  # fmt: skip
-    channels, h, dx = value.shape[1], pointer(states), pointer(dvalue)
-    w, d, step = _rows(weight), _rows(decay), lanes(h)
+def _backward_tasks(first, last, stop, scratch, graph, tasks, x, grads):
+    channels, h, dx = x.value.shape[1], pointer(x.states), pointer(grads.value)
+    w, d, step = _rows(x.weight), _rows(x.decay), lanes(h)
+    dw, dd = _rows(grads.weight), _rows(grads.decay)
+    state, parent, edge = graph.state, graph.parent, graph.edge
     for task in range(first, last):
-        block, at = task // num_slices, task % num_slices * width
-        end = min(at + width, channels)
-        for p in range(ptr[block + 1] - 1, ptr[block] - 1, -1):
+        block, at = task // tasks.num_slices, task % tasks.num_slices * tasks.width
+        end = min(at + tasks.width, channels)
+        for p in range(graph.ptr[block + 1] - 1, graph.ptr[block] - 1, -1):
             if stopped(stop):
                 return
-            i, begin, behind = state[p], parent_ptr[p], parent_ptr[p + 1]
+            i, begin, behind = state[p], graph.parent_ptr[p], graph.parent_ptr[p + 1]
             for c in range(at, end, step):
                 n, here = end - c, i * channels + c
-                g = load_part(pointer(grad) + here, n)
-                for x in range(child_ptr[p], child_ptr[p + 1]):
-                    to = state[child[x]] * channels + c
+                g = load_part(pointer(x.grad) + here, n)
+                for e in range(graph.child_ptr[p], graph.child_ptr[p + 1]):
+                    to = state[graph.child[e]] * channels + c
                     back = _times(d, to, load_part(dx + to, n), n)
-                    g = g + _times(w, edge[child_entry[x]] * channels + c, back, n)
+                    at_edge = edge[graph.child_entry[e]] * channels + c
+                    g = g + _times(w, at_edge, back, n)
                 store_part(dx + here, g, n)
                 back, arrived = _times(d, here, g, n), zeros(h)
-                for x in range(begin, behind):
-                    at_edge = edge[x] * channels + c
-                    of = load_part(h + (state[parent[x]] * channels + c), n)
-                    if ddecay is not None:
-                        arrived = arrived + _times(w, at_edge, of, n)
-                    if dweight is not None:
-                        store_part(pointer(dweight) + at_edge, back * of, n)
-                if ddecay is not None:
-                    store_part(pointer(ddecay) + here, g * arrived, n)
+                for e in range(begin, behind):
+                    at_edge = edge[e] * channels + c
+                    of = load_part(h + (state[parent[e]] * channels + c), n)
+                    arrived = arrived + _times(w, at_edge, of, n)
+                    _put(dw, at_edge, back * of, n)
+                _put(dd, here, g * arrived, n)

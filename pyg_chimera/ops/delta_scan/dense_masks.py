@@ -194,11 +194,7 @@ def _make_resolvent(L, block, h, blocks, factors, weight, stop):
     s, end = blocks.ptr[block], blocks.ptr[block + 1]
     set_identity(L)
     if not blocks.acyclic[block]:
-        sweep(
-            L, s, L.shape[0], L.shape[1], False, stop, blocks.column_ptr,
-            blocks.column_row, blocks.column_entry, factors.diagonal[h],
-            factors.lower[h], factors.upper[h],
-        )  # fmt: skip
+        sweep(L, s, False, stop, blocks, factors, h)
         return
     for x in range(blocks.edge_ptr[s], blocks.edge_ptr[end]):
         source, target = L[blocks.edge_col[x] - s], L[blocks.edge_row[x] - s]
@@ -212,11 +208,7 @@ def _find_adjoint(D, block, h, blocks, factors, weight, stop):
     """D <- (I - A)^-T D."""
     s, end = blocks.ptr[block], blocks.ptr[block + 1]
     if not blocks.acyclic[block]:
-        sweep(
-            D, s, D.shape[0], D.shape[1], True, stop, blocks.column_ptr,
-            blocks.column_row, blocks.column_entry, factors.diagonal[h],
-            factors.lower[h], factors.upper[h],
-        )  # fmt: skip
+        sweep(D, s, True, stop, blocks, factors, h)
         return
     for x in range(blocks.edge_ptr[end] - 1, blocks.edge_ptr[s] - 1, -1):
         source, target = D[blocks.edge_row[x] - s], D[blocks.edge_col[x] - s]
@@ -376,11 +368,9 @@ def _backward_tasks(
                 M, squares[4], squares[5], L, scores, overlap, dy, x, ut, spare
             )
             _find_adjoint(M, block, h, blocks, factors, weight, stop)
-            edge_products(
-                M, L, blocks.ptr[block], m, blocks.edge_ptr[blocks.ptr[block]],
-                blocks.edge_ptr[blocks.ptr[block + 1]], blocks.edge, blocks.edge_row,
-                blocks.edge_col, grad_weight[:, h],
-            )  # fmt: skip
+            s, end = blocks.ptr[block], blocks.ptr[block + 1]
+            edges = blocks.edge_ptr[s], blocks.edge_ptr[end]
+            edge_products(M, L, s, edges, blocks, grad_weight[:, h])
         d_both = squares[4:].reshape(2 * n, m)[:, :n]
         d_rows = rows[1]
         matmul(d_rows, d_both, rows[0, n:])

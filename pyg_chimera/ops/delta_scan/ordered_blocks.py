@@ -25,9 +25,9 @@ class OrderedBlocks(NamedTuple):
     edge: np.ndarray  #: [E], ... the edges, by position of the target, ...
     edge_row: np.ndarray  #: [E], ... positions of their targets ...
     edge_col: np.ndarray  #: [E], ... and of their sources
-    column_ptr: np.ndarray  #: [V + 1], the pattern of I - A = L U by columns of L: ...
-    column_row: np.ndarray  #: [F], ... rows ...
-    column_entry: np.ndarray  #: [F], ... and indices of entries
+    upper_ptr: np.ndarray  #: [V + 1], the pattern of I - A = L U by columns of L: ...
+    upper_row: np.ndarray  #: [F], ... rows ...
+    upper_entry: np.ndarray  #: [F], ... and indices of entries
 
 
 def ordered_blocks(graph: DeltaGraph) -> OrderedBlocks:
@@ -64,7 +64,7 @@ def _ordered(graph: DeltaGraph) -> OrderedBlocks:
         edge=edge,
         edge_row=row,
         edge_col=position[graph.col[edge]],
-        column_ptr=factor.upper_ptr,
-        column_row=factor.upper_row,
-        column_entry=factor.upper_entry,
+        upper_ptr=factor.upper_ptr,
+        upper_row=factor.upper_row,
+        upper_entry=factor.upper_entry,
     )

@@ -61,41 +61,25 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[np.ndarray,
         np.repeat(nodes.by_block(work), heads),
         room + int(nodes.stack[0]),
         np.dtype(np.float64),
-        symbolic.ptr,
-        symbolic.roots(),
-        nodes.block_ptr,
-        nodes.ptr,
-        nodes.row_ptr,
-        nodes.row,
-        nodes.subtree,
-        nodes.panel_ptr,
-        nodes.edge_ptr,
-        nodes.edge,
-        nodes.edge_row,
-        nodes.edge_col,
-        weight,
-        out,
-        growths,
+        *(symbolic.roots(), nodes, weight, out, growths),
     )
     return out, float(growths.max(initial=1.0))
 
 
 @jit
-def _factor_blocks(
-    begin, end, stop, scratch, block_start, root, block_ptr, ptr, row_ptr, row,
-    subtree, panel_ptr, edge_ptr, edge, edge_row, edge_col, weight, out, growths,
-):  # fmt: skip
+def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths):
+    ptr, row_ptr, row, subtree = nodes.ptr, nodes.row_ptr, nodes.row, nodes.subtree
     heads = weight.shape[1]
     for task in range(begin, end):
         block, h = task // heads, task % heads
-        start = block_start[block]
-        n = block_start[block + 1] - start
+        start = nodes.start[block]
+        n = nodes.start[block + 1] - start
         place = np.empty(n, np.int64)
         vectors = scratch[: 7 * n].reshape(7, n)
         vectors[:] = 0
         grown, u_sum, norm, largest = vectors[0], vectors[1], vectors[2], vectors[3]
         diagonal, by_row, by_column = vectors[4], vectors[5], vectors[6]
-        first, last = block_ptr[block], block_ptr[block + 1]
+        first, last = nodes.block_ptr[block], nodes.block_ptr[block + 1]
         room = 0
         for x in range(first, last):
             s, m = ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
@@ -119,9 +103,12 @@ def _factor_blocks(
             F[:] = 0
             for i in range(s):
                 F[i, i] = 1
-            for y in range(edge_ptr[x], edge_ptr[x + 1]):
-                i, j = place[edge_row[y] - start], place[edge_col[y] - start]
-                F[i, j] -= weight[edge[y], h]
+            for y in range(nodes.edge_ptr[x], nodes.edge_ptr[x + 1]):
+                i, j = (
+                    place[nodes.edge_row[y] - start],
+                    place[nodes.edge_col[y] - start],
+                )
+                F[i, j] -= weight[nodes.edge[y], h]
             below = row[row_ptr[x] : row_ptr[x + 1]] - start
             _add_sums(F, s, a - start, below, diagonal, by_row, by_column)
             y = x - 1
@@ -161,7 +148,7 @@ def _factor_blocks(
                 for j in range(s, t):
                     W[i, j] = F[i, j]
             _solve_upper(pointer(F), t, pointer(W), t, s, t, stop)
-            at = panel_ptr[x]
+            at = nodes.panel_ptr[x]
             for i in range(m):
                 for j in range(s):
                     out[h, at + i * s + j] = E[i, j]

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.common.numba_runtime import arrays, heads_a_task, jit, run, stopped
+from pyg_chimera.ops.common.numba_runtime import (
+    arrays,
+    heads_a_task,
+    jit,
+    run,
+    stopped,
+    summed,
+)
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     matmul,
@@ -32,10 +39,13 @@ from pyg_chimera.ops.resolvent.path_factors import NOT_PATHS, path_scans
 from pyg_chimera.ops.resolvent.pivot_growth import check_pivot_growth
 from pyg_chimera.ops.resolvent.row_sweeps import (
     Factors,
+    Pattern,
     edge_products,
     factorize,
     solve,
 )
+from pyg_chimera.ops.resolvent.sparse_products import System
+from pyg_chimera.ops.resolvent.state_tiles import Gradients, Operands
 from pyg_chimera.ops.resolvent.sweep_polynomial import (
     Iteration,
     check_residual,
@@ -83,158 +93,112 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; saves the factors (except those of paths), or an
     iteration's steps.
     """
-    operands = arrays(*call.inputs[:3])
-    if call.choice.solver == "neumann":
-        out, _ = sparse_products.forward(call.structure, _finite_sum(call), *operands)
-        return torch.from_numpy(out), ()
-    if call.choice.solver == "iterative":
-        saved = Iteration.saved(call)
-        wide, system = _iteration(call, saved)
-        out, left = sparse_products.forward(
-            call.structure, system, *arrays(*wide.inputs[:3])
-        )
+    _, solver, form, *_ = call.choice
+    x = Operands(*arrays(*call.inputs[:3]))
+    if solver != "sparse":
+        saved = Iteration.saved(call) if solver == "iterative" else ()
+        x, system = _system(call, saved)
+        out, left = sparse_products.forward(call.structure, system, x)
         check_residual(left, system.tolerance)
         return torch.from_numpy(out).to(call.inputs.value.dtype), saved
     factors, _ = _factors(call)
-    if call.choice.form == "chunk":
-        out = path_factors.forward(call.structure, factors, *arrays(*call.inputs[:3]))
-        return torch.from_numpy(out), ()
-    if call.choice.form == "state":
-        out = supernodal_sweeps.forward(call.structure, factors, *operands)
+    if form == "chunk":
+        return torch.from_numpy(path_factors.forward(call.structure, factors, x)), ()
+    if form == "state":
+        out = supernodal_sweeps.forward(call.structure, factors, x)
         return torch.from_numpy(out), (torch.from_numpy(factors),)
-    return _mask_forward(call, factors), tuple(map(torch.from_numpy, factors))
+    out = _mask_forward(call.structure, factors, x)
+    return torch.from_numpy(out), tuple(map(torch.from_numpy, factors))
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value and edge weight."""
-    if call.choice.form == "mask":
-        return _mask_backward(call, Factors(*arrays(*saved)), *arrays(grad))
-    operands = arrays(*call.inputs[:3], grad)
+    _, solver, form, *_ = call.choice
+    x = Operands(*arrays(*call.inputs[:3], grad))
     grads: tuple[np.ndarray, ...]
-    if call.choice.form == "chunk":  # the factors are recomputed, which is fast
-        grads = path_factors.backward(call.structure, _factors(call)[0], *operands)
-    elif call.choice.solver == "sparse":
-        grads = supernodal_sweeps.backward(call.structure, *arrays(*saved), *operands)
-    elif call.choice.solver == "neumann":
-        system = _finite_sum(call)
-        grads, _ = sparse_products.backward(call.structure, system, *operands)
-    else:
-        wide, system = _iteration(call, saved)
-        operands = arrays(*wide.inputs[:3], grad.to(wide.inputs.value.dtype))
-        grads, left = sparse_products.backward(call.structure, system, *operands)
+    if solver != "sparse":
+        x, system = _system(call, saved, grad)
+        grads, left = sparse_products.backward(call.structure, system, x)
         check_residual(left, system.tolerance)
+    elif form == "chunk":  # the factors are recomputed, which is fast
+        grads = path_factors.backward(call.structure, _factors(call)[0], x)
+    elif form == "state":
+        grads = supernodal_sweeps.backward(call.structure, arrays(*saved)[0], x)
+    else:
+        grads = _mask_backward(call.structure, Factors(*arrays(*saved)), x)
     return tuple(torch.from_numpy(x).to(grad.dtype) for x in grads)
 
 
-def _finite_sum(call: Call) -> sparse_products.System:
-    (weight,) = arrays(call.inputs.edge_weight)
-    none = np.zeros((weight.shape[1], 0, 2), weight.dtype)
-    return sparse_products.System(weight, none, call.inputs.num_terms, 0.0)
-
-
-def _iteration(
-    call: Call, saved: tuple[Tensor, ...]
-) -> tuple[Call, sparse_products.System]:
-    """The call in the iteration's dtype, and how to solve."""
-    wide, steps, tolerance = Iteration.of(call, *saved)
-    weight, table = arrays(wide.inputs.edge_weight, steps)
-    return wide, sparse_products.System(weight, table, -1, tolerance)
-
-
-def _pattern(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:
-    return (
-        symbolic.ptr,
-        symbolic.node,
-        symbolic.upper_ptr,
-        symbolic.upper_row,
-        symbolic.upper_entry,
-    )
-
-
-def _edges(symbolic: SymbolicFactor) -> tuple[np.ndarray, ...]:
-    return symbolic.edge_ptr, symbolic.edge, symbolic.edge_row, symbolic.edge_col
+def _system(
+    call: Call, saved: tuple[Tensor, ...], *grad: Tensor
+) -> tuple[Operands, System]:
+    """The operands in the dtype to compute in, and how to solve or sum."""
+    num_terms, tolerance = call.inputs.num_terms, 0.0
+    steps = call.inputs.value.new_empty(call.inputs.value.size(1), 0, 2)
+    if call.choice.solver == "iterative":
+        call, steps, tolerance = Iteration.of(call, *saved)
+        num_terms = -1
+    inputs = call.inputs
+    x = arrays(*inputs[:3], *(y.to(inputs.value.dtype) for y in grad))
+    weight, table = arrays(inputs.edge_weight, steps)
+    return Operands(*x), System(weight, table, num_terms, tolerance)
 
 
 # ------------------------------------------------------------------------- mask form
 
 
-def _mask_forward(call: Call, factors: Factors) -> Tensor:
+def _mask_forward(
+    symbolic: SymbolicFactor, factors: Factors, x: Operands
+) -> np.ndarray:
     """The output (L * Q K^T) V, block by block."""
-    symbolic = call.structure
-    q, k, v = arrays(*call.inputs[:3])
-    share = heads_a_task(len(symbolic.sizes), q.shape[1], v.shape[1])
-    out = np.empty_like(v)
+    out, share = np.empty_like(x.value), _share(symbolic, x)
     run(
         _mask_forward_blocks,
-        _mask_costs(symbolic, q, v, share),
-        _mask_scratch(symbolic, q, v, 2, 2),
-        v.dtype,
-        *_pattern(symbolic),
-        *factors,
-        q,
-        k,
-        v,
-        out,
-        share,
+        _mask_costs(symbolic, x, share),
+        _mask_scratch(symbolic, x, 2),
+        out.dtype,
+        *(Pattern.of(symbolic), factors, x, out, share),
     )
-    return torch.from_numpy(out)
+    return out
 
 
-def _mask_backward(call: Call, factors: Factors, dy: np.ndarray) -> tuple[Tensor, ...]:
+def _mask_backward(
+    symbolic: SymbolicFactor, factors: Factors, x: Operands
+) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value and edge weight.
 
     dA = L^T dL L^T on edges only: with M = (I - A)^-T dL, dA_ij = <M_i, L_j>.
     """
-    symbolic = call.structure
-    q, k, v = arrays(*call.inputs[:3])
-    share = heads_a_task(len(symbolic.sizes), q.shape[1], v.shape[1])
-    parts = v.shape[1] // q.shape[1] // share
-    dq = np.empty((parts, *q.shape), q.dtype)
-    dk, dv = np.empty_like(dq), np.empty_like(v)
-    dw = np.zeros((symbolic.edge.shape[0], v.shape[1]), v.dtype)
+    (_, heads, _), groups, share = x.value.shape, x.query.shape[1], _share(symbolic, x)
+    parts = heads // groups // share
+    dq, dk = (np.empty((parts, *x.query.shape), x.query.dtype) for _ in range(2))
+    dw = np.zeros((symbolic.num_edges, heads), dq.dtype)
+    d = Gradients(dq, dk, np.empty_like(x.value), dw)
     run(
         _mask_backward_blocks,
-        3 * _mask_costs(symbolic, q, v, share),
-        _mask_scratch(symbolic, q, v, 5, 5),
-        v.dtype,
-        *_pattern(symbolic),
-        *factors,
-        *_edges(symbolic),
-        q,
-        k,
-        v,
-        dy,
-        dq,
-        dk,
-        dv,
-        dw,
-        share,
+        3 * _mask_costs(symbolic, x, share),
+        _mask_scratch(symbolic, x, 5),
+        dq.dtype,
+        *(Pattern.of(symbolic), factors, x, d, share),
     )
-    grad_query, grad_key = (
-        torch.from_numpy(x[0] if parts == 1 else x.sum(0)) for x in (dq, dk)
-    )
-    return grad_query, grad_key, torch.from_numpy(dv), torch.from_numpy(dw)
+    return summed(dq, (0,)), summed(dk, (0,)), d.value, dw
 
 
-def _mask_costs(
-    symbolic: SymbolicFactor, query: np.ndarray, value: np.ndarray, share: int
-) -> np.ndarray:
+def _share(symbolic: SymbolicFactor, x: Operands) -> int:
+    return heads_a_task(len(symbolic.sizes), x.query.shape[1], x.value.shape[1])
+
+
+def _mask_costs(symbolic: SymbolicFactor, x: Operands, share: int) -> np.ndarray:
     sizes = symbolic.sizes.astype(float)
     sweep = (2.0 * symbolic.entries + 3.0 * sizes) * sizes
-    products = 0.2 * sizes**2 * (query.shape[2] + share * value.shape[2])
-    return np.repeat(products + share * sweep, value.shape[1] // share)
+    products = 0.2 * sizes**2 * (x.query.shape[2] + share * x.value.shape[2])
+    return np.repeat(products + share * sweep, x.value.shape[1] // share)
 
 
-def _mask_scratch(
-    symbolic: SymbolicFactor,
-    query: np.ndarray,
-    value: np.ndarray,
-    squares: int,
-    thin: int,
-) -> int:
-    """The size of some matrices [n, n], and of `thin` ones [n, N] and [n, P] each."""
+def _mask_scratch(symbolic: SymbolicFactor, x: Operands, count: int) -> int:
+    """The size of some matrices [n, n], and of as many [n, N] and [n, P]."""
     n = int(symbolic.sizes.max(initial=0)) + LANES
-    return n * (squares * n + thin * (query.shape[2] + value.shape[2]))
+    return n * count * (n + x.query.shape[2] + x.value.shape[2])
 
 
 # All matrices of a block are in elimination order, and their rows are padded with zeros
@@ -244,20 +208,17 @@ def _mask_scratch(
 
 
 @jit
-def _mask_forward_blocks(
-    first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
-    diagonal, lower, upper, query, key, value, out, share,
-):  # fmt: skip
-    heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
+def _mask_forward_blocks(first, last, stop, scratch, pattern, factors, x, out, share):
+    (_, heads, channels), (_, groups, states) = x.value.shape, x.query.shape
     tasks = heads // share
     for task in range(first, last):
         if stopped(stop):
             return
         block, head = task // tasks, (task % tasks) * share
-        g = head * query.shape[1] // heads
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
+        g = head * groups // heads
+        s, end = pattern.ptr[block], pattern.ptr[block + 1]
+        nodes, n = pattern.node[s:end], end - s
         m = (n + LANES - 1) // LANES * LANES
-        nodes = node[s : s + n]
         squares = scratch[: 2 * n * m].reshape(2, n, m)
         mask, scores = squares[0], squares[1]
         at = 2 * n * m
@@ -267,29 +228,21 @@ def _mask_forward_blocks(
         at += 2 * m * states
         slim = scratch[at : at + 2 * m * channels].reshape(2, channels, m)
         vt, yt = slim[0], slim[1]
-        take(k, key, nodes, g)
-        take_transposed(qt, query, nodes, g)
+        take(k, x.key, nodes, g)
+        take_transposed(qt, x.query, nodes, g)
         matmul(scores, k, qt)
         for h in range(head, head + share):
             set_identity(mask)
-            solve(
-                mask, s, n, m, True, stop, column_ptr, column_row, column_entry,
-                diagonal[h], lower[h], upper[h],
-            )  # fmt: skip
+            solve(mask, s, True, stop, pattern, factors, h)
             multiply(mask, mask, scores)
-            take_transposed(vt, value, nodes, h)
+            take_transposed(vt, x.value, nodes, h)
             matmul(yt, vt, mask)
             put_transposed(out, yt, nodes, h)
 
 
 @jit
-def _mask_backward_blocks(
-    first, last, stop, scratch, ptr, node, column_ptr, column_row, column_entry,
-    diagonal, lower, upper, edge_ptr, edge, edge_row, edge_col, query, key, value,
-    grad, grad_query, grad_key, grad_value, grad_weight, share,
-):  # fmt: skip
-    heads, channels, states = value.shape[1], value.shape[2], query.shape[2]
-    groups = query.shape[1]
+def _mask_backward_blocks(first, last, stop, scratch, pattern, factors, x, d, share):
+    (_, heads, channels), (_, groups, states) = x.value.shape, x.query.shape
     tasks = heads // share
     for task in range(first, last):
         if stopped(stop):
@@ -297,9 +250,9 @@ def _mask_backward_blocks(
         block, head = task // tasks, (task % tasks) * share
         g = head * groups // heads
         part = (head - g * (heads // groups)) // share
-        s, n = ptr[block], ptr[block + 1] - ptr[block]
+        s, end = pattern.ptr[block], pattern.ptr[block + 1]
+        nodes, n = pattern.node[s:end], end - s
         m = (n + LANES - 1) // LANES * LANES
-        nodes = node[s : s + n]
         squares = scratch[: 5 * n * m].reshape(5, n, m)
         L, adjoint, scores = squares[0], squares[1], squares[2]
         d_scores, mask = squares[3], squares[4]
@@ -315,22 +268,19 @@ def _mask_backward_blocks(
         dy = slim[0, : n * channels].reshape(n, channels)
         dyt, vt = slim[1].reshape(channels, m), slim[2].reshape(channels, m)
         dvt = slim[3].reshape(channels, m)
-        take(q, query, nodes, g)
-        take_transposed(kt, key, nodes, g)
+        take(q, x.query, nodes, g)
+        take_transposed(kt, x.key, nodes, g)
         matmul(scores, q, kt)
         d_scores[:] = 0
         for h in range(head, head + share):
             set_identity(L)
-            solve(
-                L, s, n, m, False, stop, column_ptr, column_row, column_entry,
-                diagonal[h], lower[h], upper[h],
-            )  # fmt: skip
+            solve(L, s, False, stop, pattern, factors, h)
             multiply(mask, L, scores)
-            take(dy, grad, nodes, h)
-            take_transposed(dyt, grad, nodes, h)
+            take(dy, x.grad, nodes, h)
+            take_transposed(dyt, x.grad, nodes, h)
             matmul(dvt, dyt, mask)
-            put_transposed(grad_value, dvt, nodes, h)
-            take_transposed(vt, value, nodes, h)
+            put_transposed(d.value, dvt, nodes, h)
+            take_transposed(vt, x.value, nodes, h)
             matmul(mask, dy, vt)  # from here on, this is the gradient of the mask
             for i in range(n):
                 target, total = adjoint[i], d_scores[i]
@@ -338,17 +288,12 @@ def _mask_backward_blocks(
                 for j in range(m):
                     target[j] = d_mask[j] * right[j]
                     total[j] += d_mask[j] * left[j]
-            solve(
-                adjoint, s, n, m, True, stop, column_ptr, column_row,
-                column_entry, diagonal[h], lower[h], upper[h],
-            )  # fmt: skip
-            edge_products(
-                adjoint, L, s, m, edge_ptr[block], edge_ptr[block + 1], edge, edge_row,
-                edge_col, grad_weight[:, h],
-            )  # fmt: skip
-        take(k, key, nodes, g)
+            solve(adjoint, s, True, stop, pattern, factors, h)
+            edges = pattern.edge_ptr[block], pattern.edge_ptr[block + 1]
+            edge_products(adjoint, L, s, edges, pattern, d.weight[:, h])
+        take(k, x.key, nodes, g)
         matmul(dq, d_scores, k)
-        put(grad_query[part], dq, nodes, g)
-        take_transposed(qt, query, nodes, g)
+        put(d.query[part], dq, nodes, g)
+        take_transposed(qt, x.query, nodes, g)
         matmul(dkt, qt, d_scores)
-        put_transposed(grad_key[part], dkt, nodes, g)
+        put_transposed(d.key[part], dkt, nodes, g)

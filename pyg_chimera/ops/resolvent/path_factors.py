@@ -22,6 +22,7 @@ from pyg_chimera.ops.common import chunk_form
 from pyg_chimera.ops.common.chunk_form import PathStates
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.numba_runtime import jit, run
+from pyg_chimera.ops.resolvent.state_tiles import Operands
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 __all__ = [
@@ -181,11 +182,11 @@ def factorize(symbolic: Blocks, weight: np.ndarray) -> tuple[PathFactors, float]
     sign = np.where(scans.slot < num_nodes, -1.0, 1.0)
     _scatter(values, scans.slot, sign, weight)
     d, w, u = np.split(values, 3, axis=1)
-    there, back = np.empty_like(d), np.empty_like(d)
+    factors = PathFactors(d, w, u, np.empty_like(d), np.empty_like(d))
     growth = np.ones(heads)
     costs = np.full(heads, 30.0 * num_nodes)
-    run(_eliminate, costs, 0, d.dtype, scans.ptr, d, w, u, there, back, growth)
-    return PathFactors(d, w, u, there, back), float(growth.max(initial=1.0))
+    run(_eliminate, costs, 0, d.dtype, scans.ptr, factors, growth)
+    return factors, float(growth.max(initial=1.0))
 
 
 @compiled()
@@ -196,7 +197,8 @@ def _scatter(values, slot, sign, weight):
 
 
 @jit
-def _eliminate(first, last, stop, scratch, ptr, d, w, u, there, back, growth):
+def _eliminate(first, last, stop, scratch, ptr, factors, growth):
+    d, w, u, there, back = factors
     for h in range(first, last):
         for path in range(ptr.shape[0] - 1):
             s, e = ptr[path], ptr[path + 1]
@@ -229,75 +231,68 @@ def _eliminate(first, last, stop, scratch, ptr, d, w, u, there, back, growth):
                 growth[h] = grown / norm
 
 
-def _gates(factors: PathFactors) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """[a | b] and [g | b_i g_{i+1}], [heads, 2 V], and g; b is zero at last nodes."""
+class _Gates(NamedTuple):
+    """The gates of the states, or their gradients, [heads, 2 V]."""
+
+    weight: np.ndarray  #: [a | b]; b is zero at last nodes
+    source: np.ndarray  #: [g | b_i g_{i+1}]
+
+
+def _gates(factors: PathFactors) -> _Gates:
     d, w, u, there, back = factors
     g = 1 / (there + back - d)
     b = np.roll(u, -1, axis=1) / there
     weight = np.concatenate([w / back, b], axis=1)
-    return weight, np.concatenate([g, b * np.roll(g, -1, axis=1)], axis=1), g
+    return _Gates(weight, np.concatenate([g, b * np.roll(g, -1, axis=1)], axis=1))
 
 
 # -------------------------------------------------------------------------- both passes
 
 
-def _operands(
-    scans: PathScans, factors: PathFactors, dtype: np.dtype
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The states' weight, source and mark."""
-    weight, source, _ = _gates(factors)
-    source = np.ascontiguousarray(source.T, dtype)
-    return weight[:, scans.entry].astype(dtype), source, np.ones_like(source)
+def _arguments(scans: PathScans, gates: _Gates, x: Operands) -> tuple[np.ndarray, ...]:
+    """What `chunk_form` takes: the states' weight, source and mark, and operands."""
+    dtype = x.value.dtype
+    source = np.ascontiguousarray(gates.source.T, dtype)
+    weight = gates.weight[:, scans.entry].astype(dtype)
+    return weight, source, np.ones_like(source), *(y for y in x if y is not None)
 
 
-def forward(
-    symbolic: Blocks,
-    factors: PathFactors,
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-) -> np.ndarray:
+def forward(symbolic: Blocks, factors: PathFactors, x: Operands) -> np.ndarray:
     """The output [V, heads, P]."""
     scans = _required(symbolic)
-    gates = _operands(scans, factors, value.dtype)
-    return chunk_form.forward(scans.states, *gates, query, key, value)
+    arguments = _arguments(scans, _gates(factors), x)
+    return chunk_form.forward(scans.states, *arguments)
 
 
 def backward(
-    symbolic: Blocks,
-    factors: PathFactors,
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-    grad: np.ndarray,
+    symbolic: Blocks, factors: PathFactors, x: Operands
 ) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value and edge weight."""
-    scans = _required(symbolic)
-    gates = _operands(scans, factors, value.dtype)
-    dq, dk, dv, ds, _, dw = chunk_form.backward(
-        scans.states, *gates, query, key, value, grad
-    )
-    weight, _, g = _gates(factors)
-    d_weight, d_source = np.zeros_like(weight), ds.T.astype(weight.dtype)
-    d_weight[:, scans.entry] = dw
-    num_nodes = g.shape[1]
-    values = np.zeros((len(g), 3 * num_nodes))
+    scans, gates = _required(symbolic), _gates(factors)
+    arguments = _arguments(scans, gates, x)
+    dq, dk, dv, ds, _, dw = chunk_form.backward(scans.states, *arguments)
+    d_gates = _Gates(np.zeros_like(gates.weight), ds.T.astype(gates.source.dtype))
+    d_gates.weight[:, scans.entry] = dw
+    heads, num_nodes = factors.d.shape
+    values = np.zeros((heads, 3 * num_nodes))
     run(
-        _differentiate, np.full(len(g), 60.0 * num_nodes), 2 * num_nodes, g.dtype,
-        scans.ptr, *factors, weight, g, d_weight, d_source, values,
-    )  # fmt: skip
-    return dq, dk, dv, np.ascontiguousarray(values[:, scans.slot].T, value.dtype)
+        _differentiate,
+        np.full(heads, 60.0 * num_nodes),
+        2 * num_nodes,
+        values.dtype,
+        *(scans.ptr, factors, gates, d_gates, values),
+    )
+    return dq, dk, dv, np.ascontiguousarray(values[:, scans.slot].T, x.value.dtype)
 
 
 @jit
-def _differentiate(
-    first, last, stop, scratch, ptr, d, w, u, there, back, weight, g, d_weight,
-    d_source, values,
-):  # fmt: skip
+def _differentiate(first, last, stop, scratch, ptr, factors, gates, d_gates, values):
     """From gradients of the scans' weights and sources to those of A's diagonals.
 
     First through `_gates` to both pivots, then through the recurrences of these.
     """
+    (d, w, u, there, back), (weight, source) = factors, gates
+    d_weight, d_source = d_gates
     n = d.shape[1]
     d_there, d_back = scratch[:n], scratch[n : 2 * n]
     for h in range(first, last):
@@ -308,14 +303,14 @@ def _differentiate(
                 dg = d_source[h, i]
                 if i > s:
                     dg += weight[h, n + i - 1] * d_source[h, n + i - 1]
-                pivot = -dg * g[h, i] * g[h, i]
+                pivot = -dg * source[h, i] * source[h, i]
                 d_there[i], d_back[i], on[i] = pivot, pivot, pivot
                 if i > s:
                     da = d_weight[h, i] / back[h, i]
                     below[i] = da
                     d_back[i] -= da * weight[h, i]
                 if i + 1 < e:
-                    db = d_weight[h, n + i] + d_source[h, n + i] * g[h, i + 1]
+                    db = d_weight[h, n + i] + d_source[h, n + i] * source[h, i + 1]
                     db /= there[h, i]
                     above[i + 1] = db
                     d_there[i] -= db * weight[h, n + i]

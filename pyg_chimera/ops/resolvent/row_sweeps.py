@@ -11,13 +11,34 @@ import numpy as np
 from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["Factors", "edge_products", "factorize", "solve"]
+__all__ = ["Factors", "Pattern", "edge_products", "factorize", "solve"]
+
+
+class Pattern(NamedTuple):
+    """The arrays of a `SymbolicFactor` that kernels read."""
+
+    ptr: np.ndarray
+    node: np.ndarray
+    lower_ptr: np.ndarray
+    lower_col: np.ndarray
+    upper_ptr: np.ndarray
+    upper_row: np.ndarray
+    upper_entry: np.ndarray
+    edge_ptr: np.ndarray
+    edge: np.ndarray
+    edge_row: np.ndarray
+    edge_col: np.ndarray
+
+    @classmethod
+    def of(cls, symbolic: SymbolicFactor) -> "Pattern":
+        """Those of a symbolic factor."""
+        return cls(*(getattr(symbolic, name) for name in cls._fields))
 
 
 class Factors(NamedTuple):
-    """I - A = L U in the precision of the computation, [heads, V or F]."""
+    """I - A = L U, [heads, V or F]."""
 
-    diagonal: np.ndarray  #: reciprocal of the diagonal of U
+    diagonal: np.ndarray  #: reciprocal of the diagonal of U, once it is complete
     lower: np.ndarray  #: L below its unit diagonal
     upper: np.ndarray  #: U above its diagonal, transposed: entry x is U[j, i]
 
@@ -39,31 +60,18 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[Factors, fl
     values[:, :num_nodes] = 1.0
     _scatter(values, symbolic.slot, weight)
     bounds = (num_nodes, num_nodes + num_entries)
-    diagonal, lower, upper = map(np.ascontiguousarray, np.split(values, bounds, axis=1))
+    factors = Factors(*map(np.ascontiguousarray, np.split(values, bounds, axis=1)))
     growths = np.ones((symbolic.sizes.shape[0], num_heads))
     run(
         _factor,
         np.repeat(symbolic.updates + 4.0 * symbolic.entries, num_heads),
         7 * int(symbolic.sizes.max(initial=0)),
         values.dtype,
-        symbolic.roots(),
-        symbolic.ptr,
-        symbolic.lower_ptr,
-        symbolic.lower_col,
-        symbolic.upper_ptr,
-        symbolic.upper_row,
-        symbolic.upper_entry,
-        diagonal,
-        lower,
-        upper,
-        growths,
+        *(symbolic.roots(), Pattern.of(symbolic), factors, growths),
     )
     with np.errstate(divide="ignore", over="ignore"):
-        factors = Factors(
-            (1.0 / diagonal).astype(weight.dtype),
-            lower.astype(weight.dtype),
-            upper.astype(weight.dtype),
-        )
+        factors = factors._replace(diagonal=1.0 / factors.diagonal)
+        factors = Factors(*(x.astype(weight.dtype) for x in factors))
     return factors, float(growths.max(initial=1.0))
 
 
@@ -75,10 +83,11 @@ def _scatter(values, slot, weight):
 
 
 @jit
-def _factor(
-    first, last, stop, scratch, root, ptr, lower_ptr, lower_col, upper_ptr, upper_row,
-    upper_entry, diagonal, lower, upper, growths,
-):  # fmt: skip
+def _factor(first, last, stop, scratch, root, pattern, factors, growths):
+    ptr, (diagonal, lower, upper) = pattern.ptr, factors
+    lower_ptr, lower_col = pattern.lower_ptr, pattern.lower_col
+    upper_ptr, upper_row = pattern.upper_ptr, pattern.upper_row
+    upper_entry = pattern.upper_entry
     num_heads = diagonal.shape[0]
     for task in range(first, last):
         if stopped(stop):
@@ -137,15 +146,16 @@ def _factor(
 
 
 @jit
-def solve(
-    states, s, n, lanes, transpose, stop, column_ptr, column_row, column_entry,
-    diagonal, lower, upper,
-):  # fmt: skip
-    """Solves L U H = X, or its transpose, in place, for rows of `lanes` numbers.
+def solve(states, s, transpose, stop, pattern, factors, h):
+    """Solves L U H = X, or its transpose, in place, for a block that begins at s.
 
     The first sweep subtracts each finished row from the rows of its ancestors in the
     elimination tree, the second subtracts these from it: few rows at a time, both ways.
     """
+    n, lanes = states.shape
+    column_ptr, column_row = pattern.upper_ptr, pattern.upper_row
+    column_entry, diagonal = pattern.upper_entry, factors.diagonal[h]
+    lower, upper = factors.lower[h], factors.upper[h]
     values = upper if transpose else lower
     for i in range(n):
         if stopped(stop):
@@ -186,13 +196,12 @@ def solve(
 
 
 @jit
-def edge_products(
-    adjoints, states, s, lanes, begin, stop, edge, edge_row, edge_col, grad_weight,
-):  # fmt: skip
-    """Adds <G_i, H_j> to the gradient of each edge j -> i."""
-    for x in range(begin, stop):
-        adjoint, state = adjoints[edge_row[x] - s], states[edge_col[x] - s]
-        total = grad_weight[edge[x]]
-        for w in range(lanes):
+def edge_products(adjoints, states, s, edges, pattern, grad_weight):
+    """Adds <G_i, H_j> to the gradient of each edge j -> i of a block."""
+    for x in range(*edges):
+        adjoint = adjoints[pattern.edge_row[x] - s]
+        state, edge = states[pattern.edge_col[x] - s], pattern.edge[x]
+        total = grad_weight[edge]
+        for w in range(adjoints.shape[1]):
             total += adjoint[w] * state[w]
-        grad_weight[edge[x]] = total
+        grad_weight[edge] = total

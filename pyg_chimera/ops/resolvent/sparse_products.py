@@ -9,11 +9,11 @@ A finite sum repeats H <- A H + X. An iteration repeats the steps of `SweepPolyn
 from the current residual, until it is below the tolerance.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pyg_chimera.ops.common.numba_runtime import jit, run, stopped, summed
+from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.common.simd import (
     fma,
     lanes,
@@ -25,7 +25,16 @@ from pyg_chimera.ops.common.simd import (
     zeros,
 )
 from pyg_chimera.ops.common.vector_kit import clear, copy, inner_product
-from pyg_chimera.ops.resolvent.state_tiles import StateTiles, outer, read, read_rows
+from pyg_chimera.ops.resolvent.state_tiles import (
+    Gradients,
+    Operands,
+    StateTiles,
+    form,
+    read,
+    read_rows,
+    task_of,
+    tile_of,
+)
 from pyg_chimera.ops.structure.csr import sorted_rows
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
@@ -69,174 +78,130 @@ class System(NamedTuple):
     tolerance: float  #: relative residual at which an iteration stops
 
 
-def forward(
-    blocks: Blocks,
-    system: System,
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-) -> tuple[np.ndarray, float]:
+class _Matrix(NamedTuple):
+    """A, or its transpose, by rows."""
+
+    ptr: np.ndarray  #: [V + 1], as `Products`
+    other: np.ndarray  #: [E], as `Products`
+    weight: np.ndarray  #: [heads, E], in the order of these
+
+
+class _Plan(NamedTuple):
+    """What the kernels take besides operands."""
+
+    ptr: np.ndarray  #: [T + 1], first position of each block
+    node: np.ndarray  #: [V], node at each position
+    matrices: tuple[_Matrix, ...]  #: A, and in backward passes its transpose
+    steps: np.ndarray  #: the rest of `System`
+    num_terms: int
+    tolerance: float
+
+    @classmethod
+    def of(cls, blocks: Blocks, system: System, *by_rows: Products) -> "_Plan":
+        matrices = (
+            _Matrix(x.ptr, x.other, np.ascontiguousarray(system.weight[x.edge].T))
+            for x in by_rows
+        )
+        return cls(blocks.ptr, blocks.node, tuple(matrices), *system[1:])
+
+
+class _Rows(NamedTuple):
+    """The rows of a block in a matrix."""
+
+    ptr: np.ndarray
+    other: np.ndarray
+    weight: Any  #: a pointer to those of the head
+    first: int
+    last: int
+    size: int  #: of a state
+
+
+def forward(blocks: Blocks, system: System, x: Operands) -> tuple[np.ndarray, float]:
     """The output, and the largest relative residual of an iteration."""
-    out = np.zeros_like(value)
-    if out.size == 0 or query.shape[2] == 0:
-        return out, 0.0
-    tiles, (rows, _) = _tiles(blocks, query, value), products(blocks)
-    costs = _costs(blocks, system, tiles, query, value)
+    out, tiles = np.zeros_like(x.value), _tiles(blocks, x)
+    costs = _costs(blocks, system, tiles, x)
     left = np.zeros(costs.shape[0])
-    room = 3 * int(blocks.sizes.max()) + 6
+    room = 3 * int(blocks.sizes.max(initial=0)) + 6
     run(
         _forward_tasks,
         costs,
         room * tiles.keys * tiles.width,
         out.dtype,
-        blocks.ptr,
-        blocks.node,
-        rows.ptr,
-        rows.other,
-        _by_head(system.weight, rows),
-        system.steps,
-        system.num_terms,
-        system.tolerance,
-        query,
-        key,
-        value,
-        out,
-        left,
-        *tiles,
+        *(_Plan.of(blocks, system, products(blocks)[0]), x, out, left, tiles),
     )
-    return out, float(left.max())
+    return out, float(left.max(initial=0))
 
 
 def backward(
-    blocks: Blocks,
-    system: System,
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-    grad: np.ndarray,
+    blocks: Blocks, system: System, x: Operands
 ) -> tuple[tuple[np.ndarray, ...], float]:
     """Gradients of query, key, value and edge weight, and the largest residual.
 
     The formulas are those of `supernodal_sweeps`. For a finite sum up to the power T,
     dA_ij is the sum over m < T of <(A^T)^m (q dy^T)_i, (sum_{t < T - m} A^t k v^T)_j>.
     """
-    num_nodes, heads, _ = value.shape
-    groups, num_keys = query.shape[1:]
-    dv, dw = np.zeros_like(value), np.zeros_like(system.weight)
-    if value.size == 0 or num_keys == 0:
-        return (np.zeros_like(query), np.zeros_like(key), dv, dw), 0.0
-    tiles, (rows, columns) = _tiles(blocks, query, value), products(blocks)
-    costs = 4 * _costs(blocks, system, tiles, query, value)
-    # Pieces, and the heads of a group, write separate parts, which are summed below.
-    dq = np.empty((tiles.pieces, num_nodes, heads, num_keys), value.dtype)
-    dk = np.empty_like(dq)
-    by_head = np.zeros((tiles.pieces, heads, blocks.num_edges), value.dtype)
+    tiles, (rows, columns) = _tiles(blocks, x), products(blocks)
+    d = Gradients.of(x, tiles, blocks.num_edges)
+    costs = 4 * _costs(blocks, system, tiles, x)
     left = np.zeros(costs.shape[0])
-    vector, _ = vector_lanes(value.dtype)
-    room = (4 + max(system.num_terms, 0)) * int(blocks.sizes.max()) + 6
+    vector, _ = vector_lanes(x.value.dtype)
+    room = (4 + max(system.num_terms, 0)) * int(blocks.sizes.max(initial=0)) + 6
     run(
         _backward_tasks,
         costs,
         room * tiles.keys * tiles.width + (tiles.keys + vector) * vector,
-        value.dtype,
-        blocks.ptr,
-        blocks.node,
-        rows.ptr,
-        rows.other,
-        _by_head(system.weight, rows),
-        columns.ptr,
-        columns.other,
-        _by_head(system.weight, columns),
-        system.steps,
-        system.num_terms,
-        system.tolerance,
-        query,
-        key,
-        value,
-        grad,
-        dq,
-        dk,
-        dv,
-        by_head,
-        left,
-        *tiles,
+        x.value.dtype,
+        *(_Plan.of(blocks, system, rows, columns), x, d, left, tiles),
     )
-    dw[rows.edge] = summed(by_head, (0,)).T
-    shape = (tiles.pieces, num_nodes, groups, heads // groups, num_keys)
-    dq, dk = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
-    return (dq, dk, dv, dw), float(left.max())
+    return d.summed(x.query.shape[1], rows.edge), float(left.max(initial=0))
 
 
 def _costs(
-    blocks: Blocks,
-    system: System,
-    tiles: StateTiles,
-    query: np.ndarray,
-    value: np.ndarray,
+    blocks: Blocks, system: System, tiles: StateTiles, x: Operands
 ) -> np.ndarray:
     sweeps = max(system.num_terms, system.steps.shape[1]) + 3.0
     work = sweeps * (np.diff(blocks.edge_ptr) + 6.0 * blocks.sizes)
-    work *= 0.1 * query.shape[2] * tiles.width
-    return np.repeat(work, value.shape[1] * tiles.pieces)
+    work *= 0.1 * x.query.shape[2] * tiles.width
+    return np.repeat(work, x.value.shape[1] * tiles.pieces)
 
 
-def _tiles(blocks: Blocks, query: np.ndarray, value: np.ndarray) -> StateTiles:
-    vector, _ = vector_lanes(value.dtype)
-    return StateTiles.of(blocks.sizes, query, value, _TILE_BYTES, vector)
-
-
-def _by_head(weight: np.ndarray, own: Products) -> np.ndarray:
-    """The weights in the order of the entries of `own`, [heads, E]."""
-    return np.ascontiguousarray(weight[own.edge].T)
+def _tiles(blocks: Blocks, x: Operands) -> StateTiles:
+    vector, _ = vector_lanes(x.value.dtype)
+    return StateTiles.of(blocks.sizes, x, _TILE_BYTES, vector)
 
 
 @jit
-def _step(
-    out, own, source, x, ptr, other, weight, first, last, size, c0, c1, c2, d0, d1,
-):  # fmt: skip
+def _rows(plan, matrix, task, size):
+    weight = pointer(matrix.weight) + task.head * matrix.weight.shape[1]
+    first, last = plan.ptr[task.block], plan.ptr[task.block + 1]
+    return _Rows(matrix.ptr, matrix.other, weight, first, last, size)
+
+
+@jit
+def _step(out, own, source, x, A, coefficients):
     """Sets out_i = c0 own_i + c1 source_i + c2 sum_j A_ij source_j, and adds
     d0 own_i + d1 source_i to x_i. `out` may be `own`.
     """
-    step = lanes(out)
+    step, size, other, weight = lanes(out), A.size, A.other, A.weight
+    c0, c1, c2, d0, d1 = coefficients
     a0, a1, a2, b0, b1 = splat(c0), splat(c1), splat(c2), splat(d0), splat(d1)
     moves = d0 != 0 or d1 != 0
-    for i in range(first, last):
-        at = (i - first) * size
-        e0, e1 = ptr[i], ptr[i + 1]
+    for i in range(A.first, A.last):
+        at = (i - A.first) * size
+        e0, e1 = A.ptr[i], A.ptr[i + 1]
         for w in range(at, at + size, step):
-            left = w - at
+            here = source + (w - at)
             even, odd = zeros(out), zeros(out)
             for e in range(e0, e1 - 1, 2):
-                even = fma(
-                    splat(weight[e]), load(source + (other[e] * size + left)), even
-                )
-                odd = fma(
-                    splat(weight[e + 1]), load(source + (other[e + 1] * size + left)),
-                    odd,
-                )  # fmt: skip
+                even = fma(splat(weight[e]), load(here + other[e] * size), even)
+                odd = fma(splat(weight[e + 1]), load(here + other[e + 1] * size), odd)
             if (e1 - e0) % 2 == 1:
-                e = e1 - 1
-                even = fma(
-                    splat(weight[e]), load(source + (other[e] * size + left)), even
-                )
+                last = load(here + other[e1 - 1] * size)
+                even = fma(splat(weight[e1 - 1]), last, even)
             mine, there = load(own + w), load(source + w)
             store(out + w, fma(a0, mine, fma(a1, there, a2 * (even + odd))))
             if moves:
                 store(x + w, fma(b0, mine, fma(b1, there, load(x + w))))
-
-
-@jit
-def _form(
-    target, left, right, nodes, of_left, of_right, first, last, count, keys, channels,
-    width,
-):  # fmt: skip
-    """Sets the states of a tile's nodes to the outer products left right^T."""
-    for i in range(first, last):
-        u = nodes[i]
-        outer(
-            target + (i - first) * keys * width, left + u * of_left,
-            right + u * of_right, count, keys, channels, width,
-        )  # fmt: skip
 
 
 @jit
@@ -267,17 +232,15 @@ def _ratio(x, bound):
 
 
 @jit
-def _solve(
-    x, r, t, norms, left, right, nodes, of_left, of_right, ptr, other, weight, first,
-    last, steps, tolerance, stop, count, keys, channels, width,
-):  # fmt: skip
-    """Sets x to (I - A)^-1 b for b = left right^T; returns the relative residual.
+def _solve(x, r, norms, pair, A, plan, head, stop, tile):
+    """Sets x to (I - A)^-1 b for b = k v^T; returns the relative residual.
 
-    Each pass takes all steps from the current residual. `r` and `t` hold a tile each.
+    Each pass takes all steps from the current residual. `r` has room for two tiles.
     The steps were found for a whole batch: if a pass does not reduce the residual of
     this block, it starts over with x <- A x + b, which is known to converge.
     """
-    size = keys * width
+    rows, size = A.last - A.first, A.size
+    steps, tolerance, t = plan.steps[head], plan.tolerance, r + rows * size
     norms = norms[: 6 * size].reshape(6, size)
     one = norms.dtype.type(1)
     zero = one - one
@@ -285,21 +248,15 @@ def _solve(
     start, safe, idle = True, False, 0
     largest, total = np.inf, np.inf  # the smallest residual so far, in either norm
     while True:
-        _form(
-            r, left, right, nodes, of_left, of_right, first, last, count, keys,
-            channels, width,
-        )  # fmt: skip
+        form(r, pair, plan.node, A.first, A.last, tile)
         if start:
             start = False
-            _norms(b_norms, r, last - first)
-            clear(x, (last - first) * size)
+            _norms(b_norms, r, rows)
+            clear(x, rows * size)
         else:
-            _step(
-                r, r, x, x, ptr, other, weight, first, last, size, one, -one, one,
-                zero, zero,
-            )  # fmt: skip
-            _norms(r_norms, r, last - first)
-            _norms(x_norms, x, last - first)
+            _step(r, r, x, x, A, (one, -one, one, zero, zero))
+            _norms(r_norms, r, rows)
+            _norms(x_norms, x, rows)
             residual = _ratio(r_norms.ravel(), 2 * x_norms.ravel() + b_norms.ravel())
             if residual <= tolerance:
                 return residual
@@ -323,173 +280,96 @@ def _solve(
             elif c == 0:  # other heads have more steps
                 break
             if a == 0:  # a real root, 1 / c
-                _step(
-                    t, r, r, x, ptr, other, weight, first, last, size, one - c, zero,
-                    c, c, zero,
-                )  # fmt: skip
+                _step(t, r, r, x, A, (one - c, zero, c, c, zero))
                 r, t = t, r
             else:  # a pair of roots with the sum a and the product 1 / c
-                _step(
-                    t, r, r, x, ptr, other, weight, first, last, size, one, zero, -one,
-                    zero, zero,
-                )  # fmt: skip
-                _step(
-                    r, r, t, x, ptr, other, weight, first, last, size, one, c - c * a,
-                    -c, c * a, -c,
-                )  # fmt: skip
+                _step(t, r, r, x, A, (one, zero, -one, zero, zero))
+                _step(r, r, t, x, A, (one, c - c * a, -c, c * a, -c))
 
 
 @jit
-def _forward_tasks(
-    begin, end, stop, scratch, block_ptr, nodes, ptr, other, weight, steps, num_terms,
-    tolerance, query, key, value, out, left, pieces, channels_, width, keys,
-):  # fmt: skip
-    _, heads, num_channels = value.shape
-    _, groups, num_keys = query.shape
-    size = keys * width
-    one = value.dtype.type(1)
+def _forward_tasks(begin, end, stop, scratch, plan, x, out, left, tiles):
+    one = x.value.dtype.type(1)
     zero = one - one
+    size = tiles.keys * tiles.width
     norms, states = scratch[: 6 * size], pointer(scratch) + 6 * size
-    of_keys, of_values = groups * num_keys, heads * num_channels
-    for task in range(begin, end):
-        block = task // (heads * pieces)
-        h, piece = (task // pieces) % heads, task % pieces
-        first, last = block_ptr[block], block_ptr[block + 1]
-        rows = last - first
+    for index in range(begin, end):
+        task = task_of(index, x, tiles)
+        A = _rows(plan, plan.matrices[0], task, size)
+        rows = A.last - A.first
         H, r, t = states, states + rows * size, states + 2 * rows * size
-        at = (h // (heads // groups)) * num_keys
-        q0, k0 = pointer(query) + at, pointer(key) + at
-        at = h * num_channels + piece * channels_
-        channels = min(channels_, num_channels - piece * channels_)
-        v0, y0 = pointer(value) + at, pointer(out) + at
-        w0 = pointer(weight) + h * weight.shape[1]
-        for a0 in range(0, num_keys, keys):
-            count = min(keys, num_keys - a0)
-            if num_terms < 0:
-                residual = _solve(
-                    H, r, t, norms, k0 + a0, v0, nodes, of_keys, of_values, ptr, other,
-                    w0, first, last, steps[h], tolerance, stop, count, keys, channels,
-                    width,
-                )  # fmt: skip
-                left[task] = max(left[task], residual)
+        v, y = pointer(x.value) + task.values, pointer(out) + task.values
+        for a in range(0, x.key.shape[2], tiles.keys):
+            tile = tile_of(task.piece, a, x, tiles)
+            q, k = pointer(x.query) + (task.keys + a), pointer(x.key) + (task.keys + a)
+            if plan.num_terms < 0:
+                residual = _solve(H, r, norms, (k, v), A, plan, task.head, stop, tile)
+                left[index] = max(left[index], residual)
             else:
-                _form(
-                    t, k0 + a0, v0, nodes, of_keys, of_values, first, last, count,
-                    keys, channels, width,
-                )  # fmt: skip
+                form(t, (k, v), plan.node, A.first, A.last, tile)
                 copy(H, t, rows * size)
-                for _ in range(num_terms):
+                for _ in range(plan.num_terms):
                     if stopped(stop):
                         return
-                    _step(
-                        r, t, H, H, ptr, other, w0, first, last, size, one, zero, one,
-                        zero, zero,
-                    )  # fmt: skip
+                    _step(r, t, H, H, A, (one, zero, one, zero, zero))
                     H, r = r, H
             if stopped(stop):
                 return
-            for i in range(first, last):
-                u = nodes[i]
-                read(
-                    y0 + u * of_values, q0 + (u * of_keys + a0),
-                    H + (i - first) * size, one, count, channels, width,
-                )  # fmt: skip
+            for i in range(A.first, A.last):
+                read(y, q, H + (i - A.first) * size, one, plan.node[i], tile)
 
 
 @jit
-def _backward_tasks(
-    begin, end, stop, scratch, block_ptr, nodes, ptr, other, weight, back_ptr,
-    back_other, back_weight, steps, num_terms, tolerance, query, key, value, grad,
-    grad_query, grad_key, grad_value, grad_weight, left, pieces, channels_, width, keys,
-):  # fmt: skip
-    num_nodes, heads, num_channels = value.shape
-    _, groups, num_keys = query.shape
-    size = keys * width
-    one = value.dtype.type(1)
+def _backward_tasks(begin, end, stop, scratch, plan, x, d, left, tiles):
+    one = x.value.dtype.type(1)
     zero = one - one
+    size = tiles.keys * tiles.width
     norms, states = scratch[: 6 * size], pointer(scratch) + 6 * size
-    of_keys, of_values = groups * num_keys, heads * num_channels
-    of_grads = heads * num_keys
-    for task in range(begin, end):
-        block = task // (heads * pieces)
-        h, piece = (task // pieces) % heads, task % pieces
-        first, last = block_ptr[block], block_ptr[block + 1]
-        rows = last - first
-        tile = rows * size
-        at = (h // (heads // groups)) * num_keys
-        q0, k0 = pointer(query) + at, pointer(key) + at
-        at = (piece * num_nodes * heads + h) * num_keys
-        dq0, dk0 = pointer(grad_query) + at, pointer(grad_key) + at
-        at = h * num_channels + piece * channels_
-        channels = min(channels_, num_channels - piece * channels_)
-        v0, dy0, dv0 = pointer(value) + at, pointer(grad) + at, pointer(grad_value) + at
-        w0 = pointer(weight) + h * weight.shape[1]
-        u0 = pointer(back_weight) + h * weight.shape[1]
-        dw = grad_weight[piece, h]
-        for a0 in range(0, num_keys, keys):
-            count = min(keys, num_keys - a0)
-            Z, r, t = states, states + tile, states + 2 * tile
-            H = states + 3 * tile
-            if num_terms < 0:
-                residual = _solve(
-                    H, r, t, norms, k0 + a0, v0, nodes, of_keys, of_values, ptr, other,
-                    w0, first, last, steps[h], tolerance, stop, count, keys, channels,
-                    width,
-                )  # fmt: skip
-                left[task] = max(left[task], residual)
-                residual = _solve(
-                    Z, r, t, norms, q0 + a0, dy0, nodes, of_keys, of_values, back_ptr,
-                    back_other, u0, first, last, steps[h], tolerance, stop, count, keys,
-                    channels, width,
-                )  # fmt: skip
-                left[task] = max(left[task], residual)
-                _edges(dw, Z, H, ptr, other, first, last, size)
+    for index in range(begin, end):
+        task = task_of(index, x, tiles)
+        h, dw = task.head, d.weight[task.piece, task.head]
+        A = _rows(plan, plan.matrices[0], task, size)
+        AT = _rows(plan, plan.matrices[1], task, size)
+        held = (A.last - A.first) * size
+        products = states + (4 + max(plan.num_terms, 0)) * held
+        v, dy = pointer(x.value) + task.values, pointer(x.grad) + task.values
+        dv = pointer(d.value) + task.values
+        for a in range(0, x.key.shape[2], tiles.keys):
+            tile = tile_of(task.piece, a, x, tiles)
+            q, k = pointer(x.query) + (task.keys + a), pointer(x.key) + (task.keys + a)
+            dq, dk = pointer(d.query) + task.grads + a, pointer(d.key) + task.grads + a
+            Z, r, t = states, states + held, states + 2 * held
+            H = states + 3 * held
+            if plan.num_terms < 0:
+                residual = _solve(H, r, norms, (k, v), A, plan, h, stop, tile)
+                left[index] = max(left[index], residual)
+                residual = _solve(Z, r, norms, (q, dy), AT, plan, h, stop, tile)
+                left[index] = max(left[index], residual)
+                _edges(dw, Z, H, A)
             else:
-                _form(
-                    H, k0 + a0, v0, nodes, of_keys, of_values, first, last, count,
-                    keys, channels, width,
-                )  # fmt: skip
+                form(H, (k, v), plan.node, A.first, A.last, tile)
                 X = H
-                for _ in range(num_terms):
+                for _ in range(plan.num_terms):
                     if stopped(stop):
                         return
-                    _step(
-                        H + tile, X, H, H, ptr, other, w0, first, last, size, one,
-                        zero, one, zero, zero,
-                    )  # fmt: skip
-                    H = H + tile
-                _form(
-                    r, q0 + a0, dy0, nodes, of_keys, of_values, first, last, count,
-                    keys, channels, width,
-                )  # fmt: skip
-                copy(Z, r, tile)
-                for m in range(num_terms):  # r = (A^T)^m (q dy^T), Z is their sum
+                    _step(H + held, X, H, H, A, (one, zero, one, zero, zero))
+                    H = H + held
+                form(r, (q, dy), plan.node, A.first, A.last, tile)
+                copy(Z, r, held)
+                for m in range(plan.num_terms):  # r = (A^T)^m (q dy^T), Z is their sum
                     if stopped(stop):
                         return
-                    _edges(
-                        dw, r, X + (num_terms - 1 - m) * tile, ptr, other, first, last,
-                        size,
-                    )  # fmt: skip
-                    _step(
-                        t, r, r, Z, back_ptr, back_other, u0, first, last, size, zero,
-                        zero, one, zero, zero,
-                    )  # fmt: skip
-                    _add(Z, t, tile)
+                    _edges(dw, r, X + (plan.num_terms - 1 - m) * held, A)
+                    _step(t, r, r, Z, AT, (zero, zero, one, zero, zero))
+                    _add(Z, t, held)
                     r, t = t, r
             if stopped(stop):
                 return
-            products = states + (4 + max(num_terms, 0)) * tile
-            for i in range(first, last):
-                u = nodes[i]
-                at = u * of_grads + a0
-                state, adjoint = H + (i - first) * size, Z + (i - first) * size
-                v, dy = v0 + u * of_values, dy0 + u * of_values
-                read_rows(dq0 + at, state, dy, products, count, channels, width)
-                read_rows(dk0 + at, adjoint, v, products, count, channels, width)
-                read(
-                    dv0 + u * of_values, k0 + (u * of_keys + a0), adjoint, one, count,
-                    channels, width,
-                )  # fmt: skip
+            for i in range(A.first, A.last):
+                u, at = plan.node[i], (i - A.first) * size
+                read_rows(dq, H + at, dy, products, u, tile)
+                read_rows(dk, Z + at, v, products, u, tile)
+                read(dv, k, Z + at, one, u, tile)
 
 
 @jit
@@ -499,9 +379,9 @@ def _add(target, source, size):
 
 
 @jit
-def _edges(dw, Z, H, ptr, other, first, last, size):
+def _edges(dw, Z, H, A):
     """Adds <Z_i, H_j> to the gradient of A_ij."""
-    for i in range(first, last):
-        adjoint = Z + (i - first) * size
-        for e in range(ptr[i], ptr[i + 1]):
-            dw[e] += inner_product(adjoint, H + other[e] * size, size)
+    for i in range(A.first, A.last):
+        adjoint = Z + (i - A.first) * A.size
+        for e in range(A.ptr[i], A.ptr[i + 1]):
+            dw[e] += inner_product(adjoint, H + A.other[e] * A.size, A.size)

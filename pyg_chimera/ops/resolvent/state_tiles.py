@@ -1,4 +1,4 @@
-"""The states of a task: cutting them into tiles, forming and reading them.
+"""The operands of kernels, and states: cut into tiles, formed and read.
 
 A tile holds the states of some nodes, [nodes, keys x width], for some key channels and
 a piece of the value channels, padded with zeros to whole vectors.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pyg_chimera.ops.common.numba_runtime import jit
+from pyg_chimera.ops.common.numba_runtime import jit, summed
 from pyg_chimera.ops.common.simd import (
     fma,
     lanes,
@@ -24,7 +24,28 @@ from pyg_chimera.ops.common.simd import (
     zeros,
 )
 
-__all__ = ["StateTiles", "outer", "read", "read_rows"]
+__all__ = [
+    "Gradients",
+    "Operands",
+    "StateTiles",
+    "Task",
+    "Tile",
+    "form",
+    "outer",
+    "read",
+    "read_rows",
+    "task_of",
+    "tile_of",
+]
+
+
+class Operands(NamedTuple):
+    """What all forms take, contiguous."""
+
+    query: np.ndarray  #: [V, groups, N]
+    key: np.ndarray  #: [V, groups, N]
+    value: np.ndarray  #: [V, heads, P]
+    grad: np.ndarray | None = None  #: [V, heads, P], of the output, in backward passes
 
 
 class StateTiles(NamedTuple):
@@ -39,44 +60,139 @@ class StateTiles(NamedTuple):
     def of(
         cls,
         held: np.ndarray,
-        query: np.ndarray,
-        value: np.ndarray,
+        x: Operands,
         num_bytes: int,
         side: int,
     ) -> "StateTiles":
         """Cuts states into multiples of `side` numbers: as large as possible if the
         `held` states of any block may take `num_bytes`, but at least one multiple.
         """
-        num_keys, (_, heads, num_channels) = query.shape[2], value.shape
-        vector, _ = vector_lanes(value.dtype)
+        num_keys, (_, heads, num_channels) = max(1, x.query.shape[2]), x.value.shape
+        vector, _ = vector_lanes(x.value.dtype)
         # Gradients of pieces have to be summed: not cut if there are enough tasks.
         enough = len(held) * heads >= 2 * torch.get_num_threads()
-        pieces = 1 if enough else -(-num_channels // vector)
+        pieces = 1 if enough else max(1, -(-num_channels // vector))
         channels = -(-num_channels // pieces)
-        width = -(-channels // vector) * vector
+        width = max(1, -(-channels // vector)) * vector
         unit = side // gcd(side, width)
-        room = num_bytes // value.itemsize // max(1, int(held.max(initial=0)))
+        room = num_bytes // x.value.itemsize // max(1, int(held.max(initial=0)))
         most = max(1, room // (unit * width)) * unit
         shares = -(-num_keys // most)
         return cls(pieces, channels, width, -(-num_keys // (shares * unit)) * unit)
 
 
+class Gradients(NamedTuple):
+    """Parts of gradients. Tasks write separate ones: pieces, and heads of a group."""
+
+    query: np.ndarray  #: [pieces, V, heads, N]
+    key: np.ndarray  #: [pieces, V, heads, N]
+    value: np.ndarray  #: [V, heads, P]
+    weight: np.ndarray  #: [pieces, heads, E]
+
+    @classmethod
+    def of(cls, x: Operands, tiles: StateTiles, num_edges: int) -> "Gradients":
+        """Memory for them."""
+        (num_nodes, heads, _), dtype = x.value.shape, x.value.dtype
+        shape = (tiles.pieces, num_nodes, heads, x.query.shape[2])
+        weight = np.zeros((tiles.pieces, heads, num_edges), dtype)
+        query, key = np.empty(shape, dtype), np.empty(shape, dtype)
+        return cls(query, key, np.zeros_like(x.value), weight)
+
+    def summed(self, groups: int, edge: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The sums over the parts; `edge` are the indices of the weights' edges."""
+        pieces, num_nodes, heads, num_keys = self.query.shape
+        shape = (pieces, num_nodes, groups, heads // groups, num_keys)
+        dq, dk = (summed(x.reshape(shape), (0, 3)) for x in self[:2])
+        dw = np.empty((len(edge), heads), self.weight.dtype)
+        dw[edge] = summed(self.weight, (0,)).T
+        return dq, dk, self.value, dw
+
+
+class Task(NamedTuple):
+    """A task, and where its head's and piece's vectors of node 0 are."""
+
+    block: int
+    head: int
+    piece: int
+    keys: int  #: index of the query's and the key's first number, ...
+    values: int  #: ... the value's, ...
+    grads: int  #: ... and those of the parts of gradients
+
+
+class Tile(NamedTuple):
+    """The sizes of a tile, and the numbers between the vectors of successive nodes."""
+
+    num_keys: int  #: key channels ...
+    keys: int  #: ... and rows of states, the last ones zero
+    channels: int  #: value channels ...
+    width: int  #: ... and columns of states, the last ones zero
+    key_step: int
+    value_step: int
+    grad_step: int
+
+
 @jit
-def outer(target, k, v, count, keys, channels, width):
-    """Sets a state to k v^T, padded with zeros."""
-    step = lanes(target)
+def task_of(task, x, tiles):
+    """The task of an index."""
+    _, heads, num_channels = x.value.shape
+    num_nodes, groups, num_keys = x.key.shape
+    block, h = task // (heads * tiles.pieces), task // tiles.pieces % heads
+    piece = task % tiles.pieces
+    return Task(
+        block,
+        h,
+        piece,
+        h // (heads // groups) * num_keys,
+        h * num_channels + piece * tiles.channels,
+        (piece * num_nodes * heads + h) * num_keys,
+    )
+
+
+@jit
+def tile_of(piece, first, x, tiles):
+    """The tile of a piece, from a key channel on."""
+    (_, heads, num_channels), (_, groups, num_keys) = x.value.shape, x.key.shape
+    return Tile(
+        min(tiles.keys, num_keys - first),
+        tiles.keys,
+        min(tiles.channels, num_channels - piece * tiles.channels),
+        tiles.width,
+        groups * num_keys,
+        heads * num_channels,
+        heads * num_keys,
+    )
+
+
+@jit
+def outer(target, pair, u, tile):
+    """Sets a state to k v^T for the pair (k, v) of node u, padded with zeros."""
+    step, width = lanes(target), tile.width
+    k, v = pair[0] + u * tile.key_step, pair[1] + u * tile.value_step
     for p in range(0, width, step):
-        row = load_part(v + p, channels - p)
-        for a in range(count):
+        row = load_part(v + p, tile.channels - p)
+        for a in range(tile.num_keys):
             store(target + (a * width + p), splat(k[a]) * row)
-        for a in range(count, keys):
+        for a in range(tile.num_keys, tile.keys):
             store(target + (a * width + p), zeros(target))
 
 
 @jit
-def read(target, q, state, sign, count, channels, width):
-    """Adds sign * q^T C to the target, for a state C."""
-    step = lanes(target)
+def form(target, pair, nodes, first, last, tile):
+    """Sets the states at positions from `first` up to `last`, see `outer`."""
+    size = tile.keys * tile.width
+    for i in range(first, last):
+        outer(target + (i - first) * size, pair, nodes[i], tile)
+
+
+@jit
+def read(target, q, state, sign, u, tile):
+    """Adds sign * q^T C to node u's target, for its state C."""
+    step, width, channels = lanes(target), tile.width, tile.channels
+    target, q, count = (
+        target + u * tile.value_step,
+        q + u * tile.key_step,
+        tile.num_keys,
+    )
     for p in range(0, channels, step):
         even, odd = zeros(target), zeros(target)
         for a in range(0, count - 1, 2):
@@ -91,11 +207,12 @@ def read(target, q, state, sign, count, channels, width):
 
 
 @jit
-def read_rows(target, state, v, rows, count, channels, width):
-    """Sets the target to C v, for a state C; `rows` is scratch memory."""
-    step = lanes(target)
+def read_rows(target, state, v, rows, u, tile):
+    """Sets node u's target to C v, for its state C; `rows` is scratch memory."""
+    step, width, count = lanes(target), tile.width, tile.num_keys
+    target, v = target + u * tile.grad_step, v + u * tile.value_step
     for p in range(0, width, step):
-        factor = load_part(v + p, channels - p)
+        factor = load_part(v + p, tile.channels - p)
         for a in range(count):
             row, x = rows + a * step, load(state + (a * width + p))
             store(row, x * factor if p == 0 else fma(x, factor, load(row)))

@@ -31,50 +31,66 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs, [T, D], and the states before the first row of each span."""
-    u, delta, A, B, C, D, ptr = call.inputs[:7]
+    u, A = call.inputs.u, call.inputs.A
     (num_rows, channels), num_states = u.shape, A.size(1)
     kept = u.new_empty(-(-num_rows // _SPAN), num_states, channels)
     out = u.new_empty(u.shape)
-    tasks = _Tasks.of(ptr.numpy(), channels)
+    tasks = _Tasks.of(call.inputs.ptr.numpy(), channels)
     run(
         _forward,
-        tasks.costs(ptr.numpy(), float(num_states * tasks.width)),
+        tasks.costs(float(num_states * tasks.width)),
         (num_states + 2) * tasks.width,
         out.numpy().dtype,
-        *(ptr.numpy(), *tasks, *arrays(u, delta), _rates(A), *arrays(B, C, D)),
-        *arrays(out, kept),
+        *(tasks, _Operands.of(call), *arrays(out, kept)),
     )
     return out, (kept,)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of u, delta, A, B, C and D."""
-    u, delta, A, B, C, D, ptr = call.inputs[:7]
+    u, A = call.inputs.u, call.inputs.A
     (num_rows, channels), num_states = u.shape, A.size(1)
-    tasks = _Tasks.of(ptr.numpy(), channels)
+    tasks = _Tasks.of(call.inputs.ptr.numpy(), channels)
     num_blocks = tasks.block.shape[0] - 1
     du, ddelta = u.new_empty(u.shape), u.new_empty(u.shape)
     # Each task has its own part of a sum, as tasks run in parallel.
     dA = u.new_empty(num_blocks, num_states, channels)
-    dB = u.new_empty(tasks.num_slices, num_rows, num_states)
-    dC = u.new_empty(tasks.num_slices, num_rows, num_states)
+    shape = (tasks.num_slices, num_rows, num_states)
+    dB, dC = u.new_empty(shape), u.new_empty(shape)
     dD = u.new_empty(num_blocks, channels)
+    grads = _Operands(*arrays(du, ddelta, dA, dB, dC, dD))
     run(
         _backward,
-        tasks.costs(ptr.numpy(), 4.0 * num_states * tasks.width),
+        tasks.costs(4.0 * num_states * tasks.width),
         ((2 * _SPAN + 3) * num_states + 3) * tasks.width,
         du.numpy().dtype,
-        *(ptr.numpy(), *tasks, *arrays(grad, u, delta), _rates(A)),
-        *arrays(B, C, D, *saved),
-        *arrays(du, ddelta, dA, dB, dC, dD),
+        *(tasks, _Operands.of(call), *arrays(*saved, grad), grads),
     )
     dB, dC = (x[0] if tasks.num_slices == 1 else x.sum(0) for x in (dB, dC))
     return du, ddelta, dA.sum(0).t(), dB, dC, dD.sum(0)
 
 
+class _Operands(NamedTuple):
+    """The inputs; or their gradients, with parts of those of A, B, C and D."""
+
+    u: np.ndarray  #: [T, D]
+    delta: np.ndarray  #: [T, D]
+    rate: np.ndarray  #: [N, D], A in units of log(2), for `exp2`
+    B: np.ndarray  #: [T, N]
+    C: np.ndarray  #: [T, N]
+    D: np.ndarray  #: [D]
+
+    @classmethod
+    def of(cls, call: Call) -> "_Operands":
+        u, delta, A, *rest = call.inputs[:6]
+        rate = (A.t().double() / LOG_2).to(A.dtype)
+        return cls(*arrays(u, delta, rate, *rest))
+
+
 class _Tasks(NamedTuple):
     """A task is a block of sequences with a slice of the channels."""
 
+    ptr: np.ndarray  #: the first row of each sequence
     block: np.ndarray  #: the first sequence of each block, followed by their number
     width: int  #: channels of a slice
     num_slices: int
@@ -86,23 +102,17 @@ class _Tasks(NamedTuple):
         wanted = -(-torch.get_num_threads() // max(1, block.shape[0] - 1))
         wanted = max(wanted, -(-channels // _MAX_WIDTH), 1)
         width = max(-(-channels // (wanted * LANES)) * LANES, 1)
-        return cls(block, width, max(1, -(-channels // width)))
+        return cls(ptr, block, width, max(1, -(-channels // width)))
 
-    def costs(self, ptr: np.ndarray, per_row: float) -> np.ndarray:
-        return np.repeat(np.diff(ptr[self.block]) * per_row, self.num_slices)
-
-
-def _rates(A: Tensor) -> np.ndarray:
-    """A in units of log(2), for `exp2`, [N, D]."""
-    return (A.t().double() / LOG_2).to(A.dtype).contiguous().numpy()
+    def costs(self, per_row: float) -> np.ndarray:
+        return np.repeat(np.diff(self.ptr[self.block]) * per_row, self.num_slices)
 
 
 @jit
-def _forward(
-    first, last, stop, scratch, ptr, block, most, num_slices, u, delta, rate, B, C, D,
-    out, kept,
-):  # fmt: skip
+def _forward(first, last, stop, scratch, tasks, operands, out, kept):
     optimized()
+    ptr, block, most, num_slices = tasks
+    u, delta, rate, B, C, D = operands
     num_states = rate.shape[0]
     h = scratch[: num_states * most].reshape(num_states, most)
     rest = scratch[num_states * most :][: 2 * most].reshape(2, most)
@@ -139,11 +149,8 @@ def _forward(
 
 
 @jit
-def _backward(
-    first, last, stop, scratch, ptr, block, most, num_slices, grad, u, delta, rate, B,
-    C, D, kept, du, ddelta, dA, dB, dC, dD,
-):  # fmt: skip
-    num_states = rate.shape[0]
+def _backward(first, last, stop, scratch, tasks, operands, kept, grad, grads):
+    num_states, most = operands.rate.shape[0], tasks.width
     size = num_states * most
     # States before and after each row of a span, decays, adjoint states, and sums.
     at = (_SPAN + 1) * size
@@ -155,18 +162,17 @@ def _backward(
     sums = scratch[at : at + size].reshape(num_states, most)
     at += size
     rest = scratch[at : at + 3 * most].reshape(3, most)
-    _backward_tasks(
-        first, last, stop, ptr, block, most, num_slices, grad, u, delta, rate, B, C, D,
-        kept, du, ddelta, dA, dB, dC, dD, h, decay, g, sums, rest[0], rest[1], rest[2],
-    )  # fmt: skip
+    work = h, decay, g, sums, rest[0], rest[1], rest[2]
+    _backward_tasks(first, last, stop, tasks, operands, kept, grad, grads, work)
 
 
 @jit
-def _backward_tasks(
-    first, last, stop, ptr, block, most, num_slices, grad, u, delta, rate, B, C, D,
-    kept, du, ddelta, dA, dB, dC, dD, h, decay, g, sums, x, read, rates,
-):  # fmt: skip
+def _backward_tasks(first, last, stop, tasks, operands, kept, grad, grads, work):
     optimized()
+    ptr, block, most, num_slices = tasks
+    u, delta, rate, B, C, D = operands
+    du, ddelta, dA, dB, dC, dD = grads
+    h, decay, g, sums, x, read, rates = work
     num_states = rate.shape[0]
     zero, log_2 = rate.dtype.type(0), rate.dtype.type(LOG_2)
     for task in range(first, last):

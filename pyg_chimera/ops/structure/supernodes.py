@@ -33,6 +33,8 @@ class Supernodes(NamedTuple):
     has a *slot* in its block.
     """
 
+    start: np.ndarray  #: [T + 1], first position of each block
+    node: np.ndarray  #: [V], node at each position
     ptr: np.ndarray  #: [S + 1], first position of each supernode
     parent: np.ndarray  #: [S], the parent of each in the tree, or -1
     row_ptr: np.ndarray  #: [S + 1], first of the rows below each supernode ...
@@ -49,6 +51,7 @@ class Supernodes(NamedTuple):
     edge_row: np.ndarray  #: [E], position of the target of ``edge[x]``
     edge_col: np.ndarray  #: [E], position of the source of ``edge[x]``
     stack: np.ndarray  #: [1], most numbers of updates that are pending at any time
+    identity: np.ndarray  #: 0, 1, 2 ..., as many as a supernode has positions or rows
 
     @property
     def widths(self) -> np.ndarray:
@@ -95,6 +98,8 @@ def _supernodes(symbolic: SymbolicFactor, merging: Merging) -> Supernodes:
     earlier = number[np.minimum(symbolic.edge_row, symbolic.edge_col)]
     edge = np.argsort(earlier, kind="stable")
     return Supernodes(
+        start=symbolic.ptr,
+        node=symbolic.node,
         ptr=ptr,
         parent=parent,
         row_ptr=row_ptr,
@@ -111,6 +116,7 @@ def _supernodes(symbolic: SymbolicFactor, merging: Merging) -> Supernodes:
         edge_row=symbolic.edge_row[edge],
         edge_col=symbolic.edge_col[edge],
         stack=stack,
+        identity=np.arange(np.concatenate([widths, heights]).max(initial=0)),
     )
 
 
