@@ -31,14 +31,14 @@ def lattice_layers(
     num_dags: int,
     position: str | None,
     size: tuple[int, ...] | None,
-    dropout: float,
-    mlp_channels: int | None,
     mixer_kwargs: Mapping[str, Any] | None,
+    **kwargs: Any,
 ) -> list[Module]:
     """Pre-norm layers of a mixer and a feed-forward network, after a position embedding
     if there is one.
 
-    `num_dags` is 4 for a grid, 2 for a sequence, and 1 for a causal sequence.
+    `num_dags` is 4 for a grid, 2 for a sequence, and 1 for a causal sequence. `kwargs`
+    are those of the layers.
     """
     if not callable(mixer) and mixer not in MIXERS:
         raise ValueError(
@@ -63,8 +63,8 @@ def lattice_layers(
         )
     for number in size or ():
         check_integer("size", number, 1)
-    own = {"in_channels", "channels", "heads", "rotary", "causal", "order",
-           "num_eval_permutations"}  # fmt: skip
+    own = {"in_channels", "channels", "heads", "rotary", "causal", "order"}
+    own.add("num_eval_permutations")
     if causal:  # which these would break
         own |= {"num_dags", "bidirectional"}
     taken = sorted(own & set(mixer_kwargs or {}))
@@ -112,11 +112,10 @@ def lattice_layers(
         GPSLayer(
             channels,
             mixer=make(index),
-            dropout=dropout,
             norm="layer_norm",
             norm_first=True,
             act="gelu",
-            mlp_channels=mlp_channels,
+            **kwargs,
         )
         for index in range(num_layers)
     ]

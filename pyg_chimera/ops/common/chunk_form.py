@@ -15,18 +15,12 @@ S_j, and that of a weight a_t is the sum of E_tj D_{t-1,j} over j, where E_t = d
 a_{t+1} E_{t+1} accumulates what nodes from t on read. Nothing is divided by a weight.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from pyg_chimera.ops.common.numba_runtime import (
-    inlined,
-    jit,
-    run,
-    stopped,
-    summed,
-)
+from pyg_chimera.ops.common.numba_runtime import inlined, jit, run, stopped, summed
 from pyg_chimera.ops.common.simd import (
     ADD,
     SET,
@@ -76,6 +70,38 @@ class PathStates(NamedTuple):
     reader: np.ndarray  #: [S], the node that reads each state
 
 
+class _Operands(NamedTuple):
+    """Factors of states and rows of nodes, see `forward`; or the gradients of all."""
+
+    weight: np.ndarray  #: [heads, L]
+    source: np.ndarray  #: [S, heads]
+    mark: np.ndarray  #: [S, heads]
+    query: np.ndarray  #: [V, groups, N]
+    key: np.ndarray  #: [V, groups, N]
+    value: np.ndarray  #: [V, heads, P]
+
+
+class _Rows(NamedTuple):
+    """Rows of the nodes that read, or write, states."""
+
+    begin: Any  #: a pointer to the row of node 0
+    stride: int  #: numbers from a node to the next
+    size: int  #: numbers in a row
+    node: np.ndarray  #: the reader or writer of each state
+
+
+class _Mask(NamedTuple):
+    """Pointers to matrices and vectors of a chunk, see `_mask_backward`."""
+
+    D: Any
+    scores: Any
+    products: Any
+    d_scores: Any
+    sums: Any
+    by_row: Any
+    by_weight: Any
+
+
 class _Cut(NamedTuple):
     """How work is divided into [blocks, heads x pieces / share] tasks."""
 
@@ -105,21 +131,17 @@ def chunk_cost(sizes: np.ndarray, num_keys: int, channels: int) -> np.ndarray:
     return sizes * (0.02 * (inside + between) + width) + 100.0
 
 
-def _costs(
-    paths: PathStates, query: np.ndarray, value: np.ndarray, share: int
-) -> np.ndarray:
+def _costs(paths: PathStates, x: _Operands, share: int) -> np.ndarray:
     """The cost of each task of the forward pass, in nanoseconds (approximately)."""
-    costs = 0.3 * chunk_cost(np.diff(paths.ptr), query.shape[2], value.shape[2])
+    costs = 0.3 * chunk_cost(np.diff(paths.ptr), x.query.shape[2], x.value.shape[2])
     costs = np.diff(np.append(0.0, np.cumsum(costs))[paths.block])
-    return np.repeat(share * costs, value.shape[1] // share)
+    return np.repeat(share * costs, x.value.shape[1] // share)
 
 
-def _scratch(
-    paths: PathStates, query: np.ndarray, value: np.ndarray, share: int
-) -> int:
+def _scratch(paths: PathStates, x: _Operands, share: int) -> int:
     """Numbers of scratch memory per task of the backward pass; forward needs fewer."""
-    vector, _ = vector_lanes(value.dtype)
-    n, p = (-(-x.shape[2] // vector) * vector for x in (query, value))
+    vector, _ = vector_lanes(x.value.dtype)
+    n, p = (-(-y.shape[2] // vector) * vector for y in (x.query, x.value))
     longest = int(np.diff(paths.ptr).max(initial=0))
     states = (-(-longest // _CHUNK) + 2) * share * n * p
     return states + _CHUNK * (6 * n + (2 * share + 5) * p + 4 * _CHUNK + 2 * vector + 8)
@@ -129,6 +151,16 @@ def _split(x: np.ndarray, pieces: int) -> np.ndarray:
     """Slices of value channels as heads, [V, heads * pieces, P / pieces]."""
     nodes, heads, channels = x.shape
     return x.reshape(nodes, heads * pieces, channels // pieces)
+
+
+def _operands(x: _Operands, pieces: int) -> _Operands:
+    """The operands with slices of value channels as heads."""
+    return x._replace(
+        weight=np.repeat(x.weight, pieces, 0),
+        source=np.repeat(x.source, pieces, 1),
+        mark=np.repeat(x.mark, pieces, 1),
+        value=_split(x.value, pieces),
+    )
 
 
 def forward(
@@ -154,23 +186,14 @@ def forward(
     out = np.zeros_like(value)
     if query.shape[2] == 0 or value.shape[2] == 0:
         return out
-    cut = _Cut.of(paths, query, value)
-    pieces = cut.pieces
-    value = _split(value, pieces)
+    pieces, share = _Cut.of(paths, query, value)
+    x = _operands(_Operands(weight, source, mark, query, key, value), pieces)
     run(
         _forward_tasks,
-        _costs(paths, query, value, cut.share),
-        _scratch(paths, query, value, cut.share),
+        _costs(paths, x, share),
+        _scratch(paths, x, share),
         out.dtype,
-        *paths,
-        np.repeat(weight, pieces, 0),
-        np.repeat(source, pieces, 1),
-        np.repeat(mark, pieces, 1),
-        query,
-        key,
-        value,
-        _split(out, pieces),
-        cut.share,
+        *(paths, x, _split(out, pieces), share),
     )
     return out
 
@@ -186,49 +209,27 @@ def backward(
     grad: np.ndarray,
 ) -> tuple[np.ndarray, ...]:
     """The gradients of query, key, value, source, mark and weight."""
-    grad_value, (nodes, heads, _) = np.zeros_like(value), value.shape
     if query.shape[2] == 0 or value.shape[2] == 0:
         return tuple(map(np.zeros_like, (query, key, value, source, mark, weight)))
-    cut = _Cut.of(paths, query, value)
-    pieces, groups = cut.pieces, query.shape[1]
-    value = _split(value, pieces)
-    parts = heads * pieces // groups // cut.share
-    dq = np.zeros((nodes, groups * parts, query.shape[2]), value.dtype)
-    dk = np.zeros_like(dq)
-    gates = (
-        np.repeat(weight, pieces, 0),
-        *(np.repeat(x, pieces, 1) for x in (source, mark)),
-    )
-    dw, ds, dm = map(np.zeros_like, gates)
+    pieces, share = _Cut.of(paths, query, value)
+    x = _operands(_Operands(weight, source, mark, query, key, value), pieces)
+    (nodes, heads, _), (_, groups, num_keys) = value.shape, query.shape
+    parts = heads * pieces // groups // share
+    dq, dk = np.zeros((2, nodes, groups * parts, num_keys), value.dtype)
+    d = _Operands(*map(np.zeros_like, x))._replace(query=dq, key=dk)
     run(
         _backward_tasks,
-        2.5 * _costs(paths, query, value, cut.share),
-        _scratch(paths, query, value, cut.share),
+        2.5 * _costs(paths, x, share),
+        _scratch(paths, x, share),
         value.dtype,
-        *paths,
-        *gates,
-        query,
-        key,
-        value,
-        _split(grad, pieces),
-        dq,
-        dk,
-        _split(grad_value, pieces),
-        ds,
-        dm,
-        dw,
-        cut.share,
+        *(paths, x, _split(grad, pieces), d, share),
     )
-    of_keys = (nodes, groups, parts, query.shape[2])
-    of_states, of_entries = (
-        (len(source), heads, pieces),
-        (heads, pieces, weight.shape[1]),
-    )
+    of_keys, of_states = (nodes, groups, parts, num_keys), (-1, heads, pieces)
     return (
-        *(summed(x.reshape(of_keys), (2,)) for x in (dq, dk)),
-        grad_value,
-        *(summed(x.reshape(of_states), (2,)) for x in (ds, dm)),
-        summed(dw.reshape(of_entries), (1,)),
+        *(summed(y.reshape(of_keys), (2,)) for y in (dq, dk)),
+        d.value.reshape(value.shape),
+        *(summed(y.reshape(of_states), (2,)) for y in (d.source, d.mark)),
+        summed(d.weight.reshape(heads, pieces, weight.shape[1]), (1,)),
     )
 
 
@@ -241,32 +242,39 @@ def _whole(width, p):
     return (width + lanes(p) - 1) // lanes(p) * lanes(p)
 
 
-@jit
-def _take_rows(target, ld, source, stride, node, state, a, m, size):
-    """Copies the rows of m nodes, zero-padded to whole vectors."""
-    for i in range(m):
-        row = source + node[state[a + i]] * stride
-        for at in range(0, size, lanes(target)):
-            store(target + (i * ld + at), load_part(row + at, size - at))
+@inlined
+def _rows(x, h, node):
+    """The rows of a head of x, [V, heads, channels]."""
+    _, heads, channels = x.shape
+    return _Rows(pointer(x) + h * channels, heads * channels, channels, node)
 
 
 @jit
-def _fetch_rows(source, stride, node, state, a, m, size):
-    """Prefetches the rows of m nodes, while the products of the last chunk are made."""
-    for i in range(m):
-        row = source + node[state[a + i]] * stride
-        for at in range(0, size, lanes(source)):
+def _take_rows(target, ld, rows, state):
+    """Copies the rows of states, zero-padded to whole vectors."""
+    for i in range(state.shape[0]):
+        row = rows.begin + rows.node[state[i]] * rows.stride
+        for at in range(0, rows.size, lanes(target)):
+            store(target + (i * ld + at), load_part(row + at, rows.size - at))
+
+
+@jit
+def _fetch_rows(rows, state, count):
+    """Prefetches the rows of states, of `count` heads, during other products."""
+    for i in range(state.shape[0]):
+        row = rows.begin + rows.node[state[i]] * rows.stride
+        for at in range(0, count * rows.size, lanes(row)):
             prefetch(row + at)
 
 
 @jit
-def _add_rows(target, stride, node, state, a, source, ld, factor, m, size):
-    """Adds scaled rows to the rows of m nodes."""
-    for i in range(m):
-        row, f = target + node[state[a + i]] * stride, splat(factor[i])
-        for at in range(0, size, lanes(target)):
-            x = load(source + (i * ld + at))
-            store_part(row + at, fma(f, x, load_part(row + at, size - at)), size - at)
+def _add_rows(rows, state, source, ld, factor):
+    """Adds scaled rows of a source to the rows of states."""
+    for i in range(state.shape[0]):
+        row, f = rows.begin + rows.node[state[i]] * rows.stride, splat(factor[i])
+        for at in range(0, rows.size, lanes(row)):
+            x, left = load(source + (i * ld + at)), rows.size - at
+            store_part(row + at, fma(f, x, load_part(row + at, left)), left)
 
 
 @jit
@@ -294,33 +302,24 @@ def _weigh_rows(dots, target, rows, other, factor, m, size):
 def _to_lower(C, A, lda, B, m, k):
     """The lower triangle of C = A B, [m, m]."""
     for i in range(0, m, _ROWS):
-        rows = min(_ROWS, m - i)
-        gemm(
-            C + i * _CHUNK, _CHUNK, A + i * lda, lda, 1, B, _CHUNK, rows, i + rows, k,
-            SET,
-        )  # fmt: skip
+        c, a, rows = C + i * _CHUNK, A + i * lda, min(_ROWS, m - i)
+        gemm(c, _CHUNK, a, lda, 1, B, _CHUNK, rows, i + rows, k, SET)
 
 
 @jit
 def _times_lower(C, ldc, A, B, ldb, m, n, mode):
     """C = A B, or C + A B, for a lower triangular A."""
     for i in range(0, m, _ROWS):
-        rows = min(_ROWS, m - i)
-        gemm(
-            C + i * ldc, ldc, A + i * _CHUNK, _CHUNK, 1, B, ldb, rows, n, i + rows,
-            mode,
-        )  # fmt: skip
+        c, a, rows = C + i * ldc, A + i * _CHUNK, min(_ROWS, m - i)
+        gemm(c, ldc, a, _CHUNK, 1, B, ldb, rows, n, i + rows, mode)
 
 
 @jit
 def _times_upper(C, ldc, A, B, ldb, m, n, mode):
     """C = A^T B, or C + A^T B, for a lower triangular A."""
     for i in range(0, m, _ROWS):
-        rows = min(_ROWS, m - i)
-        gemm(
-            C + i * ldc, ldc, A + i * (_CHUNK + 1), 1, _CHUNK, B + i * ldb, ldb, rows,
-            n, m - i, mode,
-        )  # fmt: skip
+        c, a, b = C + i * ldc, A + i * (_CHUNK + 1), B + i * ldb
+        gemm(c, ldc, a, 1, _CHUNK, b, ldb, min(_ROWS, m - i), n, m - i, mode)
 
 
 # -------------------------------------------------------------------------- decays
@@ -371,14 +370,13 @@ def _mask(D, scores, m):
 
 
 @jit
-def _mask_backward(
-    D, scores, products, d_scores, sums, by_row, by_weight, weight, mark, m, mode, one
-):  # fmt: skip
+def _mask_backward(mask, weight, mark, m, mode, one):
     """Given products dy_i^T v_j, turns D into M (D * scores), sets or adds to the
     gradient of the scores, and computes `by_row`, the gradients of marks, and
     `by_weight`, those of weights (within the chunk). `sums` holds E; initially, it is
     the gradient of the last row of decays.
     """
+    D, scores, products, d_scores, sums, by_row, by_weight = mask
     step = lanes(D)
     for i in range(m - 1, -1, -1):
         M = splat(mark[i])
@@ -416,14 +414,10 @@ def _mask_backward(
 
 
 @jit
-def _forward_tasks(
-    begin, end, stop, scratch, block, ptr, state, writer, reader, weight, source, mark,
-    query, key, value, out, share,
-):  # fmt: skip
-    _, heads, channels = value.shape
-    _, groups, num_keys = query.shape
-    of_keys, of_values, one = groups * num_keys, heads * channels, value.dtype.type(1)
-    Q = pointer(scratch)
+def _forward_tasks(begin, end, stop, scratch, paths, x, out, share):
+    _, heads, channels = x.value.shape
+    _, groups, num_keys = x.query.shape
+    one, Q = x.value.dtype.type(1), pointer(scratch)
     n, p = _whole(num_keys, Q), _whole(channels, Q)
     w, tasks = share * p, heads // share  # the values of a task's heads are adjacent
     K = Q + _CHUNK * n
@@ -436,48 +430,48 @@ def _forward_tasks(
     last, gate, C = reach + _CHUNK, reach + 2 * _CHUNK, reach + 3 * _CHUNK
     for task in range(begin, end):
         t, head = task // tasks, task % tasks * share
-        at = head // (heads // groups) * num_keys
-        q, k = pointer(query) + at, pointer(key) + at
-        v, y = pointer(value) + head * channels, pointer(out) + head * channels
-        for path in range(block[t], block[t + 1]):
-            for a in range(ptr[path], ptr[path + 1], _CHUNK):
+        g = head // (heads // groups)
+        q, k = _rows(x.query, g, paths.reader), _rows(x.key, g, paths.writer)
+        v, y = _rows(x.value, head, paths.writer), _rows(out, head, paths.reader)
+        for path in range(paths.block[t], paths.block[t + 1]):
+            start, after = paths.ptr[path], paths.ptr[path + 1]
+            for a in range(start, after, _CHUNK):
                 if stopped(stop):
                     return
-                m, mode = min(_CHUNK, ptr[path + 1] - a), ADD if a > ptr[path] else SET
-                _take_rows(Q, n, q, of_keys, reader, state, a, m, num_keys)
-                _take_rows(K, n, k, of_keys, writer, state, a, m, num_keys)
+                state = paths.state[a : min(a + _CHUNK, after)]
+                m, mode = state.shape[0], ADD if a > start else SET
+                _take_rows(Q, n, q, state)
+                _take_rows(K, n, k, state)
                 transpose(Kt, _CHUNK, K, n, m, n)
-                b = a + m
-                f = min(_CHUNK, ptr[path + 1] - b)
-                _fetch_rows(q, of_keys, reader, state, b, f, num_keys)
-                _fetch_rows(k, of_keys, writer, state, b, f, num_keys)
-                _fetch_rows(v, of_values, writer, state, b, f, share * channels)
-                _fetch_rows(y, of_values, reader, state, b, f, share * channels)
+                later = paths.state[a + m : min(a + m + _CHUNK, after)]
+                _fetch_rows(q, later, 1)
+                _fetch_rows(k, later, 1)
+                _fetch_rows(v, later, share)
+                _fetch_rows(y, later, share)
                 _to_lower(scores, Q, n, Kt, m, num_keys)
                 if mode == ADD:
                     gemm(Y, w, Q, n, 1, C, w, m, w, num_keys, SET)
-                for x in range(share):
-                    h, Vh, Yh, Ch = head + x, V + x * p, Y + x * p, C + x * p
-                    vh, yh = v + x * channels, y + x * channels
+                for j in range(share):
+                    h, Vh, Yh, Ch = head + j, V + j * p, Y + j * p, C + j * p
                     # The first position of a path has no weight entry.
-                    entry = h * weight.shape[1] + a - path - 1
-                    _take_rows(Vh, w, vh, of_values, writer, state, a, m, channels)
+                    weight = pointer(x.weight) + (h * x.weight.shape[1] + a - path - 1)
+                    _take_rows(Vh, w, _rows(x.value, h, paths.writer), state)
                     for i in range(m):
-                        gate[i] = source[state[a + i], h]
+                        gate[i] = x.source[state[i], h]
                     _scale_rows(Vh, Vh, w, gate, 1, m, p)
-                    _decays(D, pointer(weight) + entry, m, one)
+                    _decays(D, weight, m, one)
                     copy(last, D + (m - 1) * _CHUNK, m)
                     if mode == ADD:
-                        _reach(reach, pointer(weight) + entry, m, one)
+                        _reach(reach, weight, m, one)
                         _scale_rows(Yh, Yh, w, reach, 1, m, p)
                         _scale_rows(Ch, Ch, w, reach + (m - 1), 0, num_keys, p)
                     _mask(D, scores, m)
                     _times_lower(Yh, w, D, Vh, w, m, p, mode)
                     for i in range(m):
-                        gate[i] = mark[state[a + i], h]
-                    _add_rows(yh, of_values, reader, state, a, Yh, w, gate, m, channels)
+                        gate[i] = x.mark[state[i], h]
+                    _add_rows(_rows(out, h, paths.reader), state, Yh, w, gate)
                     _scale_rows(Vh, Vh, w, last, 1, m, p)
-                if a + m < ptr[path + 1]:
+                if a + m < after:
                     gemm(C, w, Kt, _CHUNK, 1, V, w, num_keys, w, m, mode)
 
 
@@ -485,65 +479,58 @@ def _forward_tasks(
 
 
 @jit
-def _backward_tasks(
-    begin, end, stop, scratch, block, ptr, state, writer, reader, weight, source, mark,
-    query, key, value, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
-    grad_weight, share,
-):  # fmt: skip
+def _backward_tasks(begin, end, stop, scratch, paths, x, grad, d, share):
     """States and adjoints are transposed, [channels, keys]."""
-    _, heads, channels = value.shape
-    _, groups, num_keys = query.shape
-    of_keys, of_values, one = groups * num_keys, heads * channels, value.dtype.type(1)
-    Q = pointer(scratch)
+    _, heads, channels = x.value.shape
+    _, groups, num_keys = x.query.shape
+    one, Q = x.value.dtype.type(1), pointer(scratch)
     n, p, tasks = _whole(num_keys, Q), _whole(channels, Q), heads // share
-    of_grads, square, size = tasks * num_keys, _CHUNK * _CHUNK, n * p
+    square, size = _CHUNK * _CHUNK, n * p
     K = Q + _CHUNK * n
     Kt, dQ, dK = K + _CHUNK * n, K + 2 * _CHUNK * n, K + 3 * _CHUNK * n
     T = K + 4 * _CHUNK * n
     V = T + _CHUNK * n
-    Vt, dV, dY, X = (
-        V + _CHUNK * p, V + 2 * _CHUNK * p, V + 3 * _CHUNK * p, V + 4 * _CHUNK * p
-    )  # fmt: skip
-    scores = V + 5 * _CHUNK * p
+    Vt, dV, dY = V + _CHUNK * p, V + 2 * _CHUNK * p, V + 3 * _CHUNK * p
+    X = V + 4 * _CHUNK * p
+    scores = X + _CHUNK * p
     D, products, d_scores = scores + square, scores + 2 * square, scores + 3 * square
     by_row = scores + 4 * square
     by_weight = by_row + _CHUNK * lanes(Q)
     M = by_weight + _CHUNK * lanes(Q)
     S, last, reach, marked = M + _CHUNK, M + 2 * _CHUNK, M + 3 * _CHUNK, M + 4 * _CHUNK
     sums, d_reach = M + 5 * _CHUNK, M + 6 * _CHUNK
+    mask = _Mask(D, scores, products, d_scores, sums, by_row, by_weight)
     Z = M + 7 * _CHUNK  # per head: the adjoint and its transpose
     states = Z + 2 * share * size  # per head: the states before each chunk
     for task in range(begin, end):
-        t, head = task // tasks, task % tasks * share
-        at = head // (heads // groups) * num_keys
-        q, k = pointer(query) + at, pointer(key) + at
-        at = task % tasks * num_keys
-        dq, dk = pointer(grad_query) + at, pointer(grad_key) + at
-        at = head * channels
-        vs, dys, dvs = pointer(value) + at, pointer(grad) + at, pointer(grad_value) + at
-        for path in range(block[t], block[t + 1]):
-            s, end_ = ptr[path], ptr[path + 1]
-            chunks = (end_ - s + _CHUNK - 1) // _CHUNK
+        t, part = task // tasks, task % tasks
+        head = part * share
+        g = head // (heads // groups)
+        q, k = _rows(x.query, g, paths.reader), _rows(x.key, g, paths.writer)
+        dq, dk = _rows(d.query, part, paths.reader), _rows(d.key, part, paths.writer)
+        vs, dys = _rows(x.value, head, paths.writer), _rows(grad, head, paths.reader)
+        dvs = _rows(d.value, head, paths.writer)
+        for path in range(paths.block[t], paths.block[t + 1]):
+            start, after = paths.ptr[path], paths.ptr[path + 1]
+            chunks = (after - start + _CHUNK - 1) // _CHUNK
             for c in range(chunks - 1):
                 if stopped(stop):
                     return
-                a, mode = s + c * _CHUNK, ADD if c > 0 else SET
-                _take_rows(K, n, k, of_keys, writer, state, a, _CHUNK, num_keys)
+                a, mode = start + c * _CHUNK, ADD if c > 0 else SET
+                state = paths.state[a : a + _CHUNK]
+                _take_rows(K, n, k, state)
                 if c + 2 < chunks:
-                    f = a + _CHUNK
-                    _fetch_rows(k, of_keys, writer, state, f, _CHUNK, num_keys)
-                    _fetch_rows(
-                        vs, of_values, writer, state, f, _CHUNK, share * channels
-                    )
-                for x in range(share):
-                    h, C = head + x, states + (x * chunks + c) * size
-                    weights = pointer(weight) + (h * weight.shape[1] + a - path - 1)
-                    v = pointer(value) + h * channels
-                    _take_rows(V, p, v, of_values, writer, state, a, _CHUNK, channels)
+                    later = paths.state[a + _CHUNK : a + 2 * _CHUNK]
+                    _fetch_rows(k, later, 1)
+                    _fetch_rows(vs, later, share)
+                for j in range(share):
+                    h, C = head + j, states + (j * chunks + c) * size
+                    weight = pointer(x.weight) + (h * x.weight.shape[1] + a - path - 1)
+                    _take_rows(V, p, _rows(x.value, h, paths.writer), state)
                     through = one
                     for i in range(_CHUNK - 1, -1, -1):
-                        last[i] = through * source[state[a + i], h]
-                        through = through * weights[i] if a + i > s else through
+                        last[i] = through * x.source[state[i], h]
+                        through = through * weight[i] if a + i > start else through
                     _scale_rows(V, V, p, last, 1, _CHUNK, p)
                     if c > 0:
                         reach[0] = through
@@ -552,65 +539,50 @@ def _backward_tasks(
             for c in range(chunks - 1, -1, -1):
                 if stopped(stop):
                     return
-                a = s + c * _CHUNK
-                m = min(_CHUNK, end_ - a)
-                _take_rows(Q, n, q, of_keys, reader, state, a, m, num_keys)
-                _take_rows(K, n, k, of_keys, writer, state, a, m, num_keys)
+                a = start + c * _CHUNK
+                state = paths.state[a : min(a + _CHUNK, after)]
+                m, mode = state.shape[0], ADD if c < chunks - 1 else SET
+                _take_rows(Q, n, q, state)
+                _take_rows(K, n, k, state)
                 transpose(Kt, _CHUNK, K, n, m, n)
                 _to_lower(scores, Q, n, Kt, m, num_keys)
                 if c > 0:
-                    f = a - _CHUNK
-                    _fetch_rows(q, of_keys, reader, state, f, _CHUNK, num_keys)
-                    _fetch_rows(k, of_keys, writer, state, f, _CHUNK, num_keys)
-                    _fetch_rows(
-                        vs, of_values, writer, state, f, _CHUNK, share * channels
-                    )
-                    _fetch_rows(
-                        dys, of_values, reader, state, f, _CHUNK, share * channels
-                    )
-                    _fetch_rows(
-                        dvs, of_values, writer, state, f, _CHUNK, share * channels
-                    )
-                    _fetch_rows(dq, of_grads, reader, state, f, _CHUNK, num_keys)
-                    _fetch_rows(dk, of_grads, writer, state, f, _CHUNK, num_keys)
+                    later = paths.state[a - _CHUNK : a]
+                    _fetch_rows(q, later, 1)
+                    _fetch_rows(k, later, 1)
+                    _fetch_rows(vs, later, share)
+                    _fetch_rows(dys, later, share)
+                    _fetch_rows(dvs, later, share)
+                    _fetch_rows(dq, later, 1)
+                    _fetch_rows(dk, later, 1)
                 clear(dQ, m * n)
                 clear(dK, m * n)
-                for x in range(share):
-                    h, C, Zh = (
-                        head + x,
-                        states + (x * chunks + c) * size,
-                        Z + 2 * x * size,
-                    )
-                    entry = h * weight.shape[1] + a - path - 1
-                    weights, d_weights = (
-                        pointer(weight) + entry,
-                        pointer(grad_weight) + entry,
-                    )
-                    at = h * channels
-                    v, dy, dv = (
-                        pointer(value) + at,
-                        pointer(grad) + at,
-                        pointer(grad_value) + at,
-                    )
-                    _take_rows(V, p, v, of_values, writer, state, a, m, channels)
-                    _take_rows(dY, p, dy, of_values, reader, state, a, m, channels)
+                for j in range(share):
+                    h, C = head + j, states + (j * chunks + c) * size
+                    Zh = Z + 2 * j * size
+                    entry = h * x.weight.shape[1] + a - path - 1
+                    weight = pointer(x.weight) + entry
+                    d_weight = pointer(d.weight) + entry
+                    v = _rows(x.value, h, paths.writer)
+                    _take_rows(V, p, v, state)
+                    _take_rows(dY, p, _rows(grad, h, paths.reader), state)
                     for i in range(m):
-                        M[i], S[i] = mark[state[a + i], h], source[state[a + i], h]
+                        M[i], S[i] = x.mark[state[i], h], x.source[state[i], h]
                     _scale_rows(V, V, p, S, 1, m, p)
                     transpose(Vt, _CHUNK, V, p, m, p)
                     _to_lower(products, dY, p, Vt, m, channels)
-                    _decays(D, weights, m, one)
+                    _decays(D, weight, m, one)
                     copy(last, D + (m - 1) * _CHUNK, m)
                     clear(sums, _CHUNK)
                     clear(d_reach, _CHUNK)
                     rest = one - one
                     if c > 0:
-                        _reach(reach, weights, m, one)
+                        _reach(reach, weight, m, one)
                         for i in range(m):
                             marked[i] = M[i] * reach[i]
                         gemm(T, n, dY, p, 1, C, n, m, n, channels, SET)
                         _weigh_rows(d_reach, dQ, T, Q, marked, m, n)
-                    if c < chunks - 1:
+                    if mode == ADD:
                         gemm(T, n, V, p, 1, Zh, n, m, n, channels, SET)
                         _weigh_rows(sums, dK, T, K, last, m, n)
                         gemm(dV, p, K, n, 1, Zh + size, p, m, p, num_keys, SET)
@@ -618,39 +590,33 @@ def _backward_tasks(
                         if c > 0:
                             rest = inner_product(Zh, C, channels * n)
                     if c > 0:
-                        if c < chunks - 1:
+                        if mode == ADD:
                             _scale_rows(Zh, Zh, n, reach + (m - 1), 0, channels, n)
                         _scale_rows(X, dY, p, marked, 1, m, p)
-                        gemm(
-                            Zh, n, X, 1, p, Q, n, channels, n, m,
-                            ADD if c < chunks - 1 else SET,
-                        )  # fmt: skip
+                        gemm(Zh, n, X, 1, p, Q, n, channels, n, m, mode)
                         transpose(Zh + size, p, Zh, n, channels, n)
-                    _mask_backward(
-                        D, scores, products, d_scores, sums, by_row, by_weight, weights,
-                        M, m, ADD if x > 0 else SET, one,
-                    )  # fmt: skip
-                    _times_upper(dV, p, D, dY, p, m, p, ADD if c < chunks - 1 else SET)
-                    _add_rows(dv, of_values, writer, state, a, dV, p, S, m, channels)
+                    _mask_backward(mask, weight, M, m, ADD if j > 0 else SET, one)
+                    _times_upper(dV, p, D, dY, p, m, p, mode)
+                    _add_rows(_rows(d.value, h, paths.writer), state, dV, p, S)
                     for i in range(m - 1, -1, -1):
-                        u = state[a + i]
-                        grad_source[u, h] = inner_product_of_rows(
-                            dV + i * p, v + writer[u] * of_values, channels
+                        u = state[i]
+                        d.source[u, h] = inner_product_of_rows(
+                            dV + i * p, v.begin + paths.writer[u] * v.stride, channels
                         )
-                        grad_mark[u, h] = by_row[i]
+                        d.mark[u, h] = by_row[i]
                         if c > 0:
-                            grad_mark[u, h] += reach[i] * d_reach[i]
+                            d.mark[u, h] += reach[i] * d_reach[i]
                             rest += M[i] * d_reach[i]
                             if i > 0:
                                 by_weight[i] += rest * reach[i - 1]
-                                rest *= weights[i]
+                                rest *= weight[i]
                             else:
                                 by_weight[i] = rest
-                        if a + i > s:
-                            d_weights[i] = by_weight[i]
+                        if a + i > start:
+                            d_weight[i] = by_weight[i]
                 _times_lower(dQ, n, d_scores, K, n, m, n, ADD)
                 _times_upper(dK, n, d_scores, Q, n, m, n, ADD)
                 for i in range(m):
                     reach[i] = one
-                _add_rows(dq, of_grads, reader, state, a, dQ, n, reach, m, num_keys)
-                _add_rows(dk, of_grads, writer, state, a, dK, n, reach, m, num_keys)
+                _add_rows(dq, state, dQ, n, reach)
+                _add_rows(dk, state, dK, n, reach)

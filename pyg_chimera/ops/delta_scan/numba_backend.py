@@ -28,8 +28,8 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; the mask form saves u and the factors of I - A."""
     if call.choice.form == "state":
         return state_sweeps.forward(call), ()
-    operands = arrays(*call.inputs[:5])
-    out, written, factors = dense_masks.forward(call.structure, *operands)
+    operands = dense_masks.Operands(*arrays(*call.inputs[:5]))
+    out, written, factors = dense_masks.forward(call.structure, operands)
     dtype = call.inputs.value.dtype  # saved tensors are viewed as this dtype
     saved = (torch.from_numpy(x).flatten().view(dtype) for x in (written, *factors))
     return torch.from_numpy(out), tuple(saved)
@@ -39,11 +39,10 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     """Gradients of query, key, value, beta, edge weight, and if given of surprise."""
     if call.choice.form == "state":
         return state_sweeps.backward(call, grad)
-    query, key, _, beta, weight, dy = arrays(*call.inputs[:5], grad)
+    operands = dense_masks.Operands(*arrays(*call.inputs[:5]))
     written, *parts = (x.numpy().view(np.float64) for x in saved)
-    factors = Factors(*(x.reshape(dy.shape[1], -1) for x in parts))
+    factors = Factors(*(x.reshape(grad.size(1), -1) for x in parts))
     grads = dense_masks.backward(
-        call.structure, query, key, beta, weight, written.reshape(dy.shape), factors,
-        dy,
-    )  # fmt: skip
+        call.structure, operands, written.reshape(grad.shape), factors, *arrays(grad)
+    )
     return tuple(map(torch.from_numpy, grads))

@@ -107,9 +107,10 @@ def _inputs(call: Call) -> _Inputs:
     return _Inputs(q, k, v, beta, weight, scale)
 
 
-def _width(value: np.ndarray) -> int:
+@jit
+def _width(value):
     """The length of a row of a state, in whole vectors."""
-    vector, _ = vector_lanes(value.dtype)
+    vector = lanes(pointer(value))
     return max(1, -(-value.shape[2] // vector)) * vector
 
 
@@ -166,12 +167,6 @@ def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
         of_blocks = torch.from_numpy(of_scale.sum(0))
         grads.append(-of_blocks / (surprise.square() * max(P, 1)))
     return tuple(grads)
-
-
-@jit
-def _padded(value, p):
-    """The length of a row of a state, in whole vectors."""
-    return max(1, -(-value.shape[2] // lanes(p))) * lanes(p)
 
 
 @jit
@@ -239,8 +234,7 @@ def _forward_blocks(first, last, stop, scratch, order, x, out):
     _, heads, P = x.value.shape
     _, groups, num_keys = x.key.shape
     one, most = x.value.dtype.type(1), x.value.dtype.type(np.inf)
-    error = pointer(scratch)
-    width = _padded(x.value, error)
+    error, width = pointer(scratch), _width(x.value)
     size = num_keys * width
     surprise, states = error + width, error + 2 * width
     for task in range(first, last):
@@ -277,7 +271,7 @@ def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
     one, most = x.value.dtype.type(1), x.value.dtype.type(np.inf)
     # For all nodes of a block: S, errors, surprises; the rest is for one node.
     states = pointer(scratch)
-    step, width = lanes(states), _padded(x.value, states)
+    step, width = lanes(states), _width(x.value)
     size = num_keys * width
     errors = states + largest * size
     surprises = errors + largest * width

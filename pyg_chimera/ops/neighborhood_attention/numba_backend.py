@@ -8,6 +8,7 @@ values, source by source, so that no two tasks add to the same memory.
 """
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -40,6 +41,28 @@ DEVICES = ("cpu",)
 _BLOCK = 32
 
 
+class _Operands(NamedTuple):
+    """The inputs, for several maps of H heads."""
+
+    query: np.ndarray  #: [V, maps * H, N]
+    key: np.ndarray  #: [V, maps * G, N]
+    value: np.ndarray  #: [V, G, P]
+    bias: np.ndarray  #: [E, maps * H], without a bias no rows
+    contrast: np.ndarray  #: [H], for one map empty
+    scale: np.floating
+    epsilon: np.floating
+    padding: np.ndarray  #: a vector of zeros, and one of minus infinities
+
+
+class _Gradients(NamedTuple):
+    """What the backward pass computes node by node."""
+
+    weight: np.ndarray  #: [E, H], not a gradient: by these, values are summed
+    logits: np.ndarray  #: [E, maps * H]
+    query: np.ndarray  #: [V, maps * H, N]
+    contrast: np.ndarray  #: [V, H], each node's share
+
+
 def why_not(call: Call) -> str | None:
     """It supports all calls."""
 
@@ -50,9 +73,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     heads = query.size(1) * value.size(1) // key.size(1)
     out = value.new_empty(value.size(0), heads, value.size(2))
     kept = value.new_empty(query.shape[:2])
-    _run(
-        _forward, call, call.structure.sources, 1.0, *_shared(call), *arrays(out, kept)
-    )
+    _run(_forward, call, call.structure.sources, 1.0, _operands(call), out, kept)
     return out, (kept,)
 
 
@@ -64,18 +85,13 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     weight = query.new_empty(num_edges, heads)
     dlogits = query.new_empty(num_edges, query.size(1))
     of_contrast = query.new_empty(0 if contrast is None else num_nodes, heads)
-    _run(
-        _backward_nodes, call, call.structure.sources, 2.0, *_shared(call),
-        *arrays(*saved, grad, weight, dlogits, dquery, of_contrast),
-    )  # fmt: skip
-    one = query.new_ones(()).numpy()[()]
-    for share, rows, scale, target in (
-        (weight, grad, one, dvalue), (dlogits, query, _scale(call), dkey)
-    ):  # fmt: skip
-        _run(
-            _backward_sources, call, call.structure.targets, 0.5,
-            *arrays(share, rows), scale, *arrays(target),
-        )  # fmt: skip
+    sources, targets = call.structure.sources, call.structure.targets
+    x = _operands(call)
+    d = _Gradients(*arrays(weight, dlogits, dquery, of_contrast))
+    _run(_backward_nodes, call, sources, 2.0, x, *saved, grad, d)
+    one = x.query.dtype.type(1)
+    _run(_backward_sources, call, targets, 0.5, weight, grad, one, dvalue)
+    _run(_backward_sources, call, targets, 0.5, dlogits, query, x.scale, dkey)
     grads = [dquery, dkey, dvalue]
     if bias is not None:
         grads.append(dlogits)
@@ -95,144 +111,111 @@ def _run(kernel, call: Call, edges: Neighbours, cost: float, *args) -> None:
     dtype = query.numpy().dtype
     step = vector_lanes(dtype)[0]
     # Scratch: a square of vectors, and rows with one number per edge of a node.
-    room = edges.most + step
-    run(
-        kernel, work * per_edge, step * step + 4 * room, dtype,
-        block, room, edges.ptr, edges.node, edges.edge, *args,
-    )  # fmt: skip
+    scratch = step * step + 4 * (edges.most + step)
+    taken = (arrays(x)[0] if isinstance(x, Tensor) else x for x in args)
+    run(kernel, work * per_edge, scratch, dtype, edges, *taken)
 
 
-def _scale(call: Call) -> np.floating:
-    return call.inputs.query.numpy().dtype.type(call.inputs.scale)
-
-
-def _shared(call: Call) -> list:
-    """The operands of both passes over targets; without a bias, it has no rows."""
+def _operands(call: Call) -> _Operands:
     query, key, value, bias, contrast = call.inputs[:5]
     bias = query.new_empty(0, query.size(1)) if bias is None else bias
     contrast = query.new_empty(0) if contrast is None else contrast
     dtype = query.numpy().dtype
     padding = np.repeat([0, -np.inf], vector_lanes(dtype)[0]).astype(dtype)
-    return [
-        *arrays(query, key, value, bias, contrast), padding, _scale(call),
-        dtype.type(EPSILON),
-    ]  # fmt: skip
+    rest = dtype.type(call.inputs.scale), dtype.type(EPSILON), padding
+    return _Operands._make([*arrays(query, key, value, bias, contrast), *rest])
 
 
 @jit
-def _forward(
-    begin, end, stop, scratch, block, room, ptr, node, edge, query, key, value, bias,
-    contrast, padding, scale, epsilon, out, kept,
-):  # fmt: skip
-    N, groups, (_, heads, P) = query.shape[2], value.shape[1], out.shape
-    maps, tile = query.shape[1] // heads, pointer(scratch)
-    q, k, v, y, b = (
-        pointer(query), pointer(key), pointer(value), pointer(out), pointer(bias)
-    )  # fmt: skip
+def _forward(begin, end, stop, scratch, edges, x, out, kept):
+    (num_nodes, heads, _), groups = out.shape, x.value.shape[1]
+    maps, tile = x.query.shape[1] // heads, pointer(scratch)
+    room = edges.most + lanes(tile)
     s = tile + lanes(tile) * lanes(tile)
-    zero, one = query.dtype.type(0), query.dtype.type(1)
-    unit, ends = query.dtype.type(1 / LOG_2), pointer(padding)
+    zero, one = x.query.dtype.type(0), x.query.dtype.type(1)
     for task in range(begin, end):
         if stopped(stop):
             return
-        for i in range(block[task], block[task + 1]):
-            start, n = ptr[i], ptr[i + 1] - ptr[i]
+        for i in range(task * _BLOCK, min((task + 1) * _BLOCK, num_nodes)):
+            node = edges.node[edges.ptr[i] : edges.ptr[i + 1]]
+            n = len(node)
             for h in range(heads):
                 g = h * groups // heads
                 for m in range(maps):
                     at, row = m * heads + h, s + m * room
-                    top = _logits(
-                        row, q + (i * maps * heads + at) * N, k + (m * groups + g) * N,
-                        maps * groups * N, N, node, start, n, tile, ends, scale, unit,
-                        b, bias.shape[0] > 0, edge, at, maps * heads,
-                    )  # fmt: skip
+                    top = _logits(row, i, at, m * groups + g, edges, x, tile)
                     kept[i, at] = _softmax(row, n, top, one)
                 count, whole = n, one
                 if maps == 2:
-                    whole = epsilon + _difference(s, s, s + room, n, contrast[h], zero)
+                    whole = x.epsilon + _difference(
+                        s, s, s + room, n, x.contrast[h], zero
+                    )
                 elif kept[i, h] == np.inf:  # no sources with finite logits
                     count = 0
-                _combine(
-                    y + (i * heads + h) * P, s, v + g * P, groups * P, P, node, start,
-                    count, one / whole, False,
-                )  # fmt: skip
+                target, scale = _row(out, i, h), one / whole
+                _combine(target, s, x.value, g, node[:count], scale, False)
 
 
 @jit
-def _backward_nodes(
-    begin, end, stop, scratch, block, room, ptr, node, edge, query, key, value, bias,
-    contrast, padding, scale, epsilon, kept, grad, weight, dlogits, dquery, dcontrast,
-):  # fmt: skip
-    N, groups, (_, heads, P) = query.shape[2], value.shape[1], grad.shape
-    maps, tile = query.shape[1] // heads, pointer(scratch)
-    q, k, v, dy, dq, b = (
-        pointer(query), pointer(key), pointer(value), pointer(grad), pointer(dquery),
-        pointer(bias),
-    )  # fmt: skip
+def _backward_nodes(begin, end, stop, scratch, edges, x, kept, grad, d):
+    (num_nodes, heads, _), groups = grad.shape, x.value.shape[1]
+    maps, tile = x.query.shape[1] // heads, pointer(scratch)
     step = lanes(tile)
-    s = tile + step * step
-    d, w, zero = s + 2 * room, s + 3 * room, query.dtype.type(0)
-    unit, ends = query.dtype.type(1 / LOG_2), pointer(padding)
+    room, s = edges.most + step, tile + step * step
+    of_weight, w, zero = s + 2 * room, s + 3 * room, x.query.dtype.type(0)
     for task in range(begin, end):
         if stopped(stop):
             return
-        for i in range(block[task], block[task + 1]):
-            start, n = ptr[i], ptr[i + 1] - ptr[i]
+        for i in range(task * _BLOCK, min((task + 1) * _BLOCK, num_nodes)):
+            node = edges.node[edges.ptr[i] : edges.ptr[i + 1]]
+            edge = edges.edge[edges.ptr[i] : edges.ptr[i + 1]]
+            n = len(node)
             for h in range(heads):
                 g = h * groups // heads
                 for m in range(maps):
                     at, row = m * heads + h, s + m * room
-                    _logits(
-                        row, q + (i * maps * heads + at) * N, k + (m * groups + g) * N,
-                        maps * groups * N, N, node, start, n, tile, ends, scale, unit,
-                        b, bias.shape[0] > 0, edge, at, maps * heads,
-                    )  # fmt: skip
+                    _logits(row, i, at, m * groups + g, edges, x, tile)
                     for t in range(0, n, step):
                         store(row + t, exp2(load(row + t) - splat(kept[i, at])))
-                _products(
-                    d, dy + (i * heads + h) * P, v + g * P, groups * P, P, node, start,
-                    n, tile,
-                )  # fmt: skip
+                _products(of_weight, _row(grad, i, h), x.value, g, node, tile)
                 if maps == 2:
-                    dcontrast[i, h] = _difference_back(
-                        s, s + room, d, w, n, contrast[h], epsilon, zero
+                    d.contrast[i, h] = _difference_back(
+                        s, s + room, of_weight, w, n, x.contrast[h], x.epsilon, zero
                     )
                 else:
-                    _softmax_back(s, d, w, n)
+                    _softmax_back(s, of_weight, w, n)
                 for t in range(n):
-                    weight[edge[start + t], h] = w[t]
+                    d.weight[edge[t], h] = w[t]
                 for m in range(maps):
                     at, row = m * heads + h, s + m * room
                     for t in range(n):
-                        dlogits[edge[start + t], at] = row[t]
-                    _combine(
-                        dq + (i * maps * heads + at) * N, row,
-                        k + (m * groups + g) * N, maps * groups * N, N, node, start, n,
-                        scale, False,
-                    )  # fmt: skip
+                        d.logits[edge[t], at] = row[t]
+                    target = _row(d.query, i, at)
+                    _combine(target, row, x.key, m * groups + g, node, x.scale, False)
 
 
 @jit
-def _backward_sources(
-    begin, end, stop, scratch, block, room, ptr, node, edge, weight, rows, scale, out,
-):  # fmt: skip
+def _backward_sources(begin, end, stop, scratch, edges, weight, rows, scale, out):
     """For each source, sums its targets' rows, with weights."""
-    (_, heads, size), groups = rows.shape, out.shape[1]
-    s, x, y = pointer(scratch), pointer(rows), pointer(out)
+    heads, (num_nodes, groups, _), s = rows.shape[1], out.shape, pointer(scratch)
     for task in range(begin, end):
         if stopped(stop):
             return
-        for j in range(block[task], block[task + 1]):
-            start, n = ptr[j], ptr[j + 1] - ptr[j]
+        for j in range(task * _BLOCK, min((task + 1) * _BLOCK, num_nodes)):
+            node = edges.node[edges.ptr[j] : edges.ptr[j + 1]]
+            edge = edges.edge[edges.ptr[j] : edges.ptr[j + 1]]
             for h in range(heads):
                 g = h * groups // heads
-                for t in range(n):
-                    s[t] = weight[edge[start + t], h]
+                for t in range(len(edge)):
+                    s[t] = weight[edge[t], h]
                 more = h > g * heads // groups
-                _combine(
-                    y + (j * groups + g) * size, s, x + h * size, heads * size, size,
-                    node, start, n, scale, more,
-                )  # fmt: skip
+                _combine(_row(out, j, g), s, rows, h, node, scale, more)
+
+
+@inlined
+def _row(x, i, h):
+    """A pointer to a row of [nodes, heads, channels]."""
+    return pointer(x) + (i * x.shape[1] + h) * x.shape[2]
 
 
 @inlined
@@ -305,21 +288,19 @@ def _difference_back(first, second, d, w, n, contrast, epsilon, zero):
 
 
 @inlined
-def _logits(
-    s, x, rows, stride, size, node, start, n, tile, ends, scale, unit, bias,
-    biased, edge, h, heads,
-):  # fmt: skip
+def _logits(s, i, h, g, edges, x, tile):
     """Sets s to logits to base two, padded with minus infinity; returns the largest,
     or any if some are NaN.
     """
-    _products(s, x, rows, stride, size, node, start, n, tile)
-    step = lanes(s)
-    top = load(ends + step)
+    start, end = edges.ptr[i], edges.ptr[i + 1]
+    _products(s, _row(x.query, i, h), x.key, g, edges.node[start:end], tile)
+    step, n, ends = lanes(s), end - start, pointer(x.padding)
+    unit, top = x.query.dtype.type(1 / LOG_2), load(ends + step)
     for t in range(0, n, step):
-        v = load(s + t) * splat(scale * unit)
-        if biased:
-            for i in range(t, min(t + step, n)):
-                tile[i - t] = bias[edge[start + i] * heads + h]
+        v = load(s + t) * splat(x.scale * unit)
+        if x.bias.shape[0] > 0:
+            for j in range(t, min(t + step, n)):
+                tile[j - t] = x.bias[edges.edge[start + j], h]
             v = fma(load_part(tile, n - t), splat(unit), v)
         if n - t < step:
             v = v + load(ends + (step - n + t))
@@ -329,34 +310,33 @@ def _logits(
 
 
 @inlined
-def _products(target, x, rows, stride, size, node, start, n, tile):
-    """The inner products of x with the rows of n nodes, zero-padded to full vectors."""
-    step = lanes(x)
+def _products(target, y, x, h, node, tile):
+    """The inner products of the row y with those of nodes, zero-padded to vectors."""
+    step, n, size = lanes(y), len(node), x.shape[2]
     for t in range(0, n, step):
         count = min(step, n - t)
         for i in range(count):
-            row = rows + node[start + t + i] * stride
-            sums = zeros(x)
+            row = _row(x, node[t + i], h)
+            sums = zeros(y)
             for c in range(0, size, step):
                 sums = fma(
-                    load_part(x + c, size - c), load_part(row + c, size - c), sums
+                    load_part(y + c, size - c), load_part(row + c, size - c), sums
                 )
             store(tile + i * step, sums)
         store(target + t, first(row_totals(tile), count))
 
 
 @inlined
-def _combine(target, w, rows, stride, size, node, start, n, scale, more):
-    """The weighted sum of the rows of n nodes; with `more`, added to the target.
+def _combine(target, w, x, h, node, scale, more):
+    """The weighted sum of the rows of nodes; with `more`, added to the target.
 
     In four independent sums, to hide the latency of additions.
     """
-    step, c = lanes(target), 0
+    step, n, size, c = lanes(target), len(node), x.shape[2], 0
     while size - c >= 4 * step:
         s0, s1, s2, s3 = zeros(w), zeros(w), zeros(w), zeros(w)
         for t in range(n):
-            row = rows + (node[start + t] * stride + c)
-            v = splat(w[t])
+            row, v = _row(x, node[t], h) + c, splat(w[t])
             s0 = fma(v, load(row), s0)
             s1 = fma(v, load(row + step), s1)
             s2 = fma(v, load(row + 2 * step), s2)
@@ -369,27 +349,13 @@ def _combine(target, w, rows, stride, size, node, start, n, scale, more):
     while c < size:
         left = size - c
         s0, s1, s2, s3 = zeros(w), zeros(w), zeros(w), zeros(w)
-        t = 0
-        while t + 4 <= n:
-            at = start + t
-            s0 = fma(splat(w[t]), load_part(rows + (node[at] * stride + c), left), s0)
-            at += 1
-            s1 = fma(
-                splat(w[t + 1]), load_part(rows + (node[at] * stride + c), left), s1
-            )
-            at += 1
-            s2 = fma(
-                splat(w[t + 2]), load_part(rows + (node[at] * stride + c), left), s2
-            )
-            at += 1
-            s3 = fma(
-                splat(w[t + 3]), load_part(rows + (node[at] * stride + c), left), s3
-            )
-            t += 4
-        while t < n:
-            at = start + t
-            s0 = fma(splat(w[t]), load_part(rows + (node[at] * stride + c), left), s0)
-            t += 1
+        for t in range(0, n - 3, 4):
+            s0 = fma(splat(w[t]), load_part(_row(x, node[t], h) + c, left), s0)
+            s1 = fma(splat(w[t + 1]), load_part(_row(x, node[t + 1], h) + c, left), s1)
+            s2 = fma(splat(w[t + 2]), load_part(_row(x, node[t + 2], h) + c, left), s2)
+            s3 = fma(splat(w[t + 3]), load_part(_row(x, node[t + 3], h) + c, left), s3)
+        for t in range(n - n % 4, n):
+            s0 = fma(splat(w[t]), load_part(_row(x, node[t], h) + c, left), s0)
         _put(target + c, (s0 + s1) + (s2 + s3), left, scale, more)
         c += step
 

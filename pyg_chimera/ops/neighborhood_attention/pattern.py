@@ -1,7 +1,7 @@
 """The attention pattern, as lists of neighbours in both directions."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -19,18 +19,13 @@ __all__ = ["EPSILON", "Neighbours", "Pattern", "pattern"]
 EPSILON = 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
-class Neighbours:
+class Neighbours(NamedTuple):
     """The edges of each node, as a compressed list. All arrays are int64."""
 
     ptr: np.ndarray  #: [V + 1], where the edges of each node begin
     node: np.ndarray  #: [E], the node at the other end
     edge: np.ndarray  #: [E], the index of the edge
-
-    @property
-    def most(self) -> int:
-        """The largest number of edges of a node."""
-        return int(np.diff(self.ptr).max(initial=0))
+    most: int  #: the largest number of edges of a node
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +53,6 @@ def pattern(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Pattern
 
     def neighbours(of: np.ndarray, other: np.ndarray) -> Neighbours:
         ptr, edge = compress(of, number, num_nodes)
-        return Neighbours(ptr=ptr, node=other[edge], edge=edge)
+        return Neighbours(ptr, other[edge], edge, int(np.diff(ptr).max(initial=0)))
 
     return Pattern(sources=neighbours(row, col), targets=neighbours(col, row))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,20 @@ class NodeSequences(NamedTuple):
     #: :math:`[S + 1]`, for :math:`B` graphs of :math:`K` bins. Permutations come first,
     #: then graphs in the order of their labels, then bins. Sequences may be empty.
     ptr: Tensor
+
+
+class _Options(NamedTuple):
+    """The arguments of `node_sequences` but for tensors, and the device."""
+
+    device: torch.device
+    num_nodes: int
+    num_permutations: int
+    num_bins: int
+    clusters: bool
+    shuffle: bool
+    batch_size: int | None
+    seed: int | None
+    generator: torch.Generator | None
 
 
 def node_sequences(
@@ -113,34 +127,26 @@ def node_sequences(
         seed=seed,
         batch_size=batch_size,
     )
-    options: list[Any] = [device, num_nodes, num_permutations, num_bins, clusters]
-    options += [shuffle, batch_size, seed, generator]
+    sizes = (device, num_nodes, num_permutations, num_bins)
+    options = _Options(*sizes, clusters, shuffle, batch_size, seed, generator)
     traced = torch.compiler.is_compiling()  # then, or in transforms, no contents
     traced = traced or torch._C._are_functorch_transforms_active()
     if seed is None or device.type != "cpu" or traced:
-        return _sequences(score, batch, *options)
-    index, ptr = remembered(_sequences, (score, batch), *options)
+        return _sequences(score, batch, options)
+    index, ptr = remembered(_sequences, (score, batch), options)
     return NodeSequences(index.clone(), ptr.clone())
 
 
 def _sequences(
-    score: Tensor | None,
-    batch: Tensor | None,
-    device: torch.device,
-    num_nodes: int,
-    m: int,
-    num_bins: int,
-    clusters: bool,
-    shuffle: bool,
-    batch_size: int | None,
-    seed: int | None,
-    generator: torch.Generator | None,
+    score: Tensor | None, batch: Tensor | None, options: _Options
 ) -> NodeSequences:
+    device, num_nodes, m, num_bins = options[:4]
+    seed, generator = options.seed, options.generator
     if batch is None:
-        num_graphs = 1 if batch_size is None else batch_size
+        num_graphs = 1 if options.batch_size is None else options.batch_size
         graph = torch.zeros(num_nodes, dtype=torch.long, device=device)
     else:
-        graph, num_graphs = _numbered(batch.long(), batch_size)
+        graph, num_graphs = _numbered(batch.long(), options.batch_size)
     size = graph.new_zeros(num_graphs).scatter_add_(0, graph, torch.ones_like(graph))
     first = size.cumsum(0) - size
 
@@ -153,9 +159,9 @@ def _sequences(
             return torch.randint(2**_BITS, shape, device=device)
         return torch.randint(2**_BITS, shape, generator=generator, device=device)
 
-    noise = draw(_place(graph, first), 0) if shuffle else None
+    noise = draw(_place(graph, first), 0) if options.shuffle else None
     group = _group(score, graph, num_graphs)
-    if clusters and shuffle:
+    if options.clusters and options.shuffle:
         group = _shuffled(_dense_rank(group), graph, num_graphs, draw)
 
     if num_bins == 1:
