@@ -5,8 +5,8 @@ states [S, rows of N, width of P] fit in a core's cache; each is computed from i
 parents, written, and read while it is in registers. A ring buffer, as long as edges
 lead back, holds the states that are still needed. The backward pass recomputes all
 states, then runs the mirror image for the adjoints, in a ring buffer, and computes all
-gradients on the way. On grids, nodes are swept instead: see `grid_sweeps` and
-`grid_node_sweeps`.
+gradients on the way. On grids, nodes are swept instead: see
+`grid_sweeps`.
 
 Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` is a matrix between
 nodes, however many states lie between them: a grid has eight per node in its four
@@ -63,7 +63,8 @@ from pyg_chimera.ops.common.vector_kit import (
     take_transposed,
     transpose,
 )
-from pyg_chimera.ops.dag_scan import grid_node_sweeps, grid_sweeps
+from pyg_chimera.ops.dag_scan import grid_sweeps
+from pyg_chimera.ops.dag_scan.grid_rows import GridOperands
 from pyg_chimera.ops.dag_scan.own import add_own, add_own_gradients
 from pyg_chimera.ops.dag_scan.states import (
     NOT_PATHS,
@@ -210,49 +211,40 @@ def _is_on_grids(call: Call) -> bool:
     return call.choice.form == "state" and isinstance(call.structure, GridStates)
 
 
-def _grid_operands(call: Call) -> list[Any]:
-    """The grids, gates, query, key and value in the layout of the grid sweeps."""
+def _grid_operands(call: Call) -> GridOperands:
+    """The operands in the layout of the grid sweeps."""
     states: GridStates = call.structure
     query, key, value = arrays(*call.inputs[:3])
-    gates = arrays(*(x for x in call.inputs[3:6] if x is not None))
     nodes, heads, _ = value.shape
-    shape = (nodes, len(states.orientations))
-    first: list[Any] = [states.grids]
-    sizes: tuple = ((2, heads), (2, heads), (2, 2, heads))
-    if states.on_nodes:
-        sizes = ((heads,), (2, heads))
-        first.append(np.array(states.orientations))
-    gates = [x.reshape(*shape, *y) for x, y in zip(gates, sizes, strict=True)]
-    return [*first, *gates, query, key, _sliced(len(states.grids.height), value)]
+    shape = (nodes, len(states.orientations), 1 if states.on_nodes else 2)
+    source, transition = arrays(call.inputs.source, call.inputs.transition)
+    mark = None if states.on_nodes else call.inputs.mark.contiguous().numpy()
+    return GridOperands(
+        query,
+        key,
+        _sliced(len(states.grids.height), value),
+        source.reshape(*shape, heads),
+        mark,
+        transition.reshape(*shape, 2, heads),
+    )
 
 
 def _grid_forward(call: Call) -> np.ndarray:
     """The output from sweeps of grids, with states on nodes or edges."""
-    sweeps = grid_node_sweeps if call.structure.on_nodes else grid_sweeps
-    out = sweeps.forward(*_grid_operands(call))
+    states: GridStates = call.structure
+    out = grid_sweeps.forward(states.grids, states.orientations, _grid_operands(call))
     return out.reshape(call.inputs.value.shape)
 
 
 def _grid_backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of all inputs but `direct`."""
-    operands, inputs = _grid_operands(call), call.inputs
-    _, heads, slices, _ = operands[-1].shape
-    operands.append(grad.contiguous().numpy().reshape(operands[-1].shape))
-    nodes, groups, num_keys = inputs.key.shape
-    if call.structure.on_nodes:
-        num_grids = len(call.structure.grids.height)
-        parts = heads_a_task(num_grids, groups, heads * slices)
-        dq, dk, dv, *of_gates = grid_node_sweeps.backward(*operands, parts=parts)
-        dq, dk = (summed(x, (0,)) for x in (dq, dk))
-    else:
-        dq, dk, dv, *of_gates = grid_sweeps.backward(*operands)
-        shape = (slices, nodes, groups, heads // groups, num_keys)
-        dq, dk = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
-    found = (dq, dk, dv, *(summed(x, (0,)) for x in of_gates))
-    likes = (x for x in inputs[:6] if x is not None)
+    states, operands = call.structure, _grid_operands(call)
+    dy = grad.contiguous().numpy().reshape(operands.value.shape)
+    found = grid_sweeps.backward(states.grids, states.orientations, operands, dy)
     return tuple(
         torch.from_numpy(x).view(like.shape)
-        for x, like in zip(found, likes, strict=True)
+        for x, like in zip(found, call.inputs[:6], strict=True)
+        if x is not None
     )
 
 
