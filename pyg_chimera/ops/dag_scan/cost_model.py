@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.chunk_form import chunk_cost
 from pyg_chimera.ops.common.dispatch import Cost
-from pyg_chimera.ops.dag_scan import grid_node_sweeps, grid_sweeps
+from pyg_chimera.ops.dag_scan import grid_sweeps
 from pyg_chimera.ops.dag_scan.states import GridStates, StateGraph
 
 __all__ = ["cost_of"]
@@ -49,11 +49,10 @@ def cost_of(
             rows = visits / np.maximum(np.minimum(*structure.grids[:2]), 1)
             time = visits * (0.4 * lanes + 50.0) + rows * 0.5 * lanes
             operations = 3.0 * visits * 4.0 * lanes
-            held = float(grid_node_sweeps.most_held(structure.grids, 16))
         else:
             time = visits * (0.8 * lanes + 70.0)
             operations = 3.0 * visits * 9.0 * lanes
-            held = float(grid_sweeps.most_held(structure.grids, 16))
+        held = float(grid_sweeps.most_held(structure.grids, structure.on_nodes, 16))
     else:
         # The fewer channels of all states fit in the cache, the longer a state takes.
         lanes = num_keys * (-(-channels // 16) * 16)  # in whole vectors

@@ -5,8 +5,8 @@ states [S, rows of N, width of P] fit in a core's cache; each is computed from i
 parents, written, and read while it is in registers. A ring buffer, as long as edges
 lead back, holds the states that are still needed. The backward pass recomputes all
 states, then runs the mirror image for the adjoints, in a ring buffer, and computes all
-gradients on the way. On grids, nodes are swept instead: see `grid_sweeps` and
-`grid_node_sweeps`.
+gradients on the way. On grids, nodes are swept instead: see
+`grid_sweeps`.
 
 Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` is a matrix between
 nodes, however many states lie between them: a grid has eight per node in its four
@@ -63,9 +63,15 @@ from pyg_chimera.ops.common.vector_kit import (
     take_transposed,
     transpose,
 )
-from pyg_chimera.ops.dag_scan import grid_node_sweeps, grid_sweeps
+from pyg_chimera.ops.dag_scan import grid_sweeps
+from pyg_chimera.ops.dag_scan.grid_rows import GridOperands
 from pyg_chimera.ops.dag_scan.own import add_own, add_own_gradients
-from pyg_chimera.ops.dag_scan.states import NOT_PATHS, GridStates, StateGraph
+from pyg_chimera.ops.dag_scan.states import (
+    NOT_PATHS,
+    BlockNodes,
+    GridStates,
+    StateGraph,
+)
 
 DEVICES = ("cpu",)
 
@@ -122,7 +128,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 class _Operands(NamedTuple):
-    """The kernels' operands besides the graph, in their order."""
+    """The operands, or their gradients."""
 
     weight: np.ndarray  #: [heads, L], in the order of the graph's entries
     source: np.ndarray  #: [S, heads]
@@ -139,6 +145,25 @@ class _Operands(NamedTuple):
         weight = np.empty((value.shape[1], graph.edge.shape[0]), value.dtype)
         _to_entries(weight, transition, graph.edge)
         return cls(weight, source, mark, query, key, value)
+
+
+class _Edges(NamedTuple):
+    """The edges into each position, or out of it."""
+
+    ptr: np.ndarray  #: [S + 1], first of the edges of each position, ...
+    other: np.ndarray  #: [L], ... the positions of their other ends, ...
+    entry: np.ndarray  #: [L], ... and their entries in `weight`
+
+
+def _edges(graph: StateGraph) -> tuple[_Edges, _Edges]:
+    """The edges into, and out of, each position; cached in the graph's tables."""
+    if _Edges not in graph.tables:
+        entries = np.arange(len(graph.parent))
+        graph.tables[_Edges] = (
+            _Edges(graph.parent_ptr, graph.parent, entries),
+            _Edges(graph.child_ptr, graph.child, graph.child_entry),
+        )
+    return graph.tables[_Edges]
 
 
 def _by_edge(graph: StateGraph, grad_weight: np.ndarray) -> np.ndarray:
@@ -186,49 +211,40 @@ def _is_on_grids(call: Call) -> bool:
     return call.choice.form == "state" and isinstance(call.structure, GridStates)
 
 
-def _grid_operands(call: Call) -> list[Any]:
-    """The grids, gates, query, key and value in the layout of the grid sweeps."""
+def _grid_operands(call: Call) -> GridOperands:
+    """The operands in the layout of the grid sweeps."""
     states: GridStates = call.structure
     query, key, value = arrays(*call.inputs[:3])
-    gates = arrays(*(x for x in call.inputs[3:6] if x is not None))
     nodes, heads, _ = value.shape
-    shape = (nodes, len(states.orientations))
-    first: list[Any] = [states.grids]
-    sizes: tuple = ((2, heads), (2, heads), (2, 2, heads))
-    if states.on_nodes:
-        sizes = ((heads,), (2, heads))
-        first.append(np.array(states.orientations))
-    gates = [x.reshape(*shape, *y) for x, y in zip(gates, sizes, strict=True)]
-    return [*first, *gates, query, key, _sliced(len(states.grids.height), value)]
+    shape = (nodes, len(states.orientations), 1 if states.on_nodes else 2)
+    source, transition = arrays(call.inputs.source, call.inputs.transition)
+    mark = None if states.on_nodes else call.inputs.mark.contiguous().numpy()
+    return GridOperands(
+        query,
+        key,
+        _sliced(len(states.grids.height), value),
+        source.reshape(*shape, heads),
+        mark,
+        transition.reshape(*shape, 2, heads),
+    )
 
 
 def _grid_forward(call: Call) -> np.ndarray:
     """The output from sweeps of grids, with states on nodes or edges."""
-    sweeps = grid_node_sweeps if call.structure.on_nodes else grid_sweeps
-    out = sweeps.forward(*_grid_operands(call))
+    states: GridStates = call.structure
+    out = grid_sweeps.forward(states.grids, states.orientations, _grid_operands(call))
     return out.reshape(call.inputs.value.shape)
 
 
 def _grid_backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of all inputs but `direct`."""
-    operands, inputs = _grid_operands(call), call.inputs
-    _, heads, slices, _ = operands[-1].shape
-    operands.append(grad.contiguous().numpy().reshape(operands[-1].shape))
-    nodes, groups, num_keys = inputs.key.shape
-    if call.structure.on_nodes:
-        num_grids = len(call.structure.grids.height)
-        parts = heads_a_task(num_grids, groups, heads * slices)
-        dq, dk, dv, *of_gates = grid_node_sweeps.backward(*operands, parts=parts)
-        dq, dk = (summed(x, (0,)) for x in (dq, dk))
-    else:
-        dq, dk, dv, *of_gates = grid_sweeps.backward(*operands)
-        shape = (slices, nodes, groups, heads // groups, num_keys)
-        dq, dk = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
-    found = (dq, dk, dv, *(summed(x, (0,)) for x in of_gates))
-    likes = (x for x in inputs[:6] if x is not None)
+    states, operands = call.structure, _grid_operands(call)
+    dy = grad.contiguous().numpy().reshape(operands.value.shape)
+    found = grid_sweeps.backward(states.grids, states.orientations, operands, dy)
     return tuple(
         torch.from_numpy(x).view(like.shape)
-        for x, like in zip(found, likes, strict=True)
+        for x, like in zip(found, call.inputs[:6], strict=True)
+        if x is not None
     )
 
 
@@ -248,27 +264,6 @@ def _sliced(num_blocks: int, value: np.ndarray) -> np.ndarray:
     return value.reshape(num_nodes, num_heads, slices, width)
 
 
-def _state_scratch(
-    graph: StateGraph, num_keys: int, value: np.ndarray, kept: bool
-) -> int:
-    """Numbers of scratch memory per tile."""
-    vector, _ = vector_lanes(value.dtype)
-    width = max(1, -(-value.shape[3] // vector)) * vector
-    if kept:
-        most = _most_numbers(
-            graph.component_ptr, graph.bandwidth, max(1, num_keys), width, _tile(value)
-        )
-    else:
-        held = int(graph.bandwidth.max(initial=0)) + 2
-        most = max(_tile(value), held * max(_MIN_LANES, width))
-    return most + (num_keys + LANES) * LANES
-
-
-def _tile(value: np.ndarray) -> int:
-    """Numbers of states per tile."""
-    return _TILE_BYTES // value.itemsize
-
-
 def _state_costs(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> np.ndarray:
     """The cost of each task, in order: block, head, slice."""
     _, heads, slices, width = value.shape
@@ -276,39 +271,53 @@ def _state_costs(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> np.
     return np.repeat(work * query.shape[2] * width, heads * slices)
 
 
-def _components(graph: StateGraph) -> tuple[np.ndarray, ...]:
-    return (
-        graph.block_component,
-        graph.component_ptr,
-        graph.bandwidth,
-        graph.state,
-        graph.parent_ptr,
-        graph.parent,
-    )
+class _Plan(NamedTuple):
+    """A graph of states, for the state form."""
+
+    block: np.ndarray  #: [T + 1], first component of each block
+    ptr: np.ndarray  #: [C + 1], first position of each component
+    bandwidth: np.ndarray  #: [C], the most positions that an edge leads back
+    state: np.ndarray  #: [S], state at each position
+    writer: np.ndarray  #: [S], the node that writes each state
+    reader: np.ndarray  #: [S], the node that reads each state
+    parents: _Edges
+    children: _Edges
+    room: int  #: the numbers of states that a tile may hold
+
+    @classmethod
+    def of(cls, graph: StateGraph, room: int) -> "_Plan":
+        components = graph.block_component, graph.component_ptr, graph.bandwidth
+        states = graph.state, graph.writer, graph.reader
+        return cls(*components, *states, *_edges(graph), room)
+
+
+class _Tile(NamedTuple):
+    """Some key channels of the states of a component, for a head and a slice."""
+
+    start: int  #: the first state's position
+    num_states: int
+    ring: int  #: how many states must be held to compute the next one
+    kept: int  #: states per segment of the backward pass
+    a: int  #: the first key channel
+    m: int  #: how many key channels
+    width: int  #: of a slice, in whole vectors
+    h: int
+    slice: int
+
+
+class _Ring(NamedTuple):
+    """A ring buffer of states, followed by a state that is zero."""
+
+    states: Any  #: a pointer
+    length: int
+    size: int  #: numbers per state
 
 
 def _state_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
     """The output from states C = A C + S k v^T, y = sum M q^T C."""
-    weight, source, mark, q, k, v = operands
-    v = _sliced(graph.sizes.shape[0], v)
-    out = np.zeros_like(v)
-    run(
-        _state_forward_blocks,
-        _state_costs(graph, q, v),
-        _state_scratch(graph, q.shape[2], v, kept=False),
-        v.dtype,
-        *_components(graph),
-        weight,
-        graph.writer,
-        graph.reader,
-        source,
-        mark,
-        q,
-        k,
-        v,
-        out,
-        _tile(v),
-    )
+    value = _sliced(graph.sizes.shape[0], operands.value)
+    out = np.zeros_like(value)
+    _run_state_form(graph, operands._replace(value=value), out, None)
     return out.reshape(operands.value.shape)
 
 
@@ -320,60 +329,72 @@ def _state_backward(
     With the adjoint Z = A^T Z + M q dy^T: dq = M C dy, dM = q^T C dy, dk = S Z v,
     dv = S Z^T k, dS = k^T Z v and dA_ij = <Z_i, C_j>. C is recomputed.
     """
-    weight, source, mark, q, k, v = operands
-    v = _sliced(graph.sizes.shape[0], v)
+    v = _sliced(graph.sizes.shape[0], operands.value)
     num_nodes, num_heads, slices, _ = v.shape
-    groups, num_keys = q.shape[1:]
+    groups, num_keys = operands.query.shape[1:]
     # Each slice, and each head of a group, has its own part, summed below.
-    dq = np.zeros((slices, num_nodes, num_heads, num_keys), v.dtype)
-    dk = np.zeros_like(dq)
-    dv = np.zeros_like(v)
-    ds, dm = (np.zeros((slices, *source.shape), v.dtype) for _ in range(2))
-    dw = np.zeros((slices, *weight.shape), v.dtype)
-    run(
-        _state_backward_blocks,
-        3 * _state_costs(graph, q, v),
-        _state_scratch(graph, q.shape[2], v, kept=True),
-        v.dtype,
-        *_components(graph),
-        weight,
-        graph.writer,
-        graph.reader,
-        source,
-        mark,
-        q,
-        k,
-        v,
-        graph.child_ptr,
-        graph.child,
-        graph.child_entry,
-        dy.reshape(v.shape),
-        dq,
-        dk,
-        dv,
-        ds,
-        dm,
-        dw,
-        _tile(v),
-    )
+    dq, dk = (np.zeros((slices, num_nodes, num_heads, num_keys), v.dtype) for _ in "qk")
+    dw, ds, dm = (np.zeros((slices, *x.shape), v.dtype) for x in operands[:3])
+    d = _Operands(dw, ds, dm, dq, dk, np.zeros_like(v))
+    _run_state_form(graph, operands._replace(value=v), dy.reshape(v.shape), d)
     shape = (slices, num_nodes, groups, num_heads // groups, num_keys)
     grad_query, grad_key = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
-    grad_source, grad_mark, grad_weight = (summed(x, (0,)) for x in (ds, dm, dw))
-    return (
-        grad_query,
-        grad_key,
-        dv.reshape(dy.shape),
-        grad_source,
-        grad_mark,
-        _by_edge(graph, grad_weight),
-    )
+    grad_weight, *of_gates = (summed(x, (0,)) for x in (dw, ds, dm))
+    of_value = d.value.reshape(dy.shape)
+    return grad_query, grad_key, of_value, *of_gates, _by_edge(graph, grad_weight)
+
+
+def _run_state_form(
+    graph: StateGraph, x: _Operands, y: np.ndarray, d: _Operands | None
+) -> None:
+    """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
+    num_keys, channels = x.query.shape[2], x.value.shape[3]
+    plan = _Plan.of(graph, _TILE_BYTES // x.value.itemsize)
+    vector, _ = vector_lanes(x.value.dtype)
+    width = max(1, -(-channels // vector)) * vector
+    scratch = 2 * (num_keys + vector) * vector
+    scratch += _most_numbers(plan, max(1, num_keys), width, d is not None)
+    costs = _state_costs(graph, x.query, x.value) * (1 if d is None else 3)
+    run(_state_tasks, costs, scratch, x.value.dtype, plan, x, y, d)
 
 
 @jit
-def _rows(held, num_keys, width, room):
-    """The key channels per tile such that `held` states fit, in even shares."""
-    fit = max(1, max(room // held, _MIN_LANES) // max(1, width))
-    return even_share(num_keys, fit)
+def _most_numbers(plan, num_keys, width, is_backward):
+    """The most numbers of states and adjoints, and of states before segments."""
+    most = 0
+    for c in range(plan.bandwidth.shape[0]):
+        kept, held, rows = _cut(plan, c, num_keys, width, is_backward)
+        if is_backward:
+            n, ring = plan.ptr[c + 1] - plan.ptr[c], plan.bandwidth[c] + 1
+            held += (n + kept - 1) // kept * ring
+        most = max(most, held * rows * width)
+    return most
+
+
+@jit
+def _cut(plan, c, num_keys, width, is_backward):
+    """The states of a component per segment, how many are held at a time, and the key
+    channels per tile such that these fit, in even shares.
+    """
+    n, ring = plan.ptr[c + 1] - plan.ptr[c], plan.bandwidth[c] + 1
+    kept, held = n, ring + 1
+    if is_backward:
+        kept = _segment(n, ring, num_keys * width, plan.room)
+        held = kept + 2 * ring + 2
+    fit = max(1, max(plan.room // held, _MIN_LANES) // max(1, width))
+    return kept, held, even_share(num_keys, fit)
+
+
+@jit
+def _segment(n, ring, size, room):
+    """How many consecutive states are held: all, if a quarter of their channels fit, or
+    if the states stored before segments would take about as much; else as many as fit
+    in a quarter of the room.
+    """
+    if (n + 2 * ring + 2) * size <= 4 * room or n <= 32 * ring:
+        return n
+    fit = room // 4 // size - 2 * ring
+    return max(2 * ring, min(n, max(fit, int(math.sqrt(n)))))
 
 
 # Indices are plain loop variables, and arrays are indexed directly: numba counts
@@ -385,16 +406,10 @@ def _slot(slot, step, ring):
     """The slot `step` away in a ring buffer, less than once around."""
     slot += step
     if slot < 0:
-        slot += ring
-    if slot >= ring:
-        slot -= ring
+        slot += ring.length
+    if slot >= ring.length:
+        slot -= ring.length
     return slot
-
-
-@inlined
-def _combine(target, a, left, b, right, size):
-    for at in range(0, size, lanes(target)):
-        store(target + at, fma(a, load(left + at), b * load(right + at)))
 
 
 @inlined
@@ -404,40 +419,33 @@ def _accumulate(target, a, row, size):
 
 
 @inlined
-def _before(states, ring, size, slot, i, x, stop, other, entry, weight, h):
-    """Two slots and weights whose weighted sum flows into a state from its neighbours.
+def _before(ring, slot, i, edges, weights):
+    """Two states and weights whose weighted sum flows into a state from its neighbours.
 
     If there are more than two neighbours, all but the first are summed up in the
-    state's own slot. The slot at index `ring`, which is zero, stands for a missing one.
+    state's own slot. The state of zeros stands for a missing one.
     """
-    zero = weight.dtype.type(0)
-    r0, r1, c0, c1 = ring, ring, zero, zero
+    x, stop, zero = edges.ptr[i], edges.ptr[i + 1], weights.dtype.type(0)
+    s0, s1, w0, w1 = ring.length, ring.length, zero, zero
     if x < stop:
-        r0, c0 = _slot(slot, other[x] - i, ring), weight[h, entry[x]]
+        s0, w0 = _slot(slot, edges.other[x] - i, ring), weights[edges.entry[x]]
     if x + 1 < stop:
-        r1, c1 = _slot(slot, other[x + 1] - i, ring), weight[h, entry[x + 1]]
+        s1, w1 = _slot(slot, edges.other[x + 1] - i, ring), weights[edges.entry[x + 1]]
     if x + 2 < stop:
-        _join(
-            states, ring, size, slot, i, x + 1, stop, other, entry, weight, h
-        )  # fmt: skip
-        r1, c1 = slot, weight.dtype.type(1)
-    return r0, c0, r1, c1
+        _join(ring, slot, i, edges, weights)
+        s1, w1 = slot, weights.dtype.type(1)
+    states, size = ring.states, ring.size
+    return states + s0 * size, splat(w0), states + s1 * size, splat(w1)
 
 
 @jit
-def _join(states, ring, size, slot, i, x, stop, other, entry, weight, h):
-    """Sets a slot to the weighted sum of a state's neighbours x to `stop`."""
-    target = states + slot * size
-    clear(target, size)
-    for y in range(x, stop):
-        row = states + _slot(slot, other[y] - i, ring) * size
-        _accumulate(target, splat(weight[h, entry[y]]), row, size)
-
-
-@jit
-def _whole(width, p):
-    """A width rounded up to whole vectors."""
-    return (width + lanes(p) - 1) // lanes(p) * lanes(p)
+def _join(ring, slot, i, edges, weights):
+    """Sets a slot to the weighted sum of a state's neighbours but the first."""
+    target = ring.states + slot * ring.size
+    clear(target, ring.size)
+    for x in range(edges.ptr[i] + 1, edges.ptr[i + 1]):
+        row = ring.states + _slot(slot, edges.other[x] - i, ring) * ring.size
+        _accumulate(target, splat(weights[edges.entry[x]]), row, ring.size)
 
 
 @jit
@@ -455,247 +463,141 @@ def _add_sums(target, gate, rows, factors, m):
 
 
 @jit
-def _state_forward_blocks(
-    first, last, stop, scratch, block_component, component_ptr, bandwidth, order,
-    before_ptr, before, weight, writer, reader, source, mark, query, key, value, out,
-    room,
-):  # fmt: skip
-    num_heads, slices = value.shape[1], value.shape[2]
-    states = pointer(scratch)
-    width = _whole(value.shape[3], states)
-    entries = np.arange(before.shape[0])
+def _state_tasks(first, last, stop, scratch, plan, x, y, d):
+    """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
+    _, heads, slices, w = x.value.shape
+    memory, num_keys = pointer(scratch), x.query.shape[2]
+    width = (w + lanes(memory) - 1) // lanes(memory) * lanes(memory)
     for task in range(first, last):
-        if stopped(stop):
-            return
-        block, slice_ = task // (num_heads * slices), task % slices
-        h = (task // slices) % num_heads
-        for c in range(block_component[block], block_component[block + 1]):
-            s, n = component_ptr[c], component_ptr[c + 1] - component_ptr[c]
-            held = bandwidth[c] + 2
-            rows = _rows(held, query.shape[2], width, room)
-            for a0 in range(0, query.shape[2], rows):
+        block, part = task // (heads * slices), task % (heads * slices)
+        h, slice_ = part // slices, part % slices
+        for c in range(plan.block[block], plan.block[block + 1]):
+            start, n = plan.ptr[c], plan.ptr[c + 1] - plan.ptr[c]
+            kept, _, rows = _cut(plan, c, num_keys, width, d is not None)
+            for a in range(0, num_keys, rows):
                 if stopped(stop):
                     return
-                _state_forward_tile(
-                    states, held - 1, width, s, n, a0, min(rows, query.shape[2] - a0),
-                    h, slice_, order, before_ptr, before, entries, weight, writer,
-                    reader, source, mark, query, key, value, out,
-                )  # fmt: skip
+                ring, m = plan.bandwidth[c] + 1, min(rows, num_keys - a)
+                tile = _Tile(start, n, ring, kept, a, m, width, h, slice_)
+                if d is None:
+                    states = _Ring(memory, ring, m * width)
+                    clear(memory + ring * m * width, m * width)
+                    _sweep(states, 0, start, start + n, plan, x, tile, y)
+                else:
+                    _sweep_back(plan, x, y, d, tile, memory)
 
 
 @jit
-def _state_forward_tile(
-    states, ring, width, s, n, a0, m, h, slice_, order, before_ptr, before, entries,
-    weight, writer, reader, source, mark, query, key, value, out,
-):  # fmt: skip
-    _, num_heads, slices, w = value.shape
-    _, groups, num_keys = query.shape
-    g, size, step = h // (num_heads // groups), m * width, lanes(states)
-    keys, queries = (
-        pointer(key) + (g * num_keys + a0),
-        pointer(query) + (g * num_keys + a0),
-    )
-    values, outs = (pointer(value) + (h * slices + slice_) * w,
-                    pointer(out) + (h * slices + slice_) * w)  # fmt: skip
-    clear(states + ring * size, size)
-    slot = -1
-    for i in range(s, s + n):
-        slot = _slot(slot, 1, ring)
-        state = order[i]
-        u, z = writer[state], reader[state]
-        s0, c0, s1, c1 = _before(
-            states, ring, size, slot, i, before_ptr[i], before_ptr[i + 1], before,
-            entries, weight, h,
-        )  # fmt: skip
-        x0, x1, x = states + s0 * size, states + s1 * size, states + slot * size
-        w0, w1 = splat(c0), splat(c1)
-        S, M = splat(source[state, h]), splat(mark[state, h])
-        k, q = keys + u * groups * num_keys, queries + z * groups * num_keys
-        v, y = values + u * num_heads * slices * w, outs + z * num_heads * slices * w
+def _sweep(ring, slot, begin, end, plan, x, tile, out):
+    """Computes the states from `begin` to `end`, in slots from `slot` on, and adds what
+    is read from them to `out`, unless it is None.
+    """
+    _, heads, slices, w = x.value.shape
+    _, groups, num_keys = x.query.shape
+    of_keys, of_values, step = groups * num_keys, heads * slices * w, lanes(ring.states)
+    weights, h, width = x.weight[tile.h], tile.h, tile.width
+    at = h // (heads // groups) * num_keys + tile.a
+    keys, queries = pointer(x.key) + at, pointer(x.query) + at
+    at = (h * slices + tile.slice) * w
+    values = pointer(x.value) + at
+    for i in range(begin, end):
+        state = plan.state[i]
+        u, z = plan.writer[state], plan.reader[state]
+        x0, w0, x1, w1 = _before(ring, slot, i, plan.parents, weights)
+        own = ring.states + slot * ring.size
+        S, M = splat(x.source[state, h]), splat(x.mark[state, h])
+        k, q, v = keys + u * of_keys, queries + z * of_keys, values + u * of_values
         for p in range(0, w, step):
-            written, read = S * load_part(v + p, w - p), zeros(states)
-            at = p
-            for a in range(m):
-                flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
+            written, read = S * load_part(v + p, w - p), zeros(own)
+            here = p
+            for a in range(tile.m):
+                flow = fma(w0, load(x0 + here), w1 * load(x1 + here))
                 c = fma(splat(k[a]), written, flow)
-                store(x + at, c)
-                read = fma(splat(q[a]), c, read)
-                at += width
-            store_part(y + p, fma(M, read, load_part(y + p, w - p)), w - p)
+                store(own + here, c)
+                if out is not None:
+                    read = fma(splat(q[a]), c, read)
+                here += width
+            if out is not None:
+                y = pointer(out) + (at + z * of_values + p)
+                store_part(y, fma(M, read, load_part(y, w - p)), w - p)
+        slot = _slot(slot, 1, ring)
 
 
 @jit
-def _state_backward_blocks(
-    first, last, stop, scratch, block_component, component_ptr, bandwidth, order,
-    before_ptr, before, weight, writer, reader, source, mark, query, key, value,
-    after_ptr, after, after_entry, grad, grad_query, grad_key, grad_value, grad_source,
-    grad_mark, grad_weight, room,
-):  # fmt: skip
-    num_heads, slices = value.shape[1], value.shape[2]
-    states = pointer(scratch)
-    width = _whole(value.shape[3], states)
-    entries = np.arange(before.shape[0])
-    for task in range(first, last):
-        if stopped(stop):
-            return
-        block, slice_ = task // (num_heads * slices), task % slices
-        h = (task // slices) % num_heads
-        for c in range(block_component[block], block_component[block + 1]):
-            s, n = component_ptr[c], component_ptr[c + 1] - component_ptr[c]
-            ring = bandwidth[c] + 1
-            kept = _segment(n, ring, query.shape[2] * width, room)
-            rows = _rows(kept + 2 * ring + 2, query.shape[2], width, room)
-            for a0 in range(0, query.shape[2], rows):
-                if stopped(stop):
-                    return
-                _state_backward_tile(
-                    states, ring, kept, width, s, n, a0,
-                    min(rows, query.shape[2] - a0), h, slice_, order, before_ptr,
-                    before, entries, weight, writer, reader, source, mark, query, key,
-                    value, after_ptr, after, after_entry, grad, grad_query, grad_key,
-                    grad_value, grad_source, grad_mark, grad_weight,
-                )  # fmt: skip
-
-
-@jit
-def _segment(n, ring, size, room):
-    """How many consecutive states are held: all, if a quarter of their channels fit, or
-    if the states stored before segments would take about as much; else as many as fit
-    in a quarter of the room.
-    """
-    if (n + 2 * ring + 2) * size <= 4 * room or n <= 32 * ring:
-        return n
-    fit = room // 4 // size - 2 * ring
-    return max(2 * ring, min(n, max(fit, int(math.sqrt(n)))))
-
-
-@jit
-def _most_numbers(component_ptr, bandwidth, num_keys, width, room):
-    """The most numbers of held states and adjoints, and of states before segments."""
-    most = 0
-    for c in range(bandwidth.shape[0]):
-        n, ring = component_ptr[c + 1] - component_ptr[c], bandwidth[c] + 1
-        kept = _segment(n, ring, num_keys * width, room)
-        held = kept + 2 * ring + 2
-        rows = _rows(held, num_keys, width, room)
-        most = max(most, (held + (n + kept - 1) // kept * ring) * rows * width)
-    return most
-
-
-@jit
-def _state_backward_tile(
-    states, ring, kept, width, s, n, a0, m, h, slice_, order, before_ptr, before,
-    entries, weight, writer, reader, source, mark, query, key, value, after_ptr, after,
-    after_entry, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
-    grad_weight,
-):  # fmt: skip
+def _sweep_back(plan, x, grad, d, tile, memory):
     """Processes segments from the last one on. The states of each are recomputed from
-    those stored before it, which precede them in `states`.
+    those stored before it, which precede them in their ring.
     """
-    num_nodes, num_heads, slices, w = value.shape
-    _, groups, num_keys = query.shape
+    num_nodes, heads, slices, w = x.value.shape
+    _, groups, num_keys = x.query.shape
     if w == 0:
         return
-    g, size, step = h // (num_heads // groups), m * width, lanes(states)
-    of_keys, of_values = groups * num_keys, num_heads * slices * w
-    of_grads = num_heads * num_keys
-    segments, line = (n + kept - 1) // kept, ring + kept
-    rows = states  # rows of products, to be summed
-    states = rows + (m + step) * step
-    adjoints = states + (line + 1) * size
-    stored = adjoints + (ring + 1) * size
-    at = g * num_keys + a0
-    keys, queries = pointer(key) + at, pointer(query) + at
-    at = (h * slices + slice_) * w
-    values, grads = pointer(value) + at, pointer(grad) + at
-    d_values = pointer(grad_value) + at
-    at = (slice_ * num_nodes * num_heads + h) * num_keys + a0
-    d_keys, d_queries = pointer(grad_key) + at, pointer(grad_query) + at
-    clear(states + line * size, size)
-    clear(adjoints + ring * size, size)
+    kept, width, m, h, step = tile.kept, tile.width, tile.m, tile.h, lanes(memory)
+    of_keys, of_grads = groups * num_keys, heads * num_keys
+    of_values = heads * slices * w
+    weights, size, held = x.weight[h], m * width, tile.ring * m * width
+    # Rows of products, to be summed; then states, adjoints, and stored states.
+    of_q, of_k = memory, memory + (m + step) * step
+    states = _Ring(of_k + (m + step) * step, tile.ring + kept, size)
+    adjoints = _Ring(states.states + (states.length + 1) * size, tile.ring, size)
+    stored = adjoints.states + (held + size)
+    clear(states.states + states.length * size, size)
+    clear(adjoints.states + held, size)
+    at = h // (heads // groups) * num_keys + tile.a
+    keys, queries = pointer(x.key) + at, pointer(x.query) + at
+    at = (h * slices + tile.slice) * w
+    values, d_values = pointer(x.value) + at, pointer(d.value) + at
+    grads = pointer(grad) + at
+    at = (tile.slice * num_nodes * heads + h) * num_keys + tile.a
+    d_keys, d_queries = pointer(d.key) + at, pointer(d.query) + at
+    segments = (tile.num_states + kept - 1) // kept
     for segment in range(segments - 1):
-        for i in range(s + segment * kept, s + (segment + 1) * kept):
-            state, slot = order[i], ring + i - s - segment * kept
-            u = writer[state]
-            s0, c0, s1, c1 = _before(
-                states, line, size, slot, i, before_ptr[i], before_ptr[i + 1], before,
-                entries, weight, h,
-            )  # fmt: skip
-            x0, x1, x = states + s0 * size, states + s1 * size, states + slot * size
-            w0, w1, S = splat(c0), splat(c1), splat(source[state, h])
-            k, v = keys + u * of_keys, values + u * of_values
-            for p in range(0, w, step):
-                written = S * load_part(v + p, w - p)
-                at = p
-                for a in range(m):
-                    flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
-                    store(x + at, fma(splat(k[a]), written, flow))
-                    at += width
-        copy(states, states + kept * size, ring * size)
-        copy(stored + (segment + 1) * ring * size, states, ring * size)
-    slot = ring
+        begin = tile.start + segment * kept
+        _sweep(states, tile.ring, begin, begin + kept, plan, x, tile, None)
+        copy(states.states, states.states + kept * size, held)
+        copy(stored + (segment + 1) * held, states.states, held)
+    slot = tile.ring
     for segment in range(segments - 1, -1, -1):
         if 0 < segment < segments - 1:
-            copy(states, stored + segment * ring * size, ring * size)
-        begin, end = s + segment * kept, s + min(n, (segment + 1) * kept)
-        for i in range(begin, end):
-            state, place = order[i], ring + i - begin
-            u, z = writer[state], reader[state]
-            s0, c0, s1, c1 = _before(
-                states, line, size, place, i, before_ptr[i], before_ptr[i + 1], before,
-                entries, weight, h,
-            )  # fmt: skip
-            x0, x1, x = states + s0 * size, states + s1 * size, states + place * size
-            w0, w1, S = splat(c0), splat(c1), splat(source[state, h])
-            k, q = keys + u * of_keys, queries + z * of_keys
-            v, dy = values + u * of_values, grads + z * of_values
-            for p in range(0, w, step):
-                written, read = S * load_part(v + p, w - p), load_part(dy + p, w - p)
-                at = p
-                for a in range(m):
-                    flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
-                    c = fma(splat(k[a]), written, flow)
-                    store(x + at, c)
-                    row = rows + a * step
-                    store(row, c * read if p == 0 else fma(c, read, load(row)))
-                    at += width
-            grad_mark[slice_, state, h] += _add_sums(
-                d_queries + z * of_grads, mark[state, h], rows, q, m
-            )
+            copy(states.states, stored + segment * held, held)
+        begin = tile.start + segment * kept
+        end = min(tile.start + tile.num_states, begin + kept)
+        _sweep(states, tile.ring, begin, end, plan, x, tile, None)
+        of_segment = states.states + tile.ring * size
         for i in range(end - 1, begin - 1, -1):
-            slot = _slot(slot, -1, ring)
-            state = order[i]
-            u, z = writer[state], reader[state]
-            s0, c0, s1, c1 = _before(
-                adjoints, ring, size, slot, i, after_ptr[i], after_ptr[i + 1], after,
-                after_entry, weight, h,
-            )  # fmt: skip
-            x0, x1 = adjoints + s0 * size, adjoints + s1 * size
-            w0, w1, x = splat(c0), splat(c1), adjoints + slot * size
-            S, M = splat(source[state, h]), splat(mark[state, h])
+            slot = _slot(slot, -1, adjoints)
+            state = plan.state[i]
+            u, z = plan.writer[state], plan.reader[state]
+            x0, w0, x1, w1 = _before(adjoints, slot, i, plan.children, weights)
+            own = of_segment + (i - begin) * size
+            adjoint = adjoints.states + slot * size
+            S, M = splat(x.source[state, h]), splat(x.mark[state, h])
             k, q = keys + u * of_keys, queries + z * of_keys
             v, dv = values + u * of_values, d_values + u * of_values
             dy = grads + z * of_values
             for p in range(0, w, step):
-                read, written = M * load_part(dy + p, w - p), load_part(v + p, w - p)
-                d_written = zeros(states)
-                at = p
+                y, written = load_part(dy + p, w - p), load_part(v + p, w - p)
+                read, d_written = M * y, zeros(memory)
+                here = p
                 for a in range(m):
-                    flow = fma(w0, load(x0 + at), w1 * load(x1 + at))
+                    flow = fma(w0, load(x0 + here), w1 * load(x1 + here))
                     c = fma(splat(q[a]), read, flow)
-                    store(x + at, c)
+                    store(adjoint + here, c)
                     d_written = fma(splat(k[a]), c, d_written)
-                    row = rows + a * step
-                    store(row, c * written if p == 0 else fma(c, written, load(row)))
-                    at += width
+                    to_k, to_q, s = of_k + a * step, of_q + a * step, load(own + here)
+                    store(to_k, c * written if p == 0 else fma(c, written, load(to_k)))
+                    store(to_q, s * y if p == 0 else fma(s, y, load(to_q)))
+                    here += width
                 store_part(dv + p, fma(S, d_written, load_part(dv + p, w - p)), w - p)
-            grad_source[slice_, state, h] += _add_sums(
-                d_keys + u * of_grads, source[state, h], rows, k, m
+            d.mark[tile.slice, state, h] += _add_sums(
+                d_queries + z * of_grads, x.mark[state, h], of_q, q, m
             )
-            for y in range(before_ptr[i], before_ptr[i + 1]):
-                place = ring + before[y] - begin
-                inner = inner_product(x, states + place * size, size)
-                grad_weight[slice_, h, y] += inner
+            d.source[tile.slice, state, h] += _add_sums(
+                d_keys + u * of_grads, x.source[state, h], of_k, k, m
+            )
+            for e in range(plan.parents.ptr[i], plan.parents.ptr[i + 1]):
+                other = of_segment + (plan.parents.other[e] - begin) * size
+                d.weight[tile.slice, h, e] += inner_product(adjoint, other, size)
 
 
 # ------------------------------------------------------------------------- mask form
@@ -721,28 +623,30 @@ def _mask_scratch(graph: StateGraph, operands: _Operands) -> int:
     return _WIDTH * (states + 5 * n + 2 * channels) + 2 * n * channels
 
 
-def _joined(graph: StateGraph) -> tuple[np.ndarray, ...]:
-    return *graph.nodes, graph.block_bandwidth
+class _Blocks(NamedTuple):
+    """A graph of states, for the mask form."""
+
+    ptr: np.ndarray  #: [T + 1], first position of each block
+    bandwidth: np.ndarray  #: [T], the most positions that an edge leads back
+    state: np.ndarray  #: [S], state at each position
+    nodes: BlockNodes
+    parents: _Edges
+    children: _Edges
+
+    @classmethod
+    def of(cls, graph: StateGraph) -> "_Blocks":
+        bandwidth, state = graph.block_bandwidth, graph.state
+        return cls(graph.ptr, bandwidth, state, graph.nodes, *_edges(graph))
 
 
 def _mask_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
     """The output from gating matrices between nodes."""
     share = _share(graph, operands.query, operands.value)
     out = np.zeros_like(operands.value)
+    costs = _mask_costs(graph, operands, share)
     run(
-        _mask_forward_blocks,
-        _mask_costs(graph, operands, share),
-        _mask_scratch(graph, operands),
-        out.dtype,
-        graph.ptr,
-        graph.state,
-        graph.child_ptr,
-        graph.child,
-        graph.child_entry,
-        *_joined(graph),
-        *operands,
-        out,
-        share,
+        *(_mask_forward_tasks, costs, _mask_scratch(graph, operands), out.dtype),
+        *(_Blocks.of(graph), operands, out, share),
     )
     return out
 
@@ -755,39 +659,21 @@ def _mask_backward(
     With L = (I - A)^-1 S and Z = (I - A)^-T M^T dG: dM is the row-wise <dG, L>, dS is
     the entry of Z for a state and its writer, and dA_ij = <Z_i, L_j>.
     """
-    weight, source, _, q, _, v = operands
-    share = _share(graph, q, v)
-    num_nodes, num_heads, _ = v.shape
-    groups, num_keys = q.shape[1:]
-    dq = np.zeros((num_nodes, num_heads // share, num_keys), v.dtype)
-    dk, dv = np.zeros_like(dq), np.zeros_like(v)
-    ds, dm, dw = np.zeros_like(source), np.zeros_like(source), np.zeros_like(weight)
+    share = _share(graph, operands.query, operands.value)
+    num_nodes, num_heads, _ = operands.value.shape
+    groups, num_keys = operands.query.shape[1:]
+    shape: tuple = (num_nodes, num_heads // share, num_keys)
+    dq, dk = np.zeros(shape, dy.dtype), np.zeros(shape, dy.dtype)
+    rest = map(np.zeros_like, operands[:3])
+    d = _Operands(*rest, dq, dk, np.zeros_like(dy))  # type: ignore[call-arg]
+    costs = 3 * _mask_costs(graph, operands, share)
     run(
-        _mask_backward_blocks,
-        3 * _mask_costs(graph, operands, share),
-        _mask_scratch(graph, operands),
-        v.dtype,
-        graph.ptr,
-        graph.state,
-        graph.parent_ptr,
-        graph.parent,
-        *_joined(graph),
-        *operands,
-        graph.child_ptr,
-        graph.child,
-        graph.child_entry,
-        dy,
-        dq,
-        dk,
-        dv,
-        ds,
-        dm,
-        dw,
-        share,
+        *(_mask_backward_tasks, costs, _mask_scratch(graph, operands), dy.dtype),
+        *(_Blocks.of(graph), operands, dy, d, share),
     )
     shape = (num_nodes, groups, num_heads // groups // share, num_keys)
     grad_query, grad_key = (summed(x.reshape(shape), (2,)) for x in (dq, dk))
-    return grad_query, grad_key, dv, ds, dm, _by_edge(graph, dw)
+    return grad_query, grad_key, d.value, d.source, d.mark, _by_edge(graph, d.weight)
 
 
 @jit
@@ -796,43 +682,42 @@ def _width(n):
     return (even_share(n, _WIDTH) + LANES - 1) // LANES * LANES
 
 
+@inlined
+def _flow(ring, slot, i, edges, weights):
+    """Sets a state's row to what flows into it from its neighbours, and returns it."""
+    x0, w0, x1, w1 = _before(ring, slot, i, edges, weights)
+    row = ring.states + slot * ring.size
+    for at in range(0, ring.size, lanes(row)):
+        store(row + at, fma(w0, load(x0 + at), w1 * load(x1 + at)))
+    return row
+
+
 @jit
-def _feed(
-    states, ring, width, slot, i, c0, before_ptr, before, entries, weight, h, writer,
-    source,
-):  # fmt: skip
+def _feed(ring, slot, i, edges, weights, column, source):
     """Sets and returns a state's row of L: what flows into it, and its own source.
 
     Or of the transposed matrix, with readers for writers and marks for sources.
     """
-    s0, w0, s1, w1 = _before(
-        states, ring, width, slot, i, before_ptr[i], before_ptr[i + 1], before, entries,
-        weight, h,
-    )  # fmt: skip
-    row = states + slot * width
-    _combine(row, splat(w0), states + s0 * width, splat(w1), states + s1 * width, width)
-    column = writer[i] - c0
-    if column >= 0 and column < width:
+    row = _flow(ring, slot, i, edges, weights)
+    if column >= 0 and column < ring.size:
         row[column] += source
     return row
 
 
 @jit
-def _mask_forward_blocks(
-    first, last, stop, scratch, ptr, order, after_ptr, after, after_entry, node_ptr,
-    node, writer, reader, bandwidth, weight, source, mark, query, key, value, out,
-    share,
-):  # fmt: skip
+def _mask_forward_tasks(first, last, stop, scratch, blocks, x, out, share):
     """Uses the transposed sweep: y^T = V^T (G * Q K^T)^T needs no transposed copy."""
-    heads, channels, num_keys = value.shape[1], value.shape[2], query.shape[2]
-    tasks = heads // share
+    _, heads, channels = x.value.shape
+    _, groups, num_keys = x.query.shape
+    ptr, order, nodes_of = blocks.ptr, blocks.state, blocks.nodes
+    children = blocks.children
     for task in range(first, last):
         if stopped(stop):
             return
-        block, head = task // tasks, (task % tasks) * share
-        g = head * query.shape[1] // heads
-        nodes = node[node_ptr[block] : node_ptr[block + 1]]
-        n, ring = nodes.shape[0], bandwidth[block] + 1
+        block, head = task // (heads // share), task % (heads // share) * share
+        g = head * groups // heads
+        nodes = nodes_of.node[nodes_of.ptr[block] : nodes_of.ptr[block + 1]]
+        n, length = nodes.shape[0], blocks.bandwidth[block] + 1
         width = _width(n)
         m = (n + LANES - 1) // LANES * LANES
         at = n * num_keys
@@ -845,27 +730,27 @@ def _mask_forward_blocks(
         at += width * channels
         tall = scratch[at : at + 2 * n * width].reshape(2, n, width)
         G, scores = tall[0], tall[1]
-        at += 2 * n * width
-        states = pointer(scratch) + at
-        take(k, key, nodes, g)
+        ring = _Ring(pointer(scratch) + (at + 2 * n * width), length, width)
+        take(k, x.key, nodes, g)
         for c0 in range(0, n, width):
             count = min(width, n - c0)
-            take_columns(qt, query, nodes, g, c0, count)
+            take_columns(qt, x.query, nodes, g, c0, count)
             matmul(scores, k, qt)
             for h in range(head, head + share):
+                weights = x.weight[h]
                 G[:] = 0
-                clear(states + ring * width, width)
-                slot = ring
+                clear(ring.states + length * width, width)
+                slot = length
                 for i in range(ptr[block + 1] - 1, ptr[block] - 1, -1):
-                    slot = _slot(slot, -1, ring)
+                    slot, state = _slot(slot, -1, ring), order[i]
                     row = _feed(
-                        states, ring, width, slot, i, c0, after_ptr, after, after_entry,
-                        weight, h, reader, mark[order[i], h],
-                    )  # fmt: skip
-                    S = splat(source[order[i], h])
-                    _accumulate(pointer(G) + writer[i] * width, S, row, width)
+                        *(ring, slot, i, children, weights),
+                        *(nodes_of.reader[i] - c0, x.mark[state, h]),
+                    )
+                    S, target = splat(x.source[state, h]), nodes_of.writer[i]
+                    _accumulate(pointer(G) + target * width, S, row, width)
                 multiply(G, G, scores)
-                take_transposed(vt, value, nodes, h)
+                take_transposed(vt, x.value, nodes, h)
                 matmul(yt, vt, G)
                 for i in range(count):
                     for c in range(channels):
@@ -885,23 +770,19 @@ def _mask_gradients(d_scores, G, dG, scores, size):
 
 
 @jit
-def _mask_backward_blocks(
-    first, last, stop, scratch, ptr, order, before_ptr, before, node_ptr, node, writer,
-    reader, bandwidth, weight, source, mark, query, key, value, after_ptr, after,
-    after_entry, grad, grad_query, grad_key, grad_value, grad_source, grad_mark,
-    grad_weight, share,
-):  # fmt: skip
-    heads, channels, num_keys = value.shape[1], value.shape[2], query.shape[2]
-    entries = np.arange(before.shape[0])
-    tasks = heads // share
+def _mask_backward_tasks(first, last, stop, scratch, blocks, x, grad, d, share):
+    _, heads, channels = x.value.shape
+    _, groups, num_keys = x.query.shape
+    ptr, order, nodes_of = blocks.ptr, blocks.state, blocks.nodes
+    parents, children = blocks.parents, blocks.children
     for task in range(first, last):
         if stopped(stop):
             return
-        block, part = task // tasks, task % tasks
-        g = part * share * query.shape[1] // heads
+        block, part = task // (heads // share), task % (heads // share)
+        g = part * share * groups // heads
         s, num_states = ptr[block], ptr[block + 1] - ptr[block]
-        nodes = node[node_ptr[block] : node_ptr[block + 1]]
-        n, ring = nodes.shape[0], bandwidth[block] + 1
+        nodes = nodes_of.node[nodes_of.ptr[block] : nodes_of.ptr[block + 1]]
+        n, length = nodes.shape[0], blocks.bandwidth[block] + 1
         width = _width(n)
         m = (n + LANES - 1) // LANES * LANES
         at = n * num_keys
@@ -922,66 +803,56 @@ def _mask_backward_blocks(
         G, scores, dG = tall[0], tall[1], tall[2]
         at += 3 * n * width
         d_scores = scratch[at : at + m * width].reshape(m, width)
-        at += m * width
-        states = pointer(scratch) + at
-        adjoints = states + (num_states + 1) * width
-        take(q, query, nodes, g)
+        states = _Ring(pointer(scratch) + (at + m * width), num_states, width)
+        adjoints = _Ring(states.states + (num_states + 1) * width, length, width)
+        take(q, x.query, nodes, g)
         for c0 in range(0, n, width):
             count = min(width, n - c0)
-            take_columns(kt, key, nodes, g, c0, count)
+            take_columns(kt, x.key, nodes, g, c0, count)
             matmul(scores, q, kt)
             d_scores[:] = 0
             for h in range(part * share, part * share + share):
+                weights = x.weight[h]
                 G[:] = 0
-                clear(states + num_states * width, width)
+                clear(states.states + num_states * width, width)
                 for i in range(s, s + num_states):
                     row = _feed(
-                        states, num_states, width, i - s, i, c0, before_ptr, before,
-                        entries, weight, h, writer, source[order[i], h],
-                    )  # fmt: skip
-                    M = splat(mark[order[i], h])
-                    _accumulate(pointer(G) + reader[i] * width, M, row, width)
+                        *(states, i - s, i, parents, weights),
+                        *(nodes_of.writer[i] - c0, x.source[order[i], h]),
+                    )
+                    M, target = splat(x.mark[order[i], h]), nodes_of.reader[i]
+                    _accumulate(pointer(G) + target * width, M, row, width)
                 take(dy, grad, nodes, h)
-                take_columns(vt, value, nodes, h, c0, count)
+                take_columns(vt, x.value, nodes, h, c0, count)
                 matmul(dG, dy, vt)  # so far the gradient of G * scores
-                _mask_gradients(
-                    pointer(d_scores), pointer(G), pointer(dG), pointer(scores),
-                    n * width,
-                )  # fmt: skip
+                parts = pointer(d_scores), pointer(G), pointer(dG), pointer(scores)
+                _mask_gradients(*parts, n * width)
                 matmul(dvt, dy.T, G)
                 for i in range(count):
                     for c in range(channels):
-                        grad_value[nodes[c0 + i], h, c] = dvt[c, i]
+                        d.value[nodes[c0 + i], h, c] = dvt[c, i]
 
-                clear(adjoints + ring * width, width)
-                slot = ring
+                clear(adjoints.states + length * width, width)
+                slot = length
                 for i in range(s + num_states - 1, s - 1, -1):
-                    slot = _slot(slot, -1, ring)
-                    state, row = order[i], adjoints + slot * width
-                    s0, w0, s1, w1 = _before(
-                        adjoints, ring, width, slot, i, after_ptr[i], after_ptr[i + 1],
-                        after, after_entry, weight, h,
-                    )  # fmt: skip
-                    _combine(
-                        row, splat(w0), adjoints + s0 * width, splat(w1),
-                        adjoints + s1 * width, width,
-                    )  # fmt: skip
-                    read = pointer(dG) + reader[i] * width
-                    _accumulate(row, splat(mark[state, h]), read, width)
-                    own = states + (i - s) * width
-                    grad_mark[state, h] += inner_product(read, own, width)
-                    column = writer[i] - c0
+                    slot, state = _slot(slot, -1, adjoints), order[i]
+                    row = _flow(adjoints, slot, i, children, weights)
+                    read = pointer(dG) + nodes_of.reader[i] * width
+                    _accumulate(row, splat(x.mark[state, h]), read, width)
+                    own = states.states + (i - s) * width
+                    d.mark[state, h] += inner_product(read, own, width)
+                    column = nodes_of.writer[i] - c0
                     if column >= 0 and column < width:
-                        grad_source[state, h] += row[column]
-                    for x in range(before_ptr[i], before_ptr[i + 1]):
-                        own = states + (before[x] - s) * width
-                        grad_weight[h, x] += inner_product(row, own, width)
+                        d.source[state, h] += row[column]
+                    for e in range(parents.ptr[i], parents.ptr[i + 1]):
+                        own = states.states + (parents.other[e] - s) * width
+                        d.weight[h, e] += inner_product(row, own, width)
             matmul(dkt, q.T, d_scores[:n])
             transpose(pointer(turned), m, pointer(d_scores), width, n, width)
             matmul(dqt, kt, turned)
             for i in range(n):
                 for c in range(num_keys):
-                    grad_query[nodes[i], part, c] += dqt[c, i]
+                    d.query[nodes[i], part, c] += dqt[c, i]
             for i in range(count):
                 for c in range(num_keys):
-                    grad_key[nodes[c0 + i], part, c] = dkt[c, i]
+                    d.key[nodes[c0 + i], part, c] = dkt[c, i]

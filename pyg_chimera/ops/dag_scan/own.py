@@ -1,6 +1,7 @@
 """The direct term, by which nodes read what they write themselves: D (q^T k) v."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,9 +58,18 @@ def _scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 # ------------------------------------------------------------------------ on the CPU
 
 
+class _Inputs(NamedTuple):
+    """The inputs, or their gradients."""
+
+    query: np.ndarray  #: [V, groups, N]
+    key: np.ndarray  #: [V, groups, N]
+    value: np.ndarray  #: [V, heads, P]
+    direct: np.ndarray  #: [V, heads]
+
+
 def add_own(out: Tensor, *inputs: Tensor) -> None:
     """Adds `own` of query, key, value and direct to an output, in place."""
-    _on_nodes(_add_own, *inputs, out)
+    _on_nodes(_add_own, _Inputs(*arrays(*inputs)), *arrays(out))
 
 
 def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
@@ -69,56 +79,51 @@ def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
     gradient of direct.
     """
     grad_direct = torch.empty_like(inputs[3], memory_format=torch.contiguous_format)
-    _on_nodes(_add_own_gradients, *inputs, *grads, grad_direct)
+    *x, grad = arrays(*inputs)
+    d = _Inputs(*arrays(*grads, grad_direct))
+    _on_nodes(_add_own_gradients, _Inputs(*x), grad, d)
     return grad_direct
 
 
-def _on_nodes(kernel, *tensors: Tensor) -> None:
-    query, value = tensors[0], tensors[2]
-    cost = 5.0 + 0.1 * (query[:1].numel() + value[:1].numel())
-    costs = np.full(query.size(0), cost)
-    operands = arrays(*tensors)
-    run(kernel, costs, 0, operands[0].dtype, *operands)
+def _on_nodes(kernel: Callable, x: _Inputs, *args: object) -> None:
+    cost = 5.0 + 0.1 * (x.query[:1].size + x.value[:1].size)
+    run(kernel, np.full(len(x.query), cost), 0, x.query.dtype, x, *args)
 
 
 @jit
-def _add_own(first, last, stop, scratch, query, key, value, direct, out):
-    heads, channels = value.shape[1:]
-    groups, num_keys = query.shape[1:]
+def _add_own(first, last, stop, scratch, x, out):
+    heads, channels = x.value.shape[1:]
+    groups, num_keys = x.query.shape[1:]
     for u in range(first, last):
         if u % 1024 == 0 and stopped(stop):
             return
         for h in range(heads):
             at = (u * groups + h // (heads // groups)) * num_keys
-            score = inner_product_of_rows(
-                pointer(query) + at, pointer(key) + at, num_keys
-            )
+            q, k = pointer(x.query) + at, pointer(x.key) + at
             at = (u * heads + h) * channels
-            _add(pointer(out) + at, direct[u, h] * score, pointer(value) + at, channels)
+            score = x.direct[u, h] * inner_product_of_rows(q, k, num_keys)
+            _add(pointer(out) + at, score, pointer(x.value) + at, channels)
 
 
 @jit
-def _add_own_gradients(
-    first, last, stop, scratch, query, key, value, direct, grad, grad_query, grad_key,
-    grad_value, grad_direct,
-):  # fmt: skip
-    heads, channels = value.shape[1:]
-    groups, num_keys = query.shape[1:]
+def _add_own_gradients(first, last, stop, scratch, x, grad, d):
+    heads, channels = x.value.shape[1:]
+    groups, num_keys = x.query.shape[1:]
     for u in range(first, last):
         if u % 1024 == 0 and stopped(stop):
             return
         for h in range(heads):
             of_keys = (u * groups + h // (heads // groups)) * num_keys
             at = (u * heads + h) * channels
-            q, k = pointer(query) + of_keys, pointer(key) + of_keys
-            v, dy = pointer(value) + at, pointer(grad) + at
+            q, k = pointer(x.query) + of_keys, pointer(x.key) + of_keys
+            v, dy = pointer(x.value) + at, pointer(grad) + at
             score = inner_product_of_rows(q, k, num_keys)
             read = inner_product_of_rows(v, dy, channels)
-            grad_direct[u, h] = score * read
-            read *= direct[u, h]
-            _add(pointer(grad_query) + of_keys, read, k, num_keys)
-            _add(pointer(grad_key) + of_keys, read, q, num_keys)
-            _add(pointer(grad_value) + at, score * direct[u, h], dy, channels)
+            d.direct[u, h] = score * read
+            read *= x.direct[u, h]
+            _add(pointer(d.query) + of_keys, read, k, num_keys)
+            _add(pointer(d.key) + of_keys, read, q, num_keys)
+            _add(pointer(d.value) + at, score * x.direct[u, h], dy, channels)
 
 
 @jit

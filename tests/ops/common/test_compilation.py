@@ -200,7 +200,7 @@ def test_what_a_kernel_depends_on_is_found(monkeypatch):
     monkeypatch.setattr(compilation, "_read", read_edited)
     stamps = {}
     for edited in (
-        *("", "common.simd", "common.vector_kit", "dag_scan.grid_node_sweeps"),
+        *("", "common.simd", "common.vector_kit", "dag_scan.grid_rows"),
         # Which are edited often, and need not be recompiled for.
         *("dag_scan.op", "dag_scan.triton_state_form", "dag_scan.reference"),
     ):
