@@ -1,6 +1,7 @@
 """Who may import whom, and where operators and kernels may be."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,35 @@ def test_imports_go_down(path):
             continue
         assert LEVELS.index(other) < LEVELS.index(own), f"{module} imports {name}"
         assert (own, other) not in STRANGERS, f"{module} imports {name}"
+
+
+def operator_of(module: str) -> str | None:
+    """The folder of an operator that a module is in."""
+    found = re.match(r"pyg_chimera\.ops\.((recurrence\.)?\w+)\.", f"{module}.")
+    name = found and found[1]
+    return (
+        name
+        if name and (PACKAGE / "ops" / name.replace(".", "/") / "op.py").exists()
+        else None
+    )
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda x: str(x.relative_to(PACKAGE)))
+def test_no_operator_imports_another(path):
+    """What two of them need is in `ops/recurrence` or `ops/common`."""
+    module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    own, rooms = operator_of(module), map(operator_of, imported(path))
+    if own or "ops.recurrence" in module or "ops.common" in module:
+        assert set(rooms) <= {None, own}
+
+
+def test_operators_are_found():
+    assert (
+        operator_of("pyg_chimera.ops.recurrence.dag_scan.states")
+        == "recurrence.dag_scan"
+    )
+    assert operator_of("pyg_chimera.ops.grid_conv") == "grid_conv"
+    assert operator_of("pyg_chimera.ops.recurrence.states") is None
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda x: str(x.relative_to(PACKAGE)))

@@ -279,7 +279,7 @@ def test_what_a_verdict_depends_on(monkeypatch):
     triton = SimpleNamespace(__version__="3.9.1")
     monkeypatch.setattr(selftest, "import_module", lambda name: triton)
     before, read = selftest.stamp("pyg_chimera.selftest"), compilation._read
-    kernels = "pyg_chimera.ops.delta_scan.triton_chunks"  # imported when first used
+    kernels = "pyg_chimera.ops.recurrence.delta_scan.triton_chunks"  # imported when first used
 
     def edited(folder, name):
         return (b"", []) if name == kernels else read(folder, name)

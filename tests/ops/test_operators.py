@@ -39,7 +39,7 @@ from torch_geometric import EdgeIndex
 
 from pyg_chimera import ops
 from pyg_chimera.ops import dag_scan, explain
-from pyg_chimera.ops.common import chunk_form
+from pyg_chimera.ops.recurrence import chunk_form
 
 VARIANTS = {
     f"{key}-{name}": (key, options)
@@ -95,7 +95,7 @@ def shrink_tiles(monkeypatch, size: int) -> None:
     """To a few states, and key channels, at a time."""
     modules = ("supernodal_sweeps", "sparse_products")
     for name in ("dag_scan.numba_backend", *(f"resolvent.{x}" for x in modules)):
-        module = importlib.import_module(f"pyg_chimera.ops.{name}")
+        module = importlib.import_module(f"pyg_chimera.ops.recurrence.{name}")
         assert module._TILE_BYTES >= 2**19
         monkeypatch.setattr(module, "_TILE_BYTES", size)
 

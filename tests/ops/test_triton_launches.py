@@ -16,7 +16,7 @@ from torch_geometric.utils import to_undirected
 from pyg_chimera.nn import ChimeraConv
 from pyg_chimera.ops import unchecked
 from pyg_chimera.ops.common import triton_runtime
-from pyg_chimera.ops.resolvent import fronts
+from pyg_chimera.ops.recurrence.resolvent import fronts
 from pyg_chimera.ops.structure import cache
 from pyg_chimera.ops.structure.supernodes import Merging
 from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 
 from triton_watch import counted
 
-from pyg_chimera.ops.resolvent import triton_fronts
+from pyg_chimera.ops.recurrence.resolvent import triton_fronts
 
 #: What a training step of an operator or a layer may launch.
 MOST = 12

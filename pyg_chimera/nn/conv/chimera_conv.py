@@ -14,7 +14,7 @@ from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_flag, check_option
-from pyg_chimera.ops.resolvent.op import SOLVERS
+from pyg_chimera.ops.recurrence.resolvent.op import SOLVERS
 
 __all__ = ["ChimeraConv"]
 

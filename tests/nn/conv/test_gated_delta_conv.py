@@ -12,7 +12,7 @@ from torch_geometric.utils import to_undirected
 from pyg_chimera.nn import GatedDeltaConv
 from pyg_chimera.nn.conv.gated_delta_conv import unit, unit_silu
 from pyg_chimera.ops import CycleError
-from pyg_chimera.ops.delta_scan import cost_model
+from pyg_chimera.ops.recurrence.delta_scan import cost_model
 
 KINDS = [name for name in CASES if name.startswith("GatedDeltaConv")]
 

@@ -200,11 +200,13 @@ def test_what_a_kernel_depends_on_is_found(monkeypatch):
     monkeypatch.setattr(compilation, "_read", read_edited)
     stamps = {}
     for edited in (
-        *("", "common.simd", "common.vector_kit", "dag_scan.grid_rows"),
+        *("", "common.simd", "common.vector_kit", "recurrence.dag_scan.grid_rows"),
         # Which are edited often, and need not be recompiled for.
-        *("dag_scan.op", "dag_scan.triton_state_form", "dag_scan.reference"),
+        *(f"recurrence.dag_scan.{x}" for x in ("op", "triton_state_form", "reference")),
     ):
-        stamps[edited] = compilation.stamp("pyg_chimera.ops.dag_scan.numba_backend")
+        stamps[edited] = compilation.stamp(
+            "pyg_chimera.ops.recurrence.dag_scan.numba_backend"
+        )
     unchanged = [x for x in stamps if x and stamps[x] == stamps[""]]
     assert unchanged == list(stamps)[-3:]
 

@@ -154,7 +154,9 @@ def test_auto_says_why_it_does_not_take_it(without_numba, monkeypatch):
 
 def test_matrices_that_do_not_fit(without_numba, monkeypatch):
     """States are carried where matrices would take too much memory."""
-    module = importlib.import_module("pyg_chimera.ops.dag_scan.triton_backend")
+    module = importlib.import_module(
+        "pyg_chimera.ops.recurrence.dag_scan.triton_backend"
+    )
     monkeypatch.setattr(module, "_MAX_MASK_BYTES", 1)
     choice = chosen("dag_scan")
     assert (choice.form, choice.backend) == ("state", "triton")
@@ -163,7 +165,9 @@ def test_matrices_that_do_not_fit(without_numba, monkeypatch):
         ValueError, match=r"at most 2 states in a graph, .*form='state'"
     ):
         chosen("dag_scan", form="mask", backend="triton")
-    module = importlib.import_module("pyg_chimera.ops.resolvent.triton_backend")
+    module = importlib.import_module(
+        "pyg_chimera.ops.recurrence.resolvent.triton_backend"
+    )
     monkeypatch.setattr(module, "_MOST_NODES", 2)
     with pytest.raises(ValueError, match="at most 2 nodes in a graph, and the largest"):
         chosen("resolvent_mix", solver="dense", backend="triton")
@@ -229,14 +233,18 @@ def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
         assert choose("two_chunks", "undirected_paths", **options).form == form
     row = {"height": torch.tensor([1]), "width": torch.tensor([111])}
     assert choose("several_blocks", "grid_scan", **row).form == "chunk"
-    module = importlib.import_module("pyg_chimera.ops.dag_scan.triton_backend")
+    module = importlib.import_module(
+        "pyg_chimera.ops.recurrence.dag_scan.triton_backend"
+    )
     monkeypatch.setattr(module, "_MAX_MASK_BYTES", 1)
     assert choose("two_chunks").form == "chunk"
 
 
 def test_hubs(without_numba, monkeypatch):
     """A front with very many children is left to PyTorch."""
-    module = importlib.import_module("pyg_chimera.ops.resolvent.triton_backend")
+    module = importlib.import_module(
+        "pyg_chimera.ops.recurrence.resolvent.triton_backend"
+    )
     monkeypatch.setattr(module, "_MOST_ADDED", 1)
     case = make_case(OPERATORS["resolvent_mix"], grids_of((10, 10)))
     inputs = {**case.to(torch.float32).inputs, "solver": "sparse", "form": "state"}

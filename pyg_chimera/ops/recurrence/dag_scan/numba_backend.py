@@ -1,0 +1,858 @@
+"""The scan of a graph of states on the CPU, jitted, in three forms.
+
+State form: one pass over the states. A task is a (block, head, slice of channels). Its
+states [S, rows of N, width of P] fit in a core's cache; each is computed from its
+parents, written, and read while it is in registers. A ring buffer, as long as edges
+lead back, holds the states that are still needed. The backward pass recomputes all
+states, then runs the mirror image for the adjoints, in a ring buffer, and computes all
+gradients on the way. On grids, nodes are swept instead: see
+`grid_sweeps`.
+
+Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` is a matrix between
+nodes, however many states lie between them: a grid has eight per node in its four
+orientations, which add up to one G. A task is a (block, heads that share keys). G is
+computed some columns (writers) at a time: a sweep over all states, to which nodes that
+write add their sources, and whose rows are added up at the nodes that read.
+
+Chunk form: both combined, for states along paths: see `ops.recurrence.chunk_form`.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.numba_runtime import (
+    arrays,
+    heads_a_task,
+    inlined,
+    jit,
+    run,
+    stopped,
+    summed,
+)
+from pyg_chimera.ops.common.simd import (
+    first,
+    fma,
+    lanes,
+    load,
+    load_part,
+    pointer,
+    row_totals,
+    splat,
+    store,
+    store_part,
+    total,
+    vector_lanes,
+    zeros,
+)
+from pyg_chimera.ops.common.vector_kit import (
+    LANES,
+    clear,
+    copy,
+    even_share,
+    inner_product,
+    matmul,
+    multiply,
+    take,
+    take_columns,
+    take_transposed,
+    transpose,
+)
+from pyg_chimera.ops.recurrence import chunk_form
+from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
+from pyg_chimera.ops.recurrence.dag_scan.grid_rows import GridOperands
+from pyg_chimera.ops.recurrence.dag_scan.own import add_own, add_own_gradients
+from pyg_chimera.ops.recurrence.states import (
+    NOT_PATHS,
+    BlockNodes,
+    GridStates,
+    StateGraph,
+)
+
+DEVICES = ("cpu",)
+
+#: Bytes of states that a task may hold at a time: half of a typical L2 cache of 2 MiB.
+_TILE_BYTES = 1 << 20
+#: The fewest numbers of a state that are processed at a time, even if they do not fit.
+_MIN_LANES = 128
+#: The most columns of G at a time.
+_WIDTH = 256
+
+# ------------------------------------------------------------------------ the backend
+
+
+def why_not(call: Call) -> str | None:
+    """It supports all calls, but has the chunk form only for paths."""
+    if call.choice.form == "chunk" and not call.structure.are_paths:
+        return NOT_PATHS
+    return None
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P]; states are recomputed for gradients."""
+    forms = {"state": _state_forward, "mask": _mask_forward, "chunk": _chunk_forward}
+    if _is_on_grids(call):
+        out = torch.from_numpy(_grid_forward(call))
+    else:
+        compute, operands = forms[call.choice.form], _Operands.of(call)
+        out = torch.from_numpy(compute(call.structure.graph, operands))
+    if call.inputs.direct is not None:
+        add_own(out, *call.inputs[:3], call.inputs.direct)
+    return out, ()
+
+
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, source, mark, transition and direct; those of
+    inputs that are None are left out.
+    """
+    forms = {
+        "state": _state_backward,
+        "mask": _mask_backward,
+        "chunk": _chunk_backward,
+    }
+    if _is_on_grids(call):
+        grads = _grid_backward(call, grad)
+    else:
+        compute, operands = forms[call.choice.form], _Operands.of(call)
+        found = compute(call.structure.graph, operands, *arrays(grad))
+        tensors = map(torch.from_numpy, found)
+        grads = call.structure.graph.gradients(call.inputs, *tensors)
+    direct = call.inputs.direct
+    if direct is None:
+        return grads
+    return *grads, add_own_gradients(grads[:3], *call.inputs[:3], direct, grad)
+
+
+class _Operands(NamedTuple):
+    """The operands, or their gradients."""
+
+    weight: np.ndarray  #: [heads, L], in the order of the graph's entries
+    source: np.ndarray  #: [S, heads]
+    mark: np.ndarray  #: [S, heads]
+    query: np.ndarray  #: [V, groups, N]
+    key: np.ndarray  #: [V, groups, N]
+    value: np.ndarray  #: [V, heads, P]
+
+    @classmethod
+    def of(cls, call: Call) -> "_Operands":
+        graph: StateGraph = call.structure.graph
+        query, key, value = arrays(*call.inputs[:3])
+        source, mark, transition = arrays(*graph.gates_of(call.inputs))
+        weight = np.empty((value.shape[1], graph.edge.shape[0]), value.dtype)
+        _to_entries(weight, transition, graph.edge)
+        return cls(weight, source, mark, query, key, value)
+
+
+class _Edges(NamedTuple):
+    """The edges into each position, or out of it."""
+
+    ptr: np.ndarray  #: [S + 1], first of the edges of each position, ...
+    other: np.ndarray  #: [L], ... the positions of their other ends, ...
+    entry: np.ndarray  #: [L], ... and their entries in `weight`
+
+
+def _edges(graph: StateGraph) -> tuple[_Edges, _Edges]:
+    """The edges into, and out of, each position; cached in the graph's tables."""
+    if _Edges not in graph.tables:
+        entries = np.arange(len(graph.parent))
+        graph.tables[_Edges] = (
+            _Edges(graph.parent_ptr, graph.parent, entries),
+            _Edges(graph.child_ptr, graph.child, graph.child_entry),
+        )
+    return graph.tables[_Edges]
+
+
+def _by_edge(graph: StateGraph, grad_weight: np.ndarray) -> np.ndarray:
+    """[heads, L] in the order of entries -> [L, heads] in the order of edges."""
+    out = np.empty(grad_weight.shape[::-1], grad_weight.dtype)
+    _to_edges(out, grad_weight, graph.edge)
+    return out
+
+
+@jit
+def _to_entries(weight, transition, edge):
+    for x in range(edge.shape[0]):
+        for h in range(weight.shape[0]):
+            weight[h, x] = transition[edge[x], h]
+
+
+@jit
+def _to_edges(transition, weight, edge):
+    for x in range(edge.shape[0]):
+        for h in range(weight.shape[0]):
+            transition[edge[x], h] = weight[h, x]
+
+
+# ------------------------------------------------------------------------ chunk form
+
+
+def _chunk_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+    """The output, computed in chunks of paths."""
+    return chunk_form.forward(graph.paths, *operands)
+
+
+def _chunk_backward(
+    graph: StateGraph, operands: _Operands, dy: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key, value, source, mark and transition."""
+    *grads, dw = chunk_form.backward(graph.paths, *operands, dy)
+    return *grads, _by_edge(graph, dw)
+
+
+# --------------------------------------------------------------- state form of grids
+
+
+def _is_on_grids(call: Call) -> bool:
+    """Whether nodes of grids are swept instead of states of a graph."""
+    return call.choice.form == "state" and isinstance(call.structure, GridStates)
+
+
+def _grid_operands(call: Call) -> GridOperands:
+    """The operands in the layout of the grid sweeps."""
+    states: GridStates = call.structure
+    query, key, value = arrays(*call.inputs[:3])
+    nodes, heads, _ = value.shape
+    shape = (nodes, len(states.orientations), 1 if states.on_nodes else 2)
+    source, transition = arrays(call.inputs.source, call.inputs.transition)
+    mark = None if states.on_nodes else call.inputs.mark.contiguous().numpy()
+    return GridOperands(
+        query,
+        key,
+        _sliced(len(states.grids.height), value),
+        source.reshape(*shape, heads),
+        mark,
+        transition.reshape(*shape, 2, heads),
+    )
+
+
+def _grid_forward(call: Call) -> np.ndarray:
+    """The output from sweeps of grids, with states on nodes or edges."""
+    states: GridStates = call.structure
+    out = grid_sweeps.forward(states.grids, states.orientations, _grid_operands(call))
+    return out.reshape(call.inputs.value.shape)
+
+
+def _grid_backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of all inputs but `direct`."""
+    states, operands = call.structure, _grid_operands(call)
+    dy = grad.contiguous().numpy().reshape(operands.value.shape)
+    found = grid_sweeps.backward(states.grids, states.orientations, operands, dy)
+    return tuple(
+        torch.from_numpy(x).view(like.shape)
+        for x, like in zip(found, call.inputs[:6], strict=True)
+        if x is not None
+    )
+
+
+# ------------------------------------------------------------------------ state form
+
+
+def _sliced(num_blocks: int, value: np.ndarray) -> np.ndarray:
+    """[V, heads, P] -> [V, heads, slices, P / slices], to have tasks for all threads.
+
+    Slices of one (block, head) are summed at the end, so there are no more than needed.
+    """
+    num_nodes, num_heads, num_channels = value.shape
+    enough = num_blocks * num_heads >= 4 * torch.get_num_threads()
+    widths = [w for w in range(8, 17) if num_channels % w == 0]
+    width = num_channels if enough or not widths else widths[-1]
+    slices = num_channels // width if width else 1
+    return value.reshape(num_nodes, num_heads, slices, width)
+
+
+def _state_costs(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> np.ndarray:
+    """The cost of each task, in order: block, head, slice."""
+    _, heads, slices, width = value.shape
+    work = 0.5 * graph.entries + 2.0 * graph.sizes
+    return np.repeat(work * query.shape[2] * width, heads * slices)
+
+
+class _Plan(NamedTuple):
+    """A graph of states, for the state form."""
+
+    block: np.ndarray  #: [T + 1], first component of each block
+    ptr: np.ndarray  #: [C + 1], first position of each component
+    bandwidth: np.ndarray  #: [C], the most positions that an edge leads back
+    state: np.ndarray  #: [S], state at each position
+    writer: np.ndarray  #: [S], the node that writes each state
+    reader: np.ndarray  #: [S], the node that reads each state
+    parents: _Edges
+    children: _Edges
+    room: int  #: the numbers of states that a tile may hold
+
+    @classmethod
+    def of(cls, graph: StateGraph, room: int) -> "_Plan":
+        components = graph.block_component, graph.component_ptr, graph.bandwidth
+        states = graph.state, graph.writer, graph.reader
+        return cls(*components, *states, *_edges(graph), room)
+
+
+class _Tile(NamedTuple):
+    """Some key channels of the states of a component, for a head and a slice."""
+
+    start: int  #: the first state's position
+    num_states: int
+    ring: int  #: how many states must be held to compute the next one
+    kept: int  #: states per segment of the backward pass
+    a: int  #: the first key channel
+    m: int  #: how many key channels
+    width: int  #: of a slice, in whole vectors
+    h: int
+    slice: int
+
+
+class _Ring(NamedTuple):
+    """A ring buffer of states, followed by a state that is zero."""
+
+    states: Any  #: a pointer
+    length: int
+    size: int  #: numbers per state
+
+
+def _state_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+    """The output from states C = A C + S k v^T, y = sum M q^T C."""
+    value = _sliced(graph.sizes.shape[0], operands.value)
+    out = np.zeros_like(value)
+    _run_state_form(graph, operands._replace(value=value), out, None)
+    return out.reshape(operands.value.shape)
+
+
+def _state_backward(
+    graph: StateGraph, operands: _Operands, dy: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key, value, source, mark and transition.
+
+    With the adjoint Z = A^T Z + M q dy^T: dq = M C dy, dM = q^T C dy, dk = S Z v,
+    dv = S Z^T k, dS = k^T Z v and dA_ij = <Z_i, C_j>. C is recomputed.
+    """
+    v = _sliced(graph.sizes.shape[0], operands.value)
+    num_nodes, num_heads, slices, _ = v.shape
+    groups, num_keys = operands.query.shape[1:]
+    # Each slice, and each head of a group, has its own part, summed below.
+    dq, dk = (np.zeros((slices, num_nodes, num_heads, num_keys), v.dtype) for _ in "qk")
+    dw, ds, dm = (np.zeros((slices, *x.shape), v.dtype) for x in operands[:3])
+    d = _Operands(dw, ds, dm, dq, dk, np.zeros_like(v))
+    _run_state_form(graph, operands._replace(value=v), dy.reshape(v.shape), d)
+    shape = (slices, num_nodes, groups, num_heads // groups, num_keys)
+    grad_query, grad_key = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
+    grad_weight, *of_gates = (summed(x, (0,)) for x in (dw, ds, dm))
+    of_value = d.value.reshape(dy.shape)
+    return grad_query, grad_key, of_value, *of_gates, _by_edge(graph, grad_weight)
+
+
+def _run_state_form(
+    graph: StateGraph, x: _Operands, y: np.ndarray, d: _Operands | None
+) -> None:
+    """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
+    num_keys, channels = x.query.shape[2], x.value.shape[3]
+    plan = _Plan.of(graph, _TILE_BYTES // x.value.itemsize)
+    vector, _ = vector_lanes(x.value.dtype)
+    width = max(1, -(-channels // vector)) * vector
+    scratch = 2 * (num_keys + vector) * vector
+    scratch += _most_numbers(plan, max(1, num_keys), width, d is not None)
+    costs = _state_costs(graph, x.query, x.value) * (1 if d is None else 3)
+    run(_state_tasks, costs, scratch, x.value.dtype, plan, x, y, d)
+
+
+@jit
+def _most_numbers(plan, num_keys, width, is_backward):
+    """The most numbers of states and adjoints, and of states before segments."""
+    most = 0
+    for c in range(plan.bandwidth.shape[0]):
+        kept, held, rows = _cut(plan, c, num_keys, width, is_backward)
+        if is_backward:
+            n, ring = plan.ptr[c + 1] - plan.ptr[c], plan.bandwidth[c] + 1
+            held += (n + kept - 1) // kept * ring
+        most = max(most, held * rows * width)
+    return most
+
+
+@jit
+def _cut(plan, c, num_keys, width, is_backward):
+    """The states of a component per segment, how many are held at a time, and the key
+    channels per tile such that these fit, in even shares.
+    """
+    n, ring = plan.ptr[c + 1] - plan.ptr[c], plan.bandwidth[c] + 1
+    kept, held = n, ring + 1
+    if is_backward:
+        kept = _segment(n, ring, num_keys * width, plan.room)
+        held = kept + 2 * ring + 2
+    fit = max(1, max(plan.room // held, _MIN_LANES) // max(1, width))
+    return kept, held, even_share(num_keys, fit)
+
+
+@jit
+def _segment(n, ring, size, room):
+    """How many consecutive states are held: all, if a quarter of their channels fit, or
+    if the states stored before segments would take about as much; else as many as fit
+    in a quarter of the room.
+    """
+    if (n + 2 * ring + 2) * size <= 4 * room or n <= 32 * ring:
+        return n
+    fit = room // 4 // size - 2 * ring
+    return max(2 * ring, min(n, max(fit, int(math.sqrt(n)))))
+
+
+# Indices are plain loop variables, and arrays are indexed directly: numba counts
+# references to views, and adds checks for indices that it cannot prove nonnegative.
+
+
+@inlined
+def _slot(slot, step, ring):
+    """The slot `step` away in a ring buffer, less than once around."""
+    slot += step
+    if slot < 0:
+        slot += ring.length
+    if slot >= ring.length:
+        slot -= ring.length
+    return slot
+
+
+@inlined
+def _accumulate(target, a, row, size):
+    for at in range(0, size, lanes(target)):
+        store(target + at, fma(a, load(row + at), load(target + at)))
+
+
+@inlined
+def _before(ring, slot, i, edges, weights):
+    """Two states and weights whose weighted sum flows into a state from its neighbours.
+
+    If there are more than two neighbours, all but the first are summed up in the
+    state's own slot. The state of zeros stands for a missing one.
+    """
+    x, stop, zero = edges.ptr[i], edges.ptr[i + 1], weights.dtype.type(0)
+    s0, s1, w0, w1 = ring.length, ring.length, zero, zero
+    if x < stop:
+        s0, w0 = _slot(slot, edges.other[x] - i, ring), weights[edges.entry[x]]
+    if x + 1 < stop:
+        s1, w1 = _slot(slot, edges.other[x + 1] - i, ring), weights[edges.entry[x + 1]]
+    if x + 2 < stop:
+        _join(ring, slot, i, edges, weights)
+        s1, w1 = slot, weights.dtype.type(1)
+    states, size = ring.states, ring.size
+    return states + s0 * size, splat(w0), states + s1 * size, splat(w1)
+
+
+@jit
+def _join(ring, slot, i, edges, weights):
+    """Sets a slot to the weighted sum of a state's neighbours but the first."""
+    target = ring.states + slot * ring.size
+    clear(target, ring.size)
+    for x in range(edges.ptr[i] + 1, edges.ptr[i + 1]):
+        row = ring.states + _slot(slot, edges.other[x] - i, ring) * ring.size
+        _accumulate(target, splat(weights[edges.entry[x]]), row, ring.size)
+
+
+@jit
+def _add_sums(target, gate, rows, factors, m):
+    """Adds each row's sum times a gate to the target, and returns the inner product of
+    the rows' sums and factors: the gradients of keys (or queries) and of the gate.
+    """
+    step, together = lanes(target), zeros(target)
+    for a in range(0, m, step):
+        sums = first(row_totals(rows + a * step), m - a)
+        together = fma(sums, load_part(factors + a, m - a), together)
+        sums = fma(splat(gate), sums, load_part(target + a, m - a))
+        store_part(target + a, sums, m - a)
+    return total(together)
+
+
+@jit
+def _state_tasks(first, last, stop, scratch, plan, x, y, d):
+    """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
+    _, heads, slices, w = x.value.shape
+    memory, num_keys = pointer(scratch), x.query.shape[2]
+    width = (w + lanes(memory) - 1) // lanes(memory) * lanes(memory)
+    for task in range(first, last):
+        block, part = task // (heads * slices), task % (heads * slices)
+        h, slice_ = part // slices, part % slices
+        for c in range(plan.block[block], plan.block[block + 1]):
+            start, n = plan.ptr[c], plan.ptr[c + 1] - plan.ptr[c]
+            kept, _, rows = _cut(plan, c, num_keys, width, d is not None)
+            for a in range(0, num_keys, rows):
+                if stopped(stop):
+                    return
+                ring, m = plan.bandwidth[c] + 1, min(rows, num_keys - a)
+                tile = _Tile(start, n, ring, kept, a, m, width, h, slice_)
+                if d is None:
+                    states = _Ring(memory, ring, m * width)
+                    clear(memory + ring * m * width, m * width)
+                    _sweep(states, 0, start, start + n, plan, x, tile, y)
+                else:
+                    _sweep_back(plan, x, y, d, tile, memory)
+
+
+@jit
+def _sweep(ring, slot, begin, end, plan, x, tile, out):
+    """Computes the states from `begin` to `end`, in slots from `slot` on, and adds what
+    is read from them to `out`, unless it is None.
+    """
+    _, heads, slices, w = x.value.shape
+    _, groups, num_keys = x.query.shape
+    of_keys, of_values, step = groups * num_keys, heads * slices * w, lanes(ring.states)
+    weights, h, width = x.weight[tile.h], tile.h, tile.width
+    at = h // (heads // groups) * num_keys + tile.a
+    keys, queries = pointer(x.key) + at, pointer(x.query) + at
+    at = (h * slices + tile.slice) * w
+    values = pointer(x.value) + at
+    for i in range(begin, end):
+        state = plan.state[i]
+        u, z = plan.writer[state], plan.reader[state]
+        x0, w0, x1, w1 = _before(ring, slot, i, plan.parents, weights)
+        own = ring.states + slot * ring.size
+        S, M = splat(x.source[state, h]), splat(x.mark[state, h])
+        k, q, v = keys + u * of_keys, queries + z * of_keys, values + u * of_values
+        for p in range(0, w, step):
+            written, read = S * load_part(v + p, w - p), zeros(own)
+            here = p
+            for a in range(tile.m):
+                flow = fma(w0, load(x0 + here), w1 * load(x1 + here))
+                c = fma(splat(k[a]), written, flow)
+                store(own + here, c)
+                if out is not None:
+                    read = fma(splat(q[a]), c, read)
+                here += width
+            if out is not None:
+                y = pointer(out) + (at + z * of_values + p)
+                store_part(y, fma(M, read, load_part(y, w - p)), w - p)
+        slot = _slot(slot, 1, ring)
+
+
+@jit
+def _sweep_back(plan, x, grad, d, tile, memory):
+    """Processes segments from the last one on. The states of each are recomputed from
+    those stored before it, which precede them in their ring.
+    """
+    num_nodes, heads, slices, w = x.value.shape
+    _, groups, num_keys = x.query.shape
+    if w == 0:
+        return
+    kept, width, m, h, step = tile.kept, tile.width, tile.m, tile.h, lanes(memory)
+    of_keys, of_grads = groups * num_keys, heads * num_keys
+    of_values = heads * slices * w
+    weights, size, held = x.weight[h], m * width, tile.ring * m * width
+    # Rows of products, to be summed; then states, adjoints, and stored states.
+    of_q, of_k = memory, memory + (m + step) * step
+    states = _Ring(of_k + (m + step) * step, tile.ring + kept, size)
+    adjoints = _Ring(states.states + (states.length + 1) * size, tile.ring, size)
+    stored = adjoints.states + (held + size)
+    clear(states.states + states.length * size, size)
+    clear(adjoints.states + held, size)
+    at = h // (heads // groups) * num_keys + tile.a
+    keys, queries = pointer(x.key) + at, pointer(x.query) + at
+    at = (h * slices + tile.slice) * w
+    values, d_values = pointer(x.value) + at, pointer(d.value) + at
+    grads = pointer(grad) + at
+    at = (tile.slice * num_nodes * heads + h) * num_keys + tile.a
+    d_keys, d_queries = pointer(d.key) + at, pointer(d.query) + at
+    segments = (tile.num_states + kept - 1) // kept
+    for segment in range(segments - 1):
+        begin = tile.start + segment * kept
+        _sweep(states, tile.ring, begin, begin + kept, plan, x, tile, None)
+        copy(states.states, states.states + kept * size, held)
+        copy(stored + (segment + 1) * held, states.states, held)
+    slot = tile.ring
+    for segment in range(segments - 1, -1, -1):
+        if 0 < segment < segments - 1:
+            copy(states.states, stored + segment * held, held)
+        begin = tile.start + segment * kept
+        end = min(tile.start + tile.num_states, begin + kept)
+        _sweep(states, tile.ring, begin, end, plan, x, tile, None)
+        of_segment = states.states + tile.ring * size
+        for i in range(end - 1, begin - 1, -1):
+            slot = _slot(slot, -1, adjoints)
+            state = plan.state[i]
+            u, z = plan.writer[state], plan.reader[state]
+            x0, w0, x1, w1 = _before(adjoints, slot, i, plan.children, weights)
+            own = of_segment + (i - begin) * size
+            adjoint = adjoints.states + slot * size
+            S, M = splat(x.source[state, h]), splat(x.mark[state, h])
+            k, q = keys + u * of_keys, queries + z * of_keys
+            v, dv = values + u * of_values, d_values + u * of_values
+            dy = grads + z * of_values
+            for p in range(0, w, step):
+                y, written = load_part(dy + p, w - p), load_part(v + p, w - p)
+                read, d_written = M * y, zeros(memory)
+                here = p
+                for a in range(m):
+                    flow = fma(w0, load(x0 + here), w1 * load(x1 + here))
+                    c = fma(splat(q[a]), read, flow)
+                    store(adjoint + here, c)
+                    d_written = fma(splat(k[a]), c, d_written)
+                    to_k, to_q, s = of_k + a * step, of_q + a * step, load(own + here)
+                    store(to_k, c * written if p == 0 else fma(c, written, load(to_k)))
+                    store(to_q, s * y if p == 0 else fma(s, y, load(to_q)))
+                    here += width
+                store_part(dv + p, fma(S, d_written, load_part(dv + p, w - p)), w - p)
+            d.mark[tile.slice, state, h] += _add_sums(
+                d_queries + z * of_grads, x.mark[state, h], of_q, q, m
+            )
+            d.source[tile.slice, state, h] += _add_sums(
+                d_keys + u * of_grads, x.source[state, h], of_k, k, m
+            )
+            for e in range(plan.parents.ptr[i], plan.parents.ptr[i + 1]):
+                other = of_segment + (plan.parents.other[e] - begin) * size
+                d.weight[tile.slice, h, e] += inner_product(adjoint, other, size)
+
+
+# ------------------------------------------------------------------------- mask form
+
+
+def _share(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> int:
+    return heads_a_task(len(graph.sizes), query.shape[1], value.shape[1])
+
+
+def _mask_costs(graph: StateGraph, operands: _Operands, share: int) -> np.ndarray:
+    nodes = np.diff(graph.nodes.ptr).astype(float)
+    _, _, _, q, _, v = operands
+    products = 0.2 * nodes * (q.shape[2] + share * v.shape[2])
+    work = nodes * (2.0 * share * graph.sizes + products)
+    return np.repeat(work, v.shape[1] // share)
+
+
+def _mask_scratch(graph: StateGraph, operands: _Operands) -> int:
+    """Numbers of scratch memory per task of the backward pass; forward needs fewer."""
+    n = int(np.diff(graph.nodes.ptr).max(initial=0)) + LANES
+    states = int((graph.sizes + graph.block_bandwidth).max(initial=0)) + 3
+    channels = operands.query.shape[2] + operands.value.shape[2]
+    return _WIDTH * (states + 5 * n + 2 * channels) + 2 * n * channels
+
+
+class _Blocks(NamedTuple):
+    """A graph of states, for the mask form."""
+
+    ptr: np.ndarray  #: [T + 1], first position of each block
+    bandwidth: np.ndarray  #: [T], the most positions that an edge leads back
+    state: np.ndarray  #: [S], state at each position
+    nodes: BlockNodes
+    parents: _Edges
+    children: _Edges
+
+    @classmethod
+    def of(cls, graph: StateGraph) -> "_Blocks":
+        bandwidth, state = graph.block_bandwidth, graph.state
+        return cls(graph.ptr, bandwidth, state, graph.nodes, *_edges(graph))
+
+
+def _mask_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+    """The output from gating matrices between nodes."""
+    share = _share(graph, operands.query, operands.value)
+    out = np.zeros_like(operands.value)
+    costs = _mask_costs(graph, operands, share)
+    run(
+        *(_mask_forward_tasks, costs, _mask_scratch(graph, operands), out.dtype),
+        *(_Blocks.of(graph), operands, out, share),
+    )
+    return out
+
+
+def _mask_backward(
+    graph: StateGraph, operands: _Operands, dy: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """Gradients of query, key, value, source, mark and transition.
+
+    With L = (I - A)^-1 S and Z = (I - A)^-T M^T dG: dM is the row-wise <dG, L>, dS is
+    the entry of Z for a state and its writer, and dA_ij = <Z_i, L_j>.
+    """
+    share = _share(graph, operands.query, operands.value)
+    num_nodes, num_heads, _ = operands.value.shape
+    groups, num_keys = operands.query.shape[1:]
+    shape: tuple = (num_nodes, num_heads // share, num_keys)
+    dq, dk = np.zeros(shape, dy.dtype), np.zeros(shape, dy.dtype)
+    rest = map(np.zeros_like, operands[:3])
+    d = _Operands(*rest, dq, dk, np.zeros_like(dy))  # type: ignore[call-arg]
+    costs = 3 * _mask_costs(graph, operands, share)
+    run(
+        *(_mask_backward_tasks, costs, _mask_scratch(graph, operands), dy.dtype),
+        *(_Blocks.of(graph), operands, dy, d, share),
+    )
+    shape = (num_nodes, groups, num_heads // groups // share, num_keys)
+    grad_query, grad_key = (summed(x.reshape(shape), (2,)) for x in (dq, dk))
+    return grad_query, grad_key, d.value, d.source, d.mark, _by_edge(graph, d.weight)
+
+
+@jit
+def _width(n):
+    """Columns at a time: even shares, rounded up to whole vectors."""
+    return (even_share(n, _WIDTH) + LANES - 1) // LANES * LANES
+
+
+@inlined
+def _flow(ring, slot, i, edges, weights):
+    """Sets a state's row to what flows into it from its neighbours, and returns it."""
+    x0, w0, x1, w1 = _before(ring, slot, i, edges, weights)
+    row = ring.states + slot * ring.size
+    for at in range(0, ring.size, lanes(row)):
+        store(row + at, fma(w0, load(x0 + at), w1 * load(x1 + at)))
+    return row
+
+
+@jit
+def _feed(ring, slot, i, edges, weights, column, source):
+    """Sets and returns a state's row of L: what flows into it, and its own source.
+
+    Or of the transposed matrix, with readers for writers and marks for sources.
+    """
+    row = _flow(ring, slot, i, edges, weights)
+    if column >= 0 and column < ring.size:
+        row[column] += source
+    return row
+
+
+@jit
+def _mask_forward_tasks(first, last, stop, scratch, blocks, x, out, share):
+    """Uses the transposed sweep: y^T = V^T (G * Q K^T)^T needs no transposed copy."""
+    _, heads, channels = x.value.shape
+    _, groups, num_keys = x.query.shape
+    ptr, order, nodes_of = blocks.ptr, blocks.state, blocks.nodes
+    children = blocks.children
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, head = task // (heads // share), task % (heads // share) * share
+        g = head * groups // heads
+        nodes = nodes_of.node[nodes_of.ptr[block] : nodes_of.ptr[block + 1]]
+        n, length = nodes.shape[0], blocks.bandwidth[block] + 1
+        width = _width(n)
+        m = (n + LANES - 1) // LANES * LANES
+        at = n * num_keys
+        k = scratch[:at].reshape(n, num_keys)
+        vt = scratch[at : at + m * channels].reshape(channels, m)
+        at += m * channels
+        qt = scratch[at : at + num_keys * width].reshape(num_keys, width)
+        at += num_keys * width
+        yt = scratch[at : at + width * channels].reshape(channels, width)
+        at += width * channels
+        tall = scratch[at : at + 2 * n * width].reshape(2, n, width)
+        G, scores = tall[0], tall[1]
+        ring = _Ring(pointer(scratch) + (at + 2 * n * width), length, width)
+        take(k, x.key, nodes, g)
+        for c0 in range(0, n, width):
+            count = min(width, n - c0)
+            take_columns(qt, x.query, nodes, g, c0, count)
+            matmul(scores, k, qt)
+            for h in range(head, head + share):
+                weights = x.weight[h]
+                G[:] = 0
+                clear(ring.states + length * width, width)
+                slot = length
+                for i in range(ptr[block + 1] - 1, ptr[block] - 1, -1):
+                    slot, state = _slot(slot, -1, ring), order[i]
+                    row = _feed(
+                        *(ring, slot, i, children, weights),
+                        *(nodes_of.reader[i] - c0, x.mark[state, h]),
+                    )
+                    S, target = splat(x.source[state, h]), nodes_of.writer[i]
+                    _accumulate(pointer(G) + target * width, S, row, width)
+                multiply(G, G, scores)
+                take_transposed(vt, x.value, nodes, h)
+                matmul(yt, vt, G)
+                for i in range(count):
+                    for c in range(channels):
+                        out[nodes[c0 + i], h, c] = yt[c, i]
+
+
+@jit
+def _mask_gradients(d_scores, G, dG, scores, size):
+    """Given the gradient dG of G * scores, adds to that of the scores; in place, dG
+    becomes the gradient of G, and G becomes G * scores.
+    """
+    for at in range(0, size, lanes(G)):
+        g, d, score = load(G + at), load(dG + at), load(scores + at)
+        store(d_scores + at, fma(d, g, load(d_scores + at)))
+        store(dG + at, d * score)
+        store(G + at, g * score)
+
+
+@jit
+def _mask_backward_tasks(first, last, stop, scratch, blocks, x, grad, d, share):
+    _, heads, channels = x.value.shape
+    _, groups, num_keys = x.query.shape
+    ptr, order, nodes_of = blocks.ptr, blocks.state, blocks.nodes
+    parents, children = blocks.parents, blocks.children
+    for task in range(first, last):
+        if stopped(stop):
+            return
+        block, part = task // (heads // share), task % (heads // share)
+        g = part * share * groups // heads
+        s, num_states = ptr[block], ptr[block + 1] - ptr[block]
+        nodes = nodes_of.node[nodes_of.ptr[block] : nodes_of.ptr[block + 1]]
+        n, length = nodes.shape[0], blocks.bandwidth[block] + 1
+        width = _width(n)
+        m = (n + LANES - 1) // LANES * LANES
+        at = n * num_keys
+        q = scratch[:at].reshape(n, num_keys)
+        dqt = scratch[at : at + m * num_keys].reshape(num_keys, m)
+        at += m * num_keys
+        dy = scratch[at : at + n * channels].reshape(n, channels)
+        at += n * channels
+        narrow = scratch[at : at + 2 * num_keys * width].reshape(2, num_keys, width)
+        kt, dkt = narrow[0], narrow[1]
+        at += 2 * num_keys * width
+        slim = scratch[at : at + 2 * channels * width].reshape(2, channels, width)
+        vt, dvt = slim[0], slim[1]
+        at += 2 * channels * width
+        turned = scratch[at : at + m * width].reshape(width, m)
+        at += m * width
+        tall = scratch[at : at + 3 * n * width].reshape(3, n, width)
+        G, scores, dG = tall[0], tall[1], tall[2]
+        at += 3 * n * width
+        d_scores = scratch[at : at + m * width].reshape(m, width)
+        states = _Ring(pointer(scratch) + (at + m * width), num_states, width)
+        adjoints = _Ring(states.states + (num_states + 1) * width, length, width)
+        take(q, x.query, nodes, g)
+        for c0 in range(0, n, width):
+            count = min(width, n - c0)
+            take_columns(kt, x.key, nodes, g, c0, count)
+            matmul(scores, q, kt)
+            d_scores[:] = 0
+            for h in range(part * share, part * share + share):
+                weights = x.weight[h]
+                G[:] = 0
+                clear(states.states + num_states * width, width)
+                for i in range(s, s + num_states):
+                    row = _feed(
+                        *(states, i - s, i, parents, weights),
+                        *(nodes_of.writer[i] - c0, x.source[order[i], h]),
+                    )
+                    M, target = splat(x.mark[order[i], h]), nodes_of.reader[i]
+                    _accumulate(pointer(G) + target * width, M, row, width)
+                take(dy, grad, nodes, h)
+                take_columns(vt, x.value, nodes, h, c0, count)
+                matmul(dG, dy, vt)  # so far the gradient of G * scores
+                parts = pointer(d_scores), pointer(G), pointer(dG), pointer(scores)
+                _mask_gradients(*parts, n * width)
+                matmul(dvt, dy.T, G)
+                for i in range(count):
+                    for c in range(channels):
+                        d.value[nodes[c0 + i], h, c] = dvt[c, i]
+
+                clear(adjoints.states + length * width, width)
+                slot = length
+                for i in range(s + num_states - 1, s - 1, -1):
+                    slot, state = _slot(slot, -1, adjoints), order[i]
+                    row = _flow(adjoints, slot, i, children, weights)
+                    read = pointer(dG) + nodes_of.reader[i] * width
+                    _accumulate(row, splat(x.mark[state, h]), read, width)
+                    own = states.states + (i - s) * width
+                    d.mark[state, h] += inner_product(read, own, width)
+                    column = nodes_of.writer[i] - c0
+                    if column >= 0 and column < width:
+                        d.source[state, h] += row[column]
+                    for e in range(parents.ptr[i], parents.ptr[i + 1]):
+                        own = states.states + (parents.other[e] - s) * width
+                        d.weight[h, e] += inner_product(row, own, width)
+            matmul(dkt, q.T, d_scores[:n])
+            transpose(pointer(turned), m, pointer(d_scores), width, n, width)
+            matmul(dqt, kt, turned)
+            for i in range(n):
+                for c in range(num_keys):
+                    d.query[nodes[i], part, c] += dqt[c, i]
+            for i in range(count):
+                for c in range(num_keys):
+                    d.key[nodes[c0 + i], part, c] = dkt[c, i]

@@ -1,0 +1,132 @@
+"""Predicted costs of the forms of the delta rule on a CPU: multiply-adds, seconds and
+bytes.
+
+The constants are in nanoseconds on one core (AMD Zen 4), forward and backward.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call, Cost
+from pyg_chimera.ops.common.memory import available_bytes
+from pyg_chimera.ops.common.simd import vector_lanes
+from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
+from pyg_chimera.ops.recurrence.delta_scan.level_states import MAX_NUMEL
+
+__all__ = ["cost_of", "why_not_form"]
+
+#: Nanoseconds per multiply-add of a matrix product.
+_PRODUCT = 0.03
+#: Calls that take fewer bytes than this do not ask how much memory there is.
+_FEW_BYTES = 1 << 30
+
+
+def cost_of(
+    form: str, backend: str, graph: DeltaGraph, query: Tensor, value: Tensor
+) -> Cost:
+    """The cost of a form on this CPU, forward and backward.
+
+    Args:
+        form: ``"state"``, ``"mask"`` or ``"chunk"``.
+        backend: ``"numba"`` or ``"torch"``.
+        graph: The graphs.
+        query: [V, groups, state channels].
+        value: [V, heads, value channels].
+    """
+    if backend == "numba":
+        return _cost_of_kernels(form, graph, query, value)
+    N, (V, heads, P) = query.size(2), value.shape
+    if form == "mask":
+        sizes = graph.sizes.astype(float)
+        acyclic, cyclic = sizes[~graph.is_cyclic], sizes[graph.is_cyclic]
+        operations = float((acyclic**2 * (4 * acyclic + 9 * (N + P))).sum())
+        operations += float((cyclic**2 * (10 * cyclic + 19 * (N + P))).sum())
+        others = float((33 * acyclic**2 + 2e4).sum() + (90 * cyclic**2 + 15e4).sum())
+        others += 300e3 / heads  # about fifty PyTorch operators
+        held = 13 * float((acyclic**2).sum() + 2 * (cyclic**2).sum())
+    elif form == "chunk":
+        operations = V * (32.0 * (10 * N + 8 * P + 32) + 9 * N * P)
+        others = 2000.0 * V + 100e3 * graph.depth / 32 / heads
+        held = V * (4 * 32.0 + 2 * N * P / 32)
+    else:
+        numbers = float((V + len(graph.row)) * N * P)
+        operations = 7 * numbers
+        others = 9 * numbers + 100e3 * graph.depth / heads
+        held = min(5.0 * V * N * P, MAX_NUMEL / heads)
+    seconds = 1e-9 * heads * (_PRODUCT * operations + others)
+    memory = value.element_size() * heads * held
+    return Cost(heads * operations, seconds, memory)
+
+
+def _cost_of_kernels(
+    form: str, graph: DeltaGraph, query: Tensor, value: Tensor
+) -> Cost:
+    """The cost of a form of the numba backend."""
+    (V, groups, N), (_, heads, P) = query.shape, value.shape
+    n, bytes_ = graph.sizes.astype(float), value.element_size()
+    largest = float(n.max(initial=0))
+    threads = max(1, min(torch.get_num_threads(), heads * len(n)))
+    if form == "mask":
+        eliminated = np.where(graph.is_cyclic, 0.67 * n, 0.0)
+        work = n**2 * (eliminated + 8 * N * groups / heads + 6 * P)
+        operations = float(work.sum())
+        others = float((4 * n**2 + 1200 * n + 8e3).sum())
+        memory = 8 * (threads * largest * (6 * largest + 5 * N + 4 * P) + heads * V * P)
+    else:
+        lanes, _ = vector_lanes(np.dtype(f"f{bytes_}"))
+        width = -(-P // lanes) * lanes
+        numbers = float((V + len(graph.row)) * N * width)
+        operations = 7 * numbers
+        # States that do not fit in the cache are read from memory again.
+        streamed = bytes_ * largest * N * width > 1 << 23
+        others = (0.06 + 0.08 * streamed) * bytes_ * numbers + 200.0 * V
+        memory = bytes_ * threads * largest * (N + 3) * width
+    seconds = 1e-9 * heads * (0.05 * operations + others) / threads
+    return Cost(heads * operations, seconds, memory)
+
+
+def why_not_form(call: Call) -> str | None:
+    """Why the form of a call does not fit its graph; None if it does."""
+    graph, form, backend = call.structure, call.choice.form, call.choice.backend
+    if form == "mask":
+        query, value = call.inputs.query, call.inputs.value
+        needed = cost_of(form, backend, graph, query, value).memory
+        if needed <= _FEW_BYTES:
+            return None
+        left = available_bytes(value.device)
+        # Other tensors need some, too, unless the user knows better.
+        if needed <= (left if call.inputs.form == "mask" else left / 2):
+            return None
+        # Other backends would say the same.
+        return call.once("memory", lambda: _too_much(graph, needed, left))
+    if form == "state" and graph.on_cycle.any():
+        node = int(graph.on_cycle.argmax())
+        return (
+            "form='state' is for graphs without cycles, but node "
+            f"{node} is on one; use form='mask' or 'auto'"
+        )
+    if form == "chunk" and not graph.are_paths:
+        return (
+            "form='chunk' is for directed paths, on which a node has one edge into it "
+            "and one out of it at most; use form='auto'"
+        )
+    return None
+
+
+def _too_much(graph: DeltaGraph, needed: float, left: float) -> str:
+    half = "half of " if needed <= left else ""
+    said = (
+        f"form='mask' takes {needed / 2**30:.0f} GiB for matrices of up to "
+        f"{graph.sizes.max()} nodes, more than {half}the {left / 2**30:.0f} GiB that "
+        "are left"
+    )
+    if not graph.on_cycle.any():
+        return f"{said}; use form='auto'"
+    anyway = "; form='mask' computes it all the same" if half else ""
+    return (
+        f"{said}, and cycles have no other form; use clusters or samples of the graph, "
+        "a DAG (acyclic=True in 'GatedDeltaConv'; "
+        "'pyg_chimera.transforms.DAGDecomposition' makes DAGs), or 'resolvent_mix' "
+        f"('ChimeraConv'), which solves sparse systems{anyway}"
+    )

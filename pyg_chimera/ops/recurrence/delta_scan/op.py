@@ -1,0 +1,358 @@
+"""The gated delta rule on graphs."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import (
+    check_finite,
+    check_flag,
+    check_floats,
+    check_graph,
+    check_indices,
+    check_option,
+    check_shape,
+    trusted,
+)
+from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
+from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.common.operator import Operator
+from pyg_chimera.ops.recurrence.delta_scan import (
+    numba_backend,
+    reference,
+    torch_backend,
+    triton_backend,
+)
+from pyg_chimera.ops.recurrence.delta_scan.cost_model import cost_of
+from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph, delta_graph
+from pyg_chimera.ops.structure.cache import Recipe
+from pyg_chimera.ops.structure.topological import find_cycle
+
+__all__ = ["delta_scan"]
+
+_FORMS = ("auto", "state", "mask", "chunk")
+
+#: Bytes of matrices that the mask form may hold if another form is possible.
+_MAX_MASK_BYTES = 1 << 30
+#: How far the length of a key may be from one, due to rounding to bfloat16.
+_ROUNDING = 1e-2
+
+
+class Inputs(NamedTuple):
+    """The inputs of the registered operator."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor
+    edge_weight: Tensor
+    surprise: Tensor | None  #: [heads]
+    edge_index: Tensor
+    batch: Tensor | None
+    acyclic: bool
+    form: str
+    backend: str
+
+
+class _DeltaScan(Operator[Inputs, DeltaGraph]):
+    name = "delta_scan"
+    inputs = Inputs
+    backends = {  # noqa: RUF012
+        "numba": numba_backend,
+        "triton": triton_backend,
+        "torch": torch_backend,
+        "reference": reference,
+    }
+
+    def recipe(self, inputs: Inputs) -> Recipe:
+        graph = (inputs.edge_index, inputs.batch)
+        return Recipe(delta_graph, graph, (inputs.value.size(0),))
+
+    def check(self, inputs: Inputs, structure: DeltaGraph) -> None:
+        needed = _needs_states(inputs)
+        if needed is not None or inputs.acyclic:
+            _check_acyclic(inputs.edge_index, structure)
+        if needed is not None:
+            _check_form(inputs.form, needed)
+        if trusted():
+            return
+        check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
+        _check_beta(inputs.beta)
+        _check_key(inputs.key)
+        if inputs.surprise is not None:
+            _check_surprise(inputs.surprise)
+        if needed is None and structure.cyclic_edges.size:
+            _check_contraction(inputs.edge_weight, structure)
+
+    def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
+        inputs, graph = call.inputs, call.structure
+        usable, reason = self.usable(inputs), self.reason(inputs)
+        cyclic = bool(graph.on_cycle.any())
+        if usable == ["reference"]:
+            solver = "dense" if cyclic else "scan"
+            return [Choice(self.name, solver, "state", "reference", reason)]
+
+        def choice(form: str, backend: str) -> Choice:
+            solver = "scan"
+            if form == "mask":
+                solver = "dense" if cyclic else "triangular"
+            cost = cost_of(form, backend, graph, inputs.query, inputs.value)
+            return Choice(self.name, solver, form, backend, reason, cost)
+
+        if (needed := _needs_states(inputs)) is not None:
+            why = f"{reason}; {needed} needs states"
+            return [choice("state", x)._replace(reason=why) for x in usable]
+        if inputs.form != "auto":
+            forms = [inputs.form]
+        else:
+            forms = ["mask", *([] if cyclic else ["state"])]
+            forms += ["chunk"] if graph.are_paths else []
+        found = [
+            choice(form, backend)
+            for form in forms
+            for backend in usable
+            if form in self.backends[backend].FORMS
+        ] or [choice(forms[0], usable[0])]
+        small = [x for x in found if x.form != "mask" or _fits(x)] or found
+        small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
+        if inputs.value.device.type != "cpu" or usable == ["triton"]:
+            small = [x._replace(cost=None) for x in small]  # costs are those of a CPU
+        alone = "cycles need matrices" if cyclic else "matrices would not fit"
+        several = len({x.form for x in small}) > 1
+        # GPU kernels are preferred, if they support the call and levels are narrow.
+        kernels = [x for x in small if x.backend == "triton"]
+        first = [x for x in small if x.backend != "triton"][:1]
+        if len(kernels) > 0:
+            preferred = triton_backend.preferred_form(call)
+            kernels.sort(key=lambda x: x.form != preferred)
+            by_levels = triton_backend.is_serial(graph)
+            first = first + kernels if by_levels else kernels + first
+        for i, x in enumerate(first):
+            others = tuple(y for y in small if y is not x)
+            why = WHY_FORM[x.form] if several else alone
+            said = f"{reason}; {why}" if inputs.form == "auto" else reason
+            first[i] = x._replace(reason=said, alternatives=others)
+        return first
+
+
+def _fits(choice: Choice) -> bool:
+    return choice.cost.memory <= _MAX_MASK_BYTES  # type: ignore[union-attr]
+
+
+def _check_beta(beta: Tensor) -> None:
+    """Checks that the strengths are in [0, 2]; NaN passes."""
+    outside = (beta < 0) | (beta > 2)
+    if bool(outside.any()):
+        node, head = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"'beta' must be in [0, 2], but node {node} has {beta[node, head].item()} "
+            f"in head {head}"
+        )
+
+
+def _check_key(key: Tensor) -> None:
+    """Checks that keys are of length one; NaN passes."""
+    length = torch.linalg.vector_norm(key, dim=-1)
+    wrong = (length - 1).abs() > _ROUNDING
+    if bool(wrong.any()):
+        node, group = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"'key' must hold vectors of length one, but that of node {node} in group "
+            f"{group} is of length {length[node, group].item():.4g}; use "
+            "'torch.nn.functional.normalize(key, dim=-1)', and no zeros"
+        )
+
+
+def _needs_states(inputs: Inputs) -> str | None:
+    """The first option of a call that requires the state form on a DAG, or None.
+
+    The other forms require a rule that is linear in the values, with one weight for all
+    key channels.
+    """
+    if inputs.surprise is not None:
+        return "'surprise'"
+    if inputs.edge_weight.dim() == 3:
+        return "'edge_weight' of channels"
+    return None
+
+
+def _check_acyclic(edge_index: Tensor, graph: DeltaGraph) -> None:
+    """Checks that there is no cycle."""
+    cycle = None
+    if graph.on_cycle.any():
+        cycle = find_cycle(edge_index.cpu(), graph.num_nodes)
+    if cycle is not None:
+        raise CycleError(cycle)
+
+
+def _check_form(form: str, reason: str) -> None:
+    """Checks that options that require states are used with the state form."""
+    if form not in ("auto", "state"):
+        raise ValueError(
+            f"'form' must be 'state' or 'auto' with {reason}, got {form!r}: "
+            "the others solve a linear system, with one number for each path"
+        )
+
+
+def _check_surprise(temperature: Tensor) -> None:
+    """Checks that temperatures are positive."""
+    if bool((temperature <= 0).any()):
+        head = int((temperature <= 0).nonzero()[0])
+        raise ValueError(
+            "'surprise' must be positive, but that of head "
+            f"{head} is {temperature[head].item()}"
+        )
+
+
+def _check_contraction(edge_weight: Tensor, graph: DeltaGraph) -> None:
+    """Checks that the rows of |A| on cycles sum to less than one; NaN passes."""
+    edge = torch.from_numpy(graph.cyclic_edges).to(edge_weight.device)
+    col, row = (
+        torch.from_numpy(x[graph.cyclic_edges]).to(edge_weight.device)
+        for x in (graph.col, graph.row)
+    )
+    weight = edge_weight[edge]
+
+    def sums(row: Tensor, weight: Tensor) -> Tensor:
+        zero = weight.new_zeros(graph.num_nodes, weight.size(1))
+        return zero.index_add_(0, row, weight.abs())
+
+    if not bool((sums(row, weight) >= 1).any()):
+        return
+    # Duplicate edges add up to one entry of A before its absolute value is taken.
+    pair, place = (row * graph.num_nodes + col).unique(return_inverse=True)
+    entries = weight.new_zeros(len(pair), weight.size(1)).index_add_(0, place, weight)
+    total = sums(pair // graph.num_nodes, entries)
+    large = total >= 1
+    if bool(large.any()):
+        node, head = large.nonzero()[0].tolist()
+        raise ValueError(
+            "'edge_weight' must, on cycles, make rows of |A| sum to less than one, for "
+            f"the rule to have a solution, but the row of node {node} sums to "
+            f"{total[node, head].item():.4g} in head {head}; scale it (as "
+            "'chimera_transition' does), or make a DAG of the graph"
+        )
+
+
+_delta_scan = _DeltaScan()
+
+
+def delta_scan(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor,
+    batch: Tensor | None = None,
+    *,
+    surprise: Tensor | None = None,
+    acyclic: bool = False,
+    form: str = "auto",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Runs the gated delta rule along the edges of any graph. It is the rule of
+    `"Gated Delta Networks: Improving Mamba2 with Delta Rule"
+    <https://arxiv.org/abs/2412.06464>`_ and `"Parallelizing Linear Transformers with
+    the Delta Rule over Sequence Length" <https://arxiv.org/abs/2406.06484>`_, with the
+    neighbours of a node in place of the previous step:
+
+    .. math::
+        \mathbf{S}'_i = \sum_{j \to i} A_{ij} \mathbf{S}_j, \qquad
+        \mathbf{S}_i = \mathbf{S}'_i + \beta_i \mathbf{k}_i (\mathbf{v}_i -
+        \mathbf{S}_i'^{\top} \mathbf{k}_i)^{\top}, \qquad
+        \mathbf{y}_i = \mathbf{S}_i^{\top} \mathbf{q}_i.
+
+    A node writes the difference between its value and what its key already reads, where
+    :func:`resolvent_mix` and :func:`dag_scan` only add. The rule is linear in the
+    values: with the resolvent :math:`\mathbf{L} = (\mathbf{I} - \mathbf{A})^{-1}`,
+
+    .. math::
+        \mathbf{u} = \left( \mathbf{I} + \textrm{diag}(\beta) ((\mathbf{L} -
+        \mathbf{I}) \odot \mathbf{K} \mathbf{K}^{\top}) \right)^{-1}
+        \textrm{diag}(\beta) \mathbf{V}, \qquad
+        \mathbf{y} = (\mathbf{L} \odot \mathbf{Q} \mathbf{K}^{\top}) \mathbf{u}.
+
+    On DAGs both matrices are triangular, and weights may be of any size. On graphs with
+    cycles, the rule has exactly one solution if rows of :math:`|\mathbf{A}|` sum to
+    less than one, as writing never makes a state larger. On a directed path, it is that
+    of Gated DeltaNet. Differentiable once in all floating-point tensors. float16 and
+    bfloat16 are computed in float32. The query is not scaled.
+
+    With :obj:`surprise`, a node writes more, the more its value differs from what its
+    query reads before it writes. The idea, though not the formula, is that of `"Titans:
+    Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
+    :math:`\beta_i` is multiplied by
+
+    .. math::
+        \sigma_i = \textrm{sigmoid} \left( \frac{\| \mathbf{v}_i -
+        \mathbf{S}_i'^{\top} \mathbf{q}_i \|^2}{P \tau} \right).
+
+    This is not linear in the values, so it requires a DAG, along which states are
+    carried. So does a weight for each channel of keys, with or without :obj:`surprise`,
+    which lets channels decay at different rates: :math:`\mathbf{S}'_i = \sum_{j \to i}
+    \textrm{diag}(\mathbf{a}_{ij}) \mathbf{S}_j`.
+
+    Args:
+        query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
+            groups :math:`G` divides the number of heads; the heads of a group share
+            them.
+        key (torch.Tensor): The keys, of length one, :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
+        beta (torch.Tensor): The share of what its key reads that a node replaces, in
+            :math:`[0, 2]`, :math:`[|\mathcal{V}|, H]`: 1 replaces all of it, more
+            reflects.
+        edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`.
+            Self-loops and duplicates count.
+        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`, or for
+            each channel of keys :math:`[|\mathcal{E}|, H, N]`.
+        batch (torch.Tensor, optional): The graph of each node, integer
+            :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
+            connected components are computed and used instead. (default: :obj:`None`)
+        surprise (torch.Tensor, optional): The mean squared error :math:`\tau > 0` at
+            which nodes write 0.73 of the full update, :math:`[H]`. (default:
+            :obj:`None`, they always write all of it)
+        acyclic (bool, optional): Whether a cycle is an error, even where there is a
+            solution. (default: :obj:`False`)
+        form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
+            (cubic in its nodes; on graphs with cycles, :obj:`"auto"` does so if half of
+            the memory that is left is enough), :obj:`"state"` carries
+            :math:`\mathbf{S}` along a DAG (linear in its edges), :obj:`"chunk"`
+            combines both, in chunks of directed paths (the WY form of DeltaNet). All
+            give the same result. (default: :obj:`"auto"`, whichever is faster)
+        backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
+            :obj:`"triton"` (on GPUs, all but :obj:`"mask"`, in float32),
+            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
+            (default: :obj:`"auto"`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
+
+    Raises:
+        CycleError: With :obj:`acyclic` or an option that requires a DAG, if there is a
+            cycle, which the error names. A :class:`ValueError`.
+        ValueError: If shapes disagree, an index is out of range, an edge joins two
+            graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
+            outside of :math:`[0, 2]`, :obj:`surprise` is not positive, a row of
+            :math:`|\mathbf{A}|` on a cycle sums to one or more, or with reflections so
+            nearly to one that :obj:`backend="numba"` loses too much accuracy, or if an
+            option is unknown or incompatible.
+        TypeError: If a tensor has the wrong dtype.
+    """
+    q, k, v, w, edge_index = check_graph(
+        query, key, value, edge_index, edge_weight, by_channel=True
+    )
+    floats = {"query": q, "key": k, "value": v, "beta": beta, "edge_weight": w}
+    if surprise is not None:
+        floats["surprise"] = surprise
+    q, k, v, b, w, *given = check_floats(**floats)
+    check_shape("beta", beta, "[nodes, heads]", list(value.shape[:2]))
+    if surprise is not None:
+        check_shape("surprise", surprise, "[heads]", [value.size(1)])
+        (surprise,) = given
+    (batch,) = check_indices(value, batch=batch)
+    check_option("form", form, _FORMS)
+    check_flag("acyclic", acyclic)
+    inputs = Inputs(q, k, v, b, w, surprise, edge_index, batch, acyclic, form, backend)
+    return _delta_scan(inputs).to(value.dtype)

@@ -1,0 +1,96 @@
+"""The reference: dense states in float64, directly from the rule."""
+
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.operator import without_autocast
+from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
+
+DEVICES = None
+
+
+def why_not(call: Call) -> str | None:
+    """It supports all calls."""
+
+
+def forward(call: Call) -> Tensor:
+    """The output, which autograd differentiates."""
+    query, key, value, beta, edge_weight = (x.double() for x in call.inputs[:5])
+    dtype, graph = call.inputs.value.dtype, call.structure
+    surprise = call.inputs.surprise
+    with without_autocast(value):
+        repeats = value.size(1) // query.size(1)
+        query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
+        args = (graph, query, key, value, beta, edge_weight)
+        if graph.on_cycle.any():
+            return _by_equations(*args).to(dtype)
+        return _by_recurrence(*args, surprise).to(dtype)
+
+
+def _by_recurrence(
+    graph: DeltaGraph,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    edge_weight: Tensor,
+    surprise: Tensor | None,
+) -> Tensor:
+    """One node after the other, parents first."""
+    parents: list[list[int]] = [[] for _ in range(graph.num_nodes)]
+    for edge, node in enumerate(graph.row.tolist()):
+        parents[node].append(edge)
+    states: dict[int, Tensor] = {}
+    out: dict[int, Tensor] = {}
+    for i in graph.rank.argsort(kind="stable").tolist():
+        S = torch.zeros_like(key[i].unsqueeze(-1) * value[i].unsqueeze(-2))
+        for edge in parents[i]:
+            state = states[int(graph.col[edge])]
+            S = S + edge_weight[edge].reshape(value.size(1), -1, 1) * state
+        predicted = (S * key[i].unsqueeze(-1)).sum(-2)
+        strength = beta[i]
+        if surprise is not None:
+            error = value[i] - (S * query[i].unsqueeze(-1)).sum(-2)
+            mean = error.square().sum(-1) / max(error.size(-1), 1)
+            strength = strength * torch.sigmoid(mean / surprise)
+        wrong = strength.unsqueeze(-1) * (value[i] - predicted)
+        states[i] = S + key[i].unsqueeze(-1) * wrong.unsqueeze(-2)
+        out[i] = (states[i] * query[i].unsqueeze(-1)).sum(-2)
+    rows = [out[i] for i in range(graph.num_nodes)]
+    return torch.stack(rows) if rows else value.clone()
+
+
+def _by_equations(
+    graph: DeltaGraph,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    edge_weight: Tensor,
+) -> Tensor:
+    r"""Solves :math:`S = (I - b k k^T) (A S) + b k v^T` for all states of a block."""
+    out, device = torch.zeros_like(value), value.device
+    for block in range(len(graph.sizes)):
+        inside = torch.from_numpy(graph.block == block)
+        node = inside.nonzero().view(-1).to(device)
+        place = inside.long().cumsum(0) - 1
+        edge = torch.from_numpy(graph.block[graph.row] == block).nonzero().view(-1)
+        col, row = (
+            place[torch.from_numpy(x)[edge]].to(device) for x in (graph.col, graph.row)
+        )
+        n, N = node.numel(), key.size(2)
+        eye = torch.eye(N, dtype=value.dtype, device=device)
+        heads = []
+        for h in range(value.size(1)):
+            k, b = key[node, h], beta[node, h]
+            A = value.new_zeros(n, n)
+            A = A.index_put((row, col), edge_weight[edge.to(device), h], True)
+            erase = eye - b[:, None, None] * k[:, :, None] * k[:, None, :]
+            moved = torch.einsum("iab,ij->iajb", erase, A).reshape(n * N, n * N)
+            written = b[:, None, None] * k[:, :, None] * value[node, h][:, None, :]
+            whole = torch.eye(n * N, dtype=value.dtype, device=device)
+            S = torch.linalg.solve(whole - moved, written.flatten(0, 1))
+            heads.append((S.unflatten(0, (n, N)) * query[node, h, :, None]).sum(1))
+        out = out.index_put((node,), torch.stack(heads, 1))
+    return out

@@ -1,0 +1,368 @@
+"""Mixing by the resolvent of a graph's adjacency."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from pyg_chimera.ops.common.checks import (
+    check_finite,
+    check_floats,
+    check_graph,
+    check_indices,
+    check_integer,
+    check_option,
+    trusted,
+)
+from pyg_chimera.ops.common.dispatch import (
+    WHY_FORM,
+    Call,
+    Choice,
+    UnsuitableSolver,
+)
+from pyg_chimera.ops.common.operator import Operator
+from pyg_chimera.ops.common.triton_runtime import SHORT_PATH
+from pyg_chimera.ops.recurrence.resolvent import (
+    numba_backend,
+    reference,
+    torch_backend,
+    triton_backend,
+)
+from pyg_chimera.ops.recurrence.resolvent.conditioning import is_ill_conditioned
+from pyg_chimera.ops.recurrence.resolvent.cost_model import cost_of, prefers_dense
+from pyg_chimera.ops.recurrence.resolvent.path_factors import path_scans
+from pyg_chimera.ops.recurrence.resolvent.sweep_polynomial import (
+    FLOATS,
+    SweepPolynomial,
+    polynomial_of,
+    precision_of,
+)
+from pyg_chimera.ops.structure.cache import Recipe
+from pyg_chimera.ops.structure.symbolic_factor import (
+    Blocks,
+    SymbolicFactor,
+    graph_blocks,
+    symbolic_factor,
+)
+
+__all__ = ["resolvent_mix"]
+
+SOLVERS = ("auto", "sparse", "dense", "iterative", "neumann")
+_FORMS = ("auto", "state", "mask", "chunk")
+
+#: Bytes of resolvents that the mask form may hold if the form is not prescribed.
+_MAX_MASK_BYTES = 1 << 30
+#: An iteration is considered only if all other solvers take at least so many seconds.
+_WORTH_WHILE = 0.02
+#: Batches of fewer nodes are always factored, even if their factors fill up.
+_MAX_SMALL = 4096
+#: An optimistic guess of how many sweeps an iteration takes.
+_FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10, 1.0)
+
+
+class Inputs(NamedTuple):
+    """The inputs of the registered operator."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    edge_weight: Tensor
+    edge_index: Tensor
+    batch: Tensor | None
+    rank: Tensor | None
+    solver: str
+    num_terms: int | None
+    form: str
+    backend: str
+
+
+class _ResolventMix(Operator[Inputs, Blocks]):
+    name = "resolvent_mix"
+    inputs = Inputs
+    backends = {  # noqa: RUF012
+        "numba": numba_backend,
+        "triton": triton_backend,
+        "torch": torch_backend,
+        "reference": reference,
+    }
+
+    def recipe(self, inputs: Inputs) -> Recipe:
+        graph, num_nodes = (inputs.edge_index, inputs.batch), inputs.value.size(0)
+        if inputs.solver in ("sparse", "auto"):
+            bounded = inputs.solver == "auto" and _may_iterate(inputs)
+            return Recipe(symbolic_factor, (*graph, inputs.rank), (num_nodes, bounded))
+        return Recipe(graph_blocks, graph, (num_nodes,))
+
+    def in_one_dtype(self, inputs: Inputs, structure: Blocks) -> Inputs:
+        dtype, weight = inputs.value.dtype, inputs.edge_weight
+        if weight.dtype == dtype:
+            return inputs
+        if inputs.backend == "reference" or (
+            not trusted()
+            and inputs.solver != "neumann"
+            and is_ill_conditioned(structure, weight)
+        ):
+            dtype = weight.dtype
+        floats = {name: getattr(inputs, name).to(dtype) for name in FLOATS}
+        return inputs._replace(**floats)
+
+    def check(self, inputs: Inputs, structure: Blocks) -> None:
+        check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
+
+    def choices(self, call: Call[Inputs, Blocks]) -> list[Choice]:
+        inputs, usable = call.inputs, self.usable(call.inputs)
+        if usable == ["reference"]:
+            solver = "neumann" if inputs.solver == "neumann" else "dense"
+            reason = self.reason(inputs)
+            return [Choice(self.name, solver, "mask", "reference", reason)]
+        found = list(self._candidates(call, usable))
+        if usable[0] == "numba":
+            found += self._iteration(call, found)
+            # A backend that was not requested is only a last resort.
+            found.sort(key=lambda x: (x.backend not in usable, x.cost.seconds))  # type: ignore[union-attr]
+        if inputs.value.device.type != "cpu":
+            found = [choice._replace(cost=None) for choice in found]
+        return [
+            choice._replace(alternatives=(*found[:i], *found[i + 1 :]))
+            for i, choice in enumerate(found)
+        ]
+
+    def _candidates(
+        self, call: Call[Inputs, Blocks], usable: list[str]
+    ) -> Iterator[Choice]:
+        """The better form for each solver and backend, preferred ones first."""
+        inputs, structure = call.inputs, call.structure
+        reason, auto = self.reason(inputs), inputs.solver == "auto"
+        device = inputs.value.device.type
+        solvers = ["sparse", "dense"] if auto else [inputs.solver]
+        in_chunks = "triton" in usable and inputs.form == "auto" and _is_long(structure)
+        if auto and not isinstance(structure, SymbolicFactor):
+            solvers = ["iterative", "dense"]
+            if inputs.form == "mask":
+                solvers = ["dense"]
+            reason += "; factors would fill up"
+        elif auto and usable == ["triton"] and inputs.form in ("state", "mask"):
+            solvers = ["sparse"] if inputs.form == "state" else ["dense"]
+        elif (
+            auto
+            and usable[0] != "numba"
+            and not in_chunks
+            and prefers_dense(structure, device)
+        ):
+            solvers.reverse()
+            reason += "; blocks small or factors full enough for dense matrices"
+        if inputs.form == "chunk":
+            solvers, usable = ["sparse"] if auto else solvers, usable[:1]
+        for solver in solvers:
+            backends = usable
+            if auto and solver == "dense":  # numba has no dense solver
+                backends = [x for x in usable if x != "numba"] or ["torch"]
+            elif len(usable) > 1 and not _has_kernels(solver, inputs.form):
+                backends = [x for x in usable if x != "triton"]
+            for backend in backends:
+                yield self._better_form(call, solver, backend, reason)
+
+    def _iteration(
+        self, call: Call[Inputs, Blocks], others: list[Choice]
+    ) -> list[Choice]:
+        """The iteration, if it might take less than half the time of the others."""
+        if call.inputs.solver != "auto" or call.inputs.form not in ("auto", "state"):
+            return []
+        least = min(choice.cost.seconds for choice in others if choice.cost)
+        reason = self.reason(call.inputs)
+        choice = self._better_form(call, "iterative", "numba", reason)
+        if least < _WORTH_WHILE or choice.cost.seconds > least / 2:  # type: ignore[union-attr]
+            return []
+        try:
+            sweeps = polynomial_of(call).sweeps
+        except UnsuitableSolver:
+            return []
+        choice = self._better_form(call, "iterative", "numba", reason)
+        return [choice._replace(reason=f"{reason}; about {sweeps} sweeps are enough")]
+
+    def _better_form(
+        self, call: Call[Inputs, Blocks], solver: str, backend: str, reason: str
+    ) -> Choice:
+        inputs = call.inputs
+        query, _, value = inputs[:3]
+        sizes = (query.size(1), value.size(1), query.size(2), value.size(2))
+        sweeps, dtype = inputs.num_terms or 0, value.dtype
+        if solver == "iterative":
+            polynomial = call.known("polynomial", _FEW_SWEEPS)
+            if solver == inputs.solver or not isinstance(
+                call.structure, SymbolicFactor
+            ):  # it will be used anyway
+                with suppress(UnsuitableSolver):
+                    polynomial = polynomial_of(call)
+                    reason += f"; about {polynomial.sweeps} sweeps are enough"
+            sweeps = polynomial.sweeps
+            dtype, _ = precision_of(call, polynomial.margin)
+
+        def choice(form: str) -> Choice:
+            found = Choice(self.name, solver, form, backend, reason)
+            computed = np.dtype(str(dtype).removeprefix("torch."))
+            return found._replace(
+                cost=cost_of(found, call.structure, sizes, computed, sweeps)
+            )
+
+        may_cut = (solver, inputs.form) == ("sparse", "auto") and backend != "torch"
+        paths = may_cut and path_scans(call.structure) is not None
+        if may_cut and backend == "triton":
+            # Only the chunk form takes weights that are not diagonally dominant.
+            needed = paths and not triton_backend.is_dominant(call)
+            cut = needed or _is_long(call.structure)
+            return choice("chunk" if cut else "state")
+        only_states = solver == "iterative" or (solver, backend) == ("neumann", "numba")
+        if inputs.form != "auto" or only_states:
+            return choice("state" if inputs.form == "auto" else inputs.form)
+        mask, state = choice("mask"), choice("state")
+        fits = mask.cost.memory <= _MAX_MASK_BYTES  # type: ignore[union-attr]
+        found = [mask, state] if fits else [state]
+        if paths and backend == "numba":
+            found.insert(0, choice("chunk"))
+        if fits and solver != "sparse":
+            best, why = mask, "dense matrices are at hand"
+        else:
+            best = min(found, key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
+            why = WHY_FORM[best.form]
+            if not fits and best is state:
+                why = "resolvents would not fit in memory"
+        return best._replace(reason=f"{reason}; {why}")
+
+
+def _has_kernels(solver: str, form: str) -> bool:
+    """Whether triton may support a call; for the dense solver, it tells why not."""
+    return solver == "dense" or (solver == "sparse" and form != "mask")
+
+
+def _is_long(structure: Blocks) -> bool:
+    """Whether all components of a graph are paths, and one of them is not short."""
+    scans = path_scans(structure) if isinstance(structure, SymbolicFactor) else None
+    return scans is not None and bool((np.diff(scans.ptr) > SHORT_PATH).any())
+
+
+def _may_iterate(inputs: Inputs) -> bool:
+    """Whether an iteration can be used instead of factors that fill up."""
+    if inputs.backend == "reference" or inputs.value.size(0) < _MAX_SMALL:
+        return False
+    if trusted():
+        return True
+    weight = inputs.edge_weight.detach().abs().double()
+    zero = weight.new_zeros(inputs.value.size(0), weight.size(1))
+    sums = (zero.index_add(0, end.long(), weight) for end in inputs.edge_index)
+    return bool(min(x.max() for x in sums if x.numel()) < 1) if zero.numel() else False
+
+
+_resolvent_mix = _ResolventMix()
+
+
+def resolvent_mix(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    edge_index: Tensor,
+    edge_weight: Tensor,
+    batch: Tensor | None = None,
+    *,
+    solver: str = "auto",
+    num_terms: int | None = None,
+    form: str = "auto",
+    backend: str = "auto",
+    rank: Tensor | None = None,
+) -> Tensor:
+    r"""Mixes nodes along all paths of a graph, by the resolvent of its adjacency, from
+    `"Chimera: State Space Models Beyond Sequences"
+    <https://arxiv.org/abs/2510.12111>`_ (Section 3):
+
+    .. math::
+        \mathbf{H} = \mathbf{A} \mathbf{H} + \mathbf{k} \mathbf{v}^{\top}, \qquad
+        \mathbf{y}_i = \mathbf{H}_i^{\top} \mathbf{q}_i,
+
+    which is :math:`\mathbf{y} = ((\mathbf{I} - \mathbf{A})^{-1} \odot \mathbf{Q}
+    \mathbf{K}^{\top}) \mathbf{V}`, for each head, where :math:`A_{ij}` is the sum of
+    the weights of the edges :math:`j \to i`. Differentiable once in :obj:`query`,
+    :obj:`key`, :obj:`value` and :obj:`edge_weight`. float16 and bfloat16 are computed
+    in float32.
+
+    Args:
+        query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
+            groups :math:`G` divides the number of heads; the heads of a group share
+            them.
+        key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
+        edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`.
+            Self-loops and duplicates count.
+        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`. Those of
+            float64 need not be rounded for nodes of float32: if float32 would lose
+            digits, as :math:`\mathbf{I} - \mathbf{A}` is nearly singular, the result
+            is computed in float64. Contents that are trusted (see
+            :func:`~pyg_chimera.ops.unchecked`) are computed in float32.
+        batch (torch.Tensor, optional): The graph of each node, integer
+            :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
+            connected components are computed and used instead. (default: :obj:`None`)
+        solver (str, optional): :obj:`"sparse"` (exact, by elimination in a
+            fill-reducing order), :obj:`"dense"` (exact, cubic in a graph's nodes),
+            :obj:`"iterative"` (exact up to rounding, by products with
+            :math:`\mathbf{A}`, for graphs whose factors would fill in; rows, or
+            columns, of :math:`|\mathbf{A}|` must sum to less than one, and if nearly to
+            one, float32 is computed in float64), :obj:`"neumann"` (the first powers of
+            :math:`\mathbf{A}`, Section 4.2), or :obj:`"auto"`: whichever is fastest and
+            exact up to rounding. (default: :obj:`"auto"`)
+        num_terms (int, optional): The highest power :math:`k` in
+            :math:`\sum_{t=0}^{k} \mathbf{A}^t`, for :obj:`"neumann"`; with at least the
+            diameter, every pair is reached. (default: :obj:`None`)
+        form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
+            (linear in edges and fill-in), :obj:`"mask"` computes each graph's resolvent
+            (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
+            with numba and triton. All give the same result; :obj:`"iterative"` supports
+            the state form only. (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
+            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
+            (default: :obj:`"auto"`)
+        rank (torch.Tensor, optional): An elimination order, integer
+            :math:`[|\mathcal{V}|]`, as stored by
+            :class:`~pyg_chimera.transforms.AddEliminationOrder`, which
+            :obj:`solver="sparse"` follows and others do not read. Computed if absent.
+            (default: :obj:`None`)
+
+    Returns:
+        torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
+
+    Raises:
+        ValueError: If shapes disagree, an index is out of range, an edge joins two
+            graphs, a weight is not finite, :math:`\mathbf{I} - \mathbf{A}` is singular
+            or, with :obj:`solver="sparse"`, too far from diagonally dominant to be
+            eliminated without pivoting (:obj:`"auto"` warns and uses :obj:`"dense"`),
+            the iteration may not converge, or if an option is unknown or incompatible.
+        TypeError: If a tensor has the wrong dtype.
+    """
+    q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
+    q, k, v = check_floats(query=query, key=key, value=value)  # may be narrower than w
+    batch, rank = check_indices(value, batch=batch, rank=rank)
+    check_option("solver", solver, SOLVERS)
+    check_option("form", form, _FORMS)
+    if (solver == "neumann") != (num_terms is not None):
+        raise ValueError(
+            "'num_terms' must be given with solver='neumann' and only with it (the "
+            "diameter of the graph reaches all pairs; see "
+            "'pyg_chimera.transforms.AddDiameter'), got "
+            f"solver={solver!r}, num_terms={num_terms!r}"
+        )
+    if num_terms is not None:
+        check_integer("num_terms", num_terms, least=0)
+    if solver == "iterative" and form not in ("auto", "state"):
+        raise ValueError(
+            "'form' must be 'state' or 'auto' with solver='iterative', which never "
+            f"makes a graph's resolvent, got form={form!r}"
+        )
+    if form == "chunk" and solver in ("dense", "neumann"):
+        raise ValueError(
+            f"'form' must be 'state', 'mask' or 'auto' with solver={solver!r}, which "
+            "does not cut paths into chunks, got form='chunk'"
+        )
+    inputs = Inputs(
+        q, k, v, w, edge_index, batch, rank, solver, num_terms, form, backend
+    )
+    return _resolvent_mix(inputs).to(value.dtype)

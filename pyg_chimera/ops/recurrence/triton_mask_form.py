@@ -1,0 +1,441 @@
+r"""The mask form on a GPU: one matrix per block of nodes, cut into tiles.
+
+.. math::
+    y = (L \odot Q K^T) V, \qquad L = (I - A)^{-1}
+
+for each block of nodes and each head. Everything but the inverse has the form
+:math:`(L \odot X Y^T) Z`, or the same with :math:`L^T`:
+
+==========================================  ====================================
+:math:`y  = (L \odot Q K^T) V`
+:math:`dq = (L \odot dY V^T) K`             :math:`dk = (L^T \odot V dY^T) Q`
+:math:`dv = (L^T \odot K Q^T) dY`           :math:`dL = (Q K^T) \odot (dY V^T)`
+:math:`M = L^T dL`                          :math:`dA_{ij} = \langle M_i, L_j \rangle`
+==========================================  ====================================
+
+since :math:`dA = L^T dL L^T`, of which only entries of edges are needed. If edges lead
+to later positions only, L is triangular, and tiles above the diagonal are neither
+written nor read. No program writes what another one reads or writes.
+
+Matrices are stored one after the other, [heads, total]: that of a block of n nodes
+begins at its offset and has n rows of length `width`, both rounded up to whole tiles.
+Tables map positions to the rows of inputs and outputs.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
+from pyg_chimera.ops.recurrence.triton_elimination import eliminated, matrix_tile
+
+__all__ = [
+    "TILE",
+    "Masks",
+    "channels_at_once",
+    "edge_products",
+    "mix",
+    "mix_gradients",
+    "resolvents",
+    "tile_nodes",
+    "tile_places",
+]
+
+#: Rows and columns of a tile. Tiles of 64 do not fit in the registers.
+TILE = 32
+#: Channels at a time: of the inputs of scores, and of what scores are multiplied with.
+_STEP, _WIDTH = 32, 64
+#: Kernel options: no prefetching of loads, as the products need the registers.
+_OPTIONS = {"num_warps": 4, "num_stages": 1}
+
+
+class Masks(NamedTuple):
+    """The layout of a batch's matrices, on a device: T blocks, E edges."""
+
+    ptr: Tensor  #: [T + 1] first position of each block, int32
+    node: Tensor  #: the row of the inputs at each position, int32
+    offset: Tensor  #: [T] first entry of each matrix, int64
+    row: Tensor  #: [E] first entry of the row of an edge's target, int64
+    col: Tensor  #: [E] first entry of the row of its source, int64
+    place: Tensor  #: [E] the entry of an edge, int64
+    stop: Tensor  #: [E] how many leading columns of both rows may be nonzero, int32
+    total: int  #: entries per head
+    tiles: int  #: rows of tiles of the largest matrix
+    triangular: bool  #: whether all edges lead to later positions
+
+    @classmethod
+    def of(
+        cls,
+        ptr: np.ndarray,
+        node: np.ndarray,
+        row: np.ndarray,
+        col: np.ndarray,
+        edge: np.ndarray,
+        triangular: bool,
+        device: torch.device,
+    ) -> "Masks":
+        """The layout for edges, with indices `edge`, from positions `col` to `row`."""
+        width = -(-np.diff(ptr) // TILE) * TILE
+        end = np.cumsum(width**2)
+        block = np.searchsorted(ptr, row, side="right") - 1
+        i, j = row - ptr[block], col - ptr[block]
+        offset = end - width**2
+        starts = [offset[block] + x * width[block] for x in (i, j)]
+        by_edge = np.empty((4, len(edge)), np.int64)
+        by_edge[:, edge] = (
+            *starts,
+            starts[0] + j,
+            (j // TILE + 1) * TILE if triangular else width[block],
+        )
+
+        def moved(x: np.ndarray, dtype: type) -> Tensor:
+            return torch.from_numpy(x.astype(dtype)).to(device)
+
+        return cls(
+            ptr=moved(ptr, np.int32),
+            node=moved(node, np.int32),
+            offset=moved(offset, np.int64),
+            row=moved(by_edge[0], np.int64),
+            col=moved(by_edge[1], np.int64),
+            place=moved(by_edge[2], np.int64),
+            stop=moved(by_edge[3], np.int32),
+            total=int(end[-1]) if len(end) else 0,
+            tiles=int(width.max(initial=0)) // TILE,
+            triangular=triangular,
+        )
+
+    def programs(self, heads: int) -> tuple[int, int]:
+        """One program per block and head, and per row of tiles of the largest block."""
+        return (self.offset.numel() * heads, self.tiles)
+
+
+# -------------------------------------------------------------------------- the calls
+
+
+def resolvents(masks: Masks, edge_weight: Tensor) -> Tensor:
+    """The resolvents L, [heads, total], for edge weights [E, heads]."""
+    heads = edge_weight.size(1)
+    A = edge_weight.new_zeros(heads, masks.total)
+    # The general inverse takes I + M, so M = -A. Parallel edges are summed.
+    sign = 1 if masks.triangular else -1
+    A.index_add_(1, masks.place, edge_weight.t(), alpha=sign)
+    L = torch.empty_like(A) if masks.triangular else A
+    grid = masks.programs(heads)
+    tables = (masks.ptr, masks.offset, masks.total, heads, TILE)
+    precision = input_precision(A)
+    with on_device_of(A):
+        if masks.triangular:
+            log = TILE.bit_length() - 1
+            _triangular_inverse[grid](A, L, *tables, log, precision, **_OPTIONS)
+        else:
+            _general_inverse[grid[:1]](A, *tables, precision, **_OPTIONS)
+    return L
+
+
+def mix(masks: Masks, L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """(L * Q K^T) V; each row of the inputs belongs to exactly one position."""
+    if query.numel() == 0 or value.numel() == 0:
+        return torch.zeros_like(value)
+    query, key, value = (x.contiguous() for x in (query, key, value))
+    return _product(masks, L, query, key, value)
+
+
+def mix_gradients(
+    masks: Masks, L: Tensor, query: Tensor, key: Tensor, value: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of `mix`: of query, key, value and the edges' weights."""
+    if query.numel() == 0 or value.numel() == 0:
+        dw = L.new_zeros(masks.place.numel(), L.size(0))
+        return query * 0, key * 0, value * 0, dw
+    query, key, value, grad = (x.contiguous() for x in (query, key, value, grad))
+    groups = query.size(1)
+    dq = _product(masks, L, grad, value, key)
+    dk = _product(masks, L, value, grad, query, transposed=True)
+    dv = _product(masks, L, key, query, grad, transposed=True)
+    dq, dk = (x.unflatten(1, (groups, -1)).sum(2) for x in (dq, dk))
+
+    heads, (num_keys, channels) = L.size(0), (query.size(2), value.size(2))
+    dL, M = torch.empty_like(L), torch.empty_like(L)
+    grid = (*masks.programs(heads), masks.tiles)
+    with on_device_of(L):
+        precision = input_precision(L)
+        _mask_gradient[grid](
+            query, key, grad, value, dL, masks.ptr, masks.offset, masks.node,
+            masks.total, heads, groups, num_keys, channels, channels_at_once(num_keys),
+            channels_at_once(channels), TILE, masks.triangular, precision, **_OPTIONS,
+        )  # fmt: skip
+        _adjoint[grid](
+            L, dL, M, masks.ptr, masks.offset, masks.total, heads, TILE,
+            masks.triangular, precision, **_OPTIONS,
+        )  # fmt: skip
+    return dq, dk, dv, edge_products(M, L, masks.row, masks.col, masks.stop)
+
+
+def edge_products(
+    M: Tensor, L: Tensor, row: Tensor, col: Tensor, stop: Tensor
+) -> Tensor:
+    """The products <M_i, L_j> of edges, [E, heads], for matrices [heads, total].
+
+    `row`, `col` and `stop` are as in `Masks`: an edge's rows, and the columns to sum.
+    """
+    heads, total = L.shape
+    dw = L.new_empty(row.numel(), heads)
+    with on_device_of(L):
+        _edge_gradient[(triton.cdiv(dw.size(0), TILE), heads)](
+            M, L, dw, row, col, stop, total, dw.size(0), heads, TILE, **_OPTIONS
+        )
+    return dw
+
+
+def _product(
+    masks: Masks, L: Tensor, X: Tensor, Y: Tensor, Z: Tensor, transposed: bool = False
+) -> Tensor:
+    """(L * X Y^T) Z; X and Y have the same number of heads, Z may have another one."""
+    heads, (rows, _, channels) = L.size(0), Z.shape
+    out = Z.new_empty(rows, heads, channels)
+    width, precision = channels_at_once(channels, _WIDTH), input_precision(L)
+    grid = (*masks.programs(heads), triton.cdiv(channels, width))
+    # If loads are prefetched, the compiler needs fewer registers for TF32 x 3 products.
+    options = _OPTIONS | {"num_stages": 2 if precision == "tf32x3" else 1}
+    with on_device_of(L):
+        _masked_product[grid](
+            L, X, Y, Z, out, masks.ptr, masks.offset, masks.node, masks.total, heads,
+            X.size(1), Z.size(1), X.size(2), channels, channels_at_once(X.size(2)),
+            width, TILE, transposed, masks.triangular, precision, **options,
+        )  # fmt: skip
+    return out
+
+
+def channels_at_once(channels: int, most: int = _STEP) -> int:
+    """The channels per step: a power of two, at least 16 and at most `most`."""
+    return min(max(triton.next_power_of_2(channels), 16), most)
+
+
+# --------------------------------------------------------------- the parts of kernels
+
+
+@triton.jit
+def _block(PTR, OFFSET, total, heads, TILE: tl.constexpr):
+    """A program's head, and its block's first position, size, tiles and matrix."""
+    t, h = tl.program_id(0) // heads, tl.program_id(0) % heads
+    first = tl.load(PTR + t)
+    size = tl.load(PTR + t + 1) - first
+    start = h.to(tl.int64) * total + tl.load(OFFSET + t)
+    return h, first, size, tl.cdiv(size, TILE), start
+
+
+@triton.jit
+def tile_nodes(NODE, first, size, i, TILE: tl.constexpr):
+    """The input rows of tile i's positions, and a mask of those that exist."""
+    o = i * TILE + tl.arange(0, TILE)
+    return tl.load(NODE + first + o, mask=o < size, other=0).to(tl.int64), o < size
+
+
+@triton.jit
+def tile_places(
+    node, there, h, channel, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Offsets into an input [nodes, HEADS, SIZE] from a channel on, and their mask."""
+    c = channel + tl.arange(0, WIDTH)
+    at = (node[:, None] * HEADS + h) * SIZE + c[None, :]
+    return at, there[:, None] & (c < SIZE)[None, :]
+
+
+@triton.jit
+def _scores(
+    X, Y, row, row_there, col, col_there, h, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    STEP: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A tile of X Y^T."""
+    scores = tl.zeros([TILE, TILE], X.dtype.element_ty)
+    for channel in range(0, SIZE, STEP):  # if unrolled, it would exceed the registers
+        at, there = tile_places(row, row_there, h, channel, HEADS, SIZE, STEP)
+        x = tl.load(X + at, mask=there, other=0.0)
+        at, there = tile_places(col, col_there, h, channel, HEADS, SIZE, STEP)
+        y = tl.load(Y + at, mask=there, other=0.0)
+        scores = tl.dot(x, tl.trans(y), scores, input_precision=PRECISION)
+    return scores
+
+
+# ----------------------------------------------------------------------- the inverses
+
+
+@triton.jit
+def _triangular_inverse(
+    A, L, PTR, OFFSET, total, heads, TILE: tl.constexpr,
+    LOG_TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """L = (I - A)^-1 for a strictly lower triangular A: one column of tiles.
+
+    By substitution, tile by tile: L_ij = D_i (sum over j <= k < i of A_ik L_kj), where
+    D_i = (I - A_ii)^-1, and L_jj = D_j. A_ii is nilpotent, so D_i is the finite product
+    (I + A_ii) (I + A_ii^2) (I + A_ii^4) ...
+    """
+    _, _, _, tiles, start = _block(PTR, OFFSET, total, heads, TILE)
+    j = tl.program_id(1)
+    o = tl.arange(0, TILE)
+    eye = (o[:, None] == o[None, :]).to(A.dtype.element_ty)
+    for i in range(j, tiles):
+        right = tl.zeros([TILE, TILE], A.dtype.element_ty)
+        if i == j:
+            right = eye
+        for k in range(j, i):
+            a = tl.load(matrix_tile(A + start, i, k, tiles, TILE))
+            x = tl.load(matrix_tile(L + start, k, j, tiles, TILE))
+            right = tl.dot(a, x, right, input_precision=PRECISION)
+        power = tl.load(matrix_tile(A + start, i, i, tiles, TILE))
+        inverse = eye + power
+        for _ in range(1, LOG_TILE):  # if unrolled, it takes twice the registers
+            power = tl.dot(power, power, input_precision=PRECISION)
+            inverse = tl.dot(inverse, power, inverse, input_precision=PRECISION)
+        x = tl.dot(inverse, right, input_precision=PRECISION)
+        tl.store(matrix_tile(L + start, i, j, tiles, TILE), x)
+        tl.debug_barrier()  # the next rows read it
+
+
+@triton.jit
+def _general_inverse(
+    M, PTR, OFFSET, total, heads, TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """M <- (I + M)^-1 by Gauss-Jordan elimination without pivoting: a whole matrix.
+
+    For each tile p in turn, with X = M_pp^-1: M_pj <- X M_pj; M_ij <- M_ij - M_ip M_pj;
+    M_ip <- -M_ip X; M_pp <- X, for all other tiles i and j. The identity is added to
+    each diagonal tile when its turn comes.
+    """
+    _, _, _, tiles, start = _block(PTR, OFFSET, total, heads, TILE)
+    o = tl.arange(0, TILE)
+    eye = (o[:, None] == o[None, :]).to(M.dtype.element_ty)
+    for p in range(0, tiles):
+        X = eye + tl.load(matrix_tile(M + start, p, p, tiles, TILE))
+        X = eliminated(X, TILE, TILE)
+        tl.debug_barrier()  # all must have read the old values before they are replaced
+        tl.store(matrix_tile(M + start, p, p, tiles, TILE), X)
+        for j in range(0, tiles):
+            if j != p:
+                place = matrix_tile(M + start, p, j, tiles, TILE)
+                new = tl.dot(X, tl.load(place), input_precision=PRECISION)
+                tl.debug_barrier()
+                tl.store(place, new)
+        tl.debug_barrier()  # the rows below read what was stored
+        for i in range(0, tiles):
+            if i != p:
+                left = tl.load(matrix_tile(M + start, i, p, tiles, TILE))
+                for j in range(0, tiles):
+                    if j != p:
+                        place = matrix_tile(M + start, i, j, tiles, TILE)
+                        right = tl.load(matrix_tile(M + start, p, j, tiles, TILE))
+                        old = tl.load(place)
+                        new = old - tl.dot(left, right, input_precision=PRECISION)
+                        tl.debug_barrier()
+                        tl.store(place, new)
+                new = -tl.dot(left, X, input_precision=PRECISION)
+                tl.debug_barrier()
+                tl.store(matrix_tile(M + start, i, p, tiles, TILE), new)
+        tl.debug_barrier()
+
+
+# ----------------------------------------------------------------------- the products
+
+
+@triton.jit
+def _masked_product(
+    L, X, Y, Z, OUT, PTR, OFFSET, NODE, total, HEADS: tl.constexpr,
+    X_HEADS: tl.constexpr, Z_HEADS: tl.constexpr, X_SIZE: tl.constexpr,
+    Z_SIZE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TRIANGULAR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(L * X Y^T) Z, or with L^T: one row of tiles, WIDTH of Z's channels."""
+    h, first, size, tiles, start = _block(PTR, OFFSET, total, HEADS, TILE)
+    i, channel = tl.program_id(1), tl.program_id(2) * WIDTH
+    if i < tiles:
+        row, row_there = tile_nodes(NODE, first, size, i, TILE)
+        out = tl.zeros([TILE, WIDTH], L.dtype.element_ty)
+        begin, end = 0, tiles
+        if TRIANGULAR:
+            if TRANSPOSED:
+                begin = i
+            else:
+                end = i + 1
+        for j in range(begin, end):
+            col, col_there = tile_nodes(NODE, first, size, j, TILE)
+            scores = _scores(
+                X, Y, row, row_there, col, col_there, h // (HEADS // X_HEADS), X_HEADS,
+                X_SIZE, STEP, TILE, PRECISION,
+            )  # fmt: skip
+            if TRANSPOSED:
+                mask = tl.trans(tl.load(matrix_tile(L + start, j, i, tiles, TILE)))
+            else:
+                mask = tl.load(matrix_tile(L + start, i, j, tiles, TILE))
+            at, there = tile_places(
+                col, col_there, h // (HEADS // Z_HEADS), channel, Z_HEADS, Z_SIZE, WIDTH
+            )
+            z = tl.load(Z + at, mask=there, other=0.0)
+            out = tl.dot(mask * scores, z, out, input_precision=PRECISION)
+        at, there = tile_places(row, row_there, h, channel, HEADS, Z_SIZE, WIDTH)
+        tl.store(OUT + at, out, mask=there)
+
+
+@triton.jit
+def _mask_gradient(
+    Q, K, DY, V, DL, PTR, OFFSET, NODE, total, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP_N: tl.constexpr,
+    STEP_P: tl.constexpr, TILE: tl.constexpr, TRIANGULAR: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of dL = (Q K^T) * (dY V^T)."""
+    h, first, size, tiles, start = _block(PTR, OFFSET, total, HEADS, TILE)
+    i, j = tl.program_id(1), tl.program_id(2)
+    if (i < tiles) & (j <= i if TRIANGULAR else j < tiles):
+        row, row_there = tile_nodes(NODE, first, size, i, TILE)
+        col, col_there = tile_nodes(NODE, first, size, j, TILE)
+        ends = (row, row_there, col, col_there)
+        scores = _scores(
+            Q, K, *ends, h // (HEADS // GROUPS), GROUPS, N, STEP_N, TILE, PRECISION
+        )
+        read = _scores(DY, V, *ends, h, HEADS, P, STEP_P, TILE, PRECISION)
+        tl.store(matrix_tile(DL + start, i, j, tiles, TILE), scores * read)
+
+
+@triton.jit
+def _adjoint(
+    L, DL, M, PTR, OFFSET, total, heads, TILE: tl.constexpr,
+    TRIANGULAR: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """M = L^T dL: one tile; if L is triangular, only tiles that contain edges."""
+    _, _, _, tiles, start = _block(PTR, OFFSET, total, heads, TILE)
+    i, j = tl.program_id(1), tl.program_id(2)
+    if (i < tiles) & (j <= i if TRIANGULAR else j < tiles):
+        m = tl.zeros([TILE, TILE], L.dtype.element_ty)
+        for k in range(i if TRIANGULAR else 0, tiles):
+            a = tl.load(matrix_tile(L + start, k, i, tiles, TILE))
+            b = tl.load(matrix_tile(DL + start, k, j, tiles, TILE))
+            m = tl.dot(tl.trans(a), b, m, input_precision=PRECISION)
+        tl.store(matrix_tile(M + start, i, j, tiles, TILE), m)
+
+
+@triton.jit(do_not_specialize=["total", "num_edges"])
+def _edge_gradient(
+    M, L, DW, ROW, COL, STOP, total, num_edges, heads, TILE: tl.constexpr
+):  # fmt: skip
+    """The gradients dw_e = <M_i, L_j> of TILE edges j -> i."""
+    e, h = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
+    there = e < num_edges
+    head = h.to(tl.int64) * total
+    row = tl.load(ROW + e, mask=there, other=0) + head
+    col = tl.load(COL + e, mask=there, other=0) + head
+    stop = tl.load(STOP + e, mask=there, other=0)
+    sums = tl.zeros([TILE, TILE], L.dtype.element_ty)
+    for c in range(0, tl.max(stop, 0), TILE):
+        o = c + tl.arange(0, TILE)
+        inside = o[None, :] < stop[:, None]
+        m = tl.load(M + row[:, None] + o[None, :], mask=inside, other=0.0)
+        sums += m * tl.load(L + col[:, None] + o[None, :], mask=inside, other=0.0)
+    at = e.to(tl.int64) * heads + h
+    tl.store(DW + at, tl.sum(sums, 1), mask=there)

@@ -1,0 +1,483 @@
+"""What is special to `delta_scan`: the rule itself, its forms, and what it refuses."""
+
+import math
+import resource
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from asserts import assert_near
+from operators import OPERATORS, computed, example, make_case, structure
+
+from pyg_chimera.ops import CycleError, dag_scan, delta_scan, explain
+from pyg_chimera.ops.recurrence.delta_scan import cost_model, path_chunks
+from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
+    SIDE,
+    eliminate,
+    solve,
+)
+from pyg_chimera.ops.recurrence.delta_scan.tensors import unit_lower_inverse
+
+FORMS = ("mask", "state", "chunk")
+
+
+def path(length):
+    node = torch.arange(length)
+    return torch.stack([node[:-1], node[1:]])
+
+
+def inputs(num_nodes, num_edges, heads=2, keys=4, channels=3):
+    generator = torch.Generator().manual_seed(0)
+    x = [
+        torch.randn(num_nodes, heads, size, generator=generator, dtype=torch.double)
+        for size in (keys, keys, channels)
+    ]
+    x[1] = F.normalize(x[1], dim=-1)
+    beta, weight = (
+        torch.rand(n, heads, generator=generator, dtype=torch.double)
+        for n in (num_nodes, num_edges)
+    )
+    return [*x, 2 * beta, weight]
+
+
+def step_by_step(query, key, value, beta, weight):
+    """Gated DeltaNet on a path: S = a S, then S = S + b k (v - k^T S)."""
+    outs, S = [], torch.zeros_like(key[0].unsqueeze(-1) * value[0].unsqueeze(-2))
+    for t in range(len(query)):
+        S = S if t == 0 else weight[t - 1, :, None, None] * S
+        k = key[t].unsqueeze(-1)
+        found = (k * S).sum(-2, keepdim=True)
+        S = S + beta[t, :, None, None] * k * (value[t].unsqueeze(-2) - found)
+        outs.append((query[t].unsqueeze(-1) * S).sum(-2))
+    return torch.stack(outs)
+
+
+def results(function, tensors):
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+# --------------------------------------------------------------------------- the rule
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("length", [2, 63, 64, 65, 200])
+def test_a_path_is_gated_deltanet(form, length):
+    index, tensors = path(length), inputs(length, length - 1)
+    got = results(lambda *x: delta_scan(*x[:4], index, x[4], form=form), tensors)
+    want = results(step_by_step, tensors)
+    for x, y in zip(got, want, strict=True):
+        assert_near(x, y)
+
+
+def test_a_key_reads_what_it_has_written_last():
+    """The second node replaces, the third adds, the fourth reflects."""
+    one, other = torch.eye(2)
+    key = torch.stack([one, one, other, one])[:, None]
+    value = torch.tensor([3.0, 5.0, 7.0, 0.0]).view(4, 1, 1)
+    beta = torch.tensor([1.0, 1.0, 1.0, 2.0]).view(4, 1)
+    query = torch.tensor([1.0, 10.0]).expand(4, 1, 2)
+    for form in FORMS:
+        out = delta_scan(query, key, value, beta, path(4), torch.ones(3, 1), form=form)
+        assert_near(out.view(4), torch.tensor([3.0, 5.0, 75.0, 65.0]), 1e-6)
+
+
+def test_keys_at_right_angles_only_add():
+    """Then nothing is overwritten: it is `dag_scan`."""
+    V = 6
+    query, _, value, _, weight = inputs(V, V - 1, keys=V)
+    key = torch.eye(V).double()[:, None].expand(V, 2, V)
+    beta = torch.ones(V, 2).double()
+    out = delta_scan(query, key, value, beta, path(V), weight)
+    assert_near(out, dag_scan(query, key, value, path(V), weight))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nodes_that_write_nothing(form):
+    """Their outputs and gradients, that of beta among them, are right."""
+    tensors = inputs(70, 69)
+    tensors[3][::3] = 0
+    index = path(70)
+    got = results(lambda *x: delta_scan(*x[:4], index, x[4], form=form), tensors)
+    for x, y in zip(got, results(step_by_step, tensors), strict=True):
+        assert_near(x, y)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_zero_and_below(form):
+    tensors = inputs(140, 139)
+    tensors[4][::5] = 0
+    tensors[4][1::4] *= -1
+    index = path(140)
+    got = results(lambda *x: delta_scan(*x[:4], index, x[4], form=form), tensors)
+    for x, y in zip(got, results(step_by_step, tensors), strict=True):
+        assert_near(x, y)
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+def test_cycles_that_hardly_lose_anything(backend):
+    """In float32: L is a hundred times what is left of a state."""
+    case = make_case(
+        OPERATORS["delta_scan"], structure([(0, 1), (1, 2), (2, 0), (0, 0)], 3)
+    )
+    case = case.changed(edge_weight=1.1 * case.floats["edge_weight"])  # rows of 0.99
+    want = computed(case, {"backend": "reference"})
+    got = computed(case.to(torch.float32), {"backend": backend})
+    for name, x in want.items():
+        assert_near(got[name], x, 1e-5, name)
+
+
+def reflected(lost):
+    """Pairs of nodes that reflect one key: the smallest pivots there are."""
+    pairs = 20
+    first = torch.arange(0, 2 * pairs, 2)
+    index = torch.cat([torch.stack([first, first + 1]), path(2 * pairs)[:, 1::2]], 1)
+    index = torch.cat([index, index.flip(0)], 1)
+    x = inputs(2 * pairs, index.size(1))
+    x[1] = x[1][:1].expand_as(x[1])
+    x[3] = torch.full_like(x[3], 2)
+    own = index[0] // 2 == index[1] // 2
+    x[4] = torch.where(own, 1 - lost, lost / 100).double()[:, None].expand(-1, 2)
+    return x, index
+
+
+@pytest.mark.parametrize("lost", [1e-1, 1e-3, 1e-4])
+def test_reflections_that_nearly_all_come_back(lost):
+    """Conditions are those of the matrices, 1 / lost^2, with pivots or without."""
+    x, index = reflected(lost)
+    for y, z in zip(
+        results(lambda *x: delta_scan(*x[:4], index, x[4], backend="numba"), x),
+        results(lambda *x: delta_scan(*x[:4], index, x[4], backend="reference"), x),
+        strict=True,
+    ):
+        assert_near(y, z, 1e-15 / lost**2)
+
+
+def test_reflections_that_take_pivots():
+    x, index = reflected(1e-7)
+    with pytest.raises(ValueError, match=r"'edge_weight' has rows .* so nearly one"):
+        delta_scan(*x[:4], index, x[4], backend="numba")
+
+
+@pytest.mark.parametrize("n", [1, SIDE, 3 * SIDE, 3 * SIDE + 5])
+@pytest.mark.parametrize("triangular", [False, True])
+def test_block_elimination(n, triangular):
+    generator = np.random.default_rng(0)
+    M = np.eye(n) + generator.uniform(-0.5, 0.5, (n, n)) / n
+    M = np.tril(M) if triangular else M
+    X = generator.standard_normal((n, 3))
+    factors, inverse, stop = M.copy(), np.empty((n, SIDE)), np.zeros(1, np.int64)
+    if triangular:
+        block = np.arange(n) // SIDE
+        factors[block[:, None] < block] = np.nan
+    spare = np.empty(SIDE * (n + 3))
+    eliminate(factors, inverse, spare, triangular, stop)
+    for matrix, transposed in ((M, False), (M.T, True)):
+        found = X.copy()
+        solve(factors, inverse, found, spare, triangular, transposed)
+        assert abs(matrix @ found - X).max() < 1e-13
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_heads_of_a_group_share_tasks_or_do_not(threads):
+    """Threads that would have too few tasks take heads apart, and value channels."""
+    torch.set_num_threads(threads)
+    index = torch.cat([path(30), path(30).flip(0)], 1)
+    for edges, form in ((index, "mask"), (path(30), "mask"), (path(30), "state")):
+        x = inputs(30, edges.size(1), heads=4, keys=5, channels=37)
+        x[:2] = x[0][:, :2], x[1][:, :2]
+        x[4] = x[4] / 3
+
+        def run(*x, edges=edges, **options):
+            return delta_scan(*x[:4], edges, x[4], **options)
+
+        got = results(lambda *x: run(*x, form=form, backend="numba"), x)  # noqa: B023
+        want = results(lambda *x: run(*x, form="mask", backend="torch"), x)
+        for y, z in zip(got, want, strict=True):
+            assert_near(y, z)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_reflections_of_one_key_stay_exact(form):
+    """All keys alike and beta two: sums of matrix powers would cancel."""
+    _, _, value, _, weight = inputs(128, 127)
+    key = F.normalize(torch.ones(128, 2, 4), dim=-1)
+    beta = torch.full((128, 2), 2.0)
+    weight = torch.ones_like(weight)
+    tensors = [key.double(), key.double(), value, beta.double(), weight]
+    want = step_by_step(*tensors)
+    *nodes, weight = (x.float() for x in tensors)
+    assert_near(delta_scan(*nodes, path(128), weight, form=form), want, 1e-5)
+
+
+# ------------------------------------------------------------------------------- forms
+
+
+BACKENDS = ["numba", "torch", "reference"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_surprise_by_hand(backend):
+    """A second node of the same key: what it foresees, it half ignores."""
+    k = torch.tensor([1.0, 0.0]).expand(2, 1, 2).double()
+    value = torch.tensor([[[2.0, 0.0]], [[2.0, 4.0]]]).double()
+    beta, index = torch.ones(2, 1).double(), torch.tensor([[0], [1]])
+    out = delta_scan(
+        k, k, value, beta, index, torch.ones(1, 1).double(),
+        surprise=torch.tensor([2.0]).double(), backend=backend,
+    )  # fmt: skip
+    first = 1 / (1 + math.exp(-1))  # |v|^2 / (2 * 2) = 1
+    left = 2 - 2 * first
+    second = 1 / (1 + math.exp(-(left**2 + 16) / 4))
+    wanted = [[[2 * first, 0]], [[2 * first + second * left, second * 4]]]
+    assert_near(out, torch.tensor(wanted, dtype=torch.double))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_as_surprise_grows_everything_is_written(backend):
+    """With a temperature of nearly zero, the rule is the linear one."""
+    case = example("delta_dags", "several_blocks")
+    want = computed(case, {"backend": "torch", "form": "mask"})
+    surprise = torch.full((4,), 1e-12).double()
+    assert_near(case(surprise=surprise, backend=backend), want["output"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_channels_that_decay_alike(backend):
+    """Are one weight for all of them."""
+    case = example("delta_dags", "several_blocks")
+    weight = case.floats["edge_weight"]
+    want = case(backend="torch", form="mask")
+    channels = weight.unsqueeze(-1).expand(-1, -1, 5)
+    assert_near(case(edge_weight=channels, backend=backend), want)
+
+
+def test_what_takes_states():
+    def call(index, function=delta_scan, **more):
+        x = inputs(3, index.size(1))
+        weight = x[4].unsqueeze(-1).expand(-1, -1, x[1].size(2))
+        return function(*x[:4], index, weight, **more)
+
+    said = "'edge_weight' of channels"
+    with pytest.raises(CycleError, match=r"has the cycle \d -> \d -> \d"):
+        call(torch.tensor([[0, 1, 2], [1, 2, 0]]))
+    for form in ("mask", "chunk"):
+        with pytest.raises(ValueError, match=f"with {said}, got '{form}'"):
+            call(path(3), form=form)
+    choice = call(path(3), lambda *x, **y: explain("delta_scan", *x, **y))
+    assert (choice.form, choice.reason[-13:]) == ("state", " needs states")
+    assert said in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"edge_weight": torch.zeros(2, 2, 9)}, r"or \[edges, heads, channels\] with"),
+        (
+            {"edge_weight": torch.full((2, 2, 3), torch.nan)},
+            "'edge_weight' must be finite, but edge 0 has nan in head 0",
+        ),
+    ],
+)
+def test_bad_options_of_states(change, match):
+    q, k, v, b, w = inputs(3, 2, keys=3)
+    given = {"edge_weight": w, **change}
+    with pytest.raises(ValueError, match=match):
+        delta_scan(q, k, v, b, path(3), **given)
+    with pytest.raises(TypeError, match="'acyclic' must be True or False, got 'yes'"):
+        delta_scan(q, k, v, b, path(3), w, acyclic="yes")
+
+
+def test_where_surprise_cannot_be_had():
+    x, surprise = inputs(3, 3), torch.ones(2).double()
+    cycle = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    for options in ({"surprise": surprise}, {"acyclic": True}):
+        with pytest.raises(CycleError, match=r"has the cycle \d -> \d -> \d"):
+            delta_scan(*x[:4], cycle, x[4] / 9, **options)
+    x, index = inputs(3, 2), path(3)
+    with pytest.raises(ValueError, match=r"'form' must be 'state' .* got 'mask'"):
+        delta_scan(*x[:4], index, x[4], surprise=surprise, form="mask")
+    with pytest.raises(ValueError, match=r"'surprise' must be positive.* head 1 is -1"):
+        delta_scan(*x[:4], index, x[4], surprise=torch.tensor([1.0, -1.0]).double())
+    with pytest.raises(ValueError, match=r"'surprise' must be \[heads\] = \[2\], got"):
+        delta_scan(*x[:4], index, x[4], surprise=surprise[:1])
+
+
+@pytest.mark.parametrize("n", [1, 5, 16, 32, 64])
+def test_unit_lower_inverse(n):
+    X = torch.randn(2, 3, n, n, dtype=torch.double) / n
+    eye = torch.eye(n).double()
+    assert_near((eye + X.tril(-1)) @ unit_lower_inverse(X), eye.expand_as(X), 1e-12)
+
+
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("most", [1, 3 * 64 * 64 * 4])
+def test_chunks_and_slabs_of_any_size(size, most, monkeypatch):
+    """Steps of several paths are cut anywhere, or all together."""
+    want = computed(example("delta_paths", "several_blocks"), {"form": "mask"})
+    monkeypatch.setattr(path_chunks, "_CHUNK_CPU", size)
+    monkeypatch.setattr(path_chunks, "_MAX_NUMEL_CPU", most)
+    nodes, case = example("delta_paths", "several_blocks").shuffled()
+    got = computed(case, {"form": "chunk"})
+    assert_near(got["output"], want["output"][nodes])
+
+
+def test_what_is_taken():
+    """Chunks on paths and large states, states on DAGs, matrices on small graphs and
+    where there are cycles.
+    """
+
+    def taken(index, num_nodes, size=64, **options):
+        x = inputs(num_nodes, index.size(1), heads=1, keys=size, channels=size)
+        choice = explain("delta_scan", *x[:4], index, x[4] / 9, **options)
+        return choice.form, choice.backend
+
+    tree = torch.stack([torch.arange(1, 3000) // 2, torch.arange(1, 3000)])
+    cycles = torch.cat([path(50), path(50).flip(0)], 1)
+    assert taken(path(4096), 4096) == ("chunk", "torch")
+    assert taken(path(4096), 4096, size=16) == ("state", "numba")
+    assert taken(tree, 3000) == ("state", "numba")
+    assert taken(tree[:, :20], 21) == ("mask", "numba")
+    assert taken(cycles, 50) == ("mask", "numba")
+    assert taken(tree[:, :200], 201, form="mask") == ("mask", "numba")
+    assert taken(cycles, 50, backend="torch") == ("mask", "torch")
+
+
+def test_states_of_large_dags_are_not_held_in_pairs():
+    """A hundred thousand nodes: matrices of them would be tens of gigabytes."""
+    V = 100_000
+    index = torch.stack([torch.arange(1, V) // 2, torch.arange(1, V)])
+    x = [y.float() for y in inputs(V, V - 1, heads=1, keys=4, channels=4)]
+    leaves = [y.requires_grad_() for y in x]
+    out = delta_scan(*leaves[:4], index, leaves[4])
+    out.sum().backward()
+    assert all(y.grad.isfinite().all() for y in leaves)
+
+
+@pytest.mark.slow
+def test_chunks_are_fast():
+    """Against a loop over the steps."""
+    tensors = [x.float() for x in inputs(4096, 4095, heads=4, keys=64, channels=64)]
+    index = path(4096)
+
+    def seconds(function):
+        start = time.process_time()
+        results(function, tensors)
+        return time.process_time() - start
+
+    chunks = [seconds(lambda *x: delta_scan(*x[:4], index, x[4])) for _ in range(4)]
+    assert seconds(step_by_step) > 20 * min(chunks)
+
+
+# ------------------------------------------------------------------------------ errors
+
+
+def changed(name, change):
+    """Inputs on a cycle of three, with one of them changed."""
+    names = ("query", "key", "value", "beta", "edge_weight")
+    x = dict(zip(names, inputs(3, 3), strict=True))
+    x["edge_weight"] = 0.9 * torch.ones_like(x["edge_weight"])
+    x[name] = x[name].clone()
+    change(x[name])
+    index = torch.tensor([[0, 1, 2], [1, 2, 0]])
+    return {**x, "edge_index": index}
+
+
+def put(at, value):
+    def change(x):
+        x[at] = value
+
+    return change
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("name", "at", "value", "error"),
+    [
+        ("beta", (1, 0), -0.1, r"'beta' must be in \[0, 2\], but node 1 has -0.1 in"),
+        (
+            "beta",
+            (2, 1),
+            2.5,
+            r"'beta' must be in \[0, 2\], but node 2 has 2.5 in head",
+        ),
+        ("beta", (2, 1), torch.inf, r"'beta' must be in \[0, 2\], but node 2 has inf"),
+        (
+            "key",
+            (1, 1),
+            0,
+            r"'key' must hold .* length one, .* node 1 in group 1 .* 0;",
+        ),
+        ("key", 2, 1, r"'key' must hold .* node 2 in group 0 is of length 2;"),
+        ("edge_weight", (1, 0), -1, r"row of node 2 sums to 1 in head 0"),
+        ("edge_weight", (1, 1), torch.nan, r"'edge_weight' must be finite, but edge 1"),
+    ],
+)
+def test_bad_inputs(name, at, value, error, backend):
+    x = changed(name, put(at, value))
+    for call in (delta_scan, lambda **x: explain("delta_scan", **x)):
+        with pytest.raises(ValueError, match=error):
+            call(**x, backend=backend)
+
+
+def test_rows_that_do_not_count():
+    """Edges that are on no cycle, and duplicates of which little is left."""
+    x = changed("edge_weight", lambda y: y)
+    index = torch.tensor([[0, 1, 2, 3, 2, 0], [1, 2, 0, 0, 3, 4]])[:, [0, 1, 2, 5]]
+    *nodes, _ = inputs(5, 0)
+    weight = torch.tensor([0.9, 0.9, 0.9, 5.0]).double()[:, None].expand(4, 2)
+    out = delta_scan(*nodes, index, weight)
+    assert_near(out, delta_scan(*nodes, index, weight, backend="reference"))
+    twice = torch.cat([x["edge_index"], x["edge_index"][:, :1]], 1)
+    weight = torch.cat([x["edge_weight"], -0.5 * x["edge_weight"][:1]])
+    out = delta_scan(**x | {"edge_index": twice, "edge_weight": weight})
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("form", "error"),
+    [("state", "without cycles, but node 0 is on one"), ("chunk", "directed paths")],
+)
+def test_forms_that_do_not_fit(form, error):
+    x = changed("beta", lambda y: y)
+    with pytest.raises(ValueError, match=f"form='{form}' is for .*{error}"):
+        delta_scan(**x, form=form)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_cycles_of_too_many_nodes(backend, monkeypatch):
+    """Refused at once, before matrices are allocated, with what to do instead."""
+    V, GiB = 12_000, 2**30
+    index = torch.stack([torch.arange(V), torch.arange(V).roll(1)])
+    query, key, value, beta, weight = (y.float() for y in inputs(V, V, 1, 4, 3))
+    x = (query, key, value, beta, index, 0.9 * weight)
+    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 1e15)
+    needed = explain("delta_scan", *x, backend=backend).cost.memory
+    assert 6 * GiB < needed < 16 * GiB
+    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 1.5 * needed)
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.time()
+    said = (
+        rf"takes {needed / GiB:.0f} GiB for matrices of up to 12000 nodes, more than "
+        rf"half of the {1.5 * needed / GiB:.0f} GiB that are left, .*clusters or "
+        r"samples.*acyclic=True.*'resolvent_mix'.*form='mask' computes"
+    )
+    with pytest.raises(ValueError, match=said) as error:
+        delta_scan(*x, backend=backend)
+    assert str(error.value).count("GiB for") == 1  # though two backends say so
+    assert time.time() - start < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+    choice = explain("delta_scan", *x, form="mask", backend=backend)  # asked for
+    assert choice[1:3] == ("dense", "mask")
+    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 0.9 * needed)
+    with pytest.raises(ValueError, match=r"more than the .*'ChimeraConv'.*systems$"):
+        delta_scan(*x, form="mask", backend=backend)
+    acyclic = (*x[:4], index[:, 1:], x[5][1:])
+    assert explain("delta_scan", *acyclic, backend=backend).form == (
+        "state" if backend == "auto" else "chunk"
+    )
+    monkeypatch.setattr(cost_model, "available_bytes", lambda device: GiB)
+    with pytest.raises(ValueError, match="GiB that are left; use form='auto'"):
+        delta_scan(*acyclic, form="mask", backend=backend)

@@ -1,0 +1,237 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from operators import OPERATORS, make_case, structure
+
+from pyg_chimera.ops import explain, resolvent_mix
+from pyg_chimera.ops.recurrence.resolvent import op, sweep_polynomial
+from pyg_chimera.ops.structure import symbolic_factor
+
+OPERATOR = OPERATORS["resolvent_mix"]
+both_backends = pytest.mark.parametrize("backend", ["numba", "torch"])
+
+
+def random_case(num_nodes, num_edges, row_sum, *, seed=0, size=(2, 1, 3, 4)):
+    """Weights of both signs, whose rows sum to at most `row_sum`."""
+    generator = torch.Generator().manual_seed(seed)
+    edges = torch.randint(num_nodes, (2, num_edges), generator=generator)
+    case = make_case(OPERATOR, structure(edges, num_nodes), size)
+    weight = torch.randn(num_edges, size[0], generator=generator).double()
+    total = torch.zeros(num_nodes, size[0], dtype=torch.double)
+    total.index_add_(0, edges[1], weight.abs())
+    return case.changed(edge_weight=row_sum * weight / total[edges[1]])
+
+
+def relative_error(got, want):
+    return ((got - want).abs().max() / want.abs().max()).item()
+
+
+@both_backends
+@pytest.mark.parametrize("row_sum", [0.5, 0.99])
+def test_directed_graphs_have_complex_roots(backend, row_sum):
+    case = random_case(200, 500, row_sum)
+    call = {"solver": "iterative", "backend": backend}
+    assert relative_error(case(**call), case(solver="dense")) < 1e-12
+    steps = steps_of(case)
+    assert (steps[..., 1] != 0).any()
+
+
+def steps_of(case, tolerance=4e-16):
+    """Of the first head, by a dense matrix."""
+    x = case.inputs
+    num_nodes = x["value"].size(0)
+    dense = torch.zeros(num_nodes, num_nodes, dtype=torch.double)
+    dense.index_put_(tuple(x["edge_index"].flip(0)), x["edge_weight"][:, 0], True)
+    sparse = dense.to_sparse_csr()
+    arrays = (sparse.crow_indices(), sparse.col_indices(), sparse.values())
+    return sweep_polynomial._steps(*(y.numpy() for y in arrays), tolerance)[0]
+
+
+@settings(max_examples=30, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(1, 40), st.floats(0.1, 0.9))
+def test_a_pass_leaves_what_the_roots_say(seed, num_nodes, row_sum):
+    """On a dense matrix, whose multiple eigenvalues the random vector may blur."""
+    case = random_case(num_nodes, 3 * num_nodes, row_sum, seed=seed)
+    x = case.inputs
+    A = np.zeros((num_nodes, num_nodes))
+    np.add.at(A, tuple(x["edge_index"].flip(0).numpy()), x["edge_weight"][:, 0].numpy())
+    left = M = np.eye(num_nodes)
+    M = M - A
+    for c, a in steps_of(case):
+        left = left @ (np.eye(num_nodes) - (c * M if a == 0 else c * (a * M - M @ M)))
+    assert np.abs(left).max() < 1e-6
+
+
+@both_backends
+@pytest.mark.parametrize("transposed", [False, True])
+def test_rows_or_columns_must_sum_to_less_than_one(backend, transposed):
+    edges = torch.tensor([[1, 2, 3, 0], [0, 0, 0, 1]])  # three edges into one node
+    weight = torch.tensor([0.9, 0.9, 0.9, 0.1])
+    if transposed:
+        edges = edges.flip(0)
+    one = torch.ones(4, 1, 1)
+    call = {"solver": "iterative", "backend": backend}
+    got = resolvent_mix(one, one, one, edges, weight[:, None], **call)
+    want = resolvent_mix(one, one, one, edges, weight[:, None], solver="dense")
+    assert relative_error(got, want) < 1e-6
+    both = torch.cat([edges, edges.flip(0)], 1)
+    with pytest.raises(
+        ValueError, match=r"not converge for: .*into a node sum to 2\.8"
+    ):
+        resolvent_mix(one, one, one, both, weight.repeat(2)[:, None], **call)
+
+
+@pytest.mark.parametrize("gap", [1e-3, 1e-5])
+def test_slow_to_converge(gap):
+    """A long ring in which hardly anything decays: GMRES' steps do not help."""
+    n = 200
+    node = torch.arange(n)
+    one = torch.ones(n, 1, 1, dtype=torch.double)
+    weight = torch.full((n, 1), 1 - gap, dtype=torch.double)
+    edges = torch.stack([node, (node + 1) % n])
+    out = resolvent_mix(one, one, one, edges, weight, solver="iterative")
+    assert relative_error(out, torch.full_like(out, 1 / gap)) < 1e-8
+
+
+def ring(num_nodes, weight):
+    node = torch.arange(num_nodes)
+    return torch.stack([node, (node + 1) % num_nodes]), torch.full((num_nodes,), weight)
+
+
+@both_backends
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_directed_ring_takes_many_passes(backend, dtype):
+    """A pass may leave more of a residual, beside a solution that shrinks."""
+    edges, weight = ring(500, 0.99)
+    x = torch.randn(500, 1, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    call = (x, x, x, edges, weight[:, None].to(dtype))
+    got = resolvent_mix(*call, solver="iterative", backend=backend)
+    want = resolvent_mix(*(y.double() if y.is_floating_point() else y for y in call))
+    assert relative_error(got.double(), want) < 1e3 * torch.finfo(dtype).eps
+
+
+@both_backends
+@pytest.mark.parametrize("weight", [-0.99, 0.95])
+@pytest.mark.parametrize("directed_path", [False, True])
+def test_steps_for_a_batch_may_not_suit_one_of_its_graphs(
+    backend, weight, directed_path
+):
+    random = random_case(1500, 12000, 0.9, size=(1, 1, 2, 3)).inputs
+    edges, weights = ring(120, weight)
+    if directed_path:
+        edges, weights = edges[:, :-1], weights[:-1]
+    both = torch.cat([random["edge_index"], edges + 1500], 1)
+    weights = torch.cat([random["edge_weight"][:, 0], weights.double()])[:, None]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1620, 1, 2, dtype=torch.double, generator=generator)
+    batch = torch.arange(1620) // 1500
+    call = (x, x, x, both, weights, batch)
+    got = resolvent_mix(*call, solver="iterative", backend=backend)
+    want = resolvent_mix(*call, solver="sparse")
+    for graph in (batch == 0, batch == 1):
+        assert relative_error(got[graph], want[graph]) < 1e-10
+
+
+def gradients(x, weight, edges, dtype, **options):
+    """The output and all gradients, for inputs made of x."""
+    floats = [y.to(dtype).requires_grad_() for y in (x, x.flip(0), x.cos(), weight)]
+    out = resolvent_mix(*floats[:3], edges, floats[3], **options)
+    return out, *torch.autograd.grad(out.square().sum(), floats)
+
+
+def test_gradients_beside_hubs():
+    """Rows sum to less than one: of the transposed system only the 1-norm falls."""
+    generator = torch.Generator().manual_seed(0)
+    source = (2000 * torch.rand(16000, generator=generator) ** 4).long()
+    edges = torch.stack([source, torch.randint(2000, (16000,), generator=generator)])
+    degree = torch.zeros(2000).index_add_(0, edges[1], torch.ones(16000))
+    weight = (0.99 / degree)[edges[1], None]
+    x = torch.randn(2000, 1, 4, generator=generator)
+
+    want = gradients(x, weight, edges, torch.double, solver="sparse")
+    got = gradients(x, weight, edges, torch.float, solver="iterative")
+    for y, z in zip(got, want, strict=True):
+        assert relative_error(y.double(), z) < 5e-5
+
+
+@pytest.mark.parametrize("backend", ["numba", "torch"])
+@pytest.mark.parametrize("psi", [6, 9, 12, 15])
+def test_rows_that_sum_to_nearly_one(psi, backend):
+    """Errors of constant states are exp(psi) times the residual."""
+    generator = torch.Generator().manual_seed(0)
+    edges = expander(300, 6)
+    weight = 0.5 + torch.rand(edges.size(1), 1, generator=generator)
+    sums = torch.zeros(300, 1).index_add_(0, edges[1], weight)
+    weight = weight / sums[edges[1]] * (1 - np.exp(-psi))
+    x = torch.randn(300, 1, 4, generator=generator)
+
+    want = gradients(x, weight, edges, torch.double, solver="dense")
+    got = gradients(x, weight, edges, torch.float, solver="iterative", backend=backend)
+    for y, z in zip(got, want, strict=True):
+        assert y.dtype == torch.float
+        assert relative_error(y.double(), z) < 2e-6
+
+
+def test_what_an_iteration_cannot_find_is_refused():
+    sweep_polynomial.check_residual(1e-6, tolerance=5e-7)
+    with pytest.raises(ValueError, match="standstill at a relative residual of"):
+        sweep_polynomial.check_residual(0.1, tolerance=5e-7)
+
+
+# ---------------------------------------------------------------------------- choices
+
+
+def expander(num_nodes, degree):
+    generator = torch.Generator().manual_seed(1)
+    edges = torch.randint(num_nodes, (2, num_nodes * degree // 2), generator=generator)
+    return torch.cat([edges, edges.flip(0)], 1)
+
+
+def layer_case(edges, num_nodes, row_sum=0.9):
+    degree = torch.zeros(num_nodes).index_add_(0, edges[1], torch.ones(edges.size(1)))
+    weight = (row_sum / degree)[edges[1], None].expand(-1, 2)
+    x = torch.randn(num_nodes, 2, 16)
+    return {"query": x, "key": x, "value": x, "edge_index": edges,
+            "edge_weight": weight}  # fmt: skip
+
+
+def test_auto_iterates_where_factors_fill_up_and_it_converges_fast():
+    call = layer_case(expander(2000, 10), 2000)
+    choice = explain("resolvent_mix", **call)
+    assert choice[1:4] == ("iterative", "state", "numba")
+    assert "sweeps are enough" in choice.reason
+    by_solver = {x.solver: x.cost for x in choice.alternatives}
+    assert choice.cost.seconds < min(x.seconds for x in by_solver.values())
+    assert choice.cost.memory < by_solver["sparse"].memory
+    assert relative_error(
+        resolvent_mix(**call), resolvent_mix(**call, solver="sparse")
+    ) < 2e-6  # fmt: skip
+    # Nearly singular, or with rows that sum to more: exactly, then.
+    for row_sum in (1 - 1e-7, 1.2):
+        hard = layer_case(torch.arange(2000).repeat(2, 1).roll(1, 1), 2000, row_sum)
+        hard["edge_index"][0] = torch.arange(2000)
+        assert explain("resolvent_mix", **hard).solver != "iterative"
+
+
+def test_auto_gives_up_factors_that_do_not_fit(monkeypatch):
+    call = layer_case(expander(1500, 10), 1500)
+    want = resolvent_mix(**call, solver="sparse")
+    monkeypatch.setattr(op, "_MAX_SMALL", 0)
+    monkeypatch.setattr(symbolic_factor, "_MANY", 100)
+    monkeypatch.setattr(symbolic_factor, "_MANY_AN_EDGE", 0)
+    call["edge_index"] = call["edge_index"].flip(1)  # of which nothing is remembered
+    call["edge_weight"] = call["edge_weight"].flip(0)
+    choice = explain("resolvent_mix", **call)
+    assert choice[1:4] == ("iterative", "state", "numba")
+    assert "fill up" in choice.reason
+    assert relative_error(resolvent_mix(**call), want) < 2e-6
+    assert "sweeps are enough" in choice.reason
+    assert explain("resolvent_mix", **call, form="mask").solver == "dense"
+    # Where an iteration need not converge, factors are made, however full.
+    call["edge_weight"] = 3 * call["edge_weight"]
+    with pytest.warns(UserWarning, match="eliminated without pivoting"):
+        choice = explain("resolvent_mix", **call)
+    assert choice.solver == "dense"
+    assert "fill up" not in choice.reason
