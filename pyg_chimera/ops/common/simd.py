@@ -224,9 +224,9 @@ def transpose_square(target: Pointer, ldt: int, source: Pointer, lds: int) -> No
 
 
 class PointerType(types.Type):
-    """The numba type of pointers."""
+    """The numba type of pointers; integers can be read, but have no vectors."""
 
-    def __init__(self, dtype: types.Float) -> None:
+    def __init__(self, dtype: types.Number) -> None:
         self.dtype = dtype
         super().__init__(f"Pointer({dtype})")
 
@@ -430,7 +430,7 @@ def _type_setitem(context):
 @lower_builtin(operator.getitem, PointerType, types.Integer)
 def _lower_getitem(context, builder, signature, args):
     address = _lower_offset(context, builder, signature, args)
-    element = _vector(signature.args[0].dtype).element
+    element = context.get_data_type(signature.return_type)
     return builder.load(_at(builder, address, element))
 
 

@@ -170,6 +170,17 @@ def test_comparisons_and_exponentials(dtype, function):
 
 
 @jit
+def last_of(x):
+    return (pointer(x) + 2)[x.shape[0] - 3]
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32, np.float64])
+@pytest.mark.parametrize("function", [last_of, last_of.py_func])
+def test_numbers_behind_pointers(dtype, function):
+    assert function(np.arange(-9, -2).astype(dtype)) == -3
+
+
+@jit
 def transpose(target, source):
     p, q = pointer(target), pointer(source)
     transpose_square(p, target.shape[1], q, source.shape[1])

@@ -5,8 +5,7 @@ states [S, rows of N, width of P] fit in a core's cache; each is computed from i
 parents, written, and read while it is in registers. A ring buffer, as long as edges
 lead back, holds the states that are still needed. The backward pass recomputes all
 states, then runs the mirror image for the adjoints, in a ring buffer, and computes all
-gradients on the way. On grids, nodes are swept instead: see
-`grid_sweeps`.
+gradients on the way. On grids, nodes are swept instead: see `grid_sweeps`.
 
 Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` is a matrix between
 nodes, however many states lie between them: a grid has eight per node in its four
@@ -311,6 +310,7 @@ class _Ring(NamedTuple):
     states: Any  #: a pointer
     length: int
     size: int  #: numbers per state
+    one: Any  #: the number, of the states' dtype
 
 
 def _state_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
@@ -398,7 +398,15 @@ def _segment(n, ring, size, room):
 
 
 # Indices are plain loop variables, and arrays are indexed directly: numba counts
-# references to views, and adds checks for indices that it cannot prove nonnegative.
+# references to views, and adds checks for indices that it cannot prove nonnegative. It
+# also counts those to arrays of a tuple, which are therefore taken before a loop, and
+# may be passed as pointers.
+
+
+@inlined
+def _pointers(edges):
+    """The same edges, as pointers."""
+    return _Edges(pointer(edges.ptr), pointer(edges.other), pointer(edges.entry))
 
 
 @inlined
@@ -425,17 +433,17 @@ def _before(ring, slot, i, edges, weights):
     If there are more than two neighbours, all but the first are summed up in the
     state's own slot. The state of zeros stands for a missing one.
     """
-    x, stop, zero = edges.ptr[i], edges.ptr[i + 1], weights.dtype.type(0)
-    s0, s1, w0, w1 = ring.length, ring.length, zero, zero
+    states, size, x, stop = ring.states, ring.size, edges.ptr[i], edges.ptr[i + 1]
+    s0, s1, w0, w1 = ring.length, ring.length, zeros(states), zeros(states)
     if x < stop:
-        s0, w0 = _slot(slot, edges.other[x] - i, ring), weights[edges.entry[x]]
+        s0, w0 = _slot(slot, edges.other[x] - i, ring), splat(weights[edges.entry[x]])
     if x + 1 < stop:
-        s1, w1 = _slot(slot, edges.other[x + 1] - i, ring), weights[edges.entry[x + 1]]
-    if x + 2 < stop:
+        x += 1
+        s1, w1 = _slot(slot, edges.other[x] - i, ring), splat(weights[edges.entry[x]])
+    if x + 1 < stop:
         _join(ring, slot, i, edges, weights)
-        s1, w1 = slot, weights.dtype.type(1)
-    states, size = ring.states, ring.size
-    return states + s0 * size, splat(w0), states + s1 * size, splat(w1)
+        s1, w1 = slot, splat(ring.one)
+    return states + s0 * size, w0, states + s1 * size, w1
 
 
 @jit
@@ -480,7 +488,7 @@ def _state_tasks(first, last, stop, scratch, plan, x, y, d):
                 ring, m = plan.bandwidth[c] + 1, min(rows, num_keys - a)
                 tile = _Tile(start, n, ring, kept, a, m, width, h, slice_)
                 if d is None:
-                    states = _Ring(memory, ring, m * width)
+                    states = _Ring(memory, ring, m * width, x.value.dtype.type(1))
                     clear(memory + ring * m * width, m * width)
                     _sweep(states, 0, start, start + n, plan, x, tile, y)
                 else:
@@ -495,17 +503,20 @@ def _sweep(ring, slot, begin, end, plan, x, tile, out):
     _, heads, slices, w = x.value.shape
     _, groups, num_keys = x.query.shape
     of_keys, of_values, step = groups * num_keys, heads * slices * w, lanes(ring.states)
-    weights, h, width = x.weight[tile.h], tile.h, tile.width
+    h, width = tile.h, tile.width
+    weights = pointer(x.weight) + h * x.weight.shape[1]
     at = h // (heads // groups) * num_keys + tile.a
     keys, queries = pointer(x.key) + at, pointer(x.query) + at
     at = (h * slices + tile.slice) * w
     values = pointer(x.value) + at
+    order, writer, reader = plan.state, plan.writer, plan.reader
+    parents, source, mark = _pointers(plan.parents), x.source, x.mark
     for i in range(begin, end):
-        state = plan.state[i]
-        u, z = plan.writer[state], plan.reader[state]
-        x0, w0, x1, w1 = _before(ring, slot, i, plan.parents, weights)
+        state = order[i]
+        u, z = writer[state], reader[state]
+        x0, w0, x1, w1 = _before(ring, slot, i, parents, weights)
         own = ring.states + slot * ring.size
-        S, M = splat(x.source[state, h]), splat(x.mark[state, h])
+        S, M = splat(source[state, h]), splat(mark[state, h])
         k, q, v = keys + u * of_keys, queries + z * of_keys, values + u * of_values
         for p in range(0, w, step):
             written, read = S * load_part(v + p, w - p), zeros(own)
@@ -535,11 +546,12 @@ def _sweep_back(plan, x, grad, d, tile, memory):
     kept, width, m, h, step = tile.kept, tile.width, tile.m, tile.h, lanes(memory)
     of_keys, of_grads = groups * num_keys, heads * num_keys
     of_values = heads * slices * w
-    weights, size, held = x.weight[h], m * width, tile.ring * m * width
+    size, held, one = m * width, tile.ring * m * width, x.value.dtype.type(1)
+    weights = pointer(x.weight) + h * x.weight.shape[1]
     # Rows of products, to be summed; then states, adjoints, and stored states.
     of_q, of_k = memory, memory + (m + step) * step
-    states = _Ring(of_k + (m + step) * step, tile.ring + kept, size)
-    adjoints = _Ring(states.states + (states.length + 1) * size, tile.ring, size)
+    states = _Ring(of_k + (m + step) * step, tile.ring + kept, size, one)
+    adjoints = _Ring(states.states + (states.length + 1) * size, tile.ring, size, one)
     stored = adjoints.states + (held + size)
     clear(states.states + states.length * size, size)
     clear(adjoints.states + held, size)
@@ -550,6 +562,8 @@ def _sweep_back(plan, x, grad, d, tile, memory):
     grads = pointer(grad) + at
     at = (tile.slice * num_nodes * heads + h) * num_keys + tile.a
     d_keys, d_queries = pointer(d.key) + at, pointer(d.query) + at
+    order, writer, reader = plan.state, plan.writer, plan.reader
+    parents, children = _pointers(plan.parents), _pointers(plan.children)
     segments = (tile.num_states + kept - 1) // kept
     for segment in range(segments - 1):
         begin = tile.start + segment * kept
@@ -566,9 +580,9 @@ def _sweep_back(plan, x, grad, d, tile, memory):
         of_segment = states.states + tile.ring * size
         for i in range(end - 1, begin - 1, -1):
             slot = _slot(slot, -1, adjoints)
-            state = plan.state[i]
-            u, z = plan.writer[state], plan.reader[state]
-            x0, w0, x1, w1 = _before(adjoints, slot, i, plan.children, weights)
+            state = order[i]
+            u, z = writer[state], reader[state]
+            x0, w0, x1, w1 = _before(adjoints, slot, i, children, weights)
             own = of_segment + (i - begin) * size
             adjoint = adjoints.states + slot * size
             S, M = splat(x.source[state, h]), splat(x.mark[state, h])
@@ -595,8 +609,8 @@ def _sweep_back(plan, x, grad, d, tile, memory):
             d.source[tile.slice, state, h] += _add_sums(
                 d_keys + u * of_grads, x.source[state, h], of_k, k, m
             )
-            for e in range(plan.parents.ptr[i], plan.parents.ptr[i + 1]):
-                other = of_segment + (plan.parents.other[e] - begin) * size
+            for e in range(parents.ptr[i], parents.ptr[i + 1]):
+                other = of_segment + (parents.other[e] - begin) * size
                 d.weight[tile.slice, h, e] += inner_product(adjoint, other, size)
 
 
@@ -709,14 +723,16 @@ def _mask_forward_tasks(first, last, stop, scratch, blocks, x, out, share):
     """Uses the transposed sweep: y^T = V^T (G * Q K^T)^T needs no transposed copy."""
     _, heads, channels = x.value.shape
     _, groups, num_keys = x.query.shape
-    ptr, order, nodes_of = blocks.ptr, blocks.state, blocks.nodes
-    children = blocks.children
+    ptr, order = blocks.ptr, blocks.state
+    node_ptr, node, writer, reader = blocks.nodes
+    source, mark, children = x.source, x.mark, _pointers(blocks.children)
+    one = source.dtype.type(1)
     for task in range(first, last):
         if stopped(stop):
             return
         block, head = task // (heads // share), task % (heads // share) * share
         g = head * groups // heads
-        nodes = nodes_of.node[nodes_of.ptr[block] : nodes_of.ptr[block + 1]]
+        nodes = node[node_ptr[block] : node_ptr[block + 1]]
         n, length = nodes.shape[0], blocks.bandwidth[block] + 1
         width = _width(n)
         m = (n + LANES - 1) // LANES * LANES
@@ -730,25 +746,23 @@ def _mask_forward_tasks(first, last, stop, scratch, blocks, x, out, share):
         at += width * channels
         tall = scratch[at : at + 2 * n * width].reshape(2, n, width)
         G, scores = tall[0], tall[1]
-        ring = _Ring(pointer(scratch) + (at + 2 * n * width), length, width)
+        ring = _Ring(pointer(scratch) + (at + 2 * n * width), length, width, one)
         take(k, x.key, nodes, g)
         for c0 in range(0, n, width):
             count = min(width, n - c0)
             take_columns(qt, x.query, nodes, g, c0, count)
             matmul(scores, k, qt)
             for h in range(head, head + share):
-                weights = x.weight[h]
+                weights = pointer(x.weight) + h * x.weight.shape[1]
                 G[:] = 0
                 clear(ring.states + length * width, width)
                 slot = length
                 for i in range(ptr[block + 1] - 1, ptr[block] - 1, -1):
                     slot, state = _slot(slot, -1, ring), order[i]
-                    row = _feed(
-                        *(ring, slot, i, children, weights),
-                        *(nodes_of.reader[i] - c0, x.mark[state, h]),
-                    )
-                    S, target = splat(x.source[state, h]), nodes_of.writer[i]
-                    _accumulate(pointer(G) + target * width, S, row, width)
+                    M, column = mark[state, h], reader[i] - c0
+                    row = _feed(ring, slot, i, children, weights, column, M)
+                    target = pointer(G) + writer[i] * width
+                    _accumulate(target, splat(source[state, h]), row, width)
                 multiply(G, G, scores)
                 take_transposed(vt, x.value, nodes, h)
                 matmul(yt, vt, G)
@@ -773,15 +787,18 @@ def _mask_gradients(d_scores, G, dG, scores, size):
 def _mask_backward_tasks(first, last, stop, scratch, blocks, x, grad, d, share):
     _, heads, channels = x.value.shape
     _, groups, num_keys = x.query.shape
-    ptr, order, nodes_of = blocks.ptr, blocks.state, blocks.nodes
-    parents, children = blocks.parents, blocks.children
+    ptr, order = blocks.ptr, blocks.state
+    node_ptr, node, writer, reader = blocks.nodes
+    source, mark, one = x.source, x.mark, x.source.dtype.type(1)
+    parents, children = _pointers(blocks.parents), _pointers(blocks.children)
+    grad_source, grad_mark, grad_weight = d.source, d.mark, d.weight
     for task in range(first, last):
         if stopped(stop):
             return
         block, part = task // (heads // share), task % (heads // share)
         g = part * share * groups // heads
         s, num_states = ptr[block], ptr[block + 1] - ptr[block]
-        nodes = nodes_of.node[nodes_of.ptr[block] : nodes_of.ptr[block + 1]]
+        nodes = node[node_ptr[block] : node_ptr[block + 1]]
         n, length = nodes.shape[0], blocks.bandwidth[block] + 1
         width = _width(n)
         m = (n + LANES - 1) // LANES * LANES
@@ -803,8 +820,8 @@ def _mask_backward_tasks(first, last, stop, scratch, blocks, x, grad, d, share):
         G, scores, dG = tall[0], tall[1], tall[2]
         at += 3 * n * width
         d_scores = scratch[at : at + m * width].reshape(m, width)
-        states = _Ring(pointer(scratch) + (at + m * width), num_states, width)
-        adjoints = _Ring(states.states + (num_states + 1) * width, length, width)
+        states = _Ring(pointer(scratch) + (at + m * width), num_states, width, one)
+        adjoints = _Ring(states.states + (num_states + 1) * width, length, width, one)
         take(q, x.query, nodes, g)
         for c0 in range(0, n, width):
             count = min(width, n - c0)
@@ -812,16 +829,14 @@ def _mask_backward_tasks(first, last, stop, scratch, blocks, x, grad, d, share):
             matmul(scores, q, kt)
             d_scores[:] = 0
             for h in range(part * share, part * share + share):
-                weights = x.weight[h]
+                weights = pointer(x.weight) + h * x.weight.shape[1]
                 G[:] = 0
                 clear(states.states + num_states * width, width)
                 for i in range(s, s + num_states):
-                    row = _feed(
-                        *(states, i - s, i, parents, weights),
-                        *(nodes_of.writer[i] - c0, x.source[order[i], h]),
-                    )
-                    M, target = splat(x.mark[order[i], h]), nodes_of.reader[i]
-                    _accumulate(pointer(G) + target * width, M, row, width)
+                    S, column = source[order[i], h], writer[i] - c0
+                    row = _feed(states, i - s, i, parents, weights, column, S)
+                    target = pointer(G) + reader[i] * width
+                    _accumulate(target, splat(mark[order[i], h]), row, width)
                 take(dy, grad, nodes, h)
                 take_columns(vt, x.value, nodes, h, c0, count)
                 matmul(dG, dy, vt)  # so far the gradient of G * scores
@@ -837,16 +852,16 @@ def _mask_backward_tasks(first, last, stop, scratch, blocks, x, grad, d, share):
                 for i in range(s + num_states - 1, s - 1, -1):
                     slot, state = _slot(slot, -1, adjoints), order[i]
                     row = _flow(adjoints, slot, i, children, weights)
-                    read = pointer(dG) + nodes_of.reader[i] * width
-                    _accumulate(row, splat(x.mark[state, h]), read, width)
+                    read = pointer(dG) + reader[i] * width
+                    _accumulate(row, splat(mark[state, h]), read, width)
                     own = states.states + (i - s) * width
-                    d.mark[state, h] += inner_product(read, own, width)
-                    column = nodes_of.writer[i] - c0
+                    grad_mark[state, h] += inner_product(read, own, width)
+                    column = writer[i] - c0
                     if column >= 0 and column < width:
-                        d.source[state, h] += row[column]
+                        grad_source[state, h] += row[column]
                     for e in range(parents.ptr[i], parents.ptr[i + 1]):
                         own = states.states + (parents.other[e] - s) * width
-                        d.weight[h, e] += inner_product(row, own, width)
+                        grad_weight[h, e] += inner_product(row, own, width)
             matmul(dkt, q.T, d_scores[:n])
             transpose(pointer(turned), m, pointer(d_scores), width, n, width)
             matmul(dqt, kt, turned)
