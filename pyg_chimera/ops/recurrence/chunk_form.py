@@ -215,8 +215,10 @@ def backward(
     x = _operands(_Operands(weight, source, mark, query, key, value), pieces)
     (nodes, heads, _), (_, groups, num_keys) = value.shape, query.shape
     parts = heads * pieces // groups // share
-    dq, dk = np.zeros((2, nodes, groups * parts, num_keys), value.dtype)
-    d = _Operands(*map(np.zeros_like, x))._replace(query=dq, key=dk)
+    dq = np.zeros((nodes, groups * parts, num_keys), value.dtype)
+    dk = np.zeros_like(dq)
+    dw, ds, dm, dv = map(np.zeros_like, (x.weight, x.source, x.mark, x.value))
+    d = _Operands(dw, ds, dm, dq, dk, dv)
     run(
         _backward_tasks,
         2.5 * _costs(paths, x, share),
@@ -227,9 +229,9 @@ def backward(
     of_keys, of_states = (nodes, groups, parts, num_keys), (-1, heads, pieces)
     return (
         *(summed(y.reshape(of_keys), (2,)) for y in (dq, dk)),
-        d.value.reshape(value.shape),
-        *(summed(y.reshape(of_states), (2,)) for y in (d.source, d.mark)),
-        summed(d.weight.reshape(heads, pieces, weight.shape[1]), (1,)),
+        dv.reshape(value.shape),
+        *(summed(y.reshape(of_states), (2,)) for y in (ds, dm)),
+        summed(dw.reshape(heads, pieces, weight.shape[1]), (1,)),
     )
 
 
