@@ -279,7 +279,8 @@ def test_what_a_verdict_depends_on(monkeypatch):
     triton = SimpleNamespace(__version__="3.9.1")
     monkeypatch.setattr(selftest, "import_module", lambda name: triton)
     before, read = selftest.stamp("pyg_chimera.selftest"), compilation._read
-    kernels = "pyg_chimera.ops.recurrence.delta_scan.triton_chunks"  # imported when first used
+    # It is imported when first used.
+    kernels = "pyg_chimera.ops.recurrence.delta_scan.triton_chunks"
 
     def edited(folder, name):
         return (b"", []) if name == kernels else read(folder, name)
@@ -368,8 +369,11 @@ def test_all_kernels_have_something_to_be_tried_on(monkeypatch):
 
 
 _FOLDERS = {
-    "resolvent_mix": "resolvent",
-    **dict.fromkeys(("stm_scan", "grid_scan", "grid_dag_scan"), "dag_scan"),
+    "resolvent_mix": "recurrence.resolvent",
+    **dict.fromkeys(
+        ("dag_scan", "stm_scan", "grid_scan", "grid_dag_scan"), "recurrence.dag_scan"
+    ),
+    **{x: f"recurrence.{x}" for x in ("delta_scan", "channel_scan", "selective_scan")},
 }
 
 

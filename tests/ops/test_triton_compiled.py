@@ -25,12 +25,12 @@ from triton_aot import SHARED, TARGETS, built, launches
 BACKENDS = [
     importlib.import_module(f"pyg_chimera.ops.{x}.triton_backend")
     for x in (
-        "dag_scan",
-        "delta_scan",
-        "resolvent",
-        "selective_scan",
+        "recurrence.dag_scan",
+        "recurrence.delta_scan",
+        "recurrence.resolvent",
+        "recurrence.selective_scan",
         "causal_conv1d",
-        "channel_scan",
+        "recurrence.channel_scan",
         "neighborhood_attention",
     )
 ]

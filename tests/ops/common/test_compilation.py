@@ -198,15 +198,14 @@ def test_what_a_kernel_depends_on_is_found(monkeypatch):
         return b"edited" if name == f"pyg_chimera.ops.{edited}" else source, imported
 
     monkeypatch.setattr(compilation, "_read", read_edited)
+    scan = "recurrence.dag_scan"
     stamps = {}
     for edited in (
-        *("", "common.simd", "common.vector_kit", "recurrence.dag_scan.grid_rows"),
+        *("", "common.simd", "common.vector_kit", f"{scan}.grid_rows"),
         # Which are edited often, and need not be recompiled for.
-        *(f"recurrence.dag_scan.{x}" for x in ("op", "triton_state_form", "reference")),
+        *(f"{scan}.{x}" for x in ("op", "triton_state_form", "reference")),
     ):
-        stamps[edited] = compilation.stamp(
-            "pyg_chimera.ops.recurrence.dag_scan.numba_backend"
-        )
+        stamps[edited] = compilation.stamp(f"pyg_chimera.ops.{scan}.numba_backend")
     unchanged = [x for x in stamps if x and stamps[x] == stamps[""]]
     assert unchanged == list(stamps)[-3:]
 

@@ -12,9 +12,9 @@ from pyg_chimera.ops.common import triton_runtime
 
 #: Packages with such a backend, and the operators in them.
 PACKAGES = {
-    "dag_scan": "_dag_scan",
-    "resolvent": "_resolvent_mix",
-    "selective_scan": "_selective_scan",
+    "recurrence.dag_scan": "_dag_scan",
+    "recurrence.resolvent": "_resolvent_mix",
+    "recurrence.selective_scan": "_selective_scan",
     "causal_conv1d": "_causal_conv1d",
 }
 SEQUENCES = ("selective_scan", "causal_conv1d")
