@@ -17,6 +17,7 @@ __all__ = ["Factors", "Pattern", "edge_products", "factorize", "solve"]
 class Pattern(NamedTuple):
     """The arrays of a `SymbolicFactor` that kernels read."""
 
+    root: np.ndarray  #: [V], `SymbolicFactor.roots`
     ptr: np.ndarray
     node: np.ndarray
     lower_ptr: np.ndarray
@@ -31,8 +32,11 @@ class Pattern(NamedTuple):
 
     @classmethod
     def of(cls, symbolic: SymbolicFactor) -> "Pattern":
-        """Those of a symbolic factor."""
-        return cls(*(getattr(symbolic, name) for name in cls._fields))
+        """Those of a symbolic factor, cached in its tables."""
+        if cls not in symbolic.tables:
+            others = (getattr(symbolic, name) for name in cls._fields[1:])
+            symbolic.tables[cls] = cls(symbolic.roots(), *others)
+        return symbolic.tables[cls]
 
 
 class Factors(NamedTuple):
@@ -67,11 +71,11 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[Factors, fl
         np.repeat(symbolic.updates + 4.0 * symbolic.entries, num_heads),
         7 * int(symbolic.sizes.max(initial=0)),
         values.dtype,
-        *(symbolic.roots(), Pattern.of(symbolic), factors, growths),
+        *(Pattern.of(symbolic), factors, growths),
     )
     with np.errstate(divide="ignore", over="ignore"):
-        factors = factors._replace(diagonal=1.0 / factors.diagonal)
-        factors = Factors(*(x.astype(weight.dtype) for x in factors))
+        parts = 1.0 / factors.diagonal, factors.lower, factors.upper
+        factors = Factors(*(x.astype(weight.dtype) for x in parts))
     return factors, float(growths.max(initial=1.0))
 
 
@@ -83,8 +87,8 @@ def _scatter(values, slot, weight):
 
 
 @jit
-def _factor(first, last, stop, scratch, root, pattern, factors, growths):
-    ptr, (diagonal, lower, upper) = pattern.ptr, factors
+def _factor(first, last, stop, scratch, pattern, factors, growths):
+    root, ptr, (diagonal, lower, upper) = pattern.root, pattern.ptr, factors
     lower_ptr, lower_col = pattern.lower_ptr, pattern.lower_col
     upper_ptr, upper_row = pattern.upper_ptr, pattern.upper_row
     upper_entry = pattern.upper_entry
