@@ -14,7 +14,8 @@ of the feed-forward networks; where this would fall below half the width, as in 
 models, layers are narrower. Ours, and GPS and Exphormer, have three layers (or eight:
 `chimera-8`): a local convolution, the mixer and a feed-forward network, in the
 arrangement of the recipe in the docs of `GraphModel`. GCN, SAGE and GatedGCN of three
-and more layers have no mixer.
+and more layers have no mixer. Where targets are amplitudes, our blocks have neither
+local convolutions nor norms; `gatedgcn-10-plain` and `gps-plain` have no norms either.
 
 All are trained alike, for equal seconds of processor time on one core. The learning
 rate is chosen from a list by validation, in runs of a fifth of the time. In a run, the
@@ -93,7 +94,11 @@ DEEP = {
     "chimera-8": 8, "sage-3": 3, "sage-16": 16, "gcn-3": 3, "gcn-16": 16,
     "gatedgcn-3": 3, "gatedgcn-10": 10,
 }  # fmt: skip
-OTHERS = (*(x for x in DEEP if x not in OURS), "gps", "gps-lap", "gps-rw", "exphormer")
+OTHERS = (
+    *(x for x in DEEP if x not in OURS),
+    *("gps", "gps-lap", "gps-rw", "exphormer"),
+    *("gatedgcn-10-plain", "gps-plain"),  # without norms
+)
 ARMS = (*OURS, *OTHERS)
 
 
@@ -154,16 +159,19 @@ def build_mixer(arm: str, name: str, channels: int) -> Module | None:
 def build(arm: str, name: str) -> GraphModel:
     """A model whose layers have about the task's number of parameters."""
     task = TASKS[name]
+    norm = None if arm.endswith("-plain") else task.norm
+    arm = arm.removesuffix("-plain")
     edges = task.edge_dim if reads_edges(arm, task) else None
     depth, channels = DEEP.get(arm, 3), task.channels + 8
-    kind, norm = arm.split("-")[0], task.norm
+    kind = arm.split("-")[0]
     if arm in OURS:
         kind, norm = ("none", None) if task.plain else (task.local, norm)
 
     def layer(hidden: int) -> GPSLayer:
         conv: Module | None = None
         if kind in ("gatedgcn", "gps", "exphormer"):
-            conv = GatedGCNConv(channels, channels, 0 if edges is None else None)
+            edge_dim = 0 if edges is None else None
+            conv = GatedGCNConv(channels, channels, edge_dim, norm=norm)
         elif kind == "gcn":
             conv = GCNConv(channels, channels)
         elif kind == "sage":

@@ -66,8 +66,8 @@ class PowerFlow(GeneratedDataset):
     angles, which are linear in them, are those that result.
 
     Angles at one bus depend on injections everywhere. Measure errors relative to the
-    angles, :math:`\sum_i (\hat{y}_i - y_i)^2 / \sum_i y_i^2` over the buses of a
-    sample: predicting 0 then costs 1 on each grid, whatever its size, while the root
+    angles, :math:`\sqrt{\sum_i (\hat{y}_i - y_i)^2 / \sum_i y_i^2}` over the buses of
+    a sample: predicting 0 then costs 1 on each grid, whatever its size, while the root
     mean square of angles varies between 0.1 and 2. (It also varies between samples, and
     a part of it may lie in few buses behind a weak branch.)
 

@@ -34,7 +34,13 @@ def test_models_are_of_one_size(long_range, name):
         model = long_range.build(arm, name)
         found = long_range.count_parameters(model.layers)
         assert found == pytest.approx(size, rel=0.01), arm
-        assert len(model.layers) == long_range.DEEP.get(arm, 3)
+        depth = long_range.DEEP.get(arm.removesuffix("-plain"), 3)
+        assert len(model.layers) == depth
+        norms = [x for x in model.modules() if isinstance(x, torch.nn.BatchNorm1d)]
+        plain = arm.endswith("-plain") or (
+            arm in long_range.OURS and name == "power-flow"
+        )
+        assert bool(norms) != plain, arm
 
 
 def test_expander(tasks):
