@@ -61,9 +61,16 @@ def operator_of(module: str) -> str | None:
 def test_no_operator_imports_another(path):
     """What two of them need is in `ops/recurrence` or `ops/common`."""
     module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-    own, rooms = operator_of(module), map(operator_of, imported(path))
+    own, names = operator_of(module), imported(path)
+    names |= {  # modules that are imported from a package
+        f"{x.module}.{alias.name}"
+        for x in ast.walk(ast.parse(path.read_text()))
+        if isinstance(x, ast.ImportFrom)
+        for alias in x.names
+    }
     if own or "ops.recurrence" in module or "ops.common" in module:
-        assert set(rooms) <= {None, own}
+        assert {operator_of(name) for name in names} <= {None, own}
+        assert "pyg_chimera.ops" not in names  # which has the operators' functions
 
 
 def test_operators_are_found():

@@ -9,7 +9,7 @@ import pytest
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = "".join(
     (DOCS / name).read_text(encoding="utf-8")
-    for name in ("examples.md", "pictures.md", "results.md")
+    for name in ("examples.md", "index.md", "pictures.md", "results.md")
 )
 
 
@@ -27,7 +27,7 @@ def script() -> ModuleType:
 
 def test_pictures_are_small_and_shown():
     files = sorted((DOCS / "pictures").iterdir())
-    assert len(files) == 8
+    assert len(files) == 9
     for path in files:
         assert path.suffix == ".png"
         assert path.stat().st_size < 100_000

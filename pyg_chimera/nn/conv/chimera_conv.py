@@ -13,7 +13,7 @@ from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
 from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
-from pyg_chimera.ops.common.checks import check_flag, check_option
+from pyg_chimera.ops.common.checks import check_flag, check_integer, check_option
 from pyg_chimera.ops.recurrence.resolvent.op import SOLVERS
 
 __all__ = ["ChimeraConv"]
@@ -23,8 +23,8 @@ MOST_LOG = 300.0
 
 
 class LogSums(torch.nn.Module):
-    """Projected logarithms of sums of positive sources. As no terms cancel, small sums
-    are as exact as large ones.
+    """Projected logarithms of sums of positive sources. As no terms cancel, elimination
+    computes small sums as exactly as large ones.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class LogSums(torch.nn.Module):
         """The sums are `mix` of sources, [V, heads, sums] in float64."""
         logits = self.lin_source(x).unflatten(1, (self.heads, -1)).double()
         sums = mix(torch.exp(MOST_LOG * torch.tanh(logits / MOST_LOG)))
-        # Iterations of a solver may leave sums of zero or less.
+        # Iterations, which `auto` selects where distances are short, round off sums of
+        # less than 1e-16 of the largest, and may leave zero or less.
         sums = sums.clamp(min=math.exp(-2 * MOST_LOG))
         return self.lin_out((0.1 * sums.log().flatten(1)).to(x.dtype))
 
@@ -115,7 +116,9 @@ class ChimeraConv(ChimeraBlock):
             :math:`\mathbf{L}` decay exponentially with distance, they are soft minima
             over all nodes :math:`j` of the distance from :math:`j` minus
             :math:`\ln m_j` (bounded by 300). They are computed in float64, and a linear
-            projection of them is added to the output. (default: :obj:`0`)
+            projection of them is added to the output. Neither for
+            :obj:`normalization="released"` nor for :obj:`solver="iterative"`.
+            (default: :obj:`0`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
@@ -211,10 +214,12 @@ class ChimeraConv(ChimeraBlock):
                 f"'num_terms' must be None unless solver='neumann', got {num_terms} "
                 f"and solver={solver!r}"
             )
-        if log_sums < 0 or (log_sums > 0 and normalization == "released"):
+        check_integer("log_sums", log_sums, 0)
+        if log_sums > 0 and (normalization == "released" or solver == "iterative"):
             raise ValueError(
-                "'log_sums' must be at least 0, and 0 with normalization='released', "
-                f"got {log_sums} and normalization={normalization!r}"
+                "'log_sums' must be 0 with normalization='released', and with "
+                "solver='iterative', which rounds off small sums beside large ones; "
+                f"got {log_sums}, {normalization!r} and {solver!r}"
             )
         self.normalization = normalization
         self.gamma = gamma

@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 import llvmlite
 import numba
+from numba import types
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
@@ -30,7 +31,8 @@ def _number_symbols() -> None:
 
     numba tells functions of one name, such as the sorts of `np.sort` and `np.argsort`,
     apart by a count from one. If two processes have cached kernels, a third that loads
-    both would find the same name twice, and call the wrong function.
+    both would find the same name twice, and call the wrong function. The count is that
+    of all functions that numba compiles in the process, whosever they are.
     """
     FunctionIdentity._unique_ids = count(secrets.randbits(48))
 
@@ -68,11 +70,26 @@ class _Cache(FunctionCache):
             source_stamp=(locator.get_source_stamp(), self._stamp),
         )
 
+    def _index_key(self, sig: Any, codegen: Any) -> tuple:
+        """numba's, with the names of fields: it knows NamedTuples by their class, which
+        another module may define, and by their types.
+        """
+        return *super()._index_key(sig, codegen), tuple(_fields(sig))
+
     def save_overload(self, sig: Any, data: Any) -> None:
         """Saves machine code, unless its sources have changed since their import."""
         _read.cache_clear()
         if stamp(self._py_func.__module__) == self._stamp:
             super().save_overload(sig, data)
+
+
+def _fields(kind: Any) -> Iterator[tuple[str, ...]]:
+    """The names of fields in a signature, a tuple of types, or a type."""
+    if isinstance(kind, types.NamedTuple | types.NamedUniTuple):
+        yield kind.fields
+    kind = getattr(kind, "args", kind)  # of a signature
+    for inner in kind if isinstance(kind, tuple) else getattr(kind, "types", ()):
+        yield from _fields(inner)
 
 
 class _Files(IndexDataCacheFile):

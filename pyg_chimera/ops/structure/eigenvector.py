@@ -1,7 +1,8 @@
 """Eigenvector centrality: the Perron vector of each component of a graph."""
 
+from itertools import pairwise
+
 import numpy as np
-from scipy.linalg import eigh
 from scipy.sparse import csr_array, eye_array
 from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import ArpackNoConvergence, eigsh, spsolve
@@ -31,14 +32,19 @@ def eigenvector(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.nda
     back = count * np.repeat(size, np.diff(ptr)) // size[head]
     matrix = csr_array((np.sqrt(count * back), head, ptr), shape=(len(size),) * 2)
     number, component = connected_components(matrix, directed=False)
-    cells = np.split(
-        np.argsort(component, kind="stable"),
-        np.cumsum(np.bincount(component, minlength=number))[:-1],
-    )
+    order = np.argsort(component, kind="stable")
+    blocks = matrix[order][:, order]  # on the diagonal
     score, value = np.zeros(len(size)), np.zeros(len(size))
-    for part in cells:
-        if np.any(ptr[part + 1] > ptr[part]):
-            value[part], vector = _perron(matrix[part][:, part])
+    ends = np.cumsum(np.bincount(component, minlength=number))
+    for first, last in pairwise((0, *ends.tolist())):
+        a, b = blocks.indptr[first], blocks.indptr[last]
+        if a < b:
+            entries = blocks.data[a:b], blocks.indices[a:b] - first
+            block = csr_array(
+                (*entries, blocks.indptr[first : last + 1] - a), (last - first,) * 2
+            )
+            part = order[first:last]
+            value[part], vector = _perron(block)
             score[part] = vector * np.sqrt(np.sum(size[part]) / size[part])
     # Where the graphs' cells begin, as none is empty but those of graphs without nodes.
     for low, high, nodes in zip(limits, limits[1:], np.diff(bounds), strict=False):
@@ -51,7 +57,8 @@ def _perron(matrix: csr_array) -> tuple[float, np.ndarray]:
     """The largest eigenvalue of a connected, symmetric matrix and its unit vector."""
     n = matrix.shape[0]
     if n <= _DENSE:
-        values, vectors = eigh(matrix.toarray(), subset_by_index=(n - 1, n - 1))
+        values, vectors = np.linalg.eigh(matrix.toarray())
+        values, vectors = values[-1:], vectors[:, -1:]
     else:
         start = np.ones(n)
         try:

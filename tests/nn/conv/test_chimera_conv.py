@@ -698,9 +698,13 @@ def test_without_the_norm_outputs_grow_as_inputs():
 
 
 def test_error_of_log_sums():
-    for options in ({"log_sums": -1}, {"log_sums": 1, "normalization": "released"}):
-        with pytest.raises(ValueError, match="'log_sums' must be at least 0"):
-            ChimeraConv(IN, OUT, **options)
+    for options in ({"normalization": "released"}, {"solver": "iterative"}):
+        with pytest.raises(ValueError, match="'log_sums' must be 0 with"):
+            ChimeraConv(IN, OUT, log_sums=1, **options)
+    with pytest.raises(ValueError, match="'log_sums' must be an integer >= 0"):
+        ChimeraConv(IN, OUT, log_sums=-1)
+    with pytest.raises(TypeError, match="'log_sums' must be an integer"):
+        ChimeraConv(IN, OUT, log_sums=2.0)
 
 
 def test_error_of_a_non_finite_input():

@@ -140,6 +140,39 @@ def kernel(pair):
             assert (kernel.stats.cache_hits.total() == 1) == known
 
 
+def test_fields_that_change_places_in_another_module(tiny):
+    """A kernel need not import the module that defines its tuples."""
+    tiny.write(
+        parts="""
+from pyg_chimera.ops.common.compilation import compiled
+
+@compiled()
+def part(pairs):
+    return pairs[0].x
+""",
+        kernels="""
+from typing import NamedTuple
+from pyg_chimera.ops.common.compilation import compiled
+from tiny.parts import part
+
+class Pair(NamedTuple):
+    x: int
+    y: int
+
+@compiled()
+def kernel(x):
+    return part((Pair(x, 10 * x),))
+""",
+    )
+    assert tiny(1) == (1, False)
+    source = (tiny.folder / "kernels.py").read_text()
+    swapped = source.replace("x: int\n    y: int", "y: int\n    x: int")
+    assert swapped != source
+    tiny.write(kernels=swapped)
+    assert tiny(1) == (10, False)
+    assert tiny(1) == (10, True)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
 def test_no_two_processes_give_a_symbol_the_same_number():
     """Of functions of one name, such as sorts, cached kernels would call the wrong."""

@@ -69,7 +69,7 @@ class _Inputs(NamedTuple):
 
 def add_own(out: Tensor, *inputs: Tensor) -> None:
     """Adds `own` of query, key, value and direct to an output, in place."""
-    _on_nodes(_add_own, _Inputs(*arrays(*inputs)), *arrays(out))
+    _on_nodes(_add_own, _Inputs(*arrays(*inputs)), _written(out))
 
 
 def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
@@ -80,9 +80,15 @@ def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
     """
     grad_direct = torch.empty_like(inputs[3], memory_format=torch.contiguous_format)
     *x, grad = arrays(*inputs)
-    d = _Inputs(*arrays(*grads, grad_direct))
+    d = _Inputs(*map(_written, (*grads, grad_direct)))
     _on_nodes(_add_own_gradients, _Inputs(*x), grad, d)
     return grad_direct
+
+
+def _written(x: Tensor) -> np.ndarray:
+    """The memory of a tensor, to be written."""
+    assert x.is_contiguous()
+    return x.numpy()
 
 
 def _on_nodes(kernel: Callable, x: _Inputs, *args: object) -> None:

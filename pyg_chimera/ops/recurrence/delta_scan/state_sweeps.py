@@ -174,7 +174,7 @@ def _gather(target, states, ring, size, start, i, edges, weight, h):
     """Sets a state to the weighted sum of those of its parents (or children), in a ring
     buffer.
     """
-    begin, end, part = edges.ptr[i], edges.ptr[i + 1], size // weight.shape[2]
+    begin, end, part = edges.ptr[i], edges.ptr[i + 1], size // max(1, weight.shape[2])
     if begin == end:
         clear(target, size)
     for x in range(begin, end):
@@ -282,7 +282,7 @@ def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
     to_key = to_query + (num_keys + step) * step
     sums = _Sums(to_query, to_key)
     adjoints = to_key + (num_keys + step) * step
-    part = size // x.weight.shape[2]
+    part = size // max(1, x.weight.shape[2])
     for task in range(first, last):
         block, h = task // heads, task % heads
         g = h // (heads // groups)

@@ -82,12 +82,15 @@ class StateTiles(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Parts of gradients. Tasks write separate ones: pieces, and heads of a group."""
+    """Parts of gradients. Tasks write separate ones: pieces, and heads of a group.
 
-    query: np.ndarray  #: [pieces, V, heads, N]
-    key: np.ndarray  #: [pieces, V, heads, N]
+    In mask form, parts of query and key are those of groups, and there are no pieces.
+    """
+
+    query: np.ndarray  #: [pieces, V, heads, N], or in mask form [parts, V, groups, N]
+    key: np.ndarray  #: as those of query
     value: np.ndarray  #: [V, heads, P]
-    weight: np.ndarray  #: [pieces, heads, E]
+    weight: np.ndarray  #: [pieces, heads, E], or in mask form [E, heads]
 
     @classmethod
     def of(cls, x: Operands, tiles: StateTiles, num_edges: int) -> "Gradients":
