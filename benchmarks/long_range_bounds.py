@@ -8,16 +8,19 @@
 
 ::
 
-    python benchmarks/long_range_bounds.py           # two minutes
+    python benchmarks/long_range_bounds.py           # two minutes of one core
     python benchmarks/long_range_bounds.py --smoke
 """
 
 import math
 from argparse import ArgumentParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from options import add_output, output
+from timing import machine, write_json
 from torch import Tensor
 from torch.nn import GELU, Linear, Sequential
 from torch_geometric.data import Data
@@ -42,13 +45,15 @@ def truncated(side: int, spins: np.ndarray, sigma: float = 0.6) -> np.ndarray:
     return spins * np.fft.irfft2(fields, s=couplings.shape)
 
 
-def ising(root: str, smoke: bool) -> None:
+def ising(root: str, smoke: bool) -> dict[str, float]:
+    """log10(MSE / variance) of exact couplings up to eight steps, by side."""
+
     def load(side: int, split: str, number: int) -> LongRangeIsing:
         number = 10 if smoke else number
         return LongRangeIsing(root, side, split=split, num_graphs=number, log=False)
 
     variance = float(load(16, "train", 1000).y.var())
-    print("ising: log10(MSE / variance) of exact couplings up to eight steps")
+    found = {}
     for side, number in LATTICES.items():
         errors = []
         for data in load(side, "test", number):
@@ -56,9 +61,8 @@ def ising(root: str, smoke: bool) -> None:
                 x.view(side, side).double().numpy() for x in (data.x, data.y)
             )
             errors.append(np.square(truncated(side, spins) - wanted).mean())
-        print(
-            f"  side {side:3}: {math.log10(np.mean(errors) / variance):.2f}", flush=True
-        )
+        found[str(side)] = math.log10(np.mean(errors) / variance)
+    return found
 
 
 def sums(data: Data) -> Tensor:
@@ -75,7 +79,8 @@ def sums(data: Data) -> Tensor:
     return torch.cat(found, 1).float()
 
 
-def eccentricity(root: str, smoke: bool) -> None:
+def eccentricity(root: str, smoke: bool) -> dict[str, float]:
+    """Mean absolute errors in hops."""
     number, steps = (60, 20) if smoke else (1800, 3000)
 
     def load(split: str) -> tuple[Tensor, Tensor]:
@@ -102,9 +107,11 @@ def eccentricity(root: str, smoke: bool) -> None:
     with torch.no_grad():
         error = (20 + 10 * model(x_test) - y_test).abs().mean()
     guess = (y_test - y.median()).abs().mean()
-    print("eccentricity: MAE in hops")
-    print(f"  regression on exact sums: {error:.2f} (in training {loss:.2f})")
-    print(f"  the median of training:   {guess:.2f}")
+    return {
+        "regression on exact sums": error.item(),
+        "the same in training": loss.item(),
+        "the median of training": guess.item(),
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -113,11 +120,19 @@ def main(argv: list[str] | None = None) -> None:
         "--cache", type=Path, default=DATA / "long-range",
         help="for generated graphs (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--smoke", action="store_true", help="only see that it runs")
+    add_output(parser)
     args = parser.parse_args(argv)
+    path = output(args, "long-range-bounds")
     torch.set_num_threads(1)
-    ising(str(args.cache / "ising"), args.smoke)
-    eccentricity(str(args.cache / "echo"), args.smoke)
+    results: dict[str, Any] = {"machine": machine("cpu")}
+    for task, folder in ((ising, "ising"), (eccentricity, "echo")):
+        found = task(str(args.cache / folder), args.smoke)
+        results[task.__name__] = found
+        print(f"{task.__name__}: {task.__doc__}")
+        for name, value in found.items():
+            print(f"  {name}: {value:.2f}", flush=True)
+    if not args.smoke:
+        write_json(path, results)
 
 
 if __name__ == "__main__":

@@ -70,12 +70,12 @@ class PathStates(NamedTuple):
     reader: np.ndarray  #: [S], the node that reads each state
 
 
-class _Operands(NamedTuple):
-    """Factors of states and rows of nodes, see `forward`; or the gradients of all."""
+class Operands(NamedTuple):
+    """Factors of states and rows of nodes; or the gradients of all."""
 
-    weight: np.ndarray  #: [heads, L]
-    source: np.ndarray  #: [S, heads]
-    mark: np.ndarray  #: [S, heads]
+    weight: np.ndarray  #: [heads, L], those of the entries
+    source: np.ndarray  #: [S, heads], the factor S of what is written to each state
+    mark: np.ndarray  #: [S, heads], the factor M of what is read from each state
     query: np.ndarray  #: [V, groups, N]
     key: np.ndarray  #: [V, groups, N]
     value: np.ndarray  #: [V, heads, P]
@@ -131,14 +131,14 @@ def chunk_cost(sizes: np.ndarray, num_keys: int, channels: int) -> np.ndarray:
     return sizes * (0.02 * (inside + between) + width) + 100.0
 
 
-def _costs(paths: PathStates, x: _Operands, share: int) -> np.ndarray:
+def _costs(paths: PathStates, x: Operands, share: int) -> np.ndarray:
     """The cost of each task of the forward pass, in nanoseconds (approximately)."""
     costs = 0.3 * chunk_cost(np.diff(paths.ptr), x.query.shape[2], x.value.shape[2])
     costs = np.diff(np.append(0.0, np.cumsum(costs))[paths.block])
     return np.repeat(share * costs, x.value.shape[1] // share)
 
 
-def _scratch(paths: PathStates, x: _Operands, share: int) -> int:
+def _scratch(paths: PathStates, x: Operands, share: int) -> int:
     """Numbers of scratch memory per task of the backward pass; forward needs fewer."""
     vector, _ = vector_lanes(x.value.dtype)
     n, p = (-(-y.shape[2] // vector) * vector for y in (x.query, x.value))
@@ -153,7 +153,7 @@ def _split(x: np.ndarray, pieces: int) -> np.ndarray:
     return x.reshape(nodes, heads * pieces, channels // pieces)
 
 
-def _operands(x: _Operands, pieces: int) -> _Operands:
+def _in_pieces(x: Operands, pieces: int) -> Operands:
     """The operands with slices of value channels as heads."""
     return x._replace(
         weight=np.repeat(x.weight, pieces, 0),
@@ -163,31 +163,14 @@ def _operands(x: _Operands, pieces: int) -> _Operands:
     )
 
 
-def forward(
-    paths: PathStates,
-    weight: np.ndarray,
-    source: np.ndarray,
-    mark: np.ndarray,
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-) -> np.ndarray:
-    """The output [V, heads, P].
-
-    Args:
-        paths: The states.
-        weight: Weights of the entries, [heads, L].
-        source: The factor S of what is written to each state, [S, heads].
-        mark: The factor M of what is read from each state, [S, heads].
-        query: [V, groups, N].
-        key: [V, groups, N].
-        value: [V, heads, P].
-    """
+def forward(paths: PathStates, operands: Operands) -> np.ndarray:
+    """The output [V, heads, P]."""
+    query, value = operands.query, operands.value
     out = np.zeros_like(value)
     if query.shape[2] == 0 or value.shape[2] == 0:
         return out
     pieces, share = _Cut.of(paths, query, value)
-    x = _operands(_Operands(weight, source, mark, query, key, value), pieces)
+    x = _in_pieces(operands, pieces)
     run(
         _forward_tasks,
         _costs(paths, x, share),
@@ -199,26 +182,20 @@ def forward(
 
 
 def backward(
-    paths: PathStates,
-    weight: np.ndarray,
-    source: np.ndarray,
-    mark: np.ndarray,
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-    grad: np.ndarray,
+    paths: PathStates, operands: Operands, grad: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """The gradients of query, key, value, source, mark and weight."""
+    weight, source, mark, query, key, value = operands
     if query.shape[2] == 0 or value.shape[2] == 0:
         return tuple(map(np.zeros_like, (query, key, value, source, mark, weight)))
     pieces, share = _Cut.of(paths, query, value)
-    x = _operands(_Operands(weight, source, mark, query, key, value), pieces)
+    x = _in_pieces(operands, pieces)
     (nodes, heads, _), (_, groups, num_keys) = value.shape, query.shape
     parts = heads * pieces // groups // share
     dq = np.zeros((nodes, groups * parts, num_keys), value.dtype)
     dk = np.zeros_like(dq)
     dw, ds, dm, dv = map(np.zeros_like, (x.weight, x.source, x.mark, x.value))
-    d = _Operands(dw, ds, dm, dq, dk, dv)
+    d = Operands(dw, ds, dm, dq, dk, dv)
     run(
         _backward_tasks,
         2.5 * _costs(paths, x, share),

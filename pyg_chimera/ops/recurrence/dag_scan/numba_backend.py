@@ -62,6 +62,7 @@ from pyg_chimera.ops.common.vector_kit import (
     transpose,
 )
 from pyg_chimera.ops.recurrence import chunk_form
+from pyg_chimera.ops.recurrence.chunk_form import Operands
 from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
 from pyg_chimera.ops.recurrence.dag_scan.grid_rows import GridOperands
 from pyg_chimera.ops.recurrence.dag_scan.own import add_own, add_own_gradients
@@ -97,7 +98,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     if _is_on_grids(call):
         out = torch.from_numpy(_grid_forward(call))
     else:
-        compute, operands = forms[call.choice.form], _Operands.of(call)
+        compute, operands = forms[call.choice.form], _operands(call)
         out = torch.from_numpy(compute(call.structure.graph, operands))
     if call.inputs.direct is not None:
         add_own(out, *call.inputs[:3], call.inputs.direct)
@@ -116,7 +117,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     if _is_on_grids(call):
         grads = _grid_backward(call, grad)
     else:
-        compute, operands = forms[call.choice.form], _Operands.of(call)
+        compute, operands = forms[call.choice.form], _operands(call)
         found = compute(call.structure.graph, operands, *arrays(grad))
         tensors = map(torch.from_numpy, found)
         grads = call.structure.graph.gradients(call.inputs, *tensors)
@@ -126,24 +127,14 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     return *grads, add_own_gradients(grads[:3], *call.inputs[:3], direct, grad)
 
 
-class _Operands(NamedTuple):
-    """The operands, or their gradients."""
-
-    weight: np.ndarray  #: [heads, L], in the order of the graph's entries
-    source: np.ndarray  #: [S, heads]
-    mark: np.ndarray  #: [S, heads]
-    query: np.ndarray  #: [V, groups, N]
-    key: np.ndarray  #: [V, groups, N]
-    value: np.ndarray  #: [V, heads, P]
-
-    @classmethod
-    def of(cls, call: Call) -> "_Operands":
-        graph: StateGraph = call.structure.graph
-        query, key, value = arrays(*call.inputs[:3])
-        source, mark, transition = arrays(*graph.gates_of(call.inputs))
-        weight = np.empty((value.shape[1], graph.edge.shape[0]), value.dtype)
-        _to_entries(weight, transition, graph.edge)
-        return cls(weight, source, mark, query, key, value)
+def _operands(call: Call) -> Operands:
+    """The operands, with weights in the order of the graph's entries."""
+    graph: StateGraph = call.structure.graph
+    query, key, value = arrays(*call.inputs[:3])
+    source, mark, transition = arrays(*graph.gates_of(call.inputs))
+    weight = np.empty((value.shape[1], graph.edge.shape[0]), value.dtype)
+    _to_entries(weight, transition, graph.edge)
+    return Operands(weight, source, mark, query, key, value)
 
 
 class _Edges(NamedTuple):
@@ -189,16 +180,16 @@ def _to_edges(transition, weight, edge):
 # ------------------------------------------------------------------------ chunk form
 
 
-def _chunk_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+def _chunk_forward(graph: StateGraph, operands: Operands) -> np.ndarray:
     """The output, computed in chunks of paths."""
-    return chunk_form.forward(graph.paths, *operands)
+    return chunk_form.forward(graph.paths, operands)
 
 
 def _chunk_backward(
-    graph: StateGraph, operands: _Operands, dy: np.ndarray
+    graph: StateGraph, operands: Operands, dy: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value, source, mark and transition."""
-    *grads, dw = chunk_form.backward(graph.paths, *operands, dy)
+    *grads, dw = chunk_form.backward(graph.paths, operands, dy)
     return *grads, _by_edge(graph, dw)
 
 
@@ -313,7 +304,7 @@ class _Ring(NamedTuple):
     one: Any  #: the number, of the states' dtype
 
 
-def _state_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+def _state_forward(graph: StateGraph, operands: Operands) -> np.ndarray:
     """The output from states C = A C + S k v^T, y = sum M q^T C."""
     value = _sliced(graph.sizes.shape[0], operands.value)
     out = np.zeros_like(value)
@@ -322,7 +313,7 @@ def _state_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
 
 
 def _state_backward(
-    graph: StateGraph, operands: _Operands, dy: np.ndarray
+    graph: StateGraph, operands: Operands, dy: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value, source, mark and transition.
 
@@ -335,7 +326,7 @@ def _state_backward(
     # Each slice, and each head of a group, has its own part, summed below.
     dq, dk = (np.zeros((slices, num_nodes, num_heads, num_keys), v.dtype) for _ in "qk")
     dw, ds, dm = (np.zeros((slices, *x.shape), v.dtype) for x in operands[:3])
-    d = _Operands(dw, ds, dm, dq, dk, np.zeros_like(v))
+    d = Operands(dw, ds, dm, dq, dk, np.zeros_like(v))
     _run_state_form(graph, operands._replace(value=v), dy.reshape(v.shape), d)
     shape = (slices, num_nodes, groups, num_heads // groups, num_keys)
     grad_query, grad_key = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
@@ -345,7 +336,7 @@ def _state_backward(
 
 
 def _run_state_form(
-    graph: StateGraph, x: _Operands, y: np.ndarray, d: _Operands | None
+    graph: StateGraph, x: Operands, y: np.ndarray, d: Operands | None
 ) -> None:
     """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
     num_keys, channels = x.query.shape[2], x.value.shape[3]
@@ -621,7 +612,7 @@ def _share(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> int:
     return heads_a_task(len(graph.sizes), query.shape[1], value.shape[1])
 
 
-def _mask_costs(graph: StateGraph, operands: _Operands, share: int) -> np.ndarray:
+def _mask_costs(graph: StateGraph, operands: Operands, share: int) -> np.ndarray:
     nodes = np.diff(graph.nodes.ptr).astype(float)
     _, _, _, q, _, v = operands
     products = 0.2 * nodes * (q.shape[2] + share * v.shape[2])
@@ -629,7 +620,7 @@ def _mask_costs(graph: StateGraph, operands: _Operands, share: int) -> np.ndarra
     return np.repeat(work, v.shape[1] // share)
 
 
-def _mask_scratch(graph: StateGraph, operands: _Operands) -> int:
+def _mask_scratch(graph: StateGraph, operands: Operands) -> int:
     """Numbers of scratch memory per task of the backward pass; forward needs fewer."""
     n = int(np.diff(graph.nodes.ptr).max(initial=0)) + LANES
     states = int((graph.sizes + graph.block_bandwidth).max(initial=0)) + 3
@@ -653,7 +644,7 @@ class _Blocks(NamedTuple):
         return cls(graph.ptr, bandwidth, state, graph.nodes, *_edges(graph))
 
 
-def _mask_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
+def _mask_forward(graph: StateGraph, operands: Operands) -> np.ndarray:
     """The output from gating matrices between nodes."""
     share = _share(graph, operands.query, operands.value)
     out = np.zeros_like(operands.value)
@@ -666,7 +657,7 @@ def _mask_forward(graph: StateGraph, operands: _Operands) -> np.ndarray:
 
 
 def _mask_backward(
-    graph: StateGraph, operands: _Operands, dy: np.ndarray
+    graph: StateGraph, operands: Operands, dy: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value, source, mark and transition.
 
@@ -679,7 +670,7 @@ def _mask_backward(
     shape: tuple = (num_nodes, num_heads // share, num_keys)
     dq, dk = np.zeros(shape, dy.dtype), np.zeros(shape, dy.dtype)
     rest = map(np.zeros_like, operands[:3])
-    d = _Operands(*rest, dq, dk, np.zeros_like(dy))  # type: ignore[call-arg]
+    d = Operands(*rest, dq, dk, np.zeros_like(dy))  # type: ignore[call-arg]
     costs = 3 * _mask_costs(graph, operands, share)
     run(
         *(_mask_backward_tasks, costs, _mask_scratch(graph, operands), dy.dtype),

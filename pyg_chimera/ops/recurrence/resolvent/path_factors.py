@@ -14,7 +14,7 @@ So one scan *there*, from the first node to the last, has the states C_i = a_i C
 g_i k_i v_i^T, and one *back* has C'_i = b_i C'_{i+1} + b_i g_{i+1} k_{i+1} v_{i+1}^T.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -249,19 +249,18 @@ def _gates(factors: PathFactors) -> _Gates:
 # -------------------------------------------------------------------------- both passes
 
 
-def _arguments(scans: PathScans, gates: _Gates, x: Operands) -> tuple[np.ndarray, ...]:
-    """What `chunk_form` takes: the states' weight, source and mark, and operands."""
+def _operands(scans: PathScans, gates: _Gates, x: Operands) -> chunk_form.Operands:
+    """What the chunk form takes: the states' weight, source and mark, and operands."""
     dtype = x.value.dtype
     source = np.ascontiguousarray(gates.source.T, dtype)
-    weight = gates.weight[:, scans.entry].astype(dtype)
-    return weight, source, np.ones_like(source), *(y for y in x if y is not None)
+    weight, ones = gates.weight[:, scans.entry].astype(dtype), np.ones_like(source)
+    return chunk_form.Operands(weight, source, ones, x.query, x.key, x.value)
 
 
 def forward(symbolic: Blocks, factors: PathFactors, x: Operands) -> np.ndarray:
     """The output [V, heads, P]."""
     scans = _required(symbolic)
-    arguments = _arguments(scans, _gates(factors), x)
-    return chunk_form.forward(scans.states, *arguments)
+    return chunk_form.forward(scans.states, _operands(scans, _gates(factors), x))
 
 
 def backward(
@@ -269,8 +268,10 @@ def backward(
 ) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value and edge weight."""
     scans, gates = _required(symbolic), _gates(factors)
-    arguments = _arguments(scans, gates, x)
-    dq, dk, dv, ds, _, dw = chunk_form.backward(scans.states, *arguments)
+    operands = _operands(scans, gates, x)
+    dq, dk, dv, ds, _, dw = chunk_form.backward(
+        scans.states, operands, cast(np.ndarray, x.grad)
+    )
     d_gates = _Gates(np.zeros_like(gates.weight), ds.T.astype(gates.source.dtype))
     d_gates.weight[:, scans.entry] = dw
     heads, num_nodes = factors.d.shape
