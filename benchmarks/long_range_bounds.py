@@ -28,6 +28,7 @@ from torch_geometric.utils import to_dense_adj
 from workloads import DATA
 
 from pyg_chimera.datasets import EchoSynth, LongRangeIsing
+from pyg_chimera.datasets.ising import couplings_of, fields_of
 
 #: Lattices for tests, by side, and the range of couplings at side 16.
 LATTICES, SEEN = {16: 400, 32: 100, 64: 40, 128: 20}, 8
@@ -36,13 +37,9 @@ RANGES = (1.5, 3.0, 6.0, 12.0, 24.0, 48.0)
 
 def truncated(side: int, spins: np.ndarray, sigma: float = 0.6) -> np.ndarray:
     """Energies [side, side] from couplings of up to `SEEN` steps along each axis."""
-    steps = np.minimum(np.arange(side), side - np.arange(side)).astype(float)
-    square = steps[:, None] ** 2 + steps**2
-    square[0, 0] = np.inf
+    steps = np.minimum(np.arange(side), side - np.arange(side))
     near = np.maximum.outer(steps, steps) <= SEEN
-    couplings = np.where(near, square ** -(1 + sigma / 2), 0)
-    fields = np.fft.rfft2(spins) * np.fft.rfft2(couplings)
-    return spins * np.fft.irfft2(fields, s=couplings.shape)
+    return spins * fields_of(spins, near * couplings_of(side, sigma))
 
 
 def ising(root: str, smoke: bool) -> dict[str, float]:

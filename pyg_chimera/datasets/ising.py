@@ -147,7 +147,7 @@ class LongRangeIsing(GeneratedDataset):
 
     def generate(self) -> list[Data]:
         """The graphs of the split."""
-        couplings = _couplings(self.side, self.sigma)
+        couplings = couplings_of(self.side, self.sigma)
         block = max(1, _BLOCK // couplings.size)
         graphs: list[Data] = []
         row, column = np.indices(couplings.shape).reshape(2, -1)
@@ -162,7 +162,7 @@ class LongRangeIsing(GeneratedDataset):
             entropy = [self.seed, SPLITS.index(self.split), self.side, number]
             rng = np.random.default_rng(entropy)
             spins = _sample(rng, couplings, self.temperature, block, self.SWEEPS)
-            for s, y in zip(spins, spins * _fields(spins, couplings), strict=True):
+            for s, y in zip(spins, spins * fields_of(spins, couplings), strict=True):
                 x = torch.from_numpy(s.astype(np.float32)).view(-1, 1)
                 energy = torch.from_numpy(y.astype(np.float32)).view(-1, 1)
                 graphs.append(Data(x=x, edge_index=edge_index, y=energy, pos=pos))
@@ -175,7 +175,7 @@ class LongRangeIsing(GeneratedDataset):
         )
 
 
-def _couplings(side: int, sigma: float) -> np.ndarray:
+def couplings_of(side: int, sigma: float) -> np.ndarray:
     """The couplings of the node at (0, 0) to all nodes; 0 to itself."""
     steps = np.minimum(np.arange(side), side - np.arange(side)).astype(float)
     square = steps[:, None] ** 2 + steps**2
@@ -183,7 +183,7 @@ def _couplings(side: int, sigma: float) -> np.ndarray:
     return square ** -(1 + sigma / 2)
 
 
-def _fields(spins: np.ndarray, couplings: np.ndarray) -> np.ndarray:
+def fields_of(spins: np.ndarray, couplings: np.ndarray) -> np.ndarray:
     """The sums of all other spins, weighted by their couplings."""
     product = np.fft.rfft2(spins) * np.fft.rfft2(couplings)
     return np.fft.irfft2(product, s=couplings.shape)

@@ -237,7 +237,7 @@ class ChimeraBlock(Mixer):
 
     def gated_by(self, x: Tensor) -> Tensor:
         """What gates read: nodes or, without a norm, their directions, so that outputs
-        grow no faster than inputs.
+        are proportional to large inputs.
         """
         return rms_norm(x) if isinstance(self.norm, torch.nn.Identity) else x
 
