@@ -158,3 +158,45 @@ def test_constraints_pin_every_requirement():
         wanted += extras[extra]
     names = {re.match(r"[\w.\-]+", requirement)[0].lower() for requirement in wanted}
     assert names - pinned == {"setuptools"}  # torch wants a recent one
+
+
+def test_numba_is_capped_at_what_is_tested():
+    """Kernels are cached by classes of `numba.core`, which any version may change."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    (cap,) = re.findall(r'"numba>=[\d.]+,<0\.(\d+)"', text)
+    (tested,) = re.findall(r"^numba==0\.(\d+)\.", pins, re.MULTILINE)
+    assert int(cap) == int(tested) + 1
+
+
+def test_citation_names_the_version():
+    text = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {pyg_chimera.__version__}\n" in text
+
+
+def test_workflows_run_what_there_is():
+    yaml = pytest.importorskip("yaml")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    extras = set(
+        re.findall(r"^(\w+) = \[", _table("optional-dependencies"), re.MULTILINE)
+    )
+    workflows = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    assert len(workflows) == 3
+    for path in workflows:
+        text = path.read_text(encoding="utf-8")
+        jobs = yaml.safe_load(text)["jobs"].values()
+        steps = [step for job in jobs for step in job["steps"]]
+        assert all(("run" in step) != ("uses" in step) for step in steps)
+        for names in re.findall(r"step: \[(.*)\]", text):
+            assert set(names.split(", ")) <= targets
+        for names in re.findall(r"\.\[([\w,]+)\]", text):
+            assert set(names.split(",")) <= extras
+        for file in re.findall(r"tests/[\w/]+\.py|\.ci/run", text):
+            assert (ROOT / file).is_file()
+
+
+def _table(name: str) -> str:
+    """The lines of a table of pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    return text.partition(f".{name}]\n")[2].partition("\n[")[0]
