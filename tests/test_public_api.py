@@ -27,7 +27,7 @@ PUBLIC = {
         *("grid_dag_scan", "grid_transition"),
     },
     "pyg_chimera.ops.structure": {
-        *("topological_rank", "find_cycle", "CycleError"),
+        *("topological_rank", "find_cycle", "CycleError", "parent_scale"),
         *("elimination_rank", "contracted_dag"),
         *("line_graph", "LineGraph", "multitree", "node_order"),
         *("ORDERS", "node_score", "node_sequences", "NodeSequences"),

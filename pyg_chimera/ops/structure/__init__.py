@@ -11,6 +11,7 @@ from pyg_chimera.ops.structure.k_hop import KHop, k_hop_index
 from pyg_chimera.ops.structure.line_graph import LineGraph, line_graph, multitree
 from pyg_chimera.ops.structure.node_order import node_order
 from pyg_chimera.ops.structure.node_sequences import NodeSequences, node_sequences
+from pyg_chimera.ops.structure.parent_scale import parent_scale
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
 __all__ = [
@@ -32,5 +33,6 @@ __all__ = [
     "node_order",
     "node_score",
     "node_sequences",
+    "parent_scale",
     "topological_rank",
 ]

@@ -16,6 +16,7 @@ from pyg_chimera.ops.structure import (
     elimination_rank,
     find_cycle,
     k_hop_index,
+    parent_scale,
     topological_rank,
 )
 from pyg_chimera.ops.structure.line_graph import ordered_dags
@@ -25,6 +26,7 @@ WITH_BATCH = {
     **{f"score_{x}": partial(node_score, order=x) for x in ORDERS},
 }
 FUNCTIONS = {
+    "parent_scale": parent_scale,
     "topological_rank": topological_rank,
     "find_cycle": find_cycle,
     "connected_components": connected_components,
@@ -37,7 +39,7 @@ FUNCTIONS = {
     **WITH_BATCH,
 }
 DTYPES = {f"score_{x}": torch.double for x in ("eigenvector", "pagerank", "closeness")}
-DTYPES["multitree"] = torch.bool
+DTYPES |= {"multitree": torch.bool, "parent_scale": torch.float}
 #: Those that tell also nodes without any edges apart.
 BY_NUMBER = ("connected_components", "elimination_rank", "score_bfs", "score_cluster")
 BY_NUMBER += ("order_order", "degree_order", "bfs_order")
