@@ -168,9 +168,11 @@ def _check_sequences(score: Tensor, batch: Tensor | None, options: _Options) -> 
     m, num_bins, *_ = options
     numbers = {"num_permutations": m, "num_bins": num_bins}
     for name, number in {**numbers, "seed": options.seed}.items():
-        if number is not None and not isinstance(number, (Integral, torch.SymInt)):
+        if number is None:
+            continue
+        if not isinstance(number, (Integral, torch.SymInt)):
             raise no_integer(name, number)
-        if name in numbers and number < 1:
+        if name != "seed" and number < 1:
             raise ValueError(f"'{name}' must be at least 1 (got {number})")
 
     wanted = "num_nodes" if batch is None else batch.numel()
