@@ -19,6 +19,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from long_range_data import (
+    HOPS,
+    Kept,
+    couplings_of,
+    echo_graphs,
+    fields_of,
+    ising_graphs,
+)
 from options import add_output, output
 from timing import machine, write_json
 from torch import Tensor
@@ -27,27 +35,23 @@ from torch_geometric.data import Data
 from torch_geometric.utils import to_dense_adj
 from workloads import DATA
 
-from pyg_chimera.datasets import EchoSynth, LongRangeIsing
-from pyg_chimera.datasets.ising import couplings_of, fields_of
-
 #: Lattices for tests, by side, and the range of couplings at side 16.
 LATTICES, SEEN = {16: 400, 32: 100, 64: 40, 128: 20}, 8
 RANGES = (1.5, 3.0, 6.0, 12.0, 24.0, 48.0)
 
 
-def truncated(side: int, spins: np.ndarray, sigma: float = 0.6) -> np.ndarray:
+def truncated(side: int, spins: np.ndarray) -> np.ndarray:
     """Energies [side, side] from couplings of up to `SEEN` steps along each axis."""
     steps = np.minimum(np.arange(side), side - np.arange(side))
     near = np.maximum.outer(steps, steps) <= SEEN
-    return spins * fields_of(spins, near * couplings_of(side, sigma))
+    return spins * fields_of(spins, near * couplings_of(side))
 
 
-def ising(root: str, smoke: bool) -> dict[str, float]:
+def ising(cache: Path, smoke: bool) -> dict[str, float]:
     """log10(MSE / variance) of exact couplings up to eight steps, by side."""
 
-    def load(side: int, split: str, number: int) -> LongRangeIsing:
-        number = 10 if smoke else number
-        return LongRangeIsing(root, side, split=split, num_graphs=number, log=False)
+    def load(side: int, split: str, number: int) -> Kept:
+        return Kept(cache, ising_graphs, side, split, 10 if smoke else number)
 
     variance = float(load(16, "train", 1000).y.var())
     found = {}
@@ -76,13 +80,13 @@ def sums(data: Data) -> Tensor:
     return torch.cat(found, 1).float()
 
 
-def eccentricity(root: str, smoke: bool) -> dict[str, float]:
+def eccentricity(cache: Path, smoke: bool) -> dict[str, float]:
     """Mean absolute errors in hops."""
     number, steps = (60, 20) if smoke else (1800, 3000)
 
     def load(split: str) -> tuple[Tensor, Tensor]:
-        graphs = EchoSynth(root, "eccentricity", split, number, log=False)
-        y = torch.cat([data.y for data in graphs]) * EchoSynth.HOPS
+        graphs = Kept(cache, echo_graphs, "eccentricity", split, number)
+        y = torch.cat([data.y for data in graphs]) * HOPS
         return torch.cat([sums(data) for data in graphs]), y
 
     torch.manual_seed(0)
@@ -122,8 +126,8 @@ def main(argv: list[str] | None = None) -> None:
     path = output(args, "long-range-bounds")
     torch.set_num_threads(1)
     results: dict[str, Any] = {"machine": machine("cpu")}
-    for task, folder in ((ising, "ising"), (eccentricity, "echo")):
-        found = task(str(args.cache / folder), args.smoke)
+    for task in (ising, eccentricity):
+        found = task(args.cache, args.smoke)
         results[task.__name__] = found
         print(f"{task.__name__}: {task.__doc__}")
         for name, value in found.items():

@@ -13,19 +13,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from long_range_data import (
+    FAMILIES,
+    HOPS,
+    Kept,
+    echo_graphs,
+    ising_graphs,
+    power_flow_graphs,
+    sentiment_trees,
+    superpixel_graphs,
+)
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.transforms import AddRandomWalkPE
 from torch_geometric.utils import scatter, to_undirected
 
-from pyg_chimera.datasets import (
-    CityRoads,
-    EchoSynth,
-    LongRangeIsing,
-    PowerFlow,
-    SentimentTrees,
-    Superpixels,
-)
+from pyg_chimera.datasets import CityRoads
 from pyg_chimera.transforms import (
     AddEliminationOrder,
     AddTopologicalOrder,
@@ -43,15 +46,9 @@ class Source(NamedTuple):
     cache: Path  #: generated and processed files
     smoke: bool
 
-    def root(self, name: str, raw: str) -> str:
-        """A folder for processed files, whose raw files are linked."""
-        link, raw_dir = self.cache / name / "raw", (self.data / raw).resolve()
-        link.parent.mkdir(parents=True, exist_ok=True)
-        if link.is_symlink() and link.resolve() != raw_dir:
-            link.unlink()
-        if not link.exists():
-            link.symlink_to(raw_dir, target_is_directory=True)
-        return str(link.parent)
+    def kept(self, make: Callable[..., list[Data]], *args: Any) -> Kept:
+        """Graphs that are made once."""
+        return Kept(self.cache, make, *args)
 
 
 class Task(NamedTuple):
@@ -90,8 +87,14 @@ class Task(NamedTuple):
 def cities(name: str) -> Callable[[str, Source], list[Data]]:
     def load(split: str, source: Source) -> list[Data]:
         city, masked = (name, True) if split in SPLITS else (split, False)
-        root = source.root("city-networks", "city-networks")
-        data = copy(CityRoads(root, city, (0.6, 0.2))[0])
+        root, wanted = source.cache / "city-networks", source.data / "city-networks"
+        link = root / "raw"
+        root.mkdir(parents=True, exist_ok=True)
+        if link.is_symlink() and link.resolve() != wanted.resolve():
+            link.unlink()
+        if not link.exists():
+            link.symlink_to(wanted.resolve(), target_is_directory=True)
+        data = copy(CityRoads(str(root), city, (0.6, 0.2))[0])
         data.mask = data[f"{split}_mask"] if masked else torch.ones_like(data.test_mask)
         if source.smoke:  # a quarter of town
             distance = (data.pos - data.pos.median(0).values).norm(dim=1)
@@ -104,12 +107,12 @@ def cities(name: str) -> Callable[[str, Source], list[Data]]:
 
 def echo(task: str) -> Callable[[str, Source], list[Data]]:
     def load(split: str, source: Source) -> list[Data]:
-        number, root = 60 if source.smoke else 10_080, str(source.cache / "echo")
         if split in SPLITS:
-            return list(EchoSynth(root, task, split, number, log=False))
+            number = 60 if source.smoke else 10_080
+            return list(source.kept(echo_graphs, task, split, number))
         number = 18 if source.smoke else 240
-        families = [EchoSynth.FAMILIES.index(name) for name in ("line", "tree")]
-        larger = EchoSynth(root, task, "test", number, scale=4, log=False)
+        families = [FAMILIES.index(name) for name in ("line", "tree")]
+        larger = source.kept(echo_graphs, task, "test", number, 4)
         return [data for data in larger if int(data.family) in families]
 
     return load
@@ -122,10 +125,9 @@ ISING = {"16": 10_000, "32": 320, "64": 160, "128": 40, "256": 20}
 def ising(split: str, source: Source) -> list[Data]:
     """Energies in units of their standard deviation in training."""
 
-    def make(side: str, part: str) -> LongRangeIsing:
+    def make(side: str, part: str) -> Kept:
         number = (40 if side == "16" else 10) if source.smoke else ISING[side]
-        root = str(source.cache / "ising")
-        return LongRangeIsing(root, int(side), split=part, num_graphs=number, log=False)
+        return source.kept(ising_graphs, int(side), part, number)
 
     scale = make("16", "train").y.std()
     graphs = list(make("16", split) if split in SPLITS else make(split, "test"))
@@ -148,11 +150,8 @@ def power_flow(split: str, source: Source) -> list[Data]:
     """The `group` is 1 for grids that are unseen in training."""
 
     def make(grids: Sequence[str], part: str, number: int) -> list[Data]:
-        root, cached = source.root("power-grids", "power-grids"), str(source.cache)
-        number = 10 if source.smoke else number
-        return list(
-            PowerFlow(root, grids, part, number, processed_root=cached, log=False)
-        )
+        number, folder = 10 if source.smoke else number, source.data / "power-grids"
+        return list(source.kept(power_flow_graphs, folder, grids, part, number))
 
     grids, held_out = GRIDS, UNSEEN_IN_VALIDATION
     unseen = split not in SPLITS
@@ -171,19 +170,15 @@ def power_flow(split: str, source: Source) -> list[Data]:
 
 
 def sst(split: str, source: Source) -> list[Data]:
-    trees = SentimentTrees(source.root("sst", "sst"), split, log=False)
-    graphs = list(trees[:64] if source.smoke else trees)
-    for data in graphs:
-        data.edge_attr = data.side.view(-1, 1)
-        del data.side
-    return graphs
+    trees = source.kept(sentiment_trees, source.data / "sst", split)
+    return list(trees[:64] if source.smoke else trees)
 
 
 def superpixels(split: str, source: Source) -> list[Data]:
     number = {"train": 10_000, "val": 2_000, "test": 5_000}[split]
     number = 32 if source.smoke else number
-    root = source.root("superpixels", "images")
-    graphs = list(Superpixels(root, "CIFAR10", split, number, log=False))
+    folder = source.data / "images"
+    graphs = list(source.kept(superpixel_graphs, folder, split, number))
     for data in graphs:
         data.x = torch.cat([data.x, data.pos], dim=1)
         del data.pos
@@ -293,10 +288,9 @@ def items(name: str, out: Tensor, batch: Batch) -> dict[str, Tensor]:
         return {"accuracy": right}
     if name == "ising":
         return {"log10 MSE": (out - y).square().view(-1)}
-    hops = EchoSynth.HOPS
     return {
-        "MAE": hops * (out - y).abs().view(-1),
-        "distance": (hops * y).round().long().view(-1),
+        "MAE": HOPS * (out - y).abs().view(-1),
+        "distance": (HOPS * y).round().long().view(-1),
     }
 
 

@@ -290,10 +290,9 @@ def get_datasets(
     if name == "generated":
         size = "small" if args.preset in ("demo", "smoke") else "full"
         num_graphs, place = 36 if smoke else None, f"generated-{args.preset}"
-        make = partial(_Generated, root, preset=size, num_graphs=num_graphs,
-            num_workers=args.num_workers)  # fmt: skip
+        make = partial(_Generated, root, preset=size, num_graphs=num_graphs)
     elif name == "peptides-func" and PeptidesFunctional.holds_raw_files(root):
-        make, place = partial(_Raw, root, num_workers=args.num_workers), ""
+        make, place = partial(_Raw, root), ""
     elif name in ("mnist", "cifar10", "pattern", "cluster"):
         make, place = partial(_GNNBenchmark, root, name.upper()), name.upper()
     elif name == "malnet-tiny":

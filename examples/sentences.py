@@ -130,7 +130,7 @@ def read(args: Namespace, name: str) -> pd.DataFrame:
         )  # fmt: skip
     except ValueError as error:
         raise OSError(f"{path} has another layout: {error}") from None
-    if trees:  # not from SentimentTrees, which drops words that are new in dev
+    if trees:  # every word, also those that are new in dev
         tree = table["tree"].str
         table["sentence"] = tree.findall(r"(?a) ([^()\s]+)\)").str.join(" ").str.lower()
         table["label"] = tree[1].map({"0": "0", "1": "0", "3": "1", "4": "1"})

@@ -246,7 +246,7 @@ def sequences_of(
     elif conv.order not in ("order", "random"):
         score = node_score(graphs.edges[0], num_nodes, conv.order, graphs.batch)
     index, ptr = node_sequences(
-        score, graphs.batch, num_nodes, num_permutations=m, num_bins=conv.num_bins,
+        score, graphs.batch, num_permutations=m, num_bins=conv.num_bins,
         clusters=conv.order == "cluster", shuffle=conv.order != "order", seed=conv.seed,
     )  # fmt: skip
     lists = [index[a:b].tolist() for a, b in pairwise(ptr.tolist())]

@@ -59,8 +59,7 @@ PUBLIC = {
     },
     "pyg_chimera.datasets": {
         *("GeneratedPeptides", "PeptidesFunctional", "long_range_labels"),
-        *("ArrowPointing", "CityRoads", "EchoSynth", "LongRangeIsing", "PowerFlow"),
-        *("SentimentTrees", "Superpixels"),
+        *("ArrowPointing", "CityRoads"),
         *("ATOM_FEATURE_SIZES", "BOND_FEATURE_SIZES"),
     },
     "pyg_chimera.utils": {"influence", "plot_dags", "plot_influence"},

@@ -1,64 +1,23 @@
-"""What several data sets share: raw files, optional packages, processes, saving."""
+"""What the data sets share: splits, and files that are never half written."""
 
 import os
 import os.path as osp
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from multiprocessing import get_context
 from typing import Any
 
 from torch_geometric.data import Data, InMemoryDataset
 from tqdm import tqdm
 
-__all__ = ["find_raw", "map_in_processes", "require", "save_whole", "written_whole"]
+__all__ = ["SPLITS", "SplitDataset", "check_split", "save_whole", "written_whole"]
+
+SPLITS = ("train", "val", "test")
 
 
-def require(module: str, task: str) -> Any:
-    """Imports an optional package on first use; names the extra if it is missing."""
-    package = module.partition(".")[0]
-    try:
-        return __import__(module, fromlist=["_"])
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != package:
-            raise
-        raise ImportError(
-            f"{task} needs '{package}': install it with "
-            f"pip install 'pyg-chimera[examples]'"
-        ) from error
-
-
-def find_raw(folder: str, names: Sequence[str], source: str) -> str:
-    """The path of the first of these raw files that exists."""
-    for name in names:
-        path = osp.join(folder, name)
-        if osp.isfile(path):
-            return path
-    wanted = " or ".join(names)
-    raise FileNotFoundError(f"No {wanted} in {folder}: put {source} there")
-
-
-def map_in_processes(
-    function: Callable, items: Sequence, num_workers: int, desc: str, log: bool
-) -> Iterator:
-    """``map`` with a progress bar, in other processes if there are any."""
-    pool = None
-    if num_workers > 0:
-        # Fork would inherit the thread pools of torch and numba.
-        pool = ProcessPoolExecutor(num_workers, mp_context=get_context("spawn"))
-    try:
-        results = (
-            pool.map(function, items, chunksize=64)
-            if pool is not None
-            else map(function, items)
-        )
-        # None: shown on terminals only.
-        yield from tqdm(
-            results, total=len(items), desc=desc, disable=None if log else True
-        )
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+def check_split(split: str) -> None:
+    """Refuses what is not the name of a split."""
+    if split not in SPLITS:
+        raise ValueError(f"'split' must be one of {SPLITS} (got {split!r})")
 
 
 @contextmanager
@@ -75,3 +34,39 @@ def save_whole(graphs: Sequence[Data], path: str) -> None:
     """Saves graphs as one file, see :func:`written_whole`."""
     with written_whole(path) as part:
         InMemoryDataset.save(graphs, part)
+
+
+class SplitDataset(InMemoryDataset):
+    """A data set of three processed files, one a split, one of which is loaded."""
+
+    def __init__(self, root: str, split: str, **kwargs: Any) -> None:
+        check_split(split)
+        self.split = split
+        super().__init__(root, **kwargs)
+        self.load(osp.join(self.processed_dir, f"{split}.pt"))
+
+    @property
+    def processed_file_names(self) -> list[str]:
+        return [f"{split}.pt" for split in SPLITS]
+
+    def save_splits(self, graphs: list[Data], ends: list[int]) -> None:
+        """Filters, transforms and saves the graphs, which are sorted by split;
+        ``ends`` starts with 0.
+        """
+        for i, split in enumerate(SPLITS):
+            part = graphs[ends[i] : ends[i + 1]]
+            if self.pre_filter is not None:
+                part = [data for data in part if self.pre_filter(data)]
+            if self.pre_transform is not None:
+                bar = tqdm(part, f"Transforming {split}", disable=hidden(self))
+                part = [self.pre_transform(data) for data in bar]
+            if not part:
+                raise ValueError(
+                    f"'pre_filter' must leave at least one graph of the split '{split}'"
+                )
+            save_whole(part, osp.join(self.processed_dir, f"{split}.pt"))
+
+
+def hidden(dataset: InMemoryDataset) -> bool | None:
+    """The `disable` of progress bars, which are shown on terminals only."""
+    return None if dataset.log else True

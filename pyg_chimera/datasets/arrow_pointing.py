@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch_geometric.data import Data, InMemoryDataset
 
-from pyg_chimera.datasets._splits import SPLITS
+from pyg_chimera.datasets._common import SPLITS, check_split
 
 __all__ = ["ArrowPointing"]
 
@@ -87,9 +87,6 @@ class ArrowPointing(InMemoryDataset):
         seed (int, optional): Seed of the scenes. (default: :obj:`0`)
         transform (callable, optional): As in
             :class:`~torch_geometric.data.InMemoryDataset`.
-        pre_transform (callable, optional): As there, called once per sample when the
-            data set is created.
-        pre_filter (callable, optional): As there.
 
     Raises:
         ValueError: If :obj:`split` is unknown, a number or size is out of range, or
@@ -105,11 +102,8 @@ class ArrowPointing(InMemoryDataset):
         arrow_length: tuple[float, float] = (15.0, 30.0),
         seed: int = 0,
         transform: Callable | None = None,
-        pre_transform: Callable | None = None,
-        pre_filter: Callable | None = None,
     ) -> None:
-        if split not in SPLITS:
-            raise ValueError(f"'split' must be one of {SPLITS} (got {split!r})")
+        check_split(split)
         if num_samples < 1:
             raise ValueError(f"'num_samples' must be at least 1 (got {num_samples})")
         if seed < 0:
@@ -133,7 +127,7 @@ class ArrowPointing(InMemoryDataset):
         self.radius = radius
         self.arrow_length = arrow_length
         self.seed = seed
-        super().__init__(None, transform, pre_transform, pre_filter)
+        super().__init__(None, transform)
         self._generate()
 
     def _generate(self) -> None:
@@ -157,17 +151,6 @@ class ArrowPointing(InMemoryDataset):
         self.slices = dict.fromkeys(
             ("image", "y", "arrow", "circle"), torch.arange(n + 1)
         )
-        if self.pre_transform is None and self.pre_filter is None:
-            return
-        samples = [self.get(i) for i in range(n)]
-        if self.pre_filter is not None:
-            samples = [sample for sample in samples if self.pre_filter(sample)]
-            if not samples:
-                raise ValueError("'pre_filter' must leave at least one sample")
-        if self.pre_transform is not None:
-            samples = [self.pre_transform(sample) for sample in samples]
-        self._data_list = None
-        self.data, self.slices = self.collate(samples)
 
     def _scenes(self, block: int) -> _Scenes:
         """The scenes of one block."""

@@ -5,14 +5,15 @@ import gzip
 import json
 import os.path as osp
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch_geometric.data import Data
+from tqdm import tqdm
 
-from pyg_chimera.datasets._common import map_in_processes, require
-from pyg_chimera.datasets._splits import SPLITS, SplitDataset
+from pyg_chimera.datasets._common import SPLITS, SplitDataset, hidden
 
 __all__ = [
     "ATOM_FEATURE_SIZES",
@@ -28,41 +29,47 @@ ATOM_FEATURE_SIZES = (119, 5, 12, 12, 10, 6, 6, 2, 2)
 BOND_FEATURE_SIZES = (5, 6, 2)
 
 
-_TASK = "Turning peptides into graphs"
+def _require(module: str) -> Any:
+    """Imports an optional package on first use; names the extra if it is missing."""
+    package = module.partition(".")[0]
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise ImportError(
+            f"Turning peptides into graphs needs '{package}': install it with "
+            "pip install 'pyg-chimera[examples]'"
+        ) from error
 
 
 def _sequence_to_smiles(sequence: str) -> str:
-    chem = require("rdkit.Chem", _TASK)
+    chem = _require("rdkit.Chem")
     # All residues are left-handed, so chirality carries no information. Its marks,
     # however, depend on which branch of the string is longer, and would reveal the
     # position of each atom in the chain.
     return chem.MolToSmiles(chem.MolFromSequence(sequence), isomericSmiles=False)
 
 
-def _featurise(smiles: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Features, edges and edge features of one molecule, None if unreadable."""
-    require("rdkit", _TASK)  # without it, OGB exports no smiles2graph
-    try:
-        graph = require("ogb.utils", _TASK).smiles2graph(smiles)
-    except AttributeError:  # RDKit returned no molecule
-        return None
-    return graph["node_feat"], graph["edge_index"], graph["edge_feat"]
-
-
 def _to_graphs(
-    smiles: Sequence[str], labels: np.ndarray, num_workers: int, log: bool
+    smiles: Sequence[str], labels: np.ndarray, disable: bool | None
 ) -> Iterator[Data]:
     """One graph per SMILES string, in order."""
-    arrays = map_in_processes(_featurise, smiles, num_workers, "SMILES to graphs", log)
-    for row, (features, label) in enumerate(zip(arrays, labels, strict=True)):
-        if features is None:
+    _require("rdkit")  # without it, OGB exports no smiles2graph
+    smiles2graph = _require("ogb.utils").smiles2graph
+    for row, text in enumerate(tqdm(smiles, "SMILES to graphs", disable=disable)):
+        try:
+            graph = smiles2graph(text)
+        except AttributeError:  # RDKit returned no molecule
             raise ValueError(
-                f"RDKit cannot read the SMILES string of molecule {row}: "
-                f"{smiles[row]!r}"
-            )
-        x, edge_index, edge_attr = map(torch.from_numpy, features)
-        y = torch.from_numpy(label).to(torch.float).view(1, -1)
-        yield Data(x=x, edge_index=edge_index, edge_attr=edge_attr, y=y)
+                f"RDKit cannot read the SMILES string of molecule {row}: {text!r}"
+            ) from None
+        yield Data(
+            x=torch.from_numpy(graph["node_feat"]),
+            edge_index=torch.from_numpy(graph["edge_index"]),
+            edge_attr=torch.from_numpy(graph["edge_feat"]),
+            y=torch.from_numpy(labels[row]).to(torch.float).view(1, -1),
+        )
 
 
 class PeptidesFunctional(SplitDataset):
@@ -82,7 +89,7 @@ class PeptidesFunctional(SplitDataset):
     .. code-block:: text
 
         root/raw/peptide_multi_class_dataset.csv.gz
-        root/splits.json (or root/raw/splits.json)
+        root/splits.json
 
     :obj:`splits.json` maps :obj:`"train"`, :obj:`"val"` and :obj:`"test"` to lists
     of row numbers.
@@ -94,8 +101,6 @@ class PeptidesFunctional(SplitDataset):
             (default: :obj:`"train"`)
         processed_root (str, optional): Folder in which processed files are kept, under
             :obj:`processed/`. (default: :obj:`None`, which is :obj:`root`)
-        num_workers (int, optional): The number of processes that turn SMILES strings
-            into graphs; 0 uses the current one. (default: :obj:`0`)
         **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
 
@@ -111,11 +116,9 @@ class PeptidesFunctional(SplitDataset):
         root: str,
         split: str = "train",
         processed_root: str | None = None,
-        num_workers: int = 0,
         **kwargs: Any,
     ) -> None:
         self.processed_root = osp.expanduser(processed_root or root)
-        self.num_workers = num_workers
         super().__init__(root, split, **kwargs)
 
     @property
@@ -134,16 +137,6 @@ class PeptidesFunctional(SplitDataset):
         name = "peptide_multi_class_dataset.csv.gz"
         return osp.isfile(osp.join(osp.expanduser(root), "raw", name))
 
-    def _splits_path(self) -> str:
-        for folder in (self.root, self.raw_dir):
-            path = osp.join(folder, "splits.json")
-            if osp.isfile(path):
-                return path
-        raise FileNotFoundError(
-            f"No 'splits.json' in {self.root} or {self.raw_dir}; it maps 'train', "
-            f"'val' and 'test' to lists of row numbers"
-        )
-
     def process(self) -> None:
         """Turns the raw file into the processed splits."""
         path = self.raw_paths[0]
@@ -159,7 +152,7 @@ class PeptidesFunctional(SplitDataset):
             raise ValueError(
                 f"{path} must have the columns 'smiles' and 'labels' (got {found})"
             )
-        with open(self._splits_path()) as file:
+        with open(osp.join(self.root, "splits.json")) as file:
             splits = json.load(file)
         parts = [np.asarray(splits.get(s, []), int) for s in SPLITS]
         used = np.concatenate(parts)
@@ -176,7 +169,7 @@ class PeptidesFunctional(SplitDataset):
                 f"{self.num_tasks} numbers (got shape {labels.shape})"
             )
         smiles = [rows[i]["smiles"] for i in used]
-        graphs = list(_to_graphs(smiles, labels[used], self.num_workers, self.log))
+        graphs = list(_to_graphs(smiles, labels[used], hidden(self)))
         ends = np.cumsum([0, *map(len, parts)])
         self.save_splits(graphs, ends.tolist())
 
@@ -282,8 +275,6 @@ class GeneratedPeptides(SplitDataset):
         num_graphs (int, optional): The number of peptides in all three splits together,
             at least 3. (default: :obj:`None`, that of the preset)
         seed (int, optional): Seed of the sequences. (default: :obj:`0`)
-        num_workers (int, optional): The number of processes that turn SMILES strings
-            into graphs; 0 uses the current one. (default: :obj:`0`)
         **kwargs (optional): Additional arguments of
             :class:`~torch_geometric.data.InMemoryDataset`.
     """
@@ -309,7 +300,6 @@ class GeneratedPeptides(SplitDataset):
         preset: str = "full",
         num_graphs: int | None = None,
         seed: int = 0,
-        num_workers: int = 0,
         **kwargs: Any,
     ) -> None:
         if preset not in self._presets:
@@ -326,7 +316,6 @@ class GeneratedPeptides(SplitDataset):
                 f"(got {num_graphs})"
             )
         self.seed = seed
-        self.num_workers = num_workers
         super().__init__(root, split, **kwargs)
 
     @property
@@ -362,7 +351,7 @@ class GeneratedPeptides(SplitDataset):
         sequences = self.sequences()
         smiles = [_sequence_to_smiles(sequence) for sequence in sequences]
         labels = np.array([long_range_labels(s) for s in sequences])
-        graphs = list(_to_graphs(smiles, labels, self.num_workers, self.log))
+        graphs = list(_to_graphs(smiles, labels, hidden(self)))
         held_out = max(1, round(0.15 * len(graphs)))
         train = len(graphs) - 2 * held_out
         self.save_splits(graphs, [0, train, train + held_out, len(graphs)])

@@ -106,11 +106,11 @@ class MultitreePruning(BaseTransform):
     Linear Source Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_
     (functional name: :obj:`chimera_multitree_pruning`).
 
-    Adds :obj:`data.line_edge_index_pruned`, those columns of
-    :obj:`data.line_edge_index` that :func:`~pyg_chimera.ops.multitree` chooses, and the
-    line graph itself if it is absent, as :class:`DirectedLineGraph` does. Returns a
-    :class:`LineGraphData`. The pruned one is for layers with :obj:`mode="D"` only: with
-    :obj:`mode="P"`, transitions would be missing.
+    Adds the line graph :obj:`data.line_edge_index` as :class:`DirectedLineGraph` does,
+    and :obj:`data.line_edge_index_pruned`, those of its columns that
+    :func:`~pyg_chimera.ops.multitree` chooses. Returns a :class:`LineGraphData`. The
+    pruned one is for layers with :obj:`mode="D"` only: with :obj:`mode="P"`,
+    transitions would be missing.
 
     Args:
         prefix (str, optional): The prefix of the names of the attributes, see
@@ -120,8 +120,8 @@ class MultitreePruning(BaseTransform):
         CycleError: If the graph has a cycle.
         TypeError: If the data is not homogeneous, is a batch, or is of a subclass of
             Data other than :class:`LineGraphData`, or an index is not integer.
-        ValueError: If the prefix would make PyG batch the attributes wrongly, the data
-            has no valid edges, or its line graph belongs to other edges.
+        ValueError: If the prefix would make PyG batch the attributes wrongly, or the
+            data has no valid edges.
     """
 
     def __init__(self, prefix: str | None = None) -> None:
@@ -132,27 +132,12 @@ class MultitreePruning(BaseTransform):
         """Adds the attributes to a copy of the data."""
         dags, num_nodes = _dags_of(data, self._prefix)
         name = f"{self._prefix}{_LINES}"
-        if name in data:
-            lines = (
-                data[name] if isinstance(data[name], (list, tuple)) else [data[name]]
-            )
-            if len(lines) != len(dags):
-                raise ValueError(
-                    f"'data.{name}' must have one entry for each of the {len(dags)} "
-                    f"DAGs of 'data.{self._prefix}edge_index' (got {len(lines)})"
-                )
-            for line_edge_index, dag in zip(lines, dags, strict=True):
-                _check_line_graph(name, line_edge_index, dag)
-            check_stored(data, [name])
-        else:
-            lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
+        lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
         kept = [
             line_edge_index[:, multitree(line_edge_index, dag.size(1))]
             for line_edge_index, dag in zip(lines, dags, strict=True)
         ]
-        out = data
-        if name not in data:
-            out = _with_lines(data, name, self._prefix, lines)
+        out = _with_lines(data, name, self._prefix, lines)
         return _with_lines(out, f"{name}_pruned", self._prefix, kept)
 
     __repr__ = shown
@@ -189,29 +174,6 @@ def _dags_of(data: Data, prefix: str) -> tuple[list[Tensor], int]:
     check_stored(data, [name])
     dags = data[name]
     return (list(dags) if isinstance(dags, (list, tuple)) else [dags]), num_nodes
-
-
-def _check_line_graph(name: str, line_edge_index: Tensor, edge_index: Tensor) -> None:
-    """Refuses a line graph that is stale, that is, of earlier edges."""
-    num_edges = edge_index.size(1)
-    if not isinstance(line_edge_index, Tensor):
-        raise TypeError(
-            f"'data.{name}' must be a tensor of integers of shape [2, num_lines], or a "
-            f"list of them (got '{type(line_edge_index).__name__}')"
-        )
-    valid = line_edge_index.dim() == 2 and line_edge_index.size(0) == 2
-    if valid and line_edge_index.numel() > 0:
-        low, high = (int(bound) for bound in torch.aminmax(line_edge_index))
-        valid = low >= 0 and high < num_edges
-        if valid:
-            left, entered = line_edge_index
-            valid = edge_index[1, left].equal(edge_index[0, entered])
-    if not valid:
-        raise ValueError(
-            f"'data.{name}' must join edges of the data that have a node in common "
-            f"(got shape {list(line_edge_index.shape)} for {num_edges} edges); apply "
-            "'DirectedLineGraph' again after what changed the edges"
-        )
 
 
 def _with_lines(

@@ -1,4 +1,4 @@
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from hashlib import sha1
 from typing import Any
 
@@ -31,9 +31,9 @@ class SequenceToGraph(ToGrid):
     <DAGDecomposition>`.
 
     Args:
-        vocabulary (Sequence or Mapping, optional): The tokens: a string or a sequence,
-            in which a token's position is its number, or a mapping from tokens to
-            numbers. Without it, entries are numbers. (default: :obj:`None`)
+        vocabulary (Sequence, optional): The tokens, a string or a sequence, in which a
+            token's position is its number. Without it, entries are numbers.
+            (default: :obj:`None`)
         attr_name (str, optional): The attribute of the data that holds the sequence. It
             is removed; others, such as :obj:`y`, are kept, except :obj:`edge_attr` and
             :obj:`num_nodes` of an earlier graph. (default: :obj:`"sequence"`)
@@ -62,22 +62,14 @@ class SequenceToGraph(ToGrid):
 
     def __init__(
         self,
-        vocabulary: Sequence[Hashable] | Mapping[Any, int] | None = None,
+        vocabulary: Sequence[Hashable] | None = None,
         attr_name: str = "sequence",
     ) -> None:
         self.number: dict[Any, int] | None = None
-        if isinstance(vocabulary, Mapping):
-            self.number = dict(vocabulary)
-            for token, number in self.number.items():
-                if type(number) is not int:
-                    raise TypeError(
-                        f"'vocabulary' must map tokens to integers, got {number!r} for "
-                        f"{token!r}"
-                    )
-        elif vocabulary is not None:
+        if vocabulary is not None:
             if not isinstance(vocabulary, Sequence):
                 raise TypeError(
-                    "'vocabulary' must be a string, a sequence or a mapping, got "
+                    "'vocabulary' must be a string or a sequence, got "
                     f"'{type(vocabulary).__name__}'"
                 )
             self.number = {token: number for number, token in enumerate(vocabulary)}

@@ -2,11 +2,21 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def long_range_data(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The graphs of the long-range tasks."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import long_range_data
+
+    return long_range_data
 
 
 @pytest.fixture

@@ -283,26 +283,14 @@ def test_simple_models_stay_near_chance(many):
 # Transforms and errors -------------------------------------------------------------
 
 
-def test_transforms_and_filters():
-    calls = []
-
-    def mark(data):
-        calls.append(data)
-        data.mark = data.image.sum()
-        return data
-
-    plain = ArrowPointing(num_samples=6, **SMALL)
+def test_transforms():
     dataset = ArrowPointing(
         num_samples=6,
-        pre_filter=lambda data: data.y == 1,
-        pre_transform=mark,
-        transform=lambda data: Data(mark=data.mark, y=data.y),
+        transform=lambda data: Data(mark=data.image.sum(), y=data.y),
         **SMALL,
     )
-    assert len(dataset) == len(calls) == 3
-    expected = [int(data.image.sum()) for data in plain if data.y]
-    assert [int(data.mark) for data in dataset] == expected
-    assert len(calls) == 3
+    plain = ArrowPointing(num_samples=6, **SMALL)
+    assert [int(x.mark) for x in dataset] == [int(x.image.sum()) for x in plain]
     assert "image" not in dataset[0]
 
 
@@ -321,9 +309,3 @@ def test_transforms_and_filters():
 def test_rejects(kwargs, message):
     with pytest.raises(ValueError, match=message):
         ArrowPointing(**{**SMALL, "num_samples": 2, **kwargs})
-
-
-def test_filters_that_leave_nothing_are_refused():
-    with pytest.raises(ValueError, match="'pre_filter' must leave"):
-        ArrowPointing(num_samples=2, image_size=48, radius=(4, 8),
-                      arrow_length=(4, 8), pre_filter=lambda data: False)  # fmt: skip

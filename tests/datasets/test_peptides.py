@@ -73,7 +73,7 @@ def graph_of(sequence: str):
     from pyg_chimera.datasets.peptides import _sequence_to_smiles, _to_graphs
 
     smiles = [_sequence_to_smiles(sequence)]
-    return next(_to_graphs(smiles, torch.zeros(1, 6).numpy(), 0, False))
+    return next(_to_graphs(smiles, torch.zeros(1, 6).numpy(), True))
 
 
 def chain(*parts: str) -> str:
@@ -215,15 +215,6 @@ def test_generated_transforms_and_filters(tmp_path):
     assert all(data.mark == data.num_nodes for data in dataset)
 
 
-@pytest.mark.slow
-def test_worker_processes_make_no_difference(small, tmp_path):
-    dataset = GeneratedPeptides(
-        str(tmp_path), "train", "small", num_graphs=100, seed=1, num_workers=2
-    )
-    assert torch.equal(dataset.x, small["train"].x)
-    assert torch.equal(dataset.edge_index, small["train"].edge_index)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -288,7 +279,6 @@ def test_peptides_functional_from_raw_files(tmp_path):
 
 def test_peptides_functional_caches_in_root_by_default(tmp_path):
     root = write_raw(tmp_path)
-    (root / "splits.json").rename(root / "raw" / "splits.json")
     assert len(PeptidesFunctional(str(root), "test")) == 2
     (root / "raw" / "peptide_multi_class_dataset.csv.gz").unlink()
     assert len(PeptidesFunctional(str(root), "train")) == 3

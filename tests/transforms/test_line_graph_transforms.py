@@ -218,30 +218,14 @@ def test_weights_only_and_pickle(tmp_path):
 
 
 def test_earlier_line_graph_is_replaced():
-    data = DirectedLineGraph()(example())
+    data = MultitreePruning()(example())
     data.edge_index = data.edge_index[:, 1:]
-    out = DirectedLineGraph()(data)
-    assert out.line_edge_index.tolist() == [[0, 1, 2, 4], [2, 3, 3, 0]]
-    assert data.line_edge_index.tolist() == LINES
-
-
-@pytest.mark.parametrize("edges", [EDGES[:, 1:], EDGES.flip(0), EDGES[:, :0]])
-def test_pruning_refuses_the_line_graph_of_other_edges(edges):
-    data = DirectedLineGraph()(example())
-    data.edge_index = edges
-    with pytest.raises(ValueError, match=r"'data.line_edge_index'.*'DirectedLineGraph"):
-        MultitreePruning()(data)
-
-
-def test_pruning_refuses_a_wrong_number_of_line_graphs():
-    data = LineGraphData(edge_index=EDGES, dag_edge_index=[EDGES, EDGES], num_nodes=6)
-    data.dag_line_edge_index = [torch.tensor(LINES)]
-    with pytest.raises(ValueError, match=r"'data.dag_line_edge_index'.*2.*got 1"):
-        MultitreePruning("dag")(data)
-    lines = torch.tensor(LINES).numpy()
-    data = LineGraphData(edge_index=EDGES, line_edge_index=lines, num_nodes=6)
-    with pytest.raises(TypeError, match=r"'data.line_edge_index' must be a tensor"):
-        MultitreePruning()(data)
+    for transform in (DirectedLineGraph(), MultitreePruning()):
+        out = transform(data)
+        assert out.line_edge_index.tolist() == [[0, 1, 2, 4], [2, 3, 3, 0]]
+        assert data.line_edge_index.tolist() == LINES
+    kept = multitree(out.line_edge_index, 5)
+    assert out.line_edge_index_pruned.equal(out.line_edge_index[:, kept])
 
 
 def test_line_edge_index_without_edges_is_as_in_data():

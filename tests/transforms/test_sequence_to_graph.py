@@ -44,8 +44,8 @@ def test_the_sequence_is_not_shared():
 def test_characters_and_bytes(text):
     out = SequenceToGraph("abcß")(text)
     assert "".join("abcß"[i] for i in out.x) == text
-    words = SequenceToGraph({"ab": 7, "c": 2})(["c", "ab"])
-    assert words.x.tolist() == [2, 7]
+    words = SequenceToGraph(["ab", "c"])(["c", "ab"])
+    assert words.x.tolist() == [1, 0]
     out = SequenceToGraph()(text.encode())
     assert bytes(out.x.tolist()).decode() == text
 
@@ -86,10 +86,9 @@ def test_reversed_arrays_and_bytes(recwarn):
 
 
 def test_bad_vocabulary():
-    with pytest.raises(TypeError, match=r"to integers, got 1.5 for 'a'"):
-        SequenceToGraph({"a": 1.5})
-    with pytest.raises(TypeError, match="a string, a sequence or a mapping, got 'set'"):
-        SequenceToGraph({"a", "b"})
+    for vocabulary in ({"a", "b"}, {"a": 0}):
+        with pytest.raises(TypeError, match="must be a string or a sequence, got"):
+            SequenceToGraph(vocabulary)
     with pytest.raises(ValueError, match="must not have 'a' twice"):
         SequenceToGraph("aba")
 

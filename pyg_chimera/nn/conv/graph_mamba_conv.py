@@ -281,7 +281,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         shuffle = order != "order"
         m = self.num_eval_permutations if shuffle and not self.training else 1
         node, ptr = node_sequences(
-            score, batch, V, num_permutations=m, num_bins=self.num_bins,
+            score, batch, num_permutations=m, num_bins=self.num_bins,
             clusters=order == "cluster", shuffle=shuffle,
             generator=generator if self.training else None,
             seed=None if self.training else self.seed,

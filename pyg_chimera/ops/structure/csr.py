@@ -107,35 +107,4 @@ def simple(source, target, n):
 @compiled()
 def adjacency(row, col, n):
     """Compressed, ascending neighbours in the undirected simple graph."""
-    ptr = np.zeros(n + 1, np.int64)
-    for e in range(row.shape[0]):
-        if row[e] != col[e]:
-            ptr[row[e] + 1] += 1
-            ptr[col[e] + 1] += 1
-    for i in range(n):
-        ptr[i + 1] += ptr[i]
-    raw = np.empty(ptr[n], np.int64)
-    fill = ptr[:n].copy()
-    for e in range(row.shape[0]):
-        i, j = row[e], col[e]
-        if i != j:
-            raw[fill[i]] = j
-            fill[i] += 1
-            raw[fill[j]] = i
-            fill[j] += 1
-    # Walking the columns of a symmetric pattern in order sorts its rows.
-    slots = np.empty(ptr[n], np.int64)
-    fill[:] = ptr[:n]
-    for j in range(n):
-        for x in range(ptr[j], ptr[j + 1]):
-            i = raw[x]
-            if fill[i] == ptr[i] or slots[fill[i] - 1] != j:
-                slots[fill[i]] = j
-                fill[i] += 1
-    indptr = np.zeros(n + 1, np.int64)
-    for i in range(n):
-        indptr[i + 1] = indptr[i] + fill[i] - ptr[i]
-    indices = np.empty(indptr[n], np.int64)
-    for i in range(n):
-        indices[indptr[i] : indptr[i + 1]] = slots[ptr[i] : fill[i]]
-    return indptr, indices
+    return simple(np.concatenate((row, col)), np.concatenate((col, row)), n)

@@ -32,23 +32,19 @@ class NodeSequences(NamedTuple):
 
 
 class _Options(NamedTuple):
-    """The arguments of `node_sequences` but for tensors, and the device."""
+    """The arguments of `node_sequences` but for tensors."""
 
-    device: torch.device
-    num_nodes: int
     num_permutations: int
     num_bins: int
     clusters: bool
     shuffle: bool
-    batch_size: int | None
-    seed: int | None
     generator: torch.Generator | None
+    seed: int | None
 
 
 def node_sequences(
-    score: Tensor | None,
+    score: Tensor,
     batch: Tensor | None = None,
-    num_nodes: int | None = None,
     *,
     num_permutations: int = 1,
     num_bins: int = 1,
@@ -56,7 +52,6 @@ def node_sequences(
     shuffle: bool = True,
     generator: torch.Generator | None = None,
     seed: int | None = None,
-    batch_size: int | None = None,
 ) -> NodeSequences:
     r"""Sorts the nodes of each graph into sequences, as in `"Graph-Mamba: Towards
     Long-Range Graph Sequence Modeling with Selective State Spaces"
@@ -76,13 +71,12 @@ def node_sequences(
     :obj:`generator`, the function can be compiled as one graph.
 
     Args:
-        score (torch.Tensor, optional): The scores to sort by, :math:`[|\mathcal{V}|]`,
-            of any real dtype. If set to :obj:`None`, all nodes are tied.
+        score (torch.Tensor): The scores to sort by, :math:`[|\mathcal{V}|]`, of any
+            real dtype.
         batch (torch.Tensor, optional): The graph of each node, integer
-            :math:`[|\mathcal{V}|]`, sorted or not. (default: :obj:`None`)
-        num_nodes (int, optional): The number of nodes :math:`|\mathcal{V}|`, needed
-            only if there is neither :obj:`score` nor :obj:`batch`.
-            (default: :obj:`None`)
+            :math:`[|\mathcal{V}|]`, sorted or not. Graphs without nodes have no
+            sequences; in a compiled graph, where their number is not known, empty
+            sequences follow up to :math:`B = |\mathcal{V}|`. (default: :obj:`None`)
         num_permutations (int, optional): The number of orders :math:`m`.
             (default: :obj:`1`)
         num_bins (int, optional): The number :math:`K` of sequences into which the nodes
@@ -97,11 +91,6 @@ def node_sequences(
         generator (torch.Generator, optional): The random number generator.
             (default: :obj:`None`)
         seed (int, optional): Makes the order reproducible. (default: :obj:`None`)
-        batch_size (int, optional): The number of graphs :math:`B`, with labels
-            :math:`0, \ldots, B - 1`, including those without nodes. If set to
-            :obj:`None`, only graphs with nodes have sequences; in a compiled graph,
-            where their number is not known, they are followed by empty sequences up to
-            :math:`B = |\mathcal{V}|`. (default: :obj:`None`)
 
     Returns:
         NodeSequences: The node at each position, int64 :math:`[m |\mathcal{V}|]`, and
@@ -116,37 +105,22 @@ def node_sequences(
             clusters are not integer, :obj:`score` is complex, or a number is not an
             integer.
     """
-    device, num_nodes = _check_sequences(
-        score,
-        batch,
-        num_nodes,
-        num_permutations=num_permutations,
-        num_bins=num_bins,
-        clusters=clusters,
-        generator=generator,
-        seed=seed,
-        batch_size=batch_size,
-    )
-    sizes = (device, num_nodes, num_permutations, num_bins)
-    options = _Options(*sizes, clusters, shuffle, batch_size, seed, generator)
+    options = _Options(num_permutations, num_bins, clusters, shuffle, generator, seed)
+    _check_sequences(score, batch, options)
     traced = torch.compiler.is_compiling()  # then, or in transforms, no contents
     traced = traced or torch._C._are_functorch_transforms_active()
-    if seed is None or device.type != "cpu" or traced:
+    if seed is None or not score.is_cpu or traced:
         return _sequences(score, batch, options)
     index, ptr = remembered(_sequences, (score, batch), options)
     return NodeSequences(index.clone(), ptr.clone())
 
 
-def _sequences(
-    score: Tensor | None, batch: Tensor | None, options: _Options
-) -> NodeSequences:
-    device, num_nodes, m, num_bins = options[:4]
-    seed, generator = options.seed, options.generator
-    if batch is None:
-        num_graphs = 1 if options.batch_size is None else options.batch_size
-        graph = torch.zeros(num_nodes, dtype=torch.long, device=device)
-    else:
-        graph, num_graphs = _numbered(batch.long(), options.batch_size)
+def _sequences(score: Tensor, batch: Tensor | None, options: _Options) -> NodeSequences:
+    m, num_bins, *_, generator, seed = options
+    device, num_nodes = score.device, score.size(0)
+    graph, num_graphs = torch.zeros_like(score, dtype=torch.long), 1
+    if batch is not None:
+        graph, num_graphs = _numbered(batch.long())
     size = graph.new_zeros(num_graphs).scatter_add_(0, graph, torch.ones_like(graph))
     first = size.cumsum(0) - size
 
@@ -184,102 +158,66 @@ def _sequences(
     return NodeSequences(index.expand(m, num_nodes).reshape(-1), ptr)
 
 
-def _check_sequences(
-    score: Tensor | None,
-    batch: Tensor | None,
-    num_nodes: int | None,
-    *,
-    clusters: bool,
-    generator: torch.Generator | None,
-    seed: int | None,
-    batch_size: int | None,
-    **numbers: int,
-) -> tuple[torch.device, int]:
-    """The device and the number of nodes, after checking all arguments."""
+def _check_sequences(score: Tensor, batch: Tensor | None, options: _Options) -> None:
     for name, x in {"score": score, "batch": batch}.items():
-        if x is not None and not isinstance(x, Tensor):
+        if not isinstance(x, Tensor) and (name == "score" or x is not None):
             raise TypeError(
                 f"'{name}' must be a tensor of shape [num_nodes] (got "
                 f"'{type(x).__name__}')"
             )
-    integers = {"seed": seed, "num_nodes": num_nodes, "batch_size": batch_size}
-    for name, number in {**integers, **numbers}.items():
-        if number is not None and not isinstance(number, (Integral, torch.SymInt)):
+    m, num_bins, *_ = options
+    numbers = {"num_permutations": m, "num_bins": num_bins}
+    for name, number in {**numbers, "seed": options.seed}.items():
+        if number is None:
+            continue
+        if not isinstance(number, (Integral, torch.SymInt)):
             raise no_integer(name, number)
-        may_be_0 = name == "num_nodes" or (name == "batch_size" and batch is not None)
-        least = 0 if may_be_0 else 1
-        if name != "seed" and number is not None and number < least:
-            raise ValueError(f"'{name}' must be at least {least} (got {number})")
+        if name != "seed" and number < 1:
+            raise ValueError(f"'{name}' must be at least 1 (got {number})")
 
-    if score is not None:
-        wanted = batch.numel() if num_nodes is None and batch is not None else num_nodes
-        if score.dim() != 1 or wanted not in (None, score.size(0)):
-            raise ValueError(
-                "'score' must have one entry per node, shape "
-                f"[{'num_nodes' if wanted is None else wanted}] (got shape "
-                f"{list(score.shape)})"
-            )
-        if score.is_complex():
-            raise TypeError(f"'score' must be real (got dtype {score.dtype})")
-        device, num_nodes = score.device, score.size(0)
-    elif batch is not None:
-        device = batch.device
-        num_nodes = batch.numel() if num_nodes is None else num_nodes
-    elif num_nodes is not None:
-        device = torch.device("cpu") if generator is None else generator.device
-    else:
-        raise ValueError("'num_nodes' must be given if 'score' and 'batch' are None")
-
-    if clusters and (
-        score is None or score.is_floating_point() or score.dtype == torch.bool
-    ):
-        got = "None" if score is None else f"dtype {score.dtype}"
+    wanted = "num_nodes" if batch is None else batch.numel()
+    if score.dim() != 1 or (batch is not None and wanted != score.size(0)):
+        raise ValueError(
+            f"'score' must have one entry per node, shape [{wanted}] (got shape "
+            f"{list(score.shape)})"
+        )
+    if score.is_complex():
+        raise TypeError(f"'score' must be real (got dtype {score.dtype})")
+    if options.clusters and (score.is_floating_point() or score.dtype == torch.bool):
         raise TypeError(
             "'score' must hold the integer numbers of clusters if 'clusters' is True "
-            f"(got {got})"
+            f"(got dtype {score.dtype})"
         )
-    if generator is not None and seed is not None:
+    if options.generator is not None and options.seed is not None:
         raise ValueError(
             "'generator' and 'seed' must not be given both; a seed makes the order "
             "reproducible, a generator is drawn from anew"
         )
-    for name, given in {"generator": generator, "batch": batch}.items():
-        if given is not None and given.device.type != device.type:
+    for name, given in {"generator": options.generator, "batch": batch}.items():
+        if given is not None and given.device.type != score.device.type:
             raise ValueError(
-                f"'{name}' must be of the device of 'score', {device} (got "
+                f"'{name}' must be of the device of 'score', {score.device} (got "
                 f"{given.device})"
             )
     if torch.compiler.is_compiling():  # values and sizes are unknown
-        return device, num_nodes
-    sequences = numbers["num_bins"] * (1 if batch_size is None else batch_size)
-    if numbers["num_permutations"] * max(num_nodes, sequences) >= 2**31:
+        return
+    num_nodes = score.size(0)
+    if m * max(num_nodes, num_bins) >= 2**31:
         raise ValueError(
-            "'num_permutations' times 'num_nodes', or times 'num_bins' and "
-            "'batch_size', must be less than 2**31 (got num_nodes="
-            f"{num_nodes} and {numbers})"
+            "'num_permutations' times 'num_bins', or times the number of nodes, must "
+            f"be less than 2**31 (got {num_nodes} nodes and {numbers})"
         )
-    if score is not None and bool(score.isnan().any()):
+    if bool(score.isnan().any()):
         raise ValueError(
             "'score' must not hold NaN (got "
             f"{int(score.isnan().sum())} of {num_nodes} entries)"
         )
     if batch is not None:
         check_batch(batch, num_nodes)
-        if batch_size is not None and num_nodes > 0 and int(batch.max()) >= batch_size:
-            raise ValueError(
-                "'batch' must hold numbers of graphs in [0, batch_size) = [0, "
-                f"{batch_size}) (got {int(batch.max())})"
-            )
-    return device, num_nodes
 
 
-def _numbered(graph: Tensor, num_graphs: int | None) -> tuple[Tensor, int]:
-    """The number of each node's graph, and the number of graphs.
-
-    If the latter is not given, graphs without nodes are not numbered.
-    """
-    if num_graphs is not None:
-        return graph, num_graphs
+def _numbered(graph: Tensor) -> tuple[Tensor, int]:
+    """The number of each node's graph among those with nodes, and their number."""
     if torch.compiler.is_compiling():
         return _dense_rank(graph), graph.size(0)
     num_graphs = int(graph.max()) + 1 if graph.numel() > 0 else 0
@@ -291,10 +229,8 @@ def _numbered(graph: Tensor, num_graphs: int | None) -> tuple[Tensor, int]:
     return graph, int(graph.max()) + 1
 
 
-def _group(score: Tensor | None, graph: Tensor, num_graphs: int) -> Tensor:
+def _group(score: Tensor, graph: Tensor, num_graphs: int) -> Tensor:
     """Integers that sort like (graph, score), small enough for a packed key."""
-    if score is None:
-        return graph
     score = score.detach()
     if score.is_floating_point() and score.element_size() == 1:
         score = score.float()  # 8-bit floats can't be sorted

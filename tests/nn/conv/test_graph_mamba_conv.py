@@ -94,7 +94,8 @@ def by_hand(score: list[float], batch: list[int] | None = None) -> Sequences:
 def drawn(num_nodes: int, score, batch=None, copies=1, **kwargs) -> list[Sequences]:
     """The sequences of each permutation, as the operator says."""
     kwargs["num_permutations"] = copies
-    index, ptr = node_sequences(score, batch, num_nodes, **kwargs)
+    score = torch.zeros(num_nodes) if score is None else score
+    index, ptr = node_sequences(score, batch, **kwargs)
     assert ptr[0] == 0
     assert ptr[-1] == copies * num_nodes
     sequences = [index[start:end].tolist() for start, end in pairwise(ptr.tolist())]

@@ -1,0 +1,120 @@
+import io
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("skimage")
+Image = pytest.importorskip("PIL.Image")
+
+
+def pictures(n, height=32, width=32):
+    """Smooth random images."""
+    rng = np.random.default_rng(n)
+    rows, columns = np.indices((height, width)) / height
+    waves = rng.uniform(2, 12, size=(n, 3, 3, 1, 1))
+    image = np.sin(waves[:, 0] * rows + waves[:, 1] * columns + waves[:, 2])
+    return np.moveaxis((127 * (image + 1)).astype(np.uint8), 1, -1)
+
+
+def write(folder, images, labels, name="data_batch_{}"):
+    """The official files, five if the name has a place for a number."""
+    folder = folder / "cifar-10-batches-py"
+    folder.mkdir(exist_ok=True)
+    files = [name.format(i) for i in range(1, 6)] if "{" in name else [name]
+    rows = images.transpose(0, 3, 1, 2).reshape(len(images), -1)
+    for file, part, y in zip(
+        files, np.split(rows, len(files)), np.split(labels, len(files)), strict=True
+    ):
+        batch = {b"data": part, b"labels": y.tolist()}
+        (folder / file).write_bytes(pickle.dumps(batch))
+
+
+def test_against_slow_graphs(long_range_data, tmp_path):
+    """Superpixels are those of SLIC; all else is computed anew."""
+    images = pictures(3)
+    write(tmp_path, images, np.array([1, 0, 1]), "test_batch")
+    graphs = long_range_data.superpixel_graphs(tmp_path, "test", 3)
+    assert [int(data.y) for data in graphs] == [1, 0, 1]
+    for image, data in zip(images, graphs, strict=True):
+        image = (image / 255).astype(np.float32)
+        segments = long_range_data.superpixels.segments_of(image)
+        assert segments.max() + 1 == data.num_nodes <= 150
+        expected = {}  # by position
+        for i in range(data.num_nodes):
+            where = np.argwhere(segments == i)
+            centre = tuple(np.round(where.mean(axis=0), 3))
+            expected[centre] = image[segments == i].mean(axis=0)
+        found = [tuple(np.round(32 * p, 3)) for p in data.pos.double().numpy()]
+        assert {*found} == {*expected}
+        assert np.allclose(data.x, [expected[p] for p in found], atol=1e-5)
+
+        pos = data.pos.double()
+        distance = torch.cdist(pos, pos)
+        scale = distance.sort(dim=1).values[:, 1:9].mean(dim=1)
+        assert data.num_edges == 8 * data.num_nodes
+        for u in range(data.num_nodes):
+            weight = torch.exp(-((distance[u] / scale[u]) ** 2)) / 2
+            weight += torch.exp(-((distance[u] / scale) ** 2)) / 2
+            weight[u] = -1
+            edges = data.edge_index[0] == u
+            weights = data.edge_attr[edges, 0].double()
+            assert torch.allclose(weights, weight.topk(8).values, atol=1e-5)
+            assert torch.allclose(weights, weight[data.edge_index[1, edges]], atol=1e-5)
+        assert data.x.dtype == data.pos.dtype == data.edge_attr.dtype == torch.float32
+
+
+def test_splits_are_those_of_the_benchmark(long_range_data, tmp_path):
+    labels = np.arange(20)[::-1] % 10
+    write(tmp_path, pictures(20), labels)
+    make = long_range_data.superpixel_graphs
+    assert [int(data.y) for data in make(tmp_path, "val", 9)] == labels[:2].tolist()
+    few, more = make(tmp_path, "train", 3), make(tmp_path, "train", 6)
+    assert [int(data.y) for data in few] == labels[2:5].tolist()
+    for one, other in zip(few, more, strict=False):
+        assert torch.equal(one.x, other.x)
+        assert torch.equal(one.edge_index, other.edge_index)
+
+
+def test_jpeg_files_are_shuffled(long_range_data, tmp_path):
+    files = []
+    for image in pictures(40):
+        stream = io.BytesIO()
+        Image.fromarray(image).save(stream, "JPEG", quality=95)
+        files.append(np.frombuffer(stream.getvalue(), np.uint8))
+    np.savez(
+        tmp_path / "cifar10_jpeg.npz",
+        train_bytes=np.concatenate(files),
+        train_offsets=np.cumsum([0, *map(len, files)]),
+        train_labels=np.arange(40, dtype=np.uint8) // 4,
+    )
+    val = long_range_data.superpixel_graphs(tmp_path, "val", 40)
+    assert len(val) == 4
+    assert len({int(data.y) for data in val}) > 1
+    train = long_range_data.superpixel_graphs(tmp_path, "train", 8)
+    classes = [int(data.y) for data in train]
+    assert classes != sorted(classes)
+    assert train[0].x.shape[1] == 3
+
+
+def test_small_graphs_are_complete(long_range_data):
+    images = np.zeros((3, 4, 4, 3), np.uint8)  # constant, too
+    images[1, :2] = 255
+    for row, image in enumerate(images[:, :2]):
+        graph = long_range_data.superpixels.graph_of(row, image)
+        n = len(graph["x"])
+        assert 1 <= n <= 8
+        source, target = graph["edge_index"]
+        assert len(source) == n * (n - 1)
+        assert not (source == target).any()
+        assert graph["x"].isfinite().all()
+        assert graph["edge_attr"].isfinite().all()
+
+
+def test_as_many_nodes_as_in_the_benchmark(long_range_data, shared_data):
+    folder = shared_data / "images"
+    graphs = long_range_data.superpixel_graphs(folder, "val", 60)
+    assert sum(data.num_nodes for data in graphs) / 60 == pytest.approx(117.63, 0.02)
+    assert all(data.x.min() >= 0 and data.x.max() <= 1 for data in graphs)
+    assert len({int(data.y) for data in graphs}) == 10
