@@ -23,10 +23,9 @@ import numpy as np
 import torch
 from numba import types
 from numba.core import event
-from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from pyg_chimera.ops.common.compilation import compiled
+from pyg_chimera.ops.common.compilation import compiled, compiles_to
 
 __all__ = ["arrays", "heads_a_task", "run", "stopped", "summed"]
 
@@ -202,26 +201,17 @@ def _deferred_interrupt() -> Iterator[None]:
         handler(*received[0])
 
 
+def _flag(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Whether the first entry is set; the compiler must not hoist this from a loop."""
+    array = context.make_array(signature.args[0])(context, builder, args[0])
+    flag = builder.load_atomic(array.data, "monotonic", 8)
+    return builder.icmp_signed("!=", flag, flag.type(0))
+
+
+@compiles_to(lambda stop: types.boolean(stop), _flag)
 def stopped(stop: np.ndarray) -> bool:
     """Whether another thread has set `stop`."""
     return bool(stop[0])
-
-
-@overload(stopped, inline="always")
-def _overload_stopped(stop):
-    return lambda stop: _load(stop)
-
-
-@intrinsic
-def _load(typing_context, stop):
-    """Whether the first entry is set; the compiler must not hoist this from a loop."""
-
-    def generate(context, builder, signature, args):
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        flag = builder.load_atomic(array.data, "monotonic", 8)
-        return builder.icmp_signed("!=", flag, flag.type(0))
-
-    return types.boolean(stop), generate
 
 
 # ---------------------------------------------------------- scratch memory, denormals
