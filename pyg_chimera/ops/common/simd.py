@@ -487,14 +487,13 @@ def _product(
     heights: Iterable[int], side: int, *, some: bool = False, gathered: bool = False
 ) -> Callable:
     """Makes the product of a few rows of A, as many as one of the heights, with `side`
-    adjacent vectors of B's rows. It is called with
+    adjacent vectors of B's rows, which keeps all sums in registers. Its arguments:
 
-    * C and B: a pointer, how many numbers rows are apart, and with `gathered`, the
-      address of their indices,
-    * A: a pointer, and how many numbers its rows and its columns are apart,
-    * which are A's first row and its number of rows and columns, and with `some`, how
-      many numbers of rows of B and C are accessed,
-    * how C is updated.
+    * C: a pointer, how far apart rows are, and with `gathered` the address of their
+      indices; A: a pointer, how far apart rows are, and columns; B: as C.
+    * The first row of A, the number of rows, that of columns, and with `some`, how many
+      numbers of rows of B and C are accessed.
+    * How C is updated.
     """
 
     def typed(c: Any, a: Any, b: Any, size: Any, mode: Any) -> Any:
@@ -525,7 +524,7 @@ def _product(
             else:
                 code.store(address, value)
 
-        add = builder.icmp_signed("==", mode, _INT(ADD))
+        is_set, is_sum = (builder.icmp_signed("==", mode, _INT(x)) for x in (SET, ADD))
         a = code.row(a, ra, start)
         end = builder.append_basic_block()
         choice = builder.switch(m, end)
@@ -545,21 +544,15 @@ def _product(
                     for j, at in enumerate(sums[r * side : (r + 1) * side]):
                         builder.store(code.fma(left, right[j], builder.load(at)), at)
             out = [x for r in range(rows) for x in row(c, builder.add(start, _INT(r)))]
-            is_set = builder.icmp_signed("==", mode, _INT(SET))
             with builder.if_else(is_set) as (then, otherwise):
                 with then:
                     for x, at in zip(out, sums, strict=True):
                         write(x, builder.load(at))
                 with otherwise:
                     for x, at in zip(out, sums, strict=True):
-                        write(
-                            x,
-                            builder.select(
-                                add,
-                                builder.fadd(read(x), builder.load(at)),
-                                builder.fsub(read(x), builder.load(at)),
-                            ),
-                        )
+                        old, new = read(x), builder.load(at)
+                        both = builder.fadd(old, new), builder.fsub(old, new)
+                        write(x, builder.select(is_sum, *both))
             builder.branch(end)
         builder.position_at_end(end)
 
