@@ -98,7 +98,7 @@ class VectorType(types.Type):
         super().__init__(f"Vector({dtype})")
 
 
-def _vector(dtype: types.Number) -> ir.VectorType:
+def _vector(dtype: Any) -> ir.VectorType:
     bits = dtype.bitwidth
     real = ir.FloatType() if bits == 32 else ir.DoubleType()
     element = real if isinstance(dtype, types.Float) else ir.IntType(bits)
@@ -141,7 +141,7 @@ def _to_nothing(p: PointerType, *args: types.Type) -> Any:
 class _Code:
     """Emits LLVM code; addresses are integers."""
 
-    def __init__(self, builder: Any, dtype: types.Number) -> None:
+    def __init__(self, builder: Any, dtype: Any) -> None:
         self.builder, self.vector = builder, _vector(dtype)
         self.bytes, self.count = dtype.bitwidth // 8, self.vector.count
         self.zeros = ir.Constant(self.vector, None)
