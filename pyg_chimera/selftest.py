@@ -12,7 +12,6 @@ import os
 import platform
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,7 +21,7 @@ from importlib.metadata import version
 from inspect import signature
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from warnings import warn
 
 import torch
@@ -196,17 +195,13 @@ _OPTIONS = {
 Results = dict[str, Tensor]  #: the output and all gradients, described by the keys
 
 
-class Row(NamedTuple):
-    """How an algorithm did on all tiny inputs of one dtype."""
-
-    error: float = 0.0  #: the largest one of a result, relative
-    seconds: float = 0.0  #: forward and backward, without compilation
-    problem: str = ""  #: what is wrong, if anything
-
-
-def _rows(name: str, device: torch.device) -> dict[tuple[Choice, torch.dtype], Row]:
-    """All algorithms of an operator on a device, compared with the reference."""
-    rows: dict[tuple[Choice, torch.dtype], Row] = {}
+def _verdicts(
+    name: str, device: torch.device
+) -> dict[tuple[Choice, torch.dtype], tuple[float, str]]:
+    """The largest error of each algorithm of an operator on a device, compared with the
+    reference on all tiny inputs of one dtype, and what is wrong, if anything.
+    """
+    found: dict[tuple[Choice, torch.dtype], tuple[float, str]] = {}
     for inputs in _INPUTS[name](_Draw()):
         expected = {}
         for dtype, options in product(_TOLERANCE, _all_options(name)):
@@ -218,16 +213,9 @@ def _rows(name: str, device: torch.device) -> dict[tuple[Choice, torch.dtype], R
             if terms not in expected:
                 expected[terms] = _computed(name, inputs, _by("reference", options))
             error, problem = _compared(name, given, options, expected[terms])
-            start = time.perf_counter()
-            if not problem:
-                _computed(name, given, options)
-            row = rows.get((choice, dtype), Row())
-            rows[choice, dtype] = Row(
-                max(row.error, error),
-                row.seconds + time.perf_counter() - start,
-                row.problem or problem,
-            )
-    return rows
+            before = found.get((choice, dtype), (0.0, ""))
+            found[choice, dtype] = max(before[0], error), before[1] or problem
+    return found
 
 
 def _all_options(name: str) -> Iterator[Inputs]:
@@ -462,23 +450,24 @@ def main(names: Sequence[str] = ()) -> int:
     print(platform.platform())
     for device in map(torch.device, devices):
         print(f"\n{device}: {_machine(device)}\n")
-        columns = ("operator", "solver", "form", "backend", "dtype", "error", "ms", "")
+        columns = ("operator", "solver", "form", "backend", "dtype", "error", "")
         print(_LINE.format(*columns))
         for name in names or _INPUTS:
             verdicts: dict[str, str] = {}
-            for (choice, dtype), row in sorted(_rows(name, device).items(), key=str):
-                failed |= bool(row.problem)
-                numbers = f"{row.error:.1e}", f"{1e3 * row.seconds:.1f}"
+            found = sorted(_verdicts(name, device).items(), key=str)
+            for (choice, dtype), (error, problem) in found:
+                failed |= bool(problem)
                 kind = str(dtype).removeprefix("torch.")
-                print(_LINE.format(*choice[:4], kind, *numbers, row.problem or "right"))
+                said = f"{error:.1e}", problem or "right"
+                print(_LINE.format(*choice[:4], kind, *said))
                 algorithm = " ".join(choice[:4])
-                verdicts[algorithm] = verdicts.get(algorithm) or row.problem
+                verdicts[algorithm] = verdicts.get(algorithm) or problem
             if device.type == "cuda":
                 _remember(_machine(device), verdicts)
     return int(failed)
 
 
-_LINE = "{:22} {:10} {:6} {:9} {:9} {:>8} {:>8}  {}"
+_LINE = "{:22} {:10} {:6} {:9} {:9} {:>8}  {}"
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

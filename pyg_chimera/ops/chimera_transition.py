@@ -6,6 +6,8 @@ edge.
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -132,7 +134,8 @@ def released_transition(
     nodes = {"target": target, "source": source, "psi": psi}
     _check_shapes(edge_index, num_nodes, **nodes, edge=edge)
     col, row = edge_index[0], edge_index[1]
-    weight = _decay(target[row], source[col], edge)
+    decay = target[row] + source[col]
+    weight = torch.exp(-decay / 2 if edge is None else -(decay + edge) / 3)
     total = _sum(weight, col, num_nodes) + torch.exp(-psi)
     total = torch.where(total < 1, 1, total)  # unlike clamp, NaN has a gradient of NaN
     return weight / (total + 0.05)[col]
@@ -298,7 +301,7 @@ def balanced_path_transition(
     )
     reverse = _path_reverse(edge_index, num_nodes)
     tilt, fall = _log_path_transition(edge_index, reverse, log_weight, psi)
-    node, there, back = _path_places(edge_index, reverse, num_nodes)
+    node, there, back = _path_places(edge_index, num_nodes)
     gain = (tilt - fall).detach()  # any scale cancels
     scale = _path_scale(gain, log_source.detach(), node, there, back)
     col, row = edge_index
@@ -371,12 +374,6 @@ def _check_shapes(
         check_shape(name, x, layout, [rows, heads])
 
 
-def _decay(target: Tensor, source: Tensor, edge: Tensor | None) -> Tensor:
-    if edge is None:
-        return torch.exp(-(target + source) / 2)
-    return torch.exp(-(target + source + edge) / 3)
-
-
 def _sum(x: Tensor, index: Tensor, num_nodes: int) -> Tensor:
     return x.new_zeros(num_nodes, x.size(1)).index_add(0, index, x)
 
@@ -415,36 +412,25 @@ def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
     return torch.from_numpy(reverse).to(edge_index.device)
 
 
-def _fake_places(
-    edge_index: Tensor, reverse: Tensor, num_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_places(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
     node, there, back = edge_index.new_empty(3, num_nodes, dtype=torch.int64)
     return node, there, back
 
 
 @structural_op(_fake_places)
-def _path_places(
-    edge_index: Tensor, reverse: Tensor, num_nodes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The nodes path by path, each path from the end whose edge comes first; the edges
-    from the node before, and from the node after, or the number of edges at ends.
+def _path_places(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The nodes path by path, each from end to end; the edges from the node before, and
+    from the node after, or the number of edges at ends.
     """
     (col, row), num_edges = to_numpy(edge_index), edge_index.size(1)
-    mirror, edges = reverse.cpu().numpy(), np.arange(num_edges)
-    degree = np.bincount(row, minlength=num_nodes)
-    into = np.bincount(row, edges, num_nodes).astype(np.int64)
-    is_first = degree[col] == 1  # no edge comes before
-    before = np.where(is_first, edges, into[col] - mirror)
-    steps = np.where(is_first, 0, 1)
-    while (before[before] != before).any():  # pointers double
-        steps, before = steps + steps[before], before[before]
-    walked = np.flatnonzero(before < before[mirror])
-    path, place = num_edges + np.arange(num_nodes), np.zeros(num_nodes, np.int64)
-    path[col[walked]] = path[row[walked]] = before[walked]
-    place[row[walked]] = steps[walked] + 1
-    node = np.lexsort((place, path))
+    edges, node = np.arange(num_edges), np.arange(num_nodes)
+    if num_edges:
+        graph = csr_array((edges, (row, col)), (num_nodes, num_nodes))
+        node = reverse_cuthill_mckee(graph, symmetric_mode=True).astype(np.int64)
+    place = np.argsort(node)
     there, back = np.full((2, num_nodes), num_edges)
-    there[row[walked]], back[col[walked]] = walked, mirror[walked]
+    ahead = place[col] < place[row]
+    there[row[ahead]], back[row[~ahead]] = edges[ahead], edges[~ahead]
     first, second, third = (
         torch.from_numpy(x).to(edge_index.device)
         for x in (node, there[node], back[node])

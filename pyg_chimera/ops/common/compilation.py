@@ -12,6 +12,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from inspect import signature
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from numba import types
 from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
+from numba.extending import lower_builtin, type_callable
 
-__all__ = ["compiled", "stamp"]
+__all__ = ["compiled", "compiles_to", "stamp"]
 
 
 def _number_symbols() -> None:
@@ -51,6 +53,32 @@ def compiled(**options: Any) -> Callable[[Callable], Any]:
         if isinstance(dispatcher, Dispatcher):  # not with NUMBA_DISABLE_JIT
             dispatcher._cache = _Cache(function)  # type: ignore[attr-defined]
         return dispatcher
+
+    return decorate
+
+
+def compiles_to(typed: Callable, lower: Callable, kinds: tuple = ()) -> Callable:
+    """A decorator that tells what plain Python compiles to in jitted code.
+
+    Args:
+        typed: The numba signature for types of arguments, or None.
+        lower: Emits LLVM code, given numba's context, a builder, the signature and the
+            values of the arguments, and returns the value, if there is one.
+        kinds: The numba types of arguments, if there are other functions of this name.
+    """
+
+    def emit(context: Any, builder: Any, types: Any, args: Any) -> Any:
+        out = lower(context, builder, types, args)
+        return context.get_dummy_value() if out is None else out
+
+    def decorate(function: Callable) -> Callable:
+        def typer(*args: Any) -> Any:
+            return typed(*args)
+
+        typer.pysig = signature(function)  # type: ignore[attr-defined]
+        type_callable(function)(lambda context: typer)
+        lower_builtin(function, *(kinds or [types.VarArg(types.Any)]))(emit)
+        return function
 
     return decorate
 

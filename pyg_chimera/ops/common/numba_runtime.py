@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,9 @@ import numpy as np
 import torch
 from numba import types
 from numba.core import event
-from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from pyg_chimera.ops.common.compilation import compiled
+from pyg_chimera.ops.common.compilation import compiled, compiles_to
 
 __all__ = ["arrays", "heads_a_task", "run", "stopped", "summed"]
 
@@ -77,7 +77,7 @@ def run(
                     return
                 kernel(*bound, stop, _SCRATCH.get(scratch, dtype), *args)
 
-    _TEAM.run(work, num_threads, stop, is_long=total >= _LONG)
+    _in_threads(work, num_threads, stop, is_long=total >= _LONG)
 
 
 def arrays(*tensors: Tensor) -> list[np.ndarray]:
@@ -101,7 +101,9 @@ def heads_a_task(num_blocks: int, num_groups: int, num_heads: int) -> int:
 # --------------------------------------------------------------------------- threads
 
 
-class _Team:
+def _in_threads(
+    work: Callable[[], None], num_threads: int, stop: np.ndarray, *, is_long: bool
+) -> None:
     """Runs a function in several threads at once, and re-raises their exceptions.
 
     On Linux, these are torch's own OpenMP threads, which spin for a while after each of
@@ -109,53 +111,34 @@ class _Team:
     threads are used for long work, where that does not matter, on other systems, and in
     a forked child, where OpenMP must not be used.
     """
+    errors: list[BaseException] = []
 
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.pid = os.getpid()
-        self.openmp = _find_openmp()
-        self.key: tuple[int, int] | None = None
-        self.pool: ThreadPoolExecutor | None = None
+    def guarded(_: object = None) -> None:
+        try:
+            work()
+        except BaseException as error:
+            stop[0] = 1
+            errors.append(error)
 
-    def run(
-        self,
-        work: Callable[[], None],
-        num_threads: int,
-        stop: np.ndarray,
-        *,
-        is_long: bool,
-    ) -> None:
-        errors: list[BaseException] = []
+    if _OPENMP is not None and os.getpid() == _PID and not is_long:
+        with _deferred_interrupt():
+            _OPENMP(_CALLBACK(guarded), None, num_threads, 0)
+    else:
+        pool = _pool(os.getpid(), num_threads)
+        futures = [pool.submit(guarded) for _ in range(num_threads)]
+        try:
+            wait(futures)
+        except BaseException:  # such as Ctrl-C
+            stop[0] = 1
+            wait(futures)
+            raise
+    if errors:
+        raise errors[0]
 
-        def guarded(_: object = None) -> None:
-            try:
-                work()
-            except BaseException as error:
-                stop[0] = 1
-                errors.append(error)
 
-        if self.openmp is not None and os.getpid() == self.pid and not is_long:
-            with _deferred_interrupt():
-                self.openmp(_CALLBACK(guarded), None, num_threads, 0)
-        else:
-            pool = self._start(num_threads)
-            futures = [pool.submit(guarded) for _ in range(num_threads)]
-            try:
-                wait(futures)
-            except BaseException:  # such as Ctrl-C
-                stop[0] = 1
-                wait(futures)
-                raise
-        if errors:
-            raise errors[0]
-
-    def _start(self, num_threads: int) -> ThreadPoolExecutor:
-        key = (os.getpid(), num_threads)
-        with self.lock:
-            if self.pool is None or self.key != key:
-                self.pool = ThreadPoolExecutor(num_threads, "pyg_chimera")
-                self.key = key
-            return self.pool
+@cache
+def _pool(pid: int, num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads, "pyg_chimera")
 
 
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -180,7 +163,7 @@ def _find_openmp() -> Callable | None:
     return None
 
 
-_TEAM = _Team()
+_OPENMP, _PID = _find_openmp(), os.getpid()
 
 
 @contextmanager
@@ -202,26 +185,17 @@ def _deferred_interrupt() -> Iterator[None]:
         handler(*received[0])
 
 
+def _flag(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Whether the first entry is set; the compiler must not hoist this from a loop."""
+    array = context.make_array(signature.args[0])(context, builder, args[0])
+    flag = builder.load_atomic(array.data, "monotonic", 8)
+    return builder.icmp_signed("!=", flag, flag.type(0))
+
+
+@compiles_to(lambda stop: types.boolean(stop), _flag)
 def stopped(stop: np.ndarray) -> bool:
     """Whether another thread has set `stop`."""
     return bool(stop[0])
-
-
-@overload(stopped, inline="always")
-def _overload_stopped(stop):
-    return lambda stop: _load(stop)
-
-
-@intrinsic
-def _load(typing_context, stop):
-    """Whether the first entry is set; the compiler must not hoist this from a loop."""
-
-    def generate(context, builder, signature, args):
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        flag = builder.load_atomic(array.data, "monotonic", 8)
-        return builder.icmp_signed("!=", flag, flag.type(0))
-
-    return types.boolean(stop), generate
 
 
 # ---------------------------------------------------------- scratch memory, denormals

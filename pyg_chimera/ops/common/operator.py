@@ -165,23 +165,20 @@ class Operator(Generic[Inputs, Structure]):
             except UnsuitableSolver as error:
                 unsuitable[choice.solver] = str(error)
                 continue
-            if problem is None:
-                problem = self._objection(call)
-            if problem is None and not unsuitable:
-                if problems:  # of backends that would be preferred
-                    reason = "; ".join([choice.reason, *dict.fromkeys(problems)])
-                    call = call.taking(choice._replace(reason=reason))
-                return call
-            others = (x for x in choice.alternatives if x.solver not in unsuitable)
-            choice = choice._replace(alternatives=tuple(others))
-            if problem is None:
+            problem = problem or self._objection(call)
+            if problem is not None:  # of a backend that would be preferred
+                problems.append(problem)
+                continue
+            if unsuitable:
                 why = "; ".join(unsuitable.values())
                 warn(f"{why}: solver={choice.solver!r} is used", stacklevel=2)
-                reason = f"{choice.reason}; {why}"
-                return call.taking(choice._replace(reason=reason))
-            problems.append(problem)
-        said = dict.fromkeys([*unsuitable.values(), *problems])
-        raise ValueError("; ".join(said))
+            reason = "; ".join(
+                dict.fromkeys([choice.reason, *(unsuitable.values() or problems)])
+            )
+            others = (x for x in choice.alternatives if x.solver not in unsuitable)
+            choice = choice._replace(reason=reason, alternatives=tuple(others))
+            return call.taking(choice)
+        raise ValueError("; ".join(dict.fromkeys([*unsuitable.values(), *problems])))
 
     def _objection(self, call: Call[Inputs, Structure]) -> str | None:
         """Why `auto` does not use a backend that failed its test on a device."""
@@ -268,9 +265,14 @@ class Operator(Generic[Inputs, Structure]):
         inputs = self.inputs(*(x.to(dtype) if _is_floating(x) else x for x in args))
         saved, grad = saved.view(dtype), grad.to(dtype)
         with _plain(inputs):
-            # Recipes read the contents of tensors, or not, as in the forward pass.
-            with trusting(decoded.trusted):
-                structure = self._structure_again(inputs, decoded.key)
+            structure: Any = None
+            if decoded.key:  # there is a recipe
+                # It reads the contents of tensors, or not, as in the forward pass.
+                with trusting(decoded.trusted):
+                    structure = recalled(
+                        decoded.key,
+                        lambda: self.recipe(inputs).cook(),  # type: ignore[union-attr]
+                    )
             call = Call(inputs, structure, decoded.choice, decoded.key)
             backend: Backend = self.backends[decoded.choice.backend]
             parts = (saved,) if self.saves_output else _unpack(saved, decoded.shapes)
@@ -285,15 +287,6 @@ class Operator(Generic[Inputs, Structure]):
     def _tensors(self, args: Sequence[Any]) -> list[Any]:
         """The arguments that are tensors, or may be."""
         return list(compress(args, self._are_tensors))
-
-    def _structure_again(self, inputs: Inputs, key: str) -> Any:
-        """The structure that the forward pass made."""
-
-        def make() -> Any:
-            recipe = self.recipe(inputs)
-            return None if recipe is None else recipe.cook()
-
-        return recalled(key, make) if key else None
 
     def _fake_backward(
         self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any

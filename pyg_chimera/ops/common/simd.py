@@ -15,25 +15,18 @@ no reference counts: the array must outlive the pointer.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ctypes import c_int64
-from functools import partial
 from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
-from numba.extending import (
-    intrinsic,
-    lower_builtin,
-    models,
-    overload,
-    register_model,
-    type_callable,
-)
+from numba.extending import models, register_model
 from numpy.lib.stride_tricks import as_strided
 
+from pyg_chimera.ops.common.compilation import compiles_to
 from pyg_chimera.ops.common.numba_runtime import inlined, jit
 
 __all__ = [
@@ -86,7 +79,203 @@ _SIDE = 2 if _BYTES == 32 else 4
 _INT = ir.IntType(64)
 _LANE = ir.IntType(32)
 
-# ---------------------------------------------------------------------- in plain Python
+# ------------------------------------------------------------------------------- types
+
+
+class PointerType(types.Type):
+    """The numba type of pointers; integers can be read, but have no vectors."""
+
+    def __init__(self, dtype: types.Number) -> None:
+        self.dtype = dtype
+        super().__init__(f"Pointer({dtype})")
+
+
+class VectorType(types.Type):
+    """The numba type of vectors, with as many numbers as fit in a register."""
+
+    def __init__(self, dtype: types.Float) -> None:
+        self.dtype = dtype
+        super().__init__(f"Vector({dtype})")
+
+
+def _vector(dtype: Any) -> ir.VectorType:
+    bits = dtype.bitwidth
+    real = ir.FloatType() if bits == 32 else ir.DoubleType()
+    element = real if isinstance(dtype, types.Float) else ir.IntType(bits)
+    return ir.VectorType(element, _BYTES * 8 // bits)
+
+
+@register_model(PointerType)
+class _PointerModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: PointerType) -> None:
+        super().__init__(dmm, fe_type, _INT)
+
+
+@register_model(VectorType)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, dmm: Any, fe_type: VectorType) -> None:
+        super().__init__(dmm, fe_type, _vector(fe_type.dtype))
+
+
+def _of_vectors(*args: types.Type) -> Any:
+    are_vectors = isinstance(args[0], VectorType) and len(set(args)) == 1
+    return args[0](*args) if are_vectors else None
+
+
+def _to_number(v: VectorType) -> Any:
+    return v.dtype(v)
+
+
+def _to_vector(p: Any, *n: types.Type) -> Any:
+    return VectorType(getattr(p, "dtype", p))(p, *[types.int64] * len(n))
+
+
+def _to_nothing(p: PointerType, *args: types.Type) -> Any:
+    integers = (types.int64 if isinstance(x, types.Integer) else x for x in args)
+    return types.void(p, *integers)
+
+
+# ------------------------------------------------------------------------ what LLVM has
+
+
+class _Code:
+    """Emits LLVM code; addresses are integers."""
+
+    def __init__(self, builder: Any, dtype: Any) -> None:
+        self.builder, self.vector = builder, _vector(dtype)
+        self.bytes, self.count = dtype.bitwidth // 8, self.vector.count
+        self.zeros = ir.Constant(self.vector, None)
+
+    def call(self, name: str, result: ir.Type, *args: Any, **options: Any) -> Any:
+        """Calls an LLVM intrinsic; * stands for the type of vectors in its name."""
+        name = name.replace("*", f"v{self.count}f{8 * self.bytes}")
+        kind = ir.FunctionType(result, [x.type for x in args])
+        function = cgutils.get_or_insert_function(
+            self.builder.module, kind, f"llvm.{name}"
+        )
+        return self.builder.call(function, args, **options)
+
+    def at(self, address: Any, kind: ir.Type) -> Any:
+        return self.builder.inttoptr(address, kind.as_pointer())
+
+    def row(self, address: Any, stride: Any, i: Any) -> Any:
+        """The address of a row, if the first numbers of rows are `stride` apart."""
+        i, stride = (_INT(x) if isinstance(x, int) else x for x in (i, stride))
+        step = self.builder.mul(stride, _INT(self.bytes))
+        return self.builder.add(address, self.builder.mul(i, step))
+
+    def number(self, address: Any, kind: ir.Type | None = None) -> Any:
+        return self.builder.load(self.at(address, kind or self.vector.element))
+
+    def set_number(self, address: Any, value: Any) -> None:
+        self.builder.store(value, self.at(address, value.type))
+
+    def prefetch(self, address: Any) -> None:
+        args = self.at(address, ir.IntType(8)), _LANE(0), _LANE(2), _LANE(1)
+        self.call("prefetch.p0", ir.VoidType(), *args)
+
+    def load(self, address: Any) -> Any:
+        value = self.builder.load(self.at(address, self.vector))
+        value.align = self.bytes
+        return value
+
+    def load_some(self, address: Any, n: Any) -> Any:
+        pointer, align = self.at(address, self.vector), _LANE(self.bytes)
+        args = pointer, align, self.mask(n), self.zeros
+        return self.call("masked.load.*.p0", self.vector, *args)
+
+    def store(self, address: Any, value: Any) -> None:
+        self.builder.store(value, self.at(address, self.vector)).align = self.bytes
+
+    def store_some(self, address: Any, value: Any, n: Any) -> None:
+        pointer, align = self.at(address, self.vector), _LANE(self.bytes)
+        args = value, pointer, align, self.mask(n)
+        self.call("masked.store.*.p0", ir.VoidType(), *args)
+
+    def mask(self, n: Any) -> Any:
+        """A mask of the lanes below n."""
+        limit = self.splat(self.builder.trunc(n, _LANE))
+        return self.builder.icmp_signed("<", _lanes(range(self.count)), limit)
+
+    def splat(self, value: Any) -> Any:
+        vector = ir.VectorType(value.type, self.count)
+        one = ir.Constant(vector, ir.Undefined)
+        one = self.builder.insert_element(one, value, _LANE(0))
+        return self.builder.shuffle_vector(one, one, _lanes([0] * self.count))
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        return self.call("fma.*", self.vector, a, b, c)
+
+    def total(self, v: Any) -> Any:
+        start = ir.Constant(v.type.element, -0.0)
+        options = {"fastmath": ("reassoc",)}
+        return self.call("vector.reduce.fadd.*", start.type, start, v, **options)
+
+    def largest(self, v: Any) -> Any:
+        options = {"fastmath": ("nnan",)}
+        return self.call("vector.reduce.fmax.*", v.type.element, v, **options)
+
+    def first(self, v: Any, n: Any) -> Any:
+        return self.builder.select(self.mask(n), v, self.zeros)
+
+    def choose(self, sign: str, a: Any, b: Any) -> Any:
+        """In each lane b if it is larger, or smaller, than a, otherwise a."""
+        return self.builder.select(self.builder.fcmp_ordered(sign, b, a), b, a)
+
+    def power_of_two(self, v: Any) -> Any:
+        bias, shift = (127, 23) if self.bytes == 4 else (1023, 52)
+        integers = ir.VectorType(ir.IntType(8 * self.bytes), self.count)
+        n = self.builder.fptosi(v, integers)
+        n = self.builder.add(n, ir.Constant(integers, [bias] * self.count))
+        n = self.builder.shl(n, ir.Constant(integers, [shift] * self.count))
+        return self.builder.bitcast(n, self.vector)
+
+    def exchanged(self, a: Any, b: Any, step: int) -> tuple[Any, Any]:
+        """Two rows, whose squares of size `step` off the diagonal are exchanged."""
+        lanes = range(self.count)
+        low = _lanes(self.count + j - step if j & step else j for j in lanes)
+        high = _lanes(self.count + j if j & step else j + step for j in lanes)
+        shuffle = self.builder.shuffle_vector
+        return shuffle(a, b, low), shuffle(a, b, high)
+
+    def row_totals(self, p: Any) -> Any:
+        rows = [self.load(self.row(p, self.count, i)) for i in range(self.count)]
+        step = 1
+        while step < self.count:
+            pairs = zip(rows[::2], rows[1::2], strict=True)
+            rows = [self.builder.fadd(*self.exchanged(*x, step)) for x in pairs]
+            step *= 2
+        return rows[0]
+
+    def transpose_square(self, target: Any, ldt: Any, source: Any, lds: Any) -> None:
+        rows = [self.load(self.row(source, lds, i)) for i in range(self.count)]
+        step = 1
+        while step < self.count:
+            for i in range(self.count):
+                if not i & step:
+                    pair = self.exchanged(rows[i], rows[i + step], step)
+                    rows[i], rows[i + step] = pair
+            step *= 2
+        for i, row in enumerate(rows):
+            self.store(self.row(target, ldt, i), row)
+
+
+def _lanes(numbers: Iterable[int]) -> ir.Constant:
+    numbers = list(numbers)
+    return ir.Constant(ir.VectorType(_LANE, len(numbers)), numbers)
+
+
+def _compiles_to(typed: Callable, emit: Callable, kinds: tuple = ()) -> Callable:
+    """As `compiles_to`; `emit` is given a `_Code` of the first argument's dtype."""
+
+    def lower(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        dtype = getattr(signature.args[0], "dtype", signature.args[0])
+        return emit(_Code(builder, dtype), *args)
+
+    return compiles_to(typed, lower, kinds)
+
+
+# ---------------------------------------------- the same, in plain and in jitted Python
 
 
 class Pointer:
@@ -113,6 +302,12 @@ class Pointer:
         return self.memory[self.at : self.at + n]
 
 
+def _data(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    data = context.make_array(signature.args[0])(context, builder, args[0]).data
+    return builder.ptrtoint(data, _INT)
+
+
+@compiles_to(lambda array: PointerType(array.dtype)(array), _data)
 def pointer(array: np.ndarray) -> Pointer:
     """A pointer to the first number of an array with any strides."""
     last = sum(
@@ -122,16 +317,48 @@ def pointer(array: np.ndarray) -> Pointer:
     return Pointer(as_strided(array, (size,), (array.itemsize,)))
 
 
+def _is_place(p: types.Type, i: types.Type) -> bool:
+    return isinstance(p, PointerType) and isinstance(i, types.Integer)
+
+
+_compiles_to(
+    lambda p, i: p(p, types.int64) if _is_place(p, i) else None,
+    lambda code, p, i: code.row(p, 1, i),
+    (PointerType, types.Integer),
+)(operator.add)
+_compiles_to(
+    lambda p, i: p.dtype(p, types.int64) if _is_place(p, i) else None,
+    lambda code, p, i: code.number(code.row(p, 1, i)),
+    (PointerType, types.Integer),
+)(operator.getitem)
+_compiles_to(
+    lambda p, i, x: (
+        types.void(p, types.int64, x) if _is_place(p, i) and x == p.dtype else None
+    ),
+    lambda code, p, i, x: code.set_number(code.row(p, 1, i), x),
+    (PointerType, types.Integer, types.Float),
+)(operator.setitem)
+for _name in ("add", "sub", "mul"):
+    _compiles_to(
+        _of_vectors,
+        lambda code, a, b, name=_name: getattr(code.builder, "f" + name)(a, b),
+        (VectorType, VectorType),
+    )(getattr(operator, _name))
+
+
+@_compiles_to(lambda p: types.int64(p), lambda code, p: _INT(code.count))
 def lanes(p: Pointer) -> int:
     """How many numbers a vector of the pointer's dtype has."""
     return _BYTES // p.memory.itemsize
 
 
+@_compiles_to(_to_vector, _Code.load)
 def load(p: Pointer) -> np.ndarray:
     """The vector that starts at a pointer."""
     return p.next(lanes(p)).copy()
 
 
+@_compiles_to(_to_vector, _Code.load_some)
 def load_some(p: Pointer, n: int) -> np.ndarray:
     """The first `n` numbers from a pointer on, then zeros; no other memory is read."""
     v = zeros(p)
@@ -140,513 +367,17 @@ def load_some(p: Pointer, n: int) -> np.ndarray:
     return v
 
 
+@_compiles_to(_to_nothing, _Code.store)
 def store(p: Pointer, v: np.ndarray) -> None:
     """Writes a vector to a pointer."""
     p.next(lanes(p))[:] = v
 
 
+@_compiles_to(_to_nothing, _Code.store_some)
 def store_some(p: Pointer, v: np.ndarray, n: int) -> None:
     """Writes the first `n` numbers of a vector; no other memory is written."""
     n = min(max(n, 0), lanes(p))
     p.next(n)[:] = v[:n]
-
-
-def prefetch(p: Pointer) -> None:
-    """Prefetches the pointer's cache line."""
-
-
-def splat(x: Any) -> np.ndarray:
-    """A vector with one number in all lanes."""
-    return np.full(_BYTES // x.itemsize, x)
-
-
-def zeros(p: Pointer) -> np.ndarray:
-    """A vector of zeros of the pointer's dtype."""
-    return np.zeros(lanes(p), p.memory.dtype)
-
-
-def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Returns a * b + c, rounded once."""
-    return a * b + c
-
-
-def total(v: np.ndarray) -> Any:
-    """The sum over the lanes of a vector."""
-    return v.sum()
-
-
-def first(v: np.ndarray, n: int) -> np.ndarray:
-    """The first `n` numbers of a vector, then zeros, even in place of NaN."""
-    return np.where(np.arange(v.shape[0]) < n, v, v.dtype.type(0))
-
-
-def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The larger number in each lane; that of `a`, NaN included, unless `b` is."""
-    return np.where(b > a, b, a)
-
-
-def smaller(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The smaller number in each lane; that of `a`, NaN included, unless `b` is."""
-    return np.where(b < a, b, a)
-
-
-def largest(v: np.ndarray) -> Any:
-    """The largest number of a vector; arbitrary if one of them is NaN."""
-    return v.max()
-
-
-def floor(v: np.ndarray) -> np.ndarray:
-    """The numbers of a vector, rounded down to integers."""
-    return np.floor(v)
-
-
-def power_of_two(v: np.ndarray) -> np.ndarray:
-    """Two to the power of integral values within the exponents of normal numbers."""
-    return np.exp2(v)
-
-
-def row_totals(p: Pointer) -> np.ndarray:
-    """The sum of each of `lanes(p)` consecutive vectors, as one vector."""
-    return p.next(lanes(p) ** 2).reshape(-1, lanes(p)).sum(1)
-
-
-def transpose_square(target: Pointer, ldt: int, source: Pointer, lds: int) -> None:
-    """Transposes a square of `lanes(source)` rows and columns.
-
-    Consecutive rows are `lds` numbers apart in the source, `ldt` in the target.
-    """
-    rows = [load(source + i * lds) for i in range(lanes(source))]
-    for i, row in enumerate(np.stack(rows, 1)):
-        store(target + i * ldt, row)
-
-
-# ------------------------------------------------------------------------------- types
-
-
-class PointerType(types.Type):
-    """The numba type of pointers; integers can be read, but have no vectors."""
-
-    def __init__(self, dtype: types.Number) -> None:
-        self.dtype = dtype
-        super().__init__(f"Pointer({dtype})")
-
-
-class VectorType(types.Type):
-    """The numba type of vectors, with as many numbers as fit in a register."""
-
-    def __init__(self, dtype: types.Float) -> None:
-        self.dtype = dtype
-        super().__init__(f"Vector({dtype})")
-
-
-def _count(dtype: types.Float) -> int:
-    return _BYTES * 8 // dtype.bitwidth
-
-
-def _vector(dtype: types.Float) -> ir.VectorType:
-    element = ir.FloatType() if dtype.bitwidth == 32 else ir.DoubleType()
-    return ir.VectorType(element, _count(dtype))
-
-
-@register_model(PointerType)
-class _PointerModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: PointerType) -> None:
-        super().__init__(dmm, fe_type, _INT)
-
-
-@register_model(VectorType)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, dmm: Any, fe_type: VectorType) -> None:
-        super().__init__(dmm, fe_type, _vector(fe_type.dtype))
-
-
-# ------------------------------------------------------------------------ what LLVM has
-
-
-def _at(builder: Any, address: Any, element: ir.Type) -> Any:
-    return builder.inttoptr(address, element.as_pointer())
-
-
-def _load(builder: Any, address: Any, vector: ir.VectorType) -> Any:
-    value = builder.load(_at(builder, address, vector))
-    value.align = _size(vector)
-    return value
-
-
-def _store(builder: Any, value: Any, address: Any) -> None:
-    stored = builder.store(value, _at(builder, address, value.type))
-    stored.align = _size(value.type)
-
-
-def _size(vector: ir.VectorType) -> int:
-    """Bytes per number."""
-    return _BYTES // vector.count
-
-
-def _name(vector: ir.VectorType) -> str:
-    return f"v{vector.count}f{8 * _size(vector)}"
-
-
-def _splat(builder: Any, value: Any, count: int) -> Any:
-    vector = ir.VectorType(value.type, count)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, _LANE(0))
-    lanes = ir.Constant(ir.VectorType(_LANE, count), [0] * count)
-    return builder.shuffle_vector(first, first, lanes)
-
-
-def _mask(builder: Any, n: Any, count: int) -> Any:
-    """A mask of the lanes below n."""
-    numbers = ir.Constant(ir.VectorType(_LANE, count), list(range(count)))
-    limit = _splat(builder, builder.trunc(n, _LANE), count)
-    return builder.icmp_signed("<", numbers, limit)
-
-
-def _masked_load(builder: Any, address: Any, n: Any, vector: ir.VectorType) -> Any:
-    pointer = _at(builder, address, vector)
-    mask = _mask(builder, n, vector.count)
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(vector, [pointer.type, _LANE, mask.type, vector]),
-        f"llvm.masked.load.{_name(vector)}.p0",
-    )
-    align = _LANE(_size(vector))
-    return builder.call(function, [pointer, align, mask, ir.Constant(vector, None)])
-
-
-def _masked_store(builder: Any, value: Any, address: Any, n: Any) -> None:
-    pointer = _at(builder, address, value.type)
-    mask = _mask(builder, n, value.type.count)
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [value.type, pointer.type, _LANE, mask.type]),
-        f"llvm.masked.store.{_name(value.type)}.p0",
-    )
-    align = _LANE(_size(value.type))
-    builder.call(function, [value, pointer, align, mask])
-
-
-def _call_llvm(builder: Any, name: str, *args: Any) -> Any:
-    """Calls an LLVM intrinsic whose arguments and result are vectors of one type."""
-    vector = args[0].type
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(vector, [vector] * len(args)),
-        f"llvm.{name}.{_name(vector)}",
-    )
-    return builder.call(function, args)
-
-
-def _fold(builder: Any, value: Any, combine: Callable) -> Any:
-    """All lanes combined, broadcast to each lane."""
-    count = value.type.count
-    step = count // 2
-    while step:
-        turned = [(lane + step) % count for lane in range(count)]
-        turned = ir.Constant(ir.VectorType(_LANE, count), turned)
-        value = combine(value, builder.shuffle_vector(value, value, turned))
-        step //= 2
-    return value
-
-
-# ----------------------------------------------------------------------- in jitted code
-
-
-@intrinsic
-def _pointer_intrinsic(typing_context, array):
-    def generate(context, builder, signature, args):
-        data = context.make_array(signature.args[0])(context, builder, args[0]).data
-        return builder.ptrtoint(data, _INT)
-
-    return PointerType(array.dtype)(array), generate
-
-
-@overload(pointer)
-def _overload_pointer(array):
-    return lambda array: _pointer_intrinsic(array)
-
-
-@type_callable(operator.add)
-def _type_add(context):
-    def typer(a, b):
-        if isinstance(a, PointerType) and isinstance(b, types.Integer):
-            return a
-        if isinstance(a, VectorType) and a == b:
-            return a
-        return None
-
-    return typer
-
-
-for _operation in (operator.sub, operator.mul):
-
-    @type_callable(_operation)
-    def _type_operation(context):
-        def typer(a, b):
-            return a if isinstance(a, VectorType) and a == b else None
-
-        return typer
-
-
-@lower_builtin(operator.add, PointerType, types.Integer)
-def _lower_offset(context, builder, signature, args):
-    at, step = signature.args[:2]
-    step = context.cast(builder, args[1], step, types.int64)
-    return builder.add(args[0], builder.mul(step, _INT(at.dtype.bitwidth // 8)))
-
-
-@lower_builtin(operator.add, VectorType, VectorType)
-def _lower_add(context, builder, signature, args):
-    return builder.fadd(*args)
-
-
-@lower_builtin(operator.sub, VectorType, VectorType)
-def _lower_sub(context, builder, signature, args):
-    return builder.fsub(*args)
-
-
-@lower_builtin(operator.mul, VectorType, VectorType)
-def _lower_mul(context, builder, signature, args):
-    return builder.fmul(*args)
-
-
-@type_callable(operator.getitem)
-def _type_getitem(context):
-    def typer(p, i):
-        is_place = isinstance(p, PointerType) and isinstance(i, types.Integer)
-        return p.dtype if is_place else None
-
-    return typer
-
-
-@type_callable(operator.setitem)
-def _type_setitem(context):
-    def typer(p, i, x):
-        is_place = isinstance(p, PointerType) and isinstance(i, types.Integer)
-        return types.void if is_place and x == p.dtype else None
-
-    return typer
-
-
-@lower_builtin(operator.getitem, PointerType, types.Integer)
-def _lower_getitem(context, builder, signature, args):
-    address = _lower_offset(context, builder, signature, args)
-    element = context.get_data_type(signature.return_type)
-    return builder.load(_at(builder, address, element))
-
-
-@lower_builtin(operator.setitem, PointerType, types.Integer, types.Float)
-def _lower_setitem(context, builder, signature, args):
-    address = _lower_offset(context, builder, signature, args)
-    builder.store(args[2], _at(builder, address, args[2].type))
-    return context.get_dummy_value()
-
-
-#: numba reads how many arguments a function has from its code.
-_WITH_ARITY: dict[int, Callable] = {
-    1: lambda f: lambda a: f(a),
-    2: lambda f: lambda a, b: f(a, b),
-    3: lambda f: lambda a, b, c: f(a, b, c),
-    4: lambda f: lambda a, b, c, d: f(a, b, c, d),
-    5: lambda f: lambda a, b, c, d, e: f(a, b, c, d, e),
-}
-
-
-def _compiles_to(function: Callable, typed: Callable) -> Callable:
-    """Decorates what a function compiles to: LLVM code, given a builder, the type of
-    vectors and the arguments. `typed` gives the numba signature for their types.
-    """
-    arity = function.__code__.co_argcount
-
-    def register(emit: Callable) -> None:
-        def define(typing_context, *args):
-            vector = _vector(getattr(args[0], "dtype", args[0]))
-
-            def generate(context, builder, signature, values):
-                out = emit(builder, vector, *values)
-                return context.get_dummy_value() if out is None else out
-
-            return typed(*args), generate
-
-        llvm = intrinsic(_WITH_ARITY[arity + 1](define))
-        call = _WITH_ARITY[arity](llvm)
-        overload(function)(_WITH_ARITY[arity](lambda *args: call))
-
-    return register
-
-
-def _of_vectors(*args: types.Type) -> Any:
-    return args[0](*args)
-
-
-def _to_number(v: VectorType) -> Any:
-    return v.dtype(v)
-
-
-def _to_vector(p: Any, *n: types.Type) -> Any:
-    return VectorType(getattr(p, "dtype", p))(p, *[types.int64] * len(n))
-
-
-def _to_nothing(p: PointerType, *args: types.Type) -> Any:
-    return types.void(p, *args)
-
-
-@_compiles_to(lanes, lambda p: types.int64(p))
-def _(builder, vector, p):
-    return _INT(vector.count)
-
-
-@_compiles_to(load, _to_vector)
-def _(builder, vector, p):
-    return _load(builder, p, vector)
-
-
-@_compiles_to(load_some, _to_vector)
-def _(builder, vector, p, n):
-    return _masked_load(builder, p, n, vector)
-
-
-@_compiles_to(prefetch, _to_nothing)
-def _(builder, vector, p):
-    pointer = builder.inttoptr(p, ir.IntType(8).as_pointer())
-    function = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ir.VoidType(), [pointer.type] + 3 * [_LANE]),
-        "llvm.prefetch.p0",
-    )
-    builder.call(function, [pointer, _LANE(0), _LANE(2), _LANE(1)])
-
-
-@_compiles_to(store, _to_nothing)
-def _(builder, vector, p, v):
-    _store(builder, v, p)
-
-
-@_compiles_to(store_some, lambda p, v, n: types.void(p, v, types.int64))
-def _(builder, vector, p, v, n):
-    _masked_store(builder, v, p, n)
-
-
-@_compiles_to(splat, _to_vector)
-def _(builder, vector, x):
-    return _splat(builder, x, vector.count)
-
-
-@_compiles_to(zeros, _to_vector)
-def _(builder, vector, p):
-    return ir.Constant(vector, None)
-
-
-@_compiles_to(fma, _of_vectors)
-def _(builder, vector, a, b, c):
-    return _call_llvm(builder, "fma", a, b, c)
-
-
-@_compiles_to(total, _to_number)
-def _(builder, vector, v):
-    return builder.extract_element(_fold(builder, v, builder.fadd), _LANE(0))
-
-
-def _select(builder: Any, sign: str, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(sign, b, a), b, a)
-
-
-@_compiles_to(larger, _of_vectors)
-def _(builder, vector, a, b):
-    return _select(builder, ">", a, b)
-
-
-@_compiles_to(smaller, _of_vectors)
-def _(builder, vector, a, b):
-    return _select(builder, "<", a, b)
-
-
-@_compiles_to(largest, _to_number)
-def _(builder, vector, v):
-    folded = _fold(builder, v, partial(_select, builder, ">"))
-    return builder.extract_element(folded, _LANE(0))
-
-
-@_compiles_to(floor, _of_vectors)
-def _(builder, vector, v):
-    return _call_llvm(builder, "floor", v)
-
-
-@_compiles_to(power_of_two, _of_vectors)
-def _(builder, vector, v):
-    bits = 8 * _size(vector)
-    bias, shift = (127, 23) if bits == 32 else (1023, 52)
-    integers = ir.VectorType(ir.IntType(bits), vector.count)
-    n = builder.fptosi(v, integers)
-    n = builder.add(n, ir.Constant(integers, [bias] * vector.count))
-    n = builder.shl(n, ir.Constant(integers, [shift] * vector.count))
-    return builder.bitcast(n, vector)
-
-
-@_compiles_to(first, lambda v, n: v(v, types.int64))
-def _(builder, vector, v, n):
-    return builder.select(_mask(builder, n, vector.count), v, ir.Constant(vector, None))
-
-
-@_compiles_to(row_totals, _to_vector)
-def _(builder, vector, p):
-    count, lane = vector.count, max(1, 16 // _size(vector))  # per 128 bits
-    # Add halves of two vectors side by side, then quarters, and so on, in an order
-    # that takes one cheap instruction each. `held[r][j]`: the source of lane j.
-    rows, held = [], []
-    for i in range(count):
-        rows.append(_load(builder, builder.add(p, _INT(_BYTES * i)), vector))
-        held.append([i] * count)
-    step = count // 2
-    while step:
-        group = lane if step < lane else count
-        low = [j for j in range(count) if not j & step]
-        pairs = []  # per group: the kept lanes of the first, then of the second
-        for g in range(0, count, group):
-            own = [j for j in low if g <= j < g + group]
-            pairs += own + [count + j for j in own]
-        masks = [
-            ir.Constant(ir.VectorType(_LANE, count), [j + more for j in pairs])
-            for more in (0, step)
-        ]
-        for i in range(len(rows) // 2):
-            a, b = rows[2 * i], rows[2 * i + 1]
-            parts = (builder.shuffle_vector(a, b, mask) for mask in masks)
-            both = held[2 * i] + held[2 * i + 1]
-            rows[i], held[i] = builder.fadd(*parts), [both[j] for j in pairs]
-        rows, held = rows[: len(rows) // 2], held[: len(held) // 2]
-        step //= 2
-    order = [held[0].index(i) for i in range(count)]
-    order = ir.Constant(ir.VectorType(_LANE, count), order)
-    return builder.shuffle_vector(rows[0], rows[0], order)
-
-
-@_compiles_to(
-    transpose_square,
-    lambda target, ldt, source, lds: types.void(
-        target, types.int64, source, types.int64
-    ),
-)
-def _(builder, vector, target, ldt, source, lds):
-    ldt, lds = (builder.mul(x, _INT(_size(vector))) for x in (ldt, lds))
-    count, rows = vector.count, []
-    for i in range(count):
-        address = builder.add(source, builder.mul(lds, _INT(i)))
-        rows.append(_load(builder, address, vector))
-    step = 1
-    while step < count:  # swap the off-diagonal squares of size `step`
-        low = [j if not j & step else count + j - step for j in range(count)]
-        high = [j + step if not j & step else count + j for j in range(count)]
-        masks = [ir.Constant(ir.VectorType(_LANE, count), x) for x in (low, high)]
-        for i in range(count):
-            if not i & step:
-                pair = rows[i], rows[i + step]
-                rows[i], rows[i + step] = (
-                    builder.shuffle_vector(*pair, mask) for mask in masks
-                )
-        step *= 2
-    for i in range(count):
-        address = builder.add(target, builder.mul(ldt, _INT(i)))
-        _store(builder, rows[i], address)
 
 
 @inlined
@@ -664,137 +395,182 @@ def store_part(p, v, n):
         store_some(p, v, n)
 
 
+@_compiles_to(_to_nothing, _Code.prefetch)
+def prefetch(p: Pointer) -> None:
+    """Prefetches the pointer's cache line."""
+
+
+@_compiles_to(_to_vector, _Code.splat)
+def splat(x: Any) -> np.ndarray:
+    """A vector with one number in all lanes."""
+    return np.full(_BYTES // x.itemsize, x)
+
+
+@_compiles_to(_to_vector, lambda code, p: code.zeros)
+def zeros(p: Pointer) -> np.ndarray:
+    """A vector of zeros of the pointer's dtype."""
+    return np.zeros(lanes(p), p.memory.dtype)
+
+
+@_compiles_to(_of_vectors, _Code.fma)
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Returns a * b + c, rounded once."""
+    return a * b + c
+
+
+@_compiles_to(_to_number, _Code.total)
+def total(v: np.ndarray) -> Any:
+    """The sum over the lanes of a vector."""
+    return v.sum()
+
+
+@_compiles_to(lambda v, n: v(v, types.int64), _Code.first)
+def first(v: np.ndarray, n: int) -> np.ndarray:
+    """The first `n` numbers of a vector, then zeros, even in place of NaN."""
+    return np.where(np.arange(v.shape[0]) < n, v, v.dtype.type(0))
+
+
+@_compiles_to(_of_vectors, lambda code, a, b: code.choose(">", a, b))
+def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The larger number in each lane; that of `a`, NaN included, unless `b` is."""
+    return np.where(b > a, b, a)
+
+
+@_compiles_to(_of_vectors, lambda code, a, b: code.choose("<", a, b))
+def smaller(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The smaller number in each lane; that of `a`, NaN included, unless `b` is."""
+    return np.where(b < a, b, a)
+
+
+@_compiles_to(_to_number, _Code.largest)
+def largest(v: np.ndarray) -> Any:
+    """The largest number of a vector; arbitrary if one of them is NaN."""
+    return v.max()
+
+
+@_compiles_to(_of_vectors, lambda code, v: code.call("floor.*", v.type, v))
+def floor(v: np.ndarray) -> np.ndarray:
+    """The numbers of a vector, rounded down to integers."""
+    return np.floor(v)
+
+
+@_compiles_to(_of_vectors, _Code.power_of_two)
+def power_of_two(v: np.ndarray) -> np.ndarray:
+    """Two to the power of integral values within the exponents of normal numbers."""
+    return np.exp2(v)
+
+
+@_compiles_to(_to_vector, _Code.row_totals)
+def row_totals(p: Pointer) -> np.ndarray:
+    """The sum of each of `lanes(p)` consecutive vectors, as one vector."""
+    return p.next(lanes(p) ** 2).reshape(-1, lanes(p)).sum(1)
+
+
+@_compiles_to(_to_nothing, _Code.transpose_square)
+def transpose_square(target: Pointer, ldt: int, source: Pointer, lds: int) -> None:
+    """Transposes a square of `lanes(source)` rows and columns.
+
+    Consecutive rows are `lds` numbers apart in the source, `ldt` in the target.
+    """
+    rows = [load(source + i * lds) for i in range(lanes(source))]
+    for i, row in enumerate(np.stack(rows, 1)):
+        store(target + i * ldt, row)
+
+
 # ---------------------------------------------------------------------- matrix products
 
-
-def _apart() -> None:
-    """Keeps the calling function from being inlined into each of its callers."""
-
-
-@overload(_apart, inline="always")
-def _overload_apart():
-    return lambda: _apart_intrinsic()
-
-
-@intrinsic
-def _apart_intrinsic(typing_context):
-    def generate(context, builder, signature, args):
-        builder.function.attributes.add("noinline")
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
 #: How C is updated: to A B, C + A B or C - A B.
-SET, ADD, SUBTRACT = 0, 1, 2
+SET, ADD, SUBTRACT = 0, 1, -1
 
 
-def _tile(rows: int, side: int, *, some: bool = False, gathered: bool = False) -> Any:
-    """Makes the product of `rows` rows of A with `side` adjacent vectors of B's rows.
+def _product(
+    heights: Iterable[int], side: int, *, some: bool = False, gathered: bool = False
+) -> Callable:
+    """Makes the product of a few rows of A, as many as one of the heights, with `side`
+    adjacent vectors of B's rows, which keeps all sums in registers. Its arguments:
 
-    All sums stay in registers. With `some`, only the first `n` numbers of rows of B and
-    C are accessed; with `gathered`, index arrays tell the rows of B and C.
+    * C: a pointer, how far apart rows are, and with `gathered` the address of their
+      indices; A: a pointer, how far apart rows are, and columns; B: as C.
+    * The first row of A, the number of rows, that of columns, and with `some`, how many
+      numbers of rows of B and C are accessed.
+    * How C is updated.
     """
 
-    def generate(context, builder, signature, args):
-        c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n = args
-        vector = _vector(signature.args[0].dtype)
-        ldc, ra, ca, ldb = (
-            builder.mul(x, _INT(_size(vector))) for x in (ldc, ra, ca, ldb)
-        )
+    def typed(c: Any, a: Any, b: Any, size: Any, mode: Any) -> Any:
+        i, p = types.int64, c[0]
+        matrix = types.Tuple([p, i, i])
+        return types.void(matrix, matrix, matrix, types.UniTuple(i, 4), i)
 
-        def row(base, stride, index, i):
+    def lower(context: Any, builder: Any, signature: Any, args: Any) -> None:
+        code = _Code(builder, signature.args[0][0].dtype)
+        unpacked = (cgutils.unpack_tuple(builder, x) for x in args[:4])
+        c, (a, ra, ca), b, (start, m, k, n) = unpacked
+        mode = args[4]
+
+        def row(matrix: Any, i: Any) -> list[Any]:
+            address, stride, index = matrix
             if gathered:
                 place = builder.add(index, builder.mul(i, _INT(8)))
-                i = builder.load(_at(builder, place, _INT))
-            return builder.add(base, builder.mul(i, stride))
+                i = code.number(place, _INT)
+            address = code.row(address, stride, i)
+            return [code.row(address, code.count, j) for j in range(side)]
 
-        def read(address, j):
-            address = builder.add(address, _INT(_BYTES * j))
-            if some:
-                return _masked_load(builder, address, n, vector)
-            return _load(builder, address, vector)
+        def read(address: Any) -> Any:
+            return code.load_some(address, n) if some else code.load(address)
 
-        def write(value, address, j):
-            address = builder.add(address, _INT(_BYTES * j))
+        def write(address: Any, value: Any) -> None:
             if some:
-                _masked_store(builder, value, address, n)
+                code.store_some(address, value, n)
             else:
-                _store(builder, value, address)
+                code.store(address, value)
 
-        before = builder.block
-        names = ("loop", "step", "done", "set", "change", "add", "subtract", "end")
-        loop, step, done, set_, change, add, subtract, end = map(
-            builder.append_basic_block, names
-        )
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        i, at = builder.phi(_INT), builder.phi(_INT)
-        sums = [builder.phi(vector) for _ in range(rows * side)]
-        for phi, start in ((i, _INT(0)), (at, a)):
-            phi.add_incoming(start, before)
-        for phi in sums:
-            phi.add_incoming(ir.Constant(vector, None), before)
-        builder.cbranch(builder.icmp_signed("<", i, k), step, done)
-
-        builder.position_at_end(step)
-        address = row(b, ldb, at_b, i)
-        right = [read(address, j) for j in range(side)]
-        for r in range(rows):
-            left = builder.add(at, builder.mul(ra, _INT(r)))
-            left = builder.load(_at(builder, left, vector.element))
-            left = _splat(builder, left, vector.count)
-            for j in range(side):
-                phi = sums[r * side + j]
-                added = _call_llvm(builder, "fma", left, right[j], phi)
-                phi.add_incoming(added, step)
-        i.add_incoming(builder.add(i, _INT(1)), step)
-        at.add_incoming(builder.add(at, ca), step)
-        builder.branch(loop)
-
-        builder.position_at_end(done)
-        builder.cbranch(builder.icmp_signed("==", mode, _INT(SET)), set_, change)
-        builder.position_at_end(change)
-        builder.cbranch(builder.icmp_signed("==", mode, _INT(ADD)), add, subtract)
-        for block, operation in (
-            (set_, None), (add, builder.fadd), (subtract, builder.fsub)
-        ):  # fmt: skip
+        is_set, is_sum = (builder.icmp_signed("==", mode, _INT(x)) for x in (SET, ADD))
+        a = code.row(a, ra, start)
+        end = builder.append_basic_block()
+        choice = builder.switch(m, end)
+        for rows in heights:
+            block = builder.append_basic_block()
+            choice.add_case(_INT(rows), block)
             builder.position_at_end(block)
-            for r in range(rows):
-                address = row(c, ldc, at_c, _INT(r))
-                for j in range(side):
-                    value = sums[r * side + j]
-                    if operation is not None:
-                        value = operation(read(address, j), value)
-                    write(value, address, j)
+            sums = [
+                cgutils.alloca_once_value(builder, code.zeros)
+                for _ in range(rows * side)
+            ]
+            with cgutils.for_range(builder, k) as loop:
+                right = [read(x) for x in row(b, loop.index)]
+                column = code.row(a, ca, loop.index)
+                for r in range(rows):
+                    left = code.splat(code.number(code.row(column, ra, r)))
+                    for j, at in enumerate(sums[r * side : (r + 1) * side]):
+                        builder.store(code.fma(left, right[j], builder.load(at)), at)
+            out = [x for r in range(rows) for x in row(c, builder.add(start, _INT(r)))]
+            with builder.if_else(is_set) as (then, otherwise):
+                with then:
+                    for x, at in zip(out, sums, strict=True):
+                        write(x, builder.load(at))
+                with otherwise:
+                    for x, at in zip(out, sums, strict=True):
+                        old, new = read(x), builder.load(at)
+                        both = builder.fadd(old, new), builder.fsub(old, new)
+                        write(x, builder.select(is_sum, *both))
             builder.branch(end)
         builder.position_at_end(end)
-        return context.get_dummy_value()
 
-    @intrinsic
-    def llvm_tile(context, c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):
-        i = types.int64
-        return types.void(c, i, i, c, i, i, c, i, i, i, i, i), generate
-
-    def tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):
-        width = n if some else side * lanes(c)
-        own = _indices(at_c, rows) if gathered else range(rows)
+    @compiles_to(typed, lower)
+    def product(c: Any, a: Any, b: Any, size: Any, mode: int) -> None:
+        (p, ldc, at_c), (left, ra, ca), (q, ldb, at_b) = c, a, b
+        start, m, k, n = size
+        width = n if some else side * lanes(p)
+        own = _indices(at_c, start + m) if gathered else range(start + m)
         other = _indices(at_b, k) if gathered else range(k)
-        for r in range(rows):
-            row, out = a + r * ra, (c + own[r] * ldc).next(width)
+        for r in range(start, start + m):
+            row, out = left + r * ra, (p + own[r] * ldc).next(width)
             sums = np.zeros_like(out)
             for i in range(k):
-                sums += row[i * ca] * (b + other[i] * ldb).next(width)
-            out[:] = sums if mode == SET else out + sums if mode == ADD else out - sums
+                sums += row[i * ca] * (q + other[i] * ldb).next(width)
+            out[:] = sums if mode == SET else out + mode * sums
 
-    @overload(tile)
-    def overload_tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):
-        def call(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n):
-            llvm_tile(c, ldc, at_c, a, ra, ca, b, ldb, at_b, k, mode, n)
-
-        return call
-
-    return tile
+    return product
 
 
 def _indices(address: int, count: int) -> np.ndarray:
@@ -802,68 +578,17 @@ def _indices(address: int, count: int) -> np.ndarray:
     return np.ctypeslib.as_array((c_int64 * count).from_address(int(address)))
 
 
-def _panel(*, gathered: bool = False) -> Callable:
-    """Makes the product of any number of rows of A with `_SIDE` vectors of B's rows."""
-    t1, t2, t3, t4, t5, t6 = (
-        _tile(rows, _SIDE, gathered=gathered) for rows in range(1, 7)
-    )
-
-    @inlined
-    def panel(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, k, mode):
-        i, shares = 0, (m + 5) // 6
-        for share in range(shares, 0, -1):  # of even size, as small tiles are slow
-            rows = (m - i + share - 1) // share
-            p = a + i * ra
-            q = c if gathered else c + i * ldc
-            x = at_c + 8 * i
-            if rows == 6:
-                t6(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
-            elif rows == 5:
-                t5(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
-            elif rows == 4:
-                t4(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
-            elif rows == 3:
-                t3(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
-            elif rows == 2:
-                t2(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
-            else:
-                t1(q, ldc, x, p, ra, ca, b, ldb, at_b, k, mode, 0)
-            i += rows
-
-    return panel
+_panel = _product(range(1, 7), _SIDE)
+_panel_of_rows = _product(range(1, 7), _SIDE, gathered=True)
+_column = _product((1, 2, 3, 6, 12), 1, some=True)
 
 
-def _column() -> Callable:
-    """Makes the product of any number of rows of A with one vector, or less, of B."""
-    t1, t2, t3, t6, t12 = (_tile(rows, 1, some=True) for rows in (1, 2, 3, 6, 12))
-
-    @inlined
-    def column(c, ldc, a, ra, ca, b, ldb, m, k, mode, n):
-        i = 0
-        while i < m:
-            p, q = a + i * ra, c + i * ldc
-            if m - i >= 12:
-                t12(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
-                i += 12
-            elif m - i >= 6:
-                t6(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
-                i += 6
-            elif m - i >= 3:
-                t3(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
-                i += 3
-            elif m - i == 2:
-                t2(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
-                i += 2
-            else:
-                t1(q, ldc, 0, p, ra, ca, b, ldb, 0, k, mode, n)
-                i += 1
-
-    return column
-
-
-_panel_of_rows, _panel_of_gathered, _column_of_rows = (
-    _panel(), _panel(gathered=True), _column()
-)  # fmt: skip
+@compiles_to(
+    lambda: types.void(),
+    lambda context, builder, *_: builder.function.attributes.add("noinline"),
+)
+def _apart() -> None:
+    """Keeps the calling function from being inlined into each of its callers."""
 
 
 @jit
@@ -874,14 +599,21 @@ def gemm(c, ldc, a, ra, ca, b, ldb, m, n, k, mode):
     numbers apart and its columns `ca`, so A may be transposed.
     """
     _apart()
-    width, j = lanes(c), 0
-    while j + _SIDE * width <= n:
-        _panel_of_rows(c + j, ldc, 0, a, ra, ca, b + j, ldb, 0, m, k, mode)
-        j += _SIDE * width
+    width, left, j = lanes(c), (a, ra, ca), 0
     while j < n:
-        count = min(width, n - j)
-        _column_of_rows(c + j, ldc, a, ra, ca, b + j, ldb, m, k, mode, count)
-        j += width
+        C, B, i = (c + j, ldc, 0), (b + j, ldb, 0), 0
+        if j + _SIDE * width <= n:
+            for share in range((m + 5) // 6, 0, -1):  # even: small tiles are slow
+                rows = (m - i + share - 1) // share
+                _panel(C, left, B, (i, rows, k, 0), mode)
+                i += rows
+            j += _SIDE * width
+        else:
+            while i < m:
+                rows = 12 if m - i >= 12 else 6 if m - i >= 6 else min(m - i, 3)
+                _column(C, left, B, (i, rows, k, min(width, n - j)), mode)
+                i += rows
+            j += width
 
 
 def vector_lanes(dtype: np.dtype) -> tuple[int, int]:
@@ -898,4 +630,11 @@ def gemm_rows(c, ldc, at_c, a, ra, ca, b, ldb, at_b, m, n, k, mode):
     `vector_lanes(dtype)[1]`.
     """
     for j in range(0, n, _SIDE * lanes(c)):
-        _panel_of_gathered(c + j, ldc, at_c, a, ra, ca, b + j, ldb, at_b, m, k, mode)
+        i = 0
+        for share in range((m + 5) // 6, 0, -1):
+            rows = (m - i + share - 1) // share
+            size = i, rows, k, 0
+            _panel_of_rows(
+                (c + j, ldc, at_c), (a, ra, ca), (b + j, ldb, at_b), size, mode
+            )
+            i += rows

@@ -5,12 +5,14 @@ processed number by number.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, overload
+from numba.extending import overload
 
+from pyg_chimera.ops.common.compilation import compiles_to
 from pyg_chimera.ops.common.numba_runtime import jit
 from pyg_chimera.ops.common.simd import (
     SET,
@@ -240,6 +242,16 @@ def _overload_exp2(x):
 # --------------------------------------------------------------- what numba cannot say
 
 
+def _mark(context: Any, builder: Any, signature: Any, args: Any) -> None:
+    for argument in builder.function.args:
+        if isinstance(argument.type, ir.PointerType):
+            argument.add_attribute("noalias")
+    attributes = builder.function.attributes
+    if isinstance(attributes, set):  # llvmlite's `add` rejects those with a value
+        set.add(attributes, '"prefer-vector-width"="512"')
+
+
+@compiles_to(lambda: types.void(), _mark)
 def optimized() -> None:
     """Passes hints to the compiler of the calling kernel that numba has no options for.
 
@@ -247,22 +259,3 @@ def optimized() -> None:
     Second, to use the full vector width: LLVM may prefer half of it to keep clock rates
     high, which takes 1.5 times as long here.
     """
-
-
-@overload(optimized, inline="always")
-def _overload_optimized():
-    return lambda: _mark_caller()
-
-
-@intrinsic
-def _mark_caller(typing_context):
-    def generate(context, builder, signature, args):
-        for argument in builder.function.args:
-            if isinstance(argument.type, ir.PointerType):
-                argument.add_attribute("noalias")
-        attributes = builder.function.attributes
-        if isinstance(attributes, set):  # llvmlite's `add` rejects those with a value
-            set.add(attributes, '"prefer-vector-width"="512"')
-        return context.get_dummy_value()
-
-    return types.void(), generate

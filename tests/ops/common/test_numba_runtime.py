@@ -65,7 +65,7 @@ def test_denormals_are_zero_in_kernels_only(kind):
 
 
 def test_python_threads_without_openmp(monkeypatch):
-    monkeypatch.setattr(numba_runtime._TEAM, "openmp", None)
+    monkeypatch.setattr(numba_runtime, "_OPENMP", None)
     names = set()
 
     def kernel(first, last, stop, scratch):
