@@ -35,15 +35,8 @@ __all__ = ["ChimeraBlock", "GatedBlock", "RangedBlock"]
 
 
 class GatedBlock(Mixer):
-    r"""What layers have around their recurrence: a projection to values before it, and
-    a gate, a norm and a projection after it.
-
-    Subclasses make their parameters, of which this class resets and uses
-    :obj:`lin_value`, :obj:`lin_gate` (or :obj:`None`), :obj:`norm` and :obj:`lin_out`.
-
-    Args:
-        bias (bool): Whether projections have an additive bias.
-        edge_dim (int, optional): Size of edge features.
+    r"""What layers have around their recurrence: projections and a local filter before
+    it, and a norm, a gate and a projection after it. Subclasses make the parameters.
     """
 
     lin_gate: Linear | None
@@ -118,7 +111,6 @@ class ChimeraBlock(GatedBlock):
     projections :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` before the recurrence, and
     the gated block of Mamba-2 after it (Figure 6 of the paper), with the norm before
     the gate by default.
-
     """
 
     #: Whether the output is linear in the values, with a sum over paths as weights.

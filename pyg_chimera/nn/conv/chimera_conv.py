@@ -264,8 +264,8 @@ class ChimeraConv(RangedBlock):
             ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.resolvent_mix`.
         """
-        num_nodes = x.size(0)
         edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
+        num_nodes = x.size(0)
         query, key, value = self.project(x, self.over_edges(edge_index))
 
         # Without a norm, gates read directions only, so that outputs are proportional

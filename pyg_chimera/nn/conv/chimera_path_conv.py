@@ -101,8 +101,8 @@ class ChimeraPathConv(RangedBlock):
             ValueError: If an edge has no reverse, the graph is not made of paths, or as
                 in :func:`~pyg_chimera.ops.resolvent_mix`.
         """
-        num_nodes = x.size(0)
         edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
+        num_nodes = x.size(0)
         query, key, value = self.project(x, self.over_edges(edge_index))
 
         gates = self.selectivities(x) + self.delta_bias

@@ -138,8 +138,8 @@ class HierarchicalMemoryConv(ChimeraBlock):
                 :func:`~pyg_chimera.ops.dag_scan`.
             CycleError: If there is a cycle.
         """
-        num_nodes, heads = x.size(0), self.heads
         edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
+        num_nodes, heads = x.size(0), self.heads
         query, key, value = self.project(x, self.over_edges(edge_index))
         gates = self.selectivities(x) + self.delta_bias
         node = F.softplus(gates[:, :_LEVELS]).flatten(1)  # [V, levels * heads]
