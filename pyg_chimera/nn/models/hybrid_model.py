@@ -185,8 +185,8 @@ class HybridModel(GraphModel):
         on = _ON_GRAPHS if kind == "graph" else _ON_DAGS
         attentions: dict[str, _Make] = {"full": full, "khop": KHopAttentionConv}
         make = {
-            "r": _mixer("recurrence", recurrence, on, recurrence_kwargs),
-            "a": _mixer("attention", attention, attentions, attention_kwargs),
+            "r": _mixer("recurrence", recurrence, on, recurrence_kwargs, kind),
+            "a": _mixer("attention", attention, attentions, attention_kwargs, kind),
         }
         alternating = kind != "graph" and not causal
 
@@ -236,10 +236,17 @@ class HybridModel(GraphModel):
 
 
 def _mixer(
-    role: str, name: str, known: Mapping[str, _Make], options: Mapping[str, Any] | None
+    role: str,
+    name: str,
+    known: Mapping[str, _Make],
+    options: Mapping[str, Any] | None,
+    kind: str,
 ) -> _Make:
     """What makes a mixer from what the model sets."""
-    check_option(role, name, tuple(known))
+    if name not in known:
+        raise ValueError(
+            f"'{role}' must be one of {tuple(known)} for kind={kind!r}, got {name!r}"
+        )
     taken = sorted(_SET & {*(options or {})})
     if taken:
         raise ValueError(f"'{role}_kwargs' must not have {taken}, which the model sets")
