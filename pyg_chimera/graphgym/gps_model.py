@@ -1,6 +1,5 @@
 """Layers of GraphGPS with our mixers; importing this module requires GraphGPS."""
 
-from typing import Any
 from warnings import warn
 
 import torch
@@ -12,10 +11,9 @@ from torch_geometric.graphgym.config import cfg
 
 from pyg_chimera.graphgym.mixers import (
     MIXERS,
-    edge_features,
     edge_width,
     make_mixer,
-    structure,
+    run_mixer,
 )
 from pyg_chimera.nn._routing import Route
 
@@ -29,16 +27,10 @@ class ChimeraGPSLayer(GPSLayer):
     local model, but the edges that :obj:`CustomGatedGCN` has updated.
     """
 
-    mixer: torch.nn.Module
-    dropout: torch.nn.Module
-    norm_name: str
-    edge_dim: int | None
-    _route: Route
-    _batch: Data | None
-
-    @classmethod
-    def of(cls, layer: GPSLayer, name: str, index: int) -> "ChimeraGPSLayer":
-        """Builds it from a layer without a global model, whose parts it takes over."""
+    def __init__(self, layer: GPSLayer, name: str, index: int) -> None:
+        # All that the layer has, in place of making it again: the arguments of its
+        # constructor depend on the version of GraphGPS.
+        self.__dict__.update(layer.__dict__)
         # The parts after the global model have these names in GraphGPS, or in the code
         # of "Where Did the Gap Go?" (toenshoff/LRGB).
         kinds = [x for x in ("attn", "global") if hasattr(layer, f"dropout_{x}")]
@@ -48,19 +40,16 @@ class ChimeraGPSLayer(GPSLayer):
                 "which our mixers stand: take one of the networks instead, such as "
                 "model.type ChimeraGPS"
             )
-        layer.__class__ = cls
-        layer.dropout = getattr(layer, f"dropout_{kinds[0]}")
-        layer.norm_name = f"norm1_{kinds[0]}"
-        layer.global_model_type = name
-        edge_dim = cfg.gnn.dim_edge if "dim_edge" in cfg.gnn else layer.dim_h
-        layer.edge_dim = edge_width(edge_dim)
-        layer.mixer = make_mixer(
-            name, layer.dim_h, heads=layer.num_heads, edge_dim=layer.edge_dim,
+        self.dropout = getattr(layer, f"dropout_{kinds[0]}")
+        self.norm_name = f"norm1_{kinds[0]}"
+        self.global_model_type = name
+        self.edge_dim = edge_width(cfg.gnn.get("dim_edge", layer.dim_h))
+        self.mixer = make_mixer(
+            name, layer.dim_h, heads=layer.num_heads, edge_dim=self.edge_dim,
             index=index,
         )  # fmt: skip
-        layer._route = Route.of(layer.mixer, graph=True)
-        layer._batch = None
-        return layer
+        self._route = Route.of(self.mixer, graph=True)
+        self._batch: Data | None = None
 
     def forward(self, batch: Data) -> Data:
         r"""Replaces the node features of the batch, and where updated, its edge
@@ -94,11 +83,7 @@ class ChimeraGPSLayer(GPSLayer):
         )
 
     def _mix(self, batch: Data) -> Tensor:
-        args: dict[str, Any] = structure(batch, self._route.accepts)
-        args["batch"] = batch.batch
-        args["edge_attr"] = edge_features(batch, self.edge_dim)
-        args = self._route.select(args)
-        x = self._route.call(self.mixer, batch.x, batch.edge_index, batch.batch, args)
+        x = run_mixer(self.mixer, self._route, batch.x, batch, self.edge_dim)
         x = batch.x + self.dropout(x)
         if self.layer_norm:
             x = getattr(self, self.norm_name)(x, batch.batch)
@@ -119,6 +104,8 @@ class ChimeraGPSModel(GPSModel):
     Raises:
         ValueError: If an option in :obj:`chimera.*` does not fit the mixer.
     """
+
+    layers: torch.nn.Sequential
 
     def __init__(self, dim_in: int, dim_out: int) -> None:
         layer_type = cfg.gt.layer_type
@@ -150,5 +137,6 @@ class ChimeraGPSModel(GPSModel):
             super().__init__(dim_in, dim_out)
         finally:
             cfg.gt.layer_type = layer_type
-        for index, layer in enumerate(self.layers):
-            ChimeraGPSLayer.of(layer, name, index)
+        self.layers = torch.nn.Sequential(
+            *(ChimeraGPSLayer(x, name, index) for index, x in enumerate(self.layers))
+        )

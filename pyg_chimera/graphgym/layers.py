@@ -8,12 +8,7 @@ from torch_geometric.graphgym.models.layer import LayerConfig
 from torch_geometric.nn.dense.linear import Linear
 from typing_extensions import Self
 
-from pyg_chimera.graphgym.mixers import (
-    edge_features,
-    edge_width,
-    make_mixer,
-    structure,
-)
+from pyg_chimera.graphgym.mixers import edge_width, make_mixer, run_mixer
 from pyg_chimera.nn._routing import Route
 
 __all__ = ["MixerLayer"]
@@ -64,9 +59,5 @@ class MixerLayer(torch.nn.Module):
             batch (torch_geometric.data.Data): The batch.
         """
         x = batch.x if self.lin is None else self.lin(batch.x)
-        args: dict[str, Any] = structure(batch, self._route.accepts)
-        args["batch"] = batch.batch
-        args["edge_attr"] = edge_features(batch, self.edge_dim)
-        args = self._route.select(args)
-        batch.x = self._route.call(self.model, x, batch.edge_index, batch.batch, args)
+        batch.x = run_mixer(self.model, self._route, x, batch, self.edge_dim)
         return batch

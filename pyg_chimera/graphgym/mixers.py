@@ -18,6 +18,7 @@ from pyg_chimera.nn import (
     KHopAttentionConv,
     PLSTMConv,
 )
+from pyg_chimera.nn._routing import Route
 from pyg_chimera.ops.common.checks import readable
 from pyg_chimera.ops.structure import check_stored
 
@@ -27,6 +28,7 @@ __all__ = [
     "edge_width",
     "make_hybrid",
     "make_mixer",
+    "run_mixer",
     "structure",
 ]
 
@@ -204,3 +206,16 @@ def structure(batch: Data, accepts: Callable[[str], bool]) -> dict[str, Tensor]:
     if readable():
         check_stored(batch, stored.values())
     return {name: batch[key] for name, key in stored.items()}
+
+
+def run_mixer(
+    mixer: torch.nn.Module, route: Route, x: Tensor, batch: Data, edge_dim: int | None
+) -> Tensor:
+    """The mixer's output for the nodes of a batch, given how to call it."""
+    given = {
+        **structure(batch, route.accepts),
+        "batch": batch.batch,
+        "edge_attr": edge_features(batch, edge_dim),
+    }
+    args = route.select(given)
+    return route.call(mixer, x, batch.edge_index, batch.batch, args)

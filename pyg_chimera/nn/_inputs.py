@@ -20,6 +20,7 @@ from pyg_chimera.ops.structure.edges import edges_of
 from pyg_chimera.ops.structure.grid import grid_sizes
 
 __all__ = [
+    "all_parameters",
     "as_edges",
     "at_least_float32",
     "check_batch",
@@ -42,6 +43,23 @@ __all__ = [
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def all_parameters(cls: type) -> list[inspect.Parameter]:
+    """The parameters of a layer's constructor, and of those of its base classes to
+    which it passes on ``**kwargs``.
+    """
+    own: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__[: cls.__mro__.index(MessagePassing)]:
+        if "__init__" not in vars(base):
+            continue
+        given = [*inspect.signature(vars(base)["__init__"]).parameters.values()][1:]
+        own |= {
+            x.name: own.get(x.name, x) for x in given if x.kind is not x.VAR_POSITIONAL
+        }
+        if all(x.kind is not x.VAR_KEYWORD for x in given):
+            break
+    return sorted(own.values(), key=lambda x: x.kind)
+
+
 def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The further arguments of a layer, if they are those of message passing.
 
@@ -52,16 +70,9 @@ def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
     known -= {"aggr", "node_dim", "decomposed_layers"}  # without effect, or worse
     for name in kwargs:
         if name not in known:
-            classes = type(layer).__mro__[: type(layer).__mro__.index(MessagePassing)]
-            own = dict.fromkeys(
-                parameter
-                for cls in classes
-                if not cls.__module__.rpartition(".")[2].startswith("_")
-                for parameter, kind in inspect.signature(cls).parameters.items()
-                if kind.kind is not kind.VAR_KEYWORD
-            )
+            own = [x.name for x in all_parameters(type(layer))][:-1]
             raise TypeError(
-                f"{type(layer).__name__} has no argument '{name}'; it has {[*own]}, "
+                f"{type(layer).__name__} has no argument '{name}'; it has {own}, "
                 "and those of MessagePassing"
             )
     return kwargs

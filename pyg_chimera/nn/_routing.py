@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import MultiheadAttention, TransformerEncoder, TransformerEncoderLayer
 from torch_geometric.nn import MessagePassing
 from torch_geometric.nn import Sequential as GraphSequential
 from torch_geometric.nn.inits import reset
@@ -15,7 +16,8 @@ __all__ = ["Route", "reset_layer", "unwrapped"]
 
 #: Where modules that wrap others, to compile, checkpoint or shard them, keep these.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
-_ENCODERS = (torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
+#: PyTorch's modules on padded graphs.
+_PADDED = (MultiheadAttention, TransformerEncoderLayer, TransformerEncoder)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -40,31 +42,32 @@ class Route(NamedTuple):
     """How to call a module on a graph, determined once from its ``forward``.
 
     Args:
-        style (str): ``"graph"`` modules take ``(x, edge_index, ...)``, ``"nodes"``
-            modules ``(x, ...)``, ``"dense"`` modules padded graphs and their mask,
-            ``"attention"`` is :class:`torch.nn.MultiheadAttention`, and ``"encoder"``
-            are PyTorch's layers around it.
-        names (tuple[str, ...]): The parameters after the first one.
+        names (tuple[str, ...]): The parameters after the first one, ``x``.
         is_open (bool): Whether ``forward`` takes any keyword (``**kwargs``).
+        edges (bool): Whether it takes ``(x, edge_index, ...)``.
+        padded (bool): Whether it takes padded graphs and their mask.
     """
 
-    style: str
     names: tuple[str, ...]
     is_open: bool
+    edges: bool
+    padded: bool
 
     @classmethod
     def of(cls, module: torch.nn.Module, *, graph: bool = False) -> "Route":
         """Inspects :obj:`module`, which takes edges if :obj:`graph` is set."""
         module = unwrapped(module)
+        if isinstance(module, _PADDED):
+            return cls((), is_open=False, edges=False, padded=True)
         parameters = inspect.signature(module.forward).parameters.values()
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        names = tuple(
-            p.name
-            for p in parameters
-            if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        kinds = (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.KEYWORD_ONLY,
         )
+        names = [p.name for p in parameters if p.kind in kinds]
         if isinstance(module, GraphSequential):  # Its `forward` is (*args, **kwargs).
-            names, is_open = tuple(module.signature.param_dict), False
+            names, is_open = [*module.signature.param_dict], False
         if graph and not names:
             raise TypeError(
                 f"'forward' of {type(module).__name__} must name what it takes, such "
@@ -73,20 +76,10 @@ class Route(NamedTuple):
             )
         names = names[1:]
         # PyG's sign for no edge features, and that of GatedGCNConv, which may be lazy
-        if getattr(module, "edge_dim", -1) in (None, 0):
-            names = tuple(name for name in names if name != "edge_attr")
-
-        if isinstance(module, torch.nn.MultiheadAttention):
-            style, names = "attention", ()
-        elif isinstance(module, _ENCODERS):
-            style, names = "encoder", ()
-        elif graph or "edge_index" in names or isinstance(module, MessagePassing):
-            style = "graph"
-        elif "mask" in names:
-            style = "dense"
-        else:
-            style = "nodes"
-        return cls(style, names, is_open)
+        if getattr(module, "edge_dim", -1) in (None, 0) and "edge_attr" in names:
+            names.remove("edge_attr")
+        edges = graph or "edge_index" in names or isinstance(module, MessagePassing)
+        return cls(tuple(names), is_open, edges, not edges and "mask" in names)
 
     def accepts(self, name: str) -> bool:
         """Whether ``forward`` has a parameter called :obj:`name`."""
@@ -105,28 +98,32 @@ class Route(NamedTuple):
         kwargs: dict[str, Any],
     ) -> Any:
         """Calls :obj:`module` with keyword arguments out of :meth:`select`."""
-        if self.style == "graph":
-            if "edge_index" in self.names[1:]:
-                return module(x, edge_index=edge_index, **kwargs)
-            return module(x, edge_index, **kwargs)
-        if self.style == "nodes":
+        if self.padded:
+            return x if x.size(0) == 0 else _on_padded(module, x, batch, kwargs)
+        if not self.edges:
             return module(x, **kwargs)
-        if x.size(0) == 0:
-            return x
-        dense, mask, place = _padded(x, batch)
-        if self.style == "dense":
-            out = module(dense, mask=mask, **kwargs)
-        else:
-            turned = not _is_batch_first(module)
-            dense = dense.transpose(0, 1) if turned else dense
-            if self.style == "encoder":
-                out = module(dense, src_key_padding_mask=~mask)
-            else:
-                out, _ = module(
-                    dense, dense, dense, key_padding_mask=~mask, need_weights=False
-                )
-            out = out.transpose(0, 1) if turned else out
-        return out.flatten(0, 1).index_select(0, place)
+        if "edge_index" in self.names[1:]:
+            return module(x, edge_index=edge_index, **kwargs)
+        return module(x, edge_index, **kwargs)
+
+
+def _on_padded(
+    module: torch.nn.Module, x: Tensor, batch: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor:
+    """The nodes after a module on padded graphs, or one of PyTorch's around attention,
+    which may count graphs second.
+    """
+    dense, mask, place = _padded(x, batch)
+    if not isinstance(unwrapped(module), _PADDED):
+        return module(dense, mask=mask, **kwargs).flatten(0, 1).index_select(0, place)
+    attention = next(m for m in module.modules() if isinstance(m, MultiheadAttention))
+    axes = (0, 1, 2) if attention.batch_first else (1, 0, 2)
+    dense = dense.permute(axes)
+    if isinstance(unwrapped(module), MultiheadAttention):
+        out, _ = module(dense, dense, dense, key_padding_mask=~mask, need_weights=False)
+    else:
+        out = module(dense, src_key_padding_mask=~mask)
+    return out.permute(axes).flatten(0, 1).index_select(0, place)
 
 
 def _padded(x: Tensor, batch: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -146,9 +143,3 @@ def _padded(x: Tensor, batch: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     # Not in place, where `torch.vmap` would have to turn the zeros into a batch.
     dense = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, place, x)
     return dense.unflatten(0, shape), mask, place
-
-
-def _is_batch_first(module: torch.nn.Module) -> bool:
-    """Whether attention, or PyTorch's layers around it, count graphs first."""
-    kind = torch.nn.MultiheadAttention
-    return next(m for m in module.modules() if isinstance(m, kind)).batch_first

@@ -9,7 +9,8 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import check_floats, check_nodes
 from pyg_chimera.nn._norm import Norm
-from pyg_chimera.ops.common.checks import readable
+from pyg_chimera.nn._rotary import rotary_angles
+from pyg_chimera.ops.common.checks import check_integer, readable
 
 __all__ = ["LaplacianEncoder", "PositionEmbedding", "RandomWalkEncoder"]
 
@@ -52,9 +53,8 @@ class LaplacianEncoder(torch.nn.Module):
 
     def __init__(self, out_channels: int, num_layers: int = 2) -> None:
         super().__init__()
-        for name, value in (("out_channels", out_channels), ("num_layers", num_layers)):
-            if value < 1:
-                raise ValueError(f"'{name}' must be at least 1, got {value}.")
+        check_integer("out_channels", out_channels, 1)
+        check_integer("num_layers", num_layers, 1)
         self.out_channels = out_channels
         self.num_layers = num_layers
         channels = [2, *[2 * out_channels] * (num_layers - 1), out_channels]
@@ -116,12 +116,8 @@ class RandomWalkEncoder(torch.nn.Module):
 
     def __init__(self, walk_length: int, out_channels: int) -> None:
         super().__init__()
-        for name, value in (
-            ("walk_length", walk_length),
-            ("out_channels", out_channels),
-        ):
-            if value < 1:
-                raise ValueError(f"'{name}' must be at least 1, got {value}.")
+        check_integer("walk_length", walk_length, 1)
+        check_integer("out_channels", out_channels, 1)
         self.walk_length = walk_length
         self.out_channels = out_channels
         self.norm = Norm("batch_norm", walk_length)
@@ -242,10 +238,9 @@ class PositionEmbedding(torch.nn.Module):
 
     def _waves(self, pos: Tensor) -> Tensor:
         """Sines and cosines of each coordinate, in float32 or more."""
-        size = self.channels // (2 * self.num_coordinates)
         dtype = torch.promote_types(pos.dtype, torch.float32)
-        step = torch.arange(size, device=pos.device, dtype=dtype)
-        angle = pos.unsqueeze(2) * 10_000 ** (-step / size)
+        size = self.channels // self.num_coordinates
+        angle = rotary_angles(pos.unsqueeze(2), size, dtype=dtype)
         return torch.cat([angle.sin(), angle.cos()], dim=2).flatten(1)
 
     def __repr__(self) -> str:

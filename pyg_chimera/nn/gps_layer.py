@@ -19,8 +19,6 @@ from pyg_chimera.nn._routing import Route, reset_layer
 
 __all__ = ["GPSLayer"]
 
-_ROLES = ("conv", "mixer")
-
 
 class GPSLayer(torch.nn.Module):
     r"""A layer that combines local message passing with any mixer over longer
@@ -50,8 +48,9 @@ class GPSLayer(torch.nn.Module):
     \mathbf{X} + \textrm{conv}(\textrm{norm}(\mathbf{X})) +
     \textrm{mixer}(\textrm{norm}(\mathbf{X}))`.
 
-    The forward methods of :obj:`conv` and :obj:`mixer` are inspected once, and each
-    is called with the arguments that it accepts:
+    The forward methods of :obj:`conv` and :obj:`mixer` are inspected once, by the
+    constructor (so neither can be replaced by a module that takes other arguments), and
+    each is called with the arguments that it accepts:
 
     * :obj:`edge_attr` is passed to a module that accepts it, unless its attribute
       :obj:`edge_dim` is :obj:`None`, which is how PyG's layers indicate that they were
@@ -111,8 +110,6 @@ class GPSLayer(torch.nn.Module):
             more norm at its end. (default: :obj:`False`)
         act (str or Callable, optional): The non-linear activation function of the
             feed-forward network. (default: :obj:`"relu"`)
-        act_kwargs (Dict[str, Any], optional): Arguments passed to the activation
-            function defined by :obj:`act`. (default: :obj:`None`)
         mlp_channels (int, optional): The hidden size of the feed-forward network;
             :obj:`0` leaves the network out. If set to :obj:`None`, it is
             :obj:`2 * channels`. (default: :obj:`None`)
@@ -153,7 +150,6 @@ class GPSLayer(torch.nn.Module):
         norm_kwargs: dict[str, Any] | None = None,
         norm_first: bool = False,
         act: str | Callable | None = "relu",
-        act_kwargs: dict[str, Any] | None = None,
         mlp_channels: int | None = None,
         mlp: torch.nn.Module | None = None,
     ) -> None:
@@ -170,19 +166,30 @@ class GPSLayer(torch.nn.Module):
                 f"{arrangement!r}."
             )
 
-        if mlp is not None and (mlp_channels is not None or act_kwargs):
+        if mlp is not None and mlp_channels is not None:
             raise ValueError(
-                "'mlp_channels' and 'act_kwargs' must not be given with an 'mlp', "
-                f"which has its own, got {mlp_channels} and {act_kwargs}."
+                "'mlp_channels' must not be given with an 'mlp', which has its own, "
+                f"got {mlp_channels}."
             )
+        parts = {"conv": conv, "mixer": mixer}
+        for name, part in parts.items():
+            if not isinstance(part, torch.nn.Module | None):
+                raise TypeError(
+                    f"'{name}' must be a module, such as ChimeraConv(64, 64, heads=4), "
+                    f"got {part!r}"
+                )
 
         self.channels = channels
         self.arrangement = arrangement
         self.norm_first = norm_first
 
-        self._routes: dict[str, Route] = {}
         self.conv = conv
         self.mixer = mixer
+        self._routes = {
+            name: Route.of(part, graph=name == "conv")
+            for name, part in parts.items()
+            if part is not None
+        }
 
         self.drop = Dropout(dropout)
         self.mlp = None
@@ -192,7 +199,7 @@ class GPSLayer(torch.nn.Module):
         elif mlp_channels > 0:
             self.mlp = Sequential(
                 Linear(channels, mlp_channels),
-                activation_resolver(act, **(act_kwargs or {})) or torch.nn.Identity(),
+                activation_resolver(act) or torch.nn.Identity(),
                 Dropout(dropout),
                 Linear(mlp_channels, channels),
                 Dropout(dropout),
@@ -201,32 +208,10 @@ class GPSLayer(torch.nn.Module):
         # Only parts that exist have a norm.
         norms = {
             name: Norm(norm, channels, norm_kwargs)
-            for name in (*_ROLES, "mlp")
-            if (norm is not None or norm_kwargs) and getattr(self, name) is not None
+            for name, part in {**parts, "mlp": self.mlp}.items()
+            if (norm is not None or norm_kwargs) and part is not None
         }
         self.norms = torch.nn.ModuleDict(norms)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _ROLES:  # also where a part is replaced
-            if not isinstance(value, torch.nn.Module | None):
-                raise TypeError(
-                    f"'{name}' must be a module, such as ChimeraConv(64, 64, heads=4), "
-                    f"got {value!r}"
-                )
-            if (
-                hasattr(self, "norms")
-                and value is not None
-                and name not in self._routes
-            ):
-                raise ValueError(
-                    f"'{name}' must be given to the constructor, as a part that the "
-                    "layer does not have has no norm either"
-                )
-            if value is None:
-                self._routes.pop(name, None)
-            else:
-                self._routes[name] = Route.of(value, graph=name == "conv")
-        super().__setattr__(name, value)
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyg_chimera.nn._inputs import check_nodes
 from pyg_chimera.nn._routing import unwrapped
-from pyg_chimera.nn.conv._chimera_block import ChimeraBlock
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops.common.checks import check_option
 

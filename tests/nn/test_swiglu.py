@@ -112,7 +112,7 @@ def test_sequences_are_continued():
 
 
 def test_errors_of_a_layer():
-    with pytest.raises(ValueError, match=r"'mlp_channels' and .* must not be given"):
+    with pytest.raises(ValueError, match="'mlp_channels' must not be given"):
         GPSLayer(C, mixer=ChimeraConv(C), mlp=SwiGLU(C), mlp_channels=4)
     layer = GPSLayer(C, mixer=ChimeraConv(C), mlp=Linear(C, 1))
     with pytest.raises(ValueError, match=r"'mlp' must return.*\[3, 8\], got \[3, 1\]"):

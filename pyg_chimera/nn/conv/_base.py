@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from pyg_chimera.nn._inputs import has_edge_mask, named
+from pyg_chimera.nn._inputs import all_parameters, has_edge_mask, named
 from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT
 
 __all__ = ["Layer", "Mixer"]
@@ -50,6 +50,11 @@ class Mixer(Layer, MessagePassing):
     """
 
     num_dags: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Shows options in the signature that constructors pass on to base classes."""
+        super().__init_subclass__(**kwargs)
+        cls.__signature__ = inspect.Signature(all_parameters(cls))
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(aggr="add", node_dim=0, **named(self, kwargs))

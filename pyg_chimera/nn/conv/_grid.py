@@ -9,7 +9,18 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import check_batch, check_grids, check_nodes
 from pyg_chimera.nn.conv._window import Continued, over_grids
 
-__all__ = ["OnGrids"]
+__all__ = ["OnGrids", "check_grid"]
+
+
+def check_grid(num_dags: int, kwargs: dict[str, Any]) -> None:
+    """Checks the options of a layer on grids."""
+    if num_dags not in (1, 2, 4):
+        raise ValueError(f"'num_dags' must be 1, 2 or 4 of a grid, got {num_dags}")
+    if kwargs.get("flow", "source_to_target") != "source_to_target":
+        raise ValueError(
+            "'flow' must be 'source_to_target' for grids, whose edges are not "
+            f"looked at, got {kwargs['flow']!r}; num_dags=2 has both directions"
+        )
 
 
 class OnGrids:

@@ -22,11 +22,7 @@ class PLSTMBlock(Mixer):
     r"""The common part of pLSTM layers: the projections :math:`\mathbf{q}, \mathbf{k},
     \mathbf{v}`, gates of nodes, and the head-wise norm.
 
-    Args:
-        num_dags (int): The number of DAGs, each of which has its own gates.
-        biased (Sequence[int]): The sizes of a node's gates that have a bias, which come
-            first: direct, source, mark, decay and possibly others.
-        columns (int): The size of all gates of a node in a DAG.
+    Its options are documented in :class:`~pyg_chimera.nn.PLSTMConv`.
     """
 
     lin_out: Linear  # made by the layers, after all their other parameters
@@ -34,21 +30,18 @@ class PLSTMBlock(Mixer):
     def __init__(
         self,
         in_channels: int,
-        out_channels: int | None,
-        heads: int,
-        mode: str,
+        out_channels: int | None = None,
+        heads: int = 1,
+        mode: str = "P",
         *,
-        state_channels: int | None,
-        normalization: str,
-        gate_biases: Sequence[float],
-        gate_std: float,
-        reach: tuple[float, float] | None,
-        bias: bool,
-        form: str,
-        backend: str,
-        num_dags: int,
-        biased: Sequence[int],
-        columns: int,
+        state_channels: int | None = None,
+        normalization: str = "column",
+        gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
+        gate_std: float = 0.0,
+        reach: tuple[float, float] | None = (4.0, 64.0),
+        bias: bool = True,
+        form: str = "auto",
+        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -78,14 +71,28 @@ class PLSTMBlock(Mixer):
         self.reach = reach
         self.form = form
         self.backend = backend
-        self._biased = list(biased)
+        self.bias = bias
 
-        self.lin_query = Linear(in_channels, heads * state_channels, bias=bias)
-        self.lin_key = Linear(in_channels, heads * state_channels, bias=bias)
-        self.lin_value = Linear(in_channels, out_channels, bias=bias)
-        self.lin_gate = GateLinear(in_channels, num_dags * columns, gate_std)
+    def add_parameters(
+        self, num_dags: int, biased: Sequence[int], columns: int
+    ) -> None:
+        """Adds projections and gates of each DAG.
+
+        Args:
+            num_dags: The number of DAGs, each of which has its own gates.
+            biased: The sizes of a node's gates that have a bias, which come first:
+                direct, source, mark, decay and possibly others.
+            columns: The size of all gates of a node in a DAG.
+        """
+        self._biased = list(biased)
+        in_channels, bias = self.in_channels, self.bias
+        states = self.heads * self.state_channels
+        self.lin_query = Linear(in_channels, states, bias=bias)
+        self.lin_key = Linear(in_channels, states, bias=bias)
+        self.lin_value = Linear(in_channels, self.out_channels, bias=bias)
+        self.lin_gate = GateLinear(in_channels, num_dags * columns, self.gate_std)
         self.gate_bias = Parameter(torch.empty(num_dags, sum(biased)))
-        self.norm_weight = Parameter(torch.empty(out_channels))
+        self.norm_weight = Parameter(torch.empty(self.out_channels))
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""

@@ -9,8 +9,8 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
-from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value
+from pyg_chimera.nn._norm import RMSNorm, rms_norm
+from pyg_chimera.nn.conv._gated_block import RangedBlock, gated_value
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_flag, check_integer, check_option
@@ -49,7 +49,7 @@ class LogSums(torch.nn.Module):
         return self.lin_out((0.1 * sums.log().flatten(1)).to(x.dtype))
 
 
-class ChimeraConv(ChimeraBlock):
+class ChimeraConv(RangedBlock):
     r"""The Chimera layer for any graph from `"Chimera: State Space Models Beyond
     Sequences" <https://arxiv.org/abs/2510.12111>`_: a state space model whose
     recurrence runs along the edges of the graph, so that in one layer, each node is
@@ -176,32 +176,18 @@ class ChimeraConv(ChimeraBlock):
         heads: int = 1,
         state_channels: int = 64,
         *,
-        groups: int = 1,
-        edge_dim: int | None = None,
         normalization: str = "paper",
         gamma: float = 1.0,
         local_conv: bool = False,
-        gated: bool = True,
         qk_norm: bool = True,
         norm: str | None = "rms",
         log_sums: int = 0,
-        bias: bool = True,
-        reach: tuple[float, float] | None = (4.0, 64.0),
-        differential: bool = False,
         solver: str = "auto",
         num_terms: int | None = None,
-        form: str = "auto",
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
+        super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         check_flag("local_conv", local_conv)
-        super().__init__(
-            in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
-            qk_norm=qk_norm, norm=norm, bias=bias, reach=reach,
-            differential=differential, form=form, backend=backend,
-            num_selectivities=4, num_dags=1, copies=1, **kwargs,
-        )  # fmt: skip
         check_option("normalization", normalization, ("paper", "released"))
         check_option("solver", solver, SOLVERS)
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):
@@ -223,13 +209,15 @@ class ChimeraConv(ChimeraBlock):
             )
         self.normalization = normalization
         self.gamma = gamma
+        self.qk_norm = qk_norm
+        self.solver = solver
+        self.num_terms = num_terms
+        self.add_parameters(4, kernel=1 + local_conv, norm=norm)
         self.log_sums = None
         if log_sums > 0:
             self.log_sums = LogSums(
                 in_channels, self.out_channels, self.scan_heads, log_sums
             )
-        self.solver = solver
-        self.num_terms = num_terms
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -276,17 +264,15 @@ class ChimeraConv(ChimeraBlock):
             ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.resolvent_mix`.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
+        edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
         num_nodes = x.size(0)
-        edge_index, edge_attr = as_edges(
-            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
-        )
         query, key, value = self.project(x, self.over_edges(edge_index))
 
-        delta = self.selectivities(x)
+        # Without a norm, gates read directions only, so that outputs are proportional
+        # to large inputs.
+        read = x if isinstance(self.norm, RMSNorm) else rms_norm(x)
+        delta = self.selectivities(read)
         target, source, psi, input_gate = F.softplus(delta + self.delta_bias).unbind(1)
-        edge = self.edge_selectivity(edge_attr, edge_index.size(1))
         if self.normalization == "released":
             weight = released_transition(
                 edge_index, num_nodes, target, source, psi, edge
@@ -307,7 +293,7 @@ class ChimeraConv(ChimeraBlock):
                 backend=self.backend,
             )  # fmt: skip
 
-        out = self.output(mix(query, key, gated_value(value, input_gate)), x, value)
+        out = self.output(mix(query, key, gated_value(value, input_gate)), read, value)
         if self.log_sums is None:
             return out
         ones = weight.new_ones(num_nodes, 1, 1)

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import check_batch, check_nodes, side_by_side
-from pyg_chimera.nn.conv._chimera_block import (
-    ChimeraBlock,
+from pyg_chimera.nn.conv._gated_block import (
+    RangedBlock,
     gated_value,
     mean_of_ends,
 )
@@ -28,7 +28,7 @@ _SHARING: dict[str, Callable[[int], list[int]]] = {
 }
 
 
-class ChimeraDAGConv(ChimeraBlock):
+class ChimeraDAGConv(RangedBlock):
     r"""The Chimera layer for directed acyclic graphs from `"Chimera: State Space Models
     Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Section 4.1): its recurrence
     is a single pass in topological order, linear in the number of nodes and edges.
@@ -71,10 +71,6 @@ class ChimeraDAGConv(ChimeraBlock):
         state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i`. (default: :obj:`64`)
         num_dags (int, optional): The number of DAGs. (default: :obj:`1`)
-        groups (int, optional): Number of different :math:`\mathbf{B}` and
-            :math:`\mathbf{C}`; divides :obj:`heads`. (default: :obj:`1`)
-        edge_dim (int, optional): Size of edge features, or :obj:`-1`. (default:
-            :obj:`None`)
         share (str, optional): Which DAGs share :math:`\mathbf{B}` and
             :math:`\mathbf{C}` (Table 6 of the paper): :obj:`"all"`; :obj:`"none"`;
             :obj:`"diagonal"`, each pair of consecutive DAGs, of which
@@ -89,27 +85,17 @@ class ChimeraDAGConv(ChimeraBlock):
         local_conv (bool, optional): Whether to add a depthwise mean over the parents in
             each DAG to :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}`, before SiLU.
             (default: :obj:`False`)
-        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
-            :obj:`True`)
         qk_norm (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`. (default:
             :obj:`True`)
         norm_before_gate (bool, optional): Whether :math:`\text{RMSNorm}` comes before
             the gate :math:`\mathbf{z}`, as above, or after it, as in Mamba-2:
             :math:`\text{RMSNorm}(\ldots \odot \text{SiLU}(\mathbf{z}_i))`. (default:
             :obj:`True`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias.
-            (default: :obj:`True`)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            as in :class:`~pyg_chimera.nn.ChimeraConv`, but not limited. A head writes
-            as much as it forgets. (default: :obj:`(4, 64)`)
-        differential (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
-            (default: :obj:`False`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
-            or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
-            :obj:`"reference"` or :obj:`"auto"`.
-        **kwargs (optional): Additional arguments of
-            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+        **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
+            :obj:`bias`, :obj:`reach` (here not limited; a head writes as much as it
+            forgets), :obj:`differential`, :obj:`form` and :obj:`backend` of
+            :class:`~pyg_chimera.nn.ChimeraConv`, and those of
+            :class:`torch_geometric.nn.conv.MessagePassing`.
 
     Shapes:
         - **input:**
@@ -140,22 +126,15 @@ class ChimeraDAGConv(ChimeraBlock):
         state_channels: int = 64,
         *,
         num_dags: int = 1,
-        groups: int = 1,
-        edge_dim: int | None = None,
         share: str = "all",
         selectivity: str = "mean",
         roots: str = "write",
         local_conv: bool = False,
-        gated: bool = True,
         qk_norm: bool = True,
         norm_before_gate: bool = True,
-        bias: bool = True,
-        reach: tuple[float, float] | None = (4.0, 64.0),
-        differential: bool = False,
-        form: str = "auto",
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
+        super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         if num_dags < 1:
             raise ValueError(f"'num_dags' must be >= 1, got {num_dags}")
         check_option("share", share, tuple(_SHARING))
@@ -169,19 +148,15 @@ class ChimeraDAGConv(ChimeraBlock):
         check_option("selectivity", selectivity, ("mean", "target"))
         check_option("roots", roots, ("write", "silent"))
         check_flag("local_conv", local_conv)
-        # The subclass for grids has a window instead.
-        taps = kwargs.pop("_taps", (1 + num_dags,) if local_conv else None)
-        super().__init__(
-            in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, taps=taps, gated=gated, qk_norm=qk_norm,
-            norm_before_gate=norm_before_gate, bias=bias, reach=reach,
-            differential=differential, form=form, backend=backend,
-            num_selectivities=num_dags, num_dags=num_dags,
-            copies=len(set(_SHARING[share](num_dags))), **kwargs,
-        )  # fmt: skip
         self.share = share
         self.selectivity = selectivity
         self.roots = roots
+        self.qk_norm = qk_norm
+        self.norm_before_gate = norm_before_gate
+        copies = len(set(_SHARING[share](num_dags)))
+        self.add_parameters(
+            num_dags, num_dags=num_dags, copies=copies, kernel=1 + local_conv
+        )
         self.reset_parameters()
 
     def _set_reach(self, steps: Tensor) -> None:
@@ -226,29 +201,10 @@ class ChimeraDAGConv(ChimeraBlock):
         )  # fmt: skip
         each = [self.edge_selectivity(*edges, d) for d, edges in enumerate(features)]
         edges = [edge for edge in each if edge is not None]
-        return self._scan(
-            x,
-            self.project(x, self.over_edges(index)),
-            index,
-            torch.cat(edges) if edges else None,
-            batch,
-            rank,
-        )
+        edge = torch.cat(edges) if edges else None
+        query, key, value = self.project(x, self.over_edges(index))
 
-    def _scan(
-        self,
-        x: Tensor,
-        projected: tuple[Tensor, Tensor, Tensor],
-        index: Tensor,
-        edge: Tensor | None,
-        batch: Tensor | None,
-        rank: Tensor | None,
-    ) -> Tensor:
-        """Runs the layer on all DAGs as one, given its edges with their selectivities,
-        the graphs and ranks of its nodes, and the projections.
-        """
         num_nodes, D = x.size(0), self.num_dags
-        query, key, value = projected
         delta = self.selectivities(x) + self.delta_bias
         # In this order, as compiled code may expect other strides of softplus.
         node = F.softplus(delta.transpose(0, 1).flatten(0, 1))

@@ -1,12 +1,12 @@
 import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_chimera.nn.conv._chimera_block import gated_value
-from pyg_chimera.nn.conv._grid import OnGrids
+from pyg_chimera.nn.conv._gated_block import gated_value
+from pyg_chimera.nn.conv._grid import OnGrids, check_grid
 from pyg_chimera.nn.conv._window import Filter, check_window, reset_window_
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
 from pyg_chimera.ops import grid_dag_scan, grid_transition
@@ -79,25 +79,25 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         share: str = "none",
         **kwargs: Any,
     ) -> None:
-        if num_dags not in (1, 2, 4):
-            raise ValueError(f"'num_dags' must be 1, 2 or 4 of a grid, got {num_dags}")
+        check_grid(num_dags, kwargs)
         if kwargs.get("edge_dim") is not None:
             raise ValueError(
                 "'edge_dim' must be None for grids, whose edges are not looked at; "
                 "'ChimeraDAGConv' takes DAGs with edge features"
             )
-        if kwargs.get("flow", "source_to_target") != "source_to_target":
-            raise ValueError(
-                "'flow' must be 'source_to_target' for grids, whose edges are not "
-                f"looked at, got {kwargs['flow']!r}; num_dags=2 has both directions"
-            )
         super().__init__(
             in_channels, out_channels, heads, state_channels, num_dags=num_dags,
-            share=share, local_conv=False, _taps=check_window(window), **kwargs,
+            share=share, local_conv=False, **kwargs,
         )  # fmt: skip
+        window = check_window(window)
+        if window is not None:
+            lins = (self.lin_value, self.lin_key, self.lin_query)
+            self.add_filter(sum(lin.out_channels for lin in lins), *window)
+            self._reset_filters()
 
     def _reset_filters(self) -> None:
-        reset_window_(cast(Tensor, self.local_weight), causal=self.num_dags == 1)
+        if self.local_weight is not None:
+            reset_window_(self.local_weight, causal=self.num_dags == 1)
 
     def _mix(
         self,

@@ -6,8 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import as_edges, check_batch, check_nodes
-from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean_of_ends
+from pyg_chimera.nn.conv._gated_block import RangedBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import balanced_path_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_flag
@@ -15,7 +14,7 @@ from pyg_chimera.ops.common.checks import check_flag
 __all__ = ["ChimeraPathConv"]
 
 
-class ChimeraPathConv(ChimeraBlock):
+class ChimeraPathConv(RangedBlock):
     r"""The Chimera layer for undirected paths, such as text or protein chains, from
     `"Chimera: State Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_
     (Appendix B.1): exact in both directions at once, in time linear in the number of
@@ -35,29 +34,14 @@ class ChimeraPathConv(ChimeraBlock):
             :obj:`1`)
         state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
             :math:`\mathbf{C}_i`. (default: :obj:`64`)
-        groups (int, optional): Number of different :math:`\mathbf{B}` and
-            :math:`\mathbf{C}`; divides :obj:`heads`. (default: :obj:`1`)
-        edge_dim (int, optional): Size of edge features, or :obj:`-1`. (default:
-            :obj:`None`)
         local_conv (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
             (default: :obj:`False`)
-        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
-            :obj:`True`)
         qk_norm (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`. (default:
             :obj:`True`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias.
-            (default: :obj:`True`)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            as in :class:`~pyg_chimera.nn.ChimeraConv`, but not limited. (default:
-            :obj:`(4, 64)`)
-        differential (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
-            (default: :obj:`False`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
-            or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
-            :obj:`"reference"` or :obj:`"auto"`.
-        **kwargs (optional): Additional arguments of
-            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+        **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
+            :obj:`bias`, :obj:`reach` (here not limited), :obj:`differential`,
+            :obj:`form` and :obj:`backend` of :class:`~pyg_chimera.nn.ChimeraConv`, and
+            those of :class:`torch_geometric.nn.conv.MessagePassing`.
 
     Shapes:
         - **input:**
@@ -85,26 +69,14 @@ class ChimeraPathConv(ChimeraBlock):
         heads: int = 1,
         state_channels: int = 64,
         *,
-        groups: int = 1,
-        edge_dim: int | None = None,
         local_conv: bool = False,
-        gated: bool = True,
         qk_norm: bool = True,
-        bias: bool = True,
-        reach: tuple[float, float] | None = (4.0, 64.0),
-        differential: bool = False,
-        form: str = "auto",
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
+        super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         check_flag("local_conv", local_conv)
-        super().__init__(
-            in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
-            qk_norm=qk_norm, bias=bias, reach=reach, differential=differential,
-            form=form, backend=backend, num_selectivities=4, num_dags=1, copies=1,
-            **kwargs,
-        )  # fmt: skip
+        self.qk_norm = qk_norm
+        self.add_parameters(4, kernel=1 + local_conv)
         self.reset_parameters()
 
     def _set_reach(self, steps: Tensor) -> None:
@@ -129,18 +101,13 @@ class ChimeraPathConv(ChimeraBlock):
             ValueError: If an edge has no reverse, the graph is not made of paths, or as
                 in :func:`~pyg_chimera.ops.resolvent_mix`.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
+        edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
         num_nodes = x.size(0)
-        edge_index, edge_attr = as_edges(
-            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
-        )
         query, key, value = self.project(x, self.over_edges(edge_index))
 
         gates = self.selectivities(x) + self.delta_bias
         target, source, psi = F.softplus(gates[:, :3]).unbind(1)
         log_gate = log_softplus(gates[:, 3])
-        edge = self.edge_selectivity(edge_attr, edge_index.size(1))
         log_weight = -mean_of_ends(edge_index, target, source, edge)
         log_value = value.detach().abs().amax(2).clamp(min=math.exp(-40)).log()
         weight, scale = balanced_path_transition(

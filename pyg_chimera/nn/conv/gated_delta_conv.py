@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_batch, check_nodes
-from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, mean_of_ends
+from pyg_chimera.nn._inputs import at_least_float32
+from pyg_chimera.nn.conv._gated_block import RangedBlock, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import chimera_transition, dag_transition, delta_scan
 from pyg_chimera.ops.common.checks import check_integer, check_option
@@ -15,7 +15,7 @@ from pyg_chimera.ops.common.checks import check_integer, check_option
 __all__ = ["GatedDeltaConv"]
 
 
-class GatedDeltaConv(ChimeraBlock):
+class GatedDeltaConv(RangedBlock):
     r"""The layer of `"Gated Delta Networks: Improving Mamba2 with Delta Rule"
     <https://arxiv.org/abs/2412.06464>`_ on any graph: a recurrence whose states are
     key-value memories. A node overwrites what its key reads, where
@@ -62,17 +62,9 @@ class GatedDeltaConv(ChimeraBlock):
             temperature that each head learns, initially 1. The idea is from `"Titans:
             Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
             Requires :obj:`acyclic`. (default: :obj:`False`)
-        channel_decay (bool, optional): Whether each of the :obj:`state_channels` of a
-            head has its own transition, from its own selectivity; edge features add the
-            same to all of them. Requires :obj:`acyclic`, and is computed in state form.
-            (default: :obj:`False`)
         reflections (bool, optional): Whether :math:`\beta` ranges up to 2 instead of 1,
             so that nodes can turn what their key reads into its opposite, which state
             tracking requires. (default: :obj:`False`)
-        groups (int, optional): Number of different queries and keys; divides
-            :obj:`heads`. (default: :obj:`1`)
-        edge_dim (int, optional): Size of edge features, on which the transitions then
-            also depend, or :obj:`-1`. (default: :obj:`None`)
         gamma (float, optional): Upper bound of the row sums of :math:`\mathbf{A}`, in
             (0, 1), unless :obj:`acyclic`. Along a path, the default allows ranges of up
             to 70 steps. (default: :obj:`0.9999`)
@@ -82,23 +74,12 @@ class GatedDeltaConv(ChimeraBlock):
             on; with :obj:`1`, there is no convolution. (default: :obj:`None`, which is
             :obj:`4` with :obj:`acyclic`, along a directed path the filter of Gated
             DeltaNet, and :obj:`1` otherwise)
-        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
-            :obj:`True`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias.
-            (default: :obj:`True`)
-        reach (tuple[float, float], optional): The interval of initial ranges, in steps,
-            divided evenly among the heads on a log scale, as in
-            :class:`~pyg_chimera.nn.ChimeraConv`: the distance along a path at which a
-            memory has fallen to :math:`1/e` if it is not overwritten. With :obj:`None`,
-            selectivities start log-uniform in [0.001, 0.1]. (default: :obj:`(4, 64)`)
-        differential (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
-            (default: :obj:`False`)
-        form (str, optional): :obj:`"state"` (on DAGs), :obj:`"mask"`, :obj:`"chunk"`
-            (on directed paths) or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU),
-            :obj:`"torch"`, :obj:`"reference"` or :obj:`"auto"`.
-        **kwargs (optional): Additional arguments of
-            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+        **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
+            :obj:`bias`, :obj:`reach` (the distance at which a memory has fallen to
+            :math:`1/e` if it is not overwritten), :obj:`differential`, :obj:`form`
+            (:obj:`"state"` on DAGs only) and :obj:`backend` of
+            :class:`~pyg_chimera.nn.ChimeraConv`, and those of
+            :class:`torch_geometric.nn.conv.MessagePassing`.
 
     Shapes:
         - **input:**
@@ -131,20 +112,12 @@ class GatedDeltaConv(ChimeraBlock):
         acyclic: bool = False,
         selectivity: str = "mean",
         surprise: bool = False,
-        channel_decay: bool = False,
         reflections: bool = False,
-        groups: int = 1,
-        edge_dim: int | None = None,
         gamma: float = 0.9999,
         conv_kernel: int | None = None,
-        gated: bool = True,
-        bias: bool = True,
-        reach: tuple[float, float] | None = (4.0, 64.0),
-        differential: bool = False,
-        form: str = "auto",
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
+        super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         if not 0 < gamma < 1:
             raise ValueError(
                 "'gamma' must be in (0, 1), as on cycles only states that fade have a "
@@ -156,36 +129,24 @@ class GatedDeltaConv(ChimeraBlock):
                 "selectivity='target' is for DAGs; on cycles, transitions depend on "
                 "both nodes of an edge; pass acyclic=True"
             )
-        options = {"surprise": surprise, "channel_decay": channel_decay}
-        for name in (name for name, wanted in options.items() if wanted):
-            if not acyclic:
-                raise ValueError(
-                    f"{name}=True is for DAGs, as on cycles the rule may have no "
-                    "solution, or none is computed; pass acyclic=True"
-                )
-            if form not in ("auto", "state"):
-                raise ValueError(
-                    f"{name}=True takes form='state' or 'auto', got {form!r}"
-                )
+        if surprise and not acyclic:
+            raise ValueError(
+                "surprise=True is for DAGs, as on cycles the rule may have no "
+                "solution; pass acyclic=True"
+            )
+        if surprise and self.form not in ("auto", "state"):
+            raise ValueError(
+                f"surprise=True takes form='state' or 'auto', got {self.form!r}"
+            )
         if conv_kernel is None:
             conv_kernel = 4 if acyclic else 1
         check_integer("conv_kernel", conv_kernel, 1)
-        # Selectivities of transitions: one, or target, source and psi, or by channel.
-        rates = 1 if acyclic else 3
-        if channel_decay:
-            rates = state_channels
-        super().__init__(
-            in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, taps=(conv_kernel,) if conv_kernel > 1 else None,
-            gated=gated, bias=bias, reach=reach, differential=differential, form=form,
-            backend=backend, num_selectivities=rates + 1, num_dags=1,
-            copies=1, qk_norm=False, **kwargs,
-        )  # fmt: skip
         self.acyclic = acyclic
         self.selectivity = selectivity
-        self.channel_decay = channel_decay
         self.reflections = reflections
         self.gamma = gamma
+        # Of transitions, one, or target, source and psi; and beta.
+        self.add_parameters(2 if acyclic else 4, kernel=conv_kernel)
         self.log_temperature = None
         if surprise:
             self.log_temperature = Parameter(torch.empty(self.scan_heads))
@@ -202,8 +163,7 @@ class GatedDeltaConv(ChimeraBlock):
         if not self.acyclic:
             self._set_row_sums(steps, self.gamma)
             return
-        for row in range(len(self.delta_bias) - 1):
-            softplus_(self.delta_bias[row], 1 / steps)
+        softplus_(self.delta_bias[0], 1 / steps)
         if self.edge_bias is not None:
             softplus_(self.edge_bias[0], 1 / steps)
 
@@ -223,30 +183,23 @@ class GatedDeltaConv(ChimeraBlock):
             ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.delta_scan`.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
-        num_nodes = x.size(0)
-        edge_index, edge_attr = as_edges(
-            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
-        )
+        edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
         value, key, query = self.project_linearly(x, self.over_edges(edge_index))
         value = self.in_scans(F.silu(value).unflatten(1, (self.heads, -1)))
         query, key = (
             unit_silu(y.unflatten(1, (self.groups, -1))) for y in (query, key)
         )
         *deltas, beta = (self.selectivities(x) + self.delta_bias).unbind(1)
-        edge = self.edge_selectivity(edge_attr, edge_index.size(1))
         weight = self._transition(
-            edge_index, num_nodes, [F.softplus(y) for y in deltas], edge
+            edge_index, x.size(0), [F.softplus(y) for y in deltas], edge
         )
         surprise = None
         if self.log_temperature is not None:
             surprise = at_least_float32(self.log_temperature).exp()
         y = delta_scan(
             query, key, value, (1 + self.reflections) * beta.sigmoid(),
-            edge_index, self.explained(weight, num_nodes), batch, surprise=surprise,
-            acyclic=self.acyclic, form=self.form,
-            backend=self.backend,
+            edge_index, self.explained(weight, x.size(0)), batch, surprise=surprise,
+            acyclic=self.acyclic, form=self.form, backend=self.backend,
         )  # fmt: skip
         return self.output(y, x, value)
 
@@ -257,19 +210,16 @@ class GatedDeltaConv(ChimeraBlock):
         deltas: list[Tensor],
         edge: Tensor | None,
     ) -> Tensor:
-        """The weights of the edges, [E, heads] or [E, heads, N]."""
+        """The weights of the edges, [E, heads]."""
         if not self.acyclic:
             target, source, psi = deltas
             return chimera_transition(
                 edge_index, num_nodes, target, source, psi, edge, self.gamma
             )
-        node = torch.stack(deltas, dim=-1)  # [V, heads, 1 or N]
-        if edge is not None:
-            edge = edge.unsqueeze(-1)
+        (node,) = deltas
         other = node if self.selectivity == "mean" else None
         delta = mean_of_ends(edge_index, node, other, edge)
-        weight, _ = dag_transition(edge_index, num_nodes, delta.flatten(1))
-        return weight.unflatten(1, node.shape[1:]) if self.channel_decay else weight
+        return dag_transition(edge_index, num_nodes, delta)[0]
 
 
 def unit_silu(x: Tensor) -> Tensor:

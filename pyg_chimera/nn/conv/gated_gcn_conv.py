@@ -156,16 +156,7 @@ class GatedGCNConv(Layer, MessagePassing):
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
-        for module in (
-            self.lin_root,
-            self.lin_value,
-            self.lin_target,
-            self.lin_source,
-            self.lin_edge,
-            self.norm,
-            self.norm_edge,
-            self.act,
-        ):
+        for module in self.children():
             reset(module)
 
     def forward(

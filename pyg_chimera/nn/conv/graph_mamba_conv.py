@@ -232,8 +232,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         y = self.scans[0](inputs, packed, self.backend)
         if self.bidirectional:
             y = y + self.scans[1](inputs, packed.reversed(), self.backend)
-        gate = F.silu(at_least_float32(self.lin_gate(x)))
-        return self.lin_out((y * gate).to(x.dtype))
+        return self._gated(y, x)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Extends each sequence by one node, as
@@ -254,8 +253,11 @@ class GraphMambaConv(Layer, torch.nn.Module):
             x = self.norm(x)
         scan: Any = self.scans[0]
         y, state = scan.step(at_least_float32(self.lin_in(x)), state)
+        return self._gated(y, x), state
+
+    def _gated(self, y: Tensor, x: Tensor) -> Tensor:
         gate = F.silu(at_least_float32(self.lin_gate(x)))
-        return self.lin_out((y * gate).to(x.dtype)), state
+        return self.lin_out((y * gate).to(x.dtype))
 
     def _packed(
         self,
@@ -314,28 +316,7 @@ class _Scan(torch.nn.Module):
         self.lin_delta = NonDynamicallyQuantizableLinear(dt_rank, channels)
         self.A_log = Parameter(torch.empty(channels, state_channels))
         self.D = Parameter(torch.empty(channels))
-        self._mark()
         self.reset_parameters()
-
-    def _mark(self) -> None:
-        """Marks parameters as Mamba does, for optimizers that check for it."""
-        self.A_log._no_weight_decay = True  # type: ignore[attr-defined]
-        self.D._no_weight_decay = True  # type: ignore[attr-defined]
-
-    # Parameters that replace others, or are copies of them, have no marks.
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._mark()
-
-    def _apply(self, *args: Any, **kwargs: Any) -> "_Scan":
-        super()._apply(*args, **kwargs)
-        self._mark()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        self._mark()
 
     def reset_parameters(self) -> None:
         bound = self.conv_weight.size(1) ** -0.5

@@ -1,5 +1,5 @@
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,27 +8,19 @@ from torch.nn import Linear, Parameter, Sequential, SiLU
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import as_edges, at_least_float32, check_batch, check_nodes
-from pyg_chimera.nn.conv._chimera_block import ChimeraBlock, gated_value, mean_of_ends
+from pyg_chimera.nn._inputs import at_least_float32
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.nn.conv.gated_delta_conv import unit
 from pyg_chimera.ops import dag_scan, dag_transition, delta_scan
 from pyg_chimera.ops.common.checks import check_flag
 
-__all__ = ["HierarchicalMemoryConv", "MemoryLevels"]
+__all__ = ["HierarchicalMemoryConv"]
 
-#: The number of levels, whose decays are the first rows of selectivities.
-_LEVELS = 3
-
-
-class MemoryLevels(NamedTuple):
-    r"""What nodes read from the levels of a :class:`HierarchicalMemoryConv`: the fast
-    one, the slow one, and the network.
-    """
-
-    read: Tensor  #: :math:`[3, |\mathcal{V}|, H, P]`
-    weight: Tensor  #: the router's, which sum to one, :math:`[3, |\mathcal{V}|, H]`
-    importance: Tensor  #: how much the slow level writes, :math:`[|\mathcal{V}|, H]`
+#: The share of each level that remains after a step along a path, before training. The
+#: decays of levels are the first rows of selectivities.
+_DECAYS = (0.8, 0.99, 0.999)
+_LEVELS = len(_DECAYS)
 
 
 class HierarchicalMemoryConv(ChimeraBlock):
@@ -70,23 +62,12 @@ class HierarchicalMemoryConv(ChimeraBlock):
         heads (int, optional): Number of heads, each with its own transitions; divides
             :obj:`out_channels`. (default: :obj:`1`)
         state_channels (int, optional): Size of queries and keys. (default: :obj:`64`)
-        decays (tuple[float, float, float], optional): The share of each level that
-            remains after a step along a path, before training, in (0, 1), ascending.
-            (default: :obj:`(0.8, 0.99, 0.999)`)
-        groups (int, optional): Number of different queries and keys; divides
-            :obj:`heads`. (default: :obj:`1`)
-        edge_dim (int, optional): Size of edge features, on which the decay of all
-            levels along an edge then also depends, or :obj:`-1`. (default: :obj:`None`)
         local_conv (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
             (default: :obj:`False`)
-        gated (bool, optional): Whether to apply the gate :math:`\mathbf{z}`. (default:
-            :obj:`True`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias.
-            (default: :obj:`True`)
-        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
-            :obj:`"reference"` or :obj:`"auto"`.
-        **kwargs (optional): Additional arguments of
-            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+        **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim` (on whose
+            features the decay of all levels along an edge then depends), :obj:`gated`,
+            :obj:`bias` and :obj:`backend` of :class:`~pyg_chimera.nn.ChimeraConv`, and
+            those of :class:`torch_geometric.nn.conv.MessagePassing`.
 
     Shapes:
         - **input:**
@@ -97,8 +78,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
         - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If sizes are not divisible as required, or :obj:`decays` are out of
-            range.
+        ValueError: If sizes are not divisible as required.
 
     Example:
         >>> conv = HierarchicalMemoryConv(16, 32, heads=2)
@@ -116,29 +96,12 @@ class HierarchicalMemoryConv(ChimeraBlock):
         heads: int = 1,
         state_channels: int = 64,
         *,
-        decays: tuple[float, float, float] = (0.8, 0.99, 0.999),
-        groups: int = 1,
-        edge_dim: int | None = None,
         local_conv: bool = False,
-        gated: bool = True,
-        bias: bool = True,
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
-        if len(decays) != _LEVELS or not 0 < decays[0] <= decays[1] <= decays[2] < 1:
-            raise ValueError(
-                "'decays' must be three numbers in (0, 1), not descending, of the fast "
-                f"and the slow level and the network, got {decays!r}"
-            )
+        super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         check_flag("local_conv", local_conv)
-        super().__init__(
-            in_channels, out_channels, heads, state_channels, groups=groups,
-            edge_dim=edge_dim, taps=(2,) if local_conv else None, gated=gated,
-            bias=bias, reach=None, differential=False, form="auto", backend=backend,
-            num_selectivities=2 * _LEVELS + 2, num_dags=1, copies=1,
-            qk_norm=False, **kwargs,
-        )  # fmt: skip
-        self.decays = tuple(decays)
+        self.add_parameters(2 * _LEVELS + 2, kernel=1 + local_conv)
         self.features = Sequential(
             Linear(state_channels, 2 * state_channels),
             SiLU(),
@@ -151,7 +114,7 @@ class HierarchicalMemoryConv(ChimeraBlock):
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
         reset(self.features)
-        lost = torch.tensor([[-math.log(x)] for x in self.decays])
+        lost = torch.tensor([[-math.log(x)] for x in _DECAYS])
         softplus_(self.delta_bias[:_LEVELS], lost.expand(-1, self.heads))
         torch.nn.init.zeros_(self.delta_bias[_LEVELS:])  # half open, evenly routed
         if self.edge_bias is not None:
@@ -175,36 +138,8 @@ class HierarchicalMemoryConv(ChimeraBlock):
                 :func:`~pyg_chimera.ops.dag_scan`.
             CycleError: If there is a cycle.
         """
-        value, levels = self._run(x, edge_index, edge_attr, batch)
-        y = (levels.weight.unsqueeze(-1) * levels.read).sum(0)
-        return self.output(y, x, value)
-
-    def levels(
-        self,
-        x: Tensor,
-        edge_index: Adj,
-        edge_attr: Tensor | None = None,
-        batch: Tensor | None = None,
-    ) -> MemoryLevels:
-        r"""What each node reads from the levels, and the weights of the router. Takes
-        the arguments of :meth:`forward`.
-        """
-        return self._run(x, edge_index, edge_attr, batch)[1]
-
-    def _run(
-        self,
-        x: Tensor,
-        edge_index: Adj,
-        edge_attr: Tensor | None,
-        batch: Tensor | None,
-    ) -> tuple[Tensor, MemoryLevels]:
-        """The values, [V, heads, P], and what is read from the levels."""
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
+        edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
         num_nodes, heads = x.size(0), self.heads
-        edge_index, edge_attr = as_edges(
-            edge_index, edge_attr, num_nodes, self.flow, self.edge_dim
-        )
         query, key, value = self.project(x, self.over_edges(edge_index))
         gates = self.selectivities(x) + self.delta_bias
         node = F.softplus(gates[:, :_LEVELS]).flatten(1)  # [V, levels * heads]
@@ -212,7 +147,6 @@ class HierarchicalMemoryConv(ChimeraBlock):
         router = gates[:, _LEVELS + 2 :].transpose(0, 1).softmax(0)
 
         delta = mean_of_ends(edge_index, node, node)
-        edge = self.edge_selectivity(edge_attr, edge_index.size(1))
         if edge is not None:  # a common factor keeps the order of levels
             delta = delta * edge.repeat(1, _LEVELS)
         weight, gate = dag_transition(edge_index, num_nodes, delta, node)
@@ -230,5 +164,6 @@ class HierarchicalMemoryConv(ChimeraBlock):
             query, key, value, beta, edge_index, weight[:, 2 * heads :], batch,
             surprise=at_least_float32(self.log_temperature).exp(), backend=self.backend,
         )  # fmt: skip
-        read = torch.stack([*scanned.split(heads, dim=1), recalled])
-        return value, MemoryLevels(read, router.to(read.dtype), importance)
+        levels = torch.stack([*scanned.split(heads, dim=1), recalled])
+        y = (router.to(levels.dtype).unsqueeze(-1) * levels).sum(0)
+        return self.output(y, x, value)

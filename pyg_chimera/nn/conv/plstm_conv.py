@@ -167,21 +167,14 @@ class PLSTMConv(PLSTMBlock):
         heads: int = 1,
         mode: str = "P",
         *,
-        state_channels: int | None = None,
         edge_dim: int | None = None,
         order: str | None = None,
         turns: bool = True,
         num_dags: int = 1,
-        normalization: str = "column",
         tracking: int = 1,
-        gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
-        gate_std: float = 0.0,
-        reach: tuple[float, float] | None = (4.0, 64.0),
-        bias: bool = True,
-        form: str = "auto",
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
+        super().__init__(in_channels, out_channels, heads, mode, **kwargs)
         check_option("order", order, (None, "order", "degree", "bfs"))
         check_flag("turns", turns)
         if num_dags < 1 or (num_dags > 1 and order is not None):
@@ -196,15 +189,10 @@ class PLSTMConv(PLSTMBlock):
         # (of rows); what edges read of their target: source, mark, decay as second
         # edge, score (of columns). Gates with a bias come first.
         states, alpha = heads * tracking, heads if mode == "P" else 0
-        row = alpha if normalization == "row" else 0
+        row = alpha if self.normalization == "row" else 0
         parts = [heads, 4 * states + row, 3 * states + alpha - row]
         copies = num_dags if order is None else 2
-        super().__init__(
-            in_channels, out_channels, heads, mode, state_channels=state_channels,
-            normalization=normalization, gate_biases=gate_biases, gate_std=gate_std,
-            reach=reach, bias=bias, form=form, backend=backend, num_dags=copies,
-            biased=[heads, states, states, states], columns=sum(parts), **kwargs,
-        )  # fmt: skip
+        self.add_parameters(copies, [heads, states, states, states], sum(parts))
         self.edge_dim = edge_dim
         self.order = order
         self.turns = turns
@@ -215,12 +203,12 @@ class PLSTMConv(PLSTMBlock):
         self.lin_edge = self.lin_track = self.track_bias = None
         if edge_dim is not None:
             columns = copies * (4 * states + alpha)
-            self.lin_edge = GateLinear(edge_dim, columns, gate_std)
+            self.lin_edge = GateLinear(edge_dim, columns, self.gate_std)
         if tracking > 1:
             shape = (copies, 2, heads, tracking, tracking)
-            self.lin_track = GateLinear(in_channels, math.prod(shape), gate_std)
+            self.lin_track = GateLinear(in_channels, math.prod(shape), self.gate_std)
             self.track_bias = Parameter(torch.empty(shape))
-        self.lin_out = Linear(self.out_channels, self.out_channels, bias=bias)
+        self.lin_out = Linear(self.out_channels, self.out_channels, bias=self.bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -1,4 +1,3 @@
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear, is_uninitialized_parameter
 
 from pyg_chimera.nn._inputs import at_least_float32
-from pyg_chimera.nn.conv._grid import OnGrids
+from pyg_chimera.nn.conv._grid import OnGrids, check_grid
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.nn.conv._window import Filter, check_window, reset_window_
 from pyg_chimera.ops import grid_scan
@@ -51,8 +50,6 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
             convolution of :math:`\mathbf{q}, \mathbf{k}, \mathbf{v}` around each node,
             or with :obj:`num_dags=1` above and to the left of it. With :obj:`None`,
             there is none. (default: :obj:`(3, 3)`)
-        state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
-            :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
         normalization (str, optional): Under :obj:`"P"`: whether :obj:`a` and :math:`1 -
             a` are the shares of the edges that leave a node, :obj:`"column"`, or of
             those that enter it, :obj:`"row"`. (default: :obj:`"column"`)
@@ -60,16 +57,10 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
             and direct gates, before the sigmoid. In the paper they start nearly closed,
             at :obj:`(-4, -4, -6)`, and learning begins with a plateau. (default:
             :obj:`(0, 0, -3)`)
-        gate_std (float, optional): As in :class:`~pyg_chimera.nn.PLSTMConv`. (default:
-            :obj:`0.0`)
-        reach (tuple[float, float], optional): As in
-            :class:`~pyg_chimera.nn.PLSTMConv`. (default: :obj:`(4, 64)`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
-            always have one. (default: :obj:`True`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
-            or :obj:`"auto"`.
-        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
-            :obj:`"reference"` or :obj:`"auto"`.
+        **kwargs (optional): The options :obj:`state_channels`, :obj:`gate_std`,
+            :obj:`reach`, :obj:`bias`, :obj:`form` and :obj:`backend` of
+            :class:`~pyg_chimera.nn.PLSTMConv`, and those of
+            :class:`torch_geometric.nn.conv.MessagePassing`.
 
     Shapes:
         - **input:**
@@ -99,33 +90,21 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         *,
         num_dags: int = 4,
         window: tuple[int, int] | None = (3, 3),
-        state_channels: int | None = None,
-        normalization: str = "column",
-        gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
-        gate_std: float = 0.0,
-        reach: tuple[float, float] | None = (4.0, 64.0),
-        bias: bool = True,
-        form: str = "auto",
-        backend: str = "auto",
+        **kwargs: Any,
     ) -> None:
-        if num_dags not in (1, 2, 4):
-            raise ValueError(f"'num_dags' must be 1, 2 or 4 of a grid, got {num_dags}")
+        check_grid(num_dags, kwargs)
+        super().__init__(in_channels, out_channels, heads, mode, **kwargs)
         # Gates of a node in an orientation: direct, source, mark, decay, angle.
         turns, angle = (4, heads) if mode == "P" else (3, 0)
         biased = [heads, 2 * heads, 2 * heads, turns * heads, angle]
-        super().__init__(
-            in_channels, out_channels, heads, mode, state_channels=state_channels,
-            normalization=normalization, gate_biases=gate_biases, gate_std=gate_std,
-            reach=reach, bias=bias, form=form, backend=backend, num_dags=num_dags,
-            biased=biased, columns=sum(biased),
-        )  # fmt: skip
+        self.add_parameters(num_dags, biased, sum(biased))
         self.num_dags = num_dags
         self.local_weight = None
         window = check_window(window)
         if window is not None:
             channels = 2 * heads * self.state_channels + self.out_channels
             self.local_weight = Parameter(torch.empty(channels, *window))
-        self.lin_out = Linear(self.out_channels, self.out_channels, bias=bias)
+        self.lin_out = Linear(self.out_channels, self.out_channels, bias=self.bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

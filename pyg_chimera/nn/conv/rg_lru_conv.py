@@ -1,5 +1,6 @@
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,12 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import (
     at_least_float32,
     check_batch,
-    check_heads,
     check_nodes,
     edge_features,
     has_edge_mask,
     side_by_side,
 )
-from pyg_chimera.nn.conv._base import Mixer
-from pyg_chimera.nn.conv._chimera_block import over_dags
+from pyg_chimera.nn.conv._gated_block import GatedBlock
 from pyg_chimera.nn.conv._init import check_reach, head_reaches, softplus_
 from pyg_chimera.nn.conv._window import Continued, reset_filter_
 from pyg_chimera.ops import channel_scan
@@ -31,7 +30,7 @@ __all__ = ["RGLRUConv"]
 _SHARPNESS = 8.0
 
 
-class RGLRUConv(Mixer):
+class RGLRUConv(GatedBlock):
     r"""The recurrent block of `"Griffin: Mixing Gated Linear Recurrences with Local
     Attention for Efficient Language Models" <https://arxiv.org/abs/2402.19427>`_
     (Section 2.4) on directed acyclic graphs: a real-gated linear recurrent unit, with a
@@ -77,15 +76,9 @@ class RGLRUConv(Mixer):
         heads (int, optional): Number of blocks of the gates; divides
             :obj:`out_channels`. (default: :obj:`1`)
         num_dags (int, optional): The number of DAGs. (default: :obj:`1`)
-        edge_dim (int, optional): Size of edge features, or :obj:`-1`. (default:
-            :obj:`None`)
         conv_kernel (int, optional): The number of generations in the filters of the
             local convolution, including the node itself; with :obj:`1`, there is no
             convolution. (default: :obj:`4`)
-        gated (bool, optional): Whether to apply the gate :math:`\text{GELU}(
-            \mathbf{W}_{\text{gate}} \mathbf{x})`. (default: :obj:`True`)
-        bias (bool, optional): If :obj:`False`, projections have no additive bias.
-            (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps,
             over which the channels of each head are spread evenly on a log scale: the
             distance along a path at which influence has fallen to :math:`1/e` before
@@ -98,11 +91,9 @@ class RGLRUConv(Mixer):
             the paper: nodes without parents write with 1 in place of :math:`\sqrt{1 -
             \mathbf{a}_i^2}`, and GELU is its tanh approximation. (default:
             :obj:`False`)
-        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
-            :obj:`"reference"` or :obj:`"auto"`, see
-            :func:`~pyg_chimera.ops.channel_scan`.
-        **kwargs (optional): Additional arguments of
-            :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted.
+        **kwargs (optional): The options :obj:`edge_dim`, :obj:`gated`, :obj:`bias` and
+            :obj:`backend` of :class:`~pyg_chimera.nn.ChimeraConv`, and those of
+            :class:`torch_geometric.nn.conv.MessagePassing`.
 
     Shapes:
         - **input:**
@@ -131,56 +122,44 @@ class RGLRUConv(Mixer):
         heads: int = 1,
         *,
         num_dags: int = 1,
-        edge_dim: int | None = None,
         conv_kernel: int = 4,
-        gated: bool = True,
-        bias: bool = True,
         reach: tuple[float, float] | None = (1.0, 1000.0),
         released: bool = False,
-        backend: str = "auto",
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        out_channels = in_channels if out_channels is None else out_channels
-        check_heads(out_channels, heads)
+        super().__init__(in_channels, out_channels, heads, **kwargs)
         check_integer("num_dags", num_dags, 1)
         check_integer("conv_kernel", conv_kernel, 1)
         check_reach(reach)
         check_flag("released", released)
-
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
         self.num_dags = num_dags
-        self.edge_dim = edge_dim
         self.conv_kernel = conv_kernel
         self.reach = reach
         self.released = released
-        self.backend = backend
+        self.act = partial(F.gelu, approximate="tanh" if released else "none")
 
+        out_channels, bias = self.out_channels, self.bias
         block = out_channels // heads
         self.lin_value = Linear(in_channels, out_channels, bias=bias)
-        self.lin_gate = Linear(in_channels, out_channels, bias=bias) if gated else None
+        self.lin_gate = None
+        if self.gated:
+            self.lin_gate = Linear(in_channels, out_channels, bias=bias)
         # The recurrence gate r, then the input gate g.
         self.gate_weight = Parameter(torch.empty(2, num_dags, heads, block, block))
         self.gate_bias = Parameter(torch.empty(2, num_dags, out_channels))
         self.Lambda = Parameter(torch.empty(num_dags, out_channels))
         self.lin_edge = None
-        if edge_dim is not None:
-            self.lin_edge = Linear(edge_dim, num_dags * out_channels, bias=False)
-        self.local_weight = None
+        if self.edge_dim is not None:
+            self.lin_edge = Linear(self.edge_dim, num_dags * out_channels, bias=False)
         if conv_kernel > 1:
-            taps = 1 + num_dags * (conv_kernel - 1)
-            self.local_weight = Parameter(torch.empty(out_channels, taps))
+            self.add_filter(out_channels, 1 + num_dags * (conv_kernel - 1))
+        self.norm = torch.nn.Identity()
         self.lin_out = Linear(out_channels, out_channels, bias=bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
-        for lin in self.children():
-            if isinstance(lin, Linear):
-                lin.reset_parameters()
         # Gates of variance one, before the sigmoid, for inputs of variance one.
         bound = math.sqrt(3 / self.gate_weight.size(-1))
         torch.nn.init.uniform_(self.gate_weight, -bound, bound)
@@ -220,7 +199,7 @@ class RGLRUConv(Mixer):
             num_nodes, D, self.flow, self.edge_dim, edge_index, edge_attr, batch, rank
         )
         u = self.lin_value(x)
-        filtered = over_dags(self.local_weight, D, index, self.explained)
+        filtered = self.over_edges(index)
         u = u if filtered is None else filtered(u)
         forget, write = (gates.flatten(0, 1) for gates in self._gates(u))
         decay, weight, fresh = self._transition(index, forget, features)
@@ -229,7 +208,7 @@ class RGLRUConv(Mixer):
             written, index, weight, batch, decay=decay, rank=rank, backend=self.backend
         )
         h = h.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
-        return self._output(h, x)
+        return self.finish(h, x)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Extends each directed path by one node, as
@@ -258,7 +237,7 @@ class RGLRUConv(Mixer):
             fresh = torch.ones_like(fresh)
         written = _root(fresh) * write.sigmoid() * u
         h = torch.exp(-lost) * h + written
-        return self._output(h, x), (h, seen)
+        return self.finish(h, x), (h, seen)
 
     def _rates(self) -> Tensor:
         """-log a for gates that are open, [D, F]."""
@@ -316,21 +295,6 @@ class RGLRUConv(Mixer):
             gates = forget[own] + at_least_float32(gates[:, d])
             lost.append(rates[d] * gates.sigmoid())
         return torch.cat(lost)
-
-    def _output(self, h: Tensor, x: Tensor) -> Tensor:
-        """Gate and projection after the recurrence."""
-        if self.lin_gate is not None:
-            approximate = "tanh" if self.released else "none"
-            gate = at_least_float32(self.lin_gate(x))
-            h = h * F.gelu(gate, approximate=approximate)
-        return self.lin_out(h.to(x.dtype))
-
-    def __repr__(self) -> str:
-        dags = f", num_dags={self.num_dags}" if self.num_dags > 1 else ""
-        return (
-            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
-            f"heads={self.heads}{dags})"
-        )
 
 
 def _root(x: Tensor) -> Tensor:

@@ -21,7 +21,12 @@ from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route, unwrapped
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
-from pyg_chimera.ops.common.checks import check_edges, readable
+from pyg_chimera.ops.common.checks import (
+    check_edges,
+    check_integer,
+    check_option,
+    readable,
+)
 from pyg_chimera.ops.structure import check_stored
 
 __all__ = ["CategoricalEncoder", "GraphModel"]
@@ -96,10 +101,7 @@ class CategoricalEncoder(torch.nn.Module):
                 f"num_categories={self.num_categories}; got up to {largest}, or "
                 "negative ones."
             ) from e
-        out = parts[0]
-        for part in parts[1:]:
-            out = out + part
-        return out
+        return sum(parts[1:], parts[0])
 
     def __repr__(self) -> str:
         return f"{self.__class__.__name__}({self.num_categories}, {self.out_channels})"
@@ -237,23 +239,15 @@ class GraphModel(torch.nn.Module):
     ) -> None:
         super().__init__()
 
-        if head not in ("graph", "node", "edge"):
-            raise ValueError(f"'head' must be 'graph', 'node' or 'edge', got {head!r}.")
-        if decoder not in ("dot", "mlp"):
-            raise ValueError(f"'decoder' must be 'dot' or 'mlp', got {decoder!r}.")
+        check_option("head", head, ("graph", "node", "edge"))
+        check_option("decoder", decoder, ("dot", "mlp"))
+        check_option("head_norm", head_norm, ("batch_norm", "layer_norm", None))
+        check_integer("head_layers", head_layers, 1)
         if head == "edge" and decoder == "dot" and out_channels != 1:
             raise ValueError(
                 "'out_channels' must be 1 for 'decoder=\"dot\"', got "
                 f"{out_channels}. Use 'decoder=\"mlp\"' for several."
             )
-        if head_norm not in ("batch_norm", "layer_norm", None):
-            raise ValueError(
-                "'head_norm' must be 'batch_norm', 'layer_norm' or None, got "
-                f"{head_norm!r}."
-            )
-        if head_layers < 1:
-            raise ValueError(f"'head_layers' must be at least 1, got {head_layers}.")
-
         encoders = (encodings or {}).values()
         taken = sum(cast(int, encoder.out_channels) for encoder in encoders)
         if taken and taken >= channels:
@@ -276,10 +270,7 @@ class GraphModel(torch.nn.Module):
         self.edge_encoder = None if edge_dim is None else _encoder(edge_dim, channels)
         self.layers = torch.nn.ModuleList(_make_layers(layers, num_layers))
         self._routes = [Route.of(layer, graph=True) for layer in self.layers]
-        indices = range(len(self.layers))
-        if edge_dim is not None and not any(
-            self._accepts(i, "edge_attr") for i in indices
-        ):
+        if edge_dim is not None and not self._reads("edge_attr"):
             raise ValueError(
                 f"'edge_dim' is {edge_dim}, but no layer reads edge features. "
                 "Construct layers with their own 'edge_dim', or leave it out."
@@ -387,7 +378,7 @@ class GraphModel(torch.nn.Module):
             **kwargs (optional): Further arguments of the layers, by name.
         """
         for name in kwargs:
-            if not any(self._accepts(i, name) for i in range(len(self.layers))):
+            if not self._reads(name):
                 raise TypeError(
                     f"'{name}' is not a parameter that a layer's forward method takes."
                 )
@@ -472,6 +463,9 @@ class GraphModel(torch.nn.Module):
             return layer.accepts(name)
         return self._routes[index].accepts(name)
 
+    def _reads(self, name: str) -> bool:
+        return any(self._accepts(i, name) for i in range(len(self.layers)))
+
     def __repr__(self) -> str:
         return (
             f"{self.__class__.__name__}({self.in_channels}, {self.channels}, "
@@ -501,16 +495,10 @@ def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
 
 def _attribute(data: Data | Batch, attr: str, reader: str) -> Tensor:
     if attr not in data:
-        how = ""
-        if attr in ("height", "width"):
-            how = (
-                " ('ImageToGraph'; 'SequenceToGraph' adds height 1 and, as width, the "
-                "number of nodes)"
-            )
         raise ValueError(
             f"The data has no attribute '{attr}', which {reader}; it has "
-            f"{sorted(data.keys())}. Add it, by the transform for it if there is "
-            f"one{how}."
+            f"{sorted(data.keys())}. Add it, by the transform for it if there is one "
+            "('ImageToGraph' and 'SequenceToGraph' add 'height' and 'width')."
         )
     return data[attr]
 

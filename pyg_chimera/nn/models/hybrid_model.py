@@ -91,18 +91,17 @@ class HybridModel(GraphModel):
         causal (bool, optional): Whether nodes of DAGs and sequences are influenced only
             by what comes before them. Otherwise, every other recurrence, and every
             other attention along edges, runs against the edges. (default: :obj:`False`)
-        recurrence (str or Callable, optional): :obj:`"gated_delta"`
+        recurrence (str, optional): :obj:`"gated_delta"`
             (:class:`~pyg_chimera.nn.GatedDeltaConv`), :obj:`"chimera"`
             (:class:`~pyg_chimera.nn.ChimeraConv`, or for DAGs and sequences
-            :class:`~pyg_chimera.nn.ChimeraDAGConv`), for DAGs and sequences also
-            :obj:`"rg_lru"` (:class:`~pyg_chimera.nn.RGLRUConv`), or a function that
-            builds a layer from its position in the stack. (default:
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`), or for DAGs and sequences
+            :obj:`"rg_lru"` (:class:`~pyg_chimera.nn.RGLRUConv`). (default:
             :obj:`"gated_delta"`)
-        attention (str or Callable, optional): :obj:`"full"`
-            (:class:`~pyg_chimera.nn.SelfAttention` between all nodes of a graph),
+        attention (str, optional): :obj:`"full"`
+            (:class:`~pyg_chimera.nn.SelfAttention` between all nodes of a graph) or
             :obj:`"khop"` (:class:`~pyg_chimera.nn.KHopAttentionConv`, along edges, up
-            to the :obj:`k` steps given in :obj:`attention_kwargs`), or a function that
-            builds a layer from its position in the stack. (default: :obj:`"full"`)
+            to the :obj:`k` steps given in :obj:`attention_kwargs`). (default:
+            :obj:`"full"`)
         recurrence_kwargs (Mapping[str, Any], optional): Further arguments of the
             recurrences. (default: :obj:`None`)
         attention_kwargs (Mapping[str, Any], optional): Further arguments of the
@@ -140,8 +139,8 @@ class HybridModel(GraphModel):
         *,
         kind: str = "graph",
         causal: bool = False,
-        recurrence: str | Callable[[int], Module] = "gated_delta",
-        attention: str | Callable[[int], Module] = "full",
+        recurrence: str = "gated_delta",
+        attention: str = "full",
         recurrence_kwargs: Mapping[str, Any] | None = None,
         attention_kwargs: Mapping[str, Any] | None = None,
         capacity: float | None = None,
@@ -186,8 +185,8 @@ class HybridModel(GraphModel):
         on = _ON_GRAPHS if kind == "graph" else _ON_DAGS
         attentions: dict[str, _Make] = {"full": full, "khop": KHopAttentionConv}
         make = {
-            "r": _maker("recurrence", recurrence, on, recurrence_kwargs, kind),
-            "a": _maker("attention", attention, attentions, attention_kwargs, kind),
+            "r": _mixer("recurrence", recurrence, on, recurrence_kwargs, kind),
+            "a": _mixer("attention", attention, attentions, attention_kwargs, kind),
         }
         alternating = kind != "graph" and not causal
 
@@ -196,7 +195,6 @@ class HybridModel(GraphModel):
             letter = pattern[index % len(pattern)]
             back = alternating and before.count(letter) % 2 == 1
             mixer = make[letter](
-                index,
                 channels,
                 heads=heads,
                 edge_dim=None if edge_dim is None else channels,
@@ -237,24 +235,19 @@ class HybridModel(GraphModel):
         return edges[:, later], None if edge_attr is None else edge_attr[later]
 
 
-def _maker(
+def _mixer(
+    role: str,
     name: str,
-    given: str | Callable[[int], Module],
     known: Mapping[str, _Make],
     options: Mapping[str, Any] | None,
     kind: str,
 ) -> _Make:
-    """A function that makes a mixer from its index and what the model sets."""
-    own = dict(options or {})
-    taken = sorted(own if callable(given) else _SET & set(own))
-    if taken:
-        who = f"the function '{name}' itself" if callable(given) else "the model"
-        raise ValueError(f"'{name}_kwargs' must not have {taken}, which {who} sets")
-    if callable(given):
-        return lambda index, *_, **__: given(index)
-    if given not in known:
+    """What makes a mixer from what the model sets."""
+    if name not in known:
         raise ValueError(
-            f"'{name}' must be a function or one of {tuple(known)} for kind={kind!r}, "
-            f"got {given!r}"
+            f"'{role}' must be one of {tuple(known)} for kind={kind!r}, got {name!r}"
         )
-    return lambda _, *args, **kwargs: known[given](*args, **kwargs, **own)
+    taken = sorted(_SET & {*(options or {})})
+    if taken:
+        raise ValueError(f"'{role}_kwargs' must not have {taken}, which the model sets")
+    return partial(known[name], **(options or {}))

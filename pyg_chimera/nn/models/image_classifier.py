@@ -1,7 +1,5 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-from torch.nn import Module
 
 from pyg_chimera.nn.models._lattice import lattice_layers, structure_of
 from pyg_chimera.nn.models.graph_model import GraphModel
@@ -31,26 +29,16 @@ class ImageClassifier(GraphModel):
         channels (int): The size of patches between the layers.
         out_channels (int): The number of classes.
         num_layers (int, optional): The number of layers. (default: :obj:`4`)
-        mixer (str or Callable, optional): :obj:`"chimera"`
+        mixer (str, optional): :obj:`"chimera"`
             (:class:`~pyg_chimera.nn.ChimeraGridConv`), :obj:`"plstm"`
             (:class:`~pyg_chimera.nn.PLSTMGridConv`, with modes P and D in turn),
             :obj:`"graph_mamba"` (:class:`~pyg_chimera.nn.GraphMambaConv`, forwards and
-            backwards along the rows, laid end to end), :obj:`"attention"`
-            (:class:`~pyg_chimera.nn.SelfAttention`), or a function that builds one from
-            its position in the stack. (default: :obj:`"chimera"`)
-        heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
-        position (str, optional): How positions of patches are encoded: :obj:`"learned"`
-            or :obj:`"sinusoidal"` embeddings
-            (:class:`~pyg_chimera.nn.PositionEmbedding`), or, for attention,
-            :obj:`"rotary"`. Only attention needs this. (default: :obj:`None`)
+            backwards along the rows, laid end to end) or :obj:`"attention"`
+            (:class:`~pyg_chimera.nn.SelfAttention`). (default: :obj:`"chimera"`)
+        heads, position, dropout, mlp_channels, mixer_kwargs (optional): As in
+            :class:`~pyg_chimera.nn.SequenceEncoder`.
         size (tuple[int, int], optional): The largest number of columns and rows, for
             learned positions. (default: :obj:`None`)
-        dropout (float, optional): Dropout probability after the mixer and in the
-            feed-forward network. (default: :obj:`0.0`)
-        mlp_channels (int, optional): The hidden size of the feed-forward networks.
-            (default: :obj:`None`, :obj:`2 * channels`)
-        mixer_kwargs (Mapping[str, Any], optional): Further arguments of the mixers,
-            such as :obj:`{"share": "diagonal"}`. (default: :obj:`None`)
 
     Shapes:
         - **input:** as in :class:`~pyg_chimera.nn.GraphModel`, with heights, widths and
@@ -68,7 +56,7 @@ class ImageClassifier(GraphModel):
         channels: int,
         out_channels: int,
         num_layers: int = 4,
-        mixer: str | Callable[[int], Module] = "chimera",
+        mixer: str = "chimera",
         heads: int = 4,
         *,
         position: str | None = None,

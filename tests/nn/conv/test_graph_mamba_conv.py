@@ -1,5 +1,4 @@
 import copy
-import pickle
 from functools import partial
 from itertools import chain, pairwise
 
@@ -446,14 +445,6 @@ def test_gates_are_not_rounded():
 
 
 # ---------------------------------------------------------------------- a PyG citizen
-
-
-def test_parameters_without_weight_decay():
-    conv = GraphMambaConv(CHANNELS, bidirectional=True)
-    for other in (conv, copy.deepcopy(conv), pickle.loads(pickle.dumps(conv))):
-        marked = {name.split(".")[-1] for name, p in other.named_parameters()
-                  if getattr(p, "_no_weight_decay", False)}  # fmt: skip
-        assert marked == {"A_log", "D"}
 
 
 @pytest.mark.parametrize("arrangement", ["parallel", "sequential"])

@@ -467,7 +467,7 @@ def test_errors() -> None:
         ({"decoder": "cos"}, "'decoder' must be .* got 'cos'"),
         ({"head": "edge"}, "'out_channels' must be 1 .* got 2"),
         ({"head_norm": "graph_norm"}, "'head_norm' must be .* got 'graph_norm'"),
-        ({"head_layers": 0}, "'head_layers' must be at least 1, got 0"),
+        ({"head_layers": 0}, "'head_layers' must be an integer >= 1"),
     ):
         with pytest.raises(ValueError, match=message):
             make_model(**kwargs)

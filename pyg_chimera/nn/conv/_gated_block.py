@@ -1,0 +1,423 @@
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch_geometric.nn.dense.linear import Linear
+from torch_geometric.nn.inits import reset
+from torch_geometric.typing import Adj
+
+from pyg_chimera.nn._inputs import (
+    as_edges,
+    at_least_float32,
+    check_batch,
+    check_heads,
+    check_nodes,
+    edge_features,
+)
+from pyg_chimera.nn._norm import RMSNorm
+from pyg_chimera.nn.conv._base import Mixer
+from pyg_chimera.nn.conv._init import (
+    GateLinear,
+    check_reach,
+    head_reaches,
+    log_uniform_softplus_,
+    softplus_,
+)
+from pyg_chimera.nn.conv._window import Filter, projected, reset_filter_
+from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
+from pyg_chimera.ops.common.checks import check_option
+
+__all__ = ["ChimeraBlock", "GatedBlock", "RangedBlock"]
+
+
+class GatedBlock(Mixer):
+    r"""What layers have around their recurrence: projections and a local filter before
+    it, and a norm, a gate and a projection after it. Subclasses make the parameters.
+    """
+
+    lin_gate: Linear | None
+    norm: torch.nn.Module
+    lin_out: Linear
+    #: The activation of the gate.
+    act: Callable[[Tensor], Tensor] = staticmethod(F.silu)
+    norm_before_gate = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        heads: int = 1,
+        *,
+        edge_dim: int | None = None,
+        gated: bool = True,
+        bias: bool = True,
+        backend: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        out_channels = in_channels if out_channels is None else out_channels
+        check_heads(out_channels, heads)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.heads = heads
+        self.edge_dim = edge_dim
+        self.gated = gated
+        self.bias = bias
+        self.backend = backend
+        self.num_dags = 1
+        self.local_weight: Parameter | None = None
+
+    def add_filter(self, channels: int, *taps: int) -> None:
+        """Adds a local filter for each of the channels of the projections."""
+        self.local_weight = Parameter(torch.empty(channels, *taps))
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        for lin in self.children():
+            if isinstance(lin, Linear):
+                lin.reset_parameters()
+
+    def over_edges(self, edge_index: Tensor) -> Filter | None:
+        """The local filter over a node and its parents in each DAG, if there is one."""
+        weight, num_dags = self.local_weight, self.num_dags
+        return over_dags(weight, num_dags, edge_index, self.explained)
+
+    def finish(self, y: Tensor, x: Tensor) -> Tensor:
+        """Norm, gate and projection, given what the gate reads."""
+        if self.lin_gate is None:
+            y = self.norm(y)
+        else:
+            gate = self.act(at_least_float32(self.lin_gate(x)))
+            y = self.norm(y) * gate if self.norm_before_gate else self.norm(y * gate)
+        return self.lin_out(y.to(x.dtype))
+
+    def __repr__(self) -> str:
+        dags = f", num_dags={self.num_dags}" if self.num_dags > 1 else ""
+        states = getattr(self, "state_channels", None)
+        states = "" if states is None else f", state_channels={states}"
+        return (
+            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
+            f"heads={self.heads}{states}{dags})"
+        )
+
+
+class ChimeraBlock(GatedBlock):
+    r"""The common part of all layers with queries, keys and selectivities: the
+    projections :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` before the recurrence, and
+    the gated block of Mamba-2 after it (Figure 6 of the paper), with the norm before
+    the gate by default.
+    """
+
+    #: Whether the output is linear in the values, with a sum over paths as weights.
+    additive = True
+    #: Whether queries and keys are normalized.
+    qk_norm = False
+    #: Initial standard deviation of selectivities, before softplus.
+    gate_std = 3**-0.5
+    #: Whether heads are differences of two recurrences, and the form of these.
+    differential = False
+    form = "auto"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int | None = None,
+        heads: int = 1,
+        state_channels: int = 64,
+        *,
+        groups: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(in_channels, out_channels, heads, **kwargs)
+        check_heads(self.out_channels, heads, state_channels, groups)
+        self.state_channels = state_channels
+        self.groups = groups
+
+    @property
+    def scan_heads(self) -> int:
+        """Heads of the recurrence; the two of a difference are adjacent."""
+        return (1 + self.differential) * self.heads
+
+    def add_parameters(
+        self,
+        num_gates: int,
+        *,
+        num_dags: int = 1,
+        copies: int = 1,
+        kernel: int = 1,
+        norm: str | None = "rms",
+    ) -> None:
+        """Adds the parameters of the block.
+
+        Args:
+            num_gates: The number of selectivities of a node and head.
+            num_dags: The number of DAGs, each with a selectivity of its edges.
+            copies: The number of different queries and keys of a group.
+            kernel: The number of generations in the local filter, with the node itself.
+            norm: ``"rms"``, or None to leave the norm out.
+        """
+        check_option("norm", norm, ("rms", None))
+        self.num_dags = num_dags
+        size, scans = self.in_channels, self.scan_heads
+        states = copies * self.groups * self.state_channels
+        self.lin_value = Linear(size, self.out_channels, bias=self.bias)
+        self.lin_key = Linear(size, states, bias=self.bias)
+        self.lin_query = Linear(size, states, bias=self.bias)
+        self.lin_gate = None
+        if self.gated:
+            self.lin_gate = Linear(size, self.out_channels, bias=self.bias)
+        self.lin_delta = GateLinear(size, num_gates * scans, self.gate_std)
+        self.delta_bias = Parameter(torch.empty(num_gates, scans))
+        self.lin_edge = self.edge_bias = None
+        if self.edge_dim is not None:
+            self.lin_edge = Linear(self.edge_dim, num_dags * scans, bias=False)
+            self.edge_bias = Parameter(torch.empty(num_dags, scans))
+        if kernel > 1:
+            self.add_filter(self.out_channels + 2 * states, 1 + num_dags * (kernel - 1))
+        self.contrast = None
+        if self.differential:
+            self.contrast = Parameter(torch.empty(self.heads))
+        self.skip = Parameter(torch.empty(self.heads))
+        self.norm = torch.nn.Identity()
+        if norm is not None:
+            self.norm = RMSNorm(self.out_channels, 1e-5)
+        self.lin_out = Linear(self.out_channels, self.out_channels, bias=self.bias)
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        for bias in (self.delta_bias, self.edge_bias):
+            if bias is not None:
+                log_uniform_softplus_(bias)
+        self._reset_filters()
+        if self.contrast is not None:
+            torch.nn.init.constant_(self.contrast, 0.2)
+        torch.nn.init.ones_(self.skip)
+        reset(self.norm)
+
+    def _reset_filters(self) -> None:
+        if self.local_weight is not None:
+            reset_filter_(self.local_weight)
+
+    def edges(
+        self, x: Tensor, edge_index: Adj, edge_attr: Tensor | None, batch: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The checked edges of one graph, and their selectivities [E, scan_heads],
+        which are None without features.
+        """
+        check_nodes(x, self.in_channels)
+        check_batch(batch, x.size(0))
+        edge_index, edge_attr = as_edges(
+            edge_index, edge_attr, x.size(0), self.flow, self.edge_dim
+        )
+        return edge_index, self.edge_selectivity(edge_attr, edge_index.size(1))
+
+    def project_linearly(self, x: Tensor, filtered: Filter | None) -> list[Tensor]:
+        """Value, key and query before SiLU, [V, channels]."""
+        return projected(x, (self.lin_value, self.lin_key, self.lin_query), filtered)
+
+    def project(
+        self, x: Tensor, filtered: Filter | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key, [V, copies * groups, N], and value, [V, scan_heads, P]."""
+        value, key, query = map(F.silu, self.project_linearly(x, filtered))
+        query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
+        if self.qk_norm:
+            query, key = (F.rms_norm(y, y.shape[-1:], eps=1e-5) for y in (query, key))
+            query = query / math.sqrt(self.state_channels)
+        return query, key, self.in_scans(value.unflatten(1, (self.heads, -1)))
+
+    def in_scans(self, value: Tensor) -> Tensor:
+        """Values [V, heads, P], repeated for all heads of the recurrence."""
+        return value.repeat_interleave(2, dim=1) if self.differential else value
+
+    def out_of_scans(self, y: Tensor) -> Tensor:
+        """The outputs [V, heads, P], given those of all heads of the recurrence."""
+        if self.contrast is None:
+            return y
+        first, second = y.unflatten(1, (-1, 2)).unbind(2)
+        return first - self.contrast.view(-1, 1) * second
+
+    def selectivities(self, x: Tensor) -> Tensor:
+        """Selectivities [V, num_gates, scan_heads], before the bias."""
+        delta = self.lin_delta(x)
+        return at_least_float32(delta.unflatten(1, (-1, self.scan_heads)))
+
+    def edge_selectivity(
+        self, edge_attr: Tensor | None, num_edges: int, dag: int = 0
+    ) -> Tensor | None:
+        """Selectivities of a DAG's edges, [E, scan_heads]; None without features."""
+        if self.lin_edge is None or self.edge_bias is None:
+            return None
+        edge_attr = edge_features(edge_attr, self.edge_dim, num_edges)
+        delta = self.lin_edge(edge_attr).unflatten(1, (self.num_dags, -1))
+        return F.softplus(at_least_float32(delta[:, dag]) + self.edge_bias[dag])
+
+    def output(
+        self, y: Tensor, x: Tensor, value: Tensor, log_scale: Tensor | None = None
+    ) -> Tensor:
+        """Skip connection, norm, gate and projection after the recurrence, whose states
+        may have been divided by exp(log_scale), [V, scan_heads].
+        """
+        skip = self.skip.view(-1, 1)
+        if log_scale is not None:
+            # The norm is that of a multiple of the row, if both are far above its
+            # epsilon. What is nearly zero counts as zero if its factor would overflow.
+            most = 0.7 * math.log(torch.finfo(y.dtype).max)
+            log_size = y.detach().abs().amax(2).log()
+            zero = (log_scale > most) & (log_size < 20 - most)
+            log_size = (log_scale + log_size).masked_fill(zero, 0)
+            rest = (log_size.amax(1, keepdim=True) - 20).clamp(min=0)
+            factor = torch.exp(log_scale - rest).masked_fill(zero, 0)
+            y = y * factor.unsqueeze(-1)
+            skip = skip * torch.exp(-rest).unsqueeze(-1)
+        y, value = self.out_of_scans(y), value[:, :: 1 + self.differential]
+        y = (y + skip * value).flatten(1)
+        return self.finish(y, x)
+
+
+class RangedBlock(ChimeraBlock):
+    """A block whose heads start with ranges of their own, and may be differences. Its
+    options are documented in :class:`~pyg_chimera.nn.ChimeraConv`.
+    """
+
+    #: Selectivities with `reach`. If they vary little, all nodes write equally, states
+    #: mainly count nodes, and learning more takes long.
+    varied = 3**0.5
+
+    def __init__(
+        self,
+        *args: Any,
+        reach: tuple[float, float] | None = (4.0, 64.0),
+        differential: bool = False,
+        form: str = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        check_reach(reach)
+        self.reach = reach
+        self.differential = differential
+        self.form = form
+        if reach is not None:
+            self.gate_std = self.varied
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        if self.reach is not None:
+            self._set_reach(head_reaches(self.reach, self.scan_heads))
+
+    def _set_reach(self, steps: Tensor) -> None:
+        """Sets the initial range of each head, in steps, [heads].
+
+        After that many steps along a path, influence has fallen to 1/e.
+        """
+        raise NotImplementedError
+
+    def _set_row_sums(
+        self,
+        steps: Tensor,
+        gamma: float,
+        fixed: float | None = None,
+        least: float | None = None,
+    ) -> Tensor:
+        """Sets the ranges of heads, in steps, [heads], by how far the row sums of A (or
+        the column sums, if normalized as released) are below one.
+
+        Returns:
+            torch.Tensor: The ranges that result. They are limited by the loss per step
+            that cannot be learned: `fixed`, by default that due to `gamma`, and
+            `least`, by default that of rounding.
+        """
+        # On a path, nodes pass on 2 gamma / (2 + m) = 1 / cosh(1 / steps).
+        fixed = 2 * (1 - gamma) if fixed is None else fixed
+        lost = 4 * gamma * torch.sinh(0.5 / steps).square()
+        rounding = lowered = 0.0
+        if least is None:  # added in squares: two neighbours' weights sum to 2
+            rounding = 2 * LEAST_MARGIN * torch.finfo(steps.dtype).eps
+            least = max(1e-9, 1.01 * rounding)
+            lowered = self._start_edges()
+        m = (lost - fixed).clamp(least, math.exp(-0.01))
+        psi = -(m.square() - rounding**2).log() / 2
+        softplus_(self.delta_bias[2], psi + lowered)
+        return 0.5 / torch.asinh(((m + fixed) / (4 * gamma)).sqrt())
+
+    def _start_edges(self) -> float:
+        """Starts selectivities of edges where softplus has a slope, so that features
+        of edges matter at once. Returns by how much this lowers the logarithms of
+        weights, all alike.
+        """
+        if self.edge_bias is None:
+            return 0.0
+        softplus_(self.edge_bias, torch.ones_like(self.edge_bias))
+        return 1 / 3
+
+    def _loudness(self, steps: Tensor) -> Tensor:
+        """The input gates for which a head's mixed values are initially ten times as
+        large as the skip connection, or as large without a norm that divides by it.
+
+        On a path, where heads pass on 1 / cosh(1 / steps), the norm of a row of
+        (I - A)^-1 is coth(1 / steps)^1.5. Products of queries and keys are about one
+        if these are normalized, and otherwise sqrt(state_channels) / 10 for inputs of
+        variance one.
+        """
+        norm = torch.tanh(1 / steps) ** -1.5
+        product = 1 if self.qk_norm else math.sqrt(self.state_channels) / 10
+        return (10 if isinstance(self.norm, RMSNorm) else 1) / (norm * product)
+
+
+def gated_value(value: Tensor, input_gate: Tensor) -> Tensor:
+    """Values times input gates, [V, heads, P]; gating keys would take more memory."""
+    return value * input_gate.unsqueeze(-1)
+
+
+def mean_of_ends(
+    edge_index: Tensor,
+    target: Tensor,
+    source: Tensor | None,
+    edge: Tensor | None = None,
+) -> Tensor:
+    """The mean of an edge's selectivities: its target's and, if given, the others."""
+    parts = [target[edge_index[1]]]
+    if source is not None:
+        parts.append(source[edge_index[0]])
+    if edge is not None:
+        parts.append(edge.expand_as(parts[0]))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
+
+
+def over_dags(
+    weight: Tensor | None,
+    num_dags: int,
+    edge_index: Tensor,
+    explained: Callable[[Tensor, int], Tensor],
+) -> Filter | None:
+    """A filter along several DAGs, stacked as one graph; None without weights.
+
+    Weights [F, 1 + D * steps] apply to the node itself, and in each DAG to the mean of
+    its parents, the mean of their means, and so on. On a directed path, this is a
+    causal convolution.
+    """
+    if weight is None:
+        return None
+    own, sides = weight[:, 0], weight[:, 1:].t().unflatten(0, (num_dags, -1))
+    source, target = edge_index
+
+    def filtered(x: Tensor) -> Tensor:
+        y = at_least_float32(x)  # half precision does not count far
+        out, far = y * own, y if num_dags == 1 else y.repeat(num_dags, 1)
+        ones = y.new_ones(source.size(0), 1)
+        degree = y.new_zeros(far.size(0), 1).index_add(0, target, ones).clamp(min=1)
+        for side in sides.unbind(1):
+            passed = explained(far[source], far.size(0))
+            far = torch.zeros_like(far).index_add(0, target, passed) / degree
+            for d, part in enumerate(far.view(num_dags, *y.shape)):
+                out = torch.addcmul(out, part, side[d].to(y.dtype))
+        return out.to(x.dtype)
+
+    return filtered
