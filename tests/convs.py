@@ -253,8 +253,8 @@ CASES = {
     "GatedDeltaConv-surprise": gated_delta(
         acyclic=True, surprise=True, heads=2, conv_kernel=1
     ),
-    "GatedDeltaConv-channels": gated_delta(
-        acyclic=True, surprise=True, channel_decay=True, heads=2, edge_dim=EDGE
+    "GatedDeltaConv-surprise-edges": gated_delta(
+        acyclic=True, surprise=True, heads=2, edge_dim=EDGE
     ),
     "HierarchicalMemoryConv": hierarchical(heads=2),
     "HierarchicalMemoryConv-edges": hierarchical(

@@ -548,9 +548,8 @@ def gated_delta(r: random.Random) -> tuple[dict[str, Any], str]:
         return options | some(r, reflections=[True], gamma=[0.5]), "any"
     kind = r.choice(["dag", "chain"])
     options |= some(r, selectivity=["target"])
-    options |= some(r, surprise=[True], channel_decay=[True], reflections=[True])
-    states = {"surprise", "channel_decay"} & {*options}
-    return options if states else with_form(r, options, kind), kind
+    options |= some(r, surprise=[True], reflections=[True])
+    return options if "surprise" in options else with_form(r, options, kind), kind
 
 
 def hierarchical(r: random.Random) -> tuple[dict[str, Any], str]:

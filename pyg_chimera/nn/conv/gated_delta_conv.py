@@ -62,10 +62,6 @@ class GatedDeltaConv(ChimeraBlock):
             temperature that each head learns, initially 1. The idea is from `"Titans:
             Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
             Requires :obj:`acyclic`. (default: :obj:`False`)
-        channel_decay (bool, optional): Whether each of the :obj:`state_channels` of a
-            head has its own transition, from its own selectivity; edge features add the
-            same to all of them. Requires :obj:`acyclic`, and is computed in state form.
-            (default: :obj:`False`)
         reflections (bool, optional): Whether :math:`\beta` ranges up to 2 instead of 1,
             so that nodes can turn what their key reads into its opposite, which state
             tracking requires. (default: :obj:`False`)
@@ -131,7 +127,6 @@ class GatedDeltaConv(ChimeraBlock):
         acyclic: bool = False,
         selectivity: str = "mean",
         surprise: bool = False,
-        channel_decay: bool = False,
         reflections: bool = False,
         groups: int = 1,
         edge_dim: int | None = None,
@@ -156,24 +151,20 @@ class GatedDeltaConv(ChimeraBlock):
                 "selectivity='target' is for DAGs; on cycles, transitions depend on "
                 "both nodes of an edge; pass acyclic=True"
             )
-        options = {"surprise": surprise, "channel_decay": channel_decay}
-        for name in (name for name, wanted in options.items() if wanted):
-            if not acyclic:
-                raise ValueError(
-                    f"{name}=True is for DAGs, as on cycles the rule may have no "
-                    "solution, or none is computed; pass acyclic=True"
-                )
-            if form not in ("auto", "state"):
-                raise ValueError(
-                    f"{name}=True takes form='state' or 'auto', got {form!r}"
-                )
+        if surprise and not acyclic:
+            raise ValueError(
+                "surprise=True is for DAGs, as on cycles the rule may have no "
+                "solution, or none is computed; pass acyclic=True"
+            )
+        if surprise and form not in ("auto", "state"):
+            raise ValueError(
+                f"surprise=True takes form='state' or 'auto', got {form!r}"
+            )
         if conv_kernel is None:
             conv_kernel = 4 if acyclic else 1
         check_integer("conv_kernel", conv_kernel, 1)
-        # Selectivities of transitions: one, or target, source and psi, or by channel.
+        # Selectivities of transitions: one, or target, source and psi.
         rates = 1 if acyclic else 3
-        if channel_decay:
-            rates = state_channels
         super().__init__(
             in_channels, out_channels, heads, state_channels, groups=groups,
             edge_dim=edge_dim, taps=(conv_kernel,) if conv_kernel > 1 else None,
@@ -183,7 +174,6 @@ class GatedDeltaConv(ChimeraBlock):
         )  # fmt: skip
         self.acyclic = acyclic
         self.selectivity = selectivity
-        self.channel_decay = channel_decay
         self.reflections = reflections
         self.gamma = gamma
         self.log_temperature = None
@@ -257,19 +247,16 @@ class GatedDeltaConv(ChimeraBlock):
         deltas: list[Tensor],
         edge: Tensor | None,
     ) -> Tensor:
-        """The weights of the edges, [E, heads] or [E, heads, N]."""
+        """The weights of the edges, [E, heads]."""
         if not self.acyclic:
             target, source, psi = deltas
             return chimera_transition(
                 edge_index, num_nodes, target, source, psi, edge, self.gamma
             )
-        node = torch.stack(deltas, dim=-1)  # [V, heads, 1 or N]
-        if edge is not None:
-            edge = edge.unsqueeze(-1)
+        (node,) = deltas
         other = node if self.selectivity == "mean" else None
         delta = mean_of_ends(edge_index, node, other, edge)
-        weight, _ = dag_transition(edge_index, num_nodes, delta.flatten(1))
-        return weight.unflatten(1, node.shape[1:]) if self.channel_decay else weight
+        return dag_transition(edge_index, num_nodes, delta)[0]
 
 
 def unit_silu(x: Tensor) -> Tensor:

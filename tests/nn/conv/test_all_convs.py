@@ -428,8 +428,6 @@ COMPILED = {
     "ChimeraPathConv": (nn.ChimeraPathConv, "path"),
     "GatedDeltaConv": (nn.GatedDeltaConv, "any"),
     "GatedDeltaConv-acyclic": (partial(nn.GatedDeltaConv, acyclic=True), "dag"),
-    "GatedDeltaConv-channels": (
-        partial(nn.GatedDeltaConv, acyclic=True, channel_decay=True), "dag"),
     "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
     "RGLRUConv": (nn.RGLRUConv, "dag"),
     "KHopAttentionConv": (partial(nn.KHopAttentionConv, k=2, heads=2), "any"),

@@ -22,9 +22,7 @@ def direction(y):
 
 
 def transitions(conv, index, delta, edge):
-    """A of one head, and channel, [V, V], from what softplus makes of selectivities
-    [V, gates].
-    """
+    """A of one head, [V, V], from what softplus makes of selectivities [V, gates]."""
     n, A = len(delta), delta.new_zeros(len(delta), len(delta))
     decays = []
     for e, (j, i) in enumerate(index.t().tolist()):
@@ -45,12 +43,10 @@ def transitions(conv, index, delta, edge):
 
 
 def memories(A, query, key, value, beta, temperature):
-    """The states of one head, from S = (I - b k k^T) (A S) + b k v^T over and over,
-    with A of each channel.
-    """
+    """The states of one head, from S = (I - b k k^T) (A S) + b k v^T over and over."""
     S = key.new_zeros(*key.shape, value.size(1))
     for _ in range(4000):
-        before = torch.einsum("nij,jnp->inp", A, S)
+        before = torch.einsum("ij,jnp->inp", A, S)
         wrong = value - torch.einsum("inp,in->ip", before, key)
         strength = beta
         if temperature is not None:
@@ -87,12 +83,7 @@ def test_the_formula(name):
         edge = None
         if conv.lin_edge is not None:
             edge = F.softplus(conv.lin_edge(attr)[:, h] + conv.edge_bias[0, h])
-        delta_h = F.softplus(delta[:, :-1, h])
-        if conv.channel_decay:
-            each = [delta_h[:, n : n + 1] for n in range(N)]
-        else:
-            each = [delta_h] * N
-        A = torch.stack([transitions(conv, index, y, edge) for y in each])
+        A = transitions(conv, index, F.softplus(delta[:, :-1, h]), edge)
         v = value.unflatten(1, (conv.heads, -1))[:, h]
         beta = (2 if conv.reflections else 1) * torch.sigmoid(delta[:, -1, h])
         temperature = conv.log_temperature
@@ -134,11 +125,7 @@ def test_nodes_without_features(acyclic):
 
 
 @pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"acyclic": True}, {"acyclic": True, "channel_decay": True}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"acyclic": True}], ids=str)
 def test_reach(options, heads):
     """What nobody overwrites falls to 1/e along a path after so many steps."""
     n, index = 300, torch.stack([torch.arange(299), torch.arange(1, 300)])
@@ -151,10 +138,6 @@ def test_reach(options, heads):
     deltas = list(delta.unbind(1))[:-1]
     weight = conv._transition(index, n, deltas, None).detach().double()
     A = torch.zeros(heads, n, n).double()
-    if conv.channel_decay:
-        assert weight.shape == (n - 1, heads, 3)
-        assert (weight == weight[..., :1]).all()
-        weight = weight[..., 0]
     A[:, index[1], index[0]] = weight.t()
     L = torch.linalg.inv(torch.eye(n).double() - A)
     found = -1 / (L[:, 151, 150] / L[:, 150, 150]).log()
@@ -168,12 +151,11 @@ def test_bad_gamma(gamma):
         GatedDeltaConv(CHANNELS, gamma=gamma)
 
 
-@pytest.mark.parametrize("name", ["surprise", "channel_decay"])
-def test_what_takes_dags(name):
-    with pytest.raises(ValueError, match=f"{name}=True .* pass acyclic=True"):
-        GatedDeltaConv(CHANNELS, **{name: True})
-    with pytest.raises(ValueError, match=f"{name}=True takes form='state' or"):
-        GatedDeltaConv(CHANNELS, acyclic=True, form="mask", **{name: True})
+def test_surprise_takes_dags():
+    with pytest.raises(ValueError, match=r"surprise=True .* pass acyclic=True"):
+        GatedDeltaConv(CHANNELS, surprise=True)
+    with pytest.raises(ValueError, match="surprise=True takes form='state' or"):
+        GatedDeltaConv(CHANNELS, acyclic=True, form="mask", surprise=True)
 
 
 def test_bad_selectivities():
