@@ -70,11 +70,11 @@ class _Draw:
         order = torch.randperm(size + 3, generator=self.generator)
         return {"edge_index": order.argsort()[edges], "batch": (order >= size).long()}
 
-    def weights(self, graph: Inputs, *channels: int) -> Tensor:
+    def weights(self, graph: Inputs, channels: int) -> Tensor:
         """Weights with which the rows of |A| sum to less than one."""
         target = graph["edge_index"][1]
-        degree = torch.bincount(target)[target].view(-1, *(1 for _ in channels))
-        return _rounded(0.9 * self(len(target), *channels).tanh() / degree)
+        degree = torch.bincount(target)[target].unsqueeze(1)
+        return _rounded(0.9 * self(len(target), channels).tanh() / degree)
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -93,9 +93,7 @@ def _delta_scans(draw: _Draw) -> Iterator[Inputs]:
         inputs["key"] = _rounded(F.normalize(inputs["key"], dim=-1))
         inputs["beta"] = _rounded(1.5 * draw(*inputs["value"].shape[:2]).sigmoid())
         yield inputs
-    inputs = {**inputs, "surprise": draw(2).abs() + 1}
-    yield inputs
-    yield {**inputs, "edge_weight": draw.weights(inputs, 2, 6)}
+    yield {**inputs, "surprise": draw(2).abs() + 1}
 
 
 def _stm_scans(draw: _Draw) -> Iterator[Inputs]:

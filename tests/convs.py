@@ -253,6 +253,9 @@ CASES = {
     "GatedDeltaConv-surprise": gated_delta(
         acyclic=True, surprise=True, heads=2, conv_kernel=1
     ),
+    "GatedDeltaConv-surprise-edges": gated_delta(
+        acyclic=True, surprise=True, heads=2, edge_dim=EDGE
+    ),
     "HierarchicalMemoryConv": hierarchical(heads=2),
     "HierarchicalMemoryConv-edges": hierarchical(
         heads=4, groups=2, edge_dim=EDGE, local_conv=True, gated=False

@@ -256,17 +256,13 @@ def _states_oracle(x: Floats, s: Structure) -> Tensor:
     for h in range(heads):
         g = h * groups // heads
         q, k, v, b = x["query"][:, g], x["key"][:, g], x["value"][:, h], x["beta"][:, h]
-        weight = x["edge_weight"][:, h]
-        weights = weight.unbind(1) if weight.dim() == 2 else [weight] * k.size(1)
-        A = [_adjacency(s.edge_index, w, num_nodes) for w in weights]
+        A = _adjacency(s.edge_index, x["edge_weight"][:, h], num_nodes)
         S = torch.zeros(*k.shape, v.size(1), dtype=k.dtype)
         for _ in range(_depth(s)):
-            before = torch.einsum("nij,jnp->inp", torch.stack(A), S)
-            share = torch.ones_like(b)
-            if "surprise" in x:
-                error = v - torch.einsum("inp,in->ip", before, q)
-                mean = error.square().sum(1) / max(v.size(1), 1)
-                share = torch.sigmoid(mean / x["surprise"][h])
+            before = torch.einsum("ij,jnp->inp", A, S)
+            error = v - torch.einsum("inp,in->ip", before, q)
+            mean = error.square().sum(1) / max(v.size(1), 1)
+            share = torch.sigmoid(mean / x["surprise"][h])
             wrong = v - torch.einsum("inp,in->ip", before, k)
             S = before + torch.einsum("i,in,ip->inp", b * share, k, wrong)
         outs.append(torch.einsum("inp,in->ip", S, q))
@@ -610,15 +606,6 @@ OPERATORS = {
         {**_DELTA_SCALE, "surprise": lambda x, s: x.exp()}, _states_oracle, _edges,
         _BACKENDS,
     ),
-    "delta_channels": Operator(
-        "delta_scan", _DELTA + "N", "HGNP", _DELTA_SIZES,
-        DAGS, _ANY_DAGS, _DELTA_SCALE, _states_oracle, _edges, _BACKENDS,
-    ),
-    "surprise_channels": Operator(
-        "delta_scan", _DELTA + "N surprise:H", "HGNP", _DELTA_SIZES, DAGS, _ANY_DAGS,
-        {**_DELTA_SCALE, "surprise": lambda x, s: x.exp()}, _states_oracle, _edges,
-        _BACKENDS,
-    ),
     "delta_paths": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
         PATHS, batches(paths()).map(_from_batch), _DELTA_SCALE, _delta_oracle, _edges,
@@ -808,9 +795,7 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
             )
             for name, key, options in (
                 ("dags", "delta_dags", {"form": "state"}),
-                ("channels", "delta_channels", {}),
                 ("surprise", "surprise", {}),
-                ("all", "surprise_channels", {}),
             )
         },
     }  # fmt: skip

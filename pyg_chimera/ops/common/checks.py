@@ -301,13 +301,7 @@ def check_nodes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_graph(
-    query: Any,
-    key: Any,
-    value: Any,
-    edge_index: Any,
-    edge_weight: Any,
-    *,
-    by_channel: bool = False,
+    query: Any, key: Any, value: Any, edge_index: Any, edge_weight: Any
 ) -> list[Tensor]:
     """Checks nodes, edges and a weight per edge and head, but not their contents.
 
@@ -317,7 +311,6 @@ def check_graph(
         value: [nodes, heads, channels of values].
         edge_index: [2, edges].
         edge_weight: [edges, heads].
-        by_channel: Whether weights may also be [edges, heads, channels].
 
     Returns:
         list[Tensor]: Query, key, value and weights in one dtype; edges as int64.
@@ -325,12 +318,10 @@ def check_graph(
     floats = check_floats(query=query, key=key, value=value, edge_weight=edge_weight)
     check_nodes(query, key, value)
     edge_index = check_edges("edge_index", edge_index, value)
-    num_heads, size = value.size(1), key.size(2)
-    of_edge = list(edge_weight.shape[1:])
-    if of_edge != [num_heads] and not (by_channel and of_edge == [num_heads, size]):
-        channels = f", or [edges, heads, channels] with {size}" if by_channel else ""
+    num_heads = value.size(1)
+    if list(edge_weight.shape[1:]) != [num_heads]:
         raise ValueError(
-            f"'edge_weight' must be [edges, heads] with {num_heads} heads{channels}, "
+            f"'edge_weight' must be [edges, heads] with {num_heads} heads, "
             f"got {list(edge_weight.shape)}"
         )
     if edge_index.size(1) != edge_weight.size(0):

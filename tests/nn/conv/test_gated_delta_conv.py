@@ -22,9 +22,7 @@ def direction(y):
 
 
 def transitions(conv, index, delta, edge):
-    """A of one head, [V, V], from what softplus makes of selectivities
-    [V, gates].
-    """
+    """A of one head, [V, V], from what softplus makes of selectivities [V, gates]."""
     n, A = len(delta), delta.new_zeros(len(delta), len(delta))
     decays = []
     for e, (j, i) in enumerate(index.t().tolist()):
@@ -45,9 +43,7 @@ def transitions(conv, index, delta, edge):
 
 
 def memories(A, query, key, value, beta, temperature):
-    """The states of one head, from S = (I - b k k^T) (A S) + b k v^T over and
-    over.
-    """
+    """The states of one head, from S = (I - b k k^T) (A S) + b k v^T over and over."""
     S = key.new_zeros(*key.shape, value.size(1))
     for _ in range(4000):
         before = torch.einsum("ij,jnp->inp", A, S)
@@ -87,8 +83,7 @@ def test_the_formula(name):
         edge = None
         if conv.lin_edge is not None:
             edge = F.softplus(conv.lin_edge(attr)[:, h] + conv.edge_bias[0, h])
-        delta_h = F.softplus(delta[:, :-1, h])
-        A = transitions(conv, index, delta_h, edge)
+        A = transitions(conv, index, F.softplus(delta[:, :-1, h]), edge)
         v = value.unflatten(1, (conv.heads, -1))[:, h]
         beta = (2 if conv.reflections else 1) * torch.sigmoid(delta[:, -1, h])
         temperature = conv.log_temperature

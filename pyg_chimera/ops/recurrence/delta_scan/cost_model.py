@@ -86,9 +86,13 @@ def _cost_of_kernels(
     return Cost(heads * operations, seconds, memory)
 
 
-def why_not_form(call: Call) -> str | None:
-    """Why the form of a call does not fit its graph; None if it does."""
+def why_not_form(call: Call, forms: tuple[str, ...]) -> str | None:
+    """Why the form of a call is not among those of its backend, or does not fit its
+    graph; None if it does.
+    """
     graph, form, backend = call.structure, call.choice.form, call.choice.backend
+    if form not in forms:
+        return f"form={form!r} has no {backend} backend; use backend='torch' or 'auto'"
     if form == "mask":
         query, value = call.inputs.query, call.inputs.value
         needed = cost_of(form, backend, graph, query, value).memory

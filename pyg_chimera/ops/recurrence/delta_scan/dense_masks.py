@@ -7,11 +7,21 @@ the backward pass, which recomputes all matrices [n, n] within a core's cache. F
 formulas of the gradients, see `matrices`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from pyg_chimera.ops.common.numba_runtime import heads_a_task, jit, run, stopped, summed
+from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.common.numba_runtime import (
+    arrays,
+    heads_a_task,
+    jit,
+    run,
+    stopped,
+    summed,
+)
 from pyg_chimera.ops.common.simd import (
     ADD,
     SUBTRACT,
@@ -37,15 +47,12 @@ from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     solve,
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
-from pyg_chimera.ops.recurrence.delta_scan.ordered_blocks import (
-    factor_of_cycles,
-    ordered_blocks,
-)
+from pyg_chimera.ops.recurrence.delta_scan.tensors import positive
 from pyg_chimera.ops.recurrence.row_sweeps import Factors, edge_products, factorize
 from pyg_chimera.ops.recurrence.row_sweeps import solve as sweep
+from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, symbolic_factor
 
-__all__ = ["Operands", "backward", "forward"]
-
+__all__ = ["backward", "forward"]
 
 #: Rows of the matrices' gradients to compute at a time, within the L1 cache.
 _STRIP = 12
@@ -55,13 +62,32 @@ _MAX_CORRECTIONS, _MAX_ERROR = 16, 1e-6
 _SPARE = max(SIDE, 2 * _STRIP)
 
 
-class Operands(NamedTuple):
+class _Blocks(NamedTuple):
+    """Blocks, with nodes in topological order where there is one, otherwise in a
+    fill-reducing elimination order of I - A.
+
+    Positions are numbered block by block; arrays are int64 unless stated otherwise.
+    """
+
+    ptr: np.ndarray  #: [T + 1], first position of each block
+    acyclic: np.ndarray  #: [T], whether it has no cycle, bool
+    node: np.ndarray  #: [V], node at each position
+    edge_ptr: np.ndarray  #: [V + 1], first of the edges to each position in ...
+    edge: np.ndarray  #: [E], ... the edges, by position of the target, ...
+    edge_row: np.ndarray  #: [E], ... positions of their targets ...
+    edge_col: np.ndarray  #: [E], ... and of their sources
+    upper_ptr: np.ndarray  #: [V + 1], the pattern of I - A = L U by columns of L: ...
+    upper_row: np.ndarray  #: [F], ... rows ...
+    upper_entry: np.ndarray  #: [F], ... and indices of entries
+
+
+class _Operands(NamedTuple):
     """The inputs, or their gradients."""
 
     query: np.ndarray  #: [V, groups, N]; gradients are parts [parts, V, groups, N]
     key: np.ndarray  #: alike
     value: np.ndarray  #: [V, heads, P]
-    beta: np.ndarray  #: [V, heads]
+    beta: np.ndarray  #: [V, heads], not zero
     weight: np.ndarray  #: [E, heads]
 
 
@@ -72,37 +98,77 @@ class _Results(NamedTuple):
     written: np.ndarray  #: u, what nodes write, in float64
 
 
-class _System(NamedTuple):
-    """M = I + diag(b) ((L - I) * K K^T) for a block and head, eliminated."""
+class _Work(NamedTuple):
+    """A task's memory, for n nodes; m is n rounded up to whole vectors."""
 
-    M: np.ndarray  #: [n, n]
-    inverse: np.ndarray  #: [n, SIDE]
-    L: np.ndarray  #: [n, m], rows padded to whole vectors
-    overlap: np.ndarray  #: [n, m], K K^T
-    b: np.ndarray  #: [n]
-    triangular: bool
+    squares: np.ndarray  #: [4 or 6, n, m]: Q K^T, K K^T, L, M; their gradients
+    inverse: np.ndarray  #: [n, SIDE], of the diagonal blocks of M
+    rows: np.ndarray  #: [2, 2 n, N]: Q above K, and their gradients
+    columns: np.ndarray  #: [N, m], K^T
+    thin: np.ndarray  #: [4, n, P]; the first two are a right-hand side and a solution
+    across: np.ndarray  #: [P, m], u^T
+    b: np.ndarray  #: [n], beta
+    spare: np.ndarray
 
 
-def _share(graph: DeltaGraph, x: Operands) -> int:
+def _blocks(graph: DeltaGraph) -> tuple[_Blocks, SymbolicFactor, np.ndarray]:
+    """The ordered blocks of a graph, the symbolic factor of those with cycles, and the
+    indices of its edges; cached in the graph's tables.
+    """
+    if _Blocks in graph.tables:
+        return graph.tables[_Blocks]
+    of_cycles = np.flatnonzero(graph.is_cyclic[graph.block[graph.row]])
+    edges = torch.from_numpy(np.stack([graph.col[of_cycles], graph.row[of_cycles]]))
+    block = torch.from_numpy(graph.block)
+    factor: Any = symbolic_factor(edges, block, None, graph.num_nodes)
+    is_cyclic = graph.is_cyclic[graph.block[graph.order]]
+    node = np.where(is_cyclic, factor.node, graph.order)
+    position = np.empty_like(node)
+    position[node] = np.arange(len(node))
+    edge = np.argsort(position[graph.row], kind="stable")
+    row = position[graph.row[edge]]
+    blocks = _Blocks(
+        ptr=factor.ptr,
+        acyclic=~graph.is_cyclic,
+        node=node,
+        edge_ptr=np.searchsorted(row, np.arange(len(node) + 1)),
+        edge=edge,
+        edge_row=row,
+        edge_col=position[graph.col[edge]],
+        upper_ptr=factor.upper_ptr,
+        upper_row=factor.upper_row,
+        upper_entry=factor.upper_entry,
+    )
+    graph.tables[_Blocks] = blocks, factor, of_cycles
+    return graph.tables[_Blocks]
+
+
+def _share(graph: DeltaGraph, x: _Operands) -> int:
     return heads_a_task(len(graph.sizes), x.query.shape[1], x.value.shape[1])
 
 
-def _costs(graph: DeltaGraph, x: Operands, share: int) -> np.ndarray:
+def _costs(graph: DeltaGraph, x: _Operands, share: int) -> np.ndarray:
     n, N, P = graph.sizes.astype(float), x.query.shape[2], x.value.shape[2]
     work = n**2 * (0.1 * N + share * (2.0 + 0.15 * P + 0.02 * n)) + 1e3
     return np.repeat(work, x.value.shape[1] // share)
 
 
-def _scratch(graph: DeltaGraph, x: Operands, squares: int) -> int:
+def _scratch(graph: DeltaGraph, x: _Operands, squares: int) -> int:
     """The size of a task's memory: some matrices [n, n], and all smaller ones."""
     n = int(graph.sizes.max(initial=0)) + LANES
     narrow = 5 * x.query.shape[2] + 5 * x.value.shape[2] + SIDE + 1
     return n * (squares * n + narrow) + _SPARE * (n + x.value.shape[2])
 
 
-def forward(graph: DeltaGraph, x: Operands) -> tuple[np.ndarray, np.ndarray, Factors]:
-    """The output and what nodes write, [V, heads, P], and the factors of I - A."""
-    pattern, edge = factor_of_cycles(graph)
+def _operands(call: Call) -> _Operands:
+    query, key, value, beta, weight = call.inputs[:5]
+    return _Operands(*arrays(query, key, value, positive(beta), weight))
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P]; saves u and the factors of I - A."""
+    graph, x = call.structure, _operands(call)
+    blocks, pattern, edge = _blocks(graph)
     factors, _ = factorize(pattern, x.weight[edge].astype(np.float64))
     results = _Results(np.empty_like(x.value), np.empty(x.value.shape))
     share = _share(graph, x)
@@ -112,7 +178,7 @@ def forward(graph: DeltaGraph, x: Operands) -> tuple[np.ndarray, np.ndarray, Fac
         _costs(graph, x, share),
         _scratch(graph, x, 4),
         results.written.dtype,
-        *(ordered_blocks(graph), factors, x, results, wrong),
+        *(blocks, factors, x, results, wrong),
     )
     if wrong.any():
         raise ValueError(
@@ -120,30 +186,31 @@ def forward(graph: DeltaGraph, x: Operands) -> tuple[np.ndarray, np.ndarray, Fac
             "is nearly two, that the rule is not solved accurately without pivots; "
             "scale it, or use backend='torch'"
         )
-    return *results, factors
+    dtype = call.inputs.value.dtype  # saved tensors are viewed as this dtype
+    saved = map(torch.from_numpy, (results.written, *factors))
+    return torch.from_numpy(results.out), tuple(y.flatten().view(dtype) for y in saved)
 
 
-def backward(
-    graph: DeltaGraph,
-    x: Operands,
-    written: np.ndarray,
-    factors: Factors,
-    grad: np.ndarray,
-) -> tuple[np.ndarray, ...]:
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta and edge weight."""
-    share = _share(graph, x)
-    parts = grad.shape[1] // x.query.shape[1] // share
-    dq, dk = np.empty((2, parts, *x.query.shape), grad.dtype)
+    graph, x, (dy,) = call.structure, _operands(call), arrays(grad)
+    written, *factors = (y.numpy().view(np.float64) for y in saved)
+    share, heads = _share(graph, x), dy.shape[1]
+    parts = heads // x.query.shape[1] // share
+    dq, dk = np.empty((2, parts, *x.query.shape), dy.dtype)
     d_value, d_beta = np.empty_like(x.value), np.empty_like(x.beta)
-    d = Operands(dq, dk, d_value, d_beta, np.zeros_like(x.weight))
+    d = _Operands(dq, dk, d_value, d_beta, np.zeros_like(x.weight))
     run(
         _backward_tasks,
         2 * _costs(graph, x, share),
         _scratch(graph, x, 6),
         written.dtype,
-        *(ordered_blocks(graph), factors, x, _Results(grad, written), d),
+        _blocks(graph)[0],
+        Factors(*(y.reshape(heads, -1) for y in factors)),
+        *(x, _Results(dy, written.reshape(dy.shape)), d),
     )
-    return summed(dq, (0,)), summed(dk, (0,)), *d[2:]
+    grads = (summed(dq, (0,)), summed(dk, (0,)), *d[2:])
+    return tuple(map(torch.from_numpy, grads))
 
 
 # ------------------------------------------------------------------------------- tasks
@@ -151,70 +218,49 @@ def backward(
 
 @jit
 def _workspace(scratch, count, n, N, P):
-    """A task's memory; rows of matrices [n, n] are padded to whole vectors."""
+    """A task's memory."""
     m = (n + LANES - 1) // LANES * LANES
     at = count * n * m
     squares = scratch[:at].reshape(count, n, m)
-    spare = scratch[at : at + _SPARE * (m + P)]
-    at += _SPARE * (m + P)
     inverse = scratch[at : at + n * SIDE].reshape(n, SIDE)
     at += n * SIDE
     rows = scratch[at : at + 4 * n * N].reshape(2, 2 * n, N)
     at += 4 * n * N
-    thin = scratch[at : at + 4 * n * P].reshape(4, n, P)
-    at += 4 * n * P
     columns = scratch[at : at + N * m].reshape(N, m)
     at += N * m
-    return squares, spare, inverse, rows, thin, columns, scratch[at : at + n], at + n
+    thin = scratch[at : at + 4 * n * P].reshape(4, n, P)
+    at += 4 * n * P
+    across = scratch[at : at + P * m].reshape(P, m)
+    at += P * m
+    b, spare = scratch[at : at + n], scratch[at + n : at + n + _SPARE * (m + P)]
+    return _Work(squares, inverse, rows, columns, thin, across, b, spare)
 
 
 @jit
-def _make_scores(scores, rows, columns, query, key, nodes, g):
-    """Computes Q K^T and, below it, K K^T; leaves Q and K in rows, K^T in columns."""
-    n = nodes.shape[0]
+def _make_scores(work, query, key, nodes, g):
+    """Computes Q K^T and, below it, K K^T; leaves Q and K in rows."""
+    n, rows = nodes.shape[0], work.rows[0]
     take(rows[:n], query, nodes, g)
     take(rows[n:], key, nodes, g)
-    take_transposed(columns, key, nodes, g)
-    matmul(scores, rows, columns)
+    take_transposed(work.columns, key, nodes, g)
+    matmul(work.squares[:2].reshape(2 * n, -1), rows, work.columns)
 
 
 @jit
-def _make_resolvent(L, block, h, blocks, factors, weight, stop):
-    """L <- (I - A)^-1."""
-    s, end = blocks.ptr[block], blocks.ptr[block + 1]
-    set_identity(L)
-    if not blocks.acyclic[block]:
-        sweep(L, s, False, stop, blocks, factors, h)
-        return
-    for x in range(blocks.edge_ptr[s], blocks.edge_ptr[end]):
-        source, target = L[blocks.edge_col[x] - s], L[blocks.edge_row[x] - s]
-        w = weight[blocks.edge[x], h]
-        for j in range(L.shape[1]):
-            target[j] += w * source[j]
-
-
-@jit
-def _find_adjoint(D, block, h, blocks, factors, weight, stop):
-    """D <- (I - A)^-T D."""
+def _sweep(X, transposed, block, h, blocks, factors, weight, stop):
+    """X <- (I - A)^-1 X, or (I - A)^-T X."""
     s, end = blocks.ptr[block], blocks.ptr[block + 1]
     if not blocks.acyclic[block]:
-        sweep(D, s, True, stop, blocks, factors, h)
+        sweep(X, s, transposed, stop, blocks, factors, h)
         return
-    for x in range(blocks.edge_ptr[end] - 1, blocks.edge_ptr[s] - 1, -1):
-        source, target = D[blocks.edge_row[x] - s], D[blocks.edge_col[x] - s]
+    first, last = blocks.edge_ptr[s], blocks.edge_ptr[end]
+    for step in range(last - first):
+        x = last - 1 - step if transposed else first + step
+        i, j = blocks.edge_row[x] - s, blocks.edge_col[x] - s
+        target, source = (X[j], X[i]) if transposed else (X[i], X[j])
         w = weight[blocks.edge[x], h]
-        for j in range(D.shape[1]):
-            target[j] += w * source[j]
-
-
-@jit
-def _take_strengths(b, beta, nodes, h):
-    """Sets b to beta, but not to zero, as it is divided by; what is then written is
-    lost in rounding.
-    """
-    for i in range(nodes.shape[0]):
-        x = np.float64(beta[nodes[i], h])
-        b[i] = 1e-20 if x < 1e-20 else x  # NaN passes
+        for c in range(X.shape[1]):
+            target[c] += w * source[c]
 
 
 @jit
@@ -230,15 +276,17 @@ def _make_system(M, a, L, overlap, b):
 
 
 @jit
-def _solve(system, X, rhs, residual, spare, transposed):
+def _solve(work, triangular, transposed):
     """X <- M^-1 X, or M^-T X; returns whether the result is accurate.
 
     If nodes reflect (beta > 1), pivots may be small: the solution is then refined
     iteratively, as long as each correction is less than half of the last one.
     """
-    M, inverse, L, overlap, b, triangular = system
+    rhs, X, residual = work.thin[0], work.thin[1], work.thin[3]
+    overlap, L, M = work.squares[1], work.squares[2], work.squares[3]
+    inverse, b, spare = work.inverse, work.b, work.spare
     n, m = L.shape
-    reflects = False
+    M, reflects = M[:, :n], False
     for i in range(n):
         reflects |= b[i] > 1
     if reflects and not triangular:
@@ -269,6 +317,15 @@ def _solve(system, X, rhs, residual, spare, transposed):
 
 
 @jit
+def _eliminate(work, beta, nodes, h, triangular, stop):
+    """Sets b, and M = I + diag(b) ((L - I) * K K^T), and eliminates it."""
+    overlap, L, M = work.squares[1], work.squares[2], work.squares[3]
+    take(work.b, beta, nodes, h)
+    _make_system(M, 0, L, overlap, work.b)
+    eliminate(M[:, : nodes.shape[0]], work.inverse, work.spare, triangular, stop)
+
+
+@jit
 def _forward_tasks(
     first, last, stop, scratch, blocks, factors, operands, results, wrong
 ):
@@ -279,26 +336,21 @@ def _forward_tasks(
         block, head = task // tasks, (task % tasks) * share
         nodes = blocks.node[blocks.ptr[block] : blocks.ptr[block + 1]]
         n, triangular = nodes.shape[0], blocks.acyclic[block]
-        squares, spare, inverse, rows, thin, columns, b, _ = _workspace(
-            scratch, 4, n, N, P
-        )
-        scores, overlap, L, M = squares[0], squares[1], squares[2], squares[3]
-        system = _System(M[:, :n], inverse, L, overlap, b, triangular)
-        u, y = thin[0], thin[1]
-        both = squares[:2].reshape(2 * n, L.shape[1])
-        _make_scores(both, rows[0], columns, query, key, nodes, head * groups // heads)
+        work = _workspace(scratch, 4, n, N, P)
+        scores, L, b = work.squares[0], work.squares[2], work.b
+        y, u = work.thin[0], work.thin[1]
+        _make_scores(work, query, key, nodes, head * groups // heads)
         for h in range(head, head + share):
             if stopped(stop):
                 return
-            _make_resolvent(L, block, h, blocks, factors, weight, stop)
-            _take_strengths(b, beta, nodes, h)
-            _make_system(M, 0, L, overlap, b)
-            eliminate(M[:, :n], inverse, spare, triangular, stop)
+            set_identity(L)
+            _sweep(L, False, block, h, blocks, factors, weight, stop)
+            _eliminate(work, beta, nodes, h, triangular, stop)
             take(u, value, nodes, h)
             for i in range(n):
                 for p in range(P):
                     u[i, p] *= b[i]
-            solved = _solve(system, u, y, thin[2], spare, False)
+            solved = _solve(work, triangular, False)
             wrong[block, task % tasks] |= not solved
             put(results.written, u, nodes, h)
             multiply(L, L, scores)
@@ -309,58 +361,50 @@ def _forward_tasks(
 @jit
 def _backward_tasks(first, last, stop, scratch, blocks, factors, operands, results, d):
     query, key, _, beta, weight = operands
-    grad_query, grad_key, grad_value, grad_beta, grad_weight = d
     grad, written = results
     (_, heads, P), (_, groups, N) = grad.shape, query.shape
-    tasks = groups * grad_query.shape[0]
+    tasks = groups * d.query.shape[0]
     share = heads // tasks
     for task in range(first, last):
         block, head = task // tasks, (task % tasks) * share
         g = head * groups // heads
         part = (head - g * (heads // groups)) // share
-        nodes = blocks.node[blocks.ptr[block] : blocks.ptr[block + 1]]
+        s, end = blocks.ptr[block], blocks.ptr[block + 1]
+        nodes, edges = blocks.node[s:end], (blocks.edge_ptr[s], blocks.edge_ptr[end])
         n, triangular = nodes.shape[0], blocks.acyclic[block]
-        squares, spare, inverse, rows, thin, columns, b, at = _workspace(
-            scratch, 6, n, N, P
-        )
-        scores, overlap, L, M = squares[0], squares[1], squares[2], squares[3]
-        system = _System(M[:, :n], inverse, L, overlap, b, triangular)
-        u, x, dy, m = thin[0], thin[1], thin[2], L.shape[1]
-        ut = scratch[at : at + P * m].reshape(P, m)
-        both = squares[:2].reshape(2 * n, m)
-        _make_scores(both, rows[0], columns, query, key, nodes, g)
+        work = _workspace(scratch, 6, n, N, P)
+        squares, rows, b = work.squares, work.rows, work.b
+        scores, L, M = squares[0], squares[2], squares[3]
+        u, x, dy = work.thin[0], work.thin[1], work.thin[2]
+        _make_scores(work, query, key, nodes, g)
         squares[4:] = 0
         for h in range(head, head + share):
             if stopped(stop):
                 return
-            _make_resolvent(L, block, h, blocks, factors, weight, stop)
+            set_identity(L)
+            _sweep(L, False, block, h, blocks, factors, weight, stop)
             take(dy, grad, nodes, h)
             multiply(M, L, scores)
             matmul(x, M[:, :n].T, dy)
-            _take_strengths(b, beta, nodes, h)
-            _make_system(M, 0, L, overlap, b)
-            eliminate(M[:, :n], inverse, spare, triangular, stop)
-            _solve(system, x, u, thin[3], spare, True)
+            _eliminate(work, beta, nodes, h, triangular, stop)
+            _solve(work, triangular, True)
             take(u, written, nodes, h)
-            take_transposed(ut, written, nodes, h)
+            take_transposed(work.across, written, nodes, h)
             for i in range(n):
                 total = 0.0
                 for p in range(P):
                     total += x[i, p] * u[i, p]
                     x[i, p] *= b[i]
-                grad_beta[nodes[i], h] = total / b[i]  # u is beta times an error
-            put(grad_value, x, nodes, h)
-            _differentiate(squares, dy, x, ut, spare)
-            _find_adjoint(M, block, h, blocks, factors, weight, stop)
-            s, end = blocks.ptr[block], blocks.ptr[block + 1]
-            edges = blocks.edge_ptr[s], blocks.edge_ptr[end]
-            edge_products(M, L, s, edges, blocks, grad_weight[:, h])
-        d_both = squares[4:].reshape(2 * n, m)[:, :n]
-        d_rows = rows[1]
+                d.beta[nodes[i], h] = total / b[i]  # u is beta times an error
+            put(d.value, x, nodes, h)
+            _differentiate(squares, dy, x, work.across, work.spare)
+            _sweep(M, True, block, h, blocks, factors, weight, stop)
+            edge_products(M, L, s, edges, blocks, d.weight[:, h])
+        d_both, d_rows = squares[4:].reshape(2 * n, -1)[:, :n], rows[1]
         matmul(d_rows, d_both, rows[0, n:])
         matmul(d_rows[n:], d_both.T, rows[0], ADD)
-        put(grad_query[part], d_rows[:n], nodes, g)
-        put(grad_key[part], d_rows[n:], nodes, g)
+        put(d.query[part], d_rows[:n], nodes, g)
+        put(d.key[part], d_rows[n:], nodes, g)
 
 
 @jit

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.recurrence.states import StateGraph, node_states
 from pyg_chimera.ops.structure.csr import to_numpy
-from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.symbolic_factor import blocks_of
 from pyg_chimera.ops.structure.topological import ranks_and_cycles
 
@@ -59,15 +59,16 @@ class DeltaGraph:
         return np.bincount(self.block, self.on_cycle, len(self.sizes)) > 0
 
     @cached_property
-    def component(self) -> np.ndarray:
-        """[V], the connected component of each node."""
-        edges = torch.from_numpy(np.stack([self.col, self.row]))
-        return to_numpy(connected_components(edges, self.num_nodes))
-
-    @cached_property
     def depth(self) -> int:
         """The number of topological levels of a DAG."""
         return int(self.rank.max(initial=-1)) + 1
+
+    @cached_property
+    def states(self) -> StateGraph:
+        """Those of the nodes of a DAG."""
+        edge_index = torch.from_numpy(np.stack([self.col, self.row]))
+        block, rank = (torch.from_numpy(x) for x in (self.block, self.rank))
+        return node_states(edge_index, block, rank, self.num_nodes)
 
     @cached_property
     def cyclic_edges(self) -> np.ndarray:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.structure.cache import table
+from pyg_chimera.ops.structure.csr import grouped
 
 #: The number of entries that one slice of states may have.
 MAX_NUMEL = 1 << 26
@@ -39,100 +40,81 @@ class _Levels(NamedTuple):
 
 def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
     """The levels of a DAG."""
-
-    def moved(x: np.ndarray) -> Tensor:
-        return torch.from_numpy(x).to(device)
-
-    node = np.argsort(graph.rank, kind="stable")
+    node, ptr = grouped(graph.rank, graph.depth)
+    edge, edge_ptr = grouped(graph.rank[graph.row], graph.depth)
     position = np.empty_like(node)
     position[node] = np.arange(len(node))
-    edge = np.argsort(graph.rank[graph.row], kind="stable")
-    last = np.cumsum(np.bincount(graph.rank, minlength=graph.depth))
-    last_edge = np.cumsum(np.bincount(graph.rank[graph.row], minlength=graph.depth))
-    tail, head = (moved(position[x[edge]]) for x in (graph.col, graph.row))
-    levels, i, e = [], 0, 0
-    for j, f in zip(last.tolist(), last_edge.tolist(), strict=True):
-        edges = slice(e, f)
-        levels.append(_Level(slice(i, j), edges, tail[edges], head[edges] - i))
-        i, e = j, f
-    return _Levels(moved(node), moved(edge), levels)
+    arrays = (node, edge, position[graph.col[edge]], position[graph.row[edge]])
+    nodes, edges, tail, head = (torch.from_numpy(x).to(device) for x in arrays)
+    levels = []
+    for i in range(graph.depth):
+        here = slice(int(ptr[i]), int(ptr[i + 1]))
+        into = slice(int(edge_ptr[i]), int(edge_ptr[i + 1]))
+        levels.append(_Level(here, into, tail[into], head[into] - here.start))
+    return _Levels(nodes, edges, levels)
 
 
 class _Operands(NamedTuple):
     """The inputs level by level, with queries and keys repeated for each head."""
 
     levels: _Levels
-    query: Tensor  #: [V, heads, N]
-    key: Tensor
-    value: Tensor  #: [V, heads, P]
-    beta: Tensor  #: [V, heads, 1]
-    weight: Tensor  #: [E, heads, 1 or N, 1]
-    temperature: Tensor | None  #: [heads, 1], that of surprise
+    query: Tensor  #: [V, heads, N, 1]
+    readers: Tensor  #: [V, heads, N, 1 or 2], what reads before a write: key, and query
+    value: Tensor  #: [V, heads, 1, P]
+    beta: Tensor  #: [V, heads, 1, 1]
+    weight: Tensor  #: [E, heads, 1, 1]
+    temperature: Tensor | None  #: [heads, 1, 1], that of surprise
 
 
 def _operands(call: Call) -> _Operands:
     query, key, value, beta, edge_weight, surprise = call.inputs[:6]
     levels = table(_levels, call.structure, value.device)
-    repeats = value.size(1) // key.size(1)
+    repeats, node = value.size(1) // key.size(1), levels.node
+    query, key = (
+        x[node].repeat_interleave(repeats, 1).unsqueeze(-1) for x in (query, key)
+    )
     return _Operands(
         levels,
-        query[levels.node].repeat_interleave(repeats, 1),
-        key[levels.node].repeat_interleave(repeats, 1),
-        value[levels.node],
-        beta[levels.node, :, None],
-        edge_weight[levels.edge][(..., *[None] * (4 - edge_weight.dim()))],
-        None if surprise is None else surprise.unsqueeze(-1),
+        query,
+        key if surprise is None else torch.cat([key, query], -1),
+        value[node].unsqueeze(-2),
+        beta[node, :, None, None],
+        edge_weight[levels.edge, :, None, None],
+        None if surprise is None else surprise[:, None, None],
     )
 
 
 def _slices(x: _Operands, copies: int) -> Iterator[slice]:
     """Slices of the value channels such that the states of one fit in memory."""
-    nodes, heads, channels = x.value.shape
+    channels = max(1, x.value.size(-1))
+    lanes = max(1, MAX_NUMEL // max(1, x.query.numel() * copies))
     if x.temperature is not None:
-        yield slice(0, channels)
-        return
-    lanes = max(1, MAX_NUMEL // max(1, nodes * heads * x.key.size(2) * copies))
+        lanes = channels
     for a in range(0, channels, lanes):
         yield slice(a, a + lanes)
 
 
-class _States(NamedTuple):
-    """The states of a slice, and the errors that nodes correct."""
-
-    S: Tensor  #: [V, heads, N, p]
-    error: Tensor  #: [V, heads, p], value minus prediction by the key
-    strength: Tensor  #: [V, heads, 1], the share of the error that nodes correct
-    surprise: Tensor  #: [V, heads, p], value minus prediction by the query
-
-
-def _states(x: _Operands, part: slice) -> _States:
-    """Carries the states along the DAG."""
-    key, query, value = x.key.unsqueeze(-1), x.query.unsqueeze(-1), x.value[..., part]
-    error, surprise = torch.empty_like(value), value.new_empty(0)
-    strength = x.beta
-    if x.temperature is not None:
-        surprise, strength = torch.empty_like(value), torch.empty_like(x.beta)
-    S = value.new_zeros(*x.key.shape, value.size(2))
+def _states(x: _Operands, part: slice) -> tuple[Tensor, Tensor]:
+    """The states [V, heads, N, p], and what nodes write [V, heads, 1, p]."""
+    value, written = x.value[..., part], torch.empty_like(x.value[..., part])
+    S = value.new_zeros(*x.query.shape[:3], value.size(-1))
     for level in x.levels.levels:
         nodes = level.nodes
-        here = S[nodes]
+        here, strength, readers = S[nodes], x.beta[nodes], x.readers[nodes]
         if len(level.tail) > 0:
             moved = x.weight[level.edges] * S[level.tail]
             here.index_add_(0, level.head, moved)
-        k = key[nodes]
-        torch.sub(value[nodes], (k.mT @ here).squeeze(-2), out=error[nodes])
+        errors = value[nodes] - readers.mT @ here
         if x.temperature is not None:
-            read = (query[nodes].mT @ here).squeeze(-2)
-            torch.sub(value[nodes], read, out=surprise[nodes])
-            share = _excess(surprise[nodes], x.temperature).sigmoid()
-            strength[nodes] = x.beta[nodes] * share
-        here += k * (strength[nodes] * error[nodes]).unsqueeze(-2)
-    return _States(S, error, strength, surprise)
+            strength = strength * _excess(errors, x.temperature).sigmoid()
+        u = torch.mul(strength, errors[..., :1, :], out=written[nodes])
+        here += readers[..., :1] * u
+    return S, written
 
 
-def _excess(error: Tensor, temperature: Tensor) -> Tensor:
-    """Surprise, [..., heads, 1], whose sigmoid is the share of beta that is used."""
-    mean = error.square().sum(-1, keepdim=True) / max(error.size(-1), 1)
+def _excess(errors: Tensor, temperature: Tensor) -> Tensor:
+    """Surprise, [..., heads, 1, 1], whose sigmoid is the share of beta that is used."""
+    mean = errors[..., 1:, :].square().sum(-1, True) / max(errors.size(-1), 1)
     return mean / temperature
 
 
@@ -141,9 +123,8 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     x = _operands(call)
     read = torch.empty_like(x.value)
     for part in _slices(x, 2):
-        S = _states(x, part).S
-        read[..., part] = (x.query.unsqueeze(-2) @ S).squeeze(-2)
-    return torch.empty_like(read).index_copy_(0, x.levels.node, read), ()
+        read[..., part] = x.query.mT @ _states(x, part)[0]
+    return _by_node(read.squeeze(-2), x.levels.node), ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
@@ -154,51 +135,56 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     surprise.
     """
     x = _operands(call)
-    dy, key, query = grad[x.levels.node], x.key.unsqueeze(-1), x.query.unsqueeze(-1)
-    dq, dk, dv = (torch.zeros_like(y) for y in (x.query, x.key, x.value))
-    d_beta, d_weight = torch.zeros_like(x.beta), torch.zeros_like(x.weight)
-    d_temperature = torch.zeros_like(x.beta)
+    dy = grad[x.levels.node].unsqueeze(-2)
+    dq, d_readers, dv, d_beta, d_weight = (torch.zeros_like(y) for y in x[1:6])
+    dk, d_temperature = d_readers[..., :1], []
     for part in _slices(x, 5):
-        S, error, strength, surprise = _states(x, part)
-        Z = query * dy[..., part].unsqueeze(-2)
-        written = strength * error
-        dq += (S @ dy[..., part, None]).squeeze(-1)
+        S, written = _states(x, part)
+        before = S - x.readers[..., :1] * written
+        errors, strength = x.value[..., part] - x.readers.mT @ before, x.beta
+        wrong, slopes = errors[..., :1, :], None
+        if x.temperature is not None:
+            excess = _excess(errors, x.temperature)
+            share = excess.sigmoid()
+            strength = x.beta * share
+            # Of the strength by the excess and, for each channel, by the query's error.
+            slope = strength * (-excess).sigmoid() / x.temperature
+            slopes = 2 / max(dy.size(-1), 1) * slope * errors[..., 1:, :]
+        Z, found = x.query * dy[..., part], torch.empty_like(written)
         for level in reversed(x.levels.levels):
             nodes = level.nodes
-            here, before = Z[nodes], S[nodes]
-            k, b, u = key[nodes], strength[nodes], written[nodes]
-            found = (k.mT @ here).squeeze(-2)
-            d_predicted = -b * found
-            dv[nodes, :, part] = -d_predicted
-            d_strength = (found * error[nodes]).sum(-1, keepdim=True)
-            dk[nodes] += (here @ u.unsqueeze(-1)).squeeze(-1)
-            known = before - k * u.unsqueeze(-2)
-            dk[nodes] += (known @ d_predicted.unsqueeze(-1)).squeeze(-1)
-            of_known = k * d_predicted.unsqueeze(-2)
-            if x.temperature is not None:
-                e = surprise[nodes]
-                excess = _excess(e, x.temperature)
-                d_excess = d_strength * b * (-excess).sigmoid()
-                d_strength = d_strength * excess.sigmoid()
-                d_read = -2 / max(e.size(-1), 1) * d_excess / x.temperature * e
-                dv[nodes] -= d_read
-                dq[nodes] += (known @ d_read.unsqueeze(-1)).squeeze(-1)
-                of_known += query[nodes] * d_read.unsqueeze(-2)
-                d_temperature[nodes] = -d_excess * excess / x.temperature
-            d_beta[nodes] += d_strength
-            here += of_known
+            here, k = Z[nodes], x.readers[nodes][..., :1]
+            dk[nodes] += here @ written[nodes].mT
+            read = torch.matmul(k.mT, here, out=found[nodes])
+            here -= k * (strength[nodes] * read)
+            if slopes is not None:
+                total = (read * wrong[nodes]).sum(-1, keepdim=True)
+                here -= x.query[nodes] * (total * slopes[nodes])
             if len(level.tail) > 0:
                 moved = here[level.head]
-                both = (moved * S[level.tail]).sum(-1, keepdim=True)
-                d_weight[level.edges] += both.sum_to_size(d_weight[level.edges].shape)
+                both = (moved * S[level.tail]).sum((-2, -1), keepdim=True)
+                d_weight[level.edges] += both
                 Z.index_add_(0, level.tail, x.weight[level.edges] * moved)
-    groups = call.inputs.key.size(1)
-    dq, dk = (y.unflatten(1, (groups, -1)).sum(2) for y in (dq, dk))
-    places = [x.levels.node] * 4 + [x.levels.edge]
-    d_weight = d_weight.view_as(call.inputs.edge_weight)
-    of_rows = (dq, dk, dv, d_beta.squeeze(-1), d_weight)
-    grads = tuple(
-        torch.empty_like(y).index_copy_(0, place, y)
-        for y, place in zip(of_rows, places, strict=True)
-    )
-    return grads if x.temperature is None else (*grads, d_temperature.sum((0, 2)))
+        of_strength = (found * wrong).sum(-1, keepdim=True)
+        d_errors = strength * found
+        if slopes is not None:
+            d_errors = torch.cat([d_errors, of_strength * slopes], -2)
+        dq += S @ dy[..., part].mT
+        d_readers -= before @ d_errors.mT
+        dv[..., part] = d_errors.sum(-2, keepdim=True)
+        if x.temperature is not None:
+            d_temperature = [-(of_strength * slope * excess).sum((0, 2, 3))]
+            of_strength = of_strength * share
+        d_beta += of_strength
+    if d_readers.size(-1) == 2:
+        dq += d_readers[..., 1:]
+    groups, (node, edge, _) = call.inputs.key.size(1), x.levels
+    dq, dk = (y.squeeze(-1).unflatten(1, (groups, -1)).sum(2) for y in (dq, dk))
+    of_nodes = (dq, dk, dv.squeeze(-2), d_beta[..., 0, 0])
+    grads = [_by_node(y, node) for y in of_nodes]
+    return *grads, _by_node(d_weight[..., 0, 0], edge), *d_temperature
+
+
+def _by_node(x: Tensor, node: Tensor) -> Tensor:
+    """Rows by position, in the order of nodes (or edges)."""
+    return torch.empty_like(x).index_copy_(0, node, x)

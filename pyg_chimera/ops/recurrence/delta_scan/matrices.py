@@ -9,10 +9,9 @@ cycles, where L may be large, everything is computed in float64, as otherwise ro
 errors of L might exceed the state.
 
 Backward, x = (I + diag(b) F)^-T du is the adjoint of diag(b) V, and -b x is that of the
-predictions F u. The gradient of A is L^T dL L^T.
+predictions F u, which keys read as queries read Y. The gradient of A is L^T dL L^T.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +20,14 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
-from pyg_chimera.ops.recurrence.delta_scan.tensors import positive, repeated, summed
-from pyg_chimera.ops.recurrence.mask_form import Padding
+from pyg_chimera.ops.recurrence.delta_scan.tensors import positive, repeated
+from pyg_chimera.ops.recurrence.mask_form import (
+    Padding,
+    masked_mix,
+    masked_mix_backward,
+)
 from pyg_chimera.ops.structure.cache import table
+from pyg_chimera.ops.structure.csr import grouped
 
 #: The number of entries that a padded group of matrices may have, on a CPU and else.
 _MAX_NUMEL_CPU, _MAX_NUMEL = 1 << 16, 1 << 26
@@ -39,28 +43,37 @@ class _Group(NamedTuple):
     place: Tensor  #: [e], index of each in a flattened [B, n, n]
     cyclic: bool
 
-    def pad(self, x: Tensor) -> Tensor:
-        """[V, heads, C] -> [B, heads, n, C]."""
-        padded = self.padding.pad(x)
-        return padded.double() if self.cyclic else padded
+    def pad(self, *tensors: Tensor) -> list[Tensor]:
+        """[V, heads, C] -> [B, heads, n, C], each."""
+        padded = [self.padding.pad(x) for x in tensors]
+        return [x.double() for x in padded] if self.cyclic else padded
 
-    def unpad(self, x: Tensor, out: Tensor) -> None:
-        """[B, heads, n, C] -> [V, heads, C], or [V, heads] if C is one."""
-        rows = x.transpose(1, 2).flatten(0, 1)[self.padding.place].to(out.dtype)
-        out[self.padding.node] = rows if out.dim() == 3 else rows.squeeze(-1)
-
-    def adjacency(self, edge_weight: Tensor) -> Tensor:
-        """[E, heads] -> [B, heads, n, n]."""
+    def difference(self, edge_weight: Tensor) -> Tensor:
+        """I - A, [B, heads, n, n]."""
         (size, n), heads = self.padding.shape, edge_weight.size(1)
         weight = edge_weight[self.edge]
         weight = weight.double() if self.cyclic else weight
-        A = weight.new_zeros(size * n * n, heads).index_add_(0, self.place, weight)
-        return A.view(size, n, n, heads).permute(0, 3, 1, 2).contiguous()
+        A = weight.new_zeros(size * n * n, heads).index_add_(0, self.place, -weight)
+        A = A.view(size, n, n, heads).permute(0, 3, 1, 2).contiguous()
+        A.diagonal(0, -2, -1).add_(1)
+        return A
 
-    def to_edges(self, dA: Tensor, out: Tensor) -> None:
-        """[B, heads, n, n] -> [E, heads]."""
-        of_edges = dA.permute(0, 2, 3, 1).flatten(0, 2)[self.place]
-        out[self.edge] = of_edges.to(out.dtype)
+    def solve(self, M: Tensor, rhs: Tensor, transposed: bool = False) -> Tensor:
+        """M^-1 rhs or M^-T rhs; M is triangular, with a unit diagonal, without cycles.
+
+        With cycles, nothing is checked: A is a contraction, so M is not singular.
+        """
+        M = M.mT if transposed else M
+        if not self.cyclic:
+            return torch.linalg.solve_triangular(
+                M, rhs, upper=transposed, unitriangular=True
+            )
+        if M.device.type != "cpu":
+            return torch.linalg.solve_ex(M, rhs)[0]
+        # Batched LU is wrong with more than one thread (pytorch#142815).
+        pairs = zip(M.flatten(0, 1), rhs.flatten(0, 1), strict=True)
+        solved = [torch.linalg.solve_ex(*pair)[0] for pair in pairs]
+        return torch.stack(solved).view(rhs.shape)
 
 
 def _groups(call: Call) -> list[_Group]:
@@ -70,102 +83,36 @@ def _groups(call: Call) -> list[_Group]:
 
 def _grouped(graph: DeltaGraph, device: torch.device, num_heads: int) -> list[_Group]:
     most = _MAX_NUMEL_CPU if device.type == "cpu" else _MAX_NUMEL
-    ptr = np.append(0, np.cumsum(graph.sizes))
+    sizes, ptr = graph.sizes, np.append(0, np.cumsum(graph.sizes))
+    edges, edge_ptr = grouped(graph.block[graph.row], len(sizes))
     local = np.empty(graph.num_nodes, np.int64)
     local[graph.order] = np.arange(graph.num_nodes) - ptr[graph.block[graph.order]]
     # Cyclic groups, which are saved in float64, come first, so that they are aligned.
-    blocks = np.lexsort((-graph.sizes, ~graph.is_cyclic))
-    group_of = np.empty(len(blocks), np.int64)
-    place_of = np.empty(len(blocks), np.int64)
-    groups: list[np.ndarray] = []
-    first = 0
-    while first < len(blocks):
-        n, cyclic = graph.sizes[blocks[first]], graph.is_cyclic[blocks[first]]
-        fits = blocks[first : first + max(1, int(most // (n * n * num_heads)))]
-        alike = (graph.sizes[fits] >= _ALIKE * n) & (graph.is_cyclic[fits] == cyclic)
-        found = fits[alike]
-        group_of[found], place_of[found] = len(groups), np.arange(len(found))
-        groups.append(found)
-        first += len(found)
-    edges = np.argsort(group_of[graph.block[graph.row]], kind="stable")
-    counts = np.bincount(group_of[graph.block[graph.row]], minlength=len(groups))
-    parts = np.split(edges, np.cumsum(counts)[:-1]) if len(groups) else []
-    made = []
-    for found, edge in zip(groups, parts, strict=True):
-        node = np.concatenate([graph.order[ptr[b] : ptr[b + 1]] for b in found])
-        padding = Padding(node, graph.sizes[found], device)
-        n = padding.shape[1]
-        row, col = graph.row[edge], graph.col[edge]
-        place = (place_of[graph.block[row]] * n + local[row]) * n + local[col]
+    blocks = np.lexsort((-sizes, ~graph.is_cyclic))
+    groups: list[_Group] = []
+    while len(blocks) > 0:
+        n, cyclic = sizes[blocks[0]], graph.is_cyclic[blocks[0]]
+        fits = blocks[: max(1, int(most // (n * n * num_heads)))]
+        found = fits[(sizes[fits] >= _ALIKE * n) & (graph.is_cyclic[fits] == cyclic)]
+        blocks = blocks[len(found) :]
+        nodes = [graph.order[ptr[b] : ptr[b + 1]] for b in found]
+        parts = [edges[edge_ptr[b] : edge_ptr[b + 1]] for b in found]
+        edge = np.concatenate(parts)
+        index = np.repeat(np.arange(len(found)), [len(x) for x in parts])
+        place = (index * n + local[graph.row[edge]]) * n + local[graph.col[edge]]
+        padding = Padding(np.concatenate(nodes), sizes[found], device)
         at, to = (torch.from_numpy(x).to(device) for x in (edge, place))
-        made.append(_Group(padding, at, to, bool(graph.is_cyclic[found[0]])))
-    return made
+        groups.append(_Group(padding, at, to, bool(cyclic)))
+    return groups
 
 
-class _System(NamedTuple):
-    """The matrices of a group, and a function that solves I + diag(b) F."""
-
-    resolvent: Tensor  #: L, [B, heads, n, n]
-    scores: Tensor  #: Q K^T, [B, groups, n, n]
-    overlap: Tensor  #: K K^T
-    solve: Callable[[Tensor, bool], Tensor]  #: the transposed system if True
-
-
-def _system(
-    group: _Group, q: Tensor, k: Tensor, b: Tensor, resolvent: Tensor
-) -> _System:
-    overlap, heads = k @ k.mT, b.size(1)
-    F = (resolvent * repeated(overlap, heads)).mul_(b)
-    if group.cyclic:
-        # L - I has a nonzero diagonal, due to cycles.
-        lengths = repeated(overlap, heads).diagonal(0, -2, -1)
-        F.diagonal(0, -2, -1).add_(1 - b.squeeze(-1) * lengths)
-        factors = _factors(F)
-
-        def solve(rhs: Tensor, transposed: bool) -> Tensor:
-            return _solve(*factors, rhs, transposed)
-
-    else:  # only entries below the diagonal are read
-
-        def solve(rhs: Tensor, transposed: bool) -> Tensor:
-            matrix = F.mT if transposed else F
-            return torch.linalg.solve_triangular(
-                matrix, rhs, upper=transposed, unitriangular=True
-            )
-
-    return _System(resolvent, q @ k.mT, overlap, solve)
-
-
-def _resolvent(group: _Group, A: Tensor) -> Tensor:
-    """(I - A)^-1."""
-    eye = torch.eye(A.size(-1), dtype=A.dtype, device=A.device)
-    if group.cyclic:
-        return _solve(*_factors(eye - A), eye.expand_as(A), False)
-    return torch.linalg.solve_triangular(
-        -A, eye.expand_as(A), upper=False, unitriangular=True
-    )
-
-
-def _factors(X: Tensor) -> tuple[Tensor, Tensor]:
-    """LU factors: one matrix at a time on the CPU, where batched LU is wrong with more
-    than one thread (pytorch#142815). No error check: A is a contraction, so neither
-    system is singular.
-    """
-    if X.device.type != "cpu":
-        return torch.linalg.lu_factor_ex(X)[:2]
-    flat = [torch.linalg.lu_factor_ex(x)[:2] for x in X.flatten(0, 1)]
-    factors, pivots = (
-        torch.stack(x).unflatten(0, X.shape[:2]) for x in zip(*flat, strict=True)
-    )
-    return factors, pivots
-
-
-def _solve(factors: Tensor, pivots: Tensor, rhs: Tensor, transposed: bool) -> Tensor:
-    if factors.device.type != "cpu":
-        return torch.linalg.lu_solve(factors, pivots, rhs, adjoint=transposed)
-    flat = zip(*(x.flatten(0, 1) for x in (factors, pivots, rhs)), strict=True)
-    solved = [torch.linalg.lu_solve(*x, adjoint=transposed) for x in flat]
-    return torch.stack(solved).view(rhs.shape)
+def _system(L: Tensor, k: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """L - I, and I + diag(b) F."""
+    later = L.clone()
+    later.diagonal(0, -2, -1).sub_(1)
+    M = (later * repeated(k @ k.mT, b.size(1))).mul_(b)
+    M.diagonal(0, -2, -1).add_(1)
+    return later, M
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -173,12 +120,12 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     query, key, value, beta, edge_weight = call.inputs[:5]
     out, saved = torch.empty_like(value), []
     for group in _groups(call):
-        q, k, v, b = (group.pad(x) for x in (query, key, value, beta[..., None]))
-        b = positive(b)
-        L = _resolvent(group, group.adjacency(edge_weight))
-        system = _system(group, q, k, b, L)
-        u = system.solve(b * v, False)
-        group.unpad((L * repeated(system.scores, b.size(1))) @ u, out)
+        q, k, v, b = group.pad(query, key, value, positive(beta)[..., None])
+        M = group.difference(edge_weight)
+        eye = torch.eye(M.size(-1), dtype=M.dtype, device=M.device)
+        L = group.solve(M, eye.expand_as(M))
+        u = group.solve(_system(L, k, b)[1], b * v)
+        group.padding.unpad_into(out, masked_mix(L, q, k, u).to(out.dtype))
         saved += [u, L]
     return out, tuple(x.flatten().view(value.dtype) for x in saved)
 
@@ -186,29 +133,22 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta and edge weight."""
     query, key, _, beta, _ = call.inputs[:5]
-    grads = [torch.empty_like(x) for x in call.inputs[:5]]
-    heads, num_groups = beta.size(1), key.size(1)
+    dq, dk, dv, db, dw = (torch.empty_like(x) for x in call.inputs[:5])
     parts = iter(saved)
     for group in _groups(call):
-        q, k, dy, b = (group.pad(x) for x in (query, key, grad, beta[..., None]))
-        b, n = positive(b), b.size(2)
+        q, k, dy, b = group.pad(query, key, grad, positive(beta)[..., None])
         u = next(parts).view(q.dtype).view(dy.shape)
-        L = next(parts).view(q.dtype).view(*b.shape[:2], n, n)
-        system = _system(group, q, k, b, L)
-        scores, overlap = (repeated(x, heads) for x in (system.scores, system.overlap))
-        d_rhs = system.solve((L * scores).mT @ dy, True)
-        dv = b * d_rhs
-        d_beta = (d_rhs * u).sum(-1, keepdim=True) / b  # u is beta times an error
-
-        d_mask, d_F = dy @ u.mT, -(dv @ u.mT)
-        dL = (d_mask * scores).addcmul_(d_F, overlap)
-        lengths = d_F.diagonal(0, -2, -1).clone()
-        d_scores, d_overlap = d_mask.mul_(L), d_F.mul_(L)
-        d_overlap.diagonal(0, -2, -1).sub_(lengths)  # F lacks I * K K^T
-        d_scores, d_overlap = (summed(x, num_groups) for x in (d_scores, d_overlap))
-        dq = d_scores @ k
-        dk = d_scores.mT @ q + (d_overlap + d_overlap.mT) @ k
-        for part, whole in zip((dq, dk, dv, d_beta), grads, strict=False):
-            group.unpad(part, whole)
-        group.to_edges(L.mT @ dL @ L.mT, grads[4])
-    return tuple(grads)
+        L = next(parts).view(q.dtype).view(*b.shape[:2], b.size(2), -1)
+        later, M = _system(L, k, b)
+        dL, of_query, of_key, du = masked_mix_backward(L, q, k, u, dy)
+        d_rhs = group.solve(M, du, transposed=True)
+        of_value = b * d_rhs
+        more, by_key, of_other, _ = masked_mix_backward(later, k, k, u, -of_value)
+        of_beta = (d_rhs * u).sum(-1, keepdim=True) / b  # u is beta times an error
+        found = (of_query, of_key + by_key + of_other, of_value, of_beta)
+        for part, whole in zip(found, (dq, dk, dv, db[..., None]), strict=True):
+            group.padding.unpad_into(whole, part.to(whole.dtype))
+        dA = L.mT @ dL.add_(more) @ L.mT
+        of_edges = dA.permute(0, 2, 3, 1).flatten(0, 2)[group.place]
+        dw[group.edge] = of_edges.to(dw.dtype)
+    return dq, dk, dv, db, dw

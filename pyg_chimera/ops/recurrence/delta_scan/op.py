@@ -70,19 +70,24 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         return Recipe(delta_graph, graph, (inputs.value.size(0),))
 
     def check(self, inputs: Inputs, structure: DeltaGraph) -> None:
-        needed = _needs_states(inputs)
-        if needed is not None or inputs.acyclic:
-            _check_acyclic(inputs.edge_index, structure)
-        if needed is not None:
-            _check_form(inputs.form, needed)
+        surprise = inputs.surprise
+        if structure.on_cycle.any() and (surprise is not None or inputs.acyclic):
+            cycle = find_cycle(inputs.edge_index.cpu(), structure.num_nodes)
+            if cycle is not None:
+                raise CycleError(cycle)
+        if surprise is not None and inputs.form not in ("auto", "state"):
+            raise ValueError(
+                f"'form' must be 'state' or 'auto' with 'surprise', got "
+                f"{inputs.form!r}: the others solve a linear system"
+            )
         if trusted():
             return
         check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
         _check_beta(inputs.beta)
         _check_key(inputs.key)
-        if inputs.surprise is not None:
-            _check_surprise(inputs.surprise)
-        if needed is None and structure.cyclic_edges.size:
+        if surprise is not None:
+            _check_surprise(surprise)
+        if structure.cyclic_edges.size:
             _check_contraction(inputs.edge_weight, structure)
 
     def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
@@ -100,8 +105,8 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             cost = cost_of(form, backend, graph, inputs.query, inputs.value)
             return Choice(self.name, solver, form, backend, reason, cost)
 
-        if (needed := _needs_states(inputs)) is not None:
-            why = f"{reason}; {needed} needs states"
+        if inputs.surprise is not None:
+            why = f"{reason}; 'surprise' needs states"
             return [choice("state", x)._replace(reason=why) for x in usable]
         if inputs.form != "auto":
             forms = [inputs.form]
@@ -121,13 +126,12 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         alone = "cycles need matrices" if cyclic else "matrices would not fit"
         several = len({x.form for x in small}) > 1
         # GPU kernels are preferred, if they support the call and levels are narrow.
+        preferred = triton_backend.preferred_form(graph)
         kernels = [x for x in small if x.backend == "triton"]
+        kernels.sort(key=lambda x: x.form != preferred)
         first = [x for x in small if x.backend != "triton"][:1]
-        if len(kernels) > 0:
-            preferred = triton_backend.preferred_form(call)
-            kernels.sort(key=lambda x: x.form != preferred)
-            by_levels = triton_backend.is_serial(graph)
-            first = first + kernels if by_levels else kernels + first
+        by_levels = triton_backend.is_serial(graph)
+        first = first + kernels if by_levels else kernels + first
         for i, x in enumerate(first):
             others = tuple(y for y in small if y is not x)
             why = WHY_FORM[x.form] if several else alone
@@ -161,37 +165,6 @@ def _check_key(key: Tensor) -> None:
             f"'key' must hold vectors of length one, but that of node {node} in group "
             f"{group} is of length {length[node, group].item():.4g}; use "
             "'torch.nn.functional.normalize(key, dim=-1)', and no zeros"
-        )
-
-
-def _needs_states(inputs: Inputs) -> str | None:
-    """The first option of a call that requires the state form on a DAG, or None.
-
-    The other forms require a rule that is linear in the values, with one weight for all
-    key channels.
-    """
-    if inputs.surprise is not None:
-        return "'surprise'"
-    if inputs.edge_weight.dim() == 3:
-        return "'edge_weight' of channels"
-    return None
-
-
-def _check_acyclic(edge_index: Tensor, graph: DeltaGraph) -> None:
-    """Checks that there is no cycle."""
-    cycle = None
-    if graph.on_cycle.any():
-        cycle = find_cycle(edge_index.cpu(), graph.num_nodes)
-    if cycle is not None:
-        raise CycleError(cycle)
-
-
-def _check_form(form: str, reason: str) -> None:
-    """Checks that options that require states are used with the state form."""
-    if form not in ("auto", "state"):
-        raise ValueError(
-            f"'form' must be 'state' or 'auto' with {reason}, got {form!r}: "
-            "the others solve a linear system, with one number for each path"
         )
 
 
@@ -290,9 +263,7 @@ def delta_scan(
         \mathbf{S}_i'^{\top} \mathbf{q}_i \|^2}{P \tau} \right).
 
     This is not linear in the values, so it requires a DAG, along which states are
-    carried. So does a weight for each channel of keys, with or without :obj:`surprise`,
-    which lets channels decay at different rates: :math:`\mathbf{S}'_i = \sum_{j \to i}
-    \textrm{diag}(\mathbf{a}_{ij}) \mathbf{S}_j`.
+    carried.
 
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
@@ -305,8 +276,7 @@ def delta_scan(
             reflects.
         edge_index (torch.Tensor): The edges, integer :math:`[2, |\mathcal{E}|]`.
             Self-loops and duplicates count.
-        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`, or for
-            each channel of keys :math:`[|\mathcal{E}|, H, N]`.
+        edge_weight (torch.Tensor): Their weights, :math:`[|\mathcal{E}|, H]`.
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
             connected components are computed and used instead. (default: :obj:`None`)
@@ -330,8 +300,8 @@ def delta_scan(
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
-        CycleError: With :obj:`acyclic` or an option that requires a DAG, if there is a
-            cycle, which the error names. A :class:`ValueError`.
+        CycleError: With :obj:`acyclic` or :obj:`surprise`, if there is a cycle, which
+            the error names. A :class:`ValueError`.
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
             outside of :math:`[0, 2]`, :obj:`surprise` is not positive, a row of
@@ -340,9 +310,7 @@ def delta_scan(
             option is unknown or incompatible.
         TypeError: If a tensor has the wrong dtype.
     """
-    q, k, v, w, edge_index = check_graph(
-        query, key, value, edge_index, edge_weight, by_channel=True
-    )
+    q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
     floats = {"query": q, "key": k, "value": v, "beta": beta, "edge_weight": w}
     if surprise is not None:
         floats["surprise"] = surprise

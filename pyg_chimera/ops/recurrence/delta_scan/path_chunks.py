@@ -21,7 +21,6 @@ of the predictions r K S + F u is -b x.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -30,13 +29,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
-from pyg_chimera.ops.recurrence.delta_scan.tensors import (
-    fill_products,
-    positive,
-    repeated,
-    summed,
-    unit_lower_inverse,
-)
+from pyg_chimera.ops.recurrence.delta_scan.tensors import positive, repeated, summed
 from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import runs, starts
 
@@ -68,9 +61,10 @@ class _Slab(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """[V, heads, ...] -> [S, heads, C, ...], as a view."""
-        rows = x.index_select(0, self.node) if self.span is None else x[self.span]
-        if len(self.empty) > 0:
-            rows.index_fill_(0, self.empty, 0)
+        if self.span is not None:
+            rows = x[self.span]
+        else:
+            rows = x.index_select(0, self.node).index_fill_(0, self.empty, 0)
         size = self.chunks.stop - self.chunks.start
         return rows.unflatten(0, (size, -1)).transpose(1, 2)
 
@@ -80,10 +74,8 @@ class _Slab(NamedTuple):
             rows = out[self.span].unflatten(0, (x.size(0), -1))
             rows.copy_(x.transpose(1, 2))
             return
-        rows, node = x.transpose(1, 2).flatten(0, 1), self.node
-        if len(self.empty) > 0:
-            rows, node = rows.index_select(0, self.place), node[self.place]
-        out.index_copy_(0, node, rows)
+        rows = x.transpose(1, 2).flatten(0, 1).index_select(0, self.place)
+        out.index_copy_(0, self.node[self.place], rows)
 
     def local(self, chunks: slice) -> slice:
         """Chunks, counted from the first one of the slab."""
@@ -105,13 +97,9 @@ def _cut(call: Call) -> _Cut:
 
 
 def _cut_paths(graph: DeltaGraph, device: torch.device, num_heads: int) -> _Cut:
-    by_path = np.lexsort((graph.rank, graph.component))
-    length = np.bincount(graph.component)
+    by_path, length = graph.states.state, np.diff(graph.states.component_ptr)
     on_cpu = device.type == "cpu"
-    longest = min(_CHUNK_CPU if on_cpu else _CHUNK, length.max(initial=0))
-    size = 16  # `unit_lower_inverse` needs 16 times a power of two
-    while size < longest:
-        size *= 2
+    size = int(min(_CHUNK_CPU if on_cpu else _CHUNK, length.max(initial=1)))
     count = -(-length // size)
     step = runs(0, count)
     first = np.repeat(starts(length), count) + step * size
@@ -161,37 +149,10 @@ def _steps(bounds: list[int], first: int, last: int) -> Iterator[_Step]:
             yield _Step(slice(c, d), before, slice(c, end), after)
 
 
-class _Saved(NamedTuple):
-    """What is saved for the backward pass, for all chunks."""
-
-    states: Tensor  #: S before each chunk, [K, heads, N, P]
-    written: Tensor  #: u, [K, heads, C, P]
-    decay: Tensor  #: D, [K, heads, C, C]
-    inverse: Tensor  #: T
-
-    @classmethod
-    def of(cls, call: Call, cut: _Cut, flat: Tensor) -> "_Saved":
-        """The parts of one flat tensor."""
-        shapes = cls.shapes(call, cut)
-        parts = flat.split([prod(shape) for shape in shapes])
-        return cls(*(x.view(shape) for x, shape in zip(parts, shapes, strict=True)))
-
-    @staticmethod
-    def shapes(call: Call, cut: _Cut) -> list[tuple[int, ...]]:
-        """Their shapes."""
-        N, (_, heads, P) = call.inputs.key.size(2), call.inputs.value.shape
-        chunks, size = cut.shape
-        rest = [(N, P), (size, P), (size, size), (size, size)]
-        return [(chunks, heads, *shape) for shape in rest]
-
-
-def _fill_decay(call: Call, cut: _Cut, decay: Tensor) -> Tensor:
-    """Fills D; returns the weight of the edge to each node, zero if a path begins."""
+def _weights(call: Call, cut: _Cut) -> Tensor:
+    """The weight of the edge to each node, [V, heads]; zero if a path begins."""
     weight = torch.zeros_like(call.inputs.beta)
-    weight.index_copy_(0, cut.target, call.inputs.edge_weight)
-    for slab in cut.slabs:
-        fill_products(decay[slab.chunks].zero_(), slab.gather(weight))
-    return weight
+    return weight.index_copy_(0, cut.target, call.inputs.edge_weight)
 
 
 class _Chunks(NamedTuple):
@@ -205,6 +166,7 @@ class _Chunks(NamedTuple):
     reach: Tensor  #: r, [S, heads, C, 1]
     scores: Tensor  #: Q K^T, then K K^T, [S, groups, 2 C, C]
     mask: Tensor  #: D * Q K^T, [S, heads, C, C]
+    system: Tensor  #: diag(b) F below the diagonal, [S, heads, C, C]
     writer: Tensor  #: D_last * K, [S, heads, C, N]
     predictor: Tensor  #: diag(b) r K
     kept: Tensor  #: r_last, [S, heads, 1, 1]
@@ -215,15 +177,18 @@ class _Chunks(NamedTuple):
         return self.reach * repeated(query, num_heads)
 
 
-def _chunks(call: Call, slab: _Slab, weight: Tensor, decay: Tensor) -> _Chunks:
+def _chunks(call: Call, slab: _Slab, weight: Tensor) -> _Chunks:
     query, key, _, beta, _ = call.inputs[:5]
     heads = beta.size(1)
-    b, a = (slab.gather(x).contiguous() for x in (beta, weight))
+    b, a = (slab.gather(x).contiguous()[..., None] for x in (beta, weight))
     both = torch.cat([slab.gather(query), slab.gather(key)], 2)
-    k = both[..., b.size(2) :, :]
-    b, a, decay = positive(b[..., None]), a[..., None], decay[slab.chunks]
+    b, size = positive(b), b.size(2)
+    k = both[..., size:, :]
+    ones = a.new_ones(size, size)
+    decay = torch.where(ones.tril(-1) > 0, a, ones).cumprod(-2).tril_()
     reach = a[..., :1, :] * decay[..., :1]
     scores, own = both @ k.mT, repeated(k, heads)
+    of_query, of_key = repeated(scores, heads).split(size, 2)
     return _Chunks(
         k,
         both,
@@ -232,7 +197,8 @@ def _chunks(call: Call, slab: _Slab, weight: Tensor, decay: Tensor) -> _Chunks:
         decay,
         reach,
         scores,
-        decay * repeated(scores[..., : k.size(2), :], heads),
+        decay * of_query,
+        b * decay * of_key,
         decay[..., -1, :, None] * own,
         b * reach * own,
         reach[..., -1:, :],
@@ -240,19 +206,18 @@ def _chunks(call: Call, slab: _Slab, weight: Tensor, decay: Tensor) -> _Chunks:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output; saves the states between chunks, u, D and T."""
+    """The output; saves S before each chunk, [K, heads, N, P], and u."""
     cut, value = _cut(call), call.inputs.value
     heads, P = value.shape[1:]
-    flat = value.new_empty(sum(map(prod, _Saved.shapes(call, cut))))
-    S, u, decay, T = _Saved.of(call, cut, flat)
-    weight = _fill_decay(call, cut, decay)
-    out = torch.empty_like(value)
+    S = value.new_empty(cut.shape[0], heads, call.inputs.key.size(2), P)
+    u = value.new_empty(cut.shape[0], heads, cut.shape[1], P)
+    weight, out = _weights(call, cut), torch.empty_like(value)
     for slab in cut.slabs:
-        x, here = _chunks(call, slab, weight, decay), slab.chunks
-        overlap = repeated(x.scores[..., decay.size(-1) :, :], heads)
-        T[here] = inverse = unit_lower_inverse(x.beta * x.decay * overlap)
-        written = x.beta * slab.gather(value)
-        both = inverse @ torch.cat([written, x.predictor], -1)
+        x, here = _chunks(call, slab, weight), slab.chunks
+        rhs = torch.cat([x.beta * slab.gather(value), x.predictor], -1)
+        both = torch.linalg.solve_triangular(
+            x.system, rhs, upper=False, unitriangular=True
+        )
         u[here], predictor = both[..., :P], both[..., P:]
         for chunks, before, ongoing, after in slab.steps:
             if before.start == before.stop:  # the first chunks of their paths
@@ -264,37 +229,38 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
             S[after] += x.writer[i].mT @ u[ongoing]
         y = x.mask @ u[here] + x.reads(heads) @ S[here]
         slab.scatter(y, out)
-    return out, (flat,)
+    return out, (S, u)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta and edge weight."""
-    cut = _cut(call)
-    parts = _Saved.of(call, cut, saved[0])
-    query, key, value, beta, edge_weight = call.inputs[:5]
-    weight = torch.zeros_like(beta).index_copy_(0, cut.target, edge_weight)
+    cut, (S, u) = _cut(call), saved
+    query, key, value, beta, _ = call.inputs[:5]
+    weight = _weights(call, cut)
     grads = [torch.empty_like(x) for x in (query, key, value, beta, beta)]
-    Z = torch.empty_like(parts.states)
+    Z = torch.empty_like(S)
     for slab in reversed(cut.slabs):
-        x = _chunks(call, slab, weight, parts.decay)
+        x = _chunks(call, slab, weight)
         dy = slab.gather(grad).contiguous()
-        d_rhs = _solve_back(x, slab, dy, parts, Z)
-        for whole, part in zip(
-            grads, _gradients(x, slab, dy, d_rhs, parts, Z), strict=True
-        ):
+        d_rhs = _solve_back(x, slab, dy, Z)
+        here = (y[slab.chunks] for y in (S, u, Z))
+        for whole, part in zip(grads, _gradients(x, dy, d_rhs, *here), strict=True):
             slab.scatter(part, whole)
     *of_nodes, d_weight = grads
     return *of_nodes, d_weight.index_select(0, cut.target)
 
 
-def _solve_back(
-    x: _Chunks, slab: _Slab, dy: Tensor, saved: _Saved, Z: Tensor
-) -> Tensor:
+def _solve_back(x: _Chunks, slab: _Slab, dy: Tensor, Z: Tensor) -> Tensor:
     """The adjoint of diag(b) (V - r K S); also sets Z, the adjoints of the states after
     each chunk.
     """
     P = dy.size(-1)
-    both = saved.inverse[slab.chunks].mT @ torch.cat([x.mask.mT @ dy, x.writer], -1)
+    both = torch.linalg.solve_triangular(
+        x.system.mT,
+        torch.cat([x.mask.mT @ dy, x.writer], -1),
+        upper=True,
+        unitriangular=True,
+    )
     d_rhs, writer = both[..., :P].contiguous(), both[..., P:]
     read = x.reads(dy.size(1)).mT @ dy
     for chunks, before, ongoing, _ in reversed(slab.steps):
@@ -309,10 +275,9 @@ def _solve_back(
 
 
 def _gradients(
-    x: _Chunks, slab: _Slab, dy: Tensor, d_rhs: Tensor, saved: _Saved, Z: Tensor
+    x: _Chunks, dy: Tensor, d_rhs: Tensor, S: Tensor, u: Tensor, Z: Tensor
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta and the weights from the nodes before."""
-    S, u, Z = saved.states[slab.chunks], saved.written[slab.chunks], Z[slab.chunks]
     heads, groups, size = dy.size(1), x.key.size(1), dy.size(2)
     k = repeated(x.key, heads)
     dv = x.beta * d_rhs

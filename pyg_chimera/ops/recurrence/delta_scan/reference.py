@@ -47,7 +47,7 @@ def _by_recurrence(
         S = torch.zeros_like(key[i].unsqueeze(-1) * value[i].unsqueeze(-2))
         for edge in parents[i]:
             state = states[int(graph.col[edge])]
-            S = S + edge_weight[edge].reshape(value.size(1), -1, 1) * state
+            S = S + edge_weight[edge, :, None, None] * state
         predicted = (S * key[i].unsqueeze(-1)).sum(-2)
         strength = beta[i]
         if surprise is not None:

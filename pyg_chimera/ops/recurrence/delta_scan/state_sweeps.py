@@ -2,9 +2,9 @@
 
 A task is a (block, head): one pass over its nodes in topological order. Each state
 [N, P] is gathered from those of its parents; key and query read it; then the key's
-write is added. A ring buffer, as long as edges lead
-back, holds the states. The backward pass runs the same pass again, storing all states,
-and then its mirror image for the adjoints, in a ring buffer.
+write is added. A ring buffer, as long as edges lead back, holds the states. The
+backward pass runs the same pass again, storing all states, and then its mirror image
+for the adjoints, in a ring buffer.
 
 Rows of states are padded with zeros to whole vectors.
 """
@@ -30,10 +30,12 @@ from pyg_chimera.ops.common.simd import (
     vector_lanes,
     zeros,
 )
-from pyg_chimera.ops.common.vector_kit import clear, inner_product
+from pyg_chimera.ops.common.vector_kit import (
+    clear,
+    inner_product,
+    inner_product_of_rows,
+)
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
-from pyg_chimera.ops.recurrence.delta_scan.ordered_blocks import ordered_blocks
-from pyg_chimera.ops.structure.csr import sorted_rows
 
 __all__ = ["backward", "forward"]
 
@@ -63,7 +65,7 @@ class _Inputs(NamedTuple):
     key: np.ndarray  #: [V, groups, N]
     value: np.ndarray  #: [V, heads, P]
     beta: np.ndarray  #: [V, heads]
-    weight: np.ndarray  #: [E, heads, 1 or N]
+    weight: np.ndarray  #: [E, heads]
     scale: np.ndarray  #: [heads], that of squared errors; empty without surprise
 
 
@@ -72,8 +74,10 @@ class _Node(NamedTuple):
 
     q: Any
     k: Any
-    dy: Any
-    error: Any
+    v: Any
+    state: Any
+    error: Any  #: the value minus what the key reads of S'; beyond P, it is zero
+    surprise: Any  #: the value minus what the query reads of S'
 
 
 class _Sums(NamedTuple):
@@ -86,25 +90,20 @@ class _Sums(NamedTuple):
 def _order(graph: DeltaGraph) -> _Order:
     """The order of a DAG, cached in its tables."""
     if _Order not in graph.tables:
-        blocks = ordered_blocks(graph)
-        rows = sorted_rows(blocks.edge_col, blocks.edge_row, graph.num_nodes)
-        held = np.ones(len(graph.sizes), np.int64)
-        back = blocks.edge_row - blocks.edge_col + 1
-        np.maximum.at(held, graph.block[graph.row[blocks.edge]], back)
-        parents = _Edges(blocks.edge_ptr, blocks.edge_col, blocks.edge)
-        children = _Edges(rows.ptr, rows.col, blocks.edge[rows.entry])
-        order = _Order(blocks.ptr, blocks.node, parents, children, held)
-        graph.tables[_Order] = order
+        x = graph.states
+        parents = _Edges(x.parent_ptr, x.parent, x.edge)
+        children = _Edges(x.child_ptr, x.child, x.edge[x.child_entry])
+        held = x.block_bandwidth + 1
+        graph.tables[_Order] = _Order(x.ptr, x.state, parents, children, held)
     return graph.tables[_Order]
 
 
 def _inputs(call: Call) -> _Inputs:
-    q, k, v, beta, weight = arrays(*call.inputs[:5])
-    scale, surprise = np.empty(0, weight.dtype), call.inputs.surprise
-    if surprise is not None:
-        scale = (1 / (surprise * max(call.inputs.value.size(2), 1))).numpy()
-    weight = weight if weight.ndim == 3 else weight[:, :, None]
-    return _Inputs(q, k, v, beta, weight, scale)
+    inputs = call.inputs
+    scale = torch.empty(0, dtype=inputs.value.dtype)
+    if inputs.surprise is not None:
+        scale = 1 / (inputs.surprise * max(inputs.value.size(2), 1))
+    return _Inputs(*arrays(*inputs[:5], scale))
 
 
 @jit
@@ -120,8 +119,8 @@ def _costs(graph: DeltaGraph, key: np.ndarray, value: np.ndarray) -> np.ndarray:
     return np.repeat(work, value.shape[1])
 
 
-def forward(call: Call) -> Tensor:
-    """The output [V, heads, P]."""
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P]; states are recomputed for gradients."""
     order, x = _order(call.structure), _inputs(call)
     out, held = np.empty_like(x.value), int(order.held.max(initial=1))
     run(
@@ -131,10 +130,10 @@ def forward(call: Call) -> Tensor:
         x.value.dtype,
         *(order, x, out),
     )
-    return torch.from_numpy(out)
+    return torch.from_numpy(out), ()
 
 
-def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta, edge weight, and if given of surprise.
 
     With the adjoint Z of a state, a strength b and x = Z^T k, the adjoint of S' is
@@ -146,8 +145,7 @@ def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     # The heads of a group write separate parts, which are summed below.
     dq, dk = (np.empty((V, heads, N), x.value.dtype) for _ in range(2))
     of_scale = np.zeros((len(graph.sizes), heads), x.value.dtype)
-    of_rest = (np.empty_like(y) for y in (x.value, x.beta, x.weight))
-    d = _Inputs(dq, dk, *of_rest, of_scale)  # type: ignore[call-arg]
+    d = _Inputs(dq, dk, *map(np.empty_like, x[2:5]), of_scale)  # type: ignore[call-arg]
     largest, held = (int(y.max(initial=1)) for y in (graph.sizes, order.held))
     vector, _ = vector_lanes(x.value.dtype)
     run(
@@ -160,8 +158,7 @@ def backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
     )
     shape = (V, groups, heads // groups, N)
     sums = (summed(y.reshape(shape), (2,)) for y in (dq, dk))
-    of_weight = d.weight.reshape(call.inputs.edge_weight.shape)
-    grads = [torch.from_numpy(y) for y in (*sums, d.value, d.beta, of_weight)]
+    grads = [torch.from_numpy(y) for y in (*sums, d.value, d.beta, d.weight)]
     surprise = call.inputs.surprise
     if surprise is not None:
         of_blocks = torch.from_numpy(of_scale.sum(0))
@@ -174,45 +171,27 @@ def _gather(target, states, ring, size, start, i, edges, weight, h):
     """Sets a state to the weighted sum of those of its parents (or children), in a ring
     buffer.
     """
-    begin, end, part = edges.ptr[i], edges.ptr[i + 1], size // max(1, weight.shape[2])
+    begin, end = edges.ptr[i], edges.ptr[i + 1]
     if begin == end:
         clear(target, size)
     for x in range(begin, end):
         row = states + (edges.other[x] - start) % ring * size
-        for c in range(weight.shape[2]):
-            w = splat(weight[edges.edge[x], h, c])
-            if x > begin:
-                for at in range(c * part, (c + 1) * part, lanes(target)):
-                    store(target + at, fma(w, load(row + at), load(target + at)))
-            else:
-                for at in range(c * part, (c + 1) * part, lanes(target)):
-                    store(target + at, w * load(row + at))
+        w = splat(weight[edges.edge[x], h])
+        if x > begin:
+            for at in range(0, size, lanes(target)):
+                store(target + at, fma(w, load(row + at), load(target + at)))
+        else:
+            for at in range(0, size, lanes(target)):
+                store(target + at, w * load(row + at))
 
 
 @jit
-def _read(state, q, k, v, error, surprise, num_keys, P, width):
-    """The errors of a key and of a query: the value minus what they read of a state.
-    Beyond P, they are zero.
-    """
-    for p in range(0, width, lanes(state)):
-        by_key, by_query = zeros(state), zeros(state)
-        at = p
-        for a in range(num_keys):
-            s = load(state + at)
-            by_key = fma(splat(k[a]), s, by_key)
-            by_query = fma(splat(q[a]), s, by_query)
-            at += width
-        wanted = load_part(v + p, P - p)
-        store(error + p, wanted - by_key)
-        store(surprise + p, wanted - by_query)
-
-
-@jit
-def _excess(surprise, width, scale, h, most):
-    """A node's surprise, whose sigmoid is the share of beta that is used; or `most`."""
-    if scale.shape[0] == 0:
-        return most
-    return inner_product(surprise, surprise, width) * scale[h]
+def _node(x, u, h, state, error, surprise):
+    """Node u in head h, with its own pointers."""
+    (_, heads, P), (_, groups, num_keys) = x.value.shape, x.key.shape
+    row = (u * groups + h // (heads // groups)) * num_keys
+    q, k, v = pointer(x.query), pointer(x.key), pointer(x.value)
+    return _Node(q + row, k + row, v + (u * heads + h) * P, state, error, surprise)
 
 
 @jit
@@ -221,20 +200,38 @@ def _sigmoid(x, one):
 
 
 @jit
-def _write(state, k, error, num_keys, width, strength):
-    """Adds strength times key times error to a state."""
+def _overwrite(node, x, u, h, width):
+    """Turns S' into S; returns the surprise, whose sigmoid is the share of beta that is
+    used (infinity if it is all), and the product of both.
+    """
+    num_keys, P = x.key.shape[2], x.value.shape[2]
+    state, step = node.state, lanes(node.state)
+    one, excess = x.value.dtype.type(1), x.value.dtype.type(np.inf)
+    for p in range(0, width, step):
+        by_key, by_query = zeros(state), zeros(state)
+        at = p
+        for a in range(num_keys):
+            s = load(state + at)
+            by_key = fma(splat(node.k[a]), s, by_key)
+            by_query = fma(splat(node.q[a]), s, by_query)
+            at += width
+        wanted = load_part(node.v + p, P - p)
+        store(node.error + p, wanted - by_key)
+        store(node.surprise + p, wanted - by_query)
+    if x.scale.shape[0] > 0:
+        excess = inner_product(node.surprise, node.surprise, width) * x.scale[h]
+    strength = x.beta[u, h] * _sigmoid(excess, one)
     for a in range(num_keys):
-        w, row = splat(strength * k[a]), state + a * width
-        for p in range(0, width, lanes(state)):
-            store(row + p, fma(w, load(error + p), load(row + p)))
+        w, row = splat(strength * node.k[a]), state + a * width
+        for p in range(0, width, step):
+            store(row + p, fma(w, load(node.error + p), load(row + p)))
+    return excess, strength
 
 
 @jit
 def _forward_blocks(first, last, stop, scratch, order, x, out):
     _, heads, P = x.value.shape
-    _, groups, num_keys = x.key.shape
-    one, most = x.value.dtype.type(1), x.value.dtype.type(np.inf)
-    error, width = pointer(scratch), _width(x.value)
+    num_keys, width, error = x.key.shape[2], _width(x.value), pointer(scratch)
     size = num_keys * width
     surprise, states = error + width, error + 2 * width
     for task in range(first, last):
@@ -243,32 +240,22 @@ def _forward_blocks(first, last, stop, scratch, order, x, out):
         for i in range(start, order.ptr[block + 1]):
             if stopped(stop):
                 return
-            u = order.node[i]
-            row = (u * groups + h // (heads // groups)) * num_keys
-            q, k = pointer(x.query) + row, pointer(x.key) + row
-            row = (u * heads + h) * P
-            v, y = pointer(x.value) + row, pointer(out) + row
-            state = states + (i - start) % ring * size
+            u, state = order.node[i], states + (i - start) % ring * size
             _gather(state, states, ring, size, start, i, order.parents, x.weight, h)
-            _read(state, q, k, v, error, surprise, num_keys, P, width)
-            excess = _excess(surprise, width, x.scale, h, most)
-            strength = x.beta[u, h] * _sigmoid(excess, one)
-            _write(state, k, error, num_keys, width, strength)
+            node = _node(x, u, h, state, error, surprise)
+            _, agree = _overwrite(node, x, u, h, width)
             # The write changes what the query reads by q^T k times strength * error.
-            agree = one - one
-            for a in range(num_keys):
-                agree += q[a] * k[a]
-            agree *= strength
-            for p in range(0, P, lanes(v)):
-                before = load_part(v + p, P - p) - load(surprise + p)
+            agree *= inner_product_of_rows(node.q, node.k, num_keys)
+            y = pointer(out) + (u * heads + h) * P
+            for p in range(0, P, lanes(y)):
+                before = load_part(node.v + p, P - p) - load(surprise + p)
                 store_part(y + p, fma(splat(agree), load(error + p), before), P - p)
 
 
 @jit
 def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
-    _, heads, P = x.value.shape
-    _, groups, num_keys = x.key.shape
-    one, most = x.value.dtype.type(1), x.value.dtype.type(np.inf)
+    (_, heads, P), num_keys = x.value.shape, x.key.shape[2]
+    one = x.value.dtype.type(1)
     # For all nodes of a block: S, errors, surprises; the rest is for one node.
     states = pointer(scratch)
     step, width = lanes(states), _width(x.value)
@@ -282,47 +269,35 @@ def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
     to_key = to_query + (num_keys + step) * step
     sums = _Sums(to_query, to_key)
     adjoints = to_key + (num_keys + step) * step
-    part = size // max(1, x.weight.shape[2])
     for task in range(first, last):
         block, h = task // heads, task % heads
-        g = h // (heads // groups)
         start, end = order.ptr[block], order.ptr[block + 1]
         ring = order.held[block]
         for i in range(start, end):
             if stopped(stop):
                 return
             u, n = order.node[i], i - start
-            row = (u * groups + g) * num_keys
-            q, k = pointer(x.query) + row, pointer(x.key) + row
-            state, error, surprise = (
-                states + n * size, errors + n * width, surprises + n * width
-            )  # fmt: skip
+            state = states + n * size
             _gather(state, states, largest, size, start, i, order.parents, x.weight, h)
-            v = pointer(x.value) + (u * heads + h) * P
-            _read(state, q, k, v, error, surprise, num_keys, P, width)
-            excess[n] = _excess(surprise, width, x.scale, h, most)
-            strength = x.beta[u, h] * _sigmoid(excess[n], one)
-            _write(state, k, error, num_keys, width, strength)
+            node = _node(x, u, h, state, errors + n * width, surprises + n * width)
+            excess[n], _ = _overwrite(node, x, u, h, width)
         d.scale[block, h] = one - one
         for i in range(end - 1, start - 1, -1):
             if stopped(stop):
                 return
             u, n = order.node[i], i - start
+            state, surprise = states + n * size, surprises + n * width
+            node = _node(x, u, h, state, errors + n * width, surprise)
             row = (u * heads + h) * P
             for p in range(0, width, step):
                 store(dy + p, load_part(pointer(grad) + (row + p), P - p))
-            state, surprise = states + n * size, surprises + n * width
-            keys = (u * groups + g) * num_keys
-            node = _Node(
-                pointer(x.query) + keys, pointer(x.key) + keys, dy, errors + n * width
-            )
             share = _sigmoid(excess[n], one)
             strength = share * x.beta[u, h]
             adjoint = adjoints + n % ring * size
             _gather(
                 adjoint, adjoints, ring, size, start, i, order.children, x.weight, h
             )
-            _read_back(state, adjoint, node, d_error, sums, strength, num_keys, width)
+            _read_back(node, adjoint, dy, d_error, sums, strength, num_keys, width)
             of_strength = inner_product(d_error, node.error, width)
             d.beta[u, h] = share * of_strength
             of_surprise = one - one
@@ -336,9 +311,7 @@ def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
                 store(d_error + p, by_key)
                 store(d_read + p, by_query)
                 store_part(pointer(d.value) + (row + p), by_key + by_query, P - p)
-            _mend_back(
-                state, adjoint, node, d_error, d_read, sums, strength, num_keys, width
-            )
+            _mend_back(node, adjoint, d_error, d_read, sums, strength, num_keys, width)
             row = (u * heads + h) * num_keys
             for a in range(0, num_keys, step):
                 left, at = num_keys - a, a * step
@@ -347,29 +320,27 @@ def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
                 store_part(pointer(d.key) + (row + a), of_key, left)
             for e in range(order.parents.ptr[i], order.parents.ptr[i + 1]):
                 before = states + (order.parents.other[e] - start) * size
-                for c in range(x.weight.shape[2]):
-                    d.weight[order.parents.edge[e], h, c] = inner_product(
-                        adjoint + c * part, before + c * part, part
-                    )
+                edge = order.parents.edge[e]
+                d.weight[edge, h] = inner_product(adjoint, before, size)
 
 
 @jit
-def _read_back(state, adjoint, node, found, sums, strength, num_keys, width):
+def _read_back(node, adjoint, dy, found, sums, strength, num_keys, width):
     """Adds q dy^T to the adjoint Z of S, and sets `found` to Z^T k. Sets the gradients
     of the query from reading S and of the key from writing.
     """
     clear(found, width)
-    b, step = splat(strength), lanes(state)
+    b, step = splat(strength), lanes(adjoint)
     for a in range(num_keys):
-        of_query, of_key = zeros(state), zeros(state)
+        of_query, of_key = zeros(adjoint), zeros(adjoint)
         by_query, by_key = splat(node.q[a]), splat(node.k[a])
         at = a * width
         for p in range(0, width, step):
-            y = load(node.dy + p)
+            y = load(dy + p)
             z = fma(by_query, y, load(adjoint + at))
             store(adjoint + at, z)
             store(found + p, fma(by_key, z, load(found + p)))
-            of_query = fma(load(state + at), y, of_query)
+            of_query = fma(load(node.state + at), y, of_query)
             of_key = fma(load(node.error + p), z, of_key)
             at += step
         store(sums.to_query + a * step, of_query)
@@ -377,11 +348,11 @@ def _read_back(state, adjoint, node, found, sums, strength, num_keys, width):
 
 
 @jit
-def _mend_back(state, adjoint, node, d_error, d_read, sums, strength, num_keys, width):
+def _mend_back(node, adjoint, d_error, d_read, sums, strength, num_keys, width):
     """Adds the terms of predictions, by key and query, to the adjoint of the state S
     and to their own gradients. They have read S' = S - strength * k error^T.
     """
-    step = lanes(state)
+    step = lanes(adjoint)
     for a in range(num_keys):
         of_query = load(sums.to_query + a * step)
         of_key = load(sums.to_key + a * step)
@@ -389,7 +360,7 @@ def _mend_back(state, adjoint, node, d_error, d_read, sums, strength, num_keys, 
         written = splat(strength * node.k[a])
         at = a * width
         for p in range(0, width, step):
-            before = load(state + at) - written * load(node.error + p)
+            before = load(node.state + at) - written * load(node.error + p)
             x, e = load(d_error + p), load(d_read + p)
             of_key = of_key - before * x
             of_query = of_query - before * e

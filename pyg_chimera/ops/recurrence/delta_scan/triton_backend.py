@@ -1,9 +1,7 @@
 """The delta rule on a GPU, in Triton."""
 
-from typing import TYPE_CHECKING
+from types import ModuleType
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common import triton_runtime
@@ -11,12 +9,6 @@ from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.recurrence.delta_scan.cost_model import why_not_form
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
-from pyg_chimera.ops.recurrence.states import StateGraph, node_states
-from pyg_chimera.ops.structure.cache import table
-
-if TYPE_CHECKING:
-    from pyg_chimera.ops.recurrence.triton_chains import Chains
-    from pyg_chimera.ops.recurrence.triton_chunk_form import Chunks
 
 __all__ = [
     "DEVICES",
@@ -43,13 +35,8 @@ _FEW_NODES, _WIDE = 1024, 16
 
 def why_not(call: Call) -> str | None:
     """It needs Triton, a GPU, float32, and states that fit in the registers."""
-    if call.choice.form not in FORMS:
-        return (
-            f"form={call.choice.form!r} has no triton backend; use backend='torch' or "
-            "'auto'"
-        )
     inputs, graph = call.inputs, call.structure
-    reason = why_not_form(call)
+    reason = why_not_form(call, FORMS)
     if reason is None:
         rows = max(graph.num_nodes, len(graph.row))
         reason = triton_runtime.why_not(inputs.value, rows)
@@ -78,9 +65,8 @@ def is_serial(graph: DeltaGraph) -> bool:
     return largest > max(_FEW_NODES, _WIDE * graph.depth)
 
 
-def preferred_form(call: Call) -> str:
+def preferred_form(graph: DeltaGraph) -> str:
     """The chunk form for long paths, as it has fewer sequential steps; else states."""
-    graph = call.structure
     is_long = graph.are_paths and graph.depth > triton_runtime.SHORT_PATH
     return "chunk" if is_long else "state"
 
@@ -90,58 +76,22 @@ def _power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P], and tensors to save; the state form recomputes all."""
+def _module(call: Call) -> ModuleType:
+    """That of the form, which needs Triton."""
     if call.choice.form == "chunk":
         from pyg_chimera.ops.recurrence.delta_scan import triton_chunks
 
-        return triton_chunks.scan(*_paths_of(call), *call.inputs[:5])
-    from pyg_chimera.ops.recurrence.delta_scan.triton_states import scan
+        return triton_chunks
+    from pyg_chimera.ops.recurrence.delta_scan import triton_states
 
-    return scan(_chains_of(call), *call.inputs[:6]), ()
+    return triton_states
+
+
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P], and tensors to save."""
+    return _module(call).forward(call)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta, edge weight, and if given of surprise."""
-    if call.choice.form == "chunk":
-        from pyg_chimera.ops.recurrence.delta_scan import triton_chunks
-
-        operands = (*call.inputs[:5], saved, grad)
-        return triton_chunks.scan_gradients(*_paths_of(call), *operands)
-    from pyg_chimera.ops.recurrence.delta_scan.triton_states import scan_gradients
-
-    return scan_gradients(_chains_of(call), grad, *call.inputs[:6])
-
-
-# --------------------------------------------------------------------------- its tables
-
-
-def _chains_of(call: Call) -> "Chains":
-    return table(_chains, call.structure, call.inputs.value.device)
-
-
-def _paths_of(call: Call) -> "tuple[Chunks, Tensor]":
-    return table(_paths, call.structure, call.inputs.value.device)
-
-
-def _chains(graph: DeltaGraph, device: torch.device) -> "Chains":
-    from pyg_chimera.ops.recurrence.triton_chains import Chains
-
-    return Chains.of(_positions(graph), device)
-
-
-def _paths(graph: DeltaGraph, device: torch.device) -> "tuple[Chunks, Tensor]":
-    """The chunks of paths, and the first chunk of each path, [paths + 1], int32."""
-    from pyg_chimera.ops.recurrence.triton_chunk_form import CHUNK, Chunks
-
-    positions = _positions(graph)
-    count = -(-np.diff(positions.component_ptr) // CHUNK)
-    first = np.append(0, np.cumsum(count)).astype(np.int32)
-    return Chunks.of_paths(positions, device), torch.from_numpy(first).to(device)
-
-
-def _positions(graph: DeltaGraph) -> StateGraph:
-    """The nodes component by component, in topological order."""
-    edge_index = torch.from_numpy(np.stack([graph.col, graph.row]))
-    block, rank = (torch.from_numpy(x) for x in (graph.block, graph.rank))
-    return node_states(edge_index, block, rank, graph.num_nodes)
+    return _module(call).backward(call, saved, grad)

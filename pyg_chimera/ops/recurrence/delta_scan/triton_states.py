@@ -35,10 +35,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import on_device_of
+from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.triton_chains import Chains, bounds, ring_of, row_of
+from pyg_chimera.ops.structure.cache import table
 
-__all__ = ["scan", "scan_gradients"]
+__all__ = ["backward", "forward"]
 
 #: Entries of a slice of a state; with surprise, a slice has all value channels instead.
 _NUMEL = 2048
@@ -55,23 +58,16 @@ class _Sizes(NamedTuple):
     P: int
     rows: int
     columns: int
-    by_channel: bool  #: whether edges have a weight for each key channel
     surprised: bool
 
     @classmethod
-    def of(
-        cls,
-        query: Tensor,
-        value: Tensor,
-        weight: Tensor,
-        surprise: Tensor | None,
-    ) -> "_Sizes":
+    def of(cls, call: Call) -> "_Sizes":
+        query, value, surprise = call.inputs[0], call.inputs[2], call.inputs.surprise
         (heads, P), (groups, N) = value.shape[1:], query.shape[1:]
         rows, columns = (triton.next_power_of_2(x) for x in (N, P))
         if surprise is None:
             columns = min(columns, max(1, _NUMEL // rows))
-        kind = (weight.dim() == 3, surprise is not None)
-        return cls(heads, groups, N, P, rows, columns, *kind)
+        return cls(heads, groups, N, P, rows, columns, surprise is not None)
 
     @property
     def slices(self) -> int:
@@ -90,21 +86,14 @@ class _Sizes(NamedTuple):
 # -------------------------------------------------------------------------- the calls
 
 
-def scan(
-    chains: Chains,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    weight: Tensor,
-    surprise: Tensor | None,
-) -> Tensor:
-    """The output [V, heads, P], for weights [E, heads] or [E, heads, N]."""
+def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output [V, heads, P]; states are recomputed for gradients."""
+    query, value = call.inputs.query, call.inputs.value
     if query.numel() == 0 or value.numel() == 0:
-        return value.new_zeros(value.shape)
+        return value.new_zeros(value.shape), ()
     y = value.new_empty(value.shape)
-    sizes = _Sizes.of(query, value, weight, surprise)
-    operands = _operands(chains, query, key, value, beta, weight, surprise)
+    sizes, chains = _Sizes.of(call), table(_chains, call.structure, value.device)
+    operands = _operands(call, chains)
     programs, slices = (chains.ptr.numel() - 1) * sizes.heads, sizes.slices
     in_slice = sizes.heads * chains.rings * sizes.numel
     at_once = min(slices, max(1, _MAX_NUMEL // in_slice))
@@ -115,28 +104,17 @@ def scan(
                 *operands, y, y, ring, *chains[:4], chains.far_child, chains.ring_ptr,
                 chains.rings, first, *sizes, False, **sizes.options,
             )  # fmt: skip
-    return y
+    return y, ()
 
 
-def scan_gradients(
-    chains: Chains,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    weight: Tensor,
-    surprise: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """The gradients of `scan`: of query, key, value, beta, weight, and if given of
-    surprise.
-    """
-    tensors = [query, key, value, beta, weight]
-    tensors += [] if surprise is None else [surprise]
+def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of query, key, value, beta, weight, and if given of surprise."""
+    query, _, value, _, weight, surprise = call.inputs[:6]
     if query.numel() == 0 or value.numel() == 0:
+        tensors = (x for x in call.inputs[:6] if x is not None)
         return tuple(map(torch.zeros_like, tensors))
-    sizes = _Sizes.of(query, value, weight, surprise)
-    operands = _operands(chains, query, key, value, beta, weight, surprise)
+    sizes, chains = _Sizes.of(call), table(_chains, call.structure, value.device)
+    operands = _operands(call, chains)
     q, k, _, b, _, tau = operands
     by_child = chains.edge.index_select(0, chains.child_entry)
     w = weight[by_child].contiguous()
@@ -146,7 +124,7 @@ def scan_gradients(
     dq = value.new_empty(nodes, heads, slices, sizes.N)
     dk = value.new_empty(nodes, heads, slices, 2, sizes.N)  # from writing, and reading
     db = value.new_empty(nodes, heads, slices, kinds)  # of beta, and of surprise
-    dw = value.new_empty(*weight.shape[:2], slices, *weight.shape[2:])
+    dw = value.new_empty(*weight.shape, slices)
 
     at_once = min(slices, max(1, _MAX_NUMEL // (nodes * heads * sizes.numel)))
     kept = value.new_empty(at_once, heads, nodes, sizes.numel)
@@ -179,12 +157,15 @@ def scan_gradients(
     return grads if surprise is None else (*grads, db[..., 1].sum(0))
 
 
-def _operands(chains: Chains, *inputs: Tensor | None) -> list[Tensor]:
+def _chains(graph: DeltaGraph, device: torch.device) -> Chains:
+    return Chains.of(graph.states, device)
+
+
+def _operands(call: Call, chains: Chains) -> list[Tensor]:
     """The inputs as kernels take them: weights in the order of entries."""
-    *of_nodes, weight, surprise = inputs
+    *of_nodes, weight, surprise = call.inputs[:6]
     unused = of_nodes[0] if surprise is None else surprise
-    operands = [*of_nodes, weight[chains.edge], unused]  # type: ignore[index]
-    return [x.contiguous() for x in operands]  # type: ignore[union-attr]
+    return [x.contiguous() for x in (*of_nodes, weight[chains.edge], unused)]
 
 
 # --------------------------------------------------------------- the parts of kernels
@@ -200,17 +181,6 @@ def _slice(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Pointers to the entries of a slice of a state at `first`, transposed."""
     return first + tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-
-
-@triton.jit
-def _weight(
-    W, entry, h, n, HEADS: tl.constexpr, N: tl.constexpr, BY_CHANNEL: tl.constexpr
-):
-    """The weight of an entry, or its weights of all key channels."""
-    if BY_CHANNEL:
-        return row_of(W, entry, h, n, n < N, HEADS, N)[None, :]
-    else:
-        return tl.load(W + entry * HEADS + h)
 
 
 @triton.jit
@@ -246,7 +216,7 @@ def _walk(
     Q, K, V, B, W, TAU, Y, ERRORS, HELD, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD,
     RING_PTR, slots, first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, SURPRISED: tl.constexpr, KEEP: tl.constexpr,
+    SURPRISED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """The output of a component, a head and a slice; if KEEP, states and errors."""
     c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
@@ -267,7 +237,7 @@ def _walk(
         state = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)
         start, stop = bounds(PARENT_PTR, i)
         for x in range(start, stop):
-            w = _weight(W, x, h, n, HEADS, N, BY_CHANNEL)
+            w = tl.load(W + x * HEADS + h)
             j = tl.load(PARENT + x)
             there = S
             if j != i - 1:
@@ -300,8 +270,7 @@ def _walk_back(
     Q, K, B, W, TAU, DY, ERRORS, DK, DB, DW, KEPT, RING, PTR, NODE, PARENT_PTR,
     CHILD_PTR, CHILD, FAR_PARENT, RING_PTR, num_nodes, rings, first_slice,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    SURPRISED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SURPRISED: tl.constexpr,
 ):  # fmt: skip
     """The adjoints of a component, a head and a slice, and all gradients but those from
     what queries and keys read.
@@ -324,17 +293,14 @@ def _walk_back(
         Z = dy[:, None] * q[None, :]
         first, last = bounds(CHILD_PTR, i)
         for x in range(first, last):
-            w = _weight(W, x, h, n, HEADS, N, BY_CHANNEL)
+            w = tl.load(W + x * HEADS + h)
             j = tl.load(CHILD + x)
             there = D
             if j != i + 1:
                 there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
             Z += w * there
             at = _part(x, h, first_slice + z, HEADS, P, COLUMNS)
-            if BY_CHANNEL:
-                tl.store(DW + at * N + n, tl.sum(there * S, 0), mask=n < N)
-            else:
-                tl.store(DW + at, tl.sum(tl.sum(there * S, 1), 0))
+            tl.store(DW + at, tl.sum(tl.sum(there * S, 1), 0))
         k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
         error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
         e = tl.load(error, mask=p < P, other=0.0)
@@ -369,8 +335,7 @@ def _walk_back(
 def _reads(
     K, B, TAU, DY, ERRORS, DQ, DK, KEPT, NODE, num_nodes, first_slice,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    SURPRISED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SURPRISED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a position's query and key from what they read of a slice."""
     i, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS

@@ -18,7 +18,6 @@ from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     eliminate,
     solve,
 )
-from pyg_chimera.ops.recurrence.delta_scan.tensors import unit_lower_inverse
 
 FORMS = ("mask", "state", "chunk")
 
@@ -245,48 +244,23 @@ def test_as_surprise_grows_everything_is_written(backend):
     assert_near(case(surprise=surprise, backend=backend), want["output"])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_channels_that_decay_alike(backend):
-    """Are one weight for all of them."""
-    case = example("delta_dags", "several_blocks")
-    weight = case.floats["edge_weight"]
-    want = case(backend="torch", form="mask")
-    channels = weight.unsqueeze(-1).expand(-1, -1, 5)
-    assert_near(case(edge_weight=channels, backend=backend), want)
-
-
-def test_what_takes_states():
-    def call(index, function=delta_scan, **more):
-        x = inputs(3, index.size(1))
-        weight = x[4].unsqueeze(-1).expand(-1, -1, x[1].size(2))
-        return function(*x[:4], index, weight, **more)
-
-    said = "'edge_weight' of channels"
-    with pytest.raises(CycleError, match=r"has the cycle \d -> \d -> \d"):
-        call(torch.tensor([[0, 1, 2], [1, 2, 0]]))
-    for form in ("mask", "chunk"):
-        with pytest.raises(ValueError, match=f"with {said}, got '{form}'"):
-            call(path(3), form=form)
-    choice = call(path(3), lambda *x, **y: explain("delta_scan", *x, **y))
-    assert (choice.form, choice.reason[-13:]) == ("state", " needs states")
-    assert said in choice.reason
-
-
 @pytest.mark.parametrize(
-    ("change", "match"),
+    ("weight", "match"),
     [
-        ({"edge_weight": torch.zeros(2, 2, 9)}, r"or \[edges, heads, channels\] with"),
         (
-            {"edge_weight": torch.full((2, 2, 3), torch.nan)},
+            torch.zeros(2, 2, 3),
+            r"'edge_weight' must be \[edges, heads\] with 2",
+        ),
+        (
+            torch.full((2, 2), torch.nan),
             "'edge_weight' must be finite, but edge 0 has nan in head 0",
         ),
     ],
 )
-def test_bad_options_of_states(change, match):
+def test_bad_options(weight, match):
     q, k, v, b, w = inputs(3, 2, keys=3)
-    given = {"edge_weight": w, **change}
     with pytest.raises(ValueError, match=match):
-        delta_scan(q, k, v, b, path(3), **given)
+        delta_scan(q, k, v, b, path(3), weight)
     with pytest.raises(TypeError, match="'acyclic' must be True or False, got 'yes'"):
         delta_scan(q, k, v, b, path(3), w, acyclic="yes")
 
@@ -304,13 +278,6 @@ def test_where_surprise_cannot_be_had():
         delta_scan(*x[:4], index, x[4], surprise=torch.tensor([1.0, -1.0]).double())
     with pytest.raises(ValueError, match=r"'surprise' must be \[heads\] = \[2\], got"):
         delta_scan(*x[:4], index, x[4], surprise=surprise[:1])
-
-
-@pytest.mark.parametrize("n", [1, 5, 16, 32, 64])
-def test_unit_lower_inverse(n):
-    X = torch.randn(2, 3, n, n, dtype=torch.double) / n
-    eye = torch.eye(n).double()
-    assert_near((eye + X.tril(-1)) @ unit_lower_inverse(X), eye.expand_as(X), 1e-12)
 
 
 @pytest.mark.parametrize("size", [16, 64])
