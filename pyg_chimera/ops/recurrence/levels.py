@@ -50,6 +50,7 @@ def _levels(graph: StateGraph, device: torch.device) -> Levels:
     sizes = np.diff(bounds)[1:].tolist()  # no edge leads to depth 0
     arrays = (order, *edges[:, order])
     parts = (torch.from_numpy(x).to(device).split(sizes) for x in arrays)
-    tables = (torch.from_numpy(x).to(device) for x in (graph.writer, graph.reader))
-    ends = torch.from_numpy(edges).to(device)
-    return Levels(*tables, *ends, [Level(*x) for x in zip(*parts, strict=True)])
+    levels = [Level(*x) for x in zip(*parts, strict=True)]
+    arrays = (graph.writer, graph.reader, *edges)
+    writer, reader, tail, head = (torch.from_numpy(x).to(device) for x in arrays)
+    return Levels(writer, reader, tail, head, levels)

@@ -140,11 +140,11 @@ def _on_grids(call: Call) -> tuple[GridStates, GridOperands]:
     query, key, value, source, transition = arrays(
         *inputs[:3], inputs.source, inputs.transition
     )
-    mark = None if inputs.mark is None else inputs.mark.contiguous().numpy()
     shape = (len(value), len(states.orientations), 1 if states.on_nodes else 2)
-    gates = [x if x is None else x.reshape(*shape, heads) for x in (source, mark)]
+    source = source.reshape(*shape, heads)
+    mark = None if inputs.mark is None else arrays(inputs.mark)[0].reshape(source.shape)
     transition = transition.reshape(*shape, 2, heads)
-    return states, GridOperands(query, key, value, *gates, transition)
+    return states, GridOperands(query, key, value, source, mark, transition)
 
 
 def _operands(call: Call) -> Operands:
