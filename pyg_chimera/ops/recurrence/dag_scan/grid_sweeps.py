@@ -122,8 +122,8 @@ def pieces(num_blocks: int, value: np.ndarray) -> int:
 
     Gradients are summed over the slices, so there are no more than needed.
     """
-    _, heads, channels = value.shape
-    if num_blocks * heads >= 4 * torch.get_num_threads():
+    (_, heads, channels), threads = value.shape, torch.get_num_threads()
+    if threads == 1 or num_blocks * heads >= 4 * threads:
         return 1
     widths = [w for w in range(8, 17) if channels % w == 0]
     return max(1, channels // widths[-1]) if widths else 1

@@ -531,7 +531,7 @@ def _mask_scan(
     scratch = _WIDTH * (states + 5 * n + 2 * width) + 2 * n * width  # for the backward
     products = 0.2 * nodes * (num_keys + share * channels)
     costs = np.repeat(nodes * (2.0 * share * graph.sizes + products), heads // share)
-    args = (_Plan.of(graph), graph.nodes, x, y)
+    args = ((_Plan.of(graph), graph.nodes), x, y)
     if d is None:
         run(_mask_forward_tasks, costs, scratch, y.dtype, *args, share)
     else:
@@ -577,11 +577,12 @@ def _feed(ring, slot, i, edges, weights, column, source):
 
 
 @jit
-def _mask_forward_tasks(first, last, stop, scratch, plan, nodes_of, x, out, share):
+def _mask_forward_tasks(first, last, stop, scratch, graph, x, out, share):
     """Uses the transposed sweep: y^T = V^T (G * Q K^T)^T needs no transposed copy."""
     _, heads, channels = x.value.shape
     _, groups, num_keys = x.query.shape
-    order, (node_ptr, node, writer, reader) = plan.state, nodes_of
+    plan, (node_ptr, node, writer, reader) = graph
+    order = plan.state
     source, mark, children = x.source, x.mark, _pointers(plan.children)
     one = source.dtype.type(1)
     for task in range(first, last):
@@ -641,10 +642,11 @@ def _mask_gradients(d_scores, G, dG, scores, size):
 
 
 @jit
-def _mask_backward_tasks(first, last, stop, scratch, plan, nodes_of, x, grad, d, share):
+def _mask_backward_tasks(first, last, stop, scratch, graph, x, grad, d, share):
     _, heads, channels = x.value.shape
     _, groups, num_keys = x.query.shape
-    order, (node_ptr, node, writer, reader) = plan.state, nodes_of
+    plan, (node_ptr, node, writer, reader) = graph
+    order = plan.state
     source, mark, one = x.source, x.mark, x.source.dtype.type(1)
     parents, children = _pointers(plan.parents), _pointers(plan.children)
     grad_source, grad_mark, grad_weight = d.source, d.mark, d.weight
