@@ -54,7 +54,6 @@ __all__ = [
     "Cut",
     "Operands",
     "PathStates",
-    "Scan",
     "backward",
     "chunk_cost",
     "forward",
