@@ -44,7 +44,7 @@ from workloads import Workload, all_peptides, peptides, planar
 from pyg_chimera.nn import ChimeraGridConv, PLSTMConv, PLSTMGridConv
 from pyg_chimera.nn.conv import plstm_conv, plstm_grid_conv
 from pyg_chimera.ops import dag_scan, grid_scan, line_graph, multitree, stm_scan
-from pyg_chimera.ops.recurrence.states import grid_states
+from pyg_chimera.ops.recurrence.states import GridStates as StatesOfGrids
 from pyg_chimera.ops.structure import topological_rank
 
 HEADS, CHANNELS = 4, 64
@@ -376,7 +376,7 @@ class GridStates(NamedTuple):
 def all_grids(num_nodes: int, orientations: int, height: int, width: int) -> GridStates:
     count = num_nodes // (height * width)
     chosen = tuple(range(orientations))
-    graph = grid_states((height, width) * count, chosen, on_nodes=False).graph
+    graph = StatesOfGrids((height, width) * count, chosen, on_nodes=False).graph
     into = np.repeat(graph.state, np.diff(graph.parent_ptr))
     edges = np.empty((2, len(graph.edge)), np.int64)
     edges[:, graph.edge] = graph.state[graph.parent], into

@@ -75,7 +75,6 @@ FOREIGN = (
     "pyg_chimera.ops.recurrence.triton_carry",
     "pyg_chimera.ops.recurrence.triton_chains",
     "pyg_chimera.ops.recurrence.triton_chunk_form",
-    "pyg_chimera.ops.recurrence.triton_elimination",
     "pyg_chimera.ops.recurrence.triton_mask_form",
     "pyg_chimera.ops.recurrence.dag_scan.triton_state_form",
     "pyg_chimera.ops.recurrence.delta_scan.triton_chunks",

@@ -90,6 +90,9 @@ def watched(seed: int) -> Iterator[set[str]]:
 
     def launch(self, *args, **kwargs):
         given = dict(zip(self.arg_names, args, strict=False), **kwargs)
+        for name, x in [*given.items()]:
+            if isinstance(x, tuple):  # of tensors that belong together
+                given |= {f"{name}[{i}]": y for i, y in enumerate(x)}
         tensors = {x: y for x, y in given.items() if isinstance(y, torch.Tensor)}
         shadows.append(_Shadow(tensors))
         try:

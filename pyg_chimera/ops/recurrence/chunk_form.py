@@ -15,6 +15,8 @@ S_j, and that of a weight a_t is the sum of E_tj D_{t-1,j} over j, where E_t = d
 a_{t+1} E_{t+1} accumulates what nodes from t on read. Nothing is divided by a weight.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +50,17 @@ from pyg_chimera.ops.common.vector_kit import (
     transpose,
 )
 
-__all__ = ["PathStates", "backward", "chunk_cost", "forward"]
+__all__ = [
+    "Cut",
+    "Operands",
+    "PathStates",
+    "backward",
+    "chunk_cost",
+    "forward",
+    "gradients",
+    "output",
+    "scan",
+]
 
 #: Nodes per chunk: a multiple of `_ROWS`, and of the lanes of any vector.
 _CHUNK = 64
@@ -102,25 +114,76 @@ class _Mask(NamedTuple):
     by_weight: Any
 
 
-class _Cut(NamedTuple):
+class Cut(NamedTuple):
     """How work is divided into [blocks, heads x pieces / share] tasks."""
 
     pieces: int  #: slices of the value channels, which act as additional heads
     share: int  #: heads of a group per task
 
     @classmethod
-    def of(cls, paths: PathStates, query: np.ndarray, value: np.ndarray) -> "_Cut":
+    def of(cls, paths: PathStates, x: Operands) -> "Cut":
+        """The cut of the chunk form."""
         threads, blocks = torch.get_num_threads(), len(paths.block) - 1
-        groups, (_, heads, channels) = query.shape[1], value.shape
+        groups, (_, heads, channels) = x.query.shape[1], x.value.shape
         # Pieces cost time and shares memory: no more than the threads can use.
-        cuts = [x for x in range(1, channels // 8 + 1) if channels % x == 0]
-        pieces = next((x for x in cuts if blocks * heads * x >= threads), 1)
+        cuts = [n for n in range(1, channels // 8 + 1) if channels % n == 0]
+        pieces = next((n for n in cuts if blocks * heads * n >= threads), 1)
         heads *= pieces
         for share in range(heads // groups, 1, -1):
             fits = heads // groups % share == 0
             if fits and blocks * heads // share >= threads:
                 return cls(pieces, share)
         return cls(pieces, 1)
+
+
+#: `scan(x, y, d, share)` adds to the output `y`, or if `y` is its gradient, to the
+#: gradients `d`.
+Scan = Callable[[Operands, np.ndarray, Operands | None, int], None]
+
+
+def output(scan: Scan, cut: Cut, operands: Operands) -> np.ndarray:
+    """The output [V, heads, P]."""
+    out = np.zeros_like(operands.value)
+    scan(_in_pieces(operands, cut.pieces), _split(out, cut.pieces), None, cut.share)
+    return out
+
+
+def gradients(
+    scan: Scan, cut: Cut, operands: Operands, grad: np.ndarray
+) -> tuple[np.ndarray, ...]:
+    """The gradients of query, key, value, source, mark and weight."""
+    x, pieces = _in_pieces(operands, cut.pieces), cut.pieces
+    (nodes, groups, num_keys), heads = operands.query.shape, operands.value.shape[1]
+    parts = heads * pieces // groups // cut.share  # each has its own sum
+    dw, ds, dm, dv = map(np.zeros_like, (x.weight, x.source, x.mark, x.value))
+    dq, dk = (np.zeros((nodes, groups * parts, num_keys), dv.dtype) for _ in "qk")
+    d = Operands(dw, ds, dm, dq, dk, dv)
+    scan(x, _split(grad, pieces), d, cut.share)
+    of_keys, of_states = (nodes, groups, parts, num_keys), (len(ds), heads, pieces)
+    return (
+        *(summed(y.reshape(of_keys), (2,)) for y in (dq, dk)),
+        dv.reshape(operands.value.shape),
+        *(summed(y.reshape(of_states), (2,)) for y in (ds, dm)),
+        summed(dw.reshape(heads, pieces, dw.shape[1]), (1,)),
+    )
+
+
+def _split(x: np.ndarray, pieces: int) -> np.ndarray:
+    """Slices of value channels as heads, [V, heads * pieces, P / pieces]."""
+    nodes, heads, channels = x.shape
+    return x.reshape(nodes, heads * pieces, channels // pieces)
+
+
+def _in_pieces(x: Operands, pieces: int) -> Operands:
+    """The operands with slices of value channels as heads."""
+    if pieces == 1:
+        return x
+    return x._replace(
+        weight=np.repeat(x.weight, pieces, 0),
+        source=np.repeat(x.source, pieces, 1),
+        mark=np.repeat(x.mark, pieces, 1),
+        value=_split(x.value, pieces),
+    )
 
 
 def chunk_cost(sizes: np.ndarray, num_keys: int, channels: int) -> np.ndarray:
@@ -147,69 +210,29 @@ def _scratch(paths: PathStates, x: Operands, share: int) -> int:
     return states + _CHUNK * (6 * n + (2 * share + 5) * p + 4 * _CHUNK + 2 * vector + 8)
 
 
-def _split(x: np.ndarray, pieces: int) -> np.ndarray:
-    """Slices of value channels as heads, [V, heads * pieces, P / pieces]."""
-    nodes, heads, channels = x.shape
-    return x.reshape(nodes, heads * pieces, channels // pieces)
-
-
-def _in_pieces(x: Operands, pieces: int) -> Operands:
-    """The operands with slices of value channels as heads."""
-    return x._replace(
-        weight=np.repeat(x.weight, pieces, 0),
-        source=np.repeat(x.source, pieces, 1),
-        mark=np.repeat(x.mark, pieces, 1),
-        value=_split(x.value, pieces),
-    )
+def scan(
+    paths: PathStates, x: Operands, y: np.ndarray, d: Operands | None, share: int
+) -> None:
+    """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
+    if x.query.shape[2] == 0 or x.value.shape[2] == 0:
+        return
+    costs, scratch = _costs(paths, x, share), _scratch(paths, x, share)
+    if d is None:
+        run(_forward_tasks, costs, scratch, y.dtype, paths, x, y, share)
+    else:
+        run(_backward_tasks, 2.5 * costs, scratch, y.dtype, paths, x, y, d, share)
 
 
 def forward(paths: PathStates, operands: Operands) -> np.ndarray:
     """The output [V, heads, P]."""
-    query, value = operands.query, operands.value
-    out = np.zeros_like(value)
-    if query.shape[2] == 0 or value.shape[2] == 0:
-        return out
-    pieces, share = _Cut.of(paths, query, value)
-    x = _in_pieces(operands, pieces)
-    run(
-        _forward_tasks,
-        _costs(paths, x, share),
-        _scratch(paths, x, share),
-        out.dtype,
-        *(paths, x, _split(out, pieces), share),
-    )
-    return out
+    return output(partial(scan, paths), Cut.of(paths, operands), operands)
 
 
 def backward(
     paths: PathStates, operands: Operands, grad: np.ndarray
 ) -> tuple[np.ndarray, ...]:
     """The gradients of query, key, value, source, mark and weight."""
-    weight, source, mark, query, key, value = operands
-    if query.shape[2] == 0 or value.shape[2] == 0:
-        return tuple(map(np.zeros_like, (query, key, value, source, mark, weight)))
-    pieces, share = _Cut.of(paths, query, value)
-    x = _in_pieces(operands, pieces)
-    (nodes, heads, _), (_, groups, num_keys) = value.shape, query.shape
-    parts = heads * pieces // groups // share
-    dq = np.zeros((nodes, groups * parts, num_keys), value.dtype)
-    dk = np.zeros_like(dq)
-    dw, ds, dm, dv = map(np.zeros_like, (x.weight, x.source, x.mark, x.value))
-    d = Operands(dw, ds, dm, dq, dk, dv)
-    run(
-        _backward_tasks,
-        2.5 * _costs(paths, x, share),
-        _scratch(paths, x, share),
-        value.dtype,
-        *(paths, x, _split(grad, pieces), d, share),
-    )
-    of_keys, of_states = (nodes, groups, parts, num_keys), (-1, heads, pieces)
-    return (
-        *(summed(y.reshape(of_keys), (2,)) for y in (dq, dk)),
-        dv.reshape(value.shape),
-        *(summed(y.reshape(of_states), (2,)) for y in (ds, dm)),
-        summed(dw.reshape(heads, pieces, weight.shape[1]), (1,)),
-    )
+    return gradients(partial(scan, paths), Cut.of(paths, operands), operands, grad)
 
 
 # ---------------------------------------------------------------------- rows and blocks

@@ -1,8 +1,7 @@
 """The graph of states that a scan runs on: nodes or edges of DAGs or grids."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +25,6 @@ __all__ = [
     "GridStates",
     "StateGraph",
     "edge_states",
-    "grid_states",
     "node_states",
 ]
 
@@ -126,6 +124,11 @@ class StateGraph:
         ptr = np.searchsorted(keys // span, np.arange(len(self.sizes) + 1))
         writer, reader = places.reshape(2, -1) - ptr[block]
         return BlockNodes(ptr, keys % span, writer, reader)
+
+    @property
+    def row(self) -> np.ndarray:
+        """The position that each entry of ``parent`` leads to, [L]."""
+        return np.repeat(np.arange(len(self.state)), np.diff(self.parent_ptr))
 
     @property
     def are_paths(self) -> bool:
@@ -312,90 +315,6 @@ def _check_line_graph(edge_index: Tensor, line_edge_index: Tensor) -> None:
 # ---------------------------------------------------------------------------- of grids
 
 
-class _Grid(NamedTuple):
-    """The states of one grid, and the indices of their gates."""
-
-    writer: np.ndarray
-    reader: np.ndarray
-    edges: np.ndarray  #: [2, L]
-    source: np.ndarray  #: [S], in a flattened [V, O, 2], or on nodes [V, O]
-    mark: np.ndarray  #: [S], likewise, or on nodes unused
-    transition: np.ndarray  #: [L], in a flattened [V, O, 2, 2], or on nodes [V, O, 2]
-
-
-def _kept(make: Callable[..., _Grid]) -> Callable[..., _Grid]:
-    """Caches the result for small grids, of which batches have many."""
-    keep = lru_cache(maxsize=64)(make)
-
-    def of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _Grid:
-        small = height * width <= 4096
-        return (keep if small else make)(height, width, orientations)
-
-    return of_grid
-
-
-@_kept
-def _nodes_of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _Grid:
-    """A state for each orientation of each node."""
-    node = np.arange(height * width).reshape(height, width)
-    num_orientations = len(orientations)
-    states, edges, gates = [node[:0, 0]], [np.empty((2, 0), np.int64)], [node[:0, 0]]
-    for o, orientation in enumerate(orientations):
-        states.append(node.ravel() * num_orientations + o)
-        for d, (step, axis) in enumerate(zip(WAYS[orientation], (1, 0), strict=True)):
-            ends = [np.delete(node, end, axis).ravel() for end in (-1, 0)]
-            tail, head = ends if step > 0 else ends[::-1]
-            edges.append(np.stack([tail, head]) + o * node.size)
-            gates.append(2 * (head * num_orientations + o) + d)
-    source, transition = np.concatenate(states), np.concatenate(gates)
-    owner = np.tile(node.ravel(), num_orientations)
-    edge_list = np.concatenate(edges, axis=1)
-    return _Grid(owner, owner, edge_list, source, source[:0], transition)
-
-
-@_kept
-def _edges_of_grid(height: int, width: int, orientations: tuple[int, ...]) -> _Grid:
-    """A state for each edge in each orientation."""
-    node = np.arange(height * width).reshape(height, width)
-    num_orientations = len(orientations)
-    states: list[list[np.ndarray]] = [[], [], [], []]
-    edges: list[list[np.ndarray]] = [[], [], []]
-    first = 0
-    for o, orientation in enumerate(orientations):
-        right, down = WAYS[orientation]
-        leaving, arriving = [], []  # per direction: each node's state, or -1
-        for d, (step, axis) in enumerate(((right, 1), (down, 0))):
-            ends = [np.delete(node, end, axis).ravel() for end in (-1, 0)]
-            writer, reader = ends if step > 0 else ends[::-1]
-            state = first + np.arange(writer.size)
-            first += writer.size
-            out, arrived = np.full((2, node.size), -1)
-            out[writer], arrived[reader] = state, state
-            leaving.append(out)
-            arriving.append(arrived)
-            gate = (2 * num_orientations, 2 * o + d)
-            columns = (
-                writer,
-                reader,
-                writer * gate[0] + gate[1],
-                reader * gate[0] + gate[1],
-            )
-            for column, x in zip(states, columns, strict=True):
-                column.append(x)
-        for to in range(2):
-            for origin in range(2):
-                both = (leaving[to] >= 0) & (arriving[origin] >= 0)
-                at = np.flatnonzero(both) * num_orientations + o
-                turn = (arriving[origin][both], leaving[to][both])
-                for column, x in zip(
-                    edges, (*turn, 4 * at + 2 * to + origin), strict=True
-                ):
-                    column.append(x)
-    writer, reader, source, mark = map(np.concatenate, states)
-    tail, head, transition = map(np.concatenate, edges)
-    return _Grid(writer, reader, np.stack([tail, head]), source, mark, transition)
-
-
 @dataclass(frozen=True)
 class GridStates:
     """States on the edges or the nodes of grids, without a list of them.
@@ -436,38 +355,39 @@ class GridStates:
         return bool((np.minimum(self.grids.height, self.grids.width) == 1).all())
 
 
-def grid_states(
-    sizes: tuple[int, ...], orientations: tuple[int, ...], on_nodes: bool
-) -> GridStates:
-    """The states of grids with `sizes` height, width, height, width, ..."""
-    return GridStates(sizes, orientations, on_nodes)
-
-
 def _grid_graph(
     sizes: tuple[int, ...], orientations: tuple[int, ...], on_nodes: bool
 ) -> StateGraph:
-    pairs = list(zip(sizes[::2], sizes[1::2], strict=True))
-    listed = _nodes_of_grid if on_nodes else _edges_of_grid
-    parts = [listed(*pair, orientations) for pair in pairs]
-    nodes = np.cumsum([0, *(height * width for height, width in pairs)])
-    states = np.cumsum([0, *(x.writer.size for x in parts)])
-    gates = len(orientations) * (1 if on_nodes else 2)
-
-    def joined(name: str, offset: np.ndarray) -> np.ndarray:
-        arrays = [getattr(x, name) + n for x, n in zip(parts, offset, strict=False)]
-        empty = np.empty((2, 0) if name == "edges" else 0, np.int64)
-        return np.concatenate([empty, *arrays], axis=-1)
-
-    block = np.repeat(np.arange(len(parts)), np.diff(states))
-    return _state_graph(
-        int(nodes[-1]),
-        joined("writer", nodes),
-        joined("reader", nodes),
-        torch.from_numpy(joined("edges", states)),
-        block,
-        gates=(
-            joined("source", nodes * gates),
-            None if on_nodes else joined("mark", nodes * gates),
-            joined("transition", nodes * gates * 2),
-        ),
-    )
+    grids, number = Grids.of(sizes), len(orientations)
+    grid = np.repeat(np.arange(len(grids.first)), grids.height * grids.width)
+    node, height, width = np.arange(len(grid)), grids.height[grid], grids.width[grid]
+    row, column = np.divmod(node - grids.first[grid], width)
+    num_nodes, one = len(node), np.ones_like(node)
+    # A place is a node in an orientation; its gates follow each other.
+    edges = [np.empty((3, 0), np.int64)]
+    for o, orientation in enumerate(orientations):
+        sides = ((column, width, one), (row, height, width))
+        for direction, way in enumerate(WAYS[orientation]):
+            at, end, step = sides[direction]
+            tail = np.flatnonzero(at < end - 1 if way > 0 else at > 0)
+            head, directions = tail + way * step[tail], np.full_like(tail, direction)
+            first = o * num_nodes
+            edges.append(np.stack([first + tail, first + head, directions]))
+    tail, head, direction = np.concatenate(edges, axis=1)
+    gate = (node * number + np.arange(number)[:, None]).ravel()
+    if on_nodes:
+        owner, block = np.tile(node, number), np.tile(grid, number)
+        ends, gates = np.stack([tail, head]), (gate, None, 2 * gate[head] + direction)
+        lines = torch.from_numpy(ends)
+        return _state_graph(num_nodes, owner, owner, lines, block, gates=gates)
+    # The edge that leaves, or arrives at, each place in each direction, or -1.
+    leaving, arriving = np.full((2, 2, len(gate)), -1)
+    leaving[direction, tail] = arriving[direction, head] = np.arange(len(tail))
+    exist = (leaving[:, None] >= 0) & (arriving >= 0)
+    turn, place = np.divmod(np.flatnonzero(exist), max(len(gate), 1))
+    turns = np.stack([arriving[turn % 2, place], leaving[turn // 2, place]])
+    lines = torch.from_numpy(turns)
+    source, mark = 2 * gate[tail] + direction, 2 * gate[head] + direction
+    gates = (source, mark, 4 * gate[place] + turn)
+    writer, reader = tail % num_nodes, head % num_nodes
+    return _state_graph(num_nodes, writer, reader, lines, grid[writer], gates=gates)

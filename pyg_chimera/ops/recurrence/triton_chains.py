@@ -32,7 +32,7 @@ class Chains(NamedTuple):
     @classmethod
     def of(cls, graph: StateGraph, device: torch.device) -> "Chains":
         """The tables of a graph."""
-        row = np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
+        row = graph.row
         is_far = row - graph.parent > 1
         far_parent, far_child = np.zeros((2, len(graph.state)))
         far_parent[row[is_far]], far_child[graph.parent[is_far]] = 1, 1

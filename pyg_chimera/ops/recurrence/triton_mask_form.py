@@ -31,13 +31,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
-from pyg_chimera.ops.recurrence.triton_elimination import eliminated, matrix_tile
 
 __all__ = [
     "TILE",
     "Masks",
     "channels_at_once",
     "edge_products",
+    "eliminated",
+    "matrix_tile",
     "mix",
     "mix_gradients",
     "resolvents",
@@ -51,6 +52,27 @@ TILE = 32
 _STEP, _WIDTH = 32, 64
 #: Kernel options: no prefetching of loads, as the products need the registers.
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
+
+
+class _Sizes(NamedTuple):
+    """What products of L, X, Y and Z are compiled for."""
+
+    heads: int
+    x_heads: int  #: those of X and Y
+    z_heads: int
+    x_size: int  #: channels
+    z_size: int
+    x_step: int  #: channels at a time
+    z_step: int
+    tile: int
+    triangular: bool  #: whether tiles above the diagonal are zero
+    transposed: bool = False  #: whether L is
+
+    @classmethod
+    def of(cls, masks: "Masks", L: Tensor, X: Tensor, Z: Tensor) -> "_Sizes":
+        sizes = (len(L), X.size(1), Z.size(1), X.size(2), Z.size(2))
+        x_step, z_step = map(channels_at_once, sizes[3:])
+        return cls(*sizes, x_step, z_step, TILE, masks.triangular)
 
 
 class Masks(NamedTuple):
@@ -108,6 +130,11 @@ class Masks(NamedTuple):
             triangular=triangular,
         )
 
+    @property
+    def layout(self) -> "Masks":
+        """The tables alone: what kernels read, and are not compiled for."""
+        return self._replace(total=0, tiles=0, triangular=False)
+
     def programs(self, heads: int) -> tuple[int, int]:
         """One program per block and head, and per row of tiles of the largest block."""
         return (self.offset.numel() * heads, self.tiles)
@@ -125,7 +152,7 @@ def resolvents(masks: Masks, edge_weight: Tensor) -> Tensor:
     A.index_add_(1, masks.place, edge_weight.t(), alpha=sign)
     L = torch.empty_like(A) if masks.triangular else A
     grid = masks.programs(heads)
-    tables = (masks.ptr, masks.offset, masks.total, heads, TILE)
+    tables = (masks.layout, masks.total, heads, TILE)
     precision = input_precision(A)
     with on_device_of(A):
         if masks.triangular:
@@ -158,20 +185,15 @@ def mix_gradients(
     dv = _product(masks, L, key, query, grad, transposed=True)
     dq, dk = (x.unflatten(1, (groups, -1)).sum(2) for x in (dq, dk))
 
-    heads, (num_keys, channels) = L.size(0), (query.size(2), value.size(2))
-    dL, M = torch.empty_like(L), torch.empty_like(L)
+    dL, M, heads = torch.empty_like(L), torch.empty_like(L), L.size(0)
     grid = (*masks.programs(heads), masks.tiles)
+    sizes = _Sizes.of(masks, L, query, value)
+    tables, precision = (masks.layout, masks.total), input_precision(L)
     with on_device_of(L):
-        precision = input_precision(L)
-        _mask_gradient[grid](
-            query, key, grad, value, dL, masks.ptr, masks.offset, masks.node,
-            masks.total, heads, groups, num_keys, channels, channels_at_once(num_keys),
-            channels_at_once(channels), TILE, masks.triangular, precision, **_OPTIONS,
-        )  # fmt: skip
-        _adjoint[grid](
-            L, dL, M, masks.ptr, masks.offset, masks.total, heads, TILE,
-            masks.triangular, precision, **_OPTIONS,
-        )  # fmt: skip
+        operands = (query, key, grad, value)
+        _mask_gradient[grid](*operands, dL, *tables, sizes, precision, **_OPTIONS)
+        constants = (TILE, masks.triangular, precision)
+        _adjoint[grid](L, dL, M, *tables, heads, *constants, **_OPTIONS)
     return dq, dk, dv, edge_products(M, L, masks.row, masks.col, masks.stop)
 
 
@@ -186,7 +208,7 @@ def edge_products(
     dw = L.new_empty(row.numel(), heads)
     with on_device_of(L):
         _edge_gradient[(triton.cdiv(dw.size(0), TILE), heads)](
-            M, L, dw, row, col, stop, total, dw.size(0), heads, TILE, **_OPTIONS
+            M, L, dw, (row, col, stop), total, dw.size(0), heads, TILE, **_OPTIONS
         )
     return dw
 
@@ -198,15 +220,13 @@ def _product(
     heads, (rows, _, channels) = L.size(0), Z.shape
     out = Z.new_empty(rows, heads, channels)
     width, precision = channels_at_once(channels, _WIDTH), input_precision(L)
+    sizes = _Sizes.of(masks, L, X, Z)._replace(z_step=width, transposed=transposed)
     grid = (*masks.programs(heads), triton.cdiv(channels, width))
     # If loads are prefetched, the compiler needs fewer registers for TF32 x 3 products.
     options = _OPTIONS | {"num_stages": 2 if precision == "tf32x3" else 1}
     with on_device_of(L):
-        _masked_product[grid](
-            L, X, Y, Z, out, masks.ptr, masks.offset, masks.node, masks.total, heads,
-            X.size(1), Z.size(1), X.size(2), channels, channels_at_once(X.size(2)),
-            width, TILE, transposed, masks.triangular, precision, **options,
-        )  # fmt: skip
+        tables = (masks.layout, masks.total)
+        _masked_product[grid](L, X, Y, Z, out, *tables, sizes, precision, **options)
     return out
 
 
@@ -219,13 +239,21 @@ def channels_at_once(channels: int, most: int = _STEP) -> int:
 
 
 @triton.jit
-def _block(PTR, OFFSET, total, heads, TILE: tl.constexpr):
+def _block(layout, total, heads, TILE: tl.constexpr):
     """A program's head, and its block's first position, size, tiles and matrix."""
     t, h = tl.program_id(0) // heads, tl.program_id(0) % heads
-    first = tl.load(PTR + t)
-    size = tl.load(PTR + t + 1) - first
-    start = h.to(tl.int64) * total + tl.load(OFFSET + t)
+    first = tl.load(layout.ptr + t)
+    size = tl.load(layout.ptr + t + 1) - first
+    start = h.to(tl.int64) * total + tl.load(layout.offset + t)
     return h, first, size, tl.cdiv(size, TILE), start
+
+
+@triton.jit
+def matrix_tile(matrix, i, j, tiles, TILE: tl.constexpr):
+    """Pointers to tile i, j of a matrix."""
+    o = tl.arange(0, TILE)
+    width = tiles * TILE
+    return matrix + (i * width + j) * TILE + o[:, None] * width + o[None, :]
 
 
 @triton.jit
@@ -248,15 +276,16 @@ def tile_places(
 
 @triton.jit
 def _scores(
-    X, Y, row, row_there, col, col_there, h, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    STEP: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    X, Y, rows, cols, h, HEADS: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of X Y^T."""
+    """A tile of X Y^T, for rows and columns as from `tile_nodes`."""
+    TILE: tl.constexpr = rows[0].shape[0]
     scores = tl.zeros([TILE, TILE], X.dtype.element_ty)
     for channel in range(0, SIZE, STEP):  # if unrolled, it would exceed the registers
-        at, there = tile_places(row, row_there, h, channel, HEADS, SIZE, STEP)
+        at, there = tile_places(rows[0], rows[1], h, channel, HEADS, SIZE, STEP)
         x = tl.load(X + at, mask=there, other=0.0)
-        at, there = tile_places(col, col_there, h, channel, HEADS, SIZE, STEP)
+        at, there = tile_places(cols[0], cols[1], h, channel, HEADS, SIZE, STEP)
         y = tl.load(Y + at, mask=there, other=0.0)
         scores = tl.dot(x, tl.trans(y), scores, input_precision=PRECISION)
     return scores
@@ -267,8 +296,8 @@ def _scores(
 
 @triton.jit
 def _triangular_inverse(
-    A, L, PTR, OFFSET, total, heads, TILE: tl.constexpr,
-    LOG_TILE: tl.constexpr, PRECISION: tl.constexpr,
+    A, L, layout, total, heads, TILE: tl.constexpr, LOG_TILE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """L = (I - A)^-1 for a strictly lower triangular A: one column of tiles.
 
@@ -276,7 +305,7 @@ def _triangular_inverse(
     D_i = (I - A_ii)^-1, and L_jj = D_j. A_ii is nilpotent, so D_i is the finite product
     (I + A_ii) (I + A_ii^2) (I + A_ii^4) ...
     """
-    _, _, _, tiles, start = _block(PTR, OFFSET, total, heads, TILE)
+    _, _, _, tiles, start = _block(layout, total, heads, TILE)
     j = tl.program_id(1)
     o = tl.arange(0, TILE)
     eye = (o[:, None] == o[None, :]).to(A.dtype.element_ty)
@@ -299,17 +328,36 @@ def _triangular_inverse(
 
 
 @triton.jit
+def eliminated(X, pivots, TILE: tl.constexpr):
+    """[[G, G B], [-C G, D - C G B]] of a tile [[A, B], [C, D]], where G = A^-1.
+
+    A has as many rows and columns as there are pivots; the whole tile may be A.
+    """
+    o = tl.arange(0, TILE)
+    for k in range(0, pivots):
+        in_row, in_col = o[:, None] == k, o[None, :] == k
+        row = tl.sum(tl.where(in_row, X, 0.0), 0)
+        col = tl.sum(tl.where(in_col, X, 0.0), 1)
+        pivot = 1.0 / tl.sum(tl.where(o == k, row, 0.0), 0)
+        row *= pivot
+        new = X - col[:, None] * row[None, :]
+        new = tl.where(in_row, row[None, :], new)
+        new = tl.where(in_col, (-pivot * col)[:, None], new)
+        X = tl.where(in_row & in_col, pivot, new)
+    return X
+
+
+@triton.jit
 def _general_inverse(
-    M, PTR, OFFSET, total, heads, TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+    M, layout, total, heads, TILE: tl.constexpr, PRECISION: tl.constexpr
+):
     """M <- (I + M)^-1 by Gauss-Jordan elimination without pivoting: a whole matrix.
 
     For each tile p in turn, with X = M_pp^-1: M_pj <- X M_pj; M_ij <- M_ij - M_ip M_pj;
     M_ip <- -M_ip X; M_pp <- X, for all other tiles i and j. The identity is added to
     each diagonal tile when its turn comes.
     """
-    _, _, _, tiles, start = _block(PTR, OFFSET, total, heads, TILE)
+    _, _, _, tiles, start = _block(layout, total, heads, TILE)
     o = tl.arange(0, TILE)
     eye = (o[:, None] == o[None, :]).to(M.dtype.element_ty)
     for p in range(0, tiles):
@@ -346,70 +394,73 @@ def _general_inverse(
 
 @triton.jit
 def _masked_product(
-    L, X, Y, Z, OUT, PTR, OFFSET, NODE, total, HEADS: tl.constexpr,
-    X_HEADS: tl.constexpr, Z_HEADS: tl.constexpr, X_SIZE: tl.constexpr,
-    Z_SIZE: tl.constexpr, STEP: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    TRANSPOSED: tl.constexpr, TRIANGULAR: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """(L * X Y^T) Z, or with L^T: one row of tiles, WIDTH of Z's channels."""
-    h, first, size, tiles, start = _block(PTR, OFFSET, total, HEADS, TILE)
+    L, X, Y, Z, OUT, layout, total, sizes: tl.constexpr, PRECISION: tl.constexpr
+):
+    """(L * X Y^T) Z, or with L^T: one row of tiles, some of Z's channels."""
+    TILE: tl.constexpr = sizes.tile
+    WIDTH: tl.constexpr = sizes.z_step
+    h, first, size, tiles, start = _block(layout, total, sizes.heads, TILE)
+    x_head = h // (sizes.heads // sizes.x_heads)
+    z_head = h // (sizes.heads // sizes.z_heads)
     i, channel = tl.program_id(1), tl.program_id(2) * WIDTH
     if i < tiles:
-        row, row_there = tile_nodes(NODE, first, size, i, TILE)
+        rows = tile_nodes(layout.node, first, size, i, TILE)
         out = tl.zeros([TILE, WIDTH], L.dtype.element_ty)
         begin, end = 0, tiles
-        if TRIANGULAR:
-            if TRANSPOSED:
+        if sizes.triangular:
+            if sizes.transposed:
                 begin = i
             else:
                 end = i + 1
         for j in range(begin, end):
-            col, col_there = tile_nodes(NODE, first, size, j, TILE)
+            cols = tile_nodes(layout.node, first, size, j, TILE)
             scores = _scores(
-                X, Y, row, row_there, col, col_there, h // (HEADS // X_HEADS), X_HEADS,
-                X_SIZE, STEP, TILE, PRECISION,
+                X, Y, rows, cols, x_head, sizes.x_heads, sizes.x_size, sizes.x_step,
+                PRECISION,
             )  # fmt: skip
-            if TRANSPOSED:
+            if sizes.transposed:
                 mask = tl.trans(tl.load(matrix_tile(L + start, j, i, tiles, TILE)))
             else:
                 mask = tl.load(matrix_tile(L + start, i, j, tiles, TILE))
             at, there = tile_places(
-                col, col_there, h // (HEADS // Z_HEADS), channel, Z_HEADS, Z_SIZE, WIDTH
+                cols[0], cols[1], z_head, channel, sizes.z_heads, sizes.z_size, WIDTH
             )
             z = tl.load(Z + at, mask=there, other=0.0)
             out = tl.dot(mask * scores, z, out, input_precision=PRECISION)
-        at, there = tile_places(row, row_there, h, channel, HEADS, Z_SIZE, WIDTH)
+        at, there = tile_places(
+            rows[0], rows[1], h, channel, sizes.heads, sizes.z_size, WIDTH
+        )
         tl.store(OUT + at, out, mask=there)
 
 
 @triton.jit
 def _mask_gradient(
-    Q, K, DY, V, DL, PTR, OFFSET, NODE, total, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, STEP_N: tl.constexpr,
-    STEP_P: tl.constexpr, TILE: tl.constexpr, TRIANGULAR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q, K, DY, V, DL, layout, total, sizes: tl.constexpr, PRECISION: tl.constexpr
+):
     """One tile of dL = (Q K^T) * (dY V^T)."""
-    h, first, size, tiles, start = _block(PTR, OFFSET, total, HEADS, TILE)
+    TILE: tl.constexpr = sizes.tile
+    h, first, size, tiles, start = _block(layout, total, sizes.heads, TILE)
     i, j = tl.program_id(1), tl.program_id(2)
-    if (i < tiles) & (j <= i if TRIANGULAR else j < tiles):
-        row, row_there = tile_nodes(NODE, first, size, i, TILE)
-        col, col_there = tile_nodes(NODE, first, size, j, TILE)
-        ends = (row, row_there, col, col_there)
+    if (i < tiles) & (j <= i if sizes.triangular else j < tiles):
+        rows = tile_nodes(layout.node, first, size, i, TILE)
+        cols = tile_nodes(layout.node, first, size, j, TILE)
         scores = _scores(
-            Q, K, *ends, h // (HEADS // GROUPS), GROUPS, N, STEP_N, TILE, PRECISION
+            Q, K, rows, cols, h // (sizes.heads // sizes.x_heads), sizes.x_heads,
+            sizes.x_size, sizes.x_step, PRECISION,
+        )  # fmt: skip
+        read = _scores(
+            DY, V, rows, cols, h, sizes.heads, sizes.z_size, sizes.z_step, PRECISION
         )
-        read = _scores(DY, V, *ends, h, HEADS, P, STEP_P, TILE, PRECISION)
         tl.store(matrix_tile(DL + start, i, j, tiles, TILE), scores * read)
 
 
 @triton.jit
 def _adjoint(
-    L, DL, M, PTR, OFFSET, total, heads, TILE: tl.constexpr,
-    TRIANGULAR: tl.constexpr, PRECISION: tl.constexpr,
+    L, DL, M, layout, total, heads, TILE: tl.constexpr, TRIANGULAR: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """M = L^T dL: one tile; if L is triangular, only tiles that contain edges."""
-    _, _, _, tiles, start = _block(PTR, OFFSET, total, heads, TILE)
+    _, _, _, tiles, start = _block(layout, total, heads, TILE)
     i, j = tl.program_id(1), tl.program_id(2)
     if (i < tiles) & (j <= i if TRIANGULAR else j < tiles):
         m = tl.zeros([TILE, TILE], L.dtype.element_ty)
@@ -421,16 +472,14 @@ def _adjoint(
 
 
 @triton.jit(do_not_specialize=["total", "num_edges"])
-def _edge_gradient(
-    M, L, DW, ROW, COL, STOP, total, num_edges, heads, TILE: tl.constexpr
-):  # fmt: skip
+def _edge_gradient(M, L, DW, edges, total, num_edges, heads, TILE: tl.constexpr):
     """The gradients dw_e = <M_i, L_j> of TILE edges j -> i."""
     e, h = tl.program_id(0) * TILE + tl.arange(0, TILE), tl.program_id(1)
     there = e < num_edges
     head = h.to(tl.int64) * total
-    row = tl.load(ROW + e, mask=there, other=0) + head
-    col = tl.load(COL + e, mask=there, other=0) + head
-    stop = tl.load(STOP + e, mask=there, other=0)
+    row = tl.load(edges[0] + e, mask=there, other=0) + head
+    col = tl.load(edges[1] + e, mask=there, other=0) + head
+    stop = tl.load(edges[2] + e, mask=there, other=0)
     sums = tl.zeros([TILE, TILE], L.dtype.element_ty)
     for c in range(0, tl.max(stop, 0), TILE):
         o = c + tl.arange(0, TILE)

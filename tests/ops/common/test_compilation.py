@@ -234,7 +234,7 @@ def test_what_a_kernel_depends_on_is_found(monkeypatch):
     scan = "recurrence.dag_scan"
     stamps = {}
     for edited in (
-        *("", "common.simd", "common.vector_kit", f"{scan}.grid_rows"),
+        *("", "common.simd", "common.vector_kit", f"{scan}.grid_sweeps"),
         # Which are edited often, and need not be recompiled for.
         *(f"{scan}.{x}" for x in ("op", "triton_state_form", "reference")),
     ):

@@ -17,6 +17,7 @@ Chunk form: both combined, for states along paths: see `ops.recurrence.chunk_for
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +32,6 @@ from pyg_chimera.ops.common.numba_runtime import (
     jit,
     run,
     stopped,
-    summed,
 )
 from pyg_chimera.ops.common.simd import (
     first,
@@ -62,16 +62,17 @@ from pyg_chimera.ops.common.vector_kit import (
     transpose,
 )
 from pyg_chimera.ops.recurrence import chunk_form
-from pyg_chimera.ops.recurrence.chunk_form import Operands
-from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
-from pyg_chimera.ops.recurrence.dag_scan.grid_rows import GridOperands
-from pyg_chimera.ops.recurrence.dag_scan.own import add_own, add_own_gradients
-from pyg_chimera.ops.recurrence.states import (
-    NOT_PATHS,
-    BlockNodes,
-    GridStates,
-    StateGraph,
+from pyg_chimera.ops.recurrence.chunk_form import (
+    Cut,
+    Operands,
+    Scan,
+    gradients,
+    output,
 )
+from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
+from pyg_chimera.ops.recurrence.dag_scan.grid_sweeps import GridOperands, pieces
+from pyg_chimera.ops.recurrence.dag_scan.own import add_own, add_own_gradients
+from pyg_chimera.ops.recurrence.states import NOT_PATHS, GridStates, StateGraph
 
 DEVICES = ("cpu",)
 
@@ -94,12 +95,12 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; states are recomputed for gradients."""
-    forms = {"state": _state_forward, "mask": _mask_forward, "chunk": _chunk_forward}
     if _is_on_grids(call):
-        out = torch.from_numpy(_grid_forward(call))
+        found = grid_sweeps.forward(*_on_grids(call))
     else:
-        compute, operands = forms[call.choice.form], _operands(call)
-        out = torch.from_numpy(compute(call.structure.graph, operands))
+        x = _operands(call)
+        found = output(*_scan_of(call, x), x)
+    out = torch.from_numpy(found)
     if call.inputs.direct is not None:
         add_own(out, *call.inputs[:3], call.inputs.direct)
     return out, ()
@@ -109,22 +110,41 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     """Gradients of query, key, value, source, mark, transition and direct; those of
     inputs that are None are left out.
     """
-    forms = {
-        "state": _state_backward,
-        "mask": _mask_backward,
-        "chunk": _chunk_backward,
-    }
+    graph, direct, (dy,) = call.structure.graph, call.inputs.direct, arrays(grad)
     if _is_on_grids(call):
-        grads = _grid_backward(call, grad)
+        found = grid_sweeps.backward(*_on_grids(call), dy)
+        given = (x for x in call.inputs[:6] if x is not None)
+        grads = tuple(
+            torch.from_numpy(x).view(like.shape)
+            for x, like in zip(found, given, strict=True)
+        )
     else:
-        compute, operands = forms[call.choice.form], _operands(call)
-        found = compute(call.structure.graph, operands, *arrays(grad))
-        tensors = map(torch.from_numpy, found)
-        grads = call.structure.graph.gradients(call.inputs, *tensors)
-    direct = call.inputs.direct
+        x = _operands(call)
+        *found, by_entry = gradients(*_scan_of(call, x), x, dy)
+        dw = np.empty(by_entry.shape[::-1], by_entry.dtype)
+        _to_edges(dw, by_entry, graph.edge)
+        grads = graph.gradients(call.inputs, *map(torch.from_numpy, (*found, dw)))
     if direct is None:
         return grads
     return *grads, add_own_gradients(grads[:3], *call.inputs[:3], direct, grad)
+
+
+def _is_on_grids(call: Call) -> bool:
+    """Whether nodes of grids are swept instead of states of a graph."""
+    return call.choice.form == "state" and isinstance(call.structure, GridStates)
+
+
+def _on_grids(call: Call) -> tuple[GridStates, GridOperands]:
+    """The operands in the layout of the grid sweeps."""
+    states, inputs, heads = call.structure, call.inputs, call.inputs.value.shape[1]
+    query, key, value, source, transition = arrays(
+        *inputs[:3], inputs.source, inputs.transition
+    )
+    shape = (len(value), len(states.orientations), 1 if states.on_nodes else 2)
+    source = source.reshape(*shape, heads)
+    mark = None if inputs.mark is None else arrays(inputs.mark)[0].reshape(source.shape)
+    transition = transition.reshape(*shape, 2, heads)
+    return states, GridOperands(query, key, value, source, mark, transition)
 
 
 def _operands(call: Call) -> Operands:
@@ -137,30 +157,15 @@ def _operands(call: Call) -> Operands:
     return Operands(weight, source, mark, query, key, value)
 
 
-class _Edges(NamedTuple):
-    """The edges into each position, or out of it."""
-
-    ptr: np.ndarray  #: [S + 1], first of the edges of each position, ...
-    other: np.ndarray  #: [L], ... the positions of their other ends, ...
-    entry: np.ndarray  #: [L], ... and their entries in `weight`
-
-
-def _edges(graph: StateGraph) -> tuple[_Edges, _Edges]:
-    """The edges into, and out of, each position; cached in the graph's tables."""
-    if _Edges not in graph.tables:
-        entries = np.arange(len(graph.parent))
-        graph.tables[_Edges] = (
-            _Edges(graph.parent_ptr, graph.parent, entries),
-            _Edges(graph.child_ptr, graph.child, graph.child_entry),
-        )
-    return graph.tables[_Edges]
-
-
-def _by_edge(graph: StateGraph, grad_weight: np.ndarray) -> np.ndarray:
-    """[heads, L] in the order of entries -> [L, heads] in the order of edges."""
-    out = np.empty(grad_weight.shape[::-1], grad_weight.dtype)
-    _to_edges(out, grad_weight, graph.edge)
-    return out
+def _scan_of(call: Call, x: Operands) -> tuple[Scan, Cut]:
+    """The scan in the chosen form, and how it is divided into tasks."""
+    graph, form = call.structure.graph, call.choice.form
+    blocks, groups, heads = len(graph.sizes), x.query.shape[1], x.value.shape[1]
+    if form == "chunk":
+        return partial(chunk_form.scan, graph.paths), Cut.of(graph.paths, x)
+    if form == "mask":
+        return partial(_mask_scan, graph), Cut(1, heads_a_task(blocks, groups, heads))
+    return partial(_state_scan, graph), Cut(pieces(blocks, x.value), 1)
 
 
 @jit
@@ -177,92 +182,19 @@ def _to_edges(transition, weight, edge):
             transition[edge[x], h] = weight[h, x]
 
 
-# ------------------------------------------------------------------------ chunk form
-
-
-def _chunk_forward(graph: StateGraph, operands: Operands) -> np.ndarray:
-    """The output, computed in chunks of paths."""
-    return chunk_form.forward(graph.paths, operands)
-
-
-def _chunk_backward(
-    graph: StateGraph, operands: Operands, dy: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """Gradients of query, key, value, source, mark and transition."""
-    *grads, dw = chunk_form.backward(graph.paths, operands, dy)
-    return *grads, _by_edge(graph, dw)
-
-
-# --------------------------------------------------------------- state form of grids
-
-
-def _is_on_grids(call: Call) -> bool:
-    """Whether nodes of grids are swept instead of states of a graph."""
-    return call.choice.form == "state" and isinstance(call.structure, GridStates)
-
-
-def _grid_operands(call: Call) -> GridOperands:
-    """The operands in the layout of the grid sweeps."""
-    states: GridStates = call.structure
-    query, key, value = arrays(*call.inputs[:3])
-    nodes, heads, _ = value.shape
-    shape = (nodes, len(states.orientations), 1 if states.on_nodes else 2)
-    source, transition = arrays(call.inputs.source, call.inputs.transition)
-    mark = None if states.on_nodes else call.inputs.mark.contiguous().numpy()
-    return GridOperands(
-        query,
-        key,
-        _sliced(len(states.grids.height), value),
-        source.reshape(*shape, heads),
-        mark,
-        transition.reshape(*shape, 2, heads),
-    )
-
-
-def _grid_forward(call: Call) -> np.ndarray:
-    """The output from sweeps of grids, with states on nodes or edges."""
-    states: GridStates = call.structure
-    out = grid_sweeps.forward(states.grids, states.orientations, _grid_operands(call))
-    return out.reshape(call.inputs.value.shape)
-
-
-def _grid_backward(call: Call, grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of all inputs but `direct`."""
-    states, operands = call.structure, _grid_operands(call)
-    dy = grad.contiguous().numpy().reshape(operands.value.shape)
-    found = grid_sweeps.backward(states.grids, states.orientations, operands, dy)
-    return tuple(
-        torch.from_numpy(x).view(like.shape)
-        for x, like in zip(found, call.inputs[:6], strict=True)
-        if x is not None
-    )
-
-
 # ------------------------------------------------------------------------ state form
 
 
-def _sliced(num_blocks: int, value: np.ndarray) -> np.ndarray:
-    """[V, heads, P] -> [V, heads, slices, P / slices], to have tasks for all threads.
+class _Edges(NamedTuple):
+    """The edges into each position, or out of it."""
 
-    Slices of one (block, head) are summed at the end, so there are no more than needed.
-    """
-    num_nodes, num_heads, num_channels = value.shape
-    enough = num_blocks * num_heads >= 4 * torch.get_num_threads()
-    widths = [w for w in range(8, 17) if num_channels % w == 0]
-    width = num_channels if enough or not widths else widths[-1]
-    slices = num_channels // width if width else 1
-    return value.reshape(num_nodes, num_heads, slices, width)
-
-
-def _state_costs(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> np.ndarray:
-    """The cost of each task, in order: block, head, slice."""
-    _, heads, slices, width = value.shape
-    work = 0.5 * graph.entries + 2.0 * graph.sizes
-    return np.repeat(work * query.shape[2] * width, heads * slices)
+    ptr: np.ndarray  #: [S + 1], first of the edges of each position, ...
+    other: np.ndarray  #: [L], ... the positions of their other ends, ...
+    entry: np.ndarray  #: [L], ... and their entries in `weight`
 
 
 class _Plan(NamedTuple):
-    """A graph of states, for the state form."""
+    """The arrays of a graph of states."""
 
     block: np.ndarray  #: [T + 1], first component of each block
     ptr: np.ndarray  #: [C + 1], first position of each component
@@ -272,17 +204,23 @@ class _Plan(NamedTuple):
     reader: np.ndarray  #: [S], the node that reads each state
     parents: _Edges
     children: _Edges
-    room: int  #: the numbers of states that a tile may hold
 
     @classmethod
-    def of(cls, graph: StateGraph, room: int) -> "_Plan":
-        components = graph.block_component, graph.component_ptr, graph.bandwidth
-        states = graph.state, graph.writer, graph.reader
-        return cls(*components, *states, *_edges(graph), room)
+    def of(cls, graph: StateGraph) -> "_Plan":
+        """Those of a graph, cached in its tables."""
+        if cls not in graph.tables:
+            entries = np.arange(len(graph.parent))
+            graph.tables[cls] = cls(
+                *(graph.block_component, graph.component_ptr, graph.bandwidth),
+                *(graph.state, graph.writer, graph.reader),
+                _Edges(graph.parent_ptr, graph.parent, entries),
+                _Edges(graph.child_ptr, graph.child, graph.child_entry),
+            )
+        return graph.tables[cls]
 
 
 class _Tile(NamedTuple):
-    """Some key channels of the states of a component, for a head and a slice."""
+    """Some key channels of the states of a component, for a head."""
 
     start: int  #: the first state's position
     num_states: int
@@ -290,9 +228,8 @@ class _Tile(NamedTuple):
     kept: int  #: states per segment of the backward pass
     a: int  #: the first key channel
     m: int  #: how many key channels
-    width: int  #: of a slice, in whole vectors
+    width: int  #: of the values, in whole vectors
     h: int
-    slice: int
 
 
 class _Ring(NamedTuple):
@@ -304,57 +241,30 @@ class _Ring(NamedTuple):
     one: Any  #: the number, of the states' dtype
 
 
-def _state_forward(graph: StateGraph, operands: Operands) -> np.ndarray:
-    """The output from states C = A C + S k v^T, y = sum M q^T C."""
-    value = _sliced(graph.sizes.shape[0], operands.value)
-    out = np.zeros_like(value)
-    _run_state_form(graph, operands._replace(value=value), out, None)
-    return out.reshape(operands.value.shape)
-
-
-def _state_backward(
-    graph: StateGraph, operands: Operands, dy: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """Gradients of query, key, value, source, mark and transition.
-
-    With the adjoint Z = A^T Z + M q dy^T: dq = M C dy, dM = q^T C dy, dk = S Z v,
-    dv = S Z^T k, dS = k^T Z v and dA_ij = <Z_i, C_j>. C is recomputed.
-    """
-    v = _sliced(graph.sizes.shape[0], operands.value)
-    num_nodes, num_heads, slices, _ = v.shape
-    groups, num_keys = operands.query.shape[1:]
-    # Each slice, and each head of a group, has its own part, summed below.
-    dq, dk = (np.zeros((slices, num_nodes, num_heads, num_keys), v.dtype) for _ in "qk")
-    dw, ds, dm = (np.zeros((slices, *x.shape), v.dtype) for x in operands[:3])
-    d = Operands(dw, ds, dm, dq, dk, np.zeros_like(v))
-    _run_state_form(graph, operands._replace(value=v), dy.reshape(v.shape), d)
-    shape = (slices, num_nodes, groups, num_heads // groups, num_keys)
-    grad_query, grad_key = (summed(x.reshape(shape), (0, 3)) for x in (dq, dk))
-    grad_weight, *of_gates = (summed(x, (0,)) for x in (dw, ds, dm))
-    of_value = d.value.reshape(dy.shape)
-    return grad_query, grad_key, of_value, *of_gates, _by_edge(graph, grad_weight)
-
-
-def _run_state_form(
-    graph: StateGraph, x: Operands, y: np.ndarray, d: Operands | None
+def _state_scan(
+    graph: StateGraph, x: Operands, y: np.ndarray, d: Operands | None, share: int
 ) -> None:
-    """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
-    num_keys, channels = x.query.shape[2], x.value.shape[3]
-    plan = _Plan.of(graph, _TILE_BYTES // x.value.itemsize)
+    """From states C = A C + S k v^T, y = sum M q^T C. With the adjoint Z = A^T Z + M q
+    dy^T: dq = M C dy, dM = q^T C dy, dk = S Z v, dv = S Z^T k, dS = k^T Z v and dA_ij =
+    <Z_i, C_j>. C is recomputed.
+    """
+    (_, heads, channels), num_keys = x.value.shape, x.query.shape[2]
+    plan, room = _Plan.of(graph), _TILE_BYTES // x.value.itemsize
     vector, _ = vector_lanes(x.value.dtype)
     width = max(1, -(-channels // vector)) * vector
     scratch = 2 * (num_keys + vector) * vector
-    scratch += _most_numbers(plan, max(1, num_keys), width, d is not None)
-    costs = _state_costs(graph, x.query, x.value) * (1 if d is None else 3)
-    run(_state_tasks, costs, scratch, x.value.dtype, plan, x, y, d)
+    scratch += _most_numbers(plan, max(1, num_keys), width, room, d is not None)
+    work = (0.5 * graph.entries + 2.0 * graph.sizes) * num_keys * channels
+    costs = np.repeat(work * (1 if d is None else 3), heads)
+    run(_state_tasks, costs, scratch, x.value.dtype, plan, x, y, d, room)
 
 
 @jit
-def _most_numbers(plan, num_keys, width, is_backward):
+def _most_numbers(plan, num_keys, width, room, is_backward):
     """The most numbers of states and adjoints, and of states before segments."""
     most = 0
     for c in range(plan.bandwidth.shape[0]):
-        kept, held, rows = _cut(plan, c, num_keys, width, is_backward)
+        kept, held, rows = _cut(plan, c, num_keys, width, room, is_backward)
         if is_backward:
             n, ring = plan.ptr[c + 1] - plan.ptr[c], plan.bandwidth[c] + 1
             held += (n + kept - 1) // kept * ring
@@ -363,16 +273,16 @@ def _most_numbers(plan, num_keys, width, is_backward):
 
 
 @jit
-def _cut(plan, c, num_keys, width, is_backward):
+def _cut(plan, c, num_keys, width, room, is_backward):
     """The states of a component per segment, how many are held at a time, and the key
     channels per tile such that these fit, in even shares.
     """
     n, ring = plan.ptr[c + 1] - plan.ptr[c], plan.bandwidth[c] + 1
     kept, held = n, ring + 1
     if is_backward:
-        kept = _segment(n, ring, num_keys * width, plan.room)
+        kept = _segment(n, ring, num_keys * width, room)
         held = kept + 2 * ring + 2
-    fit = max(1, max(plan.room // held, _MIN_LANES) // max(1, width))
+    fit = max(1, max(room // held, _MIN_LANES) // max(1, width))
     return kept, held, even_share(num_keys, fit)
 
 
@@ -462,22 +372,21 @@ def _add_sums(target, gate, rows, factors, m):
 
 
 @jit
-def _state_tasks(first, last, stop, scratch, plan, x, y, d):
+def _state_tasks(first, last, stop, scratch, plan, x, y, d, room):
     """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
-    _, heads, slices, w = x.value.shape
+    _, heads, w = x.value.shape
     memory, num_keys = pointer(scratch), x.query.shape[2]
     width = (w + lanes(memory) - 1) // lanes(memory) * lanes(memory)
     for task in range(first, last):
-        block, part = task // (heads * slices), task % (heads * slices)
-        h, slice_ = part // slices, part % slices
+        block, h = task // heads, task % heads
         for c in range(plan.block[block], plan.block[block + 1]):
             start, n = plan.ptr[c], plan.ptr[c + 1] - plan.ptr[c]
-            kept, _, rows = _cut(plan, c, num_keys, width, d is not None)
+            kept, _, rows = _cut(plan, c, num_keys, width, room, d is not None)
             for a in range(0, num_keys, rows):
                 if stopped(stop):
                     return
                 ring, m = plan.bandwidth[c] + 1, min(rows, num_keys - a)
-                tile = _Tile(start, n, ring, kept, a, m, width, h, slice_)
+                tile = _Tile(start, n, ring, kept, a, m, width, h)
                 if d is None:
                     states = _Ring(memory, ring, m * width, x.value.dtype.type(1))
                     clear(memory + ring * m * width, m * width)
@@ -491,14 +400,14 @@ def _sweep(ring, slot, begin, end, plan, x, tile, out):
     """Computes the states from `begin` to `end`, in slots from `slot` on, and adds what
     is read from them to `out`, unless it is None.
     """
-    _, heads, slices, w = x.value.shape
+    _, heads, w = x.value.shape
     _, groups, num_keys = x.query.shape
-    of_keys, of_values, step = groups * num_keys, heads * slices * w, lanes(ring.states)
+    of_keys, of_values, step = groups * num_keys, heads * w, lanes(ring.states)
     h, width = tile.h, tile.width
     weights = pointer(x.weight) + h * x.weight.shape[1]
     at = h // (heads // groups) * num_keys + tile.a
     keys, queries = pointer(x.key) + at, pointer(x.query) + at
-    at = (h * slices + tile.slice) * w
+    at = h * w
     values = pointer(x.value) + at
     order, writer, reader = plan.state, plan.writer, plan.reader
     parents, source, mark = _pointers(plan.parents), x.source, x.mark
@@ -530,13 +439,13 @@ def _sweep_back(plan, x, grad, d, tile, memory):
     """Processes segments from the last one on. The states of each are recomputed from
     those stored before it, which precede them in their ring.
     """
-    num_nodes, heads, slices, w = x.value.shape
+    _, heads, w = x.value.shape
     _, groups, num_keys = x.query.shape
     if w == 0:
         return
     kept, width, m, h, step = tile.kept, tile.width, tile.m, tile.h, lanes(memory)
     of_keys, of_grads = groups * num_keys, heads * num_keys
-    of_values = heads * slices * w
+    of_values = heads * w
     size, held, one = m * width, tile.ring * m * width, x.value.dtype.type(1)
     weights = pointer(x.weight) + h * x.weight.shape[1]
     # Rows of products, to be summed; then states, adjoints, and stored states.
@@ -548,10 +457,10 @@ def _sweep_back(plan, x, grad, d, tile, memory):
     clear(adjoints.states + held, size)
     at = h // (heads // groups) * num_keys + tile.a
     keys, queries = pointer(x.key) + at, pointer(x.query) + at
-    at = (h * slices + tile.slice) * w
+    at = h * w
     values, d_values = pointer(x.value) + at, pointer(d.value) + at
     grads = pointer(grad) + at
-    at = (tile.slice * num_nodes * heads + h) * num_keys + tile.a
+    at = h * num_keys + tile.a
     d_keys, d_queries = pointer(d.key) + at, pointer(d.query) + at
     order, writer, reader = plan.state, plan.writer, plan.reader
     parents, children = _pointers(plan.parents), _pointers(plan.children)
@@ -594,91 +503,49 @@ def _sweep_back(plan, x, grad, d, tile, memory):
                     store(to_q, s * y if p == 0 else fma(s, y, load(to_q)))
                     here += width
                 store_part(dv + p, fma(S, d_written, load_part(dv + p, w - p)), w - p)
-            d.mark[tile.slice, state, h] += _add_sums(
+            d.mark[state, h] += _add_sums(
                 d_queries + z * of_grads, x.mark[state, h], of_q, q, m
             )
-            d.source[tile.slice, state, h] += _add_sums(
+            d.source[state, h] += _add_sums(
                 d_keys + u * of_grads, x.source[state, h], of_k, k, m
             )
             for e in range(parents.ptr[i], parents.ptr[i + 1]):
                 other = of_segment + (parents.other[e] - begin) * size
-                d.weight[tile.slice, h, e] += inner_product(adjoint, other, size)
+                d.weight[h, e] += inner_product(adjoint, other, size)
 
 
 # ------------------------------------------------------------------------- mask form
 
 
-def _share(graph: StateGraph, query: np.ndarray, value: np.ndarray) -> int:
-    return heads_a_task(len(graph.sizes), query.shape[1], value.shape[1])
-
-
-def _mask_costs(graph: StateGraph, operands: Operands, share: int) -> np.ndarray:
-    nodes = np.diff(graph.nodes.ptr).astype(float)
-    _, _, _, q, _, v = operands
-    products = 0.2 * nodes * (q.shape[2] + share * v.shape[2])
-    work = nodes * (2.0 * share * graph.sizes + products)
-    return np.repeat(work, v.shape[1] // share)
-
-
-def _mask_scratch(graph: StateGraph, operands: Operands) -> int:
-    """Numbers of scratch memory per task of the backward pass; forward needs fewer."""
-    n = int(np.diff(graph.nodes.ptr).max(initial=0)) + LANES
-    states = int((graph.sizes + graph.block_bandwidth).max(initial=0)) + 3
-    channels = operands.query.shape[2] + operands.value.shape[2]
-    return _WIDTH * (states + 5 * n + 2 * channels) + 2 * n * channels
-
-
-class _Blocks(NamedTuple):
-    """A graph of states, for the mask form."""
-
-    ptr: np.ndarray  #: [T + 1], first position of each block
-    bandwidth: np.ndarray  #: [T], the most positions that an edge leads back
-    state: np.ndarray  #: [S], state at each position
-    nodes: BlockNodes
-    parents: _Edges
-    children: _Edges
-
-    @classmethod
-    def of(cls, graph: StateGraph) -> "_Blocks":
-        bandwidth, state = graph.block_bandwidth, graph.state
-        return cls(graph.ptr, bandwidth, state, graph.nodes, *_edges(graph))
-
-
-def _mask_forward(graph: StateGraph, operands: Operands) -> np.ndarray:
-    """The output from gating matrices between nodes."""
-    share = _share(graph, operands.query, operands.value)
-    out = np.zeros_like(operands.value)
-    costs = _mask_costs(graph, operands, share)
-    run(
-        *(_mask_forward_tasks, costs, _mask_scratch(graph, operands), out.dtype),
-        *(_Blocks.of(graph), operands, out, share),
-    )
-    return out
-
-
-def _mask_backward(
-    graph: StateGraph, operands: Operands, dy: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """Gradients of query, key, value, source, mark and transition.
-
-    With L = (I - A)^-1 S and Z = (I - A)^-T M^T dG: dM is the row-wise <dG, L>, dS is
-    the entry of Z for a state and its writer, and dA_ij = <Z_i, L_j>.
+def _mask_scan(
+    graph: StateGraph, x: Operands, y: np.ndarray, d: Operands | None, share: int
+) -> None:
+    """From gating matrices between nodes. With L = (I - A)^-1 S and Z = (I - A)^-T M^T
+    dG: dM is the row-wise <dG, L>, dS is the entry of Z for a state and its writer, and
+    dA_ij = <Z_i, L_j>.
     """
-    share = _share(graph, operands.query, operands.value)
-    num_nodes, num_heads, _ = operands.value.shape
-    groups, num_keys = operands.query.shape[1:]
-    shape: tuple = (num_nodes, num_heads // share, num_keys)
-    dq, dk = np.zeros(shape, dy.dtype), np.zeros(shape, dy.dtype)
-    rest = map(np.zeros_like, operands[:3])
-    d = Operands(*rest, dq, dk, np.zeros_like(dy))  # type: ignore[call-arg]
-    costs = 3 * _mask_costs(graph, operands, share)
-    run(
-        *(_mask_backward_tasks, costs, _mask_scratch(graph, operands), dy.dtype),
-        *(_Blocks.of(graph), operands, dy, d, share),
-    )
-    shape = (num_nodes, groups, num_heads // groups // share, num_keys)
-    grad_query, grad_key = (summed(x.reshape(shape), (2,)) for x in (dq, dk))
-    return grad_query, grad_key, d.value, d.source, d.mark, _by_edge(graph, d.weight)
+    nodes, (_, heads, channels) = np.diff(graph.nodes.ptr), x.value.shape
+    n, num_keys = int(nodes.max(initial=0)) + LANES, x.query.shape[2]
+    states = int((graph.sizes + graph.block_bandwidth).max(initial=0)) + 3
+    width = num_keys + channels
+    scratch = _WIDTH * (states + 5 * n + 2 * width) + 2 * n * width  # for the backward
+    products = 0.2 * nodes * (num_keys + share * channels)
+    costs = np.repeat(nodes * (2.0 * share * graph.sizes + products), heads // share)
+    args = ((_Plan.of(graph), graph.nodes), x, y)
+    if d is None:
+        run(_mask_forward_tasks, costs, scratch, y.dtype, *args, share)
+    else:
+        run(_mask_backward_tasks, 3 * costs, scratch, y.dtype, *args, d, share)
+
+
+@inlined
+def _positions(plan, block):
+    """The bounds of a block's positions, and its bandwidth."""
+    first, last = plan.block[block], plan.block[block + 1]
+    most = 0
+    for c in range(first, last):
+        most = max(most, plan.bandwidth[c])
+    return plan.ptr[first], plan.ptr[last], most
 
 
 @jit
@@ -710,22 +577,22 @@ def _feed(ring, slot, i, edges, weights, column, source):
 
 
 @jit
-def _mask_forward_tasks(first, last, stop, scratch, blocks, x, out, share):
+def _mask_forward_tasks(first, last, stop, scratch, graph, x, out, share):
     """Uses the transposed sweep: y^T = V^T (G * Q K^T)^T needs no transposed copy."""
     _, heads, channels = x.value.shape
     _, groups, num_keys = x.query.shape
-    ptr, order = blocks.ptr, blocks.state
-    node_ptr, node, writer, reader = blocks.nodes
-    source, mark, children = x.source, x.mark, _pointers(blocks.children)
+    plan, (node_ptr, node, writer, reader) = graph
+    order = plan.state
+    source, mark, children = x.source, x.mark, _pointers(plan.children)
     one = source.dtype.type(1)
     for task in range(first, last):
         if stopped(stop):
             return
         block, head = task // (heads // share), task % (heads // share) * share
         g = head * groups // heads
+        begin, end, bandwidth = _positions(plan, block)
         nodes = node[node_ptr[block] : node_ptr[block + 1]]
-        n, length = nodes.shape[0], blocks.bandwidth[block] + 1
-        width = _width(n)
+        n, length, width = nodes.shape[0], bandwidth + 1, _width(nodes.shape[0])
         m = (n + LANES - 1) // LANES * LANES
         at = n * num_keys
         k = scratch[:at].reshape(n, num_keys)
@@ -748,7 +615,7 @@ def _mask_forward_tasks(first, last, stop, scratch, blocks, x, out, share):
                 G[:] = 0
                 clear(ring.states + length * width, width)
                 slot = length
-                for i in range(ptr[block + 1] - 1, ptr[block] - 1, -1):
+                for i in range(end - 1, begin - 1, -1):
                     slot, state = _slot(slot, -1, ring), order[i]
                     M, column = mark[state, h], reader[i] - c0
                     row = _feed(ring, slot, i, children, weights, column, M)
@@ -775,23 +642,23 @@ def _mask_gradients(d_scores, G, dG, scores, size):
 
 
 @jit
-def _mask_backward_tasks(first, last, stop, scratch, blocks, x, grad, d, share):
+def _mask_backward_tasks(first, last, stop, scratch, graph, x, grad, d, share):
     _, heads, channels = x.value.shape
     _, groups, num_keys = x.query.shape
-    ptr, order = blocks.ptr, blocks.state
-    node_ptr, node, writer, reader = blocks.nodes
+    plan, (node_ptr, node, writer, reader) = graph
+    order = plan.state
     source, mark, one = x.source, x.mark, x.source.dtype.type(1)
-    parents, children = _pointers(blocks.parents), _pointers(blocks.children)
+    parents, children = _pointers(plan.parents), _pointers(plan.children)
     grad_source, grad_mark, grad_weight = d.source, d.mark, d.weight
     for task in range(first, last):
         if stopped(stop):
             return
         block, part = task // (heads // share), task % (heads // share)
         g = part * share * groups // heads
-        s, num_states = ptr[block], ptr[block + 1] - ptr[block]
+        s, end, bandwidth = _positions(plan, block)
         nodes = node[node_ptr[block] : node_ptr[block + 1]]
-        n, length = nodes.shape[0], blocks.bandwidth[block] + 1
-        width = _width(n)
+        n, length, width = nodes.shape[0], bandwidth + 1, _width(nodes.shape[0])
+        num_states = end - s
         m = (n + LANES - 1) // LANES * LANES
         at = n * num_keys
         q = scratch[:at].reshape(n, num_keys)

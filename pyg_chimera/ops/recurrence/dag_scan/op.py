@@ -30,7 +30,6 @@ from pyg_chimera.ops.recurrence.states import (
     GridStates,
     StateGraph,
     edge_states,
-    grid_states,
     node_states,
 )
 from pyg_chimera.ops.structure.cache import Recipe
@@ -52,16 +51,16 @@ class Inputs(NamedTuple):
     source: Tensor | None
     mark: Tensor | None
     transition: Tensor
-    direct: Tensor | None
-    edge_index: Tensor | None
-    line_edge_index: Tensor | None
-    batch: Tensor | None
-    rank: Tensor | None
-    num_components: int
-    sizes: list[int] | None  #: height and width of each grid; None for other graphs
-    orientations: list[int] | None
-    form: str
-    backend: str
+    direct: Tensor | None = None
+    edge_index: Tensor | None = None
+    line_edge_index: Tensor | None = None
+    batch: Tensor | None = None
+    rank: Tensor | None = None
+    num_components: int = 1
+    sizes: list[int] | None = None  #: height and width of each grid
+    orientations: list[int] | None = None  #: of grids
+    form: str = "auto"
+    backend: str = "auto"
 
 
 class _StateScan(Operator[Inputs, States]):
@@ -82,7 +81,7 @@ class _StateScan(Operator[Inputs, States]):
     def recipe(self, inputs: Inputs) -> Recipe:
         if inputs.orientations:
             options = (tuple(inputs.sizes or ()), tuple(inputs.orientations))
-            return Recipe(grid_states, (), (*options, inputs.mark is None))
+            return Recipe(GridStates, (), (*options, inputs.mark is None))
         edge_index, num_nodes = inputs.edge_index, inputs.value.size(0)
         if inputs.line_edge_index is None:
             tensors = (edge_index, inputs.batch, inputs.rank)
@@ -198,10 +197,8 @@ def dag_scan(
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
     batch, rank = check_indices(value, batch=batch, rank=rank)
     check_option("form", form, _FORMS)
-    inputs = Inputs(
-        q, k, v, None, None, w, None, edge_index, None, batch, rank, 1, None, None,
-        form, backend,
-    )  # fmt: skip
+    graph = (edge_index, None, batch, rank)
+    inputs = Inputs(q, k, v, None, None, w, None, *graph, form=form, backend=backend)
     return _dag_scan(inputs).to(value.dtype)
 
 
@@ -288,10 +285,10 @@ def stm_scan(
     )
     check_nodes(query, key, value)
     check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
+    check_option("form", form, _FORMS)
     edge_index = check_edges("edge_index", edge_index, value)
     line_edge_index = check_edges("line_edge_index", line_edge_index, value)
     (batch,) = check_indices(value, batch=batch)
-    check_option("form", form, _FORMS)
     edges = [edge_index.size(1), value.size(1)]
     line_edges = [line_edge_index.size(1), value.size(1)]
     J = source.size(2) if source.dim() == 3 else 1
@@ -308,10 +305,8 @@ def stm_scan(
         check_shape("source", source, "[edges, heads]", edges)
         check_shape("mark", mark, "[edges, heads]", edges)
         check_shape("transition", transition, "[line edges, heads]", line_edges)
-    inputs = Inputs(
-        q, k, v, S, M, T, D, edge_index, line_edge_index, batch, None, J, None,
-        None, form, backend,
-    )  # fmt: skip
+    graph = (edge_index, line_edge_index, batch, None, J)
+    inputs = Inputs(q, k, v, S, M, T, D, *graph, form=form, backend=backend)
     return _stm_scan(inputs).to(value.dtype)
 
 
@@ -384,23 +379,24 @@ def grid_scan(
     check_nodes(query, key, value)
     check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
     check_option("form", form, _FORMS)
-    nodes, heads = value.shape[:2]
     if source.dim() != 4 or source.size(1) not in (1, 2, 4):
         raise ValueError(
             "'source' must be [nodes, orientations, 2, heads] with 1, 2 or 4 "
             f"orientations, got {list(source.shape)}"
         )
-    orientations = source.size(1)
-    layout = "[nodes, orientations, 2, heads]"
-    check_shape("source", source, layout, [nodes, orientations, 2, heads])
-    check_shape("mark", mark, layout, [nodes, orientations, 2, heads])
-    layout = "[nodes, orientations, 2, 2, heads]"
-    check_shape("transition", transition, layout, [nodes, orientations, 2, 2, heads])
-    sizes = flat_sizes(height, width, value)
+    nodes, number, heads = value.size(0), source.size(1), value.size(1)
+    layout, shape = "[nodes, orientations, 2, heads]", [nodes, number, 2, heads]
+    check_shape("source", source, layout, shape)
+    check_shape("mark", mark, layout, shape)
+    layout, shape = "[nodes, orientations, 2, 2, heads]", [nodes, number, 2, 2, heads]
+    check_shape("transition", transition, layout, shape)
     inputs = Inputs(
-        q, k, v, S.flatten(0, 2), M.flatten(0, 2), T.flatten(0, 3), D, None, None,
-        None, None, 1, sizes, list(range(orientations)), form, backend,
-    )  # fmt: skip
+        *(q, k, v, S.flatten(0, 2), M.flatten(0, 2), T.flatten(0, 3), D),
+        sizes=flat_sizes(height, width, value),
+        orientations=list(range(number)),
+        form=form,
+        backend=backend,
+    )
     return _grid_scan(inputs).to(value.dtype)
 
 
@@ -432,22 +428,18 @@ def grid_dag_scan(
     is a grid of height 1.
 
     Transitions from nodes that do not exist are ignored. No graph has to be built.
-    Differentiable once in the five floating-point tensors. float16 and bfloat16 are
-    computed in float32. The query is not scaled.
+    Dtypes and gradients are those of :func:`stm_scan`.
 
     Args:
-        query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
-            groups :math:`G` divides the number of heads; the heads of a group share
-            them. The nodes of a grid are in row-major order, grid after grid.
-        key (torch.Tensor): The keys, :math:`[|\mathcal{V}|, G, N]`.
-        value (torch.Tensor): The values, :math:`[|\mathcal{V}|, H, P]`.
+        query (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`, as in :func:`grid_scan`.
+        key (torch.Tensor): :math:`[|\mathcal{V}|, G, N]`.
+        value (torch.Tensor): :math:`[|\mathcal{V}|, H, P]`.
         source (torch.Tensor): The source gates :math:`S`, which scale what a node
             writes, :math:`[|\mathcal{V}|, O, H]` for :math:`O` orientations.
         transition (torch.Tensor): The transitions :math:`T` to a node, from the one
             before it in each direction, :math:`[|\mathcal{V}|, O, 2, H]`.
-        height (int or torch.Tensor): The number of rows of each grid, integer
-            :math:`[\textrm{grids}]`, or one number for all.
-        width (int or torch.Tensor): The number of columns of each grid.
+        height (int or torch.Tensor): As in :func:`grid_scan`.
+        width (int or torch.Tensor): As in :func:`grid_scan`.
         orientations (Sequence[int], optional): The orientations to which the gates
             belong, in this order; orientations with other queries and keys need a
             separate call. (default: :obj:`None`, the first ones)
@@ -489,9 +481,11 @@ def grid_dag_scan(
     check_shape("source", source, "[nodes, orientations, heads]", shape)
     shape.insert(2, 2)
     check_shape("transition", transition, "[nodes, orientations, 2, heads]", shape)
-    sizes = flat_sizes(height, width, value)
     inputs = Inputs(
-        q, k, v, S.flatten(0, 1), None, T.flatten(0, 2), None, None, None, None, None,
-        1, sizes, list(orientations), form, backend,
-    )  # fmt: skip
+        *(q, k, v, S.flatten(0, 1), None, T.flatten(0, 2)),
+        sizes=flat_sizes(height, width, value),
+        orientations=list(orientations),
+        form=form,
+        backend=backend,
+    )
     return _grid_dag_scan(inputs).to(value.dtype)

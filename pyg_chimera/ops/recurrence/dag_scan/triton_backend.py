@@ -131,8 +131,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 def _masks(graph: StateGraph, device: torch.device) -> "Masks":
     from pyg_chimera.ops.recurrence.triton_mask_form import Masks
 
-    row = np.repeat(np.arange(len(graph.state)), np.diff(graph.parent_ptr))
-    edges = (row, graph.parent, graph.edge)
+    edges = (graph.row, graph.parent, graph.edge)
     return Masks.of(graph.ptr, graph.state, *edges, True, device)
 
 

@@ -51,8 +51,11 @@ from pyg_chimera.ops.recurrence.triton_chunk_form import (
     weight_gradient,
     weights_of,
 )
-from pyg_chimera.ops.recurrence.triton_elimination import matrix_tile
-from pyg_chimera.ops.recurrence.triton_mask_form import channels_at_once, tile_nodes
+from pyg_chimera.ops.recurrence.triton_mask_form import (
+    channels_at_once,
+    matrix_tile,
+    tile_nodes,
+)
 from pyg_chimera.ops.structure.cache import table
 
 __all__ = ["backward", "forward"]

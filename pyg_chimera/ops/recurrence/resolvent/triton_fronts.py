@@ -28,8 +28,11 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
 from pyg_chimera.ops.recurrence.resolvent.fronts import Fronts
-from pyg_chimera.ops.recurrence.triton_elimination import eliminated, matrix_tile
-from pyg_chimera.ops.recurrence.triton_mask_form import edge_products
+from pyg_chimera.ops.recurrence.triton_mask_form import (
+    edge_products,
+    eliminated,
+    matrix_tile,
+)
 
 __all__ = ["TILE", "eliminate", "mix", "mix_gradients"]
 

@@ -8,9 +8,9 @@ from strategies import Batch, Graph, batches, dags, graphs
 
 from pyg_chimera.ops import CycleError, line_graph
 from pyg_chimera.ops.recurrence.states import (
+    GridStates,
     StateGraph,
     edge_states,
-    grid_states,
     node_states,
 )
 
@@ -94,7 +94,7 @@ def test_cycles_are_named(graph: Graph):
 @pytest.mark.parametrize("orientations", [1, 2, 4])
 def test_states_of_grids(orientations):
     chosen = tuple(range(orientations))
-    structure = grid_states((3, 4, 1, 1, 2, 1), chosen, on_nodes=False)
+    structure = GridStates((3, 4, 1, 1, 2, 1), chosen, on_nodes=False)
     made = structure.graph
     assert made.num_nodes == 15
     # Edges along rows and columns, in each orientation.
@@ -103,7 +103,7 @@ def test_states_of_grids(orientations):
         assert listed.tolist() == known.tolist()
     assert structure.extents.nodes.tolist() == [12, 1, 2]
     assert not structure.are_paths
-    assert grid_states((1, 5, 3, 1), chosen, on_nodes=False).are_paths
+    assert GridStates((1, 5, 3, 1), chosen, on_nodes=False).are_paths
     source, mark, transition = made.gates
     assert (source // (2 * orientations) == made.writer).all()
     assert (mark // (2 * orientations) == made.reader).all()
@@ -114,14 +114,14 @@ def test_states_of_grids(orientations):
 
 @pytest.mark.parametrize("orientations", [(0,), (3, 1), (0, 1, 2, 3)])
 def test_states_of_nodes_of_grids(orientations):
-    structure = grid_states((3, 4, 1, 1, 2, 1), orientations, on_nodes=True)
+    structure = GridStates((3, 4, 1, 1, 2, 1), orientations, on_nodes=True)
     made, times = structure.graph, len(orientations)
     assert made.num_nodes == 15
     assert made.sizes.tolist() == [12 * times, times, 2 * times]
     for listed, known in zip(made.extents, structure.extents, strict=True):
         assert listed.tolist() == known.tolist()
     assert not structure.are_paths
-    assert grid_states((1, 5, 3, 1), orientations, on_nodes=True).are_paths
+    assert GridStates((1, 5, 3, 1), orientations, on_nodes=True).are_paths
     assert (made.writer == made.reader).all()
     source, mark, transition = made.gates
     assert mark is None
