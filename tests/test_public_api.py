@@ -81,7 +81,6 @@ FOREIGN = (
     "pyg_chimera.ops.recurrence.dag_scan.triton_state_form",
     "pyg_chimera.ops.recurrence.delta_scan.triton_chunks",
     "pyg_chimera.ops.recurrence.delta_scan.triton_states",
-    "pyg_chimera.ops.neighborhood_attention.triton_edges",
     "pyg_chimera.ops.recurrence.resolvent.triton_fronts",
     "pyg_chimera.ops.recurrence.resolvent.triton_paths",
     "pyg_chimera.ops.recurrence.selective_scan.triton_span_scan",

@@ -362,7 +362,6 @@ def test_all_kernels_have_something_to_be_tried_on(monkeypatch):
         *(("delta_scan", "scan", form) for form in ("state", "chunk")),
         *(("resolvent_mix", "sparse", form) for form in ("state", "chunk")),
         ("resolvent_mix", "dense", "mask"),
-        ("neighborhood_attention", "softmax", "edge"),
         *((x, "scan", "state") for x in ("selective_scan", "channel_scan")),
         ("causal_conv1d", "scan", "state"),
     }

@@ -31,7 +31,6 @@ BACKENDS = [
         "recurrence.selective_scan",
         "causal_conv1d",
         "recurrence.channel_scan",
-        "neighborhood_attention",
     )
 ]
 #: Heads, groups, state channels and value channels: those of models, and odd ones.
@@ -57,8 +56,6 @@ DELTA = [
     ("surprise", (2, 2, 128, 64)),
     ("delta_paths", (2, 2, 64, 64)), ("delta_paths", (4, 1, 20, 100)),
 ]  # fmt: skip
-#: Heads, groups, channels of keys and of values.
-ATTENTION = [(4, 2, 64, 64), (2, 1, 20, 256)]
 
 
 def compute(key, size, options):
@@ -87,9 +84,6 @@ def found(monkeypatch, tmp_path, allow_tf32):
         for key, size in DELTA:
             options = {"form": "chunk"} if key == "delta_paths" else {}
             compute(key, size, options)
-        for key in ("neighborhood_attention", "rectified_attention"):
-            for size in ATTENTION:
-                compute(key, size, {})
         allow_tf32()
         compute("dag_scan", SIZES[0], {"form": "mask"})
     return found
@@ -99,7 +93,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 38
+    assert len({x.kernel for x in found.values()}) == 34
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -142,8 +136,6 @@ def test_large_matrices(found):
         ("delta_paths", {"form": "chunk"}),
         ("delta_channels", {}),
         ("surprise", {}),
-        ("neighborhood_attention", {}),
-        ("rectified_attention", {}),
     ],
 )
 def test_right_on_a_gpu(key, options):
