@@ -29,7 +29,7 @@ BACKENDS = [
         "recurrence.delta_scan",
         "recurrence.resolvent",
         "recurrence.selective_scan",
-        "causal_conv1d",
+        "short_conv",
         "recurrence.channel_scan",
     )
 ]
