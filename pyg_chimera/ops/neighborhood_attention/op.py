@@ -157,10 +157,8 @@ def neighborhood_attention(
             f"even number, got {list(query.shape)} and {list(key.shape)}"
         )
     check_shape("key", key, "[nodes, groups, channels]", [num_nodes, groups, size])
-    check_shape(
-        "value", value, "[nodes, groups, channels]",
-        [num_nodes, groups // maps, value.size(2)],
-    )  # fmt: skip
+    wanted = [num_nodes, groups // maps, value.size(2)]
+    check_shape("value", value, "[nodes, groups, channels]", wanted)
     optional = {"edge_bias": edge_bias, "contrast": contrast}
     given |= {name: x for name, x in optional.items() if x is not None}
     q, k, v, *rest = check_floats(**given)

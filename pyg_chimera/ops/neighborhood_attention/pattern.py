@@ -35,12 +35,12 @@ class Pattern(NamedTuple):
 
     def first_half(self) -> "Pattern":
         """Of the first half of the heads."""
-        rows, cols = len(self.ptr) // 2, len(self.back_ptr) // 2
-        n = len(self.row) // 2
-        return Pattern(
-            self.ptr[: rows + 1], self.row[:n], self.col[:n], self.edge,
-            self.back_ptr[: cols + 1], self.back_col[:n], self.back[:n],
-        )  # fmt: skip
+        n, ends = len(self.row) // 2, (self.ptr, self.back_ptr)
+        ptr, back_ptr = (x[: len(x) // 2 + 1] for x in ends)
+        row, col, back_col, back = (
+            x[:n] for x in (self.row, self.col, self.back_col, self.back)
+        )
+        return Pattern(ptr, row, col, self.edge, back_ptr, back_col, back)
 
 
 def pattern(
