@@ -540,7 +540,8 @@ _FORMS = {
 _MASKS = {name: x for name, x in _FORMS.items() if x["form"] == "mask"}
 _REST = {"reference": {"backend": "reference"}, "auto": {}}
 _CHUNKS = {"chunk-numba": {"form": "chunk", "backend": "numba"}, "auto": {}}
-_BACKENDS = {"numba": {"backend": "numba"}, "torch": {"backend": "torch"}, **_REST}
+_PLAIN = {"torch": {"backend": "torch"}, **_REST}
+_BACKENDS = {"numba": {"backend": "numba"}, **_PLAIN}
 _DELTA = "query:VGN key:VGN value:VHP beta:VH edge_weight:EH"
 _DELTA_SCALE = {"key": _unit, "beta": _strength}
 _NEUMANN = {"solver": "neumann", "num_terms": NUM_TERMS}
@@ -627,14 +628,14 @@ OPERATORS = {
     "neighborhood_attention": Operator(
         "neighborhood_attention", "query:VHN key:VGN value:VGP edge_bias:EH", "HGNP",
         _SIZES, GRAPHS, batches().map(_from_batch), {}, _attention_oracle, _edges,
-        _BACKENDS,
+        _PLAIN,
     ),
     "rectified_attention": Operator(
         "neighborhood_attention",
         "query:VhN key:VgN value:VGP edge_bias:Eh contrast:H", "HGNP", _SIZES,
         # Of one edge alone, only what is added to the sum has a gradient.
         {name: x for name, x in GRAPHS.items() if name != "one_loop"},
-        batches().map(_from_batch), {}, _rectified_oracle, _edges, _BACKENDS,
+        batches().map(_from_batch), {}, _rectified_oracle, _edges, _PLAIN,
     ),
     "stm_scan": Operator(
         "stm_scan",
@@ -709,11 +710,12 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
         "several_blocks": _sized([150, 3, 129, 1]),
     }
     _small = {"several_blocks": _blocks_of((39, 5), acyclic=True)}
-    _two_blocks = _blocks_of((39, 5), acyclic=False)
     OPERATORS |= {
         "triton_graphs": replace(
             OPERATORS["resolvent_mix"], sizes=_FEW,
-            structures={**GRAPHS, "several_blocks": _two_blocks},
+            structures={
+                **GRAPHS, "several_blocks": _blocks_of((39, 5), acyclic=False)
+            },
             variants={"triton": {"solver": "dense", **_TRITON["mask-triton"]}},
         ),
         "triton_sparse": replace(
@@ -769,19 +771,6 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
             )
             for key in ("channels_of_paths", "channels_of_nodes")
         },
-        "triton_attention": replace(
-            OPERATORS["neighborhood_attention"], sizes=_FEW,
-            structures={**GRAPHS, "several_blocks": _two_blocks},
-            variants={"triton": {"backend": "triton"}},
-        ),
-        "triton_rectified": replace(
-            OPERATORS["rectified_attention"], sizes=[_SIZES[0], *_FEW[1:]],
-            structures={
-                **OPERATORS["rectified_attention"].structures,
-                "several_blocks": _two_blocks,
-            },
-            variants={"triton": {"backend": "triton"}},
-        ),
         "triton_delta_paths": replace(
             OPERATORS["delta_paths"], sizes=[x for x in _FEW if x[2] > 0],
             structures={**PATHS, "several_blocks": _paths_of(70, 33, 5)},

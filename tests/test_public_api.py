@@ -70,7 +70,6 @@ PUBLIC = {
 #: Cannot be imported without GraphGPS or Triton, and have tests of their own.
 FOREIGN = (
     "pyg_chimera.graphgym.gps_model",
-    "pyg_chimera.ops.causal_conv1d.triton_taps",
     "pyg_chimera.ops.recurrence.channel_scan.triton_span_scan",
     "pyg_chimera.ops.recurrence.triton_carry",
     "pyg_chimera.ops.recurrence.triton_chains",
@@ -79,10 +78,10 @@ FOREIGN = (
     "pyg_chimera.ops.recurrence.dag_scan.triton_state_form",
     "pyg_chimera.ops.recurrence.delta_scan.triton_chunks",
     "pyg_chimera.ops.recurrence.delta_scan.triton_states",
-    "pyg_chimera.ops.neighborhood_attention.triton_edges",
     "pyg_chimera.ops.recurrence.resolvent.triton_fronts",
     "pyg_chimera.ops.recurrence.resolvent.triton_paths",
     "pyg_chimera.ops.recurrence.selective_scan.triton_span_scan",
+    "pyg_chimera.ops.short_conv.triton_taps",
 )
 MODULES = [
     "pyg_chimera",

@@ -638,7 +638,8 @@ def test_explain_says_what_runs(key, size, monkeypatch):
     """That backend runs, and to ask for what it says gives the same bits."""
     case = (example(key) if size == "small" else large(key)).to(torch.float64)
     module, ran = sys.modules[case.operator.function.__module__], []
-    for name, backend in getattr(module, f"_{case.operator.name}").backends.items():
+    backends = getattr(module, f"_{case.operator.name}").backends
+    for name, backend in backends.items():
         forward = functools.partial(spied, ran, name, backend.forward)
         monkeypatch.setattr(backend, "forward", forward)
     bits = {}
@@ -661,7 +662,7 @@ def test_explain_says_what_runs(key, size, monkeypatch):
         ran.clear()
         assert torch.equal(case(**options), bits[choice[1:4]])
         assert ran == [choice.backend]
-    assert len({backend for *_, backend in bits}) >= 3
+    assert len({backend for *_, backend in bits}) >= min(3, len(backends))
 
 
 # -------------------------------------------------------- what must not leave its graph

@@ -29,9 +29,8 @@ BACKENDS = [
         "recurrence.delta_scan",
         "recurrence.resolvent",
         "recurrence.selective_scan",
-        "causal_conv1d",
+        "short_conv",
         "recurrence.channel_scan",
-        "neighborhood_attention",
     )
 ]
 #: Heads, groups, state channels and value channels: those of models, and odd ones.
@@ -56,8 +55,6 @@ DELTA = [
     ("surprise", (2, 2, 16, 32)), ("surprise", (2, 2, 128, 64)),
     ("delta_paths", (2, 2, 64, 64)), ("delta_paths", (4, 1, 20, 100)),
 ]  # fmt: skip
-#: Heads, groups, channels of keys and of values.
-ATTENTION = [(4, 2, 64, 64), (2, 1, 20, 256)]
 
 
 def compute(key, size, options):
@@ -86,9 +83,6 @@ def found(monkeypatch, tmp_path, allow_tf32):
         for key, size in DELTA:
             options = {"form": "chunk"} if key == "delta_paths" else {}
             compute(key, size, options)
-        for key in ("neighborhood_attention", "rectified_attention"):
-            for size in ATTENTION:
-                compute(key, size, {})
         allow_tf32()
         compute("dag_scan", SIZES[0], {"form": "mask"})
     return found
@@ -98,7 +92,7 @@ def found(monkeypatch, tmp_path, allow_tf32):
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_fit(found, target):
     """No register is spilt, and shared memory is enough."""
-    assert len({x.kernel for x in found.values()}) == 35
+    assert len({x.kernel for x in found.values()}) == 31
     broken = {}
     for name, launch in found.items():
         build = built(launch, target)
@@ -140,8 +134,6 @@ def test_large_matrices(found):
         ("delta_dags", {"form": "state"}),
         ("delta_paths", {"form": "chunk"}),
         ("surprise", {}),
-        ("neighborhood_attention", {}),
-        ("rectified_attention", {}),
     ],
 )
 def test_right_on_a_gpu(key, options):

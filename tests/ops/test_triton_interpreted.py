@@ -45,9 +45,8 @@ SMALL = {
     "recurrence.delta_scan.triton_states": {"_NUMEL": 16},
     "recurrence.delta_scan.triton_chunks": {"_STEP": 16},
     "recurrence.selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
-    "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
+    "short_conv.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
     "recurrence.channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
-    "neighborhood_attention.triton_edges": {"_NODES": 2, "_EDGES": 2},
 }
 SMALL = {
     importlib.import_module(f"pyg_chimera.ops.{name}"): constants
@@ -63,7 +62,6 @@ CUT = {
     "triton_filters": ("several", (5, 3)),
     "triton_channels_of_paths": ("two_chunks", (5,)),
     "triton_channels_of_nodes": ("two_chunks", (5,)),
-    "triton_attention": ("unsorted_batch", (4, 2, 5, 3)),
     "triton_rectified": ("unsorted_batch", (4, 2, 5, 3)),
 }
 CUT_GRAPHS = ("several_blocks", (1, 1, 5, 3))
@@ -181,16 +179,6 @@ def test_channels_without_decays(shapes):
     with watched(1) as problems:
         assert_results(computed(case, {"backend": "triton"}), expected_of(case))
     assert problems == set()
-
-
-def test_heads_that_do_not_fit_are_refused():
-    operator = OPERATORS["triton_attention"]
-    graph = operator.structures["mixed"]
-    with pytest.raises(ValueError, match="at most 256 channels in a head, got 257"):
-        make_case(operator, graph, (1, 1, 257, 2))(backend="triton")
-    fits = make_case(operator, graph, (1, 1, 3, 256))
-    choice = explain("neighborhood_attention", **fits.inputs, backend="triton")
-    assert choice[1:5] == ("softmax", "edge", "triton", "asked for")
 
 
 def test_nodes_that_write_nothing_or_reflect_one_key():

@@ -103,8 +103,7 @@ class KHopAttentionConv(Mixer):
             Duplicate edges add up. (default: :obj:`None`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
-        backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
-            :obj:`"reference"` or :obj:`"auto"`.
+        backend (str, optional): :obj:`"torch"`, :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of
             :class:`torch_geometric.nn.conv.MessagePassing`, :obj:`aggr` excepted. With
             :obj:`flow="target_to_source"`, nodes of a DAG attend to their descendants.

@@ -15,12 +15,7 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.neighborhood_attention import (
-    numba_backend,
-    reference,
-    torch_backend,
-    triton_backend,
-)
+from pyg_chimera.ops.neighborhood_attention import reference, torch_backend
 from pyg_chimera.ops.neighborhood_attention.pattern import Pattern, pattern
 from pyg_chimera.ops.structure.cache import Recipe
 
@@ -45,15 +40,14 @@ class _NeighborhoodAttention(Operator[Inputs, Pattern]):
     name = "neighborhood_attention"
     inputs = Inputs
     backends = {  # noqa: RUF012
-        "numba": numba_backend,
-        "triton": triton_backend,
         "torch": torch_backend,
         "reference": reference,
     }
 
     def recipe(self, inputs: Inputs) -> Recipe:
         graph = (inputs.edge_index, inputs.batch)
-        return Recipe(pattern, graph, (inputs.query.size(0),))
+        query, key = inputs.query, inputs.key
+        return Recipe(pattern, graph, (*query.shape[:2], key.size(1)))
 
     def choices(self, call: Call[Inputs, Pattern]) -> Iterable[Choice]:
         for backend in self.usable(call.inputs):
@@ -133,10 +127,9 @@ def neighborhood_attention(
             :math:`[H]`, where query and bias have :math:`2 H` heads, and the key
             :math:`2 G`. (default: :obj:`None`, for a single map)
         scale (float, optional): The factor :math:`s`. (default: :math:`1 / \sqrt{N}`)
-        backend (str, optional): ``"numba"`` (CPU), ``"triton"`` (GPU, float32, heads of
-            up to 256 channels), ``"torch"`` (any device), ``"reference"`` (a loop over
-            the nodes, in float64, for tests), or ``"auto"``: numba on the CPU;
-            elsewhere triton where possible, otherwise torch. (default: :obj:`"auto"`)
+        backend (str, optional): ``"torch"`` (PyTorch's sparse matrices, on CPUs and
+            GPUs), ``"reference"`` (a loop over the nodes, in float64, for tests), or
+            ``"auto"``, which is torch. (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`. Nodes
@@ -164,10 +157,8 @@ def neighborhood_attention(
             f"even number, got {list(query.shape)} and {list(key.shape)}"
         )
     check_shape("key", key, "[nodes, groups, channels]", [num_nodes, groups, size])
-    check_shape(
-        "value", value, "[nodes, groups, channels]",
-        [num_nodes, groups // maps, value.size(2)],
-    )  # fmt: skip
+    wanted = [num_nodes, groups // maps, value.size(2)]
+    check_shape("value", value, "[nodes, groups, channels]", wanted)
     optional = {"edge_bias": edge_bias, "contrast": contrast}
     given |= {name: x for name, x in optional.items() if x is not None}
     q, k, v, *rest = check_floats(**given)

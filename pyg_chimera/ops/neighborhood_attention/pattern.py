@@ -1,9 +1,10 @@
-"""The attention pattern, as lists of neighbours in both directions."""
+"""The attention pattern of all heads, as one sparse matrix, and its transpose."""
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import warnings
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
@@ -13,31 +14,38 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 
-__all__ = ["EPSILON", "Neighbours", "Pattern", "pattern"]
+__all__ = ["EPSILON", "Pattern", "pattern"]
 
 #: Added to the sums of rectified differences, which may be zero.
 EPSILON = 1e-6
 
 
-class Neighbours(NamedTuple):
-    """The edges of each node, as a compressed list. All arrays are int64."""
+class Pattern(NamedTuple):
+    """The edges as compressed rows, with a block of rows for each of the H heads, and a
+    block of columns for each of the G groups. All tensors are int64.
+    """
 
-    ptr: np.ndarray  #: [V + 1], where the edges of each node begin
-    node: np.ndarray  #: [E], the node at the other end
-    edge: np.ndarray  #: [E], the index of the edge
-    most: int  #: the largest number of edges of a node
+    ptr: Tensor  #: [H V + 1], where the edges into each row begin
+    row: Tensor  #: [H E], the row that reads
+    col: Tensor  #: [H E], the column that is read
+    edge: Tensor  #: [E], the index of each edge of a head
+    back_ptr: Tensor  #: [G V + 1], of the transpose
+    back_col: Tensor  #: [H E]
+    back: Tensor  #: [H E], the place of an entry of the transpose
+
+    def first_half(self) -> "Pattern":
+        """Of the first half of the heads."""
+        n, ends = len(self.row) // 2, (self.ptr, self.back_ptr)
+        ptr, back_ptr = (x[: len(x) // 2 + 1] for x in ends)
+        row, col, back_col, back = (
+            x[:n] for x in (self.row, self.col, self.back_col, self.back)
+        )
+        return Pattern(ptr, row, col, self.edge, back_ptr, back_col, back)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pattern:
-    """For each node, the sources that it reads, and the targets that read it."""
-
-    sources: Neighbours
-    targets: Neighbours
-    tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
-
-
-def pattern(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Pattern:
+def pattern(
+    edge_index: Tensor, batch: Tensor | None, num_nodes: int, heads: int, groups: int
+) -> Pattern:
     """Compresses the edges by target and by source.
 
     Raises:
@@ -45,14 +53,18 @@ def pattern(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Pattern
             graphs of the batch.
     """
     check_edge_index(edge_index, num_nodes)
-    col, row = to_numpy(edge_index)
+    source, target = to_numpy(edge_index)
     if batch is not None:
         check_batch(batch, num_nodes)
-        check_within_graphs(col, row, to_numpy(batch))
-    number = np.arange(len(row))
-
-    def neighbours(of: np.ndarray, other: np.ndarray) -> Neighbours:
-        ptr, edge = compress(of, number, num_nodes)
-        return Neighbours(ptr, other[edge], edge, int(np.diff(ptr).max(initial=0)))
-
-    return Pattern(sources=neighbours(row, col), targets=neighbours(col, row))
+        check_within_graphs(source, target, to_numpy(batch))
+    ptr, edge = compress(target, np.arange(len(target)), num_nodes)
+    head = np.arange(heads)[:, None]
+    row = (head * num_nodes + target[edge]).ravel()
+    col = (head * groups // heads * num_nodes + source[edge]).ravel()
+    ptr = np.append((head * len(edge) + ptr[:-1]).ravel(), len(row))
+    back_ptr, back = compress(col, np.arange(len(col)), groups * num_nodes)
+    arrays = (ptr, row, col, edge, back_ptr, row[back], back)
+    with warnings.catch_warnings():  # PyTorch warns once that CSR is a beta feature
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0], [], [], (0, 0), check_invariants=False)
+    return Pattern(*(torch.from_numpy(x).to(edge_index.device) for x in arrays))

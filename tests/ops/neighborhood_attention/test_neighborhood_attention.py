@@ -6,12 +6,8 @@ import torch.nn.functional as F
 from asserts import assert_near
 
 from pyg_chimera.ops import explain, k_hop_index, neighborhood_attention
-from pyg_chimera.ops.common.triton_runtime import INTERPRETED, WITH_TRITON
 
-BACKENDS = ("numba", "torch", "reference")
-if INTERPRETED and WITH_TRITON:
-    BACKENDS += ("triton",)
-backends = pytest.mark.parametrize("backend", BACKENDS)
+backends = pytest.mark.parametrize("backend", ["torch", "reference"])
 
 
 def inputs(num_nodes, heads=4, groups=2, size=5, channels=3):
@@ -51,9 +47,7 @@ def test_means_worked_out_by_hand(backend):
 @backends
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_pairs_are_pytorchs_attention(backend, causal):
-    num_nodes = 19 if backend == "triton" else 67  # an interpreter takes its time
-    tensors = inputs(num_nodes, size=33, channels=18)
-    edge_index = complete(num_nodes)
+    tensors, edge_index = inputs(67, size=33, channels=18), complete(67)
     if causal:
         edge_index = edge_index[:, edge_index[0] <= edge_index[1]]
 
@@ -197,22 +191,22 @@ def test_a_map_without_edges(backend):
 
 
 def test_memory_is_linear_in_edges():
-    """A path of a hundred thousand nodes, on all backends that are not for tests."""
+    """A path of a hundred thousand nodes, beside the windows of every hundredth."""
     num_nodes = 100_000
     node = torch.arange(num_nodes)
     window = k_hop_index(torch.stack([node[:-1], node[1:]]), num_nodes, 3).edge_index
     tensors = [x.float() for x in inputs(num_nodes, heads=2, groups=1)]
-    outs = [
-        results(lambda *x, b=b: neighborhood_attention(*x, window, backend=b), tensors)
-        for b in ("numba", "torch")
-    ]
-    for x, y in zip(*outs, strict=True):
-        assert_near(x, y, 1e-4)
+    out, *_ = results(lambda *x: neighborhood_attention(*x, window), tensors)
+    few = window[:, window[1] % 100 == 0]
+    some = torch.unique(few)
+    few = torch.searchsorted(some, few)
+    want = neighborhood_attention(*(x[some] for x in tensors), few)
+    own = some % 100 == 0
+    assert_near(out[some[own]], want[own], 1e-5)
 
 
 @pytest.mark.parametrize("degree", [1, 15, 16, 17, 31, 700])
-def test_vectors_are_filled_up(degree):
-    """Nodes with more and fewer sources than a vector has numbers."""
+def test_nodes_of_any_degree(degree):
     source = torch.arange(degree) % 23
     edge_index = torch.stack([source, torch.full_like(source, 5)])
     tensors = inputs(23, size=19, channels=70)
@@ -220,7 +214,7 @@ def test_vectors_are_filled_up(degree):
     def run(*x, backend):
         return neighborhood_attention(*x, edge_index, backend=backend)
 
-    got = results(lambda *x: run(*x, backend="numba"), tensors)
+    got = results(lambda *x: run(*x, backend="torch"), tensors)
     want = results(lambda *x: run(*x, backend="reference"), tensors)
     for x, y in zip(got, want, strict=True):
         assert (x - y).abs().max() <= 1e-12 * y.abs().max().clamp(min=1)
@@ -229,7 +223,7 @@ def test_vectors_are_filled_up(degree):
 def test_explain():
     tensors, edge_index = inputs(3), complete(3)
     choice = explain("neighborhood_attention", *tensors, edge_index)
-    assert choice[1:4] == ("softmax", "edge", "numba")
+    assert choice[1:4] == ("softmax", "edge", "torch")
     choice = explain("neighborhood_attention", *tensors, edge_index, backend="torch")
     assert (choice.backend, choice.reason) == ("torch", "asked for")
 
