@@ -51,9 +51,9 @@ demo: $(STAMP)  ## train a small model on generated peptides (no download)
 
 # A process and a thread for each core.
 PARALLEL := --numprocesses=logical --maxprocesses=8 --dist=worksteal
-test test-triton: export OMP_NUM_THREADS = 1
-test test-triton: export MKL_NUM_THREADS = 1
-test test-triton: export OPENBLAS_NUM_THREADS = 1
+test test-triton smoke: export OMP_NUM_THREADS = 1
+test test-triton smoke: export MKL_NUM_THREADS = 1
+test test-triton smoke: export OPENBLAS_NUM_THREADS = 1
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
@@ -113,27 +113,7 @@ bench-gpu: $(STAMP)  ## measure the operators on a GPU, within ten minutes
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 smoke: $(STAMP)  ## run every example and benchmark for a few seconds
-	$(BIN)/python examples/lrgb.py --smoke --overwrite
-	$(BIN)/python examples/arrow_pointing.py --smoke --overwrite
-	$(BIN)/python examples/tudataset.py --smoke --overwrite
-	$(BIN)/python examples/graph_mamba.py --smoke --overwrite
-	$(BIN)/python examples/node_classification.py --smoke --overwrite
-	$(BIN)/python examples/image_grid.py --smoke --overwrite
-	$(BIN)/python examples/masked_lm.py --smoke --overwrite
-	$(BIN)/python examples/sentences.py --smoke --overwrite
-	$(BIN)/python examples/recall.py --smoke --overwrite
-	$(BIN)/python examples/syntax_trees.py --smoke --overwrite
-	$(BIN)/python examples/city_roads.py --smoke --out runs/city_roads.png
-	$(BIN)/python benchmarks/mixing.py --smoke
-	$(BIN)/python benchmarks/scanning.py --smoke
-	$(BIN)/python benchmarks/sequences.py --smoke
-	$(BIN)/python benchmarks/orders.py --smoke
-	$(BIN)/python benchmarks/learning.py --smoke --overwrite
-	$(BIN)/python benchmarks/long_range.py --smoke --overwrite
-	$(BIN)/python benchmarks/long_range_bounds.py --smoke
-	$(BIN)/python benchmarks/gpu.py --smoke
-	$(BIN)/python benchmarks/prefetching.py --smoke
-	$(BIN)/python benchmarks/attention.py --smoke
+	$(BIN)/python -m pytest $(PARALLEL) tests/smoke.py $(ARGS)
 
 clean:  ## remove what was built, the virtual environment too
 	rm -rf $(VENV) $(SPARSE) $(TRITON) build dist docs/_build docs/generated ./*.egg-info

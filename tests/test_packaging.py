@@ -32,25 +32,26 @@ def state():
     return dict(os.environ), torch.get_num_threads(), torch.get_rng_state().tolist()
 
 modules, before = set(sys.modules), state()
-STATEMENT
-loaded = {name.split(".")[0] for name in set(sys.modules) - modules}
-print(json.dumps({
-    "loaded": sorted(loaded),
-    "untouched": state() == before,
-    "cuda": torch.cuda.is_initialized(),
-}))
+for statement in sys.argv[1:]:
+    exec(statement)
+    loaded = {name.split(".")[0] for name in set(sys.modules) - modules}
+    print(json.dumps({
+        "loaded": sorted(loaded),
+        "untouched": state() == before,
+        "cuda": torch.cuda.is_initialized(),
+    }))
 """
 
 
-def after(statement: str) -> dict[str, Any]:
-    """What a fresh process that has loaded PyG finds after one more statement."""
+def after(*statements: str) -> list[dict[str, Any]]:
+    """What a fresh process that has loaded PyG finds after each of the statements."""
     result = subprocess.run(
-        [sys.executable, "-c", PROBE.replace("STATEMENT", statement)],
+        [sys.executable, "-c", PROBE, *statements],
         capture_output=True,
         text=True,
         check=True,
     )
-    return json.loads(result.stdout.splitlines()[-1])
+    return [json.loads(line) for line in result.stdout.splitlines()[-len(statements) :]]
 
 
 def test_nothing_leads_to_a_repository_of_our_name():
@@ -67,19 +68,17 @@ def test_version():
     assert f"## [{pyg_chimera.__version__.split('.dev')[0]}]" in changelog
 
 
-def test_importing_the_package_is_light():
-    found = after("import pyg_chimera")
-    assert "pyg_chimera" in found["loaded"]
-    assert HEAVY.isdisjoint(found["loaded"])
-    assert "numba" not in found["loaded"]
-
-
-def test_importing_everything_needs_no_extra_and_has_no_side_effects():
+def test_imports_are_light_and_have_no_side_effects():
+    """That of the package, and then those of all in it; they need no extra."""
     names = ("ops", "nn", "transforms", "datasets", "utils")
-    found = after("import " + ", ".join(f"pyg_chimera.{name}" for name in names))
-    assert HEAVY.isdisjoint(found["loaded"])
-    assert found["untouched"]
-    assert not found["cuda"]
+    everything = "import " + ", ".join(f"pyg_chimera.{name}" for name in names)
+    package, all_of_it = after("import pyg_chimera", everything)
+    assert "pyg_chimera" in package["loaded"]
+    assert "numba" not in package["loaded"]
+    for found in (package, all_of_it):
+        assert HEAVY.isdisjoint(found["loaded"])
+        assert found["untouched"]
+        assert not found["cuda"]
 
 
 def test_every_folder_with_sources_is_a_package():

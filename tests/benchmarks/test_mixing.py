@@ -65,44 +65,6 @@ def test_failed_json_leaves_the_old_one(timing, tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.slow
-def test_smoke(run_script, tmp_path):
-    """With some of the cases: `make smoke` runs them all."""
-    out = tmp_path / "smoke.json"
-    options = ["--smoke", "--out", out]
-    options += ["--cases", "auto", "torch neumann mask", "GPSConv multihead"]
-    options += ["--only", "planar", "dataset"]
-    printed = run_script("mixing.py", *options)
-
-    results = json.loads(out.read_text())
-    assert out.with_suffix(".png").stat().st_size > 10_000
-    assert "Figures to reach" in printed
-
-    layers = results["layers"]
-    assert len({row["workload"] for row in layers}) == 2
-    cases = {row["case"] for row in layers}
-    assert {"auto", "torch neumann mask", "GPSConv multihead"} == cases
-    assert len(layers) == 2 * len(cases)
-    assert {row["problem"] for row in layers} == {None}
-    assert all(0 < row["forward"]["min"] < row["total"]["min"] for row in layers)
-    assert {row["by_auto"] for row in layers if row["case"] == "auto"} == {1.0}
-
-    # Whatever was timed was compared, except attention.
-    compared = {(row["workload"], row["case"]) for row in results["errors"]}
-    timed = {(row["workload"], row["case"]) for row in layers}
-    assert {case for _, case in timed - compared} == {"GPSConv multihead"}
-    assert max(row["worst"] for row in results["errors"]) <= 1e-5
-    errors = results["errors"][0]["errors"]
-    assert {"output", "gradient of x", "gradient of lin_delta.weight"} <= set(errors)
-
-    assert {(row["from"], row["to"]) for row in results["growth"]} == {(32, 128)}
-    assert len(results["structure"]) == 2
-    assert results["dataset"]["graphs"] > 0
-    verdicts = {row["what"]: row["reached"] for row in results["targets"]}
-    assert verdicts["largest relative error"] is True
-    assert verdicts["batch of 64: auto / GPSConv multihead"] is None
-
-
 def test_wrong_results_are_not_timed(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
     import mixing

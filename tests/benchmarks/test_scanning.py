@@ -1,4 +1,3 @@
-import json
 from functools import partial
 from pathlib import Path
 
@@ -14,42 +13,6 @@ def scanning(monkeypatch: pytest.MonkeyPatch):
     import scanning
 
     return scanning
-
-
-@pytest.mark.slow
-def test_smoke(run_script, tmp_path):
-    """With some of the parts and cases: `make smoke` runs them all."""
-    out = tmp_path / "smoke.json"
-    options = ["--smoke", "--out", out]
-    options += ["--cases", "stm_scan", "grid_scan", "attention", "PLSTMConv P"]
-    options += ["--only", "sequences", "layers", "structure"]
-    printed = run_script("scanning.py", *options)
-
-    results = json.loads(out.read_text())
-    assert out.with_suffix(".png").stat().st_size > 10_000
-    assert "Figures to reach" in printed
-    assert results["machine"]["command"].startswith("python benchmarks/scanning.py")
-    assert results["machine"]["versions"]["torch"] == torch.__version__
-
-    rows = results["layers"]
-    assert {row["problem"] for row in rows} == {None}
-    assert all(0 < row["forward"]["min"] < row["total"]["min"] for row in rows)
-    assert {row["part"] for row in rows} == {"sequences", "layers"}
-    assert {row["by_auto"] for row in rows if row["case"] == row["base"]} == {1.0}
-
-    # Whatever was timed was compared, except other layers and attention.
-    compared = {(row["workload"], row["case"]) for row in results["errors"]}
-    timed = {(row["workload"], row["case"]) for row in rows}
-    assert {case for _, case in timed - compared} == {"attention"}
-    assert max(row["worst"] for row in results["errors"]) <= 1e-5
-
-    steps = {(row["part"], row["from"], row["to"]) for row in results["growth"]}
-    assert steps == {("sequences", 8, 32)}
-    assert len(results["rates"]) == 8
-    assert all(row["rate"] > 0 for row in results["rates"])
-    verdicts = {row["what"]: row["reached"] for row in results["targets"]}
-    assert verdicts["largest relative error"] is True
-    assert verdicts["batch of 64: loop over edges / stm_scan"] is None
 
 
 def test_wrong_results_are_not_timed(scanning, monkeypatch):

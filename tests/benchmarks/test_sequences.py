@@ -1,4 +1,3 @@
-import json
 from functools import partial
 from pathlib import Path
 
@@ -16,46 +15,6 @@ def sequences(monkeypatch: pytest.MonkeyPatch):
     import sequences
 
     return sequences
-
-
-@pytest.mark.slow
-def test_smoke(run_script, tmp_path):
-    """With some of the parts and cases: `make smoke` runs them all."""
-    out = tmp_path / "smoke.json"
-    options = ["--smoke", "--out", out]
-    options += ["--cases", "selective_scan", "GraphMambaConv", "GPSConv multihead"]
-    options += ["one permutation"]
-    options += ["--only", "scan", "layers", "evaluation", "sequences", "graphs"]
-    printed = run_script("sequences.py", *options)
-
-    results = json.loads(out.read_text())
-    assert out.with_suffix(".png").stat().st_size > 10_000
-    assert "Figures to reach" in printed
-    assert results["machine"]["command"].startswith("python benchmarks/sequences.py")
-
-    rows = results["layers"]
-    assert {row["problem"] for row in rows} == {None}
-    assert {row["part"] for row in rows} == {
-        "scan", "layers", "evaluation", "sequences", "graphs",
-    }  # fmt: skip
-    assert {row["by_auto"] for row in rows if row["case"] == row["base"]} == {1.0}
-    for row in rows:
-        both = row["total"]["min"] > row["forward"]["min"] > 0
-        assert both == (row["part"] != "evaluation")
-
-    # Whatever was timed was compared, except other layers and attention.
-    compared = {(row["workload"], row["case"]) for row in results["errors"]}
-    timed = {(row["workload"], row["case"]) for row in rows}
-    assert {case for _, case in timed - compared} == {"GPSConv multihead"}
-    assert max(row["worst"] for row in results["errors"]) <= 1e-5
-
-    steps = {(row["part"], row["from"], row["to"]) for row in results["growth"]}
-    assert steps == {("sequences", 8, 32)}
-    sizes = [row["nodes_per_graph"] for row in rows if row["part"] == "graphs"]
-    assert set(sizes) == {8, 16}
-    verdicts = {row["what"]: row["reached"] for row in results["targets"]}
-    assert verdicts["largest relative error"] is True
-    assert verdicts["64 sequences: loop as published / selective_scan"] is None
 
 
 @pytest.mark.parametrize(

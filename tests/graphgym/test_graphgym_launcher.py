@@ -69,38 +69,29 @@ def test_it_runs_graphgym(tmp_path):
 
 
 def test_scripts_see_what_python_would_show_them(tmp_path):
-    """Arguments, path, name, and neighbours, from another folder; and they exit."""
-    folder = tmp_path / "project"
-    folder.mkdir()
+    """Arguments, path, name, and neighbours, GraphGPS among them, from another folder;
+    and they exit.
+    """
+    folder = tmp_path / "GraphGPS"
+    shutil.copytree(HERE / "miniature", folder)
     (folder / "neighbour.py").write_text("value = 5\n")
     probe = """
 import json, sys
-import neighbour
-from torch_geometric.graphgym.register import layer_dict
+import graphgps, neighbour
+from torch_geometric.graphgym.register import layer_dict, network_dict
 print(json.dumps([__name__, sys.argv, sys.path[0], __file__, neighbour.value,
                   "chimera" in layer_dict]))
+print(network_dict["GPSModel"].__module__)
 raise SystemExit(3)
 """
     (folder / "main.py").write_text(probe)
-    script = os.path.join("project", "main.py")
+    script = os.path.join("GraphGPS", "main.py")
     result = launch(script, "--cfg", "a.yaml", cwd=tmp_path)
     assert result.returncode == 3, result.stderr
-    seen = json.loads(result.stdout.splitlines()[-1])
+    *_, seen, network = result.stdout.splitlines()
     args, path = [script, "--cfg", "a.yaml"], os.path.realpath(folder)
-    assert seen == ["__main__", args, path, script, 5, True]
-
-
-def test_graphgps_is_found_beside_the_script(tmp_path):
-    folder = tmp_path / "GraphGPS"
-    shutil.copytree(HERE / "miniature", folder)
-    (folder / "main.py").write_text(
-        "import graphgps\n"
-        "from torch_geometric.graphgym.register import network_dict\n"
-        "print(network_dict['GPSModel'].__module__)\n"
-    )
-    result = launch("GraphGPS/main.py", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines()[-1] == "pyg_chimera.graphgym.gps_model"
+    assert json.loads(seen) == ["__main__", args, path, script, 5, True]
+    assert network == "pyg_chimera.graphgym.gps_model"
 
 
 @pytest.mark.parametrize(

@@ -176,8 +176,8 @@ def kernel(x):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
 def test_no_two_processes_give_a_symbol_the_same_number():
     """Of functions of one name, such as sorts, cached kernels would call the wrong."""
-    code = (
-        "import os; import pyg_chimera.ops.common.compilation\n"
+    code = (  # without the package, which imports PyTorch
+        f"import os, runpy; runpy.run_path({compilation.__file__!r})\n"
         "from numba.core.bytecode import FunctionIdentity as F\n"
         "if os.fork(): os.wait()\n"
         "print(next(F._unique_ids), flush=True)"

@@ -1,0 +1,210 @@
+"""Every example and benchmark for a few seconds, as from a shell: `make smoke`.
+
+`make test` does not collect this file: it tests what the scripts are made of.
+"""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a script in a folder of its own and returns what it prints."""
+
+    def run(script: str, *arguments: object) -> str:
+        command = [sys.executable, str(ROOT / script), "--smoke", *map(str, arguments)]
+        done = subprocess.run(
+            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def benchmark(shell, tmp_path):
+    """Runs a benchmark and returns its results, and what it prints."""
+
+    def run(name: str, *arguments: object) -> tuple[dict, str]:
+        out = tmp_path / "smoke.json"
+        printed = shell(f"benchmarks/{name}.py", "--out", out, *arguments)
+        return json.loads(out.read_text()), printed
+
+    return run
+
+
+def is_picture(path: Path) -> bool:
+    return path.stat().st_size > 10_000
+
+
+def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[dict]:
+    """Rows of layers: nothing failed, and all but other layers were compared."""
+    rows = results["layers"]
+    assert {row["problem"] for row in rows} == {None}
+    for row in rows:
+        assert row["forward"]["min"] > 0
+        both = row["total"]["min"] > row["forward"]["min"]
+        assert both == (row.get("part") != "evaluation")
+    assert {row["by_auto"] for row in rows if row["case"] == row["base"]} == {1.0}
+    compared = {(row["workload"], row["case"]) for row in results["errors"]}
+    timed = {(row["workload"], row["case"]) for row in rows}
+    assert {case for _, case in timed - compared} == not_compared
+    assert max(row["worst"] for row in results["errors"]) <= 1e-5
+    verdicts = {row["what"]: row["reached"] for row in results["targets"]}
+    assert verdicts["largest relative error"] is True
+    assert {x for what, x in verdicts.items() if "batch of 64" in what} <= {None}
+    parts = [row["part"] for row in rows]
+    assert {part: parts.count(part) for part in parts} == sizes
+    return rows
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lrgb", "arrow_pointing", "tudataset", "graph_mamba", "node_classification",
+        "image_grid", "masked_lm", "sentences", "recall", "syntax_trees",
+    ],
+)  # fmt: skip
+def test_example(shell, tmp_path, name):
+    shell(f"examples/{name}.py")
+    assert list(tmp_path.glob("runs/**/results.json"))
+
+
+def test_city_roads(shell, tmp_path):
+    shell("examples/city_roads.py", "--out", "map.png")
+    assert is_picture(tmp_path / "map.png")
+
+
+def test_mixing(benchmark, tmp_path):
+    results, printed = benchmark("mixing")
+    assert is_picture(tmp_path / "smoke.png")
+    assert "Figures to reach" in printed
+    others = {"GPSConv multihead", "GPSConv performer"}
+    sizes = {"peptides": 20, "planar": 40, "filling": 20}
+    timed_and_right(results, others, sizes)
+    errors = results["errors"][0]["errors"]
+    assert {"output", "gradient of x", "gradient of lin_delta.weight"} <= set(errors)
+    assert {(row["from"], row["to"]) for row in results["growth"]} == {(32, 128)}
+    assert len(results["structure"]) == 4
+    assert results["dataset"]["graphs"] > 0
+
+
+def test_scanning(benchmark, tmp_path):
+    results, printed = benchmark("scanning")
+    assert is_picture(tmp_path / "smoke.png")
+    assert "Figures to reach" in printed
+    command = results["machine"]["command"]
+    assert command.startswith("python benchmarks/scanning.py")
+    assert results["machine"]["versions"]["torch"] == torch.__version__
+    others = {"attention", "MultiheadAttention", "GPSConv multihead", "GATConv"}
+    sizes = {"peptides": 8, "layers": 4, "grids": 8, "sequences": 8, "grid-layers": 4}
+    timed_and_right(results, others, sizes)
+    steps = {(row["part"], row["from"], row["to"]) for row in results["growth"]}
+    assert steps == {("grids", 9, 36), ("sequences", 8, 32)}
+    assert len(results["rates"]) == 8
+    assert all(row["rate"] > 0 for row in results["rates"])
+
+
+def test_sequences(benchmark, tmp_path):
+    results, printed = benchmark("sequences")
+    assert is_picture(tmp_path / "smoke.png")
+    assert "Figures to reach" in printed
+    command = results["machine"]["command"]
+    assert command.startswith("python benchmarks/sequences.py")
+    others = {"ChimeraConv", "PLSTMConv", "ChimeraPathConv", "GPSLayer, GraphMambaConv"}
+    sizes = {"scan": 4, "layers": 6, "evaluation": 3, "sequences": 4, "graphs": 12,
+             "channels": 4, "paths": 4}  # fmt: skip
+    others |= {"GPSConv multihead", "GPSConv performer"}
+    rows = timed_and_right(results, others, sizes)
+    steps = {(row["part"], row["from"], row["to"]) for row in results["growth"]}
+    assert steps == {("sequences", 8, 32)}
+    nodes = {row["nodes_per_graph"] for row in rows if row["part"] == "graphs"}
+    assert nodes == {8, 16}
+
+
+def test_orders(benchmark):
+    results, printed = benchmark("orders")
+    rows = results["orders"]
+    assert [row["name"] for row in rows] == ["molecules", "planar-480", "mesh-8"]
+    for row in rows:
+        ours, theirs = (row["methods"][x] for x in ("minimum_fill", "mmd"))
+        assert 0 < ours["fill"] < 1.03 * theirs["fill"]
+        assert ours["seconds"] > 0
+        assert row["name"] in printed
+
+
+def test_learning(benchmark, tmp_path):
+    results, _ = benchmark("learning")
+    runs = results["runs"]
+    assert len(runs) == len({(x["task"], x["mixer"]) for x in runs}) == 56
+    assert len({x["task"] for x in runs}) == 8
+    assert all(x["steps"] > 0 and 0 <= x["score"] <= 1 for x in runs)
+    assert is_picture(tmp_path / "smoke.png")
+
+
+def test_long_range(benchmark, tmp_path):
+    """All models, on all tasks whose data are at hand."""
+    results, printed = benchmark("long_range")
+    runs = results["runs"]
+    tasks, arms = ({x[key] for x in runs} for key in ("task", "arm"))
+    assert {"sssp", "eccentricity", "diameter", "ising"} <= tasks
+    assert len(runs) == len(tasks) * len(arms) == 17 * len(tasks)
+    assert all(x["steps"] > 0 and math.isfinite(x["validation"]) for x in runs)
+    assert len(tasks) + len(re.findall("skipped, as there is no", printed)) == 9
+    assert is_picture(tmp_path / "smoke-size.png")
+
+
+def test_long_range_bounds(shell, tmp_path):
+    printed = shell("benchmarks/long_range_bounds.py", "--cache", tmp_path)
+    assert "the median of training: " in printed
+
+
+def test_gpu(benchmark):
+    """Every call is compared, and nothing is said about times."""
+    results, _ = benchmark("gpu")
+    parts = {"molecules", "dags", "grids", "paths", "sequences"}
+    assert {row["part"] for row in results["calls"]} == parts
+    assert len(results["calls"]) == 8
+    for row in results["calls"]:
+        assert row["errors"]["worst"] <= 1e-5
+        assert "output" in row["errors"]["errors"]
+        assert "times" not in row
+    assert results["limits"] is None
+
+
+def test_prefetching(benchmark):
+    results, _ = benchmark("prefetching")
+    rows = {row["layer"]: row for row in results["layers"]}
+    assert set(rows) == {"ChimeraConv", "PLSTMConv", "PLSTMConv, mode D"}
+    for row in rows.values():
+        assert all(row[x] > 0 for x in ("in the step", "by workers", "transform"))
+
+
+def test_attention(benchmark):
+    results, printed = benchmark("attention")
+    rows = results["attention"]
+    assert len(rows) == 3
+    for row in rows:
+        assert {x["case"] for x in row["errors"]} == set(row["ratios"])
+        assert row["ratios"]["numba"] == 1
+        assert row["name"] in printed
+
+
+def test_none_is_forgotten():
+    """A script is what has a command line."""
+    text = Path(__file__).read_text()
+    for folder in ("examples", "benchmarks"):
+        for path in (ROOT / folder).glob("*.py"):
+            if '__name__ == "__main__"' in path.read_text():
+                assert f'"{path.stem}"' in text or f"/{path.name}" in text, path
