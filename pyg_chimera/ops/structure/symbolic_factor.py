@@ -26,6 +26,8 @@ __all__ = [
     "SymbolicFactor",
     "blocks_of",
     "graph_blocks",
+    "heights",
+    "slots",
     "symbolic_factor",
 ]
 
@@ -99,9 +101,16 @@ class SymbolicFactor(Blocks):
         columns = np.diff(self.upper_ptr).astype(float)
         return np.diff(np.append(0.0, np.cumsum(columns**2))[self.ptr])
 
+    @property
+    def parent(self) -> np.ndarray:
+        """[V], the parent of each position in the elimination tree, or -1."""
+        parent, inner = np.full(self.num_nodes, -1), np.diff(self.upper_ptr) > 0
+        parent[inner] = self.upper_row[self.upper_ptr[:-1][inner]]
+        return parent
+
     def roots(self) -> np.ndarray:
         """The root of each position's tree [V], the last position of its component."""
-        return _roots(self.upper_ptr, self.upper_row)
+        return _roots(self.parent)
 
 
 #: Most entries of a bounded factor: the larger of this many per edge and in total.
@@ -164,7 +173,7 @@ def symbolic_factor(
     lower = sorted_rows(rows, columns, num_nodes)
     upper = sorted_rows(lower.col, lower.row, num_nodes)
     slot = np.empty(blocks.num_edges, np.int64)
-    slot[blocks.edge] = _slots(edge_row, edge_col, lower.ptr, lower.col)
+    slot[blocks.edge] = slots(edge_row, edge_col, lower.ptr, lower.col)
     return SymbolicFactor(
         **vars(blocks),
         lower_ptr=lower.ptr,
@@ -226,18 +235,27 @@ def blocks_of(
 
 
 @compiled()
-def _roots(upper_ptr, upper_row):
-    n = upper_ptr.shape[0] - 1
-    root = np.arange(n)
-    for i in range(n - 1, -1, -1):
-        if upper_ptr[i] < upper_ptr[i + 1]:  # climb the elimination tree
-            root[i] = root[upper_row[upper_ptr[i]]]
+def _roots(parent):
+    root = np.arange(parent.shape[0])
+    for i in range(parent.shape[0] - 1, -1, -1):
+        if parent[i] >= 0:
+            root[i] = root[parent[i]]
     return root
 
 
 @compiled()
-def _slots(row, col, lower_ptr, lower_col):
-    """The index of each edge in [diagonal | L | U]."""
+def heights(parent):
+    """The height of each node of a forest; parents have larger indices."""
+    height = np.zeros(parent.shape[0], np.int64)
+    for i in range(parent.shape[0]):
+        if parent[i] >= 0:
+            height[parent[i]] = max(height[parent[i]], height[i] + 1)
+    return height
+
+
+@compiled()
+def slots(row, col, lower_ptr, lower_col):
+    """The index of each entry in [diagonal | L | U]."""
     n = lower_ptr.shape[0] - 1
     slot = np.empty(row.shape[0], np.int64)
     for e in range(row.shape[0]):

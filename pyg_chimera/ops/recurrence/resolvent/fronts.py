@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import runs, starts
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
-from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
+from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, heights
 
 __all__ = ["Fronts", "Level", "supernodes_of"]
 
@@ -70,7 +69,7 @@ class Fronts(NamedTuple):
     def of(cls, symbolic: SymbolicFactor, device: torch.device, tile: int) -> "Fronts":
         """The fronts of a symbolic factor, in tiles of the given size."""
         nodes = supernodes_of(symbolic)
-        level = _heights(nodes.parent)
+        level = heights(nodes.parent)
         sizes = nodes.widths + nodes.heights
         order = np.lexsort((-sizes, level))  # the slowest fronts of a level first
         rank = np.empty_like(order)
@@ -149,13 +148,3 @@ def _levels(level: np.ndarray, tiles: np.ndarray, columns: np.ndarray) -> list[L
         found.append(Level(first, tasks, int(columns[a:b].sum()), steps))
         first += tasks
     return found
-
-
-@compiled()
-def _heights(parent):
-    """The height of each node of a forest; parents have larger indices."""
-    height = np.zeros(len(parent), np.int64)
-    for x in range(len(parent)):
-        if parent[x] >= 0:
-            height[parent[x]] = max(height[parent[x]], height[x] + 1)
-    return height

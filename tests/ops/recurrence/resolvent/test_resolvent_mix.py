@@ -382,3 +382,18 @@ def test_only_eliminations_cut_paths(solver):
             x, x, x, edges, torch.zeros(1, 1), solver=solver, num_terms=terms,
             form="chunk",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["state", "mask"])
+@pytest.mark.parametrize("solver", ["sparse", "dense", "iterative", "neumann"])
+def test_hooks_on_saved_tensors(solver, form):
+    """Also in the backward pass, where autograd differentiates plain PyTorch."""
+    if (solver, form) == ("iterative", "mask"):
+        return
+    case = example("resolvent_mix")
+    options = {"solver": solver, "form": form, "backend": "torch"}
+    if solver == "neumann":
+        options["num_terms"] = 3
+    want = computed(case, options)
+    with torch.autograd.graph.save_on_cpu():
+        assert_results(computed(case, options), want)
