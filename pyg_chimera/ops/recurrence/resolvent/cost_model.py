@@ -25,12 +25,10 @@ _MAX_DENSE = 1024
 class _Totals(NamedTuple):
     """Sums over the blocks of a graph, cached in its tables."""
 
-    blocks: int
     largest: float  #: most nodes of a block
     nodes: float
     squares: float
     cubes: float
-    edges: float
     entries: float  #: of the factor L
     solves: float  #: multiply-adds of solving for all columns of the inverses
     updates: float  #: multiply-adds of the factorisation
@@ -39,22 +37,15 @@ class _Totals(NamedTuple):
     @classmethod
     def of(cls, blocks: Blocks) -> "_Totals":
         if cls not in blocks.tables:
-            nodes, entries, updates = blocks.sizes.astype(float), np.zeros(1), 0.0
+            n, entries, updates = blocks.sizes.astype(float), np.zeros(1), np.zeros(1)
             if isinstance(blocks, SymbolicFactor):
-                entries, updates = blocks.entries, float(blocks.updates.sum())
-            factored = isinstance(blocks, SymbolicFactor)
-            scans = path_scans(blocks) if factored else None
+                entries, updates = blocks.entries, blocks.updates
+            scans, solves = path_scans(blocks), n * (2.0 * entries + 3.0 * n)
+            sums = (n, n**2, n**3, entries, solves, updates)
             blocks.tables[cls] = cls(
-                blocks=len(nodes),
-                largest=float(nodes.max(initial=0)),
-                nodes=float(nodes.sum()),
-                squares=float((nodes**2).sum()),
-                cubes=float((nodes**3).sum()),
-                edges=float(blocks.num_edges),
-                entries=float(entries.sum()),
-                solves=float((nodes * (2.0 * entries + 3.0 * nodes)).sum()),
-                updates=updates,
-                paths=None if scans is None else np.diff(scans.states.ptr) * 1.0,
+                float(n.max(initial=0)),
+                *(float(x.sum()) for x in sums),
+                None if scans is None else np.diff(scans.states.ptr) * 1.0,
             )
         return blocks.tables[cls]
 
@@ -77,9 +68,10 @@ def cost_of(
     """
     groups, heads, states, channels = sizes
     total, (_, solver, form, backend, *_) = _Totals.of(blocks), choice
+    num_blocks, num_edges = len(blocks.sizes), float(blocks.num_edges)
     vector, _ = vector_lanes(dtype)
     lanes = heads * states * (-(-channels // vector) * vector)
-    threads = max(1, min(torch.get_num_threads(), heads * total.blocks))
+    threads = max(1, min(torch.get_num_threads(), heads * num_blocks))
     if form == "mask":
         # Matrix products, passes over resolvents, and computing these.
         operations = 3.0 * total.squares * (groups * states + heads * channels)
@@ -89,15 +81,15 @@ def cost_of(
         held = threads * 3 * total.largest**2
         if solver == "sparse":
             operations += 3.0 * heads * total.solves
-            time += 0.3 * heads * total.solves + 1e3 * total.blocks
+            time += 0.3 * heads * total.solves + 1e3 * num_blocks
             if backend == "torch":  # all blocks are padded to the largest
-                time = 10 * time + 1e5 * total.blocks
-                held = heads * total.largest**2 * total.blocks
+                time = 10 * time + 1e5 * num_blocks
+                held = heads * total.largest**2 * num_blocks
         else:
             powers = 1 + 2 * math.ceil(math.log2(sweeps + 1)) if sweeps else 1
             cubes = 3.0 * heads * total.cubes * powers
             operations += cubes
-            time += 0.05 * cubes + 1e5 * heads * total.blocks
+            time += 0.05 * cubes + 1e5 * heads * num_blocks
     elif form == "chunk":
         lengths = np.zeros(0) if total.paths is None else total.paths
         time = heads * float(chunk_cost(lengths, states, channels).sum())
@@ -110,20 +102,20 @@ def cost_of(
         time += 0.2 * heads * total.updates
         held = heads * panel
         if backend == "torch":
-            time = 10 * time + 1e5 * total.blocks
+            time = 10 * time + 1e5 * num_blocks
     elif solver == "dense":
         operations = heads * total.cubes + 3.0 * total.squares * lanes
         time = 0.05 * operations
         held = heads * total.largest**2 + 3 * total.largest * lanes
     else:
-        swept = (3.0 * sweeps + 1) * total.edges + (6.0 * sweeps + 20) * total.nodes
+        swept = (3.0 * sweeps + 1) * num_edges + (6.0 * sweeps + 20) * total.nodes
         operations = swept * lanes
         # It depends on whether the states of one vector fit in the cache.
         far = 1.0 if total.largest * vector * dtype.itemsize < 1 << 20 else 2.5
         time = (0.14 * far if backend == "numba" else 3.0) * operations
         kept = sweeps if solver == "neumann" else 0
         held = threads * (4 + kept) * total.largest * vector
-    memory = dtype.itemsize * (held + 2 * heads * total.edges)
+    memory = dtype.itemsize * (held + 2 * heads * num_edges)
     return Cost(operations, 1e-9 * time / threads, memory)
 
 

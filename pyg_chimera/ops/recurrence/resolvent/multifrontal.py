@@ -104,11 +104,8 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
             for i in range(s):
                 F[i, i] = 1
             for y in range(nodes.edge_ptr[x], nodes.edge_ptr[x + 1]):
-                i, j = (
-                    place[nodes.edge_row[y] - start],
-                    place[nodes.edge_col[y] - start],
-                )
-                F[i, j] -= weight[nodes.edge[y], h]
+                i, j = nodes.edge_row[y] - start, nodes.edge_col[y] - start
+                F[place[i], place[j]] -= weight[nodes.edge[y], h]
             below = row[row_ptr[x] : row_ptr[x + 1]] - start
             _add_sums(F, s, a - start, below, diagonal, by_row, by_column)
             y = x - 1
@@ -224,10 +221,8 @@ def _eliminate(F, t, s, stop):
         for i in range(k0 + 1, k1):
             for j in range(k0, i):
                 _add(F + (i * t + k1), -F[i * t + j], F + (j * t + k1), t - k1)
-        gemm(
-            F + (k1 * t + k1), t, F + (k1 * t + k0), t, 1, F + (k0 * t + k1), t, t - k1,
-            t - k1, k1 - k0, SUBTRACT,
-        )  # fmt: skip
+        m, below, beside = t - k1, F + (k1 * t + k0), F + (k0 * t + k1)
+        gemm(F + (k1 * t + k1), t, below, t, 1, beside, t, m, m, k1 - k0, SUBTRACT)
     return usable
 
 
@@ -253,10 +248,8 @@ def _solve_upper(U, ldu, X, ldx, s, n, stop):
         if stopped(stop):
             return
         i0, i1 = share * _PANEL, min((share + 1) * _PANEL, s)
-        _subtract(
-            X + i0 * ldx, ldx, U + (i0 * ldu + i1), ldu, X + i1 * ldx, ldx, i1 - i0, n,
-            s - i1,
-        )  # fmt: skip
+        beside, below = U + (i0 * ldu + i1), X + i1 * ldx
+        _subtract(X + i0 * ldx, ldx, beside, ldu, below, ldx, i1 - i0, n, s - i1)
         for i in range(i1 - 1, i0 - 1, -1):
             for j in range(i + 1, i1):
                 _add(X + i * ldx, -U[i * ldu + j], X + j * ldx, n)
@@ -268,7 +261,5 @@ def _solve_upper(U, ldu, X, ldx, s, n, stop):
 def _subtract(c, ldc, a, lda, b, ldb, m, n, k):
     """C -= A B, with few rows of B at a time, so that they stay in the cache."""
     for at in range(0, k, 4 * _PANEL):
-        gemm(
-            c, ldc, a + at, lda, 1, b + at * ldb, ldb, m, n, min(4 * _PANEL, k - at),
-            SUBTRACT,
-        )  # fmt: skip
+        few = min(4 * _PANEL, k - at)
+        gemm(c, ldc, a + at, lda, 1, b + at * ldb, ldb, m, n, few, SUBTRACT)

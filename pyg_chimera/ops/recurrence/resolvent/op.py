@@ -30,7 +30,7 @@ from pyg_chimera.ops.recurrence.resolvent import (
     torch_backend,
     triton_backend,
 )
-from pyg_chimera.ops.recurrence.resolvent.conditioning import is_ill_conditioned
+from pyg_chimera.ops.recurrence.resolvent.conditioning import is_ill_conditioned, sums
 from pyg_chimera.ops.recurrence.resolvent.cost_model import cost_of, prefers_dense
 from pyg_chimera.ops.recurrence.resolvent.path_factors import path_scans
 from pyg_chimera.ops.recurrence.resolvent.sweep_polynomial import (
@@ -102,7 +102,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         if inputs.backend == "reference" or (
             not trusted()
             and inputs.solver != "neumann"
-            and is_ill_conditioned(structure, weight)
+            and is_ill_conditioned(inputs.edge_index, weight, len(inputs.value))
         ):
             dtype = weight.dtype
         floats = {name: getattr(inputs, name).to(dtype) for name in FLOATS}
@@ -134,33 +134,26 @@ class _ResolventMix(Operator[Inputs, Blocks]):
     ) -> Iterator[Choice]:
         """The better form for each solver and backend, preferred ones first."""
         inputs, structure = call.inputs, call.structure
-        reason, auto = self.reason(inputs), inputs.solver == "auto"
-        device = inputs.value.device.type
+        reason, auto, form = self.reason(inputs), inputs.solver == "auto", inputs.form
         solvers = ["sparse", "dense"] if auto else [inputs.solver]
-        in_chunks = "triton" in usable and inputs.form == "auto" and _is_long(structure)
-        if auto and not isinstance(structure, SymbolicFactor):
-            solvers = ["iterative", "dense"]
-            if inputs.form == "mask":
-                solvers = ["dense"]
+        in_chunks = "triton" in usable and form == "auto" and _is_long(structure)
+        dense_is_better = prefers_dense(structure, inputs.value.device.type)
+        if form == "chunk":
+            solvers, usable = ["sparse"] if auto else solvers, usable[:1]
+        elif auto and not isinstance(structure, SymbolicFactor):
+            solvers = ["dense"] if form == "mask" else ["iterative", "dense"]
             reason += "; factors would fill up"
-        elif auto and usable == ["triton"] and inputs.form in ("state", "mask"):
-            solvers = ["sparse"] if inputs.form == "state" else ["dense"]
-        elif (
-            auto
-            and usable[0] != "numba"
-            and not in_chunks
-            and prefers_dense(structure, device)
-        ):
+        elif auto and usable == ["triton"] and form != "auto":
+            solvers = ["sparse"] if form == "state" else ["dense"]
+        elif auto and usable[0] != "numba" and not in_chunks and dense_is_better:
             solvers.reverse()
             reason += "; blocks small or factors full enough for dense matrices"
-        if inputs.form == "chunk":
-            solvers, usable = ["sparse"] if auto else solvers, usable[:1]
         for solver in solvers:
-            backends = usable
+            backends, pair = usable, (solver, form)
             if auto and solver == "dense":  # numba has no dense solver
                 backends = [x for x in usable if x != "numba"] or ["torch"]
-            elif len(usable) > 1 and not _has_kernels(solver, inputs.form):
-                backends = [x for x in usable if x != "triton"]
+            elif pair == ("sparse", "mask") or solver not in ("sparse", "dense"):
+                backends = [x for x in usable if x != "triton"] or usable
             for backend in backends:
                 yield self._better_form(call, solver, backend, reason)
 
@@ -232,14 +225,9 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         return best._replace(reason=f"{reason}; {why}")
 
 
-def _has_kernels(solver: str, form: str) -> bool:
-    """Whether triton may support a call; for the dense solver, it tells why not."""
-    return solver == "dense" or (solver == "sparse" and form != "mask")
-
-
 def _is_long(structure: Blocks) -> bool:
     """Whether all components of a graph are paths, and one of them is not short."""
-    scans = path_scans(structure) if isinstance(structure, SymbolicFactor) else None
+    scans = path_scans(structure)
     return scans is not None and bool((np.diff(scans.ptr) > SHORT_PATH).any())
 
 
@@ -249,10 +237,8 @@ def _may_iterate(inputs: Inputs) -> bool:
         return False
     if trusted():
         return True
-    weight = inputs.edge_weight.detach().abs().double()
-    zero = weight.new_zeros(inputs.value.size(0), weight.size(1))
-    sums = (zero.index_add(0, end.long(), weight) for end in inputs.edge_index)
-    return bool(min(x.max() for x in sums if x.numel()) < 1) if zero.numel() else False
+    found = sums(inputs.edge_index, inputs.edge_weight.double(), len(inputs.value))
+    return bool(min(x.max() for x in found) < 1) if found[0].numel() else False
 
 
 _resolvent_mix = _ResolventMix()

@@ -14,7 +14,7 @@ So one scan *there*, from the first node to the last, has the states C_i = a_i C
 g_i k_i v_i^T, and one *back* has C'_i = b_i C'_{i+1} + b_i g_{i+1} k_{i+1} v_{i+1}^T.
 """
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -23,12 +23,14 @@ from pyg_chimera.ops.common.numba_runtime import jit, run
 from pyg_chimera.ops.recurrence import chunk_form
 from pyg_chimera.ops.recurrence.chunk_form import PathStates
 from pyg_chimera.ops.recurrence.resolvent.state_tiles import Operands
+from pyg_chimera.ops.structure.csr import adjacency, runs
+from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 __all__ = [
     "NOT_PATHS",
-    "PathFactors",
     "PathScans",
+    "Pivots",
     "backward",
     "factorize",
     "forward",
@@ -48,17 +50,18 @@ class PathScans(NamedTuple):
     slot: np.ndarray  #: [E], index of each edge in [d | w | u]
 
 
-class PathFactors(NamedTuple):
-    """The entries of I - A, with w and u negated, and its pivots: [heads, V], float64.
+class Pivots(NamedTuple):
+    """The entries of I - A, with w and u negated, and its pivots, in float64: arrays
+    [heads, V] here, tensors [V, heads] on other devices.
 
     All are in the order of places; w and u are zero where a path begins.
     """
 
-    d: np.ndarray
-    w: np.ndarray
-    u: np.ndarray
-    there: np.ndarray  #: p
-    back: np.ndarray  #: p'
+    d: Any
+    w: Any  #: weight from the node before
+    u: Any  #: weight to the node before
+    there: Any  #: p
+    back: Any  #: p'
 
 
 def path_scans(symbolic: Blocks) -> PathScans | None:
@@ -79,15 +82,12 @@ def _required(symbolic: Blocks) -> PathScans:
 
 def _path_scans(symbolic: Blocks) -> PathScans | None:
     num_nodes, row, col = symbolic.num_nodes, symbolic.edge_row, symbolic.edge_col
-    if isinstance(symbolic, SymbolicFactor) and symbolic.num_entries > num_nodes:
-        return None  # paths have no fill-in
-    pairs = np.minimum(row, col) * num_nodes + np.maximum(row, col)
-    one, other = np.divmod(np.unique(pairs), max(num_nodes, 1))
-    one, other = one[one != other], other[one != other]
-    degree = np.bincount(np.concatenate([one, other]), minlength=num_nodes)
-    if degree.max(initial=0) > 2:
+    if not isinstance(symbolic, SymbolicFactor) or symbolic.num_entries > num_nodes:
+        return None  # paths are factored, and without fill-in
+    beside, neighbour = adjacency(row, col, num_nodes)
+    if np.diff(beside).max(initial=0) > 2:
         return None
-    position, ptr = _walk(one, other, degree)
+    position, ptr = _walk(beside, neighbour)
     if ptr[-1] < num_nodes:  # the other nodes are on cycles
         return None
     place = np.empty_like(position)
@@ -97,7 +97,12 @@ def _path_scans(symbolic: Blocks) -> PathScans | None:
     part = np.where(row == col, 0, np.where(row > col, 1, 2))
     slot[symbolic.edge] = part * num_nodes + np.maximum(row, col)
 
-    state, first, entry = _there_and_back(ptr)
+    # Of each path, a scan of all places there, and back of all but the last.
+    count = np.stack([np.diff(ptr), np.diff(ptr) - 1], 1).ravel()
+    start = np.stack([ptr[:-1], num_nodes + ptr[1:] - 2], 1).ravel()
+    step = np.tile([1, -1], len(ptr) - 1)
+    state = np.repeat(start, count) + np.repeat(step, count) * runs(0, count)
+    first = np.append(0, np.cumsum(count[count > 0]))
     node = symbolic.node[position]
     states = PathStates(
         # Paths are in the order of blocks, so these bound the places of blocks, too.
@@ -107,69 +112,27 @@ def _path_scans(symbolic: Blocks) -> PathScans | None:
         writer=np.concatenate([node, np.roll(node, -1)]),
         reader=np.concatenate([node, node]),
     )
-    return PathScans(states, entry, ptr, slot)
+    return PathScans(states, np.delete(state, first[:-1]), ptr, slot)
 
 
 @compiled()
-def _walk(one, other, degree):
+def _walk(ptr, neighbour):
     """Positions path by path, from one end of each, and the bounds of the paths."""
-    n = degree.shape[0]
-    beside, known = np.empty((n, 2), np.int64), np.zeros(n, np.int64)
-    for i, j in zip(one, other):  # noqa: B905
-        beside[i, known[i]], beside[j, known[j]] = j, i
-        known[i] += 1
-        known[j] += 1
-    walk, ptr = np.empty(n, np.int64), np.zeros(n + 1, np.int64)
-    seen, at, paths = np.zeros(n, np.bool_), 0, 0
+    n = ptr.shape[0] - 1
+    walk, first = np.empty(n, np.int64), np.zeros(n + 1, np.int64)
+    level, seen, at, paths = np.empty(n, np.int64), np.zeros(n, np.int64), 0, 0
     for end in range(n):
-        if degree[end] == 2 or seen[end]:
-            continue
-        i = end
-        while i >= 0:
-            walk[at], seen[i] = i, True
-            at += 1
-            after = -1
-            for x in range(degree[i]):
-                if not seen[beside[i, x]]:
-                    after = beside[i, x]
-            i = after
-        paths += 1
-        ptr[paths] = at
-    return walk, ptr[: paths + 1]
-
-
-@compiled()
-def _there_and_back(ptr):
-    """The states of the scans by position, the bounds of the scans, and `entry`."""
-    n = ptr[-1]
-    state, entry = np.empty(2 * n, np.int64), np.empty(2 * n, np.int64)
-    first = np.zeros(2 * ptr.shape[0] - 1, np.int64)
-    at, scans = 0, 0
-    for path in range(ptr.shape[0] - 1):
-        s, e = ptr[path], ptr[path + 1]
-        for i in range(s, e):
-            state[at + i - s] = i
-            if i > s:
-                entry[at + i - s - scans - 1] = i
-        at += e - s
-        scans += 1
-        first[scans] = at
-        if e - s == 1:
-            continue
-        for i in range(e - 2, s - 1, -1):
-            state[at + e - 2 - i] = n + i
-            if i < e - 2:
-                entry[at + e - 2 - i - scans - 1] = n + i
-        at += e - s - 1
-        scans += 1
-        first[scans] = at
-    return state[:at], first[: scans + 1], entry[: at - scans]
+        if ptr[end + 1] - ptr[end] < 2 and seen[end] == 0:
+            at += search(ptr, neighbour, end, walk[at:], level, seen, 1, n)
+            paths += 1
+            first[paths] = at
+    return walk, first[: paths + 1]
 
 
 # ------------------------------------------------------------------------------ factors
 
 
-def factorize(symbolic: Blocks, weight: np.ndarray) -> tuple[PathFactors, float]:
+def factorize(symbolic: Blocks, weight: np.ndarray) -> tuple[Pivots, float]:
     """Eliminates I - A in float64 from both ends of each path, without pivoting.
 
     Returns the factors and the pivot growth: the largest row sum of |L| |U| over that
@@ -182,7 +145,7 @@ def factorize(symbolic: Blocks, weight: np.ndarray) -> tuple[PathFactors, float]
     sign = np.where(scans.slot < num_nodes, -1.0, 1.0)
     _scatter(values, scans.slot, sign, weight)
     d, w, u = np.split(values, 3, axis=1)
-    factors = PathFactors(d, w, u, np.empty_like(d), np.empty_like(d))
+    factors = Pivots(d, w, u, np.empty_like(d), np.empty_like(d))
     growth = np.ones(heads)
     costs = np.full(heads, 30.0 * num_nodes)
     run(_eliminate, costs, 0, d.dtype, scans.ptr, factors, growth)
@@ -238,7 +201,7 @@ class _Gates(NamedTuple):
     source: np.ndarray  #: [g | b_i g_{i+1}]
 
 
-def _gates(factors: PathFactors) -> _Gates:
+def _gates(factors: Pivots) -> _Gates:
     d, w, u, there, back = factors
     g = 1 / (there + back - d)
     b = np.roll(u, -1, axis=1) / there
@@ -257,15 +220,13 @@ def _operands(scans: PathScans, gates: _Gates, x: Operands) -> chunk_form.Operan
     return chunk_form.Operands(weight, source, ones, x.query, x.key, x.value)
 
 
-def forward(symbolic: Blocks, factors: PathFactors, x: Operands) -> np.ndarray:
+def forward(symbolic: Blocks, factors: Pivots, x: Operands) -> np.ndarray:
     """The output [V, heads, P]."""
     scans = _required(symbolic)
     return chunk_form.forward(scans.states, _operands(scans, _gates(factors), x))
 
 
-def backward(
-    symbolic: Blocks, factors: PathFactors, x: Operands
-) -> tuple[np.ndarray, ...]:
+def backward(symbolic: Blocks, factors: Pivots, x: Operands) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value and edge weight."""
     scans, gates = _required(symbolic), _gates(factors)
     operands = _operands(scans, gates, x)

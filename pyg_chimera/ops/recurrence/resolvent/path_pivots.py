@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.sequences import linear_recurrence
-from pyg_chimera.ops.recurrence.resolvent.path_factors import path_scans
+from pyg_chimera.ops.recurrence.resolvent.path_factors import Pivots, path_scans
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
-__all__ = ["Pivots", "Places", "eliminate", "gates", "gradients"]
+__all__ = ["Places", "eliminate", "gates", "gradients"]
 
 
 class Places(NamedTuple):
@@ -49,19 +49,6 @@ class Places(NamedTuple):
         return cls(*moved, *sizes)  # type: ignore[call-arg, arg-type]
 
 
-class Pivots(NamedTuple):
-    """The entries of I - A, with w and u negated, and its pivots: [V, heads], float64.
-
-    w and u are zero where a path begins.
-    """
-
-    d: Tensor
-    w: Tensor  #: weight from the node before
-    u: Tensor  #: weight to the node before
-    there: Tensor  #: p
-    back: Tensor  #: p'
-
-
 def eliminate(places: Places, weight: Tensor) -> tuple[Pivots, Tensor]:
     """Eliminates I - A from both ends of each path, without pivoting.
 
@@ -74,9 +61,9 @@ def eliminate(places: Places, weight: Tensor) -> tuple[Pivots, Tensor]:
     d, w, u = values.split(num_nodes) if num_nodes else values.expand(3, 0, heads)
     d = 1 - d
     there = _pivots(d, w * u, places.before, places.longest)
-    back = _pivots(d.flip(0), _next(w * u).flip(0), places.after.flip(0),
-                   places.longest).flip(0)  # fmt: skip
-    pivots = Pivots(d, w, u, there, back)
+    reverse = (x.flip(0) for x in (d, _next(w * u), places.after))
+    back = _pivots(*reverse, places.longest)
+    pivots = Pivots(d, w, u, there, back.flip(0))
     return pivots, _growth(places, pivots)
 
 
@@ -142,10 +129,9 @@ def gradients(
     da = d_weight[:n] / back
     pivot = -dg * g * g
     # Both pivots: the gradients of their uses, accumulated along the path.
-    d_there = linear_recurrence(
-        (_next(w * u) / there.square()).flip(0), (pivot - db * b).flip(0),
-        places.after.flip(0), places.longest,
-    ).flip(0)  # fmt: skip
+    factor, use = _next(w * u) / there.square(), pivot - db * b
+    reverse = (x.flip(0) for x in (factor, use, places.after))
+    d_there = linear_recurrence(*reverse, places.longest).flip(0)
     d_back = linear_recurrence(
         w * u / back.square(), pivot - da * a, places.before, places.longest
     )

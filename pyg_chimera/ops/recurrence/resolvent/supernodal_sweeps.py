@@ -104,15 +104,6 @@ def backward(
 
 
 @jit
-def _held(nodes, block):
-    """The number of slots of a block."""
-    for i in range(nodes.start[block + 1] - 1, nodes.start[block] - 1, -1):
-        if nodes.slot[i] >= 0:
-            return nodes.slot[i] + 1
-    return 0
-
-
-@jit
 def _supernode(nodes, n, panels):
     """A supernode's first position, its numbers of columns and of rows below, the
     address of the slots of these rows, and its panel.
@@ -131,7 +122,7 @@ def _forward_tasks(begin, end, stop, scratch, nodes, panel, x, out, tiles):
     for index in range(begin, end):
         task = task_of(index, x, tiles)
         first, last = nodes.block_ptr[task.block], nodes.block_ptr[task.block + 1]
-        T = X + _held(nodes, task.block) * size
+        T = X + nodes.slots[task.block] * size
         q0, k0 = pointer(x.query) + task.keys, pointer(x.key) + task.keys
         v, y = pointer(x.value) + task.values, pointer(out) + task.values
         panels = pointer(panel) + task.head * panel.shape[1]
@@ -199,7 +190,7 @@ def _backward_tasks(begin, end, stop, scratch, nodes, panel, x, d, tiles):
     for index in range(begin, end):
         task = task_of(index, x, tiles)
         first, last = nodes.block_ptr[task.block], nodes.block_ptr[task.block + 1]
-        held = _held(nodes, task.block) * size
+        held = nodes.slots[task.block] * size
         Z, T = X + held, X + 2 * held
         v, dy = pointer(x.value) + task.values, pointer(x.grad) + task.values
         dv, dw = pointer(d.value) + task.values, d.weight[task.piece, task.head]

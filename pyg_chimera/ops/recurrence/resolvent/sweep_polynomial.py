@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call, UnsuitableSolver
-from pyg_chimera.ops.common.numba_runtime import jit
 from pyg_chimera.ops.recurrence.resolvent.sparse_products import products
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
@@ -99,14 +99,17 @@ def _polynomial(call: Call) -> SweepPolynomial:
     given = call.inputs.edge_weight.detach().cpu().double().numpy().T
     margin = _margin(blocks, given[:, blocks.edge])
     (ptr, local, edge), _ = products(blocks)
-    start = np.repeat(blocks.ptr[:-1], blocks.sizes)
-    other = local + np.repeat(start, np.diff(ptr))
+    other = local + np.repeat(np.repeat(blocks.ptr[:-1], blocks.sizes), np.diff(ptr))
     _, tolerance = precision_of(call, margin)
-    weight = np.ascontiguousarray(given[:, edge])
-    heads = [_steps(ptr, other, w, tolerance) for w in weight]
+    shape = (blocks.num_nodes, blocks.num_nodes)
+    heads = [
+        _steps(csr_array((w, other, ptr), shape), tolerance)
+        for w in given[:, edge]
+        if blocks.num_nodes > 0
+    ]
     width = max((len(steps) for steps, _ in heads), default=0)
-    steps = np.zeros((len(heads), width, 2))
-    for table, (found, _) in zip(steps, heads, strict=True):
+    steps = np.zeros((len(given), width, 2))
+    for table, (found, _) in zip(steps, heads, strict=False):
         table[: len(found)] = found
     sweeps = max((sweeps for _, sweeps in heads), default=0)
     return SweepPolynomial(steps, sweeps, margin)
@@ -151,18 +154,14 @@ def check_residual(left: float, tolerance: float) -> None:
         )
 
 
-def _steps(
-    ptr: np.ndarray, other: np.ndarray, weight: np.ndarray, tolerance: float
-) -> tuple[np.ndarray, int]:
+def _steps(A: csr_array, tolerance: float) -> tuple[np.ndarray, int]:
     """The steps for one head, and how many products with A it needs.
 
     The component of a random right-hand side along an eigenvector is about 1 / sqrt(V)
     of its length, so a pass leaves at most sqrt(V) times the residual of any component.
     """
-    if len(ptr) == 1:
-        return np.zeros((0, 2)), 0
     degree, sweeps = 0, np.inf
-    for m, H in enumerate(_arnoldi(ptr, other, weight), 1):
+    for m, H in enumerate(_arnoldi(A), 1):
         right = np.zeros(m + 1)
         right[0] = 1
         y = np.linalg.lstsq(H[: m + 1, :m], right, rcond=None)[0]
@@ -170,35 +169,32 @@ def _steps(
         if left <= tolerance / 2:  # one pass, and one product for the residual
             degree, sweeps = m, m + 1
             break
-        worst = max(left, 1e-300) * np.sqrt(len(ptr) - 1)
+        worst = max(left, 1e-300) * np.sqrt(A.shape[0])
         if worst < 0.5:
             passes = np.ceil(np.log(tolerance) / np.log(worst))
             if passes * (m + 1) < sweeps:
                 degree, sweeps = m, passes * (m + 1)
     if degree == 0:  # H <- A H + X, whose rate of convergence is known
-        row = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
-        sums = (np.bincount(end, np.abs(weight)).max() for end in (row, other))
-        rate = min(*sums, 1 - 1e-9)
+        # Not by abs(A), which adds up duplicates, and changes A's arrays.
+        size = csr_array((np.abs(A.data), A.indices, A.indptr), A.shape)
+        rate = min(size.sum(0).max(), size.sum(1).max(), 1 - 1e-9)
         count = int(np.log(tolerance) / np.log(rate)) + 1
         return np.tile((1.0, 0.0), (_MAX_STEPS, 1)), count
     return _leja(_harmonic_ritz_values(H[: degree + 1, :degree])), int(sweeps)
 
 
-def _arnoldi(
-    ptr: np.ndarray, other: np.ndarray, weight: np.ndarray
-) -> Iterator[np.ndarray]:
+def _arnoldi(A: csr_array) -> Iterator[np.ndarray]:
     """I - A in a basis of its Krylov space: after step m, the first [m + 1, m] entries
     of the yielded matrix.
     """
-    n = len(ptr) - 1
+    n = A.shape[0]
     most = min(_MAX_STEPS, n)
     V, H = np.empty((most + 1, n)), np.zeros((most + 1, most))
     V[0] = np.random.default_rng(0).standard_normal(n)
     V[0] /= np.linalg.norm(V[0])
     for j in range(most):
         v = V[j + 1]
-        _multiply(ptr, other, weight, V[j], v)
-        np.subtract(V[j], v, out=v)
+        v[:] = V[j] - A @ V[j]
         for _ in range(2):  # "twice is enough" (Kahan)
             h = V[: j + 1] @ v
             H[: j + 1, j] += h
@@ -210,15 +206,6 @@ def _arnoldi(
             return
         v /= H[j + 1, j]
         yield H
-
-
-@jit
-def _multiply(ptr, other, weight, x, out):
-    for i in range(out.shape[0]):
-        total = 0.0
-        for e in range(ptr[i], ptr[i + 1]):
-            total += weight[e] * x[other[e]]
-        out[i] = total
 
 
 def _harmonic_ritz_values(H: np.ndarray) -> np.ndarray:

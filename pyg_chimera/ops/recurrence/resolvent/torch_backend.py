@@ -347,12 +347,11 @@ def _iterate(iteration: Iteration, X: Tensor, transpose: bool = False) -> Tensor
             c, a = step[..., None, None].unbind(1)
             if safe:
                 c, a = torch.ones_like(c), torch.zeros_like(a)
+            b, c = torch.where(a == 0, c, c * a), torch.where(a == 0, 0, c)
             t = -residual(r, zero)
-            H = H + torch.where(a == 0, c * r, c * (a * r - t))
-            single = pair = r - c * t
-            if (a != 0).any():
-                pair = r - c * (a * t + residual(t, zero))
-            r = torch.where(a == 0, single, pair)
+            H, r = H + (b * r - c * t), r - b * t
+            if (c != 0).any():
+                r = r - c * residual(t, zero)
         r = residual(H, X)
         left = max(ratio(norms(r), 2 * norms(H) + norms(X)))
         parts = ratio(norms(r), norms(X))

@@ -15,9 +15,14 @@ from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.common.checks import trusted
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
+from pyg_chimera.ops.recurrence.resolvent.conditioning import sums
 from pyg_chimera.ops.recurrence.resolvent.fronts import Fronts, supernodes_of
-from pyg_chimera.ops.recurrence.resolvent.path_factors import NOT_PATHS, path_scans
-from pyg_chimera.ops.recurrence.resolvent.path_pivots import Pivots, Places, eliminate
+from pyg_chimera.ops.recurrence.resolvent.path_factors import (
+    NOT_PATHS,
+    Pivots,
+    path_scans,
+)
+from pyg_chimera.ops.recurrence.resolvent.path_pivots import Places, eliminate
 from pyg_chimera.ops.recurrence.resolvent.pivot_growth import check_pivot_growth
 from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
@@ -175,8 +180,6 @@ def is_dominant(call: Call) -> bool:
 
 
 def _is_dominant(call: Call) -> bool:
-    weight = call.inputs.edge_weight.abs()
-    zeros = weight.new_zeros(call.inputs.value.size(0), weight.size(1))
-    sums = [zeros.index_add(0, end, weight) for end in call.inputs.edge_index]
-    fits = torch.stack([(x < 1).all(0) for x in sums])
-    return bool(fits.any(0).all())
+    inputs = call.inputs
+    found = sums(inputs.edge_index, inputs.edge_weight, len(inputs.value))
+    return bool(torch.stack([(x < 1).all(0) for x in found]).any(0).all())

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence import triton_chunk_form
-from pyg_chimera.ops.recurrence.resolvent.path_factors import path_scans
+from pyg_chimera.ops.recurrence.resolvent.path_factors import Pivots, path_scans
 from pyg_chimera.ops.recurrence.resolvent.path_pivots import (
-    Pivots,
     Places,
     gates,
     gradients,
