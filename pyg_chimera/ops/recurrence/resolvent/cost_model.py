@@ -42,11 +42,9 @@ class _Totals(NamedTuple):
                 entries, updates = blocks.entries, blocks.updates
             scans, solves = path_scans(blocks), n * (2.0 * entries + 3.0 * n)
             sums = (n, n**2, n**3, entries, solves, updates)
-            blocks.tables[cls] = cls(
-                float(n.max(initial=0)),
-                *(float(x.sum()) for x in sums),
-                None if scans is None else np.diff(scans.states.ptr) * 1.0,
-            )
+            paths = None if scans is None else np.diff(scans.states.ptr) * 1.0
+            largest = float(n.max(initial=0))
+            blocks.tables[cls] = cls(largest, *map(float, map(np.sum, sums)), paths)  # type: ignore[call-arg, arg-type]
         return blocks.tables[cls]
 
 

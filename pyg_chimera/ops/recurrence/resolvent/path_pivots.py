@@ -61,8 +61,9 @@ def eliminate(places: Places, weight: Tensor) -> tuple[Pivots, Tensor]:
     d, w, u = values.split(num_nodes) if num_nodes else values.expand(3, 0, heads)
     d = 1 - d
     there = _pivots(d, w * u, places.before, places.longest)
-    reverse = (x.flip(0) for x in (d, _next(w * u), places.after))
-    back = _pivots(*reverse, places.longest)
+    back = _pivots(
+        d.flip(0), _next(w * u).flip(0), places.after.flip(0), places.longest
+    )
     pivots = Pivots(d, w, u, there, back.flip(0))
     return pivots, _growth(places, pivots)
 
@@ -130,8 +131,9 @@ def gradients(
     pivot = -dg * g * g
     # Both pivots: the gradients of their uses, accumulated along the path.
     factor, use = _next(w * u) / there.square(), pivot - db * b
-    reverse = (x.flip(0) for x in (factor, use, places.after))
-    d_there = linear_recurrence(*reverse, places.longest).flip(0)
+    d_there = linear_recurrence(
+        factor.flip(0), use.flip(0), places.after.flip(0), places.longest
+    ).flip(0)
     d_back = linear_recurrence(
         w * u / back.square(), pivot - da * a, places.before, places.longest
     )
