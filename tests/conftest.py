@@ -16,6 +16,24 @@ SHARED = Path(
 gc.set_threshold(10_000, 20, 20)
 
 
+@pytest.hookimpl(trylast=True)  # behind those that deselect some
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Each process begins with kernels of its own, or all would compile the same ones.
+
+    The tests are dealt out in as many runs, which are of one length.
+    """
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    compiling = "ops/test_operators.py::test_outputs_and_gradients["
+    first = [x for x in items if compiling in x.nodeid and workers > 1]
+    rest = [x for x in items if compiling not in x.nodeid or workers == 1]
+    ordered: list[pytest.Item] = []
+    for i in range(workers):
+        ordered += first[len(first) * i // workers : len(first) * (i + 1) // workers]
+        more = max(0, len(items) * (i + 1) // workers - len(ordered))
+        ordered, rest = ordered + rest[:more], rest[more:]
+    items[:] = ordered + rest
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder with the real data sets; the test is skipped without it."""

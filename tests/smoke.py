@@ -23,9 +23,14 @@ def shell(tmp_path):
     def run(script: str, *arguments: object) -> str:
         command = [sys.executable, str(ROOT / script), "--smoke", *map(str, arguments)]
         done = subprocess.run(
-            command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", check=False,
-        )  # fmt: skip
+            command,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
         assert done.returncode == 0, done.stdout
         return done.stdout
 
@@ -72,10 +77,18 @@ def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[
 @pytest.mark.parametrize(
     "name",
     [
-        "lrgb", "arrow_pointing", "tudataset", "graph_mamba", "node_classification",
-        "image_grid", "masked_lm", "sentences", "recall", "syntax_trees",
+        "lrgb",
+        "arrow_pointing",
+        "tudataset",
+        "graph_mamba",
+        "node_classification",
+        "image_grid",
+        "masked_lm",
+        "sentences",
+        "recall",
+        "syntax_trees",
     ],
-)  # fmt: skip
+)
 def test_example(shell, tmp_path, name):
     shell(f"examples/{name}.py")
     assert list(tmp_path.glob("runs/**/results.json"))
@@ -123,8 +136,15 @@ def test_sequences(benchmark, tmp_path):
     command = results["machine"]["command"]
     assert command.startswith("python benchmarks/sequences.py")
     others = {"ChimeraConv", "PLSTMConv", "ChimeraPathConv", "GPSLayer, GraphMambaConv"}
-    sizes = {"scan": 4, "layers": 6, "evaluation": 3, "sequences": 4, "graphs": 12,
-             "channels": 4, "paths": 4}  # fmt: skip
+    sizes = {
+        "scan": 4,
+        "layers": 6,
+        "evaluation": 3,
+        "sequences": 4,
+        "graphs": 12,
+        "channels": 4,
+        "paths": 4,
+    }
     others |= {"GPSConv multihead", "GPSConv performer"}
     rows = timed_and_right(results, others, sizes)
     steps = {(row["part"], row["from"], row["to"]) for row in results["growth"]}
