@@ -619,7 +619,7 @@ def test_real_peptides_from_a_read_only_root(shared_data, tmp_path, script):
     (root / "raw").mkdir(parents=True)
     cache.mkdir()
     few = {split: rows[:24] for split, rows in splits.items()}
-    (root / "raw" / "splits.json").write_text(json.dumps(few))
+    (root / "splits.json").write_text(json.dumps(few))
     name = "peptide_multi_class_dataset.csv.gz"
     (root / "raw" / name).symlink_to(source / "raw" / name)
     argv = ("--root", str(root), "--processed-root", str(cache), "--smoke")

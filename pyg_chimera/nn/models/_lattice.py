@@ -1,6 +1,6 @@
 """Common to models of images and sequences: mixers by name, layers around them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -14,7 +14,7 @@ from pyg_chimera.nn.conv import (
 )
 from pyg_chimera.nn.encoders import PositionEmbedding
 from pyg_chimera.nn.gps_layer import GPSLayer
-from pyg_chimera.ops.common.checks import check_integer, check_option
+from pyg_chimera.ops.common.checks import check_integer
 
 __all__ = ["MIXERS", "POSITIONS", "lattice_layers", "structure_of"]
 
@@ -23,7 +23,7 @@ POSITIONS = (None, "learned", "sinusoidal", "rotary")
 
 
 def lattice_layers(
-    mixer: str,
+    mixer: str | Callable[[int], Module],
     channels: int,
     heads: int,
     num_layers: int,
@@ -40,8 +40,12 @@ def lattice_layers(
     `num_dags` is 4 for a grid, 2 for a sequence, and 1 for a causal sequence. `kwargs`
     are those of the layers.
     """
-    check_option("mixer", mixer, MIXERS)
-    check_option("position", position, POSITIONS)
+    if not callable(mixer) and mixer not in MIXERS:
+        raise ValueError(
+            f"'mixer' must be a function or one of {MIXERS}, got {mixer!r}"
+        )
+    if position not in POSITIONS:
+        raise ValueError(f"'position' must be one of {POSITIONS}, got {position!r}")
     if position == "rotary" and mixer != "attention":
         raise ValueError(
             f"'position' can be 'rotary' for mixer='attention' only, got {mixer!r}"
@@ -64,14 +68,20 @@ def lattice_layers(
     if causal:  # which these would break
         own |= {"num_dags", "bidirectional"}
     taken = sorted(own & set(mixer_kwargs or {}))
-    if taken:
-        raise ValueError(f"'mixer_kwargs' must not have {taken}, which the model sets")
+    if taken or (callable(mixer) and mixer_kwargs):
+        who = "the model" if taken else "the function 'mixer' itself"
+        raise ValueError(
+            f"'mixer_kwargs' must not have {taken or sorted(mixer_kwargs or {})}, "
+            f"which {who} sets"
+        )
 
     # As wide as Mamba's filter, in both directions unless the model is causal.
     window = (3, 3) if is_grid else (1, 4 if causal else 7)
 
     def make(index: int) -> Module:
         options = dict(mixer_kwargs or {})
+        if callable(mixer):
+            return mixer(index)
         if mixer == "chimera":
             options.setdefault("num_dags", num_dags)
             options.setdefault("window", window)

@@ -1,5 +1,7 @@
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch.nn import Module
 
 from pyg_chimera.nn.models._lattice import lattice_layers, structure_of
 from pyg_chimera.nn.models.graph_model import GraphModel
@@ -29,12 +31,13 @@ class ImageClassifier(GraphModel):
         channels (int): The size of patches between the layers.
         out_channels (int): The number of classes.
         num_layers (int, optional): The number of layers. (default: :obj:`4`)
-        mixer (str, optional): :obj:`"chimera"`
+        mixer (str or Callable, optional): :obj:`"chimera"`
             (:class:`~pyg_chimera.nn.ChimeraGridConv`), :obj:`"plstm"`
             (:class:`~pyg_chimera.nn.PLSTMGridConv`, with modes P and D in turn),
             :obj:`"graph_mamba"` (:class:`~pyg_chimera.nn.GraphMambaConv`, forwards and
-            backwards along the rows, laid end to end) or :obj:`"attention"`
-            (:class:`~pyg_chimera.nn.SelfAttention`). (default: :obj:`"chimera"`)
+            backwards along the rows, laid end to end), :obj:`"attention"`
+            (:class:`~pyg_chimera.nn.SelfAttention`), or a function that builds one from
+            its position in the stack. (default: :obj:`"chimera"`)
         heads, position, dropout, mlp_channels, mixer_kwargs (optional): As in
             :class:`~pyg_chimera.nn.SequenceEncoder`.
         size (tuple[int, int], optional): The largest number of columns and rows, for
@@ -56,7 +59,7 @@ class ImageClassifier(GraphModel):
         channels: int,
         out_channels: int,
         num_layers: int = 4,
-        mixer: str = "chimera",
+        mixer: str | Callable[[int], Module] = "chimera",
         heads: int = 4,
         *,
         position: str | None = None,

@@ -1,8 +1,9 @@
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from pyg_chimera.nn.encoders import PositionEmbedding
 from pyg_chimera.nn.models._lattice import lattice_layers, structure_of
@@ -33,13 +34,14 @@ class SequenceEncoder(GraphModel):
         out_channels (int, optional): The number of classes, for
             :obj:`head="classify"`. (default: :obj:`None`)
         num_layers (int, optional): The number of layers. (default: :obj:`4`)
-        mixer (str, optional): :obj:`"chimera"`
+        mixer (str or Callable, optional): :obj:`"chimera"`
             (:class:`~pyg_chimera.nn.ChimeraGridConv` on one row), :obj:`"chimera_path"`
             (:class:`~pyg_chimera.nn.ChimeraPathConv`), :obj:`"plstm"`
             (:class:`~pyg_chimera.nn.PLSTMGridConv` in mode D), :obj:`"graph_mamba"`
             (:class:`~pyg_chimera.nn.GraphMambaConv` in the order of the sequence),
-            or :obj:`"attention"` (:class:`~pyg_chimera.nn.SelfAttention`). (default:
-            :obj:`"chimera"`)
+            :obj:`"attention"` (:class:`~pyg_chimera.nn.SelfAttention`), or a function
+            that builds one from its position in the stack, which for :obj:`head="lm"`
+            must be causal. (default: :obj:`"chimera"`)
         heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
         head (str, optional): What is predicted: the token at each position, from both
             sides (:obj:`"mlm"`, as in masked language models), the next token, from the
@@ -75,7 +77,7 @@ class SequenceEncoder(GraphModel):
         channels: int,
         out_channels: int | None = None,
         num_layers: int = 4,
-        mixer: str = "chimera",
+        mixer: str | Callable[[int], Module] = "chimera",
         heads: int = 4,
         *,
         head: str = "mlm",

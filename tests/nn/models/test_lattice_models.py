@@ -262,7 +262,10 @@ def test_what_cannot_be_continued():
         GPSLayer(C, GCNConv(C, C), SelfAttention(C, causal=True)).step(x)
 
 
-def test_options_of_mixers():
+def test_own_mixers():
+    model = SequenceEncoder(TOKENS, C, mixer=lambda index: ChimeraPathConv(C, heads=2))
+    data = sequences(4, 3)
+    assert model(**model.inputs(data)).shape == (7, TOKENS)
     options = {"share": "diagonal", "state_channels": 7}
     model = classifier("chimera", mixer_kwargs=options)
     assert model.layers[0].mixer.share == "diagonal"
@@ -272,7 +275,7 @@ def test_options_of_mixers():
 @pytest.mark.parametrize(
     ("build", "options", "match"),
     [
-        (classifier, {"mixer": "mamba"}, "'mixer' must be one of"),
+        (classifier, {"mixer": "mamba"}, "'mixer' must be a function or one of"),
         (classifier, {"mixer": "chimera_path"}, "must not be 'chimera_path'"),
         (classifier, {"position": "absolute"}, "'position' must be one of"),
         (classifier, {"position": "rotary"}, "mixer='attention' only"),
@@ -284,6 +287,7 @@ def test_options_of_mixers():
             {"mixer_kwargs": {"heads": 2}},
             r"not have \['heads'\], which",
         ),
+        (classifier, {"mixer": SelfAttention, "mixer_kwargs": {"a": 1}}, "itself sets"),
         (encoder, {"head": "lm", "mixer_kwargs": {"num_dags": 2}}, "'num_dags'"),
         (encoder, {"head": "classify"}, "'out_channels', the number of classes"),
         (encoder, {"out_channels": 3}, "'out_channels', the number of classes"),

@@ -41,8 +41,7 @@ def why_not(call: Call) -> str | None:
         rows = max(graph.num_nodes, len(graph.row))
         reason = triton_runtime.why_not(inputs.value, rows)
     keys, values = inputs.key.size(2), inputs.value.size(2)
-    most = _MOST_KEYS[call.choice.form]
-    if reason is None and keys > most:
+    if reason is None and keys > (most := _MOST_KEYS[call.choice.form]):
         reason = (
             f"form={call.choice.form!r} with backend='triton' takes at most {most} key "
             f"channels, got {keys}; use backend='torch'"

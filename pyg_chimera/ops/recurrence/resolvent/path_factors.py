@@ -216,7 +216,8 @@ def _operands(scans: PathScans, gates: _Gates, x: Operands) -> chunk_form.Operan
     """What the chunk form takes: the states' weight, source and mark, and operands."""
     dtype = x.value.dtype
     source = np.ascontiguousarray(gates.source.T, dtype)
-    weight, ones = gates.weight[:, scans.entry].astype(dtype), np.ones_like(source)
+    weight = np.ascontiguousarray(gates.weight[:, scans.entry], dtype)
+    ones = np.ones_like(source)
     return chunk_form.Operands(weight, source, ones, x.query, x.key, x.value)
 
 
