@@ -42,12 +42,14 @@ class Route(NamedTuple):
     """How to call a module on a graph, determined once from its ``forward``.
 
     Args:
+        kind (type): The module's class.
         names (tuple[str, ...]): The parameters after the first one, ``x``.
         is_open (bool): Whether ``forward`` takes any keyword (``**kwargs``).
         edges (bool): Whether it takes ``(x, edge_index, ...)``.
         padded (bool): Whether it takes padded graphs and their mask.
     """
 
+    kind: type[torch.nn.Module]
     names: tuple[str, ...]
     is_open: bool
     edges: bool
@@ -58,7 +60,7 @@ class Route(NamedTuple):
         """Inspects :obj:`module`, which takes edges if :obj:`graph` is set."""
         module = unwrapped(module)
         if isinstance(module, _PADDED):
-            return cls((), is_open=False, edges=False, padded=True)
+            return cls(type(module), (), is_open=False, edges=False, padded=True)
         parameters = inspect.signature(module.forward).parameters.values()
         is_open = any(p.kind is p.VAR_KEYWORD for p in parameters)
         kinds = (
@@ -79,7 +81,8 @@ class Route(NamedTuple):
         if getattr(module, "edge_dim", -1) in (None, 0) and "edge_attr" in names:
             names.remove("edge_attr")
         edges = graph or "edge_index" in names or isinstance(module, MessagePassing)
-        return cls(tuple(names), is_open, edges, not edges and "mask" in names)
+        padded = not edges and "mask" in names
+        return cls(type(module), tuple(names), is_open, edges, padded)
 
     def accepts(self, name: str) -> bool:
         """Whether ``forward`` has a parameter called :obj:`name`."""
@@ -97,7 +100,16 @@ class Route(NamedTuple):
         batch: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls :obj:`module` with keyword arguments out of :meth:`select`."""
+        """Calls :obj:`module` with keyword arguments out of :meth:`select`.
+
+        Raises:
+            TypeError: If the module has been replaced by one of another class.
+        """
+        if not isinstance(unwrapped(module), self.kind):
+            raise TypeError(
+                f"a {self.kind.__name__} has been replaced by {module}, which may take "
+                "other arguments; pass it to the constructor of the layer or model"
+            )
         if self.padded:
             return x if x.size(0) == 0 else _on_padded(module, x, batch, kwargs)
         if not self.edges:

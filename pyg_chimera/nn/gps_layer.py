@@ -49,8 +49,8 @@ class GPSLayer(torch.nn.Module):
     \textrm{mixer}(\textrm{norm}(\mathbf{X}))`.
 
     The forward methods of :obj:`conv` and :obj:`mixer` are inspected once, by the
-    constructor (so neither can be replaced by a module that takes other arguments), and
-    each is called with the arguments that it accepts:
+    constructor (so neither can be replaced by a module of another class), and each is
+    called with the arguments that it accepts:
 
     * :obj:`edge_attr` is passed to a module that accepts it, unless its attribute
       :obj:`edge_dim` is :obj:`None`, which is how PyG's layers indicate that they were

@@ -506,6 +506,16 @@ def test_errors() -> None:
         GPSLayer(C, GCNConv(C, C))(x, edge_index, mixer_edge_index=edge_index)
 
 
+def test_parts_are_replaced_by_those_of_their_class_only() -> None:
+    x, edge_index, batch, edge_attr = make_inputs()
+    layer = GPSLayer(C, GCNConv(C, C))
+    layer.conv = GCNConv(C, C, bias=False)
+    assert layer(x, edge_index, batch).shape == x.shape
+    layer.conv = GatedGCNConv(C, C)  # takes edge features, which would be lost
+    with pytest.raises(TypeError, match="a GCNConv has been replaced by GatedGCNConv"):
+        layer(x, edge_index, batch, edge_attr)
+
+
 def test_features_as_values_of_an_adjacency() -> None:
     x, edge_index, batch, edge_attr = make_inputs()
     order = (edge_index[1] * 7 + edge_index[0]).argsort()
