@@ -467,12 +467,26 @@ def log_resolvent(
     return torch.stack([torch.stack(row) for row in rows]).permute(2, 0, 1)
 
 
+def parent_scales(index: Tensor, like: Tensor, most: float = 2.0**56) -> Tensor:
+    """1 / sqrt(parents) of each node, less where sums over paths exceed a bound."""
+    scale, grown, edges = [1.0] * len(like), [1.0] * len(like), index.t().tolist()
+    parents: list[list[int]] = [[] for _ in scale]
+    for j, i in edges:
+        parents[i].append(j)
+    for i in ancestors(index, len(like)):
+        if parents[i]:
+            total = sum(grown[j] for j in parents[i])
+            scale[i] = min(len(parents[i]) ** -0.5, most / total)
+            grown[i] = min(1 + scale[i] * total, most)
+    return like.new_tensor(scale).unsqueeze(1)
+
+
 def dag_transitions(
     index: Tensor, delta: Tensor, root: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Weights of edges and input gates of nodes, given those of roots."""
     count = degrees(index, len(root))
-    scale = count.clamp(min=1).to(root.dtype).rsqrt()
+    scale = parent_scales(index, root)
     write = adjacency(index, delta, len(root)).sum(2).t() * scale
     return torch.exp(-delta) * scale[index[1]], torch.where(count > 0, write, root)
 
@@ -655,7 +669,7 @@ def rg_lru(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
         root = torch.zeros_like(fresh) if p.released else log_fresh(forget)
         fresh = torch.where(count > 0, fresh, root)
         written = torch.exp(fresh / 2) * torch.sigmoid(take) * u
-        scale = count.clamp(min=1).to(x.dtype).rsqrt()[index[1]]
+        scale = parent_scales(index, x, 2.0**10)[index[1]]
         L = inverse(adjacency(index, torch.exp(-lost(gate)) * scale, len(x)))
         h = h + torch.einsum("fij,jf->if", L, written)
     h = h / math.sqrt(p.num_dags)

@@ -146,6 +146,7 @@ def dag_transition(
     num_nodes: int,
     delta: Tensor,
     root: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""The transitions of a DAG and the input gates of its nodes, from `"Chimera: State
     Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Equation 15),
@@ -162,6 +163,9 @@ def dag_transition(
         delta (torch.Tensor): :math:`\Delta`, :math:`[|\mathcal{E}|, H]`.
         root (torch.Tensor, optional): The input gate of nodes without parents,
             :math:`[|\mathcal{V}|, H]`. Without it, zero, as in the formula.
+        scale (torch.Tensor, optional): In place of :math:`1 / \sqrt{|p(i)|}`,
+            :math:`[|\mathcal{V}|]`, zero for nodes without parents, such as
+            :func:`~pyg_chimera.ops.structure.parent_scale`.
 
     Returns:
         tuple[torch.Tensor, torch.Tensor]: :math:`A`, :math:`[|\mathcal{E}|, H]`, and
@@ -172,16 +176,23 @@ def dag_transition(
     """
     _check_shapes(edge_index, num_nodes, delta=delta, root=root)
     row = edge_index[1]
-    parents = _sum(delta.new_ones(row.size(0), 1), row, num_nodes)
-    scale = parents.clamp(min=1).rsqrt()
+    if scale is None:
+        parents = _sum(delta.new_ones(row.size(0), 1), row, num_nodes)
+        scale = torch.where(parents == 0, 0, parents.rsqrt())
+    else:
+        check_shape("scale", scale, "[nodes]", [num_nodes])
+        scale = scale.to(delta.dtype).unsqueeze(1)
     input_gate = _sum(delta, row, num_nodes) * scale
     if root is not None:
-        input_gate = torch.where(parents == 0, root, input_gate)
+        input_gate = torch.where(scale == 0, root, input_gate)
     return torch.exp(-delta) * scale[row], input_gate
 
 
 def grid_transition(
-    parent: Tensor, delta: Tensor, root: Tensor | None = None
+    parent: Tensor,
+    delta: Tensor,
+    root: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""The transitions and input gates of :func:`dag_transition` on grids, in the
     layout of :func:`grid_dag_scan`, without a list of edges.
@@ -196,6 +207,8 @@ def grid_transition(
             from 0 on.
         root (torch.Tensor, optional): The input gate of nodes without parents,
             :math:`[|\mathcal{V}|, O, H]`. Without it, zero.
+        scale (torch.Tensor, optional): As of :func:`dag_transition`,
+            :math:`[|\mathcal{V}|, O]`.
 
     Returns:
         tuple[torch.Tensor, torch.Tensor]: :math:`A`, :math:`[|\mathcal{V}|, O, 2, H]`,
@@ -216,8 +229,12 @@ def grid_transition(
     places = torch.arange(parent.numel() // 2, device=parent.device)
     exists = parent != places.view(*parent.shape[:2], 1)
     parents = exists.sum(2, keepdim=True)
-    scale = exists * parents.clamp(min=1).to(delta.dtype).rsqrt()
-    scale = scale.unsqueeze(-1)
+    if scale is None:
+        scale = parents.clamp(min=1).to(delta.dtype).rsqrt()
+    else:
+        check_shape("scale", scale, "[nodes, orientations]", shape[:2])
+        scale = scale.to(delta).unsqueeze(2)
+    scale = (exists * scale).unsqueeze(-1)
     input_gate = (delta * scale).sum(2)
     if root is not None:
         input_gate = torch.where(parents == 0, root, input_gate)

@@ -16,6 +16,7 @@ from pyg_chimera.nn.conv._gated_block import (
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import dag_scan, dag_transition
 from pyg_chimera.ops.common.checks import check_flag, check_option
+from pyg_chimera.ops.structure import parent_scale
 
 __all__ = ["ChimeraDAGConv"]
 
@@ -211,7 +212,8 @@ class ChimeraDAGConv(RangedBlock):
         source = node if self.selectivity == "mean" else None
         delta = mean_of_ends(index, node, source, edge)
         root = node if self.roots == "write" else None
-        weight, gate = dag_transition(index, D * num_nodes, delta, root)
+        scale = parent_scale(index, D * num_nodes)
+        weight, gate = dag_transition(index, D * num_nodes, delta, root, scale)
         out = dag_scan(
             self._for_each_dag(query),
             self._for_each_dag(key),

@@ -11,6 +11,7 @@ from pyg_chimera.nn.conv._window import Filter, check_window, reset_window_
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
 from pyg_chimera.ops import grid_dag_scan, grid_transition
 from pyg_chimera.ops.structure.grid import grid_parents
+from pyg_chimera.ops.structure.parent_scale import grid_parent_scale
 
 __all__ = ["ChimeraGridConv"]
 
@@ -131,14 +132,16 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         self, x: Tensor, height: int | Tensor, width: int | Tensor
     ) -> tuple[Tensor, Tensor]:
         """Source [V, D, scan_heads] and transition [V, D, 2, scan_heads]."""
-        parent = grid_parents(height, width, self.num_dags, x.size(0)).to(x.device)
+        grids = height, width, self.num_dags, x.size(0)
+        parent = grid_parents(*grids).to(x.device)
         node = F.softplus(self.selectivities(x) + self.delta_bias)
         edge = node.unsqueeze(2).expand(-1, -1, 2, -1)
         if self.selectivity == "mean":
             before = node.flatten(0, 1).index_select(0, parent.flatten())
             edge = (edge + before.view_as(edge)) / 2
         root = node if self.roots == "write" else None
-        transition, source = grid_transition(parent, edge, root)
+        scale = grid_parent_scale(*grids)
+        transition, source = grid_transition(parent, edge, root, scale)
         return source / math.sqrt(self.num_dags), transition
 
     def _extend(

@@ -11,6 +11,7 @@ from pyg_chimera.nn.conv._gated_block import RangedBlock, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import chimera_transition, dag_transition, delta_scan
 from pyg_chimera.ops.common.checks import check_integer, check_option
+from pyg_chimera.ops.structure import parent_scale
 
 __all__ = ["GatedDeltaConv"]
 
@@ -219,7 +220,8 @@ class GatedDeltaConv(RangedBlock):
         (node,) = deltas
         other = node if self.selectivity == "mean" else None
         delta = mean_of_ends(edge_index, node, other, edge)
-        return dag_transition(edge_index, num_nodes, delta)[0]
+        scale = parent_scale(edge_index, num_nodes)
+        return dag_transition(edge_index, num_nodes, delta, None, scale)[0]
 
 
 def unit_silu(x: Tensor) -> Tensor:

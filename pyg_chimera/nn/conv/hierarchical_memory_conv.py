@@ -14,6 +14,7 @@ from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.nn.conv.gated_delta_conv import unit
 from pyg_chimera.ops import dag_scan, dag_transition, delta_scan
 from pyg_chimera.ops.common.checks import check_flag
+from pyg_chimera.ops.structure import parent_scale
 
 __all__ = ["HierarchicalMemoryConv"]
 
@@ -149,7 +150,8 @@ class HierarchicalMemoryConv(ChimeraBlock):
         delta = mean_of_ends(edge_index, node, node)
         if edge is not None:  # a common factor keeps the order of levels
             delta = delta * edge.repeat(1, _LEVELS)
-        weight, gate = dag_transition(edge_index, num_nodes, delta, node)
+        scale = parent_scale(edge_index, num_nodes)
+        weight, gate = dag_transition(edge_index, num_nodes, delta, node, scale)
         weight = self.explained(weight, num_nodes)
 
         # The fast and the slow level are one scan, with separate groups.

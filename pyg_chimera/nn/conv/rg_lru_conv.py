@@ -23,6 +23,7 @@ from pyg_chimera.nn.conv._init import check_reach, head_reaches, softplus_
 from pyg_chimera.nn.conv._window import Continued, reset_filter_
 from pyg_chimera.ops import channel_scan
 from pyg_chimera.ops.common.checks import check_flag, check_integer
+from pyg_chimera.ops.structure import parent_scale
 
 __all__ = ["RGLRUConv"]
 
@@ -260,7 +261,8 @@ class RGLRUConv(GatedBlock):
         num_nodes, target, rates = forget.size(0), edge_index[1], self._rates()
         ones = forget.new_ones(target.size(0), 1)
         parents = forget.new_zeros(num_nodes, 1).index_add(0, target, ones)
-        scale = parents.clamp(min=1).rsqrt()
+        # No norm follows: what all parents have in common grows a thousandfold at most.
+        scale = parent_scale(edge_index, num_nodes, 10).to(forget.dtype).unsqueeze(1)
         lost = rates.unsqueeze(1) * forget.sigmoid().unflatten(0, (self.num_dags, -1))
         lost = lost.flatten(0, 1)
         decay, weight, fresh = scale * torch.exp(-lost), None, -torch.expm1(-2 * lost)

@@ -10,18 +10,10 @@ from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.grid import grid_parents, grid_sizes
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = ["LARGEST_GROWTH", "grid_parent_scale", "parent_scale"]
-
-#: The largest sum over all paths that lead to a node: float32 has room for its square.
-LARGEST_GROWTH = 2.0**56
+__all__ = ["grid_parent_scale", "parent_scale"]
 
 
-def _fake(edge_index: Tensor, num_nodes: int) -> Tensor:
-    return edge_index.new_empty(num_nodes, dtype=torch.float32)
-
-
-@structural_op(_fake)
-def parent_scale(edge_index: Tensor, num_nodes: int) -> Tensor:
+def parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int = 56) -> Tensor:
     r"""One over the square root of the number of parents, or less where states would
     overflow.
 
@@ -30,7 +22,7 @@ def parent_scale(edge_index: Tensor, num_nodes: int) -> Tensor:
     independent, and grow by up to :math:`\sqrt{|p(i)|}` with each step: to 1e38 along
     the diagonal of a grid of 128 x 128 nodes, which is more than float32 can hold. So
     the sum over all paths that lead to a node is kept from growing beyond
-    :math:`g_{\max} = 2^{56}`:
+    :math:`g_{\max}`, by default :math:`2^{56}`, for whose square float32 has room:
 
     .. math::
         c_i = \min \left( \frac{1}{\sqrt{|p(i)|}}, \frac{g_{\max}}{\sum_{j \in p(i)}
@@ -46,18 +38,28 @@ def parent_scale(edge_index: Tensor, num_nodes: int) -> Tensor:
             count. (Nodes on cycles, and those after one, have
             :math:`1 / \sqrt{|p(i)|}`.)
         num_nodes (int): The number of nodes.
+        log_growth (int, optional): :math:`\log_2 g_{\max}`. (default: :obj:`56`)
 
     Returns:
-        torch.Tensor: :math:`c`, float32 :math:`[|\mathcal{V}|]`, on the device of
+        torch.Tensor: :math:`c`, float64 :math:`[|\mathcal{V}|]`, on the device of
         :obj:`edge_index`; zero for nodes without parents.
 
     Raises:
         ValueError: If :obj:`edge_index` has the wrong shape or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
+    return _parent_scale(edge_index, num_nodes, log_growth)
+
+
+def _fake(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor:
+    return edge_index.new_empty(num_nodes, dtype=torch.double)
+
+
+@structural_op(_fake)
+def _parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor:
     check_edge_index(edge_index, num_nodes)
-    scale = _scale(*to_numpy(edge_index), num_nodes, LARGEST_GROWTH)
-    return torch.from_numpy(scale.astype(np.float32)).to(edge_index.device)
+    scale = _scale(*to_numpy(edge_index), num_nodes, 2.0**log_growth)
+    return torch.from_numpy(scale).to(edge_index.device)
 
 
 def grid_parent_scale(
@@ -72,7 +74,7 @@ def grid_parent_scale(
         num_nodes (int): The number of nodes of all grids.
 
     Returns:
-        torch.Tensor, optional: :math:`c`, float32 :math:`[|\mathcal{V}|, D]`, on the
+        torch.Tensor, optional: :math:`c`, float64 :math:`[|\mathcal{V}|, D]`, on the
         CPU, or :obj:`None` if it is :math:`1 / \sqrt{|p(i)|}` everywhere.
     """
     sizes = grid_sizes(height, width, num_nodes)

@@ -39,7 +39,7 @@ FUNCTIONS = {
     **WITH_BATCH,
 }
 DTYPES = {f"score_{x}": torch.double for x in ("eigenvector", "pagerank", "closeness")}
-DTYPES |= {"multitree": torch.bool, "parent_scale": torch.float}
+DTYPES |= {"multitree": torch.bool, "parent_scale": torch.double}
 #: Those that tell also nodes without any edges apart.
 BY_NUMBER = ("connected_components", "elimination_rank", "score_bfs", "score_cluster")
 BY_NUMBER += ("order_order", "degree_order", "bfs_order")

@@ -6,10 +6,14 @@ from strategies import Graph, dags
 
 from pyg_chimera.ops.structure import parent_scale
 from pyg_chimera.ops.structure.grid import grid_dag, grid_edges
-from pyg_chimera.ops.structure.parent_scale import LARGEST_GROWTH, grid_parent_scale
+from pyg_chimera.ops.structure.parent_scale import grid_parent_scale
+
+LARGEST_GROWTH = 2.0**56
 
 
-def expected(edge_index: torch.Tensor, num_nodes: int) -> torch.Tensor:
+def expected(
+    edge_index: torch.Tensor, num_nodes: int, largest: float = LARGEST_GROWTH
+) -> torch.Tensor:
     """By the definition, node by node."""
     graph = nx.MultiDiGraph()
     graph.add_nodes_from(range(num_nodes))
@@ -19,9 +23,9 @@ def expected(edge_index: torch.Tensor, num_nodes: int) -> torch.Tensor:
         parents = [j for j, _ in graph.in_edges(i)]
         if parents:
             total = sum(growth[j] for j in parents)
-            scale[i] = min(len(parents) ** -0.5, LARGEST_GROWTH / total)
-            growth[i] = min(1 + scale[i] * total, LARGEST_GROWTH)
-    return torch.tensor(scale)
+            scale[i] = min(len(parents) ** -0.5, largest / total)
+            growth[i] = min(1 + scale[i] * total, largest)
+    return torch.tensor(scale, dtype=torch.double)
 
 
 def doubled_path(length: int) -> torch.Tensor:
@@ -33,10 +37,10 @@ def doubled_path(length: int) -> torch.Tensor:
 @given(dags())
 def test_roots_of_the_number_of_parents(graph: Graph):
     scale = parent_scale(*graph)
-    assert scale.dtype == torch.float32
+    assert scale.dtype == torch.float64
     torch.testing.assert_close(scale, expected(*graph))
     parents = torch.bincount(graph.edge_index[1], minlength=graph.num_nodes)
-    wanted = torch.where(parents > 0, parents.clamp(min=1).float().rsqrt(), 0)
+    wanted = torch.where(parents > 0, parents.clamp(min=1).double().rsqrt(), 0)
     torch.testing.assert_close(scale, wanted)
 
 
@@ -53,6 +57,13 @@ def test_growth_is_bounded(length: int):
     assert scale[-1] > 0.49
 
 
+def test_a_smaller_bound():
+    edge_index = doubled_path(100)
+    scale = parent_scale(edge_index, 100, 3)
+    torch.testing.assert_close(scale, expected(edge_index, 100, 8.0))
+    assert scale[-1] == 0.5
+
+
 def test_other_graphs_and_descendants_change_nothing():
     long, short = doubled_path(300), doubled_path(150)
     both = parent_scale(torch.cat([short, long + 150], 1), 450)
@@ -62,7 +73,7 @@ def test_other_graphs_and_descendants_change_nothing():
 
 def test_cycles_have_the_number_of_parents():
     scale = parent_scale(torch.tensor([[0, 1, 2, 2, 0], [1, 2, 1, 3, 3]]), 4)
-    wanted = torch.tensor([0, 0.5**0.5, 1, 0.5**0.5])
+    wanted = torch.tensor([0, 0.5**0.5, 1, 0.5**0.5], dtype=torch.double)
     torch.testing.assert_close(scale, wanted)
 
 
@@ -88,5 +99,5 @@ def _with_and_without_limit(
     edge_index, _ = grid_edges(height, width)
     edge_index = edge_index[:, grid_dag(edge_index, height, width, 0)[0]]
     parents = torch.bincount(edge_index[1], minlength=height * width)
-    plain = torch.where(parents > 0, parents.clamp(min=1).float().rsqrt(), 0)
+    plain = torch.where(parents > 0, parents.clamp(min=1).double().rsqrt(), 0)
     return expected(edge_index, height * width), plain
