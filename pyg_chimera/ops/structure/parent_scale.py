@@ -78,8 +78,7 @@ def grid_parent_scale(
         CPU, or :obj:`None` if it is :math:`1 / \sqrt{|p(i)|}` everywhere.
     """
     sizes = grid_sizes(height, width, num_nodes)
-    steps = max((h + w - 2 for h, w in sizes), default=0)
-    if steps <= 108:
+    if all(h + w <= 110 for h, w in sizes):
         return None
     parent = grid_parents(height, width, num_dags, num_nodes).view(-1, 2)
     node = torch.arange(parent.size(0)).unsqueeze(1).expand_as(parent)
