@@ -90,8 +90,8 @@ class KHopAttentionConv(Mixer):
             are those of :obj:`batch`; without it, all nodes form one graph. (default:
             :obj:`None`, for no such scaling)
         differential (bool or str, optional): Whether attention is differential,
-            :obj:`True` or :obj:`"rectified"`. Both compute twice as many logits; the
-            latter reads values only once, and takes less time. (default: :obj:`False`)
+            :obj:`True` or :obj:`"rectified"`. Both compute twice as many logits.
+            (default: :obj:`False`)
         depth (int, optional): The position of the layer in the model, counted from 1,
             for the initial :math:`\lambda` of differential attention. (default:
             :obj:`1`)
