@@ -1,6 +1,8 @@
 """DAGs whose paths part and meet again: sums over all of them grow with the depth."""
 
+import gzip
 from functools import partial
+from itertools import chain
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from pyg_chimera.nn import (
     HierarchicalMemoryConv,
     RGLRUConv,
 )
+from pyg_chimera.ops.structure import topological_rank
 
 LAYERS = {
     "ChimeraDAGConv": partial(ChimeraDAGConv, heads=2, state_channels=4),
@@ -78,3 +81,19 @@ def test_large_images():
         assert y.isfinite().all()
     alone = conv(x[:40000], height=200, width=200)
     torch.testing.assert_close(out[:40000], alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [ChimeraDAGConv, RGLRUConv])
+def test_a_circuit_of_thousands_of_levels(shared_data, make):
+    with gzip.open(shared_data / "circuits" / "sqrt.blif.gz", "rt") as file:
+        lines = file.read().replace("\\\n", " ").splitlines()
+    gates = [line.split()[1:] for line in lines if line.startswith(".names")]
+    number = {name: i for i, name in enumerate(dict.fromkeys(chain(*gates)))}
+    edges = [(number[x], number[g[-1]]) for g in gates for x in g[:-1]]
+    edge_index = torch.tensor(edges).t().contiguous()
+    x = torch.randn(len(number), 8, requires_grad=True)
+    assert topological_rank(edge_index, len(x)).max() > 3000
+    out = make(8)(x, edge_index)
+    out.square().mean().backward()
+    assert out.isfinite().all()
+    assert x.grad.isfinite().all()
