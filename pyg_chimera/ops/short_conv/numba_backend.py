@@ -1,7 +1,6 @@
 """The convolution on the CPU: jitted, one task per block of rows."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
@@ -45,7 +44,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 def _convolved(x: Tensor, weight: Tensor, bias: Tensor | None, reads: Tensor) -> Tensor:
     out, bias = x.new_empty(x.shape), weight[:, 0] * 0 if bias is None else bias
     block = np.append(np.arange(0, len(x), _ROWS), len(x))
-    _run(_convolve, block, *arrays(reads, x, out, torch.cat([bias[None], weight.t()])))
+    _run(_convolve, block, *arrays(reads, x, out, weight.t(), bias))
     return out
 
 
@@ -57,10 +56,9 @@ def _run(kernel, block: np.ndarray, *args: np.ndarray) -> None:
 
 
 @jit
-def _convolve(first, last, stop, scratch, block, reads, x, out, filters):
-    (_, size), channels = reads.shape, filters.shape[1]
-    X, Y, B = pointer(x), pointer(out), pointer(filters)  # biases, then the taps
-    W = B + channels
+def _convolve(first, last, stop, scratch, block, reads, x, out, weight, bias):
+    size, channels = weight.shape
+    X, Y, W, B = pointer(x), pointer(out), pointer(weight), pointer(bias)
     for task in range(first, last):
         if stopped(stop):
             return
