@@ -70,6 +70,7 @@ PUBLIC = {
 #: Cannot be imported without GraphGPS or Triton, and have tests of their own.
 FOREIGN = (
     "pyg_chimera.graphgym.gps_model",
+    "pyg_chimera.ops.causal_conv1d.triton_taps",
     "pyg_chimera.ops.recurrence.channel_scan.triton_span_scan",
     "pyg_chimera.ops.recurrence.triton_carry",
     "pyg_chimera.ops.recurrence.triton_chains",
@@ -81,7 +82,6 @@ FOREIGN = (
     "pyg_chimera.ops.recurrence.resolvent.triton_fronts",
     "pyg_chimera.ops.recurrence.resolvent.triton_paths",
     "pyg_chimera.ops.recurrence.selective_scan.triton_span_scan",
-    "pyg_chimera.ops.short_conv.triton_taps",
 )
 MODULES = [
     "pyg_chimera",

@@ -12,10 +12,10 @@ import torch
 
 from pyg_chimera import selftest
 from pyg_chimera.ops import causal_conv1d, explain, unchecked
+from pyg_chimera.ops.causal_conv1d import op, torch_backend
 from pyg_chimera.ops.common import compilation, operator, triton_runtime
 from pyg_chimera.ops.common.dispatch import Choice
 from pyg_chimera.ops.explain import _OPERATORS
-from pyg_chimera.ops.short_conv import op, torch_backend
 
 CPU = torch.device("cpu")
 
@@ -363,7 +363,7 @@ def test_all_kernels_have_something_to_be_tried_on(monkeypatch):
         *(("resolvent_mix", "sparse", form) for form in ("state", "chunk")),
         ("resolvent_mix", "dense", "mask"),
         *((x, "scan", "state") for x in ("selective_scan", "channel_scan")),
-        *((x, "scan", "state") for x in ("causal_conv1d", "grid_conv")),
+        ("causal_conv1d", "scan", "state"),
     }
 
 
@@ -372,7 +372,6 @@ _FOLDERS = {
     **dict.fromkeys(
         ("dag_scan", "stm_scan", "grid_scan", "grid_dag_scan"), "recurrence.dag_scan"
     ),
-    **dict.fromkeys(("causal_conv1d", "grid_conv"), "short_conv"),
     **{x: f"recurrence.{x}" for x in ("delta_scan", "channel_scan", "selective_scan")},
 }
 

@@ -1,6 +1,7 @@
 """The operators: pure functions of tensors."""
 
 from pyg_chimera.ops import structure
+from pyg_chimera.ops.causal_conv1d import causal_conv1d
 from pyg_chimera.ops.chimera_transition import (
     balanced_path_transition,
     chimera_transition,
@@ -14,6 +15,7 @@ from pyg_chimera.ops.common.dispatch import Choice, Cost
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.predicted_time import warn_above
 from pyg_chimera.ops.explain import explain
+from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.householder import householder_product
 from pyg_chimera.ops.neighborhood_attention import neighborhood_attention
 from pyg_chimera.ops.recurrence.channel_scan import channel_scan
@@ -26,7 +28,6 @@ from pyg_chimera.ops.recurrence.dag_scan import (
 from pyg_chimera.ops.recurrence.delta_scan import delta_scan
 from pyg_chimera.ops.recurrence.resolvent import resolvent_mix
 from pyg_chimera.ops.recurrence.selective_scan import selective_scan
-from pyg_chimera.ops.short_conv import causal_conv1d, grid_conv
 from pyg_chimera.ops.structure import (
     k_hop_index,
     line_graph,

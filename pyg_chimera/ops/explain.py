@@ -6,9 +6,11 @@ from typing import Any, overload
 
 import torch
 
+from pyg_chimera.ops.causal_conv1d import causal_conv1d
 from pyg_chimera.ops.common.checks import check_option
 from pyg_chimera.ops.common.dispatch import Choice
 from pyg_chimera.ops.common.operator import explained
+from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.neighborhood_attention import neighborhood_attention
 from pyg_chimera.ops.recurrence.channel_scan import channel_scan
 from pyg_chimera.ops.recurrence.dag_scan import (
@@ -20,7 +22,6 @@ from pyg_chimera.ops.recurrence.dag_scan import (
 from pyg_chimera.ops.recurrence.delta_scan import delta_scan
 from pyg_chimera.ops.recurrence.resolvent import resolvent_mix
 from pyg_chimera.ops.recurrence.selective_scan import selective_scan
-from pyg_chimera.ops.short_conv import causal_conv1d, grid_conv
 
 __all__ = ["explain"]
 

@@ -22,9 +22,10 @@ EDGES = torch.tensor([[0, 1, 1, 2, 2, 3], [1, 0, 2, 1, 3, 2]])
 #: and so are sizes of grids, if they are tensors.
 WAITS = {
     "selective_scan": {"item", "nonzero"},
+    "causal_conv1d": {"item", "nonzero"},
     "grid_dag_scan": {"tolist"},
     "grid_scan": {"tolist"},
-    "grid_conv": {"tolist"},
+    "grid_conv": {"tolist", "tensor"},
 }
 
 

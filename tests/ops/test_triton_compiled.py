@@ -29,7 +29,7 @@ BACKENDS = [
         "recurrence.delta_scan",
         "recurrence.resolvent",
         "recurrence.selective_scan",
-        "short_conv",
+        "causal_conv1d",
         "recurrence.channel_scan",
     )
 ]

@@ -45,7 +45,7 @@ SMALL = {
     "recurrence.delta_scan.triton_states": {"_NUMEL": 16},
     "recurrence.delta_scan.triton_chunks": {"_STEP": 16},
     "recurrence.selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
-    "short_conv.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
+    "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
     "recurrence.channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
 }
 SMALL = {

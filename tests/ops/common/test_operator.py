@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pyg_chimera.ops import causal_conv1d, explain, selective_scan
+from pyg_chimera.ops.causal_conv1d import op as conv_op
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.short_conv import op as conv_op
 
 
 def _forward(call: Call):

@@ -15,7 +15,7 @@ PACKAGES = {
     "recurrence.dag_scan": "_dag_scan",
     "recurrence.resolvent": "_resolvent_mix",
     "recurrence.selective_scan": "_selective_scan",
-    "short_conv": "_causal_conv1d",
+    "causal_conv1d": "_causal_conv1d",
 }
 SEQUENCES = ("selective_scan", "causal_conv1d")
 #: There and back, and a loop.

@@ -1,4 +1,4 @@
-"""What is special to `grid_conv`: literals, and its grids."""
+"""What is special to `grid_conv`: literals, and its kinds of canvas."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def test_sequences_are_grids_of_one_row(backend):
 
 
 def test_grids_alike_or_not():
-    """The same for grids of one size as beside others."""
+    """Each an image, or all on one: the same."""
     x, weight = torch.randn(18, 5).double(), torch.randn(5, 3, 3).double()
     alike = grid_conv(x[:12], weight, 2, 3)
     sizes = torch.tensor([2, 2, 6]), torch.tensor([3, 3, 1])

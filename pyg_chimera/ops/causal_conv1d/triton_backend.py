@@ -15,19 +15,18 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The outputs, [T, F]."""
-    from pyg_chimera.ops.short_conv.triton_taps import convolve
+    """The outputs, [T, D]."""
+    from pyg_chimera.ops.causal_conv1d.triton_taps import convolve
 
-    x, weight, bias = call.inputs[:3]
-    out = convolve(x, weight, call.structure.reads)
-    return (out if bias is None else out.add_(bias)), ()
+    x, weight, bias, ptr = call.inputs[:4]
+    bias = weight.new_zeros(weight.size(0)) if bias is None else bias
+    return convolve(x.contiguous(), weight, bias.contiguous(), ptr), ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of x, weight and, if given, bias."""
-    from pyg_chimera.ops.short_conv.triton_taps import convolve, weight_gradient
+    from pyg_chimera.ops.causal_conv1d.triton_taps import gradients
 
-    x, weight, bias = call.inputs[:3]
-    dx = convolve(grad, weight, call.structure.read_by)
-    dweight = weight_gradient(grad, x, weight, call.structure.reads)
-    return (dx, dweight) if bias is None else (dx, dweight, grad.sum(0))
+    x, weight, bias, ptr = call.inputs[:4]
+    grads = gradients(x.contiguous(), weight, ptr, grad.contiguous())
+    return grads if bias is None else (*grads, grad.sum(0))
