@@ -45,16 +45,18 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def all_parameters(cls: type) -> list[inspect.Parameter]:
     """The parameters of a layer's constructor, and of those of its base classes to
-    which it passes on ``**kwargs``.
+    which it passes on ``**kwargs``, by name only.
     """
     own: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__[: cls.__mro__.index(MessagePassing)]:
         if "__init__" not in vars(base):
             continue
         given = [*inspect.signature(vars(base)["__init__"]).parameters.values()][1:]
-        own |= {
-            x.name: own.get(x.name, x) for x in given if x.kind is not x.VAR_POSITIONAL
-        }
+        inherited = len(own) > 0
+        for x in given:
+            if x.name not in own and x.kind is not x.VAR_POSITIONAL:
+                by_name = inherited and x.kind is not x.VAR_KEYWORD
+                own[x.name] = x.replace(kind=x.KEYWORD_ONLY) if by_name else x
         if all(x.kind is not x.VAR_KEYWORD for x in given):
             break
     return sorted(own.values(), key=lambda x: x.kind)
@@ -70,7 +72,8 @@ def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
     known -= {"aggr", "node_dim", "decomposed_layers"}  # without effect, or worse
     for name in kwargs:
         if name not in known:
-            own = [x.name for x in all_parameters(type(layer))][:-1]
+            found = all_parameters(type(layer))
+            own = [x.name for x in found if x.kind is not x.VAR_KEYWORD]
             raise TypeError(
                 f"{type(layer).__name__} has no argument '{name}'; it has {own}, "
                 "and those of MessagePassing"

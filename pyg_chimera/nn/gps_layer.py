@@ -272,7 +272,9 @@ class GPSLayer(torch.nn.Module):
         parallel = self.arrangement == "parallel"
         out, sums = x, []
         edges: Any = edge_attr
-        for role in self._routes:
+        for role in ("conv", "mixer"):
+            if getattr(self, role) is None:
+                continue
             h, e = (x, edge_attr) if parallel else (out, edges)
             h = self._norm(role, h, batch) if self.norm_first else h
             h, update = self._call(role, h, edge_index, batch, e, kwargs)
@@ -346,6 +348,11 @@ class GPSLayer(torch.nn.Module):
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
         """The update of nodes, and that of edges or None."""
+        if role not in self._routes:
+            raise ValueError(
+                f"'{role}' must be given to the constructor, as a part that the layer "
+                "does not have has no norm either"
+            )
         prefix = f"{role}_"
         own = {
             name.removeprefix(prefix): value

@@ -514,6 +514,19 @@ def test_parts_are_replaced_by_those_of_their_class_only() -> None:
     layer.conv = GatedGCNConv(C, C)  # takes edge features, which would be lost
     with pytest.raises(TypeError, match="a GCNConv has been replaced by GatedGCNConv"):
         layer(x, edge_index, batch, edge_attr)
+    layer.mixer = ChimeraConv(C, C)
+    layer.conv = None
+    with pytest.raises(ValueError, match="'mixer' must be given to the constructor"):
+        layer(x, edge_index, batch)
+
+
+def test_a_part_may_be_left_out_later() -> None:
+    x, edge_index, batch, _ = make_inputs()
+    conv = GCNConv(C, C)
+    layer = GPSLayer(C, conv, ChimeraConv(C, C)).eval()
+    alone = GPSLayer(C, conv).eval()
+    alone.mlp, layer.mixer = layer.mlp, None
+    torch.testing.assert_close(layer(x, edge_index, batch), alone(x, edge_index, batch))
 
 
 def test_features_as_values_of_an_adjacency() -> None:

@@ -46,7 +46,9 @@ class ChimeraDAGConv(RangedBlock):
     SiLU. The transitions :math:`A_{ij}` and input gates :math:`s_i`, see
     :func:`~pyg_chimera.ops.dag_transition`, come from selectivities :math:`\Delta =
     \text{softplus}(\mathbf{W} \mathbf{x} + \mathbf{b})` of nodes and, with
-    :obj:`edge_dim`, edges.
+    :obj:`edge_dim`, edges. On deep DAGs whose paths meet again, they are scaled down
+    so that float32 does not overflow, see
+    :func:`~pyg_chimera.ops.structure.parent_scale`.
 
     On a directed path, the recurrence with :obj:`selectivity="target"` is that of
     `"Mamba-2" <https://arxiv.org/abs/2405.21060>`_. With also

@@ -54,8 +54,11 @@ class RGLRUConv(GatedBlock):
     parents, the mean of their means, and so on. :math:`\mathbf{W}_a` and
     :math:`\mathbf{W}_x` are block-diagonal, with a block for each head. For a node
     without parents, the sum is empty. Dividing by :math:`\sqrt{|p(i)|}` keeps the scale
-    of independent states. On a directed path, the layer is Griffin's block, and with
-    :obj:`released` that of the released code, but for the bias of its convolution.
+    of independent states; where paths part and meet again, what is divided by is such
+    that sums over all of them stay below :math:`2^{10}`
+    (:func:`~pyg_chimera.ops.structure.parent_scale`). On a directed path, the layer is
+    Griffin's block, and with :obj:`released` that of the released code, but for the
+    bias of its convolution.
 
     With :obj:`edge_dim`, each edge has its own gate, :math:`\mathbf{r}_{ij} =
     \sigma(\mathbf{W}_a \mathbf{u}_i + \mathbf{b}_a + \mathbf{W}_e \mathbf{e}_{ij})`,

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def _in_threads(
         raise errors[0]
 
 
-@cache
+@lru_cache(maxsize=1)
 def _pool(pid: int, num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, "pyg_chimera")
 

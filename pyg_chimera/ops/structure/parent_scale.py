@@ -7,7 +7,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import compress, to_numpy
-from pyg_chimera.ops.structure.grid import grid_parents, grid_sizes
+from pyg_chimera.ops.structure.grid import grid_dag, grid_edges, grid_sizes
 from pyg_chimera.ops.structure.registered import structural_op
 
 __all__ = ["grid_parent_scale", "parent_scale"]
@@ -78,13 +78,28 @@ def grid_parent_scale(
         CPU, or :obj:`None` if it is :math:`1 / \sqrt{|p(i)|}` everywhere.
     """
     sizes = grid_sizes(height, width, num_nodes)
-    if all(h + w <= 110 for h, w in sizes):
+    if all(h + w <= 110 or min(h, w) == 1 for h, w in sizes):
         return None
-    parent = grid_parents(height, width, num_dags, num_nodes).view(-1, 2)
-    node = torch.arange(parent.size(0)).unsqueeze(1).expand_as(parent)
-    exists = parent != node
-    edge_index = torch.stack([parent[exists], node[exists]])
-    return parent_scale(edge_index, parent.size(0)).view(num_nodes, num_dags)
+    tensor = torch.tensor(sizes, dtype=torch.long)
+    return _grid_scale(*tensor.unbind(1), num_dags, num_nodes)
+
+
+def _fake_grids(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) -> Tensor:
+    return height.new_empty((num_nodes, num_dags), dtype=torch.double)
+
+
+@structural_op(_fake_grids)
+def _grid_scale(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) -> Tensor:
+    sizes = list(zip(height.tolist(), width.tolist(), strict=True))
+    found: dict[tuple[int, int], Tensor] = {}
+    for h, w in sizes:
+        if (h, w) not in found:
+            edge_index, _ = grid_edges(h, w)
+            edge_index = edge_index[:, grid_dag(edge_index, h, w, 0)[0]]
+            scale = parent_scale(edge_index, h * w).view(h, w)
+            turned = [scale, scale.flip(0, 1), scale.flip(0), scale.flip(1)]
+            found[h, w] = torch.stack(turned[:num_dags], 2).flatten(0, 1)
+    return torch.cat([found[size] for size in sizes])
 
 
 @compiled()

@@ -1,5 +1,7 @@
 """Layers as modules of PyTorch and PyG: hooks, explainers, TorchScript, weights."""
 
+import inspect
+
 import pytest
 import torch
 from asserts import assert_near
@@ -228,3 +230,21 @@ def test_edge_weights_that_cannot_be_read():
         conv(x, edge_index, weight, edge_weight=weight)
     with pytest.raises(TypeError, match="GraphMambaConv reads no 'edge_weight'"):
         GraphMambaConv(8)(x, edge_index, torch.zeros(3).long(), edge_weight=weight)
+
+
+def test_layers_may_be_subclassed_with_arguments_of_their_own():
+    class Configured(ChimeraConv):
+        def __init__(self, config=None, **kwargs):
+            super().__init__(8, 8, **kwargs)
+
+    class Counted(ChimeraConv):
+        def __init__(self, num=2, *args, **kwargs):
+            super().__init__(8, 8, *args, **kwargs)
+
+    for kind, first in ((Configured, "config"), (Counted, "num")):
+        assert kind(heads=2).heads == 2
+        parameters = inspect.signature(kind).parameters
+        assert next(iter(parameters)) == first
+        assert parameters["heads"].kind is inspect.Parameter.KEYWORD_ONLY
+    with pytest.raises(TypeError, match=r"Configured has no argument 'head'.*'config'"):
+        Configured(head=2)

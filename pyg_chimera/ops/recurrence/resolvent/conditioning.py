@@ -4,8 +4,12 @@ Where some nodes pass nearly all that they receive to each other, I - A is nearl
 singular, and rounding the weights already changes the resolvent.
 """
 
-import torch
+import numpy as np
 from torch import Tensor
+
+from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
+from pyg_chimera.ops.recurrence.resolvent.sparse_products import products
+from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 __all__ = ["is_ill_conditioned", "sums"]
 
@@ -23,36 +27,71 @@ def sums(edge_index: Tensor, weight: Tensor, num_nodes: int) -> list[Tensor]:
     return [zeros.index_add(0, end.long(), weight) for end in edge_index.flip(0)]
 
 
-def is_ill_conditioned(edge_index: Tensor, weight: Tensor, num_nodes: int) -> bool:
+def is_ill_conditioned(blocks: Blocks, weight: Tensor) -> bool:
     r"""Whether row sums (or column sums) of :math:`(I - |A|)^{-1}` may be large.
 
     They are at most :math:`k / (1 - \max |A|^k 1)`, for any k. False for matrices
     neither rows nor columns of which sum to one at most, as this says nothing of them.
 
     Args:
-        edge_index: The edges, [2, E].
-        weight: Their weights, [E, heads].
-        num_nodes: The number of nodes V.
+        blocks: The graphs.
+        weight: The weights of the edges, [E, heads].
     """
-    if num_nodes == 0:
-        return False
-    weight = weight.detach().abs().double()
-    zeros = weight.new_zeros(num_nodes, weight.size(1))
-    least = zeros.new_full(zeros.shape[1:], torch.inf)
-    for ends in (edge_index.flip(0), edge_index):
-        end, other = ends.long()
-        steps, step = torch.full_like(least, torch.inf), weight
-        bounded = torch.ones_like(least, dtype=torch.bool)
-        for k in range(1, _SWEEPS + 1):
-            kept = zeros.index_add(0, end, step)
-            most = kept.amax(0)
-            bounded &= most <= 1
-            found = torch.where(bounded & (most < 1), k / (1 - most), torch.inf)
-            steps = torch.minimum(steps, found)
-            if ((steps <= _MOST_STEPS) | ~bounded).all():
-                break
-            step = weight * kept[other]
-        if (steps <= _MOST_STEPS).all():
+    heads = weight.shape[1]
+    absolute = weight.detach().cpu().abs().double().numpy()
+    steps = np.full((2, heads), np.inf)
+    for found, table, other in zip(
+        steps, products(blocks), _positions(blocks), strict=True
+    ):
+        run(
+            _bound_steps,
+            np.full(heads, 2.0 * _SWEEPS * len(absolute)),
+            2 * blocks.num_nodes,
+            absolute.dtype,
+            table.ptr,
+            other,
+            table.edge,
+            absolute,
+            found,
+        )
+        if (found <= _MOST_STEPS).all():
             return False
-        least = torch.minimum(least, steps)
-    return bool(((least > _MOST_STEPS) & (least < torch.inf)).any())
+    least = steps.min(0)
+    return bool(((least > _MOST_STEPS) & (least < np.inf)).any())
+
+
+def _positions(blocks: Blocks) -> list[np.ndarray]:
+    """The positions of the other ends of `products`, cached with the blocks."""
+    if "positions" not in blocks.tables:
+        start = np.repeat(blocks.ptr[:-1], blocks.sizes)
+        blocks.tables["positions"] = [
+            table.other + np.repeat(start, np.diff(table.ptr))
+            for table in products(blocks)
+        ]
+    return blocks.tables["positions"]
+
+
+@jit
+def _bound_steps(first, last, stop, scratch, ptr, other, edge, weight, out):
+    """For each head, a bound on the row sums, infinite if some of |A| exceed one."""
+    n = len(ptr) - 1
+    for h in range(first, last):
+        if stopped(stop):
+            return
+        kept, left = scratch[:n], scratch[n : 2 * n]
+        kept[:] = 1
+        for k in range(1, _SWEEPS + 1):
+            most = 0.0
+            for i in range(n):
+                total = 0.0
+                for x in range(ptr[i], ptr[i + 1]):
+                    total += weight[edge[x], h] * kept[other[x]]
+                left[i] = total
+                most = max(most, total)
+            if most > 1:
+                break
+            if most < 1:
+                out[h] = k / (1 - most)
+            if out[h] <= _MOST_STEPS:
+                break
+            kept, left = left, kept
