@@ -40,7 +40,6 @@ __all__ = [
     "gemm_rows",
     "lanes",
     "larger",
-    "largest",
     "load",
     "load_part",
     "load_some",
@@ -210,10 +209,6 @@ class _Code:
         start = ir.Constant(v.type.element, -0.0)
         options = {"fastmath": ("reassoc",)}
         return self.call("vector.reduce.fadd.*", start.type, start, v, **options)
-
-    def largest(self, v: Any) -> Any:
-        options = {"fastmath": ("nnan",)}
-        return self.call("vector.reduce.fmax.*", v.type.element, v, **options)
 
     def first(self, v: Any, n: Any) -> Any:
         return self.builder.select(self.mask(n), v, self.zeros)
@@ -440,12 +435,6 @@ def larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def smaller(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """The smaller number in each lane; that of `a`, NaN included, unless `b` is."""
     return np.where(b < a, b, a)
-
-
-@_compiles_to(_to_number, _Code.largest)
-def largest(v: np.ndarray) -> Any:
-    """The largest number of a vector; arbitrary if one of them is NaN."""
-    return v.max()
 
 
 @_compiles_to(_of_vectors, lambda code, v: code.call("floor.*", v.type, v))

@@ -21,7 +21,6 @@ from pyg_chimera.ops.common.simd import (
     gemm_rows,
     lanes,
     larger,
-    largest,
     load,
     load_some,
     pointer,
@@ -32,7 +31,6 @@ from pyg_chimera.ops.common.simd import (
     store_some,
     total,
     transpose_square,
-    vector_lanes,
     zeros,
 )
 from pyg_chimera.ops.common.vector_kit import exp2
@@ -148,16 +146,12 @@ def compare(up, down, powers, rounded, x, y):
         store(pointer(down) + i, smaller(a, b))
         store(pointer(powers) + i, exp2(a))
         store(pointer(rounded) + i, power_of_two(floor(b)))
-    return largest(load(p))
 
 
 @dtypes
 @pytest.mark.parametrize("function", [compare, compare.py_func])
 def test_comparisons_and_exponentials(dtype, function):
     x, y = np.random.default_rng(0).uniform(-40, 40, (2, 64)).astype(dtype)
-    assert (
-        function(*np.empty((4, 64), dtype), x, y) == x[: vector_lanes(x.dtype)[0]].max()
-    )
     x[1], x[2] = np.nan, -np.inf
     out = np.empty((4, 64), dtype)
     function(*out, x, y)

@@ -139,11 +139,12 @@ def _parts(call: Call, solve: _Solver | None, check: bool = False) -> Iterator[_
                 yield _Part(block.node, block.edge, _ALL, mix)
                 continue
             mix = partial(_mix_by_states, partial(block.solve, resolvent))
-            for keys in _slices(query, value[block.node], 8):
+            numel = len(block.node) * value.shape[1:].numel()
+            for keys in _slices(query, 8 * numel):
                 yield _Part(block.node, block.edge, keys, mix)
     elif in_states:
         copies = 8 + terms * (1 + 2 * len(weight) // len(value))
-        for keys in _slices(query, value, copies):
+        for keys in _slices(query, copies * value.numel()):
             yield _Part(_ALL, _ALL, keys, partial(_mix_by_states, solve))
     else:
         padding = table(_padding, call.structure, weight.device)
@@ -154,11 +155,9 @@ def _parts(call: Call, solve: _Solver | None, check: bool = False) -> Iterator[_
         yield _Part(_ALL, _ALL, _ALL, mix)
 
 
-def _slices(query: Tensor, value: Tensor, copies: int) -> Iterator[slice]:
-    """Slices of the state channels such that copies of the states of one fit in
-    memory.
-    """
-    lanes = max(1, _MAX_NUMEL // max(1, value.numel() * copies))
+def _slices(query: Tensor, numel: int) -> Iterator[slice]:
+    """Slices of the state channels that fit in memory, given the size of one."""
+    lanes = max(1, _MAX_NUMEL // max(1, numel))
     for a in range(0, max(1, query.size(2)), lanes):
         yield slice(a, a + lanes)
 
