@@ -217,7 +217,7 @@ def test_attention(benchmark):
     assert len(rows) == 3
     for row in rows:
         assert {x["case"] for x in row["errors"]} == set(row["ratios"])
-        assert row["ratios"]["numba"] == 1
+        assert row["ratios"]["torch"] == 1
         assert row["name"] in printed
 
 
