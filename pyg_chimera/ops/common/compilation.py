@@ -11,6 +11,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from inspect import signature
 from itertools import count
@@ -121,7 +122,23 @@ def _fields(kind: Any) -> Iterator[tuple[str, ...]]:
 
 
 class _Files(IndexDataCacheFile):
-    """numba's, but an index with types that no longer exist counts as outdated."""
+    """numba's, but an index with types that no longer exist counts as outdated, and
+    machine code has a name of its own, and is there before its entry in the index.
+
+    numba numbers it from one for each version: a process that reads while another
+    writes would find that of an earlier version, or of other types.
+    """
+
+    def save(self, key: Any, data: Any) -> None:
+        overloads = self._load_index()
+        if not overloads:  # what there is belongs to an earlier version
+            names = self._index_name.removesuffix("nbi") + "*.nbc"
+            for path in Path(self._cache_path).glob(names):
+                with suppress(OSError):
+                    path.unlink()
+        name = overloads.setdefault(key, self._data_name(secrets.randbits(48)))
+        self._save_data(name, data)
+        self._save_index(overloads)
 
     def _load_index(self) -> Any:
         try:

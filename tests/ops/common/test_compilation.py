@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import os
+import pickle
 import pkgutil
 import re
 import subprocess
@@ -96,7 +97,29 @@ def test_what_is_inlined_from_another_file_changes(tiny):
     assert tiny(1) == (-20, True)
     tiny.write(kernels="# A line.\n" + SOURCES["kernels"])
     assert tiny(1) == (-20, False)
-    assert tiny.files() == files  # nothing stale is left behind
+    left = tiny.files()
+    assert len(left) == len(files) == 2  # nothing stale is left behind
+    assert [x for x in left if x in files] == [x for x in files if x.endswith(".nbi")]
+
+
+def test_processes_that_save_at_once_never_read_the_code_of_each_other(tmp_path):
+    """Nor what an earlier version has left behind."""
+    (tmp_path / "f.1.nbc").write_bytes(pickle.dumps("of an earlier version"))
+    one, other = (compilation._Files(str(tmp_path), "f", "stamp") for _ in "12")
+
+    def interrupted(name: str, data: str) -> None:
+        compilation._Files._save_data(one, name, data)
+        assert one.load("float32") is None  # not in the index before its data
+        other.save("float64", "code for float64")
+
+    one._save_data = interrupted
+    one.save("float32", "code for float32")
+    codes = {kind: f"code for {kind}" for kind in ("float32", "float64")}
+    for kind, code in codes.items():
+        assert one.load(kind) in (None, code)  # without any, it is compiled again
+        other.save(kind, code)
+    assert {kind: one.load(kind) for kind in codes} == codes
+    assert not (tmp_path / "f.1.nbc").exists()
 
 
 def test_another_compiler(tiny, monkeypatch):
