@@ -126,7 +126,8 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         grads = supernodal_sweeps.backward(call.structure, arrays(*saved)[0], x)
     else:
         grads = _mask_backward(call.structure, Factors(*arrays(*saved)), x)
-    return tuple(torch.from_numpy(x).to(grad.dtype) for x in grads)
+    *others, weight = map(torch.from_numpy, grads)
+    return *(x.to(grad.dtype) for x in others), weight
 
 
 def _system(
@@ -135,13 +136,14 @@ def _system(
     """The operands in the dtype to compute in, and how to solve or sum."""
     num_terms, tolerance = call.inputs.num_terms, 0.0
     steps = call.inputs.value.new_empty(call.inputs.value.size(1), 0, 2)
+    modes = steps.new_empty(steps.size(0), 4, 0, dtype=torch.double)
     if call.choice.solver == "iterative":
-        call, steps, tolerance = Iteration.of(call, *saved)
+        call, steps, modes, tolerance = Iteration.of(call, *saved, apart=True)
         num_terms = -1
     inputs = call.inputs
     x = arrays(*inputs[:3], *(y.to(inputs.value.dtype) for y in grad))
-    weight, table = arrays(inputs.edge_weight, steps)
-    return Operands(*x), System(weight, table, num_terms, tolerance)
+    tables = arrays(inputs.edge_weight, steps, modes)
+    return Operands(*x), System(*tables, num_terms, tolerance)
 
 
 # ------------------------------------------------------------------------- mask form

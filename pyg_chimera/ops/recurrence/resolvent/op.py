@@ -59,7 +59,7 @@ _WORTH_WHILE = 0.02
 #: Batches of fewer nodes are always factored, even if their factors fill up.
 _MAX_SMALL = 4096
 #: An optimistic guess of how many sweeps an iteration takes.
-_FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), 10, 1.0)
+_FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), np.zeros((0, 4, 0)), 10, 1.0)
 
 
 class Inputs(NamedTuple):
@@ -191,7 +191,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
                     polynomial = polynomial_of(call)
                     reason += f"; about {polynomial.sweeps} sweeps are enough"
             sweeps = polynomial.sweeps
-            dtype, _ = precision_of(call, polynomial.margin)
+            dtype, _ = precision_of(value.dtype, polynomial.gap)
 
         def choice(form: str) -> Choice:
             found = Choice(self.name, solver, form, backend, reason)

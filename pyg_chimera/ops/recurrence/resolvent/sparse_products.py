@@ -6,7 +6,9 @@ cache (at least one), as states are gathered. All steps have one form,
 Y_i = c0 X_i + c1 H_i + c2 sum_j A_ij H_j, see `_step`.
 
 A finite sum repeats H <- A H + X. An iteration repeats the steps of `SweepPolynomial`,
-from the current residual, until it is below the tolerance.
+from the current residual, until it is below the tolerance. It is for the second system
+of `sweep_polynomial` only; what is along u is added in the end, in float64 where
+gradients of weights are small differences of large numbers.
 """
 
 from typing import Any, NamedTuple
@@ -38,10 +40,11 @@ from pyg_chimera.ops.recurrence.resolvent.state_tiles import (
 from pyg_chimera.ops.structure.csr import sorted_rows
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
-__all__ = ["Products", "System", "backward", "forward", "products"]
+__all__ = ["Products", "SlowModes", "System", "backward", "forward", "products"]
 
-#: Bytes of the states that a task gathers from: part of a typical L2 cache.
-_TILE_BYTES = 1 << 19
+#: Bytes of the states that a task gathers from: a typical L2 cache. Two vectors a node
+#: are faster all the same, as they share indices and weights.
+_TILE_BYTES = 1 << 20
 
 
 class Products(NamedTuple):
@@ -69,11 +72,23 @@ def products(blocks: Blocks) -> tuple[Products, Products]:
 # ------------------------------------------------------------------------------ passes
 
 
+class SlowModes(NamedTuple):
+    """For each graph, the direction in which I - A is nearly singular; zero if there is
+    none, or not just one. Vectors of float64 over positions, with v^T (I - A) u = 1.
+    """
+
+    right: np.ndarray  #: u
+    right_image: np.ndarray  #: (I - A) u
+    left: np.ndarray  #: v
+    left_image: np.ndarray  #: (I - A)^T v
+
+
 class System(NamedTuple):
     """The matrix, and how to solve or sum."""
 
     weight: np.ndarray  #: the edges' weights, [E, heads]
     steps: np.ndarray  #: those of `SweepPolynomial`, [heads, steps, 2]
+    modes: np.ndarray  #: those of `SlowModes`, [heads, 4, V]
     num_terms: int  #: highest power of a finite sum, or -1 to iterate
     tolerance: float  #: relative residual at which an iteration stops
 
@@ -93,6 +108,7 @@ class _Plan(NamedTuple):
     node: np.ndarray  #: [V], node at each position
     matrices: tuple[_Matrix, ...]  #: A, and in backward passes its transpose
     steps: np.ndarray  #: the rest of `System`
+    modes: np.ndarray
     num_terms: int
     tolerance: float
 
@@ -121,7 +137,7 @@ def forward(blocks: Blocks, system: System, x: Operands) -> tuple[np.ndarray, fl
     out, tiles = np.zeros_like(x.value), _tiles(blocks, x)
     costs = _costs(blocks, system, tiles, x)
     left = np.zeros(costs.shape[0])
-    room = 3 * int(blocks.sizes.max(initial=0)) + 6
+    room = 3 * int(blocks.sizes.max(initial=0)) + 8
     run(
         _forward_tasks,
         costs,
@@ -142,18 +158,37 @@ def backward(
     """
     tiles, (rows, columns) = _tiles(blocks, x), products(blocks)
     d = Gradients.of(x, tiles, blocks.num_edges)
+    along = np.zeros((tiles.pieces, x.value.shape[1], 3, blocks.num_nodes))
     costs = 4 * _costs(blocks, system, tiles, x)
     left = np.zeros(costs.shape[0])
     vector, _ = vector_lanes(x.value.dtype)
-    room = (4 + max(system.num_terms, 0)) * int(blocks.sizes.max(initial=0)) + 6
+    room = (4 + max(system.num_terms, 0)) * int(blocks.sizes.max(initial=0)) + 9
     run(
         _backward_tasks,
         costs,
         room * tiles.keys * tiles.width + (tiles.keys + vector) * vector,
         x.value.dtype,
-        *(_Plan.of(blocks, system, rows, columns), x, d, left, tiles),
+        *(_Plan.of(blocks, system, rows, columns), x, d, along, left, tiles),
     )
-    return d.summed(x.query.shape[1], rows.edge), float(left.max(initial=0))
+    dq, dk, dv, dw = d.summed(x.query.shape[1], rows.edge)
+    if system.modes.any():
+        dw = dw + _along_modes(blocks, system.modes, along.sum(0))
+    return (dq, dk, dv, dw), float(left.max(initial=0))
+
+
+def _along_modes(blocks: Blocks, modes: np.ndarray, along: np.ndarray) -> np.ndarray:
+    """What states along u and v add to the gradient of the weights, [E, heads].
+
+    For states H + u C and adjoints Z + v D it is <Z_i, C> u_j + v_i <D, H_j> + v_i u_j
+    <D, C>; `along` has these inner products, [heads, 3, V].
+    """
+    (right, _, left, _), (by_row, by_column, both) = modes.swapaxes(0, 1), along.swapaxes(0, 1)
+    i, j = blocks.edge_row, blocks.edge_col
+    dw = np.empty((blocks.num_edges, len(modes)))
+    dw[blocks.edge] = (
+        (by_row + left * both)[:, i] * right[:, j] + left[:, i] * by_column[:, j]
+    ).T
+    return dw
 
 
 def _costs(
@@ -167,7 +202,8 @@ def _costs(
 
 def _tiles(blocks: Blocks, x: Operands) -> StateTiles:
     vector, _ = vector_lanes(x.value.dtype)
-    return StateTiles.of(blocks.sizes, x, _TILE_BYTES, vector)
+    two = 2 * vector * x.value.itemsize * int(blocks.sizes.max(initial=0))
+    return StateTiles.of(blocks.sizes, x, max(_TILE_BYTES, two), vector)
 
 
 @jit
@@ -188,20 +224,24 @@ def _step(out, own, source, x, A, coefficients):
     moves = d0 != 0 or d1 != 0
     for i in range(A.first, A.last):
         at = (i - A.first) * size
-        e0, e1 = A.ptr[i], A.ptr[i + 1]
-        for w in range(at, at + size, step):
-            here = source + (w - at)
-            even, odd = zeros(out), zeros(out)
-            for e in range(e0, e1 - 1, 2):
-                even = fma(splat(weight[e]), load(here + other[e] * size), even)
-                odd = fma(splat(weight[e + 1]), load(here + other[e + 1] * size), odd)
-            if (e1 - e0) % 2 == 1:
-                last = load(here + other[e1 - 1] * size)
-                even = fma(splat(weight[e1 - 1]), last, even)
-            mine, there = load(own + w), load(source + w)
-            store(out + w, fma(a0, mine, fma(a1, there, a2 * (even + odd))))
-            if moves:
-                store(x + w, fma(b0, mine, fma(b1, there, load(x + w))))
+        for w in range(at, at + size, 2 * step):
+            here, pair = source + (w - at), w + step < at + size
+            first, second = zeros(out), zeros(out)
+            if pair:
+                for e in range(A.ptr[i], A.ptr[i + 1]):
+                    f, there = splat(weight[e]), here + other[e] * size
+                    first = fma(f, load(there), first)
+                    second = fma(f, load(there + step), second)
+            else:
+                for e in range(A.ptr[i], A.ptr[i + 1]):
+                    f, there = splat(weight[e]), here + other[e] * size
+                    first = fma(f, load(there), first)
+            for u in range(w, w + step + pair * step, step):
+                mine, there = load(own + u), load(source + u)
+                store(out + u, fma(a0, mine, fma(a1, there, a2 * first)))
+                if moves:
+                    store(x + u, fma(b0, mine, fma(b1, there, load(x + u))))
+                first = second
 
 
 @jit
@@ -232,41 +272,114 @@ def _ratio(x, bound):
 
 
 @jit
-def _solve(x, r, norms, pair, A, plan, head, stop, tile):
-    """Sets x to (I - A)^-1 b for b = k v^T; returns the relative residual.
+def _modes(plan, task, transposed):
+    """`SlowModes` of a task's block and head, or of the transposed system."""
+    all_, first, last = (
+        plan.modes[task.head],
+        plan.ptr[task.block],
+        plan.ptr[task.block + 1],
+    )
+    right, left = (2, 0) if transposed else (0, 2)
+    return SlowModes(
+        all_[right, first:last],
+        all_[right + 1, first:last],
+        all_[left, first:last],
+        all_[left + 1, first:last],
+    )
 
-    Each pass takes all steps from the current residual. `r` has room for two tiles.
-    The steps were found for a whole batch: if a pass does not reduce the residual of
-    this block, it starts over with x <- A x + b, which is known to converge.
+
+@jit
+def _along(out, left, pair, nodes, tile):
+    """Sets one state to sum_i v_i b_i for b = k v^T, summed in float64."""
+    sums = np.zeros((tile.num_keys, tile.channels))
+    for i in range(len(nodes)):
+        k, v = pair[0] + nodes[i] * tile.key_step, pair[1] + nodes[i] * tile.value_step
+        for a in range(tile.num_keys):
+            f = left[i] * k[a]
+            for p in range(tile.channels):
+                sums[a, p] += f * v[p]
+    out[:] = 0
+    for a in range(tile.num_keys):
+        out[a * tile.width : a * tile.width + tile.channels] = sums[a]
+
+
+@jit
+def _add_mode(states, vector, state, sign):
+    """Adds sign u_i C to the states, for a vector u and one state C."""
+    size, of = state.shape[0], pointer(state)
+    for i in range(len(vector)):
+        f, at = splat(state.dtype.type(sign * vector[i])), states + i * size
+        for w in range(0, size, lanes(states)):
+            store(at + w, fma(f, load(of + w), load(at + w)))
+
+
+@jit
+def _total(out, states, vector):
+    """Sets one state to sum_i v_i X_i."""
+    size, to = out.shape[0], pointer(out)
+    out[:] = 0
+    for i in range(len(vector)):
+        f, at = splat(out.dtype.type(vector[i])), states + i * size
+        for w in range(0, size, lanes(states)):
+            store(to + w, fma(f, load(at + w), load(to + w)))
+
+
+@jit
+def _solve(x, r, norms, pair, A, plan, task, transposed, stop, tile):
+    """Solves (I - A) X = b for b = k v^T: X is x + u C, see `sweep_polynomial`.
+
+    Each pass takes all steps from the current residual. The steps were found for a
+    whole batch: if a pass does not reduce the residual of this block, it starts over
+    with x <- A x + b, which is known to converge.
+
+    Args:
+        x: The states x.
+        r: Room for two tiles.
+        norms: Room for seven states, and C.
+
+    Returns:
+        The relative residual.
     """
     rows, size = A.last - A.first, A.size
-    steps, tolerance, t = plan.steps[head], plan.tolerance, r + rows * size
-    norms = norms[: 6 * size].reshape(6, size)
+    nodes, modes = plan.node[A.first : A.last], _modes(plan, task, transposed)
+    steps, tolerance, t = plan.steps[task.head], plan.tolerance, r + rows * size
+    along, C = norms[6], norms[7]
     one = norms.dtype.type(1)
     zero = one - one
-    x_norms, r_norms, b_norms = norms[:2], norms[2:4], norms[4:]
+    x_norms, r_norms, b_norms = norms[:2], norms[2:4], norms[4:6]
+    has_mode = modes.right.any()
+    if has_mode:
+        _along(C, modes.left, pair, nodes, tile)
     start, safe, idle = True, False, 0
     largest, total = np.inf, np.inf  # the smallest residual so far, in either norm
     while True:
         form(r, pair, plan.node, A.first, A.last, tile)
+        if has_mode:
+            _add_mode(r, modes.right_image, C, -1.0)
         if start:
             start = False
             _norms(b_norms, r, rows)
             clear(x, rows * size)
         else:
             _step(r, r, x, x, A, (one, -one, one, zero, zero))
+            if has_mode:
+                _total(along, r, modes.left)
+                _add_mode(r, modes.right_image, along, -1.0)
             _norms(r_norms, r, rows)
             _norms(x_norms, x, rows)
             residual = _ratio(r_norms.ravel(), 2 * x_norms.ravel() + b_norms.ravel())
-            if residual <= tolerance:
-                return residual
             left0 = _ratio(r_norms[0], b_norms[0])
             left1 = _ratio(r_norms[1], b_norms[1])
             idle = 0 if left0 < largest or left1 < total else idle + 1
             largest, total = min(largest, left0), min(total, left1)
-            if idle > 0 and residual <= 16 * tolerance:  # only rounding errors are left
-                return residual
-            if idle > 64 and safe:
+            if (
+                residual <= tolerance
+                or (idle > 0 and residual <= 16 * tolerance)  # only rounding is left
+                or (idle > 64 and safe)
+            ):
+                if has_mode:
+                    _total(along, x, modes.left_image)
+                    _add_mode(x, modes.right, along, -1.0)
                 return residual
             if idle > 0 and not safe:
                 start, safe, idle, largest, total = True, True, 0, np.inf, np.inf
@@ -292,10 +405,13 @@ def _forward_tasks(begin, end, stop, scratch, plan, x, out, left, tiles):
     one = x.value.dtype.type(1)
     zero = one - one
     size = tiles.keys * tiles.width
-    norms, states = scratch[: 6 * size], pointer(scratch) + 6 * size
+    norms, states = scratch[: 8 * size].reshape(8, size), pointer(scratch) + 8 * size
     for index in range(begin, end):
         task = task_of(index, x, tiles)
-        A = _rows(plan, plan.matrices[0], task, size)
+        A, modes = (
+            _rows(plan, plan.matrices[0], task, size),
+            _modes(plan, task, False),
+        )
         rows = A.last - A.first
         H, r, t = states, states + rows * size, states + 2 * rows * size
         v, y = pointer(x.value) + task.values, pointer(out) + task.values
@@ -303,8 +419,12 @@ def _forward_tasks(begin, end, stop, scratch, plan, x, out, left, tiles):
             tile = tile_of(task.piece, a, x, tiles)
             q, k = pointer(x.query) + (task.keys + a), pointer(x.key) + (task.keys + a)
             if plan.num_terms < 0:
-                residual = _solve(H, r, norms, (k, v), A, plan, task.head, stop, tile)
+                residual = _solve(
+                    H, r, norms, (k, v), A, plan, task, False, stop, tile
+                )
                 left[index] = max(left[index], residual)
+                if modes.right.any():
+                    _add_mode(H, modes.right, norms[7], 1.0)
             else:
                 form(t, (k, v), plan.node, A.first, A.last, tile)
                 copy(H, t, rows * size)
@@ -320,11 +440,11 @@ def _forward_tasks(begin, end, stop, scratch, plan, x, out, left, tiles):
 
 
 @jit
-def _backward_tasks(begin, end, stop, scratch, plan, x, d, left, tiles):
+def _backward_tasks(begin, end, stop, scratch, plan, x, d, along, left, tiles):
     one = x.value.dtype.type(1)
     zero = one - one
     size = tiles.keys * tiles.width
-    norms, states = scratch[: 6 * size], pointer(scratch) + 6 * size
+    norms, states = scratch[: 9 * size].reshape(9, size), pointer(scratch) + 9 * size
     for index in range(begin, end):
         task = task_of(index, x, tiles)
         h, dw = task.head, d.weight[task.piece, task.head]
@@ -341,11 +461,23 @@ def _backward_tasks(begin, end, stop, scratch, plan, x, d, left, tiles):
             Z, r, t = states, states + held, states + 2 * held
             H = states + 3 * held
             if plan.num_terms < 0:
-                residual = _solve(H, r, norms, (k, v), A, plan, h, stop, tile)
+                residual = _solve(
+                    H, r, norms, (k, v), A, plan, task, False, stop, tile
+                )
                 left[index] = max(left[index], residual)
-                residual = _solve(Z, r, norms, (q, dy), AT, plan, h, stop, tile)
+                C, D = norms[8], norms[7]
+                C[:] = D
+                residual = _solve(
+                    Z, r, norms, (q, dy), AT, plan, task, True, stop, tile
+                )
                 left[index] = max(left[index], residual)
                 _edges(dw, Z, H, A)
+                modes = _modes(plan, task, False)
+                if modes.right.any():
+                    products_of = along[task.piece, h, :, A.first : A.last]
+                    _multiply_modes(products_of, Z, H, C, D)
+                    _add_mode(H, modes.right, C, 1.0)
+                    _add_mode(Z, modes.left, D, 1.0)
             else:
                 form(H, (k, v), plan.node, A.first, A.last, tile)
                 X = H
@@ -376,6 +508,16 @@ def _backward_tasks(begin, end, stop, scratch, plan, x, d, left, tiles):
 def _add(target, source, size):
     for at in range(0, size, lanes(target)):
         store(target + at, load(target + at) + load(source + at))
+
+
+@jit
+def _multiply_modes(along, Z, H, C, D):
+    """Adds <Z_i, C>, <D, H_i> and <D, C>, for states C along u and D along v."""
+    size, c, d = len(C), pointer(C), pointer(D)
+    for i in range(along.shape[1]):
+        along[0, i] += inner_product(Z + i * size, c, size)
+        along[1, i] += inner_product(H + i * size, d, size)
+        along[2, i] += inner_product(c, d, size)
 
 
 @jit

@@ -7,6 +7,20 @@ GMRES-DR" <https://epubs.siam.org/doi/10.1137/140968276>`_ (Liu, Morgan and Wilc
 They are computed once per head, as all its states share one matrix; the steps take no
 inner products, and also solve the transposed system. In Leja order, no partial product
 of the factors is large.
+
+Where nodes pass on nearly all that they receive, :math:`\mathbf{I} - \mathbf{A}` is
+nearly singular, often in one direction only: its eigenvectors :math:`u` and :math:`v`
+on the right and left, for all nodes of a graph alike. With :math:`v^{\top} (\mathbf{I} -
+\mathbf{A}) u = 1`,
+
+.. math::
+    (\mathbf{I} - \mathbf{A})^{-1} b = u \, v^{\top} b + (\mathbf{I} - \mathbf{A})^{-1} (b -
+    (\mathbf{I} - \mathbf{A}) u \, v^{\top} b),
+
+whatever :math:`u` and :math:`v` are (`"Deflation of Conjugate Gradients with
+Applications to Boundary Value Problems" <https://doi.org/10.1137/0724027>`_,
+Nicolaides, 1987). The second system has no such direction: half the steps, in float32,
+are enough for it.
 """
 
 from collections.abc import Iterator
@@ -34,8 +48,15 @@ FLOATS = ("query", "key", "value", "edge_weight")
 
 #: The most steps of a pass, as rounding errors grow with them.
 _MAX_STEPS = 64
-#: With smaller margins, rounding errors of float32 grow beyond those of elimination.
-_SMALL_MARGIN = 1e-3
+#: Steps after which a direction is looked for in which the matrix is nearly singular.
+_FEW_STEPS = 16
+#: How often the steps are taken to find it.
+_MAX_FILTERS = 8
+#: The relative residual of eigenvectors. It need not be smaller, as solutions are exact
+#: for any vectors.
+_RESIDUAL = 1e-8
+#: With smaller gaps, rounding errors of float32 grow beyond those of elimination.
+_SMALL_GAP = 1e-3
 
 
 class SweepPolynomial(NamedTuple):
@@ -43,21 +64,23 @@ class SweepPolynomial(NamedTuple):
 
     steps: np.ndarray  #: [heads, steps, 2], (1 / root, 0), or for a pair of complex
     #: roots (1 / product, sum); padded with zeros
+    modes: np.ndarray  #: [heads, 4, V], those of `SlowModes`
     sweeps: int  #: products with A to reach the tolerance, estimated, for any head
-    margin: float  #: 1 less the rows' (or columns') largest sum in |A|, of any graph
+    gap: float  #: the least size of what I - A multiplies in other directions by: at
+    #: least 1 less the rows' (or columns') largest sum in |A|, or a harmonic Ritz value
 
 
-def precision_of(call: Call, margin: float) -> tuple[torch.dtype, float]:
-    """The dtype of an iteration, and the relative residual at which it stops.
+def precision_of(dtype: torch.dtype, gap: float) -> tuple[torch.dtype, float]:
+    """The dtype of an iteration for values of a dtype, and the relative residual at
+    which it stops.
 
-    The error of a state may be 1 / margin times the residual. So float32 is computed in
-    float64 if the margin is small, until errors are of float32's size.
+    The error of a state may be 1 / gap times the residual. So float32 is computed in
+    float64 if the gap is small, until errors are of float32's size.
     """
-    dtype = call.inputs.value.dtype
     rounding = 4 * torch.finfo(dtype).eps
-    if dtype != torch.float64 and margin < _SMALL_MARGIN:
+    if dtype != torch.float64 and gap < _SMALL_GAP:
         least = 64 * torch.finfo(torch.float64).eps
-        return torch.float64, max(rounding * margin, least)
+        return torch.float64, max(rounding * gap, least)
     return dtype, rounding
 
 
@@ -66,23 +89,33 @@ class Iteration(NamedTuple):
 
     call: Call
     steps: Tensor  #: [heads, steps, 2]
+    modes: Tensor  #: [heads, 4, V], float64
     tolerance: float
 
     @staticmethod
-    def saved(call: Call) -> tuple[Tensor, Tensor]:
-        """The steps and the margin, in the dtype and on the device of a call."""
-        steps, _, margin = polynomial_of(call)
-        value = call.inputs.value
-        return torch.from_numpy(steps).to(value), value.new_tensor([margin])
+    def saved(call: Call) -> tuple[Tensor, ...]:
+        """What :meth:`of` takes, in the dtype and on the device of a call."""
+        found, value = polynomial_of(call), call.inputs.value
+        modes = torch.from_numpy(found.modes).to(value.device).view(value.dtype)
+        steps = torch.from_numpy(found.steps).to(value)
+        return modes, steps, value.new_tensor([found.gap])
 
     @classmethod
-    def of(cls, call: Call, steps: Tensor, margin: Tensor) -> "Iteration":
-        """The iteration for a call, from what :meth:`saved` returned."""
-        dtype, tolerance = precision_of(call, float(margin))
+    def of(
+        cls, call: Call, modes: Tensor, steps: Tensor, gap: Tensor, *, apart: bool
+    ) -> "Iteration":
+        """The iteration for a call, from what :meth:`saved` returned.
+
+        States along u need float64, unless they are kept apart from the others.
+        """
+        dtype, tolerance = precision_of(call.inputs.value.dtype, float(gap))
+        modes = modes.view(torch.float64)
+        if not apart and modes.any():
+            dtype = torch.float64
         inputs = call.inputs
         floats = {name: getattr(inputs, name).to(dtype) for name in FLOATS}
         call = replace(call, inputs=inputs._replace(**floats))
-        return cls(call, steps.to(dtype), tolerance)
+        return cls(call, steps.to(dtype), modes, tolerance)
 
 
 def polynomial_of(call: Call) -> SweepPolynomial:
@@ -97,38 +130,40 @@ def polynomial_of(call: Call) -> SweepPolynomial:
 def _polynomial(call: Call) -> SweepPolynomial:
     blocks: Blocks = call.structure
     given = call.inputs.edge_weight.detach().cpu().double().numpy().T
-    margin = _margin(blocks, given[:, blocks.edge])
+    margins = _margins(blocks, given[:, blocks.edge])
     (ptr, local, edge), _ = products(blocks)
     other = local + np.repeat(np.repeat(blocks.ptr[:-1], blocks.sizes), np.diff(ptr))
-    _, tolerance = precision_of(call, margin)
     shape = (blocks.num_nodes, blocks.num_nodes)
     heads = [
-        _steps(csr_array((w, other, ptr), shape), tolerance)
-        for w in given[:, edge]
+        _steps(csr_array((w, other, ptr), shape), blocks.ptr, least, call.inputs.value.dtype)
+        for w, least in zip(given[:, edge], margins, strict=True)
         if blocks.num_nodes > 0
     ]
-    width = max((len(steps) for steps, _ in heads), default=0)
+    width = max((len(steps) for steps, *_ in heads), default=0)
     steps = np.zeros((len(given), width, 2))
-    for table, (found, _) in zip(steps, heads, strict=False):
-        table[: len(found)] = found
-    sweeps = max((sweeps for _, sweeps in heads), default=0)
-    return SweepPolynomial(steps, sweeps, margin)
+    modes = np.zeros((len(given), 4, blocks.num_nodes))
+    for h, (found, slow, *_) in enumerate(heads):
+        steps[h, : len(found)], modes[h] = found, slow
+    sweeps = max((sweeps for *_, sweeps, _ in heads), default=0)
+    gap = min((gap for *_, gap in heads), default=1.0)
+    return SweepPolynomial(steps, modes, sweeps, gap)
 
 
-def _margin(blocks: Blocks, weight: np.ndarray) -> float:
-    """By how much all rows, or all columns, of each graph's |A| sum to less than 1.
+def _margins(blocks: Blocks, weight: np.ndarray) -> np.ndarray:
+    """By how much all rows, or all columns, of each graph's |A| sum to less than 1,
+    [heads, T].
 
     Raises:
         UnsuitableSolver: If they do not.
     """
     if blocks.num_nodes == 0 or len(weight) == 0:
-        return 1.0
+        return np.ones((len(weight), len(blocks.sizes)))
     sums = []
     for end in (blocks.edge_row, blocks.edge_col):
         by_node = [np.bincount(end, np.abs(w), blocks.num_nodes) for w in weight]
         sums.append(np.maximum.reduceat(by_node, blocks.ptr[:-1], axis=1))
-    margin = 1 - float(np.minimum(*sums).max())
-    if not margin > 0:
+    margins = 1 - np.minimum(*sums)
+    if not margins.min() > 0:
         rows, columns = (x.max() for x in sums)
         raise UnsuitableSolver(
             "'edge_weight' makes I - A one that an iteration need not converge for: "
@@ -136,7 +171,7 @@ def _margin(blocks: Blocks, weight: np.ndarray) -> float:
             f"those out of a node to {columns:.4g}, and in each graph one of these "
             "must be below 1; scale the weights, or use solver='sparse' or 'dense'"
         )
-    return margin
+    return margins
 
 
 def check_residual(left: float, tolerance: float) -> None:
@@ -154,44 +189,102 @@ def check_residual(left: float, tolerance: float) -> None:
         )
 
 
-def _steps(A: csr_array, tolerance: float) -> tuple[np.ndarray, int]:
-    """The steps for one head, and how many products with A it needs.
+def _steps(
+    A: csr_array, ptr: np.ndarray, margins: np.ndarray, dtype: torch.dtype
+) -> tuple[np.ndarray, np.ndarray, int, float]:
+    """The steps for one head, its slow modes, how many products with A it needs, and
+    the gap.
 
     The component of a random right-hand side along an eigenvector is about 1 / sqrt(V)
     of its length, so a pass leaves at most sqrt(V) times the residual of any component.
     """
-    degree, sweeps = 0, np.inf
-    for m, H in enumerate(_arnoldi(A), 1):
-        right = np.zeros(m + 1)
-        right[0] = 1
-        y = np.linalg.lstsq(H[: m + 1, :m], right, rcond=None)[0]
-        left = float(np.linalg.norm(right - H[: m + 1, :m] @ y))
-        if left <= tolerance / 2:  # one pass, and one product for the residual
-            degree, sweeps = m, m + 1
-            break
-        worst = max(left, 1e-300) * np.sqrt(A.shape[0])
-        if worst < 0.5:
-            passes = np.ceil(np.log(tolerance) / np.log(worst))
-            if passes * (m + 1) < sweeps:
-                degree, sweeps = m, passes * (m + 1)
-    if degree == 0:  # H <- A H + X, whose rate of convergence is known
+    start = np.random.default_rng(0).standard_normal(A.shape[0])
+    modes, gap = np.zeros((4, A.shape[0])), margins.min(initial=1.0)
+    _, tolerance = precision_of(dtype, gap)
+    H, sweeps, is_enough = _search(A, start, _FEW_STEPS, tolerance)
+    if not is_enough:
+        modes = _slow_modes(A, ptr, H)
+        right_image, left = modes[1:3]
+        start -= right_image * _by_block(left * start, ptr)
+        others = margins[np.maximum.reduceat(modes[0], ptr[:-1]) == 0]
+        if len(others) < len(margins): 
+            _, tolerance = precision_of(dtype, others.min(initial=1.0))
+        H, sweeps, _ = _search(A, start, _MAX_STEPS, tolerance)
+    if sweeps == np.inf:  # H <- A H + X, whose rate of convergence is known
         # Not by abs(A), which adds up duplicates, and changes A's arrays.
         size = csr_array((np.abs(A.data), A.indices, A.indptr), A.shape)
         rate = min(size.sum(0).max(), size.sum(1).max(), 1 - 1e-9)
         count = int(np.log(tolerance) / np.log(rate)) + 1
-        return np.tile((1.0, 0.0), (_MAX_STEPS, 1)), count
-    return _leja(_harmonic_ritz_values(H[: degree + 1, :degree])), int(sweeps)
+        return np.tile((1.0, 0.0), (_MAX_STEPS, 1)), np.zeros_like(modes), count, gap
+    roots = _harmonic_ritz_values(H)
+    if modes.any():
+        gap = min(others.min(initial=1.0), float(np.abs(roots).min()))
+    return _leja(roots), modes, int(sweeps), gap
 
 
-def _arnoldi(A: csr_array) -> Iterator[np.ndarray]:
+def _search(
+    A: csr_array, start: np.ndarray, most: int, tolerance: float
+) -> tuple[np.ndarray, float, bool]:
+    """Arnoldi's matrix [m + 1, m] for the number of steps with the fewest products (the
+    last one, if none converges); these products; and whether a pass is enough.
+    """
+    best, fewest, H = np.empty((1, 0)), np.inf, np.empty((1, 0))
+    for m, wide in enumerate(_arnoldi(A, start, most), 1):
+        H, right = wide[: m + 1, :m].copy(), np.eye(m + 1)[0]
+        y = np.linalg.lstsq(H, right, rcond=None)[0]
+        left = float(np.linalg.norm(right - H @ y))
+        if left <= tolerance / 2:  # one pass, and one product for the residual
+            return H, m + 1, True
+        worst = max(left, 1e-300) * np.sqrt(A.shape[0])
+        if worst < 0.5:
+            passes = np.ceil(np.log(tolerance) / np.log(worst))
+            if passes * (m + 1) < fewest:
+                best, fewest = H, passes * (m + 1)
+    return (best, fewest, False) if fewest < np.inf else (H, fewest, False)
+
+
+def _slow_modes(A: csr_array, ptr: np.ndarray, H: np.ndarray) -> np.ndarray:
+    """Those of `SlowModes`, [4, V]: what steps for all other directions leave."""
+    roots = _harmonic_ritz_values(H)
+    roots = roots[np.argsort(np.abs(roots))]
+    gaps = np.abs(roots[1:]) / np.maximum(np.abs(roots[:-1]), 1e-300)
+    steps = _leja(roots[np.argmax(gaps) + 1 :]) if len(gaps) else np.empty((0, 2))
+    found = []
+    for matrix in (A, A.T.tocsr()):
+        x = np.ones(A.shape[0])
+        for _ in range(_MAX_FILTERS):
+            for c, a in steps:  # as in `sparse_products`
+                y = x - matrix @ x
+                x = x - c * (y if a == 0 else a * y - (y - matrix @ y))
+            x /= _by_block(np.abs(x), ptr, np.maximum) + 1e-300
+            image = x - matrix @ x
+            rate = _by_block(x * image, ptr) / (_by_block(x * x, ptr) + 1e-300)
+            left = _by_block(np.abs(image - rate * x), ptr, np.maximum)
+            is_found = left <= _RESIDUAL
+            if is_found.all():
+                break
+        found += [x, image, is_found]
+    right, right_image, right_found, left, left_image, left_found = found
+    scale, size = (_by_block(left * y, ptr) for y in (right_image, right))
+    usable = right_found & left_found & (scale > 0) & (size > 1e-3)
+    scale = np.where(usable, scale, 1.0)
+    modes = (right, right_image, left / scale, left_image / scale)
+    return np.where(usable, np.stack(modes), 0.0)
+
+
+def _by_block(x: np.ndarray, ptr: np.ndarray, reduce: np.ufunc = np.add) -> np.ndarray:
+    """The sums (or maxima) over each graph, for each of its nodes."""
+    return np.repeat(reduce.reduceat(x, ptr[:-1]), np.diff(ptr))
+
+
+def _arnoldi(A: csr_array, start: np.ndarray, most: int) -> Iterator[np.ndarray]:
     """I - A in a basis of its Krylov space: after step m, the first [m + 1, m] entries
     of the yielded matrix.
     """
     n = A.shape[0]
-    most = min(_MAX_STEPS, n)
+    most = min(most, n)
     V, H = np.empty((most + 1, n)), np.zeros((most + 1, most))
-    V[0] = np.random.default_rng(0).standard_normal(n)
-    V[0] /= np.linalg.norm(V[0])
+    V[0] = start / np.linalg.norm(start)
     for j in range(most):
         v = V[j + 1]
         v[:] = V[j] - A @ V[j]

@@ -290,7 +290,7 @@ def _solver(
     if solver == "sparse":
         solve = partial(_substitute, _Elimination.for_call(call), saved)
     else:
-        iteration = Iteration.of(call, *saved)
+        iteration = Iteration.of(call, *saved, apart=False)
         call, solve = iteration.call, partial(_iterate, iteration)
     return call.inputs[:4], lambda w, X: _Solution.apply(w, X, ends, solve)
 
@@ -325,10 +325,25 @@ def _sum_of_products(ends: Tensor, terms: int, weight: Tensor, X: Tensor) -> Ten
 
 def _iterate(iteration: Iteration, X: Tensor, transpose: bool = False) -> Tensor:
     """By products with A, as in `sparse_products`."""
-    call, steps, tolerance = iteration
+    call, steps, modes, tolerance = iteration
     edges, weight = call.inputs.edge_index, call.inputs.edge_weight[..., None, None]
     col, row = edges.flip(0) if transpose else edges
+    blocks: Blocks = call.structure
+    node, sizes = (torch.from_numpy(x).to(X.device) for x in (blocks.node, blocks.sizes))
+    block = torch.arange(len(sizes), device=X.device).repeat_interleave(sizes)
+    at_node = modes.new_zeros(modes.shape).index_copy_(2, node, modes).permute(1, 2, 0)
+    block = block.new_zeros(len(node)).index_copy_(0, node, block)
+    vectors = at_node[[2, 3, 0, 1] if transpose else [0, 1, 2, 3], ..., None, None]
+    right, right_image, left, left_image = vectors.to(X)
 
+    def total(x: Tensor) -> Tensor:  # over the nodes of each graph, for each of them
+        sums = x.new_zeros(len(sizes), *x.shape[1:]).index_add(0, block, x)
+        return sums.index_select(0, block)
+
+    def project(x: Tensor) -> Tensor:
+        return x - right_image * total(left * x)
+
+    along, X = right * total(left * X), project(X)
     def residual(H: Tensor, X: Tensor) -> Tensor:
         return (X - H).index_add(0, row, weight * H[col])
 
@@ -351,19 +366,19 @@ def _iterate(iteration: Iteration, X: Tensor, transpose: bool = False) -> Tensor
             H, r = H + (b * r - c * t), r - b * t
             if (c != 0).any():
                 r = r - c * residual(t, zero)
-        r = residual(H, X)
-        left = max(ratio(norms(r), 2 * norms(H) + norms(X)))
+        r = project(residual(H, X))
+        rest = max(ratio(norms(r), 2 * norms(H) + norms(X)))
         parts = ratio(norms(r), norms(X))
         idle = 0 if any(x < y for x, y in zip(parts, best, strict=True)) else idle + 1
         best = [min(x, y) for x, y in zip(parts, best, strict=True)]
-        rounding = idle > 0 and left <= 16 * tolerance
-        if left <= tolerance or rounding or (safe and idle > 64):
-            check_residual(left, tolerance)
+        rounding = idle > 0 and rest <= 16 * tolerance
+        if rest <= tolerance or rounding or (safe and idle > 64):
+            check_residual(rest, tolerance)
             break
         if idle > 0 and not safe:  # starts over with H <- A H + X, which converges
             H, r = torch.zeros_like(X), X
             safe, idle, best = True, 0, [float("inf")] * 2
-    return H
+    return H - right * total(left_image * H) + along
 
 
 # -------------------------------------------------------------------------- elimination

@@ -45,7 +45,9 @@ def steps_of(case, tolerance=4e-16):
     num_nodes = x["value"].size(0)
     dense = torch.zeros(num_nodes, num_nodes, dtype=torch.double)
     dense.index_put_(tuple(x["edge_index"].flip(0)), x["edge_weight"][:, 0], True)
-    return sweep_polynomial._steps(csr_array(dense.numpy()), tolerance)[0]
+    A, start = csr_array(dense.numpy()), np.random.default_rng(0).normal(size=num_nodes)
+    H, *_ = sweep_polynomial._search(A, start, 64, tolerance)
+    return sweep_polynomial._leja(sweep_polynomial._harmonic_ritz_values(H))
 
 
 @settings(max_examples=30, derandomize=True)
@@ -171,6 +173,78 @@ def test_rows_that_sum_to_nearly_one(psi, backend):
     for y, z in zip(got, want, strict=True):
         assert y.dtype == torch.float
         assert relative_error(y.double(), z) < 2e-6
+
+
+def nearly_closed(edges, num_nodes, least=1e-6, heads=2):
+    """Weights of which rows sum to 1 less between `least` and 0.01, in float64."""
+    generator = torch.Generator().manual_seed(0)
+    weight = 0.5 + torch.rand(edges.size(1), heads, generator=generator).double()
+    sums = torch.zeros(num_nodes, heads).double().index_add_(0, edges[1], weight)
+    margin = 0.01 * torch.rand(num_nodes, heads, generator=generator).double() ** 4
+    return weight / sums[edges[1]] * (1 - margin.clamp(min=least))[edges[1]]
+
+
+@both_backends
+@pytest.mark.parametrize("with_grid", [False, True])
+def test_nearly_singular_in_one_direction_of_each_graph(backend, with_grid):
+    """Two expanders, a pair, nodes without edges, and a path, which has many slow modes:
+    all are exact, as are the small differences of large gradients within rows.
+    """
+    path = torch.arange(40 if with_grid else 1)
+    path = torch.stack([path[:-1], path[1:]])
+    parts = [expander(300, 8), expander(200, 12) + 300, torch.tensor([[500, 501], [501, 500]]),
+             504 + torch.cat([path, path.flip(0)], 1)]  # fmt: skip
+    edges, num_nodes = torch.cat(parts, 1), 504 + path.size(1) + 1
+    weight = nearly_closed(edges, num_nodes)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_nodes, 2, 5, generator=generator)
+
+    want = gradients(x, weight, edges, torch.double, solver="dense")
+    got = gradients(
+        x, weight, edges, torch.double, solver="iterative", backend=backend
+    )
+    for y, z in zip(got, want, strict=True):
+        assert relative_error(y, z) < 1e-9
+    floats = x, x.flip(0), x.cos()
+    floats = [y.requires_grad_() for y in (*floats, weight.clone())]
+    y = resolvent_mix(*floats[:3], edges, floats[3], solver="iterative", backend=backend)
+    grads = torch.autograd.grad(y.square().sum(), floats)
+    for y, z in zip(grads, want[1:], strict=True):
+        assert relative_error(y.double(), z) < 2e-5
+    if not with_grid:
+        assert relative_error(
+            differences(weight, grads[3], edges), differences(weight, want[4], edges)
+        ) < 2e-5  # fmt: skip
+
+
+def differences(weight, grad, edges):
+    """What is left of the weights' gradient if their rows are divided by their sums."""
+    num_nodes = int(edges.max()) + 1
+    rows = torch.zeros(num_nodes, weight.size(1)).double()
+    mean = rows.index_add(0, edges[1], weight * grad)
+    mean = mean / rows.index_add(0, edges[1], weight)
+    return weight.detach() * (grad - mean[edges[1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_slow_modes_halve_the_steps_and_need_no_float64(dtype):
+    edges = expander(1000, 10)
+    weight = nearly_closed(edges, 1000).numpy()
+    A = csr_array((weight[:, 0], edges.flip(0).numpy()), (1000, 1000))
+    ptr, margins = np.array([0, 1000]), 1 - A.sum(1).max(keepdims=True)
+    steps, modes, sweeps, gap = sweep_polynomial._steps(A, ptr, margins, dtype)
+    assert gap > 0.2 > 1e3 * margins[0]
+    assert sweep_polynomial.precision_of(dtype, gap)[0] == dtype
+    start = np.random.default_rng(0).standard_normal(1000)
+    _, tolerance = sweep_polynomial.precision_of(dtype, margins[0])
+    _, without, _ = sweep_polynomial._search(A, start, 64, tolerance)
+    assert sweeps < 0.8 * without
+    right, right_image, left, left_image = modes
+    np.testing.assert_allclose(right_image, right - A @ right, atol=1e-12)
+    np.testing.assert_allclose(left_image, left - A.T @ left, rtol=1e-9, atol=1e-9)
+    assert left @ right_image == pytest.approx(1)
+    rate = (right @ right_image) / (right @ right)
+    assert np.abs(right_image - rate * right).max() < 1e-7
 
 
 def test_what_an_iteration_cannot_find_is_refused():
