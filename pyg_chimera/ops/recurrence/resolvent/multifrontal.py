@@ -29,6 +29,8 @@ __all__ = ["factorize"]
 
 #: Columns that are eliminated together.
 _PANEL = 32
+#: Columns that are eliminated from all others at once.
+_WIDE = 128
 
 
 def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[np.ndarray, float]:
@@ -204,12 +206,17 @@ def _scale(target, f, n):
 
 @jit
 def _eliminate(F, t, s, stop):
-    """Factors a front's first s columns in place; returns if all pivots are usable."""
+    """Factors a front's first s columns in place; returns if all pivots are usable.
+
+    Rows and columns beyond a share of `_WIDE` columns are updated once per share, as
+    this takes a pass over all of them.
+    """
     usable = True
     for k0 in range(0, s, _PANEL):
         if stopped(stop):
             return False
         k1 = min(k0 + _PANEL, s)
+        w0, w1 = k0 // _WIDE * _WIDE, min((k0 // _WIDE + 1) * _WIDE, s)
         for k in range(k0, k1):
             pivot = F[k * t + k]
             usable &= pivot != 0 and np.isfinite(pivot)
@@ -218,12 +225,26 @@ def _eliminate(F, t, s, stop):
                 F[i * t + k] = f
                 if f != 0:
                     _add(F + (i * t + k + 1), -f, F + (k * t + k + 1), k1 - k - 1)
-        for i in range(k0 + 1, k1):
-            for j in range(k0, i):
-                _add(F + (i * t + k1), -F[i * t + j], F + (j * t + k1), t - k1)
-        m, below, beside = t - k1, F + (k1 * t + k0), F + (k0 * t + k1)
-        gemm(F + (k1 * t + k1), t, below, t, 1, beside, t, m, m, k1 - k0, SUBTRACT)
+        _update(F, t, (k0, k1), t, (k1, w1))
+        if k1 == w1:
+            for p0 in range(w0, w1, _PANEL):
+                _update(F, t, (p0, min(p0 + _PANEL, w1)), w1, (w1, t))
+            m, below, beside = t - w1, F + (w1 * t + w0), F + (w0 * t + w1)
+            gemm(F + (w1 * t + w1), t, below, t, 1, beside, t, m, m, w1 - w0, SUBTRACT)
     return usable
+
+
+@jit
+def _update(F, t, panel, last, columns):
+    """Eliminates a panel's columns from some columns to its right, up to row `last`."""
+    (k0, k1), (j0, j1) = panel, columns
+    for i in range(k0 + 1, k1):
+        for j in range(k0, i):
+            _add(F + (i * t + j0), -F[i * t + j], F + (j * t + j0), j1 - j0)
+    gemm(
+        F + (k1 * t + j0), t, F + (k1 * t + k0), t, 1, F + (k0 * t + j0), t,
+        last - k1, j1 - j0, k1 - k0, SUBTRACT,
+    )  # fmt: skip
 
 
 @jit

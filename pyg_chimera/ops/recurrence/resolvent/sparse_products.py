@@ -19,6 +19,7 @@ from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.common.simd import (
     fma,
     lanes,
+    larger,
     load,
     pointer,
     splat,
@@ -251,14 +252,14 @@ def _norms(norms, states, rows):
     A contracts the maximum if its rows sum to less than one, the sum if columns do.
     """
     size = norms.shape[1]
-    largest, total = norms
     norms[:] = 0
     for i in range(rows):
-        row = states + i * size
-        for w in range(size):
-            x = abs(row[w])
-            largest[w] = max(x, largest[w])
-            total[w] += x
+        for w in range(0, size, lanes(states)):
+            most, total = pointer(norms) + w, pointer(norms) + (size + w)
+            x = load(states + (i * size + w))
+            x = larger(x, zeros(states) - x)
+            store(most, larger(load(most), x))
+            store(total, load(total) + x)
 
 
 @jit
@@ -514,10 +515,10 @@ def _add(target, source, size):
 def _multiply_modes(along, Z, H, C, D):
     """Adds <Z_i, C>, <D, H_i> and <D, C>, for states C along u and D along v."""
     size, c, d = len(C), pointer(C), pointer(D)
+    along[2] += inner_product(c, d, size)
     for i in range(along.shape[1]):
         along[0, i] += inner_product(Z + i * size, c, size)
         along[1, i] += inner_product(H + i * size, d, size)
-        along[2, i] += inner_product(c, d, size)
 
 
 @jit
