@@ -298,13 +298,16 @@ class Operator(Generic[Inputs, Structure]):
 
     def _setup_context(self, ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # zeros of the size of all that is saved
         out, saved, header = output
         tensors = [x if isinstance(x, Tensor) else None for x in inputs]
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
         again = out if self.saves_output else saved
         ctx.save_for_backward(again, header, *tensors)
 
-    def _differentiate(self, ctx: Any, grad: Tensor, *_: Any) -> tuple:
+    def _differentiate(self, ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
+        if grad is None:
+            return (None,) * len(self._are_tensors)
         saved, header, *tensors = ctx.saved_tensors
         args = [
             x if other is None else other

@@ -22,7 +22,7 @@ class Merging(NamedTuple):
 
 
 #: As measured on a CPU.
-_ON_CPU = Merging(max_leaf=16, per_row=8, per_supernode=40)
+_ON_CPU = Merging(max_leaf=16, per_row=4, per_supernode=40)
 
 
 class Supernodes(NamedTuple):
