@@ -227,8 +227,8 @@ class _Scratch:
 def _aligned(size: int) -> np.ndarray:
     """Bytes aligned to a cache line, so that no vector crosses two lines.
 
-    On Linux, many of them are on huge pages: where states are gathered from thousands of
-    small ones, translating their addresses takes longer than all else.
+    On Linux, many of them are on huge pages: where states are gathered from thousands
+    of small ones, translating their addresses takes longer than all else.
     """
     unit = 64
     if size >= _HUGE // 8 and hasattr(mmap, "MADV_HUGEPAGE"):

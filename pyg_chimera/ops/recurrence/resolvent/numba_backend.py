@@ -142,8 +142,8 @@ def _system(
         num_terms = -1
     inputs = call.inputs
     x = arrays(*inputs[:3], *(y.to(inputs.value.dtype) for y in grad))
-    tables = arrays(inputs.edge_weight, steps, modes)
-    return Operands(*x), System(*tables, num_terms, tolerance)
+    weight, table, slow = arrays(inputs.edge_weight, steps, modes)
+    return Operands(*x), System(weight, table, slow, num_terms, tolerance)
 
 
 # ------------------------------------------------------------------------- mask form

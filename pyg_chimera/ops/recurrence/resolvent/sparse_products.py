@@ -128,6 +128,7 @@ class _Rows(NamedTuple):
     ptr: np.ndarray
     other: np.ndarray
     weight: Any  #: a pointer to those of the head
+    modes: SlowModes  #: of the block
     first: int
     last: int
     size: int  #: of a state
@@ -183,7 +184,8 @@ def _along_modes(blocks: Blocks, modes: np.ndarray, along: np.ndarray) -> np.nda
     For states H + u C and adjoints Z + v D it is <Z_i, C> u_j + v_i <D, H_j> + v_i u_j
     <D, C>; `along` has these inner products, [heads, 3, V].
     """
-    (right, _, left, _), (by_row, by_column, both) = modes.swapaxes(0, 1), along.swapaxes(0, 1)
+    right, left = modes[:, 0], modes[:, 2]
+    by_row, by_column, both = along.swapaxes(0, 1)
     i, j = blocks.edge_row, blocks.edge_col
     dw = np.empty((blocks.num_edges, len(modes)))
     dw[blocks.edge] = (
@@ -208,10 +210,18 @@ def _tiles(blocks: Blocks, x: Operands) -> StateTiles:
 
 
 @jit
-def _rows(plan, matrix, task, size):
+def _rows(plan, transposed, task, size):
+    matrix, modes = plan.matrices[transposed], plan.modes[task.head]
     weight = pointer(matrix.weight) + task.head * matrix.weight.shape[1]
     first, last = plan.ptr[task.block], plan.ptr[task.block + 1]
-    return _Rows(matrix.ptr, matrix.other, weight, first, last, size)
+    right, left = 2 * transposed, 2 - 2 * transposed
+    slow = SlowModes(
+        modes[right, first:last],
+        modes[right + 1, first:last],
+        modes[left, first:last],
+        modes[left + 1, first:last],
+    )
+    return _Rows(matrix.ptr, matrix.other, weight, slow, first, last, size)
 
 
 @jit
@@ -273,23 +283,6 @@ def _ratio(x, bound):
 
 
 @jit
-def _modes(plan, task, transposed):
-    """`SlowModes` of a task's block and head, or of the transposed system."""
-    all_, first, last = (
-        plan.modes[task.head],
-        plan.ptr[task.block],
-        plan.ptr[task.block + 1],
-    )
-    right, left = (2, 0) if transposed else (0, 2)
-    return SlowModes(
-        all_[right, first:last],
-        all_[right + 1, first:last],
-        all_[left, first:last],
-        all_[left + 1, first:last],
-    )
-
-
-@jit
 def _along(out, left, pair, nodes, tile):
     """Sets one state to sum_i v_i b_i for b = k v^T, summed in float64."""
     sums = np.zeros((tile.num_keys, tile.channels))
@@ -326,24 +319,18 @@ def _total(out, states, vector):
 
 
 @jit
-def _solve(x, r, norms, pair, A, plan, task, transposed, stop, tile):
-    """Solves (I - A) X = b for b = k v^T: X is x + u C, see `sweep_polynomial`.
+def _solve(x, r, norms, pair, A, plan, head, stop, tile):
+    """Solves (I - A) X = b for b = k v^T, where X = x + u C, see `sweep_polynomial`;
+    returns the relative residual.
 
-    Each pass takes all steps from the current residual. The steps were found for a
-    whole batch: if a pass does not reduce the residual of this block, it starts over
-    with x <- A x + b, which is known to converge.
-
-    Args:
-        x: The states x.
-        r: Room for two tiles.
-        norms: Room for seven states, and C.
-
-    Returns:
-        The relative residual.
+    Each pass takes all steps from the current residual. `r` has room for two tiles, and
+    `norms` for seven states and C. The steps were found for a whole batch: if a pass
+    does not reduce the residual of this block, it starts over with x <- A x + b, which
+    is known to converge.
     """
-    rows, size = A.last - A.first, A.size
-    nodes, modes = plan.node[A.first : A.last], _modes(plan, task, transposed)
-    steps, tolerance, t = plan.steps[task.head], plan.tolerance, r + rows * size
+    rows, size, modes = A.last - A.first, A.size, A.modes
+    nodes = plan.node[A.first : A.last]
+    steps, tolerance, t = plan.steps[head], plan.tolerance, r + rows * size
     along, C = norms[6], norms[7]
     one = norms.dtype.type(1)
     zero = one - one
@@ -409,10 +396,7 @@ def _forward_tasks(begin, end, stop, scratch, plan, x, out, left, tiles):
     norms, states = scratch[: 8 * size].reshape(8, size), pointer(scratch) + 8 * size
     for index in range(begin, end):
         task = task_of(index, x, tiles)
-        A, modes = (
-            _rows(plan, plan.matrices[0], task, size),
-            _modes(plan, task, False),
-        )
+        A = _rows(plan, 0, task, size)
         rows = A.last - A.first
         H, r, t = states, states + rows * size, states + 2 * rows * size
         v, y = pointer(x.value) + task.values, pointer(out) + task.values
@@ -420,12 +404,10 @@ def _forward_tasks(begin, end, stop, scratch, plan, x, out, left, tiles):
             tile = tile_of(task.piece, a, x, tiles)
             q, k = pointer(x.query) + (task.keys + a), pointer(x.key) + (task.keys + a)
             if plan.num_terms < 0:
-                residual = _solve(
-                    H, r, norms, (k, v), A, plan, task, False, stop, tile
-                )
+                residual = _solve(H, r, norms, (k, v), A, plan, task.head, stop, tile)
                 left[index] = max(left[index], residual)
-                if modes.right.any():
-                    _add_mode(H, modes.right, norms[7], 1.0)
+                if A.modes.right.any():
+                    _add_mode(H, A.modes.right, norms[7], 1.0)
             else:
                 form(t, (k, v), plan.node, A.first, A.last, tile)
                 copy(H, t, rows * size)
@@ -449,8 +431,7 @@ def _backward_tasks(begin, end, stop, scratch, plan, x, d, along, left, tiles):
     for index in range(begin, end):
         task = task_of(index, x, tiles)
         h, dw = task.head, d.weight[task.piece, task.head]
-        A = _rows(plan, plan.matrices[0], task, size)
-        AT = _rows(plan, plan.matrices[1], task, size)
+        A, AT = _rows(plan, 0, task, size), _rows(plan, 1, task, size)
         held = (A.last - A.first) * size
         products = states + (4 + max(plan.num_terms, 0)) * held
         v, dy = pointer(x.value) + task.values, pointer(x.grad) + task.values
@@ -462,23 +443,18 @@ def _backward_tasks(begin, end, stop, scratch, plan, x, d, along, left, tiles):
             Z, r, t = states, states + held, states + 2 * held
             H = states + 3 * held
             if plan.num_terms < 0:
-                residual = _solve(
-                    H, r, norms, (k, v), A, plan, task, False, stop, tile
-                )
+                residual = _solve(H, r, norms, (k, v), A, plan, h, stop, tile)
                 left[index] = max(left[index], residual)
                 C, D = norms[8], norms[7]
                 C[:] = D
-                residual = _solve(
-                    Z, r, norms, (q, dy), AT, plan, task, True, stop, tile
-                )
+                residual = _solve(Z, r, norms, (q, dy), AT, plan, h, stop, tile)
                 left[index] = max(left[index], residual)
                 _edges(dw, Z, H, A)
-                modes = _modes(plan, task, False)
-                if modes.right.any():
-                    products_of = along[task.piece, h, :, A.first : A.last]
-                    _multiply_modes(products_of, Z, H, C, D)
-                    _add_mode(H, modes.right, C, 1.0)
-                    _add_mode(Z, modes.left, D, 1.0)
+                if A.modes.right.any():
+                    here = along[task.piece, h, :, A.first : A.last]
+                    _multiply_modes(here, Z, H, C, D)
+                    _add_mode(H, A.modes.right, C, 1.0)
+                    _add_mode(Z, AT.modes.right, D, 1.0)
             else:
                 form(H, (k, v), plan.node, A.first, A.last, tile)
                 X = H

@@ -8,19 +8,18 @@ They are computed once per head, as all its states share one matrix; the steps t
 inner products, and also solve the transposed system. In Leja order, no partial product
 of the factors is large.
 
-Where nodes pass on nearly all that they receive, :math:`\mathbf{I} - \mathbf{A}` is
-nearly singular, often in one direction only: its eigenvectors :math:`u` and :math:`v`
-on the right and left, for all nodes of a graph alike. With :math:`v^{\top} (\mathbf{I} -
-\mathbf{A}) u = 1`,
+Where nodes pass on nearly all that they receive, :math:`\mathbf{M} = \mathbf{I} -
+\mathbf{A}` is nearly singular, often in one direction only: its eigenvectors :math:`u`
+and :math:`v` on the right and left. With :math:`v^{\top} \mathbf{M} u = 1`,
 
 .. math::
-    (\mathbf{I} - \mathbf{A})^{-1} b = u \, v^{\top} b + (\mathbf{I} - \mathbf{A})^{-1} (b -
-    (\mathbf{I} - \mathbf{A}) u \, v^{\top} b),
+    \mathbf{M}^{-1} b
+    = u \, v^{\top} b + \mathbf{M}^{-1} (b - \mathbf{M} u \, v^{\top} b),
 
 whatever :math:`u` and :math:`v` are (`"Deflation of Conjugate Gradients with
 Applications to Boundary Value Problems" <https://doi.org/10.1137/0724027>`_,
-Nicolaides, 1987). The second system has no such direction: half the steps, in float32,
-are enough for it.
+Nicolaides, 1987). There is no such direction in the second system: it takes half the
+steps, and float32 is enough.
 """
 
 from collections.abc import Iterator
@@ -96,9 +95,9 @@ class Iteration(NamedTuple):
     def saved(call: Call) -> tuple[Tensor, ...]:
         """What :meth:`of` takes, in the dtype and on the device of a call."""
         found, value = polynomial_of(call), call.inputs.value
-        modes = torch.from_numpy(found.modes).to(value.device).view(value.dtype)
+        modes = torch.tensor(found.modes.ravel(), device=value.device)
         steps = torch.from_numpy(found.steps).to(value)
-        return modes, steps, value.new_tensor([found.gap])
+        return modes.view(value.dtype), steps, value.new_tensor([found.gap])
 
     @classmethod
     def of(
@@ -109,7 +108,8 @@ class Iteration(NamedTuple):
         States along u need float64, unless they are kept apart from the others.
         """
         dtype, tolerance = precision_of(call.inputs.value.dtype, float(gap))
-        modes = modes.view(torch.float64)
+        shape = len(steps), 4, call.inputs.value.size(0)
+        modes = modes.view(torch.float64).view(shape)
         if not apart and modes.any():
             dtype = torch.float64
         inputs = call.inputs
@@ -135,7 +135,12 @@ def _polynomial(call: Call) -> SweepPolynomial:
     other = local + np.repeat(np.repeat(blocks.ptr[:-1], blocks.sizes), np.diff(ptr))
     shape = (blocks.num_nodes, blocks.num_nodes)
     heads = [
-        _steps(csr_array((w, other, ptr), shape), blocks.ptr, least, call.inputs.value.dtype)
+        _steps(
+            csr_array((w, other, ptr), shape),
+            blocks.ptr,
+            least,
+            call.inputs.value.dtype,
+        )
         for w, least in zip(given[:, edge], margins, strict=True)
         if blocks.num_nodes > 0
     ]
@@ -207,7 +212,7 @@ def _steps(
         right_image, left = modes[1:3]
         start -= right_image * _by_block(left * start, ptr)
         others = margins[np.maximum.reduceat(modes[0], ptr[:-1]) == 0]
-        if len(others) < len(margins): 
+        if len(others) < len(margins):
             _, tolerance = precision_of(dtype, others.min(initial=1.0))
         H, sweeps, _ = _search(A, start, _MAX_STEPS, tolerance)
     if sweeps == np.inf:  # H <- A H + X, whose rate of convergence is known

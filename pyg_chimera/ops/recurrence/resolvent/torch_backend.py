@@ -329,7 +329,9 @@ def _iterate(iteration: Iteration, X: Tensor, transpose: bool = False) -> Tensor
     edges, weight = call.inputs.edge_index, call.inputs.edge_weight[..., None, None]
     col, row = edges.flip(0) if transpose else edges
     blocks: Blocks = call.structure
-    node, sizes = (torch.from_numpy(x).to(X.device) for x in (blocks.node, blocks.sizes))
+    node, sizes = (
+        torch.from_numpy(x).to(X.device) for x in (blocks.node, blocks.sizes)
+    )
     block = torch.arange(len(sizes), device=X.device).repeat_interleave(sizes)
     at_node = modes.new_zeros(modes.shape).index_copy_(2, node, modes).permute(1, 2, 0)
     block = block.new_zeros(len(node)).index_copy_(0, node, block)
@@ -344,6 +346,7 @@ def _iterate(iteration: Iteration, X: Tensor, transpose: bool = False) -> Tensor
         return x - right_image * total(left * x)
 
     along, X = right * total(left * X), project(X)
+
     def residual(H: Tensor, X: Tensor) -> Tensor:
         return (X - H).index_add(0, row, weight * H[col])
 
