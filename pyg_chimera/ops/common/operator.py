@@ -298,6 +298,7 @@ class Operator(Generic[Inputs, Structure]):
 
     def _setup_context(self, ctx: Any, inputs: tuple, output: tuple) -> None:
         ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)  # else zeros as large as what is saved
         out, saved, header = output
         tensors = [x if isinstance(x, Tensor) else None for x in inputs]
         ctx.others = [None if isinstance(x, Tensor) else x for x in inputs]
