@@ -305,7 +305,9 @@ class Operator(Generic[Inputs, Structure]):
         again = out if self.saves_output else saved
         ctx.save_for_backward(again, header, *tensors)
 
-    def _differentiate(self, ctx: Any, grad: Tensor, *_: Any) -> tuple:
+    def _differentiate(self, ctx: Any, grad: Tensor | None, *_: Any) -> tuple:
+        if grad is None:
+            return (None,) * len(ctx.others)
         saved, header, *tensors = ctx.saved_tensors
         args = [
             x if other is None else other

@@ -16,7 +16,7 @@ from pyg_chimera.ops.recurrence.delta_scan.level_states import MAX_NUMEL
 from pyg_chimera.ops.recurrence.delta_scan.state_fronts import Plan
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["cost_of", "may_be_sparse", "why_not_form"]
+__all__ = ["cost_of", "is_large", "why_not_form"]
 
 #: Nanoseconds per multiply-add of a matrix product.
 _PRODUCT = 0.03
@@ -28,12 +28,10 @@ _FEW_BYTES = 1 << 30
 _LARGE = 16
 
 
-def may_be_sparse(graph: DeltaGraph, key: Tensor) -> bool:
-    """Whether states may be faster than matrices: always without cycles, and for large
-    graphs with cycles whose factors do not fill up.
+def is_large(graph: DeltaGraph, key: Tensor) -> bool:
+    """Whether states may be faster than matrices on a graph with cycles: if it is large
+    and its factors do not fill up.
     """
-    if not graph.on_cycle.any():
-        return True
     large = graph.sizes[graph.is_cyclic].max() >= _LARGE * max(1, key.size(2))
     return bool(large) and isinstance(graph.factor, SymbolicFactor)
 
@@ -134,7 +132,8 @@ def why_not_form(call: Call, forms: tuple[str, ...]) -> str | None:
         if needed <= (left if call.inputs.form == form else left / 2):
             return None
         # Other backends would say the same.
-        return call.once("memory", lambda: _too_much(graph, form, needed, left))
+        said = f"memory of {form}"
+        return call.once(said, lambda: _too_much(graph, form, needed, left))
     if form == "chunk" and not graph.are_paths:
         return (
             "form='chunk' is for directed paths, on which a node has one edge into it "

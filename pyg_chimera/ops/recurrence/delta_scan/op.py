@@ -24,7 +24,7 @@ from pyg_chimera.ops.recurrence.delta_scan import (
     torch_backend,
     triton_backend,
 )
-from pyg_chimera.ops.recurrence.delta_scan.cost_model import cost_of, may_be_sparse
+from pyg_chimera.ops.recurrence.delta_scan.cost_model import cost_of, is_large
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.topological import find_cycle
@@ -111,7 +111,8 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         if inputs.form != "auto":
             forms = [inputs.form]
         else:
-            forms = ["mask", *(["state"] if may_be_sparse(graph, inputs.key) else [])]
+            states = not cyclic or ("numba" in usable and is_large(graph, inputs.key))
+            forms = ["mask", *(["state"] if states else [])]
             forms += ["chunk"] if graph.are_paths else []
         found = [
             choice(form, backend)
@@ -120,19 +121,22 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             if form in self.backends[backend].FORMS
             and not (cyclic and form == "state" and backend != "numba")
         ] or [choice(forms[0], usable[0])]
-        small = [x for x in found if x.form != "mask" or _fits(x)] or found
+        small = found
+        if not cyclic:
+            small = [x for x in found if x.form != "mask" or _fits(x)] or found
         small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
         if inputs.value.device.type != "cpu" or usable == ["triton"]:
             small = [x._replace(cost=None) for x in small]  # costs are those of a CPU
-        alone = "matrices would not fit"
-        if cyclic and small[0].form == "mask":
-            alone = "cycles need matrices"
+        alone = "cycles need matrices" if cyclic else "matrices would not fit"
         several = len({x.form for x in small}) > 1
         # GPU kernels are preferred, if they support the call and levels are narrow.
         preferred = triton_backend.preferred_form(graph)
         kernels = [x for x in small if x.backend == "triton"]
         kernels.sort(key=lambda x: x.form != preferred)
-        first = [x for x in small if x.backend != "triton"][:1]
+        plain = [x for x in small if x.backend != "triton"]
+        first = plain[:1]
+        if cyclic:  # the faster form may not fit
+            first += [x for x in plain if x.form != plain[0].form][:1]
         by_levels = triton_backend.is_serial(graph)
         first = first + kernels if by_levels else kernels + first
         for i, x in enumerate(first):
