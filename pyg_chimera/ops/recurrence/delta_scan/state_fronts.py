@@ -54,10 +54,7 @@ __all__ = ["Plan", "backward", "forward"]
 
 #: Smaller supernodes than those of numbers, as each pair of nodes has a block.
 _MERGING = Merging(max_leaf=16, per_row=0, per_supernode=0)
-
-
-#: Rounding errors of a leaf may be magnified by this much, at most; if no node reflects
-#: (beta > 1), they are not squared, and never are above.
+#: Rounding errors of a leaf whose nodes reflect (beta > 1) may be magnified by so much.
 _MAX_GROWTH = 1e10
 
 
@@ -154,16 +151,12 @@ class _Task(NamedTuple):
     X: np.ndarray  #: [nodes, N P], the states
     below: np.ndarray  #: the states below a supernode
     spare: np.ndarray
-    growth: np.ndarray  #: [1], the largest entry of G times that of B, of any leaf
+    growth: np.ndarray  #: [1], the largest entry of G times that of B of a leaf whose
+    #: nodes reflect
 
 
 def _costs(plan: Plan, x: _Operands) -> np.ndarray:
-    nodes, heads, N, P = (
-        plan.nodes,
-        x.value.shape[1],
-        x.query.shape[2],
-        x.value.shape[2],
-    )
+    nodes, (_, heads, P), N = plan.nodes, x.value.shape, x.query.shape[2]
     s, t = nodes.widths, nodes.widths + nodes.heights
     work = np.where(nodes.leaf, s * t * N * P, s * t * N**2 * (N * t + 2 * P))
     return np.repeat(nodes.by_block(0.04 * work + 300.0 * s), heads)
@@ -188,7 +181,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
             out.dtype,
             *(plan, x, _Solved.of(saved, x), out, wrong),
         )
-    check_accuracy(wrong)
+    check_accuracy(wrong.reshape(-1, heads)[call.structure.is_cyclic])
     dtype = call.inputs.value.dtype  # saved tensors are viewed as this dtype
     return torch.from_numpy(out).to(dtype), (torch.from_numpy(saved).view(dtype),)
 
@@ -355,7 +348,11 @@ def _eliminate_leaf(leaf, update, x, task, nodes, operands):
     for j in range(n):
         for i in range(n):
             B[i, j] = D[i, j] * beta[own[j], h]
-    task.growth[0] = max(task.growth[0], np.abs(G).max() * np.abs(B).max())
+    reflects = False
+    for i in range(n):
+        reflects |= beta[own[i], h] > 1
+    if reflects:
+        task.growth[0] = max(task.growth[0], np.abs(G).max() * np.abs(B).max())
     if m == 0:
         return
     H[:], L[:] = 0, 0

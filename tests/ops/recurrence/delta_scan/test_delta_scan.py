@@ -370,6 +370,19 @@ def test_large_graphs_with_cycles():
         assert_near((ends[1] - ends[0]) / 2e-6, (grad * way).sum(), 1e-5)
 
 
+def test_large_weights_beside_a_cycle():
+    """In another graph of the batch, which has none: they may be of any size."""
+    index = torch.cat([path(20), torch.tensor([[20, 21], [21, 20]])], 1)
+    x = inputs(22, index.size(1))
+    x[4] = torch.where(index[0] < 20, 9.0, 0.9).double()[:, None].expand(-1, 2)
+    for y, z in zip(
+        results(lambda *x: delta_scan(*x[:4], index, x[4], form="state"), x),
+        results(lambda *x: delta_scan(*x[:4], index, x[4], backend="reference"), x),
+        strict=True,
+    ):
+        assert_near(y, z)
+
+
 def test_factors_that_do_not_fit(monkeypatch):
     """Refused, unless all that is left is asked for."""
     x, index = roads(70)
