@@ -594,7 +594,7 @@ OPERATORS = {
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
         GRAPHS, batches().map(_from_batch),
         {**_DELTA_SCALE, "edge_weight": _to_rows}, _delta_oracle, _edges,
-        {**_MASKS, **_REST},
+        {**_MASKS, "state-numba": _FORMS["state-numba"], **_REST},
     ),
     "delta_dags": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,

@@ -18,6 +18,8 @@ lower and W block upper triangular. W has identities on the diagonal; the diagon
 blocks of B are stored as inverses. On a DAG in topological order, M = B.
 """
 
+import numpy as np
+
 from pyg_chimera.ops.common.numba_runtime import jit, stopped
 from pyg_chimera.ops.common.simd import (
     SUBTRACT,
@@ -30,25 +32,36 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import matmul
 
-__all__ = ["SIDE", "eliminate", "solve"]
+__all__ = ["SIDE", "check_accuracy", "eliminate", "invert", "solve"]
 
 #: Rows and columns of a block; a multiple of the lanes of any vector.
 SIDE = 16
 
 
+def check_accuracy(wrong: np.ndarray) -> None:
+    """Raises an error if anything is wrong."""
+    if wrong.any():
+        raise ValueError(
+            "'edge_weight' has rows on cycles that sum to so nearly one, where 'beta' "
+            "is nearly two, that the rule is not solved accurately without pivots; "
+            "scale it, or use backend='torch'"
+        )
+
+
 @jit
-def _invert(D, n):
-    """Inverts the first n rows and columns of a matrix [n, SIDE], in place."""
+def invert(matrix, n):
+    """Inverts the first n rows and columns of a matrix, of rows of whole vectors."""
+    D, side, one = pointer(matrix), matrix.shape[1], matrix.dtype.type(1)
     step = lanes(D)
     for k in range(n):
-        own = D + k * SIDE
-        pivot = 1.0 / own[k]
+        own = D + k * side
+        pivot = one / own[k]
         factor = splat(pivot)
         for j in range(0, n, step):
             store(own + j, factor * load(own + j))
         for i in range(n):
             if i != k:
-                row = D + i * SIDE
+                row = D + i * side
                 f = row[k]
                 factor = splat(-f)
                 for j in range(0, n, step):
@@ -72,7 +85,7 @@ def eliminate(M, inverse, spare, triangular, stop):
         for i in range(a, b):
             for j in range(SIDE):
                 inverse[i, j] = M[i, a + j] if a + j < b else 0
-        _invert(pointer(inverse) + a * SIDE, b - a)
+        invert(inverse[a:b], b - a)
         if not triangular:
             right, D = M[a:b, b:], inverse[a:b, : b - a]
             moved = spare[: (b - a) * (n - b)].reshape(b - a, n - b)

@@ -13,13 +13,27 @@ from pyg_chimera.ops.common.memory import available_bytes
 from pyg_chimera.ops.common.simd import vector_lanes
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.delta_scan.level_states import MAX_NUMEL
+from pyg_chimera.ops.recurrence.delta_scan.state_fronts import Plan
+from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["cost_of", "why_not_form"]
+__all__ = ["cost_of", "is_large", "why_not_form"]
 
 #: Nanoseconds per multiply-add of a matrix product.
 _PRODUCT = 0.03
 #: Calls that take fewer bytes than this do not ask how much memory there is.
 _FEW_BYTES = 1 << 30
+
+
+#: Nodes of a graph with cycles, per key channel, from which on its factors are tried.
+_LARGE = 16
+
+
+def is_large(graph: DeltaGraph, key: Tensor) -> bool:
+    """Whether states may be faster than matrices on a graph with cycles: if it is large
+    and its factors do not fill up.
+    """
+    large = graph.sizes[graph.is_cyclic].max() >= _LARGE * max(1, key.size(2))
+    return bool(large) and isinstance(graph.factor, SymbolicFactor)
 
 
 def cost_of(
@@ -73,6 +87,14 @@ def _cost_of_kernels(
         operations = float(work.sum())
         others = float((4 * n**2 + 1200 * n + 8e3).sum())
         memory = 8 * (threads * largest * (6 * largest + 5 * N + 4 * P) + heads * V * P)
+    elif graph.on_cycle.any():
+        if not isinstance(graph.factor, SymbolicFactor):
+            return Cost(np.inf, np.inf, np.inf)
+        plan = Plan.of(graph, N, P)
+        operations, numbers = plan.work(N), float(plan.panel_ptr[-1])
+        others = 0.4 * numbers * P + 8.0 * V * N * P
+        held = plan.scratch.sum() + plan.nodes.stack[0] * N**2 + largest * N * P
+        memory = 8 * (threads * float(held) + heads * (V * N * P + numbers))
     else:
         lanes, _ = vector_lanes(np.dtype(f"f{bytes_}"))
         width = -(-P // lanes) * lanes
@@ -93,23 +115,25 @@ def why_not_form(call: Call, forms: tuple[str, ...]) -> str | None:
     graph, form, backend = call.structure, call.choice.form, call.choice.backend
     if form not in forms:
         return f"form={form!r} has no {backend} backend; use backend='torch' or 'auto'"
-    if form == "mask":
+    sparse = form == "state" and bool(graph.on_cycle.any())
+    if sparse and backend != "numba":
+        node = int(graph.on_cycle.argmax())
+        return (
+            f"form='state' is for graphs without cycles, but node {node} is on one; "
+            "use form='mask', or on a CPU backend='numba'"
+        )
+    if sparse or form == "mask":
         query, value = call.inputs.query, call.inputs.value
         needed = cost_of(form, backend, graph, query, value).memory
         if needed <= _FEW_BYTES:
             return None
         left = available_bytes(value.device)
         # Other tensors need some, too, unless the user knows better.
-        if needed <= (left if call.inputs.form == "mask" else left / 2):
+        if needed <= (left if call.inputs.form == form else left / 2):
             return None
         # Other backends would say the same.
-        return call.once("memory", lambda: _too_much(graph, needed, left))
-    if form == "state" and graph.on_cycle.any():
-        node = int(graph.on_cycle.argmax())
-        return (
-            "form='state' is for graphs without cycles, but node "
-            f"{node} is on one; use form='mask' or 'auto'"
-        )
+        said = f"memory of {form}"
+        return call.once(said, lambda: _too_much(graph, form, needed, left))
     if form == "chunk" and not graph.are_paths:
         return (
             "form='chunk' is for directed paths, on which a node has one edge into it "
@@ -118,18 +142,20 @@ def why_not_form(call: Call, forms: tuple[str, ...]) -> str | None:
     return None
 
 
-def _too_much(graph: DeltaGraph, needed: float, left: float) -> str:
+def _too_much(graph: DeltaGraph, form: str, needed: float, left: float) -> str:
     half = "half of " if needed <= left else ""
+    what = "matrices" if form == "mask" else "factors"
     said = (
-        f"form='mask' takes {needed / 2**30:.0f} GiB for matrices of up to "
+        f"form={form!r} takes {needed / 2**30:.0f} GiB for {what} of up to "
         f"{graph.sizes.max()} nodes, more than {half}the {left / 2**30:.0f} GiB that "
         "are left"
     )
     if not graph.on_cycle.any():
         return f"{said}; use form='auto'"
-    anyway = "; form='mask' computes it all the same" if half else ""
+    anyway = f"; form={form!r} computes it all the same" if half else ""
+    other = "form='state' on a CPU (backend='numba'), " if form == "mask" else ""
     return (
-        f"{said}, and cycles have no other form; use clusters or samples of the graph, "
+        f"{said}, and there are cycles; use {other}clusters or samples of the graph, "
         "a DAG (acyclic=True in 'GatedDeltaConv'; "
         "'pyg_chimera.transforms.DAGDecomposition' makes DAGs), or 'resolvent_mix' "
         f"('ChimeraConv'), which solves sparse systems{anyway}"

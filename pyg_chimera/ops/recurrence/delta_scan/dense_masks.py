@@ -43,6 +43,7 @@ from pyg_chimera.ops.common.vector_kit import (
 )
 from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     SIDE,
+    check_accuracy,
     eliminate,
     solve,
 )
@@ -180,12 +181,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         results.written.dtype,
         *(blocks, factors, x, results, wrong),
     )
-    if wrong.any():
-        raise ValueError(
-            "'edge_weight' has rows on cycles that sum to so nearly one, where 'beta' "
-            "is nearly two, that the rule is not solved accurately without pivots; "
-            "scale it, or use backend='torch'"
-        )
+    check_accuracy(wrong)
     dtype = call.inputs.value.dtype  # saved tensors are viewed as this dtype
     saved = map(torch.from_numpy, (results.written, *factors))
     return torch.from_numpy(results.out), tuple(y.flatten().view(dtype) for y in saved)

@@ -1,11 +1,15 @@
-"""The delta rule on the CPU, jitted, in two forms."""
+"""The delta rule on the CPU, jitted: matrices, and states with and without cycles."""
 
 from types import ModuleType
 
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.recurrence.delta_scan import dense_masks, state_sweeps
+from pyg_chimera.ops.recurrence.delta_scan import (
+    dense_masks,
+    state_fronts,
+    state_sweeps,
+)
 from pyg_chimera.ops.recurrence.delta_scan.cost_model import why_not_form
 
 DEVICES = ("cpu",)
@@ -19,11 +23,16 @@ def why_not(call: Call) -> str | None:
     return why_not_form(call, FORMS)
 
 
+def _module(call: Call) -> ModuleType:
+    sparse = call.choice.solver == "sparse"
+    return state_fronts if sparse else _FORMS[call.choice.form]
+
+
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P], and the tensors to save."""
-    return _FORMS[call.choice.form].forward(call)
+    return _module(call).forward(call)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta, edge weight, and if given of surprise."""
-    return _FORMS[call.choice.form].backward(call, saved, grad)
+    return _module(call).backward(call, saved, grad)

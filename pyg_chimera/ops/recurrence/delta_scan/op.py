@@ -24,7 +24,7 @@ from pyg_chimera.ops.recurrence.delta_scan import (
     torch_backend,
     triton_backend,
 )
-from pyg_chimera.ops.recurrence.delta_scan.cost_model import cost_of
+from pyg_chimera.ops.recurrence.delta_scan.cost_model import cost_of, is_large
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.topological import find_cycle
@@ -99,7 +99,7 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             return [Choice(self.name, solver, "state", "reference", reason)]
 
         def choice(form: str, backend: str) -> Choice:
-            solver = "scan"
+            solver = "sparse" if cyclic and form == "state" else "scan"
             if form == "mask":
                 solver = "dense" if cyclic else "triangular"
             cost = cost_of(form, backend, graph, inputs.query, inputs.value)
@@ -111,15 +111,19 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         if inputs.form != "auto":
             forms = [inputs.form]
         else:
-            forms = ["mask", *([] if cyclic else ["state"])]
+            states = not cyclic or ("numba" in usable and is_large(graph, inputs.key))
+            forms = ["mask", *(["state"] if states else [])]
             forms += ["chunk"] if graph.are_paths else []
         found = [
             choice(form, backend)
             for form in forms
             for backend in usable
             if form in self.backends[backend].FORMS
+            and not (cyclic and form == "state" and backend != "numba")
         ] or [choice(forms[0], usable[0])]
-        small = [x for x in found if x.form != "mask" or _fits(x)] or found
+        small = found
+        if not cyclic:
+            small = [x for x in found if x.form != "mask" or _fits(x)] or found
         small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
         if inputs.value.device.type != "cpu" or usable == ["triton"]:
             small = [x._replace(cost=None) for x in small]  # costs are those of a CPU
@@ -129,7 +133,10 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         preferred = triton_backend.preferred_form(graph)
         kernels = [x for x in small if x.backend == "triton"]
         kernels.sort(key=lambda x: x.form != preferred)
-        first = [x for x in small if x.backend != "triton"][:1]
+        plain = [x for x in small if x.backend != "triton"]
+        first = plain[:1]
+        if cyclic:  # the faster form may not fit
+            first += [x for x in plain if x.form != plain[0].form][:1]
         by_levels = triton_backend.is_serial(graph)
         first = first + kernels if by_levels else kernels + first
         for i, x in enumerate(first):
@@ -286,11 +293,13 @@ def delta_scan(
         acyclic (bool, optional): Whether a cycle is an error, even where there is a
             solution. (default: :obj:`False`)
         form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
-            (cubic in its nodes; on graphs with cycles, :obj:`"auto"` does so if half of
-            the memory that is left is enough), :obj:`"state"` carries
-            :math:`\mathbf{S}` along a DAG (linear in its edges), :obj:`"chunk"`
-            combines both, in chunks of directed paths (the WY form of DeltaNet). All
-            give the same result. (default: :obj:`"auto"`, whichever is faster)
+            (cubic in its nodes), :obj:`"state"` carries :math:`\mathbf{S}` along a DAG
+            (linear in its edges) or, on graphs with cycles, solves for it by sparse
+            elimination, where entries of the factors are matrices :math:`[N, N]` (on
+            CPUs), :obj:`"chunk"` combines both, in chunks of directed paths (the WY
+            form of DeltaNet). All give the same result. (default: :obj:`"auto"`,
+            whichever is faster; on graphs with cycles, only if half of the memory that
+            is left is enough)
         backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
             :obj:`"triton"` (on GPUs, all but :obj:`"mask"`, in float32),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
