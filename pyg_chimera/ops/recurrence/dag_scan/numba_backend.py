@@ -70,7 +70,13 @@ from pyg_chimera.ops.recurrence.chunk_form import (
     output,
 )
 from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
-from pyg_chimera.ops.recurrence.dag_scan.grid_sweeps import GridOperands, pieces
+from pyg_chimera.ops.recurrence.dag_scan.grid_masks import mask_scan
+from pyg_chimera.ops.recurrence.dag_scan.grid_sweeps import (
+    GridOperands,
+    GridScan,
+    pieces,
+    sweep,
+)
 from pyg_chimera.ops.recurrence.dag_scan.own import add_own, add_own_gradients
 from pyg_chimera.ops.recurrence.states import NOT_PATHS, GridStates, StateGraph
 
@@ -131,11 +137,14 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 def _is_on_grids(call: Call) -> bool:
     """Whether nodes of grids are swept instead of states of a graph."""
-    return call.choice.form == "state" and isinstance(call.structure, GridStates)
+    states, form = call.structure, call.choice.form
+    if not isinstance(states, GridStates):
+        return False
+    return form == "state" or (form == "mask" and states.in_rows)
 
 
-def _on_grids(call: Call) -> tuple[GridStates, GridOperands]:
-    """The operands in the layout of the grid sweeps."""
+def _on_grids(call: Call) -> tuple[GridScan, GridStates, GridOperands, int]:
+    """How grids are swept, and the operands in the layout of the sweeps."""
     states, inputs, heads = call.structure, call.inputs, call.inputs.value.shape[1]
     query, key, value, source, transition = arrays(
         *inputs[:3], inputs.source, inputs.transition
@@ -144,7 +153,10 @@ def _on_grids(call: Call) -> tuple[GridStates, GridOperands]:
     source = source.reshape(*shape, heads)
     mark = None if inputs.mark is None else arrays(inputs.mark)[0].reshape(source.shape)
     transition = transition.reshape(*shape, 2, heads)
-    return states, GridOperands(query, key, value, source, mark, transition)
+    x = GridOperands(query, key, value, source, mark, transition)
+    if call.choice.form == "mask":
+        return mask_scan, states, x, 1
+    return sweep, states, x, pieces(len(states.grids.height), value)
 
 
 def _operands(call: Call) -> Operands:
