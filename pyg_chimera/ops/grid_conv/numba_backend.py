@@ -38,7 +38,7 @@ class _Pieces(NamedTuple):
 
     chunk: np.ndarray  #: [tasks + 1], the first piece of each task
     node: np.ndarray  #: [pieces], the first node
-    count: np.ndarray  #: [pieces], the number of nodes
+    size: np.ndarray  #: [pieces], the number of nodes
     column: np.ndarray  #: [pieces], the column of the first node
     row: np.ndarray  #: [pieces]
     height: np.ndarray  #: [pieces], that of the grid
@@ -90,10 +90,10 @@ def _seen(
     tasks = len(grid) if d is None else min(_SUMS, len(grid))
     chunk = np.linspace(0, len(grid), tasks + 1).astype(np.int64)
     node = grids.first[grid] + row * width + column
-    sides = (grids.height[grid], width)
+    above, left = before
     pieces = _Pieces(
-        *(chunk, node, count, column, row, *sides, *before),
-        tuple(range(weight.size(2))),
+        *(chunk, node, count, column, row, grids.height[grid], width),
+        *(above, left, tuple(range(weight.size(2)))),
     )
     costs = np.diff(np.append(0, np.cumsum(count))[chunk]) * 0.05 * weight.numel()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -105,7 +105,7 @@ def _seen(
 @jit
 def _tasks(first, last, stop, scratch, pieces, x, weight, out, d):
     rows, columns, channels = weight.shape
-    chunk, node, count, column, row, height, width, above, left, taps = pieces
+    chunk, node, number, column, row, height, width, above, left, taps = pieces
     own, sums, Y = None, None, pointer(out)
     for task in range(first, last):
         for i in range(chunk[task], chunk[task + 1]):
@@ -117,7 +117,7 @@ def _tasks(first, last, stop, scratch, pieces, x, weight, out, d):
             factors = pointer(weight) + at
             if d is not None:
                 sums = pointer(d.weight) + (at + task * rows * columns * channels)
-            begin, end = c, c + count[i]
+            begin, end = c, c + number[i]
             inside = min(end, w - columns + 1 + left) - 4  # the last four that see all
             while c < end:
                 four = max(left, begin) <= inside and left <= c < inside + 4

@@ -5,7 +5,9 @@ The sweep is that of `grid_sweeps`, with a row of numbers for each state, the fa
 which it holds what each node writes:
 
     R = T_rr C + T_rd E + S_r 1_u,       D = T_dr C + T_dd E + S_d 1_u,
-    G_u += M_r C + M_d E.
+    G_u += M_r C + M_d E,
+
+where the diagonal, to which paths do not lead, starts as the direct gates.
 
 A task is a grid and a head, or in the backward pass some heads that share keys. It
 computes a block of G's columns, and sweeps only what has been reached: in the i-th row
@@ -52,7 +54,7 @@ class _Block(NamedTuple):
 
     n: int  #: nodes of the grid
     begin: int  #: the first node of the columns, counted from the grid's first
-    count: int  #: columns, ...
+    columns: int  #: their number, ...
     width: int  #: ... rounded up to whole vectors
     num_keys: int
     channels: int
@@ -94,7 +96,8 @@ def _tasks(first, last, stop, scratch, plan, x, y, d):
         start, n = node[grid], height[grid] * width[grid]
         keys = start * of_keys + h // (heads // groups) * num_keys
         values, gates = start * of_values + h * channels, start * of_gates
-        own = pointers(x, keys, values, gates + h, 2 * gates + h)
+        places = (values, gates + h, 2 * gates + h, start * heads + h)
+        own = pointers(x, keys, *places)
         columns = (even_share(n, WIDTH) + by - 1) // by * by
         for begin in range(0, n, columns):
             if stopped(stop):
@@ -109,71 +112,58 @@ def _tasks(first, last, stop, scratch, plan, x, y, d):
             else:
                 part = h // parts % (heads // (groups * parts))
                 to = part * nodes * of_keys + keys
-                grads = pointers(d, to, values, gates + h, 2 * gates + h)
+                grads = pointers(d, to, *places)
                 dy = pointer(y) + values
                 _mix_back(memory, plan.orientation, size, block, own, dy, grads)
 
 
 @inlined
-def _products(out, rows, stride, columns, of_columns, channels, block, memory):
+def _products(out, rows, others, stride, channels, block, memory):
     """Products of all nodes' rows and those of the block's columns, [n, width]."""
-    ld, source = block.width, columns + block.begin * of_columns
+    ld, source = block.width, others + block.begin * stride
     for c in range(channels):
         row = memory + c * ld
         clear(row, ld)
-        for i in range(block.count):
-            row[i] = source[i * of_columns + c]
+        for i in range(block.columns):
+            row[i] = source[i * stride + c]
     gemm(out, ld, rows, stride, 1, memory, ld, block.n, ld, channels, SET)
 
 
 @jit
 def _mix(memory, orientations, size, block, x, out):
     """Adds (G * Q K^T) V to the output."""
-    n, ld = block.n, block.width
-    G, scores = memory, memory + n * ld
-    states = scores + n * ld
-    _products(
-        scores, x.query, block.keys, x.key, block.keys, block.num_keys, block, states
-    )
-    clear(G, n * ld)
+    n, m, ld, stride = block.n, block.columns, block.width, block.values
+    G, scores, states = memory, memory + n * ld, memory + 2 * n * ld
+    _products(scores, x.query, x.key, block.keys, block.num_keys, block, states)
+    _start(G, block, x)
     for o in range(orientations.shape[0]):
         lines = rows_of(orientations[o], size[0], size[1], 0)
         for i in range(lines.number):
             _row(states, 0, i, o, lines, block, x, G)
     for at in range(0, n * ld, lanes(G)):
         store(G + at, load(G + at) * load(scores + at))
-    v = x.value + block.begin * block.values
-    gemm(
-        out,
-        block.values,
-        G,
-        ld,
-        1,
-        v,
-        block.values,
-        n,
-        block.channels,
-        block.count,
-        ADD,
-    )
+    v = x.value + block.begin * stride
+    gemm(out, stride, G, ld, 1, v, stride, n, block.channels, m, ADD)
 
 
 @jit
 def _mix_back(memory, orientations, size, block, x, dy, d):
     """Adds to the gradients of all operands."""
-    n, ld, of_keys, of_values = block.n, block.width, block.keys, block.values
-    G, scores = memory, memory + n * ld
-    products, dG = memory + 2 * n * ld, memory + 3 * n * ld
-    states = memory + 4 * n * ld
-    row = (2 * size[1] + 1) * ld
+    n, m, ld = block.n, block.columns, block.width
+    of_keys, num_keys, of_values, channels = (
+        block.keys, block.num_keys, block.values, block.channels
+    )  # fmt: skip
+    G, scores, products = memory, memory + n * ld, memory + 2 * n * ld
+    dG, states, row = memory + 3 * n * ld, memory + 4 * n * ld, (2 * size[1] + 1) * ld
     adjoints = states + (size[0] + 1) * row
-    _products(scores, x.query, of_keys, x.key, of_keys, block.num_keys, block, states)
-    _products(
-        products, dy, of_values, x.value, of_values, block.channels, block, states
-    )
+    _products(scores, x.query, x.key, of_keys, num_keys, block, states)
+    _products(products, dy, x.value, of_values, channels, block, states)
     for at in range(0, n * ld, lanes(G)):
         store(dG + at, load(products + at) * load(scores + at))
-        store(G + at, zeros(G))
+    _start(G, block, x)
+    for i in range(m):
+        u = block.begin + i
+        d.direct[u * block.heads] = dG[u * ld + i]
     for o in range(orientations.shape[0]):
         lines = rows_of(orientations[o], size[0], size[1], 0)
         for i in range(lines.number):
@@ -185,11 +175,20 @@ def _mix_back(memory, orientations, size, block, x, dy, d):
         g = load(G + at)
         store(G + at, g * load(scores + at))
         store(products + at, g * load(products + at))
-    keys, values, count = block.begin * of_keys, block.begin * of_values, block.count
+    keys, values = block.begin * of_keys, block.begin * of_values
     k, dk, dv = x.key + keys, d.key + keys, d.value + values
-    gemm(d.query, of_keys, products, ld, 1, k, of_keys, n, block.num_keys, count, ADD)
-    gemm(dk, of_keys, products, 1, ld, x.query, of_keys, count, block.num_keys, n, ADD)
-    gemm(dv, of_values, G, 1, ld, dy, of_values, count, block.channels, n, ADD)
+    gemm(d.query, of_keys, products, ld, 1, k, of_keys, n, num_keys, m, ADD)
+    gemm(dk, of_keys, products, 1, ld, x.query, of_keys, m, num_keys, n, ADD)
+    gemm(dv, of_values, G, 1, ld, dy, of_values, m, channels, n, ADD)
+
+
+@inlined
+def _start(G, block, x):
+    """Sets G to what nodes read of themselves."""
+    clear(G, block.n * block.width)
+    for i in range(block.columns):
+        u = block.begin + i
+        G[u * block.width + i] = x.direct[u * block.heads]
 
 
 @inlined

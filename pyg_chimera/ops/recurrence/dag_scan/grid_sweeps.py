@@ -96,6 +96,7 @@ class GridOperands(NamedTuple):
     source: Any  #: [V, O, D, heads]
     mark: Any  #: [V, O, D, heads], or None
     transition: Any  #: [V, O, D (to), 2 (from), heads]
+    direct: Any  #: [V, heads], in the mask form; elsewhere None
 
 
 class Plan(NamedTuple):
@@ -266,7 +267,7 @@ def _pointer(array, at):
 
 
 @jit
-def pointers(x, keys, values, gates, transitions):
+def pointers(x, keys, values, gates, transitions, direct):
     """Pointers to what belongs to a tile, with the given offsets."""
     return GridOperands(
         pointer(x.query) + keys,
@@ -275,6 +276,7 @@ def pointers(x, keys, values, gates, transitions):
         pointer(x.source) + gates,
         _pointer(x.mark, gates),
         pointer(x.transition) + transitions,
+        _pointer(x.direct, direct),
     )
 
 
@@ -310,13 +312,13 @@ def _tasks(first, last, stop, scratch, plan, x, y, d):
                         *(lines, m, channels - p, size, held * size),
                         *(of_gates, of_keys, of_values, other),
                     )
-                    own = pointers(x, keys, values, gates, transitions)
+                    own = pointers(x, keys, values, gates, transitions, 0)
                     if d is None:
                         _sweep(stop, memory, tile, own, pointer(y) + values)
                     else:
                         part = h // parts % (heads // (groups * parts))
                         to = part * nodes * of_keys + keys
-                        grads = pointers(d, to, values, gates, transitions)
+                        grads = pointers(d, to, values, gates, transitions, 0)
                         of_tile = (own, pointer(y) + values, grads)
                         _sweep_back(stop, memory, tile, *of_tile, rows)
 
