@@ -225,7 +225,10 @@ class ChimeraBlock(GatedBlock):
         self, x: Tensor, filtered: Filter | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, copies * groups, N], and value, [V, scan_heads, P]."""
-        value, key, query = map(F.silu, self.project_linearly(x, filtered))
+        parts = self.project_linearly(x, filtered and (lambda y: F.silu(filtered(y))))
+        if filtered is None:
+            parts = [F.silu(y) for y in parts]
+        value, key, query = (y.contiguous() for y in parts)  # much faster below
         query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
         if self.qk_norm:
             query, key = (F.rms_norm(y, y.shape[-1:], eps=1e-5) for y in (query, key))

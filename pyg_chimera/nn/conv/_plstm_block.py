@@ -119,7 +119,8 @@ class PLSTMBlock(Mixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, heads, N], and value, [V, heads, P]."""
         lins = (self.lin_query, self.lin_key, self.lin_value)
-        parts = projected(x, lins, filtered)
+        query, *rest = projected(x, lins, filtered)
+        parts = (query, *(y.contiguous() for y in rest))  # once, not in each pass
         query, key, value = (y.unflatten(1, (self.heads, -1)) for y in parts)
         # Dividing here, where it is cheapest, makes the sum over DAGs a mean.
         scale = 1 / (math.sqrt(self.state_channels) * self.gate_bias.size(0))

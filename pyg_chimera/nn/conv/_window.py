@@ -1,10 +1,12 @@
 """Filters over a small window of a grid or sequence, applied before recurrences."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.ops import grid_conv
@@ -28,11 +30,29 @@ def projected(
     """Projections of nodes, filtered together, in float32 at least: products of them
     overflow half precision.
     """
-    parts = [at_least_float32(lin(x)) for lin in lins]
     if filtered is None:
-        return parts
-    sizes = [y.size(1) for y in parts]
-    return list(filtered(torch.cat(parts, dim=1)).split(sizes, dim=1))
+        return [at_least_float32(lin(x)) for lin in lins]
+    plain = [lin for lin in lins if _is_plain(lin)]
+    if len(plain) < len(lins):
+        parts = [at_least_float32(lin(x)) for lin in lins]
+        sizes, joined = [y.size(1) for y in parts], torch.cat(parts, dim=1)
+    else:  # one matrix product, and nothing to copy
+        sizes = [lin.out_channels for lin in plain]
+        biases = [lin.bias for lin in plain if lin.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        joined = F.linear(x, torch.cat([lin.weight for lin in plain]), bias)
+        joined = at_least_float32(joined)
+    return list(filtered(joined).split(sizes, dim=1))
+
+
+def _is_plain(lin: Any) -> TypeGuard[Linear]:
+    """Whether a layer is no more than its weights: no hooks, no adapter."""
+    return type(lin) is Linear and not (
+        lin._forward_hooks
+        or lin._forward_pre_hooks
+        or lin._backward_hooks
+        or lin._backward_pre_hooks
+    )
 
 
 def check_window(window: Any) -> tuple[int, int] | None:

@@ -354,6 +354,11 @@ class GridStates:
         """Whether each grid is one row or one column."""
         return bool((np.minimum(self.grids.height, self.grids.width) == 1).all())
 
+    @property
+    def in_rows(self) -> bool:
+        """Whether the CPU sweeps rows of nodes in the mask form as well."""
+        return not (self.on_nodes or self.are_paths)
+
 
 def _grid_graph(
     sizes: tuple[int, ...], orientations: tuple[int, ...], on_nodes: bool

@@ -43,6 +43,22 @@ def test_grids_alike_or_not():
     assert_near(grid_conv(x, weight, *sizes)[:12], alike)
 
 
+@pytest.mark.parametrize("window", [(3, 3), (1, 4), (2, 5)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_rows_in_pieces(window, causal):
+    """Rows of all lengths, some longer than a piece, with all gradients."""
+    height, width = torch.tensor([3, 1, 2, 2, 4]), torch.tensor([70, 130, 64, 9, 3])
+    nodes = int((height * width).sum())
+    x, grad = torch.randn(2, nodes, 19).double()
+    weight, found = torch.randn(19, *window).double(), []
+    for backend in ("numba", "torch"):
+        leaves = [y.clone().requires_grad_() for y in (x, weight)]
+        out = grid_conv(*leaves, height, width, causal=causal, backend=backend)
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    for y, expected in zip(*found, strict=True):
+        assert_near(y, expected, 1e-12)
+
+
 def test_one_grid_does_not_hear_of_another():
     for sizes in (
         (torch.tensor([2, 2]), 3),

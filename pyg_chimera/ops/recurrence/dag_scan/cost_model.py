@@ -36,6 +36,11 @@ def cost_of(
         operations = 3.0 * lengths * (64.0 * (num_keys + channels))
         operations += 6.0 * lengths * num_keys * channels
         held = float(lengths.max(initial=0)) * num_keys * channels / 64
+    elif form == "mask" and isinstance(structure, GridStates) and structure.in_rows:
+        inner, number = 4.0 * num_keys + 3.0 * channels, len(structure.orientations)
+        time = nodes**2 * (0.017 * inner + 0.4 * number) + 60.0 * number * nodes
+        operations = nodes**2 * (inner + 12.0 * number)
+        held = 5 * largest * min(largest, 256)
     elif form == "mask":
         sweeps = (0.75 * sizes + 0.45 * entries) * nodes
         inner = groups * num_keys / heads + channels

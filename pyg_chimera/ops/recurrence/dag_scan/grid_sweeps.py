@@ -30,6 +30,7 @@ Gates at a border have no edge and may be anything, even NaN: they are not read.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,7 +62,20 @@ from pyg_chimera.ops.common.vector_kit import clear, copy, even_share
 from pyg_chimera.ops.recurrence.states import GridStates
 from pyg_chimera.ops.structure.grid import Grids
 
-__all__ = ["GridOperands", "backward", "forward", "most_held", "pieces", "rows_held"]
+__all__ = [
+    "GridOperands",
+    "GridScan",
+    "Plan",
+    "backward",
+    "forward",
+    "gates_within",
+    "most_held",
+    "pieces",
+    "pointers",
+    "rows_held",
+    "rows_of",
+    "sweep",
+]
 
 #: Key channels per tile.
 _KEYS = 16
@@ -82,9 +96,10 @@ class GridOperands(NamedTuple):
     source: Any  #: [V, O, D, heads]
     mark: Any  #: [V, O, D, heads], or None
     transition: Any  #: [V, O, D (to), 2 (from), heads]
+    direct: Any  #: [V, heads], in the mask form; elsewhere None
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """What is swept, and by how many tasks."""
 
     grids: Grids
@@ -101,6 +116,11 @@ class _Lines(NamedTuple):
     n: int  #: nodes per row
     number: int  #: of rows
     turned: bool  #: whether rows are the grid's columns
+
+
+#: `scan(plan, x, y, d)` adds to the output `y`, or if `y` is its gradient, to the
+#: gradients `d`.
+GridScan = Callable[[Plan, GridOperands, np.ndarray, GridOperands | None], None]
 
 
 class _Tile(NamedTuple):
@@ -139,20 +159,25 @@ def _in_pieces(x: GridOperands, number: int) -> GridOperands:
     return GridOperands(x.query, x.key, value, *gates)
 
 
-def forward(states: GridStates, operands: GridOperands) -> np.ndarray:
-    """The output [V, heads, P]."""
-    x = _in_pieces(operands, pieces(len(states.grids.height), operands.value))
+def forward(
+    scan: GridScan, states: GridStates, operands: GridOperands, number: int
+) -> np.ndarray:
+    """The output [V, heads, P], with `number` slices of value channels as heads."""
+    x = _in_pieces(operands, number)
     out = np.zeros_like(x.value)
-    _run(_Plan(states.grids, np.array(states.orientations), 1), x, out, None)
+    scan(Plan(states.grids, np.array(states.orientations), 1), x, out, None)
     return out.reshape(operands.value.shape)
 
 
 def backward(
-    states: GridStates, operands: GridOperands, grad: np.ndarray
+    scan: GridScan,
+    states: GridStates,
+    operands: GridOperands,
+    number: int,
+    grad: np.ndarray,
 ) -> list[np.ndarray]:
     """The gradients of the operands, of marks only if there are any."""
     blocks, heads = len(states.grids.height), operands.value.shape[1]
-    number = pieces(blocks, operands.value)
     x, groups = _in_pieces(operands, number), operands.key.shape[1]
     parts = heads_a_task(blocks, groups, heads * number)
     # What several tasks add to has a part for each, summed below.
@@ -160,8 +185,8 @@ def backward(
     dq, dk = (np.zeros(shape, grad.dtype) for _ in "qk")
     rest = (None if y is None else np.zeros_like(y) for y in x[2:])
     d = GridOperands(dq, dk, *rest)
-    plan = _Plan(states.grids, np.array(states.orientations), parts)
-    _run(plan, x, grad.reshape(x.value.shape), d)
+    plan = Plan(states.grids, np.array(states.orientations), parts)
+    scan(plan, x, grad.reshape(x.value.shape), d)
     gates = (
         summed(y.reshape(*y.shape[:-1], heads, number), (-1,))
         for y in d[3:]
@@ -170,7 +195,7 @@ def backward(
     return [summed(dq, (0,)), summed(dk, (0,)), d.value, *gates]
 
 
-def _run(plan: _Plan, x: GridOperands, y: np.ndarray, d: GridOperands | None) -> None:
+def sweep(plan: Plan, x: GridOperands, y: np.ndarray, d: GridOperands | None) -> None:
     """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
     grids, on_nodes, (vector, _) = plan.grids, x.mark is None, vector_lanes(y.dtype)
     _, heads, channels = x.value.shape
@@ -214,17 +239,24 @@ def rows_held(height, row):
 
 
 @jit
-def _lines(orientation, height, width, node):
-    """How to sweep a grid, whose first node is given, in an orientation."""
+def rows_of(orientation, height, width, node):
+    """How to sweep a grid, whose first node is given, by rows in an orientation."""
     right = -1 if orientation == 1 or orientation == 3 else 1
     down = -1 if orientation == 1 or orientation == 2 else 1
     if right < 0:
         node += width - 1
     if down < 0:
         node += (height - 1) * width
-    if width <= height:
-        return _Lines(node, right, down * width, width, height, False)
-    return _Lines(node, down * width, right, height, width, True)
+    return _Lines(node, right, down * width, width, height, False)
+
+
+@jit
+def _lines(orientation, height, width, node):
+    """As `rows_of`, or by columns if they are shorter."""
+    start, turn, line, n, number, _ = rows_of(orientation, height, width, node)
+    if n <= number:
+        return _Lines(start, turn, line, n, number, False)
+    return _Lines(start, line, turn, number, n, True)
 
 
 @jit
@@ -235,7 +267,7 @@ def _pointer(array, at):
 
 
 @jit
-def _pointers(x, keys, values, gates, transitions):
+def pointers(x, keys, values, gates, transitions, direct):
     """Pointers to what belongs to a tile, with the given offsets."""
     return GridOperands(
         pointer(x.query) + keys,
@@ -244,6 +276,7 @@ def _pointers(x, keys, values, gates, transitions):
         pointer(x.source) + gates,
         _pointer(x.mark, gates),
         pointer(x.transition) + transitions,
+        _pointer(x.direct, direct),
     )
 
 
@@ -279,13 +312,13 @@ def _tasks(first, last, stop, scratch, plan, x, y, d):
                         *(lines, m, channels - p, size, held * size),
                         *(of_gates, of_keys, of_values, other),
                     )
-                    own = _pointers(x, keys, values, gates, transitions)
+                    own = pointers(x, keys, values, gates, transitions, 0)
                     if d is None:
                         _sweep(stop, memory, tile, own, pointer(y) + values)
                     else:
                         part = h // parts % (heads // (groups * parts))
                         to = part * nodes * of_keys + keys
-                        grads = _pointers(d, to, values, gates, transitions)
+                        grads = pointers(d, to, values, gates, transitions, 0)
                         of_tile = (own, pointer(y) + values, grads)
                         _sweep_back(stop, memory, tile, *of_tile, rows)
 
@@ -373,7 +406,7 @@ def _add_sums(target, rows, m):
 
 
 @inlined
-def _gates_within(gates, x, is_first, other):
+def gates_within(gates, x, is_first, other):
     """The transitions to the right (from the left, from above) and downward (the same),
     `other` apart in memory; zero where no edge arrives.
     """
@@ -397,7 +430,7 @@ def _edges(states, step, i, tile, x, out):
         left, above = across + j * stride, states + j * size
         right, under = left + stride, above + step
         gates = x.transition + 2 * u * tile.gates
-        rr, rd, dr, dd = _gates_within(gates, j, is_first, other)
+        rr, rd, dr, dd = gates_within(gates, j, is_first, other)
         rr, rd, dr, dd = splat(rr), splat(rd), splat(dr), splat(dd)
         v = load_part(x.value + u * tile.values, tile.w)
         gates = x.source + u * tile.gates
@@ -436,7 +469,7 @@ def _edges_back(states, adjoints, sums, i, tile, x, grad, d):
     for j in range(n - 1, -1, -1):
         left, above, after = across + j * size, states + j * size, adjoints + j * size
         is_end, of_gates, of_values = j == n - 1, u * tile.gates, u * tile.values
-        rr, rd, dr, dd = _gates_within(x.transition + 2 * of_gates, j, is_first, other)
+        rr, rd, dr, dd = gates_within(x.transition + 2 * of_gates, j, is_first, other)
         gates = x.source + of_gates
         s_r, s_d = gates[0], gates[other]
         if is_end:

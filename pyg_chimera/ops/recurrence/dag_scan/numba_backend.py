@@ -70,7 +70,13 @@ from pyg_chimera.ops.recurrence.chunk_form import (
     output,
 )
 from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
-from pyg_chimera.ops.recurrence.dag_scan.grid_sweeps import GridOperands, pieces
+from pyg_chimera.ops.recurrence.dag_scan.grid_masks import mask_scan
+from pyg_chimera.ops.recurrence.dag_scan.grid_sweeps import (
+    GridOperands,
+    GridScan,
+    pieces,
+    sweep,
+)
 from pyg_chimera.ops.recurrence.dag_scan.own import add_own, add_own_gradients
 from pyg_chimera.ops.recurrence.states import NOT_PATHS, GridStates, StateGraph
 
@@ -101,7 +107,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = _operands(call)
         found = output(*_scan_of(call, x), x)
     out = torch.from_numpy(found)
-    if call.inputs.direct is not None:
+    if call.inputs.direct is not None and not _is_on_masks(call):
         add_own(out, *call.inputs[:3], call.inputs.direct)
     return out, ()
 
@@ -110,32 +116,41 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     """Gradients of query, key, value, source, mark, transition and direct; those of
     inputs that are None are left out.
     """
-    graph, direct, (dy,) = call.structure.graph, call.inputs.direct, arrays(grad)
+    direct, (dy,) = call.inputs.direct, arrays(grad)
     if _is_on_grids(call):
         found = grid_sweeps.backward(*_on_grids(call), dy)
-        given = (x for x in call.inputs[:6] if x is not None)
+        given = (x for x in call.inputs[:7] if x is not None)
         grads = tuple(
             torch.from_numpy(x).view(like.shape)
-            for x, like in zip(found, given, strict=True)
+            for x, like in zip(found, given, strict=False)
         )
     else:
-        x = _operands(call)
+        graph, x = call.structure.graph, _operands(call)
         *found, by_entry = gradients(*_scan_of(call, x), x, dy)
         dw = np.empty(by_entry.shape[::-1], by_entry.dtype)
         _to_edges(dw, by_entry, graph.edge)
         grads = graph.gradients(call.inputs, *map(torch.from_numpy, (*found, dw)))
-    if direct is None:
+    if direct is None or _is_on_masks(call):
         return grads
     return *grads, add_own_gradients(grads[:3], *call.inputs[:3], direct, grad)
 
 
 def _is_on_grids(call: Call) -> bool:
     """Whether nodes of grids are swept instead of states of a graph."""
-    return call.choice.form == "state" and isinstance(call.structure, GridStates)
+    on_states = call.choice.form == "state" and isinstance(call.structure, GridStates)
+    return on_states or _is_on_masks(call)
 
 
-def _on_grids(call: Call) -> tuple[GridStates, GridOperands]:
-    """The operands in the layout of the grid sweeps."""
+def _is_on_masks(call: Call) -> bool:
+    """Whether they are swept in the mask form, which includes the direct gates."""
+    states = call.structure
+    return (
+        call.choice.form == "mask" and isinstance(states, GridStates) and states.in_rows
+    )
+
+
+def _on_grids(call: Call) -> tuple[GridScan, GridStates, GridOperands, int]:
+    """How grids are swept, and the operands in the layout of the sweeps."""
     states, inputs, heads = call.structure, call.inputs, call.inputs.value.shape[1]
     query, key, value, source, transition = arrays(
         *inputs[:3], inputs.source, inputs.transition
@@ -144,7 +159,10 @@ def _on_grids(call: Call) -> tuple[GridStates, GridOperands]:
     source = source.reshape(*shape, heads)
     mark = None if inputs.mark is None else arrays(inputs.mark)[0].reshape(source.shape)
     transition = transition.reshape(*shape, 2, heads)
-    return states, GridOperands(query, key, value, source, mark, transition)
+    x = GridOperands(query, key, value, source, mark, transition, None)
+    if call.choice.form == "mask":
+        return mask_scan, states, x._replace(direct=arrays(inputs.direct)[0]), 1
+    return sweep, states, x, pieces(len(states.grids.height), value)
 
 
 def _operands(call: Call) -> Operands:

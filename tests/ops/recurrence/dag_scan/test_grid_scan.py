@@ -8,7 +8,7 @@ from operators import OPERATORS, Structure, line_edges, make_case
 
 from pyg_chimera.ops import explain, grid_scan, stm_scan
 from pyg_chimera.ops.common.simd import vector_lanes
-from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
+from pyg_chimera.ops.recurrence.dag_scan import grid_masks, grid_sweeps
 
 OPERATOR = OPERATORS["grid_scan"]
 
@@ -127,6 +127,18 @@ def test_large_grids_hold_the_states_of_some_rows_only(dtype):
     found = with_gradients(inputs, **options, backend="numba")
     for name, x in expected.items():
         assert_near(found[name].double(), x, 1e-12 if dtype == torch.float64 else 3e-6)
+
+
+def test_masks_of_large_grids_are_computed_some_columns_at_a_time():
+    sizes = [(17, 19), (3, 5), (2, 150), (1, 4)]
+    assert grid_masks.WIDTH < 17 * 19
+    inputs = on(sizes, (4, 2, 3, 5, 4))
+    height, width = torch.tensor(sizes).unbind(1)
+    options = {"height": height, "width": width, "form": "mask"}
+    expected = with_gradients(inputs, **options, backend="torch")
+    found = with_gradients(inputs, **options, backend="numba")
+    for name, x in expected.items():
+        assert_near(found[name], x, 1e-12)
 
 
 @pytest.mark.parametrize("form", ["state", "mask"])
