@@ -150,9 +150,8 @@ def _mix(memory, orientations, size, block, x, out):
 def _mix_back(memory, orientations, size, block, x, dy, d):
     """Adds to the gradients of all operands."""
     n, m, ld = block.n, block.columns, block.width
-    of_keys, num_keys, of_values, channels = (
-        block.keys, block.num_keys, block.values, block.channels
-    )  # fmt: skip
+    of_keys, num_keys = block.keys, block.num_keys
+    of_values, channels = block.values, block.channels
     G, scores, products = memory, memory + n * ld, memory + 2 * n * ld
     dG, states, row = memory + 3 * n * ld, memory + 4 * n * ld, (2 * size[1] + 1) * ld
     adjoints = states + (size[0] + 1) * row
