@@ -1,4 +1,3 @@
-import gc
 import os
 import signal
 from pathlib import Path
@@ -10,10 +9,6 @@ import torch
 SHARED = Path(
     os.environ.get("PYG_CHIMERA_SHARED", Path(__file__).parents[2] / "shared")
 )
-
-# Compilers make very many objects, few of them garbage: to look for it after each
-# 700th takes a tenth of their time.
-gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.hookimpl(trylast=True)  # behind those that deselect some

@@ -8,6 +8,7 @@ after a fork and when called from several Python threads.
 """
 
 import ctypes
+import gc
 import logging
 import mmap
 import os
@@ -267,22 +268,34 @@ def _flushing() -> Iterator[None]:
 
 
 class _Announcer(event.Listener):
-    """Logs once that kernels are being compiled, as the first call takes long."""
+    """Logs once that kernels are being compiled, as the first call takes long.
+
+    Meanwhile no garbage is collected: compilers make very many objects, few of them
+    garbage, and to look for it takes a tenth of their time.
+    """
 
     def __init__(self) -> None:
         self.said = False
+        self.depth, self.collects = 0, False
 
     def on_start(self, event: Any) -> None:
+        if self.depth == 0:
+            self.collects = gc.isenabled()
+            gc.disable()
+        self.depth += 1
         module = event.data["dispatcher"].py_func.__module__
         if not self.said and module.startswith("pyg_chimera.ops."):
             self.said = True
             logging.getLogger("pyg_chimera").warning(
-                "pyg_chimera is compiling its CPU kernels, which takes up to a minute "
-                "the first time. They are kept on disk for later runs."
+                "pyg_chimera is compiling its CPU kernels, which takes up to half a "
+                "minute the first time. They are kept on disk for later runs. To "
+                "compile all of them ahead, run 'python -m pyg_chimera.compile'."
             )
 
     def on_end(self, event: Any) -> None:
-        pass
+        self.depth -= 1
+        if self.depth == 0 and self.collects:
+            gc.enable()
 
 
 event.register("numba:compile", _Announcer())

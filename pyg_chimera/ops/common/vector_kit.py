@@ -37,6 +37,7 @@ from pyg_chimera.ops.common.simd import (
 __all__ = [
     "LANES",
     "LOG_2",
+    "assign",
     "clear",
     "copy",
     "even_share",
@@ -80,10 +81,19 @@ def multiply(out, left, right):
 
 
 @jit
+def assign(target, source):
+    """Copy a matrix; numba takes seconds to compile `target[:] = source`."""
+    for i in range(target.shape[0]):
+        for j in range(target.shape[1]):
+            target[i, j] = source[i, j]
+
+
+@jit
 def take(target, source, nodes, h):
     """Copy source[nodes, h], [n, C], to a contiguous target."""
     for i in range(nodes.shape[0]):
-        target[i] = source[nodes[i], h]
+        for c in range(target.shape[1]):
+            target[i, c] = source[nodes[i], h, c]
 
 
 @jit
@@ -100,7 +110,8 @@ def take_transposed(target, source, nodes, h):
 def put(target, source, nodes, h):
     """Copy [n, C] to target[nodes, h]."""
     for i in range(nodes.shape[0]):
-        target[nodes[i], h] = source[i]
+        for c in range(source.shape[1]):
+            target[nodes[i], h, c] = source[i, c]
 
 
 @jit

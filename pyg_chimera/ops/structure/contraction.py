@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.compilation import compiled
-from pyg_chimera.ops.structure.csr import compress, to_numpy
+from pyg_chimera.ops.structure.csr import compress, enlarged, to_numpy
 from pyg_chimera.ops.structure.registered import structural_op
 from pyg_chimera.ops.structure.topological import topological_rank
 
@@ -94,9 +94,7 @@ def _contract(source, target, order, kept):
             j = parent[x]
             most += 1 if kept[j] else end[j] - begin[j]
         if free + most > found.shape[0]:
-            grown = np.empty(2 * (free + most), np.int64)
-            grown[:free] = found[:free]
-            found = grown
+            found = enlarged(found, free, 2 * (free + most))
         begin[i] = free
         for x in range(ptr[i], ptr[i + 1]):
             j = parent[x]

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index, check_option
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.numba_runtime import run, stopped
-from pyg_chimera.ops.structure.csr import adjacency, grouped, to_numpy
+from pyg_chimera.ops.structure.csr import adjacency, enlarged, grouped, to_numpy
 from pyg_chimera.ops.structure.distance import components
 
 __all__ = ["METHODS", "elimination_rank"]
@@ -259,9 +259,7 @@ def _minimum_fill(first, last, stop, scratch, indptr, indices, rank, most):
         for x in range(indptr[p], indptr[p] + elements[p]):
             bound += pool_stop[indices[x]] - pool_start[indices[x]]
         if top + bound > pool.shape[0]:
-            grown = np.empty(2 * (top + bound), np.int64)
-            grown[:top] = pool[:top]
-            pool = grown
+            pool = enlarged(pool, top, 2 * (top + bound))
         start = top
         for x in range(indptr[p], indptr[p] + length[p]):
             e = indices[x]
@@ -417,7 +415,7 @@ def fill_pattern(indptr, indices, most=_ALL):
     """The column pattern of the factor of a graph that is eliminated in node order.
 
     Column k has the rows below k of its own edges and of its children in the
-    elimination tree; its parent is the first of them. Rows are ascending. Stops early
+    elimination tree; its parent is the first of them. Rows are in no order. Stops early
     if there are more than `most` entries.
     """
     n = indptr.shape[0] - 1
@@ -434,9 +432,7 @@ def fill_pattern(indptr, indices, most=_ALL):
             bound += ptr[c + 1] - ptr[c]
             c = sibling[c]
         if top + bound > rows.shape[0]:
-            grown = np.empty(2 * (top + bound), np.int64)
-            grown[:top] = rows[:top]
-            rows = grown
+            rows = enlarged(rows, top, 2 * (top + bound))
         member[k] = k
         parent = n
         for x in range(indptr[k], indptr[k + 1]):
@@ -462,7 +458,4 @@ def fill_pattern(indptr, indices, most=_ALL):
         if parent < n:
             sibling[k] = child[parent]
             child[parent] = k
-    rows = rows[:top].copy()
-    for k in range(n):
-        rows[ptr[k] : ptr[k + 1]].sort()
-    return ptr, rows
+    return ptr, rows[:top]

@@ -151,7 +151,7 @@ def _amalgamate(upper_ptr, upper_row, max_leaf, per_row, per_supernode):
     supernodes right before them as long as that saves time.
     """
     n = upper_ptr.shape[0] - 1
-    count = np.diff(upper_ptr)
+    count = upper_ptr[1:] - upper_ptr[:-1]
     size = np.ones(n, np.int64)  # of subtrees
     for i in range(n):
         if count[i] > 0:

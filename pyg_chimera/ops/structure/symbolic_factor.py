@@ -13,7 +13,7 @@ from pyg_chimera.ops.common.checks import (
     check_within_graphs,
 )
 from pyg_chimera.ops.common.compilation import compiled
-from pyg_chimera.ops.structure.csr import adjacency, grouped, sorted_rows, to_numpy
+from pyg_chimera.ops.structure.csr import adjacency, compress, grouped, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.elimination import (
     elimination_order,
@@ -170,17 +170,18 @@ def symbolic_factor(
     if len(rows) > most:
         return blocks
     columns = np.repeat(np.arange(num_nodes), np.diff(column_ptr))
-    lower = sorted_rows(rows, columns, num_nodes)
-    upper = sorted_rows(lower.col, lower.row, num_nodes)
+    lower_ptr, lower_col = compress(rows, columns, num_nodes)
+    lower_row = np.repeat(np.arange(num_nodes), np.diff(lower_ptr))
+    upper_ptr, entry = compress(lower_col, np.arange(len(rows)), num_nodes)
     slot = np.empty(blocks.num_edges, np.int64)
-    slot[blocks.edge] = slots(edge_row, edge_col, lower.ptr, lower.col)
+    slot[blocks.edge] = slots(edge_row, edge_col, lower_ptr, lower_col)
     return SymbolicFactor(
         **vars(blocks),
-        lower_ptr=lower.ptr,
-        lower_col=lower.col,
-        upper_ptr=upper.ptr,
-        upper_row=upper.col,
-        upper_entry=upper.entry,
+        lower_ptr=lower_ptr,
+        lower_col=lower_col,
+        upper_ptr=upper_ptr,
+        upper_row=lower_row[entry],
+        upper_entry=entry,
         slot=slot,
     )
 

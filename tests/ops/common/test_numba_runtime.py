@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 import signal
@@ -5,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -140,7 +142,26 @@ def test_compilation_is_said_once(caplog):
     with caplog.at_level(logging.WARNING, logger="pyg_chimera"):
         announcer.on_start(Event(test_compilation_is_said_once))  # not one of ours
         assert not caplog.records
+        assert not gc.isenabled()
         for _ in range(2):
             announcer.on_start(Event(run))
+            announcer.on_end(Event(run))
+            assert not gc.isenabled()  # the first one still compiles
+        announcer.on_end(Event(test_compilation_is_said_once))
+    assert gc.isenabled()
     assert len(caplog.records) == 1
     assert "compiling" in caplog.text
+    assert "python -m pyg_chimera.compile" in caplog.text
+
+
+def test_garbage_is_not_collected_after_compilation_if_it_was_not_before():
+    announcer = numba_runtime._Announcer()
+    event = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=run)})
+    announcer.said = True
+    gc.disable()
+    try:
+        announcer.on_start(event)
+        announcer.on_end(event)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

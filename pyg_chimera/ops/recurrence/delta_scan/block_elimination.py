@@ -30,7 +30,7 @@ from pyg_chimera.ops.common.simd import (
     splat,
     store,
 )
-from pyg_chimera.ops.common.vector_kit import matmul
+from pyg_chimera.ops.common.vector_kit import assign, matmul
 
 __all__ = ["SIDE", "check_accuracy", "eliminate", "invert", "solve"]
 
@@ -89,7 +89,7 @@ def eliminate(M, inverse, spare, triangular, stop):
         if not triangular:
             right, D = M[a:b, b:], inverse[a:b, : b - a]
             moved = spare[: (b - a) * (n - b)].reshape(b - a, n - b)
-            moved[:] = right
+            assign(moved, right)
             matmul(right, D, moved)
             matmul(M[b:, b:], M[b:, a:b], right, SUBTRACT)
 
@@ -107,14 +107,14 @@ def solve(M, inverse, X, spare, triangular, transposed):
         for a in range(last, -1, -SIDE):
             b = min(a + SIDE, n)
             moved = spare[: (b - a) * count].reshape(b - a, count)
-            moved[:] = X[a:b]
+            assign(moved, X[a:b])
             matmul(moved, M[b:, a:b].T, X[b:], SUBTRACT)
             matmul(X[a:b], inverse[a:b, : b - a].T, moved)
         return
     for a in range(0, n, SIDE):
         b = min(a + SIDE, n)
         moved = spare[: (b - a) * count].reshape(b - a, count)
-        moved[:] = X[a:b]
+        assign(moved, X[a:b])
         matmul(X[a:b], inverse[a:b, : b - a], moved)
         matmul(X[b:], M[b:, a:b], X[a:b], SUBTRACT)
     if not triangular:

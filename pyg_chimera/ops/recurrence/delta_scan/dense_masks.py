@@ -34,6 +34,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
+    assign,
     matmul,
     multiply,
     put,
@@ -286,13 +287,13 @@ def _solve(work, triangular, transposed):
     for i in range(n):
         reflects |= b[i] > 1
     if reflects and not triangular:
-        rhs[:] = X
+        assign(rhs, X)
     solve(M, inverse, X, spare, triangular, transposed)
     if triangular or not reflects:
         return True
     last = np.inf
     for _ in range(_MAX_CORRECTIONS):
-        residual[:] = rhs
+        assign(residual, rhs)
         for a in range(0, n, _STRIP):
             end = min(a + _STRIP, n)
             strip = spare[: (end - a) * m].reshape(end - a, m)
@@ -316,7 +317,8 @@ def _solve(work, triangular, transposed):
 def _eliminate(work, beta, nodes, h, triangular, stop):
     """Sets b, and M = I + diag(b) ((L - I) * K K^T), and eliminates it."""
     overlap, L, M = work.squares[1], work.squares[2], work.squares[3]
-    take(work.b, beta, nodes, h)
+    for i in range(nodes.shape[0]):
+        work.b[i] = beta[nodes[i], h]
     _make_system(M, 0, L, overlap, work.b)
     eliminate(M[:, : nodes.shape[0]], work.inverse, work.spare, triangular, stop)
 

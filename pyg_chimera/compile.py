@@ -1,0 +1,212 @@
+"""Compiles the CPU kernels ahead of their first call, in parallel processes.
+
+``python -m pyg_chimera.compile`` calls every operator, layer and transform on tiny
+graphs, forward and backward. What numba compiles stays on disk, where later processes
+find it; so an interrupted run goes on where it stopped.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from itertools import zip_longest
+from multiprocessing import active_children, get_context
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from numba.core import config, event
+from torch_geometric.data import Data
+from tqdm import tqdm
+
+from pyg_chimera import nn, ops, selftest, transforms
+from pyg_chimera.ops.common.numba_runtime import _deferred_interrupt
+
+__all__ = ["main"]
+
+
+class Call(NamedTuple):
+    """What is called: an operator, a layer or a transform, and its options."""
+
+    name: str
+    options: dict[str, Any]
+    graph: str = "graph"  #: the kind of graph, for layers and transforms
+
+
+_LAYERS = (
+    Call("ChimeraConv", {"heads": 2, "edge_dim": 3, "log_sums": 2}),
+    Call("GraphMambaConv", {"order": "pagerank", "bidirectional": True}),
+    Call("ChimeraConv", {"heads": 2, "edge_dim": 3, "differential": True}),
+    Call("ChimeraDAGConv", {"heads": 2, "edge_dim": 3}, "dag"),
+    Call("ChimeraPathConv", {"heads": 2, "edge_dim": 3}, "undirected path"),
+    Call("GatedDeltaConv", {"heads": 2, "edge_dim": 3}),
+    Call("GatedDeltaConv", {"heads": 2, "acyclic": True, "surprise": True}, "dag"),
+    Call("HierarchicalMemoryConv", {"heads": 2, "edge_dim": 3}, "dag"),
+    Call("RGLRUConv", {"heads": 2}, "dag"),
+    Call("RGLRUConv", {"heads": 2, "edge_dim": 3}, "dag"),
+    Call("KHopAttentionConv", {"heads": 2, "k": 2, "rotary": True}, "dag"),
+    Call("PLSTMConv", {"heads": 2, "mode": "D", "edge_dim": 3}, "dag"),
+    Call("PLSTMConv", {"heads": 2, "order": "bfs", "normalization": "row"}),
+    Call("PLSTMConv", {"heads": 2, "order": "degree"}),
+    Call("ChimeraGridConv", {"heads": 2}, "grid"),
+    Call("PLSTMGridConv", {"heads": 2}, "grid"),
+)
+_TRANSFORMS = (
+    Call("AddDiameter", {}),
+    Call("AddEliminationOrder", {}),
+    Call("AddKHopIndex", {"k": 2}),
+    Call("AddTopologicalOrder", {}, "dag"),
+    Call("DAGDecomposition", {}),
+    Call("DirectedLineGraph", {}, "dag"),
+    Call("MultitreePruning", {}, "dag"),
+    *(Call("NodeOrder", {"order": x}) for x in ("bfs", "degree", "pagerank")),
+)
+
+
+def _calls(float64: bool) -> list[tuple[Call, torch.dtype]]:
+    """All calls, the next one of another operator, as those of one share kernels."""
+    families = [
+        [
+            Call(name, options)
+            for options in selftest._all_options(name)
+            if options["backend"] == "numba"
+        ]
+        for name in selftest._INPUTS
+    ]
+    turns = zip_longest(*families, _LAYERS, _TRANSFORMS)
+    calls = [call for turn in turns for call in turn if call is not None]
+    # Where rounding errors would grow, the resolvent takes float64 for float32.
+    double = [call for call in calls if float64 or call.name == "resolvent_mix"]
+    return [
+        *((call, torch.float32) for call in calls),
+        *((call, torch.float64) for call in double),
+    ]
+
+
+def _run(call: Call, dtype: torch.dtype) -> int:
+    """Makes a call; returns how many kernels were compiled for it."""
+    counter = _Counter()
+    with event.install_listener("numba:compile", counter):
+        if hasattr(ops, call.name):
+            for inputs in selftest._INPUTS[call.name](selftest._Draw()):
+                given = selftest._cast(inputs, dtype, torch.device("cpu"))
+                if selftest._choice(call.name, given, call.options) is not None:
+                    selftest._computed(call.name, given, call.options)
+        elif hasattr(nn, call.name):
+            _run_layer(call, dtype)
+        else:
+            graph = selftest._Draw().graph(call.graph)
+            nodes = len(graph["batch"])
+            data = Data(edge_index=graph["edge_index"], num_nodes=nodes)
+            getattr(transforms, call.name)(**call.options)(data)
+    return counter.count
+
+
+def _run_layer(call: Call, dtype: torch.dtype) -> None:
+    layer = getattr(nn, call.name)(8, **call.options).to(dtype)
+    draw = selftest._Draw()
+    if call.graph == "grid":
+        x = draw(35, 8).to(dtype).requires_grad_()
+        sizes = torch.tensor([5]), torch.tensor([7])
+        layer(x, height=sizes[0], width=sizes[1]).sum().backward()
+        return
+    graph = draw.graph(call.graph)
+    edge_index, batch = graph["edge_index"], graph["batch"]
+    if call.name == "ChimeraPathConv":  # takes no self-loops
+        edge_index = edge_index[:, edge_index[0] != edge_index[1]]
+    x = draw(len(batch), 8).to(dtype).requires_grad_()
+    attr = None
+    if "edge_dim" in call.options:
+        attr = draw(edge_index.size(1), call.options["edge_dim"]).to(dtype)
+    between = () if call.name == "GraphMambaConv" else (attr,)
+    layer(x, edge_index, *between, batch).sum().backward()
+
+
+class _Counter(event.Listener):
+    """Counts the kernels of this package that are compiled."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_start(self, event: Any) -> None:
+        module = event.data["dispatcher"].py_func.__module__
+        self.count += module.startswith("pyg_chimera.")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+# ------------------------------------------------------------------------- the command
+
+
+def _begin() -> None:
+    """In each process: Ctrl-C is for the first one, and so are messages."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("pyg_chimera").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+
+
+def _block_interrupts(block: bool) -> None:
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        how = signal.SIG_BLOCK if block else signal.SIG_UNBLOCK
+        signal.pthread_sigmask(how, {signal.SIGINT})
+
+
+def _compiled(calls: list[tuple[Call, torch.dtype]], workers: int) -> Iterator[int]:
+    """The number of kernels of each call, as they become ready."""
+    # Not forked: threads of PyTorch and numba may hold locks.
+    with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
+        try:
+            with _deferred_interrupt():  # until the processes have begun
+                _block_interrupts(True)  # in this thread, and they inherit it
+                futures = [pool.submit(_run, *call) for call in calls]
+                _block_interrupts(False)
+            for done in as_completed(futures):
+                yield done.result()
+        except BaseException:  # of a kernel, or Ctrl-C
+            for process in active_children():
+                process.terminate()  # what is on disk is whole
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Compiles the kernels.
+
+    Returns:
+        int: 0, or 130 if it was interrupted.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    parser = argparse.ArgumentParser(
+        "python -m pyg_chimera.compile", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--float64", action="store_true", help="for float64, too")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=cores or os.cpu_count() or 1,
+        help="the number of processes (default: the number of cores)",
+    )
+    given = parser.parse_args(args)
+    if given.workers < 1:
+        parser.error(f"argument --workers: expected at least 1, got {given.workers}")
+    if config.DISABLE_JIT:  # type: ignore[attr-defined]
+        parser.error("NUMBA_DISABLE_JIT is set: unset it, as nothing is compiled")
+    calls = _calls(given.float64)
+    start, kernels = perf_counter(), 0
+    try:
+        found = _compiled(calls, given.workers)
+        for count in tqdm(found, "Compiling CPU kernels", len(calls), unit=" calls"):
+            kernels += count
+    except KeyboardInterrupt:
+        print("Interrupted; the next run goes on from here.", file=sys.stderr)
+        return 130
+    print(f"{kernels} functions compiled in {perf_counter() - start:.0f} s.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
