@@ -18,12 +18,11 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from numba.core import config, event
 from torch_geometric.data import Data
 from tqdm import tqdm
 
 from pyg_chimera import nn, ops, selftest, transforms
-from pyg_chimera.ops.common.numba_runtime import _deferred_interrupt
+from pyg_chimera.ops.common.numba_runtime import ANNOUNCER, _deferred_interrupt
 
 __all__ = ["main"]
 
@@ -88,21 +87,20 @@ def _calls(float64: bool) -> list[tuple[Call, torch.dtype]]:
 
 def _run(call: Call, dtype: torch.dtype) -> int:
     """Makes a call; returns how many kernels were compiled for it."""
-    counter = _Counter()
-    with event.install_listener("numba:compile", counter):
-        if hasattr(ops, call.name):
-            for inputs in selftest._INPUTS[call.name](selftest._Draw()):
-                given = selftest._cast(inputs, dtype, torch.device("cpu"))
-                if selftest._choice(call.name, given, call.options) is not None:
-                    selftest._computed(call.name, given, call.options)
-        elif hasattr(nn, call.name):
-            _run_layer(call, dtype)
-        else:
-            graph = selftest._Draw().graph(call.graph)
-            nodes = len(graph["batch"])
-            data = Data(edge_index=graph["edge_index"], num_nodes=nodes)
-            getattr(transforms, call.name)(**call.options)(data)
-    return counter.count
+    before = ANNOUNCER.count
+    if hasattr(ops, call.name):
+        for inputs in selftest._INPUTS[call.name](selftest._Draw()):
+            given = selftest._cast(inputs, dtype, torch.device("cpu"))
+            if selftest._choice(call.name, given, call.options) is not None:
+                selftest._computed(call.name, given, call.options)
+    elif hasattr(nn, call.name):
+        _run_layer(call, dtype)
+    else:
+        graph = selftest._Draw().graph(call.graph)
+        nodes = len(graph["batch"])
+        data = Data(edge_index=graph["edge_index"], num_nodes=nodes)
+        getattr(transforms, call.name)(**call.options)(data)
+    return ANNOUNCER.count - before
 
 
 def _run_layer(call: Call, dtype: torch.dtype) -> None:
@@ -123,20 +121,6 @@ def _run_layer(call: Call, dtype: torch.dtype) -> None:
         attr = draw(edge_index.size(1), call.options["edge_dim"]).to(dtype)
     between = () if call.name == "GraphMambaConv" else (attr,)
     layer(x, edge_index, *between, batch).sum().backward()
-
-
-class _Counter(event.Listener):
-    """Counts the kernels of this package that are compiled."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_start(self, event: Any) -> None:
-        module = event.data["dispatcher"].py_func.__module__
-        self.count += module.startswith("pyg_chimera.")
-
-    def on_end(self, event: Any) -> None:
-        pass
 
 
 # ------------------------------------------------------------------------- the command
@@ -193,7 +177,7 @@ def main(args: Sequence[str] | None = None) -> int:
     given = parser.parse_args(args)
     if given.workers < 1:
         parser.error(f"argument --workers: expected at least 1, got {given.workers}")
-    if config.DISABLE_JIT:  # type: ignore[attr-defined]
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         parser.error("NUMBA_DISABLE_JIT is set: unset it, as nothing is compiled")
     calls = _calls(given.float64)
     start, kernels = perf_counter(), 0

@@ -117,7 +117,7 @@ def test_bad_arguments(capsys, monkeypatch):
         with pytest.raises(SystemExit, match="2"):
             command.main(args)
         assert said in capsys.readouterr().err
-    monkeypatch.setattr(command.config, "DISABLE_JIT", 1)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
     with pytest.raises(SystemExit, match="2"):
         command.main([])
     assert "unset it" in capsys.readouterr().err

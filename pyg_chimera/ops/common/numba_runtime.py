@@ -30,7 +30,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.compilation import compiled, compiles_to
 
-__all__ = ["arrays", "heads_a_task", "run", "stopped", "summed"]
+__all__ = ["ANNOUNCER", "arrays", "heads_a_task", "run", "stopped", "summed"]
 
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -275,7 +275,7 @@ class _Announcer(event.Listener):
     """
 
     def __init__(self) -> None:
-        self.said = False
+        self.said, self.count = False, 0
         self.depth, self.collects = 0, False
 
     def on_start(self, event: Any) -> None:
@@ -284,7 +284,9 @@ class _Announcer(event.Listener):
             gc.disable()
         self.depth += 1
         module = event.data["dispatcher"].py_func.__module__
-        if not self.said and module.startswith("pyg_chimera.ops."):
+        ours = module.startswith("pyg_chimera.ops.")
+        self.count += ours
+        if not self.said and ours:
             self.said = True
             logging.getLogger("pyg_chimera").warning(
                 "pyg_chimera is compiling its CPU kernels, which takes up to half a "
@@ -298,4 +300,6 @@ class _Announcer(event.Listener):
             gc.enable()
 
 
-event.register("numba:compile", _Announcer())
+#: Counts the functions that have been compiled.
+ANNOUNCER = _Announcer()
+event.register("numba:compile", ANNOUNCER)
