@@ -206,7 +206,8 @@ def _costs(
 def _tiles(blocks: Blocks, x: Operands) -> StateTiles:
     vector, _ = vector_lanes(x.value.dtype)
     two = 2 * vector * x.value.itemsize * int(blocks.sizes.max(initial=0))
-    return StateTiles.of(blocks.sizes, x, max(_TILE_BYTES, two), vector)
+    side = vector if x.query.shape[2] == 1 else 2 * vector
+    return StateTiles.of(blocks.sizes, x, max(_TILE_BYTES, two), side)
 
 
 @jit
