@@ -181,7 +181,7 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
             transition = torch.cat([right, torch.zeros_like(right), rest], dim=1)
         if transition.requires_grad and not torch.compiler.is_compiling():
             # Its gradient is a transposed view, slow to multiply by.
-            transition.register_hook(Tensor.contiguous)
+            transition.register_hook(lambda x: None if x is None else x.contiguous())
         return (
             source.t().contiguous().view(V, D, 2, H),
             transition.reshape(4 * D * H, V).t().contiguous().view(V, D, 2, 2, H),

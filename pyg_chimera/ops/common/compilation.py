@@ -46,30 +46,14 @@ if hasattr(os, "register_at_fork"):
 
 
 def compiled(**options: Any) -> Callable[[Callable], Any]:
-    """A decorator that jits a function, releases the GIL in it, and caches it.
-
-    For jitted code that calls the function, it is compiled without what Python needs to
-    call it, and once for all numbers: to numba, each constant has a type of its own.
-    """
-    options = {"nogil": True, "no_cfunc_wrapper": True, **options}
-    unwrapped: dict[str, Any] = {"no_cpython_wrapper": True}
+    """A decorator that jits a function, releases the GIL in it, and caches it."""
+    jit = numba.njit(nogil=True, **options)
 
     def decorate(function: Callable) -> Any:
-        jitted = numba.njit(**options)(function)
-        if not isinstance(jitted, Dispatcher):  # NUMBA_DISABLE_JIT
-            return jitted
-        outer: Any = jitted
-        inner: Any = numba.njit(**options, **unwrapped)(function)
-        outer._cache = _Cache(function)
-        inner._cache = _Cache(function, "-inner")
-
-        def template(args: tuple, kws: dict) -> Any:
-            named = {name: types.unliteral(x) for name, x in kws.items()}
-            return inner.get_call_template(tuple(map(types.unliteral, args)), named)
-
-        outer.get_call_template = template
-        outer.get_overload = inner.get_overload
-        return outer
+        dispatcher = jit(function)
+        if isinstance(dispatcher, Dispatcher):  # not with NUMBA_DISABLE_JIT
+            dispatcher._cache = _Cache(function)  # type: ignore[attr-defined]
+        return dispatcher
 
     return decorate
 
@@ -103,7 +87,7 @@ def compiles_to(typed: Callable, lower: Callable, kinds: tuple = ()) -> Callable
 class _Cache(FunctionCache):
     """numba's cache, in the same folders, with a stamp of all files that matter."""
 
-    def __init__(self, function: Callable, variant: str = "") -> None:
+    def __init__(self, function: Callable) -> None:
         super().__init__(function)
         locator = self._impl.locator
         self._stamp = stamp(function.__module__)
@@ -111,7 +95,7 @@ class _Cache(FunctionCache):
         line = f"-{locator.get_disambiguator()}.py"
         self._cache_file = _Files(
             cache_path=self._cache_path,
-            filename_base=self._impl.filename_base.replace(line, f"{variant}.py"),
+            filename_base=self._impl.filename_base.replace(line, ".py"),
             source_stamp=(locator.get_source_stamp(), self._stamp),
         )
 

@@ -196,36 +196,6 @@ def kernel(x):
     assert tiny(1) == (10, True)
 
 
-def test_versions_of_a_function_that_jitted_code_calls(tiny):
-    """One for all numbers, constants and defaults too; another if Python calls it."""
-    tiny.write(
-        parts="""
-from pyg_chimera.ops.common.compilation import compiled
-
-@compiled()
-def part(x, y):
-    return 10 * x + y
-""",
-        kernels="""
-from pyg_chimera.ops.common.compilation import compiled
-from tiny.parts import part
-
-@compiled()
-def kernel(x):
-    return part(x, 2) + part(x, y=3) + part(x, x) + part(4, 5)
-""",
-    )
-    for known in (False, True):
-        assert tiny(1) == (12 + 13 + 11 + 45, known)
-        found = [x for x in tiny.files() if x.endswith(".nbc")]
-        assert [x.partition(".py")[0] for x in found] == [
-            "kernels.kernel",
-            "parts.part-inner",
-        ]
-    assert sys.modules["tiny.parts"].part(6, 7) == 67
-    assert len(tiny.files()) == 6
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
 def test_no_two_processes_give_a_symbol_the_same_number():
     """Of functions of one name, such as sorts, cached kernels would call the wrong."""

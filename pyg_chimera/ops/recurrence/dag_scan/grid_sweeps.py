@@ -64,7 +64,6 @@ from pyg_chimera.ops.structure.grid import Grids
 
 __all__ = [
     "GridOperands",
-    "GridScan",
     "Plan",
     "backward",
     "forward",
