@@ -142,17 +142,21 @@ def _block_interrupts(block: bool) -> None:
 def _compiled(calls: list[tuple[Call, torch.dtype]], workers: int) -> Iterator[int]:
     """The number of kernels of each call, as they become ready."""
     # Not forked: threads of PyTorch and numba may hold locks.
+    others = active_children()
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
         try:
             with _deferred_interrupt():  # until the processes have begun
                 _block_interrupts(True)  # in this thread, and they inherit it
-                futures = [pool.submit(_run, *call) for call in calls]
-                _block_interrupts(False)
+                try:
+                    futures = [pool.submit(_run, *call) for call in calls]
+                finally:
+                    _block_interrupts(False)
             for done in as_completed(futures):
                 yield done.result()
         except BaseException:  # of a kernel, or Ctrl-C
             for process in active_children():
-                process.terminate()  # what is on disk is whole
+                if process not in others:
+                    process.terminate()  # what is on disk is whole
             pool.shutdown(cancel_futures=True)
             raise
 

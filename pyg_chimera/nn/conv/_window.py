@@ -33,12 +33,12 @@ def projected(
     if filtered is None:
         return [at_least_float32(lin(x)) for lin in lins]
     plain = [lin for lin in lins if _is_plain(lin)]
-    if len(plain) < len(lins):
+    biases = [lin.bias for lin in plain if lin.bias is not None]
+    if len(plain) < len(lins) or len(biases) not in (0, len(lins)):
         parts = [at_least_float32(lin(x)) for lin in lins]
         sizes, joined = [y.size(1) for y in parts], torch.cat(parts, dim=1)
     else:  # one matrix product, and nothing to copy
         sizes = [lin.out_channels for lin in plain]
-        biases = [lin.bias for lin in plain if lin.bias is not None]
         bias = torch.cat(biases) if biases else None
         joined = F.linear(x, torch.cat([lin.weight for lin in plain]), bias)
         joined = at_least_float32(joined)
@@ -48,7 +48,8 @@ def projected(
 def _is_plain(lin: Any) -> TypeGuard[Linear]:
     """Whether a layer is no more than its weights: no hooks, no adapter."""
     return type(lin) is Linear and not (
-        lin._forward_hooks
+        "forward" in vars(lin)
+        or lin._forward_hooks
         or lin._forward_pre_hooks
         or lin._backward_hooks
         or lin._backward_pre_hooks

@@ -78,7 +78,7 @@ class GatedDeltaConv(RangedBlock):
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
             :obj:`bias`, :obj:`reach` (the distance at which a memory has fallen to
             :math:`1/e` if it is not overwritten), :obj:`differential`, :obj:`form`
-            (:obj:`"state"` on GPUs for DAGs only) and :obj:`backend` of
+            (on graphs with cycles, :obj:`"state"` on CPUs only) and :obj:`backend` of
             :class:`~pyg_chimera.nn.ChimeraConv`, and those of
             :class:`torch_geometric.nn.conv.MessagePassing`.
 

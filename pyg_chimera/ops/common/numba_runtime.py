@@ -283,7 +283,7 @@ class _Announcer(event.Listener):
             self.collects = gc.isenabled()
             gc.disable()
         self.depth += 1
-        module = event.data["dispatcher"].py_func.__module__
+        module = event.data["dispatcher"].py_func.__module__ or ""
         ours = module.startswith("pyg_chimera.ops.")
         self.count += ours
         if not self.said and ours:
@@ -299,7 +299,15 @@ class _Announcer(event.Listener):
         if self.depth == 0 and self.collects:
             gc.enable()
 
+    def forked(self) -> None:
+        """In a new process, in which nothing is being compiled."""
+        if self.depth > 0:
+            self.depth = 1
+            self.on_end(None)
+
 
 #: Counts the functions that have been compiled.
 ANNOUNCER = _Announcer()
 event.register("numba:compile", ANNOUNCER)
+if hasattr(os, "register_at_fork"):  # while another thread compiles
+    os.register_at_fork(after_in_child=ANNOUNCER.forked)

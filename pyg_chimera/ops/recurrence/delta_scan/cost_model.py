@@ -122,6 +122,11 @@ def why_not_form(call: Call, forms: tuple[str, ...]) -> str | None:
             f"form='state' is for graphs without cycles, but node {node} is on one; "
             "use form='mask', or on a CPU backend='numba'"
         )
+    if sparse and not isinstance(graph.factor, SymbolicFactor):
+        return (
+            "form='state' needs factors of I - A, which would fill up on graphs of up "
+            f"to {graph.sizes.max()} nodes with such cycles; use form='mask' or 'auto'"
+        )
     if sparse or form == "mask":
         query, value = call.inputs.query, call.inputs.value
         needed = cost_of(form, backend, graph, query, value).memory
@@ -153,7 +158,8 @@ def _too_much(graph: DeltaGraph, form: str, needed: float, left: float) -> str:
     if not graph.on_cycle.any():
         return f"{said}; use form='auto'"
     anyway = f"; form={form!r} computes it all the same" if half else ""
-    other = "form='state' on a CPU (backend='numba'), " if form == "mask" else ""
+    sparse = form == "mask" and isinstance(graph.factor, SymbolicFactor)
+    other = "form='state' on a CPU (backend='numba'), " if sparse else ""
     return (
         f"{said}, and there are cycles; use {other}clusters or samples of the graph, "
         "a DAG (acyclic=True in 'GatedDeltaConv'; "

@@ -47,6 +47,7 @@ from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     invert,
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
+from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import sorted_rows
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
 
@@ -72,13 +73,10 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, graph: DeltaGraph, keys: int, channels: int) -> "Plan":
         """The plan for states [keys, channels], cached in the tables of the graph."""
-        key = cls, keys, channels
-        if key not in graph.tables:
-            graph.tables[key] = cls._of(graph, keys, channels)
-        return graph.tables[key]
+        return table(cls._of, graph, torch.device("cpu"), keys, channels)
 
     @classmethod
-    def _of(cls, graph: DeltaGraph, N: int, P: int) -> "Plan":
+    def _of(cls, graph: DeltaGraph, device: torch.device, N: int, P: int) -> "Plan":
         factor: Any = graph.factor
         nodes = supernodes(factor, _MERGING)
         s, m, leaf = nodes.widths, nodes.heights, nodes.leaf == 1

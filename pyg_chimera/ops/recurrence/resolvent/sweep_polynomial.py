@@ -271,7 +271,9 @@ def _slow_modes(A: csr_array, ptr: np.ndarray, H: np.ndarray) -> np.ndarray:
         found += [x, image, is_found]
     right, right_image, right_found, left, left_image, left_found = found
     scale, size = (_by_block(left * y, ptr) for y in (right_image, right))
-    usable = right_found & left_found & (scale > 0) & (size > 1e-3)
+    # A single node has no other direction, of which a random vector would be left.
+    others = np.repeat(np.diff(ptr) > 1, np.diff(ptr))
+    usable = others & right_found & left_found & (scale > 0) & (size > 1e-3)
     scale = np.where(usable, scale, 1.0)
     modes = (right, right_image, left / scale, left_image / scale)
     return np.where(usable, np.stack(modes), 0.0)

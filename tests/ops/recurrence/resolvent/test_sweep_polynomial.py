@@ -226,6 +226,18 @@ def differences(weight, grad, edges):
     return weight.detach() * (grad - mean[edges[1]])
 
 
+@both_backends
+def test_graphs_of_one_node(backend):
+    node = torch.arange(30)
+    weight = torch.linspace(0.1, 0.999, 30)[:, None].double()
+    one = torch.ones(30, 1, 1).double()
+    edges = torch.stack([node, node])
+    out = resolvent_mix(
+        one, one, one, edges, weight, solver="iterative", backend=backend
+    )
+    assert relative_error(out[..., 0], 1 / (1 - weight)) < 1e-12
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_slow_modes_halve_the_steps_and_need_no_float64(dtype):
     edges = expander(1000, 10)
