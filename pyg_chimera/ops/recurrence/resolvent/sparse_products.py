@@ -170,7 +170,7 @@ def backward(
         costs,
         room * tiles.keys * tiles.width + (tiles.keys + vector) * vector,
         x.value.dtype,
-        *(_Plan.of(blocks, system, rows, columns), x, d, along, left, tiles),
+        *(_Plan.of(blocks, system, rows, columns), x, d, (along, left), tiles),
     )
     dq, dk, dv, dw = d.summed(x.query.shape[1], rows.edge)
     if system.modes.any():
@@ -424,7 +424,8 @@ def _forward_tasks(begin, end, stop, scratch, plan, x, out, left, tiles):
 
 
 @jit
-def _backward_tasks(begin, end, stop, scratch, plan, x, d, along, left, tiles):
+def _backward_tasks(begin, end, stop, scratch, plan, x, d, found, tiles):
+    along, left = found
     one = x.value.dtype.type(1)
     zero = one - one
     size = tiles.keys * tiles.width
