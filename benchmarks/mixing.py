@@ -62,11 +62,6 @@ def chimera(**options: Any) -> ChimeraConv:
     return ChimeraConv(CHANNELS, CHANNELS, HEADS, STATE_CHANNELS, **own)
 
 
-def defaults(**options: Any) -> ChimeraConv:
-    """The layer as users have it, with states as large as those of pLSTM."""
-    return ChimeraConv(CHANNELS, CHANNELS, heads=4, state_channels=16, **options)
-
-
 def delta(**options: Any) -> GatedDeltaConv:
     return GatedDeltaConv(CHANNELS, CHANNELS, HEADS, reach=None, **options)
 
@@ -142,7 +137,7 @@ class Case(NamedTuple):
     """A layer to measure."""
 
     make: Callable[[], torch.nn.Module]
-    #: The result it is compared with; or "finite sum", or of `OTHERS`; None: no other.
+    #: The result it is compared with; also "finite sum", "delta rule"; None: no other.
     computes: str | None = "inverse"
     dtype: torch.dtype = torch.float32
     cold: bool = False  #: whether graphs are uncached in each repetition
@@ -163,17 +158,11 @@ PADDED = Case(lambda: DenseInverse(inverse_padded), dtype=torch.float64)
 REFERENCE = Case(lambda: chimera(backend="reference"), dtype=torch.float64)
 SPARSE = Case(lambda: chimera(solver="sparse", form="state"), dtype=torch.float64)
 # The tests compare it with dense states, which would take gigabytes for a peptide.
-OTHERS = {
-    "delta rule": Case(lambda: delta(backend="torch"), dtype=torch.float64),
-    "defaults": Case(
-        lambda: defaults(solver="sparse", form="state"), dtype=torch.float64
-    ),
-}
+DELTA = Case(lambda: delta(backend="torch"), "delta rule", dtype=torch.float64)
 
 CASES: dict[str, Case] = {
     "auto": Case(chimera),
     "auto, new graphs": Case(chimera, cold=True),
-    "auto, defaults": Case(defaults, "defaults"),
     "numba sparse state": solver_case("sparse", "state", "numba"),
     "numba sparse mask": solver_case("sparse", "mask", "numba"),
     "numba iterative": solver_case("iterative", "state", "numba"),
@@ -238,7 +227,9 @@ def check(workload: Workload, names: list[str], device: str) -> list[dict[str, A
         show(f"exactness: {name} on {workload.name}")
         if case.computes not in expected:
             right = exact._replace(computes=case.computes)
-            run = Run(OTHERS.get(case.computes, right), workload, device)
+            run = Run(
+                DELTA if case.computes == DELTA.computes else right, workload, device
+            )
             expected[case.computes] = run.results()
         found = Run(case, workload, device).results()
         against = f"{'dense' if dense else 'sparse'} float64 {case.computes}"
