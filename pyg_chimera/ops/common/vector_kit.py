@@ -29,6 +29,7 @@ from pyg_chimera.ops.common.simd import (
     smaller,
     splat,
     store,
+    store_part,
     total,
     transpose_square,
     zeros,
@@ -37,6 +38,7 @@ from pyg_chimera.ops.common.simd import (
 __all__ = [
     "LANES",
     "LOG_2",
+    "add_multiple",
     "assign",
     "clear",
     "copy",
@@ -160,6 +162,16 @@ def copy(target, source, size):
     """Copy `size` numbers, rounded up to whole vectors."""
     for at in range(0, size, lanes(target)):
         store(target + at, load(source + at))
+
+
+@jit
+def add_multiple(target, f, source, size):
+    """Adds f times the source row to the target row, of any length."""
+    factor = splat(f)
+    for at in range(0, size, lanes(target)):
+        left = size - at
+        sums = fma(factor, load_part(source + at, left), load_part(target + at, left))
+        store_part(target + at, sums, left)
 
 
 @jit

@@ -9,14 +9,9 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
 from pyg_chimera.ops.common.simd import (
-    fma,
-    lanes,
-    load_part,
     pointer,
-    splat,
-    store_part,
 )
-from pyg_chimera.ops.common.vector_kit import inner_product_of_rows
+from pyg_chimera.ops.common.vector_kit import add_multiple, inner_product_of_rows
 
 __all__ = ["add_own", "add_own_gradients", "own", "plus_own_gradients"]
 
@@ -108,7 +103,7 @@ def _add_own(first, last, stop, scratch, x, out):
             q, k = pointer(x.query) + at, pointer(x.key) + at
             at = (u * heads + h) * channels
             score = x.direct[u, h] * inner_product_of_rows(q, k, num_keys)
-            _add(pointer(out) + at, score, pointer(x.value) + at, channels)
+            add_multiple(pointer(out) + at, score, pointer(x.value) + at, channels)
 
 
 @jit
@@ -127,16 +122,6 @@ def _add_own_gradients(first, last, stop, scratch, x, grad, d):
             read = inner_product_of_rows(v, dy, channels)
             d.direct[u, h] = score * read
             read *= x.direct[u, h]
-            _add(pointer(d.query) + of_keys, read, k, num_keys)
-            _add(pointer(d.key) + of_keys, read, q, num_keys)
-            _add(pointer(d.value) + at, score * x.direct[u, h], dy, channels)
-
-
-@jit
-def _add(target, factor, row, size):
-    """Adds a multiple of a row to another one."""
-    by = splat(factor)
-    for at in range(0, size, lanes(target)):
-        left = size - at
-        sums = fma(by, load_part(row + at, left), load_part(target + at, left))
-        store_part(target + at, sums, left)
+            add_multiple(pointer(d.query) + of_keys, read, k, num_keys)
+            add_multiple(pointer(d.key) + of_keys, read, q, num_keys)
+            add_multiple(pointer(d.value) + at, score * x.direct[u, h], dy, channels)

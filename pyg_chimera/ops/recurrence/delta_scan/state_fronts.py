@@ -27,16 +27,12 @@ from pyg_chimera.ops.common.simd import (
     ADD,
     SET,
     SUBTRACT,
-    fma,
     gemm,
-    lanes,
-    load_part,
     pointer,
-    splat,
-    store_part,
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
+    add_multiple,
     inner_product_of_rows,
     matmul,
     set_identity,
@@ -212,15 +208,6 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 @jit
-def _add(target, f, source, n):
-    """Adds f times the source row to the target row."""
-    factor = splat(f)
-    for at in range(0, n, lanes(target)):
-        x = fma(factor, load_part(source + at, n - at), load_part(target + at, n - at))
-        store_part(target + at, x, n - at)
-
-
-@jit
 def _sizes(nodes, x):
     """The first position of a supernode, its width, and the rows below it."""
     rows = nodes.row[nodes.row_ptr[x] : nodes.row_ptr[x + 1]]
@@ -263,7 +250,7 @@ def _entry(top, low, update, i, j):
 def _subtract_block(at, step, w, b, k, N):
     """Subtracts w (I - b k k^T)."""
     for a in range(N):
-        _add(at + a * step, w * b * k[a], k, N)
+        add_multiple(at + a * step, w * b * k[a], k, N)
         at[a * step + a] -= w
 
 
@@ -294,7 +281,7 @@ def _add_update(top, low, update, child, rows, task, N):
                 end += 1
             at, step = _entry(top, low, update, place[i] * N, first * N)
             for p in range(N):
-                _add(
+                add_multiple(
                     at + p * step, 1.0, child + ((i * N + p) * c + j) * N, (end - j) * N
                 )
             j = end
@@ -361,7 +348,7 @@ def _eliminate_leaf(leaf, update, x, task, nodes, operands):
             for c in range(n):
                 H[c, j - n] += w * G[c, i]
         elif i >= n:
-            _add(pointer(L) + (i - n) * n, w, pointer(G) + j * n, n)
+            add_multiple(pointer(L) + (i - n) * n, w, pointer(G) + j * n, n)
     parts = task.spare[n * step : n * (step + 3 * m * N)].reshape(3, n * m * N)
     read, written, left = (
         parts[0].reshape(n, m * N),
@@ -541,7 +528,7 @@ def _move(plan, panel, x, transposed, downward, task, operands, given):
         sign = 1.0 if nodes.leaf[x] else -1.0
         for i in range(m):
             target, size = pointer(X[rows[i] - start]), X.shape[1]
-            _add(target, sign, pointer(task.below[i]), size)
+            add_multiple(target, sign, pointer(task.below[i]), size)
 
 
 # --------------------------------------------------------------------------- tasks
@@ -636,7 +623,9 @@ def _backward_tasks(begin, end, stop, scratch, plan, operands, solved, dy, d):
             edges = range(plan.edge_ptr[start + i], plan.edge_ptr[start + i + 1])
             X[:] = 0
             for y in edges:
-                _add(Xi, weight[plan.edge[y], h], states + plan.source[y] * size, size)
+                add_multiple(
+                    Xi, weight[plan.edge[y], h], states + plan.source[y] * size, size
+                )
             for p in range(P):
                 e[p] = value[u, h, p]
             gemm(pointer(e), P, k, N, 1, Xi, P, 1, P, N, SUBTRACT)

@@ -14,7 +14,6 @@ from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.common.simd import (
     SET,
     SUBTRACT,
-    fma,
     gemm,
     lanes,
     load_part,
@@ -22,6 +21,7 @@ from pyg_chimera.ops.common.simd import (
     splat,
     store_part,
 )
+from pyg_chimera.ops.common.vector_kit import add_multiple
 from pyg_chimera.ops.structure.supernodes import supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
@@ -189,15 +189,6 @@ def _add_sums(F, s, a, rows, diagonal, by_row, by_column):
 
 
 @jit
-def _add(target, f, source, n):
-    """Adds f times the source row to the target row."""
-    factor = splat(f)
-    for at in range(0, n, lanes(target)):
-        x = fma(factor, load_part(source + at, n - at), load_part(target + at, n - at))
-        store_part(target + at, x, n - at)
-
-
-@jit
 def _scale(target, f, n):
     factor = splat(f)
     for at in range(0, n, lanes(target)):
@@ -224,7 +215,9 @@ def _eliminate(F, t, s, stop):
                 f = F[i * t + k] / pivot if pivot != 0 else 0.0
                 F[i * t + k] = f
                 if f != 0:
-                    _add(F + (i * t + k + 1), -f, F + (k * t + k + 1), k1 - k - 1)
+                    add_multiple(
+                        F + (i * t + k + 1), -f, F + (k * t + k + 1), k1 - k - 1
+                    )
         _update(F, t, (k0, k1), t, (k1, w1))
         if k1 == w1:
             for p0 in range(w0, w1, _PANEL):
@@ -240,7 +233,7 @@ def _update(F, t, panel, last, columns):
     (k0, k1), (j0, j1) = panel, columns
     for i in range(k0 + 1, k1):
         for j in range(k0, i):
-            _add(F + (i * t + j0), -F[i * t + j], F + (j * t + j0), j1 - j0)
+            add_multiple(F + (i * t + j0), -F[i * t + j], F + (j * t + j0), j1 - j0)
     gemm(
         F + (k1 * t + j0), t, F + (k1 * t + k0), t, 1, F + (k0 * t + j0), t,
         last - k1, j1 - j0, k1 - k0, SUBTRACT,
@@ -258,7 +251,7 @@ def _invert_lower(L, ldl, X, ldx, s, stop):
         for i in range(i0, i1):
             X[i * ldx + i] = 1.0
             for j in range(i0, i):
-                _add(X + i * ldx, -L[i * ldl + j], X + j * ldx, j + 1)
+                add_multiple(X + i * ldx, -L[i * ldl + j], X + j * ldx, j + 1)
 
 
 @jit
@@ -273,7 +266,7 @@ def _solve_upper(U, ldu, X, ldx, s, n, stop):
         _subtract(X + i0 * ldx, ldx, beside, ldu, below, ldx, i1 - i0, n, s - i1)
         for i in range(i1 - 1, i0 - 1, -1):
             for j in range(i + 1, i1):
-                _add(X + i * ldx, -U[i * ldu + j], X + j * ldx, n)
+                add_multiple(X + i * ldx, -U[i * ldu + j], X + j * ldx, n)
             pivot = U[i * ldu + i]
             _scale(X + i * ldx, 1 / pivot if pivot != 0 else 0.0, n)
 
