@@ -68,7 +68,7 @@ def cost_of(
     total, (_, solver, form, backend, *_) = _Totals.of(blocks), choice
     num_blocks, num_edges = len(blocks.sizes), float(blocks.num_edges)
     vector, _ = vector_lanes(dtype)
-    lanes = heads * states * (-(-channels // vector) * vector)
+    lanes = heads * states * (-(-4 * channels // vector) * vector / 4)
     threads = max(1, min(torch.get_num_threads(), heads * num_blocks))
     if form == "mask":
         # Matrix products, passes over resolvents, and computing these.

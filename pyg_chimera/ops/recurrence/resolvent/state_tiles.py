@@ -1,7 +1,7 @@
 """The operands of kernels, and states: cut into tiles, formed and read.
 
 A tile holds the states of some nodes, [nodes, keys x width], for some key channels and
-a piece of the value channels, padded with zeros to whole vectors.
+a piece of the value channels. States, but not their rows, are whole vectors.
 """
 
 from math import gcd
@@ -39,6 +39,10 @@ __all__ = [
 ]
 
 
+#: Numbers of a state at a time. Beyond that, panels are read often enough.
+_MOST = 1024
+
+
 class Operands(NamedTuple):
     """What all forms take, contiguous."""
 
@@ -53,7 +57,7 @@ class StateTiles(NamedTuple):
 
     pieces: int  #: tasks per (block, head), each with a piece of the value channels
     channels: int  #: value channels of a piece
-    width: int  #: the same, rounded up to whole vectors
+    width: int  #: the same, rounded up to quarters of a vector, or whole ones
     keys: int  #: key channels at a time
 
     @classmethod
@@ -73,10 +77,13 @@ class StateTiles(NamedTuple):
         enough = len(held) * heads >= 2 * torch.get_num_threads()
         pieces = 1 if enough else max(1, -(-num_channels // vector))
         channels = -(-num_channels // pieces)
-        width = max(1, -(-channels // vector)) * vector
-        unit = side // gcd(side, width)
         room = num_bytes // x.value.itemsize // max(1, int(held.max(initial=0)))
-        most = max(1, room // (unit * width)) * unit
+        for part in (vector // 4, vector):  # whole vectors have the smaller units
+            width = max(1, -(-channels // part)) * part
+            unit = side // gcd(side, width)
+            if unit * width <= room:
+                break
+        most = max(1, min(room, _MOST) // (unit * width)) * unit
         shares = -(-num_keys // most)
         return cls(pieces, channels, width, -(-num_keys // (shares * unit)) * unit)
 
@@ -174,9 +181,9 @@ def outer(target, pair, u, tile):
     for p in range(0, width, step):
         row = load_part(v + p, tile.channels - p)
         for a in range(tile.num_keys):
-            store(target + (a * width + p), splat(k[a]) * row)
+            store_part(target + (a * width + p), splat(k[a]) * row, width - p)
         for a in range(tile.num_keys, tile.keys):
-            store(target + (a * width + p), zeros(target))
+            store_part(target + (a * width + p), zeros(target), width - p)
 
 
 @jit
@@ -197,14 +204,13 @@ def read(target, q, state, sign, u, tile):
         tile.num_keys,
     )
     for p in range(0, channels, step):
-        even, odd = zeros(target), zeros(target)
+        even, odd, row = zeros(target), zeros(target), state + p
         for a in range(0, count - 1, 2):
-            even = fma(splat(q[a]), load(state + (a * width + p)), even)
-            odd = fma(splat(q[a + 1]), load(state + ((a + 1) * width + p)), odd)
+            even = fma(splat(q[a]), load_part(row, width - p), even)
+            odd = fma(splat(q[a + 1]), load_part(row + width, width - p), odd)
+            row = row + 2 * width
         if count % 2 == 1:
-            even = fma(
-                splat(q[count - 1]), load(state + ((count - 1) * width + p)), even
-            )
+            even = fma(splat(q[count - 1]), load_part(row, width - p), even)
         result = fma(splat(sign), even + odd, load_part(target + p, channels - p))
         store_part(target + p, result, channels - p)
 
@@ -217,7 +223,7 @@ def read_rows(target, state, v, rows, u, tile):
     for p in range(0, width, step):
         factor = load_part(v + p, tile.channels - p)
         for a in range(count):
-            row, x = rows + a * step, load(state + (a * width + p))
+            row, x = rows + a * step, load_part(state + (a * width + p), width - p)
             store(row, x * factor if p == 0 else fma(x, factor, load(row)))
     for a in range(0, count, step):
         store_part(target + a, row_totals(rows + a * step), count - a)

@@ -13,6 +13,7 @@ computed in mask form, (G * Q K^T) V.
 """
 
 import numpy as np
+import torch
 
 from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.common.simd import (
@@ -49,14 +50,16 @@ from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 __all__ = ["backward", "forward"]
 
-#: Bytes of states that a task may hold at a time. They need not fit in a cache: in
-#: postorder, states that are needed together are close together.
-_TILE_BYTES = 1 << 24
+#: Bytes of states that all tasks together, or a single one, may hold at a time. They
+#: need not fit in a cache: in postorder, states that are needed together are close
+#: together, while panels are read once for each tile.
+_ALL_BYTES, _TILE_BYTES = 1 << 27, 1 << 24
 
 
 def _tiles(nodes: Supernodes, x: Operands) -> StateTiles:
     _, side = vector_lanes(x.value.dtype)  # rows of states are whole tiles of products
-    return StateTiles.of(nodes.slots, x, _TILE_BYTES, side)
+    room = max(_TILE_BYTES, _ALL_BYTES // torch.get_num_threads())
+    return StateTiles.of(nodes.slots, x, room, side)
 
 
 def _costs(nodes: Supernodes, tiles: StateTiles, x: Operands) -> np.ndarray:
