@@ -51,7 +51,7 @@ def warn_if_long(choice: Choice) -> None:
         warn(
             f"{scaled}\nThis call takes long. Fewer state channels or heads take less, "
             "and so do clusters of the graph, and finite sums of few terms. "
-            "'pyg_chimera.ops.warn_above' sets from how many seconds on this is said",
+            "'pyg_chimera.ops.warn_above' sets the limit of this warning",
             stacklevel=2,
         )
 
