@@ -313,7 +313,7 @@ def parse(argv: list[str] | None = None) -> Namespace:
     add("--root", type=Path, default=SHARED / "data", help="of the raw data")
     add("--only", nargs="+", choices=list(TASKS), default=list(TASKS))
     add("--mixers", nargs="+", choices=list(MIXERS), default=list(MIXERS))
-    add("--seconds", type=float, default=9, help="for each model (default: 9)")
+    add("--seconds", type=float, default=7, help="for each model (default: 7)")
     add_output(parser)
     return parser.parse_args(argv)
 
