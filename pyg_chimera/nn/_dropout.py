@@ -10,14 +10,15 @@ class Dropout(torch.nn.Dropout):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        size, zeros = x.numel(), round(self.p * 2**16)
+        zeros = round(self.p * 2**16)
         if (
-            not (self.training and 0 < zeros < 2**16 and x.device.type == "cpu")
-            or size < 2**13  # where calls take longer than draws
-            or torch.compiler.is_compiling()
+            torch.compiler.is_compiling()
             or torch._C._are_functorch_transforms_active()
+            or not (self.training and 0 < zeros < 2**16 and x.device.type == "cpu")
+            or x.numel() < 2**13  # where calls take longer than draws
         ):
             return super().forward(x)
+        size = x.numel()
         bits = torch.empty(-(-size // 4), dtype=torch.int64).random_(-(2**63), None)
         draws = bits.view(torch.int16)[:size].view(x.shape)
         kept = torch.empty(x.shape, dtype=x.dtype)

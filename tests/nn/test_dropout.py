@@ -53,6 +53,17 @@ def test_evaluation_is_the_identity():
     assert Dropout(0.5)(x[:0]).shape == (0,)
 
 
+def test_compiled_code_draws_as_pytorch():
+    """With sizes that are not known, on which nothing may depend."""
+    drop = torch.compile(Dropout(0.5), backend="eager", fullgraph=True, dynamic=True)
+    for size in (8, SIZE):
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            torch.manual_seed(0)
+            out = drop(torch.ones(size))
+        torch.manual_seed(0)
+        assert torch.equal(out, torch.nn.functional.dropout(torch.ones(size)))
+
+
 def test_transforms_draw_as_pytorch():
     """`torch.vmap` refuses random numbers unless it is told what they depend on."""
     x = torch.ones(2, SIZE)
