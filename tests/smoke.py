@@ -211,6 +211,15 @@ def test_prefetching(benchmark):
         assert all(row[x] > 0 for x in ("in the step", "by workers", "transform"))
 
 
+def test_epochs(benchmark):
+    results, printed = benchmark("epochs")
+    rows = results["epochs"]
+    assert len(rows) == 15
+    for row in rows:
+        assert row["step"] > 0
+        assert f"| {row['task']} | {row['mixer']} |" in printed
+
+
 def test_attention(benchmark):
     results, printed = benchmark("attention")
     rows = results["attention"]

@@ -3,10 +3,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import Dropout, Linear, Sequential
+from torch.nn import Linear, Sequential
 from torch_geometric.nn.resolver import activation_resolver
 from torch_geometric.typing import Adj
 
+from pyg_chimera.nn._dropout import Dropout
 from pyg_chimera.nn._inputs import (
     check_batch,
     check_edge_rows,
