@@ -62,15 +62,8 @@ def gated_norm(
         \mathbf{y} = s \, \mathbf{w} \odot \text{SiLU}(\mathbf{z}) \odot
         \text{RMSNorm}(f(\mathbf{x})), \qquad f \in \{\text{id}, \text{SiLU}\}
 
-    Args:
-        x (torch.Tensor): The rows, :math:`[|\mathcal{V}|, \ldots, N]`, such as columns
-            of a larger matrix.
-        weight (torch.Tensor, optional): :math:`\mathbf{w}`, :math:`[\ldots, N]`.
-        gate (torch.Tensor, optional): :math:`\mathbf{z}`, of the shape of :obj:`x`.
-        eps (float, optional): Added to the mean square; :obj:`None` is the machine
-            epsilon. (default: :obj:`1e-5`)
-        scale (float, optional): :math:`s`. (default: :obj:`1.0`)
-        activated (bool, optional): Whether :math:`f` is SiLU. (default: :obj:`False`)
+    Rows x [V, ..., N] may be columns of a larger matrix, weights are [..., N], and
+    gates have the shape of x. Without `eps`, it is the machine epsilon.
     """
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
@@ -96,11 +89,8 @@ def rms_norm(
 def _composed(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, options: _Options
 ) -> Tensor:
-    eps, scale, activated = options
-    if activated:
-        x = F.rms_norm(F.silu(x), x.shape[-1:], eps=eps)
-    else:
-        x = rms_norm(x, None, eps)
+    eps, scale, silu = options
+    x = F.rms_norm(F.silu(x), x.shape[-1:], eps=eps) if silu else rms_norm(x, None, eps)
     x = x if weight is None else x * weight
     x = x if gate is None else x * F.silu(gate)
     return x if scale == 1 else x * scale
@@ -159,9 +149,7 @@ class _GatedNorm(torch.autograd.Function):
             with torch.enable_grad():
                 out = _composed(x, weight, gate, options)
             found = iter(torch.autograd.grad(out, given, grad, create_graph=True))
-            return *(
-                None if y is None else next(found) for y in (x, weight, gate)
-            ), None
+            return *(y if y is None else next(found) for y in (x, weight, gate)), None
         dx, dgate = (None if y is None else y.new_empty(y.shape) for y in (x, gate))
         sums = None
         if weight is not None:
@@ -197,16 +185,12 @@ class _Arrays(NamedTuple):
 def _run(kernel: Any, given: Any, options: _Options, *others: Any) -> None:
     """Runs a kernel in tasks of some rows."""
     x, weight, gate = given
-    (flat, x_stride), (gates, gate_stride) = (
-        _rows(x),
-        _rows(x if gate is None else gate),
-    )
+    flat, x_stride = _rows(x)
+    gates, gate_stride = (_NONE[x.dtype], 0) if gate is None else _rows(gate)
     rows, channels = len(x), x.size(-1)
     width = x.numel() // rows
     size = _Size(rows, width // channels, channels, x_stride, gate_stride)
-    operands = _Arrays(
-        flat, _flat(weight, x.dtype), gates[:0] if gate is None else gates
-    )
+    operands = _Arrays(flat, _flat(weight, x.dtype), gates)
     costs = np.full(-(-rows // _ROWS), 1.0 * _ROWS * width)
     scratch = 3 * (channels + 16)
     run(kernel, costs, scratch, flat.dtype, size, options, operands, *others)
