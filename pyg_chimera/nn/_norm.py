@@ -2,14 +2,13 @@ import copy
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import normalization_resolver
 from torch_geometric.resolver import normalize_string
 
-from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.nn._routing import Route
+from pyg_chimera.ops.gated_norm import gated_norm, rms_norm
 
 __all__ = ["Norm", "RMSNorm", "norm_arguments", "rms_norm"]
 
@@ -81,20 +80,9 @@ class Norm(torch.nn.Module):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """PyTorch's, but see `rms_norm`."""
+    """PyTorch's, but see `rms_norm`; times the SiLU of a gate, if there is one."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-def rms_norm(
-    x: Tensor, weight: Tensor | None = None, eps: float | None = 1e-5
-) -> Tensor:
-    """The RMS norm of rows, with a `weight` [..., C]. Squares do not overflow, and half
-    precision is widened: what recurrences return is of the third degree in features.
-    """
-    y = at_least_float32(x)
-    # Where a row is divided, eps is far below rounding. The divisor cancels.
-    y = y / (y.detach().abs().amax(-1, keepdim=True) * 2.0**-30).clamp(min=1)
-    y = F.rms_norm(y, y.shape[-1:], eps=eps)
-    return (y if weight is None else y * weight).to(x.dtype)
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None:
+            return rms_norm(x, self.weight, self.eps)
+        return gated_norm(x, self.weight, gate, eps=self.eps)

@@ -30,6 +30,7 @@ from pyg_chimera.nn.conv._init import (
 from pyg_chimera.nn.conv._window import Filter, projected, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
 from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.gated_norm import gated_norm
 
 __all__ = ["ChimeraBlock", "GatedBlock", "RangedBlock"]
 
@@ -90,10 +91,14 @@ class GatedBlock(Mixer):
     def finish(self, y: Tensor, x: Tensor) -> Tensor:
         """Norm, gate and projection, given what the gate reads."""
         if self.lin_gate is None:
-            y = self.norm(y)
+            return self.lin_out(self.norm(y).to(x.dtype))
+        gate = at_least_float32(self.lin_gate(x))
+        if not self.norm_before_gate:
+            y = self.norm(y * self.act(gate))
+        elif type(self.norm) is RMSNorm and self.act is F.silu:
+            y = self.norm(y, gate)
         else:
-            gate = self.act(at_least_float32(self.lin_gate(x)))
-            y = self.norm(y) * gate if self.norm_before_gate else self.norm(y * gate)
+            y = self.norm(y) * self.act(gate)
         return self.lin_out(y.to(x.dtype))
 
     def __repr__(self) -> str:
@@ -225,15 +230,16 @@ class ChimeraBlock(GatedBlock):
         self, x: Tensor, filtered: Filter | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, copies * groups, N], and value, [V, scan_heads, P]."""
-        parts = self.project_linearly(x, filtered and (lambda y: F.silu(filtered(y))))
-        if filtered is None:
-            parts = [F.silu(y) for y in parts]
-        value, key, query = (y.contiguous() for y in parts)  # much faster below
+        value, key, query = self.project_linearly(x, filtered)
         query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
         if self.qk_norm:
-            query, key = (F.rms_norm(y, y.shape[-1:], eps=1e-5) for y in (query, key))
-            query = query / math.sqrt(self.state_channels)
-        return query, key, self.in_scans(value.unflatten(1, (self.heads, -1)))
+            scale = self.state_channels**-0.5
+            query = gated_norm(query, scale=scale, activated=True)
+            key = gated_norm(key, activated=True)
+        else:
+            query, key = F.silu(query), F.silu(key)
+        value = F.silu(value).unflatten(1, (self.heads, -1))
+        return query, key, self.in_scans(value)
 
     def in_scans(self, value: Tensor) -> Tensor:
         """Values [V, heads, P], repeated for all heads of the recurrence."""

@@ -9,11 +9,11 @@ from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import at_least_float32, check_heads
-from pyg_chimera.nn._norm import rms_norm
 from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
 from pyg_chimera.nn.conv._window import Filter, projected
 from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.gated_norm import gated_norm
 
 __all__ = ["PLSTMBlock"]
 
@@ -134,5 +134,5 @@ class PLSTMBlock(Mixer):
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:
         """Norm of each head and projection, after the recurrence."""
-        out = rms_norm(y, self.norm_weight.view(self.heads, -1))
+        out = gated_norm(y, self.norm_weight.view(self.heads, -1))
         return self.lin_out(out.flatten(1).to(x.dtype))

@@ -10,8 +10,8 @@ with AVX, 16 elsewhere (LLVM supports any of these widths). ::
     store(p, v)
     store_some(p, v, n)
 
-Sums, differences and products use the usual operators. There are no bounds checks and
-no reference counts: the array must outlive the pointer.
+Sums, differences, products and quotients use the usual operators. There are no bounds
+checks and no reference counts: the array must outlive the pointer.
 """
 
 import operator
@@ -333,10 +333,10 @@ _compiles_to(
     lambda code, p, i, x: code.set_number(code.row(p, 1, i), x),
     (PointerType, types.Integer, types.Float),
 )(operator.setitem)
-for _name in ("add", "sub", "mul"):
+for _name in ("add", "sub", "mul", "truediv"):
     _compiles_to(
         _of_vectors,
-        lambda code, a, b, name=_name: getattr(code.builder, "f" + name)(a, b),
+        lambda code, a, b, name=_name: getattr(code.builder, f"f{name[-3:]}")(a, b),
         (VectorType, VectorType),
     )(getattr(operator, _name))
 

@@ -1,0 +1,265 @@
+"""The fused norm: against the formula in float64, on all that it may be given."""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from asserts import assert_near
+from poison import poison
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from pyg_chimera.ops import gated_norm as gated_norm_module
+from pyg_chimera.ops.gated_norm import gated_norm
+
+OPTIONS = list(product([False, True], repeat=3))
+#: With SiLU or not, with or without weights, with or without a gate.
+every_option = pytest.mark.parametrize(("activated", "weighted", "gated"), OPTIONS)
+DTYPES = [torch.float32, torch.float64]
+
+
+def oracle(x, weight, gate, activated=False, scale=1.0):
+    """The formula, without the package's code."""
+    y = x * torch.sigmoid(x) if activated else x
+    y = scale * y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    y = y if weight is None else y * weight
+    return y if gate is None else y * gate * torch.sigmoid(gate)
+
+
+def inputs(shape, weighted=True, gated=True, dtype=torch.double):
+    generator = torch.Generator().manual_seed(0)
+    x, gate = torch.randn(2, *shape, generator=generator, dtype=torch.double).to(dtype)
+    weight = torch.randn(shape[1:], generator=generator, dtype=torch.double).to(dtype)
+    return x, weight if weighted else None, gate if gated else None
+
+
+def results(function, given, **kwargs):
+    """The output, and the gradients of all that is given."""
+    leaves = [x if x is None else x.detach().requires_grad_() for x in given]
+    out = function(*leaves, **kwargs)
+    grad = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape).cos()
+    wanted = [x for x in leaves if x is not None]
+    return [out.detach(), *torch.autograd.grad(out, wanted, grad)]
+
+
+def wide(given):
+    return [x if x is None else x.double() for x in given]
+
+
+def assert_same(got, want, tol):
+    for x, y in zip(got, want, strict=True):
+        assert_near(x, y, tol)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The kernels that are run, in order."""
+    found, run = [], gated_norm_module._run
+
+    def spy(kernel, *args):
+        found.append(kernel)
+        return run(kernel, *args)
+
+    monkeypatch.setattr(gated_norm_module, "_run", spy)
+    return found
+
+
+@every_option
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_outputs_and_gradients(activated, weighted, gated, dtype, runs):
+    options = {"activated": activated, "scale": 0.3}
+    for shape in ((5, 3), (1, 64), (300, 2, 16), (130, 33), (7, 3, 40), (2, 3, 2, 5)):
+        given = inputs(shape, weighted, gated, dtype)
+        got = results(gated_norm, given, **options)
+        assert {x.dtype for x in got} == {dtype}
+        want = results(oracle, wide(given), **options)
+        assert_same(got, want, 3e-6 if dtype == torch.float32 else 1e-13)
+    assert len(runs) == 2 * 6
+
+
+@every_option
+def test_gradcheck(activated, weighted, gated):
+    """Of first and second order, for one number a row, too."""
+    given = [x for x in inputs((3, 2, 1), weighted, gated) if x is not None]
+    given += [x for x in inputs((2, 5), weighted, gated) if x is not None]
+    half = len(given) // 2
+
+    def run(*leaves):
+        outs = []
+        for part in (leaves[:half], leaves[half:]):
+            rest = list(part[1:])
+            weight = rest.pop(0) if weighted else None
+            gate = rest.pop(0) if gated else None
+            outs.append(gated_norm(part[0], weight, gate, activated=activated))
+        return tuple(outs)
+
+    leaves = [x.requires_grad_() for x in given]
+    assert torch.autograd.gradcheck(run, leaves, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(run, leaves)
+
+
+def test_columns_of_a_joint_projection(runs):
+    """Without a copy, and whatever the layout."""
+    joint, grad = torch.randn(9, 40).double(), torch.randn(9, 2, 8).double()
+    layouts = {
+        "columns": lambda y: y[:, 16:32].unflatten(1, (2, 8)),
+        "every second": lambda y: y[:, 1:33:2].unflatten(1, (2, 8)),
+        "transposed": lambda y: y[:8, :18].t().unflatten(0, (9, 2)),
+        "expanded": lambda y: y[:1, 16:32].unflatten(1, (2, 8)).expand(9, 2, 8),
+        "one row for all": lambda y: y[0, :8].expand(9, 2, 8),
+    }
+    for name, layout in layouts.items():
+        found = []
+        for function in (gated_norm, oracle):
+            leaf = joint.clone().requires_grad_()
+            weight = layout(joint)[0].clone().requires_grad_()
+            x = layout(leaf)
+            out = function(x, weight, x.cos() if name == "columns" else layout(leaf))
+            assert function is oracle or out.is_contiguous()
+            found.append([out, *torch.autograd.grad(out, (leaf, weight), grad)])
+        assert_same(*found, 1e-12)
+    assert len(runs) == 2 * len(layouts)
+    x = joint[:, 16:32]
+    flat, stride = gated_norm_module._rows(x)
+    assert (flat.ctypes.data, stride) == (x.data_ptr(), 40)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activated", [False, True])
+def test_rows_of_any_size(dtype, activated):
+    """By hand: sizes do not matter once they are far above the root of eps."""
+    largest = math.log10(torch.finfo(dtype).max) - 0.5
+    sizes = torch.logspace(4, largest, 40, dtype=dtype).view(-1, 1)
+    row = torch.tensor([1.0, -0.5, 0.25, 2.0] * 5, dtype=dtype)
+    x = (sizes * row).requires_grad_()
+    y = gated_norm(x, activated=activated)
+    f = row.relu() if activated else row
+    assert_near(y, (f / f.square().mean().sqrt()).expand_as(y), 1e-6)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    slope = (1 - f * f.sum() / f.square().sum()) / f.square().mean().sqrt()
+    slope = slope * (row > 0) if activated else slope
+    normal = sizes[:, 0] < torch.finfo(dtype).max / 1e4  # and so are gradients
+    assert_near((grad * sizes)[normal], slope.expand_as(x)[normal], 1e-5)
+
+
+@every_option
+def test_nan_and_infinity_stay_in_their_row(activated, weighted, gated):
+    given = inputs((6, 2, 20), weighted, gated, torch.float32)
+    want = results(gated_norm, given, activated=activated)
+    for bad, name in product((torch.nan, torch.inf), range(3)):
+        if given[name] is None or name == 1:
+            continue
+        spoilt = [x if x is None else x.clone() for x in given]
+        spoilt[name][3, 1, 18] = bad
+        got = results(gated_norm, spoilt, activated=activated)
+        rest = torch.ones(6, 2, dtype=torch.bool)
+        rest[3, 1] = False
+        for x, y in zip(got, want, strict=True):
+            if x.dim() == 3:
+                assert torch.equal(x[rest], y[rest])
+        wrong = got[0][3, 1] if name == 0 else got[0][3, 1, 18]
+        assert wrong.isnan().all() or (name == 2 and bad == torch.inf)
+        assert got[1][3, 1].isnan().all() or (name == 2 and bad == torch.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_dtypes(dtype):
+    given = inputs((4, 8), dtype=dtype)
+    got = gated_norm(*given)
+    assert got.dtype == dtype
+    assert_near(got.double(), oracle(*wide(given)), 4 * torch.finfo(dtype).eps)
+    x, weight, gate = inputs((4, 8))
+    mixed = gated_norm(x.float(), weight, gate)
+    assert_near(mixed.double(), oracle(x, weight, gate), 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (0, 2, 8), (8,)])
+def test_no_rows_and_one_vector(shape):
+    given = inputs(shape, weighted=len(shape) > 1)
+    assert_same(results(gated_norm, given), results(oracle, given), 1e-12)
+
+
+def test_eps():
+    x = torch.tensor([[3e-3, -4e-3]])
+    for eps in (0.0, 1e-5, 0.1):
+        want = x / (x.square().mean() + eps).sqrt()
+        assert_near(gated_norm(x, eps=eps), want, 1e-6)
+    assert torch.equal(gated_norm(x, eps=None), gated_norm(x, eps=2.0**-23))
+    assert gated_norm(torch.zeros(2, 3)).eq(0).all()
+
+
+def test_what_follows_operations_sees_those_of_torch(runs):
+    """Compilers, transforms, forward mode and tensors of other devices."""
+    given = inputs((6, 4))
+    want = oracle(*given)
+    compiled = torch.compile(gated_norm, fullgraph=True, backend="aot_eager")
+    assert_same(results(compiled, given), results(oracle, given), 1e-12)
+
+    def positional(x, weight, gate):
+        return gated_norm(x, weight, gate)
+
+    assert_near(make_fx(positional)(*given)(*given), want)
+    assert_near(torch.jit.trace(positional, given, check_trace=False)(*given), want)
+    each = torch.func.vmap(lambda x: gated_norm(x, *given[1:]))
+    assert_near(each(torch.stack([given[0]] * 2))[1], want)
+    got, want = (
+        torch.func.jacrev(lambda x, f=f: f(x, *given[1:]))(given[0])
+        for f in (gated_norm, oracle)
+    )
+    assert_near(got, want)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(given[0], given[2])
+        got, want = (
+            forward_ad.unpack_dual(f(dual, *given[1:])).tangent
+            for f in (gated_norm, oracle)
+        )
+    assert_near(got, want)
+    assert gated_norm(*(x.to("meta") for x in given)).shape == (6, 4)
+    assert not runs
+
+
+def test_export(runs):
+    class Layer(torch.nn.Module):
+        def forward(self, x, weight, gate):
+            return gated_norm(x, weight, gate, activated=True)
+
+    given = inputs((6, 4))
+    rows = torch.export.Dim("rows", min=2)
+    shapes = ({0: rows}, None, {0: rows})
+    program = torch.export.export(Layer(), given, dynamic_shapes=shapes)
+    x, weight, gate = inputs((9, 4))
+    got = program.module()(x, weight, gate)
+    assert_near(got, oracle(x, weight, gate, activated=True))
+    assert not runs
+
+
+@every_option
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_uninitialised_is_read(activated, weighted, gated, dtype, monkeypatch):
+    poison(monkeypatch)
+    for shape in ((3, 5), (2, 2, 17), (1, 33)):
+        given = inputs(shape, weighted, gated, dtype)
+        got = results(gated_norm, given, activated=activated)
+        want = results(oracle, wide(given), activated=activated)
+        assert_same(got, want, 3e-6 if dtype == torch.float32 else 1e-12)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_any_number_of_threads(num_threads):
+    given = inputs((3000, 2, 48))
+    torch.set_num_threads(num_threads)
+    assert_same(results(gated_norm, given), results(oracle, given), 1e-11)
+
+
+def test_inference_mode_and_some_gradients():
+    given = inputs((5, 2, 8))
+    with torch.inference_mode():
+        assert_near(gated_norm(*given), oracle(*given))
+    want = results(oracle, given)
+    for i, x in enumerate(given):
+        leaf = x.clone().requires_grad_()
+        changed = [*given[:i], leaf, *given[i + 1 :]]
+        out = gated_norm(*changed)
+        grad = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape).cos()
+        assert_near(torch.autograd.grad(out, leaf, grad)[0], want[i + 1])
