@@ -42,9 +42,9 @@ def check_accuracy(wrong: np.ndarray) -> None:
     """Raises an error if anything is wrong."""
     if wrong.any():
         raise ValueError(
-            "'edge_weight' has rows on cycles that sum to so nearly one, where 'beta' "
-            "is nearly two, that the rule is not solved accurately without pivots; "
-            "scale it, or use backend='torch'"
+            "'edge_weight' has rows on cycles that sum to so nearly one that the rule "
+            "is not solved accurately without pivots; scale it or, where 'beta' is "
+            "nearly two, use backend='torch'"
         )
 
 
