@@ -7,8 +7,8 @@ needs no pivoting: no E_i makes a state larger, and A is a contraction, so no pr
 minor is zero (see `block_elimination`).
 
 With the columns s of a supernode and the rows r below them, its *panel* holds M_ss =
-B W with the rows W_sr beside it and the rows B_rs below it. Diagonal blocks are stored
-as their inverses. A leaf of the tree, which are most nodes, is eliminated in mask form,
+B W with the rows W_sr beside it and the rows B_rs below it, and the inverses of B's
+diagonal blocks. A leaf of the tree, which are most nodes, is eliminated in mask form,
 see `_Leaf`.
 
 All is in float64: a state may hardly fade where keys do not read it, and what a node
@@ -29,12 +29,14 @@ from pyg_chimera.ops.common.simd import (
     SET,
     SUBTRACT,
     gemm,
+    lanes,
+    load_part,
     pointer,
+    store_part,
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     add_multiple,
-    assign,
     inner_product_of_rows,
     matmul,
     set_identity,
@@ -42,7 +44,9 @@ from pyg_chimera.ops.common.vector_kit import (
 from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     SIDE,
     check_accuracy,
+    eliminate,
     invert,
+    sweep,
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.delta_scan.state_residuals import residual
@@ -85,7 +89,7 @@ class Plan(NamedTuple):
         factor: Any = graph.factor
         nodes = supernodes(factor, _MERGING)
         s, m, leaf = nodes.widths, nodes.heights, nodes.leaf == 1
-        size = np.where(leaf, 2 * s * (s + m), N**2 * s * (s + 2 * m))
+        size = np.where(leaf, 2 * s * (s + m), N * s * (SIDE + N * (s + 2 * m)))
         rows = sorted_rows(factor.edge_row, factor.edge_col, graph.num_nodes)
         n, few = (int(x[leaf].max(initial=0)) for x in (s, m))
         rows_below, t = int(m.max(initial=0)), int((s + m)[~leaf].max(initial=0))
@@ -239,11 +243,17 @@ def _sizes(nodes, x):
 
 @jit
 def _panel(plan, panel, x, N):
-    """The panel of a supernode: its rows s, and the columns s of the rows below."""
+    """The panel of a supernode: its rows s, the columns s of the rows below, and the
+    inverses of diagonal blocks.
+    """
     _, s, rows = _sizes(plan.nodes, x)
     s, m, at = s * N, rows.shape[0] * N, plan.panel_ptr[x]
-    middle, end = at + s * (s + m), plan.panel_ptr[x + 1]
-    return panel[at:middle].reshape(s, s + m), panel[middle:end].reshape(m, s)
+    low, inverse, end = at + s * (s + m), at + s * (s + 2 * m), plan.panel_ptr[x + 1]
+    return (
+        panel[at:low].reshape(s, s + m),
+        panel[low:inverse].reshape(m, s),
+        panel[inverse:end].reshape(s, SIDE),
+    )
 
 
 @jit
@@ -255,6 +265,15 @@ def _leaf(plan, panel, x):
     at += 2 * n * n
     H, L = panel[at : at + n * m], panel[at + n * m : at + 2 * n * m]
     return _Leaf(squares[0], squares[1], H.reshape(n, m), L.reshape(m, n))
+
+
+@jit
+def _copy(target, source):
+    """Copies a matrix with contiguous rows."""
+    for i in range(target.shape[0]):
+        to, row, size = pointer(target[i]), pointer(source[i]), target.shape[1]
+        for at in range(0, size, lanes(to)):
+            store_part(to + at, load_part(row + at, size - at), size - at)
 
 
 @jit
@@ -298,26 +317,6 @@ def _add_update(F, child, place, N):
                 to = pointer(F) + ((place[i] - i) * N + p) * t + place[j] * N
                 add_multiple(to, 1.0, child + (p * c + j) * N, (end - j) * N)
             j = end
-
-
-@jit
-def _eliminate(F, s, task):
-    """Eliminates the first s columns of a front."""
-    D, rest = task.spare[: SIDE * SIDE].reshape(SIDE, SIDE), task.spare[SIDE * SIDE :]
-    for a in range(0, s, SIDE):
-        b = min(a + SIDE, s)
-        n, right, own = b - a, F[a:b, b:], F[a:b, a:b]
-        D[:n, n:] = 0
-        assign(D, own)
-        invert(D, n)
-        assign(own, D)
-        task.growth[0] = max(task.growth[0], _largest(own))
-        moved = rest[: right.size].reshape(right.shape)
-        assign(moved, right)
-        matmul(right, own, moved)
-        matmul(F[b:s, b:], F[b:s, a:b], right, SUBTRACT)
-        matmul(F[s:, b:s], F[s:, a:b], right[:, : s - b], SUBTRACT)
-    matmul(F[s:, s:], F[s:, :s], F[:s, s:], SUBTRACT)
 
 
 @jit
@@ -376,7 +375,7 @@ def _eliminate_leaf(leaf, update, x, task, nodes, operands):
 
 
 @jit
-def _factor(plan, panel, x, memory, top, task, operands):
+def _factor(plan, panel, x, memory, top, task, operands, stop):
     """Computes the panel of a supernode; returns the new top of the stack."""
     nodes, N, start = plan.nodes, operands.key.shape[2], task.start
     a, s, rows = _sizes(nodes, x)
@@ -397,11 +396,12 @@ def _factor(plan, panel, x, memory, top, task, operands):
         top -= (shared.shape[0] * N) ** 2
         _add_update(F, pointer(stack) + top, task.place[shared - start], N)
         y -= nodes.subtree[y]
-    _eliminate(F, s, task)
-    upper, lower = _panel(plan, panel, x, N)
-    assign(upper, F[:s])
-    assign(lower, F[s:, :s])
-    assign(stack[top : top + m * m].reshape(m, m), F[s:, s:])
+    upper, low, inverse = _panel(plan, panel, x, N)
+    eliminate(F, inverse, task.spare, False, stop)
+    task.growth[0] = max(task.growth[0], _largest(inverse))
+    _copy(upper, F[:s])
+    _copy(low, F[s:, :s])
+    _copy(stack[top : top + m * m].reshape(m, m), F[s:, s:])
     return top + m * m
 
 
@@ -444,63 +444,41 @@ def _erase(states, nodes, task, operands):
 def _move_leaf(leaf, first, rows, X, transposed, downward, task, nodes, operands):
     """A leaf's part of a sweep, see `_Leaf`."""
     key, g, n, m = operands.key, task.g, leaf.G.shape[0], rows.shape[0]
-    P, own, below = X.shape[1] // key.shape[2], nodes.node[first:], task.below[:m]
-    X = X[first - task.start : first - task.start + n]
-    own = nodes.node[first : first + n]
+    P, own, below = X.shape[1] // key.shape[2], nodes.node[first:][:n], task.below[:m]
+    X, writes = X[first - task.start :][:n], len(operands.value) > 0 and not transposed
     G = leaf.G.T[:n] if transposed else leaf.G[:, :n]
     B = leaf.B.T[:n] if transposed else leaf.B[:, :n]
     wide = task.spare[: 2 * X.size].reshape(2, n, X.shape[1])
     thin = task.spare[2 * X.size : 2 * X.size + 2 * n * P].reshape(2, n, P)
     S, F, v, u = wide[0], wide[1], thin[0], thin[1]
-    matmul(S, G, X)
+    if writes:  # then X is zero
+        _copy(S, X)
+    else:
+        matmul(S, G, X)
     if downward:
         if transposed:
             _erase(below, nodes.node[rows], task, operands)
         matmul(S, leaf.L.T[:n] if transposed else leaf.H[:, :m], below, ADD)
     _read(v, key, own, g, S, SET)
-    if not transposed:
-        _read(v, key, own, g, X, SUBTRACT)
+    if writes:
         for i in range(n):
             for p in range(P):
                 v[i, p] -= operands.value[own[i], task.h, p]
+    elif not transposed:
+        _read(v, key, own, g, X, SUBTRACT)
     matmul(u, B, v)
     if downward:
-        assign(X, S)
+        _copy(X, S)
         _outer(F, key, own, g, u, SET)
         matmul(X, G, F, SUBTRACT)
         if transposed:
             _outer(X, key, own, g, u, ADD)
     else:
-        assign(F, X)
+        _copy(F, X)
         _outer(F, key, own, g, u, SUBTRACT)
         matmul(below, leaf.H.T[:m] if transposed else leaf.L[:, :n], F)
         if not transposed:
             _erase(below, nodes.node[rows], task, operands)
-
-
-@jit
-def _move_panel(top, low, transposed, downward, X, below, spare):
-    """A supernode's part of a sweep: that of B^-1 or, downward, of W^-1; in the
-    transposed system that of W^-T or, downward, of B^-T.
-    """
-    s, P = X.shape
-    inner = top.T[:s] if transposed else top[:, :s]
-    if downward:
-        matmul(X, low.T if transposed else top[:, s:], below, SUBTRACT)
-    count = (s + SIDE - 1) // SIDE
-    for step in range(count):
-        a = (count - 1 - step if downward else step) * SIDE
-        b = min(a + SIDE, s)
-        if downward:
-            matmul(X[a:b], inner[a:b, b:], X[b:], SUBTRACT)
-        if downward == transposed:
-            moved = spare[: (b - a) * P].reshape(b - a, P)
-            assign(moved, X[a:b])
-            matmul(X[a:b], inner[a:b, a:b], moved)
-        if not downward:
-            matmul(X[b:], inner[b:, a:b], X[a:b], SUBTRACT)
-    if not downward:
-        matmul(below, top[:, s:].T if transposed else low, X)
 
 
 @jit
@@ -516,10 +494,15 @@ def _move(plan, panel, x, X, transposed, downward, task, operands):
         leaf = _leaf(plan, panel, x)
         _move_leaf(leaf, a, rows, X, transposed, downward, task, nodes, operands)
     else:
-        top, low = _panel(plan, panel, x, N)
+        top, low, inverse = _panel(plan, panel, x, N)
+        right, lower = top[:, s * N :], downward == transposed
         own = X[a - start : a - start + s].reshape(s * N, -1)
         below = task.below[:m].reshape(m * N, -1)
-        _move_panel(top, low, transposed, downward, own, below, task.spare)
+        if downward:
+            matmul(own, low.T[: s * N] if transposed else right, below, SUBTRACT)
+        sweep(top[:, : s * N], inverse, own, task.spare, lower, transposed)
+        if not downward:
+            matmul(below, right.T if transposed else low[:, : s * N], own)
     if not downward:
         sign = 1.0 if nodes.leaf[x] else -1.0
         for i in range(m):
@@ -528,14 +511,13 @@ def _move(plan, panel, x, X, transposed, downward, task, operands):
 
 
 @jit
-def _solve(plan, panel, X, transposed, task, operands, stop):
-    """X <- M^-1 X (and what leaves write), or M^-T X, for the states of a block."""
+def _sweep(plan, panel, X, transposed, downward, task, operands, stop):
+    """Half of X <- M^-1 X (and what leaves write), or M^-T X, for a block's states."""
     first, last = plan.nodes.block_ptr[task.block], plan.nodes.block_ptr[task.block + 1]
-    for step in range(2 * (last - first)):
+    for x in range(first, last):
         if stopped(stop):
             return
-        downward = step >= last - first
-        x = 2 * last - first - 1 - step if downward else first + step
+        x = first + last - 1 - x if downward else x
         _move(plan, panel, x, X, transposed, downward, task, operands)
 
 
@@ -545,11 +527,12 @@ def _refine(plan, panel, X, given, transposed, task, operands, stop):
     than half of the last one; returns whether it is accurate.
     """
     query, key, value, beta, weight = operands
-    nothing = _Operands(query, key, np.zeros_like(value), beta, weight)
+    nothing = _Operands(query, key, value[:0], beta, weight)
     R, last = np.empty((2, *X.shape)), _largest(X)
     for _ in range(_MAX_CORRECTIONS):
         residual(R, X, given, transposed, plan, task, operands)
-        _solve(plan, panel, R[0], transposed, task, nothing, stop)
+        _sweep(plan, panel, R[0], transposed, False, task, nothing, stop)
+        _sweep(plan, panel, R[0], transposed, True, task, nothing, stop)
         found, correction = _largest(X), _largest(R[0])
         if not correction < last / 2:
             break
@@ -604,8 +587,9 @@ def _forward_tasks(
         for x in range(nodes.block_ptr[block], nodes.block_ptr[block + 1]):
             if stopped(stop):
                 return
-            top = _factor(plan, panel, x, memory, top, task, operands)
-        _solve(plan, panel, X, False, task, operands, stop)
+            top = _factor(plan, panel, x, memory, top, task, operands, stop)
+            _move(plan, panel, x, X, False, False, task, operands)
+        _sweep(plan, panel, X, False, True, task, operands, stop)
         solved.growth[h, block] = task.growth[0]
         wrong[h, block] = task.growth[1] > _MAX_GROWTH
         if task.growth[0] > large:
@@ -633,7 +617,8 @@ def _backward_tasks(
             u = nodes.node[start + i : start + i + 1]
             _outer(Z[i : i + 1], query, u, task.g, dy[u[0], h : h + 1], SET)
         growth, given = solved.growth[h, block], _largest(Z)
-        _solve(plan, panel, Z, True, task, operands, stop)
+        _sweep(plan, panel, Z, True, False, task, operands, stop)
+        _sweep(plan, panel, Z, True, True, task, operands, stop)
         if max(growth * given, _largest(Z)) > large * given:
             S = S.copy()
             done = _refine(plan, panel, Z, dy, True, task, operands, stop)
