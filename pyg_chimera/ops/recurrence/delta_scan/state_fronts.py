@@ -143,9 +143,13 @@ class _Solved(NamedTuple):
     growth: np.ndarray  #: [heads, T], the largest entries of inverses
     states: np.ndarray  #: [heads, V, N, P], by position
     panels: np.ndarray  #: [heads, numbers]
+    wrong: np.ndarray  #: [heads, T], whether results are inaccurate, not saved
+    large: float  #: where refinement begins
 
     @classmethod
-    def of(cls, saved: np.ndarray, x: _Operands, blocks: int) -> "_Solved":
+    def of(
+        cls, saved: np.ndarray, x: _Operands, blocks: int, large: float
+    ) -> "_Solved":
         """Views of what is saved."""
         (V, heads, P), N = x.value.shape, x.query.shape[2]
         growth, rest = np.split(saved, [heads * blocks])
@@ -154,6 +158,8 @@ class _Solved(NamedTuple):
             growth.reshape(heads, -1),
             states.reshape(heads, V, N, P),
             panels.reshape(heads, -1),
+            np.zeros((heads, blocks), bool),
+            large,
         )
 
 
@@ -190,16 +196,16 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     plan = Plan.of(call.structure, N, P)
     blocks = len(plan.nodes.slots)
     saved = np.empty(heads * (blocks + V * N * P + int(plan.panel_ptr[-1])))
-    out, wrong = np.empty_like(x.value), np.zeros((heads, blocks), bool)
+    solved, out = _Solved.of(saved, x, blocks, _LARGE[dtype]), np.empty_like(x.value)
     if out.size:
         run(
             _forward_tasks,
             _costs(plan, x),
             int(plan.scratch.sum()) + int(plan.nodes.stack[0]) * N**2,
             out.dtype,
-            *(plan, x, _Solved.of(saved, x, blocks), out, _LARGE[dtype], wrong),
+            *(plan, x, solved, out),
         )
-    check_accuracy(wrong[:, call.structure.is_cyclic])
+    check_accuracy(solved.wrong[:, call.structure.is_cyclic])
     return torch.from_numpy(out).to(dtype), (torch.from_numpy(saved).view(dtype),)
 
 
@@ -216,17 +222,17 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     dq, dk = np.zeros((2, V, heads, N))
     d = _Operands(dq, dk, *(np.zeros_like(y) for y in x[2:]))
     n = int(np.diff(plan.nodes.start).max(initial=0))
-    wrong = np.zeros((heads, blocks), bool)
+    held = saved[0].numpy().view(np.float64)
+    solved = _Solved.of(held, x, blocks, _LARGE[grad.dtype])
     if x.value.size:
-        solved = _Solved.of(saved[0].numpy().view(np.float64), x, blocks)
         run(
             _backward_tasks,
             _costs(plan, x),
             int(plan.scratch[:3].sum()) + n * N * P,
             dq.dtype,
-            *(plan, x, solved, dy, d, _LARGE[grad.dtype], wrong),
+            *(plan, x, solved, dy, d),
         )
-    check_accuracy(wrong[:, call.structure.is_cyclic])
+    check_accuracy(solved.wrong[:, call.structure.is_cyclic])
     dq, dk = (y.reshape(V, groups, -1, N).sum(2) for y in (dq, dk))
     return tuple(torch.from_numpy(y).to(grad.dtype) for y in (dq, dk, *d[2:]))
 
@@ -567,9 +573,7 @@ def _task(index, plan, memory, operands):
 
 
 @jit
-def _forward_tasks(
-    begin, end, stop, scratch, plan, operands, solved, out, large, wrong
-):
+def _forward_tasks(begin, end, stop, scratch, plan, operands, solved, out):
     query, key, value, beta, _ = operands
     nodes, (_, _, N, P) = plan.nodes, solved.states.shape
     memory = scratch[plan.scratch[:3].sum() :]
@@ -591,19 +595,17 @@ def _forward_tasks(
             _move(plan, panel, x, X, False, False, task, operands)
         _sweep(plan, panel, X, False, True, task, operands, stop)
         solved.growth[h, block] = task.growth[0]
-        wrong[h, block] = task.growth[1] > _MAX_GROWTH
-        if task.growth[0] > large:
+        solved.wrong[h, block] = task.growth[1] > _MAX_GROWTH
+        if task.growth[0] > solved.large:
             done = _refine(plan, panel, X, value, False, task, operands, stop)
-            wrong[h, block] |= not done
+            solved.wrong[h, block] |= not done
         for i in range(own.shape[0]):
             row = out[own[i], h : h + 1]
             _read(row, query, own[i : i + 1], task.g, X[i : i + 1], SET)
 
 
 @jit
-def _backward_tasks(
-    begin, end, stop, scratch, plan, operands, solved, dy, d, large, wrong
-):
+def _backward_tasks(begin, end, stop, scratch, plan, operands, solved, dy, d):
     query, key, value, beta, weight = operands
     nodes, (_, _, N, P) = plan.nodes, solved.states.shape
     size = N * P
@@ -619,11 +621,11 @@ def _backward_tasks(
         growth, given = solved.growth[h, block], _largest(Z)
         _sweep(plan, panel, Z, True, False, task, operands, stop)
         _sweep(plan, panel, Z, True, True, task, operands, stop)
-        if max(growth * given, _largest(Z)) > large * given:
+        if max(growth * given, _largest(Z)) > solved.large * given:
             S = S.copy()
             done = _refine(plan, panel, Z, dy, True, task, operands, stop)
             done &= _refine(plan, panel, S, value, False, task, operands, stop)
-            wrong[h, block] = not done or _largest(Z) > _MAX_GROWTH * given
+            solved.wrong[h, block] = not done or _largest(Z) > _MAX_GROWTH * given
         if stopped(stop):
             return
         few = task.vectors
