@@ -32,7 +32,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import assign, matmul
 
-__all__ = ["SIDE", "check_accuracy", "eliminate", "invert", "solve"]
+__all__ = ["SIDE", "check_accuracy", "eliminate", "invert", "solve", "sweep"]
 
 #: Rows and columns of a block; a multiple of the lanes of any vector.
 SIDE = 16
@@ -42,9 +42,9 @@ def check_accuracy(wrong: np.ndarray) -> None:
     """Raises an error if anything is wrong."""
     if wrong.any():
         raise ValueError(
-            "'edge_weight' has rows on cycles that sum to so nearly one, where 'beta' "
-            "is nearly two, that the rule is not solved accurately without pivots; "
-            "scale it, or use backend='torch'"
+            "'edge_weight' has rows on cycles that sum to so nearly one that the rule "
+            "is not solved accurately without pivots; scale it or, where 'beta' is "
+            "nearly two, use backend='torch'"
         )
 
 
@@ -74,14 +74,15 @@ def invert(matrix, n):
 def eliminate(M, inverse, spare, triangular, stop):
     """Factors M [n, n] in place, into B below the diagonal blocks and W above them.
 
-    The inverses of B's diagonal blocks are written to `inverse`, [n, SIDE]; `spare` has
-    SIDE * n numbers. If M is triangular, blocks above its diagonal are not accessed.
+    The inverses of B's diagonal blocks are written to `inverse`, [s, SIDE]; if s < n,
+    only s columns are eliminated. `spare` has SIDE * n numbers. If M is triangular,
+    blocks above its diagonal are not accessed.
     """
-    n = M.shape[0]
-    for a in range(0, n, SIDE):
+    n, s = M.shape[0], inverse.shape[0]
+    for a in range(0, s, SIDE):
         if stopped(stop):
             return
-        b = min(a + SIDE, n)
+        b = min(a + SIDE, s)
         for i in range(a, b):
             for j in range(SIDE):
                 inverse[i, j] = M[i, a + j] if a + j < b else 0
@@ -91,33 +92,36 @@ def eliminate(M, inverse, spare, triangular, stop):
             moved = spare[: (b - a) * (n - b)].reshape(b - a, n - b)
             assign(moved, right)
             matmul(right, D, moved)
-            matmul(M[b:, b:], M[b:, a:b], right, SUBTRACT)
+            matmul(M[b:s, b:], M[b:s, a:b], right, SUBTRACT)
+            matmul(M[s:, b:s], M[s:, a:b], right[:, : s - b], SUBTRACT)
+    if s < n:
+        matmul(M[s:, s:], M[s:, :s], M[:s, s:], SUBTRACT)
+
+
+@jit
+def sweep(M, inverse, X, spare, lower, transposed):
+    """X <- B^-1 X, or if not lower W^-1 X; or of the transposed matrices."""
+    n, count = X.shape
+    for step in range(0, n, SIDE):
+        a = (n - 1) // SIDE * SIDE - step if lower == transposed else step
+        b = min(a + SIDE, n)
+        own, rest, D = X[a:b], X[b:], inverse[a:b, : b - a]
+        beyond = M[b:, a:b] if lower else M[a:b, b:].T
+        if lower == transposed:
+            matmul(own, beyond.T, rest, SUBTRACT)
+        if lower:
+            moved = spare[: (b - a) * count].reshape(b - a, count)
+            assign(moved, own)
+            matmul(own, D.T if transposed else D, moved)
+        if lower != transposed:
+            matmul(rest, beyond, own, SUBTRACT)
 
 
 @jit
 def solve(M, inverse, X, spare, triangular, transposed):
     """X <- M^-1 X or M^-T X, for X [n, P]; `spare` has SIDE * P numbers."""
-    n, count = X.shape
-    last = (n - 1) // SIDE * SIDE
-    if transposed:
-        if not triangular:
-            for a in range(0, n, SIDE):
-                b = min(a + SIDE, n)
-                matmul(X[b:], M[a:b, b:].T, X[a:b], SUBTRACT)
-        for a in range(last, -1, -SIDE):
-            b = min(a + SIDE, n)
-            moved = spare[: (b - a) * count].reshape(b - a, count)
-            assign(moved, X[a:b])
-            matmul(moved, M[b:, a:b].T, X[b:], SUBTRACT)
-            matmul(X[a:b], inverse[a:b, : b - a].T, moved)
-        return
-    for a in range(0, n, SIDE):
-        b = min(a + SIDE, n)
-        moved = spare[: (b - a) * count].reshape(b - a, count)
-        assign(moved, X[a:b])
-        matmul(X[a:b], inverse[a:b, : b - a], moved)
-        matmul(X[b:], M[b:, a:b], X[a:b], SUBTRACT)
-    if not triangular:
-        for a in range(last, -1, -SIDE):
-            b = min(a + SIDE, n)
-            matmul(X[a:b], M[a:b, b:], X[b:], SUBTRACT)
+    if transposed and not triangular:
+        sweep(M, inverse, X, spare, False, True)
+    sweep(M, inverse, X, spare, True, transposed)
+    if not (transposed or triangular):
+        sweep(M, inverse, X, spare, False, False)

@@ -93,7 +93,7 @@ def _cost_of_kernels(
         plan = Plan.of(graph, N, P)
         operations, numbers = plan.work(N), float(plan.panel_ptr[-1])
         others = 0.4 * numbers * P + 8.0 * V * N * P
-        held = plan.scratch.sum() + plan.nodes.stack[0] * N**2 + largest * N * P
+        held = plan.scratch.sum() + plan.nodes.stack[0] * N**2 + 4 * largest * N * P
         memory = 8 * (threads * float(held) + heads * (V * N * P + numbers))
     else:
         lanes, _ = vector_lanes(np.dtype(f"f{bytes_}"))

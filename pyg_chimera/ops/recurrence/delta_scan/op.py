@@ -314,9 +314,9 @@ def delta_scan(
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
             outside of :math:`[0, 2]`, :obj:`surprise` is not positive, a row of
-            :math:`|\mathbf{A}|` on a cycle sums to one or more, or with reflections so
-            nearly to one that :obj:`backend="numba"` loses too much accuracy, or if an
-            option is unknown or incompatible.
+            :math:`|\mathbf{A}|` on a cycle sums to one or more, or so nearly to one
+            that :obj:`backend="numba"` loses too much accuracy (in the backward pass,
+            too), or if an option is unknown or incompatible.
         TypeError: If a tensor has the wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)

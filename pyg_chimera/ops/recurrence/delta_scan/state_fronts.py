@@ -7,12 +7,13 @@ needs no pivoting: no E_i makes a state larger, and A is a contraction, so no pr
 minor is zero (see `block_elimination`).
 
 With the columns s of a supernode and the rows r below them, its *panel* holds M_ss =
-B W with the rows W_sr beside it and the rows B_rs below it. Diagonal blocks are stored
-as their inverses. A leaf of the tree, which are most nodes, is eliminated in mask form,
+B W with the rows W_sr beside it and the rows B_rs below it, and the inverses of B's
+diagonal blocks. A leaf of the tree, which are most nodes, is eliminated in mask form,
 see `_Leaf`.
 
 All is in float64: a state may hardly fade where keys do not read it, and what a node
-writes is a small difference of large numbers.
+writes is a small difference of large numbers. If inverses or adjoints are large,
+solutions are refined, see `state_residuals`.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +29,10 @@ from pyg_chimera.ops.common.simd import (
     SET,
     SUBTRACT,
     gemm,
+    lanes,
+    load_part,
     pointer,
+    store_part,
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
@@ -40,9 +44,12 @@ from pyg_chimera.ops.common.vector_kit import (
 from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     SIDE,
     check_accuracy,
+    eliminate,
     invert,
+    sweep,
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
+from pyg_chimera.ops.recurrence.delta_scan.state_residuals import residual
 from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import sorted_rows
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
@@ -51,8 +58,14 @@ __all__ = ["Plan", "backward", "forward"]
 
 #: Smaller supernodes than those of numbers, as each pair of nodes has a block.
 _MERGING = Merging(max_leaf=16, per_row=0, per_supernode=0)
-#: Rounding errors of a leaf whose nodes reflect (beta > 1) may be magnified by so much.
+#: Inverses whose entries exceed this make solutions be refined, as errors may be their
+#: squares times 1e-16, for results in float32 and float64.
+_LARGE = {torch.float32: 1e4, torch.float64: 1e3}
+#: How much of rounding errors may return in the transposed system, or in a leaf whose
+#: nodes reflect (beta > 1).
 _MAX_GROWTH = 1e10
+#: The most steps of iterative refinement, and the largest relative error after them.
+_MAX_CORRECTIONS, _MAX_ERROR = 8, 1e-12
 
 
 class Plan(NamedTuple):
@@ -63,8 +76,8 @@ class Plan(NamedTuple):
     edge_ptr: np.ndarray  #: [V + 1], first of the edges to each position in ...
     source: np.ndarray  #: [E], ... the positions of their sources ...
     edge: np.ndarray  #: [E], ... and their indices
-    scratch: np.ndarray  #: [3], sizes of a task's states below, of what else it needs
-    #: in sweeps, and of an update
+    scratch: np.ndarray  #: [4], the sizes of a task's states below a supernode, of its
+    #: vectors, of what else it needs in sweeps, and of a front
 
     @classmethod
     def of(cls, graph: DeltaGraph, keys: int, channels: int) -> "Plan":
@@ -76,19 +89,20 @@ class Plan(NamedTuple):
         factor: Any = graph.factor
         nodes = supernodes(factor, _MERGING)
         s, m, leaf = nodes.widths, nodes.heights, nodes.leaf == 1
-        size = np.where(leaf, 2 * s * (s + m), N**2 * s * (s + 2 * m))
+        size = np.where(leaf, 2 * s * (s + m), N * s * (SIDE + N * (s + 2 * m)))
         rows = sorted_rows(factor.edge_row, factor.edge_col, graph.num_nodes)
         n, few = (int(x[leaf].max(initial=0)) for x in (s, m))
-        rows_below, t = int(m.max(initial=0)), int((s + m).max(initial=0))
-        of_leaf = n * max(n + LANES + 3 * few * N, 2 * (N + 1) * P)
-        spare = max(of_leaf, SIDE * (SIDE + t * N + P))
+        rows_below, t = int(m.max(initial=0)), int((s + m)[~leaf].max(initial=0))
+        of_leaf = n * (n + LANES + 3 * few * N) + (n + few) ** 2 + few * N
+        spare = max(of_leaf, 2 * n * (N + 1) * P, SIDE * (SIDE + t * N + P)) + P
+        scratch = [rows_below * N * P, 2 * N * P + 4 * P + N, spare, (t * N) ** 2]
         return cls(
             nodes,
             np.append(0, np.cumsum(size)),
             rows.ptr,
             rows.col,
             factor.edge[rows.entry],
-            np.array([rows_below * N * P, spare + P, (rows_below * N) ** 2]),
+            np.array(scratch),
         )
 
     def work(self, keys: int) -> float:
@@ -100,9 +114,11 @@ class Plan(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """The panel of a leaf with the nodes s, and r below it: S_s = H S_r + G (k u).
+    """The panel of a leaf with the nodes s, and r below it. With F + b k v^T on the
+    right-hand side, S_s = G (F - k u) + H S_r with u = B (k^T (G F - F + H S_r) - v).
 
-    What its nodes write is u = B (v - k^T H S_r), as in `dense_masks`.
+    In the transposed system Z_s = G^T (F - k u) + k u + J, with J = L^T E_r Z_r and
+    u = B^T k^T (G^T F + J).
     """
 
     G: np.ndarray  #: [n, n], (I - A_ss)^-1
@@ -124,29 +140,42 @@ class _Operands(NamedTuple):
 class _Solved(NamedTuple):
     """What the backward pass takes from the forward pass."""
 
-    panels: np.ndarray  #: [heads, numbers]
+    growth: np.ndarray  #: [heads, T], the largest entries of inverses
     states: np.ndarray  #: [heads, V, N, P], by position
+    panels: np.ndarray  #: [heads, numbers]
+    wrong: np.ndarray  #: [heads, T], whether results are inaccurate, not saved
+    large: float  #: where refinement begins
 
     @classmethod
-    def of(cls, saved: np.ndarray, x: _Operands) -> "_Solved":
+    def of(
+        cls, saved: np.ndarray, x: _Operands, blocks: int, large: float
+    ) -> "_Solved":
         """Views of what is saved."""
         (V, heads, P), N = x.value.shape, x.query.shape[2]
-        states = saved[: heads * V * N * P].reshape(heads, V, N, P)
-        return cls(saved[states.size :].reshape(heads, -1), states)
+        growth, rest = np.split(saved, [heads * blocks])
+        states, panels = np.split(rest, [heads * V * N * P])
+        return cls(
+            growth.reshape(heads, -1),
+            states.reshape(heads, V, N, P),
+            panels.reshape(heads, -1),
+            np.zeros((heads, blocks), bool),
+            large,
+        )
 
 
 class _Task(NamedTuple):
     """A block and head, and its memory."""
 
+    block: int
     h: int
     g: int  #: the group of the head
     start: int  #: first position of the block
     place: np.ndarray  #: [nodes], rows of these in a front, int64
-    X: np.ndarray  #: [nodes, N P], the states
     below: np.ndarray  #: the states below a supernode
+    vectors: np.ndarray  #: [2 N P + 4 P + N]
     spare: np.ndarray
-    growth: np.ndarray  #: [1], the largest entry of G times that of B of a leaf whose
-    #: nodes reflect
+    growth: np.ndarray  #: [2], the largest entry of an inverse, and that of G times
+    #: that of B of a leaf whose nodes reflect
 
 
 def _costs(plan: Plan, x: _Operands) -> np.ndarray:
@@ -162,21 +191,21 @@ def _operands(call: Call) -> _Operands:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; saves states and panels."""
-    x = _operands(call)
+    x, dtype = _operands(call), call.inputs.value.dtype
     (V, heads, P), N = x.value.shape, x.query.shape[2]
     plan = Plan.of(call.structure, N, P)
-    saved = np.empty(heads * (V * N * P + int(plan.panel_ptr[-1])))
-    out, wrong = np.empty_like(x.value), np.zeros(heads * len(plan.nodes.slots), bool)
+    blocks = len(plan.nodes.slots)
+    saved = np.empty(heads * (blocks + V * N * P + int(plan.panel_ptr[-1])))
+    solved, out = _Solved.of(saved, x, blocks, _LARGE[dtype]), np.empty_like(x.value)
     if out.size:
         run(
             _forward_tasks,
             _costs(plan, x),
             int(plan.scratch.sum()) + int(plan.nodes.stack[0]) * N**2,
             out.dtype,
-            *(plan, x, _Solved.of(saved, x), out, wrong),
+            *(plan, x, solved, out),
         )
-    check_accuracy(wrong.reshape(-1, heads)[call.structure.is_cyclic])
-    dtype = call.inputs.value.dtype  # saved tensors are viewed as this dtype
+    check_accuracy(solved.wrong[:, call.structure.is_cyclic])
     return torch.from_numpy(out).to(dtype), (torch.from_numpy(saved).view(dtype),)
 
 
@@ -189,17 +218,21 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     x, (dy,) = _operands(call), arrays(grad.double())
     (V, heads, P), (_, groups, N) = x.value.shape, x.query.shape
     plan = Plan.of(call.structure, N, P)
+    blocks = len(plan.nodes.slots)
     dq, dk = np.zeros((2, V, heads, N))
     d = _Operands(dq, dk, *(np.zeros_like(y) for y in x[2:]))
     n = int(np.diff(plan.nodes.start).max(initial=0))
+    held = saved[0].numpy().view(np.float64)
+    solved = _Solved.of(held, x, blocks, _LARGE[grad.dtype])
     if x.value.size:
         run(
             _backward_tasks,
             _costs(plan, x),
-            int(plan.scratch[:2].sum()) + (n * N + N + 2) * P + N,
+            int(plan.scratch[:3].sum()) + n * N * P,
             dq.dtype,
-            *(plan, x, _Solved.of(saved[0].numpy().view(np.float64), x), dy, d),
+            *(plan, x, solved, dy, d),
         )
+    check_accuracy(solved.wrong[:, call.structure.is_cyclic])
     dq, dk = (y.reshape(V, groups, -1, N).sum(2) for y in (dq, dk))
     return tuple(torch.from_numpy(y).to(grad.dtype) for y in (dq, dk, *d[2:]))
 
@@ -216,11 +249,17 @@ def _sizes(nodes, x):
 
 @jit
 def _panel(plan, panel, x, N):
-    """The panel of a supernode: its rows s, and the columns s of the rows below."""
+    """The panel of a supernode: its rows s, the columns s of the rows below, and the
+    inverses of diagonal blocks.
+    """
     _, s, rows = _sizes(plan.nodes, x)
     s, m, at = s * N, rows.shape[0] * N, plan.panel_ptr[x]
-    middle, end = at + s * (s + m), plan.panel_ptr[x + 1]
-    return panel[at:middle].reshape(s, s + m), panel[middle:end].reshape(m, s)
+    low, inverse, end = at + s * (s + m), at + s * (s + 2 * m), plan.panel_ptr[x + 1]
+    return (
+        panel[at:low].reshape(s, s + m),
+        panel[low:inverse].reshape(m, s),
+        panel[inverse:end].reshape(s, SIDE),
+    )
 
 
 @jit
@@ -235,174 +274,141 @@ def _leaf(plan, panel, x):
 
 
 @jit
-def _entry(top, low, update, i, j):
-    """The address of an entry of a front, and the numbers in its row."""
-    s = top.shape[0]
-    if i < s:
-        return pointer(top) + (i * top.shape[1] + j), top.shape[1]
-    if j < s:
-        return pointer(low) + ((i - s) * s + j), s
-    m = update.shape[1]
-    return pointer(update) + ((i - s) * m + (j - s)), m
+def _copy(target, source):
+    """Copies a matrix with contiguous rows."""
+    for i in range(target.shape[0]):
+        to, row, size = pointer(target[i]), pointer(source[i]), target.shape[1]
+        for at in range(0, size, lanes(to)):
+            store_part(to + at, load_part(row + at, size - at), size - at)
 
 
 @jit
-def _subtract_block(at, step, w, b, k, N):
-    """Subtracts w (I - b k k^T)."""
-    for a in range(N):
-        add_multiple(at + a * step, w * b * k[a], k, N)
-        at[a * step + a] -= w
+def _largest(x):
+    """The largest absolute value of a matrix."""
+    largest = 0.0
+    for i in range(x.shape[0]):
+        for j in range(x.shape[1]):
+            largest = max(largest, abs(x[i, j]))
+    return largest
 
 
 @jit
-def _assemble(top, low, update, x, task, nodes, operands):
-    """Adds the supernode's own edges to its front."""
-    _, key, _, beta, weight = operands
-    N, h, start, place = key.shape[2], task.h, task.start, task.place
-    for i in range(top.shape[0]):
-        top[i, i] = 1
+def _assemble(F, s, x, task, nodes, operands):
+    """Sets a front of s columns to the supernode's own edges."""
+    key, N, t = operands.key, operands.key.shape[2], F.shape[1]
+    F[:] = 0
+    for i in range(s):
+        F[i, i] = 1
     for y in range(nodes.edge_ptr[x], nodes.edge_ptr[x + 1]):
-        u, w = nodes.node[nodes.edge_row[y]], weight[nodes.edge[y], h]
-        i, j = place[nodes.edge_row[y] - start], place[nodes.edge_col[y] - start]
-        at, step = _entry(top, low, update, i * N, j * N)
-        k = pointer(key) + (u * key.shape[1] + task.g) * N
-        _subtract_block(at, step, w, beta[u, h], k, N)
+        i, j = nodes.edge_row[y], nodes.edge_col[y]
+        u, w = nodes.node[i], operands.weight[nodes.edge[y], task.h]
+        i, j = task.place[i - task.start] * N, task.place[j - task.start] * N
+        at, k = pointer(F) + (i * t + j), pointer(key[u, task.g])
+        for a in range(N):  # -w (I - b k k^T)
+            add_multiple(at + a * t, w * operands.beta[u, task.h] * k[a], k, N)
+            F[i + a, j + a] -= w
 
 
 @jit
-def _add_update(top, low, update, child, rows, task, N):
-    """Adds a child's update to a front."""
-    c, s, place = rows.shape[0], top.shape[0] // N, task.place[rows - task.start]
+def _add_update(F, child, place, N):
+    """Adds a child's update to a front, in which its nodes have the given places."""
+    c, t = place.shape[0], F.shape[1]
     for i in range(c):
         j = 0
         while j < c:
-            first, end = place[j], j + 1
-            while end < c and place[end] == first + end - j != s:
+            end = j + 1
+            while end < c and place[end] == place[j] + end - j:
                 end += 1
-            at, step = _entry(top, low, update, place[i] * N, first * N)
-            for p in range(N):
-                add_multiple(
-                    at + p * step, 1.0, child + ((i * N + p) * c + j) * N, (end - j) * N
-                )
+            for p in range(i * N, i * N + N):
+                to = pointer(F) + ((place[i] - i) * N + p) * t + place[j] * N
+                add_multiple(to, 1.0, child + (p * c + j) * N, (end - j) * N)
             j = end
-
-
-@jit
-def _eliminate(top, low, update, spare):
-    """Factors a front, of which the rest becomes the update."""
-    s = top.shape[0]
-    D = spare[: SIDE * SIDE].reshape(SIDE, SIDE)
-    for a in range(0, s, SIDE):
-        b = min(a + SIDE, s)
-        n, right = b - a, top[a:b, b:]
-        D[:n, :n] = top[a:b, a:b]
-        D[:n, n:] = 0
-        invert(D, n)
-        top[a:b, a:b] = D[:n, :n]
-        moved = spare[SIDE * SIDE : SIDE * SIDE + right.size].reshape(right.shape)
-        moved[:] = right
-        matmul(right, D[:n, :n], moved)
-        matmul(top[b:, b:], top[b:, a:b], right, SUBTRACT)
-        matmul(low[:, b:], low[:, a:b], top[a:b, b:s], SUBTRACT)
-    matmul(update, low, top[:, s:], SUBTRACT)
 
 
 @jit
 def _eliminate_leaf(leaf, update, x, task, nodes, operands):
     """Computes the panel of a leaf, and its update -E_r (A_rs H - L k B k^T H)."""
-    _, key, _, beta, weight = operands
-    h, g, start, place, N = task.h, task.g, task.start, task.place, key.shape[2]
+    key, beta, (G, B, H, L) = operands.key, operands.beta, leaf
+    h, g, place, N = task.h, task.g, task.place, key.shape[2]
     first, n, rows = _sizes(nodes, x)
-    own, m, (G, B, H, L) = nodes.node[first : first + n], rows.shape[0], leaf
-    step, at_key = (n + LANES - 1) // LANES * LANES, pointer(key) + g * N
-    D = task.spare[: n * step].reshape(n, step)
-    edges = range(nodes.edge_ptr[x], nodes.edge_ptr[x + 1])
+    own, m, step = nodes.node[first:], rows.shape[0], (n + LANES - 1) // LANES * LANES
+    D, at, t = task.spare[: n * step].reshape(n, step), n * step, n + m
+    A, at = task.spare[at : at + t * t].reshape(t, t), at + t * t
+    parts = task.spare[at : at + 3 * n * m * N].reshape(3, n * m * N)
+    A[:] = 0
+    for y in range(nodes.edge_ptr[x], nodes.edge_ptr[x + 1]):
+        i, j = nodes.edge_row[y] - task.start, nodes.edge_col[y] - task.start
+        A[place[i], place[j]] += operands.weight[nodes.edge[y], h]
     set_identity(D)
-    for y in edges:
-        i, j = place[nodes.edge_row[y] - start], place[nodes.edge_col[y] - start]
-        if i < n and j < n:
-            D[i, j] -= weight[nodes.edge[y], h]
-    invert(D, n)
-    G[:] = D[:, :n]
     for i in range(n):
-        k = at_key + own[i] * key.shape[1] * N
         for j in range(n):
-            overlap = inner_product_of_rows(k, at_key + own[j] * key.shape[1] * N, N)
-            D[i, j] = (i == j) + beta[own[i], h] * (G[i, j] - (i == j)) * overlap
+            D[i, j] -= A[i, j]
     invert(D, n)
-    for j in range(n):
-        for i in range(n):
-            B[i, j] = D[i, j] * beta[own[j], h]
     reflects = False
     for i in range(n):
-        reflects |= beta[own[i], h] > 1
+        b, k = beta[own[i], h], pointer(key[own[i], g])
+        reflects |= b > 1
+        for j in range(n):
+            G[i, j] = D[i, j]
+            overlap = inner_product_of_rows(k, pointer(key[own[j], g]), N)
+            D[i, j] = (i == j) + b * (G[i, j] - (i == j)) * overlap
+    invert(D, n)
+    for i in range(n):
+        for j in range(n):
+            B[i, j] = D[i, j] * beta[own[j], h]
+    growth = _largest(G)
+    task.growth[0] = max(task.growth[0], growth)
     if reflects:
-        task.growth[0] = max(task.growth[0], np.abs(G).max() * np.abs(B).max())
-    if m == 0:
-        return
-    H[:], L[:] = 0, 0
-    for y in edges:
-        i, j = place[nodes.edge_row[y] - start], place[nodes.edge_col[y] - start]
-        w = weight[nodes.edge[y], h]
-        if j >= n:
-            for c in range(n):
-                H[c, j - n] += w * G[c, i]
-        elif i >= n:
-            add_multiple(pointer(L) + (i - n) * n, w, pointer(G) + j * n, n)
-    parts = task.spare[n * step : n * (step + 3 * m * N)].reshape(3, n * m * N)
-    read, written, left = (
-        parts[0].reshape(n, m * N),
-        parts[1].reshape(n, m * N),
-        parts[2],
-    )
-    left = left.reshape(m * N, n)
+        task.growth[1] = max(task.growth[1], growth * _largest(B))
+    matmul(H, G, A[:n, n:])
+    matmul(L, A[n:, :n], G)
+    matmul(A[n:, n:], A[n:, :n], H)
+    read, written = parts[0].reshape(n, m * N), parts[1].reshape(n, m * N)
+    left = parts[2].reshape(m * N, n)
     for j in range(n):
         k = key[own[j], g]
         for r in range(m):
-            u = nodes.node[rows[r]]
-            other, b = key[u, g], beta[u, h]
-            erased = b * inner_product_of_rows(pointer(k), pointer(other), N)
             for a in range(N):
                 read[j, r * N + a] = H[j, r] * k[a]
-                left[r * N + a, j] = L[r, j] * (k[a] - erased * other[a])
+                left[r * N + a, j] = L[r, j] * k[a]
     matmul(written, B, read)
     matmul(update, left, written)
-    for y in edges:
-        i, j = place[nodes.edge_row[y] - start], place[nodes.edge_col[y] - start]
-        if i >= n:
-            u, w = nodes.node[nodes.edge_row[y]], weight[nodes.edge[y], h]
-            k, to = at_key + u * key.shape[1] * N, pointer(update) + (i - n) * N * m * N
-            for r in range(m):
-                _subtract_block(to + r * N, m * N, w * H[j, r], beta[u, h], k, N)
+    for i in range(m):
+        for j in range(m):
+            for a in range(N):
+                update[i * N + a, j * N + a] -= A[n + i, n + j]
+    _erase(update.reshape(m, N * m * N), nodes.node[rows], task, operands)
 
 
 @jit
-def _factor(plan, panel, x, update, stack, top_of_stack, task, operands):
+def _factor(plan, panel, x, memory, top, task, operands, stop):
     """Computes the panel of a supernode; returns the new top of the stack."""
-    nodes, N = plan.nodes, operands.key.shape[2]
+    nodes, N, start = plan.nodes, operands.key.shape[2], task.start
     a, s, rows = _sizes(nodes, x)
+    m, stack = rows.shape[0], memory[plan.scratch[3] :]
     for i in range(s):
-        task.place[a - task.start + i] = i
-    for i in range(rows.shape[0]):
-        task.place[rows[i] - task.start] = s + i
-    update[:] = 0
+        task.place[a - start + i] = i
+    for i in range(m):
+        task.place[rows[i] - start] = s + i
+    y, s, m = x - 1, s * N, m * N
     if nodes.leaf[x]:
-        leaf = _leaf(plan, panel, x)
+        leaf, update = _leaf(plan, panel, x), stack[top : top + m * m].reshape(m, m)
         _eliminate_leaf(leaf, update, x, task, nodes, operands)
-    else:
-        top, low = _panel(plan, panel, x, N)
-        top[:], low[:] = 0, 0
-        _assemble(top, low, update, x, task, nodes, operands)
-        y = x - 1
-        while y > x - nodes.subtree[x]:  # its children; the last one is on top
-            _, _, shared = _sizes(nodes, y)
-            top_of_stack -= (shared.shape[0] * N) ** 2
-            child = pointer(stack) + top_of_stack
-            _add_update(top, low, update, child, shared, task, N)
-            y -= nodes.subtree[y]
-        _eliminate(top, low, update, task.spare)
-    stack[top_of_stack : top_of_stack + update.size] = update.ravel()
-    return top_of_stack + update.size
+        return top + m * m
+    F = memory[: (s + m) ** 2].reshape(s + m, s + m)
+    _assemble(F, s, x, task, nodes, operands)
+    while y > x - nodes.subtree[x]:  # its children; the last one is on top
+        _, _, shared = _sizes(nodes, y)
+        top -= (shared.shape[0] * N) ** 2
+        _add_update(F, pointer(stack) + top, task.place[shared - start], N)
+        y -= nodes.subtree[y]
+    upper, low, inverse = _panel(plan, panel, x, N)
+    eliminate(F, inverse, task.spare, False, stop)
+    task.growth[0] = max(task.growth[0], _largest(inverse))
+    _copy(upper, F[:s])
+    _copy(low, F[s:, :s])
+    _copy(stack[top : top + m * m].reshape(m, m), F[s:, s:])
+    return top + m * m
 
 
 # -------------------------------------------------------------------------- sweeps
@@ -429,203 +435,215 @@ def _read(rows, x, nodes, g, states, mode):
 @jit
 def _erase(states, nodes, task, operands):
     """Replaces states S by E S."""
-    _, key, _, beta, _ = operands
+    key = operands.key
     P = states.shape[1] // key.shape[2]
     row = task.spare[task.spare.shape[0] - P :].reshape(1, P)
     for i in range(nodes.shape[0]):
         node, state = nodes[i : i + 1], states[i : i + 1]
         _read(row, key, node, task.g, state, SET)
         for p in range(P):
-            row[0, p] *= beta[node[0], task.h]
+            row[0, p] *= operands.beta[node[0], task.h]
         _outer(state, key, node, task.g, row, SUBTRACT)
 
 
 @jit
-def _move_leaf(leaf, x, transposed, downward, task, nodes, operands, given):
-    """A leaf's part of a sweep, for the values or the gradients of the output."""
-    query, key = operands.query, operands.key
-    N, P, g, (G, B, H, L) = key.shape[2], given.shape[2], task.g, leaf
-    first, n, rows = _sizes(nodes, x)
-    own, below = nodes.node[first : first + n], task.below[: rows.shape[0]]
-    at = first - task.start
-    X = task.X[at : at + n]
-    wide = task.spare[: 2 * n * N * P].reshape(2, n, N * P)
-    thin = task.spare[2 * n * N * P : 2 * n * (N + 1) * P].reshape(2, n, P)
-    F, R, v, u = wide[0], wide[1], thin[0], thin[1]
-    for i in range(n):
-        v[i] = given[own[i], task.h]
-    if transposed:
-        _outer(F, query, own, g, v, SET)
-        matmul(R, G.T, F)
-        if downward:
-            _erase(below, nodes.node[rows], task, operands)
-            matmul(R, L.T, below, ADD)
-        _read(v, key, own, g, R, SET)
-        matmul(u, B.T, v)
-        if downward:
-            X[:] = R
-            _outer(F, key, own, g, u, SET)
-            matmul(X, G.T, F, SUBTRACT)
-            _outer(X, key, own, g, u, ADD)
-        else:
-            _outer(F, key, own, g, u, SUBTRACT)
-            matmul(below, H.T, F)
-        return
+def _move_leaf(leaf, first, rows, X, transposed, downward, task, nodes, operands):
+    """A leaf's part of a sweep, see `_Leaf`."""
+    key, g, n, m = operands.key, task.g, leaf.G.shape[0], rows.shape[0]
+    P, own, below = X.shape[1] // key.shape[2], nodes.node[first:][:n], task.below[:m]
+    X, writes = X[first - task.start :][:n], len(operands.value) > 0 and not transposed
+    G = leaf.G.T[:n] if transposed else leaf.G[:, :n]
+    B = leaf.B.T[:n] if transposed else leaf.B[:, :n]
+    wide = task.spare[: 2 * X.size].reshape(2, n, X.shape[1])
+    thin = task.spare[2 * X.size : 2 * X.size + 2 * n * P].reshape(2, n, P)
+    S, F, v, u = wide[0], wide[1], thin[0], thin[1]
+    if writes:  # then X is zero
+        _copy(S, X)
+    else:
+        matmul(S, G, X)
     if downward:
-        matmul(X, H, below)
+        if transposed:
+            _erase(below, nodes.node[rows], task, operands)
+        matmul(S, leaf.L.T[:n] if transposed else leaf.H[:, :m], below, ADD)
+    _read(v, key, own, g, S, SET)
+    if writes:
+        for i in range(n):
+            for p in range(P):
+                v[i, p] -= operands.value[own[i], task.h, p]
+    elif not transposed:
         _read(v, key, own, g, X, SUBTRACT)
     matmul(u, B, v)
-    _outer(F, key, own, g, u, SET)
     if downward:
-        matmul(X, G, F, ADD)
+        _copy(X, S)
+        _outer(F, key, own, g, u, SET)
+        matmul(X, G, F, SUBTRACT)
+        if transposed:
+            _outer(X, key, own, g, u, ADD)
     else:
-        matmul(below, L, F)
-        _erase(below, nodes.node[rows], task, operands)
+        _copy(F, X)
+        _outer(F, key, own, g, u, SUBTRACT)
+        matmul(below, leaf.H.T[:m] if transposed else leaf.L[:, :n], F)
+        if not transposed:
+            _erase(below, nodes.node[rows], task, operands)
 
 
 @jit
-def _move_panel(top, low, transposed, downward, X, below, spare):
-    """A supernode's part of a sweep: that of B^-1 or, downward, of W^-1; in the
-    transposed system that of W^-T or, downward, of B^-T.
-    """
-    s, P = X.shape
-    inner = top.T[:s] if transposed else top[:, :s]
-    if downward:
-        matmul(X, low.T if transposed else top[:, s:], below, SUBTRACT)
-    count = (s + SIDE - 1) // SIDE
-    for step in range(count):
-        a = (count - 1 - step if downward else step) * SIDE
-        b = min(a + SIDE, s)
-        if downward:
-            matmul(X[a:b], inner[a:b, b:], X[b:], SUBTRACT)
-        if downward == transposed:
-            moved = spare[: (b - a) * P].reshape(b - a, P)
-            moved[:] = X[a:b]
-            matmul(X[a:b], inner[a:b, a:b], moved)
-        if not downward:
-            matmul(X[b:], inner[b:, a:b], X[a:b], SUBTRACT)
-    if not downward:
-        matmul(below, top[:, s:].T if transposed else low, X)
-
-
-@jit
-def _move(plan, panel, x, transposed, downward, task, operands, given):
-    """A supernode's part of a sweep."""
-    nodes, N, P, X = plan.nodes, operands.key.shape[2], given.shape[2], task.X
+def _move(plan, panel, x, X, transposed, downward, task, operands):
+    """A supernode's part of a sweep over the states X of a block."""
+    nodes, N, start, size = plan.nodes, operands.key.shape[2], task.start, X.shape[1]
     a, s, rows = _sizes(nodes, x)
-    a, m, start = a - task.start, rows.shape[0], task.start
+    m = rows.shape[0]
     if downward:
         for i in range(m):
             task.below[i] = X[rows[i] - start]
     if nodes.leaf[x]:
         leaf = _leaf(plan, panel, x)
-        _move_leaf(leaf, x, transposed, downward, task, nodes, operands, given)
+        _move_leaf(leaf, a, rows, X, transposed, downward, task, nodes, operands)
     else:
-        top, low = _panel(plan, panel, x, N)
-        own, below = X[a : a + s].reshape(-1, P), task.below[:m].reshape(-1, P)
-        _move_panel(top, low, transposed, downward, own, below, task.spare)
+        top, low, inverse = _panel(plan, panel, x, N)
+        right, lower = top[:, s * N :], downward == transposed
+        own = X[a - start : a - start + s].reshape(s * N, -1)
+        below = task.below[:m].reshape(m * N, -1)
+        if downward:
+            matmul(own, low.T[: s * N] if transposed else right, below, SUBTRACT)
+        sweep(top[:, : s * N], inverse, own, task.spare, lower, transposed)
+        if not downward:
+            matmul(below, right.T if transposed else low[:, : s * N], own)
     if not downward:
         sign = 1.0 if nodes.leaf[x] else -1.0
         for i in range(m):
-            target, size = pointer(X[rows[i] - start]), X.shape[1]
-            add_multiple(target, sign, pointer(task.below[i]), size)
+            target, source = pointer(X[rows[i] - start]), pointer(task.below[i])
+            add_multiple(target, sign, source, size)
+
+
+@jit
+def _sweep(plan, panel, X, transposed, downward, task, operands, stop):
+    """Half of X <- M^-1 X (and what leaves write), or M^-T X, for a block's states."""
+    first, last = plan.nodes.block_ptr[task.block], plan.nodes.block_ptr[task.block + 1]
+    for x in range(first, last):
+        if stopped(stop):
+            return
+        x = first + last - 1 - x if downward else x
+        _move(plan, panel, x, X, transposed, downward, task, operands)
+
+
+@jit
+def _refine(plan, panel, X, given, transposed, task, operands, stop):
+    """Corrects a solution by solving for residuals, as long as each correction is less
+    than half of the last one; returns whether it is accurate.
+    """
+    query, key, value, beta, weight = operands
+    nothing = _Operands(query, key, value[:0], beta, weight)
+    R, last = np.empty((2, *X.shape)), _largest(X)
+    for _ in range(_MAX_CORRECTIONS):
+        residual(R, X, given, transposed, plan, task, operands)
+        _sweep(plan, panel, R[0], transposed, False, task, nothing, stop)
+        _sweep(plan, panel, R[0], transposed, True, task, nothing, stop)
+        found, correction = _largest(X), _largest(R[0])
+        if not correction < last / 2:
+            break
+        add_multiple(pointer(X), 1.0, pointer(R), X.size)
+        last = correction
+        if last <= 1e-14 * found:
+            break
+    return not last > _MAX_ERROR * _largest(X)  # NaN passes
 
 
 # --------------------------------------------------------------------------- tasks
 
 
 @jit
-def _task(index, plan, states, memory, operands):
-    """The task of an index, with its states and the memory of sweeps."""
-    nodes, heads, groups = plan.nodes, operands.beta.shape[1], operands.key.shape[1]
+def _task(index, plan, memory, operands):
+    """The task of an index, with the memory of sweeps."""
+    (_, heads, P), (_, groups, N) = operands.value.shape, operands.key.shape
     block, h = index // heads, index % heads
-    start, size, held = nodes.start[block], states.shape[1], plan.scratch[0]
+    start, end = plan.nodes.start[block], plan.nodes.start[block + 1]
+    held, vectors, spare = plan.scratch[0], plan.scratch[1], plan.scratch[2]
     return _Task(
+        block,
         h,
         h * groups // heads,
         start,
-        np.empty(nodes.start[block + 1] - start, np.int64),
-        states[: nodes.start[block + 1] - start],
-        memory[:held].reshape(-1, size),
-        memory[held : held + plan.scratch[1]],
-        np.zeros(1),
+        np.empty(end - start, np.int64),
+        memory[:held].reshape(-1, N * P),
+        memory[held : held + vectors],
+        memory[held + vectors : held + vectors + spare],
+        np.zeros(2),
     )
 
 
 @jit
-def _forward_tasks(begin, end, stop, scratch, plan, operands, solved, out, wrong):
+def _forward_tasks(begin, end, stop, scratch, plan, operands, solved, out):
     query, key, value, beta, _ = operands
-    nodes, (heads, _, N, P) = plan.nodes, solved.states.shape
-    memory, rest = scratch[: plan.scratch[:2].sum()], scratch[plan.scratch[:2].sum() :]
-    update, stack = rest[: plan.scratch[2]], rest[plan.scratch[2] :]
+    nodes, (_, _, N, P) = plan.nodes, solved.states.shape
+    memory = scratch[plan.scratch[:3].sum() :]
     for index in range(begin, end):
-        block, h = index // heads, index % heads
-        states = solved.states[h, nodes.start[block] :].reshape(-1, N * P)
-        task = _task(index, plan, states, memory, operands)
-        panel, own = solved.panels[h], nodes.node[task.start : task.start + len(task.X)]
-        first, last = nodes.block_ptr[block], nodes.block_ptr[block + 1]
-        row = task.spare[:P].reshape(1, P)
+        task = _task(index, plan, scratch, operands)
+        block, h, panel = task.block, task.h, solved.panels[task.h]
+        own = nodes.node[task.start : nodes.start[block + 1]]
+        X = solved.states[h, task.start : nodes.start[block + 1]].reshape(-1, N * P)
+        row, top = task.vectors[:P].reshape(1, P), 0
         for i in range(own.shape[0]):
-            for p in range(P):
-                row[0, p] = beta[own[i], h] * value[own[i], h, p]
-            _outer(task.X[i : i + 1], key, own[i : i + 1], task.g, row, SET)
-        top = 0
-        for x in range(first, last):
+            for p in range(P):  # those of leaves are written with their panels
+                kept = nodes.slot[task.start + i] >= 0
+                row[0, p] = kept * beta[own[i], h] * value[own[i], h, p]
+            _outer(X[i : i + 1], key, own[i : i + 1], task.g, row, SET)
+        for x in range(nodes.block_ptr[block], nodes.block_ptr[block + 1]):
             if stopped(stop):
                 return
-            m = (nodes.row_ptr[x + 1] - nodes.row_ptr[x]) * N
-            front = update[: m * m].reshape(m, m)
-            top = _factor(plan, panel, x, front, stack, top, task, operands)
-            _move(plan, panel, x, False, False, task, operands, value)
-        wrong[index] = task.growth[0] > _MAX_GROWTH
-        for x in range(last - 1, first - 1, -1):
-            if stopped(stop):
-                return
-            _move(plan, panel, x, False, True, task, operands, value)
+            top = _factor(plan, panel, x, memory, top, task, operands, stop)
+            _move(plan, panel, x, X, False, False, task, operands)
+        _sweep(plan, panel, X, False, True, task, operands, stop)
+        solved.growth[h, block] = task.growth[0]
+        solved.wrong[h, block] = task.growth[1] > _MAX_GROWTH
+        if task.growth[0] > solved.large:
+            done = _refine(plan, panel, X, value, False, task, operands, stop)
+            solved.wrong[h, block] |= not done
         for i in range(own.shape[0]):
             row = out[own[i], h : h + 1]
-            _read(row, query, own[i : i + 1], task.g, task.X[i : i + 1], SET)
+            _read(row, query, own[i : i + 1], task.g, X[i : i + 1], SET)
 
 
 @jit
 def _backward_tasks(begin, end, stop, scratch, plan, operands, solved, dy, d):
     query, key, value, beta, weight = operands
-    nodes, (heads, _, N, P) = plan.nodes, solved.states.shape
-    size, held = N * P, plan.scratch[:2].sum()
-    memory, few, rest = (
-        scratch[:held],
-        scratch[held:],
-        scratch[held + (N + 2) * P + N :],
-    )
-    X, e, g, bk = few[:size], few[size : size + P], few[size + P :], few[size + 2 * P :]
-    Z = rest[: rest.shape[0] // size * size].reshape(-1, size)
+    nodes, (_, _, N, P) = plan.nodes, solved.states.shape
+    size = N * P
     for index in range(begin, end):
-        block, h = index // heads, index % heads
-        task = _task(index, plan, Z, memory, operands)
-        start, panel, count = task.start, solved.panels[h], task.X.shape[0]
-        first, last = nodes.block_ptr[block], nodes.block_ptr[block + 1]
+        task = _task(index, plan, scratch, operands)
+        block, h, start, panel = task.block, task.h, task.start, solved.panels[task.h]
+        count, at = nodes.start[block + 1] - start, plan.scratch[:3].sum()
+        Z = scratch[at : at + count * size].reshape(count, size)
+        S = solved.states[h, start : start + count].reshape(count, size)
         for i in range(count):
             u = nodes.node[start + i : start + i + 1]
-            _outer(task.X[i : i + 1], query, u, task.g, dy[u[0], h : h + 1], SET)
-        for x in range(first, last):
-            if stopped(stop):
-                return
-            _move(plan, panel, x, True, False, task, operands, dy)
-        for x in range(last - 1, first - 1, -1):
-            if stopped(stop):
-                return
-            _move(plan, panel, x, True, True, task, operands, dy)
-        states = pointer(solved.states) + h * solved.states[0].size
+            _outer(Z[i : i + 1], query, u, task.g, dy[u[0], h : h + 1], SET)
+        growth, given = solved.growth[h, block], _largest(Z)
+        _sweep(plan, panel, Z, True, False, task, operands, stop)
+        _sweep(plan, panel, Z, True, True, task, operands, stop)
+        if max(growth * given, _largest(Z)) > solved.large * given:
+            S = S.copy()
+            done = _refine(plan, panel, Z, dy, True, task, operands, stop)
+            done &= _refine(plan, panel, S, value, False, task, operands, stop)
+            solved.wrong[h, block] = not done or _largest(Z) > _MAX_GROWTH * given
+        if stopped(stop):
+            return
+        few = task.vectors
+        X, e, g, bk = (
+            few[:size],
+            few[size : size + P],
+            few[size + P :],
+            few[size + 2 * P :],
+        )
         for i in range(count):
             u = nodes.node[start + i]
-            b, k = beta[u, h], pointer(key) + (u * key.shape[1] + task.g) * N
-            Zi, S, Xi = pointer(Z) + i * size, states + (start + i) * size, pointer(X)
+            b, k = beta[u, h], pointer(key[u, task.g])
+            Zi, Xi = pointer(Z[i]), pointer(X)
             edges = range(plan.edge_ptr[start + i], plan.edge_ptr[start + i + 1])
             X[:] = 0
             for y in edges:
-                add_multiple(
-                    Xi, weight[plan.edge[y], h], states + plan.source[y] * size, size
-                )
+                state = pointer(S[plan.source[y] - start])
+                add_multiple(Xi, weight[plan.edge[y], h], state, size)
             for p in range(P):
                 e[p] = value[u, h, p]
             gemm(pointer(e), P, k, N, 1, Xi, P, 1, P, N, SUBTRACT)
@@ -635,12 +653,12 @@ def _backward_tasks(begin, end, stop, scratch, plan, operands, solved, dy, d):
             d.beta[u, h] = inner_product_of_rows(pointer(g), pointer(e), P)
             for a in range(N):
                 bk[a] = b * k[a]
-                out = pointer(dy) + (u * heads + h) * P
-                d.query[u, h, a] = inner_product_of_rows(S + a * P, out, P)
+                out = pointer(dy[u, h])
+                d.query[u, h, a] = inner_product_of_rows(pointer(S[i]) + a * P, out, P)
                 wrote = inner_product_of_rows(Zi + a * P, pointer(e), P)
                 read = inner_product_of_rows(Xi + a * P, pointer(g), P)
                 d.key[u, h, a] = b * (wrote - read)
             gemm(Zi, P, pointer(bk), 1, 1, pointer(g), P, N, P, 1, SUBTRACT)
             for y in edges:
-                state = states + plan.source[y] * size
+                state = pointer(S[plan.source[y] - start])
                 d.weight[plan.edge[y], h] = inner_product_of_rows(Zi, state, size)

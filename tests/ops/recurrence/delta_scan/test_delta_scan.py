@@ -177,6 +177,74 @@ def test_reflections_that_take_pivots(form):
         delta_scan(*x[:4], index, x[4], form=form, backend="numba")
 
 
+def in_long_doubles(x, index):
+    """The output and all gradients, from dense states in extended precision."""
+    query, key, value, beta, weight = (y[:, 0].numpy().astype("g") for y in x)
+    (V, N), (col, row) = key.shape, index.numpy()
+    A = np.zeros((V, V), "g")
+    np.add.at(A, (row, col), weight)
+    written = beta[:, None] * key
+    E = np.eye(N, dtype="g") - written[:, :, None] * key[:, None, :]
+    M = np.eye(V * N) - (A[:, None, :, None] * E[:, :, None]).reshape(V * N, V * N)
+
+    def solved(M, rhs):
+        M, X = M.copy(), rhs.reshape(V * N, -1)
+        for k in range(V * N):
+            factor = M[k + 1 :, k, None] / M[k, k]
+            M[k + 1 :, k:] -= factor * M[k, k:]
+            X[k + 1 :] -= factor * X[k]
+        for k in reversed(range(V * N)):
+            X[k] = (X[k] - M[k, k + 1 :] @ X[k + 1 :]) / M[k, k]
+        return X.reshape(V, N, -1)
+
+    S = solved(M, written[:, :, None] * value[:, None])
+    out = np.einsum("va,vap->vp", query, S)
+    Z = solved(M.T, query[:, :, None] * 2 * out[:, None])
+    X = np.einsum("ij,jap->iap", A, S)
+    e = value - np.einsum("va,vap->vp", key, X)
+    g = np.einsum("va,vap->vp", key, Z)
+    erased = Z - written[:, :, None] * g[:, None]
+    return (
+        out,
+        2 * np.einsum("vap,vp->va", S, out),
+        beta[:, None] * (np.einsum("vap,vp->va", Z, e) - np.einsum("vap,vp->va", X, g)),
+        beta[:, None] * g,
+        (g * e).sum(1),
+        np.einsum("eap,eap->e", erased[row], S[col]),
+    )
+
+
+def fading_in_part(seed, lost, num_nodes=40):
+    """A random directed graph, of whose states no key reads one direction of four."""
+    generator = torch.Generator().manual_seed(seed)
+    col = torch.randint(num_nodes, (2 * num_nodes,), generator=generator)
+    index = torch.stack([col, torch.arange(num_nodes).repeat(2)])
+    x = inputs(num_nodes, 2 * num_nodes, heads=1)
+    unread = torch.randn(4, generator=generator, dtype=torch.double)
+    unread /= unread.norm()
+    x[1] = F.normalize(x[1] - (x[1] @ unread)[..., None] * unread, dim=-1)
+    total = x[4].new_zeros(num_nodes, 1).index_add_(0, index[1], x[4])
+    x[4] = (1 - lost) * x[4] / total[index[1]]
+    return x, index
+
+
+@pytest.mark.skipif(np.finfo("g").eps > 1e-18, reason="long doubles are doubles")
+@pytest.mark.parametrize("lost", [1e-5, 1e-6])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_returns_where_no_key_reads(seed, lost):
+    """Rounding errors there must not return with gradients of 1 / lost."""
+    x, index = fading_in_part(seed, lost)
+    got = results(lambda *x: delta_scan(*x[:4], index, x[4], form="state"), x)
+    for y, z in zip(got, in_long_doubles(x, index), strict=True):
+        assert_near(y[:, 0], torch.from_numpy(z.astype(float)), 4e-16 / lost)
+
+
+def test_what_cannot_be_refined():
+    x, index = fading_in_part(0, 1e-12)
+    with pytest.raises(ValueError, match=r"'edge_weight' has rows .* so nearly one"):
+        results(lambda *x: delta_scan(*x[:4], index, x[4], form="state"), x)
+
+
 @pytest.mark.parametrize("n", [1, SIDE, 3 * SIDE, 3 * SIDE + 5])
 @pytest.mark.parametrize("triangular", [False, True])
 def test_block_elimination(n, triangular):
