@@ -165,7 +165,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "kernels": ("pyg_chimera::", "scaled_dot_product"),
     "their backward": (),
     "products": ("mm", "linear", "matmul", "einsum"),
-    "norms": ("norms", "_norm"),
+    "norms": ("norms", "_norm", "_GatedNorm"),
     "elementwise": (),
     "dropout": ("dropout",),
     "indexing": ("index", "scatter", "gather", "embedding", "sort", "unique", "nonzero",

@@ -1,6 +1,8 @@
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.gated_norm import is_followed
+
 __all__ = ["Dropout"]
 
 
@@ -11,11 +13,12 @@ class Dropout(torch.nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         if (
-            torch.compiler.is_compiling()
+            is_followed()
+            or x.is_nested
             or x.numel() < 2**13  # where calls take longer than draws
             or not (self.training and x.device.type == "cpu")
             or not 0 < (zeros := round(self.p * 2**16)) < 2**16
-            or torch._C._are_functorch_transforms_active()
+            or self.inplace
         ):
             return super().forward(x)
         size = x.numel()

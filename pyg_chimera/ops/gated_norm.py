@@ -31,7 +31,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
 
-__all__ = ["gated_norm", "rms_norm"]
+__all__ = ["gated_norm", "is_followed", "rms_norm"]
 
 #: The most rows of a task, which has its own sum of the gradient of weights.
 _ROWS = 128
@@ -63,7 +63,7 @@ def gated_norm(
         \text{RMSNorm}(f(\mathbf{x})), \qquad f \in \{\text{id}, \text{SiLU}\}
 
     Rows x [V, ..., N] may be columns of a larger matrix, weights are [..., N], and
-    gates have the shape of x. Without `eps`, it is the machine epsilon.
+    gates have the shape of x. If `eps` is None, it is the machine epsilon.
     """
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
@@ -90,7 +90,7 @@ def _composed(
     x: Tensor, weight: Tensor | None, gate: Tensor | None, options: _Options
 ) -> Tensor:
     eps, scale, silu = options
-    x = F.rms_norm(F.silu(x), x.shape[-1:], eps=eps) if silu else rms_norm(x, None, eps)
+    x = rms_norm(F.silu(x) if silu else x, None, eps)
     x = x if weight is None else x * weight
     x = x if gate is None else x * F.silu(gate)
     return x if scale == 1 else x * scale
@@ -100,7 +100,7 @@ def _is_fusable(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> bool:
     """Whether these are ordinary tensors on the CPU, and nothing follows what is done
     with them but autograd.
     """
-    if _is_followed() or not (
+    if is_followed() or not (
         type(x) in _ORDINARY
         and x.is_cpu
         and x.dim() > 1
@@ -116,7 +116,7 @@ def _is_fusable(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> bool:
     return True
 
 
-def _is_followed() -> bool:
+def is_followed() -> bool:
     """Whether a compiler, a transform or a mode is active."""
     return (
         torch.compiler.is_compiling()
@@ -142,14 +142,17 @@ class _GatedNorm(torch.autograd.Function):
         (grad,), (x, weight, gate), options = grads, ctx.saved_tensors, ctx.options
         if (
             torch.is_grad_enabled()
-            or _is_followed()
+            or is_followed()
             or torch._C._functorch.is_legacy_batchedtensor(grad)
         ):
-            given = [y for y in (x, weight, gate) if y is not None]
-            with torch.enable_grad():
-                out = _composed(x, weight, gate, options)
-            found = iter(torch.autograd.grad(out, given, grad, create_graph=True))
-            return *(y if y is None else next(found) for y in (x, weight, gate)), None
+            again, given = torch.is_grad_enabled(), (x, weight, gate)
+            with torch.enable_grad():  # of views, as one may depend on another
+                views: list[Any] = [None if y is None else y.view_as(y) for y in given]
+                out = _composed(views[0], views[1], views[2], options)
+            wanted = [y is not None and y.requires_grad for y in views]
+            leaves = [y for y, needed in zip(views, wanted, strict=True) if needed]
+            found = iter(torch.autograd.grad(out, leaves, grad, create_graph=again))
+            return *(next(found) if needed else None for needed in wanted), None
         dx, dgate = (None if y is None else y.new_empty(y.shape) for y in (x, gate))
         sums = None
         if weight is not None:
@@ -230,7 +233,8 @@ def _inverse_root(row, share, squares, eps, n, real):
         for i in range(n):
             row[i] = real(row[i] * small)
             squares += row[i] * row[i]
-    return 1 / math.sqrt(squares * share + eps), small
+    mean = squares * share + eps
+    return (math.inf if mean == 0 else 1 / math.sqrt(mean)), small
 
 
 @jit

@@ -263,3 +263,44 @@ def test_inference_mode_and_some_gradients():
         out = gated_norm(*changed)
         grad = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view(out.shape).cos()
         assert_near(torch.autograd.grad(out, leaf, grad)[0], want[i + 1])
+
+
+def second(function, leaves):
+    """All gradients, and those of the sum of their squares."""
+    found = torch.autograd.grad(function().square().sum(), leaves, create_graph=True)
+    return *found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)
+
+
+@pytest.mark.parametrize("gate", [torch.sin, lambda x: x])
+def test_second_derivatives_where_the_gate_depends_on_the_rows(gate):
+    x, weight, _ = (y.requires_grad_() for y in inputs((5, 6)))
+    got, want = (
+        second(lambda f=f: f(x, weight, gate(x)), (x, weight))
+        for f in (gated_norm, oracle)
+    )
+    for y, z in zip(got, want, strict=True):
+        assert_near(y, z, 1e-12)
+
+
+@pytest.mark.parametrize("frozen", range(3))
+def test_second_derivatives_with_frozen_inputs(frozen):
+    given = [x.requires_grad_(i != frozen) for i, x in enumerate(inputs((5, 6)))]
+    leaves = [x for x in given if x.requires_grad]
+    got, want = (second(lambda f=f: f(*given), leaves) for f in (gated_norm, oracle))
+    for y, z in zip(got, want, strict=True):
+        assert_near(y, z, 1e-12)
+
+
+def test_gradients_alone_keep_no_graph():
+    x, weight, gate = (y.requires_grad_() for y in inputs((5, 6)))
+    out = gated_norm(x, weight, gate)
+    (dx,) = torch.autograd.grad(out, x, out.detach()[None], is_grads_batched=True)
+    assert not dx.requires_grad
+
+
+@pytest.mark.parametrize("activated", [False, True])
+def test_rows_of_zeros_without_eps(activated):
+    x = torch.ones(2, 3).index_fill(0, torch.tensor([1]), 0)
+    y = gated_norm(x, eps=0.0, activated=activated)
+    assert y[0].isfinite().all()
+    assert y[1].isnan().all()

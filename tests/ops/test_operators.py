@@ -99,6 +99,7 @@ def shrink_tiles(monkeypatch, size: int) -> None:
         module = importlib.import_module(f"pyg_chimera.ops.recurrence.{name}")
         assert module._TILE_BYTES >= 2**19
         monkeypatch.setattr(module, "_TILE_BYTES", size)
+        monkeypatch.setattr(module, "_ALL_BYTES", size, raising=False)
 
 
 @parametrized(TILED)

@@ -45,9 +45,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_number_symbols)
 
 
-def compiled(**options: Any) -> Callable[[Callable], Any]:
-    """A decorator that jits a function, releases the GIL in it, and caches it."""
-    jit = numba.njit(nogil=True, **options)
+def compiled(fastmath: bool | set = False, **options: Any) -> Callable[[Callable], Any]:
+    """A decorator that jits a function, releases the GIL in it, and caches it.
+
+    Without the option, numba would compile it with that of the function which is the
+    first to call it.
+    """
+    jit = numba.njit(nogil=True, fastmath=fastmath, **options)
 
     def decorate(function: Callable) -> Any:
         dispatcher = jit(function)

@@ -277,3 +277,17 @@ def test_imports_have_the_form_that_stamps_understand():
             elif words[:1] == ["from"] and "import" in words:
                 assert not words[1].startswith("."), file
                 assert not line.endswith("\\"), file
+
+
+def test_fast_arithmetic_is_not_inherited():
+    """A function that a fast one calls first must not be reordered."""
+
+    @compilation.compiled()
+    def lost(a, b):
+        return (a + b - a) - b
+
+    @compilation.compiled(fastmath=True)
+    def fast(a, b):
+        return lost(a, b)
+
+    assert fast(1.0, 1e-17) == -1e-17

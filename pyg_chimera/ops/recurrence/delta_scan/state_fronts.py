@@ -536,6 +536,8 @@ def _refine(plan, panel, X, given, transposed, task, operands, stop):
     nothing = _Operands(query, key, value[:0], beta, weight)
     R, last = np.empty((2, *X.shape)), _largest(X)
     for _ in range(_MAX_CORRECTIONS):
+        if stopped(stop):
+            return True
         residual(R, X, given, transposed, plan, task, operands)
         _sweep(plan, panel, R[0], transposed, False, task, nothing, stop)
         _sweep(plan, panel, R[0], transposed, True, task, nothing, stop)
@@ -624,8 +626,11 @@ def _backward_tasks(begin, end, stop, scratch, plan, operands, solved, dy, d):
         if max(growth * given, _largest(Z)) > solved.large * given:
             S = S.copy()
             done = _refine(plan, panel, Z, dy, True, task, operands, stop)
-            done &= _refine(plan, panel, S, value, False, task, operands, stop)
-            solved.wrong[h, block] = not done or _largest(Z) > _MAX_GROWTH * given
+            if not growth > solved.large:  # as otherwise they have been refined
+                done &= _refine(plan, panel, S, value, False, task, operands, stop)
+            # Off cycles, adjoints may grow by large weights.
+            lost = min(growth, _largest(Z) / given) > _MAX_GROWTH
+            solved.wrong[h, block] = not done or lost
         if stopped(stop):
             return
         few = task.vectors

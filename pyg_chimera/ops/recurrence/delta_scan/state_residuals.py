@@ -19,10 +19,10 @@ from pyg_chimera.ops.common.simd import (
 
 __all__ = ["residual"]
 
-exact = compiled()  # without fast arithmetic, as sums must not be reordered
+# Compiled without fast arithmetic, as sums must not be reordered.
 
 
-@exact
+@compiled()
 def _add(high, low, f, x, size):
     """Adds f times a row to the sum of two rows, without rounding."""
     factor, minus = splat(f), splat(-f)
@@ -37,7 +37,7 @@ def _add(high, low, f, x, size):
         store_part(low + at, load_part(low + at, left) + lost, left)
 
 
-@exact
+@compiled()
 def _add_sum(high, low, f, x, rest, size):
     """Adds f times the sum of two rows, of which the second is small."""
     _add(high, low, f, x, size)
@@ -48,7 +48,7 @@ def _add_sum(high, low, f, x, rest, size):
         store_part(low + at, more, left)
 
 
-@exact
+@compiled()
 def residual(R, X, given, transposed, plan, task, operands):
     """Sets R[0] to b k v^T - X + E A X or, transposed, to q dy^T - X + (E A)^T X, where
     the values or gradients are given.

@@ -78,11 +78,14 @@ class StateTiles(NamedTuple):
         pieces = 1 if enough else max(1, -(-num_channels // vector))
         channels = -(-num_channels // pieces)
         room = num_bytes // x.value.itemsize // max(1, int(held.max(initial=0)))
-        for part in (vector // 4, vector):  # whole vectors have the smaller units
+        # Quarters of vectors are less to pad, unless few keys are to fill whole ones.
+        sizes = []
+        for part in (max(1, vector // 4), vector):
             width = max(1, -(-channels // part)) * part
             unit = side // gcd(side, width)
-            if unit * width <= room:
-                break
+            size = -(-num_keys // unit) * unit * width
+            sizes.append((unit * width > room, size, width, unit))
+        *_, width, unit = min(sizes)
         most = max(1, min(room, _MOST) // (unit * width)) * unit
         shares = -(-num_keys // most)
         return cls(pieces, channels, width, -(-num_keys // (shares * unit)) * unit)

@@ -239,6 +239,21 @@ def test_what_returns_where_no_key_reads(seed, lost):
         assert_near(y[:, 0], torch.from_numpy(z.astype(float)), 4e-16 / lost)
 
 
+def test_large_weights_off_cycles():
+    """They may be of any size, and nothing returns along them."""
+    n = 60
+    path = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
+    index = torch.cat([path, torch.tensor([[1], [0]])], 1)
+    x = inputs(n, n, heads=1)
+    x[4] = torch.full_like(x[4], 2.0).index_fill(0, torch.tensor([0, n - 1]), 0.5)
+    got, want = (
+        results(lambda *x, f=f: delta_scan(*x[:4], index, x[4], form=f), x)
+        for f in ("state", "mask")
+    )
+    for y, z in zip(got, want, strict=True):
+        assert_near(y, z, 1e-9)
+
+
 def test_what_cannot_be_refined():
     x, index = fading_in_part(0, 1e-12)
     with pytest.raises(ValueError, match=r"'edge_weight' has rows .* so nearly one"):
