@@ -58,7 +58,7 @@ __all__ = ["Plan", "backward", "forward"]
 
 #: Smaller supernodes than those of numbers, as each pair of nodes has a block.
 _MERGING = Merging(max_leaf=16, per_row=0, per_supernode=0)
-#: Inverses whose entries exceed this make solutions be refined, as errors may be their
+#: Solutions are refined where entries of inverses exceed this, as errors may be their
 #: squares times 1e-16, for results in float32 and float64.
 _LARGE = {torch.float32: 1e4, torch.float64: 1e3}
 #: How much of rounding errors may return in the transposed system, or in a leaf whose
