@@ -13,10 +13,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
+from pyg_chimera.ops.common.operator import is_followed
 from pyg_chimera.ops.common.simd import (
     fma,
     lanes,
@@ -31,7 +31,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
 
-__all__ = ["gated_norm", "is_followed", "rms_norm"]
+__all__ = ["gated_norm", "rms_norm"]
 
 #: The most rows of a task, which has its own sum of the gradient of weights.
 _ROWS = 128
@@ -114,17 +114,6 @@ def _is_fusable(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> bool:
         ):
             return False
     return True
-
-
-def is_followed() -> bool:
-    """Whether a compiler, a transform or a mode is active."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-    )
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -215,32 +204,43 @@ def _rows(x: Tensor) -> tuple[np.ndarray, int]:
 
 
 @jit
-def _sigmoid(v, real):
+def _silu(v, real):
+    """SiLU, and its slope."""
     one = splat(real(1))
-    return one / (one + exp2(v * splat(real(-1 / LOG_2))))
+    s = one / (one + exp2(v * splat(real(-1 / LOG_2))))
+    return v * s, s * (one + v * (one - s))
 
 
 @jit
-def _inverse_root(row, share, squares, eps, n, real):
-    """One over the root of the mean square of a row, given its sum of squares, and what
-    the row was multiplied by: a large one is, so that squares do not overflow.
+def _start(row, slope, p, channels, options, real):
+    """Sets a row to f(x), and the slope unless it is None. Returns one over the root of
+    the mean square, and what the row was multiplied by: a large one is, so that squares
+    do not overflow.
     """
-    small = 1.0
+    sums, small = zeros(p), 1.0
+    for at in range(0, channels, lanes(p)):
+        v = load_part(p + at, channels - at)
+        if options.activated:
+            v, s = _silu(v, real)
+            if slope is not None:
+                store(slope + at, s)
+        store(row + at, v)
+        sums = fma(v, v, sums)
+    squares = float(total(sums))
     if not squares < _LARGE:
-        for i in range(n):
+        for i in range(channels):
             small = max(small, abs(row[i]) * 2.0**-30)
         small, squares = 1 / small, 0.0
-        for i in range(n):
+        for i in range(channels):
             row[i] = real(row[i] * small)
             squares += row[i] * row[i]
-    mean = squares * share + eps
+    mean = squares / channels + options.eps
     return (math.inf if mean == 0 else 1 / math.sqrt(mean)), small
 
 
 @jit
 def _forward(first, last, stop, scratch, size, options, operands, out):
     rows, groups, channels, x_stride, gate_stride = size
-    (eps, scale, activated), share = options, 1 / channels
     weighted, gated = len(operands.weight) > 0, len(operands.gate) > 0
     X, W, Z = pointer(operands.x), pointer(operands.weight), pointer(operands.gate)
     Y, real, normed = pointer(out), scratch.dtype.type, pointer(scratch)
@@ -251,29 +251,21 @@ def _forward(first, last, stop, scratch, size, options, operands, out):
             c = g * channels
             p, z = X + (r * x_stride + c), Z + (r * gate_stride + c)
             w, y = W + c, Y + (r * groups * channels + c)
-            squares = zeros(p)
-            for at in range(0, channels, lanes(p)):
-                v = load_part(p + at, channels - at)
-                if activated:
-                    v = v * _sigmoid(v, real)
-                store(normed + at, v)
-                squares = fma(v, v, squares)
-            root, _ = _inverse_root(normed, share, total(squares), eps, channels, real)
-            factor = splat(real(root * scale))
+            root, _ = _start(normed, None, p, channels, options, real)
+            factor = splat(real(root * options.scale))
             for at in range(0, channels, lanes(p)):
                 n, v = channels - at, load(normed + at) * factor
                 if weighted:
                     v = v * load_part(w + at, n)
                 if gated:
-                    t = load_part(z + at, n)
-                    v = v * (t * _sigmoid(t, real))
+                    t, _ = _silu(load_part(z + at, n), real)
+                    v = v * t
                 store_part(y + at, v, n)
 
 
 @jit
 def _backward(first, last, stop, scratch, size, options, operands, grad, d):
     rows, groups, channels, x_stride, gate_stride = size
-    (eps, scale, activated), share = options, 1 / channels
     weighted, gated = len(operands.weight) > 0, len(operands.gate) > 0
     X, W, Z = pointer(operands.x), pointer(operands.weight), pointer(operands.gate)
     DX, DW, DZ, DY = pointer(d.x), pointer(d.weight), pointer(d.gate), pointer(grad)
@@ -289,38 +281,26 @@ def _backward(first, last, stop, scratch, size, options, operands, grad, d):
             w, dw = W + c, DW + (r // _ROWS * width + c)
             c += r * width
             dy, dp, dz = DY + c, DX + c, DZ + c
-            squares = zeros(p)
-            for at in range(0, channels, lanes(p)):
-                v = load_part(p + at, channels - at)
-                if activated:
-                    s = _sigmoid(v, real)
-                    store(slope + at, s * (one + v * (one - s)))
-                    v = v * s
-                store(normed + at, v)
-                squares = fma(v, v, squares)
-            root, small = _inverse_root(
-                normed, share, total(squares), eps, channels, real
-            )
+            root, small = _start(normed, slope, p, channels, options, real)
             factor, product = splat(real(root)), zeros(p)
             for at in range(0, channels, lanes(p)):
                 n, v = channels - at, load(normed + at) * factor
-                u = load_part(dy + at, n) * splat(real(scale))
+                u = load_part(dy + at, n) * splat(real(options.scale))
                 h = load_part(w + at, n) if weighted else one
                 if gated:
-                    t = load_part(z + at, n)
-                    s = _sigmoid(t, real)
-                    store_part(dz + at, u * v * h * (s * (one + t * (one - s))), n)
-                    u = u * (t * s)
+                    t, s = _silu(load_part(z + at, n), real)
+                    store_part(dz + at, u * v * h * s, n)
+                    u = u * t
                 if weighted:
                     store_part(dw + at, fma(u, v, load_part(dw + at, n)), n)
                 u = u * h
                 store(normed + at, v)
                 store(passed + at, u)
                 product = fma(u, v, product)
-            mean, shrunk = splat(real(total(product) * share)), splat(real(small))
+            mean, shrunk = splat(real(total(product) / channels)), splat(real(small))
             for at in range(0, channels, lanes(p)):
                 v = (load(passed + at) - load(normed + at) * mean) * factor
                 v = v * shrunk
-                if activated:
+                if options.activated:
                     v = v * load(slope + at)
                 store_part(dp + at, v, channels - at)

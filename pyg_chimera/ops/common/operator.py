@@ -21,7 +21,7 @@ from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSol
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
 from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
-__all__ = ["Operator", "explained", "one_by_one", "without_autocast"]
+__all__ = ["Operator", "explained", "is_followed", "one_by_one", "without_autocast"]
 
 Inputs = TypeVar("Inputs", bound=tuple)
 Structure = TypeVar("Structure")
@@ -392,6 +392,17 @@ def _unpack(saved: Tensor, shapes: list[list[int]]) -> tuple[Tensor, ...]:
 def _transforming() -> bool:
     """Whether a transform of `torch.func` is active."""
     return torch._C._are_functorch_transforms_active()
+
+
+def is_followed() -> bool:
+    """Whether a compiler, a transform or a mode is active."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or _transforming()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+    )
 
 
 def _is_floating(x: Any) -> bool:

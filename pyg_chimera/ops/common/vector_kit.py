@@ -84,10 +84,14 @@ def multiply(out, left, right):
 
 @jit
 def assign(target, source):
-    """Copy a matrix; numba takes seconds to compile `target[:] = source`."""
+    """Copy a matrix with contiguous rows; numba takes seconds to compile `target[:] =
+    source`.
+    """
+    size = target.shape[1]
     for i in range(target.shape[0]):
-        for j in range(target.shape[1]):
-            target[i, j] = source[i, j]
+        to, row = pointer(target[i]), pointer(source[i])
+        for at in range(0, size, lanes(to)):
+            store_part(to + at, load_part(row + at, size - at), size - at)
 
 
 @jit

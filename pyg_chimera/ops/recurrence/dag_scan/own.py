@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
-from pyg_chimera.ops.common.simd import (
-    pointer,
-)
+from pyg_chimera.ops.common.simd import pointer
 from pyg_chimera.ops.common.vector_kit import add_multiple, inner_product_of_rows
 
 __all__ = ["add_own", "add_own_gradients", "own", "plus_own_gradients"]

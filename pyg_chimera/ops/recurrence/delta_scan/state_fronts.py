@@ -29,14 +29,12 @@ from pyg_chimera.ops.common.simd import (
     SET,
     SUBTRACT,
     gemm,
-    lanes,
-    load_part,
     pointer,
-    store_part,
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     add_multiple,
+    assign,
     inner_product_of_rows,
     matmul,
     set_identity,
@@ -274,15 +272,6 @@ def _leaf(plan, panel, x):
 
 
 @jit
-def _copy(target, source):
-    """Copies a matrix with contiguous rows."""
-    for i in range(target.shape[0]):
-        to, row, size = pointer(target[i]), pointer(source[i]), target.shape[1]
-        for at in range(0, size, lanes(to)):
-            store_part(to + at, load_part(row + at, size - at), size - at)
-
-
-@jit
 def _largest(x):
     """The largest absolute value of a matrix."""
     largest = 0.0
@@ -405,9 +394,9 @@ def _factor(plan, panel, x, memory, top, task, operands, stop):
     upper, low, inverse = _panel(plan, panel, x, N)
     eliminate(F, inverse, task.spare, False, stop)
     task.growth[0] = max(task.growth[0], _largest(inverse))
-    _copy(upper, F[:s])
-    _copy(low, F[s:, :s])
-    _copy(stack[top : top + m * m].reshape(m, m), F[s:, s:])
+    assign(upper, F[:s])
+    assign(low, F[s:, :s])
+    assign(stack[top : top + m * m].reshape(m, m), F[s:, s:])
     return top + m * m
 
 
@@ -458,7 +447,7 @@ def _move_leaf(leaf, first, rows, X, transposed, downward, task, nodes, operands
     thin = task.spare[2 * X.size : 2 * X.size + 2 * n * P].reshape(2, n, P)
     S, F, v, u = wide[0], wide[1], thin[0], thin[1]
     if writes:  # then X is zero
-        _copy(S, X)
+        assign(S, X)
     else:
         matmul(S, G, X)
     if downward:
@@ -474,13 +463,13 @@ def _move_leaf(leaf, first, rows, X, transposed, downward, task, nodes, operands
         _read(v, key, own, g, X, SUBTRACT)
     matmul(u, B, v)
     if downward:
-        _copy(X, S)
+        assign(X, S)
         _outer(F, key, own, g, u, SET)
         matmul(X, G, F, SUBTRACT)
         if transposed:
             _outer(X, key, own, g, u, ADD)
     else:
-        _copy(F, X)
+        assign(F, X)
         _outer(F, key, own, g, u, SUBTRACT)
         matmul(below, leaf.H.T[:m] if transposed else leaf.L[:, :n], F)
         if not transposed:
@@ -624,9 +613,9 @@ def _backward_tasks(begin, end, stop, scratch, plan, operands, solved, dy, d):
         _sweep(plan, panel, Z, True, False, task, operands, stop)
         _sweep(plan, panel, Z, True, True, task, operands, stop)
         if max(growth * given, _largest(Z)) > solved.large * given:
-            S = S.copy()
             done = _refine(plan, panel, Z, dy, True, task, operands, stop)
             if not growth > solved.large:  # as otherwise they have been refined
+                S = S.copy()
                 done &= _refine(plan, panel, S, value, False, task, operands, stop)
             # Off cycles, adjoints may grow by large weights.
             lost = min(growth, _largest(Z) / given) > _MAX_GROWTH
