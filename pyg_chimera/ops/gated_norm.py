@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
+from pyg_chimera.ops.common.numba_runtime import (
+    arrays,
+    inlined,
+    jit,
+    run,
+    stopped,
+)
 from pyg_chimera.ops.common.operator import is_followed
 from pyg_chimera.ops.common.simd import (
     fma,
@@ -160,6 +166,7 @@ class _Size(NamedTuple):
     rows: int
     groups: int
     channels: int
+    share: float  #: one over them
     x_stride: int
     gate_stride: int
 
@@ -181,7 +188,8 @@ def _run(kernel: Any, given: Any, options: _Options, *others: Any) -> None:
     gates, gate_stride = (_NONE[x.dtype], 0) if gate is None else _rows(gate)
     rows, channels = len(x), x.size(-1)
     width = x.numel() // rows
-    size = _Size(rows, width // channels, channels, x_stride, gate_stride)
+    groups = width // channels
+    size = _Size(rows, groups, channels, 1 / channels, x_stride, gate_stride)
     operands = _Arrays(flat, _flat(weight, x.dtype), gates)
     costs = np.full(-(-rows // _ROWS), 1.0 * _ROWS * width)
     scratch = 3 * (channels + 16)
@@ -203,7 +211,7 @@ def _rows(x: Tensor) -> tuple[np.ndarray, int]:
     return x.numpy().reshape(-1), x.stride(0)
 
 
-@jit
+@inlined
 def _silu(v, real):
     """SiLU, and its slope."""
     one = splat(real(1))
@@ -212,15 +220,27 @@ def _silu(v, real):
 
 
 @jit
-def _start(row, slope, p, channels, options, real):
+def _divide(row, n, real):
+    """Divides a large row. Returns its sum of squares, and the factor."""
+    small, squares = 1.0, 0.0
+    for i in range(n):
+        small = max(small, abs(row[i]) * 2.0**-30)
+    for i in range(n):
+        row[i] = real(row[i] / small)
+        squares += row[i] * row[i]
+    return squares, 1 / small
+
+
+@inlined
+def _start(row, slope, p, size, options, real):
     """Sets a row to f(x), and the slope unless it is None. Returns one over the root of
-    the mean square, and what the row was multiplied by: a large one is, so that squares
-    do not overflow.
+    the mean square, and the factor that keeps squares from overflowing.
     """
+    (eps, _, activated), channels = options, size.channels
     sums, small = zeros(p), 1.0
     for at in range(0, channels, lanes(p)):
         v = load_part(p + at, channels - at)
-        if options.activated:
+        if activated:
             v, s = _silu(v, real)
             if slope is not None:
                 store(slope + at, s)
@@ -228,19 +248,14 @@ def _start(row, slope, p, channels, options, real):
         sums = fma(v, v, sums)
     squares = float(total(sums))
     if not squares < _LARGE:
-        for i in range(channels):
-            small = max(small, abs(row[i]) * 2.0**-30)
-        small, squares = 1 / small, 0.0
-        for i in range(channels):
-            row[i] = real(row[i] * small)
-            squares += row[i] * row[i]
-    mean = squares / channels + options.eps
+        squares, small = _divide(row, channels, real)
+    mean = squares * size.share + eps
     return (math.inf if mean == 0 else 1 / math.sqrt(mean)), small
 
 
 @jit
 def _forward(first, last, stop, scratch, size, options, operands, out):
-    rows, groups, channels, x_stride, gate_stride = size
+    rows, groups, channels, _, x_stride, gate_stride = size
     weighted, gated = len(operands.weight) > 0, len(operands.gate) > 0
     X, W, Z = pointer(operands.x), pointer(operands.weight), pointer(operands.gate)
     Y, real, normed = pointer(out), scratch.dtype.type, pointer(scratch)
@@ -251,7 +266,7 @@ def _forward(first, last, stop, scratch, size, options, operands, out):
             c = g * channels
             p, z = X + (r * x_stride + c), Z + (r * gate_stride + c)
             w, y = W + c, Y + (r * groups * channels + c)
-            root, _ = _start(normed, None, p, channels, options, real)
+            root, _ = _start(normed, None, p, size, options, real)
             factor = splat(real(root * options.scale))
             for at in range(0, channels, lanes(p)):
                 n, v = channels - at, load(normed + at) * factor
@@ -265,7 +280,7 @@ def _forward(first, last, stop, scratch, size, options, operands, out):
 
 @jit
 def _backward(first, last, stop, scratch, size, options, operands, grad, d):
-    rows, groups, channels, x_stride, gate_stride = size
+    rows, groups, channels, share, x_stride, gate_stride = size
     weighted, gated = len(operands.weight) > 0, len(operands.gate) > 0
     X, W, Z = pointer(operands.x), pointer(operands.weight), pointer(operands.gate)
     DX, DW, DZ, DY = pointer(d.x), pointer(d.weight), pointer(d.gate), pointer(grad)
@@ -281,7 +296,7 @@ def _backward(first, last, stop, scratch, size, options, operands, grad, d):
             w, dw = W + c, DW + (r // _ROWS * width + c)
             c += r * width
             dy, dp, dz = DY + c, DX + c, DZ + c
-            root, small = _start(normed, slope, p, channels, options, real)
+            root, small = _start(normed, slope, p, size, options, real)
             factor, product = splat(real(root)), zeros(p)
             for at in range(0, channels, lanes(p)):
                 n, v = channels - at, load(normed + at) * factor
@@ -297,7 +312,7 @@ def _backward(first, last, stop, scratch, size, options, operands, grad, d):
                 store(normed + at, v)
                 store(passed + at, u)
                 product = fma(u, v, product)
-            mean, shrunk = splat(real(total(product) / channels)), splat(real(small))
+            mean, shrunk = splat(real(total(product) * share)), splat(real(small))
             for at in range(0, channels, lanes(p)):
                 v = (load(passed + at) - load(normed + at) * mean) * factor
                 v = v * shrunk
