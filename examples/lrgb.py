@@ -24,6 +24,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+# What trains, resumes and compares models is shared with the benchmarks.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks" / "comparisons"))
 from common import (
     count_parameters,
     epochs_within,

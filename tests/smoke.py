@@ -77,7 +77,6 @@ def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[
 @pytest.mark.parametrize(
     "name",
     [
-        "lrgb",
         "arrow_pointing",
         "tudataset",
         "graph_mamba",
@@ -89,8 +88,13 @@ def timed_and_right(results: dict, not_compared: set[str], sizes: dict) -> list[
         "syntax_trees",
     ],
 )
-def test_example(shell, tmp_path, name):
-    shell(f"examples/{name}.py")
+def test_comparison(shell, tmp_path, name):
+    shell(f"benchmarks/comparisons/{name}.py")
+    assert list(tmp_path.glob("runs/**/results.json"))
+
+
+def test_lrgb(shell, tmp_path):
+    shell("examples/lrgb.py")
     assert list(tmp_path.glob("runs/**/results.json"))
 
 
@@ -234,6 +238,6 @@ def test_none_is_forgotten():
     """A script is what has a command line."""
     text = Path(__file__).read_text()
     for folder in ("examples", "benchmarks"):
-        for path in (ROOT / folder).glob("*.py"):
+        for path in (ROOT / folder).rglob("*.py"):
             if '__name__ == "__main__"' in path.read_text():
                 assert f'"{path.stem}"' in text or f"/{path.name}" in text, path

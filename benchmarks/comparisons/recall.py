@@ -4,10 +4,11 @@ Nodes write pairs of a key and a value, or ask for the value of a key, or hold a
 that is of no use. Without arguments it trains Chimera, the gated delta rule and
 attention on paths::
 
-    python examples/recall.py
-    python examples/recall.py --structure tree --models chimera delta surprise
-    python examples/recall.py --task needle       # one pair only
-    python examples/recall.py --task chain        # the value is a key, too
+    python benchmarks/comparisons/recall.py
+    python benchmarks/comparisons/recall.py --structure tree \
+        --models chimera delta surprise
+    python benchmarks/comparisons/recall.py --task needle       # one pair only
+    python benchmarks/comparisons/recall.py --task chain  # the value is a key, too
 
 Along paths and trees (from the root) a key may come again with another value, and the
 last pair before a node counts. In DAGs and undirected graphs each key comes once. All

@@ -3,19 +3,20 @@ r"""Compares mixing layers on text: which letters are hidden, or which comes nex
 Without arguments it trains Chimera and attention as masked language models on the
 sources of Python's standard library, byte by byte, with no download::
 
-    python examples/masked_lm.py
+    python benchmarks/comparisons/masked_lm.py
 
 Any text is a file of ``--root``, split in three from its beginning to its end::
 
-    python examples/masked_lm.py --root text --text tinyshakespeare.txt
-    python examples/masked_lm.py --models chimera chimera-path plstm graph-mamba \
+    python benchmarks/comparisons/masked_lm.py --root text --text tinyshakespeare.txt
+    python benchmarks/comparisons/masked_lm.py \
+        --models chimera chimera-path plstm graph-mamba \
         attention-learned attention-rotary --minutes 20
-    python examples/masked_lm.py --causal --prompt 'def '    # the next byte
+    python benchmarks/comparisons/masked_lm.py --causal --prompt 'def '  # the next byte
 
 All models have the same number of parameters and train for the same time, at one
 length; they are tested at this one, at 512 and at 2,048, as far as they can. 30 % of
 the bytes are hidden. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with
-``--resume``. ``examples/sentences.py`` fine-tunes masked models on sentences.
+``--resume``. ``sentences.py`` fine-tunes masked models on sentences.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Each example: its recipes, its models, and whole runs."""
+"""Each comparison: its recipes, its models, and whole runs."""
 
 import ast
 import gzip

@@ -1,18 +1,20 @@
-"""Trains Graph-Mamba on the ten data sets of its paper, or on generated peptides.
+r"""Trains Graph-Mamba on the ten data sets of its paper, or on generated peptides.
 
 Without arguments it trains a small model on generated peptides, with no download::
 
-    python examples/graph_mamba.py
+    python benchmarks/comparisons/graph_mamba.py
 
 The data sets are downloaded by PyG below ``--root`` when they are not there;
 Peptides-func is also read from its raw file of SMILES strings, when ``--root`` holds
 ``raw/peptide_multi_class_dataset.csv.gz`` and ``splits.json``::
 
-    python examples/graph_mamba.py --dataset pascalvoc-sp --preset paper
-    python examples/graph_mamba.py --root peptides-functional
-    python examples/graph_mamba.py --order eigenvector  # other nodes are important
-    python examples/graph_mamba.py --ablation           # tables 2 and 5
-    torchrun --nproc_per_node=2 examples/graph_mamba.py # several processes
+    python benchmarks/comparisons/graph_mamba.py --dataset pascalvoc-sp --preset paper
+    python benchmarks/comparisons/graph_mamba.py --root peptides-functional
+    python benchmarks/comparisons/graph_mamba.py \
+        --order eigenvector  # other nodes are important
+    python benchmarks/comparisons/graph_mamba.py --ablation           # tables 2 and 5
+    torchrun \
+        --nproc_per_node=2 benchmarks/comparisons/graph_mamba.py  # several processes
 
 A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``, the
 ablation too: it keeps the variants that are finished.

@@ -4,11 +4,11 @@ Images are generated, cut into patches, and become grid graphs. Both models are 
 at the size of the training images and at twice that, which needs longer range than
 they were trained for::
 
-    python examples/arrow_pointing.py
-    python examples/arrow_pointing.py --model vit
-    python examples/arrow_pointing.py --mode P          # directed propagation only
-    python examples/arrow_pointing.py --preset paper    # hours on a GPU
-    python examples/arrow_pointing.py --samples samples.png
+    python benchmarks/comparisons/arrow_pointing.py
+    python benchmarks/comparisons/arrow_pointing.py --model vit
+    python benchmarks/comparisons/arrow_pointing.py --mode P    # one mode only
+    python benchmarks/comparisons/arrow_pointing.py --preset paper    # hours on a GPU
+    python benchmarks/comparisons/arrow_pointing.py --samples samples.png
 
 A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
 """

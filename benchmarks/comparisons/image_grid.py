@@ -3,21 +3,24 @@ r"""Compares mixing layers, and what they know of an image's shape, on small ima
 Without arguments it trains Chimera on the four DAGs of a grid, on both directions and
 on one direction of the flattened image, and a ViT, on scikit-learn's digits::
 
-    python examples/image_grid.py
+    python benchmarks/comparisons/image_grid.py
 
 MNIST and CIFAR-10 are read from ``--root``, as ``mnist.npz`` (arrays ``x_train``,
 ``y_train``, ``x_test``, ``y_test``) and ``cifar10_jpeg.npz`` (files of JPEG, so not the
 official pixels)::
 
-    python examples/image_grid.py --dataset mnist --root images --arms grid both forward
-    python examples/image_grid.py --arms all none row diagonal      # table 6
-    python examples/image_grid.py --arms grid shuffled vit vit-learned vit-rotary
+    python benchmarks/comparisons/image_grid.py --dataset mnist --root images \
+        --arms grid both forward
+    python benchmarks/comparisons/image_grid.py --arms all none row diagonal  # table 6
+    python benchmarks/comparisons/image_grid.py \
+        --arms grid shuffled vit vit-learned vit-rotary
 
 Other images are read from folders of a class each, as ImageNet's: ``train/<class>/``
 and ``val/<class>/`` in ``--root``. They are cropped and flipped at random in training,
 and read when they are needed, by ``--num-workers`` processes::
 
-    python examples/image_grid.py --dataset folder --root imagenet --preset imagenet \
+    python benchmarks/comparisons/image_grid.py --dataset folder --root imagenet \
+        --preset imagenet \
         --arms grid --rates 1e-3 --seeds 1 --num-workers 16 --precision bf16-mixed
 
 Each arm has the same number of parameters. Its learning rate is the best of ``--rates``

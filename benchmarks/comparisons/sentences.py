@@ -4,9 +4,10 @@ Without arguments, it trains Chimera from scratch on generated sentences. ``--ro
 the folder of a task, with ``train.tsv`` and ``dev.tsv``, and ``--pretrained`` that of
 one model in a run of ``masked_lm.py``, which also sets the model's size::
 
-    python examples/sentences.py --task sst2 --root glue/SST-2
-    python examples/masked_lm.py --root text --text wiki.txt --models chimera
-    python examples/sentences.py --task mrpc --root glue/MRPC \
+    python benchmarks/comparisons/sentences.py --task sst2 --root glue/SST-2
+    python benchmarks/comparisons/masked_lm.py --root text --text wiki.txt \
+        --models chimera
+    python benchmarks/comparisons/sentences.py --task mrpc --root glue/MRPC \
         --pretrained runs/masked-lm/wiki-masked-chimera-default-seed0/chimera
 
 ``--task sst2-trees`` is SST-2 from the roots of the Stanford Sentiment Treebank's

@@ -1,4 +1,4 @@
-"""Shared by all examples: the command line, training with Lightning, results.
+"""Shared by all comparisons: the command line, training with Lightning, results.
 
 A run is a folder::
 

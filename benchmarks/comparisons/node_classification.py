@@ -2,24 +2,27 @@ r"""Trains on the nodes of one large graph: all at once, by clusters or neighbou
 
 Without arguments it plays Minesweeper, on a field that it makes, with no download::
 
-    python examples/node_classification.py
+    python benchmarks/comparisons/node_classification.py
 
 The heterophilous graphs of Platonov et al. (2023), with their ten splits, are read from
 ``--root``, as ``tolokers.npz``, or downloaded by PyG where they are not there (but for
 ``actor.npz``, which is published beside the others); so is ogbn-arxiv, with its one
 split, by OGB's own loader::
 
-    python examples/node_classification.py --dataset tolokers --splits 3
-    python examples/node_classification.py --dataset minesweeper \
+    python benchmarks/comparisons/node_classification.py --dataset tolokers --splits 3
+    python benchmarks/comparisons/node_classification.py --dataset minesweeper \
         --models chimera gps gcn --splits 0 1 2 3 4 5 6 7 8 9
-    python examples/node_classification.py --dataset minesweeper --num-layers 10
+    python benchmarks/comparisons/node_classification.py --dataset minesweeper \
+        --num-layers 10
 
 What does not fit in memory is cut. Clusters, found by METIS, are graphs of their own,
 and several processes share them out. Neighbourhoods are sampled around nodes that are
 trained on, in every epoch anew, by PyG's sampler, which torch-sparse and pyg-lib have::
 
-    torchrun --nproc_per_node=2 examples/node_classification.py --clusters 16
-    python examples/node_classification.py --neighbors 10 10 --num-seeds 512
+    torchrun --nproc_per_node=2 benchmarks/comparisons/node_classification.py \
+        --clusters 16
+    python benchmarks/comparisons/node_classification.py --neighbors 10 10 \
+        --num-seeds 512
 
 Each model is trained on each split, in a folder of its own; ``results.json`` has a row
 for each model. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with

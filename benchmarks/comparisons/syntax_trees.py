@@ -3,9 +3,9 @@
 Without arguments it takes the functions of Python's standard library, as the running
 interpreter has them, and learns to name them, with no download::
 
-    python examples/syntax_trees.py --models chimera plstm attention gcn
-    python examples/syntax_trees.py --dataset returns --runs 3
-    python examples/syntax_trees.py --dataset ogbg-code2        # downloads
+    python benchmarks/comparisons/syntax_trees.py --models chimera plstm attention gcn
+    python benchmarks/comparisons/syntax_trees.py --dataset returns --runs 3
+    python benchmarks/comparisons/syntax_trees.py --dataset ogbg-code2  # downloads
 
 A node is a piece of syntax: its kind and its role in its parent (``test``, ``body``,
 ``orelse``). Identifiers and constants are hidden. The data sets:

@@ -4,9 +4,9 @@ The protocol is that of appendix D.4 of the pLSTM paper: cross-validation with 1
 folds, 100 epochs each of AdamW at 1e-3 with batches of 64, a cosine schedule with 5
 warm-up epochs, and the test accuracy at the epoch of best validation accuracy::
 
-    python examples/tudataset.py                        # MUTAG, pLSTM
-    python examples/tudataset.py --models plstm chimera gcn gin gat
-    python examples/tudataset.py --dataset PROTEINS --root data/TUDataset
+    python benchmarks/comparisons/tudataset.py                        # MUTAG, pLSTM
+    python benchmarks/comparisons/tudataset.py --models plstm chimera gcn gin gat
+    python benchmarks/comparisons/tudataset.py --dataset PROTEINS --root data/TUDataset
 
 PyG downloads the data below ``--root`` when they are not there; ``--dataset generated``
 needs none. Each fold is a run in a folder of its own; ``results.json`` has one row per
