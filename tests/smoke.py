@@ -93,6 +93,21 @@ def test_comparison(shell, tmp_path, name):
     assert list(tmp_path.glob("runs/**/results.json"))
 
 
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("molecules", r"Test average precision .*: 0\.\d+"),
+        ("images", r"epoch 1: .* test accuracy [01]\.\d+"),
+        ("text", r"Held-out text: \d\.\d+ bits per byte\ndef "),
+        ("trees", r"epoch 1: .* test accuracy [01]\.\d+"),
+        ("large_graph", r"Test accuracy [01]\.\d+; of the most frequent class"),
+        ("with_lightning", r"Test accuracy .*: [01]\.\d+"),
+    ],
+)
+def test_example(shell, name, printed):
+    assert re.search(printed, shell(f"examples/{name}.py"))
+
+
 def test_lrgb(shell, tmp_path):
     shell("examples/lrgb.py")
     assert list(tmp_path.glob("runs/**/results.json"))

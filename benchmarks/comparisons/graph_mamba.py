@@ -1,4 +1,4 @@
-r"""Trains Graph-Mamba on the ten data sets of its paper, or on generated peptides.
+"""Trains Graph-Mamba on the ten data sets of its paper, or on generated peptides.
 
 Without arguments it trains a small model on generated peptides, with no download::
 
@@ -10,11 +10,9 @@ Peptides-func is also read from its raw file of SMILES strings, when ``--root`` 
 
     python benchmarks/comparisons/graph_mamba.py --dataset pascalvoc-sp --preset paper
     python benchmarks/comparisons/graph_mamba.py --root peptides-functional
-    python benchmarks/comparisons/graph_mamba.py \
-        --order eigenvector  # other nodes are important
+    python benchmarks/comparisons/graph_mamba.py --order eigenvector
     python benchmarks/comparisons/graph_mamba.py --ablation           # tables 2 and 5
-    torchrun \
-        --nproc_per_node=2 benchmarks/comparisons/graph_mamba.py  # several processes
+    torchrun --nproc_per_node=2 benchmarks/comparisons/graph_mamba.py
 
 A run can be stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``, the
 ablation too: it keeps the variants that are finished.
