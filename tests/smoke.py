@@ -249,6 +249,16 @@ def test_attention(benchmark):
         assert row["name"] in printed
 
 
+def test_layers(benchmark):
+    results, printed = benchmark("layers")
+    rows = results["layers"]
+    assert len(rows) == 8
+    for row in rows:
+        assert len(row["times"]) == len(row["errors"]) == 2
+        assert row["ratio"] > 0
+        assert f"| {row['name']} | `" in printed
+
+
 def test_none_is_forgotten():
     """A script is what has a command line."""
     text = Path(__file__).read_text()

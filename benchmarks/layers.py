@@ -1,0 +1,228 @@
+"""Layers with their default settings beside what one would use instead.
+
+Forward and backward in float32, with 64 channels and 4 heads unless a row says
+otherwise, and Chimera with 16 state channels::
+
+    python benchmarks/layers.py                     # five minutes: all rows
+    python benchmarks/layers.py --only "planar, 16,384 nodes"
+    python benchmarks/layers.py --smoke
+
+Prints the table of the documentation. Outputs of up to 20,000 nodes are compared with
+those of the layers in float64 before anything is timed.
+"""
+
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from options import add_output, output
+from timing import Timing, interleave, machine, ratio, show, summary, write_json
+from torch import Tensor
+from torch.nn import Module, MultiheadAttention
+from torch_geometric.nn import GPSConv
+from workloads import PEPTIDES, Workload, filling, peptides, planar
+
+from pyg_chimera.nn import (
+    ChimeraConv,
+    ChimeraPathConv,
+    GraphMambaConv,
+    PLSTMConv,
+    PLSTMGridConv,
+)
+
+COMPARED = 20_000  #: the most nodes whose outputs are compared with float64
+
+
+class Case(NamedTuple):
+    """A module, and how it is called on features."""
+
+    name: str
+    module: Module
+    call: Callable[[Module, Tensor], Tensor]
+    x: Tensor
+
+
+def chimera(graph: Workload, heads: int = 4, states: int = 16) -> Case:
+    module = ChimeraConv(64, 64, heads=heads, state_channels=states)
+    return on(graph, "ChimeraConv", module, 64)
+
+
+def gps(graph: Workload, width: int = 64) -> Case:
+    """Attention and a feed-forward network."""
+    module = GPSConv(width, None, heads=4, attn_type="multihead")
+    call = lambda m, x: m(x, graph.edge_index, graph.batch)  # noqa: E731
+    return Case("GPSConv", module, call, torch.randn(graph.num_nodes, width))
+
+
+def on(graph: Workload, name: str, module: Module, width: int, **options: Any) -> Case:
+    call = lambda m, x: m(  # noqa: E731
+        x, graph.edge_index, batch=graph.batch, **options
+    )
+    return Case(name, module, call, torch.randn(graph.num_nodes, width))
+
+
+def grids(count: int, side: int) -> list[Case]:
+    size = {"height": side, "width": side}
+    nodes = torch.randn(count * side * side, 64)
+    ours = PLSTMGridConv(64, heads=4)
+    attention = MultiheadAttention(64, 4, batch_first=True)
+    images = nodes.view(count, side * side, 64)
+    return [
+        Case("PLSTMGridConv", ours, lambda m, x: m(x, **size), nodes),
+        Case(
+            "MultiheadAttention",
+            attention,
+            lambda m, x: m(x, x, x, need_weights=False)[0],
+            images,
+        ),
+    ]
+
+
+def rows(args: Namespace) -> Iterator[tuple[str, Callable[[], list[Case]]]]:
+    """Names of workloads, and functions that make their cases: ours first."""
+    smoke = args.smoke
+
+    def both(make: Callable[[], Workload]) -> Callable[[], list[Case]]:
+        return lambda: [chimera(graph := make()), gps(graph)]
+
+    def molecules(count: int) -> Workload:
+        return next(iter(peptides(args.root, [count], smoke)))
+
+    count = 4 if smoke else 64
+    yield f"{count} peptides", both(lambda: molecules(count))
+    yield (
+        f"{count} peptides, width 96",
+        lambda: [
+            on(graph := molecules(count), "GraphMambaConv", GraphMambaConv(96), 96),
+            gps(graph, 96),
+        ],
+    )
+    yield "16 planar graphs of 300 nodes", both(lambda: planar(*range(292, 308)))
+    for nodes in (60,) if smoke else (300, 1024, 2000, 4096, 16_384):
+        yield f"planar, {nodes:,} nodes", both(lambda nodes=nodes: planar(nodes))
+    for graph in filling(smoke):
+        yield graph.name, both(lambda graph=graph: graph)
+        if graph.name.startswith("random"):
+            yield (
+                f"{graph.name}, 2 heads of 96 states",
+                lambda graph=graph: [
+                    chimera(graph, 2, 96),
+                    gps(graph),
+                ],
+            )
+    for side in (4,) if smoke else (12, 24):
+        yield f"{count} grids of {side} x {side}", lambda side=side: grids(count, side)
+    length = 50 if smoke else 4096
+    node = torch.arange(length)
+    one_way = torch.stack([node[:-1], node[1:]])
+    path = Workload("paths", "path", torch.cat([one_way, one_way.flip(0)], 1), 0 * node)
+    yield (
+        f"an undirected path of {length:,} nodes",
+        lambda: [
+            on(path, "ChimeraPathConv", ChimeraPathConv(64, 64, heads=4), 64),
+            gps(path),
+        ],
+    )
+    if not smoke:
+        yield "planar, 114,000 nodes", lambda: [chimera(planar(114_000))]
+        yield (
+            "the same, edges in one direction",
+            lambda: [one_way_only(planar(114_000))],
+        )
+
+
+def one_way_only(graph: Workload) -> Case:
+    forward = graph.edge_index[0] < graph.edge_index[1]
+    dag = Workload(graph.part, graph.name, graph.edge_index[:, forward], graph.batch)
+    return on(dag, "PLSTMConv", PLSTMConv(64, heads=4), 64)
+
+
+def check(case: Case) -> float:
+    """The largest error, relative to the largest output in float64.
+
+    Chimera's longest ranges are a little shorter in float32, by definition, which makes
+    for errors of 1e-4.
+    """
+    module = deepcopy(case.module).eval()  # GraphMambaConv breaks ties at random else
+    with torch.no_grad():
+        out = case.call(module, case.x)
+        exact = case.call(module.double(), case.x.double())
+        error = (out - exact).abs().max() / exact.abs().max()
+    if not error < 1e-3:
+        raise AssertionError(f"{case.name} differs from float64 by {error:.1e}")
+    return float(error)
+
+
+def step(case: Case) -> Callable[[], Timing]:
+    x = case.x.requires_grad_()
+
+    def run() -> Timing:
+        start = perf_counter()
+        out = case.call(case.module, x)
+        middle = perf_counter()
+        out.sum().backward()
+        return Timing(middle - start, perf_counter() - start)
+
+    return run
+
+
+def measure(name: str, cases: list[Case], args: Namespace) -> dict[str, Any]:
+    show(name)
+    nodes = cases[0].x.numel() // cases[0].x.size(-1)
+    errors = {case.name: check(case) for case in cases if nodes <= COMPARED}
+    rounds = interleave(
+        {case.name: step(case) for case in cases}, args.repeats, args.limit
+    )
+    ours, *others = rounds
+    return {
+        "name": name,
+        "nodes": nodes,
+        "errors": errors,
+        "times": {case: summary(timings) for case, timings in rounds.items()},
+        "ratio": ratio(rounds[ours], rounds[others[0]]) if others else None,
+    }
+
+
+def report(results: list[dict[str, Any]]) -> str:
+    """The table of the documentation, in Markdown."""
+    lines = ["| graphs | ours | instead | ratio |", "| --- | --- | --- | --- |"]
+    for row in results:
+        cells = [
+            f"`{name}` {1e3 * times['total']['median']:,.3g} ms"
+            for name, times in row["times"].items()
+        ] + ["not tried"]
+        last = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
+        lines.append(f"| {row['name']} | {cells[0]} | {cells[1]} | {last} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds (default: 7)")
+    parser.add_argument("--limit", type=float, default=15, help="seconds of a case")
+    parser.add_argument("--root", type=Path, default=PEPTIDES)
+    add_output(parser)
+    args = parser.parse_args()
+    out = output(args, "layers-cpu")
+    if args.smoke:
+        args.repeats = 1
+    torch.manual_seed(0)
+    results = []
+    for name, make in rows(args):
+        if args.only is None or name in args.only:
+            results.append(measure(name, make(), args))
+            write_json(out, {"machine": machine("cpu"), "layers": results})
+    show("")
+    print(report(results))
+    print(f"\nWritten: {out}")
+
+
+if __name__ == "__main__":
+    main()
