@@ -23,7 +23,7 @@ from torch_geometric.data import Batch
 from pyg_chimera.nn import SequenceEncoder
 from pyg_chimera.transforms import SequenceToGraph
 
-LENGTH, BATCH = 256, 16
+LENGTH, BATCH = 128, 16
 
 
 def read(path: Path | None) -> torch.Tensor:
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--file", type=Path, help="default: Python's own sources")
     parser.add_argument("--mixer", choices=mixers, default="chimera")
     parser.add_argument("--prompt", default="def ")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a few steps")
     args = parser.parse_args(argv)
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> float:
     cut = len(text) * 9 // 10
     position = "rotary" if args.mixer == "attention" else None
     model = SequenceEncoder(
-        256, 64, num_layers=3, mixer=args.mixer, head="lm", position=position
+        256, 64, num_layers=2, mixer=args.mixer, head="lm", position=position
     )
     steps = 3 if args.smoke else args.steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)

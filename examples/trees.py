@@ -1,9 +1,10 @@
-"""Classifies functions by their syntax trees: graphs that are DAGs from the start.
+"""Classifies the nodes of syntax trees: graphs that are DAGs from the start.
 
-Is there a ``return`` below an ``if``, a ``for`` or a ``while``? States run from parents
-to children and back, through trees of any depth, in one layer::
+In how many branches and loops is a piece of code nested? One counts them on the way to
+the root, which may be far. States run from parents to children and back, through trees
+of any depth, in one layer::
 
-    python examples/trees.py                # three minutes, no download
+    python examples/trees.py                # two minutes, no download
     python examples/trees.py --local        # a GCN of as many layers
 """
 
@@ -22,7 +23,8 @@ from torch_geometric.nn import GCNConv
 
 from pyg_chimera.nn import ChimeraDAGConv, GPSLayer, GraphModel
 
-BRANCHES = (ast.If, ast.For, ast.While)
+BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
+DEEPEST = 4  #: what is nested deeper counts as this
 #: All kinds of nodes that Python's parser knows.
 KINDS = sorted(
     name for name, kind in vars(ast).items()
@@ -31,25 +33,24 @@ KINDS = sorted(
 
 
 def to_graph(function: ast.FunctionDef) -> Data:
-    """The syntax tree of a function, and whether a branch of it returns."""
-    nodes, parents, label = [], [], 0.0
-    todo: list[tuple[ast.AST, int, bool]] = [(function, -1, False)]
+    """The syntax tree of a function, and how deeply each node is nested."""
+    kinds, parents, levels = [], [], []
+    todo: list[tuple[ast.AST, int, int]] = [(function, -1, 0)]
     while todo:
-        node, parent, in_branch = todo.pop()
-        if in_branch and isinstance(node, ast.Return):
-            label = 1.0
-        in_branch = in_branch or isinstance(node, BRANCHES)
-        here = len(nodes)
-        nodes.append(KINDS.index(type(node).__name__))
+        node, parent, level = todo.pop()
+        here = len(kinds)
+        kinds.append(KINDS.index(type(node).__name__))
         parents.append(parent)
-        todo += [(child, here, in_branch) for child in ast.iter_child_nodes(node)]
-    down = torch.stack([torch.tensor(parents), torch.arange(len(nodes))])[:, 1:]
+        levels.append(min(level, DEEPEST))
+        level += isinstance(node, BLOCKS)
+        todo += [(child, here, level) for child in ast.iter_child_nodes(node)]
+    down = torch.stack([torch.tensor(parents), torch.arange(len(kinds))])[:, 1:]
     dags = [down, down.flip(0)]
     return Data(
-        x=torch.tensor(nodes).view(-1, 1),
+        x=torch.tensor(kinds).view(-1, 1),
         edge_index=torch.cat(dags, dim=1),  # for the GCN
         dag_edge_index=dags,  # for the mixer
-        y=torch.tensor([label]),
+        y=torch.tensor(levels),
     )
 
 
@@ -65,8 +66,8 @@ def load(num_files: int) -> tuple[list[Data], list[Data]]:
                         yield graph
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:num_files]
-    train, test = (files[i::4] for i in (0, 1)), files[3::4]
-    return [graph for part in train for graph in functions(part)], [*functions(test)]
+    held_out = files[3::4]
+    return [*functions([x for x in files if x not in held_out])], [*functions(held_out)]
 
 
 def build_model(channels: int, local: bool) -> GraphModel:
@@ -78,7 +79,7 @@ def build_model(channels: int, local: bool) -> GraphModel:
         return GPSLayer(channels, conv, None if local else mixer)
 
     return GraphModel(
-        [len(KINDS)], channels, 1, layers=layer, num_layers=2,
+        [len(KINDS)], channels, DEEPEST + 1, layers=layer, num_layers=2, head="node",
         structure=None if local else {"mixer_edge_index": "dag_edge_index"},
     )  # fmt: skip
 
@@ -86,11 +87,8 @@ def build_model(channels: int, local: bool) -> GraphModel:
 @torch.no_grad()
 def accuracy(model: GraphModel, loader: DataLoader) -> float:
     model.eval()
-    right = 0
-    for batch in loader:
-        out = model(**model.inputs(batch)).view(-1)
-        right += int(((out > 0) == (batch.y > 0.5)).sum())
-    return right / len(loader.dataset)
+    right = [model(**model.inputs(b)).argmax(dim=-1) == b.y for b in loader]
+    return float(torch.cat(right).float().mean())
 
 
 def main(argv: list[str] | None = None) -> float:
@@ -106,8 +104,9 @@ def main(argv: list[str] | None = None) -> float:
     print(f"{len(graphs)} trees for training, {len(held_out)} for tests")
     train = DataLoader(graphs, 32, shuffle=True)
     test = DataLoader(held_out, 64)
-    never = sum(float(graph.y) == 0 for graph in held_out) / len(held_out)
-    print(f'Always answering "no": {never:.3f}')
+    levels = torch.cat([graph.y for graph in held_out])
+    most = float((levels == levels.mode().values).float().mean())
+    print(f"Always the most frequent level: {most:.3f}")
 
     model = build_model(32, args.local)
     epochs = 1 if args.smoke else args.epochs
@@ -118,8 +117,7 @@ def main(argv: list[str] | None = None) -> float:
     for epoch in range(1, epochs + 1):
         model.train()
         for batch in train:
-            out = model(**model.inputs(batch)).view(-1)
-            loss = F.binary_cross_entropy_with_logits(out, batch.y)
+            loss = F.cross_entropy(model(**model.inputs(batch)), batch.y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
