@@ -122,7 +122,7 @@ def test_rejects(tmp_path, kwargs, message):
 
 
 def test_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match="paris.*CityNetwork"):
+    with pytest.raises(FileNotFoundError, match=r"paris.*CityNetwork"):
         CityRoads(str(tmp_path), "paris")
 
 
