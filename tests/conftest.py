@@ -10,6 +10,9 @@ SHARED = Path(
     os.environ.get("PYG_CHIMERA_SHARED", Path(__file__).parents[2] / "shared")
 )
 
+#: Words in names of tests of what PyTorch 2.5 cannot trace (see docs/installation.md).
+TRACED = ("compile", "export", "jacobians", "gradients_per_sample", "and_the_rest_of_a")
+
 
 @pytest.hookimpl(trylast=True)  # behind those that deselect some
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,6 +20,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The tests are dealt out in as many runs, which are of one length.
     """
+    if torch.__version__.startswith("2.5."):
+        for item in items:
+            if any(word in item.name for word in TRACED):
+                item.add_marker(pytest.mark.skip(reason="needs a newer PyTorch"))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     compiling = "ops/test_operators.py::test_outputs_and_gradients["
     first = [x for x in items if compiling in x.nodeid and workers > 1]
