@@ -115,13 +115,14 @@ class HeteroLayer(torch.nn.Module):
         super().__init__()
         check_integer("channels", channels, 1)
         node_types, edge_types = list(metadata[0]), [tuple(x) for x in metadata[1]]
-        _check_types("metadata", [y for x in edge_types for y in x[::2]], node_types)
+        ends = [name for key in edge_types for name in (key[0], key[-1])]
+        _check_types("metadata", ends, node_types, "its list of node types")
         if not isinstance(in_channels, dict):
             in_channels = dict.fromkeys(node_types, in_channels)
         if not isinstance(edge_dim, dict):
             edge_dim = {} if edge_dim is None else dict.fromkeys(edge_types, edge_dim)
         _check_types("in_channels", in_channels, node_types)
-        _check_types("in_channels", node_types, list(in_channels))
+        _check_types("metadata", node_types, in_channels, "'in_channels'")
         _check_types("edge_dim", edge_dim, edge_types)
 
         self.channels = channels
@@ -173,7 +174,7 @@ class HeteroLayer(torch.nn.Module):
         attrs = edge_attr_dict or {}
         _check_types("x_dict", x_dict, self.node_types)
         _check_types("edge_index_dict", edge_index_dict, self.edge_types)
-        _check_types("edge_attr_dict", attrs, self.edge_lins.keys())
+        _check_types("edge_attr_dict", attrs, self.edge_lins.keys(), "'edge_dim'")
         types = [name for name in self.node_types if name in x_dict]
 
         xs = [_named(name, self._nodes, name, x_dict[name]) for name in types]
@@ -191,7 +192,7 @@ class HeteroLayer(torch.nn.Module):
 
         batch = place = None
         if batch_dict is not None:  # some layers need the nodes of a graph side by side
-            _check_types("x_dict", types, batch_dict)
+            _check_types("x_dict", types, batch_dict, "'batch_dict'")
             batches = [batch_dict[name] for name in types]
             for name, own, size in zip(types, batches, sizes, strict=True):
                 _named(name, check_batch, own, size)
@@ -270,10 +271,15 @@ class HeteroLayer(torch.nn.Module):
         )
 
 
-def _check_types(name: str, given: Collection, known: Collection) -> None:
+def _check_types(
+    name: str, given: Collection, known: Collection, where: str = "the metadata"
+) -> None:
     unknown = [key for key in given if key not in known]
     if unknown:
-        raise ValueError(f"'{name}' has the types {unknown}; known are {list(known)}")
+        raise ValueError(
+            f"'{name}' has types that {where} does not have, {unknown}; known are "
+            f"{list(known)}"
+        )
 
 
 def _named(key: NodeType | EdgeType, function: Callable, *args: Any) -> Any:
