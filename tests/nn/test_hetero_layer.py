@@ -90,9 +90,9 @@ def made(name: str, **kwargs: Any) -> HeteroLayer:
     return HeteroLayer(LAYERS[name](), C, METADATA, **kwargs).double().eval()
 
 
-def called(layer: torch.nn.Module, data: HeteroData, **kwargs: Any) -> dict:
+def called(layer: torch.nn.Module, data: HeteroData) -> dict[str, Tensor]:
     given = (data.x_dict, data.edge_index_dict, data.edge_attr_dict)
-    return layer(*given, data.batch_dict if "batch" in data["film"] else None, **kwargs)
+    return layer(*given, data.batch_dict if "batch" in data["film"] else None)
 
 
 def assert_same(out: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -112,9 +112,8 @@ def by_hand(layer: HeteroLayer, data: HeteroData) -> dict[str, Tensor]:
         rows = data[key].edge_attr if key in RATED else data[key].edge_index[0]
         lin = layer.edge_lins[key] if key in RATED else lambda _: 0
         edges += [vector + lin(row) for row in rows]
-    batch = {} if "batch" not in graph else {"batch": graph.batch}
     x, edge_attr = torch.stack(nodes), torch.stack(edges)
-    out = layer.layer(x, graph.edge_index, edge_attr=edge_attr, **batch)
+    out = layer.layer(x, graph.edge_index, edge_attr=edge_attr)
     out = out[0] if isinstance(out, tuple) else out
     kinds = enumerate(graph._node_type_names)
     return {name: out[graph.node_type == i] for i, name in kinds}
