@@ -118,6 +118,12 @@ def test_city_roads(shell, tmp_path):
     assert is_picture(tmp_path / "map.png")
 
 
+def test_heterogeneous(shell):
+    printed = shell("examples/heterogeneous.py")
+    for name in ("sage", "deep-sage", "hgt", "chimera"):
+        assert re.search(rf"^{name} .* 0\.\d+", printed, re.MULTILINE), printed
+
+
 def test_mixing(benchmark, tmp_path):
     results, printed = benchmark("mixing")
     assert is_picture(tmp_path / "smoke.png")

@@ -39,7 +39,7 @@ PUBLIC = {
         *("ChimeraPathConv", "RGLRUConv"),
         *("PLSTMConv", "PLSTMGridConv", "GraphMambaConv"),
         *("GatedDeltaConv", "GatedGCNConv", "GPSLayer", "KHopAttentionConv"),
-        "HierarchicalMemoryConv",
+        *("HeteroLayer", "HierarchicalMemoryConv"),
         *(
             "CategoricalEncoder",
             "LaplacianEncoder",

@@ -64,6 +64,8 @@ def test_blocks_run(page, monkeypatch, tmp_path):
         assert names["typed_accuracy"] > 0.7  # 0.5
         assert names["val_accuracy"] > 0.7  # 0.33
         assert names["restored"].hparams == names["trainer"].lightning_module.hparams
+    if page == "docs/heterogeneous.md":
+        assert names["hetero_accuracy"] > 0.7  # 0.5
 
 
 def test_configurations_have_known_options():

@@ -21,6 +21,7 @@ from pyg_chimera.nn.encoders import (
     RandomWalkEncoder,
 )
 from pyg_chimera.nn.gps_layer import GPSLayer
+from pyg_chimera.nn.hetero_layer import HeteroLayer
 from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
 from pyg_chimera.nn.models import (
     CategoricalEncoder,
@@ -42,6 +43,7 @@ __all__ = [
     "GatedGCNConv",
     "GraphMambaConv",
     "GraphModel",
+    "HeteroLayer",
     "HierarchicalMemoryConv",
     "HybridModel",
     "ImageClassifier",

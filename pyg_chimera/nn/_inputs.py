@@ -208,7 +208,7 @@ def check_floats(name: str, x: Any, advice: str = "") -> None:
     """Checks that an argument is a tensor of floating-point numbers."""
     if not isinstance(x, Tensor):
         pair = (
-            "; for a graph of several types of nodes, see 'HeteroData.to_homogeneous'"
+            "; for a graph of several types of nodes, see 'pyg_chimera.nn.HeteroLayer'"
         )
         raise TypeError(
             f"'{name}' must be a torch.Tensor, got {type(x).__name__}"

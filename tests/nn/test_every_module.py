@@ -29,6 +29,7 @@ GRAPH = torch.tensor([[0, 1, 2, 4, 1, 2, 6, 5], [1, 2, 6, 5, 0, 1, 2, 4]])
 DAG = GRAPH[:, :4]
 PATHS = torch.tensor([[0, 1, 2, 3, 5], [1, 2, 3, 4, 6]])
 BATCH, ROWS = torch.tensor([0, 0, 0, 0, 1, 1, 0]), torch.tensor([0, 0, 0, 0, 0, 1, 1])
+TO = ("a", "to", "b")
 SIDES = {"height": torch.tensor([1, 1]), "width": torch.tensor([5, 2])}
 
 
@@ -94,6 +95,19 @@ def local_and_global(size: int) -> nn.GPSLayer:
     return nn.GPSLayer(C, local, nn.ChimeraConv(size, C, heads=2, edge_dim=size))
 
 
+def typed(size: int) -> nn.HeteroLayer:
+    return nn.HeteroLayer(
+        local_and_global(size), C, (["a", "b"], [TO]), in_channels=size, edge_dim=size,
+        add_reverse=True,
+    )  # fmt: skip
+
+
+def call_typed(module: Any, dtype: torch.dtype = torch.float) -> Tensor:
+    x_dict = {"a": torch.ones(2, C, dtype=dtype), "b": torch.zeros(3, C, dtype=dtype)}
+    attr = torch.ones(2, C, dtype=dtype)
+    return module(x_dict, {TO: torch.tensor([[0, 1], [1, 2]])}, {TO: attr})["b"]
+
+
 def routed(size: int) -> nn.MixtureOfDepths:
     return nn.MixtureOfDepths(local_and_global(size), C, 0.5)
 
@@ -152,6 +166,7 @@ MODELS = {
     "GPSLayer-torch": model(
         lambda: nn.GPSLayer(C, None, torch.nn.MultiheadAttention(C, 2)), **on_graph
     ),
+    "HeteroLayer": Row(partial(typed, C), call_typed, partial(typed, -1)),
     "MixtureOfDepths": model(routed, C, **on_graph),
     "GraphModel": model(of_graphs, C, C, **on_graph),
     "GraphModel-categories": model(of_categories, **on_graph, **encoded()),
