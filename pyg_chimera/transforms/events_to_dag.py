@@ -1,0 +1,218 @@
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.data import Data, TemporalData
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from pyg_chimera.transforms._inputs import shown
+
+__all__ = ["EventsToDAG"]
+
+#: From the last state of the node itself, of its partner, and with this partner.
+KINDS = 3
+
+
+@functional_transform("chimera_events_to_dag")
+class EventsToDAG(BaseTransform):
+    r"""Converts a stream of events to a directed acyclic graph of the states of its
+    nodes (functional name: :obj:`chimera_events_to_dag`).
+
+    Layers for DAGs then compute what :class:`torch_geometric.nn.TGNMemory` keeps, a
+    memory for each node, event by event, and with gradients through the whole past.
+
+    Event :math:`e` is about two nodes of the temporal graph, its ends. Each end gets a
+    new state, which is a node of the DAG: number :math:`2e` for the source, and
+    :math:`2e + 1` for the destination. Up to three edges lead to a state, from the last
+    state before the event
+
+    0. of the same node,
+    1. of the other end of the event, its partner,
+    2. of the same node after an event with the same partner, in either direction.
+
+    A query :math:`(u, v, t)`, such as a link that is to be predicted, has two states
+    like an event, from which no edges lead on. It sees all events before :math:`t`, and
+    none at :math:`t` or after it. Events that happen at the same time follow each other
+    in the order of the stream.
+
+    The DAG has
+
+    * :obj:`x`, float :math:`[N, 8 + M]`: whether the state is that of a source, and of
+      a destination; for each of the three kinds of edges :math:`\log(1 + n)` of the
+      number of events before, and :math:`\log(1 + \text{gap})` of the time since
+      the last of them (0 if there is none); the message, which is zero for queries,
+    * :obj:`edge_index`, int64 :math:`[2, |\mathcal{E}|]`: edges from lower to higher
+      numbers,
+    * :obj:`edge_attr`, float :math:`[|\mathcal{E}|, 4]`: the kind, one-hot, and
+      :math:`\log(1 + \text{gap})`, so that layers with :obj:`edge_dim=4` can forget by
+      the time that has passed,
+    * :obj:`event_index`, int64 :math:`[2, E]`, and :obj:`query_index`, int64
+      :math:`[2, Q]`: the states of the source and the destination of each event and
+      query, in the order given.
+
+    Other attributes of the events, such as :obj:`y`, are kept. It takes as much time as
+    sorting the events.
+
+    Args:
+        time_unit (float, optional): What gaps are divided by. Choose it below the
+            shortest gap that matters, as :math:`\log(1 + \text{gap})` tells only
+            gaps apart that are not far below one. (default: :obj:`1.0`)
+
+    Shapes:
+        - **input:** a :class:`torch_geometric.data.TemporalData` sorted by time:
+          :obj:`src` and :obj:`dst`, integer :math:`(E)`, :obj:`t`, real :math:`(E)`,
+          and :obj:`msg`, :math:`(E, M)` *(optional)*; queries *(optional)*, another of
+          them, in any order, of which :obj:`src`, :obj:`dst` and :obj:`t` are read
+        - **output:** a :class:`torch_geometric.data.Data` of :math:`N = 2 (E + Q)`
+          states
+
+    Raises:
+        TypeError: If the input is not :class:`~torch_geometric.data.TemporalData`, or
+            nodes are not integers.
+        ValueError: If an attribute is missing or has the wrong shape, times are not
+            finite or not sorted, a node is negative, or :obj:`time_unit` is not
+            positive.
+
+    Example:
+        >>> events = TemporalData(
+        ...     src=torch.tensor([0, 1]), dst=torch.tensor([1, 2]),
+        ...     t=torch.tensor([10, 15]),
+        ... )
+        >>> query = TemporalData(
+        ...     src=torch.tensor([0]), dst=torch.tensor([2]), t=torch.tensor([20])
+        ... )
+        >>> dag = EventsToDAG()(events, query)
+        >>> dag.query_index.tolist(), dag.edge_index.tolist()
+        ([[4], [5]], [[1, 0, 3, 0, 3, 1, 3, 0], [2, 3, 4, 5, 5, 4, 4, 5]])
+    """
+
+    def __init__(self, time_unit: float = 1.0) -> None:
+        if not 0 < time_unit < math.inf:
+            raise ValueError(
+                f"'time_unit' must be positive and finite (got {time_unit!r})"
+            )
+        self.time_unit = time_unit
+
+    def __call__(self, data: TemporalData, queries: TemporalData | None = None) -> Data:
+        """Converts events, and queries that see those before them."""
+        return self.forward(data, queries)
+
+    def forward(self, data: TemporalData, queries: TemporalData | None = None) -> Data:
+        """Converts events, and queries that see those before them."""
+        ends, t, msg = _stream("events", data)
+        if (late := (t[1:] < t[:-1]).nonzero()).numel():
+            at = int(late[0])
+            raise ValueError(
+                f"'events.t' must be sorted (got {t[at].item()} before "
+                f"{t[at + 1].item()} at place {at + 1}); sort events by "
+                "'events[events.t.argsort(stable=True)]'"
+            )
+        num_states = 2 * t.size(0)
+        before = torch.arange(t.size(0), device=t.device)
+        if queries is not None:
+            asked, when, _ = _stream("queries", queries)
+            if when.dtype != t.dtype:
+                raise TypeError(
+                    f"'queries.t' must have the type of 'events.t', {t.dtype} (got "
+                    f"{when.dtype})"
+                )
+            before = torch.cat([before, torch.searchsorted(t, when)])
+            ends, t = torch.cat([ends, asked]), torch.cat([t, when])
+        before, t = (y.repeat_interleave(2) for y in (2 * before, t))
+
+        # Numbers of nodes and of ordered pairs of them, from 0 without gaps.
+        nodes, ends = ends.unique(return_inverse=True)
+        own, partner = ends.flatten(), ends.flip(1).flatten()
+        _, pair = (own * nodes.numel() + partner).unique(return_inverse=True)
+        x = msg.new_zeros(t.numel(), 2 + 2 * KINDS + msg.size(1))
+        x[0::2, 0] = x[1::2, 1] = 1
+        x[:num_states, 2 + 2 * KINDS :] = msg.repeat_interleave(2, 0)
+        edges, gaps = [], []
+        for kind, (of, wanted) in enumerate([(own, own), (own, partner), (pair, pair)]):
+            source, target, count = _last(of[:num_states], wanted, before)
+            gap = ((t[target] - t[source]).double() / self.time_unit).log1p().to(x)
+            x[:, 2 + kind] = count.to(x).log1p()
+            x[target, 2 + KINDS + kind] = gap
+            edges.append(torch.stack([source, target, torch.full_like(source, kind)]))
+            gaps.append(gap.unsqueeze(1))
+        source, target, kinds = torch.cat(edges, 1)
+
+        out = Data()
+        for key in set(data.keys()) - {"src", "dst", "t", "msg"}:
+            out[key] = data[key]
+        out.x = x
+        out.edge_index = torch.stack([source, target])
+        out.edge_attr = torch.cat([F.one_hot(kinds, KINDS).to(x), torch.cat(gaps)], 1)
+        states = torch.arange(t.numel(), device=t.device).view(-1, 2).t()
+        out.event_index, out.query_index = states.tensor_split([num_states // 2], 1)
+        return out
+
+    __repr__ = shown
+
+
+def _stream(name: str, data: TemporalData) -> tuple[Tensor, Tensor, Tensor]:
+    """The checked ends [E, 2], times [E] and messages [E, M] of events."""
+    if not isinstance(data, TemporalData):
+        raise TypeError(
+            f"'{name}' must be a 'torch_geometric.data.TemporalData' (got "
+            f"'{type(data).__name__}')"
+        )
+    for key in ("src", "dst", "t"):
+        value = getattr(data, key, None)
+        if not isinstance(value, Tensor) or value.dim() != 1 or value.is_complex():
+            raise ValueError(
+                f"'{name}.{key}' must be a tensor of real numbers of shape "
+                f"[num_events] (got {value})"
+            )
+    src, dst, t = data.src, data.dst, data.t.contiguous()
+    if not src.numel() == dst.numel() == t.numel():
+        raise ValueError(
+            f"'{name}' must have as many 'src' as 'dst' and 't' (got {src.numel()}, "
+            f"{dst.numel()} and {t.numel()})"
+        )
+    for key, node in (("src", src), ("dst", dst)):
+        if node.is_floating_point() or node.dtype == torch.bool:
+            raise TypeError(
+                f"'{name}.{key}' must be integers, numbers of nodes (got {node.dtype})"
+            )
+    ends = torch.stack([src, dst], 1).long()
+    if bool((ends < 0).any()):
+        raise ValueError(
+            f"'{name}.src' and 'dst' must be numbers of nodes, 0 or more (got "
+            f"{int(ends.min())})"
+        )
+    if not bool(t.isfinite().all()):
+        raise ValueError(f"'{name}.t' must be finite (got NaN or infinity)")
+    msg = getattr(data, "msg", None)
+    msg = t.new_zeros(t.numel(), 0, dtype=torch.float) if msg is None else msg
+    if msg.dim() == 0 or msg.size(0) != t.numel():
+        raise ValueError(
+            f"'{name}.msg' must have a row for each of {t.numel()} events (got shape "
+            f"{list(msg.shape)})"
+        )
+    if msg.is_complex():
+        raise TypeError(f"'{name}.msg' must be real (got {msg.dtype})")
+    msg = msg.flatten(1) if msg.dim() > 1 else msg.unsqueeze(1)
+    return ends, t, msg if msg.is_floating_point() else msg.float()
+
+
+def _last(of: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The last state of what each target wants, before a given state, if there is one.
+
+    Args:
+        of: What each state is of, integers from 0, [N].
+        wanted: What each target wants, [T].
+        before: The number of states to search for it, [T].
+
+    Returns:
+        tuple: Those states, their targets, both [E], and how many states there are for
+        each target, [T].
+    """
+    size = of.numel() + 1
+    key = (of * size + torch.arange(size - 1, device=of.device)).sort().values
+    first = torch.searchsorted(key, wanted * size)
+    end = torch.searchsorted(key, wanted * size + before)
+    target = (end > first).nonzero().squeeze(1)
+    return key[end[target] - 1] % size, target, end - first
