@@ -23,34 +23,33 @@ class EventsToDAG(BaseTransform):
     Layers for DAGs then compute what :class:`torch_geometric.nn.TGNMemory` keeps, a
     memory for each node, event by event, and with gradients through the whole past.
 
-    Event :math:`e` is about two nodes of the temporal graph, its ends. Each end gets a
-    new state, which is a node of the DAG: number :math:`2e` for the source, and
-    :math:`2e + 1` for the destination. Up to three edges lead to a state, from the last
-    state before the event
+    Event :math:`e` gives both of its ends a new state, which is a node of the DAG:
+    number :math:`2e` for the source, and :math:`2e + 1` for the destination. Up to
+    three edges lead to a state, from the last state before the event
 
     0. of the same node,
     1. of the other end of the event, its partner,
     2. of the same node after an event with the same partner, in either direction.
 
-    A query :math:`(u, v, t)`, such as a link that is to be predicted, has two states
-    like an event, from which no edges lead on. It sees all events before :math:`t`, and
-    none at :math:`t` or after it. Events that happen at the same time follow each other
-    in the order of the stream.
+    A query :math:`(u, v, t)`, such as a link to be predicted, has one state: that which
+    :math:`u` would have after an event with :math:`v`. No edge leads on from it, and it
+    sees all events before :math:`t`, but none at :math:`t`. Events that happen at the
+    same time follow each other in the order of the stream.
 
     The DAG has
 
-    * :obj:`x`, float :math:`[N, 8 + M]`: whether the state is that of a source, and of
-      a destination; for each of the three kinds of edges :math:`\log(1 + n)` of the
-      number of events before, and :math:`\log(1 + \text{gap})` of the time since
-      the last of them (0 if there is none); the message, which is zero for queries,
+    * :obj:`x`, float :math:`[N, 8 + M]`: whether the state is a source's, and whether
+      it is a destination's; for each of the three kinds of edges :math:`\log(1 + n)` of
+      the number of such states before; for each kind :math:`\log(1 + \text{gap})` of
+      the time since the last of them, or 0; and the message, for queries zeros,
     * :obj:`edge_index`, int64 :math:`[2, |\mathcal{E}|]`: edges from lower to higher
       numbers,
     * :obj:`edge_attr`, float :math:`[|\mathcal{E}|, 4]`: the kind, one-hot, and
       :math:`\log(1 + \text{gap})`, so that layers with :obj:`edge_dim=4` can forget by
       the time that has passed,
-    * :obj:`event_index`, int64 :math:`[2, E]`, and :obj:`query_index`, int64
-      :math:`[2, Q]`: the states of the source and the destination of each event and
-      query, in the order given.
+    * :obj:`event_index`, int64 :math:`[2, E]`: the states of the source and of the
+      destination of each event,
+    * :obj:`query_index`, int64 :math:`[Q]`: the state of each query.
 
     Other attributes of the events, such as :obj:`y`, are kept. It takes as much time as
     sorting the events.
@@ -65,7 +64,7 @@ class EventsToDAG(BaseTransform):
           :obj:`src` and :obj:`dst`, integer :math:`(E)`, :obj:`t`, real :math:`(E)`,
           and :obj:`msg`, :math:`(E, M)` *(optional)*; queries *(optional)*, another of
           them, in any order, of which :obj:`src`, :obj:`dst` and :obj:`t` are read
-        - **output:** a :class:`torch_geometric.data.Data` of :math:`N = 2 (E + Q)`
+        - **output:** a :class:`torch_geometric.data.Data` of :math:`N = 2 E + Q`
           states
 
     Raises:
@@ -85,7 +84,7 @@ class EventsToDAG(BaseTransform):
         ... )
         >>> dag = EventsToDAG()(events, query)
         >>> dag.query_index.tolist(), dag.edge_index.tolist()
-        ([[4], [5]], [[1, 0, 3, 0, 3, 1, 3, 0], [2, 3, 4, 5, 5, 4, 4, 5]])
+        ([4], [[1, 0, 1, 3], [2, 4, 3, 4]])
     """
 
     def __init__(self, time_unit: float = 1.0) -> None:
@@ -110,7 +109,8 @@ class EventsToDAG(BaseTransform):
                 "'events[events.t.argsort(stable=True)]'"
             )
         num_states = 2 * t.size(0)
-        before = torch.arange(t.size(0), device=t.device)
+        before = 2 * torch.arange(t.size(0), device=t.device).repeat_interleave(2)
+        own, partner, t = ends.flatten(), ends.flip(1).flatten(), t.repeat_interleave(2)
         if queries is not None:
             asked, when, _ = _stream("queries", queries)
             if when.dtype != t.dtype:
@@ -119,15 +119,15 @@ class EventsToDAG(BaseTransform):
                     f"{when.dtype})"
                 )
             before = torch.cat([before, torch.searchsorted(t, when)])
-            ends, t = torch.cat([ends, asked]), torch.cat([t, when])
-        before, t = (y.repeat_interleave(2) for y in (2 * before, t))
+            t = torch.cat([t, when])
+            own, partner = torch.cat([torch.stack([own, partner]), asked.t()], 1)
 
         # Numbers of nodes and of ordered pairs of them, from 0 without gaps.
-        nodes, ends = ends.unique(return_inverse=True)
-        own, partner = ends.flatten(), ends.flip(1).flatten()
-        _, pair = (own * nodes.numel() + partner).unique(return_inverse=True)
+        _, both = torch.stack([own, partner]).unique(return_inverse=True)
+        own, partner = both
+        _, pair = (own * both.numel() + partner).unique(return_inverse=True)
         x = msg.new_zeros(t.numel(), 2 + 2 * KINDS + msg.size(1))
-        x[0::2, 0] = x[1::2, 1] = 1
+        x[0:num_states:2, 0] = x[1:num_states:2, 1] = x[num_states:, 0] = 1
         x[:num_states, 2 + 2 * KINDS :] = msg.repeat_interleave(2, 0)
         edges, gaps = [], []
         for kind, (of, wanted) in enumerate([(own, own), (own, partner), (pair, pair)]):
@@ -145,8 +145,9 @@ class EventsToDAG(BaseTransform):
         out.x = x
         out.edge_index = torch.stack([source, target])
         out.edge_attr = torch.cat([F.one_hot(kinds, KINDS).to(x), torch.cat(gaps)], 1)
-        states = torch.arange(t.numel(), device=t.device).view(-1, 2).t()
-        out.event_index, out.query_index = states.tensor_split([num_states // 2], 1)
+        states = torch.arange(t.numel(), device=t.device)
+        out.event_index = states[:num_states].view(-1, 2).t()
+        out.query_index = states[num_states:]
         return out
 
     __repr__ = shown
