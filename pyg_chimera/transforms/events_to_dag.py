@@ -7,6 +7,7 @@ from torch_geometric.data import Data, TemporalData
 from torch_geometric.data.datapipes import functional_transform
 from torch_geometric.transforms import BaseTransform
 
+from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.transforms._inputs import shown
 
 __all__ = ["EventsToDAG"]
@@ -94,12 +95,28 @@ class EventsToDAG(BaseTransform):
             )
         self.time_unit = time_unit
 
-    def __call__(self, data: TemporalData, queries: TemporalData | None = None) -> Data:
-        """Converts events, and queries that see those before them."""
-        return self.forward(data, queries)
+    def __call__(
+        self,
+        data: TemporalData,
+        queries: TemporalData | None = None,
+        start: int | None = None,
+    ) -> Data:
+        """Converts a stream from its first event on, and queries.
 
-    def forward(self, data: TemporalData, queries: TemporalData | None = None) -> Data:
-        """Converts events, and queries that see those before them."""
+        With ``start``, only the states of events from this number on, and of queries,
+        are wanted. The earlier states on which they depend come first, and no edges
+        lead to them. Their numbers in the DAG of the whole stream are in
+        ``dag.carried``, int64 [K].
+        """
+        return self.forward(data, queries, start)
+
+    def forward(
+        self,
+        data: TemporalData,
+        queries: TemporalData | None = None,
+        start: int | None = None,
+    ) -> Data:
+        """Converts events, see :meth:`__call__`."""
         ends, t, msg = _stream("events", data)
         if (late := (t[1:] < t[:-1]).nonzero()).numel():
             at = int(late[0])
@@ -112,7 +129,7 @@ class EventsToDAG(BaseTransform):
         before = 2 * torch.arange(t.size(0), device=t.device).repeat_interleave(2)
         own, partner, t = ends.flatten(), ends.flip(1).flatten(), t.repeat_interleave(2)
         if queries is not None:
-            asked, when, _ = _stream("queries", queries)
+            sought, when, _ = _stream("queries", queries)
             if when.dtype != t.dtype:
                 raise TypeError(
                     f"'queries.t' must have the type of 'events.t', {t.dtype} (got "
@@ -120,7 +137,7 @@ class EventsToDAG(BaseTransform):
                 )
             before = torch.cat([before, torch.searchsorted(t, when)])
             t = torch.cat([t, when])
-            own, partner = torch.cat([torch.stack([own, partner]), asked.t()], 1)
+            own, partner = torch.cat([torch.stack([own, partner]), sought.t()], 1)
 
         # Numbers of nodes and of ordered pairs of them, from 0 without gaps.
         _, both = torch.stack([own, partner]).unique(return_inverse=True)
@@ -136,18 +153,29 @@ class EventsToDAG(BaseTransform):
             x[:, 2 + kind] = count.to(x).log1p()
             x[target, 2 + KINDS + kind] = gap
             edges.append(torch.stack([source, target, torch.full_like(source, kind)]))
-            gaps.append(gap.unsqueeze(1))
-        source, target, kinds = torch.cat(edges, 1)
+            gaps.append(gap)
+        (source, target, kinds), gap = torch.cat(edges, 1), torch.cat(gaps)
 
-        out = Data()
+        out, first = Data(), 0
+        if start is not None:
+            check_integer("start", start, 0)
+            first = min(2 * start, num_states)
+            new = target >= first
+            source, target, kinds, gap = (y[new] for y in (source, target, kinds, gap))
+            out.carried = source[source < first].unique()
+            rest = torch.arange(first, t.numel(), device=t.device)
+            states = torch.cat([out.carried, rest])
+            source, target = (torch.searchsorted(states, y) for y in (source, target))
+            data, x = data[start:], x[states]
         for key in set(data.keys()) - {"src", "dst", "t", "msg"}:
             out[key] = data[key]
         out.x = x
         out.edge_index = torch.stack([source, target])
-        out.edge_attr = torch.cat([F.one_hot(kinds, KINDS).to(x), torch.cat(gaps)], 1)
-        states = torch.arange(t.numel(), device=t.device)
-        out.event_index = states[:num_states].view(-1, 2).t()
-        out.query_index = states[num_states:]
+        out.edge_attr = torch.cat([F.one_hot(kinds, KINDS).to(x), gap.unsqueeze(1)], 1)
+        sizes = [num_states - first, t.numel() - num_states]
+        states = torch.arange(x.size(0), device=t.device)[x.size(0) - sum(sizes) :]
+        events, out.query_index = states.split(sizes)
+        out.event_index = events.view(-1, 2).t()
         return out
 
     __repr__ = shown

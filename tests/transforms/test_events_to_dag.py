@@ -1,6 +1,7 @@
 """Streams of events as DAGs: by hand, beside a loop over events, and under layers."""
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -198,6 +199,67 @@ def test_nothing_comes_from_the_future(name):
     torch.testing.assert_close(again, out[:6])
 
 
+@given(st.lists(rows, max_size=12), st.lists(rows, max_size=3), st.integers(0, 13))
+def test_a_part_is_that_of_the_whole(events, queries, start):
+    events = stream(*sorted(events, key=lambda row: row[2]))
+    transform, queries = EventsToDAG(), stream(*queries)
+    whole, part = transform(events, queries), transform(events, queries, start)
+    start = min(start, len(events))
+    states = [*part.carried.tolist(), *range(2 * start, whole.num_nodes)]
+    assert part.x.equal(whole.x[states])
+    assert part.event_index.size(1) == len(events) - start
+    assert whole.event_index[:, start:].equal(torch.tensor(states)[part.event_index])
+    assert whole.query_index.equal(torch.tensor(states)[part.query_index])
+    first = len(part.carried)
+    assert set(part.edge_index[0].tolist()) >= set(range(first))
+    assert (part.edge_index[1] >= first).all()
+    back = {(states[a], states[b], *more) for a, b, *more in edges_of(part)}
+    assert back == {edge for edge in edges_of(whole) if edge[1] >= 2 * start}
+
+
+@pytest.mark.parametrize("edge_dim", [4, None])
+def test_parts_of_a_stream_give_what_the_whole_gives(edge_dim):
+    """A model of two layers, each of which keeps its states of all events."""
+    size, bounds = 300, [0, 1, 2, 150, 150, 299, 300]
+    src, dst = torch.randint(12, (2, size))
+    events = TemporalData(src=src, dst=dst, t=torch.arange(size) // 2)
+    queries = events[torch.randint(size, (40,))]
+    queries.t = torch.full_like(queries.t, size)
+    lin, transform = torch.nn.Linear(8, 6), EventsToDAG()
+    convs = [RGLRUConv(6, heads=2, conv_kernel=1, edge_dim=edge_dim) for _ in range(2)]
+    memory = [torch.zeros(2 * size, 7) for _ in convs]
+
+    def out(dag: Data, carried: Tensor) -> tuple[Tensor, list[Tensor]]:
+        z, states = lin(dag.x), []
+        for conv, past in zip(convs, memory, strict=True):
+            attr = None if edge_dim is None else dag.edge_attr
+            y, state = conv.resume(z, dag.edge_index, attr, past[carried])
+            z = z + y
+            states.append(state)
+        return z, states
+
+    def layers(dag: Data) -> Tensor:
+        z = lin(dag.x)
+        for conv in convs:
+            attr = None if edge_dim is None else dag.edge_attr
+            z = z + conv(z, dag.edge_index, attr)
+        return z
+
+    with torch.no_grad():
+        whole = transform(events, queries)
+        expected = layers(whole)
+        torch.testing.assert_close(out(whole, torch.zeros(0).long())[0], expected)
+        for start, end in pairwise(bounds):
+            asked = queries if end == size else None
+            dag = transform(events[:end], asked, start)
+            z, states = out(dag, dag.carried)
+            for past, state in zip(memory, states, strict=True):
+                past[2 * start : 2 * end] = state[dag.event_index.t().flatten()]
+            at = whole.event_index[:, start:end]
+            torch.testing.assert_close(z[dag.event_index], expected[at])
+    torch.testing.assert_close(z[dag.query_index], expected[whole.query_index])
+
+
 def bad(**changes: Any) -> TemporalData:
     """Two events with some attributes replaced."""
     attributes = {"src": [0, 1], "dst": [1, 2], "t": [3, 4], "msg": [[0.0], [1.0]]}
@@ -254,6 +316,8 @@ def test_other_bad_input():
         EventsToDAG()(bad(), bad(t=[3.0, 4.0]))
     with pytest.raises(ValueError, match=r"'queries.t' must be finite"):
         EventsToDAG()(bad(t=[3.0, 4.0]), bad(t=[float("nan"), 4.0]))
+    with pytest.raises(ValueError, match=r"'start' must be an integer >= 0.*got -1"):
+        EventsToDAG()(bad(), start=-1)
     for unit in (0, -1.0, float("nan"), float("inf")):
         with pytest.raises(
             ValueError, match=r"'time_unit' must be positive and finite"
