@@ -108,15 +108,6 @@ class EventsToDAG(BaseTransform):
         lead to them. Their numbers in the DAG of the whole stream are in
         ``dag.carried``, int64 [K].
         """
-        return self.forward(data, queries, start)
-
-    def forward(
-        self,
-        data: TemporalData,
-        queries: TemporalData | None = None,
-        start: int | None = None,
-    ) -> Data:
-        """Converts events, see :meth:`__call__`."""
         ends, t, msg = _stream("events", data)
         if (late := (t[1:] < t[:-1]).nonzero()).numel():
             at = int(late[0])
@@ -167,8 +158,9 @@ class EventsToDAG(BaseTransform):
             states = torch.cat([out.carried, rest])
             source, target = (torch.searchsorted(states, y) for y in (source, target))
             data, x = data[start:], x[states]
-        for key in set(data.keys()) - {"src", "dst", "t", "msg"}:
-            out[key] = data[key]
+        for key, value in data.to_dict().items():
+            if key not in ("src", "dst", "t", "msg"):
+                out[key] = value
         out.x = x
         out.edge_index = torch.stack([source, target])
         out.edge_attr = torch.cat([F.one_hot(kinds, KINDS).to(x), gap.unsqueeze(1)], 1)
@@ -178,6 +170,7 @@ class EventsToDAG(BaseTransform):
         out.event_index = events.view(-1, 2).t()
         return out
 
+    forward = __call__
     __repr__ = shown
 
 
@@ -195,17 +188,16 @@ def _stream(name: str, data: TemporalData) -> tuple[Tensor, Tensor, Tensor]:
                 f"'{name}.{key}' must be a tensor of real numbers of shape "
                 f"[num_events] (got {value})"
             )
+        if key != "t" and (value.is_floating_point() or value.dtype == torch.bool):
+            raise TypeError(
+                f"'{name}.{key}' must be integers, numbers of nodes (got {value.dtype})"
+            )
     src, dst, t = data.src, data.dst, data.t.contiguous()
     if not src.numel() == dst.numel() == t.numel():
         raise ValueError(
             f"'{name}' must have as many 'src' as 'dst' and 't' (got {src.numel()}, "
             f"{dst.numel()} and {t.numel()})"
         )
-    for key, node in (("src", src), ("dst", dst)):
-        if node.is_floating_point() or node.dtype == torch.bool:
-            raise TypeError(
-                f"'{name}.{key}' must be integers, numbers of nodes (got {node.dtype})"
-            )
     ends = torch.stack([src, dst], 1).long()
     if bool((ends < 0).any()):
         raise ValueError(
