@@ -55,6 +55,11 @@ class EventsToDAG(BaseTransform):
     Other attributes of the events, such as :obj:`y`, are kept. It takes as much time as
     sorting the events.
 
+    With :obj:`start`, the DAG has the states of events from this number on, and of
+    queries. The earlier states on which they depend come first, and no edges lead to
+    them: :obj:`carried`, int64 :math:`[K]`, has their numbers in the DAG of the whole
+    stream. See :meth:`RGLRUConv.resume <pyg_chimera.nn.RGLRUConv.resume>`.
+
     Args:
         time_unit (float, optional): What gaps are divided by. Choose it below the
             shortest gap that matters, as :math:`\log(1 + \text{gap})` tells only
@@ -64,7 +69,8 @@ class EventsToDAG(BaseTransform):
         - **input:** a :class:`torch_geometric.data.TemporalData` sorted by time:
           :obj:`src` and :obj:`dst`, integer :math:`(E)`, :obj:`t`, real :math:`(E)`,
           and :obj:`msg`, :math:`(E, M)` *(optional)*; queries *(optional)*, another of
-          them, in any order, of which :obj:`src`, :obj:`dst` and :obj:`t` are read
+          them, in any order, of which :obj:`src`, :obj:`dst` and :obj:`t` are read; and
+          :obj:`start` *(optional)*, an integer
         - **output:** a :class:`torch_geometric.data.Data` of :math:`N = 2 E + Q`
           states
 
@@ -101,13 +107,7 @@ class EventsToDAG(BaseTransform):
         queries: TemporalData | None = None,
         start: int | None = None,
     ) -> Data:
-        """Converts a stream from its first event on, and queries.
-
-        With ``start``, only the states of events from this number on, and of queries,
-        are wanted. The earlier states on which they depend come first, and no edges
-        lead to them. Their numbers in the DAG of the whole stream are in
-        ``dag.carried``, int64 [K].
-        """
+        """Converts a stream from its first event on, with queries, or a part of it."""
         ends, t, msg = _stream("events", data)
         if (late := (t[1:] < t[:-1]).nonzero()).numel():
             at = int(late[0])
