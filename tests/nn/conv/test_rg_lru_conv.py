@@ -383,8 +383,24 @@ def test_missing_edge_features():
 # ------------------------------------------------------------------- parts of a DAG
 
 
+def test_parts_and_their_gradients():
+    """On streams: `transforms/test_events_to_dag.py`."""
+    conv = spread(RGLRUConv(4, conv_kernel=1).double())
+    x = torch.randn(5, 4, dtype=torch.double)
+    edges = torch.tensor([[0, 0, 1, 1, 2], [1, 2, 2, 3, 3]])
+    whole = conv(x, edges)
+    first, state = conv.resume(x[:2], edges[:, :1])
+    assert_near(first, whole[:2])
+    state = state.detach().requires_grad_()
+    out, rest = conv.resume(x, edges[:, 1:], state=state)
+    assert_near(out, whole)
+    assert rest[:2].equal(state)
+    out[3].sum().backward()
+    assert (state.grad[:, 1:] != 0).all()
+    assert not state.grad[:, 0].any()  # depends on edges alone
+
+
 def test_bad_parts():
-    """That parts give what the whole gives: `transforms/test_events_to_dag.py`."""
     conv, edges = RGLRUConv(4, conv_kernel=1).double(), path(3)
     x = torch.randn(3, 4, dtype=torch.double)
     out, state = conv.resume(x, edges)
