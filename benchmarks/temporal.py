@@ -111,7 +111,7 @@ def train_memory(
     size, seconds, best = len(events), 0.0, (-inf, 0.0)
     val, test = int(0.7 * size), int(0.85 * size)
     events.t = events.t.long()
-    if events.msg is None:
+    if "msg" not in events.to_dict():
         events.msg = torch.zeros(size, 1)
     model = Memory(events, attention)
     optimizer = torch.optim.Adam(model.parameters(), LR)

@@ -26,8 +26,7 @@ from pyg_chimera.nn import RGLRUConv
 from pyg_chimera.transforms import EventsToDAG
 
 C = 32  # the width of all layers
-#: What SNAP calls the file, its name here, and the learning rate.
-TASKS = {
+TASKS = {  # what SNAP calls the file, its name here, and the learning rate
     "messages": ("CollegeMsg.txt.gz", "collegemsg.txt.gz", 5e-3),
     "ratings": ("soc-sign-bitcoinotc.csv.gz", "bitcoinotc.csv.gz", 2e-2),
 }
@@ -37,7 +36,8 @@ def load(task: str, root: str, smoke: bool = False) -> TemporalData:
     """A stream of events; ratings are messages, from -1 to 1, and whether below 0."""
     if smoke:
         src, dst, t = torch.randint(20, (3, 400)).sort().values
-        return TemporalData(src=src, dst=dst.flip(0), t=t, msg=torch.rand(400, 2))
+        more = {} if task == "messages" else {"msg": torch.rand(400, 2)}
+        return TemporalData(src=src, dst=dst.flip(0), t=t, **more)
     url = f"https://snap.stanford.edu/data/{TASKS[task][0]}"
     path = download_url(url, root, log=False, filename=TASKS[task][1])
     table = pd.read_csv(path, sep="[ ,]", header=None, engine="python")
