@@ -124,6 +124,21 @@ def test_heterogeneous(shell):
         assert re.search(rf"^{name} .* 0\.\d+", printed, re.MULTILINE), printed
 
 
+def test_temporal_links(shell):
+    for argv in ((), ("--negatives", "historical"), ("--task", "ratings")):
+        printed = shell("examples/temporal_links.py", *argv)
+        assert re.search(r"best: val \S+, test \S+; \S+ s an epoch", printed)
+
+
+def test_temporal(benchmark):
+    results, printed = benchmark("temporal")
+    rows = results["temporal"]
+    assert len(rows) == 12
+    for row in rows:
+        assert math.isfinite(row["val"] + row["test"])
+        assert f"| {row['task']} | {row['negatives']} | {row['arm']} |" in printed
+
+
 def test_mixing(benchmark, tmp_path):
     results, printed = benchmark("mixing")
     assert is_picture(tmp_path / "smoke.png")

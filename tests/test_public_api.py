@@ -54,7 +54,7 @@ PUBLIC = {
     "pyg_chimera.transforms": {
         *("AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"),
         *("DAGDecomposition", "DirectedLineGraph", "MultitreePruning"),
-        *("LineGraphData", "ImageToGraph"),
+        *("LineGraphData", "EventsToDAG", "ImageToGraph"),
         *("NodeOrder", "SequenceToGraph", "LaplacianEncoding"),
     },
     "pyg_chimera.datasets": {

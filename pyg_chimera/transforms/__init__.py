@@ -5,6 +5,7 @@ All of them add plain tensors, which PyG's loaders batch by their own rules.
 
 from pyg_chimera.transforms.dag_decomposition import DAGDecomposition
 from pyg_chimera.transforms.encodings import LaplacianEncoding
+from pyg_chimera.transforms.events_to_dag import EventsToDAG
 from pyg_chimera.transforms.image_to_graph import ImageToGraph
 from pyg_chimera.transforms.line_graph import (
     DirectedLineGraph,
@@ -27,6 +28,7 @@ __all__ = [
     "AddTopologicalOrder",
     "DAGDecomposition",
     "DirectedLineGraph",
+    "EventsToDAG",
     "ImageToGraph",
     "LaplacianEncoding",
     "LineGraphData",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data, HeteroData
+from torch_geometric.data import Batch, Data, HeteroData, TemporalData
 from torch_geometric.data.datapipes import DatasetAdapter
 from torch_geometric.loader import DataLoader
 
@@ -22,6 +22,7 @@ from pyg_chimera.transforms import (
     AddTopologicalOrder,
     DAGDecomposition,
     DirectedLineGraph,
+    EventsToDAG,
     ImageToGraph,
     LaplacianEncoding,
     LineGraphData,
@@ -125,8 +126,15 @@ CASES = {
         SequenceToGraph, name="sequence_to_graph",
         adds=("x", "edge_index", "pos", "height", "width"),
     ),
+    "events": case(
+        EventsToDAG, 2.0, name="events_to_dag", text="EventsToDAG(time_unit=2.0)",
+        adds=("x", "edge_index", "edge_attr", "event_index", "query_index"),
+    ),
 }  # fmt: skip
-RAW = ("image", "sequence")  # of which graphs are made
+#: Of which graphs are made, and the attributes that these replace.
+RAW = {
+    "image": {"image"}, "sequence": {"sequence"}, "events": {"src", "dst", "t", "msg"},
+}  # fmt: skip
 each_case = pytest.mark.parametrize("key", CASES)
 each_of_graphs = pytest.mark.parametrize(
     "key", [key for key in CASES if key not in RAW]
@@ -153,6 +161,11 @@ def items_of(key: str) -> list[Data]:
             out.append(Data(sequence=sequence, y=torch.tensor([y])))
             continue
         edges = torch.randint(max(n, 1), (2, m), generator=generator)
+        if key == "events":
+            t, msg = torch.arange(m), torch.rand(m, 2, generator=generator)
+            more = {"src": edges[0], "dst": edges[1], "t": t, "msg": msg}
+            out.append(TemporalData(**more, y=torch.full((m,), y)))
+            continue
         if CASES[key].acyclic:
             edges = edges.sort(dim=0).values[:, edges[0] != edges[1]]
         else:
@@ -187,15 +200,18 @@ def test_adds_attributes_to_a_copy(key):
         before = copy.deepcopy(data)
         out = transform_of(key)(data)
         assert_same(data, before)
-        assert set(out.keys()) == {*data.keys(), *CASES[key].adds} - {*RAW}
-        for name in set(data.keys()) - CASES[key].adds - {*RAW}:
+        replaced = RAW.get(key, set())
+        assert set(out.keys()) == {*data.keys(), *CASES[key].adds} - replaced
+        for name in set(data.keys()) - CASES[key].adds - replaced:
             assert out[name] is data[name]
         assert out.num_nodes == (out.x.size(0) if key in RAW else data.num_nodes)
         for name in CASES[key].adds - {"height", "width", "x"}:
             for x in as_list(out[name]):
-                is_float = name in ("laplacian_pe", "pos", "dag_edge_attr")
+                is_float = name in ("laplacian_pe", "pos") or "edge_attr" in name
                 assert is_float or name == "node_score" or x.dtype == torch.long
-                if not any(word in name for word in ("edge", "diameter", "k_hop")):
+                if not any(
+                    word in name for word in ("edge", "diameter", "k_hop", "_index")
+                ):
                     assert x.size(0) == out.num_nodes
     # What an earlier transform has left is replaced.
     assert_same(transform_of(key)(copy.copy(out)), out) if key not in RAW else None
@@ -251,7 +267,7 @@ def test_batches_by_the_rules_of_pyg(key):
             values = [y + shift for y, shift in zip(values, shifts, strict=True)]
             assert x.equal(torch.cat(values, dim=1 if "index" in name else 0))
     for one, again in zip(each, batch.to_data_list(), strict=True):
-        if key in RAW:  # a batch holds tensors of such numbers
+        if "height" in CASES[key].adds:  # a batch holds tensors of such numbers
             again.height, again.width = one.height, one.width
         assert_same(one, again)
     if CASES[key].of_batches:
@@ -300,7 +316,8 @@ def test_bad_edges(key, edge_index, error, match):
 
 @each_case
 def test_other_data(key):
-    with pytest.raises(TypeError, match=r"homogeneous.*'HeteroData'"):
+    wanted = "TemporalData" if key == "events" else "homogeneous"
+    with pytest.raises(TypeError, match=rf"{wanted}.*'HeteroData'"):
         transform_of(key)(HeteroData())
 
 

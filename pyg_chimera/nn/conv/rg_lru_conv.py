@@ -24,11 +24,14 @@ from pyg_chimera.nn.conv._window import Continued, reset_filter_
 from pyg_chimera.ops import channel_scan
 from pyg_chimera.ops.common.checks import check_flag, check_integer
 from pyg_chimera.ops.structure import parent_scale
+from pyg_chimera.ops.structure.parent_scale import continued_scale
 
 __all__ = ["RGLRUConv"]
 
 #: The factor of log(sigmoid(Lambda)) for open gates: c in the paper.
 _SHARPNESS = 8.0
+#: What all parents have in common grows a thousandfold at most, as no norm follows.
+_LOG_GROWTH = 10
 
 
 class RGLRUConv(GatedBlock):
@@ -196,23 +199,93 @@ class RGLRUConv(GatedBlock):
                 :func:`~pyg_chimera.ops.channel_scan`.
             CycleError: If there is a cycle.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
         num_nodes, D = x.size(0), self.num_dags
+        check_nodes(x, self.in_channels)
+        check_batch(batch, num_nodes)
         index, features, batch, rank = side_by_side(
             num_nodes, D, self.flow, self.edge_dim, edge_index, edge_attr, batch, rank
         )
+        h = self._states(x, index, features, batch, rank)
+        h = h.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
+        return self.finish(h, x)
+
+    def resume(
+        self,
+        x: Tensor,
+        edge_index: Tensor,
+        edge_attr: Tensor | None = None,
+        state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        r"""Computes the next part of a DAG, as in the whole, given the states of the
+        nodes in earlier parts on which it depends. Requires :obj:`num_dags=1` and
+        :obj:`conv_kernel=1`.
+
+        Args:
+            x (torch.Tensor): The node features. The first :math:`K` nodes belong to
+                earlier parts.
+            edge_index (torch.Tensor): The edge indices. No edge leads to one of the
+                first :math:`K` nodes.
+            edge_attr (torch.Tensor, optional): The edge features, for layers with
+                :obj:`edge_dim`. (default: :obj:`None`)
+            state (torch.Tensor, optional): What the calls with their own parts returned
+                for the first nodes, :math:`(K, 1 + F_{out})`. (default: :obj:`None`,
+                for the first part)
+
+        Returns:
+            tuple: The output, :math:`(|\mathcal{V}|, F_{out})`, and the states of all
+            nodes, :math:`(|\mathcal{V}|, 1 + F_{out})`.
+
+        Raises:
+            ValueError: If the layer has several DAGs or a convolution, or the states
+                do not fit.
+        """
+        check_nodes(x, self.in_channels)
+        if self.num_dags != 1 or self.conv_kernel != 1:
+            raise ValueError(
+                "DAGs are continued with num_dags=1 and conv_kernel=1, got "
+                f"{self.num_dags} and {self.conv_kernel}"
+            )
+        num_nodes, width = x.size(0), 1 + self.out_channels
+        state = at_least_float32(x).new_zeros(0, width) if state is None else state
+        if state.dim() != 2 or state.size(1) != width or len(state) > num_nodes:
+            raise ValueError(
+                f"'state' must have shape [K, {width}] for the first K of {num_nodes} "
+                f"nodes, got {list(state.shape)}"
+            )
+        index, features, _, _ = side_by_side(
+            num_nodes, 1, self.flow, self.edge_dim, edge_index, edge_attr, None, None
+        )
+        if bool((index[1] < len(state)).any()):
+            raise ValueError(
+                f"No edge of 'edge_index' may lead to the first {len(state)} nodes, "
+                f"whose states are given, got one to {int(index[1].min())}"
+            )
+        scale, growth = continued_scale(index, num_nodes, _LOG_GROWTH, state[:, 0])
+        h = self._states(x, index, features, scale=scale, known=state[:, 1:])
+        return self.finish(h, x), torch.cat([growth.to(h).unsqueeze(1), h], 1)
+
+    def _states(
+        self,
+        x: Tensor,
+        index: Tensor,
+        features: list[tuple[Tensor | None, int]],
+        batch: Tensor | None = None,
+        rank: Tensor | None = None,
+        scale: Tensor | None = None,
+        known: Tensor | None = None,
+    ) -> Tensor:
+        """The states of all DAGs, [D * V, F], where those of the first may be known."""
         u = self.lin_value(x)
         filtered = self.over_edges(index)
         u = u if filtered is None else filtered(u)
         forget, write = (gates.flatten(0, 1) for gates in self._gates(u))
-        decay, weight, fresh = self._transition(index, forget, features)
-        written = _root(fresh) * write.sigmoid() * u.repeat(D, 1)
-        h = channel_scan(
+        decay, weight, fresh = self._transition(index, forget, features, scale)
+        written = _root(fresh) * write.sigmoid() * u.repeat(self.num_dags, 1)
+        if known is not None:
+            written = torch.cat([known.to(written), written[len(known) :]])
+        return channel_scan(
             written, index, weight, batch, decay=decay, rank=rank, backend=self.backend
         )
-        h = h.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
-        return self.finish(h, x)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Extends each directed path by one node, as
@@ -259,13 +332,15 @@ class RGLRUConv(GatedBlock):
         edge_index: Tensor,
         forget: Tensor,
         features: list[tuple[Tensor | None, int]],
+        scale: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Decays of nodes, weights of edges (or None) for `channel_scan`; 1 - a^2."""
         num_nodes, target, rates = forget.size(0), edge_index[1], self._rates()
         ones = forget.new_ones(target.size(0), 1)
         parents = forget.new_zeros(num_nodes, 1).index_add(0, target, ones)
-        # No norm follows: what all parents have in common grows a thousandfold at most.
-        scale = parent_scale(edge_index, num_nodes, 10).to(forget.dtype).unsqueeze(1)
+        if scale is None:
+            scale = parent_scale(edge_index, num_nodes, _LOG_GROWTH)
+        scale = scale.to(forget.dtype).unsqueeze(1)
         lost = rates.unsqueeze(1) * forget.sigmoid().unflatten(0, (self.num_dags, -1))
         lost = lost.flatten(0, 1)
         decay, weight, fresh = scale * torch.exp(-lost), None, -torch.expm1(-2 * lost)

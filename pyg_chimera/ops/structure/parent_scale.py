@@ -51,6 +51,20 @@ def parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int = 56) -> Te
     return _parent_scale(edge_index, num_nodes, log_growth)
 
 
+def continued_scale(
+    edge_index: Tensor, num_nodes: int, log_growth: int, growth: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The :func:`parent_scale` of the rest of a DAG, and :math:`g`, [V] of float64.
+
+    The first nodes, whose parents are in the part before, have the growth [K] that
+    they had there.
+    """
+    first = growth.detach().double().cpu().numpy()
+    found = _scale(*to_numpy(edge_index), num_nodes, 2.0**log_growth, first)
+    scale, growth = (torch.from_numpy(x).to(edge_index.device) for x in found)
+    return scale, growth
+
+
 def _fake(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor:
     return edge_index.new_empty(num_nodes, dtype=torch.double)
 
@@ -58,7 +72,7 @@ def _fake(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor:
 @structural_op(_fake)
 def _parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor:
     check_edge_index(edge_index, num_nodes)
-    scale = _scale(*to_numpy(edge_index), num_nodes, 2.0**log_growth)
+    scale, _ = _scale(*to_numpy(edge_index), num_nodes, 2.0**log_growth, np.zeros(0))
     return torch.from_numpy(scale).to(edge_index.device)
 
 
@@ -103,7 +117,9 @@ def _grid_scale(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) ->
 
 
 @compiled()
-def _scale(source, target, n, largest):
+def _scale(source, target, n, largest, first):
+    growth = np.ones(n)
+    growth[: first.shape[0]] = first
     ptr, child = compress(source, target, n)
     waiting = np.zeros(n, np.int64)
     for e in range(target.shape[0]):
@@ -124,12 +140,13 @@ def _scale(source, target, n, largest):
         begin += 1
         if scale[j] * total[j] > largest:
             scale[j] = largest / total[j]
-        growth = min(1 + scale[j] * total[j], largest)
+        if j >= first.shape[0]:
+            growth[j] = min(1 + scale[j] * total[j], largest)
         for x in range(ptr[j], ptr[j + 1]):
             i = child[x]
-            total[i] += growth
+            total[i] += growth[j]
             waiting[i] -= 1
             if waiting[i] == 0:
                 queue[end] = i
                 end += 1
-    return scale
+    return scale, growth

@@ -378,3 +378,39 @@ def test_cycles():
 def test_missing_edge_features():
     with pytest.raises(ValueError, match="'edge_attr' must be given"):
         RGLRUConv(CHANNELS, edge_dim=EDGE)(torch.randn(3, CHANNELS), path(3))
+
+
+# ------------------------------------------------------------------- parts of a DAG
+
+
+def test_parts_and_their_gradients():
+    """On streams: `transforms/test_events_to_dag.py`."""
+    conv = spread(RGLRUConv(4, conv_kernel=1).double())
+    x = torch.randn(5, 4, dtype=torch.double)
+    edges = torch.tensor([[0, 0, 1, 1, 2], [1, 2, 2, 3, 3]])
+    whole = conv(x, edges)
+    first, state = conv.resume(x[:2], edges[:, :1])
+    assert_near(first, whole[:2])
+    state = state.detach().requires_grad_()
+    out, rest = conv.resume(x, edges[:, 1:], state=state)
+    assert_near(out, whole)
+    assert rest[:2].equal(state)
+    out[3].sum().backward()
+    assert (state.grad[:, 1:] != 0).all()
+    assert not state.grad[:, 0].any()  # depends on edges alone
+
+
+def test_bad_parts():
+    conv, edges = RGLRUConv(4, conv_kernel=1).double(), path(3)
+    x = torch.randn(3, 4, dtype=torch.double)
+    out, state = conv.resume(x, edges)
+    assert_near(out, conv(x, edges))
+    assert state.shape == (3, 5)
+    for shape in ((3, 4), (4, 5), (5,)):
+        with pytest.raises(ValueError, match=r"'state' must have shape \[K, 5\] .* 3 "):
+            conv.resume(x, edges, state=torch.zeros(shape))
+    with pytest.raises(ValueError, match=r"lead to the first 2 nodes.*got one to 1"):
+        conv.resume(x, edges, state=state[:2])
+    for options in ({}, {"num_dags": 2, "conv_kernel": 1}):
+        with pytest.raises(ValueError, match="num_dags=1 and conv_kernel=1, got"):
+            RGLRUConv(4, **options).resume(x, edges)

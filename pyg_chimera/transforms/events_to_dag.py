@@ -1,0 +1,239 @@
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.data import Data, TemporalData
+from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.transforms import BaseTransform
+
+from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.transforms._inputs import shown
+
+__all__ = ["EventsToDAG"]
+
+#: From the last state of the node itself, of its partner, and with this partner.
+KINDS = 3
+
+
+@functional_transform("chimera_events_to_dag")
+class EventsToDAG(BaseTransform):
+    r"""Converts a stream of events to a directed acyclic graph of the states of its
+    nodes (functional name: :obj:`chimera_events_to_dag`).
+
+    Layers for DAGs then compute what :class:`torch_geometric.nn.TGNMemory` keeps, a
+    memory for each node, event by event, and with gradients through the whole past.
+
+    Event :math:`e` gives both of its ends a new state, which is a node of the DAG:
+    number :math:`2e` for the source, and :math:`2e + 1` for the destination. Up to
+    three edges lead to a state, from the last state before the event
+
+    0. of the same node,
+    1. of the other end of the event, its partner,
+    2. of the same node after an event with the same partner, in either direction.
+
+    A query :math:`(u, v, t)`, such as a link to be predicted, has one state: that which
+    :math:`u` would have after an event with :math:`v`. No edge leads on from it, and it
+    sees all events before :math:`t`, but none at :math:`t`. Events that happen at the
+    same time follow each other in the order of the stream.
+
+    The DAG has
+
+    * :obj:`x`, float :math:`[N, 8 + M]`: whether the state is a source's, and whether
+      it is a destination's; for each of the three kinds of edges :math:`\log(1 + n)` of
+      the number of such states before; for each kind :math:`\log(1 + \text{gap})` of
+      the time since the last of them, or 0; and the message, for queries zeros,
+    * :obj:`edge_index`, int64 :math:`[2, |\mathcal{E}|]`: edges from lower to higher
+      numbers,
+    * :obj:`edge_attr`, float :math:`[|\mathcal{E}|, 4]`: the kind, one-hot, and
+      :math:`\log(1 + \text{gap})`, so that layers with :obj:`edge_dim=4` can forget by
+      the time that has passed,
+    * :obj:`event_index`, int64 :math:`[2, E]`: the states of the source and of the
+      destination of each event,
+    * :obj:`query_index`, int64 :math:`[Q]`: the state of each query.
+
+    Other attributes of the events, such as :obj:`y`, are kept. It takes as much time as
+    sorting the events.
+
+    With :obj:`start`, the DAG has the states of events from this number on, and of
+    queries. The earlier states on which they depend come first, and no edges lead to
+    them: :obj:`carried`, int64 :math:`[K]`, has their numbers in the DAG of the whole
+    stream. See :meth:`RGLRUConv.resume <pyg_chimera.nn.RGLRUConv.resume>`.
+
+    Args:
+        time_unit (float, optional): What gaps are divided by. Choose it below the
+            shortest gap that matters, as :math:`\log(1 + \text{gap})` tells only
+            gaps apart that are not far below one. (default: :obj:`1.0`)
+
+    Shapes:
+        - **input:** a :class:`torch_geometric.data.TemporalData` sorted by time:
+          :obj:`src` and :obj:`dst`, integer :math:`(E)`, :obj:`t`, real :math:`(E)`,
+          and :obj:`msg`, :math:`(E, M)` *(optional)*; queries *(optional)*, another of
+          them, in any order, of which :obj:`src`, :obj:`dst` and :obj:`t` are read; and
+          :obj:`start` *(optional)*, an integer
+        - **output:** a :class:`torch_geometric.data.Data` of :math:`N = 2 E + Q`
+          states
+
+    Raises:
+        TypeError: If the input is not :class:`~torch_geometric.data.TemporalData`, or
+            nodes are not integers.
+        ValueError: If an attribute is missing or has the wrong shape, times are not
+            finite or not sorted, a node is negative, or :obj:`time_unit` is not
+            positive.
+
+    Example:
+        >>> events = TemporalData(
+        ...     src=torch.tensor([0, 1]), dst=torch.tensor([1, 2]),
+        ...     t=torch.tensor([10, 15]),
+        ... )
+        >>> query = TemporalData(
+        ...     src=torch.tensor([0]), dst=torch.tensor([2]), t=torch.tensor([20])
+        ... )
+        >>> dag = EventsToDAG()(events, query)
+        >>> dag.query_index.tolist(), dag.edge_index.tolist()
+        ([4], [[1, 0, 1, 3], [2, 4, 3, 4]])
+    """
+
+    def __init__(self, time_unit: float = 1.0) -> None:
+        if not 0 < time_unit < math.inf:
+            raise ValueError(
+                f"'time_unit' must be positive and finite (got {time_unit!r})"
+            )
+        self.time_unit = time_unit
+
+    def __call__(
+        self,
+        data: TemporalData,
+        queries: TemporalData | None = None,
+        start: int | None = None,
+    ) -> Data:
+        """Converts a stream from its first event on, with queries, or a part of it."""
+        ends, t, msg = _stream("events", data)
+        if (late := (t[1:] < t[:-1]).nonzero()).numel():
+            at = int(late[0])
+            raise ValueError(
+                f"'events.t' must be sorted (got {t[at].item()} before "
+                f"{t[at + 1].item()} at place {at + 1}); sort events by "
+                "'events[events.t.argsort(stable=True)]'"
+            )
+        num_states = 2 * t.size(0)
+        before = 2 * torch.arange(t.size(0), device=t.device).repeat_interleave(2)
+        own, partner, t = ends.flatten(), ends.flip(1).flatten(), t.repeat_interleave(2)
+        if queries is not None:
+            sought, when, _ = _stream("queries", queries)
+            if when.dtype != t.dtype:
+                raise TypeError(
+                    f"'queries.t' must have the type of 'events.t', {t.dtype} (got "
+                    f"{when.dtype})"
+                )
+            before = torch.cat([before, torch.searchsorted(t, when)])
+            t = torch.cat([t, when])
+            own, partner = torch.cat([torch.stack([own, partner]), sought.t()], 1)
+
+        # Numbers of nodes and of ordered pairs of them, from 0 without gaps.
+        _, both = torch.stack([own, partner]).unique(return_inverse=True)
+        own, partner = both
+        _, pair = (own * both.numel() + partner).unique(return_inverse=True)
+        x = msg.new_zeros(t.numel(), 2 + 2 * KINDS + msg.size(1))
+        x[0:num_states:2, 0] = x[1:num_states:2, 1] = x[num_states:, 0] = 1
+        x[:num_states, 2 + 2 * KINDS :] = msg.repeat_interleave(2, 0)
+        edges, gaps = [], []
+        for kind, (of, wanted) in enumerate([(own, own), (own, partner), (pair, pair)]):
+            source, target, count = _last(of[:num_states], wanted, before)
+            gap = ((t[target] - t[source]).double() / self.time_unit).log1p().to(x)
+            x[:, 2 + kind] = count.to(x).log1p()
+            x[target, 2 + KINDS + kind] = gap
+            edges.append(torch.stack([source, target, torch.full_like(source, kind)]))
+            gaps.append(gap)
+        (source, target, kinds), gap = torch.cat(edges, 1), torch.cat(gaps)
+
+        out, first = Data(), 0
+        if start is not None:
+            check_integer("start", start, 0)
+            first = min(2 * start, num_states)
+            new = target >= first
+            source, target, kinds, gap = (y[new] for y in (source, target, kinds, gap))
+            out.carried = source[source < first].unique()
+            rest = torch.arange(first, t.numel(), device=t.device)
+            states = torch.cat([out.carried, rest])
+            source, target = (torch.searchsorted(states, y) for y in (source, target))
+            data, x = data[start:], x[states]
+        for key, value in data.to_dict().items():
+            if key not in ("src", "dst", "t", "msg"):
+                out[key] = value
+        out.x = x
+        out.edge_index = torch.stack([source, target])
+        out.edge_attr = torch.cat([F.one_hot(kinds, KINDS).to(x), gap.unsqueeze(1)], 1)
+        sizes = [num_states - first, t.numel() - num_states]
+        states = torch.arange(x.size(0), device=t.device)[x.size(0) - sum(sizes) :]
+        events, out.query_index = states.split(sizes)
+        out.event_index = events.view(-1, 2).t()
+        return out
+
+    forward = __call__
+    __repr__ = shown
+
+
+def _stream(name: str, data: TemporalData) -> tuple[Tensor, Tensor, Tensor]:
+    """The checked ends [E, 2], times [E] and messages [E, M] of events."""
+    if not isinstance(data, TemporalData):
+        raise TypeError(
+            f"'{name}' must be a 'torch_geometric.data.TemporalData' (got "
+            f"'{type(data).__name__}')"
+        )
+    for key in ("src", "dst", "t"):
+        value = getattr(data, key, None)
+        if not isinstance(value, Tensor) or value.dim() != 1 or value.is_complex():
+            raise ValueError(
+                f"'{name}.{key}' must be a tensor of real numbers of shape "
+                f"[num_events] (got {value})"
+            )
+        if key != "t" and (value.is_floating_point() or value.dtype == torch.bool):
+            raise TypeError(
+                f"'{name}.{key}' must be integers, numbers of nodes (got {value.dtype})"
+            )
+    src, dst, t = data.src, data.dst, data.t.contiguous()
+    if not src.numel() == dst.numel() == t.numel():
+        raise ValueError(
+            f"'{name}' must have as many 'src' as 'dst' and 't' (got {src.numel()}, "
+            f"{dst.numel()} and {t.numel()})"
+        )
+    ends = torch.stack([src, dst], 1).long()
+    if bool((ends < 0).any()):
+        raise ValueError(
+            f"'{name}.src' and 'dst' must be numbers of nodes, 0 or more (got "
+            f"{int(ends.min())})"
+        )
+    if not bool(t.isfinite().all()):
+        raise ValueError(f"'{name}.t' must be finite (got NaN or infinity)")
+    msg = getattr(data, "msg", None)
+    msg = t.new_zeros(t.numel(), 0, dtype=torch.float) if msg is None else msg
+    if msg.dim() == 0 or msg.size(0) != t.numel():
+        raise ValueError(
+            f"'{name}.msg' must have a row for each of {t.numel()} events (got shape "
+            f"{list(msg.shape)})"
+        )
+    if msg.is_complex():
+        raise TypeError(f"'{name}.msg' must be real (got {msg.dtype})")
+    msg = msg.flatten(1) if msg.dim() > 1 else msg.unsqueeze(1)
+    return ends, t, msg if msg.is_floating_point() else msg.float()
+
+
+def _last(of: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The last state of what each target wants, before a given state, if there is one.
+
+    Args:
+        of: What each state is of, integers from 0, [N].
+        wanted: What each target wants, [T].
+        before: The number of states to search for it, [T].
+
+    Returns:
+        tuple: Those states, their targets, both [E], and how many states there are for
+        each target, [T].
+    """
+    size = of.numel() + 1
+    key = (of * size + torch.arange(size - 1, device=of.device)).sort().values
+    first = torch.searchsorted(key, wanted * size)
+    end = torch.searchsorted(key, wanted * size + before)
+    target = (end > first).nonzero().squeeze(1)
+    return key[end[target] - 1] % size, target, end - first
