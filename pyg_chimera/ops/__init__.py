@@ -18,6 +18,7 @@ from pyg_chimera.ops.explain import explain
 from pyg_chimera.ops.grid_conv import grid_conv
 from pyg_chimera.ops.householder import householder_product
 from pyg_chimera.ops.neighborhood_attention import neighborhood_attention
+from pyg_chimera.ops.portable import portable
 from pyg_chimera.ops.recurrence.channel_scan import channel_scan
 from pyg_chimera.ops.recurrence.dag_scan import (
     dag_scan,
@@ -62,6 +63,7 @@ __all__ = [
     "node_score",
     "node_sequences",
     "path_transition",
+    "portable",
     "released_transition",
     "resolvent_mix",
     "selective_scan",

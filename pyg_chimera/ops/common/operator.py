@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from pyg_chimera.ops.common.checks import check_option, setting, trusted, trusting
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
+from pyg_chimera.ops.portable import is_portable, portable_form
 from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
 __all__ = ["Operator", "explained", "is_followed", "one_by_one", "without_autocast"]
@@ -125,6 +126,8 @@ class Operator(Generic[Inputs, Structure]):
     def __call__(self, inputs: Inputs) -> Tensor:
         """The output of a call."""
         self.usable(inputs)
+        if is_portable():
+            return portable_form(self.name)(inputs)
         if torch.compiler.is_compiling():  # context variables cannot be traced
             return self._called(inputs, None)
         with called_eagerly():

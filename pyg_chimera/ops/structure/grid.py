@@ -7,7 +7,7 @@ the second is the reverse of the first, and the fourth of the third.
 from collections.abc import Sequence
 from itertools import chain
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from pyg_chimera.ops.common.checks import (
     check_integers,
     check_option,
 )
+from pyg_chimera.ops.portable import is_portable, portable_sizes
 from pyg_chimera.ops.structure.registered import structural_op
 
 __all__ = [
@@ -59,6 +60,8 @@ def grid_sizes(
         TypeError: If sizes are not integers.
         ValueError: If they are not positive, or do not match each other or the nodes.
     """
+    if is_portable():
+        return portable_sizes(height, width, num_nodes)  # type: ignore[return-value]
     if torch.jit.is_tracing():
         raise NotImplementedError(NO_TORCHSCRIPT)
     lists = []
@@ -105,7 +108,8 @@ def flat_sizes(height: int | Tensor, width: int | Tensor, nodes: Tensor) -> list
     for name, size in {"height": height, "width": width}.items():
         if isinstance(size, Tensor) and size.device.type != "cpu":
             check_integers(name, size, nodes)
-    return list(chain(*grid_sizes(height, width, nodes.size(0))))
+    sizes: Any = grid_sizes(height, width, nodes.size(0))
+    return sizes if is_portable() else list(chain(*sizes))
 
 
 def grid_edges(height: int, width: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +169,7 @@ def grid_parents(
             no such DAGs.
     """
     check_option("num_dags", num_dags, (1, 2, 3, 4))
-    sizes = torch.tensor(grid_sizes(height, width, num_nodes), dtype=torch.long)
+    sizes = torch.as_tensor(grid_sizes(height, width, num_nodes), dtype=torch.long)
     return _grid_parents(*sizes.view(-1, 2).unbind(1), num_dags, num_nodes)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import no_integer
+from pyg_chimera.ops.portable import is_portable, portable_form
 from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 
 __all__ = ["structural_op"]
@@ -74,6 +75,8 @@ def structural_op(
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
+            if is_portable():
+                return portable_form(function.__name__)(*args)
             if torch.compiler.is_compiling():  # then sizes may be unknown
                 return operator(*args) if sized else operator(*args, _name_of_call())
             for kind, value in zip(kinds, args, strict=True):
