@@ -18,7 +18,7 @@ from pyg_chimera.ops.common.checks import (
     check_integers,
     check_option,
 )
-from pyg_chimera.ops.portable import is_portable, portable_sizes
+from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.registered import structural_op
 
 __all__ = [
@@ -61,7 +61,7 @@ def grid_sizes(
         ValueError: If they are not positive, or do not match each other or the nodes.
     """
     if is_portable():
-        return portable_sizes(height, width, num_nodes)  # type: ignore[return-value]
+        return _unread_sizes(height, width, num_nodes)  # type: ignore[return-value]
     if torch.jit.is_tracing():
         raise NotImplementedError(NO_TORCHSCRIPT)
     lists = []
@@ -95,6 +95,14 @@ def grid_sizes(
             f"{covered} in {count} grid{'s' * (count != 1)}"
         )
     return list(zip(heights, widths, strict=True))
+
+
+def _unread_sizes(height: int | Tensor, width: int | Tensor, num_nodes: int) -> Tensor:
+    """The height and width of each grid, [grids, 2], without a look at them."""
+    if isinstance(height, int) and isinstance(width, int):
+        return torch.tensor([[height, width]]).expand(num_nodes // (height * width), 2)
+    sides = (torch.as_tensor(x).long().reshape(-1) for x in (height, width))
+    return torch.stack(torch.broadcast_tensors(*sides), 1)
 
 
 def flat_sizes(height: int | Tensor, width: int | Tensor, nodes: Tensor) -> list[int]:

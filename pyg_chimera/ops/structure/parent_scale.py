@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.compilation import compiled
-from pyg_chimera.ops.portable import is_portable
+from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.grid import grid_dag, grid_edges, grid_sizes
 from pyg_chimera.ops.structure.registered import structural_op

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import no_integer
-from pyg_chimera.ops.portable import is_portable, portable_form
+from pyg_chimera.ops.common.portability import (
+    is_portable,
+    portable_form,
+    refuse_for_onnx,
+)
 from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 
 __all__ = ["structural_op"]
@@ -71,7 +75,11 @@ def structural_op(
             mutates_args=(),
             schema=schema.replace(") ->", ", str call='') ->"),
         )
-        operator.register_fake(lambda *args: fake(*args[: len(kinds)]))
+
+        @operator.register_fake
+        def fake_run(*args: Any) -> Any:
+            refuse_for_onnx()
+            return fake(*args[: len(kinds)])
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:

@@ -4,68 +4,17 @@ A batch is one dense matrix: a graph's nodes have no edges to others. What depen
 sizes or contents runs in loops that are part of the exported program.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.checks import setting
+from pyg_chimera.ops.common.portability import has_form, no_form
+from pyg_chimera.ops.structure.grid import WAYS
 
-__all__ = ["is_portable", "portable", "portable_form", "portable_sizes"]
-
-_PORTABLE: ContextVar[bool] = ContextVar("portable", default=False)
-
-
-@contextmanager
-def portable() -> Iterator[None]:
-    r"""A context in which operators and layers consist of PyTorch's own operations, so
-    that programs exported in it run without this package::
-
-        with ops.portable():
-            program = torch.export.export(model.eval(), (x, edge_index))
-
-    :func:`torch.onnx.export` does so by itself. Matrices are dense: memory is quadratic
-    in the number of nodes of the whole batch. Contents of tensors are not checked. The
-    context has no effect on :func:`torch.compile`, nor with :obj:`strict=True`.
-
-    Raises:
-        NotImplementedError: When what is called in the context depends on the graph in
-            a way that has no such form.
-    """
-    with setting(_PORTABLE, True):
-        yield
-
-
-def is_portable() -> bool:
-    """Whether operators shall be plain, as in `portable` and in exports to ONNX."""
-    if torch.compiler.is_dynamo_compiling():  # context variables cannot be traced
-        return False
-    exporting = torch.compiler.is_compiling()
-    return _PORTABLE.get() or (exporting and torch.onnx.is_in_onnx_export())
-
-
-def portable_form(name: str) -> Callable[..., Any]:
-    """The plain form of an operator, or of a function of a graph's structure.
-
-    Raises:
-        NotImplementedError: If there is none.
-    """
-    form = globals().get(f"_{name.lstrip('_')}")
-    _refuse_unless(form is not None, f"'{name.lstrip('_')}'")
-    return form  # type: ignore[return-value]
-
-
-def _refuse_unless(known: bool, what: str) -> None:
-    if not known:
-        raise NotImplementedError(
-            f"{what} has no portable form, which ONNX needs: compute what depends on "
-            "it by a transform, and pass it to the layer, or use another option"
-        )
-
+__all__: list[str] = []
 
 # ------------------------------------------------------------------------------- loops
 
@@ -87,7 +36,8 @@ def _walks(A: Tensor) -> Tensor:
         return k + 1, X + column * (row / (1 - row.index_select(2, k.view(1))))
 
     first = torch.zeros((), dtype=torch.long, device=A.device)
-    return _loop(lambda k, X: k < X.size(1), body, (first, A.double().contiguous()))
+    A = A.double().clone(memory_format=torch.contiguous_format)
+    return _loop(lambda k, X: k < X.size(1), body, (first, A))
 
 
 def _by_levels(step: Callable, state: Tensor, edges: Tensor, *others: Tensor) -> Tensor:
@@ -108,7 +58,8 @@ def _by_levels(step: Callable, state: Tensor, edges: Tensor, *others: Tensor) ->
 
     rest = state.new_ones(state.size(0), dtype=torch.bool)
     left = torch.full((), state.size(0), dtype=torch.long, device=state.device)
-    return _loop(cond, body, (rest, left, state.contiguous()), edges, *others)
+    state = state.clone(memory_format=torch.contiguous_format)  # carried: not an input
+    return _loop(cond, body, (rest, left, state), edges, *others)
 
 
 def _sum(x: Tensor, index: Tensor, size: int) -> Tensor:
@@ -139,6 +90,7 @@ def _eye(A: Tensor) -> Tensor:
 # --------------------------------------------------------------------------- operators
 
 
+@has_form
 def _resolvent_mix(x: Any) -> Tensor:
     A = _dense(x.edge_index, x.edge_weight, x.value.size(0))
     if x.num_terms is None:
@@ -174,12 +126,14 @@ def _scan(
     return _mixed(L, x.query, x.key, x.value)
 
 
+@has_form
 def _dag_scan(x: Any) -> Tensor:
     node = torch.arange(x.value.size(0), device=x.value.device)
     ones = x.value.new_ones(x.value.shape[:2])
     return _scan(x, x.edge_index, node, node, ones, x.transition)
 
 
+@has_form
 def _stm_scan(x: Any) -> Tensor:
     J = x.num_components
     writer, reader = x.edge_index.repeat_interleave(J, 1)
@@ -190,6 +144,7 @@ def _stm_scan(x: Any) -> Tensor:
     return _scan(x, lines, writer, reader, x.source, x.transition, x.mark)
 
 
+@has_form
 def _delta_scan(x: Any) -> Tensor:
     if x.surprise is not None:
         return _surprised(x)
@@ -231,6 +186,7 @@ def _surprised(x: Any) -> Tensor:
     return (S * query.unsqueeze(3)).sum(2)
 
 
+@has_form
 def _channel_scan(x: Any) -> Tensor:
     (source, target), weight = x.edge_index, x.edge_weight
     if weight is None:
@@ -244,6 +200,7 @@ def _channel_scan(x: Any) -> Tensor:
     return _by_levels(step, x.value, x.edge_index, weight, x.value)
 
 
+@has_form
 def _selective_scan(x: Any) -> Tensor:
     def cond(step: Tensor, decay: Tensor, h: Tensor, place: Tensor) -> Tensor:
         return (place >= step).any()
@@ -264,6 +221,7 @@ def _selective_scan(x: Any) -> Tensor:
     return (h @ x.C.unsqueeze(2)).squeeze(2) + x.u * x.D
 
 
+@has_form
 def _causal_conv1d(x: Any) -> Tensor:
     rows = torch.arange(x.x.size(0), device=x.x.device)
     place, out = _place(x.ptr, x.x.size(0)), x.x * x.weight[:, -1]
@@ -274,6 +232,7 @@ def _causal_conv1d(x: Any) -> Tensor:
     return out if x.bias is None else out + x.bias
 
 
+@has_form
 def _neighborhood_attention(x: Any) -> Tensor:
     (source, target), (V, heads) = x.edge_index, x.query.shape[:2]
     key = _grouped(x.key, heads).transpose(0, 1)
@@ -301,19 +260,10 @@ def _place(ptr: Tensor, num_rows: int) -> Tensor:
     return rows - ptr[(ptr <= rows.unsqueeze(1)).sum(1) - 1]
 
 
-def portable_sizes(height: int | Tensor, width: int | Tensor, num_nodes: int) -> Tensor:
-    """The height and width of each grid, [grids, 2], also if they are unknown."""
-    if isinstance(height, int) and isinstance(width, int):
-        return torch.tensor([[height, width]]).expand(num_nodes // (height * width), 2)
-    sides = (torch.as_tensor(x).long().reshape(-1) for x in (height, width))
-    return torch.stack(torch.broadcast_tensors(*sides), 1)
-
-
+@has_form
 def _grid_parents(
     height: Tensor, width: Tensor, num_dags: int, num_nodes: int
 ) -> Tensor:
-    from pyg_chimera.ops.structure.grid import WAYS
-
     node, x, y, w, h = _lattice(torch.stack([height, width], 1), num_nodes)
     before = [
         torch.where(exists, node - step, node) * num_dags + d
@@ -335,6 +285,7 @@ def _lattice(sizes: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
     return node, local % width, local // width, width, height[grid]
 
 
+@has_form
 def _grid_scale(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) -> Tensor:
     parent = _grid_parents(height, width, num_dags, num_nodes)
     size = num_nodes * num_dags
@@ -343,6 +294,7 @@ def _grid_scale(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) ->
     return _parent_scale(edges, size, 56).view(-1, num_dags)
 
 
+@has_form
 def _grid_conv(x: Any) -> Tensor:
     node, *lattice = _lattice(x.sizes.to(x.x.device), x.x.size(0))
     column, row, width, height = lattice
@@ -367,6 +319,7 @@ def _places(x: Any) -> tuple[Tensor, Tensor]:
     return torch.arange(before.size(0)).to(x.value.device), before.to(x.value.device)
 
 
+@has_form
 def _grid_dag_scan(x: Any) -> Tensor:
     place, before = _places(x)
     edges = torch.stack([before.flatten(), place.repeat_interleave(2)])
@@ -375,6 +328,7 @@ def _grid_dag_scan(x: Any) -> Tensor:
     return _scan(x, edges, node, node, x.source, transition)
 
 
+@has_form
 def _grid_scan(x: Any) -> Tensor:
     """A state for each place and direction, of the edge that leads there."""
     (place, before), both = _places(x), torch.arange(2, device=x.value.device)
@@ -382,7 +336,9 @@ def _grid_scan(x: Any) -> Tensor:
     state, before = torch.arange(exists.size(0), device=both.device), before.flatten()
     source = torch.where(exists.unsqueeze(1), x.source[2 * before + state % 2], 0)
     gate = (4 * before + 2 * (state % 2)).unsqueeze(1) + both
-    tail = torch.where(exists.unsqueeze(1), 2 * before.unsqueeze(1) + both, state[:, None])
+    tail = torch.where(
+        exists.unsqueeze(1), 2 * before.unsqueeze(1) + both, state[:, None]
+    )
     transition = x.transition[gate.flatten()]
     transition = torch.where(exists.repeat_interleave(2)[:, None], transition, 0)
     edges = torch.stack([tail.flatten(), state.repeat_interleave(2)])
@@ -393,6 +349,7 @@ def _grid_scan(x: Any) -> Tensor:
 # --------------------------------------------------------------------- structure
 
 
+@has_form
 def _topological_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
     def step(rank: Tensor, edges: Tensor) -> Tensor:
         longer = rank[edges[0]] + 1
@@ -403,6 +360,7 @@ def _topological_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
     return _by_levels(step, rank, edge_index).view(-1)
 
 
+@has_form
 def _parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor:
     """Self-loops, which stand for edges that do not exist, do not count."""
     (source, target), most = edge_index, 2.0**log_growth
@@ -426,11 +384,13 @@ def _parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor
 def _adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
     """Whether there is an edge from one node to another, [V, V]."""
     (source, target), ones = edge_index, torch.ones_like(edge_index[0])
-    return _sum(ones, source * num_nodes + target, num_nodes**2).view(
-        num_nodes, num_nodes
-    ) > 0
+    return (
+        _sum(ones, source * num_nodes + target, num_nodes**2).view(num_nodes, num_nodes)
+        > 0
+    )
 
 
+@has_form
 def _k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Tensor]:
     edge = _adjacency(edge_index, num_nodes).float()
     reached = torch.eye(num_nodes, device=edge.device)
@@ -443,6 +403,7 @@ def _k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Te
     return torch.stack([source, target]), distance[source, target]
 
 
+@has_form
 def _pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
     place = pairs.new_zeros(num_nodes, num_nodes)
     number = torch.arange(pairs.size(1), device=pairs.device)
@@ -450,18 +411,21 @@ def _pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor
     return place[edge_index[0], edge_index[1]]
 
 
+@has_form
 def _checked_distance(
     edge_index: Tensor, pairs: Tensor, distance: Tensor, num_nodes: int
 ) -> Tensor:
     return distance.clone()
 
 
+@has_form
 def _line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     source, target = edge_index
     lines = (target.unsqueeze(1) == source).nonzero().t()
     return lines, target[lines[0]]
 
 
+@has_form
 def _ordered_dags(
     edge_index: Tensor, num_nodes: int, order: str, turns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -476,6 +440,7 @@ def _ordered_dags(
     return edges, ids, follows.nonzero().t()
 
 
+@has_form
 def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     """Line after line, by state and by what comes before it; a matrix of what has been
     reached says whether a state would be reached twice.
@@ -483,22 +448,22 @@ def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     source, target = line_edge_index
     place = _topological_rank(line_edge_index, num_states) * num_states
     key = (place[target] + target) * num_states + source
-    order = torch.sort(key, stable=True).indices
+    order = torch.sort(key, descending=True).indices
 
     def body(
-        i: Tensor, reached: Tensor, kept: Tensor, source: Tensor, target: Tensor
+        left: Tensor, reached: Tensor, kept: Tensor, source: Tensor, target: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from_, to = source[i].view(1), target[i].view(1)
-        theirs, own = reached[from_], reached[to]
-        apart = ((theirs * own).sum() == 0).to(own.dtype)
-        reached = reached.index_put((to,), own + apart * theirs)
-        return i + 1, reached, kept.index_put((i.view(1),), apart.view(1))
+        line = (left - 1).view(1)
+        theirs, own = reached[source[line]], reached[target[line]]
+        apart = ((theirs * own).sum(1) == 0).to(own.dtype)
+        reached = reached.index_put((target[line],), own + apart * theirs)
+        return left - 1, reached, kept.index_put((line,), apart)
 
-    kept = torch.zeros_like(key)
     reached = torch.eye(num_states, dtype=key.dtype, device=key.device)
-    carried = torch.zeros((), dtype=torch.long, device=key.device), reached, kept
+    left = torch.full((), key.size(0), dtype=torch.long, device=key.device)
+    carried = left, reached, torch.zeros_like(key)
     ends = source[order], target[order]
-    kept = _loop(lambda i, r, kept, *_: i < kept.size(0), body, carried, *ends)
+    kept = _loop(lambda left, *_: left > 0, body, carried, *ends)
     return torch.zeros_like(kept).scatter(0, order, kept) > 0
 
 
@@ -509,28 +474,34 @@ def _neighbours(edge_index: Tensor, num_nodes: int) -> Tensor:
     return ((edge | edge.t()) & (node != node.unsqueeze(1))).sum(1)
 
 
+@has_form
 def _node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
     node = torch.arange(num_nodes, device=edge_index.device)
     if order == "order":
         return node
-    _refuse_unless(order == "degree", f"order={order!r}")
-    ordered = torch.sort(_neighbours(edge_index, num_nodes), stable=True).indices
+    if order != "degree":
+        raise no_form(f"order={order!r}")
+    ordered = torch.sort(_neighbours(edge_index, num_nodes) * num_nodes + node).indices
     return torch.empty_like(node).scatter(0, ordered, node)
 
 
+@has_form
 def _node_score(
     edge_index: Tensor, batch: Tensor | None, num_nodes: int, order: str
 ) -> Tensor:
-    _refuse_unless(order == "degree", f"order={order!r}")
+    if order != "degree":
+        raise no_form(f"order={order!r}")
     return _neighbours(edge_index, num_nodes)
 
 
+@has_form
 def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
     source, target = edge_index
     same = (source.unsqueeze(1) == target) & (target.unsqueeze(1) == source)
     return (same * torch.arange(source.size(0), device=source.device)).sum(1)
 
 
+@has_form
 def _path_scale(edge_index: Tensor, gain: Tensor, source: Tensor) -> Tensor:
     """The largest sum of a source and the gains over edges from it, for each node."""
 
@@ -543,4 +514,6 @@ def _path_scale(edge_index: Tensor, gain: Tensor, source: Tensor) -> Tensor:
         return (new > most).any(), new
 
     first = torch.ones((), dtype=torch.bool, device=gain.device)
-    return _loop(lambda x, *_: x.clone(), body, (first, source), edge_index, gain)
+    return _loop(
+        lambda x, *_: x.clone(), body, (first, source.clone()), edge_index, gain
+    )
