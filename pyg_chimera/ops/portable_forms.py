@@ -5,7 +5,6 @@ sizes or contents runs in loops that are part of the exported program.
 """
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import torch
@@ -223,13 +222,17 @@ def _selective_scan(x: Any) -> Tensor:
 
 @has_form
 def _causal_conv1d(x: Any) -> Tensor:
-    rows = torch.arange(x.x.size(0), device=x.x.device)
-    place, out = _place(x.ptr, x.x.size(0)), x.x * x.weight[:, -1]
-    for back in range(1, x.weight.size(1)):
-        seen = x.x[(rows - back).clamp(min=0)]
-        seen = torch.where((place >= back).unsqueeze(1), seen, 0)
-        out = out + seen * x.weight[:, -1 - back]
+    back = torch.arange(x.weight.size(1) - 1, -1, -1, device=x.x.device)
+    rows = torch.arange(x.x.size(0), device=x.x.device).unsqueeze(1)
+    inside = _place(x.ptr, x.x.size(0)).unsqueeze(1) >= back
+    out = _filtered(x, torch.where(inside, rows - back, rows), inside)
     return out if x.bias is None else out + x.bias
+
+
+def _filtered(x: Any, index: Tensor, inside: Tensor) -> Tensor:
+    """The sum over taps, [V, taps], of those that are inside."""
+    seen = torch.where(inside.unsqueeze(2), x.x[index], 0)
+    return (seen * x.weight.flatten(1).t()).sum(1)
 
 
 @has_form
@@ -296,18 +299,15 @@ def _grid_scale(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) ->
 
 @has_form
 def _grid_conv(x: Any) -> Tensor:
-    node, *lattice = _lattice(x.sizes.to(x.x.device), x.x.size(0))
-    column, row, width, height = lattice
+    lattice = _lattice(x.sizes.to(x.x.device), x.x.size(0))
+    node, column, row, width, height = (y.unsqueeze(1) for y in lattice)
     rows, columns = x.weight.shape[1:]
-    out = torch.zeros_like(x.x)
-    for a, b in product(range(rows), range(columns)):
-        down = a - (rows - 1 if x.causal else rows // 2)
-        right = b - (columns - 1 if x.causal else columns // 2)
-        there, beside = row + down, column + right
-        inside = (there >= 0) & (there < height) & (beside >= 0) & (beside < width)
-        seen = x.x[torch.where(inside, node + down * width + right, node)]
-        out = out + torch.where(inside.unsqueeze(1), seen, 0) * x.weight[:, a, b]
-    return out
+    tap = torch.arange(rows * columns, device=x.x.device)
+    there = row + tap // columns - (rows - 1 if x.causal else rows // 2)
+    beside = column + tap % columns - (columns - 1 if x.causal else columns // 2)
+    inside = (there >= 0) & (there < height) & (beside >= 0) & (beside < width)
+    index = node + (there - row) * width + beside - column
+    return _filtered(x, torch.where(inside, index, node), inside)
 
 
 def _places(x: Any) -> tuple[Tensor, Tensor]:
