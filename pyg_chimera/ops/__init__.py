@@ -1,6 +1,9 @@
 """The operators: pure functions of tensors."""
 
-from pyg_chimera.ops import structure
+from pyg_chimera.ops import (
+    portable_forms,  # noqa: F401  (they are found by name)
+    structure,
+)
 from pyg_chimera.ops.causal_conv1d import causal_conv1d
 from pyg_chimera.ops.chimera_transition import (
     balanced_path_transition,
@@ -13,6 +16,7 @@ from pyg_chimera.ops.chimera_transition import (
 from pyg_chimera.ops.common.checks import unchecked
 from pyg_chimera.ops.common.dispatch import Choice, Cost
 from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.common.portability import portable
 from pyg_chimera.ops.common.predicted_time import warn_above
 from pyg_chimera.ops.explain import explain
 from pyg_chimera.ops.grid_conv import grid_conv
@@ -62,6 +66,7 @@ __all__ = [
     "node_score",
     "node_sequences",
     "path_transition",
+    "portable",
     "released_transition",
     "resolvent_mix",
     "selective_scan",

@@ -14,6 +14,7 @@ from torch.nn.functional import softplus
 from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_shape
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.operator import one_by_one
+from pyg_chimera.ops.common.portability import is_portable, portable_form
 from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.registered import structural_op
@@ -96,7 +97,9 @@ def chimera_transition(
     weight = torch.exp(exponent - shift[row])
     total = _sum(weight, row, num_nodes)
     rounding = LEAST_MARGIN * eps * total
-    total = total + torch.hypot(torch.exp(least - shift), rounding)
+    # Not `hypot`, which ONNX does not have. One of the squares is not small.
+    margin = torch.exp(2 * (least - shift)) + rounding.square()
+    total = total + margin.sqrt()
     return (gamma * weight / total[row]).to(dtype)
 
 
@@ -318,9 +321,11 @@ def balanced_path_transition(
     )
     reverse = _path_reverse(edge_index, num_nodes)
     tilt, fall = _log_path_transition(edge_index, reverse, log_weight, psi)
-    node, there, back = _path_places(edge_index, num_nodes)
-    gain = (tilt - fall).detach()  # any scale cancels
-    scale = _path_scale(gain, log_source.detach(), node, there, back)
+    gain, own = (tilt - fall).detach(), log_source.detach()  # any scale cancels
+    if is_portable():
+        scale = portable_form("path_scale")(edge_index, gain, own)
+    else:
+        scale = _path_scale(gain, own, *_path_places(edge_index, num_nodes))
     col, row = edge_index
     return torch.exp(tilt + (scale[col] - scale[row]) - fall) / 2, scale
 

@@ -21,6 +21,7 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.ops.common.checks import check_edges
+from pyg_chimera.ops.common.portability import is_portable
 
 __all__ = ["GatedGCNConv"]
 
@@ -212,6 +213,9 @@ class GatedGCNConv(Layer, MessagePassing):
             edge=edge_attr,
         )
 
+        gate = at_least_float32(edge)
+        # For onnxruntime, which rounds off small sigmoids; these are divided.
+        gate = 1 / (1 + torch.exp(-gate)) if is_portable() else gate.sigmoid()
         # Some explainers, such as GraphMaskExplainer, read the nodes of a message.
         more = {"x": (x_source, x_target)} if self.explain else {}
         # The second entry only tells the number of targets. Sums of gates may be too
@@ -220,7 +224,7 @@ class GatedGCNConv(Layer, MessagePassing):
         out = root + self.propagate(
             edge_index,
             value=(self.lin_value(x_source), root),
-            gate=at_least_float32(edge).sigmoid(),
+            gate=gate,
             **more,
         )
         out = self._finish(out.to(root.dtype), self.norm)

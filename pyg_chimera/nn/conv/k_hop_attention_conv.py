@@ -31,6 +31,7 @@ from pyg_chimera.ops.common.checks import (
 from pyg_chimera.ops.structure import k_hop_index as find_pairs
 from pyg_chimera.ops.structure import topological_rank
 from pyg_chimera.ops.structure.k_hop import checked_distance, pairs_of_edges
+from pyg_chimera.ops.structure.node_sequences import dense_rank
 
 __all__ = ["KHopAttentionConv"]
 
@@ -389,8 +390,7 @@ def _extent(places: Tensor, batch: Tensor | None) -> Tensor:
     places = places.detach()
     if batch is None:
         batch = places.new_zeros(places.size(0), dtype=torch.long)
-    graph = torch.searchsorted(batch.sort().values, batch)  # numbers below V
-    graph = graph.unsqueeze(1).expand_as(places)
+    graph = dense_rank(batch).unsqueeze(1).expand_as(places)
     low, high = (
         torch.zeros_like(places).scatter_reduce(
             0, graph, places, reduce, include_self=False

@@ -18,6 +18,11 @@ from torch.autograd import forward_ad
 
 from pyg_chimera.ops.common.checks import check_option, setting, trusted, trusting
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
+from pyg_chimera.ops.common.portability import (
+    is_portable,
+    portable_form,
+    refuse_for_onnx,
+)
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
 from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
@@ -125,6 +130,8 @@ class Operator(Generic[Inputs, Structure]):
     def __call__(self, inputs: Inputs) -> Tensor:
         """The output of a call."""
         self.usable(inputs)
+        if is_portable():
+            return portable_form(self.name)(inputs)
         if torch.compiler.is_compiling():  # context variables cannot be traced
             return self._called(inputs, None)
         with called_eagerly():
@@ -248,6 +255,7 @@ class Operator(Generic[Inputs, Structure]):
             return out.contiguous().to(dtype), packed, header.encode()
 
     def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        refuse_for_onnx()
         out = self._output(self.inputs(*args))
         # Tensors on the device 'meta', outside of a trace, have no unknown sizes.
         sizes: list[Any] = [0, 0]

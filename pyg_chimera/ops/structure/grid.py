@@ -7,7 +7,7 @@ the second is the reverse of the first, and the fourth of the third.
 from collections.abc import Sequence
 from itertools import chain
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from pyg_chimera.ops.common.checks import (
     check_integers,
     check_option,
 )
+from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.registered import structural_op
 
 __all__ = [
@@ -59,6 +60,8 @@ def grid_sizes(
         TypeError: If sizes are not integers.
         ValueError: If they are not positive, or do not match each other or the nodes.
     """
+    if is_portable():
+        return _unread_sizes(height, width, num_nodes)  # type: ignore[return-value]
     if torch.jit.is_tracing():
         raise NotImplementedError(NO_TORCHSCRIPT)
     lists = []
@@ -94,6 +97,14 @@ def grid_sizes(
     return list(zip(heights, widths, strict=True))
 
 
+def _unread_sizes(height: int | Tensor, width: int | Tensor, num_nodes: int) -> Tensor:
+    """The height and width of each grid, [grids, 2], without a look at them."""
+    if isinstance(height, int) and isinstance(width, int):
+        return torch.tensor([[height, width]]).expand(num_nodes // (height * width), 2)
+    sides = (torch.as_tensor(x).long().reshape(-1) for x in (height, width))
+    return torch.stack(torch.broadcast_tensors(*sides), 1)
+
+
 def flat_sizes(height: int | Tensor, width: int | Tensor, nodes: Tensor) -> list[int]:
     """Height and width of each grid in one flat list, as operators expect it.
 
@@ -105,7 +116,8 @@ def flat_sizes(height: int | Tensor, width: int | Tensor, nodes: Tensor) -> list
     for name, size in {"height": height, "width": width}.items():
         if isinstance(size, Tensor) and size.device.type != "cpu":
             check_integers(name, size, nodes)
-    return list(chain(*grid_sizes(height, width, nodes.size(0))))
+    sizes: Any = grid_sizes(height, width, nodes.size(0))
+    return sizes if is_portable() else list(chain(*sizes))
 
 
 def grid_edges(height: int, width: int) -> tuple[Tensor, Tensor]:
@@ -165,7 +177,7 @@ def grid_parents(
             no such DAGs.
     """
     check_option("num_dags", num_dags, (1, 2, 3, 4))
-    sizes = torch.tensor(grid_sizes(height, width, num_nodes), dtype=torch.long)
+    sizes = torch.as_tensor(grid_sizes(height, width, num_nodes), dtype=torch.long)
     return _grid_parents(*sizes.view(-1, 2).unbind(1), num_dags, num_nodes)
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_batch, no_integer
+from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.cache import remembered
 
-__all__ = ["NodeSequences", "node_sequences"]
+__all__ = ["NodeSequences", "dense_rank", "node_sequences"]
 
 # Sort keys have the value in the upper and a random number in the lower half.
 _BITS = 32
@@ -136,7 +137,7 @@ def _sequences(score: Tensor, batch: Tensor | None, options: _Options) -> NodeSe
     noise = draw(_place(graph, first), 0) if options.shuffle else None
     group = _group(score, graph, num_graphs)
     if options.clusters and options.shuffle:
-        group = _shuffled(_dense_rank(group), graph, num_graphs, draw)
+        group = _shuffled(dense_rank(group), graph, num_graphs, draw)
 
     if num_bins == 1:
         index = _argsort(_packed(group, noise))
@@ -219,13 +220,13 @@ def _check_sequences(score: Tensor, batch: Tensor | None, options: _Options) -> 
 def _numbered(graph: Tensor) -> tuple[Tensor, int]:
     """The number of each node's graph among those with nodes, and their number."""
     if torch.compiler.is_compiling():
-        return _dense_rank(graph), graph.size(0)
+        return dense_rank(graph), graph.size(0)
     num_graphs = int(graph.max()) + 1 if graph.numel() > 0 else 0
     if num_graphs <= graph.numel():
         seen = torch.zeros(num_graphs, dtype=torch.bool, device=graph.device)
         if bool(seen.index_fill_(0, graph, True).all()):
             return graph, num_graphs
-    graph = _dense_rank(graph)
+    graph = dense_rank(graph)
     return graph, int(graph.max()) + 1
 
 
@@ -241,10 +242,10 @@ def _group(score: Tensor, graph: Tensor, num_graphs: int) -> Tensor:
         low, high = (int(bound) for bound in score.aminmax())
         if num_graphs * (high - low + 1) <= 2**_FREE_BITS:
             return graph * (high - low + 1) + (score - low)
-    group = graph * num_ranks + _dense_rank(score)
+    group = graph * num_ranks + dense_rank(score)
     # When compiling, sizes may be unknown.
     if torch.compiler.is_compiling() or num_graphs * num_ranks > 2**_FREE_BITS:
-        return _dense_rank(group)
+        return dense_rank(group)
     return group
 
 
@@ -264,7 +265,7 @@ def _shuffled(
     return shuffled[:, cluster]
 
 
-def _dense_rank(value: Tensor) -> Tensor:
+def dense_rank(value: Tensor) -> Tensor:
     """How many distinct values are smaller."""
     value, order = torch.sort(value)
     rank = (value != value.roll(1)).cumsum(0)  # from 1 on, or all 0 if all are equal
@@ -295,6 +296,8 @@ def _packed(high: Tensor, low: Tensor | None) -> Tensor:
 
 
 def _argsort(key: Tensor) -> Tensor:
+    if is_portable():  # in ONNX, sorting is stable
+        return torch.sort(key, dim=-1).indices
     return torch.sort(key, dim=-1, stable=True).indices
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.compilation import compiled
+from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.grid import grid_dag, grid_edges, grid_sizes
 from pyg_chimera.ops.structure.registered import structural_op
@@ -92,9 +93,9 @@ def grid_parent_scale(
         CPU, or :obj:`None` if it is :math:`1 / \sqrt{|p(i)|}` everywhere.
     """
     sizes = grid_sizes(height, width, num_nodes)
-    if all(h + w <= 110 or min(h, w) == 1 for h, w in sizes):
+    if not is_portable() and all(h + w <= 110 or min(h, w) == 1 for h, w in sizes):
         return None
-    tensor = torch.tensor(sizes, dtype=torch.long)
+    tensor = torch.as_tensor(sizes, dtype=torch.long)
     return _grid_scale(*tensor.unbind(1), num_dags, num_nodes)
 
 

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import no_integer
+from pyg_chimera.ops.common.portability import (
+    is_portable,
+    portable_form,
+    refuse_for_onnx,
+)
 from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 
 __all__ = ["structural_op"]
@@ -70,10 +75,16 @@ def structural_op(
             mutates_args=(),
             schema=schema.replace(") ->", ", str call='') ->"),
         )
-        operator.register_fake(lambda *args: fake(*args[: len(kinds)]))
+
+        @operator.register_fake
+        def fake_run(*args: Any) -> Any:
+            refuse_for_onnx()
+            return fake(*args[: len(kinds)])
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
+            if is_portable():
+                return portable_form(function.__name__)(*args)
             if torch.compiler.is_compiling():  # then sizes may be unknown
                 return operator(*args) if sized else operator(*args, _name_of_call())
             for kind, value in zip(kinds, args, strict=True):
