@@ -342,8 +342,8 @@ def _grid_scan(x: Any) -> Tensor:
     transition = x.transition[gate.flatten()]
     transition = torch.where(exists.repeat_interleave(2)[:, None], transition, 0)
     edges = torch.stack([tail.flatten(), state.repeat_interleave(2)])
-    ends = (y // len(x.orientations) for y in (before, state // 2))
-    return _scan(x, edges, *ends, source, transition, x.mark)
+    writer, reader = before // len(x.orientations), state // 2 // len(x.orientations)
+    return _scan(x, edges, writer, reader, source, transition, x.mark)
 
 
 # --------------------------------------------------------------------- structure
