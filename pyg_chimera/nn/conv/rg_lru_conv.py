@@ -199,9 +199,9 @@ class RGLRUConv(GatedBlock):
                 :func:`~pyg_chimera.ops.channel_scan`.
             CycleError: If there is a cycle.
         """
-        num_nodes, D = x.size(0), self.num_dags
         check_nodes(x, self.in_channels)
-        check_batch(batch, num_nodes)
+        check_batch(batch, x.size(0))
+        num_nodes, D = x.size(0), self.num_dags
         index, features, batch, rank = side_by_side(
             num_nodes, D, self.flow, self.edge_dim, edge_index, edge_attr, batch, rank
         )
