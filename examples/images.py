@@ -61,6 +61,7 @@ def main(argv: list[str] | None = None) -> float:
     train = DataLoader(graphs[:cut], 32, shuffle=True)
     test = DataLoader(graphs[cut:], 256)
 
+    # The other mixers know the grid.
     position = "learned" if args.mixer == "attention" else None
     model = ImageClassifier(
         in_channels=1, channels=32, out_channels=10, num_layers=2, mixer=args.mixer,

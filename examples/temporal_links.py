@@ -51,7 +51,7 @@ def load(task: str, root: str, smoke: bool = False) -> TemporalData:
 
 
 def negatives(events: TemporalData, which: Tensor, kind: str) -> Tensor:
-    """Others than the destinations: any node, or if possible an earlier partner."""
+    """In place of destinations: any node, or an earlier partner, if possible."""
     out = torch.randint(events.num_nodes, which.shape)
     if kind == "historical":
         src, order = events.src[which], events.src.argsort(stable=True)
@@ -124,7 +124,7 @@ def train(args: Namespace, events: TemporalData) -> tuple[float, float, float]:
             parts, y = [test - val, size - test], held_out.y.view_as(out)
             pairs = zip(out.split(parts, 1), y.split(parts, 1), strict=True)
             new = tuple(score(args.task, a.flatten(), b.flatten()) for a, b in pairs)
-            best = max(best, new)
+            best = max(best, new, key=lambda scores: scores[0])
             print(f"epoch {epoch}: val {new[0]:.4f}, test {new[1]:.4f}")
     return *best, seconds
 

@@ -4,7 +4,7 @@ A text is a path graph, and a layer carries states from each byte to the next. I
 training all positions are computed at once; in writing, each byte takes one step from
 the state before it, however long the text is::
 
-    python examples/text.py                        # Python's own sources, two minutes
+    python examples/text.py                        # Python's own sources, a minute
     python examples/text.py --file book.txt --prompt "It was "
     python examples/text.py --mixer graph_mamba    # or plstm, attention
 """
@@ -65,6 +65,8 @@ def main(argv: list[str] | None = None) -> float:
 
     seed_everything(args.seed)
     text = read(args.file)
+    if len(text) <= 10 * LENGTH:
+        parser.error(f"--file needs more than {10 * LENGTH} bytes")
     cut = len(text) * 9 // 10
     position = "rotary" if args.mixer == "attention" else None
     model = SequenceEncoder(

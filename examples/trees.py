@@ -4,7 +4,7 @@ In how many branches and loops is a piece of code nested? One counts them on the
 the root, which may be far. States run from parents to children and back, through trees
 of any depth, in one layer::
 
-    python examples/trees.py                # two minutes, no download
+    python examples/trees.py                # a minute, no download
     python examples/trees.py --local        # a GCN of as many layers
 """
 
@@ -49,7 +49,7 @@ def to_graph(function: ast.FunctionDef) -> Data:
     return Data(
         x=torch.tensor(kinds).view(-1, 1),
         edge_index=torch.cat(dags, dim=1),  # for the GCN
-        dag_edge_index=dags,  # for the mixer
+        dag_edge_index=dags,  # for the mixer; PyG shifts the numbers in each
         y=torch.tensor(levels),
     )
 
@@ -66,7 +66,7 @@ def load(num_files: int) -> tuple[list[Data], list[Data]]:
                         yield graph
 
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:num_files]
-    held_out = files[3::4]
+    held_out = files[3::4]  # every fourth file is for tests
     return [*functions([x for x in files if x not in held_out])], [*functions(held_out)]
 
 

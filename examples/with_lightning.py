@@ -86,10 +86,17 @@ def main(argv: list[str] | None = None) -> float:
         dataset = FakeDataset(40, 20, 3, num_channels=7, num_classes=2)
     else:
         dataset = TUDataset(args.root, args.dataset).shuffle()
-    a, b = len(dataset) * 7 // 10, len(dataset) * 17 // 20
-    data = LightningDataset(dataset[:a], dataset[a:b], dataset[b:], batch_size=16)
+    end_train, end_val = len(dataset) * 7 // 10, len(dataset) * 17 // 20
+    data = LightningDataset(
+        dataset[:end_train],
+        dataset[end_train:end_val],
+        dataset[end_val:],
+        batch_size=16,
+    )
 
-    checkpoint = ModelCheckpoint("checkpoints", monitor="val_loss", save_last=True)
+    checkpoint = ModelCheckpoint(
+        "checkpoints", monitor="val_loss", save_last=True, enable_version_counter=False
+    )
     trainer = pl.Trainer(
         max_epochs=1 if args.smoke else args.epochs,
         callbacks=[checkpoint, EarlyStopping("val_loss", patience=10)],

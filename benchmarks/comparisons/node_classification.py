@@ -308,7 +308,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     if (args.clusters or 1) < WORLD:
         parser.error(f"{WORLD} processes need --clusters, at least as many")
     if args.clusters and find_spec("pymetis") is None:
-        parser.error("--clusters needs METIS: pip install 'pyg-chimera[metis]'")
+        parser.error("--clusters needs METIS: install the extra 'metis'")
     if args.neighbors and not (WITH_TORCH_SPARSE or WITH_PYG_LIB):
         parser.error("--neighbors needs PyG's sampler: install torch-sparse or pyg-lib")
     how = "neighbors" if args.neighbors else f"clusters{args.clusters or 1}"

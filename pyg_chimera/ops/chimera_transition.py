@@ -92,7 +92,7 @@ def chimera_transition(
     else:
         exponent, least = -(source[col] + edge.to(wide)) / 3, target / 3 - psi
     with torch.no_grad():  # any shift cancels, too
-        index = row.unsqueeze(1).expand_as(exponent)
+        index = row.long().unsqueeze(1).expand_as(exponent)
         shift = least.scatter_reduce(0, index, exponent, "amax")
     weight = torch.exp(exponent - shift[row])
     total = _sum(weight, row, num_nodes)
