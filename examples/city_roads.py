@@ -60,8 +60,7 @@ def train(model: GraphModel, data: Data, seconds: float) -> tuple[Tensor, float,
     """Predicted classes and validation accuracy in the best epoch; number of epochs."""
     inputs, mask = model.inputs(data), data.train_mask
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    predicted, best = torch.zeros_like(data.y), -1.0
-    epoch, start, progress = 0, 0.0, 0.0
+    predicted, best, epoch, start, progress = data.y * 0, -1.0, 0, 0.0, 0.0
     while progress < 1:
         optimizer.param_groups[0]["lr"] = LR * (1 + cos(pi * progress)) / 2
         optimizer.zero_grad()

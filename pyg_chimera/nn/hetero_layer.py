@@ -57,8 +57,8 @@ class HeteroLayer(torch.nn.Module):
         layer (torch.nn.Module): Any :obj:`layer(x, edge_index, ...)` that reads
             :obj:`edge_attr`, with :obj:`channels` input channels and (if it has an
             argument :obj:`edge_dim`) :obj:`edge_dim=channels`. It is also given
-            :obj:`batch` if it accepts it. Of a pair of nodes and edges that it returns,
-            the edges are left out.
+            :obj:`batch` if it accepts it. If it returns nodes and edges, only the nodes
+            are kept.
         channels (int): Size of the nodes and edges that the layer is given.
         metadata (Tuple[List[str], List[Tuple[str, str, str]]]): The types of nodes and
             edges, as from :meth:`torch_geometric.data.HeteroData.metadata`.
@@ -191,7 +191,9 @@ class HeteroLayer(torch.nn.Module):
         edge_index, edge_attr = torch.cat(indices, dim=1), torch.cat(features)
 
         batch = place = None
-        if batch_dict is not None:  # some layers need the nodes of a graph side by side
+        if (
+            batch_dict is not None and xs
+        ):  # some layers need the nodes of a graph side by side
             _check_types("x_dict", types, batch_dict, "'batch_dict'")
             batches = [batch_dict[name] for name in types]
             for name, own, size in zip(types, batches, sizes, strict=True):

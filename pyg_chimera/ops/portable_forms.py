@@ -57,6 +57,8 @@ def _by_levels(step: Callable, state: Tensor, edges: Tensor, *others: Tensor) ->
 
     rest = state.new_ones(state.size(0), dtype=torch.bool)
     left = torch.full((), state.size(0), dtype=torch.long, device=state.device)
+    # What a loop carries gets gradients only if it needs them from the start.
+    state = state + sum(y[:0].sum() for y in others if y.is_floating_point())
     state = state.clone(memory_format=torch.contiguous_format)  # carried: not an input
     return _loop(cond, body, (rest, left, state), edges, *others)
 
@@ -214,7 +216,7 @@ def _selective_scan(x: Any) -> Tensor:
         return 2 * step, decay, torch.where(inside, longer, h)
 
     decay = torch.exp(x.delta.unsqueeze(2) * x.A)
-    h = (x.delta * x.u).unsqueeze(2) * x.B.unsqueeze(1)
+    h = (x.delta * x.u).unsqueeze(2) * x.B.unsqueeze(1) + decay[:0].sum()
     first = torch.ones((), dtype=torch.long, device=h.device)
     h = _loop(cond, body, (first, decay, h), _place(x.ptr, x.u.size(0)))
     return (h @ x.C.unsqueeze(2)).squeeze(2) + x.u * x.D

@@ -13,7 +13,8 @@ from pyg_chimera.transforms._inputs import shown
 __all__ = ["EventsToDAG"]
 
 #: From the last state of the node itself, of its partner, and with this partner.
-KINDS = 3
+_KINDS = 3
+_RESERVED = "x", "edge_index", "edge_attr", "event_index", "query_index", "carried"
 
 
 @functional_transform("chimera_events_to_dag")
@@ -53,7 +54,7 @@ class EventsToDAG(BaseTransform):
     * :obj:`query_index`, int64 :math:`[Q]`: the state of each query.
 
     Other attributes of the events, such as :obj:`y`, are kept. It takes as much time as
-    sorting the events.
+    sorting the events: those before :obj:`start`, too.
 
     With :obj:`start`, the DAG has the states of events from this number on, and of
     queries. The earlier states on which they depend come first, and no edges lead to
@@ -95,7 +96,7 @@ class EventsToDAG(BaseTransform):
     """
 
     def __init__(self, time_unit: float = 1.0) -> None:
-        if not 0 < time_unit < math.inf:
+        if not isinstance(time_unit, (int, float)) or not 0 < time_unit < math.inf:
             raise ValueError(
                 f"'time_unit' must be positive and finite (got {time_unit!r})"
             )
@@ -116,15 +117,17 @@ class EventsToDAG(BaseTransform):
                 f"{t[at + 1].item()} at place {at + 1}); sort events by "
                 "'events[events.t.argsort(stable=True)]'"
             )
+        if clash := [key for key in _RESERVED if key in data.to_dict()]:
+            raise ValueError(f"'events' must not have {clash}, which the DAG will have")
         num_states = 2 * t.size(0)
         before = 2 * torch.arange(t.size(0), device=t.device).repeat_interleave(2)
         own, partner, t = ends.flatten(), ends.flip(1).flatten(), t.repeat_interleave(2)
         if queries is not None:
-            sought, when, _ = _stream("queries", queries)
+            sought, when, _ = _stream("queries", queries, has_messages=False)
             if when.dtype != t.dtype:
                 raise TypeError(
-                    f"'queries.t' must have the type of 'events.t', {t.dtype} (got "
-                    f"{when.dtype})"
+                    "'queries.t' and 'events.t' must both be integers, or neither (got "
+                    f"{queries.t.dtype} and {data.t.dtype})"
                 )
             before = torch.cat([before, torch.searchsorted(t, when)])
             t = torch.cat([t, when])
@@ -134,15 +137,15 @@ class EventsToDAG(BaseTransform):
         _, both = torch.stack([own, partner]).unique(return_inverse=True)
         own, partner = both
         _, pair = (own * both.numel() + partner).unique(return_inverse=True)
-        x = msg.new_zeros(t.numel(), 2 + 2 * KINDS + msg.size(1))
+        x = msg.new_zeros(t.numel(), 2 + 2 * _KINDS + msg.size(1))
         x[0:num_states:2, 0] = x[1:num_states:2, 1] = x[num_states:, 0] = 1
-        x[:num_states, 2 + 2 * KINDS :] = msg.repeat_interleave(2, 0)
+        x[:num_states, 2 + 2 * _KINDS :] = msg.repeat_interleave(2, 0)
         edges, gaps = [], []
         for kind, (of, wanted) in enumerate([(own, own), (own, partner), (pair, pair)]):
             source, target, count = _last(of[:num_states], wanted, before)
             gap = ((t[target] - t[source]).double() / self.time_unit).log1p().to(x)
-            x[:, 2 + kind] = count.to(x).log1p()
-            x[target, 2 + KINDS + kind] = gap
+            x[:, 2 + kind] = count.double().log1p().to(x)
+            x[target, 2 + _KINDS + kind] = gap
             edges.append(torch.stack([source, target, torch.full_like(source, kind)]))
             gaps.append(gap)
         (source, target, kinds), gap = torch.cat(edges, 1), torch.cat(gaps)
@@ -163,7 +166,7 @@ class EventsToDAG(BaseTransform):
                 out[key] = value
         out.x = x
         out.edge_index = torch.stack([source, target])
-        out.edge_attr = torch.cat([F.one_hot(kinds, KINDS).to(x), gap.unsqueeze(1)], 1)
+        out.edge_attr = torch.cat([F.one_hot(kinds, _KINDS).to(x), gap.unsqueeze(1)], 1)
         sizes = [num_states - first, t.numel() - num_states]
         states = torch.arange(x.size(0), device=t.device)[x.size(0) - sum(sizes) :]
         events, out.query_index = states.split(sizes)
@@ -174,7 +177,9 @@ class EventsToDAG(BaseTransform):
     __repr__ = shown
 
 
-def _stream(name: str, data: TemporalData) -> tuple[Tensor, Tensor, Tensor]:
+def _stream(
+    name: str, data: TemporalData, has_messages: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """The checked ends [E, 2], times [E] and messages [E, M] of events."""
     if not isinstance(data, TemporalData):
         raise TypeError(
@@ -188,11 +193,11 @@ def _stream(name: str, data: TemporalData) -> tuple[Tensor, Tensor, Tensor]:
                 f"'{name}.{key}' must be a tensor of real numbers of shape "
                 f"[num_events] (got {value})"
             )
-        if key != "t" and (value.is_floating_point() or value.dtype == torch.bool):
-            raise TypeError(
-                f"'{name}.{key}' must be integers, numbers of nodes (got {value.dtype})"
-            )
+        if value.dtype == torch.bool or (key != "t" and (value.is_floating_point())):
+            what = "real numbers" if key == "t" else "integers, numbers of nodes"
+            raise TypeError(f"'{name}.{key}' must be {what} (got {value.dtype})")
     src, dst, t = data.src, data.dst, data.t.contiguous()
+    t = t.double() if t.is_floating_point() else t.long()  # gaps may be longer than t
     if not src.numel() == dst.numel() == t.numel():
         raise ValueError(
             f"'{name}' must have as many 'src' as 'dst' and 't' (got {src.numel()}, "
@@ -206,8 +211,10 @@ def _stream(name: str, data: TemporalData) -> tuple[Tensor, Tensor, Tensor]:
         )
     if not bool(t.isfinite().all()):
         raise ValueError(f"'{name}.t' must be finite (got NaN or infinity)")
-    msg = getattr(data, "msg", None)
+    msg = getattr(data, "msg", None) if has_messages else None
     msg = t.new_zeros(t.numel(), 0, dtype=torch.float) if msg is None else msg
+    if not isinstance(msg, Tensor):
+        raise TypeError(f"'{name}.msg' must be a tensor (got '{type(msg).__name__}')")
     if msg.dim() == 0 or msg.size(0) != t.numel():
         raise ValueError(
             f"'{name}.msg' must have a row for each of {t.numel()} events (got shape "

@@ -311,7 +311,7 @@ def test_other_bad_input():
     with pytest.raises(TypeError, match=r"'queries' must be .*TemporalData.*'Tensor'"):
         EventsToDAG()(bad(), torch.zeros(2))
     with pytest.raises(
-        TypeError, match=r"'queries.t' must have the type of 'events.t'"
+        TypeError, match=r"'queries.t' and 'events.t' must both be integers"
     ):
         EventsToDAG()(bad(), bad(t=[3.0, 4.0]))
     with pytest.raises(ValueError, match=r"'queries.t' must be finite"):
@@ -323,3 +323,41 @@ def test_other_bad_input():
             ValueError, match=r"'time_unit' must be positive and finite"
         ):
             EventsToDAG(unit)
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.tensor([-100, 100], dtype=torch.int8),
+        torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32),
+        torch.tensor([-6e4, 6e4], dtype=torch.half),
+        torch.tensor([-3e38, 3e38]),
+    ],
+)
+def test_gaps_that_the_type_of_times_cannot_hold(t):
+    one = torch.ones(2, dtype=torch.long)
+    dag = EventsToDAG()(TemporalData(src=0 * one, dst=one, t=t))
+    gap = (float(t[1]) - float(t[0])) or 1.0
+    assert dag.edge_attr[:, -1].max().item() == pytest.approx(math.log1p(gap), rel=1e-3)
+    assert dag.x.isfinite().all()
+
+
+def test_many_events_with_messages_of_half_precision():
+    zero = torch.zeros(70_000, dtype=torch.long)
+    msg = torch.zeros(70_000, 1, dtype=torch.half)
+    events = TemporalData(src=zero, dst=zero + 1, t=torch.arange(70_000), msg=msg)
+    dag = EventsToDAG()(events)
+    assert dag.x.dtype == torch.half
+    assert dag.x.isfinite().all()
+
+
+def test_what_is_refused_of_attributes():
+    one = torch.ones(1, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"'events' must not have .*'x'"):
+        EventsToDAG()(TemporalData(src=one, dst=one, t=one, x=one))
+    with pytest.raises(TypeError, match=r"'events.msg' must be a tensor"):
+        EventsToDAG()(TemporalData(src=one, dst=one, t=one, msg="a"))
+    with pytest.raises(TypeError, match=r"'events.t' must be real numbers"):
+        EventsToDAG()(TemporalData(src=one, dst=one, t=one > 0))
+    with pytest.raises(ValueError, match="'time_unit' must be positive"):
+        EventsToDAG("a")

@@ -13,6 +13,7 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import (
     at_least_float32,
     check_batch,
+    check_floats,
     check_nodes,
     edge_features,
     has_edge_mask,
@@ -22,7 +23,7 @@ from pyg_chimera.nn.conv._gated_block import GatedBlock
 from pyg_chimera.nn.conv._init import check_reach, head_reaches, softplus_
 from pyg_chimera.nn.conv._window import Continued, reset_filter_
 from pyg_chimera.ops import channel_scan
-from pyg_chimera.ops.common.checks import check_flag, check_integer
+from pyg_chimera.ops.common.checks import check_flag, check_integer, readable
 from pyg_chimera.ops.structure import parent_scale
 from pyg_chimera.ops.structure.parent_scale import continued_scale
 
@@ -218,11 +219,11 @@ class RGLRUConv(GatedBlock):
     ) -> tuple[Tensor, Tensor]:
         r"""Computes the next part of a DAG, as in the whole, given the states of the
         nodes in earlier parts on which it depends. Requires :obj:`num_dags=1` and
-        :obj:`conv_kernel=1`.
+        :obj:`conv_kernel=1`. It reads the edges, so it cannot be traced.
 
         Args:
             x (torch.Tensor): The node features. The first :math:`K` nodes belong to
-                earlier parts.
+                earlier parts; theirs matter for their own outputs only.
             edge_index (torch.Tensor): The edge indices. No edge leads to one of the
                 first :math:`K` nodes.
             edge_attr (torch.Tensor, optional): The edge features, for layers with
@@ -247,6 +248,7 @@ class RGLRUConv(GatedBlock):
             )
         num_nodes, width = x.size(0), 1 + self.out_channels
         state = at_least_float32(x).new_zeros(0, width) if state is None else state
+        check_floats("state", state)
         if state.dim() != 2 or state.size(1) != width or len(state) > num_nodes:
             raise ValueError(
                 f"'state' must have shape [K, {width}] for the first K of {num_nodes} "
@@ -255,7 +257,7 @@ class RGLRUConv(GatedBlock):
         index, features, _, _ = side_by_side(
             num_nodes, 1, self.flow, self.edge_dim, edge_index, edge_attr, None, None
         )
-        if bool((index[1] < len(state)).any()):
+        if readable() and bool((index[1] < len(state)).any()):
             raise ValueError(
                 f"No edge of 'edge_index' may lead to the first {len(state)} nodes, "
                 f"whose states are given, got one to {int(index[1].min())}"

@@ -72,7 +72,7 @@ def portable_form(name: str) -> Callable[..., Any]:
 def no_form(what: str) -> Exception:
     """The error about what cannot be exported to ONNX."""
     return NotImplementedError(
-        f"{what} has no portable form, which ONNX needs: compute what depends on it by "
+        f"{what} has no portable form: compute what depends on it by "
         "a transform, and pass it to the layer, or use another option"
     )
 

@@ -266,10 +266,11 @@ def _shuffled(
 
 
 def dense_rank(value: Tensor) -> Tensor:
-    """How many distinct values are smaller."""
+    """How many distinct values in its row are smaller."""
     value, order = torch.sort(value)
-    rank = (value != value.roll(1)).cumsum(0)  # from 1 on, or all 0 if all are equal
-    return torch.empty_like(order).scatter_(0, order, rank - rank[:1])
+    # From 1 on, or all 0 if all are equal.
+    rank = (value != value.roll(1, -1)).cumsum(-1)
+    return torch.empty_like(order).scatter_(-1, order, rank - rank[..., :1])
 
 
 def _place(graph: Tensor, first: Tensor) -> Tensor:
@@ -296,7 +297,8 @@ def _packed(high: Tensor, low: Tensor | None) -> Tensor:
 
 
 def _argsort(key: Tensor) -> Tensor:
-    if is_portable():  # in ONNX, sorting is stable
+    if is_portable():  # without ties, as exporters do not know stable sorts
+        key = dense_rank(key) * key.size(-1) + _arange(key)
         return torch.sort(key, dim=-1).indices
     return torch.sort(key, dim=-1, stable=True).indices
 

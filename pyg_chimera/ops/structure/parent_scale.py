@@ -60,6 +60,7 @@ def continued_scale(
     The first nodes, whose parents are in the part before, have the growth [K] that
     they had there.
     """
+    check_edge_index(edge_index, num_nodes)
     first = growth.detach().double().cpu().numpy()
     found = _scale(*to_numpy(edge_index), num_nodes, 2.0**log_growth, first)
     scale, growth = (torch.from_numpy(x).to(edge_index.device) for x in found)

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 
+from pyg_chimera import ops
 from pyg_chimera.nn import GPSLayer, RGLRUConv, SequenceEncoder
 from pyg_chimera.ops import CycleError, channel_scan
 
@@ -414,3 +416,15 @@ def test_bad_parts():
     for options in ({}, {"num_dags": 2, "conv_kernel": 1}):
         with pytest.raises(ValueError, match="num_dags=1 and conv_kernel=1, got"):
             RGLRUConv(4, **options).resume(x, edges)
+
+
+def test_resume_checks_what_it_is_given():
+    conv, x = RGLRUConv(4, conv_kernel=1), torch.randn(4, 4)
+    far = torch.tensor([[0, 0], [1, 40_000_000]])
+    for context in (nullcontext, ops.unchecked):
+        with context(), pytest.raises((ValueError, IndexError, RuntimeError)):
+            conv.resume(x, far)
+    with pytest.raises(TypeError, match=r"'state' must be a torch.Tensor"):
+        conv.resume(x, far[:, :1], state=[1.0])
+    with pytest.raises(TypeError, match="'state' must be floating point"):
+        conv.resume(x, far[:, :1], state=torch.zeros(1, 5, dtype=torch.long))
