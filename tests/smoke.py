@@ -275,7 +275,8 @@ def test_layers(benchmark):
     rows = results["layers"]
     assert len(rows) == 8
     for row in rows:
-        assert len(row["times"]) == len(row["errors"]) == 2
+        assert len(row["times"]) == 2
+        assert len(row["errors"]) == (2 if row["nodes"] <= 2048 else 0)
         assert row["ratio"] > 0
         assert f"| {row['name']} | `" in printed
 
