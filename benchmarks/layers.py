@@ -54,14 +54,11 @@ def chimera(graph: Workload, heads: int = 4, states: int = 16) -> Case:
 def gps(graph: Workload, width: int = 64) -> Case:
     """Attention and a feed-forward network."""
     module = GPSConv(width, None, heads=4, attn_type="multihead")
-    call = lambda m, x: m(x, graph.edge_index, graph.batch)  # noqa: E731
-    return Case("GPSConv", module, call, torch.randn(graph.num_nodes, width))
+    return on(graph, "GPSConv", module, width)
 
 
-def on(graph: Workload, name: str, module: Module, width: int, **options: Any) -> Case:
-    call = lambda m, x: m(  # noqa: E731
-        x, graph.edge_index, batch=graph.batch, **options
-    )
+def on(graph: Workload, name: str, module: Module, width: int) -> Case:
+    call = lambda m, x: m(x, graph.edge_index, batch=graph.batch)  # noqa: E731
     return Case(name, module, call, torch.randn(graph.num_nodes, width))
 
 

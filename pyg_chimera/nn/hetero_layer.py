@@ -191,9 +191,8 @@ class HeteroLayer(torch.nn.Module):
         edge_index, edge_attr = torch.cat(indices, dim=1), torch.cat(features)
 
         batch = place = None
-        if (
-            batch_dict is not None and xs
-        ):  # some layers need the nodes of a graph side by side
+        if batch_dict is not None and xs:
+            # Some layers need the nodes of a graph side by side.
             _check_types("x_dict", types, batch_dict, "'batch_dict'")
             batches = [batch_dict[name] for name in types]
             for name, own, size in zip(types, batches, sizes, strict=True):

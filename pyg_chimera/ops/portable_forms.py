@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.portability import has_form, no_form
-from pyg_chimera.ops.structure.grid import WAYS
+from pyg_chimera.ops.structure.grid import parents_at
 
 __all__: list[str] = []
 
@@ -19,9 +19,21 @@ __all__: list[str] = []
 
 
 def _loop(cond: Callable, body: Callable, carried: tuple, *others: Tensor) -> Any:
-    """The last of what a loop carries."""
+    """The last of what a loop carries.
+
+    What it begins with must be no input of the program. And it gets gradients of the
+    others only if it needs them from the start.
+    """
     from torch._higher_order_ops.while_loop import while_loop_op
 
+    given = [y for y in (*carried, *others) if y.dim() > 0 and y.is_floating_point()]
+    nothing = sum(y[:0].sum() for y in given)
+    carried = tuple(
+        (y + nothing if y.is_floating_point() else y).clone(
+            memory_format=torch.contiguous_format
+        )
+        for y in carried
+    )
     return while_loop_op(cond, body, carried, others)[-1]
 
 
@@ -35,8 +47,7 @@ def _walks(A: Tensor) -> Tensor:
         return k + 1, X + column * (row / (1 - row.index_select(2, k.view(1))))
 
     first = torch.zeros((), dtype=torch.long, device=A.device)
-    A = A.double().clone(memory_format=torch.contiguous_format)
-    return _loop(lambda k, X: k < X.size(1), body, (first, A))
+    return _loop(lambda k, X: k < X.size(1), body, (first, A.double()))
 
 
 def _by_levels(step: Callable, state: Tensor, edges: Tensor, *others: Tensor) -> Tensor:
@@ -57,14 +68,16 @@ def _by_levels(step: Callable, state: Tensor, edges: Tensor, *others: Tensor) ->
 
     rest = state.new_ones(state.size(0), dtype=torch.bool)
     left = torch.full((), state.size(0), dtype=torch.long, device=state.device)
-    # What a loop carries gets gradients only if it needs them from the start.
-    state = state + sum(y[:0].sum() for y in others if y.is_floating_point())
-    state = state.clone(memory_format=torch.contiguous_format)  # carried: not an input
     return _loop(cond, body, (rest, left, state), edges, *others)
 
 
 def _sum(x: Tensor, index: Tensor, size: int) -> Tensor:
     return x.new_zeros(size, *x.shape[1:]).index_put((index,), x, accumulate=True)
+
+
+def _passed(h: Tensor, edges: Tensor, weight: Tensor, written: Tensor) -> Tensor:
+    """What nodes write and what their parents pass on: a step for `_by_levels`."""
+    return written + _sum(weight * h[edges[0]], edges[1], h.size(0))
 
 
 def _dense(edges: Tensor, weight: Tensor, size: int) -> Tensor:
@@ -115,11 +128,7 @@ def _scan(
     V = x.value.size(0)
     onehot = writer.unsqueeze(1) == torch.arange(V, device=writer.device)
     written = source.unsqueeze(2) * onehot.unsqueeze(1)
-
-    def step(L: Tensor, edges: Tensor, weight: Tensor, written: Tensor) -> Tensor:
-        return written + _sum(weight.unsqueeze(2) * L[edges[0]], edges[1], L.size(0))
-
-    L = _by_levels(step, written, edges, transition, written)
+    L = _by_levels(_passed, written, edges, transition.unsqueeze(2), written)
     L = L if mark is None else L * mark.unsqueeze(2)
     L = _sum(L, reader, V).transpose(0, 1)
     if x.direct is not None:
@@ -194,11 +203,7 @@ def _channel_scan(x: Any) -> Tensor:
         weight = x.value.new_ones(source.size(0), x.value.size(1))
     if x.decay is not None:
         weight = weight * x.decay[target]
-
-    def step(h: Tensor, edges: Tensor, weight: Tensor, value: Tensor) -> Tensor:
-        return value + _sum(weight * h[edges[0]], edges[1], h.size(0))
-
-    return _by_levels(step, x.value, x.edge_index, weight, x.value)
+    return _by_levels(_passed, x.value, x.edge_index, weight, x.value)
 
 
 @has_form
@@ -216,7 +221,7 @@ def _selective_scan(x: Any) -> Tensor:
         return 2 * step, decay, torch.where(inside, longer, h)
 
     decay = torch.exp(x.delta.unsqueeze(2) * x.A)
-    h = (x.delta * x.u).unsqueeze(2) * x.B.unsqueeze(1) + decay[:0].sum()
+    h = (x.delta * x.u).unsqueeze(2) * x.B.unsqueeze(1)
     first = torch.ones((), dtype=torch.long, device=h.device)
     h = _loop(cond, body, (first, decay, h), _place(x.ptr, x.u.size(0)))
     return (h @ x.C.unsqueeze(2)).squeeze(2) + x.u * x.D
@@ -269,16 +274,7 @@ def _place(ptr: Tensor, num_rows: int) -> Tensor:
 def _grid_parents(
     height: Tensor, width: Tensor, num_dags: int, num_nodes: int
 ) -> Tensor:
-    node, x, y, w, h = _lattice(torch.stack([height, width], 1), num_nodes)
-    before = [
-        torch.where(exists, node - step, node) * num_dags + d
-        for d, (right, below) in enumerate(WAYS[:num_dags])
-        for exists, step in (
-            (x > 0 if right > 0 else x < w - 1, right),
-            (y > 0 if below > 0 else y < h - 1, below * w),
-        )
-    ]
-    return torch.stack(before, dim=1).unflatten(1, (num_dags, 2))
+    return parents_at(num_dags, *_lattice(torch.stack([height, width], 1), num_nodes))
 
 
 def _lattice(sizes: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
@@ -386,10 +382,8 @@ def _parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor
 def _adjacency(edge_index: Tensor, num_nodes: int) -> Tensor:
     """Whether there is an edge from one node to another, [V, V]."""
     (source, target), ones = edge_index, torch.ones_like(edge_index[0])
-    return (
-        _sum(ones, source * num_nodes + target, num_nodes**2).view(num_nodes, num_nodes)
-        > 0
-    )
+    count = _sum(ones, source * num_nodes + target, num_nodes**2)
+    return count.view(num_nodes, num_nodes) > 0
 
 
 @has_form
@@ -469,21 +463,13 @@ def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     return torch.zeros_like(kept).scatter(0, order, kept) > 0
 
 
-def _neighbours(edge_index: Tensor, num_nodes: int) -> Tensor:
-    """The number of distinct neighbours, [V]."""
-    edge = _adjacency(edge_index, num_nodes)
-    node = torch.arange(num_nodes, device=edge.device)
-    return ((edge | edge.t()) & (node != node.unsqueeze(1))).sum(1)
-
-
 @has_form
 def _node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
     node = torch.arange(num_nodes, device=edge_index.device)
     if order == "order":
         return node
-    if order != "degree":
-        raise no_form(f"order={order!r}")
-    ordered = torch.sort(_neighbours(edge_index, num_nodes) * num_nodes + node).indices
+    score = _node_score(edge_index, None, num_nodes, order)
+    ordered = torch.sort(score * num_nodes + node).indices
     return torch.empty_like(node).scatter(0, ordered, node)
 
 
@@ -491,9 +477,12 @@ def _node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
 def _node_score(
     edge_index: Tensor, batch: Tensor | None, num_nodes: int, order: str
 ) -> Tensor:
+    """The number of distinct neighbours, [V]."""
     if order != "degree":
         raise no_form(f"order={order!r}")
-    return _neighbours(edge_index, num_nodes)
+    edge = _adjacency(edge_index, num_nodes)
+    node = torch.arange(num_nodes, device=edge.device)
+    return ((edge | edge.t()) & (node != node.unsqueeze(1))).sum(1)
 
 
 @has_form
@@ -516,6 +505,4 @@ def _path_scale(edge_index: Tensor, gain: Tensor, source: Tensor) -> Tensor:
         return (new > most).any(), new
 
     first = torch.ones((), dtype=torch.bool, device=gain.device)
-    return _loop(
-        lambda x, *_: x.clone(), body, (first, source.clone()), edge_index, gain
-    )
+    return _loop(lambda x, *_: x.clone(), body, (first, source), edge_index, gain)

@@ -30,6 +30,7 @@ __all__ = [
     "grid_parents",
     "grid_sizes",
     "is_grid",
+    "parents_at",
 ]
 
 #: The horizontal and vertical step of each DAG.
@@ -202,7 +203,13 @@ def _grid_parents(
     grid = torch.repeat_interleave(sizes, output_size=num_nodes)
     node = torch.arange(num_nodes)
     local, h, w = node - (sizes.cumsum(0) - sizes)[grid], height[grid], width[grid]
-    x, y = local % w, local // w
+    return parents_at(num_dags, node, local % w, local // w, w, h)
+
+
+def parents_at(
+    num_dags: int, node: Tensor, x: Tensor, y: Tensor, w: Tensor, h: Tensor
+) -> Tensor:
+    """The parents of nodes in columns x and rows y of grids of widths w, heights h."""
     before = [
         torch.where(exists, node - step, node) * num_dags + d
         for d, (right, below) in enumerate(WAYS[:num_dags])
