@@ -895,7 +895,7 @@ def results(function: Callable[..., Tensor], floats: Floats) -> Results:
     generator = torch.Generator().manual_seed(7)
     weigh = torch.randn(out.shape, generator=generator).bfloat16()  # exact in any dtype
     grads = torch.autograd.grad(
-        out, list(leaves.values()), weigh.to(out.dtype), allow_unused=True,
+        out, list(leaves.values()), weigh.to(out), allow_unused=True,
         materialize_grads=True,
     )  # fmt: skip
     return {"output": out.detach(), **dict(zip(leaves, grads, strict=True))}

@@ -35,18 +35,14 @@ DEVICES_IF_ASKED = ("cpu",) if INTERPRETED else ()
 SHORT_PATH = 64
 
 #: The oldest Triton version and GPU compute capability that the kernels support.
-_OLDEST, _CAPABILITY = (3, 9), (8, 0)
+_OLDEST, _CAPABILITY = (3, 6), (8, 0)
 
 
 def why_not(x: Tensor, rows: int = 0) -> str | None:
-    """Why kernels can't process this tensor (device, dtype) or this number of rows;
-    None if they can.
-
-    The interpreter also computes in float64, which tells wrong formulas from rounding.
+    """Why kernels can't process tensors on this device, or this number of rows; None if
+    they can.
     """
     reason = _problem(x.device)
-    if reason is None and x.dtype == torch.float64 and not INTERPRETED:
-        reason = "computes in float32, and the inputs are float64"
     if reason is None and rows >= 1 << 30:
         reason = "counts rows in 32 bits"
     if reason is None:

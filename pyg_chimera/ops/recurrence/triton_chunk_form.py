@@ -329,18 +329,18 @@ def _chunk_product(
     for channel in range(0, X_SIZE, STEP):  # if unrolled, it would exceed the registers
         x = rows_of(X, node, there, x_head, channel, X_HEADS, X_SIZE, STEP)
         y = rows_of(Y, node, there, x_head, channel, X_HEADS, X_SIZE, STEP)
-        scores = tl.dot(x, tl.trans(y), scores, input_precision=PRECISION)
+        scores += tl.dot(x, tl.trans(y), input_precision=PRECISION)
         state = state_slice(
             STATE, beside, h, goes_on, channel + tl.arange(0, STEP),
             z + tl.arange(0, WIDTH), HEADS, X_SIZE, Z_SIZE, X_STRIDE, Z_STRIDE,
         )  # fmt: skip
-        out = tl.dot(x, state, out, input_precision=PRECISION)
+        out += tl.dot(x, state, input_precision=PRECISION)
     decays = decays_of(weight, 0, CHUNK)
     if UP:
         decays = tl.trans(decays)
     rows = rows_of(Z, node, there, z_head, z, Z_HEADS, Z_SIZE, WIDTH)
     out = factor[:, None] * out
-    out = tl.dot(decays * scores, rows, out, input_precision=PRECISION)
+    out += tl.dot(decays * scores, rows, input_precision=PRECISION)
     at, inside = tile_places(node, there, h, z, HEADS, Z_SIZE, WIDTH)
     tl.store(OUT + at, out, mask=inside)
 
@@ -377,11 +377,11 @@ def _weight_gradient(
     for n in range(0, N, STEP_N):
         q = rows_of(Q, node, there, group, n, GROUPS, N, STEP_N)
         x = rows_of(K, node, there, group, n, GROUPS, N, STEP_N)
-        scores = tl.dot(q, tl.trans(x), scores, input_precision=PRECISION)
+        scores += tl.dot(q, tl.trans(x), input_precision=PRECISION)
     for p in range(0, P, STEP_P):
         dy = rows_of(DY, node, there, h, p, HEADS, P, STEP_P)
         v = rows_of(V, node, there, h, p, HEADS, P, STEP_P)
-        products = tl.dot(dy, tl.trans(v), products, input_precision=PRECISION)
+        products += tl.dot(dy, tl.trans(v), input_precision=PRECISION)
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     d = tl.where(i >= j, scores * products, 0.0)
     d += tl.where(i == size - 1, left[None, :], 0.0)

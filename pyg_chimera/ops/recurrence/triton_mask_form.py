@@ -287,7 +287,7 @@ def _scores(
         x = tl.load(X + at, mask=there, other=0.0)
         at, there = tile_places(cols[0], cols[1], h, channel, HEADS, SIZE, STEP)
         y = tl.load(Y + at, mask=there, other=0.0)
-        scores = tl.dot(x, tl.trans(y), scores, input_precision=PRECISION)
+        scores += tl.dot(x, tl.trans(y), input_precision=PRECISION)
     return scores
 
 
@@ -316,12 +316,12 @@ def _triangular_inverse(
         for k in range(j, i):
             a = tl.load(matrix_tile(A + start, i, k, tiles, TILE))
             x = tl.load(matrix_tile(L + start, k, j, tiles, TILE))
-            right = tl.dot(a, x, right, input_precision=PRECISION)
+            right += tl.dot(a, x, input_precision=PRECISION)
         power = tl.load(matrix_tile(A + start, i, i, tiles, TILE))
         inverse = eye + power
         for _ in range(1, LOG_TILE):  # if unrolled, it takes twice the registers
             power = tl.dot(power, power, input_precision=PRECISION)
-            inverse = tl.dot(inverse, power, inverse, input_precision=PRECISION)
+            inverse += tl.dot(inverse, power, input_precision=PRECISION)
         x = tl.dot(inverse, right, input_precision=PRECISION)
         tl.store(matrix_tile(L + start, i, j, tiles, TILE), x)
         tl.debug_barrier()  # the next rows read it
@@ -426,7 +426,7 @@ def _masked_product(
                 cols[0], cols[1], z_head, channel, sizes.z_heads, sizes.z_size, WIDTH
             )
             z = tl.load(Z + at, mask=there, other=0.0)
-            out = tl.dot(mask * scores, z, out, input_precision=PRECISION)
+            out += tl.dot(mask * scores, z, input_precision=PRECISION)
         at, there = tile_places(
             rows[0], rows[1], h, channel, sizes.heads, sizes.z_size, WIDTH
         )
@@ -467,7 +467,7 @@ def _adjoint(
         for k in range(i if TRIANGULAR else 0, tiles):
             a = tl.load(matrix_tile(L + start, k, i, tiles, TILE))
             b = tl.load(matrix_tile(DL + start, k, j, tiles, TILE))
-            m = tl.dot(tl.trans(a), b, m, input_precision=PRECISION)
+            m += tl.dot(tl.trans(a), b, input_precision=PRECISION)
         tl.store(matrix_tile(M + start, i, j, tiles, TILE), m)
 
 

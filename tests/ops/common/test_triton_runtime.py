@@ -60,7 +60,7 @@ def gpu(monkeypatch):
         ({"version": "4.0.0+git1"}, None),
         ({"capability": (7, 5)}, "capability 8.0 or more, and cuda:3 has 7.5"),
         ({"capability": (7, 5), "hip": "6.2"}, None),
-        ({"version": "3.8.9"}, "Triton 3.9 or newer, and 3.8.9 is installed"),
+        ({"version": "3.5.1"}, "Triton 3.6 or newer, and 3.5.1 is installed"),
     ],
 )
 def test_what_a_gpu_must_have(facts, said, gpu):
@@ -74,8 +74,7 @@ def test_what_else_is_needed(gpu, monkeypatch):
     assert "needs a GPU" in triton_runtime.why_not(torch.zeros(1))
     monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
     assert triton_runtime.why_not(torch.zeros(1)) is None
-    problem = triton_runtime.why_not(torch.zeros(1).double())
-    assert "computes in float32, and the inputs are float64; use backend='t" in problem
+    assert triton_runtime.why_not(torch.zeros(1).double()) is None
     monkeypatch.undo()
     monkeypatch.setattr(triton_runtime, "WITH_TRITON", False)
     problem = triton_runtime.why_not(torch.zeros(1))

@@ -233,7 +233,7 @@ def _factors(
     scores = tl.zeros([CHUNK, CHUNK], K.dtype.element_ty)
     for n in range(0, N, STEP):
         x = rows_of(K, node, there, group, n, GROUPS, N, STEP)
-        scores = tl.dot(x, tl.trans(x), scores, input_precision=PRECISION)
+        scores += tl.dot(x, tl.trans(x), input_precision=PRECISION)
     o = tl.arange(0, CHUNK)
     b = tl.load(B + node * HEADS + h, mask=there, other=0.0)
     weight = weights_of(W, first, size, h, num_states, 0, CHUNK)
@@ -281,7 +281,7 @@ def _carry_products(
         places = at * (N * X_ROW) + n[:, None] * X_ROW + (X_ROW - P + p)[None, :]
         x = tl.load(X + places, mask=inside, other=0.0)
         x += tl.load(DECAY + at) * S
-        S = tl.dot(e, S, x, input_precision=PRECISION)
+        S = x + tl.dot(e, S, input_precision=PRECISION)
         places = at * (N * P) + n[:, None] * P + p[None, :]
         tl.store(OUT + places, S, mask=inside)
 
@@ -300,7 +300,7 @@ def _adjoint_factors(
     for n in range(0, N, STEP):
         x = rows_of(K, node, there, group, n, GROUPS, N, STEP)
         q = rows_of(Q, node, there, group, n, GROUPS, N, STEP)
-        scores = tl.dot(q, tl.trans(x), scores, input_precision=PRECISION)
+        scores += tl.dot(q, tl.trans(x), input_precision=PRECISION)
     weight = weights_of(W, first, size, h, num_states, 0, CHUNK)
     scores *= decays_of(weight, 0, CHUNK)
     b = tl.load(B + node * HEADS + h, mask=there, other=0.0)
@@ -337,5 +337,5 @@ def _corrections(
         S = state_slice(STATE, beside, h, goes_on, c, p, HEADS, N, P, P, 1)
         g = rows_of(FACTORS, node, there, h, n, HEADS, N + P, STEP)
         g = tl.where((c < N)[None, :], g, 0.0)
-        x = tl.dot(g, S, x, input_precision=PRECISION)
+        x += tl.dot(g, S, input_precision=PRECISION)
     _store_rows(OUT, x, node, there, h, p, P, HEADS, P)

@@ -294,7 +294,8 @@ def _pulled(
     """Rows of a front's vector: the outer products of its own nodes, plus the rows of
     its children's vectors.
     """
-    r, (lane, there) = i * TILE + tl.arange(0, TILE), _lanes(N * P, LANES)
+    r = i * TILE + tl.arange(0, TILE)
+    lane, there = _lanes(N * P, LANES)
     node = tl.load(NODE + first + r, mask=r < pivots, other=0).to(tl.int64)
     own = (r < pivots)[:, None] & there[None, :]
     at = (node * (GROUPS * N))[:, None] + (lane // P)[None, :]
@@ -346,7 +347,7 @@ def _sweep_up(
             factor = _front_tile(matrix, i, p, tiles, side, SIDES, TILE)
             factor = tl.where(below, factor, 0.0)
             factor = tl.where(side == 0, factor, -factor)
-            new = tl.dot(factor, above, new, input_precision=PRECISION)
+            new += tl.dot(factor, above, input_precision=PRECISION)
     lane, there = _lanes(N * P, LANES)
     at = (first + r).to(tl.int64)[:, None] * (N * P) + lane[None, :]
     tl.store(held + at, new, mask=(r < size)[:, None] & there[None, :])
@@ -378,7 +379,7 @@ def _sweep_down(
         above = tl.load(H + node[:, None] * WIDTH + lane[None, :], mask=mask, other=0.0)
         states += tl.where(side == 0, -above, above)
         factor = _front_tile(matrix, i, j, tiles, side, SIDES, TILE)
-        new = tl.dot(factor, states, new, input_precision=PRECISION)
+        new += tl.dot(factor, states, input_precision=PRECISION)
     r = i * TILE + o
     node = tl.load(NODE + first + r, mask=r < pivots, other=0).to(tl.int64)
     at = node[:, None] * WIDTH + lane[None, :]
