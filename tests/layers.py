@@ -42,6 +42,10 @@ class _OnBatch(torch.nn.Module):
         kwargs = {"score": self.inputs.x[:, 0]} if self.case.scores else {}
         return self.case.call(self.conv, inputs, **kwargs)
 
+    def _apply(self, fn: Callable, recurse: bool = True) -> "_OnBatch":
+        self.inputs = Inputs(*map(fn, self.inputs))
+        return super()._apply(fn, recurse)
+
 
 class _ModelOnBatch(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, edges: list) -> None:
@@ -50,12 +54,12 @@ class _ModelOnBatch(torch.nn.Module):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) / 4)
-        self.edges = torch.tensor(edges).t()
+        self.register_buffer("edges", torch.tensor(edges).t(), persistent=False)
 
     def forward(self, x: Tensor, with_batch: bool = True) -> Tensor:
         if isinstance(self.model, SwiGLU):
             return self.model(x)
-        batch = torch.tensor(BATCH) if with_batch else None
+        batch = torch.tensor(BATCH, device=x.device) if with_batch else None
         return self.model(x, self.edges, batch=batch)
 
 
