@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_chimera.ops.common.checks import setting, trusted
+from pyg_chimera.ops.structure.checksum import scrambled
 
 __all__ = ["Recipe", "called_eagerly", "recalled", "remembered", "table"]
 
@@ -93,6 +94,10 @@ def _num_bytes(value: Any) -> int:
 _CACHE = _Cache(size=1024)
 
 
+#: Larger tensors on other devices are not copied to the host to recognise them.
+_MOST_COPIED = 1 << 15
+
+
 class _Digests:
     """Digests of tensors, stored as long as tensors live and are unchanged.
 
@@ -124,12 +129,24 @@ def _digest(x: Tensor) -> bytes:
     # Dtypes, as some of them are errors; devices, as results may be on them.
     kind = (x.dtype, x.device, tuple(x.shape))
     digest = hashlib.sha1(repr(kind).encode(), usedforsecurity=False)  # a fast one
-    if x.numel() > 0:
+    if x.numel() > _MOST_COPIED and x.device.type != "cpu":
+        digest.update(repr(_sums_of_hashes(x).tolist()).encode())
+    elif x.numel() > 0:
         content = x.detach().cpu().reshape(-1)
         if content.stride(0) != 1:  # such as one entry of a strided tensor
             content = content.clone(memory_format=torch.contiguous_format)
         digest.update(content.view(torch.uint8).numpy().data)
     return digest.digest()
+
+
+def _sums_of_hashes(x: Tensor) -> Tensor:
+    """Two sums of 64-bit hashes of entries at their places, on the tensor's device."""
+    same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = x.detach().reshape(-1).view(same_size[x.element_size()]).long()
+    place = torch.arange(bits.numel(), device=x.device)
+    keys = ((-7046029254386353131, 6364136223846793005),
+            (2862933555777941757, -3335678366873096957))  # fmt: skip
+    return torch.stack([scrambled(bits * a + place * b).sum() for a, b in keys])
 
 
 _DIGESTS = _Digests()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.structure.edges import edges_of
 
-__all__ = ["SUFFIX", "check_stored", "checksum"]
+__all__ = ["SUFFIX", "check_stored", "checksum", "scrambled"]
 
 #: An attribute with this ending is a checksum, for all attributes that begin alike.
 SUFFIX = "_checksum"
@@ -47,12 +47,16 @@ def checksum(
         if not multigraph and not dags:
             key = torch.unique(source * num_nodes + target)
             source, target = key // max(num_nodes, 1), key % max(num_nodes, 1)
-        # Products and sums overflow, as in other hashes.
-        x = (target - source) * -7046029254386353131 + 1442695040888963407
-        x = (x ^ (x >> 30)) * -4658895280553007687
-        x = (x ^ (x >> 27)) * -7723592293110705685
-        out = (out * 6364136223846793005).index_add_(0, source, x ^ (x >> 31))
+        x = scrambled((target - source) * -7046029254386353131 + 1442695040888963407)
+        out = (out * 6364136223846793005).index_add_(0, source, x)
     return out
+
+
+def scrambled(x: Tensor) -> Tensor:
+    """Hashes of int64 numbers: the finaliser of SplitMix64, whose products overflow."""
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return x ^ (x >> 31)
 
 
 def check_stored(data: Any, names: Iterable[str] | None = None) -> None:

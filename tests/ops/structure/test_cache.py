@@ -152,3 +152,21 @@ def test_many_threads():
         results = pool.map(lambda i: made(EDGES, options=(i % 12,)), range(400))
         for i, x in enumerate(results):
             assert x.args[1] == i % 12
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.int32, torch.uint8, torch.double])
+def test_large_tensors_are_recognised_on_their_device(dtype):
+    """By sums of hashes that depend on every entry and on its place."""
+    x = torch.randint(100, (2, 500), generator=torch.Generator().manual_seed(0))
+    x = x.to(dtype)
+    found = {tuple(cache._sums_of_hashes(x).tolist())}
+    assert found == {tuple(cache._sums_of_hashes(x.clone()).tolist())}
+    for i in range(200):
+        changed = x.clone()
+        changed[i % 2, i] += 1
+        found.add(tuple(cache._sums_of_hashes(changed).tolist()))
+        swapped = x.clone()
+        swapped[:, [i, i + 1]] = x[:, [i + 1, i]]
+        if not swapped.equal(x):
+            found.add(tuple(cache._sums_of_hashes(swapped).tolist()))
+    assert len({x for x, _ in found}) == len({x for _, x in found}) == len(found) > 390

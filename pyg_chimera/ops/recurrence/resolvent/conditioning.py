@@ -5,6 +5,7 @@ singular, and rounding the weights already changes the resolvent.
 """
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
@@ -27,7 +28,7 @@ def sums(edge_index: Tensor, weight: Tensor, num_nodes: int) -> list[Tensor]:
     return [zeros.index_add(0, end.long(), weight) for end in edge_index.flip(0)]
 
 
-def is_ill_conditioned(blocks: Blocks, weight: Tensor) -> bool:
+def is_ill_conditioned(blocks: Blocks, edge_index: Tensor, weight: Tensor) -> bool:
     r"""Whether row sums (or column sums) of :math:`(I - |A|)^{-1}` may be large.
 
     They are at most :math:`k / (1 - \max |A|^k 1)`, for any k. False for matrices
@@ -35,9 +36,12 @@ def is_ill_conditioned(blocks: Blocks, weight: Tensor) -> bool:
 
     Args:
         blocks: The graphs.
+        edge_index: Their edges, [2, E].
         weight: The weights of the edges, [E, heads].
     """
     heads = weight.shape[1]
+    if weight.device.type != "cpu":
+        return _is_ill_conditioned_there(blocks.num_nodes, edge_index, weight)
     absolute = weight.detach().cpu().abs().double().numpy()
     steps = np.full((2, heads), np.inf)
     for found, table, other in zip(
@@ -58,6 +62,30 @@ def is_ill_conditioned(blocks: Blocks, weight: Tensor) -> bool:
             return False
     least = steps.min(0)
     return bool(((least > _MOST_STEPS) & (least < np.inf)).any())
+
+
+def _is_ill_conditioned_there(
+    num_nodes: int, edge_index: Tensor, weight: Tensor
+) -> bool:
+    """The same on a device, where the host waits once, or twice."""
+    # Of single precision, as margins of 1 / _MOST_STEPS are larger than its rounding.
+    absolute = weight.detach().abs().float()
+    least = absolute.new_full((weight.size(1),), torch.inf)
+    for target, source in (edge_index.flip(0), edge_index):
+        kept = absolute.new_ones(num_nodes, weight.size(1))
+        valid = torch.ones_like(least, dtype=torch.bool)
+        found = torch.full_like(least, torch.inf)
+        for k in range(1, _SWEEPS + 1):
+            passed = absolute * kept[source]
+            kept = torch.zeros_like(kept).index_add_(0, target, passed)
+            most = kept.amax(0) if num_nodes else torch.zeros_like(least)
+            valid &= most <= 1
+            bound = torch.where(most < 1, k / (1 - most), torch.inf)
+            found = torch.where(valid, found.minimum(bound), found)
+        if bool((found <= _MOST_STEPS).all()):
+            return False
+        least = least.minimum(found)
+    return bool(((least > _MOST_STEPS) & (least < torch.inf)).any())
 
 
 def _positions(blocks: Blocks) -> list[np.ndarray]:

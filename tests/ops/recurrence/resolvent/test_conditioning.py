@@ -7,7 +7,10 @@ from torch_geometric.utils import to_undirected
 
 from pyg_chimera.ops import resolvent_mix, unchecked
 from pyg_chimera.ops.recurrence.resolvent import op
-from pyg_chimera.ops.recurrence.resolvent.conditioning import is_ill_conditioned
+from pyg_chimera.ops.recurrence.resolvent.conditioning import (
+    _is_ill_conditioned_there,
+    is_ill_conditioned,
+)
 from pyg_chimera.ops.structure.symbolic_factor import graph_blocks
 
 
@@ -33,17 +36,23 @@ def test_it_bounds_row_or_column_sums(margin, transposed):
     A[:, edge_index[1], edge_index[0]] = weight.t()
     L = torch.linalg.inv(torch.eye(num_nodes).double() - A)
     largest = L.sum(2 - transposed).max()
-    found = is_ill_conditioned(graph_blocks(edge_index, None, num_nodes), weight)
+    found = is_ill_conditioned(
+        graph_blocks(edge_index, None, num_nodes), edge_index, weight
+    )
     assert found == (largest > 3e4)
+    assert _is_ill_conditioned_there(num_nodes, edge_index, weight) == found
+    assert not _is_ill_conditioned_there(num_nodes, edge_index, 3 * weight)
     assert not is_ill_conditioned(
-        graph_blocks(edge_index, None, num_nodes), 3 * weight
+        graph_blocks(edge_index, None, num_nodes), edge_index, 3 * weight
     )  # nothing is known of it
 
 
 def test_edges_of_no_graph():
     none = torch.zeros(2, 0).long()
-    assert not is_ill_conditioned(graph_blocks(none, None, 0), torch.zeros(0, 2))
-    assert not is_ill_conditioned(graph_blocks(none, None, 3), torch.zeros(0, 2))
+    assert not is_ill_conditioned(graph_blocks(none, None, 0), none, torch.zeros(0, 2))
+    assert not is_ill_conditioned(graph_blocks(none, None, 3), none, torch.zeros(0, 2))
+    assert not _is_ill_conditioned_there(0, none, torch.zeros(0, 2))
+    assert not _is_ill_conditioned_there(3, none, torch.zeros(0, 2))
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
