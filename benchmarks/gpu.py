@@ -609,9 +609,11 @@ def main() -> None:
         "machine": machine(device),
         "interpreted": triton_runtime.INTERPRETED,
         "limits": limits and limits._asdict(),
-        "calls": [measure(call, device, limits) for call in calls(args)],
+        "calls": [],
     }
-    write_json(out, results)
+    for call in calls(args):
+        results["calls"].append(measure(call, device, limits))
+        write_json(out, results)
     show("")
     print(report(results))
     print(f"\nWritten: {out}")

@@ -5,10 +5,12 @@ otherwise, and Chimera with 16 state channels::
 
     python benchmarks/layers.py                     # five minutes: all rows
     python benchmarks/layers.py --only "planar, 16,384 nodes"
+    python benchmarks/layers.py --device cuda       # three minutes
     python benchmarks/layers.py --smoke
 
 Prints the table of the documentation. Outputs of up to 2,048 nodes are compared with
-those of the layers in float64 before anything is timed.
+those of the layers in float64 before anything is timed. On a GPU, our layers are also
+timed within `ops.unchecked()`, where the host need not wait for it.
 """
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -26,6 +28,7 @@ from torch.nn import Module, MultiheadAttention
 from torch_geometric.nn import GPSConv
 from workloads import PEPTIDES, Workload, filling, peptides, planar
 
+from pyg_chimera import ops
 from pyg_chimera.nn import (
     ChimeraConv,
     ChimeraPathConv,
@@ -38,12 +41,33 @@ COMPARED = 2048  #: the most nodes whose outputs are compared with float64
 
 
 class Case(NamedTuple):
-    """A module, and how it is called on features."""
+    """A module, and how it is called on features and a graph."""
 
     name: str
     module: Module
-    call: Callable[[Module, Tensor], Tensor]
+    call: Callable[..., Tensor]
     x: Tensor
+    graph: tuple[Tensor, ...] = ()
+
+    def to(self, device: str) -> "Case":
+        return self._replace(
+            module=self.module.to(device),
+            x=self.x.to(device),
+            graph=tuple(y.to(device) for y in self.graph),
+        )
+
+    def __call__(self) -> Tensor:
+        return self.call(self.module, self.x, *self.graph)
+
+    @property
+    def unchecked(self) -> "Case":
+        """The same, where contents of tensors are trusted."""
+
+        def call(*args: Any) -> Tensor:
+            with ops.unchecked():
+                return self.call(*args)
+
+        return self._replace(name=f"{self.name}, unchecked", call=call)
 
 
 def chimera(graph: Workload, heads: int = 4, states: int = 16) -> Case:
@@ -58,8 +82,9 @@ def gps(graph: Workload, width: int = 64) -> Case:
 
 
 def on(graph: Workload, name: str, module: Module, width: int) -> Case:
-    call = lambda m, x: m(x, graph.edge_index, batch=graph.batch)  # noqa: E731
-    return Case(name, module, call, torch.randn(graph.num_nodes, width))
+    call = lambda m, x, index, batch: m(x, index, batch=batch)  # noqa: E731
+    x = torch.randn(graph.num_nodes, width)
+    return Case(name, module, call, x, (graph.edge_index, graph.batch))
 
 
 def grids(count: int, side: int) -> list[Case]:
@@ -89,8 +114,10 @@ def rows(args: Namespace) -> Iterator[tuple[str, Callable[[], list[Case]]]]:
     def molecules(count: int) -> Workload:
         return next(iter(peptides(args.root, [count], smoke)))
 
-    count = 4 if smoke else 64
+    count, on_gpu = 4 if smoke else 64, args.device == "cuda"
     yield f"{count} peptides", both(lambda: molecules(count))
+    if on_gpu:
+        yield "512 peptides", both(lambda: molecules(512))
     yield (
         f"{count} peptides, width 96",
         lambda: [
@@ -125,7 +152,12 @@ def rows(args: Namespace) -> Iterator[tuple[str, Callable[[], list[Case]]]]:
         ],
     )
     if not smoke:
-        yield "planar, 114,000 nodes", lambda: [chimera(planar(114_000))]
+        yield (
+            "planar, 114,000 nodes",
+            both(lambda: planar(114_000))
+            if on_gpu
+            else lambda: [chimera(planar(114_000))],
+        )
         yield (
             "the same, edges in one direction",
             lambda: [one_way_only(planar(114_000))],
@@ -146,8 +178,8 @@ def check(case: Case) -> float:
     """
     module = deepcopy(case.module).eval()  # GraphMambaConv breaks ties at random else
     with torch.no_grad():
-        out = case.call(module, case.x)
-        exact = case.call(module.double(), case.x.double())
+        out = case._replace(module=module)()
+        exact = case._replace(module=module.double(), x=case.x.double())()
         error = (out - exact).abs().max() / exact.abs().max()
     if not error < 1e-3:
         raise AssertionError(f"{case.name} differs from float64 by {error:.1e}")
@@ -156,25 +188,42 @@ def check(case: Case) -> float:
 
 def step(case: Case) -> Callable[[], Timing]:
     x = case.x.requires_grad_()
+    synchronize = torch.cuda.synchronize if x.is_cuda else lambda: None
 
     def run() -> Timing:
+        synchronize()
         start = perf_counter()
-        out = case.call(case.module, x)
+        out = case()
+        synchronize()
         middle = perf_counter()
         out.sum().backward()
+        synchronize()
         return Timing(middle - start, perf_counter() - start)
 
     return run
 
 
+def fits(case: Case) -> bool:
+    """Whether a step fits in the memory of a GPU."""
+    try:
+        step(case)()
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return False
+    return True
+
+
 def measure(name: str, cases: list[Case], args: Namespace) -> dict[str, Any]:
     show(name)
+    cases = [case.to(args.device) for case in cases]
     nodes = cases[0].x.numel() // cases[0].x.size(-1)
     errors = {case.name: check(case) for case in cases if nodes <= COMPARED}
+    if args.device == "cuda":
+        cases = [cases[0], *filter(fits, cases[1:]), cases[0].unchecked]
     rounds = interleave(
         {case.name: step(case) for case in cases}, args.repeats, args.limit
     )
-    ours, *others = rounds
+    ours, *others = [case for case in rounds if not case.endswith("unchecked")]
     return {
         "name": name,
         "nodes": nodes,
@@ -188,12 +237,14 @@ def report(results: list[dict[str, Any]]) -> str:
     """The table of the documentation, in Markdown."""
     lines = ["| graphs | ours | instead | ratio |", "| --- | --- | --- | --- |"]
     for row in results:
-        cells = [
-            f"`{name}` {_shown(times['total']['median'])}"
-            for name, times in row["times"].items()
-        ] + ["not tried"]
+        shown = {x: _shown(y["total"]["median"]) for x, y in row["times"].items()}
+        ours, *others = [name for name in shown if not name.endswith("unchecked")]
+        cells = [f"`{name}` {shown[name]}" for name in (ours, *others)]
+        if f"{ours}, unchecked" in shown:
+            cells[0] += f" ({shown[f'{ours}, unchecked']} unchecked)"
         last = "" if row["ratio"] is None else f"{row['ratio']:.2f}"
-        lines.append(f"| {row['name']} | {cells[0]} | {cells[1]} | {last} |")
+        instead = cells[1] if others else "not tried"
+        lines.append(f"| {row['name']} | {cells[0]} | {instead} | {last} |")
     return "\n".join(lines)
 
 
@@ -208,12 +259,13 @@ def main() -> None:
         description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", help="names of rows")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=int, default=7, help="rounds (default: 7)")
     parser.add_argument("--limit", type=float, default=15, help="seconds of a case")
     parser.add_argument("--root", type=Path, default=PEPTIDES)
     add_output(parser)
     args = parser.parse_args()
-    out = output(args, "layers-cpu")
+    out = output(args, f"layers-{args.device}")
     if args.smoke:
         args.repeats = 1
     torch.manual_seed(0)
@@ -221,7 +273,7 @@ def main() -> None:
     for name, make in rows(args):
         if args.only is None or name in args.only:
             results.append(measure(name, make(), args))
-            write_json(out, {"machine": machine("cpu"), "layers": results})
+            write_json(out, {"machine": machine(args.device), "layers": results})
     show("")
     print(report(results))
     print(f"\nWritten: {out}")

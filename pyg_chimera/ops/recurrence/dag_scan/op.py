@@ -114,6 +114,12 @@ class _StateScan(Operator[Inputs, States]):
         forms = [inputs.form]
         if inputs.form == "auto":
             forms = ["mask", "state"]
+        on_gpu: dict[str, float] = {}
+        if "triton" in backends:
+            on_gpu = triton_backend.predicted_seconds(call)
+            levels = on_gpu.pop("level")
+            if forms[-1] == "state" and levels < min(on_gpu[x] for x in forms):
+                backends, forms = backends[::-1], ["state"]
         for backend in backends[:1] if inputs.form == "chunk" else backends:
             paths = backend != "torch" and bool(call.structure.are_paths)
             found = [
@@ -122,8 +128,7 @@ class _StateScan(Operator[Inputs, States]):
             ]
             found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
             if backend == "triton":
-                best_first = triton_backend.preferred_forms(call)
-                found.sort(key=lambda x: best_first.index(x.form))
+                found.sort(key=lambda x: on_gpu[x.form])
             if backend != "numba":  # costs have been measured for numba only
                 found = [choice._replace(cost=None) for choice in found]
             best, *others = found

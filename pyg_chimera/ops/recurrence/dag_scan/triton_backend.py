@@ -15,7 +15,9 @@ from torch import Tensor
 from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
+from pyg_chimera.ops.recurrence.dag_scan import torch_backend
 from pyg_chimera.ops.recurrence.dag_scan.own import own, plus_own_gradients
+from pyg_chimera.ops.recurrence.levels import levels_of
 from pyg_chimera.ops.recurrence.states import NOT_PATHS, StateGraph
 from pyg_chimera.ops.structure.cache import table
 
@@ -29,7 +31,7 @@ __all__ = [
     "DEVICES_IF_ASKED",
     "backward",
     "forward",
-    "preferred_forms",
+    "predicted_seconds",
     "why_not",
 ]
 
@@ -37,6 +39,13 @@ __all__ = [
 _MOST_STATES = 46_000
 #: Bytes of matrices that the mask form may take if the form is not prescribed.
 _MAX_MASK_BYTES = 1 << 30
+#: Seconds on an H200, forward and backward: of a product of tiles, alone or among many;
+#: of the next position of a component; of a level of the torch backend, and of a number
+#: of its states; and of the chunk form on short paths.
+_PRODUCT, _OF_MANY, _POSITION = 6e-7, 2.4e-9, 5e-6
+_LEVEL, _NUMBER, _CHUNKS = 8e-5, 5e-11, 1e-4
+#: Programs that run at a time.
+_AT_ONCE = 132 * 4
 
 # ------------------------------------------------------------------------ the backend
 
@@ -59,20 +68,43 @@ def why_not(call: Call) -> str | None:
     return reason
 
 
-def preferred_forms(call: Call) -> tuple[str, ...]:
-    """The forms, best first: those with few sequential steps that fit in memory.
+def predicted_seconds(call: Call) -> dict[str, float]:
+    """Of each form, forward and backward; "level" is the state form in plain PyTorch.
 
-    The mask form takes three matrices for each head and block.
+    What counts is the longest sequence of steps, and in how many waves programs run.
+    The mask form takes three matrices for each head and block, which have to fit.
     """
-    states, value = call.structure.extents.states.astype(float), call.inputs.value
-    numel = 3 * value.size(1) * float((states**2).sum())
-    if value.element_size() * numel > _MAX_MASK_BYTES:
-        return "chunk", "state", "mask"
-    if call.structure.are_paths:
-        lengths = np.diff(call.structure.graph.component_ptr)
-        if lengths.max(initial=0) > triton_runtime.SHORT_PATH:
-            return "chunk", "mask", "state"
-    return "mask", "chunk", "state"
+    graph, value = call.structure.graph, call.inputs.value
+    keys, heads = call.inputs.query.size(2), value.size(1)
+    tiles = np.ceil(call.structure.extents.states / 32)
+    lengths = np.diff(graph.component_ptr)
+    longest = int(lengths.max(initial=0))
+    slices = -(-keys // 64) * -(-value.size(2) // 32)
+    waves = max(1.0, slices * heads * len(lengths) / _AT_ONCE)
+    found = {
+        "mask": max(
+            _PRODUCT * float(tiles.max(initial=0)) ** 2,
+            _OF_MANY * heads * float((tiles**3).sum()),
+        ),
+        "state": waves * longest * _POSITION,
+        "chunk": _CHUNKS,
+        "level": np.inf,
+    }
+    if (
+        3 * heads * value.element_size() * float((tiles**2).sum()) * 1024
+        > _MAX_MASK_BYTES
+    ):
+        found["mask"] = np.inf
+    if not call.structure.are_paths:
+        found["chunk"] = np.inf
+    elif longest > triton_runtime.SHORT_PATH:
+        found["chunk"] = 0.0
+    if longest > triton_runtime.SHORT_PATH:
+        depth = len(levels_of(graph, value.device).down)
+        parts = len(list(torch_backend.slices(call, 4)))
+        numbers = len(graph.state) * heads * value.size(2) * keys
+        found["level"] = depth * parts * _LEVEL + numbers * _NUMBER
+    return found
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
