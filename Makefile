@@ -19,7 +19,7 @@ TRITON := $(VENV)-triton
 demo docs test test-sparse test-triton smoke: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-sparse test-triton test-gpu lint format docs bench bench-gpu smoke clean
+.PHONY: help install demo test test-sparse test-triton test-gpu lint format docs bench bench-gpu results smoke clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -109,8 +109,12 @@ docs: $(STAMP)  ## build the documentation into docs/_build/html
 bench: $(STAMP)  ## measure the mixing layers against their neighbours
 	$(BIN)/python benchmarks/mixing.py $(ARGS)
 
-bench-gpu: $(STAMP)  ## measure the operators on a GPU, within ten minutes
+bench-gpu: $(STAMP)  ## measure layers, then operators, on a GPU
+	$(BIN)/python benchmarks/layers.py --device cuda $(ARGS)
 	$(BIN)/python benchmarks/gpu.py $(ARGS)
+
+results:  ## list the commands that made the figures of the documentation
+	@$(PYTHON) benchmarks/commands.py
 
 smoke: $(STAMP)  ## run every example and benchmark for a few seconds
 	$(BIN)/python -m pytest $(PARALLEL) tests/smoke.py $(ARGS)

@@ -2,13 +2,11 @@ r"""Measures the operators on a GPU, beside its limits and beside what others ha
 
     python benchmarks/gpu.py                          # all of it, within ten minutes
     python benchmarks/gpu.py --only molecules paths
-    python benchmarks/gpu.py --predict                # by the limits of an H100, no GPU
     TRITON_INTERPRET=1 python benchmarks/gpu.py --smoke   # tiny graphs, on the CPU
 
 Outputs and all gradients are compared with float64 first: nothing of ours is timed that
 differs. Times are of CUDA events, forward and backward, medians of repetitions that
-take turns. *Limits* are measured, too: how fast a GPU copies memory, and multiplies
-large matrices in TF32. The other operators are attention
+take turns. The other operators are attention
 (``scaled_dot_product_attention``), ``torch.linalg.solve`` in batches, and kernels of
 mamba-ssm and flash-linear-attention, where these packages are installed.
 
@@ -42,50 +40,6 @@ from pyg_chimera.ops.common import triton_runtime
 PARTS = ("molecules", "dags", "grids", "paths", "sequences")
 WARM_UP, REPEATS = 3, 20
 
-# Predictions -------------------------------------------------------------------------
-
-
-class Limits(NamedTuple):
-    """The limits of a device, and the shares of them that small tiles may reach."""
-
-    name: str
-    bandwidth: float  #: bytes per second
-    operations: float  #: per second, of matrix products in TF32, without sparsity
-    processors: int
-    launch: float = 5e-6  #: seconds per launch
-    step: float = 0.3e-6  #: seconds per step that waits for the one before
-    #: The shares that are reached, of bandwidth and operations.
-    reached: tuple[float, float] = (0.8, 0.2)
-    programs: int = 2  #: per processor at a time, as limited by registers
-
-
-H100 = Limits("H100 SXM", 3.35e12, 495e12, 132)
-
-
-class Kernel(NamedTuple):
-    """What a kernel transfers and computes, in all its launches."""
-
-    name: str
-    launches: int
-    bytes: float  #: read from and written to global memory
-    operations: float  #: of matrix products; three in TF32 for each in float32
-    steps: float = 0  #: sequential ones, per program
-    programs: int = 1
-
-    def time(self, limits: Limits) -> float:
-        """Predicted seconds: launches, then the larger limit, then sequential steps."""
-        bandwidth, peak = limits.reached
-        moved = self.bytes / (bandwidth * limits.bandwidth)
-        computed = self.operations / (peak * limits.operations)
-        waves = math.ceil(self.programs / (limits.processors * limits.programs))
-        chain = waves * self.steps * limits.step
-        return self.launches * limits.launch + max(moved, computed) + chain
-
-
-BYTES = 4
-#: As in the kernels, which cannot be imported without Triton.
-TILE, CHUNK, CARRIED = 32, 32, 32
-
 
 class Heads(NamedTuple):
     """The number of heads of a layer, and the channels of its keys and its values."""
@@ -95,116 +49,12 @@ class Heads(NamedTuple):
     values: int
 
 
-def mask_form(sizes: list[int], num_edges: int, heads: Heads) -> list[Kernel]:
-    """`resolvent_mix` with inverses of whole matrices, forward and backward."""
-    H, N, P = heads
-    tiles = [-(-n // TILE) for n in sizes]
-    squares = H * sum((TILE * t) ** 2 for t in tiles)
-    cubes = H * sum((TILE * t) ** 3 for t in tiles)
-    nodes, longest = sum(sizes), max(tiles)
-    matrix, rows = BYTES * squares, BYTES * nodes * H
-    product = 3 * 2 * squares * (N + P)
-    programs = H * len(sizes)
-    # A row of M and a row of L for each edge.
-    of_edges = 2 * BYTES * H * num_edges * sum(n * n for n in sizes) / nodes
-    return [
-        Kernel("zeros, weights to places", 2, matrix + 3 * BYTES * H * num_edges, 0),
-        Kernel(
-            "_general_inverse", 1, 2 * matrix, 3 * 2 * cubes, TILE * longest, programs
-        ),
-        Kernel("_masked_product, y", 1, matrix + rows * (2 * N + 2 * P), product),
-        Kernel(
-            "_masked_product, dq dk dv",
-            3,
-            3 * (matrix + rows * (2 * N + 2 * P)),
-            3 * product,
-        ),
-        Kernel("_mask_gradient", 1, matrix + 2 * rows * (N + P), product),
-        Kernel("_adjoint", 1, 3 * matrix, 3 * 2 * cubes),
-        Kernel("_edge_gradient", 1, of_edges, 0),
-    ]
-
-
-def walk(length: int, heads: Heads) -> list[Kernel]:
-    """`dag_scan` in state form, along one path."""
-    H, N, P = heads
-    rows = BYTES * length * H
-    states = rows * N * P
-    programs = H * -(-N // 64) * -(-P // 32)
-    return [
-        Kernel("_walk_down", 1, rows * (2 * N + 2 * P + 1), 0, length, programs),
-        Kernel(
-            "_walk_down_and_up",
-            1,
-            rows * (4 * N + 4 * P + 2) + 2 * states,
-            0,
-            2 * length,
-            programs,
-        ),
-    ]
-
-
-def chunks(length: int, heads: Heads) -> list[Kernel]:
-    """`dag_scan` in chunk form, along one path."""
-    H, N, P = heads
-    rows, count = BYTES * length * H, length // CHUNK
-    states = BYTES * count * H * N * P
-    products = 3 * 2 * length * H * (CHUNK * (N + P) + 2 * N * P)
-    steps = count // CARRIED  # of `_carry`, which are sequential
-    return [
-        Kernel(
-            "chunks, forward", 3, rows * (2 * N + 2 * P + 1) + 4 * states, products,
-            steps,
-        ),
-        Kernel(
-            "chunks, backward", 6, rows * (4 * N + 4 * P + 2) + 8 * states,
-            3 * products, steps,
-        ),
-    ]  # fmt: skip
-
-
-#: A batch of 128 peptides: the published average numbers of nodes and edges.
-BATCH, NODES, EDGES = 128, 151, 307
-LENGTH = 65_536
+BATCH, LENGTH = 128, 65_536
 #: As this library was specified, and as in the layers that the paper trained.
 LAYERS = {
     "4 heads of 16 x 16": Heads(4, 16, 16),
     "2 heads of 96 x 32": Heads(2, 96, 32),
 }
-
-
-def predictions() -> dict[str, list[Kernel]]:
-    """The kernels of some calls, by name."""
-    found = {}
-    for name, heads in LAYERS.items():
-        sizes = [NODES] * BATCH
-        found[f"128 peptides, {name}"] = mask_form(sizes, BATCH * EDGES, heads)
-    heads = LAYERS["4 heads of 16 x 16"]
-    found["path of 65,536 nodes, state form"] = walk(LENGTH, heads)
-    found["path of 65,536 nodes, chunks of 32"] = chunks(LENGTH, heads)
-    return found
-
-
-def predicted(limits: Limits = H100) -> str:
-    """Tables of predicted times, forward and backward, as Markdown."""
-    lines = []
-    for name, kernels in predictions().items():
-        lines += [
-            f"| {name} | launches | MB | GFLOP | µs |",
-            "| --- | ---: | ---: | ---: | ---: |",
-        ]
-        rows = [
-            (x.name, x.launches, x.bytes, x.operations, x.time(limits)) for x in kernels
-        ]
-        sums = [sum(column) for column in zip(*(row[1:] for row in rows), strict=True)]
-        for what, launches, moved, computed, seconds in [*rows, ("**all**", *sums)]:
-            what = f"`{what}`" if what.startswith("_") else what
-            lines.append(
-                f"| {what} | {launches} | {moved / 1e6:,.0f} | {computed / 1e9:,.1f} "
-                f"| {seconds * 1e6:,.0f} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
 
 
 # What is measured --------------------------------------------------------------------
@@ -220,7 +70,6 @@ class Call:
     exact: Callable[..., Tensor]  #: the same function, for float64
     floats: dict[str, Tensor]  #: float64, on the CPU
     integers: dict[str, Tensor]
-    kernels: list[Kernel] = field(default_factory=list)
     others: dict[str, Callable[..., Tensor]] = field(default_factory=dict)
 
 
@@ -306,7 +155,6 @@ def of_graph(
 def calls(args: Namespace) -> Iterator[Call]:
     """All calls that are measured."""
     (workload,) = molecules(args)
-    sizes = workload.batch.bincount().tolist()
     col, row = edge_index = workload.edge_index
     degree = row.bincount(minlength=workload.num_nodes)
     dag = edge_index[:, col < row]
@@ -322,7 +170,6 @@ def calls(args: Namespace) -> Iterator[Call]:
                 name=f"{workload.name}, {name}",
                 function=ops.resolvent_mix,
                 exact=dense,
-                kernels=mask_form(sizes, edge_index.size(1), heads),
                 others={"torch.linalg.solve": dense, "attention": attention},
             )
         if "dags" in args.only:
@@ -365,7 +212,6 @@ def calls(args: Namespace) -> Iterator[Call]:
             name=f"path of {length:,} nodes",
             function=ops.dag_scan,
             exact=ops.dag_scan,
-            kernels=chunks(length, heads),
             others={"attention": causal_attention, "fla simple_gla": simple_gla},
         )
         call = of_graph(
@@ -493,32 +339,7 @@ def time_all(steps: dict[str, Measured]) -> dict[str, dict[str, float] | str]:
     return found
 
 
-def limits_of_gpu() -> Limits:
-    """How fast the GPU copies memory, and multiplies matrices in TF32."""
-
-    def seconds(function: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(WARM_UP + REPEATS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            function()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3)
-        return median(times[WARM_UP:])
-
-    x, y = torch.empty(2, 1 << 28, device="cuda").unbind()
-    copied = 2 * x.nbytes / seconds(lambda: y.copy_(x))
-    a, b = torch.randn(2, 8192, 8192, device="cuda").unbind()
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    multiplied = 2 * 8192**3 / seconds(lambda: a @ b)
-    torch.backends.cuda.matmul.allow_tf32 = before
-    properties = torch.cuda.get_device_properties(0)
-    return Limits(properties.name, copied, multiplied, properties.multi_processor_count)
-
-
-def measure(call: Call, device: str, limits: Limits | None) -> dict[str, Any]:
+def measure(call: Call, device: str) -> dict[str, Any]:
     """A row of results: errors, then times."""
     show(f"{call.name}: exactness")
     function = call.function
@@ -530,7 +351,7 @@ def measure(call: Call, device: str, limits: Limits | None) -> dict[str, Any]:
     if device == "cuda":
         choice = ops.explain(call.function.__name__, **ours.leaves, **ours.integers)
         row["choice"] = [choice.solver, choice.form, choice.backend, choice.reason]
-    if limits is None:
+    if device == "cpu":
         return row
     show(f"{call.name}: times")
     steps = {
@@ -540,13 +361,6 @@ def measure(call: Call, device: str, limits: Limits | None) -> dict[str, Any]:
     for name, other in call.others.items():
         steps[name] = Measured(call, other, device, trust=False)
     row["times"] = time_all(steps)
-    best = row["times"]["ours, unchecked"]
-    if call.kernels and isinstance(best, dict):
-        moved, computed = (
-            sum(column) for column in zip(*(x[2:4] for x in call.kernels), strict=True)
-        )
-        row["of_bandwidth"] = moved / best["total"] / limits.bandwidth
-        row["of_peak"] = computed / best["total"] / limits.operations
     return row
 
 
@@ -564,20 +378,17 @@ def in_triton(call: Call) -> Callable[..., Tensor]:
 
 def report(results: dict[str, Any]) -> str:
     """A table of all times, relative to ours."""
-    lines = [("forward and backward", "ms", "of ours", "of bandwidth", "of peak")]
+    lines = [("forward and backward", "ms", "of ours")]
     for row in results["calls"]:
-        lines.append((row["call"], "", "", "", ""))
+        lines.append((row["call"], "", ""))
         times = row.get("times", {})
         ours = times.get("ours, unchecked")
         for name, x in times.items():
             if not isinstance(x, dict):
-                lines.append((f"  {name}: {x}", "", "", "", ""))
+                lines.append((f"  {name}: {x}", "", ""))
                 continue
-            shares = ("of_bandwidth", "of_peak") if x is ours else ()
-            found = [f"{row[y]:.0%}" if y in row else "" for y in shares]
             against = x["total"] / ours["total"] if isinstance(ours, dict) else math.nan
-            cells = (f"{1e3 * x['total']:.3f}", f"{against:.2f}", *found, "", "")
-            lines.append((f"  {name}", *cells[:4]))
+            lines.append((f"  {name}", f"{1e3 * x['total']:.3f}", f"{against:.2f}"))
     return table(lines)
 
 
@@ -587,32 +398,26 @@ def parse(argv: list[str] | None = None) -> Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--root", type=Path, default=PEPTIDES, help="of Peptides-func")
-    parser.add_argument("--predict", action="store_true", help="by the limits alone")
     add_output(parser)
     return parser.parse_args(argv)
 
 
 def main() -> None:
     args = parse()
-    if args.predict:
-        print(predicted())
-        return
     device = "cpu" if args.smoke else "cuda"
     if device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("There is no GPU; --predict and --smoke need none")
+        raise SystemExit("There is no GPU; --smoke needs none")
     torch.manual_seed(0)
     torch.set_num_threads(1)  # batched LU on a CPU is wrong with more (pytorch#142815)
-    limits = None if args.smoke else limits_of_gpu()
-    name = re.sub(r"\W+", "-", limits.name.lower()) if limits else "smoke"
-    out = output(args, f"gpu-{name}")
+    name = "smoke" if args.smoke else torch.cuda.get_device_name().lower()
+    out = output(args, "gpu-" + re.sub(r"\W+", "-", name))
     results: dict[str, Any] = {
         "machine": machine(device),
         "interpreted": triton_runtime.INTERPRETED,
-        "limits": limits and limits._asdict(),
         "calls": [],
     }
     for call in calls(args):
-        results["calls"].append(measure(call, device, limits))
+        results["calls"].append(measure(call, device))
         write_json(out, results)
     show("")
     print(report(results))

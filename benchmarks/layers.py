@@ -5,7 +5,7 @@ otherwise, and Chimera with 16 state channels::
 
     python benchmarks/layers.py                     # five minutes: all rows
     python benchmarks/layers.py --only "planar, 16,384 nodes"
-    python benchmarks/layers.py --device cuda       # three minutes
+    python benchmarks/layers.py --device cuda       # two minutes
     python benchmarks/layers.py --smoke
 
 Prints the table of the documentation. Outputs of up to 2,048 nodes are compared with
