@@ -30,7 +30,7 @@ from triton_watch import counted
 from pyg_chimera.ops.recurrence.resolvent import triton_fronts
 
 #: What a training step of an operator or a layer may launch.
-MOST = 12
+MOST = 16
 
 KINDS = {
     f"{key}-{name}": (key, options)

@@ -39,10 +39,11 @@ def is_ill_conditioned(blocks: Blocks, edge_index: Tensor, weight: Tensor) -> bo
         edge_index: Their edges, [2, E].
         weight: The weights of the edges, [E, heads].
     """
+    # In float32, as margins of 1 / _MOST_STEPS are larger than its rounding.
     heads = weight.shape[1]
     if weight.device.type != "cpu":
         return _is_ill_conditioned_there(blocks.num_nodes, edge_index, weight)
-    absolute = weight.detach().cpu().abs().double().numpy()
+    absolute = weight.detach().abs().float().numpy()
     steps = np.full((2, heads), np.inf)
     for found, table, other in zip(
         steps, products(blocks), _positions(blocks), strict=True
@@ -54,8 +55,7 @@ def is_ill_conditioned(blocks: Blocks, edge_index: Tensor, weight: Tensor) -> bo
             absolute.dtype,
             table.ptr,
             other,
-            table.edge,
-            absolute,
+            absolute[table.edge].T.copy(),  # in the order in which they are read
             found,
         )
         if (found <= _MOST_STEPS).all():
@@ -68,7 +68,6 @@ def _is_ill_conditioned_there(
     num_nodes: int, edge_index: Tensor, weight: Tensor
 ) -> bool:
     """The same on a device, where the host waits once, or twice."""
-    # Of single precision, as margins of 1 / _MOST_STEPS are larger than its rounding.
     absolute = weight.detach().abs().float()
     least = absolute.new_full((weight.size(1),), torch.inf)
     for target, source in (edge_index.flip(0), edge_index):
@@ -100,7 +99,7 @@ def _positions(blocks: Blocks) -> list[np.ndarray]:
 
 
 @jit
-def _bound_steps(first, last, stop, scratch, ptr, other, edge, weight, out):
+def _bound_steps(first, last, stop, scratch, ptr, other, weight, out):
     """For each head, a bound on the row sums, infinite if some of |A| exceed one."""
     n = len(ptr) - 1
     for h in range(first, last):
@@ -113,7 +112,7 @@ def _bound_steps(first, last, stop, scratch, ptr, other, edge, weight, out):
             for i in range(n):
                 total = 0.0
                 for x in range(ptr[i], ptr[i + 1]):
-                    total += weight[edge[x], h] * kept[other[x]]
+                    total += weight[h, x] * kept[other[x]]
                 left[i] = total
                 most = max(most, total)
             if most > 1:
