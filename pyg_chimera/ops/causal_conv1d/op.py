@@ -80,7 +80,7 @@ def causal_conv1d(
         activation (str, optional): :obj:`"silu"` or :obj:`None`.
             (default: :obj:`None`)
         backend (str, optional): ``"reference"``, ``"torch"``, ``"numba"`` (CPU),
-            ``"triton"`` (GPU, float32), or ``"auto"``: numba on the CPU; elsewhere
+            ``"triton"`` (GPU), or ``"auto"``: numba on the CPU; elsewhere
             triton where possible, otherwise torch. (default: :obj:`"auto"`)
 
     Returns:

@@ -284,3 +284,25 @@ def test_weights_that_need_pivots(without_numba):
     choice = chosen("resolvent_mix", edge_weight=large)
     assert choice.backend == "torch"
     assert "not diagonally dominant" in choice.reason
+
+
+def test_forms_of_dags(without_numba):
+    """As measured: levels of shallow DAGs, walks along many grids, masks otherwise."""
+
+    def choose(nodes, edge_index):
+        query, key, value = torch.randn(3, nodes, 2, 4)
+        weight = torch.rand(edge_index.size(1), 2)
+        found = explain("dag_scan", query, key, value, edge_index, weight)
+        return found.form, found.backend
+
+    node = torch.arange(5000)
+    star = torch.stack([torch.zeros_like(node[1:]), node[1:]])
+    assert choose(5000, star) == ("state", "torch")
+    ladder = torch.cat([torch.stack([node[:98], node[k : 98 + k]]) for k in (1, 2)], 1)
+    assert choose(100, ladder) == ("mask", "triton")
+    sizes = {"height": torch.full((64,), 12), "width": torch.full((64,), 12)}
+    query, key, value = torch.randn(3, 64 * 144, 2, 4)
+    source, mark = torch.rand(2, 64 * 144, 4, 2, 2)
+    gates = source, torch.rand(64 * 144, 4, 2, 2, 2), mark, torch.rand(64 * 144, 2)
+    found = explain("grid_scan", query, key, value, *gates, **sizes)
+    assert (found.form, found.backend) == ("state", "triton")

@@ -109,7 +109,7 @@ def channel_scan(
             :math:`[|\mathcal{V}|]`, as stored by
             :class:`~pyg_chimera.transforms.AddTopologicalOrder`. Computed if absent.
             (default: :obj:`None`)
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32,
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU,
             any number of directed paths, but no other graphs), :obj:`"torch"` (any
             device, level by level; on directed paths, the number of passes is the
             number of binary digits of the longest path's length), :obj:`"reference"` (a

@@ -10,7 +10,7 @@ __all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, float32 and paths, and counts rows in 32 bits."""
+    """It needs Triton, a GPU and paths, and counts rows in 32 bits."""
     value = call.inputs.value
     reason = triton_runtime.why_not(value, value.size(0))
     if reason is None and not call.structure.are_paths:

@@ -269,7 +269,7 @@ def stm_scan(
         form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (where edges
             form paths) or :obj:`"auto"`, as in :func:`dag_scan`. (default:
             :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
             (default: :obj:`"auto"`)
 

@@ -51,7 +51,7 @@ _AT_ONCE = 132 * 4
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, float32, addressable matrices, and paths for chunks."""
+    """It needs Triton, a GPU, addressable matrices, and paths for chunks."""
     form = call.choice.form
     if form == "chunk" and not call.structure.are_paths:
         return NOT_PATHS

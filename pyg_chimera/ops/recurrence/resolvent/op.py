@@ -304,7 +304,7 @@ def resolvent_mix(
             (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
             with numba and triton. All give the same result; :obj:`"iterative"` supports
             the state form only. (default: :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU, float32),
+        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
             (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer

@@ -52,7 +52,7 @@ _MOST_ADDED = 1 << 21
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, float32, matrices that are not too large, and paths or
+    """It needs Triton, a GPU, matrices that are not too large, and paths or
     diagonal dominance.
     """
     _, solver, form, *_ = call.choice

@@ -10,7 +10,7 @@ __all__ = ["DEVICES", "DEVICES_IF_ASKED", "backward", "forward", "why_not"]
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU and float32, and counts rows in 32 bits."""
+    """It needs Triton and a GPU, and counts rows in 32 bits."""
     return triton_runtime.why_not(call.inputs.u, max(call.inputs.u.shape))
 
 
