@@ -95,7 +95,7 @@ _CACHE = _Cache(size=1024)
 
 
 #: Larger tensors on other devices are not copied to the host to recognise them.
-_MOST_COPIED = 1 << 15
+_MOST_COPIED = 1 << 16
 
 
 class _Digests:

@@ -67,20 +67,21 @@ def is_ill_conditioned(blocks: Blocks, edge_index: Tensor, weight: Tensor) -> bo
 def _is_ill_conditioned_there(
     num_nodes: int, edge_index: Tensor, weight: Tensor
 ) -> bool:
-    """The same on a device, where the host waits once, or twice."""
-    absolute = weight.detach().abs().float()
-    least = absolute.new_full((weight.size(1),), torch.inf)
+    """The same on a device, with few launches, where the host waits once, or twice."""
+    absolute, heads = weight.detach().abs().float(), weight.size(1)
+    steps = torch.arange(1, _SWEEPS + 1, device=weight.device).unsqueeze(1)
+    least = absolute.new_full((heads,), torch.inf)
+    if num_nodes == 0:
+        return False
     for target, source in (edge_index.flip(0), edge_index):
-        kept = absolute.new_ones(num_nodes, weight.size(1))
-        valid = torch.ones_like(least, dtype=torch.bool)
-        found = torch.full_like(least, torch.inf)
-        for k in range(1, _SWEEPS + 1):
+        kept, largest = absolute.new_ones(num_nodes, heads), []
+        for _ in range(_SWEEPS):
             passed = absolute * kept[source]
             kept = torch.zeros_like(kept).index_add_(0, target, passed)
-            most = kept.amax(0) if num_nodes else torch.zeros_like(least)
-            valid &= most <= 1
-            bound = torch.where(most < 1, k / (1 - most), torch.inf)
-            found = torch.where(valid, found.minimum(bound), found)
+            largest.append(kept.amax(0))
+        most = torch.stack(largest)
+        valid = (most <= 1).cumprod(0).bool() & (most < 1)
+        found = torch.where(valid, steps / (1 - most), torch.inf).amin(0)
         if bool((found <= _MOST_STEPS).all()):
             return False
         least = least.minimum(found)
