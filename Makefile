@@ -16,10 +16,10 @@ TRITON := $(VENV)-triton
 # OpenMP's threads spin while they wait, and on a busy machine they then wait for the
 # very core they spin on: training gets ten times slower. Not for `bench`, whose times
 # should be those of PyTorch as it comes.
-demo docs test test-sparse test-triton smoke: export OMP_WAIT_POLICY ?= PASSIVE
+demo docs test coverage test-sparse test-triton smoke: export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-sparse test-triton test-gpu lint format docs bench bench-gpu results smoke clean
+.PHONY: help install demo test coverage test-sparse test-triton test-gpu lint format docs bench bench-gpu results smoke clean
 .DELETE_ON_ERROR:
 
 help:  ## show this list
@@ -51,12 +51,15 @@ demo: $(STAMP)  ## train a small model on generated peptides (no download)
 
 # A process and a thread for each core.
 PARALLEL := --numprocesses=logical --maxprocesses=8 --dist=worksteal
-test test-triton smoke: export OMP_NUM_THREADS = 1
-test test-triton smoke: export MKL_NUM_THREADS = 1
-test test-triton smoke: export OPENBLAS_NUM_THREADS = 1
+test coverage test-triton smoke: export OMP_NUM_THREADS = 1
+test coverage test-triton smoke: export MKL_NUM_THREADS = 1
+test coverage test-triton smoke: export OPENBLAS_NUM_THREADS = 1
 
 test: $(STAMP)  ## run the tests
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+
+coverage: $(STAMP)  ## run the tests, and fail if they run fewer lines than they did
+	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=term $(ARGS)
 
 test-sparse: $(SPARSE)/.installed  ## build torch-scatter and torch-sparse, run what needs them
 	$(SPARSE)/bin/python -m pytest -rs -k "sparse or neighbour" \
