@@ -21,6 +21,8 @@ from torch_geometric.loader import DataLoader
 from pyg_chimera.nn import ImageClassifier
 from pyg_chimera.transforms import ImageToGraph
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 def load() -> list[Data]:
     """The 1,797 digits of scikit-learn, 8 x 8 pixels each, as graphs."""
@@ -39,6 +41,7 @@ def accuracy(model: ImageClassifier, loader: DataLoader) -> float:
     model.eval()
     right = 0
     for batch in loader:
+        batch = batch.to(DEVICE)
         out = model(**model.inputs(batch))
         right += int((out.argmax(dim=-1) == batch.y).sum())
     return right / len(loader.dataset)
@@ -66,7 +69,7 @@ def main(argv: list[str] | None = None) -> float:
     model = ImageClassifier(
         in_channels=1, channels=32, out_channels=10, num_layers=2, mixer=args.mixer,
         position=position, size=(8, 8) if position else None,
-    )  # fmt: skip
+    ).to(DEVICE)  # fmt: skip
     epochs = 1 if args.smoke else args.epochs
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -75,6 +78,7 @@ def main(argv: list[str] | None = None) -> float:
     for epoch in range(1, epochs + 1):
         model.train()
         for batch in train:
+            batch = batch.to(DEVICE)
             loss = F.cross_entropy(model(**model.inputs(batch)), batch.y)
             optimizer.zero_grad()
             loss.backward()

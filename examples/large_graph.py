@@ -28,6 +28,8 @@ from torch_geometric.utils.sparse import index2ptr
 from pyg_chimera.nn import ChimeraConv, GPSLayer, GraphModel
 from pyg_chimera.transforms import AddEliminationOrder
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 def make_field(side: int) -> Data:
     """A field of Minesweeper: squares show, or hide, how many neighbours are mines."""
@@ -96,9 +98,9 @@ def main(argv: list[str] | None = None) -> float:
     order = AddEliminationOrder()  # once for the graph, and once for each of its parts
     parts = cut(data, args.clusters) if args.clusters > 1 else [data]
     loader = DataLoader([order(part) for part in parts], batch_size=2, shuffle=True)
-    data = order(data)
+    data = order(data).to(DEVICE)
 
-    model = build_model(data.num_features, int(data.y.max()) + 1)
+    model = build_model(data.num_features, int(data.y.max()) + 1).to(DEVICE)
     epochs = 1 if args.smoke else args.epochs
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -108,6 +110,7 @@ def main(argv: list[str] | None = None) -> float:
     for epoch in range(1, epochs + 1):
         model.train()
         for batch in loader:
+            batch = batch.to(DEVICE)
             out = model(**model.inputs(batch))[batch.train_mask]
             loss = F.cross_entropy(out, batch.y[batch.train_mask])
             optimizer.zero_grad()

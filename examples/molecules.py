@@ -28,6 +28,8 @@ from pyg_chimera.datasets import (
 from pyg_chimera.nn import ChimeraConv, GatedGCNConv, GPSLayer, GraphModel
 from pyg_chimera.transforms import AddEliminationOrder
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
 
 def load(name: str, root: str) -> list[InMemoryDataset]:
     """Graphs for training, validation and test.
@@ -68,6 +70,7 @@ def train(model: GraphModel, loader: DataLoader, optimizer, schedule) -> float:
     model.train()
     total = 0.0
     for batch in loader:
+        batch = batch.to(DEVICE)
         out = model(**model.inputs(batch))
         loss = F.binary_cross_entropy_with_logits(out, batch.y)
         optimizer.zero_grad()
@@ -85,7 +88,8 @@ def test(model: GraphModel, loader: DataLoader) -> float:
     model.eval()
     metric = None
     for batch in loader:
-        metric = metric or MultilabelAveragePrecision(batch.y.size(1))
+        batch = batch.to(DEVICE)
+        metric = metric or MultilabelAveragePrecision(batch.y.size(1)).to(DEVICE)
         metric.update(model(**model.inputs(batch)), batch.y.long())
     return float(metric.compute())
 
@@ -108,7 +112,7 @@ def main(argv: list[str] | None = None) -> float:
     if args.smoke:
         graphs = [dataset[:32] for dataset in graphs]
     loaders = [DataLoader(x, 16, shuffle=i == 0) for i, x in enumerate(graphs)]
-    model = build_model(args.channels, graphs[0][0].y.size(1), args.local)
+    model = build_model(args.channels, graphs[0][0].y.size(1), args.local).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 3e-3, total_steps=epochs * len(loaders[0])

@@ -23,6 +23,7 @@ from torch_geometric.data import Batch
 from pyg_chimera.nn import SequenceEncoder
 from pyg_chimera.transforms import SequenceToGraph
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTH, BATCH = 128, 16
 
 
@@ -42,7 +43,7 @@ def draw_batch(text: torch.Tensor) -> Batch:
     to_graph = SequenceToGraph()
     starts = [random.randrange(len(text) - LENGTH) for _ in range(BATCH)]
     pieces = (text[start : start + LENGTH] for start in starts)
-    return Batch.from_data_list([to_graph(piece) for piece in pieces])
+    return Batch.from_data_list([to_graph(piece) for piece in pieces]).to(DEVICE)
 
 
 def loss_of(model: SequenceEncoder, batch: Batch) -> torch.Tensor:
@@ -71,7 +72,7 @@ def main(argv: list[str] | None = None) -> float:
     position = "rotary" if args.mixer == "attention" else None
     model = SequenceEncoder(
         256, 64, num_layers=2, mixer=args.mixer, head="lm", position=position
-    )
+    ).to(DEVICE)
     steps = 3 if args.smoke else args.steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> float:
         held_out = [float(loss_of(model, draw_batch(text[cut:]))) for _ in range(8)]
     bits = sum(held_out) / len(held_out) / math.log(2)
     print(f"Held-out text: {bits:.2f} bits per byte")
-    prompt = torch.tensor(list(args.prompt.encode()))
+    prompt = torch.tensor(list(args.prompt.encode()), device=DEVICE)
     written = model.generate(prompt, 20 if args.smoke else 300, temperature=0.7)
     print(bytes(written.tolist()).decode(errors="replace"))
     return bits

@@ -23,6 +23,7 @@ from torch_geometric.nn import GCNConv
 
 from pyg_chimera.nn import ChimeraDAGConv, GPSLayer, GraphModel
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 DEEPEST = 4  #: what is nested deeper counts as this
 #: All kinds of nodes that Python's parser knows.
@@ -87,7 +88,8 @@ def build_model(channels: int, local: bool) -> GraphModel:
 @torch.no_grad()
 def accuracy(model: GraphModel, loader: DataLoader) -> float:
     model.eval()
-    right = [model(**model.inputs(b)).argmax(dim=-1) == b.y for b in loader]
+    batches = (batch.to(DEVICE) for batch in loader)
+    right = [model(**model.inputs(b)).argmax(dim=-1) == b.y for b in batches]
     return float(torch.cat(right).float().mean())
 
 
@@ -108,7 +110,7 @@ def main(argv: list[str] | None = None) -> float:
     most = float((levels == levels.mode().values).float().mean())
     print(f"Always the most frequent level: {most:.3f}")
 
-    model = build_model(32, args.local)
+    model = build_model(32, args.local).to(DEVICE)
     epochs = 1 if args.smoke else args.epochs
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -117,6 +119,7 @@ def main(argv: list[str] | None = None) -> float:
     for epoch in range(1, epochs + 1):
         model.train()
         for batch in train:
+            batch = batch.to(DEVICE)
             loss = F.cross_entropy(model(**model.inputs(batch)), batch.y)
             optimizer.zero_grad()
             loss.backward()
