@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-#: What takes longer than an hour, on one core.
+#: What takes about an hour or longer, on one core.
 LONG = {
     "long-range.json": "days, for all tasks; ten minutes for each arm and rate of one",
     "peptides-func.json": "50 minutes for each model, and two hours of two cores",

@@ -208,9 +208,11 @@ def fits(case: Case) -> bool:
     try:
         step(case)()
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        return False
-    return True
+        fit = False  # the traceback still holds the tensors of the step
+    else:
+        fit = True
+    torch.cuda.empty_cache()
+    return fit
 
 
 def measure(name: str, cases: list[Case], args: Namespace) -> dict[str, Any]:

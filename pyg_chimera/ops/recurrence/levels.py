@@ -11,7 +11,7 @@ from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import grouped
 from pyg_chimera.ops.structure.topological import topological_rank
 
-__all__ = ["Level", "Levels", "levels_of"]
+__all__ = ["Level", "Levels", "depth_of", "levels_of"]
 
 
 class Level(NamedTuple):
@@ -42,10 +42,23 @@ def levels_of(graph: StateGraph, device: torch.device) -> Levels:
     return table(_levels, graph, device)
 
 
-def _levels(graph: StateGraph, device: torch.device) -> Levels:
+def depth_of(graph: StateGraph) -> int:
+    """The number of levels that edges lead to."""
+    if "depth" not in graph.tables:
+        graph.tables["depth"] = int(_depths(graph)[1].max(initial=0))
+    return graph.tables["depth"]
+
+
+def _depths(graph: StateGraph) -> tuple[np.ndarray, np.ndarray]:
+    """Edges between states, [2, L], and the depth of each state."""
     edges = np.empty((2, len(graph.edge)), np.int64)
     edges[:, graph.edge] = graph.state[graph.parent], graph.state[graph.row]
-    depth = topological_rank(torch.from_numpy(edges), len(graph.state)).numpy()
+    depth = topological_rank(torch.from_numpy(edges), len(graph.state))
+    return edges, depth.numpy()
+
+
+def _levels(graph: StateGraph, device: torch.device) -> Levels:
+    edges, depth = _depths(graph)
     order, bounds = grouped(depth[edges[1]], int(depth.max(initial=0)) + 1)
     sizes = np.diff(bounds)[1:].tolist()  # no edge leads to depth 0
     arrays = (order, *edges[:, order])

@@ -129,7 +129,7 @@ def _digest(x: Tensor) -> bytes:
     # Dtypes, as some of them are errors; devices, as results may be on them.
     kind = (x.dtype, x.device, tuple(x.shape))
     digest = hashlib.sha1(repr(kind).encode(), usedforsecurity=False)  # a fast one
-    if x.numel() > _MOST_COPIED and x.device.type != "cpu":
+    if x.numel() > _MOST_COPIED and x.device.type != "cpu" and not x.is_complex():
         digest.update(repr(_sums_of_hashes(x).tolist()).encode())
     elif x.numel() > 0:
         content = x.detach().cpu().reshape(-1)

@@ -289,15 +289,20 @@ def test_weights_that_need_pivots(without_numba):
 def test_forms_of_dags(without_numba):
     """As measured: levels of shallow DAGs, walks along many grids, masks otherwise."""
 
-    def choose(nodes, edge_index):
+    def choose(nodes, edge_index, **options):
         query, key, value = torch.randn(3, nodes, 2, 4)
         weight = torch.rand(edge_index.size(1), 2)
-        found = explain("dag_scan", query, key, value, edge_index, weight)
+        found = explain("dag_scan", query, key, value, edge_index, weight, **options)
+        assert ("level by level" in found.reason) == (found.backend == "torch")
         return found.form, found.backend
 
     node = torch.arange(5000)
     star = torch.stack([torch.zeros_like(node[1:]), node[1:]])
     assert choose(5000, star) == ("state", "torch")
+    assert choose(5000, star, backend="triton") == ("mask", "triton")
+    assert choose(5000, star, form="mask") == ("mask", "triton")
+    paths = torch.stack([node[:-1], node[1:]])[:, (node[1:] % 100 > 0)]
+    assert choose(5000, paths) == ("chunk", "triton")
     ladder = torch.cat([torch.stack([node[:98], node[k : 98 + k]]) for k in (1, 2)], 1)
     assert choose(100, ladder) == ("mask", "triton")
     sizes = {"height": torch.full((64,), 12), "width": torch.full((64,), 12)}

@@ -154,6 +154,17 @@ def test_many_threads():
             assert x.args[1] == i % 12
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_large_tensors_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(cache, "_MOST_COPIED", 0)
+    edges = EDGES.cuda()
+    first = made(edges, BATCH.cuda())
+    assert made(edges.clone(), BATCH.cuda()) is first
+    edges[0, 0] = 2
+    assert made(edges, BATCH.cuda()) is not first
+
+
 @pytest.mark.parametrize("dtype", [torch.long, torch.int32, torch.uint8, torch.double])
 def test_large_tensors_are_recognised_on_their_device(dtype):
     """By sums of hashes that depend on every entry and on its place."""

@@ -114,12 +114,10 @@ class _StateScan(Operator[Inputs, States]):
         forms = [inputs.form]
         if inputs.form == "auto":
             forms = ["mask", "state"]
-        on_gpu: dict[str, float] = {}
-        if "triton" in backends:
-            on_gpu = triton_backend.predicted_seconds(call)
-            levels = on_gpu.pop("level")
-            if forms[-1] == "state" and levels < min(on_gpu[x] for x in forms):
-                backends, forms = backends[::-1], ["state"]
+        if {"triton", "torch"} <= set(backends) and triton_backend.prefers_levels(call):
+            walk = Choice(self.name, "scan", "state", "triton", reason)
+            why = f"{reason}; shallow: level by level is faster"
+            yield walk._replace(backend="torch", reason=why, alternatives=(walk,))
         for backend in backends[:1] if inputs.form == "chunk" else backends:
             paths = backend != "torch" and bool(call.structure.are_paths)
             found = [
@@ -128,7 +126,8 @@ class _StateScan(Operator[Inputs, States]):
             ]
             found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
             if backend == "triton":
-                found.sort(key=lambda x: on_gpu[x.form])
+                seconds = triton_backend.predicted_seconds(call)
+                found.sort(key=lambda x: seconds[x.form])
             if backend != "numba":  # costs have been measured for numba only
                 found = [choice._replace(cost=None) for choice in found]
             best, *others = found

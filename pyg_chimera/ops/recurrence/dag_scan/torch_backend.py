@@ -17,12 +17,12 @@ from pyg_chimera.ops.recurrence.mask_form import (
 from pyg_chimera.ops.recurrence.states import StateGraph
 from pyg_chimera.ops.structure.cache import table
 
-__all__ = ["DEVICES", "backward", "forward", "slices", "why_not"]
+__all__ = ["DEVICES", "backward", "forward", "lanes_at_once", "why_not"]
 
 DEVICES = None
 
-#: The number of entries that one slice of states may have, on CPUs and other devices.
-_MAX_NUMEL = (1 << 26, 1 << 28)
+#: The number of entries that one slice of states may have, on a CPU and elsewhere.
+_MAX_NUMEL, _MAX_NUMEL_ELSEWHERE = 1 << 26, 1 << 28
 
 # ------------------------------------------------------------------------ the backend
 
@@ -87,13 +87,18 @@ def _operands(call: Call) -> tuple[Levels, Tensor, Tensor, Tensor]:
     return levels_of(call.structure.graph, value.device), query, key, value
 
 
-def slices(call: Call, copies: int) -> Iterator[slice]:
+def lanes_at_once(call: Call, copies: int) -> int:
+    """The number of key channels of which states fit in memory."""
+    value = call.inputs.value
+    most = _MAX_NUMEL if value.device.type == "cpu" else _MAX_NUMEL_ELSEWHERE
+    states = len(call.structure.graph.state) * value.size(1) * value.size(2) * copies
+    return max(1, most // max(1, states))
+
+
+def _slices(call: Call, copies: int) -> Iterator[slice]:
     """Slices of the key channels such that the states of a slice fit in memory."""
-    num_keys, (_, heads, channels) = call.inputs.query.size(2), call.inputs.value.shape
-    states = len(call.structure.graph.state) * heads * channels * copies
-    most = _MAX_NUMEL[call.inputs.value.device.type != "cpu"]
-    lanes = max(1, most // max(1, states))
-    for a in range(0, num_keys, lanes):
+    lanes = lanes_at_once(call, copies)
+    for a in range(0, call.inputs.query.size(2), lanes):
         yield slice(a, a + lanes)
 
 
@@ -104,7 +109,7 @@ def _state_forward(
     tables, query, key, value = _operands(call)
     source, mark = source.unsqueeze(-1), mark.unsqueeze(-1)
     out = torch.zeros_like(value)
-    for part in slices(call, 2):
+    for part in _slices(call, 2):
         k, q = (
             source * key[tables.writer, :, part],
             mark * query[tables.reader, :, part],
@@ -124,7 +129,7 @@ def _state_backward(
     ds, dm, dw = (torch.zeros_like(x) for x in (source, mark, transition))
     v, dy = value[tables.writer].unsqueeze(-2), grad[tables.reader].unsqueeze(-2)
     S, M = source.unsqueeze(-1), mark.unsqueeze(-1)
-    for part in slices(call, 4):
+    for part in _slices(call, 4):
         k, q = key[tables.writer, :, part], query[tables.reader, :, part]
         X, Y = (S * k).unsqueeze(-1) * v, (M * q).unsqueeze(-1) * dy
         C = _scan(tables, transition, X.flatten(2)).view_as(X)

@@ -17,7 +17,7 @@ from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.recurrence.dag_scan import torch_backend
 from pyg_chimera.ops.recurrence.dag_scan.own import own, plus_own_gradients
-from pyg_chimera.ops.recurrence.levels import levels_of
+from pyg_chimera.ops.recurrence.levels import depth_of
 from pyg_chimera.ops.recurrence.states import NOT_PATHS, StateGraph
 from pyg_chimera.ops.structure.cache import table
 
@@ -32,6 +32,7 @@ __all__ = [
     "backward",
     "forward",
     "predicted_seconds",
+    "prefers_levels",
     "why_not",
 ]
 
@@ -39,12 +40,13 @@ __all__ = [
 _MOST_STATES = 46_000
 #: Bytes of matrices that the mask form may take if the form is not prescribed.
 _MAX_MASK_BYTES = 1 << 30
-#: Seconds on an H200, forward and backward: of a product of tiles, alone or among many;
-#: of the next position of a component; of a level of the torch backend, and of a number
-#: of its states; and of the chunk form on short paths.
+#: Seconds on an H200, forward and backward, of which costs are made: of a product of
+#: tiles that waits for another, and of one of many that run at once; of a position of a
+#: walk; of a level in plain PyTorch, and of an entry of its states; of short paths in
+#: chunks.
 _PRODUCT, _OF_MANY, _POSITION = 6e-7, 2.4e-9, 5e-6
-_LEVEL, _NUMBER, _CHUNKS = 8e-5, 5e-11, 1e-4
-#: Programs that run at a time.
+_LEVEL, _ENTRY, _CHUNKS = 8e-5, 5e-11, 1e-4
+#: Programs that run at a time: four on each of its multiprocessors.
 _AT_ONCE = 132 * 4
 
 # ------------------------------------------------------------------------ the backend
@@ -69,42 +71,46 @@ def why_not(call: Call) -> str | None:
 
 
 def predicted_seconds(call: Call) -> dict[str, float]:
-    """Of each form, forward and backward; "level" is the state form in plain PyTorch.
+    """Of each form, forward and backward.
 
     What counts is the longest sequence of steps, and in how many waves programs run.
     The mask form takes three matrices for each head and block, which have to fit.
     """
-    graph, value = call.structure.graph, call.inputs.value
-    keys, heads = call.inputs.query.size(2), value.size(1)
+    value, heads = call.inputs.value, call.inputs.value.size(1)
     tiles = np.ceil(call.structure.extents.states / 32)
-    lengths = np.diff(graph.component_ptr)
+    lengths = np.diff(call.structure.graph.component_ptr)
     longest = int(lengths.max(initial=0))
-    slices = -(-keys // 64) * -(-value.size(2) // 32)
+    slices = -(-call.inputs.query.size(2) // 64) * -(-value.size(2) // 32)
     waves = max(1.0, slices * heads * len(lengths) / _AT_ONCE)
-    found = {
-        "mask": max(
-            _PRODUCT * float(tiles.max(initial=0)) ** 2,
-            _OF_MANY * heads * float((tiles**3).sum()),
-        ),
+    mask = max(
+        _PRODUCT * float(tiles.max(initial=0)) ** 2,
+        _OF_MANY * heads * float((tiles**3).sum()),
+    )
+    numel = 3 * heads * 32**2 * float((tiles**2).sum())
+    chunk = 0.0 if longest > triton_runtime.SHORT_PATH else _CHUNKS
+    return {
+        "mask": mask if value.element_size() * numel <= _MAX_MASK_BYTES else np.inf,
         "state": waves * longest * _POSITION,
-        "chunk": _CHUNKS,
-        "level": np.inf,
+        "chunk": chunk if call.structure.are_paths else np.inf,
     }
-    if (
-        3 * heads * value.element_size() * float((tiles**2).sum()) * 1024
-        > _MAX_MASK_BYTES
-    ):
-        found["mask"] = np.inf
-    if not call.structure.are_paths:
-        found["chunk"] = np.inf
-    elif longest > triton_runtime.SHORT_PATH:
-        found["chunk"] = 0.0
-    if longest > triton_runtime.SHORT_PATH:
-        depth = len(levels_of(graph, value.device).down)
-        parts = len(list(torch_backend.slices(call, 4)))
-        numbers = len(graph.state) * heads * value.size(2) * keys
-        found["level"] = depth * parts * _LEVEL + numbers * _NUMBER
-    return found
+
+
+def prefers_levels(call: Call) -> bool:
+    """Whether the state form is faster than all others in plain PyTorch, which computes
+    level by level.
+    """
+    found, form = predicted_seconds(call), call.inputs.form
+    least = min(found.values()) if form == "auto" else found[form]
+    if form not in ("auto", "state") or least < 5 * _LEVEL:
+        return False
+    graph, value, keys = (
+        call.structure.graph,
+        call.inputs.value,
+        call.inputs.query.size(2),
+    )
+    slices = -(-keys // torch_backend.lanes_at_once(call, 4))
+    entries = len(graph.state) * value.size(1) * value.size(2) * keys
+    return depth_of(graph) * slices * _LEVEL + entries * _ENTRY < least
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:

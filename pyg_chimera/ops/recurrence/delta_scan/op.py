@@ -301,7 +301,7 @@ def delta_scan(
             whichever is faster; on graphs with cycles, only if half of the memory that
             is left is enough)
         backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
-            :obj:`"triton"` (on GPUs, all but :obj:`"mask"`, in float32),
+            :obj:`"triton"` (on GPUs, all but :obj:`"mask"`),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
             (default: :obj:`"auto"`)
 

@@ -39,11 +39,12 @@ def is_ill_conditioned(blocks: Blocks, edge_index: Tensor, weight: Tensor) -> bo
         edge_index: Their edges, [2, E].
         weight: The weights of the edges, [E, heads].
     """
-    # In float32, as margins of 1 / _MOST_STEPS are larger than its rounding.
     heads = weight.shape[1]
+    # In float64: margins may be as small as its rounding.
+    wide = weight.detach().abs().double()
     if weight.device.type != "cpu":
-        return _is_ill_conditioned_there(blocks.num_nodes, edge_index, weight)
-    absolute = weight.detach().abs().float().numpy()
+        return _is_ill_conditioned_on_device(blocks.num_nodes, edge_index, wide)
+    absolute = wide.numpy()
     steps = np.full((2, heads), np.inf)
     for found, table, other in zip(
         steps, products(blocks), _positions(blocks), strict=True
@@ -64,15 +65,17 @@ def is_ill_conditioned(blocks: Blocks, edge_index: Tensor, weight: Tensor) -> bo
     return bool(((least > _MOST_STEPS) & (least < np.inf)).any())
 
 
-def _is_ill_conditioned_there(
-    num_nodes: int, edge_index: Tensor, weight: Tensor
+def _is_ill_conditioned_on_device(
+    num_nodes: int, edge_index: Tensor, absolute: Tensor
 ) -> bool:
-    """The same on a device, with few launches, where the host waits once, or twice."""
-    absolute, heads = weight.detach().abs().float(), weight.size(1)
-    steps = torch.arange(1, _SWEEPS + 1, device=weight.device).unsqueeze(1)
-    least = absolute.new_full((heads,), torch.inf)
+    """The same for |A| [E, heads] on a device. The host waits once if rows are bounded,
+    and otherwise up to three times.
+    """
     if num_nodes == 0:
         return False
+    heads = absolute.size(1)
+    steps = torch.arange(1, _SWEEPS + 1, device=absolute.device).unsqueeze(1)
+    least = absolute.new_full((heads,), torch.inf)
     for target, source in (edge_index.flip(0), edge_index):
         kept, largest = absolute.new_ones(num_nodes, heads), []
         for _ in range(_SWEEPS):

@@ -98,8 +98,8 @@ def selective_scan(
             empty. Without it, all rows are one sequence. (default: :obj:`None`)
         backend (str, optional): ``"reference"`` (a loop, in float64), ``"torch"`` (any
             device; the number of passes over all states is the number of binary digits
-            of the longest sequence's length), ``"numba"`` (CPU), ``"triton"`` (GPU,
-            float32), or ``"auto"``: numba on the CPU; elsewhere triton where possible,
+            of the longest sequence's length), ``"numba"`` (CPU), ``"triton"``
+            (GPU), or ``"auto"``: numba on the CPU; elsewhere triton where possible,
             otherwise torch. (default: :obj:`"auto"`)
 
     Returns:

@@ -8,7 +8,7 @@ from torch_geometric.utils import to_undirected
 from pyg_chimera.ops import resolvent_mix, unchecked
 from pyg_chimera.ops.recurrence.resolvent import op
 from pyg_chimera.ops.recurrence.resolvent.conditioning import (
-    _is_ill_conditioned_there,
+    _is_ill_conditioned_on_device,
     is_ill_conditioned,
 )
 from pyg_chimera.ops.structure.symbolic_factor import graph_blocks
@@ -28,7 +28,7 @@ def graph(margin: float, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor, in
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("margin", [0.1, 1e-3, 1e-6])
+@pytest.mark.parametrize("margin", [0.1, 1e-3, 1e-6, 1e-8, 1e-10])
 def test_it_bounds_row_or_column_sums(margin, transposed):
     edge_index, weight, num_nodes = graph(margin)
     edge_index = edge_index.flip(0) if transposed else edge_index
@@ -40,8 +40,8 @@ def test_it_bounds_row_or_column_sums(margin, transposed):
         graph_blocks(edge_index, None, num_nodes), edge_index, weight
     )
     assert found == (largest > 3e4)
-    assert _is_ill_conditioned_there(num_nodes, edge_index, weight) == found
-    assert not _is_ill_conditioned_there(num_nodes, edge_index, 3 * weight)
+    assert _is_ill_conditioned_on_device(num_nodes, edge_index, weight) == found
+    assert not _is_ill_conditioned_on_device(num_nodes, edge_index, 3 * weight)
     assert not is_ill_conditioned(
         graph_blocks(edge_index, None, num_nodes), edge_index, 3 * weight
     )  # nothing is known of it
@@ -51,8 +51,8 @@ def test_edges_of_no_graph():
     none = torch.zeros(2, 0).long()
     assert not is_ill_conditioned(graph_blocks(none, None, 0), none, torch.zeros(0, 2))
     assert not is_ill_conditioned(graph_blocks(none, None, 3), none, torch.zeros(0, 2))
-    assert not _is_ill_conditioned_there(0, none, torch.zeros(0, 2))
-    assert not _is_ill_conditioned_there(3, none, torch.zeros(0, 2))
+    assert not _is_ill_conditioned_on_device(0, none, torch.zeros(0, 2))
+    assert not _is_ill_conditioned_on_device(3, none, torch.zeros(0, 2))
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
