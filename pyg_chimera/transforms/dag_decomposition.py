@@ -13,7 +13,7 @@ from pyg_chimera.ops.structure import (
     node_score,
     topological_rank,
 )
-from pyg_chimera.ops.structure.csr import simple, to_numpy
+from pyg_chimera.ops.structure.csr import inverse, simple, to_numpy
 from pyg_chimera.ops.structure.distance import search_tree
 from pyg_chimera.ops.structure.grid import grid_dag, is_grid
 from pyg_chimera.transforms._inputs import (
@@ -250,8 +250,7 @@ class DAGDecomposition(BaseTransform):
         while True:
             if self.method == "random":
                 score = torch.randperm(num_nodes, generator=generator)
-            position = np.empty(num_nodes, np.int64)
-            position[np.argsort(score.numpy(), kind="stable")] = np.arange(num_nodes)
+            position = inverse(np.argsort(score.numpy(), kind="stable"))
             yield np.flatnonzero(position[source] < position[target])
             yield np.flatnonzero(position[source] > position[target])
 

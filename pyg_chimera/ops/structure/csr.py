@@ -14,6 +14,7 @@ __all__ = [
     "compress",
     "enlarged",
     "grouped",
+    "inverse",
     "runs",
     "simple",
     "sorted_rows",
@@ -34,6 +35,13 @@ class Rows(NamedTuple):
 def to_numpy(indices: Tensor) -> np.ndarray:
     """Integer indices as a contiguous int64 array on the CPU."""
     return indices.detach().cpu().to(torch.int64).contiguous().numpy()
+
+
+def inverse(order: np.ndarray) -> np.ndarray:
+    """The place of each number in an order of them."""
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return place
 
 
 def starts(count: np.ndarray) -> np.ndarray:

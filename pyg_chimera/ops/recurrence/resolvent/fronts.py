@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.structure.csr import runs, starts
+from pyg_chimera.ops.structure.csr import inverse, runs, starts
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, heights
 
@@ -72,8 +72,7 @@ class Fronts(NamedTuple):
         level = heights(nodes.parent)
         sizes = nodes.widths + nodes.heights
         order = np.lexsort((-sizes, level))  # the slowest fronts of a level first
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
+        rank = inverse(order)
         level, pivots, size = level[order], nodes.widths[order], sizes[order]
         tiles = -(-size // tile)
         width = tiles * tile
