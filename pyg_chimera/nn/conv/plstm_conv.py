@@ -396,12 +396,6 @@ class PLSTMConv(PLSTMBlock):
         with torch.autocast(decay.device.type, enabled=False):
             return (U * decay.unsqueeze(-2)) @ W.transpose(-2, -1)
 
-    def __repr__(self) -> str:
-        return (
-            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
-            f"heads={self.heads}, mode={self.mode!r}, order={self.order!r})"
-        )
-
 
 def _like(x: Tensor, other: Tensor) -> Tensor:
     """Appends dimensions of size one to x, up to the dimensions of the other."""

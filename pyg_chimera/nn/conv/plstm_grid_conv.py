@@ -188,9 +188,3 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
             mark.t().contiguous().view(V, D, 2, H),
             direct.view(D, H, V).sum(0).t(),
         )
-
-    def __repr__(self) -> str:
-        return (
-            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
-            f"heads={self.heads}, mode={self.mode!r})"
-        )
