@@ -40,6 +40,7 @@ __all__ = [
     "LOG_2",
     "add_multiple",
     "assign",
+    "carved",
     "clear",
     "copy",
     "even_share",
@@ -71,6 +72,13 @@ def matmul(C, A, B, mode=SET):
         A.strides[1] // size, pointer(B), B.strides[0] // size, C.shape[0], C.shape[1],
         B.shape[0], mode,
     )  # fmt: skip
+
+
+@jit
+def carved(scratch, at, rows, columns):
+    """A matrix in scratch memory from a place on, and the place after it."""
+    end = at + rows * columns
+    return scratch[at:end].reshape(rows, columns), end
 
 
 @jit
