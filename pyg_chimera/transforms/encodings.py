@@ -4,11 +4,10 @@ from scipy.sparse import csc_array, diags_array
 from scipy.sparse.linalg import eigsh
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.csr import adjacency, simple, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, shown
+from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of
 
 __all__ = ["LaplacianEncoding"]
 
@@ -16,7 +15,7 @@ _DENSE_NODES = 500  # up to here, finding all eigenvectors is faster than a few
 
 
 @functional_transform("chimera_laplacian_encoding")
-class LaplacianEncoding(BaseTransform):
+class LaplacianEncoding(Transform):
     r"""Adds eigenvectors and eigenvalues of the graph's Laplacian, as the `"Recipe for
     a General, Powerful, Scalable Graph Transformer"
     <https://arxiv.org/abs/2205.12454>`_ uses them to encode the positions of nodes
@@ -114,8 +113,6 @@ class LaplacianEncoding(BaseTransform):
             edge_index.device, torch.get_default_dtype()
         )
         return data
-
-    __repr__ = shown
 
     def _decompose(
         self, ptr: np.ndarray, head: np.ndarray, nodes: np.ndarray

@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.checksum import check_stored
 from pyg_chimera.ops.structure.line_graph import line_graph, multitree
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, mark, shown
+from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of, mark
 
 __all__ = ["DirectedLineGraph", "LineGraphData", "MultitreePruning"]
 
@@ -52,7 +51,7 @@ torch.serialization.add_safe_globals([LineGraphData])
 
 
 @functional_transform("chimera_directed_line_graph")
-class DirectedLineGraph(BaseTransform):
+class DirectedLineGraph(Transform):
     r"""Stores the line graph of a directed acyclic graph. Its nodes are the edges of
     the graph, where `"pLSTM: parallelizable Linear Source Transition Mark networks"
     <https://arxiv.org/abs/2506.11997>`_ keeps its states (functional name:
@@ -95,8 +94,6 @@ class DirectedLineGraph(BaseTransform):
         dags, num_nodes = _dags_of(data, self._prefix)
         lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
         return _with_lines(data, f"{self._prefix}{_LINES}", self._prefix, lines)
-
-    __repr__ = shown
 
 
 @functional_transform("chimera_multitree_pruning")
