@@ -21,12 +21,7 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops import householder_product, line_graph, multitree, stm_scan
-from pyg_chimera.ops.common.checks import (
-    check_edges,
-    check_flag,
-    check_option,
-    trusted,
-)
+from pyg_chimera.ops.common.checks import check_edges, check_flag, check_option, trusted
 from pyg_chimera.ops.structure.line_graph import check_line_edges, ordered_dags
 
 __all__ = ["PLSTMConv"]

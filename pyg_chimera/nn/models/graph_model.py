@@ -11,12 +11,7 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import aggregation_resolver
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import (
-    check_batch,
-    check_edge_rows,
-    check_size,
-    with_values,
-)
+from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_size, with_values
 from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route
 from pyg_chimera.ops.common.checks import (

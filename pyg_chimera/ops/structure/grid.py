@@ -13,11 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.checks import (
-    NO_TORCHSCRIPT,
-    check_integers,
-    check_option,
-)
+from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT, check_integers, check_option
 from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.registered import structural_op
 

@@ -29,11 +29,7 @@ from pyg_chimera.ops.common.simd import (
     store_part,
     vector_lanes,
 )
-from pyg_chimera.ops.common.vector_kit import (
-    copy,
-    inner_product,
-    inner_product_of_rows,
-)
+from pyg_chimera.ops.common.vector_kit import copy, inner_product, inner_product_of_rows
 from pyg_chimera.ops.recurrence.resolvent.state_tiles import (
     Gradients,
     Operands,
