@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["check_batch", "check_edge_index", "check_within_graphs", "unchecked"]
-
 NO_TORCHSCRIPT = (
     "TorchScript ('torch.jit.script', 'torch.jit.trace', and what builds on them) is "
     "not supported: use 'torch.export.export', or 'torch.compile'"

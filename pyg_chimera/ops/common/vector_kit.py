@@ -35,30 +35,6 @@ from pyg_chimera.ops.common.simd import (
     zeros,
 )
 
-__all__ = [
-    "LANES",
-    "LOG_2",
-    "add_multiple",
-    "assign",
-    "carved",
-    "clear",
-    "copy",
-    "even_share",
-    "exp2",
-    "inner_product",
-    "inner_product_of_rows",
-    "matmul",
-    "multiply",
-    "optimized",
-    "put",
-    "put_transposed",
-    "set_identity",
-    "take",
-    "take_columns",
-    "take_transposed",
-    "transpose",
-]
-
 #: Matrix rows are padded to a multiple of this.
 LANES = 16
 

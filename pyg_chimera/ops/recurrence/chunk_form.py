@@ -50,16 +50,6 @@ from pyg_chimera.ops.common.vector_kit import (
     transpose,
 )
 
-__all__ = [
-    "Cut",
-    "Operands",
-    "PathStates",
-    "chunk_cost",
-    "gradients",
-    "output",
-    "scan_of",
-]
-
 #: Nodes per chunk: a multiple of `_ROWS`, and of the lanes of any vector.
 _CHUNK = 64
 #: Rows of a triangular matrix per call of `gemm`.

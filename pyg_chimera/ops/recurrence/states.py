@@ -19,15 +19,6 @@ from pyg_chimera.ops.structure.line_graph import check_line_edges
 from pyg_chimera.ops.structure.symbolic_factor import blocks_of
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
-__all__ = [
-    "NOT_PATHS",
-    "Extents",
-    "GridStates",
-    "StateGraph",
-    "edge_states",
-    "node_states",
-]
-
 #: The error message for form 'chunk' on other graphs.
 NOT_PATHS = (
     "form='chunk' is for paths, where each state follows on at most one other and is "

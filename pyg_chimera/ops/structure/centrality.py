@@ -20,8 +20,6 @@ from pyg_chimera.ops.structure.equitable_partition import equitable_partition
 from pyg_chimera.ops.structure.node_order import breadth_first
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = ["ORDERS", "closeness", "node_score", "pagerank"]
-
 ORDERS = (
     "order",
     "degree",

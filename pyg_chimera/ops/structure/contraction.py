@@ -9,8 +9,6 @@ from pyg_chimera.ops.structure.csr import compress, enlarged, to_numpy
 from pyg_chimera.ops.structure.registered import structural_op, unsized
 from pyg_chimera.ops.structure.topological import topological_rank
 
-__all__ = ["contracted_dag"]
-
 
 def contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
     r"""The edges that remain of a DAG if only some of its nodes are kept: there is one

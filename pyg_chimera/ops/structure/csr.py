@@ -8,20 +8,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.compilation import compiled
 
-__all__ = [
-    "Rows",
-    "adjacency",
-    "compress",
-    "enlarged",
-    "grouped",
-    "inverse",
-    "runs",
-    "simple",
-    "sorted_rows",
-    "starts",
-    "to_numpy",
-]
-
 
 class Rows(NamedTuple):
     """Matrix entries sorted by row, then column."""

@@ -23,8 +23,6 @@ from pyg_chimera.ops.structure.csr import (
 )
 from pyg_chimera.ops.structure.distance import components
 
-__all__ = ["METHODS", "elimination_rank"]
-
 #: The methods to find an elimination order.
 METHODS = ("minimum_fill", "metis")
 

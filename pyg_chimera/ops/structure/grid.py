@@ -17,18 +17,6 @@ from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT, check_integers, check_
 from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = [
-    "WAYS",
-    "Grids",
-    "flat_sizes",
-    "grid_dag",
-    "grid_edges",
-    "grid_parents",
-    "grid_sizes",
-    "is_grid",
-    "parents_at",
-]
-
 #: The horizontal and vertical step of each DAG.
 WAYS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
 

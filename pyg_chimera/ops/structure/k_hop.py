@@ -12,8 +12,6 @@ from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op, unsized
 
-__all__ = ["KHop", "checked_distance", "k_hop_index", "pairs_of_edges"]
-
 
 class KHop(NamedTuple):
     r"""What :func:`k_hop_index` returns."""

@@ -15,15 +15,6 @@ from pyg_chimera.ops.structure.node_order import node_order
 from pyg_chimera.ops.structure.registered import structural_op, unsized
 from pyg_chimera.ops.structure.topological import topological_rank
 
-__all__ = [
-    "LineGraph",
-    "OrderedDAGs",
-    "check_line_edges",
-    "line_graph",
-    "multitree",
-    "ordered_dags",
-]
-
 
 class LineGraph(NamedTuple):
     r"""What :func:`line_graph` returns."""

@@ -10,8 +10,6 @@ from pyg_chimera.ops.structure.csr import adjacency, compress, inverse, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = ["breadth_first", "node_order"]
-
 _ORDERS = ("order", "degree", "bfs")
 
 

@@ -12,8 +12,6 @@ from pyg_chimera.ops.structure.grid import grid_dag, grid_edges, grid_sizes
 from pyg_chimera.ops.structure.registered import structural_op
 from pyg_chimera.ops.structure.topological import traversal
 
-__all__ = ["grid_parent_scale", "parent_scale"]
-
 
 def parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int = 56) -> Tensor:
     r"""One over the square root of the number of parents, or less where states would

@@ -19,8 +19,6 @@ from pyg_chimera.ops.common.portability import (
 )
 from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 
-__all__ = ["structural_op", "unsized"]
-
 _CALLS = count()
 
 

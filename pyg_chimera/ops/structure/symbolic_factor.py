@@ -27,16 +27,6 @@ from pyg_chimera.ops.structure.elimination import (
     postorder,
 )
 
-__all__ = [
-    "Blocks",
-    "SymbolicFactor",
-    "blocks_of",
-    "graph_blocks",
-    "heights",
-    "slots",
-    "symbolic_factor",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:

@@ -10,8 +10,6 @@ from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = ["find_cycle", "ranks_and_cycles", "topological_rank", "traversal"]
-
 
 @structural_op(lambda edges, size: edges.new_empty(size, dtype=torch.long))
 def topological_rank(edge_index: Tensor, num_nodes: int) -> Tensor:

@@ -56,8 +56,6 @@ from pyg_chimera.ops.recurrence.row_sweeps import solve as sweep
 from pyg_chimera.ops.structure.csr import inverse
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, symbolic_factor
 
-__all__ = ["backward", "forward"]
-
 #: Rows of the matrices' gradients to compute at a time, within the L1 cache.
 _STRIP = 12
 #: The most steps of iterative refinement, and the largest relative error after them.

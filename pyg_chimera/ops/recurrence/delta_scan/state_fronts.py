@@ -48,8 +48,6 @@ from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import sorted_rows
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
 
-__all__ = ["Plan", "backward", "forward"]
-
 #: Smaller supernodes than those of numbers, as each pair of nodes has a block.
 _MERGING = Merging(max_leaf=16, per_row=0, per_supernode=0)
 #: Solutions are refined where entries of inverses exceed this, as errors may be their

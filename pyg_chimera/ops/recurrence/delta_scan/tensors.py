@@ -5,8 +5,6 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Operands", "positive", "repeated", "summed"]
-
 
 class Operands(NamedTuple):
     """The inputs of a kernel, or their gradients.

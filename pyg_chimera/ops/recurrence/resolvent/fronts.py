@@ -17,8 +17,6 @@ from pyg_chimera.ops.structure.csr import inverse, runs, starts
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, heights
 
-__all__ = ["Fronts", "Level", "supernodes_of"]
-
 #: Larger supernodes than on a CPU, as every level takes launches: a grid of 100 x 100
 #: nodes has 9 levels instead of 23, and takes no more memory in whole tiles.
 _MERGING = Merging(max_leaf=32, per_row=32, per_supernode=1000)

@@ -25,8 +25,6 @@ from pyg_chimera.ops.common.vector_kit import add_multiple, carved
 from pyg_chimera.ops.structure.supernodes import supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["factorize"]
-
 #: Columns that are eliminated together.
 _PANEL = 32
 #: Columns that are eliminated from all others at once.

@@ -27,16 +27,6 @@ from pyg_chimera.ops.structure.csr import adjacency, inverse, runs
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
-__all__ = [
-    "NOT_PATHS",
-    "PathScans",
-    "Pivots",
-    "backward",
-    "factorize",
-    "forward",
-    "path_scans",
-]
-
 #: Why backends refuse other graphs.
 NOT_PATHS = "form='chunk' is for graphs whose components are paths; use form='auto'"
 

@@ -44,8 +44,6 @@ from pyg_chimera.ops.recurrence.resolvent.state_tiles import (
 from pyg_chimera.ops.structure.supernodes import Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["backward", "forward"]
-
 #: Bytes of states that all tasks together, or a single one, may hold at a time. They
 #: need not fit in a cache: in postorder, states that are needed together are close
 #: together, while panels are read once for each tile.

@@ -14,8 +14,6 @@ from pyg_chimera.ops.recurrence.triton_chunk_form import Chunks
 from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
-__all__ = ["backward", "forward"]
-
 
 class _Tables(NamedTuple):
     """Tables that depend on the graph only, on a device: S states, L entries.
