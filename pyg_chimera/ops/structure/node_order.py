@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.common.checks import check_edge_index, check_option
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import adjacency, compress, inverse, to_numpy
 from pyg_chimera.ops.structure.distance import search
@@ -45,8 +45,7 @@ def node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
             wrong shape or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
-    if order not in _ORDERS:
-        raise ValueError(f"'order' must be one of {list(_ORDERS)} (got {order!r})")
+    check_option("order", order, _ORDERS)
     return _node_order(edge_index, num_nodes, order)
 
 
