@@ -109,7 +109,12 @@ def test_names_of_all_exist_and_are_described():
     missing, undescribed = [], []
     for name in MODULES:
         module = importlib.import_module(name)
-        for public in getattr(module, "__all__", []):
+        defined = [
+            key
+            for key, value in vars(module).items()
+            if not key.startswith("_") and getattr(value, "__module__", None) == name
+        ]
+        for public in getattr(module, "__all__", defined):
             if not hasattr(module, public):
                 missing.append(f"{name}.{public}")
                 continue

@@ -9,15 +9,11 @@ from typing import Any
 from torch_geometric.data import Data, InMemoryDataset
 from tqdm import tqdm
 
-__all__ = ["SPLITS", "SplitDataset", "check_split", "save_whole", "written_whole"]
+from pyg_chimera.ops.common.checks import check_option
+
+__all__ = ["SPLITS", "SplitDataset", "save_whole", "written_whole"]
 
 SPLITS = ("train", "val", "test")
-
-
-def check_split(split: str) -> None:
-    """Refuses what is not the name of a split."""
-    if split not in SPLITS:
-        raise ValueError(f"'split' must be one of {SPLITS} (got {split!r})")
 
 
 @contextmanager
@@ -40,7 +36,7 @@ class SplitDataset(InMemoryDataset):
     """A data set of three processed files, one a split, one of which is loaded."""
 
     def __init__(self, root: str, split: str, **kwargs: Any) -> None:
-        check_split(split)
+        check_option("split", split, SPLITS)
         self.split = split
         super().__init__(root, **kwargs)
         self.load(osp.join(self.processed_dir, f"{split}.pt"))

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch_geometric.data import Data, InMemoryDataset
 
-from pyg_chimera.datasets._common import SPLITS, check_split
+from pyg_chimera.datasets._common import SPLITS
+from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["ArrowPointing"]
 
@@ -103,7 +104,7 @@ class ArrowPointing(InMemoryDataset):
         seed: int = 0,
         transform: Callable | None = None,
     ) -> None:
-        check_split(split)
+        check_option("split", split, SPLITS)
         if num_samples < 1:
             raise ValueError(f"'num_samples' must be at least 1 (got {num_samples})")
         if seed < 0:

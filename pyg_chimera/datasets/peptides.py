@@ -14,6 +14,7 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 from pyg_chimera.datasets._common import SPLITS, SplitDataset, hidden
+from pyg_chimera.ops.common.checks import check_option
 
 __all__ = [
     "ATOM_FEATURE_SIZES",
@@ -302,10 +303,7 @@ class GeneratedPeptides(SplitDataset):
         seed: int = 0,
         **kwargs: Any,
     ) -> None:
-        if preset not in self._presets:
-            raise ValueError(
-                f"'preset' must be one of {tuple(self._presets)} (got {preset!r})"
-            )
+        check_option("preset", preset, tuple(self._presets))
         self.preset = preset
         if num_graphs is None:
             num_graphs = self._presets[preset].num_graphs

@@ -9,12 +9,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.graphgym.config import cfg
 
-from pyg_chimera.graphgym.mixers import (
-    MIXERS,
-    edge_width,
-    make_mixer,
-    run_mixer,
-)
+from pyg_chimera.graphgym.mixers import MIXERS, edge_width, make_mixer, run_mixer
 from pyg_chimera.nn._routing import Route
 
 __all__ = ["ChimeraGPSLayer", "ChimeraGPSModel"]

@@ -17,6 +17,7 @@ from pyg_chimera.graphgym.mixers import (
     structure,
 )
 from pyg_chimera.nn import GatedGCNConv, GPSLayer, MixtureOfDepths
+from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["GPSNetwork"]
 
@@ -158,8 +159,7 @@ def _local_conv(
 ) -> torch.nn.Module | None:
     """The local layer according to `chimera.conv`, or None."""
     name = cfg.chimera.conv
-    if name not in _CONVS:
-        raise ValueError(f"'chimera.conv' must be one of {_CONVS}, got {name!r}")
+    check_option("chimera.conv", name, _CONVS)
     if name == "none":
         return None
     if name == "gcn":

@@ -84,9 +84,12 @@ class Route(NamedTuple):
         padded = not edges and "mask" in names
         return cls(type(module), tuple(names), is_open, edges, padded)
 
-    def accepts(self, name: str) -> bool:
-        """Whether ``forward`` has a parameter called :obj:`name`."""
-        return name in self.names
+    def accepts(self, name: str, module: torch.nn.Module | None = None) -> bool:
+        """Whether ``forward`` has a parameter called :obj:`name`, or what the module
+        itself says about this, if it is given and has a method for it.
+        """
+        own = None if module is None else getattr(unwrapped(module), "accepts", None)
+        return name in self.names if own is None else own(name)
 
     def select(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The part of :obj:`given` for which ``forward`` has a parameter."""

@@ -17,6 +17,7 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import Route, reset_layer
+from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["GPSLayer"]
 
@@ -161,12 +162,7 @@ class GPSLayer(torch.nn.Module):
                 "GPSLayer needs a 'conv' or a 'mixer', got neither. Pass at least one, "
                 "for example 'conv=GatedGCNConv(channels, channels)'."
             )
-        if arrangement not in ("parallel", "sequential"):
-            raise ValueError(
-                "'arrangement' must be 'parallel' or 'sequential', got "
-                f"{arrangement!r}."
-            )
-
+        check_option("arrangement", arrangement, ("parallel", "sequential"))
         if mlp is not None and mlp_channels is not None:
             raise ValueError(
                 "'mlp_channels' must not be given with an 'mlp', which has its own, "

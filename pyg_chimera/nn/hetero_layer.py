@@ -1,5 +1,5 @@
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -258,11 +258,10 @@ class HeteroLayer(torch.nn.Module):
         return edges, features.flatten(0, 1)
 
     def _accepts(self, name: str) -> bool:
-        if hasattr(self.layer, "accepts"):
-            return cast(Any, self.layer).accepts(name)
         # PyG's GPSConv passes edge features on as one of its '**kwargs'.
-        is_open = name == "edge_attr" and self._route.is_open
-        return is_open or self._route.accepts(name)
+        is_open = self._route.is_open and not hasattr(self.layer, "accepts")
+        is_read = is_open and name == "edge_attr"
+        return is_read or self._route.accepts(name, self.layer)
 
     def __repr__(self) -> str:
         return (

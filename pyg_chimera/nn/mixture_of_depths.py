@@ -138,8 +138,7 @@ class MixtureOfDepths(torch.nn.Module):
 
     def accepts(self, name: str) -> bool:
         r"""Whether the layer accepts a keyword argument called :obj:`name`."""
-        accepts = getattr(self.layer, "accepts", self._route.accepts)
-        return accepts(name)
+        return self._route.accepts(name, self.layer)
 
     def forward(
         self,

@@ -19,16 +19,6 @@ from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = [
-    "balanced_path_transition",
-    "chimera_transition",
-    "dag_transition",
-    "grid_transition",
-    "path_transition",
-    "released_transition",
-]
-
-
 #: The least margin of `chimera_transition`, in machine epsilons times the sum.
 LEAST_MARGIN = 16
 

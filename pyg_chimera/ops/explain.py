@@ -23,8 +23,6 @@ from pyg_chimera.ops.recurrence.delta_scan import delta_scan
 from pyg_chimera.ops.recurrence.resolvent import resolvent_mix
 from pyg_chimera.ops.recurrence.selective_scan import selective_scan
 
-__all__ = ["explain"]
-
 _OPERATORS: dict[str, Callable] = {
     "resolvent_mix": resolvent_mix,
     "dag_scan": dag_scan,

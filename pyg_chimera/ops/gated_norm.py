@@ -37,8 +37,6 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
 
-__all__ = ["gated_norm", "rms_norm"]
-
 #: The most rows of a task, which has its own sum of the gradient of weights.
 _ROWS = 128
 #: Sums of squares from which on rows are divided first.

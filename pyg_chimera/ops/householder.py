@@ -1,8 +1,6 @@
 import torch
 from torch import Tensor
 
-__all__ = ["householder_product"]
-
 
 def householder_product(vectors: Tensor) -> Tensor:
     r"""The orthogonal matrix of a product of Householder reflections,

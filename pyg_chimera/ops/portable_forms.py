@@ -13,8 +13,6 @@ from torch import Tensor
 from pyg_chimera.ops.common.portability import has_form, no_form
 from pyg_chimera.ops.structure.grid import parents_at
 
-__all__: list[str] = []
-
 # ------------------------------------------------------------------------------- loops
 
 

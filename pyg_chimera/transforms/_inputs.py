@@ -13,24 +13,26 @@ from torch_geometric.transforms import BaseTransform
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.structure.checksum import SUFFIX, checksum
 
-__all__ = ["check_attr_name", "edges_of", "mark", "score_of", "shown"]
+__all__ = ["Transform", "check_attr_name", "edges_of", "mark", "score_of"]
 
 #: Attributes of the graph itself, without which it would be another one.
 _OF_THE_GRAPH = ("edge_index", "edge_attr", "x", "y", "pos", "num_nodes")
 
 
-def shown(transform: BaseTransform) -> str:
-    """A transform's name and arguments, other than defaults.
+class Transform(BaseTransform):
+    """A transform that is shown with its arguments, other than defaults.
 
-    PyG compares it with that of a processed data set, to tell whether that is stale.
+    PyG compares this with that of a processed data set, to tell whether that is stale.
     """
-    arguments = []
-    for name, parameter in inspect.signature(type(transform)).parameters.items():
-        value = getattr(transform, name)
-        if parameter.default is parameter.empty or value != parameter.default:
-            value = getattr(value, "__name__", value)  # of a function
-            arguments.append(f"{name}={value!r}")
-    return f"{type(transform).__name__}({', '.join(arguments)})"
+
+    def __repr__(self) -> str:
+        arguments = []
+        for name, parameter in inspect.signature(type(self)).parameters.items():
+            value = getattr(self, name)
+            if parameter.default is parameter.empty or value != parameter.default:
+                value = getattr(value, "__name__", value)  # of a function
+                arguments.append(f"{name}={value!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
 
 def edges_of(data: Data) -> tuple[Tensor, int]:

@@ -4,14 +4,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data, HeteroData
-from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.grid import grid_edges
+from pyg_chimera.transforms._inputs import Transform
 
 __all__ = ["ToGrid"]
 
 
-class ToGrid(BaseTransform):
+class ToGrid(Transform):
     """Converts an attribute of the data, or its content alone, to a grid graph."""
 
     attr_name: str

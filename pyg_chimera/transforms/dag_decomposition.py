@@ -6,22 +6,17 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
-from pyg_chimera.ops.structure import (
-    connected_components,
-    node_score,
-    topological_rank,
-)
-from pyg_chimera.ops.structure.csr import simple, to_numpy
+from pyg_chimera.ops.structure import connected_components, node_score, topological_rank
+from pyg_chimera.ops.structure.csr import inverse, simple, to_numpy
 from pyg_chimera.ops.structure.distance import search_tree
 from pyg_chimera.ops.structure.grid import grid_dag, is_grid
 from pyg_chimera.transforms._inputs import (
+    Transform,
     check_attr_name,
     edges_of,
     mark,
     score_of,
-    shown,
 )
 
 __all__ = ["DAGDecomposition"]
@@ -34,7 +29,7 @@ _KNOWN = {"path": 2, "grid": 4, "dag": 2}
 
 
 @functional_transform("chimera_dag_decomposition")
-class DAGDecomposition(BaseTransform):
+class DAGDecomposition(Transform):
     r"""Decomposes an undirected graph into directed acyclic graphs over its nodes,
     as in `"Chimera: State Space Models Beyond Sequences"
     <https://arxiv.org/abs/2510.12111>`_ (functional name:
@@ -185,8 +180,6 @@ class DAGDecomposition(BaseTransform):
             ]
         return data
 
-    __repr__ = shown
-
     def _sides(self, data: Data, num_nodes: int) -> tuple[int, int]:
         """The height and the width of the grid; a path is a grid of one row."""
         if self.method == "path":
@@ -250,8 +243,7 @@ class DAGDecomposition(BaseTransform):
         while True:
             if self.method == "random":
                 score = torch.randperm(num_nodes, generator=generator)
-            position = np.empty(num_nodes, np.int64)
-            position[np.argsort(score.numpy(), kind="stable")] = np.arange(num_nodes)
+            position = inverse(np.argsort(score.numpy(), kind="stable"))
             yield np.flatnonzero(position[source] < position[target])
             yield np.flatnonzero(position[source] > position[target])
 

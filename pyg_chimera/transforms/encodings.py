@@ -4,11 +4,11 @@ from scipy.sparse import csc_array, diags_array
 from scipy.sparse.linalg import eigsh
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
+from pyg_chimera.ops.common.checks import check_option
 from pyg_chimera.ops.structure.csr import adjacency, simple, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, shown
+from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of
 
 __all__ = ["LaplacianEncoding"]
 
@@ -16,7 +16,7 @@ _DENSE_NODES = 500  # up to here, finding all eigenvectors is faster than a few
 
 
 @functional_transform("chimera_laplacian_encoding")
-class LaplacianEncoding(BaseTransform):
+class LaplacianEncoding(Transform):
     r"""Adds eigenvectors and eigenvalues of the graph's Laplacian, as the `"Recipe for
     a General, Powerful, Scalable Graph Transformer"
     <https://arxiv.org/abs/2205.12454>`_ uses them to encode the positions of nodes
@@ -70,10 +70,7 @@ class LaplacianEncoding(BaseTransform):
             raise TypeError(f"'k' must be an integer (got '{type(k).__name__}')")
         if k < 1:
             raise ValueError(f"'k' must be at least 1 (got {k})")
-        if normalization not in ("sym", None):
-            raise ValueError(
-                f"'normalization' must be 'sym' or None (got {normalization!r})"
-            )
+        check_option("normalization", normalization, ("sym", None))
         check_attr_name("attr_name", attr_name)
         self.k = k
         self.attr_name = attr_name
@@ -114,8 +111,6 @@ class LaplacianEncoding(BaseTransform):
             edge_index.device, torch.get_default_dtype()
         )
         return data
-
-    __repr__ = shown
 
     def _decompose(
         self, ptr: np.ndarray, head: np.ndarray, nodes: np.ndarray

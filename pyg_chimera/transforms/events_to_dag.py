@@ -5,10 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data, TemporalData
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.common.checks import check_integer
-from pyg_chimera.transforms._inputs import shown
+from pyg_chimera.transforms._inputs import Transform
 
 __all__ = ["EventsToDAG"]
 
@@ -18,7 +17,7 @@ _RESERVED = "x", "edge_index", "edge_attr", "event_index", "query_index", "carri
 
 
 @functional_transform("chimera_events_to_dag")
-class EventsToDAG(BaseTransform):
+class EventsToDAG(Transform):
     r"""Converts a stream of events to a directed acyclic graph of the states of its
     nodes (functional name: :obj:`chimera_events_to_dag`).
 
@@ -174,7 +173,6 @@ class EventsToDAG(BaseTransform):
         return out
 
     forward = __call__
-    __repr__ = shown
 
 
 def _stream(

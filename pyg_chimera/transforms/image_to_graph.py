@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch_geometric.data.datapipes import functional_transform
 
-from pyg_chimera.transforms._inputs import shown
 from pyg_chimera.transforms._to_grid import ToGrid
 
 __all__ = ["ImageToGraph"]
@@ -77,8 +76,6 @@ class ImageToGraph(ToGrid):
         self.patch_size: tuple[int, int] = (sides[0], sides[1])
         self.attr_name = attr_name
         self.pad = pad
-
-    __repr__ = shown
 
     def nodes(self, content: Any) -> tuple[Tensor, int, int]:
         """The pixels of each patch, and the numbers of rows and columns of patches."""

@@ -4,11 +4,10 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.checksum import check_stored
 from pyg_chimera.ops.structure.line_graph import line_graph, multitree
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, mark, shown
+from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of, mark
 
 __all__ = ["DirectedLineGraph", "LineGraphData", "MultitreePruning"]
 
@@ -52,7 +51,7 @@ torch.serialization.add_safe_globals([LineGraphData])
 
 
 @functional_transform("chimera_directed_line_graph")
-class DirectedLineGraph(BaseTransform):
+class DirectedLineGraph(Transform):
     r"""Stores the line graph of a directed acyclic graph. Its nodes are the edges of
     the graph, where `"pLSTM: parallelizable Linear Source Transition Mark networks"
     <https://arxiv.org/abs/2506.11997>`_ keeps its states (functional name:
@@ -96,11 +95,9 @@ class DirectedLineGraph(BaseTransform):
         lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
         return _with_lines(data, f"{self._prefix}{_LINES}", self._prefix, lines)
 
-    __repr__ = shown
-
 
 @functional_transform("chimera_multitree_pruning")
-class MultitreePruning(BaseTransform):
+class MultitreePruning(DirectedLineGraph):
     r"""Prunes the line graph of a directed acyclic graph so that at most one path joins
     any two edges, as required by the distribution mode of `"pLSTM: parallelizable
     Linear Source Transition Mark networks" <https://arxiv.org/abs/2506.11997>`_
@@ -124,23 +121,16 @@ class MultitreePruning(BaseTransform):
             data has no valid edges.
     """
 
-    def __init__(self, prefix: str | None = None) -> None:
-        self.prefix = prefix
-        self._prefix = _checked_prefix(prefix)
-
     def forward(self, data: Data) -> LineGraphData:
         """Adds the attributes to a copy of the data."""
-        dags, num_nodes = _dags_of(data, self._prefix)
-        name = f"{self._prefix}{_LINES}"
-        lines = [line_graph(dag, num_nodes).edge_index for dag in dags]
+        dags, _ = _dags_of(data, self._prefix)
+        out, name = super().forward(data), f"{self._prefix}{_LINES}"
+        lines = out[name] if isinstance(out[name], list) else [out[name]]
         kept = [
             line_edge_index[:, multitree(line_edge_index, dag.size(1))]
             for line_edge_index, dag in zip(lines, dags, strict=True)
         ]
-        out = _with_lines(data, name, self._prefix, lines)
         return _with_lines(out, f"{name}_pruned", self._prefix, kept)
-
-    __repr__ = shown
 
 
 def _checked_prefix(prefix: str | None) -> str:

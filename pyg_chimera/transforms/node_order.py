@@ -3,22 +3,21 @@ from collections.abc import Callable
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.transforms._inputs import (
+    Transform,
     check_attr_name,
     edges_of,
     mark,
     score_of,
-    shown,
 )
 
 __all__ = ["NodeOrder"]
 
 
 @functional_transform("chimera_node_order")
-class NodeOrder(BaseTransform):
+class NodeOrder(Transform):
     r"""Stores the score by which nodes are sorted into a sequence, as in
     `"Graph-Mamba: Towards Long-Range Graph Sequence Modeling with Selective State
     Spaces" <https://arxiv.org/abs/2402.00789>`_ (functional name:
@@ -73,5 +72,3 @@ class NodeOrder(BaseTransform):
         data[self.attr_name] = score
         mark(data, self.attr_name)
         return data
-
-    __repr__ = shown

@@ -1,7 +1,6 @@
 import torch
 from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
-from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.common.checks import check_integer, check_option
 from pyg_chimera.ops.structure import (
@@ -11,13 +10,13 @@ from pyg_chimera.ops.structure import (
     topological_rank,
 )
 from pyg_chimera.ops.structure.elimination import METHODS
-from pyg_chimera.transforms._inputs import check_attr_name, edges_of, mark, shown
+from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of, mark
 
 __all__ = ["AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"]
 
 
 @functional_transform("chimera_add_elimination_order")
-class AddEliminationOrder(BaseTransform):
+class AddEliminationOrder(Transform):
     r"""Stores a fill-reducing elimination order of the graph (functional name:
     :obj:`chimera_add_elimination_order`).
 
@@ -53,11 +52,9 @@ class AddEliminationOrder(BaseTransform):
         data[self.attr_name] = elimination_rank(*edges_of(data), self.method)
         return data
 
-    __repr__ = shown
-
 
 @functional_transform("chimera_add_k_hop_index")
-class AddKHopIndex(BaseTransform):
+class AddKHopIndex(Transform):
     r"""Stores the pairs of nodes at most :math:`k` steps apart, as
     :func:`~pyg_chimera.ops.k_hop_index` finds them (functional name:
     :obj:`chimera_add_k_hop_index`).
@@ -92,11 +89,9 @@ class AddKHopIndex(BaseTransform):
         data[f"{self.prefix}_index"], data[f"{self.prefix}_distance"] = pairs
         return data
 
-    __repr__ = shown
-
 
 @functional_transform("chimera_add_topological_order")
-class AddTopologicalOrder(BaseTransform):
+class AddTopologicalOrder(Transform):
     r"""Stores the topological rank of each node of a directed acyclic graph
     (functional name: :obj:`chimera_add_topological_order`).
 
@@ -124,11 +119,9 @@ class AddTopologicalOrder(BaseTransform):
         data[self.attr_name] = topological_rank(*edges_of(data))
         return data
 
-    __repr__ = shown
-
 
 @functional_transform("chimera_add_diameter")
-class AddDiameter(BaseTransform):
+class AddDiameter(Transform):
     r"""Stores the diameter of the graph, the largest finite hop distance
     (functional name: :obj:`chimera_add_diameter`).
 
@@ -159,5 +152,3 @@ class AddDiameter(BaseTransform):
         data[self.attr_name] = torch.as_tensor(found, device=edge_index.device).view(-1)
         mark(data, self.attr_name)
         return data
-
-    __repr__ = shown

@@ -239,7 +239,7 @@ def test_further_arguments_reach_the_mixers(load):
     ("config", "option", "value", "message"),
     [
         ("chimera_gps", "conv", "gatedgcn", "'chimera.conv' must be one of"),
-        ("chimera_gps", "arrangement", "stacked", "'parallel' or 'sequential'"),
+        ("chimera_gps", "arrangement", "stacked", "'parallel', 'sequential'"),
         ("chimera_gps", "heads", 3, r"ChimeraConv: 'heads' must divide"),
         ("chimera_layer", "edge_dim", -2, "'chimera.edge_dim' must be null"),
         ("chimera_layer", "state_channels", 0, "'state_channels' must be >= 1"),

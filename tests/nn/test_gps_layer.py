@@ -488,7 +488,7 @@ def test_errors() -> None:
     x, edge_index, batch, edge_attr = make_inputs()
     with pytest.raises(ValueError, match="a 'conv' or a 'mixer', got neither"):
         GPSLayer(C)
-    with pytest.raises(ValueError, match="'parallel' or 'sequential', got 'serial'"):
+    with pytest.raises(ValueError, match=r"'parallel', 'sequential'\), got 'serial'"):
         GPSLayer(C, GCNConv(C, C), arrangement="serial")
     with pytest.raises(TypeError, match=r"'norm' must be .* got 'LayerNorm'"):
         GPSLayer(C, GCNConv(C, C), norm=torch.nn.LayerNorm)

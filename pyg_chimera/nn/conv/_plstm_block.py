@@ -136,3 +136,10 @@ class PLSTMBlock(Mixer):
         """Norm of each head and projection, after the recurrence."""
         out = gated_norm(y, self.norm_weight.view(self.heads, -1))
         return self.lin_out(out.flatten(1).to(x.dtype))
+
+    def __repr__(self) -> str:
+        order = f", order={self.order!r}" if hasattr(self, "order") else ""
+        return (
+            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
+            f"heads={self.heads}, mode={self.mode!r}{order})"
+        )

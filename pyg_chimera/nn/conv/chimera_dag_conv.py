@@ -8,11 +8,7 @@ from torch import Tensor
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import check_batch, check_nodes, side_by_side
-from pyg_chimera.nn.conv._gated_block import (
-    RangedBlock,
-    gated_value,
-    mean_of_ends,
-)
+from pyg_chimera.nn.conv._gated_block import RangedBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import dag_scan, dag_transition
 from pyg_chimera.ops.common.checks import check_flag, check_option

@@ -29,14 +29,8 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
     No graph is built or searched, and edges are not read.
 
     Args:
-        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
-            from the first input.
-        out_channels (int, optional): Size of each output sample. (default:
-            :obj:`in_channels`)
-        heads (int, optional): As in :class:`~pyg_chimera.nn.ChimeraDAGConv`.
-            (default: :obj:`1`)
-        state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
-            :math:`\mathbf{C}_i`. (default: :obj:`64`)
+        in_channels, out_channels, heads, state_channels: As in
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`.
         num_dags (int, optional): How many of the four DAGs to use: 1, 2 or 4. (default:
             :obj:`4`)
         window (tuple[int, int], optional): The rows and columns of a depthwise

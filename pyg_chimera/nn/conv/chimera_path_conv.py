@@ -26,18 +26,8 @@ class ChimeraPathConv(RangedBlock):
     path.
 
     Args:
-        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
-            from the first input.
-        out_channels (int, optional): Size of each output sample. (default:
-            :obj:`in_channels`)
-        heads (int, optional): Number of heads; divides :obj:`out_channels`. (default:
-            :obj:`1`)
-        state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
-            :math:`\mathbf{C}_i`. (default: :obj:`64`)
-        local_conv (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
-            (default: :obj:`False`)
-        qk_norm (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`. (default:
-            :obj:`True`)
+        in_channels, out_channels, heads, state_channels, local_conv, qk_norm: As in
+            :class:`~pyg_chimera.nn.ChimeraConv`.
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
             :obj:`bias`, :obj:`reach` (here not limited), :obj:`differential`,
             :obj:`form` and :obj:`backend` of :class:`~pyg_chimera.nn.ChimeraConv`, and

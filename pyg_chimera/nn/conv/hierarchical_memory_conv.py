@@ -56,15 +56,8 @@ class HierarchicalMemoryConv(ChimeraBlock):
     of the node. The gated block around all this is that of the Chimera layers.
 
     Args:
-        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
-            from the first input.
-        out_channels (int, optional): Size of each output sample. (default:
-            :obj:`in_channels`)
-        heads (int, optional): Number of heads, each with its own transitions; divides
-            :obj:`out_channels`. (default: :obj:`1`)
-        state_channels (int, optional): Size of queries and keys. (default: :obj:`64`)
-        local_conv (bool, optional): As in :class:`~pyg_chimera.nn.ChimeraConv`.
-            (default: :obj:`False`)
+        in_channels, out_channels, heads, state_channels, local_conv: As in
+            :class:`~pyg_chimera.nn.ChimeraConv`.
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim` (on whose
             features the decay of all levels along an edge then depends), :obj:`gated`,
             :obj:`bias` and :obj:`backend` of :class:`~pyg_chimera.nn.ChimeraConv`, and

@@ -21,12 +21,7 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops import householder_product, line_graph, multitree, stm_scan
-from pyg_chimera.ops.common.checks import (
-    check_edges,
-    check_flag,
-    check_option,
-    trusted,
-)
+from pyg_chimera.ops.common.checks import check_edges, check_flag, check_option, trusted
 from pyg_chimera.ops.structure.line_graph import check_line_edges, ordered_dags
 
 __all__ = ["PLSTMConv"]
@@ -395,12 +390,6 @@ class PLSTMConv(PLSTMBlock):
         # Products of rounded factors would lose orthogonality along a path.
         with torch.autocast(decay.device.type, enabled=False):
             return (U * decay.unsqueeze(-2)) @ W.transpose(-2, -1)
-
-    def __repr__(self) -> str:
-        return (
-            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
-            f"heads={self.heads}, mode={self.mode!r}, order={self.order!r})"
-        )
 
 
 def _like(x: Tensor, other: Tensor) -> Tensor:

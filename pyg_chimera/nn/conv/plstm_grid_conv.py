@@ -34,14 +34,8 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
     grid, pass its four DAGs to :class:`~pyg_chimera.nn.PLSTMConv`.
 
     Args:
-        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
-            from the first input.
-        out_channels (int, optional): Size of each output sample. (default:
-            :obj:`in_channels`)
-        heads (int, optional): Number of heads, each with its own gates; divides
-            :obj:`out_channels`. (default: :obj:`1`)
-        mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
-            are recommended. (default: :obj:`"P"`)
+        in_channels, out_channels, heads, mode: As in
+            :class:`~pyg_chimera.nn.PLSTMConv`.
         num_dags (int, optional): How many of the four DAGs to use: 1, 2 or 4. For a
             sequence, under :obj:`mode="D"`, 2 run forwards and backwards, and 1 runs
             forwards only. (default: :obj:`4`)
@@ -187,10 +181,4 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
             transition.reshape(4 * D * H, V).t().contiguous().view(V, D, 2, 2, H),
             mark.t().contiguous().view(V, D, 2, H),
             direct.view(D, H, V).sum(0).t(),
-        )
-
-    def __repr__(self) -> str:
-        return (
-            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
-            f"heads={self.heads}, mode={self.mode!r})"
         )

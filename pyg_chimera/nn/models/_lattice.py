@@ -14,7 +14,7 @@ from pyg_chimera.nn.conv import (
 )
 from pyg_chimera.nn.encoders import PositionEmbedding
 from pyg_chimera.nn.gps_layer import GPSLayer
-from pyg_chimera.ops.common.checks import check_integer
+from pyg_chimera.ops.common.checks import check_integer, check_option
 
 __all__ = ["MIXERS", "POSITIONS", "lattice_layers", "structure_of"]
 
@@ -44,8 +44,7 @@ def lattice_layers(
         raise ValueError(
             f"'mixer' must be a function or one of {MIXERS}, got {mixer!r}"
         )
-    if position not in POSITIONS:
-        raise ValueError(f"'position' must be one of {POSITIONS}, got {position!r}")
+    check_option("position", position, POSITIONS)
     if position == "rotary" and mixer != "attention":
         raise ValueError(
             f"'position' can be 'rotary' for mixer='attention' only, got {mixer!r}"

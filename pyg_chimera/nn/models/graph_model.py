@@ -11,16 +11,9 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import aggregation_resolver
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import (
-    check_batch,
-    check_edge_rows,
-    check_size,
-    with_values,
-)
+from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_size, with_values
 from pyg_chimera.nn._norm import Norm, norm_arguments
-from pyg_chimera.nn._routing import Route, unwrapped
-from pyg_chimera.nn.gps_layer import GPSLayer
-from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
+from pyg_chimera.nn._routing import Route
 from pyg_chimera.ops.common.checks import (
     check_edges,
     check_integer,
@@ -413,10 +406,10 @@ class GraphModel(torch.nn.Module):
             edge_attr = _encode(self.edge_encoder, edge_attr, "edge_attr")
 
         check_size(edge_index, x.size(0))
-        for i, layer in enumerate(self.layers):
+        for i, (route, layer) in enumerate(zip(self._routes, self.layers, strict=True)):
             given = {"batch": batch, "edge_attr": edge_attr, **kwargs}
-            args = {k: v for k, v in given.items() if self._accepts(i, k)}
-            out = self._routes[i].call(layer, x, edge_index, batch, args)
+            args = {k: v for k, v in given.items() if route.accepts(k, layer)}
+            out = route.call(layer, x, edge_index, batch, args)
             x, edge_attr = self._outputs(i, out, edge_attr)
         x = self.norm(x, batch)
 
@@ -457,14 +450,9 @@ class GraphModel(torch.nn.Module):
             )
         return out
 
-    def _accepts(self, index: int, name: str) -> bool:
-        layer = unwrapped(self.layers[index])
-        if isinstance(layer, GPSLayer | MixtureOfDepths):
-            return layer.accepts(name)
-        return self._routes[index].accepts(name)
-
     def _reads(self, name: str) -> bool:
-        return any(self._accepts(i, name) for i in range(len(self.layers)))
+        pairs = zip(self._routes, self.layers, strict=True)
+        return any(route.accepts(name, layer) for route, layer in pairs)
 
     def __repr__(self) -> str:
         return (

@@ -20,8 +20,6 @@ from pyg_chimera.ops.common.checks import (
 from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.common.sequences import as_ptr, check_ptr
 
-__all__ = ["causal_conv1d"]
-
 
 class Inputs(NamedTuple):
     """The inputs of the registered operator."""

@@ -12,8 +12,6 @@ from torch import Tensor
 from pyg_chimera.ops.common.sequences import places
 from pyg_chimera.ops.common.triton_runtime import on_device_of
 
-__all__ = ["convolve", "gradients"]
-
 #: Rows and channels of a program.
 _ROWS, _WIDTH = 32, 64
 _OPTIONS = {"num_warps": 4, "num_stages": 1}

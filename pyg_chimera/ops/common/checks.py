@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["check_batch", "check_edge_index", "check_within_graphs", "unchecked"]
-
 NO_TORCHSCRIPT = (
     "TorchScript ('torch.jit.script', 'torch.jit.trace', and what builds on them) is "
     "not supported: use 'torch.export.export', or 'torch.compile'"
@@ -95,12 +93,16 @@ def _is_integer(tensor: Tensor) -> bool:
     )
 
 
-def check_edge_index(edge_index: Tensor, num_nodes: int) -> None:
+def check_edge_index(
+    edge_index: Tensor, num_nodes: int, name: str = "edge_index", end: str = "node"
+) -> None:
     r"""Checks that :obj:`edge_index` connects nodes of a graph that has them.
 
     Args:
         edge_index (torch.Tensor): The edge indices.
         num_nodes (int): The number of nodes :math:`|\mathcal{V}|`.
+        name (str, optional): What the edge indices are called.
+        end (str, optional): What they connect.
 
     Raises:
         TypeError: If :obj:`edge_index` isn't a tensor of integers, or
@@ -111,31 +113,31 @@ def check_edge_index(edge_index: Tensor, num_nodes: int) -> None:
     """
     if not isinstance(edge_index, Tensor):
         raise TypeError(
-            "'edge_index' must be a tensor of integers of shape [2, num_edges] "
+            f"'{name}' must be a tensor of integers of shape [2, num_edges] "
             f"(got '{type(edge_index).__name__}')"
         )
     if not isinstance(num_nodes, Integral):
-        raise no_integer("num_nodes", num_nodes)
+        raise no_integer(f"num_{end}s", num_nodes)
     if num_nodes < 0:
-        raise ValueError(f"'num_nodes' must not be negative (got {num_nodes})")
+        raise ValueError(f"'num_{end}s' must not be negative (got {num_nodes})")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
-            "'edge_index' must be of shape [2, num_edges] "
+            f"'{name}' must be of shape [2, num_edges] "
             f"(got shape {list(edge_index.shape)})"
         )
     if not _is_integer(edge_index):
         raise TypeError(
-            f"'edge_index' must hold integers (got dtype {edge_index.dtype}); "
-            "convert it with 'edge_index.long()'"
+            f"'{name}' must hold integers (got dtype {edge_index.dtype}); "
+            f"convert it with '{name}.long()'"
         )
     if edge_index.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(edge_index))
     if low < 0 or high >= num_nodes:
         raise ValueError(
-            f"'edge_index' must hold node indices in [0, num_nodes) = [0, {num_nodes}) "
-            f"(got {low if low < 0 else high} in an 'edge_index' of shape "
-            f"{list(edge_index.shape)}); pass the number of nodes it belongs to"
+            f"'{name}' must hold {end} indices in [0, num_{end}s) = [0, {num_nodes}) "
+            f"(got {low if low < 0 else high} in an index of shape "
+            f"{list(edge_index.shape)}); pass the number of {end}s it belongs to"
         )
 
 

@@ -26,8 +26,6 @@ from numba.core.caching import FunctionCache, IndexDataCacheFile
 from numba.core.dispatcher import Dispatcher
 from numba.extending import lower_builtin, type_callable
 
-__all__ = ["compiled", "compiles_to", "stamp"]
-
 
 def _number_symbols() -> None:
     """Starts the numbers in names of symbols somewhere else in each process.

@@ -6,8 +6,6 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-__all__ = ["WHY_FORM", "Backend", "Call", "Choice", "Cost", "UnsuitableSolver"]
-
 Inputs = TypeVar("Inputs")
 Structure = TypeVar("Structure")
 Result = TypeVar("Result")

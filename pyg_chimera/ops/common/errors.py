@@ -1,6 +1,3 @@
-__all__ = ["CycleError"]
-
-
 class CycleError(ValueError):
     """Raised if a graph that must be acyclic has a cycle.
 

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["available_bytes"]
-
 
 def available_bytes(device: torch.device) -> float:
     """The bytes that may be allocated on a device; infinite if nobody knows."""

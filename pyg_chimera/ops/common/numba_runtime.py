@@ -30,8 +30,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.compilation import compiled, compiles_to
 
-__all__ = ["ANNOUNCER", "arrays", "heads_a_task", "run", "stopped", "summed"]
-
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 jit = compiled(fastmath=_FAST)

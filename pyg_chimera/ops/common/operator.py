@@ -26,8 +26,6 @@ from pyg_chimera.ops.common.portability import (
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
 from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
-__all__ = ["Operator", "explained", "is_followed", "one_by_one", "without_autocast"]
-
 Inputs = TypeVar("Inputs", bound=tuple)
 Structure = TypeVar("Structure")
 

@@ -9,15 +9,6 @@ import torch
 
 from pyg_chimera.ops.common.checks import setting
 
-__all__ = [
-    "has_form",
-    "is_portable",
-    "no_form",
-    "portable",
-    "portable_form",
-    "refuse_for_onnx",
-]
-
 #: The plain forms of operators and of functions of a graph's structure, by name.
 _FORMS: dict[str, Callable[..., Any]] = {}
 _PORTABLE: ContextVar[bool] = ContextVar("portable", default=False)

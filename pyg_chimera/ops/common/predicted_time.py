@@ -9,8 +9,6 @@ import torch
 
 from pyg_chimera.ops.common.dispatch import Choice
 
-__all__ = ["on_this_machine", "warn_above", "warn_if_long"]
-
 #: Multiply-adds per nanosecond and core in `torch.mm` where the costs were measured.
 _REFERENCE = 50.0
 

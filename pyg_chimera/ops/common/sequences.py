@@ -8,15 +8,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_integers
 
-__all__ = [
-    "as_ptr",
-    "check_ptr",
-    "linear_recurrence",
-    "longest_of",
-    "places",
-    "row_blocks",
-]
-
 #: Sequences are grouped into blocks of about this many rows.
 _BLOCK_ROWS = 128
 

@@ -29,35 +29,6 @@ from numpy.lib.stride_tricks import as_strided
 from pyg_chimera.ops.common.compilation import compiles_to
 from pyg_chimera.ops.common.numba_runtime import inlined, jit
 
-__all__ = [
-    "ADD",
-    "SET",
-    "SUBTRACT",
-    "first",
-    "floor",
-    "fma",
-    "gemm",
-    "gemm_rows",
-    "lanes",
-    "larger",
-    "load",
-    "load_part",
-    "load_some",
-    "pointer",
-    "power_of_two",
-    "prefetch",
-    "row_totals",
-    "smaller",
-    "splat",
-    "store",
-    "store_part",
-    "store_some",
-    "total",
-    "transpose_square",
-    "vector_lanes",
-    "zeros",
-]
-
 
 def _features() -> set[str]:
     """The CPU features of the machine that numba compiles for."""

@@ -12,17 +12,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DEVICES",
-    "DEVICES_IF_ASKED",
-    "INTERPRETED",
-    "SHORT_PATH",
-    "WITH_TRITON",
-    "input_precision",
-    "on_device_of",
-    "why_not",
-]
-
 WITH_TRITON = find_spec("triton") is not None
 #: Whether Triton's interpreter runs the kernels; Triton reads it as they are defined.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")

@@ -35,29 +35,6 @@ from pyg_chimera.ops.common.simd import (
     zeros,
 )
 
-__all__ = [
-    "LANES",
-    "LOG_2",
-    "add_multiple",
-    "assign",
-    "clear",
-    "copy",
-    "even_share",
-    "exp2",
-    "inner_product",
-    "inner_product_of_rows",
-    "matmul",
-    "multiply",
-    "optimized",
-    "put",
-    "put_transposed",
-    "set_identity",
-    "take",
-    "take_columns",
-    "take_transposed",
-    "transpose",
-]
-
 #: Matrix rows are padded to a multiple of this.
 LANES = 16
 
@@ -71,6 +48,13 @@ def matmul(C, A, B, mode=SET):
         A.strides[1] // size, pointer(B), B.strides[0] // size, C.shape[0], C.shape[1],
         B.shape[0], mode,
     )  # fmt: skip
+
+
+@jit
+def carved(scratch, at, rows, columns):
+    """A matrix in scratch memory from a place on, and the place after it."""
+    end = at + rows * columns
+    return scratch[at:end].reshape(rows, columns), end
 
 
 @jit

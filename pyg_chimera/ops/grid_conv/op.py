@@ -14,8 +14,6 @@ from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.grid_conv import numba_backend, reference, torch_backend
 from pyg_chimera.ops.structure.grid import flat_sizes
 
-__all__ = ["grid_conv"]
-
 
 class Inputs(NamedTuple):
     """The inputs of the registered operator."""

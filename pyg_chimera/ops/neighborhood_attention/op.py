@@ -19,8 +19,6 @@ from pyg_chimera.ops.neighborhood_attention import reference, torch_backend
 from pyg_chimera.ops.neighborhood_attention.pattern import Pattern, pattern
 from pyg_chimera.ops.structure.cache import Recipe
 
-__all__ = ["neighborhood_attention"]
-
 
 class Inputs(NamedTuple):
     """The inputs of the registered operator."""

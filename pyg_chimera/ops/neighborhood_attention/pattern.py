@@ -14,8 +14,6 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 
-__all__ = ["EPSILON", "Pattern", "pattern"]
-
 #: Added to the sums of rectified differences, which may be zero.
 EPSILON = 1e-6
 

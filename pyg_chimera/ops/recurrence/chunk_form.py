@@ -50,18 +50,6 @@ from pyg_chimera.ops.common.vector_kit import (
     transpose,
 )
 
-__all__ = [
-    "Cut",
-    "Operands",
-    "PathStates",
-    "backward",
-    "chunk_cost",
-    "forward",
-    "gradients",
-    "output",
-    "scan",
-]
-
 #: Nodes per chunk: a multiple of `_ROWS`, and of the lanes of any vector.
 _CHUNK = 64
 #: Rows of a triangular matrix per call of `gemm`.
@@ -210,7 +198,12 @@ def _scratch(paths: PathStates, x: Operands, share: int) -> int:
     return states + _CHUNK * (6 * n + (2 * share + 5) * p + 4 * _CHUNK + 2 * vector + 8)
 
 
-def scan(
+def scan_of(paths: PathStates, x: Operands) -> tuple[Scan, Cut]:
+    """The scan of paths, and how it is divided into tasks."""
+    return partial(_scan, paths), Cut.of(paths, x)
+
+
+def _scan(
     paths: PathStates, x: Operands, y: np.ndarray, d: Operands | None, share: int
 ) -> None:
     """Adds to the output `y`, or if `y` is its gradient, to the gradients `d`."""
@@ -221,18 +214,6 @@ def scan(
         run(_forward_tasks, costs, scratch, y.dtype, paths, x, y, share)
     else:
         run(_backward_tasks, 2.5 * costs, scratch, y.dtype, paths, x, y, d, share)
-
-
-def forward(paths: PathStates, operands: Operands) -> np.ndarray:
-    """The output [V, heads, P]."""
-    return output(partial(scan, paths), Cut.of(paths, operands), operands)
-
-
-def backward(
-    paths: PathStates, operands: Operands, grad: np.ndarray
-) -> tuple[np.ndarray, ...]:
-    """The gradients of query, key, value, source, mark and weight."""
-    return gradients(partial(scan, paths), Cut.of(paths, operands), operands, grad)
 
 
 # ---------------------------------------------------------------------- rows and blocks

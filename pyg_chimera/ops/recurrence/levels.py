@@ -11,8 +11,6 @@ from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import grouped
 from pyg_chimera.ops.structure.topological import topological_rank
 
-__all__ = ["Level", "Levels", "depth_of", "levels_of"]
-
 
 class Level(NamedTuple):
     """Edges into states of one depth."""

@@ -4,8 +4,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Padding", "masked_mix", "masked_mix_backward"]
-
 
 def masked_mix(L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     r"""Computes :math:`(L \odot Q K^T) V`.

@@ -11,8 +11,6 @@ import numpy as np
 from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["Factors", "Pattern", "edge_products", "factorize", "solve"]
-
 
 class Pattern(NamedTuple):
     """The arrays of a `SymbolicFactor` that kernels read."""

@@ -12,21 +12,12 @@ from pyg_chimera.ops.common.checks import check_edge_index, check_rank
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.recurrence.chunk_form import PathStates
 from pyg_chimera.ops.structure.cache import remembered, table
-from pyg_chimera.ops.structure.csr import grouped, sorted_rows, to_numpy
+from pyg_chimera.ops.structure.csr import grouped, inverse, sorted_rows, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.grid import WAYS, Grids
 from pyg_chimera.ops.structure.line_graph import check_line_edges
 from pyg_chimera.ops.structure.symbolic_factor import blocks_of
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
-
-__all__ = [
-    "NOT_PATHS",
-    "Extents",
-    "GridStates",
-    "StateGraph",
-    "edge_states",
-    "node_states",
-]
 
 #: The error message for form 'chunk' on other graphs.
 NOT_PATHS = (
@@ -243,8 +234,7 @@ def _state_graph(
         rank = to_numpy(topological_rank(edges, num_states))
     component = to_numpy(connected_components(edges, num_states))
     state = np.lexsort((rank, component, block))
-    position = np.empty(num_states, np.int64)
-    position[state] = np.arange(num_states)
+    position = inverse(state)
     num_blocks = int(block.max(initial=-1)) + 1
     _, ptr = grouped(block, num_blocks)
     first = np.flatnonzero(np.diff(component[state], prepend=-1))

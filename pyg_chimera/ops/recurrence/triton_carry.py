@@ -15,8 +15,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import on_device_of
 
-__all__ = ["carry", "compose"]
-
 #: Spans and channels at a time.
 _SPANS, _WIDTH = 32, 32
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.recurrence.states import StateGraph
 
-__all__ = ["Chains", "bounds", "ring_of", "row_of"]
-
 
 class Chains(NamedTuple):
     """A graph of states on a device, int32: S states, L edges, C components."""

@@ -41,23 +41,6 @@ from pyg_chimera.ops.recurrence.triton_mask_form import (
     tile_places,
 )
 
-__all__ = [
-    "CHUNK",
-    "Chunks",
-    "by_position",
-    "chunk_of",
-    "decays_of",
-    "ends",
-    "later_of",
-    "product",
-    "rows_of",
-    "scan",
-    "scan_gradients",
-    "state_slice",
-    "weight_gradient",
-    "weights_of",
-]
-
 #: Positions per chunk. Tiles of 64 do not fit in the registers.
 CHUNK = 32
 #: Channels at a time: of the inputs of scores, and of what scores are multiplied with.

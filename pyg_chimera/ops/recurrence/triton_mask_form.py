@@ -32,20 +32,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
 
-__all__ = [
-    "TILE",
-    "Masks",
-    "channels_at_once",
-    "edge_products",
-    "eliminated",
-    "matrix_tile",
-    "mix",
-    "mix_gradients",
-    "resolvents",
-    "tile_nodes",
-    "tile_places",
-]
-
 #: Rows and columns of a tile. Tiles of 64 do not fit in the registers.
 TILE = 32
 #: Channels at a time: of the inputs of scores, and of what scores are multiplied with.

@@ -15,8 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pyg_chimera.ops.common.checks import setting, trusted
 from pyg_chimera.ops.structure.checksum import scrambled
 
-__all__ = ["Recipe", "called_eagerly", "recalled", "remembered", "table"]
-
 _EAGER: ContextVar[bool] = ContextVar("eager", default=False)
 
 

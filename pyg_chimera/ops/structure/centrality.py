@@ -10,6 +10,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import (
     check_batch,
     check_edge_index,
+    check_option,
     check_within_graphs,
 )
 from pyg_chimera.ops.common.compilation import compiled
@@ -19,8 +20,6 @@ from pyg_chimera.ops.structure.eigenvector import eigenvector
 from pyg_chimera.ops.structure.equitable_partition import equitable_partition
 from pyg_chimera.ops.structure.node_order import breadth_first
 from pyg_chimera.ops.structure.registered import structural_op
-
-__all__ = ["ORDERS", "closeness", "node_score", "pagerank"]
 
 ORDERS = (
     "order",
@@ -88,8 +87,7 @@ def node_score(
         TypeError: If :obj:`edge_index` or :obj:`batch` is not integer.
         ImportError: If :obj:`networkx` is needed and missing.
     """
-    if order not in ORDERS:
-        raise ValueError(f"'order' must be one of {list(ORDERS)} (got {order!r})")
+    check_option("order", order, ORDERS)
     return _node_score(edge_index, batch, num_nodes, order)
 
 

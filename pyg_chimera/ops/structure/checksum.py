@@ -8,8 +8,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.structure.edges import edges_of
 
-__all__ = ["SUFFIX", "check_stored", "checksum", "scrambled"]
-
 #: An attribute with this ending is a checksum, for all attributes that begin alike.
 SUFFIX = "_checksum"
 

@@ -6,10 +6,8 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import compress, enlarged, to_numpy
-from pyg_chimera.ops.structure.registered import structural_op
+from pyg_chimera.ops.structure.registered import structural_op, unsized
 from pyg_chimera.ops.structure.topological import topological_rank
-
-__all__ = ["contracted_dag"]
 
 
 def contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
@@ -61,12 +59,7 @@ def contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
     return _contracted_dag(edge_index, kept)
 
 
-def _fake(edge_index: Tensor, kept: Tensor) -> Tensor:
-    size = torch.library.get_ctx().new_dynamic_size()
-    return edge_index.new_empty(2, size, dtype=torch.long)
-
-
-@structural_op(_fake, sized=False)
+@structural_op(unsized((2, "edges")), sized=False)
 def _contracted_dag(edge_index: Tensor, kept: Tensor) -> Tensor:
     rank = topological_rank(edge_index, kept.numel())  # Checks the edges too.
     source, target = to_numpy(edge_index)

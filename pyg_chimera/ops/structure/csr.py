@@ -8,19 +8,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.compilation import compiled
 
-__all__ = [
-    "Rows",
-    "adjacency",
-    "compress",
-    "enlarged",
-    "grouped",
-    "runs",
-    "simple",
-    "sorted_rows",
-    "starts",
-    "to_numpy",
-]
-
 
 class Rows(NamedTuple):
     """Matrix entries sorted by row, then column."""
@@ -34,6 +21,13 @@ class Rows(NamedTuple):
 def to_numpy(indices: Tensor) -> np.ndarray:
     """Integer indices as a contiguous int64 array on the CPU."""
     return indices.detach().cpu().to(torch.int64).contiguous().numpy()
+
+
+def inverse(order: np.ndarray) -> np.ndarray:
+    """The place of each number in an order of them."""
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return place
 
 
 def starts(count: np.ndarray) -> np.ndarray:

@@ -12,8 +12,6 @@ from pyg_chimera.ops.common.checks import (
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 
-__all__ = ["components", "connected_components", "diameter", "search", "search_tree"]
-
 
 def connected_components(edge_index: Tensor, num_nodes: int) -> Tensor:
     r"""The weakly connected component of each node.

@@ -6,8 +6,6 @@ from torch_geometric import EdgeIndex
 from torch_geometric.typing import Adj
 from torch_geometric.utils import is_sparse, to_edge_index
 
-__all__ = ["edges_of"]
-
 
 def edges_of(graph: Adj) -> Tensor:
     r"""The edges :math:`j \to i` of a graph in any form, as a plain tensor; those of a

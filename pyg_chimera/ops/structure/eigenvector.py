@@ -9,8 +9,6 @@ from scipy.sparse.linalg import ArpackNoConvergence, eigsh, spsolve
 
 from pyg_chimera.ops.structure.equitable_partition import equitable_partition
 
-__all__ = ["eigenvector"]
-
 #: The number of cells up to which matrices are dense, and how often Lanczos' method is
 #: restarted beyond it.
 _DENSE, _RESTARTS = 60, 20

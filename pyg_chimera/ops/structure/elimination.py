@@ -14,10 +14,14 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index, check_option
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.numba_runtime import run, stopped
-from pyg_chimera.ops.structure.csr import adjacency, enlarged, grouped, to_numpy
+from pyg_chimera.ops.structure.csr import (
+    adjacency,
+    enlarged,
+    grouped,
+    inverse,
+    to_numpy,
+)
 from pyg_chimera.ops.structure.distance import components
-
-__all__ = ["METHODS", "elimination_rank"]
 
 #: The methods to find an elimination order.
 METHODS = ("minimum_fill", "metis")
@@ -109,8 +113,7 @@ def _nested_dissection(row: np.ndarray, col: np.ndarray, n: int) -> np.ndarray:
         ) from error
     component = components(row, col, n)
     node, ptr = grouped(component, int(component.max(initial=-1)) + 1)
-    place = np.empty(n, np.int64)
-    place[node] = np.arange(n)
+    place = inverse(node)
     indptr, indices = adjacency(place[row], place[col], n)
     rank = np.empty(n, np.int64)
     for first, end in pairwise(ptr.tolist()):

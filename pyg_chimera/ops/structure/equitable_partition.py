@@ -4,8 +4,6 @@ import numpy as np
 
 from pyg_chimera.ops.common.compilation import compiled
 
-__all__ = ["equitable_partition"]
-
 
 @compiled()
 def equitable_partition(ptr, head, bounds):

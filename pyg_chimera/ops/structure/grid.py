@@ -13,25 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.checks import (
-    NO_TORCHSCRIPT,
-    check_integers,
-    check_option,
-)
+from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT, check_integers, check_option
 from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.registered import structural_op
-
-__all__ = [
-    "WAYS",
-    "Grids",
-    "flat_sizes",
-    "grid_dag",
-    "grid_edges",
-    "grid_parents",
-    "grid_sizes",
-    "is_grid",
-    "parents_at",
-]
 
 #: The horizontal and vertical step of each DAG.
 WAYS = ((1, 1), (-1, -1), (1, -1), (-1, 1))
@@ -191,11 +175,7 @@ def _rank(
     return across + (y if below > 0 else height - 1 - y)
 
 
-def _fake(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) -> Tensor:
-    return height.new_empty((num_nodes, num_dags, 2))
-
-
-@structural_op(_fake)
+@structural_op(lambda height, _, dags, nodes: height.new_empty((nodes, dags, 2)))
 def _grid_parents(
     height: Tensor, width: Tensor, num_dags: int, num_nodes: int
 ) -> Tensor:

@@ -10,9 +10,7 @@ from pyg_chimera.ops.common.checks import check_edge_index, check_integer
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search
-from pyg_chimera.ops.structure.registered import structural_op
-
-__all__ = ["KHop", "checked_distance", "k_hop_index", "pairs_of_edges"]
+from pyg_chimera.ops.structure.registered import structural_op, unsized
 
 
 class KHop(NamedTuple):
@@ -57,13 +55,7 @@ def k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> KHop:
     return KHop(*_k_hop_index(edge_index, num_nodes, k))
 
 
-def _fake(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size()
-    index = edge_index.new_empty(2, size, dtype=torch.long)
-    return index, edge_index.new_empty(size, dtype=torch.long)
-
-
-@structural_op(_fake, sized=False)
+@structural_op(unsized((2, "pairs"), ("pairs",)), sized=False)
 def _k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Tensor]:
     check_edge_index(edge_index, num_nodes)
     source, target = to_numpy(edge_index)
@@ -72,11 +64,7 @@ def _k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Te
     return index.to(edge_index.device), distance.to(edge_index.device)
 
 
-def _fake_places(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
-    return edge_index.new_empty(edge_index.size(1), dtype=torch.long)
-
-
-@structural_op(_fake_places)
+@structural_op(lambda edges, *_: edges.new_empty(edges.size(1), dtype=torch.long))
 def pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
     r"""The index of each edge among pairs of nodes.
 
@@ -108,13 +96,7 @@ def pairs_of_edges(edge_index: Tensor, pairs: Tensor, num_nodes: int) -> Tensor:
     return torch.from_numpy(found).to(edge_index.device)
 
 
-def _fake_distance(
-    edge_index: Tensor, pairs: Tensor, distance: Tensor, num_nodes: int
-) -> Tensor:
-    return torch.empty_like(distance)
-
-
-@structural_op(_fake_distance)
+@structural_op(lambda edges, pairs, distance, _: torch.empty_like(distance))
 def checked_distance(
     edge_index: Tensor, pairs: Tensor, distance: Tensor, num_nodes: int
 ) -> Tensor:

@@ -1,28 +1,19 @@
 """The directed line graph of a DAG, whose nodes are the edges of the DAG."""
 
-from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.node_order import node_order
-from pyg_chimera.ops.structure.registered import structural_op
+from pyg_chimera.ops.structure.registered import structural_op, unsized
 from pyg_chimera.ops.structure.topological import topological_rank
-
-__all__ = [
-    "LineGraph",
-    "OrderedDAGs",
-    "check_line_edges",
-    "line_graph",
-    "multitree",
-    "ordered_dags",
-]
 
 
 class LineGraph(NamedTuple):
@@ -151,29 +142,8 @@ def multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
 
 
 def check_line_edges(line_edge_index: Tensor, num_states: int) -> None:
-    """Checks that line edges are integers [2, L] in the range of `num_states`."""
-    wanted = "'line_edge_index' must be a tensor of integers of shape [2, num_lines]"
-    if not isinstance(line_edge_index, Tensor):
-        raise TypeError(f"{wanted} (got '{type(line_edge_index).__name__}')")
-    if not isinstance(num_states, Integral):
-        raise TypeError(
-            f"'num_states' must be an integer (got '{type(num_states).__name__}')"
-        )
-    if num_states < 0:
-        raise ValueError(f"'num_states' must not be negative (got {num_states})")
-    if line_edge_index.dim() != 2 or line_edge_index.size(0) != 2:
-        raise ValueError(f"{wanted} (got shape {list(line_edge_index.shape)})")
-    dtype = line_edge_index.dtype
-    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-        raise TypeError(f"{wanted} (got dtype {dtype})")
-    if line_edge_index.numel() > 0:
-        low, high = (int(bound) for bound in torch.aminmax(line_edge_index))
-        if low < 0 or high >= num_states:
-            raise ValueError(
-                "'line_edge_index' must hold states in [0, num_states) = [0, "
-                f"{num_states}) (got {low if low < 0 else high}); pass the number of "
-                "edges of the graph that it belongs to"
-            )
+    """Checks line edges as `check_edge_index` does; states are edges of the graph."""
+    check_edge_index(line_edge_index, num_states, "line_edge_index", "state")
 
 
 def _cycle_of_states(cycle: list[int]) -> CycleError:
@@ -187,13 +157,7 @@ def _cycle_of_states(cycle: list[int]) -> CycleError:
     return error
 
 
-def _fake_line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    num_lines = torch.library.get_ctx().new_dynamic_size()
-    lines = edge_index.new_empty((2, num_lines), dtype=torch.int64)
-    return lines, edge_index.new_empty(num_lines, dtype=torch.int64)
-
-
-@structural_op(_fake_line_graph, sized=False)
+@structural_op(unsized((2, "lines"), ("lines",)), sized=False)
 def _line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     topological_rank(edge_index, num_nodes)  # Checks the edges too.
     source, target = to_numpy(edge_index)
@@ -201,17 +165,7 @@ def _line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     return lines.to(edge_index.device), node.to(edge_index.device)
 
 
-def _fake_ordered_dags(
-    edge_index: Tensor, num_nodes: int, order: str, turns: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    context = torch.library.get_ctx()
-    num_edges, num_lines = context.new_dynamic_size(), context.new_dynamic_size()
-    shapes = (2, num_edges), (num_edges,), (2, num_lines)
-    edges, ids, lines = (edge_index.new_empty(s, dtype=torch.int64) for s in shapes)
-    return edges, ids, lines
-
-
-@structural_op(_fake_ordered_dags, sized=False)
+@structural_op(unsized((2, "edges"), ("edges",), (2, "lines")), sized=False)
 def _ordered_dags(
     edge_index: Tensor, num_nodes: int, order: str, turns: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -232,11 +186,7 @@ def _ordered_dags(
     return edges, ids, torch.from_numpy(lines).to(edges.device)
 
 
-def _fake_multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
-    return line_edge_index.new_empty(line_edge_index.size(1), dtype=torch.bool)
-
-
-@structural_op(_fake_multitree)
+@structural_op(lambda lines, _: lines.new_empty(lines.size(1), dtype=torch.bool))
 def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     check_line_edges(line_edge_index, num_states)
     try:

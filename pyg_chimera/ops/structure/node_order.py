@@ -4,13 +4,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.checks import check_edge_index
+from pyg_chimera.ops.common.checks import check_edge_index, check_option
 from pyg_chimera.ops.common.compilation import compiled
-from pyg_chimera.ops.structure.csr import adjacency, compress, to_numpy
+from pyg_chimera.ops.structure.csr import adjacency, compress, inverse, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op
-
-__all__ = ["breadth_first", "node_order"]
 
 _ORDERS = ("order", "degree", "bfs")
 
@@ -47,16 +45,11 @@ def node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
             wrong shape or is out of range.
         TypeError: If :obj:`edge_index` is not integer.
     """
-    if order not in _ORDERS:
-        raise ValueError(f"'order' must be one of {list(_ORDERS)} (got {order!r})")
+    check_option("order", order, _ORDERS)
     return _node_order(edge_index, num_nodes, order)
 
 
-def _fake(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
-    return edge_index.new_empty(num_nodes, dtype=torch.int64)
-
-
-@structural_op(_fake)
+@structural_op(lambda edges, size, _: edges.new_empty(size, dtype=torch.long))
 def _node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
     check_edge_index(edge_index, num_nodes)
     place = np.arange(num_nodes)
@@ -64,9 +57,7 @@ def _node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
         row, col = to_numpy(edge_index)
         ptr, neighbour = adjacency(row, col, num_nodes)
         if order == "degree":
-            node = compress(np.diff(ptr), place, num_nodes)[1]
-            place = np.empty_like(node)
-            place[node] = np.arange(num_nodes)
+            place = inverse(compress(np.diff(ptr), place, num_nodes)[1])
         else:
             place = breadth_first(ptr, neighbour)
     return torch.from_numpy(place).to(edge_index.device)

@@ -11,8 +11,6 @@ from pyg_chimera.ops.common.checks import check_batch, no_integer
 from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.cache import remembered
 
-__all__ = ["NodeSequences", "dense_rank", "node_sequences"]
-
 # Sort keys have the value in the upper and a random number in the lower half.
 _BITS = 32
 _MASK = 2**_BITS - 1

@@ -7,11 +7,10 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.portability import is_portable
-from pyg_chimera.ops.structure.csr import compress, to_numpy
+from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.grid import grid_dag, grid_edges, grid_sizes
 from pyg_chimera.ops.structure.registered import structural_op
-
-__all__ = ["grid_parent_scale", "parent_scale"]
+from pyg_chimera.ops.structure.topological import traversal
 
 
 def parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int = 56) -> Tensor:
@@ -67,11 +66,7 @@ def continued_scale(
     return scale, growth
 
 
-def _fake(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor:
-    return edge_index.new_empty(num_nodes, dtype=torch.double)
-
-
-@structural_op(_fake)
+@structural_op(lambda edges, size, _: edges.new_empty(size, dtype=torch.double))
 def _parent_scale(edge_index: Tensor, num_nodes: int, log_growth: int) -> Tensor:
     check_edge_index(edge_index, num_nodes)
     scale, _ = _scale(*to_numpy(edge_index), num_nodes, 2.0**log_growth, np.zeros(0))
@@ -100,11 +95,7 @@ def grid_parent_scale(
     return _grid_scale(*tensor.unbind(1), num_dags, num_nodes)
 
 
-def _fake_grids(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) -> Tensor:
-    return height.new_empty((num_nodes, num_dags), dtype=torch.double)
-
-
-@structural_op(_fake_grids)
+@structural_op(lambda x, _, dags, nodes: x.new_empty((nodes, dags), dtype=torch.double))
 def _grid_scale(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) -> Tensor:
     sizes = list(zip(height.tolist(), width.tolist(), strict=True))
     found: dict[tuple[int, int], Tensor] = {}
@@ -120,35 +111,22 @@ def _grid_scale(height: Tensor, width: Tensor, num_dags: int, num_nodes: int) ->
 
 @compiled()
 def _scale(source, target, n, largest, first):
+    _, _, order, ptr, child = traversal(source, target, n)
     growth = np.ones(n)
     growth[: first.shape[0]] = first
-    ptr, child = compress(source, target, n)
-    waiting = np.zeros(n, np.int64)
+    parents = np.zeros(n, np.int64)
     for e in range(target.shape[0]):
-        waiting[target[e]] += 1
+        parents[target[e]] += 1
     scale = np.zeros(n)
-    queue = np.empty(n, np.int64)
-    end = 0
     for i in range(n):
-        if waiting[i] > 0:
-            scale[i] = 1 / np.sqrt(waiting[i])
-        else:
-            queue[end] = i
-            end += 1
+        if parents[i] > 0:
+            scale[i] = 1 / np.sqrt(parents[i])
     total = np.zeros(n)  # over parents
-    begin = 0
-    while begin < end:
-        j = queue[begin]
-        begin += 1
+    for j in order:
         if scale[j] * total[j] > largest:
             scale[j] = largest / total[j]
         if j >= first.shape[0]:
             growth[j] = min(1 + scale[j] * total[j], largest)
         for x in range(ptr[j], ptr[j + 1]):
-            i = child[x]
-            total[i] += growth[j]
-            waiting[i] -= 1
-            if waiting[i] == 0:
-                queue[end] = i
-                end += 1
+            total[child[x]] += growth[j]
     return scale, growth

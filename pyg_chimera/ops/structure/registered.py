@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections import defaultdict
 from collections.abc import Callable
 from itertools import count
 from numbers import Integral
@@ -18,8 +19,6 @@ from pyg_chimera.ops.common.portability import (
 )
 from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 
-__all__ = ["structural_op"]
-
 _CALLS = count()
 
 
@@ -31,6 +30,20 @@ def _name_of_call() -> str:
     gave its result one of its own.
     """
     return str(next(_CALLS))
+
+
+def unsized(*shapes: tuple[int | str, ...]) -> Callable:
+    """Makes int64 tensors of these shapes, in which sizes that depend on the graph have
+    names.
+    """
+
+    def fake(like: Tensor, *_: Any) -> Any:
+        sizes: dict[str, Any] = defaultdict(torch.library.get_ctx().new_dynamic_size)
+        known = ([sizes[x] if isinstance(x, str) else x for x in s] for s in shapes)
+        made = tuple(like.new_empty(shape, dtype=torch.long) for shape in known)
+        return made if len(made) > 1 else made[0]
+
+    return fake
 
 
 def structural_op(

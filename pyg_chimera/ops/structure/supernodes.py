@@ -7,8 +7,6 @@ import numpy as np
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["Merging", "Supernodes", "supernodes"]
-
 
 class Merging(NamedTuple):
     """How far nodes are merged into supernodes."""

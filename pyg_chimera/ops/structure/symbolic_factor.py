@@ -13,23 +13,19 @@ from pyg_chimera.ops.common.checks import (
     check_within_graphs,
 )
 from pyg_chimera.ops.common.compilation import compiled
-from pyg_chimera.ops.structure.csr import adjacency, compress, grouped, to_numpy
+from pyg_chimera.ops.structure.csr import (
+    adjacency,
+    compress,
+    grouped,
+    inverse,
+    to_numpy,
+)
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.elimination import (
     elimination_order,
     fill_pattern,
     postorder,
 )
-
-__all__ = [
-    "Blocks",
-    "SymbolicFactor",
-    "blocks_of",
-    "graph_blocks",
-    "heights",
-    "slots",
-    "symbolic_factor",
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,8 +155,7 @@ def symbolic_factor(
         by_rank = to_numpy(rank)
     blocks = _blocks(edge_index, batch, by_rank, num_nodes)
     if rank is not None:  # make subtrees of the elimination tree contiguous
-        position = np.empty_like(blocks.node)
-        position[blocks.node] = np.arange(num_nodes)
+        position = inverse(blocks.node)
         later = postorder(*adjacency(position[row], position[col], num_nodes))
         blocks = _blocks(edge_index, batch, later[position], num_nodes)
 
@@ -199,8 +194,7 @@ def _blocks(
     col, row = to_numpy(edge_index)
     order, ptr, block = blocks_of(edge_index, batch, num_nodes)
     node = order[np.lexsort((by_rank[order], block[order]))]
-    position, place = np.empty_like(node), np.empty_like(node)
-    position[node] = np.arange(num_nodes)
+    position, place = inverse(node), np.empty_like(node)
     place[order] = np.arange(num_nodes) - np.repeat(ptr[:-1], np.diff(ptr))
     edge, edge_ptr = grouped(block[row], len(ptr) - 1)
     return Blocks(

@@ -10,14 +10,8 @@ from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.registered import structural_op
 
-__all__ = ["find_cycle", "ranks_and_cycles", "topological_rank"]
 
-
-def _fake(edge_index: Tensor, num_nodes: int) -> Tensor:
-    return edge_index.new_empty(num_nodes, dtype=torch.long)
-
-
-@structural_op(_fake)
+@structural_op(lambda edges, size: edges.new_empty(size, dtype=torch.long))
 def topological_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
     r"""The length of the longest path that ends in each node of a DAG.
 
@@ -45,9 +39,9 @@ def topological_rank(edge_index: Tensor, num_nodes: int) -> Tensor:
     """
     check_edge_index(edge_index, num_nodes)
     source, target = to_numpy(edge_index)
-    rank, waiting = _rank(source, target, num_nodes)
+    rank, waiting, *_ = traversal(source, target, num_nodes)
     if waiting.any():
-        raise CycleError(_cycle(source, target, waiting).tolist())
+        raise CycleError(_cycle(source, target, waiting))
     return torch.from_numpy(rank).to(edge_index.device)
 
 
@@ -72,8 +66,8 @@ def find_cycle(edge_index: Tensor, num_nodes: int) -> list[int] | None:
     """
     check_edge_index(edge_index, num_nodes)
     source, target = to_numpy(edge_index)
-    waiting = _rank(source, target, num_nodes)[1]
-    return _cycle(source, target, waiting).tolist() if waiting.any() else None
+    waiting = traversal(source, target, num_nodes)[1]
+    return _cycle(source, target, waiting) if waiting.any() else None
 
 
 def ranks_and_cycles(
@@ -90,16 +84,18 @@ def ranks_and_cycles(
         it, and whether it lies on a cycle or on a path from one to another.
     """
     source, target = to_numpy(edge_index)
-    rank, waiting = _rank(source, target, num_nodes)
+    rank, waiting, *_ = traversal(source, target, num_nodes)
     if not waiting.any():
         return rank, waiting > 0
-    _, waiting_back = _rank(target, source, num_nodes)
+    waiting_back = traversal(target, source, num_nodes)[1]
     return rank, (waiting > 0) & (waiting_back > 0)
 
 
 @compiled()
-def _rank(source, target, n):
-    """Ranks, and how many edges of each node come from a cycle or from after one."""
+def traversal(source, target, n):
+    """Ranks; how many edges of each node come from a cycle or from after one; the other
+    nodes, parents first; and the compressed children of each node.
+    """
     ptr, head = compress(source, target, n)
     waiting = np.zeros(n, np.int64)
     for e in range(target.shape[0]):
@@ -122,33 +118,20 @@ def _rank(source, target, n):
             if waiting[i] == 0:
                 queue[end] = i
                 end += 1
-    return rank, waiting
+    return rank, waiting, queue[:end], ptr, head
 
 
-@compiled()
-def _cycle(source, target, waiting):
+def _cycle(source: np.ndarray, target: np.ndarray, waiting: np.ndarray) -> list[int]:
     """A cycle among the waiting nodes, each of which has a waiting predecessor."""
-    before = np.full(waiting.shape[0], -1, np.int64)
-    node = -1
-    for e in range(source.shape[0]):
-        if waiting[source[e]] > 0:
-            before[target[e]] = source[e]
-            node = target[e]
-    seen = np.zeros(waiting.shape[0], np.bool_)
-    while not seen[node]:
-        seen[node] = True
-        node = before[node]
-
-    length = 1
-    first = node
-    other = before[node]
-    while other != node:
-        first = min(first, other)
-        other = before[other]
-        length += 1
-    cycle = np.empty(length, np.int64)
-    node = first
-    for x in range(length - 1, -1, -1):
-        node = before[node]
-        cycle[x] = node
-    return cycle
+    among = waiting[source] > 0
+    before = np.full(len(waiting), -1)
+    before[target[among]] = source[among]
+    seen: dict[int, None] = {}  # in the order of the way back
+    node = int(target[among][-1])
+    while node not in seen:
+        seen[node] = None
+        node = int(before[node])
+    way = list(seen)
+    cycle = way[way.index(node) :][::-1]
+    first = cycle.index(min(cycle))
+    return cycle[first:] + cycle[:first]

@@ -22,8 +22,6 @@ from pyg_chimera.ops.recurrence.channel_scan import (
 from pyg_chimera.ops.recurrence.states import StateGraph, node_states
 from pyg_chimera.ops.structure.cache import Recipe
 
-__all__ = ["channel_scan"]
-
 
 class Inputs(NamedTuple):
     """The inputs of the registered operator."""

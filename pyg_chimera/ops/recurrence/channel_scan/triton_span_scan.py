@@ -25,8 +25,6 @@ from pyg_chimera.ops.recurrence.states import StateGraph
 from pyg_chimera.ops.recurrence.triton_carry import carry, compose
 from pyg_chimera.ops.structure.cache import table
 
-__all__ = ["gradients", "scan"]
-
 #: Rows of a span, and channels of a program.
 _ROWS, _WIDTH = 64, 16
 _OPTIONS = {"num_warps": 4, "num_stages": 1}

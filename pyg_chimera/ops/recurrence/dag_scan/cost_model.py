@@ -12,8 +12,6 @@ from pyg_chimera.ops.recurrence.chunk_form import chunk_cost
 from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
 from pyg_chimera.ops.recurrence.states import GridStates, StateGraph
 
-__all__ = ["cost_of"]
-
 
 def cost_of(
     form: str, structure: StateGraph | GridStates, query: Tensor, value: Tensor

@@ -43,8 +43,6 @@ from pyg_chimera.ops.recurrence.dag_scan.grid_sweeps import (
     rows_of,
 )
 
-__all__ = ["WIDTH", "mask_scan"]
-
 #: The most columns of G at a time.
 WIDTH = 256
 

@@ -62,20 +62,6 @@ from pyg_chimera.ops.common.vector_kit import clear, copy, even_share
 from pyg_chimera.ops.recurrence.states import GridStates
 from pyg_chimera.ops.structure.grid import Grids
 
-__all__ = [
-    "GridOperands",
-    "Plan",
-    "backward",
-    "forward",
-    "gates_within",
-    "most_held",
-    "pieces",
-    "pointers",
-    "rows_held",
-    "rows_of",
-    "sweep",
-]
-
 #: Key channels per tile.
 _KEYS = 16
 #: Numbers of states that the backward pass holds, about, so that they fit in a cache.

@@ -50,6 +50,7 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
+    carved,
     clear,
     copy,
     even_share,
@@ -61,13 +62,13 @@ from pyg_chimera.ops.common.vector_kit import (
     take_transposed,
     transpose,
 )
-from pyg_chimera.ops.recurrence import chunk_form
 from pyg_chimera.ops.recurrence.chunk_form import (
     Cut,
     Operands,
     Scan,
     gradients,
     output,
+    scan_of,
 )
 from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
 from pyg_chimera.ops.recurrence.dag_scan.grid_masks import mask_scan
@@ -180,7 +181,7 @@ def _scan_of(call: Call, x: Operands) -> tuple[Scan, Cut]:
     graph, form = call.structure.graph, call.choice.form
     blocks, groups, heads = len(graph.sizes), x.query.shape[1], x.value.shape[1]
     if form == "chunk":
-        return partial(chunk_form.scan, graph.paths), Cut.of(graph.paths, x)
+        return scan_of(graph.paths, x)
     if form == "mask":
         return partial(_mask_scan, graph), Cut(1, heads_a_task(blocks, groups, heads))
     return partial(_state_scan, graph), Cut(pieces(blocks, x.value), 1)
@@ -612,17 +613,13 @@ def _mask_forward_tasks(first, last, stop, scratch, graph, x, out, share):
         nodes = node[node_ptr[block] : node_ptr[block + 1]]
         n, length, width = nodes.shape[0], bandwidth + 1, _width(nodes.shape[0])
         m = (n + LANES - 1) // LANES * LANES
-        at = n * num_keys
-        k = scratch[:at].reshape(n, num_keys)
-        vt = scratch[at : at + m * channels].reshape(channels, m)
-        at += m * channels
-        qt = scratch[at : at + num_keys * width].reshape(num_keys, width)
-        at += num_keys * width
-        yt = scratch[at : at + width * channels].reshape(channels, width)
-        at += width * channels
-        tall = scratch[at : at + 2 * n * width].reshape(2, n, width)
-        G, scores = tall[0], tall[1]
-        ring = _Ring(pointer(scratch) + (at + 2 * n * width), length, width, one)
+        k, at = carved(scratch, 0, n, num_keys)
+        vt, at = carved(scratch, at, channels, m)
+        qt, at = carved(scratch, at, num_keys, width)
+        yt, at = carved(scratch, at, channels, width)
+        G, at = carved(scratch, at, n, width)
+        scores, at = carved(scratch, at, n, width)
+        ring = _Ring(pointer(scratch) + at, length, width, one)
         take(k, x.key, nodes, g)
         for c0 in range(0, n, width):
             count = min(width, n - c0)
@@ -678,25 +675,19 @@ def _mask_backward_tasks(first, last, stop, scratch, graph, x, grad, d, share):
         n, length, width = nodes.shape[0], bandwidth + 1, _width(nodes.shape[0])
         num_states = end - s
         m = (n + LANES - 1) // LANES * LANES
-        at = n * num_keys
-        q = scratch[:at].reshape(n, num_keys)
-        dqt = scratch[at : at + m * num_keys].reshape(num_keys, m)
-        at += m * num_keys
-        dy = scratch[at : at + n * channels].reshape(n, channels)
-        at += n * channels
-        narrow = scratch[at : at + 2 * num_keys * width].reshape(2, num_keys, width)
-        kt, dkt = narrow[0], narrow[1]
-        at += 2 * num_keys * width
-        slim = scratch[at : at + 2 * channels * width].reshape(2, channels, width)
-        vt, dvt = slim[0], slim[1]
-        at += 2 * channels * width
-        turned = scratch[at : at + m * width].reshape(width, m)
-        at += m * width
-        tall = scratch[at : at + 3 * n * width].reshape(3, n, width)
-        G, scores, dG = tall[0], tall[1], tall[2]
-        at += 3 * n * width
-        d_scores = scratch[at : at + m * width].reshape(m, width)
-        states = _Ring(pointer(scratch) + (at + m * width), num_states, width, one)
+        q, at = carved(scratch, 0, n, num_keys)
+        dqt, at = carved(scratch, at, num_keys, m)
+        dy, at = carved(scratch, at, n, channels)
+        kt, at = carved(scratch, at, num_keys, width)
+        dkt, at = carved(scratch, at, num_keys, width)
+        vt, at = carved(scratch, at, channels, width)
+        dvt, at = carved(scratch, at, channels, width)
+        turned, at = carved(scratch, at, width, m)
+        G, at = carved(scratch, at, n, width)
+        scores, at = carved(scratch, at, n, width)
+        dG, at = carved(scratch, at, n, width)
+        d_scores, at = carved(scratch, at, m, width)
+        states = _Ring(pointer(scratch) + at, num_states, width, one)
         adjoints = _Ring(states.states + (num_states + 1) * width, length, width, one)
         take(q, x.query, nodes, g)
         for c0 in range(0, n, width):

@@ -35,8 +35,6 @@ from pyg_chimera.ops.recurrence.states import (
 from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.grid import flat_sizes
 
-__all__ = ["dag_scan", "grid_dag_scan", "grid_scan", "stm_scan"]
-
 States = StateGraph | GridStates
 
 _FORMS = ("auto", "state", "mask", "chunk")

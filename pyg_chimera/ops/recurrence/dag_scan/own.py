@@ -11,8 +11,6 @@ from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
 from pyg_chimera.ops.common.simd import pointer
 from pyg_chimera.ops.common.vector_kit import add_multiple, inner_product_of_rows
 
-__all__ = ["add_own", "add_own_gradients", "own", "plus_own_gradients"]
-
 
 def own(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
     """[V, heads, P], for query and key [V, groups, N] and direct [V, heads]."""

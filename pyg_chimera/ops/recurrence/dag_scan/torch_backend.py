@@ -17,8 +17,6 @@ from pyg_chimera.ops.recurrence.mask_form import (
 from pyg_chimera.ops.recurrence.states import StateGraph
 from pyg_chimera.ops.structure.cache import table
 
-__all__ = ["DEVICES", "backward", "forward", "lanes_at_once", "why_not"]
-
 DEVICES = None
 
 #: The number of entries that one slice of states may have, on a CPU and elsewhere.

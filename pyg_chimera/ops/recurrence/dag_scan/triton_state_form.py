@@ -26,14 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import on_device_of
-from pyg_chimera.ops.recurrence.triton_chains import (
-    Chains,
-    bounds,
-    ring_of,
-    row_of,
-)
-
-__all__ = ["scan", "scan_gradients"]
+from pyg_chimera.ops.recurrence.triton_chains import Chains, bounds, ring_of, row_of
 
 #: The most key channels and value channels of a slice.
 _ROWS, _COLUMNS = 64, 32

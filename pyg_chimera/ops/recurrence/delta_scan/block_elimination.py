@@ -32,8 +32,6 @@ from pyg_chimera.ops.common.simd import (
 )
 from pyg_chimera.ops.common.vector_kit import assign, matmul
 
-__all__ = ["SIDE", "check_accuracy", "eliminate", "invert", "solve", "sweep"]
-
 #: Rows and columns of a block; a multiple of the lanes of any vector.
 SIDE = 16
 

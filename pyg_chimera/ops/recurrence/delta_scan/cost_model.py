@@ -16,8 +16,6 @@ from pyg_chimera.ops.recurrence.delta_scan.level_states import MAX_NUMEL
 from pyg_chimera.ops.recurrence.delta_scan.state_fronts import Plan
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
-__all__ = ["cost_of", "is_large", "why_not_form"]
-
 #: Nanoseconds per multiply-add of a matrix product.
 _PRODUCT = 0.03
 #: Calls that take fewer bytes than this do not ask how much memory there is.

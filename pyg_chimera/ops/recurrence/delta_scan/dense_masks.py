@@ -35,6 +35,7 @@ from pyg_chimera.ops.common.simd import (
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     assign,
+    carved,
     matmul,
     multiply,
     put,
@@ -49,12 +50,11 @@ from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     solve,
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
-from pyg_chimera.ops.recurrence.delta_scan.tensors import positive
+from pyg_chimera.ops.recurrence.delta_scan.tensors import Operands, positive
 from pyg_chimera.ops.recurrence.row_sweeps import Factors, edge_products, factorize
 from pyg_chimera.ops.recurrence.row_sweeps import solve as sweep
+from pyg_chimera.ops.structure.csr import inverse
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, symbolic_factor
-
-__all__ = ["backward", "forward"]
 
 #: Rows of the matrices' gradients to compute at a time, within the L1 cache.
 _STRIP = 12
@@ -81,16 +81,6 @@ class _Blocks(NamedTuple):
     upper_ptr: np.ndarray  #: [V + 1], the pattern of I - A = L U by columns of L: ...
     upper_row: np.ndarray  #: [F], ... rows ...
     upper_entry: np.ndarray  #: [F], ... and indices of entries
-
-
-class _Operands(NamedTuple):
-    """The inputs, or their gradients."""
-
-    query: np.ndarray  #: [V, groups, N]; gradients are parts [parts, V, groups, N]
-    key: np.ndarray  #: alike
-    value: np.ndarray  #: [V, heads, P]
-    beta: np.ndarray  #: [V, heads], not zero
-    weight: np.ndarray  #: [E, heads]
 
 
 class _Results(NamedTuple):
@@ -125,8 +115,7 @@ def _blocks(graph: DeltaGraph) -> tuple[_Blocks, SymbolicFactor, np.ndarray]:
     factor: Any = symbolic_factor(edges, block, None, graph.num_nodes)
     is_cyclic = graph.is_cyclic[graph.block[graph.order]]
     node = np.where(is_cyclic, factor.node, graph.order)
-    position = np.empty_like(node)
-    position[node] = np.arange(len(node))
+    position = inverse(node)
     edge = np.argsort(position[graph.row], kind="stable")
     row = position[graph.row[edge]]
     blocks = _Blocks(
@@ -145,26 +134,26 @@ def _blocks(graph: DeltaGraph) -> tuple[_Blocks, SymbolicFactor, np.ndarray]:
     return graph.tables[_Blocks]
 
 
-def _share(graph: DeltaGraph, x: _Operands) -> int:
+def _share(graph: DeltaGraph, x: Operands) -> int:
     return heads_a_task(len(graph.sizes), x.query.shape[1], x.value.shape[1])
 
 
-def _costs(graph: DeltaGraph, x: _Operands, share: int) -> np.ndarray:
+def _costs(graph: DeltaGraph, x: Operands, share: int) -> np.ndarray:
     n, N, P = graph.sizes.astype(float), x.query.shape[2], x.value.shape[2]
     work = n**2 * (0.1 * N + share * (2.0 + 0.15 * P + 0.02 * n)) + 1e3
     return np.repeat(work, x.value.shape[1] // share)
 
 
-def _scratch(graph: DeltaGraph, x: _Operands, squares: int) -> int:
+def _scratch(graph: DeltaGraph, x: Operands, squares: int) -> int:
     """The size of a task's memory: some matrices [n, n], and all smaller ones."""
     n = int(graph.sizes.max(initial=0)) + LANES
     narrow = 5 * x.query.shape[2] + 5 * x.value.shape[2] + SIDE + 1
     return n * (squares * n + narrow) + _SPARE * (n + x.value.shape[2])
 
 
-def _operands(call: Call) -> _Operands:
+def _operands(call: Call) -> Operands:
     query, key, value, beta, weight = call.inputs[:5]
-    return _Operands(*arrays(query, key, value, positive(beta), weight))
+    return Operands(*arrays(query, key, value, positive(beta), weight))
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -196,7 +185,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     parts = heads // x.query.shape[1] // share
     dq, dk = np.empty((2, parts, *x.query.shape), dy.dtype)
     d_value, d_beta = np.empty_like(x.value), np.empty_like(x.beta)
-    d = _Operands(dq, dk, d_value, d_beta, np.zeros_like(x.weight))
+    d = Operands(dq, dk, d_value, d_beta, np.zeros_like(x.weight))
     run(
         _backward_tasks,
         2 * _costs(graph, x, share),
@@ -217,20 +206,23 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 def _workspace(scratch, count, n, N, P):
     """A task's memory."""
     m = (n + LANES - 1) // LANES * LANES
-    at = count * n * m
-    squares = scratch[:at].reshape(count, n, m)
-    inverse = scratch[at : at + n * SIDE].reshape(n, SIDE)
-    at += n * SIDE
-    rows = scratch[at : at + 4 * n * N].reshape(2, 2 * n, N)
-    at += 4 * n * N
-    columns = scratch[at : at + N * m].reshape(N, m)
-    at += N * m
-    thin = scratch[at : at + 4 * n * P].reshape(4, n, P)
-    at += 4 * n * P
-    across = scratch[at : at + P * m].reshape(P, m)
-    at += P * m
+    squares, at = carved(scratch, 0, count * n, m)
+    inverses, at = carved(scratch, at, n, SIDE)
+    rows, at = carved(scratch, at, 4 * n, N)
+    columns, at = carved(scratch, at, N, m)
+    thin, at = carved(scratch, at, 4 * n, P)
+    across, at = carved(scratch, at, P, m)
     b, spare = scratch[at : at + n], scratch[at + n : at + n + _SPARE * (m + P)]
-    return _Work(squares, inverse, rows, columns, thin, across, b, spare)
+    return _Work(
+        squares.reshape(count, n, m),
+        inverses,
+        rows.reshape(2, 2 * n, N),
+        columns,
+        thin.reshape(4, n, P),
+        across,
+        b,
+        spare,
+    )
 
 
 @jit

@@ -11,14 +11,8 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.recurrence.states import StateGraph, node_states
 from pyg_chimera.ops.structure.csr import to_numpy
-from pyg_chimera.ops.structure.symbolic_factor import (
-    Blocks,
-    blocks_of,
-    symbolic_factor,
-)
+from pyg_chimera.ops.structure.symbolic_factor import Blocks, blocks_of, symbolic_factor
 from pyg_chimera.ops.structure.topological import ranks_and_cycles
-
-__all__ = ["DeltaGraph", "delta_graph"]
 
 
 @dataclass(frozen=True, kw_only=True)

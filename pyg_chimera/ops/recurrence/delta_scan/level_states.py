@@ -8,14 +8,13 @@ states are computed for as many value channels at a time as fit in memory.
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.structure.cache import table
-from pyg_chimera.ops.structure.csr import grouped
+from pyg_chimera.ops.structure.csr import grouped, inverse
 
 #: The number of entries that one slice of states may have.
 MAX_NUMEL = 1 << 26
@@ -42,8 +41,7 @@ def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
     """The levels of a DAG."""
     node, ptr = grouped(graph.rank, graph.depth)
     edge, edge_ptr = grouped(graph.rank[graph.row], graph.depth)
-    position = np.empty_like(node)
-    position[node] = np.arange(len(node))
+    position = inverse(node)
     arrays = (node, edge, position[graph.col[edge]], position[graph.row[edge]])
     nodes, edges, tail, head = (torch.from_numpy(x).to(device) for x in arrays)
     levels = []

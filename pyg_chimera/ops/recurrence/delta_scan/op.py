@@ -29,8 +29,6 @@ from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.topological import find_cycle
 
-__all__ = ["delta_scan"]
-
 _FORMS = ("auto", "state", "mask", "chunk")
 
 #: Bytes of matrices that the mask form may hold if another form is possible.

@@ -24,17 +24,12 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
-from pyg_chimera.ops.common.simd import (
-    ADD,
-    SET,
-    SUBTRACT,
-    gemm,
-    pointer,
-)
+from pyg_chimera.ops.common.simd import ADD, SET, SUBTRACT, gemm, pointer
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     add_multiple,
     assign,
+    carved,
     inner_product_of_rows,
     matmul,
     set_identity,
@@ -48,11 +43,10 @@ from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.delta_scan.state_residuals import residual
+from pyg_chimera.ops.recurrence.delta_scan.tensors import Operands
 from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import sorted_rows
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
-
-__all__ = ["Plan", "backward", "forward"]
 
 #: Smaller supernodes than those of numbers, as each pair of nodes has a block.
 _MERGING = Merging(max_leaf=16, per_row=0, per_supernode=0)
@@ -125,16 +119,6 @@ class _Leaf(NamedTuple):
     L: np.ndarray  #: [m, n], A_rs G
 
 
-class _Operands(NamedTuple):
-    """The inputs, or their gradients; those of query and key have one row a head."""
-
-    query: np.ndarray  #: [V, groups, N]
-    key: np.ndarray  #: [V, groups, N]
-    value: np.ndarray  #: [V, heads, P], or in the transposed system the grad of output
-    beta: np.ndarray  #: [V, heads]
-    weight: np.ndarray  #: [E, heads]
-
-
 class _Solved(NamedTuple):
     """What the backward pass takes from the forward pass."""
 
@@ -145,9 +129,7 @@ class _Solved(NamedTuple):
     large: float  #: where refinement begins
 
     @classmethod
-    def of(
-        cls, saved: np.ndarray, x: _Operands, blocks: int, large: float
-    ) -> "_Solved":
+    def of(cls, saved: np.ndarray, x: Operands, blocks: int, large: float) -> "_Solved":
         """Views of what is saved."""
         (V, heads, P), N = x.value.shape, x.query.shape[2]
         growth, rest = np.split(saved, [heads * blocks])
@@ -176,15 +158,15 @@ class _Task(NamedTuple):
     #: that of B of a leaf whose nodes reflect
 
 
-def _costs(plan: Plan, x: _Operands) -> np.ndarray:
+def _costs(plan: Plan, x: Operands) -> np.ndarray:
     nodes, (_, heads, P), N = plan.nodes, x.value.shape, x.query.shape[2]
     s, t = nodes.widths, nodes.widths + nodes.heights
     work = np.where(nodes.leaf, s * t * N * P, s * t * N**2 * (N * t + 2 * P))
     return np.repeat(nodes.by_block(0.04 * work + 300.0 * s), heads)
 
 
-def _operands(call: Call) -> _Operands:
-    return _Operands(*arrays(*(x.double() for x in call.inputs[:5])))
+def _operands(call: Call) -> Operands:
+    return Operands(*arrays(*(x.double() for x in call.inputs[:5])))
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -218,7 +200,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     plan = Plan.of(call.structure, N, P)
     blocks = len(plan.nodes.slots)
     dq, dk = np.zeros((2, V, heads, N))
-    d = _Operands(dq, dk, *(np.zeros_like(y) for y in x[2:]))
+    d = Operands(dq, dk, *(np.zeros_like(y) for y in x[2:]))
     n = int(np.diff(plan.nodes.start).max(initial=0))
     held = saved[0].numpy().view(np.float64)
     solved = _Solved.of(held, x, blocks, _LARGE[grad.dtype])
@@ -251,24 +233,23 @@ def _panel(plan, panel, x, N):
     inverses of diagonal blocks.
     """
     _, s, rows = _sizes(plan.nodes, x)
-    s, m, at = s * N, rows.shape[0] * N, plan.panel_ptr[x]
-    low, inverse, end = at + s * (s + m), at + s * (s + 2 * m), plan.panel_ptr[x + 1]
-    return (
-        panel[at:low].reshape(s, s + m),
-        panel[low:inverse].reshape(m, s),
-        panel[inverse:end].reshape(s, SIDE),
-    )
+    s, m = s * N, rows.shape[0] * N
+    upper, at = carved(panel, plan.panel_ptr[x], s, s + m)
+    low, at = carved(panel, at, m, s)
+    inverse, _ = carved(panel, at, s, SIDE)
+    return upper, low, inverse
 
 
 @jit
 def _leaf(plan, panel, x):
     """The panel of a leaf."""
     _, n, rows = _sizes(plan.nodes, x)
-    m, at = rows.shape[0], plan.panel_ptr[x]
-    squares = panel[at : at + 2 * n * n].reshape(2, n, n)
-    at += 2 * n * n
-    H, L = panel[at : at + n * m], panel[at + n * m : at + 2 * n * m]
-    return _Leaf(squares[0], squares[1], H.reshape(n, m), L.reshape(m, n))
+    m = rows.shape[0]
+    G, at = carved(panel, plan.panel_ptr[x], n, n)
+    B, at = carved(panel, at, n, n)
+    H, at = carved(panel, at, n, m)
+    L, _ = carved(panel, at, m, n)
+    return _Leaf(G, B, H, L)
 
 
 @jit
@@ -321,9 +302,11 @@ def _eliminate_leaf(leaf, update, x, task, nodes, operands):
     h, g, place, N = task.h, task.g, task.place, key.shape[2]
     first, n, rows = _sizes(nodes, x)
     own, m, step = nodes.node[first:], rows.shape[0], (n + LANES - 1) // LANES * LANES
-    D, at, t = task.spare[: n * step].reshape(n, step), n * step, n + m
-    A, at = task.spare[at : at + t * t].reshape(t, t), at + t * t
-    parts = task.spare[at : at + 3 * n * m * N].reshape(3, n * m * N)
+    D, at = carved(task.spare, 0, n, step)
+    A, at = carved(task.spare, at, n + m, n + m)
+    read, at = carved(task.spare, at, n, m * N)
+    written, at = carved(task.spare, at, n, m * N)
+    left, _ = carved(task.spare, at, m * N, n)
     A[:] = 0
     for y in range(nodes.edge_ptr[x], nodes.edge_ptr[x + 1]):
         i, j = nodes.edge_row[y] - task.start, nodes.edge_col[y] - task.start
@@ -352,8 +335,6 @@ def _eliminate_leaf(leaf, update, x, task, nodes, operands):
     matmul(H, G, A[:n, n:])
     matmul(L, A[n:, :n], G)
     matmul(A[n:, n:], A[n:, :n], H)
-    read, written = parts[0].reshape(n, m * N), parts[1].reshape(n, m * N)
-    left = parts[2].reshape(m * N, n)
     for j in range(n):
         k = key[own[j], g]
         for r in range(m):
@@ -522,7 +503,7 @@ def _refine(plan, panel, X, given, transposed, task, operands, stop):
     than half of the last one; returns whether it is accurate.
     """
     query, key, value, beta, weight = operands
-    nothing = _Operands(query, key, value[:0], beta, weight)
+    nothing = Operands(query, key, value[:0], beta, weight)
     R, last = np.empty((2, *X.shape)), _largest(X)
     for _ in range(_MAX_CORRECTIONS):
         if stopped(stop):

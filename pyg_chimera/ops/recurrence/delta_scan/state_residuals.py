@@ -17,8 +17,6 @@ from pyg_chimera.ops.common.simd import (
     zeros,
 )
 
-__all__ = ["residual"]
-
 # Compiled without fast arithmetic, as sums must not be reordered.
 
 

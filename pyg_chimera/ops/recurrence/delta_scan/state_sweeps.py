@@ -37,8 +37,6 @@ from pyg_chimera.ops.common.vector_kit import (
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 
-__all__ = ["backward", "forward"]
-
 
 class _Edges(NamedTuple):
     """The edges by the positions of one of their ends."""

@@ -58,8 +58,6 @@ from pyg_chimera.ops.recurrence.triton_mask_form import (
 )
 from pyg_chimera.ops.structure.cache import table
 
-__all__ = ["backward", "forward"]
-
 #: Channels at a time.
 _STEP = 32
 #: Value channels per program in `_carry_products`.

@@ -41,8 +41,6 @@ from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.triton_chains import Chains, bounds, ring_of, row_of
 from pyg_chimera.ops.structure.cache import table
 
-__all__ = ["backward", "forward"]
-
 #: Entries of a slice of a state; with surprise, a slice has all value channels instead.
 _NUMEL = 2048
 #: Numbers of states that the backward pass may store at a time, if one slice has fewer.

@@ -12,8 +12,6 @@ from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.recurrence.resolvent.sparse_products import products
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
-__all__ = ["is_ill_conditioned", "sums"]
-
 #: The largest row sum of a resolvent that float32 is trusted with. Errors of features
 #: are then about 1e-5.
 _MOST_STEPS = 3e4

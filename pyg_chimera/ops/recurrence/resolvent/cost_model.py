@@ -16,8 +16,6 @@ from pyg_chimera.ops.recurrence.chunk_form import chunk_cost
 from pyg_chimera.ops.recurrence.resolvent.path_factors import path_scans
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
-__all__ = ["cost_of", "prefers_dense"]
-
 #: On a GPU, blocks of at most this many nodes are inverted as dense matrices, each by
 #: one program. An H200 takes 40 ms for 1,024 nodes, and as long as by fronts for 450.
 _MAX_DENSE = 448

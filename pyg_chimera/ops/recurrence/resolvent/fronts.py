@@ -13,11 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.structure.csr import runs, starts
+from pyg_chimera.ops.structure.csr import inverse, runs, starts
 from pyg_chimera.ops.structure.supernodes import Merging, Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, heights
-
-__all__ = ["Fronts", "Level", "supernodes_of"]
 
 #: Larger supernodes than on a CPU, as every level takes launches: a grid of 100 x 100
 #: nodes has 9 levels instead of 23, and takes no more memory in whole tiles.
@@ -72,8 +70,7 @@ class Fronts(NamedTuple):
         level = heights(nodes.parent)
         sizes = nodes.widths + nodes.heights
         order = np.lexsort((-sizes, level))  # the slowest fronts of a level first
-        rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
+        rank = inverse(order)
         level, pivots, size = level[order], nodes.widths[order], sizes[order]
         tiles = -(-size // tile)
         width = tiles * tile

@@ -21,11 +21,9 @@ from pyg_chimera.ops.common.simd import (
     splat,
     store_part,
 )
-from pyg_chimera.ops.common.vector_kit import add_multiple
+from pyg_chimera.ops.common.vector_kit import add_multiple, carved
 from pyg_chimera.ops.structure.supernodes import supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
-
-__all__ = ["factorize"]
 
 #: Columns that are eliminated together.
 _PANEL = 32
@@ -96,12 +94,9 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
                 place[a - start + i] = i
             for i in range(m):
                 place[row[row_ptr[x] + i] - start] = s + i
-            at = 7 * n
-            F = scratch[at : at + t * t].reshape(t, t)
-            at += t * t
-            W = scratch[at : at + s * t].reshape(s, t)
-            at += s * t
-            E = scratch[at : at + m * s].reshape(m, s)
+            F, at = carved(scratch, 7 * n, t, t)
+            W, at = carved(scratch, at, s, t)
+            E, _ = carved(scratch, at, m, s)
             F[:] = 0
             for i in range(s):
                 F[i, i] = 1

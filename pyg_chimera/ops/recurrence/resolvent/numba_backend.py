@@ -21,6 +21,7 @@ from pyg_chimera.ops.common.numba_runtime import (
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
+    carved,
     matmul,
     multiply,
     put,
@@ -221,15 +222,12 @@ def _mask_forward_blocks(first, last, stop, scratch, pattern, factors, x, out, s
         s, end = pattern.ptr[block], pattern.ptr[block + 1]
         nodes, n = pattern.node[s:end], end - s
         m = (n + LANES - 1) // LANES * LANES
-        squares = scratch[: 2 * n * m].reshape(2, n, m)
-        mask, scores = squares[0], squares[1]
-        at = 2 * n * m
-        narrow = scratch[at : at + 2 * m * states].reshape(2, m * states)
-        k = narrow[0, : n * states].reshape(n, states)
-        qt = narrow[1].reshape(states, m)
-        at += 2 * m * states
-        slim = scratch[at : at + 2 * m * channels].reshape(2, channels, m)
-        vt, yt = slim[0], slim[1]
+        mask, at = carved(scratch, 0, n, m)
+        scores, at = carved(scratch, at, n, m)
+        qt, at = carved(scratch, at, states, m)
+        vt, at = carved(scratch, at, channels, m)
+        yt, at = carved(scratch, at, channels, m)
+        k, at = carved(scratch, at, n, states)
         take(k, x.key, nodes, g)
         take_transposed(qt, x.query, nodes, g)
         matmul(scores, k, qt)
@@ -255,21 +253,21 @@ def _mask_backward_blocks(first, last, stop, scratch, pattern, factors, x, d, sh
         s, end = pattern.ptr[block], pattern.ptr[block + 1]
         nodes, n = pattern.node[s:end], end - s
         m = (n + LANES - 1) // LANES * LANES
-        squares = scratch[: 5 * n * m].reshape(5, n, m)
-        L, adjoint, scores = squares[0], squares[1], squares[2]
-        d_scores, mask = squares[3], squares[4]
-        at = 5 * n * m
-        narrow = scratch[at : at + 5 * m * states].reshape(5, m * states)
-        q = narrow[0, : n * states].reshape(n, states)
-        k = narrow[1, : n * states].reshape(n, states)
-        dq = narrow[2, : n * states].reshape(n, states)
-        qt, kt = narrow[3].reshape(states, m), narrow[4].reshape(states, m)
-        dkt = narrow[2].reshape(states, m)
-        at += 5 * m * states
-        slim = scratch[at : at + 4 * m * channels].reshape(4, m * channels)
-        dy = slim[0, : n * channels].reshape(n, channels)
-        dyt, vt = slim[1].reshape(channels, m), slim[2].reshape(channels, m)
-        dvt = slim[3].reshape(channels, m)
+        L, at = carved(scratch, 0, n, m)
+        adjoint, at = carved(scratch, at, n, m)
+        scores, at = carved(scratch, at, n, m)
+        d_scores, at = carved(scratch, at, n, m)
+        mask, at = carved(scratch, at, n, m)
+        qt, at = carved(scratch, at, states, m)
+        kt, at = carved(scratch, at, states, m)
+        dq, _ = carved(scratch, at, n, states)  # put away before the next is computed
+        dkt, at = carved(scratch, at, states, m)
+        dyt, at = carved(scratch, at, channels, m)
+        vt, at = carved(scratch, at, channels, m)
+        dvt, at = carved(scratch, at, channels, m)
+        q, at = carved(scratch, at, n, states)
+        k, at = carved(scratch, at, n, states)
+        dy, at = carved(scratch, at, n, channels)
         take(q, x.query, nodes, g)
         take_transposed(kt, x.key, nodes, g)
         matmul(scores, q, kt)

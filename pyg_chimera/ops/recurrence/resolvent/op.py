@@ -47,8 +47,6 @@ from pyg_chimera.ops.structure.symbolic_factor import (
     symbolic_factor,
 )
 
-__all__ = ["resolvent_mix"]
-
 SOLVERS = ("auto", "sparse", "dense", "iterative", "neumann")
 _FORMS = ("auto", "state", "mask", "chunk")
 

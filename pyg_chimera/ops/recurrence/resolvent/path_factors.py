@@ -23,19 +23,9 @@ from pyg_chimera.ops.common.numba_runtime import jit, run
 from pyg_chimera.ops.recurrence import chunk_form
 from pyg_chimera.ops.recurrence.chunk_form import PathStates
 from pyg_chimera.ops.recurrence.resolvent.state_tiles import Operands
-from pyg_chimera.ops.structure.csr import adjacency, runs
+from pyg_chimera.ops.structure.csr import adjacency, inverse, runs
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
-
-__all__ = [
-    "NOT_PATHS",
-    "PathScans",
-    "Pivots",
-    "backward",
-    "factorize",
-    "forward",
-    "path_scans",
-]
 
 #: Why backends refuse other graphs.
 NOT_PATHS = "form='chunk' is for graphs whose components are paths; use form='auto'"
@@ -90,8 +80,7 @@ def _path_scans(symbolic: Blocks) -> PathScans | None:
     position, ptr = _walk(beside, neighbour)
     if ptr[-1] < num_nodes:  # the other nodes are on cycles
         return None
-    place = np.empty_like(position)
-    place[position] = np.arange(num_nodes)
+    place = inverse(position)
     row, col = place[row], place[col]
     slot = np.empty_like(row)
     part = np.where(row == col, 0, np.where(row > col, 1, 2))
@@ -224,16 +213,17 @@ def _operands(scans: PathScans, gates: _Gates, x: Operands) -> chunk_form.Operan
 def forward(symbolic: Blocks, factors: Pivots, x: Operands) -> np.ndarray:
     """The output [V, heads, P]."""
     scans = _required(symbolic)
-    return chunk_form.forward(scans.states, _operands(scans, _gates(factors), x))
+    operands = _operands(scans, _gates(factors), x)
+    return chunk_form.output(*chunk_form.scan_of(scans.states, operands), operands)
 
 
 def backward(symbolic: Blocks, factors: Pivots, x: Operands) -> tuple[np.ndarray, ...]:
     """Gradients of query, key, value and edge weight."""
     scans, gates = _required(symbolic), _gates(factors)
     operands = _operands(scans, gates, x)
-    dq, dk, dv, ds, _, dw = chunk_form.backward(
-        scans.states, operands, cast(np.ndarray, x.grad)
-    )
+    scan = chunk_form.scan_of(scans.states, operands)
+    grad = cast(np.ndarray, x.grad)
+    dq, dk, dv, ds, _, dw = chunk_form.gradients(*scan, operands, grad)
     d_gates = _Gates(np.zeros_like(gates.weight), ds.T.astype(gates.source.dtype))
     d_gates.weight[:, scans.entry] = dw
     heads, num_nodes = factors.d.shape

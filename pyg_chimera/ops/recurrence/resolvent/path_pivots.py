@@ -20,8 +20,6 @@ from pyg_chimera.ops.common.sequences import linear_recurrence
 from pyg_chimera.ops.recurrence.resolvent.path_factors import Pivots, path_scans
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
-__all__ = ["Places", "eliminate", "gates", "gradients"]
-
 
 class Places(NamedTuple):
     """The paths of a graph, whose V nodes have places path by path, on a device."""

@@ -7,8 +7,6 @@ import torch
 
 from pyg_chimera.ops.common.dispatch import UnsuitableSolver
 
-__all__ = ["check_pivot_growth", "named_if_singular"]
-
 #: Elimination without pivoting may magnify rounding errors by this much.
 _MAX_GROWTH = 100.0
 

@@ -41,8 +41,6 @@ from pyg_chimera.ops.recurrence.resolvent.state_tiles import (
 from pyg_chimera.ops.structure.csr import sorted_rows
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
-__all__ = ["Products", "SlowModes", "System", "backward", "forward", "products"]
-
 #: Bytes of the states that a task gathers from: a typical L2 cache. Two vectors a node
 #: are faster all the same, as they share indices and weights.
 _TILE_BYTES = 1 << 20

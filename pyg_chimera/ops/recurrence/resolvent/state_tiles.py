@@ -24,21 +24,6 @@ from pyg_chimera.ops.common.simd import (
     zeros,
 )
 
-__all__ = [
-    "Gradients",
-    "Operands",
-    "StateTiles",
-    "Task",
-    "Tile",
-    "form",
-    "outer",
-    "read",
-    "read_rows",
-    "task_of",
-    "tile_of",
-]
-
-
 #: Numbers of a state at a time. Beyond that, panels are read often enough.
 _MOST = 1024
 

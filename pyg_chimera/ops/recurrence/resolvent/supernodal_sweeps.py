@@ -29,11 +29,7 @@ from pyg_chimera.ops.common.simd import (
     store_part,
     vector_lanes,
 )
-from pyg_chimera.ops.common.vector_kit import (
-    copy,
-    inner_product,
-    inner_product_of_rows,
-)
+from pyg_chimera.ops.common.vector_kit import copy, inner_product, inner_product_of_rows
 from pyg_chimera.ops.recurrence.resolvent.state_tiles import (
     Gradients,
     Operands,
@@ -47,8 +43,6 @@ from pyg_chimera.ops.recurrence.resolvent.state_tiles import (
 )
 from pyg_chimera.ops.structure.supernodes import Supernodes, supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
-
-__all__ = ["backward", "forward"]
 
 #: Bytes of states that all tasks together, or a single one, may hold at a time. They
 #: need not fit in a cache: in postorder, states that are needed together are close

@@ -35,14 +35,6 @@ from pyg_chimera.ops.common.dispatch import Call, UnsuitableSolver
 from pyg_chimera.ops.recurrence.resolvent.sparse_products import products
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
-__all__ = [
-    "Iteration",
-    "SweepPolynomial",
-    "check_residual",
-    "polynomial_of",
-    "precision_of",
-]
-
 FLOATS = ("query", "key", "value", "edge_weight")
 
 #: The most steps of a pass, as rounding errors grow with them.

@@ -34,8 +34,6 @@ from pyg_chimera.ops.recurrence.triton_mask_form import (
     matrix_tile,
 )
 
-__all__ = ["TILE", "eliminate", "mix", "mix_gradients"]
-
 #: Rows and columns of a tile of a front, and entries of each state per program.
 TILE, _LANES = 32, 64
 #: Entries of states to hold at a time, if those of one key channel are no more.

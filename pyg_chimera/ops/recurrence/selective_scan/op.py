@@ -15,8 +15,6 @@ from pyg_chimera.ops.recurrence.selective_scan import (
     triton_backend,
 )
 
-__all__ = ["selective_scan"]
-
 
 class Inputs(NamedTuple):
     """The inputs of the registered operator."""

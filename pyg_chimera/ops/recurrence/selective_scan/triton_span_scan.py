@@ -38,8 +38,6 @@ from pyg_chimera.ops.common.sequences import places
 from pyg_chimera.ops.common.triton_runtime import on_device_of
 from pyg_chimera.ops.recurrence.triton_carry import carry, compose
 
-__all__ = ["scan", "scan_gradients"]
-
 #: Rows of a span, and channels of a program.
 _ROWS, _WIDTH = 64, 16
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
