@@ -12,10 +12,12 @@ from pyg_chimera.graphgym.networks import GPSNetwork
 
 __all__ = ["register"]
 
-_NAMES = ("chimera", "plstm", "graph_mamba", "gated_delta", "k_hop_attention")
 _LAYERS = {
-    name: partial(MixerLayer, mixer=mixer)
-    for name, mixer in zip(_NAMES, MIXERS, strict=True)
+    "chimera": partial(MixerLayer, mixer="Chimera"),
+    "plstm": partial(MixerLayer, mixer="PLSTM"),
+    "graph_mamba": partial(MixerLayer, mixer="GraphMamba"),
+    "gated_delta": partial(MixerLayer, mixer="GatedDelta"),
+    "k_hop_attention": partial(MixerLayer, mixer="KHopAttention"),
 }
 _NETWORKS = {
     f"{mixer}GPS": partial(GPSNetwork, mixer=mixer) for mixer in (*MIXERS, "Hybrid")

@@ -12,7 +12,7 @@ from torch_geometric.nn import Sequential as GraphSequential
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-__all__ = ["Route", "reset_layer", "unwrapped"]
+__all__ = ["PassesOn", "Route", "reset_layer", "unwrapped"]
 
 #: Where modules that wrap others, to compile, checkpoint or shard them, keep these.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -36,6 +36,14 @@ def reset_layer(module: torch.nn.Module) -> None:
     own_reset = getattr(module, "_reset_parameters", None)
     if own_reset is not None:
         own_reset()
+
+
+class PassesOn:
+    """A layer that passes keyword arguments on to others, and says which."""
+
+    def accepts(self, name: str) -> bool:
+        """Whether it takes a keyword argument of this name."""
+        raise NotImplementedError
 
 
 class Route(NamedTuple):
@@ -86,10 +94,10 @@ class Route(NamedTuple):
 
     def accepts(self, name: str, module: torch.nn.Module | None = None) -> bool:
         """Whether ``forward`` has a parameter called :obj:`name`, or what the module
-        itself says about this, if it is given and has a method for it.
+        itself says about this, if it is given and passes arguments on.
         """
-        own = None if module is None else getattr(unwrapped(module), "accepts", None)
-        return name in self.names if own is None else own(name)
+        own = None if module is None else unwrapped(module)
+        return own.accepts(name) if isinstance(own, PassesOn) else name in self.names
 
     def select(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The part of :obj:`given` for which ``forward`` has a parameter."""

@@ -16,13 +16,13 @@ from pyg_chimera.nn._inputs import (
     with_values,
 )
 from pyg_chimera.nn._norm import Norm
-from pyg_chimera.nn._routing import Route, reset_layer
+from pyg_chimera.nn._routing import PassesOn, Route, reset_layer
 from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["GPSLayer"]
 
 
-class GPSLayer(torch.nn.Module):
+class GPSLayer(PassesOn, torch.nn.Module):
     r"""A layer that combines local message passing with any mixer over longer
     distances, as in the `"Recipe for a General, Powerful, Scalable Graph Transformer"
     <https://arxiv.org/abs/2205.12454>`_ paper.

@@ -15,7 +15,7 @@ from pyg_chimera.nn._inputs import (
     edge_features,
     with_values,
 )
-from pyg_chimera.nn._routing import Route, reset_layer
+from pyg_chimera.nn._routing import PassesOn, Route, reset_layer, unwrapped
 from pyg_chimera.ops.common.checks import check_edges, check_integer, readable
 from pyg_chimera.ops.structure.edges import edges_of
 
@@ -259,9 +259,9 @@ class HeteroLayer(torch.nn.Module):
 
     def _accepts(self, name: str) -> bool:
         # PyG's GPSConv passes edge features on as one of its '**kwargs'.
-        is_open = self._route.is_open and not hasattr(self.layer, "accepts")
-        is_read = is_open and name == "edge_attr"
-        return is_read or self._route.accepts(name, self.layer)
+        if name == "edge_attr" and not isinstance(unwrapped(self.layer), PassesOn):
+            return self._route.is_open or self._route.accepts(name)
+        return self._route.accepts(name, self.layer)
 
     def __repr__(self) -> str:
         return (

@@ -12,14 +12,14 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
     with_values,
 )
-from pyg_chimera.nn._routing import Route, reset_layer
+from pyg_chimera.nn._routing import PassesOn, Route, reset_layer
 from pyg_chimera.ops.common.checks import check_batch
 from pyg_chimera.ops.structure import contracted_dag
 
 __all__ = ["MixtureOfDepths"]
 
 
-class MixtureOfDepths(torch.nn.Module):
+class MixtureOfDepths(PassesOn, torch.nn.Module):
     r"""Routes some nodes of each graph through a layer and lets the others skip it, as
     in `"Mixture-of-Depths: Dynamically Allocating Compute in Transformer-Based Language
     Models" <https://arxiv.org/abs/2404.02258>`_.

@@ -406,7 +406,9 @@ class GraphModel(torch.nn.Module):
             edge_attr = _encode(self.edge_encoder, edge_attr, "edge_attr")
 
         check_size(edge_index, x.size(0))
-        for i, (route, layer) in enumerate(zip(self._routes, self.layers, strict=True)):
+        for i, (route, layer) in enumerate(
+            zip(self._routes, self.layers, strict=False)
+        ):
             given = {"batch": batch, "edge_attr": edge_attr, **kwargs}
             args = {k: v for k, v in given.items() if route.accepts(k, layer)}
             out = route.call(layer, x, edge_index, batch, args)
@@ -451,7 +453,7 @@ class GraphModel(torch.nn.Module):
         return out
 
     def _reads(self, name: str) -> bool:
-        pairs = zip(self._routes, self.layers, strict=True)
+        pairs = zip(self._routes, self.layers, strict=False)
         return any(route.accepts(name, layer) for route, layer in pairs)
 
     def __repr__(self) -> str:

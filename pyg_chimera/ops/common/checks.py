@@ -136,7 +136,7 @@ def check_edge_index(
     if low < 0 or high >= num_nodes:
         raise ValueError(
             f"'{name}' must hold {end} indices in [0, num_{end}s) = [0, {num_nodes}) "
-            f"(got {low if low < 0 else high} in an index of shape "
+            f"(got {low if low < 0 else high} in an '{name}' of shape "
             f"{list(edge_index.shape)}); pass the number of {end}s it belongs to"
         )
 

@@ -543,3 +543,15 @@ def test_layers_that_do_not_say_what_they_take_are_refused():
 
     with pytest.raises(TypeError, match="'forward' of Layer must name what it takes"):
         GraphModel([3, 5], C, 2, [Layer()])
+
+
+def test_an_attribute_of_ones_own_layer_called_accepts_is_not_called():
+    class Own(torch.nn.Module):
+        accepts = True
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return x
+
+    model = GraphModel(C, C, 2, [Own(), Own()], head="node")
+    edge_index = torch.tensor([[0, 1], [1, 0]])
+    assert model(torch.randn(2, C), edge_index).shape == (2, 2)

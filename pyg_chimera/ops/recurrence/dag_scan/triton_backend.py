@@ -73,7 +73,7 @@ def why_not(call: Call) -> str | None:
 def predicted_seconds(call: Call) -> dict[str, float]:
     """Of each form, forward and backward.
 
-    What counts is the longest sequence of steps, and in how many waves programs run.
+    What counts is the longest sequence of steps, and how many programs run at once.
     The mask form takes three matrices for each head and block, which have to fit.
     """
     value, heads = call.inputs.value, call.inputs.value.size(1)
@@ -81,7 +81,7 @@ def predicted_seconds(call: Call) -> dict[str, float]:
     lengths = np.diff(call.structure.graph.component_ptr)
     longest = int(lengths.max(initial=0))
     slices = -(-call.inputs.query.size(2) // 64) * -(-value.size(2) // 32)
-    waves = max(1.0, slices * heads * len(lengths) / _AT_ONCE)
+    steps = max(longest, slices * heads * float(lengths.sum()) / _AT_ONCE)
     mask = max(
         _PRODUCT * float(tiles.max(initial=0)) ** 2,
         _OF_MANY * heads * float((tiles**3).sum()),
@@ -90,7 +90,7 @@ def predicted_seconds(call: Call) -> dict[str, float]:
     chunk = 0.0 if longest > triton_runtime.SHORT_PATH else _CHUNKS
     return {
         "mask": mask if value.element_size() * numel <= _MAX_MASK_BYTES else np.inf,
-        "state": waves * longest * _POSITION,
+        "state": steps * _POSITION,
         "chunk": chunk if call.structure.are_paths else np.inf,
     }
 
