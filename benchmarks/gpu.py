@@ -1,4 +1,4 @@
-r"""Measures the operators on a GPU, beside its limits and beside what others have::
+r"""Measures the operators on a GPU, beside what others have::
 
     python benchmarks/gpu.py                          # all of it, within ten minutes
     python benchmarks/gpu.py --only molecules paths

@@ -33,8 +33,8 @@ def _name_of_call() -> str:
 
 
 def unsized(*shapes: tuple[int | str, ...]) -> Callable:
-    """Makes int64 tensors of these shapes, in which sizes that depend on the graph have
-    names.
+    """A fake implementation that returns int64 tensors of these shapes, in which sizes
+    that depend on the graph have names.
     """
 
     def fake(like: Tensor, *_: Any) -> Any:

@@ -71,7 +71,12 @@ def why_not(call: Call) -> str | None:
 
 
 def predicted_seconds(call: Call) -> dict[str, float]:
-    """Of each form, forward and backward.
+    """Of each form, forward and backward; computed once."""
+    return call.once("seconds", lambda: _predicted_seconds(call))
+
+
+def _predicted_seconds(call: Call) -> dict[str, float]:
+    """Of each form.
 
     What counts is the longest sequence of steps, and how many programs run at once.
     The mask form takes three matrices for each head and block, which have to fit.
