@@ -93,7 +93,6 @@ def _delta_scans(draw: _Draw) -> Iterator[Inputs]:
         inputs["key"] = _rounded(F.normalize(inputs["key"], dim=-1))
         inputs["beta"] = _rounded(1.5 * draw(*inputs["value"].shape[:2]).sigmoid())
         yield inputs
-    yield {**inputs, "surprise": draw(2).abs() + 1}
 
 
 def _stm_scans(draw: _Draw) -> Iterator[Inputs]:

@@ -16,7 +16,6 @@ from pyg_chimera.nn import (
     GatedDeltaConv,
     GatedGCNConv,
     GraphMambaConv,
-    HierarchicalMemoryConv,
     KHopAttentionConv,
     PLSTMConv,
     PLSTMGridConv,
@@ -180,11 +179,6 @@ def gated_delta(**kwargs: Any) -> Case:
     return Case(partial(GatedDeltaConv, state_channels=3, **kwargs), [edges])
 
 
-def hierarchical(**kwargs: Any) -> Case:
-    make = partial(HierarchicalMemoryConv, state_channels=3, **kwargs)
-    return Case(make, [DAGS[0]])
-
-
 def rg_lru(**kwargs: Any) -> Case:
     return Case(partial(RGLRUConv, **kwargs), DAGS[: kwargs.get("num_dags", 1)])
 
@@ -249,16 +243,6 @@ CASES = {
     "GatedDeltaConv-acyclic": gated_delta(acyclic=True, gated=False),
     "GatedDeltaConv-states": gated_delta(
         acyclic=True, edge_dim=EDGE, form="state", bias=False, selectivity="target"
-    ),
-    "GatedDeltaConv-surprise": gated_delta(
-        acyclic=True, surprise=True, heads=2, conv_kernel=1
-    ),
-    "GatedDeltaConv-surprise-edges": gated_delta(
-        acyclic=True, surprise=True, heads=2, edge_dim=EDGE
-    ),
-    "HierarchicalMemoryConv": hierarchical(heads=2),
-    "HierarchicalMemoryConv-edges": hierarchical(
-        heads=4, groups=2, edge_dim=EDGE, local_conv=True, gated=False
     ),
     "RGLRUConv": rg_lru(heads=2),
     "RGLRUConv-edges": rg_lru(edge_dim=EDGE, gated=False, bias=False),

@@ -534,11 +534,10 @@ def memories(
     key: Tensor,
     value: Tensor,
     beta: Tensor,
-    temperature: Tensor | None = None,
 ) -> Tensor:
     """The gated delta rule along a DAG, one node after the other, [V, H, P].
 
-    Transitions are [E, H, 1 or N], queries and keys [V, H, N].
+    Transitions are [E, H], queries and keys [V, H, N].
     """
     states: dict[int, Tensor] = {}
     out: dict[int, Tensor] = {}
@@ -547,13 +546,9 @@ def memories(
         S = torch.zeros_like(key[i].unsqueeze(2) * value[i].unsqueeze(1))
         into = [e for e, (_, w) in enumerate(edges) if w == i]
         for e in into:
-            S = S + transitions[e].unsqueeze(2) * states[edges[e][0]]
-        write = beta[i]
-        if temperature is not None:
-            error = value[i] - torch.einsum("hnp,hn->hp", S, query[i])
-            write = write * torch.sigmoid(error.square().mean(1) / temperature)
+            S = S + transitions[e][:, None, None] * states[edges[e][0]]
         wrong = value[i] - torch.einsum("hnp,hn->hp", S, key[i])
-        wrong = write.unsqueeze(1) * wrong
+        wrong = beta[i].unsqueeze(1) * wrong
         states[i] = S + key[i].unsqueeze(2) * wrong.unsqueeze(1)
         out[i] = torch.einsum("hnp,hn->hp", states[i], query[i])
     rows = [out[i] for i in range(len(value))]
@@ -590,46 +585,11 @@ def gated_delta(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
         weight = chimera_transitions(p, index, gates, edge)
         y = equations(adjacency(index, weight, len(x)), query, key, value, beta)
         return chimera_block(p, y, x, value)
-    node = softplus(gates[:, :-1]).flatten(1)  # [V, (1 or N) * scan heads]
-    if edge is not None:
-        edge = edge.repeat(1, node.size(1) // edge.size(1))
+    node = softplus(gates[:, :-1]).flatten(1)  # [V, scan heads]
     delta = edge_means(index, node, p.selectivity, edge)
     weight = dag_transitions(index, delta, node)[0]
-    weight = weight.unflatten(1, (-1, p.scan_heads)).transpose(1, 2)
-    temperature = p["log_temperature"].exp() if "log_temperature" in p else None
-    y = memories(weight, index, query, key, value, beta, temperature)
+    y = memories(weight, index, query, key, value, beta)
     return chimera_block(p, y, x, value)
-
-
-def hierarchical(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
-    query, key, value = chimera_inputs(p, x, graphs)
-    gates, H = chimera_gates(p, x)[1], p.heads
-    (index,), (edge,) = graphs.edges, edge_gates(p, graphs)
-    node = softplus(gates[:, :3]).flatten(1)
-    importance, beta = torch.sigmoid(gates[:, 3:5]).unbind(1)
-    router = torch.softmax(gates[:, 5:], 1)
-    delta = edge_means(index, node, "mean", None)
-    if edge is not None:
-        delta = delta * edge.repeat(1, 3)
-    weight, write = dag_transitions(index, delta, node)
-    L = inverse(adjacency(index, weight[:, : 2 * H], len(x)))
-    fast = mixed(p, L[:H], query, key, write[:, :H, None] * value)
-    slow = write[:, H : 2 * H] * importance
-    slow = mixed(p, L[H:], query, key, slow.unsqueeze(2) * value)
-
-    def features(y: Tensor) -> Tensor:
-        y = p.linear("features.2", silu(p.linear("features.0", y)))
-        y = y / y.detach().abs().amax(-1, keepdim=True)
-        y = y / y.square().sum(-1, keepdim=True).sqrt()
-        return by_head(y, H).transpose(0, 1)
-
-    temperature = p["log_temperature"].exp()
-    network = memories(
-        weight[:, 2 * H :].unsqueeze(2), index, features(query), features(key), value,
-        beta, temperature,
-    )  # fmt: skip
-    levels = torch.stack([fast, slow, network], 1)
-    return chimera_block(p, (router.unsqueeze(3) * levels).sum(1), x, value)
 
 
 def rg_lru(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
@@ -1048,7 +1008,6 @@ FORMULAS = {
     "GatedDeltaConv": gated_delta,
     "GatedGCNConv": gated_gcn,
     "GraphMambaConv": graph_mamba,
-    "HierarchicalMemoryConv": hierarchical,
     "KHopAttentionConv": k_hop_attention,
     "PLSTMConv": plstm,
     "PLSTMGridConv": plstm_grid,

@@ -16,9 +16,7 @@ from pyg_chimera.nn import (
     GraphModel,
     HybridModel,
     KHopAttentionConv,
-    MixtureOfDepths,
     PLSTMConv,
-    RGLRUConv,
     SelfAttention,
     SwiGLU,
 )
@@ -100,10 +98,6 @@ def _hybrid(**kwargs: object) -> HybridModel:
     return HybridModel(CHANNELS, CHANNELS, 3, **options)  # type: ignore[arg-type]
 
 
-def _routed(conv: torch.nn.Module, acyclic: bool) -> MixtureOfDepths:
-    return MixtureOfDepths(_gps(conv), CHANNELS, 0.5, acyclic=acyclic)
-
-
 def _stack(conv: Callable[[], torch.nn.Module], **kwargs: object) -> GraphModel:
     return GraphModel(
         CHANNELS, CHANNELS, 3, lambda i: _gps(conv()), num_layers=2, **kwargs
@@ -130,8 +124,6 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], list]] = {
         ),
         GRAPH,
     ),
-    "MixtureOfDepths": (lambda: _routed(ChimeraConv(CHANNELS), False), GRAPH),
-    "MixtureOfDepths-acyclic": (lambda: _routed(RGLRUConv(CHANNELS), True), DAGS[0]),
     "GraphModel": (
         lambda: _stack(lambda: PLSTMConv(CHANNELS, heads=2, order="bfs"), head="node"),
         GRAPH,
@@ -144,7 +136,6 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], list]] = {
         lambda: _hybrid(attention="khop", attention_kwargs={"k": 2}), GRAPH
     ),
     "HybridModel-dag": (lambda: _hybrid(kind="dag", recurrence="rg_lru"), DAGS[0]),
-    "HybridModel-capacity": (lambda: _hybrid(capacity=0.5), GRAPH),
 }  # fmt: skip
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
     **{name: lambda case=case: _OnBatch(case) for name, case in CASES.items()},

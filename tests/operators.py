@@ -249,37 +249,6 @@ def _delta_oracle(x: Floats, s: Structure) -> Tensor:
     return torch.stack(outs, dim=1)
 
 
-def _states_oracle(x: Floats, s: Structure) -> Tensor:
-    """All nodes at once, as many times as there are nodes on the longest path."""
-    heads, groups, num_nodes = x["value"].size(1), x["query"].size(1), len(s.graph)
-    outs = []
-    for h in range(heads):
-        g = h * groups // heads
-        q, k, v, b = x["query"][:, g], x["key"][:, g], x["value"][:, h], x["beta"][:, h]
-        A = _adjacency(s.edge_index, x["edge_weight"][:, h], num_nodes)
-        S = torch.zeros(*k.shape, v.size(1), dtype=k.dtype)
-        for _ in range(_depth(s)):
-            before = torch.einsum("ij,jnp->inp", A, S)
-            error = v - torch.einsum("inp,in->ip", before, q)
-            mean = error.square().sum(1) / max(v.size(1), 1)
-            share = torch.sigmoid(mean / x["surprise"][h])
-            wrong = v - torch.einsum("inp,in->ip", before, k)
-            S = before + torch.einsum("i,in,ip->inp", b * share, k, wrong)
-        outs.append(torch.einsum("inp,in->ip", S, q))
-    return torch.stack(outs, dim=1)
-
-
-def _depth(s: Structure) -> int:
-    """The number of nodes of the longest path of a DAG."""
-    rank = torch.zeros(len(s.graph), dtype=torch.long)
-    source, target = s.edge_index
-    while True:
-        longer = rank.clone().scatter_reduce_(0, target, rank[source] + 1, "amax")
-        if bool((longer == rank).all()):
-            return int(rank.max()) + 1 if len(rank) else 1
-        rank = longer
-
-
 def _channel_oracle(x: Floats, s: Structure) -> Tensor:
     """One matrix for each channel."""
     value, (_, target) = x["value"], s.edge_index
@@ -601,12 +570,6 @@ OPERATORS = {
         DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
         _DELTA_SCALE, _delta_oracle, _edges, {**_FORMS, **_REST},
     ),
-    "surprise": Operator(
-        "delta_scan", _DELTA + " surprise:H", "HGNP", _DELTA_SIZES,
-        DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
-        {**_DELTA_SCALE, "surprise": lambda x, s: x.exp()}, _states_oracle, _edges,
-        _BACKENDS,
-    ),
     "delta_paths": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
         PATHS, batches(paths()).map(_from_batch), _DELTA_SCALE, _delta_oracle, _edges,
@@ -776,17 +739,11 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
             structures={**PATHS, "several_blocks": _paths_of(70, 33, 5)},
             variants={"chunk-triton": _TRITON["chunk-triton"]},
         ),
-        **{
-            f"triton_delta_{name}": replace(
-                OPERATORS[key], sizes=[x for x in _FEW if x[2] > 0],
-                structures={**DAGS, "several_blocks": _blocks_of((17, 5), True)},
-                variants={"triton": {**options, "backend": "triton"}},
-            )
-            for name, key, options in (
-                ("dags", "delta_dags", {"form": "state"}),
-                ("surprise", "surprise", {}),
-            )
-        },
+        "triton_delta_dags": replace(
+            OPERATORS["delta_dags"], sizes=[x for x in _FEW if x[2] > 0],
+            structures={**DAGS, "several_blocks": _blocks_of((17, 5), True)},
+            variants={"triton": {"form": "state", "backend": "triton"}},
+        ),
     }  # fmt: skip
 
 

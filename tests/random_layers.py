@@ -548,15 +548,8 @@ def gated_delta(r: random.Random) -> tuple[dict[str, Any], str]:
         return options | some(r, reflections=[True], gamma=[0.5]), "any"
     kind = r.choice(["dag", "chain"])
     options |= some(r, selectivity=["target"])
-    options |= some(r, surprise=[True], reflections=[True])
-    return options if "surprise" in options else with_form(r, options, kind), kind
-
-
-def hierarchical(r: random.Random) -> tuple[dict[str, Any], str]:
-    options = chimera_options(r) | some(r, local_conv=[True])
-    for name in ("reach", "differential"):
-        options.pop(name, None)
-    return options, r.choice(["dag", "chain"])
+    options |= some(r, reflections=[True])
+    return with_form(r, options, kind), kind
 
 
 def rg_lru(r: random.Random) -> tuple[dict[str, Any], str]:
@@ -630,7 +623,6 @@ CONVS: dict[str, Callable[[random.Random], tuple[dict[str, Any], str]]] = {
     "GatedDeltaConv": gated_delta,
     "GatedGCNConv": gated_gcn,
     "GraphMambaConv": graph_mamba,
-    "HierarchicalMemoryConv": hierarchical,
     "KHopAttentionConv": k_hop_attention,
     "PLSTMConv": plstm,
     "PLSTMGridConv": plstm_grid,

@@ -41,9 +41,6 @@ LAYERS: dict[str, tuple[Callable[..., torch.nn.Module], str]] = {
     "ChimeraDAGConv": (partial(nn.ChimeraDAGConv, heads=2, edge_dim=EDGE), "dag"),
     "ChimeraPathConv": (partial(nn.ChimeraPathConv, heads=2), "path"),
     "GatedDeltaConv": (partial(nn.GatedDeltaConv, heads=2), "any"),
-    "GatedDeltaConv-surprise": (
-        partial(nn.GatedDeltaConv, acyclic=True, surprise=True), "dag"),
-    "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
     "RGLRUConv": (partial(nn.RGLRUConv, heads=2, edge_dim=EDGE), "dag"),
     "KHopAttentionConv": (
         partial(nn.KHopAttentionConv, k=2, heads=2, edge_dim=EDGE), "any"),

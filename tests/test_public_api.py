@@ -28,7 +28,7 @@ PUBLIC = {
     },
     "pyg_chimera.ops.structure": {
         *("topological_rank", "find_cycle", "CycleError", "parent_scale"),
-        *("elimination_rank", "contracted_dag"),
+        "elimination_rank",
         *("line_graph", "LineGraph", "multitree", "node_order"),
         *("ORDERS", "node_score", "node_sequences", "NodeSequences"),
         *("diameter", "connected_components", "KHop", "k_hop_index"),
@@ -39,7 +39,7 @@ PUBLIC = {
         *("ChimeraPathConv", "RGLRUConv"),
         *("PLSTMConv", "PLSTMGridConv", "GraphMambaConv"),
         *("GatedDeltaConv", "GatedGCNConv", "GPSLayer", "KHopAttentionConv"),
-        *("HeteroLayer", "HierarchicalMemoryConv"),
+        "HeteroLayer",
         *(
             "CategoricalEncoder",
             "LaplacianEncoder",
@@ -49,7 +49,7 @@ PUBLIC = {
             "SelfAttention",
             "SequenceEncoder",
         ),
-        *("GraphModel", "HybridModel", "MixtureOfDepths", "SwiGLU"),
+        *("GraphModel", "HybridModel", "SwiGLU"),
     },
     "pyg_chimera.transforms": {
         *("AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"),

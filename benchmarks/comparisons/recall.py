@@ -5,8 +5,7 @@ that is of no use. Without arguments it trains Chimera, the gated delta rule and
 attention on paths::
 
     python benchmarks/comparisons/recall.py
-    python benchmarks/comparisons/recall.py --structure tree \
-        --models chimera delta surprise
+    python benchmarks/comparisons/recall.py --structure tree --models chimera delta
     python benchmarks/comparisons/recall.py --task needle       # one pair only
     python benchmarks/comparisons/recall.py --task chain  # the value is a key, too
 
@@ -66,7 +65,6 @@ from pyg_chimera.nn import (
     GPSLayer,
     GraphMambaConv,
     GraphModel,
-    HierarchicalMemoryConv,
     KHopAttentionConv,
     PLSTMConv,
     RGLRUConv,
@@ -76,11 +74,8 @@ from pyg_chimera.nn import (
 STRUCTURES = ("path", "tree", "dag", "graph")
 TASKS = ("recall", "needle", "chain")
 MODELS = (
-    *("chimera", "delta", "surprise", "hierarchical", "plstm", "graph-mamba"),
-    *("rg-lru", "hybrid", "attention"),
+    *("chimera", "delta", "plstm", "graph-mamba", "rg-lru", "hybrid", "attention"),
 )
-#: Recurrences that run on DAGs only.
-ON_DAGS = ("surprise", "hierarchical", "rg-lru")
 NOT_ASKED = -100
 #: Lower bounds of the bins of distances in the table and the picture.
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -122,8 +117,8 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
     args = parse(parser, argv, recipe)
     args.models = list(dict.fromkeys(args.models))
-    for name in {*ON_DAGS} & {*args.models} if args.structure == "graph" else ():
-        parser.error(f"--models {name} takes DAGs: --structure path, tree or dag")
+    if args.structure == "graph" and "rg-lru" in args.models:
+        parser.error("--models rg-lru takes DAGs: --structure path, tree or dag")
     args.sizes = [args.size, *(x for x in args.sizes if x > args.size)]
     name = "-".join([args.task, args.structure, *args.models, args.preset])
     args.out = args.out or Path("runs", "recall", f"{name}-seed{args.seed}")
@@ -273,17 +268,10 @@ def build_mixer(args: Namespace, name: str, index: int) -> Module:
     states = {"heads": heads, "state_channels": size // heads}
     if name == "chimera":
         return (ChimeraConv if is_graph else ChimeraDAGConv)(size, **states)
-    if name == "hierarchical":  # three states
-        return HierarchicalMemoryConv(
-            size, heads=heads, state_channels=size // heads // 3
-        )
     if name == "rg-lru":
         return RGLRUConv(size, heads=heads)
-    if name in ("delta", "surprise", "hybrid"):
-        surprise = name == "surprise"
-        return GatedDeltaConv(
-            size, **states, acyclic=not is_graph, surprise=surprise, conv_kernel=1
-        )
+    if name in ("delta", "hybrid"):
+        return GatedDeltaConv(size, **states, acyclic=not is_graph, conv_kernel=1)
     if name == "plstm":
         return PLSTMConv(size, heads=heads, order="bfs" if is_graph else None)
     if name == "graph-mamba":

@@ -16,7 +16,7 @@ from pyg_chimera.graphgym.mixers import (
     make_mixer,
     structure,
 )
-from pyg_chimera.nn import GatedGCNConv, GPSLayer, MixtureOfDepths
+from pyg_chimera.nn import GatedGCNConv, GPSLayer
 from pyg_chimera.ops.common.checks import check_option
 
 __all__ = ["GPSNetwork"]
@@ -135,9 +135,7 @@ class _Stage(torch.nn.Module):
             edge_attr = self.edge_lin(edge_attr)
         layer: Any
         for layer in self.layers:
-            stored = {}  # which belongs to all nodes
-            if not isinstance(layer, MixtureOfDepths) or layer.capacity == 1:
-                stored = structure(batch, layer.accepts)
+            stored = structure(batch, layer.accepts)
             out = layer(x, batch.edge_index, batch.batch, edge_attr, **stored)
             x, edge_attr = out if isinstance(out, tuple) else (out, edge_attr)
         batch.x = x if self.norm is None else self.norm(x, batch.batch)

@@ -9,7 +9,6 @@ from pyg_chimera.nn.conv import (
     GatedDeltaConv,
     GatedGCNConv,
     GraphMambaConv,
-    HierarchicalMemoryConv,
     KHopAttentionConv,
     PLSTMConv,
     PLSTMGridConv,
@@ -22,7 +21,6 @@ from pyg_chimera.nn.encoders import (
 )
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.hetero_layer import HeteroLayer
-from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
 from pyg_chimera.nn.models import (
     CategoricalEncoder,
     GraphModel,
@@ -44,12 +42,10 @@ __all__ = [
     "GraphMambaConv",
     "GraphModel",
     "HeteroLayer",
-    "HierarchicalMemoryConv",
     "HybridModel",
     "ImageClassifier",
     "KHopAttentionConv",
     "LaplacianEncoder",
-    "MixtureOfDepths",
     "PLSTMConv",
     "PLSTMGridConv",
     "PositionEmbedding",

@@ -154,8 +154,6 @@ def _stm_scan(x: Any) -> Tensor:
 
 @has_form
 def _delta_scan(x: Any) -> Tensor:
-    if x.surprise is not None:
-        return _surprised(x)
     V, heads = x.value.shape[:2]
     q, k, v = (_grouped(y, heads) for y in (x.query, x.key, x.value))
     passed = _walks(_dense(x.edge_index, x.edge_weight, V))
@@ -164,34 +162,6 @@ def _delta_scan(x: Any) -> Tensor:
     u = (erased + _eye(erased)) @ (beta * v).double()
     read = (passed + _eye(passed)) * (q @ k.transpose(1, 2))
     return (read @ u).transpose(0, 1).to(v.dtype)
-
-
-def _surprised(x: Any) -> Tensor:
-    heads, size = x.value.shape[1:]
-    query, key = (_grouped(y, heads).transpose(0, 1) for y in (x.query, x.key))
-
-    def step(
-        S: Tensor,
-        edges: Tensor,
-        weight: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        beta: Tensor,
-        surprise: Tensor,
-    ) -> Tensor:
-        S = _sum(weight[..., None, None] * S[edges[0]], edges[1], S.size(0))
-        error = value - (S * query.unsqueeze(3)).sum(2)
-        mean = error.square().sum(2) / max(size, 1)
-        wrong = value - (S * key.unsqueeze(3)).sum(2)
-        share = beta * torch.sigmoid(mean / surprise)
-        return S + key.unsqueeze(3) * (share.unsqueeze(2) * wrong).unsqueeze(2)
-
-    given = x.edge_weight, query, key, x.value, x.beta, x.surprise
-    nothing = torch.zeros_like(key.unsqueeze(3) * x.value.unsqueeze(2))
-    first = step(nothing, x.edge_index[:, :0], x.edge_weight[:0], *given[1:])
-    S = _by_levels(step, first, x.edge_index, *given)
-    return (S * query.unsqueeze(3)).sum(2)
 
 
 @has_form

@@ -383,17 +383,6 @@ import pyg_chimera.graphgym
     assert "pip install yacs" in last
 
 
-def test_stored_structure_is_no_hindrance_to_routing(load):
-    """It belongs to all nodes, and layers that skip some compute their own."""
-    cfg = load("hybrid_gps", *GRAPHS, "gnn.layers_mp", 2, "chimera.pattern", "r")
-    cfg.chimera.kwargs.attention_kwargs.clear()
-    cfg.chimera.kwargs.update(recurrence="chimera", capacity=0.5)
-    loaders, model = create()
-    batch = next(iter(loaders[1]))
-    batch.elimination_rank = torch.arange(batch.num_nodes)
-    assert model(batch)[0].isfinite().all()
-
-
 @pytest.mark.parametrize("conv", ["none", "gcn"])
 def test_networks_without_readers_of_edges_have_no_parameters_for_them(load, conv):
     load("graph_mamba_gps", *GRAPHS, "chimera.conv", conv, "dataset.edge_encoder",

@@ -22,7 +22,6 @@ from pyg_chimera.nn import (
     GraphModel,
     HybridModel,
     KHopAttentionConv,
-    MixtureOfDepths,
     PLSTMConv,
 )
 
@@ -124,10 +123,6 @@ def test_gradients_per_sample(name: str):
         assert_all_near(gradients(sample, *parameters), grads)
         want.append(grads)
     batched = torch.vmap(gradients, (0, *[None] * len(parameters)))
-    if any(isinstance(x, MixtureOfDepths) for x in layer.module.modules()):
-        with pytest.raises(NotImplementedError, match=r"MixtureOfDepths .* use a loop"):
-            batched(samples, *parameters)
-        return
     want = [torch.stack(x) for x in zip(*want, strict=True)]
     assert_all_near(batched(samples, *parameters), want)
     # The parameters of an ensemble.

@@ -108,10 +108,6 @@ def call_typed(module: Any, dtype: torch.dtype = torch.float) -> Tensor:
     return module(x_dict, {TO: torch.tensor([[0, 1], [1, 2]])}, {TO: attr})["b"]
 
 
-def routed(size: int) -> nn.MixtureOfDepths:
-    return nn.MixtureOfDepths(local_and_global(size), C, 0.5)
-
-
 def of_graphs(size: int, edge_dim: int) -> nn.GraphModel:
     return nn.GraphModel(
         size, C, 3, lambda _: local_and_global(C), 2, edge_dim=edge_dim,
@@ -167,7 +163,6 @@ MODELS = {
         lambda: nn.GPSLayer(C, None, torch.nn.MultiheadAttention(C, 2)), **on_graph
     ),
     "HeteroLayer": Row(partial(typed, C), call_typed, partial(typed, -1)),
-    "MixtureOfDepths": model(routed, C, **on_graph),
     "GraphModel": model(of_graphs, C, C, **on_graph),
     "GraphModel-categories": model(of_categories, **on_graph, **encoded()),
     "GraphModel-pairs": model(of_pairs, **on_graph, edge_label_index=GRAPH),
@@ -317,7 +312,7 @@ def test_lazy_modules(row: Row):
 
 ON_GRAPHS = {
     name: row for name, row in MODELS.items()
-    if name in ("GPSLayer", "MixtureOfDepths", "GraphModel", "HybridModel",
+    if name in ("GPSLayer", "GraphModel", "HybridModel",
                 "HybridModel-dag", "HybridModel-sequence")
 }  # fmt: skip
 on_graphs = pytest.mark.parametrize("row", ON_GRAPHS.values(), ids=ON_GRAPHS)

@@ -52,7 +52,6 @@ SEQUENCES = [
 #: Sizes of states, the largest of some, and what else there is to a rule.
 DELTA = [
     ("delta_dags", (2, 2, 96, 32)), ("delta_dags", (4, 1, 20, 100)),
-    ("surprise", (2, 2, 16, 32)), ("surprise", (2, 2, 128, 64)),
     ("delta_paths", (2, 2, 64, 64)), ("delta_paths", (4, 1, 20, 100)),
 ]  # fmt: skip
 
@@ -133,7 +132,6 @@ def test_large_matrices(found):
         ("channels_of_paths", {}),
         ("delta_dags", {"form": "state"}),
         ("delta_paths", {"form": "chunk"}),
-        ("surprise", {}),
     ],
 )
 def test_right_on_a_gpu(key, options):

@@ -198,18 +198,14 @@ def test_nodes_that_write_nothing_or_reflect_one_key():
     assert_near(got, expected_of(case)["output"], 1e-5)
 
 
-def test_states_that_do_not_fit_are_refused():
-    """With a surprise, all value channels are in one slice; keys always are."""
-    operators = OPERATORS["triton_delta_dags"], OPERATORS["triton_delta_surprise"]
-    graph = DAGS["diamonds"]
+def test_keys_that_do_not_fit_are_refused():
+    """A slice of a state has all key channels, and some of the value channels."""
+    operator = OPERATORS["triton_delta_dags"]
     for form, most in (("state", 128), ("chunk", 64)):
-        case = make_case(operators[0], PATHS["two_chunks"], (1, 1, most + 1, 1))
+        case = make_case(operator, PATHS["two_chunks"], (1, 1, most + 1, 1))
         with pytest.raises(ValueError, match=f"at most {most} key channels, got"):
             case(backend="triton", form=form)
-    wide = (1, 1, 65, 65)  # 128 x 128
-    with pytest.raises(ValueError, match="with 'surprise' takes states of at most"):
-        make_case(operators[1], graph, wide)(backend="triton")
-    case = make_case(operators[0], graph, wide)
+    case = make_case(operator, DAGS["diamonds"], (1, 1, 65, 65))
     choice = explain("delta_scan", **case.inputs, backend="triton")
     assert (choice.form, choice.backend, choice.cost) == ("state", "triton", None)
     with pytest.raises(ValueError, match="form='mask' has no triton backend; use"):

@@ -5,7 +5,6 @@ from pyg_chimera.nn.conv.chimera_path_conv import ChimeraPathConv
 from pyg_chimera.nn.conv.gated_delta_conv import GatedDeltaConv
 from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
 from pyg_chimera.nn.conv.graph_mamba_conv import GraphMambaConv
-from pyg_chimera.nn.conv.hierarchical_memory_conv import HierarchicalMemoryConv
 from pyg_chimera.nn.conv.k_hop_attention_conv import KHopAttentionConv
 from pyg_chimera.nn.conv.plstm_conv import PLSTMConv
 from pyg_chimera.nn.conv.plstm_grid_conv import PLSTMGridConv
@@ -19,7 +18,6 @@ __all__ = [
     "GatedDeltaConv",
     "GatedGCNConv",
     "GraphMambaConv",
-    "HierarchicalMemoryConv",
     "KHopAttentionConv",
     "PLSTMConv",
     "PLSTMGridConv",

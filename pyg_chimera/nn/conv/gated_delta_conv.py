@@ -3,7 +3,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import at_least_float32
@@ -58,11 +57,6 @@ class GatedDeltaConv(RangedBlock):
         selectivity (str, optional): With :obj:`acyclic`, the selectivity of an edge:
             the :obj:`"mean"` of those of its two nodes, or that of its :obj:`"target"`,
             as in Gated DeltaNet. (default: :obj:`"mean"`)
-        surprise (bool, optional): Whether a node writes more, the more its value
-            differs from what its query reads before it writes, relative to a
-            temperature that each head learns, initially 1. The idea is from `"Titans:
-            Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
-            Requires :obj:`acyclic`. (default: :obj:`False`)
         reflections (bool, optional): Whether :math:`\beta` ranges up to 2 instead of 1,
             so that nodes can turn what their key reads into its opposite, which state
             tracking requires. (default: :obj:`False`)
@@ -112,7 +106,6 @@ class GatedDeltaConv(RangedBlock):
         *,
         acyclic: bool = False,
         selectivity: str = "mean",
-        surprise: bool = False,
         reflections: bool = False,
         gamma: float = 0.9999,
         conv_kernel: int | None = None,
@@ -130,15 +123,6 @@ class GatedDeltaConv(RangedBlock):
                 "selectivity='target' is for DAGs; on cycles, transitions depend on "
                 "both nodes of an edge; pass acyclic=True"
             )
-        if surprise and not acyclic:
-            raise ValueError(
-                "surprise=True is for DAGs, as on cycles the rule may have no "
-                "solution; pass acyclic=True"
-            )
-        if surprise and self.form not in ("auto", "state"):
-            raise ValueError(
-                f"surprise=True takes form='state' or 'auto', got {self.form!r}"
-            )
         if conv_kernel is None:
             conv_kernel = 4 if acyclic else 1
         check_integer("conv_kernel", conv_kernel, 1)
@@ -148,17 +132,12 @@ class GatedDeltaConv(RangedBlock):
         self.gamma = gamma
         # Of transitions, one, or target, source and psi; and beta.
         self.add_parameters(2 if acyclic else 4, kernel=conv_kernel)
-        self.log_temperature = None
-        if surprise:
-            self.log_temperature = Parameter(torch.empty(self.scan_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
         torch.nn.init.zeros_(self.delta_bias[-1])  # beta starts in the middle
-        if self.log_temperature is not None:
-            torch.nn.init.zeros_(self.log_temperature)
 
     def _set_reach(self, steps: Tensor) -> None:
         if not self.acyclic:
@@ -194,12 +173,9 @@ class GatedDeltaConv(RangedBlock):
         weight = self._transition(
             edge_index, x.size(0), [F.softplus(y) for y in deltas], edge
         )
-        surprise = None
-        if self.log_temperature is not None:
-            surprise = at_least_float32(self.log_temperature).exp()
         y = delta_scan(
             query, key, value, (1 + self.reflections) * beta.sigmoid(),
-            edge_index, self.explained(weight, x.size(0)), batch, surprise=surprise,
+            edge_index, self.explained(weight, x.size(0)), batch,
             acyclic=self.acyclic, form=self.form, backend=self.backend,
         )  # fmt: skip
         return self.output(y, x, value)

@@ -17,7 +17,6 @@ from pyg_chimera.nn.conv import (
     RGLRUConv,
 )
 from pyg_chimera.nn.gps_layer import GPSLayer
-from pyg_chimera.nn.mixture_of_depths import MixtureOfDepths
 from pyg_chimera.nn.models.graph_model import GraphModel
 from pyg_chimera.nn.swiglu import SwiGLU
 from pyg_chimera.ops.common.checks import check_option
@@ -106,10 +105,6 @@ class HybridModel(GraphModel):
             recurrences. (default: :obj:`None`)
         attention_kwargs (Mapping[str, Any], optional): Further arguments of the
             attention. (default: :obj:`None`)
-        capacity (float, optional): The share of nodes that are routed through every
-            second block, while the others skip it, see
-            :class:`~pyg_chimera.nn.MixtureOfDepths`. With :obj:`None`, all nodes pass
-            through all blocks. (default: :obj:`None`)
         mlp_channels (int, optional): The hidden size of the
             :class:`~pyg_chimera.nn.SwiGLU`. (default: :obj:`None`, 8/3 of
             :obj:`channels`)
@@ -143,7 +138,6 @@ class HybridModel(GraphModel):
         attention: str = "full",
         recurrence_kwargs: Mapping[str, Any] | None = None,
         attention_kwargs: Mapping[str, Any] | None = None,
-        capacity: float | None = None,
         mlp_channels: int | None = None,
         edge_dim: int | Sequence[int] | None = None,
         dropout: float = 0.0,
@@ -165,16 +159,6 @@ class HybridModel(GraphModel):
                 "'attention' must not be 'full' in a causal model of DAGs: it attends "
                 "to all nodes, and not to ancestors alone; use 'khop', or a 'pattern' "
                 f"without 'a', got {pattern!r}"
-            )
-        if causal and capacity not in (None, 1):
-            raise ValueError(
-                "'capacity' must not be set in a causal model: whether a node is "
-                f"routed depends on those behind it, got {capacity}"
-            )
-        if capacity not in (None, 1) and edge_dim is not None and kind != "graph":
-            raise ValueError(
-                "'capacity' must not be set for DAGs and sequences with 'edge_dim': of "
-                f"the paths between routed nodes there are no features, got {capacity}"
             )
 
         def full(
@@ -201,7 +185,7 @@ class HybridModel(GraphModel):
                 flow="target_to_source" if back else "source_to_target",
                 **({"depth": index + 1} if letter == "a" else {}),
             )
-            block = GPSLayer(
+            return GPSLayer(
                 channels,
                 mixer=mixer,
                 dropout=dropout,
@@ -209,9 +193,6 @@ class HybridModel(GraphModel):
                 norm_first=True,
                 mlp=SwiGLU(channels, mlp_channels, dropout=dropout),
             )
-            if capacity is None or index % 2 == 0:
-                return block
-            return MixtureOfDepths(block, channels, capacity, acyclic=kind != "graph")
 
         own = sorted(kwargs.keys() & {"layers", "norm"})
         if own:

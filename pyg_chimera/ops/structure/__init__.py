@@ -3,7 +3,6 @@
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.ops.structure.checksum import check_stored
-from pyg_chimera.ops.structure.contraction import contracted_dag
 from pyg_chimera.ops.structure.distance import connected_components, diameter
 from pyg_chimera.ops.structure.elimination import elimination_rank
 from pyg_chimera.ops.structure.grid import grid_parents
@@ -22,7 +21,6 @@ __all__ = [
     "NodeSequences",
     "check_stored",
     "connected_components",
-    "contracted_dag",
     "diameter",
     "elimination_rank",
     "find_cycle",

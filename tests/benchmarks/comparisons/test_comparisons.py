@@ -150,7 +150,7 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (sentences, "--pretrained nowhere"),
         (sentences, "--pretrained ."),
         (recall, "--structure grid"),
-        (recall, "--structure graph --models surprise"),
+        (recall, "--structure graph --models rg-lru"),
         (syntax_trees, "--dataset stdlib"),
         (syntax_trees, "--directions sideways"),
         (syntax_trees, "--models gat"),

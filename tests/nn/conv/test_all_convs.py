@@ -428,7 +428,6 @@ COMPILED = {
     "ChimeraPathConv": (nn.ChimeraPathConv, "path"),
     "GatedDeltaConv": (nn.GatedDeltaConv, "any"),
     "GatedDeltaConv-acyclic": (partial(nn.GatedDeltaConv, acyclic=True), "dag"),
-    "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
     "RGLRUConv": (nn.RGLRUConv, "dag"),
     "KHopAttentionConv": (partial(nn.KHopAttentionConv, k=2, heads=2), "any"),
     "KHopAttentionConv-rotary": (
@@ -750,7 +749,7 @@ def test_sizes_of_heads(name: str):
     "make",
     [
         nn.ChimeraConv, nn.ChimeraDAGConv, nn.ChimeraPathConv, nn.GatedDeltaConv,
-        nn.HierarchicalMemoryConv, nn.KHopAttentionConv, nn.PLSTMConv, nn.RGLRUConv,
+        nn.KHopAttentionConv, nn.PLSTMConv, nn.RGLRUConv,
         partial(nn.PLSTMConv, order="bfs"),
     ],
 )  # fmt: skip

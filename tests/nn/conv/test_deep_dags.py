@@ -14,7 +14,6 @@ from pyg_chimera.nn import (
     ChimeraDAGConv,
     ChimeraGridConv,
     GatedDeltaConv,
-    HierarchicalMemoryConv,
     RGLRUConv,
 )
 from pyg_chimera.ops.structure import topological_rank
@@ -23,7 +22,6 @@ LAYERS = {
     "ChimeraDAGConv": partial(ChimeraDAGConv, heads=2, state_channels=4),
     "ChimeraDAGConv-two": partial(ChimeraDAGConv, state_channels=4, num_dags=2),
     "GatedDeltaConv": partial(GatedDeltaConv, acyclic=True, state_channels=4),
-    "HierarchicalMemoryConv": partial(HierarchicalMemoryConv, state_channels=4),
     "RGLRUConv": RGLRUConv,
     "RGLRUConv-edges": partial(RGLRUConv, edge_dim=3),
 }

@@ -42,17 +42,13 @@ def transitions(conv, index, delta, edge):
     return A
 
 
-def memories(A, query, key, value, beta, temperature):
+def memories(A, key, value, beta):
     """The states of one head, from S = (I - b k k^T) (A S) + b k v^T over and over."""
     S = key.new_zeros(*key.shape, value.size(1))
     for _ in range(4000):
         before = torch.einsum("ij,jnp->inp", A, S)
         wrong = value - torch.einsum("inp,in->ip", before, key)
-        strength = beta
-        if temperature is not None:
-            error = value - torch.einsum("inp,in->ip", before, query)
-            strength = beta * torch.sigmoid(error.square().mean(1) / temperature)
-        after = before + torch.einsum("i,in,ip->inp", strength, key, wrong)
+        after = before + torch.einsum("i,in,ip->inp", beta, key, wrong)
         if (after - S).abs().max() < 1e-15:
             break
         S = after
@@ -86,10 +82,7 @@ def test_the_formula(name):
         A = transitions(conv, index, F.softplus(delta[:, :-1, h]), edge)
         v = value.unflatten(1, (conv.heads, -1))[:, h]
         beta = (2 if conv.reflections else 1) * torch.sigmoid(delta[:, -1, h])
-        temperature = conv.log_temperature
-        if temperature is not None:
-            temperature = temperature[h].exp()
-        S = memories(A, q, k, v, beta, temperature)
+        S = memories(A, k, v, beta)
         y = torch.einsum("inp,in->ip", S, q)
         outs.append(y + conv.skip[h] * v)
     y = torch.cat(outs, 1)
@@ -149,13 +142,6 @@ def test_reach(options, heads):
 def test_bad_gamma(gamma):
     with pytest.raises(ValueError, match=r"'gamma' must be in \(0, 1\).* got"):
         GatedDeltaConv(CHANNELS, gamma=gamma)
-
-
-def test_surprise_takes_dags():
-    with pytest.raises(ValueError, match=r"surprise=True .* pass acyclic=True"):
-        GatedDeltaConv(CHANNELS, surprise=True)
-    with pytest.raises(ValueError, match="surprise=True takes form='state' or"):
-        GatedDeltaConv(CHANNELS, acyclic=True, form="mask", surprise=True)
 
 
 def test_bad_selectivities():

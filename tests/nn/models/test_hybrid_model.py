@@ -16,7 +16,6 @@ from pyg_chimera.nn import (
     GPSLayer,
     HybridModel,
     KHopAttentionConv,
-    MixtureOfDepths,
     RGLRUConv,
     SelfAttention,
     SwiGLU,
@@ -204,28 +203,8 @@ def test_sequences_are_paths_to_later_nodes():
         model(**model.inputs(data))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_mixture_of_depths(kind):
-    model = hybrid(kind, capacity=0.5, head="node")
-    wrapped = [isinstance(layer, MixtureOfDepths) for layer in model.layers]
-    assert wrapped == [False, True, False, True]
-    assert {x.acyclic for x in model.layers[1::2]} == {kind != "graph"}
-    batch = Batch.from_data_list([graph(kind, n) for n in (7, 1, 3)])
-    out = model(**model.inputs(batch))
-    each = [model(**model.inputs(data)) for data in batch.to_data_list()]
-    assert_near(out, torch.cat(each), 1e-4)
-    out.square().sum().backward()
-    assert all(layer.weight.grad.any() for layer in model.layers[1::2])
-    # With all nodes, it is the model without.
-    full, plain = hybrid(kind, capacity=1).eval(), hybrid(kind).eval()
-    parts = full.state_dict()
-    names = {k.replace(".layer.", "."): k for k in parts}
-    plain.load_state_dict({k: parts[names[k]] for k in plain.state_dict()})
-    assert full(**full.inputs(batch)).equal(plain(**plain.inputs(batch)))
-
-
 def test_files_and_reset():
-    model, other = hybrid("dag", capacity=0.5), hybrid("dag", capacity=0.5)
+    model, other = hybrid("dag"), hybrid("dag")
     data, file = graph("dag"), io.BytesIO()
     out = model.eval()(**model.inputs(data))
     torch.save(model.state_dict(), file)
@@ -246,12 +225,11 @@ def test_compile():
     assert_near(compiled(*args), model(*args), 1e-5)
 
 
-@pytest.mark.parametrize("capacity", [None, 0.5])
-def test_recall(capacity):
+def test_recall():
     """The token behind the first one like the last: look-ups are learnt."""
     torch.manual_seed(1)
     model = hybrid(
-        "sequence", head="graph", pool="max", capacity=capacity, out_channels=TOKENS,
+        "sequence", head="graph", pool="max", out_channels=TOKENS,
         recurrence_kwargs={"state_channels": 8, "conv_kernel": 2},
     )  # fmt: skip
 
@@ -290,16 +268,7 @@ def test_recall(capacity):
         ({"kind": "dag", "causal": True}, "'attention' must not be 'full' in a causal"),
         ({"recurrence_kwargs": {"acyclic": True}}, r"not have \['acyclic'\], which"),
         ({"attention_kwargs": {"heads": 2}}, r"'attention_kwargs'.*\['heads'\], which"),
-        ({"capacity": 2}, r"'capacity'.*\(0, 1\], got 2"),
         ({"heads": 3}, "'heads' must divide"),
-        (
-            {"kind": "sequence", "causal": True, "capacity": 0.5},
-            "'capacity' must not be set in a causal model.*got 0.5",
-        ),
-        (
-            {"kind": "dag", "edge_dim": 2, "capacity": 0.5},
-            "'capacity' must not be set for DAGs and sequences with 'edge_dim'",
-        ),
     ],
 )  # fmt: skip
 def test_errors(kwargs, match):

@@ -34,5 +34,5 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, beta, edge weight, and if given of surprise."""
+    """Gradients of query, key, value, beta and edge weight."""
     return _module(call).backward(call, saved, grad)

@@ -45,7 +45,6 @@ class Inputs(NamedTuple):
     value: Tensor
     beta: Tensor
     edge_weight: Tensor
-    surprise: Tensor | None  #: [heads]
     edge_index: Tensor
     batch: Tensor | None
     acyclic: bool
@@ -68,23 +67,15 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         return Recipe(delta_graph, graph, (inputs.value.size(0),))
 
     def check(self, inputs: Inputs, structure: DeltaGraph) -> None:
-        surprise = inputs.surprise
-        if structure.on_cycle.any() and (surprise is not None or inputs.acyclic):
+        if structure.on_cycle.any() and inputs.acyclic:
             cycle = find_cycle(inputs.edge_index.cpu(), structure.num_nodes)
             if cycle is not None:
                 raise CycleError(cycle)
-        if surprise is not None and inputs.form not in ("auto", "state"):
-            raise ValueError(
-                f"'form' must be 'state' or 'auto' with 'surprise', got "
-                f"{inputs.form!r}: the others solve a linear system"
-            )
         if trusted():
             return
         check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
         _check_beta(inputs.beta)
         _check_key(inputs.key)
-        if surprise is not None:
-            _check_surprise(surprise)
         if structure.cyclic_edges.size:
             _check_contraction(inputs.edge_weight, structure)
 
@@ -103,9 +94,6 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
             cost = cost_of(form, backend, graph, inputs.query, inputs.value)
             return Choice(self.name, solver, form, backend, reason, cost)
 
-        if inputs.surprise is not None:
-            why = f"{reason}; 'surprise' needs states"
-            return [choice("state", x)._replace(reason=why) for x in usable]
         if inputs.form != "auto":
             forms = [inputs.form]
         else:
@@ -173,16 +161,6 @@ def _check_key(key: Tensor) -> None:
         )
 
 
-def _check_surprise(temperature: Tensor) -> None:
-    """Checks that temperatures are positive."""
-    if bool((temperature <= 0).any()):
-        head = int((temperature <= 0).nonzero()[0])
-        raise ValueError(
-            "'surprise' must be positive, but that of head "
-            f"{head} is {temperature[head].item()}"
-        )
-
-
 def _check_contraction(edge_weight: Tensor, graph: DeltaGraph) -> None:
     """Checks that the rows of |A| on cycles sum to less than one; NaN passes."""
     edge = torch.from_numpy(graph.cyclic_edges).to(edge_weight.device)
@@ -225,7 +203,6 @@ def delta_scan(
     edge_weight: Tensor,
     batch: Tensor | None = None,
     *,
-    surprise: Tensor | None = None,
     acyclic: bool = False,
     form: str = "auto",
     backend: str = "auto",
@@ -258,18 +235,6 @@ def delta_scan(
     of Gated DeltaNet. Differentiable once in all floating-point tensors. float16 and
     bfloat16 are computed in float32. The query is not scaled.
 
-    With :obj:`surprise`, a node writes more, the more its value differs from what its
-    query reads before it writes. The idea, though not the formula, is that of `"Titans:
-    Learning to Memorize at Test Time" <https://arxiv.org/abs/2501.00663>`_.
-    :math:`\beta_i` is multiplied by
-
-    .. math::
-        \sigma_i = \textrm{sigmoid} \left( \frac{\| \mathbf{v}_i -
-        \mathbf{S}_i'^{\top} \mathbf{q}_i \|^2}{P \tau} \right).
-
-    This is not linear in the values, so it requires a DAG, along which states are
-    carried.
-
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, G, N]`. The number of
             groups :math:`G` divides the number of heads; the heads of a group share
@@ -285,9 +250,6 @@ def delta_scan(
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
             connected components are computed and used instead. (default: :obj:`None`)
-        surprise (torch.Tensor, optional): The mean squared error :math:`\tau > 0` at
-            which nodes write 0.73 of the full update, :math:`[H]`. (default:
-            :obj:`None`, they always write all of it)
         acyclic (bool, optional): Whether a cycle is an error, even where there is a
             solution. (default: :obj:`False`)
         form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
@@ -307,27 +269,22 @@ def delta_scan(
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
 
     Raises:
-        CycleError: With :obj:`acyclic` or :obj:`surprise`, if there is a cycle, which
-            the error names. A :class:`ValueError`.
+        CycleError: With :obj:`acyclic`, if there is a cycle, which the error names. A
+            :class:`ValueError`.
         ValueError: If shapes disagree, an index is out of range, an edge joins two
             graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
-            outside of :math:`[0, 2]`, :obj:`surprise` is not positive, a row of
-            :math:`|\mathbf{A}|` on a cycle sums to one or more, or so nearly to one
-            that :obj:`backend="numba"` loses too much accuracy (in the backward pass,
-            too), or if an option is unknown or incompatible.
+            outside of :math:`[0, 2]`, a row of :math:`|\mathbf{A}|` on a cycle sums to
+            one or more, or so nearly to one that :obj:`backend="numba"` loses too much
+            accuracy (in the backward pass, too), or if an option is unknown or
+            incompatible.
         TypeError: If a tensor has the wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
     floats = {"query": q, "key": k, "value": v, "beta": beta, "edge_weight": w}
-    if surprise is not None:
-        floats["surprise"] = surprise
-    q, k, v, b, w, *given = check_floats(**floats)
+    q, k, v, b, w = check_floats(**floats)
     check_shape("beta", beta, "[nodes, heads]", list(value.shape[:2]))
-    if surprise is not None:
-        check_shape("surprise", surprise, "[heads]", [value.size(1)])
-        (surprise,) = given
     (batch,) = check_indices(value, batch=batch)
     check_option("form", form, _FORMS)
     check_flag("acyclic", acyclic)
-    inputs = Inputs(q, k, v, b, w, surprise, edge_index, batch, acyclic, form, backend)
+    inputs = Inputs(q, k, v, b, w, edge_index, batch, acyclic, form, backend)
     return _delta_scan(inputs).to(value.dtype)

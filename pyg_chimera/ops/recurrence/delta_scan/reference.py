@@ -18,14 +18,12 @@ def forward(call: Call) -> Tensor:
     """The output, which autograd differentiates."""
     query, key, value, beta, edge_weight = (x.double() for x in call.inputs[:5])
     dtype, graph = call.inputs.value.dtype, call.structure
-    surprise = call.inputs.surprise
     with without_autocast(value):
         repeats = value.size(1) // query.size(1)
         query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
         args = (graph, query, key, value, beta, edge_weight)
-        if graph.on_cycle.any():
-            return _by_equations(*args).to(dtype)
-        return _by_recurrence(*args, surprise).to(dtype)
+        by = _by_equations if graph.on_cycle.any() else _by_recurrence
+        return by(*args).to(dtype)
 
 
 def _by_recurrence(
@@ -35,7 +33,6 @@ def _by_recurrence(
     value: Tensor,
     beta: Tensor,
     edge_weight: Tensor,
-    surprise: Tensor | None,
 ) -> Tensor:
     """One node after the other, parents first."""
     parents: list[list[int]] = [[] for _ in range(graph.num_nodes)]
@@ -49,12 +46,7 @@ def _by_recurrence(
             state = states[int(graph.col[edge])]
             S = S + edge_weight[edge, :, None, None] * state
         predicted = (S * key[i].unsqueeze(-1)).sum(-2)
-        strength = beta[i]
-        if surprise is not None:
-            error = value[i] - (S * query[i].unsqueeze(-1)).sum(-2)
-            mean = error.square().sum(-1) / max(error.size(-1), 1)
-            strength = strength * torch.sigmoid(mean / surprise)
-        wrong = strength.unsqueeze(-1) * (value[i] - predicted)
+        wrong = beta[i].unsqueeze(-1) * (value[i] - predicted)
         states[i] = S + key[i].unsqueeze(-1) * wrong.unsqueeze(-2)
         out[i] = (states[i] * query[i].unsqueeze(-1)).sum(-2)
     rows = [out[i] for i in range(graph.num_nodes)]

@@ -33,7 +33,6 @@ from pyg_chimera.ops.common.simd import (
 from pyg_chimera.ops.common.vector_kit import (
     clear,
     inner_product,
-    inner_product_of_rows,
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 
@@ -64,7 +63,6 @@ class _Inputs(NamedTuple):
     value: np.ndarray  #: [V, heads, P]
     beta: np.ndarray  #: [V, heads]
     weight: np.ndarray  #: [E, heads]
-    scale: np.ndarray  #: [heads], that of squared errors; empty without surprise
 
 
 class _Node(NamedTuple):
@@ -75,7 +73,7 @@ class _Node(NamedTuple):
     v: Any
     state: Any
     error: Any  #: the value minus what the key reads of S'; beyond P, it is zero
-    surprise: Any  #: the value minus what the query reads of S'
+    read: Any  #: what the query reads of S
 
 
 class _Sums(NamedTuple):
@@ -96,14 +94,6 @@ def _order(graph: DeltaGraph) -> _Order:
     return graph.tables[_Order]
 
 
-def _inputs(call: Call) -> _Inputs:
-    inputs = call.inputs
-    scale = torch.empty(0, dtype=inputs.value.dtype)
-    if inputs.surprise is not None:
-        scale = 1 / (inputs.surprise * max(inputs.value.size(2), 1))
-    return _Inputs(*arrays(*inputs[:5], scale))
-
-
 @jit
 def _width(value):
     """The length of a row of a state, in whole vectors."""
@@ -119,7 +109,7 @@ def _costs(graph: DeltaGraph, key: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; states are recomputed for gradients."""
-    order, x = _order(call.structure), _inputs(call)
+    order, x = _order(call.structure), _Inputs(*arrays(*call.inputs[:5]))
     out, held = np.empty_like(x.value), int(order.held.max(initial=1))
     run(
         _forward_blocks,
@@ -132,36 +122,28 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, beta, edge weight, and if given of surprise.
+    """Gradients of query, key, value, beta and edge weight.
 
-    With the adjoint Z of a state, a strength b and x = Z^T k, the adjoint of S' is
-    Z - b k x^T - q e^T, where e is the adjoint of the query's error, if there is a
-    surprise.
+    With the adjoint Z of a state, the adjoint of S' is Z - b k (Z^T k)^T.
     """
-    graph, order, x = call.structure, _order(call.structure), _inputs(call)
-    (V, heads, P), (groups, N), width = x.value.shape, x.key.shape[1:], _width(x.value)
+    graph, order = call.structure, _order(call.structure)
+    x = _Inputs(*arrays(*call.inputs[:5]))
+    (V, heads, _), (groups, N), width = x.value.shape, x.key.shape[1:], _width(x.value)
     # The heads of a group write separate parts, which are summed below.
     dq, dk = (np.empty((V, heads, N), x.value.dtype) for _ in range(2))
-    of_scale = np.zeros((len(graph.sizes), heads), x.value.dtype)
-    d = _Inputs(dq, dk, *map(np.empty_like, x[2:5]), of_scale)  # type: ignore[call-arg]
+    d = _Inputs(dq, dk, *map(np.empty_like, x[2:]))
     largest, held = (int(y.max(initial=1)) for y in (graph.sizes, order.held))
     vector, _ = vector_lanes(x.value.dtype)
     run(
         _backward_blocks,
         3 * _costs(graph, x.key, x.value),
-        ((largest + held) * N + 2 * largest + 3) * width
-        + (largest // vector + 1 + 2 * (N + vector)) * vector,
+        ((largest + held) * N + largest + 2) * width + 2 * (N + vector) * vector,
         x.value.dtype,
         *(order, x, *arrays(grad), d, largest),
     )
     shape = (V, groups, heads // groups, N)
     sums = (summed(y.reshape(shape), (2,)) for y in (dq, dk))
-    grads = [torch.from_numpy(y) for y in (*sums, d.value, d.beta, d.weight)]
-    surprise = call.inputs.surprise
-    if surprise is not None:
-        of_blocks = torch.from_numpy(of_scale.sum(0))
-        grads.append(-of_blocks / (surprise.square() * max(P, 1)))
-    return tuple(grads)
+    return tuple(torch.from_numpy(y) for y in (*sums, d.value, d.beta, d.weight))
 
 
 @jit
@@ -184,46 +166,34 @@ def _gather(target, states, ring, size, start, i, edges, weight, h):
 
 
 @jit
-def _node(x, u, h, state, error, surprise):
+def _node(x, u, h, state, error, read):
     """Node u in head h, with its own pointers."""
     (_, heads, P), (_, groups, num_keys) = x.value.shape, x.key.shape
     row = (u * groups + h // (heads // groups)) * num_keys
     q, k, v = pointer(x.query), pointer(x.key), pointer(x.value)
-    return _Node(q + row, k + row, v + (u * heads + h) * P, state, error, surprise)
+    return _Node(q + row, k + row, v + (u * heads + h) * P, state, error, read)
 
 
 @jit
-def _sigmoid(x, one):
-    return one / (one + np.exp(-x))
-
-
-@jit
-def _overwrite(node, x, u, h, width):
-    """Turns S' into S; returns the surprise, whose sigmoid is the share of beta that is
-    used (infinity if it is all), and the product of both.
-    """
-    num_keys, P = x.key.shape[2], x.value.shape[2]
+def _overwrite(node, strength, num_keys, P, width):
+    """Turns S' into S, and reads it."""
     state, step = node.state, lanes(node.state)
-    one, excess = x.value.dtype.type(1), x.value.dtype.type(np.inf)
     for p in range(0, width, step):
-        by_key, by_query = zeros(state), zeros(state)
+        by_key = zeros(state)
         at = p
         for a in range(num_keys):
-            s = load(state + at)
-            by_key = fma(splat(node.k[a]), s, by_key)
+            by_key = fma(splat(node.k[a]), load(state + at), by_key)
+            at += width
+        error = load_part(node.v + p, P - p) - by_key
+        store(node.error + p, error)
+        by_query, written = zeros(state), splat(strength) * error
+        at = p
+        for a in range(num_keys):
+            s = fma(splat(node.k[a]), written, load(state + at))
+            store(state + at, s)
             by_query = fma(splat(node.q[a]), s, by_query)
             at += width
-        wanted = load_part(node.v + p, P - p)
-        store(node.error + p, wanted - by_key)
-        store(node.surprise + p, wanted - by_query)
-    if x.scale.shape[0] > 0:
-        excess = inner_product(node.surprise, node.surprise, width) * x.scale[h]
-    strength = x.beta[u, h] * _sigmoid(excess, one)
-    for a in range(num_keys):
-        w, row = splat(strength * node.k[a]), state + a * width
-        for p in range(0, width, step):
-            store(row + p, fma(w, load(node.error + p), load(row + p)))
-    return excess, strength
+        store(node.read + p, by_query)
 
 
 @jit
@@ -231,7 +201,7 @@ def _forward_blocks(first, last, stop, scratch, order, x, out):
     _, heads, P = x.value.shape
     num_keys, width, error = x.key.shape[2], _width(x.value), pointer(scratch)
     size = num_keys * width
-    surprise, states = error + width, error + 2 * width
+    read, states = error + width, error + 2 * width
     for task in range(first, last):
         block, h = task // heads, task % heads
         start, ring = order.ptr[block], order.held[block]
@@ -240,30 +210,23 @@ def _forward_blocks(first, last, stop, scratch, order, x, out):
                 return
             u, state = order.node[i], states + (i - start) % ring * size
             _gather(state, states, ring, size, start, i, order.parents, x.weight, h)
-            node = _node(x, u, h, state, error, surprise)
-            _, agree = _overwrite(node, x, u, h, width)
-            # The write changes what the query reads by q^T k times strength * error.
-            agree *= inner_product_of_rows(node.q, node.k, num_keys)
+            node = _node(x, u, h, state, error, read)
+            _overwrite(node, x.beta[u, h], num_keys, P, width)
             y = pointer(out) + (u * heads + h) * P
             for p in range(0, P, lanes(y)):
-                before = load_part(node.v + p, P - p) - load(surprise + p)
-                store_part(y + p, fma(splat(agree), load(error + p), before), P - p)
+                store_part(y + p, load(read + p), P - p)
 
 
 @jit
 def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
     (_, heads, P), num_keys = x.value.shape, x.key.shape[2]
-    one = x.value.dtype.type(1)
-    # For all nodes of a block: S, errors, surprises; the rest is for one node.
+    # For all nodes of a block: S and errors; the rest is for one node.
     states = pointer(scratch)
     step, width = lanes(states), _width(x.value)
     size = num_keys * width
     errors = states + largest * size
-    surprises = errors + largest * width
-    excess = surprises + largest * width
-    dy = excess + (largest // step + 1) * step
-    d_error, d_read = dy + width, dy + 2 * width
-    to_query = dy + 3 * width
+    dy = errors + largest * width
+    d_error, to_query = dy + width, dy + 2 * width
     to_key = to_query + (num_keys + step) * step
     sums = _Sums(to_query, to_key)
     adjoints = to_key + (num_keys + step) * step
@@ -277,39 +240,27 @@ def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
             u, n = order.node[i], i - start
             state = states + n * size
             _gather(state, states, largest, size, start, i, order.parents, x.weight, h)
-            node = _node(x, u, h, state, errors + n * width, surprises + n * width)
-            excess[n], _ = _overwrite(node, x, u, h, width)
-        d.scale[block, h] = one - one
+            node = _node(x, u, h, state, errors + n * width, dy)
+            _overwrite(node, x.beta[u, h], num_keys, P, width)
         for i in range(end - 1, start - 1, -1):
             if stopped(stop):
                 return
             u, n = order.node[i], i - start
-            state, surprise = states + n * size, surprises + n * width
-            node = _node(x, u, h, state, errors + n * width, surprise)
+            node = _node(x, u, h, states + n * size, errors + n * width, dy)
             row = (u * heads + h) * P
             for p in range(0, width, step):
                 store(dy + p, load_part(pointer(grad) + (row + p), P - p))
-            share = _sigmoid(excess[n], one)
-            strength = share * x.beta[u, h]
-            adjoint = adjoints + n % ring * size
+            strength, adjoint = x.beta[u, h], adjoints + n % ring * size
             _gather(
                 adjoint, adjoints, ring, size, start, i, order.children, x.weight, h
             )
             _read_back(node, adjoint, dy, d_error, sums, strength, num_keys, width)
-            of_strength = inner_product(d_error, node.error, width)
-            d.beta[u, h] = share * of_strength
-            of_surprise = one - one
-            if x.scale.shape[0] > 0:
-                slope = of_strength * strength * _sigmoid(-excess[n], one)
-                d.scale[block, h] += slope * inner_product(surprise, surprise, width)
-                of_surprise = (slope + slope) * x.scale[h]
+            d.beta[u, h] = inner_product(d_error, node.error, width)
             for p in range(0, width, step):
                 by_key = splat(strength) * load(d_error + p)
-                by_query = splat(of_surprise) * load(surprise + p)
                 store(d_error + p, by_key)
-                store(d_read + p, by_query)
-                store_part(pointer(d.value) + (row + p), by_key + by_query, P - p)
-            _mend_back(node, adjoint, d_error, d_read, sums, strength, num_keys, width)
+                store_part(pointer(d.value) + (row + p), by_key, P - p)
+            _mend_back(node, adjoint, d_error, sums, strength, num_keys, width)
             row = (u * heads + h) * num_keys
             for a in range(0, num_keys, step):
                 left, at = num_keys - a, a * step
@@ -346,23 +297,19 @@ def _read_back(node, adjoint, dy, found, sums, strength, num_keys, width):
 
 
 @jit
-def _mend_back(node, adjoint, d_error, d_read, sums, strength, num_keys, width):
-    """Adds the terms of predictions, by key and query, to the adjoint of the state S
-    and to their own gradients. They have read S' = S - strength * k error^T.
+def _mend_back(node, adjoint, d_error, sums, strength, num_keys, width):
+    """Adds the terms of what the key has read, S' = S - strength * k error^T, to the
+    adjoint of the state S and to the gradient of the key.
     """
     step = lanes(adjoint)
     for a in range(num_keys):
-        of_query = load(sums.to_query + a * step)
         of_key = load(sums.to_key + a * step)
-        by_query, by_key = splat(node.q[a]), splat(node.k[a])
-        written = splat(strength * node.k[a])
+        by_key, written = splat(node.k[a]), splat(strength * node.k[a])
         at = a * width
         for p in range(0, width, step):
             before = load(node.state + at) - written * load(node.error + p)
-            x, e = load(d_error + p), load(d_read + p)
+            x = load(d_error + p)
             of_key = of_key - before * x
-            of_query = of_query - before * e
-            store(adjoint + at, load(adjoint + at) - fma(by_key, x, by_query * e))
+            store(adjoint + at, load(adjoint + at) - by_key * x)
             at += step
-        store(sums.to_query + a * step, of_query)
         store(sums.to_key + a * step, of_key)

@@ -25,9 +25,6 @@ FORMS = ("state", "chunk")
 
 #: The most key channels in each form, as a slice of a state has all of them.
 _MOST_KEYS = {"state": 128, "chunk": 64}
-#: The most entries of a state with surprise, for which there is one slice; channels are
-#: rounded up to powers of two.
-_MOST_NUMEL = 8192
 #: Nodes of a component up to which the state form is preferred, whatever the depth, and
 #: nodes per level from which on levels are: on an H200, 4 us a node, or 500 us a level.
 _FEW_NODES, _WIDE = 1024, 120
@@ -40,18 +37,11 @@ def why_not(call: Call) -> str | None:
     if reason is None:
         rows = max(graph.num_nodes, len(graph.row))
         reason = triton_runtime.why_not(inputs.value, rows)
-    keys, values = inputs.key.size(2), inputs.value.size(2)
+    keys = inputs.key.size(2)
     if reason is None and keys > (most := _MOST_KEYS[call.choice.form]):
         reason = (
             f"form={call.choice.form!r} with backend='triton' takes at most {most} key "
             f"channels, got {keys}; use backend='torch'"
-        )
-    numel = _power_of_two(keys) * _power_of_two(values)
-    if reason is None and inputs.surprise is not None and numel > _MOST_NUMEL:
-        reason = (
-            "backend='triton' with 'surprise' takes states of at most "
-            f"{_MOST_NUMEL} numbers (channels rounded up to powers of two), got "
-            f"{keys} x {values}; use backend='torch'"
         )
     return reason
 
@@ -68,11 +58,6 @@ def preferred_form(graph: DeltaGraph) -> str:
     """The chunk form for long paths, as it has fewer sequential steps; else states."""
     is_long = graph.are_paths and graph.depth > triton_runtime.SHORT_PATH
     return "chunk" if is_long else "state"
-
-
-def _power_of_two(size: int) -> int:
-    """The next power of two."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def _module(call: Call) -> ModuleType:
@@ -92,5 +77,5 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, beta, edge weight, and if given of surprise."""
+    """Gradients of query, key, value, beta and edge weight."""
     return _module(call).backward(call, saved, grad)

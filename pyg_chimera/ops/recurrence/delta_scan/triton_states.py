@@ -6,23 +6,21 @@ r"""The delta rule on a GPU by states that are carried along a DAG.
     S_i = S'_i + k_i (b_i e_i)^{\top}, \qquad
     y_i = S_i^{\top} q_i,
 
-where nodes correct the share :math:`b_i` of the error. With surprise, this depends on
-the error of their queries, :math:`f_i = v_i - S_i'^{\top} q_i`.
-Backward, with the adjoint :math:`Z_i` of :math:`S_i`,
+where nodes correct the share :math:`b_i` of the error. Backward, with the adjoint
+:math:`Z_i` of :math:`S_i`,
 
 .. math::
     de_i = b_i Z_i^{\top} k_i, \qquad
     Z_i = q_i dy_i^{\top} + \sum_{i \to m} a_{mi} S'^*_m, \qquad
-    S'^*_m = Z_m - k_m de_m^{\top} - q_m df_m^{\top}.
+    S'^*_m = Z_m - k_m de_m^{\top}.
 
-A program takes a component, a head, and a slice of the value channels (with surprise,
-which depends on all of them, there is one slice), and visits the positions one by one.
-The last state is in registers; earlier ones that are still needed are in a ring buffer
-in global memory, as long as edges lead back. The backward pass computes all states and
-errors once more and stores them, then visits the positions in reverse with the
-adjoints, in a ring buffer. A last kernel, with one program per position, computes the
-gradients from what queries and keys read. States are stored transposed, so that sums
-over key channels stay within a few threads.
+A program takes a component, a head, and a slice of the value channels, and visits the
+positions one by one. The last state is in registers; earlier ones that are still needed
+are in a ring buffer in global memory, as long as edges lead back. The backward pass
+computes all states and errors once more and stores them, then visits the positions in
+reverse with the adjoints, in a ring buffer. A last kernel, with one program per
+position, computes the gradients from what queries and keys read. States are stored
+transposed, so that sums over key channels stay within a few threads.
 
 Each slice writes its own part of a sum over slices; the parts are added afterwards. No
 program writes what another one reads or writes.
@@ -41,7 +39,7 @@ from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.triton_chains import Chains, bounds, ring_of, row_of
 from pyg_chimera.ops.structure.cache import table
 
-#: Entries of a slice of a state; with surprise, a slice has all value channels instead.
+#: Entries of a slice of a state.
 _NUMEL = 2048
 #: Numbers of states that the backward pass may store at a time, if one slice has fewer.
 _MAX_NUMEL = 1 << 28
@@ -56,16 +54,14 @@ class _Sizes(NamedTuple):
     P: int
     rows: int
     columns: int
-    surprised: bool
 
     @classmethod
     def of(cls, call: Call) -> "_Sizes":
-        query, value, surprise = call.inputs[0], call.inputs[2], call.inputs.surprise
+        query, value = call.inputs.query, call.inputs.value
         (heads, P), (groups, N) = value.shape[1:], query.shape[1:]
         rows, columns = (triton.next_power_of_2(x) for x in (N, P))
-        if surprise is None:
-            columns = min(columns, max(1, _NUMEL // rows))
-        return cls(heads, groups, N, P, rows, columns, surprise is not None)
+        columns = min(columns, max(1, _NUMEL // rows))
+        return cls(heads, groups, N, P, rows, columns)
 
     @property
     def slices(self) -> int:
@@ -106,22 +102,20 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, beta, weight, and if given of surprise."""
-    query, _, value, _, weight, surprise = call.inputs[:6]
+    """Gradients of query, key, value, beta and weight."""
+    query, _, value, _, weight = call.inputs[:5]
     if query.numel() == 0 or value.numel() == 0:
-        tensors = (x for x in call.inputs[:6] if x is not None)
-        return tuple(map(torch.zeros_like, tensors))
+        return tuple(map(torch.zeros_like, call.inputs[:5]))
     sizes, chains = _Sizes.of(call), table(_chains, call.structure, value.device)
     operands = _operands(call, chains)
-    q, k, _, b, _, tau = operands
+    q, k, _, b, _ = operands
     by_child = chains.edge.index_select(0, chains.child_entry)
     w = weight[by_child].contiguous()
     (nodes, heads, _), slices, dy = value.shape, sizes.slices, grad.contiguous()
-    kinds = 1 + sizes.surprised  # errors of keys, and of queries
-    errors = value.new_empty(nodes, heads, kinds, 2, sizes.P)  # and their adjoints
+    errors = value.new_empty(nodes, heads, 2, sizes.P)  # and their adjoints
     dq = value.new_empty(nodes, heads, slices, sizes.N)
     dk = value.new_empty(nodes, heads, slices, 2, sizes.N)  # from writing, and reading
-    db = value.new_empty(nodes, heads, slices, kinds)  # of beta, and of surprise
+    db = value.new_empty(nodes, heads, slices)
     dw = value.new_empty(*weight.shape, slices)
 
     at_once = min(slices, max(1, _MAX_NUMEL // (nodes * heads * sizes.numel)))
@@ -137,22 +131,20 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
                 chains.ring_ptr, nodes, first, *sizes, True, **options,
             )  # fmt: skip
             _walk_back[programs, count](
-                q, k, b, w, tau, dy, errors, dk, db, dw, kept, ring, *chains[:3],
+                q, k, b, w, dy, errors, dk, db, dw, kept, ring, *chains[:3],
                 *chains[4:6], chains.far_parent, chains.ring_ptr, nodes, chains.rings,
                 first, *sizes, **options,
             )  # fmt: skip
             _reads[nodes * heads, count](
-                k, b, tau, dy, errors, dq, dk, kept, chains.node, nodes, first, *sizes,
+                k, b, dy, errors, dq, dk, kept, chains.node, nodes, first, *sizes,
                 **options,
             )  # fmt: skip
     dq, dk = (
         x.sum(y).unflatten(1, (sizes.groups, -1)).sum(2)
         for x, y in ((dq, 2), (dk, (2, 3)))
     )
-    dv, db = errors[..., 1, :].sum(2), db.sum(2)
     by_edge = torch.empty_like(weight).index_copy_(0, by_child, dw.sum(2))
-    grads = (dq, dk, dv, db[..., 0], by_edge)
-    return grads if surprise is None else (*grads, db[..., 1].sum(0))
+    return dq, dk, errors[..., 1, :].contiguous(), db.sum(2), by_edge
 
 
 def _chains(graph: DeltaGraph, device: torch.device) -> Chains:
@@ -161,9 +153,8 @@ def _chains(graph: DeltaGraph, device: torch.device) -> Chains:
 
 def _operands(call: Call, chains: Chains) -> list[Tensor]:
     """The inputs as kernels take them: weights in the order of entries."""
-    *of_nodes, weight, surprise = call.inputs[:6]
-    unused = of_nodes[0] if surprise is None else surprise
-    return [x.contiguous() for x in (*of_nodes, weight[chains.edge], unused)]
+    *of_nodes, weight = call.inputs[:5]
+    return [x.contiguous() for x in (*of_nodes, weight[chains.edge])]
 
 
 # --------------------------------------------------------------- the parts of kernels
@@ -182,25 +173,15 @@ def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _error(
-    ERRORS, node, h, p, HEADS: tl.constexpr, P: tl.constexpr, SURPRISED: tl.constexpr
-):
-    """Pointers to the error of a node's key. Its adjoint is P further; the error of the
-    query and its adjoint are 2 P and 3 P further.
-    """
-    return ERRORS + (node * HEADS + h) * (2 * P + 2 * P * SURPRISED) + p
+def _error(ERRORS, node, h, p, HEADS: tl.constexpr, P: tl.constexpr):
+    """Pointers to the error of a node's key. Its adjoint is P further."""
+    return ERRORS + (node * HEADS + h) * (2 * P) + p
 
 
 @triton.jit
 def _part(row, h, z, HEADS: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr):
     """The index of slice z in the parts of sums, [rows, HEADS, slices]."""
     return (row * HEADS + h) * ((P + COLUMNS - 1) // COLUMNS) + z
-
-
-@triton.jit
-def _excess(error, TAU, h, P: tl.constexpr):
-    """The surprise at an error, whose sigmoid is the share of beta that is used."""
-    return tl.sum(error * error, 0) / (P * tl.load(TAU + h))
 
 
 # ------------------------------------------------------------------------- the kernels
@@ -211,10 +192,10 @@ _ANY = ["slots", "num_nodes", "rings", "first_slice"]
 
 @triton.jit(do_not_specialize=_ANY[::3])
 def _walk(
-    Q, K, V, B, W, TAU, Y, ERRORS, HELD, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD,
+    Q, K, V, B, W, Y, ERRORS, HELD, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD,
     RING_PTR, slots, first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SURPRISED: tl.constexpr, KEEP: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """The output of a component, a head and a slice; if KEEP, states and errors."""
     c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
@@ -242,12 +223,7 @@ def _walk(
                 there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
             state += w * there
         strength = tl.load(B + node * HEADS + h)
-        error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
-        if SURPRISED:
-            f = v - tl.sum(state * q[None, :], 1)
-            strength *= tl.sigmoid(_excess(f, TAU, h, P))
-            if KEEP:
-                tl.store(error + 2 * P, f, mask=p < P)
+        error = _error(ERRORS, node, h, p, HEADS, P)
         e = v - tl.sum(state * k[None, :], 1)
         S = state + (strength * e)[:, None] * k[None, :]
         if KEEP:
@@ -265,10 +241,10 @@ def _walk(
 
 @triton.jit(do_not_specialize=_ANY[1:])
 def _walk_back(
-    Q, K, B, W, TAU, DY, ERRORS, DK, DB, DW, KEPT, RING, PTR, NODE, PARENT_PTR,
+    Q, K, B, W, DY, ERRORS, DK, DB, DW, KEPT, RING, PTR, NODE, PARENT_PTR,
     CHILD_PTR, CHILD, FAR_PARENT, RING_PTR, num_nodes, rings, first_slice,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SURPRISED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The adjoints of a component, a head and a slice, and all gradients but those from
     what queries and keys read.
@@ -300,29 +276,18 @@ def _walk_back(
             at = _part(x, h, first_slice + z, HEADS, P, COLUMNS)
             tl.store(DW + at, tl.sum(tl.sum(there * S, 1), 0))
         k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-        error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
+        error = _error(ERRORS, node, h, p, HEADS, P)
         e = tl.load(error, mask=p < P, other=0.0)
         strength = tl.load(B + node * HEADS + h)
         found = tl.sum(Z * k[None, :], 1)
         db = tl.sum(found * e, 0)
         at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
-        if SURPRISED:
-            f = tl.load(error + 2 * P, mask=p < P, other=0.0)
-            excess, tau = _excess(f, TAU, h, P), tl.load(TAU + h)
-            strength *= tl.sigmoid(excess)
-            d_excess = db * strength * tl.sigmoid(-excess)
-            db *= tl.sigmoid(excess)
-            tl.store(DB + 2 * at + 1, -d_excess * excess / tau)
-            df = 2.0 / (P * tau) * d_excess * f
-            tl.store(error + 3 * P, df, mask=p < P)
         de = strength * found
         tl.store(error + P, de, mask=p < P)
-        tl.store(DB + at * (1 + SURPRISED), db)
+        tl.store(DB + at, db)
         dk = tl.sum(Z * (strength * e)[:, None], 0)
         tl.store(DK + 2 * at * N + n, dk, mask=n < N)
         D = Z - de[:, None] * k[None, :]
-        if SURPRISED:
-            D -= df[:, None] * q[None, :]
         if tl.load(FAR_PARENT + i) > 0:
             tl.debug_barrier()  # all must have read the old values before the store
             tl.store(held + i % ring * (ROWS * COLUMNS), D)
@@ -331,9 +296,9 @@ def _walk_back(
 
 @triton.jit(do_not_specialize=_ANY[1::2])
 def _reads(
-    K, B, TAU, DY, ERRORS, DQ, DK, KEPT, NODE, num_nodes, first_slice,
+    K, B, DY, ERRORS, DQ, DK, KEPT, NODE, num_nodes, first_slice,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SURPRISED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a position's query and key from what they read of a slice."""
     i, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
@@ -343,17 +308,12 @@ def _reads(
     kept = _numbers(KEPT + states * (ROWS * COLUMNS), ROWS, COLUMNS)
     node = tl.load(NODE + i).to(tl.int64)
     S = tl.load(kept + i * (ROWS * COLUMNS))
-    error = _error(ERRORS, node, h, p, HEADS, P, SURPRISED)
+    error = _error(ERRORS, node, h, p, HEADS, P)
     k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
     strength = tl.load(B + node * HEADS + h)
-    if SURPRISED:
-        f = tl.load(error + 2 * P, mask=p < P, other=0.0)
-        strength *= tl.sigmoid(_excess(f, TAU, h, P))
     written = strength * tl.load(error, mask=p < P, other=0.0)
     known = S - written[:, None] * k[None, :]
     dq = S * row_of(DY, node, h, p, p < P, HEADS, P)[:, None]
-    if SURPRISED:
-        dq -= known * tl.load(error + 3 * P, mask=p < P, other=0.0)[:, None]
     dk = -known * tl.load(error + P, mask=p < P, other=0.0)[:, None]
     at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
     tl.store(DQ + at * N + n, tl.sum(dq, 0), mask=n < N)

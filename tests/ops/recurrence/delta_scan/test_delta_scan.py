@@ -1,6 +1,5 @@
 """What is special to `delta_scan`: the rule itself, its forms, and what it refuses."""
 
-import math
 import resource
 import time
 from itertools import product
@@ -314,35 +313,6 @@ def test_reflections_of_one_key_stay_exact(form):
 # ------------------------------------------------------------------------------- forms
 
 
-BACKENDS = ["numba", "torch", "reference"]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_surprise_by_hand(backend):
-    """A second node of the same key: what it foresees, it half ignores."""
-    k = torch.tensor([1.0, 0.0]).expand(2, 1, 2).double()
-    value = torch.tensor([[[2.0, 0.0]], [[2.0, 4.0]]]).double()
-    beta, index = torch.ones(2, 1).double(), torch.tensor([[0], [1]])
-    out = delta_scan(
-        k, k, value, beta, index, torch.ones(1, 1).double(),
-        surprise=torch.tensor([2.0]).double(), backend=backend,
-    )  # fmt: skip
-    first = 1 / (1 + math.exp(-1))  # |v|^2 / (2 * 2) = 1
-    left = 2 - 2 * first
-    second = 1 / (1 + math.exp(-(left**2 + 16) / 4))
-    wanted = [[[2 * first, 0]], [[2 * first + second * left, second * 4]]]
-    assert_near(out, torch.tensor(wanted, dtype=torch.double))
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_as_surprise_grows_everything_is_written(backend):
-    """With a temperature of nearly zero, the rule is the linear one."""
-    case = example("delta_dags", "several_blocks")
-    want = computed(case, {"backend": "torch", "form": "mask"})
-    surprise = torch.full((4,), 1e-12).double()
-    assert_near(case(surprise=surprise, backend=backend), want["output"])
-
-
 @pytest.mark.parametrize(
     ("weight", "match"),
     [
@@ -364,19 +334,10 @@ def test_bad_options(weight, match):
         delta_scan(q, k, v, b, path(3), w, acyclic="yes")
 
 
-def test_where_surprise_cannot_be_had():
-    x, surprise = inputs(3, 3), torch.ones(2).double()
-    cycle = torch.tensor([[0, 1, 2], [1, 2, 0]])
-    for options in ({"surprise": surprise}, {"acyclic": True}):
-        with pytest.raises(CycleError, match=r"has the cycle \d -> \d -> \d"):
-            delta_scan(*x[:4], cycle, x[4] / 9, **options)
-    x, index = inputs(3, 2), path(3)
-    with pytest.raises(ValueError, match=r"'form' must be 'state' .* got 'mask'"):
-        delta_scan(*x[:4], index, x[4], surprise=surprise, form="mask")
-    with pytest.raises(ValueError, match=r"'surprise' must be positive.* head 1 is -1"):
-        delta_scan(*x[:4], index, x[4], surprise=torch.tensor([1.0, -1.0]).double())
-    with pytest.raises(ValueError, match=r"'surprise' must be \[heads\] = \[2\], got"):
-        delta_scan(*x[:4], index, x[4], surprise=surprise[:1])
+def test_cycles_where_none_must_be():
+    x, cycle = inputs(3, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])
+    with pytest.raises(CycleError, match=r"has the cycle \d -> \d -> \d"):
+        delta_scan(*x[:4], cycle, x[4] / 9, acyclic=True)
 
 
 @pytest.mark.parametrize("size", [16, 64])
