@@ -152,14 +152,11 @@ def _grid_convolutions(draw: _Draw) -> Iterator[Inputs]:
 
 
 def _attentions(draw: _Draw) -> Iterator[Inputs]:
-    for maps in (1, 2):
-        graph = draw.graph("graph")
-        size, edges = len(graph["batch"]), graph["edge_index"].size(1)
-        query, key = draw(size, 2 * maps, 6), draw(size, maps, 6)
-        bias, contrast = draw(edges, 2 * maps), draw(2).sigmoid()
-        inputs = {"query": query, "key": key, "value": draw(size, 1, 5), **graph}
-        inputs["edge_bias"] = bias
-        yield inputs if maps == 1 else {**inputs, "contrast": _rounded(contrast)}
+    graph = draw.graph("graph")
+    size, edges = len(graph["batch"]), graph["edge_index"].size(1)
+    query, key, value = draw(size, 2, 6), draw(size, 1, 6), draw(size, 1, 5)
+    bias = draw(edges, 2)
+    yield {"query": query, "key": key, "value": value, "edge_bias": bias, **graph}
 
 
 _INPUTS: dict[str, Callable[[_Draw], Iterator[Inputs]]] = {

@@ -183,9 +183,9 @@ def rg_lru(**kwargs: Any) -> Case:
     return Case(partial(RGLRUConv, **kwargs), DAGS[: kwargs.get("num_dags", 1)])
 
 
-def k_hop(needs_batch: bool = False, **kwargs: Any) -> Case:
+def k_hop(**kwargs: Any) -> Case:
     edges = DAGS[0] if kwargs.get("rotary") else GRAPH
-    return Case(partial(KHopAttentionConv, **kwargs), [edges], needs_batch=needs_batch)
+    return Case(partial(KHopAttentionConv, **kwargs), [edges])
 
 
 def plstm(**kwargs: Any) -> Case:
@@ -253,18 +253,7 @@ CASES = {
     "KHopAttentionConv": k_hop(heads=2, k=2),
     "KHopAttentionConv-edges": k_hop(heads=4, groups=2, k=2, edge_dim=EDGE),
     "KHopAttentionConv-rotary": k_hop(heads=2, k=3, rotary=True, bias=False),
-    "KHopAttentionConv-length": k_hop(
-        k=2, rotary=True, rotary_length=2, needs_batch=True
-    ),
-    "KHopAttentionConv-differential": k_hop(
-        heads=2, groups=1, differential=True, depth=3
-    ),
-    "KHopAttentionConv-rectified": k_hop(
-        heads=2, k=2, differential="rectified", edge_dim=EDGE
-    ),
-    "KHopAttentionConv-latent": k_hop(
-        heads=2, k=2, latent_channels=3, backend="torch", differential=True
-    ),
+    "KHopAttentionConv-torch": k_hop(heads=2, groups=1, backend="torch"),
     "PLSTMConv": plstm(heads=2),
     "PLSTMConv-D": plstm(mode="D", heads=2, edge_dim=EDGE),
     "PLSTMConv-row": plstm(normalization="row", edge_dim=EDGE, bias=False),

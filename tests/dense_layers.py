@@ -907,38 +907,23 @@ def batch_norm(p: Layer, name: str, x: Tensor) -> Tensor:
 
 def k_hop_attention(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     (index,), H = graphs.edges, p.heads
-    maps = 2 if p.differential else 1
     size = p.out_channels // H
-    shared = x
-    if "lin_latent.weight" in p:
-        shared = rms(p.linear("lin_latent", x)) * p["norm_latent.weight"]
-    query = p.linear("lin_query", x).unflatten(1, (-1, size // maps))
-    key = p.linear("lin_key", shared).unflatten(1, (-1, size // maps))
-    value = p.linear("lin_value", shared).unflatten(1, (-1, size))
+    query, key, value = (
+        p.linear(name, x).unflatten(1, (-1, size))
+        for name in ("lin_query", "lin_key", "lin_value")
+    )
     if p.rotary:
-        angles = rotary_angles(p, x, graphs, size // maps)
+        angles = rotary_angles(x, graphs, size)
         query, key = rotated(query, angles), rotated(key, angles)
     steps = distances(index, len(x), p.k)
     bias = p["hop_bias"][steps.clamp(max=p.k)].permute(2, 0, 1)
     if "lin_edge.weight" in p and graphs.attrs is not None:
         (attr,) = graphs.attrs
         bias = bias + adjacency(index, p.linear("lin_edge", attr), len(x))
-    logits = by_head(query, maps * H) @ by_head(key, maps * H).mT
-    logits = logits / math.sqrt(size // maps) + bias
+    logits = by_head(query, H) @ by_head(key, H).mT / math.sqrt(size) + bias
     weight = torch.softmax(logits.masked_fill(steps > p.k, -torch.inf), 2)
-    value = by_head(value, H)
-    if maps == 2:
-        (q1, k1), (q2, k2) = p["lambdas"]
-        start = p.lambda_init
-        factor = torch.exp(q1 @ k1) - torch.exp(q2 @ k2) + start
-        weight = weight[:H] - factor * weight[H:]
-        if p.differential == "rectified":
-            weight = weight.clamp(min=0)
-            weight = weight / (weight.sum(2, keepdim=True) + 1e-6)
-        else:
-            y = rms(weight @ value) * p["norm.weight"] * (1 - start)
-            return p.linear("lin_out", y.transpose(0, 1).flatten(1))
-    return p.linear("lin_out", (weight @ value).transpose(0, 1).flatten(1))
+    y = weight @ by_head(value, H)
+    return p.linear("lin_out", y.transpose(0, 1).flatten(1))
 
 
 def distances(index: Tensor, num_nodes: int, k: int) -> Tensor:
@@ -953,23 +938,15 @@ def distances(index: Tensor, num_nodes: int, k: int) -> Tensor:
     return steps
 
 
-def rotary_angles(p: Layer, x: Tensor, graphs: Graphs, size: int) -> Tensor:
+def rotary_angles(x: Tensor, graphs: Graphs, size: int) -> Tensor:
     """By positions [V, coordinates] or depths, each for as many pairs of channels."""
     pos = graphs.pos
     if pos is None:
         pos = torch.tensor(ranks(graphs.edges[0], len(x)))
     pos = pos.to(x.dtype).reshape(len(x), *pos.shape[1:] or [1])
     channels = size // pos.size(1)
-    base = x.new_full((len(x),), 1e4)
-    if p.rotary_length is not None:
-        batch = torch.zeros(len(x)) if graphs.batch is None else graphs.batch
-        for graph in batch.unique():
-            places = pos[batch == graph]
-            extent = (places.amax(0) - places.amin(0)).max() + 1
-            stretch = (extent / p.rotary_length).clamp(min=1)
-            base[batch == graph] *= stretch ** (channels / max(channels - 2, 1))
     power = torch.arange(channels // 2).to(x.dtype) / (channels // 2)
-    return (pos.unsqueeze(2) * base[:, None, None] ** -power).flatten(1).unsqueeze(1)
+    return (pos.unsqueeze(2) * 1e4**-power).flatten(1).unsqueeze(1)
 
 
 def rotated(x: Tensor, angles: Tensor) -> Tensor:

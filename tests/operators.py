@@ -276,29 +276,6 @@ def _attention_oracle(x: Floats, s: Structure) -> Tensor:
     return torch.stack(outs, dim=1)
 
 
-def _rectified_oracle(x: Floats, s: Structure) -> Tensor:
-    """Edge by edge, as duplicates have differences of their own."""
-    source, target = s.edge_index
-    heads, groups = len(x["contrast"]), x["value"].size(1)
-    reads = torch.eye(len(s.graph)).double()[target]  # [edges, nodes]
-
-    def normalised(weight: Tensor, least: float) -> Tensor:
-        return weight / (reads @ (reads.t() @ weight) + least)
-
-    def softmax(h: int) -> Tensor:
-        key = x["key"][source, h * groups // heads]
-        logits = (x["query"][target, h] * key).sum(1) / max(key.size(1), 1) ** 0.5
-        return normalised((logits + x["edge_bias"][:, h]).exp(), 0.0)
-
-    outs = []
-    for h in range(heads):
-        difference = softmax(h) - x["contrast"][h] * softmax(heads + h)
-        weight = normalised(difference.relu(), 1e-6)
-        value = x["value"][source, h * groups // heads]
-        outs.append(reads.t() @ (weight[:, None] * value))
-    return torch.stack(outs, dim=1)
-
-
 def _stm_oracle(x: Floats, s: Structure) -> Tensor:
     """One state for each edge and component; nodes are joined through the states."""
     source, mark, transition = x["source"], x["mark"], x["transition"]
@@ -592,13 +569,6 @@ OPERATORS = {
         "neighborhood_attention", "query:VHN key:VGN value:VGP edge_bias:EH", "HGNP",
         _SIZES, GRAPHS, batches().map(_from_batch), {}, _attention_oracle, _edges,
         _PLAIN,
-    ),
-    "rectified_attention": Operator(
-        "neighborhood_attention",
-        "query:VhN key:VgN value:VGP edge_bias:Eh contrast:H", "HGNP", _SIZES,
-        # Of one edge alone, only what is added to the sum has a gradient.
-        {name: x for name, x in GRAPHS.items() if name != "one_loop"},
-        batches().map(_from_batch), {}, _rectified_oracle, _edges, _PLAIN,
     ),
     "stm_scan": Operator(
         "stm_scan",

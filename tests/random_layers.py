@@ -132,8 +132,7 @@ def draw(
         graphs = graphs._replace(edges=[index.contiguous() for index in edges])
     few = min([num_nodes, *(index.size(1) for index in graphs.edges)]) < 5
     conv.train(name == "GatedGCNConv" and not few and r.random() < 0.5)  # batch norm
-    needed = graphs.sizes is not None or "rotary_length" in options
-    if r.random() < 0.2 and not needed and name != "GraphMambaConv":
+    if r.random() < 0.2 and graphs.sizes is None and name != "GraphMambaConv":
         graphs = graphs._replace(batch=None)
     if options.get("edge_dim"):
         size = r.choice([1.0, scale])
@@ -594,15 +593,10 @@ def graph_mamba(r: random.Random) -> tuple[dict[str, Any], str]:
 
 
 def k_hop_attention(r: random.Random) -> tuple[dict[str, Any], str]:
-    options = heads_of(r, 4) | {"k": r.choice([1, 2, 3])} | some(
-        r, rotary=[True], differential=[True, "rectified"], depth=[3],
-        latent_channels=[3], edge_dim=[EDGE], bias=[False], backend=["torch"],
+    options = heads_of(r, 2) | {"k": r.choice([1, 2, 3])} | some(
+        r, rotary=[True], edge_dim=[EDGE], bias=[False], backend=["torch"],
     )  # fmt: skip
     options["groups"] = r.choice([g for g in (1, 2, 4) if options["heads"] % g == 0])
-    if "rotary" in options:
-        options |= some(r, rotary_length=[2.0, 30.0])
-    if options.get("differential") and options.get("rotary"):
-        options["out_channels"] = 8 * options["heads"]
     return options, r.choice(["any", "dag", "chain"])
 
 

@@ -45,8 +45,7 @@ LAYERS: dict[str, tuple[Callable[..., torch.nn.Module], str]] = {
     "KHopAttentionConv": (
         partial(nn.KHopAttentionConv, k=2, heads=2, edge_dim=EDGE), "any"),
     "KHopAttentionConv-rotary": (
-        partial(nn.KHopAttentionConv, k=3, rotary=True, differential="rectified",
-                rotary_length=2), "dag"),
+        partial(nn.KHopAttentionConv, k=3, rotary=True), "dag"),
     "PLSTMConv": (partial(nn.PLSTMConv, heads=2, edge_dim=EDGE, tracking=2), "dag"),
     "PLSTMConv-D": (partial(nn.PLSTMConv, mode="D"), "dag"),
     "PLSTMConv-degree": (partial(nn.PLSTMConv, order="degree"), "any"),

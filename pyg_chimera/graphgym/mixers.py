@@ -88,7 +88,6 @@ def make_mixer(
         "order": order,
         "num_bins": options.num_bins,
         "num_eval_permutations": options.num_eval_permutations,
-        "depth": 1 if index is None else index + 1,
     }
     if options.state_channels is not None:
         offered["state_channels"] = options.state_channels

@@ -221,11 +221,7 @@ def _neighborhood_attention(x: Any) -> Tensor:
     top = top.scatter_reduce(0, index, logits, "amax")
     weight = torch.exp(logits - torch.where(top == -torch.inf, 0, top)[target])
     weight = weight / _sum(weight, target, V).clamp(min=1)[target]
-    if x.contrast is not None:
-        first, second = weight.chunk(2, 1)
-        weight = (first - x.contrast * second).relu()
-        weight = weight / (_sum(weight, target, V) + 1e-6)[target]
-    value = _grouped(x.value, weight.size(1)).transpose(0, 1)
+    value = _grouped(x.value, heads).transpose(0, 1)
     return _sum(weight.unsqueeze(2) * value[source], target, V)
 
 

@@ -186,14 +186,6 @@ def test_order_that_suits_the_mixer(load, config, order):
     assert {m.order for m in mixers(model)} == {order}
 
 
-def test_attention_knows_its_depth(load):
-    """By which differential attention begins."""
-    load("k_hop_attention_gps")
-    _, model = create()
-    first, second = (m.lambda_init for m in mixers(model))
-    assert 0 < first < second
-
-
 def test_options_reach_the_hybrid_model(load):
     cfg = load("hybrid_gps", "gnn.layers_mp", 5, "chimera.pattern", "rra")
     _, model = create()
@@ -208,7 +200,7 @@ def test_options_reach_the_hybrid_model(load):
     cfg.chimera.kwargs.attention_kwargs.clear()
     _, model = create()
     assert type(model.model.mp.layers[2].mixer).__name__ == "SelfAttention"
-    for name in ("causal", "num_layers", "dropout", "depth"):
+    for name in ("causal", "num_layers", "dropout"):
         cfg = load("hybrid_gps")
         cfg.chimera.kwargs[name] = 1
         with pytest.raises(ValueError, match=rf"'chimera.kwargs'.*got '{name}'"):

@@ -34,7 +34,7 @@ _ON_DAGS: dict[str, _Make] = {
 }
 #: Arguments of the mixers that the model sets.
 _SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
-        "causal", "acyclic", "num_dags", "depth"}  # fmt: skip
+        "causal", "acyclic", "num_dags"}  # fmt: skip
 
 
 class HybridModel(GraphModel):
@@ -162,7 +162,7 @@ class HybridModel(GraphModel):
             )
 
         def full(
-            channels: int, heads: int, edge_dim: Any, flow: str, depth: int, **own: Any
+            channels: int, heads: int, edge_dim: Any, flow: str, **own: Any
         ) -> Any:
             return SelfAttention(channels, heads, causal=causal, **own)
 
@@ -183,7 +183,6 @@ class HybridModel(GraphModel):
                 heads=heads,
                 edge_dim=None if edge_dim is None else channels,
                 flow="target_to_source" if back else "source_to_target",
-                **({"depth": index + 1} if letter == "a" else {}),
             )
             return GPSLayer(
                 channels,

@@ -27,7 +27,6 @@ class Inputs(NamedTuple):
     key: Tensor
     value: Tensor
     edge_bias: Tensor | None
-    contrast: Tensor | None  #: [heads]
     edge_index: Tensor
     batch: Tensor | None
     scale: float
@@ -55,8 +54,7 @@ class _NeighborhoodAttention(Operator[Inputs, Pattern]):
 
     def _output(self, inputs: Inputs) -> Tensor:
         query, value = inputs.query, inputs.value
-        maps = 1 if inputs.contrast is None else 2
-        return value.new_empty(query.size(0), query.size(1) // maps, value.size(2))
+        return value.new_empty(*query.shape[:2], value.size(2))
 
 
 _neighborhood_attention = _NeighborhoodAttention()
@@ -70,7 +68,6 @@ def neighborhood_attention(
     batch: Tensor | None = None,
     *,
     edge_bias: Tensor | None = None,
-    contrast: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -89,22 +86,8 @@ def neighborhood_attention(
     of nodes. Logits may be of any size. With edges from each node of a path to all
     later ones, this is causal attention, and with those of
     :func:`~pyg_chimera.ops.k_hop_index`, attention within a window. Differentiable
-    once, in reverse mode, in query, key, value, bias and contrast. float16 and bfloat16
-    are computed in float32.
-
-    With :obj:`contrast`, the weights are the positive part of the difference of two
-    such maps :math:`\alpha` and :math:`\alpha'`, `"Differential Transformer"
-    <https://arxiv.org/abs/2410.05258>`_, renormalized to sum to one:
-
-    .. math::
-        \mathbf{y}_i = \frac{\sum_{j \to i} \delta_{ij} \mathbf{v}_j}
-        {\sum_{j \to i} \delta_{ij} + 10^{-6}}, \qquad
-        \delta_{ij} = \max(0, \alpha_{ij} - \lambda \alpha'_{ij}).
-
-    Queries, keys and biases then have twice as many heads, those of the first map
-    first. As both maps sum to one, a node that attends to any node has a positive
-    difference if :math:`\lambda < 1`; without a positive difference, it gets zeros. The
-    logits take as long as those of two calls, but values are read only once.
+    once, in reverse mode, in query, key, value and bias. float16 and bfloat16 are
+    computed in float32.
 
     Args:
         query (torch.Tensor): The queries, :math:`[|\mathcal{V}|, H, N]`.
@@ -121,9 +104,6 @@ def neighborhood_attention(
         edge_bias (torch.Tensor, optional): Added to the logits,
             :math:`[|\mathcal{E}|, H]`. Minus infinity removes an edge. (default:
             :obj:`None`)
-        contrast (torch.Tensor, optional): The factor :math:`\lambda` of the second map,
-            :math:`[H]`, where query and bias have :math:`2 H` heads, and the key
-            :math:`2 G`. (default: :obj:`None`, for a single map)
         scale (float, optional): The factor :math:`s`. (default: :math:`1 / \sqrt{N}`)
         backend (str, optional): ``"torch"`` (PyTorch's sparse matrices, on CPUs and
             GPUs), ``"reference"`` (a loop over the nodes, in float64, for tests), or
@@ -148,33 +128,22 @@ def neighborhood_attention(
             "'key' must have as many heads as 'query', or a divisor, got "
             f"{list(key.shape)} and {list(query.shape)}"
         )
-    maps = 1 if contrast is None else 2
-    if heads % maps != 0 or groups % maps != 0:
-        raise ValueError(
-            "'query' and 'key' must have heads for two maps each with 'contrast', an "
-            f"even number, got {list(query.shape)} and {list(key.shape)}"
-        )
     check_shape("key", key, "[nodes, groups, channels]", [num_nodes, groups, size])
-    wanted = [num_nodes, groups // maps, value.size(2)]
+    wanted = [num_nodes, groups, value.size(2)]
     check_shape("value", value, "[nodes, groups, channels]", wanted)
-    optional = {"edge_bias": edge_bias, "contrast": contrast}
-    given |= {name: x for name, x in optional.items() if x is not None}
+    if edge_bias is not None:
+        given["edge_bias"] = edge_bias
     q, k, v, *rest = check_floats(**given)
     edge_index = check_edges("edge_index", edge_index, value)
     if edge_bias is not None:
         check_shape(
             "edge_bias", edge_bias, "[edges, heads]", [edge_index.size(1), heads]
         )
-        edge_bias = rest.pop(0)
-    if contrast is not None:
-        check_shape("contrast", contrast, "[heads]", [heads // maps])
-        (contrast,) = rest
+        (edge_bias,) = rest
     if scale is None:
         scale = max(size, 1) ** -0.5
     elif isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"'scale' must be a number, got {scale!r}")
     (batch,) = check_indices(value, batch=batch)
-    inputs = Inputs(
-        q, k, v, edge_bias, contrast, edge_index, batch, float(scale), backend
-    )
+    inputs = Inputs(q, k, v, edge_bias, edge_index, batch, float(scale), backend)
     return _neighborhood_attention(inputs).to(value.dtype)

@@ -14,9 +14,6 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 
-#: Added to the sums of rectified differences, which may be zero.
-EPSILON = 1e-6
-
 
 class Pattern(NamedTuple):
     """The edges as compressed rows, with a block of rows for each of the H heads, and a
@@ -30,15 +27,6 @@ class Pattern(NamedTuple):
     back_ptr: Tensor  #: [G V + 1], of the transpose
     back_col: Tensor  #: [H E]
     back: Tensor  #: [H E], the place of an entry of the transpose
-
-    def first_half(self) -> "Pattern":
-        """Of the first half of the heads."""
-        n, ends = len(self.row) // 2, (self.ptr, self.back_ptr)
-        ptr, back_ptr = (x[: len(x) // 2 + 1] for x in ends)
-        row, col, back_col, back = (
-            x[:n] for x in (self.row, self.col, self.back_col, self.back)
-        )
-        return Pattern(ptr, row, col, self.edge, back_ptr, back_col, back)
 
 
 def pattern(

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.operator import without_autocast
-from pyg_chimera.ops.neighborhood_attention.pattern import EPSILON
 
 DEVICES = None
 
@@ -16,13 +15,12 @@ def why_not(call: Call) -> str | None:
 
 def forward(call: Call) -> Tensor:
     """The output, which autograd differentiates."""
-    query, key, value, bias, contrast = call.inputs[:5]
+    query, key, value, bias = call.inputs[:4]
     dtype, (source, target) = value.dtype, call.inputs.edge_index
     with without_autocast(value):
         repeats = query.size(1) // key.size(1)
         query = query.double() * call.inputs.scale
         key, value = (x.double().repeat_interleave(repeats, 1) for x in (key, value))
-        heads = value.size(1)
         outs = []
         for i in range(query.size(0)):
             edges = (target == i).nonzero().view(-1)
@@ -31,10 +29,6 @@ def forward(call: Call) -> Tensor:
             if bias is not None:
                 logits = logits + bias[edges].double()
             weight = _softmax(logits)
-            if contrast is not None:
-                first, second = weight[:, :heads], weight[:, heads:]
-                weight = (first - contrast.double() * second).relu()
-                weight = weight / (weight.sum(0) + EPSILON)
             outs.append((weight.unsqueeze(-1) * value[read]).sum(0))
         return (torch.stack(outs) if outs else value).to(dtype)
 

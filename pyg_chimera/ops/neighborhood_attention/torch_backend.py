@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.neighborhood_attention.pattern import EPSILON, Pattern
+from pyg_chimera.ops.neighborhood_attention.pattern import Pattern
 
 DEVICES = None
 
@@ -19,8 +19,8 @@ def why_not(call: Call) -> str | None:
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, H, P], and the softmax weights [H E], or [2 H E] of two maps."""
-    query, key, value, bias, contrast = call.inputs[:5]
+    """The output [V, H, P], and the softmax weights [H E]."""
+    query, key, value, bias = call.inputs[:4]
     pairs = call.structure
     logits = _products(pairs, _rows(query), _rows(key)) * call.inputs.scale
     if bias is not None:
@@ -29,51 +29,27 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     top.masked_fill_(top == -torch.inf, 0)
     weight = logits.sub_(top[pairs.row]).exp_()
     total = _sums(pairs, weight).clamp_(min=1)  # the largest is exp(0), or all are zero
-    softmax = weight = weight.div_(total[pairs.row])
-    if contrast is not None:
-        pairs = pairs.first_half()
-        weight, _ = _difference(pairs, softmax, contrast)
-    heads = query.size(1) if contrast is None else len(contrast)
+    weight.div_(total[pairs.row])
     out = _combined(pairs, weight, _rows(value))
-    return _heads(out, value.size(0), heads), (softmax,)
+    return _heads(out, *query.shape[:2]), (weight,)
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of query, key, value and, if given, bias and contrast."""
-    query, key, value, bias, contrast = call.inputs[:5]
-    (softmax,), both = saved, call.structure
-    weight, pairs, grad = softmax, both, _rows(grad)
-    if contrast is not None:
-        pairs = both.first_half()
-        weight, whole = _difference(pairs, softmax, contrast)
+    """The gradients of query, key, value and, if given, bias."""
+    query, key, value, bias = call.inputs[:4]
+    (weight,), pairs, grad = saved, call.structure, _rows(grad)
     dvalue = _combined_back(pairs, weight, grad)
     dweight = _products(pairs, grad, _rows(value))
+    dlogits = weight * (dweight - _sums(pairs, weight * dweight)[pairs.row])
     more = []
-    if contrast is not None:
-        dweight -= _sums(pairs, weight * dweight)[pairs.row]
-        dweight = (dweight / whole).masked_fill(weight <= 0, 0).view(len(contrast), -1)
-        of_contrast = -(softmax.chunk(2)[1].view_as(dweight) * dweight).sum(1)
-        more.append(of_contrast)
-        dweight = torch.cat([dweight, -contrast[:, None] * dweight]).flatten()
-    dlogits = softmax * (dweight - _sums(both, softmax * dweight)[both.row])
     if bias is not None:
         by_head = dlogits.view(bias.size(1), -1).t()
-        more.insert(0, torch.empty_like(bias).index_copy_(0, both.edge, by_head))
+        more.append(torch.empty_like(bias).index_copy_(0, pairs.edge, by_head))
     dlogits = dlogits * call.inputs.scale
-    dquery = _combined(both, dlogits, _rows(key))
-    dkey = _combined_back(both, dlogits, _rows(query))
+    dquery = _combined(pairs, dlogits, _rows(key))
+    dkey = _combined_back(pairs, dlogits, _rows(query))
     given = ((dquery, query), (dkey, key), (dvalue, value))
     return *(_heads(d, *x.shape[:2]) for d, x in given), *more
-
-
-def _difference(
-    pairs: Pattern, softmax: Tensor, contrast: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The weights [H E] of two maps, and the sums they were divided by."""
-    first, second = softmax.view(2, len(contrast), -1)
-    weight = (first - contrast[:, None] * second).relu_().flatten()
-    whole = (_sums(pairs, weight) + EPSILON)[pairs.row]
-    return weight / whole, whole
 
 
 def _sums(pairs: Pattern, x: Tensor) -> Tensor:

@@ -431,8 +431,7 @@ COMPILED = {
     "RGLRUConv": (nn.RGLRUConv, "dag"),
     "KHopAttentionConv": (partial(nn.KHopAttentionConv, k=2, heads=2), "any"),
     "KHopAttentionConv-rotary": (
-        partial(nn.KHopAttentionConv, k=3, rotary=True, differential=True,
-                rotary_length=2), "dag"),
+        partial(nn.KHopAttentionConv, k=3, rotary=True), "dag"),
     "PLSTMConv-D": (partial(nn.PLSTMConv, mode="D"), "dag"),
     "PLSTMConv-tracking": (partial(nn.PLSTMConv, tracking=2), "dag"),
     "PLSTMConv-order": (partial(nn.PLSTMConv, order="order"), "any"),

@@ -140,56 +140,6 @@ def test_duplicates_are_logarithms(backend):
     assert_near(got, want)
 
 
-@backends
-def test_rectified_differences_worked_out_by_hand(backend):
-    """Node 2 reads 0 and 1, of which the second map has 1/4 and 3/4, the first halves.
-
-    Less a half of these, 3/8 and 1/8 are left; all of them, 1/4; thrice them, nothing.
-    """
-    edge_index = torch.tensor([[0, 1], [2, 2]])
-    query, key = torch.ones(3, 6, 1), torch.zeros(3, 2, 1)
-    value = torch.tensor([4.0, 8.0, 0.0]).view(3, 1, 1)
-    bias = torch.tensor([[1.0] * 6, [1.0] * 3 + [3.0] * 3]).log()
-    contrast = torch.tensor([0.5, 1.0, 3.0])
-    out = neighborhood_attention(
-        query, key, value, edge_index, edge_bias=bias, contrast=contrast,
-        backend=backend,
-    )  # fmt: skip
-    assert (out[:2] == 0).all()
-    assert_near(out[2].flatten(), torch.tensor([5.0, 4.0, 0.0]), 1e-5)
-
-
-@backends
-def test_nothing_positive_has_no_gradient(backend):
-    tensors, edge_index = inputs(4, heads=4, groups=2), complete(4)
-    tensors[2] = tensors[2][:, :1]
-
-    def run(*x):
-        same = [y[:, :1].expand(y.shape) for y in x[:2]]
-        return neighborhood_attention(
-            *same, x[2], edge_index, contrast=x[3], backend=backend
-        )
-
-    for x in results(run, [*tensors, torch.full((2,), 1.5).double()]):
-        assert (x == 0).all()
-
-
-@backends
-def test_a_map_without_edges(backend):
-    """Nobody is attended to by the second map: the first one is left."""
-    edge_index = torch.tensor([[0, 1], [2, 2]])
-    tensors = inputs(3, heads=2, groups=2)
-    bias = torch.zeros(2, 2).double()
-    bias[:, 1] = -torch.inf
-    out = neighborhood_attention(
-        *tensors[:2], tensors[2][:, :1], edge_index, edge_bias=bias,
-        contrast=torch.ones(1).double(), backend=backend,
-    )  # fmt: skip
-    first = (x[:, :1] for x in tensors)
-    want = neighborhood_attention(*first, edge_index, backend=backend)
-    assert_near(out, want / (1 + 1e-6))
-
-
 def test_memory_is_linear_in_edges():
     """A path of a hundred thousand nodes, beside the windows of every hundredth."""
     num_nodes = 100_000
@@ -241,18 +191,6 @@ def test_explain():
         ({"edge_bias": torch.zeros(9, 2)}, ValueError, r"'edge_bias' .*= \[9, 4\]"),
         ({"edge_index": complete(4)}, ValueError, "'edge_index' must hold node"),
         ({"batch": torch.tensor([0, 0, 1])}, ValueError, "joins different graphs"),
-        (
-            {"contrast": torch.zeros(4), "value": torch.zeros(3, 1, 3)}, ValueError,
-            r"'contrast' must be \[heads\] = \[2\]",
-        ),
-        (
-            {"contrast": torch.zeros(2), "key": torch.zeros(3, 1, 5)}, ValueError,
-            "heads for two maps each with 'contrast'",
-        ),
-        (
-            {"contrast": 0.5, "value": torch.zeros(3, 1, 3)}, TypeError,
-            "'contrast' must be a torch.Tensor",
-        ),
         ({"scale": "1"}, TypeError, "'scale' must be a number, got '1'"),
         ({"backend": "cuda"}, ValueError, "'backend' must be one of"),
     ],
