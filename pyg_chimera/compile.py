@@ -38,7 +38,6 @@ class Call(NamedTuple):
 _LAYERS = (
     Call("ChimeraConv", {"heads": 2, "edge_dim": 3, "log_sums": 2}),
     Call("GraphMambaConv", {"order": "pagerank", "bidirectional": True}),
-    Call("ChimeraConv", {"heads": 2, "edge_dim": 3, "differential": True}),
     Call("ChimeraDAGConv", {"heads": 2, "edge_dim": 3}, "dag"),
     Call("ChimeraPathConv", {"heads": 2, "edge_dim": 3}, "undirected path"),
     Call("GatedDeltaConv", {"heads": 2, "edge_dim": 3}),

@@ -217,7 +217,6 @@ CASES = {
     "ChimeraConv-edges": chimera(heads=4, groups=2, edge_dim=EDGE, gamma=0.5),
     "ChimeraConv-released": chimera(heads=2, normalization="released", gated=False),
     "ChimeraConv-neumann": chimera(solver="neumann", num_terms=3, bias=False),
-    "ChimeraConv-differential": chimera(heads=2, edge_dim=EDGE, differential=True),
     "ChimeraConv-log_sums": chimera(heads=2, edge_dim=EDGE, log_sums=2),
     "ChimeraConv-torch": chimera(local_conv=True, form="state", backend="torch"),
     "ChimeraDAGConv": chimera_dag(heads=2),
@@ -225,13 +224,8 @@ CASES = {
     "ChimeraDAGConv-several": chimera_dag(
         num_dags=3, share="none", heads=4, groups=2, edge_dim=EDGE, selectivity="target"
     ),
-    "ChimeraDAGConv-differential": chimera_dag(
-        num_dags=3,
-        share="none",
-        heads=4,
-        groups=2,
-        differential=True,
-        norm_before_gate=False,
+    "ChimeraDAGConv-mamba": chimera_dag(
+        num_dags=3, share="none", heads=4, groups=2, norm_before_gate=False
     ),
     "ChimeraPathConv": Case(
         partial(ChimeraPathConv, state_channels=3, heads=2, edge_dim=EDGE), [PATH]

@@ -284,7 +284,7 @@ def projections(
 def chimera_inputs(
     p: Layer, x: Tensor, graphs: Graphs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query and key [V, groups, N], and value [V, scan heads, P]."""
+    """Query and key [V, groups, N], and value [V, heads, P]."""
     value, key, query = projections(p, x, graphs)
     query, key = (silu(y).unflatten(1, (-1, p.state_channels)) for y in (query, key))
     if p.qk_norm:
@@ -293,8 +293,7 @@ def chimera_inputs(
 
 
 def values(p: Layer, value: Tensor) -> Tensor:
-    value = silu(value).unflatten(1, (p.heads, -1))
-    return value.repeat_interleave(2, 1) if p.differential else value
+    return silu(value).unflatten(1, (p.heads, -1))
 
 
 def gated_by(p: Layer, x: Tensor) -> Tensor:
@@ -303,13 +302,13 @@ def gated_by(p: Layer, x: Tensor) -> Tensor:
 
 
 def chimera_gates(p: Layer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """All gates of a node without and with their biases, [V, gates, scan heads]."""
+    """All gates of a node without and with their biases, [V, gates, heads]."""
     gates = p.linear("lin_delta", gated_by(p, x)).unflatten(1, p["delta_bias"].shape)
     return gates, gates + p["delta_bias"]
 
 
 def edge_gates(p: Layer, graphs: Graphs) -> list[Tensor | None]:
-    """The selectivities of the edges of each DAG, [E, scan heads]."""
+    """The selectivities of the edges of each DAG, [E, heads]."""
     if "edge_bias" not in p or graphs.attrs is None:
         return [None] * len(graphs.edges)
     shape = p["edge_bias"].shape
@@ -327,9 +326,6 @@ def chimera_block(
     Rows of y may be given without a factor exp(log_scale), [V, 1].
     """
     scale = torch.zeros(len(x), 1, dtype=x.dtype) if log_scale is None else log_scale
-    if p.differential:
-        y = y[:, ::2] - p["contrast"].view(-1, 1) * y[:, 1::2]
-        value = value[:, ::2]
     skip = p["skip"].view(-1, 1) * torch.exp(-scale).unsqueeze(2)
     y, gate = (y + skip * value).flatten(1), torch.ones_like(scale)
     if "lin_gate.weight" in p:
@@ -575,7 +571,7 @@ def equations(
 def gated_delta(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     value, key, query = projections(p, x, graphs)
     query, key = (
-        by_head(unit_silu(y.unflatten(1, (p.groups, -1))), p.scan_heads).transpose(0, 1)
+        by_head(unit_silu(y.unflatten(1, (p.groups, -1))), p.heads).transpose(0, 1)
         for y in (query, key)
     )
     value, gates = values(p, value), chimera_gates(p, x)[1]
@@ -585,7 +581,7 @@ def gated_delta(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
         weight = chimera_transitions(p, index, gates, edge)
         y = equations(adjacency(index, weight, len(x)), query, key, value, beta)
         return chimera_block(p, y, x, value)
-    node = softplus(gates[:, :-1]).flatten(1)  # [V, scan heads]
+    node = softplus(gates[:, :-1]).flatten(1)  # [V, heads]
     delta = edge_means(index, node, p.selectivity, edge)
     weight = dag_transitions(index, delta, node)[0]
     y = memories(weight, index, query, key, value, beta)

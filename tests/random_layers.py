@@ -484,7 +484,7 @@ def chimera_options(r: random.Random) -> dict[str, Any]:
     options |= {"state_channels": r.choice([2, 3, 5]), "groups": groups}
     return options | some(
         r, edge_dim=[EDGE], gated=[False], bias=[False], reach=[None, (1.0, 1000.0)],
-        differential=[True], backend=["torch"],
+        backend=["torch"],
     )  # fmt: skip
 
 

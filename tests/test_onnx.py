@@ -36,8 +36,7 @@ LAYERS: dict[str, tuple[Callable[..., torch.nn.Module], str]] = {
     "ChimeraConv-released": (
         partial(ChimeraConv, normalization="released", local_conv=True,
                 solver="neumann", num_terms=3), "any"),
-    "ChimeraConv-log_sums": (
-        partial(ChimeraConv, heads=2, log_sums=2, differential=True), "any"),
+    "ChimeraConv-log_sums": (partial(ChimeraConv, heads=2, log_sums=2), "any"),
     "ChimeraDAGConv": (partial(nn.ChimeraDAGConv, heads=2, edge_dim=EDGE), "dag"),
     "ChimeraPathConv": (partial(nn.ChimeraPathConv, heads=2), "path"),
     "GatedDeltaConv": (partial(nn.GatedDeltaConv, heads=2), "any"),

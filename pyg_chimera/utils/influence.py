@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pyg_chimera.nn._inputs import check_nodes
 from pyg_chimera.nn._routing import unwrapped
-from pyg_chimera.nn.conv._gated_block import ChimeraBlock
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops.common.checks import check_option
 
@@ -38,10 +37,9 @@ def influence(
     where :math:`P_{ij}` is the sum over all paths from :math:`j` to :math:`i` of the
     products of the gates and transitions along them: in
     :class:`~pyg_chimera.nn.ChimeraConv`, :math:`(\mathbf{I} - \mathbf{A})^{-1}_{ij}
-    s_j`. Several DAGs are summed as the layer sums them; for a differential layer,
-    :math:`P` is the difference. A column is computed by a call of the layer with values
-    of one at the node and zero elsewhere, a row by the gradient of such a call: no
-    matrix has to be inverted, and both are exact.
+    s_j`. Several DAGs are summed as the layer sums them. A column is computed by a call
+    of the layer with values of one at the node and zero elsewhere, a row by the
+    gradient of such a call: no matrix has to be inverted, and both are exact.
 
     This describes what a layer mixes, before its norm, gate and projections. For other
     layers and whole models, :obj:`"jacobian"` is the influence score from
@@ -137,18 +135,14 @@ def _mixing(
         query, key, _ = project(*args)
         if not products:
             query, key = (y.new_ones(*y.shape[:2], 1) for y in (query, key))
-        return query, key, value
+        return query, key, probe
 
-    value, of_heads = probe, lambda y: y
-    if isinstance(layer, ChimeraBlock):
-        value, of_heads = layer.in_scans(probe), layer.out_of_scans
-        layer.log_sums = None  # not linear in values
+    layer.log_sums = None  # not linear in values
 
     def output(
         y: Tensor, x: Tensor, value: Any = None, log_scale: Tensor | None = None
     ) -> Tensor:
-        scaled = y if log_scale is None else y * log_scale.exp().unsqueeze(2)
-        return of_heads(scaled)
+        return y if log_scale is None else y * log_scale.exp().unsqueeze(2)
 
     layer.project, layer.output = projected, output
     mixed = layer(x, edge_index, **kwargs)

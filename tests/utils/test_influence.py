@@ -67,10 +67,6 @@ def projected_and_mixed(case, conv, inputs):
     mixed, *more = seen["output"]
     if len(more) == 3:  # states were divided by these
         mixed = mixed * more[2].exp().unsqueeze(-1)
-    if getattr(conv, "differential", False):
-        pair = mixed.unflatten(1, (conv.heads, 2))
-        value, mixed = value[:, ::2], pair[:, :, 0] - 0.2 * pair[:, :, 1]
-        conv.contrast.data.fill_(0.2)
     return query, key, value, mixed
 
 

@@ -124,8 +124,7 @@ class ChimeraBlock(GatedBlock):
     qk_norm = False
     #: Initial standard deviation of selectivities, before softplus.
     gate_std = 3**-0.5
-    #: Whether heads are differences of two recurrences, and the form of these.
-    differential = False
+    #: The form of the recurrence.
     form = "auto"
 
     def __init__(
@@ -142,11 +141,6 @@ class ChimeraBlock(GatedBlock):
         check_heads(self.out_channels, heads, state_channels, groups)
         self.state_channels = state_channels
         self.groups = groups
-
-    @property
-    def scan_heads(self) -> int:
-        """Heads of the recurrence; the two of a difference are adjacent."""
-        return (1 + self.differential) * self.heads
 
     def add_parameters(
         self,
@@ -168,7 +162,7 @@ class ChimeraBlock(GatedBlock):
         """
         check_option("norm", norm, ("rms", None))
         self.num_dags = num_dags
-        size, scans = self.in_channels, self.scan_heads
+        size, heads = self.in_channels, self.heads
         states = copies * self.groups * self.state_channels
         self.lin_value = Linear(size, self.out_channels, bias=self.bias)
         self.lin_key = Linear(size, states, bias=self.bias)
@@ -176,18 +170,15 @@ class ChimeraBlock(GatedBlock):
         self.lin_gate = None
         if self.gated:
             self.lin_gate = Linear(size, self.out_channels, bias=self.bias)
-        self.lin_delta = GateLinear(size, num_gates * scans, self.gate_std)
-        self.delta_bias = Parameter(torch.empty(num_gates, scans))
+        self.lin_delta = GateLinear(size, num_gates * heads, self.gate_std)
+        self.delta_bias = Parameter(torch.empty(num_gates, heads))
         self.lin_edge = self.edge_bias = None
         if self.edge_dim is not None:
-            self.lin_edge = Linear(self.edge_dim, num_dags * scans, bias=False)
-            self.edge_bias = Parameter(torch.empty(num_dags, scans))
+            self.lin_edge = Linear(self.edge_dim, num_dags * heads, bias=False)
+            self.edge_bias = Parameter(torch.empty(num_dags, heads))
         if kernel > 1:
             self.add_filter(self.out_channels + 2 * states, 1 + num_dags * (kernel - 1))
-        self.contrast = None
-        if self.differential:
-            self.contrast = Parameter(torch.empty(self.heads))
-        self.skip = Parameter(torch.empty(self.heads))
+        self.skip = Parameter(torch.empty(heads))
         self.norm = torch.nn.Identity()
         if norm is not None:
             self.norm = RMSNorm(self.out_channels, 1e-5)
@@ -200,8 +191,6 @@ class ChimeraBlock(GatedBlock):
             if bias is not None:
                 log_uniform_softplus_(bias)
         self._reset_filters()
-        if self.contrast is not None:
-            torch.nn.init.constant_(self.contrast, 0.2)
         torch.nn.init.ones_(self.skip)
         reset(self.norm)
 
@@ -212,8 +201,8 @@ class ChimeraBlock(GatedBlock):
     def edges(
         self, x: Tensor, edge_index: Adj, edge_attr: Tensor | None, batch: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The checked edges of one graph, and their selectivities [E, scan_heads],
-        which are None without features.
+        """The checked edges of one graph, and their selectivities [E, heads], which are
+        None without features.
         """
         check_nodes(x, self.in_channels)
         check_batch(batch, x.size(0))
@@ -229,7 +218,7 @@ class ChimeraBlock(GatedBlock):
     def project(
         self, x: Tensor, filtered: Filter | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key, [V, copies * groups, N], and value, [V, scan_heads, P]."""
+        """Query and key, [V, copies * groups, N], and value, [V, heads, P]."""
         value, key, query = self.project_linearly(x, filtered)
         query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
         if self.qk_norm:
@@ -238,29 +227,17 @@ class ChimeraBlock(GatedBlock):
             key = gated_norm(key, activated=True)
         else:
             query, key = F.silu(query), F.silu(key)
-        value = F.silu(value).unflatten(1, (self.heads, -1))
-        return query, key, self.in_scans(value)
-
-    def in_scans(self, value: Tensor) -> Tensor:
-        """Values [V, heads, P], repeated for all heads of the recurrence."""
-        return value.repeat_interleave(2, dim=1) if self.differential else value
-
-    def out_of_scans(self, y: Tensor) -> Tensor:
-        """The outputs [V, heads, P], given those of all heads of the recurrence."""
-        if self.contrast is None:
-            return y
-        first, second = y.unflatten(1, (-1, 2)).unbind(2)
-        return first - self.contrast.view(-1, 1) * second
+        return query, key, F.silu(value).unflatten(1, (self.heads, -1))
 
     def selectivities(self, x: Tensor) -> Tensor:
-        """Selectivities [V, num_gates, scan_heads], before the bias."""
+        """Selectivities [V, num_gates, heads], before the bias."""
         delta = self.lin_delta(x)
-        return at_least_float32(delta.unflatten(1, (-1, self.scan_heads)))
+        return at_least_float32(delta.unflatten(1, (-1, self.heads)))
 
     def edge_selectivity(
         self, edge_attr: Tensor | None, num_edges: int, dag: int = 0
     ) -> Tensor | None:
-        """Selectivities of a DAG's edges, [E, scan_heads]; None without features."""
+        """Selectivities of a DAG's edges, [E, heads]; None without features."""
         if self.lin_edge is None or self.edge_bias is None:
             return None
         edge_attr = edge_features(edge_attr, self.edge_dim, num_edges)
@@ -271,7 +248,7 @@ class ChimeraBlock(GatedBlock):
         self, y: Tensor, x: Tensor, value: Tensor, log_scale: Tensor | None = None
     ) -> Tensor:
         """Skip connection, norm, gate and projection after the recurrence, whose states
-        may have been divided by exp(log_scale), [V, scan_heads].
+        may have been divided by exp(log_scale), [V, heads].
         """
         skip = self.skip.view(-1, 1)
         if log_scale is not None:
@@ -285,14 +262,13 @@ class ChimeraBlock(GatedBlock):
             factor = torch.exp(log_scale - rest).masked_fill(zero, 0)
             y = y * factor.unsqueeze(-1)
             skip = skip * torch.exp(-rest).unsqueeze(-1)
-        y, value = self.out_of_scans(y), value[:, :: 1 + self.differential]
         y = (y + skip * value).flatten(1)
         return self.finish(y, x)
 
 
 class RangedBlock(ChimeraBlock):
-    """A block whose heads start with ranges of their own, and may be differences. Its
-    options are documented in :class:`~pyg_chimera.nn.ChimeraConv`.
+    """A block whose heads start with ranges of their own. Its options are documented in
+    :class:`~pyg_chimera.nn.ChimeraConv`.
     """
 
     #: Selectivities with `reach`. If they vary little, all nodes write equally, states
@@ -303,14 +279,12 @@ class RangedBlock(ChimeraBlock):
         self,
         *args: Any,
         reach: tuple[float, float] | None = (4.0, 64.0),
-        differential: bool = False,
         form: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         check_reach(reach)
         self.reach = reach
-        self.differential = differential
         self.form = form
         if reach is not None:
             self.gate_std = self.varied
@@ -319,7 +293,7 @@ class RangedBlock(ChimeraBlock):
         r"""Resets all learnable parameters of the module."""
         super().reset_parameters()
         if self.reach is not None:
-            self._set_reach(head_reaches(self.reach, self.scan_heads))
+            self._set_reach(head_reaches(self.reach, self.heads))
 
     def _set_reach(self, steps: Tensor) -> None:
         """Sets the initial range of each head, in steps, [heads].

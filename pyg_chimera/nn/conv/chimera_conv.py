@@ -132,12 +132,6 @@ class ChimeraConv(RangedBlock):
             large without :obj:`norm` (not with :obj:`"released"`). With :obj:`None`,
             selectivities start as in the paper, log-uniform in [0.001, 0.1]. (default:
             :obj:`(4, 64)`)
-        differential (bool, optional): Whether a head is the difference of two
-            recurrences with the same queries, keys and values but different
-            transitions, the second multiplied by a learned factor, initially 0.2. What
-            both have taken up equally cancels, as in the `"Differential Transformer"
-            <https://arxiv.org/abs/2410.05258>`_. Takes twice the time. (default:
-            :obj:`False`)
         solver (str, optional): See :func:`~pyg_chimera.ops.resolvent_mix`. (default:
             :obj:`"auto"`)
         num_terms (int, optional): Highest power of :math:`\mathbf{A}` under
@@ -215,9 +209,7 @@ class ChimeraConv(RangedBlock):
         self.add_parameters(4, kernel=1 + local_conv, norm=norm)
         self.log_sums = None
         if log_sums > 0:
-            self.log_sums = LogSums(
-                in_channels, self.out_channels, self.scan_heads, log_sums
-            )
+            self.log_sums = LogSums(in_channels, self.out_channels, heads, log_sums)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -92,7 +92,7 @@ class ChimeraDAGConv(RangedBlock):
             :obj:`True`)
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
             :obj:`bias`, :obj:`reach` (here not limited; a head writes as much as it
-            forgets), :obj:`differential`, :obj:`form` and :obj:`backend` of
+            forgets), :obj:`form` and :obj:`backend` of
             :class:`~pyg_chimera.nn.ChimeraConv`, and those of
             :class:`torch_geometric.nn.conv.MessagePassing`.
 

@@ -125,7 +125,7 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
     def _gates(
         self, x: Tensor, height: int | Tensor, width: int | Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Source [V, D, scan_heads] and transition [V, D, 2, scan_heads]."""
+        """Source [V, D, heads] and transition [V, D, 2, heads]."""
         grids = height, width, self.num_dags, x.size(0)
         parent = grid_parents(*grids).to(x.device)
         node = F.softplus(self.selectivities(x) + self.delta_bias)
@@ -150,7 +150,7 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
             gate = delta if self.selectivity == "target" else (delta + before) / 2
             hidden = torch.exp(-gate)[..., None, None] * hidden
         query, key = (
-            y.repeat_interleave(self.scan_heads // self.groups, 1) for y in (query, key)
+            y.repeat_interleave(self.heads // self.groups, 1) for y in (query, key)
         )
         hidden = hidden + key.unsqueeze(3) * gated_value(value, gate).unsqueeze(2)
         out = torch.einsum("bhn,bhnp->bhp", query, hidden)

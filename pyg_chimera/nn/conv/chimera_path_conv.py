@@ -29,9 +29,9 @@ class ChimeraPathConv(RangedBlock):
         in_channels, out_channels, heads, state_channels, local_conv, qk_norm: As in
             :class:`~pyg_chimera.nn.ChimeraConv`.
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
-            :obj:`bias`, :obj:`reach` (here not limited), :obj:`differential`,
-            :obj:`form` and :obj:`backend` of :class:`~pyg_chimera.nn.ChimeraConv`, and
-            those of :class:`torch_geometric.nn.conv.MessagePassing`.
+            :obj:`bias`, :obj:`reach` (here not limited), :obj:`form` and :obj:`backend`
+            of :class:`~pyg_chimera.nn.ChimeraConv`, and those of
+            :class:`torch_geometric.nn.conv.MessagePassing`.
 
     Shapes:
         - **input:**

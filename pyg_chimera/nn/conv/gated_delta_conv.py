@@ -71,8 +71,8 @@ class GatedDeltaConv(RangedBlock):
             DeltaNet, and :obj:`1` otherwise)
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
             :obj:`bias`, :obj:`reach` (the distance at which a memory has fallen to
-            :math:`1/e` if it is not overwritten), :obj:`differential`, :obj:`form`
-            (on graphs with cycles, :obj:`"state"` on CPUs only) and :obj:`backend` of
+            :math:`1/e` if it is not overwritten), :obj:`form` (on graphs with cycles,
+            :obj:`"state"` on CPUs only) and :obj:`backend` of
             :class:`~pyg_chimera.nn.ChimeraConv`, and those of
             :class:`torch_geometric.nn.conv.MessagePassing`.
 
@@ -165,7 +165,7 @@ class GatedDeltaConv(RangedBlock):
         """
         edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
         value, key, query = self.project_linearly(x, self.over_edges(edge_index))
-        value = self.in_scans(F.silu(value).unflatten(1, (self.heads, -1)))
+        value = F.silu(value).unflatten(1, (self.heads, -1))
         query, key = (
             unit_silu(y.unflatten(1, (self.groups, -1))) for y in (query, key)
         )

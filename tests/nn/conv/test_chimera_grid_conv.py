@@ -52,16 +52,13 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("form", ["state", "mask"])
-@pytest.mark.parametrize("differential", [False, True])
 @pytest.mark.parametrize("selectivity", ["mean", "target"])
 @pytest.mark.parametrize("roots", ["write", "silent"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_gradients_are_those_of_the_layer_of_dags(
-    options, roots, selectivity, differential, form
-):
+def test_gradients_are_those_of_the_layer_of_dags(options, roots, selectivity, form):
     options = dict(
         options, heads=4, groups=2, state_channels=5, roots=roots,
-        selectivity=selectivity, differential=differential,
+        selectivity=selectivity,
     )  # fmt: skip
     conv = ChimeraGridConv(IN, OUT, window=None, form=form, **options).double()
     dags = ChimeraDAGConv(IN, OUT, **options, backend="torch").double()
