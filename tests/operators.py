@@ -792,7 +792,6 @@ def make_case(
     length = dict(zip(operator.letters, size or operator.sizes[0], strict=False))
     counts = (len(batch.graph_of(axis)) for axis in batch.axes)
     length |= {"2": 2, **dict(zip("VEL", counts, strict=False))}
-    length |= {x.lower(): 2 * length[x] for x in "HG" if x in length}
     floats = {}
     for name, letters in operator.layout.items():
         shape = [length[x] for x in letters if x in length]

@@ -11,21 +11,19 @@ __all__ = ["rotary_angles", "rotate"]
 BASE = 10_000.0
 
 
-def rotary_angles(
-    places: Tensor, channels: int, dtype: torch.dtype | None = None
-) -> Tensor:
+def rotary_angles(places: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     """The angles of `"RoFormer" <https://arxiv.org/abs/2104.09864>`_.
 
     Args:
         places: [..., D] coordinates, each of which gets the same number of pairs.
         channels: The number of channels, a multiple of 2 D.
-        dtype: The dtype of the angles, float32 by default.
+        dtype: The dtype of the angles.
 
     Returns:
         Tensor: [..., channels / 2].
     """
     size = channels // places.size(-1) // 2
-    step = torch.arange(size, device=places.device, dtype=dtype or torch.float32)
+    step = torch.arange(size, device=places.device, dtype=dtype)
     return (places.unsqueeze(-1) * BASE ** (-step / size)).flatten(-2)
 
 

@@ -178,5 +178,5 @@ class SelfAttention(torch.nn.Module):
 def _rotate(x: Tensor, places: Tensor) -> Tensor:
     """Rotates [B, H, N, P] by positions [B, N, D], P / D channels per coordinate."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    angles = rotary_angles(places, x.size(-1), dtype=dtype)
+    angles = rotary_angles(places, x.size(-1), dtype)
     return rotate(x, angles.unsqueeze(1))

@@ -240,7 +240,7 @@ class PositionEmbedding(torch.nn.Module):
         """Sines and cosines of each coordinate, in float32 or more."""
         dtype = torch.promote_types(pos.dtype, torch.float32)
         size = self.channels // self.num_coordinates
-        angle = rotary_angles(pos.unsqueeze(2), size, dtype=dtype)
+        angle = rotary_angles(pos.unsqueeze(2), size, dtype)
         return torch.cat([angle.sin(), angle.cos()], dim=2).flatten(1)
 
     def __repr__(self) -> str:

@@ -249,7 +249,7 @@ class KHopAttentionConv(Mixer):
                 f"The {size} channels of queries must be a multiple of "
                 f"{2 * coordinates} for 'pos' of {coordinates} coordinates"
             )
-        return rotary_angles(places, size, dtype=dtype).unsqueeze(1)
+        return rotary_angles(places, size, dtype).unsqueeze(1)
 
     def _given_pairs(
         self, index: Tensor | None, distance: Tensor | None
