@@ -114,7 +114,7 @@ class KHopAttentionConv(Mixer):
         if rotary and out_channels // heads % 2 != 0:
             raise ValueError(
                 f"The {out_channels // heads} channels of a head must be a multiple of "
-                f"2 with rotary={rotary}"
+                "2 with rotary=True"
             )
 
         self.in_channels = in_channels
