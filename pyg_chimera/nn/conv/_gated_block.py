@@ -32,7 +32,7 @@ from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
 from pyg_chimera.ops.common.checks import check_option
 from pyg_chimera.ops.gated_norm import gated_norm
 
-__all__ = ["ChimeraBlock", "GatedBlock", "RangedBlock"]
+__all__ = ["ChimeraBlock", "GatedBlock"]
 
 
 class GatedBlock(Mixer):
@@ -115,17 +115,18 @@ class ChimeraBlock(GatedBlock):
     r"""The common part of all layers with queries, keys and selectivities: the
     projections :math:`\mathbf{B}, \mathbf{C}, \mathbf{V}` before the recurrence, and
     the gated block of Mamba-2 after it (Figure 6 of the paper), with the norm before
-    the gate by default.
+    the gate by default. Heads start with ranges of their own. Options are documented in
+    :class:`~pyg_chimera.nn.ChimeraConv`.
     """
 
     #: Whether the output is linear in the values, with a sum over paths as weights.
     additive = True
     #: Whether queries and keys are normalized.
     qk_norm = False
-    #: Initial standard deviation of selectivities, before softplus.
-    gate_std = 3**-0.5
-    #: The form of the recurrence.
-    form = "auto"
+    #: Initial standard deviation of selectivities before softplus, if `reach` is given.
+    #: If it is small, all nodes write equally, states mainly count nodes, and learning
+    #: more takes long.
+    varied = 3**0.5
 
     def __init__(
         self,
@@ -135,12 +136,17 @@ class ChimeraBlock(GatedBlock):
         state_channels: int = 64,
         *,
         groups: int = 1,
+        reach: tuple[float, float] | None = (4.0, 64.0),
+        form: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, **kwargs)
         check_heads(self.out_channels, heads, state_channels, groups)
+        check_reach(reach)
         self.state_channels = state_channels
         self.groups = groups
+        self.reach = reach
+        self.form = form
 
     def add_parameters(
         self,
@@ -170,7 +176,8 @@ class ChimeraBlock(GatedBlock):
         self.lin_gate = None
         if self.gated:
             self.lin_gate = Linear(size, self.out_channels, bias=self.bias)
-        self.lin_delta = GateLinear(size, num_gates * heads, self.gate_std)
+        gate_std = 3**-0.5 if self.reach is None else self.varied
+        self.lin_delta = GateLinear(size, num_gates * heads, gate_std)
         self.delta_bias = Parameter(torch.empty(num_gates, heads))
         self.lin_edge = self.edge_bias = None
         if self.edge_dim is not None:
@@ -193,6 +200,8 @@ class ChimeraBlock(GatedBlock):
         self._reset_filters()
         torch.nn.init.ones_(self.skip)
         reset(self.norm)
+        if self.reach is not None:
+            self._set_reach(head_reaches(self.reach, self.heads))
 
     def _reset_filters(self) -> None:
         if self.local_weight is not None:
@@ -264,36 +273,6 @@ class ChimeraBlock(GatedBlock):
             skip = skip * torch.exp(-rest).unsqueeze(-1)
         y = (y + skip * value).flatten(1)
         return self.finish(y, x)
-
-
-class RangedBlock(ChimeraBlock):
-    """A block whose heads start with ranges of their own. Its options are documented in
-    :class:`~pyg_chimera.nn.ChimeraConv`.
-    """
-
-    #: Selectivities with `reach`. If they vary little, all nodes write equally, states
-    #: mainly count nodes, and learning more takes long.
-    varied = 3**0.5
-
-    def __init__(
-        self,
-        *args: Any,
-        reach: tuple[float, float] | None = (4.0, 64.0),
-        form: str = "auto",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        check_reach(reach)
-        self.reach = reach
-        self.form = form
-        if reach is not None:
-            self.gate_std = self.varied
-
-    def reset_parameters(self) -> None:
-        r"""Resets all learnable parameters of the module."""
-        super().reset_parameters()
-        if self.reach is not None:
-            self._set_reach(head_reaches(self.reach, self.heads))
 
     def _set_reach(self, steps: Tensor) -> None:
         """Sets the initial range of each head, in steps, [heads].

@@ -10,7 +10,7 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._norm import RMSNorm, rms_norm
-from pyg_chimera.nn.conv._gated_block import RangedBlock, gated_value
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_flag, check_integer, check_option
@@ -49,7 +49,7 @@ class LogSums(torch.nn.Module):
         return self.lin_out((0.1 * sums.log().flatten(1)).to(x.dtype))
 
 
-class ChimeraConv(RangedBlock):
+class ChimeraConv(ChimeraBlock):
     r"""The Chimera layer for any graph from `"Chimera: State Space Models Beyond
     Sequences" <https://arxiv.org/abs/2510.12111>`_: a state space model whose
     recurrence runs along the edges of the graph, so that in one layer, each node is

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import check_batch, check_nodes, side_by_side
-from pyg_chimera.nn.conv._gated_block import RangedBlock, gated_value, mean_of_ends
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import dag_scan, dag_transition
 from pyg_chimera.ops.common.checks import check_flag, check_option
@@ -25,7 +25,7 @@ _SHARING: dict[str, Callable[[int], list[int]]] = {
 }
 
 
-class ChimeraDAGConv(RangedBlock):
+class ChimeraDAGConv(ChimeraBlock):
     r"""The Chimera layer for directed acyclic graphs from `"Chimera: State Space Models
     Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_ (Section 4.1): its recurrence
     is a single pass in topological order, linear in the number of nodes and edges.

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn.conv._gated_block import RangedBlock, gated_value, mean_of_ends
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import balanced_path_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_flag
@@ -14,7 +14,7 @@ from pyg_chimera.ops.common.checks import check_flag
 __all__ = ["ChimeraPathConv"]
 
 
-class ChimeraPathConv(RangedBlock):
+class ChimeraPathConv(ChimeraBlock):
     r"""The Chimera layer for undirected paths, such as text or protein chains, from
     `"Chimera: State Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_
     (Appendix B.1): exact in both directions at once, in time linear in the number of

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import at_least_float32
-from pyg_chimera.nn.conv._gated_block import RangedBlock, mean_of_ends
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import chimera_transition, dag_transition, delta_scan
 from pyg_chimera.ops.common.checks import check_integer, check_option
@@ -15,7 +15,7 @@ from pyg_chimera.ops.structure import parent_scale
 __all__ = ["GatedDeltaConv"]
 
 
-class GatedDeltaConv(RangedBlock):
+class GatedDeltaConv(ChimeraBlock):
     r"""The layer of `"Gated Delta Networks: Improving Mamba2 with Delta Rule"
     <https://arxiv.org/abs/2412.06464>`_ on any graph: a recurrence whose states are
     key-value memories. A node overwrites what its key reads, where
