@@ -234,7 +234,7 @@ CASES = {
     "GatedDeltaConv-edges": gated_delta(
         heads=4, groups=2, edge_dim=EDGE, gamma=0.5, reflections=True, conv_kernel=3
     ),
-    "GatedDeltaConv-acyclic": gated_delta(acyclic=True, gated=False),
+    "GatedDeltaConv-acyclic": gated_delta(acyclic=True, heads=4, groups=2, gated=False),
     "GatedDeltaConv-states": gated_delta(
         acyclic=True, edge_dim=EDGE, form="state", bias=False, selectivity="target"
     ),
@@ -246,7 +246,7 @@ CASES = {
     "RGLRUConv-torch": rg_lru(reach=None, conv_kernel=1, backend="torch"),
     "KHopAttentionConv": k_hop(heads=2, k=2),
     "KHopAttentionConv-edges": k_hop(heads=4, groups=2, k=2, edge_dim=EDGE),
-    "KHopAttentionConv-rotary": k_hop(heads=2, k=3, rotary=True, bias=False),
+    "KHopAttentionConv-rotary": k_hop(heads=2, groups=1, k=3, rotary=True, bias=False),
     "KHopAttentionConv-torch": k_hop(heads=2, groups=1, backend="torch"),
     "PLSTMConv": plstm(heads=2),
     "PLSTMConv-D": plstm(mode="D", heads=2, edge_dim=EDGE),

@@ -40,6 +40,7 @@ LAYERS: dict[str, tuple[Callable[..., torch.nn.Module], str]] = {
     "ChimeraDAGConv": (partial(nn.ChimeraDAGConv, heads=2, edge_dim=EDGE), "dag"),
     "ChimeraPathConv": (partial(nn.ChimeraPathConv, heads=2), "path"),
     "GatedDeltaConv": (partial(nn.GatedDeltaConv, heads=2), "any"),
+    "GatedDeltaConv-acyclic": (partial(nn.GatedDeltaConv, acyclic=True), "dag"),
     "RGLRUConv": (partial(nn.RGLRUConv, heads=2, edge_dim=EDGE), "dag"),
     "KHopAttentionConv": (
         partial(nn.KHopAttentionConv, k=2, heads=2, edge_dim=EDGE), "any"),

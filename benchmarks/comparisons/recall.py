@@ -73,9 +73,7 @@ from pyg_chimera.nn import (
 
 STRUCTURES = ("path", "tree", "dag", "graph")
 TASKS = ("recall", "needle", "chain")
-MODELS = (
-    *("chimera", "delta", "plstm", "graph-mamba", "rg-lru", "hybrid", "attention"),
-)
+MODELS = ("chimera", "delta", "plstm", "graph-mamba", "rg-lru", "hybrid", "attention")
 NOT_ASKED = -100
 #: Lower bounds of the bins of distances in the table and the picture.
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

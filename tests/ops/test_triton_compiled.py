@@ -49,7 +49,7 @@ SEQUENCES = [
     ("causal_conv1d", (96, 4)), ("causal_conv1d", (20, 3)),
     ("channels_of_paths", (64,)), ("channels_of_paths", (100,)),
 ]  # fmt: skip
-#: Sizes of states, the largest of some, and what else there is to a rule.
+#: Sizes of states.
 DELTA = [
     ("delta_dags", (2, 2, 96, 32)), ("delta_dags", (4, 1, 20, 100)),
     ("delta_paths", (2, 2, 64, 64)), ("delta_paths", (4, 1, 20, 100)),

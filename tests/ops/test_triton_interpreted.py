@@ -62,7 +62,6 @@ CUT = {
     "triton_filters": ("several", (5, 3)),
     "triton_channels_of_paths": ("two_chunks", (5,)),
     "triton_channels_of_nodes": ("two_chunks", (5,)),
-    "triton_rectified": ("unsorted_batch", (4, 2, 5, 3)),
 }
 CUT_GRAPHS = ("several_blocks", (1, 1, 5, 3))
 

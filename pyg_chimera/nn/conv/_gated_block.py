@@ -125,7 +125,7 @@ class ChimeraBlock(GatedBlock):
     qk_norm = False
     #: Initial standard deviation of selectivities before softplus, if `reach` is given.
     #: If it is small, all nodes write equally, states mainly count nodes, and learning
-    #: more takes long.
+    #: more takes long (but along DAGs, where it would shorten ranges).
     varied = 3**0.5
 
     def __init__(
@@ -349,7 +349,7 @@ def mean_of_ends(
     if source is not None:
         parts.append(source[edge_index[0]])
     if edge is not None:
-        parts.append(edge.expand_as(parts[0]))
+        parts.append(edge)
     return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
 
 

@@ -485,8 +485,6 @@ def test_compile(name: str):
     """Structure that was never computed before, for several sizes, without a break."""
     number = list(COMPILED).index(name)
     backend, dynamic = SETTINGS[number % len(SETTINGS)]
-    if name == "GatedDeltaConv-channels":  # for AOT autograd takes half a minute
-        backend = "eager"
     assert_compiles(*COMPILED[name], backend, dynamic, in_layer=number % 2 == 1)
 
 

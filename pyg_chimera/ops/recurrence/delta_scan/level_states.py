@@ -88,8 +88,8 @@ def _slices(x: _Operands, copies: int) -> Iterator[slice]:
 
 
 def _states(x: _Operands, part: slice) -> tuple[Tensor, Tensor]:
-    """The states [V, heads, N, p], and what nodes write [V, heads, 1, p]."""
-    value, written = x.value[..., part], torch.empty_like(x.value[..., part])
+    """The states [V, heads, N, p], and the errors of keys [V, heads, 1, p]."""
+    value, errors = x.value[..., part], torch.empty_like(x.value[..., part])
     S = value.new_zeros(*x.query.shape[:3], value.size(-1))
     for level in x.levels.levels:
         nodes = level.nodes
@@ -97,9 +97,9 @@ def _states(x: _Operands, part: slice) -> tuple[Tensor, Tensor]:
         if len(level.tail) > 0:
             moved = x.weight[level.edges] * S[level.tail]
             here.index_add_(0, level.head, moved)
-        error = value[nodes] - key.mT @ here
-        here += key * torch.mul(x.beta[nodes], error, out=written[nodes])
-    return S, written
+        error = torch.sub(value[nodes], key.mT @ here, out=errors[nodes])
+        here += key * (x.beta[nodes] * error)
+    return S, errors
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -120,9 +120,8 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     dy = grad[x.levels.node].unsqueeze(-2)
     dq, dk, dv, d_beta, d_weight = (torch.zeros_like(y) for y in x[1:])
     for part in _slices(x, 5):
-        S, written = _states(x, part)
-        before = S - x.key * written
-        error = x.value[..., part] - x.key.mT @ before
+        S, error = _states(x, part)
+        written = x.beta * error
         Z, found = x.query * dy[..., part], torch.empty_like(written)
         for level in reversed(x.levels.levels):
             nodes = level.nodes
@@ -137,7 +136,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
                 Z.index_add_(0, level.tail, x.weight[level.edges] * moved)
         d_error = x.beta * found
         dq += S @ dy[..., part].mT
-        dk -= before @ d_error.mT
+        dk -= (S - x.key * written) @ d_error.mT
         dv[..., part] = d_error
         d_beta += (found * error).sum(-1, keepdim=True)
     groups, (node, edge, _) = call.inputs.key.size(1), x.levels

@@ -67,7 +67,7 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         return Recipe(delta_graph, graph, (inputs.value.size(0),))
 
     def check(self, inputs: Inputs, structure: DeltaGraph) -> None:
-        if structure.on_cycle.any() and inputs.acyclic:
+        if inputs.acyclic and structure.on_cycle.any():
             cycle = find_cycle(inputs.edge_index.cpu(), structure.num_nodes)
             if cycle is not None:
                 raise CycleError(cycle)

@@ -43,10 +43,12 @@ from pyg_chimera.ops.structure.cache import table
 _NUMEL = 2048
 #: Numbers of states that the backward pass may store at a time, if one slice has fewer.
 _MAX_NUMEL = 1 << 28
+#: Kernel options: no prefetching, as loads must not precede earlier stores.
+_OPTIONS = {"num_warps": 4, "num_stages": 1}
 
 
 class _Sizes(NamedTuple):
-    """Sizes and options that kernels are compiled for."""
+    """Sizes that kernels are compiled for."""
 
     heads: int
     groups: int
@@ -71,11 +73,6 @@ class _Sizes(NamedTuple):
     def numel(self) -> int:
         return self.rows * self.columns
 
-    @property
-    def options(self) -> dict[str, int]:
-        """Kernel options: no prefetching, as loads must not precede earlier stores."""
-        return {"num_warps": max(4, self.numel // 512), "num_stages": 1}
-
 
 # -------------------------------------------------------------------------- the calls
 
@@ -96,7 +93,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         for first in range(0, slices, at_once):
             _walk[programs, min(at_once, slices - first)](
                 *operands, y, y, ring, *chains[:4], chains.far_child, chains.ring_ptr,
-                chains.rings, first, *sizes, False, **sizes.options,
+                chains.rings, first, *sizes, False, **_OPTIONS,
             )  # fmt: skip
     return y, ()
 
@@ -112,7 +109,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     by_child = chains.edge.index_select(0, chains.child_entry)
     w = weight[by_child].contiguous()
     (nodes, heads, _), slices, dy = value.shape, sizes.slices, grad.contiguous()
-    errors = value.new_empty(nodes, heads, 2, sizes.P)  # and their adjoints
+    errors, dv = (value.new_empty(value.shape) for _ in range(2))
     dq = value.new_empty(nodes, heads, slices, sizes.N)
     dk = value.new_empty(nodes, heads, slices, 2, sizes.N)  # from writing, and reading
     db = value.new_empty(nodes, heads, slices)
@@ -122,29 +119,28 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     kept = value.new_empty(at_once, heads, nodes, sizes.numel)
     programs = (chains.ptr.numel() - 1) * heads
     ring = value.new_empty(at_once, heads, chains.rings, sizes.numel)
-    options = sizes.options
     with on_device_of(value):
         for first in range(0, slices, at_once):
             count = min(at_once, slices - first)
             _walk[programs, count](
                 *operands, errors, errors, kept, *chains[:4], chains.far_child,
-                chains.ring_ptr, nodes, first, *sizes, True, **options,
+                chains.ring_ptr, nodes, first, *sizes, True, **_OPTIONS,
             )  # fmt: skip
             _walk_back[programs, count](
-                q, k, b, w, dy, errors, dk, db, dw, kept, ring, *chains[:3],
+                q, k, b, w, dy, errors, dv, dk, db, dw, kept, ring, *chains[:2],
                 *chains[4:6], chains.far_parent, chains.ring_ptr, nodes, chains.rings,
-                first, *sizes, **options,
+                first, *sizes, **_OPTIONS,
             )  # fmt: skip
             _reads[nodes * heads, count](
-                k, b, dy, errors, dq, dk, kept, chains.node, nodes, first, *sizes,
-                **options,
+                k, b, dy, errors, dv, dq, dk, kept, chains.node, nodes, first, *sizes,
+                **_OPTIONS,
             )  # fmt: skip
     dq, dk = (
         x.sum(y).unflatten(1, (sizes.groups, -1)).sum(2)
         for x, y in ((dq, 2), (dk, (2, 3)))
     )
     by_edge = torch.empty_like(weight).index_copy_(0, by_child, dw.sum(2))
-    return dq, dk, errors[..., 1, :].contiguous(), db.sum(2), by_edge
+    return dq, dk, dv, db.sum(2), by_edge
 
 
 def _chains(graph: DeltaGraph, device: torch.device) -> Chains:
@@ -170,12 +166,6 @@ def _slice(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Pointers to the entries of a slice of a state at `first`, transposed."""
     return first + tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
-
-
-@triton.jit
-def _error(ERRORS, node, h, p, HEADS: tl.constexpr, P: tl.constexpr):
-    """Pointers to the error of a node's key. Its adjoint is P further."""
-    return ERRORS + (node * HEADS + h) * (2 * P) + p
 
 
 @triton.jit
@@ -223,16 +213,16 @@ def _walk(
                 there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
             state += w * there
         strength = tl.load(B + node * HEADS + h)
-        error = _error(ERRORS, node, h, p, HEADS, P)
+        row = (node * HEADS + h) * P + p
         e = v - tl.sum(state * k[None, :], 1)
         S = state + (strength * e)[:, None] * k[None, :]
         if KEEP:
-            tl.store(error, e, mask=p < P)
+            tl.store(ERRORS + row, e, mask=p < P)
             tl.store(held + i * (ROWS * COLUMNS), S)
             tl.debug_barrier()  # later positions read it
         else:
             y = tl.sum(S * q[None, :], 1)
-            tl.store(Y + (node * HEADS + h) * P + p, y, mask=p < P)
+            tl.store(Y + row, y, mask=p < P)
             if tl.load(FAR_CHILD + i) > 0:
                 tl.debug_barrier()  # all must have read the old values before the store
                 tl.store(held + i % ring * (ROWS * COLUMNS), S)
@@ -241,7 +231,7 @@ def _walk(
 
 @triton.jit(do_not_specialize=_ANY[1:])
 def _walk_back(
-    Q, K, B, W, DY, ERRORS, DK, DB, DW, KEPT, RING, PTR, NODE, PARENT_PTR,
+    Q, K, B, W, DY, ERRORS, DV, DK, DB, DW, KEPT, RING, PTR, NODE,
     CHILD_PTR, CHILD, FAR_PARENT, RING_PTR, num_nodes, rings, first_slice,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -276,14 +266,14 @@ def _walk_back(
             at = _part(x, h, first_slice + z, HEADS, P, COLUMNS)
             tl.store(DW + at, tl.sum(tl.sum(there * S, 1), 0))
         k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-        error = _error(ERRORS, node, h, p, HEADS, P)
-        e = tl.load(error, mask=p < P, other=0.0)
+        row = (node * HEADS + h) * P + p
+        e = tl.load(ERRORS + row, mask=p < P, other=0.0)
         strength = tl.load(B + node * HEADS + h)
         found = tl.sum(Z * k[None, :], 1)
         db = tl.sum(found * e, 0)
         at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
         de = strength * found
-        tl.store(error + P, de, mask=p < P)
+        tl.store(DV + row, de, mask=p < P)
         tl.store(DB + at, db)
         dk = tl.sum(Z * (strength * e)[:, None], 0)
         tl.store(DK + 2 * at * N + n, dk, mask=n < N)
@@ -296,7 +286,7 @@ def _walk_back(
 
 @triton.jit(do_not_specialize=_ANY[1::2])
 def _reads(
-    K, B, DY, ERRORS, DQ, DK, KEPT, NODE, num_nodes, first_slice,
+    K, B, DY, ERRORS, DV, DQ, DK, KEPT, NODE, num_nodes, first_slice,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -308,13 +298,13 @@ def _reads(
     kept = _numbers(KEPT + states * (ROWS * COLUMNS), ROWS, COLUMNS)
     node = tl.load(NODE + i).to(tl.int64)
     S = tl.load(kept + i * (ROWS * COLUMNS))
-    error = _error(ERRORS, node, h, p, HEADS, P)
+    row = (node * HEADS + h) * P + p
     k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
     strength = tl.load(B + node * HEADS + h)
-    written = strength * tl.load(error, mask=p < P, other=0.0)
+    written = strength * tl.load(ERRORS + row, mask=p < P, other=0.0)
     known = S - written[:, None] * k[None, :]
     dq = S * row_of(DY, node, h, p, p < P, HEADS, P)[:, None]
-    dk = -known * tl.load(error + P, mask=p < P, other=0.0)[:, None]
+    dk = -known * tl.load(DV + row, mask=p < P, other=0.0)[:, None]
     at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
     tl.store(DQ + at * N + n, tl.sum(dq, 0), mask=n < N)
     tl.store(DK + (2 * at + 1) * N + n, tl.sum(dk, 0), mask=n < N)

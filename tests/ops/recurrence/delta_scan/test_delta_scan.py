@@ -21,7 +21,7 @@ from scipy import sparse
 from scipy.sparse.linalg import spsolve
 
 from pyg_chimera.ops import CycleError, dag_scan, delta_scan, explain
-from pyg_chimera.ops.recurrence.delta_scan import cost_model, path_chunks
+from pyg_chimera.ops.recurrence.delta_scan import cost_model, level_states, path_chunks
 from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     SIDE,
     eliminate,
@@ -332,6 +332,16 @@ def test_bad_options(weight, match):
         delta_scan(q, k, v, b, path(3), weight)
     with pytest.raises(TypeError, match="'acyclic' must be True or False, got 'yes'"):
         delta_scan(q, k, v, b, path(3), w, acyclic="yes")
+
+
+@pytest.mark.parametrize("most", [1, 300])
+def test_levels_in_slices_of_value_channels(most, monkeypatch):
+    case = example("delta_dags", "several_blocks")
+    options = {"backend": "torch", "form": "state"}
+    want = computed(case, options)
+    monkeypatch.setattr(level_states, "MAX_NUMEL", most)
+    for name, got in computed(case, options).items():
+        assert_near(got, want[name])
 
 
 def test_cycles_where_none_must_be():
