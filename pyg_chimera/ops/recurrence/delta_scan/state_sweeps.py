@@ -33,6 +33,7 @@ from pyg_chimera.ops.common.simd import (
 from pyg_chimera.ops.common.vector_kit import (
     clear,
     inner_product,
+    inner_product_of_rows,
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 
@@ -176,24 +177,25 @@ def _node(x, u, h, state, error, read):
 
 @jit
 def _overwrite(node, strength, num_keys, P, width):
-    """Turns S' into S, and reads it."""
+    """Turns S' into S, and reads it: S^T q = S'^T q + strength * (k^T q) * error."""
     state, step = node.state, lanes(node.state)
+    overlap = splat(strength * inner_product_of_rows(node.q, node.k, num_keys))
     for p in range(0, width, step):
-        by_key = zeros(state)
+        # Both sums in one loop, as each waits for its last addition.
+        by_key, by_query = zeros(state), zeros(state)
         at = p
         for a in range(num_keys):
-            by_key = fma(splat(node.k[a]), load(state + at), by_key)
+            s = load(state + at)
+            by_key = fma(splat(node.k[a]), s, by_key)
+            by_query = fma(splat(node.q[a]), s, by_query)
             at += width
         error = load_part(node.v + p, P - p) - by_key
         store(node.error + p, error)
-        by_query, written = zeros(state), splat(strength) * error
-        at = p
-        for a in range(num_keys):
-            s = fma(splat(node.k[a]), written, load(state + at))
-            store(state + at, s)
-            by_query = fma(splat(node.q[a]), s, by_query)
-            at += width
-        store(node.read + p, by_query)
+        store(node.read + p, fma(overlap, error, by_query))
+    for a in range(num_keys):
+        w, row = splat(strength * node.k[a]), state + a * width
+        for p in range(0, width, step):
+            store(row + p, fma(w, load(node.error + p), load(row + p)))
 
 
 @jit
