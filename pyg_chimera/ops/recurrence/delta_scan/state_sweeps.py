@@ -242,6 +242,7 @@ def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
             u, n = order.node[i], i - start
             state = states + n * size
             _gather(state, states, largest, size, start, i, order.parents, x.weight, h)
+            # What is read is not needed here, and overwritten by dy.
             node = _node(x, u, h, state, errors + n * width, dy)
             _overwrite(node, x.beta[u, h], num_keys, P, width)
         for i in range(end - 1, start - 1, -1):
