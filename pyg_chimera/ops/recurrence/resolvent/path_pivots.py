@@ -8,6 +8,8 @@ The pivot :math:`p_i = d_i - w_i u_i / p_{i-1}` is the ratio of two numbers to w
 is applied at each node. Products of these matrices along a path are computed by
 doubling, in float64, and rescaled, so they neither overflow nor underflow. The
 gradients of pivots are linear recurrences along the path, also computed by doubling.
+Both directions are computed at once, as rows of one sequence: the places in their
+order, then from the last to the first.
 """
 
 from typing import NamedTuple
@@ -25,8 +27,7 @@ class Places(NamedTuple):
     """The paths of a graph, whose V nodes have places path by path, on a device."""
 
     path: Tensor  #: [V] the path of each place
-    before: Tensor  #: [V] number of places before it on its path
-    after: Tensor  #: [V] number of places after it
+    before: Tensor  #: [2 V] number of rows of its path before each row
     slot: Tensor  #: [E] index of each edge in [d | w | u]
     longest: int  #: nodes of the longest path
     num_paths: int
@@ -41,7 +42,8 @@ class Places(NamedTuple):
         path = np.repeat(np.arange(len(length)), length)
         before = place - scans.ptr[path]
         after = scans.ptr[1:][path] - 1 - place
-        arrays = (path, before, after, scans.slot)
+        rows = np.concatenate([before, after[::-1]])
+        arrays = (path, rows, scans.slot)
         moved = [torch.from_numpy(x).to(device) for x in arrays]
         sizes = int(length.max(initial=0)), len(length)
         return cls(*moved, *sizes)  # type: ignore[call-arg, arg-type]
@@ -58,12 +60,22 @@ def eliminate(places: Places, weight: Tensor) -> tuple[Pivots, Tensor]:
     values.index_add_(0, places.slot, weight.double())
     d, w, u = values.split(num_nodes) if num_nodes else values.expand(3, 0, heads)
     d = 1 - d
-    there = _pivots(d, w * u, places.before, places.longest)
-    back = _pivots(
-        d.flip(0), _next(w * u).flip(0), places.after.flip(0), places.longest
+    found = _pivots(
+        _rows(d, d), _rows(w * u, _next(w * u)), places.before, places.longest
     )
-    pivots = Pivots(d, w, u, there, back.flip(0))
+    pivots = Pivots(d, w, u, *_directions(found))
     return pivots, _growth(places, pivots)
+
+
+def _rows(there: Tensor, back: Tensor) -> Tensor:
+    """The rows of both directions, [2 V, heads]."""
+    return torch.cat([there, back.flip(0)])
+
+
+def _directions(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Apart again, and in the order of places."""
+    there, back = rows.chunk(2) if len(rows) else (rows, rows)
+    return there, back.flip(0)
 
 
 def _pivots(d: Tensor, wu: Tensor, place: Tensor, longest: int) -> Tensor:
@@ -128,14 +140,12 @@ def gradients(
     da = d_weight[:n] / back
     pivot = -dg * g * g
     # Both pivots: the gradients of their uses, accumulated along the path.
-    factor, use = _next(w * u) / there.square(), pivot - db * b
-    d_there = linear_recurrence(
-        factor.flip(0), use.flip(0), places.after.flip(0), places.longest
-    ).flip(0)
-    d_back = linear_recurrence(
-        w * u / back.square(), pivot - da * a, places.before, places.longest
+    factors = _rows(w * u / back.square(), _next(w * u) / there.square())
+    uses = _rows(pivot - da * a, pivot - db * b)
+    d_back, d_there = _directions(
+        linear_recurrence(factors, uses, places.before, places.longest)
     )
-    is_first = (places.before == 0).unsqueeze(-1)
+    is_first = (places.before[:n] == 0).unsqueeze(-1)
     x, y = d_there / _last(there).masked_fill(is_first, 1), _last(d_back) / back
     on = pivot - d_there - d_back
     below = da - (x + y) * u
