@@ -7,12 +7,10 @@ from torch import Tensor
 
 __all__ = ["rotary_angles", "rotate"]
 
-#: The base of the angles: wavelengths go up to about 2 pi times this.
-BASE = 10_000.0
-
 
 def rotary_angles(places: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
-    """The angles of `"RoFormer" <https://arxiv.org/abs/2104.09864>`_.
+    """The angles of `"RoFormer" <https://arxiv.org/abs/2104.09864>`_: wavelengths from
+    6 to about 60,000.
 
     Args:
         places: [..., D] coordinates, each of which gets the same number of pairs.
@@ -24,7 +22,7 @@ def rotary_angles(places: Tensor, channels: int, dtype: torch.dtype) -> Tensor:
     """
     size = channels // places.size(-1) // 2
     step = torch.arange(size, device=places.device, dtype=dtype)
-    return (places.unsqueeze(-1) * BASE ** (-step / size)).flatten(-2)
+    return (places.unsqueeze(-1) * 10_000.0 ** (-step / size)).flatten(-2)
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

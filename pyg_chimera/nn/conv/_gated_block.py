@@ -126,7 +126,7 @@ class ChimeraBlock(GatedBlock):
     #: Initial standard deviation of selectivities before softplus, if `reach` is given.
     #: If it is small, all nodes write equally, states mainly count nodes, and learning
     #: more takes long (but along DAGs, where it would shorten ranges).
-    varied = 3**0.5
+    gate_std = 3**0.5
 
     def __init__(
         self,
@@ -176,8 +176,8 @@ class ChimeraBlock(GatedBlock):
         self.lin_gate = None
         if self.gated:
             self.lin_gate = Linear(size, self.out_channels, bias=self.bias)
-        gate_std = 3**-0.5 if self.reach is None else self.varied
-        self.lin_delta = GateLinear(size, num_gates * heads, gate_std)
+        std = 3**-0.5 if self.reach is None else self.gate_std
+        self.lin_delta = GateLinear(size, num_gates * heads, std)
         self.delta_bias = Parameter(torch.empty(num_gates, heads))
         self.lin_edge = self.edge_bias = None
         if self.edge_dim is not None:

@@ -115,7 +115,7 @@ class ChimeraDAGConv(ChimeraBlock):
         torch.Size([4, 32])
     """
 
-    varied = 3**-0.5  #: more would shorten the ranges of heads
+    gate_std = 3**-0.5  #: more would shorten the ranges of heads
 
     def __init__(
         self,

@@ -16,10 +16,9 @@ from pyg_chimera.nn.encoders import PositionEmbedding
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.ops.common.checks import check_integer, check_option
 
-__all__ = ["MIXERS", "POSITIONS", "lattice_layers", "structure_of"]
+__all__ = ["MIXERS", "lattice_layers", "structure_of"]
 
 MIXERS = ("chimera", "chimera_path", "plstm", "graph_mamba", "attention")
-POSITIONS = (None, "learned", "sinusoidal", "rotary")
 
 
 def lattice_layers(
@@ -44,7 +43,8 @@ def lattice_layers(
         raise ValueError(
             f"'mixer' must be a function or one of {MIXERS}, got {mixer!r}"
         )
-    check_option("position", position, POSITIONS)
+    positions = (None, "learned", "sinusoidal", "rotary")
+    check_option("position", position, positions)
     if position == "rotary" and mixer != "attention":
         raise ValueError(
             f"'position' can be 'rotary' for mixer='attention' only, got {mixer!r}"
