@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What takes about an hour or longer, on one core.
 LONG = {
     "long-range.json": "days, for all tasks; ten minutes for each arm and rate of one",
-    "peptides-func.json": "20 minutes for each model, and two hours of two cores",
+    "peptides-func.json": "20 minutes for each of four models, and an hour for two",
     "temporal-cpu.json": "an hour, with the next file",
     "tudataset-proteins.json": "an hour and three quarters",
 }

@@ -276,7 +276,7 @@ def sentences(steps: int) -> Any:
 
 
 def curves(steps: int) -> Any:
-    """Validation on Peptides-func, over the share of 20 minutes and over epochs."""
+    """Validation on Peptides-func, over minutes and over epochs."""
     runs = json.loads((RESULTS / "peptides-func.json").read_text(encoding="utf-8"))
     figure = Figure(figsize=(10, 4), layout="constrained")
     minutes, epochs = figure.subplots(1, 2, sharey=True)
