@@ -75,12 +75,13 @@ def _is_ill_conditioned_on_device(
     steps = torch.arange(1, _SWEEPS + 1, device=absolute.device).unsqueeze(1)
     least = absolute.new_full((heads,), torch.inf)
     for target, source in (edge_index.flip(0), edge_index):
-        kept = [absolute.new_ones(num_nodes, heads)]
-        while len(kept) <= _SWEEPS:
+        kept, most = [absolute.new_ones(num_nodes, heads)], absolute.new_empty(0, heads)
+        while len(most) < _SWEEPS:
+            kept = kept[-1:]
             for _ in range(4):
                 passed = absolute * kept[-1][source]
                 kept.append(torch.zeros_like(kept[0]).index_add_(0, target, passed))
-            most = torch.stack(kept[1:]).amax(1)
+            most = torch.cat([most, torch.stack(kept[1:]).amax(1)])
             valid = (most <= 1).cumprod(0).bool() & (most < 1)
             bounds = steps[: len(most)] / (1 - most)
             found = torch.where(valid, bounds, torch.inf).amin(0)

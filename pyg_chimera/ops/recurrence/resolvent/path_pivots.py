@@ -58,7 +58,7 @@ def eliminate(places: Places, weight: Tensor) -> tuple[Pivots, Tensor]:
     num_nodes, heads = len(places.path), weight.size(1)
     values = weight.new_zeros(3 * num_nodes, heads, dtype=torch.double)
     values.index_add_(0, places.slot, weight.double())
-    d, w, u = values.split(num_nodes) if num_nodes else values.expand(3, 0, heads)
+    d, w, u = values.chunk(3)
     d = 1 - d
     found = _pivots(
         _rows(d, d), _rows(w * u, _next(w * u)), places.before, places.longest
@@ -74,7 +74,7 @@ def _rows(there: Tensor, back: Tensor) -> Tensor:
 
 def _directions(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Apart again, and in the order of places."""
-    there, back = rows.chunk(2) if len(rows) else (rows, rows)
+    there, back = rows.chunk(2)
     return there, back.flip(0)
 
 
