@@ -139,7 +139,7 @@ class Case(NamedTuple):
             if self.scores:
                 kwargs = {"score": x[:, 0].detach()} | kwargs
             index = index if form is None else form(index)
-            return conv(x, index, batch, **kwargs)
+            return conv(x, index, batch=batch, **kwargs)
         if getattr(module, "edge_dim", None) in (None, 0):
             attr = None
         dags = [
@@ -174,6 +174,11 @@ def chimera_dag(**kwargs: Any) -> Case:
     return Case(make, DAGS[: kwargs.get("num_dags", 1)])
 
 
+def divided(layer: type[torch.nn.Module], **kwargs: Any) -> Case:
+    """A layer for DAGs on a graph with cycles, which depends on the order of nodes."""
+    return Case(partial(layer, **kwargs), [GRAPH], equivariant=False)
+
+
 def gated_delta(**kwargs: Any) -> Case:
     edges = DAGS[0] if kwargs.get("acyclic") else GRAPH
     return Case(partial(GatedDeltaConv, state_channels=3, **kwargs), [edges])
@@ -189,7 +194,7 @@ def k_hop(**kwargs: Any) -> Case:
 
 
 def plstm(**kwargs: Any) -> Case:
-    ordered = kwargs.get("order") is not None
+    ordered = "order" in kwargs
     edges = [GRAPH] if ordered else DAGS[: kwargs.get("num_dags", 1)]
     return Case(partial(PLSTMConv, **kwargs), edges, equivariant=not ordered)
 
@@ -227,6 +232,9 @@ CASES = {
     "ChimeraDAGConv-mamba": chimera_dag(
         num_dags=3, share="none", heads=4, groups=2, norm_before_gate=False
     ),
+    "ChimeraDAGConv-divided": divided(
+        ChimeraDAGConv, state_channels=3, edge_dim=EDGE, local_conv=True
+    ),
     "ChimeraPathConv": Case(
         partial(ChimeraPathConv, state_channels=3, heads=2, edge_dim=EDGE), [PATH]
     ),
@@ -243,6 +251,7 @@ CASES = {
     "RGLRUConv-several": rg_lru(
         num_dags=3, heads=4, edge_dim=EDGE, conv_kernel=2, released=True
     ),
+    "RGLRUConv-divided": divided(RGLRUConv, edge_dim=EDGE),
     "RGLRUConv-torch": rg_lru(reach=None, conv_kernel=1, backend="torch"),
     "KHopAttentionConv": k_hop(heads=2, k=2),
     "KHopAttentionConv-edges": k_hop(heads=4, groups=2, k=2, edge_dim=EDGE),
@@ -260,6 +269,7 @@ CASES = {
     "PLSTMConv-order": plstm(order="order", heads=2),
     "PLSTMConv-degree": plstm(order="degree", mode="D", edge_dim=EDGE),
     "PLSTMConv-bfs": plstm(order="bfs", normalization="row", tracking=2),
+    "PLSTMConv-divided": divided(PLSTMConv, mode="D", edge_dim=EDGE, tracking=2),
     "PLSTMGridConv": on_grids(PLSTMGridConv, heads=2),
     "PLSTMGridConv-D": on_grids(
         PLSTMGridConv, mode="D", state_channels=3, heads=4, num_dags=2

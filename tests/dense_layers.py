@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import networkx
 import torch
 from torch import Tensor
 
@@ -707,18 +708,19 @@ def reflections(vectors: Tensor) -> Tensor:
 def plstm(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     H, J, D = p.heads, p.tracking, len(p["gate_bias"])
     index, dag, attr = dags_of(p, len(x), graphs)
+    own = dag % D  # the gates of an edge, which two DAGs may share
     lines = line_edges(p, index, dag)
     qkv = plstm_inputs(p, x, graphs)
     S, shared = H * J, H if p.mode == "P" else 0
     rows = shared if p.normalization == "row" else 0
     gates = plstm_gates(p, x)
     direct, tail, head = gates.split([H, 4 * S + rows, 3 * S + shared - rows], 2)
-    tail, head = tail[index[0], dag], head[index[1], dag]
+    tail, head = tail[index[0], own], head[index[1], own]
     gate, first = tail[:, : 3 * S] + head[:, : 3 * S], tail[:, 3 * S : 4 * S]
     score = tail[:, 4 * S :] if p.normalization == "row" else head[:, 3 * S :]
     if attr is not None:
         edge = p.linear("lin_edge", attr).unflatten(1, (D, -1))
-        edge = edge[torch.arange(len(dag)), dag]
+        edge = edge[torch.arange(len(dag)), own]
         gate, first = gate + edge[:, : 3 * S], first + edge[:, 3 * S : 4 * S]
         score = score + edge[:, 4 * S :]
     source, mark, second = gate.unflatten(1, (3, H, J)).unbind(1)
@@ -727,12 +729,12 @@ def plstm(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     T = torch.diag_embed(torch.tanh(5 * (first[out] + second[into])))
     if J > 1:
         vectors = p.linear("lin_track", x).unflatten(1, p["track_bias"].shape)
-        turned = reflections(vectors + p["track_bias"])[index[0, into], dag[into]]
+        turned = reflections(vectors + p["track_bias"])[index[0, into], own[into]]
         U, W = turned.unbind(1)
         T = U @ T @ W.mT
     if p.mode == "P":
         end, which = (index[1], out) if p.normalization == "row" else (index[0], into)
-        alpha = shares(score, end * D + dag)
+        alpha = shares(score, end * max(D, 2) + dag)
         T = alpha[which][..., None, None] * T
     table = x.new_zeros(H, len(dag), J, len(dag), J)
     for line, (a, b) in enumerate(lines.t().tolist()):
@@ -751,7 +753,7 @@ def dags_of(
     attr = None
     if "lin_edge.weight" in p and graphs.attrs is not None:
         attr = torch.cat(graphs.attrs)
-    if p.order is None:
+    if p.order is None or p.num_dags > 1:
         sizes = torch.tensor([edges.size(1) for edges in graphs.edges])
         return index, torch.arange(len(sizes)).repeat_interleave(sizes), attr
     place = torch.tensor(node_order(p.order, index, num_nodes), dtype=torch.long)
@@ -762,7 +764,9 @@ def dags_of(
 
 
 def node_order(order: str, index: Tensor, num_nodes: int) -> list[int]:
-    """The place of each node: as numbered, by degree, or by a breadth-first search."""
+    """The place of each node: as numbered, by degree, by a breadth-first search, or by
+    one of components with cycles and along the edges of others.
+    """
     near: list[set[int]] = [set() for _ in range(num_nodes)]
     for j, i in index.t().tolist():
         if i != j:
@@ -771,7 +775,7 @@ def node_order(order: str, index: Tensor, num_nodes: int) -> list[int]:
     nodes = list(range(num_nodes))
     if order == "degree":
         nodes.sort(key=lambda i: len(near[i]))
-    elif order == "bfs":
+    elif order in ("bfs", "auto"):
         found: dict[int, None] = {}
         for root in nodes:
             queue = [root]
@@ -781,6 +785,16 @@ def node_order(order: str, index: Tensor, num_nodes: int) -> list[int]:
                     found[i] = None
                     queue += sorted(near[i])
         nodes = list(found)
+    if order == "auto":
+        graph = networkx.DiGraph((j, i) for j, i in index.t().tolist() if i != j)
+        graph.add_nodes_from(range(num_nodes))
+        parts = list(networkx.weakly_connected_components(graph))
+        for part in (graph.subgraph(part) for part in parts):
+            if networkx.is_directed_acyclic_graph(part):
+                free = sorted(nodes.index(i) for i in part)
+                ordered = networkx.topological_sort(part)
+                for place, i in zip(free, list(ordered), strict=True):
+                    nodes[place] = i
     return [nodes.index(i) for i in range(num_nodes)]
 
 
@@ -789,7 +803,7 @@ def line_edges(p: Layer, index: Tensor, dag: Tensor) -> Tensor:
     edges = [
         (*pair, d) for pair, d in zip(index.t().tolist(), dag.tolist(), strict=True)
     ]
-    turns = p.order is not None and p.turns
+    turns = p.order is not None and p.num_dags == 1 and p.turns
     lines = [
         (a, b)
         for a, (t, u, d) in enumerate(edges)
@@ -973,9 +987,38 @@ def gated_gcn(p: Layer, x: Tensor, graphs: Graphs) -> Tensor | tuple[Tensor, Ten
     return finished(y, "norm"), finished(edge, "norm_edge")
 
 
+def along_halves(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The mean over two DAGs, of edges to later and to earlier nodes, where components
+    have edges of both kinds.
+    """
+
+    def run(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
+        if p.order is None or p.num_dags > 1:
+            return formula(p, x, graphs)
+        (index,) = graphs.edges
+        place = torch.tensor(node_order("auto", index, len(x)), dtype=torch.long)
+        before, after = place[index]
+        later, earlier = (
+            formula(
+                p, x, graphs._replace(
+                    edges=[index[:, kept]],
+                    attrs=graphs.attrs and [graphs.attrs[0][kept]],
+                ),
+            )
+            for kept in (before < after, before > after)
+        )  # fmt: skip
+        graph = networkx.Graph(index.t().tolist())
+        cyclic = torch.zeros(len(x), 1, dtype=torch.bool)
+        for i in index[0, before > after].tolist():
+            cyclic[list(networkx.node_connected_component(graph, i))] = True
+        return torch.where(cyclic, (later + earlier) / 2, later)
+
+    return run
+
+
 FORMULAS = {
     "ChimeraConv": chimera,
-    "ChimeraDAGConv": chimera_dag,
+    "ChimeraDAGConv": along_halves(chimera_dag),
     "ChimeraGridConv": chimera_dag,
     "ChimeraPathConv": chimera_path,
     "GatedDeltaConv": gated_delta,
@@ -984,5 +1027,5 @@ FORMULAS = {
     "KHopAttentionConv": k_hop_attention,
     "PLSTMConv": plstm,
     "PLSTMGridConv": plstm_grid,
-    "RGLRUConv": rg_lru,
+    "RGLRUConv": along_halves(rg_lru),
 }

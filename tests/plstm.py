@@ -140,7 +140,7 @@ def graph_lines(
 ) -> list[tuple[int, int]]:
     """Consecutive edges of a DAG, and turns from the second DAG of an order."""
     edges = edge_index.t().tolist()
-    turns = conv.order is not None and conv.turns
+    turns = conv.order not in (None, "auto") and conv.turns
     lines = [
         (a, b)
         for a, (t, u) in enumerate(edges)
@@ -289,7 +289,7 @@ def joined(
     edge_index = torch.cat([index for index, _ in graphs], dim=1)
     attrs = [attr for _, attr in graphs if attr is not None]
     attr = torch.cat(attrs) if attrs else None
-    if conv.order is None:
+    if conv.order in (None, "auto"):
         dag = [d for d, (index, _) in enumerate(graphs) for _ in index[0]]
         return edge_index, attr, dag, mask
     rank = node_order(edge_index, num_nodes, conv.order)
@@ -315,7 +315,7 @@ def make_conv(*args, layer: type[Layer] = PLSTMConv, **kwargs) -> Layer:
 def make_inputs(
     conv: Layer, dtype: torch.dtype = torch.double
 ) -> tuple[Tensor, list[Edges]]:
-    is_dag = isinstance(conv, PLSTMConv) and conv.order is None
+    is_dag = isinstance(conv, PLSTMConv) and conv.order in (None, "auto")
     edges = DAGS[: conv.num_dags] if is_dag else [GRAPH]
     graphs = [
         (torch.tensor(e).t().contiguous(), torch.randn(len(e), EDGE, dtype=dtype))

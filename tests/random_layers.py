@@ -147,6 +147,8 @@ def draw(
     x = scale * torch.randn(num_nodes, CHANNELS)
     if graphs.sizes is not None and len(graphs.sizes) != 1:
         compiler = None
+    if kinds == "any" and getattr(conv, "order", None) == "auto":
+        compiler = None  # only DAGs then
     return Case(seed, name, options, conv, x, graphs, score, scale, dtype, autocast,
                 compiler)  # fmt: skip
 
@@ -529,8 +531,9 @@ def dag_options(r: random.Random) -> tuple[dict[str, Any], int]:
 
 
 def chimera_dag(r: random.Random) -> tuple[dict[str, Any], str]:
-    kind = r.choice(["dag", "dag", "chain"])
-    options = chimera_options(r) | dag_options(r)[0] | some(r, local_conv=[True])
+    options, dags = dag_options(r)
+    kind = r.choice(["dag", "dag", "chain"] + ["any"] * (dags == 1))
+    options |= chimera_options(r) | some(r, local_conv=[True])
     return with_form(r, options, kind), kind
 
 
@@ -556,7 +559,8 @@ def rg_lru(r: random.Random) -> tuple[dict[str, Any], str]:
         r, edge_dim=[EDGE], conv_kernel=[1, 2], gated=[False], bias=[False],
         reach=[None, (4.0, 64.0)], released=[True], backend=["torch"],
     )  # fmt: skip
-    return options, r.choice(["dag", "chain"])
+    kinds = ["dag", "chain"] + ["any"] * (options["num_dags"] == 1)
+    return options, r.choice(kinds)
 
 
 def plstm_options(r: random.Random) -> dict[str, Any]:
@@ -569,7 +573,7 @@ def plstm_options(r: random.Random) -> dict[str, Any]:
 def plstm(r: random.Random) -> tuple[dict[str, Any], str]:
     options = plstm_options(r) | some(r, edge_dim=[EDGE], tracking=[2, 3])
     if flag(r):
-        options["order"] = r.choice(["order", "degree", "bfs"])
+        options["order"] = r.choice(["order", "degree", "bfs", "auto"])
         return options | some(r, turns=[False], form=["state", "mask"]), "any"
     kind = r.choice(["dag", "chain"])
     options["num_dags"] = r.choice([1, 1, 2, 3])

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.structure.edges import edges_of
 from pyg_chimera.ops.structure.grid import grid_sizes
+from pyg_chimera.ops.structure.node_order import Halves, dag_halves
 
 __all__ = [
     "all_parameters",
@@ -29,12 +31,15 @@ __all__ = [
     "check_floats",
     "check_grids",
     "check_heads",
+    "check_no_edge_attr",
     "check_nodes",
     "check_size",
     "edge_features",
     "edges_of",
     "for_each_dag",
+    "halves_of",
     "has_edge_mask",
+    "heads_of",
     "named",
     "side_by_side",
     "with_values",
@@ -79,6 +84,16 @@ def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
                 "and those of MessagePassing"
             )
     return kwargs
+
+
+def heads_of(channels: int, heads: int | None) -> int:
+    """The number of heads: unless given, the largest of 4, 2 and 1 that divides the
+    channels.
+    """
+    if heads is not None:
+        return heads
+    known = isinstance(channels, Integral)  # otherwise an error follows
+    return next(n for n in (4, 2, 1) if n == 1 or (known and channels % n == 0))
 
 
 def check_heads(
@@ -142,6 +157,17 @@ def check_edge_attr(edge_attr: Any) -> None:
             "edge_attr", edge_attr, "; pass a batch vector as 'batch=...', and embed "
             "categories first",
         )  # fmt: skip
+
+
+def check_no_edge_attr(layer: Any, edge_attr: Any) -> None:
+    """Checks that a layer that reads no edge features is given none."""
+    check_edge_attr(edge_attr)
+    if edge_attr is not None:
+        raise ValueError(
+            f"'edge_attr' must be None, as {type(layer).__name__} reads no features or "
+            f"weights of edges, got shape {list(edge_attr.shape)}; put a convolution "
+            "that does beside it, as 'conv' of a GPSLayer"
+        )
 
 
 def check_edge_rows(edge_attr: Any, edge_index: Any) -> None:
@@ -352,6 +378,28 @@ def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
             )
         lists.append(entries)
     return list(zip(*lists, strict=True))
+
+
+def halves_of(
+    layer: Any, edge_index: Any, edge_attr: Any, num_nodes: int
+) -> tuple[Halves, Tensor, Tensor | None] | None:
+    """The two DAGs along which a layer with the option `order="auto"` runs on a graph
+    that is not one itself, or only with self-loops, and its edges and their features;
+    otherwise None. Their number is not known while code is compiled.
+    """
+    several = layer.num_dags > 1 or isinstance(edge_index, (list, tuple))
+    if layer.order != "auto" or several or torch.compiler.is_compiling():
+        return None
+    # To which end edges lead does not matter here.
+    index, attr = as_edges(
+        edge_index, edge_attr, num_nodes, "source_to_target", layer.edge_dim
+    )
+    halves = dag_halves(index, num_nodes)
+    if halves.later.numel() == index.size(1):
+        return None
+    if layer.edge_dim is not None:
+        attr = edge_features(attr, layer.edge_dim, index.size(1))
+    return halves, index, attr
 
 
 def side_by_side(

@@ -3,6 +3,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedParameter
 from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import normalization_resolver
 from torch_geometric.resolver import normalize_string
@@ -10,7 +12,7 @@ from torch_geometric.resolver import normalize_string
 from pyg_chimera.nn._routing import Route
 from pyg_chimera.ops.gated_norm import gated_norm, rms_norm
 
-__all__ = ["Norm", "RMSNorm", "norm_arguments", "rms_norm"]
+__all__ = ["LazyLayerNorm", "Norm", "RMSNorm", "norm_arguments", "rms_norm"]
 
 #: PyG's norms that do not take the number of channels.
 _WITHOUT_SIZE = ("pair", "meansubtraction", "graphsize")
@@ -77,6 +79,30 @@ class Norm(torch.nn.Module):
         if self.norm is None or x.size(0) == 0:
             return x
         return self.norm(x, batch=batch) if self._with_batch else self.norm(x)
+
+
+class LazyLayerNorm(LazyModuleMixin, torch.nn.LayerNorm):
+    """PyTorch's, but its size is that of the first input."""
+
+    cls_to_become = torch.nn.LayerNorm
+    weight: UninitializedParameter  # type: ignore[assignment]
+    bias: UninitializedParameter  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.weight = UninitializedParameter()
+        self.bias = UninitializedParameter()
+
+    def reset_parameters(self) -> None:
+        if not self.has_uninitialized_params():
+            super().reset_parameters()
+
+    def initialize_parameters(self, x: Tensor) -> None:
+        if self.has_uninitialized_params():
+            self.normalized_shape = (x.size(-1),)
+            self.weight.materialize(self.normalized_shape)
+            self.bias.materialize(self.normalized_shape)
+            self.reset_parameters()
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Linear
 
+from pyg_chimera.nn._inputs import heads_of
 from pyg_chimera.nn._rotary import rotary_angles, rotate
 from pyg_chimera.ops.common.checks import check_option
 
@@ -28,7 +29,7 @@ class SelfAttention(torch.nn.Module):
     Args:
         channels (int): Size of each input and output sample.
         heads (int, optional): The number of heads; divides :obj:`channels`.
-            (default: :obj:`1`)
+            (default: the largest of 4, 2 and 1 that does)
         rotary (str, optional): The positions to rotate by: those in a
             :obj:`"sequence"`, with nodes in order, or columns and rows of a
             :obj:`"grid"`, with nodes row by row and half of the channels for each. With
@@ -56,7 +57,7 @@ class SelfAttention(torch.nn.Module):
     def __init__(
         self,
         channels: int,
-        heads: int = 1,
+        heads: int | None = None,
         *,
         rotary: str | None = None,
         causal: bool = False,
@@ -65,9 +66,10 @@ class SelfAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_option("rotary", rotary, (None, "sequence", "grid"))
+        multiple = {None: 1, "sequence": 2, "grid": 4}[rotary]
+        heads = heads_of(channels // multiple, heads)
         if heads < 1 or channels % heads != 0:
             raise ValueError(f"'heads' must divide 'channels', got {heads}, {channels}")
-        multiple = {None: 1, "sequence": 2, "grid": 4}[rotary]
         if channels // heads % multiple != 0:
             raise ValueError(
                 f"The {channels // heads} channels of a head must be a multiple of "

@@ -409,7 +409,8 @@ def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
         raise ValueError(
             f"'edge_index' must hold both directions of each edge of a path, but edge "
             f"{e}, {col[e]} -> {row[e]}, has no reverse; use "
-            "'torch_geometric.utils.to_undirected'"
+            "'torch_geometric.utils.to_undirected', or 'ChimeraConv', which takes any "
+            "graph"
         )
     degree = np.bincount(row, minlength=num_nodes)
     parts = len(connected_components(edge_index, num_nodes).unique())
@@ -418,8 +419,8 @@ def _path_reverse(edge_index: Tensor, num_nodes: int) -> Tensor:
         raise ValueError(
             "'edge_index' must be a graph whose components are simple paths, but has "
             f"{len(row)} edges between {num_nodes} nodes in {parts} components, and a "
-            f"node of degree {degree.max(initial=0)}; 'chimera_transition' takes any "
-            "graph"
+            f"node of degree {degree.max(initial=0)}; 'ChimeraConv' and "
+            "'chimera_transition' take any graph"
         )
     return torch.from_numpy(reverse).to(edge_index.device)
 

@@ -24,8 +24,6 @@ class Layer:
     ) -> Any:
         if edge_weight is not None:
             names = list(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
-            if "edge_attr" not in names:
-                raise TypeError(f"{type(self).__name__} reads no 'edge_weight'")
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             if given.get("edge_attr") is not None:
                 raise TypeError(

@@ -17,6 +17,9 @@ from pyg_chimera.nn._inputs import (
     check_heads,
     check_nodes,
     edge_features,
+    halves_of,
+    has_edge_mask,
+    heads_of,
 )
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.conv._base import Mixer
@@ -51,7 +54,7 @@ class GatedBlock(Mixer):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
+        heads: int | None = None,
         *,
         edge_dim: int | None = None,
         gated: bool = True,
@@ -61,6 +64,7 @@ class GatedBlock(Mixer):
     ) -> None:
         super().__init__(**kwargs)
         out_channels = in_channels if out_channels is None else out_channels
+        heads = heads_of(out_channels, heads)
         check_heads(out_channels, heads)
         self.in_channels = in_channels
         self.out_channels = out_channels
@@ -82,6 +86,28 @@ class GatedBlock(Mixer):
         for lin in self.children():
             if isinstance(lin, Linear):
                 lin.reset_parameters()
+
+    def along_halves(
+        self,
+        x: Tensor,
+        edge_index: Any,
+        edge_attr: Any,
+        batch: Tensor | None,
+    ) -> Tensor | None:
+        """The mean of the outputs along the two DAGs into which a graph with cycles is
+        divided; None for a DAG, or where the option `order` says so.
+        """
+        found = halves_of(self, edge_index, edge_attr, x.size(0))
+        if found is None:
+            return None
+        has_edge_mask(self, 2)  # of one graph only
+        halves, index, attr = found
+        later, earlier = (
+            self.forward(x, index[:, ids], None if attr is None else attr[ids], batch)
+            for ids in (halves.later, halves.earlier)
+        )
+        mean = (later + earlier) / 2
+        return torch.where(halves.cyclic.unsqueeze(1), mean, later)
 
     def over_edges(self, edge_index: Tensor) -> Filter | None:
         """The local filter over a node and its parents in each DAG, if there is one."""
@@ -132,8 +158,8 @@ class ChimeraBlock(GatedBlock):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
-        state_channels: int = 64,
+        heads: int | None = None,
+        state_channels: int = 16,
         *,
         groups: int = 1,
         reach: tuple[float, float] | None = (4.0, 64.0),
@@ -141,7 +167,7 @@ class ChimeraBlock(GatedBlock):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, **kwargs)
-        check_heads(self.out_channels, heads, state_channels, groups)
+        check_heads(self.out_channels, self.heads, state_channels, groups)
         check_reach(reach)
         self.state_channels = state_channels
         self.groups = groups

@@ -6,7 +6,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import check_batch, check_grids, check_nodes
+from pyg_chimera.nn._inputs import (
+    check_batch,
+    check_grids,
+    check_no_edge_attr,
+    check_nodes,
+)
 from pyg_chimera.nn.conv._window import Continued, over_grids
 
 __all__ = ["OnGrids", "check_grid"]
@@ -43,6 +48,7 @@ class OnGrids:
         self,
         x: Tensor,
         edge_index: Adj | None = None,
+        edge_attr: None = None,
         batch: Tensor | None = None,
         height: int | Tensor | None = None,
         width: int | Tensor | None = None,
@@ -54,6 +60,7 @@ class OnGrids:
             edge_index (torch.Tensor or SparseTensor, optional): Not used; accepted for
                 containers that call all their layers in the same way. (default:
                 :obj:`None`)
+            edge_attr (None, optional): Not supported, likewise. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node, used to check the
                 sizes. (default: :obj:`None`)
             height (int or torch.Tensor): The number of rows, for all grids or for each.
@@ -65,6 +72,7 @@ class OnGrids:
             ValueError: If sizes are missing or do not match the nodes.
         """
         check_nodes(x, self.in_channels)
+        check_no_edge_attr(self, edge_attr)
         check_batch(batch, x.size(0))
         if self.explain:
             raise ValueError("Edge masks explain edges, which grids do not look at")

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_chimera.nn._inputs import at_least_float32, check_heads
+from pyg_chimera.nn._inputs import at_least_float32, check_heads, heads_of
 from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
 from pyg_chimera.nn.conv._window import Filter, projected
@@ -25,16 +25,17 @@ class PLSTMBlock(Mixer):
     Its options are documented in :class:`~pyg_chimera.nn.PLSTMConv`.
     """
 
+    edge_dim: int | None = None
     lin_out: Linear  # made by the layers, after all their other parameters
 
     def __init__(
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
-        mode: str = "P",
-        *,
+        heads: int | None = None,
         state_channels: int | None = None,
+        *,
+        mode: str = "P",
         normalization: str = "column",
         gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
         gate_std: float = 0.0,
@@ -48,6 +49,7 @@ class PLSTMBlock(Mixer):
         check_option("mode", mode, ("P", "D"))
         check_option("normalization", normalization, ("column", "row"))
         out_channels = in_channels if out_channels is None else out_channels
+        heads = heads_of(out_channels, heads)
         if state_channels is None:
             state_channels = max(1, out_channels // max(1, heads))
         check_heads(out_channels, heads, state_channels)

@@ -79,9 +79,9 @@ class ChimeraConv(ChimeraBlock):
         out_channels (int, optional): Size of each output sample. (default:
             :obj:`in_channels`)
         heads (int, optional): Number of heads, each with its own :math:`\mathbf{A}`;
-            divides :obj:`out_channels`. (default: :obj:`1`)
+            divides :obj:`out_channels`. (default: the largest of 4, 2 and 1 that does)
         state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
-            :math:`\mathbf{C}_i`. (default: :obj:`64`)
+            :math:`\mathbf{C}_i`. (default: :obj:`16`)
         groups (int, optional): Number of different :math:`\mathbf{B}` and
             :math:`\mathbf{C}`; divides :obj:`heads`. (default: :obj:`1`, all heads
             share them as in Mamba-2)
@@ -167,8 +167,8 @@ class ChimeraConv(ChimeraBlock):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
-        state_channels: int = 64,
+        heads: int | None = None,
+        state_channels: int = 16,
         *,
         normalization: str = "paper",
         gamma: float = 1.0,
@@ -209,7 +209,9 @@ class ChimeraConv(ChimeraBlock):
         self.add_parameters(4, kernel=1 + local_conv, norm=norm)
         self.log_sums = None
         if log_sums > 0:
-            self.log_sums = LogSums(in_channels, self.out_channels, heads, log_sums)
+            self.log_sums = LogSums(
+                in_channels, self.out_channels, self.heads, log_sums
+            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -66,10 +66,16 @@ class ChimeraDAGConv(ChimeraBlock):
         out_channels (int, optional): Size of each output sample. (default:
             :obj:`in_channels`)
         heads (int, optional): Number of heads, each with its own :math:`\mathbf{A}`;
-            divides :obj:`out_channels`. (default: :obj:`1`)
+            divides :obj:`out_channels`. (default: the largest of 4, 2 and 1 that does)
         state_channels (int, optional): Size of :math:`\mathbf{B}_i` and
-            :math:`\mathbf{C}_i`. (default: :obj:`64`)
+            :math:`\mathbf{C}_i`. (default: :obj:`16`)
         num_dags (int, optional): The number of DAGs. (default: :obj:`1`)
+        order (str, optional): With :obj:`"auto"` and a single DAG, the graph may have
+            cycles: each component that has any is divided into two DAGs, of the edges
+            to later and to earlier nodes in a breadth-first search (without
+            self-loops), and outputs along both, with the same parameters, are averaged.
+            Not so in compiled and exported models, nor given :obj:`rank`. With
+            :obj:`None`, cycles are an error. (default: :obj:`"auto"`)
         share (str, optional): Which DAGs share :math:`\mathbf{B}` and
             :math:`\mathbf{C}` (Table 6 of the paper): :obj:`"all"`; :obj:`"none"`;
             :obj:`"diagonal"`, each pair of consecutive DAGs, of which
@@ -121,10 +127,11 @@ class ChimeraDAGConv(ChimeraBlock):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
-        state_channels: int = 64,
+        heads: int | None = None,
+        state_channels: int = 16,
         *,
         num_dags: int = 1,
+        order: str | None = "auto",
         share: str = "all",
         selectivity: str = "mean",
         roots: str = "write",
@@ -136,6 +143,7 @@ class ChimeraDAGConv(ChimeraBlock):
         super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         if num_dags < 1:
             raise ValueError(f"'num_dags' must be >= 1, got {num_dags}")
+        check_option("order", order, (None, "auto"))
         check_option("share", share, tuple(_SHARING))
         wanted = {"row": num_dags == 4, "diagonal": num_dags % 2 == 0}
         if not wanted.get(share, True):
@@ -147,6 +155,7 @@ class ChimeraDAGConv(ChimeraBlock):
         check_option("selectivity", selectivity, ("mean", "target"))
         check_option("roots", roots, ("write", "silent"))
         check_flag("local_conv", local_conv)
+        self.order = order
         self.share = share
         self.selectivity = selectivity
         self.roots = roots
@@ -190,10 +199,14 @@ class ChimeraDAGConv(ChimeraBlock):
             TypeError: If an argument has the wrong type or dtype.
             ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.dag_scan`.
-            CycleError: If there is a cycle.
+            CycleError: If there is a cycle where :obj:`order` does not allow it.
         """
         check_nodes(x, self.in_channels)
         check_batch(batch, x.size(0))
+        if rank is None:
+            out = self.along_halves(x, edge_index, edge_attr, batch)
+            if out is not None:
+                return out
         index, features, batch, rank = side_by_side(
             x.size(0), self.num_dags, self.flow, self.edge_dim, edge_index, edge_attr,
             batch, rank,

@@ -66,8 +66,8 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
-        state_channels: int = 64,
+        heads: int | None = None,
+        state_channels: int = 16,
         *,
         num_dags: int = 4,
         window: tuple[int, int] | None = (3, 3),
@@ -82,7 +82,7 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
             )
         super().__init__(
             in_channels, out_channels, heads, state_channels, num_dags=num_dags,
-            share=share, local_conv=False, **kwargs,
+            share=share, order=None, local_conv=False, **kwargs,
         )  # fmt: skip
         window = check_window(window)
         if window is not None:

@@ -50,8 +50,9 @@ class GatedDeltaConv(ChimeraBlock):
         out_channels (int, optional): Size of each output sample. (default:
             :obj:`in_channels`)
         heads (int, optional): Number of heads, each with its own :math:`\mathbf{A}` and
-            :math:`\beta`; divides :obj:`out_channels`. (default: :obj:`1`)
-        state_channels (int, optional): Size of queries and keys. (default: :obj:`64`)
+            :math:`\beta`; divides :obj:`out_channels`. (default: the largest of 4, 2
+            and 1 that does)
+        state_channels (int, optional): Size of queries and keys. (default: :obj:`16`)
         acyclic (bool, optional): Whether graphs are directed and acyclic.
             (default: :obj:`False`)
         selectivity (str, optional): With :obj:`acyclic`, the selectivity of an edge:
@@ -101,8 +102,8 @@ class GatedDeltaConv(ChimeraBlock):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
-        state_channels: int = 64,
+        heads: int | None = None,
+        state_channels: int = 16,
         *,
         acyclic: bool = False,
         selectivity: str = "mean",

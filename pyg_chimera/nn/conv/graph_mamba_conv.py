@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import LayerNorm, Linear, Parameter
+from torch.nn import LayerNorm, LazyLinear, Linear, Parameter
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
@@ -13,9 +13,11 @@ from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
     check_batch,
+    check_no_edge_attr,
     check_nodes,
     check_size,
 )
+from pyg_chimera.nn._norm import LazyLayerNorm
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
@@ -77,15 +79,18 @@ class GraphMambaConv(Layer, torch.nn.Module):
         x, edge_attr = layer(x, edge_index, batch, edge_attr)
 
     Args:
-        channels (int): Size of each input and output sample.
+        in_channels (int): Size of each input sample, or :obj:`-1` to derive the size
+            from the first input.
+        out_channels (int, optional): Size of each output sample. (default:
+            :obj:`in_channels`)
         state_channels (int, optional): Size of :math:`\mathbf{B}_t` and
             :math:`\mathbf{C}_t`, and of the state of a channel. (default: :obj:`16`)
         conv_kernel (int, optional): The number of nodes in the kernel of the
             convolution along the sequence. (default: :obj:`4`)
         expand (int, optional): The width of the state space model, as a multiple of
-            that of the input. (default: :obj:`1`)
+            :obj:`out_channels`. (default: :obj:`1`)
         dt_rank (int, optional): Size of :math:`\boldsymbol{\delta}_t`. (default:
-            :obj:`None`, a sixteenth of :obj:`channels`, rounded up)
+            :obj:`None`, a sixteenth of :obj:`out_channels`, rounded up)
         order (str, optional): The score by which nodes are sorted, see
             :func:`~pyg_chimera.ops.node_score`: one of :obj:`"order"`, :obj:`"degree"`,
             :obj:`"eigenvector"`, :obj:`"pagerank"`, :obj:`"closeness"`, :obj:`"bfs"`,
@@ -113,25 +118,28 @@ class GraphMambaConv(Layer, torch.nn.Module):
 
     Shapes:
         - **input:**
-          node features :math:`(|\mathcal{V}|, F)`,
+          node features :math:`(|\mathcal{V}|, F_{in})`,
           edge indices :math:`(2, |\mathcal{E}|)` or a sparse adjacency *(optional)*,
           batch vector :math:`(|\mathcal{V}|)` *(optional)*,
           scores :math:`(|\mathcal{V}|)` *(optional)*
-        - **output:** node features :math:`(|\mathcal{V}|, F)`
+        - **output:** node features :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
         ValueError: If a size is not positive, or :obj:`order` is unknown.
 
     Example:
-        >>> conv = GraphMambaConv(16)
+        >>> conv = GraphMambaConv(16, 32)
         >>> edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
         >>> conv(torch.randn(3, 16), edge_index).shape
-        torch.Size([3, 16])
+        torch.Size([3, 32])
     """
+
+    edge_dim = None  #: none are read
 
     def __init__(
         self,
-        channels: int,
+        in_channels: int,
+        out_channels: int | None = None,
         *,
         state_channels: int = 16,
         conv_kernel: int = 4,
@@ -147,8 +155,9 @@ class GraphMambaConv(Layer, torch.nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
+        out_channels = in_channels if out_channels is None else out_channels
         sizes = {
-            "channels": channels,
+            "out_channels": out_channels,
             "state_channels": state_channels,
             "conv_kernel": conv_kernel,
             "expand": expand,
@@ -165,11 +174,12 @@ class GraphMambaConv(Layer, torch.nn.Module):
                 f"given to the forward method, got {order!r}"
             )
 
-        self.channels = channels
+        self.in_channels = in_channels
+        self.out_channels = out_channels
         self.state_channels = state_channels
         self.conv_kernel = conv_kernel
         self.expand = expand
-        self.dt_rank = math.ceil(channels / 16) if dt_rank is None else dt_rank
+        self.dt_rank = math.ceil(out_channels / 16) if dt_rank is None else dt_rank
         self.order = order
         self.num_eval_permutations = num_eval_permutations
         self.num_bins = num_bins
@@ -177,15 +187,20 @@ class GraphMambaConv(Layer, torch.nn.Module):
         self.seed = seed
         self.backend = backend
 
-        inner = expand * channels
-        self.norm = LayerNorm(channels) if norm else None
-        self.lin_in = Linear(channels, inner, bias=bias)
-        self.lin_gate = Linear(channels, inner, bias=bias)
+        inner = expand * out_channels
+        lazy = in_channels == -1
+        self.norm = None
+        if norm:
+            self.norm = LazyLayerNorm() if lazy else LayerNorm(in_channels)
+        self.lin_in, self.lin_gate = (
+            LazyLinear(inner, bias) if lazy else Linear(in_channels, inner, bias)
+            for _ in range(2)
+        )
         self.scans = torch.nn.ModuleList(
             _Scan(inner, state_channels, conv_kernel, self.dt_rank)
             for _ in range(1 + bidirectional)
         )
-        self.lin_out = Linear(inner, channels, bias=bias)
+        self.lin_out = Linear(inner, out_channels, bias=bias)
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
@@ -196,6 +211,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         self,
         x: Tensor,
         edge_index: Adj | None = None,
+        edge_attr: None = None,
         batch: Tensor | None = None,
         score: Tensor | None = None,
         generator: torch.Generator | None = None,
@@ -206,6 +222,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
             x (torch.Tensor): The node features.
             edge_index (torch.Tensor or SparseTensor, optional): The edge indices, from
                 which scores are computed unless they are given. (default: :obj:`None`)
+            edge_attr (None, optional): Not supported; accepted for containers that call
+                all their layers in the same way. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node, sorted or not.
                 (default: :obj:`None`, one graph)
             score (torch.Tensor, optional): The score by which nodes are sorted,
@@ -221,7 +239,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
                 score is NaN, or neither scores nor the edges needed to compute them are
                 given.
         """
-        check_nodes(x, self.channels)
+        check_nodes(x, self.in_channels)
+        check_no_edge_attr(self, edge_attr)
         check_batch(batch, x.size(0))
         check_size(edge_index, x.size(0))
         packed = self._packed(x, edge_index, batch, score, generator)
@@ -242,7 +261,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         Raises:
             ValueError: If the layer sorts nodes, or is bidirectional.
         """
-        check_nodes(x, self.channels)
+        check_nodes(x, self.in_channels)
         if self.order != "order" or self.bidirectional or self.num_bins > 1:
             raise ValueError(
                 "Sequences are continued with order='order', bidirectional=False and "
@@ -295,7 +314,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
 
     def __repr__(self) -> str:
         return (
-            f"{self.__class__.__name__}({self.channels}, "
+            f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
             f"state_channels={self.state_channels}, conv_kernel={self.conv_kernel}, "
             f"expand={self.expand}, order={self.order!r})"
         )

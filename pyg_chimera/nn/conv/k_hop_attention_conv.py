@@ -13,6 +13,7 @@ from pyg_chimera.nn._inputs import (
     check_heads,
     check_nodes,
     edge_features,
+    heads_of,
 )
 from pyg_chimera.nn._rotary import rotary_angles, rotate
 from pyg_chimera.nn.conv._base import Mixer
@@ -57,7 +58,7 @@ class KHopAttentionConv(Mixer):
         out_channels (int, optional): Size of each output sample. (default:
             :obj:`in_channels`)
         heads (int, optional): Number of heads; divides :obj:`out_channels`.
-            (default: :obj:`1`)
+            (default: the largest of 4, 2 and 1 that does)
         k (int, optional): The largest number of steps. (default: :obj:`1`)
         groups (int, optional): Number of different keys and values; divides
             :obj:`heads`. (default: :obj:`heads`)
@@ -96,7 +97,7 @@ class KHopAttentionConv(Mixer):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
+        heads: int | None = None,
         k: int = 1,
         *,
         groups: int | None = None,
@@ -108,6 +109,7 @@ class KHopAttentionConv(Mixer):
     ) -> None:
         super().__init__(**kwargs)
         out_channels = in_channels if out_channels is None else out_channels
+        heads = heads_of(out_channels // (1 + rotary), heads)
         groups = heads if groups is None else groups
         check_heads(out_channels, heads, groups=groups)
         check_integer("k", k, 1)

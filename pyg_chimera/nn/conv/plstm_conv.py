@@ -16,6 +16,7 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
     edge_features,
     for_each_dag,
+    halves_of,
     has_edge_mask,
 )
 from pyg_chimera.nn.conv._init import GateLinear
@@ -30,6 +31,7 @@ __all__ = ["PLSTMConv"]
 class _DAGs(NamedTuple):
     """All DAGs of a call as one graph: node v in DAG d of D is its node v * D + d."""
 
+    number: int
     edge_index: Tensor  # [2, E]
     line_edge_index: Tensor  # [2, L], turns between the DAGs included
     kept: Tensor | None  # [L], mask of a multitree, if its line edges are not selected
@@ -81,25 +83,26 @@ class PLSTMConv(PLSTMBlock):
         out_channels (int, optional): Size of each output sample. (default:
             :obj:`in_channels`)
         heads (int, optional): Number of heads, each with its own gates; divides
-            :obj:`out_channels`. (default: :obj:`1`)
-        mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
-            are recommended. (default: :obj:`"P"`)
+            :obj:`out_channels`. (default: the largest of 4, 2 and 1 that does)
         state_channels (int, optional): Size of :math:`\mathbf{q}_i` and
             :math:`\mathbf{k}_i` of a head. (default: :obj:`out_channels // heads`)
+        mode (str, optional): :obj:`"P"` or :obj:`"D"`; alternating layers of both modes
+            are recommended. (default: :obj:`"P"`)
         edge_dim (int, optional): Size of edge features, on which the gates then also
             depend, or :obj:`-1`. (default: :obj:`None`)
-        order (str, optional): With :obj:`None`, the graph must be a DAG, and is used
-            unaltered. With :obj:`"order"`, :obj:`"degree"` or :obj:`"bfs"`, the nodes
-            are ordered by :func:`~pyg_chimera.ops.node_order`, and there are two DAGs:
-            the edges from earlier to later nodes, and those from later to earlier ones.
-            Self-loops are dropped. (default: :obj:`None`)
+        order (str, optional): With :obj:`"order"`, :obj:`"degree"` or :obj:`"bfs"`, the
+            nodes are ordered by :func:`~pyg_chimera.ops.node_order`, and there are two
+            DAGs: the edges from earlier to later nodes, and those from later to earlier
+            ones. Self-loops are dropped. With :obj:`"auto"`, a DAG is used unaltered,
+            and components with cycles are divided as by :obj:`"bfs"`, but the two DAGs
+            have the same gates (not in compiled and exported models, which take DAGs
+            only). With :obj:`None`, cycles are an error. (default: :obj:`"auto"`)
         turns (bool, optional): With :obj:`order`, whether signals turn from the second
             DAG to the first. If set to :obj:`False`, as in the paper, only ancestors
             and descendants influence each other. Turns take time and memory for each
             pair of later neighbours of a node, which are many if a hub comes early in
             the order, as by :obj:`"bfs"`. (default: :obj:`True`)
-        num_dags (int, optional): The number of DAGs with :obj:`order=None`.
-            (default: :obj:`1`)
+        num_dags (int, optional): The number of given DAGs. (default: :obj:`1`)
         normalization (str, optional): Under :obj:`"P"`: :obj:`"column"`, as above, or
             :obj:`"row"`, a softmax over the edges that enter a node, so that a signal's
             largest state in a DAG does not grow. :obj:`"D"` has no normalization.
@@ -159,23 +162,28 @@ class PLSTMConv(PLSTMBlock):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
-        mode: str = "P",
+        heads: int | None = None,
+        state_channels: int | None = None,
         *,
+        mode: str = "P",
         edge_dim: int | None = None,
-        order: str | None = None,
+        order: str | None = "auto",
         turns: bool = True,
         num_dags: int = 1,
         tracking: int = 1,
         **kwargs: Any,
     ) -> None:
-        super().__init__(in_channels, out_channels, heads, mode, **kwargs)
-        check_option("order", order, (None, "order", "degree", "bfs"))
+        super().__init__(
+            in_channels, out_channels, heads, state_channels, mode=mode, **kwargs
+        )
+        heads = self.heads
+        orders = (None, "auto", "order", "degree", "bfs")
+        check_option("order", order, orders)
         check_flag("turns", turns)
-        if num_dags < 1 or (num_dags > 1 and order is not None):
+        if num_dags < 1 or (num_dags > 1 and order in orders[2:]):
             raise ValueError(
-                "'num_dags' must be >= 1, and 1 unless order=None, got "
-                f"{num_dags} and order={order!r}"
+                f"'num_dags' must be >= 1, and 1 with order={order!r}, which makes two "
+                f"DAGs, got {num_dags}"
             )
         if tracking < 1:
             raise ValueError(f"'tracking' must be >= 1, got {tracking}")
@@ -186,7 +194,7 @@ class PLSTMConv(PLSTMBlock):
         states, alpha = heads * tracking, heads if mode == "P" else 0
         row = alpha if self.normalization == "row" else 0
         parts = [heads, 4 * states + row, 3 * states + alpha - row]
-        copies = num_dags if order is None else 2
+        copies = 2 if order in orders[2:] else num_dags
         self.add_parameters(copies, [heads, states, states, states], sum(parts))
         self.edge_dim = edge_dim
         self.order = order
@@ -233,8 +241,8 @@ class PLSTMConv(PLSTMBlock):
                 layers with :obj:`edge_dim`. (default: :obj:`None`)
             batch (torch.Tensor, optional): The graph of each node. Used for speed only:
                 outputs don't depend on it. (default: :obj:`None`)
-            line_edge_index (torch.Tensor, optional): With :obj:`order=None`, the line
-                graph, as stored by the transforms, or a part of it (or a list). Under
+            line_edge_index (torch.Tensor, optional): The line graph of a given DAG, as
+                stored by the transforms, or a part of it (or a list). Under
                 :obj:`"D"`, it is pruned to a multitree unless it already is one.
                 (default: :obj:`None`)
 
@@ -242,22 +250,28 @@ class PLSTMConv(PLSTMBlock):
             TypeError: If an argument has the wrong type or dtype.
             ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.stm_scan`.
-            CycleError: If a graph that must be a DAG has a cycle.
+            CycleError: If there is a cycle where :obj:`order` does not allow it.
         """
         check_nodes(x, self.in_channels)
         check_batch(batch, x.size(0))
-        num_nodes, D = x.size(0), self.gate_bias.size(0)
-        if self.order is None:
-            dags = self._given(num_nodes, edge_index, edge_attr, line_edge_index)
-        elif line_edge_index is None:
-            dags = self._ordered(num_nodes, self.order, edge_index, edge_attr)
-        else:
-            raise ValueError(
-                f"'line_edge_index' must be None with order={self.order!r}, which "
-                f"makes its own DAGs, got {type(line_edge_index).__name__}"
+        num_nodes, order = x.size(0), self.order
+        if order in (None, "auto"):
+            is_dag = line_edge_index is not None or (
+                halves_of(self, edge_index, edge_attr, num_nodes) is None
             )
+            order = None if is_dag else order
+        elif line_edge_index is not None:
+            raise ValueError(
+                f"'line_edge_index' must be None with order={order!r}, which makes its "
+                f"own DAGs, got {type(line_edge_index).__name__}"
+            )
+        if order is None:
+            dags = self._given(num_nodes, edge_index, edge_attr, line_edge_index)
+        else:
+            dags = self._ordered(num_nodes, order, edge_index, edge_attr)
         query, key, value = self.project(x)
-        index = dags.edge_index if D == 1 else dags.edge_index // D
+        index, D = dags.edge_index, dags.number
+        index = index if D == 1 else index // D
         y = stm_scan(
             query, key, value, *self._gates(x, dags), index,
             dags.line_edge_index, batch, form=self.form, backend=self.backend,
@@ -301,7 +315,8 @@ class PLSTMConv(PLSTMBlock):
             copies = [x * self.num_dags + d for d, x in enumerate(indices)]
             index, line = torch.cat(copies, dim=1), torch.cat(lines, dim=1)
         edges = torch.cat(attrs) if attrs else None
-        return _DAGs(index, *self._pruned(line, num_edges), edges, self._mask(index))
+        line, kept = self._pruned(line, num_edges)
+        return _DAGs(self.num_dags, index, line, kept, edges, self._mask(index))
 
     def _ordered(
         self, num_nodes: int, order: str, edge_index: Any, edge_attr: Any
@@ -317,7 +332,7 @@ class PLSTMConv(PLSTMBlock):
             attr = edge_features(attr, self.edge_dim, index.size(1))
         index, edge, line = ordered_dags(index, num_nodes, order, self.turns)
         attr, mask = (y if y is None else y.index_select(0, edge) for y in (attr, mask))
-        return _DAGs(index, *self._pruned(line, index.size(1)), attr, mask)
+        return _DAGs(2, index, *self._pruned(line, index.size(1)), attr, mask)
 
     def _pruned(
         self, line_edge_index: Tensor, num_edges: int
@@ -338,16 +353,18 @@ class PLSTMConv(PLSTMBlock):
 
     def _gates(self, x: Tensor, dags: _DAGs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Source [E, heads(, J)], transition [L, heads(, J, J)], mark, direct."""
-        D, S = self.gate_bias.size(0), self.heads * self.tracking
+        D, S = dags.number, self.heads * self.tracking
+        copies = self.gate_bias.size(0)  # D, or one that DAGs share
         row, col = dags.edge_index
-        direct, tail, head = self.node_gates(x).flatten(0, 1).split(self._parts, dim=1)
+        gates = self.node_gates(x).expand(-1, D, -1).flatten(0, 1)
+        direct, tail, head = gates.split(self._parts, dim=1)
         tail, head = tail.index_select(0, row), head.index_select(0, col)
         gate = tail[:, : 3 * S] + head[:, : 3 * S]
         first = tail[:, 3 * S : 4 * S]
         score = tail[:, 4 * S :] if self.normalization == "row" else head[:, 3 * S :]
         if self.lin_edge is not None:
             edge = at_least_float32(self.lin_edge(dags.edge_attr))
-            if D > 1:  # each edge is in one of the DAGs
+            if copies > 1:  # each edge is in one of the DAGs
                 rows = torch.arange(edge.size(0), device=edge.device) * D + row % D
                 edge = edge.view(rows.numel() * D, edge.size(1) // D)
                 edge = edge.index_select(0, rows)
@@ -365,7 +382,8 @@ class PLSTMConv(PLSTMBlock):
             source, mark, transition = (
                 y.unflatten(1, shape) for y in (source, mark, transition)
             )
-            transition = self._rotated(x, transition, row[into])
+            node = row[into] if copies == D else row[into] // D
+            transition = self._rotated(x, transition, node)
         if self.mode == "P":
             ends = row if self.normalization == "column" else col
             alpha = softmax(score, ends, num_nodes=x.size(0) * D)
@@ -378,7 +396,8 @@ class PLSTMConv(PLSTMBlock):
             mask = dags.mask.to(source.dtype)
             source = source * _like(mask, source)
             transition = transition * _like(mask[into], transition)
-        direct = direct.sigmoid().view(x.size(0), D, self.heads).sum(1)
+        # Once where DAGs share their gates, as a node reads the edges of both at once.
+        direct = direct.sigmoid().view(x.size(0), D, self.heads)[:, :copies].sum(1)
         return source, transition, mark, direct
 
     def _rotated(self, x: Tensor, decay: Tensor, node: Tensor) -> Tensor:

@@ -78,15 +78,19 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
-        mode: str = "P",
+        heads: int | None = None,
+        state_channels: int | None = None,
         *,
+        mode: str = "P",
         num_dags: int = 4,
         window: tuple[int, int] | None = (3, 3),
         **kwargs: Any,
     ) -> None:
         check_grid(num_dags, kwargs)
-        super().__init__(in_channels, out_channels, heads, mode, **kwargs)
+        super().__init__(
+            in_channels, out_channels, heads, state_channels, mode=mode, **kwargs
+        )
+        heads = self.heads
         # Gates of a node in an orientation: direct, source, mark, decay, angle.
         turns, angle = (4, heads) if mode == "P" else (3, 0)
         biased = [heads, 2 * heads, 2 * heads, turns * heads, angle]

@@ -23,7 +23,12 @@ from pyg_chimera.nn.conv._gated_block import GatedBlock
 from pyg_chimera.nn.conv._init import check_reach, head_reaches, softplus_
 from pyg_chimera.nn.conv._window import Continued, reset_filter_
 from pyg_chimera.ops import channel_scan
-from pyg_chimera.ops.common.checks import check_flag, check_integer, readable
+from pyg_chimera.ops.common.checks import (
+    check_flag,
+    check_integer,
+    check_option,
+    readable,
+)
 from pyg_chimera.ops.structure import parent_scale
 from pyg_chimera.ops.structure.parent_scale import continued_scale
 
@@ -82,8 +87,10 @@ class RGLRUConv(GatedBlock):
         out_channels (int, optional): Size of each output sample, and of the states.
             (default: :obj:`in_channels`)
         heads (int, optional): Number of blocks of the gates; divides
-            :obj:`out_channels`. (default: :obj:`1`)
+            :obj:`out_channels`. (default: the largest of 4, 2 and 1 that does)
         num_dags (int, optional): The number of DAGs. (default: :obj:`1`)
+        order (str, optional): As in :class:`~pyg_chimera.nn.ChimeraDAGConv`: what to do
+            with cycles. (default: :obj:`"auto"`)
         conv_kernel (int, optional): The number of generations in the filters of the
             local convolution, including the node itself; with :obj:`1`, there is no
             convolution. (default: :obj:`4`)
@@ -127,9 +134,10 @@ class RGLRUConv(GatedBlock):
         self,
         in_channels: int,
         out_channels: int | None = None,
-        heads: int = 1,
+        heads: int | None = None,
         *,
         num_dags: int = 1,
+        order: str | None = "auto",
         conv_kernel: int = 4,
         reach: tuple[float, float] | None = (1.0, 1000.0),
         released: bool = False,
@@ -138,15 +146,18 @@ class RGLRUConv(GatedBlock):
         super().__init__(in_channels, out_channels, heads, **kwargs)
         check_integer("num_dags", num_dags, 1)
         check_integer("conv_kernel", conv_kernel, 1)
+        check_option("order", order, (None, "auto"))
         check_reach(reach)
         check_flag("released", released)
         self.num_dags = num_dags
+        self.order = order
         self.conv_kernel = conv_kernel
         self.reach = reach
         self.released = released
         self.act = partial(F.gelu, approximate="tanh" if released else "none")
 
         out_channels, bias = self.out_channels, self.bias
+        heads = self.heads
         block = out_channels // heads
         self.lin_value = Linear(in_channels, out_channels, bias=bias)
         self.lin_gate = None
@@ -198,10 +209,14 @@ class RGLRUConv(GatedBlock):
             TypeError: If an argument has the wrong type or dtype.
             ValueError: If an argument does not fit the layer, or as in
                 :func:`~pyg_chimera.ops.channel_scan`.
-            CycleError: If there is a cycle.
+            CycleError: If there is a cycle where :obj:`order` does not allow it.
         """
         check_nodes(x, self.in_channels)
         check_batch(batch, x.size(0))
+        if rank is None:
+            out = self.along_halves(x, edge_index, edge_attr, batch)
+            if out is not None:
+                return out
         num_nodes, D = x.size(0), self.num_dags
         index, features, batch, rank = side_by_side(
             num_nodes, D, self.flow, self.edge_dim, edge_index, edge_attr, batch, rank

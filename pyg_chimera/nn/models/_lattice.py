@@ -24,7 +24,7 @@ MIXERS = ("chimera", "chimera_path", "plstm", "graph_mamba", "attention")
 def lattice_layers(
     mixer: str | Callable[[int], Module],
     channels: int,
-    heads: int,
+    heads: int | None,
     num_layers: int,
     *,
     num_dags: int,

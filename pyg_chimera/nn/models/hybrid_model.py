@@ -29,8 +29,8 @@ _Make = Callable[..., Module]
 _ON_GRAPHS: dict[str, _Make] = {"gated_delta": GatedDeltaConv, "chimera": ChimeraConv}
 _ON_DAGS: dict[str, _Make] = {
     "gated_delta": partial(GatedDeltaConv, acyclic=True),
-    "chimera": ChimeraDAGConv,
-    "rg_lru": RGLRUConv,
+    "chimera": partial(ChimeraDAGConv, order=None),
+    "rg_lru": partial(RGLRUConv, order=None),
 }
 #: Arguments of the mixers that the model sets.
 _SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
@@ -82,7 +82,8 @@ class HybridModel(GraphModel):
         num_layers (int, optional): The number of blocks. (default: :obj:`8`)
         pattern (str, optional): The sequence of blocks, each a recurrence (:obj:`"r"`)
             or attention (:obj:`"a"`), repeated over the depth. (default: :obj:`"rrra"`)
-        heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
+        heads (int, optional): The number of heads of the mixers. (default: the
+            largest of 4, 2 and 1 that divides :obj:`channels`)
         kind (str, optional): What the data are: any :obj:`"graph"`; a :obj:`"dag"`; or
             a :obj:`"sequence"`, whose nodes are in order, as from
             :class:`~pyg_chimera.transforms.SequenceToGraph`, and whose edges to later
@@ -130,7 +131,7 @@ class HybridModel(GraphModel):
         out_channels: int,
         num_layers: int = 8,
         pattern: str = "rrra",
-        heads: int = 4,
+        heads: int | None = None,
         *,
         kind: str = "graph",
         causal: bool = False,
@@ -162,7 +163,7 @@ class HybridModel(GraphModel):
             )
 
         def full(
-            channels: int, heads: int, edge_dim: Any, flow: str, **own: Any
+            channels: int, heads: int | None, edge_dim: Any, flow: str, **own: Any
         ) -> Any:
             return SelfAttention(channels, heads, causal=causal, **own)
 

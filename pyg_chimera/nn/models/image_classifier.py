@@ -60,7 +60,7 @@ class ImageClassifier(GraphModel):
         out_channels: int,
         num_layers: int = 4,
         mixer: str | Callable[[int], Module] = "chimera",
-        heads: int = 4,
+        heads: int | None = None,
         *,
         position: str | None = None,
         size: tuple[int, int] | None = None,

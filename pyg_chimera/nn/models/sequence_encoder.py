@@ -42,7 +42,8 @@ class SequenceEncoder(GraphModel):
             :obj:`"attention"` (:class:`~pyg_chimera.nn.SelfAttention`), or a function
             that builds one from its position in the stack, which for :obj:`head="lm"`
             must be causal. (default: :obj:`"chimera"`)
-        heads (int, optional): The number of heads of the mixers. (default: :obj:`4`)
+        heads (int, optional): The number of heads of the mixers. (default: the
+            largest of 4, 2 and 1 that divides :obj:`channels`)
         head (str, optional): What is predicted: the token at each position, from both
             sides (:obj:`"mlm"`, as in masked language models), the next token, from the
             past only (:obj:`"lm"`), or the class of a sequence (:obj:`"classify"`).
@@ -78,7 +79,7 @@ class SequenceEncoder(GraphModel):
         out_channels: int | None = None,
         num_layers: int = 4,
         mixer: str | Callable[[int], Module] = "chimera",
-        heads: int = 4,
+        heads: int | None = None,
         *,
         head: str = "mlm",
         position: str | None = None,

@@ -18,7 +18,8 @@ class CycleError(ValueError):
             + " -> ".join(map(str, shown))
             + ". Use what takes graphs with cycles, or make DAGs of the graph with "
             "'pyg_chimera.transforms.DAGDecomposition' and pass its lists to a layer "
-            "with 'num_dags' ('PLSTMConv' does so itself, given an 'order')."
+            "with 'num_dags' (with order='auto', layers do so themselves where nothing "
+            "is compiled; 'PLSTMConv' with order='bfs' also there)."
         )
 
     def __reduce__(self) -> tuple:

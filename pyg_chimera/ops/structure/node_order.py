@@ -1,16 +1,20 @@
 """Node orders, which turn undirected graphs into DAGs."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index, check_option
 from pyg_chimera.ops.common.compilation import compiled
+from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 from pyg_chimera.ops.structure.csr import adjacency, compress, inverse, to_numpy
-from pyg_chimera.ops.structure.distance import search
+from pyg_chimera.ops.structure.distance import connected_components, search
 from pyg_chimera.ops.structure.registered import structural_op
+from pyg_chimera.ops.structure.topological import traversal
 
-_ORDERS = ("order", "degree", "bfs")
+_ORDERS = ("order", "degree", "bfs", "auto")
 
 
 def node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
@@ -34,6 +38,9 @@ def node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
               ties broken by number.
             * :obj:`"bfs"`: a breadth-first search from the first node of each
               component, one component after the other, neighbours by number.
+            * :obj:`"auto"`: as :obj:`"bfs"`, but components without a directed cycle
+              (self-loops aside) in topological order, so that all their edges lead to
+              later nodes.
 
     Returns:
         torch.Tensor: The position of each node, int64 :math:`[|\mathcal{V}|]`, a
@@ -60,7 +67,46 @@ def _node_order(edge_index: Tensor, num_nodes: int, order: str) -> Tensor:
             place = inverse(compress(np.diff(ptr), place, num_nodes)[1])
         else:
             place = breadth_first(ptr, neighbour)
+        if order == "auto":
+            place = _topological_if_acyclic(row, col, place)
     return torch.from_numpy(place).to(edge_index.device)
+
+
+def _topological_if_acyclic(
+    source: np.ndarray, target: np.ndarray, place: np.ndarray
+) -> np.ndarray:
+    """The places, in which components are side by side, with the nodes of each
+    component without cycles in topological order.
+    """
+    proper = source != target
+    source, target = source[proper], target[proper]
+    rank, waiting, *_ = traversal(source, target, len(place))
+    edges = torch.from_numpy(np.stack([source, target]))
+    component = connected_components(edges, len(place)).numpy()
+    cyclic = np.isin(component, component[waiting > 0])
+    return inverse(np.lexsort((place, np.where(cyclic, 0, rank), component)))
+
+
+class Halves(NamedTuple):
+    """A graph's edges in two DAGs; none of the second, if the graph is a DAG."""
+
+    later: Tensor  # [E'], the indices of edges to later nodes in the order "auto"
+    earlier: Tensor  # [E''], those of edges to earlier nodes
+    cyclic: Tensor  # bool [V], nodes whose component has edges of both kinds
+
+
+def dag_halves(edge_index: Tensor, num_nodes: int) -> Halves:
+    """Divides any graph into two DAGs, without its self-loops."""
+    with called_eagerly():
+        return remembered(_dag_halves, (edge_index,), num_nodes)
+
+
+def _dag_halves(edge_index: Tensor, num_nodes: int) -> Halves:
+    before, after = node_order(edge_index, num_nodes, "auto")[edge_index.long()]
+    later, earlier = (x.nonzero().view(-1) for x in (before < after, before > after))
+    component = connected_components(edge_index, num_nodes)
+    returning = component[edge_index[0].long()[earlier]]
+    return Halves(later, earlier, torch.isin(component, returning))
 
 
 @compiled()

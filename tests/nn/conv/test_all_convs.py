@@ -147,8 +147,6 @@ def test_every_parameter_is_trained(case: Case):
 
 @every_conv
 def test_lazy_channels(case: Case):
-    if isinstance(case.conv(), GraphMambaConv):
-        pytest.skip("its width is given")
     edge_dim = getattr(case.conv(), "edge_dim", None)
     unknown = {"edge_dim": -1} if edge_dim else {}
     if not isinstance(case.conv(), GatedGCNConv):
@@ -243,9 +241,8 @@ def test_half_precision(case: Case, dtype: torch.dtype):
 def test_signatures_are_those_of_pyg():
     for name, case in DEFAULTS.items():
         names = list(inspect.signature(case.conv().forward).parameters)
-        assert names[:2] == ["x", "edge_index"], name
-        edges = case.on_grids or isinstance(case.conv(), GraphMambaConv)
-        assert names[2] == ("batch" if edges else "edge_attr"), name
+        assert names[:3] == ["x", "edge_index", "edge_attr"], name
+        assert name == "GatedGCNConv" or names[3] == "batch", name
 
 
 def with_unique_edges(inputs: Inputs) -> Inputs:

@@ -228,8 +228,10 @@ def test_edge_weights_that_cannot_be_read():
     assert torch.equal(out, conv(x, edge_index, weight))
     with pytest.raises(TypeError, match="must be None if there are edge features"):
         conv(x, edge_index, weight, edge_weight=weight)
-    with pytest.raises(TypeError, match="GraphMambaConv reads no 'edge_weight'"):
-        GraphMambaConv(8)(x, edge_index, torch.zeros(3).long(), edge_weight=weight)
+    with pytest.raises(ValueError, match="GraphMambaConv reads no features or weights"):
+        GraphMambaConv(8)(x, edge_index, edge_weight=weight)
+    with pytest.raises(TypeError, match="pass a batch vector as"):
+        GraphMambaConv(8)(x, edge_index, torch.zeros(3).long())
 
 
 def test_layers_may_be_subclassed_with_arguments_of_their_own():

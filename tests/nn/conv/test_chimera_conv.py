@@ -648,7 +648,7 @@ def test_bad_inputs():
     with pytest.raises(ValueError, match="has no reverse"):
         conv(x, edge_index)
 
-    conv = ChimeraDAGConv(IN, OUT)
+    conv = ChimeraDAGConv(IN, OUT, order=None)
     with pytest.raises(CycleError, match="has the cycle"):
         conv(x, edge_index)
     match = "'edge_index' must be one tensor, got a list of 2; set 'num_dags'"

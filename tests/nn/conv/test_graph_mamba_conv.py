@@ -189,11 +189,11 @@ def test_formula_of_drawn_permutations(order, options):
     }
     permutations = drawn(NODES, score, batch, 3, seed=5, **kwargs)
     assert len(permutations) == 3
-    out = conv.eval()(x, edge_index, batch)
+    out = conv.eval()(x, edge_index, batch=batch)
     assert_near(out, formula(conv, x, permutations))
 
     generator = torch.Generator().manual_seed(3)
-    out = conv.train()(x, edge_index, batch, generator=generator)
+    out = conv.train()(x, edge_index, batch=batch, generator=generator)
     generator.manual_seed(3)
     permutations = drawn(NODES, score, batch, generator=generator, **kwargs)
     assert len(permutations) == 1
@@ -205,14 +205,14 @@ def test_orders(order):
     """At run time as if their scores were given."""
     conv = make_conv(order=order).eval()
     x, edge_index, batch = make_inputs()
-    out = conv(x, edge_index, batch)
+    out = conv(x, edge_index, batch=batch)
     assert out.shape == x.shape
     score = node_score(edge_index, NODES, order, batch)
     assert conv(x, batch=batch, score=score).equal(out)
     if order not in ("order", "random"):
         flipped = -score if order != "cluster" else torch.arange(NODES)
         assert not torch.allclose(conv(x, batch=batch, score=flipped), out)
-    conv.train()(x, edge_index, batch).sum().backward()
+    conv.train()(x, edge_index, batch=batch).sum().backward()
     assert all(p.grad.isfinite().all() for p in conv.parameters())
 
 
@@ -220,9 +220,9 @@ def test_orders_without_edges():
     x, edge_index, batch = make_inputs()
     for order in ("order", "random"):
         conv = make_conv(order=order).eval()
-        assert conv(x, None, batch).equal(conv(x, edge_index, batch))
+        assert conv(x, None, batch=batch).equal(conv(x, edge_index, batch=batch))
     conv = make_conv(order="order").train()
-    assert conv(x, None, batch).equal(conv(x, None, batch))  # nothing is drawn
+    assert conv(x, None, batch=batch).equal(conv(x, None, batch))  # nothing is drawn
 
 
 # --------------------------------------------------------------- training, evaluation
@@ -232,20 +232,20 @@ def test_evaluation_twice():
     """The same bits, whatever happened to random numbers, modes and other layers."""
     conv = make_conv(order="degree").eval()
     x, edge_index, batch = make_inputs()
-    out = conv(x, edge_index, batch)
+    out = conv(x, edge_index, batch=batch)
     other = make_conv()
     for step in range(3):
         torch.manual_seed(step)
-        other(x, edge_index, batch).sum().backward()
+        other(x, edge_index, batch=batch).sum().backward()
         state = torch.get_rng_state()
-        assert conv(x, edge_index, batch).equal(out)
+        assert conv(x, edge_index, batch=batch).equal(out)
         assert torch.get_rng_state().equal(state)
     with torch.no_grad():
-        assert conv.train().eval()(x, edge_index, batch).equal(out)
+        assert conv.train().eval()(x, edge_index, batch=batch).equal(out)
     with torch.inference_mode():
-        assert conv(x, edge_index, batch).equal(out)
-    assert copy.deepcopy(conv)(x, edge_index, batch).equal(out)
-    assert conv(x, edge_index, batch, generator=torch.Generator()).equal(out)
+        assert conv(x, edge_index, batch=batch).equal(out)
+    assert copy.deepcopy(conv)(x, edge_index, batch=batch).equal(out)
+    assert conv(x, edge_index, batch=batch, generator=torch.Generator()).equal(out)
     # With scores that are given and forgotten, too.
     for dtype in (torch.float16, torch.float32, torch.float64, torch.int32):
         outs = [conv(x, batch=batch, score=torch.arange(NODES).to(dtype) // 2) for _ in
@@ -272,22 +272,22 @@ def test_evaluation_is_the_mean_of_permutations():
     places = [row.argsort() for row in index.view(4, NODES)]
     assert len({tuple(place.tolist()) for place in places}) > 1
     outs = [single(x, batch=batch, score=place) for place in places]
-    assert_near(conv(x, edge_index, batch), torch.stack(outs).mean(0))
+    assert_near(conv(x, edge_index, batch=batch), torch.stack(outs).mean(0))
 
 
 def test_training_permutations():
     conv = make_conv(order="random")
     x, edge_index, batch = make_inputs()
     generator = torch.Generator()
-    outs = [conv(x, edge_index, batch, generator=generator.manual_seed(seed))
+    outs = [conv(x, edge_index, batch=batch, generator=generator.manual_seed(seed))
             for seed in (0, 0, 1)]  # fmt: skip
     assert outs[0].equal(outs[1])
     assert not torch.allclose(outs[0], outs[2])
     torch.manual_seed(7)
-    outs = [conv(x, edge_index, batch) for _ in range(2)]
+    outs = [conv(x, edge_index, batch=batch) for _ in range(2)]
     assert not torch.allclose(outs[0], outs[1])
     torch.manual_seed(7)
-    assert conv(x, edge_index, batch).equal(outs[0])
+    assert conv(x, edge_index, batch=batch).equal(outs[0])
 
 
 # ------------------------------------------------------------------------------ batches
@@ -545,13 +545,13 @@ def test_learns_across_a_long_sequence():
 
 @pytest.mark.parametrize(
     "name",
-    ["channels", "state_channels", "conv_kernel", "expand", "dt_rank",
+    ["out_channels", "state_channels", "conv_kernel", "expand", "dt_rank",
      "num_eval_permutations", "num_bins"],
 )  # fmt: skip
 def test_sizes_that_are_refused(name):
     for size in (0, -1, 1.5):
         with pytest.raises(ValueError, match=f"'{name}' must be .* >= 1, got {size}"):
-            GraphMambaConv(**({"channels": 4} | {name: size}))
+            GraphMambaConv(**({"in_channels": 4} | {name: size}))
 
 
 def test_options_that_are_refused():
@@ -560,7 +560,7 @@ def test_options_that_are_refused():
     ):
         GraphMambaConv(4, order="dgree")
     with pytest.raises(ValueError, match=r"'backend' must be one of .*, got 'cuda'"):
-        GraphMambaConv(CHANNELS, backend="cuda")(*make_inputs(torch.float))
+        GraphMambaConv(CHANNELS, backend="cuda")(*make_inputs(torch.float)[:2])
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -578,14 +578,14 @@ def test_bad_inputs(training):
     with pytest.raises(ValueError, match=r"= \[0, 7\) \(got 9"):
         conv(x, edge_index + 3)
     with pytest.raises(ValueError, match="'batch' must be of shape"):
-        conv(x, edge_index, batch[:5])
+        conv(x, edge_index, batch=batch[:5])
     with pytest.raises(ValueError, match=r"'score' must .* \[7\] .* \[8\]"):
-        conv(x, edge_index, batch, torch.zeros(NODES + 1))
+        conv(x, edge_index, batch=batch, score=torch.zeros(NODES + 1))
     score = torch.zeros(NODES)
     score[3] = torch.nan
     for dtype in (torch.float, torch.double, torch.float16):
         with pytest.raises(ValueError, match="'score' must not hold NaN"):
-            conv(x, edge_index, batch, score.to(dtype))
+            conv(x, edge_index, batch=batch, score=score.to(dtype))
     conv = GraphMambaConv(CHANNELS, order=None).train(training)
     with pytest.raises(ValueError, match="'score' must be given with order=None"):
         conv(x, edge_index)

@@ -262,8 +262,11 @@ def test_learns_across_a_long_path():
         ({"heads": 3}, "'heads' must divide 'out_channels', got 3 and 8"),
         ({"heads": 0}, "'heads' must divide 'out_channels', got 0 and 8"),
         ({"state_channels": 0}, "'state_channels' must be >= 1, got 0"),
-        ({"num_dags": 0}, "'num_dags' must be >= 1.*, got 0 and order=None"),
-        ({"num_dags": 2, "order": "bfs"}, "unless order=None, got 2 and order='bfs"),
+        ({"num_dags": 0}, "'num_dags' must be >= 1.*, got 0"),
+        (
+            {"num_dags": 2, "order": "bfs"},
+            "with order='bfs', which makes two DAGs, got 2",
+        ),
         ({"tracking": 0}, "'tracking' must be >= 1.*, got 0"),
         ({"gate_biases": (1.0,)}, "'gate_biases' must be three numbers"),
         ({"form": "matrix"}, "'form' must be one of .*, got 'matrix'"),
@@ -320,7 +323,7 @@ def test_cycles(mode):
     edge_index = torch.tensor([[0, 1, 2, 4], [1, 2, 0, 1]])
     x = torch.randn(5, IN)
     with pytest.raises(CycleError, match="has the cycle"):
-        PLSTMConv(IN, OUT, mode=mode)(x, edge_index)
+        PLSTMConv(IN, OUT, mode=mode, order=None)(x, edge_index)
     line = torch.tensor([[0, 1, 2], [1, 2, 0]])
     with pytest.raises(CycleError, match="has the cycle"):
         PLSTMConv(IN, OUT, mode=mode)(x, edge_index, line_edge_index=line)
