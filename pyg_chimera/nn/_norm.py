@@ -98,8 +98,8 @@ class LazyLayerNorm(LazyModuleMixin, torch.nn.LayerNorm):
             super().reset_parameters()
 
     def initialize_parameters(self, x: Tensor) -> None:
-        if self.has_uninitialized_params():
-            self.normalized_shape = (x.size(-1),)
+        self.normalized_shape = (x.size(-1),)
+        if self.has_uninitialized_params():  # or their values have been loaded
             self.weight.materialize(self.normalized_shape)
             self.bias.materialize(self.normalized_shape)
             self.reset_parameters()

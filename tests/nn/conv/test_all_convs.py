@@ -661,10 +661,6 @@ def test_batches_and_edge_features_are_not_mixed_up(case: Case):
     conv, inputs = case.conv(), case.inputs(torch.float)
     x, index, attr, _, batch = inputs
     index = [index] * len(case.edges) if len(case.edges) > 1 else index
-    if isinstance(conv, GraphMambaConv):
-        with pytest.raises(TypeError, match=r"'batch' must hold integers.*edge_attr="):
-            conv(x, index, attr)
-        return
     third = [batch] * len(case.edges) if len(case.edges) > 1 else batch
     with pytest.raises(TypeError, match=r"'edge_attr' must be .*batch=\.\.\."):
         conv(x, index, third)

@@ -222,7 +222,9 @@ def test_orders_without_edges():
         conv = make_conv(order=order).eval()
         assert conv(x, None, batch=batch).equal(conv(x, edge_index, batch=batch))
     conv = make_conv(order="order").train()
-    assert conv(x, None, batch=batch).equal(conv(x, None, batch))  # nothing is drawn
+    assert conv(x, None, batch=batch).equal(
+        conv(x, None, batch=batch)
+    )  # nothing is drawn
 
 
 # --------------------------------------------------------------- training, evaluation
@@ -300,7 +302,7 @@ def test_batches(batch: Batch):
     for options in ({}, {"num_bins": 2, "bidirectional": True}, {"order": "cluster"}):
         conv = make_conv(num_eval_permutations=2, **options).eval()
         x = torch.randn(batch.num_nodes, CHANNELS, dtype=torch.double)
-        out = conv(x, batch.edge_index, batch.batch)
+        out = conv(x, batch.edge_index, batch=batch.batch)
         assert out.shape == x.shape
         for node_map, graph in zip(batch.node_map, batch.graphs, strict=True):
             nodes, place = node_map.sort()  # ties are broken by place
@@ -318,7 +320,7 @@ def test_loader():
     (data,) = DataLoader(items, batch_size=4)
     conv = make_conv().eval()
     expected = [conv(item.x, item.edge_index) for item in items]
-    assert_near(conv(data.x, data.edge_index, data.batch), torch.cat(expected))
+    assert_near(conv(data.x, data.edge_index, batch=data.batch), torch.cat(expected))
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch"])
@@ -335,7 +337,7 @@ def test_nothing_leaks_between_graphs(training, backend):
     for value in values:
         changed = torch.where(other.view(-1, 1), x, x + value).requires_grad_()
         generator = torch.Generator().manual_seed(2)
-        out = conv(changed, edge_index, batch, generator=generator)[other]
+        out = conv(changed, edge_index, batch=batch, generator=generator)[other]
         out.square().sum().backward()
         outs.append(out)
         grads.append(changed.grad[other])
@@ -350,7 +352,7 @@ def test_renumbered_nodes():
     score = torch.randn(NODES)
 
     def layer(nodes, edge_index, edges, batch):
-        return conv(nodes[0], edge_index, batch, nodes[1])
+        return conv(nodes[0], edge_index, batch=batch, score=nodes[1])
 
     assert_permutes(layer, (x, score), edge_index, (), batch)
     # The smallest tree in which no two nodes are alike.
@@ -371,7 +373,7 @@ def test_few_nodes(num_nodes, options):
         none = torch.empty(2, 0, dtype=torch.long)
         batch = torch.full((num_nodes,), 2)
         for mode in (True, False):
-            for args in ((none,), (none, batch)):
+            for args in ((none,), (none, None, batch)):
                 out = conv.train(mode)(x, *args)
                 assert out.shape == x.shape
                 out.sum().backward()
@@ -496,10 +498,10 @@ def test_compile(options, training):
 def test_compile_finds_the_order_itself(order):
     """In one piece, too."""
     conv = make_conv(order=order).eval()
-    inputs = make_inputs()
-    expected = conv(*inputs)
+    x, edge_index, batch = make_inputs()
+    expected = conv(x, edge_index, batch=batch)
     compiled = torch.compile(conv, fullgraph=True, backend="aot_eager")
-    assert_near(compiled(*inputs), expected)
+    assert_near(compiled(x, edge_index, batch=batch), expected)
 
 
 def test_compile_training_for_a_second_size():

@@ -147,7 +147,7 @@ def test_tree_by_hand():
 
 @pytest.mark.parametrize("mode", ["P", "D"])
 def test_given_line_graph(mode):
-    conv = make_conv(IN, OUT, 2, mode, num_dags=2).double()
+    conv = make_conv(IN, OUT, 2, mode=mode, num_dags=2).double()
     x, graphs = make_inputs(conv)
     index = [index for index, _ in graphs]
     lines = [line_graph(y, NODES).edge_index for y in index]
@@ -161,7 +161,7 @@ def test_given_line_graph(mode):
     none = [line[:, :0] for line in lines]
     short = conv(x, index, line_edge_index=none)
     assert not torch.allclose(short, out)
-    conv = make_conv(IN, OUT, 2, mode).double()
+    conv = make_conv(IN, OUT, 2, mode=mode).double()
     line = torch.tensor([[0], [1]])
     path = torch.tensor([[0, 1, 0], [1, 2, 2]])
     assert_near(conv(x[:3], path, line_edge_index=line), conv(x[:3], path))

@@ -18,7 +18,9 @@ from pyg_chimera import ops
 from pyg_chimera.nn import GPSLayer, RGLRUConv, SequenceEncoder
 from pyg_chimera.ops import CycleError, channel_scan
 
-KINDS = [name for name in CASES if name.startswith("RGLRUConv")]
+KINDS = [
+    name for name in CASES if name.startswith("RGLRUConv") and "divided" not in name
+]
 
 
 def path(length):
