@@ -11,6 +11,7 @@ from torch_geometric.data import Data, InMemoryDataset, download_url
 from torch_geometric.utils import scatter
 
 from pyg_chimera.datasets._common import save_whole, written_whole
+from pyg_chimera.ops.common.array_views import as_array
 
 __all__ = ["CityRoads"]
 
@@ -163,11 +164,13 @@ class CityRoads(InMemoryDataset):
                 "use torch_geometric.datasets.CityNetwork)"
             )
         with TemporaryDirectory() as folder:
-            arrays = {
-                key: torch.load(
-                    download_url(f"{_URL}/{self.city}/{name}.pt", folder),
-                    weights_only=True,
-                ).numpy()
+            arrays: dict[str, Any] = {
+                key: as_array(
+                    torch.load(
+                        download_url(f"{_URL}/{self.city}/{name}.pt", folder),
+                        weights_only=True,
+                    )
+                )
                 for key, name in _FILES.items()
             }
         with written_whole(self.raw_paths[0]) as part, open(part, "wb") as file:

@@ -11,6 +11,7 @@ from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_shape
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.operator import one_by_one
@@ -341,7 +342,7 @@ def _path_scale(
     """The largest sum of a source and the gains over edges from it, for each node."""
     arrays = (gain.double().nan_to_num(0, 0, 0), source.double().nan_to_num(0, 0, 0))
     out = torch.empty_like(source, dtype=torch.double, device="cpu")
-    _largest_sums(*(x.cpu().numpy() for x in (*arrays, node, there, back, out)))
+    _largest_sums(*(as_array(x.cpu()) for x in (*arrays, node, there, back, out)))
     return out.to(source)
 
 

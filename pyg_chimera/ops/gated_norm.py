@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.numba_runtime import (
-    arrays,
     inlined,
     jit,
     run,
@@ -42,7 +42,7 @@ _ROWS = 128
 #: Sums of squares from which on rows are divided first.
 _LARGE = 1e30
 _ORDINARY = (Tensor, Parameter)
-_NONE = {x: torch.empty(0, dtype=x).numpy() for x in (torch.float32, torch.float64)}
+_NONE = {x: as_array(torch.empty(0, dtype=x)) for x in (torch.float32, torch.float64)}
 
 
 class _Options(NamedTuple):
@@ -127,7 +127,7 @@ class _GatedNorm(torch.autograd.Function):
         ctx.save_for_backward(*given)
         ctx.options = options
         out = given[0].new_empty(given[0].shape)
-        _run(_forward, given, options, out.numpy().reshape(-1))
+        _run(_forward, given, options, as_array(out).reshape(-1))
         return out
 
     @staticmethod
@@ -195,18 +195,18 @@ def _run(kernel: Any, given: Any, options: _Options, *others: Any) -> None:
 
 
 def _flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
-    return _NONE[dtype] if x is None else arrays(x.detach())[0].reshape(-1)
+    return _NONE[dtype] if x is None else as_array(x).reshape(-1)
 
 
 def _rows(x: Tensor) -> tuple[np.ndarray, int]:
     """All numbers from the first to the last, and how far rows are apart."""
-    x = x.detach()
     if not x.is_contiguous():
-        if x[0].is_contiguous():
-            size = (len(x) - 1) * x.stride(0) + x[0].numel()
-            return x.as_strided((size,), (1,)).numpy(), x.stride(0)
+        row = x[0]
+        if row.is_contiguous():
+            size = (len(x) - 1) * x.stride(0) + row.numel()
+            return as_array(x.as_strided((size,), (1,))), x.stride(0)
         x = x.contiguous()
-    return x.numpy().reshape(-1), x.stride(0)
+    return as_array(x).reshape(-1), x.stride(0)
 
 
 @inlined

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.structure import connected_components, node_score, topological_rank
 from pyg_chimera.ops.structure.csr import inverse, simple, to_numpy
 from pyg_chimera.ops.structure.distance import search_tree
@@ -160,11 +161,11 @@ class DAGDecomposition(Transform):
         elif isinstance(self.method, str) and self.method in _KNOWN:
             sides = self._sides(data, num_nodes)
             kept, ranks = self._known(torch.from_numpy(edges), *sides)
-            dags = [torch.from_numpy(edges[:, ids.numpy()]) for ids in kept]
+            dags = [torch.from_numpy(edges[:, to_numpy(ids)]) for ids in kept]
         else:
             choices = self._choose(data, edges, num_nodes)
             kept = [torch.from_numpy(next(choices)) for _ in range(self.num_dags)]
-            dags = [torch.from_numpy(edges[:, ids.numpy()]) for ids in kept]
+            dags = [torch.from_numpy(edges[:, to_numpy(ids)]) for ids in kept]
             ranks = [topological_rank(dag, num_nodes) for dag in dags]
         data[f"{self.prefix}_edge_index"] = [dag.to(device) for dag in dags]
         data[f"{self.prefix}_rank"] = [rank.to(device) for rank in ranks]
@@ -243,7 +244,7 @@ class DAGDecomposition(Transform):
         while True:
             if self.method == "random":
                 score = torch.randperm(num_nodes, generator=generator)
-            position = inverse(np.argsort(score.numpy(), kind="stable"))
+            position = inverse(np.argsort(as_array(score), kind="stable"))
             yield np.flatnonzero(position[source] < position[target])
             yield np.flatnonzero(position[source] > position[target])
 
@@ -259,8 +260,8 @@ def _roots(
     edges: np.ndarray, num_nodes: int, generator: torch.Generator | None
 ) -> Iterator[np.ndarray]:
     """One root per component, and the next one in each turn, endlessly."""
-    component = connected_components(torch.from_numpy(edges), num_nodes).numpy()
-    candidates = torch.randperm(num_nodes, generator=generator).numpy()
+    component = to_numpy(connected_components(torch.from_numpy(edges), num_nodes))
+    candidates = to_numpy(torch.randperm(num_nodes, generator=generator))
     candidates = candidates[np.argsort(component[candidates], kind="stable")]
     counts = np.bincount(component)
     first = np.cumsum(counts) - counts

@@ -93,7 +93,7 @@ class LaplacianEncoding(Transform):
                 "'torch_geometric.transforms.ToUndirected' first, or set "
                 "'is_undirected=False'"
             )
-        component = connected_components(edge_index, num_nodes).cpu().numpy()
+        component = to_numpy(connected_components(edge_index, num_nodes))
 
         pairs = []  # (eigenvalue, nodes, entries), the smallest ones of each component
         order = np.argsort(component, kind="stable")

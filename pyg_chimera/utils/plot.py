@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.structure import topological_rank
 
@@ -127,7 +128,7 @@ def plot_influence(
 
     for head, (axis, title) in enumerate(zip(axes, titles, strict=True)):
         colors = _colors(values[:, head], log)
-        draw(axis, values[:, head].numpy(), colors, node)
+        draw(axis, as_array(values[:, head]), colors, node)
         axis.set_title(title, fontsize=9)
         bar = figure.colorbar(colors, ax=axis, fraction=0.05, pad=0.02)
         bar.ax.tick_params(which="both", labelsize=7)
@@ -189,7 +190,7 @@ def plot_dags(
     figure, axes = _panels(len(dags), 2.8, 2.6)
     for number, (axis, dag, rank) in enumerate(zip(axes, dags, ranks, strict=True)):
         graph, colors = _graph(dag, V, directed=True), _colors(rank.double(), False)
-        _draw_graph(graph, pos, names, axis, rank.numpy(), colors, None)
+        _draw_graph(graph, pos, names, axis, as_array(rank), colors, None)
         axis.set_title(f"DAG {number + 1}", fontsize=9)
     return figure
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
 from pyg_chimera.ops.common.sequences import row_blocks
@@ -28,7 +29,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     x, weight, bias, ptr = call.inputs[:4]
     out = x.new_empty(x.shape)
     bias = weight.new_zeros(weight.size(0)) if bias is None else bias
-    block, operands = row_blocks(ptr.numpy()), _Operands(*arrays(x, weight.t()))
+    block, operands = row_blocks(as_array(ptr)), _Operands(*arrays(x, weight.t()))
     _run(_forward, call, 1.0, block, operands, *arrays(bias, out))
     return out, ()
 
@@ -36,7 +37,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """The gradients of x, weight and, if given, bias."""
     x, weight, bias, ptr = call.inputs[:4]
-    block, operands = row_blocks(ptr.numpy()), _Operands(*arrays(x, weight.t()))
+    block, operands = row_blocks(as_array(ptr)), _Operands(*arrays(x, weight.t()))
     dx = x.new_empty(x.shape)
     dweight = weight.new_empty(len(block) - 1, weight.size(1), weight.size(0))
     d = _Operands(*arrays(dx, dweight))
@@ -47,9 +48,9 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 def _run(kernel, call: Call, cost: float, block: np.ndarray, *args: object) -> None:
     """Runs a kernel on blocks of sequences."""
-    ptr = call.inputs.ptr.numpy()
+    ptr = as_array(call.inputs.ptr)
     costs = np.diff(ptr[block]) * (cost * call.inputs.weight.numel())
-    run(kernel, costs, 0, call.inputs.x.numpy().dtype, ptr, block, *args)
+    run(kernel, costs, 0, as_array(call.inputs.x).dtype, ptr, block, *args)
 
 
 @jit

@@ -2,27 +2,35 @@
 
 numba's cache looks at the file of a function only, although functions of other files
 are compiled into it. Here, the files of the package that its file imports, directly or
-not, must be unchanged as well.
+not, must be unchanged as well. No error of the cache ends a program: what cannot be
+read or written is compiled again.
 """
 
 import hashlib
 import os
+import pickle
 import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from inspect import signature
 from itertools import count
 from pathlib import Path
 from typing import Any
+from warnings import warn
 
 import llvmlite
 import numba
 from numba import types
 from numba.core.bytecode import FunctionIdentity
-from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.caching import (
+    FunctionCache,
+    IndexDataCacheFile,
+    InTreeCacheLocator,
+    UserProvidedCacheLocator,
+)
 from numba.core.dispatcher import Dispatcher
 from numba.extending import lower_builtin, type_callable
 
@@ -54,7 +62,8 @@ def compiled(fastmath: bool | set = False, **options: Any) -> Callable[[Callable
     def decorate(function: Callable) -> Any:
         dispatcher = jit(function)
         if isinstance(dispatcher, Dispatcher):  # not with NUMBA_DISABLE_JIT
-            dispatcher._cache = _Cache(function)  # type: ignore[attr-defined]
+            with _forgiven():
+                dispatcher._cache = _Cache(function)  # type: ignore[attr-defined]
         return dispatcher
 
     return decorate
@@ -86,12 +95,43 @@ def compiles_to(typed: Callable, lower: Callable, kinds: tuple = ()) -> Callable
     return decorate
 
 
+#: What has gone wrong with the cache in this process.
+PROBLEMS: list[str] = []
+
+
+@contextmanager
+def _forgiven() -> Iterator[None]:
+    """Warns of an error of the cache, once in a process, and goes on without."""
+    try:
+        yield
+    except Exception as error:  # what damaged files raise is anything
+        PROBLEMS.append(f"{type(error).__name__}: {error}")
+        if len(PROBLEMS) == 1:
+            warn(
+                f"the cache of compiled kernels failed ({PROBLEMS[0]}): they are "
+                "compiled again, which takes 10 to 30 seconds for each layer type. Set "
+                "NUMBA_CACHE_DIR to a folder that can be written to, or, if its files "
+                "are damaged, delete them",
+                stacklevel=3,
+            )
+
+
 class _Cache(FunctionCache):
     """numba's cache, in the same folders, with a stamp of all files that matter."""
 
     def __init__(self, function: Callable) -> None:
-        super().__init__(function)
+        given = numba.config.CACHE_DIR  # type: ignore[attr-defined]
+        first = UserProvidedCacheLocator if given else InTreeCacheLocator
+        wanted = first(function, function.__code__.co_filename)
+        try:
+            super().__init__(function)
+        except RuntimeError:  # numba has found no folder, and does not say why
+            wanted.ensure_cache_path()
+            raise
         locator = self._impl.locator
+        if given and not isinstance(locator, first):
+            with _forgiven():
+                wanted.ensure_cache_path()
         self._stamp = stamp(function.__module__)
         # Without its line, an edit above a function would leave a file behind.
         line = f"-{locator.get_disambiguator()}.py"
@@ -107,11 +147,16 @@ class _Cache(FunctionCache):
         """
         return *super()._index_key(sig, codegen), tuple(_fields(sig))
 
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        with _forgiven():
+            return super().load_overload(sig, target_context)
+
     def save_overload(self, sig: Any, data: Any) -> None:
         """Saves machine code, unless its sources have changed since their import."""
-        _read.cache_clear()
-        if stamp(self._py_func.__module__) == self._stamp:
-            super().save_overload(sig, data)
+        with _forgiven():
+            _read.cache_clear()
+            if stamp(self._py_func.__module__) == self._stamp:
+                super().save_overload(sig, data)
 
 
 def _fields(kind: Any) -> Iterator[tuple[str, ...]]:
@@ -128,7 +173,8 @@ class _Files(IndexDataCacheFile):
     machine code has a name of its own, and is there before its entry in the index.
 
     numba numbers it from one for each version: a process that reads while another
-    writes would find that of an earlier version, or of other types.
+    writes would find that of an earlier version, or of other types. Code that is not
+    what was written would end the process: a digest precedes it.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -142,17 +188,52 @@ class _Files(IndexDataCacheFile):
         self._save_data(name, data)
         self._save_index(overloads)
 
+    def load(self, key: Any) -> Any:
+        """None if there is none, or it is gone since the index was read."""
+        with _forgiven():
+            name = self._load_index().get(key)
+            return None if name is None else self._load_data(name)
+
     def _load_index(self) -> Any:
-        try:
-            return super()._load_index()
-        except (AttributeError, ImportError):  # as it reads them before the stamp
-            return {}
+        with _forgiven():
+            try:
+                return dict(super()._load_index())
+            except OSError:
+                raise
+            except (AttributeError, ImportError):  # as it reads types before the stamp
+                return {}
+            except Exception as error:
+                raise ValueError(f"{self._index_path} is damaged") from error
+        return {}
+
+    def _save_data(self, name: str, data: Any) -> None:
+        code = self._dump(data)
+        with self._open_for_write(self._data_path(name)) as file:
+            file.write(_digest(code) + code)
+
+    def _load_data(self, name: str) -> Any:
+        path = Path(self._data_path(name))
+        whole = path.read_bytes()
+        digest, code = whole[:20], whole[20:]
+        if _digest(code) != digest:
+            raise ValueError(f"{path} is damaged")
+        return pickle.loads(code)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha1(content, usedforsecurity=False).digest()
 
 
 def stamp(module: str) -> tuple[str, ...]:
-    """The versions of the compiler, and a digest of a module and what it imports."""
-    package = module.partition(".")[0]
-    folder = Path(sys.modules[package].__file__ or "").parent.parent
+    """The versions of the compiler, and a digest of a module and what it imports.
+
+    Raises:
+        OSError: If there is no file with its source, or it cannot be read.
+    """
+    package = sys.modules[module.partition(".")[0]]
+    folder = Path(package.__file__ or os.devnull).parent.parent
+    if _file(folder, module) is None:  # such as in an archive
+        raise FileNotFoundError(f"no file has the source of {module}")
     digests: dict[str, bytes] = {}
     found = [module]
     while found:
@@ -160,8 +241,8 @@ def stamp(module: str) -> tuple[str, ...]:
         if name not in digests:
             digests[name], imported = _read(folder, name)
             found += imported
-    digest = hashlib.sha1(repr(sorted(digests.items())).encode(), usedforsecurity=False)
-    return numba.__version__, llvmlite.__version__, digest.hexdigest()
+    digest = _digest(repr(sorted(digests.items())).encode())
+    return numba.__version__, llvmlite.__version__, digest.hex()
 
 
 @cache
@@ -176,7 +257,7 @@ def _read(folder: Path, module: str) -> tuple[bytes, list[str]]:
         for name in re.findall(r"\w+", names.decode()):
             inner = f"{origin.decode()}.{name}"  # a module, or a name in one
             imported.append(inner if _file(folder, inner) else origin.decode())
-    return hashlib.sha1(source, usedforsecurity=False).digest(), imported
+    return _digest(source), imported
 
 
 @cache

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -28,6 +29,7 @@ from numba import types
 from numba.core import event
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.compilation import compiled, compiles_to
 
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
@@ -84,7 +86,7 @@ def run(
 
 def arrays(*tensors: Tensor) -> list[np.ndarray]:
     """Tensors as contiguous numpy arrays."""
-    return [x.contiguous().numpy() for x in tensors]
+    return [as_array(x) for x in tensors]
 
 
 def summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
@@ -265,6 +267,21 @@ def _flushing() -> Iterator[None]:
 # ------------------------------------------------------------------------ compilation
 
 
+def _waiting() -> str:
+    """The layer or transform that called this, or else the function of the package."""
+    frame, found = sys._getframe(), ""
+    while frame := frame.f_back:  # type: ignore[assignment]
+        module = frame.f_globals.get("__name__", "")
+        kind = type(frame.f_locals.get("self")).__name__
+        if module.startswith(("pyg_chimera.nn.", "pyg_chimera.transforms.")) and not (
+            kind.startswith("_") or kind == "NoneType"
+        ):
+            return kind
+        if module.startswith("pyg_chimera."):
+            found = frame.f_code.co_name
+    return found
+
+
 class _Announcer(event.Listener):
     """Logs once that kernels are being compiled, as the first call takes long.
 
@@ -287,9 +304,10 @@ class _Announcer(event.Listener):
         if not self.said and ours:
             self.said = True
             logging.getLogger("pyg_chimera").warning(
-                "pyg_chimera is compiling its CPU kernels, which takes up to half a "
-                "minute the first time. They are kept on disk for later runs. To "
-                "compile all of them ahead, run 'python -m pyg_chimera.compile'."
+                "pyg_chimera is compiling the CPU kernels of %s. Each layer type takes "
+                "10 to 30 seconds, once a machine; this is said once a process. "
+                "'python -m pyg_chimera.compile' compiles all of them ahead.",
+                _waiting() or module,
             )
 
     def on_end(self, event: Any) -> None:

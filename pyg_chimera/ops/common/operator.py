@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_option, setting, trusted, trusting
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
 from pyg_chimera.ops.common.portability import (
@@ -379,7 +380,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def decode(cls, header: Tensor) -> "_Header":
-        choice, *others = json.loads(header.cpu().numpy().tobytes())
+        choice, *others = json.loads(as_array(header.cpu()).tobytes())
         return cls(Choice(*choice), *others)
 
 

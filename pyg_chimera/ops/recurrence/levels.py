@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.recurrence.states import StateGraph
 from pyg_chimera.ops.structure.cache import table
-from pyg_chimera.ops.structure.csr import grouped
+from pyg_chimera.ops.structure.csr import grouped, to_numpy
 from pyg_chimera.ops.structure.topological import topological_rank
 
 
@@ -52,7 +52,7 @@ def _depths(graph: StateGraph) -> tuple[np.ndarray, np.ndarray]:
     edges = np.empty((2, len(graph.edge)), np.int64)
     edges[:, graph.edge] = graph.state[graph.parent], graph.state[graph.row]
     depth = topological_rank(torch.from_numpy(edges), len(graph.state))
-    return edges, depth.numpy()
+    return edges, to_numpy(depth)
 
 
 def _levels(graph: StateGraph, device: torch.device) -> Levels:

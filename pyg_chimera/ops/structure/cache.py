@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import setting, trusted
 from pyg_chimera.ops.structure.checksum import scrambled
 
@@ -133,7 +134,7 @@ def _digest(x: Tensor) -> bytes:
         content = x.detach().cpu().reshape(-1)
         if content.stride(0) != 1:  # such as one entry of a strided tensor
             content = content.clone(memory_format=torch.contiguous_format)
-        digest.update(content.view(torch.uint8).numpy().data)
+        digest.update(as_array(content.view(torch.uint8)).data)
     return digest.digest()
 
 

@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.compilation import compiled
 
 
@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 def to_numpy(indices: Tensor) -> np.ndarray:
     """Integer indices as a contiguous int64 array on the CPU."""
-    return indices.detach().cpu().to(torch.int64).contiguous().numpy()
+    return as_array(indices.cpu().long())
 
 
 def inverse(order: np.ndarray) -> np.ndarray:

@@ -190,10 +190,10 @@ def _ordered_dags(
 def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     check_line_edges(line_edge_index, num_states)
     try:
-        rank = topological_rank(line_edge_index, num_states).cpu().numpy()
+        rank = to_numpy(topological_rank(line_edge_index, num_states))
     except CycleError as error:
         raise _cycle_of_states(error.cycle) from None
-    component = connected_components(line_edge_index, num_states).cpu().numpy()
+    component = to_numpy(connected_components(line_edge_index, num_states))
     source, target = to_numpy(line_edge_index)
     kept = _kept(source, target, rank, component)
     return torch.from_numpy(kept).to(line_edge_index.device)

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.portability import is_portable
@@ -60,7 +61,7 @@ def continued_scale(
     they had there.
     """
     check_edge_index(edge_index, num_nodes)
-    first = growth.detach().double().cpu().numpy()
+    first = as_array(growth.double().cpu())
     found = _scale(*to_numpy(edge_index), num_nodes, 2.0**log_growth, first)
     scale, growth = (torch.from_numpy(x).to(edge_index.device) for x in found)
     return scale, growth

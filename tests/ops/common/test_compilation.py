@@ -1,19 +1,29 @@
 """Machine code is loaded from disk if nothing that was compiled into it has changed."""
 
+import errno
 import importlib
+import io
 import itertools
 import os
 import pickle
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 import llvmlite
 import numba
 import pytest
-from numba.core.caching import InTreeCacheLocator
+from numba.core import caching
+from numba.core.caching import (
+    IndexDataCacheFile,
+    InTreeCacheLocator,
+    _CacheLocator,
+)
 from numba.core.dispatcher import Dispatcher
 
 import pyg_chimera.ops
@@ -291,3 +301,252 @@ def test_fast_arithmetic_is_not_inherited():
         return lost(a, b)
 
     assert fast(1.0, 1e-17) == -1e-17
+
+
+# ------------------------------------------------------- what goes wrong with the cache
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """As in a process in which nothing has gone wrong yet."""
+    monkeypatch.setattr(compilation, "PROBLEMS", [])
+
+
+def once(tiny: Tiny, expected: tuple[int, bool], reason: str) -> None:
+    """The result is right, and one warning says why, however often it goes wrong."""
+    with pytest.warns(UserWarning, match="NUMBA_CACHE_DIR") as caught:
+        found = [tiny(1), tiny(1)]
+    assert found[0] == expected
+    said = [str(x.message) for x in caught if "NUMBA_CACHE_DIR" in str(x.message)]
+    assert len(said) == 1
+    assert reason in said[0]
+
+
+DAMAGES = {
+    "empty": lambda whole: b"",
+    "truncated": lambda whole: whole[: len(whole) // 2],
+    "a byte short": lambda whole: whole[:-1],
+    "garbage": lambda whole: bytes(range(256)) * 8,
+    "text": lambda whole: b"<html>404</html>",
+    "another pickle": lambda whole: pickle.dumps(17),
+    "another class": lambda whole: pickle.dumps(Path("nowhere")),
+    "a bit": lambda whole: whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:],
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_code(tiny, fresh, kind):
+    """What numba would load, and run, whatever it is."""
+    tiny(1)
+    (file,) = tiny.folder.rglob("*.nbc")
+    file.write_bytes(DAMAGES[kind](file.read_bytes()))
+    once(tiny, (30, False), f"{file} is damaged")
+    assert tiny(1) == (30, True)  # it has been written again
+
+
+@pytest.mark.parametrize("kind", [x for x in DAMAGES if x != "a bit"])
+def test_damaged_index(tiny, fresh, kind):
+    tiny(1)
+    (file,) = tiny.folder.rglob("*.nbi")
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGES[kind](whole))
+    if kind in ("another pickle", "another class"):  # of another version
+        assert tiny(1) == (30, False)
+    else:
+        once(tiny, (30, False), f"{file} is damaged")
+    assert tiny(1) == (30, True)
+    assert len(tiny.files()) == 2
+
+
+def test_an_index_of_something_else(tiny, fresh):
+    """Of the same version, with the right stamp."""
+    kernel = tiny.imported()
+    kernel(1)
+    (file,) = tiny.folder.rglob("*.nbi")
+    version, stamp = (pickle.dumps(x) for x in (numba.__version__, None))
+    for rest in (
+        b"",
+        stamp,
+        pickle.dumps((kernel._cache._cache_file._source_stamp, 5)),
+    ):
+        compilation.PROBLEMS.clear()
+        file.write_bytes(version + rest)
+        once(tiny, (30, False), f"{file} is damaged")
+    assert tiny(1) == (30, True)
+
+
+def test_code_that_is_gone(tiny, fresh):
+    tiny(1)
+    (file,) = tiny.folder.rglob("*.nbc")
+    file.unlink()
+    once(tiny, (30, False), "FileNotFoundError")
+    assert tiny(1) == (30, True)
+
+
+def test_a_folder_that_is_gone(tiny, fresh):
+    """It is made again."""
+    kernel = tiny.imported()
+    shutil.rmtree(tiny.folder / "__pycache__")
+    assert kernel(1) == 30
+    assert tiny(1) == (30, True)
+
+
+@pytest.mark.parametrize("name", ["ENOSPC", "EDQUOT"])
+@pytest.mark.parametrize("step", ["open", "write", "close", "replace"])
+def test_what_cannot_be_written(tiny, fresh, monkeypatch, name, step):
+    """Not at all, or not to its end: nothing is left of it."""
+    error = OSError(getattr(errno, name), "no")
+
+    class File(io.FileIO):
+        def write(self, data: bytes) -> int:
+            if step == "write":
+                super().write(data[: len(data) // 2])
+                raise error
+            return super().write(data)
+
+        def __exit__(self, *args: object) -> None:
+            super().__exit__(*args)
+            if step == "close":
+                raise error
+
+    def opened(path: str, mode: str) -> object:
+        if mode == "rb":
+            return open(path, mode)
+        if step == "open":
+            raise error
+        return File(path, mode)
+
+    def replace(old: str, new: str) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(caching, "open", opened, raising=False)
+        if step == "replace":
+            patch.setattr(os, "replace", replace)
+        once(tiny, (30, False), str(error))
+        assert list((tiny.folder / "__pycache__").iterdir()) == []
+    assert tiny(1) == (30, False)
+    assert tiny(1) == (30, True)
+
+
+@pytest.mark.parametrize("name", ["EACCES", "EIO"])
+def test_what_cannot_be_read(tiny, fresh, monkeypatch, name):
+    tiny(1)
+    error = OSError(getattr(errno, name), "no")
+
+    def refuse(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(compilation._Files, "_load_data", refuse)
+    once(tiny, (30, False), str(error))
+    compilation.PROBLEMS.clear()
+    monkeypatch.setattr(IndexDataCacheFile, "_load_index", refuse)
+    once(tiny, (30, False), str(error))
+
+
+def test_no_folder_can_be_used(tiny, fresh, monkeypatch):
+    """A read-only one, and no home to fall back to."""
+
+    def refuse(self: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(_CacheLocator, "ensure_cache_path", refuse)
+    once(tiny, (30, False), "Read-only file system")
+    assert tiny.files() == []
+
+
+@pytest.mark.parametrize("kind", ["a file", "below a file", "below a link to nothing"])
+def test_a_given_folder_that_cannot_be_used(tiny, fresh, tmp_path, monkeypatch, kind):
+    """numba would use another one without a word."""
+    given = tmp_path / "given"
+    if kind == "below a link to nothing":
+        given.symlink_to(tmp_path / "given")
+    else:
+        given.write_text("")
+    below = given if kind == "a file" else given / "below"
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(below))
+    once(tiny, (30, False), str(given))
+    assert tiny(1) == (30, True)  # beside the sources
+
+
+def test_sources_that_cannot_be_read(tiny, fresh, monkeypatch):
+    def refuse(folder: Path, name: str) -> None:
+        raise PermissionError(errno.EACCES, "no", name)
+
+    refuse.cache_clear = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setattr(compilation, "_read", refuse)
+    once(tiny, (30, False), "PermissionError")
+    assert tiny.files() == []
+
+
+def test_sources_that_vanish_after_they_were_imported(tiny, fresh):
+    kernel = tiny.imported()
+    shutil.rmtree(tiny.folder)
+    with pytest.warns(UserWarning, match="NUMBA_CACHE_DIR"):
+        assert kernel(1) == 30
+
+
+def test_a_package_in_an_archive(tmp_path, fresh, monkeypatch):
+    """Where numba would not see that its files have changed."""
+    archive = tmp_path / "all.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for name, source in SOURCES.items():
+            file.writestr(f"tiny/{name}.py", source)
+    monkeypatch.syspath_prepend(archive)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    with pytest.warns(UserWarning, match="no file has the source of tiny"):
+        kernel = importlib.import_module("tiny.kernels").kernel
+    try:
+        assert kernel(1) == 30
+    finally:
+        for name in [x for x in sys.modules if x.partition(".")[0] == "tiny"]:
+            del sys.modules[name]
+
+
+def test_a_package_without_a_file(tiny, fresh, monkeypatch):
+    kernel = tiny.imported()
+    monkeypatch.setattr(sys.modules["tiny"], "__file__", None)
+    with pytest.warns(UserWarning, match="no file has the source of tiny"):
+        assert kernel(1) == 30
+
+
+PROCESS = """
+from tiny.kernels import kernel
+print(kernel(1), kernel.stats.cache_hits.total())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("home", ["/proc/nobody", "file"])
+def test_no_home_and_a_folder_that_cannot_be_used(tiny, home, tmp_path):
+    """From the import on, in a process of its own."""
+    (tmp_path / "file").write_text("")
+    (tiny.folder / "__pycache__").write_text("")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    env = {**os.environ, "HOME": str(tmp_path / home), "PYTHONPATH": paths}
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        env.pop(name, None)
+    out = subprocess.run(
+        [sys.executable, "-B", "-c", PROCESS],
+        env=env, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert (out.returncode, out.stdout) == (0, "30 0\n"), out.stderr
+    assert out.stderr.count("NUMBA_CACHE_DIR") == 1
+
+
+def test_processes_that_compile_at_once(tiny):
+    """And damage each other's files meanwhile."""
+    paths = os.pathsep.join([str(tiny.folder.parent), *filter(None, sys.path)])
+    command = [sys.executable, "-B", "-c", PROCESS]
+    env = {**os.environ, "PYTHONPATH": paths}
+    processes = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    while any(x.poll() is None for x in processes):
+        for file in tiny.folder.rglob("*.nb[ic]"):
+            with suppress(FileNotFoundError):
+                os.truncate(file, 50)
+    found = [x.communicate()[0] for x in processes]
+    assert {x.returncode for x in processes} == {0}
+    assert {x.split()[0] for x in found} == {"30"}

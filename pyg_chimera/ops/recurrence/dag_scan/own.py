@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
 from pyg_chimera.ops.common.simd import pointer
 from pyg_chimera.ops.common.vector_kit import add_multiple, inner_product_of_rows
@@ -79,7 +80,7 @@ def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
 def _written(x: Tensor) -> np.ndarray:
     """The memory of a tensor, to be written."""
     assert x.is_contiguous()
-    return x.numpy()
+    return as_array(x)
 
 
 def _on_nodes(kernel: Callable, x: _Inputs, *args: object) -> None:

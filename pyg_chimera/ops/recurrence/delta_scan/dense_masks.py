@@ -180,7 +180,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Gradients of query, key, value, beta and edge weight."""
     graph, x, (dy,) = call.structure, _operands(call), arrays(grad)
-    written, *factors = (y.numpy().view(np.float64) for y in saved)
+    written, *factors = (y.view(np.float64) for y in arrays(*saved))
     share, heads = _share(graph, x), dy.shape[1]
     parts = heads // x.query.shape[1] // share
     dq, dk = np.empty((2, parts, *x.query.shape), dy.dtype)

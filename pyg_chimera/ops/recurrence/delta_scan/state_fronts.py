@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
 from pyg_chimera.ops.common.simd import ADD, SET, SUBTRACT, gemm, pointer
@@ -202,7 +203,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     dq, dk = np.zeros((2, V, heads, N))
     d = Operands(dq, dk, *(np.zeros_like(y) for y in x[2:]))
     n = int(np.diff(plan.nodes.start).max(initial=0))
-    held = saved[0].numpy().view(np.float64)
+    held = as_array(saved[0]).view(np.float64)
     solved = _Solved.of(held, x, blocks, _LARGE[grad.dtype])
     if x.value.size:
         run(

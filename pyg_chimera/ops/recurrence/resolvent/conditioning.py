@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.recurrence.resolvent.sparse_products import products
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
@@ -42,7 +43,7 @@ def is_ill_conditioned(blocks: Blocks, edge_index: Tensor, weight: Tensor) -> bo
     wide = weight.detach().abs().double()
     if weight.device.type != "cpu":
         return _is_ill_conditioned_on_device(blocks.num_nodes, edge_index, wide)
-    absolute = wide.numpy()
+    absolute = as_array(wide)
     steps = np.full((2, heads), np.inf)
     for found, table, other in zip(
         steps, products(blocks), _positions(blocks), strict=True

@@ -31,6 +31,7 @@ import torch
 from scipy.sparse import csr_array
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.dispatch import Call, UnsuitableSolver
 from pyg_chimera.ops.recurrence.resolvent.sparse_products import products
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
@@ -121,7 +122,7 @@ def polynomial_of(call: Call) -> SweepPolynomial:
 
 def _polynomial(call: Call) -> SweepPolynomial:
     blocks: Blocks = call.structure
-    given = call.inputs.edge_weight.detach().cpu().double().numpy().T
+    given = as_array(call.inputs.edge_weight.cpu().double()).T
     margins = _margins(blocks, given[:, blocks.edge])
     (ptr, local, edge), _ = products(blocks)
     other = local + np.repeat(np.repeat(blocks.ptr[:-1], blocks.sizes), np.diff(ptr))

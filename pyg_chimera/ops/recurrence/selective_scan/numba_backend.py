@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
 from pyg_chimera.ops.common.sequences import row_blocks
@@ -35,13 +36,13 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     (num_rows, channels), num_states = u.shape, A.size(1)
     kept = u.new_empty(-(-num_rows // _SPAN), num_states, channels)
     out = u.new_empty(u.shape)
-    tasks = _Tasks.of(call.inputs.ptr.numpy(), channels)
+    tasks, written = _Tasks.of(as_array(call.inputs.ptr), channels), arrays(out, kept)
     run(
         _forward,
         tasks.costs(float(num_states * tasks.width)),
         (num_states + 2) * tasks.width,
-        out.numpy().dtype,
-        *(tasks, _Operands.of(call), *arrays(out, kept)),
+        written[0].dtype,
+        *(tasks, _Operands.of(call), *written),
     )
     return out, (kept,)
 
@@ -50,7 +51,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     """The gradients of u, delta, A, B, C and D."""
     u, A = call.inputs.u, call.inputs.A
     (num_rows, channels), num_states = u.shape, A.size(1)
-    tasks = _Tasks.of(call.inputs.ptr.numpy(), channels)
+    tasks = _Tasks.of(as_array(call.inputs.ptr), channels)
     num_blocks = tasks.block.shape[0] - 1
     du, ddelta = u.new_empty(u.shape), u.new_empty(u.shape)
     # Each task has its own part of a sum, as tasks run in parallel.
@@ -63,7 +64,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         _backward,
         tasks.costs(4.0 * num_states * tasks.width),
         ((2 * _SPAN + 3) * num_states + 3) * tasks.width,
-        du.numpy().dtype,
+        grads.u.dtype,
         *(tasks, _Operands.of(call), *arrays(*saved, grad), grads),
     )
     dB, dC = (x[0] if tasks.num_slices == 1 else x.sum(0) for x in (dB, dC))

@@ -1,0 +1,40 @@
+"""Tensors as numpy arrays that leave no mark on them."""
+
+import ctypes
+import sys
+
+import torch
+from numpy import dtype, ndarray
+from torch import Tensor
+
+_NAMES = "bool uint8 int8 int16 int32 int64 float16 float32 float64"
+_DTYPES = {getattr(torch, name): dtype(name) for name in _NAMES.split()}
+
+
+class _Memory(ctypes.c_char * sys.maxsize):  # type: ignore[misc]
+    """All bytes from an address on, and the tensor that keeps them alive."""
+
+    __slots__ = ("owner",)
+
+
+_from = _Memory.from_address
+
+
+def as_array(x: Tensor) -> ndarray:
+    """The memory of a contiguous tensor on the CPU, or of a contiguous copy.
+
+    After `Tensor.numpy`, storage can never be resized again, not even by its owner:
+    FSDP resizes parameters between calls, and users the tensors that they fill by
+    `out=`. For the same reason, an array of what a call is given must not outlive it.
+
+    Raises:
+        TypeError: If the tensor is on another device, or has no memory (fake ones).
+        KeyError: If numpy does not have its dtype.
+    """
+    x = (x.resolve_neg() if x.is_neg() else x).contiguous()
+    address = x.data_ptr()
+    if not (x.is_cpu and (address or x.numel() == 0)):
+        raise TypeError(f"expected a tensor in memory, got {type(x)} on {x.device}")
+    memory = _from(address)
+    memory.owner = x
+    return ndarray((*x.shape,), _DTYPES[x.dtype], memory)
