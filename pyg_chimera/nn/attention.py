@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import Linear
 
 from pyg_chimera.nn._rotary import rotary_angles, rotate
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_integer, check_option
 
 __all__ = ["SelfAttention"]
 
@@ -65,7 +65,9 @@ class SelfAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_option("rotary", rotary, (None, "sequence", "grid"))
-        if heads < 1 or channels % heads != 0:
+        channels = check_integer("channels", channels, 1)
+        heads = check_integer("heads", heads, 1)
+        if channels % heads != 0:
             raise ValueError(f"'heads' must divide 'channels', got {heads}, {channels}")
         multiple = {None: 1, "sequence": 2, "grid": 4}[rotary]
         if channels // heads % multiple != 0:

@@ -41,9 +41,8 @@ class HeteroLayer(torch.nn.Module):
 
     .. code-block:: python
 
-        layer = GPSLayer(
-            64, conv=GatedGCNConv(64, 64), mixer=ChimeraConv(64, 64, edge_dim=64)
-        )
+        conv = GatedGCNConv(64, 64, edge_dim=64)
+        layer = GPSLayer(64, conv=conv, mixer=ChimeraConv(64, 64, edge_dim=64))
         layer = HeteroLayer(layer, 64, data.metadata())
         x_dict = layer(data.x_dict, data.edge_index_dict)
 
@@ -113,7 +112,7 @@ class HeteroLayer(torch.nn.Module):
         add_reverse: bool = False,
     ) -> None:
         super().__init__()
-        check_integer("channels", channels, 1)
+        channels = check_integer("channels", channels, 1)
         node_types, edge_types = list(metadata[0]), [tuple(x) for x in metadata[1]]
         ends = [name for key in edge_types for name in (key[0], key[-1])]
         _check_types("metadata", ends, node_types, "its list of node types")

@@ -56,7 +56,9 @@ def drawn(sizes: dict[str, int] = SIZES) -> HeteroData:
 
 
 def gps(mixer: torch.nn.Module) -> GPSLayer:
-    return GPSLayer(C, GatedGCNConv(C, C, norm="layer_norm"), mixer, norm="layer_norm")
+    return GPSLayer(
+        C, GatedGCNConv(C, C, edge_dim=C, norm="layer_norm"), mixer, norm="layer_norm"
+    )
 
 
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {

@@ -6,8 +6,14 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from pyg_chimera.nn._inputs import all_parameters, has_edge_mask, named
+from pyg_chimera.nn._inputs import (
+    all_parameters,
+    has_edge_mask,
+    named,
+    why_not_finite,
+)
 from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT
+from pyg_chimera.ops.common.errors import NotFiniteError
 
 __all__ = ["Layer", "Mixer"]
 
@@ -23,17 +29,31 @@ class Layer:
         self, *args: Any, edge_weight: Tensor | None = None, **kwargs: Any
     ) -> Any:
         if edge_weight is not None:
-            names = list(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
-            if "edge_attr" not in names:
+            given = self._by_name(args, kwargs)
+            if "edge_attr" not in inspect.signature(self.forward).parameters:  # type: ignore[attr-defined]
                 raise TypeError(f"{type(self).__name__} reads no 'edge_weight'")
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
             if given.get("edge_attr") is not None:
                 raise TypeError(
                     "'edge_weight' must be None if there are edge features: "
                     "concatenate them as 'edge_attr'"
                 )
+            if getattr(self, "edge_dim", None) is None:
+                raise ValueError(
+                    "'edge_weight' must be None for a layer with 'edge_dim=None', got "
+                    f"{_shown(edge_weight)}. Construct it with 'edge_dim=1' if it "
+                    "shall read weights of edges"
+                )
             args, kwargs = (), {**given, "edge_attr": edge_weight}
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except NotFiniteError as error:
+            why = why_not_finite(self, self._by_name(args, kwargs))  # type: ignore[arg-type]
+            raise ValueError(f"{type(self).__name__}: {why}") from error
+
+    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `forward`."""
+        names = inspect.signature(self.forward).parameters  # type: ignore[attr-defined]
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by `torch.jit.script`, for parts of a model too."""
@@ -73,6 +93,11 @@ class Mixer(Layer, MessagePassing):
             "'GNNExplainer', or set 'explain = False' to leave the layer out. "
             "'register_forward_hook' works as on any module"
         )
+
+
+def _shown(x: Any) -> str:
+    """A tensor as its shape."""
+    return f"shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
 
 for _name in _HOOKED:

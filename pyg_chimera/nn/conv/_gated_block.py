@@ -14,6 +14,7 @@ from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
     check_batch,
+    check_channels,
     check_heads,
     check_nodes,
     edge_features,
@@ -60,12 +61,10 @@ class GatedBlock(Mixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        out_channels = in_channels if out_channels is None else out_channels
-        check_heads(out_channels, heads)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
-        self.edge_dim = edge_dim
+        self.in_channels, self.out_channels, self.edge_dim = check_channels(
+            in_channels, out_channels, edge_dim
+        )
+        self.heads, _, _ = check_heads(self.out_channels, heads)
         self.gated = gated
         self.bias = bias
         self.backend = backend
@@ -141,10 +140,10 @@ class ChimeraBlock(GatedBlock):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, **kwargs)
-        check_heads(self.out_channels, heads, state_channels, groups)
+        _, self.state_channels, self.groups = check_heads(
+            self.out_channels, heads, state_channels, groups
+        )
         check_reach(reach)
-        self.state_channels = state_channels
-        self.groups = groups
         self.reach = reach
         self.form = form
 

@@ -10,6 +10,7 @@ from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.ops import grid_conv
+from pyg_chimera.ops.common.checks import check_integer
 
 __all__ = [
     "Continued",
@@ -58,13 +59,15 @@ def _is_plain(lin: Any) -> TypeGuard[Linear]:
 
 def check_window(window: Any) -> tuple[int, int] | None:
     """Checks the rows and columns of a window, if there is one."""
-    pair = isinstance(window, tuple) and len(window) == 2
-    if window is None or (pair and all(isinstance(n, int) and n > 0 for n in window)):
-        return window
-    raise ValueError(
-        "'window' must be positive numbers of rows and columns, such as (3, 3), or "
-        f"None, got {window!r}"
-    )
+    if window is None:
+        return None
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise ValueError(
+            "'window' must be positive numbers of rows and columns, such as (3, 3), or "
+            f"None, got {window!r}"
+        )
+    rows, columns = (check_integer("window", size, 1) for size in window)
+    return rows, columns
 
 
 @torch.no_grad()

@@ -189,12 +189,14 @@ class ChimeraConv(ChimeraBlock):
                 "'gamma' must be in (0, 1], and 1 with normalization='released', got "
                 f"{gamma} and normalization={normalization!r}"
             )
+        if num_terms is not None:
+            num_terms = check_integer("num_terms", num_terms, 0)
         if num_terms is not None and solver != "neumann":
             raise ValueError(
                 f"'num_terms' must be None unless solver='neumann', got {num_terms} "
                 f"and solver={solver!r}"
             )
-        check_integer("log_sums", log_sums, 0)
+        log_sums = check_integer("log_sums", log_sums, 0)
         if log_sums > 0 and (normalization == "released" or solver == "iterative"):
             raise ValueError(
                 "'log_sums' must be 0 with normalization='released', and with "

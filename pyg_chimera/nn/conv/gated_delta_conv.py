@@ -125,7 +125,7 @@ class GatedDeltaConv(ChimeraBlock):
             )
         if conv_kernel is None:
             conv_kernel = 4 if acyclic else 1
-        check_integer("conv_kernel", conv_kernel, 1)
+        conv_kernel = check_integer("conv_kernel", conv_kernel, 1)
         self.acyclic = acyclic
         self.selectivity = selectivity
         self.reflections = reflections

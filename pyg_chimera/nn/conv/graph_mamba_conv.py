@@ -19,6 +19,7 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
+from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.ops.structure import ORDERS
 
 __all__ = ["GraphMambaConv"]
@@ -71,9 +72,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
 
     .. code-block:: python
 
-        layer = GPSLayer(
-            96, conv=GatedGCNConv(96, 96), mixer=GraphMambaConv(96), dropout=0.1
-        )
+        conv = GatedGCNConv(96, 96, edge_dim=96)
+        layer = GPSLayer(96, conv=conv, mixer=GraphMambaConv(96), dropout=0.1)
         x, edge_attr = layer(x, edge_index, batch, edge_attr)
 
     Args:
@@ -156,9 +156,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
             "num_eval_permutations": num_eval_permutations,
             "num_bins": num_bins,
         }
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"'{name}' must be an integer >= 1, got {size!r}")
+        sizes = {name: check_integer(name, size, 1) for name, size in sizes.items()}
+        channels, expand = sizes["channels"], sizes["expand"]
         if order is not None and order not in ORDERS:
             raise ValueError(
                 f"'order' must be one of {list(ORDERS)}, or None for scores that are "
@@ -166,13 +165,13 @@ class GraphMambaConv(Layer, torch.nn.Module):
             )
 
         self.channels = channels
-        self.state_channels = state_channels
-        self.conv_kernel = conv_kernel
+        self.state_channels = sizes["state_channels"]
+        self.conv_kernel = sizes["conv_kernel"]
         self.expand = expand
-        self.dt_rank = math.ceil(channels / 16) if dt_rank is None else dt_rank
+        self.dt_rank = math.ceil(channels / 16) if dt_rank is None else sizes["dt_rank"]
         self.order = order
-        self.num_eval_permutations = num_eval_permutations
-        self.num_bins = num_bins
+        self.num_eval_permutations = sizes["num_eval_permutations"]
+        self.num_bins = sizes["num_bins"]
         self.bidirectional = bidirectional
         self.seed = seed
         self.backend = backend
@@ -182,7 +181,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         self.lin_in = Linear(channels, inner, bias=bias)
         self.lin_gate = Linear(channels, inner, bias=bias)
         self.scans = torch.nn.ModuleList(
-            _Scan(inner, state_channels, conv_kernel, self.dt_rank)
+            _Scan(inner, self.state_channels, self.conv_kernel, self.dt_rank)
             for _ in range(1 + bidirectional)
         )
         self.lin_out = Linear(inner, channels, bias=bias)

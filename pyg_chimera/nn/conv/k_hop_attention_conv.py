@@ -10,6 +10,7 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import (
     as_edges,
     check_batch,
+    check_channels,
     check_heads,
     check_nodes,
     edge_features,
@@ -107,10 +108,12 @@ class KHopAttentionConv(Mixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        out_channels = in_channels if out_channels is None else out_channels
+        in_channels, out_channels, edge_dim = check_channels(
+            in_channels, out_channels, edge_dim
+        )
         groups = heads if groups is None else groups
-        check_heads(out_channels, heads, groups=groups)
-        check_integer("k", k, 1)
+        heads, _, groups = check_heads(out_channels, heads, groups=groups)
+        k = check_integer("k", k, 1)
         if rotary and out_channels // heads % 2 != 0:
             raise ValueError(
                 f"The {out_channels // heads} channels of a head must be a multiple of "

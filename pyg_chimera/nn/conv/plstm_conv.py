@@ -13,6 +13,7 @@ from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
     check_batch,
+    check_channels,
     check_nodes,
     edge_features,
     for_each_dag,
@@ -21,7 +22,13 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops import householder_product, line_graph, multitree, stm_scan
-from pyg_chimera.ops.common.checks import check_edges, check_flag, check_option, trusted
+from pyg_chimera.ops.common.checks import (
+    check_edges,
+    check_flag,
+    check_integer,
+    check_option,
+    trusted,
+)
 from pyg_chimera.ops.structure.line_graph import check_line_edges, ordered_dags
 
 __all__ = ["PLSTMConv"]
@@ -170,15 +177,16 @@ class PLSTMConv(PLSTMBlock):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, mode, **kwargs)
+        *_, edge_dim = check_channels(in_channels, out_channels, edge_dim)
         check_option("order", order, (None, "order", "degree", "bfs"))
         check_flag("turns", turns)
-        if num_dags < 1 or (num_dags > 1 and order is not None):
+        num_dags = check_integer("num_dags", num_dags, 1)
+        if num_dags > 1 and order is not None:
             raise ValueError(
-                "'num_dags' must be >= 1, and 1 unless order=None, got "
+                "'num_dags' must be 1 unless order=None, got "
                 f"{num_dags} and order={order!r}"
             )
-        if tracking < 1:
-            raise ValueError(f"'tracking' must be >= 1, got {tracking}")
+        tracking = check_integer("tracking", tracking, 1)
         # Columns of a node's gates in a DAG: direct; what edges read of their source:
         # source, mark, decay as second edge of a line edge, decay as first one, score
         # (of rows); what edges read of their target: source, mark, decay as second

@@ -15,6 +15,7 @@ from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_size, wit
 from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route
 from pyg_chimera.ops.common.checks import (
+    check_edge_index,
     check_edges,
     check_integer,
     check_option,
@@ -48,15 +49,14 @@ class CategoricalEncoder(torch.nn.Module):
 
     def __init__(self, num_categories: Sequence[int], out_channels: int) -> None:
         super().__init__()
-        if len(num_categories) == 0 or min(num_categories) < 1:
-            raise ValueError(
-                "'num_categories' must give a positive number for at least one "
-                f"column, got {list(num_categories)}."
-            )
-        self.num_categories = list(num_categories)
-        self.out_channels = out_channels
+        if len(num_categories) == 0:
+            raise ValueError("'num_categories' must be of at least one column, got []")
+        self.num_categories = [
+            check_integer("num_categories", number, 1) for number in num_categories
+        ]
+        self.out_channels = check_integer("out_channels", out_channels, 1)
         self.embeddings = torch.nn.ModuleList(
-            torch.nn.Embedding(num, out_channels) for num in num_categories
+            torch.nn.Embedding(num, out_channels) for num in self.num_categories
         )
         self.reset_parameters()
 
@@ -113,7 +113,7 @@ class GraphModel(torch.nn.Module):
         def layer(index: int) -> GPSLayer:
             return GPSLayer(
                 64,
-                conv=GatedGCNConv(64, 64, act="gelu"),
+                conv=GatedGCNConv(64, 64, edge_dim=64, act="gelu"),
                 mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
                 arrangement="sequential",
                 norm_first=True,
@@ -235,7 +235,9 @@ class GraphModel(torch.nn.Module):
         check_option("head", head, ("graph", "node", "edge"))
         check_option("decoder", decoder, ("dot", "mlp"))
         check_option("head_norm", head_norm, ("batch_norm", "layer_norm", None))
-        check_integer("head_layers", head_layers, 1)
+        channels = check_integer("channels", channels, 1)
+        out_channels = check_integer("out_channels", out_channels, 1)
+        head_layers = check_integer("head_layers", head_layers, 1)
         if head == "edge" and decoder == "dot" and out_channels != 1:
             raise ValueError(
                 "'out_channels' must be 1 for 'decoder=\"dot\"', got "
@@ -421,6 +423,8 @@ class GraphModel(torch.nn.Module):
             x = self.pool(x, batch, dim_size=batch_size)
         if edge_label_index is None:
             return self.mlp(x)
+        if readable():
+            check_edge_index(edge_label_index, x.size(0), "edge_label_index")
         source, target = check_edges("edge_label_index", edge_label_index, x)
         if not self._is_dot:
             return self.mlp(torch.cat([x[source], x[target]], dim=-1))
@@ -464,9 +468,9 @@ class GraphModel(torch.nn.Module):
 
 
 def _encoder(in_channels: int | Sequence[int], channels: int) -> torch.nn.Module:
-    if isinstance(in_channels, int):
-        return Linear(in_channels, channels)
-    return CategoricalEncoder(in_channels, channels)
+    if isinstance(in_channels, Iterable):
+        return CategoricalEncoder(in_channels, channels)
+    return Linear(check_integer("in_channels", in_channels, -1), channels)
 
 
 def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
@@ -511,9 +515,8 @@ def _make_layers(
                 "'num_layers' out for given layers."
             )
         return made
-    if num_layers is None or num_layers < 0:
+    if num_layers is None:
         raise ValueError(
-            "'num_layers' must be a number of layers for a function 'layers', got "
-            f"{num_layers}."
+            "'num_layers' must be a number of layers for a function 'layers', got None."
         )
-    return [layers(i) for i in range(num_layers)]
+    return [layers(i) for i in range(check_integer("num_layers", num_layers, 0))]

@@ -440,7 +440,7 @@ COMPILED = {
     "GraphMambaConv": (nn.GraphMambaConv, "any"),
     "GraphMambaConv-bins": (
         partial(nn.GraphMambaConv, order="pagerank", num_bins=2), "any"),
-    "GatedGCNConv": (partial(GatedGCNConv, CHANNELS, edge_dim=0), "any"),
+    "GatedGCNConv": (partial(GatedGCNConv, CHANNELS), "any"),
 }  # fmt: skip
 SETTINGS = [("eager", True), ("aot_eager", False), ("aot_eager", True)]
 unused = count()
@@ -704,7 +704,7 @@ def test_options_that_only_some_calls_would_look_at():
     with pytest.raises(ValueError, match="'flow' must be 'source_to_target' for grids"):
         nn.ChimeraGridConv(8, flow="target_to_source")
     mixer = nn.ChimeraConv(8, edge_dim=3)
-    layer = GPSLayer(8, GatedGCNConv(8, 8, edge_dim=0), mixer)
+    layer = GPSLayer(8, GatedGCNConv(8, 8), mixer)
     index = torch.tensor([[0, 1], [1, 0]])
     out = layer(torch.randn(2, 8), index, edge_attr=torch.randn(2, 3))
     assert out.shape == (2, 8)

@@ -46,7 +46,7 @@ def make_batch(*sizes: int) -> Batch:
 
 
 def gps(index: int) -> GPSLayer:
-    conv = GatedGCNConv(C, C, update_edges=index == 0)
+    conv = GatedGCNConv(C, C, edge_dim=C, update_edges=index == 0)
     return GPSLayer(C, conv, norm="layer_norm")
 
 
@@ -374,7 +374,7 @@ def test_compiles_without_graph_break(name: str) -> None:
         [3, 5],
         C,
         HEADS[name]["out_channels"],
-        lambda i: GPSLayer(C, GatedGCNConv(C, C)),
+        lambda i: GPSLayer(C, GatedGCNConv(C, C, edge_dim=C)),
         2,
         edge_dim=[2],
         **{key: v for key, v in HEADS[name].items() if key != "out_channels"},
@@ -388,7 +388,7 @@ def released(num_layers: int) -> GraphModel:
     def layer(index: int) -> GPSLayer:
         return GPSLayer(
             64,
-            conv=GatedGCNConv(64, 64, act="gelu"),
+            conv=GatedGCNConv(64, 64, edge_dim=64, act="gelu"),
             mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
             arrangement="sequential",
             norm_first=True,
@@ -502,7 +502,9 @@ def test_layers_in_wrappers_get_what_they_take(when):
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
     def layer(_):
-        block = GPSLayer(C, GatedGCNConv(C, C), ChimeraConv(C, C, edge_dim=C))
+        block = GPSLayer(
+            C, GatedGCNConv(C, C, edge_dim=C), ChimeraConv(C, C, edge_dim=C)
+        )
         return wrappers.checkpoint_wrapper(block) if when == "before" else block
 
     structure = {"rank": "elimination_rank"}
