@@ -1,11 +1,13 @@
 """Checks and conversions of what users pass to layers, with uniform error messages."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import HeteroData
+from torch_geometric.data.data import BaseData
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj, SparseTensor
 from torch_geometric.utils import is_sparse
@@ -21,6 +23,7 @@ from pyg_chimera.ops.structure.edges import edges_of
 from pyg_chimera.ops.structure.grid import grid_sizes
 
 __all__ = [
+    "TakesTensors",
     "all_parameters",
     "as_edges",
     "at_least_float32",
@@ -236,12 +239,14 @@ def check_grids(
 def check_floats(name: str, x: Any, advice: str = "") -> None:
     """Checks that an argument is a tensor of floating-point numbers."""
     if not isinstance(x, Tensor):
-        pair = (
-            "; for a graph of several types of nodes, see 'pyg_chimera.nn.HeteroLayer'"
-        )
+        advice = ""
+        if isinstance(x, (tuple, Mapping)):
+            advice = (
+                "; for a graph of several types of nodes, see "
+                "'pyg_chimera.nn.HeteroLayer'"
+            )
         raise TypeError(
-            f"'{name}' must be a torch.Tensor, got {type(x).__name__}"
-            + (pair if isinstance(x, tuple) else "")
+            f"'{name}' must be a torch.Tensor, got {type(x).__name__}{advice}"
         )
     if x.dtype not in _FLOATS:
         raise TypeError(
@@ -363,6 +368,25 @@ def edge_features(
     return edge_attr
 
 
+class TakesTensors:
+    """A module that is called with tensors: data that is passed whole is refused, as it
+    would otherwise lack the second argument.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], BaseData):
+            how = "'data.x, data.edge_index, batch=data.batch'"
+            if hasattr(self, "inputs"):
+                how = "'**model.inputs(data)'"
+            elif isinstance(args[0], HeteroData):
+                how = "'data.x_dict, data.edge_index_dict', in a 'HeteroLayer'"
+            raise TypeError(
+                f"{type(self).__name__} takes tensors, not a {type(args[0]).__name__}: "
+                f"call it with {how}"
+            )
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
 def why_not_finite(layer: torch.nn.Module, given: dict[str, Any]) -> str:
     """Why what a layer computes from these arguments is not finite."""
     tensors = []
@@ -393,7 +417,7 @@ def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
     """
     lists = []
     for name, x in arguments.items():
-        is_list = isinstance(x, (list, tuple))
+        is_list = isinstance(x, (list, tuple)) and not _is_numbers(x)
         if num_dags == 1 and is_list:
             raise TypeError(
                 f"'{name}' must be one tensor, got a list of {len(x)}; set 'num_dags'"
@@ -411,6 +435,11 @@ def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
             )
         lists.append(entries)
     return list(zip(*lists, strict=True))
+
+
+def _is_numbers(x: Sequence) -> bool:
+    """Whether it is numbers, or lists of them, instead of tensors."""
+    return len(x) > 0 and isinstance(x[0], (int, float, list, tuple))
 
 
 def side_by_side(

@@ -7,6 +7,7 @@ from torch.nn import Linear
 
 from pyg_chimera.nn._rotary import rotary_angles, rotate
 from pyg_chimera.ops.common.checks import check_integer, check_option
+from pyg_chimera.ops.common.memory import check_memory
 
 __all__ = ["SelfAttention"]
 
@@ -122,6 +123,8 @@ class SelfAttention(torch.nn.Module):
         seen = None if mask is None else mask[:, None, None, :]
         causal = self.causal
         if causal and seen is not None:
+            what = f"A causal mask of {x.size(1):,} nodes"
+            check_memory(what, x.size(1) ** 2, "use shorter sequences", x.device)
             past = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).tril()
             seen, causal = seen & past, False
         out = F.scaled_dot_product_attention(

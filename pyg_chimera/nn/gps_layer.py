@@ -9,6 +9,7 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._dropout import Dropout
 from pyg_chimera.nn._inputs import (
+    TakesTensors,
     check_batch,
     check_edge_rows,
     check_nodes,
@@ -22,7 +23,7 @@ from pyg_chimera.ops.common.checks import check_integer, check_option
 __all__ = ["GPSLayer"]
 
 
-class GPSLayer(PassesOn, torch.nn.Module):
+class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
     r"""A layer that combines local message passing with any mixer over longer
     distances, as in the `"Recipe for a General, Powerful, Scalable Graph Transformer"
     <https://arxiv.org/abs/2205.12454>`_ paper.
@@ -255,6 +256,7 @@ class GPSLayer(PassesOn, torch.nn.Module):
         """
         check_nodes(x, self.channels)
         check_batch(batch, x.size(0))
+        batch = None if batch is None else batch.long()  # some norms take no others
         check_edge_rows(edge_attr, edge_index)
         check_size(edge_index, x.size(0))
         if edge_attr is None:

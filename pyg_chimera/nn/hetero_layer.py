@@ -1,14 +1,17 @@
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Embedding
+from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.module_dict import ModuleDict
 from torch_geometric.typing import Adj, EdgeType, Metadata, NodeType
 
 from pyg_chimera.nn._inputs import (
+    TakesTensors,
     check_batch,
     check_nodes,
     check_size,
@@ -22,7 +25,7 @@ from pyg_chimera.ops.structure.edges import edges_of
 __all__ = ["HeteroLayer"]
 
 
-class HeteroLayer(torch.nn.Module):
+class HeteroLayer(TakesTensors, torch.nn.Module):
     r"""Runs a layer on a graph of several types of nodes and edges, as if it were one
     homogeneous graph, whose edge features tell the layer the types of edges.
 
@@ -145,6 +148,7 @@ class HeteroLayer(torch.nn.Module):
         )
         # First of all types as given, then of all reversed ones.
         self.type_vectors = Embedding((1 + add_reverse) * len(edge_types), channels)
+        self.edge_masks = ModuleDict({key: _EdgeMask() for key in edge_types})
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
@@ -181,12 +185,12 @@ class HeteroLayer(torch.nn.Module):
         x = torch.cat(xs) if xs else vectors[:0]
         sizes = [x.size(0) for x in xs]
         ranges = {t: (sum(sizes[:i]), sizes[i]) for i, t in enumerate(types)}
-        parts = [(x.new_empty(2, 0, dtype=torch.long), vectors[:0])]
+        parts = [(x.new_empty(2, 0, dtype=torch.long), vectors[:0], vectors[:0, 0])]
         for key in self.edge_types:
             if key in edge_index_dict:
                 given = (edge_index_dict[key], attrs.get(key), ranges)
                 parts.append(_named(key, self._edges, key, *given))
-        indices, features = zip(*parts, strict=True)
+        indices, features, masks = zip(*parts, strict=True)
         edge_index, edge_attr = torch.cat(indices, dim=1), torch.cat(features)
 
         batch = place = None
@@ -196,13 +200,17 @@ class HeteroLayer(torch.nn.Module):
             batches = [batch_dict[name] for name in types]
             for name, own, size in zip(types, batches, sizes, strict=True):
                 _named(name, check_batch, own, size)
-            batch, order = torch.cat(batches).sort(stable=True)
+            batch, order = torch.cat(batches).long().sort(stable=True)
             place = order.argsort()
             x, edge_index = x[order], place[edge_index]
 
         args = {"edge_attr": edge_attr, "batch": batch}
         args = {name: value for name, value in args.items() if self._accepts(name)}
-        out = self._route.call(self.layer, x, edge_index, batch, args)
+        explained: AbstractContextManager = nullcontext()
+        if any(mask.explain for mask in self.edge_masks.values()):
+            explained = _masked(self.layer, torch.cat(masks), edge_index)
+        with explained:
+            out = self._route.call(self.layer, x, edge_index, batch, args)
         out = out[0] if isinstance(out, tuple) else out
         if out.size(0) != x.size(0):
             raise ValueError(
@@ -223,9 +231,9 @@ class HeteroLayer(torch.nn.Module):
         graph: Adj,
         edge_attr: Tensor | None,
         ranges: Mapping[NodeType, tuple[int, int]],
-    ) -> tuple[Tensor, Tensor]:
-        """The edges of one type, and their features; `ranges` has the number of the
-        first node of each type, and how many there are.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The edges of one type, their features, and an explainer's mask; `ranges` has
+        the number of the first node of each type, and how many there are.
         """
         (source, num_sources), (target, num_targets) = (
             ranges.get(name, (0, 0)) for name in (key[0], key[-1])
@@ -252,9 +260,10 @@ class HeteroLayer(torch.nn.Module):
             edge_attr = edge_features(edge_attr, lin.in_channels, edges.size(1))
             features = features + lin(edge_attr)
         edges = torch.stack([edges[0] + source, edges[1] + target])
+        mask = self.edge_masks[key](vectors, edges.size(1))
         if self.add_reverse:
-            edges = torch.cat([edges, edges.flip(0)], dim=1)
-        return edges, features.flatten(0, 1)
+            edges, mask = torch.cat([edges, edges.flip(0)], dim=1), mask.repeat(2)
+        return edges, features.flatten(0, 1), mask
 
     def _accepts(self, name: str) -> bool:
         # PyG's GPSConv passes edge features on as one of its '**kwargs'.
@@ -268,6 +277,43 @@ class HeteroLayer(torch.nn.Module):
             f"node_types={self.node_types}, edge_types={self.edge_types}, "
             f"add_reverse={self.add_reverse})"
         )
+
+
+class _EdgeMask(MessagePassing):
+    """Where explainers put the mask of the edges of one type."""
+
+    def forward(self, like: Tensor, num_edges: int) -> Tensor:
+        """The mask, of ones unless there is one."""
+        if not self.explain:
+            return like.new_ones(num_edges)
+        mask: Any = self._edge_mask
+        if mask.shape != (num_edges,):
+            raise ValueError(
+                f"Edge masks must have an entry for each of {num_edges} edges, got "
+                f"{list(mask.shape)}: explain the 'HeteroLayer' as a layer for "
+                "dictionaries"
+            )
+        return mask.sigmoid() if self._apply_sigmoid else mask
+
+
+@contextmanager
+def _masked(layer: torch.nn.Module, mask: Tensor, edge_index: Tensor) -> Iterator[None]:
+    """A context in which convolutions apply an edge mask, as in PyG's explainers."""
+    convs: list[Any] = [
+        x
+        for x in layer.modules()
+        if isinstance(x, MessagePassing) and x.explain is not False
+    ]
+    for conv in convs:
+        conv._parameters.pop("_edge_mask", None)  # which would take no other tensor
+        conv.explain, conv._edge_mask, conv._apply_sigmoid = True, mask, False
+        conv._loop_mask = edge_index[0] != edge_index[1]
+    try:
+        yield
+    finally:
+        for conv in convs:
+            conv.explain, conv._edge_mask, conv._apply_sigmoid = None, None, True
+            conv._loop_mask = None
 
 
 def _check_types(

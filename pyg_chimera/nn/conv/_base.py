@@ -7,6 +7,7 @@ from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
 from pyg_chimera.nn._inputs import (
+    TakesTensors,
     all_parameters,
     has_edge_mask,
     named,
@@ -20,7 +21,7 @@ __all__ = ["Layer", "Mixer"]
 _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 
 
-class Layer:
+class Layer(TakesTensors):
     r"""A module that also takes :obj:`edge_weight` by name, as PyG passes to layers in
     :class:`~torch_geometric.nn.pool.ASAPooling`: edge features of one channel.
     """
@@ -45,7 +46,7 @@ class Layer:
                 )
             args, kwargs = (), {**given, "edge_attr": edge_weight}
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return super().__call__(*args, **kwargs)
         except NotFiniteError as error:
             why = why_not_finite(self, self._by_name(args, kwargs))  # type: ignore[arg-type]
             raise ValueError(f"{type(self).__name__}: {why}") from error

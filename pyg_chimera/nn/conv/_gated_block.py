@@ -28,9 +28,10 @@ from pyg_chimera.nn.conv._init import (
     log_uniform_softplus_,
     softplus_,
 )
-from pyg_chimera.nn.conv._window import Filter, projected, reset_filter_
+from pyg_chimera.nn.conv._window import Filter, is_plain, projected, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
 from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.operator import without_autocast
 from pyg_chimera.ops.gated_norm import gated_norm
 
 __all__ = ["ChimeraBlock", "GatedBlock"]
@@ -90,7 +91,7 @@ class GatedBlock(Mixer):
     def finish(self, y: Tensor, x: Tensor) -> Tensor:
         """Norm, gate and projection, given what the gate reads."""
         if self.lin_gate is None:
-            return self.lin_out(self.norm(y).to(x.dtype))
+            return self._projected(self.norm(y), x.dtype)
         gate = at_least_float32(self.lin_gate(x))
         if not self.norm_before_gate:
             y = self.norm(y * self.act(gate))
@@ -98,7 +99,23 @@ class GatedBlock(Mixer):
             y = self.norm(y, gate)
         else:
             y = self.norm(y) * self.act(gate)
-        return self.lin_out(y.to(x.dtype))
+        return self._projected(y, x.dtype)
+
+    def _projected(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """The last projection. Without a norm, its input may be too large for half
+        precision where its output, which terms of both signs make up, is not.
+        """
+        lin, device = self.lin_out, y.device.type
+        narrow = torch.finfo(dtype).bits < 32 or (
+            torch.amp.is_autocast_available(device)
+            and torch.is_autocast_enabled(device)
+        )
+        if not (narrow and type(self.norm) is torch.nn.Identity and is_plain(lin)):
+            return lin(y.to(dtype))
+        weight = lin.weight.to(y.dtype)
+        bias = None if lin.bias is None else lin.bias.to(y.dtype)
+        with without_autocast(y):
+            return F.linear(y, weight, bias).to(dtype)
 
     def __repr__(self) -> str:
         dags = f", num_dags={self.num_dags}" if self.num_dags > 1 else ""

@@ -15,6 +15,7 @@ from pyg_chimera.ops.common.checks import check_integer
 __all__ = [
     "Continued",
     "check_window",
+    "is_plain",
     "over_grids",
     "projected",
     "reset_filter_",
@@ -33,7 +34,7 @@ def projected(
     """
     if filtered is None:
         return [at_least_float32(lin(x)) for lin in lins]
-    plain = [lin for lin in lins if _is_plain(lin)]
+    plain = [lin for lin in lins if is_plain(lin)]
     biases = [lin.bias for lin in plain if lin.bias is not None]
     if len(plain) < len(lins) or len(biases) not in (0, len(lins)):
         parts = [at_least_float32(lin(x)) for lin in lins]
@@ -46,7 +47,7 @@ def projected(
     return list(filtered(joined).split(sizes, dim=1))
 
 
-def _is_plain(lin: Any) -> TypeGuard[Linear]:
+def is_plain(lin: Any) -> TypeGuard[Linear]:
     """Whether a layer is no more than its weights: no hooks, no adapter."""
     return type(lin) is Linear and not (
         "forward" in vars(lin)

@@ -11,7 +11,13 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import aggregation_resolver
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_size, with_values
+from pyg_chimera.nn._inputs import (
+    TakesTensors,
+    check_batch,
+    check_edge_rows,
+    check_size,
+    with_values,
+)
 from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route
 from pyg_chimera.ops.common.checks import (
@@ -100,7 +106,7 @@ class CategoricalEncoder(torch.nn.Module):
         return f"{self.__class__.__name__}({self.num_categories}, {self.out_channels})"
 
 
-class GraphModel(torch.nn.Module):
+class GraphModel(TakesTensors, torch.nn.Module):
     r"""A complete graph neural network: an encoder of nodes (and edges), a stack of
     layers of equal width, and a head for graphs, nodes or pairs of nodes.
 
@@ -312,11 +318,19 @@ class GraphModel(torch.nn.Module):
             data (Data or Batch): One graph, or a batch of graphs.
 
         Raises:
+            TypeError: If :obj:`data` is not homogeneous.
             ValueError: If :obj:`data` lacks an attribute that the model reads,
                 including those named in :obj:`structure` and :obj:`encodings`, or one
                 in :obj:`structure` was stored for other edges, see
                 :func:`~pyg_chimera.ops.structure.check_stored`.
         """
+        if not isinstance(data, Data):
+            raise TypeError(
+                "'data' must be a 'torch_geometric.data.Data' or a batch of them, got "
+                f"{type(data).__name__}. For several types of nodes, put the model "
+                "into a 'HeteroLayer', with head='node', and call that with "
+                "'data.x_dict, data.edge_index_dict'; or use 'data.to_homogeneous()'"
+            )
         adj = "adj_t" if "adj_t" in data else "edge_index"
         args: dict[str, Any] = {
             "x": _attribute(data, "x", "the node encoder reads"),

@@ -126,7 +126,7 @@ def check_edge_index(
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
             f"'{name}' must be of shape [2, num_edges] "
-            f"(got shape {list(edge_index.shape)}){_transposed(name, edge_index)}"
+            f"(got shape {list(edge_index.shape)}){_instead(name, edge_index)}"
         )
     if not _is_integer(edge_index):
         raise TypeError(
@@ -136,19 +136,24 @@ def check_edge_index(
     if edge_index.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(edge_index))
+    x_rows = " (the rows of 'x')" if end == "node" else ""
     if low < 0 or high >= num_nodes:
         raise ValueError(
             f"'{name}' must hold {end} indices in [0, num_{end}s) = [0, {num_nodes}) "
             f"(got {low if low < 0 else high} in an '{name}' of shape "
-            f"{list(edge_index.shape)}); {end}s are numbered from 0, and there must be "
-            "as many as it belongs to"
+            f"{list(edge_index.shape)}); {end}s are numbered from 0, and 'num_{end}s'"
+            f"{x_rows} must count them all"
         )
 
 
-def _transposed(name: str, x: Tensor) -> str:
-    """Advice on edges that are rows, as in a list of them."""
-    if x.dim() == 2 and x.size(1) == 2:
+def _instead(name: str, x: Tensor) -> str:
+    """Advice on edges that are rows, as in a list of them, or a matrix."""
+    if x.dim() != 2:
+        return ""
+    if x.size(1) == 2:
         return f"; transpose it: '{name}.t()'"
+    if x.size(0) == x.size(1):
+        return "; 'torch_geometric.utils.dense_to_sparse' makes edges of a dense matrix"
     return ""
 
 
@@ -270,7 +275,7 @@ def check_edges(name: str, x: Any, like: Tensor) -> Tensor:
     _check_tensor(name, x)
     if x.dim() != 2 or x.size(0) != 2:
         raise ValueError(
-            f"'{name}' must be [2, edges], got {list(x.shape)}{_transposed(name, x)}"
+            f"'{name}' must be [2, edges], got {list(x.shape)}{_instead(name, x)}"
         )
     return check_integers(name, x, like)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+CPU = torch.device("cpu")
 #: Less than this is not checked for.
 _FEW_BYTES = 1 << 30
 
@@ -21,13 +22,17 @@ def left_if_short(needed: float, device: torch.device) -> float | None:
     return left if needed > left else None
 
 
-def check_memory(what: str, needed: float, advice: str) -> None:
-    """Checks that so many bytes are left in this machine's memory.
+def check_memory(
+    what: str, needed: float, advice: str, device: torch.device = CPU
+) -> None:
+    """Checks that so many bytes are left on a device, before they are allocated.
 
     Raises:
         ValueError: If not: `what` would take more, and the advice.
     """
-    left = left_if_short(needed, torch.device("cpu"))
+    if torch.compiler.is_compiling():  # where sizes are unknown
+        return
+    left = left_if_short(needed, device)
     if left is not None:
         raise ValueError(
             f"{what} would take {needed / 2**30:.0f} GiB, more than the "
