@@ -379,7 +379,7 @@ class TakesTensors:
             if hasattr(self, "inputs"):
                 how = "'**model.inputs(data)'"
             elif isinstance(args[0], HeteroData):
-                how = "'data.x_dict, data.edge_index_dict', in a 'HeteroLayer'"
+                how = "'data.x_dict, data.edge_index_dict' (a 'HeteroLayer')"
             raise TypeError(
                 f"{type(self).__name__} takes tensors, not a {type(args[0]).__name__}: "
                 f"call it with {how}"

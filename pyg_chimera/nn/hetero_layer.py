@@ -116,6 +116,11 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
     ) -> None:
         super().__init__()
         channels = check_integer("channels", channels, 1)
+        if not isinstance(metadata, (tuple, list)) or len(metadata) != 2:
+            raise TypeError(
+                "'metadata' must be lists of the types of nodes and of edges, as "
+                f"'data.metadata()', got {type(metadata).__name__}"
+            )
         node_types, edge_types = list(metadata[0]), [tuple(x) for x in metadata[1]]
         ends = [name for key in edge_types for name in (key[0], key[-1])]
         _check_types("metadata", ends, node_types, "its list of node types")
@@ -174,6 +179,17 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
             batch_dict (Dict[str, torch.Tensor], optional): The batch vector of each
                 type, which assigns each node to a graph. (default: :obj:`None`)
         """
+        for name, given in {
+            "x_dict": x_dict,
+            "edge_index_dict": edge_index_dict,
+            "edge_attr_dict": edge_attr_dict,
+            "batch_dict": batch_dict,
+        }.items():
+            if given is not None and not isinstance(given, Mapping):
+                raise TypeError(
+                    f"'{name}' must be a dictionary of tensors by type, as of "
+                    f"'HeteroData', got {type(given).__name__}"
+                )
         attrs = edge_attr_dict or {}
         _check_types("x_dict", x_dict, self.node_types)
         _check_types("edge_index_dict", edge_index_dict, self.edge_types)
@@ -188,8 +204,8 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         parts = [(x.new_empty(2, 0, dtype=torch.long), vectors[:0], vectors[:0, 0])]
         for key in self.edge_types:
             if key in edge_index_dict:
-                given = (edge_index_dict[key], attrs.get(key), ranges)
-                parts.append(_named(key, self._edges, key, *given))
+                graph = (edge_index_dict[key], attrs.get(key), ranges)
+                parts.append(_named(key, self._edges, key, *graph))
         indices, features, masks = zip(*parts, strict=True)
         edge_index, edge_attr = torch.cat(indices, dim=1), torch.cat(features)
 

@@ -30,7 +30,7 @@ from pyg_chimera.nn.conv._init import (
 )
 from pyg_chimera.nn.conv._window import Filter, is_plain, projected, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_flag, check_option
 from pyg_chimera.ops.common.operator import without_autocast
 from pyg_chimera.ops.gated_norm import gated_norm
 
@@ -66,6 +66,8 @@ class GatedBlock(Mixer):
             in_channels, out_channels, edge_dim
         )
         self.heads, _, _ = check_heads(self.out_channels, heads)
+        check_flag("gated", gated)
+        check_flag("bias", bias)
         self.gated = gated
         self.bias = bias
         self.backend = backend

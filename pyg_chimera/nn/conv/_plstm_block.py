@@ -52,7 +52,7 @@ class PLSTMBlock(Mixer):
         if state_channels is None:
             state_channels = out_channels // heads
         state_channels = check_integer("state_channels", state_channels, 1)
-        if len(gate_biases) != 3:
+        if not isinstance(gate_biases, Sequence) or len(gate_biases) != 3:
             raise ValueError(
                 "'gate_biases' must be three numbers, for source, mark and direct "
                 f"gates, got {gate_biases!r}"

@@ -13,7 +13,12 @@ from pyg_chimera.nn._norm import RMSNorm, rms_norm
 from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
-from pyg_chimera.ops.common.checks import check_flag, check_integer, check_option
+from pyg_chimera.ops.common.checks import (
+    check_flag,
+    check_integer,
+    check_number,
+    check_option,
+)
 from pyg_chimera.ops.recurrence.resolvent.op import SOLVERS
 
 __all__ = ["ChimeraConv"]
@@ -182,8 +187,10 @@ class ChimeraConv(ChimeraBlock):
     ) -> None:
         super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         check_flag("local_conv", local_conv)
+        check_flag("qk_norm", qk_norm)
         check_option("normalization", normalization, ("paper", "released"))
         check_option("solver", solver, SOLVERS)
+        check_number("gamma", gamma)
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):
             raise ValueError(
                 "'gamma' must be in (0, 1], and 1 with normalization='released', got "

@@ -146,6 +146,8 @@ class ChimeraDAGConv(ChimeraBlock):
         check_option("selectivity", selectivity, ("mean", "target"))
         check_option("roots", roots, ("write", "silent"))
         check_flag("local_conv", local_conv)
+        check_flag("qk_norm", qk_norm)
+        check_flag("norm_before_gate", norm_before_gate)
         self.share = share
         self.selectivity = selectivity
         self.roots = roots

@@ -279,6 +279,10 @@ class GraphMambaConv(Layer, torch.nn.Module):
                 )
             edge_index, _ = as_edges(edge_index, None, V, "source_to_target", None)
             score = node_score(edge_index, V, order, batch)
+        if isinstance(score, Tensor) and score.shape != (V,):
+            raise ValueError(
+                f"'score' must be [nodes] = [{V}], got {list(score.shape)}"
+            )
         shuffle = order != "order"
         m = self.num_eval_permutations if shuffle and not self.training else 1
         node, ptr = node_sequences(

@@ -20,6 +20,7 @@ from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.ops import CycleError, neighborhood_attention
 from pyg_chimera.ops.common.checks import (
     check_edges,
+    check_flag,
     check_integer,
     readable,
     trusted,
@@ -114,6 +115,7 @@ class KHopAttentionConv(Mixer):
         groups = heads if groups is None else groups
         heads, _, groups = check_heads(out_channels, heads, groups=groups)
         k = check_integer("k", k, 1)
+        check_flag("rotary", rotary)
         if rotary and out_channels // heads % 2 != 0:
             raise ValueError(
                 f"The {out_channels // heads} channels of a head must be a multiple of "

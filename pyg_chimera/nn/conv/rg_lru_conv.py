@@ -259,7 +259,7 @@ class RGLRUConv(GatedBlock):
             rows = (~(state[:, 0] >= 1)).nonzero().view(-1).tolist()
             raise ValueError(
                 "'state' must hold rows that 'resume' returned, which begin with 1 or "
-                f"more, got {float(state[rows[0], 0])} in row {rows[0]}, one of "
+                f"more, got {state[rows[0], 0].item()} in row {rows[0]}, one of "
                 f"{len(rows)}: compute the parts of a DAG in order, and store the "
                 "states of each before they are read"
             )

@@ -77,6 +77,10 @@ class CategoricalEncoder(torch.nn.Module):
         Args:
             x (torch.Tensor): The categories.
         """
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"A CategoricalEncoder needs a torch.Tensor, got {type(x).__name__}."
+            )
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise TypeError(
                 f"A CategoricalEncoder needs integers, got {x.dtype}. Pass categories, "
@@ -258,6 +262,10 @@ class GraphModel(TakesTensors, torch.nn.Module):
                 "the model wider."
             )
 
+        if not isinstance(in_channels, Iterable):
+            in_channels = check_integer("in_channels", in_channels, -1)
+        if edge_dim is not None and not isinstance(edge_dim, Iterable):
+            edge_dim = check_integer("edge_dim", edge_dim, -1) or None
         self.in_channels = in_channels
         self.channels = channels
         self.out_channels = out_channels
@@ -484,7 +492,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
 def _encoder(in_channels: int | Sequence[int], channels: int) -> torch.nn.Module:
     if isinstance(in_channels, Iterable):
         return CategoricalEncoder(in_channels, channels)
-    return Linear(check_integer("in_channels", in_channels, -1), channels)
+    return Linear(in_channels, channels)
 
 
 def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
@@ -498,7 +506,11 @@ def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
             f"{x.dtype}. Convert it, or give the number of categories in each column "
             "if these are categories."
         )
-    return encoder(x.view(-1, 1) if x.dim() == 1 else x)
+    x = x.view(-1, 1) if x.dim() == 1 else x
+    size = cast(int, encoder.in_channels)
+    if x.size(-1) != size and size > 0:
+        raise ValueError(f"'{name}' must be [rows, {size}], got {list(x.shape)}.")
+    return encoder(x)
 
 
 def _attribute(data: Data | Batch, attr: str, reader: str) -> Tensor:
@@ -516,10 +528,16 @@ def _make_layers(
     num_layers: int | None,
 ) -> list[torch.nn.Module]:
     # Modules are callable too, so iterables, such as lists of modules, come first.
-    if isinstance(layers, torch.nn.Module) and not isinstance(layers, Iterable):
+    single = isinstance(layers, torch.nn.Module) and not isinstance(layers, Iterable)
+    if single or isinstance(layers, type):
+        got = (
+            f"the class {layers.__name__}"
+            if isinstance(layers, type)
+            else (f"a single {type(layers).__name__}")
+        )
         raise TypeError(
             "'layers' must be a list of layers, or a function that makes one, such as "
-            f"'lambda index: GPSLayer(...)', got a single {type(layers).__name__}"
+            f"'lambda index: GPSLayer(...)', got {got}"
         )
     if isinstance(layers, Iterable):
         made = list(layers)

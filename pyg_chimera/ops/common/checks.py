@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from numbers import Integral
+from numbers import Integral, Real
 from operator import index
 from typing import Any
 
@@ -398,8 +398,14 @@ def check_option(name: str, value: Any, known: tuple) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     """Checks that an option is True or False."""
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"'{name}' must be True or False, got {value!r}")
+
+
+def check_number(name: str, value: Any) -> None:
+    """Checks that an option is a real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"'{name}' must be a number, got {value!r}")
 
 
 def check_integer(name: str, value: Any, least: int) -> int:

@@ -66,9 +66,9 @@ def _k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Te
     source, target = to_numpy(edge_index)
     left = left_if_short(_PAIR * num_nodes**2, CPU)
     most = num_nodes**2 if left is None else int(left / _PAIR)
-    index, distance, searched = _pairs(source, target, num_nodes, k, most)
-    if searched < num_nodes:  # those that have been searched from say how many follow
-        about = most * num_nodes / searched
+    index, distance, searched, count = _pairs(source, target, num_nodes, k, most)
+    if count > most:  # the nodes that have been searched from say how many follow
+        about = count * num_nodes / searched
         check_memory(
             f"At most {k} steps join about {about:,.0f} pairs of {num_nodes:,} nodes, "
             "which",
@@ -172,8 +172,8 @@ def _difference(
 
 @compiled()
 def _pairs(source, target, n, k, most):
-    """Searches from each node against the edges; or, if there are more than so many
-    pairs, after how many nodes that was clear.
+    """Searches from each node against the edges, until there are more than so many
+    pairs. Returns the pairs unless there are, and how many nodes have how many.
     """
     ptr, tail = simple(target, source, n)
     order = np.empty(n, np.int64)
@@ -183,7 +183,7 @@ def _pairs(source, target, n, k, most):
     for i in range(n):
         total += search(ptr, tail, i, order, level, seen, i, k)
         if total > most:
-            return np.empty((2, 0), np.int64), np.empty(0, np.int64), i
+            return np.empty((2, 0), np.int64), np.empty(0, np.int64), i + 1, total
     index = np.empty((2, total), np.int64)
     distance = np.empty(total, np.int64)
     seen[:] = -1
@@ -194,4 +194,4 @@ def _pairs(source, target, n, k, most):
             index[1, end] = i
             distance[end] = level[order[x]]
             end += 1
-    return index, distance, n
+    return index, distance, n, total

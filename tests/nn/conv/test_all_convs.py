@@ -275,6 +275,21 @@ def test_forms_of_graphs(case: Case, form: str):
     assert_near(case.call(conv, inputs, form=formed), expected)
 
 
+#: By what the numbers of graphs are multiplied, up to 5, so that they only just fit.
+NARROW = {torch.int8: 25, torch.uint8: 50, torch.int16: 6500, torch.int32: 4 * 10**8}
+
+
+@every_conv
+def test_batches_of_narrow_integers(case: Case):
+    conv, inputs = case.conv(), case.inputs(torch.float)
+    for dtype, factor in NARROW.items():
+        batch = factor * inputs.batch
+        outs = [
+            case.call(conv, inputs._replace(batch=x)) for x in (batch, batch.to(dtype))
+        ]
+        assert outs[0].equal(outs[1])
+
+
 @on_graphs
 def test_matrices_of_the_wrong_size(case: Case):
     conv, inputs = case.trained(), case.inputs()

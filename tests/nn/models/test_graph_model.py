@@ -448,7 +448,7 @@ def test_categorical_encoder() -> None:
 def test_encoder_errors() -> None:
     encoder = CategoricalEncoder([3, 5], 4)
     for categories in ([], [3, 0]):
-        with pytest.raises(ValueError, match="'num_categories' must give a positive"):
+        with pytest.raises(ValueError, match="'num_categories' must be"):
             CategoricalEncoder(categories, 4)
     with pytest.raises(TypeError, match=r"needs integers, got torch\.float32"):
         encoder(torch.randn(2, 2))
@@ -480,6 +480,9 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="'edge_attr' is given"):
         make_model(edge_dim=None)(data.x, data.edge_index, data.edge_attr)
     model = make_model(head="edge", out_channels=1)
+    for bad in (data.edge_index - 1, data.edge_index + data.num_nodes):
+        with pytest.raises(ValueError, match=r"'edge_label_index' must hold node ind"):
+            model(data.x, data.edge_index, data.edge_attr, edge_label_index=bad)
     with pytest.raises(ValueError, match=r"'edge_label_index' must .* got none"):
         model(data.x, data.edge_index, data.edge_attr)
     with pytest.raises(ValueError, match=r"'edge_label_index' must .* got one"):
