@@ -163,14 +163,14 @@ def _padded(x: Tensor, batch: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     before = torch.empty_like(place).scatter_(0, order, place)  # in all graphs
     shape = size.numel(), int(size.max())
     place = before - (size.cumsum(0) - size)[graph] + graph * shape[1]
-    mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=x.device)
-    mask = mask.index_fill_(0, place, True).view(shape)
     check_memory(
         f"{shape[0]:,} graphs padded to {shape[1]:,} nodes",
         x.element_size() * shape[0] * shape[1] * x[:1].numel(),
         "batch graphs of similar sizes, or use a mixer that needs no padding",
         x.device,
     )
+    mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=x.device)
+    mask = mask.index_fill_(0, place, True).view(shape)
     # Not in place, where `torch.vmap` would have to turn the zeros into a batch.
     dense = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, place, x)
     return dense.unflatten(0, shape), mask, place

@@ -201,12 +201,12 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         x = torch.cat(xs) if xs else vectors[:0]
         sizes = [x.size(0) for x in xs]
         ranges = {t: (sum(sizes[:i]), sizes[i]) for i, t in enumerate(types)}
-        parts = [(x.new_empty(2, 0, dtype=torch.long), vectors[:0], vectors[:0, 0])]
+        parts = [(x.new_empty(2, 0, dtype=torch.long), vectors[:0])]
         for key in self.edge_types:
             if key in edge_index_dict:
                 graph = (edge_index_dict[key], attrs.get(key), ranges)
                 parts.append(_named(key, self._edges, key, *graph))
-        indices, features, masks = zip(*parts, strict=True)
+        indices, features = zip(*parts, strict=True)
         edge_index, edge_attr = torch.cat(indices, dim=1), torch.cat(features)
 
         batch = place = None
@@ -224,6 +224,11 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         args = {name: value for name, value in args.items() if self._accepts(name)}
         explained: AbstractContextManager = nullcontext()
         if any(mask.explain for mask in self.edge_masks.values()):
+            keys = [key for key in self.edge_types if key in edge_index_dict]
+            masks = [
+                _named(key, self.edge_masks[key], x, index.size(1), self.add_reverse)
+                for key, index in zip(keys, indices[1:], strict=True)
+            ]
             explained = _masked(self.layer, torch.cat(masks), edge_index)
         with explained:
             out = self._route.call(self.layer, x, edge_index, batch, args)
@@ -247,9 +252,9 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         graph: Adj,
         edge_attr: Tensor | None,
         ranges: Mapping[NodeType, tuple[int, int]],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The edges of one type, their features, and an explainer's mask; `ranges` has
-        the number of the first node of each type, and how many there are.
+    ) -> tuple[Tensor, Tensor]:
+        """The edges of one type, and their features; `ranges` has the number of the
+        first node of each type, and how many there are.
         """
         (source, num_sources), (target, num_targets) = (
             ranges.get(name, (0, 0)) for name in (key[0], key[-1])
@@ -276,10 +281,9 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
             edge_attr = edge_features(edge_attr, lin.in_channels, edges.size(1))
             features = features + lin(edge_attr)
         edges = torch.stack([edges[0] + source, edges[1] + target])
-        mask = self.edge_masks[key](vectors, edges.size(1))
         if self.add_reverse:
-            edges, mask = torch.cat([edges, edges.flip(0)], dim=1), mask.repeat(2)
-        return edges, features.flatten(0, 1), mask
+            edges = torch.cat([edges, edges.flip(0)], dim=1)
+        return edges, features.flatten(0, 1)
 
     def _accepts(self, name: str) -> bool:
         # PyG's GPSConv passes edge features on as one of its '**kwargs'.
@@ -298,18 +302,19 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
 class _EdgeMask(MessagePassing):
     """Where explainers put the mask of the edges of one type."""
 
-    def forward(self, like: Tensor, num_edges: int) -> Tensor:
-        """The mask, of ones unless there is one."""
+    def forward(self, like: Tensor, num_edges: int, both_ways: bool) -> Tensor:
+        """The mask of edges, half of which may be the reverse of others; or ones."""
         if not self.explain:
             return like.new_ones(num_edges)
         mask: Any = self._edge_mask
+        mask = mask.sigmoid() if self._apply_sigmoid else mask
+        mask = mask.repeat(1 + both_ways)
         if mask.shape != (num_edges,):
             raise ValueError(
-                f"Edge masks must have an entry for each of {num_edges} edges, got "
-                f"{list(mask.shape)}: explain the 'HeteroLayer' as a layer for "
-                "dictionaries"
+                f"an edge mask must have an entry for each of {num_edges} edges, got "
+                f"{list(mask.shape)}; explain a model that takes types of edges"
             )
-        return mask.sigmoid() if self._apply_sigmoid else mask
+        return mask
 
 
 @contextmanager

@@ -145,7 +145,7 @@ def test_models_are_called_with_inputs() -> None:
     refused(lambda: layer(xs, INDEX), TypeError, "'edge_index_dict' must be a dictio")
     said = "'metadata' must be lists.*got HeteroData"
     refused(lambda: HeteroLayer(layer.layer, C, several), TypeError, said)
-    said = "'layers' must be a list.*got the class ChimeraConv"
+    said = "'layers' must be a list.*got a single ChimeraConv"
     refused(lambda: GraphModel(C, C, 2, ChimeraConv, 2), TypeError, said)
     refused(lambda: model(x[:, :3], INDEX), ValueError, r"'x' must be \[rows, 8\]")
 
@@ -167,7 +167,7 @@ def test_nodes_numbered_from_one() -> None:
 
 
 def test_weights_of_edges_without_edge_dim() -> None:
-    said = r"'edge_weight' must be None .*'edge_dim=None', got shape \[6\].*edge_dim=1"
+    said = "'edge_weight' must be None .*'edge_dim=None'; construct it with 'edge_dim=1"
     for conv in (ChimeraConv(C), GatedGCNConv(C, C), KHopAttentionConv(C)):
         weight = torch.rand(6)
         call = partial(conv, features(), INDEX, edge_weight=weight)

@@ -40,9 +40,8 @@ class Layer(TakesTensors):
                 )
             if getattr(self, "edge_dim", None) is None:
                 raise ValueError(
-                    "'edge_weight' must be None for a layer with 'edge_dim=None', got "
-                    f"{_shown(edge_weight)}. Construct it with 'edge_dim=1' if it "
-                    "shall read weights of edges"
+                    "'edge_weight' must be None for a layer with 'edge_dim=None'; "
+                    "construct it with 'edge_dim=1' if it shall read weights of edges"
                 )
             args, kwargs = (), {**given, "edge_attr": edge_weight}
         try:
@@ -94,11 +93,6 @@ class Mixer(Layer, MessagePassing):
             "'GNNExplainer', or set 'explain = False' to leave the layer out. "
             "'register_forward_hook' works as on any module"
         )
-
-
-def _shown(x: Any) -> str:
-    """A tensor as its shape."""
-    return f"shape {list(x.shape)}" if isinstance(x, Tensor) else repr(x)
 
 
 for _name in _HOOKED:

@@ -29,6 +29,7 @@ from pyg_chimera.ops.common.checks import (
     check_option,
     trusted,
 )
+from pyg_chimera.ops.common.memory import check_memory
 from pyg_chimera.ops.structure.line_graph import check_line_edges, ordered_dags
 
 __all__ = ["PLSTMConv"]
@@ -366,6 +367,12 @@ class PLSTMConv(PLSTMBlock):
         source, mark = gate[:, : 2 * S].sigmoid().split(S, dim=1)
         second = gate[:, 2 * S :]
         out, into = dags.line_edge_index
+        check_memory(
+            f"Gates of {self.heads} heads for {out.numel():,} pairs of edges",
+            16 * out.numel() * S * self.tracking,  # four numbers of float32 each
+            "use fewer heads, samples of the graph, or turns=False",
+            x.device,
+        )
         decay = first.index_select(0, out) + second.index_select(0, into)
         transition = torch.tanh(5 * decay)
         if self.lin_track is not None:

@@ -530,14 +530,10 @@ def _make_layers(
     # Modules are callable too, so iterables, such as lists of modules, come first.
     single = isinstance(layers, torch.nn.Module) and not isinstance(layers, Iterable)
     if single or isinstance(layers, type):
-        got = (
-            f"the class {layers.__name__}"
-            if isinstance(layers, type)
-            else (f"a single {type(layers).__name__}")
-        )
+        kind = layers if isinstance(layers, type) else type(layers)
         raise TypeError(
             "'layers' must be a list of layers, or a function that makes one, such as "
-            f"'lambda index: GPSLayer(...)', got {got}"
+            f"'lambda index: GPSLayer(...)', got a single {kind.__name__}"
         )
     if isinstance(layers, Iterable):
         made = list(layers)

@@ -386,7 +386,8 @@ def check_finite(
         row, head, *rest = (~finite).nonzero()[0].tolist()
         raise NotFiniteError(
             f"'{name}' must be finite, but {place(row)} has "
-            f"{x[(row, head, *rest)].item()} in {column} {head}"
+            f"{x[(row, head, *rest)].item()} in {column} {head}. (Layers compute it "
+            "from 'x', 'edge_attr' and parameters.)"
         )
 
 
@@ -412,16 +413,14 @@ def check_integer(name: str, value: Any, least: int) -> int:
     """Checks that a number is an integer from `least` on, and below 2**31; returns a
     plain one, where it may have been one of numpy.
     """
-    if type(value) is not int:
-        try:
-            number = None if isinstance(value, bool) else index(value)
-        except TypeError:
-            number = None
-        if number is None:
-            raise TypeError(f"'{name}' must be an integer, got {value!r}")
-        value = number
-    if not least <= value < 2**31:
+    try:
+        number = value if type(value) is int else index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"'{name}' must be an integer, got {value!r}")
+    if not least <= number < 2**31:
         raise ValueError(
             f"'{name}' must be an integer >= {least} and < 2**31, got {value!r}"
         )
-    return value
+    return number

@@ -79,6 +79,7 @@ LEAVES = torch.arange(1, NODES)
 #: A star with edges both ways, and one that half of the edges enter.
 STAR = torch.stack([torch.cat([LEAVES, 0 * LEAVES]), torch.cat([0 * LEAVES, LEAVES])])
 HUB = torch.where(LEAVES < 150, STAR[:, : NODES - 1], STAR[:, NODES - 1 :])
+HUB_LINES = line_graph(HUB, NODES).edge_index
 ONE_APART = (torch.arange(NODES) == 7).long()
 LINES, TURNS = 149 * 150, 299 * 299
 
@@ -107,6 +108,9 @@ HUBS = {
     "PLSTMConv-turns": (
         lambda x: nn.PLSTMConv(4, order="bfs")(x, STAR),
         f"{TURNS:,} pairs of consecutive edges of 598"),
+    "PLSTMConv-gates": (
+        lambda x: nn.PLSTMConv(4, heads=4)(x, HUB, line_edge_index=HUB_LINES),
+        f"Gates of 4 heads for {LINES:,} pairs of edges"),
     "multitree": (
         lambda x: multitree(STAR[:, : NODES - 1], NODES),
         "300 states reach one another would take"),
