@@ -84,7 +84,7 @@ def graph_model(sizes: tuple, mixer: str, **options: Any) -> GraphModel:
     """Layers as in `examples/lrgb.py` and `examples/city_roads.py`."""
 
     def layer(_: int) -> GPSLayer:
-        conv, mix = GatedGCNConv(CHANNELS, CHANNELS), MIXERS[mixer]()
+        conv, mix = GatedGCNConv(CHANNELS, CHANNELS, edge_dim=CHANNELS), MIXERS[mixer]()
         return GPSLayer(CHANNELS, conv, mix, dropout=0.1, norm_first=True)
 
     structure = {"rank": "elimination_rank"} if mixer == "chimera" else None

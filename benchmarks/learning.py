@@ -137,7 +137,7 @@ def build(name: str, task: Task) -> GraphModel:
     channels = SETTINGS["channels"]
 
     def layer(index: int, mlp_channels: int) -> GPSLayer:
-        edge_dim = 0 if task.edge_dim is None else None
+        edge_dim = None if task.edge_dim is None else channels
         conv: Module = GatedGCNConv(channels, channels, edge_dim)
         if name == "gcn":
             conv = GCNConv(channels, channels)

@@ -170,7 +170,7 @@ def build(arm: str, name: str) -> GraphModel:
     def layer(hidden: int) -> GPSLayer:
         conv: Module | None = None
         if kind in ("gatedgcn", "gps", "exphormer"):
-            edge_dim = 0 if edges is None else None
+            edge_dim = None if edges is None else channels
             conv = GatedGCNConv(channels, channels, edge_dim, norm=norm)
         elif kind == "gcn":
             conv = GCNConv(channels, channels)

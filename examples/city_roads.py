@@ -46,7 +46,8 @@ def load(args: Namespace) -> Data:
 def build_model(data: Data, num_layers: int, mixing: bool) -> GraphModel:
     def layer(_: int) -> GPSLayer:
         mixer = ChimeraConv(C, heads=4, state_channels=16, edge_dim=C, reach=(2, 32))
-        return GPSLayer(C, conv=GatedGCNConv(C, C), mixer=mixer if mixing else None,
+        conv = GatedGCNConv(C, C, edge_dim=C)
+        return GPSLayer(C, conv=conv, mixer=mixer if mixing else None,
                         dropout=0.2, norm_first=True)  # fmt: skip
 
     return GraphModel(

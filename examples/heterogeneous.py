@@ -63,7 +63,7 @@ def build_layer(name: str, channels: int, metadata: tuple) -> torch.nn.Module:
     if name == "hgt":
         return HGTConv(channels, channels, metadata, heads=4)
     mixer = ChimeraConv(channels, heads=4, edge_dim=channels, reach=(1, 16))
-    conv = GatedGCNConv(channels, channels)
+    conv = GatedGCNConv(channels, channels, edge_dim=channels)
     layer = GPSLayer(channels, conv, mixer, norm="layer_norm")
     return HeteroLayer(layer, channels, metadata)
 

@@ -236,7 +236,7 @@ def build_model(args: Namespace) -> GraphModel:
         if conv_name == "gcn":
             conv = GCNConv(channels, channels)
         elif conv_name == "gatedgcn":
-            conv = GatedGCNConv(channels, channels, act=args.act)
+            conv = GatedGCNConv(channels, channels, edge_dim=channels, act=args.act)
         return GPSLayer(
             channels,
             conv,

@@ -51,9 +51,8 @@ def build_model(channels: int, num_tasks: int, local: bool) -> GraphModel:
         mixer = ChimeraConv(
             channels, channels, heads=4, state_channels=16, edge_dim=channels
         )
-        return GPSLayer(
-            channels, GatedGCNConv(channels, channels), None if local else mixer
-        )
+        conv = GatedGCNConv(channels, channels, edge_dim=channels)
+        return GPSLayer(channels, conv, None if local else mixer)
 
     return GraphModel(
         ATOM_FEATURE_SIZES,  # nine categories of each atom, three of each bond

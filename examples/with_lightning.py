@@ -36,7 +36,7 @@ class Classifier(pl.LightningModule):
 
         def layer(index: int) -> GPSLayer:
             mixer = ChimeraConv(channels, channels, heads=4)
-            conv = GatedGCNConv(channels, channels, edge_dim=0)
+            conv = GatedGCNConv(channels, channels)
             return GPSLayer(channels, conv, mixer)
 
         self.model = GraphModel(

@@ -277,7 +277,7 @@ CASES = {
     "GraphMambaConv": mamba(),
     "GraphMambaConv-scores": mamba(scores=True, order=None, expand=2, bias=True),
     "GraphMambaConv-bins": mamba(order="pagerank", num_bins=2, bidirectional=True),
-    "GatedGCNConv": gated_gcn(edge_dim=0),
+    "GatedGCNConv": gated_gcn(),
     "GatedGCNConv-edges": gated_gcn(edge_dim=EDGE),
 }
 every_conv = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -120,7 +120,7 @@ MODELS: dict[str, tuple[Callable[[], torch.nn.Module], list]] = {
     "GPSLayer": (
         lambda: _gps(
             ChimeraConv(CHANNELS, heads=2), norm_first=True,
-            conv=GatedGCNConv(CHANNELS, CHANNELS, edge_dim=0, norm="layer_norm"),
+            conv=GatedGCNConv(CHANNELS, CHANNELS, norm="layer_norm"),
         ),
         GRAPH,
     ),

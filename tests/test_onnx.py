@@ -160,7 +160,7 @@ def test_layers(name: str):
 
 def test_graph_models():
     def layer(index: int) -> GPSLayer:
-        local = GatedGCNConv(CHANNELS, CHANNELS, edge_dim=0)
+        local = GatedGCNConv(CHANNELS, CHANNELS)
         return GPSLayer(CHANNELS, local, ChimeraConv(CHANNELS, heads=2))
 
     # With other weights, float32 alone may be off by more than 1e-5.

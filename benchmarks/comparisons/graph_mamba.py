@@ -153,7 +153,7 @@ def build_model(args: Namespace) -> GraphModel:
             order=args.order,
             num_bins=args.num_bins,
         )
-        conv = GatedGCNConv(channels, channels)
+        conv = GatedGCNConv(channels, channels, edge_dim=channels)
         return GPSLayer(channels, conv, mixer, dropout=args.dropout)
 
     encodings = {}

@@ -171,7 +171,7 @@ def _local_conv(
     return GatedGCNConv(
         channels,
         channels,
-        edge_dim=channels if has_edges else 0,
+        edge_dim=channels if has_edges else None,
         update_edges=update_edges,
         norm="batch_norm" if cfg.gnn.batchnorm else None,
         act=act,

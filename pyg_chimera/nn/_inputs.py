@@ -1,12 +1,13 @@
 """Checks and conversions of what users pass to layers, with uniform error messages."""
 
 import inspect
-from collections.abc import Sequence
-from numbers import Integral
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import HeteroData
+from torch_geometric.data.data import BaseData
 from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.typing import Adj, SparseTensor
 from torch_geometric.utils import is_sparse
@@ -14,6 +15,7 @@ from torch_geometric.utils import is_sparse
 from pyg_chimera.ops.common.checks import (
     check_edge_index,
     check_edges,
+    check_integer,
     readable,
     trusted,
 )
@@ -22,10 +24,12 @@ from pyg_chimera.ops.structure.grid import grid_sizes
 from pyg_chimera.ops.structure.node_order import Halves, dag_halves
 
 __all__ = [
+    "TakesTensors",
     "all_parameters",
     "as_edges",
     "at_least_float32",
     "check_batch",
+    "check_channels",
     "check_edge_attr",
     "check_edge_rows",
     "check_floats",
@@ -41,7 +45,9 @@ __all__ = [
     "has_edge_mask",
     "heads_of",
     "named",
+    "plain_edges",
     "side_by_side",
+    "why_not_finite",
     "with_values",
 ]
 
@@ -92,28 +98,53 @@ def heads_of(channels: int, heads: int | None) -> int:
     """
     if heads is not None:
         return heads
-    known = isinstance(channels, Integral)  # otherwise an error follows
-    return next(n for n in (4, 2, 1) if n == 1 or (known and channels % n == 0))
+    return next(n for n in (4, 2, 1) if channels % n == 0)
+
+
+def check_channels(
+    in_channels: Any, out_channels: Any, edge_dim: Any = None
+) -> tuple[int, int, int | None]:
+    """Checks the sizes of what a layer reads and returns; returns plain integers.
+
+    The output is as wide as the input unless given. No edge features may also be zero
+    of them, as in `dataset.num_edge_features`.
+    """
+    for name, size in {
+        "in_channels": in_channels,
+        "out_channels": out_channels,
+    }.items():
+        if isinstance(size, (tuple, list)):
+            raise TypeError(
+                f"'{name}' must be one integer, as the layer is for graphs with one "
+                f"type of nodes, not for bipartite ones, got {size!r}; for several "
+                "types, see 'pyg_chimera.nn.HeteroLayer'"
+            )
+    in_channels = check_integer("in_channels", in_channels, -1)
+    if out_channels is None and in_channels == -1:
+        raise ValueError("'out_channels' must be given if 'in_channels' is -1")
+    out_channels = in_channels if out_channels is None else out_channels
+    if edge_dim is not None:
+        edge_dim = check_integer("edge_dim", edge_dim, -1) or None
+    return in_channels, check_integer("out_channels", out_channels, 1), edge_dim
 
 
 def check_heads(
-    out_channels: int, heads: int, state_channels: int = 1, groups: int = 1
-) -> None:
-    """Checks the sizes that all layers with heads have."""
-    sizes = {"out_channels": out_channels, "heads": heads, "groups": groups}
-    for name, size in {**sizes, "state_channels": state_channels}.items():
-        if not isinstance(size, int):
-            raise TypeError(f"'{name}' must be an integer, got {size!r}")
-    if out_channels < 1:
-        raise ValueError(f"'out_channels' must be given, got {out_channels}")
-    if heads < 1 or out_channels % heads != 0:
+    out_channels: int, heads: Any, state_channels: Any = 1, groups: Any = 1
+) -> tuple[int, int, int]:
+    """Checks the sizes that all layers with heads have; returns them as plain integers,
+    heads first, whose number is that of `heads_of` unless given.
+    """
+    heads = heads_of(out_channels, heads)
+    sizes = {"heads": heads, "state_channels": state_channels, "groups": groups}
+    for name, size in sizes.items():
+        sizes[name] = check_integer(name, size, 1)
+    if out_channels % heads != 0:
         raise ValueError(
             f"'heads' must divide 'out_channels', got {heads} and {out_channels}"
         )
-    if state_channels < 1:
-        raise ValueError(f"'state_channels' must be >= 1, got {state_channels}")
-    if groups < 1 or heads % groups != 0:
+    if heads % groups != 0:
         raise ValueError(f"'groups' must divide 'heads', got {groups} and {heads}")
+    return sizes["heads"], sizes["state_channels"], sizes["groups"]
 
 
 def check_nodes(x: Any, channels: int = -1) -> None:
@@ -233,12 +264,14 @@ def check_grids(
 def check_floats(name: str, x: Any, advice: str = "") -> None:
     """Checks that an argument is a tensor of floating-point numbers."""
     if not isinstance(x, Tensor):
-        pair = (
-            "; for a graph of several types of nodes, see 'pyg_chimera.nn.HeteroLayer'"
-        )
+        advice = ""
+        if isinstance(x, (tuple, Mapping)):
+            advice = (
+                "; for a graph of several types of nodes, see "
+                "'pyg_chimera.nn.HeteroLayer'"
+            )
         raise TypeError(
-            f"'{name}' must be a torch.Tensor, got {type(x).__name__}"
-            + (pair if isinstance(x, tuple) else "")
+            f"'{name}' must be a torch.Tensor, got {type(x).__name__}{advice}"
         )
     if x.dtype not in _FLOATS:
         raise TypeError(
@@ -283,6 +316,25 @@ def with_values(graph: Adj) -> tuple[Adj, Tensor | None]:
     return graph, graph.values()
 
 
+def plain_edges(
+    graph: Adj, edge_attr: Tensor | None, edge_dim: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """A graph as edges, and their features, for which the values of a sparse matrix
+    stand in. Without `edge_dim`, values are for other layers to read.
+    """
+    if edge_attr is None:
+        graph, values = with_values(graph)
+        edge_attr = None if edge_dim is None else values
+    check_edge_attr(edge_attr)
+    if edge_attr is not None and edge_dim is None:
+        raise ValueError(
+            "'edge_attr' must be None for a layer with 'edge_dim=None', got shape "
+            f"{list(edge_attr.shape)}. Construct the layer with 'edge_dim' (1 for edge "
+            "weights) if it shall read edge features"
+        )
+    return edges_of(graph), edge_attr
+
+
 def as_edges(
     edge_index: Adj,
     edge_attr: Tensor | None,
@@ -292,26 +344,13 @@ def as_edges(
 ) -> tuple[Tensor, Tensor | None]:
     r"""The edges :math:`j \to i` as a plain tensor, and their features.
 
-    The values of a sparse adjacency stand in for features that are not given. Without
-    :obj:`edge_dim`, they are for other layers to read.
-
     Raises:
         TypeError: If edges are not integer, or features are not floating point.
         ValueError: If edges have a wrong shape or are out of range, a matrix has the
             wrong size, or there are features although :obj:`edge_dim` is :obj:`None`.
     """
     check_size(edge_index, num_nodes)
-    if edge_attr is None:
-        edge_index, values = with_values(edge_index)
-        edge_attr = None if edge_dim is None else values
-    check_edge_attr(edge_attr)
-    edge_index = edges_of(edge_index)
-    if edge_attr is not None and edge_dim is None:
-        raise ValueError(
-            "'edge_attr' must be None for a layer with 'edge_dim=None', got shape "
-            f"{list(edge_attr.shape)}. Construct the layer with 'edge_dim' (1 for edge "
-            "weights) if it shall read edge features"
-        )
+    edge_index, edge_attr = plain_edges(edge_index, edge_attr, edge_dim)
     if torch.compiler.is_compiling():
         pass  # the operators check it anyway
     elif trusted():
@@ -334,7 +373,10 @@ def edge_features(
         ValueError: If they are missing, or their size is wrong.
     """
     if edge_attr is None:
-        raise ValueError(f"'edge_attr' must be given, as 'edge_dim' is {edge_dim}")
+        raise ValueError(
+            f"'edge_attr' must be given, as 'edge_dim' is {edge_dim}: pass the edge "
+            "features, or construct the layer without 'edge_dim'"
+        )
     check_edge_attr(edge_attr)
     if edge_attr.dim() == 1:
         edge_attr = edge_attr.view(-1, 1)
@@ -351,6 +393,46 @@ def edge_features(
     return edge_attr
 
 
+class TakesTensors:
+    """A module that is called with tensors: data that is passed whole is refused, as it
+    would otherwise lack the second argument.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], BaseData):
+            how = "'data.x, data.edge_index, batch=data.batch'"
+            if hasattr(self, "inputs"):
+                how = "'**model.inputs(data)'"
+            elif isinstance(args[0], HeteroData):
+                how = "'data.x_dict, data.edge_index_dict' (a 'HeteroLayer')"
+            raise TypeError(
+                f"{type(self).__name__} takes tensors, not a {type(args[0]).__name__}: "
+                f"call it with {how}"
+            )
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def why_not_finite(layer: torch.nn.Module, given: dict[str, Any]) -> str:
+    """Why what a layer computes from these arguments is not finite."""
+    tensors = []
+    for name in ("x", "edge_attr"):
+        value = given.get(name)
+        several = value if isinstance(value, (list, tuple)) else [value]
+        tensors += [(f"'{name}'", x, "row") for x in several]
+    advice = "; the learning rate may be too high"
+    tensors += [(f"parameter '{k}'", p, advice) for k, p in layer.named_parameters()]
+    for name, x, where in tensors:
+        if not isinstance(x, Tensor) or bool(x.isfinite().all()):
+            continue
+        place = (~x.isfinite()).nonzero()[0].tolist()
+        said = f"{name} must be finite, but has {x[tuple(place)].item()}"
+        return f"{said} in row {place[0]}" if where == "row" else f"{said}{where}"
+    return (
+        "what it computes is not finite, although 'x' and the parameters are: 'x' is "
+        "too large, or a parameter; normalize 'x'"
+    )
+
+
 def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
     """The arguments of each DAG; if there are several DAGs, arguments are lists.
 
@@ -360,7 +442,7 @@ def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
     """
     lists = []
     for name, x in arguments.items():
-        is_list = isinstance(x, (list, tuple))
+        is_list = isinstance(x, (list, tuple)) and not _is_numbers(x)
         if num_dags == 1 and is_list:
             raise TypeError(
                 f"'{name}' must be one tensor, got a list of {len(x)}; set 'num_dags'"
@@ -402,6 +484,11 @@ def halves_of(
     return halves, index, attr
 
 
+def _is_numbers(x: Sequence) -> bool:
+    """Whether it is numbers, or lists of them, instead of tensors."""
+    return len(x) > 0 and isinstance(x[0], (int, float, list, tuple))
+
+
 def side_by_side(
     num_nodes: int,
     num_dags: int,
@@ -440,6 +527,7 @@ def side_by_side(
     index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
     features = [(attr, own.size(1)) for own, attr, _ in dags]
     if batch is not None:
+        batch = batch.long()  # narrow integers overflow
         batch = torch.cat([num_dags * batch + d for d in range(num_dags)])
     order = None if dags[0][2] is None else torch.cat([dag[2] for dag in dags])
     return index, features, batch, order

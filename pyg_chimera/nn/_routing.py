@@ -12,6 +12,8 @@ from torch_geometric.nn import Sequential as GraphSequential
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
+from pyg_chimera.ops.common.memory import check_memory
+
 __all__ = ["PassesOn", "Route", "reset_layer", "unwrapped"]
 
 #: Where modules that wrap others, to compile, checkpoint or shard them, keep these.
@@ -161,6 +163,12 @@ def _padded(x: Tensor, batch: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     before = torch.empty_like(place).scatter_(0, order, place)  # in all graphs
     shape = size.numel(), int(size.max())
     place = before - (size.cumsum(0) - size)[graph] + graph * shape[1]
+    check_memory(
+        f"{shape[0]:,} graphs padded to {shape[1]:,} nodes",
+        x.element_size() * shape[0] * shape[1] * x[:1].numel(),
+        "batch graphs of similar sizes, or use a mixer that needs no padding",
+        x.device,
+    )
     mask = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=x.device)
     mask = mask.index_fill_(0, place, True).view(shape)
     # Not in place, where `torch.vmap` would have to turn the zeros into a batch.

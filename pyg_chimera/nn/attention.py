@@ -7,7 +7,8 @@ from torch.nn import Linear
 
 from pyg_chimera.nn._inputs import heads_of
 from pyg_chimera.nn._rotary import rotary_angles, rotate
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_integer, check_option
+from pyg_chimera.ops.common.memory import check_memory
 
 __all__ = ["SelfAttention"]
 
@@ -67,8 +68,9 @@ class SelfAttention(torch.nn.Module):
         super().__init__()
         check_option("rotary", rotary, (None, "sequence", "grid"))
         multiple = {None: 1, "sequence": 2, "grid": 4}[rotary]
-        heads = heads_of(channels // multiple, heads)
-        if heads < 1 or channels % heads != 0:
+        channels = check_integer("channels", channels, 1)
+        heads = check_integer("heads", heads_of(channels // multiple, heads), 1)
+        if channels % heads != 0:
             raise ValueError(f"'heads' must divide 'channels', got {heads}, {channels}")
         if channels // heads % multiple != 0:
             raise ValueError(
@@ -122,6 +124,8 @@ class SelfAttention(torch.nn.Module):
         seen = None if mask is None else mask[:, None, None, :]
         causal = self.causal
         if causal and seen is not None:
+            what = f"A causal mask of {x.size(1):,} nodes"
+            check_memory(what, x.size(1) ** 2, "use shorter sequences", x.device)
             past = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).tril()
             seen, causal = seen & past, False
         out = F.scaled_dot_product_attention(

@@ -53,10 +53,10 @@ class LaplacianEncoder(torch.nn.Module):
 
     def __init__(self, out_channels: int, num_layers: int = 2) -> None:
         super().__init__()
-        check_integer("out_channels", out_channels, 1)
-        check_integer("num_layers", num_layers, 1)
-        self.out_channels = out_channels
-        self.num_layers = num_layers
+        self.out_channels = out_channels = check_integer(
+            "out_channels", out_channels, 1
+        )
+        self.num_layers = num_layers = check_integer("num_layers", num_layers, 1)
         channels = [2, *[2 * out_channels] * (num_layers - 1), out_channels]
         self.mlp = MLP(channels, norm=None, plain_last=False)
 
@@ -116,10 +116,8 @@ class RandomWalkEncoder(torch.nn.Module):
 
     def __init__(self, walk_length: int, out_channels: int) -> None:
         super().__init__()
-        check_integer("walk_length", walk_length, 1)
-        check_integer("out_channels", out_channels, 1)
-        self.walk_length = walk_length
-        self.out_channels = out_channels
+        self.walk_length = walk_length = check_integer("walk_length", walk_length, 1)
+        self.out_channels = check_integer("out_channels", out_channels, 1)
         self.norm = Norm("batch_norm", walk_length)
         self.lin = Linear(walk_length, out_channels)
 
@@ -181,6 +179,10 @@ class PositionEmbedding(torch.nn.Module):
         size: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__()
+        channels = check_integer("channels", channels, 1)
+        num_coordinates = check_integer("num_coordinates", num_coordinates, 1)
+        if size is not None:
+            size = tuple(check_integer("size", number, 1) for number in size)
         if size is not None and len(size) != num_coordinates:
             raise ValueError(
                 f"'size' must have {num_coordinates} numbers of places, got {size}"

@@ -9,6 +9,7 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._dropout import Dropout
 from pyg_chimera.nn._inputs import (
+    TakesTensors,
     check_batch,
     check_edge_rows,
     check_nodes,
@@ -17,12 +18,12 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import PassesOn, Route, reset_layer
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_integer, check_option
 
 __all__ = ["GPSLayer"]
 
 
-class GPSLayer(PassesOn, torch.nn.Module):
+class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
     r"""A layer that combines local message passing with any mixer over longer
     distances, as in the `"Recipe for a General, Powerful, Scalable Graph Transformer"
     <https://arxiv.org/abs/2205.12454>`_ paper.
@@ -77,7 +78,7 @@ class GPSLayer(PassesOn, torch.nn.Module):
 
         layer = GPSLayer(
             64,
-            conv=GatedGCNConv(64, 64),
+            conv=GatedGCNConv(64, 64, edge_dim=64),
             mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
             dropout=0.1,
             norm_first=True,
@@ -160,7 +161,7 @@ class GPSLayer(PassesOn, torch.nn.Module):
         if conv is None and mixer is None:
             raise ValueError(
                 "GPSLayer needs a 'conv' or a 'mixer', got neither. Pass at least one, "
-                "for example 'conv=GatedGCNConv(channels, channels)'."
+                "for example 'mixer=ChimeraConv(channels)'."
             )
         check_option("arrangement", arrangement, ("parallel", "sequential"))
         if mlp is not None and mlp_channels is not None:
@@ -176,7 +177,7 @@ class GPSLayer(PassesOn, torch.nn.Module):
                     f"got {part!r}"
                 )
 
-        self.channels = channels
+        self.channels = channels = check_integer("channels", channels, 1)
         self.arrangement = arrangement
         self.norm_first = norm_first
 
@@ -190,7 +191,9 @@ class GPSLayer(PassesOn, torch.nn.Module):
 
         self.drop = Dropout(dropout)
         self.mlp = None
-        mlp_channels = 2 * channels if mlp_channels is None else mlp_channels
+        if mlp_channels is None:
+            mlp_channels = 2 * channels
+        mlp_channels = check_integer("mlp_channels", mlp_channels, 0)
         if mlp is not None:
             self.mlp = Sequential(mlp, Dropout(dropout))
         elif mlp_channels > 0:
@@ -253,6 +256,7 @@ class GPSLayer(PassesOn, torch.nn.Module):
         """
         check_nodes(x, self.channels)
         check_batch(batch, x.size(0))
+        batch = None if batch is None else batch.long()  # some norms take no others
         check_edge_rows(edge_attr, edge_index)
         check_size(edge_index, x.size(0))
         if edge_attr is None:

@@ -1,14 +1,17 @@
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Embedding
+from torch_geometric.nn.conv import MessagePassing
 from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.module_dict import ModuleDict
 from torch_geometric.typing import Adj, EdgeType, Metadata, NodeType
 
 from pyg_chimera.nn._inputs import (
+    TakesTensors,
     check_batch,
     check_nodes,
     check_size,
@@ -22,7 +25,7 @@ from pyg_chimera.ops.structure.edges import edges_of
 __all__ = ["HeteroLayer"]
 
 
-class HeteroLayer(torch.nn.Module):
+class HeteroLayer(TakesTensors, torch.nn.Module):
     r"""Runs a layer on a graph of several types of nodes and edges, as if it were one
     homogeneous graph, whose edge features tell the layer the types of edges.
 
@@ -41,9 +44,8 @@ class HeteroLayer(torch.nn.Module):
 
     .. code-block:: python
 
-        layer = GPSLayer(
-            64, conv=GatedGCNConv(64, 64), mixer=ChimeraConv(64, 64, edge_dim=64)
-        )
+        conv = GatedGCNConv(64, 64, edge_dim=64)
+        layer = GPSLayer(64, conv=conv, mixer=ChimeraConv(64, 64, edge_dim=64))
         layer = HeteroLayer(layer, 64, data.metadata())
         x_dict = layer(data.x_dict, data.edge_index_dict)
 
@@ -113,7 +115,12 @@ class HeteroLayer(torch.nn.Module):
         add_reverse: bool = False,
     ) -> None:
         super().__init__()
-        check_integer("channels", channels, 1)
+        channels = check_integer("channels", channels, 1)
+        if not isinstance(metadata, (tuple, list)) or len(metadata) != 2:
+            raise TypeError(
+                "'metadata' must be lists of the types of nodes and of edges, as "
+                f"'data.metadata()', got {type(metadata).__name__}"
+            )
         node_types, edge_types = list(metadata[0]), [tuple(x) for x in metadata[1]]
         ends = [name for key in edge_types for name in (key[0], key[-1])]
         _check_types("metadata", ends, node_types, "its list of node types")
@@ -146,6 +153,7 @@ class HeteroLayer(torch.nn.Module):
         )
         # First of all types as given, then of all reversed ones.
         self.type_vectors = Embedding((1 + add_reverse) * len(edge_types), channels)
+        self.edge_masks = ModuleDict({key: _EdgeMask() for key in edge_types})
 
     def reset_parameters(self) -> None:
         r"""Resets all learnable parameters of the module."""
@@ -171,6 +179,17 @@ class HeteroLayer(torch.nn.Module):
             batch_dict (Dict[str, torch.Tensor], optional): The batch vector of each
                 type, which assigns each node to a graph. (default: :obj:`None`)
         """
+        for name, given in {
+            "x_dict": x_dict,
+            "edge_index_dict": edge_index_dict,
+            "edge_attr_dict": edge_attr_dict,
+            "batch_dict": batch_dict,
+        }.items():
+            if given is not None and not isinstance(given, Mapping):
+                raise TypeError(
+                    f"'{name}' must be a dictionary of tensors by type, as of "
+                    f"'HeteroData', got {type(given).__name__}"
+                )
         attrs = edge_attr_dict or {}
         _check_types("x_dict", x_dict, self.node_types)
         _check_types("edge_index_dict", edge_index_dict, self.edge_types)
@@ -185,8 +204,8 @@ class HeteroLayer(torch.nn.Module):
         parts = [(x.new_empty(2, 0, dtype=torch.long), vectors[:0])]
         for key in self.edge_types:
             if key in edge_index_dict:
-                given = (edge_index_dict[key], attrs.get(key), ranges)
-                parts.append(_named(key, self._edges, key, *given))
+                graph = (edge_index_dict[key], attrs.get(key), ranges)
+                parts.append(_named(key, self._edges, key, *graph))
         indices, features = zip(*parts, strict=True)
         edge_index, edge_attr = torch.cat(indices, dim=1), torch.cat(features)
 
@@ -197,13 +216,22 @@ class HeteroLayer(torch.nn.Module):
             batches = [batch_dict[name] for name in types]
             for name, own, size in zip(types, batches, sizes, strict=True):
                 _named(name, check_batch, own, size)
-            batch, order = torch.cat(batches).sort(stable=True)
+            batch, order = torch.cat(batches).long().sort(stable=True)
             place = order.argsort()
             x, edge_index = x[order], place[edge_index]
 
         args = {"edge_attr": edge_attr, "batch": batch}
         args = {name: value for name, value in args.items() if self._accepts(name)}
-        out = self._route.call(self.layer, x, edge_index, batch, args)
+        explained: AbstractContextManager = nullcontext()
+        if any(mask.explain for mask in self.edge_masks.values()):
+            keys = [key for key in self.edge_types if key in edge_index_dict]
+            masks = [
+                _named(key, self.edge_masks[key], x, index.size(1), self.add_reverse)
+                for key, index in zip(keys, indices[1:], strict=True)
+            ]
+            explained = _masked(self.layer, torch.cat(masks), edge_index)
+        with explained:
+            out = self._route.call(self.layer, x, edge_index, batch, args)
         out = out[0] if isinstance(out, tuple) else out
         if out.size(0) != x.size(0):
             raise ValueError(
@@ -269,6 +297,44 @@ class HeteroLayer(torch.nn.Module):
             f"node_types={self.node_types}, edge_types={self.edge_types}, "
             f"add_reverse={self.add_reverse})"
         )
+
+
+class _EdgeMask(MessagePassing):
+    """Where explainers put the mask of the edges of one type."""
+
+    def forward(self, like: Tensor, num_edges: int, both_ways: bool) -> Tensor:
+        """The mask of edges, half of which may be the reverse of others; or ones."""
+        if not self.explain:
+            return like.new_ones(num_edges)
+        mask: Any = self._edge_mask
+        mask = mask.sigmoid() if self._apply_sigmoid else mask
+        mask = mask.repeat(1 + both_ways)
+        if mask.shape != (num_edges,):
+            raise ValueError(
+                f"an edge mask must have an entry for each of {num_edges} edges, got "
+                f"{list(mask.shape)}; explain a model that takes types of edges"
+            )
+        return mask
+
+
+@contextmanager
+def _masked(layer: torch.nn.Module, mask: Tensor, edge_index: Tensor) -> Iterator[None]:
+    """A context in which convolutions apply an edge mask, as in PyG's explainers."""
+    convs: list[Any] = [
+        x
+        for x in layer.modules()
+        if isinstance(x, MessagePassing) and x.explain is not False
+    ]
+    for conv in convs:
+        conv._parameters.pop("_edge_mask", None)  # which would take no other tensor
+        conv.explain, conv._edge_mask, conv._apply_sigmoid = True, mask, False
+        conv._loop_mask = edge_index[0] != edge_index[1]
+    try:
+        yield
+    finally:
+        for conv in convs:
+            conv.explain, conv._edge_mask, conv._apply_sigmoid = None, None, True
+            conv._loop_mask = None
 
 
 def _check_types(

@@ -3,6 +3,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.nn.dense.linear import Linear
 
+from pyg_chimera.nn._inputs import check_channels
+from pyg_chimera.ops.common.checks import check_integer
+
 __all__ = ["SwiGLU"]
 
 
@@ -50,14 +53,10 @@ class SwiGLU(torch.nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if out_channels is None:
-            out_channels = in_channels
-        if out_channels < 1:
-            raise ValueError(f"'out_channels' must be given, got {out_channels}")
+        in_channels, out_channels, _ = check_channels(in_channels, out_channels)
         if hidden_channels is None:
             hidden_channels = 8 * -(-out_channels // 3)
-        if hidden_channels < 1:
-            raise ValueError(f"'hidden_channels' must be >= 1, got {hidden_channels}")
+        hidden_channels = check_integer("hidden_channels", hidden_channels, 1)
         self.in_channels = in_channels
         self.hidden_channels = hidden_channels
         self.out_channels = out_channels

@@ -8,6 +8,7 @@ from torch_geometric.data import Data
 from torch_geometric.data.datapipes import functional_transform
 
 from pyg_chimera.ops.common.array_views import as_array
+from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.ops.structure import connected_components, node_score, topological_rank
 from pyg_chimera.ops.structure.csr import inverse, simple, to_numpy
 from pyg_chimera.ops.structure.distance import search_tree
@@ -119,12 +120,7 @@ class DAGDecomposition(Transform):
         limit, others = known or 2, method in ("random", *_SEARCHES)
         if num_dags is None:
             num_dags = limit
-        if not isinstance(num_dags, int):
-            raise TypeError(
-                f"'num_dags' must be an integer (got '{type(num_dags).__name__}')"
-            )
-        if num_dags < 1:
-            raise ValueError(f"'num_dags' must be at least 1 (got {num_dags})")
+        num_dags = check_integer("num_dags", num_dags, 1)
         if num_dags > limit and not others:
             raise ValueError(
                 f"'num_dags' must be at most {limit} with method '{_name(method)}', as "

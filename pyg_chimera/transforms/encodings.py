@@ -5,7 +5,7 @@ from scipy.sparse.linalg import eigsh
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
 
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_integer, check_option
 from pyg_chimera.ops.structure.csr import adjacency, simple, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of
@@ -66,10 +66,7 @@ class LaplacianEncoding(Transform):
         is_undirected: bool = True,
         normalization: str | None = "sym",
     ) -> None:
-        if not isinstance(k, int):
-            raise TypeError(f"'k' must be an integer (got '{type(k).__name__}')")
-        if k < 1:
-            raise ValueError(f"'k' must be at least 1 (got {k})")
+        k = check_integer("k", k, 1)
         check_option("normalization", normalization, ("sym", None))
         check_attr_name("attr_name", attr_name)
         self.k = k

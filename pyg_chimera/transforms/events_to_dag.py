@@ -1,4 +1,5 @@
 import math
+from numbers import Real
 
 import torch
 import torch.nn.functional as F
@@ -95,11 +96,11 @@ class EventsToDAG(Transform):
     """
 
     def __init__(self, time_unit: float = 1.0) -> None:
-        if not isinstance(time_unit, (int, float)) or not 0 < time_unit < math.inf:
+        if not isinstance(time_unit, Real) or not 0 < time_unit < math.inf:
             raise ValueError(
                 f"'time_unit' must be positive and finite (got {time_unit!r})"
             )
-        self.time_unit = time_unit
+        self.time_unit: float = float(time_unit)
 
     def __call__(
         self,
@@ -151,7 +152,7 @@ class EventsToDAG(Transform):
 
         out, first = Data(), 0
         if start is not None:
-            check_integer("start", start, 0)
+            start = check_integer("start", start, 0)
             first = min(2 * start, num_states)
             new = target >= first
             source, target, kinds, gap = (y[new] for y in (source, target, kinds, gap))

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch_geometric.data.datapipes import functional_transform
 
+from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.transforms._to_grid import ToGrid
 
 __all__ = ["ImageToGraph"]
@@ -65,15 +66,16 @@ class ImageToGraph(ToGrid):
         *,
         pad: bool = False,
     ) -> None:
-        sides: tuple[Any, ...] = (patch_size, patch_size)
-        if isinstance(patch_size, (tuple, list)):
-            sides = tuple(patch_size)
-        if len(sides) != 2 or not all(type(s) is int and s > 0 for s in sides):
+        sides: Any = patch_size
+        if not isinstance(patch_size, (tuple, list)):
+            sides = (patch_size, patch_size)
+        if len(sides) != 2:
             raise ValueError(
                 "'patch_size' must be a positive integer or a pair of them (got "
                 f"{patch_size!r})"
             )
-        self.patch_size: tuple[int, int] = (sides[0], sides[1])
+        rows, columns = (check_integer("patch_size", side, 1) for side in sides)
+        self.patch_size = rows, columns
         self.attr_name = attr_name
         self.pad = pad
 

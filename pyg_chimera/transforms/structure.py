@@ -78,7 +78,7 @@ class AddKHopIndex(Transform):
     """
 
     def __init__(self, k: int, prefix: str = "k_hop") -> None:
-        check_integer("k", k, 1)
+        k = check_integer("k", k, 1)
         check_attr_name("prefix", prefix)
         self.k = k
         self.prefix = prefix

@@ -372,9 +372,7 @@ def test_features_of_models_in_the_data():
 
 def test_layers_without_edge_features_leave_the_values_to_others():
     index, attr = GRAPH, torch.randn(8, C)
-    layer = nn.GPSLayer(
-        C, nn.GatedGCNConv(C, C, edge_dim=0), nn.ChimeraConv(C, C, edge_dim=C)
-    )
+    layer = nn.GPSLayer(C, nn.GatedGCNConv(C, C), nn.ChimeraConv(C, C, edge_dim=C))
     layer.eval()
     x = torch.randn(7, C)
     out = layer(x, matrix(index, attr, "csr"))

@@ -62,7 +62,7 @@ CONVS: dict[str, Callable[[], torch.nn.Module]] = {
         [(GATConv(C, C, edge_dim=C), "x, edge_index, edge_attr -> x"), ReLU()],
     ),
     "compiled": lambda: torch.compile(GINEConv(Linear(C, C)), backend="eager"),
-    "GatedGCNConv": lambda: GatedGCNConv(C, C),
+    "GatedGCNConv": lambda: GatedGCNConv(C, C, edge_dim=C),
     "ChimeraConv": lambda: ChimeraConv(C, C, heads=2, state_channels=4, edge_dim=C),
 }
 TAKES_EDGES = {
@@ -149,7 +149,7 @@ def test_parallel_post_norm_is_pygs_layer() -> None:
 
 
 def test_customary_gated_gcn_recipe() -> None:
-    conv = GatedGCNConv(C, C).eval()
+    conv = GatedGCNConv(C, C, edge_dim=C).eval()
     layer = GPSLayer(C, conv, norm=None, mlp_channels=0, dropout=0.1).eval()
     x, edge_index, batch, edge_attr = make_inputs()
     out = layer(x, edge_index, batch, edge_attr)
@@ -159,7 +159,7 @@ def test_customary_gated_gcn_recipe() -> None:
 
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post", "pre"])
 def test_sequential_arrangement(norm_first: bool) -> None:
-    conv, mixer = GatedGCNConv(C, C), GATConv(C, C, edge_dim=C)
+    conv, mixer = GatedGCNConv(C, C, edge_dim=C), GATConv(C, C, edge_dim=C)
     layer = GPSLayer(
         C,
         conv,
@@ -242,7 +242,9 @@ def test_a_graph_of_its_own_for_the_mixer() -> None:
 def test_dags_for_the_mixer() -> None:
     x, edge_index, batch, edge_attr = make_inputs()
     mixer = ChimeraDAGConv(C, C, state_channels=4, num_dags=2).eval()
-    layer = GPSLayer(C, GatedGCNConv(C, C), mixer, arrangement="sequential").eval()
+    layer = GPSLayer(
+        C, GatedGCNConv(C, C, edge_dim=C), mixer, arrangement="sequential"
+    ).eval()
     dags = [edge_index[:, [0, 1, 6]], edge_index[:, [2, 7]]]
     out, _ = layer(x, edge_index, batch, edge_attr, mixer_edge_index=dags)
     by_hand = GPSLayer(C, mixer=mixer).eval()
@@ -350,7 +352,9 @@ def test_mixers_of_padded_graphs(make: Callable) -> None:
 @pytest.mark.parametrize("norm", ["batch_norm", "layer_norm", "graph_norm", None])
 def test_few_nodes_no_edges(num_nodes: int, norm: str | None, training: bool) -> None:
     attention = MultiheadAttention(C, 2, batch_first=True)
-    layer = GPSLayer(C, GatedGCNConv(C, C), attention, norm=norm).train(training)
+    layer = GPSLayer(C, GatedGCNConv(C, C, edge_dim=C), attention, norm=norm).train(
+        training
+    )
     x = torch.randn(num_nodes, C, requires_grad=True)
     batch = torch.zeros(num_nodes, dtype=torch.long)
     for given in (batch, None):
@@ -381,14 +385,18 @@ def test_norm_given_as_module() -> None:
 
 def test_dropout() -> None:
     x, edge_index, batch, edge_attr = make_inputs()
-    layer = GPSLayer(C, GatedGCNConv(C, C), GCNConv(C, C), dropout=1.0, norm=None)
+    layer = GPSLayer(
+        C, GatedGCNConv(C, C, edge_dim=C), GCNConv(C, C), dropout=1.0, norm=None
+    )
     out, edges = layer(x, edge_index, batch, edge_attr)
     torch.testing.assert_close(out, x)
     torch.testing.assert_close(edges, edge_attr)
 
 
 def test_batched_equals_one_by_one() -> None:
-    layer = GPSLayer(C, GatedGCNConv(C, C), MultiheadAttention(C, 2, batch_first=True))
+    layer = GPSLayer(
+        C, GatedGCNConv(C, C, edge_dim=C), MultiheadAttention(C, 2, batch_first=True)
+    )
     layer.eval()
     data = [
         Data(
@@ -406,7 +414,7 @@ def test_batched_equals_one_by_one() -> None:
 
 
 def test_gradients_reach_everything() -> None:
-    layer = GPSLayer(C, GatedGCNConv(C, C), GATConv(C, C, edge_dim=C))
+    layer = GPSLayer(C, GatedGCNConv(C, C, edge_dim=C), GATConv(C, C, edge_dim=C))
     sum(part.square().sum() for part in layer(*make_inputs())).backward()
     for name, parameter in layer.named_parameters():
         assert parameter.grad is not None, name
@@ -415,7 +423,7 @@ def test_gradients_reach_everything() -> None:
 def test_deepcopy_state_dict_and_reset() -> None:
     def make() -> GPSLayer:
         attention = MultiheadAttention(C, 2, batch_first=True)
-        return GPSLayer(C, GatedGCNConv(C, C), attention)
+        return GPSLayer(C, GatedGCNConv(C, C, edge_dim=C), attention)
 
     layer, other, inputs = make().eval(), make().eval(), make_inputs()
     out = layer(*inputs)
@@ -440,7 +448,9 @@ def test_construction_leaves_given_modules_as_they_are() -> None:
 
 
 def test_sequential_container() -> None:
-    first, second = (GPSLayer(C, GatedGCNConv(C, C)).eval() for _ in range(2))
+    first, second = (
+        GPSLayer(C, GatedGCNConv(C, C, edge_dim=C)).eval() for _ in range(2)
+    )
     header = "x, edge_index, batch, edge_attr -> x, edge_attr"
     model = Sequential(
         "x, edge_index, batch, edge_attr", [(first, header), (second, header)]
@@ -453,7 +463,9 @@ def test_sequential_container() -> None:
 
 def test_summary() -> None:
     pytest.importorskip("tabulate")
-    table = summary(GPSLayer(C, GatedGCNConv(C, C), GCNConv(C, C)), *make_inputs())
+    table = summary(
+        GPSLayer(C, GatedGCNConv(C, C, edge_dim=C), GCNConv(C, C)), *make_inputs()
+    )
     assert "(conv)GatedGCNConv" in table
     assert "(mixer)GCNConv" in table
     assert "[7, 8], [8, 8]" in table
@@ -464,7 +476,7 @@ def test_summary() -> None:
 def test_compiles_without_graph_break(arrangement: str, norm: str | None) -> None:
     layer = GPSLayer(
         C,
-        GatedGCNConv(C, C),
+        GatedGCNConv(C, C, edge_dim=C),
         GCNConv(C, C),
         arrangement=arrangement,
         norm=norm,
@@ -516,7 +528,8 @@ def test_parts_are_replaced_by_those_of_their_class_only() -> None:
     layer = GPSLayer(C, GCNConv(C, C))
     layer.conv = GCNConv(C, C, bias=False)
     assert layer(x, edge_index, batch).shape == x.shape
-    layer.conv = GatedGCNConv(C, C)  # takes edge features, which would be lost
+    # It takes edge features, which would be lost.
+    layer.conv = GatedGCNConv(C, C, edge_dim=C)
     with pytest.raises(TypeError, match="a GCNConv has been replaced by GatedGCNConv"):
         layer(x, edge_index, batch, edge_attr)
     layer.mixer = ChimeraConv(C, C)
@@ -538,7 +551,9 @@ def test_features_as_values_of_an_adjacency() -> None:
     x, edge_index, batch, edge_attr = make_inputs()
     order = (edge_index[1] * 7 + edge_index[0]).argsort()
     edge_index, edge_attr = edge_index[:, order], edge_attr[order]
-    layer = GPSLayer(C, GatedGCNConv(C, C), ChimeraConv(C, C, edge_dim=C)).eval()
+    layer = GPSLayer(
+        C, GatedGCNConv(C, C, edge_dim=C), ChimeraConv(C, C, edge_dim=C)
+    ).eval()
     adj = to_torch_coo_tensor(edge_index, edge_attr, 7).transpose(0, 1).coalesce()
     out = layer(x, adj, batch)
     for y, z in zip(out, layer(x, edge_index, batch, edge_attr), strict=True):

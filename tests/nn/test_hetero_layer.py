@@ -10,6 +10,8 @@ import torch_geometric.typing
 from asserts import assert_near
 from torch import Tensor
 from torch_geometric.data import Batch, HeteroData
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.explain.algorithm.utils import clear_masks, set_hetero_masks
 from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import GATConv, GINEConv, GPSConv, HeteroConv, SAGEConv
 from torch_geometric.nn import Sequential as GraphSequential
@@ -56,7 +58,9 @@ def drawn(sizes: dict[str, int] = SIZES) -> HeteroData:
 
 
 def gps(mixer: torch.nn.Module) -> GPSLayer:
-    return GPSLayer(C, GatedGCNConv(C, C, norm="layer_norm"), mixer, norm="layer_norm")
+    return GPSLayer(
+        C, GatedGCNConv(C, C, edge_dim=C, norm="layer_norm"), mixer, norm="layer_norm"
+    )
 
 
 LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
@@ -184,6 +188,66 @@ def test_reversed_edges():
         both[back].edge_index = data[key].edge_index.flip(0)
     assert_same(layer(data.x_dict, data.edge_index_dict),
                 other(both.x_dict, both.edge_index_dict))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ChimeraConv", "GPSLayer"])
+@pytest.mark.parametrize("add_reverse", [False, True])
+def test_edge_masks_reach_the_layer(name: str, add_reverse: bool):
+    """A mask of zeros is no edges, one of ones is all; and nothing is left behind."""
+    layer, data = made(name, add_reverse=add_reverse), drawn()
+    out = called(layer, data)
+    index = {key: data[key].edge_index for key in METADATA[1]}
+    ones = {key: torch.ones(5, dtype=torch.double) for key in METADATA[1]}
+    ones[SIMILAR] = ones[SIMILAR][: index[SIMILAR].size(1)]
+    none = data.clone()
+    for key in METADATA[1]:
+        none[key].edge_index = index[key][:, :0]
+        if key in RATED:
+            none[key].edge_attr = data[key].edge_attr[:0]
+    cut, zeros = called(layer, none), {key: 0 * x for key, x in ones.items()}
+    set_hetero_masks(layer, zeros, index, apply_sigmoid=False)
+    assert_same(called(layer, data), cut)
+    set_hetero_masks(layer, {**ones, LIKES: zeros[LIKES]}, index, apply_sigmoid=False)
+    assert not torch.allclose(called(layer, data)["film"], out["film"])
+    set_hetero_masks(layer, ones, index, apply_sigmoid=False)
+    assert_same(called(layer, data), out)
+    mask = {key: x[:2] for key, x in ones.items()}
+    set_hetero_masks(layer, mask, index, apply_sigmoid=False)
+    with pytest.raises(ValueError, match=r"Of type .*: an edge mask must have"):
+        called(layer, data)
+    clear_masks(layer)
+    assert_same(called(layer, data), out)
+
+
+def test_an_explainer_of_several_types():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = HeteroLayer(gps(ChimeraConv(C, edge_dim=C)), C, METADATA)
+
+        def forward(self, x_dict, edge_index_dict):
+            return self.layer(x_dict, edge_index_dict)["film"]
+
+    data = drawn()
+    for name in METADATA[0]:
+        data[name].x = data[name].x.float()
+    data[LIKES].edge_index = torch.tensor([[0, 1, 2], [0, 0, 1]])
+    data[SIMILAR].edge_index = torch.tensor([[0], [2]])
+    data[SHOWN].edge_index = torch.tensor([[0, 1, 2], [0, 0, 1]])
+    model = Model().eval()
+    model(data.x_dict, data.edge_index_dict)
+    explainer = Explainer(
+        model, GNNExplainer(epochs=2), explanation_type="model",
+        node_mask_type="attributes", edge_mask_type="object",
+        model_config={
+            "mode": "multiclass_classification", "task_level": "node",
+            "return_type": "raw",
+        },
+    )  # fmt: skip
+    found = explainer(data.x_dict, data.edge_index_dict, index=torch.tensor([2]))
+    read = {key: (mask > 0).tolist() for key, mask in found.edge_mask_dict.items()}
+    assert read == {LIKES: [True, True, False], SIMILAR: [True], SHOWN: [False] * 3}
+    assert model.layer.layer.mixer.explain is None
 
 
 def test_missing_types():

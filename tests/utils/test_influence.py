@@ -203,7 +203,7 @@ class Mean(torch.nn.Module):
         GCNConv(4, 3),
         ChimeraConv(4, 6, heads=2),
         GraphMambaConv(4),
-        GatedGCNConv(4, 4, edge_dim=0, norm="layer_norm"),
+        GatedGCNConv(4, 4, norm="layer_norm"),
         GPSLayer(4, GCNConv(4, 4), ChimeraConv(4, heads=2), dropout=0.5),
     ],
     ids=lambda x: type(x).__name__,

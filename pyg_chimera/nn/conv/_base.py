@@ -6,15 +6,22 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch_geometric.nn.conv import MessagePassing
 
-from pyg_chimera.nn._inputs import all_parameters, has_edge_mask, named
+from pyg_chimera.nn._inputs import (
+    TakesTensors,
+    all_parameters,
+    has_edge_mask,
+    named,
+    why_not_finite,
+)
 from pyg_chimera.ops.common.checks import NO_TORCHSCRIPT
+from pyg_chimera.ops.common.errors import NotFiniteError
 
 __all__ = ["Layer", "Mixer"]
 
 _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 
 
-class Layer:
+class Layer(TakesTensors):
     r"""A module that also takes :obj:`edge_weight` by name, as PyG passes to layers in
     :class:`~torch_geometric.nn.pool.ASAPooling`: edge features of one channel.
     """
@@ -23,15 +30,29 @@ class Layer:
         self, *args: Any, edge_weight: Tensor | None = None, **kwargs: Any
     ) -> Any:
         if edge_weight is not None:
-            names = list(inspect.signature(self.forward).parameters)  # type: ignore[attr-defined]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = self._by_name(args, kwargs)
             if given.get("edge_attr") is not None:
                 raise TypeError(
                     "'edge_weight' must be None if there are edge features: "
                     "concatenate them as 'edge_attr'"
                 )
+            has_option = "edge_dim" in inspect.signature(type(self)).parameters
+            if has_option and getattr(self, "edge_dim", None) is None:
+                raise ValueError(
+                    "'edge_weight' must be None for a layer with 'edge_dim=None'; "
+                    "construct it with 'edge_dim=1' if it shall read weights of edges"
+                )
             args, kwargs = (), {**given, "edge_attr": edge_weight}
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().__call__(*args, **kwargs)
+        except NotFiniteError as error:
+            why = why_not_finite(self, self._by_name(args, kwargs))  # type: ignore[arg-type]
+            raise ValueError(f"{type(self).__name__}: {why}") from error
+
+    def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of `forward`."""
+        names = inspect.signature(self.forward).parameters  # type: ignore[attr-defined]
+        return {**dict(zip(names, args, strict=False)), **kwargs}
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by `torch.jit.script`, for parts of a model too."""

@@ -14,12 +14,12 @@ from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
     check_batch,
+    check_channels,
     check_heads,
     check_nodes,
     edge_features,
     halves_of,
     has_edge_mask,
-    heads_of,
 )
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.conv._base import Mixer
@@ -30,9 +30,10 @@ from pyg_chimera.nn.conv._init import (
     log_uniform_softplus_,
     softplus_,
 )
-from pyg_chimera.nn.conv._window import Filter, projected, reset_filter_
+from pyg_chimera.nn.conv._window import Filter, is_plain, projected, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_flag, check_option
+from pyg_chimera.ops.common.operator import without_autocast
 from pyg_chimera.ops.gated_norm import gated_norm
 
 __all__ = ["ChimeraBlock", "GatedBlock"]
@@ -63,13 +64,12 @@ class GatedBlock(Mixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        out_channels = in_channels if out_channels is None else out_channels
-        heads = heads_of(out_channels, heads)
-        check_heads(out_channels, heads)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.heads = heads
-        self.edge_dim = edge_dim
+        self.in_channels, self.out_channels, self.edge_dim = check_channels(
+            in_channels, out_channels, edge_dim
+        )
+        self.heads, _, _ = check_heads(self.out_channels, heads)
+        check_flag("gated", gated)
+        check_flag("bias", bias)
         self.gated = gated
         self.bias = bias
         self.backend = backend
@@ -117,7 +117,7 @@ class GatedBlock(Mixer):
     def finish(self, y: Tensor, x: Tensor) -> Tensor:
         """Norm, gate and projection, given what the gate reads."""
         if self.lin_gate is None:
-            return self.lin_out(self.norm(y).to(x.dtype))
+            return self._projected(self.norm(y), x.dtype)
         gate = at_least_float32(self.lin_gate(x))
         if not self.norm_before_gate:
             y = self.norm(y * self.act(gate))
@@ -125,7 +125,23 @@ class GatedBlock(Mixer):
             y = self.norm(y, gate)
         else:
             y = self.norm(y) * self.act(gate)
-        return self.lin_out(y.to(x.dtype))
+        return self._projected(y, x.dtype)
+
+    def _projected(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """The last projection. Without a norm, its input may be too large for half
+        precision where its output, which terms of both signs make up, is not.
+        """
+        lin, device = self.lin_out, y.device.type
+        narrow = torch.finfo(dtype).bits < 32 or (
+            torch.amp.is_autocast_available(device)
+            and torch.is_autocast_enabled(device)
+        )
+        if not (narrow and type(self.norm) is torch.nn.Identity and is_plain(lin)):
+            return lin(y.to(dtype))
+        weight = lin.weight.to(y.dtype)
+        bias = None if lin.bias is None else lin.bias.to(y.dtype)
+        with without_autocast(y):
+            return F.linear(y, weight, bias).to(dtype)
 
     def __repr__(self) -> str:
         dags = f", num_dags={self.num_dags}" if self.num_dags > 1 else ""
@@ -167,10 +183,10 @@ class ChimeraBlock(GatedBlock):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, **kwargs)
-        check_heads(self.out_channels, self.heads, state_channels, groups)
+        _, self.state_channels, self.groups = check_heads(
+            self.out_channels, self.heads, state_channels, groups
+        )
         check_reach(reach)
-        self.state_channels = state_channels
-        self.groups = groups
         self.reach = reach
         self.form = form
 

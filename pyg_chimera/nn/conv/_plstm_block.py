@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear
 
-from pyg_chimera.nn._inputs import at_least_float32, check_heads, heads_of
+from pyg_chimera.nn._inputs import at_least_float32, check_channels, check_heads
 from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
 from pyg_chimera.nn.conv._window import Filter, projected
-from pyg_chimera.ops.common.checks import check_option
+from pyg_chimera.ops.common.checks import check_integer, check_option
 from pyg_chimera.ops.gated_norm import gated_norm
 
 __all__ = ["PLSTMBlock"]
@@ -48,12 +48,12 @@ class PLSTMBlock(Mixer):
         super().__init__(**kwargs)
         check_option("mode", mode, ("P", "D"))
         check_option("normalization", normalization, ("column", "row"))
-        out_channels = in_channels if out_channels is None else out_channels
-        heads = heads_of(out_channels, heads)
+        in_channels, out_channels, _ = check_channels(in_channels, out_channels)
+        heads, _, _ = check_heads(out_channels, heads)
         if state_channels is None:
-            state_channels = max(1, out_channels // max(1, heads))
-        check_heads(out_channels, heads, state_channels)
-        if len(gate_biases) != 3:
+            state_channels = out_channels // heads
+        state_channels = check_integer("state_channels", state_channels, 1)
+        if not isinstance(gate_biases, Sequence) or len(gate_biases) != 3:
             raise ValueError(
                 "'gate_biases' must be three numbers, for source, mark and direct "
                 f"gates, got {gate_biases!r}"

@@ -10,10 +10,12 @@ from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.ops import grid_conv
+from pyg_chimera.ops.common.checks import check_integer
 
 __all__ = [
     "Continued",
     "check_window",
+    "is_plain",
     "over_grids",
     "projected",
     "reset_filter_",
@@ -32,7 +34,7 @@ def projected(
     """
     if filtered is None:
         return [at_least_float32(lin(x)) for lin in lins]
-    plain = [lin for lin in lins if _is_plain(lin)]
+    plain = [lin for lin in lins if is_plain(lin)]
     biases = [lin.bias for lin in plain if lin.bias is not None]
     if len(plain) < len(lins) or len(biases) not in (0, len(lins)):
         parts = [at_least_float32(lin(x)) for lin in lins]
@@ -45,7 +47,7 @@ def projected(
     return list(filtered(joined).split(sizes, dim=1))
 
 
-def _is_plain(lin: Any) -> TypeGuard[Linear]:
+def is_plain(lin: Any) -> TypeGuard[Linear]:
     """Whether a layer is no more than its weights: no hooks, no adapter."""
     return type(lin) is Linear and not (
         "forward" in vars(lin)
@@ -58,13 +60,15 @@ def _is_plain(lin: Any) -> TypeGuard[Linear]:
 
 def check_window(window: Any) -> tuple[int, int] | None:
     """Checks the rows and columns of a window, if there is one."""
-    pair = isinstance(window, tuple) and len(window) == 2
-    if window is None or (pair and all(isinstance(n, int) and n > 0 for n in window)):
-        return window
-    raise ValueError(
-        "'window' must be positive numbers of rows and columns, such as (3, 3), or "
-        f"None, got {window!r}"
-    )
+    if window is None:
+        return None
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise ValueError(
+            "'window' must be positive numbers of rows and columns, such as (3, 3), or "
+            f"None, got {window!r}"
+        )
+    rows, columns = (check_integer("window", size, 1) for size in window)
+    return rows, columns
 
 
 @torch.no_grad()

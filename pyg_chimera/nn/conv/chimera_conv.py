@@ -13,7 +13,12 @@ from pyg_chimera.nn._norm import RMSNorm, rms_norm
 from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
-from pyg_chimera.ops.common.checks import check_flag, check_integer, check_option
+from pyg_chimera.ops.common.checks import (
+    check_flag,
+    check_integer,
+    check_number,
+    check_option,
+)
 from pyg_chimera.ops.recurrence.resolvent.op import SOLVERS
 
 __all__ = ["ChimeraConv"]
@@ -182,19 +187,23 @@ class ChimeraConv(ChimeraBlock):
     ) -> None:
         super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         check_flag("local_conv", local_conv)
+        check_flag("qk_norm", qk_norm)
         check_option("normalization", normalization, ("paper", "released"))
         check_option("solver", solver, SOLVERS)
+        check_number("gamma", gamma)
         if not 0 < gamma <= 1 or (gamma != 1 and normalization == "released"):
             raise ValueError(
                 "'gamma' must be in (0, 1], and 1 with normalization='released', got "
                 f"{gamma} and normalization={normalization!r}"
             )
+        if num_terms is not None:
+            num_terms = check_integer("num_terms", num_terms, 0)
         if num_terms is not None and solver != "neumann":
             raise ValueError(
                 f"'num_terms' must be None unless solver='neumann', got {num_terms} "
                 f"and solver={solver!r}"
             )
-        check_integer("log_sums", log_sums, 0)
+        log_sums = check_integer("log_sums", log_sums, 0)
         if log_sums > 0 and (normalization == "released" or solver == "iterative"):
             raise ValueError(
                 "'log_sums' must be 0 with normalization='released', and with "

@@ -11,7 +11,7 @@ from pyg_chimera.nn._inputs import check_batch, check_nodes, side_by_side
 from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import dag_scan, dag_transition
-from pyg_chimera.ops.common.checks import check_flag, check_option
+from pyg_chimera.ops.common.checks import check_flag, check_integer, check_option
 from pyg_chimera.ops.structure import parent_scale
 
 __all__ = ["ChimeraDAGConv"]
@@ -141,8 +141,7 @@ class ChimeraDAGConv(ChimeraBlock):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
-        if num_dags < 1:
-            raise ValueError(f"'num_dags' must be >= 1, got {num_dags}")
+        num_dags = check_integer("num_dags", num_dags, 1)
         check_option("order", order, (None, "auto"))
         check_option("share", share, tuple(_SHARING))
         wanted = {"row": num_dags == 4, "diagonal": num_dags % 2 == 0}
@@ -155,6 +154,8 @@ class ChimeraDAGConv(ChimeraBlock):
         check_option("selectivity", selectivity, ("mean", "target"))
         check_option("roots", roots, ("write", "silent"))
         check_flag("local_conv", local_conv)
+        check_flag("qk_norm", qk_norm)
+        check_flag("norm_before_gate", norm_before_gate)
         self.order = order
         self.share = share
         self.selectivity = selectivity

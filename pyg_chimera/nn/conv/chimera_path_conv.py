@@ -65,6 +65,7 @@ class ChimeraPathConv(ChimeraBlock):
     ) -> None:
         super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         check_flag("local_conv", local_conv)
+        check_flag("qk_norm", qk_norm)
         self.qk_norm = qk_norm
         self.add_parameters(4, kernel=1 + local_conv)
         self.reset_parameters()

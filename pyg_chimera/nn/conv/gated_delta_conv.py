@@ -9,7 +9,12 @@ from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.nn.conv._gated_block import ChimeraBlock, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import chimera_transition, dag_transition, delta_scan
-from pyg_chimera.ops.common.checks import check_integer, check_option
+from pyg_chimera.ops.common.checks import (
+    check_flag,
+    check_integer,
+    check_number,
+    check_option,
+)
 from pyg_chimera.ops.structure import parent_scale
 
 __all__ = ["GatedDeltaConv"]
@@ -113,6 +118,9 @@ class GatedDeltaConv(ChimeraBlock):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
+        check_flag("acyclic", acyclic)
+        check_flag("reflections", reflections)
+        check_number("gamma", gamma)
         if not 0 < gamma < 1:
             raise ValueError(
                 "'gamma' must be in (0, 1), as on cycles only states that fade have a "
@@ -126,7 +134,7 @@ class GatedDeltaConv(ChimeraBlock):
             )
         if conv_kernel is None:
             conv_kernel = 4 if acyclic else 1
-        check_integer("conv_kernel", conv_kernel, 1)
+        conv_kernel = check_integer("conv_kernel", conv_kernel, 1)
         self.acyclic = acyclic
         self.selectivity = selectivity
         self.reflections = reflections

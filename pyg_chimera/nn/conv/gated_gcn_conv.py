@@ -12,15 +12,15 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_chimera.nn._inputs import (
     at_least_float32,
-    check_edge_attr,
+    check_channels,
     check_nodes,
     check_size,
-    edges_of,
+    edge_features,
     named,
-    with_values,
+    plain_edges,
 )
 from pyg_chimera.nn.conv._base import Layer
-from pyg_chimera.ops.common.checks import check_edges
+from pyg_chimera.ops.common.checks import check_edges, check_integer
 from pyg_chimera.ops.common.portability import is_portable
 
 __all__ = ["GatedGCNConv"]
@@ -48,7 +48,7 @@ class GatedGCNConv(Layer, MessagePassing):
 
     with the sigmoid :math:`\sigma`, an activation :math:`\phi`, and separate norms for
     nodes and edges. Without edge features, :math:`\mathbf{W}_e \mathbf{e}_{j,i}` is
-    dropped, and only the nodes are updated.
+    dropped, and only the nodes are updated and returned.
 
     .. note::
 
@@ -56,8 +56,9 @@ class GatedGCNConv(Layer, MessagePassing):
         nodes and edges, belong to the layer around it, such as
         :class:`~pyg_chimera.nn.GPSLayer`. For example, :math:`\mathbf{x} +
         \textrm{dropout}(\textrm{relu}(\textrm{bn}(\cdot)))`, the usual recipe, is
-        ``GPSLayer(64, conv=GatedGCNConv(64, 64), dropout=0.1)``. With :obj:`norm=None`
-        and :obj:`act=None`, the layer has neither norms nor :math:`\phi`.
+        ``GPSLayer(64, conv=GatedGCNConv(64, 64, edge_dim=64), dropout=0.1)``. With
+        :obj:`norm=None` and :obj:`act=None`, the layer has neither norms nor
+        :math:`\phi`.
 
     Args:
         in_channels (int or tuple): Size of each input sample, or :obj:`-1` to
@@ -65,13 +66,11 @@ class GatedGCNConv(Layer, MessagePassing):
             A tuple corresponds to the sizes of source and target
             dimensionalities in case of a bipartite graph.
         out_channels (int): Size of each output sample, for nodes and edges.
-        edge_dim (int, optional): Edge feature dimensionality, :obj:`-1` to derive
-            it from the first input, or :obj:`0` for a layer that takes no edge
-            features and holds no parameters for them. If set to :obj:`None`, it is
-            :obj:`in_channels` (that of the sources if bipartite), which is what the
-            second and later layers of a stack need. (default: :obj:`None`)
-        update_edges (bool, optional): If set to :obj:`False`, edge features are read
-            but not updated, and only the nodes are returned. Use this for the last
+        edge_dim (int, optional): Edge feature dimensionality, or :obj:`-1` to derive
+            it from the first input. (default: :obj:`None`, no edge features)
+        update_edges (bool, optional): With :obj:`edge_dim`, whether edge features are
+            updated, and returned together with the nodes. If set to :obj:`False`, they
+            are only read. Use this for the last
             layer of a stack if nothing after it, such as a mixer, reads the edges:
             otherwise, the parameters of their norm get no gradients, which is an error
             in distributed training. (default: :obj:`True`)
@@ -96,12 +95,12 @@ class GatedGCNConv(Layer, MessagePassing):
           edge features :math:`(|\mathcal{E}|, D)` *(optional)*
         - **outputs:** node features :math:`(|\mathcal{V}|, F_{out})` or
           :math:`(|\mathcal{V_t}|, F_{out})` if bipartite.
-          If edge features are given and updated, then
+          With :obj:`edge_dim`, unless :obj:`update_edges=False`,
           :math:`((|\mathcal{V}|, F_{out}), (|\mathcal{E}|, F_{out}))`
 
     Raises:
         ValueError: If :obj:`norm` is unknown; in the forward method, if edge features
-            are given to a layer with :obj:`edge_dim=0`, or do not have one row per
+            are missing with :obj:`edge_dim`, given without, or do not have one row per
             edge.
         TypeError: In the forward method, if features are not floating-point tensors.
     """
@@ -130,13 +129,22 @@ class GatedGCNConv(Layer, MessagePassing):
     ) -> None:
         super().__init__(aggr="add", **named(self, kwargs))
 
-        source, target = (
-            (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        sizes = in_channels if isinstance(in_channels, tuple) else (in_channels,) * 2
+        if len(sizes) != 2:
+            raise ValueError(
+                "'in_channels' must be an integer, or a pair of them for source and "
+                f"target nodes, got {in_channels!r}"
+            )
+        source, out_channels, edge_dim = check_channels(
+            sizes[0], out_channels, edge_dim
         )
-        self.in_channels = in_channels
+        target = check_integer("in_channels", sizes[1], -1)
+        self.in_channels = (
+            (source, target) if isinstance(in_channels, tuple) else source
+        )
         self.out_channels = out_channels
-        self.edge_dim = source if edge_dim is None else edge_dim
-        self.update_edges = update_edges and self.edge_dim != 0
+        self.edge_dim = edge_dim
+        self.update_edges = update_edges and edge_dim is not None
         self.eps = eps
 
         # The sum of three projections needs only one bias, that of the target.
@@ -145,8 +153,8 @@ class GatedGCNConv(Layer, MessagePassing):
         self.lin_target = Linear(target, out_channels, bias=bias)
         self.lin_source = Linear(source, out_channels, bias=False)
         self.lin_edge = self.norm_edge = None
-        if self.edge_dim != 0:
-            self.lin_edge = Linear(self.edge_dim, out_channels, bias=False)
+        if edge_dim is not None:
+            self.lin_edge = Linear(edge_dim, out_channels, bias=False)
         if self.update_edges:
             self.norm_edge = _row_norm(norm, out_channels)
         self.norm = _row_norm(norm, out_channels)
@@ -171,13 +179,13 @@ class GatedGCNConv(Layer, MessagePassing):
         Args:
             x (torch.Tensor or (torch.Tensor, torch.Tensor)): The node features.
             edge_index (torch.Tensor or SparseTensor): The edge indices.
-            edge_attr (torch.Tensor, optional): The edge features. A sparse
-                :obj:`edge_index` may hold them as its values, one row per edge.
-                (default: :obj:`None`)
+            edge_attr (torch.Tensor, optional): The edge features, for layers with
+                :obj:`edge_dim`. A sparse :obj:`edge_index` may hold them as its values,
+                one row per edge. (default: :obj:`None`)
 
         Returns:
-            The update of the nodes, or a pair of the updates of nodes and edges if edge
-            features are given and updated.
+            The update of the nodes, or with :obj:`edge_dim` and :obj:`update_edges` a
+            pair of the updates of nodes and edges.
         """
         if isinstance(x, tuple) and len(x) != 2:
             raise TypeError(
@@ -185,25 +193,15 @@ class GatedGCNConv(Layer, MessagePassing):
                 f"nodes, got a tuple of {len(x)}"
             )
         x_source, x_target = x if isinstance(x, tuple) else (x, x)
-        check_nodes(x_source)
-        check_nodes(x_target)
-        check_edge_attr(edge_attr)
+        check_nodes(x_source, self.lin_source.in_channels)
+        check_nodes(x_target, self.lin_target.in_channels)
         check_size(edge_index, x_target.size(0), x_source.size(0))
-        if edge_attr is None:
-            edge_index, value = with_values(edge_index)
-            if value is not None and self.lin_edge is not None:
-                edge_attr = value if value.dim() == 2 or self.edge_dim == 1 else None
-                check_edge_attr(edge_attr)
         # PyG's propagation does not take all forms, and gains nothing from others.
-        edge_index = check_edges("edge_index", edges_of(edge_index), x_source)
-        if edge_attr is not None:
-            if self.lin_edge is None:
-                raise ValueError(
-                    "'edge_attr' must be None for a GatedGCNConv with 'edge_dim=0', "
-                    f"got shape {list(edge_attr.shape)}. Construct the layer with "
-                    "'edge_dim' set to the size of the edge features."
-                )
-            edge_attr = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
+        edge_index, edge_attr = plain_edges(edge_index, edge_attr, self.edge_dim)
+        edge_index = check_edges("edge_index", edge_index, x_source)
+        if self.lin_edge is not None:
+            num_edges = edge_index.size(1)
+            edge_attr = edge_features(edge_attr, self.edge_dim, num_edges)
             edge_attr = self.lin_edge(edge_attr)
 
         edge = self.edge_updater(
@@ -229,7 +227,7 @@ class GatedGCNConv(Layer, MessagePassing):
         )
         out = self._finish(out.to(root.dtype), self.norm)
 
-        if edge_attr is None or not self.update_edges:
+        if not self.update_edges:
             return out
         return out, self._finish(edge, self.norm_edge)
 
@@ -242,14 +240,7 @@ class GatedGCNConv(Layer, MessagePassing):
     ) -> Tensor:
         r"""Computes :math:`\hat{\mathbf{e}}_{j,i}`."""
         out = target_i + source_j
-        if edge is None:
-            return out
-        if edge.size(0) != out.size(0):  # One row would silently be broadcast.
-            raise ValueError(
-                f"'edge_attr' must have one row for each of the {out.size(0)} edges "
-                f"of 'edge_index', got {edge.size(0)} rows."
-            )
-        return out + edge
+        return out if edge is None else out + edge
 
     def message(self, value_j: Tensor, gate: Tensor) -> Tensor:
         r"""Constructs :math:`\sigma(\hat{\mathbf{e}}_{j,i}) \odot \mathbf{W}_v

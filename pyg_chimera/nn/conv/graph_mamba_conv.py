@@ -13,6 +13,7 @@ from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
     check_batch,
+    check_channels,
     check_no_edge_attr,
     check_nodes,
     check_size,
@@ -21,6 +22,7 @@ from pyg_chimera.nn._norm import LazyLayerNorm
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
+from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.ops.structure import ORDERS
 
 __all__ = ["GraphMambaConv"]
@@ -73,9 +75,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
 
     .. code-block:: python
 
-        layer = GPSLayer(
-            96, conv=GatedGCNConv(96, 96), mixer=GraphMambaConv(96), dropout=0.1
-        )
+        conv = GatedGCNConv(96, 96, edge_dim=96)
+        layer = GPSLayer(96, conv=conv, mixer=GraphMambaConv(96), dropout=0.1)
         x, edge_attr = layer(x, edge_index, batch, edge_attr)
 
     Args:
@@ -155,9 +156,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        out_channels = in_channels if out_channels is None else out_channels
+        in_channels, out_channels, _ = check_channels(in_channels, out_channels)
         sizes = {
-            "out_channels": out_channels,
             "state_channels": state_channels,
             "conv_kernel": conv_kernel,
             "expand": expand,
@@ -165,9 +165,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
             "num_eval_permutations": num_eval_permutations,
             "num_bins": num_bins,
         }
-        for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"'{name}' must be an integer >= 1, got {size!r}")
+        sizes = {name: check_integer(name, size, 1) for name, size in sizes.items()}
+        expand = sizes["expand"]
         if order is not None and order not in ORDERS:
             raise ValueError(
                 f"'order' must be one of {list(ORDERS)}, or None for scores that are "
@@ -176,13 +175,14 @@ class GraphMambaConv(Layer, torch.nn.Module):
 
         self.in_channels = in_channels
         self.out_channels = out_channels
-        self.state_channels = state_channels
-        self.conv_kernel = conv_kernel
+        self.state_channels = sizes["state_channels"]
+        self.conv_kernel = sizes["conv_kernel"]
         self.expand = expand
-        self.dt_rank = math.ceil(out_channels / 16) if dt_rank is None else dt_rank
+        default = math.ceil(out_channels / 16)
+        self.dt_rank = default if dt_rank is None else sizes["dt_rank"]
         self.order = order
-        self.num_eval_permutations = num_eval_permutations
-        self.num_bins = num_bins
+        self.num_eval_permutations = sizes["num_eval_permutations"]
+        self.num_bins = sizes["num_bins"]
         self.bidirectional = bidirectional
         self.seed = seed
         self.backend = backend
@@ -197,7 +197,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
             for _ in range(2)
         )
         self.scans = torch.nn.ModuleList(
-            _Scan(inner, state_channels, conv_kernel, self.dt_rank)
+            _Scan(inner, self.state_channels, self.conv_kernel, self.dt_rank)
             for _ in range(1 + bidirectional)
         )
         self.lin_out = Linear(inner, out_channels, bias=bias)
@@ -299,6 +299,10 @@ class GraphMambaConv(Layer, torch.nn.Module):
                 )
             edge_index, _ = as_edges(edge_index, None, V, "source_to_target", None)
             score = node_score(edge_index, V, order, batch)
+        if isinstance(score, Tensor) and score.shape != (V,):
+            raise ValueError(
+                f"'score' must be [nodes] = [{V}], got {list(score.shape)}"
+            )
         shuffle = order != "order"
         m = self.num_eval_permutations if shuffle and not self.training else 1
         node, ptr = node_sequences(

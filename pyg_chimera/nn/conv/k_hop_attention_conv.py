@@ -10,6 +10,7 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import (
     as_edges,
     check_batch,
+    check_channels,
     check_heads,
     check_nodes,
     edge_features,
@@ -20,6 +21,7 @@ from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.ops import CycleError, neighborhood_attention
 from pyg_chimera.ops.common.checks import (
     check_edges,
+    check_flag,
     check_integer,
     readable,
     trusted,
@@ -108,11 +110,14 @@ class KHopAttentionConv(Mixer):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        out_channels = in_channels if out_channels is None else out_channels
+        in_channels, out_channels, edge_dim = check_channels(
+            in_channels, out_channels, edge_dim
+        )
+        check_flag("rotary", rotary)
         heads = heads_of(out_channels // (1 + rotary), heads)
         groups = heads if groups is None else groups
-        check_heads(out_channels, heads, groups=groups)
-        check_integer("k", k, 1)
+        heads, _, groups = check_heads(out_channels, heads, groups=groups)
+        k = check_integer("k", k, 1)
         if rotary and out_channels // heads % 2 != 0:
             raise ValueError(
                 f"The {out_channels // heads} channels of a head must be a multiple of "

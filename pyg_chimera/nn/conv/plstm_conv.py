@@ -13,6 +13,7 @@ from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
     check_batch,
+    check_channels,
     check_nodes,
     edge_features,
     for_each_dag,
@@ -22,7 +23,14 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops import householder_product, line_graph, multitree, stm_scan
-from pyg_chimera.ops.common.checks import check_edges, check_flag, check_option, trusted
+from pyg_chimera.ops.common.checks import (
+    check_edges,
+    check_flag,
+    check_integer,
+    check_option,
+    trusted,
+)
+from pyg_chimera.ops.common.memory import check_memory
 from pyg_chimera.ops.structure.line_graph import check_line_edges, ordered_dags
 
 __all__ = ["PLSTMConv"]
@@ -176,17 +184,18 @@ class PLSTMConv(PLSTMBlock):
         super().__init__(
             in_channels, out_channels, heads, state_channels, mode=mode, **kwargs
         )
+        *_, edge_dim = check_channels(in_channels, out_channels, edge_dim)
         heads = self.heads
         orders = (None, "auto", "order", "degree", "bfs")
         check_option("order", order, orders)
         check_flag("turns", turns)
-        if num_dags < 1 or (num_dags > 1 and order in orders[2:]):
+        num_dags = check_integer("num_dags", num_dags, 1)
+        if num_dags > 1 and order in orders[2:]:
             raise ValueError(
-                f"'num_dags' must be >= 1, and 1 with order={order!r}, which makes two "
-                f"DAGs, got {num_dags}"
+                f"'num_dags' must be 1 with order={order!r}, which makes two DAGs, got "
+                f"{num_dags}"
             )
-        if tracking < 1:
-            raise ValueError(f"'tracking' must be >= 1, got {tracking}")
+        tracking = check_integer("tracking", tracking, 1)
         # Columns of a node's gates in a DAG: direct; what edges read of their source:
         # source, mark, decay as second edge of a line edge, decay as first one, score
         # (of rows); what edges read of their target: source, mark, decay as second
@@ -375,6 +384,12 @@ class PLSTMConv(PLSTMBlock):
         source, mark = gate[:, : 2 * S].sigmoid().split(S, dim=1)
         second = gate[:, 2 * S :]
         out, into = dags.line_edge_index
+        check_memory(
+            f"Gates of {self.heads} heads for {out.numel():,} pairs of edges",
+            16 * out.numel() * S * self.tracking,  # four numbers of float32 each
+            "use fewer heads, samples of the graph, or turns=False",
+            x.device,
+        )
         decay = first.index_select(0, out) + second.index_select(0, into)
         transition = torch.tanh(5 * decay)
         if self.lin_track is not None:

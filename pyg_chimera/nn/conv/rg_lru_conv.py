@@ -144,8 +144,8 @@ class RGLRUConv(GatedBlock):
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, **kwargs)
-        check_integer("num_dags", num_dags, 1)
-        check_integer("conv_kernel", conv_kernel, 1)
+        num_dags = check_integer("num_dags", num_dags, 1)
+        conv_kernel = check_integer("conv_kernel", conv_kernel, 1)
         check_option("order", order, (None, "auto"))
         check_reach(reach)
         check_flag("released", released)
@@ -244,8 +244,9 @@ class RGLRUConv(GatedBlock):
             edge_attr (torch.Tensor, optional): The edge features, for layers with
                 :obj:`edge_dim`. (default: :obj:`None`)
             state (torch.Tensor, optional): What the calls with their own parts returned
-                for the first nodes, :math:`(K, 1 + F_{out})`. (default: :obj:`None`,
-                for the first part)
+                for the first nodes, :math:`(K, 1 + F_{out})`; not rows of zeros, as in
+                a memory that has not been written. (default: :obj:`None`, for the first
+                part)
 
         Returns:
             tuple: The output, :math:`(|\mathcal{V}|, F_{out})`, and the states of all
@@ -253,7 +254,7 @@ class RGLRUConv(GatedBlock):
 
         Raises:
             ValueError: If the layer has several DAGs or a convolution, or the states
-                do not fit.
+                do not fit or are not those that a call returned.
         """
         check_nodes(x, self.in_channels)
         if self.num_dags != 1 or self.conv_kernel != 1:
@@ -268,6 +269,14 @@ class RGLRUConv(GatedBlock):
             raise ValueError(
                 f"'state' must have shape [K, {width}] for the first K of {num_nodes} "
                 f"nodes, got {list(state.shape)}"
+            )
+        if readable() and not bool((state[:, 0] >= 1).all()):
+            rows = (~(state[:, 0] >= 1)).nonzero().view(-1).tolist()
+            raise ValueError(
+                "'state' must hold rows that 'resume' returned, which begin with 1 or "
+                f"more, got {state[rows[0], 0].item()} in row {rows[0]}, one of "
+                f"{len(rows)}: compute the parts of a DAG in order, and store the "
+                "states of each before they are read"
             )
         index, features, _, _ = side_by_side(
             num_nodes, 1, self.flow, self.edge_dim, edge_index, edge_attr, None, None

@@ -11,10 +11,17 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.nn.resolver import aggregation_resolver
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import check_batch, check_edge_rows, check_size, with_values
+from pyg_chimera.nn._inputs import (
+    TakesTensors,
+    check_batch,
+    check_edge_rows,
+    check_size,
+    with_values,
+)
 from pyg_chimera.nn._norm import Norm, norm_arguments
 from pyg_chimera.nn._routing import Route
 from pyg_chimera.ops.common.checks import (
+    check_edge_index,
     check_edges,
     check_integer,
     check_option,
@@ -48,15 +55,14 @@ class CategoricalEncoder(torch.nn.Module):
 
     def __init__(self, num_categories: Sequence[int], out_channels: int) -> None:
         super().__init__()
-        if len(num_categories) == 0 or min(num_categories) < 1:
-            raise ValueError(
-                "'num_categories' must give a positive number for at least one "
-                f"column, got {list(num_categories)}."
-            )
-        self.num_categories = list(num_categories)
-        self.out_channels = out_channels
+        if len(num_categories) == 0:
+            raise ValueError("'num_categories' must be of at least one column, got []")
+        self.num_categories = [
+            check_integer("num_categories", number, 1) for number in num_categories
+        ]
+        self.out_channels = check_integer("out_channels", out_channels, 1)
         self.embeddings = torch.nn.ModuleList(
-            torch.nn.Embedding(num, out_channels) for num in num_categories
+            torch.nn.Embedding(num, out_channels) for num in self.num_categories
         )
         self.reset_parameters()
 
@@ -71,6 +77,10 @@ class CategoricalEncoder(torch.nn.Module):
         Args:
             x (torch.Tensor): The categories.
         """
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"A CategoricalEncoder needs a torch.Tensor, got {type(x).__name__}."
+            )
         if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
             raise TypeError(
                 f"A CategoricalEncoder needs integers, got {x.dtype}. Pass categories, "
@@ -100,7 +110,7 @@ class CategoricalEncoder(torch.nn.Module):
         return f"{self.__class__.__name__}({self.num_categories}, {self.out_channels})"
 
 
-class GraphModel(torch.nn.Module):
+class GraphModel(TakesTensors, torch.nn.Module):
     r"""A complete graph neural network: an encoder of nodes (and edges), a stack of
     layers of equal width, and a head for graphs, nodes or pairs of nodes.
 
@@ -113,7 +123,7 @@ class GraphModel(torch.nn.Module):
         def layer(index: int) -> GPSLayer:
             return GPSLayer(
                 64,
-                conv=GatedGCNConv(64, 64, act="gelu"),
+                conv=GatedGCNConv(64, 64, edge_dim=64, act="gelu"),
                 mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
                 arrangement="sequential",
                 norm_first=True,
@@ -235,7 +245,9 @@ class GraphModel(torch.nn.Module):
         check_option("head", head, ("graph", "node", "edge"))
         check_option("decoder", decoder, ("dot", "mlp"))
         check_option("head_norm", head_norm, ("batch_norm", "layer_norm", None))
-        check_integer("head_layers", head_layers, 1)
+        channels = check_integer("channels", channels, 1)
+        out_channels = check_integer("out_channels", out_channels, 1)
+        head_layers = check_integer("head_layers", head_layers, 1)
         if head == "edge" and decoder == "dot" and out_channels != 1:
             raise ValueError(
                 "'out_channels' must be 1 for 'decoder=\"dot\"', got "
@@ -250,6 +262,10 @@ class GraphModel(torch.nn.Module):
                 "the model wider."
             )
 
+        if not isinstance(in_channels, Iterable):
+            in_channels = check_integer("in_channels", in_channels, -1)
+        if edge_dim is not None and not isinstance(edge_dim, Iterable):
+            edge_dim = check_integer("edge_dim", edge_dim, -1) or None
         self.in_channels = in_channels
         self.channels = channels
         self.out_channels = out_channels
@@ -310,11 +326,19 @@ class GraphModel(torch.nn.Module):
             data (Data or Batch): One graph, or a batch of graphs.
 
         Raises:
+            TypeError: If :obj:`data` is not homogeneous.
             ValueError: If :obj:`data` lacks an attribute that the model reads,
                 including those named in :obj:`structure` and :obj:`encodings`, or one
                 in :obj:`structure` was stored for other edges, see
                 :func:`~pyg_chimera.ops.structure.check_stored`.
         """
+        if not isinstance(data, Data):
+            raise TypeError(
+                "'data' must be a 'torch_geometric.data.Data' or a batch of them, got "
+                f"{type(data).__name__}. For several types of nodes, put the model "
+                "into a 'HeteroLayer', with head='node', and call that with "
+                "'data.x_dict, data.edge_index_dict'; or use 'data.to_homogeneous()'"
+            )
         adj = "adj_t" if "adj_t" in data else "edge_index"
         args: dict[str, Any] = {
             "x": _attribute(data, "x", "the node encoder reads"),
@@ -421,6 +445,8 @@ class GraphModel(torch.nn.Module):
             x = self.pool(x, batch, dim_size=batch_size)
         if edge_label_index is None:
             return self.mlp(x)
+        if readable():
+            check_edge_index(edge_label_index, x.size(0), "edge_label_index")
         source, target = check_edges("edge_label_index", edge_label_index, x)
         if not self._is_dot:
             return self.mlp(torch.cat([x[source], x[target]], dim=-1))
@@ -464,9 +490,9 @@ class GraphModel(torch.nn.Module):
 
 
 def _encoder(in_channels: int | Sequence[int], channels: int) -> torch.nn.Module:
-    if isinstance(in_channels, int):
-        return Linear(in_channels, channels)
-    return CategoricalEncoder(in_channels, channels)
+    if isinstance(in_channels, Iterable):
+        return CategoricalEncoder(in_channels, channels)
+    return Linear(in_channels, channels)
 
 
 def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
@@ -480,7 +506,11 @@ def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
             f"{x.dtype}. Convert it, or give the number of categories in each column "
             "if these are categories."
         )
-    return encoder(x.view(-1, 1) if x.dim() == 1 else x)
+    x = x.view(-1, 1) if x.dim() == 1 else x
+    size = cast(int, encoder.in_channels)
+    if x.size(-1) != size and size > 0:
+        raise ValueError(f"'{name}' must be [rows, {size}], got {list(x.shape)}.")
+    return encoder(x)
 
 
 def _attribute(data: Data | Batch, attr: str, reader: str) -> Tensor:
@@ -498,10 +528,12 @@ def _make_layers(
     num_layers: int | None,
 ) -> list[torch.nn.Module]:
     # Modules are callable too, so iterables, such as lists of modules, come first.
-    if isinstance(layers, torch.nn.Module) and not isinstance(layers, Iterable):
+    single = isinstance(layers, torch.nn.Module) and not isinstance(layers, Iterable)
+    if single or isinstance(layers, type):
+        kind = layers if isinstance(layers, type) else type(layers)
         raise TypeError(
             "'layers' must be a list of layers, or a function that makes one, such as "
-            f"'lambda index: GPSLayer(...)', got a single {type(layers).__name__}"
+            f"'lambda index: GPSLayer(...)', got a single {kind.__name__}"
         )
     if isinstance(layers, Iterable):
         made = list(layers)
@@ -511,9 +543,8 @@ def _make_layers(
                 "'num_layers' out for given layers."
             )
         return made
-    if num_layers is None or num_layers < 0:
+    if num_layers is None:
         raise ValueError(
-            "'num_layers' must be a number of layers for a function 'layers', got "
-            f"{num_layers}."
+            "'num_layers' must be a number of layers for a function 'layers', got None."
         )
-    return [layers(i) for i in range(num_layers)]
+    return [layers(i) for i in range(check_integer("num_layers", num_layers, 0))]

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from numbers import Integral
+from numbers import Integral, Real
+from operator import index
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from pyg_chimera.ops.common.errors import NotFiniteError
 
 NO_TORCHSCRIPT = (
     "TorchScript ('torch.jit.script', 'torch.jit.trace', and what builds on them) is "
@@ -123,7 +126,7 @@ def check_edge_index(
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
             f"'{name}' must be of shape [2, num_edges] "
-            f"(got shape {list(edge_index.shape)})"
+            f"(got shape {list(edge_index.shape)}){_instead(name, edge_index)}"
         )
     if not _is_integer(edge_index):
         raise TypeError(
@@ -133,12 +136,25 @@ def check_edge_index(
     if edge_index.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.aminmax(edge_index))
+    x_rows = " (the rows of 'x')" if end == "node" else ""
     if low < 0 or high >= num_nodes:
         raise ValueError(
             f"'{name}' must hold {end} indices in [0, num_{end}s) = [0, {num_nodes}) "
             f"(got {low if low < 0 else high} in an '{name}' of shape "
-            f"{list(edge_index.shape)}); pass the number of {end}s it belongs to"
+            f"{list(edge_index.shape)}); {end}s are numbered from 0, and 'num_{end}s'"
+            f"{x_rows} must count them all"
         )
+
+
+def _instead(name: str, x: Tensor) -> str:
+    """Advice on edges that are rows, as in a list of them, or a matrix."""
+    if x.dim() != 2:
+        return ""
+    if x.size(1) == 2:
+        return f"; transpose it: '{name}.t()'"
+    if x.size(0) == x.size(1):
+        return "; 'torch_geometric.utils.dense_to_sparse' makes edges of a dense matrix"
+    return ""
 
 
 def no_integer(name: str, value: Any) -> Exception:
@@ -198,8 +214,21 @@ def check_within_graphs(col: np.ndarray, row: np.ndarray, batch: np.ndarray) -> 
         raise ValueError(
             f"'edge_index' joins different graphs of 'batch': edge {e} goes from "
             f"node {col[e]} of graph {batch[col[e]]} to node {row[e]} of graph "
-            f"{batch[row[e]]}"
+            f"{batch[row[e]]}{_unsorted(batch)}"
         )
+
+
+def _unsorted(batch: np.ndarray) -> str:
+    """Advice on a batch vector that is not that of a loader."""
+    falls = np.flatnonzero(np.diff(batch) < 0)
+    if not falls.size:
+        return ""
+    i = int(falls[0])
+    return (
+        f". 'batch' is not sorted (node {i + 1} of graph {batch[i + 1]} follows one of "
+        f"graph {batch[i]}): if nodes have been sorted or shuffled, it must be, too, "
+        "and node numbers in 'edge_index' must be those of the new order"
+    )
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -245,7 +274,9 @@ def check_edges(name: str, x: Any, like: Tensor) -> Tensor:
     """Checks that edges are integer [2, edges], not their contents; returns int64."""
     _check_tensor(name, x)
     if x.dim() != 2 or x.size(0) != 2:
-        raise ValueError(f"'{name}' must be [2, edges], got {list(x.shape)}")
+        raise ValueError(
+            f"'{name}' must be [2, edges], got {list(x.shape)}{_instead(name, x)}"
+        )
     return check_integers(name, x, like)
 
 
@@ -353,11 +384,10 @@ def check_finite(
     finite = torch.isfinite(x)
     if not bool(finite.all()):
         row, head, *rest = (~finite).nonzero()[0].tolist()
-        raise ValueError(
+        raise NotFiniteError(
             f"'{name}' must be finite, but {place(row)} has "
-            f"{x[(row, head, *rest)].item()} in {column} {head}. (Layers compute it: "
-            "if 'x' and 'edge_attr' are finite, a parameter of the layer is not; the "
-            "learning rate may be too high.)"
+            f"{x[(row, head, *rest)].item()} in {column} {head}. (Layers compute it "
+            "from 'x', 'edge_attr' and parameters.)"
         )
 
 
@@ -369,15 +399,28 @@ def check_option(name: str, value: Any, known: tuple) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     """Checks that an option is True or False."""
-    if not isinstance(value, bool):
+    if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"'{name}' must be True or False, got {value!r}")
 
 
-def check_integer(name: str, value: Any, least: int) -> None:
-    """Checks that a number is an integer from `least` on, and below 2**31."""
-    if not isinstance(value, int) or isinstance(value, bool):
+def check_number(name: str, value: Any) -> None:
+    """Checks that an option is a real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"'{name}' must be a number, got {value!r}")
+
+
+def check_integer(name: str, value: Any, least: int) -> int:
+    """Checks that a number is an integer from `least` on, and below 2**31; returns a
+    plain one, where it may have been one of numpy.
+    """
+    try:
+        number = value if type(value) is int else index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
         raise TypeError(f"'{name}' must be an integer, got {value!r}")
-    if not least <= value < 2**31:
+    if not least <= number < 2**31:
         raise ValueError(
             f"'{name}' must be an integer >= {least} and < 2**31, got {value!r}"
         )
+    return number

@@ -1,3 +1,9 @@
+class NotFiniteError(ValueError):
+    """Raised if what a layer computes for an operator is NaN or infinite, of which the
+    layer finds the cause.
+    """
+
+
 class CycleError(ValueError):
     """Raised if a graph that must be acyclic has a cycle.
 
@@ -11,6 +17,12 @@ class CycleError(ValueError):
         self.cycle: list[int] = [] if isinstance(cycle, str) else cycle
         if isinstance(cycle, str):
             super().__init__(cycle)
+            return
+        if len(cycle) == 1:
+            super().__init__(
+                f"'edge_index' must be acyclic, but has a self-loop at node {cycle[0]}."
+                " Remove such edges with 'torch_geometric.utils.remove_self_loops'."
+            )
             return
         shown = [*cycle, cycle[0]] if len(cycle) <= 12 else [*cycle[:12], "..."]
         super().__init__(

@@ -7,6 +7,38 @@ from pathlib import Path
 
 import torch
 
+CPU = torch.device("cpu")
+#: Less than this is not checked for.
+_FEW_BYTES = 1 << 30
+
+
+def left_if_short(needed: float, device: torch.device) -> float | None:
+    """The bytes that are left on a device if more are needed; None if there are enough,
+    or few are needed, for which nothing is read.
+    """
+    if needed <= _FEW_BYTES:
+        return None
+    left = available_bytes(device)
+    return left if needed > left else None
+
+
+def check_memory(
+    what: str, needed: float, advice: str, device: torch.device = CPU
+) -> None:
+    """Checks that so many bytes are left on a device, before they are allocated.
+
+    Raises:
+        ValueError: If not: `what` would take more, and the advice.
+    """
+    if torch.compiler.is_compiling():  # where sizes are unknown
+        return
+    left = left_if_short(needed, device)
+    if left is not None:
+        raise ValueError(
+            f"{what} would take {needed / 2**30:.0f} GiB, more than the "
+            f"{left / 2**30:.0f} GiB that are left; {advice}"
+        )
+
 
 def available_bytes(device: torch.device) -> float:
     """The bytes that may be allocated on a device; infinite if nobody knows."""

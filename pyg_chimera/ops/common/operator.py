@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_option, setting, trusted, trusting
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
+from pyg_chimera.ops.common.memory import check_memory
 from pyg_chimera.ops.common.portability import (
     is_portable,
     portable_form,
@@ -243,6 +244,7 @@ class Operator(Generic[Inputs, Structure]):
         with _plain(inputs):
             call = self.plan(inputs)
             warn_if_long(call.choice)
+            _refuse_if_large(call.choice, getattr(inputs, self.output_like).device)
             out, saved = self.backends[call.choice.backend].forward(call)
             choice = call.choice.algorithm
             shapes = [list(x.shape) for x in saved]
@@ -348,6 +350,21 @@ class Operator(Generic[Inputs, Structure]):
                     "mode (torch.func.jvp, jacfwd, torch.autograd.forward_ad); use "
                     "torch.func.vjp or jacrev, or backend='reference'"
                 )
+
+
+def _refuse_if_large(choice: Choice, device: torch.device) -> None:
+    """Refuses what would not fit into memory even if it took a quarter of what is
+    predicted.
+    """
+    if choice.cost is not None:
+        check_memory(
+            f"{choice.operator} with solver={choice.solver!r}, form={choice.form!r} "
+            f"and backend={choice.backend!r}",
+            choice.cost.memory / 4,
+            "use 'auto' for these, smaller graphs, clusters or samples; "
+            "'pyg_chimera.ops.explain' predicts what a call takes",
+            device,
+        )
 
 
 # ------------------------------------------------------------------------- explaining

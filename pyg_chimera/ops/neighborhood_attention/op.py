@@ -1,7 +1,6 @@
 """Softmax attention over any sparse pattern."""
 
 from collections.abc import Iterable
-from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from pyg_chimera.ops.common.checks import (
     check_edges,
     check_floats,
     check_indices,
+    check_number,
     check_shape,
 )
 from pyg_chimera.ops.common.dispatch import Call, Choice
@@ -142,8 +142,7 @@ def neighborhood_attention(
         (edge_bias,) = rest
     if scale is None:
         scale = max(size, 1) ** -0.5
-    elif isinstance(scale, bool) or not isinstance(scale, Real):
-        raise TypeError(f"'scale' must be a number, got {scale!r}")
+    check_number("scale", scale)
     (batch,) = check_indices(value, batch=batch)
     inputs = Inputs(q, k, v, edge_bias, edge_index, batch, float(scale), backend)
     return _neighborhood_attention(inputs).to(value.dtype)

@@ -12,6 +12,7 @@ from pyg_chimera.ops.common.checks import (
     check_edge_index,
     check_within_graphs,
 )
+from pyg_chimera.ops.common.memory import check_memory
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 
 
@@ -35,14 +36,19 @@ def pattern(
     """Compresses the edges by target and by source.
 
     Raises:
-        ValueError: If a shape is wrong, an index is out of range, or an edge joins two
-            graphs of the batch.
+        ValueError: If a shape is wrong, an index is out of range, an edge joins two
+            graphs of the batch, or there are more edges than fit into memory.
     """
     check_edge_index(edge_index, num_nodes)
     source, target = to_numpy(edge_index)
     if batch is not None:
         check_batch(batch, num_nodes)
         check_within_graphs(source, target, to_numpy(batch))
+    check_memory(
+        f"Attention of {heads} heads over {len(source):,} pairs of nodes",
+        52 * heads * len(source),  # four indices, places, and logits with gradients
+        "use fewer heads, fewer neighbours (a smaller 'k'), or samples of the graph",
+    )
     ptr, edge = compress(target, np.arange(len(target)), num_nodes)
     head = np.arange(heads)[:, None]
     row = (head * num_nodes + target[edge]).ravel()

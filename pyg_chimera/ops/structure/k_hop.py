@@ -8,9 +8,13 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index, check_integer
 from pyg_chimera.ops.common.compilation import compiled
+from pyg_chimera.ops.common.memory import CPU, check_memory, left_if_short
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op, unsized
+
+#: Bytes of a pair and its distance, which are remembered and returned.
+_PAIR = 48
 
 
 class KHop(NamedTuple):
@@ -47,11 +51,12 @@ def k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> KHop:
         that is reached, then by distance.
 
     Raises:
-        ValueError: If :obj:`k` is less than 1, or :obj:`edge_index` has the wrong shape
-            or is out of range.
+        ValueError: If :obj:`k` is less than 1, :obj:`edge_index` has the wrong shape or
+            is out of range, or there are more pairs than fit into memory, as around a
+            node with many neighbours.
         TypeError: If :obj:`edge_index` or :obj:`k` is not integer.
     """
-    check_integer("k", k, 1)
+    k = check_integer("k", k, 1)
     return KHop(*_k_hop_index(edge_index, num_nodes, k))
 
 
@@ -59,7 +64,18 @@ def k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> KHop:
 def _k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Tensor]:
     check_edge_index(edge_index, num_nodes)
     source, target = to_numpy(edge_index)
-    index, distance = _pairs(source, target, num_nodes, k)
+    left = left_if_short(_PAIR * num_nodes**2, CPU)
+    most = num_nodes**2 if left is None else int(left / _PAIR)
+    index, distance, searched, count = _pairs(source, target, num_nodes, k, most)
+    if count > most:  # the nodes that have been searched from say how many follow
+        about = count * num_nodes / searched
+        check_memory(
+            f"At most {k} steps join about {about:,.0f} pairs of {num_nodes:,} nodes, "
+            "which",
+            _PAIR * about,
+            "use a smaller 'k', or samples of the graph, in which hubs have fewer "
+            "neighbours",
+        )
     index, distance = (torch.from_numpy(x) for x in (index, distance))
     return index.to(edge_index.device), distance.to(edge_index.device)
 
@@ -155,8 +171,10 @@ def _difference(
 
 
 @compiled()
-def _pairs(source, target, n, k):
-    """Searches from each node against the edges."""
+def _pairs(source, target, n, k, most):
+    """Searches from each node against the edges, until there are more than so many
+    pairs. Returns the pairs unless there are, and how many nodes have how many.
+    """
     ptr, tail = simple(target, source, n)
     order = np.empty(n, np.int64)
     level = np.empty(n, np.int64)
@@ -164,6 +182,8 @@ def _pairs(source, target, n, k):
     total = 0
     for i in range(n):
         total += search(ptr, tail, i, order, level, seen, i, k)
+        if total > most:
+            return np.empty((2, 0), np.int64), np.empty(0, np.int64), i + 1, total
     index = np.empty((2, total), np.int64)
     distance = np.empty(total, np.int64)
     seen[:] = -1
@@ -174,4 +194,4 @@ def _pairs(source, target, n, k):
             index[1, end] = i
             distance[end] = level[order[x]]
             end += 1
-    return index, distance
+    return index, distance, n, total

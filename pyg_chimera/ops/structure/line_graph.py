@@ -9,6 +9,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.common.memory import CPU, check_memory, left_if_short
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.node_order import node_order
@@ -54,7 +55,8 @@ def line_graph(edge_index: Tensor, num_nodes: int) -> LineGraph:
 
     Raises:
         CycleError: If there is a cycle (self-loops included), which the error names.
-        ValueError: If :obj:`edge_index` has the wrong shape or is out of range.
+        ValueError: If :obj:`edge_index` has the wrong shape or is out of range, or line
+            edges do not fit into memory, as at a node that many edges enter and leave.
         TypeError: If :obj:`edge_index` is not integer.
     """
     return LineGraph(*_line_graph(edge_index, num_nodes))
@@ -161,7 +163,7 @@ def _cycle_of_states(cycle: list[int]) -> CycleError:
 def _line_graph(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     topological_rank(edge_index, num_nodes)  # Checks the edges too.
     source, target = to_numpy(edge_index)
-    lines, node = map(torch.from_numpy, _line_edges(source, target, num_nodes))
+    lines, node = map(torch.from_numpy, _consecutive(source, target, num_nodes))
     return lines.to(edge_index.device), node.to(edge_index.device)
 
 
@@ -175,11 +177,11 @@ def _ordered_dags(
     edges = 2 * edge_index.long() + (before > after)
     edges = edges.index_select(1, ids)
     source, target = to_numpy(edges)
-    lines, _ = _line_edges(source, target, 2 * num_nodes)
+    lines, _ = _consecutive(source, target, 2 * num_nodes)
     if turns:
         # From v in the second DAG on to v in the first; 2 V is where nothing begins.
         end = np.where(target % 2 == 1, target - 1, 2 * num_nodes)
-        left, entered = _line_edges(source, end, 2 * num_nodes + 1)[0]
+        left, entered = _consecutive(source, end, 2 * num_nodes + 1)[0]
         onwards = source[left] - 1 != target[entered]
         turned = np.stack([left[onwards], entered[onwards]])
         lines = np.concatenate([lines, turned], axis=1)
@@ -195,8 +197,30 @@ def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
         raise _cycle_of_states(error.cycle) from None
     component = to_numpy(connected_components(line_edge_index, num_states))
     source, target = to_numpy(line_edge_index)
-    kept = _kept(source, target, rank, component)
+    left = left_if_short(num_states**2 / 8, CPU)
+    most = num_states**2 if left is None else int(left / 8)
+    kept, words = _kept(source, target, rank, component, most)
+    check_memory(
+        f"Which of {num_states:,} states reach one another",
+        8 * words,
+        "use mode='P' of 'PLSTMConv', which needs no multitree, or smaller graphs",
+    )
     return torch.from_numpy(kept).to(line_edge_index.device)
+
+
+def _consecutive(
+    source: np.ndarray, target: np.ndarray, n: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The line edges and their nodes, if there is room for them."""
+    count = int(np.bincount(source, minlength=n)[target].sum())
+    check_memory(
+        f"{count:,} pairs of consecutive edges of {len(source):,}, most of them at "
+        "nodes that many edges enter and leave,",
+        48 * count,  # which are remembered and returned
+        "use samples of the graph, a layer whose states are on nodes, such as "
+        "'ChimeraDAGConv', or turns=False of 'PLSTMConv'",
+    )
+    return _line_edges(source, target, n)
 
 
 @compiled()
@@ -220,8 +244,9 @@ def _line_edges(source, target, n):
 
 
 @compiled()
-def _kept(source, target, rank, component):
-    """Greedy selection; a row of bits holds the states that reach a state.
+def _kept(source, target, rank, component, most):
+    """Greedy selection, and the words of 64 bits that it takes, unless these are more
+    than `most`; a row of bits holds the states that reach a state.
 
     Rows are released once their last successor has used them.
     """
@@ -229,7 +254,7 @@ def _kept(source, target, rank, component):
     num_lines = source.shape[0]
     kept = np.zeros(num_lines, np.bool_)
     if num_lines == 0:
-        return kept
+        return kept, 0
 
     # Places: states by component, then rank, then number.
     num_components = component.max() + 1
@@ -257,6 +282,8 @@ def _kept(source, target, rank, component):
         words = (first[c + 1] - first[c] + 63) >> 6
         num_bits = max(num_bits, most * words)
         num_rows = max(num_rows, most)
+    if num_bits > most:
+        return kept, num_bits
     bits = np.empty(num_bits, np.int64)
     stack = np.empty(num_rows, np.int64)  # free rows
     row = np.full(n, -1, np.int64)  # where a state's row begins
@@ -324,4 +351,4 @@ def _kept(source, target, rank, component):
                 stack[num_free] = mine
                 num_free += 1
                 row[i] = -1
-    return kept
+    return kept, num_bits

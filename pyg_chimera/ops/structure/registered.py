@@ -67,9 +67,10 @@ def structural_op(
     """
 
     def register(function: Callable) -> Callable:
-        parameters = inspect.signature(function).parameters.values()
+        signature = inspect.signature(function)
         kinds = [
-            (x.name, x.annotation, x.annotation == Tensor | None) for x in parameters
+            (x.name, x.annotation, x.annotation == Tensor | None)
+            for x in signature.parameters.values()
         ]
         num_tensors = sum(optional or kind is Tensor for _, kind, optional in kinds)
 
@@ -95,7 +96,9 @@ def structural_op(
             return fake(*args[: len(kinds)])
 
         @functools.wraps(function)
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != len(kinds):
+                args = signature.bind(*args, **kwargs).args
             if is_portable():
                 return portable_form(function.__name__)(*args)
             if torch.compiler.is_compiling():  # then sizes may be unknown

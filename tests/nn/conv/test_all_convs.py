@@ -272,6 +272,21 @@ def test_forms_of_graphs(case: Case, form: str):
     assert_near(case.call(conv, inputs, form=formed), expected)
 
 
+#: By what the numbers of graphs are multiplied, up to 5, so that they only just fit.
+NARROW = {torch.int8: 25, torch.uint8: 50, torch.int16: 6500, torch.int32: 4 * 10**8}
+
+
+@every_conv
+def test_batches_of_narrow_integers(case: Case):
+    conv, inputs = case.conv(), case.inputs(torch.float)
+    for dtype, factor in NARROW.items():
+        batch = factor * inputs.batch
+        outs = [
+            case.call(conv, inputs._replace(batch=x)) for x in (batch, batch.to(dtype))
+        ]
+        assert outs[0].equal(outs[1])
+
+
 @on_graphs
 def test_matrices_of_the_wrong_size(case: Case):
     conv, inputs = case.trained(), case.inputs()
@@ -437,7 +452,7 @@ COMPILED = {
     "GraphMambaConv": (nn.GraphMambaConv, "any"),
     "GraphMambaConv-bins": (
         partial(nn.GraphMambaConv, order="pagerank", num_bins=2), "any"),
-    "GatedGCNConv": (partial(GatedGCNConv, CHANNELS, edge_dim=0), "any"),
+    "GatedGCNConv": (partial(GatedGCNConv, CHANNELS), "any"),
 }  # fmt: skip
 SETTINGS = [("eager", True), ("aot_eager", False), ("aot_eager", True)]
 unused = count()
@@ -697,7 +712,7 @@ def test_options_that_only_some_calls_would_look_at():
     with pytest.raises(ValueError, match="'flow' must be 'source_to_target' for grids"):
         nn.ChimeraGridConv(8, flow="target_to_source")
     mixer = nn.ChimeraConv(8, edge_dim=3)
-    layer = GPSLayer(8, GatedGCNConv(8, 8, edge_dim=0), mixer)
+    layer = GPSLayer(8, GatedGCNConv(8, 8), mixer)
     index = torch.tensor([[0, 1], [1, 0]])
     out = layer(torch.randn(2, 8), index, edge_attr=torch.randn(2, 3))
     assert out.shape == (2, 8)

@@ -72,7 +72,7 @@ def test_types_of_edges_are_not_ignored():
 
 
 def test_gated_gcn_conv_has_messages():
-    conv = GatedGCNConv(CHANNELS, CHANNELS, edge_dim=0, norm=None, act=None)
+    conv = GatedGCNConv(CHANNELS, CHANNELS, norm=None, act=None)
     x, called = torch.randn(4, CHANNELS), []
     for name in HOOKS:
         getattr(conv, name)(lambda *_, name=name: called.append(name))
@@ -122,7 +122,7 @@ def test_explainers_that_read_messages_are_refused(name: str):
 
 
 def test_explainers_read_the_messages_of_gated_gcn_conv():
-    conv = GatedGCNConv(CHANNELS, 3, edge_dim=0).eval()
+    conv = GatedGCNConv(CHANNELS, 3).eval()
     explanation = graph_mask(conv, torch.randn(4, CHANNELS), INDEX)
     assert explanation.edge_mask.shape == (6,)
     assert explanation.edge_mask.isfinite().all()
@@ -208,10 +208,9 @@ def test_in_asa_pooling(make: type[torch.nn.Module]):
     assert out.shape == (2, CHANNELS)
     out.sum().backward()
     assert pool.gnn_intra_cluster.lin_edge.weight.grad.any()
-    if make is not GatedGCNConv:  # which needs to be told that there are none
-        assert ASAPooling(CHANNELS, GNN=make)(x, INDEX)[0].shape == (2, CHANNELS)
-        with pytest.raises(ValueError, match=r"'edge_attr' must be None.*edge weights"):
-            ASAPooling(CHANNELS, GNN=make)(x, INDEX, weight)
+    assert ASAPooling(CHANNELS, GNN=make)(x, INDEX)[0].shape == (2, CHANNELS)
+    with pytest.raises(ValueError, match=r"'edge_weight' must be None.*'edge_dim=1'"):
+        ASAPooling(CHANNELS, GNN=make)(x, INDEX, weight)
 
 
 def test_edge_weights_in_gps_layer_are_for_whoever_accepts_them():

@@ -12,7 +12,7 @@ from torch_geometric.utils import to_undirected
 from pyg_chimera.nn import GatedDeltaConv
 from pyg_chimera.nn.conv.gated_delta_conv import unit, unit_silu
 from pyg_chimera.ops import CycleError
-from pyg_chimera.ops.recurrence.delta_scan import cost_model
+from pyg_chimera.ops.common import memory
 
 KINDS = [name for name in CASES if name.startswith("GatedDeltaConv")]
 
@@ -167,7 +167,7 @@ def test_what_is_known_is_first_corrected_by_half():
 
 def test_a_large_graph_with_cycles(monkeypatch):
     """Its states are eliminated; matrices are refused, with what to do."""
-    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 8 * 2.0**30)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 8 * 2.0**30)
     node = torch.arange(12_000)
     edge_index = torch.stack([node, node.roll(1)])
     conv, x = GatedDeltaConv(8, state_channels=8), torch.randn(12_000, 8)

@@ -61,7 +61,8 @@ NAMES = ("root", "value", "target", "source", "edge")
 @given(graph=graphs(min_nodes=1, max_nodes=6))
 def test_bare_formula(graph: object, with_edges: bool) -> None:
     edge_index, num_nodes = graph
-    conv = GatedGCNConv(4, 5, edge_dim=3, norm=None, act=None).double()
+    edge_dim = 3 if with_edges else None
+    conv = GatedGCNConv(4, 5, edge_dim, norm=None, act=None).double()
     x = torch.randn(num_nodes, 4, dtype=torch.double, requires_grad=True)
     edge_attr = None
     if with_edges:
@@ -87,7 +88,7 @@ def test_bare_formula(graph: object, with_edges: bool) -> None:
 
 
 def test_hand_computed() -> None:
-    conv = GatedGCNConv(1, 1, norm=None, act=None, bias=False, eps=0.0)
+    conv = GatedGCNConv(1, 1, edge_dim=1, norm=None, act=None, bias=False, eps=0.0)
     for name, value in zip(NAMES, (1.0, 2.0, 1.0, -1.0, 1.0), strict=True):
         torch.nn.init.constant_(getattr(conv, f"lin_{name}").weight, value)
     x = torch.tensor([[1.0], [2.0], [3.0]])
@@ -131,7 +132,7 @@ def test_one_edge_in_training() -> None:
 
 
 def test_bipartite_and_node_only() -> None:
-    conv = make_conv((4, 6), 5, edge_dim=0)
+    conv = make_conv((4, 6), 5)
     assert conv.lin_edge is None
     assert conv.norm_edge is None
     x = (torch.randn(4, 4), torch.randn(2, 6))
@@ -186,7 +187,7 @@ def test_explainer() -> None:
 
 def test_shut_gates_in_half_precision() -> None:
     """Sums of gates of 1e-6 are divided by in float32, forward and backward."""
-    conv = GatedGCNConv(4, 8, edge_dim=0, norm=None, act=None)
+    conv = GatedGCNConv(4, 8, norm=None, act=None)
     torch.nn.init.constant_(conv.lin_target.bias, -14.0)
     x, edge_index, _ = make_inputs()
     grads = []
@@ -199,11 +200,31 @@ def test_shut_gates_in_half_precision() -> None:
 
 @pytest.mark.parametrize("with_edges", [True, False])
 def test_compiles_without_graph_break(with_edges: bool) -> None:
-    conv = GatedGCNConv(4, 5, edge_dim=3)
+    conv = GatedGCNConv(4, 5, edge_dim=3 if with_edges else None)
     x, edge_index, edge_attr = make_inputs()
     inputs = (x, edge_index, edge_attr if with_edges else None)
     compiled = torch.compile(conv, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs), conv(*inputs))
+
+
+@pytest.mark.parametrize("edge_dim", [None, 0, 3, -1])
+@pytest.mark.parametrize("update_edges", [True, False])
+def test_the_constructor_decides_what_is_read_and_returned(
+    edge_dim: int | None, update_edges: bool
+) -> None:
+    conv = GatedGCNConv(4, 5, edge_dim, update_edges=update_edges).eval()
+    x, edge_index, edge_attr = make_inputs()
+    if not edge_dim:
+        assert conv.edge_dim is None
+        assert conv(x, edge_index).shape == (5, 5)
+        with pytest.raises(ValueError, match=r"'edge_attr' must be None .*edge_dim=No"):
+            conv(x, edge_index, edge_attr)
+        return
+    for attr in (edge_attr, edge_attr[:0]):
+        out = conv(x, edge_index[:, : len(attr)], attr)
+        assert isinstance(out, tuple) == update_edges
+    with pytest.raises(ValueError, match=r"'edge_attr' must be given, as 'edge_dim' i"):
+        conv(x, edge_index)
 
 
 def test_errors() -> None:
@@ -212,10 +233,10 @@ def test_errors() -> None:
         GatedGCNConv(4, 5, norm="graph_norm")
     with pytest.raises(TypeError, match="aggr"):
         GatedGCNConv(4, 5, aggr="mean")
-    with pytest.raises(ValueError, match=r"edge_dim=0.*\[8, 3\]"):
-        GatedGCNConv(4, 5, edge_dim=0)(x, edge_index, edge_attr)
+    with pytest.raises(ValueError, match="'in_channels' must be an integer, or a pair"):
+        GatedGCNConv((4, 4, 4), 5)
     for num in (1, 7):
-        with pytest.raises(ValueError, match=f"the 8 edges .* got {num} rows"):
+        with pytest.raises(ValueError, match=rf"of 8 edges, got \[{num}, 3\]"):
             GatedGCNConv(4, 5, edge_dim=3)(x, edge_index, edge_attr[:num])
     with pytest.raises(IndexError, match="larger than 4"):
         GatedGCNConv(4, 5, edge_dim=3)(x, edge_index + 2, edge_attr)

@@ -454,7 +454,7 @@ def test_in_a_gps_layer(arrangement):
     """Whatever the layer takes is taken by name."""
     x, edge_index, batch = make_inputs(torch.float)
     edge_attr = torch.randn(edge_index.size(1), CHANNELS)
-    conv = GatedGCNConv(CHANNELS, CHANNELS)
+    conv = GatedGCNConv(CHANNELS, CHANNELS, edge_dim=CHANNELS)
     mixer = GraphMambaConv(CHANNELS)
     layer = GPSLayer(CHANNELS, conv=conv, mixer=mixer, arrangement=arrangement)
     out, edges = layer(x, edge_index, batch=batch, edge_attr=edge_attr)

@@ -64,6 +64,35 @@ def test_float16_does_not_overflow(name, scale):
         assert error < 0.02 * max(1, scale / 10)  # NaN is not less
 
 
+AMPLITUDES = {
+    "ChimeraConv": (partial(ChimeraConv, norm=None, qk_norm=False), PATH),
+    "ChimeraConv-plain": (
+        partial(ChimeraConv, norm=None, qk_norm=False, gated=False), PATH),
+    "RGLRUConv": (RGLRUConv, DAG),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("scale", [10.0, 60.0, 100.0])
+@pytest.mark.parametrize("name", AMPLITUDES)
+def test_float16_without_a_norm_is_infinite_only_where_it_must(name, scale, mixed):
+    make, edge_index = AMPLITUDES[name]
+    index = edge_index[:, (edge_index < 40).all(0)]
+    conv, x = make(8, heads=2).eval().half(), (scale * torch.randn(40, 8)).half()
+    expected = copy.deepcopy(conv).double()(x.double(), index)
+    if mixed:
+        with torch.autocast("cpu", dtype=torch.float16):
+            out = conv.float()(x.float(), index)
+    else:
+        out = conv(x, index)
+    assert not out.isnan().any()
+    fits = expected.abs() < 6e4
+    assert fits.any()
+    assert out[fits].isfinite().all()
+    largest = expected.abs().clamp(max=6e4).max()
+    assert (out[fits] - expected[fits]).abs().max() < 0.02 * largest
+
+
 def test_gradients_in_float16_of_a_gate_before_the_norm():
     """Those of the gate itself are beyond float16, where it is nearly shut."""
     conv = ChimeraDAGConv(8, 8, heads=2, qk_norm=False, norm_before_gate=False).half()

@@ -428,5 +428,11 @@ def test_resume_checks_what_it_is_given():
             conv.resume(x, far)
     with pytest.raises(TypeError, match=r"'state' must be a torch.Tensor"):
         conv.resume(x, far[:, :1], state=[1.0])
+    memory = torch.zeros(3, 5)  # of which only the first row has been written
+    memory[0] = conv.resume(x[:1], far[:, :0])[1]
+    for row in (torch.zeros(5), torch.full((5,), torch.nan)):
+        memory[1:] = row
+        with pytest.raises(ValueError, match=r"'resume' returned.* row 1, one of 2"):
+            conv.resume(x, torch.tensor([[0, 1], [3, 3]]), state=memory)
     with pytest.raises(TypeError, match="'state' must be floating point"):
         conv.resume(x, far[:, :1], state=torch.zeros(1, 5, dtype=torch.long))

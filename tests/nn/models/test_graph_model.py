@@ -46,7 +46,7 @@ def make_batch(*sizes: int) -> Batch:
 
 
 def gps(index: int) -> GPSLayer:
-    conv = GatedGCNConv(C, C, update_edges=index == 0)
+    conv = GatedGCNConv(C, C, edge_dim=C, update_edges=index == 0)
     return GPSLayer(C, conv, norm="layer_norm")
 
 
@@ -374,7 +374,7 @@ def test_compiles_without_graph_break(name: str) -> None:
         [3, 5],
         C,
         HEADS[name]["out_channels"],
-        lambda i: GPSLayer(C, GatedGCNConv(C, C)),
+        lambda i: GPSLayer(C, GatedGCNConv(C, C, edge_dim=C)),
         2,
         edge_dim=[2],
         **{key: v for key, v in HEADS[name].items() if key != "out_channels"},
@@ -388,7 +388,7 @@ def released(num_layers: int) -> GraphModel:
     def layer(index: int) -> GPSLayer:
         return GPSLayer(
             64,
-            conv=GatedGCNConv(64, 64, act="gelu"),
+            conv=GatedGCNConv(64, 64, edge_dim=64, act="gelu"),
             mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
             arrangement="sequential",
             norm_first=True,
@@ -448,7 +448,7 @@ def test_categorical_encoder() -> None:
 def test_encoder_errors() -> None:
     encoder = CategoricalEncoder([3, 5], 4)
     for categories in ([], [3, 0]):
-        with pytest.raises(ValueError, match="'num_categories' must give a positive"):
+        with pytest.raises(ValueError, match="'num_categories' must be"):
             CategoricalEncoder(categories, 4)
     with pytest.raises(TypeError, match=r"needs integers, got torch\.float32"):
         encoder(torch.randn(2, 2))
@@ -480,6 +480,9 @@ def test_errors() -> None:
     with pytest.raises(ValueError, match="'edge_attr' is given"):
         make_model(edge_dim=None)(data.x, data.edge_index, data.edge_attr)
     model = make_model(head="edge", out_channels=1)
+    for bad in (data.edge_index - 1, data.edge_index + data.num_nodes):
+        with pytest.raises(ValueError, match=r"'edge_label_index' must hold node ind"):
+            model(data.x, data.edge_index, data.edge_attr, edge_label_index=bad)
     with pytest.raises(ValueError, match=r"'edge_label_index' must .* got none"):
         model(data.x, data.edge_index, data.edge_attr)
     with pytest.raises(ValueError, match=r"'edge_label_index' must .* got one"):
@@ -502,7 +505,9 @@ def test_layers_in_wrappers_get_what_they_take(when):
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrappers
 
     def layer(_):
-        block = GPSLayer(C, GatedGCNConv(C, C), ChimeraConv(C, C, edge_dim=C))
+        block = GPSLayer(
+            C, GatedGCNConv(C, C, edge_dim=C), ChimeraConv(C, C, edge_dim=C)
+        )
         return wrappers.checkpoint_wrapper(block) if when == "before" else block
 
     structure = {"rank": "elimination_rank"}

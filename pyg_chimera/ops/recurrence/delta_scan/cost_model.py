@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call, Cost
-from pyg_chimera.ops.common.memory import available_bytes
+from pyg_chimera.ops.common.memory import left_if_short
 from pyg_chimera.ops.common.simd import vector_lanes
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.delta_scan.level_states import MAX_NUMEL
@@ -18,9 +18,6 @@ from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 #: Nanoseconds per multiply-add of a matrix product.
 _PRODUCT = 0.03
-#: Calls that take fewer bytes than this do not ask how much memory there is.
-_FEW_BYTES = 1 << 30
-
 
 #: Nodes of a graph with cycles, per key channel, from which on its factors are tried.
 _LARGE = 16
@@ -128,11 +125,10 @@ def why_not_form(call: Call, forms: tuple[str, ...]) -> str | None:
     if sparse or form == "mask":
         query, value = call.inputs.query, call.inputs.value
         needed = cost_of(form, backend, graph, query, value).memory
-        if needed <= _FEW_BYTES:
-            return None
-        left = available_bytes(value.device)
         # Other tensors need some, too, unless the user knows better.
-        if needed <= (left if call.inputs.form == form else left / 2):
+        share = 1 if call.inputs.form == form else 2
+        left = left_if_short(share * needed, value.device)
+        if left is None:
             return None
         # Other backends would say the same.
         said = f"memory of {form}"

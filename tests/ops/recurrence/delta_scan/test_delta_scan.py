@@ -21,7 +21,8 @@ from scipy import sparse
 from scipy.sparse.linalg import spsolve
 
 from pyg_chimera.ops import CycleError, dag_scan, delta_scan, explain
-from pyg_chimera.ops.recurrence.delta_scan import cost_model, level_states, path_chunks
+from pyg_chimera.ops.common import memory
+from pyg_chimera.ops.recurrence.delta_scan import level_states, path_chunks
 from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     SIDE,
     eliminate,
@@ -441,8 +442,8 @@ def test_factors_that_do_not_fit(monkeypatch):
     """Refused, unless all that is left is asked for."""
     x, index = roads(70)
     needed = explain("delta_scan", *x[:4], index, x[4]).cost.memory
-    monkeypatch.setattr(cost_model, "_FEW_BYTES", 0)
-    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 1.5 * needed)
+    monkeypatch.setattr(memory, "_FEW_BYTES", 0)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1.5 * needed)
     with pytest.raises(ValueError, match=r"factors of up to 4900 nodes.*clusters"):
         delta_scan(*x[:4], index, x[4])
     assert explain("delta_scan", *x[:4], index, x[4], form="state").form == "state"
@@ -555,10 +556,10 @@ def test_cycles_of_too_many_nodes(monkeypatch):
     index = torch.stack([torch.arange(V), torch.arange(V).roll(1)])
     query, key, value, beta, weight = (y.float() for y in inputs(V, V, 1, 4, 3))
     x = (query, key, value, beta, index, 0.9 * weight)
-    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 1e15)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1e15)
     needed = explain("delta_scan", *x, backend=backend).cost.memory
     assert 6 * GiB < needed < 16 * GiB
-    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 1.5 * needed)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1.5 * needed)
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.time()
     said = (
         rf"takes {needed / GiB:.0f} GiB for matrices of up to 12000 nodes, more than "
@@ -572,12 +573,12 @@ def test_cycles_of_too_many_nodes(monkeypatch):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
     choice = explain("delta_scan", *x, form="mask", backend=backend)  # asked for
     assert choice[1:3] == ("dense", "mask")
-    monkeypatch.setattr(cost_model, "available_bytes", lambda device: 0.9 * needed)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 0.9 * needed)
     with pytest.raises(ValueError, match=r"more than the .*'ChimeraConv'.*systems$"):
         delta_scan(*x, form="mask", backend=backend)
     acyclic = (*x[:4], index[:, 1:], x[5][1:])
     assert explain("delta_scan", *acyclic).form == "state"
     assert explain("delta_scan", *acyclic, backend=backend).form == "chunk"
-    monkeypatch.setattr(cost_model, "available_bytes", lambda device: GiB)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: GiB)
     with pytest.raises(ValueError, match="GiB that are left; use form='auto'"):
         delta_scan(*acyclic, form="mask", backend=backend)
