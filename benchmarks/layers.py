@@ -221,7 +221,6 @@ def measure(name: str, cases: list[Case], args: Namespace) -> dict[str, Any]:
     nodes = cases[0].x.numel() // cases[0].x.size(-1)
     errors = {case.name: check(case) for case in cases if nodes <= COMPARED}
     if args.device == "cuda":
-        step(cases[0])()  # compiles kernels, which is not to be timed
         cases = [cases[0], *filter(fits, cases[1:]), cases[0].unchecked]
     rounds = interleave(
         {case.name: step(case) for case in cases}, args.repeats, args.limit

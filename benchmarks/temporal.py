@@ -137,7 +137,8 @@ def train_memory(
         which = torch.arange(val)
         fresh = negatives(events, which, args.negatives) if links else None
         through(model, fresh, 0, val, step)
-        seconds += (time.process_time() - start) / args.epochs
+        if epoch > 0:  # as in the example
+            seconds += (time.process_time() - start) / (args.epochs - 1)
         with torch.no_grad():
             out = through(model.eval(), wrong, val, size)
         best = max(best, scores(args.task, out, answers, test - val))

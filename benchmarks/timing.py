@@ -40,8 +40,9 @@ def interleave(
     """Times all steps in turn, round after round: A B C A B C ...
 
     Disturbances of a round affect all of its steps, so that ratios within rounds hold
-    even if absolute times don't. A step is warmed up, and repeated until it has taken
-    `budget` seconds, but at least once; if it is too slow, there is no warm-up.
+    even if absolute times don't. The first call of a step, which may compile kernels, is
+    not timed, however long it takes. It is then repeated until it has taken `budget`
+    seconds, but at least once.
     """
     rounds: dict[Hashable, Rounds] = {key: [] for key in steps}
     spent = dict.fromkeys(steps, 0.0)
@@ -55,9 +56,9 @@ def interleave(
                     continue
                 start = time.perf_counter()
                 timing = step()
-                spent[key] += time.perf_counter() - start
-                warm_up = number == 0 and spent[key] < budget / 2
-                rounds[key].append(None if warm_up else timing)
+                if number > 0:
+                    spent[key] += time.perf_counter() - start
+                rounds[key].append(timing if number > 0 else None)
             gc.collect()
     finally:
         gc.enable()

@@ -80,6 +80,7 @@ API = [
     "pyg_chimera.ops.structure",
     "pyg_chimera.nn",
     "pyg_chimera.transforms",
+    "pyg_chimera.loader",
     "pyg_chimera.datasets",
     "pyg_chimera.utils",
     "pyg_chimera.graphgym",

@@ -296,33 +296,6 @@ def curves(steps: int) -> Any:
     return figure
 
 
-def long_range(steps: int) -> Any:
-    """Power flow on unseen grids, and shortest paths by distance."""
-    text = (RESULTS / "long-range.json").read_text(encoding="utf-8")
-    runs = {(run["task"], run["arm"]): run for run in json.loads(text)["runs"]}
-    models = {
-        "chimera": "ChimeraConv, three layers",
-        "gatedgcn-10": "GatedGCN, ten layers",
-        "gps": "GPS with attention, three layers",
-    }
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    grids, distances = figure.subplots(1, 2)
-    for n, (arm, label) in enumerate(models.items()):
-        extra = runs["power-flow", arm]["extra"]
-        errors = {name: x["score"] for name, x in extra.items()}
-        places = [y + 0.27 * (n - 1) for y in range(len(errors))]
-        grids.barh(places, errors.values(), 0.25, label=label)
-        paths = runs["sssp", "gps-rw" if arm == "gps" else arm]["test"]["by_distance"]
-        hops, error, _ = zip(*(row for row in paths if row[2] >= 30), strict=True)
-        distances.plot(hops, error, ".-")
-    grids.set(title="power flow on unseen grids", xlabel="relative error")
-    grids.set_yticks(range(len(errors)), [*errors])
-    grids.invert_yaxis()
-    distances.set(title="shortest paths", xlabel="hops", ylabel="mean error in hops")
-    figure.legend(loc="outside lower center", ncols=len(models))
-    return figure
-
-
 def when() -> list[str]:
     """Titles of heads, first at the start and then trained."""
     times = ("start", "trained")
@@ -337,7 +310,6 @@ PICTURES = {
     "tree": trees,
     "sentence": sentences,
     "peptides_func": curves,
-    "long_range": long_range,
 }
 
 

@@ -70,7 +70,7 @@ def test_version():
 
 def test_imports_are_light_and_have_no_side_effects():
     """That of the package, and then those of all in it; they need no extra."""
-    names = ("ops", "nn", "transforms", "datasets", "utils")
+    names = ("ops", "nn", "transforms", "loader", "datasets", "utils")
     everything = "import " + ", ".join(f"pyg_chimera.{name}" for name in names)
     package, all_of_it = after("import pyg_chimera", everything)
     assert "pyg_chimera" in package["loaded"]

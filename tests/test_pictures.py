@@ -27,7 +27,7 @@ def script() -> ModuleType:
 
 def test_pictures_are_small_and_shown():
     files = sorted((DOCS / "pictures").iterdir())
-    assert len(files) == 9
+    assert len(files) == 8
     for path in files:
         assert path.suffix == ".png"
         assert path.stat().st_size < 100_000

@@ -57,6 +57,7 @@ PUBLIC = {
         *("LineGraphData", "EventsToDAG", "ImageToGraph"),
         *("NodeOrder", "SequenceToGraph", "LaplacianEncoding"),
     },
+    "pyg_chimera.loader": {"ClusterData", "ClusterLoader"},
     "pyg_chimera.datasets": {
         *("GeneratedPeptides", "PeptidesFunctional", "long_range_labels"),
         *("ArrowPointing", "CityRoads"),
