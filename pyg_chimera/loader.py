@@ -20,7 +20,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import select
 
 from pyg_chimera.ops.common.checks import check_integer
-from pyg_chimera.ops.structure.csr import adjacency, grouped
+from pyg_chimera.ops.structure.csr import adjacency, grouped, to_numpy
 
 __all__ = ["ClusterData", "ClusterLoader"]
 
@@ -90,7 +90,7 @@ class ClusterData(Dataset):
         self.data.num_nodes = num_nodes
         device = data.edge_index.device
         self.data.n_id = torch.arange(num_nodes, device=device)
-        edge_index = data.edge_index.cpu().numpy()
+        edge_index = to_numpy(data.edge_index)
         part = _kept(edge_index, num_nodes, num_parts, recursive, save_dir, log)
         number, part = np.unique(part, return_inverse=True)
         self.partition = Partition(*(
