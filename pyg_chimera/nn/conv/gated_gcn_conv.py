@@ -12,6 +12,7 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_chimera.nn._inputs import (
     at_least_float32,
+    check_batch,
     check_edge_attr,
     check_nodes,
     check_size,
@@ -20,6 +21,7 @@ from pyg_chimera.nn._inputs import (
     with_values,
 )
 from pyg_chimera.nn.conv._base import Layer
+from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.ops.common.checks import check_edges
 from pyg_chimera.ops.common.portability import is_portable
 
@@ -76,8 +78,9 @@ class GatedGCNConv(Layer, MessagePassing):
             otherwise, the parameters of their norm get no gradients, which is an error
             in distributed training. (default: :obj:`True`)
         norm (str, optional): The normalization of nodes and of edges:
+            :obj:`"graph_batch_norm"` (:class:`~pyg_chimera.nn.GraphBatchNorm`),
             :obj:`"batch_norm"`, :obj:`"layer_norm"` (each row on its own) or
-            :obj:`None`. (default: :obj:`"batch_norm"`)
+            :obj:`None`. (default: :obj:`"graph_batch_norm"`)
         act (str or Callable, optional): The activation :math:`\phi`.
             (default: :obj:`"relu"`)
         eps (float, optional): The :math:`\epsilon` of the gates.
@@ -122,7 +125,7 @@ class GatedGCNConv(Layer, MessagePassing):
         edge_dim: int | None = None,
         *,
         update_edges: bool = True,
-        norm: str | None = "batch_norm",
+        norm: str | None = "graph_batch_norm",
         act: str | Callable | None = "relu",
         eps: float = 1e-6,
         bias: bool = True,
@@ -165,6 +168,7 @@ class GatedGCNConv(Layer, MessagePassing):
         x: Tensor | PairTensor,
         edge_index: Adj,
         edge_attr: OptTensor = None,
+        batch: OptTensor = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         r"""Runs the forward pass of the module.
 
@@ -174,6 +178,9 @@ class GatedGCNConv(Layer, MessagePassing):
             edge_attr (torch.Tensor, optional): The edge features. A sparse
                 :obj:`edge_index` may hold them as its values, one row per edge.
                 (default: :obj:`None`)
+            batch (torch.Tensor, optional): The batch vector of the (target) nodes,
+                which :obj:`norm="graph_batch_norm"` reads. Without it, graphs are
+                unknown, and this norm is plain batch norm. (default: :obj:`None`)
 
         Returns:
             The update of the nodes, or a pair of the updates of nodes and edges if edge
@@ -188,6 +195,7 @@ class GatedGCNConv(Layer, MessagePassing):
         check_nodes(x_source)
         check_nodes(x_target)
         check_edge_attr(edge_attr)
+        check_batch(batch, x_target.size(0))
         check_size(edge_index, x_target.size(0), x_source.size(0))
         if edge_attr is None:
             edge_index, value = with_values(edge_index)
@@ -227,14 +235,20 @@ class GatedGCNConv(Layer, MessagePassing):
             gate=gate,
             **more,
         )
-        out = self._finish(out.to(root.dtype), self.norm)
+        out = self._finish(out.to(root.dtype), self.norm, batch)
 
         if edge_attr is None or not self.update_edges:
             return out
-        return out, self._finish(edge, self.norm_edge)
+        batch = None if batch is None else batch[edge_index[1]]
+        return out, self._finish(edge, self.norm_edge, batch)
 
-    def _finish(self, x: Tensor, norm: torch.nn.Module | None) -> Tensor:
-        x = x if norm is None else norm(x)
+    def _finish(
+        self, x: Tensor, norm: torch.nn.Module | None, batch: OptTensor
+    ) -> Tensor:
+        if isinstance(norm, GraphBatchNorm):
+            x = BatchNorm.forward(norm, x) if batch is None else norm(x, batch)
+        elif norm is not None:
+            x = norm(x)
         return x if self.act is None else self.act(x)
 
     def edge_update(
@@ -285,10 +299,13 @@ class GatedGCNConv(Layer, MessagePassing):
 def _row_norm(norm: str | None, channels: int) -> torch.nn.Module | None:
     if norm is None:
         return None
+    if norm == "graph_batch_norm":
+        return GraphBatchNorm(channels)
     if norm == "batch_norm":  # A graph may have a single edge, or none at all.
         return BatchNorm(channels, allow_single_element=True)
     if norm == "layer_norm":
         return torch.nn.LayerNorm(channels)
     raise ValueError(
-        f"'norm' must be 'batch_norm', 'layer_norm' or None, got {norm!r}."
+        "'norm' must be 'graph_batch_norm', 'batch_norm', 'layer_norm' or None, got "
+        f"{norm!r}."
     )
