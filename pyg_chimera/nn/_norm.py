@@ -33,7 +33,7 @@ def norm_arguments(
 
 
 class Norm(torch.nn.Module):
-    """Any of PyG's norms, or ours, with one signature, also for graphs with few or no nodes.
+    """Any norm of PyG, or ours, by one signature, also for few or no nodes.
 
     Given by name, layer norm normalizes each node: PyG's own default, over a whole
     graph, would mix the graphs of a batch whenever there is no batch vector.

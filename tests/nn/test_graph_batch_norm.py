@@ -41,7 +41,8 @@ def expected(norm, x, share):
 @pytest.mark.parametrize("steps", [1, 300])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_single_graph_evaluates_as_it_trains(momentum, steps):
-    norm, x = trained(None, momentum=momentum, steps=steps), torch.randn(20, C).double() * 0.1 - 5
+    norm = trained(None, momentum=momentum, steps=steps)
+    x = torch.randn(20, C).double() * 0.1 - 5
     out = norm(x)
     assert_near(out, norm.train()(x), 1e-5)
     plain = BatchNorm(C).double().eval()
