@@ -91,7 +91,7 @@ def graph_model(sizes: tuple, mixer: str, **options: Any) -> GraphModel:
     inputs, classes = sizes
     return GraphModel(
         inputs, CHANNELS, classes, layer, LAYERS, structure=structure,
-        norm="batch_norm", **options,
+        norm="graph_batch_norm", **options,
     )  # fmt: skip
 
 

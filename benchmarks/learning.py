@@ -165,7 +165,7 @@ def build(name: str, task: Task) -> GraphModel:
         SETTINGS["layers"],
         edge_dim=None if name == "gcn" else task.edge_dim,
         head="node" if task.distance else "graph",
-        norm="batch_norm",
+        norm="graph_batch_norm",
         structure={"rank": rank} if name == "chimera" else None,
         encodings=encodings if name == "attention-rw" else None,
     )

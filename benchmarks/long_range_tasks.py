@@ -72,7 +72,7 @@ class Task(NamedTuple):
     parameters: int = 160_000  #: of all layers together
     batch: int = 16  #: graphs per batch
     dropout: float = 0.0
-    norm: str = "batch_norm"
+    norm: str = "graph_batch_norm"
     #: Whether our blocks have neither norms nor local convolutions, which would change
     #: amplitudes.
     plain: bool = False

@@ -52,7 +52,7 @@ def build_model(data: Data, num_layers: int, mixing: bool) -> GraphModel:
 
     return GraphModel(
         data.num_features, C, CLASSES, layer, num_layers, head="node", dropout=0.2,
-        edge_dim=data.num_edge_features, norm="batch_norm",
+        edge_dim=data.num_edge_features, norm="graph_batch_norm",
         structure={"rank": "elimination_rank"} if mixing else None,
     )  # fmt: skip
 

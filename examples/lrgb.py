@@ -77,7 +77,7 @@ PAPER = RELEASED | dict(
 SHORT = RELEASED | dict(
     epochs=20, batch_size=32, warmup_epochs=1,
     num_layers=3, channels=96, heads=4, state_channels=32,
-    norm="batch_norm", head_norm="batch_norm",
+    norm="graph_batch_norm", head_norm="batch_norm",
     normalization="paper", initial="default", local_layers=8,
 )  # fmt: skip
 #: For hours on one or two cores: GCN instead of GatedGCN, and 128 channels in its
@@ -97,7 +97,7 @@ STEM = LONG | dict(
 DEMO = RELEASED | dict(
     epochs=8, batch_size=16, lr=3e-3, warmup_epochs=1, dropout=0.0,
     num_layers=3, channels=32, heads=4, state_channels=16,
-    norm="batch_norm", head_layers=2, head_norm="batch_norm",
+    norm="graph_batch_norm", head_layers=2, head_norm="batch_norm",
     normalization="paper", initial="default",
 )  # fmt: skip
 SMOKE = RELEASED | dict(

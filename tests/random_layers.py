@@ -608,7 +608,7 @@ def gated_gcn(r: random.Random) -> tuple[dict[str, Any], str]:
     return {
         "out_channels": r.choice([3, 8]),
         "edge_dim": r.choice([0, EDGE]),
-        "norm": r.choice([None, "layer_norm", "batch_norm"]),
+        "norm": r.choice([None, "layer_norm", "batch_norm", "graph_batch_norm"]),
     } | some(r, update_edges=[False], bias=[False], act=[None]), "any"
 
 

@@ -49,7 +49,7 @@ PUBLIC = {
             "SelfAttention",
             "SequenceEncoder",
         ),
-        *("GraphModel", "HybridModel", "SwiGLU"),
+        *("GraphBatchNorm", "GraphModel", "HybridModel", "SwiGLU"),
     },
     "pyg_chimera.transforms": {
         *("AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"),

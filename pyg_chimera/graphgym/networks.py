@@ -107,7 +107,7 @@ class GPSNetwork(torch.nn.Module):
                 mixer=mixer,
                 dropout=cfg.gnn.dropout,
                 arrangement=cfg.chimera.arrangement,
-                norm="batch_norm" if cfg.gnn.batchnorm else None,
+                norm="graph_batch_norm" if cfg.gnn.batchnorm else None,
                 norm_kwargs=norm if cfg.gnn.batchnorm else None,
                 act=register.act_dict[cfg.gnn.act](),
             )
@@ -173,6 +173,6 @@ def _local_conv(
         channels,
         edge_dim=channels if has_edges else None,
         update_edges=update_edges,
-        norm="batch_norm" if cfg.gnn.batchnorm else None,
+        norm="graph_batch_norm" if cfg.gnn.batchnorm else None,
         act=act,
     )

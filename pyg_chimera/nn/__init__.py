@@ -20,6 +20,7 @@ from pyg_chimera.nn.encoders import (
     RandomWalkEncoder,
 )
 from pyg_chimera.nn.gps_layer import GPSLayer
+from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.nn.hetero_layer import HeteroLayer
 from pyg_chimera.nn.models import (
     CategoricalEncoder,
@@ -39,6 +40,7 @@ __all__ = [
     "GPSLayer",
     "GatedDeltaConv",
     "GatedGCNConv",
+    "GraphBatchNorm",
     "GraphMambaConv",
     "GraphModel",
     "HeteroLayer",

@@ -10,6 +10,7 @@ from torch_geometric.nn.resolver import normalization_resolver
 from torch_geometric.resolver import normalize_string
 
 from pyg_chimera.nn._routing import Route
+from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.ops.gated_norm import gated_norm, rms_norm
 
 __all__ = ["LazyLayerNorm", "Norm", "RMSNorm", "norm_arguments", "rms_norm"]
@@ -34,7 +35,7 @@ def norm_arguments(
 
 
 class Norm(torch.nn.Module):
-    """Any of PyG's norms, with one signature, also for graphs with few or no nodes.
+    """Any norm of PyG, or ours, by one signature, also for few or no nodes.
 
     Given by name, layer norm normalizes each node: PyG's own default, over a whole
     graph, would mix the graphs of a batch whenever there is no batch vector.
@@ -53,7 +54,9 @@ class Norm(torch.nn.Module):
         norm_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        if isinstance(norm, str):
+        if isinstance(norm, str) and normalize_string(norm) == "graphbatchnorm":
+            self.norm = GraphBatchNorm(channels, **(norm_kwargs or {}))
+        elif isinstance(norm, str):
             kwargs = norm_arguments(norm, norm_kwargs)
             sized = normalize_string(norm).removesuffix("norm") not in _WITHOUT_SIZE
             sizes = (channels,) if sized else ()

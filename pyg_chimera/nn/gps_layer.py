@@ -18,6 +18,8 @@ from pyg_chimera.nn._inputs import (
 )
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._routing import PassesOn, Route, reset_layer
+from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
+from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.ops.common.checks import check_integer, check_option
 
 __all__ = ["GPSLayer"]
@@ -98,16 +100,18 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
             (default: :obj:`"sequential"`, with which most mixers learn faster)
         norm (str or torch.nn.Module, optional): The normalization function, by its name
             in :mod:`torch_geometric.nn.norm` or as a module that is copied for each
-            use. It gets :obj:`batch` if it accepts it. :obj:`"batch_norm"`, as in
-            :class:`torch_geometric.nn.GPSConv`, brings out how graphs and nodes differ,
-            which molecules need. In evaluation, it uses running statistics, which lag
-            behind the weights while these change quickly: let the learning rate decay
-            to zero. :obj:`"layer_norm"` normalizes each node separately, and no graph
-            of a batch affects another in training. (default: :obj:`"batch_norm"`)
+            use. It gets :obj:`batch` if it accepts it. :obj:`"graph_batch_norm"` is a
+            :class:`~pyg_chimera.nn.GraphBatchNorm`: batch norm brings out how graphs
+            and nodes differ, which molecules need, and this one also evaluates a single
+            graph as it trains. :obj:`"batch_norm"`, as in
+            :class:`torch_geometric.nn.GPSConv`, always evaluates by running statistics,
+            which lag behind the weights until the learning rate has decayed.
+            :obj:`"layer_norm"` normalizes each node separately, and no graph of a batch
+            affects another in training. (default: :obj:`"graph_batch_norm"`)
         norm_kwargs (Dict[str, Any], optional): Arguments passed to the normalization
-            function defined by :obj:`norm`. For batch norm, :obj:`allow_single_element`
-            is set unless given here, and for layer norm, :obj:`mode="node"`. (default:
-            :obj:`None`)
+            function defined by :obj:`norm`. For :obj:`"batch_norm"`,
+            :obj:`allow_single_element` is set unless given here, and for layer norm,
+            :obj:`mode="node"`. (default: :obj:`None`)
         norm_first (bool, optional): If set to :obj:`True`, normalizes the input of
             each part instead of its residual sum. A stack of such layers needs one
             more norm at its end. (default: :obj:`False`)
@@ -149,7 +153,7 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
         *,
         dropout: float = 0.0,
         arrangement: str = "sequential",
-        norm: str | torch.nn.Module | None = "batch_norm",
+        norm: str | torch.nn.Module | None = "graph_batch_norm",
         norm_kwargs: dict[str, Any] | None = None,
         norm_first: bool = False,
         act: str | Callable | None = "relu",
@@ -298,8 +302,8 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Extends each sequence by one node, and returns what :meth:`forward` would
         return for that node. Requires a causal mixer with a method :obj:`step`, no
-        convolution, and norms that normalize each node separately, as batch norm does
-        only in evaluation.
+        convolution, and norms that normalize each node separately, as plain batch norm
+        does only in evaluation.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,
@@ -311,7 +315,8 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
             tuple[torch.Tensor, Any]: :math:`[B, F]`, and the state for the next step.
 
         Raises:
-            ValueError: If there is a convolution, or the mixer does not support it.
+            ValueError: If there is a convolution, the mixer does not support it, or
+                norms are :class:`~pyg_chimera.nn.GraphBatchNorm`, the default.
         """
         check_nodes(x, self.channels)
         if self.conv is not None or not hasattr(self.mixer, "step"):
@@ -321,6 +326,12 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
             )
         h = self._norm("mixer", x, None) if self.norm_first else x
         h, state = cast(Any, self.mixer).step(h, state)
+        if any(isinstance(module, GraphBatchNorm) for module in self.norms.modules()):
+            raise ValueError(
+                "Sequences are continued by a layer with norms of each node, got "
+                "norm='graph_batch_norm', which reads whole graphs. Construct it with "
+                "norm='layer_norm', or 'batch_norm' for evaluation only."
+            )
         out = x + self.drop(h)
         out = out if self.norm_first else self._norm("mixer", out, None)
         return self._feed_forward(out, None), state
@@ -361,6 +372,9 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
             if name.startswith(prefix)
         }
         shared = {"batch": batch}
+        if batch is None and issubclass(self._routes[role].kind, GatedGCNConv):
+            # One graph here, but to GatedGCNConv, perhaps many.
+            shared["batch"] = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
         if own.get("edge_index") is None:
             shared = {**shared, "edge_attr": edge_attr, **kwargs}
         args = self._routes[role].select(shared) | own

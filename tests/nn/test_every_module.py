@@ -155,6 +155,7 @@ MODELS = {
         lambda m, dtype=torch.float: m(torch.ones(2, C, dtype=dtype)),
         lambda: nn.SwiGLU(-1, out_channels=C),
     ),
+    "GraphBatchNorm": model(lambda: nn.GraphBatchNorm(C), batch=ROWS),
     "GPSLayer": model(local_and_global, C, **on_graph),
     "GPSLayer-attention": model(
         lambda: nn.GPSLayer(C, None, nn.SelfAttention(C, 2)), **on_graph

@@ -140,7 +140,8 @@ def test_any_conv_as_conv_and_as_mixer(
 def test_parallel_post_norm_is_pygs_layer() -> None:
     theirs = GPSConv(C, GINConv(Linear(C, C)), heads=2)
     attention = MultiheadAttention(C, 2, batch_first=True)
-    ours = GPSLayer(C, copy.deepcopy(theirs.conv), attention, arrangement="parallel")
+    options = {"arrangement": "parallel", "norm": "batch_norm"}
+    ours = GPSLayer(C, copy.deepcopy(theirs.conv), attention, **options)
     ours.mixer.load_state_dict(theirs.attn.state_dict())
     ours.mlp.load_state_dict(theirs.mlp.state_dict())
     x, edge_index, batch, _ = make_inputs()
@@ -349,7 +350,9 @@ def test_mixers_of_padded_graphs(make: Callable) -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("num_nodes", [0, 1, 2])
-@pytest.mark.parametrize("norm", ["batch_norm", "layer_norm", "graph_norm", None])
+@pytest.mark.parametrize(
+    "norm", ["graph_batch_norm", "batch_norm", "layer_norm", "graph_norm", None]
+)
 def test_few_nodes_no_edges(num_nodes: int, norm: str | None, training: bool) -> None:
     attention = MultiheadAttention(C, 2, batch_first=True)
     layer = GPSLayer(C, GatedGCNConv(C, C, edge_dim=C), attention, norm=norm).train(
@@ -471,7 +474,7 @@ def test_summary() -> None:
     assert "[7, 8], [8, 8]" in table
 
 
-@pytest.mark.parametrize("norm", ["batch_norm", None])
+@pytest.mark.parametrize("norm", ["graph_batch_norm", None])
 @pytest.mark.parametrize("arrangement", ["parallel", "sequential"])
 def test_compiles_without_graph_break(arrangement: str, norm: str | None) -> None:
     layer = GPSLayer(

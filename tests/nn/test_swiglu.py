@@ -104,7 +104,8 @@ def test_as_the_network_of_a_layer(norm_first):
 
 def test_sequences_are_continued():
     mixer = SelfAttention(C, causal=True)
-    layer = GPSLayer(C, mixer=mixer, mlp=SwiGLU(C), norm_first=True).eval()
+    norms = {"norm": "layer_norm", "norm_first": True}
+    layer = GPSLayer(C, mixer=mixer, mlp=SwiGLU(C), **norms).eval()
     x = torch.randn(4, C)
     out, state = layer(x, torch.empty(2, 0, dtype=torch.long)), None
     for i in range(4):

@@ -12,6 +12,7 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_chimera.nn._inputs import (
     at_least_float32,
+    check_batch,
     check_channels,
     check_nodes,
     check_size,
@@ -20,6 +21,7 @@ from pyg_chimera.nn._inputs import (
     plain_edges,
 )
 from pyg_chimera.nn.conv._base import Layer
+from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.ops.common.checks import check_edges, check_integer
 from pyg_chimera.ops.common.portability import is_portable
 
@@ -75,8 +77,9 @@ class GatedGCNConv(Layer, MessagePassing):
             otherwise, the parameters of their norm get no gradients, which is an error
             in distributed training. (default: :obj:`True`)
         norm (str, optional): The normalization of nodes and of edges:
+            :obj:`"graph_batch_norm"` (:class:`~pyg_chimera.nn.GraphBatchNorm`),
             :obj:`"batch_norm"`, :obj:`"layer_norm"` (each row on its own) or
-            :obj:`None`. (default: :obj:`"batch_norm"`)
+            :obj:`None`. (default: :obj:`"graph_batch_norm"`)
         act (str or Callable, optional): The activation :math:`\phi`.
             (default: :obj:`"relu"`)
         eps (float, optional): The :math:`\epsilon` of the gates.
@@ -121,7 +124,7 @@ class GatedGCNConv(Layer, MessagePassing):
         edge_dim: int | None = None,
         *,
         update_edges: bool = True,
-        norm: str | None = "batch_norm",
+        norm: str | None = "graph_batch_norm",
         act: str | Callable | None = "relu",
         eps: float = 1e-6,
         bias: bool = True,
@@ -173,6 +176,7 @@ class GatedGCNConv(Layer, MessagePassing):
         x: Tensor | PairTensor,
         edge_index: Adj,
         edge_attr: OptTensor = None,
+        batch: OptTensor = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         r"""Runs the forward pass of the module.
 
@@ -182,6 +186,9 @@ class GatedGCNConv(Layer, MessagePassing):
             edge_attr (torch.Tensor, optional): The edge features, for layers with
                 :obj:`edge_dim`. A sparse :obj:`edge_index` may hold them as its values,
                 one row per edge. (default: :obj:`None`)
+            batch (torch.Tensor, optional): The batch vector of the (target) nodes,
+                which :obj:`norm="graph_batch_norm"` reads. Without it, graphs are
+                unknown, and this norm is plain batch norm. (default: :obj:`None`)
 
         Returns:
             The update of the nodes, or with :obj:`edge_dim` and :obj:`update_edges` a
@@ -195,6 +202,7 @@ class GatedGCNConv(Layer, MessagePassing):
         x_source, x_target = x if isinstance(x, tuple) else (x, x)
         check_nodes(x_source, self.lin_source.in_channels)
         check_nodes(x_target, self.lin_target.in_channels)
+        check_batch(batch, x_target.size(0))
         check_size(edge_index, x_target.size(0), x_source.size(0))
         # PyG's propagation does not take all forms, and gains nothing from others.
         edge_index, edge_attr = plain_edges(edge_index, edge_attr, self.edge_dim)
@@ -225,14 +233,20 @@ class GatedGCNConv(Layer, MessagePassing):
             gate=gate,
             **more,
         )
-        out = self._finish(out.to(root.dtype), self.norm)
+        out = self._finish(out.to(root.dtype), self.norm, batch)
 
         if not self.update_edges:
             return out
-        return out, self._finish(edge, self.norm_edge)
+        batch = None if batch is None else batch[edge_index[1]]
+        return out, self._finish(edge, self.norm_edge, batch)
 
-    def _finish(self, x: Tensor, norm: torch.nn.Module | None) -> Tensor:
-        x = x if norm is None else norm(x)
+    def _finish(
+        self, x: Tensor, norm: torch.nn.Module | None, batch: OptTensor
+    ) -> Tensor:
+        if isinstance(norm, GraphBatchNorm):
+            x = BatchNorm.forward(norm, x) if batch is None else norm(x, batch)
+        elif norm is not None:
+            x = norm(x)
         return x if self.act is None else self.act(x)
 
     def edge_update(
@@ -276,10 +290,13 @@ class GatedGCNConv(Layer, MessagePassing):
 def _row_norm(norm: str | None, channels: int) -> torch.nn.Module | None:
     if norm is None:
         return None
+    if norm == "graph_batch_norm":
+        return GraphBatchNorm(channels)
     if norm == "batch_norm":  # A graph may have a single edge, or none at all.
         return BatchNorm(channels, allow_single_element=True)
     if norm == "layer_norm":
         return torch.nn.LayerNorm(channels)
     raise ValueError(
-        f"'norm' must be 'batch_norm', 'layer_norm' or None, got {norm!r}."
+        "'norm' must be 'graph_batch_norm', 'batch_norm', 'layer_norm' or None, got "
+        f"{norm!r}."
     )

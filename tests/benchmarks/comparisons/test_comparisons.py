@@ -223,7 +223,7 @@ def test_norms_and_depth_are_those_of_the_recipe(preset):
     for name, depth in (("chimera", None), ("gcn", deep)):
         args = get_args(lrgb, *argv, "--dataset", "peptides-func", "--model", name)
         model = lrgb.build_model(args)
-        kind = "BatchNorm" if own else "LayerNorm"
+        kind = "GraphBatchNorm" if own else "LayerNorm"
         norms = model.layers[-1].norms.values()
         assert {type(x.norm).__name__ for x in norms} == {kind}
         kind = "BatchNorm" if own and preset != "stem" else "Identity"

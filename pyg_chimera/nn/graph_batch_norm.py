@@ -1,0 +1,137 @@
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import BatchNorm
+from torch_geometric.utils import scatter
+
+from pyg_chimera.nn._inputs import at_least_float32
+
+__all__ = ["GraphBatchNorm"]
+
+
+class GraphBatchNorm(BatchNorm):
+    r"""Batch norm in which a graph weighs as much in evaluation as in training.
+
+    In training, it is :class:`torch_geometric.nn.BatchNorm`, whose statistics of a
+    batch are in part those of a node's own graph: all of them if batches have a single
+    graph. In evaluation, running statistics alone would lack this part, and they lag
+    behind the weights, by which models of a single graph lose much while learning rates
+    are constant. Here, each graph is normalized by mean and variance of a mixture of
+    its own rows and of running statistics. The share of the former is
+
+    .. math::
+        s = \min \left( \overline{1 / B}, \; n \cdot \overline{1 / N} \right)
+
+    for a graph of :math:`n` rows, where bars are running means over the batches of
+    training, of :math:`B` graphs and :math:`N` rows. So models that are trained on a
+    single graph evaluate as they train, running statistics prevail where batches have
+    many graphs or a graph has few rows, and no graph depends on others of its batch.
+    `"Four Things Everyone Should Know to Improve Batch Normalization"
+    <https://arxiv.org/abs/1906.03548>`_ gives images such a share, chosen by
+    validation.
+
+    Weights of :class:`torch_geometric.nn.BatchNorm` can be loaded, and evaluate as
+    there: without training, :math:`s` is zero.
+
+    Args:
+        in_channels (int): Size of each input sample.
+        eps (float, optional): A value added to the variance. (default: :obj:`1e-5`)
+        momentum (float, optional): The weight of a batch in running means, or
+            :obj:`None` for means over all batches. (default: :obj:`0.1`)
+        affine (bool, optional): If set to :obj:`False`, there are no learnable scale
+            and shift. (default: :obj:`True`)
+
+    Shapes:
+        - **inputs:**
+          rows :math:`(N, F)`,
+          batch vector :math:`(N)` *(optional, all rows are of one graph without it)*
+        - **output:** rows :math:`(N, F)`
+    """
+
+    graph_share: Tensor
+    row_share: Tensor
+
+    def __init__(
+        self,
+        in_channels: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+    ) -> None:
+        super().__init__(in_channels, eps, momentum, affine, allow_single_element=True)
+        self.register_buffer("graph_share", torch.zeros(()))
+        self.register_buffer("row_share", torch.zeros(()))
+
+    def reset_parameters(self) -> None:
+        r"""Resets all learnable parameters of the module."""
+        super().reset_parameters()
+        self.graph_share.zero_()
+        self.row_share.zero_()
+
+    def forward(self, x: Tensor, batch: Tensor | None = None) -> Tensor:
+        r"""Runs the forward pass of the module.
+
+        Args:
+            x (torch.Tensor): The rows.
+            batch (torch.Tensor, optional): The batch vector, which assigns each row to
+                a graph. (default: :obj:`None`)
+        """
+        if not self.training and x.size(0) > 0:
+            return self._evaluate(x, batch)
+        out = super().forward(x)
+        if x.size(0) > 1:  # A single row is normalized by running statistics.
+            # Means of all batches until there are enough: right from the first on.
+            weight = 1 / self.module.num_batches_tracked
+            weight = weight.clamp(min=self.module.momentum or 0.0)
+            graphs = 1 if batch is None else batch.max().long() + 1
+            self.graph_share.add_(weight * (1 / graphs - self.graph_share))
+            self.row_share.add_(weight * (1 / x.size(0) - self.row_share))
+        return out
+
+    def _evaluate(self, x: Tensor, batch: Tensor | None) -> Tensor:
+        rows = at_least_float32(x)
+        if batch is None:
+            size: Any = x.size(0)
+            var, mean = torch.var_mean(rows, dim=0, correction=0, keepdim=True)
+            index = batch
+        else:
+            index = _consecutive(batch)
+
+            def means(values: Tensor) -> Tensor:
+                return scatter(values, index, dim_size=x.size(0), reduce="mean")
+
+            size = scatter(torch.ones_like(rows[:, :1]), index, dim_size=x.size(0))
+            mean = means(rows)
+            var = means((rows - mean[index]).square())
+
+        share = torch.minimum(self.graph_share, size * self.row_share).to(rows.dtype)
+        gap = mean - self.module.running_mean
+        mean = self.module.running_mean + share * gap
+        var = self.module.running_var.to(rows.dtype).lerp(var, share)
+        scale = (var + share * (1 - share) * gap.square() + self.module.eps).rsqrt()
+        if self.module.affine:
+            scale = scale * self.module.weight
+        if index is not None:
+            mean, scale = mean[index], scale[index]
+        out = (rows - mean) * scale
+        if self.module.affine:
+            out = out + self.module.bias
+        return out.to(x.dtype)
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        for name in ("graph_share", "row_share"):  # which other batch norms don't have
+            state_dict.setdefault(prefix + name, torch.zeros(()))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _consecutive(batch: Tensor) -> Tensor:
+    """Numbers graphs from zero, without those that have no rows, so that there are no
+    more than rows; nothing is read from the device.
+    """
+    ordered, order = batch.sort()
+    number = torch.zeros_like(order)
+    number[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
+    return torch.empty_like(order).scatter(0, order, number)
