@@ -47,6 +47,8 @@ class Norm(torch.nn.Module):
         norm_kwargs (Dict[str, Any], optional): Arguments of a norm given by name.
     """
 
+    norm: torch.nn.Module | None
+
     def __init__(
         self,
         norm: str | torch.nn.Module | None,
