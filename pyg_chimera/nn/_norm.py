@@ -75,7 +75,8 @@ class Norm(torch.nn.Module):
                 "'norm' must be a name, a module or None, got "
                 f"{getattr(norm, '__name__', type(norm).__name__)!r}."
             )
-        self._with_batch = norm is not None and Route.of(self.norm).accepts("batch")
+        made = self.norm
+        self._with_batch = made is not None and Route.of(made).accepts("batch")
 
     def reset_parameters(self) -> None:
         reset(self.norm)
