@@ -106,8 +106,8 @@ class GatedBlock(Mixer):
             self.forward(x, index[:, ids], None if attr is None else attr[ids], batch)
             for ids in (halves.later, halves.earlier)
         )
-        mean = (later + earlier) / 2
-        return torch.where(halves.cyclic.unsqueeze(1), mean, later)
+        cyclic = halves.cyclic.view(-1, *[1] * (later.dim() - 1))
+        return torch.where(cyclic, (later + earlier) / 2, later)
 
     def over_edges(self, edge_index: Tensor) -> Filter | None:
         """The local filter over a node and its parents in each DAG, if there is one."""

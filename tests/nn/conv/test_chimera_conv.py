@@ -563,7 +563,7 @@ def test_workers_after_a_training_step():
         ({"heads": 3}, "'heads' must divide 'out_channels', got 3 and 8"),
         ({"heads": 0}, "'heads' must divide 'out_channels', got 0 and 8"),
         ({"heads": 4, "groups": 3}, "'groups' must divide 'heads', got 3 and 4"),
-        ({"groups": 0}, "'groups' must divide 'heads', got 0 and 1"),
+        ({"groups": 0}, "'groups' must be"),
         ({"state_channels": 0}, "'state_channels' must be >= 1, got 0"),
         ({"gamma": 0.0}, r"'gamma' must be in \(0, 1\], .*, got 0.0"),
         ({"gamma": 1.5}, r"'gamma' must be in \(0, 1\], .*, got 1.5"),
