@@ -450,7 +450,7 @@ def call(layer: Any, case: Case, x: Tensor, attrs: list[Tensor]) -> tuple[Tensor
             height, width = graphs.sizes[0]
         out = layer(x, batch=graphs.batch, height=height, width=width)
     elif case.name == "GraphMambaConv":
-        out = layer(x, edges, graphs.batch, case.score)
+        out = layer(x, edges, batch=graphs.batch, score=case.score)
     elif case.name == "GatedGCNConv":
         out = layer(x, edges, attr)
     elif graphs.pos is not None:
