@@ -117,8 +117,7 @@ def _run_layer(call: Call, dtype: torch.dtype) -> None:
     attr = None
     if "edge_dim" in call.options:
         attr = draw(edge_index.size(1), call.options["edge_dim"]).to(dtype)
-    between = () if call.name == "GraphMambaConv" else (attr,)
-    layer(x, edge_index, *between, batch).sum().backward()
+    layer(x, edge_index, attr, batch).sum().backward()
 
 
 # ------------------------------------------------------------------------- the command
