@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from itertools import zip_longest
@@ -22,6 +23,7 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 from pyg_chimera import nn, ops, selftest, transforms
+from pyg_chimera.ops.common.compilation import PROBLEMS
 from pyg_chimera.ops.common.numba_runtime import ANNOUNCER, _deferred_interrupt
 
 __all__ = ["main"]
@@ -83,8 +85,10 @@ def _calls(float64: bool) -> list[tuple[Call, torch.dtype]]:
     ]
 
 
-def _run(call: Call, dtype: torch.dtype) -> int:
-    """Makes a call; returns how many kernels were compiled for it."""
+def _run(call: Call, dtype: torch.dtype) -> tuple[int, list[str]]:
+    """Makes a call; returns how many kernels were compiled for it, and what went wrong
+    with the cache.
+    """
     before = ANNOUNCER.count
     if hasattr(ops, call.name):
         for inputs in selftest._INPUTS[call.name](selftest._Draw()):
@@ -98,7 +102,7 @@ def _run(call: Call, dtype: torch.dtype) -> int:
         nodes = len(graph["batch"])
         data = Data(edge_index=graph["edge_index"], num_nodes=nodes)
         getattr(transforms, call.name)(**call.options)(data)
-    return ANNOUNCER.count - before
+    return ANNOUNCER.count - before, PROBLEMS[:1]
 
 
 def _run_layer(call: Call, dtype: torch.dtype) -> None:
@@ -127,6 +131,7 @@ def _begin() -> None:
     """In each process: Ctrl-C is for the first one, and so are messages."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.getLogger("pyg_chimera").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", ".*NUMBA_CACHE_DIR")
     torch.set_num_threads(1)
 
 
@@ -136,8 +141,10 @@ def _block_interrupts(block: bool) -> None:
         signal.pthread_sigmask(how, {signal.SIGINT})
 
 
-def _compiled(calls: list[tuple[Call, torch.dtype]], workers: int) -> Iterator[int]:
-    """The number of kernels of each call, as they become ready."""
+def _compiled(
+    calls: list[tuple[Call, torch.dtype]], workers: int
+) -> Iterator[tuple[int, list[str]]]:
+    """What `_run` returns, as calls become ready."""
     # Not forked: threads of PyTorch and numba may hold locks.
     others = active_children()
     with ProcessPoolExecutor(workers, get_context("spawn"), _begin) as pool:
@@ -162,7 +169,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """Compiles the kernels.
 
     Returns:
-        int: 0, or 130 if it was interrupted.
+        int: 0, or 1 if they cannot be kept on disk, or 130 if it was interrupted.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     parser = argparse.ArgumentParser(
@@ -180,16 +187,25 @@ def main(args: Sequence[str] | None = None) -> int:
         parser.error(f"argument --workers: expected at least 1, got {given.workers}")
     if os.environ.get("NUMBA_DISABLE_JIT", "0") != "0":
         parser.error("NUMBA_DISABLE_JIT is set: unset it, as nothing is compiled")
+    if PROBLEMS:  # of which a warning has told
+        print("Nothing is compiled, as it would not be kept.", file=sys.stderr)
+        return 1
     calls = _calls(given.float64)
-    start, kernels = perf_counter(), 0
+    start, kernels, problems = perf_counter(), 0, []
     try:
         found = _compiled(calls, given.workers)
-        for count in tqdm(found, "Compiling CPU kernels", len(calls), unit=" calls"):
+        for count, wrong in tqdm(
+            found, "Compiling CPU kernels", len(calls), unit=" calls"
+        ):
             kernels += count
+            problems += wrong
     except KeyboardInterrupt:
         print("Interrupted; the next run goes on from here.", file=sys.stderr)
         return 130
     print(f"{kernels} functions compiled in {perf_counter() - start:.0f} s.")
+    if problems:
+        print(f"Not all of them are kept on disk: {problems[0]}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -93,6 +93,34 @@ def test_what_has_been_compiled_is_on_disk(two_calls, tmp_path):
 
 
 @pytest.mark.slow
+def test_what_cannot_be_kept_is_said(two_calls, tmp_path, monkeypatch):
+    """From the start, or when it is written."""
+    given = tmp_path / "given"
+    given.write_text("")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(given))
+    out = subprocess.run(two_calls, capture_output=True, text=True)
+    assert (out.returncode, out.stdout) == (1, "")
+    assert out.stderr.count("NUMBA_CACHE_DIR") == 1
+    assert out.stderr.endswith("Nothing is compiled, as it would not be kept.\n")
+
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    code = Path(two_calls[1]).read_text()
+    Path(two_calls[1]).write_text("""
+import os
+def replace(old, new):
+    raise OSError(28, "No space left on device")
+os.replace = replace
+""" + code)  # fmt: skip
+    out = subprocess.run(two_calls, capture_output=True, text=True)
+    assert out.returncode == 1, out.stderr
+    assert re.match(r"[1-9]\d* functions compiled", out.stdout)
+    assert "NUMBA_CACHE_DIR" not in out.stderr
+    last = out.stderr.splitlines()[-1]
+    assert last.startswith("Not all of them are kept on disk: OSError: [Errno 28]")
+    assert list(tmp_path.rglob("*.nb*")) == []
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs signals")
 def test_it_can_be_interrupted_and_run_again(two_calls):
     started = subprocess.Popen(
