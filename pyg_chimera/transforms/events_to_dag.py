@@ -100,7 +100,7 @@ class EventsToDAG(Transform):
             raise ValueError(
                 f"'time_unit' must be positive and finite (got {time_unit!r})"
             )
-        self.time_unit: float = float(time_unit)
+        self.time_unit: float = time_unit
 
     def __call__(
         self,

@@ -577,6 +577,14 @@ def test_norms_without_a_size(norm: type) -> None:
     torch.testing.assert_close(out, norm()(x + conv(x, edge_index), batch))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_norms_take_batches_of_narrow_integers(dtype: torch.dtype) -> None:
+    layer = GPSLayer(C, GCNConv(C, C), norm="graph_norm").eval()
+    x, edge_index, batch, _ = make_inputs()
+    out = layer(x, edge_index, batch)
+    assert layer(x, edge_index, batch.to(dtype)).equal(out)
+
+
 def test_names_are_no_modules():
     with pytest.raises(TypeError, match=r"'mixer' must be a module.*got 'chimera'"):
         GPSLayer(8, mixer="chimera")

@@ -34,10 +34,15 @@ def check_memory(
         return
     left = left_if_short(needed, device)
     if left is not None:
-        raise ValueError(
-            f"{what} would take {needed / 2**30:.0f} GiB, more than the "
-            f"{left / 2**30:.0f} GiB that are left; {advice}"
-        )
+        raise too_large(what, needed, left, advice)
+
+
+def too_large(what: str, needed: float, left: float, advice: str) -> ValueError:
+    """The error about what would take more bytes than are left."""
+    return ValueError(
+        f"{what} would take {needed / 2**30:.0f} GiB, more than the "
+        f"{left / 2**30:.0f} GiB that are left; {advice}"
+    )
 
 
 def available_bytes(device: torch.device) -> float:

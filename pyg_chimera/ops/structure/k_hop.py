@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_edge_index, check_integer
 from pyg_chimera.ops.common.compilation import compiled
-from pyg_chimera.ops.common.memory import CPU, check_memory, left_if_short
+from pyg_chimera.ops.common.memory import CPU, left_if_short, too_large
 from pyg_chimera.ops.structure.csr import simple, to_numpy
 from pyg_chimera.ops.structure.distance import search
 from pyg_chimera.ops.structure.registered import structural_op, unsized
@@ -67,12 +67,13 @@ def _k_hop_index(edge_index: Tensor, num_nodes: int, k: int) -> tuple[Tensor, Te
     left = left_if_short(_PAIR * num_nodes**2, CPU)
     most = num_nodes**2 if left is None else int(left / _PAIR)
     index, distance, searched, count = _pairs(source, target, num_nodes, k, most)
-    if count > most:  # the nodes that have been searched from say how many follow
-        about = count * num_nodes / searched
-        check_memory(
+    if left is not None and count > most:
+        about = count * num_nodes / searched  # as if the other nodes had as many
+        raise too_large(
             f"At most {k} steps join about {about:,.0f} pairs of {num_nodes:,} nodes, "
             "which",
             _PAIR * about,
+            left,
             "use a smaller 'k', or samples of the graph, in which hubs have fewer "
             "neighbours",
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.errors import CycleError
-from pyg_chimera.ops.common.memory import CPU, check_memory, left_if_short
+from pyg_chimera.ops.common.memory import CPU, check_memory, left_if_short, too_large
 from pyg_chimera.ops.structure.csr import compress, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.node_order import node_order
@@ -198,13 +198,15 @@ def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     component = to_numpy(connected_components(line_edge_index, num_states))
     source, target = to_numpy(line_edge_index)
     left = left_if_short(num_states**2 / 8, CPU)
-    most = num_states**2 if left is None else int(left / 8)
-    kept, words = _kept(source, target, rank, component, most)
-    check_memory(
-        f"Which of {num_states:,} states reach one another",
-        8 * words,
-        "use mode='P' of 'PLSTMConv', which needs no multitree, or smaller graphs",
-    )
+    room = num_states**2 if left is None else int(left / 8)
+    kept, words = _kept(source, target, rank, component, room)
+    if left is not None and words > room:
+        raise too_large(
+            f"Which of {num_states:,} states reach one another",
+            8 * words,
+            left,
+            "use mode='P' of 'PLSTMConv', which needs no multitree, or smaller graphs",
+        )
     return torch.from_numpy(kept).to(line_edge_index.device)
 
 
@@ -244,9 +246,9 @@ def _line_edges(source, target, n):
 
 
 @compiled()
-def _kept(source, target, rank, component, most):
+def _kept(source, target, rank, component, room):
     """Greedy selection, and the words of 64 bits that it takes, unless these are more
-    than `most`; a row of bits holds the states that reach a state.
+    than there is room for; a row of bits holds the states that reach a state.
 
     Rows are released once their last successor has used them.
     """
@@ -282,7 +284,7 @@ def _kept(source, target, rank, component, most):
         words = (first[c + 1] - first[c] + 63) >> 6
         num_bits = max(num_bits, most * words)
         num_rows = max(num_rows, most)
-    if num_bits > most:
+    if num_bits > room:
         return kept, num_bits
     bits = np.empty(num_bits, np.int64)
     stack = np.empty(num_rows, np.int64)  # free rows

@@ -561,10 +561,10 @@ def test_workers_after_a_training_step():
     [
         ({"normalization": "row"}, "'normalization' must be one of .*, got 'row'"),
         ({"heads": 3}, "'heads' must divide 'out_channels', got 3 and 8"),
-        ({"heads": 0}, "'heads' must divide 'out_channels', got 0 and 8"),
+        ({"heads": 0}, "'heads' must be an integer >= 1 .*got 0"),
         ({"heads": 4, "groups": 3}, "'groups' must divide 'heads', got 3 and 4"),
-        ({"groups": 0}, "'groups' must be"),
-        ({"state_channels": 0}, "'state_channels' must be >= 1, got 0"),
+        ({"groups": 0}, "'groups' must be an integer >= 1 .*got 0"),
+        ({"state_channels": 0}, "'state_channels' must be an integer >= 1 .*got 0"),
         ({"gamma": 0.0}, r"'gamma' must be in \(0, 1\], .*, got 0.0"),
         ({"gamma": 1.5}, r"'gamma' must be in \(0, 1\], .*, got 1.5"),
         ({"gamma": 0.5, "normalization": "released"}, "and 1 with .*, got 0.5 and"),
@@ -592,7 +592,7 @@ def test_bad_options(options, match):
         ({"share": "diagonal", "num_dags": 3}, "for num_dags=3, got 'diagonal'"),
         ({"selectivity": "source"}, "'selectivity' must be one of .*, got 'source'"),
         ({"roots": "read"}, "'roots' must be one of .*, got 'read'"),
-        ({"num_dags": 0}, "'num_dags' must be >= 1, got 0"),
+        ({"num_dags": 0}, "'num_dags' must be an integer >= 1 .*got 0"),
     ],
 )
 def test_bad_options_of_dags(options, match):
@@ -710,5 +710,5 @@ def test_error_of_log_sums():
 def test_error_of_a_non_finite_input():
     x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
     x[2, 3] = torch.nan
-    with pytest.raises(ValueError, match="'edge_weight' must be finite"):
+    with pytest.raises(ValueError, match="'x' must be finite, but has nan in row 2"):
         ChimeraConv(IN, OUT)(x, edge_index)

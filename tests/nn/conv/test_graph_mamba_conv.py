@@ -552,7 +552,8 @@ def test_learns_across_a_long_sequence():
 )  # fmt: skip
 def test_sizes_that_are_refused(name):
     for size in (0, -1, 1.5):
-        with pytest.raises(ValueError, match=f"'{name}' must be .* >= 1, got {size}"):
+        said = f"'{name}' must be an integer.*, got {size}"
+        with pytest.raises((TypeError, ValueError), match=said):
             GraphMambaConv(**({"in_channels": 4} | {name: size}))
 
 
@@ -581,7 +582,7 @@ def test_bad_inputs(training):
         conv(x, edge_index + 3)
     with pytest.raises(ValueError, match="'batch' must be of shape"):
         conv(x, edge_index, batch=batch[:5])
-    with pytest.raises(ValueError, match=r"'score' must .* \[7\] .* \[8\]"):
+    with pytest.raises(ValueError, match=r"'score' must .* \[7\], got \[8\]"):
         conv(x, edge_index, batch=batch, score=torch.zeros(NODES + 1))
     score = torch.zeros(NODES)
     score[3] = torch.nan

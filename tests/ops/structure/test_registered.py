@@ -12,7 +12,7 @@ from pyg_chimera.ops import (
     node_score,
     node_sequences,
 )
-from pyg_chimera.ops.structure import cache
+from pyg_chimera.ops.structure import cache, topological_rank
 from pyg_chimera.ops.structure.line_graph import ordered_dags
 
 
@@ -123,6 +123,16 @@ def test_what_no_dispatcher_takes(function):
         function(torch.eye(2).to_sparse(), 2, *order)
     with pytest.raises(ValueError, match=r"'num_\w+' must be an integer of 64 bits"):
         function(ladder(3), 2**70, *order)
+
+
+def test_arguments_by_name():
+    edge_index = ladder(4)
+    rank = topological_rank(edge_index=edge_index, num_nodes=4)
+    assert rank.tolist() == [0, 1, 2, 3]
+    with pytest.raises(TypeError, match="missing a required argument: 'num_nodes'"):
+        topological_rank(edge_index)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        topological_rank(edge_index, 4, 5)
 
 
 def test_transforms_of_functions():
