@@ -139,6 +139,15 @@ def test_temporal(benchmark):
         assert f"| {row['task']} | {row['negatives']} | {row['arm']} |" in printed
 
 
+def test_amplitudes(benchmark):
+    arms = ("default", "plain", "gcn-8")
+    results, printed = benchmark("amplitudes", "--only", "poisson", "--arms", *arms)
+    assert [row["arm"] for row in results["runs"]] == [*arms]
+    for row in results["runs"]:
+        assert math.isfinite(row["seen"] + row["unseen"])
+        assert str(row) in printed
+
+
 def test_mixing(benchmark, tmp_path):
     results, printed = benchmark("mixing")
     assert is_picture(tmp_path / "smoke.png")
