@@ -138,7 +138,9 @@ class Operator(Generic[Inputs, Structure]):
     def _called(self, inputs: Inputs, report: list[Choice] | None) -> Tensor:
         if report is not None:
             with setting(_REPORT, None):  # `why_not` may itself call operators
-                report.append(on_this_machine(self.plan(inputs).choice, self._size(inputs)))
+                report.append(
+                    on_this_machine(self.plan(inputs).choice, self._size(inputs))
+                )
             return self._output(inputs).zero_()
         backend = self.backends.get(inputs.backend)  # type: ignore[attr-defined]
         if backend is not None and not hasattr(backend, "backward"):
