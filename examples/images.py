@@ -3,7 +3,7 @@
 Each pixel is a node, and layers carry states along the rows and columns of the grid, in
 all four directions::
 
-    python examples/images.py                      # 20 seconds, no download
+    python examples/images.py                      # 25 seconds, no download
     python examples/images.py --mixer chimera      # or graph_mamba, attention
 
 A batch may hold images of different sizes.

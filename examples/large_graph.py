@@ -4,7 +4,7 @@ METIS cuts the graph into clusters with few edges between them. A batch is the s
 of some clusters, and a layer reaches all of it. In evaluation, the same model reads the
 whole graph::
 
-    python examples/large_graph.py                         # half a minute, no download
+    python examples/large_graph.py                         # 20 seconds, no download
     python examples/large_graph.py --dataset roman-empire  # downloads
     python examples/large_graph.py --clusters 1            # the graph as a whole
 
