@@ -40,8 +40,8 @@ def interleave(
     """Times all steps in turn, round after round: A B C A B C ...
 
     Disturbances of a round affect all of its steps, so that ratios within rounds hold
-    even if absolute times don't. The first call of a step, which may compile kernels, is
-    not timed, however long it takes. It is then repeated until it has taken `budget`
+    even if absolute times don't. The first call of a step, which may compile kernels,
+    is not timed, however long it takes. It is then repeated until it has taken `budget`
     seconds, but at least once.
     """
     rounds: dict[Hashable, Rounds] = {key: [] for key in steps}

@@ -21,6 +21,7 @@ from torch_geometric import seed_everything
 from torch_geometric.data import Data
 from torch_geometric.transforms import RandomNodeSplit
 from torch_geometric.utils import grid
+from tqdm import tqdm
 
 from pyg_chimera.datasets import CityRoads
 from pyg_chimera.nn import ChimeraConv, GatedGCNConv, GPSLayer, GraphModel
@@ -36,7 +37,13 @@ def load(args: Namespace) -> Data:
     """A city, with the order in which ChimeraConv eliminates its nodes."""
     order = AddEliminationOrder()
     if not args.smoke:
-        return order(CityRoads(args.root, args.city, (0.6, 0.2), args.seed)[0])
+        try:
+            return order(CityRoads(args.root, args.city, (0.6, 0.2), args.seed)[0])
+        except OSError as error:
+            raise SystemExit(
+                f"{args.city} could not be downloaded to {args.root}: {error}. Copy "
+                "this folder from where this has run with a network, or pass --smoke"
+            ) from None
     edge_index, pos = grid(12, 12)  # a chessboard: how far is its centre?
     y = (pos - pos.mean(dim=0)).norm(dim=1).long()
     data = Data(pos, edge_index, torch.ones(edge_index.size(1), 1), y, pos)
@@ -62,6 +69,7 @@ def train(model: GraphModel, data: Data, seconds: float) -> tuple[Tensor, float,
     inputs, mask = model.inputs(data), data.train_mask
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     predicted, best, epoch, start, progress = data.y * 0, -1.0, 0, 0.0, 0.0
+    bar = tqdm(total=100, unit="%", leave=False)
     while progress < 1:
         optimizer.param_groups[0]["lr"] = LR * (1 + cos(pi * progress)) / 2
         optimizer.zero_grad()
@@ -75,6 +83,8 @@ def train(model: GraphModel, data: Data, seconds: float) -> tuple[Tensor, float,
         epoch += 1  # the first is not timed, as it may compile kernels
         start = time.process_time() if epoch == 1 else start
         progress = (time.process_time() - start) / seconds
+        bar.update(min(int(100 * progress), 100) - bar.n)
+    bar.close()
     return predicted, best, epoch
 
 
@@ -99,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--city", choices=["huangpu", "pasadena"], default="huangpu")
     parser.add_argument("--seconds", type=float, default=40.0, help="for each model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="city_roads.png", help="the map")
+    parser.add_argument("--out", default="city_roads.png", help="replaced if there")
     parser.add_argument("--smoke", action="store_true", help="1 s, on a chessboard")
     args = parser.parse_args(argv)
     seconds = 1.0 if args.smoke else args.seconds
@@ -115,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
         error = (predicted - data.y).abs().where(data.test_mask, torch.nan)
         panels[f"{name}: {test:.1%} right"] = error
     draw(data, panels, args.out)
+    print(f"Picture: {args.out}")
 
 
 if __name__ == "__main__":

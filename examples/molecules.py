@@ -14,6 +14,7 @@ from argparse import ArgumentParser
 
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot as plt
 from torch_geometric import seed_everything
 from torch_geometric.data import InMemoryDataset
 from torch_geometric.datasets import LRGBDataset
@@ -43,7 +44,13 @@ def load(name: str, root: str) -> list[InMemoryDataset]:
             GeneratedPeptides(root, split, "small", pre_transform=order)
             for split in splits
         ]
-    return [LRGBDataset(root, name, split, pre_transform=order) for split in splits]
+    try:
+        return [LRGBDataset(root, name, split, pre_transform=order) for split in splits]
+    except OSError as error:
+        raise SystemExit(
+            f"{name} could not be downloaded to {root}: {error}. Copy that folder from "
+            "where this has run with a network, or train on generated peptides"
+        ) from None
 
 
 def build_model(channels: int, num_tasks: int, local: bool) -> GraphModel:
@@ -101,6 +108,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--local", action="store_true", help="without Chimera")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--channels", type=int, default=48)
+    parser.add_argument("--out", default="molecules.png", help="replaced if there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="one epoch of few graphs")
     args = parser.parse_args(argv)
@@ -116,13 +124,19 @@ def main(argv: list[str] | None = None) -> float:
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, 3e-3, total_steps=epochs * len(loaders[0])
     )
-    best = (-1.0, -1.0)
+    best, curve = (-1.0, -1.0), []
     for epoch in range(1, epochs + 1):
         loss = train(model, loaders[0], optimizer, schedule)
         val, held_out = test(model, loaders[1]), test(model, loaders[2])
+        curve.append((val, held_out))
         best = max(best, (val, held_out), key=lambda scores: scores[0])
         print(f"epoch {epoch}: loss {loss:.3f}, val {val:.3f}, test {held_out:.3f}")
     print(f"Test average precision in the best epoch on validation: {best[1]:.3f}")
+    plt.plot(range(1, epochs + 1), curve, "o-", label=["validation", "test"])
+    plt.gca().set(xlabel="epoch", ylabel="average precision", ylim=(0, 1))
+    plt.legend()
+    plt.savefig(args.out, dpi=100)
+    print(f"Picture: {args.out}")
     return best[1]
 
 

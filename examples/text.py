@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot as plt
 from torch_geometric import seed_everything
 from torch_geometric.data import Batch
 
@@ -60,6 +61,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--mixer", choices=mixers, default="chimera")
     parser.add_argument("--prompt", default="def ")
     parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--out", default="text.png", help="replaced if there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a few steps")
     args = parser.parse_args(argv)
@@ -76,6 +78,7 @@ def main(argv: list[str] | None = None) -> float:
     steps = 3 if args.smoke else args.steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
+    curve = []
     for step in range(1, steps + 1):
         model.train()
         loss = loss_of(model, draw_batch(text[:cut]))
@@ -84,8 +87,9 @@ def main(argv: list[str] | None = None) -> float:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
+        curve.append(loss.item() / math.log(2))
         if step % max(1, steps // 10) == 0:
-            print(f"step {step}: {loss.item() / math.log(2):.2f} bits per byte")
+            print(f"step {step}: {curve[-1]:.2f} bits per byte")
 
     model.eval()
     with torch.no_grad():
@@ -95,6 +99,12 @@ def main(argv: list[str] | None = None) -> float:
     prompt = torch.tensor(list(args.prompt.encode()), device=DEVICE)
     written = model.generate(prompt, 20 if args.smoke else 300, temperature=0.7)
     print(bytes(written.tolist()).decode(errors="replace"))
+    plt.plot(curve)
+    plt.axhline(bits, color="0.6", label="held-out text, in the end")
+    plt.gca().set(xlabel="step", ylabel="bits per byte", ylim=(0, 8))
+    plt.legend()
+    plt.savefig(args.out, dpi=100)
+    print(f"Picture: {args.out}")
     return bits
 
 

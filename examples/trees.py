@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot as plt
 from torch_geometric import seed_everything
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
@@ -86,17 +87,19 @@ def build_model(channels: int, local: bool) -> GraphModel:
 
 
 @torch.no_grad()
-def accuracy(model: GraphModel, loader: DataLoader) -> float:
+def answers(model: GraphModel, loader: DataLoader) -> torch.Tensor:
+    """Which nodes have the right level, in their order."""
     model.eval()
     batches = (batch.to(DEVICE) for batch in loader)
     right = [model(**model.inputs(b)).argmax(dim=-1) == b.y for b in batches]
-    return float(torch.cat(right).float().mean())
+    return torch.cat(right).float().cpu()
 
 
 def main(argv: list[str] | None = None) -> float:
     parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--local", action="store_true", help="without Chimera")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--out", default="trees.png", help="replaced if there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="a few functions")
     args = parser.parse_args(argv)
@@ -125,8 +128,14 @@ def main(argv: list[str] | None = None) -> float:
             loss.backward()
             optimizer.step()
             schedule.step()
-        found = accuracy(model, test)
+        right = answers(model, test)
+        found = float(right.mean())
         print(f"epoch {epoch}: last loss {loss.item():.3f}, test accuracy {found:.3f}")
+    shares = [float(right[levels == level].mean()) for level in range(DEEPEST + 1)]
+    plt.bar(range(DEEPEST + 1), shares)
+    plt.gca().set(xlabel="level, by the answer", ylabel="test accuracy", ylim=(0, 1))
+    plt.savefig(args.out, dpi=100)
+    print(f"Picture: {args.out}")
     return found
 
 

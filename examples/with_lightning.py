@@ -12,6 +12,7 @@ from argparse import ArgumentParser
 import pytorch_lightning as pl
 import torch
 import torch.nn.functional as F
+from matplotlib import pyplot as plt
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch_geometric.data import Batch
 from torch_geometric.data.lightning import LightningDataset
@@ -33,6 +34,7 @@ class Classifier(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
+        self.curve: list[float] = []  # validation accuracy by epoch
 
         def layer(index: int) -> GPSLayer:
             mixer = ChimeraConv(channels, channels, heads=4)
@@ -53,6 +55,10 @@ class Classifier(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("val", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.curve.append(float(self.trainer.callback_metrics["val_accuracy"]))
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("test", batch)
@@ -77,6 +83,7 @@ def main(argv: list[str] | None = None) -> float:
     parser.add_argument("--root", default="data")
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--resume", help="a checkpoint")
+    parser.add_argument("--out", default="with_lightning.png", help="replaced if there")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--smoke", action="store_true", help="random graphs, one epoch")
     args = parser.parse_args(argv)
@@ -85,7 +92,13 @@ def main(argv: list[str] | None = None) -> float:
     if args.smoke:
         dataset = FakeDataset(40, 20, 3, num_channels=7, num_classes=2)
     else:
-        dataset = TUDataset(args.root, args.dataset).shuffle()
+        try:
+            dataset = TUDataset(args.root, args.dataset).shuffle()
+        except OSError as error:
+            raise SystemExit(
+                f"{args.dataset} could not be downloaded to {args.root}: {error}. Copy "
+                "the folder from where this has run with a network, or pass --smoke"
+            ) from None
     end_train, end_val = len(dataset) * 7 // 10, len(dataset) * 17 // 20
     data = LightningDataset(
         dataset[:end_train],
@@ -112,6 +125,10 @@ def main(argv: list[str] | None = None) -> float:
     print(
         f"Test accuracy of the best epoch on validation: {result['test_accuracy']:.3f}"
     )
+    plt.plot(model.curve, "o-")
+    plt.gca().set(xlabel="epoch", ylabel="validation accuracy")
+    plt.savefig(args.out, dpi=100)
+    print(f"Picture: {args.out}")
     return result["test_accuracy"]
 
 

@@ -104,8 +104,9 @@ def test_comparison(shell, tmp_path, name):
         ("with_lightning", r"Test accuracy .*: [01]\.\d+"),
     ],
 )
-def test_example(shell, name, printed):
+def test_example(shell, tmp_path, name, printed):
     assert re.search(printed, shell(f"examples/{name}.py"))
+    assert is_picture(tmp_path / f"{name}.png")
 
 
 def test_lrgb(shell, tmp_path):
@@ -118,16 +119,19 @@ def test_city_roads(shell, tmp_path):
     assert is_picture(tmp_path / "map.png")
 
 
-def test_heterogeneous(shell):
+def test_heterogeneous(shell, tmp_path):
     printed = shell("examples/heterogeneous.py")
     for name in ("sage", "deep-sage", "hgt", "chimera"):
-        assert re.search(rf"^{name} .* 0\.\d+", printed, re.MULTILINE), printed
+        assert re.search(rf"^{name} .* [01]\.\d+", printed, re.MULTILINE), printed
+    assert "by their steps by rail to the nearest depot" in printed
+    assert is_picture(tmp_path / "heterogeneous.png")
 
 
-def test_temporal_links(shell):
+def test_temporal_links(shell, tmp_path):
     for argv in ((), ("--negatives", "historical"), ("--task", "ratings")):
         printed = shell("examples/temporal_links.py", *argv)
         assert re.search(r"best: val \S+, test \S+; \S+ s an epoch", printed)
+    assert is_picture(tmp_path / "temporal_links.png")
 
 
 def test_temporal(benchmark):
@@ -211,6 +215,16 @@ def test_orders(benchmark):
         assert 0 < ours["fill"] < 1.03 * theirs["fill"]
         assert ours["seconds"] > 0
         assert row["name"] in printed
+
+
+def test_predictions(benchmark):
+    results, printed = benchmark("predictions")
+    rows = results["predictions"]
+    assert len(rows) == 7  # of all layers but GraphMambaConv, which has no costs
+    for row in rows:
+        assert row["name"] in printed
+        assert row["predicted"].keys() == {"seconds", "mebibytes"}
+        assert min(*row["predicted"].values(), row["measured"]["seconds"]) > 0
 
 
 def test_learning(benchmark, tmp_path):

@@ -58,6 +58,7 @@ def test_blocks_run(page, monkeypatch, tmp_path):
     assert torch.isfinite(result).all()
     if page == TASKS_PAGE:  # all models have learnt: guessing gives the numbers behind
         assert names["accuracy"] > 0.6  # 0.25
+        assert names["part_accuracy"] > 0.6  # 0.25
         assert names["auc"] > 0.8  # 0.5
         assert names["explained"] > 0.7  # 0
         assert names["mae"] < 0.1  # 0.15

@@ -39,6 +39,7 @@ from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, NoReturn
+from urllib.error import URLError
 
 import numpy as np
 import pandas as pd
@@ -182,6 +183,11 @@ def main(run: Callable[[Namespace], Mapping[str, Any]], args: Namespace) -> int:
     except KeyboardInterrupt:  # when there was nothing to save
         print("Interrupted before or after training", file=sys.stderr)
         stopped_by = "SIGINT"
+    except URLError as error:
+        refuse(
+            f"the data could not be downloaded: {error}. Pass a --root that was copied "
+            "from where this has run with a network"
+        )
     except (OSError, FloatingPointError) as error:
         refuse(error)
     return {"SIGINT": 130, "SIGTERM": 143}.get(stopped_by, 0)

@@ -62,15 +62,14 @@ from torch_geometric.loader import NeighborLoader
 from torch_geometric.nn import GCNConv, GPSConv, SAGEConv
 from torch_geometric.typing import WITH_PYG_LIB, WITH_TORCH_SPARSE
 from torch_geometric.utils import (
-    coalesce,
     grid,
     index_to_mask,
     scatter,
     to_undirected,
 )
-from torch_geometric.utils.sparse import index2ptr
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
+from pyg_chimera.loader import ClusterData
 from pyg_chimera.nn import (
     ChimeraConv,
     GPSLayer,
@@ -156,18 +155,6 @@ def load_graph(args: Namespace) -> Data:
     return data
 
 
-def cut(data: Data, count: int) -> list[Data]:
-    """Parts of about equal size, with few edges between them."""
-    import pymetis  # from the extra "metis"
-
-    row, col = coalesce(data.edge_index)
-    ptr = index2ptr(row, data.num_nodes)
-    graph = pymetis.CSRAdjacency(ptr.numpy(), col.numpy())
-    _, part = pymetis.part_graph(count, graph)
-    parts = torch.tensor(part)
-    return [data.subgraph(parts == i) for i in parts.unique()]
-
-
 class Neighborhoods(Dataset):
     """Samples the surroundings of some training nodes, anew each time."""
 
@@ -198,7 +185,9 @@ order = AddEliminationOrder()
 def get_parts(args: Namespace) -> list[Data]:
     """The whole graph, or its clusters, as used for training."""
     whole = load_graph(args)
-    return list(map(order, cut(whole, args.clusters) if args.clusters else [whole]))
+    if args.clusters:
+        return [order(part) for part in ClusterData(whole, args.clusters, log=False)]
+    return [order(whole)]
 
 
 def get_datasets(args: Namespace, parts: list[Data], split: int) -> dict[str, Any]:

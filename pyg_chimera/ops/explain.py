@@ -52,9 +52,11 @@ def explain(
         print(explain("resolvent_mix", query, key, value, edge_index, edge_weight))
         print(*explain(conv, x, edge_index, batch=batch), sep="\n")
 
-    The costs of the call and of its alternatives are predicted (operations, seconds on
-    this machine, bytes). They are :obj:`None` where there is no cost model: on GPUs,
-    and for operators with a single algorithm. On a GPU, as before a call, kernels that
+    The costs of the call and of its alternatives are predicted: operations, seconds on
+    this machine while nothing else runs, and bytes that are added to the inputs. They
+    include the backward pass, but not what a layer computes around the operator. They
+    are :obj:`None` where there is no cost model: on GPUs, and for operators with a
+    single algorithm. On a GPU, as before a call, kernels that
     are new to a machine are tested first.
 
     Args:

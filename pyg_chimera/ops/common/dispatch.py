@@ -20,16 +20,21 @@ WHY_FORM = {
 
 
 class Cost(NamedTuple):
-    """The predicted cost of an algorithm, forward and backward."""
+    """The predicted cost of an operator's call, forward and backward.
+
+    What a layer computes around the operator is not included.
+    """
 
     operations: float  #: multiply-adds
     seconds: float  #: on this CPU, accurate to a factor of about two
-    memory: float  #: bytes, in addition to the inputs
+    #: The most bytes that the call adds at a time, likewise: what the algorithm holds,
+    #: the output and all gradients, but not the inputs.
+    memory: float
 
     def __str__(self) -> str:
         return (
-            f"{self.operations:.2g} operations, {self.seconds:.2g} s, "
-            f"{self.memory / 2**20:.2g} MiB"
+            f"forward and backward: {self.operations:.2g} operations, "
+            f"{self.seconds:.2g} s, {self.memory / 2**20:.2g} MiB"
         )
 
 

@@ -140,7 +140,9 @@ class Operator(Generic[Inputs, Structure]):
     def _called(self, inputs: Inputs, report: list[Choice] | None) -> Tensor:
         if report is not None:
             with setting(_REPORT, None):  # `why_not` may itself call operators
-                report.append(on_this_machine(self.plan(inputs).choice))
+                report.append(
+                    on_this_machine(self.plan(inputs).choice, self._size(inputs))
+                )
             return self._output(inputs).zero_()
         backend = self.backends.get(inputs.backend)  # type: ignore[attr-defined]
         if backend is not None and not hasattr(backend, "backward"):
@@ -239,11 +241,16 @@ class Operator(Generic[Inputs, Structure]):
         like = getattr(inputs, self.output_like)
         return like.new_empty(like.shape)
 
+    def _size(self, inputs: Inputs) -> int:
+        """The bytes of the inputs, of the output and of its gradient."""
+        like = getattr(inputs, self.output_like)
+        return sum(x.nbytes for x in (*_floating(inputs), like, like))
+
     def _run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         inputs = self.inputs(*args)
         with _plain(inputs):
             call = self.plan(inputs)
-            warn_if_long(call.choice)
+            warn_if_long(call.choice, self._size(inputs))
             _refuse_if_large(call.choice, getattr(inputs, self.output_like).device)
             out, saved = self.backends[call.choice.backend].forward(call)
             choice = call.choice.algorithm

@@ -11,6 +11,10 @@ from pyg_chimera.ops.common.dispatch import Choice
 
 #: Multiply-adds per nanosecond and core in `torch.mm` where the costs were measured.
 _REFERENCE = 50.0
+#: What any call takes beside its algorithm, forward and backward.
+_CALL_SECONDS = 1.5e-3
+#: Copies of the inputs, of the output and of its gradient that a call holds at once.
+_COPIES = 1.75
 
 
 class _Limit:
@@ -39,11 +43,11 @@ def warn_above(seconds: float) -> None:
     _Limit.warned.clear()
 
 
-def warn_if_long(choice: Choice) -> None:
+def warn_if_long(choice: Choice, tensors: int) -> None:
     """Warns, once per algorithm, if it is predicted to take long."""
     if choice.cost is None or choice.cost.seconds < _Limit.seconds / 100:
         return
-    scaled = on_this_machine(choice)
+    scaled = on_this_machine(choice, tensors)
     if scaled.cost.seconds > _Limit.seconds and choice.algorithm not in _Limit.warned:  # type: ignore[union-attr]
         _Limit.warned.add(choice.algorithm)
         warn(
@@ -54,23 +58,38 @@ def warn_if_long(choice: Choice) -> None:
         )
 
 
-def on_this_machine(choice: Choice) -> Choice:
-    """The choice, with all costs (also of alternatives) scaled to this machine."""
+def on_this_machine(choice: Choice, tensors: int) -> Choice:
+    """The choice, with all costs (also of alternatives) those of a whole call here.
+
+    The costs of algorithms, which decide between them, leave out what all calls take.
+
+    Args:
+        choice: The algorithm and its alternatives.
+        tensors: The bytes of the inputs, of the output and of its gradient.
+    """
     cost = choice.cost
     if cost is not None:
-        cost = cost._replace(seconds=cost.seconds * _slowness(torch.get_num_threads()))
-    others = tuple(map(on_this_machine, choice.alternatives))
+        seconds = (cost.seconds + _CALL_SECONDS) * _slowness(torch.get_num_threads())
+        memory = cost.memory + _COPIES * tensors
+        cost = cost._replace(seconds=seconds, memory=memory)
+    others = tuple(on_this_machine(x, tensors) for x in choice.alternatives)
     return choice._replace(cost=cost, alternatives=others)
 
 
 @cache
 def _slowness(num_threads: int) -> float:
-    """How much longer a matrix product takes here than where costs were measured."""
+    """How much longer a matrix product takes here than where costs were measured.
+
+    By the time that the processor spends on this thread, where it is told finely, as
+    others may be waiting for the same processor. The first products are slower.
+    """
     n, best = 512, float("inf")
+    fine = time.get_clock_info("thread_time").resolution < 1e-5  # not on Windows
+    clock = time.thread_time if fine else time.perf_counter
     x = torch.ones(n, n, dtype=torch.float32, device="cpu")
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        for _ in range(4):
-            start = time.perf_counter()
+        for _ in range(12):
+            start = clock()
             x @ x
-            best = min(best, time.perf_counter() - start)
+            best = min(best, clock() - start)
     return _REFERENCE * num_threads * best * 1e9 / n**3

@@ -42,7 +42,7 @@ def cost_of(
     elif form == "mask":
         sweeps = (0.75 * sizes + 0.45 * entries) * nodes
         inner = groups * num_keys / heads + channels
-        time = sweeps + nodes**2 * (0.1 * inner + 1.5) + 70.0 * sizes
+        time = sweeps + nodes**2 * (0.1 * inner + 1.5) + 70.0 * sizes + 150.0 * entries
         operations = 3.0 * (nodes**2 * inner + (sizes + entries) * nodes)
         held = 3 * largest**2
     elif isinstance(structure, GridStates):
@@ -57,10 +57,10 @@ def cost_of(
             operations = 3.0 * visits * 9.0 * lanes
         held = float(grid_sweeps.most_held(structure.grids, structure.on_nodes, 16))
     else:
-        # The fewer channels of all states fit in the cache, the longer a state takes.
         lanes = num_keys * (-(-channels // 16) * 16)  # in whole vectors
-        shares = np.ceil(sizes * lanes / (1 << 18))
-        time = (0.45 * sizes + 0.2 * entries) * lanes + 100.0 * shares * sizes
+        time = (0.45 * sizes + 0.2 * entries) * lanes + 300.0 * sizes + 150.0 * entries
+        # The more states there are, the more often they are read from memory.
+        time += 0.8 * np.log2(1 + sizes * lanes / (1 << 17)) * lanes * sizes
         operations = 3.0 * (2.0 * sizes + entries) * lanes
         held = float(min(1 << 18, sizes.max(initial=0) * lanes))
     threads = max(1, min(torch.get_num_threads(), heads * len(sizes)))

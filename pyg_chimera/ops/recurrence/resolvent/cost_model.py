@@ -1,7 +1,7 @@
 """Predicted costs of algorithms on a CPU: multiply-adds, seconds and bytes.
 
 The constants are in nanoseconds on one core (AMD Zen 4), forward and backward. They are
-right to a factor of about two, as only the order of the algorithms matters.
+right to a factor of about two, without what all calls take.
 """
 
 import math
@@ -112,6 +112,8 @@ def cost_of(
         time = (0.14 * far if backend == "numba" else 3.0) * operations
         kept = sweeps if solver == "neumann" else 0
         held = threads * (4 + kept) * total.largest * vector
+    if form != "chunk":  # reading and checking the transitions, and their gradients
+        time += heads * (330.0 * total.nodes + 210.0 * num_edges)
     memory = dtype.itemsize * (held + 2 * heads * num_edges)
     return Cost(operations, 1e-9 * time / threads, memory)
 
