@@ -409,9 +409,8 @@ def chimera_path(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     # Up to the range of numbers, and where products have underflowed to zero.
     most = math.log(torch.finfo(x.dtype).max) - 5
     write = torch.exp((log_write - scale.view(-1, 1)).clamp(max=most))
-    # States hold all of this: beyond the layer's range, their small entries underflow.
-    limit = 35 if p.eps > 1e-10 else 280
-    if log_write.numel() and log_write.max() > limit:
+    # Beyond this, products of queries, keys and values that underflow here matter.
+    if log_write.numel() and log_write.max() > 600:
         write = write * torch.nan
     y = mixed(p, write, query, key, value)
     return chimera_block(p, y, x, value, scale.view(-1, 1))

@@ -9,7 +9,7 @@ import torch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import reverse_cuthill_mckee
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import logsigmoid
 
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_shape
@@ -331,7 +331,7 @@ def _log_path_transition(
     mirrored = log_weight[reverse]
     margin = (psi[edge_index[0]] + psi[edge_index[1]]) / 2
     # log(a_ij a_ji + psi_ij) less log(a_ij a_ji)
-    excess = softplus(-(log_weight + mirrored + margin), threshold=40)  # exact
+    excess = -logsigmoid(log_weight + mirrored + margin)
     return (log_weight - mirrored) / 2, excess / 2
 
 

@@ -140,7 +140,7 @@ def _mixing(
     layer.log_sums = None  # not linear in values
 
     def output(
-        y: Tensor, x: Tensor, value: Any = None, log_scale: Tensor | None = None
+        y: Tensor, x: Tensor, value: Any = None, log_scale: Any = None, *_: Any
     ) -> Tensor:
         return y if log_scale is None else y * log_scale.exp().unsqueeze(2)
 

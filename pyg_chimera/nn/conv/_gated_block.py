@@ -270,7 +270,12 @@ class ChimeraBlock(GatedBlock):
         self, x: Tensor, filtered: Filter | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, copies * groups, N], and value, [V, heads, P]."""
-        value, key, query = self.project_linearly(x, filtered)
+        return self.activated(*self.project_linearly(x, filtered))
+
+    def activated(
+        self, value: Tensor, key: Tensor, query: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value by groups and heads, after SiLU and norms."""
         query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
         if self.qk_norm:
             scale = self.state_channels**-0.5
@@ -295,26 +300,9 @@ class ChimeraBlock(GatedBlock):
         delta = self.lin_edge(edge_attr).unflatten(1, (self.num_dags, -1))
         return F.softplus(at_least_float32(delta[:, dag]) + self.edge_bias[dag])
 
-    def output(
-        self, y: Tensor, x: Tensor, value: Tensor, log_scale: Tensor | None = None
-    ) -> Tensor:
-        """Skip connection, norm, gate and projection after the recurrence, whose states
-        may have been divided by exp(log_scale), [V, heads].
-        """
-        skip = self.skip.view(-1, 1)
-        if log_scale is not None:
-            # The norm is that of a multiple of the row, if both are far above its
-            # epsilon. What is nearly zero counts as zero if its factor would overflow.
-            most = 0.7 * math.log(torch.finfo(y.dtype).max)
-            log_size = y.detach().abs().amax(2).log()
-            zero = (log_scale > most) & (log_size < 20 - most)
-            log_size = (log_scale + log_size).masked_fill(zero, 0)
-            rest = (log_size.amax(1, keepdim=True) - 20).clamp(min=0)
-            factor = torch.exp(log_scale - rest).masked_fill(zero, 0)
-            y = y * factor.unsqueeze(-1)
-            skip = skip * torch.exp(-rest).unsqueeze(-1)
-        y = (y + skip * value).flatten(1)
-        return self.finish(y, x)
+    def output(self, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
+        """Skip connection, norm, gate and projection after the recurrence."""
+        return self.finish((y + self.skip.view(-1, 1) * value).flatten(1), x)
 
     def _set_reach(self, steps: Tensor) -> None:
         """Sets the initial range of each head, in steps, [heads].

@@ -1,4 +1,3 @@
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from pyg_chimera.ops.common.checks import (
     check_option,
 )
 from pyg_chimera.ops.recurrence.resolvent.op import SOLVERS
+from pyg_chimera.ops.recurrence.resolvent.positive_sums import positive_sums
 
 __all__ = ["ChimeraConv"]
 
@@ -28,9 +28,7 @@ MOST_LOG = 300.0
 
 
 class LogSums(torch.nn.Module):
-    """Projected logarithms of sums of positive sources. As no terms cancel, elimination
-    computes small sums as exactly as large ones.
-    """
+    """Projected logarithms of sums of positive sources."""
 
     def __init__(
         self, in_channels: int, out_channels: int, heads: int, sums: int
@@ -44,14 +42,11 @@ class LogSums(torch.nn.Module):
         self.lin_source.reset_parameters()
         self.lin_out.reset_parameters()
 
-    def forward(self, x: Tensor, mix: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sums are `mix` of sources, [V, heads, sums] in float64."""
+    def forward(self, x: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sums are those of sources [V, heads, K] in float64."""
         logits = self.lin_source(x).unflatten(1, (self.heads, -1)).double()
-        sums = mix(torch.exp(MOST_LOG * torch.tanh(logits / MOST_LOG)))
-        # Iterations, which `auto` selects where distances are short, round off sums of
-        # less than 1e-16 of the largest, and may leave zero or less.
-        sums = sums.clamp(min=math.exp(-2 * MOST_LOG))
-        return self.lin_out((0.1 * sums.log().flatten(1)).to(x.dtype))
+        found = sums(torch.exp(MOST_LOG * torch.tanh(logits / MOST_LOG)))
+        return self.lin_out((0.1 * found.log().flatten(1)).to(x.dtype))
 
 
 class ChimeraConv(ChimeraBlock):
@@ -121,10 +116,11 @@ class ChimeraConv(ChimeraBlock):
             :math:`\mathbf{m} = \exp(\mathbf{W} \mathbf{x})`. As entries of
             :math:`\mathbf{L}` decay exponentially with distance, they are soft minima
             over all nodes :math:`j` of the distance from :math:`j` minus
-            :math:`\ln m_j` (bounded by 300). They are computed in float64, and a linear
-            projection of them is added to the output. Neither for
-            :obj:`normalization="released"` nor for :obj:`solver="iterative"`.
-            (default: :obj:`0`)
+            :math:`\ln m_j` (bounded by 300). They are computed in float64, small ones
+            as exactly as large ones (where contents cannot be read, as within
+            compilers, those that an iteration rounds off are NaN), and a linear
+            projection of them is added to the output. Not for
+            :obj:`normalization="released"`. (default: :obj:`0`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps.
@@ -205,11 +201,9 @@ class ChimeraConv(ChimeraBlock):
                 f"and solver={solver!r}"
             )
         log_sums = check_integer("log_sums", log_sums, 0)
-        if log_sums > 0 and (normalization == "released" or solver == "iterative"):
+        if log_sums > 0 and normalization == "released":
             raise ValueError(
-                "'log_sums' must be 0 with normalization='released', and with "
-                "solver='iterative', which rounds off small sums beside large ones; "
-                f"got {log_sums}, {normalization!r} and {solver!r}"
+                f"'log_sums' must be 0 with normalization='released', got {log_sums}"
             )
         self.normalization = normalization
         self.gamma = gamma
@@ -288,20 +282,17 @@ class ChimeraConv(ChimeraBlock):
                 torch.float64,
             )  # fmt: skip
         weight = self.explained(weight, num_nodes)
-        terms = self._terms(num_terms)
-
-        def mix(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return resolvent_mix(
-                query, key, value, edge_index, weight, batch, rank=rank,
-                solver=self.solver, num_terms=terms, form=self.form,
-                backend=self.backend,
-            )  # fmt: skip
-
-        out = self.output(mix(query, key, gated_value(value, input_gate)), read, value)
+        graph = edge_index, weight, batch
+        options: dict[str, Any] = {
+            "rank": rank, "solver": self.solver, "num_terms": self._terms(num_terms),
+            "form": self.form, "backend": self.backend,
+        }  # fmt: skip
+        gated = gated_value(value, input_gate)
+        y = resolvent_mix(query, key, gated, *graph, **options)
+        out = self.output(y, read, value)
         if self.log_sums is None:
             return out
-        ones = weight.new_ones(num_nodes, 1, 1)
-        return out + self.log_sums(x, lambda source: mix(ones, ones, source))
+        return out + self.log_sums(x, lambda m: positive_sums(m, *graph, **options))
 
     def _terms(self, num_terms: int | Tensor | None) -> int | None:
         if self.solver != "neumann":

@@ -1,15 +1,20 @@
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value, mean_of_ends
+from pyg_chimera.nn._inputs import at_least_float32
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
+from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops import balanced_path_transition, resolvent_mix
-from pyg_chimera.ops.common.checks import check_flag
+from pyg_chimera.ops.common.checks import check_flag, readable
+from pyg_chimera.ops.common.operator import is_followed
 
 __all__ = ["ChimeraPathConv"]
 
@@ -93,26 +98,128 @@ class ChimeraPathConv(ChimeraBlock):
                 in :func:`~pyg_chimera.ops.resolvent_mix`.
         """
         edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
-        num_nodes = x.size(0)
-        query, key, value = self.project(x, self.over_edges(edge_index))
-
+        filtered = self.over_edges(edge_index)
+        query, key, value = self.project(x, filtered)
         gates = self.selectivities(x) + self.delta_bias
-        target, source, psi = F.softplus(gates[:, :3]).unbind(1)
-        log_gate = log_softplus(gates[:, 3])
+        target, source, psi = F.softplus(gates[:, :3]).double().unbind(1)
+        edge = None if edge is None else edge.double()
         log_weight = -mean_of_ends(edge_index, target, source, edge)
+        logs = _Logs(log_weight, psi, log_softplus(gates[:, 3]).double())
+
+        def mix(
+            query: Tensor, key: Tensor, value: Tensor, logs: _Logs, log_value: Tensor,
+            log_factor: Tensor | float = 0.0,
+        ) -> tuple[Tensor, Tensor]:  # fmt: skip
+            """What nodes read, divided by an exponential, and its logarithm."""
+            # Nodes that write nothing leave the scale to others.
+            log_source = (log_value + logs.gate).detach().clamp(min=-1e12)
+            weight, scale = balanced_path_transition(
+                edge_index, x.size(0), logs.weight, logs.psi, log_source
+            )
+            weight = self.explained(weight, x.size(0)).to(value.dtype)
+            rest = (logs.gate - scale).unsqueeze(2) + log_factor
+            # Infinite only for values of zero.
+            most = 0.99 * math.log(torch.finfo(value.dtype).max)
+            value = value * torch.exp(rest.clamp(max=most).to(value.dtype))
+            y = resolvent_mix(
+                query, key, value, edge_index, weight, batch, rank=rank,
+                form=self.form, backend=self.backend,
+            )  # fmt: skip
+            return y, scale
+
+        # Too large a scale for small values is found out.
         log_value = value.detach().abs().amax(2).clamp(min=math.exp(-40)).log()
-        weight, scale = balanced_path_transition(
-            edge_index, num_nodes, log_weight, psi, log_gate.detach() + log_value
+        y, scale = mix(query, key, value, logs, log_value)
+        return self.output(
+            y, x, value, scale, partial(self._mix_apart, x, filtered, logs, mix)
         )
-        y = resolvent_mix(
-            query, key, gated_value(value, torch.exp(log_gate - scale)), edge_index,
-            self.explained(weight, num_nodes), batch, rank=rank, form=self.form,
-            backend=self.backend,
-        )  # fmt: skip
-        return self.output(y, x, value, scale)
+
+    def project(
+        self, x: Tensor, filtered: Filter | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As of other layers, but never in half precision."""
+        linear = self.project_linearly(x, filtered)
+        return self.activated(*map(at_least_float32, linear))
+
+    def _mix_apart(
+        self, x: Tensor, filtered: Filter | None, logs: "_Logs", mix: Callable
+    ) -> tuple[Tensor, Tensor]:
+        """What nodes read of each state channel, [V, heads, N, P], divided by an
+        exponential of its own, and its logarithm, [V, heads, N], in float64. No factor
+        of it underflows.
+        """
+        size, heads = self.state_channels, self.heads
+        linear = self.project_linearly(x, filtered)
+        value, key, query = (y.double() for y in linear)
+        value = value.unflatten(1, (heads, 1, -1))
+        key, query = (
+            y.unflatten(1, (-1, size)).repeat_interleave(heads // self.groups, 1)
+            for y in (key, query)
+        )
+        log_factor = self._log_factor(key).unsqueeze(3) + F.logsigmoid(value)
+        log_factor, value = (
+            y.flatten(1, 2) for y in (log_factor, key.unsqueeze(3) * value)
+        )
+        log_value = (value.abs().log() + log_factor).amax(2)
+        logs = _Logs(*(y.repeat_interleave(size, 1) for y in logs))
+        ones = value.new_ones(x.size(0), 1, 1)
+        y, scale = mix(ones, ones, value, logs, log_value, log_factor)
+        scale = scale.view_as(query) + self._log_factor(query)
+        if self.qk_norm:
+            scale = scale - math.log(size) / 2
+        return y.view(*query.shape, -1) * query.unsqueeze(3), scale
+
+    def _log_factor(self, x: Tensor) -> Tensor:
+        """The logarithm of what turns projections [..., N] into queries or keys."""
+        log = F.logsigmoid(x)
+        if not self.qk_norm:
+            return log
+        return log - (F.silu(x).square().mean(-1, keepdim=True) + 1e-5).log() / 2
+
+    def output(  # type: ignore[override]
+        self, y: Tensor, x: Tensor, value: Tensor, log_scale: Tensor, apart: Callable
+    ) -> Tensor:
+        """As of other layers, for y divided by exp(log_scale), [V, heads]; `apart`
+        computes both for each state channel.
+        """
+        out, lost = self._summed(y.unsqueeze(2), log_scale.unsqueeze(2), value)
+        if readable() and not is_followed() and bool(lost.any()):
+            y, log_scale = apart()
+            out, lost = self._summed(y, log_scale, value)
+        return self.finish(out.masked_fill(lost, torch.nan), x)
+
+    def _summed(
+        self, y: Tensor, log_scale: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What the norm takes, [V, heads * P], and in which rows y is too inexact,
+        [V, 1], from parts of y, [V, heads, parts, P].
+
+        Parts are at most about one, and vanish below the range of their dtype. Beside
+        the skip connection, or the norm's epsilon, what vanishes may be large.
+        """
+        most = 0.7 * math.log(torch.finfo(y.dtype).max)
+        skip = self.skip.view(-1, 1) * value
+        log_size = y.detach().abs().amax(3).log() + log_scale.detach()
+        log_size = log_size.flatten(1).amax(1)
+        least = skip.detach().abs().flatten(1).amax(1).clamp(min=1e-5**0.5).log()
+        highest = log_scale.detach().flatten(1).amax(1)
+        lost = highest - most > log_size.maximum(least)
+        # The norm of a row far above its epsilon is that of any multiple.
+        rest = (log_size - 20).clamp(min=0).view(-1, 1, 1)
+        y = (y * torch.exp(log_scale - rest).to(y.dtype).unsqueeze(3)).sum(2)
+        y = y + skip * torch.exp(-rest).to(skip.dtype)
+        return y.flatten(1), lost.unsqueeze(1)
+
+
+class _Logs(NamedTuple):
+    """What the transitions and states depend on, in float64."""
+
+    weight: Tensor  #: log a, [E, heads]
+    psi: Tensor  #: [V, heads]
+    gate: Tensor  #: the logarithm of the input gate, [V, heads]
 
 
 def log_softplus(x: Tensor) -> Tensor:
     """The logarithm of softplus(x), which itself underflows."""
-    low = x < -20
+    low = x < -40
     return torch.where(low, x, F.softplus(x.masked_fill(low, 0)).log())

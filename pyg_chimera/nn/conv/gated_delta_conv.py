@@ -210,13 +210,13 @@ class GatedDeltaConv(ChimeraBlock):
 
 
 def unit_silu(x: Tensor) -> Tensor:
-    """SiLU, normalized to length one. Divided by its largest sigmoid, it does not
-    underflow, however negative x is.
+    """SiLU, normalized to length one. Divided by the largest sigmoid of what is not
+    zero, it does not underflow, however negative x is.
     """
     x = at_least_float32(x)
-    sigmoid = F.logsigmoid(x)
-    largest = sigmoid.detach().amax(-1, keepdim=True)  # cancels in the result
-    return unit(x * torch.exp(sigmoid - largest))
+    sigmoid, zero = F.logsigmoid(x), x == 0
+    largest = sigmoid.detach().masked_fill(zero, -torch.inf).amax(-1, keepdim=True)
+    return unit(x * torch.exp((sigmoid - largest).masked_fill(zero, 0)))
 
 
 def unit(x: Tensor) -> Tensor:

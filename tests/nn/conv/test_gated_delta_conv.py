@@ -180,10 +180,10 @@ def test_a_large_graph_with_cycles(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_keys_where_silu_underflows(dtype):
     """Their direction is that of SiLU in exact arithmetic."""
-    x = [[-1000.0, -1001.0], [-1e5, -2e5], [1.0, -1e3], [0.0, 0.0]]
+    x = [[-1000.0, -1001.0], [-1e5, -2e5], [1.0, -1e3], [0.0, 0.0], [0.0, -1e3]]
     x = torch.tensor(x, dtype=dtype, requires_grad=True)
     tail = 1.001 * math.exp(-1)  # silu(-1001) / silu(-1000)
-    expected = [[-1.0, -tail], [-1.0, 0.0], [1.0, 0.0], [1.0, 1.0]]
+    expected = [[-1.0, -tail], [-1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [0.0, -1.0]]
     expected = F.normalize(torch.tensor(expected, dtype=dtype))
     out = unit_silu(x)
     assert_near(out, expected, 1e-6)

@@ -166,8 +166,9 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         choice = self._better_form(call, "iterative", "numba", reason)
         if least < _WORTH_WHILE or choice.cost.seconds > least / 2:  # type: ignore[union-attr]
             return []
+        most = least / 2 / choice.cost.seconds * _FEW_SWEEPS.sweeps  # type: ignore[union-attr]
         try:
-            sweeps = polynomial_of(call).sweeps
+            sweeps = polynomial_of(call, most).sweeps
         except UnsuitableSolver:
             return []
         choice = self._better_form(call, "iterative", "numba", reason)

@@ -42,6 +42,8 @@ FLOATS = ("query", "key", "value", "edge_weight")
 _MAX_STEPS = 64
 #: Steps after which a direction is looked for in which the matrix is nearly singular.
 _FEW_STEPS = 16
+#: The most steps of a pass for a known part of the complex plane.
+_MOST_STEPS = 512
 #: How often the steps are taken to find it.
 _MAX_FILTERS = 8
 #: The relative residual of eigenvectors. It need not be smaller, as solutions are exact
@@ -111,16 +113,16 @@ class Iteration(NamedTuple):
         return cls(call, steps.to(dtype), modes, tolerance)
 
 
-def polynomial_of(call: Call) -> SweepPolynomial:
-    """The steps for a call, computed once.
+def polynomial_of(call: Call, most: float = np.inf) -> SweepPolynomial:
+    """The steps for a call, computed once; not the best if there are more than `most`.
 
     Raises:
         UnsuitableSolver: If an iteration might not converge.
     """
-    return call.once("polynomial", lambda: _polynomial(call))
+    return call.once("polynomial", lambda: _polynomial(call, most))
 
 
-def _polynomial(call: Call) -> SweepPolynomial:
+def _polynomial(call: Call, most: float) -> SweepPolynomial:
     blocks: Blocks = call.structure
     given = as_array(call.inputs.edge_weight.cpu().double()).T
     margins = _margins(blocks, given[:, blocks.edge])
@@ -133,6 +135,7 @@ def _polynomial(call: Call) -> SweepPolynomial:
             blocks.ptr,
             least,
             call.inputs.value.dtype,
+            most,
         )
         for w, least in zip(given[:, edge], margins, strict=True)
         if blocks.num_nodes > 0
@@ -188,7 +191,11 @@ def check_residual(left: float, tolerance: float) -> None:
 
 
 def _steps(
-    A: csr_array, ptr: np.ndarray, margins: np.ndarray, dtype: torch.dtype
+    A: csr_array,
+    ptr: np.ndarray,
+    margins: np.ndarray,
+    dtype: torch.dtype,
+    most: float = np.inf,
 ) -> tuple[np.ndarray, np.ndarray, int, float]:
     """The steps for one head, its slow modes, how many products with A it needs, and
     the gap.
@@ -208,16 +215,69 @@ def _steps(
         if len(others) < len(margins):
             _, tolerance = precision_of(dtype, others.min(initial=1.0))
         H, sweeps, _ = _search(A, start, _MAX_STEPS, tolerance)
-    if sweeps == np.inf:  # H <- A H + X, whose rate of convergence is known
-        # Not by abs(A), which adds up duplicates, and changes A's arrays.
-        size = csr_array((np.abs(A.data), A.indices, A.indptr), A.shape)
-        rate = min(size.sum(0).max(), size.sum(1).max(), 1 - 1e-9)
-        count = int(np.log(tolerance) / np.log(rate)) + 1
-        return np.tile((1.0, 0.0), (_MAX_STEPS, 1)), np.zeros_like(modes), count, gap
     roots = _harmonic_ritz_values(H)
+    if sweeps > 2 * _MAX_STEPS:
+        # Where GMRES takes long, or finds nothing: for all that the spectrum may be.
+        radius, bound = _radius(A), precision_of(dtype, margins.min(initial=1.0))[1]
+        plain = np.log(bound) / np.log(radius)
+        if np.log(2 / bound) / np.arccosh(1 / radius) < min(sweeps, most):
+            long, count = _long_pass(A, H, radius, bound)
+            if count < min(sweeps, plain):
+                return long, np.zeros_like(modes), int(count), gap
+        if sweeps == np.inf:  # H <- A H + X, which converges
+            steps = np.tile((1.0, 0.0), (_MAX_STEPS, 1))
+            return steps, np.zeros_like(modes), int(plain) + 1, gap
     if modes.any():
         gap = min(others.min(initial=1.0), float(np.abs(roots).min()))
     return _leja(roots), modes, int(sweeps), gap
+
+
+def _radius(A: csr_array) -> float:
+    """A bound of the spectral radius: the largest (|A| x)_i / x_i for a positive x."""
+    # Not by abs(A), which adds up duplicates, and changes A's arrays.
+    size = csr_array((np.abs(A.data), A.indices, A.indptr), A.shape)
+    radius = 1 - 1e-12
+    for matrix in (size, size.T.tocsr()):
+        x = np.ones(A.shape[0])
+        for _ in range(_FEW_STEPS):
+            y = matrix @ x
+            radius = min(radius, float((y / x).max(initial=0.0)))
+            x = (x + y) / 2  # stays positive
+    return max(radius, 1e-300)
+
+
+def _long_pass(
+    A: csr_array, H: np.ndarray, radius: float, tolerance: float
+) -> tuple[np.ndarray, float]:
+    """Chebyshev's steps for eigenvalues of A in an ellipse: between -radius and radius,
+    with the imaginary parts that Arnoldi's matrix has; and how many products with A
+    they need, found by taking them.
+    """
+    height = 1.2 * np.abs(np.linalg.eigvals(H[: H.shape[1]]).imag).max(initial=0.0)
+    focus = np.sqrt(max(radius**2 - height**2, 1e-6))
+    fall = np.arccosh(1 / focus) - np.arccosh(max(radius / focus, 1))
+    passes = np.ceil(np.log(2 / tolerance) / fall / _MOST_STEPS)
+    count = int(np.ceil(np.log(2 / tolerance) / fall / passes))
+    steps = _leja(1 - focus * np.cos(np.pi * (np.arange(count) + 0.5) / count))
+    left = np.random.default_rng(0).standard_normal(A.shape[0])
+    start = size = np.abs(left).max()
+    found, rate = np.zeros_like(left), 0.0
+    for _ in range(1 if height < 1e-6 else 3):  # the last one shows what falls least
+        for c, a in steps:
+            by = _correction(A, left, c, a)
+            found, left = found + by, left - (by - A @ by)
+        rate, size = np.abs(left).max() / size, np.abs(left).max()
+    rate = max(rate, 2 * np.exp(-fall * count))
+    if not rate < 0.9:
+        return steps, np.inf
+    # A residual is small if it is beside what was found.
+    enough = min(tolerance * (1 + 2 * np.abs(found).max() / start), 0.5)
+    return steps, (count + 1) * np.ceil(np.log(enough) / np.log(rate))
+
+
+def _correction(A: csr_array, x: np.ndarray, c: float, a: float) -> np.ndarray:
+    """What a step adds to a solution, given the residual."""
+    return c * (x if a == 0 else a * x - (x - A @ x))
 
 
 def _search(
@@ -251,9 +311,9 @@ def _slow_modes(A: csr_array, ptr: np.ndarray, H: np.ndarray) -> np.ndarray:
     for matrix in (A, A.T.tocsr()):
         x = np.ones(A.shape[0])
         for _ in range(_MAX_FILTERS):
-            for c, a in steps:  # as in `sparse_products`
-                y = x - matrix @ x
-                x = x - c * (y if a == 0 else a * y - (y - matrix @ y))
+            for c, a in steps:
+                by = _correction(matrix, x, c, a)
+                x = x - (by - matrix @ by)
             x /= _by_block(np.abs(x), ptr, np.maximum) + 1e-300
             image = x - matrix @ x
             rate = _by_block(x * image, ptr) / (_by_block(x * x, ptr) + 1e-300)
@@ -310,21 +370,16 @@ def _harmonic_ritz_values(H: np.ndarray) -> np.ndarray:
 
 def _leja(roots: np.ndarray) -> np.ndarray:
     """The steps in Leja order: each root far from all before it, pairs together."""
-    pairs = roots[roots.imag >= 0]
-    left = [(z, 1 if z.imag == 0 else 2) for z in pairs]
-    taken: list[complex] = []
-    steps = []
-    while left:
-        if taken:
-            distances = [
-                np.log(np.abs(z - np.array(taken)) + 1e-300).sum() for z, _ in left
-            ]
-        else:
-            distances = [abs(z) for z, _ in left]
-        z, count = left.pop(int(np.argmax(distances)))
-        taken += [z, z.conjugate()][:count]
-        if count == 1:
+    roots, steps = roots[roots.imag >= 0], []
+    logs, at = np.zeros(len(roots)), int(np.argmax(np.abs(roots))) if len(roots) else 0
+    for _ in roots:
+        z = roots[at]
+        if z.imag == 0:
             steps.append((float(1 / z.real), 0.0))
         else:
             steps.append((float(1 / abs(z) ** 2), float(2 * z.real)))
+            logs += np.log(np.abs(roots - z.conjugate()))
+        logs += np.log(np.abs(roots - z) + 1e-300)
+        logs[at] = -np.inf
+        at = int(np.argmax(logs))
     return np.array(steps)

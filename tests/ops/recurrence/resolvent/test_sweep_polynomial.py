@@ -265,6 +265,64 @@ def test_what_an_iteration_cannot_find_is_refused():
         sweep_polynomial.check_residual(0.1, tolerance=5e-7)
 
 
+# ------------------------------------------------------------------------- long passes
+
+
+def hanging(kind):
+    """A random graph of 500 nodes, and something that takes long to cross."""
+    generator = torch.Generator().manual_seed(0)
+    core = torch.randint(500, (2, 2500), generator=generator)
+    step = torch.arange(100)
+    path = torch.stack([step + 499, step + 500])
+    path[0, 0] = 0
+    parts = {
+        "path": [path],
+        "ring": [path, torch.tensor([[599], [1]])],
+        "caterpillar": [path, torch.stack([step + 500, step + 600])],
+        "barbell": [path, torch.tensor([[599], [600]]), core + 600],
+    }
+    edges = torch.cat([core, *parts[kind]], 1)
+    return torch.cat([edges, edges.flip(0)], 1)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("kind", ["path", "ring", "caterpillar", "barbell"])
+def test_what_hangs_on_a_graph_takes_no_worst_case(kind, symmetric):
+    """Of margins of 1e-4, a plain iteration takes some 300,000 sweeps."""
+    edges = hanging(kind)
+    num_nodes = int(edges.max()) + 1
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.ones(edges.size(1), 1, dtype=torch.double)
+    if not symmetric:
+        weight = weight + torch.rand(weight.shape, generator=generator)
+    total = torch.zeros(num_nodes, 1).double().index_add_(0, edges[1], weight)
+    weight = (1 - 1e-4) * weight / total[edges[1]]
+    x = torch.randn(num_nodes, 1, 2, generator=generator).double()
+    floats = [x, x.flip(0), x.roll(1, 0), weight]
+    choice = explain("resolvent_mix", *floats[:3], edges, weight, solver="iterative")
+    sweeps = int(choice.reason.split("about ")[1].split()[0])
+    # Chebyshev's bound is 2,500 for real eigenvalues.
+    assert sweeps < (3000 if symmetric else 15_000)
+    results = []
+    for solver in ("iterative", "sparse"):
+        given = [y.clone().requires_grad_() for y in floats]
+        out = resolvent_mix(*given[:3], edges, given[3], solver=solver)
+        results.append([out, *torch.autograd.grad((out * x.flip(2)).sum(), given)])
+    for got, want in zip(*results, strict=True):
+        assert relative_error(got, want) < 1e-8
+
+
+def test_a_long_pass_leaves_what_it_says():
+    """Of any component with a real eigenvalue between the bounds."""
+    A = csr_array(np.diag(np.linspace(-0.999, 0.999, 400)))
+    H, *_ = sweep_polynomial._search(A, np.ones(400), 16, 1e-12)
+    steps, count = sweep_polynomial._long_pass(A, H, 0.999, 1e-12)
+    assert len(steps) + 1 <= count < 700  # Chebyshev's bound is 634
+    left = np.prod(1 - steps[:, :1] * (1 - A.diagonal()), axis=0)
+    assert np.abs(left).max() < 2 * 1e-12 ** (len(steps) / count)
+    assert 0.999 - 1e-12 < sweep_polynomial._radius(A) < 0.9991
+
+
 # ---------------------------------------------------------------------------- choices
 
 
