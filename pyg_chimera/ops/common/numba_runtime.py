@@ -277,7 +277,7 @@ def _waiting() -> str:
             kind.startswith("_") or kind == "NoneType"
         ):
             return kind
-        if module.startswith("pyg_chimera."):
+        if module.startswith("pyg_chimera.") and module != __name__:
             found = frame.f_code.co_name
     return found
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from pyg_chimera.nn import GatedGCNConv, GPSLayer
 from pyg_chimera.ops.common import numba_runtime
 from pyg_chimera.ops.common.numba_runtime import run
 
@@ -165,3 +166,26 @@ def test_garbage_is_not_collected_after_compilation_if_it_was_not_before():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_who_waits_for_a_compiler_is_said_once(caplog):
+    """The innermost layer, or what is known of kernels that another thread calls."""
+    function = SimpleNamespace(__module__="pyg_chimera.ops.grid_conv.numba_backend")
+    event = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=function)})
+    announcer = numba_runtime._Announcer()
+
+    def compiling(x):
+        announcer.on_start(event)
+        announcer.on_end(event)
+        return x
+
+    conv = GatedGCNConv(4, 4, edge_dim=0, act=compiling)
+    layer, edges = GPSLayer(4, conv), torch.tensor([[0], [1]])
+    for _ in range(2):
+        layer(torch.randn(2, 4), edges)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("pyg_chimera", "WARNING")
+    assert "kernels of GatedGCNConv. Each layer type takes" in record.getMessage()
+    announcer.said = False
+    compiling(0)
+    assert "kernels of pyg_chimera.ops.grid_conv." in caplog.records[-1].getMessage()
