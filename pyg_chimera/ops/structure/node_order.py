@@ -82,7 +82,7 @@ def _topological_if_acyclic(
     source, target = source[proper], target[proper]
     rank, waiting, *_ = traversal(source, target, len(place))
     edges = torch.from_numpy(np.stack([source, target]))
-    component = connected_components(edges, len(place)).numpy()
+    component = to_numpy(connected_components(edges, len(place)))
     cyclic = np.isin(component, component[waiting > 0])
     return inverse(np.lexsort((place, np.where(cyclic, 0, rank), component)))
 
