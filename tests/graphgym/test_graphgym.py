@@ -234,7 +234,7 @@ def test_further_arguments_reach_the_mixers(load):
         ("chimera_gps", "arrangement", "stacked", "'parallel', 'sequential'"),
         ("chimera_gps", "heads", 3, r"ChimeraConv: 'heads' must divide"),
         ("chimera_layer", "edge_dim", -2, "'chimera.edge_dim' must be null"),
-        ("chimera_layer", "state_channels", 0, "'state_channels' must be an integer >= 1"),
+        ("chimera_layer", "state_channels", 0, "'state_channels' must be an int"),
         ("plstm_gps", "mode", "PX", r"'mode' must be one of"),
         ("plstm_layer", "mode", "PD", r"'mode' must be one of"),
         ("plstm_gps", "order", "size", r"PLSTMConv: 'order' must be one of"),
