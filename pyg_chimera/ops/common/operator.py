@@ -365,8 +365,9 @@ def _refuse_if_large(choice: Choice, device: torch.device) -> None:
     """
     if choice.cost is not None:
         check_memory(
-            f"{choice.operator} with solver={choice.solver!r}, form={choice.form!r} "
-            f"and backend={choice.backend!r}",
+            f"A quarter of what is predicted for {choice.operator} with "
+            f"solver={choice.solver!r}, form={choice.form!r} and "
+            f"backend={choice.backend!r}",
             choice.cost.memory / 4,
             "use 'auto' for these, smaller graphs, clusters or samples; "
             "'pyg_chimera.ops.explain' predicts what a call takes",
