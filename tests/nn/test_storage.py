@@ -2,7 +2,11 @@
 and users resize what they fill by `out=`.
 """
 
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,3 +121,16 @@ def test_fully_sharded(name: str, mesh: DeviceMesh):
             assert (got is None) == (want is None)
             if want is not None:
                 assert_near(got, want, 1e-12)
+
+
+@pytest.mark.slow
+def test_random_combinations_in_two_processes():
+    """FSDP2, DDP, compilers and programs; more by `distributed_combinations.py`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = Path(__file__).parents[1] / "distributed_combinations.py"
+    command = [sys.executable, str(script), "--cases", "10", "--port", str(port)]
+    out = subprocess.run(command, capture_output=True, text=True)
+    assert out.returncode == 0, out.stdout + out.stderr
+    assert out.stdout.count(": right\n") + out.stdout.count(": refused\n") >= 10

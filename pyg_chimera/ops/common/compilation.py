@@ -178,15 +178,18 @@ class _Files(IndexDataCacheFile):
     """
 
     def save(self, key: Any, data: Any) -> None:
+        index = Path(self._index_path)
+        then = index.stat().st_mtime_ns if index.exists() else 0
         overloads = self._load_index()
-        if not overloads:  # what there is belongs to an earlier version
+        if not overloads:  # what its files belong to is an earlier version
             names = self._index_name.removesuffix("nbi") + "*.nbc"
-            for path in Path(self._cache_path).glob(names):
+            for path in index.parent.glob(names):
                 with suppress(OSError):
-                    path.unlink()
-        name = overloads.setdefault(key, self._data_name(secrets.randbits(48)))
+                    if path.stat().st_mtime_ns <= then:  # not of another process
+                        path.unlink()
+        name = overloads.get(key) or self._data_name(secrets.randbits(48))
         self._save_data(name, data)
-        self._save_index(overloads)
+        self._save_index(self._load_index() | {key: name})
 
     def load(self, key: Any) -> Any:
         """None if there is none, or it is gone since the index was read."""
@@ -231,7 +234,8 @@ def stamp(module: str) -> tuple[str, ...]:
         OSError: If there is no file with its source, or it cannot be read.
     """
     package = sys.modules[module.partition(".")[0]]
-    folder = Path(package.__file__ or os.devnull).parent.parent
+    folder = Path(package.__file__ or os.devnull).parent
+    folder = folder.parent if hasattr(package, "__path__") else folder
     if _file(folder, module) is None:  # such as in an archive
         raise FileNotFoundError(f"no file has the source of {module}")
     digests: dict[str, bytes] = {}
