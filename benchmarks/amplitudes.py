@@ -134,7 +134,7 @@ def train(sets: Sets, run: tuple[str, str, str, int], seconds: float) -> dict[st
         for name, part in zip(("seen", "unseen"), batches[1:], strict=True):
             errors = torch.stack([error(batch, "relative") for batch in part])
             row[name] = errors.mean().item()
-    return dict(zip(("task", "arm", "loss", "seed"), run, strict=True)) | row
+    return row | dict(zip(("task", "arm", "loss", "seed"), run, strict=True))
 
 
 def main(argv: list[str] | None = None) -> None:
