@@ -19,6 +19,7 @@ from pyg_chimera.ops.common.checks import (
     readable,
     trusted,
 )
+from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.structure.edges import edges_of
 from pyg_chimera.ops.structure.grid import grid_sizes
 from pyg_chimera.ops.structure.node_order import Halves, dag_halves
@@ -92,13 +93,13 @@ def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs
 
 
-def heads_of(channels: int, heads: int | None) -> int:
+def heads_of(channels: int, heads: int | None, multiple: int = 1) -> int:
     """The number of heads: unless given, the largest of 4, 2 and 1 that divides the
-    channels.
+    channels, into multiples of a number if possible.
     """
     if heads is not None:
         return heads
-    return next(n for n in (4, 2, 1) if channels % n == 0)
+    return next(n for n in (4, 2, 1) if n == 1 or channels % (n * multiple) == 0)
 
 
 def check_channels(
@@ -264,14 +265,11 @@ def check_grids(
 def check_floats(name: str, x: Any, advice: str = "") -> None:
     """Checks that an argument is a tensor of floating-point numbers."""
     if not isinstance(x, Tensor):
-        advice = ""
-        if isinstance(x, (tuple, Mapping)):
-            advice = (
-                "; for a graph of several types of nodes, see "
-                "'pyg_chimera.nn.HeteroLayer'"
-            )
+        several = "; for a graph of several types of nodes, see "
+        several += "'pyg_chimera.nn.HeteroLayer'"
+        several = several if isinstance(x, (tuple, Mapping)) else ""
         raise TypeError(
-            f"'{name}' must be a torch.Tensor, got {type(x).__name__}{advice}"
+            f"'{name}' must be a torch.Tensor, got {type(x).__name__}{several}"
         )
     if x.dtype not in _FLOATS:
         raise TypeError(
@@ -470,7 +468,8 @@ def halves_of(
     otherwise None. Their number is not known while code is compiled.
     """
     several = layer.num_dags > 1 or isinstance(edge_index, (list, tuple))
-    if layer.order != "auto" or several or torch.compiler.is_compiling():
+    fixed = torch.compiler.is_compiling() or is_portable()
+    if layer.order != "auto" or several or fixed:
         return None
     # To which end edges lead does not matter here.
     index, attr = as_edges(

@@ -69,7 +69,7 @@ class SelfAttention(torch.nn.Module):
         check_option("rotary", rotary, (None, "sequence", "grid"))
         multiple = {None: 1, "sequence": 2, "grid": 4}[rotary]
         channels = check_integer("channels", channels, 1)
-        heads = check_integer("heads", heads_of(channels // multiple, heads), 1)
+        heads = check_integer("heads", heads_of(channels, heads, multiple), 1)
         if channels % heads != 0:
             raise ValueError(f"'heads' must divide 'channels', got {heads}, {channels}")
         if channels // heads % multiple != 0:
@@ -124,8 +124,9 @@ class SelfAttention(torch.nn.Module):
         seen = None if mask is None else mask[:, None, None, :]
         causal = self.causal
         if causal and seen is not None:
-            what = f"A causal mask of {x.size(1):,} nodes"
-            check_memory(what, x.size(1) ** 2, "use shorter sequences", x.device)
+            if not torch.compiler.is_compiling():  # where numbers are symbols
+                what = f"A causal mask of {x.size(1):,} nodes"
+                check_memory(what, x.size(1) ** 2, "use shorter sequences", x.device)
             past = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).tril()
             seen, causal = seen & past, False
         out = F.scaled_dot_product_attention(

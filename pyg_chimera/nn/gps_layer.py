@@ -324,14 +324,14 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
                 "Sequences are continued by a layer without 'conv', with a mixer that "
                 f"has a method 'step', got conv={self.conv} and mixer={self.mixer}"
             )
-        h = self._norm("mixer", x, None) if self.norm_first else x
-        h, state = cast(Any, self.mixer).step(h, state)
         if any(isinstance(module, GraphBatchNorm) for module in self.norms.modules()):
             raise ValueError(
                 "Sequences are continued by a layer with norms of each node, got "
                 "norm='graph_batch_norm', which reads whole graphs. Construct it with "
                 "norm='layer_norm', or 'batch_norm' for evaluation only."
             )
+        h = self._norm("mixer", x, None) if self.norm_first else x
+        h, state = cast(Any, self.mixer).step(h, state)
         out = x + self.drop(h)
         out = out if self.norm_first else self._norm("mixer", out, None)
         return self._feed_forward(out, None), state

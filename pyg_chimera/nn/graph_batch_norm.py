@@ -80,11 +80,12 @@ class GraphBatchNorm(BatchNorm):
         if not self.training and x.size(0) > 0:
             return self._evaluate(x, batch)
         out = super().forward(x)
-        if x.size(0) > 1:  # A single row is normalized by running statistics.
+        # A single row is normalized by running statistics, and so is all if frozen.
+        if x.size(0) > 1 and self.module.training:
             # Means of all batches until there are enough: right from the first on.
             weight = 1 / self.module.num_batches_tracked
             weight = weight.clamp(min=self.module.momentum or 0.0)
-            graphs = 1 if batch is None else batch.max().long() + 1
+            graphs = 1 if batch is None else _consecutive(batch).max() + 1
             self.graph_share.add_(weight * (1 / graphs - self.graph_share))
             self.row_share.add_(weight * (1 / x.size(0) - self.row_share))
         return out
@@ -122,8 +123,9 @@ class GraphBatchNorm(BatchNorm):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
+        like = state_dict.get(f"{prefix}module.running_mean", torch.zeros(()))
         for name in ("graph_share", "row_share"):  # which other batch norms don't have
-            state_dict.setdefault(prefix + name, torch.zeros(()))
+            state_dict.setdefault(prefix + name, like.new_zeros(()))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -124,9 +124,9 @@ def test_compiles_without_graph_break(training):
 
 LAYERS = {
     "gcn": lambda: GPSLayer(C, GCNConv(C, C)),
-    "gatedgcn": lambda: GPSLayer(C, GatedGCNConv(C, C)),
+    "gatedgcn": lambda: GPSLayer(C, GatedGCNConv(C, C, edge_dim=C)),
     "chimera": lambda: GPSLayer(
-        C, GatedGCNConv(C, C), ChimeraConv(C, C), norm_first=True
+        C, GatedGCNConv(C, C, edge_dim=C), ChimeraConv(C, C), norm_first=True
     ),
     "parallel": lambda: GPSLayer(
         C, GCNConv(C, C), ChimeraConv(C, C), arrangement="parallel"
@@ -156,7 +156,7 @@ def test_models_of_a_single_graph_evaluate_as_they_train(name):
 
 
 def test_graphs_of_a_batch_evaluate_one_by_one():
-    layer = GPSLayer(C, GatedGCNConv(C, C), ChimeraConv(C, C))
+    layer = GPSLayer(C, GatedGCNConv(C, C, edge_dim=C), ChimeraConv(C, C))
     graphs = [
         Data(torch.randn(n, C), torch.randint(n, (2, 3 * n)), torch.randn(3 * n, C))
         for n in (3, 8, 1, 5)
@@ -174,9 +174,30 @@ def test_graphs_of_a_batch_evaluate_one_by_one():
         assert_near(whole, torch.cat(parts), 1e-5)
 
 
+def test_frozen_statistics_stay_as_they_are():
+    """As by the usual idiom, which finds the module inside."""
+    norm = trained(None)
+    norm.module.eval()
+    shares = norm.graph_share.clone(), norm.row_share.clone()
+    norm(torch.randn(7, C).double())
+    assert (norm.graph_share, norm.row_share) == shares
+    fresh = GraphBatchNorm(C)
+    fresh.module.eval()
+    fresh(torch.randn(7, C))
+    assert fresh.graph_share == 0
+
+
+def test_gaps_between_labels_are_no_graphs():
+    norms = [GraphBatchNorm(C) for _ in range(2)]
+    x = torch.randn(5, C)
+    for norm, labels in zip(norms, ([0, 0, 1, 1, 2], [4, 4, 90, 90, 7]), strict=True):
+        norm(x, torch.tensor(labels))
+    assert norms[0].graph_share == norms[1].graph_share
+
+
 def test_gated_gcn_by_itself_does_not_guess_graphs():
     """Without a batch vector, several graphs might be one."""
-    conv = GatedGCNConv(C, C, edge_dim=0)
+    conv = GatedGCNConv(C, C)
     x, edge_index = torch.randn(9, C) + 3, torch.tensor([[0, 1, 4], [1, 2, 5]])
     for _ in range(20):
         conv(x, edge_index)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.export import Dim
 from torch.nn import BatchNorm1d, Linear, ReLU
 from torch_geometric.data import Batch, Data
 from torch_geometric.datasets import FakeDataset, KarateClub
@@ -31,6 +32,7 @@ from torch_geometric.utils import dropout_edge, to_undirected
 
 from pyg_chimera import nn
 from pyg_chimera.nn import ChimeraDAGConv, PLSTMConv, RGLRUConv
+from pyg_chimera.ops import CycleError, portable
 
 #: Layers on grids and paths take no other graphs, and say so.
 OTHERS = ("ChimeraGridConv", "ChimeraPathConv", "PLSTMGridConv")
@@ -249,6 +251,24 @@ def test_random_graphs_as_generated(conv):
     assert conv(5, 7)(data.x, data.edge_index).isfinite().all()
 
 
+@pytest.mark.parametrize("conv", [ChimeraDAGConv, RGLRUConv, PLSTMConv])
+def test_programs_take_dags(conv):
+    """Compiled and exported ones cannot look at a graph first; errors say so."""
+    layer = conv(8, 8).eval()
+    x, dag = torch.randn(4, 8), torch.tensor([[0, 0, 1, 2], [1, 2, 3, 3]])
+    want = layer(x, dag)
+    nodes, edges = Dim("nodes", min=2), Dim("edges", min=2)
+    sizes = ({0: nodes}, {1: edges})
+    program = torch.export.export(layer, (x, dag), dynamic_shapes=sizes).module()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with portable():
+        assert torch.allclose(layer(x, dag), want, atol=1e-5)
+    for run in (program, compiled):
+        assert torch.allclose(run(x, dag), want, atol=1e-6)
+        with pytest.raises(CycleError, match="where nothing is compiled"):
+            run(x, torch.tensor([[0, 1, 2], [1, 2, 0]]))
+
+
 @every_layer
 def test_to_hetero_names_what_to_use_instead(conv):
     if conv in (nn.GatedGCNConv, GCNConv):
@@ -297,6 +317,8 @@ def test_dags_are_used_unaltered(conv):
     want = strict(x, index(DAG))
     assert layer(x, index(DAG)).equal(want)
     assert torch.allclose(layer(x, index([*DAG, (6, 6)])), want)
+    loops = layer(x, index([(i, i) for i in range(8)]))
+    assert loops.equal(strict(x, index(DAG)[:, :0]))
     both = layer(x, index([*CYCLE, *DAG]))
     assert torch.allclose(both[4:], want[4:])
     assert torch.allclose(both[:4], layer(x[:4], index(CYCLE)))

@@ -19,7 +19,6 @@ from pyg_chimera.nn._inputs import (
     check_nodes,
     edge_features,
     halves_of,
-    has_edge_mask,
 )
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.conv._base import Mixer
@@ -100,14 +99,23 @@ class GatedBlock(Mixer):
         found = halves_of(self, edge_index, edge_attr, x.size(0))
         if found is None:
             return None
-        has_edge_mask(self, 2)  # of one graph only
+        if self.explain:
+            raise ValueError(
+                f"Edge masks explain a {type(self).__name__} on DAGs only, as it "
+                "divides a graph with cycles into two; use 'ChimeraConv' or 'PLSTMConv'"
+            )
         halves, index, attr = found
-        later, earlier = (
-            self.forward(x, index[:, ids], None if attr is None else attr[ids], batch)
-            for ids in (halves.later, halves.earlier)
-        )
+
+        def along(ids: Tensor) -> Tensor:
+            own = None if attr is None else attr[ids]
+            return self.forward(x, index[:, ids], own, batch)
+
+        later = along(halves.later)
+        if halves.earlier.numel() == 0:  # a DAG, but for self-loops
+            return later
+        mean = (later + along(halves.earlier)) / 2
         cyclic = halves.cyclic.view(-1, *[1] * (later.dim() - 1))
-        return torch.where(cyclic, (later + earlier) / 2, later)
+        return torch.where(cyclic, mean, later)
 
     def over_edges(self, edge_index: Tensor) -> Filter | None:
         """The local filter over a node and its parents in each DAG, if there is one."""

@@ -205,7 +205,7 @@ class ChimeraPathConv(ChimeraBlock):
         highest = log_scale.detach().flatten(1).amax(1)
         lost = highest - most > log_size.maximum(least)
         # The norm of a row far above its epsilon is that of any multiple.
-        rest = (log_size - 20).clamp(min=0).view(-1, 1, 1)
+        rest = (log_size.maximum(least) - 20).clamp(min=0).view(-1, 1, 1)
         y = (y * torch.exp(log_scale - rest).to(y.dtype).unsqueeze(3)).sum(2)
         y = y + skip * torch.exp(-rest).to(skip.dtype)
         return y.flatten(1), lost.unsqueeze(1)

@@ -200,8 +200,8 @@ class GatedGCNConv(Layer, MessagePassing):
                 f"nodes, got a tuple of {len(x)}"
             )
         x_source, x_target = x if isinstance(x, tuple) else (x, x)
-        check_nodes(x_source, self.lin_source.in_channels)
-        check_nodes(x_target, self.lin_target.in_channels)
+        check_nodes(x_source, getattr(self.lin_source, "in_channels", -1))
+        check_nodes(x_target, getattr(self.lin_target, "in_channels", -1))
         check_batch(batch, x_target.size(0))
         check_size(edge_index, x_target.size(0), x_source.size(0))
         # PyG's propagation does not take all forms, and gains nothing from others.

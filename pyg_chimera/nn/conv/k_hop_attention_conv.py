@@ -114,7 +114,7 @@ class KHopAttentionConv(Mixer):
             in_channels, out_channels, edge_dim
         )
         check_flag("rotary", rotary)
-        heads = heads_of(out_channels // (1 + rotary), heads)
+        heads = heads_of(out_channels, heads, 1 + rotary)
         groups = heads if groups is None else groups
         heads, _, groups = check_heads(out_channels, heads, groups=groups)
         k = check_integer("k", k, 1)

@@ -365,9 +365,8 @@ def _refuse_if_large(choice: Choice, device: torch.device) -> None:
     """
     if choice.cost is not None:
         check_memory(
-            f"A quarter of what is predicted for {choice.operator} with "
-            f"solver={choice.solver!r}, form={choice.form!r} and "
-            f"backend={choice.backend!r}",
+            f"{choice.operator} with solver={choice.solver!r}, form={choice.form!r} "
+            f"and backend={choice.backend!r}, by a quarter of the prediction,",
             choice.cost.memory / 4,
             "use 'auto' for these, smaller graphs, clusters or samples; "
             "'pyg_chimera.ops.explain' predicts what a call takes",

@@ -102,6 +102,11 @@ def dag_halves(edge_index: Tensor, num_nodes: int) -> Halves:
 
 
 def _dag_halves(edge_index: Tensor, num_nodes: int) -> Halves:
+    source, target = edge_index.long()
+    proper = to_numpy(edge_index[:, source != target])
+    if not traversal(*proper, num_nodes)[1].any():  # a DAG, which is soon known
+        later = (source != target).nonzero().view(-1)
+        return Halves(later, later[:0], later.new_zeros(num_nodes, dtype=torch.bool))
     before, after = node_order(edge_index, num_nodes, "auto")[edge_index.long()]
     later, earlier = (x.nonzero().view(-1) for x in (before < after, before > after))
     component = connected_components(edge_index, num_nodes)
