@@ -536,7 +536,7 @@ def layer(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
                 torch.nn.init.normal_(parameter, std=0.1)
         batch = graphs.batch.to(device)
         sides = (graphs.height, graphs.width)
-        arguments += (batch, *sides) if on_grids else (None, batch)
+        arguments += (None, batch, *(sides if on_grids else ()))
     module = module.to(device, dtype)
     torch.manual_seed(1)
     x = torch.randn(graphs.num_nodes, CHANNELS).to(device, dtype).requires_grad_()

@@ -107,6 +107,7 @@ class GraphBatchNorm(BatchNorm):
             var = means((rows - mean[index]).square())
 
         share = torch.minimum(self.graph_share, size * self.row_share).to(rows.dtype)
+        share = share.clamp(0, 1)
         gap = mean - self.module.running_mean
         mean = self.module.running_mean + share * gap
         var = self.module.running_var.to(rows.dtype).lerp(var, share)
@@ -134,6 +135,6 @@ def _consecutive(batch: Tensor) -> Tensor:
     more than rows; nothing is read from the device.
     """
     ordered, order = batch.sort()
-    number = torch.zeros_like(order)
-    number[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
+    changes = (ordered.diff() != 0).long()
+    number = torch.cat([changes.new_zeros(1), changes]).cumsum(0)
     return torch.empty_like(order).scatter(0, order, number)

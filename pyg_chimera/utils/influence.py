@@ -125,7 +125,9 @@ def _mixing(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """The layer's output before its norm, for values of one channel at the probe."""
-    project, probe = layer.project, x.new_zeros(x.size(0), layer.heads, 1)
+    # Layers compute with float32 at least.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    project, probe = layer.project, x.new_zeros(x.size(0), layer.heads, 1, dtype=wide)
     if role == "source":
         probe[node] = 1
     else:

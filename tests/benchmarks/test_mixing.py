@@ -35,7 +35,7 @@ def test_interleave_takes_turns_and_drops_the_first_round(timing):
     }
 
 
-def test_interleave_runs_a_slow_step_once(timing):
+def test_interleave_times_a_slow_step_once(timing):
     def slow():
         time.sleep(0.02)
         return timing.Timing(0.0, 0.02)
@@ -43,9 +43,9 @@ def test_interleave_runs_a_slow_step_once(timing):
     steps = {"fast": lambda: timing.Timing(0.0, 0.01), "slow": slow}
     rounds = timing.interleave(steps, repeats=3, budget=0.01)
 
-    assert [x is None for x in rounds["slow"]] == [False, True, True, True]
+    assert [x is None for x in rounds["slow"]] == [True, False, True, True]
     assert [x is None for x in rounds["fast"]] == [True, False, False, False]
-    # They never ran in the same round.
+    # The first call is not timed, however long it takes.
     assert timing.ratio(rounds["slow"], rounds["fast"]) == pytest.approx(2.0)
 
 

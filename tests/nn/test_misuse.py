@@ -242,6 +242,10 @@ def test_gates_of_all_these_are_checked() -> None:
 def test_self_loops_are_called_that() -> None:
     loop = torch.cat([DAG, torch.tensor([[2], [2]])], 1)
     said = "has a self-loop at node 2.*'torch_geometric.utils.remove_self_loops'"
-    for conv in (ChimeraDAGConv(C), nn.RGLRUConv(C), GatedDeltaConv(C, acyclic=True)):
+    for conv in (
+        ChimeraDAGConv(C, order=None),
+        nn.RGLRUConv(C, order=None),
+        GatedDeltaConv(C, acyclic=True),
+    ):
         call: Callable[[], Any] = partial(conv, features(), loop)
         refused(call, ValueError, said)

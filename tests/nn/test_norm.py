@@ -77,8 +77,10 @@ def test_half_precision_is_widened(dtype):
 def test_features_of_any_size(layer, size):
     """float32 agrees with float64, which has room for the squares."""
     conv = layer(8, 8, heads=2)
-    where = (None, None, 3, 4) if isinstance(conv, PLSTMGridConv) else (PATH,)
+    where = (
+        {"height": 3, "width": 4} if layer is PLSTMGridConv else {"edge_index": PATH}
+    )
     x = torch.randn(12, 8) * size
-    got = conv(x, *where)
-    assert_near(got, conv.double()(x.double(), *where), 1e-5)
+    got = conv(x, **where)
+    assert_near(got, conv.double()(x.double(), **where), 1e-5)
     assert got.abs().sum(1).gt(0).all()

@@ -121,6 +121,9 @@ class ChimeraPathConv(ChimeraBlock):
             # Infinite only for values of zero.
             most = 0.99 * math.log(torch.finfo(value.dtype).max)
             value = value * torch.exp(rest.clamp(max=most).to(value.dtype))
+            if not self.qk_norm:  # their products may overflow, of states and gradients
+                (query, more), (key, other) = map(_within_two, (query, key))
+                scale = scale + more + other
             y = resolvent_mix(
                 query, key, value, edge_index, weight, batch, rank=rank,
                 form=self.form, backend=self.backend,
@@ -209,6 +212,15 @@ class ChimeraPathConv(ChimeraBlock):
         y = (y * torch.exp(log_scale - rest).to(y.dtype).unsqueeze(3)).sum(2)
         y = y + skip * torch.exp(-rest).to(skip.dtype)
         return y.flatten(1), lost.unsqueeze(1)
+
+
+def _within_two(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Large numbers divided by a power of two, and its logarithm."""
+    if x.numel() == 0:
+        return x, x.new_zeros(())
+    size = x.detach().nan_to_num(0, 0, 0).abs().amax().clamp(min=1)
+    power = size.log2().floor()
+    return x * torch.exp2(-power), power * math.log(2)
 
 
 class _Logs(NamedTuple):

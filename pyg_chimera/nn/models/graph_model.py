@@ -507,7 +507,7 @@ def _encode(encoder: torch.nn.Module, x: Tensor, name: str) -> Tensor:
             "if these are categories."
         )
     x = x.view(-1, 1) if x.dim() == 1 else x
-    size = cast(int, encoder.in_channels)
+    size = getattr(encoder, "in_channels", -1)  # unknown of one that took its place
     if x.size(-1) != size and size > 0:
         raise ValueError(f"'{name}' must be [rows, {size}], got {list(x.shape)}.")
     return encoder(x)

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
+from torch_geometric import EdgeIndex
 
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.compilation import compiled
@@ -20,6 +21,8 @@ class Rows(NamedTuple):
 
 def to_numpy(indices: Tensor) -> np.ndarray:
     """Integer indices as a contiguous int64 array on the CPU."""
+    if isinstance(indices, EdgeIndex):  # has no memory of its own
+        indices = indices.as_tensor()
     return as_array(indices.cpu().long())
 
 

@@ -121,9 +121,8 @@ def test_bad_grids():
     with pytest.raises(ValueError, match=r"'batch' must be .* = \[6\] .*\[3\]"):
         conv(x, batch=torch.zeros(3, dtype=torch.long), height=2, width=3)
     with pytest.raises(ValueError, match="of as many grids, got 3 and 2"):
-        conv(
-            x, None, torch.zeros(6).long(), torch.tensor([1] * 3), torch.tensor([3] * 2)
-        )
+        height, width = torch.tensor([1] * 3), torch.tensor([3] * 2)
+        conv(x, None, None, torch.zeros(6).long(), height, width)
     conv.explain = True
     with pytest.raises(ValueError, match="Edge masks explain edges"):
         conv(x, height=2, width=3)

@@ -82,7 +82,7 @@ def test_costs_say_what_they_include():
     """Both passes, the output and gradients, and what any call takes."""
     x, edges = torch.randn(5000, 64), torch.arange(4999)
     edges = torch.stack([edges, edges + 1])
-    (choice,) = explain(ChimeraConv(64, 64, heads=4), x, edges)
+    (choice,) = explain(ChimeraConv(64, 64, heads=4, state_channels=64), x, edges)
     for shown in str(choice).splitlines()[::2]:
         assert "(forward and backward: " in shown
     assert choice.cost.memory > 7 * x.nbytes  # query, key, value and output, twice
