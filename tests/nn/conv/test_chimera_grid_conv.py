@@ -120,9 +120,9 @@ def test_bad_grids():
         conv(x, height=2, width=4)
     with pytest.raises(ValueError, match=r"'batch' must be .* = \[6\] .*\[3\]"):
         conv(x, batch=torch.zeros(3, dtype=torch.long), height=2, width=3)
+    sides = torch.tensor([1] * 3), torch.tensor([3] * 2)
     with pytest.raises(ValueError, match="of as many grids, got 3 and 2"):
-        height, width = torch.tensor([1] * 3), torch.tensor([3] * 2)
-        conv(x, None, None, torch.zeros(6).long(), height, width)
+        conv(x, None, None, torch.zeros(6).long(), *sides)
     conv.explain = True
     with pytest.raises(ValueError, match="Edge masks explain edges"):
         conv(x, height=2, width=3)
