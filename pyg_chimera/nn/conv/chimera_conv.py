@@ -107,8 +107,8 @@ class ChimeraConv(ChimeraBlock):
             :math:`\text{RMSNorm}`, which keeps directions and drops magnitudes. Without
             it, outputs are linear in :math:`\mathbf{V}`, and selectivities and gates
             read :math:`\text{RMSNorm}(\mathbf{x})`, so that outputs are proportional to
-            large inputs: to be tried, in default blocks, where targets are amplitudes,
-            such as potentials. They may be large where ranges are long. (default:
+            large inputs: to be tried where targets are amplitudes, such as potentials.
+            They may be large where ranges are long. (default:
             :obj:`"rms"`)
         log_sums (int, optional): The number of channels of each head that measure
             distance: logarithms :math:`\ln (\mathbf{L} \mathbf{m})_i` with
