@@ -135,6 +135,5 @@ def _consecutive(batch: Tensor) -> Tensor:
     more than rows; nothing is read from the device.
     """
     ordered, order = batch.sort()
-    changes = (ordered.diff() != 0).long()
-    number = torch.cat([changes.new_zeros(1), changes]).cumsum(0)
-    return torch.empty_like(order).scatter(0, order, number)
+    number = (ordered != ordered.roll(1)).cumsum(0)
+    return torch.empty_like(order).scatter(0, order, number - number[:1])

@@ -57,7 +57,9 @@ def test_gates_at_the_start(layer):
         assert (gates["decay"] == 1).all()
         if conv.mode == "P":  # heads spread over the angles
             spread = {1: [0.0], 2: [-2, 2], 4: [-2, -2 / 3, 2 / 3, 2]}[conv.heads]
-            assert_near(gates["angle"], torch.tensor(spread).expand_as(gates["angle"]))
+            assert_near(
+                gates["angle"], torch.tensor(spread).expand_as(gates["angle"]), 1e-6
+            )
     else:
         assert conv.lin_edge is None or not conv.lin_edge.weight.any()
         assert (gates["D"] == -3).all()

@@ -297,7 +297,7 @@ def test_models_of_sequences():
 def test_what_cannot_be_continued(options):
     conv = RGLRUConv(CHANNELS, **options)
     with pytest.raises(ValueError, match="num_dags=1 and edge_dim=None"):
-        GPSLayer(CHANNELS, mixer=conv).step(torch.randn(2, CHANNELS))
+        GPSLayer(CHANNELS, mixer=conv, norm=None).step(torch.randn(2, CHANNELS))
 
 
 # -------------------------------------------------------------------------- explainers
