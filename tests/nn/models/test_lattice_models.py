@@ -257,7 +257,7 @@ def test_what_cannot_be_continued():
         (ChimeraPathConv(C), "has a method 'step'"),
     ):
         with pytest.raises(ValueError, match=match):
-            GPSLayer(C, mixer=mixer).step(x)
+            GPSLayer(C, mixer=mixer, norm=None).step(x)
     with pytest.raises(ValueError, match="a layer without 'conv'"):
         GPSLayer(C, GCNConv(C, C), SelfAttention(C, causal=True)).step(x)
 
