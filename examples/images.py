@@ -58,7 +58,7 @@ def draw(model: ImageClassifier, graphs: list[Data], out: str) -> None:
         ax.imshow(graph.x.view(8, 8), cmap="gray_r")
         ax.set_title(digit, color="black" if digit == int(graph.y) else "red")
         ax.axis("off")
-    plt.savefig(out, dpi=100)
+    plt.savefig(out, dpi=200)
     print(f"Picture: {out}")
 
 
