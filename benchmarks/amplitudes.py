@@ -100,7 +100,7 @@ def build(arm: str, data: Data) -> GraphModel:
 
     def layer(_: int) -> GPSLayer:
         mixer = ChimeraConv(C, heads=4, state_channels=16, edge_dim=edges, **options)
-        conv = GatedGCNConv(C, C, edge_dim=edges or 0)
+        conv = GatedGCNConv(C, C, edge_dim=edges)
         return GPSLayer(C, **{"conv": conv, "mixer": mixer, **block})
 
     return GraphModel(
