@@ -267,7 +267,8 @@ def check(case: Case) -> Result:
     `BASE` of the tensor's largest entry, plus `FACTOR` times what the formula loses at
     this precision: the largest of `DRAWS` errors of the formula itself, evaluated in
     the layer's dtype (in half precision: in float32, but for projections and what
-    enters them) from inputs and parameters each of which is off by up to one epsilon,
+    enters them, whose gradients are off by up to one epsilon, too) from inputs and
+    parameters each of which is off by up to one epsilon,
     and with sums over nodes that are off by up to one epsilon of their absolute terms,
     and with gradients of transitions on cycles that are off by one epsilon, times the
     largest entry of the resolvent for that of float64.
@@ -323,6 +324,8 @@ def check(case: Case) -> Result:
         out = y.to(dtype).to(wide)
         if not out.isfinite().all():
             overflow.append(out)
+        if out.requires_grad:  # of biases before batch norm, gradients cancel
+            out.register_hook(lambda g: (g * (1 + eps * noise(g))).to(g.dtype))
         return out
 
     def shaken(y: Tensor, size: Tensor) -> Tensor:

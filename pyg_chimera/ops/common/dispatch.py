@@ -88,6 +88,10 @@ class Call(Generic[Inputs, Structure]):
         """The same call with another algorithm."""
         return replace(self, choice=choice)
 
+    def with_inputs(self, inputs: Inputs) -> "Call[Inputs, Structure]":
+        """The same call with other inputs."""
+        return replace(self, inputs=inputs)
+
 
 class UnsuitableSolver(ValueError):
     """Raised for a solver that would be inaccurate for a call on any backend."""

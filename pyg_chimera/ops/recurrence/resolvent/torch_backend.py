@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.autograd import recorded
 from pyg_chimera.ops.common.checks import trusted
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import arrays
@@ -85,9 +86,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> list[Tensor
     grads, dy = [torch.zeros_like(x) for x in inputs], grad.to(inputs[2].dtype)
     for part in _parts(call, solve):
         given = [x.detach().requires_grad_() for x in part.of(inputs)]
-        # Registered operators run below autograd.
-        key = torch._C.DispatchKey.AutogradFunctionality
-        with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
+        with recorded():
             out = part.mix(*given)
             found = torch.autograd.grad(
                 out, given, dy[part.node], materialize_grads=True
