@@ -17,7 +17,7 @@ from pyg_chimera.ops.structure.grid import parents_at
 
 
 def _loop(cond: Callable, body: Callable, carried: tuple, *others: Tensor) -> Any:
-    """The last of what a loop carries.
+    """What a loop carries, at its end.
 
     What it begins with must be no input of the program. And it gets gradients of the
     others only if it needs them from the start.
@@ -32,7 +32,7 @@ def _loop(cond: Callable, body: Callable, carried: tuple, *others: Tensor) -> An
         )
         for y in carried
     )
-    return while_loop_op(cond, body, carried, others)[-1]
+    return while_loop_op(cond, body, carried, others)
 
 
 def _walks(A: Tensor) -> Tensor:
@@ -45,12 +45,13 @@ def _walks(A: Tensor) -> Tensor:
         return k + 1, X + column * (row / (1 - row.index_select(2, k.view(1))))
 
     first = torch.zeros((), dtype=torch.long, device=A.device)
-    return _loop(lambda k, X: k < X.size(1), body, (first, A.double()))
+    return _loop(lambda k, X: k < X.size(1), body, (first, A.double()))[1]
 
 
 def _by_levels(step: Callable, state: Tensor, edges: Tensor, *others: Tensor) -> Tensor:
     """Applies `step`, which computes all nodes from their parents, once for each level
-    of a DAG. Self-loops stand for edges that do not exist.
+    of a DAG. Self-loops stand for edges that do not exist. With cycles, which programs
+    cannot refuse, numbers are NaN.
     """
 
     def cond(rest: Tensor, left: Tensor, *_: Tensor) -> Tensor:
@@ -66,7 +67,17 @@ def _by_levels(step: Callable, state: Tensor, edges: Tensor, *others: Tensor) ->
 
     rest = state.new_ones(state.size(0), dtype=torch.bool)
     left = torch.full((), state.size(0), dtype=torch.long, device=state.device)
-    return _loop(cond, body, (rest, left, state), edges, *others)
+    rest, _, state = _loop(cond, body, (rest, left, state), edges, *others)
+    return (
+        torch.where(rest.any(), torch.nan, state)
+        if state.is_floating_point()
+        else state
+    )
+
+
+def _without_loops(edges: Tensor, out: Tensor) -> Tensor:
+    """The output, or NaN if there are self-loops that are edges."""
+    return torch.where((edges[0] == edges[1]).any(), torch.nan, out)
 
 
 def _sum(x: Tensor, index: Tensor, size: int) -> Tensor:
@@ -138,7 +149,8 @@ def _scan(
 def _dag_scan(x: Any) -> Tensor:
     node = torch.arange(x.value.size(0), device=x.value.device)
     ones = x.value.new_ones(x.value.shape[:2])
-    return _scan(x, x.edge_index, node, node, ones, x.transition)
+    out = _scan(x, x.edge_index, node, node, ones, x.transition)
+    return _without_loops(x.edge_index, out)
 
 
 @has_form
@@ -149,7 +161,8 @@ def _stm_scan(x: Any) -> Tensor:
     tail, head = J * x.line_edge_index.view(2, -1, 1, 1)
     ends = tail + component, head + component.unsqueeze(1)
     lines = torch.stack(torch.broadcast_tensors(*ends)).flatten(1)
-    return _scan(x, lines, writer, reader, x.source, x.transition, x.mark)
+    out = _scan(x, lines, writer, reader, x.source, x.transition, x.mark)
+    return _without_loops(x.line_edge_index, out)
 
 
 @has_form
@@ -161,7 +174,12 @@ def _delta_scan(x: Any) -> Tensor:
     erased = _walks(-beta * passed * (k @ k.transpose(1, 2)))
     u = (erased + _eye(erased)) @ (beta * v).double()
     read = (passed + _eye(passed)) * (q @ k.transpose(1, 2))
-    return (read @ u).transpose(0, 1).to(v.dtype)
+    out = (read @ u).transpose(0, 1).to(v.dtype)
+    if not x.acyclic:
+        return out
+    zero = out[:, 0, :1] * 0  # or NaN, with cycles
+    zero = _by_levels(_passed, zero, x.edge_index, x.edge_weight[:, :1] * 0, zero)
+    return _without_loops(x.edge_index, out + zero.unsqueeze(2))
 
 
 @has_form
@@ -171,7 +189,8 @@ def _channel_scan(x: Any) -> Tensor:
         weight = x.value.new_ones(source.size(0), x.value.size(1))
     if x.decay is not None:
         weight = weight * x.decay[target]
-    return _by_levels(_passed, x.value, x.edge_index, weight, x.value)
+    h = _by_levels(_passed, x.value, x.edge_index, weight, x.value)
+    return _without_loops(x.edge_index, h)
 
 
 @has_form
@@ -191,7 +210,7 @@ def _selective_scan(x: Any) -> Tensor:
     decay = torch.exp(x.delta.unsqueeze(2) * x.A)
     h = (x.delta * x.u).unsqueeze(2) * x.B.unsqueeze(1)
     first = torch.ones((), dtype=torch.long, device=h.device)
-    h = _loop(cond, body, (first, decay, h), _place(x.ptr, x.u.size(0)))
+    h = _loop(cond, body, (first, decay, h), _place(x.ptr, x.u.size(0)))[-1]
     return (h @ x.C.unsqueeze(2)).squeeze(2) + x.u * x.D
 
 
@@ -423,7 +442,7 @@ def _multitree(line_edge_index: Tensor, num_states: int) -> Tensor:
     left = torch.full((), key.size(0), dtype=torch.long, device=key.device)
     carried = left, reached, torch.zeros_like(key)
     ends = source[order], target[order]
-    kept = _loop(lambda left, *_: left > 0, body, carried, *ends)
+    kept = _loop(lambda left, *_: left > 0, body, carried, *ends)[-1]
     return torch.zeros_like(kept).scatter(0, order, kept) > 0
 
 
@@ -469,4 +488,4 @@ def _path_scale(edge_index: Tensor, gain: Tensor, source: Tensor) -> Tensor:
         return (new > most).any(), new
 
     first = torch.ones((), dtype=torch.bool, device=gain.device)
-    return _loop(lambda x, *_: x.clone(), body, (first, source), edge_index, gain)
+    return _loop(lambda x, *_: x.clone(), body, (first, source), edge_index, gain)[1]

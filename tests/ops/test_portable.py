@@ -58,3 +58,27 @@ def test_ties_are_in_the_order_of_nodes():
             with ops.portable():
                 found = ops.node_sequences(score, **options)
             assert found.index.equal(want.index)
+
+
+@pytest.mark.parametrize("edge", [(2, 0), (1, 1)], ids=["cycle", "self-loop"])
+def test_cycles_where_there_may_be_none_are_nan(edge):
+    """Programs can neither refuse a graph nor divide it into DAGs."""
+    edge_index = torch.tensor([[0, 1, edge[0]], [1, 2, edge[1]]])
+    lines = (edge_index[1].unsqueeze(1) == edge_index[0]).nonzero().t()
+    x, gate = torch.ones(3, 1, 2), torch.full((3, 1), 0.5)
+    unit, step = x / 2**0.5, torch.full((lines.size(1), 1), 0.5)
+    calls = {
+        "dag_scan": lambda: ops.dag_scan(x, x, x, edge_index, gate),
+        "delta_scan": lambda: ops.delta_scan(
+            unit, unit, x, gate, edge_index, gate, acyclic=True
+        ),
+        "channel_scan": lambda: ops.channel_scan(x[:, 0], edge_index),
+        "stm_scan": lambda: ops.stm_scan(
+            x, x, x, gate, step, gate, gate, edge_index, lines
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ops.CycleError):
+            call()
+        with ops.portable():
+            assert call().isnan().all(), name

@@ -140,9 +140,14 @@ class ChimeraPathConv(ChimeraBlock):
     def project(
         self, x: Tensor, filtered: Filter | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As of other layers, but never in half precision."""
+        """As of other layers, but never in half precision, and in float64 in programs
+        that cannot compute rows again whose states are out of range.
+        """
+        fixed = not readable() or is_followed()
         linear = self.project_linearly(x, filtered)
-        return self.activated(*map(at_least_float32, linear))
+        return self.activated(
+            *(y.double() if fixed else at_least_float32(y) for y in linear)
+        )
 
     def _mix_apart(
         self, x: Tensor, filtered: Filter | None, logs: "_Logs", mix: Callable
