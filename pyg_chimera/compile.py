@@ -22,9 +22,12 @@ import torch
 from torch_geometric.data import Data
 from tqdm import tqdm
 
-from pyg_chimera import nn, ops, selftest, transforms
+from pyg_chimera import nn, transforms
 from pyg_chimera.ops.common.compilation import PROBLEMS
+from pyg_chimera.ops.common.examples import Draw
 from pyg_chimera.ops.common.numba_runtime import ANNOUNCER, _deferred_interrupt
+from pyg_chimera.ops.common.operator import OPERATORS
+from pyg_chimera.ops.common.verdicts import algorithm, all_options, cast, computed
 
 __all__ = ["main"]
 
@@ -66,14 +69,14 @@ _TRANSFORMS = (
 
 
 def _calls(float64: bool) -> list[tuple[Call, torch.dtype]]:
-    """All calls, the next one of another operator, as those of one share kernels."""
+    """Calls interleaved by operator, so that workers compile different kernels."""
     families = [
         [
             Call(name, options)
-            for options in selftest._all_options(name)
+            for options in all_options(operator)
             if options["backend"] == "numba"
         ]
-        for name in selftest._INPUTS
+        for name, operator in OPERATORS.items()
     ]
     turns = zip_longest(*families, _LAYERS, _TRANSFORMS)
     calls = [call for turn in turns for call in turn if call is not None]
@@ -90,15 +93,16 @@ def _run(call: Call, dtype: torch.dtype) -> tuple[int, list[str]]:
     with the cache.
     """
     before = ANNOUNCER.count
-    if hasattr(ops, call.name):
-        for inputs in selftest._INPUTS[call.name](selftest._Draw()):
-            given = selftest._cast(inputs, dtype, torch.device("cpu"))
-            if selftest._choice(call.name, given, call.options) is not None:
-                selftest._computed(call.name, given, call.options)
+    if call.name in OPERATORS:
+        operator = OPERATORS[call.name]
+        for inputs in operator.examples(Draw()):
+            given = cast(inputs, dtype, "cpu")
+            if algorithm(operator, given, call.options) is not None:
+                computed(operator, given, call.options)
     elif hasattr(nn, call.name):
         _run_layer(call, dtype)
     else:
-        graph = selftest._Draw().graph(call.graph)
+        graph = Draw().graph(call.graph)
         nodes = len(graph["batch"])
         data = Data(edge_index=graph["edge_index"], num_nodes=nodes)
         getattr(transforms, call.name)(**call.options)(data)
@@ -107,7 +111,7 @@ def _run(call: Call, dtype: torch.dtype) -> tuple[int, list[str]]:
 
 def _run_layer(call: Call, dtype: torch.dtype) -> None:
     layer = getattr(nn, call.name)(8, **call.options).to(dtype)
-    draw = selftest._Draw()
+    draw = Draw()
     if call.graph == "grid":
         x = draw(35, 8).to(dtype).requires_grad_()
         sizes = torch.tensor([5]), torch.tensor([7])

@@ -6,36 +6,9 @@ from typing import Any, overload
 
 import torch
 
-from pyg_chimera.ops.causal_conv1d import causal_conv1d
 from pyg_chimera.ops.common.checks import check_option
 from pyg_chimera.ops.common.dispatch import Choice
-from pyg_chimera.ops.common.operator import explained
-from pyg_chimera.ops.grid_conv import grid_conv
-from pyg_chimera.ops.neighborhood_attention import neighborhood_attention
-from pyg_chimera.ops.recurrence.channel_scan import channel_scan
-from pyg_chimera.ops.recurrence.dag_scan import (
-    dag_scan,
-    grid_dag_scan,
-    grid_scan,
-    stm_scan,
-)
-from pyg_chimera.ops.recurrence.delta_scan import delta_scan
-from pyg_chimera.ops.recurrence.resolvent import resolvent_mix
-from pyg_chimera.ops.recurrence.selective_scan import selective_scan
-
-_OPERATORS: dict[str, Callable] = {
-    "resolvent_mix": resolvent_mix,
-    "dag_scan": dag_scan,
-    "delta_scan": delta_scan,
-    "channel_scan": channel_scan,
-    "stm_scan": stm_scan,
-    "grid_scan": grid_scan,
-    "grid_dag_scan": grid_dag_scan,
-    "selective_scan": selective_scan,
-    "causal_conv1d": causal_conv1d,
-    "grid_conv": grid_conv,
-    "neighborhood_attention": neighborhood_attention,
-}
+from pyg_chimera.ops.common.operator import OPERATORS, explained
 
 
 @overload
@@ -87,5 +60,5 @@ def explain(
         devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
         with torch.random.fork_rng(range(devices)):
             return explained(deepcopy(operator), *args, **kwargs)
-    check_option("operator", operator, tuple(_OPERATORS))
-    return explained(_OPERATORS[operator], *args, **kwargs)[0]
+    check_option("operator", operator, tuple(OPERATORS))
+    return OPERATORS[operator].choice(*args, **kwargs)

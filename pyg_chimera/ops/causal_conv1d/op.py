@@ -1,5 +1,6 @@
 """A short causal depthwise convolution of packed sequences."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from pyg_chimera.ops.common.checks import (
     check_option,
     check_shape,
 )
+from pyg_chimera.ops.common.examples import Draw, Example, sequences
 from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.common.sequences import as_ptr, check_ptr
 
@@ -49,6 +51,11 @@ class _CausalConv1d(Operator[Inputs, None]):
 _causal_conv1d = _CausalConv1d()
 
 
+def _examples(draw: Draw) -> Iterator[Example]:
+    return sequences(draw, x=(75, 17), weight=(17, 4), bias=(17,))
+
+
+@_causal_conv1d.public(_examples)
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_option, setting, trusted, trusting
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
+from pyg_chimera.ops.common.examples import Draw, Example
 from pyg_chimera.ops.common.memory import check_memory
 from pyg_chimera.ops.common.portability import (
     is_portable,
@@ -26,6 +27,7 @@ from pyg_chimera.ops.common.portability import (
     refuse_for_onnx,
 )
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
+from pyg_chimera.ops.common.verdicts import objection
 from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
 Inputs = TypeVar("Inputs", bound=tuple)
@@ -33,6 +35,9 @@ Structure = TypeVar("Structure")
 
 #: Device types on which kernels, which few have run there, are tested before first use.
 _TESTED = ("cuda",)
+
+#: All operators, by the names of their public functions.
+OPERATORS: "dict[str, Operator]" = {}
 
 _SCHEMA_TYPES = {
     Tensor: "Tensor",
@@ -125,6 +130,20 @@ class Operator(Generic[Inputs, Structure]):
             self._backward, lambda *_: None, self._refuse_second_order
         )
 
+    def public(self, examples: Callable[[Draw], Iterator[Example]]) -> Callable:
+        """Declares the function that users call, and tiny arguments of it."""
+
+        def declare(function: Callable) -> Callable:
+            self.function, self.examples = function, examples
+            OPERATORS[self.name] = self
+            return function
+
+        return declare
+
+    def choice(self, *args: Any, **kwargs: Any) -> Choice:
+        """The algorithm of a call of the public function."""
+        return explained(self.function, *args, **kwargs)[0]
+
     # ------------------------------------------------------------------------- a call
 
     def __call__(self, inputs: Inputs) -> Tensor:
@@ -199,9 +218,7 @@ class Operator(Generic[Inputs, Structure]):
             or self.backends[choice.backend].DEVICES is None  # plain PyTorch
         ):
             return None
-        from pyg_chimera.selftest import objection  # which calls all operators
-
-        return objection(choice, device)
+        return objection(self, choice, device)
 
     def usable(self, inputs: Inputs) -> list[str]:
         """The backends that match the request and run on the device of the inputs.

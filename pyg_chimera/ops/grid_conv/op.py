@@ -1,5 +1,6 @@
 """A small depthwise convolution of grids."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from pyg_chimera.ops.common.checks import (
     check_floats,
     check_shape,
 )
+from pyg_chimera.ops.common.examples import Draw, Example
 from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.grid_conv import numba_backend, reference, torch_backend
 from pyg_chimera.ops.structure.grid import flat_sizes
@@ -39,6 +41,13 @@ class _GridConv(Operator[Inputs, None]):
 _grid_conv = _GridConv()
 
 
+def _examples(draw: Draw) -> Iterator[Example]:
+    for causal in (False, True):
+        given = {"height": 5, "width": 7, "causal": causal}
+        yield {"x": draw(35, 17), "weight": draw(17, 3, 2), **given}
+
+
+@_grid_conv.public(_examples)
 def grid_conv(
     x: Tensor,
     weight: Tensor,

@@ -1,6 +1,6 @@
 """Softmax attention over any sparse pattern."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from pyg_chimera.ops.common.checks import (
     check_shape,
 )
 from pyg_chimera.ops.common.dispatch import Call, Choice
+from pyg_chimera.ops.common.examples import Draw, Example
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.neighborhood_attention import reference, torch_backend
 from pyg_chimera.ops.neighborhood_attention.pattern import Pattern, pattern
@@ -60,6 +61,15 @@ class _NeighborhoodAttention(Operator[Inputs, Pattern]):
 _neighborhood_attention = _NeighborhoodAttention()
 
 
+def _examples(draw: Draw) -> Iterator[Example]:
+    graph = draw.graph("graph")
+    size, edges = len(graph["batch"]), graph["edge_index"].size(1)
+    query, key, value = draw(size, 2, 6), draw(size, 1, 6), draw(size, 1, 5)
+    bias = draw(edges, 2)
+    yield {"query": query, "key": key, "value": value, "edge_bias": bias, **graph}
+
+
+@_neighborhood_attention.public(_examples)
 def neighborhood_attention(
     query: Tensor,
     key: Tensor,

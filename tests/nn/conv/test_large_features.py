@@ -246,7 +246,7 @@ def inverse(system: mpmath.matrix) -> mpmath.matrix:
     return out
 
 
-@pytest.mark.parametrize("scale, most", [(300, 0), (1e4, 20)])
+@pytest.mark.parametrize(("scale", "most"), [(300, 0), (1e4, 20)])
 def test_what_states_cannot_hold_is_nan_where_contents_are_not_read(scale, most):
     """Rather than wrong. Otherwise, such states are computed again."""
     torch.manual_seed(21)

@@ -1,5 +1,6 @@
 """A linear recurrence on DAGs with a weight for each channel."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from pyg_chimera.ops.common.checks import (
     check_indices,
     check_shape,
 )
+from pyg_chimera.ops.common.examples import Draw, Example
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.recurrence.channel_scan import (
     numba_backend,
@@ -62,6 +64,15 @@ class _ChannelScan(Operator[Inputs, StateGraph]):
 _channel_scan = _ChannelScan()
 
 
+def _examples(draw: Draw) -> Iterator[Example]:
+    for kind in ("dag", "path"):
+        graph = draw.graph(kind)
+        value, decay = (draw(len(graph["batch"]), 17) for _ in range(2))
+        weight = draw.weights(graph, 17)
+        yield {"value": value, "decay": decay, "edge_weight": weight, **graph}
+
+
+@_channel_scan.public(_examples)
 def channel_scan(
     value: Tensor,
     edge_index: Tensor,

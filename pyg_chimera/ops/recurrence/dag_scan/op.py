@@ -1,6 +1,7 @@
 """Linear recurrences on DAGs: on their nodes, on their edges, and on grids."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from pyg_chimera.ops.common.checks import (
     trusted,
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
+from pyg_chimera.ops.common.examples import Draw, Example, mixes
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.recurrence.dag_scan import (
     numba_backend,
@@ -144,6 +146,7 @@ _dag_scan, _stm_scan, _grid_scan, _grid_dag_scan = map(
 )
 
 
+@_dag_scan.public(lambda draw: mixes(draw, "dag", "path"))
 def dag_scan(
     query: Tensor,
     key: Tensor,
@@ -204,6 +207,23 @@ def dag_scan(
     return _dag_scan(inputs).to(value.dtype)
 
 
+def _lines(draw: Draw) -> Iterator[Example]:
+    for kind, parts in (("dag", ()), ("dag", (2,)), ("path", ())):
+        graph = draw.graph(kind)
+        tail, head = graph["edge_index"]
+        lines = (head[:, None] == tail).nonzero().t().contiguous()
+        yield {
+            **draw.nodes(len(graph["batch"])),
+            "source": draw(len(tail), 2, *parts),
+            "transition": draw(lines.size(1), 2, *parts, *parts, scale=0.25),
+            "mark": draw(len(tail), 2, *parts),
+            "direct": draw(len(graph["batch"]), 2),
+            "line_edge_index": lines,
+            **graph,
+        }
+
+
+@_stm_scan.public(_lines)
 def stm_scan(
     query: Tensor,
     key: Tensor,
@@ -312,6 +332,22 @@ def stm_scan(
     return _stm_scan(inputs).to(value.dtype)
 
 
+def _grids(draw: Draw, on_edges: bool) -> Iterator[Example]:
+    for height, width in ((5, 7), (1, 70)):
+        size = height * width
+        inputs = {**draw.nodes(size), "height": height, "width": width}
+        if on_edges:
+            inputs["source"] = draw(size, 4, 2, 2)
+            inputs["transition"] = draw(size, 4, 2, 2, 2, scale=0.25)
+            inputs["mark"] = draw(size, 4, 2, 2)
+            inputs["direct"] = draw(size, 2)
+        else:
+            inputs["source"] = draw(size, 4, 2)
+            inputs["transition"] = draw(size, 4, 2, 2, scale=0.25)
+        yield inputs
+
+
+@_grid_scan.public(partial(_grids, on_edges=True))
 def grid_scan(
     query: Tensor,
     key: Tensor,
@@ -402,6 +438,7 @@ def grid_scan(
     return _grid_scan(inputs).to(value.dtype)
 
 
+@_grid_dag_scan.public(partial(_grids, on_edges=False))
 def grid_dag_scan(
     query: Tensor,
     key: Tensor,

@@ -1,8 +1,10 @@
 """The gated delta rule on graphs."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
@@ -17,6 +19,7 @@ from pyg_chimera.ops.common.checks import (
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
 from pyg_chimera.ops.common.errors import CycleError
+from pyg_chimera.ops.common.examples import Draw, Example, mixes, rounded
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.recurrence.delta_scan import (
     numba_backend,
@@ -194,6 +197,14 @@ def _check_contraction(edge_weight: Tensor, graph: DeltaGraph) -> None:
 _delta_scan = _DeltaScan()
 
 
+def _examples(draw: Draw) -> Iterator[Example]:
+    for inputs in mixes(draw, "graph", "path", "dag"):
+        inputs["key"] = rounded(F.normalize(inputs["key"], dim=-1))
+        inputs["beta"] = rounded(1.5 * draw(*inputs["value"].shape[:2]).sigmoid())
+        yield inputs
+
+
+@_delta_scan.public(_examples)
 def delta_scan(
     query: Tensor,
     key: Tensor,

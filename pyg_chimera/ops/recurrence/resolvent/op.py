@@ -22,6 +22,7 @@ from pyg_chimera.ops.common.dispatch import (
     Choice,
     UnsuitableSolver,
 )
+from pyg_chimera.ops.common.examples import mixes
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.common.triton_runtime import SHORT_PATH
 from pyg_chimera.ops.recurrence.resolvent import (
@@ -243,6 +244,7 @@ def _may_iterate(inputs: Inputs) -> bool:
 _resolvent_mix = _ResolventMix()
 
 
+@_resolvent_mix.public(lambda draw: mixes(draw, "graph", "undirected path"))
 def resolvent_mix(
     query: Tensor,
     key: Tensor,

@@ -1,11 +1,13 @@
 """Mamba's recurrence over packed sequences."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_dim, check_floats, check_shape
+from pyg_chimera.ops.common.examples import Draw, Example, sequences
 from pyg_chimera.ops.common.operator import Operator, without_autocast
 from pyg_chimera.ops.common.sequences import as_ptr, check_ptr
 from pyg_chimera.ops.recurrence.selective_scan import (
@@ -47,6 +49,13 @@ class _SelectiveScan(Operator[Inputs, None]):
 _selective_scan = _SelectiveScan()
 
 
+def _examples(draw: Draw) -> Iterator[Example]:
+    sizes = {"u": (75, 17), "delta": (75, 17), "A": (17, 3), "D": (17,)}
+    for inputs in sequences(draw, **sizes, B=(75, 3), C=(75, 3)):
+        yield {**inputs, "A": -inputs["A"].abs(), "delta_softplus": True}
+
+
+@_selective_scan.public(_examples)
 def selective_scan(
     u: Tensor,
     delta: Tensor,
