@@ -9,8 +9,9 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "pyg_chimera"
 #: Each may import those before it, and itself.
-LEVELS = ("ops.common", "ops.structure", "ops", "transforms", "loader", "nn", "datasets",
-          "utils", "graphgym", "compile", "selftest", "__init__")  # fmt: skip
+LEVELS = ("ops.common", "ops.structure", "ops", "transforms", "loader", "nn",
+          "datasets", "utils", "graphgym", "compile", "selftest",
+          "__init__")  # fmt: skip
 #: What may import only its own level: transforms do not know layers, nor the reverse.
 STRANGERS = {("nn", "transforms"), ("datasets", "nn"), ("transforms", "nn")}
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -151,3 +152,13 @@ def test_kernels_are_for_the_oldest_triton():
                 assert not any(nested), ast.unparse(x)
             if isinstance(x, ast.Call) and ast.unparse(x.func) == "tl.dot":
                 assert len(x.args) == 2, ast.unparse(x)
+
+
+def test_private_parts_of_pytorch_are_used_in_one_file():
+    private = re.compile(r"torch(\.\w+)*\._[a-z]\w*|torch\._C|_current_level")
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if private.search(path.read_text())
+    }
+    assert found == {"ops/common/torch_private.py"}

@@ -1,7 +1,7 @@
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.operator import is_followed
+from pyg_chimera.ops.common.torch_private import is_followed
 
 __all__ = ["Dropout"]
 

@@ -22,7 +22,6 @@ from pyg_chimera.ops.common.numba_runtime import (
     run,
     stopped,
 )
-from pyg_chimera.ops.common.operator import is_followed
 from pyg_chimera.ops.common.simd import (
     fma,
     lanes,
@@ -35,6 +34,7 @@ from pyg_chimera.ops.common.simd import (
     total,
     zeros,
 )
+from pyg_chimera.ops.common.torch_private import is_batched, is_followed
 from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
 
 #: The most rows of a task, which has its own sum of the gradient of weights.
@@ -133,11 +133,7 @@ class _GatedNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,), (x, weight, gate), options = grads, ctx.saved_tensors, ctx.options
-        if (
-            torch.is_grad_enabled()
-            or is_followed()
-            or torch._C._functorch.is_legacy_batchedtensor(grad)
-        ):
+        if torch.is_grad_enabled() or is_followed() or is_batched(grad):
             again, given = torch.is_grad_enabled(), (x, weight, gate)
             with torch.enable_grad():  # of views, as one may depend on another
                 views: list[Any] = [None if y is None else y.view_as(y) for y in given]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.portability import has_form, no_form
+from pyg_chimera.ops.common.torch_private import while_loop
 from pyg_chimera.ops.structure.grid import parents_at
 
 # ------------------------------------------------------------------------------- loops
@@ -22,8 +23,6 @@ def _loop(cond: Callable, body: Callable, carried: tuple, *others: Tensor) -> An
     What it begins with must be no input of the program. And it gets gradients of the
     others only if it needs them from the start.
     """
-    from torch._higher_order_ops.while_loop import while_loop_op
-
     given = [y for y in (*carried, *others) if y.dim() > 0 and y.is_floating_point()]
     nothing = sum(y[:0].sum() for y in given)
     carried = tuple(
@@ -32,7 +31,7 @@ def _loop(cond: Callable, body: Callable, carried: tuple, *others: Tensor) -> An
         )
         for y in carried
     )
-    return while_loop_op(cond, body, carried, others)
+    return while_loop(cond, body, carried, others)
 
 
 def _walks(A: Tensor) -> Tensor:

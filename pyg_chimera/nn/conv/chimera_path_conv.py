@@ -14,7 +14,7 @@ from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops import balanced_path_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import check_flag, readable
-from pyg_chimera.ops.common.operator import is_followed
+from pyg_chimera.ops.common.torch_private import is_followed
 
 __all__ = ["ChimeraPathConv"]
 

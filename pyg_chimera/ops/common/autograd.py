@@ -1,19 +1,12 @@
 """Autograd for backends of plain PyTorch operations."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@contextmanager
-def recorded() -> Iterator[None]:
-    """Lets autograd record, even in a registered operator, which runs below it."""
-    key = torch._C.DispatchKey.AutogradFunctionality
-    with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(key, False):
-        yield
+from pyg_chimera.ops.common.torch_private import recorded
 
 
 def by_autograd(

@@ -27,6 +27,7 @@ from pyg_chimera.ops.common.portability import (
     refuse_for_onnx,
 )
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
+from pyg_chimera.ops.common.torch_private import is_in_forward_mode, is_transforming
 from pyg_chimera.ops.common.verdicts import objection
 from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
@@ -169,7 +170,7 @@ class Operator(Generic[Inputs, Structure]):
             # Whatever it need not read, of small graphs, has a gradient all the same.
             return out + sum(x[:0].sum() for x in _floating(inputs))
         self._refuse_forward_mode(inputs)
-        if not torch.compiler.is_compiling() and _transforming():
+        if not torch.compiler.is_compiling() and is_transforming():
             return self._transformable_forward(*inputs)[0]
         return self._forward(*inputs)[0]
 
@@ -179,7 +180,7 @@ class Operator(Generic[Inputs, Structure]):
         key = "" if recipe is None else recipe.key()
         structure: Any = recipe and recalled(key, recipe.cook)
         inputs = self.in_one_dtype(inputs, structure)
-        if not _transforming():  # where contents cannot be read
+        if not is_transforming():  # where contents cannot be read
             self.check(inputs, structure)
         problems: list[str] = []
         unsuitable: dict[str, str] = {}
@@ -347,7 +348,7 @@ class Operator(Generic[Inputs, Structure]):
             for x, other in zip(tensors, ctx.others, strict=True)
         ]
         differentiate = self._backward
-        if not torch.compiler.is_compiling() and _transforming():
+        if not torch.compiler.is_compiling() and is_transforming():
             differentiate = self._transformable_backward
         grads = iter(differentiate(grad.contiguous(), saved, header, *args))
         given = [next(grads) if is_one else None for is_one in self._are_tensors]
@@ -365,7 +366,7 @@ class Operator(Generic[Inputs, Structure]):
         )
 
     def _refuse_forward_mode(self, inputs: Inputs) -> None:
-        if forward_ad._current_level < 0:
+        if not is_in_forward_mode():
             return
         for x in _floating(inputs):
             if forward_ad.unpack_dual(x).tangent is not None:
@@ -435,22 +436,6 @@ def _unpack(saved: Tensor, shapes: list[list[int]]) -> tuple[Tensor, ...]:
     sizes = [int(np.prod(shape)) for shape in shapes]
     parts = saved[: sum(sizes)].split(sizes) if sizes else ()
     return tuple(x.view(shape) for x, shape in zip(parts, shapes, strict=True))
-
-
-def _transforming() -> bool:
-    """Whether a transform of `torch.func` is active."""
-    return torch._C._are_functorch_transforms_active()
-
-
-def is_followed() -> bool:
-    """Whether a compiler, a transform or a mode is active."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or _transforming()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-    )
 
 
 def _is_floating(x: Any) -> bool:

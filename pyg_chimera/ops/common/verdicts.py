@@ -25,6 +25,7 @@ from pyg_chimera.ops.common.checks import setting
 from pyg_chimera.ops.common.compilation import stamp
 from pyg_chimera.ops.common.dispatch import Choice
 from pyg_chimera.ops.common.examples import Draw, Example
+from pyg_chimera.ops.common.torch_private import is_in_backward_pass
 from pyg_chimera.ops.common.triton_runtime import WITH_TRITON, allows_tf32
 
 
@@ -201,7 +202,7 @@ def _judged(
     problem = _remembered().get(machine, {}).get(name)
     subject = f"backend={choice.backend!r}"
     if problem is None:
-        if torch._C._current_graph_task_id() != -1:  # whose thread serves the device
+        if is_in_backward_pass():  # whose thread serves the device
             return f"{subject} cannot be tested first in a backward pass", False
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return (

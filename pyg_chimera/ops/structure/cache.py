@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import setting, trusted
+from pyg_chimera.ops.common.torch_private import without_transforms
 from pyg_chimera.ops.structure.checksum import scrambled
 
 _EAGER: ContextVar[bool] = ContextVar("eager", default=False)
@@ -163,7 +164,7 @@ class Recipe(NamedTuple):
 
     def key(self) -> str:
         """A digest of everything that the structure depends on."""
-        with torch._C._DisableFuncTorch():  # graphs are not transformed
+        with without_transforms():  # graphs are not transformed
             digests = [None if x is None else _DIGESTS.of(x) for x in self.tensors]
         name = (self.make.__module__, self.make.__qualname__)
         whole = repr((digests, *name, self.options)).encode()
@@ -175,7 +176,7 @@ class Recipe(NamedTuple):
         From copies of the tensors, as it may keep parts of them, and later calls may
         save the tensors for their gradients.
         """
-        with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        with torch.inference_mode(False), without_transforms():
             copies = [None if x is None else x.detach().clone() for x in self.tensors]
             return self.make(*copies, *self.options)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.checks import check_batch, no_integer
 from pyg_chimera.ops.common.portability import is_portable
+from pyg_chimera.ops.common.torch_private import is_transforming
 from pyg_chimera.ops.structure.cache import remembered
 
 # Sort keys have the value in the upper and a random number in the lower half.
@@ -107,7 +108,7 @@ def node_sequences(
     options = _Options(num_permutations, num_bins, clusters, shuffle, generator, seed)
     _check_sequences(score, batch, options)
     traced = torch.compiler.is_compiling()  # then, or in transforms, no contents
-    traced = traced or torch._C._are_functorch_transforms_active()
+    traced = traced or is_transforming()
     if seed is None or not score.is_cpu or traced:
         return _sequences(score, batch, options)
     index, ptr = remembered(_sequences, (score, batch), options)

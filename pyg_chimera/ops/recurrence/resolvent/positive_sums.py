@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import readable
-from pyg_chimera.ops.common.operator import is_followed
+from pyg_chimera.ops.common.torch_private import is_followed
 from pyg_chimera.ops.recurrence.resolvent.op import resolvent_mix
 
 #: How far a sum may be, relative to its size, from what reaches it over edges.

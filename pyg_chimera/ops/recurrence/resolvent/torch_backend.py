@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.autograd import recorded
 from pyg_chimera.ops.common.checks import trusted
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import arrays
+from pyg_chimera.ops.common.torch_private import recorded
 from pyg_chimera.ops.recurrence.mask_form import Padding, masked_mix
 from pyg_chimera.ops.recurrence.resolvent.pivot_growth import (
     check_pivot_growth,
