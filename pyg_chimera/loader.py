@@ -89,7 +89,8 @@ class ClusterData(Dataset):
         self.num_parts, self.recursive, self.data = num_parts, recursive, copy(data)
         self.data.num_nodes = num_nodes
         device = data.edge_index.device
-        self.data.n_id = torch.arange(num_nodes, device=device)
+        if "n_id" not in data:  # such as of a sample of a larger graph
+            self.data.n_id = torch.arange(num_nodes, device=device)
         edge_index = to_numpy(data.edge_index)
         part = _kept(edge_index, num_nodes, num_parts, recursive, save_dir, log)
         number, part = np.unique(part, return_inverse=True)
@@ -102,11 +103,14 @@ class ClusterData(Dataset):
     def __len__(self) -> int:
         return self.partition.partptr.numel() - 1
 
-    def __getitem__(self, index: int | Sequence[int]) -> Data:
+    def __getitem__(self, index: int | slice | Sequence[int]) -> Data:
         """A cluster; or of several, the subgraph of all their nodes."""
+        if isinstance(index, slice):
+            index = range(len(self))[index]
         which = torch.as_tensor(index).view(-1)
-        if not ((which >= 0) & (which < len(self))).all():
+        if not ((which >= -len(self)) & (which < len(self))).all():
             raise IndexError(f"clusters are from 0 to {len(self) - 1}, got {index}")
+        which = which % len(self)
         node_perm, partptr, edge_perm, edge_ptr = self.partition
         node = _slices(node_perm, partptr, which).sort().values
         edge = _slices(edge_perm, edge_ptr, which).sort().values

@@ -79,6 +79,19 @@ def test_several_clusters_keep_the_edges_between_them():
     assert clusters[range(6)].num_edges == data.num_edges
 
 
+def test_clusters_are_indexed_as_sequences_are():
+    clusters = ClusterData(field(), 6, log=False)
+    assert torch.equal(clusters[-1].n_id, clusters[5].n_id)
+    assert torch.equal(clusters[::-2].n_id, clusters[[1, 3, 5]].n_id)
+
+
+def test_numbers_of_nodes_that_are_given_stay():
+    data = field()
+    data.n_id = 1000 + torch.arange(144)
+    parts = list(ClusterData(data, 4, log=False))
+    assert torch.cat([part.n_id for part in parts]).min() == 1000
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader(workers):
     data = field()
@@ -214,7 +227,7 @@ def test_errors(monkeypatch):
     with pytest.raises(TypeError, match=r"got HeteroData; of .*to_homogeneous\(\)"):
         ClusterData(HeteroData(), 2)
     clusters = ClusterData(data, 4, log=False)
-    for index in (4, -1, [0, 4]):
+    for index in (4, -5, [0, 4]):
         with pytest.raises(IndexError, match="clusters are from 0 to 3"):
             clusters[index]
     monkeypatch.setitem(sys.modules, "pymetis", None)
