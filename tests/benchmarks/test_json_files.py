@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ def test_failed_json_leaves_the_old_one(json_files, tmp_path):
 
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_half_a_file_does_not_replace_a_whole_one(json_files, tmp_path, monkeypatch):
+    path = tmp_path / "results.json"
+    json_files.write_json(path, {"a": 1})
+    monkeypatch.setattr(os, "replace", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        json_files.write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
 
 
 def test_rows_are_lines(json_files):
