@@ -20,13 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from json_files import write_json
 from long_range_data import power_flow_graphs
 from options import add_output, output
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import laplacian
 from scipy.sparse.linalg import splu
 from scipy.spatial import Delaunay
-from timing import machine, show, write_json
+from timing import machine, show
 from torch import Tensor
 from torch_geometric.data import Batch, Data
 from torch_geometric.nn import GCNConv

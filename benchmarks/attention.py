@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from json_files import write_json
 from options import add_output, output
 from steps import Step, compare
-from timing import interleave, machine, ratio, show, summary, table, write_json
+from timing import interleave, machine, ratio, show, summary, table
 from torch import Tensor
 from torch_geometric.utils import scatter, softmax
 from workloads import PEPTIDES, peptides

@@ -26,10 +26,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
+from json_files import write_json
 from long_range_tasks import Source, cities
 from options import add_output, output
 from overhead import new_graphs
-from timing import machine, show, write_json
+from timing import machine, show
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn import Module, MultiheadAttention

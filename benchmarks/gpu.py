@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from json_files import write_json
 from options import add_output, output
 from steps import Step, compare
-from timing import machine, show, table, write_json
+from timing import machine, show, table
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch_geometric.utils import grid, to_dense_adj, to_dense_batch, to_undirected

@@ -21,8 +21,9 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from json_files import write_json
 from options import add_output, output
-from timing import Timing, interleave, machine, ratio, show, summary, write_json
+from timing import Timing, interleave, machine, ratio, show, summary
 from torch import Tensor
 from torch.nn import Module, MultiheadAttention
 from torch_geometric.nn import GPSConv

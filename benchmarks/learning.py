@@ -27,10 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from json_files import write_json
 from learning_tasks import NOT_ASKED, TASKS, WALK, Task, load
 from report import VERDICTS, verdicts
 from sklearn.metrics import average_precision_score
-from timing import show, table, write_figure, write_json
+from timing import show, table, write_figure
 from torch import Tensor
 from torch.nn import Module, MultiheadAttention
 from torch_geometric.nn import GCNConv

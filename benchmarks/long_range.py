@@ -35,6 +35,7 @@ from statistics import mean, stdev
 from typing import Any, NamedTuple
 
 import torch
+from json_files import write_json
 from long_range_tasks import (
     OPTIONS,
     PUBLISHED,
@@ -49,7 +50,7 @@ from long_range_tasks import (
     measure,
     score,
 )
-from timing import out_of_memory, show, write_figure, write_json
+from timing import out_of_memory, show, write_figure
 from torch.nn import Module
 from torch_geometric.data import Batch, Data
 from torch_geometric.loader import DataLoader

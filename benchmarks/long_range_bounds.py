@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from json_files import write_json
 from long_range_data import (
     HOPS,
     Kept,
@@ -28,7 +29,7 @@ from long_range_data import (
     ising_graphs,
 )
 from options import add_output, output
-from timing import machine, write_json
+from timing import machine
 from torch import Tensor
 from torch.nn import GELU, Linear, Sequential
 from torch_geometric.data import Data

@@ -17,11 +17,12 @@ from typing import Any
 import networkx as nx
 import numpy as np
 import torch
+from json_files import write_json
 from options import add_output, output
 from scipy.sparse import coo_matrix, eye
 from scipy.sparse.linalg import spilu
 from scipy.spatial import Delaunay
-from timing import machine, show, table, write_json
+from timing import machine, show, table
 from workloads import PEPTIDES, SHARED, all_peptides
 
 from pyg_chimera.ops.structure.csr import adjacency

@@ -23,6 +23,7 @@ from unittest.mock import patch
 os.environ |= {f"MALLOC_{x}_": "65536" for x in ("MMAP_THRESHOLD", "TRIM_THRESHOLD")}
 
 import torch
+from json_files import write_json
 from layers import Case, rows
 from options import add_output, output
 from timing import (
@@ -32,7 +33,6 @@ from timing import (
     reset_peak_memory,
     show,
     table,
-    write_json,
 )
 from torch import Tensor
 from workloads import PEPTIDES

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import machine, show, table, write_figure, write_json
+from json_files import write_json
+from timing import machine, show, table, write_figure
 
 __all__ = ["report", "run", "verdicts"]
 

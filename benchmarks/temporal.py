@@ -27,8 +27,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from json_files import write_json
 from options import add_output, output
-from timing import machine, show, write_json
+from timing import machine, show
 from torch import Tensor
 from torch.nn import Linear
 from torch_geometric import seed_everything

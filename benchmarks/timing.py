@@ -1,7 +1,6 @@
 """Measurements: interleaved repetitions, and memory in fresh processes."""
 
 import gc
-import json
 import multiprocessing
 import os
 import platform
@@ -234,14 +233,6 @@ def table(rows: Iterable[Iterable[str]]) -> str:
         line = [row[0].ljust(widths[0]), *(x.rjust(width) for x, width in padded)]
         lines.append("  " + "  ".join(line).rstrip())
     return "\n".join(lines)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file atomically, so that it is never seen in part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(part, path)
 
 
 def write_figure(path: Path, figure: Any, dpi: int) -> None:

@@ -92,7 +92,7 @@ class ClusterData(Dataset):
         if "n_id" not in data:  # such as of a sample of a larger graph
             self.data.n_id = torch.arange(num_nodes, device=device)
         edge_index = to_numpy(data.edge_index)
-        part = _kept(edge_index, num_nodes, num_parts, recursive, save_dir, log)
+        part = _partition(edge_index, num_nodes, num_parts, recursive, save_dir, log)
         number, part = np.unique(part, return_inverse=True)
         self.partition = Partition(*(
             torch.from_numpy(x).to(device)
@@ -112,8 +112,8 @@ class ClusterData(Dataset):
             raise IndexError(f"clusters are from 0 to {len(self) - 1}, got {index}")
         which = which % len(self)
         node_perm, partptr, edge_perm, edge_ptr = self.partition
-        node = _slices(node_perm, partptr, which).sort().values
-        edge = _slices(edge_perm, edge_ptr, which).sort().values
+        node = _concatenate_slices(node_perm, partptr, which).sort().values
+        edge = _concatenate_slices(edge_perm, edge_ptr, which).sort().values
         place = node.new_full((self.data.num_nodes,), -1)
         place[node] = torch.arange(node.numel(), device=node.device)
         edge_index = place[self.data.edge_index[:, edge]]
@@ -169,20 +169,20 @@ class ClusterLoader(DataLoader):
         self.cluster_data, self.transform = cluster_data, transform
         super().__init__(
             range(len(cluster_data)),  # type: ignore[arg-type]
-            collate_fn=self._merged,
+            collate_fn=self._collate,
             **kwargs,
         )
 
-    def _merged(self, which: list[int]) -> Data:
+    def _collate(self, which: list[int]) -> Data:
         data = self.cluster_data[which]
         return data if self.transform is None else self.transform(data)
 
 
-def _kept(
+def _partition(
     edge_index: np.ndarray, num_nodes: int, num_parts: int, recursive: bool,
     folder: str | None, log: bool,
 ) -> np.ndarray:  # fmt: skip
-    """The cluster of each node, from a file if there is one."""
+    """The cluster of each node, from the file in `folder` if it exists."""
     if folder is None:
         return _metis(edge_index, num_nodes, num_parts, recursive, log)
     digest = blake2b(edge_index.tobytes(), digest_size=12)
@@ -219,5 +219,5 @@ def _metis(
     return np.asarray(part)
 
 
-def _slices(x: Tensor, ptr: Tensor, which: Tensor) -> Tensor:
+def _concatenate_slices(x: Tensor, ptr: Tensor, which: Tensor) -> Tensor:
     return torch.cat([x[ptr[i] : ptr[i + 1]] for i in which.tolist()] or [x[:0]])

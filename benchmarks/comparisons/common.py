@@ -59,6 +59,9 @@ from torch_geometric.loader import DataLoader
 from torchmetrics import MeanMetric, Metric
 from tqdm import tqdm
 
+sys.path.append(str(Path(__file__).parents[1]))
+from json_files import write_json
+
 #: The rank of this process among those that `torchrun` started, and their number.
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 RESULTS, CURVES, LAST, BEST = "results.json", "curves.png", "last.ckpt", "best.ckpt"
@@ -194,13 +197,6 @@ def main(run: Callable[[Namespace], Mapping[str, Any]], args: Namespace) -> int:
 
 
 # Folders of runs -----------------------------------------------------------------
-
-
-def write(path: Path, data: Mapping[str, Any]) -> None:
-    """Writes JSON atomically."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(data, indent=2) + "\n")
-    os.replace(part, path)
 
 
 def read_run(out: Path) -> dict[str, Any]:
@@ -532,7 +528,7 @@ class Run(LightningModule):
         self.results |= {"epochs_done": len(self.history), "seconds": seconds}
         self.results["history"] = self.history
         if RANK == 0:
-            write(self.args.out / RESULTS, self.results)
+            write_json(self.args.out / RESULTS, self.results)
 
 
 def epochs_within(
@@ -719,7 +715,7 @@ def fit_all(
     finished: dict[str, dict[str, Any]] = {}
     for name, changes in runs:
         if RANK == 0:
-            write(args.out / RESULTS, results)
+            write_json(args.out / RESULTS, results)
         out = args.out / name
         own = {
             **changes,
@@ -733,7 +729,7 @@ def fit_all(
         finished[name] = found
         results["rows"] = tabulate(finished)
     if RANK == 0:
-        write(args.out / RESULTS, results)
+        write_json(args.out / RESULTS, results)
     if RANK == 0 and results["rows"]:
         rows = pd.DataFrame.from_dict(results["rows"], orient="index")
         print(rows.to_string(float_format="{:.4g}".format))

@@ -45,8 +45,8 @@ from common import (
     planned_epochs,
     positive_float,
     positive_int,
-    write,
 )
+from json_files import write_json  # beside this folder
 from matplotlib.figure import Figure
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import shortest_path
@@ -425,7 +425,7 @@ def run(args: Namespace) -> dict[str, Any]:
     results = fit_all(args, runs.items(), train, tabulate)
     if tables and RANK == 0:
         results["by_distance"] = tables
-        write(args.out / RESULTS, results)
+        write_json(args.out / RESULTS, results)
         draw(args.out / "distances.png", tables)
     return results
 

@@ -1,4 +1,4 @@
-"""What the data sets share: splits, and files that are never half written."""
+"""Splits of data sets, and atomic writing of their files."""
 
 import os
 import os.path as osp
@@ -11,29 +11,27 @@ from tqdm import tqdm
 
 from pyg_chimera.ops.common.checks import check_option
 
-__all__ = ["SPLITS", "SplitDataset", "save_whole", "written_whole"]
+__all__ = ["SPLITS", "SplitDataset", "atomic_path", "save_atomically"]
 
 SPLITS = ("train", "val", "test")
 
 
 @contextmanager
-def written_whole(path: str) -> Iterator[str]:
-    """Where to write what will be at the path. Interrupted or not, and with several
-    processes at it, there is never half a file under the final name.
-    """
+def atomic_path(path: str) -> Iterator[str]:
+    """Yields a temporary path, and renames the file when it is complete."""
     part = f"{path}.{os.getpid()}.part"
     yield part
     os.replace(part, path)
 
 
-def save_whole(graphs: Sequence[Data], path: str) -> None:
-    """Saves graphs as one file, see :func:`written_whole`."""
-    with written_whole(path) as part:
+def save_atomically(graphs: Sequence[Data], path: str) -> None:
+    """Saves graphs as one file, atomically."""
+    with atomic_path(path) as part:
         InMemoryDataset.save(graphs, part)
 
 
 class SplitDataset(InMemoryDataset):
-    """A data set of three processed files, one a split, one of which is loaded."""
+    """A data set with one processed file per split; loads the chosen split."""
 
     def __init__(self, root: str, split: str, **kwargs: Any) -> None:
         check_option("split", split, SPLITS)
@@ -46,23 +44,21 @@ class SplitDataset(InMemoryDataset):
         return [f"{split}.pt" for split in SPLITS]
 
     def save_splits(self, graphs: list[Data], ends: list[int]) -> None:
-        """Filters, transforms and saves the graphs, which are sorted by split;
-        ``ends`` starts with 0.
-        """
+        """Filters, transforms and saves graphs sorted by split; ``ends[0]`` is 0."""
         for i, split in enumerate(SPLITS):
             part = graphs[ends[i] : ends[i + 1]]
             if self.pre_filter is not None:
                 part = [data for data in part if self.pre_filter(data)]
             if self.pre_transform is not None:
-                bar = tqdm(part, f"Transforming {split}", disable=hidden(self))
+                bar = tqdm(part, f"Transforming {split}", disable=no_bars(self))
                 part = [self.pre_transform(data) for data in bar]
             if not part:
                 raise ValueError(
                     f"'pre_filter' must leave at least one graph of the split '{split}'"
                 )
-            save_whole(part, osp.join(self.processed_dir, f"{split}.pt"))
+            save_atomically(part, osp.join(self.processed_dir, f"{split}.pt"))
 
 
-def hidden(dataset: InMemoryDataset) -> bool | None:
-    """The `disable` of progress bars, which are shown on terminals only."""
+def no_bars(dataset: InMemoryDataset) -> bool | None:
+    """The `disable` option of tqdm: None shows bars on terminals only."""
     return None if dataset.log else True

@@ -193,7 +193,7 @@ class ArrowPointing(InMemoryDataset):
     def _positions(
         self, rng: np.random.Generator, shape: tuple[int, ...], reach: float
     ) -> np.ndarray:
-        """Random positions of objects that extend so far, a pixel from the border."""
+        """Random positions of objects of the given extent, a pixel from the border."""
         border = reach + 1
         return rng.uniform(border, self.image_size - border, (*shape, 2))
 

@@ -1,4 +1,4 @@
-"""Road networks of cities, with classes that depend on roads 16 hops away."""
+"""Road networks of cities; classes depend on roads 16 hops away."""
 
 import os.path as osp
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import torch
 from torch_geometric.data import Data, InMemoryDataset, download_url
 from torch_geometric.utils import scatter
 
-from pyg_chimera.datasets._common import save_whole, written_whole
+from pyg_chimera.datasets._common import atomic_path, save_atomically
 from pyg_chimera.ops.common.array_views import as_array
 
 __all__ = ["CityRoads"]
@@ -31,10 +31,10 @@ _FILES = {
 
 
 class CityRoads(InMemoryDataset):
-    r"""The small road networks that the authors of the `"Towards Quantifying
-    Long-Range Interactions in Graph Machine Learning: a Large Graph Dataset and a
-    Measurement" <https://arxiv.org/abs/2503.09008>`_ paper published besides the four
-    cities of their benchmark.
+    r"""The small road networks of the `"Towards Quantifying Long-Range Interactions in
+    Graph Machine Learning: a Large Graph Dataset and a Measurement"
+    <https://arxiv.org/abs/2503.09008>`_ paper, besides the four cities of its
+    benchmark.
 
     Those four, Paris, Shanghai, Los Angeles and London, with 114,000 to 569,000 nodes,
     are downloaded by :class:`~torch_geometric.datasets.CityNetwork`. The small ones
@@ -145,7 +145,7 @@ class CityRoads(InMemoryDataset):
 
     @property
     def processed_dir(self) -> str:
-        """Where the processed graph with these masks is kept."""
+        """The folder of the processed graph with these masks."""
         train, val = self.shares
         name = f"{self.city}-{train}-{val}-seed{self.seed}"
         return osp.join(self.root, "processed", name)
@@ -173,7 +173,7 @@ class CityRoads(InMemoryDataset):
                 )
                 for key, name in _FILES.items()
             }
-        with written_whole(self.raw_paths[0]) as part, open(part, "wb") as file:
+        with atomic_path(self.raw_paths[0]) as part, open(part, "wb") as file:
             np.savez_compressed(file, **arrays)
 
     def process(self) -> None:
@@ -200,7 +200,7 @@ class CityRoads(InMemoryDataset):
             data[f"{split}_mask"] = mask
         if self.pre_transform is not None:
             data = self.pre_transform(data)
-        save_whole([data], self.processed_paths[0])
+        save_atomically([data], self.processed_paths[0])
 
 
 def _standardise(columns: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch_geometric.data import Data
 from tqdm import tqdm
 
-from pyg_chimera.datasets._common import SPLITS, SplitDataset, hidden
+from pyg_chimera.datasets._common import SPLITS, SplitDataset, no_bars
 from pyg_chimera.ops.common.checks import check_option
 
 __all__ = [
@@ -129,12 +129,12 @@ class PeptidesFunctional(SplitDataset):
 
     @property
     def processed_dir(self) -> str:
-        """Where the processed splits are kept."""
+        """The folder of the processed splits."""
         return osp.join(self.processed_root, "processed")
 
     @classmethod
     def holds_raw_files(cls, root: str) -> bool:
-        """Whether :obj:`root` has the layout that this class reads."""
+        """Whether :obj:`root` has the layout of the raw files."""
         name = "peptide_multi_class_dataset.csv.gz"
         return osp.isfile(osp.join(osp.expanduser(root), "raw", name))
 
@@ -170,7 +170,7 @@ class PeptidesFunctional(SplitDataset):
                 f"{self.num_tasks} numbers (got shape {labels.shape})"
             )
         smiles = [rows[i]["smiles"] for i in used]
-        graphs = list(_to_graphs(smiles, labels[used], hidden(self)))
+        graphs = list(_to_graphs(smiles, labels[used], no_bars(self)))
         ends = np.cumsum([0, *map(len, parts)])
         self.save_splits(graphs, ends.tolist())
 
@@ -323,7 +323,7 @@ class GeneratedPeptides(SplitDataset):
 
     @property
     def processed_dir(self) -> str:
-        """Where the processed splits of this preset, size and seed are kept."""
+        """The folder of the processed splits of this preset, size and seed."""
         name = f"generated-peptides-{self.preset}-{self.num_graphs}-seed{self.seed}"
         return osp.join(self.root, name, "processed")
 
@@ -349,7 +349,7 @@ class GeneratedPeptides(SplitDataset):
         sequences = self.sequences()
         smiles = [_sequence_to_smiles(sequence) for sequence in sequences]
         labels = np.array([long_range_labels(s) for s in sequences])
-        graphs = list(_to_graphs(smiles, labels, hidden(self)))
+        graphs = list(_to_graphs(smiles, labels, no_bars(self)))
         held_out = max(1, round(0.15 * len(graphs)))
         train = len(graphs) - 2 * held_out
         self.save_splits(graphs, [0, train, train + held_out, len(graphs)])

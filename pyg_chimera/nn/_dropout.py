@@ -7,7 +7,7 @@ __all__ = ["Dropout"]
 
 
 class Dropout(torch.nn.Dropout):
-    """PyTorch's, with 16 random bits for each entry on a CPU, where its own draws take
+    """PyTorch's, with 16 random bits for each entry on a CPU, as its own draws take
     six times as long. The probability is rounded to a multiple of 2**-16.
     """
 

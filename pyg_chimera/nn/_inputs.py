@@ -1,4 +1,4 @@
-"""Checks and conversions of what users pass to layers, with uniform error messages."""
+"""Checks and conversions of the arguments of layers, with uniform errors."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -56,22 +56,20 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def all_parameters(cls: type) -> list[inspect.Parameter]:
-    """The parameters of a layer's constructor, and of those of its base classes to
-    which it passes on ``**kwargs``, by name only.
-    """
-    own: dict[str, inspect.Parameter] = {}
+    """The parameters of a constructor; those passed on to base classes by name only."""
+    parameters: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__[: cls.__mro__.index(MessagePassing)]:
         if "__init__" not in vars(base):
             continue
         given = [*inspect.signature(vars(base)["__init__"]).parameters.values()][1:]
-        inherited = len(own) > 0
+        inherited = len(parameters) > 0
         for x in given:
-            if x.name not in own and x.kind is not x.VAR_POSITIONAL:
+            if x.name not in parameters and x.kind is not x.VAR_POSITIONAL:
                 by_name = inherited and x.kind is not x.VAR_KEYWORD
-                own[x.name] = x.replace(kind=x.KEYWORD_ONLY) if by_name else x
+                parameters[x.name] = x.replace(kind=x.KEYWORD_ONLY) if by_name else x
         if all(x.kind is not x.VAR_KEYWORD for x in given):
             break
-    return sorted(own.values(), key=lambda x: x.kind)
+    return sorted(parameters.values(), key=lambda x: x.kind)
 
 
 def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -85,17 +83,17 @@ def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in kwargs:
         if name not in known:
             found = all_parameters(type(layer))
-            own = [x.name for x in found if x.kind is not x.VAR_KEYWORD]
+            names = [x.name for x in found if x.kind is not x.VAR_KEYWORD]
             raise TypeError(
-                f"{type(layer).__name__} has no argument '{name}'; it has {own}, "
+                f"{type(layer).__name__} has no argument '{name}'; it has {names}, "
                 "and those of MessagePassing"
             )
     return kwargs
 
 
 def heads_of(channels: int, heads: int | None, multiple: int = 1) -> int:
-    """The number of heads: unless given, the largest of 4, 2 and 1 that divides the
-    channels, into multiples of a number if possible.
+    """The number of heads; by default the largest of 4, 2 and 1 to divide the channels,
+    into multiples of `multiple` if possible.
     """
     if heads is not None:
         return heads
@@ -105,7 +103,7 @@ def heads_of(channels: int, heads: int | None, multiple: int = 1) -> int:
 def check_channels(
     in_channels: Any, out_channels: Any, edge_dim: Any = None
 ) -> tuple[int, int, int | None]:
-    """Checks the sizes of what a layer reads and returns; returns plain integers.
+    """Checks the sizes of a layer's input and output; returns plain integers.
 
     The output is as wide as the input unless given. No edge features may also be zero
     of them, as in `dataset.num_edge_features`.
@@ -132,9 +130,7 @@ def check_channels(
 def check_heads(
     out_channels: int, heads: Any, state_channels: Any = 1, groups: Any = 1
 ) -> tuple[int, int, int]:
-    """Checks the sizes that all layers with heads have; returns them as plain integers,
-    heads first, whose number is that of `heads_of` unless given.
-    """
+    """Checks numbers of heads, state channels and groups; returns plain integers."""
     heads = heads_of(out_channels, heads)
     sizes = {"heads": heads, "state_channels": state_channels, "groups": groups}
     for name, size in sizes.items():
@@ -192,7 +188,7 @@ def check_edge_attr(edge_attr: Any) -> None:
 
 
 def check_no_edge_attr(layer: Any, edge_attr: Any) -> None:
-    """Checks that a layer that reads no edge features is given none."""
+    """Refuses edge features, for a layer without them."""
     check_edge_attr(edge_attr)
     if edge_attr is not None:
         raise ValueError(
@@ -301,7 +297,7 @@ def check_size(graph: Any, num_targets: int, num_sources: int | None = None) -> 
 
 
 def with_values(graph: Adj) -> tuple[Adj, Tensor | None]:
-    """A graph, and the values of its edges if it is a sparse matrix that has some.
+    """A graph, and the values of its edges; None unless a sparse matrix has them.
 
     Duplicates in a matrix that is not coalesced are added, as in all of PyTorch.
     """
@@ -317,8 +313,8 @@ def with_values(graph: Adj) -> tuple[Adj, Tensor | None]:
 def plain_edges(
     graph: Adj, edge_attr: Tensor | None, edge_dim: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """A graph as edges, and their features, for which the values of a sparse matrix
-    stand in. Without `edge_dim`, values are for other layers to read.
+    """The edges of a graph, and their features, or else the values of a sparse matrix,
+    unless `edge_dim` is None: values are then for other layers to read.
     """
     if edge_attr is None:
         graph, values = with_values(graph)
@@ -328,7 +324,7 @@ def plain_edges(
         raise ValueError(
             "'edge_attr' must be None for a layer with 'edge_dim=None', got shape "
             f"{list(edge_attr.shape)}. Construct the layer with 'edge_dim' (1 for edge "
-            "weights) if it shall read edge features"
+            "weights) to read edge features"
         )
     return edges_of(graph), edge_attr
 
@@ -392,9 +388,7 @@ def edge_features(
 
 
 class TakesTensors:
-    """A module that is called with tensors: data that is passed whole is refused, as it
-    would otherwise lack the second argument.
-    """
+    """A module called with tensors: refuses a whole data object with a clear error."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and isinstance(args[0], BaseData):
@@ -411,7 +405,7 @@ class TakesTensors:
 
 
 def why_not_finite(layer: torch.nn.Module, given: dict[str, Any]) -> str:
-    """Why what a layer computes from these arguments is not finite."""
+    """The reason for results of a layer that are not finite, as an error message."""
     tensors = []
     for name in ("x", "edge_attr"):
         value = given.get(name)
@@ -463,9 +457,9 @@ def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
 def halves_of(
     layer: Any, edge_index: Any, edge_attr: Any, num_nodes: int
 ) -> tuple[Halves, Tensor, Tensor | None] | None:
-    """The two DAGs along which a layer with the option `order="auto"` runs on a graph
-    that is not one itself, or only with self-loops, and its edges and their features;
-    otherwise None. Their number is not known while code is compiled.
+    """The two DAGs of a graph with cycles, if `order="auto"`, its edges and features.
+
+    None for a DAG, and while code is compiled, as sizes of DAGs are then unknown.
     """
     several = layer.num_dags > 1 or isinstance(edge_index, (list, tuple))
     fixed = torch.compiler.is_compiling() or is_portable()
@@ -484,7 +478,7 @@ def halves_of(
 
 
 def _is_numbers(x: Sequence) -> bool:
-    """Whether it is numbers, or lists of them, instead of tensors."""
+    """Whether a sequence holds numbers, or lists of them, instead of tensors."""
     return len(x) > 0 and isinstance(x[0], (int, float, list, tuple))
 
 
@@ -509,13 +503,13 @@ def side_by_side(
         ValueError: As `for_each_dag` and `as_edges`.
     """
 
-    def along(order: Any) -> Any:
-        """A rank that grows along the edges, which may be reversed."""
+    def rank_along_edges(order: Any) -> Any:
+        """Negates a rank if edges are reversed."""
         reverse = flow == "target_to_source" and isinstance(order, Tensor)
         return -order.long() if reverse else order
 
     dags = [
-        (*as_edges(index, attr, num_nodes, flow, edge_dim), along(order))
+        (*as_edges(index, attr, num_nodes, flow, edge_dim), rank_along_edges(order))
         for index, attr, order in for_each_dag(
             num_dags, edge_index=edge_index, edge_attr=edge_attr, rank=rank
         )
@@ -524,7 +518,7 @@ def side_by_side(
         ((index, attr, order),) = dags
         return index, [(attr, index.size(1))], batch, order
     index = torch.cat([dag[0] + d * num_nodes for d, dag in enumerate(dags)], 1)
-    features = [(attr, own.size(1)) for own, attr, _ in dags]
+    features = [(attr, edges.size(1)) for edges, attr, _ in dags]
     if batch is not None:
         batch = batch.long()  # narrow integers overflow
         batch = torch.cat([num_dags * batch + d for d in range(num_dags)])

@@ -22,7 +22,7 @@ _WITHOUT_SIZE = ("pair", "meansubtraction", "graphsize")
 def norm_arguments(
     norm: str, norm_kwargs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The arguments of a norm, with our defaults where they differ from PyG's."""
+    """The arguments of a norm, with defaults for one row and for layer norm."""
     kwargs = dict(norm_kwargs or {})
     name = normalize_string(norm)
     if name in ("batch", "batchnorm"):
@@ -88,7 +88,7 @@ class Norm(torch.nn.Module):
 
 
 class LazyLayerNorm(LazyModuleMixin, torch.nn.LayerNorm):
-    """PyTorch's, but its size is that of the first input."""
+    """PyTorch's layer norm, with the size of the first input."""
 
     cls_to_become = torch.nn.LayerNorm
     weight: UninitializedParameter  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""How to call a module: which arguments its ``forward`` takes."""
+"""How to call a module: the arguments of its ``forward``."""
 
 import inspect
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _PADDED = (MultiheadAttention, TransformerEncoderLayer, TransformerEncoder)
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The module without PyTorch's wrappers, whose own ``forward`` takes anything."""
+    """The module without PyTorch's wrappers, as their ``forward`` takes anything."""
     for name in _WRAPPED:
         if name in vars(module) or name in module._modules:
             return unwrapped(getattr(module, name))
@@ -31,7 +31,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def reset_layer(module: torch.nn.Module) -> None:
-    """Resets all learnable parameters of a layer, by the name that it has for this."""
+    """Resets all learnable parameters of a layer."""
     reset(module)
     # Attention modules have another name for it, and one of them resets only some of
     # its parameters.
@@ -41,10 +41,10 @@ def reset_layer(module: torch.nn.Module) -> None:
 
 
 class PassesOn:
-    """A layer that passes keyword arguments on to others, and says which."""
+    """A layer passing keyword arguments on to others, named by :meth:`accepts`."""
 
     def accepts(self, name: str) -> bool:
-        """Whether it takes a keyword argument of this name."""
+        """Whether the layer, or a part of it, takes a keyword argument of this name."""
         raise NotImplementedError
 
 
@@ -67,7 +67,7 @@ class Route(NamedTuple):
 
     @classmethod
     def of(cls, module: torch.nn.Module, *, graph: bool = False) -> "Route":
-        """Inspects :obj:`module`, which takes edges if :obj:`graph` is set."""
+        """Inspects :obj:`module`; with :obj:`graph` set, it takes edges."""
         module = unwrapped(module)
         if isinstance(module, _PADDED):
             return cls(type(module), (), is_open=False, edges=False, padded=True)
@@ -95,14 +95,14 @@ class Route(NamedTuple):
         return cls(type(module), tuple(names), is_open, edges, padded)
 
     def accepts(self, name: str, module: torch.nn.Module | None = None) -> bool:
-        """Whether ``forward`` has a parameter called :obj:`name`, or what the module
-        itself says about this, if it is given and passes arguments on.
+        """Whether ``forward`` has a parameter called :obj:`name`, or :obj:`module`
+        accepts it, if given and passing arguments on.
         """
-        own = None if module is None else unwrapped(module)
-        return own.accepts(name) if isinstance(own, PassesOn) else name in self.names
+        base = None if module is None else unwrapped(module)
+        return base.accepts(name) if isinstance(base, PassesOn) else name in self.names
 
     def select(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The part of :obj:`given` for which ``forward`` has a parameter."""
+        """The part of :obj:`given` with parameters of ``forward``."""
         return {name: value for name, value in given.items() if name in self.names}
 
     def call(
@@ -135,9 +135,7 @@ class Route(NamedTuple):
 def _on_padded(
     module: torch.nn.Module, x: Tensor, batch: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor:
-    """The nodes after a module on padded graphs, or one of PyTorch's around attention,
-    which may count graphs second.
-    """
+    """Pads graphs, calls the module on them, and returns the nodes without padding."""
     dense, mask, place = _padded(x, batch)
     if not isinstance(unwrapped(module), _PADDED):
         return module(dense, mask=mask, **kwargs).flatten(0, 1).index_select(0, place)
@@ -152,8 +150,8 @@ def _on_padded(
 
 
 def _padded(x: Tensor, batch: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Padded graphs [B, N, F], without empty ones, where attention has nothing to
-    average; a mask of their nodes; and the place of each node among all B N.
+    """Padded graphs [B, N, F], a mask of their nodes, and each node's place in all B N;
+    without empty graphs, as attention has nothing to average in them.
     """
     place = torch.arange(x.size(0), device=x.device)
     if batch is None:

@@ -26,8 +26,8 @@ __all__ = ["GPSLayer"]
 
 
 class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
-    r"""A layer that combines local message passing with any mixer over longer
-    distances, as in the `"Recipe for a General, Powerful, Scalable Graph Transformer"
+    r"""Combines local message passing with any mixer over longer distances, as in the
+    `"Recipe for a General, Powerful, Scalable Graph Transformer"
     <https://arxiv.org/abs/2205.12454>`_ paper.
 
     A local convolution, a mixer and a feed-forward network, each with dropout and a
@@ -231,8 +231,8 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
             return True
         for role, route in self._routes.items():
             if name.startswith(f"{role}_"):
-                own = name.removeprefix(f"{role}_")
-                return own == "edge_index" or route.is_open or route.accepts(own)
+                bare = name.removeprefix(f"{role}_")
+                return bare == "edge_index" or route.is_open or route.accepts(bare)
         return any(route.accepts(name) for route in self._routes.values())
 
     def forward(
@@ -300,10 +300,10 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
         return out if edges is edge_attr else (out, edges)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one node, and returns what :meth:`forward` would
-        return for that node. Requires a causal mixer with a method :obj:`step`, no
-        convolution, and norms that normalize each node separately, as plain batch norm
-        does only in evaluation.
+        r"""Extends each sequence by one node; returns the output of :meth:`forward` for
+        this node. Requires a causal mixer with a method :obj:`step`, no convolution,
+        and norms that normalize each node separately, as plain batch norm does only in
+        evaluation.
 
         Args:
             x (torch.Tensor): The features of the new nodes, one for each sequence,
@@ -359,14 +359,14 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
         edge_attr: Tensor | None,
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor | None]:
-        """The update of nodes, and that of edges or None."""
+        """Calls a role; returns the update of nodes, and that of edges or None."""
         if role not in self._routes:
             raise ValueError(
                 f"'{role}' must be given to the constructor, as a part that the layer "
                 "does not have has no norm either"
             )
         prefix = f"{role}_"
-        own = {
+        for_role = {
             name.removeprefix(prefix): value
             for name, value in kwargs.items()
             if name.startswith(prefix)
@@ -375,11 +375,11 @@ class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
         if batch is None and issubclass(self._routes[role].kind, GatedGCNConv):
             # One graph here, but to GatedGCNConv, perhaps many.
             shared["batch"] = torch.zeros(x.size(0), dtype=torch.long, device=x.device)
-        if own.get("edge_index") is None:
+        if for_role.get("edge_index") is None:
             shared = {**shared, "edge_attr": edge_attr, **kwargs}
-        args = self._routes[role].select(shared) | own
-        own_edge_index = args.pop("edge_index", None)
-        edge_index = edge_index if own_edge_index is None else own_edge_index
+        args = self._routes[role].select(shared) | for_role
+        replaced = args.pop("edge_index", None)
+        edge_index = edge_index if replaced is None else replaced
 
         out = self._routes[role].call(getattr(self, role), x, edge_index, batch, args)
 

@@ -11,7 +11,7 @@ __all__ = ["GraphBatchNorm"]
 
 
 class GraphBatchNorm(BatchNorm):
-    r"""Batch norm in which a graph weighs as much in evaluation as in training.
+    r"""Batch norm: a graph weighs as much in evaluation as in training.
 
     In training, it is :class:`torch_geometric.nn.BatchNorm`, whose statistics of a
     batch are in part those of a node's own graph: all of them if batches have a single
@@ -131,9 +131,7 @@ class GraphBatchNorm(BatchNorm):
 
 
 def _consecutive(batch: Tensor) -> Tensor:
-    """Numbers graphs from zero, without those that have no rows, so that there are no
-    more than rows; nothing is read from the device.
-    """
+    """Renumbers graphs from zero, leaving out empty ones, without a device read."""
     ordered, order = batch.sort()
     number = (ordered != ordered.roll(1)).cumsum(0)
     return torch.empty_like(order).scatter(0, order, number - number[:1])

@@ -196,7 +196,10 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         _check_types("edge_attr_dict", attrs, self.edge_lins.keys(), "'edge_dim'")
         types = [name for name in self.node_types if name in x_dict]
 
-        xs = [_named(name, self._nodes, name, x_dict[name]) for name in types]
+        xs = [
+            _name_type_in_errors(name, self._nodes, name, x_dict[name])
+            for name in types
+        ]
         vectors = self.type_vectors.weight
         x = torch.cat(xs) if xs else vectors[:0]
         sizes = [x.size(0) for x in xs]
@@ -205,7 +208,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         for key in self.edge_types:
             if key in edge_index_dict:
                 graph = (edge_index_dict[key], attrs.get(key), ranges)
-                parts.append(_named(key, self._edges, key, *graph))
+                parts.append(_name_type_in_errors(key, self._edges, key, *graph))
         indices, features = zip(*parts, strict=True)
         edge_index, edge_attr = torch.cat(indices, dim=1), torch.cat(features)
 
@@ -214,8 +217,8 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
             # Some layers need the nodes of a graph side by side.
             _check_types("x_dict", types, batch_dict, "'batch_dict'")
             batches = [batch_dict[name] for name in types]
-            for name, own, size in zip(types, batches, sizes, strict=True):
-                _named(name, check_batch, own, size)
+            for name, vector, size in zip(types, batches, sizes, strict=True):
+                _name_type_in_errors(name, check_batch, vector, size)
             batch, order = torch.cat(batches).long().sort(stable=True)
             place = order.argsort()
             x, edge_index = x[order], place[edge_index]
@@ -226,7 +229,9 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         if any(mask.explain for mask in self.edge_masks.values()):
             keys = [key for key in self.edge_types if key in edge_index_dict]
             masks = [
-                _named(key, self.edge_masks[key], x, index.size(1), self.add_reverse)
+                _name_type_in_errors(
+                    key, self.edge_masks[key], x, index.size(1), self.add_reverse
+                )
                 for key, index in zip(keys, indices[1:], strict=True)
             ]
             explained = _masked(self.layer, torch.cat(masks), edge_index)
@@ -253,8 +258,8 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         edge_attr: Tensor | None,
         ranges: Mapping[NodeType, tuple[int, int]],
     ) -> tuple[Tensor, Tensor]:
-        """The edges of one type, and their features; `ranges` has the number of the
-        first node of each type, and how many there are.
+        """The edges of one type, and their features; `ranges` has the first node and
+        the number of nodes of each type.
         """
         (source, num_sources), (target, num_targets) = (
             ranges.get(name, (0, 0)) for name in (key[0], key[-1])
@@ -300,10 +305,10 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
 
 
 class _EdgeMask(MessagePassing):
-    """Where explainers put the mask of the edges of one type."""
+    """A place for an explainer's mask of the edges of one type."""
 
     def forward(self, like: Tensor, num_edges: int, both_ways: bool) -> Tensor:
-        """The mask of edges, half of which may be the reverse of others; or ones."""
+        """The mask of edges, repeated for their reverse if `both_ways`; or ones."""
         if not self.explain:
             return like.new_ones(num_edges)
         mask: Any = self._edge_mask
@@ -319,7 +324,7 @@ class _EdgeMask(MessagePassing):
 
 @contextmanager
 def _masked(layer: torch.nn.Module, mask: Tensor, edge_index: Tensor) -> Iterator[None]:
-    """A context in which convolutions apply an edge mask, as in PyG's explainers."""
+    """Lets convolutions apply an edge mask, as PyG's explainers do."""
     convs: list[Any] = [
         x
         for x in layer.modules()
@@ -348,8 +353,10 @@ def _check_types(
         )
 
 
-def _named(key: NodeType | EdgeType, function: Callable, *args: Any) -> Any:
-    """`function(*args)`, with the type named in its errors."""
+def _name_type_in_errors(
+    key: NodeType | EdgeType, function: Callable, *args: Any
+) -> Any:
+    """Calls the function, and names the type in its errors."""
     try:
         return function(*args)
     except (TypeError, ValueError) as error:

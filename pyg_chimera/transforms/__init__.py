@@ -1,4 +1,4 @@
-r"""Transforms, which compute what depends on a graph alone and store it with the graph.
+r"""Transforms: they compute and store the structure of graphs.
 
 All of them add plain tensors, which PyG's loaders batch by their own rules.
 """

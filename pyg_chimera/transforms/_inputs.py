@@ -1,6 +1,4 @@
-"""What transforms have in common: checks of edges, of names of attributes and of scores
-of nodes, and how transforms are shown.
-"""
+"""The base class of transforms; checks of edges, names and scores."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -20,7 +18,7 @@ _OF_THE_GRAPH = ("edge_index", "edge_attr", "x", "y", "pos", "num_nodes")
 
 
 class Transform(BaseTransform):
-    """A transform that is shown with its arguments, other than defaults.
+    """A transform with its arguments, other than defaults, in its `repr`.
 
     PyG compares this with that of a processed data set, to tell whether that is stale.
     """
@@ -65,15 +63,14 @@ def edges_of(data: Data) -> tuple[Tensor, int]:
 
 
 def mark(data: Data, stem: str, dags: Sequence[Tensor] = ()) -> None:
-    """Stores to which edges the attributes belong whose names begin with `stem`."""
+    """Stores the checksum of the edges with the attributes named `stem...`."""
     data[f"{stem}{SUFFIX}"] = checksum(
         *edges_of(data), dags, multigraph=stem == "line_edge"
     )
 
 
 def check_attr_name(argument: str, name: str) -> None:
-    """Refuses names by which PyG would take values for node or graph indices, and those
-    of the graph itself.
+    """Refuses names of the graph itself, and names of indices by PyG's rules.
 
     Raises:
         TypeError: If the name is not a string.
@@ -94,7 +91,7 @@ def check_attr_name(argument: str, name: str) -> None:
 
 
 def score_of(order: Callable[[Data], Tensor], data: Data, num_nodes: int) -> Tensor:
-    """The scores of nodes that a function of the data returns, as a new tensor.
+    """Calls a function of the data for scores of nodes; returns a new tensor.
 
     Raises:
         TypeError: If scores are not real numbers.

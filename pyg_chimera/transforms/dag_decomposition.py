@@ -279,7 +279,7 @@ def _first(ids: np.ndarray, node: np.ndarray) -> np.ndarray:
 def _symmetric_neighbours(
     source: np.ndarray, target: np.ndarray, num_nodes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compressed, ascending neighbours of a graph that must be undirected."""
+    """Compressed, ascending neighbours; an error unless the graph is undirected."""
     ptr, head = simple(source, target, num_nodes)
     in_ptr, tail = simple(target, source, num_nodes)
     if not (np.array_equal(ptr, in_ptr) and np.array_equal(head, tail)):

@@ -121,7 +121,8 @@ class EventsToDAG(Transform):
             raise ValueError(f"'events' must not have {clash}, which the DAG will have")
         num_states = 2 * t.size(0)
         before = 2 * torch.arange(t.size(0), device=t.device).repeat_interleave(2)
-        own, partner, t = ends.flatten(), ends.flip(1).flatten(), t.repeat_interleave(2)
+        node, partner = ends.flatten(), ends.flip(1).flatten()
+        t = t.repeat_interleave(2)
         if queries is not None:
             sought, when, _ = _stream("queries", queries, has_messages=False)
             if when.dtype != t.dtype:
@@ -131,17 +132,18 @@ class EventsToDAG(Transform):
                 )
             before = torch.cat([before, torch.searchsorted(t, when)])
             t = torch.cat([t, when])
-            own, partner = torch.cat([torch.stack([own, partner]), sought.t()], 1)
+            node, partner = torch.cat([torch.stack([node, partner]), sought.t()], 1)
 
         # Numbers of nodes and of ordered pairs of them, from 0 without gaps.
-        _, both = torch.stack([own, partner]).unique(return_inverse=True)
-        own, partner = both
-        _, pair = (own * both.numel() + partner).unique(return_inverse=True)
+        _, both = torch.stack([node, partner]).unique(return_inverse=True)
+        node, partner = both
+        _, pair = (node * both.numel() + partner).unique(return_inverse=True)
         x = msg.new_zeros(t.numel(), 2 + 2 * _KINDS + msg.size(1))
         x[0:num_states:2, 0] = x[1:num_states:2, 1] = x[num_states:, 0] = 1
         x[:num_states, 2 + 2 * _KINDS :] = msg.repeat_interleave(2, 0)
         edges, gaps = [], []
-        for kind, (of, wanted) in enumerate([(own, own), (own, partner), (pair, pair)]):
+        keys = [(node, node), (node, partner), (pair, pair)]
+        for kind, (of, wanted) in enumerate(keys):
             source, target, count = _last(of[:num_states], wanted, before)
             gap = ((t[target] - t[source]).double() / self.time_unit).log1p().to(x)
             x[:, 2 + kind] = count.double().log1p().to(x)
@@ -226,7 +228,7 @@ def _stream(
 
 
 def _last(of: Tensor, wanted: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The last state of what each target wants, before a given state, if there is one.
+    """The last state of each target's wanted key before a given state, if any.
 
     Args:
         of: What each state is of, integers from 0, [N].

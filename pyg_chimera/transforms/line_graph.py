@@ -15,7 +15,7 @@ _LINES = "line_edge_index"
 
 
 class LineGraphData(Data):
-    r"""A graph that may contain a line graph, and that PyG's loaders batch correctly.
+    r"""A graph, perhaps with a line graph, for PyG's loaders to batch correctly.
 
     In all other respects it is a :class:`torch_geometric.data.Data`. An attribute whose
     name contains :obj:`line_edge_index` holds indices of edges, which batching offsets
@@ -169,7 +169,7 @@ def _dags_of(data: Data, prefix: str) -> tuple[list[Tensor], int]:
 def _with_lines(
     data: Data, name: str, prefix: str, lines: list[Tensor]
 ) -> LineGraphData:
-    """The data, as a class that batches line edges, with those of each DAG."""
+    """Converts the data to `LineGraphData`, with the line edges of each DAG."""
     if not isinstance(data, LineGraphData):
         data = LineGraphData.from_dict(data.to_dict())
     is_list = isinstance(data[f"{prefix}edge_index"], (list, tuple))

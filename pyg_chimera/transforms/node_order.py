@@ -18,7 +18,7 @@ __all__ = ["NodeOrder"]
 
 @functional_transform("chimera_node_order")
 class NodeOrder(Transform):
-    r"""Stores the score by which nodes are sorted into a sequence, as in
+    r"""Stores the score of each node, to sort nodes into a sequence, as in
     `"Graph-Mamba: Towards Long-Range Graph Sequence Modeling with Selective State
     Spaces" <https://arxiv.org/abs/2402.00789>`_ (functional name:
     :obj:`chimera_node_order`).

@@ -1,4 +1,4 @@
-r"""Shows what layers do: the influence of nodes, and decompositions into DAGs.
+r"""Pictures of layers: the influence of nodes, and decompositions into DAGs.
 
 Drawing needs matplotlib: ``pip install 'pyg-chimera[pictures]'``.
 """

@@ -142,9 +142,9 @@ def plot_dags(
     labels: Sequence[str] | None = None,
     prefix: str = "dag",
 ) -> "Figure":
-    r"""Draws the directed acyclic graphs into which
-    :class:`~pyg_chimera.transforms.DAGDecomposition` has decomposed a graph, side by
-    side. Colours are topological ranks, from dark (nodes without parents) to bright.
+    r"""Draws directed acyclic graphs, as found by
+    :class:`~pyg_chimera.transforms.DAGDecomposition` for a graph, side by side. Colours
+    are topological ranks, from dark (nodes without parents) to bright.
 
     .. code-block:: python
 
@@ -181,9 +181,9 @@ def plot_dags(
     for dag in dags:
         check_edge_index(dag, V)
     ranks = [topological_rank(dag, V).cpu() for dag in dags]
-    own = data.pos
-    if pos is None and isinstance(own, Tensor) and own.shape == (V, 2):
-        pos = own
+    stored = data.pos
+    if pos is None and isinstance(stored, Tensor) and stored.shape == (V, 2):
+        pos = stored
     pos = _positions(pos, torch.cat(list(dags), dim=1), V)
     names = None if labels is None else _words("labels", labels, V)
 
@@ -351,7 +351,7 @@ def _draw_grid(
 
 
 def _cells(words: list[str]) -> tuple[list[tuple[int, int]], int]:
-    """The column and line where each word begins, and the number of lines."""
+    """The first column and the line of each word, and the number of lines."""
     cells, left, line = [], 0, 0
     for word in words:
         if left > 0 and left + len(word) > _LINE:

@@ -1,4 +1,3 @@
-import json
 import time
 from itertools import count
 from pathlib import Path
@@ -53,16 +52,6 @@ def test_ratio_is_the_median_of_the_ratios_of_rounds(timing):
     a, b = ([None, *(timing.Timing(0, x) for x in y)] for y in ([2, 90, 3], [1, 30, 3]))
 
     assert timing.ratio(a, b) == 2.0
-
-
-def test_failed_json_leaves_the_old_one(timing, tmp_path):
-    path = tmp_path / "new" / "results.json"
-    timing.write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        timing.write_json(path, {"a": object()})
-
-    assert json.loads(path.read_text()) == {"a": 1}
-    assert list(path.parent.iterdir()) == [path]
 
 
 def test_wrong_results_are_not_timed(monkeypatch):

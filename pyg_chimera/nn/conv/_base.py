@@ -1,4 +1,4 @@
-"""What layers have in common as modules of PyTorch and PyG."""
+"""Base classes of layers, as modules of PyTorch and PyG."""
 
 import inspect
 from typing import Any, NoReturn
@@ -22,8 +22,8 @@ _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_u
 
 
 class Layer(TakesTensors):
-    r"""A module that also takes :obj:`edge_weight` by name, as PyG passes to layers in
-    :class:`~torch_geometric.nn.pool.ASAPooling`: edge features of one channel.
+    r"""A module with :obj:`edge_weight` as another name of one-channel edge features,
+    as passed by :class:`~torch_geometric.nn.pool.ASAPooling`.
     """
 
     def __call__(
@@ -40,7 +40,7 @@ class Layer(TakesTensors):
             if has_option and getattr(self, "edge_dim", None) is None:
                 raise ValueError(
                     "'edge_weight' must be None for a layer with 'edge_dim=None'; "
-                    "construct it with 'edge_dim=1' if it shall read weights of edges"
+                    "construct it with 'edge_dim=1' to read weights of edges"
                 )
             args, kwargs = (), {**given, "edge_attr": edge_weight}
         try:
@@ -50,7 +50,7 @@ class Layer(TakesTensors):
             raise ValueError(f"{type(self).__name__}: {why}") from error
 
     def _by_name(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of `forward`."""
+        """The arguments of `forward` by name."""
         names = inspect.signature(self.forward).parameters  # type: ignore[attr-defined]
         return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -71,7 +71,7 @@ class Mixer(Layer, MessagePassing):
     num_dags: int
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Shows options in the signature that constructors pass on to base classes."""
+        """Adds options of base classes to the signature."""
         super().__init_subclass__(**kwargs)
         cls.__signature__ = inspect.Signature(all_parameters(cls))
 
@@ -79,7 +79,7 @@ class Mixer(Layer, MessagePassing):
         super().__init__(aggr="add", node_dim=0, **named(self, kwargs))
 
     def explained(self, passed: Tensor, num_nodes: int) -> Tensor:
-        """What passes along edges, times an explainer's edge mask if there is one."""
+        """Multiplies values of edges by an explainer's edge mask, if there is one."""
         if not has_edge_mask(self, self.num_dags):
             return passed
         return self.explain_message(passed, num_nodes)

@@ -39,7 +39,7 @@ __all__ = ["ChimeraBlock", "GatedBlock"]
 
 
 class GatedBlock(Mixer):
-    r"""What layers have around their recurrence: projections and a local filter before
+    r"""The part of layers around the recurrence: projections and a local filter before
     it, and a norm, a gate and a projection after it. Subclasses make the parameters.
     """
 
@@ -123,7 +123,7 @@ class GatedBlock(Mixer):
         return over_dags(weight, num_dags, edge_index, self.explained)
 
     def finish(self, y: Tensor, x: Tensor) -> Tensor:
-        """Norm, gate and projection, given what the gate reads."""
+        """Norm, gate and projection; the gate reads x."""
         if self.lin_gate is None:
             return self._projected(self.norm(y), x.dtype)
         gate = at_least_float32(self.lin_gate(x))

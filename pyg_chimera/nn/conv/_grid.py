@@ -1,4 +1,4 @@
-"""What layers on grids have in common."""
+"""The common part of layers on grids."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def check_grid(num_dags: int, kwargs: dict[str, Any]) -> None:
 
 
 class OnGrids:
-    """A layer on the nodes of grids, row by row, whose edges are not read.
+    """A layer on the nodes of grids, row by row; edges are not read.
 
     Layers define `_mix`, which returns their output, given a filter over windows of
     nodes and the sizes of grids; and `_extend`, which returns that of one more node of

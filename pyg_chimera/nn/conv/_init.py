@@ -17,7 +17,7 @@ __all__ = [
 
 
 class GateLinear(Linear):
-    """A projection to gates, which may be lazy. Its outputs initially have the standard
+    """A projection to gates, perhaps lazy. Its outputs initially have the standard
     deviation `std` for inputs of variance one.
     """
 
@@ -36,7 +36,7 @@ class GateLinear(Linear):
 
 @torch.no_grad()
 def softplus_(bias: Tensor, values: Tensor) -> None:
-    """Fills a bias such that its softplus has the given positive values."""
+    """Fills a bias with the inverse softplus of positive values."""
     bias.copy_(values + torch.log(-torch.expm1(-values)))
 
 

@@ -29,8 +29,8 @@ Filter = Callable[[Tensor], Tensor]
 def projected(
     x: Tensor, lins: Sequence[Callable[[Tensor], Tensor]], filtered: Filter | None
 ) -> list[Tensor]:
-    """Projections of nodes, filtered together, in float32 at least: products of them
-    overflow half precision.
+    """Projections of nodes, filtered together, in float32 at least, as their
+    products would overflow half precision.
     """
     if filtered is None:
         return [at_least_float32(lin(x)) for lin in lins]
@@ -98,7 +98,7 @@ def over_grids(
 
 
 class Continued:
-    """Causal filters [F, rows, columns], for one more node of each sequence, [B, F].
+    """Causal filters [F, rows, columns], applied to one more node per sequence, [B, F].
 
     Attributes:
         seen (torch.Tensor, optional): The previous nodes, [B, F, columns - 1].

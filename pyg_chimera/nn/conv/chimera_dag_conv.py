@@ -248,5 +248,5 @@ class ChimeraDAGConv(ChimeraBlock):
         return torch.cat([copies[c] for c in self._copy_of_dags()])
 
     def _copy_of_dags(self) -> list[int]:
-        """Which of the different projections each DAG uses."""
+        """The index of each DAG's projection among the different ones."""
         return _SHARING[self.share](self.num_dags)

@@ -115,7 +115,7 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         return self.output(sum(mixed[1:], mixed[0]), x, value)
 
     def _dags_of_copies(self) -> list[list[int]]:
-        """The DAGs that use each of the different projections."""
+        """The DAGs of each of the different projections."""
         copy = self._copy_of_dags()
         return [
             [d for d, other in enumerate(copy) if other == c]

@@ -178,7 +178,7 @@ class ChimeraPathConv(ChimeraBlock):
         return y.view(*query.shape, -1) * query.unsqueeze(3), scale
 
     def _log_factor(self, x: Tensor) -> Tensor:
-        """The logarithm of what turns projections [..., N] into queries or keys."""
+        """The logarithm of the factor from projections [..., N] to queries or keys."""
         log = F.logsigmoid(x)
         if not self.qk_norm:
             return log
@@ -229,7 +229,7 @@ def _within_two(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Logs(NamedTuple):
-    """What the transitions and states depend on, in float64."""
+    """Logarithms of gates, for transitions and states, in float64."""
 
     weight: Tensor  #: log a, [E, heads]
     psi: Tensor  #: [V, heads]

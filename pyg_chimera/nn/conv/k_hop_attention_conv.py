@@ -34,8 +34,8 @@ __all__ = ["KHopAttentionConv"]
 
 
 class KHopAttentionConv(Mixer):
-    r"""Softmax attention of each node to itself and to the nodes from which it is
-    reached in at most :math:`k` steps along the edges: on an undirected graph its
+    r"""Softmax attention of each node to itself and to all nodes at most :math:`k`
+    steps before it along the edges: on an undirected graph its
     :math:`k`-hop neighbourhood, on a DAG its ancestors up to :math:`k` generations
     back, and on a directed path the sliding window of sequence models.
 

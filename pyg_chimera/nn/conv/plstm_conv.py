@@ -48,8 +48,8 @@ class _DAGs(NamedTuple):
 
 
 class PLSTMConv(PLSTMBlock):
-    r"""The pLSTM layer for directed acyclic graphs, and for graphs whose nodes are
-    ordered, from `"pLSTM: parallelizable Linear Source Transition Mark networks"
+    r"""The pLSTM layer for directed acyclic graphs, and for graphs with ordered nodes,
+    from `"pLSTM: parallelizable Linear Source Transition Mark networks"
     <https://arxiv.org/abs/2506.11997>`_: a linear recurrence whose states live on the
     edges, so that a signal can keep its direction.
 

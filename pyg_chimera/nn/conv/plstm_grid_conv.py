@@ -139,12 +139,12 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
             gate[:, 0, 0][..., None, None]
             for gate in (source, mark, transition[:, :, 0])
         )
-        own = key.unsqueeze(3) * value.unsqueeze(2)
-        read = direct[..., None, None] * own
+        written = key.unsqueeze(3) * value.unsqueeze(2)
+        read = direct[..., None, None] * written
         if state is not None:
             read = read + mark * state
         out = torch.einsum("bhn,bhnp->bhp", query, read)
-        state = source * own + (0 if state is None else transition * state)
+        state = source * written + (0 if state is None else transition * state)
         return self.output(out, x), state
 
     def _by_kind(self, rows: Tensor) -> Tensor:

@@ -300,7 +300,7 @@ class RGLRUConv(GatedBlock):
         scale: Tensor | None = None,
         known: Tensor | None = None,
     ) -> Tensor:
-        """The states of all DAGs, [D * V, F], where those of the first may be known."""
+        """The states of all DAGs, [D * V, F]; those of the first nodes may be known."""
         u = self.lin_value(x)
         filtered = self.over_edges(index)
         u = u if filtered is None else filtered(u)
@@ -343,7 +343,7 @@ class RGLRUConv(GatedBlock):
         return self.finish(h, x), (h, seen)
 
     def _rates(self) -> Tensor:
-        """-log a for gates that are open, [D, F]."""
+        """-log a at open gates, [D, F]."""
         return _SHARPNESS * F.softplus(-at_least_float32(self.Lambda))
 
     def _gates(self, u: Tensor) -> Tensor:
@@ -371,7 +371,7 @@ class RGLRUConv(GatedBlock):
         lost = lost.flatten(0, 1)
         decay, weight, fresh = scale * torch.exp(-lost), None, -torch.expm1(-2 * lost)
         if self.lin_edge is not None:
-            lost = self._lost_along_edges(target, forget, rates, features)
+            lost = self._edge_rates(target, forget, rates, features)
             decay, weight = scale.expand_as(fresh), torch.exp(-lost)
             total = torch.zeros_like(fresh)
             total = total.index_add(0, target, -torch.expm1(-2 * lost))
@@ -385,20 +385,20 @@ class RGLRUConv(GatedBlock):
             weight = self.explain_message(weight, num_nodes)
         return decay, weight, fresh
 
-    def _lost_along_edges(
+    def _edge_rates(
         self,
         target: Tensor,
         forget: Tensor,
         rates: Tensor,
         features: list[tuple[Tensor | None, int]],
     ) -> Tensor:
-        """-log a of the edges of all DAGs, given their targets, [E, F]."""
+        """-log a of the edges of all DAGs, [E, F]."""
         lost = []
         targets = target.split([num_edges for _, num_edges in features])
-        for d, own in enumerate(targets):
-            attr = edge_features(features[d][0], self.edge_dim, own.size(0))
+        for d, index in enumerate(targets):
+            attr = edge_features(features[d][0], self.edge_dim, index.size(0))
             gates = self.lin_edge(attr).unflatten(1, (self.num_dags, -1))  # type: ignore[misc]
-            gates = forget[own] + at_least_float32(gates[:, d])
+            gates = forget[index] + at_least_float32(gates[:, d])
             lost.append(rates[d] * gates.sigmoid())
         return torch.cat(lost)
 

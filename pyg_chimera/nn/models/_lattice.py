@@ -62,11 +62,11 @@ def lattice_layers(
         )
     for number in size or ():
         check_integer("size", number, 1)
-    own = {"in_channels", "channels", "heads", "rotary", "causal", "order"}
-    own.add("num_eval_permutations")
+    reserved = {"in_channels", "channels", "heads", "rotary", "causal", "order"}
+    reserved.add("num_eval_permutations")
     if causal:  # which these would break
-        own |= {"num_dags", "bidirectional"}
-    taken = sorted(own & set(mixer_kwargs or {}))
+        reserved |= {"num_dags", "bidirectional"}
+    taken = sorted(reserved & set(mixer_kwargs or {}))
     if taken or (callable(mixer) and mixer_kwargs):
         who = "the model" if taken else "the function 'mixer' itself"
         raise ValueError(
@@ -124,7 +124,7 @@ def lattice_layers(
 
 
 def structure_of(layers: Iterable[Module]) -> dict[str, str]:
-    """The attributes of a lattice's data that the layers take, as arguments."""
+    """The attributes of a lattice's data to pass to the layers."""
     taken = {
         name
         for layer in layers

@@ -456,7 +456,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
     def _edges(
         self, x: Tensor, edge_index: Adj, edge_attr: Tensor | None
     ) -> tuple[Adj, Tensor | None]:
-        """Edges and their features, which may be the values of a sparse matrix."""
+        """Edges and their features, or else the values of a sparse matrix."""
         if edge_attr is not None:
             return edge_index, edge_attr
         edge_index, values = with_values(edge_index)

@@ -38,9 +38,9 @@ _SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
 
 
 class HybridModel(GraphModel):
-    r"""A model that stacks recurrences and attention, as `"Griffin: Mixing Gated Linear
+    r"""A stack of recurrences and attention, as in `"Griffin: Mixing Gated Linear
     Recurrences with Local Attention for Efficient Language Models"
-    <https://arxiv.org/abs/2402.19427>`_ does, on graphs, DAGs and sequences.
+    <https://arxiv.org/abs/2402.19427>`_, on graphs, DAGs and sequences.
 
     Each block is a :class:`~pyg_chimera.nn.GPSLayer`,
 
@@ -163,9 +163,9 @@ class HybridModel(GraphModel):
             )
 
         def full(
-            channels: int, heads: int | None, edge_dim: Any, flow: str, **own: Any
+            channels: int, heads: int | None, edge_dim: Any, flow: str, **options: Any
         ) -> Any:
-            return SelfAttention(channels, heads, causal=causal, **own)
+            return SelfAttention(channels, heads, causal=causal, **options)
 
         on = _ON_GRAPHS if kind == "graph" else _ON_DAGS
         attentions: dict[str, _Make] = {"full": full, "khop": KHopAttentionConv}
@@ -194,9 +194,9 @@ class HybridModel(GraphModel):
                 mlp=SwiGLU(channels, mlp_channels, dropout=dropout),
             )
 
-        own = sorted(kwargs.keys() & {"layers", "norm"})
-        if own:
-            raise TypeError(f"HybridModel has no {own}: it makes its own, as described")
+        refused = sorted(kwargs.keys() & {"layers", "norm"})
+        if refused:
+            raise TypeError(f"HybridModel takes no {refused}: it makes its own")
         super().__init__(
             in_channels, channels, out_channels, layer, num_layers, edge_dim=edge_dim,
             norm=RMSNorm(channels), dropout=dropout, **kwargs,
@@ -223,7 +223,7 @@ def _mixer(
     options: Mapping[str, Any] | None,
     kind: str,
 ) -> _Make:
-    """What makes a mixer from what the model sets."""
+    """A function of the model's settings to make a mixer with the given options."""
     if name not in known:
         raise ValueError(
             f"'{role}' must be one of {tuple(known)} for kind={kind!r}, got {name!r}"

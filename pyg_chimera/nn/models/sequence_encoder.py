@@ -113,9 +113,9 @@ class SequenceEncoder(GraphModel):
         self.causal = head == "lm"
 
     def step(self, token: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        r"""Extends each sequence by one token, and returns what :meth:`forward` would
-        return for that token. Except in attention, the time is independent of how many
-        tokens came before. Requires :obj:`head="lm"`.
+        r"""Extends each sequence by one token; returns the output of :meth:`forward`
+        for this token. Except in attention, the time is independent of how many tokens
+        came before. Requires :obj:`head="lm"`.
 
         Args:
             token (torch.Tensor): The new tokens, one for each sequence, int64
