@@ -223,7 +223,7 @@ CASES = {
     "ChimeraConv-released": chimera(heads=2, normalization="released", gated=False),
     "ChimeraConv-neumann": chimera(solver="neumann", num_terms=3, bias=False),
     "ChimeraConv-log_sums": chimera(heads=2, edge_dim=EDGE, log_sums=2),
-    "ChimeraConv-torch": chimera(local_conv=True, form="state", backend="torch"),
+    "ChimeraConv-torch": chimera(local_conv=True, backend="torch"),
     "ChimeraDAGConv": chimera_dag(heads=2),
     "ChimeraDAGConv-edges": chimera_dag(edge_dim=EDGE, local_conv=True, roots="silent"),
     "ChimeraDAGConv-several": chimera_dag(

@@ -501,13 +501,10 @@ OPERATORS = {
         GRAPHS, batches().map(_from_batch),
         {"edge_weight": _to_rows}, _mix_oracle, _edges,
         {
-            **{f"sparse-{x}": {"solver": "sparse", **y} for x, y in _FORMS.items()},
-            **{
-                f"iterative-state-{x}": {"solver": "iterative", "backend": x}
-                for x in ("numba", "torch")
-            },
-            "dense-state": {"solver": "dense", "form": "state"},
-            "dense-mask": {"solver": "dense", "form": "mask"},
+            "sparse-state": {"solver": "sparse", "form": "state"},
+            "sparse-mask": {"solver": "sparse", "form": "mask"},
+            "iterative": {"solver": "iterative"},
+            "dense": {"solver": "dense", "backend": "torch"},
             **_REST,
         },
     ),
@@ -522,8 +519,7 @@ OPERATORS = {
         {"edge_weight": _to_rows}, neumann_oracle, _edges,
         {
             "state-numba": {**_NEUMANN, "form": "state", "backend": "numba"},
-            "state-torch": {**_NEUMANN, "form": "state", "backend": "torch"},
-            "mask-torch": {**_NEUMANN, "form": "mask"},
+            "mask-torch": {**_NEUMANN, "form": "mask", "backend": "torch"},
             "reference": {**_NEUMANN, "backend": "reference"},
         },
     ),

@@ -508,20 +508,24 @@ def chimera(r: random.Random) -> tuple[dict[str, Any], str]:
         options |= some(r, gamma=[0.5, 0.99], log_sums=[1, 3])
     elif flag(r):
         options["normalization"] = "released"
-    solver = r.choice(["auto", "auto", "sparse", "dense", "iterative", "neumann"])
-    options["solver"] = solver
+    solvers = ["auto", "auto", "dense", "neumann"]
+    if "backend" not in options:  # PyTorch has dense matrices only
+        solvers += ["sparse", "iterative"]
+    solver = options["solver"] = r.choice(solvers)
     if solver == "neumann":
         options["num_terms"] = r.randint(0, 5)
     if solver == "iterative":
         options.pop("log_sums", None)
-    if solver in ("auto", "sparse"):
+    if solver in ("auto", "sparse") and "backend" not in options:
         options = with_form(r, options, kind)
     return options, kind
 
 
 def chimera_path(r: random.Random) -> tuple[dict[str, Any], str]:
     options = chimera_options(r) | some(r, local_conv=[True], qk_norm=[False])
-    return with_form(r, options, "path"), "path"
+    if "backend" not in options:
+        options = with_form(r, options, "path")
+    return options, "path"
 
 
 def dag_options(r: random.Random) -> tuple[dict[str, Any], int]:

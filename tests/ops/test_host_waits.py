@@ -1,6 +1,7 @@
 """That operators leave a GPU alone in `unchecked`, on graphs that they have seen."""
 
 import shutil
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -32,8 +33,7 @@ WAITS = {
 def variants():
     for key, operator in OPERATORS.items():
         for name, options in operator.variants.items():
-            on_gpu = options.get("backend") in ("torch", "triton")
-            if on_gpu and options.get("solver") != "iterative":  # which converges
+            if options.get("backend") in ("torch", "triton"):
                 yield pytest.param(key, options, id=f"{key}-{name}")
 
 
@@ -65,7 +65,7 @@ def resolvent(edge_index=EDGES, scale=0.4, **options):
 
 
 def test_without_it_the_host_waits():
-    options = {"backend": "torch", "solver": "dense", "form": "mask"}
+    options = {"backend": "torch", "solver": "dense"}
     resolvent(**options)
     with host_waits() as waits:
         resolvent(**options)
@@ -162,7 +162,8 @@ def test_a_structure_that_was_forgotten(monkeypatch, trusted):
     cache._CACHE.values.clear()
     with contexts[not trusted]():
         out.sum().backward()
-    assert seen == [trusted, trusted]  # may it iterate?
+    may_iterate = [most < sys.maxsize for most in seen]
+    assert may_iterate == [trusted, trusted]
 
 
 def test_outside_contents_count_as_ever():
@@ -225,10 +226,8 @@ def test_weights_that_are_not_finite(backend):
         assert_near(out[2:], fine[2:], 1e-5)
 
 
-@pytest.mark.parametrize("form", ["state", "mask"])
-@pytest.mark.parametrize("solver", ["sparse", "dense"])
-def test_a_singular_matrix(solver, form):
-    options = {"solver": solver, "form": form, "backend": "torch"}
+def test_a_singular_matrix():
+    options = {"solver": "dense", "backend": "torch"}
     edges = torch.tensor([[0, 1], [1, 0]])
     with pytest.raises(ValueError, match="I - A"):
         resolvent(edges, 1.0, **options)

@@ -32,6 +32,7 @@ ORDERS = (
     "cluster",
 )
 _REAL = ("eigenvector", "pagerank", "closeness")  # the others are integers
+_STEPS = 200  # of PageRank; 0.85 ** 200 is a rounding error
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo one, are spread evenly
 
 
@@ -194,37 +195,17 @@ def pagerank(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
         head (np.ndarray): The neighbours; the relation must be symmetric.
         bounds (np.ndarray): Where the nodes of each graph begin, int64 [B + 1].
     """
-    cell, size, limits, ptr, head, count = equitable_partition(ptr, head, bounds)
-    return _pagerank(size, limits, ptr, head, count, bounds)[cell]
-
-
-@compiled()
-def _pagerank(size, limits, ptr, head, count, bounds):
-    n = size.shape[0]
-    score = np.ones(n)
-    share = np.zeros(n)  # what a node passes on to each neighbour
-    new = np.empty(n)
-    for g in range(bounds.shape[0] - 1):
-        low, high = limits[g], limits[g + 1]
-        for _ in range(200):
-            idle = 0.0  # what isolated nodes pass on, evenly to all
-            for i in range(low, high):
-                if ptr[i] == ptr[i + 1]:
-                    idle += size[i] * score[i]
-                else:
-                    share[i] = score[i] / np.sum(count[ptr[i] : ptr[i + 1]])
-            rest = 0.15 + 0.85 * idle / max(bounds[g + 1] - bounds[g], 1)
-            change = 0.0
-            for i in range(low, high):
-                total = 0.0
-                for x in range(ptr[i], ptr[i + 1]):
-                    total += count[x] * share[head[x]]
-                new[i] = rest + 0.85 * total
-                change = max(change, abs(new[i] - score[i]))
-            score[low:high] = new[low:high]
-            if change < 1e-12:
-                break
-    return score
+    cell, size, limits, neighbours = equitable_partition(ptr, head, bounds)
+    degree = neighbours.sum(1)
+    passed = neighbours.astype(float)
+    passed.data *= 0.85 / degree[passed.indices]
+    # Isolated nodes pass on all they have evenly, and receive nothing else themselves.
+    graph = np.repeat(np.arange(len(limits) - 1), np.diff(limits))
+    idle = np.bincount(graph, size * (degree == 0), len(limits) - 1)
+    rest = score = (0.15 / (1 - 0.85 * idle / np.maximum(np.diff(bounds), 1)))[graph]
+    for _ in range(_STEPS):
+        score = rest + passed @ score
+    return score[cell]
 
 
 _SCORES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {

@@ -109,9 +109,15 @@ class SymbolicFactor(Blocks):
         return _roots(self.parent)
 
 
-#: Most entries of a bounded factor: the larger of this many per edge and in total.
+#: Most entries of factors worth their while: the larger of this many per edge and in
+#: total.
 _MANY_AN_EDGE, _MANY = 16, 1 << 24
 _ALL = np.iinfo(np.int64).max
+
+
+def many(num_edges: int) -> int:
+    """More entries than factors should have on the CPU, for a number of edges."""
+    return max(_MANY, _MANY_AN_EDGE * num_edges)
 
 
 def symbolic_factor(
@@ -119,7 +125,7 @@ def symbolic_factor(
     batch: Tensor | None,
     rank: Tensor | None,
     num_nodes: int,
-    bounded: bool = False,
+    most: int = _ALL,
 ) -> Blocks:
     r"""Orders the nodes of a batch of graphs and finds the pattern of its factors.
 
@@ -131,7 +137,7 @@ def symbolic_factor(
         rank (torch.Tensor, optional): The elimination rank of each node within its
             graph. Computed if absent.
         num_nodes (int): The number of nodes.
-        bounded (bool, optional): Whether to give up if the factors would fill up.
+        most (int, optional): The number of entries above which it gives up.
 
     Returns:
         SymbolicFactor: The factors' pattern, or only :obj:`Blocks` if it gave up.
@@ -143,9 +149,6 @@ def symbolic_factor(
     """
     check_edge_index(edge_index, num_nodes)
     col, row = to_numpy(edge_index)
-    most = _ALL
-    if bounded:
-        most = max(_MANY, _MANY_AN_EDGE * len(row))
     if rank is None:
         by_rank = elimination_order(row, col, num_nodes, most=most)
         if by_rank is None:

@@ -121,8 +121,8 @@ HUBS = {
         lambda x: nn.SelfAttention(4, causal=True)(x[None], x[None, :, 0] < 9),
         "A causal mask of 300 nodes"),
     "resolvent_mix": (
-        lambda x: nn.ChimeraConv(4, solver="dense", form="state")(x, STAR),
-        "resolvent_mix with solver='dense', form='state'"),
+        lambda x: nn.ChimeraConv(4, solver="dense")(x, STAR),
+        "resolvent_mix with solver='dense', form='mask'"),
 }  # fmt: skip
 
 

@@ -9,6 +9,8 @@ from operators import OPERATORS, example, grids_of, make_case, structure
 
 from pyg_chimera.ops import dag_scan, explain, resolvent_mix
 from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.recurrence.resolvent import cost_model
+from pyg_chimera.ops.recurrence.resolvent import op as resolvent_op
 
 #: Packages with such a backend, and the operators in them.
 PACKAGES = {
@@ -114,6 +116,7 @@ def test_precision_set_by_the_new_name():
 def without_numba(monkeypatch):
     """`auto` chooses as it does on a GPU, of what runs there."""
     monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
+    monkeypatch.setattr(cost_model, "_MAX_DENSE", 64)
     for package, operator in PACKAGES.items():
         op = importlib.import_module(f"pyg_chimera.ops.{package}.op")
         backends = dict(getattr(op, operator).backends)
@@ -178,9 +181,10 @@ def test_matrices_that_do_not_fit(without_numba, monkeypatch):
     monkeypatch.setattr(module, "_MOST_ROWS", 2)
     with pytest.raises(ValueError, match="at most 2 rows in a front, and the largest"):
         chosen("resolvent_mix", solver="sparse", backend="triton")
-    choice = chosen("resolvent_mix", solver="sparse")
-    assert choice.backend == "torch"
-    assert "at most 2 rows in a front" in choice.reason
+    with pytest.raises(ValueError, match="at most 2 rows in a front, and the largest"):
+        chosen("resolvent_mix", solver="sparse")
+    choice = chosen("resolvent_mix")
+    assert choice[1:4] == ("dense", "mask", "torch")
 
 
 def test_sparse_graphs(without_numba):
@@ -194,16 +198,16 @@ def test_sparse_graphs(without_numba):
     for options in ({}, {"backend": "triton"}, {"form": "state"}):
         assert choose(**options)[1:4] == ("sparse", "state", "triton")
     others = {(x.solver, x.backend) for x in choose().alternatives}
-    assert others == {("sparse", "torch"), ("dense", "triton"), ("dense", "torch")}
-    assert choose(form="mask")[1:4] == ("sparse", "mask", "torch")
-    choice = choose(form="mask", backend="triton")
-    assert choice[1:4] == ("dense", "mask", "triton")
+    assert others == {("dense", "triton"), ("dense", "torch")}
+    for options in ({}, {"backend": "triton"}):
+        assert choose(form="mask", **options)[1:4] == ("dense", "mask", "triton")
     large = 1.3 * case.floats["edge_weight"].float()
     choice = choose(edge_weight=large)
     assert choice.backend == "torch"
     assert "not diagonally dominant" in choice.reason
-    with pytest.raises(ValueError, match="pivoting; scale the weights"):
-        choose(edge_weight=large, solver="sparse", backend="triton")
+    for backend in ("auto", "triton"):
+        with pytest.raises(ValueError, match="pivoting; scale the weights"):
+            choose(edge_weight=large, solver="sparse", backend=backend)
 
 
 def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
@@ -240,18 +244,27 @@ def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
 
 
 def test_hubs(without_numba, monkeypatch):
-    """A front with very many children is left to PyTorch."""
+    """A front with very many children is left to dense matrices."""
     module = importlib.import_module(
         "pyg_chimera.ops.recurrence.resolvent.triton_backend"
     )
     monkeypatch.setattr(module, "_MOST_ADDED", 1)
     case = make_case(OPERATORS["resolvent_mix"], grids_of((10, 10)))
-    inputs = {**case.to(torch.float32).inputs, "solver": "sparse", "form": "state"}
-    with pytest.raises(ValueError, match="such hubs"):
-        resolvent_mix(**inputs, backend="triton")
+    inputs = {**case.to(torch.float32).inputs, "form": "state"}
+    for options in ({"backend": "triton"}, {"solver": "sparse"}):
+        with pytest.raises(ValueError, match="such hubs"):
+            resolvent_mix(**inputs, **options)
     choice = explain("resolvent_mix", **inputs)
-    assert choice.backend == "torch"
+    assert choice[1:4] == ("dense", "mask", "triton")
     assert "such hubs" in choice.reason
+
+
+def test_factors_that_fill_up(without_numba, monkeypatch):
+    """No front of Triton's kernels has as many rows."""
+    monkeypatch.setattr(resolvent_op, "_most_entries", lambda inputs: 2)
+    choice = chosen("resolvent_mix")
+    assert choice[1:4] == ("dense", "mask", "triton")
+    assert "fill up" in choice.reason
 
 
 def test_paths_that_need_pivots(without_numba):
@@ -266,8 +279,7 @@ def test_what_has_no_kernel(without_numba):
     for key in ("dag_scan", "resolvent_mix"):
         with pytest.raises(ValueError, match=r"form='chunk' is for .*paths"):
             chosen(key, form="chunk", backend="triton")
-    pairs = ("sparse", "mask"), ("dense", "state"), ("iterative", "state")
-    for solver, form in pairs:
+    for solver, form in (("sparse", "mask"), ("iterative", "state")):
         said = f"solver='{solver}', form='{form}' has no triton"
         with pytest.raises(ValueError, match=said):
             chosen("resolvent_mix", solver=solver, form=form, backend="triton")

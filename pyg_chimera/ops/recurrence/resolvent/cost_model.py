@@ -64,7 +64,7 @@ def cost_of(
         sweeps: The sweeps of an iteration, or the terms of a finite sum.
     """
     groups, heads, states, channels = sizes
-    total, (_, solver, form, backend, *_) = _Totals.of(blocks), choice
+    total, (_, solver, form, *_) = _Totals.of(blocks), choice
     num_blocks, num_edges = len(blocks.sizes), float(blocks.num_edges)
     vector, _ = vector_lanes(dtype)
     lanes = heads * states * (-(-4 * channels // vector) * vector / 4)
@@ -79,9 +79,6 @@ def cost_of(
         if solver == "sparse":
             operations += 3.0 * heads * total.solves
             time += 0.3 * heads * total.solves + 1e3 * num_blocks
-            if backend == "torch":  # all blocks are padded to the largest
-                time = 10 * time + 1e5 * num_blocks
-                held = heads * total.largest**2 * num_blocks
         else:
             powers = 1 + 2 * math.ceil(math.log2(sweeps + 1)) if sweeps else 1
             cubes = 3.0 * heads * total.cubes * powers
@@ -98,18 +95,12 @@ def cost_of(
         time = (0.3 * total.entries + 1.8 * total.nodes) * lanes
         time += 0.2 * heads * total.updates
         held = heads * panel
-        if backend == "torch":
-            time = 10 * time + 1e5 * num_blocks
-    elif solver == "dense":
-        operations = heads * total.cubes + 3.0 * total.squares * lanes
-        time = 0.05 * operations
-        held = heads * total.largest**2 + 3 * total.largest * lanes
     else:
         swept = (3.0 * sweeps + 1) * num_edges + (6.0 * sweeps + 20) * total.nodes
         operations = swept * lanes
         # It depends on whether the states of one vector fit in the cache.
         far = 1.0 if total.largest * vector * dtype.itemsize < 1 << 20 else 2.5
-        time = (0.14 * far if backend == "numba" else 3.0) * operations
+        time = 0.14 * far * operations
         kept = sweeps if solver == "neumann" else 0
         held = threads * (4 + kept) * total.largest * vector
     if form != "chunk":  # reading and checking the transitions, and their gradients
@@ -118,11 +109,8 @@ def cost_of(
     return Cost(operations, 1e-9 * time / threads, memory)
 
 
-def prefers_dense(symbolic: Blocks, device: str) -> bool:
-    """Whether dense matrices are faster with the torch and triton backends."""
-    if not isinstance(symbolic, SymbolicFactor):
-        return False
-    largest = int(symbolic.sizes.max(initial=0))
+def prefers_dense(symbolic: SymbolicFactor) -> bool:
+    """Whether dense matrices are faster on a GPU."""
     squares = float((symbolic.sizes.astype(float) ** 2).sum())
-    full = symbolic.num_entries > 0.2 * squares
-    return full or (device != "cpu" and largest <= _MAX_DENSE)
+    is_full = symbolic.num_entries > 0.2 * squares
+    return is_full or int(symbolic.sizes.max(initial=0)) <= _MAX_DENSE

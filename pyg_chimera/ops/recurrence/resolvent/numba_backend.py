@@ -139,7 +139,7 @@ def _system(
     steps = call.inputs.value.new_empty(call.inputs.value.size(1), 0, 2)
     modes = steps.new_empty(steps.size(0), 4, 0, dtype=torch.double)
     if call.choice.solver == "iterative":
-        call, steps, modes, tolerance = Iteration.of(call, *saved, apart=True)
+        call, steps, modes, tolerance = Iteration.of(call, *saved)
         num_terms = -1
     inputs = call.inputs
     x = arrays(*inputs[:3], *(y.to(inputs.value.dtype) for y in grad))

@@ -1,5 +1,6 @@
 """Mixing by the resolvent of a graph's adjacency."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from pyg_chimera.ops.common.checks import (
     check_indices,
     check_integer,
     check_option,
+    check_rank,
     trusted,
 )
 from pyg_chimera.ops.common.dispatch import (
@@ -45,11 +47,24 @@ from pyg_chimera.ops.structure.symbolic_factor import (
     Blocks,
     SymbolicFactor,
     graph_blocks,
+    many,
     symbolic_factor,
 )
 
 SOLVERS = ("auto", "sparse", "dense", "iterative", "neumann")
 _FORMS = ("auto", "state", "mask", "chunk")
+_FORMS_OF = {
+    "dense": ("auto", "mask"),
+    "iterative": ("auto", "state"),
+    "neumann": ("auto", "state", "mask"),
+}
+#: The backends of each solver, where they run on a device.
+_BACKENDS = {
+    "sparse": ("numba", "triton"),
+    "dense": ("triton", "torch"),
+    "iterative": ("numba",),
+    "neumann": ("numba", "torch"),
+}
 
 #: Bytes of resolvents that the mask form may hold if the form is not prescribed.
 _MAX_MASK_BYTES = 1 << 30
@@ -57,6 +72,9 @@ _MAX_MASK_BYTES = 1 << 30
 _WORTH_WHILE = 0.02
 #: Batches of fewer nodes are always factored, even if their factors fill up.
 _MAX_SMALL = 4096
+#: On a GPU, factors of more entries are given up: a front of as many rows as Triton's
+#: kernels take has as many.
+_MOST_ON_GPUS = 1 << 27
 #: An optimistic guess of how many sweeps an iteration takes.
 _FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), np.zeros((0, 4, 0)), 10, 1.0)
 
@@ -89,9 +107,10 @@ class _ResolventMix(Operator[Inputs, Blocks]):
 
     def recipe(self, inputs: Inputs) -> Recipe:
         graph, num_nodes = (inputs.edge_index, inputs.batch), inputs.value.size(0)
-        if inputs.solver in ("sparse", "auto"):
-            bounded = inputs.solver == "auto" and _may_iterate(inputs)
-            return Recipe(symbolic_factor, (*graph, inputs.rank), (num_nodes, bounded))
+        eliminates = self.usable(inputs)[0] in ("numba", "triton")
+        if inputs.solver == "sparse" or (inputs.solver == "auto" and eliminates):
+            most = _most_entries(inputs)
+            return Recipe(symbolic_factor, (*graph, inputs.rank), (num_nodes, most))
         return Recipe(graph_blocks, graph, (num_nodes,))
 
     def in_one_dtype(self, inputs: Inputs, structure: Blocks) -> Inputs:
@@ -132,29 +151,14 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         self, call: Call[Inputs, Blocks], usable: list[str]
     ) -> Iterator[Choice]:
         """The better form for each solver and backend, preferred ones first."""
-        inputs, structure = call.inputs, call.structure
-        reason, auto, form = self.reason(inputs), inputs.solver == "auto", inputs.form
-        solvers = ["sparse", "dense"] if auto else [inputs.solver]
-        in_chunks = "triton" in usable and form == "auto" and _is_long(structure)
-        dense_is_better = prefers_dense(structure, inputs.value.device.type)
-        if form == "chunk":
-            solvers, usable = ["sparse"] if auto else solvers, usable[:1]
-        elif auto and not isinstance(structure, SymbolicFactor):
-            solvers = ["dense"] if form == "mask" else ["iterative", "dense"]
-            reason += "; factors would fill up"
-        elif auto and usable == ["triton"] and form != "auto":
-            solvers = ["sparse"] if form == "state" else ["dense"]
-        elif auto and usable[0] != "numba" and not in_chunks and dense_is_better:
-            solvers.reverse()
-            reason += "; blocks small or factors full enough for dense matrices"
+        reason, auto = self.reason(call.inputs), call.inputs.solver == "auto"
+        solvers, why = _solvers(call, usable) if auto else ([call.inputs.solver], "")
         for solver in solvers:
-            backends, pair = usable, (solver, form)
-            if auto and solver == "dense":  # numba has no dense solver
-                backends = [x for x in usable if x != "numba"] or ["torch"]
-            elif pair == ("sparse", "mask") or solver not in ("sparse", "dense"):
-                backends = [x for x in usable if x != "triton"] or usable
+            backends = [x for x in usable if x in _BACKENDS[solver]] or usable
+            if auto and solver == "dense" and backends == ["numba"]:
+                backends = ["torch"]  # as a last resort
             for backend in backends:
-                yield self._better_form(call, solver, backend, reason)
+                yield self._better_form(call, solver, backend, reason + why)
 
     def _iteration(
         self, call: Call[Inputs, Blocks], others: list[Choice]
@@ -184,10 +188,11 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         sweeps, dtype = inputs.num_terms or 0, value.dtype
         if solver == "iterative":
             polynomial = call.known("polynomial", _FEW_SWEEPS)
-            if solver == inputs.solver or not isinstance(
-                call.structure, SymbolicFactor
-            ):  # it will be used anyway
-                with suppress(UnsuitableSolver):
+            asked, factored = solver == inputs.solver, call.structure
+            if backend == "numba" and (
+                asked or not isinstance(factored, SymbolicFactor)
+            ):
+                with suppress(UnsuitableSolver):  # it will be used anyway
                     polynomial = polynomial_of(call)
                     reason += f"; about {polynomial.sweeps} sweeps are enough"
             sweeps = polynomial.sweeps
@@ -200,29 +205,58 @@ class _ResolventMix(Operator[Inputs, Blocks]):
                 cost=cost_of(found, call.structure, sizes, computed, sweeps)
             )
 
-        may_cut = (solver, inputs.form) == ("sparse", "auto") and backend != "torch"
-        paths = may_cut and path_scans(call.structure) is not None
-        if may_cut and backend == "triton":
+        form = inputs.form
+        if solver == "dense":
+            form = "mask"
+        elif form == "auto" and solver != "sparse":
+            form = "state" if solver == "iterative" or backend == "numba" else "mask"
+        elif form == "auto" and backend != "numba":
             # Only the chunk form takes weights that are not diagonally dominant.
-            needed = paths and not triton_backend.is_dominant(call)
-            cut = needed or _is_long(call.structure)
-            return choice("chunk" if cut else "state")
-        only_states = solver == "iterative" or (solver, backend) == ("neumann", "numba")
-        if inputs.form != "auto" or only_states:
-            return choice("state" if inputs.form == "auto" else inputs.form)
+            may_cut = path_scans(call.structure) is not None
+            cut = may_cut and not triton_backend.is_dominant(call)
+            form = "chunk" if cut or _is_long(call.structure) else "state"
+        if form != "auto":
+            return choice(form)
         mask, state = choice("mask"), choice("state")
         fits = mask.cost.memory <= _MAX_MASK_BYTES  # type: ignore[union-attr]
         found = [mask, state] if fits else [state]
-        if paths and backend == "numba":
+        if path_scans(call.structure) is not None:
             found.insert(0, choice("chunk"))
-        if fits and solver != "sparse":
-            best, why = mask, "dense matrices are at hand"
-        else:
-            best = min(found, key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
-            why = WHY_FORM[best.form]
-            if not fits and best is state:
-                why = "resolvents would not fit in memory"
+        best = min(found, key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
+        why = WHY_FORM[best.form]
+        if not fits and best is state:
+            why = "resolvents would not fit in memory"
         return best._replace(reason=f"{reason}; {why}")
+
+
+def _solvers(call: Call[Inputs, Blocks], usable: list[str]) -> tuple[list[str], str]:
+    """The solvers that `auto` tries, preferred ones first, and why."""
+    form, structure, on_gpu = call.inputs.form, call.structure, usable[0] == "triton"
+    if form == "chunk" or (form == "state" and usable == ["torch"]):
+        return ["sparse"], ""
+    if usable == ["torch"]:
+        return ["dense"], ""
+    if not isinstance(structure, SymbolicFactor):
+        iterates = not on_gpu and form != "mask"
+        return ["iterative"] * iterates + ["dense"], "; factors would fill up"
+    if on_gpu and form == "mask":
+        return ["dense"], ""
+    if usable == ["triton"] and form == "state":
+        return ["sparse"], ""
+    is_auto = on_gpu and form == "auto" and not _is_long(structure)
+    if is_auto and prefers_dense(structure):
+        why = "; blocks small or factors full enough for dense matrices"
+        return ["dense", "sparse"], why
+    return ["sparse", "dense"], ""
+
+
+def _most_entries(inputs: Inputs) -> int:
+    """The number of entries above which factors are given up."""
+    if inputs.solver == "sparse":
+        return sys.maxsize
+    if inputs.value.device.type != "cpu":
+        return _MOST_ON_GPUS
+    return many(inputs.edge_index.size(1)) if _may_iterate(inputs) else sys.maxsize
 
 
 def _is_long(structure: Blocks) -> bool:
@@ -233,7 +267,7 @@ def _is_long(structure: Blocks) -> bool:
 
 def _may_iterate(inputs: Inputs) -> bool:
     """Whether an iteration can be used instead of factors that fill up."""
-    if inputs.backend == "reference" or inputs.value.size(0) < _MAX_SMALL:
+    if inputs.value.size(0) < _MAX_SMALL:
         return False
     if trusted():
         return True
@@ -292,22 +326,23 @@ def resolvent_mix(
         solver (str, optional): :obj:`"sparse"` (exact, by elimination in a
             fill-reducing order), :obj:`"dense"` (exact, cubic in a graph's nodes),
             :obj:`"iterative"` (exact up to rounding, by products with
-            :math:`\mathbf{A}`, for graphs whose factors would fill in; rows, or
-            columns, of :math:`|\mathbf{A}|` must sum to less than one, and if nearly to
-            one, float32 is computed in float64), :obj:`"neumann"` (the first powers of
-            :math:`\mathbf{A}`, Section 4.2), or :obj:`"auto"`: whichever is fastest and
-            exact up to rounding. (default: :obj:`"auto"`)
+            :math:`\mathbf{A}` on the CPU, for graphs whose factors would fill in; rows,
+            or columns, of :math:`|\mathbf{A}|` must sum to less than one, and if nearly
+            to one, float32 is computed in float64), :obj:`"neumann"` (the first powers
+            of :math:`\mathbf{A}`, Section 4.2), or :obj:`"auto"`: whichever is fastest
+            and exact up to rounding. (default: :obj:`"auto"`)
         num_terms (int, optional): The highest power :math:`k` in
             :math:`\sum_{t=0}^{k} \mathbf{A}^t`, for :obj:`"neumann"`; with at least the
             diameter, every pair is reached. (default: :obj:`None`)
         form (str, optional): :obj:`"state"` carries :math:`\mathbf{H}` along the graph
             (linear in edges and fill-in), :obj:`"mask"` computes each graph's resolvent
-            (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths,
-            with numba and triton. All give the same result; :obj:`"iterative"` supports
-            the state form only. (default: :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU),
-            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
-            (default: :obj:`"auto"`)
+            (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths.
+            All give the same result; :obj:`"iterative"` supports the state form only,
+            :obj:`"dense"` the mask form only. (default: :obj:`"auto"`)
+        backend (str, optional): :obj:`"numba"` (CPU; all but dense matrices),
+            :obj:`"triton"` (GPU; eliminates), :obj:`"torch"` (any device; mask form of
+            :obj:`"dense"` and :obj:`"neumann"`), :obj:`"reference"` (dense, slow, for
+            tests). (default: :obj:`"auto"`)
         rank (torch.Tensor, optional): An elimination order, integer
             :math:`[|\mathcal{V}|]`, as stored by
             :class:`~pyg_chimera.transforms.AddEliminationOrder`, which
@@ -328,6 +363,8 @@ def resolvent_mix(
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
     q, k, v = check_floats(query=query, key=key, value=value)  # may be narrower than w
     batch, rank = check_indices(value, batch=batch, rank=rank)
+    if rank is not None:
+        check_rank(rank, value.size(0))
     check_option("solver", solver, SOLVERS)
     check_option("form", form, _FORMS)
     if (solver == "neumann") != (num_terms is not None):
@@ -339,15 +376,11 @@ def resolvent_mix(
         )
     if num_terms is not None:
         check_integer("num_terms", num_terms, least=0)
-    if solver == "iterative" and form not in ("auto", "state"):
+    forms = _FORMS_OF.get(solver, _FORMS)
+    if form not in forms:
         raise ValueError(
-            "'form' must be 'state' or 'auto' with solver='iterative', which never "
-            f"makes a graph's resolvent, got form={form!r}"
-        )
-    if form == "chunk" and solver in ("dense", "neumann"):
-        raise ValueError(
-            f"'form' must be 'state', 'mask' or 'auto' with solver={solver!r}, which "
-            "does not cut paths into chunks, got form='chunk'"
+            f"'form' must be {' or '.join(map(repr, forms))} with solver={solver!r}, "
+            f"got {form!r}"
         )
     inputs = Inputs(
         q, k, v, w, edge_index, batch, rank, solver, num_terms, form, backend

@@ -95,18 +95,11 @@ class Iteration(NamedTuple):
         return modes.view(value.dtype), steps, value.new_tensor([found.gap])
 
     @classmethod
-    def of(
-        cls, call: Call, modes: Tensor, steps: Tensor, gap: Tensor, *, apart: bool
-    ) -> "Iteration":
-        """The iteration for a call, from what :meth:`saved` returned.
-
-        States along u need float64, unless they are kept apart from the others.
-        """
+    def of(cls, call: Call, modes: Tensor, steps: Tensor, gap: Tensor) -> "Iteration":
+        """The iteration for a call, from what :meth:`saved` returned."""
         dtype, tolerance = precision_of(call.inputs.value.dtype, float(gap))
         shape = len(steps), 4, call.inputs.value.size(0)
         modes = modes.view(torch.float64).view(shape)
-        if not apart and modes.any():
-            dtype = torch.float64
         inputs = call.inputs
         floats = {name: getattr(inputs, name).to(dtype) for name in FLOATS}
         call = replace(call, inputs=inputs._replace(**floats))
@@ -124,7 +117,7 @@ def polynomial_of(call: Call, most: float = np.inf) -> SweepPolynomial:
 
 def _polynomial(call: Call, most: float) -> SweepPolynomial:
     blocks: Blocks = call.structure
-    given = as_array(call.inputs.edge_weight.cpu().double()).T
+    given = as_array(call.inputs.edge_weight.double()).T
     margins = _margins(blocks, given[:, blocks.edge])
     (ptr, local, edge), _ = products(blocks)
     other = local + np.repeat(np.repeat(blocks.ptr[:-1], blocks.sizes), np.diff(ptr))

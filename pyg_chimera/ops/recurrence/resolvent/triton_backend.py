@@ -79,14 +79,14 @@ def why_not(call: Call) -> str | None:
         if largest > _MOST_ROWS:
             return (
                 f"backend='triton' takes at most {_MOST_ROWS} rows in a front, and the "
-                f"largest has {largest}: factors fill up; use solver='iterative', "
-                "backend='torch' or 'auto'"
+                f"largest has {largest}: factors fill up; use tensors on the CPU, for "
+                "which solver='auto' iterates"
             )
         if added > _MOST_ADDED:
             return (
                 "backend='triton' does not take graphs with such hubs: a front has too "
                 "many rows, and children that are added up one by one; use "
-                "backend='torch' or 'auto'"
+                "solver='dense', or tensors on the CPU"
             )
     elif (largest := int(call.structure.sizes.max(initial=0))) > _MOST_NODES:
         return (
@@ -97,7 +97,8 @@ def why_not(call: Call) -> str | None:
         return (
             "'edge_weight' makes I - A not diagonally dominant, and backend='triton' "
             "eliminates without pivoting; scale the weights (rows of |A| that sum to "
-            "less than 1 are always safe), or use backend='torch' or 'auto'"
+            "less than 1 are always safe), or use solver='dense' with backend='torch' "
+            "or 'auto'"
         )
     return None
 

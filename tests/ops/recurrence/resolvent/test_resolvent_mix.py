@@ -28,7 +28,9 @@ from pyg_chimera.ops import (
     path_transition,
     resolvent_mix,
 )
-from pyg_chimera.ops.structure import elimination_rank
+from pyg_chimera.ops.common import memory
+from pyg_chimera.ops.recurrence.resolvent import torch_backend
+from pyg_chimera.ops.structure import cache, elimination_rank
 
 OPERATOR = OPERATORS["resolvent_mix"]
 SPARSE = {x: y for x, y in OPERATOR.variants.items() if x.startswith("sparse")}
@@ -121,7 +123,7 @@ def test_chunks_are_for_paths():
     path = torch.cat([path, path.flip(0)], dim=1)
     size = (2, 1, 64, 32)
     assert explained(path, 400, size)[1:4] == ("sparse", "chunk", "numba")
-    assert explained(path, 400, size, backend="torch").form != "chunk"
+    assert explained(path, 400, size, backend="torch").form == "mask"
     for options, why in (
         ({}, "form='chunk' is for graphs whose components are paths"),
         ({"backend": "torch"}, "form='chunk' has no torch backend"),
@@ -144,18 +146,46 @@ def test_paths_that_need_pivots_are_left_to_dense_matrices(pivot):
 
 
 def test_auto_does_not_fill_memory_with_masks():
-    # One resolvent of 1.15 GB; or of 4 MB, and 550 more padded to the same size.
+    # One resolvent of 1.15 GB; or of 4 MB, and 550 more beside it.
     choice = explained(star(12_000), 12_000, (1, 1, 2, 2))
     assert choice.form == "state"
     assert "memory" in choice.reason
     batch = torch.arange(1101).repeat_interleave(torch.tensor([700] + [20] * 1100))
     edges = torch.arange(1, len(batch))
     edges = torch.stack([edges - 1, edges])[:, batch[1:] == batch[:-1]]
-    for backend, reason in (("torch", True), ("numba", False)):
-        choice = explained(
-            edges, len(batch), (1, 1, 2, 2), batch, solver="sparse", backend=backend
-        )
-        assert ("memory" in choice.reason) == reason
+    choice = explained(edges, len(batch), (1, 1, 2, 2), batch, solver="sparse")
+    assert "memory" not in choice.reason
+
+
+def test_dense_matrices_that_do_not_fit_are_refused(monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1e9)
+    for options in ({"backend": "torch"}, {"solver": "dense"}):
+        with pytest.raises(
+            ValueError, match=r"12,000 nodes would take .*; use tensors"
+        ):
+            explained(star(12_000), 12_000, (1, 1, 2, 2), **options)
+    assert explained(star(12_000), 12_000, (1, 1, 2, 2)).solver == "sparse"
+
+
+@pytest.mark.parametrize("solver", ["sparse", "iterative", "neumann"])
+def test_what_torch_does_not_compute(solver):
+    terms = 2 if solver == "neumann" else None
+    options = {"solver": solver, "form": "state", "num_terms": terms}
+    with pytest.raises(ValueError, match="form='state' has no torch backend; use"):
+        explained(star(5), 5, (1, 1, 2, 2), backend="torch", **options)
+
+
+@pytest.mark.parametrize("name", ["mixed", "several_blocks"])
+@pytest.mark.parametrize("most", [1000, 1 << 20])
+def test_groups_of_blocks(name, most, monkeypatch):
+    """As on a GPU: by size, padded to the largest."""
+    cache._CACHE.values.clear()
+    monkeypatch.setattr(torch_backend, "_CPU_NUMEL", most)
+    case = example("resolvent_mix", name)
+    assert_results(
+        computed(case, {"backend": "torch"}), expected("resolvent_mix", name)
+    )
+    cache._CACHE.values.clear()
 
 
 # ------------------------------------------------------- far from diagonally dominant
@@ -203,7 +233,7 @@ def test_small_pivot(options, tiny):
     choice = explain("resolvent_mix", **case.inputs, **auto)
     assert choice.solver == "dense"
     assert "dominant" in choice.reason
-    assert torch.equal(out, case(solver="dense", form=options["form"]))
+    assert torch.equal(out, case(solver="dense"))
     with warnings.catch_warnings():  # the backward pass may say it again
         warnings.simplefilter("ignore")
         assert_results(computed(case, auto), expected_of(case))
@@ -295,7 +325,8 @@ def test_singular(options):
          "'dense', form='mask' has no numba backend"),
         ({"solver": "neumann", "backend": "numba", "num_terms": 2, "form": "mask"},
          "'neumann', form='mask' has no numba backend"),
-        ({"solver": "iterative", "form": "mask"}, "'form' must be 'state' or 'auto'"),
+        ({"solver": "iterative", "form": "mask"}, "'form' must be 'auto' or 'state'"),
+        ({"solver": "dense", "form": "state"}, "'form' must be 'auto' or 'mask'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together(changes, match):
@@ -316,8 +347,7 @@ def test_weights_that_are_not_finite_are_named(operator, bad):
             case(edge_weight=weight, backend=backend)
 
 
-@pytest.mark.parametrize("form", ["state", "mask"])
-def test_dense_solvers_are_exact_where_rows_sum_to_nearly_one(form):
+def test_dense_solvers_are_exact_where_rows_sum_to_nearly_one():
     n, generator = 20, torch.Generator().manual_seed(0)
     edges = (1 - torch.eye(n)).nonzero().t()
     delta = torch.rand(n, 1, generator=generator)
@@ -330,7 +360,7 @@ def test_dense_solvers_are_exact_where_rows_sum_to_nearly_one(form):
         return out, *torch.autograd.grad(out.square().sum(), floats)
 
     want = results("sparse", torch.double)
-    got = results("dense", torch.float, form=form, backend="torch")
+    got = results("dense", torch.float, backend="torch")
     for y, z in zip(got, want, strict=True):
         assert (y - z).abs().max() < 1e-5 * z.abs().max()
 
@@ -384,14 +414,11 @@ def test_only_eliminations_cut_paths(solver):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["state", "mask"])
-@pytest.mark.parametrize("solver", ["sparse", "dense", "iterative", "neumann"])
-def test_hooks_on_saved_tensors(solver, form):
+@pytest.mark.parametrize("solver", ["dense", "neumann"])
+def test_hooks_on_saved_tensors(solver):
     """Also in the backward pass, where autograd differentiates plain PyTorch."""
-    if (solver, form) == ("iterative", "mask"):
-        return
     case = example("resolvent_mix")
-    options = {"solver": solver, "form": form, "backend": "torch"}
+    options = {"solver": solver, "form": "mask", "backend": "torch"}
     if solver == "neumann":
         options["num_terms"] = 3
     want = computed(case, options)

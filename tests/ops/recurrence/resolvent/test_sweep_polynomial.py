@@ -11,7 +11,6 @@ from pyg_chimera.ops.recurrence.resolvent import op, sweep_polynomial
 from pyg_chimera.ops.structure import symbolic_factor
 
 OPERATOR = OPERATORS["resolvent_mix"]
-both_backends = pytest.mark.parametrize("backend", ["numba", "torch"])
 
 
 def random_case(num_nodes, num_edges, row_sum, *, seed=0, size=(2, 1, 3, 4)):
@@ -29,11 +28,10 @@ def relative_error(got, want):
     return ((got - want).abs().max() / want.abs().max()).item()
 
 
-@both_backends
 @pytest.mark.parametrize("row_sum", [0.5, 0.99])
-def test_directed_graphs_have_complex_roots(backend, row_sum):
+def test_directed_graphs_have_complex_roots(row_sum):
     case = random_case(200, 500, row_sum)
-    call = {"solver": "iterative", "backend": backend}
+    call = {"solver": "iterative"}
     assert relative_error(case(**call), case(solver="dense")) < 1e-12
     steps = steps_of(case)
     assert (steps[..., 1] != 0).any()
@@ -65,15 +63,14 @@ def test_a_pass_leaves_what_the_roots_say(seed, num_nodes, row_sum):
     assert np.abs(left).max() < 1e-6
 
 
-@both_backends
 @pytest.mark.parametrize("transposed", [False, True])
-def test_rows_or_columns_must_sum_to_less_than_one(backend, transposed):
+def test_rows_or_columns_must_sum_to_less_than_one(transposed):
     edges = torch.tensor([[1, 2, 3, 0], [0, 0, 0, 1]])  # three edges into one node
     weight = torch.tensor([0.9, 0.9, 0.9, 0.1])
     if transposed:
         edges = edges.flip(0)
     one = torch.ones(4, 1, 1)
-    call = {"solver": "iterative", "backend": backend}
+    call = {"solver": "iterative"}
     got = resolvent_mix(one, one, one, edges, weight[:, None], **call)
     want = resolvent_mix(one, one, one, edges, weight[:, None], solver="dense")
     assert relative_error(got, want) < 1e-6
@@ -101,24 +98,20 @@ def ring(num_nodes, weight):
     return torch.stack([node, (node + 1) % num_nodes]), torch.full((num_nodes,), weight)
 
 
-@both_backends
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_directed_ring_takes_many_passes(backend, dtype):
+def test_a_directed_ring_takes_many_passes(dtype):
     """A pass may leave more of a residual, beside a solution that shrinks."""
     edges, weight = ring(500, 0.99)
     x = torch.randn(500, 1, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
     call = (x, x, x, edges, weight[:, None].to(dtype))
-    got = resolvent_mix(*call, solver="iterative", backend=backend)
+    got = resolvent_mix(*call, solver="iterative")
     want = resolvent_mix(*(y.double() if y.is_floating_point() else y for y in call))
     assert relative_error(got.double(), want) < 1e3 * torch.finfo(dtype).eps
 
 
-@both_backends
 @pytest.mark.parametrize("weight", [-0.99, 0.95])
 @pytest.mark.parametrize("directed_path", [False, True])
-def test_steps_for_a_batch_may_not_suit_one_of_its_graphs(
-    backend, weight, directed_path
-):
+def test_steps_for_a_batch_may_not_suit_one_of_its_graphs(weight, directed_path):
     random = random_case(1500, 12000, 0.9, size=(1, 1, 2, 3)).inputs
     edges, weights = ring(120, weight)
     if directed_path:
@@ -129,7 +122,7 @@ def test_steps_for_a_batch_may_not_suit_one_of_its_graphs(
     x = torch.randn(1620, 1, 2, dtype=torch.double, generator=generator)
     batch = torch.arange(1620) // 1500
     call = (x, x, x, both, weights, batch)
-    got = resolvent_mix(*call, solver="iterative", backend=backend)
+    got = resolvent_mix(*call, solver="iterative")
     want = resolvent_mix(*call, solver="sparse")
     for graph in (batch == 0, batch == 1):
         assert relative_error(got[graph], want[graph]) < 1e-10
@@ -157,9 +150,8 @@ def test_gradients_beside_hubs():
         assert relative_error(y.double(), z) < 5e-5
 
 
-@pytest.mark.parametrize("backend", ["numba", "torch"])
 @pytest.mark.parametrize("psi", [6, 9, 12, 15])
-def test_rows_that_sum_to_nearly_one(psi, backend):
+def test_rows_that_sum_to_nearly_one(psi):
     """Errors of constant states are exp(psi) times the residual."""
     generator = torch.Generator().manual_seed(0)
     edges = expander(300, 6)
@@ -169,7 +161,7 @@ def test_rows_that_sum_to_nearly_one(psi, backend):
     x = torch.randn(300, 1, 4, generator=generator)
 
     want = gradients(x, weight, edges, torch.double, solver="dense")
-    got = gradients(x, weight, edges, torch.float, solver="iterative", backend=backend)
+    got = gradients(x, weight, edges, torch.float, solver="iterative")
     for y, z in zip(got, want, strict=True):
         assert y.dtype == torch.float
         assert relative_error(y.double(), z) < 2e-6
@@ -184,9 +176,8 @@ def nearly_closed(edges, num_nodes, least=1e-6, heads=2):
     return weight / sums[edges[1]] * (1 - margin.clamp(min=least))[edges[1]]
 
 
-@both_backends
 @pytest.mark.parametrize("with_path", [False, True])
-def test_nearly_singular_in_one_direction_of_each_graph(backend, with_path):
+def test_nearly_singular_in_one_direction_of_each_graph(with_path):
     """Two expanders, a pair, nodes without edges, and a path, which has many slow
     modes: all are exact, as are the small differences of large gradients within rows.
     """
@@ -200,14 +191,12 @@ def test_nearly_singular_in_one_direction_of_each_graph(backend, with_path):
     x = torch.randn(num_nodes, 2, 5, generator=generator)
 
     want = gradients(x, weight, edges, torch.double, solver="dense")
-    got = gradients(x, weight, edges, torch.double, solver="iterative", backend=backend)
+    got = gradients(x, weight, edges, torch.double, solver="iterative")
     for y, z in zip(got, want, strict=True):
         assert relative_error(y, z) < 1e-9
     floats = x, x.flip(0), x.cos()
     floats = [y.requires_grad_() for y in (*floats, weight.clone())]
-    y = resolvent_mix(
-        *floats[:3], edges, floats[3], solver="iterative", backend=backend
-    )
+    y = resolvent_mix(*floats[:3], edges, floats[3], solver="iterative")
     grads = torch.autograd.grad(y.square().sum(), floats)
     for y, z in zip(grads, want[1:], strict=True):
         assert relative_error(y.double(), z) < 2e-5
@@ -226,15 +215,12 @@ def differences(weight, grad, edges):
     return weight.detach() * (grad - mean[edges[1]])
 
 
-@both_backends
-def test_graphs_of_one_node(backend):
+def test_graphs_of_one_node():
     node = torch.arange(30)
     weight = torch.linspace(0.1, 0.999, 30)[:, None].double()
     one = torch.ones(30, 1, 1).double()
     edges = torch.stack([node, node])
-    out = resolvent_mix(
-        one, one, one, edges, weight, solver="iterative", backend=backend
-    )
+    out = resolvent_mix(one, one, one, edges, weight, solver="iterative")
     assert relative_error(out[..., 0], 1 / (1 - weight)) < 1e-12
 
 
