@@ -8,6 +8,7 @@ from pyg_chimera.ops.common.operator import without_autocast
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 
 DEVICES = None
+FORMS = ("mask", "state", "chunk")  # all the same here
 
 
 def why_not(call: Call) -> str | None:
