@@ -100,7 +100,8 @@ def _grouped(graph: DeltaGraph, device: torch.device, num_heads: int) -> list[_G
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]."""
     query, key, value, beta, edge_weight = call.inputs[:5]
-    out, repeats = torch.empty_like(value), value.size(1) // key.size(1)
+    repeats = value.size(1) // key.size(1)
+    out = 0 * value  # so that there are gradients without nodes, too
     for group in _groups(call):
         q, k, v, b = group.pad(query, key, value, beta[..., None])
         M = group.difference(edge_weight)
