@@ -11,7 +11,11 @@ from torch import Tensor
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.recurrence.states import StateGraph, node_states
 from pyg_chimera.ops.structure.csr import to_numpy
-from pyg_chimera.ops.structure.symbolic_factor import blocks_of
+from pyg_chimera.ops.structure.symbolic_factor import (
+    SymbolicFactor,
+    blocks_of,
+    symbolic_factor,
+)
 from pyg_chimera.ops.structure.topological import ranks_and_cycles
 
 
@@ -67,6 +71,15 @@ class DeltaGraph:
         edge_index = torch.from_numpy(np.stack([self.col, self.row]))
         block, rank = (torch.from_numpy(x) for x in (self.block, self.rank))
         return node_states(edge_index, block, rank, self.num_nodes)
+
+    @cached_property
+    def factor(self) -> SymbolicFactor:
+        """The pattern of the factors of I - A."""
+        edge_index = torch.from_numpy(np.stack([self.col, self.row]))
+        found: Any = symbolic_factor(
+            edge_index, torch.from_numpy(self.block), None, self.num_nodes
+        )
+        return found
 
     @cached_property
     def cyclic_edges(self) -> np.ndarray:
