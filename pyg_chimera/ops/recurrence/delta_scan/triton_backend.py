@@ -41,7 +41,7 @@ def why_not(call: Call) -> str | None:
     if reason is None and keys > (most := _MOST_KEYS[call.choice.form]):
         reason = (
             f"form={call.choice.form!r} with backend='triton' takes at most {most} key "
-            f"channels, got {keys}; use backend='torch'"
+            f"channels, got {keys}; use form='state' with backend='torch'"
         )
     return reason
 
