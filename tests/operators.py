@@ -536,7 +536,7 @@ OPERATORS = {
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
         GRAPHS, batches().map(_from_batch),
         {**_DELTA_SCALE, "edge_weight": _to_rows}, _delta_oracle, _edges,
-        {**_MASKS, "state-numba": _FORMS["state-numba"], **_REST},
+        {**_MASKS, **_REST},
     ),
     "delta_dags": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
@@ -546,7 +546,7 @@ OPERATORS = {
     "delta_paths": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
         PATHS, batches(paths()).map(_from_batch), _DELTA_SCALE, _delta_oracle, _edges,
-        {"chunk-torch": {"form": "chunk", "backend": "torch"}, "auto": {}},
+        {"auto": {}},
     ),
     **{
         name: Operator(

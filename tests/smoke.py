@@ -276,7 +276,7 @@ def test_prefetching(benchmark):
 def test_epochs(benchmark):
     results, printed = benchmark("epochs")
     rows = results["epochs"]
-    assert len(rows) == 15
+    assert len(rows) == 14
     for row in rows:
         assert row["step"] > 0
         assert f"| {row['task']} | {row['mixer']} |" in printed

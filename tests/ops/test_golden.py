@@ -91,8 +91,7 @@ def test_ssd_is_a_directed_path(operator, options):
 
 
 @variants("delta_dags")
-@pytest.mark.parametrize("form", [None, "chunk"])
-def test_gated_delta_rule_on_paths(form, options):
+def test_gated_delta_rule_on_paths(options):
     """Sequences side by side; each edge decays as its target says."""
     data = load("gated_delta")
     batches, length = data["query"].shape[:2]
@@ -100,8 +99,6 @@ def test_gated_delta_rule_on_paths(form, options):
     edge_index = torch.stack([node[:, :-1].flatten(), node[:, 1:].flatten()])
     names = ("query", "key", "value", "beta", "log_decay")
     x = [data[name].flatten(0, 1).clone().requires_grad_() for name in names]
-    if form is not None:
-        options = {"form": form}
     out = delta_scan(
         x[0] / data["query"].size(-1) ** 0.5,
         *x[1:4],

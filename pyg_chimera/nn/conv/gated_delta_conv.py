@@ -39,9 +39,9 @@ class GatedDeltaConv(ChimeraBlock):
     projection. The transitions :math:`\mathbf{A}` come from selectivities, as in the
     Chimera layers. On any graph, cycles included, they are those of
     :func:`~pyg_chimera.ops.chimera_transition`. Their rows sum to less than one, so
-    that there is exactly one solution, which is computed by solving linear systems, see
-    :func:`~pyg_chimera.ops.delta_scan`. With :obj:`acyclic`, they are those of
-    :func:`~pyg_chimera.ops.dag_transition`.
+    that there is exactly one solution, which is computed by solving a dense linear
+    system for each graph, see :func:`~pyg_chimera.ops.delta_scan`. With :obj:`acyclic`,
+    they are those of :func:`~pyg_chimera.ops.dag_transition`, and time is linear.
 
     On a directed path, the recurrence with :obj:`selectivity="target"` is that of Gated
     DeltaNet. The layer is then the `released one
@@ -78,9 +78,8 @@ class GatedDeltaConv(ChimeraBlock):
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
             :obj:`bias`, :obj:`reach` (the distance at which a memory has fallen to
             :math:`1/e` if it is not overwritten), :obj:`form` (on graphs with cycles,
-            :obj:`"state"` on CPUs only) and :obj:`backend` of
-            :class:`~pyg_chimera.nn.ChimeraConv`, and those of
-            :class:`torch_geometric.nn.conv.MessagePassing`.
+            :obj:`"mask"`) and :obj:`backend` of :class:`~pyg_chimera.nn.ChimeraConv`,
+            and those of :class:`torch_geometric.nn.conv.MessagePassing`.
 
     Shapes:
         - **input:**

@@ -166,14 +166,12 @@ def test_what_is_known_is_first_corrected_by_half():
 
 
 def test_a_large_graph_with_cycles(monkeypatch):
-    """Its states are eliminated; matrices are refused, with what to do."""
-    monkeypatch.setattr(memory, "available_bytes", lambda device: 8 * 2.0**30)
+    """Its matrices are refused, with what to do."""
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2.0**30)
     node = torch.arange(12_000)
     edge_index = torch.stack([node, node.roll(1)])
     conv, x = GatedDeltaConv(8, state_channels=8), torch.randn(12_000, 8)
-    assert conv(x, edge_index).isfinite().all()
-    conv.backend = "torch"
-    with pytest.raises(ValueError, match=r"'mask' takes .* more than .*clusters"):
+    with pytest.raises(ValueError, match=r"'mask' .* GiB, more than .*clusters"):
         conv(x, edge_index)
 
 

@@ -9,13 +9,14 @@ before i overwrite. As k^T (I - C)^-1 k is at least 1 / (1 + r),
 
     pivot >= 1 - b r / (1 + r),
 
-which is more than 1/2 if b <= 1, and at least (1 - r) / (1 + r) if b = 2. After
+which is more than 1/2 if b <= 1, and at least (1 - r) / (1 + r) if b = 2. Nothing
+returns to a node that is on no cycle: its pivot is one, whatever the weights. After
 elimination steps, an entry of M is b k_i^T G_ij k_j, where G is L if the eliminated
 nodes overwrite: at most b times the resolvent of |A|.
 
 Rows are eliminated `SIDE` at a time, by matrix products: M = B W, where B is block
 lower and W block upper triangular. W has identities on the diagonal; the diagonal
-blocks of B are stored as inverses. On a DAG in topological order, M = B.
+blocks of B are stored as inverses.
 """
 
 import numpy as np
@@ -69,31 +70,26 @@ def invert(matrix, n):
 
 
 @jit
-def eliminate(M, inverse, spare, triangular, stop):
+def eliminate(M, inverse, spare, stop):
     """Factors M [n, n] in place, into B below the diagonal blocks and W above them.
 
-    The inverses of B's diagonal blocks are written to `inverse`, [s, SIDE]; if s < n,
-    only s columns are eliminated. `spare` has SIDE * n numbers. If M is triangular,
-    blocks above its diagonal are not accessed.
+    The inverses of B's diagonal blocks are written to `inverse`, [n, SIDE]. `spare` has
+    SIDE * n numbers.
     """
-    n, s = M.shape[0], inverse.shape[0]
-    for a in range(0, s, SIDE):
+    n = M.shape[0]
+    for a in range(0, n, SIDE):
         if stopped(stop):
             return
-        b = min(a + SIDE, s)
+        b = min(a + SIDE, n)
         for i in range(a, b):
             for j in range(SIDE):
                 inverse[i, j] = M[i, a + j] if a + j < b else 0
         invert(inverse[a:b], b - a)
-        if not triangular:
-            right, D = M[a:b, b:], inverse[a:b, : b - a]
-            moved = spare[: (b - a) * (n - b)].reshape(b - a, n - b)
-            assign(moved, right)
-            matmul(right, D, moved)
-            matmul(M[b:s, b:], M[b:s, a:b], right, SUBTRACT)
-            matmul(M[s:, b:s], M[s:, a:b], right[:, : s - b], SUBTRACT)
-    if s < n:
-        matmul(M[s:, s:], M[s:, :s], M[:s, s:], SUBTRACT)
+        right = M[a:b, b:]
+        moved = spare[: right.size].reshape(right.shape)
+        assign(moved, right)
+        matmul(right, inverse[a:b, : b - a], moved)
+        matmul(M[b:, b:], M[b:, a:b], right, SUBTRACT)
 
 
 @jit
@@ -116,10 +112,7 @@ def sweep(M, inverse, X, spare, lower, transposed):
 
 
 @jit
-def solve(M, inverse, X, spare, triangular, transposed):
+def solve(M, inverse, X, spare, transposed):
     """X <- M^-1 X or M^-T X, for X [n, P]; `spare` has SIDE * P numbers."""
-    if transposed and not triangular:
-        sweep(M, inverse, X, spare, False, True)
-    sweep(M, inverse, X, spare, True, transposed)
-    if not (transposed or triangular):
-        sweep(M, inverse, X, spare, False, False)
+    sweep(M, inverse, X, spare, not transposed, transposed)
+    sweep(M, inverse, X, spare, transposed, transposed)

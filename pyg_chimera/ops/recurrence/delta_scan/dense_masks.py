@@ -1,13 +1,15 @@
 """The mask form on the CPU: a linear system for each block and head, in float64.
 
-A task is a (block, heads that share keys). It computes L by sparse elimination, or
-along the edges if there are no cycles, and eliminates M = I + diag(b) F with
-`block_elimination`. Only u, what nodes write, and the factors of I - A are saved for
-the backward pass, which recomputes all matrices [n, n] within a core's cache. For the
-formulas of the gradients, see `matrices`.
+A task is a (block, heads that share keys). It computes L by sparse elimination, and
+eliminates M = I + diag(b) F with `block_elimination`, for what `matrices` explains.
+Only u, what nodes write, and the factors of I - A are saved for the backward pass,
+which recomputes all matrices [n, n] within a core's cache.
+
+Backward, x = M^-T du is the adjoint of diag(b) V, and -b x is that of the predictions
+F u, which keys read as queries read Y. The gradient of A is L^T dL L^T.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,10 +53,13 @@ from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.delta_scan.tensors import Operands, positive
-from pyg_chimera.ops.recurrence.row_sweeps import Factors, edge_products, factorize
+from pyg_chimera.ops.recurrence.row_sweeps import (
+    Factors,
+    Pattern,
+    edge_products,
+    factorize,
+)
 from pyg_chimera.ops.recurrence.row_sweeps import solve as sweep
-from pyg_chimera.ops.structure.csr import inverse
-from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor, symbolic_factor
 
 #: Rows of the matrices' gradients to compute at a time, within the L1 cache.
 _STRIP = 12
@@ -62,25 +67,6 @@ _STRIP = 12
 _MAX_CORRECTIONS, _MAX_ERROR = 16, 1e-6
 #: Rows of scratch memory for eliminations, solves or strips.
 _SPARE = max(SIDE, 2 * _STRIP)
-
-
-class _Blocks(NamedTuple):
-    """Blocks, with nodes in topological order where there is one, otherwise in a
-    fill-reducing elimination order of I - A.
-
-    Positions are numbered block by block; arrays are int64 unless stated otherwise.
-    """
-
-    ptr: np.ndarray  #: [T + 1], first position of each block
-    acyclic: np.ndarray  #: [T], whether it has no cycle, bool
-    node: np.ndarray  #: [V], node at each position
-    edge_ptr: np.ndarray  #: [V + 1], first of the edges to each position in ...
-    edge: np.ndarray  #: [E], ... the edges, by position of the target, ...
-    edge_row: np.ndarray  #: [E], ... positions of their targets ...
-    edge_col: np.ndarray  #: [E], ... and of their sources
-    upper_ptr: np.ndarray  #: [V + 1], the pattern of I - A = L U by columns of L: ...
-    upper_row: np.ndarray  #: [F], ... rows ...
-    upper_entry: np.ndarray  #: [F], ... and indices of entries
 
 
 class _Results(NamedTuple):
@@ -101,37 +87,6 @@ class _Work(NamedTuple):
     across: np.ndarray  #: [P, m], u^T
     b: np.ndarray  #: [n], beta
     spare: np.ndarray
-
-
-def _blocks(graph: DeltaGraph) -> tuple[_Blocks, SymbolicFactor, np.ndarray]:
-    """The ordered blocks of a graph, the symbolic factor of those with cycles, and the
-    indices of its edges; cached in the graph's tables.
-    """
-    if _Blocks in graph.tables:
-        return graph.tables[_Blocks]
-    of_cycles = np.flatnonzero(graph.is_cyclic[graph.block[graph.row]])
-    edges = torch.from_numpy(np.stack([graph.col[of_cycles], graph.row[of_cycles]]))
-    block = torch.from_numpy(graph.block)
-    factor: Any = symbolic_factor(edges, block, None, graph.num_nodes)
-    is_cyclic = graph.is_cyclic[graph.block[graph.order]]
-    node = np.where(is_cyclic, factor.node, graph.order)
-    position = inverse(node)
-    edge = np.argsort(position[graph.row], kind="stable")
-    row = position[graph.row[edge]]
-    blocks = _Blocks(
-        ptr=factor.ptr,
-        acyclic=~graph.is_cyclic,
-        node=node,
-        edge_ptr=np.searchsorted(row, np.arange(len(node) + 1)),
-        edge=edge,
-        edge_row=row,
-        edge_col=position[graph.col[edge]],
-        upper_ptr=factor.upper_ptr,
-        upper_row=factor.upper_row,
-        upper_entry=factor.upper_entry,
-    )
-    graph.tables[_Blocks] = blocks, factor, of_cycles
-    return graph.tables[_Blocks]
 
 
 def _share(graph: DeltaGraph, x: Operands) -> int:
@@ -159,8 +114,7 @@ def _operands(call: Call) -> Operands:
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; saves u and the factors of I - A."""
     graph, x = call.structure, _operands(call)
-    blocks, pattern, edge = _blocks(graph)
-    factors, _ = factorize(pattern, x.weight[edge].astype(np.float64))
+    factors, _ = factorize(graph.factor, x.weight.astype(np.float64))
     results = _Results(np.empty_like(x.value), np.empty(x.value.shape))
     share = _share(graph, x)
     wrong = np.zeros((len(graph.sizes), x.value.shape[1] // share), bool)
@@ -169,7 +123,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         _costs(graph, x, share),
         _scratch(graph, x, 4),
         results.written.dtype,
-        *(blocks, factors, x, results, wrong),
+        *(Pattern.of(graph.factor), factors, graph.is_cyclic, x, results, wrong),
     )
     check_accuracy(wrong)
     dtype = call.inputs.value.dtype  # saved tensors are viewed as this dtype
@@ -191,8 +145,9 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         2 * _costs(graph, x, share),
         _scratch(graph, x, 6),
         written.dtype,
-        _blocks(graph)[0],
+        Pattern.of(graph.factor),
         Factors(*(y.reshape(heads, -1) for y in factors)),
+        graph.is_cyclic,
         *(x, _Results(dy, written.reshape(dy.shape)), d),
     )
     grads = (summed(dq, (0,)), summed(dk, (0,)), *d[2:])
@@ -236,23 +191,6 @@ def _make_scores(work, query, key, nodes, g):
 
 
 @jit
-def _sweep(X, transposed, block, h, blocks, factors, weight, stop):
-    """X <- (I - A)^-1 X, or (I - A)^-T X."""
-    s, end = blocks.ptr[block], blocks.ptr[block + 1]
-    if not blocks.acyclic[block]:
-        sweep(X, s, transposed, stop, blocks, factors, h)
-        return
-    first, last = blocks.edge_ptr[s], blocks.edge_ptr[end]
-    for step in range(last - first):
-        x = last - 1 - step if transposed else first + step
-        i, j = blocks.edge_row[x] - s, blocks.edge_col[x] - s
-        target, source = (X[j], X[i]) if transposed else (X[i], X[j])
-        w = weight[blocks.edge[x], h]
-        for c in range(X.shape[1]):
-            target[c] += w * source[c]
-
-
-@jit
 def _make_system(M, a, L, overlap, b):
     """Sets M to the rows from a on of I + diag(b) ((L - I) * K K^T)."""
     m = M.shape[1]
@@ -265,11 +203,11 @@ def _make_system(M, a, L, overlap, b):
 
 
 @jit
-def _solve(work, triangular, transposed):
+def _solve(work, is_cyclic, transposed):
     """X <- M^-1 X, or M^-T X; returns whether the result is accurate.
 
-    If nodes reflect (beta > 1), pivots may be small: the solution is then refined
-    iteratively, as long as each correction is less than half of the last one.
+    If nodes on cycles reflect (beta > 1), pivots may be small: the solution is then
+    refined iteratively, as long as each correction is less than half of the last one.
     """
     rhs, X, residual = work.thin[0], work.thin[1], work.thin[3]
     overlap, L, M = work.squares[1], work.squares[2], work.squares[3]
@@ -277,11 +215,11 @@ def _solve(work, triangular, transposed):
     n, m = L.shape
     M, reflects = M[:, :n], False
     for i in range(n):
-        reflects |= b[i] > 1
-    if reflects and not triangular:
+        reflects |= is_cyclic and b[i] > 1
+    if reflects:
         assign(rhs, X)
-    solve(M, inverse, X, spare, triangular, transposed)
-    if triangular or not reflects:
+    solve(M, inverse, X, spare, transposed)
+    if not reflects:
         return True
     last = np.inf
     for _ in range(_MAX_CORRECTIONS):
@@ -294,7 +232,7 @@ def _solve(work, triangular, transposed):
                 matmul(residual, strip[:, :n].T, X[a:end], SUBTRACT)
             else:
                 matmul(residual[a:end], strip[:, :n], X, SUBTRACT)
-        solve(M, inverse, residual, spare, triangular, transposed)
+        solve(M, inverse, residual, spare, transposed)
         found, correction = np.abs(X).sum(), np.abs(residual).sum()
         if not correction < last / 2:
             break
@@ -306,26 +244,27 @@ def _solve(work, triangular, transposed):
 
 
 @jit
-def _eliminate(work, beta, nodes, h, triangular, stop):
+def _eliminate(work, beta, nodes, h, stop):
     """Sets b, and M = I + diag(b) ((L - I) * K K^T), and eliminates it."""
     overlap, L, M = work.squares[1], work.squares[2], work.squares[3]
     for i in range(nodes.shape[0]):
         work.b[i] = beta[nodes[i], h]
     _make_system(M, 0, L, overlap, work.b)
-    eliminate(M[:, : nodes.shape[0]], work.inverse, work.spare, triangular, stop)
+    eliminate(M[:, : nodes.shape[0]], work.inverse, work.spare, stop)
 
 
 @jit
 def _forward_tasks(
-    first, last, stop, scratch, blocks, factors, operands, results, wrong
+    first, last, stop, scratch, pattern, factors, is_cyclic, operands, results, wrong
 ):
-    query, key, value, beta, weight = operands
+    query, key, value, beta, _ = operands
     (_, heads, P), (_, groups, N), tasks = value.shape, query.shape, wrong.shape[1]
     share = heads // tasks
     for task in range(first, last):
         block, head = task // tasks, (task % tasks) * share
-        nodes = blocks.node[blocks.ptr[block] : blocks.ptr[block + 1]]
-        n, triangular = nodes.shape[0], blocks.acyclic[block]
+        s = pattern.ptr[block]
+        nodes = pattern.node[s : pattern.ptr[block + 1]]
+        n = nodes.shape[0]
         work = _workspace(scratch, 4, n, N, P)
         scores, L, b = work.squares[0], work.squares[2], work.b
         y, u = work.thin[0], work.thin[1]
@@ -334,13 +273,13 @@ def _forward_tasks(
             if stopped(stop):
                 return
             set_identity(L)
-            _sweep(L, False, block, h, blocks, factors, weight, stop)
-            _eliminate(work, beta, nodes, h, triangular, stop)
+            sweep(L, s, False, stop, pattern, factors, h)
+            _eliminate(work, beta, nodes, h, stop)
             take(u, value, nodes, h)
             for i in range(n):
                 for p in range(P):
                     u[i, p] *= b[i]
-            solved = _solve(work, triangular, False)
+            solved = _solve(work, is_cyclic[block], False)
             wrong[block, task % tasks] |= not solved
             put(results.written, u, nodes, h)
             multiply(L, L, scores)
@@ -349,8 +288,10 @@ def _forward_tasks(
 
 
 @jit
-def _backward_tasks(first, last, stop, scratch, blocks, factors, operands, results, d):
-    query, key, _, beta, weight = operands
+def _backward_tasks(
+    first, last, stop, scratch, pattern, factors, is_cyclic, operands, results, d
+):
+    query, key, _, beta, _ = operands
     grad, written = results
     (_, heads, P), (_, groups, N) = grad.shape, query.shape
     tasks = groups * d.query.shape[0]
@@ -359,9 +300,12 @@ def _backward_tasks(first, last, stop, scratch, blocks, factors, operands, resul
         block, head = task // tasks, (task % tasks) * share
         g = head * groups // heads
         part = (head - g * (heads // groups)) // share
-        s, end = blocks.ptr[block], blocks.ptr[block + 1]
-        nodes, edges = blocks.node[s:end], (blocks.edge_ptr[s], blocks.edge_ptr[end])
-        n, triangular = nodes.shape[0], blocks.acyclic[block]
+        s, edges = (
+            pattern.ptr[block],
+            (pattern.edge_ptr[block], pattern.edge_ptr[block + 1]),
+        )
+        nodes = pattern.node[s : pattern.ptr[block + 1]]
+        n = nodes.shape[0]
         work = _workspace(scratch, 6, n, N, P)
         squares, rows, b = work.squares, work.rows, work.b
         scores, L, M = squares[0], squares[2], squares[3]
@@ -372,12 +316,12 @@ def _backward_tasks(first, last, stop, scratch, blocks, factors, operands, resul
             if stopped(stop):
                 return
             set_identity(L)
-            _sweep(L, False, block, h, blocks, factors, weight, stop)
+            sweep(L, s, False, stop, pattern, factors, h)
             take(dy, grad, nodes, h)
             multiply(M, L, scores)
             matmul(x, M[:, :n].T, dy)
-            _eliminate(work, beta, nodes, h, triangular, stop)
-            _solve(work, triangular, True)
+            _eliminate(work, beta, nodes, h, stop)
+            _solve(work, is_cyclic[block], True)
             take(u, written, nodes, h)
             take_transposed(work.across, written, nodes, h)
             for i in range(n):
@@ -388,8 +332,8 @@ def _backward_tasks(first, last, stop, scratch, blocks, factors, operands, resul
                 d.beta[nodes[i], h] = total / b[i]  # u is beta times an error
             put(d.value, x, nodes, h)
             _differentiate(squares, dy, x, work.across, work.spare)
-            _sweep(M, True, block, h, blocks, factors, weight, stop)
-            edge_products(M, L, s, edges, blocks, d.weight[:, h])
+            sweep(M, s, True, stop, pattern, factors, h)
+            edge_products(M, L, s, edges, pattern, d.weight[:, h])
         d_both, d_rows = squares[4:].reshape(2 * n, -1)[:, :n], rows[1]
         matmul(d_rows, d_both, rows[0, n:])
         matmul(d_rows[n:], d_both.T, rows[0], ADD)

@@ -12,9 +12,8 @@ from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.recurrence.states import StateGraph, node_states
 from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.symbolic_factor import (
-    Blocks,
+    SymbolicFactor,
     blocks_of,
-    many,
     symbolic_factor,
 )
 from pyg_chimera.ops.structure.topological import ranks_and_cycles
@@ -74,12 +73,13 @@ class DeltaGraph:
         return node_states(edge_index, block, rank, self.num_nodes)
 
     @cached_property
-    def factor(self) -> Blocks:
-        """The pattern of the factors of I - A; only blocks if they would fill up."""
+    def factor(self) -> SymbolicFactor:
+        """The pattern of the factors of I - A."""
         edge_index = torch.from_numpy(np.stack([self.col, self.row]))
-        block = torch.from_numpy(self.block)
-        most = many(edge_index.size(1))
-        return symbolic_factor(edge_index, block, None, self.num_nodes, most)
+        found: Any = symbolic_factor(
+            edge_index, torch.from_numpy(self.block), None, self.num_nodes
+        )
+        return found
 
     @cached_property
     def cyclic_edges(self) -> np.ndarray:

@@ -2,6 +2,11 @@
 
 All nodes of a topological level are computed at once. Value channels are independent,
 so states are computed for as many of them at a time as fit in memory.
+
+Autograd does not see the levels, each of which would copy all states. It sees the rule
+once, for all nodes, given the states S of their parents; with the gradient G of S from
+what queries read, the adjoint of the whole recurrence is Z = G + A^T E Z, where E =
+I - b k k^T, level by level in reverse.
 """
 
 from collections.abc import Iterator
@@ -10,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.structure.cache import table
@@ -25,7 +31,7 @@ class _Level(NamedTuple):
     nodes: slice  #: positions
     edges: slice
     tail: Tensor  #: the positions of the edges' sources
-    head: Tensor  #: the indices of their targets among the nodes of the level
+    head: Tensor  #: the indices of their targets among the nodes
 
 
 class _Levels(NamedTuple):
@@ -33,6 +39,7 @@ class _Levels(NamedTuple):
 
     node: Tensor  #: [V], the node at each position
     edge: Tensor  #: [E], the edges
+    whole: _Level  #: all of them
     levels: list[_Level]
 
 
@@ -48,104 +55,98 @@ def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
         here = slice(int(ptr[i]), int(ptr[i + 1]))
         into = slice(int(edge_ptr[i]), int(edge_ptr[i + 1]))
         levels.append(_Level(here, into, tail[into], head[into] - here.start))
-    return _Levels(nodes, edges, levels)
+    return _Levels(nodes, edges, _Level(slice(None), slice(None), tail, head), levels)
 
 
 class _Operands(NamedTuple):
     """The inputs level by level, with queries and keys repeated for each head."""
 
-    levels: _Levels
     query: Tensor  #: [V, heads, N, 1]
     key: Tensor  #: [V, heads, N, 1]
     value: Tensor  #: [V, heads, 1, P]
     beta: Tensor  #: [V, heads, 1, 1]
     weight: Tensor  #: [E, heads, 1, 1]
 
+    def written(self, S: Tensor, value: Tensor | float, nodes: slice) -> Tensor:
+        """S + b k (value - S^T k)^T."""
+        key = self.key[nodes]
+        return S + key * (self.beta[nodes] * (value - key.mT @ S))
 
-def _operands(call: Call) -> _Operands:
+    def states(self, S: Tensor, level: _Level) -> Tensor:
+        """The states of a level, given those of its parents."""
+        before = S.new_zeros(len(self.key[level.nodes]), *S.shape[1:])
+        before.index_add_(0, level.head, self.weight[level.edges] * S[level.tail])
+        return self.written(before, self.value[level.nodes], level.nodes)
+
+
+def _operands(call: Call, levels: _Levels) -> _Operands:
     query, key, value, beta, edge_weight = call.inputs[:5]
-    levels = table(_levels, call.structure, value.device)
     repeats, node = value.size(1) // key.size(1), levels.node
     query, key = (
         x[node].repeat_interleave(repeats, 1).unsqueeze(-1) for x in (query, key)
     )
+    beta, edge_weight = (x[..., None, None] for x in (beta[node], edge_weight))
     return _Operands(
-        levels,
-        query,
-        key,
-        value[node].unsqueeze(-2),
-        beta[node, :, None, None],
-        edge_weight[levels.edge, :, None, None],
+        query, key, value[node].unsqueeze(-2), beta, edge_weight[levels.edge]
     )
 
 
-def _slices(x: _Operands, copies: int) -> Iterator[slice]:
+def _states(x: _Operands, levels: _Levels) -> Tensor:
+    """The states, [V, heads, N, P]."""
+    with torch.no_grad():
+        S = x.value.new_empty(*x.key.shape[:3], x.value.size(-1))
+        for level in levels.levels:
+            S[level.nodes] = x.states(S, level)
+    if not torch.is_grad_enabled():
+        return S
+
+    def adjoint(grad: Tensor) -> Tensor:
+        Z = grad.clone()
+        for level in reversed(levels.levels):
+            moved = x.written(Z[level.nodes], 0, level.nodes)[level.head]
+            Z.index_add_(0, level.tail, x.weight[level.edges] * moved)
+        return Z
+
+    S = x.states(S, levels.whole)
+    S.register_hook(adjoint)
+    return S
+
+
+def _slices(call: Call) -> Iterator[slice]:
     """Slices of the value channels such that the states of one fit in memory."""
-    channels = max(1, x.value.size(-1))
-    lanes = max(1, MAX_NUMEL // max(1, x.query.numel() * copies))
-    for a in range(0, channels, lanes):
+    (V, heads, P), N = call.inputs.value.shape, call.inputs.key.size(2)
+    rows = 6 * V + 3 * call.inputs.edge_weight.size(0)
+    lanes = max(1, MAX_NUMEL // max(1, rows * heads * N))
+    for a in range(0, max(1, P), lanes):
         yield slice(a, a + lanes)
 
 
-def _states(x: _Operands, part: slice) -> tuple[Tensor, Tensor]:
-    """The states [V, heads, N, p], and the errors of keys [V, heads, 1, p]."""
-    value, errors = x.value[..., part], torch.empty_like(x.value[..., part])
-    S = value.new_zeros(*x.query.shape[:3], value.size(-1))
-    for level in x.levels.levels:
-        nodes = level.nodes
-        here, key = S[nodes], x.key[nodes]
-        if len(level.tail) > 0:
-            moved = x.weight[level.edges] * S[level.tail]
-            here.index_add_(0, level.head, moved)
-        error = torch.sub(value[nodes], key.mT @ here, out=errors[nodes])
-        here += key * (x.beta[nodes] * error)
-    return S, errors
+def _slice_of(call: Call, part: slice) -> Call:
+    value = call.inputs.value[..., part]
+    return call.with_inputs(call.inputs._replace(value=value))
+
+
+def _forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    levels = table(_levels, call.structure, call.inputs.value.device)
+    x = _operands(call, levels)
+    read = (x.query.mT @ _states(x, levels)).squeeze(-2)
+    return torch.empty_like(read).index_copy(0, levels.node, read), ()
+
+
+_backward = by_autograd(_forward)
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output; states are recomputed for gradients."""
-    x = _operands(call)
-    read = torch.empty_like(x.value)
-    for part in _slices(x, 2):
-        read[..., part] = x.query.mT @ _states(x, part)[0]
-    return _by_node(read.squeeze(-2), x.levels.node), ()
+    outs = [_forward(_slice_of(call, part))[0] for part in _slices(call)]
+    return torch.cat(outs, -1), ()
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, beta and edge weight.
-
-    With the adjoint Z of a state, the adjoint of S' is Z - b k (Z^T k)^T.
-    """
-    x = _operands(call)
-    dy = grad[x.levels.node].unsqueeze(-2)
-    dq, dk, dv, d_beta, d_weight = (torch.zeros_like(y) for y in x[1:])
-    for part in _slices(x, 5):
-        S, error = _states(x, part)
-        written = x.beta * error
-        Z, found = x.query * dy[..., part], torch.empty_like(written)
-        for level in reversed(x.levels.levels):
-            nodes = level.nodes
-            here, key = Z[nodes], x.key[nodes]
-            dk[nodes] += here @ written[nodes].mT
-            read = torch.matmul(key.mT, here, out=found[nodes])
-            here -= key * (x.beta[nodes] * read)
-            if len(level.tail) > 0:
-                moved = here[level.head]
-                both = (moved * S[level.tail]).sum((-2, -1), keepdim=True)
-                d_weight[level.edges] += both
-                Z.index_add_(0, level.tail, x.weight[level.edges] * moved)
-        d_error = x.beta * found
-        dq += S @ dy[..., part].mT
-        dk -= (S - x.key * written) @ d_error.mT
-        dv[..., part] = d_error
-        d_beta += (found * error).sum(-1, keepdim=True)
-    groups, (node, edge, _) = call.inputs.key.size(1), x.levels
-    dq, dk = (y.squeeze(-1).unflatten(1, (groups, -1)).sum(2) for y in (dq, dk))
-    of_nodes = (dq, dk, dv.squeeze(-2), d_beta[..., 0, 0])
-    grads = [_by_node(y, node) for y in of_nodes]
-    return *grads, _by_node(d_weight[..., 0, 0], edge)
-
-
-def _by_node(x: Tensor, node: Tensor) -> Tensor:
-    """Rows by position, in the order of nodes (or edges)."""
-    return torch.empty_like(x).index_copy_(0, node, x)
+    """Gradients of query, key, value, beta and edge weight."""
+    parts = [
+        _backward(_slice_of(call, part), saved, grad[..., part])
+        for part in _slices(call)
+    ]
+    query, key, value, beta, weight = zip(*parts, strict=True)
+    return sum(query), sum(key), torch.cat(value, -1), sum(beta), sum(weight)

@@ -7,9 +7,6 @@ matrices are triangular.
 A state may be much smaller than the entries of L, as nodes on its way erase it. On
 cycles, where L may be large, everything is computed in float64, as otherwise rounding
 errors of L might exceed the state.
-
-Backward, x = (I + diag(b) F)^-T du is the adjoint of diag(b) V, and -b x is that of the
-predictions F u, which keys read as queries read Y. The gradient of A is L^T dL L^T.
 """
 
 from typing import NamedTuple
@@ -18,14 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
-from pyg_chimera.ops.recurrence.delta_scan.tensors import positive, repeated
-from pyg_chimera.ops.recurrence.mask_form import (
-    Padding,
-    masked_mix,
-    masked_mix_backward,
-)
+from pyg_chimera.ops.recurrence.mask_form import Padding, masked_mix
 from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import grouped
 
@@ -58,15 +51,14 @@ class _Group(NamedTuple):
         A.diagonal(0, -2, -1).add_(1)
         return A
 
-    def solve(self, M: Tensor, rhs: Tensor, transposed: bool = False) -> Tensor:
-        """M^-1 rhs or M^-T rhs; M is triangular, with a unit diagonal, without cycles.
+    def solve(self, M: Tensor, rhs: Tensor) -> Tensor:
+        """M^-1 rhs; M is triangular, with a unit diagonal, without cycles.
 
         With cycles, nothing is checked: A is a contraction, so M is not singular.
         """
-        M = M.mT if transposed else M
         if not self.cyclic:
             return torch.linalg.solve_triangular(
-                M, rhs, upper=transposed, unitriangular=True
+                M, rhs, upper=False, unitriangular=True
             )
         if M.device.type != "cpu":
             return torch.linalg.solve_ex(M, rhs)[0]
@@ -87,8 +79,7 @@ def _grouped(graph: DeltaGraph, device: torch.device, num_heads: int) -> list[_G
     edges, edge_ptr = grouped(graph.block[graph.row], len(sizes))
     local = np.empty(graph.num_nodes, np.int64)
     local[graph.order] = np.arange(graph.num_nodes) - ptr[graph.block[graph.order]]
-    # Cyclic groups, which are saved in float64, come first, so that they are aligned.
-    blocks = np.lexsort((-sizes, ~graph.is_cyclic))
+    blocks = np.lexsort((-sizes, graph.is_cyclic))
     groups: list[_Group] = []
     while len(blocks) > 0:
         n, cyclic = sizes[blocks[0]], graph.is_cyclic[blocks[0]]
@@ -106,49 +97,20 @@ def _grouped(graph: DeltaGraph, device: torch.device, num_heads: int) -> list[_G
     return groups
 
 
-def _system(L: Tensor, k: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """L - I, and I + diag(b) F."""
-    later = L.clone()
-    later.diagonal(0, -2, -1).sub_(1)
-    M = (later * repeated(k @ k.mT, b.size(1))).mul_(b)
-    M.diagonal(0, -2, -1).add_(1)
-    return later, M
-
-
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output; saves u and the resolvent of each group."""
+    """The output [V, heads, P]."""
     query, key, value, beta, edge_weight = call.inputs[:5]
-    out, saved = torch.empty_like(value), []
+    repeats = value.size(1) // key.size(1)
+    out = 0 * value  # so that there are gradients without nodes, too
     for group in _groups(call):
-        q, k, v, b = group.pad(query, key, value, positive(beta)[..., None])
+        q, k, v, b = group.pad(query, key, value, beta[..., None])
         M = group.difference(edge_weight)
         eye = torch.eye(M.size(-1), dtype=M.dtype, device=M.device)
         L = group.solve(M, eye.expand_as(M))
-        u = group.solve(_system(L, k, b)[1], b * v)
+        F = (L - eye) * (k @ k.mT).repeat_interleave(repeats, 1)
+        u = group.solve(eye + b * F, b * v)
         group.padding.unpad_into(out, masked_mix(L, q, k, u).to(out.dtype))
-        saved += [u, L]
-    return out, tuple(x.flatten().view(value.dtype) for x in saved)
+    return out, ()
 
 
-def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of query, key, value, beta and edge weight."""
-    query, key, _, beta, _ = call.inputs[:5]
-    dq, dk, dv, db, dw = (torch.empty_like(x) for x in call.inputs[:5])
-    parts = iter(saved)
-    for group in _groups(call):
-        q, k, dy, b = group.pad(query, key, grad, positive(beta)[..., None])
-        u = next(parts).view(q.dtype).view(dy.shape)
-        L = next(parts).view(q.dtype).view(*b.shape[:2], b.size(2), -1)
-        later, M = _system(L, k, b)
-        dL, of_query, of_key, du = masked_mix_backward(L, q, k, u, dy)
-        d_rhs = group.solve(M, du, transposed=True)
-        of_value = b * d_rhs
-        more, by_key, of_other, _ = masked_mix_backward(later, k, k, u, -of_value)
-        of_beta = (d_rhs * u).sum(-1, keepdim=True) / b  # u is beta times an error
-        found = (of_query, of_key + by_key + of_other, of_value, of_beta)
-        for part, whole in zip(found, (dq, dk, dv, db[..., None]), strict=True):
-            group.padding.unpad_into(whole, part.to(whole.dtype))
-        dA = L.mT @ dL.add_(more) @ L.mT
-        of_edges = dA.permute(0, 2, 3, 1).flatten(0, 2)[group.place]
-        dw[group.edge] = of_edges.to(dw.dtype)
-    return dq, dk, dv, db, dw
+backward = by_autograd(forward)

@@ -17,7 +17,7 @@ from pyg_chimera.ops.common.checks import (
     check_shape,
     trusted,
 )
-from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
+from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.examples import Draw, Example, mixes, rounded
 from pyg_chimera.ops.common.operator import Operator
@@ -27,15 +27,13 @@ from pyg_chimera.ops.recurrence.delta_scan import (
     torch_backend,
     triton_backend,
 )
-from pyg_chimera.ops.recurrence.delta_scan.cost_model import cost_of, is_large
+from pyg_chimera.ops.recurrence.delta_scan.forms import cost_of
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.topological import find_cycle
 
 _FORMS = ("auto", "state", "mask", "chunk")
 
-#: Bytes of matrices that the mask form may hold if another form is possible.
-_MAX_MASK_BYTES = 1 << 30
 #: How far the length of a key may be from one, due to rounding to bfloat16.
 _ROUNDING = 1e-2
 
@@ -82,62 +80,31 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         if structure.cyclic_edges.size:
             _check_contraction(inputs.edge_weight, structure)
 
-    def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
+    def choices(self, call: Call[Inputs, DeltaGraph]) -> Iterator[Choice]:
         inputs, graph = call.inputs, call.structure
-        usable, reason = self.usable(inputs), self.reason(inputs)
-        cyclic = bool(graph.on_cycle.any())
-        if usable == ["reference"]:
-            solver = "dense" if cyclic else "scan"
-            return [Choice(self.name, solver, "state", "reference", reason)]
-
-        def choice(form: str, backend: str) -> Choice:
-            solver = "sparse" if cyclic and form == "state" else "scan"
-            if form == "mask":
-                solver = "dense" if cyclic else "triangular"
-            cost = cost_of(form, backend, graph, inputs.query, inputs.value)
-            return Choice(self.name, solver, form, backend, reason, cost)
-
-        if inputs.form != "auto":
-            forms = [inputs.form]
-        else:
-            states = not cyclic or ("numba" in usable and is_large(graph, inputs.key))
-            forms = ["mask", *(["state"] if states else [])]
-            forms += ["chunk"] if graph.are_paths else []
+        backends, reason = self.usable(inputs), self.reason(inputs)
+        if triton_backend.is_serial(graph):
+            backends.sort(key="triton".__eq__)
+        forms = [inputs.form]
+        if inputs.form == "auto" and graph.on_cycle.any():
+            forms, reason = ["mask"], f"{reason}; cycles need matrices"
+        elif inputs.form == "auto":
+            chunks = ["chunk"] if triton_backend.prefers_chunks(graph) else []
+            forms = [*chunks, "state"]
         found = [
-            choice(form, backend)
+            (form, backend)
+            for backend in backends
             for form in forms
-            for backend in usable
             if form in self.backends[backend].FORMS
-            and not (cyclic and form == "state" and backend != "numba")
-        ] or [choice(forms[0], usable[0])]
-        small = found
-        if not cyclic:
-            small = [x for x in found if x.form != "mask" or _fits(x)] or found
-        small.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
-        if inputs.value.device.type != "cpu" or usable == ["triton"]:
-            small = [x._replace(cost=None) for x in small]  # costs are those of a CPU
-        alone = "cycles need matrices" if cyclic else "matrices would not fit"
-        several = len({x.form for x in small}) > 1
-        # GPU kernels are preferred, if they support the call and levels are narrow.
-        preferred = triton_backend.preferred_form(graph)
-        kernels = [x for x in small if x.backend == "triton"]
-        kernels.sort(key=lambda x: x.form != preferred)
-        plain = [x for x in small if x.backend != "triton"]
-        first = plain[:1]
-        if cyclic:  # the faster form may not fit
-            first += [x for x in plain if x.form != plain[0].form][:1]
-        by_levels = triton_backend.is_serial(graph)
-        first = first + kernels if by_levels else kernels + first
-        for i, x in enumerate(first):
-            others = tuple(y for y in small if y is not x)
-            why = WHY_FORM[x.form] if several else alone
-            said = f"{reason}; {why}" if inputs.form == "auto" else reason
-            first[i] = x._replace(reason=said, alternatives=others)
-        return first
-
-
-def _fits(choice: Choice) -> bool:
-    return choice.cost.memory <= _MAX_MASK_BYTES  # type: ignore[union-attr]
+        ] or [(forms[0], backends[0])]
+        if forms == ["mask"]:  # others take more memory
+            found = found[:1]
+        for form, backend in found:
+            cost = None
+            if backend == "numba" and form in numba_backend.FORMS:
+                cost = cost_of(form, graph, inputs.query, inputs.value)
+            solver = "dense" if form == "mask" else "scan"
+            yield Choice(self.name, solver, form, backend, reason, cost)
 
 
 def _check_beta(beta: Tensor) -> None:
@@ -265,16 +232,14 @@ def delta_scan(
             solution. (default: :obj:`False`)
         form (str, optional): :obj:`"mask"` solves for :math:`\mathbf{u}` of each graph
             (cubic in its nodes), :obj:`"state"` carries :math:`\mathbf{S}` along a DAG
-            (linear in its edges) or, on graphs with cycles, solves for it by sparse
-            elimination, where entries of the factors are matrices :math:`[N, N]` (on
-            CPUs), :obj:`"chunk"` combines both, in chunks of directed paths (the WY
-            form of DeltaNet). All give the same result. (default: :obj:`"auto"`,
-            whichever is faster; on graphs with cycles, only if half of the memory that
-            is left is enough)
+            (linear in its edges), :obj:`"chunk"` combines both, in chunks of directed
+            paths (the WY form of DeltaNet). All give the same result. (default:
+            :obj:`"auto"`: matrices if there are cycles; otherwise states, or chunks
+            of long paths on GPUs)
         backend (str, optional): :obj:`"numba"` (on CPUs, all but :obj:`"chunk"`),
-            :obj:`"triton"` (on GPUs, all but :obj:`"mask"`),
-            :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
-            (default: :obj:`"auto"`)
+            :obj:`"triton"` (on GPUs, all but :obj:`"mask"`), :obj:`"torch"` (any
+            device, all but :obj:`"chunk"`), :obj:`"reference"` (dense, slow, for
+            tests). (default: :obj:`"auto"`)
 
     Returns:
         torch.Tensor: :math:`[|\mathcal{V}|, H, P]`, in the dtype of :obj:`value`.
@@ -286,7 +251,7 @@ def delta_scan(
             graphs, a weight is not finite, a key is not of length one, :obj:`beta` is
             outside of :math:`[0, 2]`, a row of :math:`|\mathbf{A}|` on a cycle sums to
             one or more, or so nearly to one that :obj:`backend="numba"` loses too much
-            accuracy (in the backward pass, too), or if an option is unknown or
+            accuracy, if matrices do not fit into memory, or if an option is unknown or
             incompatible.
         TypeError: If a tensor has the wrong dtype.
     """

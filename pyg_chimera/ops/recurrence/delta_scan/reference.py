@@ -8,6 +8,7 @@ from pyg_chimera.ops.common.operator import without_autocast
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 
 DEVICES = None
+FORMS = ("mask", "state", "chunk")  # all the same here
 
 
 def why_not(call: Call) -> str | None:
@@ -17,43 +18,14 @@ def why_not(call: Call) -> str | None:
 def forward(call: Call) -> Tensor:
     """The output, which autograd differentiates."""
     query, key, value, beta, edge_weight = (x.double() for x in call.inputs[:5])
-    dtype, graph = call.inputs.value.dtype, call.structure
     with without_autocast(value):
         repeats = value.size(1) // query.size(1)
         query, key = (x.repeat_interleave(repeats, 1) for x in (query, key))
-        args = (graph, query, key, value, beta, edge_weight)
-        by = _by_equations if graph.on_cycle.any() else _by_recurrence
-        return by(*args).to(dtype)
+        out = _output(call.structure, query, key, value, beta, edge_weight)
+        return out.to(call.inputs.value.dtype)
 
 
-def _by_recurrence(
-    graph: DeltaGraph,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    beta: Tensor,
-    edge_weight: Tensor,
-) -> Tensor:
-    """One node after the other, parents first."""
-    parents: list[list[int]] = [[] for _ in range(graph.num_nodes)]
-    for edge, node in enumerate(graph.row.tolist()):
-        parents[node].append(edge)
-    states: dict[int, Tensor] = {}
-    out: dict[int, Tensor] = {}
-    for i in graph.rank.argsort(kind="stable").tolist():
-        S = torch.zeros_like(key[i].unsqueeze(-1) * value[i].unsqueeze(-2))
-        for edge in parents[i]:
-            state = states[int(graph.col[edge])]
-            S = S + edge_weight[edge, :, None, None] * state
-        predicted = (S * key[i].unsqueeze(-1)).sum(-2)
-        wrong = beta[i].unsqueeze(-1) * (value[i] - predicted)
-        states[i] = S + key[i].unsqueeze(-1) * wrong.unsqueeze(-2)
-        out[i] = (states[i] * query[i].unsqueeze(-1)).sum(-2)
-    rows = [out[i] for i in range(graph.num_nodes)]
-    return torch.stack(rows) if rows else value.clone()
-
-
-def _by_equations(
+def _output(
     graph: DeltaGraph,
     query: Tensor,
     key: Tensor,

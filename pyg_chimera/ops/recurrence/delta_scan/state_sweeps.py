@@ -36,6 +36,7 @@ from pyg_chimera.ops.common.vector_kit import (
     inner_product_of_rows,
 )
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
+from pyg_chimera.ops.recurrence.delta_scan.tensors import Operands
 
 
 class _Edges(NamedTuple):
@@ -54,16 +55,6 @@ class _Order(NamedTuple):
     parents: _Edges
     children: _Edges
     held: np.ndarray  #: [T], one more than the most positions that an edge spans
-
-
-class _Inputs(NamedTuple):
-    """The inputs, or their gradients; those of query and key are [V, heads, N]."""
-
-    query: np.ndarray  #: [V, groups, N]
-    key: np.ndarray  #: [V, groups, N]
-    value: np.ndarray  #: [V, heads, P]
-    beta: np.ndarray  #: [V, heads]
-    weight: np.ndarray  #: [E, heads]
 
 
 class _Node(NamedTuple):
@@ -110,7 +101,7 @@ def _costs(graph: DeltaGraph, key: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; states are recomputed for gradients."""
-    order, x = _order(call.structure), _Inputs(*arrays(*call.inputs[:5]))
+    order, x = _order(call.structure), Operands(*arrays(*call.inputs[:5]))
     out, held = np.empty_like(x.value), int(order.held.max(initial=1))
     run(
         _forward_blocks,
@@ -128,11 +119,11 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     With the adjoint Z of a state, the adjoint of S' is Z - b k (Z^T k)^T.
     """
     graph, order = call.structure, _order(call.structure)
-    x = _Inputs(*arrays(*call.inputs[:5]))
+    x = Operands(*arrays(*call.inputs[:5]))
     (V, heads, _), (groups, N), width = x.value.shape, x.key.shape[1:], _width(x.value)
     # The heads of a group write separate parts, which are summed below.
     dq, dk = (np.empty((V, heads, N), x.value.dtype) for _ in range(2))
-    d = _Inputs(dq, dk, *map(np.empty_like, x[2:]))
+    d = Operands(dq, dk, *map(np.empty_like, x[2:]))
     largest, held = (int(y.max(initial=1)) for y in (graph.sizes, order.held))
     vector, _ = vector_lanes(x.value.dtype)
     run(

@@ -22,14 +22,3 @@ class Operands(NamedTuple):
 def positive(beta: Tensor) -> Tensor:
     """Beta, but not zero, to divide by it; what is then written is lost in rounding."""
     return beta.clamp(min=1e-20)
-
-
-def repeated(x: Tensor, num_heads: int) -> Tensor:
-    """[..., groups, n, N] -> [..., heads, n, N], the same for all heads of a group."""
-    repeats = num_heads // x.size(-3)
-    return x if repeats == 1 else x.repeat_interleave(repeats, -3)
-
-
-def summed(x: Tensor, num_groups: int) -> Tensor:
-    """[..., heads, n, N] -> [..., groups, n, N], the sums over the heads of a group."""
-    return x.unflatten(-3, (num_groups, -1)).sum(-3)

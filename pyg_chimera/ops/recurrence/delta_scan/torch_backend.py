@@ -1,30 +1,21 @@
-"""The delta rule in plain PyTorch, in three forms, on any device.
-
-All of this runs inside one registered operator, below autograd, so gradients are
-written out (by `torch.func`, states would take up to three times as long). Those of
-solutions of a linear system solve the transposed system.
-"""
+"""The delta rule in plain PyTorch: matrices, and states without cycles."""
 
 from types import ModuleType
 
 from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.recurrence.delta_scan import level_states, matrices, path_chunks
-from pyg_chimera.ops.recurrence.delta_scan.cost_model import why_not_form
+from pyg_chimera.ops.recurrence.delta_scan import level_states, matrices
+from pyg_chimera.ops.recurrence.delta_scan.forms import why_not_form
 
 DEVICES = None
 
-_FORMS: dict[str, ModuleType] = {
-    "state": level_states,
-    "mask": matrices,
-    "chunk": path_chunks,
-}
+_FORMS: dict[str, ModuleType] = {"mask": matrices, "state": level_states}
 FORMS = tuple(_FORMS)
 
 
 def why_not(call: Call) -> str | None:
-    """It supports all calls, but the state form for DAGs and chunks for paths only."""
+    """It supports all calls in mask form, and in state form those on DAGs."""
     return why_not_form(call, FORMS)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
-from pyg_chimera.ops.recurrence.delta_scan.cost_model import why_not_form
+from pyg_chimera.ops.recurrence.delta_scan.forms import why_not_form
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 
 __all__ = [
@@ -17,7 +17,7 @@ __all__ = [
     "backward",
     "forward",
     "is_serial",
-    "preferred_form",
+    "prefers_chunks",
     "why_not",
 ]
 
@@ -41,7 +41,7 @@ def why_not(call: Call) -> str | None:
     if reason is None and keys > (most := _MOST_KEYS[call.choice.form]):
         reason = (
             f"form={call.choice.form!r} with backend='triton' takes at most {most} key "
-            f"channels, got {keys}; use backend='torch'"
+            f"channels, got {keys}; use form='state' with backend='torch'"
         )
     return reason
 
@@ -54,10 +54,11 @@ def is_serial(graph: DeltaGraph) -> bool:
     return largest > max(_FEW_NODES, _WIDE * graph.depth)
 
 
-def preferred_form(graph: DeltaGraph) -> str:
-    """The chunk form for long paths, as it has fewer sequential steps; else states."""
-    is_long = graph.are_paths and graph.depth > triton_runtime.SHORT_PATH
-    return "chunk" if is_long else "state"
+def prefers_chunks(graph: DeltaGraph) -> bool:
+    """Whether all components are paths, and some so long that chunks take fewer steps
+    than states.
+    """
+    return graph.are_paths and graph.depth > triton_runtime.SHORT_PATH
 
 
 def _module(call: Call) -> ModuleType:
