@@ -51,7 +51,7 @@ def checksum(
 
 
 def scrambled(x: Any) -> Any:
-    """Hashes of a tensor or array of int64: the finaliser of SplitMix64, whose products overflow."""
+    """Hash int64 numbers by the finaliser of SplitMix64; its products overflow."""
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685
     return x ^ (x >> 31)
