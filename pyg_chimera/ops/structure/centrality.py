@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array
 from torch import Tensor
 
 from pyg_chimera.ops.common.checks import (
@@ -196,11 +195,10 @@ def pagerank(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.ndarra
         head (np.ndarray): The neighbours; the relation must be symmetric.
         bounds (np.ndarray): Where the nodes of each graph begin, int64 [B + 1].
     """
-    cell, size, limits, ptr, head, count = equitable_partition(ptr, head, bounds)
-    degree = np.bincount(
-        np.repeat(np.arange(len(size)), np.diff(ptr)), count, len(size)
-    )
-    passed = csr_array((0.85 * count / degree[head], head, ptr), (len(size),) * 2)
+    cell, size, limits, neighbours = equitable_partition(ptr, head, bounds)
+    degree = neighbours.sum(1)
+    passed = neighbours.astype(float)
+    passed.data *= 0.85 / degree[passed.indices]
     # Isolated nodes pass on all they have evenly, and receive nothing else themselves.
     graph = np.repeat(np.arange(len(limits) - 1), np.diff(limits))
     idle = np.bincount(graph, size * (degree == 0), len(limits) - 1)

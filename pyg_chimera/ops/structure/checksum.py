@@ -50,8 +50,10 @@ def checksum(
     return out
 
 
-def scrambled(x: Tensor) -> Tensor:
-    """Hashes of int64 numbers: the finaliser of SplitMix64, whose products overflow."""
+def scrambled(x: Any) -> Any:
+    """Hashes of int64 numbers, in a tensor or an array: the finaliser of SplitMix64,
+    whose products overflow.
+    """
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685
     return x ^ (x >> 31)

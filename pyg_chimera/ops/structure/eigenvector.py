@@ -25,10 +25,10 @@ def eigenvector(ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray) -> np.nda
         head (np.ndarray): The neighbours; the relation must be symmetric.
         bounds (np.ndarray): Where the nodes of each graph begin, int64 [B + 1].
     """
-    cell, size, limits, ptr, head, count = equitable_partition(ptr, head, bounds)
+    cell, size, limits, matrix = equitable_partition(ptr, head, bounds)
     # Scaled by the square roots of the sizes, the matrix of cells is symmetric.
-    back = count * np.repeat(size, np.diff(ptr)) // size[head]
-    matrix = csr_array((np.sqrt(count * back), head, ptr), shape=(len(size),) * 2)
+    back = matrix.data * np.repeat(size, np.diff(matrix.indptr)) // size[matrix.indices]
+    matrix.data = np.sqrt(matrix.data * back)
     number, component = connected_components(matrix, directed=False)
     order = np.argsort(component, kind="stable")
     blocks = matrix[order][:, order]  # on the diagonal

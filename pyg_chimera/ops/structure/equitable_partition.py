@@ -1,12 +1,15 @@
 """Nodes that are structurally alike: the coarsest equitable partition of a graph."""
 
 import numpy as np
+from scipy.sparse import csr_array
 
 from pyg_chimera.ops.common.compilation import compiled
+from pyg_chimera.ops.structure.checksum import scrambled
 
 
-@compiled()
-def equitable_partition(ptr, head, bounds):
+def equitable_partition(
+    ptr: np.ndarray, head: np.ndarray, bounds: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, csr_array]:
     """The coarsest equitable partition of each graph.
 
     All nodes of a cell have the same number of neighbours in each cell, and thus the
@@ -15,107 +18,76 @@ def equitable_partition(ptr, head, bounds):
     independently of the node numbers, so scores do not depend on these, not even by
     rounding.
 
-    By `"Tight Lower and Upper Bounds for the Complexity of Canonical Colour
-    Refinement" <https://arxiv.org/abs/1509.08251>`_, in O(E log V) time.
-
     Returns:
         The cell of each node, the size of each cell, the first cell of each graph, and
-        the neighbours of each cell: their bounds (like `ptr`), the cells, ascending
-        (like `head`), and how many neighbours each node of the cell has there.
+        how many neighbours each node of a cell has in others, ascending.
+    """
+    code = scrambled(np.arange(1, len(ptr)))
+    cell, limits = _refined(ptr, head, bounds, code)
+    _, some, size = np.unique(cell, return_index=True, return_counts=True)
+    ones = np.ones(len(head), np.int64)
+    matrix = csr_array((ones, cell[head], ptr), (len(cell), len(size)))[some]
+    matrix.sum_duplicates()
+    return cell, size, limits, matrix
+
+
+@compiled()
+def _refined(ptr, head, bounds, code):
+    """The cell of each node, and the first cell of each graph.
+
+    In each round, nodes are told apart by the cells of those neighbours whose cell is
+    new: by the sum of the cells' random codes, in 64 bits. Of each cell, some nodes
+    stay in it: those without such neighbours, or else most of those that are alike. As
+    all nodes of a cell have as many neighbours in it as a whole, they need not count.
     """
     n = ptr.shape[0] - 1
-    node = np.arange(n)  # the nodes, cell by cell
-    place = np.arange(n)  # the index of each node in `node`
-    cell = np.empty(n, np.int64)
-    first = np.empty(n, np.int64)
-    size = np.zeros(n, np.int64)
-    number = np.zeros(n, np.int64)  # of neighbours in the refining cell
-    touched = np.empty(n, np.int64)
-    queue = np.empty(n, np.int64)
-    queued = np.zeros(n, np.bool_)
+    cell, size = np.empty(n, np.int64), np.zeros(n, np.int64)
+    code_sum = np.zeros(n, np.int64)
+    moved, touched = np.empty(n, np.int64), np.empty(n, np.int64)
     limits = np.zeros(bounds.shape[0], np.int64)
-    num_cells = 0
     for g in range(bounds.shape[0] - 1):
-        low, high = bounds[g], bounds[g + 1]
-        begin = end = 0  # of the queue, which holds each cell at most once
-        if low < high:
-            cell[low:high] = num_cells
-            first[num_cells], size[num_cells] = low, high - low
-            queue[0] = num_cells
-            queued[num_cells] = True
-            end = 1
-            num_cells += 1
-        while begin < end:
-            c = queue[begin % n]
-            queued[c] = False
-            begin += 1
-            num_touched = 0
-            for p in range(first[c], first[c] + size[c]):
-                for x in range(ptr[node[p]], ptr[node[p] + 1]):
-                    if number[head[x]] == 0:
-                        touched[num_touched] = head[x]
-                        num_touched += 1
-                    number[head[x]] += 1
-            key = np.empty(num_touched, np.int64)
-            for t in range(num_touched):
-                key[t] = cell[touched[t]] * n + number[touched[t]]
-            order = np.argsort(key)
-            t = 0
-            while t < num_touched:
-                c = cell[touched[order[t]]]
-                after = t + 1
-                while after < num_touched and key[order[after]] // n == c:
-                    after += 1
-                # The nodes with the most neighbours move to the end of their cell and
-                # become new cells; those with the fewest stay.
-                stop = first[c] + size[c]
-                old = num_cells
-                if after - t < size[c] or key[order[t]] < key[order[after - 1]]:
-                    for s in range(after - 1, t - 1, -1):
-                        stop -= 1
-                        i, j = touched[order[s]], node[stop]
-                        node[place[i]], place[j] = j, place[i]
-                        node[stop], place[i] = i, stop
-                    for s in range(t, after):
-                        if stop + s - t == first[c]:
-                            continue
-                        if s == t or key[order[s]] != key[order[s - 1]]:
-                            first[num_cells], size[num_cells] = stop + s - t, 0
-                            num_cells += 1
-                        if num_cells > old:
-                            cell[touched[order[s]]] = num_cells - 1
-                            size[num_cells - 1] += 1
-                    for k in range(old, num_cells):
-                        size[c] -= size[k]
-                    # The whole cell refines others anyway; its largest part need not.
-                    largest = c
-                    for k in range(old, num_cells):
-                        if size[k] > size[largest]:
-                            largest = k
-                    if queued[c]:
-                        largest = -1
-                    for k in range(old - 1, num_cells):
-                        part = c if k < old else k
-                        if not queued[part] and part != largest:
-                            queue[end % n] = part
-                            end += 1
-                            queued[part] = True
-                t = after
-            number[touched[:num_touched]] = 0
+        low, high, first = bounds[g], bounds[g + 1], limits[g]
+        num_moved, num_cells = high - low, first + min(1, high - low)
+        moved[:num_moved] = np.arange(low, high)
+        cell[low:high], size[first:num_cells] = first, high - low
+        while num_moved > 0:
+            count = 0
+            for i in moved[:num_moved]:
+                for j in head[ptr[i] : ptr[i + 1]]:
+                    if code_sum[j] == 0:
+                        touched[count] = j
+                        count += 1
+                    code_sum[j] += code[cell[i] - first]
+            some = touched[:count]
+            some = some[np.argsort(code_sum[some], kind="mergesort")]
+            some = some[np.argsort(cell[some], kind="mergesort")]
+            sums, num_moved, begin = code_sum[some], 0, 0
+            while begin < count:
+                c, end, most, staying = cell[some[begin]], begin, 0, -1
+                while end < count and cell[some[end]] == c:
+                    start = end
+                    while (
+                        end < count
+                        and cell[some[end]] == c
+                        and sums[end] == sums[start]
+                    ):
+                        end += 1
+                    if end - start > most:
+                        most, staying = end - start, start
+                if end - begin < size[c]:
+                    staying = -1
+                stays = False
+                for s in range(begin, end):
+                    if s == begin or sums[s] != sums[s - 1]:
+                        stays = s == staying
+                        num_cells += not stays
+                    if not stays:
+                        cell[some[s]] = num_cells - 1
+                        size[c] -= 1
+                        size[num_cells - 1] += 1
+                        moved[num_moved] = some[s]
+                        num_moved += 1
+                begin = end
+            code_sum[some] = 0
         limits[g + 1] = num_cells
-
-    cell_ptr = np.zeros(num_cells + 1, np.int64)
-    cell_head = np.empty(head.shape[0], np.int64)
-    count = np.empty(head.shape[0], np.int64)
-    fill = 0
-    for c in range(num_cells):
-        i = node[first[c]]  # any node will do
-        last = -1
-        for k in np.sort(cell[head[ptr[i] : ptr[i + 1]]]):
-            if k != last:
-                cell_head[fill], count[fill] = k, 0
-                fill += 1
-                last = k
-            count[fill - 1] += 1
-        cell_ptr[c + 1] = fill
-    return cell, size[:num_cells], limits, cell_ptr, cell_head[:fill], count[:fill]
+    return cell, limits

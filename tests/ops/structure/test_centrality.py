@@ -262,9 +262,8 @@ def test_partition(graph: Graph):
             (expected[i], sorted(expected[j] for j in neighbours[i])) for i in range(n)
         ]
         expected = [kinds.index(kind) for kind in kinds]
-    cell, size, limits, ptr, head, count = equitable_partition(
-        ptr, head, np.array([0, n])
-    )
+    cell, size, limits, matrix = equitable_partition(ptr, head, np.array([0, n]))
+    ptr, head, count = matrix.indptr, matrix.indices, matrix.data
     assert len(set(zip(expected, cell, strict=True))) == len(set(expected)) == len(size)
     assert limits.tolist() == [0, len(size)]
     assert size.tolist() == np.bincount(cell, minlength=len(size)).tolist()
