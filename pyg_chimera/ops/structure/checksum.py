@@ -51,7 +51,9 @@ def checksum(
 
 
 def scrambled(x: Any) -> Any:
-    """Hash int64 numbers by the finaliser of SplitMix64; its products overflow."""
+    """Hashes of int64 numbers, in a tensor or an array: the finaliser of SplitMix64,
+    whose products overflow.
+    """
     x = (x ^ (x >> 30)) * -4658895280553007687
     x = (x ^ (x >> 27)) * -7723592293110705685
     return x ^ (x >> 31)

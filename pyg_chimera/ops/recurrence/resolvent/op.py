@@ -120,7 +120,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         if inputs.backend == "reference" or (
             not trusted()
             and inputs.solver != "neumann"
-            and is_ill_conditioned(structure, inputs.edge_index, weight)
+            and is_ill_conditioned(inputs.edge_index, weight, len(inputs.value))
         ):
             dtype = weight.dtype
         floats = {name: getattr(inputs, name).to(dtype) for name in FLOATS}

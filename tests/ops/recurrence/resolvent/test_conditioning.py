@@ -7,11 +7,7 @@ from torch_geometric.utils import to_undirected
 
 from pyg_chimera.ops import resolvent_mix, unchecked
 from pyg_chimera.ops.recurrence.resolvent import op
-from pyg_chimera.ops.recurrence.resolvent.conditioning import (
-    _is_ill_conditioned_on_device,
-    is_ill_conditioned,
-)
-from pyg_chimera.ops.structure.symbolic_factor import graph_blocks
+from pyg_chimera.ops.recurrence.resolvent.conditioning import is_ill_conditioned
 
 
 def graph(margin: float, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -36,23 +32,16 @@ def test_it_bounds_row_or_column_sums(margin, transposed):
     A[:, edge_index[1], edge_index[0]] = weight.t()
     L = torch.linalg.inv(torch.eye(num_nodes).double() - A)
     largest = L.sum(2 - transposed).max()
-    found = is_ill_conditioned(
-        graph_blocks(edge_index, None, num_nodes), edge_index, weight
-    )
+    found = is_ill_conditioned(edge_index, weight, num_nodes)
     assert found == (largest > 3e4)
-    assert _is_ill_conditioned_on_device(num_nodes, edge_index, weight) == found
-    assert not _is_ill_conditioned_on_device(num_nodes, edge_index, 3 * weight)
-    assert not is_ill_conditioned(
-        graph_blocks(edge_index, None, num_nodes), edge_index, 3 * weight
-    )  # nothing is known of it
+    # Nothing is known of it.
+    assert not is_ill_conditioned(edge_index, 3 * weight, num_nodes)
 
 
 def test_edges_of_no_graph():
     none = torch.zeros(2, 0).long()
-    assert not is_ill_conditioned(graph_blocks(none, None, 0), none, torch.zeros(0, 2))
-    assert not is_ill_conditioned(graph_blocks(none, None, 3), none, torch.zeros(0, 2))
-    assert not _is_ill_conditioned_on_device(0, none, torch.zeros(0, 2))
-    assert not _is_ill_conditioned_on_device(3, none, torch.zeros(0, 2))
+    assert not is_ill_conditioned(none, torch.zeros(0, 2), 0)
+    assert not is_ill_conditioned(none, torch.zeros(0, 2), 3)
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch"])
