@@ -51,11 +51,12 @@ HEADS, CHANNELS = 4, 64
 #: The most states for which a float64 loop over edges is used for comparison.
 MAX_LOOP = 25_000
 #: Orientations: four of a grid, or both directions of a sequence.
-ORIENTATIONS = {"grids": 4, "sequences": 2}
+ORIENTATIONS = {"grids": 4, "small-grids": 4, "sequences": 2}
 #: The case of each part to which the others are compared.
 BASES = {
     "peptides": "stm_scan",
     "grids": "grid_scan",
+    "small-grids": "grid_scan, state",
     "sequences": "grid_scan",
     "layers": "PLSTMConv P",
     "grid-layers": "PLSTMConv P",
@@ -97,8 +98,9 @@ def on_grids(part: str, height: int, width: int, count: int = 1) -> Graphs:
     name = f"grid of {height} x {width}"
     if part == "sequences":
         name = f"sequence of {width:,}"
-    elif part == "grid-layers":
-        name = f"layers, {count} grids of {height} x {width}"
+    elif count > 1:
+        name = f"{count} grids of {height} x {width}"
+        name = f"layers, {name}" if part == "grid-layers" else name
     edges = height * (width - 1) + (height - 1) * width
     edges *= count * ORIENTATIONS.get(part, 4)
     batch = torch.arange(count).repeat_interleave(height * width)
@@ -309,7 +311,7 @@ def step(function: Callable[[], Tensor], leaves: dict[str, Tensor], like: Tensor
     return Step(function, leaves, grad)
 
 
-SIZES = {"peptides": 24, "grids": 16, "sequences": 16}
+SIZES = {"peptides": 24, "grids": 16, "small-grids": 16, "sequences": 16}
 
 
 def on_dag(
@@ -463,7 +465,7 @@ def on_grid(kind: str, graphs: Graphs, dtype: torch.dtype, device: str) -> Step:
         V, (V, number, 2), (V, number, 2, 2), SIZES[graphs.part], dtype, device
     )
     with torch.no_grad():  # long ranges, without growing states
-        if graphs.part == "grids":
+        if graphs.part != "sequences":
             x.transition[:, :, 1] = 1 - x.transition[:, :, 0]
         else:
             x.transition.mul_(0.02).add_(0.97)
@@ -586,22 +588,12 @@ OPERATOR, GRIDS = ("peptides",), ("grids", "sequences")
 LAYERS = ("layers", "grid-layers")
 CASES: dict[str, Case] = {
     "stm_scan": Case(OPERATOR, partial(on_dag, stm_scan), "stm"),
-    "stm_scan, state": Case(
-        OPERATOR, partial(on_dag, partial(stm_scan, form="state")), "stm"
-    ),
-    "stm_scan, mask": Case(
-        OPERATOR, partial(on_dag, partial(stm_scan, form="mask")), "stm"
-    ),
     "dag_scan": Case(OPERATOR, partial(on_states, dag_scan), "dag"),
-    "dag_scan, state": Case(
-        OPERATOR, partial(on_states, partial(dag_scan, form="state")), "dag"
-    ),
-    "dag_scan, mask": Case(
-        OPERATOR, partial(on_states, partial(dag_scan, form="mask")), "dag"
-    ),
     "loop over edges": Case(OPERATOR, partial(on_dag, "loop"), "stm"),
     "loop as released": Case(OPERATOR, partial(on_dag, "released loop"), "stm"),
     "grid_scan": Case(GRIDS, partial(on_grid, "auto"), "grid"),
+    "grid_scan, state": Case(("small-grids",), partial(on_grid, "state"), "grid"),
+    "grid_scan, mask": Case(("small-grids",), partial(on_grid, "mask"), "grid"),
     "stm_scan by orientation": Case(GRIDS, partial(on_grid, "split"), "grid"),
     "stm_scan of all": Case(GRIDS, partial(on_grid, "joined"), "grid"),
     "attention": Case(GRIDS, partial(on_grid, "attention"), None),
@@ -652,10 +644,9 @@ def pilot(name: str, pickled: bytes, device: str, threads: int) -> Pilot:
     graphs = pickle.loads(pickled)
     small = tiny(graphs.part)
     CASES[name].make(small, torch.float32, device)()
-    if CASES[name].computes is not None:  # larger graphs may use either form
+    if CASES[name].computes == "grid":  # larger grids may use either form
         for form in ("state", "mask"):
-            scan = partial(stm_scan, form=form)
-            on_dag(scan, tiny("peptides"), torch.float32, device)()
+            on_grid(form, small, torch.float32, device)()
     return first_run(CASES[name].make(graphs, torch.float32, device))
 
 
@@ -672,6 +663,9 @@ def workloads(args: Namespace) -> list[Graphs]:
                 found += [on_peptides(part, x) for x in real]
     if "grids" in args.only:
         found += [on_grids("grids", side, side) for side in args.sides]
+    if "small-grids" in args.only:
+        small = ((3, 2),) if args.smoke else ((8, 64), (12, 32))
+        found += [on_grids("small-grids", side, side, count) for side, count in small]
     if "sequences" in args.only:
         found += [on_grids("sequences", 1, length) for length in args.lengths]
     if "grid-layers" in args.only:

@@ -483,7 +483,10 @@ _FORMS = {
     f"{form}-{backend}": {"form": form, "backend": backend}
     for form, backend in product(("state", "mask"), ("numba", "torch"))
 }
-_MASKS = {name: x for name, x in _FORMS.items() if x["form"] == "mask"}
+_MASKS, _STATES = (
+    {name: x for name, x in _FORMS.items() if x["form"] == form}
+    for form in ("mask", "state")
+)
 _REST = {"reference": {"backend": "reference"}, "auto": {}}
 _CHUNKS = {"chunk-numba": {"form": "chunk", "backend": "numba"}, "auto": {}}
 _PLAIN = {"torch": {"backend": "torch"}, **_REST}
@@ -526,7 +529,7 @@ OPERATORS = {
     "dag_scan": Operator(
         "dag_scan", _MIX, "HGNP", _SIZES,
         DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
-        {}, _mix_oracle, _edges, {**_FORMS, **_REST},
+        {}, _mix_oracle, _edges, {**_STATES, **_REST},
     ),
     "paths": Operator(
         "dag_scan", _MIX, "HGNP", _SIZES,
@@ -573,7 +576,7 @@ OPERATORS = {
         {name: _with_lines(x) for name, x in DAGS.items()},
         batches(dags(max_nodes=5, max_edges=8), max_graphs=3).map(_from_batch)
         .map(_with_lines),
-        {"transition": lambda x, s: 0.7 * x}, _stm_oracle, _edges, {**_FORMS, **_REST},
+        {"transition": lambda x, s: 0.7 * x}, _stm_oracle, _edges, {**_STATES, **_REST},
     ),
     "paths_of_edges": Operator(
         "stm_scan",
@@ -588,14 +591,15 @@ OPERATORS = {
         "query:VGN key:VGN value:VHP source:VO2H transition:VO22H mark:VO2H direct:VH",
         "HGNPO", [(*x, o) for x, o in zip(_SIZES, (4, 1, 2, 4, 4), strict=True)],
         GRIDS, st.lists(_ANY_SIDES, max_size=3).map(_sized),
-        {"transition": lambda x, s: 0.6 * x}, _grid_oracle, _grids, {**_FORMS, **_REST},
+        {"transition": lambda x, s: 0.6 * x}, _grid_oracle, _grids,
+        {**_STATES, "mask-numba": _FORMS["mask-numba"], **_REST},
     ),
     "grid_dag_scan": Operator(
         "grid_dag_scan", "query:VGN key:VGN value:VHP source:VOH transition:VO2H",
         "HGNPO", [(*x, o) for x, o in zip(_SIZES, (4, 1, 2, 3, 4), strict=True)],
         GRIDS, st.lists(_ANY_SIDES, max_size=3).map(_sized),
         {"transition": lambda x, s: 0.6 * x}, _grid_dag_oracle, _grids,
-        {**_FORMS, **_REST},
+        {**_STATES, **_REST},
     ),
     "selective_scan": Operator(
         "selective_scan", "u:VF delta:VF A:FN B:VN C:VN D:F z:VF delta_bias:F", "FN",
@@ -631,7 +635,6 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
         f"{form}-triton": {"form": form, "backend": "triton"}
         for form in ("mask", "state", "chunk")
     }
-    _PAIR = {name: _TRITON[name] for name in ("mask-triton", "state-triton")}
     _FEW = [(2, 1, 5, 3), (1, 1, 17, 33), (2, 1, 0, 3), (2, 1, 3, 0)]
     _TRITON_SEQUENCES = {  # shorter and longer than a span, which begins within them
         **SEQUENCES,
@@ -654,12 +657,12 @@ if triton_runtime.INTERPRETED and triton_runtime.WITH_TRITON:
         ),
         "triton_dags": replace(
             OPERATORS["dag_scan"], sizes=_FEW, structures={**DAGS, **_small},
-            variants=_PAIR,
+            variants={"state-triton": _TRITON["state-triton"]},
         ),
         "triton_edges": replace(
             OPERATORS["stm_scan"], sizes=[*_FEW, (2, 1, 3, 4, 2)],
             structures={name: _with_lines(x) for name, x in {**DAGS, **_small}.items()},
-            variants={"mask-triton": _TRITON["mask-triton"]},
+            variants={"state-triton": _TRITON["state-triton"]},
         ),
         "triton_paths": replace(
             OPERATORS["paths"], sizes=_FEW,

@@ -355,7 +355,6 @@ OPTIONS = [
     {"edge_dim": EDGE, "heads": 2, "mode": "D"},
     {"state_channels": 3, "heads": 4, "bias": False},
     {"backend": "torch", "form": "state", "heads": 2},
-    {"backend": "torch", "form": "mask"},
     {"backend": "reference", "mode": "D"},
     {"tracking": 2, "heads": 2},
     {"tracking": 3, "mode": "D", "edge_dim": EDGE},

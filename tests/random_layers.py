@@ -493,9 +493,11 @@ def chimera_options(r: random.Random) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def with_form(r: random.Random, options: dict[str, Any], kind: str) -> dict[str, Any]:
+def with_form(
+    r: random.Random, options: dict[str, Any], kind: str, *, masks: bool = True
+) -> dict[str, Any]:
     chunks = kind in ("chain", "path") and "backend" not in options
-    forms = ["state", "mask", "chunk"] if chunks else ["state", "mask"]
+    forms = ["state"] + ["mask"] * masks + ["chunk"] * chunks
     return options | some(r, form=forms)
 
 
@@ -541,13 +543,14 @@ def chimera_dag(r: random.Random) -> tuple[dict[str, Any], str]:
     options, dags = dag_options(r)
     kind = r.choice(["dag", "dag", "chain"] + ["any"] * (dags == 1))
     options |= chimera_options(r) | some(r, local_conv=[True])
-    return with_form(r, options, kind), kind
+    return with_form(r, options, kind, masks=False), kind
 
 
 def chimera_grid(r: random.Random) -> tuple[dict[str, Any], str]:
     options, more = chimera_options(r), some(r, window=[None, (1, 4), (2, 3)])
     options.pop("edge_dim", None)
-    return with_form(r, options | dag_options(r)[0] | more, "height"), "height"
+    options |= dag_options(r)[0] | more
+    return with_form(r, options, "height", masks=False), "height"
 
 
 def gated_delta(r: random.Random) -> tuple[dict[str, Any], str]:
@@ -581,17 +584,19 @@ def plstm(r: random.Random) -> tuple[dict[str, Any], str]:
     options = plstm_options(r) | some(r, edge_dim=[EDGE], tracking=[2, 3])
     if flag(r):
         options["order"] = r.choice(["order", "degree", "bfs", "auto"])
-        return options | some(r, turns=[False], form=["state", "mask"]), "any"
+        return options | some(r, turns=[False], form=["state"]), "any"
     kind = r.choice(["dag", "chain"])
     options["num_dags"] = r.choice([1, 1, 2, 3])
     if options.get("tracking", 1) > 1:
-        return with_form(r, options, "dag"), kind
-    return with_form(r, options, kind), kind
+        return with_form(r, options, "dag", masks=False), kind
+    return with_form(r, options, kind, masks=False), kind
 
 
 def plstm_grid(r: random.Random) -> tuple[dict[str, Any], str]:
     more = {"num_dags": r.choice([1, 2, 4])} | some(r, window=[None, (1, 4), (2, 3)])
-    return with_form(r, plstm_options(r) | more, "height"), "height"
+    options = plstm_options(r) | more
+    masks = "backend" not in options
+    return with_form(r, options, "height", masks=masks), "height"
 
 
 def graph_mamba(r: random.Random) -> tuple[dict[str, Any], str]:

@@ -408,8 +408,7 @@ def test_grids_without_edges(write):
 
 
 @pytest.mark.parametrize("on", ["edges", "grids"])
-@pytest.mark.parametrize("form", ["state", "mask"])
-def test_released_grid(form, on):
+def test_released_grid(on):
     """Four DAGs from the corners of a grid, whose roots write nothing."""
     data = load("chimera_grid_released")
     height, width, bias = int(data["height"]), int(data["width"]), data["dt_bias"]
@@ -431,7 +430,7 @@ def test_released_grid(form, on):
         for o, d in enumerate(corner):
             y = y + grid_dag_scan(
                 C[:, :, d], B[:, :, d], x, input_gate[:, [o]], weight[:, [o]], height,
-                width, orientations=[o], form=form,
+                width, orientations=[o],
             )  # fmt: skip
         corners = []
     for d, (down, right) in enumerate(corners):
@@ -441,7 +440,7 @@ def test_released_grid(form, on):
         edge_delta = delta[edge_index[1], :, d, direction]
         weight, input_gate = dag_transition(edge_index, nodes, edge_delta)
         value = input_gate.unsqueeze(-1) * x
-        y = y + dag_scan(C[:, :, d], B[:, :, d], value, edge_index, weight, form=form)
+        y = y + dag_scan(C[:, :, d], B[:, :, d], value, edge_index, weight)
     y = y / 2 + data["D"].unsqueeze(-1) * x
     out = y.reshape(data["out"].shape)
     assert_near(out, data["out"])

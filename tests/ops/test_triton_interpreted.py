@@ -167,7 +167,7 @@ def test_auto_leaves_the_interpreter_alone():
         others = {x.backend for x in found.alternatives}
         assert "triton" not in {found.backend, *others}
     choice = explain("dag_scan", **case_of("triton_dags").inputs, backend="triton")
-    assert (choice.form, choice.backend) == ("mask", "triton")
+    assert (choice.form, choice.backend) == ("state", "triton")
 
 
 @pytest.mark.parametrize("shapes", ["value:VC edge_weight:EC", "value:VC"])

@@ -107,6 +107,6 @@ def test_training_step_of_a_layer(sizes):
     assert waits == set()
     assert_near(got, want, 1e-6)
     assert launches == {
-        "_general_inverse": 1, "_masked_product": 4, "_mask_gradient": 1,
+        "_inverse": 1, "_masked_product": 4, "_mask_gradient": 1,
         "_adjoint": 1, "_edge_gradient": 1,
     }  # fmt: skip

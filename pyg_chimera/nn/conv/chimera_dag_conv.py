@@ -98,7 +98,7 @@ class ChimeraDAGConv(ChimeraBlock):
             :obj:`True`)
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
             :obj:`bias`, :obj:`reach` (here not limited; a head writes as much as it
-            forgets), :obj:`form` and :obj:`backend` of
+            forgets), :obj:`form` (but :obj:`"mask"`) and :obj:`backend` of
             :class:`~pyg_chimera.nn.ChimeraConv`, and those of
             :class:`torch_geometric.nn.conv.MessagePassing`.
 

@@ -134,8 +134,8 @@ class PLSTMConv(PLSTMBlock):
             (default: :obj:`(4, 64)`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias. Gates
             always have one. (default: :obj:`True`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (on paths)
-            or :obj:`"auto"`.
+        form (str, optional): :obj:`"state"`, :obj:`"chunk"` (on paths) or
+            :obj:`"auto"`.
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`.
         **kwargs (optional): Additional arguments of

@@ -51,7 +51,8 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
             at :obj:`(-4, -4, -6)`, and learning begins with a plateau. (default:
             :obj:`(0, 0, -3)`)
         **kwargs (optional): The options :obj:`state_channels`, :obj:`gate_std`,
-            :obj:`reach`, :obj:`bias`, :obj:`form` and :obj:`backend` of
+            :obj:`reach`, :obj:`bias`, :obj:`form` (or :obj:`"mask"`, as in
+            :func:`~pyg_chimera.ops.grid_scan`) and :obj:`backend` of
             :class:`~pyg_chimera.nn.PLSTMConv`, and those of
             :class:`torch_geometric.nn.conv.MessagePassing`.
 

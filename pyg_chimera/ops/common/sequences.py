@@ -62,14 +62,39 @@ def longest_of(ptr: Tensor) -> int:
 
 
 def linear_recurrence(decay: Tensor, x: Tensor, place: Tensor, longest: int) -> Tensor:
-    """h[t] = decay[t] h[t - 1] + x[t], for all rows at once in log2(longest) passes.
+    """h[t] = decay[t] h[t - 1] + x[t], for all rows at once in log2(longest) passes."""
+    return _Recurrence.apply(decay, x, place.view(-1, *[1] * (x.dim() - 1)), longest)
 
-    Each pass doubles the number of rows that are summed. Rows of another sequence are
-    left out rather than multiplied by zero, as they may be NaN.
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, decay: Tensor, x: Tensor, place: Tensor, longest: int
+    ) -> Tensor:
+        h = _in_passes(decay, x, place, longest)
+        ctx.save_for_backward(decay, h, place)
+        ctx.longest = longest
+        return h
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        decay, h, place = ctx.saved_tensors
+        # The adjoints: g[t] = decay[t + 1] g[t + 1] + grad[t].
+        after = decay.roll(-1, 0).flip(0)
+        g = _in_passes(after, grad.flip(0), place, ctx.longest, reverse=True).flip(0)
+        return g * h.roll(1, 0).masked_fill_(place == 0, 0.0), g, None, None
+
+
+def _in_passes(
+    decay: Tensor, x: Tensor, place: Tensor, longest: int, reverse: bool = False
+) -> Tensor:
+    """Each pass doubles the number of rows that are summed. Rows of another sequence
+    are left out rather than multiplied by zero, as they may be NaN.
     """
-    place, step = place.view(-1, *[1] * (x.dim() - 1)), 1
+    step = 1
     while step < longest:
         inside = place[step:] >= step
+        inside = inside.flip(0) if reverse else inside
         longer = torch.addcmul(x[step:], decay[step:], x[:-step])
         x = torch.cat([x[:step], torch.where(inside, longer, x[step:])])
         if 2 * step < longest:

@@ -1,10 +1,10 @@
 """H = A H + X in all its forms: a linear recurrence on a graph of states.
 
-What operators share is here: the graph of states (`states`, and its `levels`), the mask
-form (`mask_form`; on GPUs `triton_mask_form`), the chunk form of paths (`chunk_form`;
-on GPUs `triton_chunk_form` and `triton_carry`), sweeps over the rows of factors
-(`row_sweeps`), and states carried on GPUs (`triton_chains`). Each operator is a folder,
-and imports none of the others:
+What operators share is here: the graph of states (`states`), its linear system
+(`levels`), the mask form (`mask_form`; on GPUs `triton_mask_form`), the chunk form of
+paths (`chunk_form`; on GPUs `triton_chunk_form` and `triton_carry`), sweeps over the
+rows of factors (`row_sweeps`), and states carried on GPUs (`triton_chains`). Each
+operator is a folder, and imports none of the others:
 
 * `dag_scan`: A is triangular; states on nodes, edges or grids.
 * `resolvent`: any A, by sparse elimination or by iteration.

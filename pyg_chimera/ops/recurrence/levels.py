@@ -1,6 +1,6 @@
-"""A graph of states in levels, for device-independent code."""
+"""A graph of states in levels, and its linear system, on any device."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,17 +27,44 @@ class Levels(NamedTuple):
     reader: Tensor  #: [S], the node that reads each state
     tail: Tensor  #: [L], the state that each edge comes from
     head: Tensor  #: [L], the state that it leads to
-    down: list[Level]  #: parents first
-
-    @property
-    def up(self) -> list[Level]:
-        """The levels, children first."""
-        return self.down[::-1]
+    levels: list[Level]  #: parents first
 
 
 def levels_of(graph: StateGraph, device: torch.device) -> Levels:
     """The tables of a graph, made once per device."""
     return table(_levels, graph, device)
+
+
+def solve_by_levels(levels: Levels, weight: Tensor, X: Tensor) -> Tensor:
+    """Solves C = A C + X, in place of X.
+
+    Args:
+        levels: The graph of states.
+        weight: The entries of A, [L, ...], broadcast to the rows of X.
+        X: [S, ...].
+    """
+    return _Solution.apply(weight, X, levels)
+
+
+class _Solution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, X: Tensor, levels: Levels) -> Tensor:
+        for edge, tail, head in levels.levels:
+            X.index_add_(0, head, weight[edge] * X[tail])
+        ctx.mark_dirty(X)
+        ctx.save_for_backward(weight, X)
+        ctx.levels = levels
+        return X
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (weight, C), levels = ctx.saved_tensors, ctx.levels
+        Z, dw = grad.clone(), None
+        for edge, tail, head in reversed(levels.levels):
+            Z.index_add_(0, tail, weight[edge] * Z[head])
+        if ctx.needs_input_grad[0]:
+            dw = (Z[levels.head] * C[levels.tail]).sum_to_size(weight.shape)
+        return dw, Z, None
 
 
 def depth_of(graph: StateGraph) -> int:

@@ -26,14 +26,6 @@ NOT_PATHS = (
 )
 
 
-class Extents(NamedTuple):
-    """The size of each of ``T`` blocks."""
-
-    states: np.ndarray  #: [T]
-    entries: np.ndarray  #: [T], edges between states
-    nodes: np.ndarray  #: [T]
-
-
 class BlockNodes(NamedTuple):
     """The nodes of the states of each block, for ``T`` blocks and ``S`` states."""
 
@@ -75,11 +67,6 @@ class StateGraph:
     def graph(self) -> "StateGraph":
         """Itself, as `GridStates` has such an attribute too."""
         return self
-
-    @property
-    def extents(self) -> Extents:
-        """The sizes of the blocks."""
-        return Extents(self.sizes, self.entries, np.diff(self.nodes.ptr))
 
     @property
     def sizes(self) -> np.ndarray:
@@ -329,25 +316,26 @@ class GridStates:
         )
 
     @cached_property
-    def extents(self) -> Extents:
-        """The sizes of the blocks."""
+    def sizes(self) -> np.ndarray:
+        """The number of states of each grid."""
+        h, w, _ = self.grids
+        states = h * w if self.on_nodes else h * (w - 1) + (h - 1) * w
+        return len(self.orientations) * states
+
+    @cached_property
+    def entries(self) -> np.ndarray:
+        """The number of edges between states of each grid."""
         h, w, _ = self.grids
         edges = h * (w - 1) + (h - 1) * w
-        straight = h * np.maximum(0, w - 2) + w * np.maximum(0, h - 2)
-        lines = straight + 2 * (h - 1) * (w - 1)
-        states, entries = (h * w, edges) if self.on_nodes else (edges, lines)
-        times = len(self.orientations)
-        return Extents(times * states, times * entries, h * w)
+        if not self.on_nodes:
+            straight = h * np.maximum(0, w - 2) + w * np.maximum(0, h - 2)
+            edges = straight + 2 * (h - 1) * (w - 1)
+        return len(self.orientations) * edges
 
     @cached_property
     def are_paths(self) -> bool:
         """Whether each grid is one row or one column."""
         return bool((np.minimum(self.grids.height, self.grids.width) == 1).all())
-
-    @property
-    def in_rows(self) -> bool:
-        """Whether the CPU sweeps rows of nodes in the mask form as well."""
-        return not (self.on_nodes or self.are_paths)
 
 
 def _grid_graph(

@@ -13,9 +13,8 @@ for each block of nodes and each head. Everything but the inverse has the form
 :math:`M = L^T dL`                          :math:`dA_{ij} = \langle M_i, L_j \rangle`
 ==========================================  ====================================
 
-since :math:`dA = L^T dL L^T`, of which only entries of edges are needed. If edges lead
-to later positions only, L is triangular, and tiles above the diagonal are neither
-written nor read. No program writes what another one reads or writes.
+since :math:`dA = L^T dL L^T`, of which only entries of edges are needed. No program
+writes what another one reads or writes.
 
 Matrices are stored one after the other, [heads, total]: that of a block of n nodes
 begins at its offset and has n rows of length `width`, both rounded up to whole tiles.
@@ -51,14 +50,13 @@ class _Sizes(NamedTuple):
     x_step: int  #: channels at a time
     z_step: int
     tile: int
-    triangular: bool  #: whether tiles above the diagonal are zero
     transposed: bool = False  #: whether L is
 
     @classmethod
-    def of(cls, masks: "Masks", L: Tensor, X: Tensor, Z: Tensor) -> "_Sizes":
+    def of(cls, L: Tensor, X: Tensor, Z: Tensor) -> "_Sizes":
         sizes = (len(L), X.size(1), Z.size(1), X.size(2), Z.size(2))
         x_step, z_step = map(channels_at_once, sizes[3:])
-        return cls(*sizes, x_step, z_step, TILE, masks.triangular)
+        return cls(*sizes, x_step, z_step, TILE)
 
 
 class Masks(NamedTuple):
@@ -73,7 +71,6 @@ class Masks(NamedTuple):
     stop: Tensor  #: [E] how many leading columns of both rows may be nonzero, int32
     total: int  #: entries per head
     tiles: int  #: rows of tiles of the largest matrix
-    triangular: bool  #: whether all edges lead to later positions
 
     @classmethod
     def of(
@@ -83,7 +80,6 @@ class Masks(NamedTuple):
         row: np.ndarray,
         col: np.ndarray,
         edge: np.ndarray,
-        triangular: bool,
         device: torch.device,
     ) -> "Masks":
         """The layout for edges, with indices `edge`, from positions `col` to `row`."""
@@ -97,7 +93,7 @@ class Masks(NamedTuple):
         by_edge[:, edge] = (
             *starts,
             starts[0] + j,
-            (j // TILE + 1) * TILE if triangular else width[block],
+            width[block],
         )
 
         def moved(x: np.ndarray, dtype: type) -> Tensor:
@@ -113,13 +109,12 @@ class Masks(NamedTuple):
             stop=moved(by_edge[3], np.int32),
             total=int(end[-1]) if len(end) else 0,
             tiles=int(width.max(initial=0)) // TILE,
-            triangular=triangular,
         )
 
     @property
     def layout(self) -> "Masks":
         """The tables alone: what kernels read, and are not compiled for."""
-        return self._replace(total=0, tiles=0, triangular=False)
+        return self._replace(total=0, tiles=0)
 
     def programs(self, heads: int) -> tuple[int, int]:
         """One program per block and head, and per row of tiles of the largest block."""
@@ -132,21 +127,13 @@ class Masks(NamedTuple):
 def resolvents(masks: Masks, edge_weight: Tensor) -> Tensor:
     """The resolvents L, [heads, total], for edge weights [E, heads]."""
     heads = edge_weight.size(1)
-    A = edge_weight.new_zeros(heads, masks.total)
-    # The general inverse takes I + M, so M = -A. Parallel edges are summed.
-    sign = 1 if masks.triangular else -1
-    A.index_add_(1, masks.place, edge_weight.t(), alpha=sign)
-    L = torch.empty_like(A) if masks.triangular else A
-    grid = masks.programs(heads)
+    M = edge_weight.new_zeros(heads, masks.total)  # -A; parallel edges are summed
+    M.index_add_(1, masks.place, edge_weight.t(), alpha=-1)
+    grid = masks.programs(heads)[:1]
     tables = (masks.layout, masks.total, heads, TILE)
-    precision = input_precision(A)
-    with on_device_of(A):
-        if masks.triangular:
-            log = TILE.bit_length() - 1
-            _triangular_inverse[grid](A, L, *tables, log, precision, **_OPTIONS)
-        else:
-            _general_inverse[grid[:1]](A, *tables, precision, **_OPTIONS)
-    return L
+    with on_device_of(M):
+        _inverse[grid](M, *tables, input_precision(M), **_OPTIONS)
+    return M
 
 
 def mix(masks: Masks, L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -173,13 +160,12 @@ def mix_gradients(
 
     dL, M, heads = torch.empty_like(L), torch.empty_like(L), L.size(0)
     grid = (*masks.programs(heads), masks.tiles)
-    sizes = _Sizes.of(masks, L, query, value)
+    sizes = _Sizes.of(L, query, value)
     tables, precision = (masks.layout, masks.total), input_precision(L)
     with on_device_of(L):
         operands = (query, key, grad, value)
         _mask_gradient[grid](*operands, dL, *tables, sizes, precision, **_OPTIONS)
-        constants = (TILE, masks.triangular, precision)
-        _adjoint[grid](L, dL, M, *tables, heads, *constants, **_OPTIONS)
+        _adjoint[grid](L, dL, M, *tables, heads, TILE, precision, **_OPTIONS)
     return dq, dk, dv, edge_products(M, L, masks.row, masks.col, masks.stop)
 
 
@@ -206,7 +192,7 @@ def _product(
     heads, (rows, _, channels) = L.size(0), Z.shape
     out = Z.new_empty(rows, heads, channels)
     width, precision = channels_at_once(channels, _WIDTH), input_precision(L)
-    sizes = _Sizes.of(masks, L, X, Z)._replace(z_step=width, transposed=transposed)
+    sizes = _Sizes.of(L, X, Z)._replace(z_step=width, transposed=transposed)
     grid = (*masks.programs(heads), triton.cdiv(channels, width))
     # If loads are prefetched, the compiler needs fewer registers for TF32 x 3 products.
     options = _OPTIONS | {"num_stages": 2 if precision == "tf32x3" else 1}
@@ -277,40 +263,7 @@ def _scores(
     return scores
 
 
-# ----------------------------------------------------------------------- the inverses
-
-
-@triton.jit
-def _triangular_inverse(
-    A, L, layout, total, heads, TILE: tl.constexpr, LOG_TILE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """L = (I - A)^-1 for a strictly lower triangular A: one column of tiles.
-
-    By substitution, tile by tile: L_ij = D_i (sum over j <= k < i of A_ik L_kj), where
-    D_i = (I - A_ii)^-1, and L_jj = D_j. A_ii is nilpotent, so D_i is the finite product
-    (I + A_ii) (I + A_ii^2) (I + A_ii^4) ...
-    """
-    _, _, _, tiles, start = _block(layout, total, heads, TILE)
-    j = tl.program_id(1)
-    o = tl.arange(0, TILE)
-    eye = (o[:, None] == o[None, :]).to(A.dtype.element_ty)
-    for i in range(j, tiles):
-        right = tl.zeros([TILE, TILE], A.dtype.element_ty)
-        if i == j:
-            right = eye
-        for k in range(j, i):
-            a = tl.load(matrix_tile(A + start, i, k, tiles, TILE))
-            x = tl.load(matrix_tile(L + start, k, j, tiles, TILE))
-            right += tl.dot(a, x, input_precision=PRECISION)
-        power = tl.load(matrix_tile(A + start, i, i, tiles, TILE))
-        inverse = eye + power
-        for _ in range(1, LOG_TILE):  # if unrolled, it takes twice the registers
-            power = tl.dot(power, power, input_precision=PRECISION)
-            inverse += tl.dot(inverse, power, input_precision=PRECISION)
-        x = tl.dot(inverse, right, input_precision=PRECISION)
-        tl.store(matrix_tile(L + start, i, j, tiles, TILE), x)
-        tl.debug_barrier()  # the next rows read it
+# ------------------------------------------------------------------------ the inverse
 
 
 @triton.jit
@@ -334,9 +287,7 @@ def eliminated(X, pivots, TILE: tl.constexpr):
 
 
 @triton.jit
-def _general_inverse(
-    M, layout, total, heads, TILE: tl.constexpr, PRECISION: tl.constexpr
-):
+def _inverse(M, layout, total, heads, TILE: tl.constexpr, PRECISION: tl.constexpr):
     """M <- (I + M)^-1 by Gauss-Jordan elimination without pivoting: a whole matrix.
 
     For each tile p in turn, with X = M_pp^-1: M_pj <- X M_pj; M_ij <- M_ij - M_ip M_pj;
@@ -392,13 +343,7 @@ def _masked_product(
     if i < tiles:
         rows = tile_nodes(layout.node, first, size, i, TILE)
         out = tl.zeros([TILE, WIDTH], L.dtype.element_ty)
-        begin, end = 0, tiles
-        if sizes.triangular:
-            if sizes.transposed:
-                begin = i
-            else:
-                end = i + 1
-        for j in range(begin, end):
+        for j in range(0, tiles):
             cols = tile_nodes(layout.node, first, size, j, TILE)
             scores = _scores(
                 X, Y, rows, cols, x_head, sizes.x_heads, sizes.x_size, sizes.x_step,
@@ -427,7 +372,7 @@ def _mask_gradient(
     TILE: tl.constexpr = sizes.tile
     h, first, size, tiles, start = _block(layout, total, sizes.heads, TILE)
     i, j = tl.program_id(1), tl.program_id(2)
-    if (i < tiles) & (j <= i if sizes.triangular else j < tiles):
+    if (i < tiles) & (j < tiles):
         rows = tile_nodes(layout.node, first, size, i, TILE)
         cols = tile_nodes(layout.node, first, size, j, TILE)
         scores = _scores(
@@ -442,15 +387,14 @@ def _mask_gradient(
 
 @triton.jit
 def _adjoint(
-    L, DL, M, layout, total, heads, TILE: tl.constexpr, TRIANGULAR: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """M = L^T dL: one tile; if L is triangular, only tiles that contain edges."""
+    L, DL, M, layout, total, heads, TILE: tl.constexpr, PRECISION: tl.constexpr
+):
+    """M = L^T dL: one tile."""
     _, _, _, tiles, start = _block(layout, total, heads, TILE)
     i, j = tl.program_id(1), tl.program_id(2)
-    if (i < tiles) & (j <= i if TRIANGULAR else j < tiles):
+    if (i < tiles) & (j < tiles):
         m = tl.zeros([TILE, TILE], L.dtype.element_ty)
-        for k in range(i if TRIANGULAR else 0, tiles):
+        for k in range(0, tiles):
             a = tl.load(matrix_tile(L + start, k, i, tiles, TILE))
             b = tl.load(matrix_tile(DL + start, k, j, tiles, TILE))
             m += tl.dot(tl.trans(a), b, input_precision=PRECISION)

@@ -22,11 +22,10 @@ def images(sizes, channels: int = IN) -> Batch:
 @given(
     st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=4),
     st.sampled_from(["all", "none", "diagonal", "row"]),
-    st.sampled_from(["state", "mask"]),
 )
-def test_it_is_the_layer_of_dags(sizes, share, form):
+def test_it_is_the_layer_of_dags(sizes, share):
     data = images(sizes)
-    conv = ChimeraGridConv(IN, OUT, 2, 3, share=share, form=form, window=None).double()
+    conv = ChimeraGridConv(IN, OUT, 2, 3, share=share, window=None).double()
     dags = ChimeraDAGConv(IN, OUT, 2, 3, num_dags=4, share=share).double()
     dags.load_state_dict(conv.state_dict())
     x = data.x.double()
@@ -51,16 +50,15 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("form", ["state", "mask"])
 @pytest.mark.parametrize("selectivity", ["mean", "target"])
 @pytest.mark.parametrize("roots", ["write", "silent"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_gradients_are_those_of_the_layer_of_dags(options, roots, selectivity, form):
+def test_gradients_are_those_of_the_layer_of_dags(options, roots, selectivity):
     options = dict(
         options, heads=4, groups=2, state_channels=5, roots=roots,
         selectivity=selectivity,
     )  # fmt: skip
-    conv = ChimeraGridConv(IN, OUT, window=None, form=form, **options).double()
+    conv = ChimeraGridConv(IN, OUT, window=None, **options).double()
     dags = ChimeraDAGConv(IN, OUT, **options, backend="torch").double()
     with torch.no_grad():
         for parameter in conv.parameters():

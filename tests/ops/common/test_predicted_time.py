@@ -142,7 +142,7 @@ def test_what_cannot_be_explained_or_is_no_limit():
         warn_above(None)
 
 
-@pytest.mark.parametrize("form", ["state", "mask", "chunk"])
+@pytest.mark.parametrize("form", ["state", "chunk"])
 def test_forms_of_scans_have_costs(form):
     node = torch.arange(3000)
     edges = torch.stack([node[:-1], node[1:]])

@@ -132,8 +132,7 @@ def chosen(key, **options):
 
 def test_auto_takes_it_first(without_numba):
     choice = chosen("dag_scan")
-    assert (choice.form, choice.backend) == ("mask", "triton")
-    assert chosen("dag_scan", form="state").backend == "triton"
+    assert (choice.form, choice.backend) == ("state", "triton")
     choice = chosen("resolvent_mix")
     assert choice[1:4] == ("dense", "mask", "triton")
     choice = chosen("resolvent_mix", solver="sparse")
@@ -155,18 +154,6 @@ def test_auto_says_why_it_does_not_take_it(without_numba, monkeypatch):
 
 
 def test_matrices_that_do_not_fit(without_numba, monkeypatch):
-    """States are carried where matrices would take too much memory."""
-    module = importlib.import_module(
-        "pyg_chimera.ops.recurrence.dag_scan.triton_backend"
-    )
-    monkeypatch.setattr(module, "_MAX_MASK_BYTES", 1)
-    choice = chosen("dag_scan")
-    assert (choice.form, choice.backend) == ("state", "triton")
-    monkeypatch.setattr(module, "_MOST_STATES", 2)
-    with pytest.raises(
-        ValueError, match=r"at most 2 states in a graph, .*form='state'"
-    ):
-        chosen("dag_scan", form="mask", backend="triton")
     module = importlib.import_module(
         "pyg_chimera.ops.recurrence.resolvent.triton_backend"
     )
@@ -210,8 +197,8 @@ def test_sparse_graphs(without_numba):
             choose(edge_weight=large, solver="sparse", backend=backend)
 
 
-def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
-    """No matrix of a whole path, and no walk along it; short ones stay in masks."""
+def test_long_paths_are_cut_into_chunks(without_numba):
+    """No walk along them; one takes less than chunks along very short ones."""
 
     def choose(name, key="paths", **options):
         case = make_case(OPERATORS[key], OPERATORS[key].structures[name])
@@ -221,8 +208,9 @@ def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
     for key in ("paths", "paths_of_edges"):
         choice = choose("several_blocks", key)
         assert (choice.form, choice.backend) == ("chunk", "triton")
-        assert {x.form for x in choice.alternatives} == {"mask", "state"}
-    assert choose("two_chunks").form == "mask"
+        assert {x.form for x in choice.alternatives} == {"state"}
+    assert choose("two_chunks").form == "chunk"
+    assert choose("unsorted_batch").form == "state"
     choice = choose("several_blocks", "undirected_paths")
     assert choice[1:4] == ("sparse", "chunk", "triton")
     assert choose("two_chunks", "undirected_paths").form != "chunk"
@@ -236,11 +224,6 @@ def test_long_paths_are_cut_into_chunks(without_numba, monkeypatch):
         assert choose("two_chunks", "undirected_paths", **options).form == form
     row = {"height": torch.tensor([1]), "width": torch.tensor([111])}
     assert choose("several_blocks", "grid_scan", **row).form == "chunk"
-    module = importlib.import_module(
-        "pyg_chimera.ops.recurrence.dag_scan.triton_backend"
-    )
-    monkeypatch.setattr(module, "_MAX_MASK_BYTES", 1)
-    assert choose("two_chunks").form == "chunk"
 
 
 def test_hubs(without_numba, monkeypatch):
@@ -299,7 +282,7 @@ def test_weights_that_need_pivots(without_numba):
 
 
 def test_forms_of_dags(without_numba):
-    """As measured: levels of shallow DAGs, walks along many grids, masks otherwise."""
+    """As measured: levels of shallow DAGs, chunks of paths, walks otherwise."""
 
     def choose(nodes, edge_index, **options):
         query, key, value = torch.randn(3, nodes, 2, 4)
@@ -311,12 +294,11 @@ def test_forms_of_dags(without_numba):
     node = torch.arange(5000)
     star = torch.stack([torch.zeros_like(node[1:]), node[1:]])
     assert choose(5000, star) == ("state", "torch")
-    assert choose(5000, star, backend="triton") == ("mask", "triton")
-    assert choose(5000, star, form="mask") == ("mask", "triton")
+    assert choose(5000, star, backend="triton") == ("state", "triton")
     paths = torch.stack([node[:-1], node[1:]])[:, (node[1:] % 100 > 0)]
     assert choose(5000, paths) == ("chunk", "triton")
     ladder = torch.cat([torch.stack([node[:98], node[k : 98 + k]]) for k in (1, 2)], 1)
-    assert choose(100, ladder) == ("mask", "triton")
+    assert choose(100, ladder) == ("state", "triton")
     sizes = {"height": torch.full((64,), 12), "width": torch.full((64,), 12)}
     query, key, value = torch.randn(3, 64 * 144, 2, 4)
     source, mark = torch.rand(2, 64 * 144, 4, 2, 2)

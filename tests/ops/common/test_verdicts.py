@@ -351,11 +351,7 @@ def test_all_kernels_have_something_to_be_tried_on(monkeypatch):
                     found |= {choice and choice[:3]}
     states = ("dag_scan", "stm_scan", "grid_scan", "grid_dag_scan")
     assert found - {None} == {
-        *(
-            (name, "scan", form)
-            for name in states
-            for form in verdicts._OPTIONS["form"]
-        ),
+        *((name, "scan", form) for name in states for form in ("state", "chunk")),
         *(("delta_scan", "scan", form) for form in ("state", "chunk")),
         *(("resolvent_mix", "sparse", form) for form in ("state", "chunk")),
         ("resolvent_mix", "dense", "mask"),

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.sequences import linear_recurrence, longest_of, places
-from pyg_chimera.ops.recurrence.levels import levels_of
+from pyg_chimera.ops.recurrence.levels import levels_of, solve_by_levels
 from pyg_chimera.ops.recurrence.states import StateGraph
 from pyg_chimera.ops.structure.cache import table
 
@@ -33,41 +34,17 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     return _level_states(call), ()
 
 
-def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """The gradients of value, and of edge weight and decay if they are given."""
-    (h,) = saved
-    compute = _path_gradients if call.structure.are_paths else _level_gradients
-    return tuple(x for x in compute(call, h, grad) if x is not None)
-
-
-# ---------------------------------------------------------------------- level by level
+backward = by_autograd(forward)
 
 
 def _level_states(call: Call) -> Tensor:
+    """From the weight of each edge, times that of the node that it leads to."""
     value, weight, decay = call.inputs[:3]
-    h = value.clone()
-    for edge, tail, head in levels_of(call.structure, value.device).down:
-        part = h[tail] if weight is None else weight[edge] * h[tail]
-        h.index_add_(0, head, part if decay is None else decay[head] * part)
-    return h
-
-
-def _level_gradients(call: Call, h: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """From the adjoints g, and the sums that arrive at nodes, before decay."""
-    value, weight, decay = call.inputs[:3]
-    g, arrived = grad.clone(), torch.zeros_like(value)
     levels = levels_of(call.structure, value.device)
-    for edge, tail, head in levels.up:
-        to = g[head] if decay is None else decay[head] * g[head]
-        g.index_add_(0, tail, to if weight is None else weight[edge] * to)
-        if decay is not None:
-            part = h[tail] if weight is None else weight[edge] * h[tail]
-            arrived.index_add_(0, head, part)
-    dw = None
-    if weight is not None:
-        to = g if decay is None else decay * g
-        dw = to[levels.head] * h[levels.tail]
-    return g, dw, None if decay is None else g * arrived
+    steps = value.new_ones(len(levels.head), 1) if weight is None else weight
+    if decay is not None:
+        steps = steps * decay[levels.head]
+    return solve_by_levels(levels, steps, value.clone())
 
 
 # ------------------------------------------------------------------------------- paths
@@ -79,8 +56,7 @@ class _Paths(NamedTuple):
     node: Tensor  #: [V], the node of each row
     row: Tensor  #: [E], the row that each entry leads to, ...
     edge: Tensor  #: [E], ... and its edge
-    place: Tensor  #: [V], how many rows of its path precede each row, ...
-    left: Tensor  #: [V], ... and how many follow it
+    place: Tensor  #: [V], how many rows of its path precede each row
     longest: int  #: the length of the longest path
 
 
@@ -89,9 +65,9 @@ def _paths(graph: StateGraph, device: torch.device) -> _Paths:
     ptr = torch.from_numpy(graph.component_ptr)
     entered = np.flatnonzero(np.diff(graph.parent_ptr))
     index = map(torch.from_numpy, (graph.state, entered, graph.edge))
-    tensors = (*index, *places(ptr, len(graph.state)))
-    node, row, edge, place, left = (x.to(device) for x in tensors)
-    return _Paths(node, row, edge, place, left, longest_of(ptr))
+    place, _ = places(ptr, len(graph.state))
+    node, row, edge, place = (x.to(device) for x in (*index, place))
+    return _Paths(node, row, edge, place, longest_of(ptr))
 
 
 def _path_operands(call: Call, paths: _Paths) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -103,22 +79,3 @@ def _path_operands(call: Call, paths: _Paths) -> tuple[Tensor, Tensor, Tensor, i
     if weight is not None:
         steps[paths.row] *= weight[paths.edge]
     return steps, value[paths.node], paths.place, paths.longest
-
-
-def _path_gradients(call: Call, h: Tensor, grad: Tensor) -> tuple[Tensor | None, ...]:
-    value, weight, decay = call.inputs[:3]
-    paths = table(_paths, call.structure, value.device)
-    steps, _, place, longest = _path_operands(call, paths)
-    # The adjoints: g[t] = steps[t + 1] g[t + 1] + grad[t].
-    after, dy = steps.roll(-1, 0).flip(0), grad[paths.node].flip(0)
-    g = linear_recurrence(after, dy, paths.left.flip(0), longest).flip(0)
-    before = h[paths.node].roll(1, 0).masked_fill_((place == 0).unsqueeze(1), 0.0)
-    d_steps = g * before
-    dw = dd = None
-    if weight is not None:
-        to = d_steps if decay is None else d_steps * decay[paths.node]
-        dw = torch.empty_like(weight).index_copy_(0, paths.edge, to[paths.row])
-        d_steps[paths.row] *= weight[paths.edge]
-    if decay is not None:
-        dd = torch.empty_like(value).index_copy_(0, paths.node, d_steps)
-    return torch.empty_like(value).index_copy_(0, paths.node, g), dw, dd

@@ -7,13 +7,9 @@ lead back, holds the states that are still needed. The backward pass recomputes 
 states, then runs the mirror image for the adjoints, in a ring buffer, and computes all
 gradients on the way. On grids, nodes are swept instead: see `grid_sweeps`.
 
-Mask form: y = (G * Q K^T) V, where :math:`G = M (I - A)^{-1} S` is a matrix between
-nodes, however many states lie between them: a grid has eight per node in its four
-orientations, which add up to one G. A task is a (block, heads that share keys). G is
-computed some columns (writers) at a time: a sweep over all states, to which nodes that
-write add their sources, and whose rows are added up at the nodes that read.
+Mask form: of grids with states on edges only, see `grid_masks`.
 
-Chunk form: both combined, for states along paths: see `ops.recurrence.chunk_form`.
+Chunk form: for states along paths, see `ops.recurrence.chunk_form`.
 """
 
 import math
@@ -27,7 +23,6 @@ from torch import Tensor
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.numba_runtime import (
     arrays,
-    heads_a_task,
     inlined,
     jit,
     run,
@@ -48,20 +43,7 @@ from pyg_chimera.ops.common.simd import (
     vector_lanes,
     zeros,
 )
-from pyg_chimera.ops.common.vector_kit import (
-    LANES,
-    carved,
-    clear,
-    copy,
-    even_share,
-    inner_product,
-    matmul,
-    multiply,
-    take,
-    take_columns,
-    take_transposed,
-    transpose,
-)
+from pyg_chimera.ops.common.vector_kit import clear, copy, even_share, inner_product
 from pyg_chimera.ops.recurrence.chunk_form import (
     Cut,
     Operands,
@@ -87,8 +69,6 @@ DEVICES = ("cpu",)
 _TILE_BYTES = 1 << 20
 #: The fewest numbers of a state that are processed at a time, even if they do not fit.
 _MIN_LANES = 128
-#: The most columns of G at a time.
-_WIDTH = 256
 
 # ------------------------------------------------------------------------ the backend
 
@@ -108,7 +88,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = _operands(call)
         found = output(*_scan_of(call, x), x)
     out = torch.from_numpy(found)
-    if call.inputs.direct is not None and not _is_on_masks(call):
+    if call.inputs.direct is not None and call.choice.form != "mask":
         add_own(out, *call.inputs[:3], call.inputs.direct)
     return out, ()
 
@@ -131,23 +111,14 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         dw = np.empty(by_entry.shape[::-1], by_entry.dtype)
         _to_edges(dw, by_entry, graph.edge)
         grads = graph.gradients(call.inputs, *map(torch.from_numpy, (*found, dw)))
-    if direct is None or _is_on_masks(call):
+    if direct is None or call.choice.form == "mask":  # which includes these gates
         return grads
     return *grads, add_own_gradients(grads[:3], *call.inputs[:3], direct, grad)
 
 
 def _is_on_grids(call: Call) -> bool:
     """Whether nodes of grids are swept instead of states of a graph."""
-    on_states = call.choice.form == "state" and isinstance(call.structure, GridStates)
-    return on_states or _is_on_masks(call)
-
-
-def _is_on_masks(call: Call) -> bool:
-    """Whether they are swept in the mask form, which includes the direct gates."""
-    states = call.structure
-    return (
-        call.choice.form == "mask" and isinstance(states, GridStates) and states.in_rows
-    )
+    return call.choice.form != "chunk" and isinstance(call.structure, GridStates)
 
 
 def _on_grids(call: Call) -> tuple[GridScan, GridStates, GridOperands, int]:
@@ -178,13 +149,10 @@ def _operands(call: Call) -> Operands:
 
 def _scan_of(call: Call, x: Operands) -> tuple[Scan, Cut]:
     """The scan in the chosen form, and how it is divided into tasks."""
-    graph, form = call.structure.graph, call.choice.form
-    blocks, groups, heads = len(graph.sizes), x.query.shape[1], x.value.shape[1]
-    if form == "chunk":
+    graph = call.structure.graph
+    if call.choice.form == "chunk":
         return scan_of(graph.paths, x)
-    if form == "mask":
-        return partial(_mask_scan, graph), Cut(1, heads_a_task(blocks, groups, heads))
-    return partial(_state_scan, graph), Cut(pieces(blocks, x.value), 1)
+    return partial(_state_scan, graph), Cut(pieces(len(graph.sizes), x.value), 1)
 
 
 @jit
@@ -531,210 +499,3 @@ def _sweep_back(plan, x, grad, d, tile, memory):
             for e in range(parents.ptr[i], parents.ptr[i + 1]):
                 other = of_segment + (parents.other[e] - begin) * size
                 d.weight[h, e] += inner_product(adjoint, other, size)
-
-
-# ------------------------------------------------------------------------- mask form
-
-
-def _mask_scan(
-    graph: StateGraph, x: Operands, y: np.ndarray, d: Operands | None, share: int
-) -> None:
-    """From gating matrices between nodes. With L = (I - A)^-1 S and Z = (I - A)^-T M^T
-    dG: dM is the row-wise <dG, L>, dS is the entry of Z for a state and its writer, and
-    dA_ij = <Z_i, L_j>.
-    """
-    nodes, (_, heads, channels) = np.diff(graph.nodes.ptr), x.value.shape
-    n, num_keys = int(nodes.max(initial=0)) + LANES, x.query.shape[2]
-    states = int((graph.sizes + graph.block_bandwidth).max(initial=0)) + 3
-    width = num_keys + channels
-    scratch = _WIDTH * (states + 5 * n + 2 * width) + 2 * n * width  # for the backward
-    products = 0.2 * nodes * (num_keys + share * channels)
-    costs = np.repeat(nodes * (2.0 * share * graph.sizes + products), heads // share)
-    args = ((_Plan.of(graph), graph.nodes), x, y)
-    if d is None:
-        run(_mask_forward_tasks, costs, scratch, y.dtype, *args, share)
-    else:
-        run(_mask_backward_tasks, 3 * costs, scratch, y.dtype, *args, d, share)
-
-
-@inlined
-def _positions(plan, block):
-    """The bounds of a block's positions, and its bandwidth."""
-    first, last = plan.block[block], plan.block[block + 1]
-    most = 0
-    for c in range(first, last):
-        most = max(most, plan.bandwidth[c])
-    return plan.ptr[first], plan.ptr[last], most
-
-
-@jit
-def _width(n):
-    """Columns at a time: even shares, rounded up to whole vectors."""
-    return (even_share(n, _WIDTH) + LANES - 1) // LANES * LANES
-
-
-@inlined
-def _flow(ring, slot, i, edges, weights):
-    """Sets a state's row to what flows into it from its neighbours, and returns it."""
-    x0, w0, x1, w1 = _before(ring, slot, i, edges, weights)
-    row = ring.states + slot * ring.size
-    for at in range(0, ring.size, lanes(row)):
-        store(row + at, fma(w0, load(x0 + at), w1 * load(x1 + at)))
-    return row
-
-
-@jit
-def _feed(ring, slot, i, edges, weights, column, source):
-    """Sets and returns a state's row of L: what flows into it, and its own source.
-
-    Or of the transposed matrix, with readers for writers and marks for sources.
-    """
-    row = _flow(ring, slot, i, edges, weights)
-    if column >= 0 and column < ring.size:
-        row[column] += source
-    return row
-
-
-@jit
-def _mask_forward_tasks(first, last, stop, scratch, graph, x, out, share):
-    """Uses the transposed sweep: y^T = V^T (G * Q K^T)^T needs no transposed copy."""
-    _, heads, channels = x.value.shape
-    _, groups, num_keys = x.query.shape
-    plan, (node_ptr, node, writer, reader) = graph
-    order = plan.state
-    source, mark, children = x.source, x.mark, _pointers(plan.children)
-    one = source.dtype.type(1)
-    for task in range(first, last):
-        if stopped(stop):
-            return
-        block, head = task // (heads // share), task % (heads // share) * share
-        g = head * groups // heads
-        begin, end, bandwidth = _positions(plan, block)
-        nodes = node[node_ptr[block] : node_ptr[block + 1]]
-        n, length, width = nodes.shape[0], bandwidth + 1, _width(nodes.shape[0])
-        m = (n + LANES - 1) // LANES * LANES
-        k, at = carved(scratch, 0, n, num_keys)
-        vt, at = carved(scratch, at, channels, m)
-        qt, at = carved(scratch, at, num_keys, width)
-        yt, at = carved(scratch, at, channels, width)
-        G, at = carved(scratch, at, n, width)
-        scores, at = carved(scratch, at, n, width)
-        ring = _Ring(pointer(scratch) + at, length, width, one)
-        take(k, x.key, nodes, g)
-        for c0 in range(0, n, width):
-            count = min(width, n - c0)
-            take_columns(qt, x.query, nodes, g, c0, count)
-            matmul(scores, k, qt)
-            for h in range(head, head + share):
-                weights = pointer(x.weight) + h * x.weight.shape[1]
-                G[:] = 0
-                clear(ring.states + length * width, width)
-                slot = length
-                for i in range(end - 1, begin - 1, -1):
-                    slot, state = _slot(slot, -1, ring), order[i]
-                    M, column = mark[state, h], reader[i] - c0
-                    row = _feed(ring, slot, i, children, weights, column, M)
-                    target = pointer(G) + writer[i] * width
-                    _accumulate(target, splat(source[state, h]), row, width)
-                multiply(G, G, scores)
-                take_transposed(vt, x.value, nodes, h)
-                matmul(yt, vt, G)
-                for i in range(count):
-                    for c in range(channels):
-                        out[nodes[c0 + i], h, c] = yt[c, i]
-
-
-@jit
-def _mask_gradients(d_scores, G, dG, scores, size):
-    """Given the gradient dG of G * scores, adds to that of the scores; in place, dG
-    becomes the gradient of G, and G becomes G * scores.
-    """
-    for at in range(0, size, lanes(G)):
-        g, d, score = load(G + at), load(dG + at), load(scores + at)
-        store(d_scores + at, fma(d, g, load(d_scores + at)))
-        store(dG + at, d * score)
-        store(G + at, g * score)
-
-
-@jit
-def _mask_backward_tasks(first, last, stop, scratch, graph, x, grad, d, share):
-    _, heads, channels = x.value.shape
-    _, groups, num_keys = x.query.shape
-    plan, (node_ptr, node, writer, reader) = graph
-    order = plan.state
-    source, mark, one = x.source, x.mark, x.source.dtype.type(1)
-    parents, children = _pointers(plan.parents), _pointers(plan.children)
-    grad_source, grad_mark, grad_weight = d.source, d.mark, d.weight
-    for task in range(first, last):
-        if stopped(stop):
-            return
-        block, part = task // (heads // share), task % (heads // share)
-        g = part * share * groups // heads
-        s, end, bandwidth = _positions(plan, block)
-        nodes = node[node_ptr[block] : node_ptr[block + 1]]
-        n, length, width = nodes.shape[0], bandwidth + 1, _width(nodes.shape[0])
-        num_states = end - s
-        m = (n + LANES - 1) // LANES * LANES
-        q, at = carved(scratch, 0, n, num_keys)
-        dqt, at = carved(scratch, at, num_keys, m)
-        dy, at = carved(scratch, at, n, channels)
-        kt, at = carved(scratch, at, num_keys, width)
-        dkt, at = carved(scratch, at, num_keys, width)
-        vt, at = carved(scratch, at, channels, width)
-        dvt, at = carved(scratch, at, channels, width)
-        turned, at = carved(scratch, at, width, m)
-        G, at = carved(scratch, at, n, width)
-        scores, at = carved(scratch, at, n, width)
-        dG, at = carved(scratch, at, n, width)
-        d_scores, at = carved(scratch, at, m, width)
-        states = _Ring(pointer(scratch) + at, num_states, width, one)
-        adjoints = _Ring(states.states + (num_states + 1) * width, length, width, one)
-        take(q, x.query, nodes, g)
-        for c0 in range(0, n, width):
-            count = min(width, n - c0)
-            take_columns(kt, x.key, nodes, g, c0, count)
-            matmul(scores, q, kt)
-            d_scores[:] = 0
-            for h in range(part * share, part * share + share):
-                weights = pointer(x.weight) + h * x.weight.shape[1]
-                G[:] = 0
-                clear(states.states + num_states * width, width)
-                for i in range(s, s + num_states):
-                    S, column = source[order[i], h], writer[i] - c0
-                    row = _feed(states, i - s, i, parents, weights, column, S)
-                    target = pointer(G) + reader[i] * width
-                    _accumulate(target, splat(mark[order[i], h]), row, width)
-                take(dy, grad, nodes, h)
-                take_columns(vt, x.value, nodes, h, c0, count)
-                matmul(dG, dy, vt)  # so far the gradient of G * scores
-                parts = pointer(d_scores), pointer(G), pointer(dG), pointer(scores)
-                _mask_gradients(*parts, n * width)
-                matmul(dvt, dy.T, G)
-                for i in range(count):
-                    for c in range(channels):
-                        d.value[nodes[c0 + i], h, c] = dvt[c, i]
-
-                clear(adjoints.states + length * width, width)
-                slot = length
-                for i in range(s + num_states - 1, s - 1, -1):
-                    slot, state = _slot(slot, -1, adjoints), order[i]
-                    row = _flow(adjoints, slot, i, children, weights)
-                    read = pointer(dG) + reader[i] * width
-                    _accumulate(row, splat(mark[state, h]), read, width)
-                    own = states.states + (i - s) * width
-                    grad_mark[state, h] += inner_product(read, own, width)
-                    column = writer[i] - c0
-                    if column >= 0 and column < width:
-                        grad_source[state, h] += row[column]
-                    for e in range(parents.ptr[i], parents.ptr[i + 1]):
-                        own = states.states + (parents.other[e] - s) * width
-                        grad_weight[h, e] += inner_product(row, own, width)
-            matmul(dkt, q.T, d_scores[:n])
-            transpose(pointer(turned), m, pointer(d_scores), width, n, width)
-            matmul(dqt, kt, turned)
-            for i in range(n):
-                for c in range(num_keys):
-                    d.query[nodes[i], part, c] += dqt[c, i]
-            for i in range(count):
-                for c in range(num_keys):
-                    d.key[nodes[c0 + i], part, c] = dkt[c, i]

@@ -39,7 +39,7 @@ from pyg_chimera.ops.structure.grid import flat_sizes
 
 States = StateGraph | GridStates
 
-_FORMS = ("auto", "state", "mask", "chunk")
+_FORMS = ("auto", "state", "chunk")
 
 
 class Inputs(NamedTuple):
@@ -111,34 +111,37 @@ class _StateScan(Operator[Inputs, States]):
         if backends == ["reference"]:
             yield Choice(self.name, "dense", "mask", "reference", reason)
             return
-        forms = [inputs.form]
-        if inputs.form == "auto":
-            forms = ["mask", "state"]
-        if {"triton", "torch"} <= set(backends) and triton_backend.prefers_levels(call):
-            walk = Choice(self.name, "scan", "state", "triton", reason)
-            why = f"{reason}; shallow: level by level is faster"
-            yield walk._replace(backend="torch", reason=why, alternatives=(walk,))
-        for backend in backends[:1] if inputs.form == "chunk" else backends:
-            paths = backend != "torch" and bool(call.structure.are_paths)
-            found = [
-                self._priced(call, Choice(self.name, "scan", form, backend, reason))
-                for form in forms + ["chunk"] * (paths and len(forms) > 1)
-            ]
-            found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
-            if backend == "triton":
-                seconds = triton_backend.predicted_seconds(call)
-                found.sort(key=lambda x: seconds[x.form])
-            if backend != "numba":  # costs have been measured for numba only
-                found = [choice._replace(cost=None) for choice in found]
-            best, *others = found
+        for backend in backends:
+            choice = Choice(self.name, "scan", inputs.form, backend, reason)
+            best, *others = self._by_form(call, choice)
+            walks = (backend, best.form) == ("triton", "state")
+            if walks and "torch" in backends and triton_backend.prefers_levels(call):
+                why = f"{reason}; shallow: level by level is faster"
+                yield best._replace(backend="torch", reason=why, alternatives=(best,))
             if others:
                 best = best._replace(reason=f"{reason}; {WHY_FORM[best.form]}")
             yield best._replace(alternatives=tuple(others))
 
-    @staticmethod
-    def _priced(call: Call[Inputs, States], choice: Choice) -> Choice:
-        query, value = call.inputs.query, call.inputs.value
-        return choice._replace(cost=cost_of(choice.form, call.structure, query, value))
+    def _by_form(self, call: Call[Inputs, States], choice: Choice) -> list[Choice]:
+        """The choice in each form that it may have, the fastest first."""
+        inputs, structure, forms = call.inputs, call.structure, [choice.form]
+        if choice.form == "auto":
+            forms = ["state"]
+            if choice.backend != "torch" and structure.are_paths:
+                forms += ["chunk"]
+            if choice.backend == "numba" and self.name == "grid_scan":
+                forms += ["mask"]
+        found = [choice._replace(form=form) for form in forms]
+        if choice.backend == "numba":  # costs have been measured for numba only
+            costs = [
+                cost_of(form, structure, inputs.query, inputs.value) for form in forms
+            ]
+            priced = zip(found, costs, strict=True)
+            found = [x._replace(cost=cost) for x, cost in priced]
+            found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
+        elif choice.backend == "triton" and triton_backend.prefers_chunks(call):
+            found.reverse()
+        return found
 
 
 _dag_scan, _stm_scan, _grid_scan, _grid_dag_scan = map(
@@ -179,9 +182,8 @@ def dag_scan(
             :math:`[2, |\mathcal{E}|]`. Duplicates count.
         edge_weight (torch.Tensor): :math:`[|\mathcal{E}|, H]`.
         batch (torch.Tensor, optional): The graph of each node. (default: :obj:`None`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (matrix
-            products in chunks of paths, with numba and triton) or :obj:`"auto"`.
-            (default: :obj:`"auto"`)
+        form (str, optional): :obj:`"state"`, :obj:`"chunk"` (matrix products in chunks
+            of paths, with numba and triton) or :obj:`"auto"`. (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`.
         rank (torch.Tensor, optional): A topological rank, integer
@@ -283,9 +285,8 @@ def stm_scan(
         batch (torch.Tensor, optional): The graph of each node, integer
             :math:`[|\mathcal{V}|]`, in any order. Used for speed only; without it,
             connected components are computed and used instead. (default: :obj:`None`)
-        form (str, optional): :obj:`"state"`, :obj:`"mask"`, :obj:`"chunk"` (where edges
-            form paths) or :obj:`"auto"`, as in :func:`dag_scan`. (default:
-            :obj:`"auto"`)
+        form (str, optional): :obj:`"state"`, :obj:`"chunk"` (where edges form paths) or
+            :obj:`"auto"`, as in :func:`dag_scan`. (default: :obj:`"auto"`)
         backend (str, optional): :obj:`"numba"` (CPU), :obj:`"triton"` (GPU),
             :obj:`"torch"` (any device), :obj:`"reference"` (dense, slow, for tests).
             (default: :obj:`"auto"`)
@@ -399,7 +400,8 @@ def grid_scan(
         height (int or torch.Tensor): The number of rows of each grid, integer
             :math:`[\textrm{grids}]`, or one number for all.
         width (int or torch.Tensor): The number of columns of each grid.
-        form (str, optional): As in :func:`stm_scan`. (default: :obj:`"auto"`)
+        form (str, optional): As in :func:`stm_scan`, or :obj:`"mask"` (matrix products
+            for each grid, with numba). (default: :obj:`"auto"`)
         backend (str, optional): As in :func:`stm_scan`. (default: :obj:`"auto"`)
 
     Returns:
@@ -416,7 +418,7 @@ def grid_scan(
     )
     check_nodes(query, key, value)
     check_shape("direct", direct, "[nodes, heads]", list(value.shape[:2]))
-    check_option("form", form, _FORMS)
+    check_option("form", form, (*_FORMS, "mask"))
     if source.dim() != 4 or source.size(1) not in (1, 2, 4):
         raise ValueError(
             "'source' must be [nodes, orientations, 2, heads] with 1, 2 or 4 "

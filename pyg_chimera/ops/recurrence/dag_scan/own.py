@@ -15,36 +15,8 @@ from pyg_chimera.ops.common.vector_kit import add_multiple, inner_product_of_row
 
 def own(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
     """[V, heads, P], for query and key [V, groups, N] and direct [V, heads]."""
-    return (_scores(query, key, value) * direct).unsqueeze(-1) * value
-
-
-def plus_own_gradients(
-    grads: Sequence[Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    direct: Tensor,
-    grad: Tensor,
-) -> tuple[Tensor, ...]:
-    """The given gradients, of which the first three (query, key, value) include those
-    of `own`, followed by the gradient of direct.
-    """
-    scores, read = _scores(query, key, value), (grad * value).sum(-1)
-    groups = query.size(1)
-    d_scores = (direct * read).unflatten(1, (groups, -1)).sum(2).unsqueeze(-1)
-    d_value = (scores * direct).unsqueeze(-1) * grad
-    of_nodes = (d_scores * key, d_scores * query, d_value)
-    # Contiguous whatever the inputs are, as later products depend on the layout.
-    both = (
-        torch.add(x, y, out=x.new_empty(x.shape))
-        for x, y in zip(grads, of_nodes, strict=False)
-    )
-    return *both, *grads[3:], scores * read
-
-
-def _scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    scores = (query * key).sum(-1)
-    return scores.repeat_interleave(value.size(1) // scores.size(1), 1)
+    scores = (query * key).sum(-1).repeat_interleave(value.size(1) // query.size(1), 1)
+    return (scores * direct).unsqueeze(-1) * value
 
 
 # ------------------------------------------------------------------------ on the CPU

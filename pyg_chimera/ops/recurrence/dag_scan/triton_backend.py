@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.recurrence.dag_scan import torch_backend
-from pyg_chimera.ops.recurrence.dag_scan.own import own, plus_own_gradients
+from pyg_chimera.ops.recurrence.dag_scan.own import own
 from pyg_chimera.ops.recurrence.levels import depth_of
 from pyg_chimera.ops.recurrence.states import NOT_PATHS, StateGraph
 from pyg_chimera.ops.structure.cache import table
@@ -24,28 +25,21 @@ from pyg_chimera.ops.structure.cache import table
 if TYPE_CHECKING:
     from pyg_chimera.ops.recurrence.triton_chains import Chains
     from pyg_chimera.ops.recurrence.triton_chunk_form import Chunks
-    from pyg_chimera.ops.recurrence.triton_mask_form import Masks
 
 __all__ = [
     "DEVICES",
     "DEVICES_IF_ASKED",
     "backward",
     "forward",
-    "predicted_seconds",
+    "prefers_chunks",
     "prefers_levels",
     "why_not",
 ]
 
-#: States per block, as offsets within a matrix have 32 bits.
-_MOST_STATES = 46_000
-#: Bytes of matrices that the mask form may take if the form is not prescribed.
-_MAX_MASK_BYTES = 1 << 30
-#: Seconds on an H200, forward and backward, of which costs are made: of a product of
-#: tiles that waits for another, and of one of many that run at once; of a position of a
+#: Seconds on an H200, forward and backward, of which costs are made: of a position of a
 #: walk; of a level in plain PyTorch, and of an entry of its states; of short paths in
 #: chunks.
-_PRODUCT, _OF_MANY, _POSITION = 6e-7, 2.4e-9, 5e-6
-_LEVEL, _ENTRY, _CHUNKS = 8e-5, 5e-11, 1e-4
+_POSITION, _LEVEL, _ENTRY, _CHUNKS = 5e-6, 8e-5, 5e-11, 1e-4
 #: Programs that run at a time: four on each of its multiprocessors.
 _AT_ONCE = 132 * 4
 
@@ -53,81 +47,52 @@ _AT_ONCE = 132 * 4
 
 
 def why_not(call: Call) -> str | None:
-    """It needs Triton, a GPU, addressable matrices, and paths for chunks."""
-    form = call.choice.form
-    if form == "chunk" and not call.structure.are_paths:
+    """It needs Triton and a GPU, paths for chunks, and has no mask form."""
+    form, structure = call.choice.form, call.structure
+    if form == "mask":
+        return "form='mask' has no triton backend; use form='state' or 'auto'"
+    if form == "chunk" and not structure.are_paths:
         return NOT_PATHS
     reason = triton_runtime.why_not(call.inputs.value)
-    extents = call.structure.extents
-    largest = int(extents.states.max(initial=0))
-    if reason is None and max(x.sum() for x in extents) >= 1 << 31:
+    most = max(structure.sizes.sum(), structure.entries.sum())
+    if reason is None and most >= 1 << 31:
         reason = "backend='triton' counts states and edges in 32 bits; use 'torch'"
-    if reason is None and form == "mask" and largest > _MOST_STATES:
-        reason = (
-            f"form='mask' with backend='triton' takes at most {_MOST_STATES} states in "
-            f"a graph, and the largest has {largest}; use form='state'"
-        )
     return reason
 
 
-def predicted_seconds(call: Call) -> dict[str, float]:
-    """Of each form, forward and backward; computed once."""
-    return call.once("seconds", lambda: _predicted_seconds(call))
-
-
-def _predicted_seconds(call: Call) -> dict[str, float]:
-    """Of each form.
-
-    What counts is the longest sequence of steps, and how many programs run at once.
-    The mask form takes three matrices for each head and block, which have to fit.
-    """
-    value, heads = call.inputs.value, call.inputs.value.size(1)
-    tiles = np.ceil(call.structure.extents.states / 32)
-    lengths = np.diff(call.structure.graph.component_ptr)
-    longest = int(lengths.max(initial=0))
-    slices = -(-call.inputs.query.size(2) // 64) * -(-value.size(2) // 32)
-    steps = max(longest, slices * heads * float(lengths.sum()) / _AT_ONCE)
-    mask = max(
-        _PRODUCT * float(tiles.max(initial=0)) ** 2,
-        _OF_MANY * heads * float((tiles**3).sum()),
-    )
-    numel = 3 * heads * 32**2 * float((tiles**2).sum())
-    chunk = 0.0 if longest > triton_runtime.SHORT_PATH else _CHUNKS
-    return {
-        "mask": mask if value.element_size() * numel <= _MAX_MASK_BYTES else np.inf,
-        "state": steps * _POSITION,
-        "chunk": chunk if call.structure.are_paths else np.inf,
-    }
+def prefers_chunks(call: Call) -> bool:
+    """Whether there are paths, and chunks of them are faster than a walk."""
+    return call.structure.are_paths and _walk_seconds(call) > _CHUNKS
 
 
 def prefers_levels(call: Call) -> bool:
-    """Whether the state form is faster than all others in plain PyTorch, which computes
-    level by level.
+    """Whether the state form is faster in plain PyTorch, which computes level by level,
+    than by a walk.
     """
-    found, form = predicted_seconds(call), call.inputs.form
-    least = min(found.values()) if form == "auto" else found[form]
-    if form not in ("auto", "state") or least < 5 * _LEVEL:
+    walk = _walk_seconds(call)
+    if walk < 5 * _LEVEL:
         return False
-    graph, value, keys = (
-        call.structure.graph,
-        call.inputs.value,
-        call.inputs.query.size(2),
-    )
-    slices = -(-keys // torch_backend.lanes_at_once(call, 4))
+    graph, value = call.structure.graph, call.inputs.value
+    keys = call.inputs.query.size(2)
+    slices = -(-keys // torch_backend.lanes_at_once(call))
     entries = len(graph.state) * value.size(1) * value.size(2) * keys
-    return depth_of(graph) * slices * _LEVEL + entries * _ENTRY < least
+    return depth_of(graph) * slices * _LEVEL + entries * _ENTRY < walk
+
+
+def _walk_seconds(call: Call) -> float:
+    """Forward and backward: the longest walk, and how many run at once, count."""
+    graph, value = call.structure.graph, call.inputs.value
+    longest = int(np.diff(graph.component_ptr).max(initial=0))
+    slices = -(-call.inputs.query.size(2) // 64) * -(-value.size(2) // 32)
+    all_walks = slices * value.size(1) * len(graph.state)
+    return _POSITION * max(longest, all_walks / _AT_ONCE)
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The output [V, heads, P]; saves the resolvents or the states after each chunk."""
+    """The output [V, heads, P]; saves the states after each chunk, if any."""
     rows = _Rows(call)
     saved: tuple[Tensor, ...] = ()
-    if call.choice.form == "mask":
-        from pyg_chimera.ops.recurrence.triton_mask_form import mix, resolvents
-
-        L = resolvents(rows.masks, rows.transition)
-        out, saved = mix(rows.masks, L, *rows.operands), (L,)
-    elif call.choice.form == "chunk":
+    if call.choice.form == "chunk":
         from pyg_chimera.ops.recurrence import triton_chunk_form
 
         operands = (*rows.operands, rows.transition)
@@ -138,8 +103,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
         out = scan(rows.chains, *rows.operands, rows.transition)
     out = rows.to_nodes(out)
-    query, key, value, *_, direct = call.inputs[:7]
-    return out if direct is None else out + own(query, key, value, direct), saved
+    return out if call.inputs.direct is None else out + _own(call)[0], saved
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
@@ -148,11 +112,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     """
     rows = _Rows(call)
     dy = rows.of_nodes(grad)
-    if call.choice.form == "mask":
-        from pyg_chimera.ops.recurrence.triton_mask_form import mix_gradients
-
-        found = mix_gradients(rows.masks, saved[0], *rows.operands, dy)
-    elif call.choice.form == "chunk":
+    if call.choice.form == "chunk":
         from pyg_chimera.ops.recurrence import triton_chunk_form
 
         operands = (*rows.operands, rows.transition)
@@ -162,20 +122,20 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
         found = scan_gradients(rows.chains, *rows.operands, rows.transition, dy)
     grads = call.structure.graph.gradients(call.inputs, *rows.gradients(*found))
-    query, key, value, *_, direct = call.inputs[:7]
-    if direct is None:
+    if call.inputs.direct is None:
         return grads
-    return plus_own_gradients(grads, query, key, value, direct, grad)
+    pairs = zip((*grads, 0), _own_gradients(call, (), grad), strict=True)
+    return tuple(x + y for x, y in pairs)
 
+
+def _own(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+    query, key, value, *_, direct = call.inputs[:7]
+    return own(query, key, value, direct), ()
+
+
+_own_gradients = by_autograd(_own)
 
 # ---------------------------------------------------------------------------- its rows
-
-
-def _masks(graph: StateGraph, device: torch.device) -> "Masks":
-    from pyg_chimera.ops.recurrence.triton_mask_form import Masks
-
-    edges = (graph.row, graph.parent, graph.edge)
-    return Masks.of(graph.ptr, graph.state, *edges, True, device)
 
 
 def _chunks(graph: StateGraph, device: torch.device) -> "Chunks":
@@ -214,10 +174,6 @@ class _Rows:
 
     def _table(self, make: Callable[[StateGraph, torch.device], Any]) -> Any:
         return table(make, self.graph, self.inputs.value.device)
-
-    @property
-    def masks(self) -> "Masks":
-        return self._table(_masks)
 
     @property
     def chunks(self) -> "Chunks":

@@ -160,7 +160,7 @@ def _masks_of(blocks: Blocks, device: torch.device) -> "Masks":
     # In node order, which is the same for all kinds of blocks.
     place = np.repeat(blocks.ptr[:-1], blocks.sizes) + blocks.local
     edges = (place[blocks.edge_row], place[blocks.edge_col], blocks.edge)
-    return Masks.of(blocks.ptr, blocks.order, *edges, False, device)
+    return Masks.of(blocks.ptr, blocks.order, *edges, device)
 
 
 def _fronts(call: Call) -> Fronts:

@@ -42,8 +42,7 @@ def test_where_orientations_lead(orientation):
     assert torch.equal(out, expected.flip(flips) if flips else expected)
 
 
-@pytest.mark.parametrize("form", ["state", "mask"])
-def test_some_of_the_orientations(form):
+def test_some_of_the_orientations():
     """In any order; what is read of all of them is their sum."""
     inputs = on([(2, 3), (4, 1)])
     sides = {"height": torch.tensor([2, 4]), "width": torch.tensor([3, 1])}
@@ -51,9 +50,7 @@ def test_some_of_the_orientations(form):
 
     def part(*orientations):
         chosen = {k: inputs[k][:, orientations] for k in ("source", "transition")}
-        return grid_dag_scan(
-            **{**inputs, **chosen}, **sides, orientations=orientations, form=form
-        )
+        return grid_dag_scan(**{**inputs, **chosen}, **sides, orientations=orientations)
 
     assert_near(part(3, 0) + part(2) + part(1), expected, 1e-12)
     assert_near(part(2, 0, 1, 3), expected, 1e-12)
@@ -64,7 +61,7 @@ def test_a_row_is_a_path():
     q, k, v, source, transition = inputs.values()
     path = torch.stack([torch.arange(5), torch.arange(1, 6)])
     expected = dag_scan(q, k, source[:, 0, :, None] * v, path, transition[1:, 0, 0])
-    for form in ("state", "mask", "chunk"):
+    for form in ("state", "chunk"):
         assert_near(grid_dag_scan(**inputs, height=1, width=6, form=form), expected)
 
 
@@ -73,7 +70,7 @@ def test_long_rows_go_by_chunks():
     inputs = on([(1, 500)], (1, 1, 64, 16, 2))
     choice = explain("grid_dag_scan", **inputs, height=1, width=500)
     assert choice.form == "chunk"
-    assert {"state", "mask"} == {x.form for x in choice.alternatives}
+    assert {"state"} == {x.form for x in choice.alternatives}
     inputs = on([(20, 25)], (1, 1, 16, 16, 2))
     assert explain("grid_dag_scan", **inputs, height=20, width=25).form == "state"
     with pytest.raises(ValueError, match="form='chunk' is for paths"):
@@ -94,10 +91,9 @@ def test_large_grids_hold_the_states_of_some_rows_only(dtype):
         assert_near(found[name].double(), x, 1e-12 if dtype == torch.float64 else 3e-6)
 
 
-@pytest.mark.parametrize("form", ["state", "mask"])
-def test_transitions_at_borders_are_nobodys(form):
+def test_transitions_at_borders_are_nobodys():
     """They may be anything, and have no gradient."""
-    inputs, options = on([(2, 3)]), {"height": 2, "width": 3, "form": form}
+    inputs, options = on([(2, 3)]), {"height": 2, "width": 3}
     expected = with_gradients(inputs, **options)
     used = with_gradients(inputs, **options, backend="torch")["transition"] != 0
     assert 0 < used.sum() < used.numel()
@@ -122,7 +118,7 @@ def test_transitions_at_borders_are_nobodys(form):
         ({"transition": torch.full((6, 4, 2, 2), torch.nan)},
          "but node 0 has nan in head 0"),
         ({"height": 4}, "of 6 nodes in all, got 12 in 1 grid"),
-        ({"form": "rows"}, "'form' must be one of"),
+        ({"form": "mask"}, r"'form' must be one of .*'state'.*got 'mask'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_together(changes, match):

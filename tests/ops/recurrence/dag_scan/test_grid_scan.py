@@ -135,10 +135,17 @@ def test_masks_of_large_grids_are_computed_some_columns_at_a_time():
     inputs = on(sizes, (4, 2, 3, 5, 4))
     height, width = torch.tensor(sizes).unbind(1)
     options = {"height": height, "width": width, "form": "mask"}
-    expected = with_gradients(inputs, **options, backend="torch")
+    expected = with_gradients(inputs, height=height, width=width, backend="torch")
     found = with_gradients(inputs, **options, backend="numba")
     for name, x in expected.items():
         assert_near(found[name], x, 1e-12)
+
+
+def test_masks_are_for_small_grids_on_the_cpu():
+    inputs = on([(8, 8)], (4, 1, 16, 16, 4))
+    assert explain("grid_scan", **inputs, height=8, width=8).form == "mask"
+    with pytest.raises(ValueError, match="form='mask' has no torch backend; use form="):
+        grid_scan(**inputs, height=8, width=8, form="mask", backend="torch")
 
 
 @pytest.mark.parametrize("form", ["state", "mask"])
