@@ -255,13 +255,13 @@ class Training:
 
 def shares(training: Training, seconds: float) -> tuple[dict[str, float], float]:
     """The part of each kind of operation in the time of steps, and such a step."""
-    cook = ranged("structure", Recipe.cook)
+    build = ranged("structure", Recipe.build)
     for module in training.model.modules():
         for part, kind in (("Norm", "norms"), ("Dropout", "dropout")):
             if part in type(module).__name__:
                 module.forward = ranged(kind, module.forward)
     trace, steps = profile(activities=[ProfilerActivity.CPU]), [0.0]
-    with patch.object(Recipe, "cook", cook), trace:
+    with patch.object(Recipe, "build", build), trace:
         start = time.perf_counter()
         while len(steps) < 2 or sum(steps[1:]) < seconds:
             steps.append(training.step())

@@ -91,19 +91,19 @@ def graphs_of(workload: Workload, acyclic: bool) -> list[Data]:
 def time_of_structure() -> Iterator[list[float]]:
     """The seconds it takes to make structures, one entry for each time."""
     times: list[float] = []
-    cook, depth = Recipe.cook, 0
+    build, depth = Recipe.build, 0
 
     def timed(recipe: Recipe) -> Any:
         nonlocal depth
         start, depth = time.process_time(), depth + 1
         try:
-            return cook(recipe)
+            return build(recipe)
         finally:
             depth -= 1
             if depth == 0:  # structures within structures count once
                 times.append(time.process_time() - start)
 
-    with new_graphs(), patch.object(Recipe, "cook", timed):
+    with new_graphs(), patch.object(Recipe, "build", timed):
         yield times
 
 

@@ -95,7 +95,7 @@ def test_no_operator_imports_another(path):
 
 
 def test_operators_are_found():
-    module = "pyg_chimera.ops.recurrence.dag_scan.own"
+    module = "pyg_chimera.ops.recurrence.dag_scan.direct_term"
     assert operator_of(module) == "recurrence.dag_scan"
     assert operator_of("pyg_chimera.ops.grid_conv") == "grid_conv"
     assert operator_of("pyg_chimera.ops.recurrence.states") is None

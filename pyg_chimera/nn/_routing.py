@@ -14,7 +14,7 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.ops.common.memory import check_memory
 
-__all__ = ["PassesOn", "Route", "reset_layer", "unwrapped"]
+__all__ = ["Route", "Wrapper", "reset_layer", "unwrapped"]
 
 #: Where modules that wrap others, to compile, checkpoint or shard them, keep these.
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -40,7 +40,7 @@ def reset_layer(module: torch.nn.Module) -> None:
         own_reset()
 
 
-class PassesOn:
+class Wrapper:
     """A layer passing keyword arguments on to others, named by :meth:`accepts`."""
 
     def accepts(self, name: str) -> bool:
@@ -99,7 +99,7 @@ class Route(NamedTuple):
         accepts it, if given and passing arguments on.
         """
         base = None if module is None else unwrapped(module)
-        return base.accepts(name) if isinstance(base, PassesOn) else name in self.names
+        return base.accepts(name) if isinstance(base, Wrapper) else name in self.names
 
     def select(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """The part of :obj:`given` with parameters of ``forward``."""

@@ -17,7 +17,7 @@ from pyg_chimera.nn._inputs import (
     with_values,
 )
 from pyg_chimera.nn._norm import Norm
-from pyg_chimera.nn._routing import PassesOn, Route, reset_layer
+from pyg_chimera.nn._routing import Route, Wrapper, reset_layer
 from pyg_chimera.nn.conv.gated_gcn_conv import GatedGCNConv
 from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.ops.common.checks import check_integer, check_option
@@ -25,7 +25,7 @@ from pyg_chimera.ops.common.checks import check_integer, check_option
 __all__ = ["GPSLayer"]
 
 
-class GPSLayer(TakesTensors, PassesOn, torch.nn.Module):
+class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
     r"""Combines local message passing with any mixer over longer distances, as in the
     `"Recipe for a General, Powerful, Scalable Graph Transformer"
     <https://arxiv.org/abs/2205.12454>`_ paper.

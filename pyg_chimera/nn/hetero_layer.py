@@ -18,7 +18,7 @@ from pyg_chimera.nn._inputs import (
     edge_features,
     with_values,
 )
-from pyg_chimera.nn._routing import PassesOn, Route, reset_layer, unwrapped
+from pyg_chimera.nn._routing import Route, Wrapper, reset_layer, unwrapped
 from pyg_chimera.ops.common.checks import check_edges, check_integer, readable
 from pyg_chimera.ops.structure.edges import edges_of
 
@@ -292,7 +292,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
 
     def _accepts(self, name: str) -> bool:
         # PyG's GPSConv passes edge features on as one of its '**kwargs'.
-        if name == "edge_attr" and not isinstance(unwrapped(self.layer), PassesOn):
+        if name == "edge_attr" and not isinstance(unwrapped(self.layer), Wrapper):
             return self._route.is_open or self._route.accepts(name)
         return self._route.accepts(name, self.layer)
 

@@ -357,7 +357,7 @@ class ChimeraBlock(GatedBlock):
         softplus_(self.edge_bias, torch.ones_like(self.edge_bias))
         return 1 / 3
 
-    def _loudness(self, steps: Tensor) -> Tensor:
+    def _input_gates(self, steps: Tensor) -> Tensor:
         """The input gates for which a head's mixed values are initially ten times as
         large as the skip connection, or as large without a norm that divides by it.
 

@@ -227,8 +227,8 @@ class ChimeraConv(ChimeraBlock):
         if self.normalization == "released":  # its input gate has no bias
             self._set_row_sums(steps, self.gamma, fixed=0.05, least=1e-4)
             return
-        heard = self._set_row_sums(steps, self.gamma)
-        softplus_(self.delta_bias[3], self._loudness(heard))
+        reached = self._set_row_sums(steps, self.gamma)
+        softplus_(self.delta_bias[3], self._input_gates(reached))
 
     def forward(
         self,

@@ -78,7 +78,7 @@ class ChimeraPathConv(ChimeraBlock):
     def _set_reach(self, steps: Tensor) -> None:
         psi = -2 * torch.sinh(1 / steps).log() + 2 * self._start_edges()
         softplus_(self.delta_bias[2], psi.clamp(min=0.01))
-        softplus_(self.delta_bias[3], self._loudness(steps))
+        softplus_(self.delta_bias[3], self._input_gates(steps))
 
     def forward(
         self,

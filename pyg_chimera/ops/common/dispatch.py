@@ -74,17 +74,17 @@ class Call(Generic[Inputs, Structure]):
     key: str  #: the structure's key in the cache
     _made: dict[str, Any] = field(default_factory=dict)
 
-    def once(self, name: str, make: Callable[[], Result]) -> Result:
+    def cached(self, name: str, make: Callable[[], Result]) -> Result:
         """`make()`, evaluated once per call, which `why_not` and `forward` share."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]
 
-    def known(self, name: str, default: Any) -> Any:
-        """The value that `once` has computed under this name, or the default."""
+    def get(self, name: str, default: Any) -> Any:
+        """The value that `cached` has computed under this name, or the default."""
         return self._made.get(name, default)
 
-    def taking(self, choice: Choice) -> "Call[Inputs, Structure]":
+    def with_choice(self, choice: Choice) -> "Call[Inputs, Structure]":
         """The same call with another algorithm."""
         return replace(self, choice=choice)
 

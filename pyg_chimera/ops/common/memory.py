@@ -46,7 +46,7 @@ def too_large(what: str, needed: float, left: float, advice: str) -> ValueError:
 
 
 def available_bytes(device: torch.device) -> float:
-    """The bytes that may be allocated on a device; infinite if nobody knows."""
+    """Bytes available for allocation on a device; inf if unknown."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept

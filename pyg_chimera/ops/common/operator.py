@@ -28,13 +28,13 @@ from pyg_chimera.ops.common.portability import (
 )
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
 from pyg_chimera.ops.common.torch_private import is_in_forward_mode, is_transforming
-from pyg_chimera.ops.common.verdicts import objection
+from pyg_chimera.ops.common.verdicts import reason_against
 from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
 Inputs = TypeVar("Inputs", bound=tuple)
 Structure = TypeVar("Structure")
 
-#: Device types on which kernels, which few have run there, are tested before first use.
+#: Device types whose kernels are self-tested before first use.
 _TESTED = ("cuda",)
 
 #: All operators, by the names of their public functions.
@@ -178,7 +178,7 @@ class Operator(Generic[Inputs, Structure]):
         """Makes the structure of a call and chooses the algorithm."""
         recipe = self.recipe(inputs)
         key = "" if recipe is None else recipe.key()
-        structure: Any = recipe and recalled(key, recipe.cook)
+        structure: Any = recipe and recalled(key, recipe.build)
         inputs = self.in_one_dtype(inputs, structure)
         if not is_transforming():  # where contents cannot be read
             self.check(inputs, structure)
@@ -188,13 +188,13 @@ class Operator(Generic[Inputs, Structure]):
         for choice in self.choices(undecided):
             if choice.solver in unsuitable:
                 continue
-            call = undecided.taking(choice)
+            call = undecided.with_choice(choice)
             try:
                 problem = self.backends[choice.backend].why_not(call)
             except UnsuitableSolver as error:
                 unsuitable[choice.solver] = str(error)
                 continue
-            problem = problem or self._objection(call)
+            problem = problem or self._reason_against(call)
             if problem is not None:  # of a backend that would be preferred
                 problems.append(problem)
                 continue
@@ -206,10 +206,10 @@ class Operator(Generic[Inputs, Structure]):
             )
             others = (x for x in choice.alternatives if x.solver not in unsuitable)
             choice = choice._replace(reason=reason, alternatives=tuple(others))
-            return call.taking(choice)
+            return call.with_choice(choice)
         raise ValueError("; ".join(dict.fromkeys([*unsuitable.values(), *problems])))
 
-    def _objection(self, call: Call[Inputs, Structure]) -> str | None:
+    def _reason_against(self, call: Call[Inputs, Structure]) -> str | None:
         """Why `auto` does not use a backend that failed its test on a device."""
         inputs, choice = call.inputs, call.choice
         device = getattr(inputs, self.output_like).device
@@ -219,7 +219,7 @@ class Operator(Generic[Inputs, Structure]):
             or self.backends[choice.backend].DEVICES is None  # plain PyTorch
         ):
             return None
-        return objection(self, choice, device)
+        return reason_against(self, choice, device)
 
     def usable(self, inputs: Inputs) -> list[str]:
         """The backends that match the request and run on the device of the inputs.
@@ -293,7 +293,7 @@ class Operator(Generic[Inputs, Structure]):
     def _run_backward(
         self, grad: Tensor, saved: Tensor, header: Tensor, *args: Any
     ) -> tuple[Tensor, ...]:
-        """A gradient for each tensor that may be given, empty unless it has one."""
+        """One gradient per tensor argument; empty for integer or absent ones."""
         decoded = _Header.decode(header)
         dtype = torch.float64 if decoded.is_wide else grad.dtype
         inputs = self.inputs(*(x.to(dtype) if _is_floating(x) else x for x in args))
@@ -305,7 +305,7 @@ class Operator(Generic[Inputs, Structure]):
                 with trusting(decoded.trusted):
                     structure = recalled(
                         decoded.key,
-                        lambda: self.recipe(inputs).cook(),  # type: ignore[union-attr]
+                        lambda: self.recipe(inputs).build(),  # type: ignore[union-attr]
                     )
             call = Call(inputs, structure, decoded.choice, decoded.key)
             backend: Backend = self.backends[decoded.choice.backend]
@@ -504,7 +504,7 @@ def one_by_one(op: Callable) -> Callable:
 
 
 def _stack(tensors: Sequence[Tensor]) -> Tensor:
-    """One tensor of all; headers and what is saved may have different lengths."""
+    """Stack tensors, padded to the longest."""
     longest = max(len(x) for x in tensors) if tensors[0].dim() == 1 else 0
     blank = ord(" ") if tensors[0].dtype == torch.uint8 else 0  # headers are text
     if any(len(x) < longest for x in tensors):

@@ -51,7 +51,7 @@ def matmul(C, A, B, mode=SET):
 
 
 @jit
-def carved(scratch, at, rows, columns):
+def workspace(scratch, at, rows, columns):
     """A matrix in scratch memory from a place on, and the place after it."""
     end = at + rows * columns
     return scratch[at:end].reshape(rows, columns), end

@@ -1,7 +1,7 @@
 """Whether algorithms compute what they should, on the machine at hand.
 
-On a GPU, a call with ``backend="auto"`` asks `objection`, which compares kernels with
-PyTorch before their first use, and remembers on disk how that went.
+On a GPU, a call with ``backend="auto"`` asks `reason_against`, which compares kernels
+with PyTorch before their first use, and remembers on disk how that went.
 """
 
 import json
@@ -169,7 +169,9 @@ _TESTING: ContextVar[bool] = ContextVar("testing", default=False)
 _MOST_MACHINES = 16
 
 
-def objection(operator: Declared, choice: Choice, device: torch.device) -> str | None:
+def reason_against(
+    operator: Declared, choice: Choice, device: torch.device
+) -> str | None:
     """Why a backend should not be used on a device unless it is asked for, or None.
 
     The first call on a machine compares it with PyTorch on tiny inputs, in a thread of

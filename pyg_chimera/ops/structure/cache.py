@@ -170,7 +170,7 @@ class Recipe(NamedTuple):
         whole = repr((digests, *name, self.options)).encode()
         return hashlib.sha1(whole, usedforsecurity=False).hexdigest()
 
-    def cook(self) -> Any:
+    def build(self) -> Any:
         """Makes the structure.
 
         From copies of the tensors, as it may keep parts of them, and later calls may
@@ -184,7 +184,7 @@ class Recipe(NamedTuple):
 def remembered(make: Callable, tensors: Sequence[Tensor | None], *options: Any) -> Any:
     """`make(*tensors, *options)`, cached by the contents of the tensors."""
     recipe = Recipe(make, tensors, options)
-    return recalled(recipe.key(), recipe.cook)
+    return recalled(recipe.key(), recipe.build)
 
 
 def recalled(key: str, make: Callable[[], Any]) -> Any:

@@ -264,12 +264,12 @@ def test_what_is_not_the_time_to_try(gpu, monkeypatch):
     choice = Choice("causal_conv1d", "scan", "state", "kernels", "")
     cuda = torch.device("cuda:0")
     with pytest.warns(UserWarning, match="while a CUDA graph is captured; call the"):
-        assert "while a CUDA graph is captured" in verdicts.objection(
+        assert "while a CUDA graph is captured" in verdicts.reason_against(
             op._causal_conv1d, choice, cuda
         )
     assert not backend.calls
     verdicts.remember("a GPU", {"causal_conv1d scan state kernels": ""})
-    assert verdicts.objection(op._causal_conv1d, choice, cuda) is None
+    assert verdicts.reason_against(op._causal_conv1d, choice, cuda) is None
     assert _chosen().backend == "kernels"
 
 
@@ -326,7 +326,7 @@ def test_pytorch_that_fails(gpu, monkeypatch):
 
 
 def test_a_cpu_needs_no_trial(monkeypatch):
-    monkeypatch.setattr(operator, "objection", _raise)
+    monkeypatch.setattr(operator, "reason_against", _raise)
     assert _is_right()
     assert operator._TESTED == ("cuda",)
 

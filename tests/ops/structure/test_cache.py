@@ -94,10 +94,10 @@ def test_it_is_small_and_keeps_what_is_used(monkeypatch):
 
 def test_what_is_forgotten_is_made_again():
     recipe = cache.Recipe(Made, (EDGES,))
-    first = cache.recalled(recipe.key(), recipe.cook)
-    assert cache.recalled(recipe.key(), recipe.cook) is first
+    first = cache.recalled(recipe.key(), recipe.build)
+    assert cache.recalled(recipe.key(), recipe.build) is first
     cache._CACHE.values.clear()
-    again = cache.recalled(recipe.key(), recipe.cook)
+    again = cache.recalled(recipe.key(), recipe.build)
     assert again is not first
     assert again.args[0].equal(EDGES)
 

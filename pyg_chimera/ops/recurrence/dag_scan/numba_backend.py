@@ -53,6 +53,10 @@ from pyg_chimera.ops.recurrence.chunk_form import (
     scan_of,
 )
 from pyg_chimera.ops.recurrence.dag_scan import grid_sweeps
+from pyg_chimera.ops.recurrence.dag_scan.direct_term import (
+    add_direct_gradients,
+    add_direct_term,
+)
 from pyg_chimera.ops.recurrence.dag_scan.grid_masks import mask_scan
 from pyg_chimera.ops.recurrence.dag_scan.grid_sweeps import (
     GridOperands,
@@ -60,7 +64,6 @@ from pyg_chimera.ops.recurrence.dag_scan.grid_sweeps import (
     pieces,
     sweep,
 )
-from pyg_chimera.ops.recurrence.dag_scan.own import add_own, add_own_gradients
 from pyg_chimera.ops.recurrence.states import NOT_PATHS, GridStates, StateGraph
 
 DEVICES = ("cpu",)
@@ -89,7 +92,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         found = output(*_scan_of(call, x), x)
     out = torch.from_numpy(found)
     if call.inputs.direct is not None and call.choice.form != "mask":
-        add_own(out, *call.inputs[:3], call.inputs.direct)
+        add_direct_term(out, *call.inputs[:3], call.inputs.direct)
     return out, ()
 
 
@@ -113,7 +116,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         grads = graph.gradients(call.inputs, *map(torch.from_numpy, (*found, dw)))
     if direct is None or call.choice.form == "mask":  # which includes these gates
         return grads
-    return *grads, add_own_gradients(grads[:3], *call.inputs[:3], direct, grad)
+    return *grads, add_direct_gradients(grads[:3], *call.inputs[:3], direct, grad)
 
 
 def _is_on_grids(call: Call) -> bool:
@@ -315,7 +318,7 @@ def _accumulate(target, a, row, size):
 
 
 @inlined
-def _before(ring, slot, i, edges, weights):
+def _gather_inputs(ring, slot, i, edges, weights):
     """Two states and weights whose weighted sum flows into a state from its neighbours.
 
     If there are more than two neighbours, all but the first are summed up in the
@@ -329,13 +332,13 @@ def _before(ring, slot, i, edges, weights):
         x += 1
         s1, w1 = _slot(slot, edges.other[x] - i, ring), splat(weights[edges.entry[x]])
     if x + 1 < stop:
-        _join(ring, slot, i, edges, weights)
+        _sum_inputs(ring, slot, i, edges, weights)
         s1, w1 = slot, splat(ring.one)
     return states + s0 * size, w0, states + s1 * size, w1
 
 
 @jit
-def _join(ring, slot, i, edges, weights):
+def _sum_inputs(ring, slot, i, edges, weights):
     """Sets a slot to the weighted sum of a state's neighbours but the first."""
     target = ring.states + slot * ring.size
     clear(target, ring.size)
@@ -401,7 +404,7 @@ def _sweep(ring, slot, begin, end, plan, x, tile, out):
     for i in range(begin, end):
         state = order[i]
         u, z = writer[state], reader[state]
-        x0, w0, x1, w1 = _before(ring, slot, i, parents, weights)
+        x0, w0, x1, w1 = _gather_inputs(ring, slot, i, parents, weights)
         own = ring.states + slot * ring.size
         S, M = splat(source[state, h]), splat(mark[state, h])
         k, q, v = keys + u * of_keys, queries + z * of_keys, values + u * of_values
@@ -469,7 +472,7 @@ def _sweep_back(plan, x, grad, d, tile, memory):
             slot = _slot(slot, -1, adjoints)
             state = order[i]
             u, z = writer[state], reader[state]
-            x0, w0, x1, w1 = _before(adjoints, slot, i, children, weights)
+            x0, w0, x1, w1 = _gather_inputs(adjoints, slot, i, children, weights)
             own = of_segment + (i - begin) * size
             adjoint = adjoints.states + slot * size
             S, M = splat(x.source[state, h]), splat(x.mark[state, h])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.operator import without_autocast
-from pyg_chimera.ops.recurrence.dag_scan.own import own
+from pyg_chimera.ops.recurrence.dag_scan.direct_term import direct_term
 from pyg_chimera.ops.recurrence.states import StateGraph
 
 DEVICES = None
@@ -42,7 +42,7 @@ def forward(call: Call) -> Tensor:
             ]
             out = out.index_put((node,), torch.stack(heads, 1))
         if call.inputs.direct is not None:
-            out = out + own(query, key, value, call.inputs.direct)
+            out = out + direct_term(query, key, value, call.inputs.direct)
     return out
 
 

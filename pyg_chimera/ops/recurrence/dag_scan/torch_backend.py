@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.recurrence.dag_scan.own import own
+from pyg_chimera.ops.recurrence.dag_scan.direct_term import direct_term
 from pyg_chimera.ops.recurrence.levels import levels_of, solve_by_levels
 
 DEVICES = None
@@ -74,7 +74,7 @@ def _output(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     C = solve_by_levels(levels, transition, written)
     read = (mark * q[levels.reader] * C).sum(-2)
     out = torch.zeros_like(value).index_add(0, levels.reader, read)
-    return out if direct is None else out + own(query, key, value, direct), ()
+    return out if direct is None else out + direct_term(query, key, value, direct), ()
 
 
 _gradients = by_autograd(_output)

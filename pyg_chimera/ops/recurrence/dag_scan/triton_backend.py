@@ -17,7 +17,7 @@ from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.recurrence.dag_scan import torch_backend
-from pyg_chimera.ops.recurrence.dag_scan.own import own
+from pyg_chimera.ops.recurrence.dag_scan.direct_term import direct_term
 from pyg_chimera.ops.recurrence.levels import depth_of
 from pyg_chimera.ops.recurrence.states import NOT_PATHS, StateGraph
 from pyg_chimera.ops.structure.cache import table
@@ -103,7 +103,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
 
         out = scan(rows.chains, *rows.operands, rows.transition)
     out = rows.to_nodes(out)
-    return out if call.inputs.direct is None else out + _own(call)[0], saved
+    return out if call.inputs.direct is None else out + _direct_term(call)[0], saved
 
 
 def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
@@ -124,16 +124,16 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     grads = call.structure.graph.gradients(call.inputs, *rows.gradients(*found))
     if call.inputs.direct is None:
         return grads
-    pairs = zip((*grads, 0), _own_gradients(call, (), grad), strict=True)
+    pairs = zip((*grads, 0), _direct_gradients(call, (), grad), strict=True)
     return tuple(x + y for x, y in pairs)
 
 
-def _own(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+def _direct_term(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     query, key, value, *_, direct = call.inputs[:7]
-    return own(query, key, value, direct), ()
+    return direct_term(query, key, value, direct), ()
 
 
-_own_gradients = by_autograd(_own)
+_direct_gradients = by_autograd(_direct_term)
 
 # ---------------------------------------------------------------------------- its rows
 

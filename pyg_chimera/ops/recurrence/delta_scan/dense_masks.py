@@ -37,13 +37,13 @@ from pyg_chimera.ops.common.simd import (
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
     assign,
-    carved,
     matmul,
     multiply,
     put,
     set_identity,
     take,
     take_transposed,
+    workspace,
 )
 from pyg_chimera.ops.recurrence.delta_scan.block_elimination import (
     SIDE,
@@ -161,12 +161,12 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 def _workspace(scratch, count, n, N, P):
     """A task's memory."""
     m = (n + LANES - 1) // LANES * LANES
-    squares, at = carved(scratch, 0, count * n, m)
-    inverses, at = carved(scratch, at, n, SIDE)
-    rows, at = carved(scratch, at, 4 * n, N)
-    columns, at = carved(scratch, at, N, m)
-    thin, at = carved(scratch, at, 4 * n, P)
-    across, at = carved(scratch, at, P, m)
+    squares, at = workspace(scratch, 0, count * n, m)
+    inverses, at = workspace(scratch, at, n, SIDE)
+    rows, at = workspace(scratch, at, 4 * n, N)
+    columns, at = workspace(scratch, at, N, m)
+    thin, at = workspace(scratch, at, 4 * n, P)
+    across, at = workspace(scratch, at, P, m)
     b, spare = scratch[at : at + n], scratch[at + n : at + n + _SPARE * (m + P)]
     return _Work(
         squares.reshape(count, n, m),

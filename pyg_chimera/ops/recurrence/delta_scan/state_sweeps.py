@@ -254,7 +254,7 @@ def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
                 by_key = splat(strength) * load(d_error + p)
                 store(d_error + p, by_key)
                 store_part(pointer(d.value) + (row + p), by_key, P - p)
-            _mend_back(node, adjoint, d_error, sums, strength, num_keys, width)
+            _correct_adjoint(node, adjoint, d_error, sums, strength, num_keys, width)
             row = (u * heads + h) * num_keys
             for a in range(0, num_keys, step):
                 left, at = num_keys - a, a * step
@@ -291,7 +291,7 @@ def _read_back(node, adjoint, dy, found, sums, strength, num_keys, width):
 
 
 @jit
-def _mend_back(node, adjoint, d_error, sums, strength, num_keys, width):
+def _correct_adjoint(node, adjoint, d_error, sums, strength, num_keys, width):
     """Adds the terms of what the key has read, S' = S - strength * k error^T, to the
     adjoint of the state S and to the gradient of the key.
     """

@@ -20,5 +20,5 @@ class Operands(NamedTuple):
 
 
 def positive(beta: Tensor) -> Tensor:
-    """Beta, but not zero, to divide by it; what is then written is lost in rounding."""
+    """Clamp beta to >= 1e-20 so that it can be divided by; rounding hides the change."""
     return beta.clamp(min=1e-20)

@@ -21,7 +21,7 @@ from pyg_chimera.ops.common.simd import (
     splat,
     store_part,
 )
-from pyg_chimera.ops.common.vector_kit import add_multiple, carved
+from pyg_chimera.ops.common.vector_kit import add_multiple, workspace
 from pyg_chimera.ops.structure.supernodes import supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
@@ -94,9 +94,9 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
                 place[a - start + i] = i
             for i in range(m):
                 place[row[row_ptr[x] + i] - start] = s + i
-            F, at = carved(scratch, 7 * n, t, t)
-            W, at = carved(scratch, at, s, t)
-            E, _ = carved(scratch, at, m, s)
+            F, at = workspace(scratch, 7 * n, t, t)
+            W, at = workspace(scratch, at, s, t)
+            E, _ = workspace(scratch, at, m, s)
             F[:] = 0
             for i in range(s):
                 F[i, i] = 1

@@ -21,7 +21,6 @@ from pyg_chimera.ops.common.numba_runtime import (
 )
 from pyg_chimera.ops.common.vector_kit import (
     LANES,
-    carved,
     matmul,
     multiply,
     put,
@@ -29,6 +28,7 @@ from pyg_chimera.ops.common.vector_kit import (
     set_identity,
     take,
     take_transposed,
+    workspace,
 )
 from pyg_chimera.ops.recurrence.resolvent import (
     multifrontal,
@@ -82,12 +82,12 @@ def _factors(call: Call) -> tuple:
     """The factors in the layout of the form, and the pivot growth."""
     (weight,) = arrays(call.inputs.edge_weight)
     if call.choice.form == "mask":
-        return call.once("factors", lambda: factorize(call.structure, weight))
+        return call.cached("factors", lambda: factorize(call.structure, weight))
     if call.choice.form == "chunk":
-        return call.once(
+        return call.cached(
             "paths", lambda: path_factors.factorize(call.structure, weight)
         )
-    return call.once("panels", lambda: multifrontal.factorize(call.structure, weight))
+    return call.cached("panels", lambda: multifrontal.factorize(call.structure, weight))
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -222,12 +222,12 @@ def _mask_forward_blocks(first, last, stop, scratch, pattern, factors, x, out, s
         s, end = pattern.ptr[block], pattern.ptr[block + 1]
         nodes, n = pattern.node[s:end], end - s
         m = (n + LANES - 1) // LANES * LANES
-        mask, at = carved(scratch, 0, n, m)
-        scores, at = carved(scratch, at, n, m)
-        qt, at = carved(scratch, at, states, m)
-        vt, at = carved(scratch, at, channels, m)
-        yt, at = carved(scratch, at, channels, m)
-        k, at = carved(scratch, at, n, states)
+        mask, at = workspace(scratch, 0, n, m)
+        scores, at = workspace(scratch, at, n, m)
+        qt, at = workspace(scratch, at, states, m)
+        vt, at = workspace(scratch, at, channels, m)
+        yt, at = workspace(scratch, at, channels, m)
+        k, at = workspace(scratch, at, n, states)
         take(k, x.key, nodes, g)
         take_transposed(qt, x.query, nodes, g)
         matmul(scores, k, qt)
@@ -253,21 +253,23 @@ def _mask_backward_blocks(first, last, stop, scratch, pattern, factors, x, d, sh
         s, end = pattern.ptr[block], pattern.ptr[block + 1]
         nodes, n = pattern.node[s:end], end - s
         m = (n + LANES - 1) // LANES * LANES
-        L, at = carved(scratch, 0, n, m)
-        adjoint, at = carved(scratch, at, n, m)
-        scores, at = carved(scratch, at, n, m)
-        d_scores, at = carved(scratch, at, n, m)
-        mask, at = carved(scratch, at, n, m)
-        qt, at = carved(scratch, at, states, m)
-        kt, at = carved(scratch, at, states, m)
-        dq, _ = carved(scratch, at, n, states)  # put away before the next is computed
-        dkt, at = carved(scratch, at, states, m)
-        dyt, at = carved(scratch, at, channels, m)
-        vt, at = carved(scratch, at, channels, m)
-        dvt, at = carved(scratch, at, channels, m)
-        q, at = carved(scratch, at, n, states)
-        k, at = carved(scratch, at, n, states)
-        dy, at = carved(scratch, at, n, channels)
+        L, at = workspace(scratch, 0, n, m)
+        adjoint, at = workspace(scratch, at, n, m)
+        scores, at = workspace(scratch, at, n, m)
+        d_scores, at = workspace(scratch, at, n, m)
+        mask, at = workspace(scratch, at, n, m)
+        qt, at = workspace(scratch, at, states, m)
+        kt, at = workspace(scratch, at, states, m)
+        dq, _ = workspace(
+            scratch, at, n, states
+        )  # put away before the next is computed
+        dkt, at = workspace(scratch, at, states, m)
+        dyt, at = workspace(scratch, at, channels, m)
+        vt, at = workspace(scratch, at, channels, m)
+        dvt, at = workspace(scratch, at, channels, m)
+        q, at = workspace(scratch, at, n, states)
+        k, at = workspace(scratch, at, n, states)
+        dy, at = workspace(scratch, at, n, channels)
         take(q, x.query, nodes, g)
         take_transposed(kt, x.key, nodes, g)
         matmul(scores, q, kt)

@@ -187,7 +187,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         sizes = (query.size(1), value.size(1), query.size(2), value.size(2))
         sweeps, dtype = inputs.num_terms or 0, value.dtype
         if solver == "iterative":
-            polynomial = call.known("polynomial", _FEW_SWEEPS)
+            polynomial = call.get("polynomial", _FEW_SWEEPS)
             asked, factored = solver == inputs.solver, call.structure
             if backend == "numba" and (
                 asked or not isinstance(factored, SymbolicFactor)

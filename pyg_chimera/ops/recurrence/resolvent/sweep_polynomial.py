@@ -112,7 +112,7 @@ def polynomial_of(call: Call, most: float = np.inf) -> SweepPolynomial:
     Raises:
         UnsuitableSolver: If an iteration might not converge.
     """
-    return call.once("polynomial", lambda: _polynomial(call, most))
+    return call.cached("polynomial", lambda: _polynomial(call, most))
 
 
 def _polynomial(call: Call, most: float) -> SweepPolynomial:

@@ -172,12 +172,12 @@ def _fronts(call: Call) -> Fronts:
 def _pivots(call: Call) -> tuple[Pivots, Tensor]:
     """The pivots of paths, and their growth."""
     places = table(Places.of, call.structure, call.inputs.value.device)
-    return call.once("pivots", lambda: eliminate(places, call.inputs.edge_weight))
+    return call.cached("pivots", lambda: eliminate(places, call.inputs.edge_weight))
 
 
 def is_dominant(call: Call) -> bool:
     """Whether all rows, or all columns, of |A| sum to less than one, in each head."""
-    return trusted() or call.once("dominance", lambda: _is_dominant(call))
+    return trusted() or call.cached("dominance", lambda: _is_dominant(call))
 
 
 def _is_dominant(call: Call) -> bool:

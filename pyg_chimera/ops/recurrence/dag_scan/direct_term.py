@@ -13,7 +13,7 @@ from pyg_chimera.ops.common.simd import pointer
 from pyg_chimera.ops.common.vector_kit import add_multiple, inner_product_of_rows
 
 
-def own(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
+def direct_term(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
     """[V, heads, P], for query and key [V, groups, N] and direct [V, heads]."""
     scores = (query * key).sum(-1).repeat_interleave(value.size(1) // query.size(1), 1)
     return (scores * direct).unsqueeze(-1) * value
@@ -31,13 +31,13 @@ class _Inputs(NamedTuple):
     direct: np.ndarray  #: [V, heads]
 
 
-def add_own(out: Tensor, *inputs: Tensor) -> None:
-    """Adds `own` of query, key, value and direct to an output, in place."""
-    _on_nodes(_add_own, _Inputs(*arrays(*inputs)), _written(out))
+def add_direct_term(out: Tensor, *inputs: Tensor) -> None:
+    """Adds `direct_term` of query, key, value and direct to an output, in place."""
+    _on_nodes(_add, _Inputs(*arrays(*inputs)), _written(out))
 
 
-def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
-    """Adds the gradients of `own` to those of query, key and value, in place.
+def add_direct_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+    """Adds the gradients of `direct_term` to those of query, key and value, in place.
 
     `inputs` are query, key, value, direct and the output's gradient. Returns the
     gradient of direct.
@@ -45,7 +45,7 @@ def add_own_gradients(grads: Sequence[Tensor], *inputs: Tensor) -> Tensor:
     grad_direct = torch.empty_like(inputs[3], memory_format=torch.contiguous_format)
     *x, grad = arrays(*inputs)
     d = _Inputs(*map(_written, (*grads, grad_direct)))
-    _on_nodes(_add_own_gradients, _Inputs(*x), grad, d)
+    _on_nodes(_add_gradients, _Inputs(*x), grad, d)
     return grad_direct
 
 
@@ -61,7 +61,7 @@ def _on_nodes(kernel: Callable, x: _Inputs, *args: object) -> None:
 
 
 @jit
-def _add_own(first, last, stop, scratch, x, out):
+def _add(first, last, stop, scratch, x, out):
     heads, channels = x.value.shape[1:]
     groups, num_keys = x.query.shape[1:]
     for u in range(first, last):
@@ -76,7 +76,7 @@ def _add_own(first, last, stop, scratch, x, out):
 
 
 @jit
-def _add_own_gradients(first, last, stop, scratch, x, grad, d):
+def _add_gradients(first, last, stop, scratch, x, grad, d):
     heads, channels = x.value.shape[1:]
     groups, num_keys = x.query.shape[1:]
     for u in range(first, last):
