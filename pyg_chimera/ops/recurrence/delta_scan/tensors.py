@@ -20,5 +20,5 @@ class Operands(NamedTuple):
 
 
 def positive(beta: Tensor) -> Tensor:
-    """Clamp beta to >= 1e-20 so that it can be divided by; rounding hides the change."""
+    """Clamp beta to >= 1e-20 so that it can be divided by."""
     return beta.clamp(min=1e-20)
