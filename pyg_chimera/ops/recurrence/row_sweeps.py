@@ -67,7 +67,7 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[Factors, fl
     run(
         _factor,
         np.repeat(symbolic.updates + 4.0 * symbolic.entries, num_heads),
-        7 * int(symbolic.sizes.max(initial=0)),
+        6 * int(symbolic.sizes.max(initial=0)),
         values.dtype,
         *(Pattern.of(symbolic), factors, growths),
     )
@@ -96,10 +96,10 @@ def _factor(first, last, stop, scratch, pattern, factors, growths):
             return
         block, h = task // num_heads, task % num_heads
         s, n = ptr[block], ptr[block + 1] - ptr[block]
-        vectors = scratch[: 7 * n].reshape(7, n)
+        vectors = scratch[: 6 * n].reshape(6, n)
         vectors[:] = 0
-        work, u_sum, norm, grown = vectors[0], vectors[1], vectors[2], vectors[3]
-        start, by_row, by_column = vectors[4], vectors[5], vectors[6]
+        work, u_sum, grown = vectors[0], vectors[1], vectors[2]
+        start, by_row, by_column = vectors[3], vectors[4], vectors[5]
         for i in range(s, s + n):
             if stopped(stop):
                 return
@@ -114,8 +114,6 @@ def _factor(first, last, stop, scratch, pattern, factors, growths):
                 work[upper_row[x] - s] = upper[h, y]
                 by_row[i - s] += abs(upper[h, y])
                 by_column[upper_row[x] - s] += abs(upper[h, y])
-            r = root[i] - s
-            norm[r] = max(norm[r], start[i - s] + by_row[i - s])
             # The pattern includes fill-in, and so all columns that updates reach.
             total = 0.0
             for x in range(lower_ptr[i], lower_ptr[i + 1]):
@@ -133,18 +131,33 @@ def _factor(first, last, stop, scratch, pattern, factors, growths):
             for x in range(upper_ptr[i], upper_ptr[i + 1]):
                 upper[h, upper_entry[x]] = work[upper_row[x] - s]
                 u_sum[i - s] += abs(work[upper_row[x] - s])
-            grown[r] = max(grown[r], total + u_sum[i - s])
-            if work[i - s] == 0.0 or not np.isfinite(work[i - s]):
-                grown[r] = np.inf
-        rows, columns = np.ones(n, np.bool_), np.ones(n, np.bool_)
-        for i in range(n):
-            r, bound = root[s + i] - s, start[i] * (1 + 1e-12)
-            rows[r] &= by_row[i] <= bound
-            columns[r] &= by_column[i] <= bound
-        for r in range(n):
-            safe = grown[r] < np.inf and (rows[r] or columns[r])
-            if not safe and grown[r] > growths[block, h] * norm[r]:
-                growths[block, h] = grown[r] / norm[r] if norm[r] > 0 else np.inf
+            usable = work[i - s] != 0.0 and np.isfinite(work[i - s])
+            grown[i - s] = total + u_sum[i - s] if usable else np.inf
+        roots = root[s : s + n] - s
+        growths[block, h] = growth_of(roots, start, by_row, by_column, grown)
+
+
+@jit
+def growth_of(roots, diagonal, by_row, by_column, grown):
+    """The pivot growth of a block: the largest ratio, in any connected component, of
+    its largest row sum of |L| |U|, given those of all rows, to that of |I - A|, given
+    its diagonal and the sums of the other entries. One if it is dominant.
+    """
+    n, growth = roots.shape[0], 1.0
+    rows, columns = np.ones(n, np.bool_), np.ones(n, np.bool_)
+    norm, largest = np.zeros(n), np.zeros(n)
+    for i in range(n):
+        r, bound = roots[i], diagonal[i] * (1 + 1e-12)
+        rows[r] &= by_row[i] <= bound
+        columns[r] &= by_column[i] <= bound
+        norm[r] = max(norm[r], diagonal[i] + by_row[i])
+        if not grown[i] <= largest[r]:  # NaN counts as infinity
+            largest[r] = grown[i] if grown[i] < np.inf else np.inf
+    for r in range(n):
+        safe = largest[r] < np.inf and (rows[r] or columns[r])
+        if not safe and largest[r] > growth * norm[r]:
+            growth = largest[r] / norm[r] if norm[r] > 0 else np.inf
+    return growth
 
 
 @jit

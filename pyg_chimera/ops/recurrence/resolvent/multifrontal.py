@@ -22,6 +22,7 @@ from pyg_chimera.ops.common.simd import (
     store_part,
 )
 from pyg_chimera.ops.common.vector_kit import add_multiple, workspace
+from pyg_chimera.ops.recurrence.row_sweeps import growth_of
 from pyg_chimera.ops.structure.supernodes import supernodes
 from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
@@ -55,7 +56,7 @@ def factorize(symbolic: SymbolicFactor, weight: np.ndarray) -> tuple[np.ndarray,
     growths = np.ones((len(symbolic.sizes), heads))
     work = (0.1 * widths * sides**2 + 20.0 * sides + 3.0 * sides**2).astype(float)
     room = sides**2 + widths * sides + widths * heights
-    room = int(room.max(initial=0)) + 7 * int(symbolic.sizes.max(initial=0))
+    room = int(room.max(initial=0)) + 5 * int(symbolic.sizes.max(initial=0))
     run(
         _factor_blocks,
         np.repeat(nodes.by_block(work), heads),
@@ -75,16 +76,16 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
         start = nodes.start[block]
         n = nodes.start[block + 1] - start
         place = np.empty(n, np.int64)
-        vectors = scratch[: 7 * n].reshape(7, n)
+        vectors = scratch[: 5 * n].reshape(5, n)
         vectors[:] = 0
-        grown, u_sum, norm, largest = vectors[0], vectors[1], vectors[2], vectors[3]
-        diagonal, by_row, by_column = vectors[4], vectors[5], vectors[6]
+        grown, u_sum, diagonal = vectors[0], vectors[1], vectors[2]
+        by_row, by_column = vectors[3], vectors[4]
         first, last = nodes.block_ptr[block], nodes.block_ptr[block + 1]
         room = 0
         for x in range(first, last):
             s, m = ptr[x + 1] - ptr[x], row_ptr[x + 1] - row_ptr[x]
             room = max(room, (s + m) * (s + m) + s * (s + m) + s * m)
-        top = 7 * n + room  # top of the stack
+        top = 5 * n + room  # top of the stack
         for x in range(first, last):
             if stopped(stop):
                 return
@@ -94,7 +95,7 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
                 place[a - start + i] = i
             for i in range(m):
                 place[row[row_ptr[x] + i] - start] = s + i
-            F, at = workspace(scratch, 7 * n, t, t)
+            F, at = workspace(scratch, 5 * n, t, t)
             W, at = workspace(scratch, at, s, t)
             E, _ = workspace(scratch, at, m, s)
             F[:] = 0
@@ -151,18 +152,8 @@ def _factor_blocks(begin, end, stop, scratch, root, nodes, weight, out, growths)
                 for j in range(t):
                     out[h, at + i * t + j] = W[i, j]
 
-        rows, columns = np.ones(n, np.bool_), np.ones(n, np.bool_)
-        for i in range(n):
-            r, bound = root[start + i] - start, diagonal[i] * (1 + 1e-12)
-            rows[r] &= by_row[i] <= bound
-            columns[r] &= by_column[i] <= bound
-            norm[r] = max(norm[r], diagonal[i] + by_row[i])
-            if not grown[i] <= largest[r]:  # NaN counts as infinity
-                largest[r] = grown[i] if grown[i] < np.inf else np.inf
-        for r in range(n):
-            safe = largest[r] < np.inf and (rows[r] or columns[r])
-            if not safe and largest[r] > growths[block, h] * norm[r]:
-                growths[block, h] = largest[r] / norm[r] if norm[r] > 0 else np.inf
+        roots = root[start : start + n] - start
+        growths[block, h] = growth_of(roots, diagonal, by_row, by_column, grown)
 
 
 @jit
