@@ -56,7 +56,7 @@ from pyg_chimera.nn import (
     ImageClassifier,
     PLSTMConv,
 )
-from pyg_chimera.ops.structure.cache import Recipe
+from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.transforms import AddEliminationOrder, ImageToGraph
 
 CHANNELS, HEADS, STATES, LAYERS, BATCH = 64, 4, 16, 3, 64

@@ -15,7 +15,7 @@ import torch
 from timing import show
 from workloads import Workload, all_peptides
 
-from pyg_chimera.ops.structure import cache as caches
+from pyg_chimera.ops.common import cache as caches
 from pyg_chimera.ops.structure import elimination_rank
 from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
 from pyg_chimera.transforms import AddEliminationOrder

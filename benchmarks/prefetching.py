@@ -31,7 +31,7 @@ from torch_geometric.transforms import BaseTransform
 from workloads import PEPTIDES, Workload, peptides
 
 from pyg_chimera.nn import ChimeraConv, PLSTMConv
-from pyg_chimera.ops.structure.cache import Recipe
+from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.transforms import (
     AddEliminationOrder,
     DirectedLineGraph,

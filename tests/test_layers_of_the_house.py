@@ -43,12 +43,6 @@ def test_imports_go_down(path):
         assert own is not None, f"{module} has no level"
         if other is None or own == other:
             continue
-        # An operator is declared on structure it remembers: the one exception.
-        if (module, name) == (
-            "pyg_chimera.ops.common.operator",
-            "pyg_chimera.ops.structure.cache",
-        ):
-            continue
         assert LEVELS.index(other) < LEVELS.index(own), f"{module} imports {name}"
         assert (own, other) not in STRANGERS, f"{module} imports {name}"
 

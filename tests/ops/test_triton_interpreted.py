@@ -21,9 +21,8 @@ from operators import (
 from poison import poison_tensors
 
 from pyg_chimera.ops import explain
-from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common import cache, triton_runtime
 from pyg_chimera.ops.recurrence.resolvent.fronts import Fronts
-from pyg_chimera.ops.structure import cache
 from pyg_chimera.ops.structure.supernodes import Merging
 from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
 

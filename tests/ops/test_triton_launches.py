@@ -15,9 +15,8 @@ from torch_geometric.utils import to_undirected
 
 from pyg_chimera.nn import ChimeraConv
 from pyg_chimera.ops import unchecked
-from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common import cache, triton_runtime
 from pyg_chimera.ops.recurrence.resolvent import fronts
-from pyg_chimera.ops.structure import cache
 from pyg_chimera.ops.structure.supernodes import Merging
 from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from pyg_chimera.ops.common.array_views import as_array
+from pyg_chimera.ops.common.cache import Recipe, called_eagerly, recalled
 from pyg_chimera.ops.common.checks import check_option, setting, trusted, trusting
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
 from pyg_chimera.ops.common.examples import Draw, Example
@@ -29,7 +30,6 @@ from pyg_chimera.ops.common.portability import (
 from pyg_chimera.ops.common.predicted_time import on_this_machine, warn_if_long
 from pyg_chimera.ops.common.torch_private import is_in_forward_mode, is_transforming
 from pyg_chimera.ops.common.verdicts import reason_against
-from pyg_chimera.ops.structure.cache import Recipe, called_eagerly, recalled
 
 Inputs = TypeVar("Inputs", bound=tuple)
 Structure = TypeVar("Structure")

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.ops.common.checks import (
     check_dim,
     check_edges,
@@ -18,7 +19,6 @@ from pyg_chimera.ops.common.examples import Draw, Example
 from pyg_chimera.ops.common.operator import Operator
 from pyg_chimera.ops.neighborhood_attention import reference, torch_backend
 from pyg_chimera.ops.neighborhood_attention.pattern import Pattern, pattern
-from pyg_chimera.ops.structure.cache import Recipe
 
 
 class Inputs(NamedTuple):

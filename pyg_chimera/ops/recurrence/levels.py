@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.recurrence.states import StateGraph
-from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import grouped, to_numpy
 from pyg_chimera.ops.structure.topological import topological_rank
 

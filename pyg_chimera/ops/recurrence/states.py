@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import remembered, table
 from pyg_chimera.ops.common.checks import check_edge_index, check_rank
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.recurrence.chunk_form import PathStates
-from pyg_chimera.ops.structure.cache import remembered, table
 from pyg_chimera.ops.structure.csr import grouped, inverse, sorted_rows, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.grid import WAYS, Grids

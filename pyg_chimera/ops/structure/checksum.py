@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import scrambled
 from pyg_chimera.ops.structure.edges import edges_of
 
 #: An attribute with this ending is a checksum, for all attributes that begin alike.
@@ -48,15 +49,6 @@ def checksum(
         x = scrambled((target - source) * -7046029254386353131 + 1442695040888963407)
         out = (out * 6364136223846793005).index_add_(0, source, x)
     return out
-
-
-def scrambled(x: Any) -> Any:
-    """Hashes of int64 numbers, in a tensor or an array: the finaliser of SplitMix64,
-    whose products overflow.
-    """
-    x = (x ^ (x >> 30)) * -4658895280553007687
-    x = (x ^ (x >> 27)) * -7723592293110705685
-    return x ^ (x >> 31)
 
 
 def check_stored(data: Any, names: Iterable[str] | None = None) -> None:

@@ -3,8 +3,8 @@
 import numpy as np
 from scipy.sparse import csr_array
 
+from pyg_chimera.ops.common.cache import scrambled
 from pyg_chimera.ops.common.compilation import compiled
-from pyg_chimera.ops.structure.checksum import scrambled
 
 
 def equitable_partition(

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import called_eagerly, remembered
 from pyg_chimera.ops.common.checks import check_edge_index, check_option
 from pyg_chimera.ops.common.compilation import compiled
-from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 from pyg_chimera.ops.structure.csr import adjacency, compress, inverse, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components, search
 from pyg_chimera.ops.structure.registered import structural_op

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import remembered
 from pyg_chimera.ops.common.checks import check_batch, no_integer
 from pyg_chimera.ops.common.portability import is_portable
 from pyg_chimera.ops.common.torch_private import is_transforming
-from pyg_chimera.ops.structure.cache import remembered
 
 # Sort keys have the value in the upper and a random number in the lower half.
 _BITS = 32

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import called_eagerly, remembered
 from pyg_chimera.ops.common.checks import no_integer
 from pyg_chimera.ops.common.portability import (
     is_portable,
     portable_form,
     refuse_for_onnx,
 )
-from pyg_chimera.ops.structure.cache import called_eagerly, remembered
 
 _CALLS = count()
 

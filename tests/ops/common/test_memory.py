@@ -9,8 +9,7 @@ from torch_geometric.data import Data
 
 from pyg_chimera import nn, transforms
 from pyg_chimera.ops import k_hop_index, line_graph, multitree
-from pyg_chimera.ops.common import memory
-from pyg_chimera.ops.structure import cache
+from pyg_chimera.ops.common import cache, memory
 
 CPU = torch.device("cpu")
 

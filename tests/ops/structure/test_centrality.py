@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Graph, batches, graphs
 
-from pyg_chimera.ops.structure import cache
+from pyg_chimera.ops.common import cache
 from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.ops.structure.csr import adjacency
 from pyg_chimera.ops.structure.distance import connected_components

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import batches
 
-from pyg_chimera.ops.structure import cache
+from pyg_chimera.ops.common import cache
 from pyg_chimera.ops.structure.node_sequences import NodeSequences, node_sequences
 
 SCORES = st.sampled_from(["tied", "few", "wide", "float"])

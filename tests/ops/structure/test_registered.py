@@ -12,7 +12,7 @@ from pyg_chimera.ops import (
     node_score,
     node_sequences,
 )
-from pyg_chimera.ops.structure import cache, topological_rank
+from pyg_chimera.ops.common import cache, topological_rank
 from pyg_chimera.ops.structure.line_graph import ordered_dags
 
 

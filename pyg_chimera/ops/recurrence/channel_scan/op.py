@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.ops.common.checks import (
     check_dim,
     check_edges,
@@ -22,7 +23,6 @@ from pyg_chimera.ops.recurrence.channel_scan import (
     triton_backend,
 )
 from pyg_chimera.ops.recurrence.states import StateGraph, node_states
-from pyg_chimera.ops.structure.cache import Recipe
 
 
 class Inputs(NamedTuple):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.autograd import by_autograd
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.sequences import linear_recurrence, longest_of, places
 from pyg_chimera.ops.recurrence.levels import levels_of, solve_by_levels
 from pyg_chimera.ops.recurrence.states import StateGraph
-from pyg_chimera.ops.structure.cache import table
 
 DEVICES = None
 

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.triton_runtime import on_device_of
 from pyg_chimera.ops.recurrence.states import StateGraph
 from pyg_chimera.ops.recurrence.triton_carry import carry, compose
-from pyg_chimera.ops.structure.cache import table
 
 #: Rows of a span, and channels of a program.
 _ROWS, _WIDTH = 64, 16

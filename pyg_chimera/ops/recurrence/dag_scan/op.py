@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.ops.common.checks import (
     check_edges,
     check_finite,
@@ -34,7 +35,6 @@ from pyg_chimera.ops.recurrence.states import (
     edge_states,
     node_states,
 )
-from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.grid import flat_sizes
 
 States = StateGraph | GridStates

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.common.autograd import by_autograd
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.recurrence.dag_scan import torch_backend
 from pyg_chimera.ops.recurrence.dag_scan.direct_term import direct_term
 from pyg_chimera.ops.recurrence.levels import depth_of
 from pyg_chimera.ops.recurrence.states import NOT_PATHS, StateGraph
-from pyg_chimera.ops.structure.cache import table
 
 if TYPE_CHECKING:
     from pyg_chimera.ops.recurrence.triton_chains import Chains

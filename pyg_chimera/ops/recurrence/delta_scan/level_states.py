@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.autograd import by_autograd
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
-from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import grouped, inverse
 
 #: The number of entries that one slice of states may have.

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.autograd import by_autograd
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.mask_form import Padding, masked_mix
-from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import grouped
 
 #: The number of entries that a padded group of matrices may have, on a CPU and else.

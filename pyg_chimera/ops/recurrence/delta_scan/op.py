@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.ops.common.checks import (
     check_finite,
     check_flag,
@@ -29,7 +30,6 @@ from pyg_chimera.ops.recurrence.delta_scan import (
 )
 from pyg_chimera.ops.recurrence.delta_scan.forms import cost_of
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph, delta_graph
-from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.topological import find_cycle
 
 _FORMS = ("auto", "state", "mask", "chunk")

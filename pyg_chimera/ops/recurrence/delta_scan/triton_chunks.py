@@ -33,6 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
 from pyg_chimera.ops.recurrence import triton_chunk_form
@@ -56,7 +57,6 @@ from pyg_chimera.ops.recurrence.triton_mask_form import (
     matrix_tile,
     tile_nodes,
 )
-from pyg_chimera.ops.structure.cache import table
 
 #: Channels at a time.
 _STEP = 32

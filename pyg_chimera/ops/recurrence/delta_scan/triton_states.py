@@ -33,11 +33,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import on_device_of
 from pyg_chimera.ops.recurrence.delta_scan.graph import DeltaGraph
 from pyg_chimera.ops.recurrence.triton_chains import Chains, bounds, ring_of, row_of
-from pyg_chimera.ops.structure.cache import table
 
 #: Entries of a slice of a state.
 _NUMEL = 2048

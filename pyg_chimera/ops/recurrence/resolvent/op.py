@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.ops.common.checks import (
     check_finite,
     check_floats,
@@ -42,7 +43,6 @@ from pyg_chimera.ops.recurrence.resolvent.sweep_polynomial import (
     polynomial_of,
     precision_of,
 )
-from pyg_chimera.ops.structure.cache import Recipe
 from pyg_chimera.ops.structure.symbolic_factor import (
     Blocks,
     SymbolicFactor,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.autograd import by_autograd
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.checks import trusted
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.memory import left_if_short, too_large
 from pyg_chimera.ops.recurrence.mask_form import Padding, masked_mix
 from pyg_chimera.ops.recurrence.resolvent.pivot_growth import named_if_singular
-from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.csr import runs
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.checks import trusted
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
@@ -24,7 +25,6 @@ from pyg_chimera.ops.recurrence.resolvent.path_factors import (
 )
 from pyg_chimera.ops.recurrence.resolvent.path_pivots import Places, eliminate
 from pyg_chimera.ops.recurrence.resolvent.pivot_growth import check_pivot_growth
-from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
 
 if TYPE_CHECKING:

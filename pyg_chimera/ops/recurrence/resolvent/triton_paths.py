@@ -6,12 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence import triton_chunk_form
 from pyg_chimera.ops.recurrence.resolvent.path_factors import Pivots, path_scans
 from pyg_chimera.ops.recurrence.resolvent.path_pivots import Places, gates, gradients
 from pyg_chimera.ops.recurrence.triton_chunk_form import Chunks
-from pyg_chimera.ops.structure.cache import table
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 

@@ -15,7 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import setting, trusted
 from pyg_chimera.ops.common.torch_private import without_transforms
-from pyg_chimera.ops.structure.checksum import scrambled
 
 _EAGER: ContextVar[bool] = ContextVar("eager", default=False)
 
@@ -147,6 +146,15 @@ def _sums_of_hashes(x: Tensor) -> Tensor:
     keys = ((-7046029254386353131, 6364136223846793005),
             (2862933555777941757, -3335678366873096957))  # fmt: skip
     return torch.stack([scrambled(bits * a + place * b).sum() for a, b in keys])
+
+
+def scrambled(x: Any) -> Any:
+    """Hashes of int64 numbers, in a tensor or an array: the finaliser of SplitMix64,
+    whose products overflow.
+    """
+    x = (x ^ (x >> 30)) * -4658895280553007687
+    x = (x ^ (x >> 27)) * -7723592293110705685
+    return x ^ (x >> 31)
 
 
 _DIGESTS = _Digests()

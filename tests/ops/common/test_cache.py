@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyg_chimera.ops.structure import cache
+from pyg_chimera.ops.common import cache
 
 EDGES = torch.tensor([[0, 1, 2], [1, 2, 3]])
 BATCH = torch.tensor([0, 0, 0, 0])
