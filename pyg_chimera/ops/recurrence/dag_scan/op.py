@@ -133,11 +133,8 @@ class _StateScan(Operator[Inputs, States]):
                 forms += ["mask"]
         found = [choice._replace(form=form) for form in forms]
         if choice.backend == "numba":  # costs have been measured for numba only
-            costs = [
-                cost_of(form, structure, inputs.query, inputs.value) for form in forms
-            ]
-            priced = zip(found, costs, strict=True)
-            found = [x._replace(cost=cost) for x, cost in priced]
+            of = (structure, inputs.query, inputs.value)
+            found = [x._replace(cost=cost_of(x.form, *of)) for x in found]
             found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
         elif choice.backend == "triton" and triton_backend.prefers_chunks(call):
             found.reverse()
