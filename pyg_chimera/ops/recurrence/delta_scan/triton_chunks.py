@@ -1,6 +1,8 @@
-r"""The delta rule in chunks of directed paths on a GPU, as in `path_chunks`.
+r"""The delta rule in chunks of directed paths on a GPU: the WY form of DeltaNet.
 
-D and r are the decays within a chunk, and :math:`l_j = a_{last} \cdots a_{j+1}`. With
+Within a chunk, states decay by :math:`D_{ij} = a_i \cdots a_{j+1}` from node j to i, by
+:math:`r_i = a_i \cdots a_1` from before the chunk, and by :math:`l_j = a_{last} \cdots
+a_{j+1}` to its end. With
 the part F of :math:`D \odot K K^T` below the diagonal, :math:`T = (I + F \,
 diag(b))^{-1}`, and the state S before a chunk, its nodes write
 
