@@ -83,7 +83,7 @@ test-triton: $(TRITON)/.installed  ## run Triton's kernels in its interpreter, c
 		tests/ops/common/test_triton_runtime.py tests/ops/common/test_verdicts.py $(ARGS)
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest $(PARALLEL) \
 		tests/ops/test_host_waits.py tests/ops/test_operators.py \
-		tests/ops/recurrence/channel_scan \
+		tests/ops/recurrence/test_channel_scan.py \
 		-k "triton and not (random_batches or derivatives or dtypes)" $(ARGS)
 	$(TRITON)/bin/python -m pytest $(PARALLEL) -rs tests/ops/test_triton_compiled.py $(ARGS)
 

@@ -44,7 +44,7 @@ from workloads import Workload, all_peptides, peptides, planar
 from pyg_chimera.nn import ChimeraGridConv, PLSTMConv, PLSTMGridConv
 from pyg_chimera.nn.conv import plstm_conv, plstm_grid_conv
 from pyg_chimera.ops import dag_scan, grid_scan, line_graph, multitree, stm_scan
-from pyg_chimera.ops.recurrence.states import GridStates as StatesOfGrids
+from pyg_chimera.ops.recurrence.plan.states import GridStates as StatesOfGrids
 from pyg_chimera.ops.structure import topological_rank
 
 HEADS, CHANNELS = 4, 64

@@ -30,7 +30,7 @@ from pyg_chimera.ops.recurrence.dag_scan import (
     stm_scan,
 )
 from pyg_chimera.ops.recurrence.delta_scan import delta_scan
-from pyg_chimera.ops.recurrence.resolvent import resolvent_mix
+from pyg_chimera.ops.recurrence.resolvent_mix import resolvent_mix
 from pyg_chimera.ops.recurrence.selective_scan import selective_scan
 from pyg_chimera.ops.structure import (
     k_hop_index,

@@ -14,7 +14,7 @@ from torch_geometric import EdgeIndex
 
 from pyg_chimera import nn, ops
 from pyg_chimera.ops.common import cache
-from pyg_chimera.ops.recurrence.resolvent import op as resolvent_op
+from pyg_chimera.ops.recurrence import resolvent_mix as resolvent_op
 from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor as factor
 
 EDGES = torch.tensor([[0, 1, 1, 2, 2, 3], [1, 0, 2, 1, 3, 2]])

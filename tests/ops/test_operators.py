@@ -40,7 +40,7 @@ from torch_geometric import EdgeIndex
 
 from pyg_chimera import ops
 from pyg_chimera.ops import dag_scan, explain
-from pyg_chimera.ops.recurrence import chunk_form
+from pyg_chimera.ops.recurrence.cpu import chunks as chunk_form
 
 VARIANTS = {
     f"{key}-{name}": (key, options)
@@ -94,9 +94,8 @@ TILED = {name: x for name, x in REGISTERED.items() if name.endswith("state-numba
 
 def shrink_tiles(monkeypatch, size: int) -> None:
     """To a few states, and key channels, at a time."""
-    modules = ("supernodal_sweeps", "sparse_products")
-    for name in ("dag_scan.numba_backend", *(f"resolvent.{x}" for x in modules)):
-        module = importlib.import_module(f"pyg_chimera.ops.recurrence.{name}")
+    for name in ("sweep", "supernodal", "iterate"):
+        module = importlib.import_module(f"pyg_chimera.ops.recurrence.cpu.{name}")
         assert module._TILE_BYTES >= 2**19
         monkeypatch.setattr(module, "_TILE_BYTES", size)
         monkeypatch.setattr(module, "_ALL_BYTES", size, raising=False)

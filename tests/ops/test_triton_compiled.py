@@ -1,6 +1,5 @@
 """Triton's kernels as compiled: for GPUs that need not be there, and on one."""
 
-import importlib
 import itertools
 
 import pytest
@@ -14,7 +13,7 @@ from operators import (
     make_case,
 )
 
-from pyg_chimera.ops.common import triton_runtime
+from pyg_chimera.ops.common import operator, triton_runtime
 
 if triton_runtime.INTERPRETED:
     pytest.skip("TRITON_INTERPRET=1 replaces the compiler", allow_module_level=True)
@@ -23,15 +22,9 @@ pytest.importorskip("triton", reason="needs the extra 'triton': make test-triton
 from triton_aot import SHARED, TARGETS, built, launches
 
 BACKENDS = [
-    importlib.import_module(f"pyg_chimera.ops.{x}.triton_backend")
-    for x in (
-        "recurrence.dag_scan",
-        "recurrence.delta_scan",
-        "recurrence.resolvent",
-        "recurrence.selective_scan",
-        "causal_conv1d",
-        "recurrence.channel_scan",
-    )
+    declared.backends["triton"]
+    for declared in operator.OPERATORS.values()
+    if "triton" in declared.backends
 ]
 #: Heads, groups, state channels and value channels: those of models, and odd ones.
 SIZES = [(2, 2, 96, 32), (4, 1, 20, 100)]

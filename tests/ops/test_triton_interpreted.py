@@ -22,7 +22,7 @@ from poison import poison_tensors
 
 from pyg_chimera.ops import explain
 from pyg_chimera.ops.common import cache, triton_runtime
-from pyg_chimera.ops.recurrence.resolvent.fronts import Fronts
+from pyg_chimera.ops.recurrence.plan.fronts import Fronts
 from pyg_chimera.ops.structure.supernodes import Merging
 from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
 
@@ -35,17 +35,17 @@ from triton_watch import rounded, watched  # noqa: E402
 
 #: Constants of modules, and what they are here: several tiles in small graphs.
 SMALL = {
-    "recurrence.triton_mask_form": {"TILE": 16},
-    "recurrence.triton_chunk_form": {"CHUNK": 16, "_STEP": 16, "_WIDTH": 16},
-    "recurrence.triton_carry": {"_SPANS": 2, "_WIDTH": 4},
-    "recurrence.dag_scan.triton_state_form": {"_ROWS": 4, "_COLUMNS": 2},
-    "recurrence.resolvent.fronts": {"_MERGING": Merging(8, 8, 40)},
-    "recurrence.resolvent.triton_fronts": {"TILE": 16, "_LANES": 16},
-    "recurrence.delta_scan.triton_states": {"_NUMEL": 16},
-    "recurrence.delta_scan.triton_chunks": {"_STEP": 16},
-    "recurrence.selective_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
+    "recurrence.gpu.mask": {"TILE": 16},
+    "recurrence.gpu.chunks": {"CHUNK": 16, "_STEP": 16, "_WIDTH": 16},
+    "recurrence.gpu.carry": {"_SPANS": 2, "_WIDTH": 4},
+    "recurrence.gpu.walk": {"_ROWS": 4, "_COLUMNS": 2},
+    "recurrence.plan.fronts": {"_MERGING": Merging(8, 8, 40)},
+    "recurrence.gpu.fronts": {"TILE": 16, "_LANES": 16},
+    "recurrence.gpu.delta_walk": {"_NUMEL": 16},
+    "recurrence.gpu.delta_chunks": {"_STEP": 16},
+    "recurrence.gpu.selective_spans": {"_ROWS": 4, "_WIDTH": 4},
     "causal_conv1d.triton_taps": {"_ROWS": 4, "_WIDTH": 4},
-    "recurrence.channel_scan.triton_span_scan": {"_ROWS": 4, "_WIDTH": 4},
+    "recurrence.gpu.channel_spans": {"_ROWS": 4, "_WIDTH": 4},
 }
 SMALL = {
     importlib.import_module(f"pyg_chimera.ops.{name}"): constants
@@ -125,9 +125,9 @@ def test_as_exact_as_float32_unless_pytorch_is_told_not_to_be(key, options, allo
 @pytest.mark.parametrize(
     ("key", "module"),
     [
-        ("triton_dags", "recurrence.dag_scan.triton_state_form"),
-        ("triton_sparse", "recurrence.resolvent.triton_fronts"),
-        ("triton_delta_dags", "recurrence.delta_scan.triton_states"),
+        ("triton_dags", "recurrence.gpu.walk"),
+        ("triton_sparse", "recurrence.gpu.fronts"),
+        ("triton_delta_dags", "recurrence.gpu.delta_walk"),
     ],
 )
 def test_states_in_several_rounds(key, module, monkeypatch):

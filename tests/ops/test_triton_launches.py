@@ -16,7 +16,7 @@ from torch_geometric.utils import to_undirected
 from pyg_chimera.nn import ChimeraConv
 from pyg_chimera.ops import unchecked
 from pyg_chimera.ops.common import cache, triton_runtime
-from pyg_chimera.ops.recurrence.resolvent import fronts
+from pyg_chimera.ops.recurrence.plan import fronts
 from pyg_chimera.ops.structure.supernodes import Merging
 from pyg_chimera.ops.structure.symbolic_factor import symbolic_factor
 
@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 from triton_watch import counted
 
-from pyg_chimera.ops.recurrence.resolvent import triton_fronts
+from pyg_chimera.ops.recurrence.gpu import fronts as triton_fronts
 
 #: What a training step of an operator or a layer may launch.
 MOST = 16

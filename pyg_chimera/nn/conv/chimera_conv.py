@@ -18,8 +18,8 @@ from pyg_chimera.ops.common.checks import (
     check_number,
     check_option,
 )
-from pyg_chimera.ops.recurrence.resolvent.op import SOLVERS
-from pyg_chimera.ops.recurrence.resolvent.positive_sums import positive_sums
+from pyg_chimera.ops.recurrence.positive_sums import positive_sums
+from pyg_chimera.ops.recurrence.resolvent_mix import SOLVERS
 
 __all__ = ["ChimeraConv"]
 

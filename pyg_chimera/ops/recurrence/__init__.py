@@ -1,9 +1,9 @@
 """H = A H + X in all its forms: a linear recurrence on a graph of states.
 
 What operators share is here: the graph of states (`states`), its linear system
-(`levels`), the mask form (`mask_form`; on GPUs `triton_mask_form`), the chunk form of
-paths (`chunk_form`; on GPUs `triton_chunk_form` and `triton_carry`), sweeps over the
-rows of factors (`row_sweeps`), and states carried on GPUs (`triton_chains`). Each
+(`levels`), the mask form (`plain.matrices`; on GPUs `mask`), the chunk form of
+paths (`chunks`; on GPUs `chunks` and `carry`), sweeps over the
+rows of factors (`rows`), and states carried on GPUs (`chains`). Each
 operator is a folder, and imports none of the others:
 
 * `dag_scan`: A is triangular; states on nodes, edges or grids.

@@ -266,14 +266,14 @@ def test_what_a_kernel_depends_on_is_found(monkeypatch):
         return b"edited" if name == f"pyg_chimera.ops.{edited}" else source, imported
 
     monkeypatch.setattr(compilation, "_read", read_edited)
-    scan = "recurrence.dag_scan"
+    room = "recurrence"
     stamps = {}
     for edited in (
-        *("", "common.simd", "common.vector_kit", f"{scan}.grid_sweeps"),
+        *("", "common.simd", "common.vector_kit", f"{room}.cpu.grid_sweep"),
         # Which are edited often, and need not be recompiled for.
-        *(f"{scan}.{x}" for x in ("op", "triton_state_form", "reference")),
+        *(f"{room}.{x}" for x in ("dag_scan", "gpu.walk", "dense.scan")),
     ):
-        stamps[edited] = compilation.stamp(f"pyg_chimera.ops.{scan}.numba_backend")
+        stamps[edited] = compilation.stamp(f"pyg_chimera.ops.{room}.cpu.sweep")
     unchanged = [x for x in stamps if x and stamps[x] == stamps[""]]
     assert unchanged == list(stamps)[-3:]
 

@@ -8,17 +8,10 @@ import torch
 from operators import OPERATORS, example, grids_of, make_case, structure
 
 from pyg_chimera.ops import dag_scan, explain, resolvent_mix
-from pyg_chimera.ops.common import triton_runtime
-from pyg_chimera.ops.recurrence.resolvent import cost_model
-from pyg_chimera.ops.recurrence.resolvent import op as resolvent_op
+from pyg_chimera.ops.common import operator, triton_runtime
+from pyg_chimera.ops.recurrence import resolvent_mix as resolvent_op
+from pyg_chimera.ops.recurrence.costs import resolvent as cost_model
 
-#: Packages with such a backend, and the operators in them.
-PACKAGES = {
-    "recurrence.dag_scan": "_dag_scan",
-    "recurrence.resolvent": "_resolvent_mix",
-    "recurrence.selective_scan": "_selective_scan",
-    "causal_conv1d": "_causal_conv1d",
-}
 SEQUENCES = ("selective_scan", "causal_conv1d")
 #: There and back, and a loop.
 PATH = structure([(0, 1), (1, 0), (0, 0)], 2)
@@ -117,12 +110,12 @@ def without_numba(monkeypatch):
     """`auto` chooses as it does on a GPU, of what runs there."""
     monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
     monkeypatch.setattr(cost_model, "_MAX_DENSE", 64)
-    for package, operator in PACKAGES.items():
-        op = importlib.import_module(f"pyg_chimera.ops.{package}.op")
-        backends = dict(getattr(op, operator).backends)
+    for name in ("dag_scan", "resolvent_mix", *SEQUENCES):
+        declared = operator.OPERATORS[name]
+        backends = dict(declared.backends)
         del backends["numba"]
         monkeypatch.setattr(backends["triton"], "DEVICES", ("cpu",))
-        monkeypatch.setattr(type(getattr(op, operator)), "backends", backends)
+        monkeypatch.setattr(type(declared), "backends", backends)
 
 
 def chosen(key, **options):
@@ -154,9 +147,7 @@ def test_auto_says_why_it_does_not_take_it(without_numba, monkeypatch):
 
 
 def test_matrices_that_do_not_fit(without_numba, monkeypatch):
-    module = importlib.import_module(
-        "pyg_chimera.ops.recurrence.resolvent.triton_backend"
-    )
+    module = importlib.import_module("pyg_chimera.ops.recurrence.gpu.resolvent")
     monkeypatch.setattr(module, "_MOST_NODES", 2)
     with pytest.raises(ValueError, match="at most 2 nodes in a graph, and the largest"):
         chosen("resolvent_mix", solver="dense", backend="triton")
@@ -228,9 +219,7 @@ def test_long_paths_are_cut_into_chunks(without_numba):
 
 def test_hubs(without_numba, monkeypatch):
     """A front with very many children is left to dense matrices."""
-    module = importlib.import_module(
-        "pyg_chimera.ops.recurrence.resolvent.triton_backend"
-    )
+    module = importlib.import_module("pyg_chimera.ops.recurrence.gpu.resolvent")
     monkeypatch.setattr(module, "_MOST_ADDED", 1)
     case = make_case(OPERATORS["resolvent_mix"], grids_of((10, 10)))
     inputs = {**case.to(torch.float32).inputs, "form": "state"}

@@ -281,7 +281,7 @@ def test_what_a_verdict_depends_on(monkeypatch):
     monkeypatch.setattr(verdicts, "import_module", lambda name: triton)
     before, read = verdicts.stamp("pyg_chimera.ops"), compilation._read
     # It is imported when first used.
-    kernels = "pyg_chimera.ops.recurrence.delta_scan.triton_chunks"
+    kernels = "pyg_chimera.ops.recurrence.gpu.delta_chunks"
 
     def edited(folder, name):
         return (b"", []) if name == kernels else read(folder, name)

@@ -1,0 +1,1 @@
+"""What algorithms cost on a CPU: multiply-adds, seconds and bytes."""

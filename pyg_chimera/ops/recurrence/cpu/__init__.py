@@ -1,0 +1,1 @@
+"""Algorithms for CPUs, compiled by numba."""

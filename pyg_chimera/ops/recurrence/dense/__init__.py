@@ -1,0 +1,1 @@
+"""The definitions: dense matrices or loops, differentiated by autograd, for tests."""

@@ -1,0 +1,1 @@
+"""Algorithms for GPUs, compiled by Triton."""

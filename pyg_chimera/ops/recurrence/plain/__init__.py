@@ -1,0 +1,1 @@
+"""Algorithms in plain PyTorch, on any device."""

@@ -1,0 +1,1 @@
+"""What depends on the graph alone, and what algorithms cost."""
