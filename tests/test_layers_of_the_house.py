@@ -72,9 +72,8 @@ def operator_of(module: str) -> str | None:
         return found[1]
     found = re.match(r"pyg_chimera\.ops\.recurrence\.(\w+)\.", f"{module}.")
     file = PACKAGE / "ops" / "recurrence" / f"{found[1] if found else ''}.py"
-    return (
-        found[1] if found and file.exists() and "public(" in file.read_text() else None
-    )
+    declares = file.exists() and ".public(" in file.read_text()
+    return found[1] if found and declares else None
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda x: str(x.relative_to(PACKAGE)))
@@ -88,14 +87,26 @@ def test_no_operator_imports_another(path):
         if isinstance(x, ast.ImportFrom)
         for alias in x.names
     }
-    room = any(f"ops.recurrence.{x}." in module for x in ROOMS)
-    if own or room or "ops.common" in module:
+    if own or room_of(module) or "ops.common" in module:
         assert {operator_of(name) for name in names} <= {None, own}
         assert "pyg_chimera.ops" not in names  # which has the operators' functions
 
 
 #: Of `ops/recurrence`; each may import those before it, and itself.
-ROOMS = ("plan", "dense", "plain", "cpu", "gpu")
+ROOMS = ("plan", "dense", "plain", "cpu", "costs", "gpu")
+
+
+def room_of(module: str) -> str | None:
+    found = re.match(r"pyg_chimera\.ops\.recurrence\.(\w+)", module)
+    return found[1] if found and found[1] in ROOMS else None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda x: str(x.relative_to(PACKAGE)))
+def test_rooms_of_recurrences_are_in_order(path):
+    module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    own = room_of(module)
+    for other in filter(None, map(room_of, imported(path))):
+        assert own is None or ROOMS.index(other) <= ROOMS.index(own)
 
 
 def test_operators_are_found():

@@ -1,13 +1,19 @@
 """H = A H + X in all its forms: a linear recurrence on a graph of states.
 
-What operators share is here: the graph of states (`states`), its linear system
-(`levels`), the mask form (`plain.matrices`; on GPUs `mask`), the chunk form of
-paths (`chunks`; on GPUs `chunks` and `carry`), sweeps over the
-rows of factors (`rows`), and states carried on GPUs (`chains`). Each
-operator is a folder, and imports none of the others:
+Five modules declare the operators: their public functions, and the choice of an
+algorithm. None imports another.
 
 * `dag_scan`: A is triangular; states on nodes, edges or grids.
-* `resolvent`: any A, by sparse elimination or by iteration.
+* `resolvent_mix`: any A, by sparse elimination or by iteration.
 * `delta_scan`: nodes overwrite what their keys read.
 * `channel_scan`, `selective_scan`: one scalar state, or one decay, for each channel.
+
+Their algorithms are in rooms, one file each. A room imports only those before it.
+
+* `plan`: what depends on the graph alone, such as the graph of states.
+* `dense`: the definitions, which tests compare with.
+* `plain`: plain PyTorch, on any device, differentiated by autograd.
+* `cpu`: kernels compiled by numba.
+* `costs`: what they cost on a CPU.
+* `gpu`: kernels compiled by Triton.
 """
