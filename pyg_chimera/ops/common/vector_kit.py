@@ -122,14 +122,6 @@ def set_identity(rows):
 
 
 @jit
-def take_columns(target, source, nodes, h, first, count):
-    """Copy `count` nodes' rows to columns, [channels, nodes], zero-padded."""
-    for c in range(target.shape[0]):
-        for i in range(target.shape[1]):
-            target[c, i] = source[nodes[first + i], h, c] if i < count else 0
-
-
-@jit
 def transpose(target, ldt, source, lds, m, n):
     """Transpose [m, n]; both sizes are rounded up to whole vectors."""
     step = lanes(target)
