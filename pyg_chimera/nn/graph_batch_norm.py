@@ -6,6 +6,7 @@ from torch_geometric.nn import BatchNorm
 from torch_geometric.utils import scatter
 
 from pyg_chimera.nn._inputs import at_least_float32
+from pyg_chimera.ops.common.torch_private import is_followed
 
 __all__ = ["GraphBatchNorm"]
 
@@ -85,7 +86,7 @@ class GraphBatchNorm(BatchNorm):
             # Means of all batches until there are enough: right from the first on.
             weight = 1 / self.module.num_batches_tracked
             weight = weight.clamp(min=self.module.momentum or 0.0)
-            graphs = 1 if batch is None else _consecutive(batch).max() + 1
+            graphs = 1 if batch is None else _num_graphs(batch)
             self.graph_share.add_(weight * (1 / graphs - self.graph_share))
             self.row_share.add_(weight * (1 / x.size(0) - self.row_share))
         return out
@@ -128,6 +129,13 @@ class GraphBatchNorm(BatchNorm):
         for name in ("graph_share", "row_share"):  # which other batch norms don't have
             state_dict.setdefault(prefix + name, like.new_zeros(()))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _num_graphs(batch: Tensor) -> Tensor:
+    """The number of graphs that have rows."""
+    if batch.is_cpu and not is_followed():  # counting is faster than sorting
+        return torch.bincount(batch).count_nonzero()
+    return _consecutive(batch).max() + 1
 
 
 def _consecutive(batch: Tensor) -> Tensor:
