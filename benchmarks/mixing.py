@@ -4,7 +4,7 @@ Forward, backward and peak memory on batches of peptides, on random planar graph
 graphs whose factors fill up; what depends on structure alone; the first call of a
 process::
 
-    python benchmarks/mixing.py                     # all of it, half an hour
+    python benchmarks/mixing.py                     # all of it, up to an hour
     python benchmarks/mixing.py --smoke             # tiny graphs, half a minute
     python benchmarks/mixing.py --only planar --threads 1
     python benchmarks/mixing.py --root peptides-functional --out results/mine.json

@@ -106,7 +106,7 @@ def test_influence_on_lattices(sides):
     ],
     ids=["path", "ring", "binary tree", "random tree", "grid"],
 )
-def test_loudness(graph, state_channels, qk_norm):
+def test_input_gates(graph, state_channels, qk_norm):
     """What heads mix is ten times as loud as the skip, or a few times more."""
     torch.manual_seed(0)
     ratios = []
