@@ -528,7 +528,7 @@ OPERATORS = {
     ),
     "dag_scan": Operator(
         "dag_scan", _MIX, "HGNP", _SIZES,
-        DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
+        DAGS, _ANY_DAGS,
         {}, _mix_oracle, _edges, {**_STATES, **_REST},
     ),
     "paths": Operator(
@@ -543,7 +543,7 @@ OPERATORS = {
     ),
     "delta_dags": Operator(
         "delta_scan", _DELTA, "HGNP", _DELTA_SIZES,
-        DAGS, batches(dags(max_nodes=6, max_edges=12)).map(_from_batch),
+        DAGS, _ANY_DAGS,
         _DELTA_SCALE, _delta_oracle, _edges, {**_FORMS, **_REST},
     ),
     "delta_paths": Operator(

@@ -140,14 +140,11 @@ class ChimeraPathConv(ChimeraBlock):
     def project(
         self, x: Tensor, filtered: Filter | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As of other layers, but never in half precision, and in float64 in programs
-        that cannot compute rows again whose states are out of range.
+        """As of other layers, but never in half precision, and in float64 in compiled
+        programs, which cannot compute rows again whose states are out of range.
         """
-        fixed = not readable() or is_followed()
-        linear = self.project_linearly(x, filtered)
-        return self.activated(
-            *(y.double() if fixed else at_least_float32(y) for y in linear)
-        )
+        convert = Tensor.double if is_followed() else at_least_float32
+        return self.activated(*map(convert, self.project_linearly(x, filtered)))
 
     def _mix_apart(
         self, x: Tensor, filtered: Filter | None, logs: "_Logs", mix: Callable

@@ -20,10 +20,6 @@ class _Operands(NamedTuple):
     weight: np.ndarray  #: [K, D], and its gradient [blocks, K, D]
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs, [T, D]."""
     x, weight, bias, ptr = call.inputs[:4]

@@ -11,10 +11,6 @@ from pyg_chimera.ops.common.sequences import places
 DEVICES = None
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs, [T, D]."""
     x, weight, bias, ptr = call.inputs[:4]

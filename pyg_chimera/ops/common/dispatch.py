@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 #: Why a form is chosen over the others.
 WHY_FORM = {
-    "state": "blocks are large: states along edges are faster",
+    "state": "states along edges are faster",
     "mask": "blocks are small: matrix products are faster",
     "chunk": "paths: matrix products in chunks are faster",
 }
@@ -101,8 +101,9 @@ class Backend(Protocol):
     """A module that computes an operator.
 
     A backend without `backward` consists of plain PyTorch operations, which autograd
-    differentiates; its `forward` returns only the output. `DEVICES_IF_ASKED` is
-    optional: further device types, on which the backend is used only if requested.
+    differentiates; its `forward` returns only the output. One without `why_not`
+    supports all calls. `DEVICES_IF_ASKED` is optional: further device types, on which
+    the backend is used only if requested.
     """
 
     #: The device types that it runs on, or None for all.

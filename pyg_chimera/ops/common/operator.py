@@ -189,8 +189,9 @@ class Operator(Generic[Inputs, Structure]):
             if choice.solver in unsuitable:
                 continue
             call = undecided.with_choice(choice)
+            backend = self.backends[choice.backend]
             try:
-                problem = self.backends[choice.backend].why_not(call)
+                problem = backend.why_not(call) if hasattr(backend, "why_not") else None
             except UnsuitableSolver as error:
                 unsuitable[choice.solver] = str(error)
                 continue

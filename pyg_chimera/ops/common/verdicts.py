@@ -1,4 +1,4 @@
-"""Whether algorithms compute what they should, on the machine at hand.
+"""Comparisons of backends with the reference, and before first use with PyTorch.
 
 On a GPU, a call with ``backend="auto"`` asks `reason_against`, which compares kernels
 with PyTorch before their first use, and remembers on disk how that went.

@@ -55,10 +55,6 @@ class _Gradient(NamedTuple):
     weight: np.ndarray  #: [tasks, rows, columns, F]
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs, [V, F]."""
     x, weight, causal = call.inputs[:3]

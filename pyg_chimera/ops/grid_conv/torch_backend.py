@@ -12,10 +12,6 @@ from pyg_chimera.ops.common.dispatch import Call
 DEVICES = None
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 class _Canvas(NamedTuple):
     """Images that hold all grids, [images, height, width], and the filter's padding.
 

@@ -14,10 +14,6 @@ from pyg_chimera.ops.neighborhood_attention.pattern import Pattern
 DEVICES = None
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, H, P], and the softmax weights [H E]."""
     query, key, value, bias = call.inputs[:4]

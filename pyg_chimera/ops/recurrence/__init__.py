@@ -8,9 +8,10 @@ algorithm. None imports another.
 * `delta_scan`: nodes overwrite what their keys read.
 * `channel_scan`, `selective_scan`: one scalar state, or one decay, for each channel.
 
-Their algorithms are in rooms, one file each. A room imports only those before it.
+`positive_sums` is made of `resolvent_mix`. Algorithms are in rooms, one file each. A
+room imports only those before it.
 
-* `plan`: what depends on the graph alone, such as the graph of states.
+* `plan`: what several of them read, mostly of the graph alone.
 * `dense`: the definitions, which tests compare with.
 * `plain`: plain PyTorch, on any device, differentiated by autograd.
 * `cpu`: kernels compiled by numba.

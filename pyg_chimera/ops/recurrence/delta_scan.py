@@ -81,7 +81,7 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
     def choices(self, call: Call[Inputs, DeltaGraph]) -> Iterator[Choice]:
         inputs, graph = call.inputs, call.structure
         backends, reason = self.usable(inputs), self.reason(inputs)
-        if triton_backend.is_serial(graph):
+        if triton_backend.prefers_levels(graph):
             backends.sort(key="triton".__eq__)
         forms = [inputs.form]
         if inputs.form == "auto" and graph.on_cycle.any():

@@ -56,7 +56,7 @@ _FORMS_OF = {
     "iterative": ("auto", "state"),
     "neumann": ("auto", "state", "mask"),
 }
-#: The backends of each solver, where they run on a device.
+#: The backends that have each solver; those of the device are tried in this order.
 _BACKENDS = {
     "sparse": ("numba", "triton"),
     "dense": ("triton", "torch"),
@@ -337,7 +337,7 @@ def resolvent_mix(
             (quadratic in its nodes), :obj:`"chunk"` combines both, in chunks of paths.
             All give the same result; :obj:`"iterative"` supports the state form only,
             :obj:`"dense"` the mask form only. (default: :obj:`"auto"`)
-        backend (str, optional): :obj:`"numba"` (CPU; all but dense matrices),
+        backend (str, optional): :obj:`"numba"` (CPU; all but :obj:`"dense"`),
             :obj:`"triton"` (GPU; eliminates), :obj:`"torch"` (any device; mask form of
             :obj:`"dense"` and :obj:`"neumann"`), :obj:`"reference"` (dense, slow, for
             tests). (default: :obj:`"auto"`)

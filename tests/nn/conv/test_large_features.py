@@ -246,15 +246,17 @@ def inverse(system: mpmath.matrix) -> mpmath.matrix:
     return out
 
 
-@pytest.mark.parametrize(("scale", "most"), [(300, 0), (1e4, 20)])
-def test_what_states_cannot_hold_is_nan_where_contents_are_not_read(scale, most):
+def test_what_states_cannot_hold_is_nan_where_contents_are_not_read():
     """Rather than wrong. Otherwise, such states are computed again."""
     torch.manual_seed(21)
-    conv = ChimeraPathConv(8, 8, heads=2, state_channels=4)
-    x, edge_index = scale * torch.randn(40, 8), PATH[:, ((PATH < 40).all(0))]
+    conv, x = ChimeraPathConv(8, 8, heads=2, state_channels=4), 300 * torch.randn(40, 8)
+    edge_index = PATH[:, ((PATH < 40).all(0))]
     exact = conv(x, edge_index)
     with unchecked():
         out = conv(x, edge_index)
     lost = out.isnan().all(1)
-    assert min(most, 1) <= lost.sum() <= most
+    assert 0 < lost.sum() < 20
     assert_near(out[~lost], exact[~lost], 1e-4)
+    # Compiled, it is computed in float64.
+    compiled = torch.compile(conv, backend="aot_eager", fullgraph=True)
+    assert_near(compiled(x, edge_index), exact, 1e-4)

@@ -23,7 +23,7 @@ from pyg_chimera.ops.recurrence.cpu.block_elimination import (
     eliminate,
     solve,
 )
-from pyg_chimera.ops.recurrence.plain import delta_levels as level_states
+from pyg_chimera.ops.recurrence.plain import delta_levels
 
 FORMS = ("mask", "state")
 
@@ -294,7 +294,7 @@ def test_levels_in_slices_of_value_channels(most, monkeypatch):
     case = example("delta_dags", "several_blocks")
     options = {"backend": "torch", "form": "state"}
     want = computed(case, options)
-    monkeypatch.setattr(level_states, "MAX_NUMEL", most)
+    monkeypatch.setattr(delta_levels, "MAX_NUMEL", most)
     for name, got in computed(case, options).items():
         assert_near(got, want[name])
 

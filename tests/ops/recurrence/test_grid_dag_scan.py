@@ -8,7 +8,7 @@ from operators import OPERATORS, Structure, make_case
 
 from pyg_chimera.ops import dag_scan, explain, grid_dag_scan
 from pyg_chimera.ops.common.simd import vector_lanes
-from pyg_chimera.ops.recurrence.cpu import grid_sweep as grid_sweeps
+from pyg_chimera.ops.recurrence.cpu import grid_sweep
 
 OPERATOR = OPERATORS["grid_dag_scan"]
 
@@ -80,7 +80,7 @@ def test_long_rows_go_by_chunks():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_grids_hold_the_states_of_some_rows_only(dtype):
     lanes, _ = vector_lanes(np.dtype(str(dtype).removeprefix("torch.")))
-    assert grid_sweeps.rows_held(140, 91 * 16 * lanes) < 140
+    assert grid_sweep.rows_held(140, 91 * 16 * lanes) < 140
     inputs = on([(90, 140), (140, 90), (2, 2)], (1, 1, 17, lanes + 1, 2))
     height, width = torch.tensor([90, 140, 2]), torch.tensor([140, 90, 2])
     options = {"height": height, "width": width, "form": "state"}

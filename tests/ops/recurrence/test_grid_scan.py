@@ -8,8 +8,7 @@ from operators import OPERATORS, Structure, line_edges, make_case
 
 from pyg_chimera.ops import explain, grid_scan, stm_scan
 from pyg_chimera.ops.common.simd import vector_lanes
-from pyg_chimera.ops.recurrence.cpu import grid_mask as grid_masks
-from pyg_chimera.ops.recurrence.cpu import grid_sweep as grid_sweeps
+from pyg_chimera.ops.recurrence.cpu import grid_mask, grid_sweep
 
 OPERATOR = OPERATORS["grid_scan"]
 
@@ -119,7 +118,7 @@ def with_gradients(inputs, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_large_grids_hold_the_states_of_some_rows_only(dtype):
     lanes, _ = vector_lanes(np.dtype(str(dtype).removeprefix("torch.")))
-    assert grid_sweeps.rows_held(130, 2 * 70 * 16 * lanes) < 130
+    assert grid_sweep.rows_held(130, 2 * 70 * 16 * lanes) < 130
     inputs = on([(130, 70), (70, 130), (2, 2)], (1, 1, 17, lanes + 1, 4))
     height, width = torch.tensor([130, 70, 2]), torch.tensor([70, 130, 2])
     options = {"height": height, "width": width, "form": "state"}
@@ -132,7 +131,7 @@ def test_large_grids_hold_the_states_of_some_rows_only(dtype):
 
 def test_masks_of_large_grids_are_computed_some_columns_at_a_time():
     sizes = [(17, 19), (3, 5), (2, 150), (1, 4)]
-    assert grid_masks.WIDTH < 17 * 19
+    assert grid_mask.WIDTH < 17 * 19
     inputs = on(sizes, (4, 2, 3, 5, 4))
     height, width = torch.tensor(sizes).unbind(1)
     options = {"height": height, "width": width, "form": "mask"}

@@ -30,10 +30,6 @@ from pyg_chimera.ops.recurrence.plan.states import StateGraph
 DEVICES = ("cpu",)
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The states, [V, C]."""
     x, graph = _Operands.of(*call.inputs[:3]), call.structure

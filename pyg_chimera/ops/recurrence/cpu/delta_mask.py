@@ -1,7 +1,7 @@
 """The mask form on the CPU: a linear system for each block and head, in float64.
 
 A task is a (block, heads that share keys). It computes L by sparse elimination, and
-eliminates M = I + diag(b) F with `block_elimination`, for what `matrices` explains.
+eliminates M = I + diag(b) F with `block_elimination`; `plain.delta_matrices` says why.
 Only u, what nodes write, and the factors of I - A are saved for the backward pass,
 which recomputes all matrices [n, n] within a core's cache.
 

@@ -26,10 +26,6 @@ _SPAN = 32
 _MAX_WIDTH = 128
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs, [T, D], and the states before the first row of each span."""
     u, A = call.inputs.u, call.inputs.A

@@ -7,7 +7,7 @@ lead back, holds the states that are still needed. The backward pass recomputes 
 states, then runs the mirror image for the adjoints, in a ring buffer, and computes all
 gradients on the way. On grids, nodes are swept instead: see `grid_sweep`.
 
-Mask form: of grids with states on edges only, see `grid_masks`.
+Mask form: of grids with states on edges only, see `grid_mask`.
 
 Chunk form: for states along paths, see `ops.recurrence.cpu.chunks`.
 """
@@ -53,16 +53,16 @@ from pyg_chimera.ops.recurrence.cpu.chunks import (
     output,
     scan_of,
 )
+from pyg_chimera.ops.recurrence.cpu.direct_term import (
+    add_direct_gradients,
+    add_direct_term,
+)
 from pyg_chimera.ops.recurrence.cpu.grid_mask import mask_scan
 from pyg_chimera.ops.recurrence.cpu.grid_sweep import (
     GridOperands,
     GridScan,
     pieces,
     sweep,
-)
-from pyg_chimera.ops.recurrence.direct_term import (
-    add_direct_gradients,
-    add_direct_term,
 )
 from pyg_chimera.ops.recurrence.plan.states import NOT_PATHS, GridStates, StateGraph
 

@@ -9,10 +9,6 @@ from pyg_chimera.ops.common.operator import without_autocast
 DEVICES = None
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> Tensor:
     """The states, which autograd differentiates."""
     value, edge_weight, decay, edge_index = call.inputs[:4]

@@ -11,10 +11,6 @@ DEVICES = None
 FORMS = ("mask", "state", "chunk")  # all the same here
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> Tensor:
     """The output, which autograd differentiates."""
     query, key, value, beta, edge_weight = (x.double() for x in call.inputs[:5])

@@ -11,42 +11,25 @@ from pyg_chimera.ops.recurrence.plan.pivot_growth import named_if_singular
 DEVICES = None
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> Tensor:
-    """The output, which autograd differentiates."""
-    query, key, value, edge_weight, edge_index = call.inputs[:5]
-    blocks = np.empty(value.size(0), np.int64)
-    sizes = call.structure.sizes
-    blocks[call.structure.order] = np.repeat(np.arange(len(sizes)), sizes)
-    batch = torch.from_numpy(blocks).to(value.device)
-    with without_autocast(value), named_if_singular():
-        return reference_mix(
-            query, key, value, edge_index, edge_weight, batch, call.inputs.num_terms
-        )
-
-
-def reference_mix(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    edge_index: Tensor,
-    edge_weight: Tensor,
-    batch: Tensor | None = None,
-    num_terms: int | None = None,
-) -> Tensor:
     r"""Computes :math:`y = (L \odot Q K^T) V` with a dense :math:`L` for each graph.
 
     :math:`L = (I - A)^{-1}`, or :math:`\sum_{t=0}^{k} A^t` if :obj:`num_terms` is
     given. Cubic in the nodes of a graph, quadratic in memory.
     """
+    with without_autocast(call.inputs.value), named_if_singular():
+        return _mix(call)
+
+
+def _mix(call: Call) -> Tensor:
+    query, key, value, edge_weight, edge_index = call.inputs[:5]
+    num_terms, sizes = call.inputs.num_terms, call.structure.sizes
+    blocks = np.empty(value.size(0), np.int64)
+    blocks[call.structure.order] = np.repeat(np.arange(len(sizes)), sizes)
+    batch = torch.from_numpy(blocks).to(value.device)
     num_heads = value.size(1)
     query, key = (x.repeat_interleave(num_heads // x.size(1), 1) for x in (query, key))
     out = 0 * value  # all rows are replaced; even without nodes, it has a gradient
-    if batch is None:
-        batch = edge_index.new_zeros(value.size(0))
     for graph in batch.unique().tolist():
         node = (batch == graph).nonzero().view(-1)
         place = torch.zeros_like(batch, dtype=torch.int64)

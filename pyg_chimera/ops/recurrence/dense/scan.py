@@ -5,14 +5,10 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.operator import without_autocast
-from pyg_chimera.ops.recurrence.direct_term import direct_term
+from pyg_chimera.ops.recurrence.plan.direct_term import direct_term
 from pyg_chimera.ops.recurrence.plan.states import StateGraph
 
 DEVICES = None
-
-
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
 
 
 def forward(call: Call) -> Tensor:

@@ -11,10 +11,6 @@ from pyg_chimera.ops.common.operator import without_autocast
 DEVICES = None
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> Tensor:
     """The outputs, which autograd differentiates."""
     with without_autocast(call.inputs.u):

@@ -16,8 +16,8 @@ __all__ = [
     "FORMS",
     "backward",
     "forward",
-    "is_serial",
     "prefers_chunks",
+    "prefers_levels",
     "why_not",
 ]
 
@@ -46,7 +46,7 @@ def why_not(call: Call) -> str | None:
     return reason
 
 
-def is_serial(graph: DeltaGraph) -> bool:
+def prefers_levels(graph: DeltaGraph) -> bool:
     """Whether a component is large and far from a path, so that the levels of the torch
     backend take fewer steps than its nodes one by one.
     """
@@ -64,12 +64,12 @@ def prefers_chunks(graph: DeltaGraph) -> bool:
 def _module(call: Call) -> ModuleType:
     """That of the form, which needs Triton."""
     if call.choice.form == "chunk":
-        from pyg_chimera.ops.recurrence.gpu import delta_chunks as triton_chunks
+        from pyg_chimera.ops.recurrence.gpu import delta_chunks
 
-        return triton_chunks
-    from pyg_chimera.ops.recurrence.gpu import delta_walk as triton_states
+        return delta_chunks
+    from pyg_chimera.ops.recurrence.gpu import delta_walk
 
-    return triton_states
+    return delta_walk
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -38,7 +38,7 @@ from torch import Tensor
 from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
-from pyg_chimera.ops.recurrence.gpu import chunks as triton_chunk_form
+from pyg_chimera.ops.recurrence.gpu import chunks as chunk_kernels
 from pyg_chimera.ops.recurrence.gpu.chunks import (
     Chunks,
     by_position,
@@ -97,13 +97,13 @@ class _Operands(NamedTuple):
         (groups, N), (heads, P) = key.shape[1:], value.shape[1:]
         step, width = channels_at_once(N, _STEP), channels_at_once(P, _STEP)
         sizes = (weight.size(1), heads, groups, N, P, step, width)
-        constants = (*sizes, triton_chunk_form.CHUNK, input_precision(value))
+        constants = (*sizes, chunk_kernels.CHUNK, input_precision(value))
         return cls(chunks, paths, query, key, value, positive(beta), weight, constants)
 
 
 def _paths(graph: DeltaGraph, device: torch.device) -> tuple[Chunks, Tensor]:
     """The chunks of paths, and the first chunk of each path."""
-    count = -(-np.diff(graph.states.component_ptr) // triton_chunk_form.CHUNK)
+    count = -(-np.diff(graph.states.component_ptr) // chunk_kernels.CHUNK)
     first = np.append(0, np.cumsum(count)).astype(np.int32)
     return Chunks.of_paths(graph.states, device), torch.from_numpy(first).to(device)
 
@@ -116,7 +116,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     if call.inputs.value.numel() == 0:
         return torch.zeros_like(call.inputs.value), ()
     chunks, paths, query, key, value, beta, weight, constants = _Operands.of(call)
-    (V, heads, P), N, size = value.shape, key.size(2), triton_chunk_form.CHUNK
+    (V, heads, P), N, size = value.shape, key.size(2), chunk_kernels.CHUNK
     factors = value.new_empty(V, heads, N + P)
     inverse = value.new_empty(len(chunks.start) - 1, heads, size, size)
     with on_device_of(value):
@@ -195,7 +195,7 @@ def _corrected(
     step, width = channels_at_once(N, _STEP), channels_at_once(P, _STEP)
     _corrections[(chunks.programs(heads), triton.cdiv(P, width))](
         factors, state, out, *chunks[:3], heads, N, P, step, width,
-        triton_chunk_form.CHUNK, up, input_precision(out), **_OPTIONS,
+        chunk_kernels.CHUNK, up, input_precision(out), **_OPTIONS,
     )  # fmt: skip
     return out
 

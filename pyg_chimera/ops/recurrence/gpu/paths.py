@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
-from pyg_chimera.ops.recurrence.gpu import chunks as triton_chunk_form
+from pyg_chimera.ops.recurrence.gpu import chunks as chunk_kernels
 from pyg_chimera.ops.recurrence.gpu.chunks import Chunks
 from pyg_chimera.ops.recurrence.gpu.path_pivots import Places, gates, gradients
 from pyg_chimera.ops.recurrence.plan.paths import Pivots, path_scans
@@ -70,7 +70,7 @@ class _Rows:
 def forward(call: Call, pivots: Pivots) -> tuple[Tensor, Tensor]:
     """The output [V, heads, P], and the states after each chunk."""
     rows = _Rows(call, pivots)
-    out, states = triton_chunk_form.scan(rows.tables.chunks, *rows.operands)
+    out, states = chunk_kernels.scan(rows.tables.chunks, *rows.operands)
     return rows.summed(out, rows.tables.reader), states
 
 
@@ -80,7 +80,7 @@ def backward(
     """Gradients of query, key, value and edge weight."""
     rows = _Rows(call, pivots)
     tables, value = rows.tables, call.inputs.value
-    dq, dk, dv, dw = triton_chunk_form.scan_gradients(
+    dq, dk, dv, dw = chunk_kernels.scan_gradients(
         tables.chunks, *rows.operands, states, grad[tables.reader]
     )
     zeros = torch.zeros_like(pivots.d).repeat(2, 1)

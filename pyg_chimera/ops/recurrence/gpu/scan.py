@@ -17,8 +17,8 @@ from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
-from pyg_chimera.ops.recurrence.direct_term import direct_term
 from pyg_chimera.ops.recurrence.plain import scan as torch_backend
+from pyg_chimera.ops.recurrence.plan.direct_term import direct_term
 from pyg_chimera.ops.recurrence.plan.levels import depth_of
 from pyg_chimera.ops.recurrence.plan.states import NOT_PATHS, StateGraph
 
@@ -93,10 +93,10 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     rows = _Rows(call)
     saved: tuple[Tensor, ...] = ()
     if call.choice.form == "chunk":
-        from pyg_chimera.ops.recurrence.gpu import chunks as triton_chunk_form
+        from pyg_chimera.ops.recurrence.gpu import chunks as chunk_kernels
 
         operands = (*rows.operands, rows.transition)
-        out, states = triton_chunk_form.scan(rows.chunks, *operands)
+        out, states = chunk_kernels.scan(rows.chunks, *operands)
         saved = (states,)
     else:
         from pyg_chimera.ops.recurrence.gpu.walk import scan
@@ -113,10 +113,10 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     rows = _Rows(call)
     dy = rows.of_nodes(grad)
     if call.choice.form == "chunk":
-        from pyg_chimera.ops.recurrence.gpu import chunks as triton_chunk_form
+        from pyg_chimera.ops.recurrence.gpu import chunks as chunk_kernels
 
         operands = (*rows.operands, rows.transition)
-        found = triton_chunk_form.scan_gradients(rows.chunks, *operands, saved[0], dy)
+        found = chunk_kernels.scan_gradients(rows.chunks, *operands, saved[0], dy)
     else:
         from pyg_chimera.ops.recurrence.gpu.walk import scan_gradients
 

@@ -21,10 +21,6 @@ from pyg_chimera.ops.recurrence.plan.states import StateGraph
 DEVICES = None
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The states, [V, C]."""
     if call.structure.are_paths:

@@ -14,16 +14,9 @@ def masked_mix(L: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key (torch.Tensor): [..., groups, n, N].
         value (torch.Tensor): [..., heads, n, P].
     """
-    return (_grouped(L, query) * _scores(query, key)).flatten(-4, -3) @ value
-
-
-def _scores(query: Tensor, key: Tensor) -> Tensor:
-    return (query @ key.transpose(-1, -2)).unsqueeze(-3)
-
-
-def _grouped(x: Tensor, query: Tensor) -> Tensor:
-    """[..., heads, n, n] -> [..., groups, heads a group, n, n]."""
-    return x.unflatten(-3, (query.size(-3), -1))
+    scores = (query @ key.mT).unsqueeze(-3)  # of groups, for all heads of each
+    L = L.unflatten(-3, (query.size(-3), -1))
+    return (L * scores).flatten(-4, -3) @ value
 
 
 class Padding:
@@ -50,13 +43,7 @@ class Padding:
         padded.index_copy_(0, self.place, x[self.node])
         return padded.view(*self.shape, *x.shape[1:]).transpose(1, 2)
 
-    def unpad(self, x: Tensor, num_nodes: int) -> Tensor:
-        """[B, heads, n, C] -> [V, heads, C]; nodes in no block get zero."""
-        out = x.new_zeros(num_nodes, x.size(1), x.size(3))
-        self.unpad_into(out, x)
-        return out
-
     def unpad_into(self, out: Tensor, x: Tensor) -> None:
-        """As `unpad`, but into `out`, whose other nodes are unchanged."""
+        """[B, heads, n, C] -> [V, heads, C], into `out`, whose other nodes stay."""
         rows = x.transpose(1, 2).flatten(0, 1)[self.place]
         out.index_copy_(0, self.node, rows)

@@ -85,7 +85,9 @@ class _Group(NamedTuple):
         A = A.index_add(0, self.place, weight).view(size, n, n, -1).permute(0, 3, 1, 2)
         L = _inverse(A, check) if terms is None else _sum_of_powers(A, terms)
         out = masked_mix(L, *map(self.padding.pad, (query, key, value)))
-        return self.padding.unpad(out, len(value)), ()
+        unpadded = torch.empty_like(value)  # all of whose nodes are in blocks
+        self.padding.unpad_into(unpadded, out)
+        return unpadded, ()
 
 
 def _parts(call: Call) -> Iterator[tuple[_Group, Call]]:

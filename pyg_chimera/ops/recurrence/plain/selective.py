@@ -14,10 +14,6 @@ DEVICES = None
 _CPU_BYTES, _GPU_BYTES = 1 << 22, 1 << 28
 
 
-def why_not(call: Call) -> str | None:
-    """It supports all calls."""
-
-
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The outputs, [T, D]."""
     return _outputs(call, longest_of(call.inputs.ptr)), ()

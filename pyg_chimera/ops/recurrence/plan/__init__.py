@@ -1,1 +1,1 @@
-"""What depends on the graph alone, and what algorithms cost."""
+"""What depends on the graph alone, and more that several rooms read."""

@@ -1,4 +1,4 @@
-"""The direct term, by which nodes read what they write themselves: D (q^T k) v."""
+"""The direct term of scans, which `plan.direct_term` defines, and its gradients."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -11,15 +11,6 @@ from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.numba_runtime import arrays, jit, run, stopped
 from pyg_chimera.ops.common.simd import pointer
 from pyg_chimera.ops.common.vector_kit import add_multiple, inner_product_of_rows
-
-
-def direct_term(query: Tensor, key: Tensor, value: Tensor, direct: Tensor) -> Tensor:
-    """[V, heads, P], for query and key [V, groups, N] and direct [V, heads]."""
-    scores = (query * key).sum(-1).repeat_interleave(value.size(1) // query.size(1), 1)
-    return (scores * direct).unsqueeze(-1) * value
-
-
-# ------------------------------------------------------------------------ on the CPU
 
 
 class _Inputs(NamedTuple):
