@@ -106,21 +106,21 @@ class ArrowPointing(InMemoryDataset):
     ) -> None:
         check_option("split", split, SPLITS)
         if num_samples < 1:
-            raise ValueError(f"'num_samples' must be at least 1 (got {num_samples})")
+            raise ValueError(f"'num_samples' must be at least 1, got {num_samples}")
         if seed < 0:
-            raise ValueError(f"'seed' must not be negative (got {seed})")
+            raise ValueError(f"'seed' must not be negative, got {seed}")
         for name, sizes in (("radius", radius), ("arrow_length", arrow_length)):
             if len(sizes) != 2 or not 2 <= sizes[0] <= sizes[1]:
                 raise ValueError(
                     f"'{name}' must be a smallest and a largest size, of 2 pixels or "
-                    f"more (got {sizes!r})"
+                    f"more, got {sizes!r}"
                 )
         smallest = 3 * max(2 * radius[1], arrow_length[1])
         if image_size < smallest:
             raise ValueError(
                 f"'image_size' must be at least {smallest:g}, three times the largest "
-                f"object, of radius={radius!r} or arrow_length={arrow_length!r} (got "
-                f"{image_size})"
+                f"object, of radius={radius!r} or arrow_length={arrow_length!r}, got "
+                f"{image_size}"
             )
         self.split = split
         self.num_samples = num_samples

@@ -127,11 +127,11 @@ class CityRoads(InMemoryDataset):
     ) -> None:
         if len(shares) != 2 or min(shares) <= 0 or sum(shares) >= 1:
             raise ValueError(
-                f"'shares' must be two positive numbers whose sum is less than 1 (got "
-                f"{shares!r})"
+                f"'shares' must be two positive numbers whose sum is less than 1, got "
+                f"{shares!r}"
             )
         if seed < 0:
-            raise ValueError(f"'seed' must not be negative (got {seed})")
+            raise ValueError(f"'seed' must not be negative, got {seed}")
         self.city = city
         self.shares = shares
         self.seed = seed

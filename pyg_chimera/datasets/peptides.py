@@ -151,7 +151,7 @@ class PeptidesFunctional(SplitDataset):
         if not rows or not {"smiles", "labels"} <= set(rows[0]):
             found = sorted(rows[0]) if rows else "no rows"
             raise ValueError(
-                f"{path} must have the columns 'smiles' and 'labels' (got {found})"
+                f"{path} must have the columns 'smiles' and 'labels', got {found}"
             )
         with open(osp.join(self.root, "splits.json")) as file:
             splits = json.load(file)
@@ -167,7 +167,7 @@ class PeptidesFunctional(SplitDataset):
         if labels.ndim != 2 or labels.shape[1] != self.num_tasks:
             raise ValueError(
                 f"The column 'labels' of {path} must hold lists of "
-                f"{self.num_tasks} numbers (got shape {labels.shape})"
+                f"{self.num_tasks} numbers, got shape {labels.shape}"
             )
         smiles = [rows[i]["smiles"] for i in used]
         graphs = list(_to_graphs(smiles, labels[used], no_bars(self)))
@@ -310,8 +310,8 @@ class GeneratedPeptides(SplitDataset):
         self.num_graphs = num_graphs
         if self.num_graphs < len(SPLITS):
             raise ValueError(
-                f"'num_graphs' must be at least {len(SPLITS)}, one a split "
-                f"(got {num_graphs})"
+                f"'num_graphs' must be at least {len(SPLITS)}, one a split, "
+                f"got {num_graphs}"
             )
         self.seed = seed
         super().__init__(root, split, **kwargs)

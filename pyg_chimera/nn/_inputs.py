@@ -173,8 +173,8 @@ def check_batch(batch: Any, num_nodes: int | None = None) -> None:
         return
     if num_nodes is not None and list(batch.shape) != [num_nodes]:
         raise ValueError(
-            f"'batch' must be of shape [num_nodes] = [{num_nodes}] (got shape "
-            f"{list(batch.shape)})"
+            f"'batch' must be of shape [num_nodes] = [{num_nodes}], got shape "
+            f"{list(batch.shape)}"
         )
 
 

@@ -43,18 +43,18 @@ def edges_of(data: Data) -> tuple[Tensor, int]:
     """
     if not isinstance(data, Data):
         raise TypeError(
-            "The transform takes a homogeneous 'torch_geometric.data.Data' (got "
-            f"'{type(data).__name__}')"
+            "The transform takes a homogeneous 'torch_geometric.data.Data', got "
+            f"'{type(data).__name__}'"
         )
     if data.edge_index is None:
         raise ValueError(
-            "The transform needs 'data.edge_index' of shape [2, num_edges] (got data "
-            f"with {data.keys()})"
+            "The transform needs 'data.edge_index' of shape [2, num_edges], got data "
+            f"with {data.keys()}"
         )
     if not isinstance(data.edge_index, Tensor):
         raise TypeError(
-            "'data.edge_index' must be a tensor of integers of shape [2, num_edges] "
-            f"(got '{type(data.edge_index).__name__}')"
+            "'data.edge_index' must be a tensor of integers of shape [2, num_edges], "
+            f"got '{type(data.edge_index).__name__}'"
         )
     num_nodes = data.num_nodes
     assert num_nodes is not None  # PyG infers it from 'edge_index' if necessary.
@@ -77,16 +77,16 @@ def check_attr_name(argument: str, name: str) -> None:
         ValueError: If it is such a name.
     """
     if not isinstance(name, str):
-        raise TypeError(f"'{argument}' must be a string (got {name!r})")
+        raise TypeError(f"'{argument}' must be a string, got {name!r}")
     if "index" in name or "batch" in name or name == "face":
         raise ValueError(
             f"'{argument}' must not contain 'index' or 'batch' or be 'face', as PyG "
-            f"tells by the name how to batch an attribute (got '{name}')"
+            f"tells by the name how to batch an attribute, got '{name}'"
         )
     if name in _OF_THE_GRAPH or (argument == "prefix" and name == "edge"):
         raise ValueError(
             f"'{argument}' must not name what belongs to the graph itself, such as its "
-            f"edges (got '{name}')"
+            f"edges, got '{name}'"
         )
 
 
@@ -102,19 +102,19 @@ def score_of(order: Callable[[Data], Tensor], data: Data, num_nodes: int) -> Ten
         score = torch.as_tensor(score).detach().clone()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(
-            "'order' must return a tensor of a score per node (got "
-            f"'{type(score).__name__}')"
+            "'order' must return a tensor of a score per node, got "
+            f"'{type(score).__name__}'"
         ) from error
     if score.shape != (num_nodes,):
         raise ValueError(
-            f"'order' must return a score per node, of shape [{num_nodes}] (got shape "
-            f"{list(score.shape)})"
+            f"'order' must return a score per node, of shape [{num_nodes}], got shape "
+            f"{list(score.shape)}"
         )
     if score.is_complex():
-        raise TypeError(f"'order' must return real scores (got dtype {score.dtype})")
+        raise TypeError(f"'order' must return real scores, got dtype {score.dtype}")
     if bool(score.isnan().any()):
         raise ValueError(
-            f"'order' must not return NaN (got {int(score.isnan().sum())} of "
-            f"{num_nodes} entries)"
+            f"'order' must not return NaN, got {int(score.isnan().sum())} of "
+            f"{num_nodes} entries"
         )
     return score

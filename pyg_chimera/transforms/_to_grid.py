@@ -32,13 +32,13 @@ class ToGrid(Transform):
         if isinstance(data, (Batch, HeteroData)):
             raise TypeError(
                 "The transform takes a homogeneous 'torch_geometric.data.Data' or "
-                f"{self.content}, one by one (got '{type(data).__name__}')"
+                f"{self.content}, one by one, got '{type(data).__name__}'"
             )
         if isinstance(data, Data):
             if self.attr_name not in data:
                 raise ValueError(
-                    f"The transform needs 'data.{self.attr_name}', {self.content} (got "
-                    f"data with {data.keys()})"
+                    f"The transform needs 'data.{self.attr_name}', {self.content}, got "
+                    f"data with {data.keys()}"
                 )
             x, height, width = self.nodes(data[self.attr_name])
             for key in (self.attr_name, "edge_attr", "num_nodes"):

@@ -114,7 +114,7 @@ class DAGDecomposition(Transform):
         if not callable(method) and method not in (*_ORDERS, *_KNOWN):
             raise ValueError(
                 "'method' must be a function or one of "
-                f"{[*_KNOWN, *_ORDERS]} (got {method!r})"
+                f"{[*_KNOWN, *_ORDERS]}, got {method!r}"
             )
         known = 0 if callable(method) else _KNOWN.get(method, 0)
         limit, others = known or 2, method in ("random", *_SEARCHES)
@@ -124,7 +124,7 @@ class DAGDecomposition(Transform):
         if num_dags > limit and not others:
             raise ValueError(
                 f"'num_dags' must be at most {limit} with method '{_name(method)}', as "
-                f"there are no others (got {num_dags})"
+                f"there are no others, got {num_dags}"
                 + ("" if known else "; use method='random' for more")
             )
         check_attr_name("prefix", prefix)
@@ -139,13 +139,13 @@ class DAGDecomposition(Transform):
         edge_attr = data.edge_attr
         if edge_attr is not None and not isinstance(edge_attr, Tensor):
             raise TypeError(
-                "'data.edge_attr' must be a tensor with one row per edge (got "
-                f"'{type(edge_attr).__name__}')"
+                "'data.edge_attr' must be a tensor with one row per edge, got "
+                f"'{type(edge_attr).__name__}'"
             )
         if edge_attr is not None and edge_attr.shape[:1] != edge_index.shape[1:]:
             raise ValueError(
                 "'data.edge_attr' must have one row per edge, "
-                f"{edge_index.size(1)} (got shape {list(edge_attr.shape)})"
+                f"{edge_index.size(1)}, got shape {list(edge_attr.shape)}"
             )
         device = edge_index.device
         edges = to_numpy(edge_index)
@@ -189,8 +189,8 @@ class DAGDecomposition(Transform):
         if height < 1 or width < 1 or height * width != num_nodes:
             raise ValueError(
                 "'data.height' and 'data.width' must be the numbers of rows and "
-                f"columns of a grid of {num_nodes} nodes, as 'ImageToGraph' adds them "
-                f"(got {sides[0]} and {sides[1]})"
+                f"columns of a grid of {num_nodes} nodes, as 'ImageToGraph' adds them, "
+                f"got {sides[0]} and {sides[1]}"
             )
         return height, width
 
@@ -286,8 +286,8 @@ def _symmetric_neighbours(
         reverse = np.isin(source * num_nodes + target, target * num_nodes + source)
         e = int(np.argmin(reverse))
         raise ValueError(
-            "'data.edge_index' must hold the reverse of each edge (got edge "
-            f"{source[e]} -> {target[e]} without {target[e]} -> {source[e]}); apply "
+            "'data.edge_index' must hold the reverse of each edge, got edge "
+            f"{source[e]} -> {target[e]} without {target[e]} -> {source[e]}; apply "
             "'torch_geometric.transforms.ToUndirected' first, or keep a DAG as it is, "
             "beside its reverse, with method='dag'"
         )

@@ -78,7 +78,7 @@ class LaplacianEncoding(Transform):
         """Adds the attribute to a copy of the data."""
         if isinstance(data, Batch):
             raise ValueError(
-                "The transform takes one graph (got a batch); apply it to the graphs "
+                "The transform takes one graph, got a batch; apply it to the graphs "
                 "before they are batched"
             )
         edge_index, num_nodes = edges_of(data)

@@ -98,7 +98,7 @@ class EventsToDAG(Transform):
     def __init__(self, time_unit: float = 1.0) -> None:
         if not isinstance(time_unit, Real) or not 0 < time_unit < math.inf:
             raise ValueError(
-                f"'time_unit' must be positive and finite (got {time_unit!r})"
+                f"'time_unit' must be positive and finite, got {time_unit!r}"
             )
         self.time_unit: float = time_unit
 
@@ -113,8 +113,8 @@ class EventsToDAG(Transform):
         if (late := (t[1:] < t[:-1]).nonzero()).numel():
             at = int(late[0])
             raise ValueError(
-                f"'events.t' must be sorted (got {t[at].item()} before "
-                f"{t[at + 1].item()} at place {at + 1}); sort events by "
+                f"'events.t' must be sorted, got {t[at].item()} before "
+                f"{t[at + 1].item()} at place {at + 1}; sort events by "
                 "'events[events.t.argsort(stable=True)]'"
             )
         if clash := [key for key in _RESERVED if key in data.to_dict()]:
@@ -127,8 +127,8 @@ class EventsToDAG(Transform):
             sought, when, _ = _stream("queries", queries, has_messages=False)
             if when.dtype != t.dtype:
                 raise TypeError(
-                    "'queries.t' and 'events.t' must both be integers, or neither (got "
-                    f"{queries.t.dtype} and {data.t.dtype})"
+                    "'queries.t' and 'events.t' must both be integers, or neither, got "
+                    f"{queries.t.dtype} and {data.t.dtype}"
                 )
             before = torch.cat([before, torch.searchsorted(t, when)])
             t = torch.cat([t, when])
@@ -184,45 +184,45 @@ def _stream(
     """The checked ends [E, 2], times [E] and messages [E, M] of events."""
     if not isinstance(data, TemporalData):
         raise TypeError(
-            f"'{name}' must be a 'torch_geometric.data.TemporalData' (got "
-            f"'{type(data).__name__}')"
+            f"'{name}' must be a 'torch_geometric.data.TemporalData', got "
+            f"'{type(data).__name__}'"
         )
     for key in ("src", "dst", "t"):
         value = getattr(data, key, None)
         if not isinstance(value, Tensor) or value.dim() != 1 or value.is_complex():
             raise ValueError(
                 f"'{name}.{key}' must be a tensor of real numbers of shape "
-                f"[num_events] (got {value})"
+                f"[num_events], got {value}"
             )
         if value.dtype == torch.bool or (key != "t" and (value.is_floating_point())):
             what = "real numbers" if key == "t" else "integers, numbers of nodes"
-            raise TypeError(f"'{name}.{key}' must be {what} (got {value.dtype})")
+            raise TypeError(f"'{name}.{key}' must be {what}, got {value.dtype}")
     src, dst, t = data.src, data.dst, data.t.contiguous()
     t = t.double() if t.is_floating_point() else t.long()  # gaps may be longer than t
     if not src.numel() == dst.numel() == t.numel():
         raise ValueError(
-            f"'{name}' must have as many 'src' as 'dst' and 't' (got {src.numel()}, "
-            f"{dst.numel()} and {t.numel()})"
+            f"'{name}' must have as many 'src' as 'dst' and 't', got {src.numel()}, "
+            f"{dst.numel()} and {t.numel()}"
         )
     ends = torch.stack([src, dst], 1).long()
     if bool((ends < 0).any()):
         raise ValueError(
-            f"'{name}.src' and 'dst' must be numbers of nodes, 0 or more (got "
-            f"{int(ends.min())})"
+            f"'{name}.src' and 'dst' must be numbers of nodes, 0 or more, got "
+            f"{int(ends.min())}"
         )
     if not bool(t.isfinite().all()):
-        raise ValueError(f"'{name}.t' must be finite (got NaN or infinity)")
+        raise ValueError(f"'{name}.t' must be finite, got NaN or infinity")
     msg = getattr(data, "msg", None) if has_messages else None
     msg = t.new_zeros(t.numel(), 0, dtype=torch.float) if msg is None else msg
     if not isinstance(msg, Tensor):
-        raise TypeError(f"'{name}.msg' must be a tensor (got '{type(msg).__name__}')")
+        raise TypeError(f"'{name}.msg' must be a tensor, got '{type(msg).__name__}'")
     if msg.dim() == 0 or msg.size(0) != t.numel():
         raise ValueError(
-            f"'{name}.msg' must have a row for each of {t.numel()} events (got shape "
-            f"{list(msg.shape)})"
+            f"'{name}.msg' must have a row for each of {t.numel()} events, got shape "
+            f"{list(msg.shape)}"
         )
     if msg.is_complex():
-        raise TypeError(f"'{name}.msg' must be real (got {msg.dtype})")
+        raise TypeError(f"'{name}.msg' must be real, got {msg.dtype}")
     msg = msg.flatten(1) if msg.dim() > 1 else msg.unsqueeze(1)
     return ends, t, msg if msg.is_floating_point() else msg.float()
 

@@ -71,8 +71,8 @@ class ImageToGraph(ToGrid):
             sides = (patch_size, patch_size)
         if len(sides) != 2:
             raise ValueError(
-                "'patch_size' must be a positive integer or a pair of them (got "
-                f"{patch_size!r})"
+                "'patch_size' must be a positive integer or a pair of them, got "
+                f"{patch_size!r}"
             )
         rows, columns = (check_integer("patch_size", side, 1) for side in sides)
         self.patch_size = rows, columns
@@ -117,11 +117,11 @@ def _to_tensor(image: Any) -> Tensor:
     elif isinstance(image, Tensor):
         shape = tuple(image.shape)
     else:
-        raise TypeError(f"{wanted} (got '{type(image).__name__}')")
+        raise TypeError(f"{wanted}, got '{type(image).__name__}'")
     if len(shape) not in (2, 3) or image.numel() == 0 or image.is_complex():
         raise ValueError(
-            f"{wanted}, and have pixels (got shape {list(shape)} and dtype "
-            f"{image.dtype})"
+            f"{wanted}, and have pixels, got shape {list(shape)} and dtype "
+            f"{image.dtype}"
         )
     if image.dim() == 2:
         image = image.unsqueeze(0)

@@ -146,21 +146,21 @@ def _dags_of(data: Data, prefix: str) -> tuple[list[Tensor], int]:
     edge_index, num_nodes = edges_of(data)
     if isinstance(data, Batch):
         raise TypeError(
-            "The transform takes graphs one by one, before they are batched (got "
-            f"'{type(data).__name__}'); for the line graph of a whole batch call "
+            "The transform takes graphs one by one, before they are batched, got "
+            f"'{type(data).__name__}'; for the line graph of a whole batch call "
             "'pyg_chimera.ops.line_graph'"
         )
     if type(data) is not Data and not isinstance(data, LineGraphData):
         raise TypeError(
             "The transform takes a 'torch_geometric.data.Data' or a 'LineGraphData', "
-            f"whose batching it needs (got '{type(data).__name__}'); derive that class "
+            f"whose batching it needs, got '{type(data).__name__}'; derive that class "
             "from 'pyg_chimera.transforms.LineGraphData'"
         )
     if not prefix:
         return [edge_index], num_nodes
     name = f"{prefix}edge_index"
     if name not in data:
-        raise ValueError(f"The transform needs 'data.{name}' (got {data.keys()})")
+        raise ValueError(f"The transform needs 'data.{name}', got {data.keys()}")
     check_stored(data, [name])
     dags = data[name]
     return (list(dags) if isinstance(dags, (list, tuple)) else [dags]), num_nodes

@@ -56,7 +56,7 @@ class NodeOrder(Transform):
     ) -> None:
         if not callable(order) and order not in ORDERS:
             raise ValueError(
-                f"'order' must be a function or one of {list(ORDERS)} (got {order!r})"
+                f"'order' must be a function or one of {list(ORDERS)}, got {order!r}"
             )
         check_attr_name("attr_name", attr_name)
         self.order = order

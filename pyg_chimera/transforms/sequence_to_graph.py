@@ -100,7 +100,7 @@ class SequenceToGraph(ToGrid):
         wanted = "The sequence must be numbers of shape [n] or [n, F], with n > 0"
         if isinstance(sequence, str):
             raise TypeError(
-                f"{wanted} (got a string); give its characters as 'vocabulary', or "
+                f"{wanted}, got a string; give its characters as 'vocabulary', or "
                 "pass 'text.encode()'"
             )
         if isinstance(sequence, (bytes, bytearray)):
@@ -110,9 +110,9 @@ class SequenceToGraph(ToGrid):
         try:
             x = torch.as_tensor(sequence).detach().clone()
         except (TypeError, ValueError, RuntimeError) as error:
-            raise TypeError(f"{wanted} (got '{type(sequence).__name__}')") from error
+            raise TypeError(f"{wanted}, got '{type(sequence).__name__}'") from error
         if x.dim() not in (1, 2) or x.numel() == 0 or x.is_complex():
-            raise ValueError(f"{wanted} (got shape {list(x.shape)}, {x.dtype})")
+            raise ValueError(f"{wanted}, got shape {list(x.shape)}, {x.dtype}")
         return x if x.dim() == 2 or x.is_floating_point() else x.long()
 
     def _numbered(self, sequence: Any) -> list[int]:
@@ -123,8 +123,8 @@ class SequenceToGraph(ToGrid):
             tokens = list(sequence)
         except TypeError as error:
             raise TypeError(
-                "The sequence must be a string or a sequence of tokens (got "
-                f"'{type(sequence).__name__}')"
+                "The sequence must be a string or a sequence of tokens, got "
+                f"'{type(sequence).__name__}'"
             ) from error
         if not tokens:
             raise ValueError("The sequence must not be empty")
@@ -137,7 +137,7 @@ class SequenceToGraph(ToGrid):
                 if not isinstance(token, Hashable) or token not in self.number
             )
             raise ValueError(
-                f"The sequence must be of tokens of the vocabulary (got "
+                f"The sequence must be of tokens of the vocabulary, got "
                 f"{tokens[place]!r} at place {place}, which is none of its "
-                f"{len(self.number)})"
+                f"{len(self.number)}"
             ) from error

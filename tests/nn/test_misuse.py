@@ -162,7 +162,7 @@ def test_edges_that_are_something_else(name: str) -> None:
 
 
 def test_nodes_numbered_from_one() -> None:
-    said = r"= \[0, 5\) \(got 5 .*numbered from 0, and 'num_nodes' \(the rows of 'x'\)"
+    said = r"= \[0, 5\), got 5 .*numbered from 0, and 'num_nodes' \(the rows of 'x'\)"
     refused(lambda: ChimeraConv(C)(features(), INDEX + 1), ValueError, said)
 
 

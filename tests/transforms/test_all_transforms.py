@@ -289,7 +289,7 @@ def test_names_of_attributes(key):
     for name in names if argument == "attr_name" else (*names, "edge"):
         with pytest.raises(ValueError, match=f"'{argument}' must not.*'{name}'"):
             make(*args, **kwargs, **{argument: name})
-    with pytest.raises(TypeError, match=f"'{argument}' must be a string .got 3"):
+    with pytest.raises(TypeError, match=f"'{argument}' must be a string, got 3"):
         make(*args, **kwargs, **{argument: 3})
 
 

@@ -272,13 +272,13 @@ def bad(**changes: Any) -> TemporalData:
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"t": [4, 3]}, ValueError, "'events.t' must be sorted .got 4 before 3 at .*1"),
+        ({"t": [4, 3]}, ValueError, "'events.t' must be sorted, got 4 before 3 at .*1"),
         ({"t": None}, ValueError, "'events.t' must be a tensor.*got None"),
         ({"t": [[3, 4]]}, ValueError, r"'events.t' must be.*\[num_events\]"),
         (
             {"t": [3, 4, 5]},
             ValueError,
-            "as many 'src' as 'dst' and 't' .got 2, 2 and 3",
+            "as many 'src' as 'dst' and 't', got 2, 2 and 3",
         ),
         ({"t": [3.0, float("nan")]}, ValueError, "'events.t' must be finite"),
         ({"t": [3.0, float("inf")]}, ValueError, "'events.t' must be finite"),

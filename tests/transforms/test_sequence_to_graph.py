@@ -61,7 +61,7 @@ def test_other_attributes_stay():
 @pytest.mark.parametrize(
     ("vocabulary", "sequence", "error", "match"),
     [
-        (None, [], ValueError, r"n > 0 \(got shape \[0\]"),
+        (None, [], ValueError, r"n > 0, got shape \[0\]"),
         (None, torch.ones(2, 2, 2), ValueError, r"got shape \[2, 2, 2\]"),
         (None, torch.ones(2, 0), ValueError, r"got shape \[2, 0\]"),
         (None, "text", TypeError, "give its characters as 'vocabulary'"),

@@ -116,21 +116,21 @@ def check_edge_index(
     """
     if not isinstance(edge_index, Tensor):
         raise TypeError(
-            f"'{name}' must be a tensor of integers of shape [2, num_edges] "
-            f"(got '{type(edge_index).__name__}')"
+            f"'{name}' must be a tensor of integers of shape [2, num_edges], "
+            f"got '{type(edge_index).__name__}'"
         )
     if not isinstance(num_nodes, Integral):
         raise no_integer(f"num_{end}s", num_nodes)
     if num_nodes < 0:
-        raise ValueError(f"'num_{end}s' must not be negative (got {num_nodes})")
+        raise ValueError(f"'num_{end}s' must not be negative, got {num_nodes}")
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
-            f"'{name}' must be of shape [2, num_edges] "
-            f"(got shape {list(edge_index.shape)}){_instead(name, edge_index)}"
+            f"'{name}' must be of shape [2, num_edges], "
+            f"got shape {list(edge_index.shape)}{_instead(name, edge_index)}"
         )
     if not _is_integer(edge_index):
         raise TypeError(
-            f"'{name}' must hold integers (got dtype {edge_index.dtype}); "
+            f"'{name}' must hold integers, got dtype {edge_index.dtype}; "
             f"convert it with '{name}.long()'"
         )
     if edge_index.numel() == 0:
@@ -139,9 +139,9 @@ def check_edge_index(
     x_rows = " (the rows of 'x')" if end == "node" else ""
     if low < 0 or high >= num_nodes:
         raise ValueError(
-            f"'{name}' must hold {end} indices in [0, num_{end}s) = [0, {num_nodes}) "
-            f"(got {low if low < 0 else high} in an '{name}' of shape "
-            f"{list(edge_index.shape)}); {end}s are numbered from 0, and 'num_{end}s'"
+            f"'{name}' must hold {end} indices in [0, num_{end}s) = [0, {num_nodes}), "
+            f"got {low if low < 0 else high} in an '{name}' of shape "
+            f"{list(edge_index.shape)}; {end}s are numbered from 0, and 'num_{end}s'"
             f"{x_rows} must count them all"
         )
 
@@ -161,7 +161,7 @@ def no_integer(name: str, value: Any) -> Exception:
     """The error about an argument that must be an integer."""
     if isinstance(value, Tensor) and torch.jit.is_tracing():  # traced sizes
         return NotImplementedError(NO_TORCHSCRIPT)
-    return TypeError(f"'{name}' must be an integer (got '{type(value).__name__}')")
+    return TypeError(f"'{name}' must be an integer, got '{type(value).__name__}'")
 
 
 def check_batch(batch: Tensor, num_nodes: int) -> None:
@@ -178,22 +178,22 @@ def check_batch(batch: Tensor, num_nodes: int) -> None:
     """
     if not isinstance(batch, Tensor):
         raise TypeError(
-            "'batch' must be a tensor of integers of shape [num_nodes] "
-            f"(got '{type(batch).__name__}')"
+            "'batch' must be a tensor of integers of shape [num_nodes], "
+            f"got '{type(batch).__name__}'"
         )
     if batch.dim() != 1 or batch.size(0) != num_nodes:
         raise ValueError(
-            f"'batch' must be of shape [num_nodes] = [{num_nodes}] "
-            f"(got shape {list(batch.shape)})"
+            f"'batch' must be of shape [num_nodes] = [{num_nodes}], "
+            f"got shape {list(batch.shape)}"
         )
     if not _is_integer(batch):
         raise TypeError(
-            f"'batch' must hold integers (got dtype {batch.dtype}); "
+            f"'batch' must hold integers, got dtype {batch.dtype}; "
             "convert it with 'batch.long()'"
         )
     if batch.numel() > 0 and int(batch.min()) < 0:
         raise ValueError(
-            f"'batch' must hold no negative entries (got {int(batch.min())})"
+            f"'batch' must hold no negative entries, got {int(batch.min())}"
         )
 
 

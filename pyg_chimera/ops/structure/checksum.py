@@ -86,7 +86,7 @@ def check_stored(data: Any, names: Iterable[str] | None = None) -> None:
             continue
         if got := _difference(data, stem):
             raise ValueError(
-                f"'data.{stored[0]}' must belong to the edges of the data (got {got}): "
+                f"'data.{stored[0]}' must belong to the edges of the data, got {got}: "
                 "edges or nodes have been added, removed or renumbered since it was "
                 "stored. Apply the transform that stores it after what does so, or as "
                 "the 'transform' of a loader that samples. To use it all the same, "

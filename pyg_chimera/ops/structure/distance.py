@@ -77,7 +77,7 @@ def diameter(
     if num_graphs > 2**31:
         raise ValueError(
             "'batch' must number the graphs from 0 on, as there is a diameter for each "
-            f"number (got {num_graphs - 1})"
+            f"number, got {num_graphs - 1}"
         )
     labels, graph = np.unique(labels, return_inverse=True)
     out = np.zeros(num_graphs, np.int64)

@@ -140,7 +140,7 @@ def checked_distance(
     got = _difference(target * num_nodes + source, row, col, steps, num_nodes)
     if got:
         raise ValueError(
-            f"'k_hop_index' must hold the pairs of the edges (got {got}): edges or "
+            f"'k_hop_index' must hold the pairs of the edges, got {got}: edges or "
             "nodes have been added, removed or renumbered since it was stored. Apply "
             "'AddKHopIndex' after what does so, or as the 'transform' of a loader that "
             "samples"

@@ -162,8 +162,8 @@ def _check_sequences(score: Tensor, batch: Tensor | None, options: _Options) -> 
     for name, x in {"score": score, "batch": batch}.items():
         if not isinstance(x, Tensor) and (name == "score" or x is not None):
             raise TypeError(
-                f"'{name}' must be a tensor of shape [num_nodes] (got "
-                f"'{type(x).__name__}')"
+                f"'{name}' must be a tensor of shape [num_nodes], got "
+                f"'{type(x).__name__}'"
             )
     m, num_bins, *_ = options
     numbers = {"num_permutations": m, "num_bins": num_bins}
@@ -173,20 +173,20 @@ def _check_sequences(score: Tensor, batch: Tensor | None, options: _Options) -> 
         if not isinstance(number, (Integral, torch.SymInt)):
             raise no_integer(name, number)
         if name != "seed" and number < 1:
-            raise ValueError(f"'{name}' must be at least 1 (got {number})")
+            raise ValueError(f"'{name}' must be at least 1, got {number}")
 
     wanted = "num_nodes" if batch is None else batch.numel()
     if score.dim() != 1 or (batch is not None and wanted != score.size(0)):
         raise ValueError(
-            f"'score' must have one entry per node, shape [{wanted}] (got shape "
-            f"{list(score.shape)})"
+            f"'score' must have one entry per node, shape [{wanted}], got shape "
+            f"{list(score.shape)}"
         )
     if score.is_complex():
-        raise TypeError(f"'score' must be real (got dtype {score.dtype})")
+        raise TypeError(f"'score' must be real, got dtype {score.dtype}")
     if options.clusters and (score.is_floating_point() or score.dtype == torch.bool):
         raise TypeError(
-            "'score' must hold the integer numbers of clusters if 'clusters' is True "
-            f"(got dtype {score.dtype})"
+            "'score' must hold the integer numbers of clusters if 'clusters' is True, "
+            f"got dtype {score.dtype}"
         )
     if options.generator is not None and options.seed is not None:
         raise ValueError(
@@ -196,8 +196,8 @@ def _check_sequences(score: Tensor, batch: Tensor | None, options: _Options) -> 
     for name, given in {"generator": options.generator, "batch": batch}.items():
         if given is not None and given.device.type != score.device.type:
             raise ValueError(
-                f"'{name}' must be of the device of 'score', {score.device} (got "
-                f"{given.device})"
+                f"'{name}' must be of the device of 'score', {score.device}, got "
+                f"{given.device}"
             )
     if torch.compiler.is_compiling():  # values and sizes are unknown
         return
@@ -205,12 +205,12 @@ def _check_sequences(score: Tensor, batch: Tensor | None, options: _Options) -> 
     if m * max(num_nodes, num_bins) >= 2**31:
         raise ValueError(
             "'num_permutations' times 'num_bins', or times the number of nodes, must "
-            f"be less than 2**31 (got {num_nodes} nodes and {numbers})"
+            f"be less than 2**31, got {num_nodes} nodes and {numbers}"
         )
     if bool(score.isnan().any()):
         raise ValueError(
-            "'score' must not hold NaN (got "
-            f"{int(score.isnan().sum())} of {num_nodes} entries)"
+            "'score' must not hold NaN, got "
+            f"{int(score.isnan().sum())} of {num_nodes} entries"
         )
     if batch is not None:
         check_batch(batch, num_nodes)

@@ -124,14 +124,14 @@ def _check_argument(name: str, kind: Any, optional: bool, value: Any) -> None:
         if not isinstance(value, (Integral, torch.SymInt)):
             raise no_integer(name, value)
         if not -(2**63) <= value < 2**63:  # type: ignore[operator]
-            raise ValueError(f"'{name}' must be an integer of 64 bits (got {value})")
+            raise ValueError(f"'{name}' must be an integer of 64 bits, got {value}")
     elif kind in (str, bool):
         if not isinstance(value, kind):
             wanted = "a string" if kind is str else "True or False"
-            raise TypeError(f"'{name}' must be {wanted} (got {value!r})")
+            raise TypeError(f"'{name}' must be {wanted}, got {value!r}")
     elif not isinstance(value, Tensor) or value.layout != torch.strided:
         or_none = " or None" if optional else ""
         got = value.layout if isinstance(value, Tensor) else type(value).__name__
         raise TypeError(
-            f"'{name}' must be a dense tensor of integers{or_none} (got '{got}')"
+            f"'{name}' must be a dense tensor of integers{or_none}, got '{got}'"
         )

@@ -578,7 +578,7 @@ def test_bad_inputs(training):
         conv((x, x), edge_index)
     with pytest.raises(ValueError, match="'edge_index' or 'score' must be given with"):
         conv(x)
-    with pytest.raises(ValueError, match=r"= \[0, 7\) \(got 9"):
+    with pytest.raises(ValueError, match=r"= \[0, 7\), got 9"):
         conv(x, edge_index + 3)
     with pytest.raises(ValueError, match="'batch' must be of shape"):
         conv(x, edge_index, batch=batch[:5])

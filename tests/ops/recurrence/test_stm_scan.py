@@ -103,7 +103,7 @@ def test_bad_line_edges_are_named(options):
     for lines, match in (
         ([[1, 2], [0, 1]], r"edge 1 \(1 -> 2\) to edge 0 .* against"),
         ([[0, 0], [1, 2]], r"edge 0 \(0 -> 1\) to edge 2 .* another"),
-        ([[0, 1], [1, 3]], r"state indices in .* = \[0, 3\) \(got 3 "),
+        ([[0, 1], [1, 3]], r"state indices in .* = \[0, 3\), got 3 "),
     ):
         with pytest.raises(ValueError, match=match):
             case(line_edge_index=torch.tensor(lines), **options)

@@ -110,11 +110,11 @@ def test_without_edges(name, num_nodes):
         (torch.zeros(2, 2).to(torch.float8_e5m2), 3, TypeError, "integers.*float8"),
         (torch.zeros(3, 2).long(), 3, ValueError, r"\[2, num_.*shape \[3, 2\]"),
         (torch.zeros(4).long(), 3, ValueError, r"\[2, num_.*shape \[4\]"),
-        (torch.tensor([[0], [3]]), 3, ValueError, r"= \[0, 3\) \(got 3"),
-        (torch.tensor([[0], [-1]]), 3, ValueError, r"= \[0, 3\) \(got -1"),
-        (EDGES, 5.0, TypeError, "must be an integer .got 'float'"),
-        (EDGES, None, TypeError, "must be an integer .got 'NoneType'"),
-        (EDGES, -1, ValueError, "must not be negative .got -1"),
+        (torch.tensor([[0], [3]]), 3, ValueError, r"= \[0, 3\), got 3"),
+        (torch.tensor([[0], [-1]]), 3, ValueError, r"= \[0, 3\), got -1"),
+        (EDGES, 5.0, TypeError, "must be an integer, got 'float'"),
+        (EDGES, None, TypeError, "must be an integer, got 'NoneType'"),
+        (EDGES, -1, ValueError, "must not be negative, got -1"),
     ],
 )
 def test_bad_graph(name, edge_index, num_nodes, error, match):
