@@ -561,7 +561,7 @@ def gated_delta(r: random.Random) -> tuple[dict[str, Any], str]:
     kind = r.choice(["dag", "chain"])
     options |= some(r, selectivity=["target"])
     options |= some(r, reflections=[True])
-    return with_form(r, options, kind), kind
+    return options | some(r, form=["state", "mask"]), kind
 
 
 def rg_lru(r: random.Random) -> tuple[dict[str, Any], str]:

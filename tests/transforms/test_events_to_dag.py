@@ -294,7 +294,7 @@ def bad(**changes: Any) -> TemporalData:
         ),
         ({"dst": [1j, 2]}, ValueError, "'events.dst' must be a tensor of real"),
         ({"src": [0, -1]}, ValueError, "'events.src' and 'dst' must be .*got -1"),
-        ({"msg": [[0.0]]}, ValueError, r"'events.msg'.*each of 2 events .*\[1, 1\]"),
+        ({"msg": [[0.0]]}, ValueError, r"'events.msg'.*each of 2 events, .*\[1, 1\]"),
         ({"msg": [1j, 2]}, TypeError, "'events.msg' must be.*complex"),
     ],
 )

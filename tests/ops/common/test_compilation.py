@@ -244,7 +244,7 @@ def test_folders_are_those_of_numba(tiny, tmp_path, monkeypatch):
 def test_all_jitted_functions_are_cached_so():
     found = []
     for info in pkgutil.walk_packages(pyg_chimera.ops.__path__, "pyg_chimera.ops."):
-        if info.name.rpartition(".")[2].startswith("triton_"):
+        if ".gpu." in info.name or ".triton_" in info.name:  # need Triton
             continue
         module = importlib.import_module(info.name)
         found += [x for x in vars(module).values() if isinstance(x, Dispatcher)]

@@ -28,8 +28,9 @@ from pyg_chimera.ops import (
     path_transition,
     resolvent_mix,
 )
-from pyg_chimera.ops.common import cache, elimination_rank, memory
+from pyg_chimera.ops.common import cache, memory
 from pyg_chimera.ops.recurrence.plain import resolvent as torch_backend
+from pyg_chimera.ops.structure import elimination_rank
 
 OPERATOR = OPERATORS["resolvent_mix"]
 SPARSE = {x: y for x, y in OPERATOR.variants.items() if x.startswith("sparse")}

@@ -12,7 +12,8 @@ from pyg_chimera.ops import (
     node_score,
     node_sequences,
 )
-from pyg_chimera.ops.common import cache, topological_rank
+from pyg_chimera.ops.common import cache
+from pyg_chimera.ops.structure import topological_rank
 from pyg_chimera.ops.structure.line_graph import ordered_dags
 
 
