@@ -306,9 +306,7 @@ def test_check_of_a_batch():
     each[1].edge_index = each[1].edge_index[:, :1]
     batch = Batch.from_data_list(each)
     for name in ("node_score", "diameter", "dag_edge_index", "dag_rank"):
-        match = (
-            rf"'data.{name}' must .*got other edges at node 3: edges or nodes have"
-        )
+        match = rf"'data.{name}' must .*got other edges at node 3: edges or nodes have"
         with pytest.raises(ValueError, match=match):
             check_stored(batch, [name])
     check_stored(batch, ["x", "edge_index", "node", "dag_checksum"])

@@ -26,10 +26,11 @@ def positive_sums(
     r"""The sums :math:`\mathbf{S} = \mathbf{A} \mathbf{S} + \mathbf{m}` of positive
     sources, over edges with positive weights. Small ones are as exact as large ones.
 
-    As no terms cancel, those of elimination are. Iterations round off what is small
-    beside the largest sum. So they are only a start: the sums that are off are computed
-    again, as a system of their own, from the exact ones that they border. Where
-    contents cannot be read, as within compilers, they are NaN instead.
+    As no terms cancel, those of elimination are. Iterations, and dense matrices with
+    pivoting, round off what is small beside the largest sum. So they are only a start:
+    the sums that are off are computed again, as a system of their own, from the exact
+    ones that they border. Where contents cannot be read, as within compilers, they are
+    NaN instead.
 
     Sources m are float64 [V, heads, K], and weights float64 [E, heads]. The rest is as
     in `resolvent_mix`.
@@ -42,7 +43,7 @@ def positive_sums(
         ones, ones, source, edge_index, weight, batch, solver=solver, rank=rank,
         **options,
     )  # fmt: skip
-    if solver not in ("auto", "iterative"):
+    if solver in ("sparse", "neumann"):
         return sums
     col, row = edge_index.long()
     with torch.no_grad():
