@@ -157,7 +157,7 @@ def test_mixing(benchmark, tmp_path):
     assert is_picture(tmp_path / "smoke.png")
     assert "Figures to reach" in printed
     others = {"GPSConv multihead", "GPSConv performer"}
-    sizes = {"peptides": 20, "planar": 40, "filling": 20}
+    sizes = {"peptides": 16, "planar": 32, "filling": 16}
     timed_and_right(results, others, sizes)
     errors = results["errors"][0]["errors"]
     assert {"output", "gradient of x", "gradient of lin_delta.weight"} <= set(errors)
@@ -174,7 +174,8 @@ def test_scanning(benchmark, tmp_path):
     assert command.startswith("python benchmarks/scanning.py")
     assert results["machine"]["versions"]["torch"] == torch.__version__
     others = {"attention", "MultiheadAttention", "GPSConv multihead", "GATConv"}
-    sizes = {"peptides": 8, "layers": 4, "grids": 8, "sequences": 8, "grid-layers": 4}
+    sizes = {"peptides": 4, "layers": 4, "grids": 8, "sequences": 8, "grid-layers": 4}
+    sizes |= {"small-grids": 2}
     timed_and_right(results, others, sizes)
     steps = {(row["part"], row["from"], row["to"]) for row in results["growth"]}
     assert steps == {("grids", 9, 36), ("sequences", 8, 32)}
