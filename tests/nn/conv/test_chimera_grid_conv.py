@@ -116,7 +116,7 @@ def test_bad_grids():
         conv(x)
     with pytest.raises(ValueError, match="grids of 6 nodes in all, got 8"):
         conv(x, height=2, width=4)
-    with pytest.raises(ValueError, match=r"'batch' must be .* = \[6\] .*\[3\]"):
+    with pytest.raises(ValueError, match=r"'batch' must be .* = \[6\], .*\[3\]"):
         conv(x, batch=torch.zeros(3, dtype=torch.long), height=2, width=3)
     sides = torch.tensor([1] * 3), torch.tensor([3] * 2)
     with pytest.raises(ValueError, match="of as many grids, got 3 and 2"):
