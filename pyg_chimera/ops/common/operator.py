@@ -90,7 +90,7 @@ class Operator(Generic[Inputs, Structure]):
         for backend in self.usable(inputs):
             yield Choice(self.name, "scan", "state", backend, self.reason(inputs))
 
-    def in_one_dtype(self, inputs: Inputs, structure: Structure) -> Inputs:
+    def in_one_dtype(self, inputs: Inputs) -> Inputs:
         """The inputs in the dtype to compute in."""
         return inputs
 
@@ -179,7 +179,7 @@ class Operator(Generic[Inputs, Structure]):
         recipe = self.recipe(inputs)
         key = "" if recipe is None else recipe.key()
         structure: Any = recipe and recalled(key, recipe.build)
-        inputs = self.in_one_dtype(inputs, structure)
+        inputs = self.in_one_dtype(inputs)
         if not is_transforming():  # where contents cannot be read
             self.check(inputs, structure)
         problems: list[str] = []

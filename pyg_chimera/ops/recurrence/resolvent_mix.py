@@ -111,7 +111,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
             return Recipe(symbolic_factor, (*graph, inputs.rank), (num_nodes, most))
         return Recipe(graph_blocks, graph, (num_nodes,))
 
-    def in_one_dtype(self, inputs: Inputs, structure: Blocks) -> Inputs:
+    def in_one_dtype(self, inputs: Inputs) -> Inputs:
         dtype, weight = inputs.value.dtype, inputs.edge_weight
         if weight.dtype == dtype:
             return inputs

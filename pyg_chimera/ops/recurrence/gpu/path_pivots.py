@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.sequences import linear_recurrence
-from pyg_chimera.ops.recurrence.plan.paths import Pivots, path_scans
+from pyg_chimera.ops.recurrence.plan.paths import Pivots, required_path_scans
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 
@@ -35,8 +35,7 @@ class Places(NamedTuple):
     @classmethod
     def of(cls, symbolic: Blocks, device: torch.device) -> "Places":
         """The places of a graph whose components are paths."""
-        scans = path_scans(symbolic)
-        assert scans is not None
+        scans = required_path_scans(symbolic)
         length = np.diff(scans.ptr)
         place = np.arange(scans.ptr[-1])
         path = np.repeat(np.arange(len(length)), length)

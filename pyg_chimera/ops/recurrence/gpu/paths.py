@@ -11,7 +11,7 @@ from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.recurrence.gpu import chunks as chunk_kernels
 from pyg_chimera.ops.recurrence.gpu.chunks import Chunks
 from pyg_chimera.ops.recurrence.gpu.path_pivots import Places, gates, gradients
-from pyg_chimera.ops.recurrence.plan.paths import Pivots, path_scans
+from pyg_chimera.ops.recurrence.plan.paths import Pivots, required_path_scans
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 
@@ -29,8 +29,7 @@ class _Tables(NamedTuple):
 
     @classmethod
     def of(cls, symbolic: Blocks, device: torch.device) -> "_Tables":
-        scans = path_scans(symbolic)
-        assert scans is not None
+        scans = required_path_scans(symbolic)
         states, position = scans.states, np.arange(len(scans.states.state))
         later = np.setdiff1d(position, states.ptr[:-1])  # positions with an entry
         arrays = (

@@ -18,8 +18,8 @@ from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.recurrence.plain import scan as torch_backend
+from pyg_chimera.ops.recurrence.plain.levels import depth_of
 from pyg_chimera.ops.recurrence.plan.direct_term import direct_term
-from pyg_chimera.ops.recurrence.plan.levels import depth_of
 from pyg_chimera.ops.recurrence.plan.states import NOT_PATHS, StateGraph
 
 if TYPE_CHECKING:

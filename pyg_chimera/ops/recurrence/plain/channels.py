@@ -15,7 +15,7 @@ from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.sequences import linear_recurrence, longest_of, places
-from pyg_chimera.ops.recurrence.plan.levels import levels_of, solve_by_levels
+from pyg_chimera.ops.recurrence.plain.levels import levels_of, solve_by_levels
 from pyg_chimera.ops.recurrence.plan.states import StateGraph
 
 DEVICES = None

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.dispatch import Call
+from pyg_chimera.ops.recurrence.plain.levels import levels_of, solve_by_levels
 from pyg_chimera.ops.recurrence.plan.direct_term import direct_term
-from pyg_chimera.ops.recurrence.plan.levels import levels_of, solve_by_levels
 
 DEVICES = None
 

@@ -1,5 +1,9 @@
 """The forms of the delta rule: what they cost on a CPU, and where they are refused."""
 
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -42,6 +46,25 @@ def cost_of(form: str, graph: DeltaGraph, query: Tensor, value: Tensor) -> Cost:
         memory = bytes_ * threads * largest * (N + 3) * P
     seconds = 1e-9 * heads * (0.05 * operations + others) / threads
     return Cost(heads * operations, seconds, memory)
+
+
+def by_form(
+    modules: Mapping[str, ModuleType],
+) -> tuple[Callable[..., str | None], Callable[..., Any], Callable[..., Any]]:
+    """The functions of a backend that has a module for each form."""
+
+    def why_not(call: Call) -> str | None:
+        return why_not_form(call, tuple(modules))
+
+    def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
+        return modules[call.choice.form].forward(call)
+
+    def backward(
+        call: Call, saved: tuple[Tensor, ...], grad: Tensor
+    ) -> tuple[Tensor, ...]:
+        return modules[call.choice.form].backward(call, saved, grad)
+
+    return why_not, forward, backward
 
 
 def why_not_form(call: Call, forms: tuple[str, ...]) -> str | None:
