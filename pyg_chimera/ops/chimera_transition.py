@@ -16,6 +16,7 @@ from pyg_chimera.ops.common.checks import check_dim, check_edge_index, check_sha
 from pyg_chimera.ops.common.compilation import compiled
 from pyg_chimera.ops.common.operator import one_by_one
 from pyg_chimera.ops.common.portability import is_portable, portable_form
+from pyg_chimera.ops.edge_softmax import edge_softmax
 from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.registered import structural_op
@@ -73,25 +74,9 @@ def chimera_transition(
         raise ValueError(f"'gamma' must be in (0, 1], got {gamma}")
     nodes = {"target": target, "source": source, "psi": psi}
     _check_shapes(edge_index, num_nodes, **nodes, edge=edge)
-    col, row = edge_index[0], edge_index[1]
-    eps, dtype = torch.finfo(psi.dtype).eps, dtype or psi.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    target, source, psi = target.to(wide), source.to(wide), psi.to(wide)
-    # Relative to exp(-target), which is common to a row and cancels.
-    if edge is None:
-        exponent, least = -source[col] / 2, target / 2 - psi
-    else:
-        exponent, least = -(source[col] + edge.to(wide)) / 3, target / 3 - psi
-    with torch.no_grad():  # any shift cancels, too
-        index = row.long().unsqueeze(1).expand_as(exponent)
-        shift = least.scatter_reduce(0, index, exponent, "amax")
-    weight = torch.exp(exponent - shift[row])
-    total = _sum(weight, row, num_nodes)
-    rounding = LEAST_MARGIN * eps * total
-    # Not `hypot`, which ONNX does not have. One of the squares is not small.
-    margin = torch.exp(2 * (least - shift)) + rounding.square()
-    total = total + margin.sqrt()
-    return (gamma * weight / total[row]).to(dtype)
+    margin = LEAST_MARGIN * torch.finfo(psi.dtype).eps
+    weight = edge_softmax(edge_index, target, source, psi, edge, gamma, margin)
+    return weight.to(dtype or psi.dtype)
 
 
 def released_transition(

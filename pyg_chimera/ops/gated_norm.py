@@ -1,21 +1,18 @@
-"""What layers compute around their recurrence: SiLU, the RMS norm and a gate, fused.
-
-On a CPU, PyTorch passes over memory about ten times for it, and as often for gradients.
-The jitted kernels pass once. Registered operators take longer than all of that for
-small graphs, so this is a plain autograd function of ordinary tensors on the CPU. All
-else, such as compilers, transforms and second derivatives, sees PyTorch's operators.
+"""What layers compute around their recurrence, fused: SiLU, RMS norms, gates and the
+skip connection.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Parameter
 
-from pyg_chimera.ops.common.array_views import as_array
+from pyg_chimera.ops.common.array_views import as_array, as_view
+from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.numba_runtime import (
     inlined,
     jit,
@@ -34,21 +31,31 @@ from pyg_chimera.ops.common.simd import (
     total,
     zeros,
 )
-from pyg_chimera.ops.common.torch_private import is_batched, is_followed
 from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
 
-#: The most rows of a task, which has its own sum of the gradient of weights.
+#: The most rows of a task, which has its own sums of the gradients of weights.
 _ROWS = 128
 #: Sums of squares from which on rows are divided first.
 _LARGE = 1e30
-_ORDINARY = (Tensor, Parameter)
 _NONE = {x: as_array(torch.empty(0, dtype=x)) for x in (torch.float32, torch.float64)}
 
 
+class _Rows(NamedTuple):
+    """Rows, and what belongs to them."""
+
+    x: Tensor  #: [V, ..., N]
+    weight: Tensor | None = None  #: [..., N]
+    gate: Tensor | None = None  #: [V, ..., N]
+    factor: Tensor | None = None  #: [V, ...]
+    value: Tensor | None = None  #: [V, ..., N], of the skip connection
+    skip: Tensor | None = None  #: its weights, one for a part of N
+
+
 class _Options(NamedTuple):
-    eps: float
-    scale: float
-    activated: bool
+    eps: float = 1e-5
+    scale: float = 1.0
+    activated: bool = False  #: SiLU of rows comes first
+    normed: bool = True
 
 
 def gated_norm(
@@ -71,10 +78,39 @@ def gated_norm(
     """
     if eps is None:
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-    options, given = _Options(eps, scale, activated), (x, weight, gate)
-    if _is_fusable(*given):
-        return _GatedNorm.apply(*given, options)
-    return _composed(*given, options)
+    return _GATED(_Rows(x, weight, gate), _Options(eps, scale, activated))
+
+
+def gated_output(
+    y: Tensor,
+    value: Tensor,
+    skip: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    eps: float,
+) -> Tensor:
+    r"""What follows the recurrence of a layer, [V, H P]:
+
+    .. math::
+        \mathbf{w} \odot \text{SiLU}(\mathbf{z}) \odot \text{RMSNorm}(\mathbf{y} +
+        \mathbf{d} \odot \text{SiLU}(\mathbf{v}))
+
+    y, the values v before SiLU and the gate z are [V, H P], d [H], and w [H P];
+    without weights, there is no norm.
+    """
+    rows = _Rows(y, weight, gate, value=value, skip=skip)
+    return _GATED(rows, _Options(eps, normed=weight is not None))
+
+
+def gated_inputs(
+    query: Tensor, key: Tensor, value: Tensor, factor: Tensor | None, normed: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""What the recurrence of a layer reads: SiLU of query and key [V, G, N], perhaps
+    `normed`, and of the value [V, H, P] times a factor [V, H].
+
+    Norms are RMS norms, of the query divided by :math:`\sqrt{N}`.
+    """
+    return _INPUTS((query, key, value, factor), normed)
 
 
 def rms_norm(
@@ -90,65 +126,123 @@ def rms_norm(
     return (y if weight is None else y * weight).to(x.dtype)
 
 
+# ------------------------------------------------------- by PyTorch's operators, or not
+
+
 def _composed(
-    x: Tensor, weight: Tensor | None, gate: Tensor | None, options: _Options
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    factor: Tensor | None,
+    value: Tensor | None,
+    skip: Tensor | None,
+    options: _Options,
 ) -> Tensor:
-    eps, scale, silu = options
-    x = rms_norm(F.silu(x) if silu else x, None, eps)
+    eps, scale, activated, normed = options
+    x = F.silu(x) if activated else x
+    if value is not None and skip is not None:
+        heads = skip.numel(), -1
+        more = skip.unsqueeze(-1) * F.silu(value).unflatten(-1, heads)
+        x = (x.unflatten(-1, heads) + more).flatten(-2)
+    x = rms_norm(x, None, eps) if normed else x
     x = x if weight is None else x * weight
     x = x if gate is None else x * F.silu(gate)
+    x = x if factor is None else x * factor.unsqueeze(-1)
     return x if scale == 1 else x * scale
 
 
-def _is_fusable(x: Tensor, weight: Tensor | None, gate: Tensor | None) -> bool:
-    """Whether these are ordinary tensors on the CPU, and nothing follows what is done
-    with them but autograd.
-    """
-    if is_followed() or not (
-        type(x) in _ORDINARY
-        and x.is_cpu
-        and x.dim() > 1
+def _fits(
+    x: Tensor,
+    weight: Tensor | None,
+    gate: Tensor | None,
+    factor: Tensor | None,
+    value: Tensor | None,
+    skip: Tensor | None,
+    options: _Options,
+) -> bool:
+    shapes = (
+        (weight, x.shape[1:]),
+        (gate, x.shape),
+        (factor, x.shape[:-1]),
+        (value, x.shape),
+        (skip, None),
+    )
+    return (
+        x.dim() > 1
         and x.numel() > 0
-        and x.dtype in (torch.float32, torch.float64)
-    ):
-        return False
-    for y, shape in ((weight, x.shape[1:]), (gate, x.shape)):
-        if y is not None and not (
-            type(y) in _ORDINARY and y.is_cpu and (y.dtype, y.shape) == (x.dtype, shape)
-        ):
-            return False
-    return True
+        and x.is_floating_point()
+        and all(
+            y is None or (y.dtype == x.dtype and shape in (None, y.shape))
+            for y, shape in shapes
+        )
+    )
 
 
-class _GatedNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        *given, options = args
-        ctx.save_for_backward(*given)
-        ctx.options = options
-        out = given[0].new_empty(given[0].shape)
-        _run(_forward, given, options, as_array(out).reshape(-1))
-        return out
+def _forward(*args: Any) -> tuple[Tensor, Sequence[Tensor]]:
+    *given, options = args
+    out = given[0].new_empty(given[0].shape)
+    _run(_forward_tasks, given, options, as_array(out).reshape(-1))
+    return out, ()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,), (x, weight, gate), options = grads, ctx.saved_tensors, ctx.options
-        if torch.is_grad_enabled() or is_followed() or is_batched(grad):
-            again, given = torch.is_grad_enabled(), (x, weight, gate)
-            with torch.enable_grad():  # of views, as one may depend on another
-                views: list[Any] = [None if y is None else y.view_as(y) for y in given]
-                out = _composed(views[0], views[1], views[2], options)
-            wanted = [y is not None and y.requires_grad for y in views]
-            leaves = [y for y, needed in zip(views, wanted, strict=True) if needed]
-            found = iter(torch.autograd.grad(out, leaves, grad, create_graph=again))
-            return *(next(found) if needed else None for needed in wanted), None
-        dx, dgate = (None if y is None else y.new_empty(y.shape) for y in (x, gate))
-        sums = None
-        if weight is not None:
-            sums = weight.new_zeros(-(-len(x) // _ROWS), *weight.shape)
-        d = _Arrays(*(_flat(y, x.dtype) for y in (dx, sums, dgate)))
-        _run(_backward, (x, weight, gate), options, _flat(grad, x.dtype), d)
-        return dx, None if sums is None else sums.sum(0), dgate, None
+
+def _backward(
+    given: Any, options: _Options, _: Any, grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    x, weight, gate, factor, value, skip = given
+    tasks = -(-len(x) // _ROWS)
+    dx, dgate, dfactor, dvalue = (
+        None if y is None else y.new_empty(y.shape) for y in (x, gate, factor, value)
+    )
+    dweight = None if weight is None else weight.new_zeros(tasks, *weight.shape)
+    dskip = None if skip is None else x.new_zeros(tasks, x[0].numel())
+    each = (dx, dweight, dgate, dfactor, dvalue, dskip)
+    d = _Arrays(*(_flat(y, x.dtype) for y in each))
+    _run(_backward_tasks, given, options, _flat(grads[0], x.dtype), d)
+    if dweight is not None:
+        dweight = dweight.sum(0)
+    if dskip is not None:
+        dskip = dskip.view(tasks, len(skip), -1).sum((0, 2))
+    return [dx, dweight, dgate, dfactor, dvalue, dskip]
+
+
+_GATED = Fused(_composed, _fits, _forward, _backward)
+
+
+def _parts(
+    query: Tensor, key: Tensor, value: Tensor, factor: Tensor | None, normed: bool
+) -> list[tuple[_Rows, _Options]]:
+    scale = query.size(-1) ** -0.5 if normed else 1.0
+    return [
+        (_Rows(query), _Options(1e-5, scale, activated=True, normed=normed)),
+        (_Rows(key), _Options(activated=True, normed=normed)),
+        (_Rows(value, factor=factor), _Options(activated=True, normed=False)),
+    ]
+
+
+def _fit_inputs(*args: Any) -> bool:
+    one_dtype = len({x.dtype for x in args[:-1] if x is not None}) == 1
+    return one_dtype and all(_fits(*rows, options) for rows, options in _parts(*args))
+
+
+def _compose_inputs(*args: Any) -> tuple[Tensor, ...]:
+    return tuple(_composed(*rows, options) for rows, options in _parts(*args))
+
+
+def _forward_inputs(*args: Any) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
+    return tuple(_forward(*rows, options)[0] for rows, options in _parts(*args)), ()
+
+
+def _backward_inputs(
+    given: Any, normed: bool, _: Any, grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    query, key, value = (
+        _backward(rows, options, (), [grad])
+        for (rows, options), grad in zip(_parts(*(*given, normed)), grads, strict=True)
+    )
+    return [query[0], key[0], value[0], value[3]]
+
+
+_INPUTS = Fused(_compose_inputs, _fit_inputs, _forward_inputs, _backward_inputs)
 
 
 # ------------------------------------------------------------------------------ kernels
@@ -163,6 +257,8 @@ class _Size(NamedTuple):
     share: float  #: one over them
     x_stride: int
     gate_stride: int
+    value_stride: int
+    factor_stride: int
 
 
 class _Arrays(NamedTuple):
@@ -173,36 +269,45 @@ class _Arrays(NamedTuple):
     x: np.ndarray
     weight: np.ndarray
     gate: np.ndarray
+    factor: np.ndarray
+    value: np.ndarray
+    skip: np.ndarray
 
 
 def _run(kernel: Any, given: Any, options: _Options, *others: Any) -> None:
     """Runs a kernel in tasks of some rows."""
-    x, weight, gate = given
-    flat, x_stride = _rows(x)
-    gates, gate_stride = (_NONE[x.dtype], 0) if gate is None else _rows(gate)
+    x, weight, gate, factor, value, skip = given
     rows, channels = len(x), x.size(-1)
     width = x.numel() // rows
-    groups = width // channels
-    size = _Size(rows, groups, channels, 1 / channels, x_stride, gate_stride)
-    operands = _Arrays(flat, _flat(weight, x.dtype), gates)
+    found = (_rows(y, x.dtype) for y in (x, gate, value, factor))
+    arrays, strides = zip(*found, strict=True)
+    xs, gates, values, factors = arrays
+    skips = _flat(skip, x.dtype)
+    if skip is not None:
+        skips = skips.repeat(width // len(skips))
+    size = _Size(rows, width // channels, channels, 1 / channels, *strides)
+    operands = _Arrays(xs, _flat(weight, x.dtype), gates, factors, values, skips)
     costs = np.full(-(-rows // _ROWS), 1.0 * _ROWS * width)
     scratch = 3 * (channels + 16)
-    run(kernel, costs, scratch, flat.dtype, size, options, operands, *others)
+    run(kernel, costs, scratch, xs.dtype, size, options, operands, *others)
 
 
 def _flat(x: Tensor | None, dtype: torch.dtype) -> np.ndarray:
     return _NONE[dtype] if x is None else as_array(x).reshape(-1)
 
 
-def _rows(x: Tensor) -> tuple[np.ndarray, int]:
+def _rows(x: Tensor | None, dtype: torch.dtype) -> tuple[np.ndarray, int]:
     """All numbers from the first to the last, and how far rows are apart."""
-    if not x.is_contiguous():
-        row = x[0]
-        if row.is_contiguous():
-            size = (len(x) - 1) * x.stride(0) + row.numel()
-            return as_array(x.as_strided((size,), (1,))), x.stride(0)
-        x = x.contiguous()
-    return as_array(x).reshape(-1), x.stride(0)
+    if x is None:
+        return _NONE[dtype], 0
+    shape, width, (stride, *strides) = x.shape, 1, x.stride()
+    for size, found in zip(shape[:0:-1], strides[::-1], strict=True):
+        if size > 1 and found != width:  # rows are not contiguous
+            return as_array(x).reshape(-1), x.numel() // len(x)
+        width *= size
+    if len(x) == 1:
+        return as_array(x).reshape(-1), width
+    return as_view(x, (len(x) - 1) * stride + width), stride
 
 
 @inlined
@@ -226,20 +331,27 @@ def _divide(row, n, real):
 
 
 @inlined
-def _start(row, slope, p, size, options, real):
-    """Sets a row to f(x), and the slope unless it is None. Returns one over the root of
-    the mean square, and the factor that keeps squares from overflowing.
+def _start(row, slope, p, value, skip, skips, size, options, real):
+    """Sets a row to f(x), with the skip connection if there is one, and the slope of f
+    unless it is None. Returns one over the root of the mean square, or one without
+    norm, and the factor that keeps squares from overflowing.
     """
-    (eps, _, activated), channels = options, size.channels
+    (eps, _, activated, normed), channels = options, size.channels
     sums, small = zeros(p), 1.0
     for at in range(0, channels, lanes(p)):
-        v = load_part(p + at, channels - at)
+        n = channels - at
+        v = load_part(p + at, n)
         if activated:
             v, s = _silu(v, real)
             if slope is not None:
                 store(slope + at, s)
+        if skips:
+            t, _ = _silu(load_part(value + at, n), real)
+            v = fma(load_part(skip + at, n), t, v)
         store(row + at, v)
         sums = fma(v, v, sums)
+    if not normed:
+        return 1.0, 1.0
     squares = float(total(sums))
     if not squares < _LARGE:
         squares, small = _divide(row, channels, real)
@@ -248,20 +360,26 @@ def _start(row, slope, p, size, options, real):
 
 
 @jit
-def _forward(first, last, stop, scratch, size, options, operands, out):
-    rows, groups, channels, _, x_stride, gate_stride = size
+def _forward_tasks(first, last, stop, scratch, size, options, operands, out):
+    rows, groups, channels = size.rows, size.groups, size.channels
     weighted, gated = len(operands.weight) > 0, len(operands.gate) > 0
+    scaled, skips = len(operands.factor) > 0, len(operands.skip) > 0
     X, W, Z = pointer(operands.x), pointer(operands.weight), pointer(operands.gate)
+    U, V, S = pointer(operands.factor), pointer(operands.value), pointer(operands.skip)
     Y, real, normed = pointer(out), scratch.dtype.type, pointer(scratch)
     for r in range(first * _ROWS, min(last * _ROWS, rows)):
         if stopped(stop):
             return
         for g in range(groups):
             c = g * channels
-            p, z = X + (r * x_stride + c), Z + (r * gate_stride + c)
+            p, z = X + (r * size.x_stride + c), Z + (r * size.gate_stride + c)
             w, y = W + c, Y + (r * groups * channels + c)
-            root, _ = _start(normed, None, p, size, options, real)
-            factor = splat(real(root * options.scale))
+            q, s = V + (r * size.value_stride + c), S + c
+            root, _ = _start(normed, None, p, q, s, skips, size, options, real)
+            root *= options.scale
+            if scaled:
+                root *= U[r * size.factor_stride + g]
+            factor = splat(real(root))
             for at in range(0, channels, lanes(p)):
                 n, v = channels - at, load(normed + at) * factor
                 if weighted:
@@ -273,11 +391,14 @@ def _forward(first, last, stop, scratch, size, options, operands, out):
 
 
 @jit
-def _backward(first, last, stop, scratch, size, options, operands, grad, d):
-    rows, groups, channels, share, x_stride, gate_stride = size
+def _backward_tasks(first, last, stop, scratch, size, options, operands, grad, d):
+    rows, groups, channels, share = size.rows, size.groups, size.channels, size.share
     weighted, gated = len(operands.weight) > 0, len(operands.gate) > 0
+    scaled, skips = len(operands.factor) > 0, len(operands.skip) > 0
     X, W, Z = pointer(operands.x), pointer(operands.weight), pointer(operands.gate)
+    U, V, S = pointer(operands.factor), pointer(operands.value), pointer(operands.skip)
     DX, DW, DZ, DY = pointer(d.x), pointer(d.weight), pointer(d.gate), pointer(grad)
+    DU, DV, DS = pointer(d.factor), pointer(d.value), pointer(d.skip)
     real, normed, padded = scratch.dtype.type, pointer(scratch), len(scratch) // 3
     passed, slope, one = normed + padded, normed + 2 * padded, splat(real(1))
     width = groups * channels
@@ -286,30 +407,48 @@ def _backward(first, last, stop, scratch, size, options, operands, grad, d):
             return
         for g in range(groups):
             c = g * channels
-            p, z = X + (r * x_stride + c), Z + (r * gate_stride + c)
-            w, dw = W + c, DW + (r // _ROWS * width + c)
+            p, z = X + (r * size.x_stride + c), Z + (r * size.gate_stride + c)
+            q, skip = V + (r * size.value_stride + c), S + c
+            w, dw, ds = (
+                W + c,
+                DW + (r // _ROWS * width + c),
+                DS + (r // _ROWS * width + c),
+            )
             c += r * width
-            dy, dp, dz = DY + c, DX + c, DZ + c
-            root, small = _start(normed, slope, p, size, options, real)
-            factor, product = splat(real(root)), zeros(p)
+            dy, dp, dz, dq = DY + c, DX + c, DZ + c, DV + c
+            root, small = _start(normed, slope, p, q, skip, skips, size, options, real)
+            outer = options.scale
+            if scaled:
+                outer *= U[r * size.factor_stride + g]
+            factor, product, own = splat(real(root)), zeros(p), zeros(p)
             for at in range(0, channels, lanes(p)):
                 n, v = channels - at, load(normed + at) * factor
-                u = load_part(dy + at, n) * splat(real(options.scale))
+                u = load_part(dy + at, n)
                 h = load_part(w + at, n) if weighted else one
                 if gated:
                     t, s = _silu(load_part(z + at, n), real)
-                    store_part(dz + at, u * v * h * s, n)
+                    store_part(dz + at, u * v * h * s * splat(real(outer)), n)
                     u = u * t
                 if weighted:
-                    store_part(dw + at, fma(u, v, load_part(dw + at, n)), n)
+                    more = u * splat(real(outer))
+                    store_part(dw + at, fma(more, v, load_part(dw + at, n)), n)
                 u = u * h
+                own = fma(u, v, own)
+                u = u * splat(real(outer))
                 store(normed + at, v)
                 store(passed + at, u)
                 product = fma(u, v, product)
-            mean, shrunk = splat(real(total(product) * share)), splat(real(small))
+            if scaled:
+                DU[r * groups + g] = real(total(own) * options.scale)
+            mean = total(product) * share if options.normed else 0.0
+            mean, shrunk = splat(real(mean)), splat(real(small))
             for at in range(0, channels, lanes(p)):
                 v = (load(passed + at) - load(normed + at) * mean) * factor
-                v = v * shrunk
+                n, v = channels - at, v * shrunk
+                if skips:
+                    t, s = _silu(load_part(q + at, n), real)
+                    store_part(dq + at, v * s * load_part(skip + at, n), n)
+                    store_part(ds + at, fma(v, t, load_part(ds + at, n)), n)
                 if options.activated:
                     v = v * load(slope + at)
-                store_part(dp + at, v, channels - at)
+                store_part(dp + at, v, n)

@@ -127,17 +127,18 @@ def _mixing(
     """The layer's output before its norm, for values of one channel at the probe."""
     # Layers compute with float32 at least.
     wide = torch.promote_types(x.dtype, torch.float32)
-    project, probe = layer.project, x.new_zeros(x.size(0), layer.heads, 1, dtype=wide)
+    inputs, probe = layer.inputs, x.new_zeros(x.size(0), layer.heads, 1, dtype=wide)
     if role == "source":
         probe[node] = 1
     else:
         probe.requires_grad_()
 
-    def projected(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, _ = project(*args)
+    def probed(nodes: Any, gate: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, _ = inputs(nodes, gate)
         if not products:
             query, key = (y.new_ones(*y.shape[:2], 1) for y in (query, key))
-        return query, key, probe
+        is_gate = isinstance(gate, Tensor)  # else a filter, or nothing
+        return query, key, probe * gate.unsqueeze(2) if is_gate else probe
 
     layer.log_sums = None  # not linear in values
 
@@ -146,7 +147,7 @@ def _mixing(
     ) -> Tensor:
         return y if log_scale is None else y * log_scale.exp().unsqueeze(2)
 
-    layer.project, layer.output = projected, output
+    layer.inputs, layer.output = probed, output
     mixed = layer(x, edge_index, **kwargs)
     if role == "target":
         (mixed,) = torch.autograd.grad(mixed[node].sum(), probe)

@@ -121,7 +121,7 @@ def test_columns_of_a_joint_projection(runs):
         assert_same(*found, 1e-12)
     assert len(runs) == 2 * len(layouts)
     x = joint[:, 16:32]
-    flat, stride = gated_norm_module._rows(x)
+    flat, stride = gated_norm_module._rows(x, x.dtype)
     assert (flat.ctypes.data, stride) == (x.data_ptr(), 40)
 
 

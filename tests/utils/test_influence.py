@@ -56,15 +56,16 @@ def projected_and_mixed(case, conv, inputs):
 
     def spy(name, function):
         def called(*args):
-            result = function(*args)
-            seen[name] = result if name == "project" else args
-            return result
+            seen[name] = args
+            return function(*args)
 
         return patch.object(conv, name, called)
 
-    with spy("project", conv.project), spy("output", conv.output):
+    with spy("inputs", conv.inputs), spy("output", conv.output):
         case.call(conv, inputs)
-    query, key, value = seen["project"]
+    nodes, *gate = seen["inputs"]
+    gated = gate and isinstance(gate[0], torch.Tensor)
+    query, key, value = conv.inputs(nodes, *([] if gated else gate))
     mixed, *more = seen["output"]
     if len(more) > 2:  # states were divided by these
         mixed = mixed * more[2].exp().unsqueeze(-1)

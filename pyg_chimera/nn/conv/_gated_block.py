@@ -1,6 +1,6 @@
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,14 @@ from pyg_chimera.nn.conv._init import (
     log_uniform_softplus_,
     softplus_,
 )
-from pyg_chimera.nn.conv._window import Filter, is_plain, projected, reset_filter_
+from pyg_chimera.nn.conv._projection import is_plain, projections
+from pyg_chimera.nn.conv._window import Filter, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
 from pyg_chimera.ops.common.checks import check_flag, check_option
 from pyg_chimera.ops.common.operator import without_autocast
-from pyg_chimera.ops.gated_norm import gated_norm
+from pyg_chimera.ops.gated_norm import gated_inputs, gated_output
 
-__all__ = ["ChimeraBlock", "GatedBlock"]
+__all__ = ["ChimeraBlock", "GatedBlock", "Projected"]
 
 
 class GatedBlock(Mixer):
@@ -122,20 +123,19 @@ class GatedBlock(Mixer):
         weight, num_dags = self.local_weight, self.num_dags
         return over_dags(weight, num_dags, edge_index, self.explained)
 
-    def finish(self, y: Tensor, x: Tensor) -> Tensor:
-        """Norm, gate and projection; the gate reads x."""
-        if self.lin_gate is None:
-            return self._projected(self.norm(y), x.dtype)
-        gate = at_least_float32(self.lin_gate(x))
-        if not self.norm_before_gate:
+    def finish(self, y: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Norm, gate and projection."""
+        if gate is None:
+            y = self.norm(y)
+        elif not self.norm_before_gate:
             y = self.norm(y * self.act(gate))
-        elif type(self.norm) is RMSNorm and self.act is F.silu:
+        elif is_plain(self.norm) and self.act is F.silu:
             y = self.norm(y, gate)
         else:
             y = self.norm(y) * self.act(gate)
-        return self._projected(y, x.dtype)
+        return self.project_out(y, dtype)
 
-    def _projected(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+    def project_out(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """The last projection. Without a norm, its input may be too large for half
         precision where its output, which terms of both signs make up, is not.
         """
@@ -159,6 +159,17 @@ class GatedBlock(Mixer):
             f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
             f"heads={self.heads}{states}{dags})"
         )
+
+
+class Projected(NamedTuple):
+    """Projections of nodes, in float32 at least, before biases of gates and SiLU."""
+
+    value: Tensor  #: [V, channels]
+    key: Tensor
+    query: Tensor
+    gate: Tensor | None
+    delta: Tensor  #: selectivities, [V, number, heads]
+    dtype: torch.dtype  #: that of nodes
 
 
 class ChimeraBlock(GatedBlock):
@@ -270,33 +281,42 @@ class ChimeraBlock(GatedBlock):
         )
         return edge_index, self.edge_selectivity(edge_attr, edge_index.size(1))
 
-    def project_linearly(self, x: Tensor, filtered: Filter | None) -> list[Tensor]:
-        """Value, key and query before SiLU, [V, channels]."""
-        return projected(x, (self.lin_value, self.lin_key, self.lin_query), filtered)
-
     def project(
-        self, x: Tensor, filtered: Filter | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key, [V, copies * groups, N], and value, [V, heads, P]."""
-        return self.activated(*self.project_linearly(x, filtered))
-
-    def activated(
-        self, value: Tensor, key: Tensor, query: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value by groups and heads, after SiLU and norms."""
-        query, key = (y.unflatten(1, (-1, self.state_channels)) for y in (query, key))
-        if self.qk_norm:
-            scale = self.state_channels**-0.5
-            query = gated_norm(query, scale=scale, activated=True)
-            key = gated_norm(key, activated=True)
+        self, x: Tensor, filtered: Filter | None = None, read: Tensor | None = None
+    ) -> Projected:
+        """All projections of nodes, the first three filtered; the gate and
+        selectivities are those of `read`, if it is given.
+        """
+        first = [self.lin_value, self.lin_key, self.lin_query]
+        rest = [self.lin_delta]
+        if self.lin_gate is not None:
+            rest.append(self.lin_gate)
+        if filtered is None and read is None:
+            parts = projections(x, first + rest)
         else:
-            query, key = F.silu(query), F.silu(key)
-        return query, key, F.silu(value).unflatten(1, (self.heads, -1))
+            parts = [
+                *projections(x, first),
+                *projections(x if read is None else read, rest),
+            ]
+        parts = [at_least_float32(y) for y in parts]
+        if filtered is not None:
+            sizes = [y.size(1) for y in parts[:3]]
+            parts[:3] = filtered(torch.cat(parts[:3], dim=1)).split(sizes, dim=1)
+        value, key, query, delta, *gate = parts
+        delta = delta.unflatten(1, (-1, self.heads))
+        return Projected(value, key, query, gate[0] if gate else None, delta, x.dtype)
 
-    def selectivities(self, x: Tensor) -> Tensor:
-        """Selectivities [V, num_gates, heads], before the bias."""
-        delta = self.lin_delta(x)
-        return at_least_float32(delta.unflatten(1, (-1, self.heads)))
+    def inputs(
+        self, nodes: Projected, input_gate: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query and key, [V, copies * groups, N], after SiLU and norms, and value,
+        [V, heads, P], after SiLU and times the gate [V, heads].
+        """
+        query, key = (
+            y.unflatten(1, (-1, self.state_channels)) for y in (nodes.query, nodes.key)
+        )
+        value = nodes.value.unflatten(1, (self.heads, -1))
+        return gated_inputs(query, key, value, input_gate, self.qk_norm)
 
     def edge_selectivity(
         self, edge_attr: Tensor | None, num_edges: int, dag: int = 0
@@ -308,9 +328,18 @@ class ChimeraBlock(GatedBlock):
         delta = self.lin_edge(edge_attr).unflatten(1, (self.num_dags, -1))
         return F.softplus(at_least_float32(delta[:, dag]) + self.edge_bias[dag])
 
-    def output(self, y: Tensor, x: Tensor, value: Tensor) -> Tensor:
+    def output(self, y: Tensor, nodes: Projected) -> Tensor:
         """Skip connection, norm, gate and projection after the recurrence."""
-        return self.finish((y + self.skip.view(-1, 1) * value).flatten(1), x)
+        y, value, gate = y.flatten(1), nodes.value, nodes.gate
+        if self.norm_before_gate and isinstance(self.norm, torch.nn.Identity):
+            y = gated_output(y, value, self.skip, None, gate, 0.0)
+        elif self.norm_before_gate and is_plain(self.norm):
+            weight, eps = self.norm.weight, self.norm.eps
+            y = gated_output(y, value, self.skip, weight, gate, eps)
+        else:
+            y = gated_output(y, value, self.skip, None, None, 0.0)
+            return self.finish(y, gate, nodes.dtype)
+        return self.project_out(y, nodes.dtype)
 
     def _set_reach(self, steps: Tensor) -> None:
         """Sets the initial range of each head, in steps, [heads].
@@ -369,11 +398,6 @@ class ChimeraBlock(GatedBlock):
         norm = torch.tanh(1 / steps) ** -1.5
         product = 1 if self.qk_norm else math.sqrt(self.state_channels) / 10
         return (10 if isinstance(self.norm, RMSNorm) else 1) / (norm * product)
-
-
-def gated_value(value: Tensor, input_gate: Tensor) -> Tensor:
-    """Values times input gates, [V, heads, P]; gating keys would take more memory."""
-    return value * input_gate.unsqueeze(-1)
 
 
 def mean_of_ends(

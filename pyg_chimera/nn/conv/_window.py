@@ -1,61 +1,24 @@
 """Filters over a small window of a grid or sequence, applied before recurrences."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch_geometric.nn.dense.linear import Linear
 
-from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.ops import grid_conv
 from pyg_chimera.ops.common.checks import check_integer
 
 __all__ = [
     "Continued",
     "check_window",
-    "is_plain",
     "over_grids",
-    "projected",
     "reset_filter_",
     "reset_window_",
 ]
 
 #: Maps projections of nodes, [V, F], to ones that include nearby nodes.
 Filter = Callable[[Tensor], Tensor]
-
-
-def projected(
-    x: Tensor, lins: Sequence[Callable[[Tensor], Tensor]], filtered: Filter | None
-) -> list[Tensor]:
-    """Projections of nodes, filtered together, in float32 at least, as their
-    products would overflow half precision.
-    """
-    if filtered is None:
-        return [at_least_float32(lin(x)) for lin in lins]
-    plain = [lin for lin in lins if is_plain(lin)]
-    biases = [lin.bias for lin in plain if lin.bias is not None]
-    if len(plain) < len(lins) or len(biases) not in (0, len(lins)):
-        parts = [at_least_float32(lin(x)) for lin in lins]
-        sizes, joined = [y.size(1) for y in parts], torch.cat(parts, dim=1)
-    else:  # one matrix product, and nothing to copy
-        sizes = [lin.out_channels for lin in plain]
-        bias = torch.cat(biases) if biases else None
-        joined = F.linear(x, torch.cat([lin.weight for lin in plain]), bias)
-        joined = at_least_float32(joined)
-    return list(filtered(joined).split(sizes, dim=1))
-
-
-def is_plain(lin: Any) -> TypeGuard[Linear]:
-    """Whether a layer is no more than its weights: no hooks, no adapter."""
-    return type(lin) is Linear and not (
-        "forward" in vars(lin)
-        or lin._forward_hooks
-        or lin._forward_pre_hooks
-        or lin._backward_hooks
-        or lin._backward_pre_hooks
-    )
 
 
 def check_window(window: Any) -> tuple[int, int] | None:

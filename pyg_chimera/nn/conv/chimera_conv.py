@@ -9,7 +9,7 @@ from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._norm import RMSNorm, rms_norm
-from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock
 from pyg_chimera.nn.conv._init import GateLinear, softplus_
 from pyg_chimera.ops import chimera_transition, released_transition, resolvent_mix
 from pyg_chimera.ops.common.checks import (
@@ -264,18 +264,18 @@ class ChimeraConv(ChimeraBlock):
         """
         edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
         num_nodes = x.size(0)
-        query, key, value = self.project(x, self.over_edges(edge_index))
-
         # Without a norm, gates read directions only, so that outputs are proportional
         # to large inputs.
-        read = x if isinstance(self.norm, RMSNorm) else rms_norm(x)
-        delta = self.selectivities(read)
-        target, source, psi, input_gate = F.softplus(delta + self.delta_bias).unbind(1)
+        read = None if isinstance(self.norm, RMSNorm) else rms_norm(x)
+        nodes = self.project(x, self.over_edges(edge_index), read)
+
+        delta = F.softplus(nodes.delta + self.delta_bias)
+        target, source, psi, input_gate = delta.unbind(1)
         if self.normalization == "released":
             weight = released_transition(
                 edge_index, num_nodes, target, source, psi, edge
             )
-            input_gate = delta[:, 3]  # without bias and softplus
+            input_gate = nodes.delta[:, 3]  # without bias and softplus
         else:
             weight = chimera_transition(
                 edge_index, num_nodes, target, source, psi, edge, self.gamma,
@@ -287,9 +287,8 @@ class ChimeraConv(ChimeraBlock):
             "rank": rank, "solver": self.solver, "num_terms": self._terms(num_terms),
             "form": self.form, "backend": self.backend,
         }  # fmt: skip
-        gated = gated_value(value, input_gate)
-        y = resolvent_mix(query, key, gated, *graph, **options)
-        out = self.output(y, read, value)
+        y = resolvent_mix(*self.inputs(nodes, input_gate), *graph, **options)
+        out = self.output(y, nodes)
         if self.log_sums is None:
             return out
         return out + self.log_sums(x, lambda m: positive_sums(m, *graph, **options))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import check_batch, check_nodes, side_by_side
-from pyg_chimera.nn.conv._gated_block import ChimeraBlock, gated_value, mean_of_ends
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import dag_scan, dag_transition
 from pyg_chimera.ops.common.checks import check_flag, check_integer, check_option
@@ -215,10 +215,10 @@ class ChimeraDAGConv(ChimeraBlock):
         each = [self.edge_selectivity(*edges, d) for d, edges in enumerate(features)]
         edges = [edge for edge in each if edge is not None]
         edge = torch.cat(edges) if edges else None
-        query, key, value = self.project(x, self.over_edges(index))
+        nodes = self.project(x, self.over_edges(index))
 
         num_nodes, D = x.size(0), self.num_dags
-        delta = self.selectivities(x) + self.delta_bias
+        delta = nodes.delta + self.delta_bias
         # In this order, as compiled code may expect other strides of softplus.
         node = F.softplus(delta.transpose(0, 1).flatten(0, 1))
         source = node if self.selectivity == "mean" else None
@@ -226,10 +226,13 @@ class ChimeraDAGConv(ChimeraBlock):
         root = node if self.roots == "write" else None
         scale = parent_scale(index, D * num_nodes)
         weight, gate = dag_transition(index, D * num_nodes, delta, root, scale)
+        query, key, value = self.inputs(nodes, gate if D == 1 else None)
+        if D > 1:
+            value = value.repeat(D, 1, 1) * gate.unsqueeze(-1)
         out = dag_scan(
             self._for_each_dag(query),
             self._for_each_dag(key),
-            gated_value(value.repeat(D, 1, 1), gate),
+            value,
             index,
             self.explained(weight, num_nodes),
             batch,
@@ -237,8 +240,9 @@ class ChimeraDAGConv(ChimeraBlock):
             form=self.form,
             backend=self.backend,
         )
-        out = out.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
-        return self.output(out, x, value)
+        if D > 1:
+            out = out.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
+        return self.output(out, nodes)
 
     def _for_each_dag(self, y: Tensor) -> Tensor:
         """[V, copies * groups, N] -> [D * V, groups, N], for the nodes of all DAGs."""

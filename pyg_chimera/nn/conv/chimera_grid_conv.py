@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_chimera.nn.conv._gated_block import gated_value
+from pyg_chimera.nn.conv._gated_block import Projected
 from pyg_chimera.nn.conv._grid import OnGrids, check_grid
 from pyg_chimera.nn.conv._window import Filter, check_window, reset_window_
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
@@ -101,9 +101,10 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         height: int | Tensor,
         width: int | Tensor,
     ) -> Tensor:
-        query, key, value = self.project(x, filtered)
+        nodes = self.project(x, filtered)
+        query, key, value = self.inputs(nodes)
         copies = (y.unflatten(1, (-1, self.groups)).unbind(1) for y in (query, key))
-        gates = [gate.unbind(1) for gate in self._gates(x, height, width)]
+        gates = [gate.unbind(1) for gate in self._gates(nodes, height, width)]
         mixed = []
         for dags, q, k in zip(self._dags_of_copies(), *copies, strict=True):
             source, transition = (torch.stack([g[d] for d in dags], 1) for g in gates)
@@ -112,7 +113,7 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
                 form=self.form, backend=self.backend,
             )  # fmt: skip
             mixed.append(y)
-        return self.output(sum(mixed[1:], mixed[0]), x, value)
+        return self.output(sum(mixed[1:], mixed[0]), nodes)
 
     def _dags_of_copies(self) -> list[list[int]]:
         """The DAGs of each of the different projections."""
@@ -123,12 +124,13 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         ]
 
     def _gates(
-        self, x: Tensor, height: int | Tensor, width: int | Tensor
+        self, nodes: Projected, height: int | Tensor, width: int | Tensor
     ) -> tuple[Tensor, Tensor]:
         """Source [V, D, heads] and transition [V, D, 2, heads]."""
-        grids = height, width, self.num_dags, x.size(0)
-        parent = grid_parents(*grids).to(x.device)
-        node = F.softplus(self.selectivities(x) + self.delta_bias)
+        delta = nodes.delta
+        grids = height, width, self.num_dags, len(delta)
+        parent = grid_parents(*grids).to(delta.device)
+        node = F.softplus(delta + self.delta_bias)
         edge = node.unsqueeze(2).expand(-1, -1, 2, -1)
         if self.selectivity == "mean":
             before = node.flatten(0, 1).index_select(0, parent.flatten())
@@ -142,16 +144,17 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         self, x: Tensor, filtered: Filter | None, state: Any
     ) -> tuple[Tensor, Any]:
         before, hidden = (0.0, 0.0) if state is None else state
-        query, key, value = self.project(x, filtered)
-        delta = F.softplus(self.selectivities(x) + self.delta_bias).squeeze(1)
+        nodes = self.project(x, filtered)
+        delta = F.softplus(nodes.delta + self.delta_bias).squeeze(1)
         if state is None:
             gate = delta if self.roots == "write" else torch.zeros_like(delta)
         else:
             gate = delta if self.selectivity == "target" else (delta + before) / 2
             hidden = torch.exp(-gate)[..., None, None] * hidden
+        query, key, value = self.inputs(nodes, gate)
         query, key = (
             y.repeat_interleave(self.heads // self.groups, 1) for y in (query, key)
         )
-        hidden = hidden + key.unsqueeze(3) * gated_value(value, gate).unsqueeze(2)
+        hidden = hidden + key.unsqueeze(3) * value.unsqueeze(2)
         out = torch.einsum("bhn,bhnp->bhp", query, hidden)
-        return self.output(out, x, value), (delta, hidden)
+        return self.output(out, nodes), (delta, hidden)

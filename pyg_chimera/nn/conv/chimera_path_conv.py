@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import at_least_float32
-from pyg_chimera.nn.conv._gated_block import ChimeraBlock, mean_of_ends
+from pyg_chimera.nn.conv._gated_block import ChimeraBlock, Projected, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops import balanced_path_transition, resolvent_mix
@@ -99,8 +98,9 @@ class ChimeraPathConv(ChimeraBlock):
         """
         edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
         filtered = self.over_edges(edge_index)
-        query, key, value = self.project(x, filtered)
-        gates = self.selectivities(x) + self.delta_bias
+        nodes = self.project(x, filtered)
+        query, key, value = self.inputs(nodes)
+        gates = nodes.delta + self.delta_bias
         target, source, psi = F.softplus(gates[:, :3]).double().unbind(1)
         edge = None if edge is None else edge.double()
         log_weight = -mean_of_ends(edge_index, target, source, edge)
@@ -134,28 +134,30 @@ class ChimeraPathConv(ChimeraBlock):
         log_value = value.detach().abs().amax(2).clamp(min=math.exp(-40)).log()
         y, scale = mix(query, key, value, logs, log_value)
         return self.output(
-            y, x, value, scale, partial(self._mix_apart, x, filtered, logs, mix)
+            y, nodes, value, scale, partial(self._mix_apart, nodes, logs, mix)
         )
 
     def project(
-        self, x: Tensor, filtered: Filter | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As of other layers, but never in half precision, and in float64 in compiled
-        programs, which cannot compute rows again whose states are out of range.
+        self, x: Tensor, filtered: Filter | None = None, read: Tensor | None = None
+    ) -> Projected:
+        """As of other layers, but in float64 in compiled programs, which cannot compute
+        rows again whose states are out of range.
         """
-        convert = Tensor.double if is_followed() else at_least_float32
-        return self.activated(*map(convert, self.project_linearly(x, filtered)))
+        nodes = super().project(x, filtered, read)
+        if not is_followed():
+            return nodes
+        value, key, query = map(Tensor.double, nodes[:3])
+        return nodes._replace(value=value, key=key, query=query)
 
     def _mix_apart(
-        self, x: Tensor, filtered: Filter | None, logs: "_Logs", mix: Callable
+        self, nodes: Projected, logs: "_Logs", mix: Callable
     ) -> tuple[Tensor, Tensor]:
         """What nodes read of each state channel, [V, heads, N, P], divided by an
         exponential of its own, and its logarithm, [V, heads, N], in float64. No factor
         of it underflows.
         """
         size, heads = self.state_channels, self.heads
-        linear = self.project_linearly(x, filtered)
-        value, key, query = (y.double() for y in linear)
+        value, key, query = (y.double() for y in nodes[:3])
         value = value.unflatten(1, (heads, 1, -1))
         key, query = (
             y.unflatten(1, (-1, size)).repeat_interleave(heads // self.groups, 1)
@@ -167,7 +169,7 @@ class ChimeraPathConv(ChimeraBlock):
         )
         log_value = (value.abs().log() + log_factor).amax(2)
         logs = _Logs(*(y.repeat_interleave(size, 1) for y in logs))
-        ones = value.new_ones(x.size(0), 1, 1)
+        ones = value.new_ones(len(value), 1, 1)
         y, scale = mix(ones, ones, value, logs, log_value, log_factor)
         scale = scale.view_as(query) + self._log_factor(query)
         if self.qk_norm:
@@ -182,7 +184,12 @@ class ChimeraPathConv(ChimeraBlock):
         return log - (F.silu(x).square().mean(-1, keepdim=True) + 1e-5).log() / 2
 
     def output(  # type: ignore[override]
-        self, y: Tensor, x: Tensor, value: Tensor, log_scale: Tensor, apart: Callable
+        self,
+        y: Tensor,
+        nodes: Projected,
+        value: Tensor,
+        log_scale: Tensor,
+        apart: Callable,
     ) -> Tensor:
         """As of other layers, for y divided by exp(log_scale), [V, heads]; `apart`
         computes both for each state channel.
@@ -191,7 +198,7 @@ class ChimeraPathConv(ChimeraBlock):
         if readable() and not is_followed() and bool(lost.any()):
             y, log_scale = apart()
             out, lost = self._summed(y, log_scale, value)
-        return self.finish(out.masked_fill(lost, torch.nan), x)
+        return self.finish(out.masked_fill(lost, torch.nan), nodes.gate, nodes.dtype)
 
     def _summed(
         self, y: Tensor, log_scale: Tensor, value: Tensor

@@ -172,12 +172,11 @@ class GatedDeltaConv(ChimeraBlock):
                 :func:`~pyg_chimera.ops.delta_scan`.
         """
         edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
-        value, key, query = self.project_linearly(x, self.over_edges(edge_index))
-        value = F.silu(value).unflatten(1, (self.heads, -1))
-        query, key = (
-            unit_silu(y.unflatten(1, (self.groups, -1))) for y in (query, key)
-        )
-        *deltas, beta = (self.selectivities(x) + self.delta_bias).unbind(1)
+        nodes = self.project(x, self.over_edges(edge_index))
+        value = F.silu(nodes.value).unflatten(1, (self.heads, -1))
+        both = torch.stack((nodes.query, nodes.key)).unflatten(2, (self.groups, -1))
+        query, key = unit_silu(both).unbind(0)
+        *deltas, beta = (nodes.delta + self.delta_bias).unbind(1)
         weight = self._transition(
             edge_index, x.size(0), [F.softplus(y) for y in deltas], edge
         )
@@ -186,7 +185,7 @@ class GatedDeltaConv(ChimeraBlock):
             edge_index, self.explained(weight, x.size(0)), batch,
             acyclic=self.acyclic, form=self.form, backend=self.backend,
         )  # fmt: skip
-        return self.output(y, x, value)
+        return self.output(y, nodes)
 
     def _transition(
         self,

@@ -223,7 +223,7 @@ class RGLRUConv(GatedBlock):
         )
         h = self._states(x, index, features, batch, rank)
         h = h.unflatten(0, (D, num_nodes)).sum(0) / math.sqrt(D)
-        return self.finish(h, x)
+        return self._gated(h, x)
 
     def resume(
         self,
@@ -288,7 +288,7 @@ class RGLRUConv(GatedBlock):
             )
         scale, growth = continued_scale(index, num_nodes, _LOG_GROWTH, state[:, 0])
         h = self._states(x, index, features, scale=scale, known=state[:, 1:])
-        return self.finish(h, x), torch.cat([growth.to(h).unsqueeze(1), h], 1)
+        return self._gated(h, x), torch.cat([growth.to(h).unsqueeze(1), h], 1)
 
     def _states(
         self,
@@ -340,7 +340,11 @@ class RGLRUConv(GatedBlock):
             fresh = torch.ones_like(fresh)
         written = _root(fresh) * write.sigmoid() * u
         h = torch.exp(-lost) * h + written
-        return self.finish(h, x), (h, seen)
+        return self._gated(h, x), (h, seen)
+
+    def _gated(self, h: Tensor, x: Tensor) -> Tensor:
+        gate = None if self.lin_gate is None else at_least_float32(self.lin_gate(x))
+        return self.finish(h, gate, x.dtype)
 
     def _rates(self) -> Tensor:
         """-log a at open gates, [D, F]."""

@@ -20,6 +20,20 @@ class _Memory(ctypes.c_char * sys.maxsize):  # type: ignore[misc]
 _from = _Memory.from_address
 
 
+def as_view(x: Tensor, size: int | None = None) -> ndarray:
+    """The memory of a tensor on the CPU, with its strides, or that of `size` numbers
+    from its first one on; see `as_array`.
+    """
+    if x.is_neg() or not x.is_cpu:
+        raise TypeError(f"expected a plain tensor in memory, got one on {x.device}")
+    memory = _from(x.data_ptr())
+    memory.owner = x
+    if size is not None:
+        return ndarray((size,), _DTYPES[x.dtype], memory)
+    strides = [x.element_size() * n for n in x.stride()]
+    return ndarray((*x.shape,), _DTYPES[x.dtype], memory, strides=strides)
+
+
 def as_array(x: Tensor) -> ndarray:
     """The memory of a contiguous tensor on the CPU, or of a contiguous copy.
 

@@ -249,8 +249,8 @@ def check_floats(**tensors: Any) -> list[Tensor]:
                 f"float64), got {x.dtype}"
             )
         _check_device(name, x, f"'{first}'", tensors[first])
-        dtype = torch.promote_types(dtype, x.dtype)
-    return [x.to(dtype) for x in tensors.values()]
+        dtype = x.dtype if x.dtype == torch.float64 else dtype
+    return [x if x.dtype == dtype else x.to(dtype) for x in tensors.values()]
 
 
 def check_integers(name: str, x: Any, like: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ def test_reach(options, heads):
     )
     if not conv.acyclic:
         index = to_undirected(index)
-    delta = F.softplus(conv.selectivities(torch.zeros(n, CHANNELS)) + conv.delta_bias)
+    delta = F.softplus(conv.project(torch.zeros(n, CHANNELS)).delta + conv.delta_bias)
     deltas = list(delta.unbind(1))[:-1]
     weight = conv._transition(index, n, deltas, None).detach().double()
     A = torch.zeros(heads, n, n).double()

@@ -31,6 +31,9 @@ def is_ill_conditioned(edge_index: Tensor, weight: Tensor, num_nodes: int) -> bo
         return False
     # In float64: margins may be as small as its rounding.
     absolute, heads = weight.detach().abs().double(), weight.size(1)
+    rows = absolute.new_zeros(num_nodes, heads).index_add(0, edge_index[1], absolute)
+    if float(rows.max()) <= 1 - 1 / _MOST_STEPS:  # nearly always
+        return False
     at_a_time = 1 if weight.device.type == "cpu" else 4  # for which the host waits
     steps = torch.arange(1, _SWEEPS + 1, device=absolute.device).unsqueeze(1)
     least = absolute.new_full((heads,), torch.inf)

@@ -1,0 +1,87 @@
+"""Several projections of nodes by one matrix product."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric.nn.dense.linear import Linear, is_uninitialized_parameter
+
+from pyg_chimera.nn._norm import RMSNorm
+from pyg_chimera.nn.conv._init import GateLinear
+from pyg_chimera.ops.common.fused import Fused
+
+__all__ = ["is_plain", "projections"]
+
+
+def projections(
+    x: Tensor, lins: Sequence[Callable[[Tensor], Tensor]]
+) -> Sequence[Tensor]:
+    """The projections [V, channels] of nodes by each layer; views of one matrix if
+    layers are plain.
+    """
+    for lin in lins:
+        if is_uninitialized_parameter(getattr(lin, "weight", None)):
+            lin(x[:0])
+    plain = [lin for lin in lins if is_plain(lin)]
+    if len(plain) < len(lins):
+        return [lin(x) for lin in lins]
+    tensors = x, *(lin.weight for lin in plain), *(lin.bias for lin in plain)
+    return _JOINT(tensors, None).split([lin.out_channels for lin in plain], dim=1)
+
+
+def is_plain(lin: Any) -> TypeGuard[Linear]:
+    """Whether a layer is no more than its weights: no hooks, no adapter."""
+    return type(lin) in (Linear, GateLinear, RMSNorm) and not (
+        "forward" in vars(lin)
+        or lin._forward_hooks
+        or lin._forward_pre_hooks
+        or lin._backward_hooks
+        or lin._backward_pre_hooks
+    )
+
+
+def _composed(x: Tensor, *rest: Any) -> Tensor:
+    return F.linear(x, *_joined(rest[:-1]))
+
+
+def _joined(tensors: Sequence[Any]) -> tuple[Tensor, Tensor | None]:
+    """The weights and biases of all layers, zero where one has none."""
+    count = len(tensors) // 2
+    weights, biases = [*tensors[:count]], [*tensors[count:]]
+    weight = torch.cat(weights)
+    if all(bias is None for bias in biases):
+        return weight, None
+    pairs = zip(weights, biases, strict=True)
+    return weight, torch.cat(
+        [w.new_zeros(len(w)) if b is None else b for w, b in pairs]
+    )
+
+
+def _fits(x: Tensor, *rest: Any) -> bool:
+    one_dtype = len({y.dtype for y in (x, *rest[:-1]) if y is not None}) == 1
+    return one_dtype and not torch.is_autocast_enabled("cpu")
+
+
+def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Sequence[Tensor]]:
+    weight, bias = _joined(rest[:-1])
+    return F.linear(x, weight, bias), (weight,)
+
+
+def _backward(
+    given: Any, _: None, saved: Sequence[Tensor], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    (x, *rest), weight, (grad,) = given, saved[-1], grads
+    weights, biases = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    sizes = [len(w) for w in weights]
+    dx = grad @ weight if x.requires_grad else None
+    dweights = (grad.t() @ x).split(sizes)
+    dbiases: Sequence[Any] = biases
+    if any(bias is not None for bias in biases):
+        pairs = zip(grad.sum(0).split(sizes), biases, strict=True)
+        dbiases = [None if b is None else d for d, b in pairs]
+    return [dx, *dweights, *dbiases]
+
+
+_JOINT = Fused(_composed, _fits, _forward, _backward)

@@ -1,0 +1,98 @@
+"""Functions of tensors that pass over memory once on the CPU, forward and backward.
+
+PyTorch's operators pass over it once each, and small graphs wait for their calls.
+Registered operators take longer than all of that for small graphs, so these are plain
+autograd functions of ordinary tensors. All else, such as compilers, transforms, other
+devices and second derivatives, sees the same function as PyTorch's operators.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from pyg_chimera.ops.common.torch_private import is_batched, is_followed
+
+_ORDINARY = (Tensor, Parameter)
+_FLOATS = (torch.float32, torch.float64)
+_INTEGERS = (torch.int32, torch.int64)
+
+Tensors = Sequence[Tensor | None]
+
+
+class Fused(NamedTuple):
+    """A function of tensors, any of which may be None, and of options.
+
+    Attributes:
+        composed: It, `(*tensors, options)`, by PyTorch's operators.
+        fits: Whether kernels take ordinary tensors on the CPU, of the same arguments.
+        forward: It, of the same arguments: the outputs and a list of what else
+            `backward` needs. The outputs are saved for it, too.
+        backward: From the tensors, the options, outputs, what was saved and the
+            gradients of outputs, that of each tensor, or None.
+    """
+
+    composed: Callable[..., Any]
+    fits: Callable[..., bool]
+    forward: Callable[..., tuple[Any, Sequence[Tensor]]]
+    backward: Callable[[Any, Any, Sequence[Tensor], Sequence[Tensor]], Iterable]
+
+    def __call__(self, tensors: Tensors, options: Any) -> Any:
+        """The outputs; composed unless tensors are ordinary ones on the CPU, followed
+        by nothing but autograd, and kernels take them.
+        """
+        if _are_ordinary(tensors) and self.fits(*tensors, options):
+            return _Function.apply(self, len(tensors), options, *tensors)
+        return self.composed(*tensors, options)
+
+
+def _are_ordinary(tensors: Tensors) -> bool:
+    """Whether tensors are ordinary ones on the CPU, of numbers that kernels take, and
+    nothing follows what is done with them but autograd.
+    """
+    return not is_followed() and all(
+        x is None
+        or (
+            type(x) in _ORDINARY
+            and x.is_cpu
+            and x.dtype in (_FLOATS if x.is_floating_point() else _INTEGERS)
+            and x.layout is torch.strided
+            and not x.is_neg()
+        )
+        for x in tensors
+    )
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, fused: Fused, count: int, options: Any, *tensors: Any) -> Any:
+        outputs, saved = fused.forward(*tensors, options)
+        several = outputs if isinstance(outputs, tuple) else (outputs,)
+        ctx.save_for_backward(*tensors, *several, *saved)
+        ctx.fused, ctx.count, ctx.options = fused, count, options
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        tensors, rest = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        again = torch.is_grad_enabled()
+        if again or is_followed() or any(map(is_batched, grads)):
+            found = _recomposed(ctx.fused.composed, tensors, ctx.options, grads, again)
+        else:
+            found = ctx.fused.backward(tensors, ctx.options, rest, grads)
+        return None, None, None, *found
+
+
+def _recomposed(
+    composed: Callable, tensors: Tensors, options: Any, grads: Tensors, again: bool
+) -> Iterable[Tensor | None]:
+    """The gradients by PyTorch's operators, which can be differentiated `again`."""
+    with torch.enable_grad():  # of views, as one may depend on another
+        views = [None if x is None else x.view_as(x) for x in tensors]
+        outputs = composed(*views, options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    leaves = [x for x in views if x is not None and x.requires_grad]
+    found = iter(torch.autograd.grad(outputs, leaves, grads, create_graph=again))
+    return [next(found) if x is not None and x.requires_grad else None for x in views]

@@ -1,0 +1,198 @@
+"""The softmax over the edges into each node that transitions of Chimera are, fused."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_chimera.ops.common.array_views import as_array, as_view
+from pyg_chimera.ops.common.fused import Fused
+from pyg_chimera.ops.common.numba_runtime import jit
+from pyg_chimera.ops.common.simd import (
+    fma,
+    lanes,
+    larger,
+    load_part,
+    pointer,
+    splat,
+    store_part,
+)
+from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
+
+
+class _Options(NamedTuple):
+    gamma: float
+    margin: float
+
+
+def edge_softmax(
+    edge_index: Tensor,
+    target: Tensor,
+    source: Tensor,
+    psi: Tensor,
+    edge: Tensor | None,
+    gamma: float,
+    margin: float,
+) -> Tensor:
+    r"""The weights of edges, [E, H], in float64: with the sum :math:`s_i` of
+    :math:`a_{ij}` over the edges into node i,
+
+    .. math::
+        A_{ij} = \gamma \frac{a_{ij}}{s_i + \sqrt{\exp(-2 \Psi_i) + (m s_i)^2}},
+        \qquad a_{ij} = \exp(-(\Delta^{(1)}_i + \Delta^{(2)}_j + \Delta'_{ij}) / 3)
+
+    Without edge selectivities, the exponent is divided by 2. Node selectivities are
+    [V, H], those of edges [E, H]. Exponents are shifted by the largest one of a row.
+    """
+    given = edge_index, target, source, psi, edge
+    return _SOFTMAX(given, _Options(float(gamma), margin))
+
+
+def _composed(
+    edge_index: Tensor,
+    target: Tensor,
+    source: Tensor,
+    psi: Tensor,
+    edge: Tensor | None,
+    options: _Options,
+) -> Tensor:
+    (col, row), share = edge_index, 2 if edge is None else 3
+    # Relative to exp(-target), which is common to a row and cancels.
+    least = target.double() / share - psi.double()
+    exponent = source.double()[col]
+    exponent = -(exponent if edge is None else exponent + edge.double()) / share
+    with torch.no_grad():  # any shift cancels, too
+        index = row.long().unsqueeze(1).expand_as(exponent)
+        shift = least.scatter_reduce(0, index, exponent, "amax")
+    weight = torch.exp(exponent - shift[row])
+    sums = torch.zeros_like(least).index_add(0, row, weight)
+    # Not `hypot`, which ONNX does not have. One of the squares is not small.
+    square = torch.exp(2 * (least - shift)) + (options.margin * sums).square()
+    return options.gamma * weight / (sums + square.sqrt())[row]
+
+
+def _fits(edge_index: Tensor, *_: Any) -> bool:
+    return edge_index.dtype == torch.long
+
+
+def _forward(
+    edge_index: Tensor,
+    target: Tensor,
+    source: Tensor,
+    psi: Tensor,
+    edge: Tensor | None,
+    options: _Options,
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """Saves, [2, V, H], by how much the total of a row changes with the sum of its
+    weights, over gamma, and its logarithm with that of the margin.
+    """
+    share = 2 if edge is None else 3
+    least = _divided(target, share) - as_view(psi)
+    shape = edge_index.size(1), least.shape[1]
+    out, slopes = (
+        target.new_empty(x, dtype=torch.float64) for x in (shape, (2, *least.shape))
+    )
+    weight, arrays = as_array(out), (as_array(edge_index), _divided(source, -share))
+    weight[:] = 0 if edge is None else _divided(edge, -share)
+    _normalize(*arrays, least, options, weight, as_array(slopes))
+    return out, (slopes,)
+
+
+def _divided(x: Tensor, by: int) -> np.ndarray:
+    return np.divide(as_view(x), by, dtype=np.float64, order="C")
+
+
+def _backward(
+    given: Any, options: _Options, saved: Sequence[Tensor], grads: Sequence[Tensor]
+) -> list[Tensor | None]:
+    edge_index, target, source, psi, edge = given
+    weight, slopes = map(as_array, saved)
+    sums, sources = np.zeros((2, *slopes.shape[1:]))
+    passed = np.empty_like(weight)
+    index, grad = as_array(edge_index), as_array(grads[0])
+    _differentiate(index, weight, grad, slopes, sums, sources, passed)
+    share, least = 2 if edge is None else 3, sums * slopes[1]
+    factors = (
+        (least, -1 / share),
+        (sources, -1 / share),
+        (least, 1),
+        (passed, -1 / share),
+    )
+    found: list[Tensor | None] = [None]
+    for x, (array, factor) in zip((target, source, psi, edge), factors, strict=True):
+        y = None if x is None else x.new_empty(x.shape)
+        if y is not None:
+            np.multiply(array, factor, out=as_array(y), casting="same_kind")
+        found.append(y)
+    return found
+
+
+_SOFTMAX = Fused(_composed, _fits, _forward, _backward)
+
+
+@jit
+def _normalize(edge_index, exponents, least, options, weight, slopes):
+    """Turns exponents of edges into weights. Heads are in the lanes of a vector."""
+    nodes, heads = least.shape
+    gamma, margin = options
+    shift, total = least.copy(), slopes[0]
+    X, M, T, W = pointer(exponents), pointer(shift), pointer(total), pointer(weight)
+    step, per_log = lanes(X), splat(1 / LOG_2)
+    total[:] = 0
+    for e in range(len(weight)):
+        j, i = edge_index[0, e] * heads, edge_index[1, e] * heads
+        for h in range(0, heads, step):
+            n, w = heads - h, W + (e * heads + h)
+            t = load_part(w, n) + load_part(X + (j + h), n)
+            store_part(w, t, n)
+            store_part(M + (i + h), larger(load_part(M + (i + h), n), t), n)
+    for e in range(len(weight)):
+        i = edge_index[1, e] * heads
+        for h in range(0, heads, step):
+            n, w = heads - h, W + (e * heads + h)
+            t = exp2((load_part(w, n) - load_part(M + (i + h), n)) * per_log)
+            store_part(w, t, n)
+            store_part(T + (i + h), load_part(T + (i + h), n) + t, n)
+    for i in range(nodes):
+        for h in range(heads):
+            sums = total[i, h]
+            square = math.exp(2 * (least[i, h] - shift[i, h]))
+            root = math.sqrt(square + (margin * sums) ** 2)
+            whole = sums + root
+            shift[i, h] = gamma / whole
+            slopes[0, i, h] = (1 + margin * margin * sums / root) / gamma
+            slopes[1, i, h] = square / (root * whole)
+    for e in range(len(weight)):
+        i = edge_index[1, e] * heads
+        for h in range(0, heads, step):
+            n, w = heads - h, W + (e * heads + h)
+            store_part(w, load_part(w, n) * load_part(M + (i + h), n), n)
+
+
+@jit
+def _differentiate(edge_index, weight, grad, slopes, sums, sources, passed):
+    """Fills the sum of a weight times its gradient over each row, and the gradients of
+    exponents, of edges and summed over those out of each node.
+    """
+    heads = weight.shape[1]
+    W, G, D = pointer(weight), pointer(grad), pointer(passed)
+    R, S, F = pointer(sums), pointer(sources), pointer(slopes)
+    step, minus = lanes(W), splat(-1.0)
+    for e in range(len(weight)):
+        i = edge_index[1, e] * heads
+        for h in range(0, heads, step):
+            n, at = heads - h, e * heads + h
+            old = load_part(R + (i + h), n)
+            new = fma(load_part(W + at, n), load_part(G + at, n), old)
+            store_part(R + (i + h), new, n)
+    for e in range(len(weight)):
+        j, i = edge_index[0, e] * heads, edge_index[1, e] * heads
+        for h in range(0, heads, step):
+            n, at = heads - h, e * heads + h
+            common = load_part(R + (i + h), n) * load_part(F + (i + h), n)
+            d = fma(common, minus, load_part(G + at, n)) * load_part(W + at, n)
+            store_part(D + at, d, n)
+            store_part(S + (j + h), load_part(S + (j + h), n) + d, n)
