@@ -85,7 +85,7 @@ def _forward(
     psi: Tensor,
     edge: Tensor | None,
     options: _Options,
-) -> tuple[Tensor, Sequence[Tensor]]:
+) -> tuple[Tensor, Sequence[Tensor], None]:
     """Saves, [2, V, H], by how much the total of a row changes with the sum of its
     weights, over gamma, and its logarithm with that of the margin.
     """
@@ -98,7 +98,7 @@ def _forward(
     weight, arrays = as_array(out), (as_array(edge_index), _divided(source, -share))
     weight[:] = 0 if edge is None else _divided(edge, -share)
     _normalize(*arrays, least, options, weight, as_array(slopes))
-    return out, (slopes,)
+    return out, (slopes,), None
 
 
 def _divided(x: Tensor, by: int) -> np.ndarray:
@@ -106,7 +106,11 @@ def _divided(x: Tensor, by: int) -> np.ndarray:
 
 
 def _backward(
-    given: Any, options: _Options, saved: Sequence[Tensor], grads: Sequence[Tensor]
+    given: Any,
+    options: _Options,
+    saved: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    _: None,
 ) -> list[Tensor | None]:
     edge_index, target, source, psi, edge = given
     weight, slopes = map(as_array, saved)

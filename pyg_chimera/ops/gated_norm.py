@@ -178,15 +178,15 @@ def _fits(
     )
 
 
-def _forward(*args: Any) -> tuple[Tensor, Sequence[Tensor]]:
+def _forward(*args: Any) -> tuple[Tensor, Sequence[Tensor], None]:
     *given, options = args
     out = given[0].new_empty(given[0].shape)
     _run(_forward_tasks, given, options, as_array(out).reshape(-1))
-    return out, ()
+    return out, (), None
 
 
 def _backward(
-    given: Any, options: _Options, _: Any, grads: Sequence[Tensor]
+    given: Any, options: _Options, _: Any, grads: Sequence[Tensor], __: None = None
 ) -> list[Tensor | None]:
     x, weight, gate, factor, value, skip = given
     tasks = -(-len(x) // _ROWS)
@@ -228,12 +228,13 @@ def _compose_inputs(*args: Any) -> tuple[Tensor, ...]:
     return tuple(_composed(*rows, options) for rows, options in _parts(*args))
 
 
-def _forward_inputs(*args: Any) -> tuple[tuple[Tensor, ...], Sequence[Tensor]]:
-    return tuple(_forward(*rows, options)[0] for rows, options in _parts(*args)), ()
+def _forward_inputs(*args: Any) -> tuple[tuple[Tensor, ...], Sequence[Tensor], None]:
+    outs = (_forward(*rows, options)[0] for rows, options in _parts(*args))
+    return tuple(outs), (), None
 
 
 def _backward_inputs(
-    given: Any, normed: bool, _: Any, grads: Sequence[Tensor]
+    given: Any, normed: bool, _: Any, grads: Sequence[Tensor], __: None
 ) -> list[Tensor | None]:
     query, key, value = (
         _backward(rows, options, (), [grad])

@@ -64,13 +64,13 @@ def _fits(x: Tensor, *rest: Any) -> bool:
     return one_dtype and not torch.is_autocast_enabled("cpu")
 
 
-def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Sequence[Tensor]]:
+def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Sequence[Tensor], None]:
     weight, bias = _joined(rest[:-1])
-    return F.linear(x, weight, bias), (weight,)
+    return F.linear(x, weight, bias), (weight,), None
 
 
 def _backward(
-    given: Any, _: None, saved: Sequence[Tensor], grads: Sequence[Tensor]
+    given: Any, _: None, saved: Sequence[Tensor], grads: Sequence[Tensor], __: None
 ) -> list[Tensor | None]:
     (x, *rest), weight, (grad,) = given, saved[-1], grads
     weights, biases = rest[: len(rest) // 2], rest[len(rest) // 2 :]

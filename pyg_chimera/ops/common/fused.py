@@ -28,35 +28,38 @@ class Fused(NamedTuple):
     Attributes:
         composed: It, `(*tensors, options)`, by PyTorch's operators.
         fits: Whether kernels take ordinary tensors on the CPU, of the same arguments.
-        forward: It, of the same arguments: the outputs and a list of what else
-            `backward` needs. The outputs are saved for it, too.
-        backward: From the tensors, the options, outputs, what was saved and the
-            gradients of outputs, that of each tensor, or None.
+        forward: It, of the same arguments: the outputs, and what else `backward` needs,
+            tensors and anything.
+        backward: From the tensors, the options, the outputs with the other tensors that
+            were saved, the gradients of outputs and what else was saved, the gradient
+            of each tensor, or None.
+        devices: The types of devices of whose tensors it may be.
     """
 
     composed: Callable[..., Any]
     fits: Callable[..., bool]
-    forward: Callable[..., tuple[Any, Sequence[Tensor]]]
-    backward: Callable[[Any, Any, Sequence[Tensor], Sequence[Tensor]], Iterable]
+    forward: Callable[..., tuple[Any, Sequence[Tensor], Any]]
+    backward: Callable[[Any, Any, Any, Any, Any], Iterable]
+    devices: tuple[str, ...] = ("cpu",)
 
     def __call__(self, tensors: Tensors, options: Any) -> Any:
         """The outputs; composed unless tensors are ordinary ones on the CPU, followed
         by nothing but autograd, and kernels take them.
         """
-        if _are_ordinary(tensors) and self.fits(*tensors, options):
+        if _are_ordinary(tensors, self.devices) and self.fits(*tensors, options):
             return _Function.apply(self, len(tensors), options, *tensors)
         return self.composed(*tensors, options)
 
 
-def _are_ordinary(tensors: Tensors) -> bool:
-    """Whether tensors are ordinary ones on the CPU, of numbers that kernels take, and
-    nothing follows what is done with them but autograd.
+def _are_ordinary(tensors: Tensors, devices: tuple[str, ...]) -> bool:
+    """Whether tensors are ordinary ones, of numbers that kernels take, and nothing
+    follows what is done with them but autograd.
     """
     return not is_followed() and all(
         x is None
         or (
             type(x) in _ORDINARY
-            and x.is_cpu
+            and x.device.type in devices
             and x.dtype in (_FLOATS if x.is_floating_point() else _INTEGERS)
             and x.layout is torch.strided
             and not x.is_neg()
@@ -68,7 +71,7 @@ def _are_ordinary(tensors: Tensors) -> bool:
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: Fused, count: int, options: Any, *tensors: Any) -> Any:
-        outputs, saved = fused.forward(*tensors, options)
+        outputs, saved, ctx.rest = fused.forward(*tensors, options)
         several = outputs if isinstance(outputs, tuple) else (outputs,)
         ctx.save_for_backward(*tensors, *several, *saved)
         ctx.fused, ctx.count, ctx.options = fused, count, options
@@ -81,7 +84,7 @@ class _Function(torch.autograd.Function):
         if again or is_followed() or any(map(is_batched, grads)):
             found = _recomposed(ctx.fused.composed, tensors, ctx.options, grads, again)
         else:
-            found = ctx.fused.backward(tensors, ctx.options, rest, grads)
+            found = ctx.fused.backward(tensors, ctx.options, rest, grads, ctx.rest)
         return None, None, None, *found
 
 

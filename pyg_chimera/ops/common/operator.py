@@ -21,6 +21,7 @@ from pyg_chimera.ops.common.cache import Recipe, called_eagerly, recalled
 from pyg_chimera.ops.common.checks import check_option, setting, trusted, trusting
 from pyg_chimera.ops.common.dispatch import Backend, Call, Choice, UnsuitableSolver
 from pyg_chimera.ops.common.examples import Draw, Example
+from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.memory import check_memory
 from pyg_chimera.ops.common.portability import (
     is_portable,
@@ -124,6 +125,13 @@ class Operator(Generic[Inputs, Structure]):
         self._backward.register_autograd(self._refuse_second_order)
         for op in (self._forward, self._backward):
             torch.library.register_vmap(op, one_by_one(op))
+        self._direct = Fused(
+            lambda *args: self._forward(*self._inputs_of(*args))[0],
+            lambda *_: True,
+            self._direct_forward,
+            self._direct_backward,
+            devices=("cpu", "cuda"),
+        )
         self._transformable_forward = _transformable(
             self._forward, self._setup_context, self._differentiate
         )
@@ -172,7 +180,9 @@ class Operator(Generic[Inputs, Structure]):
         self._refuse_forward_mode(inputs)
         if not torch.compiler.is_compiling() and is_transforming():
             return self._transformable_forward(*inputs)[0]
-        return self._forward(*inputs)[0]
+        pairs = zip(inputs, self._are_tensors, strict=True)
+        others = [x for x, is_tensor in pairs if not is_tensor]
+        return self._direct(self._tensors(inputs), others)
 
     def plan(self, inputs: Inputs) -> Call[Inputs, Structure]:
         """Makes the structure of a call and chooses the algorithm."""
@@ -254,7 +264,7 @@ class Operator(Generic[Inputs, Structure]):
             return "asked for"
         return f"tensors on {getattr(inputs, self.output_like).device.type}"
 
-    # ------------------------------------------------------- the registered operators
+    # ----------------------------------------------------------- forward and backward
 
     def _output(self, inputs: Inputs) -> Tensor:
         like = getattr(inputs, self.output_like)
@@ -265,21 +275,66 @@ class Operator(Generic[Inputs, Structure]):
         like = getattr(inputs, self.output_like)
         return sum(x.nbytes for x in (*_floating(inputs), like, like))
 
-    def _run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = self.inputs(*args)
+    def _compute(self, inputs: Inputs) -> tuple[Tensor, Sequence[Tensor], Call]:
+        """The output, perhaps in a wider dtype, what is saved, and the call."""
         with _plain(inputs):
             call = self.plan(inputs)
             warn_if_long(call.choice, self._size(inputs))
             _refuse_if_large(call.choice, getattr(inputs, self.output_like).device)
-            out, saved = self.backends[call.choice.backend].forward(call)
-            choice = call.choice.algorithm
-            shapes = [list(x.shape) for x in saved]
-            # As in the fake implementation, which compilers rely on.
-            dtype = getattr(inputs, self.output_like).dtype
-            is_wide = out.dtype != dtype
-            header = _Header(choice, call.key, shapes, trusted(), is_wide)
-            packed = _pack(saved, out).view(dtype)
-            return out.contiguous().to(dtype), packed, header.encode()
+            return *self.backends[call.choice.backend].forward(call), call
+
+    def _differences(
+        self, call: Call, saved: Sequence[Tensor], grad: Tensor, args: Sequence[Any]
+    ) -> Iterator[Tensor | None]:
+        """The gradient of each tensor among the arguments, None of integers."""
+        backend: Backend = self.backends[call.choice.backend]
+        grads = iter(backend.backward(call, tuple(saved), grad))
+        for x in self._tensors(args):
+            yield next(grads).contiguous().to(x.dtype) if _is_floating(x) else None
+
+    # Without a compiler, a plain autograd function: registered operators take longer.
+
+    def _inputs_of(self, *args: Any) -> Inputs:
+        """From the tensors among the inputs, and the list of the others."""
+        *tensors, others = args
+        these, those = iter(tensors), iter(others)
+        return self.inputs(
+            *(next(these if is_one else those) for is_one in self._are_tensors)
+        )
+
+    def _direct_forward(self, *args: Any) -> tuple[Tensor, Sequence[Tensor], Any]:
+        inputs = self._inputs_of(*args)
+        out, saved, call = self._compute(inputs)
+        dtype, choice = getattr(inputs, self.output_like).dtype, call.choice.algorithm
+        more = () if self.saves_output else saved
+        kept = call.structure, choice, call.key, out.dtype
+        return out.contiguous().to(dtype), more, kept
+
+    def _direct_backward(
+        self, tensors: Any, others: Any, saved: Any, grads: Any, kept: Any
+    ) -> Iterator[Tensor | None]:
+        structure, choice, key, dtype = kept
+        args = self._inputs_of(*tensors, others)
+        inputs = self.inputs(*(x.to(dtype) if _is_floating(x) else x for x in args))
+        parts = saved if self.saves_output else saved[1:]  # the output comes first
+        with _plain(inputs):
+            call = Call(inputs, structure, choice, key)
+            grad = grads[0].contiguous().to(dtype)
+            return iter([*self._differences(call, parts, grad, args)])
+
+    # ----------------------------------------------------- the registered operators
+
+    def _run_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = self.inputs(*args)
+        out, saved, call = self._compute(inputs)
+        shapes = [list(x.shape) for x in saved]
+        # As in the fake implementation, which compilers rely on.
+        dtype = getattr(inputs, self.output_like).dtype
+        is_wide = out.dtype != dtype
+        choice = call.choice.algorithm
+        header = _Header(choice, call.key, shapes, trusted(), is_wide)
+        packed = _pack(saved, out).view(dtype)
+        return out.contiguous().to(dtype), packed, header.encode()
 
     def _fake_forward(self, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
         refuse_for_onnx()
@@ -309,15 +364,9 @@ class Operator(Generic[Inputs, Structure]):
                         lambda: self.recipe(inputs).build(),  # type: ignore[union-attr]
                     )
             call = Call(inputs, structure, decoded.choice, decoded.key)
-            backend: Backend = self.backends[decoded.choice.backend]
             parts = (saved,) if self.saves_output else _unpack(saved, decoded.shapes)
-            grads = iter(backend.backward(call, parts, grad))
-            return tuple(
-                next(grads).contiguous().to(x.dtype)
-                if _is_floating(x)
-                else grad.new_empty(0)
-                for x in self._tensors(args)
-            )
+            grads = self._differences(call, parts, grad, args)
+            return tuple(grad.new_empty(0) if x is None else x for x in grads)
 
     def _tensors(self, args: Sequence[Any]) -> list[Any]:
         """The arguments that are tensors, or may be."""
