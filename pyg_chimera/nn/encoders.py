@@ -26,8 +26,8 @@ class LaplacianEncoder(torch.nn.Module):
         \big)
 
     with the eigenvectors :math:`\phi_f` of the eigenvalues :math:`\lambda_f`, which
-    :class:`~pyg_chimera.transforms.LaplacianEncoding` computes. All layers
-    end with a ReLU, and hidden ones are :obj:`2 * out_channels` wide.
+    :class:`~pyg_chimera.transforms.LaplacianEncoding` computes. The network
+    has two layers, each with a ReLU, and :obj:`2 * out_channels` hidden channels.
 
     The sign of an eigenvector is arbitrary. In training, each sign is flipped at
     random, in the same way for all graphs of a batch, so that models learn not to
@@ -38,8 +38,6 @@ class LaplacianEncoder(torch.nn.Module):
 
     Args:
         out_channels (int): Size of each output sample.
-        num_layers (int, optional): The number of layers of the network applied to the
-            pairs. (default: :obj:`2`)
 
     Shapes:
         - **input:** pairs :math:`(|\mathcal{V}|, k, 2)` of a node's entry of an
@@ -47,17 +45,14 @@ class LaplacianEncoder(torch.nn.Module):
         - **output:** encodings :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If a number of layers or channels is too small; in the forward
-            method, if the input has the wrong shape.
+        ValueError: If there are no channels; in the forward method, if the input has
+            the wrong shape.
     """
 
-    def __init__(self, out_channels: int, num_layers: int = 2) -> None:
+    def __init__(self, out_channels: int) -> None:
         super().__init__()
-        self.out_channels = out_channels = check_integer(
-            "out_channels", out_channels, 1
-        )
-        self.num_layers = num_layers = check_integer("num_layers", num_layers, 1)
-        channels = [2, *[2 * out_channels] * (num_layers - 1), out_channels]
+        self.out_channels = check_integer("out_channels", out_channels, 1)
+        channels = [2, 2 * out_channels, out_channels]
         self.mlp = MLP(channels, norm=None, plain_last=False)
 
     def reset_parameters(self) -> None:
@@ -84,8 +79,7 @@ class LaplacianEncoder(torch.nn.Module):
         return (self.mlp(pe) * known).sum(dim=1)
 
     def __repr__(self) -> str:
-        name, layers = self.__class__.__name__, self.num_layers
-        return f"{name}({self.out_channels}, num_layers={layers})"
+        return f"{self.__class__.__name__}({self.out_channels})"
 
 
 class RandomWalkEncoder(torch.nn.Module):

@@ -48,9 +48,10 @@ class GatedGCNConv(Layer, MessagePassing):
         \mathbf{e}^{\prime}_{j,i} &= \phi \big( \textrm{norm} (
         \hat{\mathbf{e}}_{j,i} ) \big)
 
-    with the sigmoid :math:`\sigma`, an activation :math:`\phi`, and separate norms for
-    nodes and edges. Without edge features, :math:`\mathbf{W}_e \mathbf{e}_{j,i}` is
-    dropped, and only the nodes are updated and returned.
+    with the sigmoid :math:`\sigma`, an activation :math:`\phi`, :math:`\epsilon =
+    10^{-6}`, and separate norms for nodes and edges. Without edge features,
+    :math:`\mathbf{W}_e \mathbf{e}_{j,i}` is dropped, and only the nodes are updated and
+    returned.
 
     .. note::
 
@@ -82,8 +83,6 @@ class GatedGCNConv(Layer, MessagePassing):
             :obj:`None`. (default: :obj:`"graph_batch_norm"`)
         act (str or Callable, optional): The activation :math:`\phi`.
             (default: :obj:`"relu"`)
-        eps (float, optional): The :math:`\epsilon` of the gates.
-            (default: :obj:`1e-6`)
         bias (bool, optional): If set to :obj:`False`, the layer will not learn
             additive biases. (default: :obj:`True`)
         **kwargs (optional): Additional arguments of
@@ -108,6 +107,8 @@ class GatedGCNConv(Layer, MessagePassing):
         TypeError: In the forward method, if features are not floating-point tensors.
     """
 
+    eps = 1e-6
+
     # Attributes rather than PyG's type comments: PyG would resolve their names with a
     # star import of this module, from which `__all__` hides them.
     propagate_type: ClassVar = {"value": PairTensor, "gate": Tensor}
@@ -126,7 +127,6 @@ class GatedGCNConv(Layer, MessagePassing):
         update_edges: bool = True,
         norm: str | None = "graph_batch_norm",
         act: str | Callable | None = "relu",
-        eps: float = 1e-6,
         bias: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -148,7 +148,6 @@ class GatedGCNConv(Layer, MessagePassing):
         self.out_channels = out_channels
         self.edge_dim = edge_dim
         self.update_edges = update_edges and edge_dim is not None
-        self.eps = eps
 
         # The sum of three projections needs only one bias, that of the target.
         self.lin_root = Linear(target, out_channels, bias=bias)

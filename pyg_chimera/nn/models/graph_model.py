@@ -184,8 +184,6 @@ class GraphModel(TakesTensors, torch.nn.Module):
             :obj:`None`)
         norm (str or torch.nn.Module, optional): A final normalization between layers
             and head, for layers with :obj:`norm_first=True`. (default: :obj:`None`)
-        norm_kwargs (Dict[str, Any], optional): Arguments passed to the normalization
-            function defined by :obj:`norm`. (default: :obj:`None`)
         act (str or Callable, optional): The non-linear activation function of the
             head. (default: :obj:`"relu"`)
         dropout (float, optional): Dropout probability of the head's hidden layers.
@@ -234,7 +232,6 @@ class GraphModel(TakesTensors, torch.nn.Module):
         head_layers: int = 2,
         head_norm: str | None = None,
         norm: str | torch.nn.Module | None = None,
-        norm_kwargs: dict[str, Any] | None = None,
         act: str | Callable | None = "relu",
         dropout: float = 0.0,
         structure: Mapping[str, str] | None = None,
@@ -284,7 +281,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
                 f"'edge_dim' is {edge_dim}, but no layer reads edge features. "
                 "Construct layers with their own 'edge_dim', or leave it out."
             )
-        self.norm = Norm(norm, channels, norm_kwargs)
+        self.norm = Norm(norm, channels)
         self.pool = aggregation_resolver(pool) if head == "graph" else None
 
         pairs = head == "edge"
