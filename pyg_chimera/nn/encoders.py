@@ -7,10 +7,10 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import check_floats, check_nodes
+from pyg_chimera.nn._inputs import check_inputs
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._rotary import rotary_angles
-from pyg_chimera.ops.common.checks import check_integer, readable
+from pyg_chimera.ops.common.checks import check_float, check_integer, readable
 
 __all__ = ["LaplacianEncoder", "PositionEmbedding", "RandomWalkEncoder"]
 
@@ -65,7 +65,7 @@ class LaplacianEncoder(torch.nn.Module):
         Args:
             pe (torch.Tensor): The pairs of eigenvector entries and eigenvalues.
         """
-        check_floats("pe", pe)
+        check_float("pe", pe)
         if pe.dim() != 3 or pe.size(2) != 2:
             raise ValueError(
                 "'pe' must have shape [num_nodes, k, 2], got "
@@ -126,7 +126,7 @@ class RandomWalkEncoder(torch.nn.Module):
         Args:
             pe (torch.Tensor): The probabilities of return, one column per step.
         """
-        check_floats("pe", pe)
+        check_float("pe", pe)
         if pe.dim() != 2 or pe.size(1) != self.walk_length:
             raise ValueError(
                 f"'pe' must have shape [num_nodes, {self.walk_length}], got "
@@ -208,7 +208,7 @@ class PositionEmbedding(torch.nn.Module):
                 that call all their layers in the same way.
             pos (torch.Tensor): The positions.
         """
-        check_nodes(x, self.channels)
+        check_inputs(x, self.channels)
         if pos.shape != (x.size(0), self.num_coordinates):
             raise ValueError(
                 f"'pos' must be of shape [{x.size(0)}, {self.num_coordinates}], got "

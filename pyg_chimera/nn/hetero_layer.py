@@ -12,8 +12,7 @@ from torch_geometric.typing import Adj, EdgeType, Metadata, NodeType
 
 from pyg_chimera.nn._inputs import (
     TakesTensors,
-    check_batch,
-    check_nodes,
+    check_inputs,
     check_size,
     edge_features,
     with_values,
@@ -209,8 +208,8 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
             # Some layers need the nodes of a graph side by side.
             _check_types("x_dict", types, batch_dict, "'batch_dict'")
             batches = [batch_dict[name] for name in types]
-            for name, vector, size in zip(types, batches, sizes, strict=True):
-                _name_type_in_errors(name, check_batch, vector, size)
+            for name, vector, y in zip(types, batches, xs, strict=True):
+                _name_type_in_errors(name, check_inputs, y, self.channels, vector)
             batch, order = torch.cat(batches).long().sort(stable=True)
             place = order.argsort()
             x, edge_index = x[order], place[edge_index]
@@ -238,7 +237,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
 
     def _nodes(self, name: NodeType, x: Tensor) -> Tensor:
         """The projected nodes of one type."""
-        check_nodes(x, self.lins[name].in_channels)
+        check_inputs(x, self.lins[name].in_channels)
         return self.lins[name](x)
 
     def _edges(

@@ -12,9 +12,8 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_chimera.nn._inputs import (
     at_least_float32,
-    check_batch,
     check_channels,
-    check_nodes,
+    check_inputs,
     check_size,
     edge_features,
     named,
@@ -199,9 +198,8 @@ class GatedGCNConv(Layer, MessagePassing):
                 f"nodes, got a tuple of {len(x)}"
             )
         x_source, x_target = x if isinstance(x, tuple) else (x, x)
-        check_nodes(x_source, getattr(self.lin_source, "in_channels", -1))
-        check_nodes(x_target, getattr(self.lin_target, "in_channels", -1))
-        check_batch(batch, x_target.size(0))
+        check_inputs(x_source, getattr(self.lin_source, "in_channels", -1))
+        check_inputs(x_target, getattr(self.lin_target, "in_channels", -1), batch)
         check_size(edge_index, x_target.size(0), x_source.size(0))
         # PyG's propagation does not take all forms, and gains nothing from others.
         edge_index, edge_attr = plain_edges(edge_index, edge_attr, self.edge_dim)

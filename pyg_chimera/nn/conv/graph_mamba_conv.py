@@ -12,10 +12,9 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
-    check_batch,
     check_channels,
+    check_inputs,
     check_no_edge_attr,
-    check_nodes,
     check_size,
 )
 from pyg_chimera.nn._norm import LazyLayerNorm
@@ -233,9 +232,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
                 score is NaN, or neither scores nor the edges needed to compute them are
                 given.
         """
-        check_nodes(x, self.in_channels)
+        check_inputs(x, self.in_channels, batch)
         check_no_edge_attr(self, edge_attr)
-        check_batch(batch, x.size(0))
         check_size(edge_index, x.size(0))
         packed = self._packed(x, edge_index, batch, score, generator)
         if self.norm is not None:
@@ -255,7 +253,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         Raises:
             ValueError: If the layer sorts nodes, or is bidirectional.
         """
-        check_nodes(x, self.in_channels)
+        check_inputs(x, self.in_channels)
         if self.order != "order" or self.bidirectional or self.num_bins > 1:
             raise ValueError(
                 "Sequences are continued with order='order', bidirectional=False and "

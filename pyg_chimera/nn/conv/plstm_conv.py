@@ -12,9 +12,8 @@ from torch_geometric.utils import softmax
 from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
-    check_batch,
     check_channels,
-    check_nodes,
+    check_inputs,
     edge_features,
     for_each_dag,
     halves_of,
@@ -258,8 +257,7 @@ class PLSTMConv(PLSTMBlock):
                 :func:`~pyg_chimera.ops.stm_scan`.
             CycleError: If there is a cycle where :obj:`order` does not allow it.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
+        check_inputs(x, self.in_channels, batch)
         num_nodes, order = x.size(0), self.order
         if order in (None, "auto"):
             is_dag = line_edge_index is not None or (

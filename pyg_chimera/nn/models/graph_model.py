@@ -13,8 +13,8 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import (
     TakesTensors,
-    check_batch,
     check_edge_rows,
+    check_inputs,
     check_size,
     with_values,
 )
@@ -396,8 +396,6 @@ class GraphModel(TakesTensors, torch.nn.Module):
                 raise TypeError(
                     f"'{name}' is not a parameter that a layer's forward method takes."
                 )
-        check_batch(batch)
-        batch = None if batch is None else batch.long()
         edge_index, edge_attr = self._edges(x, edge_index, edge_attr)
         check_edge_rows(edge_attr, edge_index)
         if (edge_attr is None) != (self.edge_encoder is None):
@@ -420,6 +418,8 @@ class GraphModel(TakesTensors, torch.nn.Module):
             )
 
         x = _encode(self.node_encoder, x, "x")
+        check_inputs(x, batch=batch)
+        batch = None if batch is None else batch.long()
         if encodings:
             parts = [self.encodings[name](encodings[name]) for name in self.encodings]
             x = torch.cat([x, *parts], dim=-1)
