@@ -271,7 +271,7 @@ def sentences(steps: int) -> Any:
     train(model, draw, steps, "sentence")
     rows.append(model.row(shown, number - 1))
     return plot_influence(
-        torch.cat(rows, 1), tokens=SENTENCE, node=number - 1, titles=when()
+        torch.cat(rows, 1), labels=SENTENCE, node=number - 1, titles=when()
     )
 
 

@@ -240,7 +240,7 @@ CASES = {
     ),
     "GatedDeltaConv": gated_delta(heads=2),
     "GatedDeltaConv-edges": gated_delta(
-        heads=4, groups=2, edge_dim=EDGE, gamma=0.5, reflections=True, conv_kernel=3
+        heads=4, groups=2, edge_dim=EDGE, conv_kernel=3
     ),
     "GatedDeltaConv-acyclic": gated_delta(acyclic=True, heads=4, groups=2, gated=False),
     "GatedDeltaConv-states": gated_delta(

@@ -576,7 +576,7 @@ def gated_delta(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     )
     value, gates = values(p, value), chimera_gates(p, x)[1]
     (index,), (edge,) = graphs.edges, edge_gates(p, graphs)
-    beta = (2 if p.reflections else 1) * torch.sigmoid(gates[:, -1])
+    beta = torch.sigmoid(gates[:, -1])
     if not p.acyclic:
         weight = chimera_transitions(p, index, gates, edge)
         y = equations(adjacency(index, weight, len(x)), query, key, value, beta)

@@ -557,10 +557,9 @@ def gated_delta(r: random.Random) -> tuple[dict[str, Any], str]:
     options = chimera_options(r) | some(r, conv_kernel=[1, 2, 4])
     options["acyclic"] = flag(r)
     if not options["acyclic"]:
-        return options | some(r, reflections=[True], gamma=[0.5]), "any"
+        return options, "any"
     kind = r.choice(["dag", "chain"])
     options |= some(r, selectivity=["target"])
-    options |= some(r, reflections=[True])
     return options | some(r, form=["state", "mask"]), kind
 
 
@@ -576,7 +575,7 @@ def rg_lru(r: random.Random) -> tuple[dict[str, Any], str]:
 def plstm_options(r: random.Random) -> dict[str, Any]:
     return heads_of(r) | {"mode": r.choice(["P", "D"])} | some(
         r, state_channels=[1, 3], normalization=["row"], bias=[False], reach=[None],
-        gate_std=[0.0, 1.0], backend=["torch"],
+        backend=["torch"],
     )  # fmt: skip
 
 
@@ -602,7 +601,7 @@ def plstm_grid(r: random.Random) -> tuple[dict[str, Any], str]:
 def graph_mamba(r: random.Random) -> tuple[dict[str, Any], str]:
     orders = ["order", "degree", "pagerank", "bfs", "random", "cluster", None]
     return {"order": r.choice(orders)} | some(
-        r, state_channels=[1, 3], conv_kernel=[1, 2, 9], expand=[2], dt_rank=[2],
+        r, state_channels=[1, 3], conv_kernel=[1, 2, 9], expand=[2],
         num_eval_permutations=[1, 3], num_bins=[2], bidirectional=[True], norm=[False],
         bias=[True], backend=["torch"],
     ), "any"  # fmt: skip

@@ -13,8 +13,10 @@ from torch_geometric.typing import Adj, SparseTensor
 from torch_geometric.utils import is_sparse
 
 from pyg_chimera.ops.common.checks import (
+    check_batch,
     check_edge_index,
     check_edges,
+    check_float,
     check_integer,
     readable,
     trusted,
@@ -29,15 +31,13 @@ __all__ = [
     "all_parameters",
     "as_edges",
     "at_least_float32",
-    "check_batch",
     "check_channels",
     "check_edge_attr",
     "check_edge_rows",
-    "check_floats",
     "check_grids",
     "check_heads",
+    "check_inputs",
     "check_no_edge_attr",
-    "check_nodes",
     "check_size",
     "edge_features",
     "edges_of",
@@ -51,8 +51,6 @@ __all__ = [
     "why_not_finite",
     "with_values",
 ]
-
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def all_parameters(cls: type) -> list[inspect.Parameter]:
@@ -144,47 +142,28 @@ def check_heads(
     return sizes["heads"], sizes["state_channels"], sizes["groups"]
 
 
-def check_nodes(x: Any, channels: int = -1) -> None:
-    """Checks that node features are floating point, [nodes, channels]; with a negative
-    number, any number of channels.
+def check_inputs(x: Any, channels: int = -1, batch: Any = None) -> None:
+    """Checks that node features are floating point, [nodes, channels] (any number if
+    negative), and that the batch vector, if any, has an entry for each; does not read
+    their contents.
     """
-    check_floats("x", x)
+    if isinstance(x, (tuple, Mapping)):
+        raise TypeError(
+            f"'x' must be a torch.Tensor, got {type(x).__name__}; for a graph of "
+            "several types of nodes, see 'pyg_chimera.nn.HeteroLayer'"
+        )
+    check_float("x", x)
     if x.dim() != 2 or (channels >= 0 and x.size(1) != channels):
         expected = channels if channels >= 0 else "channels"
         raise ValueError(f"'x' must be [nodes, {expected}], got {list(x.shape)}")
-
-
-def check_batch(batch: Any, num_nodes: int | None = None) -> None:
-    """Checks that a batch vector is one, rather than edge features by mistake, and has
-    an entry for each node.
-    """
-    if batch is None:
-        return
-    if not isinstance(batch, Tensor):
-        raise TypeError(
-            f"'batch' must be a tensor of integers, got {type(batch).__name__}"
-        )
-    if batch.is_floating_point() or batch.is_complex() or batch.dtype == torch.bool:
-        raise TypeError(
-            f"'batch' must hold integers, got {batch.dtype} of shape "
-            f"{list(batch.shape)}; pass edge features as 'edge_attr=...'"
-        )
-    if torch.compiler.is_compiling():
-        return
-    if num_nodes is not None and list(batch.shape) != [num_nodes]:
-        raise ValueError(
-            f"'batch' must be of shape [num_nodes] = [{num_nodes}], got shape "
-            f"{list(batch.shape)}"
-        )
+    if batch is not None:
+        check_batch(batch, x.size(0), read=False)
 
 
 def check_edge_attr(edge_attr: Any) -> None:
     """Checks that edge features are floating point, rather than a batch vector."""
     if edge_attr is not None:
-        check_floats(
-            "edge_attr", edge_attr, "; pass a batch vector as 'batch=...', and embed "
-            "categories first",
-        )  # fmt: skip
+        check_float("edge_attr", edge_attr, "; pass a batch vector as 'batch=...'")
 
 
 def check_no_edge_attr(layer: Any, edge_attr: Any) -> None:
@@ -256,22 +235,6 @@ def check_grids(
             f"{sizes.tolist()[:8]}"
         )
     return height, width
-
-
-def check_floats(name: str, x: Any, advice: str = "") -> None:
-    """Checks that an argument is a tensor of floating-point numbers."""
-    if not isinstance(x, Tensor):
-        several = "; for a graph of several types of nodes, see "
-        several += "'pyg_chimera.nn.HeteroLayer'"
-        several = several if isinstance(x, (tuple, Mapping)) else ""
-        raise TypeError(
-            f"'{name}' must be a torch.Tensor, got {type(x).__name__}{several}"
-        )
-    if x.dtype not in _FLOATS:
-        raise TypeError(
-            f"'{name}' must be floating point (float16, bfloat16, float32 or float64), "
-            f"got {x.dtype} of shape {list(x.shape)}{advice}"
-        )
 
 
 def check_size(graph: Any, num_targets: int, num_sources: int | None = None) -> None:

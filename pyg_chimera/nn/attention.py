@@ -37,8 +37,6 @@ class SelfAttention(torch.nn.Module):
             :obj:`None`, attention ignores positions. (default: :obj:`None`)
         causal (bool, optional): If set to :obj:`True`, nodes attend to earlier ones and
             themselves only. (default: :obj:`False`)
-        dropout (float, optional): Dropout probability of attention weights.
-            (default: :obj:`0.0`)
         bias (bool, optional): If :obj:`False`, projections have no additive bias.
             (default: :obj:`True`)
 
@@ -62,7 +60,6 @@ class SelfAttention(torch.nn.Module):
         *,
         rotary: str | None = None,
         causal: bool = False,
-        dropout: float = 0.0,
         bias: bool = True,
     ) -> None:
         super().__init__()
@@ -81,7 +78,6 @@ class SelfAttention(torch.nn.Module):
         self.heads = heads
         self.rotary = rotary
         self.causal = causal
-        self.dropout = dropout
         self.lin_in = Linear(channels, 3 * channels, bias=bias)
         self.lin_out = Linear(channels, channels, bias=bias)
         self.reset_parameters()
@@ -129,9 +125,7 @@ class SelfAttention(torch.nn.Module):
                 check_memory(what, x.size(1) ** 2, "use shorter sequences", x.device)
             past = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).tril()
             seen, causal = seen & past, False
-        out = F.scaled_dot_product_attention(
-            query, key, value, seen, self.dropout if self.training else 0.0, causal
-        )
+        out = F.scaled_dot_product_attention(query, key, value, seen, is_causal=causal)
         return self.lin_out(out.transpose(1, 2).flatten(2))
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:

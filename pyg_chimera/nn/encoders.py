@@ -7,10 +7,10 @@ from torch_geometric.nn.dense.linear import Linear
 from torch_geometric.nn.inits import reset
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import check_floats, check_nodes
+from pyg_chimera.nn._inputs import check_inputs
 from pyg_chimera.nn._norm import Norm
 from pyg_chimera.nn._rotary import rotary_angles
-from pyg_chimera.ops.common.checks import check_integer, readable
+from pyg_chimera.ops.common.checks import check_float, check_integer, readable
 
 __all__ = ["LaplacianEncoder", "PositionEmbedding", "RandomWalkEncoder"]
 
@@ -26,8 +26,8 @@ class LaplacianEncoder(torch.nn.Module):
         \big)
 
     with the eigenvectors :math:`\phi_f` of the eigenvalues :math:`\lambda_f`, which
-    :class:`~pyg_chimera.transforms.LaplacianEncoding` computes. All layers
-    end with a ReLU, and hidden ones are :obj:`2 * out_channels` wide.
+    :class:`~pyg_chimera.transforms.LaplacianEncoding` computes. The network
+    has two layers, each with a ReLU, and :obj:`2 * out_channels` hidden channels.
 
     The sign of an eigenvector is arbitrary. In training, each sign is flipped at
     random, in the same way for all graphs of a batch, so that models learn not to
@@ -38,8 +38,6 @@ class LaplacianEncoder(torch.nn.Module):
 
     Args:
         out_channels (int): Size of each output sample.
-        num_layers (int, optional): The number of layers of the network applied to the
-            pairs. (default: :obj:`2`)
 
     Shapes:
         - **input:** pairs :math:`(|\mathcal{V}|, k, 2)` of a node's entry of an
@@ -47,17 +45,14 @@ class LaplacianEncoder(torch.nn.Module):
         - **output:** encodings :math:`(|\mathcal{V}|, F_{out})`
 
     Raises:
-        ValueError: If a number of layers or channels is too small; in the forward
-            method, if the input has the wrong shape.
+        ValueError: If there are no channels; in the forward method, if the input has
+            the wrong shape.
     """
 
-    def __init__(self, out_channels: int, num_layers: int = 2) -> None:
+    def __init__(self, out_channels: int) -> None:
         super().__init__()
-        self.out_channels = out_channels = check_integer(
-            "out_channels", out_channels, 1
-        )
-        self.num_layers = num_layers = check_integer("num_layers", num_layers, 1)
-        channels = [2, *[2 * out_channels] * (num_layers - 1), out_channels]
+        self.out_channels = check_integer("out_channels", out_channels, 1)
+        channels = [2, 2 * out_channels, out_channels]
         self.mlp = MLP(channels, norm=None, plain_last=False)
 
     def reset_parameters(self) -> None:
@@ -70,7 +65,7 @@ class LaplacianEncoder(torch.nn.Module):
         Args:
             pe (torch.Tensor): The pairs of eigenvector entries and eigenvalues.
         """
-        check_floats("pe", pe)
+        check_float("pe", pe)
         if pe.dim() != 3 or pe.size(2) != 2:
             raise ValueError(
                 "'pe' must have shape [num_nodes, k, 2], got "
@@ -84,8 +79,7 @@ class LaplacianEncoder(torch.nn.Module):
         return (self.mlp(pe) * known).sum(dim=1)
 
     def __repr__(self) -> str:
-        name, layers = self.__class__.__name__, self.num_layers
-        return f"{name}({self.out_channels}, num_layers={layers})"
+        return f"{self.__class__.__name__}({self.out_channels})"
 
 
 class RandomWalkEncoder(torch.nn.Module):
@@ -132,7 +126,7 @@ class RandomWalkEncoder(torch.nn.Module):
         Args:
             pe (torch.Tensor): The probabilities of return, one column per step.
         """
-        check_floats("pe", pe)
+        check_float("pe", pe)
         if pe.dim() != 2 or pe.size(1) != self.walk_length:
             raise ValueError(
                 f"'pe' must have shape [num_nodes, {self.walk_length}], got "
@@ -214,7 +208,7 @@ class PositionEmbedding(torch.nn.Module):
                 that call all their layers in the same way.
             pos (torch.Tensor): The positions.
         """
-        check_nodes(x, self.channels)
+        check_inputs(x, self.channels)
         if pos.shape != (x.size(0), self.num_coordinates):
             raise ValueError(
                 f"'pos' must be of shape [{x.size(0)}, {self.num_coordinates}], got "

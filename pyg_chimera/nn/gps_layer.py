@@ -10,9 +10,8 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._dropout import Dropout
 from pyg_chimera.nn._inputs import (
     TakesTensors,
-    check_batch,
     check_edge_rows,
-    check_nodes,
+    check_inputs,
     check_size,
     with_values,
 )
@@ -258,8 +257,7 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
             The node features, or a pair of node and edge features if :obj:`conv`
             updates both.
         """
-        check_nodes(x, self.channels)
-        check_batch(batch, x.size(0))
+        check_inputs(x, self.channels, batch)
         batch = None if batch is None else batch.long()  # some norms take no others
         check_edge_rows(edge_attr, edge_index)
         check_size(edge_index, x.size(0))
@@ -318,7 +316,7 @@ class GPSLayer(TakesTensors, Wrapper, torch.nn.Module):
             ValueError: If there is a convolution, the mixer does not support it, or
                 norms are :class:`~pyg_chimera.nn.GraphBatchNorm`, the default.
         """
-        check_nodes(x, self.channels)
+        check_inputs(x, self.channels)
         if self.conv is not None or not hasattr(self.mixer, "step"):
             raise ValueError(
                 "Sequences are continued by a layer without 'conv', with a mixer that "

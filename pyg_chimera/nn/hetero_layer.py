@@ -12,8 +12,7 @@ from torch_geometric.typing import Adj, EdgeType, Metadata, NodeType
 
 from pyg_chimera.nn._inputs import (
     TakesTensors,
-    check_batch,
-    check_nodes,
+    check_inputs,
     check_size,
     edge_features,
     with_values,
@@ -70,11 +69,6 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         edge_dim (int or Dict[Tuple[str, str, str], int], optional): Size of the edge
             features of every edge type, or of those types that have any; :obj:`-1` to
             derive it from the first input. (default: :obj:`None`, no edge features)
-        add_reverse (bool, optional): If set to :obj:`True`, adds the reverse of each
-            edge, with the same edge features, and vectors for the reversed types.
-            Layers for undirected graphs need edges both ways, unless the data holds
-            them, as after :class:`torch_geometric.transforms.ToUndirected`. (default:
-            :obj:`False`)
 
     Shapes:
         - **inputs:**
@@ -96,7 +90,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
     Example:
         >>> types = ["user", "film"], [("user", "likes", "film")]
         >>> conv = ChimeraConv(16, edge_dim=16)
-        >>> layer = HeteroLayer(conv, 16, types, add_reverse=True)
+        >>> layer = HeteroLayer(conv, 16, types)
         >>> x_dict = {"user": torch.randn(3, 5), "film": torch.randn(2, 4)}
         >>> likes = torch.tensor([[0, 1, 2], [0, 0, 1]])
         >>> out = layer(x_dict, {("user", "likes", "film"): likes})
@@ -112,7 +106,6 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         *,
         in_channels: int | dict[NodeType, int] = -1,
         edge_dim: int | dict[EdgeType, int] | None = None,
-        add_reverse: bool = False,
     ) -> None:
         super().__init__()
         channels = check_integer("channels", channels, 1)
@@ -135,7 +128,6 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         self.channels = channels
         self.node_types = node_types
         self.edge_types = edge_types
-        self.add_reverse = add_reverse
 
         self.layer = layer
         self._route = Route.of(layer, graph=True)
@@ -151,8 +143,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         self.edge_lins = ModuleDict(
             {t: Linear(size, channels, bias=False) for t, size in edge_dim.items()}
         )
-        # First of all types as given, then of all reversed ones.
-        self.type_vectors = Embedding((1 + add_reverse) * len(edge_types), channels)
+        self.type_vectors = Embedding(len(edge_types), channels)
         self.edge_masks = ModuleDict({key: _EdgeMask() for key in edge_types})
 
     def reset_parameters(self) -> None:
@@ -217,8 +208,8 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
             # Some layers need the nodes of a graph side by side.
             _check_types("x_dict", types, batch_dict, "'batch_dict'")
             batches = [batch_dict[name] for name in types]
-            for name, vector, size in zip(types, batches, sizes, strict=True):
-                _name_type_in_errors(name, check_batch, vector, size)
+            for name, vector, y in zip(types, batches, xs, strict=True):
+                _name_type_in_errors(name, check_inputs, y, self.channels, vector)
             batch, order = torch.cat(batches).long().sort(stable=True)
             place = order.argsort()
             x, edge_index = x[order], place[edge_index]
@@ -229,9 +220,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
         if any(mask.explain for mask in self.edge_masks.values()):
             keys = [key for key in self.edge_types if key in edge_index_dict]
             masks = [
-                _name_type_in_errors(
-                    key, self.edge_masks[key], x, index.size(1), self.add_reverse
-                )
+                _name_type_in_errors(key, self.edge_masks[key], x, index.size(1))
                 for key, index in zip(keys, indices[1:], strict=True)
             ]
             explained = _masked(self.layer, torch.cat(masks), edge_index)
@@ -248,7 +237,7 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
 
     def _nodes(self, name: NodeType, x: Tensor) -> Tensor:
         """The projected nodes of one type."""
-        check_nodes(x, self.lins[name].in_channels)
+        check_inputs(x, self.lins[name].in_channels)
         return self.lins[name](x)
 
     def _edges(
@@ -277,18 +266,13 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
                     f"of {num_targets} target nodes, got numbers up to "
                     f"{edges.amax(dim=1).tolist()}, or negative ones"
                 )
-        # The vector of the type, and that of the reversed one: [1 or 2, C].
-        num_types = len(self.edge_types)
-        vectors = self.type_vectors.weight[self.edge_types.index(key) :: num_types]
-        features = vectors.unsqueeze(1).expand(-1, edges.size(1), -1)
+        vector = self.type_vectors.weight[self.edge_types.index(key)]
+        features = vector.expand(edges.size(1), -1)
         if has_features:
             lin = self.edge_lins[key]
             edge_attr = edge_features(edge_attr, lin.in_channels, edges.size(1))
             features = features + lin(edge_attr)
-        edges = torch.stack([edges[0] + source, edges[1] + target])
-        if self.add_reverse:
-            edges = torch.cat([edges, edges.flip(0)], dim=1)
-        return edges, features.flatten(0, 1)
+        return torch.stack([edges[0] + source, edges[1] + target]), features
 
     def _accepts(self, name: str) -> bool:
         # PyG's GPSConv passes edge features on as one of its '**kwargs'.
@@ -299,21 +283,19 @@ class HeteroLayer(TakesTensors, torch.nn.Module):
     def __repr__(self) -> str:
         return (
             f"{self.__class__.__name__}({self.layer}, {self.channels}, "
-            f"node_types={self.node_types}, edge_types={self.edge_types}, "
-            f"add_reverse={self.add_reverse})"
+            f"node_types={self.node_types}, edge_types={self.edge_types})"
         )
 
 
 class _EdgeMask(MessagePassing):
     """A place for an explainer's mask of the edges of one type."""
 
-    def forward(self, like: Tensor, num_edges: int, both_ways: bool) -> Tensor:
-        """The mask of edges, repeated for their reverse if `both_ways`; or ones."""
+    def forward(self, like: Tensor, num_edges: int) -> Tensor:
+        """The mask of edges, or ones."""
         if not self.explain:
             return like.new_ones(num_edges)
         mask: Any = self._edge_mask
         mask = mask.sigmoid() if self._apply_sigmoid else mask
-        mask = mask.repeat(1 + both_ways)
         if mask.shape != (num_edges,):
             raise ValueError(
                 f"an edge mask must have an entry for each of {num_edges} edges, got "

@@ -1,13 +1,21 @@
+from typing import Any
+
 import numpy as np
 import torch
-from scipy.sparse import csc_array, diags_array
+from scipy.sparse.csgraph import connected_components
 from scipy.sparse.linalg import eigsh
 from torch_geometric.data import Batch, Data
 from torch_geometric.data.datapipes import functional_transform
+from torch_geometric.utils import (
+    coalesce,
+    get_laplacian,
+    is_undirected,
+    remove_self_loops,
+    to_scipy_sparse_matrix,
+    to_undirected,
+)
 
 from pyg_chimera.ops.common.checks import check_integer, check_option
-from pyg_chimera.ops.structure.csr import adjacency, simple, to_numpy
-from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of
 
 __all__ = ["LaplacianEncoding"]
@@ -82,20 +90,24 @@ class LaplacianEncoding(Transform):
                 "before they are batched"
             )
         edge_index, num_nodes = edges_of(data)
-        source, target = to_numpy(edge_index)
-        ptr, head = adjacency(source, target, num_nodes)
-        if self.is_undirected and len(simple(source, target, num_nodes)[1]) < len(head):
+        edges = coalesce(remove_self_loops(edge_index)[0].cpu(), num_nodes=num_nodes)
+        if self.is_undirected and not is_undirected(edges, num_nodes=num_nodes):
             raise ValueError(
                 "'data.edge_index' must hold the reverse of each edge; apply "
                 "'torch_geometric.transforms.ToUndirected' first, or set "
                 "'is_undirected=False'"
             )
-        component = to_numpy(connected_components(edge_index, num_nodes))
+        edges = to_undirected(edges, num_nodes=num_nodes)
+        ones = torch.ones(edges.size(1), dtype=torch.double)
+        graph = get_laplacian(edges, ones, self.normalization, num_nodes=num_nodes)
+        laplacian = to_scipy_sparse_matrix(*graph, num_nodes=num_nodes).tocsr()
 
         pairs = []  # (eigenvalue, nodes, entries), the smallest ones of each component
+        number, component = connected_components(laplacian, directed=False)
         order = np.argsort(component, kind="stable")
-        for nodes in np.split(order, np.cumsum(np.bincount(component))[:-1]):
-            values, vectors = self._decompose(ptr, head, nodes)
+        ends = np.bincount(component, minlength=number).cumsum()
+        for nodes in np.split(order, ends[:-1]) if number else []:
+            values, vectors = self._decompose(laplacian[nodes][:, nodes])
             values[values < 1e-12] = 0.0
             pairs += [(x, nodes, v) for x, v in zip(values, vectors.T, strict=True)]
         pairs.sort(key=lambda pair: pair[0])
@@ -109,35 +121,14 @@ class LaplacianEncoding(Transform):
         )
         return data
 
-    def _decompose(
-        self, ptr: np.ndarray, head: np.ndarray, nodes: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _decompose(self, laplacian: Any) -> tuple[np.ndarray, np.ndarray]:
         """The smallest eigenvalues of a component, ascending, with eigenvectors."""
-        n = len(nodes)
-        if n == 0:
-            return np.zeros(0), np.zeros((0, 0))
-        degree = ptr[nodes + 1] - ptr[nodes]
-        place = np.empty(len(ptr) - 1, np.int64)
-        place[nodes] = np.arange(n)
-        row = np.repeat(np.arange(n), degree)
-        col = place[np.concatenate([head[ptr[i] : ptr[i + 1]] for i in nodes])]
-        scale = np.ones(n)
-        diagonal = degree.astype(float)
-        if self.normalization == "sym":
-            scale = 1 / np.sqrt(np.maximum(degree, 1))
-            diagonal = np.ones(n)
-        entries = -scale[row] * scale[col]
-
+        n = laplacian.shape[0]
         if n <= _DENSE_NODES or 4 * self.k > n:
-            dense = np.diag(diagonal)
-            dense[row, col] = entries
-            values, vectors = np.linalg.eigh(dense)
+            values, vectors = np.linalg.eigh(laplacian.toarray())
             return values[: self.k], vectors[:, : self.k]
-
-        laplacian = csc_array((entries, (row, col)), shape=(n, n))
-        laplacian = csc_array(laplacian + diags_array(diagonal))
         # Any start will do, but without one, it is random and results would vary.
         start = np.random.default_rng(0).random(n)
-        values, vectors = eigsh(laplacian, self.k, sigma=-0.01, v0=start)
+        values, vectors = eigsh(laplacian.tocsc(), self.k, sigma=-0.01, v0=start)
         order = np.argsort(values)
         return values[order], vectors[:, order]

@@ -1,6 +1,3 @@
-import math
-from numbers import Real
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,7 +45,8 @@ class EventsToDAG(Transform):
       numbers,
     * :obj:`edge_attr`, float :math:`[|\mathcal{E}|, 4]`: the kind, one-hot, and
       :math:`\log(1 + \text{gap})`, so that layers with :obj:`edge_dim=4` can forget by
-      the time that has passed,
+      the time that has passed. As it tells only gaps apart that are not far below one,
+      choose the unit of :obj:`t` below the shortest gap that matters,
     * :obj:`event_index`, int64 :math:`[2, E]`: the states of the source and of the
       destination of each event,
     * :obj:`query_index`, int64 :math:`[Q]`: the state of each query.
@@ -60,11 +58,6 @@ class EventsToDAG(Transform):
     queries. The earlier states on which they depend come first, and no edges lead to
     them: :obj:`carried`, int64 :math:`[K]`, has their numbers in the DAG of the whole
     stream. See :meth:`RGLRUConv.resume <pyg_chimera.nn.RGLRUConv.resume>`.
-
-    Args:
-        time_unit (float, optional): What gaps are divided by. Choose it below the
-            shortest gap that matters, as :math:`\log(1 + \text{gap})` tells only
-            gaps apart that are not far below one. (default: :obj:`1.0`)
 
     Shapes:
         - **input:** a :class:`torch_geometric.data.TemporalData` sorted by time:
@@ -79,8 +72,7 @@ class EventsToDAG(Transform):
         TypeError: If the input is not :class:`~torch_geometric.data.TemporalData`, or
             nodes are not integers.
         ValueError: If an attribute is missing or has the wrong shape, times are not
-            finite or not sorted, a node is negative, or :obj:`time_unit` is not
-            positive.
+            finite or not sorted, or a node is negative.
 
     Example:
         >>> events = TemporalData(
@@ -94,13 +86,6 @@ class EventsToDAG(Transform):
         >>> dag.query_index.tolist(), dag.edge_index.tolist()
         ([4], [[1, 0, 1, 3], [2, 4, 3, 4]])
     """
-
-    def __init__(self, time_unit: float = 1.0) -> None:
-        if not isinstance(time_unit, Real) or not 0 < time_unit < math.inf:
-            raise ValueError(
-                f"'time_unit' must be positive and finite, got {time_unit!r}"
-            )
-        self.time_unit: float = time_unit
 
     def __call__(
         self,
@@ -145,7 +130,7 @@ class EventsToDAG(Transform):
         keys = [(node, node), (node, partner), (pair, pair)]
         for kind, (of, wanted) in enumerate(keys):
             source, target, count = _last(of[:num_states], wanted, before)
-            gap = ((t[target] - t[source]).double() / self.time_unit).log1p().to(x)
+            gap = (t[target] - t[source]).double().log1p().to(x)
             x[:, 2 + kind] = count.double().log1p().to(x)
             x[target, 2 + _KINDS + kind] = gap
             edges.append(torch.stack([source, target, torch.full_like(source, kind)]))

@@ -4,7 +4,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch_geometric.data.datapipes import functional_transform
 
 from pyg_chimera.ops.common.checks import check_integer
@@ -38,9 +37,6 @@ class ImageToGraph(ToGrid):
         attr_name (str, optional): The attribute of the data that holds the image. It is
             removed; others, such as :obj:`y`, are kept, except :obj:`edge_attr` and
             :obj:`num_nodes` of an earlier graph. (default: :obj:`"image"`)
-        pad (bool, optional): Whether to add zeros at the lower and right border of an
-            image whose sides are not multiples of those of a patch. (default:
-            :obj:`False`)
 
     Shapes:
         - **input:** a :class:`torch_geometric.data.Data` with an image, or the image
@@ -60,11 +56,7 @@ class ImageToGraph(ToGrid):
     coordinates = 2
 
     def __init__(
-        self,
-        patch_size: int | tuple[int, int] = 1,
-        attr_name: str = "image",
-        *,
-        pad: bool = False,
+        self, patch_size: int | tuple[int, int] = 1, attr_name: str = "image"
     ) -> None:
         sides: Any = patch_size
         if not isinstance(patch_size, (tuple, list)):
@@ -77,21 +69,18 @@ class ImageToGraph(ToGrid):
         rows, columns = (check_integer("patch_size", side, 1) for side in sides)
         self.patch_size = rows, columns
         self.attr_name = attr_name
-        self.pad = pad
 
     def nodes(self, content: Any) -> tuple[Tensor, int, int]:
         """The pixels of each patch, and the numbers of rows and columns of patches."""
         image = _to_tensor(content)
         channels, rows, columns = image.shape
         p, q = self.patch_size
-        height, width = -(-rows // p), -(-columns // q)
+        height, width = rows // p, columns // q
         if height * p != rows or width * q != columns:
-            if not self.pad:
-                raise ValueError(
-                    f"'patch_size' must divide the sides of an image, got {p} x {q} "
-                    f"for {rows} x {columns} pixels; pad=True adds zeros"
-                )
-            image = pad(image, (0, width * q - columns, 0, height * p - rows))
+            raise ValueError(
+                f"'patch_size' must divide the sides of an image, got {p} x {q} for "
+                f"{rows} x {columns} pixels; 'torch.nn.functional.pad' adds zeros"
+            )
         patches = image.reshape(channels, height, p, width, q).permute(1, 3, 0, 2, 4)
         x = patches.reshape(height * width, channels * p * q)
         if x.data_ptr() == image.data_ptr():  # maybe that of a whole data set

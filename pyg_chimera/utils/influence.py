@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_chimera.nn._inputs import check_nodes
+from pyg_chimera.nn._inputs import check_inputs
 from pyg_chimera.nn._routing import unwrapped
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
 from pyg_chimera.ops.common.checks import check_option
@@ -84,7 +84,7 @@ def influence(
         ValueError: If :obj:`node` is out of range, an option is unknown, the measure
             does not support the module, or where the module would raise.
     """
-    check_nodes(x)
+    check_inputs(x)
     check_option("role", role, ("target", "source"))
     check_option("measure", measure, ("mixing", "paths", "jacobian"))
     if not isinstance(node, Integral):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.utils import coalesce, is_undirected, to_networkx
 
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.checks import check_edge_index
@@ -23,7 +24,7 @@ __all__ = ["plot_dags", "plot_influence"]
 Positions = Tensor | Mapping[int, Sequence[float]] | None
 
 _COLUMNS = 4  #: panels per row
-_LINE = 72  #: characters per line of tokens
+_LINE = 72  #: characters per line of a sentence
 _HERE = "red"  #: outline of the node itself
 _UNREACHED = "lightgrey"
 
@@ -35,7 +36,6 @@ def plot_influence(
     *,
     height: int | None = None,
     width: int | None = None,
-    tokens: Sequence[str] | None = None,
     labels: Sequence[str] | None = None,
     node: int | None = None,
     titles: Sequence[str] | None = None,
@@ -43,8 +43,8 @@ def plot_influence(
 ) -> "Figure":
     r"""Draws the influence of a node, as returned by :func:`influence`: on a graph
     (:obj:`edge_index`), as a heat map of an image grid (:obj:`height` and
-    :obj:`width`), or on the words of a sentence (:obj:`tokens`). Heads are drawn side
-    by side, each with its own scale; for a single one, pass ``influence[:, :1]``.
+    :obj:`width`), or on the words of a sentence (:obj:`labels` alone). Heads are drawn
+    side by side, each with its own scale; for a single one, pass ``influence[:, :1]``.
 
     .. code-block:: python
 
@@ -65,10 +65,8 @@ def plot_influence(
         height (int, optional): The number of rows of the grid, whose nodes are in
             row-major order. (default: :obj:`None`)
         width (int, optional): The number of columns of the grid. (default: :obj:`None`)
-        tokens (Sequence[str], optional): The words, one for each node.
-            (default: :obj:`None`)
-        labels (Sequence[str], optional): Labels of the nodes of a graph. (default:
-            :obj:`None`)
+        labels (Sequence[str], optional): Labels of the nodes of a graph, or the words
+            of a sentence, one for each node. (default: :obj:`None`)
         node (int, optional): The node itself, which gets a red outline. (default:
             :obj:`None`)
         titles (Sequence[str], optional): Titles of the heads. (default: :obj:`None`,
@@ -81,41 +79,42 @@ def plot_influence(
 
     Raises:
         TypeError: If :obj:`influence` is not a tensor, or an index is not integer.
-        ValueError: If not exactly one of graph, grid and sentence is given, sizes don't
-            fit, or values are not finite or, with :obj:`log`, negative.
+        ValueError: If neither a graph nor a grid nor a sentence is given, or several
+            are, sizes don't fit, or values are not finite or, with :obj:`log`,
+            negative.
         ImportError: If matplotlib is missing.
     """
     values = _values(influence, log)
     V, heads = values.shape
-    ways = (edge_index is not None, height is not None or width is not None,
-            tokens is not None)  # fmt: skip
-    if sum(ways) != 1:
+    is_grid = height is not None or width is not None
+    if is_grid and any(x is not None for x in (edge_index, pos, labels)):
         raise ValueError(
-            "Exactly one of 'edge_index', 'height' with 'width', and 'tokens' must be "
-            f"given, got {sum(ways)} of them"
+            "'height' and 'width' are of a grid, drawn without 'edge_index', 'pos' and "
+            "'labels': leave either out"
+        )
+    if not is_grid and edge_index is None and (pos is not None or labels is None):
+        raise ValueError(
+            "'edge_index' must be given for a graph and its 'pos', 'height' and "
+            "'width' for a grid, or 'labels' for a sentence, got none of them"
         )
     if node is not None and not 0 <= node < V:
         raise ValueError(
             f"'node' must be in [0, {V}), as 'influence' is {list(influence.shape)}, "
             f"got {node}"
         )
-    if edge_index is None and (pos is not None or labels is not None):
-        raise ValueError("'pos' and 'labels' are of a graph: give 'edge_index', too")
-
     if titles is None:
         titles = [f"head {h + 1}" for h in range(heads)] if heads > 1 else [""]
     titles = _words("titles", titles, heads, "heads")
+    names = None if labels is None else _words("labels", labels, V)
 
     if edge_index is not None:
         check_edge_index(edge_index, V)
-        names = None if labels is None else _words("labels", labels, V)
         pos = _positions(pos, edge_index, V)
         draw = partial(_draw_graph, _graph(edge_index, V), pos, names)
         figure, axes = _panels(heads, 3.2, 2.7)
-    elif tokens is not None:
-        words = _words("tokens", tokens, V)
-        cells, lines = _cells(words)
-        draw = partial(_draw_tokens, words, cells, lines)
+    elif names is not None:
+        cells, lines = _cells(names)
+        draw = partial(_draw_words, names, cells, lines)
         figure, axes = _panels(heads, 0.095 * _LINE, 0.5 + 0.25 * lines, columns=1)
     else:
         if height is None or width is None or height * width != V or height < 1:
@@ -233,16 +232,10 @@ def _words(
 
 def _graph(edge_index: Tensor, num_nodes: int, directed: bool = False) -> Any:
     """A networkx graph; undirected if each edge has its reverse, unless `directed`."""
-    import networkx as nx
-
-    edges = set(map(tuple, edge_index.t().tolist()))
-    directed = directed or any(
-        (target, source) not in edges for source, target in edges
-    )
-    graph = nx.DiGraph() if directed else nx.Graph()
-    graph.add_nodes_from(range(num_nodes))
-    graph.add_edges_from(edges)
-    return graph
+    edges = coalesce(edge_index.cpu(), num_nodes=num_nodes)
+    both_ways = not directed and is_undirected(edges, num_nodes=num_nodes)
+    data = Data(edge_index=edges, num_nodes=num_nodes)
+    return to_networkx(data, to_undirected=both_ways)
 
 
 def _positions(pos: Positions, edge_index: Tensor, num_nodes: int) -> Any:
@@ -279,10 +272,10 @@ def _panels(
         ) from error
     columns = min(number, columns)
     rows = math.ceil(number / columns)
+    size = columns * width, rows * height
     figure, axes = pyplot.subplots(
-        rows, columns, figsize=(columns * width, rows * height), squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
+        rows, columns, figsize=size, squeeze=False, layout="constrained"
+    )
     for axis in axes.flat[number:]:
         axis.remove()
     return figure, list(axes.flat[:number])
@@ -317,17 +310,18 @@ def _draw_graph(
     import networkx as nx
 
     size = 170 if labels else max(12, min(120, 4000 / max(1, len(graph))))
-    heads = {"arrowsize": 7} if graph.is_directed() else {}
-    nx.draw_networkx_edges(
-        graph, pos, ax=axis, node_size=size, edge_color="grey", width=0.8,
-        arrows=graph.is_directed(), **heads,
-    )  # fmt: skip
+    style: dict[str, Any] = {"ax": axis, "node_size": size}
+    arrows = {"arrows": True, "arrowsize": 7} if graph.is_directed() else {}
+    nx.draw_networkx_edges(graph, pos, edge_color="grey", width=0.8, **style, **arrows)
     rgba = colors.to_rgba(values)
     drawn = nx.draw_networkx_nodes(
-        graph, pos, ax=axis, node_size=size, node_color=rgba,
+        graph,
+        pos,
+        node_color=rgba,
         edgecolors=[_HERE if i == node else "grey" for i in graph],
         linewidths=[2.0 if i == node else 0.5 for i in graph],
-    )  # fmt: skip
+        **style,
+    )
     drawn.set_zorder(2)
     for i, label in enumerate(labels or ()):
         x, y = pos[i]
@@ -361,7 +355,7 @@ def _cells(words: list[str]) -> tuple[list[tuple[int, int]], int]:
     return cells, line + 1
 
 
-def _draw_tokens(
+def _draw_words(
     words: list[str],
     cells: list[tuple[int, int]],
     lines: int,
@@ -372,10 +366,9 @@ def _draw_tokens(
 ) -> None:
     rgba = colors.to_rgba(values)
     for i, (word, (left, line)) in enumerate(zip(words, cells, strict=True)):
-        axis.bar(
-            left, 0.8, len(word) + 0.8, -line - 0.4, align="edge", color=rgba[i],
-            edgecolor=_HERE if i == node else "none",
-        )  # fmt: skip
+        box = left, 0.8, len(word) + 0.8, -line - 0.4
+        edge = _HERE if i == node else "none"
+        axis.bar(*box, align="edge", color=rgba[i], edgecolor=edge)
         center = left + len(word) / 2 + 0.4
         _write(axis, center, -line, word, rgba[i], fontsize=8, family="monospace")
     axis.set(xlim=(-0.5, _LINE + 1), ylim=(0.4 - lines, 0.6))
@@ -388,5 +381,5 @@ def _write(
     """Writes text in black or white, whichever contrasts with the background."""
     red, green, blue, _ = background
     color = "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
-    axis.text(x, y, text, color=color, ha="center", va="center", parse_math=False,
-              zorder=3, **font)  # fmt: skip
+    font |= {"ha": "center", "va": "center", "parse_math": False, "zorder": 3}
+    axis.text(x, y, text, color=color, **font)

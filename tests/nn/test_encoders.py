@@ -21,15 +21,14 @@ def relu(x: torch.Tensor, *layers: torch.nn.Module) -> torch.Tensor:
 # Laplacian --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 4])
-def test_laplacian_by_hand(num_layers: int) -> None:
-    encoder = LaplacianEncoder(3, num_layers).eval()
+def test_laplacian_by_hand() -> None:
+    encoder = LaplacianEncoder(3).eval()
     pe = torch.randn(4, 5, 2)
     expected = torch.zeros(4, 3)
     for node in range(4):
         for pair in pe[node]:
             expected[node] += relu(pair, *encoder.mlp.lins)
-    assert encoder.mlp.channel_list == [2, *[6] * (num_layers - 1), 3]
+    assert encoder.mlp.channel_list == [2, 6, 3]
     torch.testing.assert_close(encoder(pe), expected)
 
 
@@ -78,7 +77,7 @@ def test_signs_are_flipped_in_training_only() -> None:
 
 
 def test_laplacian_gradients() -> None:
-    encoder = LaplacianEncoder(8, 3).double()
+    encoder = LaplacianEncoder(8).double()
     pe = torch.randn(3, 4, 2, dtype=torch.double)
     pe[1, 2:] = 0
     encoder(pe).square().sum().backward()
@@ -94,12 +93,8 @@ def test_laplacian_compiles_without_graph_break() -> None:
 
 
 def test_laplacian_errors() -> None:
-    for kwargs, message in (
-        ({"out_channels": 0}, "'out_channels' must be an integer >= 1"),
-        ({"num_layers": 0}, "'num_layers' must be an integer >= 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            LaplacianEncoder(**{"out_channels": 4, **kwargs})
+    with pytest.raises(ValueError, match="'out_channels' must be an integer >= 1"):
+        LaplacianEncoder(0)
     for shape in ((3, 2), (3, 4, 1)):
         with pytest.raises(ValueError, match=r"\[num_nodes, k, 2\], got \[3, "):
             LaplacianEncoder(4)(torch.zeros(shape))
@@ -159,7 +154,7 @@ def test_random_walk_errors() -> None:
 @pytest.mark.parametrize(
     ("encoder", "text"),
     [
-        (LaplacianEncoder(4, 3), "LaplacianEncoder(4, num_layers=3)"),
+        (LaplacianEncoder(4), "LaplacianEncoder(4)"),
         (RandomWalkEncoder(4, 2), "RandomWalkEncoder(4, 2)"),
     ],
     ids=["laplacian", "random-walk"],

@@ -97,8 +97,7 @@ def local_and_global(size: int) -> nn.GPSLayer:
 
 def typed(size: int) -> nn.HeteroLayer:
     return nn.HeteroLayer(
-        local_and_global(size), C, (["a", "b"], [TO]), in_channels=size, edge_dim=size,
-        add_reverse=True,
+        local_and_global(size), C, (["a", "b"], [TO]), in_channels=size, edge_dim=size
     )  # fmt: skip
 
 
@@ -153,7 +152,6 @@ MODELS = {
     "SwiGLU": Row(
         lambda: nn.SwiGLU(C),
         lambda m, dtype=torch.float: m(torch.ones(2, C, dtype=dtype)),
-        lambda: nn.SwiGLU(-1, out_channels=C),
     ),
     "GraphBatchNorm": model(lambda: nn.GraphBatchNorm(C), batch=ROWS),
     "GPSLayer": model(local_and_global, C, **on_graph),

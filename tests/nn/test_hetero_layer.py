@@ -173,28 +173,10 @@ def test_batches_and_nan(name: str):
     assert out["film"][batch["film"].batch == 1].isnan().any()
 
 
-def test_reversed_edges():
-    """As edges of their own types, which have the vectors of reversed types."""
-    data = drawn()
-    del data[LIKES].edge_attr, data[SHOWN].edge_attr
-    layer = made("GPSLayer", add_reverse=True, edge_dim=None)
-    reverse = {key: (key[2], f"rev_{key[1]}", key[0]) for key in METADATA[1]}
-    metadata = METADATA[0], [*METADATA[1], *reverse.values()]
-    other = HeteroLayer(LAYERS["GPSLayer"](), C, metadata, in_channels=WIDTHS)
-    other = other.double().eval()
-    other.load_state_dict(layer.state_dict())
-    both = data.clone()
-    for key, back in reverse.items():
-        both[back].edge_index = data[key].edge_index.flip(0)
-    assert_same(layer(data.x_dict, data.edge_index_dict),
-                other(both.x_dict, both.edge_index_dict))  # fmt: skip
-
-
 @pytest.mark.parametrize("name", ["ChimeraConv", "GPSLayer"])
-@pytest.mark.parametrize("add_reverse", [False, True])
-def test_edge_masks_reach_the_layer(name: str, add_reverse: bool):
+def test_edge_masks_reach_the_layer(name: str):
     """A mask of zeros is no edges, one of ones is all; and nothing is left behind."""
-    layer, data = made(name, add_reverse=add_reverse), drawn()
+    layer, data = made(name), drawn()
     out = called(layer, data)
     index = {key: data[key].edge_index for key in METADATA[1]}
     ones = {key: torch.ones(5, dtype=torch.double) for key in METADATA[1]}
@@ -292,8 +274,7 @@ class TwoLayers(torch.nn.Module):
     def __init__(self, metadata: Any) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            HeteroLayer(gps(ChimeraConv(C, edge_dim=C)), C, metadata, add_reverse=True)
-            for _ in range(2)
+            HeteroLayer(gps(ChimeraConv(C, edge_dim=C)), C, metadata) for _ in range(2)
         )
 
     def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
@@ -427,4 +408,4 @@ def test_repr():
     layer = HeteroLayer(ChimeraConv(C, edge_dim=C), C, METADATA)
     assert repr(layer).startswith("HeteroLayer(ChimeraConv(")
     types = f"8, node_types={METADATA[0]}, edge_types={METADATA[1]}"
-    assert repr(layer).endswith(f"{types}, add_reverse=False)")
+    assert repr(layer).endswith(f"{types})")

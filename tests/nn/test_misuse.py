@@ -59,13 +59,12 @@ SIZED: dict[str, tuple[Callable, dict[str, int]]] = {
     "KHopAttentionConv": (partial(KHopAttentionConv, C), {"heads": 4, "k": 2,
         "groups": 2, "edge_dim": 3}),
     "GraphMambaConv": (partial(GraphMambaConv, C), {"state_channels": 2,
-        "conv_kernel": 2, "expand": 2, "dt_rank": 1, "num_eval_permutations": 2,
-        "num_bins": 2}),
+        "conv_kernel": 2, "expand": 2, "num_eval_permutations": 2, "num_bins": 2}),
     "GatedGCNConv": (GatedGCNConv, {
         "in_channels": C, "out_channels": C, "edge_dim": 3}),
     "SelfAttention": (nn.SelfAttention, {"channels": C, "heads": 2}),
-    "SwiGLU": (nn.SwiGLU, {"in_channels": C, "hidden_channels": 6, "out_channels": 3}),
-    "LaplacianEncoder": (nn.LaplacianEncoder, {"out_channels": 3, "num_layers": 2}),
+    "SwiGLU": (nn.SwiGLU, {"channels": C, "hidden_channels": 6}),
+    "LaplacianEncoder": (nn.LaplacianEncoder, {"out_channels": 3}),
     "RandomWalkEncoder": (nn.RandomWalkEncoder, {"walk_length": 3, "out_channels": 3}),
     "PositionEmbedding": (nn.PositionEmbedding, {"channels": C, "num_coordinates": 2}),
     "GPSLayer": (partial(GPSLayer, mixer=ChimeraConv(C)), {

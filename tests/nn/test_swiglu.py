@@ -1,6 +1,3 @@
-import copy
-import io
-
 import pytest
 import torch
 from asserts import assert_near
@@ -22,14 +19,14 @@ def test_by_hand():
 
 
 def test_the_formula():
-    mlp, x = SwiGLU(C, 5, 3).double(), torch.randn(2, 7, C, dtype=torch.double)
+    mlp, x = SwiGLU(C, 5).double(), torch.randn(2, 7, C, dtype=torch.double)
     gate, value = mlp.lin_in.weight.view(2, 5, C)
     inner = x @ gate.t()
     expected = inner / (1 + (-inner).exp()) * (x @ value.t()) @ mlp.lin_out.weight.t()
     assert_near(mlp(x), expected)
     x.requires_grad_()
     assert torch.autograd.gradcheck(mlp, (x,))
-    assert mlp(x[:, :0]).shape == (2, 0, 3)
+    assert mlp(x[:, :0]).shape == (2, 0, C)
 
 
 @pytest.mark.parametrize(("channels", "hidden"), [(3, 8), (64, 176), (96, 256)])
@@ -39,19 +36,7 @@ def test_hidden_channels(channels, hidden):
     assert hidden % 8 == 0
     assert hidden - 8 < channels * 8 / 3 <= hidden
     assert mlp.lin_out.weight.shape == (channels, hidden)
-    assert repr(mlp) == f"SwiGLU({channels}, {hidden}, {channels})"
-
-
-def test_lazy_channels():
-    mlp, lazy = SwiGLU(C, dropout=0.5).eval(), SwiGLU(-1, out_channels=C).eval()
-    assert repr(lazy) == "SwiGLU(-1, 24, 8)"
-    x = torch.randn(4, C)
-    copy.deepcopy(lazy)(x)
-    file = io.BytesIO()
-    torch.save(mlp.state_dict(), file)
-    file.seek(0)
-    lazy.load_state_dict(torch.load(file, weights_only=True))
-    assert lazy(x).equal(mlp(x))
+    assert repr(mlp) == f"SwiGLU({channels}, {hidden})"
 
 
 def test_reset_and_dropout():
@@ -64,10 +49,10 @@ def test_reset_and_dropout():
 
 
 @pytest.mark.parametrize(
-    ("args", "name"), [((-1,), "out"), ((0,), "out"), ((8, 0), "hidden")]
+    ("args", "name"), [((-1,), ""), ((0,), ""), ((8, 0), "hidden_")]
 )
 def test_errors(args, name):
-    with pytest.raises(ValueError, match=f"'{name}_channels' must be"):
+    with pytest.raises(ValueError, match=f"'{name}channels' must be"):
         SwiGLU(*args)
 
 

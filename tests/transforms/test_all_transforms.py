@@ -118,8 +118,8 @@ CASES = {
         for order in (*ORDERS, height)
     },
     "image": case(
-        ImageToGraph, (2, 3), pad=True, name="image_to_graph",
-        text="ImageToGraph(patch_size=(2, 3), pad=True)",
+        ImageToGraph, (2, 3), name="image_to_graph",
+        text="ImageToGraph(patch_size=(2, 3))",
         adds=("x", "edge_index", "pos", "height", "width"),
     ),
     "sequence": case(
@@ -127,7 +127,7 @@ CASES = {
         adds=("x", "edge_index", "pos", "height", "width"),
     ),
     "events": case(
-        EventsToDAG, 2.0, name="events_to_dag", text="EventsToDAG(time_unit=2.0)",
+        EventsToDAG, name="events_to_dag",
         adds=("x", "edge_index", "edge_attr", "event_index", "query_index"),
     ),
 }  # fmt: skip
@@ -153,7 +153,8 @@ def items_of(key: str) -> list[Data]:
     out = []
     for y, (n, m) in enumerate(SIZES):
         if key == "image":
-            image = torch.rand(2, 1 + n % 5, 1 + m % 7, generator=generator)
+            size = 2, 2 + n % 5 // 2 * 2, 3 + m % 7 // 3 * 3  # of 2 x 3 patches
+            image = torch.rand(size, generator=generator)
             out.append(Data(image=image, y=torch.tensor([y])))
             continue
         if key == "sequence":

@@ -3,6 +3,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.data import Batch, Data
@@ -31,8 +32,8 @@ def test_patches():
     #  0  1  2 |  3  4           with 2 x 3 patches, padded at the right and below
     #  5  6  7 |  8  9
     # 10 11 12 | 13 14
-    image = torch.arange(30.0).view(2, 3, 5)
-    out = ImageToGraph((2, 3), pad=True)(image)
+    image = F.pad(torch.arange(30.0).view(2, 3, 5), (0, 1, 0, 1))
+    out = ImageToGraph((2, 3))(image)
     assert (out.height, out.width) == (2, 2)
     first = [
         [0, 1, 2, 5, 6, 7],
@@ -54,17 +55,15 @@ def test_patches():
     *(st.integers(1, 4) for _ in range(2)),
 )
 def test_any_size(channels, rows, columns, p, q):
-    image = torch.rand(channels, rows, columns)
-    out = ImageToGraph((p, q), pad=True)(image)
+    image = torch.rand(channels, rows * p, columns * q)
+    out = ImageToGraph((p, q))(image)
     h, w = out.height, out.width
-    assert (h, w) == ((rows + p - 1) // p, (columns + q - 1) // q)
+    assert (h, w) == (rows, columns)
     assert out.x.shape == (h * w, channels * p * q)
     # What was put in comes out, and nothing else.
-    padded = torch.zeros(channels, h * p, w * q)
-    padded[:, :rows, :columns] = image
     for i, (c, r) in enumerate(out.pos.long().tolist()):
         assert i == r * w + c
-        patch = padded[:, r * p : (r + 1) * p, c * q : (c + 1) * q]
+        patch = image[:, r * p : (r + 1) * p, c * q : (c + 1) * q]
         assert out.x[i].equal(patch.flatten())
     # Edges join all pairs of patches at distance 1, and are sorted.
     distance = torch.cdist(out.pos, out.pos, p=1)
@@ -76,15 +75,14 @@ def test_one_pixel():
     out = ImageToGraph()(torch.ones(1, 1))
     assert out.edge_index.shape == (2, 0)
     assert out.x.tolist() == [[1]]
-    assert ImageToGraph(16, pad=True)(torch.ones(3, 2, 2)).x.sum() == 12
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.float, torch.double, torch.half, torch.bfloat16]
 )
 def test_floating_point_types_stay(dtype):
-    image = torch.rand(2, 3, 4).to(dtype)
-    out = ImageToGraph(2, pad=True)(image)
+    image = torch.rand(2, 4, 6).to(dtype)
+    out = ImageToGraph(2)(image)
     assert out.x.dtype == dtype
     assert out.x.sum(dtype=torch.double) == image.sum(dtype=torch.double)
 
@@ -101,11 +99,11 @@ def test_other_types_become_float():
 
 def test_arrays():
     array = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
-    expected = ImageToGraph(2, pad=True)(torch.from_numpy(array).permute(2, 0, 1))
-    assert ImageToGraph(2, pad=True)(array).x.equal(expected.x)
+    expected = ImageToGraph(2)(torch.from_numpy(array).permute(2, 0, 1))
+    assert ImageToGraph(2)(array).x.equal(expected.x)
     flipped = array[:, ::-1][:, ::-1]  # not contiguous
-    assert ImageToGraph(2, pad=True)(flipped).x.equal(expected.x)
-    grey = ImageToGraph(2, pad=True)(array[..., 0])
+    assert ImageToGraph(2)(flipped).x.equal(expected.x)
+    grey = ImageToGraph(2)(array[..., 0])
     assert grey.x.equal(expected.x[:, :4])
     assert ImageToGraph()(array.astype(np.float64)).x.dtype == torch.double
 
@@ -118,29 +116,27 @@ def test_pil_images(mode, channels):
     pil = pytest.importorskip("PIL.Image")
     array = np.random.default_rng(0).integers(256, size=(4, 6, 3), dtype=np.uint8)
     image = pil.fromarray(array).convert(mode)
-    out = ImageToGraph(2, pad=True)(image)
+    out = ImageToGraph(2)(image)
     assert out.x.shape == (6, channels * 4)
     assert (out.height, out.width) == (2, 3)
     if mode == "RGB":
-        assert out.x.equal(ImageToGraph(2, pad=True)(array).x)
+        assert out.x.equal(ImageToGraph(2)(array).x)
     if mode == "P":
-        assert out.x.equal(
-            ImageToGraph(2, pad=True)(np.asarray(image.convert("RGB"))).x
-        )
+        assert out.x.equal(ImageToGraph(2)(np.asarray(image.convert("RGB"))).x)
     if mode in "1LF":
         assert out.x.max() == np.asarray(image).max() / (255 if mode == "L" else 1)
 
 
 def test_data_keeps_what_is_not_of_the_grid():
-    image = torch.rand(3, 5, 4)
+    image = torch.rand(3, 6, 4)
     data = Data(image=image, y=torch.tensor([7]), name="a")
-    out = ImageToGraph(2, pad=True)(data)
+    out = ImageToGraph(2)(data)
     assert set(data.keys()) == {"image", "y", "name"}
     assert set(out.keys()) == {
         *("y", "name", "x", "edge_index", "pos", "height", "width")
     }
     assert out.y is data.y
-    assert out.x.equal(ImageToGraph(2, pad=True)(image).x)
+    assert out.x.equal(ImageToGraph(2)(image).x)
 
 
 def test_attributes_of_an_earlier_graph():
@@ -183,9 +179,9 @@ def test_graphs_share_no_memory():
 
 
 def test_gradients_reach_the_image():
-    image = torch.rand(2, 3, 5, requires_grad=True)
-    ImageToGraph(2, pad=True)(image).x.sum().backward()
-    assert image.grad.equal(torch.ones(2, 3, 5))
+    image = torch.rand(2, 4, 6, requires_grad=True)
+    ImageToGraph(2)(image).x.sum().backward()
+    assert image.grad.equal(torch.ones(2, 4, 6))
 
 
 class Images(torch.utils.data.Dataset):
@@ -198,13 +194,13 @@ class Images(torch.utils.data.Dataset):
         return 5
 
     def __getitem__(self, index):
-        out = self.transform(np.full((4, 3 + index, 3), index, np.uint8))
+        out = self.transform(np.full((4, 4 + index // 2 * 2, 3), index, np.uint8))
         out.y = index
         return out
 
 
 def test_loader():
-    dataset = Images(ImageToGraph(2, pad=True))
+    dataset = Images(ImageToGraph(2))
     first, _ = DataLoader(dataset, batch_size=4)
     assert first.height.tolist() == [2, 2, 2, 2]
     assert first.width.tolist() == [2, 2, 3, 3]
@@ -228,6 +224,8 @@ def test_bad_images():
             transform(image)
     with pytest.raises(ValueError, match=r"got shape \[4, 0, 3\]"):
         transform(np.zeros((4, 0, 3)))
+    with pytest.raises(ValueError, match=r"must divide .*2 x 2 for 3 x 4 pixels"):
+        ImageToGraph(2)(torch.rand(3, 4))
     with pytest.raises(ValueError, match="complex64"):
         transform(torch.zeros(2, 2, dtype=torch.complex64))
     with pytest.raises(TypeError, match="'list'"):

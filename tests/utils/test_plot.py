@@ -106,7 +106,7 @@ def test_grid():
 def test_sentence():
     words = ["to", "be", *["or"] * 40, "$not$"]
     values = torch.rand(len(words))
-    (axis,) = panels(plot_influence(values, tokens=words, node=1))
+    (axis,) = panels(plot_influence(values, labels=words, node=1))
     assert [text.get_text() for text in axis.texts] == words
     boxes = axis.patches
     colors = torch.tensor([box.get_facecolor() for box in boxes]).double()
@@ -134,7 +134,7 @@ def test_logarithmic_colors():
 def test_few_nodes_and_no_edges(num_nodes, tmp_path):
     values = torch.ones(num_nodes, 2)
     figures = [plot_influence(values, torch.empty(2, 0).long())]
-    figures.append(plot_influence(values, tokens=["word"] * num_nodes))
+    figures.append(plot_influence(values, labels=["word"] * num_nodes))
     data = Data(num_nodes=num_nodes, edge_index=torch.empty(2, 0).long())
     figures.append(plot_dags(DAGDecomposition(2)(data)))
     for figure in figures:
@@ -183,24 +183,29 @@ def test_dags_of_other_names_and_places():
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({}, ValueError, "Exactly one of .* got 0"),
-        ({"edge_index": EDGES, "tokens": "abcd"}, ValueError, "got 2 of them"),
-        ({"tokens": "abc"}, ValueError, "'tokens' must have an entry for each of 4"),
+        ({}, ValueError, "must be given for a graph .* got none"),
+        ({"edge_index": EDGES, "height": 2, "width": 2}, ValueError, "leave either"),
+        ({"labels": "abcd", "height": 2, "width": 2}, ValueError, "leave either out"),
+        ({"labels": "abc"}, ValueError, "'labels' must have an entry for each of 4"),
         ({"edge_index": EDGES, "labels": "a"}, ValueError, "'labels' must have"),
-        ({"tokens": "abcd", "titles": "a"}, ValueError, "'titles' .* each of 2 heads"),
+        ({"labels": "abcd", "titles": "a"}, ValueError, "'titles' .* each of 2 heads"),
         ({"height": 2, "width": 3}, ValueError, "grid of all nodes, 4, got 2 and 3"),
         ({"height": -2, "width": -2}, ValueError, "must be positive"),
         ({"height": 4}, ValueError, "got 4 and None"),
-        ({"tokens": "abcd", "pos": POSITIONS}, ValueError, "give 'edge_index', too"),
+        (
+            {"labels": "abcd", "pos": POSITIONS},
+            ValueError,
+            "'edge_index' must be given",
+        ),
         ({"edge_index": EDGES + 2}, ValueError, "edge_index"),
         ({"edge_index": EDGES.float()}, TypeError, "edge_index"),
         ({"edge_index": EDGES, "pos": EDGES}, ValueError, r"'pos' must be \[4, 2\]"),
-        ({"tokens": "abcd", "node": 4}, ValueError, r"'node' must be in \[0, 4\)"),
-        ({"tokens": "abcd", "log": True}, ValueError, "must not be negative with log"),
+        ({"labels": "abcd", "node": 4}, ValueError, r"'node' must be in \[0, 4\)"),
+        ({"labels": "abcd", "log": True}, ValueError, "must not be negative with log"),
         ({"influence": [1.0]}, TypeError, "'influence' must be a torch.Tensor"),
         ({"influence": VALUES[None]}, ValueError, r"got \[1, 4, 2\]"),
         ({"influence": VALUES[:, :0]}, ValueError, r"got \[4, 0\]"),
-        ({"influence": VALUES / 0, "tokens": "abcd"}, ValueError, "must be finite"),
+        ({"influence": VALUES / 0, "labels": "abcd"}, ValueError, "must be finite"),
     ],
 )
 def test_bad_input(given, error, message):

@@ -13,10 +13,9 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
-    check_batch,
     check_channels,
     check_heads,
-    check_nodes,
+    check_inputs,
     edge_features,
     halves_of,
 )
@@ -274,8 +273,7 @@ class ChimeraBlock(GatedBlock):
         """The checked edges of one graph, and their selectivities [E, heads], which are
         None without features.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
+        check_inputs(x, self.in_channels, batch)
         edge_index, edge_attr = as_edges(
             edge_index, edge_attr, x.size(0), self.flow, self.edge_dim
         )

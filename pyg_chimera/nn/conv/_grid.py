@@ -7,10 +7,9 @@ from torch.nn import Parameter
 from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import (
-    check_batch,
     check_grids,
+    check_inputs,
     check_no_edge_attr,
-    check_nodes,
 )
 from pyg_chimera.nn.conv._window import Continued, over_grids
 
@@ -71,9 +70,8 @@ class OnGrids:
             TypeError: If an argument has the wrong type or dtype.
             ValueError: If sizes are missing or do not match the nodes.
         """
-        check_nodes(x, self.in_channels)
+        check_inputs(x, self.in_channels, batch)
         check_no_edge_attr(self, edge_attr)
-        check_batch(batch, x.size(0))
         if self.explain:
             raise ValueError("Edge masks explain edges, which grids do not look at")
         height, width = check_grids(x, batch, height, width)
@@ -88,7 +86,7 @@ class OnGrids:
         Raises:
             ValueError: If the layer is not causal.
         """
-        check_nodes(x, self.in_channels)
+        check_inputs(x, self.in_channels)
         if self.num_dags != 1:
             raise ValueError(
                 f"Sequences are continued with num_dags=1, got {self.num_dags}"

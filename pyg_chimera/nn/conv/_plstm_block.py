@@ -39,7 +39,6 @@ class PLSTMBlock(Mixer):
         mode: str = "P",
         normalization: str = "column",
         gate_biases: Sequence[float] = (0.0, 0.0, -3.0),
-        gate_std: float = 0.0,
         reach: tuple[float, float] | None = (4.0, 64.0),
         bias: bool = True,
         form: str = "auto",
@@ -60,8 +59,6 @@ class PLSTMBlock(Mixer):
                 f"gates, got {gate_biases!r}"
             )
         check_reach(reach)
-        if gate_std < 0:
-            raise ValueError(f"'gate_std' must be >= 0, got {gate_std}")
 
         self.in_channels = in_channels
         self.out_channels = out_channels
@@ -70,7 +67,6 @@ class PLSTMBlock(Mixer):
         self.state_channels = state_channels
         self.normalization = normalization
         self.gate_biases = tuple(gate_biases)
-        self.gate_std = gate_std
         self.reach = reach
         self.form = form
         self.backend = backend
@@ -93,7 +89,7 @@ class PLSTMBlock(Mixer):
         self.lin_query = Linear(in_channels, states, bias=bias)
         self.lin_key = Linear(in_channels, states, bias=bias)
         self.lin_value = Linear(in_channels, self.out_channels, bias=bias)
-        self.lin_gate = GateLinear(in_channels, num_dags * columns, self.gate_std)
+        self.lin_gate = GateLinear(in_channels, num_dags * columns, std=0.0)
         self.gate_bias = Parameter(torch.empty(num_dags, sum(biased)))
         self.norm_weight = Parameter(torch.empty(self.out_channels))
 
@@ -103,7 +99,7 @@ class PLSTMBlock(Mixer):
         for lin in self.children():
             if isinstance(lin, Linear):
                 lin.reset_parameters()
-        # Initially, nodes differ in their gates only by `gate_std`.
+        # Initially, gates are the same for all nodes.
         source, mark, direct = self.gate_biases
         parts = self.gate_bias.data.split(self._biased, dim=1)
         for part, start in zip(parts, (direct, source, mark, 1.0), strict=False):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.typing import Adj
 
-from pyg_chimera.nn._inputs import check_batch, check_nodes, side_by_side
+from pyg_chimera.nn._inputs import check_inputs, side_by_side
 from pyg_chimera.nn.conv._gated_block import ChimeraBlock, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import dag_scan, dag_transition
@@ -202,8 +202,7 @@ class ChimeraDAGConv(ChimeraBlock):
                 :func:`~pyg_chimera.ops.dag_scan`.
             CycleError: If there is a cycle where :obj:`order` does not allow it.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
+        check_inputs(x, self.in_channels, batch)
         if rank is None:
             out = self.along_halves(x, edge_index, edge_attr, batch)
             if out is not None:

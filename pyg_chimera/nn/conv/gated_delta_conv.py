@@ -9,12 +9,7 @@ from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.nn.conv._gated_block import ChimeraBlock, mean_of_ends
 from pyg_chimera.nn.conv._init import softplus_
 from pyg_chimera.ops import chimera_transition, dag_transition, delta_scan
-from pyg_chimera.ops.common.checks import (
-    check_flag,
-    check_integer,
-    check_number,
-    check_option,
-)
+from pyg_chimera.ops.common.checks import check_flag, check_integer, check_option
 from pyg_chimera.ops.structure import parent_scale
 
 __all__ = ["GatedDeltaConv"]
@@ -38,10 +33,11 @@ class GatedDeltaConv(ChimeraBlock):
     queries and keys normalized to length one, and :math:`\beta_i` is the sigmoid of a
     projection. The transitions :math:`\mathbf{A}` come from selectivities, as in the
     Chimera layers. On any graph, cycles included, they are those of
-    :func:`~pyg_chimera.ops.chimera_transition`. Their rows sum to less than one, so
-    that there is exactly one solution, which is computed by solving a dense linear
-    system for each graph, see :func:`~pyg_chimera.ops.delta_scan`. With :obj:`acyclic`,
-    they are those of :func:`~pyg_chimera.ops.dag_transition`, and time is linear.
+    :func:`~pyg_chimera.ops.chimera_transition` with :obj:`gamma=0.9999`. Their rows sum
+    to less than one, so that there is exactly one solution, which is computed by
+    solving a dense linear system for each graph, see
+    :func:`~pyg_chimera.ops.delta_scan`. With :obj:`acyclic`, they are those of
+    :func:`~pyg_chimera.ops.dag_transition`, and time is linear.
 
     On a directed path, the recurrence with :obj:`selectivity="target"` is that of Gated
     DeltaNet. The layer is then the `released one
@@ -63,12 +59,6 @@ class GatedDeltaConv(ChimeraBlock):
         selectivity (str, optional): With :obj:`acyclic`, the selectivity of an edge:
             the :obj:`"mean"` of those of its two nodes, or that of its :obj:`"target"`,
             as in Gated DeltaNet. (default: :obj:`"mean"`)
-        reflections (bool, optional): Whether :math:`\beta` ranges up to 2 instead of 1,
-            so that nodes can turn what their key reads into its opposite, which state
-            tracking requires. (default: :obj:`False`)
-        gamma (float, optional): Upper bound of the row sums of :math:`\mathbf{A}`, in
-            (0, 1), unless :obj:`acyclic`. Along a path, the default allows ranges of up
-            to 70 steps. (default: :obj:`0.9999`)
         conv_kernel (int, optional): The number of generations in the filters of the
             local convolution in front of :math:`\mathbf{q}, \mathbf{k}, \mathbf{v}`:
             the node itself, the mean of its neighbours, the mean of their means, and so
@@ -77,7 +67,8 @@ class GatedDeltaConv(ChimeraBlock):
             DeltaNet, and :obj:`1` otherwise)
         **kwargs (optional): The options :obj:`groups`, :obj:`edge_dim`, :obj:`gated`,
             :obj:`bias`, :obj:`reach` (the distance at which a memory has fallen to
-            :math:`1/e` if it is not overwritten), :obj:`form` (on graphs with cycles,
+            :math:`1/e` if it is not overwritten; on graphs with cycles, at most 70
+            steps), :obj:`form` (on graphs with cycles,
             :obj:`"mask"`) and :obj:`backend` of :class:`~pyg_chimera.nn.ChimeraConv`,
             and those of :class:`torch_geometric.nn.conv.MessagePassing`.
 
@@ -101,6 +92,9 @@ class GatedDeltaConv(ChimeraBlock):
     """
 
     additive = False
+    #: The bound of the row sums of A on cycles, where only states that fade have a
+    #: solution. Along a path, it allows ranges of up to 70 steps.
+    gamma = 0.9999
 
     def __init__(
         self,
@@ -111,20 +105,11 @@ class GatedDeltaConv(ChimeraBlock):
         *,
         acyclic: bool = False,
         selectivity: str = "mean",
-        reflections: bool = False,
-        gamma: float = 0.9999,
         conv_kernel: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, heads, state_channels, **kwargs)
         check_flag("acyclic", acyclic)
-        check_flag("reflections", reflections)
-        check_number("gamma", gamma)
-        if not 0 < gamma < 1:
-            raise ValueError(
-                "'gamma' must be in (0, 1), as on cycles only states that fade have a "
-                f"solution, got {gamma}"
-            )
         check_option("selectivity", selectivity, ("mean", "target"))
         if selectivity == "target" and not acyclic:
             raise ValueError(
@@ -136,8 +121,6 @@ class GatedDeltaConv(ChimeraBlock):
         conv_kernel = check_integer("conv_kernel", conv_kernel, 1)
         self.acyclic = acyclic
         self.selectivity = selectivity
-        self.reflections = reflections
-        self.gamma = gamma
         # Of transitions, one, or target, source and psi; and beta.
         self.add_parameters(2 if acyclic else 4, kernel=conv_kernel)
         self.reset_parameters()
@@ -181,7 +164,7 @@ class GatedDeltaConv(ChimeraBlock):
             edge_index, x.size(0), [F.softplus(y) for y in deltas], edge
         )
         y = delta_scan(
-            query, key, value, (1 + self.reflections) * beta.sigmoid(),
+            query, key, value, beta.sigmoid(),
             edge_index, self.explained(weight, x.size(0)), batch,
             acyclic=self.acyclic, form=self.form, backend=self.backend,
         )  # fmt: skip

@@ -12,9 +12,8 @@ from torch_geometric.typing import Adj, OptTensor, PairTensor
 
 from pyg_chimera.nn._inputs import (
     at_least_float32,
-    check_batch,
     check_channels,
-    check_nodes,
+    check_inputs,
     check_size,
     edge_features,
     named,
@@ -48,9 +47,10 @@ class GatedGCNConv(Layer, MessagePassing):
         \mathbf{e}^{\prime}_{j,i} &= \phi \big( \textrm{norm} (
         \hat{\mathbf{e}}_{j,i} ) \big)
 
-    with the sigmoid :math:`\sigma`, an activation :math:`\phi`, and separate norms for
-    nodes and edges. Without edge features, :math:`\mathbf{W}_e \mathbf{e}_{j,i}` is
-    dropped, and only the nodes are updated and returned.
+    with the sigmoid :math:`\sigma`, an activation :math:`\phi`, :math:`\epsilon =
+    10^{-6}`, and separate norms for nodes and edges. Without edge features,
+    :math:`\mathbf{W}_e \mathbf{e}_{j,i}` is dropped, and only the nodes are updated and
+    returned.
 
     .. note::
 
@@ -82,8 +82,6 @@ class GatedGCNConv(Layer, MessagePassing):
             :obj:`None`. (default: :obj:`"graph_batch_norm"`)
         act (str or Callable, optional): The activation :math:`\phi`.
             (default: :obj:`"relu"`)
-        eps (float, optional): The :math:`\epsilon` of the gates.
-            (default: :obj:`1e-6`)
         bias (bool, optional): If set to :obj:`False`, the layer will not learn
             additive biases. (default: :obj:`True`)
         **kwargs (optional): Additional arguments of
@@ -108,6 +106,8 @@ class GatedGCNConv(Layer, MessagePassing):
         TypeError: In the forward method, if features are not floating-point tensors.
     """
 
+    eps = 1e-6
+
     # Attributes rather than PyG's type comments: PyG would resolve their names with a
     # star import of this module, from which `__all__` hides them.
     propagate_type: ClassVar = {"value": PairTensor, "gate": Tensor}
@@ -126,7 +126,6 @@ class GatedGCNConv(Layer, MessagePassing):
         update_edges: bool = True,
         norm: str | None = "graph_batch_norm",
         act: str | Callable | None = "relu",
-        eps: float = 1e-6,
         bias: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -148,7 +147,6 @@ class GatedGCNConv(Layer, MessagePassing):
         self.out_channels = out_channels
         self.edge_dim = edge_dim
         self.update_edges = update_edges and edge_dim is not None
-        self.eps = eps
 
         # The sum of three projections needs only one bias, that of the target.
         self.lin_root = Linear(target, out_channels, bias=bias)
@@ -200,9 +198,8 @@ class GatedGCNConv(Layer, MessagePassing):
                 f"nodes, got a tuple of {len(x)}"
             )
         x_source, x_target = x if isinstance(x, tuple) else (x, x)
-        check_nodes(x_source, getattr(self.lin_source, "in_channels", -1))
-        check_nodes(x_target, getattr(self.lin_target, "in_channels", -1))
-        check_batch(batch, x_target.size(0))
+        check_inputs(x_source, getattr(self.lin_source, "in_channels", -1))
+        check_inputs(x_target, getattr(self.lin_target, "in_channels", -1), batch)
         check_size(edge_index, x_target.size(0), x_source.size(0))
         # PyG's propagation does not take all forms, and gains nothing from others.
         edge_index, edge_attr = plain_edges(edge_index, edge_attr, self.edge_dim)

@@ -12,10 +12,9 @@ from torch_geometric.typing import Adj
 from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
-    check_batch,
     check_channels,
+    check_inputs,
     check_no_edge_attr,
-    check_nodes,
     check_size,
 )
 from pyg_chimera.nn._norm import LazyLayerNorm
@@ -64,6 +63,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
         \textrm{SiLU}(\mathbf{W}_{\textrm{gate}} \, \textrm{LN}(\mathbf{x}_{v_t}))
         \big)
 
+    where :math:`\boldsymbol{\delta}_t` has a sixteenth of the output channels.
+
     Nodes of equal importance are in random order. In training, each call draws one
     permutation. In evaluation, there are :obj:`num_eval_permutations` fixed ones, and
     :math:`\mathbf{h}_t \mathbf{C}_t + \mathbf{D} \odot \mathbf{u}_t` is averaged over
@@ -90,8 +91,6 @@ class GraphMambaConv(Layer, torch.nn.Module):
             convolution along the sequence. (default: :obj:`4`)
         expand (int, optional): The width of the state space model, as a multiple of
             :obj:`out_channels`. (default: :obj:`1`)
-        dt_rank (int, optional): Size of :math:`\boldsymbol{\delta}_t`. (default:
-            :obj:`None`, a sixteenth of :obj:`out_channels`, rounded up)
         order (str, optional): The score by which nodes are sorted, see
             :func:`~pyg_chimera.ops.node_score`: one of :obj:`"order"`, :obj:`"degree"`,
             :obj:`"eigenvector"`, :obj:`"pagerank"`, :obj:`"closeness"`, :obj:`"bfs"`,
@@ -111,8 +110,6 @@ class GraphMambaConv(Layer, torch.nn.Module):
         bias (bool, optional): If :obj:`True`, :math:`\mathbf{W}_{\textrm{in}},
             \mathbf{W}_{\textrm{gate}}` and :math:`\mathbf{W}_{\textrm{out}}` have an
             additive bias. (default: :obj:`False`)
-        seed (int, optional): The seed of the fixed permutations in evaluation.
-            (default: :obj:`0`)
         backend (str, optional): :obj:`"numba"`, :obj:`"triton"`, :obj:`"torch"`,
             :obj:`"reference"` or :obj:`"auto"`, see
             :func:`~pyg_chimera.ops.selective_scan`.
@@ -136,6 +133,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
     """
 
     edge_dim = None  #: none are read
+    seed = 0  #: of the fixed permutations in evaluation
 
     def __init__(
         self,
@@ -145,14 +143,12 @@ class GraphMambaConv(Layer, torch.nn.Module):
         state_channels: int = 16,
         conv_kernel: int = 4,
         expand: int = 1,
-        dt_rank: int | None = None,
         order: str | None = "degree",
         num_eval_permutations: int = 5,
         num_bins: int = 1,
         bidirectional: bool = False,
         norm: bool = True,
         bias: bool = False,
-        seed: int = 0,
         backend: str = "auto",
     ) -> None:
         super().__init__()
@@ -161,7 +157,6 @@ class GraphMambaConv(Layer, torch.nn.Module):
             "state_channels": state_channels,
             "conv_kernel": conv_kernel,
             "expand": expand,
-            "dt_rank": 1 if dt_rank is None else dt_rank,
             "num_eval_permutations": num_eval_permutations,
             "num_bins": num_bins,
         }
@@ -178,13 +173,11 @@ class GraphMambaConv(Layer, torch.nn.Module):
         self.state_channels = sizes["state_channels"]
         self.conv_kernel = sizes["conv_kernel"]
         self.expand = expand
-        default = math.ceil(out_channels / 16)
-        self.dt_rank = default if dt_rank is None else sizes["dt_rank"]
         self.order = order
         self.num_eval_permutations = sizes["num_eval_permutations"]
         self.num_bins = sizes["num_bins"]
+        self.dt_rank = math.ceil(out_channels / 16)
         self.bidirectional = bidirectional
-        self.seed = seed
         self.backend = backend
 
         inner = expand * out_channels
@@ -239,9 +232,8 @@ class GraphMambaConv(Layer, torch.nn.Module):
                 score is NaN, or neither scores nor the edges needed to compute them are
                 given.
         """
-        check_nodes(x, self.in_channels)
+        check_inputs(x, self.in_channels, batch)
         check_no_edge_attr(self, edge_attr)
-        check_batch(batch, x.size(0))
         check_size(edge_index, x.size(0))
         packed = self._packed(x, edge_index, batch, score, generator)
         if self.norm is not None:
@@ -261,7 +253,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         Raises:
             ValueError: If the layer sorts nodes, or is bidirectional.
         """
-        check_nodes(x, self.in_channels)
+        check_inputs(x, self.in_channels)
         if self.order != "order" or self.bidirectional or self.num_bins > 1:
             raise ValueError(
                 "Sequences are continued with order='order', bidirectional=False and "

@@ -9,10 +9,9 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import (
     as_edges,
-    check_batch,
     check_channels,
     check_heads,
-    check_nodes,
+    check_inputs,
     edge_features,
     heads_of,
 )
@@ -193,8 +192,7 @@ class KHopAttentionConv(Mixer):
             ValueError: If an argument does not fit the layer, pairs are not those of
                 the edges, or as in :func:`~pyg_chimera.ops.neighborhood_attention`.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
+        check_inputs(x, self.in_channels, batch)
         if self.explain:
             raise ValueError(
                 "Edge masks explain layers whose messages follow edges, but those of "

@@ -12,9 +12,8 @@ from torch_geometric.utils import softmax
 from pyg_chimera.nn._inputs import (
     as_edges,
     at_least_float32,
-    check_batch,
     check_channels,
-    check_nodes,
+    check_inputs,
     edge_features,
     for_each_dag,
     halves_of,
@@ -124,9 +123,6 @@ class PLSTMConv(PLSTMBlock):
             and direct gates, before the sigmoid. In the released code for graphs they
             start nearly closed, at :obj:`(-5, -5, -5)`, and learning begins with a
             plateau. (default: :obj:`(0, 0, -3)`)
-        gate_std (float, optional): The initial standard deviation of gates, before the
-            sigmoid, for inputs of variance one. (default: :obj:`0.0`, so that gates are
-            initially the same everywhere)
         reach (tuple[float, float], optional): The interval of initial ranges, in steps,
             divided evenly among the heads on a log scale, as in
             :class:`~pyg_chimera.nn.ChimeraDAGConv`. With :obj:`None`, nothing decays at
@@ -215,10 +211,10 @@ class PLSTMConv(PLSTMBlock):
         self.lin_edge = self.lin_track = self.track_bias = None
         if edge_dim is not None:
             columns = copies * (4 * states + alpha)
-            self.lin_edge = GateLinear(edge_dim, columns, self.gate_std)
+            self.lin_edge = GateLinear(edge_dim, columns, std=0.0)
         if tracking > 1:
             shape = (copies, 2, heads, tracking, tracking)
-            self.lin_track = GateLinear(in_channels, math.prod(shape), self.gate_std)
+            self.lin_track = GateLinear(in_channels, math.prod(shape), std=0.0)
             self.track_bias = Parameter(torch.empty(shape))
         self.lin_out = Linear(self.out_channels, self.out_channels, bias=self.bias)
         self.reset_parameters()
@@ -261,8 +257,7 @@ class PLSTMConv(PLSTMBlock):
                 :func:`~pyg_chimera.ops.stm_scan`.
             CycleError: If there is a cycle where :obj:`order` does not allow it.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
+        check_inputs(x, self.in_channels, batch)
         num_nodes, order = x.size(0), self.order
         if order in (None, "auto"):
             is_dag = line_edge_index is not None or (

@@ -50,8 +50,8 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
             and direct gates, before the sigmoid. In the paper they start nearly closed,
             at :obj:`(-4, -4, -6)`, and learning begins with a plateau. (default:
             :obj:`(0, 0, -3)`)
-        **kwargs (optional): The options :obj:`state_channels`, :obj:`gate_std`,
-            :obj:`reach`, :obj:`bias`, :obj:`form` (or :obj:`"mask"`, as in
+        **kwargs (optional): The options :obj:`state_channels`, :obj:`reach`,
+            :obj:`bias`, :obj:`form` (or :obj:`"mask"`, as in
             :func:`~pyg_chimera.ops.grid_scan`) and :obj:`backend` of
             :class:`~pyg_chimera.nn.PLSTMConv`, and those of
             :class:`torch_geometric.nn.conv.MessagePassing`.

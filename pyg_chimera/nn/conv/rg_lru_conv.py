@@ -12,9 +12,7 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import (
     at_least_float32,
-    check_batch,
-    check_floats,
-    check_nodes,
+    check_inputs,
     edge_features,
     has_edge_mask,
     side_by_side,
@@ -25,6 +23,7 @@ from pyg_chimera.nn.conv._window import Continued, reset_filter_
 from pyg_chimera.ops import channel_scan
 from pyg_chimera.ops.common.checks import (
     check_flag,
+    check_float,
     check_integer,
     check_option,
     readable,
@@ -211,8 +210,7 @@ class RGLRUConv(GatedBlock):
                 :func:`~pyg_chimera.ops.channel_scan`.
             CycleError: If there is a cycle where :obj:`order` does not allow it.
         """
-        check_nodes(x, self.in_channels)
-        check_batch(batch, x.size(0))
+        check_inputs(x, self.in_channels, batch)
         if rank is None:
             out = self.along_halves(x, edge_index, edge_attr, batch)
             if out is not None:
@@ -256,7 +254,7 @@ class RGLRUConv(GatedBlock):
             ValueError: If the layer has several DAGs or a convolution, or the states
                 do not fit or are not those that a call returned.
         """
-        check_nodes(x, self.in_channels)
+        check_inputs(x, self.in_channels)
         if self.num_dags != 1 or self.conv_kernel != 1:
             raise ValueError(
                 "DAGs are continued with num_dags=1 and conv_kernel=1, got "
@@ -264,7 +262,7 @@ class RGLRUConv(GatedBlock):
             )
         num_nodes, width = x.size(0), 1 + self.out_channels
         state = at_least_float32(x).new_zeros(0, width) if state is None else state
-        check_floats("state", state)
+        check_float("state", state)
         if state.dim() != 2 or state.size(1) != width or len(state) > num_nodes:
             raise ValueError(
                 f"'state' must have shape [K, {width}] for the first K of {num_nodes} "
@@ -321,7 +319,7 @@ class RGLRUConv(GatedBlock):
         Raises:
             ValueError: If there are several DAGs, or edge features.
         """
-        check_nodes(x, self.in_channels)
+        check_inputs(x, self.in_channels)
         if self.num_dags != 1 or self.edge_dim is not None:
             raise ValueError(
                 "Sequences are continued with num_dags=1 and edge_dim=None, got "

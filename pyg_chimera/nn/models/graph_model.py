@@ -13,8 +13,8 @@ from torch_geometric.typing import Adj
 
 from pyg_chimera.nn._inputs import (
     TakesTensors,
-    check_batch,
     check_edge_rows,
+    check_inputs,
     check_size,
     with_values,
 )
@@ -184,8 +184,6 @@ class GraphModel(TakesTensors, torch.nn.Module):
             :obj:`None`)
         norm (str or torch.nn.Module, optional): A final normalization between layers
             and head, for layers with :obj:`norm_first=True`. (default: :obj:`None`)
-        norm_kwargs (Dict[str, Any], optional): Arguments passed to the normalization
-            function defined by :obj:`norm`. (default: :obj:`None`)
         act (str or Callable, optional): The non-linear activation function of the
             head. (default: :obj:`"relu"`)
         dropout (float, optional): Dropout probability of the head's hidden layers.
@@ -234,7 +232,6 @@ class GraphModel(TakesTensors, torch.nn.Module):
         head_layers: int = 2,
         head_norm: str | None = None,
         norm: str | torch.nn.Module | None = None,
-        norm_kwargs: dict[str, Any] | None = None,
         act: str | Callable | None = "relu",
         dropout: float = 0.0,
         structure: Mapping[str, str] | None = None,
@@ -284,7 +281,7 @@ class GraphModel(TakesTensors, torch.nn.Module):
                 f"'edge_dim' is {edge_dim}, but no layer reads edge features. "
                 "Construct layers with their own 'edge_dim', or leave it out."
             )
-        self.norm = Norm(norm, channels, norm_kwargs)
+        self.norm = Norm(norm, channels)
         self.pool = aggregation_resolver(pool) if head == "graph" else None
 
         pairs = head == "edge"
@@ -399,8 +396,6 @@ class GraphModel(TakesTensors, torch.nn.Module):
                 raise TypeError(
                     f"'{name}' is not a parameter that a layer's forward method takes."
                 )
-        check_batch(batch)
-        batch = None if batch is None else batch.long()
         edge_index, edge_attr = self._edges(x, edge_index, edge_attr)
         check_edge_rows(edge_attr, edge_index)
         if (edge_attr is None) != (self.edge_encoder is None):
@@ -423,6 +418,8 @@ class GraphModel(TakesTensors, torch.nn.Module):
             )
 
         x = _encode(self.node_encoder, x, "x")
+        check_inputs(x, batch=batch)
+        batch = None if batch is None else batch.long()
         if encodings:
             parts = [self.encodings[name](encodings[name]) for name in self.encodings]
             x = torch.cat([x, *parts], dim=-1)

@@ -164,34 +164,28 @@ def no_integer(name: str, value: Any) -> Exception:
     return TypeError(f"'{name}' must be an integer, got '{type(value).__name__}'")
 
 
-def check_batch(batch: Tensor, num_nodes: int) -> None:
-    r"""Checks that :obj:`batch` assigns each node to a graph, in any order.
+def check_batch(batch: Any, num_nodes: int, *, read: bool = True) -> None:
+    """Checks that a batch vector assigns each node to a graph, in any order.
 
     Args:
         batch (torch.Tensor): The graph of each node.
-        num_nodes (int): The number of nodes :math:`|\mathcal{V}|`.
-
-    Raises:
-        TypeError: If :obj:`batch` isn't a tensor of integers.
-        ValueError: If :obj:`batch` isn't of shape :math:`(|\mathcal{V}|)`, or holds a
-            negative entry.
+        num_nodes (int): The number of nodes.
+        read (bool, optional): Whether to look for negative entries.
     """
-    if not isinstance(batch, Tensor):
+    if not isinstance(batch, Tensor) or not _is_integer(batch):
+        what = batch.dtype if isinstance(batch, Tensor) else type(batch).__name__
         raise TypeError(
-            "'batch' must be a tensor of integers of shape [num_nodes], "
-            f"got '{type(batch).__name__}'"
+            "'batch' must be a tensor of integers, the graph of each node, got "
+            f"'{what}'; pass edge features as 'edge_attr=...'"
         )
-    if batch.dim() != 1 or batch.size(0) != num_nodes:
+    if torch.compiler.is_compiling():
+        return
+    if list(batch.shape) != [num_nodes]:
         raise ValueError(
             f"'batch' must be of shape [num_nodes] = [{num_nodes}], "
             f"got shape {list(batch.shape)}"
         )
-    if not _is_integer(batch):
-        raise TypeError(
-            f"'batch' must hold integers, got dtype {batch.dtype}; "
-            "convert it with 'batch.long()'"
-        )
-    if batch.numel() > 0 and int(batch.min()) < 0:
+    if read and batch.numel() > 0 and int(batch.min()) < 0:
         raise ValueError(
             f"'batch' must hold no negative entries, got {int(batch.min())}"
         )
@@ -234,6 +228,16 @@ def _unsorted(batch: np.ndarray) -> str:
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def check_float(name: str, x: Any, advice: str = "") -> None:
+    """Checks that an argument is a floating-point tensor."""
+    _check_tensor(name, x)
+    if x.dtype not in _FLOATS:
+        raise TypeError(
+            f"'{name}' must be floating point (float16, bfloat16, float32 or float64), "
+            f"got {x.dtype} of shape {list(x.shape)}{advice}"
+        )
+
+
 def check_floats(**tensors: Any) -> list[Tensor]:
     """Checks that all are floating-point tensors on one device.
 
@@ -242,12 +246,7 @@ def check_floats(**tensors: Any) -> list[Tensor]:
     """
     dtype, first = torch.float32, next(iter(tensors))
     for name, x in tensors.items():
-        _check_tensor(name, x)
-        if x.dtype not in _FLOATS:
-            raise TypeError(
-                f"'{name}' must be floating point (float16, bfloat16, float32 or "
-                f"float64), got {x.dtype}"
-            )
+        check_float(name, x)
         _check_device(name, x, f"'{first}'", tensors[first])
         dtype = x.dtype if x.dtype == torch.float64 else dtype
     return [x if x.dtype == dtype else x.to(dtype) for x in tensors.values()]

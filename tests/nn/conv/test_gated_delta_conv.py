@@ -81,7 +81,7 @@ def test_the_formula(name):
             edge = F.softplus(conv.lin_edge(attr)[:, h] + conv.edge_bias[0, h])
         A = transitions(conv, index, F.softplus(delta[:, :-1, h]), edge)
         v = value.unflatten(1, (conv.heads, -1))[:, h]
-        beta = (2 if conv.reflections else 1) * torch.sigmoid(delta[:, -1, h])
+        beta = torch.sigmoid(delta[:, -1, h])
         S = memories(A, k, v, beta)
         y = torch.einsum("inp,in->ip", S, q)
         outs.append(y + conv.skip[h] * v)
@@ -136,12 +136,6 @@ def test_reach(options, heads):
     found = -1 / (L[:, 151, 150] / L[:, 150, 150]).log()
     expected = [2 * 10 ** ((h + 0.5) / heads) for h in range(heads)]
     assert found.tolist() == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.parametrize("gamma", [0, 1, 1.5])
-def test_bad_gamma(gamma):
-    with pytest.raises(ValueError, match=r"'gamma' must be in \(0, 1\).* got"):
-        GatedDeltaConv(CHANNELS, gamma=gamma)
 
 
 def test_bad_selectivities():

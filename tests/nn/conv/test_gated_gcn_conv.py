@@ -88,7 +88,8 @@ def test_bare_formula(graph: object, with_edges: bool) -> None:
 
 
 def test_hand_computed() -> None:
-    conv = GatedGCNConv(1, 1, edge_dim=1, norm=None, act=None, bias=False, eps=0.0)
+    conv = GatedGCNConv(1, 1, edge_dim=1, norm=None, act=None, bias=False)
+    conv.eps = 0.0
     for name, value in zip(NAMES, (1.0, 2.0, 1.0, -1.0, 1.0), strict=True):
         torch.nn.init.constant_(getattr(conv, f"lin_{name}").weight, value)
     x = torch.tensor([[1.0], [2.0], [3.0]])

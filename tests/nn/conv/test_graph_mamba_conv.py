@@ -130,7 +130,7 @@ def assert_is(out: Tensor, expected: Tensor, x: Tensor, conv: GraphMambaConv) ->
 OPTIONS = [
     {},
     {"bidirectional": True, "bias": True},
-    {"norm": False, "dt_rank": 2},
+    {"norm": False},
     {"expand": 2, "conv_kernel": 1},
     {"conv_kernel": 9, "bidirectional": True, "backend": "reference"},
     {"states": 1, "backend": "torch"},
@@ -179,7 +179,7 @@ def test_important_nodes_hear_from_others():
 @pytest.mark.parametrize("options", [{}, {"num_bins": 2}, {"bidirectional": True}])
 @pytest.mark.parametrize("order", ["degree", "cluster", "random", "order"])
 def test_formula_of_drawn_permutations(order, options):
-    conv = make_conv(order=order, seed=5, num_eval_permutations=3, **options)
+    conv = make_conv(order=order, num_eval_permutations=3, **options)
     x, edge_index, batch = make_inputs()
     score = node_score(edge_index, NODES, order, batch)
     kwargs = {
@@ -187,7 +187,7 @@ def test_formula_of_drawn_permutations(order, options):
         "clusters": order == "cluster",
         "shuffle": order != "order",
     }
-    permutations = drawn(NODES, score, batch, 3, seed=5, **kwargs)
+    permutations = drawn(NODES, score, batch, 3, seed=0, **kwargs)
     assert len(permutations) == 3
     out = conv.eval()(x, edge_index, batch=batch)
     assert_near(out, formula(conv, x, permutations))
@@ -253,14 +253,6 @@ def test_evaluation_twice():
         outs = [conv(x, batch=batch, score=torch.arange(NODES).to(dtype) // 2) for _ in
                 range(2)]  # fmt: skip
         assert outs[0].equal(outs[1])
-
-
-def test_seeds():
-    """Others draw other permutations."""
-    x, _, _ = make_inputs()
-    first, second = (make_conv(order="random", seed=seed).eval() for seed in (0, 1))
-    second.load_state_dict(first.state_dict())
-    assert not torch.allclose(first(x), second(x))
 
 
 def test_evaluation_is_the_mean_of_permutations():
@@ -547,7 +539,7 @@ def test_learns_across_a_long_sequence():
 
 @pytest.mark.parametrize(
     "name",
-    ["out_channels", "state_channels", "conv_kernel", "expand", "dt_rank",
+    ["out_channels", "state_channels", "conv_kernel", "expand",
      "num_eval_permutations", "num_bins"],
 )  # fmt: skip
 def test_sizes_that_are_refused(name):

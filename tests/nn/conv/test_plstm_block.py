@@ -95,25 +95,20 @@ def test_in_a_gps_layer(which):
 )
 def test_where_gates_start(layer, kwargs):
     biases = (-1.0, 0.5, 2.0)
-    conv = layer(IN, OUT, gate_biases=biases, gate_std=2.0, reach=None)
+    conv = layer(IN, OUT, gate_biases=biases, reach=None)
     direct, source, mark, decay = (
         x.detach() for x in conv.gate_bias.split(conv._biased, dim=1)[:4]
     )
     for x, start in zip((source, mark, direct, decay), (*biases, 1.0), strict=True):
         assert (x == start).all()
-    assert float(conv.lin_gate.weight.detach().std()) == pytest.approx(
-        2 / IN**0.5, rel=0.3
-    )
-    lazy = layer(-1, OUT, gate_std=2.0)
+    lazy = layer(-1, OUT)
     lazy(torch.randn(4, IN), torch.tensor([[0], [1]]), **kwargs)
-    assert lazy.lin_gate.weight.std() > 0
     default = layer(IN, OUT)
+    assert not lazy.lin_gate.weight.any()
     assert not default.lin_gate.weight.any()
     assert default.gate_bias.detach().flatten()[0] == -3
     with pytest.raises(ValueError, match="'gate_biases' must be three numbers"):
         layer(IN, OUT, gate_biases=(1.0,))
-    with pytest.raises(ValueError, match="'gate_std' must be >= 0"):
-        layer(IN, OUT, gate_std=-1.0)
 
 
 @everywhere
