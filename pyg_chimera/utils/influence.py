@@ -127,7 +127,10 @@ def _mixing(
     """The layer's output before its norm, for values of one channel at the probe."""
     # Layers compute with float32 at least.
     wide = torch.promote_types(x.dtype, torch.float32)
-    inputs, probe = layer.inputs, x.new_zeros(x.size(0), layer.heads, 1, dtype=wide)
+    inputs, probe = (
+        layer.query_key_value,
+        x.new_zeros(x.size(0), layer.heads, 1, dtype=wide),
+    )
     if role == "source":
         probe[node] = 1
     else:
@@ -147,7 +150,7 @@ def _mixing(
     ) -> Tensor:
         return y if log_scale is None else y * log_scale.exp().unsqueeze(2)
 
-    layer.inputs, layer.output = probed, output
+    layer.query_key_value, layer.output = probed, output
     mixed = layer(x, edge_index, **kwargs)
     if role == "target":
         (mixed,) = torch.autograd.grad(mixed[node].sum(), probe)

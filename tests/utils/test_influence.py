@@ -61,11 +61,11 @@ def projected_and_mixed(case, conv, inputs):
 
         return patch.object(conv, name, called)
 
-    with spy("inputs", conv.inputs), spy("output", conv.output):
+    with spy("query_key_value", conv.query_key_value), spy("output", conv.output):
         case.call(conv, inputs)
-    nodes, *gate = seen["inputs"]
+    nodes, *gate = seen["query_key_value"]
     gated = gate and isinstance(gate[0], torch.Tensor)
-    query, key, value = conv.inputs(nodes, *([] if gated else gate))
+    query, key, value = conv.query_key_value(nodes, *([] if gated else gate))
     mixed, *more = seen["output"]
     if len(more) > 2:  # states were divided by these
         mixed = mixed * more[2].exp().unsqueeze(-1)

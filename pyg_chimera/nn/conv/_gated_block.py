@@ -304,7 +304,7 @@ class ChimeraBlock(GatedBlock):
         delta = delta.unflatten(1, (-1, self.heads))
         return Projected(value, key, query, gate[0] if gate else None, delta, x.dtype)
 
-    def inputs(
+    def query_key_value(
         self, nodes: Projected, input_gate: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, copies * groups, N], after SiLU and norms, and value,

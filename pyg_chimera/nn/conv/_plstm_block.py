@@ -113,7 +113,7 @@ class PLSTMBlock(Mixer):
         """The biases of all decays of a node in a DAG, given one value per head."""
         raise NotImplementedError
 
-    def inputs(
+    def query_key_value(
         self, x: Tensor, filtered: Filter | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, heads, N], and value, [V, heads, P]."""

@@ -287,7 +287,7 @@ class ChimeraConv(ChimeraBlock):
             "rank": rank, "solver": self.solver, "num_terms": self._terms(num_terms),
             "form": self.form, "backend": self.backend,
         }  # fmt: skip
-        y = resolvent_mix(*self.inputs(nodes, input_gate), *graph, **options)
+        y = resolvent_mix(*self.query_key_value(nodes, input_gate), *graph, **options)
         out = self.output(y, nodes)
         if self.log_sums is None:
             return out

@@ -225,7 +225,7 @@ class ChimeraDAGConv(ChimeraBlock):
         root = node if self.roots == "write" else None
         scale = parent_scale(index, D * num_nodes)
         weight, gate = dag_transition(index, D * num_nodes, delta, root, scale)
-        query, key, value = self.inputs(nodes, gate if D == 1 else None)
+        query, key, value = self.query_key_value(nodes, gate if D == 1 else None)
         if D > 1:
             value = value.repeat(D, 1, 1) * gate.unsqueeze(-1)
         out = dag_scan(

@@ -102,7 +102,7 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         width: int | Tensor,
     ) -> Tensor:
         nodes = self.project(x, filtered)
-        query, key, value = self.inputs(nodes)
+        query, key, value = self.query_key_value(nodes)
         copies = (y.unflatten(1, (-1, self.groups)).unbind(1) for y in (query, key))
         gates = [gate.unbind(1) for gate in self._gates(nodes, height, width)]
         mixed = []
@@ -128,7 +128,7 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
     ) -> tuple[Tensor, Tensor]:
         """Source [V, D, heads] and transition [V, D, 2, heads]."""
         delta = nodes.delta
-        grids = height, width, self.num_dags, len(delta)
+        grids = height, width, self.num_dags, delta.size(0)
         parent = grid_parents(*grids).to(delta.device)
         node = F.softplus(delta + self.delta_bias)
         edge = node.unsqueeze(2).expand(-1, -1, 2, -1)
@@ -151,7 +151,7 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         else:
             gate = delta if self.selectivity == "target" else (delta + before) / 2
             hidden = torch.exp(-gate)[..., None, None] * hidden
-        query, key, value = self.inputs(nodes, gate)
+        query, key, value = self.query_key_value(nodes, gate)
         query, key = (
             y.repeat_interleave(self.heads // self.groups, 1) for y in (query, key)
         )

@@ -99,7 +99,7 @@ class ChimeraPathConv(ChimeraBlock):
         edge_index, edge = self.edges(x, edge_index, edge_attr, batch)
         filtered = self.over_edges(edge_index)
         nodes = self.project(x, filtered)
-        query, key, value = self.inputs(nodes)
+        query, key, value = self.query_key_value(nodes)
         gates = nodes.delta + self.delta_bias
         target, source, psi = F.softplus(gates[:, :3]).double().unbind(1)
         edge = None if edge is None else edge.double()
@@ -169,7 +169,7 @@ class ChimeraPathConv(ChimeraBlock):
         )
         log_value = (value.abs().log() + log_factor).amax(2)
         logs = _Logs(*(y.repeat_interleave(size, 1) for y in logs))
-        ones = value.new_ones(len(value), 1, 1)
+        ones = value.new_ones(value.size(0), 1, 1)
         y, scale = mix(ones, ones, value, logs, log_value, log_factor)
         scale = scale.view_as(query) + self._log_factor(query)
         if self.qk_norm:

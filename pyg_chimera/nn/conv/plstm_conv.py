@@ -273,7 +273,7 @@ class PLSTMConv(PLSTMBlock):
             dags = self._given(num_nodes, edge_index, edge_attr, line_edge_index)
         else:
             dags = self._ordered(num_nodes, order, edge_index, edge_attr)
-        query, key, value = self.inputs(x)
+        query, key, value = self.query_key_value(x)
         index, D = dags.edge_index, dags.number
         index = index if D == 1 else index // D
         y = stm_scan(

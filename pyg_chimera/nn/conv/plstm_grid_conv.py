@@ -125,7 +125,7 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         width: int | Tensor,
     ) -> Tensor:
         y = grid_scan(
-            *self.inputs(x, filtered), *self._gates(x), height, width,
+            *self.query_key_value(x, filtered), *self._gates(x), height, width,
             form=self.form, backend=self.backend,
         )  # fmt: skip
         return self.output(y, x)
@@ -133,7 +133,7 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
     def _extend(
         self, x: Tensor, filtered: Filter | None, state: Any
     ) -> tuple[Tensor, Any]:
-        query, key, value = self.inputs(x, filtered)
+        query, key, value = self.query_key_value(x, filtered)
         source, transition, mark, direct = self._gates(x)
         # The gates of edges to the right: a sequence is a single row.
         source, mark, transition = (

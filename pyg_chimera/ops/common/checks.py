@@ -1,6 +1,7 @@
 """Checks of what users pass to operators, with uniform error messages."""
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from numbers import Integral, Real
@@ -244,12 +245,19 @@ def check_floats(**tensors: Any) -> list[Tensor]:
     Returns:
         list[Tensor]: The tensors in the widest of their dtypes, at least float32.
     """
-    dtype, first = torch.float32, next(iter(tensors))
+    first = next(iter(tensors))
     for name, x in tensors.items():
         check_float(name, x)
         _check_device(name, x, f"'{first}'", tensors[first])
-        dtype = x.dtype if x.dtype == torch.float64 else dtype
-    return [x if x.dtype == dtype else x.to(dtype) for x in tensors.values()]
+    return in_one_dtype(tensors.values())
+
+
+def in_one_dtype(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Floating-point tensors in the widest of their dtypes, at least float32."""
+    several = list(tensors)
+    is_wide = any(x.dtype == torch.float64 for x in several)
+    dtype = torch.float64 if is_wide else torch.float32
+    return [x if x.dtype == dtype else x.to(dtype) for x in several]
 
 
 def check_integers(name: str, x: Any, like: Tensor) -> Tensor:
@@ -345,9 +353,12 @@ def check_graph(
         edge_weight: [edges, heads].
 
     Returns:
-        list[Tensor]: Query, key, value and weights in one dtype; edges as int64.
+        list[Tensor]: Query, key and value in one dtype, weights, both at least float32,
+        and edges as int64.
     """
-    floats = check_floats(query=query, key=key, value=value, edge_weight=edge_weight)
+    floats = check_floats(query=query, key=key, value=value)
+    floats += check_floats(edge_weight=edge_weight)
+    _check_device("edge_weight", edge_weight, "'query'", query)
     check_nodes(query, key, value)
     edge_index = check_edges("edge_index", edge_index, value)
     num_heads = value.size(1)
@@ -378,7 +389,7 @@ def check_finite(
     name: str, x: Tensor, place: Callable[[int], str], column: str = "head"
 ) -> None:
     """Checks that weights [edges, heads, ...] are finite; `place` describes a row."""
-    if trusted() or bool(x.sum().isfinite()):  # in one pass; a sum may overflow
+    if trusted() or math.isfinite(x.sum()):  # in one pass; a sum may overflow
         return
     finite = torch.isfinite(x)
     if not bool(finite.all()):

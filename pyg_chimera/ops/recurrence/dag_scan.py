@@ -17,6 +17,7 @@ from pyg_chimera.ops.common.checks import (
     check_nodes,
     check_option,
     check_shape,
+    in_one_dtype,
     trusted,
 )
 from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
@@ -196,7 +197,8 @@ def dag_scan(
             along every edge.
         TypeError: If a tensor has the wrong dtype.
     """
-    q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
+    *floats, edge_index = check_graph(query, key, value, edge_index, edge_weight)
+    q, k, v, w = in_one_dtype(floats)
     batch, rank = check_indices(value, batch=batch, rank=rank)
     check_option("form", form, _FORMS)
     graph = (edge_index, None, batch, rank)

@@ -16,6 +16,7 @@ from pyg_chimera.ops.common.checks import (
     check_indices,
     check_option,
     check_shape,
+    in_one_dtype,
     trusted,
 )
 from pyg_chimera.ops.common.dispatch import Call, Choice
@@ -253,9 +254,9 @@ def delta_scan(
             incompatible.
         TypeError: If a tensor has the wrong dtype.
     """
-    q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
-    floats = {"query": q, "key": k, "value": v, "beta": beta, "edge_weight": w}
-    q, k, v, b, w = check_floats(**floats)
+    *floats, edge_index = check_graph(query, key, value, edge_index, edge_weight)
+    check_floats(value=value, beta=beta)
+    q, k, v, w, b = in_one_dtype([*floats, beta])
     check_shape("beta", beta, "[nodes, heads]", list(value.shape[:2]))
     (batch,) = check_indices(value, batch=batch)
     check_option("form", form, _FORMS)

@@ -11,7 +11,6 @@ from torch import Tensor
 from pyg_chimera.ops.common.cache import Recipe
 from pyg_chimera.ops.common.checks import (
     check_finite,
-    check_floats,
     check_graph,
     check_indices,
     check_integer,
@@ -359,7 +358,6 @@ def resolvent_mix(
         TypeError: If a tensor has the wrong dtype.
     """
     q, k, v, w, edge_index = check_graph(query, key, value, edge_index, edge_weight)
-    q, k, v = check_floats(query=query, key=key, value=value)  # may be narrower than w
     batch, rank = check_indices(value, batch=batch, rank=rank)
     if rank is not None:
         check_rank(rank, value.size(0))

@@ -115,7 +115,7 @@ def test_input_gates(graph, state_channels, qk_norm):
         x, edge_index = torch.randn(len(graph), CHANNELS), edges(graph)
         _, mixed = weights_and_mix(conv, x, edge_index)
         with torch.no_grad():
-            value = conv.project(x, None)[2]
+            value = conv.query_key_value(conv.project(x))[2]
         norms = (y.square().mean((0, 2)).sqrt() for y in (mixed, value))
         ratios.append(torch.div(*norms))
     ratio = torch.stack(ratios).mean(0) / conv.skip.detach()
@@ -162,7 +162,7 @@ def test_far_reaches_and_gamma(reach, gamma):
     x = torch.randn(n, CHANNELS)
     _, mixed = weights_and_mix(conv, x, edge_index)
     with torch.no_grad():
-        value = conv.project(x, None)[2]
+        value = conv.query_key_value(conv.project(x))[2]
     assert mixed.square().mean() > 25 * value.square().mean()
 
 

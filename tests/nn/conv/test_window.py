@@ -36,9 +36,8 @@ def test_projections_are_those_of_the_neighbourhood():
     options = {"share": "all", "window": (3, 5), "qk_norm": False}
     conv = ChimeraGridConv(IN, IN, state_channels=3, **options)
     x, sizes = torch.randn(12, IN), {"height": 3, "width": 4}
-    query, key, value = conv.project(
-        x, lambda y: grid_conv(y, conv.local_weight, **sizes)
-    )
+    nodes = conv.project(x, lambda y: grid_conv(y, conv.local_weight, **sizes))
+    query, key, value = conv.query_key_value(nodes)
     lins = (conv.lin_value, conv.lin_key, conv.lin_query)
     for lin, y, weight in zip(
         lins, (value, key, query), conv.local_weight.split((IN, 3, 3)), strict=True

@@ -4,8 +4,12 @@ Where some nodes pass nearly all that they receive to each other, I - A is nearl
 singular, and rounding the weights already changes the resolvent.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from pyg_chimera.ops.common.array_views import as_array
+from pyg_chimera.ops.common.numba_runtime import jit
 
 #: The largest row sum of a resolvent that float32 is trusted with. Errors of features
 #: are then about 1e-5.
@@ -29,12 +33,12 @@ def is_ill_conditioned(edge_index: Tensor, weight: Tensor, num_nodes: int) -> bo
     """
     if num_nodes == 0:
         return False
+    if weight.is_cpu:
+        arrays = as_array(edge_index), as_array(weight.double())
+        return _is_ill_conditioned(*arrays, num_nodes)
     # In float64: margins may be as small as its rounding.
     absolute, heads = weight.detach().abs().double(), weight.size(1)
-    rows = absolute.new_zeros(num_nodes, heads).index_add(0, edge_index[1], absolute)
-    if float(rows.max()) <= 1 - 1 / _MOST_STEPS:  # nearly always
-        return False
-    at_a_time = 1 if weight.device.type == "cpu" else 4  # for which the host waits
+    at_a_time = 4  # sweeps for which the host waits
     steps = torch.arange(1, _SWEEPS + 1, device=absolute.device).unsqueeze(1)
     least = absolute.new_full((heads,), torch.inf)
     for target, source in (edge_index.flip(0), edge_index):
@@ -51,3 +55,37 @@ def is_ill_conditioned(edge_index: Tensor, weight: Tensor, num_nodes: int) -> bo
                 return False
         least = least.minimum(found)
     return bool(((least > _MOST_STEPS) & (least < torch.inf)).any())
+
+
+@jit
+def _is_ill_conditioned(edge_index, weight, num_nodes):
+    """The same on the CPU."""
+    edges, heads = weight.shape
+    least = np.full(heads, np.inf)
+    kept, passed = np.empty((2, num_nodes, heads))
+    for end in range(2):
+        going, large = np.ones(heads, np.bool_), heads
+        kept[:] = 1
+        for k in range(1, _SWEEPS + 1):
+            passed[:] = 0
+            for e in range(edges):
+                i, j = edge_index[1 - end, e], edge_index[end, e]
+                for h in range(heads):
+                    passed[i, h] += abs(weight[e, h]) * kept[j, h]
+            kept, passed, large = passed, kept, 0
+            for h in range(heads):
+                most = kept[0, h]
+                for i in range(num_nodes):
+                    most = most if kept[i, h] <= most else kept[i, h]
+                going[h] = going[h] and most < 1
+                if going[h]:
+                    least[h] = min(least[h], k / (1 - most))
+                large += not least[h] <= _MOST_STEPS
+            if large == 0:
+                return False
+            if not going.any():
+                break
+    for h in range(heads):  # noqa: SIM110
+        if _MOST_STEPS < least[h] < np.inf:
+            return True
+    return False
