@@ -98,7 +98,7 @@ def _forward(
     weight, arrays = as_array(out), (as_array(edge_index), _divided(source, -share))
     weight[:] = 0 if edge is None else _divided(edge, -share)
     _normalize(*arrays, least, options, weight, as_array(slopes))
-    return out, (slopes,), None
+    return out, (out, slopes), None
 
 
 def _divided(x: Tensor, by: int) -> np.ndarray:
@@ -144,7 +144,7 @@ def _normalize(edge_index, exponents, least, options, weight, slopes):
     gamma, margin = options
     shift, total = least.copy(), slopes[0]
     X, M, T, W = pointer(exponents), pointer(shift), pointer(total), pointer(weight)
-    step, per_log = lanes(X), splat(1 / LOG_2)
+    step, per_log = lanes(X), splat(exponents.dtype.type(1 / LOG_2))
     total[:] = 0
     for e in range(len(weight)):
         j, i = edge_index[0, e] * heads, edge_index[1, e] * heads
@@ -184,7 +184,7 @@ def _differentiate(edge_index, weight, grad, slopes, sums, sources, passed):
     heads = weight.shape[1]
     W, G, D = pointer(weight), pointer(grad), pointer(passed)
     R, S, F = pointer(sums), pointer(sources), pointer(slopes)
-    step, minus = lanes(W), splat(-1.0)
+    step, minus = lanes(W), splat(weight.dtype.type(-1))
     for e in range(len(weight)):
         i = edge_index[1, e] * heads
         for h in range(0, heads, step):

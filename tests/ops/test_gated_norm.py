@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from pyg_chimera.ops import gated_norm as gated_norm_module
-from pyg_chimera.ops.gated_norm import gated_norm
+from pyg_chimera.ops.gated_norm import gated_inputs, gated_norm, gated_output
 
 OPTIONS = list(product([False, True], repeat=3))
 #: With SiLU or not, with or without weights, with or without a gate.
@@ -304,3 +304,103 @@ def test_rows_of_zeros_without_eps(activated):
     y = gated_norm(x, eps=0.0, activated=activated)
     assert y[0].isfinite().all()
     assert y[1].isnan().all()
+
+
+def output_oracle(y, value, skip, weight, gate):
+    heads = len(skip), -1
+    silu = (value * torch.sigmoid(value)).unflatten(1, heads)
+    x = (y.unflatten(1, heads) + skip.unsqueeze(1) * silu).flatten(1)
+    if weight is not None:
+        x = weight * x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt()
+    return x if gate is None else x * gate * torch.sigmoid(gate)
+
+
+def inputs_oracle(query, key, value, factor, normed):
+    query, key, value = (x * torch.sigmoid(x) for x in (query, key, value))
+    if normed:
+        query, key = (
+            x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() for x in (query, key)
+        )
+        query = query / query.size(-1) ** 0.5
+    return query, key, value if factor is None else value * factor.unsqueeze(2)
+
+
+def random(*shape):
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.double)
+
+
+OUTPUTS = list(product([False, True], repeat=2))
+
+
+@pytest.mark.parametrize(("weighted", "gated"), OUTPUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_follows_a_recurrence(weighted, gated, dtype, runs):
+    for rows, heads, size in ((5, 1, 3), (1, 2, 8), (300, 4, 16), (7, 3, 5)):
+        wide = random(rows, 3 * heads * size).split(heads * size, dim=1)
+        weight = random(heads * size) if weighted else None
+        given = [*wide[:2], random(heads), weight, wide[2] if gated else None]
+        narrow = [x if x is None else x.to(dtype) for x in given]
+        got = results(lambda *x: gated_output(*x, 1e-5), narrow)
+        want = results(output_oracle, given)
+        assert_same(got, want, 3e-6 if dtype == torch.float32 else 1e-12)
+    assert len(runs) == 2 * 4
+
+
+@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_recurrence_reads(normed, factored, dtype, runs):
+    for rows, groups, heads, states, size in ((5, 1, 2, 3, 3), (200, 2, 4, 16, 8)):
+        widths = [groups * states, groups * states, heads * size, heads]
+        *parts, factor = random(rows, sum(widths)).split(widths, dim=1)
+        query, key = (x.unflatten(1, (groups, states)) for x in parts[:2])
+        value = parts[2].unflatten(1, (heads, size))
+        given = [query, key, value, factor if factored else None]
+        narrow = [x if x is None else x.to(dtype) for x in given]
+
+        def joined(function, *x):
+            outs = function(*x, normed)
+            return torch.cat([y.flatten(1) for y in outs], dim=1)
+
+        got = results(lambda *x: joined(gated_inputs, *x), narrow)
+        want = results(lambda *x: joined(inputs_oracle, *x), given)
+        assert_same(got, want, 3e-6 if dtype == torch.float32 else 1e-12)
+    assert len(runs) == 2 * 2 * 3
+
+
+@pytest.mark.parametrize(("weighted", "gated"), OUTPUTS)
+def test_gradcheck_of_outputs(weighted, gated):
+    given = [random(3, 4), random(3, 4) - 1, random(2)]
+    given += [random(4)] if weighted else []
+    given += [random(3, 4) + 1] if gated else []
+    leaves = [x.requires_grad_() for x in given]
+
+    def run(y, value, skip, *rest):
+        weight, gate = rest[0] if weighted else None, rest[-1] if gated else None
+        return gated_output(y, value, skip, weight, gate, 1e-5)
+
+    assert torch.autograd.gradcheck(run, leaves, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(run, leaves)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_gradcheck_of_inputs(normed):
+    given = [random(3, 1, 4), random(3, 1, 4) - 1, random(3, 2, 3), random(3, 2)]
+    leaves = [x.requires_grad_() for x in given]
+
+    def run(*x):
+        return gated_inputs(*x, normed)
+
+    assert torch.autograd.gradcheck(run, leaves, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(run, leaves)
+
+
+def test_values_of_the_skip_connection_keep_nan_to_their_row():
+    value = random(6, 8)
+    value[3, 5] = torch.nan
+    given = [random(6, 8), value, random(2), random(8), random(6, 8)]
+    out, *_, dgate = results(lambda *x: gated_output(*x, 1e-5), given)
+    for x in (out, dgate):
+        assert x[3].isnan().all()
+        assert x[[0, 1, 2, 4, 5]].isfinite().all()

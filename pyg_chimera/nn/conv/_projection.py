@@ -72,7 +72,7 @@ def _forward(x: Tensor, *rest: Any) -> tuple[Tensor, Sequence[Tensor], None]:
 def _backward(
     given: Any, _: None, saved: Sequence[Tensor], grads: Sequence[Tensor], __: None
 ) -> list[Tensor | None]:
-    (x, *rest), weight, (grad,) = given, saved[-1], grads
+    (x, *rest), (weight,), (grad,) = given, saved, grads
     weights, biases = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     sizes = [len(w) for w in weights]
     dx = grad @ weight if x.requires_grad else None

@@ -266,7 +266,7 @@ def check_integers(name: str, x: Any, like: Tensor) -> Tensor:
     if not _is_integer(x):
         raise TypeError(f"'{name}' must be integer, got {x.dtype}")
     _check_device(name, x, "other tensors", like)
-    return x.long()
+    return x if x.dtype == torch.long else x.long()
 
 
 def check_indices(like: Tensor, **tensors: Any) -> list[Tensor | None]:
@@ -389,7 +389,7 @@ def check_finite(
     name: str, x: Tensor, place: Callable[[int], str], column: str = "head"
 ) -> None:
     """Checks that weights [edges, heads, ...] are finite; `place` describes a row."""
-    if trusted() or math.isfinite(x.sum()):  # in one pass; a sum may overflow
+    if trusted() or math.isfinite(x.sum().item()):  # in one pass; a sum may overflow
         return
     finite = torch.isfinite(x)
     if not bool(finite.all()):

@@ -28,11 +28,10 @@ class Fused(NamedTuple):
     Attributes:
         composed: It, `(*tensors, options)`, by PyTorch's operators.
         fits: Whether kernels take ordinary tensors on the CPU, of the same arguments.
-        forward: It, of the same arguments: the outputs, and what else `backward` needs,
-            tensors and anything.
-        backward: From the tensors, the options, the outputs with the other tensors that
-            were saved, the gradients of outputs and what else was saved, the gradient
-            of each tensor, or None.
+        forward: It, of the same arguments: the outputs, further tensors that `backward`
+            needs, and what else it needs.
+        backward: From the tensors, the options, the further tensors, the gradients of
+            outputs and what else was saved, the gradient of each tensor, or None.
         devices: The types of devices of whose tensors it may be.
     """
 
@@ -72,8 +71,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fused: Fused, count: int, options: Any, *tensors: Any) -> Any:
         outputs, saved, ctx.rest = fused.forward(*tensors, options)
-        several = outputs if isinstance(outputs, tuple) else (outputs,)
-        ctx.save_for_backward(*tensors, *several, *saved)
+        ctx.save_for_backward(*tensors, *saved)
         ctx.fused, ctx.count, ctx.options = fused, count, options
         return outputs
 

@@ -63,7 +63,7 @@ def run(
     num_threads = min(torch.get_num_threads(), num_tasks)
     stop = np.zeros(1, np.int64)
     if total < _SHORT or (num_threads <= 1 and total < _LONG):
-        with _flushing():
+        with _Flushing():
             kernel(0, num_tasks, stop, _SCRATCH.get(scratch, dtype), *args)
         return
     # Many ranges per thread, handed out on demand, as other processes may use cores.
@@ -73,7 +73,7 @@ def run(
     ranges, lock = pairwise(bounds), threading.Lock()
 
     def work() -> None:
-        with _flushing():
+        with _Flushing():
             while not stop[0]:
                 with lock:
                     bound = next(ranges, None)
@@ -250,18 +250,18 @@ _SCRATCH = _Scratch()
 _SMALLEST = 5e-324
 
 
-@contextmanager
-def _flushing() -> Iterator[None]:
+class _Flushing:
     """Flushes denormal numbers to zero in this thread, as decaying signals reach them.
 
     Arithmetic with them is 100 times slower, and they are negligibly small.
     """
-    before = _SMALLEST * 1.0 == 0.0
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(before)
+
+    def __enter__(self) -> None:
+        self.before = _SMALLEST * 1.0 == 0.0
+        torch.set_flush_denormal(True)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_flush_denormal(self.before)
 
 
 # ------------------------------------------------------------------------ compilation

@@ -290,7 +290,7 @@ class Operator(Generic[Inputs, Structure]):
         backend: Backend = self.backends[call.choice.backend]
         grads = iter(backend.backward(call, tuple(saved), grad))
         for x in self._tensors(args):
-            yield next(grads).contiguous().to(x.dtype) if _is_floating(x) else None
+            yield _cast(next(grads).contiguous(), x.dtype) if _is_floating(x) else None
 
     # Without a compiler, a plain autograd function: registered operators take longer.
 
@@ -305,22 +305,20 @@ class Operator(Generic[Inputs, Structure]):
     def _direct_forward(self, *args: Any) -> tuple[Tensor, Sequence[Tensor], Any]:
         inputs = self._inputs_of(*args)
         out, saved, call = self._compute(inputs)
-        dtype, choice = getattr(inputs, self.output_like).dtype, call.choice.algorithm
-        more = () if self.saves_output else saved
-        kept = call.structure, choice, call.key, out.dtype
-        return out.contiguous().to(dtype), more, kept
+        kept = call.structure, call.choice.algorithm, call.key, out.dtype
+        out = _cast(out.contiguous(), getattr(inputs, self.output_like).dtype)
+        return out, (out,) if self.saves_output else saved, kept
 
     def _direct_backward(
         self, tensors: Any, others: Any, saved: Any, grads: Any, kept: Any
     ) -> Iterator[Tensor | None]:
         structure, choice, key, dtype = kept
         args = self._inputs_of(*tensors, others)
-        inputs = self.inputs(*(x.to(dtype) if _is_floating(x) else x for x in args))
-        parts = saved if self.saves_output else saved[1:]  # the output comes first
+        inputs = self.inputs(*(_cast(x, dtype) for x in args))
         with _plain(inputs):
             call = Call(inputs, structure, choice, key)
-            grad = grads[0].contiguous().to(dtype)
-            return iter([*self._differences(call, parts, grad, args)])
+            grad = _cast(grads[0].contiguous(), dtype)
+            return iter([*self._differences(call, saved, grad, args)])
 
     # ----------------------------------------------------- the registered operators
 
@@ -352,7 +350,7 @@ class Operator(Generic[Inputs, Structure]):
         """One gradient per tensor argument; empty for integer or absent ones."""
         decoded = _Header.decode(header)
         dtype = torch.float64 if decoded.is_wide else grad.dtype
-        inputs = self.inputs(*(x.to(dtype) if _is_floating(x) else x for x in args))
+        inputs = self.inputs(*(_cast(x, dtype) for x in args))
         saved, grad = saved.view(dtype), grad.to(dtype)
         with _plain(inputs):
             structure: Any = None
@@ -490,6 +488,11 @@ def _unpack(saved: Tensor, shapes: list[list[int]]) -> tuple[Tensor, ...]:
 
 def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    """A floating-point tensor in a dtype; not even a call of PyTorch where it is."""
+    return x.to(dtype) if _is_floating(x) and x.dtype != dtype else x
 
 
 def _floating(args: Sequence[Any]) -> list[Tensor]:

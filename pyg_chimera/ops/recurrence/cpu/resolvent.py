@@ -121,7 +121,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
     else:
         grads = _mask_backward(call.structure, Factors(*arrays(*saved)), x)
     *others, weight = map(torch.from_numpy, grads)
-    return *(x.to(grad.dtype) for x in others), weight
+    return *others, weight
 
 
 def _system(

@@ -1,0 +1,91 @@
+"""Several projections at once: equal to each one alone, and no hook is left out."""
+
+import pytest
+import torch
+from asserts import assert_near
+from torch_geometric.nn.dense.linear import Linear
+
+from pyg_chimera.nn.conv._init import GateLinear
+from pyg_chimera.nn.conv._projection import is_plain, projections
+
+
+def layers(bias=True):
+    torch.manual_seed(0)
+    made = [Linear(6, 3, bias=bias), Linear(6, 4, bias=bias), GateLinear(6, 2, std=1.0)]
+    return [lin.double() for lin in made]
+
+
+def results(function, x, lins):
+    x = x.clone().requires_grad_()
+    outs = function(x, lins)
+    weights = [p for lin in lins for p in lin.parameters()]
+    loss = sum((out * out.detach().cos()).sum() for out in outs)
+    return [*outs, *torch.autograd.grad(loss, [x, *weights])]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_outputs_and_gradients(bias, rows):
+    x, lins = torch.randn(rows, 6).double(), layers(bias)
+    got = results(projections, x, lins)
+    want = results(lambda x, lins: [lin(x) for lin in lins], x, lins)
+    assert len(got) == len(want)
+    for y, z in zip(got, want, strict=True):
+        assert_near(y, z, 1e-12)
+
+
+def test_gradcheck_of_second_order():
+    lins = layers()
+    leaves = [torch.randn(3, 6).double().requires_grad_()]
+
+    def run(x):
+        return tuple(y.square() for y in projections(x, lins))
+
+    assert torch.autograd.gradcheck(run, leaves)
+    assert torch.autograd.gradgradcheck(run, leaves)
+
+
+def test_hooks_and_adapters_are_called():
+    x, lins = torch.randn(4, 6).double(), layers()
+    seen = []
+    lins[1].register_forward_hook(lambda *_: seen.append("hook"))
+    assert not is_plain(lins[1])
+    projections(x, lins)
+    assert seen == ["hook"]
+
+    class Adapter(torch.nn.Module):
+        def __init__(self, lin):
+            super().__init__()
+            self.lin = lin
+
+        def forward(self, x):
+            return 2 * self.lin(x)
+
+    plain = layers()
+    got = projections(x, [plain[0], Adapter(plain[1])])
+    assert_near(got[1], 2 * plain[1](x), 1e-12)
+
+
+def test_lazy_layers_take_the_size_of_the_input():
+    torch.manual_seed(0)
+    lins = [Linear(-1, 3), Linear(-1, 2)]
+    x = torch.randn(4, 6)
+    first = projections(x, lins)
+    assert lins[0].weight.shape == (3, 6)
+    for y, z in zip(first, projections(x, lins), strict=True):
+        assert torch.equal(y, z)
+
+
+def test_autocast_and_half_precision():
+    x, lins = torch.randn(4, 6), [lin.float() for lin in layers()]
+    want = [lin(x) for lin in lins]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = projections(x, lins)
+    for y, z in zip(got, want, strict=True):
+        assert y.dtype == torch.bfloat16
+        assert_near(y.float(), z, 0.05)
+    for y, z in zip(
+        projections(x.bfloat16(), [lin.bfloat16() for lin in lins]), want, strict=True
+    ):
+        assert y.dtype == torch.bfloat16
+        assert_near(y.float(), z, 0.05)
