@@ -94,11 +94,9 @@ class ClusterData(Dataset):
         edge_index = to_numpy(data.edge_index)
         part = _partition(edge_index, num_nodes, num_parts, recursive, save_dir, log)
         number, part = np.unique(part, return_inverse=True)
-        self.partition = Partition(*(
-            torch.from_numpy(x).to(device)
-            for label in (part, part[edge_index[0]])
-            for x in grouped(label, len(number))
-        ))  # fmt: skip
+        labels = part, part[edge_index[0]]
+        groups = [x for label in labels for x in grouped(label, len(number))]
+        self.partition = Partition(*(torch.from_numpy(x).to(device) for x in groups))
 
     def __len__(self) -> int:
         return self.partition.partptr.numel() - 1
@@ -179,9 +177,13 @@ class ClusterLoader(DataLoader):
 
 
 def _partition(
-    edge_index: np.ndarray, num_nodes: int, num_parts: int, recursive: bool,
-    folder: str | None, log: bool,
-) -> np.ndarray:  # fmt: skip
+    edge_index: np.ndarray,
+    num_nodes: int,
+    num_parts: int,
+    recursive: bool,
+    folder: str | None,
+    log: bool,
+) -> np.ndarray:
     """The cluster of each node, from the file in `folder` if it exists."""
     if folder is None:
         return _metis(edge_index, num_nodes, num_parts, recursive, log)

@@ -39,22 +39,16 @@ class ArrowPointing(InMemoryDataset):
     circle: those that hit pass its centre within 0.8 radii, the others no closer than
     1.2 radii.
 
-    The label depends on a direction at one place of the image and on a position that
-    may be at its other end. For each image, two circles are drawn, with an arrow that
-    points at the first but would not point at the second (nor the other way round); the
-    first is shown for label 1, the second for label 0. The position of the arrow
-    together with its direction therefore has the same distribution for both labels, and
-    so does its position together with the circle, including the distance between them.
-    (Direction and circle alone, without the position of the arrow, determine about four
-    labels in five: a circle near a border is mostly pointed at from the other side.) Of
-    each pair of consecutive samples, counted from the first, one has label 1.
+    For each image, two circles are drawn, with an arrow that points at the first but
+    would not point at the second (nor the other way round); the first is shown for
+    label 1, the second for label 0. The arrow alone therefore has the same distribution
+    for both labels, and so have its position and the circle, with the distance between
+    them. (Direction and circle, without the position of the arrow, determine about four
+    labels in five.) Of each pair of consecutive samples, one has label 1.
 
-    Objects have the same size in pixels whatever the size of the image. In a larger
-    image, patches therefore look the same as in a small one, and only the distances are
-    new, which are what the task is about. (Objects that grow with the image would
-    require invariance to scale instead.) With the defaults, objects and images have the
-    sizes of the paper's experiments, where models trained on :obj:`image_size=192` are
-    tested at 384 as well.
+    Objects have the same size in pixels whatever the size of the image, so that in a
+    larger one only distances are new. The defaults are those of the paper's
+    experiments, where models trained on :obj:`image_size=192` are tested at 384, too.
 
     A sample is a function of its position, and of :obj:`split`, :obj:`seed`,
     :obj:`image_size`, :obj:`radius` and :obj:`arrow_length`, but not of

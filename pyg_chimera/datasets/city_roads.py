@@ -38,29 +38,9 @@ class CityRoads(InMemoryDataset):
 
     Those four, Paris, Shanghai, Los Angeles and London, with 114,000 to 569,000 nodes,
     are downloaded by :class:`~torch_geometric.datasets.CityNetwork`. The small ones
-    have the same features, labels and splits:
-
-    .. list-table::
-        :header-rows: 1
-
-        * - city
-          - nodes
-          - edges
-          - of these, one way
-          - self-loops
-          - parallel
-        * - :obj:`"huangpu"` (Shanghai)
-          - 5,268
-          - 12,902
-          - 2,081
-          - 11
-          - 107
-        * - :obj:`"pasadena"` (California)
-          - 12,409
-          - 31,373
-          - 1,857
-          - 166
-          - 486
+    have the same features, labels and splits: :obj:`"huangpu"` in Shanghai has 5,268
+    nodes and 12,902 edges (2,081 one way, 11 self-loops, 107 parallel), and
+    :obj:`"pasadena"` in California 12,409 and 31,373 (1,857, 166 and 486).
 
     Nodes are junctions and edges are roads between them. The eccentricity of a node is
     the largest distance, along roads, from it to those nodes that lead to it by 16 or

@@ -39,10 +39,8 @@ class ChimeraGPSLayer(GPSLayer):
         self.norm_name = f"norm1_{kinds[0]}"
         self.global_model_type = name
         self.edge_dim = edge_width(cfg.gnn.get("dim_edge", layer.dim_h))
-        self.mixer = make_mixer(
-            name, layer.dim_h, heads=layer.num_heads, edge_dim=self.edge_dim,
-            index=index,
-        )  # fmt: skip
+        sizes = {"heads": layer.num_heads, "edge_dim": self.edge_dim}
+        self.mixer = make_mixer(name, layer.dim_h, index=index, **sizes)
         self._route = Route.of(self.mixer, graph=True)
         self._batch: Data | None = None
 

@@ -24,8 +24,8 @@ from pyg_chimera.ops.structure import check_stored
 
 __all__ = [
     "MIXERS",
-    "edge_features",
     "edge_width",
+    "edges_read",
     "make_hybrid",
     "make_mixer",
     "run_mixer",
@@ -173,12 +173,8 @@ def edge_width(encoded: int) -> int | None:
     return edge_dim or None
 
 
-def edge_features(batch: Data, edge_dim: int | None) -> Tensor | None:
-    """The edge features of a batch, [E, edge_dim]; None if none are read.
-
-    Raises:
-        ValueError: If they are missing or of another width.
-    """
+def edges_read(batch: Data, edge_dim: int | None) -> Tensor | None:
+    """The edge features of a batch, [E, edge_dim]; None if none are read."""
     if edge_dim is None:
         return None
     edge_attr = batch.edge_attr if "edge_attr" in batch else None
@@ -214,7 +210,7 @@ def run_mixer(
     given = {
         **structure(batch, route.accepts),
         "batch": batch.batch,
-        "edge_attr": edge_features(batch, edge_dim),
+        "edge_attr": edges_read(batch, edge_dim),
     }
     args = route.select(given)
     return route.call(mixer, x, batch.edge_index, batch.batch, args)

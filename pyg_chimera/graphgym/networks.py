@@ -10,8 +10,8 @@ from torch_geometric.nn import GCNConv, GINConv, GINEConv
 from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.graphgym.mixers import (
-    edge_features,
     edge_width,
+    edges_read,
     make_hybrid,
     make_mixer,
     structure,
@@ -82,18 +82,14 @@ class GPSNetwork(torch.nn.Module):
         None.
         """
         num_layers, layers = cfg.gnn.layers_mp, []
+        sizes = {"heads": cfg.gnn.att_heads, "edge_dim": edge_dim}
         if self.mixer == "Hybrid":
-            model = make_hybrid(
-                channels, num_layers, heads=cfg.gnn.att_heads, edge_dim=edge_dim,
-                dropout=cfg.gnn.dropout,
-            )  # fmt: skip
+            dropout = cfg.gnn.dropout
+            model = make_hybrid(channels, num_layers, dropout=dropout, **sizes)
             return list(model.layers), model.norm
         norm = {"eps": cfg.bn.eps, "momentum": cfg.bn.mom}
         for index in range(num_layers):
-            mixer = make_mixer(
-                self.mixer, channels, heads=cfg.gnn.att_heads, edge_dim=edge_dim,
-                index=index,
-            )  # fmt: skip
+            mixer = make_mixer(self.mixer, channels, index=index, **sizes)
             # Edges updated by the last layer are read only by its own mixer, if that
             # takes edges and follows the convolution.
             read = cfg.chimera.arrangement == "sequential"
@@ -130,7 +126,7 @@ class _Stage(torch.nn.Module):
             self.edge_lin = Linear(self.edge_dim, channels)
 
     def forward(self, batch: Data) -> Data:
-        x, edge_attr = batch.x, edge_features(batch, self.edge_dim)
+        x, edge_attr = batch.x, edges_read(batch, self.edge_dim)
         if self.edge_lin is not None:
             edge_attr = self.edge_lin(edge_attr)
         layer: Any

@@ -11,7 +11,7 @@ from torch_geometric.transforms import BaseTransform
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.structure.checksum import SUFFIX, checksum
 
-__all__ = ["Transform", "check_attr_name", "edges_of", "mark", "score_of"]
+__all__ = ["Transform", "check_attr_name", "graph_of", "mark", "score_of"]
 
 #: Attributes of the graph itself, without which it would be another one.
 _OF_THE_GRAPH = ("edge_index", "edge_attr", "x", "y", "pos", "num_nodes")
@@ -33,14 +33,8 @@ class Transform(BaseTransform):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
-def edges_of(data: Data) -> tuple[Tensor, int]:
-    """The edges and the number of nodes of homogeneous data.
-
-    Raises:
-        TypeError: If the data is not homogeneous, or its edges are not a tensor of
-            integers.
-        ValueError: If edges are missing, have a wrong shape, or are out of range.
-    """
+def graph_of(data: Data) -> tuple[Tensor, int]:
+    """The checked edges and the number of nodes of homogeneous data."""
     if not isinstance(data, Data):
         raise TypeError(
             "The transform takes a homogeneous 'torch_geometric.data.Data', got "
@@ -51,13 +45,9 @@ def edges_of(data: Data) -> tuple[Tensor, int]:
             "The transform needs 'data.edge_index' of shape [2, num_edges], got data "
             f"with {data.keys()}"
         )
-    if not isinstance(data.edge_index, Tensor):
-        raise TypeError(
-            "'data.edge_index' must be a tensor of integers of shape [2, num_edges], "
-            f"got '{type(data.edge_index).__name__}'"
-        )
-    num_nodes = data.num_nodes
-    assert num_nodes is not None  # PyG infers it from 'edge_index' if necessary.
+    # PyG infers the number of nodes from edges if necessary.
+    num_nodes = data.num_nodes if isinstance(data.edge_index, Tensor) else 0
+    assert num_nodes is not None
     check_edge_index(data.edge_index, num_nodes)
     return data.edge_index, num_nodes
 
@@ -65,17 +55,12 @@ def edges_of(data: Data) -> tuple[Tensor, int]:
 def mark(data: Data, stem: str, dags: Sequence[Tensor] = ()) -> None:
     """Stores the checksum of the edges with the attributes named `stem...`."""
     data[f"{stem}{SUFFIX}"] = checksum(
-        *edges_of(data), dags, multigraph=stem == "line_edge"
+        *graph_of(data), dags, multigraph=stem == "line_edge"
     )
 
 
 def check_attr_name(argument: str, name: str) -> None:
-    """Refuses names of the graph itself, and names of indices by PyG's rules.
-
-    Raises:
-        TypeError: If the name is not a string.
-        ValueError: If it is such a name.
-    """
+    """Refuses names of the graph itself, and names of indices by PyG's rules."""
     if not isinstance(name, str):
         raise TypeError(f"'{argument}' must be a string, got {name!r}")
     if "index" in name or "batch" in name or name == "face":
@@ -91,12 +76,7 @@ def check_attr_name(argument: str, name: str) -> None:
 
 
 def score_of(order: Callable[[Data], Tensor], data: Data, num_nodes: int) -> Tensor:
-    """Calls a function of the data for scores of nodes; returns a new tensor.
-
-    Raises:
-        TypeError: If scores are not real numbers.
-        ValueError: If there is not one for each node, or one is NaN.
-    """
+    """Calls a function of the data for real scores of nodes; returns a new tensor."""
     score = order(data)
     try:
         score = torch.as_tensor(score).detach().clone()

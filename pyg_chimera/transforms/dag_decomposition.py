@@ -16,7 +16,7 @@ from pyg_chimera.ops.structure.grid import grid_dag, is_grid
 from pyg_chimera.transforms._inputs import (
     Transform,
     check_attr_name,
-    edges_of,
+    graph_of,
     mark,
     score_of,
 )
@@ -135,7 +135,7 @@ class DAGDecomposition(Transform):
 
     def forward(self, data: Data) -> Data:
         """Adds the attributes to a copy of the data."""
-        edge_index, num_nodes = edges_of(data)
+        edge_index, num_nodes = graph_of(data)
         edge_attr = data.edge_attr
         if edge_attr is not None and not isinstance(edge_attr, Tensor):
             raise TypeError(

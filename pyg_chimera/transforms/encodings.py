@@ -16,7 +16,7 @@ from torch_geometric.utils import (
 )
 
 from pyg_chimera.ops.common.checks import check_integer, check_option
-from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of
+from pyg_chimera.transforms._inputs import Transform, check_attr_name, graph_of
 
 __all__ = ["LaplacianEncoding"]
 
@@ -89,7 +89,7 @@ class LaplacianEncoding(Transform):
                 "The transform takes one graph, got a batch; apply it to the graphs "
                 "before they are batched"
             )
-        edge_index, num_nodes = edges_of(data)
+        edge_index, num_nodes = graph_of(data)
         edges = coalesce(remove_self_loops(edge_index)[0].cpu(), num_nodes=num_nodes)
         if self.is_undirected and not is_undirected(edges, num_nodes=num_nodes):
             raise ValueError(

@@ -7,7 +7,7 @@ from torch_geometric.data.datapipes import functional_transform
 
 from pyg_chimera.ops.structure.checksum import check_stored
 from pyg_chimera.ops.structure.line_graph import line_graph, multitree
-from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of, mark
+from pyg_chimera.transforms._inputs import Transform, check_attr_name, graph_of, mark
 
 __all__ = ["DirectedLineGraph", "LineGraphData", "MultitreePruning"]
 
@@ -109,16 +109,7 @@ class MultitreePruning(DirectedLineGraph):
     pruned one is for layers with :obj:`mode="D"` only: with :obj:`mode="P"`,
     transitions would be missing.
 
-    Args:
-        prefix (str, optional): The prefix of the names of the attributes, see
-            :class:`DirectedLineGraph`. (default: :obj:`None`)
-
-    Raises:
-        CycleError: If the graph has a cycle.
-        TypeError: If the data is not homogeneous, is a batch, or is of a subclass of
-            Data other than :class:`LineGraphData`, or an index is not integer.
-        ValueError: If the prefix would make PyG batch the attributes wrongly, or the
-            data has no valid edges.
+    Arguments and errors are those of :class:`DirectedLineGraph`.
     """
 
     def forward(self, data: Data) -> LineGraphData:
@@ -143,7 +134,7 @@ def _checked_prefix(prefix: str | None) -> str:
 
 def _dags_of(data: Data, prefix: str) -> tuple[list[Tensor], int]:
     """The edges of each DAG, and the number of nodes."""
-    edge_index, num_nodes = edges_of(data)
+    edge_index, num_nodes = graph_of(data)
     if isinstance(data, Batch):
         raise TypeError(
             "The transform takes graphs one by one, before they are batched, got "

@@ -8,7 +8,7 @@ from pyg_chimera.ops.structure.centrality import ORDERS, node_score
 from pyg_chimera.transforms._inputs import (
     Transform,
     check_attr_name,
-    edges_of,
+    graph_of,
     mark,
     score_of,
 )
@@ -64,7 +64,7 @@ class NodeOrder(Transform):
 
     def forward(self, data: Data) -> Data:
         """Adds the attribute to a copy of the data."""
-        edge_index, num_nodes = edges_of(data)
+        edge_index, num_nodes = graph_of(data)
         if callable(self.order):
             score = score_of(self.order, data, num_nodes)
         else:

@@ -1,4 +1,4 @@
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from hashlib import sha1
 from typing import Any
 
@@ -119,25 +119,19 @@ class SequenceToGraph(ToGrid):
         assert self.number is not None
         if isinstance(sequence, Tensor):
             sequence = sequence.tolist()
-        try:
-            tokens = list(sequence)
-        except TypeError as error:
+        if not isinstance(sequence, Iterable):
             raise TypeError(
                 "The sequence must be a string or a sequence of tokens, got "
                 f"'{type(sequence).__name__}'"
-            ) from error
-        if not tokens:
-            raise ValueError("The sequence must not be empty")
-        try:
-            return [self.number[token] for token in tokens]
-        except (KeyError, TypeError) as error:
-            place = next(
-                i
-                for i, token in enumerate(tokens)
-                if not isinstance(token, Hashable) or token not in self.number
             )
-            raise ValueError(
-                f"The sequence must be of tokens of the vocabulary, got "
-                f"{tokens[place]!r} at place {place}, which is none of its "
-                f"{len(self.number)}"
-            ) from error
+        numbers = []
+        for place, token in enumerate(sequence):
+            if not isinstance(token, Hashable) or token not in self.number:
+                raise ValueError(
+                    f"The sequence must be of tokens of the vocabulary, got {token!r} "
+                    f"at place {place}, which is none of its {len(self.number)}"
+                )
+            numbers.append(self.number[token])
+        if not numbers:
+            raise ValueError("The sequence must not be empty")
+        return numbers

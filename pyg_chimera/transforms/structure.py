@@ -10,7 +10,7 @@ from pyg_chimera.ops.structure import (
     topological_rank,
 )
 from pyg_chimera.ops.structure.elimination import METHODS
-from pyg_chimera.transforms._inputs import Transform, check_attr_name, edges_of, mark
+from pyg_chimera.transforms._inputs import Transform, check_attr_name, graph_of, mark
 
 __all__ = ["AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"]
 
@@ -49,7 +49,7 @@ class AddEliminationOrder(Transform):
 
     def forward(self, data: Data) -> Data:
         """Adds the attribute to a copy of the data."""
-        data[self.attr_name] = elimination_rank(*edges_of(data), self.method)
+        data[self.attr_name] = elimination_rank(*graph_of(data), self.method)
         return data
 
 
@@ -85,7 +85,7 @@ class AddKHopIndex(Transform):
 
     def forward(self, data: Data) -> Data:
         """Adds the attributes to a copy of the data."""
-        pairs = k_hop_index(*edges_of(data), self.k)
+        pairs = k_hop_index(*graph_of(data), self.k)
         data[f"{self.prefix}_index"], data[f"{self.prefix}_distance"] = pairs
         return data
 
@@ -116,7 +116,7 @@ class AddTopologicalOrder(Transform):
 
     def forward(self, data: Data) -> Data:
         """Adds the attribute to a copy of the data."""
-        data[self.attr_name] = topological_rank(*edges_of(data))
+        data[self.attr_name] = topological_rank(*graph_of(data))
         return data
 
 
@@ -147,7 +147,7 @@ class AddDiameter(Transform):
 
     def forward(self, data: Data) -> Data:
         """Adds the attribute to a copy of the data."""
-        edge_index, num_nodes = edges_of(data)
+        edge_index, num_nodes = graph_of(data)
         found = diameter(edge_index, num_nodes, data.batch)
         data[self.attr_name] = torch.as_tensor(found, device=edge_index.device).view(-1)
         mark(data, self.attr_name)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.typing import Adj
@@ -11,7 +12,12 @@ from pyg_chimera.nn._inputs import (
     check_inputs,
     check_no_edge_attr,
 )
-from pyg_chimera.nn.conv._window import Continued, over_grids
+from pyg_chimera.nn.conv._window import (
+    Continued,
+    check_window,
+    over_grids,
+    reset_window_,
+)
 
 __all__ = ["OnGrids", "check_grid"]
 
@@ -42,6 +48,17 @@ class OnGrids:
     local_weight: Parameter | None
     _mix: Any
     _extend: Any
+
+    def _add_window(self, window: Any, channels: int) -> None:
+        """Adds filters over a window for the channels of the projections."""
+        window = check_window(window)
+        self.local_weight = None
+        if window is not None:
+            self.local_weight = Parameter(torch.empty(channels, *window))
+
+    def _reset_filters(self) -> None:
+        if self.local_weight is not None:
+            reset_window_(self.local_weight, causal=self.num_dags == 1)
 
     def forward(
         self,

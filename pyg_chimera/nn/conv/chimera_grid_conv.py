@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyg_chimera.nn.conv._gated_block import Projected
 from pyg_chimera.nn.conv._grid import OnGrids, check_grid
-from pyg_chimera.nn.conv._window import Filter, check_window, reset_window_
+from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.nn.conv.chimera_dag_conv import ChimeraDAGConv
 from pyg_chimera.ops import grid_dag_scan, grid_transition
 from pyg_chimera.ops.structure.grid import grid_parents
@@ -81,18 +81,19 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
                 "'ChimeraDAGConv' takes DAGs with edge features"
             )
         super().__init__(
-            in_channels, out_channels, heads, state_channels, num_dags=num_dags,
-            share=share, order=None, local_conv=False, **kwargs,
-        )  # fmt: skip
-        window = check_window(window)
-        if window is not None:
-            lins = (self.lin_value, self.lin_key, self.lin_query)
-            self.add_filter(sum(lin.out_channels for lin in lins), *window)
-            self._reset_filters()
-
-    def _reset_filters(self) -> None:
-        if self.local_weight is not None:
-            reset_window_(self.local_weight, causal=self.num_dags == 1)
+            in_channels,
+            out_channels,
+            heads,
+            state_channels,
+            num_dags=num_dags,
+            share=share,
+            order=None,
+            local_conv=False,
+            **kwargs,
+        )
+        lins = (self.lin_value, self.lin_key, self.lin_query)
+        self._add_window(window, sum(lin.out_channels for lin in lins))
+        self._reset_filters()
 
     def _mix(
         self,
@@ -108,11 +109,9 @@ class ChimeraGridConv(OnGrids, ChimeraDAGConv):
         mixed = []
         for dags, q, k in zip(self._dags_of_copies(), *copies, strict=True):
             source, transition = (torch.stack([g[d] for d in dags], 1) for g in gates)
-            y = grid_dag_scan(
-                q, k, value, source, transition, height, width, orientations=dags,
-                form=self.form, backend=self.backend,
-            )  # fmt: skip
-            mixed.append(y)
+            inputs = q, k, value, source, transition, height, width
+            options = {"form": self.form, "backend": self.backend}
+            mixed.append(grid_dag_scan(*inputs, orientations=dags, **options))
         return self.output(sum(mixed[1:], mixed[0]), nodes)
 
     def _dags_of_copies(self) -> list[list[int]]:

@@ -2,13 +2,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear, is_uninitialized_parameter
 
 from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.nn.conv._grid import OnGrids, check_grid
 from pyg_chimera.nn.conv._plstm_block import PLSTMBlock
-from pyg_chimera.nn.conv._window import Filter, check_window, reset_window_
+from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops import grid_scan
 
 __all__ = ["PLSTMGridConv"]
@@ -97,11 +96,8 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         biased = [heads, 2 * heads, 2 * heads, turns * heads, angle]
         self.add_parameters(num_dags, biased, sum(biased))
         self.num_dags = num_dags
-        self.local_weight = None
-        window = check_window(window)
-        if window is not None:
-            channels = 2 * heads * self.state_channels + self.out_channels
-            self.local_weight = Parameter(torch.empty(channels, *window))
+        channels = 2 * heads * self.state_channels + self.out_channels
+        self._add_window(window, channels)
         self.lin_out = Linear(self.out_channels, self.out_channels, bias=self.bias)
         self.reset_parameters()
 
@@ -111,8 +107,7 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         if self.mode == "P":  # heads prefer different directions
             spread = torch.linspace(-2, 2, self.heads) if self.heads > 1 else 0.0
             self.gate_bias.data[:, -self.heads :] = spread
-        if self.local_weight is not None:
-            reset_window_(self.local_weight, causal=self.num_dags == 1)
+        self._reset_filters()
 
     def _decays_of_heads(self, values: Tensor) -> Tensor:
         return values.repeat(self._biased[3] // self.heads)
@@ -124,11 +119,9 @@ class PLSTMGridConv(OnGrids, PLSTMBlock):
         height: int | Tensor,
         width: int | Tensor,
     ) -> Tensor:
-        y = grid_scan(
-            *self.query_key_value(x, filtered), *self._gates(x), height, width,
-            form=self.form, backend=self.backend,
-        )  # fmt: skip
-        return self.output(y, x)
+        options = {"form": self.form, "backend": self.backend}
+        inputs = *self.query_key_value(x, filtered), *self._gates(x)
+        return self.output(grid_scan(*inputs, height, width, **options), x)
 
     def _extend(
         self, x: Tensor, filtered: Filter | None, state: Any

@@ -114,34 +114,16 @@ class GraphModel(TakesTensors, torch.nn.Module):
     r"""A complete graph neural network: an encoder of nodes (and edges), a stack of
     layers of equal width, and a head for graphs, nodes or pairs of nodes.
 
-    A model of molecules, of the depth, width and arrangement that the authors of
-    `"Chimera: State Space Models Beyond Sequences" <https://arxiv.org/abs/2510.12111>`_
-    released for peptides:
-
     .. code-block:: python
 
         def layer(index: int) -> GPSLayer:
-            return GPSLayer(
-                64,
-                conv=GatedGCNConv(64, 64, edge_dim=64, act="gelu"),
-                mixer=ChimeraConv(64, 64, heads=2, edge_dim=64),
-                arrangement="sequential",
-                norm_first=True,
-                norm="layer_norm",
-                dropout=0.1,
-                act="gelu",
-            )
+            conv = GatedGCNConv(64, 64, edge_dim=64)
+            return GPSLayer(64, conv, ChimeraConv(64, edge_dim=64), dropout=0.1)
 
+        # Molecules: vocabularies of atoms and bonds, from ogb.
         model = GraphModel(
-            in_channels=get_atom_feature_dims(),  # from ogb: nine vocabularies
-            channels=64,
-            out_channels=10,
-            layers=layer,
-            num_layers=8,
+            get_atom_feature_dims(), 64, 10, layer, num_layers=8,
             edge_dim=get_bond_feature_dims(),
-            head_layers=4,
-            norm="layer_norm",
-            act="gelu",
         )
         out = model(**model.inputs(data))
 

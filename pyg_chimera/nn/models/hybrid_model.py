@@ -33,8 +33,8 @@ _ON_DAGS: dict[str, _Make] = {
     "rg_lru": partial(RGLRUConv, order=None),
 }
 #: Arguments of the mixers that the model sets.
-_SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim", "flow",
-        "causal", "acyclic", "num_dags"}  # fmt: skip
+_SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim"}
+_SET |= {"flow", "causal", "acyclic", "num_dags"}
 
 
 class HybridModel(GraphModel):
@@ -197,10 +197,10 @@ class HybridModel(GraphModel):
         refused = sorted(kwargs.keys() & {"layers", "norm"})
         if refused:
             raise TypeError(f"HybridModel takes no {refused}: it makes its own")
+        kwargs |= {"edge_dim": edge_dim, "norm": RMSNorm(channels), "dropout": dropout}
         super().__init__(
-            in_channels, channels, out_channels, layer, num_layers, edge_dim=edge_dim,
-            norm=RMSNorm(channels), dropout=dropout, **kwargs,
-        )  # fmt: skip
+            in_channels, channels, out_channels, layer, num_layers, **kwargs
+        )
         self.kind = kind
         self.pattern = pattern
 

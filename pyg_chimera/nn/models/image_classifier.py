@@ -69,11 +69,23 @@ class ImageClassifier(GraphModel):
         mixer_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         layers = lattice_layers(
-            mixer, channels, heads, num_layers, num_dags=4, position=position,
-            size=size, dropout=dropout, mlp_channels=mlp_channels,
+            mixer,
+            channels,
+            heads,
+            num_layers,
+            num_dags=4,
+            position=position,
+            size=size,
             mixer_kwargs=mixer_kwargs,
-        )  # fmt: skip
+            dropout=dropout,
+            mlp_channels=mlp_channels,
+        )
         super().__init__(
-            in_channels, channels, out_channels, layers, head_layers=1,
-            norm="layer_norm", structure=structure_of(layers),
-        )  # fmt: skip
+            in_channels,
+            channels,
+            out_channels,
+            layers,
+            head_layers=1,
+            norm="layer_norm",
+            structure=structure_of(layers),
+        )

@@ -95,10 +95,17 @@ class SequenceEncoder(GraphModel):
                 f"head='classify' and for no other, got {out_channels} and {head!r}"
             )
         layers = lattice_layers(
-            mixer, channels, heads, num_layers, num_dags=1 if head == "lm" else 2,
-            position=position, size=None if size is None else (size,),
-            dropout=dropout, mlp_channels=mlp_channels, mixer_kwargs=mixer_kwargs,
-        )  # fmt: skip
+            mixer,
+            channels,
+            heads,
+            num_layers,
+            num_dags=1 if head == "lm" else 2,
+            position=position,
+            size=None if size is None else (size,),
+            mixer_kwargs=mixer_kwargs,
+            dropout=dropout,
+            mlp_channels=mlp_channels,
+        )
         super().__init__(
             [num_tokens],
             channels,

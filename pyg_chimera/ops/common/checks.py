@@ -173,11 +173,15 @@ def check_batch(batch: Any, num_nodes: int, *, read: bool = True) -> None:
         num_nodes (int): The number of nodes.
         read (bool, optional): Whether to look for negative entries.
     """
-    if not isinstance(batch, Tensor) or not _is_integer(batch):
-        what = batch.dtype if isinstance(batch, Tensor) else type(batch).__name__
+    if not isinstance(batch, Tensor):
         raise TypeError(
-            "'batch' must be a tensor of integers, the graph of each node, got "
-            f"'{what}'; pass edge features as 'edge_attr=...'"
+            f"'batch' must be a tensor of integers, got '{type(batch).__name__}'"
+        )
+    if not _is_integer(batch):
+        raise TypeError(
+            f"'batch' must hold integers, got {batch.dtype} of shape "
+            f"{list(batch.shape)}; convert it with 'batch.long()', or pass edge "
+            "features as 'edge_attr=...'"
         )
     if torch.compiler.is_compiling():
         return
@@ -231,7 +235,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def check_float(name: str, x: Any, advice: str = "") -> None:
     """Checks that an argument is a floating-point tensor."""
-    _check_tensor(name, x)
+    check_tensor(name, x)
     if x.dtype not in _FLOATS:
         raise TypeError(
             f"'{name}' must be floating point (float16, bfloat16, float32 or float64), "
@@ -262,7 +266,7 @@ def in_one_dtype(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def check_integers(name: str, x: Any, like: Tensor) -> Tensor:
     """Checks that x is an integer tensor on the device of `like`; returns int64."""
-    _check_tensor(name, x)
+    check_tensor(name, x)
     if not _is_integer(x):
         raise TypeError(f"'{name}' must be integer, got {x.dtype}")
     _check_device(name, x, "other tensors", like)
@@ -279,7 +283,7 @@ def check_indices(like: Tensor, **tensors: Any) -> list[Tensor | None]:
 
 def check_edges(name: str, x: Any, like: Tensor) -> Tensor:
     """Checks that edges are integer [2, edges], not their contents; returns int64."""
-    _check_tensor(name, x)
+    check_tensor(name, x)
     if x.dim() != 2 or x.size(0) != 2:
         raise ValueError(
             f"'{name}' must be [2, edges], got {list(x.shape)}{_instead(name, x)}"
@@ -287,7 +291,8 @@ def check_edges(name: str, x: Any, like: Tensor) -> Tensor:
     return check_integers(name, x, like)
 
 
-def _check_tensor(name: str, x: Any) -> None:
+def check_tensor(name: str, x: Any) -> None:
+    """Checks that an argument is a tensor."""
     if not isinstance(x, Tensor):
         raise TypeError(f"'{name}' must be a torch.Tensor, got '{type(x).__name__}'")
 
@@ -302,7 +307,7 @@ def _check_device(name: str, x: Tensor, other: str, like: Tensor) -> None:
 
 def check_dim(name: str, x: Any, layout: str, num_dims: int) -> None:
     """Checks that an argument is a tensor with `num_dims` dimensions."""
-    _check_tensor(name, x)
+    check_tensor(name, x)
     if x.dim() != num_dims:
         raise ValueError(f"'{name}' must be {layout}, got {list(x.shape)}")
 
