@@ -11,14 +11,6 @@ Structure = TypeVar("Structure")
 Result = TypeVar("Result")
 
 
-#: Why a form is chosen over the others.
-WHY_FORM = {
-    "state": "states along edges are faster",
-    "mask": "blocks are small: matrix products are faster",
-    "chunk": "paths: matrix products in chunks are faster",
-}
-
-
 class Cost(NamedTuple):
     """The predicted cost of an operator's call, forward and backward.
 

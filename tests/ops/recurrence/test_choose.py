@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyg_chimera.ops import explain, line_graph
 from pyg_chimera.ops.common import operator, triton_runtime
-from pyg_chimera.ops.recurrence.costs import resolvent as costs
+from pyg_chimera.ops.recurrence import choose
 
 FILE = Path(__file__).parents[2] / "golden" / "choices.json"
 
@@ -182,7 +182,7 @@ def one_machine() -> Iterator[None]:
     """One core, and vectors of 64 bytes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with patch.object(costs, "vector_lanes", lambda x: (64 // x.itemsize, None)):
+    with patch.object(choose, "vector_lanes", lambda x: (64 // x.itemsize, None)):
         yield
     torch.set_num_threads(threads)
 

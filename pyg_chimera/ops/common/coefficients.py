@@ -1,0 +1,74 @@
+"""The measured numbers that the choice of an algorithm depends on."""
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """What one step of an algorithm takes, forward and backward."""
+
+    nanoseconds: float  #: on one core
+    operations: float = 0.0  #: multiply-adds
+
+
+#: `ops/recurrence/choose.py` counts how many of each a call takes. Their times were
+#: measured one after the other on an AMD EPYC of the fourth generation (Zen 4), with
+#: vectors of 64 bytes, and are right to a factor of about two there. A *lane* is a
+#: number of a state; those of the last vector count, even if they are not used.
+STEPS = MappingProxyType({
+    # What any call takes beside its algorithm.
+    "call": Step(1.5e6),
+    # Resolvents: reading and checking the transitions, and their gradients.
+    "resolvent: node": Step(330.0), "resolvent: edge": Step(210.0),
+    # In mask form: products, and passes over resolvents.
+    "mask: key of a pair": Step(0.1, 3), "mask: channel of a pair": Step(0.08, 3),
+    "mask: pair": Step(1.5), "mask: block": Step(1e3), "mask: solving": Step(0.3, 3),
+    "dense: multiply-add": Step(0.05, 1), "dense: block": Step(1e5),
+    # By elimination in state form.
+    "elimination: entry and lane": Step(0.3, 6.3),
+    "elimination: node and lane": Step(1.8, 15),
+    "elimination: multiply-add": Step(0.2, 1),
+    # Products with A, by whether the states of one vector are in the cache.
+    "iteration: near": Step(0.14, 1), "iteration: far": Step(0.35, 1),
+    # Chunks of paths.
+    "chunk: within": Step(0.02, 1.2), "chunk: between": Step(0.02, 0.75),
+    "chunk: decay": Step(1.0), "chunk: path": Step(100.0),
+    # States of a graph. The more there are, the more often they are read from memory.
+    "scan: state and lane": Step(0.45, 6), "scan: edge and lane": Step(0.2, 3),
+    "scan: state": Step(300.0), "scan: edge": Step(150.0),
+    "scan: far state and lane": Step(0.8),
+    # Grids: the mask form, and scans with states on nodes or on edges.
+    "grid mask: multiply-add": Step(0.017, 1), "grid mask: pair": Step(0.4, 12),
+    "grid mask: node": Step(60.0), "grid nodes: state and lane": Step(0.4, 12),
+    "grid nodes: state": Step(50.0), "grid nodes: row and lane": Step(0.5),
+    "grid edges: state and lane": Step(0.8, 27), "grid edges: state": Step(70.0),
+    # The delta rule.
+    "delta mask: multiply-add": Step(0.05, 1), "delta mask: pair": Step(4.0),
+    "delta mask: node": Step(1.2e3), "delta mask: block": Step(8e3),
+    "delta state: number": Step(0.35, 7), "delta state: byte": Step(0.06),
+    "delta state: far byte": Step(0.08), "delta state: node": Step(200.0),
+})  # fmt: skip
+
+#: Each from one run on an H200; `benchmarks/crossovers.py` measures the first three.
+ON_GPUS = {
+    # Blocks of so many nodes take as long by dense matrices, each of which one program
+    # inverts (40 ms for 1,024 nodes), as by fronts.
+    "dense: nodes": 448,
+    # Paths of more nodes, two chunks, are computed in chunks.
+    "chunk: nodes": 64,
+    # Factors of more entries are given up: the largest front that kernels take has as
+    # many.
+    "elimination: entries": 1 << 27,
+    # Seconds: of a position of a walk along states, of which four programs run at a
+    # time on each multiprocessor; of a level in plain PyTorch, and of an entry of its
+    # states; of paths in chunks.
+    "walk: position": 5e-6,
+    "walk: at once": 132 * 4,
+    "level": 8e-5,
+    "level: entry": 5e-11,
+    "chunk: scan": 1e-4,
+    # The delta rule: nodes up to which levels are not worth while, and how many take as
+    # long as a level (4 us a node, about 500 us a level).
+    "delta: nodes": 1024,
+    "delta: nodes a level": 120,
+}
