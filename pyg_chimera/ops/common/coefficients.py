@@ -1,7 +1,25 @@
-"""The measured numbers that the choice of an algorithm depends on."""
+"""The measured numbers that the choice of an algorithm depends on.
 
+Those of CPUs can be measured anew: ``python -m pyg_chimera.calibrate`` keeps what it
+finds in the user's cache folder, where `nanoseconds` reads it once.
+"""
+
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from warnings import warn
+
+import torch
+
+from pyg_chimera.ops.common.user_files import user_file, write_json
 
 
 class Step(NamedTuple):
@@ -72,3 +90,84 @@ ON_GPUS = {
     "delta: nodes": 1024,
     "delta: nodes a level": 120,
 }
+
+#: What to set to 0 in the environment for what is committed here.
+VARIABLE = "PYG_CHIMERA_CALIBRATION"
+
+
+def nanoseconds() -> Mapping[str, float]:
+    """The time of each of `STEPS` on one core: fitted to this machine, or as here."""
+    return calibration() or COMMITTED
+
+
+COMMITTED = MappingProxyType({name: x.nanoseconds for name, x in STEPS.items()})
+
+
+@cache
+def calibration() -> Mapping[str, float] | None:
+    """What was fitted to this machine; None if nothing was, or it is not wanted.
+
+    Warns, once, if what is kept was written by something else, by another version, or
+    for other machines only.
+    """
+    if os.environ.get(VARIABLE) == "0":
+        return None
+    kept, problem = _kept()
+    found = kept.get(machine()) if kept else None
+    if kept and found is None:
+        problem = f"is of {' and '.join(kept)}, not of {machine()}"
+    elif kept and not _is_fine(found):
+        problem = "is of another version of this package"
+    if problem:
+        warn(
+            f"{_file()} {problem}, and is ignored; run 'python -m "
+            f"pyg_chimera.calibrate' again, or set {VARIABLE}=0",
+            stacklevel=2,
+        )
+        return None
+    return found and MappingProxyType(found)
+
+
+def keep(times: Mapping[str, float]) -> Path:
+    """Keeps what was fitted to this machine, beside that of others.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
+    kept, _ = _kept()
+    write_json(_file(), {**kept, machine(): dict(times)})
+    calibration.cache_clear()
+    return _file()
+
+
+def machine() -> str:
+    """The processor, and the vectors that PyTorch uses on it."""
+    cpus = ""
+    with suppress(OSError):
+        cpus = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"^model name\s*: (.*)$", cpus, re.MULTILINE)
+    name = found[1] if found else platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _file() -> Path:
+    return user_file("calibration.json")
+
+
+def _kept() -> tuple[dict[str, Any], str]:
+    """What is kept, by machine, and what is wrong with the file."""
+    try:
+        found = json.loads(_file().read_text(encoding="utf-8"))
+    except (OSError, RuntimeError):  # there is none, or no home
+        return {}, ""
+    except ValueError:
+        return {}, "is not JSON"
+    return (found, "") if isinstance(found, dict) else ({}, "is not a dictionary")
+
+
+def _is_fine(times: Any) -> bool:
+    return (
+        isinstance(times, dict)
+        and times.keys() == STEPS.keys()
+        and all(type(x) is float and 0 <= x < math.inf for x in times.values())
+    )

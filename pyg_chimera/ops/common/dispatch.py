@@ -22,6 +22,8 @@ class Cost(NamedTuple):
     #: The most bytes that the call adds at a time, likewise: what the algorithm holds,
     #: the output and all gradients, but not the inputs.
     memory: float
+    #: What the seconds are made of: the algorithm's steps, and how many of each.
+    steps: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         return (

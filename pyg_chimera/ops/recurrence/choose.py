@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pyg_chimera.ops.common.coefficients import ON_GPUS, STEPS
+from pyg_chimera.ops.common.coefficients import ON_GPUS, STEPS, nanoseconds
 from pyg_chimera.ops.common.dispatch import Call, Choice, Cost, UnsuitableSolver
 from pyg_chimera.ops.common.simd import vector_lanes
 from pyg_chimera.ops.recurrence.cpu import grid_sweep
@@ -76,10 +76,10 @@ class Work(NamedTuple):
 
     def cost(self, threads: int) -> Cost:
         """What it takes on this CPU, without what all calls take."""
-        taken = [(STEPS[name], number) for name, number in self.steps.items()]
-        operations = sum(number * step.operations for step, number in taken)
-        time = sum(number * step.nanoseconds for step, number in taken)
-        return Cost(operations, 1e-9 * time / threads, self.memory)
+        each, steps = nanoseconds(), tuple(self.steps.items())
+        operations = sum(number * STEPS[name].operations for name, number in steps)
+        time = sum(number * each[name] for name, number in steps)
+        return Cost(operations, 1e-9 * time / threads, self.memory, steps)
 
 
 # --------------------------------------------------------------------------- resolvents
