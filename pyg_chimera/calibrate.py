@@ -28,7 +28,7 @@ __all__ = ["main"]
 
 #: How much steps are pulled towards their committed times, by a factor common to all:
 #: what so few calls do not determine stays near.
-_PULL = 0.05
+_PULL = 0.3
 #: A call is repeated until it took so many seconds, and at least so often.
 _SECONDS, _LEAST = 0.2, 3
 

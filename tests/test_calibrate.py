@@ -155,7 +155,8 @@ def test_what_calls_do_not_determine_is_scaled_with_the_rest():
     parts = np.array([[1.0, 2.0, 0.0], [3.0, 1.0, 0.0]])
     ratios = calibrate._fitted(parts, 2 * parts.sum(1))
     assert ratios == pytest.approx([2, 2, 2])
-    ratios = calibrate._fitted(np.eye(3)[:2], np.array([1.0, 4.0]))
+    parts = np.eye(3)[:2].repeat(20, axis=0)
+    ratios = calibrate._fitted(parts, np.array([1.0, 4.0]).repeat(20))
     assert (ratios > 0).all()
     assert ratios[:2] == pytest.approx([1, 4], rel=0.1)
 
