@@ -10,6 +10,9 @@ SHARED = Path(
     os.environ.get("PYG_CHIMERA_SHARED", Path(__file__).parents[2] / "shared")
 )
 
+# Choices are tested as they are without what `pyg_chimera.calibrate` has kept.
+os.environ["PYG_CHIMERA_CALIBRATION"] = "0"
+
 #: Words in names of tests of what PyTorch 2.5 cannot do (see docs/installation.md).
 NEWER = ("compile", "export", "jacobians", "gradients_per_sample", "onnx", "portable")
 NEWER += ("and_the_rest_of_a", "do_not_lose_sizes", "a_backend_of_ones_own")

@@ -254,6 +254,14 @@ def test_long_range_bounds(shell, tmp_path):
     assert "the median of training: " in printed
 
 
+def test_crossovers(benchmark):
+    results, printed = benchmark("crossovers")
+    assert len(results["times"]) == 8
+    assert all("small" in row and "large" in row for row in results["times"])
+    assert len(results["crossovers"]) == 4
+    assert "chunk: nodes" in printed
+
+
 def test_gpu(benchmark):
     """Every call is compared, and nothing is said about times."""
     results, _ = benchmark("gpu")

@@ -11,14 +11,6 @@ Structure = TypeVar("Structure")
 Result = TypeVar("Result")
 
 
-#: Why a form is chosen over the others.
-WHY_FORM = {
-    "state": "states along edges are faster",
-    "mask": "blocks are small: matrix products are faster",
-    "chunk": "paths: matrix products in chunks are faster",
-}
-
-
 class Cost(NamedTuple):
     """The predicted cost of an operator's call, forward and backward.
 
@@ -30,6 +22,8 @@ class Cost(NamedTuple):
     #: The most bytes that the call adds at a time, likewise: what the algorithm holds,
     #: the output and all gradients, but not the inputs.
     memory: float
+    #: What the seconds are made of: the algorithm's steps, and how many of each.
+    steps: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         return (

@@ -7,12 +7,11 @@ from warnings import warn
 
 import torch
 
+from pyg_chimera.ops.common.coefficients import calibration, nanoseconds
 from pyg_chimera.ops.common.dispatch import Choice
 
 #: Multiply-adds per nanosecond and core in `torch.mm` where the costs were measured.
 _REFERENCE = 50.0
-#: What any call takes beside its algorithm, forward and backward.
-_CALL_SECONDS = 1.5e-3
 #: Copies of the inputs, of the output and of its gradient that a call holds at once.
 _COPIES = 1.75
 
@@ -69,7 +68,9 @@ def on_this_machine(choice: Choice, tensors: int) -> Choice:
     """
     cost = choice.cost
     if cost is not None:
-        seconds = (cost.seconds + _CALL_SECONDS) * _slowness(torch.get_num_threads())
+        seconds = cost.seconds + 1e-9 * nanoseconds()["call"]
+        if calibration() is None:
+            seconds *= _slowness(torch.get_num_threads())
         memory = cost.memory + _COPIES * tensors
         cost = cost._replace(seconds=seconds, memory=memory)
     others = tuple(on_this_machine(x, tensors) for x in choice.alternatives)

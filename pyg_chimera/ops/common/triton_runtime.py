@@ -20,9 +20,6 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "
 DEVICES = ("cuda",)
 DEVICES_IF_ASKED = ("cpu",) if INTERPRETED else ()
 
-#: Paths of more nodes than this, two chunks, are computed in chunk form.
-SHORT_PATH = 64
-
 #: The oldest Triton version and GPU compute capability that the kernels support.
 _OLDEST, _CAPABILITY = (3, 6), (8, 0)
 

@@ -5,7 +5,6 @@ with PyTorch before their first use, and remembers on disk how that went.
 """
 
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,7 @@ from pyg_chimera.ops.common.dispatch import Choice
 from pyg_chimera.ops.common.examples import Draw, Example
 from pyg_chimera.ops.common.torch_private import is_in_backward_pass
 from pyg_chimera.ops.common.triton_runtime import WITH_TRITON, allows_tf32
+from pyg_chimera.ops.common.user_files import user_file, write_json
 
 
 class Declared(Protocol):
@@ -269,15 +269,10 @@ def _driver() -> str:
     return "unknown"
 
 
-def _file() -> Path:
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(folder) / "pyg_chimera" / "selftest.json"
-
-
 def _remembered() -> dict[str, dict[str, str]]:
     """The verdicts on disk: for each machine, what is wrong with each algorithm."""
     try:
-        found = json.loads(_file().read_text())
+        found = json.loads(user_file("selftest.json").read_text())
         return {x: dict(y) for x, y in found.items()}
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError):
         return {}  # there is none, or no home, or something else wrote it
@@ -287,10 +282,6 @@ def remember(machine: str, verdicts: dict[str, str]) -> None:
     """Adds verdicts to those on disk, if it can be written to."""
     known = _remembered()
     known[machine] = known.pop(machine, {}) | verdicts
-    text = json.dumps(dict(list(known.items())[-_MOST_MACHINES:]), indent=1)
+    latest = dict(list(known.items())[-_MOST_MACHINES:])
     with suppress(OSError, RuntimeError):
-        file = _file()
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(text)
-        temporary.replace(file)  # at once: another process may read it
+        write_json(user_file("selftest.json"), latest)

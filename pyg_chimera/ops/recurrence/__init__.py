@@ -1,7 +1,6 @@
 """H = A H + X in all its forms: a linear recurrence on a graph of states.
 
-Five modules declare the operators: their public functions, and the choice of an
-algorithm. None imports another.
+Five modules declare the operators, with their public functions. None imports another.
 
 * `dag_scan`: A is triangular; states on nodes, edges or grids.
 * `resolvent_mix`: any A, by sparse elimination or by iteration.
@@ -15,6 +14,6 @@ room imports only those before it.
 * `dense`: the definitions, which tests compare with.
 * `plain`: plain PyTorch, on any device, differentiated by autograd.
 * `cpu`: kernels compiled by numba.
-* `costs`: what they cost on a CPU.
 * `gpu`: kernels compiled by Triton.
+* `choose`: the table of all algorithms, where each fits, and what it costs.
 """

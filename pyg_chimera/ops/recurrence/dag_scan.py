@@ -20,10 +20,10 @@ from pyg_chimera.ops.common.checks import (
     in_one_dtype,
     trusted,
 )
-from pyg_chimera.ops.common.dispatch import WHY_FORM, Call, Choice
+from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.examples import Draw, Example, mixes
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.recurrence.costs.scan import cost_of
+from pyg_chimera.ops.recurrence.choose import choices
 from pyg_chimera.ops.recurrence.cpu import sweep as numba_backend
 from pyg_chimera.ops.recurrence.dense import scan as reference
 from pyg_chimera.ops.recurrence.gpu import scan as triton_backend
@@ -104,40 +104,8 @@ class _StateScan(Operator[Inputs, States]):
             place = "node", transition.size(0) // graph.num_nodes
         check_finite(name, transition, lambda row: f"{place[0]} {row // place[1]}")
 
-    def choices(self, call: Call[Inputs, States]) -> Iterator[Choice]:
-        inputs, reason = call.inputs, self.reason(call.inputs)
-        backends = self.usable(inputs)
-        if backends == ["reference"]:
-            yield Choice(self.name, "dense", "mask", "reference", reason)
-            return
-        for backend in backends:
-            choice = Choice(self.name, "scan", inputs.form, backend, reason)
-            best, *others = self._by_form(call, choice)
-            walks = (backend, best.form) == ("triton", "state")
-            if walks and "torch" in backends and triton_backend.prefers_levels(call):
-                why = f"{reason}; shallow: level by level is faster"
-                yield best._replace(backend="torch", reason=why, alternatives=(best,))
-            if others:
-                best = best._replace(reason=f"{reason}; {WHY_FORM[best.form]}")
-            yield best._replace(alternatives=tuple(others))
-
-    def _by_form(self, call: Call[Inputs, States], choice: Choice) -> list[Choice]:
-        """The choice in each form that it may have, the fastest first."""
-        inputs, structure, forms = call.inputs, call.structure, [choice.form]
-        if choice.form == "auto":
-            forms = ["state"]
-            if choice.backend != "torch" and structure.are_paths:
-                forms += ["chunk"]
-            if choice.backend == "numba" and self.name == "grid_scan":
-                forms += ["mask"]
-        found = [choice._replace(form=form) for form in forms]
-        if choice.backend == "numba":  # costs have been measured for numba only
-            of = (structure, inputs.query, inputs.value)
-            found = [x._replace(cost=cost_of(x.form, *of)) for x in found]
-            found.sort(key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
-        elif choice.backend == "triton" and triton_backend.prefers_chunks(call):
-            found.reverse()
-        return found
+    def choices(self, call: Call[Inputs, States]) -> list[Choice]:
+        return choices(call, self.usable(call.inputs), self.reason(call.inputs))
 
 
 _dag_scan, _stm_scan, _grid_scan, _grid_dag_scan = map(

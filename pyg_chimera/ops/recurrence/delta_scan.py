@@ -23,11 +23,11 @@ from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.common.examples import Draw, Example, mixes, rounded
 from pyg_chimera.ops.common.operator import Operator
+from pyg_chimera.ops.recurrence.choose import choices
 from pyg_chimera.ops.recurrence.cpu import delta as numba_backend
 from pyg_chimera.ops.recurrence.dense import delta as reference
 from pyg_chimera.ops.recurrence.gpu import delta as triton_backend
 from pyg_chimera.ops.recurrence.plain import delta as torch_backend
-from pyg_chimera.ops.recurrence.plan.delta_forms import cost_of
 from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph, delta_graph
 from pyg_chimera.ops.structure.topological import find_cycle
 
@@ -79,31 +79,8 @@ class _DeltaScan(Operator[Inputs, DeltaGraph]):
         if structure.cyclic_edges.size:
             _check_contraction(inputs.edge_weight, structure)
 
-    def choices(self, call: Call[Inputs, DeltaGraph]) -> Iterator[Choice]:
-        inputs, graph = call.inputs, call.structure
-        backends, reason = self.usable(inputs), self.reason(inputs)
-        if triton_backend.prefers_levels(graph):
-            backends.sort(key="triton".__eq__)
-        forms = [inputs.form]
-        if inputs.form == "auto" and graph.on_cycle.any():
-            forms, reason = ["mask"], f"{reason}; cycles need matrices"
-        elif inputs.form == "auto":
-            chunks = ["chunk"] if triton_backend.prefers_chunks(graph) else []
-            forms = [*chunks, "state"]
-        found = [
-            (form, backend)
-            for backend in backends
-            for form in forms
-            if form in self.backends[backend].FORMS
-        ] or [(forms[0], backends[0])]
-        if forms == ["mask"]:  # others take more memory
-            found = found[:1]
-        for form, backend in found:
-            cost = None
-            if backend == "numba" and form in numba_backend.FORMS:
-                cost = cost_of(form, graph, inputs.query, inputs.value)
-            solver = "dense" if form == "mask" else "scan"
-            yield Choice(self.name, solver, form, backend, reason, cost)
+    def choices(self, call: Call[Inputs, DeltaGraph]) -> list[Choice]:
+        return choices(call, self.usable(call.inputs), self.reason(call.inputs))
 
 
 def _check_beta(beta: Tensor) -> None:

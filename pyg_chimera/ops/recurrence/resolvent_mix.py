@@ -1,11 +1,8 @@
 """Mixing by the resolvent of a graph's adjacency."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import NamedTuple
 
-import numpy as np
 from torch import Tensor
 
 from pyg_chimera.ops.common.cache import Recipe
@@ -18,31 +15,19 @@ from pyg_chimera.ops.common.checks import (
     check_rank,
     trusted,
 )
-from pyg_chimera.ops.common.dispatch import (
-    WHY_FORM,
-    Call,
-    Choice,
-    UnsuitableSolver,
-)
+from pyg_chimera.ops.common.coefficients import ON_GPUS
+from pyg_chimera.ops.common.dispatch import Call, Choice
 from pyg_chimera.ops.common.examples import mixes
 from pyg_chimera.ops.common.operator import Operator
-from pyg_chimera.ops.common.triton_runtime import SHORT_PATH
-from pyg_chimera.ops.recurrence.costs.resolvent import cost_of, prefers_dense
+from pyg_chimera.ops.recurrence.choose import choices
 from pyg_chimera.ops.recurrence.cpu import resolvent as numba_backend
-from pyg_chimera.ops.recurrence.cpu.sweep_polynomial import (
-    FLOATS,
-    SweepPolynomial,
-    polynomial_of,
-    precision_of,
-)
+from pyg_chimera.ops.recurrence.cpu.sweep_polynomial import FLOATS
 from pyg_chimera.ops.recurrence.dense import resolvent as reference
 from pyg_chimera.ops.recurrence.gpu import resolvent as triton_backend
 from pyg_chimera.ops.recurrence.plain import resolvent as torch_backend
 from pyg_chimera.ops.recurrence.plan.conditioning import is_ill_conditioned, sums
-from pyg_chimera.ops.recurrence.plan.paths import path_scans
 from pyg_chimera.ops.structure.symbolic_factor import (
     Blocks,
-    SymbolicFactor,
     graph_blocks,
     many,
     symbolic_factor,
@@ -55,25 +40,8 @@ _FORMS_OF = {
     "iterative": ("auto", "state"),
     "neumann": ("auto", "state", "mask"),
 }
-#: The backends that have each solver; those of the device are tried in this order.
-_BACKENDS = {
-    "sparse": ("numba", "triton"),
-    "dense": ("triton", "torch"),
-    "iterative": ("numba",),
-    "neumann": ("numba", "torch"),
-}
-
-#: Bytes of resolvents that the mask form may hold if the form is not prescribed.
-_MAX_MASK_BYTES = 1 << 30
-#: An iteration is considered only if all other solvers take at least so many seconds.
-_WORTH_WHILE = 0.02
 #: Batches of fewer nodes are always factored, even if their factors fill up.
 _MAX_SMALL = 4096
-#: On a GPU, factors of more entries are given up: a front of as many rows as Triton's
-#: kernels take has as many.
-_MOST_ON_GPUS = 1 << 27
-#: An optimistic guess of how many sweeps an iteration takes.
-_FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), np.zeros((0, 4, 0)), 10, 1.0)
 
 
 class Inputs(NamedTuple):
@@ -127,124 +95,7 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         check_finite("edge_weight", inputs.edge_weight, lambda e: f"edge {e}")
 
     def choices(self, call: Call[Inputs, Blocks]) -> list[Choice]:
-        inputs, usable = call.inputs, self.usable(call.inputs)
-        if usable == ["reference"]:
-            solver = "neumann" if inputs.solver == "neumann" else "dense"
-            reason = self.reason(inputs)
-            return [Choice(self.name, solver, "mask", "reference", reason)]
-        found = list(self._candidates(call, usable))
-        if usable[0] == "numba":
-            found += self._iteration(call, found)
-            # A backend that was not requested is only a last resort.
-            found.sort(key=lambda x: (x.backend not in usable, x.cost.seconds))  # type: ignore[union-attr]
-        if inputs.value.device.type != "cpu":
-            found = [choice._replace(cost=None) for choice in found]
-        return [
-            choice._replace(alternatives=(*found[:i], *found[i + 1 :]))
-            for i, choice in enumerate(found)
-        ]
-
-    def _candidates(
-        self, call: Call[Inputs, Blocks], usable: list[str]
-    ) -> Iterator[Choice]:
-        """The better form for each solver and backend, preferred ones first."""
-        reason, auto = self.reason(call.inputs), call.inputs.solver == "auto"
-        solvers, why = _solvers(call, usable) if auto else ([call.inputs.solver], "")
-        for solver in solvers:
-            backends = [x for x in usable if x in _BACKENDS[solver]] or usable
-            if auto and solver == "dense" and backends == ["numba"]:
-                backends = ["torch"]  # as a last resort
-            for backend in backends:
-                yield self._better_form(call, solver, backend, reason + why)
-
-    def _iteration(
-        self, call: Call[Inputs, Blocks], others: list[Choice]
-    ) -> list[Choice]:
-        """The iteration, if it might take less than half the time of the others."""
-        if call.inputs.solver != "auto" or call.inputs.form not in ("auto", "state"):
-            return []
-        least = min(choice.cost.seconds for choice in others if choice.cost)
-        reason = self.reason(call.inputs)
-        choice = self._better_form(call, "iterative", "numba", reason)
-        if least < _WORTH_WHILE or choice.cost.seconds > least / 2:  # type: ignore[union-attr]
-            return []
-        most = least / 2 / choice.cost.seconds * _FEW_SWEEPS.sweeps  # type: ignore[union-attr]
-        try:
-            sweeps = polynomial_of(call, most).sweeps
-        except UnsuitableSolver:
-            return []
-        choice = self._better_form(call, "iterative", "numba", reason)
-        return [choice._replace(reason=f"{reason}; about {sweeps} sweeps are enough")]
-
-    def _better_form(
-        self, call: Call[Inputs, Blocks], solver: str, backend: str, reason: str
-    ) -> Choice:
-        inputs = call.inputs
-        query, _, value = inputs[:3]
-        sizes = (query.size(1), value.size(1), query.size(2), value.size(2))
-        sweeps, dtype = inputs.num_terms or 0, value.dtype
-        if solver == "iterative":
-            polynomial = call.get("polynomial", _FEW_SWEEPS)
-            asked, factored = solver == inputs.solver, call.structure
-            if backend == "numba" and (
-                asked or not isinstance(factored, SymbolicFactor)
-            ):
-                with suppress(UnsuitableSolver):  # it will be used anyway
-                    polynomial = polynomial_of(call)
-                    reason += f"; about {polynomial.sweeps} sweeps are enough"
-            sweeps = polynomial.sweeps
-            dtype, _ = precision_of(value.dtype, polynomial.gap)
-
-        def choice(form: str) -> Choice:
-            found = Choice(self.name, solver, form, backend, reason)
-            computed = np.dtype(str(dtype).removeprefix("torch."))
-            return found._replace(
-                cost=cost_of(found, call.structure, sizes, computed, sweeps)
-            )
-
-        form = inputs.form
-        if solver == "dense":
-            form = "mask"
-        elif form == "auto" and solver != "sparse":
-            form = "state" if solver == "iterative" or backend == "numba" else "mask"
-        elif form == "auto" and backend != "numba":
-            # Only the chunk form takes weights that are not diagonally dominant.
-            may_cut = path_scans(call.structure) is not None
-            cut = may_cut and not triton_backend.is_dominant(call)
-            form = "chunk" if cut or _is_long(call.structure) else "state"
-        if form != "auto":
-            return choice(form)
-        mask, state = choice("mask"), choice("state")
-        fits = mask.cost.memory <= _MAX_MASK_BYTES  # type: ignore[union-attr]
-        found = [mask, state] if fits else [state]
-        if path_scans(call.structure) is not None:
-            found.insert(0, choice("chunk"))
-        best = min(found, key=lambda x: x.cost.seconds)  # type: ignore[union-attr]
-        why = WHY_FORM[best.form]
-        if not fits and best is state:
-            why = "resolvents would not fit in memory"
-        return best._replace(reason=f"{reason}; {why}")
-
-
-def _solvers(call: Call[Inputs, Blocks], usable: list[str]) -> tuple[list[str], str]:
-    """The solvers that `auto` tries, preferred ones first, and why."""
-    form, structure, on_gpu = call.inputs.form, call.structure, usable[0] == "triton"
-    if form == "chunk" or (form == "state" and usable == ["torch"]):
-        return ["sparse"], ""
-    if usable == ["torch"]:
-        return ["dense"], ""
-    if not isinstance(structure, SymbolicFactor):
-        iterates = not on_gpu and form != "mask"
-        return ["iterative"] * iterates + ["dense"], "; factors would fill up"
-    if on_gpu and form == "mask":
-        return ["dense"], ""
-    if usable == ["triton"] and form == "state":
-        return ["sparse"], ""
-    is_auto = on_gpu and form == "auto" and not _is_long(structure)
-    if is_auto and prefers_dense(structure):
-        why = "; blocks small or factors full enough for dense matrices"
-        return ["dense", "sparse"], why
-    return ["sparse", "dense"], ""
+        return choices(call, self.usable(call.inputs), self.reason(call.inputs))
 
 
 def _most_entries(inputs: Inputs) -> int:
@@ -252,14 +103,8 @@ def _most_entries(inputs: Inputs) -> int:
     if inputs.solver == "sparse":
         return sys.maxsize
     if inputs.value.device.type != "cpu":
-        return _MOST_ON_GPUS
+        return int(ON_GPUS["elimination: entries"])
     return many(inputs.edge_index.size(1)) if _may_iterate(inputs) else sys.maxsize
-
-
-def _is_long(structure: Blocks) -> bool:
-    """Whether all components of a graph are paths, and one of them is not short."""
-    scans = path_scans(structure)
-    return scans is not None and bool((np.diff(scans.ptr) > SHORT_PATH).any())
 
 
 def _may_iterate(inputs: Inputs) -> bool:

@@ -9,8 +9,8 @@ from operators import OPERATORS, example, grids_of, make_case, structure
 
 from pyg_chimera.ops import dag_scan, explain, resolvent_mix
 from pyg_chimera.ops.common import operator, triton_runtime
+from pyg_chimera.ops.common.coefficients import ON_GPUS
 from pyg_chimera.ops.recurrence import resolvent_mix as resolvent_op
-from pyg_chimera.ops.recurrence.costs import resolvent as cost_model
 
 SEQUENCES = ("selective_scan", "causal_conv1d")
 #: There and back, and a loop.
@@ -109,7 +109,7 @@ def test_precision_set_by_the_new_name():
 def without_numba(monkeypatch):
     """`auto` chooses as it does on a GPU, of what runs there."""
     monkeypatch.setattr(triton_runtime, "_problem", lambda device: None)
-    monkeypatch.setattr(cost_model, "_MAX_DENSE", 64)
+    monkeypatch.setitem(ON_GPUS, "dense: nodes", 64)
     for name in ("dag_scan", "resolvent_mix", *SEQUENCES):
         declared = operator.OPERATORS[name]
         backends = dict(declared.backends)

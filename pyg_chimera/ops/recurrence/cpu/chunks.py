@@ -161,18 +161,11 @@ def _in_pieces(x: Operands, pieces: int) -> Operands:
     )
 
 
-def chunk_cost(sizes: np.ndarray, num_keys: int, channels: int) -> np.ndarray:
-    """Nanoseconds per head, forward and backward, for paths of the given sizes."""
-    width = np.minimum(sizes, _CHUNK) + _ROWS
-    inside = width * (2.0 * num_keys + 1.5 * channels)
-    between = 8.0 * num_keys * channels * (sizes > _CHUNK)
-    return sizes * (0.02 * (inside + between) + width) + 100.0
-
-
 def _costs(paths: PathStates, x: Operands, share: int) -> np.ndarray:
     """The cost of each task of the forward pass, in nanoseconds (approximately)."""
-    costs = 0.3 * chunk_cost(np.diff(paths.ptr), x.query.shape[2], x.value.shape[2])
-    costs = np.diff(np.append(0.0, np.cumsum(costs))[paths.block])
+    (_, _, N), (_, _, P) = x.query.shape, x.value.shape
+    each = 24.0 + N + 0.7 * P + 0.05 * N * P
+    costs = each * np.diff(paths.ptr[paths.block])
     return np.repeat(share * costs, x.value.shape[1] // share)
 
 

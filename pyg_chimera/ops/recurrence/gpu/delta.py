@@ -8,7 +8,6 @@ from pyg_chimera.ops.common import triton_runtime
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
 from pyg_chimera.ops.recurrence.plan.delta_forms import why_not_form
-from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph
 
 __all__ = [
     "DEVICES",
@@ -16,8 +15,6 @@ __all__ = [
     "FORMS",
     "backward",
     "forward",
-    "prefers_chunks",
-    "prefers_levels",
     "why_not",
 ]
 
@@ -25,9 +22,6 @@ FORMS = ("state", "chunk")
 
 #: The most key channels in each form, as a slice of a state has all of them.
 _MOST_KEYS = {"state": 128, "chunk": 64}
-#: Nodes of a component up to which the state form is preferred, whatever the depth, and
-#: nodes per level from which on levels are: on an H200, 4 us a node, or 500 us a level.
-_FEW_NODES, _WIDE = 1024, 120
 
 
 def why_not(call: Call) -> str | None:
@@ -44,21 +38,6 @@ def why_not(call: Call) -> str | None:
             f"channels, got {keys}; use form='state' with backend='torch'"
         )
     return reason
-
-
-def prefers_levels(graph: DeltaGraph) -> bool:
-    """Whether a component is large and far from a path, so that the levels of the torch
-    backend take fewer steps than its nodes one by one.
-    """
-    largest = int(graph.sizes.max(initial=0))
-    return largest > max(_FEW_NODES, _WIDE * graph.depth)
-
-
-def prefers_chunks(graph: DeltaGraph) -> bool:
-    """Whether all components are paths, and some so long that chunks take fewer steps
-    than states.
-    """
-    return graph.are_paths and graph.depth > triton_runtime.SHORT_PATH
 
 
 def _module(call: Call) -> ModuleType:

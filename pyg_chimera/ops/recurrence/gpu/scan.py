@@ -8,7 +8,6 @@ and value of the node that writes it, the key times the source.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,8 +16,6 @@ from pyg_chimera.ops.common.autograd import by_autograd
 from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.triton_runtime import DEVICES, DEVICES_IF_ASKED
-from pyg_chimera.ops.recurrence.plain import scan as torch_backend
-from pyg_chimera.ops.recurrence.plain.levels import depth_of
 from pyg_chimera.ops.recurrence.plan.direct_term import direct_term
 from pyg_chimera.ops.recurrence.plan.states import NOT_PATHS, StateGraph
 
@@ -31,17 +28,8 @@ __all__ = [
     "DEVICES_IF_ASKED",
     "backward",
     "forward",
-    "prefers_chunks",
-    "prefers_levels",
     "why_not",
 ]
-
-#: Seconds on an H200, forward and backward, of which costs are made: of a position of a
-#: walk; of a level in plain PyTorch, and of an entry of its states; of short paths in
-#: chunks.
-_POSITION, _LEVEL, _ENTRY, _CHUNKS = 5e-6, 8e-5, 5e-11, 1e-4
-#: Programs that run at a time: four on each of its multiprocessors.
-_AT_ONCE = 132 * 4
 
 # ------------------------------------------------------------------------ the backend
 
@@ -58,34 +46,6 @@ def why_not(call: Call) -> str | None:
     if reason is None and most >= 1 << 31:
         reason = "backend='triton' counts states and edges in 32 bits; use 'torch'"
     return reason
-
-
-def prefers_chunks(call: Call) -> bool:
-    """Whether there are paths, and chunks of them are faster than a walk."""
-    return call.structure.are_paths and _walk_seconds(call) > _CHUNKS
-
-
-def prefers_levels(call: Call) -> bool:
-    """Whether the state form is faster in plain PyTorch, which computes level by level,
-    than by a walk.
-    """
-    walk = _walk_seconds(call)
-    if walk < 5 * _LEVEL:
-        return False
-    graph, value = call.structure.graph, call.inputs.value
-    keys = call.inputs.query.size(2)
-    slices = -(-keys // torch_backend.lanes_at_once(call))
-    entries = len(graph.state) * value.size(1) * value.size(2) * keys
-    return depth_of(graph) * slices * _LEVEL + entries * _ENTRY < walk
-
-
-def _walk_seconds(call: Call) -> float:
-    """Forward and backward: the longest walk, and how many run at once, count."""
-    graph, value = call.structure.graph, call.inputs.value
-    longest = int(np.diff(graph.component_ptr).max(initial=0))
-    slices = -(-call.inputs.query.size(2) // 64) * -(-value.size(2) // 32)
-    all_walks = slices * value.size(1) * len(graph.state)
-    return _POSITION * max(longest, all_walks / _AT_ONCE)
 
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -1,4 +1,4 @@
-"""The forms of the delta rule: what they cost on a CPU, and where they are refused."""
+"""The forms of the delta rule, and where they are refused."""
 
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.dispatch import Call, Cost
+from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.memory import left_if_short, too_large
 from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph
 
@@ -16,36 +16,11 @@ from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph
 _MATRICES = 13
 
 
-def cost_of(form: str, graph: DeltaGraph, query: Tensor, value: Tensor) -> Cost:
-    """The cost of a form on this CPU, forward and backward, with the numba backend.
-
-    The constants are in nanoseconds on one core (AMD Zen 4).
-
-    Args:
-        form: ``"state"`` or ``"mask"``.
-        graph: The graphs.
-        query: [V, groups, state channels].
-        value: [V, heads, value channels].
-    """
-    (V, groups, N), (_, heads, P) = query.shape, value.shape
-    n, bytes_ = graph.sizes.astype(float), value.element_size()
-    largest = float(n.max(initial=0))
-    threads = max(1, min(torch.get_num_threads(), heads * len(n)))
-    if form == "mask":
-        eliminated = 0.67 * n * graph.is_cyclic
-        work = n**2 * (eliminated + 8 * N * groups / heads + 6 * P)
-        operations = float(work.sum())
-        others = float((4 * n**2 + 1200 * n + 8e3).sum())
-        memory = 8 * (threads * largest * (6 * largest + 5 * N + 4 * P) + heads * V * P)
-    else:
-        numbers = float((V + len(graph.row)) * N * P)
-        operations = 7 * numbers
-        # States that do not fit in the cache are read from memory again.
-        streamed = bytes_ * largest * N * P > 1 << 23
-        others = (0.06 + 0.08 * streamed) * bytes_ * numbers + 200.0 * V
-        memory = bytes_ * threads * largest * (N + 3) * P
-    seconds = 1e-9 * heads * (0.05 * operations + others) / threads
-    return Cost(heads * operations, seconds, memory)
+def bytes_of_matrices(graph: DeltaGraph, inputs: Any, threads: int) -> float:
+    """What the numba backend holds at a time in form ``"mask"``."""
+    (V, heads, P), N = inputs.value.shape, inputs.query.size(2)
+    n = float(graph.sizes.max(initial=0))
+    return 8 * (threads * n * (6 * n + 5 * N + 4 * P) + heads * V * P)
 
 
 def by_form(
@@ -93,9 +68,11 @@ def why_not_form(call: Call, forms: tuple[str, ...]) -> str | None:
 
 def _why_not_matrices(call: Call) -> str | None:
     """Why matrices do not fit into memory; None if they do."""
-    graph, query, value = call.structure, call.inputs.query, call.inputs.value
+    graph, value = call.structure, call.inputs.value
     if call.choice.backend == "numba":
-        needed = cost_of("mask", graph, query, value).memory
+        tasks = value.size(1) * len(graph.sizes)
+        threads = max(1, min(torch.get_num_threads(), tasks))
+        needed = bytes_of_matrices(graph, call.inputs, threads)
     else:
         bytes_ = np.where(graph.is_cyclic, 8, value.element_size())
         squares = bytes_ * graph.sizes.astype(float) ** 2

@@ -1,1 +1,0 @@
-"""What algorithms cost on a CPU: multiply-adds, seconds and bytes."""
