@@ -39,7 +39,7 @@ class _Rows(NamedTuple):
 
 def _rows(graph: StateGraph, device: torch.device) -> _Rows:
     edge = np.full(len(graph.state), -1)
-    edge[np.diff(graph.parent_ptr) > 0] = graph.edge
+    edge[np.diff(graph.parents.ptr) > 0] = graph.parents.entry
     moved = (torch.from_numpy(x.astype(np.int32)) for x in (graph.state, edge))
     return _Rows(*(x.to(device) for x in moved))
 
