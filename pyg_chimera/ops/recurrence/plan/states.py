@@ -16,7 +16,7 @@ from pyg_chimera.ops.structure.csr import Rows, grouped, inverse, sorted_rows, t
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.grid import WAYS, Grids
 from pyg_chimera.ops.structure.line_graph import check_line_edges
-from pyg_chimera.ops.structure.symbolic_factor import blocks_of
+from pyg_chimera.ops.structure.symbolic_factor import block_of
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
 #: The error message for form 'chunk' on other graphs.
@@ -184,7 +184,7 @@ def node_states(
 ) -> StateGraph:
     """A state for each node of a DAG."""
     check_edge_index(edge_index, num_nodes)
-    _, _, block = blocks_of(edge_index, batch, num_nodes)
+    block = block_of(edge_index, batch, num_nodes)
     by_rank = None
     if rank is not None:
         check_rank(rank, num_nodes)
@@ -205,7 +205,7 @@ def edge_states(
     check_edge_index(edge_index, num_nodes)
     check_line_edges(line_edge_index, edge_index.size(1))
     _check_line_graph(edge_index, line_edge_index)
-    _, _, block = blocks_of(edge_index, batch, num_nodes)
+    block = block_of(edge_index, batch, num_nodes)
     J = num_components
     writer, reader = (np.repeat(x, J) for x in to_numpy(edge_index))
     component = np.arange(J)
