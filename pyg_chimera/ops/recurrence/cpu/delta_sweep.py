@@ -35,6 +35,7 @@ from pyg_chimera.ops.common.vector_kit import (
     inner_product,
     inner_product_of_rows,
 )
+from pyg_chimera.ops.recurrence.cpu.sweep import edge_pointers
 from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph
 from pyg_chimera.ops.recurrence.plan.delta_tensors import Operands
 
@@ -111,7 +112,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 @jit
-def _gather(target, states, ring, size, start, i, edges, weight, h):
+def _gather(target, states, ring, size, start, i, edges, weights, heads):
     """Sets a state to the weighted sum of those of its parents (or children), in a ring
     buffer.
     """
@@ -120,7 +121,7 @@ def _gather(target, states, ring, size, start, i, edges, weight, h):
         clear(target, size)
     for x in range(begin, end):
         row = states + (edges.col[x] - start) % ring * size
-        w = splat(weight[edges.entry[x], h])
+        w = splat(weights[edges.entry[x] * heads])
         if x > begin:
             for at in range(0, size, lanes(target)):
                 store(target + at, fma(w, load(row + at), load(target + at)))
@@ -167,15 +168,17 @@ def _forward_blocks(first, last, stop, scratch, graph, x, out):
     num_keys, width, error = x.key.shape[2], _width(x.value), pointer(scratch)
     size = num_keys * width
     read, states = error + width, error + 2 * width
+    order, parents = graph.state, edge_pointers(graph.parents)
     for task in range(first, last):
         block, h = task // heads, task % heads
+        weights = pointer(x.weight) + h
         for c in range(graph.block[block], graph.block[block + 1]):
             start, ring = graph.ptr[c], graph.bandwidth[c] + 1
             for i in range(start, graph.ptr[c + 1]):
                 if stopped(stop):
                     return
-                u, state = graph.state[i], states + (i - start) % ring * size
-                _gather(state, states, ring, size, start, i, graph.parents, x.weight, h)
+                u, state = order[i], states + (i - start) % ring * size
+                _gather(state, states, ring, size, start, i, parents, weights, heads)
                 node = _node(x, u, h, state, error, read)
                 _overwrite(node, x.beta[u, h], num_keys, P, width)
                 y = pointer(out) + (u * heads + h) * P
@@ -205,25 +208,27 @@ def _backward(stop, states, graph, c, h, x, grad, d):
     to_key = to_query + (num_keys + step) * step
     sums = _Sums(to_query, to_key)
     adjoints = to_key + (num_keys + step) * step
+    order, weights = graph.state, pointer(x.weight) + h
+    parents, children = edge_pointers(graph.parents), edge_pointers(graph.children)
     for i in range(start, end):
         if stopped(stop):
             return
-        u, n = graph.state[i], i - start
+        u, n = order[i], i - start
         state = states + n * size
-        _gather(state, states, number, size, start, i, graph.parents, x.weight, h)
+        _gather(state, states, number, size, start, i, parents, weights, heads)
         # What is read is not needed here, and overwritten by dy.
         node = _node(x, u, h, state, errors + n * width, dy)
         _overwrite(node, x.beta[u, h], num_keys, P, width)
     for i in range(end - 1, start - 1, -1):
         if stopped(stop):
             return
-        u, n = graph.state[i], i - start
+        u, n = order[i], i - start
         node = _node(x, u, h, states + n * size, errors + n * width, dy)
         row = (u * heads + h) * P
         for p in range(0, width, step):
             store(dy + p, load_part(pointer(grad) + (row + p), P - p))
         strength, adjoint = x.beta[u, h], adjoints + n % ring * size
-        _gather(adjoint, adjoints, ring, size, start, i, graph.children, x.weight, h)
+        _gather(adjoint, adjoints, ring, size, start, i, children, weights, heads)
         _read_back(node, adjoint, dy, d_error, sums, strength, num_keys, width)
         d.beta[u, h] = inner_product(d_error, node.error, width)
         for p in range(0, width, step):
@@ -237,9 +242,9 @@ def _backward(stop, states, graph, c, h, x, grad, d):
             of_query, of_key = row_totals(to_query + at), row_totals(to_key + at)
             store_part(pointer(d.query) + (row + a), of_query, left)
             store_part(pointer(d.key) + (row + a), of_key, left)
-        for e in range(graph.parents.ptr[i], graph.parents.ptr[i + 1]):
-            before = states + (graph.parents.col[e] - start) * size
-            edge = graph.parents.entry[e]
+        for e in range(parents.ptr[i], parents.ptr[i + 1]):
+            before = states + (parents.col[e] - start) * size
+            edge = parents.entry[e]
             d.weight[edge, h] = inner_product(adjoint, before, size)
 
 

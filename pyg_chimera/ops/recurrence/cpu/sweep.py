@@ -262,7 +262,7 @@ def _segment(n, ring, size, room):
 
 
 @inlined
-def _pointers(edges):
+def edge_pointers(edges):
     """The same edges, as pointers."""
     return Rows(pointer(edges.ptr), pointer(edges.col), pointer(edges.entry))
 
@@ -367,7 +367,7 @@ def _sweep(ring, slot, begin, end, plan, x, tile, out):
     at = h * w
     values = pointer(x.value) + at
     order, writer, reader = plan.state, plan.writer, plan.reader
-    parents, source, mark = _pointers(plan.parents), x.source, x.mark
+    parents, source, mark = edge_pointers(plan.parents), x.source, x.mark
     for i in range(begin, end):
         state = order[i]
         u, z = writer[state], reader[state]
@@ -420,7 +420,7 @@ def _sweep_back(plan, x, grad, d, tile, memory):
     at = h * num_keys + tile.a
     d_keys, d_queries = pointer(d.key) + at, pointer(d.query) + at
     order, writer, reader = plan.state, plan.writer, plan.reader
-    parents, children = _pointers(plan.parents), _pointers(plan.children)
+    parents, children = edge_pointers(plan.parents), edge_pointers(plan.children)
     segments = (tile.num_states + kept - 1) // kept
     for segment in range(segments - 1):
         begin = tile.start + segment * kept
