@@ -43,6 +43,11 @@ class Chains(NamedTuple):
         edges = torch.from_numpy(edge).to(device)
         return cls(*tables, edges, rings_of, int(ring_ptr[-1]))  # type: ignore[call-arg, arg-type]
 
+    @property
+    def layout(self) -> "Chains":
+        """The tables alone: what kernels read, and are not compiled for."""
+        return self._replace(rings=0)
+
 
 @triton.jit
 def bounds(PTR, i):
