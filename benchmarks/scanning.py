@@ -379,9 +379,9 @@ def all_grids(num_nodes: int, orientations: int, height: int, width: int) -> Gri
     count = num_nodes // (height * width)
     chosen = tuple(range(orientations))
     graph = StatesOfGrids((height, width) * count, chosen, on_nodes=False).graph
-    into = np.repeat(graph.state, np.diff(graph.parent_ptr))
-    edges = np.empty((2, len(graph.edge)), np.int64)
-    edges[:, graph.edge] = graph.state[graph.parent], into
+    parents, state = graph.parents, graph.state
+    edges = np.empty((2, len(parents.col)), np.int64)
+    edges[:, parents.entry] = state[parents.col], state[parents.row]
     assert graph.gates is not None
     writer, reader, edge_index, *gates = map(
         torch.from_numpy, (graph.writer, graph.reader, edges, *graph.gates)

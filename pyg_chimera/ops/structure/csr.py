@@ -11,12 +11,16 @@ from pyg_chimera.ops.common.compilation import compiled
 
 
 class Rows(NamedTuple):
-    """Matrix entries sorted by row, then column."""
+    """The entries of a sparse matrix by row, then column."""
 
-    ptr: np.ndarray  #: first entry of each row
-    row: np.ndarray
-    col: np.ndarray
+    ptr: np.ndarray  #: first entry of each row, and their number
+    col: np.ndarray  #: the column of each entry
     entry: np.ndarray  #: the index of each entry before sorting
+
+    @property
+    def row(self) -> np.ndarray:
+        """The row of each entry."""
+        return np.repeat(np.arange(len(self.ptr) - 1), np.diff(self.ptr))
 
 
 def to_numpy(indices: Tensor) -> np.ndarray:
@@ -55,7 +59,7 @@ def sorted_rows(row: np.ndarray, col: np.ndarray, num_rows: int) -> Rows:
     entry = np.lexsort((col, row))
     ptr = np.zeros(num_rows + 1, np.int64)
     np.cumsum(np.bincount(row, minlength=num_rows), out=ptr[1:])
-    return Rows(ptr, row[entry], col[entry], entry)
+    return Rows(ptr, col[entry], entry)
 
 
 @compiled()

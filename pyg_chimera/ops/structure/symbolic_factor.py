@@ -40,8 +40,6 @@ class Blocks:
 
     ptr: np.ndarray  #: [T + 1], first position of each block
     node: np.ndarray  #: [V], node at each position
-    local: np.ndarray  #: [V], index of that node among the nodes of its block
-    order: np.ndarray  #: [V], nodes block by block, in node order within a block
     edge_ptr: np.ndarray  #: [T + 1], first of each block's edges in ...
     edge: np.ndarray  #: [E], ... the edges, block by block
     edge_row: np.ndarray  #: [E], position of the target of ``edge[x]``
@@ -156,11 +154,11 @@ def symbolic_factor(
     else:
         check_rank(rank, num_nodes)
         by_rank = to_numpy(rank)
-    blocks = _blocks(edge_index, batch, by_rank, num_nodes)
+    blocks = ranked_blocks(edge_index, batch, by_rank, num_nodes)
     if rank is not None:  # make subtrees of the elimination tree contiguous
         position = inverse(blocks.node)
         later = postorder(*adjacency(position[row], position[col], num_nodes))
-        blocks = _blocks(edge_index, batch, later[position], num_nodes)
+        blocks = ranked_blocks(edge_index, batch, later[position], num_nodes)
 
     edge_row, edge_col = blocks.edge_row, blocks.edge_col
     indptr, indices = adjacency(edge_row, edge_col, num_nodes)
@@ -187,24 +185,21 @@ def symbolic_factor(
 def graph_blocks(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Blocks:
     """The graphs of a batch, with nodes in their order; see :func:`symbolic_factor`."""
     check_edge_index(edge_index, num_nodes)
-    return _blocks(edge_index, batch, np.arange(num_nodes), num_nodes)
+    return ranked_blocks(edge_index, batch, np.arange(num_nodes), num_nodes)
 
 
-def _blocks(
+def ranked_blocks(
     edge_index: Tensor, batch: Tensor | None, by_rank: np.ndarray, num_nodes: int
 ) -> Blocks:
     """The graphs of a batch, each with its nodes ordered by rank."""
     col, row = to_numpy(edge_index)
-    order, ptr, block = blocks_of(edge_index, batch, num_nodes)
-    node = order[np.lexsort((by_rank[order], block[order]))]
-    position, place = inverse(node), np.empty_like(node)
-    place[order] = np.arange(num_nodes) - np.repeat(ptr[:-1], np.diff(ptr))
-    edge, edge_ptr = grouped(block[row], len(ptr) - 1)
+    block = block_of(edge_index, batch, num_nodes)
+    node, sizes = np.lexsort((by_rank, block)), np.bincount(block)
+    edge, edge_ptr = grouped(block[row], len(sizes))
+    position = inverse(node)
     return Blocks(
-        ptr=ptr,
+        ptr=np.append(0, np.cumsum(sizes)),
         node=node,
-        local=place[node],
-        order=order,
         edge_ptr=edge_ptr,
         edge=edge,
         edge_row=position[row[edge]],
@@ -212,24 +207,19 @@ def _blocks(
     )
 
 
-def blocks_of(
-    edge_index: Tensor, batch: Tensor | None, num_nodes: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Nodes by block [V], the bounds of the blocks [T + 1], each node's block [V].
+def block_of(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> np.ndarray:
+    """The block of each node, [V].
 
     Blocks are the graphs of the batch that have nodes, or connected components. Nothing
     is ever computed across blocks, so NaN cannot spread from one to another.
     """
     if batch is None:
-        block = to_numpy(connected_components(edge_index.cpu(), num_nodes))
-    else:
-        check_batch(batch, num_nodes)
-        graph = to_numpy(batch)
-        col, row = to_numpy(edge_index)
-        check_within_graphs(col, row, graph)
-        block = np.unique(graph, return_inverse=True)[1]
-    order, ptr = grouped(block, int(block.max(initial=-1)) + 1)
-    return order, ptr, block
+        return to_numpy(connected_components(edge_index.cpu(), num_nodes))
+    check_batch(batch, num_nodes)
+    graph = to_numpy(batch)
+    col, row = to_numpy(edge_index)
+    check_within_graphs(col, row, graph)
+    return np.unique(graph, return_inverse=True)[1]
 
 
 @compiled()

@@ -40,7 +40,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
         tasks.costs(graph, 0.2),
         0,
         x.value.dtype,
-        *(_Graph.of(graph), tasks, x, *arrays(out)),
+        *(graph.arrays(by_edge=True), tasks, x, *arrays(out)),
     )
     return out, ()
 
@@ -55,7 +55,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         tasks.costs(graph, 0.6),
         0,
         x.value.dtype,
-        *(_Graph.of(graph), tasks, x, _Operands.of(*grads)),
+        *(graph.arrays(by_edge=True), tasks, x, _Operands.of(*grads)),
     )
     return tuple(y for y in grads if y is not None)
 
@@ -73,23 +73,6 @@ class _Operands(NamedTuple):
     def of(cls, *tensors: Tensor | None) -> "_Operands":
         found: list[Any] = [None if x is None else arrays(x)[0] for x in tensors]
         return cls(*found)
-
-
-class _Graph(NamedTuple):
-    """The arrays of a `StateGraph` that kernels read."""
-
-    ptr: np.ndarray
-    state: np.ndarray
-    parent_ptr: np.ndarray
-    parent: np.ndarray
-    edge: np.ndarray
-    child_ptr: np.ndarray
-    child: np.ndarray
-    child_entry: np.ndarray
-
-    @classmethod
-    def of(cls, graph: StateGraph) -> "_Graph":
-        return cls(*(getattr(graph, name) for name in cls._fields))
 
 
 class _Tasks(NamedTuple):
@@ -135,14 +118,16 @@ def _put(target, at, x, n):
 def _forward_tasks(first, last, stop, scratch, graph, tasks, x, out):
     channels, y = x.value.shape[1], pointer(out)
     w, d, step = _rows(x.weight), _rows(x.decay), lanes(y)
-    state, parent, edge = graph.state, graph.parent, graph.edge
+    state, (ptr, parent, edge) = graph.state, graph.parents
     for task in range(first, last):
         block, at = task // tasks.num_slices, task % tasks.num_slices * tasks.width
         end = min(at + tasks.width, channels)
-        for p in range(graph.ptr[block], graph.ptr[block + 1]):
+        for p in range(
+            graph.ptr[graph.block[block]], graph.ptr[graph.block[block + 1]]
+        ):
             if stopped(stop):
                 return
-            i, begin, behind = state[p], graph.parent_ptr[p], graph.parent_ptr[p + 1]
+            i, begin, behind = state[p], ptr[p], ptr[p + 1]
             for c in range(at, end, step):
                 n, s = end - c, zeros(y)
                 for e in range(begin, behind):
@@ -158,21 +143,22 @@ def _backward_tasks(first, last, stop, scratch, graph, tasks, x, grads):
     channels, h, dx = x.value.shape[1], pointer(x.states), pointer(grads.value)
     w, d, step = _rows(x.weight), _rows(x.decay), lanes(h)
     dw, dd = _rows(grads.weight), _rows(grads.decay)
-    state, parent, edge = graph.state, graph.parent, graph.edge
+    state, (ptr, parent, edge) = graph.state, graph.parents
+    child_ptr, child, child_edge = graph.children
     for task in range(first, last):
         block, at = task // tasks.num_slices, task % tasks.num_slices * tasks.width
-        end = min(at + tasks.width, channels)
-        for p in range(graph.ptr[block + 1] - 1, graph.ptr[block] - 1, -1):
+        end, before = min(at + tasks.width, channels), graph.ptr[graph.block[block]] - 1
+        for p in range(graph.ptr[graph.block[block + 1]] - 1, before, -1):
             if stopped(stop):
                 return
-            i, begin, behind = state[p], graph.parent_ptr[p], graph.parent_ptr[p + 1]
+            i, begin, behind = state[p], ptr[p], ptr[p + 1]
             for c in range(at, end, step):
                 n, here = end - c, i * channels + c
                 g = load_part(pointer(x.grad) + here, n)
-                for e in range(graph.child_ptr[p], graph.child_ptr[p + 1]):
-                    to = state[graph.child[e]] * channels + c
+                for e in range(child_ptr[p], child_ptr[p + 1]):
+                    to = state[child[e]] * channels + c
                     back = _times(d, to, load_part(dx + to, n), n)
-                    at_edge = edge[graph.child_entry[e]] * channels + c
+                    at_edge = child_edge[e] * channels + c
                     g = g + _times(w, at_edge, back, n)
                 store_part(dx + here, g, n)
                 back, arrived = _times(d, here, g, n), zeros(h)

@@ -35,26 +35,9 @@ from pyg_chimera.ops.common.vector_kit import (
     inner_product,
     inner_product_of_rows,
 )
+from pyg_chimera.ops.recurrence.cpu.sweep import edge_pointers
 from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph
 from pyg_chimera.ops.recurrence.plan.delta_tensors import Operands
-
-
-class _Edges(NamedTuple):
-    """The edges by the positions of one of their ends."""
-
-    ptr: np.ndarray  #: [V + 1], first of the edges of each position in ...
-    other: np.ndarray  #: [E], ... the positions of their other ends ...
-    edge: np.ndarray  #: [E], ... and their indices
-
-
-class _Order(NamedTuple):
-    """Nodes block by block, in topological order."""
-
-    ptr: np.ndarray  #: [T + 1], first position of each block
-    node: np.ndarray  #: [V], the node at each position
-    parents: _Edges
-    children: _Edges
-    held: np.ndarray  #: [T], one more than the most positions that an edge spans
 
 
 class _Node(NamedTuple):
@@ -75,17 +58,6 @@ class _Sums(NamedTuple):
     to_key: Any
 
 
-def _order(graph: DeltaGraph) -> _Order:
-    """The order of a DAG, cached in its tables."""
-    if _Order not in graph.tables:
-        x = graph.states
-        parents = _Edges(x.parent_ptr, x.parent, x.edge)
-        children = _Edges(x.child_ptr, x.child, x.edge[x.child_entry])
-        held = x.block_bandwidth + 1
-        graph.tables[_Order] = _Order(x.ptr, x.state, parents, children, held)
-    return graph.tables[_Order]
-
-
 @jit
 def _width(value):
     """The length of a row of a state, in whole vectors."""
@@ -101,14 +73,14 @@ def _costs(graph: DeltaGraph, key: np.ndarray, value: np.ndarray) -> np.ndarray:
 
 def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; states are recomputed for gradients."""
-    order, x = _order(call.structure), Operands(*arrays(*call.inputs[:5]))
-    out, held = np.empty_like(x.value), int(order.held.max(initial=1))
+    graph, x = call.structure.states.arrays(True), Operands(*arrays(*call.inputs[:5]))
+    out, held = np.empty_like(x.value), int(graph.bandwidth.max(initial=0)) + 1
     run(
         _forward_blocks,
         _costs(call.structure, x.key, x.value),
         (held * x.key.shape[2] + 2) * _width(x.value),
         x.value.dtype,
-        *(order, x, out),
+        *(graph, x, out),
     )
     return torch.from_numpy(out), ()
 
@@ -118,20 +90,21 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
     With the adjoint Z of a state, the adjoint of S' is Z - b k (Z^T k)^T.
     """
-    graph, order = call.structure, _order(call.structure)
+    graph = call.structure.states.arrays(True)
     x = Operands(*arrays(*call.inputs[:5]))
     (V, heads, _), (groups, N), width = x.value.shape, x.key.shape[1:], _width(x.value)
     # The heads of a group write separate parts, which are summed below.
     dq, dk = (np.empty((V, heads, N), x.value.dtype) for _ in range(2))
     d = Operands(dq, dk, *map(np.empty_like, x[2:]))
-    largest, held = (int(y.max(initial=1)) for y in (graph.sizes, order.held))
+    held = int(graph.bandwidth.max(initial=0)) + 1
+    largest = int(np.diff(graph.ptr).max(initial=1))
     vector, _ = vector_lanes(x.value.dtype)
     run(
         _backward_blocks,
-        3 * _costs(graph, x.key, x.value),
+        3 * _costs(call.structure, x.key, x.value),
         ((largest + held) * N + largest + 2) * width + 2 * (N + vector) * vector,
         x.value.dtype,
-        *(order, x, *arrays(grad), d, largest),
+        *(graph, x, *arrays(grad), d),
     )
     shape = (V, groups, heads // groups, N)
     sums = (summed(y.reshape(shape), (2,)) for y in (dq, dk))
@@ -139,7 +112,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 @jit
-def _gather(target, states, ring, size, start, i, edges, weight, h):
+def _gather(target, states, ring, size, start, i, edges, weights, heads):
     """Sets a state to the weighted sum of those of its parents (or children), in a ring
     buffer.
     """
@@ -147,8 +120,8 @@ def _gather(target, states, ring, size, start, i, edges, weight, h):
     if begin == end:
         clear(target, size)
     for x in range(begin, end):
-        row = states + (edges.other[x] - start) % ring * size
-        w = splat(weight[edges.edge[x], h])
+        row = states + (edges.col[x] - start) % ring * size
+        w = splat(weights[edges.entry[x] * heads])
         if x > begin:
             for at in range(0, size, lanes(target)):
                 store(target + at, fma(w, load(row + at), load(target + at)))
@@ -190,81 +163,89 @@ def _overwrite(node, strength, num_keys, P, width):
 
 
 @jit
-def _forward_blocks(first, last, stop, scratch, order, x, out):
+def _forward_blocks(first, last, stop, scratch, graph, x, out):
     _, heads, P = x.value.shape
     num_keys, width, error = x.key.shape[2], _width(x.value), pointer(scratch)
     size = num_keys * width
     read, states = error + width, error + 2 * width
+    order, parents = graph.state, edge_pointers(graph.parents)
     for task in range(first, last):
         block, h = task // heads, task % heads
-        start, ring = order.ptr[block], order.held[block]
-        for i in range(start, order.ptr[block + 1]):
-            if stopped(stop):
-                return
-            u, state = order.node[i], states + (i - start) % ring * size
-            _gather(state, states, ring, size, start, i, order.parents, x.weight, h)
-            node = _node(x, u, h, state, error, read)
-            _overwrite(node, x.beta[u, h], num_keys, P, width)
-            y = pointer(out) + (u * heads + h) * P
-            for p in range(0, P, lanes(y)):
-                store_part(y + p, load(read + p), P - p)
+        weights = pointer(x.weight) + h
+        for c in range(graph.block[block], graph.block[block + 1]):
+            start, ring = graph.ptr[c], graph.bandwidth[c] + 1
+            for i in range(start, graph.ptr[c + 1]):
+                if stopped(stop):
+                    return
+                u, state = order[i], states + (i - start) % ring * size
+                _gather(state, states, ring, size, start, i, parents, weights, heads)
+                node = _node(x, u, h, state, error, read)
+                _overwrite(node, x.beta[u, h], num_keys, P, width)
+                y = pointer(out) + (u * heads + h) * P
+                for p in range(0, P, lanes(y)):
+                    store_part(y + p, load(read + p), P - p)
 
 
 @jit
-def _backward_blocks(first, last, stop, scratch, order, x, grad, d, largest):
+def _backward_blocks(first, last, stop, scratch, graph, x, grad, d):
+    heads = x.value.shape[1]
+    for task in range(first, last):
+        block, h = task // heads, task % heads
+        for c in range(graph.block[block], graph.block[block + 1]):
+            _backward(stop, pointer(scratch), graph, c, h, x, grad, d)
+
+
+@jit
+def _backward(stop, states, graph, c, h, x, grad, d):
+    """The gradients of a component; its states are first in memory."""
     (_, heads, P), num_keys = x.value.shape, x.key.shape[2]
-    # For all nodes of a block: S and errors; the rest is for one node.
-    states = pointer(scratch)
-    step, width = lanes(states), _width(x.value)
+    start, end, ring = graph.ptr[c], graph.ptr[c + 1], graph.bandwidth[c] + 1
+    step, width, number = lanes(states), _width(x.value), end - start
     size = num_keys * width
-    errors = states + largest * size
-    dy = errors + largest * width
+    errors = states + number * size
+    dy = errors + number * width
     d_error, to_query = dy + width, dy + 2 * width
     to_key = to_query + (num_keys + step) * step
     sums = _Sums(to_query, to_key)
     adjoints = to_key + (num_keys + step) * step
-    for task in range(first, last):
-        block, h = task // heads, task % heads
-        start, end = order.ptr[block], order.ptr[block + 1]
-        ring = order.held[block]
-        for i in range(start, end):
-            if stopped(stop):
-                return
-            u, n = order.node[i], i - start
-            state = states + n * size
-            _gather(state, states, largest, size, start, i, order.parents, x.weight, h)
-            # What is read is not needed here, and overwritten by dy.
-            node = _node(x, u, h, state, errors + n * width, dy)
-            _overwrite(node, x.beta[u, h], num_keys, P, width)
-        for i in range(end - 1, start - 1, -1):
-            if stopped(stop):
-                return
-            u, n = order.node[i], i - start
-            node = _node(x, u, h, states + n * size, errors + n * width, dy)
-            row = (u * heads + h) * P
-            for p in range(0, width, step):
-                store(dy + p, load_part(pointer(grad) + (row + p), P - p))
-            strength, adjoint = x.beta[u, h], adjoints + n % ring * size
-            _gather(
-                adjoint, adjoints, ring, size, start, i, order.children, x.weight, h
-            )
-            _read_back(node, adjoint, dy, d_error, sums, strength, num_keys, width)
-            d.beta[u, h] = inner_product(d_error, node.error, width)
-            for p in range(0, width, step):
-                by_key = splat(strength) * load(d_error + p)
-                store(d_error + p, by_key)
-                store_part(pointer(d.value) + (row + p), by_key, P - p)
-            _correct_adjoint(node, adjoint, d_error, sums, strength, num_keys, width)
-            row = (u * heads + h) * num_keys
-            for a in range(0, num_keys, step):
-                left, at = num_keys - a, a * step
-                of_query, of_key = row_totals(to_query + at), row_totals(to_key + at)
-                store_part(pointer(d.query) + (row + a), of_query, left)
-                store_part(pointer(d.key) + (row + a), of_key, left)
-            for e in range(order.parents.ptr[i], order.parents.ptr[i + 1]):
-                before = states + (order.parents.other[e] - start) * size
-                edge = order.parents.edge[e]
-                d.weight[edge, h] = inner_product(adjoint, before, size)
+    order, weights = graph.state, pointer(x.weight) + h
+    parents, children = edge_pointers(graph.parents), edge_pointers(graph.children)
+    for i in range(start, end):
+        if stopped(stop):
+            return
+        u, n = order[i], i - start
+        state = states + n * size
+        _gather(state, states, number, size, start, i, parents, weights, heads)
+        # What is read is not needed here, and overwritten by dy.
+        node = _node(x, u, h, state, errors + n * width, dy)
+        _overwrite(node, x.beta[u, h], num_keys, P, width)
+    for i in range(end - 1, start - 1, -1):
+        if stopped(stop):
+            return
+        u, n = order[i], i - start
+        node = _node(x, u, h, states + n * size, errors + n * width, dy)
+        row = (u * heads + h) * P
+        for p in range(0, width, step):
+            store(dy + p, load_part(pointer(grad) + (row + p), P - p))
+        strength, adjoint = x.beta[u, h], adjoints + n % ring * size
+        _gather(adjoint, adjoints, ring, size, start, i, children, weights, heads)
+        _read_back(node, adjoint, dy, d_error, sums, strength, num_keys, width)
+        d.beta[u, h] = inner_product(d_error, node.error, width)
+        for p in range(0, width, step):
+            by_key = splat(strength) * load(d_error + p)
+            store(d_error + p, by_key)
+            store_part(pointer(d.value) + (row + p), by_key, P - p)
+        _correct_adjoint(node, adjoint, d_error, sums, strength, num_keys, width)
+        row = (u * heads + h) * num_keys
+        for a in range(0, num_keys, step):
+            left, at = num_keys - a, a * step
+            of_query, of_key = row_totals(to_query + at), row_totals(to_key + at)
+            store_part(pointer(d.query) + (row + a), of_query, left)
+            store_part(pointer(d.key) + (row + a), of_key, left)
+        for e in range(parents.ptr[i], parents.ptr[i + 1]):
+            before = states + (parents.col[e] - start) * size
+            edge = parents.entry[e]
+            d.weight[edge, h] = inner_product(adjoint, before, size)
 
 
 @jit

@@ -38,7 +38,7 @@ from pyg_chimera.ops.recurrence.cpu.state_tiles import (
     task_of,
     tile_of,
 )
-from pyg_chimera.ops.structure.csr import sorted_rows
+from pyg_chimera.ops.structure.csr import Rows, sorted_rows
 from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 #: Bytes of the states that a task gathers from: a typical L2 cache. Two vectors a node
@@ -46,16 +46,10 @@ from pyg_chimera.ops.structure.symbolic_factor import Blocks
 _TILE_BYTES = 1 << 20
 
 
-class Products(NamedTuple):
-    """A by rows, or by columns."""
-
-    ptr: np.ndarray  #: [V + 1], first entry of each position
-    other: np.ndarray  #: [E], position of the other end, within the block
-    edge: np.ndarray  #: [E], index of the edge
-
-
-def products(blocks: Blocks) -> tuple[Products, Products]:
-    """A and its transpose, cached in the tables of the blocks."""
+def products(blocks: Blocks) -> tuple[Rows, Rows]:
+    """A and its transpose, cached in the tables of the blocks. Columns are positions
+    within the block, entries are indices of edges.
+    """
     if "products" not in blocks.tables:
         row, col, edge = blocks.edge_row, blocks.edge_col, blocks.edge
         start = np.repeat(blocks.ptr[:-1], blocks.sizes)
@@ -63,7 +57,7 @@ def products(blocks: Blocks) -> tuple[Products, Products]:
         for own, other in ((row, col), (col, row)):
             rows = sorted_rows(own, other, blocks.num_nodes)
             local = (rows.col - start[rows.row]).astype(np.int32)
-            made.append(Products(rows.ptr, local, edge[rows.entry]))
+            made.append(Rows(rows.ptr, local, edge[rows.entry]))
         blocks.tables["products"] = tuple(made)
     return blocks.tables["products"]
 
@@ -95,8 +89,8 @@ class System(NamedTuple):
 class _Matrix(NamedTuple):
     """A, or its transpose, by rows."""
 
-    ptr: np.ndarray  #: [V + 1], as `Products`
-    other: np.ndarray  #: [E], as `Products`
+    ptr: np.ndarray  #: [V + 1], as in `products`
+    other: np.ndarray  #: [E], as in `products`
     weight: np.ndarray  #: [heads, E], in the order of these
 
 
@@ -112,9 +106,9 @@ class _Plan(NamedTuple):
     tolerance: float
 
     @classmethod
-    def of(cls, blocks: Blocks, system: System, *by_rows: Products) -> "_Plan":
+    def of(cls, blocks: Blocks, system: System, *by_rows: Rows) -> "_Plan":
         matrices = (
-            _Matrix(x.ptr, x.other, np.ascontiguousarray(system.weight[x.edge].T))
+            _Matrix(x.ptr, x.col, np.ascontiguousarray(system.weight[x.entry].T))
             for x in by_rows
         )
         return cls(blocks.ptr, blocks.node, tuple(matrices), *system[1:])
@@ -170,7 +164,7 @@ def backward(
         x.value.dtype,
         *(_Plan.of(blocks, system, rows, columns), x, d, (along, left), tiles),
     )
-    dq, dk, dv, dw = d.summed(x.query.shape[1], rows.edge)
+    dq, dk, dv, dw = d.summed(x.query.shape[1], rows.entry)
     if system.modes.any():
         dw = dw + _along_modes(blocks, system.modes, along.sum(0))
     return (dq, dk, dv, dw), float(left.max(initial=0))

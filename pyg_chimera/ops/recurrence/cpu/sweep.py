@@ -65,6 +65,7 @@ from pyg_chimera.ops.recurrence.cpu.grid_sweep import (
     sweep,
 )
 from pyg_chimera.ops.recurrence.plan.states import NOT_PATHS, GridStates, StateGraph
+from pyg_chimera.ops.structure.csr import Rows
 
 DEVICES = ("cpu",)
 
@@ -112,7 +113,7 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
         graph, x = call.structure.graph, _operands(call)
         *found, by_entry = gradients(*_scan_of(call, x), x, dy)
         dw = np.empty(by_entry.shape[::-1], by_entry.dtype)
-        _to_edges(dw, by_entry, graph.edge)
+        _to_edges(dw, by_entry, graph.parents.entry)
         grads = graph.gradients(call.inputs, *map(torch.from_numpy, (*found, dw)))
     if direct is None or call.choice.form == "mask":  # which includes these gates
         return grads
@@ -145,8 +146,8 @@ def _operands(call: Call) -> Operands:
     graph: StateGraph = call.structure.graph
     query, key, value = arrays(*call.inputs[:3])
     source, mark, transition = arrays(*graph.gates_of(call.inputs))
-    weight = np.empty((value.shape[1], graph.edge.shape[0]), value.dtype)
-    _to_entries(weight, transition, graph.edge)
+    weight = np.empty(transition.shape[::-1], value.dtype)
+    _to_entries(weight, transition, graph.parents.entry)
     return Operands(weight, source, mark, query, key, value)
 
 
@@ -173,40 +174,6 @@ def _to_edges(transition, weight, edge):
 
 
 # ------------------------------------------------------------------------ state form
-
-
-class _Edges(NamedTuple):
-    """The edges into each position, or out of it."""
-
-    ptr: np.ndarray  #: [S + 1], first of the edges of each position, ...
-    other: np.ndarray  #: [L], ... the positions of their other ends, ...
-    entry: np.ndarray  #: [L], ... and their entries in `weight`
-
-
-class _Plan(NamedTuple):
-    """The arrays of a graph of states."""
-
-    block: np.ndarray  #: [T + 1], first component of each block
-    ptr: np.ndarray  #: [C + 1], first position of each component
-    bandwidth: np.ndarray  #: [C], the most positions that an edge leads back
-    state: np.ndarray  #: [S], state at each position
-    writer: np.ndarray  #: [S], the node that writes each state
-    reader: np.ndarray  #: [S], the node that reads each state
-    parents: _Edges
-    children: _Edges
-
-    @classmethod
-    def of(cls, graph: StateGraph) -> "_Plan":
-        """Those of a graph, cached in its tables."""
-        if cls not in graph.tables:
-            entries = np.arange(len(graph.parent))
-            graph.tables[cls] = cls(
-                *(graph.block_component, graph.component_ptr, graph.bandwidth),
-                *(graph.state, graph.writer, graph.reader),
-                _Edges(graph.parent_ptr, graph.parent, entries),
-                _Edges(graph.child_ptr, graph.child, graph.child_entry),
-            )
-        return graph.tables[cls]
 
 
 class _Tile(NamedTuple):
@@ -239,7 +206,7 @@ def _state_scan(
     <Z_i, C_j>. C is recomputed.
     """
     (_, heads, channels), num_keys = x.value.shape, x.query.shape[2]
-    plan, room = _Plan.of(graph), _TILE_BYTES // x.value.itemsize
+    plan, room = graph.arrays(by_edge=False), _TILE_BYTES // x.value.itemsize
     vector, _ = vector_lanes(x.value.dtype)
     width = max(1, -(-channels // vector)) * vector
     scratch = 2 * (num_keys + vector) * vector
@@ -295,9 +262,9 @@ def _segment(n, ring, size, room):
 
 
 @inlined
-def _pointers(edges):
+def edge_pointers(edges):
     """The same edges, as pointers."""
-    return _Edges(pointer(edges.ptr), pointer(edges.other), pointer(edges.entry))
+    return Rows(pointer(edges.ptr), pointer(edges.col), pointer(edges.entry))
 
 
 @inlined
@@ -327,10 +294,10 @@ def _gather_inputs(ring, slot, i, edges, weights):
     states, size, x, stop = ring.states, ring.size, edges.ptr[i], edges.ptr[i + 1]
     s0, s1, w0, w1 = ring.length, ring.length, zeros(states), zeros(states)
     if x < stop:
-        s0, w0 = _slot(slot, edges.other[x] - i, ring), splat(weights[edges.entry[x]])
+        s0, w0 = _slot(slot, edges.col[x] - i, ring), splat(weights[edges.entry[x]])
     if x + 1 < stop:
         x += 1
-        s1, w1 = _slot(slot, edges.other[x] - i, ring), splat(weights[edges.entry[x]])
+        s1, w1 = _slot(slot, edges.col[x] - i, ring), splat(weights[edges.entry[x]])
     if x + 1 < stop:
         _sum_inputs(ring, slot, i, edges, weights)
         s1, w1 = slot, splat(ring.one)
@@ -343,7 +310,7 @@ def _sum_inputs(ring, slot, i, edges, weights):
     target = ring.states + slot * ring.size
     clear(target, ring.size)
     for x in range(edges.ptr[i] + 1, edges.ptr[i + 1]):
-        row = ring.states + _slot(slot, edges.other[x] - i, ring) * ring.size
+        row = ring.states + _slot(slot, edges.col[x] - i, ring) * ring.size
         _accumulate(target, splat(weights[edges.entry[x]]), row, ring.size)
 
 
@@ -400,7 +367,7 @@ def _sweep(ring, slot, begin, end, plan, x, tile, out):
     at = h * w
     values = pointer(x.value) + at
     order, writer, reader = plan.state, plan.writer, plan.reader
-    parents, source, mark = _pointers(plan.parents), x.source, x.mark
+    parents, source, mark = edge_pointers(plan.parents), x.source, x.mark
     for i in range(begin, end):
         state = order[i]
         u, z = writer[state], reader[state]
@@ -453,7 +420,7 @@ def _sweep_back(plan, x, grad, d, tile, memory):
     at = h * num_keys + tile.a
     d_keys, d_queries = pointer(d.key) + at, pointer(d.query) + at
     order, writer, reader = plan.state, plan.writer, plan.reader
-    parents, children = _pointers(plan.parents), _pointers(plan.children)
+    parents, children = edge_pointers(plan.parents), edge_pointers(plan.children)
     segments = (tile.num_states + kept - 1) // kept
     for segment in range(segments - 1):
         begin = tile.start + segment * kept
@@ -500,5 +467,5 @@ def _sweep_back(plan, x, grad, d, tile, memory):
                 d_keys + u * of_grads, x.source[state, h], of_k, k, m
             )
             for e in range(parents.ptr[i], parents.ptr[i + 1]):
-                other = of_segment + (parents.other[e] - begin) * size
+                other = of_segment + (parents.col[e] - begin) * size
                 d.weight[h, e] += inner_product(adjoint, other, size)

@@ -25,7 +25,7 @@ def _mix(call: Call) -> Tensor:
     query, key, value, edge_weight, edge_index = call.inputs[:5]
     num_terms, sizes = call.inputs.num_terms, call.structure.sizes
     blocks = np.empty(value.size(0), np.int64)
-    blocks[call.structure.order] = np.repeat(np.arange(len(sizes)), sizes)
+    blocks[call.structure.node] = np.repeat(np.arange(len(sizes)), sizes)
     batch = torch.from_numpy(blocks).to(value.device)
     num_heads = value.size(1)
     query, key = (x.repeat_interleave(num_heads // x.size(1), 1) for x in (query, key))

@@ -48,7 +48,8 @@ def _gating(
     """G between the nodes of a block, for one head."""
     first, last = graph.ptr[block : block + 2]
     states = slice(first, last)
-    entries = slice(graph.parent_ptr[first], graph.parent_ptr[last])
+    ptr, parent, edge = graph.parents
+    entries = slice(ptr[first], ptr[last])
     nodes, num_states = graph.nodes, int(last - first)
     num_nodes = int(nodes.ptr[block + 1] - nodes.ptr[block])
 
@@ -57,10 +58,10 @@ def _gating(
 
     row = torch.arange(num_states, device=source.device)
     state = index(graph.state[states])
-    head = row.repeat_interleave(index(graph.parent_ptr[first : last + 1]).diff())
-    tail = index(graph.parent[entries] - first)
+    head = row.repeat_interleave(index(ptr[first : last + 1]).diff())
+    tail = index(parent[entries] - first)
     A = source.new_zeros(num_states, num_states)
-    weight = transition[index(graph.edge[entries])]
+    weight = transition[index(edge[entries])]
     A = A.index_put((head, tail), weight, accumulate=True)
     S = source.new_zeros(num_states, num_nodes)
     S = S.index_put((row, index(nodes.writer[states])), source[state])

@@ -46,6 +46,16 @@ def compose(a, x, b, y):
     return tl.where(cut, b, a * b), tl.where(cut, y, b * x + y)
 
 
+@triton.jit
+def state_of(STATE, span, n, d, CHANNELS: tl.constexpr, STATES: tl.constexpr):
+    """State n of STATE [spans, STATES, CHANNELS]; zero if there is no such span."""
+    spans = tl.num_programs(0)
+    at = tl.where(d < CHANNELS, span.to(tl.int64), spans)  # masks must be blocks
+    there = (at >= 0) & (at < spans)
+    at = (at * STATES + n) * CHANNELS + d
+    return tl.load(STATE + at, mask=there, other=0.0)[None, :]
+
+
 @triton.jit(do_not_specialize=["num_spans"])
 def _carry(
     DECAY, X, num_spans, size, REPEATS: tl.constexpr, REVERSE: tl.constexpr,

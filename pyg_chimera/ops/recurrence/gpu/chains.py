@@ -30,20 +30,23 @@ class Chains(NamedTuple):
     @classmethod
     def of(cls, graph: StateGraph, device: torch.device) -> "Chains":
         """The tables of a graph."""
-        row = graph.row
-        is_far = row - graph.parent > 1
+        row, (parent_ptr, parent, edge) = graph.parents.row, graph.parents
+        is_far = row - parent > 1
         far_parent, far_child = np.zeros((2, len(graph.state)))
-        far_parent[row[is_far]], far_child[graph.parent[is_far]] = 1, 1
-        arrays = (
-            graph.component_ptr, graph.state, graph.parent_ptr, graph.parent,
-            graph.child_ptr, graph.child, graph.child_entry, far_parent, far_child,
-        )  # fmt: skip
+        far_parent[row[is_far]], far_child[parent[is_far]] = 1, 1
+        first = (graph.component_ptr, graph.state, parent_ptr, parent)
+        arrays = (*first, *graph.children, far_parent, far_child)
         ring_ptr = np.append(0, np.cumsum(np.maximum(graph.bandwidth, 1)))
         *tables, rings_of = (
             torch.from_numpy(x.astype(np.int32)).to(device) for x in (*arrays, ring_ptr)
         )
-        edge = torch.from_numpy(graph.edge).to(device)
-        return cls(*tables, edge, rings_of, int(ring_ptr[-1]))  # type: ignore[call-arg, arg-type]
+        edges = torch.from_numpy(edge).to(device)
+        return cls(*tables, edges, rings_of, int(ring_ptr[-1]))  # type: ignore[call-arg, arg-type]
+
+    @property
+    def layout(self) -> "Chains":
+        """The tables alone: what kernels read, and are not compiled for."""
+        return self._replace(rings=0)
 
 
 @triton.jit

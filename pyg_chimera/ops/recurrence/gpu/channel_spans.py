@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.triton_runtime import on_device_of
-from pyg_chimera.ops.recurrence.gpu.carry import carry, compose
+from pyg_chimera.ops.recurrence.gpu.carry import carry, compose, state_of
 from pyg_chimera.ops.recurrence.plan.states import StateGraph
 
 #: Rows of a span, and channels of a program.
@@ -39,9 +39,26 @@ class _Rows(NamedTuple):
 
 def _rows(graph: StateGraph, device: torch.device) -> _Rows:
     edge = np.full(len(graph.state), -1)
-    edge[np.diff(graph.parent_ptr) > 0] = graph.edge
+    edge[np.diff(graph.parents.ptr) > 0] = graph.parents.entry
     moved = (torch.from_numpy(x.astype(np.int32)) for x in (graph.state, edge))
     return _Rows(*(x.to(device) for x in moved))
+
+
+class _Sizes(NamedTuple):
+    """What kernels are compiled for."""
+
+    channels: int
+    rows: int
+    width: int
+    weighted: bool  #: whether there are weights of edges
+    decayed: bool  #: whether there are decays of nodes
+
+
+class _Steps(NamedTuple):
+    """Weights and decays, or unused substitutes."""
+
+    weight: Tensor  #: [E, C]
+    decay: Tensor  #: [V, C]
 
 
 def scan(
@@ -51,13 +68,12 @@ def scan(
     out = torch.empty_like(value, memory_format=torch.contiguous_format)
     if out.numel() > 0:
         rows, value = table(_rows, graph, value.device), value.contiguous()
-        steps, kinds = _steps_of(value, weight, decay)
-        state = _carried(value, steps, rows, kinds)
+        steps, sizes = _steps_of(value, weight, decay)
+        tables = (steps, rows, _carried(value, steps, rows, sizes))
         with on_device_of(value):
             _states[_programs(value)](
-                value, *steps, *rows, state, out, *value.shape, _ROWS, _WIDTH, *kinds,
-                **_OPTIONS,
-            )  # fmt: skip
+                value, *tables, out, len(value), sizes, **_OPTIONS
+            )
     return out
 
 
@@ -74,41 +90,35 @@ def gradients(
     grads = [None if x is None else x.new_empty(x.shape) for x in given]
     if grad.numel() > 0:
         rows = table(_rows, graph, value.device)
-        steps, kinds = _steps_of(grad, weight, decay)
-        adjoint = _carried(grad, steps, rows, kinds, reverse=True)
-        outs = (grad if x is None else x for x in grads)  # `grad` is never written
+        steps, sizes = _steps_of(grad, weight, decay)
+        tables = (steps, rows, _carried(grad, steps, rows, sizes, reverse=True))
+        outs = tuple(grad if x is None else x for x in grads)  # `grad` is never written
         with on_device_of(grad):
             _gradients[_programs(grad)](
-                grad, state, *steps, *rows, adjoint, *outs, *grad.shape, _ROWS, _WIDTH,
-                *kinds, **_OPTIONS,
-            )  # fmt: skip
+                grad, state, *tables, outs, len(grad), sizes, **_OPTIONS
+            )
     return tuple(grads)
 
 
 def _steps_of(
     x: Tensor, weight: Tensor | None, decay: Tensor | None
-) -> tuple[tuple[Tensor, Tensor], tuple[bool, bool]]:
-    """Weights and decays, or unused substitutes, and which of them are given."""
+) -> tuple[_Steps, _Sizes]:
     given = (weight, decay)
-    steps = [x if y is None else y.contiguous() for y in given]
-    return tuple(steps), tuple(y is not None for y in given)  # type: ignore[return-value]
+    steps = _Steps(*(x if y is None else y.contiguous() for y in given))
+    are_given = (y is not None for y in given)
+    return steps, _Sizes(x.size(1), _ROWS, _WIDTH, *are_given)
 
 
 def _carried(
-    x: Tensor,
-    steps: tuple[Tensor, Tensor],
-    rows: _Rows,
-    kinds: tuple[bool, bool],
-    reverse: bool = False,
+    x: Tensor, steps: _Steps, rows: _Rows, sizes: _Sizes, reverse: bool = False
 ) -> Tensor:
     """The states after each span, or the adjoints before each, [spans, C]."""
     end = x.new_empty(_programs(x)[0], x.size(1))
     factor = torch.empty_like(end)
     with on_device_of(x):
         _span_ends[_programs(x)](
-            x, *steps, *rows, factor, end, *x.shape, _ROWS, _WIDTH, *kinds, reverse,
-            **_OPTIONS,
-        )  # fmt: skip
+            x, steps, rows, factor, end, len(x), sizes, reverse, **_OPTIONS
+        )
     return carry(factor, end, reverse)
 
 
@@ -120,10 +130,10 @@ def _programs(x: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def _span(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _span(sizes: tl.constexpr):
     """A program's rows and channels."""
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    return t, tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    t = tl.program_id(0) * sizes.rows + tl.arange(0, sizes.rows)
+    return t, tl.program_id(1) * sizes.width + tl.arange(0, sizes.width)
 
 
 @triton.jit
@@ -134,32 +144,20 @@ def _at(row, c, there, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def _factors(
-    WEIGHT, DECAY, NODE, EDGE, t, there, c, CHANNELS: tl.constexpr,
-    WEIGHTED: tl.constexpr, DECAYED: tl.constexpr,
-):  # fmt: skip
+def _factors(steps, rows, t, there, c, sizes: tl.constexpr):
     """Weights and decays, zero at the start of paths, and whether an edge enters."""
-    node = tl.load(NODE + t, mask=there, other=0)
-    edge = tl.load(EDGE + t, mask=there, other=-1)
+    node = tl.load(rows.node + t, mask=there, other=0)
+    edge = tl.load(rows.edge + t, mask=there, other=-1)
     w = tl.where((edge >= 0)[:, None] & (c >= 0)[None, :], 1.0, 0.0)
-    w = w.to(WEIGHT.dtype.element_ty)
+    w = w.to(steps.weight.dtype.element_ty)
     d = w
-    if WEIGHTED:
-        at, mask = _at(edge, c, edge >= 0, CHANNELS)
-        w = tl.load(WEIGHT + at, mask=mask, other=0.0)
-    if DECAYED:
-        at, mask = _at(node, c, edge >= 0, CHANNELS)
-        d = tl.load(DECAY + at, mask=mask, other=0.0)
+    if sizes.weighted:
+        at, mask = _at(edge, c, edge >= 0, sizes.channels)
+        w = tl.load(steps.weight + at, mask=mask, other=0.0)
+    if sizes.decayed:
+        at, mask = _at(node, c, edge >= 0, sizes.channels)
+        d = tl.load(steps.decay + at, mask=mask, other=0.0)
     return w, d, edge >= 0
-
-
-@triton.jit
-def _state(STATE, span, c, CHANNELS: tl.constexpr):
-    """A row of STATE [spans, CHANNELS]; zero if there is no such span."""
-    spans = tl.num_programs(0)
-    span = tl.where(c < CHANNELS, span.to(tl.int64), spans)  # masks must be blocks
-    there = (span >= 0) & (span < spans)
-    return tl.load(STATE + span * CHANNELS + c, mask=there, other=0.0)[None, :]
 
 
 # ------------------------------------------------------------------------- the kernels
@@ -167,79 +165,63 @@ def _state(STATE, span, c, CHANNELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _span_ends(
-    X, WEIGHT, DECAY, NODE, EDGE, FACTOR, END, num_rows, CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
-    DECAYED: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    X, steps, rows, FACTOR, END, num_rows, sizes: tl.constexpr, REVERSE: tl.constexpr
+):
     """The state after a span that starts from zero, or its adjoint, and its decay."""
-    t, c = _span(ROWS, WIDTH)
-    there, o, ahead = t < num_rows, tl.arange(0, ROWS), t
+    CHANNELS: tl.constexpr = sizes.channels
+    t, c = _span(sizes)
+    there, o, ahead = t < num_rows, tl.arange(0, sizes.rows), t
     if REVERSE:
         ahead = t + 1
-    w, d, _ = _factors(
-        WEIGHT, DECAY, NODE, EDGE, ahead, ahead < num_rows, c, CHANNELS, WEIGHTED,
-        DECAYED,
-    )  # fmt: skip
-    at, mask = _at(tl.load(NODE + t, mask=there, other=0), c, there, CHANNELS)
+    w, d, _ = _factors(steps, rows, ahead, ahead < num_rows, c, sizes)
+    at, mask = _at(tl.load(rows.node + t, mask=there, other=0), c, there, CHANNELS)
     x = tl.load(X + at, mask=mask, other=0.0)
     a, x = tl.associative_scan((w * d, x), 0, compose, reverse=REVERSE)
-    outer = (o == (0 if REVERSE else ROWS - 1))[:, None]
+    outer = (o == (0 if REVERSE else sizes.rows - 1))[:, None]
     at = tl.program_id(0).to(tl.int64) * CHANNELS + c
     tl.store(FACTOR + at, tl.sum(tl.where(outer, a, 0.0), 0), mask=c < CHANNELS)
     tl.store(END + at, tl.sum(tl.where(outer, x, 0.0), 0), mask=c < CHANNELS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _states(
-    X, WEIGHT, DECAY, NODE, EDGE, STATE, OUT, num_rows, CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHTED: tl.constexpr,
-    DECAYED: tl.constexpr,
-):  # fmt: skip
+def _states(X, steps, rows, STATE, OUT, num_rows, sizes: tl.constexpr):
     """The states of a span."""
-    t, c = _span(ROWS, WIDTH)
-    there, first = t < num_rows, (tl.arange(0, ROWS) == 0)[:, None]
-    w, d, _ = _factors(
-        WEIGHT, DECAY, NODE, EDGE, t, there, c, CHANNELS, WEIGHTED, DECAYED
-    )
+    CHANNELS: tl.constexpr = sizes.channels
+    t, c = _span(sizes)
+    there, first = t < num_rows, (tl.arange(0, sizes.rows) == 0)[:, None]
+    w, d, _ = _factors(steps, rows, t, there, c, sizes)
     a = w * d
-    at, mask = _at(tl.load(NODE + t, mask=there, other=0), c, there, CHANNELS)
+    at, mask = _at(tl.load(rows.node + t, mask=there, other=0), c, there, CHANNELS)
     x = tl.load(X + at, mask=mask, other=0.0)
-    before = _state(STATE, tl.program_id(0) - 1, c, CHANNELS)
+    before = state_of(STATE, tl.program_id(0) - 1, 0, c, CHANNELS, 1)
     x = tl.where(first & (a != 0), a * before + x, x)
     _, h = tl.associative_scan((a, x), 0, compose)
     tl.store(OUT + at, h, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _gradients(
-    DY, H, WEIGHT, DECAY, NODE, EDGE, ADJOINT, DX, DWEIGHT, DDECAY, num_rows,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    WEIGHTED: tl.constexpr, DECAYED: tl.constexpr,
-):  # fmt: skip
+def _gradients(DY, H, steps, rows, ADJOINT, outs, num_rows, sizes: tl.constexpr):
     """The gradients of a span."""
-    t, c = _span(ROWS, WIDTH)
-    there, last = t < num_rows, (tl.arange(0, ROWS) == ROWS - 1)[:, None]
-    w, d, _ = _factors(
-        WEIGHT, DECAY, NODE, EDGE, t + 1, t + 1 < num_rows, c, CHANNELS, WEIGHTED,
-        DECAYED,
-    )  # fmt: skip
+    CHANNELS: tl.constexpr = sizes.channels
+    DX, DWEIGHT, DDECAY = outs
+    t, c = _span(sizes)
+    there, last = t < num_rows, (tl.arange(0, sizes.rows) == sizes.rows - 1)[:, None]
+    w, d, _ = _factors(steps, rows, t + 1, t + 1 < num_rows, c, sizes)
     a = w * d
-    at, mask = _at(tl.load(NODE + t, mask=there, other=0), c, there, CHANNELS)
+    at, mask = _at(tl.load(rows.node + t, mask=there, other=0), c, there, CHANNELS)
     x = tl.load(DY + at, mask=mask, other=0.0)
-    after = _state(ADJOINT, tl.program_id(0) + 1, c, CHANNELS)
+    after = state_of(ADJOINT, tl.program_id(0) + 1, 0, c, CHANNELS, 1)
     x = tl.where(last & (a != 0), a * after + x, x)
     _, g = tl.associative_scan((a, x), 0, compose, reverse=True)
     tl.store(DX + at, g, mask=mask)
-    if WEIGHTED or DECAYED:
-        w, d, entered = _factors(
-            WEIGHT, DECAY, NODE, EDGE, t, there, c, CHANNELS, WEIGHTED, DECAYED
-        )
-        behind = tl.load(NODE + t - 1, mask=entered, other=0)
+    if sizes.weighted or sizes.decayed:
+        w, d, entered = _factors(steps, rows, t, there, c, sizes)
+        behind = tl.load(rows.node + t - 1, mask=entered, other=0)
         before, read = _at(behind, c, entered, CHANNELS)
         g *= tl.load(H + before, mask=read, other=0.0)
-        if DECAYED:
+        if sizes.decayed:
             tl.store(DDECAY + at, g * w, mask=mask)
-        if WEIGHTED:
-            edge = tl.load(EDGE + t, mask=entered, other=0)
+        if sizes.weighted:
+            edge = tl.load(rows.edge + t, mask=entered, other=0)
             to, written = _at(edge, c, entered, CHANNELS)
             tl.store(DWEIGHT + to, g * d, mask=written)

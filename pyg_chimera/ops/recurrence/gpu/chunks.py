@@ -75,8 +75,9 @@ class Chunks(NamedTuple):
     @classmethod
     def of_paths(cls, graph: StateGraph, device: torch.device) -> "Chunks":
         """The chunks of a graph of paths."""
-        place = np.empty_like(graph.edge)  # at most one edge leads to each position
-        place[graph.edge] = graph.parent + 1
+        _, parent, edge = graph.parents
+        place = np.empty_like(edge)  # at most one edge leads to each position
+        place[edge] = parent + 1
         return cls.of(graph.component_ptr, graph.state, place, device)
 
     def programs(self, heads: int) -> int:

@@ -30,6 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pyg_chimera.ops.common.triton_runtime import input_precision, on_device_of
+from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 #: Rows and columns of a tile. Tiles of 64 do not fit in the registers.
 TILE = 32
@@ -73,35 +74,23 @@ class Masks(NamedTuple):
     tiles: int  #: rows of tiles of the largest matrix
 
     @classmethod
-    def of(
-        cls,
-        ptr: np.ndarray,
-        node: np.ndarray,
-        row: np.ndarray,
-        col: np.ndarray,
-        edge: np.ndarray,
-        device: torch.device,
-    ) -> "Masks":
-        """The layout for edges, with indices `edge`, from positions `col` to `row`."""
-        width = -(-np.diff(ptr) // TILE) * TILE
+    def of(cls, blocks: Blocks, device: torch.device) -> "Masks":
+        """The layout of the matrices of a batch of graphs."""
+        width = -(-blocks.sizes // TILE) * TILE
         end = np.cumsum(width**2)
-        block = np.searchsorted(ptr, row, side="right") - 1
-        i, j = row - ptr[block], col - ptr[block]
         offset = end - width**2
-        starts = [offset[block] + x * width[block] for x in (i, j)]
-        by_edge = np.empty((4, len(edge)), np.int64)
-        by_edge[:, edge] = (
-            *starts,
-            starts[0] + j,
-            width[block],
-        )
+        block = np.repeat(np.arange(len(width)), np.diff(blocks.edge_ptr))
+        i, j = (x - blocks.ptr[block] for x in (blocks.edge_row, blocks.edge_col))
+        row, col = (offset[block] + x * width[block] for x in (i, j))
+        by_edge = np.empty((4, blocks.num_edges), np.int64)
+        by_edge[:, blocks.edge] = row, col, row + j, width[block]
 
         def moved(x: np.ndarray, dtype: type) -> Tensor:
             return torch.from_numpy(x.astype(dtype)).to(device)
 
         return cls(
-            ptr=moved(ptr, np.int32),
-            node=moved(node, np.int32),
+            ptr=moved(blocks.ptr, np.int32),
+            node=moved(blocks.node, np.int32),
             offset=moved(offset, np.int64),
             row=moved(by_edge[0], np.int64),
             col=moved(by_edge[1], np.int64),

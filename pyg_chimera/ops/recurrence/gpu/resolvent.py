@@ -25,7 +25,7 @@ from pyg_chimera.ops.recurrence.plan.paths import (
     path_scans,
 )
 from pyg_chimera.ops.recurrence.plan.pivot_growth import check_pivot_growth
-from pyg_chimera.ops.structure.symbolic_factor import Blocks, SymbolicFactor
+from pyg_chimera.ops.structure.symbolic_factor import SymbolicFactor
 
 if TYPE_CHECKING:
     from pyg_chimera.ops.recurrence.gpu.mask import Masks
@@ -151,16 +151,9 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
 
 def _masks(call: Call) -> "Masks":
-    return table(_masks_of, call.structure, call.inputs.value.device)
-
-
-def _masks_of(blocks: Blocks, device: torch.device) -> "Masks":
     from pyg_chimera.ops.recurrence.gpu.mask import Masks
 
-    # In node order, which is the same for all kinds of blocks.
-    place = np.repeat(blocks.ptr[:-1], blocks.sizes) + blocks.local
-    edges = (place[blocks.edge_row], place[blocks.edge_col], blocks.edge)
-    return Masks.of(blocks.ptr, blocks.order, *edges, device)
+    return table(Masks.of, call.structure, call.inputs.value.device)
 
 
 def _fronts(call: Call) -> Fronts:

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from pyg_chimera.ops.common.sequences import places
 from pyg_chimera.ops.common.triton_runtime import on_device_of
-from pyg_chimera.ops.recurrence.gpu.carry import carry, compose
+from pyg_chimera.ops.recurrence.gpu.carry import carry, compose, state_of
 
 #: Rows of a span, and channels of a program.
 _ROWS, _WIDTH = 64, 16
@@ -122,7 +122,7 @@ def _sizes(u: Tensor, A: Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
-def _span(num_rows, CHANNELS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _span(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """A program's rows and channels."""
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return t, tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -147,16 +147,6 @@ def _begins(PLACE, t, there):
     return tl.load(PLACE + t, mask=there, other=1)[:, None] == 0
 
 
-@triton.jit
-def _state(STATE, span, n, d, CHANNELS: tl.constexpr, STATES: tl.constexpr):
-    """State n of STATE [spans, STATES, CHANNELS]; zero if there is no such span."""
-    spans = tl.num_programs(0)
-    at = tl.where(d < CHANNELS, span.to(tl.int64), spans)  # masks must be blocks
-    there = (at >= 0) & (at < spans)
-    at = (at * STATES + n) * CHANNELS + d
-    return tl.load(STATE + at, mask=there, other=0.0)[None, :]
-
-
 # ------------------------------------------------------------------------- the kernels
 
 
@@ -167,7 +157,7 @@ def _span_ends(
     REVERSE: tl.constexpr,
 ):  # fmt: skip
     """The state after a span that starts from zero, and the span's total decay."""
-    t, d = _span(num_rows, CHANNELS, ROWS, WIDTH)
+    t, d = _span(ROWS, WIDTH)
     there = t < num_rows
     o = tl.arange(0, ROWS)
     begins = tl.load(PLACE + t, mask=there, other=1) == 0
@@ -199,7 +189,7 @@ def _outputs(
     STATES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The outputs of a span and some channels."""
-    t, d = _span(num_rows, CHANNELS, ROWS, WIDTH)
+    t, d = _span(ROWS, WIDTH)
     there, span = t < num_rows, tl.program_id(0)
     first = (tl.arange(0, ROWS) == 0)[:, None]
     begins = _begins(PLACE, t, there)
@@ -210,7 +200,7 @@ def _outputs(
         rate = tl.load(RATE + n * CHANNELS + d, mask=d < CHANNELS, other=0.0)
         a = tl.where(begins, 0.0, tl.exp(delta * rate[None, :]))
         x = delta * u * _column(B, t, n, there, STATES)
-        before = _state(STATE, span - 1, n, d, CHANNELS, STATES)
+        before = state_of(STATE, span - 1, n, d, CHANNELS, STATES)
         x = tl.where(first & (a != 0), a * before + x, x)
         _, h = tl.associative_scan((a, x), 0, compose)
         y += h * _column(C, t, n, there, STATES)
@@ -226,7 +216,7 @@ def _gradients(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a span and some channels; h is the state before each row."""
-    t, d = _span(num_rows, CHANNELS, ROWS, WIDTH)
+    t, d = _span(ROWS, WIDTH)
     span, o = tl.program_id(0), tl.arange(0, ROWS)
     there, first, last = t < num_rows, (o == 0)[:, None], (o == ROWS - 1)[:, None]
     behind, ahead = there & (o > 0), t + 1 < num_rows
@@ -244,7 +234,7 @@ def _gradients(
         rate = tl.load(RATE + n * CHANNELS + d, mask=d < CHANNELS, other=0.0)
         a = tl.where(ends, 0.0, tl.exp(delta_ahead * rate[None, :]))
         x = dy * _column(C, t, n, there, STATES)
-        after = _state(ADJOINT, span + 1, n, d, CHANNELS, STATES)
+        after = state_of(ADJOINT, span + 1, n, d, CHANNELS, STATES)
         x = tl.where(last, x + after, x)
         _, g = tl.associative_scan((a, x), 0, compose, reverse=True)
 
@@ -254,7 +244,7 @@ def _gradients(
         tl.store(DB + at, tl.sum(g * delta * u, 1), mask=there)
         a = tl.where(begun, 0.0, tl.exp(delta_behind * rate[None, :]))
         x = x_behind * _column(B, t - 1, n, behind, STATES)
-        x = tl.where(first, _state(STATE, span - 1, n, d, CHANNELS, STATES), x)
+        x = tl.where(first, state_of(STATE, span - 1, n, d, CHANNELS, STATES), x)
         _, h = tl.associative_scan((a, x), 0, compose)
         h = tl.where(begins, 0.0, tl.exp(delta * rate[None, :]) * h)
         g *= h

@@ -71,7 +71,7 @@ def scan(
     if query.numel() == 0 or value.numel() == 0:
         return torch.zeros_like(value)
     by_row = weight[chains.edge]
-    operands = [x.contiguous() for x in (query, key, value, by_row)]
+    operands = tuple(x.contiguous() for x in (query, key, value, by_row))
     sizes = _Sizes.of(query, value)
     slices = sizes.down * sizes.across
     programs = (chains.ptr.numel() - 1) * sizes.heads
@@ -79,11 +79,8 @@ def scan(
     numel = sizes.rows * sizes.columns
     ring = value.new_empty(slices, sizes.heads, chains.rings, numel)
     with on_device_of(value):
-        _walk_down[programs, slices](
-            *operands, y, ring, chains.ptr, chains.node, chains.parent_ptr,
-            chains.parent, chains.far_child, chains.ring_ptr, value.size(0),
-            chains.rings, *sizes, **_OPTIONS,
-        )  # fmt: skip
+        tables = (chains.layout, value.size(0), chains.rings)
+        _walk_down[programs, slices](operands, y, ring, *tables, sizes, **_OPTIONS)
     return y.sum(0)
 
 
@@ -99,7 +96,7 @@ def scan_gradients(
     if query.numel() == 0 or value.numel() == 0:
         return query * 0, key * 0, value * 0, weight * 0
     by_row = weight[chains.edge]
-    operands = [x.contiguous() for x in (query, key, value, by_row, grad)]
+    operands = tuple(x.contiguous() for x in (query, key, value, by_row, grad))
     sizes = _Sizes.of(query, value)
     slices, (states, heads, _) = sizes.down * sizes.across, value.shape
     programs = (chains.ptr.numel() - 1) * heads
@@ -111,11 +108,12 @@ def scan_gradients(
     at_once = min(slices, max(1, _MAX_NUMEL // (states * heads * numel)))
     kept = value.new_empty(at_once, heads, states, numel)
     ring = value.new_empty(at_once, heads, chains.rings, numel)
+    tables = (chains.layout, states, weight.size(0), chains.rings)
     with on_device_of(value):
         for first in range(0, slices, at_once):
             _walk_down_and_up[programs, min(at_once, slices - first)](
-                *operands, dq, dk, dv, dw, kept, ring, *chains[:8], chains.ring_ptr,
-                states, weight.size(0), chains.rings, first, *sizes, **_OPTIONS,
+                operands, (dq, dk, dv, dw), (kept, ring), *tables, first, sizes,
+                **_OPTIONS,
             )  # fmt: skip
     dq, dk = (x.sum(0).unflatten(1, (sizes.groups, -1)).sum(2) for x in (dq, dk))
     by_edge = torch.empty_like(weight).index_copy_(0, chains.edge, dw.sum(0))
@@ -126,14 +124,20 @@ def scan_gradients(
 
 
 @triton.jit
-def _slice(
-    z, N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _slice(z, sizes: tl.constexpr):
     """Slice z: its channels, their masks, and the parts of sums that it writes."""
-    across: tl.constexpr = (P + COLUMNS - 1) // COLUMNS
-    n = z // across * ROWS + tl.arange(0, ROWS)
-    p = z % across * COLUMNS + tl.arange(0, COLUMNS)
-    return n, p, n < N, p < P, (z // across).to(tl.int64), (z % across).to(tl.int64)
+    across: tl.constexpr = (sizes.P + sizes.columns - 1) // sizes.columns
+    n = z // across * sizes.rows + tl.arange(0, sizes.rows)
+    p = z % across * sizes.columns + tl.arange(0, sizes.columns)
+    parts = (z // across).to(tl.int64), (z % across).to(tl.int64)
+    return n, p, n < sizes.N, p < sizes.P, parts[0], parts[1]
+
+
+@triton.jit
+def _entries(sizes: tl.constexpr):
+    """The places of a slice's entries in memory."""
+    n, p = tl.arange(0, sizes.rows), tl.arange(0, sizes.columns)
+    return n[:, None] * sizes.columns + p[None, :]
 
 
 #: Sizes that differ from batch to batch, and must not cause recompilation.
@@ -141,111 +145,112 @@ _ANY = ["num_states", "num_edges", "rings", "first_slice"]
 
 
 @triton.jit(do_not_specialize=_ANY[::2])
-def _walk_down(
-    Q, K, V, W, Y, RING, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD, RING_PTR,
-    num_states, rings, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
-    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _walk_down(operands, Y, RING, chains, num_states, rings, sizes: tl.constexpr):
     """The output of a component, a head and a slice."""
-    h, z = tl.program_id(0) % HEADS, tl.program_id(1)
-    n, p, n_there, p_there, part, _ = _slice(z, N, P, ROWS, COLUMNS)
-    inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    base, ring = ring_of(RING_PTR, tl.program_id(0) // HEADS)
+    Q, K, V, W = operands
+    HEADS: tl.constexpr = sizes.heads
+    SIZE: tl.constexpr = sizes.rows * sizes.columns
+    c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
+    g = h // (HEADS // sizes.groups)
+    n, p, n_there, p_there, part, _ = _slice(z, sizes)
+    base, ring = ring_of(chains.ring_ptr, c)
     first_slot = (z.to(tl.int64) * HEADS + h) * rings + base
-    held = RING + first_slot * (ROWS * COLUMNS) + inside
-    H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the last position's state
-    begin, end = bounds(PTR, tl.program_id(0) // HEADS)
+    held = RING + first_slot * SIZE + _entries(sizes)
+    # The last position's state.
+    H = tl.zeros([sizes.rows, sizes.columns], Q.dtype.element_ty)
+    begin, end = bounds(chains.ptr, c)
     for i in range(begin, end):
-        node = tl.load(NODE + i).to(tl.int64)
-        q = row_of(Q, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        k = row_of(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        v = row_of(V, node, h, p, p_there, HEADS, P)
+        node = tl.load(chains.node + i).to(tl.int64)
+        q = row_of(Q, node, g, n, n_there, sizes.groups, sizes.N)
+        k = row_of(K, node, g, n, n_there, sizes.groups, sizes.N)
+        v = row_of(V, node, h, p, p_there, HEADS, sizes.P)
         new = k[:, None] * v[None, :]
-        first, last = bounds(PARENT_PTR, i)
+        first, last = bounds(chains.parent_ptr, i)
         for x in range(first, last):
             w = tl.load(W + x * HEADS + h)
-            j = tl.load(PARENT + x)
+            j = tl.load(chains.parent + x)
             if j == i - 1:
                 new += w * H
             else:
-                new += w * tl.load(held + j % ring * (ROWS * COLUMNS))
+                new += w * tl.load(held + j % ring * SIZE)
         H = new
         at = (part * num_states + node) * HEADS + h
-        tl.store(Y + at * P + p, tl.sum(q[:, None] * H, 0), mask=p_there)
-        if tl.load(FAR_CHILD + i) > 0:
+        tl.store(Y + at * sizes.P + p, tl.sum(q[:, None] * H, 0), mask=p_there)
+        if tl.load(chains.far_child + i) > 0:
             tl.debug_barrier()  # all must have read the old values before the store
-            tl.store(held + i % ring * (ROWS * COLUMNS), H)
+            tl.store(held + i % ring * SIZE, H)
             tl.debug_barrier()  # later positions read it
 
 
 @triton.jit(do_not_specialize=_ANY)
 def _walk_down_and_up(
-    Q, K, V, W, DY, DQ, DK, DV, DW, KEPT, RING, PTR, NODE, PARENT_PTR, PARENT,
-    CHILD_PTR, CHILD, CHILD_ENTRY, FAR_PARENT, RING_PTR, num_states, num_edges, rings,
-    first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
-    P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    operands, grads, memory, chains, num_states, num_edges, rings, first_slice,
+    sizes: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a component, a head and a slice."""
-    h, z = tl.program_id(0) % HEADS, tl.program_id(1)
-    n, p, n_there, p_there, part_n, part_p = _slice(
-        first_slice + z, N, P, ROWS, COLUMNS
-    )
-    inside = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    Q, K, V, W, DY = operands
+    DQ, DK, DV, DW = grads
+    HEADS: tl.constexpr = sizes.heads
+    SIZE: tl.constexpr = sizes.rows * sizes.columns
+    c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
+    g = h // (HEADS // sizes.groups)
+    n, p, n_there, p_there, part_n, part_p = _slice(first_slice + z, sizes)
     states = (z.to(tl.int64) * HEADS + h) * num_states
-    kept = KEPT + states * (ROWS * COLUMNS) + inside
-    base, ring = ring_of(RING_PTR, tl.program_id(0) // HEADS)
+    kept = memory[0] + states * SIZE + _entries(sizes)
+    base, ring = ring_of(chains.ring_ptr, c)
     first_slot = (z.to(tl.int64) * HEADS + h) * rings + base
-    held = RING + first_slot * (ROWS * COLUMNS) + inside
-    begin, end = bounds(PTR, tl.program_id(0) // HEADS)
+    held = memory[1] + first_slot * SIZE + _entries(sizes)
+    begin, end = bounds(chains.ptr, c)
 
-    H = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the last position's state
+    zeros = tl.zeros([sizes.rows, sizes.columns], Q.dtype.element_ty)
+    H = zeros  # the last position's state
     for i in range(begin, end):
-        node = tl.load(NODE + i).to(tl.int64)
-        k = row_of(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        v = row_of(V, node, h, p, p_there, HEADS, P)
-        dy = row_of(DY, node, h, p, p_there, HEADS, P)
+        node = tl.load(chains.node + i).to(tl.int64)
+        k = row_of(K, node, g, n, n_there, sizes.groups, sizes.N)
+        v = row_of(V, node, h, p, p_there, HEADS, sizes.P)
+        dy = row_of(DY, node, h, p, p_there, HEADS, sizes.P)
         new = k[:, None] * v[None, :]
-        first, last = bounds(PARENT_PTR, i)
+        first, last = bounds(chains.parent_ptr, i)
         for x in range(first, last):
             w = tl.load(W + x * HEADS + h)
-            j = tl.load(PARENT + x)
+            j = tl.load(chains.parent + x)
             if j == i - 1:
                 new += w * H
             else:
-                new += w * tl.load(kept + j.to(tl.int64) * (ROWS * COLUMNS))
+                new += w * tl.load(kept + j.to(tl.int64) * SIZE)
         H = new
-        tl.store(kept + i * (ROWS * COLUMNS), H)
+        tl.store(kept + i * SIZE, H)
         tl.debug_barrier()  # later positions read it
         at = (part_p * num_states + node) * HEADS + h
-        tl.store(DQ + at * N + n, tl.sum(H * dy[None, :], 1), mask=n_there)
+        tl.store(DQ + at * sizes.N + n, tl.sum(H * dy[None, :], 1), mask=n_there)
 
-    Z = tl.zeros([ROWS, COLUMNS], Q.dtype.element_ty)  # the next position's adjoint
+    Z = zeros  # the next position's adjoint
     for back in range(0, end - begin):
         i = end - 1 - back
-        node = tl.load(NODE + i).to(tl.int64)
-        q = row_of(Q, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        k = row_of(K, node, h // (HEADS // GROUPS), n, n_there, GROUPS, N)
-        v = row_of(V, node, h, p, p_there, HEADS, P)
-        dy = row_of(DY, node, h, p, p_there, HEADS, P)
-        H = tl.load(kept + i * (ROWS * COLUMNS))
+        node = tl.load(chains.node + i).to(tl.int64)
+        q = row_of(Q, node, g, n, n_there, sizes.groups, sizes.N)
+        k = row_of(K, node, g, n, n_there, sizes.groups, sizes.N)
+        v = row_of(V, node, h, p, p_there, HEADS, sizes.P)
+        dy = row_of(DY, node, h, p, p_there, HEADS, sizes.P)
+        H = tl.load(kept + i * SIZE)
         new = q[:, None] * dy[None, :]
-        first, last = bounds(CHILD_PTR, i)
+        first, last = bounds(chains.child_ptr, i)
         for x in range(first, last):
-            entry = tl.load(CHILD_ENTRY + x).to(tl.int64)
+            entry = tl.load(chains.child_entry + x).to(tl.int64)
             w = tl.load(W + entry * HEADS + h)
-            j = tl.load(CHILD + x)
+            j = tl.load(chains.child + x)
             there = Z
             if j != i + 1:
-                there = tl.load(held + j % ring * (ROWS * COLUMNS))
+                there = tl.load(held + j % ring * SIZE)
             new += w * there
             at = ((first_slice + z).to(tl.int64) * num_edges + entry) * HEADS + h
             tl.store(DW + at, tl.sum(tl.sum(there * H, 1), 0))
         Z = new
         at = (part_p * num_states + node) * HEADS + h
-        tl.store(DK + at * N + n, tl.sum(Z * v[None, :], 1), mask=n_there)
+        tl.store(DK + at * sizes.N + n, tl.sum(Z * v[None, :], 1), mask=n_there)
         at = (part_n * num_states + node) * HEADS + h
-        tl.store(DV + at * P + p, tl.sum(Z * k[:, None], 0), mask=p_there)
-        if tl.load(FAR_PARENT + i) > 0:
+        tl.store(DV + at * sizes.P + p, tl.sum(Z * k[:, None], 0), mask=p_there)
+        if tl.load(chains.far_parent + i) > 0:
             tl.debug_barrier()  # all must have read the old values before the store
-            tl.store(held + i % ring * (ROWS * COLUMNS), Z)
+            tl.store(held + i % ring * SIZE, Z)
             tl.debug_barrier()  # earlier positions read it

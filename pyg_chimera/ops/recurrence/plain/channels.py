@@ -59,8 +59,8 @@ class _Paths(NamedTuple):
 def _paths(graph: StateGraph, device: torch.device) -> _Paths:
     """The rows of a graph of paths."""
     ptr = torch.from_numpy(graph.component_ptr)
-    entered = np.flatnonzero(np.diff(graph.parent_ptr))
-    index = map(torch.from_numpy, (graph.state, entered, graph.edge))
+    entered = np.flatnonzero(np.diff(graph.parents.ptr))
+    index = map(torch.from_numpy, (graph.state, entered, graph.parents.entry))
     place, _ = places(ptr, len(graph.state))
     node, row, edge, place = (x.to(device) for x in (*index, place))
     return _Paths(node, row, edge, place, longest_of(ptr))

@@ -76,8 +76,9 @@ def depth_of(graph: StateGraph) -> int:
 
 def _depths(graph: StateGraph) -> tuple[np.ndarray, np.ndarray]:
     """Edges between states, [2, L], and the depth of each state."""
-    edges = np.empty((2, len(graph.edge)), np.int64)
-    edges[:, graph.edge] = graph.state[graph.parent], graph.state[graph.row]
+    parents, state = graph.parents, graph.state
+    edges = np.empty((2, len(parents.col)), np.int64)
+    edges[:, parents.entry] = state[parents.col], state[parents.row]
     depth = topological_rank(torch.from_numpy(edges), len(graph.state))
     return edges, to_numpy(depth)
 

@@ -3,9 +3,9 @@ groups, which autograd differentiates one by one.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +14,8 @@ from pyg_chimera.ops.common.cache import table
 from pyg_chimera.ops.common.checks import trusted
 from pyg_chimera.ops.common.dispatch import Call
 from pyg_chimera.ops.common.memory import left_if_short, too_large
-from pyg_chimera.ops.recurrence.plain.matrices import Padding, masked_mix
+from pyg_chimera.ops.recurrence.plain.matrices import Group, groups, masked_mix
 from pyg_chimera.ops.recurrence.plan.pivot_growth import named_if_singular
-from pyg_chimera.ops.structure.csr import runs
-from pyg_chimera.ops.structure.symbolic_factor import Blocks
 
 DEVICES = None
 
@@ -52,7 +50,7 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The output [V, heads, P]; saves nothing, as matrices are large."""
     out = torch.empty_like(call.inputs.value)
     for group, part in _parts(call):
-        out[group.node], _ = group.mix(part, check=not trusted())
+        out[group.node], _ = _mix(group, part, check=not trusted())
     return out, ()
 
 
@@ -60,40 +58,28 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> list[Tensor
     """Gradients of query, key, value and edge weight."""
     grads = [torch.empty_like(x) for x in call.inputs[:4]]
     for group, part in _parts(call):
-        found = by_autograd(group.mix)(part, (), grad[group.node])
+        found = by_autograd(partial(_mix, group))(part, (), grad[group.node])
         where = (*[group.node] * len(_NODES), group.edge)
         for whole, index, x in zip(grads, where, found, strict=True):
             whole[index] = x
     return grads
 
 
-class _Group(NamedTuple):
-    """Some blocks of similar size, padded to the largest."""
-
-    node: Tensor  #: their nodes
-    edge: Tensor  #: [e], their edges
-    padding: Padding  #: of the nodes, in this order
-    place: Tensor  #: [e], index of each edge in a flattened [B, n, n]
-
-    def mix(self, call: Call, check: bool = False) -> tuple[Tensor, tuple[()]]:
-        """Their output, from their inputs; a `check` waits for whether I - A is
-        singular.
-        """
-        query, key, value, weight = call.inputs[:4]
-        (size, n), terms = self.padding.shape, call.inputs.num_terms
-        A = weight.new_zeros(size * n * n, weight.size(1))
-        A = A.index_add(0, self.place, weight).view(size, n, n, -1).permute(0, 3, 1, 2)
-        L = _inverse(A, check) if terms is None else _sum_of_powers(A, terms)
-        out = masked_mix(L, *map(self.padding.pad, (query, key, value)))
-        unpadded = torch.empty_like(value)  # all of whose nodes are in blocks
-        self.padding.unpad_into(unpadded, out)
-        return unpadded, ()
+def _mix(group: Group, call: Call, check: bool = False) -> tuple[Tensor, tuple[()]]:
+    """The output of a group from its inputs; a `check` waits for whether I - A is
+    singular.
+    """
+    terms, A = call.inputs.num_terms, group.matrices(call.inputs.edge_weight)
+    L = _inverse(A, check) if terms is None else _sum_of_powers(A, terms)
+    return group.unpad(masked_mix(L, *map(group.pad, call.inputs[:3]))), ()
 
 
-def _parts(call: Call) -> Iterator[tuple[_Group, Call]]:
+def _parts(call: Call) -> Iterator[tuple[Group, Call]]:
     """The groups of blocks, each with a call for its nodes and edges alone."""
-    inputs, blocks, weight = call.inputs, call.structure, call.inputs.edge_weight
-    for group in table(_cut, blocks, weight.device, weight.size(1)):
+    inputs, weight = call.inputs, call.inputs.edge_weight
+    most = _CPU_NUMEL if weight.device.type == "cpu" else _GPU_NUMEL
+    cut = table(groups, call.structure, weight.device, most // weight.size(1))
+    for group in cut:
         floats = {name: getattr(inputs, name)[group.node] for name in _NODES}
         part = inputs._replace(**floats, edge_weight=weight[group.edge])
         yield group, call.with_inputs(part)
@@ -125,23 +111,3 @@ def _sum_of_powers(A: Tensor, terms: int) -> Tensor:
         if bit == "1":
             S, P = eye + A @ S, A @ P
     return S
-
-
-def _cut(blocks: Blocks, device: torch.device, num_heads: int) -> list[_Group]:
-    sizes, groups, first = blocks.sizes, [], 0
-    most = (_CPU_NUMEL if device.type == "cpu" else _GPU_NUMEL) // num_heads
-    by_size = np.argsort(-sizes, kind="stable")
-    row, col = blocks.local[blocks.edge_row], blocks.local[blocks.edge_col]
-    while first < len(sizes):
-        n = int(sizes[by_size[first]])
-        some = by_size[first : first + max(1, most // n**2)]
-        first += len(some)
-        node = blocks.order[runs(blocks.ptr[some], sizes[some])]
-        count = np.diff(blocks.edge_ptr)[some]
-        at = runs(blocks.edge_ptr[some], count)
-        rows = np.repeat(np.arange(len(some)) * n, count) + row[at]
-        tables = (node, blocks.edge[at], rows * n + col[at])
-        node, edge, place = (torch.from_numpy(x).to(device) for x in tables)
-        padding = Padding(np.arange(len(node)), sizes[some], device)
-        groups.append(_Group(node, edge, padding, place))
-    return groups

@@ -1,6 +1,6 @@
 """The structure of a batch of graphs for the delta rule."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,32 +12,22 @@ from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.recurrence.plan.states import StateGraph, node_states
 from pyg_chimera.ops.structure.csr import to_numpy
 from pyg_chimera.ops.structure.symbolic_factor import (
+    Blocks,
     SymbolicFactor,
-    blocks_of,
+    ranked_blocks,
     symbolic_factor,
 )
 from pyg_chimera.ops.structure.topological import ranks_and_cycles
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaGraph:
-    """Blocks of nodes (the graphs of the batch, or without a batch the connected
-    components), and their topological order.
-
-    All arrays are int64: ``V`` nodes, ``E`` edges, ``T`` blocks.
-    """
+class DeltaGraph(Blocks):
+    """The graphs of a batch, each in topological order where there is one."""
 
     col: np.ndarray  #: [E], the source of each edge
     row: np.ndarray  #: [E], the target of each edge
-    block: np.ndarray  #: [V], the block of each node
     rank: np.ndarray  #: [V], the topological rank of each node, if no cycle leads to it
     on_cycle: np.ndarray  #: [V], whether it lies on a cycle, or between cycles
-    tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes."""
-        return self.block.shape[0]
 
     @property
     def nbytes(self) -> int:
@@ -46,14 +36,11 @@ class DeltaGraph:
         return 3 * sum(x.nbytes for x in arrays)
 
     @cached_property
-    def sizes(self) -> np.ndarray:
-        """[T], the number of nodes of each block."""
-        return np.bincount(self.block)
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """[V], the nodes block by block, in topological order where there is one."""
-        return np.lexsort((self.rank, self.block))
+    def block(self) -> np.ndarray:
+        """[V], the block of each node."""
+        block = np.empty_like(self.node)
+        block[self.node] = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        return block
 
     @cached_property
     def is_cyclic(self) -> np.ndarray:
@@ -102,6 +89,6 @@ def delta_graph(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Del
     """
     check_edge_index(edge_index, num_nodes)
     col, row = to_numpy(edge_index)
-    _, _, block = blocks_of(edge_index, batch, num_nodes)
     rank, on_cycle = ranks_and_cycles(edge_index, num_nodes)
-    return DeltaGraph(col=col, row=row, block=block, rank=rank, on_cycle=on_cycle)
+    blocks = ranked_blocks(edge_index, batch, rank, num_nodes)
+    return DeltaGraph(**vars(blocks), col=col, row=row, rank=rank, on_cycle=on_cycle)

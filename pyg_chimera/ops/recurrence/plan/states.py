@@ -12,11 +12,11 @@ from pyg_chimera.ops.common.cache import remembered, table
 from pyg_chimera.ops.common.checks import check_edge_index, check_rank
 from pyg_chimera.ops.common.errors import CycleError
 from pyg_chimera.ops.recurrence.plan.paths import PathStates
-from pyg_chimera.ops.structure.csr import grouped, inverse, sorted_rows, to_numpy
+from pyg_chimera.ops.structure.csr import Rows, grouped, inverse, sorted_rows, to_numpy
 from pyg_chimera.ops.structure.distance import connected_components
 from pyg_chimera.ops.structure.grid import WAYS, Grids
 from pyg_chimera.ops.structure.line_graph import check_line_edges
-from pyg_chimera.ops.structure.symbolic_factor import blocks_of
+from pyg_chimera.ops.structure.symbolic_factor import block_of
 from pyg_chimera.ops.structure.topological import find_cycle, topological_rank
 
 #: The error message for form 'chunk' on other graphs.
@@ -33,6 +33,19 @@ class BlockNodes(NamedTuple):
     node: np.ndarray  #: the nodes, block by block
     writer: np.ndarray  #: [S], by position: the writer, as an index within the block
     reader: np.ndarray  #: [S], the same for the reader
+
+
+class StateArrays(NamedTuple):
+    """The arrays of a `StateGraph` that kernels read."""
+
+    block: np.ndarray  #: [T + 1], first component of each block
+    ptr: np.ndarray  #: [C + 1], first position of each component
+    bandwidth: np.ndarray  #: [C], the most positions that an edge leads back
+    state: np.ndarray  #: [S], state at each position
+    writer: np.ndarray  #: [S], the node that writes each state
+    reader: np.ndarray  #: [S], the node that reads each state
+    parents: Rows  #: the edges into each position, and the places of their weights
+    children: Rows  #: those out of each position, and the places of their weights
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,8 @@ class StateGraph:
     block_component: np.ndarray  #: [T + 1], first component of each block
     bandwidth: np.ndarray  #: [C], the most positions that an edge leads back
     state: np.ndarray  #: [S], state at each position
-    parent_ptr: np.ndarray  #: [S + 1], first of the edges into each position, ...
-    parent: np.ndarray  #: [L], ... the positions they come from, ascending, ...
-    edge: np.ndarray  #: [L], ... and their numbers
-    child_ptr: np.ndarray  #: [S + 1], first of the edges out of each position, ...
-    child: np.ndarray  #: [L], ... the positions they lead to, ascending, ...
-    child_entry: np.ndarray  #: [L], ... and their indices in ``parent``
+    parents: Rows  #: the edges into each position, from which positions, and numbers
+    children: Rows  #: those out of each position, and their indices in ``parents``
     #: For grids: indices of the states' and edges' gates (source, mark, transition).
     gates: tuple[np.ndarray, np.ndarray | None, np.ndarray] | None = None
     tables: dict[Any, Any] = field(default_factory=dict)  #: what backends derive
@@ -76,21 +85,32 @@ class StateGraph:
     @property
     def entries(self) -> np.ndarray:
         """The number of edges of each block."""
-        return np.diff(self.parent_ptr[self.ptr])
-
-    @property
-    def block_bandwidth(self) -> np.ndarray:
-        """The largest bandwidth in each block, 0 if it has no component."""
-        out = np.zeros(len(self.sizes), np.int64)
-        block = np.repeat(np.arange(len(out)), np.diff(self.block_component))
-        np.maximum.at(out, block, self.bandwidth)
-        return out
+        return np.diff(self.parents.ptr[self.ptr])
 
     @property
     def nbytes(self) -> int:
         """Approximate bytes of memory, including derived tables."""
-        arrays = (x for x in vars(self).values() if isinstance(x, np.ndarray))
-        return 2 * sum(x.nbytes for x in arrays)
+        return 2 * 8 * (8 * len(self.state) + 4 * len(self.parents.col))
+
+    def arrays(self, by_edge: bool) -> StateArrays:
+        """What kernels read, for weights by edge, or in the order of `parents`."""
+        if (StateArrays, by_edge) not in self.tables:
+            parents, children = self.parents, self.children
+            if by_edge:
+                children = children._replace(entry=parents.entry[children.entry])
+            else:
+                parents = parents._replace(entry=np.arange(len(parents.entry)))
+            self.tables[StateArrays, by_edge] = StateArrays(
+                self.block_component,
+                self.component_ptr,
+                self.bandwidth,
+                self.state,
+                self.writer,
+                self.reader,
+                parents,
+                children,
+            )
+        return self.tables[StateArrays, by_edge]
 
     @cached_property
     def nodes(self) -> BlockNodes:
@@ -104,15 +124,10 @@ class StateGraph:
         return BlockNodes(ptr, keys % span, writer, reader)
 
     @property
-    def row(self) -> np.ndarray:
-        """The position that each entry of ``parent`` leads to, [L]."""
-        return np.repeat(np.arange(len(self.state)), np.diff(self.parent_ptr))
-
-    @property
     def are_paths(self) -> bool:
         """Whether each component is a path."""
         steps = len(self.state) - len(self.bandwidth)
-        return len(self.parent) == steps and self.bandwidth.max(initial=0) <= 1
+        return len(self.parents.col) == steps and self.bandwidth.max(initial=0) <= 1
 
     @property
     def paths(self) -> PathStates:
@@ -169,7 +184,7 @@ def node_states(
 ) -> StateGraph:
     """A state for each node of a DAG."""
     check_edge_index(edge_index, num_nodes)
-    _, _, block = blocks_of(edge_index, batch, num_nodes)
+    block = block_of(edge_index, batch, num_nodes)
     by_rank = None
     if rank is not None:
         check_rank(rank, num_nodes)
@@ -190,7 +205,7 @@ def edge_states(
     check_edge_index(edge_index, num_nodes)
     check_line_edges(line_edge_index, edge_index.size(1))
     _check_line_graph(edge_index, line_edge_index)
-    _, _, block = blocks_of(edge_index, batch, num_nodes)
+    block = block_of(edge_index, batch, num_nodes)
     J = num_components
     writer, reader = (np.repeat(x, J) for x in to_numpy(edge_index))
     component = np.arange(J)
@@ -229,10 +244,11 @@ def _state_graph(
 
     tail, head = position[to_numpy(edges)]
     parents = sorted_rows(head, tail, num_states)
-    children = sorted_rows(parents.col, parents.row, num_states)
+    row = parents.row
+    children = sorted_rows(parents.col, row, num_states)
     bandwidth = np.zeros(len(first), np.int64)
-    inside = np.searchsorted(component_ptr, parents.row, side="right") - 1
-    np.maximum.at(bandwidth, inside, parents.row - parents.col)
+    inside = np.searchsorted(component_ptr, row, side="right") - 1
+    np.maximum.at(bandwidth, inside, row - parents.col)
     return StateGraph(
         num_nodes=num_nodes,
         writer=writer,
@@ -242,12 +258,8 @@ def _state_graph(
         block_component=np.searchsorted(component_ptr, ptr),
         bandwidth=bandwidth,
         state=state,
-        parent_ptr=parents.ptr,
-        parent=parents.col,
-        edge=parents.entry,
-        child_ptr=children.ptr,
-        child=children.col,
-        child_entry=children.entry,
+        parents=parents,
+        children=children,
         gates=gates,
     )
 

@@ -36,15 +36,17 @@ def check(made: StateGraph, edges: torch.Tensor, block: torch.Tensor) -> None:
         assert bandwidth == lengths.max(initial=0)
 
     # Parents and children, ascending.
-    into = np.repeat(np.arange(num_states), np.diff(made.parent_ptr))
-    assert sorted(made.edge) == list(range(edges.size(1)))
-    assert (head[made.edge] == into).all()
-    assert (tail[made.edge] == made.parent).all()
-    pairs = list(zip(into, made.parent, strict=True))
+    ptr, parent, edge = made.parents
+    into = np.repeat(np.arange(num_states), np.diff(ptr))
+    assert sorted(edge) == list(range(edges.size(1)))
+    assert (head[edge] == into).all()
+    assert (tail[edge] == parent).all()
+    pairs = list(zip(into, parent, strict=True))
     assert pairs == sorted(pairs)
-    out = np.repeat(np.arange(num_states), np.diff(made.child_ptr))
-    assert (made.parent[made.child_entry] == out).all()
-    assert (into[made.child_entry] == made.child).all()
+    ptr, child, entry = made.children
+    out = np.repeat(np.arange(num_states), np.diff(ptr))
+    assert (parent[entry] == out).all()
+    assert (into[entry] == child).all()
 
     # Nodes of the blocks.
     for b in range(len(made.sizes)):
@@ -75,7 +77,7 @@ def test_states_of_nodes_and_edges(batch: Batch):
     assert (made.reader == edge_index[1].numpy()).all()
     made = edge_states(edge_index, lines, None, num_nodes, 2)
     assert made.state.shape[0] == 2 * edge_index.size(1)
-    assert made.edge.shape[0] == 4 * lines.size(1)
+    assert made.parents.entry.shape[0] == 4 * lines.size(1)
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
@@ -107,7 +109,7 @@ def test_states_of_grids(orientations):
     assert (source // (2 * orientations) == made.writer).all()
     assert (mark // (2 * orientations) == made.reader).all()
     assert len(set(source)) == len(source)
-    assert len(set(transition)) == len(transition) == len(made.edge)
+    assert len(set(transition)) == len(transition) == len(made.parents.entry)
     assert (abs(made.writer - made.reader)[: 17 * orientations] <= 4).all()
 
 
@@ -127,10 +129,10 @@ def test_states_of_nodes_of_grids(orientations):
     assert sorted(source) == list(range(15 * times))
     assert (source // times == made.writer).all()
     # The gates of an edge are those of the node that it leads to.
-    into = made.state[np.repeat(np.arange(15 * times), np.diff(made.parent_ptr))]
-    assert (transition[made.edge] // (2 * times) == made.writer[into]).all()
-    assert (transition[made.edge] // 2 == source[into]).all()
-    assert len(set(transition)) == len(transition) == len(made.edge)
+    edge, into = made.parents.entry, made.state[made.parents.row]
+    assert (transition[edge] // (2 * times) == made.writer[into]).all()
+    assert (transition[edge] // 2 == source[into]).all()
+    assert len(set(transition)) == len(transition) == len(edge)
 
 
 def test_errors():
