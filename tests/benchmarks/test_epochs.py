@@ -1,20 +1,7 @@
-import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
+import epochs
 from torch.autograd import DeviceType
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def epochs(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import epochs
-
-    return epochs
 
 
 def event(name, start, end, own, parent=None, number=-1):
@@ -28,7 +15,7 @@ def event(name, start, end, own, parent=None, number=-1):
     )
 
 
-def test_operators_are_of_the_kind_of_what_they_are_part_of(epochs):
+def test_operators_are_of_the_kind_of_what_they_are_part_of():
     """By hand: a mask, then a kernel, and their backward passes."""
     drop = event("dropout", 0, 10, 1)
     kernel = event("pyg_chimera::scan", 10, 20, 4, number=8)
@@ -60,21 +47,3 @@ def test_operators_are_of_the_kind_of_what_they_are_part_of(epochs):
         "elementwise": 16,
         "optimizer": 128,
     }
-
-
-def test_all_of_a_step_is_in_the_table(epochs, monkeypatch, tmp_path, capsys):
-    out, mixers = tmp_path / "epochs.json", ["chimera", "attention"]
-    command = ["epochs.py", "--smoke", "--only", "pasadena", "--mixers", *mixers]
-    monkeypatch.setattr(sys, "argv", [*command, "--out", str(out)])
-    epochs.main()
-
-    printed = capsys.readouterr().out
-    rows = json.loads(out.read_text())["epochs"]
-    assert [row["mixer"] for row in rows] == mixers
-    for row in rows:
-        assert f"| pasadena | {row['mixer']} | " in printed
-        assert sum(row["shares"].values()) == pytest.approx(1)
-        assert min(row["shares"].values()) >= 0
-        assert row["epoch"] == row["step"]  # one graph, one step
-        for kind in ("kernels", "products", "norms", "dropout", "optimizer", "rest"):
-            assert row["shares"][kind] > 0, kind
