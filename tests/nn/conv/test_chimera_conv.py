@@ -1,12 +1,10 @@
-import math
 import warnings
 
 import pytest
 import torch
 import torch_geometric.typing
-from asserts import (
-    assert_near,
-)
+from asserts import assert_is_formula, assert_near, formula
+from dense_layers import Graphs
 from hypothesis import given, settings
 from strategies import Graph, dags, graphs
 from torch import Tensor
@@ -59,142 +57,10 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-# -------------------------------------------------------------------- the whole formula
-
-
-def is_released(conv: Conv) -> bool:
-    return isinstance(conv, ChimeraConv) and conv.normalization == "released"
-
-
-def transitions(
-    conv: Conv, edges: list, delta: Tensor, edge: Tensor | None, d: int, h: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The weight of each edge and the input gate of each node, by the formulas."""
-    num_nodes = delta.size(0)
-    into = [[e for e, (_, i) in enumerate(edges) if i == n] for n in range(num_nodes)]
-    out_of = [[e for e, (j, _) in enumerate(edges) if j == n] for n in range(num_nodes)]
-    if isinstance(conv, ChimeraDAGConv):
-        node = softplus(delta[:, d, h] + conv.delta_bias[d, h])
-        weight, input_gate = [torch.zeros(())] * len(edges), []
-        for i in range(num_nodes):
-            root = node[i] if conv.roots == "write" else 0 * node[i]
-            total = 0 * node[i]
-            for e in into[i]:
-                parts = [node[i]]
-                parts += [node[edges[e][0]]] if conv.selectivity == "mean" else []
-                parts += [edge[e, d, h]] if edge is not None else []
-                mean = sum(parts) / len(parts)
-                weight[e] = torch.exp(-mean) / math.sqrt(len(into[i]))
-                total = total + mean / math.sqrt(len(into[i]))
-            input_gate.append(total if into[i] else root)
-        return weight, input_gate
-
-    target, source, psi, input_gate = (
-        softplus(delta[:, c, h] + conv.delta_bias[c, h]) for c in range(4)
-    )
-    a = []
-    for e, (j, i) in enumerate(edges):
-        parts = [target[i], source[j]] + ([edge[e, 0, h]] if edge is not None else [])
-        a.append(torch.exp(-sum(parts) / len(parts)))
-    weight = []
-    for e, (j, i) in enumerate(edges):
-        if isinstance(conv, ChimeraPathConv):
-            (back,) = (a[k] for k, pair in enumerate(edges) if pair == (i, j))
-            margin = torch.exp(-(psi[i] + psi[j]) / 2)
-            weight.append(a[e] / (2 * torch.sqrt(a[e] * back + margin)))
-        elif is_released(conv):
-            total = sum(a[k] for k in out_of[j]) + torch.exp(-psi[j])
-            weight.append(a[e] / (torch.clamp(total, min=1) + 0.05))
-        else:
-            total = sum(a[k] for k in into[i]) + torch.exp(-psi[i])
-            weight.append(conv.gamma * a[e] / total)
-    return weight, list(delta[:, 3, h] if is_released(conv) else input_gate)
-
-
-#: Which key and query a DAG has.
-SHARED = {
-    "all": [0, 0, 0, 0],
-    "none": [0, 1, 2, 3],
-    "diagonal": [0, 0, 1, 1],
-    "row": [0, 1, 1, 0],
-}
-
-
-def formula(
-    conv: Conv,
-    x: Tensor,
-    dags: list[Edges],
-    num_terms: int | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """The docstring, dense, node by node, edge by edge and head by head."""
-    V, H, P, N = x.size(0), conv.heads, conv.out_channels // conv.heads, (
-        conv.state_channels
-    )  # fmt: skip
-
-    def linear(lin, x):
-        return x @ lin.weight.t() + (0 if lin.bias is None else lin.bias)
-
-    projections = (conv.lin_value, conv.lin_key, conv.lin_query)
-    states = torch.cat([linear(lin, x) for lin in projections], dim=1)
-    if conv.local_weight is not None:
-        own, *sides = conv.local_weight.t()
-        filtered = own * states
-        for (edge_index, _), side in zip(dags, sides, strict=True):
-            means = []
-            for i in range(V):
-                heard = [states[j] for j, k in edge_index.t().tolist() if k == i]
-                means.append(sum(heard) / len(heard) if heard else 0 * states[i])
-            filtered = filtered + side * torch.stack(means)
-        states = filtered
-    states = states * torch.sigmoid(states)
-    of_dag = SHARED[getattr(conv, "share", "all")][: len(dags)]
-    copies = len(set(of_dag))
-    value = states[:, : conv.out_channels].view(V, H, P)
-    key, query = (
-        part.view(V, copies, conv.groups, N)
-        for part in states[:, conv.out_channels :].chunk(2, dim=1)
-    )
-    if conv.qk_norm:
-        key, query = (
-            y / torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-            for y in (key, query)
-        )
-        query = query / math.sqrt(N)
-    delta = linear(conv.lin_delta, x).view(V, -1, H)
-    y = [0] * H
-    for d, (edge_index, attr) in enumerate(dags):
-        edges = list(map(tuple, edge_index.t().tolist()))
-        edge = None
-        if conv.edge_dim is not None:
-            edge = linear(conv.lin_edge, attr).view(len(edges), conv.num_dags, H)
-            edge = softplus(edge + conv.edge_bias)
-        for h in range(H):
-            weight, input_gate = transitions(conv, edges, delta, edge, d, h)
-            A = torch.zeros(V, V, dtype=x.dtype)
-            for e, (j, i) in enumerate(edges):
-                unit = torch.zeros_like(A)
-                unit[i, j] = 1 if mask is None else mask[e]
-                A = A + unit * weight[e]
-            L = eye = torch.eye(V, dtype=x.dtype)
-            if num_terms is None:
-                L = torch.linalg.solve(eye - A, eye)
-            for _ in range(num_terms or 0):
-                L = eye + A @ L
-            c = of_dag[d]
-            g = h * conv.groups // H
-            scores = query[:, c, g] @ key[:, c, g].t()
-            written = torch.stack(input_gate).unsqueeze(-1) * value[:, h]
-            y[h] = y[h] + (L * scores) @ written / math.sqrt(len(dags))
-    y = torch.stack(y, dim=1) + conv.skip.view(-1, 1) * value
-    y, gate = y.flatten(1), torch.ones(())
-    if conv.lin_gate is not None:
-        gate = linear(conv.lin_gate, x)
-        gate = gate * torch.sigmoid(gate)
-    if not conv.norm_before_gate:
-        y, gate = y * gate, torch.ones(())
-    scale = torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-    return linear(conv.lin_out, y / scale * conv.norm.weight * gate)
+def graphs_of(conv: Conv, dags: list[Edges], mask: Tensor | None = None) -> Graphs:
+    """As the formula takes them."""
+    edges, attrs = map(list, zip(*dags, strict=True))
+    return Graphs(edges, None if conv.edge_dim is None else attrs, mask=mask)
 
 
 def make_conv(*args, cls: type[Conv] = ChimeraConv, **kwargs) -> Conv:
@@ -228,20 +94,6 @@ def call(conv: Conv, x: Tensor, dags: list[Edges], **kwargs) -> Tensor:
     if len(dags) == 1:
         return conv(x, edge_index[0], edge_attr and edge_attr[0], **kwargs)
     return conv(x, edge_index, edge_attr, **kwargs)
-
-
-def assert_is_formula(conv: Conv, x: Tensor, dags: list[Edges], **kwargs):
-    x = x.clone().requires_grad_()
-    expected = formula(conv, x, dags, kwargs.get("num_terms"))
-    out = call(conv, x, dags, **kwargs)
-    assert_near(out, expected)
-    weigh = torch.randn_like(out)
-    wrt = {"x": x, **dict(conv.named_parameters())}
-    options = {"allow_unused": True, "materialize_grads": True}
-    grads = torch.autograd.grad(out, list(wrt.values()), weigh, **options)
-    expected = torch.autograd.grad(expected, list(wrt.values()), weigh, **options)
-    for name, a, b in zip(wrt, grads, expected, strict=True):
-        assert_near(a, b, 1e-8, name)
 
 
 OPTIONS = [
@@ -303,19 +155,26 @@ options = pytest.mark.parametrize(
 @options
 def test_formula(options):
     conv = make_conv(IN, OUT, state_channels=3, **options).double()
-    inputs = make_inputs(type(conv), conv.num_dags)
-    assert_is_formula(conv, *inputs)
+    x, dags = make_inputs(type(conv), conv.num_dags)
+    x.requires_grad_()
+    assert_is_formula(conv, call(conv, x, dags), x, graphs_of(conv, dags))
 
 
 @pytest.mark.parametrize("form", ["state", "mask"])
 @pytest.mark.parametrize("num_terms", [0, 1, 4])
 def test_neumann_formula(form, num_terms):
     conv = make_conv(state_channels=3, solver="neumann", form=form).double()
-    assert_is_formula(conv, *make_inputs(), num_terms=num_terms)
-    fixed = make_conv(state_channels=3, solver="neumann", num_terms=num_terms).double()
     x, dags = make_inputs()
-    assert_near(call(fixed, x, dags), formula(fixed, x, dags, num_terms))
-    assert_near(call(fixed, x, dags, num_terms=2), formula(fixed, x, dags, 2))
+    x.requires_grad_()
+    fixed = make_conv(state_channels=3, solver="neumann", num_terms=num_terms).double()
+    fixed.load_state_dict(conv.state_dict())
+    graphs = graphs_of(conv, dags)
+    for y in (call(conv, x, dags, num_terms=num_terms), call(fixed, x, dags)):
+        assert_near(y, formula(fixed, x, graphs))
+    assert_is_formula(fixed, call(fixed, x, dags), x, graphs)
+    given = call(fixed, x, dags, num_terms=2)
+    fixed.num_terms = 2
+    assert_near(given, formula(fixed, x, graphs))
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)
@@ -326,7 +185,8 @@ def test_formula_on_random_graphs(graph: Graph):
         conv = make_conv(3, 4, 2, 2, edge_dim=1, normalization=normalization).double()
         x = torch.randn(num_nodes, 3, dtype=torch.double)
         attr = torch.randn(edge_index.size(1), 1, dtype=torch.double)
-        assert_near(conv(x, edge_index, attr), formula(conv, x, [(edge_index, attr)]))
+        expected = formula(conv, x, Graphs([edge_index], [attr]))
+        assert_near(conv(x, edge_index, attr), expected)
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)
@@ -336,7 +196,7 @@ def test_formula_on_random_dags(graph: Graph):
     for roots in ("write", "silent"):
         conv = make_conv(3, 4, 2, 2, cls=ChimeraDAGConv, roots=roots).double()
         x = torch.randn(num_nodes, 3, dtype=torch.double)
-        assert_near(conv(x, edge_index), formula(conv, x, [(edge_index, None)]))
+        assert_near(conv(x, edge_index), formula(conv, x, Graphs([edge_index])))
 
 
 def test_directed_path_is_mamba_2():
@@ -430,7 +290,7 @@ def test_masks_scale_transitions(cls):
     set_masks(conv, mask, edge_index, apply_sigmoid=False)
     out = conv(x, edge_index)
     clear_masks(conv)
-    assert_near(out, formula(conv, x, dags, mask=mask))
+    assert_near(out, formula(conv, x, graphs_of(conv, dags, mask)))
     assert not torch.allclose(out, bare)
     assert conv(x, edge_index).equal(bare)
 
@@ -474,7 +334,7 @@ def big_data() -> Data:
 
 def check_part(conv: ChimeraConv, part: Data) -> None:
     out = conv(part.x, part.edge_index)
-    expected = formula(conv.double(), part.x.double(), [(part.edge_index, None)])
+    expected = formula(conv.double(), part.x.double(), Graphs([part.edge_index]))
     conv.float()
     assert_near(out, expected, 1e-5)
     out.sum().backward()

@@ -5,6 +5,9 @@
 
 import pytest
 import torch
+from asserts import assert_is_formula
+from convs import CASES, Case, Inputs
+from dense_layers import Graphs
 from random_layers import CONVS, FAILED, check, draw
 
 SCALES = (1e-3, 1.0, 1e3, 1e5)
@@ -18,6 +21,29 @@ def test_outputs_and_gradients(name: str, scale: float):
             case = draw(seed, name, dtype, scale)
             result = check(case)
             assert result.status not in FAILED, (result, str(case))
+
+
+def graphs_of(case: Case, conv: torch.nn.Module, inputs: Inputs) -> Graphs:
+    if case.on_grids:
+        widths = inputs.batch.unique(return_counts=True)[1].tolist()
+        return Graphs([], sizes=[(1, width) for width in widths])
+    of = [inputs.dag == d for d in range(len(case.edges))]
+    attrs = None
+    if getattr(conv, "edge_dim", None):
+        attrs = [inputs.edge_attr[mine] for mine in of]
+    return Graphs([inputs.edge_index[:, mine] for mine in of], attrs)
+
+
+#: Graph-Mamba's permutations are those of its own tests.
+FIXED = {name: case for name, case in CASES.items() if "Mamba" not in name}
+
+
+@pytest.mark.parametrize("case", FIXED.values(), ids=FIXED)
+def test_kinds_of_layers(case: Case):
+    conv, inputs = case.trained(), case.inputs()
+    inputs.x.requires_grad_()
+    out = case.call(conv, inputs)
+    assert_is_formula(conv, out, inputs.x, graphs_of(case, conv, inputs))
 
 
 def test_wrong_layers_are_found():

@@ -2,9 +2,11 @@ import copy
 from functools import partial
 from itertools import chain, pairwise
 
+import asserts
 import pytest
 import torch
-from asserts import assert_near, assert_permutes
+from asserts import assert_is_formula, assert_near, assert_permutes
+from dense_layers import Graphs
 from hypothesis import given, settings
 from strategies import Batch, batches
 from torch import Tensor
@@ -36,51 +38,10 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-# -------------------------------------------------------------------- the whole formula
-
-
-def linear(lin: torch.nn.Module, x: Tensor) -> Tensor:
-    return x @ lin.weight.t() + (0 if lin.bias is None else lin.bias)
-
-
-def silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))
-
-
-def run(scan: torch.nn.Module, inputs: list[Tensor]) -> list[Tensor]:
-    """One sequence, step by step."""
-    kernel = scan.conv_weight.size(1)
-    rank, states = scan.lin_delta.in_features, scan.A_log.size(1)
-    h = torch.zeros_like(scan.A_log)
-    outs = []
-    for t in range(len(inputs)):
-        u = scan.conv_bias
-        for k in range(min(kernel, t + 1)):
-            u = u + scan.conv_weight[:, kernel - 1 - k] * inputs[t - k]
-        u = silu(u)
-        low, B, C = torch.split(scan.lin_states.weight @ u, [rank, states, states])
-        delta = torch.log(1 + torch.exp(linear(scan.lin_delta, low)))
-        decay = torch.exp(-delta.view(-1, 1) * torch.exp(scan.A_log))
-        h = decay * h + torch.outer(delta * u, B)
-        outs.append(h @ C + scan.D * u)
-    return outs
-
-
 def formula(conv: GraphMambaConv, x: Tensor, permutations: list[Sequences]) -> Tensor:
-    """The docstring: permutation by permutation, sequence by sequence."""
-    if conv.norm is not None:
-        center = x - x.mean(1, keepdim=True)
-        scale = torch.sqrt(center.square().mean(1, keepdim=True) + conv.norm.eps)
-        x = center / scale * conv.norm.weight + conv.norm.bias
-    inputs, y = linear(conv.lin_in, x), [torch.tensor(0.0)] * x.size(0)
     for sequences in permutations:
         assert sorted(chain(*sequences)) == list(range(x.size(0)))
-        for nodes in sequences:
-            for scan, way in zip(conv.scans, (nodes, nodes[::-1]), strict=False):
-                outs = run(scan, [inputs[v] for v in way])
-                for v, out in zip(way, outs, strict=True):
-                    y[v] = y[v] + out / len(permutations)
-    return linear(conv.lin_out, torch.stack(y) * silu(linear(conv.lin_gate, x)))
+    return asserts.formula(conv, x, Graphs([], permutations=permutations))
 
 
 def by_hand(score: list[float], batch: list[int] | None = None) -> Sequences:
@@ -116,17 +77,6 @@ def make_inputs(dtype: torch.dtype = torch.double) -> tuple[Tensor, Tensor, Tens
     return x, torch.tensor(GRAPH).t().contiguous(), torch.tensor(BATCH)
 
 
-def assert_is(out: Tensor, expected: Tensor, x: Tensor, conv: GraphMambaConv) -> None:
-    """So are the gradients of everything."""
-    assert_near(out, expected)
-    weigh = torch.randn_like(out)
-    wrt = {"x": x, **dict(conv.named_parameters())}
-    grads = torch.autograd.grad(out, list(wrt.values()), weigh)
-    expected = torch.autograd.grad(expected, list(wrt.values()), weigh)
-    for name, a, b in zip(wrt, grads, expected, strict=True):
-        assert_near(a, b, 1e-8, name)
-
-
 OPTIONS = [
     {},
     {"bidirectional": True, "bias": True},
@@ -153,9 +103,10 @@ def test_formula(options, training):
     x.requires_grad_()
     score = [0.5, -1.0, 7.0, 3.0, 2.0, 1.5, 0.7]
     out = conv(x, score=torch.tensor(score))
-    assert_is(out, formula(conv, x, [by_hand(score)]), x, conv)
+    assert_is_formula(conv, out, x, Graphs([], permutations=[by_hand(score)]))
     out = conv(x, batch=batch, score=torch.tensor(score))
-    assert_is(out, formula(conv, x, [by_hand(score, BATCH)]), x, conv)
+    graphs = Graphs([], permutations=[by_hand(score, BATCH)])
+    assert_is_formula(conv, out, x, graphs)
 
 
 def test_integer_scores():

@@ -2,7 +2,8 @@ import math
 
 import pytest
 import torch
-from asserts import assert_near
+from asserts import assert_is_formula, assert_near, formula
+from dense_layers import Graphs
 from hypothesis import given, settings
 from plstm import (
     DAGS,
@@ -10,9 +11,8 @@ from plstm import (
     IN,
     NODES,
     OUT,
-    assert_is,
     call,
-    formula,
+    graphs_of,
     make_conv,
     make_inputs,
     named,
@@ -37,7 +37,7 @@ def test_formula(options):
     conv = make_conv(IN, OUT, **options).double()
     x, graphs = make_inputs(conv)
     x.requires_grad_()
-    assert_is(conv, call(conv, x, graphs), formula(conv, x, graphs), x)
+    assert_is_formula(conv, call(conv, x, graphs), x, graphs_of(conv, graphs))
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)
@@ -48,7 +48,8 @@ def test_formula_on_random_dags(graph: Graph):
     attr = torch.randn(edge_index.size(1), 1, dtype=torch.double)
     for options in ({}, {"mode": "D"}, {"normalization": "row", "tracking": 2}):
         conv = make_conv(3, 4, 2, edge_dim=1, **options).double()
-        assert_near(conv(x, edge_index, attr), formula(conv, x, [(edge_index, attr)]))
+        expected = formula(conv, x, Graphs([edge_index], [attr]))
+        assert_near(conv(x, edge_index, attr), expected)
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)
@@ -63,7 +64,8 @@ def test_formula_on_random_graphs(graph: Graph):
         {"order": "degree", "turns": False},
     ):
         conv = make_conv(3, 4, 2, edge_dim=1, **options).double()
-        assert_near(conv(x, edge_index, attr), formula(conv, x, [(edge_index, attr)]))
+        expected = formula(conv, x, Graphs([edge_index], [attr]))
+        assert_near(conv(x, edge_index, attr), expected)
 
 
 def plain(**kwargs) -> PLSTMConv:
@@ -190,7 +192,7 @@ def test_masks_scale_states(options):
     set_masks(conv, mask, edge_index, apply_sigmoid=False)
     out = conv(x, edge_index)
     clear_masks(conv)
-    expected = formula(conv, x, graphs, mask=mask)
+    expected = formula(conv, x, graphs_of(conv, graphs, mask))
     assert_near(out, expected)
     assert not torch.allclose(out, bare)
     assert conv(x, edge_index).equal(bare)

@@ -1,4 +1,4 @@
-"""What is special to `RGLRUConv`: Griffin's formula, on paths and on DAGs."""
+"""What is special to `RGLRUConv`: on paths it is Griffin."""
 
 import importlib
 import math
@@ -18,10 +18,6 @@ from pyg_chimera import ops
 from pyg_chimera.nn import GPSLayer, RGLRUConv, SequenceEncoder
 from pyg_chimera.ops import CycleError, channel_scan
 
-KINDS = [
-    name for name in CASES if name.startswith("RGLRUConv") and "divided" not in name
-]
-
 
 def path(length):
     node = torch.arange(length)
@@ -40,71 +36,6 @@ def spread(conv):
         for parameter in conv.parameters():
             parameter.add_(torch.randn_like(parameter) / 3)
     return conv
-
-
-# ------------------------------------------------------------------------- the formula
-
-
-def local(conv, y, parents, dag):
-    """What filters add to a node of its parents in a DAG, of theirs, and so on."""
-    K, out, far = conv.conv_kernel, torch.zeros_like(y), y
-    for k in range(K - 1):
-        means = [
-            far[tails].mean(0) if tails else torch.zeros_like(y[0]) for tails in parents
-        ]
-        far = torch.stack(means)
-        out = out + far * conv.local_weight[:, 1 + dag * (K - 1) + k]
-    return out
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_formula(name):
-    """One node after the other."""
-    case = CASES[name]
-    conv, inputs = case.trained(), case.inputs()
-    x, index, attr, dag, _ = inputs
-    V, D = len(x), conv.num_dags
-    into = [
-        [[e for e in range(index.size(1)) if dag[e] == d and index[1, e] == i]
-         for i in range(V)]
-        for d in range(D)
-    ]  # fmt: skip
-    parents = [[index[0, e].tolist() for e in edges] for edges in into]
-    y = conv.lin_value(x)
-    u = y
-    if conv.local_weight is not None:
-        u = y * conv.local_weight[:, 0]
-        u = u + sum(local(conv, y, parents[d], d) for d in range(D))
-    total = torch.zeros_like(u)
-    for d in range(D):
-        base = torch.sigmoid(conv.Lambda[d])
-        r = blocks(conv.gate_weight[0, d], u) + conv.gate_bias[0, d]
-        g = torch.sigmoid(blocks(conv.gate_weight[1, d], u) + conv.gate_bias[1, d])
-        h = {}
-        while len(h) < V:
-            for i in range(V):
-                if i in h or any(j not in h for j in parents[d][i]):
-                    continue
-                a = {None: base ** (8 * torch.sigmoid(r[i]))}
-                for e in into[d][i]:
-                    gate = r[i]
-                    if conv.lin_edge is not None:
-                        own = conv.lin_edge(attr[e]).unflatten(0, (D, -1))[d]
-                        gate = gate + own
-                    a[e] = base ** (8 * torch.sigmoid(gate))
-                entered = [a[e] ** 2 for e in into[d][i]] or [a[None] ** 2]
-                write = torch.sqrt(1 - sum(entered) / len(entered))
-                if conv.released and not into[d][i]:
-                    write = 1
-                h[i] = write * g[i] * u[i]
-                for e, j in zip(into[d][i], parents[d][i], strict=True):
-                    h[i] = h[i] + a[e] * h[j] / math.sqrt(len(parents[d][i]))
-        total = total + torch.stack([h[i] for i in range(V)])
-    y = total / math.sqrt(D)
-    if conv.lin_gate is not None:
-        kind = "tanh" if conv.released else "none"
-        y = y * F.gelu(conv.lin_gate(x), approximate=kind)
-    assert_near(case.call(conv, inputs), conv.lin_out(y))
 
 
 @pytest.mark.parametrize("backend", ["numba", "torch", "reference"])
