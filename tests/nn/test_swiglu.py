@@ -1,6 +1,3 @@
-import copy
-import io
-
 import pytest
 import torch
 from asserts import assert_near
@@ -42,18 +39,6 @@ def test_hidden_channels(channels, hidden):
     assert repr(mlp) == f"SwiGLU({channels}, {hidden}, {channels})"
 
 
-def test_lazy_channels():
-    mlp, lazy = SwiGLU(C, dropout=0.5).eval(), SwiGLU(-1, out_channels=C).eval()
-    assert repr(lazy) == "SwiGLU(-1, 24, 8)"
-    x = torch.randn(4, C)
-    copy.deepcopy(lazy)(x)
-    file = io.BytesIO()
-    torch.save(mlp.state_dict(), file)
-    file.seek(0)
-    lazy.load_state_dict(torch.load(file, weights_only=True))
-    assert lazy(x).equal(mlp(x))
-
-
 def test_reset_and_dropout():
     mlp, x = SwiGLU(C, dropout=0.5), torch.randn(4, C)
     assert not mlp(x).equal(mlp(x))
@@ -69,12 +54,6 @@ def test_reset_and_dropout():
 def test_errors(args, name):
     with pytest.raises(ValueError, match=f"'{name}_channels' must be"):
         SwiGLU(*args)
-
-
-def test_compile():
-    mlp, x = SwiGLU(C), torch.randn(4, C)
-    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-    assert_near(compiled(x), mlp(x), 1e-6)
 
 
 # ------------------------------------------------------------------- in a `GPSLayer`

@@ -2,8 +2,6 @@
 
 import copy
 import inspect
-import io
-import pickle
 import shutil
 import subprocess
 import sys
@@ -145,63 +143,6 @@ def test_every_parameter_is_trained(case: Case):
     for name, parameter in conv.named_parameters():
         if "norm_edge" not in name:
             assert parameter.grad.any(), name
-
-
-@every_conv
-def test_lazy_channels(case: Case):
-    edge_dim = getattr(case.conv(), "edge_dim", None)
-    unknown = {"edge_dim": -1} if edge_dim else {}
-    if not isinstance(case.conv(), GatedGCNConv):
-        unknown["out_channels"] = CHANNELS
-    conv, inputs = case.conv(), case.inputs(torch.float)
-    lazy, unused = (case.conv(-1, **unknown) for _ in range(2))
-    twin = copy.deepcopy(lazy)
-    for made in (lazy, twin):
-        case.call(made, inputs)
-        shapes = {name: p.shape for name, p in made.state_dict().items()}
-        assert shapes == {name: p.shape for name, p in conv.state_dict().items()}
-    for made in (lazy, unused):
-        made.load_state_dict(conv.state_dict())
-        assert_near(case.call(made, inputs), case.call(conv, inputs), 1e-6)
-
-
-@every_conv
-def test_reset_parameters(case: Case):
-    used, fresh = case.trained().float(), case.conv()
-    for conv in (used, fresh):
-        torch.manual_seed(1)
-        conv.reset_parameters()
-    torch.testing.assert_close(used.state_dict(), fresh.state_dict(), rtol=0, atol=0)
-    torch.manual_seed(2)
-    fresh.reset_parameters()
-    inputs = case.inputs(torch.float)
-    assert not case.call(fresh, inputs).equal(case.call(used, inputs))
-
-
-@every_conv
-def test_copies_and_files(case: Case):
-    conv, other, inputs = case.trained(), case.trained(), case.inputs()
-    out = case.call(conv, inputs)
-    assert case.call(copy.deepcopy(conv), inputs).equal(out)
-    assert not torch.allclose(case.call(other, inputs), out)
-    file = io.BytesIO()
-    torch.save(conv.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert case.call(other, inputs).equal(out)
-
-
-@default_convs
-def test_pickles(case: Case):
-    conv, inputs = case.trained(), case.inputs()
-    if isinstance(conv, GraphMambaConv):  # PyG can't pickle what it has made of others
-        copied = pickle.loads(pickle.dumps(conv))
-    else:
-        file = io.BytesIO()
-        torch.save(conv, file)
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)
-    assert case.call(copied, inputs).equal(case.call(conv, inputs))
 
 
 @every_conv
