@@ -15,15 +15,6 @@ def make():
     return make
 
 
-def prune(graph: nx.Graph) -> nx.Graph:
-    """Without its leaves."""
-    return graph.subgraph([v for v, degree in graph.degree if degree > 1])
-
-
-def is_path(graph: nx.Graph) -> bool:
-    return nx.is_tree(graph) and max(degree for _, degree in graph.degree) <= 2
-
-
 @pytest.mark.parametrize("scale", [1, 2])
 def test_targets_are_those_of_networkx(make, scale):
     kwargs = {"num_graphs": 36, "scale": scale}
@@ -50,35 +41,6 @@ def test_targets_are_those_of_networkx(make, scale):
         ):
             assert torch.allclose(40 * y, torch.tensor(expected).float(), atol=1e-5)
         assert 17 * scale <= max(far.values()) <= 40 * scale
-
-
-def test_graphs_are_of_their_families(make):
-    families, dataset = long_range_data.FAMILIES, make()
-    for data in dataset:
-        graph, name = to_networkx(data, to_undirected=True), families[data.family]
-        assert nx.is_connected(graph)
-        if name == "line":
-            assert is_path(graph)
-        elif name == "ladder":
-            rungs = nx.ladder_graph(data.num_nodes // 2)
-            assert nx.is_isomorphic(graph, rungs)
-        elif name == "grid":
-            assert max(degree for _, degree in graph.degree) <= 4
-            assert nx.is_bipartite(graph)
-            assert not nx.is_tree(graph)
-        elif name == "caterpillar":
-            assert is_path(prune(graph))
-            assert not is_path(graph)
-        elif name == "lobster":
-            assert is_path(prune(prune(graph)))
-            assert not is_path(prune(graph))
-        else:
-            assert nx.is_tree(graph)
-    assert not all(
-        is_path(prune(prune(to_networkx(data, to_undirected=True))))
-        for data in dataset
-        if families[data.family] == "tree"
-    )
 
 
 def test_graphs_depend_on_position_split_and_scale(make):

@@ -1,7 +1,6 @@
 import gzip
 
 import long_range_data
-import pytest
 import torch
 
 #: The most frequent first, then in order of appearance.
@@ -54,20 +53,6 @@ def test_trees_come_back(tmp_path):
             assert data.edge_attr.shape == (data.num_edges, 1)
             for value in (data.x, data.y, data.edge_attr, data.edge_index):
                 assert value.dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("(5 a)", "(a)", "(2 a b)", "(2 (2 a))", "(2 (2 a) (2 b) (2 c))"),
-        *("(2 (2 a) b)", "((2 a) 2 (2 b))", "(2 (2 a) (2 b)", "(2 a))", "(2 a) (2 b)"),
-        *("2 a", "()", "(22 a)", ")"),
-    ],
-)
-def test_rejects_what_is_no_binary_tree(tmp_path, line):
-    folder = write_raw(tmp_path, train=[*TRAIN, line])
-    with pytest.raises(ValueError, match="no binary tree"):
-        long_range_data.sentiment_trees(folder, "train")
 
 
 def test_published_statistics(shared_data):

@@ -65,18 +65,6 @@ def test_against_slow_graphs(tmp_path):
         assert data.x.dtype == data.pos.dtype == data.edge_attr.dtype == torch.float32
 
 
-def test_splits_are_those_of_the_benchmark(tmp_path):
-    labels = np.arange(20)[::-1] % 10
-    write(tmp_path, pictures(20), labels)
-    make = long_range_data.superpixel_graphs
-    assert [int(data.y) for data in make(tmp_path, "val", 9)] == labels[:2].tolist()
-    few, more = make(tmp_path, "train", 3), make(tmp_path, "train", 6)
-    assert [int(data.y) for data in few] == labels[2:5].tolist()
-    for one, other in zip(few, more, strict=False):
-        assert torch.equal(one.x, other.x)
-        assert torch.equal(one.edge_index, other.edge_index)
-
-
 def test_as_many_nodes_as_in_the_benchmark(shared_data):
     folder = shared_data / "images"
     graphs = long_range_data.superpixel_graphs(folder, "val", 60)

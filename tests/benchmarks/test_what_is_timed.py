@@ -72,20 +72,6 @@ def test_sequences_agree(part):
     assert all(row["worst"] <= 1e-5 for row in rows)
 
 
-def test_loops_compute_the_scan():
-    """All of their gradients, in float64, with an only row in a graph."""
-    batch = torch.tensor([0, 0, 0, 1, 2, 2])
-    graphs = sequences.tiny("scan")._replace(batch=batch, num_nodes=6)
-    scan = partial(sequences.scan, graphs=graphs, dtype=torch.float64, device="cpu")
-    expected = scan(None, backend="reference").results()
-    assert len(expected) == 9
-    for loop in (sequences.published_loop, sequences.careful_loop):
-        found = scan(loop).results()
-        assert set(found) == set(expected)
-        for name, x in found.items():
-            assert sequences.compare("", "", {name: x}, {name: expected[name]}, "")
-
-
 def test_large_workloads_are_compared_with_other_kernels(monkeypatch):
     """Which themselves agree with the loop over edges."""
     for part in scanning.BASES:
@@ -140,40 +126,3 @@ def test_targets_of_sequences():
     assert found[text.format("1,024 -> 4,096")] == (2.0, True)
     assert found[text.format("4,096 -> 16,384")] == (9.0, False)
     assert found["largest relative error"] == (None, None)
-
-
-def test_targets_of_scans():
-    row = {"part": "peptides", "workload": "x, batch of 64", "base": "stm_scan"}
-    results = {
-        "layers": [
-            row | {"case": "dag_scan", "by_auto": 0.5},
-            row | {"case": "loop over edges", "by_auto": 120.0},
-        ],
-        "growth": [
-            {"part": part, "case": "grid_scan", "from": 256, "time": x, "memory": None}
-            for part, x in (("grids", 4.0), ("sequences", 9.0))
-        ],
-        "errors": [],
-    }
-    found = {x["what"]: (x["value"], x["reached"]) for x in scanning.targets(results)}
-    assert found["batch of 64: stm_scan / dag_scan"] == (2.0, False)
-    assert found["batch of 64: loop over edges / stm_scan"] == (120.0, True)
-    assert found["batch of 64: loop as released / stm_scan"] == (None, None)
-    assert found["grid_scan, 16 -> 32 a side, growth of time"] == (4.0, True)
-    assert found["grid_scan, 16 -> 32 a side, growth of memory"] == (None, None)
-
-
-@pytest.mark.parametrize(
-    ("part", "height", "width", "count", "edges"),
-    [
-        ("grids", 3, 4, 1, 4 * 17),
-        ("sequences", 1, 5, 1, 2 * 4),
-        ("grid-layers", 2, 2, 3, 4 * 4 * 3),
-    ],
-)
-def test_states_are_counted_without_a_graph(part, height, width, count, edges):
-    graphs = scanning.on_grids(part, height, width, count)
-    number = scanning.ORIENTATIONS.get(part, 4)
-    found = scanning.all_grids(graphs.num_nodes, number, height, width)
-    assert graphs.num_nodes == height * width * count
-    assert graphs.num_edges == edges == found.states.writer.numel()

@@ -4,7 +4,6 @@ import errno
 import json
 import math
 import os
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,28 +195,6 @@ def test_a_metric_that_is_not_a_number_is_not_the_best():
         assert common.Run.best.fget(own)["epoch"] == best
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("workers_die", [False, True])
-def test_an_interrupted_destructor_does_not_swallow_ctrl_c(
-    tmp_path, interrupt, workers_die
-):
-    task, calls = get_task(), iter(range(20))
-
-    class Loader:
-        def __del__(self):
-            os.kill(os.getpid(), signal.SIGINT)
-
-    def drop(out, batch):
-        if next(calls) == 14:
-            Loader()
-            if workers_die:
-                raise RuntimeError("DataLoader worker exited unexpectedly")
-        return task.loss(out, batch)
-
-    results = run(tmp_path, task=task._replace(loss=drop))
-    assert (results["stopped_by"], results["epochs_done"]) == ("SIGINT", 2)
-
-
 def test_a_run_that_failed_goes_on_where_it_was_moved_to(straight, tmp_path):
     task, calls = get_task(), iter(range(20))
 
@@ -249,11 +226,6 @@ def test_a_time_limit_ends_behind_an_epoch(straight, tmp_path, capsys, monkeypat
     assert (results["stopped_by"], results["epochs_done"]) == ("time limit", 2)
     assert "Stopped (time limit) after 2 of 4 epochs" in capsys.readouterr().out
     run(tmp_path, *argv)
-    assert_same_run(straight, tmp_path)
-
-
-def test_worker_processes_make_no_difference(straight, tmp_path):
-    run(tmp_path, "--num-workers", "1")
     assert_same_run(straight, tmp_path)
 
 
