@@ -3,12 +3,15 @@
 from collections.abc import Callable
 
 import torch
+from dense_layers import Graphs, dense
 from torch import Tensor
 
 __all__ = [
     "assert_batched_equals_single",
+    "assert_is_formula",
     "assert_near",
     "assert_permutes",
+    "formula",
     "tolerance",
 ]
 
@@ -34,6 +37,33 @@ def assert_near(
 Layer = Callable[
     [tuple[Tensor, ...], Tensor, tuple[Tensor, ...], Tensor | None], Tensor
 ]
+
+
+def formula(conv: torch.nn.Module, x: Tensor, graphs: Graphs) -> Tensor:
+    """The nodes that a layer returns, by its formula."""
+    own = dict(conv.named_parameters()) | dict(conv.named_buffers())
+    return dense(conv, own, x, graphs)[0]
+
+
+def assert_is_formula(
+    conv: torch.nn.Module, out: Tensor, x: Tensor, graphs: Graphs, tol: float = 1e-8
+) -> None:
+    """So are the gradients of everything."""
+    expected = formula(conv, x, graphs)
+    assert_near(out, expected)
+    weigh = torch.randn_like(out)
+    wrt = {"x": x, **dict(conv.named_parameters())}
+    options = {"allow_unused": True, "materialize_grads": True}
+    got, want = (
+        torch.autograd.grad(y, list(wrt.values()), weigh, **options)
+        for y in (out, expected)
+    )
+    noise = 1e-12 * max(y.abs().max() for y in want if y.numel())
+    for name, a, b in zip(wrt, got, want, strict=True):
+        if b.numel() and b.abs().max() < noise:  # zero, but for rounding errors
+            assert a.abs().max() < noise, name
+        else:
+            assert_near(a, b, tol, name)
 
 
 def assert_permutes(

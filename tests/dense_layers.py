@@ -28,6 +28,7 @@ class Graphs(NamedTuple):
     pos: Tensor | None = None  #: positions for rotary attention
     #: What Graph-Mamba runs along: for each permutation, the nodes of each sequence.
     permutations: list[list[list[int]]] | None = None
+    mask: Tensor | None = None  #: what explainers multiply weights of edges by
 
 
 class Layer:
@@ -135,6 +136,10 @@ def rms(x: Tensor, factor: Tensor | float = 1.0) -> Tensor:
     big = x.detach().abs().amax(-1, keepdim=True).clamp(min=1)
     mean = (x / big).square().mean(-1, keepdim=True) + 1e-5 * factor / big.square()
     return x / big / mean.sqrt()
+
+
+def masked(graphs: Graphs, weight: Tensor) -> Tensor:
+    return weight if graphs.mask is None else weight * graphs.mask.unsqueeze(1)
 
 
 def matrix(rows: Tensor, columns: Tensor, weight: Tensor, *shape: int) -> Tensor:
@@ -366,7 +371,7 @@ def chimera(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     query, key, value = chimera_inputs(p, x, graphs)
     plain, gates = chimera_gates(p, x)
     (index,), (edge,) = graphs.edges, edge_gates(p, graphs)
-    weight = p.stored(chimera_transitions(p, index, gates, edge))
+    weight = masked(graphs, p.stored(chimera_transitions(p, index, gates, edge)))
     A = adjacency(index, weight, len(x))
     L = eye = torch.eye(len(x), dtype=x.dtype)
     if p.solver == "neumann":
@@ -399,7 +404,12 @@ def chimera_path(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     back = delta[[place[i, j] for j, i in index.t().tolist()]]
     bound = log_1_plus_exp(delta + back - psi) / 2  # of the mean of both directions
     log_A = (back - delta) / 2 - bound - math.log(2)
-    log_write = log_resolvent(place, log_A, torch.exp(-2 * bound) / 4, len(x))
+    product = torch.exp(-2 * bound) / 4
+    if graphs.mask is not None:
+        other = graphs.mask[[place[i, j] for j, i in index.t().tolist()]]
+        product = product * (graphs.mask * other).unsqueeze(1)
+        log_A = log_A + graphs.mask.log().unsqueeze(1)
+    log_write = log_resolvent(place, log_A, product, len(x))
     log_write = log_write + log_softplus(gates[:, 3]).t().unsqueeze(1)
     # Entries may be of any size: rows are scaled, and so is the epsilon of the norm.
     q, k = (by_head(y.detach(), len(log_write)) for y in (query, key))
@@ -515,7 +525,7 @@ def chimera_dag(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
         delta = edge_means(index, node[:, d], p.selectivity, edge)
         root = node[:, d] * (p.roots == "write")
         weight, write = dag_transitions(index, delta, root)
-        L = inverse(adjacency(index, weight, len(x)))
+        L = inverse(adjacency(index, masked(graphs, weight), len(x)))
         y = y + mixed(p, L, query[:, c], key[:, c], write.unsqueeze(2) * value)
     return chimera_block(p, y / math.sqrt(p.num_dags), x, value)
 
@@ -706,7 +716,7 @@ def reflections(vectors: Tensor) -> Tensor:
 
 def plstm(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
     H, J, D = p.heads, p.tracking, len(p["gate_bias"])
-    index, dag, attr = dags_of(p, len(x), graphs)
+    index, dag, attr, mask = dags_of(p, len(x), graphs)
     own = dag % D  # the gates of an edge, which two DAGs may share
     lines = line_edges(p, index, dag)
     qkv = plstm_inputs(p, x, graphs)
@@ -740,26 +750,29 @@ def plstm(p: Layer, x: Tensor, graphs: Graphs) -> Tensor:
         step = torch.zeros_like(table)
         step[:, b, :, a] = 1
         table = table + step * T[line].view(H, 1, J, 1, J)
-    y = plstm_reads(p, index, source.sigmoid(), mark.sigmoid(), table, qkv)
+    source = source.sigmoid()
+    if mask is not None:  # of whole states
+        source, table = source * mask.view(-1, 1, 1), table * mask.view(-1, 1, 1, 1)
+    y = plstm_reads(p, index, source, mark.sigmoid(), table, qkv)
     return plstm_output(p, y, direct.sigmoid().sum(1), qkv)
 
 
 def dags_of(
     p: Layer, num_nodes: int, graphs: Graphs
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The edges of all DAGs, the DAG of each, and features."""
-    index = torch.cat(graphs.edges, 1)
-    attr = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The edges of all DAGs, the DAG of each, features and masks."""
+    index, attr, mask = torch.cat(graphs.edges, 1), None, graphs.mask
     if "lin_edge.weight" in p and graphs.attrs is not None:
         attr = torch.cat(graphs.attrs)
     if p.order is None or p.num_dags > 1:
         sizes = torch.tensor([edges.size(1) for edges in graphs.edges])
-        return index, torch.arange(len(sizes)).repeat_interleave(sizes), attr
+        return index, torch.arange(len(sizes)).repeat_interleave(sizes), attr, mask
     place = torch.tensor(node_order(p.order, index, num_nodes), dtype=torch.long)
     before, after = place[index]
     kept = before != after
     dag = (before > after).long()  # to later nodes, then to earlier ones
-    return index[:, kept], dag[kept], None if attr is None else attr[kept]
+    attr, mask = (None if y is None else y[kept] for y in (attr, mask))
+    return index[:, kept], dag[kept], attr, mask
 
 
 def node_order(order: str, index: Tensor, num_nodes: int) -> list[int]:
@@ -1002,6 +1015,7 @@ def along_halves(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 p, x, graphs._replace(
                     edges=[index[:, kept]],
                     attrs=graphs.attrs and [graphs.attrs[0][kept]],
+                    mask=None if graphs.mask is None else graphs.mask[kept],
                 ),
             )
             for kept in (before < after, before > after)

@@ -288,6 +288,8 @@ def test_epochs(benchmark):
     assert len(rows) == 14
     for row in rows:
         assert row["step"] > 0
+        assert sum(row["shares"].values()) == pytest.approx(1)
+        assert min(row["shares"].values()) >= 0
         assert f"| {row['task']} | {row['mixer']} |" in printed
 
 

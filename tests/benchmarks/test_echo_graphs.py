@@ -1,5 +1,6 @@
 import itertools
 
+import long_range_data
 import networkx as nx
 import pytest
 import torch
@@ -7,20 +8,11 @@ from torch_geometric.utils import is_undirected, to_networkx
 
 
 @pytest.fixture
-def make(long_range_data):
+def make():
     def make(task="sssp", split="train", num_graphs=120, scale=1):
         return long_range_data.echo_graphs(task, split, num_graphs, scale)
 
     return make
-
-
-def prune(graph: nx.Graph) -> nx.Graph:
-    """Without its leaves."""
-    return graph.subgraph([v for v, degree in graph.degree if degree > 1])
-
-
-def is_path(graph: nx.Graph) -> bool:
-    return nx.is_tree(graph) and max(degree for _, degree in graph.degree) <= 2
 
 
 @pytest.mark.parametrize("scale", [1, 2])
@@ -49,50 +41,6 @@ def test_targets_are_those_of_networkx(make, scale):
         ):
             assert torch.allclose(40 * y, torch.tensor(expected).float(), atol=1e-5)
         assert 17 * scale <= max(far.values()) <= 40 * scale
-
-
-def test_graphs_are_of_their_families(make, long_range_data):
-    families, dataset = long_range_data.FAMILIES, make()
-    for data in dataset:
-        graph, name = to_networkx(data, to_undirected=True), families[data.family]
-        assert nx.is_connected(graph)
-        if name == "line":
-            assert is_path(graph)
-        elif name == "ladder":
-            rungs = nx.ladder_graph(data.num_nodes // 2)
-            assert nx.is_isomorphic(graph, rungs)
-        elif name == "grid":
-            assert max(degree for _, degree in graph.degree) <= 4
-            assert nx.is_bipartite(graph)
-            assert not nx.is_tree(graph)
-        elif name == "caterpillar":
-            assert is_path(prune(graph))
-            assert not is_path(graph)
-        elif name == "lobster":
-            assert is_path(prune(prune(graph)))
-            assert not is_path(prune(graph))
-        else:
-            assert nx.is_tree(graph)
-    assert not all(
-        is_path(prune(prune(to_networkx(data, to_undirected=True))))
-        for data in dataset
-        if families[data.family] == "tree"
-    )
-
-
-def test_splits_are_balanced(make):
-    sizes = {"train": 96, "val": 12, "test": 12}
-    for split, size in sizes.items():
-        family = torch.cat([data.family for data in make(split=split)])
-        assert family.bincount().tolist() == [size // 6] * 6
-    lengths = make("diameter", num_graphs=6 * 30)
-    for family in (0, 1, 3, 4, 5):
-        chosen = torch.tensor([data.y for data in lengths if data.family == family])
-        assert (40 * chosen).round().int().tolist() == [
-            17 + 7 * i % 24 for i in range(24)
-        ]
-    # 1,344, 168 and 168 of each family: as often as there are diameters, or a multiple.
-    assert 10_080 // 6 // 10 % 24 == 0
 
 
 def test_graphs_depend_on_position_split_and_scale(make):

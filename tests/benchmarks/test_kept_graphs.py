@@ -1,10 +1,11 @@
+import long_range_data
 import pytest
 import torch
 from torch_geometric.data import Data
 from torch_geometric.loader import DataLoader
 
 
-def test_graphs_are_made_once(long_range_data, tmp_path):
+def test_graphs_are_made_once(tmp_path):
     def make(number, name):
         made.append(name)
         edges = torch.tensor([[0, 1], [1, 0]])
@@ -23,20 +24,10 @@ def test_graphs_are_made_once(long_range_data, tmp_path):
     assert len(list((tmp_path / "new").iterdir())) == 3
 
 
-def test_nothing_is_kept_of_what_fails(long_range_data, tmp_path):
+def test_nothing_is_kept_of_what_fails(tmp_path):
     def make():
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
         long_range_data.Kept(tmp_path, make)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("total", "sizes"), [(10_080, [8064, 1008, 1008]), (20, [16, 2, 2]), (3, [1, 1, 1])]
-)
-def test_split_sizes(long_range_data, total, sizes):
-    found = [
-        long_range_data.kept.split_size(s, total) for s in ("train", "val", "test")
-    ]
-    assert found == sizes

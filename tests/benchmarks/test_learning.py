@@ -1,37 +1,21 @@
 import json
 from collections import Counter
-from pathlib import Path
 
+import learning
+import learning_tasks as tasks
 import networkx as nx
 import numpy as np
 import pytest
 import torch
 from torch_geometric.utils import to_networkx
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 GENERATED = (
     "nearest-source", "ring-transfer", "tree-match", "path-sum", "weighted-nearest",
     "reachability", "parity",
 )  # fmt: skip
 
 
-@pytest.fixture
-def tasks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import learning_tasks
-
-    return learning_tasks
-
-
-@pytest.fixture
-def learning(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import learning
-
-    return learning
-
-
-def some_graphs(tasks, name, number=30):
+def some_graphs(name, number=30):
     """Each as it is, and for networkx."""
     make = tasks.TASKS[name].make
     for seed in range(number):
@@ -49,8 +33,8 @@ def marked(data, column):
 # Labels, worked out anew -------------------------------------------------------------
 
 
-def test_nearest_source(tasks):
-    for data, graph in some_graphs(tasks, "nearest-source"):
+def test_nearest_source():
+    for data, graph in some_graphs("nearest-source"):
         sources = data.x.sum(1).nonzero().flatten().tolist()
         assert len(sources) == 3
         steps = {s: nx.single_source_shortest_path_length(graph, s) for s in sources}
@@ -65,8 +49,8 @@ def test_nearest_source(tasks):
         assert nx.is_tree(graph.to_undirected())
 
 
-def test_ring_transfer(tasks):
-    for data, graph in some_graphs(tasks, "ring-transfer"):
+def test_ring_transfer():
+    for data, graph in some_graphs("ring-transfer"):
         target = marked(data, 5)
         (source,) = data.x[:, :5].sum(1).nonzero().flatten().tolist()
         steps = nx.shortest_path_length(graph, source, target)
@@ -77,9 +61,9 @@ def test_ring_transfer(tasks):
         assert (data.y >= 0).sum() == 1
 
 
-def test_tree_match(tasks):
+def test_tree_match():
     keys = tasks.MAX_KEYS
-    for data, graph in some_graphs(tasks, "tree-match"):
+    for data, graph in some_graphs("tree-match"):
         root = marked(data, keys + 4)
         steps = nx.single_source_shortest_path_length(graph, root)
         depth = max(steps.values())
@@ -96,8 +80,8 @@ def test_tree_match(tasks):
         assert set(data.distance.tolist()) == {depth}
 
 
-def test_path_sum(tasks):
-    for data, graph in some_graphs(tasks, "path-sum"):
+def test_path_sum():
+    for data, graph in some_graphs("path-sum"):
         start, total, node, came_from = marked(data, 2), 0, None, None
         for place in range(1, len(graph) + 1):
             if node is None:
@@ -113,8 +97,8 @@ def test_path_sum(tasks):
         assert graph.in_degree(node) == 1
 
 
-def test_weighted_nearest(tasks):
-    for data, graph in some_graphs(tasks, "weighted-nearest"):
+def test_weighted_nearest():
+    for data, graph in some_graphs("weighted-nearest"):
         for *_, values in graph.edges(data=True):
             values["weight"] = 1 + values["edge_attr"].index(1)
         ends = marked(data, 0), marked(data, 1)
@@ -130,8 +114,8 @@ def test_weighted_nearest(tasks):
             assert data.distance[node] == min(steps[0][node], steps[1][node])
 
 
-def test_reachability(tasks):
-    for data, graph in some_graphs(tasks, "reachability"):
+def test_reachability():
+    for data, graph in some_graphs("reachability"):
         source = marked(data, 1)
         reached = nx.descendants(graph, source)
         steps = nx.single_source_shortest_path_length(graph.to_undirected(), source)
@@ -143,8 +127,8 @@ def test_reachability(tasks):
             assert data.distance[node] == steps[node]
 
 
-def test_parity(tasks):
-    for data, graph in some_graphs(tasks, "parity"):
+def test_parity():
+    for data, graph in some_graphs("parity"):
         before = 0
         order = list(nx.topological_sort(graph))
         assert nx.is_path(graph, order)
@@ -159,7 +143,7 @@ def test_parity(tasks):
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_generators(tasks, name):
+def test_generators(name):
     """Seeds decide, features are as many as is said, and no class is rare."""
     task = tasks.TASKS[name]
     first, again, other = (task.make(np.random.default_rng(i)) for i in (0, 0, 1))
@@ -169,7 +153,7 @@ def test_generators(tasks, name):
     assert first.x.shape != other.x.shape or not torch.equal(first.x, other.x)
 
     labels, hard, in_order = [], 0, 0
-    for data, graph in some_graphs(tasks, name, 100):
+    for data, graph in some_graphs(name, 100):
         assert data.validate()
         assert nx.is_weakly_connected(graph)
         assert data.x.size(1) == task.in_channels
@@ -187,7 +171,7 @@ def test_generators(tasks, name):
     assert 0.4 < in_order / 100 < 0.6  # numbers of nodes don't tell directions
 
 
-def test_splits_differ(tasks):
+def test_splits_differ():
     train, test = (tasks.graphs("parity", split, True) for split in ("train", "test"))
 
     def graphs_as_text(graphs):
@@ -197,21 +181,16 @@ def test_splits_differ(tasks):
 
 
 @pytest.mark.parametrize("name", ["path-sum", "parity"])
-def test_models_are_of_one_size(learning, name):
+def test_models_are_of_one_size(name):
     task = learning.TASKS[name]
-    sizes = [
-        learning.count_parameters(learning.build(mixer, task).layers)
-        for mixer in learning.MIXERS
-    ]
+    models = [learning.build(mixer, task) for mixer in learning.MIXERS]
+    sizes = [learning.count_parameters(model.layers) for model in models]
     assert max(sizes) / min(sizes) < 1.01
-    whole = [
-        learning.count_parameters(learning.build(mixer, task))
-        for mixer in learning.MIXERS
-    ]
+    whole = [learning.count_parameters(model) for model in models]
     assert max(whole) / min(whole) < 1.05
 
 
-def test_scores(learning):
+def test_scores():
     out = torch.tensor([[2.0, 1], [2, 1], [2, 1], [1, 2]])
     y = torch.tensor([0, 0, 1, 1])
     assert learning.score(out, y, "accuracy") == 0.75
@@ -223,51 +202,29 @@ def test_scores(learning):
 
 
 @pytest.mark.slow
-def test_smoke(learning, tmp_path, capsys):
-    """Two tasks and mixers; the rest is added later, and what is there is kept."""
+def test_runs_are_added_and_kept(tmp_path):
     out = tmp_path / "smoke.json"
     command = ["--smoke", "--jobs", "1", "--out", str(out)]
     command += ["--seconds", "0.02", "--only", "parity", "path-sum", "--mixers"]
     learning.main([*command, "chimera"])
-
     results = json.loads(out.read_text())
     rows = results["runs"]
-    assert [(x["task"], x["mixer"]) for x in rows] == [
-        ("path-sum", "chimera"), ("parity", "chimera"),
-    ] or [(x["task"], x["mixer"]) for x in rows] == [
-        ("parity", "chimera"), ("path-sum", "chimera"),
-    ]  # fmt: skip
     for row in rows:
-        assert row["steps"] > 0
-        assert 0 <= row["hard"] <= 1
+        assert row["mixer"] == "chimera"
         number = sum(count for *_, count in row["by_distance"])
         mean = sum(value * count for _, value, count in row["by_distance"]) / number
         assert mean == pytest.approx(row["score"], abs=1e-5)
-    assert out.with_suffix(".png").stat().st_size > 10_000
-    assert "sums along a path never change sign" in capsys.readouterr().out
 
     with pytest.raises(SystemExit, match="exists: pass --resume to go on with it"):
         learning.main([*command, "gcn"])
     with pytest.raises(SystemExit, match="was measured with"):
         learning.main([*command, "gcn", "--resume", "--seconds", "0.5"])
     assert json.loads(out.read_text()) == results
-
     learning.main([*command, "chimera", "gcn", "--resume"])
     more = json.loads(out.read_text())["runs"]
     assert more[:2] == rows
-    assert {(x["task"], x["mixer"]) for x in more[2:]} == {
-        ("parity", "gcn"), ("path-sum", "gcn"),
-    }  # fmt: skip
-
+    found = {(x["task"], x["mixer"]) for x in more[2:]}
+    assert found == {("parity", "gcn"), ("path-sum", "gcn")}
     learning.main([*command, "gcn", "--overwrite", "--seeds", "2"])
     rows = json.loads(out.read_text())["runs"]
     assert [(x["mixer"], x["seed"]) for x in rows] == 2 * [("gcn", 0), ("gcn", 1)]
-    assert " ± " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("mixer", ["plstm", "graph-mamba", "attention-rw", "gatedgcn"])
-@pytest.mark.parametrize("task", ["weighted-nearest", "reachability"])
-def test_every_mixer_trains(learning, task, mixer):
-    row = learning.train(learning.Run(task, mixer, 0, 0.01, True))
-    assert np.isfinite(row["loss"])
-    assert 0 <= row["score"] <= 1

@@ -1,6 +1,7 @@
 import json
-from pathlib import Path
 
+import long_range
+import long_range_tasks as tasks
 import networkx as nx
 import numpy as np
 import pytest
@@ -8,27 +9,9 @@ import torch
 from torch_geometric.data import Batch, Data
 from torch_geometric.utils import to_networkx
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def tasks(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import long_range_tasks
-
-    return long_range_tasks
-
-
-@pytest.fixture
-def long_range(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import long_range
-
-    return long_range
-
 
 @pytest.mark.parametrize("name", ["pasadena", "sssp", "power-flow", "superpixels"])
-def test_models_are_of_one_size(long_range, name):
+def test_models_are_of_one_size(name):
     size = long_range.TASKS[name].parameters
     for arm in long_range.ARMS:
         model = long_range.build(arm, name)
@@ -43,7 +26,7 @@ def test_models_are_of_one_size(long_range, name):
         assert bool(norms) != plain, arm
 
 
-def test_expander(tasks):
+def test_expander():
     edge_index = tasks.expander(50, 3)
     assert torch.equal(edge_index, tasks.expander(50, 3))
     graph = to_networkx(Data(edge_index=edge_index, num_nodes=50), to_undirected=True)
@@ -52,7 +35,7 @@ def test_expander(tasks):
     assert (edge_index[1].bincount() == 4).all()
 
 
-def test_relative_error(tasks):
+def test_relative_error():
     """Each graph about its own mean."""
     y = [torch.tensor([[1.0], [-1]]), torch.tensor([[3.0], [0], [-3]])]
     edges = torch.zeros(2, 0, dtype=torch.long)
@@ -62,7 +45,7 @@ def test_relative_error(tasks):
     assert tasks.relative(out, batch).tolist() == [0, 1]
 
 
-def test_measures(tasks):
+def test_measures():
     batch = Batch.from_data_list([Data(y=torch.tensor([[0.1], [0.2], [0.2]]))])
     found = tasks.items("sssp", batch.y + torch.tensor([[0.0], [0.1], [-0.2]]), batch)
     means = tasks.measure("sssp", [found, found])
@@ -80,7 +63,47 @@ def test_measures(tasks):
     assert tasks.measure("pasadena", [found]) == {"accuracy": 0.5}
 
 
-def test_learning_rate(long_range):
+@pytest.mark.slow
+def test_models_are_added_and_kept(tmp_path, capsys):
+    out = tmp_path / "smoke.json"
+    command = ["--smoke", "--out", str(out), "--cache", str(tmp_path / "cache")]
+    command += ["--data", str(tmp_path), "--rates", "0.01", "0.001"]
+    command += ["--only", "sssp", "power-flow", "--arms"]
+    long_range.main([*command, "chimera", "sage-16"])
+    results = json.loads(out.read_text())
+    assert len(results["searches"]) == 2 * len(results["runs"]) == 4
+    for row in results["runs"]:
+        assert row["steps"] > 0
+        assert row["validation"] == min(value for _, value in row["curve"])
+        (extra,) = row["extra"].values()
+        assert np.isfinite(extra["score"])
+        total = sum(error * count for _, error, count in row["test"]["by_distance"])
+        number = sum(count for *_, count in row["test"]["by_distance"])
+        assert total / number == pytest.approx(row["test"]["MAE"], rel=1e-4)
+    assert "power-flow: skipped, as there is no" in capsys.readouterr().out
+
+    with pytest.raises(SystemExit, match="exists: pass --resume to go on with it"):
+        long_range.main([*command, "gps-rw"])
+    long_range.main([*command, "chimera", "gps-rw", "--resume"])
+    more = json.loads(out.read_text())
+    assert more["runs"][:2] == results["runs"]
+    assert [row["arm"] for row in more["runs"][2:]] == ["gps-rw"]
+    long_range.main(["--report", "--out", str(out)])
+    assert "| gps-rw |" in capsys.readouterr().out
+    assert json.loads(out.read_text()) == more
+
+
+def test_refusals_are_recorded(tmp_path, monkeypatch):
+    def build(arm, name):
+        raise MemoryError
+
+    monkeypatch.setattr(long_range, "build", build)
+    source = tasks.Source(tmp_path, tmp_path, True)
+    run = long_range.Run("sssp", "gps", 0, 1e-3, 0.01, False, source, 8.0)
+    assert long_range.train(run)["problem"] == "does not fit in 8 GiB"
+
+
+def test_learning_rate():
     """By validation, of those that were tried, without runs that failed."""
     row = {"task": "sssp", "arm": "gps"}
     searches = [
@@ -96,61 +119,3 @@ def test_learning_rate(long_range):
     for search in searches:
         search["task"] = "sst"
     assert long_range.chosen(results, "sst", "gps", rates) == 1e-3
-
-
-@pytest.mark.slow
-def test_smoke(long_range, tmp_path, capsys):
-    """Two models; another one is added later, and what is there is kept."""
-    out = tmp_path / "smoke.json"
-    command = ["--smoke", "--out", str(out), "--cache", str(tmp_path / "cache")]
-    command += ["--data", str(tmp_path), "--rates", "0.01", "0.001"]
-    command += ["--only", "sssp", "ising", "power-flow", "--arms"]
-    long_range.main([*command, "chimera", "sage-16"])
-    results = json.loads(out.read_text())
-    assert len(results["searches"]) == 2 * len(results["runs"]) == 8
-    for row in results["runs"]:
-        assert row["steps"] > 0
-        assert np.isfinite(row["validation"])
-        assert row["validation"] == min(value for _, value in row["curve"])
-        (extra,) = row["extra"].values()
-        assert np.isfinite(extra["score"])
-        if row["task"] == "sssp":
-            total = sum(error * count for _, error, count in row["test"]["by_distance"])
-            number = sum(count for *_, count in row["test"]["by_distance"])
-            assert total / number == pytest.approx(row["test"]["MAE"], rel=1e-4)
-    printed = capsys.readouterr().out
-    assert "power-flow: skipped, as there is no" in printed
-    assert "GRIT 0.121" in printed
-    assert out.with_name("smoke-size.png").stat().st_size > 10_000
-
-    with pytest.raises(SystemExit, match="exists: pass --resume to go on with it"):
-        long_range.main([*command, "gps-rw"])
-    long_range.main([*command, "chimera", "gps-rw", "--resume"])
-    more = json.loads(out.read_text())
-    assert more["runs"][:4] == results["runs"]
-    assert [row["arm"] for row in more["runs"][4:]] == ["gps-rw"] * 2
-
-    capsys.readouterr()
-    long_range.main(["--report", "--out", str(out)])
-    assert "| gps-rw |" in capsys.readouterr().out
-    assert json.loads(out.read_text()) == more
-
-
-@pytest.mark.parametrize("arm", ["gated-delta", "gps-lap", "exphormer", "gatedgcn-10"])
-def test_every_model_trains(long_range, tasks, tmp_path, arm):
-    source = tasks.Source(tmp_path, tmp_path, True)
-    row = long_range.train(
-        long_range.Run("diameter", arm, 0, 1e-3, 0.01, False, source, 8.0)
-    )
-    assert "problem" not in row
-    assert np.isfinite(row["test"]["MAE"])
-
-
-def test_refusals_are_recorded(long_range, tasks, tmp_path, monkeypatch):
-    def build(arm, name):
-        raise MemoryError
-
-    monkeypatch.setattr(long_range, "build", build)
-    source = tasks.Source(tmp_path, tmp_path, True)
-    run = long_range.Run("sssp", "gps", 0, 1e-3, 0.01, False, source, 8.0)
-    assert long_range.train(run)["problem"] == "does not fit in 8 GiB"

@@ -1,23 +1,12 @@
-from pathlib import Path
-
+import long_range_bounds as bounds
 import numpy as np
 import pytest
 import torch
 from torch_geometric.data import Data
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def bounds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import long_range_bounds
-
-    return long_range_bounds
-
 
 @pytest.mark.parametrize("side", [5, 16, 20])
-def test_couplings_end_after_eight_steps(bounds, side):
+def test_couplings_end_after_eight_steps(side):
     spins = np.where(np.random.default_rng(side).random((side, side)) < 0.5, -1.0, 1.0)
     wanted = np.zeros_like(spins)
     for row, column, r, c in np.ndindex(side, side, side, side):
@@ -30,7 +19,7 @@ def test_couplings_end_after_eight_steps(bounds, side):
     np.testing.assert_allclose(bounds.truncated(side, spins), wanted, atol=1e-12)
 
 
-def test_sums_on_a_path(bounds):
+def test_sums_on_a_path():
     """Sums of constants are constant; leaves count half of what is left a step on."""
     edge_index = torch.tensor([[0, 1, 1, 2, 2, 3], [1, 0, 2, 1, 3, 2]])
     found = bounds.sums(Data(edge_index=edge_index, num_nodes=4))

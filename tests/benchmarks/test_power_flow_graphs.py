@@ -1,27 +1,7 @@
-import itertools
-
-import networkx as nx
+import long_range_data
 import numpy as np
 import pytest
 import torch
-from torch_geometric.utils import to_networkx
-
-GRIDS = {
-    "1354pegase": (1354, 3420),
-    "13659pegase": (13659, 37250),
-    "1888rte": (1888, 4616),
-    "1951rte": (1951, 4750),
-    "2848rte": (2848, 6884),
-    "2868rte": (2868, 6942),
-    "2869pegase": (2869, 7936),
-    "6468rte": (6468, 16130),
-    "6515rte": (6515, 16208),
-    "9241pegase": (9241, 28414),
-    "ACTIVSg10k": (10000, 24434),
-    "ACTIVSg200": (200, 490),
-    "ACTIVSg2000": (2000, 5334),
-    "ACTIVSg500": (500, 1168),
-}
 
 CASE = """function mpc = small
 %% the buses 2 and 3 are joined by two lines, 8 and 9 belong to another island
@@ -60,7 +40,7 @@ def root(tmp_path):
 
 
 @pytest.fixture
-def make(long_range_data):
+def make():
     def make(folder, grids=("small",), split="train", num_samples=10):
         return long_range_data.power_flow_graphs(folder, grids, split, num_samples)
 
@@ -128,34 +108,3 @@ def test_both_formats_give_the_same_samples(root, make):
 def test_angles_of_real_grids_are_those_of_a_dense_solver(shared_data, make, name):
     for data in make(shared_data / "power-grids", [name], "test"):
         assert_solved(data)
-
-
-def test_all_grids_load(shared_data, make):
-    names = list(GRIDS)
-    dataset = make(shared_data / "power-grids", names, "test", num_samples=3)
-    assert len(dataset) == len(GRIDS)
-    for i, data in enumerate(dataset):
-        assert int(data.grid) == i
-        assert (data.num_nodes, data.num_edges) == GRIDS[names[i]]
-        assert nx.is_connected(to_networkx(data, to_undirected=True))
-        x, y = data.x.double(), data.y.double()
-        rms = x.square().mean(0).sqrt()
-        assert ((rms > 0.2) & (rms < 10)).all()
-        assert 0.03 < float(y.square().mean().sqrt()) < 3
-        u, v = data.edge_index
-        flow = data.edge_attr.double().exp() * (y[u] - y[v])
-        out = torch.zeros_like(y).index_add(0, u, flow)
-        assert (out[:, 0] - x[:, 0]).abs().max() < 0.02  # angles are in float32
-
-
-def test_samples_depend_on_grid_position_and_split(root, make):
-    (root / "twin.m").write_text(CASE)
-    plain = make(root)
-    pair = make(root, ("twin", "small"), num_samples=20)
-    assert [int(data.grid) for data in pair[:4]] == [0, 1, 0, 1]
-    for one, other in zip(plain, pair[1::2], strict=False):
-        assert torch.equal(one.x, other.x)
-    kinds = [{}, {"split": "val"}, {"split": "test"}, {"grids": ["twin"]}]
-    for one, other in itertools.combinations([make(root, **k) for k in kinds], 2):
-        assert not torch.equal(one[0].x, other[0].x)
-    assert len(torch.stack([data.y for data in plain]).unique(dim=0)) == 8

@@ -1,9 +1,7 @@
 import gzip
 
-import networkx as nx
-import pytest
+import long_range_data
 import torch
-from torch_geometric.utils import to_networkx
 
 #: The most frequent first, then in order of appearance.
 VOCABULARY = ["it", "film", "really", "works", "bad"]
@@ -39,7 +37,7 @@ def to_text(data, vocabulary, node=None) -> str:
     return f"({label} {left} {right})"
 
 
-def test_trees_come_back(long_range_data, tmp_path):
+def test_trees_come_back(tmp_path):
     folder = write_raw(tmp_path)
     for split, lines in (
         ("train", [line.lower() for line in TRAIN]),
@@ -57,32 +55,7 @@ def test_trees_come_back(long_range_data, tmp_path):
                 assert value.dtype == torch.int64
 
 
-def test_deep_trees(long_range_data, tmp_path):
-    depth = 20_000
-    line = "(2 a)"
-    line = "(3 " * depth + line + " (1 b))" * depth
-    folder = write_raw(tmp_path, train=[line])
-    (data,) = long_range_data.sentiment_trees(folder, "train")
-    assert data.num_nodes == 2 * depth + 1
-    graph = to_networkx(data)
-    assert nx.dag_longest_path_length(graph) == depth
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        *("(5 a)", "(a)", "(2 a b)", "(2 (2 a))", "(2 (2 a) (2 b) (2 c))"),
-        *("(2 (2 a) b)", "((2 a) 2 (2 b))", "(2 (2 a) (2 b)", "(2 a))", "(2 a) (2 b)"),
-        *("2 a", "()", "(22 a)", ")"),
-    ],
-)
-def test_rejects_what_is_no_binary_tree(long_range_data, tmp_path, line):
-    folder = write_raw(tmp_path, train=[*TRAIN, line])
-    with pytest.raises(ValueError, match="no binary tree"):
-        long_range_data.sentiment_trees(folder, "train")
-
-
-def test_published_statistics(long_range_data, shared_data):
+def test_published_statistics(shared_data):
     sizes = {"train": (8_544, 318_582), "val": (1_101, 41_447), "test": (2_210, 82_600)}
     polar = {"train": 6_920, "val": 872, "test": 1_821}
     for split, size in sizes.items():

@@ -1,6 +1,6 @@
-import io
 import pickle
 
+import long_range_data
 import numpy as np
 import pytest
 import torch
@@ -31,7 +31,7 @@ def write(folder, images, labels, name="data_batch_{}"):
         (folder / file).write_bytes(pickle.dumps(batch))
 
 
-def test_against_slow_graphs(long_range_data, tmp_path):
+def test_against_slow_graphs(tmp_path):
     """Superpixels are those of SLIC; all else is computed anew."""
     images = pictures(3)
     write(tmp_path, images, np.array([1, 0, 1]), "test_batch")
@@ -65,54 +65,7 @@ def test_against_slow_graphs(long_range_data, tmp_path):
         assert data.x.dtype == data.pos.dtype == data.edge_attr.dtype == torch.float32
 
 
-def test_splits_are_those_of_the_benchmark(long_range_data, tmp_path):
-    labels = np.arange(20)[::-1] % 10
-    write(tmp_path, pictures(20), labels)
-    make = long_range_data.superpixel_graphs
-    assert [int(data.y) for data in make(tmp_path, "val", 9)] == labels[:2].tolist()
-    few, more = make(tmp_path, "train", 3), make(tmp_path, "train", 6)
-    assert [int(data.y) for data in few] == labels[2:5].tolist()
-    for one, other in zip(few, more, strict=False):
-        assert torch.equal(one.x, other.x)
-        assert torch.equal(one.edge_index, other.edge_index)
-
-
-def test_jpeg_files_are_shuffled(long_range_data, tmp_path):
-    files = []
-    for image in pictures(40):
-        stream = io.BytesIO()
-        Image.fromarray(image).save(stream, "JPEG", quality=95)
-        files.append(np.frombuffer(stream.getvalue(), np.uint8))
-    np.savez(
-        tmp_path / "cifar10_jpeg.npz",
-        train_bytes=np.concatenate(files),
-        train_offsets=np.cumsum([0, *map(len, files)]),
-        train_labels=np.arange(40, dtype=np.uint8) // 4,
-    )
-    val = long_range_data.superpixel_graphs(tmp_path, "val", 40)
-    assert len(val) == 4
-    assert len({int(data.y) for data in val}) > 1
-    train = long_range_data.superpixel_graphs(tmp_path, "train", 8)
-    classes = [int(data.y) for data in train]
-    assert classes != sorted(classes)
-    assert train[0].x.shape[1] == 3
-
-
-def test_small_graphs_are_complete(long_range_data):
-    images = np.zeros((3, 4, 4, 3), np.uint8)  # constant, too
-    images[1, :2] = 255
-    for row, image in enumerate(images[:, :2]):
-        graph = long_range_data.superpixels.graph_of(row, image)
-        n = len(graph["x"])
-        assert 1 <= n <= 8
-        source, target = graph["edge_index"]
-        assert len(source) == n * (n - 1)
-        assert not (source == target).any()
-        assert graph["x"].isfinite().all()
-        assert graph["edge_attr"].isfinite().all()
-
-
-def test_as_many_nodes_as_in_the_benchmark(long_range_data, shared_data):
+def test_as_many_nodes_as_in_the_benchmark(shared_data):
     folder = shared_data / "images"
     graphs = long_range_data.superpixel_graphs(folder, "val", 60)
     assert sum(data.num_nodes for data in graphs) / 60 == pytest.approx(117.63, 0.02)

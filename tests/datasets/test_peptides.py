@@ -1,7 +1,9 @@
 import csv
 import gzip
+import hashlib
 import json
 import re
+import stat
 import sys
 from collections import Counter
 from pathlib import Path
@@ -220,12 +222,13 @@ def test_generated_transforms_and_filters(tmp_path):
     [
         ({"split": "valid"}, "'split' must be one of"),
         ({"preset": "tiny"}, "'preset' must be one of"),
-        ({"num_graphs": 2}, "'num_graphs' must be at least 3"),
+        *(({"num_graphs": n}, rf"at least 3.*got {n}") for n in (2, 0, -5)),
     ],
 )
 def test_generated_rejects(tmp_path, kwargs, message):
     with pytest.raises(ValueError, match=message):
         GeneratedPeptides(str(tmp_path), **kwargs)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("module", ["rdkit.Chem", "ogb.utils"])
@@ -259,7 +262,14 @@ def write_raw(root: Path, splits=None, smiles=SMILES, num_labels=10, **columns) 
 def test_peptides_functional_from_raw_files(tmp_path):
     root = write_raw(tmp_path / "data")
     assert PeptidesFunctional.holds_raw_files(str(root))
-    before = sorted(root.rglob("*"))
+    for path in (*root.rglob("*"), root):  # nobody may write
+        path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+
+    def snapshot():
+        found = {path: path.stat() for path in (root, *root.rglob("*"))}
+        return {path: (x.st_mtime_ns, x.st_mode) for path, x in found.items()}
+
+    before = snapshot()
     found = {}
     for split in SPLITS:
         dataset = PeptidesFunctional(str(root), split, str(tmp_path / "cache"))
@@ -272,7 +282,7 @@ def test_peptides_functional_from_raw_files(tmp_path):
             assert data.y.shape == (1, 10)
             assert data.y.sum() == 1
     assert found == {"train": [5, 0, 3], "val": [1], "test": [2, 4]}
-    assert sorted(root.rglob("*")) == before  # nothing was written beside the data
+    assert snapshot() == before  # nothing was written beside the data
     assert (tmp_path / "cache" / "processed" / "train.pt").is_file()
     torch.load(tmp_path / "cache" / "processed" / "train.pt", weights_only=True)
 
@@ -290,6 +300,9 @@ def test_peptides_functional_caches_in_root_by_default(tmp_path):
         ({"splits": {"train": [0], "val": [1], "test": [6]}}, "rows 0 to 5"),
         ({"splits": {"train": [0], "val": [-1], "test": [5]}}, "rows 0 to 5"),
         ({"splits": {"folds": []}}, "rows 0 to 5"),
+        ({"splits": {"train": [0, 1], "val": [2]}}, "must list rows 0 to 5 under"),
+        ({"splits": {"train": [0, 1], "val": [2], "test": []}}, "rows 0 to 5 under"),
+        ({"splits": {"train": [], "val": [2], "test": [0]}}, "rows 0 to 5 under"),
         ({"splits": {"train": [0, 1], "val": [1], "test": [5]}}, "more than once"),
         ({"labels": "target"}, "columns 'smiles' and 'labels'"),
         ({"smiles": []}, "columns 'smiles' and 'labels'"),
@@ -301,6 +314,7 @@ def test_peptides_functional_rejects_bad_raw_files(tmp_path, kwargs, message):
     root = write_raw(tmp_path, **kwargs)
     with pytest.raises(ValueError, match=message):
         PeptidesFunctional(str(root), log=False)
+    assert not list(root.glob("processed/t*.pt*"))
 
 
 def test_peptides_functional_names_missing_files(tmp_path):
@@ -333,3 +347,11 @@ def test_peptides_functional_on_the_real_file(shared_data, tmp_path):
     assert dataset[0].y.tolist() == [json.loads(row["labels"])]
     atoms = re.findall(r"\[[^]]+\]|Br|Cl|[BCNOPSFIbcnops]", row["smiles"])
     assert dataset[0].num_nodes == len(atoms) > 100
+
+    content = (source / "raw" / dataset.raw_file_names[0]).read_bytes()
+    digest = hashlib.md5(content, usedforsecurity=False).hexdigest()
+    assert digest == "701eb743e899f4d793f0e13c8fa5a1b4"  # the one that we describe
+    rows = list(csv.DictReader(gzip.decompress(content).decode().splitlines()))
+    assert set(rows[0]) == {"", "smiles", "peptide_seq", "labels", "identifier"}
+    assert len(rows) == 15_535
+    assert {len(json.loads(row["labels"])) for row in rows} == {10}

@@ -6,6 +6,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+#: In place of Chimera in its files: the network, options, and further arguments.
+OTHERS = {
+    "plstm": ("PLSTMGPS", "mode D order bfs state_channels None", {}),
+    "graph_mamba": ("GraphMambaGPS", "order degree num_eval_permutations 2", {}),
+    "gated_delta": ("GatedDeltaGPS", "", {"conv_kernel": 2}),
+    "k_hop_attention": ("KHopAttentionGPS", "state_channels None", {"k": 2}),
+}
 
 
 @pytest.fixture
@@ -40,11 +47,22 @@ def load(gym, tmp_path):
 
     def load(name: str, *opts: object):
         set_cfg(cfg)
+        mixer, _, kind = name.rpartition("_")
+        own: list[str] = []
+        if mixer in OTHERS:
+            name, (network, options, kwargs) = f"chimera_{kind}", OTHERS[mixer]
+            types = {"gps": ["model.type", network], "layer": ["gnn.layer_type", mixer]}
+            own, words = types[kind], options.split()
+            for option, setting in zip(words[::2], words[1::2], strict=True):
+                own += [f"chimera.{option}", setting]
         args = argparse.Namespace(
             cfg_file=str(HERE / "configs" / f"{name}.yaml"),
-            opts=["out_dir", str(tmp_path), *map(str, opts)],
+            opts=["out_dir", str(tmp_path), *map(str, (*own, *opts))],
         )
         load_cfg(cfg, args)
+        if mixer in OTHERS and kind == "layer":
+            cfg.chimera.kwargs.clear()
+            cfg.chimera.kwargs.update(kwargs)
         return cfg
 
     return load

@@ -1,7 +1,9 @@
 """In GraphGPS: our mixers as global models of its layers.
 
-GraphGPS is no package to install: these tests run on a miniature of it, or, where a
-checkout is on the path, on GraphGPS itself.
+GraphGPS is no package to install: these tests run on a miniature of it that has no more
+than the names and the order of calls that our layer relies on. Where a checkout is on
+the path, they run on GraphGPS itself, unedited; that was done by hand, see
+`docs/notes/graphgym.md`.
 """
 
 import importlib
@@ -58,8 +60,10 @@ def create(seed=0):
     return create_loader(), create_model()
 
 
-@pytest.mark.parametrize("network", ["GPSModel", "ChimeraGPSModel"])
-@pytest.mark.parametrize("local", ["CustomGatedGCN", "GINE", "None"])
+@pytest.mark.parametrize(
+    ("local", "network"),
+    [("CustomGatedGCN", "GPSModel"), ("GINE", "ChimeraGPSModel"), ("None", "GPSModel")],
+)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_models_train(gps, load, mixer, local, network):
     options = ["gt.layer_type", f"{local}+{mixer}", "model.type", network]
@@ -126,7 +130,7 @@ def test_layers_compute_what_they_should(gps, load, local, norm):
 
 
 def test_own_layer_types_are_unchanged(gps, load):
-    load("graphgps", "gt.layer_type", "CustomGatedGCN+Transformer")
+    load("graphgps", "gt.layer_type", "CustomGatedGCN+None")
     loaders, model = create()
     base = type(model.model).__mro__[1]
     assert base.__module__ == "graphgps.network.gps_model"
@@ -214,13 +218,6 @@ def test_the_documented_stand_in_for_torch_scatter():
     assert names["scatter"](src, index, dim=0, dim_size=4, reduce="add").equal(expected)
 
 
-def test_attention_weights_that_do_not_exist_are_not_logged(gps, load):
-    cfg = load("graphgps")
-    cfg.train["mode"] = "log-attn-weights"
-    with pytest.raises(ValueError, match=r"train\.mode .*'CustomGatedGCN\+Chimera'"):
-        create()
-
-
 def test_other_spellings_and_options_without_effect(gps, load):
     load("graphgps", "gt.layer_type", "CustomGatedGCN+chimera")
     with pytest.raises(ValueError, match=r"must be 'CustomGatedGCN\+Chimera'"):
@@ -228,24 +225,27 @@ def test_other_spellings_and_options_without_effect(gps, load):
     load("graphgps", "gt.attn_dropout", 0.5)
     with pytest.warns(UserWarning, match="gt.attn_dropout=0.5 has no effect"):
         create()
+    cfg = load("graphgps")
+    cfg.train["mode"] = "log-attn-weights"
+    with pytest.raises(ValueError, match=r"train\.mode .*'CustomGatedGCN\+Chimera'"):
+        create()
 
 
 def test_heads_are_those_of_graphgps_unless_given(gps, load):
-    load("graphgps")
-    assert {layer.mixer.heads for layer in create()[1].model.layers} == {4}
-    load("graphgps", "chimera.heads", 2)
-    assert {layer.mixer.heads for layer in create()[1].model.layers} == {2}
+    for options, heads in (((), 4), (("chimera.heads", 2), 2)):
+        load("graphgps", *options)
+        assert {layer.mixer.heads for layer in create()[1].model.layers} == {heads}
 
 
 def test_options_that_do_not_fit_leave_the_configuration_as_it_was(gps, load):
-    cfg = load("graphgps", "chimera.heads", 3)
-    with pytest.raises(ValueError, match="'heads' must divide"):
-        create()
-    assert cfg.gt.layer_type == "CustomGatedGCN+Chimera"
-    cfg = load("graphgps", "gt.dim_hidden", 16)
-    with pytest.raises(ValueError, match="dims must match"):
-        create()
-    assert cfg.gt.layer_type == "CustomGatedGCN+Chimera"
+    for option, value, message in (
+        ("chimera.heads", 3, "'heads' must divide"),
+        ("gt.dim_hidden", 16, "dims must match"),
+    ):
+        cfg = load("graphgps", option, value)
+        with pytest.raises(ValueError, match=message):
+            create()
+        assert cfg.gt.layer_type == "CustomGatedGCN+Chimera"
 
 
 def test_our_layers_and_networks_work_there_too(gps, load):

@@ -1,5 +1,3 @@
-import copy
-
 import pytest
 import torch
 from torch_geometric.data import Batch, Data
@@ -85,13 +83,6 @@ def test_laplacian_gradients() -> None:
     assert any(p.grad.abs().sum() > 0 for p in encoder.parameters())
 
 
-def test_laplacian_compiles_without_graph_break() -> None:
-    encoder, pe = LaplacianEncoder(4).eval(), torch.randn(3, 2, 2)
-    compiled = torch.compile(encoder, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(pe), encoder(pe))
-    assert compiled.train()(pe).shape == (3, 4)
-
-
 def test_laplacian_errors() -> None:
     with pytest.raises(ValueError, match="'out_channels' must be an integer >= 1"):
         LaplacianEncoder(0)
@@ -149,22 +140,3 @@ def test_random_walk_errors() -> None:
 
 
 # Both -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("encoder", "text"),
-    [
-        (LaplacianEncoder(4), "LaplacianEncoder(4)"),
-        (RandomWalkEncoder(4, 2), "RandomWalkEncoder(4, 2)"),
-    ],
-    ids=["laplacian", "random-walk"],
-)
-def test_reset_and_repr(encoder: torch.nn.Module, text: str) -> None:
-    assert str(encoder) == text
-    other = copy.deepcopy(encoder)
-    for parameter in encoder.parameters():
-        torch.nn.init.ones_(parameter)
-    for module in (encoder, other):
-        torch.manual_seed(0)
-        module.reset_parameters()
-    torch.testing.assert_close(encoder.state_dict(), other.state_dict())

@@ -14,7 +14,7 @@ from convs import CASES, CHANNELS, LAYOUTS, matrix
 from torch import Tensor
 from torch.ao.quantization import quantize_dynamic
 from torch_geometric.data import Data
-from torch_geometric.nn import GINEConv
+from torch_geometric.nn import GCNConv, GINEConv
 from torch_geometric.transforms import ToSparseTensor
 
 from pyg_chimera import nn
@@ -204,6 +204,24 @@ def test_there_is_a_row_of_each_class():
     assert set(nn.__all__) <= found
 
 
+REPRS = {
+    "GPSLayer(8, conv=GCNConv(8, 8), mixer=None, arrangement=sequential)": (
+        nn.GPSLayer, 8, GCNConv(8, 8)),
+    "GraphModel([3, 5], 8, 2, num_layers=1, head=graph)": (
+        nn.GraphModel, [3, 5], 8, 2, [GCNConv(8, 8)]),
+    "HybridModel([5], 16, 5, num_layers=4, head=graph)": (
+        nn.HybridModel, [5], 16, 5, 4, "ra", 2),
+    "CategoricalEncoder([3, 5], 8)": (nn.CategoricalEncoder, [3, 5], 8),
+    "LaplacianEncoder(4, num_layers=3)": (nn.LaplacianEncoder, 4, 3),
+    "RandomWalkEncoder(4, 2)": (nn.RandomWalkEncoder, 4, 2),
+}  # fmt: skip
+
+
+def test_reprs():
+    for text, (make, *args) in REPRS.items():
+        assert repr(make(*args)) == text
+
+
 def marks(module: torch.nn.Module) -> dict[str, dict]:
     """What parameters carry, such as marks for optimizers."""
     return {name: vars(x) for name, x in module.named_parameters()}
@@ -301,6 +319,10 @@ def test_lazy_modules(row: Row):
         assert row.call(other).equal(row.call(trained))
     double = copy.deepcopy(lazy).double()
     assert row.call(double, torch.double).isfinite().all()
+    shapes = [
+        {k: x.shape for k, x in m.state_dict().items()} for m in (double, trained)
+    ]
+    assert shapes[0] == shapes[1]
     assert {x.dtype for x in double.parameters()} == {torch.double}
     with pytest.raises(ValueError, match="uninitialized"):
         row.make_lazy().to_empty(device="cpu")

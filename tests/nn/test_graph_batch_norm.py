@@ -111,17 +111,6 @@ def test_half_precision():
     assert norm.half()(x.half()).dtype == torch.half
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_compiles_without_graph_break(training):
-    norm = trained(None).train(training)
-    x, batch = torch.randn(5, C).double(), torch.tensor([0, 0, 1, 4, 4])
-    other = copy.deepcopy(norm)
-    compiled = torch.compile(other, backend="eager", fullgraph=True)
-    for given in (None, batch):
-        assert_near(compiled(x, given), norm(x, given), 1e-12)
-    assert_near(other.graph_share, norm.graph_share, 1e-12)
-
-
 LAYERS = {
     "gcn": lambda: GPSLayer(C, GCNConv(C, C)),
     "gatedgcn": lambda: GPSLayer(C, GatedGCNConv(C, C, edge_dim=C)),

@@ -85,8 +85,7 @@ def assert_learns(
 
 
 @every_layer
-@pytest.mark.parametrize("in_channels", [34, -1])
-def test_nodes(conv, in_channels: int, club: Data):
+def test_nodes(conv, club: Data):
     """PyG's `examples/gcn.py`."""
 
     class GCN(torch.nn.Module):
@@ -102,7 +101,7 @@ def test_nodes(conv, in_channels: int, club: Data):
             return self.conv2(x, edge_index, edge_weight)
 
     torch.manual_seed(0)
-    model = GCN(in_channels, 16, 7)
+    model = GCN(-1, 16, 7)
     assert model(club.x, club.edge_index).shape == (34, 7)  # lazy sizes are known now
 
     def loss():

@@ -125,12 +125,15 @@ def test_fully_sharded(name: str, mesh: DeviceMesh):
 
 @pytest.mark.slow
 def test_random_combinations_in_two_processes():
-    """FSDP2, DDP, compilers and programs; more by `distributed_combinations.py`."""
+    """One of each at least: FSDP2, DDP, compilers and both kinds of programs; more by
+    `distributed_combinations.py`.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = Path(__file__).parents[1] / "distributed_combinations.py"
-    command = [sys.executable, str(script), "--cases", "10", "--port", str(port)]
+    command = [sys.executable, str(script), "--seed", "10", "--cases", "6"]
+    command += ["--port", str(port)]
     out = subprocess.run(command, capture_output=True, text=True)
     assert out.returncode == 0, out.stdout + out.stderr
-    assert out.stdout.count(": right\n") + out.stdout.count(": refused\n") >= 10
+    assert out.stdout.count(": right\n") + out.stdout.count(": refused\n") >= 6

@@ -56,12 +56,6 @@ def test_errors(args, name):
         SwiGLU(*args)
 
 
-def test_compile():
-    mlp, x = SwiGLU(C), torch.randn(4, C)
-    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-    assert_near(compiled(x), mlp(x), 1e-6)
-
-
 # ------------------------------------------------------------------- in a `GPSLayer`
 
 

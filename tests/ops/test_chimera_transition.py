@@ -45,43 +45,6 @@ def sum_of_rows(weight: Tensor, index: Tensor, num_nodes: int) -> Tensor:
 # --------------------------------------------------------------------------- formulas
 
 
-@pytest.mark.parametrize("with_edges", [False, True])
-@pytest.mark.parametrize("gamma", [1.0, 0.7])
-def test_chimera_formula(with_edges, gamma):
-    target, source, psi = gates(5)
-    edge = gates(6, copies=1)[0] if with_edges else None
-    out = chimera_transition(EDGE_INDEX, 5, target, source, psi, edge, gamma)
-    for h in range(2):
-        a = []
-        for e, (j, i) in enumerate(EDGE_INDEX.t().tolist()):
-            exponent = target[i, h] + source[j, h]
-            exponent = (exponent + edge[e, h]) / 3 if with_edges else exponent / 2
-            a.append(torch.exp(-exponent))
-        for e, (_, i) in enumerate(EDGE_INDEX.t().tolist()):
-            total = sum(x for x, k in zip(a, EDGE_INDEX[1], strict=True) if k == i)
-            expected = gamma * a[e] / (total + torch.exp(-psi[i, h]))
-            torch.testing.assert_close(out[e, h], expected, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("with_edges", [False, True])
-def test_released_formula(with_edges):
-    target, source, psi = gates(5)
-    psi = psi + 3 * torch.arange(5).unsqueeze(-1)  # sums below and above one
-    edge = gates(6, copies=1)[0] if with_edges else None
-    out = released_transition(EDGE_INDEX, 5, target, source, psi, edge)
-    for h in range(2):
-        a = []
-        for e, (j, i) in enumerate(EDGE_INDEX.t().tolist()):
-            exponent = target[i, h] + source[j, h]
-            exponent = (exponent + edge[e, h]) / 3 if with_edges else exponent / 2
-            a.append(torch.exp(-exponent))
-        for e, (j, _) in enumerate(EDGE_INDEX.t().tolist()):
-            total = sum(x for x, k in zip(a, EDGE_INDEX[0], strict=True) if k == j)
-            total = total + torch.exp(-psi[j, h])
-            expected = a[e] / (max(total.item(), 1.0) + 0.05)
-            torch.testing.assert_close(out[e, h], expected, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("roots", ["write", "silent"])
 def test_dag_formula(roots):
     edge_index = torch.tensor([[0, 0, 1, 2, 0], [1, 2, 3, 3, 3]])
@@ -449,23 +412,6 @@ def test_released_grid(on):
         assert_near(leaf.grad, data[f"grad_{name}"], what=name)
 
 
-def test_target_selectivity_on_a_path_is_ssd():
-    """With delta of the target and writing roots, Mamba-2: a = exp(-d), b = d B."""
-    data = load("ssd")
-    delta = -data["log_a"].flatten(0, 1)
-    (size, length), nodes = data["X"].shape[:2], delta.size(0)
-    node = torch.arange(nodes).view(size, length)
-    edge_index = torch.stack([node[:, :-1].flatten(), node[:, 1:].flatten()])
-    weight, input_gate = dag_transition(
-        edge_index, nodes, delta[edge_index[1]], root=delta
-    )
-    assert_near(input_gate, delta, 1e-12)
-    C, B, X = (data[name].flatten(0, 1) for name in ("C", "B", "X"))
-    value = X * (input_gate / delta).unsqueeze(-1)  # as the data has no factor delta
-    out = dag_scan(C, B, value, edge_index, weight)
-    assert_near(out, data["out"].flatten(0, 1))
-
-
 # --------------------------------------------------------------------- errors and more
 
 
@@ -499,23 +445,6 @@ def test_no_edges(num_nodes):
     assert weight.shape == (0, 2)
     assert input_gate.equal(node)
     assert dag_transition(*args, none)[1].equal(torch.zeros(num_nodes, 2))
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_gradcheck(dtype):
-    edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]], dtype=dtype)
-    nodes = [x.requires_grad_() for x in gates(3)]
-    (edge,) = (x.requires_grad_() for x in gates(4, copies=1))
-    for function, inputs in (
-        (chimera_transition, (*nodes, edge)),
-        (released_transition, (*nodes, edge)),
-        (path_transition, (edge, nodes[0])),
-        (lambda *args: dag_transition(*args)[0], (edge, nodes[0])),
-        (lambda *args: dag_transition(*args)[1], (edge, nodes[0])),
-    ):
-        assert torch.autograd.gradcheck(
-            lambda *xs, f=function: f(edge_index, 3, *xs), inputs
-        )
 
 
 @pytest.mark.parametrize("function", [chimera_transition, released_transition])

@@ -78,27 +78,6 @@ def test_outputs_and_gradients(activated, weighted, gated, dtype, runs):
     assert len(runs) == 2 * 6
 
 
-@every_option
-def test_gradcheck(activated, weighted, gated):
-    """Of first and second order, for one number a row, too."""
-    given = [x for x in inputs((3, 2, 1), weighted, gated) if x is not None]
-    given += [x for x in inputs((2, 5), weighted, gated) if x is not None]
-    half = len(given) // 2
-
-    def run(*leaves):
-        outs = []
-        for part in (leaves[:half], leaves[half:]):
-            rest = list(part[1:])
-            weight = rest.pop(0) if weighted else None
-            gate = rest.pop(0) if gated else None
-            outs.append(gated_norm(part[0], weight, gate, activated=activated))
-        return tuple(outs)
-
-    leaves = [x.requires_grad_() for x in given]
-    assert torch.autograd.gradcheck(run, leaves, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(run, leaves)
-
-
 def test_columns_of_a_joint_projection(runs):
     """Without a copy, and whatever the layout."""
     joint, grad = torch.randn(9, 40).double(), torch.randn(9, 2, 8).double()

@@ -130,16 +130,6 @@ def test_outputs_and_gradients_on_random_batches(key, data):
 
 
 @every_variant
-def test_gradcheck(case, options):
-    leaves = [x.clone().requires_grad_() for x in case.floats.values()]
-
-    def function(*floats):
-        return case(**dict(zip(case.floats, floats, strict=True)), **options)
-
-    assert torch.autograd.gradcheck(function, leaves, fast_mode=True)
-
-
-@every_variant
 def test_each_graph_is_alone(case, options):
     """It gives what it gives without the others, and they have no gradient of it."""
     out = case(**options)

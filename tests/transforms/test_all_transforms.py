@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric.data import Batch, Data, HeteroData, TemporalData
+from torch_geometric import EdgeIndex
+from torch_geometric.data import (
+    Batch,
+    Data,
+    HeteroData,
+    InMemoryDataset,
+    TemporalData,
+)
 from torch_geometric.data.datapipes import DatasetAdapter
 from torch_geometric.loader import DataLoader
 
@@ -275,6 +283,73 @@ def test_batches_by_the_rules_of_pyg(key):
         whole = transform_of(key)(Batch.from_data_list(items_of(key)))
         for name in CASES[key].adds:
             torch.testing.assert_close(whole[name], batch[name], rtol=0, atol=0)
+
+
+@each_case
+def test_files(key, tmp_path):
+    """As data sets of PyG keep them; files of data alone are read as safe ones."""
+    each = [transform_of(key)(data) for data in items_of(key)]
+    if key in RAW:
+        each = [data for data in each if data.num_nodes]
+    InMemoryDataset.save(each, tmp_path / "data.pt")
+    dataset = InMemoryDataset(tmp_path)
+    with warnings.catch_warnings():
+        # PyG warns when it can't load with 'weights_only=True'.
+        warnings.filterwarnings("error", message="Weights only load failed")
+        dataset.load(tmp_path / "data.pt")
+    assert len(dataset) == len(each)
+    for one, again in zip(each, dataset, strict=True):
+        if "height" in CASES[key].adds:
+            again.height, again.width = one.height, one.width
+        assert_same(one, again)
+    (batch,) = DataLoader(dataset, batch_size=len(each))
+    (expected,) = DataLoader(each, batch_size=len(each))
+    for name in CASES[key].adds:
+        torch.testing.assert_close(batch[name], expected[name], rtol=0, atol=0)
+    last = dataset.copy(list(range(len(each)))[::-2])[0]
+    for name in CASES[key].adds - {"height", "width"}:
+        torch.testing.assert_close(last[name], each[-1][name], rtol=0, atol=0)
+
+
+def assert_any_kind_of_edges(key: str, data: Data) -> None:
+    expected, size = transform_of(key)(data), (data.num_nodes, data.num_nodes)
+    for kind in (EdgeIndex(data.edge_index, sparse_size=size), data.edge_index.int()):
+        other = copy.copy(data)
+        other.edge_index = kind
+        out = transform_of(key)(other)
+        for name in CASES[key].adds:
+            for a, b in zip(as_list(out[name]), as_list(expected[name]), strict=True):
+                assert type(a) is type(b)
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@each_of_graphs
+def test_edges_of_other_kinds(key):
+    for data in items_of(key):
+        if data.num_edges > 2:
+            assert_any_kind_of_edges(key, data)
+
+
+@pytest.mark.xfail(reason="`checksum` adds to PyG's `Index`, which takes more than one")
+@pytest.mark.parametrize("key", ["diameter", "score_degree", "dags_order"])
+@pytest.mark.parametrize("num_edges", [0, 1])
+def test_few_edges_of_other_kinds(key, num_edges):
+    edges = torch.zeros(2, num_edges, dtype=torch.long)
+    assert_any_kind_of_edges(key, Data(torch.rand(3, 1), edges))
+
+
+class MyData(Data):
+    pass
+
+
+@pytest.mark.parametrize("key", [x for x in CASES if x != "events"])
+def test_class_of_the_data_stays(key):
+    data = items_of(key)[0]
+    own = MyData(**data.to_dict())
+    try:
+        assert type(transform_of(key)(own)) is MyData
+    except TypeError as error:  # where Data has to count edges of lines
+        assert "LineGraphData" in str(error)  # noqa: PT017
 
 
 @each_of_graphs

@@ -1,15 +1,10 @@
-import csv
-import gzip
-
 import networkx as nx
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Graph, graphs
-from torch_geometric import EdgeIndex
-from torch_geometric.data import Data, InMemoryDataset
-from torch_geometric.loader import DataLoader
+from torch_geometric.data import Data
 from torch_geometric.transforms import ToUndirected
 from torch_geometric.utils import degree
 
@@ -254,18 +249,6 @@ ITEMS = [
 ]
 
 
-def test_in_memory_dataset(tmp_path):
-    transform = DAGDecomposition(4, "bfs", seed=0)
-    each = [transform(data) for data in ITEMS]
-    path = tmp_path / "data.pt"
-    InMemoryDataset.save(each, path)
-    dataset = InMemoryDataset(tmp_path)
-    dataset.load(path)
-    assert len(dataset) == len(each)
-    for a, b in zip(dataset, each, strict=True):
-        assert_same(a, b)
-
-
 def test_attributes():
     data = DAGDecomposition()(ITEMS[0])
     del data.edge_attr
@@ -273,19 +256,6 @@ def test_attributes():
     assert len(out.dag_edge_index) == 1
     assert "dag_edge_attr" not in out
     assert "dag_edge_attr" in data
-
-
-def test_edge_index_class_and_dtype():
-    edges = [[0, 1, 1, 2], [1, 0, 2, 1]]
-    expected = DAGDecomposition()(Data(edge_index=torch.tensor(edges), num_nodes=3))
-    for edge_index in (
-        EdgeIndex(edges, sparse_size=(3, 3), is_undirected=True, sort_order="row"),
-        torch.tensor(edges, dtype=torch.int32),
-    ):
-        out = DAGDecomposition()(Data(edge_index=edge_index, num_nodes=3))
-        for d in range(2):
-            assert type(out.dag_edge_index[d]) is torch.Tensor
-            assert out.dag_edge_index[d].equal(expected.dag_edge_index[d])
 
 
 def test_one_way_edge():
@@ -409,45 +379,6 @@ def test_bad_data():
         DAGDecomposition()(data)
     with pytest.raises(TypeError, match=r"'num_dags' must be an integer, got \d"):
         DAGDecomposition(2.0)
-
-
-@pytest.fixture(scope="module")
-def peptides(shared_data) -> list[Data]:
-    """The first few dozen graphs of the real file."""
-    pytest.importorskip("rdkit")
-    smiles2graph = pytest.importorskip("ogb.utils").smiles2graph
-    path = shared_data / "peptides-functional" / "raw"
-    out = []
-    with gzip.open(path / "peptide_multi_class_dataset.csv.gz", "rt") as file:
-        for _, row in zip(range(36), csv.DictReader(file), strict=False):
-            graph = smiles2graph(row["smiles"])
-            out.append(
-                Data(
-                    edge_index=torch.from_numpy(graph["edge_index"]),
-                    edge_attr=torch.from_numpy(graph["edge_feat"]),
-                    num_nodes=graph["num_nodes"],
-                )
-            )
-    return out
-
-
-@pytest.mark.parametrize("order", EVERY)
-def test_peptides(peptides, order):
-    transform = DAGDecomposition(2, order, seed=0)
-    for batch in DataLoader([transform(data) for data in peptides], 12):
-        ranks = []
-        for d in range(2):
-            dag, rank = batch.dag_edge_index[d], batch.dag_rank[d]
-            assert (rank[dag[0]] < rank[dag[1]]).all()
-            assert rank.equal(topological_rank(dag, batch.num_nodes))
-            assert batch.dag_edge_attr[d].size() == (dag.size(1), 3)
-            if order in ORDERS:
-                assert 2 * dag.size(1) == batch.edge_index.size(1)
-            ranks.append(rank)
-        assert ranks[0].max() == ranks[1].max()
-        if order == "bfs":
-            trees = batch.num_nodes - batch.dag_edge_index[0].size(1)
-            assert trees >= batch.num_graphs
 
 
 def test_a_dag_and_its_reverse():

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.data import Batch, Data
-from torch_geometric.loader import DataLoader
 from torch_geometric.utils import coalesce
 
 from pyg_chimera.transforms import ImageToGraph
@@ -71,12 +70,6 @@ def test_any_size(channels, rows, columns, p, q):
     assert out.edge_index.equal(coalesce(out.edge_index))
 
 
-def test_one_pixel():
-    out = ImageToGraph()(torch.ones(1, 1))
-    assert out.edge_index.shape == (2, 0)
-    assert out.x.tolist() == [[1]]
-
-
 @pytest.mark.parametrize(
     "dtype", [torch.float, torch.double, torch.half, torch.bfloat16]
 )
@@ -127,18 +120,6 @@ def test_pil_images(mode, channels):
         assert out.x.max() == np.asarray(image).max() / (255 if mode == "L" else 1)
 
 
-def test_data_keeps_what_is_not_of_the_grid():
-    image = torch.rand(3, 6, 4)
-    data = Data(image=image, y=torch.tensor([7]), name="a")
-    out = ImageToGraph(2)(data)
-    assert set(data.keys()) == {"image", "y", "name"}
-    assert set(out.keys()) == {
-        *("y", "name", "x", "edge_index", "pos", "height", "width")
-    }
-    assert out.y is data.y
-    assert out.x.equal(ImageToGraph(2)(image).x)
-
-
 def test_attributes_of_an_earlier_graph():
     data = Data(
         picture=np.zeros((2, 2), np.float32),
@@ -157,16 +138,6 @@ def test_attributes_of_an_earlier_graph():
     assert again.validate()
 
 
-class MyData(Data):
-    pass
-
-
-def test_class_of_the_data_stays():
-    data = MyData(image=torch.ones(2, 2))
-    assert type(ImageToGraph()(data)) is MyData
-    assert "image" in data
-
-
 def test_graphs_share_no_memory():
     transform = ImageToGraph()
     one = transform(torch.ones(2, 3))
@@ -182,33 +153,6 @@ def test_gradients_reach_the_image():
     image = torch.rand(2, 4, 6, requires_grad=True)
     ImageToGraph(2)(image).x.sum().backward()
     assert image.grad.equal(torch.ones(2, 4, 6))
-
-
-class Images(torch.utils.data.Dataset):
-    """As those of torchvision: the transform gets the image alone."""
-
-    def __init__(self, transform):
-        self.transform = transform
-
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, index):
-        out = self.transform(np.full((4, 4 + index // 2 * 2, 3), index, np.uint8))
-        out.y = index
-        return out
-
-
-def test_loader():
-    dataset = Images(ImageToGraph(2))
-    first, _ = DataLoader(dataset, batch_size=4)
-    assert first.height.tolist() == [2, 2, 2, 2]
-    assert first.width.tolist() == [2, 2, 3, 3]
-    assert int((first.height * first.width).sum()) == first.num_nodes == 20
-    assert first.y.tolist() == [0, 1, 2, 3]
-    for i, data in enumerate(first.to_data_list()):
-        assert data.edge_index.equal(dataset[i].edge_index)
-        assert data.x.equal(dataset[i].x)
 
 
 @pytest.mark.parametrize("patch_size", [0, -1, 1.5, True, (2, 0), (1, 2, 3), "2", None])

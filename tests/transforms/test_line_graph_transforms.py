@@ -1,6 +1,3 @@
-import copy
-import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -8,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Graph, dags
-from torch_geometric.data import Batch, Data, InMemoryDataset
-from torch_geometric.loader import DataLoader
+from torch_geometric.data import Batch, Data
 from torch_geometric.transforms import Compose
 
 from pyg_chimera.ops import CycleError, line_graph, multitree
@@ -170,51 +166,6 @@ def test_one_dag_of_another_name():
     batch = Batch.from_data_list([out, out])
     kept = torch.tensor(KEPT)
     assert batch.tree_line_edge_index_pruned.equal(torch.cat([kept, kept + 6], dim=1))
-
-
-class Saved(InMemoryDataset):
-    def __init__(self, root, items=None, **kwargs):
-        self.items = items
-        super().__init__(root, **kwargs)
-        self.load(self.processed_paths[0])
-
-    processed_file_names = "data.pt"
-
-    def process(self):
-        items = [self.pre_transform(data) for data in self.items]
-        self.save(items, self.processed_paths[0])
-
-
-@pytest.mark.parametrize("count", [1, 6])
-def test_in_memory_dataset(tmp_path, count):
-    items = molecules(8)[2 : 2 + count]
-    transform = Compose([DAGDecomposition(), DirectedLineGraph("dag")])
-    Saved(str(tmp_path), items, pre_transform=transform)
-    with warnings.catch_warnings():
-        # PyG warns when it can't load with 'weights_only=True'.
-        warnings.filterwarnings("error", message="Weights only load failed")
-        dataset = Saved(str(tmp_path), pre_transform=transform)
-    assert len(dataset) == count
-    each = [transform(data) for data in items]
-    for a, b in zip(dataset, each, strict=True):
-        assert isinstance(a, LineGraphData)
-        assert_same(a, b)
-    (batch,) = DataLoader(dataset, batch_size=count)
-    assert_same(batch, Batch.from_data_list(each))
-    # Fewer items, in another order:
-    picked = dataset.copy(list(range(count))[::-2])
-    assert_same(picked[0], each[-1])
-
-
-def test_weights_only_and_pickle(tmp_path):
-    data = DirectedLineGraph()(example())
-    # As PyG's datasets do; not even Data itself can be saved whole for this.
-    torch.save((data.to_dict(), type(data)), tmp_path / "data.pt")
-    mapping, cls = torch.load(tmp_path / "data.pt", weights_only=True)
-    loaded = cls.from_dict(mapping)
-    for out in (loaded, pickle.loads(pickle.dumps(data)), copy.deepcopy(data)):
-        assert type(out) is LineGraphData
-        assert_same(out, data)
 
 
 def test_earlier_line_graph_is_replaced():

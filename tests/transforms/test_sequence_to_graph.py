@@ -4,10 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch_geometric.data import Batch, Data
-from torch_geometric.loader import DataLoader
 
-from pyg_chimera.nn import ChimeraDAGConv, ChimeraPathConv, PLSTMGridConv
-from pyg_chimera.transforms import DAGDecomposition, SequenceToGraph
+from pyg_chimera.transforms import SequenceToGraph
 
 
 def test_small_sequence():
@@ -91,32 +89,6 @@ def test_bad_vocabulary():
             SequenceToGraph(vocabulary)
     with pytest.raises(ValueError, match="must not have 'a' twice"):
         SequenceToGraph("aba")
-
-
-def test_layers_on_batches_of_paths():
-    graphs = [
-        DAGDecomposition(method="path")(SequenceToGraph()(torch.randn(n, 4)))
-        for n in (1, 5, 2, 9)
-    ]
-    batch = next(iter(DataLoader(graphs, batch_size=4)))
-    dag = ChimeraDAGConv(4, 8, heads=2, num_dags=2)
-    path = ChimeraPathConv(4, 8, heads=2)
-    grid = PLSTMGridConv(4, 8, heads=2)
-
-    def outputs(data: Data) -> torch.Tensor:
-        rank = data.dag_rank
-        return torch.cat(
-            [
-                dag(data.x, data.dag_edge_index, batch=data.batch, rank=rank),
-                path(data.x, data.edge_index, batch=data.batch),
-                grid(data.x, batch=data.batch, height=data.height, width=data.width),
-            ],
-            dim=1,
-        )
-
-    one_by_one = [outputs(graph) for graph in graphs]
-    torch.testing.assert_close(outputs(batch), torch.cat(one_by_one))
-    assert np.isfinite(outputs(batch).detach().numpy()).all()
 
 
 def test_representation():

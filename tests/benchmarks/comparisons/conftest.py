@@ -1,30 +1,17 @@
 import os
 import signal
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import layouts
 import pytest
-
-#: They are scripts, whose folders Python puts on the path.
-ROOT = Path(__file__).parents[3]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "benchmarks" / "comparisons")]
-
-needed = ("matplotlib", "ogb", "pytorch_lightning", "rdkit", "sklearn", "torchmetrics")
-if any(find_spec(name) is None for name in needed):
-    collect_ignore_glob = ["test_*.py"]  # the extra "examples" is not installed
 
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory) -> Path:
     """A folder with the raw files of all data sets, as downloads leave them."""
     root = tmp_path_factory.mktemp("root")
-    for name in layouts.LRGB:
+    for name in ("peptides-func", "peptides-struct"):
         layouts.write_lrgb(root, name)
-    for name in ("MNIST", "CIFAR10", "PATTERN", "CLUSTER"):
-        layouts.write_gnn_benchmark(root, name)
-    layouts.write_malnet_tiny(root / "malnet-tiny")
     layouts.write_tudataset(root, "LABELLED", labelled=True)
     layouts.write_tudataset(root, "BARE", labelled=False)
     return root

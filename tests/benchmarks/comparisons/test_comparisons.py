@@ -1,17 +1,13 @@
 """Each comparison: its recipes, its models, and whole runs."""
 
 import ast
-import gzip
-import io
 import json
 import os
 import re
-import shutil
 import signal
 import statistics
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import arrow_pointing
@@ -19,13 +15,11 @@ import common
 import graph_data
 import graph_mamba
 import image_grid
-import layouts
 import lrgb
 import masked_lm
 import networkx as nx
 import node_classification
 import numpy as np
-import pandas as pd
 import pytest
 import recall
 import sentences
@@ -33,13 +27,9 @@ import syntax_trees
 import torch
 import tudataset
 from common import count_parameters
-from PIL import Image
 from torch_geometric.data import Batch, Data
 
 from pyg_chimera.transforms import ImageToGraph
-
-EXAMPLES = Path(lrgb.__file__).parent
-NAMES = [name for name in graph_data.DATASETS if name != "generated"]
 
 
 @pytest.fixture(autouse=True)
@@ -96,20 +86,6 @@ def test_defaults(tmp_path, monkeypatch, refused):
     assert (args.dataset, args.preset, args.model) == ("generated", "demo", "chimera")
     assert args.out == Path("runs/lrgb/generated-chimera-demo-seed0")
     assert get_args(lrgb, "--preset", "paper", "--lr", "0.5").lr == 0.5
-    args = get_args(graph_mamba, "--ablation", "--seed", "7")
-    assert args.out == Path("runs/graph-mamba/generated-ablation-demo-seed7")
-    args = get_args(arrow_pointing, "--mode", "D", "--preset", "paper")
-    assert args.out == Path("runs/arrow-pointing/plstm-D-paper-seed0")
-    args = get_args(tudataset)
-    assert args.out == Path("runs/tudataset/MUTAG-plstm-paper-seed0")
-    assert (args.folds, args.epochs, args.batch_size, args.lr) == (10, 100, 64, 1e-3)
-    assert (args.optimizer, args.warmup_epochs) == ("AdamW", 5)
-    args = get_args(syntax_trees)
-    assert args.out == Path("runs/syntax-trees/names-chimera-both-mean-demo-seed0")
-    assert (args.epochs, get_args(syntax_trees, "--dataset", "returns").epochs) == (
-        20,
-        3,
-    )
     # A root that is named must be of use.
     for script, published in ((lrgb, "released"), (graph_mamba, "paper")):
         root = tmp_path / script.__name__
@@ -124,61 +100,21 @@ def test_defaults(tmp_path, monkeypatch, refused):
 @pytest.mark.parametrize(
     ("script", "argv"),
     [
-        (lrgb, "--smoke --dataset zinc"),
-        (lrgb, "--model mlp"),
         (lrgb, "--minutes 1 --epochs 2"),
-        (graph_mamba, "--preset released"),
-        (graph_mamba, "--order height"),
         (graph_mamba, "--ablation --order degree"),
-        (arrow_pointing, "--mode DP"),
         (arrow_pointing, "--model vit --mode P"),
         (tudataset, "--folds 2"),
-        (tudataset, "--models mlp"),
         (node_classification, "--dataset actor --splits 3 10"),
-        (node_classification, "--dataset ogbn-arxiv --splits 1"),
         (node_classification, "--clusters 4 --neighbors 5"),
-        (node_classification, "--neighbors 0"),
-        (image_grid, "--arms resnet"),
-        (image_grid, "--rates 0"),
         (image_grid, "--dataset mnist --image-size 32"),
-        (masked_lm, "--models bert"),
-        (masked_lm, "--minutes 0"),
-        (masked_lm, "--prompt abc"),
         (masked_lm, "--causal --length 3 --prompt abc"),
-        (sentences, "--task squad"),
-        (sentences, "--model bert"),
         (sentences, "--pretrained nowhere"),
-        (sentences, "--pretrained ."),
-        (recall, "--structure grid"),
         (recall, "--structure graph --models rg-lru"),
-        (syntax_trees, "--dataset stdlib"),
-        (syntax_trees, "--directions sideways"),
         (syntax_trees, "--models gat"),
     ],
 )
 def test_command_lines_that_make_no_sense(script, argv, refused):
     assert refused(get_args, script, *argv.split()).count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("script", "name"), [(lrgb, "peptides-struct"), (tudataset, "NOSUCH")]
-)
-def test_smoke_does_not_ignore_the_data_set(
-    script, name, tmp_path, refused, monkeypatch
-):
-    def offline(*args, **kwargs):
-        raise OSError("no route to host")
-
-    monkeypatch.setattr("torch_geometric.io.fs.cp", offline)
-    monkeypatch.setattr("urllib.request.urlopen", offline)
-    argv = ("--smoke", "--dataset", name, "--root", str(tmp_path))
-    args = get_args(script, *argv, "--out", str(tmp_path / "run"))
-    text = refused(common.main, script.run, args)
-    assert text.endswith("error: no route to host\n")
-    assert not list((tmp_path / "run").iterdir())
-    assert get_args(tudataset, "--smoke").dataset == "generated"
-    text = refused(run, tudataset, tmp_path / "folds", "--smoke", "--folds", "48")
-    assert "--folds must be at most" in text
 
 
 # Recipes and models ----------------------------------------------------------------
@@ -194,114 +130,16 @@ def test_recipes_of_chimera_stay_below_500k_parameters(preset, name):
 
 
 @pytest.mark.parametrize("preset", [x for x in lrgb.PRESETS if x != "smoke"])
-@pytest.mark.parametrize("name", lrgb.MODELS[1:])
-def test_models_have_the_same_size(preset, name):
+def test_models_have_the_same_size(preset):
     argv = ("--preset", preset, "--dataset", "peptides-func")
     target = count_parameters(lrgb.build_model(get_args(lrgb, *argv)))
-    args = lrgb.match_chimera(get_args(lrgb, *argv, "--model", name))
-    model = lrgb.build_model(args)
     # One more channel for each of four heads is a seventh of the small model.
     tolerance = 0.08 if preset == "demo" else 0.05
-    assert count_parameters(model) == pytest.approx(target, rel=tolerance)
-    assert model.channels % args.heads == 0
-
-
-@pytest.mark.parametrize("name", lrgb.MODELS)
-def test_edges_are_encoded_where_they_are_read(name):
-    for preset, conv in (("short", "gatedgcn"), ("long", "gcn"), ("stem", "gine")):
-        args = get_args(lrgb, "--preset", preset, "--model", name)
-        reads = name in ("chimera", "plstm", "gatedgcn") or conv != "gcn"
-        encoder = lrgb.build_model(args).edge_encoder
-        assert (encoder is not None) == (reads and name != "gcn")
-
-
-@pytest.mark.parametrize("preset", lrgb.PRESETS)
-def test_norms_and_depth_are_those_of_the_recipe(preset):
-    argv = ("--smoke",) if preset == "smoke" else ("--preset", preset)
-    own = preset in ("short", "long", "stem", "demo")
-    deep = {"short": 8, "long": 8, "stem": 6}.get(preset)
-    for name, depth in (("chimera", None), ("gcn", deep)):
-        args = get_args(lrgb, *argv, "--dataset", "peptides-func", "--model", name)
+    for name in lrgb.MODELS[1:]:
+        args = lrgb.match_chimera(get_args(lrgb, *argv, "--model", name))
         model = lrgb.build_model(args)
-        kind = "GraphBatchNorm" if own else "LayerNorm"
-        norms = model.layers[-1].norms.values()
-        assert {type(x.norm).__name__ for x in norms} == {kind}
-        kind = "BatchNorm" if own and preset != "stem" else "Identity"
-        assert {type(x).__name__ for x in model.mlp.norms} == {kind}
-        assert len(model.layers) == (depth or args.num_layers + args.stem_layers)
-
-
-@pytest.mark.parametrize("name", lrgb.MODELS)
-def test_a_stem_comes_before_all_mixers(name):
-    args = get_args(lrgb, "--preset", "stem", "--model", name)
-    layers = lrgb.build_model(args).layers
-    if name in ("gcn", "gatedgcn"):
-        assert all(layer.conv is not None and layer.mixer is None for layer in layers)
-        return
-    assert [type(layer[0]).__name__ for layer in layers[:3]] == ["GINEConv"] * 3
-    assert len(layers) == (3 if name == "none" else 4)
-    for last in layers[3:]:
-        assert last.conv is None
-        assert last.mlp is None
-        assert last.mixer is not None
-
-
-def test_none_has_the_local_layers_alone():
-    for preset in ("short", "demo"):
-        args = get_args(lrgb, "--preset", preset, "--model", "none")
-        layers = lrgb.build_model(args).layers
-        assert len(layers) == 3
-        assert all(layer.conv is not None and layer.mixer is None for layer in layers)
-
-
-@pytest.mark.parametrize("preset", lrgb.PRESETS)
-def test_the_head_has_the_dropout_of_the_recipe(preset):
-    argv = ("--smoke",) if preset == "smoke" else ("--preset", preset)
-    head = lrgb.build_model(get_args(lrgb, *argv)).mlp
-    expected = [0.2 if preset == "stem" else 0.0] * (head.num_layers - 1)
-    assert head.dropout == [*expected, 0.0]
-
-
-@pytest.mark.parametrize("name", lrgb.MODELS)
-def test_all_models_read_the_walks(name, generated):
-    args = get_args(lrgb, *generated, "--model", name)
-    assert get_args(lrgb, "--preset", "long").walk_length == 20
-    assert len(lrgb.build_model(args).encodings) == 0
-    args.walk_length, args.channels = 3, 32
-    data = graph_data.get_datasets(args, lrgb.get_transforms(args))["val"]
-    assert data.folder.name == "processed-elimination-walks3"
-    batch = Batch.from_data_list(list(data[:2]))
-    walk = torch.zeros(batch.num_nodes, batch.num_nodes)
-    walk[batch.edge_index[0], batch.edge_index[1]] = 1.0
-    walk /= walk.sum(dim=1, keepdim=True).clamp(min=1)
-    returns = [walk.matrix_power(k).diagonal() for k in (1, 2, 3)]
-    torch.testing.assert_close(batch.random_walk_pe, torch.stack(returns, dim=1))
-
-    torch.manual_seed(0)
-    model = lrgb.build_model(args).eval()
-    out = model(**model.inputs(batch))
-    batch.random_walk_pe = torch.rand_like(batch.random_walk_pe)
-    assert (model(**model.inputs(batch)) - out).abs().min() > 0
-
-
-def test_chimera_starts_with_the_values_that_the_recipe_asks_for():
-    args = get_args(lrgb, "--preset", "demo")
-    n, channels = 40, args.channels
-    path = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
-    edge_index = torch.cat([path, path.flip(0)], dim=1)
-
-    def influence(initial):
-        """Of the first node on the last one, relative to that on itself."""
-        torch.manual_seed(0)
-        args.initial = initial
-        mixer = lrgb.build_model(args).layers[0].mixer
-        x = torch.randn(n, channels, requires_grad=True)
-        out = mixer(x, edge_index, torch.randn(2 * n - 2, channels))
-        (grad,) = torch.autograd.grad(out[-1].square().sum(), x)
-        return float(grad[0].norm() / grad[-1].norm())
-
-    assert args.initial == "default"
-    assert influence("default") > 1e3 * influence("paper")
+        assert count_parameters(model) == pytest.approx(target, rel=tolerance)
+        assert model.channels % args.heads == 0
 
 
 #: Parameters of a Mamba block and of the model by tables 6 and 7 of the paper, and by
@@ -309,56 +147,55 @@ def test_chimera_starts_with_the_values_that_the_recipe_asks_for():
 TABLES = {
     "peptides-func": (34_080, 373_018, 0),
     "peptides-struct": (34_080, 491_867, 0),
-    "pascalvoc-sp": (34_080, 497_781, 0),
-    # Of 81 classes, where the table has the number of PascalVOC-SP.
-    "coco-sp": (34_080, 497_781, 5_820),
     "malnet-tiny": (16_320, 285_125, 0),
     "cifar10": (11_388, 113_818, 0),
-    "mnist": (11_388, 116_486, 0),
     "cluster": (9_840, 508_966, 0),
     "pattern": (16_320, 335_281, 65),  # two logits, where the released code has one
     "pcqm-contact": (34_080, 500_112, 0),
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TABLES)
 def test_graph_mamba_has_the_published_sizes(name):
     args = get_args(graph_mamba, "--dataset", name, "--preset", "paper")
-    assert (args.state_channels, args.order) == (16, "degree")
     block, total, difference = TABLES[name]
     model = graph_mamba.build_model(args)
     mixer = model.layers[0].mixer
     assert count_parameters(mixer) - count_parameters(mixer.norm) == block
     assert count_parameters(model) == total + difference
-    assert model.layers[0].drop.p == args.dropout
 
 
-ORDERS = sorted({*graph_mamba.VARIANTS, *graph_mamba.STORED})
+def sizes(script, names, *argv: str, more=()) -> list[int]:
+    """Of models that are compared."""
+    args = get_args(script, *argv)
+    return [count_parameters(script.build_model(args, x, *more)) for x in names]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_scores_that_take_an_algorithm_are_stored(order):
-    args = get_args(graph_mamba, "--smoke", "--order", order)
-    model = graph_mamba.build_model(args)
-    stored = order in graph_mamba.STORED
-    assert model.structure == ({"score": f"{order}_score"} if stored else {})
-    assert {layer.mixer.order for layer in model.layers} == {order}
-    assert (order in graph_mamba.get_transforms(args)) == stored
+def test_compared_models_have_one_size():
+    for edge_dim in (None, 4):
+        for name in tudataset.MODELS:
+            size = count_parameters(tudataset.build_model(name, 39, edge_dim, 2))
+            assert size == pytest.approx(300_000, rel=0.002)
+    for argv in ((), ("--directions", "down"), ("--preset", "full")):
+        found = sizes(syntax_trees, syntax_trees.MODELS, *argv, more=([9, 9], 1))
+        assert found == pytest.approx([found[0]] * len(found), rel=0.01)
+    goal = get_args(masked_lm).parameters
+    for size in sizes(masked_lm, masked_lm.MODELS):
+        assert size == pytest.approx(goal, rel=0.01)
+    for structure in recall.STRUCTURES:
+        names = [x for x in recall.MODELS if structure != "graph" or x != "rg-lru"]
+        goal = get_args(recall, "--structure", structure).parameters
+        for size in sizes(recall, names, "--structure", structure):
+            assert size == pytest.approx(goal, rel=0.01)
+    for arm, told in image_grid.ARMS.items():
+        patches = told.get("patches", "grid")
+        graph = image_grid.lay(ImageToGraph()(torch.rand(8, 8)), patches)
+        (size,) = sizes(image_grid, [arm], more=(graph,))
+        assert size == pytest.approx(150_000, rel=0.01)
 
 
 @pytest.mark.parametrize("preset", ["--preset=paper", "--preset=demo", "--smoke"])
 def test_recipes_of_arrow_pointing(preset):
-    args = get_args(arrow_pointing, preset)
-    args.num_train = args.num_val = args.num_test = 2
-    datasets = arrow_pointing.get_datasets(args)
-    assert list(datasets) == ["train", "val", "test", "larger"]
-    assert args.larger_size == 2 * args.image_size
-    for name, dataset in datasets.items():
-        side = (2 if name == "larger" else 1) * args.image_size // args.patch_size
-        assert (dataset[0].height, dataset[0].width) == (side, side)
-        assert dataset[0].x.shape == (side**2, args.patch_size**2)
-        assert dataset.circle[:, 2].max() <= args.radius[1]
-    assert not (datasets["test"].arrow == datasets["larger"].arrow).any()
     for mode in ("PD", "P", "D"):  # of layers in turn
         args = get_args(arrow_pointing, preset, "--mode", mode)
         model = arrow_pointing.build_model(args)
@@ -369,90 +206,41 @@ def test_recipes_of_arrow_pointing(preset):
         assert size == pytest.approx(count_parameters(model), rel=0.02)
     if preset == "--preset=paper":
         assert 5e6 < count_parameters(model) < 7e6  # "6M"
-        assert (args.lr, get_args(arrow_pointing, preset, "--model=vit").lr) == (
-            1e-4,
-            3e-4,
-        )
 
 
-def test_positions_are_interpolated():
-    position = arrow_pointing.PositionEmbedding(2, 3)
-    edge_index, sides = torch.empty(2, 0, dtype=torch.long), torch.tensor([3, 3])
-    out = position(torch.zeros(18, 2), edge_index, sides, sides)
-    for part in out.view(2, 9, 2):
-        assert torch.equal(part.t().reshape(1, 2, 3, 3), position.weight)
-    # At twice the size each vector lies where it did, amid four new patches.
-    with torch.no_grad():
-        position.weight[0, 0] = torch.arange(3.0)[:, None]  # the row
-        position.weight[0, 1] = torch.arange(3.0)  # the column
-    sides = torch.tensor([6])
-    out = position(torch.zeros(36, 2), edge_index, sides, sides)
-    row, column = out.view(6, 6, 2).unbind(2)
-    assert torch.allclose(row, column.t())
-    assert torch.allclose(row[:, :1].expand(6, 6), row)
-    assert torch.allclose(row[2:4, 0], torch.tensor([0.75, 1.25]), atol=0.1)
-    assert (row[:, 0].diff()[1:-1] > 0.4).all()
+# Metrics ------------------------------------------------------------------------
 
 
-def test_the_mean_of_corner_patches():
-    x = torch.randn(2 * 9, 4)
-    out = arrow_pointing.CornerPool()(x, dim_size=2)
-    assert torch.allclose(out, x.view(2, 9, 4)[:, [0, 2, 6, 8]].mean(1))
-    assert torch.equal(arrow_pointing.CornerPool()(x[:1], dim_size=1), x[:1])
+NAN = float("nan")
 
 
-@pytest.mark.parametrize("edge_dim", [None, 4])
-@pytest.mark.parametrize("name", tudataset.MODELS)
-def test_models_have_about_300_000_parameters(name, edge_dim):
-    model = tudataset.build_model(name, 39, edge_dim, 2)
-    assert count_parameters(model) == pytest.approx(300_000, rel=0.002)
-    assert len(model.layers) == 4
-    assert model.channels == (96 if name in ("plstm", "chimera") else 128)
-    if name == "plstm":
-        assert [layer.conv.mode for layer in model.layers] == ["P", "D", "P", "D"]
+def evaluate(name: str, out, batch) -> dict[str, float]:
+    task = graph_data.get_task(name)
+    for key, row in task.rows(out, batch).items():
+        task.metrics[key].update(*row)
+    return {key: float(metric.compute()) for key, metric in task.metrics.items()}
+
+
+def test_unlabelled_entries_have_no_loss():
+    out = torch.tensor([[1.0, 5.0], [-1.0, 2.0]])
+    batch = Data(y=torch.tensor([[1.0, NAN], [0.0, 1.0]]))
+    p = torch.tensor([1.0, 1.0, 2.0]).sigmoid()
+    loss = graph_data.get_task("peptides-func").loss(out, batch)
+    assert float(loss) == pytest.approx(float(-p.log().mean()))
+
+
+def test_average_precision_by_hand():
+    out = torch.tensor(
+        [[0.9, 0.1, 5.0], [0.8, 0.2, 4.0], [0.7, 9.0, 3.0], [0.6, 0.3, 2]]
+    )
+    y = torch.tensor([[1, 0, 1], [0, 1, 1], [1, NAN, 1], [0, 0, NAN]])
+    # Precision at the positives of the first label: 1/1 and 2/3, of the second: 1/2.
+    # The third one has no negatives and is left out.
+    found = evaluate("peptides-func", out, Data(y=y))["ap"]
+    assert found == pytest.approx(((1 + 2 / 3) / 2 + 1 / 2) / 2)
 
 
 # TUDataset: graphs and folds -------------------------------------------------------
-
-
-def test_degrees_are_encoded_as_positions_are():
-    edge_index = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 1]])
-    data = Data(x=torch.ones(4, 1), edge_index=edge_index)
-    out = tudataset.EncodeDegree(4)(data)
-    assert data.x.shape == (4, 1)  # a copy was changed
-    angles = torch.tensor([[1.0], [2.0], [1.0], [0.0]]) * torch.tensor([1.0, 1e-4])
-    expected = torch.cat([torch.ones(4, 1), angles.sin(), angles.cos()], dim=1)
-    assert torch.allclose(out.x, expected)
-    bare = tudataset.EncodeDegree(4)(Data(edge_index=edge_index, num_nodes=4))
-    assert torch.equal(bare.x, out.x[:, 1:])
-
-
-def test_graphs_have_what_the_models_read(root, capsys):
-    argv = (tudataset, "--root", str(root), "--dataset")
-    args = get_args(*argv, "LABELLED", "--models", *tudataset.MODELS)
-    graphs = tudataset.get_graphs(args)
-    assert [int(data.y) for data in graphs] == [0] * 18 + [1] * 18
-    for data in graphs:
-        assert data.x.shape == (data.num_nodes, 3 + 32)
-        assert data.edge_attr.shape == (data.num_edges, 2)
-        assert sorted(data.elimination_rank.tolist()) == list(range(data.num_nodes))
-    bare = tudataset.get_graphs(get_args(*argv, "BARE"))
-    assert set(bare[0].keys()) == {"x", "edge_index", "y", "num_nodes"}
-    assert torch.equal(bare[-1].x[1], bare[-1].x[2])  # of a star
-    assert "36/36" in capsys.readouterr().err  # progress
-
-    batch = Batch.from_data_list(graphs[::5])
-    for name in tudataset.MODELS:  # bonds matter to all but one
-        model = tudataset.build_model(name, 35, 2, 2).eval()
-        with torch.no_grad():
-            for parameter in model.parameters():  # gates may start at zero
-                parameter.add_(0.1 * torch.randn_like(parameter))
-            out = model(**model.inputs(batch))
-            flipped = batch.clone()
-            flipped.edge_attr = batch.edge_attr.flip(1)
-            other = model(**model.inputs(flipped))
-        assert out.shape == (batch.num_graphs, 2)
-        assert torch.equal(out, other) == (name == "gcn")
 
 
 @pytest.mark.parametrize("folds", [3, 10])
@@ -477,10 +265,8 @@ def test_folds_are_disjoint_stratified_and_cover_everything(folds):
 # Runs ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("script", "name"),
-    [(lrgb, name) for name in layouts.LRGB] + [(graph_mamba, name) for name in NAMES],
-)
+@pytest.mark.parametrize("script", [lrgb, graph_mamba])
+@pytest.mark.parametrize("name", ["peptides-func", "peptides-struct"])
 def test_each_data_set_trains_from_downloaded_files(root, tmp_path, script, name):
     argv = ("--dataset", name, "--root", str(root), "--smoke", "--epochs", "1")
     assert run(script, tmp_path, *argv)["epochs_done"] == 1
@@ -492,10 +278,9 @@ def test_each_data_set_trains_from_downloaded_files(root, tmp_path, script, name
 
 
 @pytest.mark.parametrize("name", lrgb.MODELS[1:])
-def test_models_train(generated, tmp_path, name, capsys):
+def test_models_train(generated, tmp_path, name):
     results = run(lrgb, tmp_path, *generated, "--model", name)
     assert 0 < results["best"]["test_ap"] <= 1
-    assert f"generated, {name}, preset smoke" in capsys.readouterr().out
 
 
 def test_minutes_instead_of_epochs(generated, tmp_path, monkeypatch):
@@ -512,18 +297,8 @@ def test_arrows_are_tested_at_both_sizes(tmp_path, name):
     args = get_args(arrow_pointing, *argv)
     datasets, task = arrow_pointing.get_datasets(args), arrow_pointing.get_task()
     model = arrow_pointing.build_model(args)
-    for split in ("test", "larger"):
-        batch = Batch.from_data_list(list(datasets[split][:4]))
-        out = model(**model.inputs(batch))
-        alone = [model(**model.inputs(data)) for data in batch.to_data_list()]
-        assert torch.allclose(out, torch.cat(alone), atol=1e-5)
-    task.loss(out, batch).backward()
-    assert [k for k, p in model.named_parameters() if p.grad is None] == []
     run(arrow_pointing, tmp_path, *argv)
     check_metrics(tmp_path, model, task, datasets)
-    path = tmp_path / "samples.png"
-    run(arrow_pointing, tmp_path, "--samples", str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("dataset", ["LABELLED", "BARE"])
@@ -629,27 +404,12 @@ def test_real_peptides_from_a_read_only_root(shared_data, tmp_path, script):
     assert {path.name for path in root.rglob("*")} == {"raw", name, "splits.json"}
 
 
-@pytest.mark.parametrize(
-    ("name", "graphs", "columns", "bonds"),
-    [("MUTAG", 188, 7, 4), ("PROTEINS", 1113, 3, None)],
-)
-def test_real_graphs(shared_data, tmp_path, name, graphs, columns, bonds):
-    shutil.copytree(shared_data / "TUDataset" / name / "raw", tmp_path / name / "raw")
-    args = get_args(tudataset, "--root", str(tmp_path), "--dataset", name)
-    found = tudataset.get_graphs(args)
-    assert len(found) == graphs
-    for data in found[::50]:
-        assert data.x.size(1) == columns + 32
-        assert torch.equal(data.x[:, :columns].sum(1), torch.ones(data.num_nodes))
-        assert (None if bonds is None else data.edge_attr.size(1)) == bonds
-
-
 # Programs --------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_to_resume(generated, tmp_path):
-    command = [sys.executable, str(EXAMPLES / "lrgb.py"), *generated[:-1], "1000"]
+    command = [sys.executable, lrgb.__file__, *generated[:-1], "1000"]
     command += ["--model", "gcn", "--out", str(tmp_path), "--num-workers", "1"]
     process = subprocess.Popen(
         command,
@@ -692,7 +452,7 @@ assert lrgb.run(args)["epochs_done"] == 2
 """
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    path = os.pathsep.join([str(EXAMPLES), *sys.path])
+    path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [*command, "--nproc_per_node=2", str(script)],
         capture_output=True,
@@ -716,56 +476,6 @@ assert lrgb.run(args)["epochs_done"] == 2
 
 
 # Images ----------------------------------------------------------------------------
-
-
-def image_files(root: Path) -> None:
-    """Files as they are read, of few and small images."""
-    generator = np.random.default_rng(0)
-    mnist, cifar = {}, {}
-    for part in ("train", "test"):
-        mnist[f"x_{part}"] = generator.integers(256, size=(30, 8, 8), dtype=np.uint8)
-        mnist[f"y_{part}"] = np.arange(30) % 10
-        jpeg = []
-        for i in range(30):
-            buffer = io.BytesIO()
-            color = Image.new("RGB", (8, 4), (8 * i, 0, 255))
-            color.save(buffer, "JPEG", quality=100)
-            jpeg.append(buffer.getvalue())
-        cifar[f"{part}_bytes"] = np.frombuffer(b"".join(jpeg), np.uint8)
-        cifar[f"{part}_offsets"] = np.cumsum([0, *map(len, jpeg)])
-        cifar[f"{part}_labels"] = np.arange(30)
-    np.savez(root / "mnist.npz", **mnist)
-    np.savez(root / "cifar10_jpeg.npz", **cifar)
-
-
-def test_files_of_images(tmp_path, refused):
-    args = ("--smoke", "--root", str(tmp_path), "--dataset")
-    missing = get_args(image_grid, *args, "mnist", "--out", str(tmp_path / "run"))
-    assert "mnist.npz: pass --root" in refused(common.main, image_grid.run, missing)
-    image_files(tmp_path)
-    graphs = image_grid.get_graphs(get_args(image_grid, *args, "mnist"))
-    assert [len(graphs[part]) for part in ("train", "val", "test")] == [25, 5, 30]
-    assert {(g.height, g.width, *g.x.shape) for g in graphs["val"]} == {(2, 2, 4, 16)}
-    pixels = torch.cat([graph.x for graph in graphs["train"]])
-    assert pixels.mean().abs() < 1e-5
-    assert pixels.std() == pytest.approx(1, abs=1e-5)
-    raw = np.load(tmp_path / "mnist.npz")
-    shown = np.stack([(g.x + 9).view(2, 2, 4, 4).transpose(1, 2).reshape(8, 8).numpy()
-                      for g in graphs["test"]])  # fmt: skip
-    order = np.argsort([int(g.y) for g in graphs["test"]], kind="stable")
-    scale = np.ptp(raw["x_test"]) / np.ptp(shown)
-    found = {tuple(x.round().astype(int).ravel())
-             for x in (shown[order] - shown.min()) * scale}  # fmt: skip
-    assert found == {tuple(x.astype(int).ravel()) for x in raw["x_test"]}
-    graphs = image_grid.get_graphs(get_args(image_grid, *args, "cifar10"))
-    reds = {int(g.y): g.x.view(2, 3, 16)[:, 0].mean().item() for g in graphs["test"]}
-    assert sorted(reds, key=reds.get) == list(range(30))  # labels are their images'
-
-
-def test_patches_that_do_not_fit(tmp_path, refused):
-    args = get_args(image_grid, "--smoke", "--patch-size", "3", "--out", str(tmp_path))
-    text = refused(common.main, image_grid.run, args)
-    assert "--patch-size: 'patch_size' must divide" in text
 
 
 def test_arms(tmp_path):
@@ -807,99 +517,10 @@ def test_arms(tmp_path):
         assert torch.equal(graph.x.sort(0).values, moved.x.sort(0).values)
 
 
-def test_all_arms_have_one_size():
-    args = get_args(image_grid)
-    for arm, told in image_grid.ARMS.items():
-        graph = image_grid.lay(
-            ImageToGraph()(torch.rand(8, 8)), told.get("patches", "grid")
-        )
-        flat = told.get("patches") == "flat"
-        assert (graph.height, graph.width) == ((1, 64) if flat else (8, 8))
-        model = image_grid.build_model(args, arm, graph)
-        assert count_parameters(model) == pytest.approx(150_000, rel=0.01)
-        assert model(**model.inputs(graph)).shape == (1, 10)
-
-
-def image_folders(root: Path) -> list[str]:
-    """Images in the layout of ImageNet, the colour of which tells the class."""
-    names = ["n01440764", "n01443537", "n01484850"]
-    for part, count in (("train", 4), ("val", 2)):
-        for label, name in enumerate(names):
-            folder = root / part / name
-            folder.mkdir(parents=True)
-            (folder / "index.txt").touch()
-            for i in range(count):
-                colour = (100 * label, 10 * i, 255)
-                image = Image.new("RGB", (30 + 8 * i, 50 - 4 * i), colour)
-                image.save(folder / f"{name}_{i}.JPEG", quality=100)
-    # As some of ImageNet's: not in colour, and not a JPEG.
-    Image.new("L", (9, 90), 0).save(root / "train" / names[0] / "0.JPEG", "PNG")
-    return names
-
-
-def test_folders_of_images(tmp_path, refused):
-    argv = ("--smoke", "--dataset", "folder", "--root", str(tmp_path))
-    argv = (*argv, "--image-size", "32", "--patch-size", "8", "--num-train", "12")
-    args = get_args(image_grid, *argv, "--out", str(tmp_path / "run"))
-    assert "train: pass --root" in refused(common.main, image_grid.run, args)
-    names = image_folders(tmp_path)
-    graphs = image_grid.get_graphs(args)
-    assert [len(graphs[part]) for part in ("train", "val", "test")] == [11, 2, 6]
-    files = {*graphs["train"].files, *graphs["val"].files}
-    assert files == {str(path) for path in (tmp_path / "train").rglob("*.JPEG")}
-    assert graphs["test"].classes == names
-    for part, data in graphs.items():
-        for i in range(len(data)):
-            graph, again = data[i], data[i]
-            assert (graph.height, graph.width, *graph.x.shape) == (4, 4, 16, 192)
-            assert names[graph.y] == Path(data.files[i]).parent.name
-            colour = (0.27 * graph.x + 0.45).view(16, 3, 64).mean(dim=(0, 2))
-            if Path(data.files[i]).name != "0.JPEG":
-                assert colour[0] == pytest.approx(100 / 255 * int(graph.y), abs=0.02)
-                assert colour[2] == pytest.approx(1, abs=0.02)
-            assert part == "train" or torch.equal(graph.x, again.x)
-    argv = (*argv, "--seeds", "1", "--rates", "0.01", "--num-workers", "2")
-    rows = run(
-        image_grid, tmp_path / "run", *argv, "--arms", "grid", "shuffled", "forward"
-    )["rows"]
-    assert len({row["parameters"] // 300 for row in rows.values()}) == 1
-    data = {part: image_grid.lay_all(x, "shuffled") for part, x in graphs.items()}
-    assert torch.equal(data["val"][0].x.sort(0).values, graphs["val"][0].x.sort(0)[0])
-    model = image_grid.build_model(args, "shuffled", data["val"][0], 3)
-    path = tmp_path / "run" / "shuffled" / "rate-0.01" / "seed-0"
-    check_metrics(path, model, image_grid.get_task(3), data)
-    shutil.rmtree(tmp_path / "val" / names[1])
-    args.out = tmp_path / "other"
-    assert names[1] in refused(common.main, image_grid.run, args)
-    args.patch_size = 5
-    assert "--patch-size must divide" in refused(common.main, image_grid.run, args)
-
-
-def test_parts_of_images():
-    """As wide as high in the middle, and at random anywhere inside, in all sizes."""
-    assert image_grid.middle_box(80, 160) == (5, 45, 75, 115)
-    gradient = np.tile(np.arange(64, dtype=np.uint8), (48, 1))
-    boxes = [image_grid.random_box(64, 48) for _ in range(500)]
-    sides = np.array([(c - a, d - b) for a, b, c, d in boxes])
-    for left, top, right, bottom in boxes:
-        assert 0 <= left < right < 64 + 1e-9
-        assert 0 <= top < bottom < 48 + 1e-9
-        part = Image.fromarray(gradient).resize((2, 2), box=(left, top, right, bottom))
-        centre = (left + right) / 2 - 0.5
-        assert np.asarray(part).mean() == pytest.approx(centre, abs=1)
-    shares, shapes = sides.prod(1) / (64 * 48), sides[:, 0] / sides[:, 1]
-    assert 0.08 <= shares.min() < 0.15
-    assert shares.max() > 0.8
-    assert shapes.min() >= 3 / 4 - 1e-9
-    assert shapes.max() <= 4 / 3 + 1e-9
-    # A line has no such parts.
-    assert image_grid.random_box(800, 1) == image_grid.middle_box(800, 1)
-
-
 # Text ------------------------------------------------------------------------------
 
 
-def test_windows_of_a_text(tmp_path, refused):
+def test_windows_of_a_text():
     text = torch.arange(1000) % 200
     for fixed in (False, True):
         windows = masked_lm.Windows(text, 100, 9, causal=False, fixed=fixed)
@@ -917,16 +538,6 @@ def test_windows_of_a_text(tmp_path, refused):
         causal = masked_lm.Windows(text, 100, 9, causal=True, fixed=fixed)[3]
         assert torch.equal(causal.x[1:], causal.y[:-1])
         assert causal.y[-1] == (causal.x[-1] + 1) % 200
-    argv = ("--smoke", "--root", str(tmp_path), "--text", "some.txt", "--out")
-    for content, says in (
-        (None, "pass --root and --text"),
-        (b"\xff" * 900, "is not UTF-8"),
-        (b"a" * 800, "has 800 bytes, and needs 840"),
-    ):
-        if content is not None:
-            (tmp_path / "some.txt").write_bytes(content)
-        args = get_args(masked_lm, *argv, str(tmp_path / says[:3]))
-        assert says in refused(common.main, masked_lm.run, args)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -949,132 +560,6 @@ def test_models_of_text(tmp_path, causal, capsys):
     data = masked_lm.get_datasets(args, masked_lm.read_text(args), [16, 24, 40])
     model, task = masked_lm.build_model(args, "graph-mamba"), masked_lm.get_task()
     check_metrics(tmp_path / "run" / "graph-mamba", model, task, data)
-    # The same three letters again and again are learnt, for longer texts too.
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(80):
-        batch = Batch.from_data_list([data["train"][i] for i in range(8)])
-        loss = task.loss(model(**model.inputs(batch)), batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    batch = Batch.from_data_list(list(data["test_40"]))
-    asked = batch.y != masked_lm.NOT_ASKED
-    right = model(**model.inputs(batch)).argmax(1) == batch.y
-    assert right[asked].float().mean() > 0.8
-
-
-@pytest.mark.parametrize("task", list(layouts.GLUE))
-def test_tables_of_sentences(tmp_path, task):
-    form = sentences.TASKS[task]
-    labels = list(form.classes or ("0.0", "5.0", "2.250"))
-    layouts.write_glue(tmp_path, task, form.sentences, form.label, labels)
-    argv = ("--smoke", "--task", task, "--root", str(tmp_path))
-    args = get_args(sentences, *argv, "--out", str(tmp_path / "run"))
-    args.max_bytes = 512
-    data = sentences.get_datasets(args)
-    assert list(data) == ["train", "val", "test"][: 2 + (task == "mnli")]
-    for part in data.values():
-        assert len(part) == 12
-        found = {}
-        for graph in part:
-            text = bytes(graph.x.tolist()).decode()
-            number = int(re.search(r"(\d+), NA$", text)[1])
-            expected = [f"\"It's {name} {number}, NA" for name in form.sentences]
-            assert text.split("\n") == expected
-            found[number] = graph.y.item()
-        values = range(len(labels)) if form.classes else map(float, labels)
-        assert [found[i] for i in range(12)] == (12 * list(values))[:12]
-    if task not in ("mrpc", "stsb", "mnli", "cola"):  # each metric once
-        return
-    results = run(sentences, args.out, *argv)
-    assert {f"val_{name}" for name in form.metrics} < set(results["best"])
-    model, task = sentences.build_model(args), sentences.get_task(task)
-    data = sentences.get_datasets(get_args(sentences, *argv))
-    check_metrics(args.out, model, task, data)
-
-
-def test_sentences_that_are_cut_or_missing(tmp_path, capsys, refused):
-    argv = ("--smoke", "--root", str(tmp_path), "--out", str(tmp_path / "run"))
-    args = get_args(sentences, *argv, "--task", "rte")
-    assert "train.tsv" in refused(common.main, sentences.run, args)
-    lines = ["sentence1\tsentence2\tlabel", f"{'a' * 99}\t{'bc' * 99}\tentailment"]
-    lines += ["short\tshort\tneutral", "\tshort\tentailment", "alone"]
-    (tmp_path / "train.tsv").write_text("\n".join(lines))
-    (only,) = sentences.Sentences(args, sentences.read(args, "train"))
-    assert bytes(only.x.tolist()) == b"a" * 31 + b"\n" + b"bc" * 15 + b"b"
-    assert "1 of 4 rows" in capsys.readouterr().out
-    args.model = "attention-learned"
-    (only,) = sentences.Sentences(args, sentences.read(args, "train"))
-    assert bytes(only.x.tolist()) == b"aaaaaaa\nbcbcbcb"
-    for task in ("sst2", "wnli"):  # other columns, other labels
-        args = get_args(sentences, *argv, "--task", task)
-        text = refused(common.main, sentences.run, args)
-        assert ("Usecols" if task == "sst2" else "no sentences with labels") in text
-
-
-def test_sentences_of_trees(tmp_path):
-    lines = ["(4 (2 It) (3 (2 8\xa01/2) (1 -LRB-)))", "(2 (2 So) (1 so))", "(0 No)"]
-    for name in ("train", "dev"):
-        raw = "\n".join(lines).encode() + b"\n"
-        (tmp_path / f"{name}.txt.gz").write_bytes(gzip.compress(raw))
-    (tmp_path / "test.txt").write_text(lines[2])
-    argv = ("--smoke", "--task", "sst2-trees", "--root", str(tmp_path))
-    data = sentences.get_datasets(get_args(sentences, *argv))
-    for part, graphs in data.items():
-        found = {bytes(graph.x.tolist()).decode(): int(graph.y) for graph in graphs}
-        expected = {"it 8\xa01/2 -lrb-": 1} if part != "test" else {}
-        assert found == expected | {"no": 0}
-
-
-def test_real_trees_as_sentences(shared_data):
-    argv = ("--task", "sst2-trees", "--root", str(shared_data / "sst"))
-    data = sentences.get_datasets(get_args(sentences, *argv))
-    assert [len(part) for part in data.values()] == [6920, 872, 1821]
-    shares = [part.y.float().mean().item() for part in data.values()]
-    assert shares == pytest.approx([0.5217, 0.5092, 0.4992], abs=1e-3)
-
-
-@pytest.mark.parametrize("name", ["chimera", "attention-learned", "hybrid"])
-def test_fine_tuning(tmp_path, name, refused):
-    (tmp_path / "abc.txt").write_bytes(b"abc" * 2000)
-    argv = ["--smoke", "--root", str(tmp_path), "--text", "abc.txt", "--epochs", "1"]
-    run(masked_lm, tmp_path / "lm", *argv, "--models", name)
-    assert "one masked model" in refused(
-        get_args, sentences, "--pretrained", str(tmp_path / "lm")
-    )
-    pretrained = ("--pretrained", str(tmp_path / "lm" / name), "--root", str(tmp_path))
-    args = get_args(sentences, *pretrained)  # the model is small as pretrained
-    assert (args.model, args.channels, args.num_layers) == (name, 16, 1)
-    state = torch.load(tmp_path / "lm" / name / "best.ckpt", weights_only=True)
-    model = sentences.build_model(args)
-    for key, value in model.state_dict().items():
-        if not key.startswith("mlp."):
-            assert torch.equal(value, state["state_dict"][f"model.{key}"]), key
-    argv = (*pretrained, "--smoke", "--epochs", "2")
-    first = run(sentences, tmp_path / "run", *argv)["history"]
-    args = get_args(sentences, *argv, "--out", str(tmp_path / "again"))
-    args.time_limit = 1e-9
-    assert sentences.run(args)["stopped_by"] == "time limit"
-    args.time_limit, args.resume = None, True
-    again = sentences.run(args)["history"]
-    losses = [[row["train_loss"] for row in history] for history in (first, again)]
-    assert losses[0] == losses[1]
-
-
-def test_causal_models_are_not_fine_tuned(tmp_path, refused):
-    (tmp_path / "abc.txt").write_bytes(b"abc" * 2000)
-    argv = ["--smoke", "--root", str(tmp_path), "--text", "abc.txt", "--epochs", "1"]
-    run(masked_lm, tmp_path / "lm", *argv, "--models", "chimera", "--causal")
-    folder = str(tmp_path / "lm" / "chimera")
-    text = refused(get_args, sentences, "--pretrained", folder, "--root", str(tmp_path))
-    assert "one masked model" in text
-
-
-def test_negations_are_learnt(tmp_path):
-    argv = ("--smoke", "--root", str(tmp_path), "--epochs", "8", "--lr", "0.01")
-    args = get_args(sentences, *argv, "--out", str(tmp_path / "run"))
-    args.num_rows = 128  # of 16 different ones
-    assert sentences.run(args)["best"]["test_accuracy"] > 0.9
 
 
 def test_equal_minutes(tmp_path, monkeypatch):
@@ -1092,13 +577,6 @@ def test_equal_minutes(tmp_path, monkeypatch):
     assert common.epochs_within(3.0, model, task, args, data) == 36
     assert common.epochs_within(0.001, model, task, args, data) == 1
     assert all(map(torch.equal, before, model.parameters()))
-
-
-def test_all_models_of_text_have_one_size():
-    args = get_args(masked_lm)
-    for name in masked_lm.MODELS:
-        model = masked_lm.build_model(args, name)
-        assert count_parameters(model) == pytest.approx(args.parameters, rel=0.01)
 
 
 # One large graph ------------------------------------------------------------------
@@ -1188,56 +666,6 @@ def test_heterophilous_files(tmp_path, refused):
     assert "there is no" in refused(common.main, node_classification.run, args)
 
 
-def test_ogbn_arxiv(tmp_path):
-    """Its files, as the download leaves them, of a small graph."""
-    folder = tmp_path / "ogbn_arxiv"
-    generator = np.random.default_rng(0)
-    edges = generator.integers(60, size=(150, 2))
-    labels = np.arange(60)[:, None] % 40
-    tables = {
-        "raw/edge": edges,
-        "raw/node-feat": generator.random((60, 128)),
-        "raw/node-label": labels,
-        "raw/node_year": np.full((60, 1), 2017),
-        "raw/num-node-list": [[60]],
-        "raw/num-edge-list": [[150]],
-        "split/time/train": np.arange(0, 30)[:, None],
-        "split/time/valid": np.arange(30, 45)[:, None],
-        "split/time/test": np.arange(45, 60)[:, None],
-    }
-    for name, table in tables.items():
-        path = folder / f"{name}.csv.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(table).to_csv(path, index=False, header=False)
-    (folder / "RELEASE_v1.txt").touch()
-    argv = ("--smoke", "--root", str(tmp_path), "--dataset", "ogbn-arxiv")
-    graph = datasets_of(argv)["val"][0]
-    assert graph.is_undirected()
-    assert torch.equal(graph.y, torch.from_numpy(labels[:, 0]))
-    assert graph.mask.nonzero().view(-1).tolist() == list(range(30, 45))
-    for _ in range(2):  # as it is stored, too
-        results = run(node_classification, tmp_path / "run", *argv, "--overwrite")
-    assert 0 <= results["rows"]["chimera"]["test_accuracy"] <= 1
-
-
-@pytest.mark.parametrize(
-    ("how", "needed"),
-    [("--clusters 4", "pymetis"), ("--neighbors 3 2 --num-seeds 20", "torch_sparse")],
-)
-def test_parts_of_a_graph(tmp_path, how, needed, refused):
-    argv = ("--smoke", "--epochs", "1", *how.split())
-    if find_spec(needed) is None:
-        assert "install" in refused(get_args, node_classification, *argv)
-        pytest.skip(f"{needed} is not installed")
-    args = get_args(node_classification, *argv)
-    graphs = list(datasets_of(argv)["train"])
-    assert len(graphs) > 3
-    whole = node_classification.load_graph(args)
-    assert sum(int(g.mask.sum()) for g in graphs) == int(whole.train_mask[:, 0].sum())
-    results = run(node_classification, tmp_path, *argv)
-    assert 0 <= results["rows"]["chimera"]["test_auroc"] <= 1
-
-
 # Syntax trees ---------------------------------------------------------------------
 
 
@@ -1255,35 +683,6 @@ def test_a_function_as_a_tree():
     assert [syntax_trees.ROLES[role] for role in found.roles] == roles.split()
     assert found.parents == [-1, 0, 1, 0, 3, 3, 5, 0, 7, 7]
     assert (found.name, found.returns) == ("f", True)
-
-
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("return x", False),
-        ("if x: pass\n return x", False),
-        ("try: return x\n finally: pass", False),
-        ("while x: pass\n else: return x", True),
-        ("for y in x:\n  with y: return y", True),
-        ("def g(): return x\n if x: pass", False),
-    ],
-)
-def test_returns_in_branches(body, expected):
-    assert functions(f"def f(x):\n {body}")[0].returns is expected
-
-
-def test_words_of_names():
-    words = syntax_trees.sub_tokens
-    assert words("__init__") == ["init"]
-    assert words("HTTPServer_setUp2") == ["http", "server", "set", "up", "2"]
-    assert words("_") == []
-    vocabulary = syntax_trees.Vocabulary([["get", "x"], ["get", "y"], ["set"]], 2)
-    assert vocabulary.words == ["get", "x"]
-    assert len(vocabulary) == 4
-    assert vocabulary.encode(["x", "new"]).tolist() == [[1, 2, 3, 3, 3]]
-    assert vocabulary.encode(["x"] * 9).tolist() == [[1] * 5]
-    assert vocabulary.decode([0, 2, 3, 1, 1]) == ["get", ""]
-    assert vocabulary.decode([1] * 5) == ["x"] * 5
 
 
 @pytest.fixture
@@ -1330,61 +729,6 @@ def test_functions_of_a_library(library, tmp_path, dataset):
             get_args(syntax_trees, *argv), name, source.in_channels, source.out_channels
         )
         check_metrics(out / name / "seed-0", model, source.task(), source.parts)
-
-
-@pytest.mark.parametrize(
-    ("preset", "directions"), [("demo", "both"), ("demo", "down"), ("full", "both")]
-)
-def test_models_of_trees_have_the_same_size(preset, directions):
-    args = get_args(syntax_trees, "--preset", preset, "--directions", directions)
-    sizes = [
-        count_parameters(syntax_trees.build_model(args, name, [9, 9], 1))
-        for name in syntax_trees.MODELS
-    ]
-    assert sizes == pytest.approx([sizes[0]] * len(sizes), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("directions", "reached"), [("down", 2), ("up", 1), ("both", 3)]
-)
-@pytest.mark.parametrize("name", ["chimera", "plstm"])
-def test_mixers_hear_along_the_directions(name, directions, reached):
-    """In a path of three nodes, the outer ones hear the middle one or don't."""
-    argv = ("--smoke", "--directions", directions)
-    tree = Data(edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
-    args = get_args(syntax_trees, *argv)
-    tree = syntax_trees.Directions(directions)(tree)
-    mixer = syntax_trees.build_model(args, name, [9, 9], 1).layers[0].mixer
-    x = torch.randn(3, args.channels, requires_grad=True)
-    out = mixer(x, tree.dag_edge_index)
-    heard = sum(
-        bit
-        for bit, node in ((1, 0), (2, 2))
-        if torch.autograd.grad(out[node].sum(), x, retain_graph=True)[0][1].any()
-    )
-    assert heard == reached
-
-
-def test_ogbg_code2(tmp_path):
-    """Its files, as the download leaves them, of small graphs."""
-    layouts.write_code2(tmp_path)
-    argv = ("--smoke", "--root", str(tmp_path), "--dataset", "ogbg-code2")
-    for _ in range(2):  # as it is stored, too
-        source = syntax_trees.load(get_args(syntax_trees, *argv))
-        assert source.in_channels == [5, 11, 21]
-        assert [len(part) for part in source.parts.values()] == [12, 4, 4]
-        data = source.parts["train"][2]
-        assert data.name == ["walk", "path", "2"]
-        assert data.x[:, 2].tolist() == [0, 10, 20, 20, 20, 20]
-    out = tmp_path / "run"
-    run(syntax_trees, out, *argv, "--models", "chimera", "--epochs", "1")
-    model = syntax_trees.build_model(
-        get_args(syntax_trees, *argv),
-        "chimera",
-        source.in_channels,
-        source.out_channels,
-    )
-    check_metrics(out / "chimera" / "seed-0", model, source.task(), source.parts)
 
 
 # Recall ----------------------------------------------------------------------------
@@ -1455,12 +799,3 @@ def test_runs_of_recall(tmp_path, structure):
     model = recall.build_model(args, "delta")
     check_metrics(out / "delta" / "seed-1", model, recall.get_task(args), data)
     assert (out / "distances.png").stat().st_size > 0
-
-
-@pytest.mark.parametrize("structure", recall.STRUCTURES)
-def test_models_that_recall_are_alike(structure):
-    args = get_args(recall, "--structure", structure)
-    for name in recall.MODELS:
-        if structure != "graph" or name != "rg-lru":
-            size = count_parameters(recall.build_model(args, name))
-            assert size == pytest.approx(args.parameters, rel=0.01)

@@ -1,23 +1,14 @@
-import math
-import warnings
-
 import pytest
 import torch
 import torch_geometric.typing
-from asserts import (
-    assert_near,
-)
-from hypothesis import given, settings
-from strategies import Graph, dags, graphs
+from asserts import assert_is_formula, assert_near, formula
+from dense_layers import Graphs
 from torch import Tensor
-from torch.nn.functional import softplus
 from torch_geometric.data import Batch, Data
-from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 from torch_geometric.loader import (
     ClusterData,
     ClusterLoader,
-    DataLoader,
     NeighborLoader,
 )
 from torch_geometric.utils import (
@@ -26,7 +17,7 @@ from torch_geometric.utils import (
 )
 
 from pyg_chimera.nn import ChimeraConv, ChimeraDAGConv, ChimeraPathConv
-from pyg_chimera.ops import CycleError, unchecked
+from pyg_chimera.ops import unchecked
 from pyg_chimera.transforms import (
     AddDiameter,
     AddEliminationOrder,
@@ -59,142 +50,10 @@ def _one_thread():
     torch.set_num_threads(before)
 
 
-# -------------------------------------------------------------------- the whole formula
-
-
-def is_released(conv: Conv) -> bool:
-    return isinstance(conv, ChimeraConv) and conv.normalization == "released"
-
-
-def transitions(
-    conv: Conv, edges: list, delta: Tensor, edge: Tensor | None, d: int, h: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The weight of each edge and the input gate of each node, by the formulas."""
-    num_nodes = delta.size(0)
-    into = [[e for e, (_, i) in enumerate(edges) if i == n] for n in range(num_nodes)]
-    out_of = [[e for e, (j, _) in enumerate(edges) if j == n] for n in range(num_nodes)]
-    if isinstance(conv, ChimeraDAGConv):
-        node = softplus(delta[:, d, h] + conv.delta_bias[d, h])
-        weight, input_gate = [torch.zeros(())] * len(edges), []
-        for i in range(num_nodes):
-            root = node[i] if conv.roots == "write" else 0 * node[i]
-            total = 0 * node[i]
-            for e in into[i]:
-                parts = [node[i]]
-                parts += [node[edges[e][0]]] if conv.selectivity == "mean" else []
-                parts += [edge[e, d, h]] if edge is not None else []
-                mean = sum(parts) / len(parts)
-                weight[e] = torch.exp(-mean) / math.sqrt(len(into[i]))
-                total = total + mean / math.sqrt(len(into[i]))
-            input_gate.append(total if into[i] else root)
-        return weight, input_gate
-
-    target, source, psi, input_gate = (
-        softplus(delta[:, c, h] + conv.delta_bias[c, h]) for c in range(4)
-    )
-    a = []
-    for e, (j, i) in enumerate(edges):
-        parts = [target[i], source[j]] + ([edge[e, 0, h]] if edge is not None else [])
-        a.append(torch.exp(-sum(parts) / len(parts)))
-    weight = []
-    for e, (j, i) in enumerate(edges):
-        if isinstance(conv, ChimeraPathConv):
-            (back,) = (a[k] for k, pair in enumerate(edges) if pair == (i, j))
-            margin = torch.exp(-(psi[i] + psi[j]) / 2)
-            weight.append(a[e] / (2 * torch.sqrt(a[e] * back + margin)))
-        elif is_released(conv):
-            total = sum(a[k] for k in out_of[j]) + torch.exp(-psi[j])
-            weight.append(a[e] / (torch.clamp(total, min=1) + 0.05))
-        else:
-            total = sum(a[k] for k in into[i]) + torch.exp(-psi[i])
-            weight.append(conv.gamma * a[e] / total)
-    return weight, list(delta[:, 3, h] if is_released(conv) else input_gate)
-
-
-#: Which key and query a DAG has.
-SHARED = {
-    "all": [0, 0, 0, 0],
-    "none": [0, 1, 2, 3],
-    "diagonal": [0, 0, 1, 1],
-    "row": [0, 1, 1, 0],
-}
-
-
-def formula(
-    conv: Conv,
-    x: Tensor,
-    dags: list[Edges],
-    num_terms: int | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    """The docstring, dense, node by node, edge by edge and head by head."""
-    V, H, P, N = x.size(0), conv.heads, conv.out_channels // conv.heads, (
-        conv.state_channels
-    )  # fmt: skip
-
-    def linear(lin, x):
-        return x @ lin.weight.t() + (0 if lin.bias is None else lin.bias)
-
-    projections = (conv.lin_value, conv.lin_key, conv.lin_query)
-    states = torch.cat([linear(lin, x) for lin in projections], dim=1)
-    if conv.local_weight is not None:
-        own, *sides = conv.local_weight.t()
-        filtered = own * states
-        for (edge_index, _), side in zip(dags, sides, strict=True):
-            means = []
-            for i in range(V):
-                heard = [states[j] for j, k in edge_index.t().tolist() if k == i]
-                means.append(sum(heard) / len(heard) if heard else 0 * states[i])
-            filtered = filtered + side * torch.stack(means)
-        states = filtered
-    states = states * torch.sigmoid(states)
-    of_dag = SHARED[getattr(conv, "share", "all")][: len(dags)]
-    copies = len(set(of_dag))
-    value = states[:, : conv.out_channels].view(V, H, P)
-    key, query = (
-        part.view(V, copies, conv.groups, N)
-        for part in states[:, conv.out_channels :].chunk(2, dim=1)
-    )
-    if conv.qk_norm:
-        key, query = (
-            y / torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-            for y in (key, query)
-        )
-        query = query / math.sqrt(N)
-    delta = linear(conv.lin_delta, x).view(V, -1, H)
-    y = [0] * H
-    for d, (edge_index, attr) in enumerate(dags):
-        edges = list(map(tuple, edge_index.t().tolist()))
-        edge = None
-        if conv.edge_dim is not None:
-            edge = linear(conv.lin_edge, attr).view(len(edges), conv.num_dags, H)
-            edge = softplus(edge + conv.edge_bias)
-        for h in range(H):
-            weight, input_gate = transitions(conv, edges, delta, edge, d, h)
-            A = torch.zeros(V, V, dtype=x.dtype)
-            for e, (j, i) in enumerate(edges):
-                unit = torch.zeros_like(A)
-                unit[i, j] = 1 if mask is None else mask[e]
-                A = A + unit * weight[e]
-            L = eye = torch.eye(V, dtype=x.dtype)
-            if num_terms is None:
-                L = torch.linalg.solve(eye - A, eye)
-            for _ in range(num_terms or 0):
-                L = eye + A @ L
-            c = of_dag[d]
-            g = h * conv.groups // H
-            scores = query[:, c, g] @ key[:, c, g].t()
-            written = torch.stack(input_gate).unsqueeze(-1) * value[:, h]
-            y[h] = y[h] + (L * scores) @ written / math.sqrt(len(dags))
-    y = torch.stack(y, dim=1) + conv.skip.view(-1, 1) * value
-    y, gate = y.flatten(1), torch.ones(())
-    if conv.lin_gate is not None:
-        gate = linear(conv.lin_gate, x)
-        gate = gate * torch.sigmoid(gate)
-    if not conv.norm_before_gate:
-        y, gate = y * gate, torch.ones(())
-    scale = torch.sqrt(y.square().mean(-1, keepdim=True) + 1e-5)
-    return linear(conv.lin_out, y / scale * conv.norm.weight * gate)
+def graphs_of(conv: Conv, dags: list[Edges], mask: Tensor | None = None) -> Graphs:
+    """As the formula takes them."""
+    edges, attrs = map(list, zip(*dags, strict=True))
+    return Graphs(edges, None if conv.edge_dim is None else attrs, mask=mask)
 
 
 def make_conv(*args, cls: type[Conv] = ChimeraConv, **kwargs) -> Conv:
@@ -204,11 +63,6 @@ def make_conv(*args, cls: type[Conv] = ChimeraConv, **kwargs) -> Conv:
         for parameter in conv.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
     return conv
-
-
-def new(in_channels: int, cls: type[Conv] = ChimeraConv, **options) -> Conv:
-    """A layer as it is initialised."""
-    return cls(in_channels, OUT, state_channels=3, **options)
 
 
 def make_inputs(
@@ -230,136 +84,21 @@ def call(conv: Conv, x: Tensor, dags: list[Edges], **kwargs) -> Tensor:
     return conv(x, edge_index, edge_attr, **kwargs)
 
 
-def assert_is_formula(conv: Conv, x: Tensor, dags: list[Edges], **kwargs):
-    x = x.clone().requires_grad_()
-    expected = formula(conv, x, dags, kwargs.get("num_terms"))
-    out = call(conv, x, dags, **kwargs)
-    assert_near(out, expected)
-    weigh = torch.randn_like(out)
-    wrt = {"x": x, **dict(conv.named_parameters())}
-    options = {"allow_unused": True, "materialize_grads": True}
-    grads = torch.autograd.grad(out, list(wrt.values()), weigh, **options)
-    expected = torch.autograd.grad(expected, list(wrt.values()), weigh, **options)
-    for name, a, b in zip(wrt, grads, expected, strict=True):
-        assert_near(a, b, 1e-8, name)
-
-
-OPTIONS = [
-    {},
-    {"heads": 4, "groups": 2},
-    {"heads": 2, "groups": 2, "gamma": 0.5},
-    {"edge_dim": EDGE, "heads": 2},
-    {"normalization": "released", "heads": 2},
-    {"normalization": "released", "edge_dim": EDGE},
-    {"local_conv": True, "gated": False},
-    {"qk_norm": False, "heads": 2},
-    {"bias": False, "heads": 2},
-    {"solver": "sparse", "form": "state"},
-    {"solver": "dense", "backend": "torch"},
-    {"backend": "reference"},
-    {"cls": ChimeraPathConv},
-    {"cls": ChimeraPathConv, "qk_norm": False},
-    {"cls": ChimeraPathConv, "edge_dim": EDGE, "heads": 2, "local_conv": True},
-    {"cls": ChimeraPathConv, "gated": False, "form": "mask", "groups": 4, "heads": 8},
-    {"cls": ChimeraDAGConv},
-    {"cls": ChimeraDAGConv, "edge_dim": EDGE, "heads": 2, "local_conv": True},
-    {"cls": ChimeraDAGConv, "selectivity": "target"},
-    {"cls": ChimeraDAGConv, "qk_norm": False, "groups": 2, "heads": 2},
-    {
-        "cls": ChimeraDAGConv,
-        "selectivity": "target",
-        "edge_dim": EDGE,
-        "roots": "silent",
-    },
-    {"cls": ChimeraDAGConv, "roots": "silent", "heads": 4, "groups": 2},
-    {"cls": ChimeraDAGConv, "num_dags": 3},
-    {"cls": ChimeraDAGConv, "norm_before_gate": False, "heads": 2},
-    {"cls": ChimeraDAGConv, "num_dags": 3, "share": "none", "heads": 4, "groups": 2},
-    {
-        "cls": ChimeraDAGConv,
-        "num_dags": 2,
-        "edge_dim": EDGE,
-        "share": "none",
-        "heads": 2,
-    },
-    {"cls": ChimeraDAGConv, "num_dags": 4, "share": "diagonal", "heads": 2},
-    {
-        "cls": ChimeraDAGConv,
-        "num_dags": 4,
-        "share": "row",
-        "heads": 4,
-        "groups": 2,
-    },
-    {"cls": ChimeraDAGConv, "num_dags": 3, "local_conv": True, "edge_dim": EDGE},
-    {"cls": ChimeraDAGConv, "num_dags": 2, "backend": "reference", "bias": False},
-]
-options = pytest.mark.parametrize(
-    "options", OPTIONS,
-    ids=lambda x: "-".join(f"{k}={getattr(v, '__name__', v)}" for k, v in x.items())
-    or "default",
-)  # fmt: skip
-
-
-@options
-def test_formula(options):
-    conv = make_conv(IN, OUT, state_channels=3, **options).double()
-    inputs = make_inputs(type(conv), conv.num_dags)
-    assert_is_formula(conv, *inputs)
-
-
 @pytest.mark.parametrize("form", ["state", "mask"])
 @pytest.mark.parametrize("num_terms", [0, 1, 4])
 def test_neumann_formula(form, num_terms):
     conv = make_conv(state_channels=3, solver="neumann", form=form).double()
-    assert_is_formula(conv, *make_inputs(), num_terms=num_terms)
-    fixed = make_conv(state_channels=3, solver="neumann", num_terms=num_terms).double()
     x, dags = make_inputs()
-    assert_near(call(fixed, x, dags), formula(fixed, x, dags, num_terms))
-    assert_near(call(fixed, x, dags, num_terms=2), formula(fixed, x, dags, 2))
-
-
-@settings(max_examples=25, derandomize=True, deadline=None)
-@given(graph=graphs(min_nodes=1, max_nodes=6))
-def test_formula_on_random_graphs(graph: Graph):
-    edge_index, num_nodes = graph
-    for normalization in ("paper", "released"):
-        conv = make_conv(3, 4, 2, 2, edge_dim=1, normalization=normalization).double()
-        x = torch.randn(num_nodes, 3, dtype=torch.double)
-        attr = torch.randn(edge_index.size(1), 1, dtype=torch.double)
-        assert_near(conv(x, edge_index, attr), formula(conv, x, [(edge_index, attr)]))
-
-
-@settings(max_examples=25, derandomize=True, deadline=None)
-@given(graph=dags(min_nodes=1, max_nodes=6))
-def test_formula_on_random_dags(graph: Graph):
-    edge_index, num_nodes = graph
-    for roots in ("write", "silent"):
-        conv = make_conv(3, 4, 2, 2, cls=ChimeraDAGConv, roots=roots).double()
-        x = torch.randn(num_nodes, 3, dtype=torch.double)
-        assert_near(conv(x, edge_index), formula(conv, x, [(edge_index, None)]))
-
-
-def test_directed_path_is_mamba_2():
-    """With the target's selectivity: h = exp(-d) h + d B x, step by step."""
-    conv = make_conv(IN, 4, state_channels=3, cls=ChimeraDAGConv, selectivity="target",
-                     gated=False, qk_norm=False, bias=False).double()  # fmt: skip
-    with torch.no_grad():
-        conv.skip.zero_()
-        conv.lin_out.weight.copy_(torch.eye(4))
-        conv.norm.weight.fill_(1)
-    x = torch.randn(10, IN, dtype=torch.double)
-    edge_index = torch.stack([torch.arange(9), torch.arange(1, 10)])
-    v, k, q = (
-        torch.nn.functional.silu(x @ lin.weight.t())
-        for lin in (conv.lin_value, conv.lin_key, conv.lin_query)
-    )
-    delta = softplus(x @ conv.lin_delta.weight.t() + conv.delta_bias)
-    h, outs = 0, []
-    for t in range(10):
-        h = torch.exp(-delta[t]) * h + delta[t] * torch.outer(k[t], v[t])
-        y = q[t] @ h
-        outs.append(y / torch.sqrt(y.square().mean() + 1e-5))
-    assert_near(conv(x, edge_index), torch.stack(outs))
+    x.requires_grad_()
+    fixed = make_conv(state_channels=3, solver="neumann", num_terms=num_terms).double()
+    fixed.load_state_dict(conv.state_dict())
+    graphs = graphs_of(conv, dags)
+    for y in (call(conv, x, dags, num_terms=num_terms), call(fixed, x, dags)):
+        assert_near(y, formula(fixed, x, graphs))
+    assert_is_formula(fixed, call(fixed, x, dags), x, graphs)
+    given = call(fixed, x, dags, num_terms=2)
+    fixed.num_terms = 2
+    assert_near(given, formula(fixed, x, graphs))
 
 
 # ----------------------------------------------------------- what holds for any of them
@@ -430,7 +169,7 @@ def test_masks_scale_transitions(cls):
     set_masks(conv, mask, edge_index, apply_sigmoid=False)
     out = conv(x, edge_index)
     clear_masks(conv)
-    assert_near(out, formula(conv, x, dags, mask=mask))
+    assert_near(out, formula(conv, x, graphs_of(conv, dags, mask)))
     assert not torch.allclose(out, bare)
     assert conv(x, edge_index).equal(bare)
 
@@ -443,27 +182,6 @@ def test_masks_of_several_dags_are_refused():
         call(conv, x, dags)
 
 
-@each_layer
-def test_explainer(cls):
-    explainer = Explainer(
-        make_conv(IN, OUT, 2, cls=cls),
-        GNNExplainer(epochs=5),
-        explanation_type="model",
-        node_mask_type="attributes",
-        edge_mask_type="object",
-        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
-    )
-    x, ((edge_index, _),) = make_inputs(cls, dtype=torch.float32)
-    node = 2  # hears from nodes 0 and 1, and itself, but not from 4 and 5
-    mask = explainer(x, edge_index, index=node).edge_mask
-    near = (edge_index < 3).all(dim=0)
-    assert mask[near].unique().numel() > 2
-    assert (mask[(edge_index[1] == node) & near] > 0).all()
-    far = ((edge_index >= 3) & (edge_index <= 5)).any(dim=0)
-    assert far.any()
-    assert (mask[far] == 0).all()
-
-
 # ----------------------------------------------------------------- loaders and training
 
 
@@ -474,7 +192,7 @@ def big_data() -> Data:
 
 def check_part(conv: ChimeraConv, part: Data) -> None:
     out = conv(part.x, part.edge_index)
-    expected = formula(conv.double(), part.x.double(), [(part.edge_index, None)])
+    expected = formula(conv.double(), part.x.double(), Graphs([part.edge_index]))
     conv.float()
     assert_near(out, expected, 1e-5)
     out.sum().backward()
@@ -510,49 +228,6 @@ def test_cluster_batches():
         check_part(conv, part)
 
 
-class Rings(torch.utils.data.Dataset):
-    """Made in the workers, transform and all."""
-
-    transform = AddEliminationOrder()
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        n = 5 + i
-        node = torch.arange(n)
-        edge_index = torch.stack([node, (node + 1) % n])
-        edge_index = torch.cat([edge_index, edge_index.flip(0)], dim=1)
-        generator = torch.Generator().manual_seed(i)
-        x = torch.randn(n, IN, generator=generator)
-        return self.transform(Data(x=x, edge_index=edge_index, y=x.mean(0, True)))
-
-
-def test_workers_after_a_training_step():
-    conv = ChimeraConv(IN, IN, state_channels=8)
-    optimizer = torch.optim.Adam(conv.parameters(), lr=1e-2)
-
-    def epoch(num_workers):
-        losses = []
-        loader = DataLoader(Rings(), batch_size=4, num_workers=num_workers)
-        for data in loader:
-            optimizer.zero_grad()
-            out = conv(
-                data.x, data.edge_index, batch=data.batch, rank=data.elimination_rank
-            )
-            loss = (out - data.y[data.batch]).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return sum(losses)
-
-    first = epoch(0)
-    with warnings.catch_warnings():  # Python >= 3.12 warns of forks beside threads
-        warnings.simplefilter("ignore", DeprecationWarning)
-        losses = [epoch(2) for _ in range(2)] + [epoch(0) for _ in range(20)]
-    assert losses[-1] < 0.7 * first
-
-
 # ----------------------------------------------------------------------------- errors
 
 
@@ -560,11 +235,8 @@ def test_workers_after_a_training_step():
     ("options", "match"),
     [
         ({"normalization": "row"}, "'normalization' must be one of .*, got 'row'"),
-        ({"heads": 3}, "'heads' must divide 'out_channels', got 3 and 8"),
-        ({"heads": 0}, "'heads' must be an integer >= 1 .*got 0"),
         ({"heads": 4, "groups": 3}, "'groups' must divide 'heads', got 3 and 4"),
         ({"groups": 0}, "'groups' must be an integer >= 1 .*got 0"),
-        ({"state_channels": 0}, "'state_channels' must be an integer >= 1 .*got 0"),
         ({"gamma": 0.0}, r"'gamma' must be in \(0, 1\], .*, got 0.0"),
         ({"gamma": 1.5}, r"'gamma' must be in \(0, 1\], .*, got 1.5"),
         ({"gamma": 0.5, "normalization": "released"}, "and 1 with .*, got 0.5 and"),
@@ -575,7 +247,6 @@ def test_workers_after_a_training_step():
         ({"norm": "layer"}, "'norm' must be one of .*, got 'layer'"),
         ({"solver": "lu"}, "'solver' must be one of .*, got 'lu'"),
         ({"form": "matrix"}, "'form' must be one of .*, got 'matrix'"),
-        ({"backend": "cuda"}, "'backend' must be one of .*, got 'cuda'"),
     ],
 )
 def test_bad_options(options, match):
@@ -619,26 +290,14 @@ def test_local_conv_is_a_flag(cls):
 
 
 def test_bad_inputs():
-    x, ((edge_index, attr),) = make_inputs(dtype=torch.float32)
+    x, ((edge_index, _attr),) = make_inputs(dtype=torch.float32)
     conv = ChimeraConv(IN, OUT)
-    with pytest.raises(ValueError, match=r"'x' must be \[nodes, 5\], got \[5\]"):
-        conv(x[0], edge_index)
-    with pytest.raises(TypeError, match=r"'x' must be .*, got tuple"):
-        conv((x, x), edge_index)
     with pytest.raises(TypeError, match=r"'edge_index' must be a tensor .*'list'"):
         conv(x, [edge_index, edge_index])
     with pytest.raises(ValueError, match="from node 0 of graph 0 to node 1"):
         conv(x, edge_index, batch=torch.arange(NODES))
     with pytest.raises(ValueError, match="one entry per node"):
         conv(x, edge_index, rank=torch.arange(3))
-
-    conv = ChimeraConv(IN, OUT, edge_dim=EDGE)
-    with pytest.raises(
-        ValueError, match="'edge_attr' must be given, as 'edge_dim' is 3"
-    ):
-        conv(x, edge_index)
-    with pytest.raises(ValueError, match=r"each of 8 edges, got \[2, 3\]"):
-        conv(x, edge_index, attr[:2])
 
     conv = ChimeraConv(IN, OUT, solver="neumann")
     with pytest.raises(ValueError, match=r"needs 'num_terms'.*AddDiameter"):
@@ -648,20 +307,13 @@ def test_bad_inputs():
     with pytest.raises(ValueError, match="has no reverse"):
         conv(x, edge_index)
 
-    conv = ChimeraDAGConv(IN, OUT, order=None)
-    with pytest.raises(CycleError, match="has the cycle"):
-        conv(x, edge_index)
+    conv = ChimeraDAGConv(IN, OUT)
     match = "'edge_index' must be one tensor, got a list of 2; set 'num_dags'"
     with pytest.raises(TypeError, match=match):
         conv(x, [edge_index, edge_index])
 
     conv = ChimeraDAGConv(IN, OUT, num_dags=2)
     dag = torch.tensor(DAGS[0]).t()
-    match = "'edge_index' must be a list with an entry for each of 2 DAGs"
-    with pytest.raises(TypeError, match=f"{match}, got one Tensor"):
-        conv(x, dag)
-    with pytest.raises(ValueError, match=f"{match}, got 3"):
-        conv(x, [dag] * 3)
     match = "'rank' must be a list with an entry for each of 2 DAGs, got one Tensor"
     with pytest.raises(TypeError, match=match):
         conv(x, [dag] * 2, rank=torch.arange(NODES))
@@ -752,10 +404,3 @@ def test_error_of_log_sums():
         ChimeraConv(IN, OUT, log_sums=-1)
     with pytest.raises(TypeError, match="'log_sums' must be an integer"):
         ChimeraConv(IN, OUT, log_sums=2.0)
-
-
-def test_error_of_a_non_finite_input():
-    x, ((edge_index, _),) = make_inputs(dtype=torch.float32)
-    x[2, 3] = torch.nan
-    with pytest.raises(ValueError, match="'x' must be finite, but has nan in row 2"):
-        ChimeraConv(IN, OUT)(x, edge_index)

@@ -1,10 +1,9 @@
-"""What is special to `KHopAttentionConv`: its options, against plain loops."""
-
-import math
+"""What is special to `KHopAttentionConv`: positions, edges and stored pairs."""
 
 import pytest
 import torch
-from asserts import assert_near
+from asserts import assert_near, formula
+from dense_layers import Graphs
 from torch_geometric.data import Batch, Data
 
 from pyg_chimera.nn import GPSLayer, GraphModel, KHopAttentionConv
@@ -14,11 +13,6 @@ from pyg_chimera.transforms import AddKHopIndex
 #: A diamond with a tail: 0 -> 1, 2 -> 3 -> 4 -> 5, and 6 alone.
 DAG = torch.tensor([[0, 0, 1, 2, 3, 4], [1, 2, 3, 3, 4, 5]])
 DEPTH = torch.tensor([0, 1, 1, 2, 3, 4, 0])
-#: Who is at most two steps up, and how many steps.
-ANCESTORS = [
-    {0: 0}, {1: 0, 0: 1}, {2: 0, 0: 1}, {3: 0, 1: 1, 2: 1, 0: 2},
-    {4: 0, 3: 1, 1: 2, 2: 2}, {5: 0, 4: 1, 3: 2}, {6: 0},
-]  # fmt: skip
 
 
 def make(**kwargs):
@@ -31,59 +25,9 @@ def make(**kwargs):
     return conv, torch.randn(7, 8, dtype=torch.double)
 
 
-def turned(x, place):
-    """Pairs of channels, one of each half, by angles, one after the other."""
-    size, out = len(x) // 2, x.clone()
-    for c in range(size):
-        angle = place * 10_000.0 ** (-c / size)
-        a, b = x[c], x[c + size]
-        out[c] = a * math.cos(angle) - b * math.sin(angle)
-        out[c + size] = b * math.cos(angle) + a * math.sin(angle)
-    return out
-
-
-def loop(conv, x, places=None, edge_bias=None):
-    """The layer, one node and head after the other."""
-    size = 16 // conv.heads
-    lins = (conv.lin_query, conv.lin_key, conv.lin_value)
-    q, k, v = (lin(x).unflatten(1, (-1, size)) for lin in lins)
-    share = conv.heads // conv.groups
-    outs = []
-    for i, near in enumerate(ANCESTORS):
-        heads = []
-        for h in range(conv.heads):
-            g, logits = h // share, []
-            for j, d in near.items():
-                a, b = q[i, h], k[j, g]
-                if places is not None:
-                    a, b = turned(a, places[i]), turned(b, places[j])
-                logit = a @ b / math.sqrt(size) + conv.hop_bias[d, h]
-                if edge_bias is not None and (j, i) in edge_bias:
-                    logit = logit + edge_bias[j, i][h]
-                logits.append(logit)
-            weight = torch.stack(logits).softmax(0)
-            heads.append(sum(w * v[j, g] for w, j in zip(weight, near, strict=True)))
-        outs.append(conv.lin_out(torch.cat(heads)))
-    return torch.stack(outs)
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {},
-        {"heads": 4, "groups": 2},
-        {"heads": 4, "groups": 1},
-    ],
-    ids=str,
-)
-def test_it_is_the_formula(kwargs):
-    conv, x = make(**kwargs)
-    assert_near(conv(x, DAG), loop(conv, x))
-
-
 def test_rotary_positions_are_depths_of_dags():
     conv, x = make(rotary=True)
-    expected = loop(conv, x, DEPTH.tolist())
+    expected = formula(conv, x, Graphs([DAG], pos=DEPTH))
     assert_near(conv(x, DAG), expected, 1e-6)
     assert_near(conv(x, DAG, pos=DEPTH), expected, 1e-6)
     # Only differences of positions count.
@@ -113,10 +57,7 @@ def test_edge_features_are_biases_of_neighbours():
     conv, x = make(edge_dim=3)
     attr = torch.randn(7, 3, dtype=torch.double)
     edges = torch.cat([DAG, DAG[:, :1]], dim=1)
-    bias = {}
-    for (j, i), b in zip(edges.t().tolist(), conv.lin_edge(attr), strict=True):
-        bias[j, i] = bias.get((j, i), 0) + b
-    expected = loop(conv, x, edge_bias=bias)
+    expected = formula(conv, x, Graphs([edges], [attr]))
     assert_near(conv(x, edges, attr), expected)
     pairs = k_hop_index(DAG, 7, 2)
     order = torch.randperm(pairs.edge_index.size(1))

@@ -6,42 +6,13 @@ import pytest
 import torch
 from asserts import assert_near
 from plstm import (
-    DAGS,
     IN,
-    NODES,
     OUT,
     everywhere,
-    make_conv,
     node_gates,
 )
 
-from pyg_chimera.nn import GPSLayer, PLSTMConv, PLSTMGridConv
-from pyg_chimera.ops import line_graph
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        partial(PLSTMConv, heads=2, edge_dim=2),
-        partial(PLSTMConv, mode="D"),
-        partial(PLSTMConv, tracking=2),
-        partial(PLSTMConv, order="order"),
-        PLSTMGridConv,
-    ],
-    ids=["edge_dim", "D", "tracking", "order", "grid"],
-)
-def test_gradcheck(layer):
-    conv = make_conv(2, 2, layer=layer).double()
-    x = torch.randn(4, 2, dtype=torch.double, requires_grad=True)
-    attr = torch.randn(4, 2, dtype=torch.double, requires_grad=True)
-    edge_index = torch.tensor([[0, 1, 1, 2], [1, 2, 3, 3]])
-    if layer is PLSTMGridConv:
-        assert torch.autograd.gradcheck(lambda x: conv(x, height=2, width=2), x)
-    elif conv.edge_dim is None:
-        assert torch.autograd.gradcheck(lambda x: conv(x, edge_index), x)
-    else:
-        assert torch.autograd.gradcheck(lambda *y: conv(y[0], edge_index, y[1]),
-                                        (x, attr))  # fmt: skip
+from pyg_chimera.nn import PLSTMConv, PLSTMGridConv
 
 
 @everywhere
@@ -66,23 +37,6 @@ def test_gates_at_the_start(layer):
         assert (gates["S"] == 0).all()
         assert (gates["M"] == 0).all()
         assert (gates["second"] == 1).all()
-
-
-@pytest.mark.parametrize("which", ["dag", "order", "grid"])
-def test_in_a_gps_layer(which):
-    """Whatever the layer takes is taken by name."""
-    edge_index = torch.tensor(DAGS[0]).t()
-    line = line_graph(edge_index, NODES).edge_index
-    conv, kwargs = {
-        "dag": (PLSTMConv(OUT, heads=2), {"line_edge_index": line}),
-        "order": (PLSTMConv(OUT, heads=2, order="order"), {}),
-        "grid": (PLSTMGridConv(OUT, heads=2), {"height": 1, "width": NODES}),
-    }[which]
-    x, batch = torch.randn(NODES, OUT), torch.zeros(NODES, dtype=torch.long)
-    out = GPSLayer(OUT, conv=conv)(x, edge_index, batch, **kwargs)
-    assert out.shape == x.shape
-    out.sum().backward()
-    assert all(p.grad is not None for p in conv.parameters())
 
 
 @pytest.mark.parametrize(

@@ -2,68 +2,27 @@ import math
 
 import pytest
 import torch
-from asserts import assert_near
-from hypothesis import given, settings
+from asserts import assert_near, formula
 from plstm import (
     DAGS,
     EDGE,
     IN,
     NODES,
     OUT,
-    assert_is,
     call,
-    formula,
+    graphs_of,
     make_conv,
     make_inputs,
     named,
-    on_graphs,
 )
-from strategies import Graph, dags, graphs
 from torch import Tensor
-from torch_geometric.data import Data
-from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
-from torch_geometric.loader import DataLoader
 from torch_geometric.utils import (
     to_undirected,
 )
 
 from pyg_chimera.nn import PLSTMConv
 from pyg_chimera.ops import CycleError, line_graph, multitree
-
-
-@on_graphs
-def test_formula(options):
-    conv = make_conv(IN, OUT, **options).double()
-    x, graphs = make_inputs(conv)
-    x.requires_grad_()
-    assert_is(conv, call(conv, x, graphs), formula(conv, x, graphs), x)
-
-
-@settings(max_examples=25, derandomize=True, deadline=None)
-@given(graph=dags(min_nodes=1, max_nodes=6, max_edges=10))
-def test_formula_on_random_dags(graph: Graph):
-    edge_index, num_nodes = graph
-    x = torch.randn(num_nodes, 3, dtype=torch.double)
-    attr = torch.randn(edge_index.size(1), 1, dtype=torch.double)
-    for options in ({}, {"mode": "D"}, {"normalization": "row", "tracking": 2}):
-        conv = make_conv(3, 4, 2, edge_dim=1, **options).double()
-        assert_near(conv(x, edge_index, attr), formula(conv, x, [(edge_index, attr)]))
-
-
-@settings(max_examples=25, derandomize=True, deadline=None)
-@given(graph=graphs(min_nodes=1, max_nodes=6, max_edges=10))
-def test_formula_on_random_graphs(graph: Graph):
-    edge_index, num_nodes = graph
-    x = torch.randn(num_nodes, 3, dtype=torch.double)
-    attr = torch.randn(edge_index.size(1), 1, dtype=torch.double)
-    for options in (
-        {"order": "order"},
-        {"order": "bfs", "mode": "D"},
-        {"order": "degree", "turns": False},
-    ):
-        conv = make_conv(3, 4, 2, edge_dim=1, **options).double()
-        assert_near(conv(x, edge_index, attr), formula(conv, x, [(edge_index, attr)]))
 
 
 def plain(**kwargs) -> PLSTMConv:
@@ -190,7 +149,7 @@ def test_masks_scale_states(options):
     set_masks(conv, mask, edge_index, apply_sigmoid=False)
     out = conv(x, edge_index)
     clear_masks(conv)
-    expected = formula(conv, x, graphs, mask=mask)
+    expected = formula(conv, x, graphs_of(conv, graphs, mask))
     assert_near(out, expected)
     assert not torch.allclose(out, bare)
     assert conv(x, edge_index).equal(bare)
@@ -204,64 +163,12 @@ def test_masks_that_are_refused():
         call(conv, x, graphs)
 
 
-@pytest.mark.parametrize("options", [{}, {"order": "bfs", "mode": "D"}], ids=named)
-def test_explainer(options):
-    explainer = Explainer(
-        make_conv(IN, OUT, 2, **options),
-        GNNExplainer(epochs=5),
-        explanation_type="model",
-        node_mask_type="attributes",
-        edge_mask_type="object",
-        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
-    )
-    x = torch.randn(NODES, IN)
-    edges = [(0, 1), (1, 2), (0, 2), (4, 5), (5, 6)]
-    edge_index = torch.tensor(edges).t()
-    if options:
-        edge_index = to_undirected(edge_index)
-    mask = explainer(x, edge_index, index=2).edge_mask
-    near = (edge_index < 3).all(dim=0)
-    assert (mask[near & (edge_index[0] < edge_index[1])] > 0).all()
-    assert (mask[~near] == 0).all()
-
-
-def test_learns_across_a_long_path():
-    """The last node's label is the first one's feature, 24 edges away."""
-    torch.manual_seed(0)
-    n = 25
-    edge_index = torch.stack([torch.arange(n - 1), torch.arange(1, n)])
-    model = torch.nn.ModuleList(
-        [torch.nn.Linear(2, 16), PLSTMConv(16, heads=2, mode="D"),
-         torch.nn.Linear(16, 2)]
-    )  # fmt: skip
-    items = []
-    for i in range(32):
-        x = torch.zeros(n, 2)
-        x[0, i % 2] = 1
-        items.append(Data(x=x, edge_index=edge_index, y=torch.tensor([i % 2])))
-    (data,) = DataLoader(items, batch_size=32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-2)
-    losses = []
-    for _ in range(60):
-        h = model[1](model[0](data.x), data.edge_index, batch=data.batch)
-        out = model[2](h)[data.ptr[1:] - 1]
-        loss = torch.nn.functional.cross_entropy(out, data.y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.1 * losses[0]
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
         ({"mode": "PD"}, r"'mode' must be one of \('P', 'D'\), got 'PD'"),
         ({"order": "tree"}, "'order' must be one of .*, got 'tree'"),
         ({"normalization": "rows"}, "'normalization' must be one of .*, got 'rows'"),
-        ({"heads": 3}, "'heads' must divide 'out_channels', got 3 and 8"),
-        ({"heads": 0}, "'heads' must be an integer >= 1 .*got 0"),
-        ({"state_channels": 0}, "'state_channels' must be an integer >= 1 .*got 0"),
         ({"num_dags": 0}, "'num_dags' must be an integer >= 1 .*got 0"),
         (
             {"num_dags": 2, "order": "bfs"},
@@ -270,7 +177,6 @@ def test_learns_across_a_long_path():
         ({"tracking": 0}, "'tracking' must be an integer >= 1 .*got 0"),
         ({"gate_biases": (1.0,)}, "'gate_biases' must be three numbers"),
         ({"form": "matrix"}, "'form' must be one of .*, got 'matrix'"),
-        ({"backend": "cuda"}, "'backend' must be one of .*, got 'cuda'"),
     ],
 )
 def test_bad_options(options, match):
@@ -287,11 +193,7 @@ def test_turns_are_a_flag():
 
 def test_bad_inputs():
     conv = PLSTMConv(IN, OUT)
-    x, ((edge_index, attr),) = make_inputs(conv, torch.float32)
-    with pytest.raises(ValueError, match=r"'x' must be \[nodes, 5\], got \[5\]"):
-        conv(x[0], edge_index)
-    with pytest.raises(TypeError, match=r"'x' must be .*, got tuple"):
-        conv((x, x), edge_index)
+    x, ((edge_index, _attr),) = make_inputs(conv, torch.float32)
     with pytest.raises(TypeError, match="must be one tensor, got a list of 2"):
         conv(x, [edge_index, edge_index])
     with pytest.raises(TypeError, match=r"'edge_index' must be .*NoneType"):
@@ -302,18 +204,8 @@ def test_bad_inputs():
         with pytest.raises(ValueError, match=rf"= \[0, 7\), got {got}"):
             conv(x, edge_index + shift)
 
-    conv = PLSTMConv(IN, OUT, edge_dim=EDGE)
-    with pytest.raises(ValueError, match="must be given, as 'edge_dim' is 3"):
-        conv(x, edge_index)
-    with pytest.raises(ValueError, match=r"each of 7 edges, got \[2, 3\]"):
-        conv(x, edge_index, attr[:2])
-
     conv = PLSTMConv(IN, OUT, num_dags=2)
     match = "must be a list with an entry for each of 2 DAGs"
-    with pytest.raises(TypeError, match=f"'edge_index' {match}, got one Tensor"):
-        conv(x, edge_index)
-    with pytest.raises(ValueError, match=f"'edge_index' {match}, got 3"):
-        conv(x, [edge_index] * 3)
     with pytest.raises(TypeError, match=f"'line_edge_index' {match}, got one Tensor"):
         conv(x, [edge_index] * 2, line_edge_index=edge_index[:, :0])
 
@@ -322,8 +214,6 @@ def test_bad_inputs():
 def test_cycles(mode):
     edge_index = torch.tensor([[0, 1, 2, 4], [1, 2, 0, 1]])
     x = torch.randn(5, IN)
-    with pytest.raises(CycleError, match="has the cycle"):
-        PLSTMConv(IN, OUT, mode=mode, order=None)(x, edge_index)
     line = torch.tensor([[0, 1, 2], [1, 2, 0]])
     with pytest.raises(CycleError, match="has the cycle"):
         PLSTMConv(IN, OUT, mode=mode)(x, edge_index, line_edge_index=line)
@@ -355,11 +245,3 @@ def test_bad_line_graphs():
     conv = PLSTMConv(IN, OUT, order="order")
     with pytest.raises(ValueError, match="must be None with order='order'"):
         conv(x, edge_index, line_edge_index=torch.tensor([[0], [1]]))
-
-
-def test_error_of_a_non_finite_input():
-    conv = PLSTMConv(IN, OUT)
-    x, ((edge_index, _),) = make_inputs(conv, torch.float32)
-    x[2, 3] = torch.nan
-    with pytest.raises(ValueError, match="'x' must be finite, but has nan in row 2"):
-        conv(x, edge_index)

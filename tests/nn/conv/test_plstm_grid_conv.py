@@ -1,7 +1,8 @@
 import pytest
 import torch
-from asserts import assert_near
-from plstm import IN, NODES, OUT, assert_is, formula, make_conv, on_grids
+from asserts import assert_is_formula, assert_near
+from dense_layers import Graphs
+from plstm import IN, NODES, OUT, make_conv, on_grids
 from torch_geometric.data import Data
 from torch_geometric.explain.algorithm.utils import set_masks
 from torch_geometric.loader import DataLoader
@@ -16,7 +17,7 @@ def test_formula_on_grids(options, size):
     height, width = size
     x = torch.randn(height * width, IN, dtype=torch.double, requires_grad=True)
     out = conv(x, height=height, width=width)
-    assert_is(conv, out, formula(conv, x, [], size), x)
+    assert_is_formula(conv, out, x, Graphs([], sizes=[size]))
 
 
 @on_grids
@@ -75,10 +76,7 @@ def test_masks_that_are_refused():
     [
         ({"mode": "PD"}, r"'mode' must be one of \('P', 'D'\), got 'PD'"),
         ({"normalization": "rows"}, "'normalization' must be one of .*, got 'rows'"),
-        ({"heads": 3}, "'heads' must divide 'out_channels', got 3 and 8"),
         ({"gate_biases": (1.0,)}, "'gate_biases' must be three numbers"),
-        ({"form": "matrix"}, "'form' must be one of .*, got 'matrix'"),
-        ({"backend": "cuda"}, "'backend' must be one of .*, got 'cuda'"),
     ],
 )
 def test_bad_options(options, match):

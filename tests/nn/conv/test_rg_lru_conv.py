@@ -1,37 +1,24 @@
-"""What is special to `RGLRUConv`: Griffin's formula, on paths and on DAGs."""
+"""What is special to `RGLRUConv`: on paths it is Griffin."""
 
 import importlib
-import math
 from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from asserts import assert_near
 from convs import CASES, CHANNELS, EDGE
 from torch_geometric.data import Data
-from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.explain.algorithm.utils import clear_masks, set_masks
 
 from pyg_chimera import ops
 from pyg_chimera.nn import GPSLayer, RGLRUConv, SequenceEncoder
-from pyg_chimera.ops import CycleError, channel_scan
-
-KINDS = [
-    name for name in CASES if name.startswith("RGLRUConv") and "divided" not in name
-]
+from pyg_chimera.ops import channel_scan
 
 
 def path(length):
     node = torch.arange(length)
     return torch.stack([node[:-1], node[1:]])
-
-
-def blocks(weight, u):
-    """A block-diagonal matrix [heads, P, P], head by head."""
-    parts = u.chunk(len(weight), dim=-1)
-    return torch.cat([p @ w for p, w in zip(parts, weight, strict=True)], -1)
 
 
 def spread(conv):
@@ -42,99 +29,6 @@ def spread(conv):
     return conv
 
 
-# ------------------------------------------------------------------------- the formula
-
-
-def local(conv, y, parents, dag):
-    """What filters add to a node of its parents in a DAG, of theirs, and so on."""
-    K, out, far = conv.conv_kernel, torch.zeros_like(y), y
-    for k in range(K - 1):
-        means = [
-            far[tails].mean(0) if tails else torch.zeros_like(y[0]) for tails in parents
-        ]
-        far = torch.stack(means)
-        out = out + far * conv.local_weight[:, 1 + dag * (K - 1) + k]
-    return out
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_formula(name):
-    """One node after the other."""
-    case = CASES[name]
-    conv, inputs = case.trained(), case.inputs()
-    x, index, attr, dag, _ = inputs
-    V, D = len(x), conv.num_dags
-    into = [
-        [[e for e in range(index.size(1)) if dag[e] == d and index[1, e] == i]
-         for i in range(V)]
-        for d in range(D)
-    ]  # fmt: skip
-    parents = [[index[0, e].tolist() for e in edges] for edges in into]
-    y = conv.lin_value(x)
-    u = y
-    if conv.local_weight is not None:
-        u = y * conv.local_weight[:, 0]
-        u = u + sum(local(conv, y, parents[d], d) for d in range(D))
-    total = torch.zeros_like(u)
-    for d in range(D):
-        base = torch.sigmoid(conv.Lambda[d])
-        r = blocks(conv.gate_weight[0, d], u) + conv.gate_bias[0, d]
-        g = torch.sigmoid(blocks(conv.gate_weight[1, d], u) + conv.gate_bias[1, d])
-        h = {}
-        while len(h) < V:
-            for i in range(V):
-                if i in h or any(j not in h for j in parents[d][i]):
-                    continue
-                a = {None: base ** (8 * torch.sigmoid(r[i]))}
-                for e in into[d][i]:
-                    gate = r[i]
-                    if conv.lin_edge is not None:
-                        own = conv.lin_edge(attr[e]).unflatten(0, (D, -1))[d]
-                        gate = gate + own
-                    a[e] = base ** (8 * torch.sigmoid(gate))
-                entered = [a[e] ** 2 for e in into[d][i]] or [a[None] ** 2]
-                write = torch.sqrt(1 - sum(entered) / len(entered))
-                if conv.released and not into[d][i]:
-                    write = 1
-                h[i] = write * g[i] * u[i]
-                for e, j in zip(into[d][i], parents[d][i], strict=True):
-                    h[i] = h[i] + a[e] * h[j] / math.sqrt(len(parents[d][i]))
-        total = total + torch.stack([h[i] for i in range(V)])
-    y = total / math.sqrt(D)
-    if conv.lin_gate is not None:
-        kind = "tanh" if conv.released else "none"
-        y = y * F.gelu(conv.lin_gate(x), approximate=kind)
-    assert_near(case.call(conv, inputs), conv.lin_out(y))
-
-
-@pytest.mark.parametrize("backend", ["numba", "torch", "reference"])
-def test_a_path_is_griffin(backend):
-    """Its recurrent block, step by step, behind PyTorch's own causal convolution."""
-    torch.manual_seed(0)
-    conv = spread(RGLRUConv(CHANNELS, heads=2, backend=backend)).double()
-    x = torch.randn(40, CHANNELS).double().requires_grad_()
-    kernel = conv.local_weight.flip(1).unsqueeze(1)
-    u = F.conv1d(F.pad(conv.lin_value(x).t(), (3, 0)), kernel, groups=CHANNELS).t()
-    h, states = torch.zeros(CHANNELS).double(), []
-    for u_t in u:
-        r, i = (
-            torch.sigmoid(blocks(conv.gate_weight[k, 0], u_t) + conv.gate_bias[k, 0])
-            for k in range(2)
-        )
-        a = torch.sigmoid(conv.Lambda[0]) ** (8 * r)
-        h = a * h + torch.sqrt(1 - a**2) * (i * u_t)
-        states.append(h)
-    want = conv.lin_out(F.gelu(conv.lin_gate(x)) * torch.stack(states))
-    got, leaves = conv(x, path(40)), [x, *conv.parameters()]
-    assert_near(got, want)
-    for a, b in zip(
-        torch.autograd.grad(got.square().sum(), leaves, retain_graph=True),
-        torch.autograd.grad(want.square().sum(), leaves),
-        strict=True,
-    ):
-        assert_near(a, b)
-
-
 def test_edges_without_features_are_as_if_they_had_none():
     """Zeros add nothing to the gates."""
     torch.manual_seed(0)
@@ -143,27 +37,6 @@ def test_edges_without_features_are_as_if_they_had_none():
     plain.load_state_dict(state)
     x, index, _, *_ = CASES["RGLRUConv"].inputs(torch.float)
     assert_near(conv(x, index, torch.zeros(6, EDGE)), plain(x, index), 1e-6)
-
-
-def test_several_dags_are_as_many_layers():
-    torch.manual_seed(0)
-    both = RGLRUConv(CHANNELS, heads=2, num_dags=2, gated=False).double()
-    there = CASES["RGLRUConv"].inputs().edge_index
-    x, total = torch.randn(7, CHANNELS).double(), 0
-    with torch.no_grad():
-        both.local_weight[:, 1:] = 0  # filters see all DAGs at once
-        both.lin_out.bias.zero_()
-        for d, index in enumerate((there, there.flip(0))):
-            one = RGLRUConv(CHANNELS, heads=2, gated=False).double()
-            for name in ("lin_value", "lin_out"):
-                getattr(one, name).load_state_dict(getattr(both, name).state_dict())
-            one.gate_weight.copy_(both.gate_weight[:, d : d + 1])
-            one.gate_bias.copy_(both.gate_bias[:, d : d + 1])
-            one.Lambda.copy_(both.Lambda[d : d + 1])
-            one.local_weight[:, 0] = both.local_weight[:, 0]
-            one.local_weight[:, 1:] = 0
-            total = total + one(x, index)
-    assert_near(both(x, [there, there.flip(0)]), total / math.sqrt(2))
 
 
 # ---------------------------------------------------------------------- initial values
@@ -241,25 +114,6 @@ def test_what_hardly_decays_is_accurate():
     assert_near(out, conv.double()(x.double(), index), 1e-5)
 
 
-def test_learns_what_lies_far_back():
-    """The first of 12 nodes of a path says which class the last one has."""
-    torch.manual_seed(0)
-    conv, head = RGLRUConv(4, 16, heads=2), torch.nn.Linear(16, 2)
-    optimizer = torch.optim.Adam([*conv.parameters(), *head.parameters()], 1e-2)
-    first = 12 * torch.arange(16)
-    index = (path(12)[:, None] + first[:, None]).flatten(1)
-    for _ in range(60):
-        x, y = torch.randn(192, 4) / 3, torch.randint(2, (16,))
-        x[:, 3] = 0
-        x[first, 3] = 2.0 * y - 1
-        out = head(conv(x, index)[first + 11])
-        loss = F.cross_entropy(out, y)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.2
-
-
 # ------------------------------------------------------------------------ continuation
 
 
@@ -323,20 +177,6 @@ def test_masked_edges_pass_nothing_on(edge_dim):
         assert_near(masked, conv(x, index[:, :0]))
 
 
-def test_explainer():
-    explainer = Explainer(
-        RGLRUConv(CHANNELS),
-        GNNExplainer(epochs=5),
-        explanation_type="model",
-        edge_mask_type="object",
-        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
-    )
-    x, index, *_ = CASES["RGLRUConv"].inputs(torch.float)
-    mask = explainer(x, index, index=2).edge_mask
-    assert (mask[index[1] == 2] > 0).all()
-    assert (mask[(index[0] == 2) | (index[0] == 4)] == 0).all()
-
-
 def test_masks_are_of_one_dag():
     conv = RGLRUConv(CHANNELS, num_dags=2)
     conv.explain = True
@@ -371,17 +211,6 @@ def test_bad_numbers(name, bad):
 def test_bad_reach(reach):
     with pytest.raises(ValueError, match="'reach' must be two numbers of steps"):
         RGLRUConv(CHANNELS, reach=reach)
-
-
-def test_cycles():
-    index = torch.tensor([[0, 1, 2], [1, 2, 0]])
-    with pytest.raises(CycleError, match="cycle 0 -> 1 -> 2 -> 0"):
-        RGLRUConv(CHANNELS, order=None)(torch.randn(3, CHANNELS), index)
-
-
-def test_missing_edge_features():
-    with pytest.raises(ValueError, match="'edge_attr' must be given"):
-        RGLRUConv(CHANNELS, edge_dim=EDGE)(torch.randn(3, CHANNELS), path(3))
 
 
 # ------------------------------------------------------------------- parts of a DAG

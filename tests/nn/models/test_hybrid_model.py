@@ -1,4 +1,3 @@
-import io
 from itertools import product
 
 import pytest
@@ -199,28 +198,6 @@ def test_sequences_are_paths_to_later_nodes():
     assert model(data.x, *args).equal(out)
     with pytest.raises(CycleError, match="has the cycle"):
         model(**model.inputs(data))
-
-
-def test_files_and_reset():
-    model, other = hybrid("dag"), hybrid("dag")
-    data, file = graph("dag"), io.BytesIO()
-    out = model.eval()(**model.inputs(data))
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    assert other.eval()(**model.inputs(data)).equal(out)
-    other.reset_parameters()
-    assert not other(**model.inputs(data)).equal(out)
-    assert repr(model) == "HybridModel([5], 16, 5, num_layers=4, head=graph)"
-
-
-def test_compile():
-    """Without attention, which pads graphs to a size that depends on them."""
-    model = hybrid("graph", pattern="r", layers=1).eval()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    data = graph("graph")
-    args = data.x, data.edge_index
-    assert_near(compiled(*args), model(*args), 1e-5)
 
 
 def test_recall():

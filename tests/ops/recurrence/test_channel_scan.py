@@ -7,7 +7,7 @@ import torch
 from asserts import assert_near
 from operators import PATHS, example, make_case
 
-from pyg_chimera.ops import CycleError, channel_scan, dag_scan, explain, selective_scan
+from pyg_chimera.ops import CycleError, channel_scan, dag_scan, explain
 from pyg_chimera.ops.common import sequences
 from pyg_chimera.ops.common.triton_runtime import INTERPRETED, WITH_TRITON
 from pyg_chimera.ops.recurrence.cpu import channels as numba_backend
@@ -65,42 +65,6 @@ def test_decays_are_weights_of_all_edges_into_a_node(backend):
 
     for a, b in zip(
         results(by_node, (x, decay)), results(by_edge, (x, decay)), strict=True
-    ):
-        assert_near(a, b)
-
-
-def test_channels_are_heads_of_dag_scan():
-    case = example("channels_of_edges", "several_blocks")
-    x, weight = case.floats.values()
-    index, one = case.structure.edge_index, torch.ones(len(x), 1, 1).double()
-
-    def heads(x, weight):
-        return dag_scan(one, one, x.unsqueeze(-1), index, weight).squeeze(-1)
-
-    def channels(x, weight):
-        return channel_scan(x, index, weight)
-
-    for a, b in zip(
-        results(channels, (x, weight)), results(heads, (x, weight)), strict=True
-    ):
-        assert_near(a, b)
-
-
-@pytest.mark.parametrize("length", [1, 2, 65])
-def test_a_path_with_a_state_for_each_channel_and_place_is_mamba(length):
-    """Its states are channels, of which the output is a sum."""
-    u, delta = torch.randn(2, length, 3).double()
-    A, (B, C) = -torch.rand(3, 4).double(), torch.randn(2, length, 4).double()
-
-    def by_channels(u, delta, A, B, C):
-        decay = torch.exp(delta.unsqueeze(-1) * A).flatten(1)
-        write = ((delta * u).unsqueeze(-1) * B.unsqueeze(1)).flatten(1)
-        h = channel_scan(write, path(length), decay=decay)
-        return (h.unflatten(1, A.shape) * C.unsqueeze(1)).sum(-1)
-
-    tensors = (u, delta.abs(), A, B, C)
-    for a, b in zip(
-        results(by_channels, tensors), results(selective_scan, tensors), strict=True
     ):
         assert_near(a, b)
 

@@ -1,1 +1,0 @@
-from graphgps.network import gps_model  # noqa: F401
