@@ -14,6 +14,8 @@ from pyg_chimera.ops.common.fused import Fused
 
 __all__ = ["is_plain", "projections"]
 
+_PLAIN = (Linear, torch.nn.Linear, GateLinear, RMSNorm)
+
 
 def projections(
     x: Tensor, lins: Sequence[Callable[[Tensor], Tensor]]
@@ -28,12 +30,12 @@ def projections(
     if len(plain) < len(lins):
         return [lin(x) for lin in lins]
     tensors = x, *(lin.weight for lin in plain), *(lin.bias for lin in plain)
-    return _JOINT(tensors, None).split([lin.out_channels for lin in plain], dim=1)
+    return _JOINT(tensors, None).split([lin.weight.size(0) for lin in plain], dim=1)
 
 
 def is_plain(lin: Any) -> TypeGuard[Linear]:
     """Whether a layer is no more than its weights: no hooks, no adapter."""
-    return type(lin) in (Linear, GateLinear, RMSNorm) and not (
+    return type(lin) in _PLAIN and not (
         "forward" in vars(lin)
         or lin._forward_hooks
         or lin._forward_pre_hooks

@@ -20,6 +20,7 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn._norm import LazyLayerNorm
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
+from pyg_chimera.nn.conv._projection import projections
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
 from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.ops.structure import ORDERS
@@ -239,11 +240,13 @@ class GraphMambaConv(Layer, torch.nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         # Node-wise operations are shared by all permutations.
-        inputs = at_least_float32(self.lin_in(x))
+        inputs, gate = map(
+            at_least_float32, projections(x, (self.lin_in, self.lin_gate))
+        )
         y = self.scans[0](inputs, packed, self.backend)
         if self.bidirectional:
             y = y + self.scans[1](inputs, packed.reversed(), self.backend)
-        return self._gated(y, x)
+        return self._gated(y, gate, x.dtype)
 
     def step(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         r"""Extends each sequence by one node, as
@@ -263,12 +266,14 @@ class GraphMambaConv(Layer, torch.nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         scan: Any = self.scans[0]
-        y, state = scan.step(at_least_float32(self.lin_in(x)), state)
-        return self._gated(y, x), state
+        inputs, gate = map(
+            at_least_float32, projections(x, (self.lin_in, self.lin_gate))
+        )
+        y, state = scan.step(inputs, state)
+        return self._gated(y, gate, x.dtype), state
 
-    def _gated(self, y: Tensor, x: Tensor) -> Tensor:
-        gate = F.silu(at_least_float32(self.lin_gate(x)))
-        return self.lin_out((y * gate).to(x.dtype))
+    def _gated(self, y: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.lin_out((y * F.silu(gate)).to(dtype))
 
     def _packed(
         self,

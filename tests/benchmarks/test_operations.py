@@ -1,0 +1,35 @@
+"""How often layers call PyTorch: not more often than was found once."""
+
+import operations
+import pytest
+
+#: In a training step; a few more than with PyTorch 2.13, as others may count otherwise.
+MOST = {
+    "GPSConv": 135,
+    "GatedGCNConv": 95,
+    "ChimeraConv": 110,
+    "ChimeraDAGConv": 155,
+    "ChimeraPathConv": 280,
+    "ChimeraGridConv": 300,
+    "PLSTMConv": 200,
+    "PLSTMGridConv": 215,
+    "GatedDeltaConv": 160,
+    "GraphMambaConv": 200,
+    "RGLRUConv": 275,
+}
+
+
+@pytest.mark.parametrize("name", operations.cases())
+def test_layers_call_pytorch_no_more_often(name):
+    found = operations.count(*operations.cases()[name]())
+    assert 0 < found.total() <= MOST[name], found.most_common(20)
+
+
+def test_the_table(capsys, tmp_path):
+    operations.main(["GPSConv", "--names", "--out", str(tmp_path / "found.json")])
+    printed = capsys.readouterr().out
+    assert "GPSConv" in printed
+    assert "aten::linear" in printed
+    assert "GPSConv" in (tmp_path / "found.json").read_text()
+    with pytest.raises(SystemExit):
+        operations.main(["GCNConv"])
