@@ -450,6 +450,25 @@ def choices(call: Call, usable: list[str], reason: str) -> list[Choice]:
         solver = "neumann" if solver == "neumann" else "dense"
         return [Choice(name, solver, "mask", "reference", reason)]
     is_cpu = inputs.value.device.type == "cpu" and usable[0] != "triton"
+    if not is_cpu:
+        return _sorted(call, usable, reason, is_cpu)
+    # On a CPU, only whether to iterate depends on contents, and only in long calls.
+    sizes = inputs.query.shape, inputs.value.shape, inputs.value.dtype
+    asked = name, solver, form, getattr(inputs, "num_terms", None), *usable, reason
+    key = (*sizes, *asked, torch.get_num_threads(), id(nanoseconds()))
+    known = call.structure.tables.get(key)
+    if known is None:
+        known = _sorted(call, usable, reason, is_cpu)
+        cost = known[0].cost
+        if solver != "iterative" and cost is not None and cost.seconds < _WORTH_WHILE:
+            call.structure.tables[key] = known
+    return known
+
+
+def _sorted(call: Call, usable: list[str], reason: str, is_cpu: bool) -> list[Choice]:
+    """The same, computed anew."""
+    name, inputs = call.choice.operator, call.inputs
+    solver, form = getattr(inputs, "solver", "auto"), inputs.form
     table = (ON_CPUS if is_cpu else _ELSEWHERE)[name]
     fits = {
         key: table[key].fits(call)

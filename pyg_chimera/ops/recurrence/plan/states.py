@@ -316,6 +316,11 @@ class GridStates:
     on_nodes: bool  #: whether states are on nodes, rather than on edges
 
     @cached_property
+    def tables(self) -> dict[Any, Any]:
+        """What is derived of them."""
+        return {}
+
+    @cached_property
     def grids(self) -> Grids:
         """Sizes and first nodes of the grids."""
         return Grids.of(self.shapes)
