@@ -60,17 +60,8 @@ def make_mixer(
     index: int | None = None,
 ) -> torch.nn.Module:
     """Makes the mixer called `name`, with equal input and output width, according to
-    the options `chimera.*`.
-
-    Args:
-        name (str): A key of `MIXERS`.
-        channels (int): The size of nodes.
-        heads (int): The host's number of heads, unless the options set one.
-        edge_dim (int, optional): The size of edge features, if there are any.
-        index (int, optional): The position in a stack, if known.
-
-    Raises:
-        ValueError: If an option does not fit the mixer.
+    the options `chimera.*`. The number of heads is the host's, unless these set one,
+    and `index` the position in a stack, if known.
     """
     options = cfg.chimera
     make = MIXERS[name]
@@ -104,18 +95,7 @@ def make_mixer(
 def make_hybrid(
     channels: int, num_layers: int, *, heads: int, edge_dim: int | None, dropout: float
 ) -> HybridModel:
-    """Makes the hybrid model for encoded nodes, according to the options `chimera.*`.
-
-    Args:
-        channels (int): The size of nodes.
-        num_layers (int): The number of blocks.
-        heads (int): The host's number of heads, unless the options set one.
-        edge_dim (int, optional): The size of edge features, if there are any.
-        dropout (float): The host's dropout probability.
-
-    Raises:
-        ValueError: If an option does not fit the model.
-    """
+    """Makes the hybrid model for encoded nodes, as `make_mixer`."""
     options, own = cfg.chimera, dict(cfg.chimera.kwargs)
     recurrence = dict(own.pop("recurrence_kwargs", {}))
     if options.state_channels is not None:
@@ -157,10 +137,8 @@ def _made(
 
 
 def edge_width(encoded: int) -> int | None:
-    """The size of the edge features that a mixer reads; None if it reads none.
-
-    Args:
-        encoded (int): The size of the host's encoded edge features.
+    """The size of the edge features that a mixer reads, given that of the host's
+    encoded ones; None if it reads none.
     """
     edge_dim = cfg.chimera.edge_dim
     if edge_dim is None:
@@ -190,11 +168,7 @@ def edges_read(batch: Data, edge_dim: int | None) -> Tensor | None:
 
 
 def structure(batch: Data, accepts: Callable[[str], bool]) -> dict[str, Tensor]:
-    """What transforms have stored in the batch, as arguments that a mixer accepts.
-
-    Raises:
-        ValueError: If it was stored for other edges.
-    """
+    """What transforms have stored in the batch, as arguments that a mixer accepts."""
     stored = {
         name: key for name, key in _STRUCTURE.items() if key in batch and accepts(name)
     }

@@ -71,11 +71,7 @@ def all_parameters(cls: type) -> list[inspect.Parameter]:
 
 
 def named(layer: MessagePassing, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The further arguments of a layer, if they are those of message passing.
-
-    Raises:
-        TypeError: If one is not, such as a misspelt argument of the layer.
-    """
+    """Checks that the further arguments of a layer are those of message passing."""
     known = {*inspect.signature(MessagePassing).parameters}
     known -= {"aggr", "node_dim", "decomposed_layers"}  # without effect, or worse
     for name in kwargs:
@@ -299,13 +295,7 @@ def as_edges(
     flow: str,
     edge_dim: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    r"""The edges :math:`j \to i` as a plain tensor, and their features.
-
-    Raises:
-        TypeError: If edges are not integer, or features are not floating point.
-        ValueError: If edges have a wrong shape or are out of range, a matrix has the
-            wrong size, or there are features although :obj:`edge_dim` is :obj:`None`.
-    """
+    """The checked edges from j to i as a plain tensor, and their features."""
     check_size(edge_index, num_nodes)
     edge_index, edge_attr = plain_edges(edge_index, edge_attr, edge_dim)
     if torch.compiler.is_compiling():
@@ -323,12 +313,7 @@ def as_edges(
 def edge_features(
     edge_attr: Tensor | None, edge_dim: int | None, num_edges: int
 ) -> Tensor:
-    r"""Features with one row for each edge, :math:`[|\mathcal{E}|, D]`.
-
-    Raises:
-        TypeError: If they are not floating point.
-        ValueError: If they are missing, or their size is wrong.
-    """
+    """Checked features with one row for each edge, [edges, channels]."""
     if edge_attr is None:
         raise ValueError(
             f"'edge_attr' must be given, as 'edge_dim' is {edge_dim}: pass the edge "
@@ -389,12 +374,7 @@ def why_not_finite(layer: torch.nn.Module, given: dict[str, Any]) -> str:
 
 
 def for_each_dag(num_dags: int, **arguments: Any) -> list[tuple]:
-    """The arguments of each DAG; if there are several DAGs, arguments are lists.
-
-    Raises:
-        TypeError: If an argument is not a list where it must be, or the reverse.
-        ValueError: If a list does not have one entry per DAG.
-    """
+    """The arguments of each DAG; if there are several DAGs, arguments are lists."""
     lists = []
     for name, x in arguments.items():
         is_list = isinstance(x, (list, tuple)) and not _is_numbers(x)
@@ -460,10 +440,6 @@ def side_by_side(
     Returns:
         Its edges; for each DAG, the features and the number of its edges; and the batch
         vector and the rank, if given.
-
-    Raises:
-        TypeError: As `for_each_dag` and `as_edges`.
-        ValueError: As `for_each_dag` and `as_edges`.
     """
 
     def rank_along_edges(order: Any) -> Any:

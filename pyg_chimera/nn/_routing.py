@@ -113,11 +113,7 @@ class Route(NamedTuple):
         batch: Tensor | None,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Calls :obj:`module` with keyword arguments out of :meth:`select`.
-
-        Raises:
-            TypeError: If the module has been replaced by one of another class.
-        """
+        """Calls a module of the same class with arguments out of :meth:`select`."""
         if not isinstance(unwrapped(module), self.kind):
             raise TypeError(
                 f"a {self.kind.__name__} has been replaced by {module}, which may take "

@@ -100,20 +100,9 @@ def _is_integer(tensor: Tensor) -> bool:
 def check_edge_index(
     edge_index: Tensor, num_nodes: int, name: str = "edge_index", end: str = "node"
 ) -> None:
-    r"""Checks that :obj:`edge_index` connects nodes of a graph that has them.
+    """Checks that edges, [2, edges], join nodes of a graph that has them; reads them.
 
-    Args:
-        edge_index (torch.Tensor): The edge indices.
-        num_nodes (int): The number of nodes :math:`|\mathcal{V}|`.
-        name (str, optional): What the edge indices are called.
-        end (str, optional): What they connect.
-
-    Raises:
-        TypeError: If :obj:`edge_index` isn't a tensor of integers, or
-            :obj:`num_nodes` isn't an integer.
-        ValueError: If :obj:`edge_index` isn't of shape :math:`(2, |\mathcal{E}|)`,
-            names a node outside of :math:`[0, |\mathcal{V}|)`, or :obj:`num_nodes`
-            is negative.
+    `end` is what they join, for messages.
     """
     if not isinstance(edge_index, Tensor):
         raise TypeError(
@@ -197,16 +186,7 @@ def check_batch(batch: Any, num_nodes: int, *, read: bool = True) -> None:
 
 
 def check_within_graphs(col: np.ndarray, row: np.ndarray, batch: np.ndarray) -> None:
-    """Checks that each edge joins nodes of one graph.
-
-    Args:
-        col (np.ndarray): The source of each edge.
-        row (np.ndarray): The target of each edge.
-        batch (np.ndarray): The graph of each node.
-
-    Raises:
-        ValueError: If an edge does not, which it names.
-    """
+    """Checks that each edge, from `col` to `row`, joins nodes of one graph."""
     crossing = np.flatnonzero(batch[row] != batch[col])
     if crossing.size:
         e = int(crossing[0])
