@@ -20,6 +20,7 @@ that adds up its fronts, and one per tile of columns.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
@@ -41,6 +42,19 @@ _MAX_NUMEL = 1 << 28
 #: Kernel options: no prefetching, as loads must not precede the stores they depend on.
 _OPTIONS = {"num_warps": 4, "num_stages": 1}
 
+
+class _Sizes(NamedTuple):
+    """What sweeps are compiled for."""
+
+    heads: int
+    groups: int
+    N: int  #: key channels
+    P: int  #: value channels
+    sides: int  #: two with the transposed system
+    lanes: int
+    tile: int
+
+
 # -------------------------------------------------------------------------- the calls
 
 
@@ -49,21 +63,13 @@ def eliminate(fronts: Fronts, edge_weight: Tensor) -> Tensor:
     heads = edge_weight.size(1)
     F = edge_weight.new_zeros(heads, fronts.total)
     F.index_add_(1, fronts.entry, edge_weight.t(), alpha=-1)  # kernels add I
-    shape = (fronts.pivots, fronts.size, fronts.offset)
-    children = (fronts.child_ptr, fronts.child, fronts.source, fronts.place)
-    tasks, precision = (fronts.task_front, fronts.task_row), input_precision(F)
+    layout, constants = fronts.layout, (fronts.total, TILE, input_precision(F))
     with on_device_of(F):
         for level in fronts.levels:
             grid = (level.tasks, heads)
-            _add_up[grid](
-                F, *shape, *children, *tasks, level.first, fronts.total, TILE,
-                precision, **_OPTIONS,
-            )  # fmt: skip
+            _add_up[grid](F, layout, level.first, *constants, **_OPTIONS)
             for step in range(level.steps):
-                _eliminate[grid](
-                    F, *shape, *tasks, level.first, step, fronts.total, TILE, precision,
-                    **_OPTIONS,
-                )  # fmt: skip
+                _eliminate[grid](F, layout, level.first, step, *constants, **_OPTIONS)
     return F
 
 
@@ -130,22 +136,18 @@ def _states(fronts: Fronts, F: Tensor, left: Tensor, right: Tensor) -> Tensor:
     X = F.new_empty(sides * heads, fronts.rows, lanes)
     H = F.new_empty(sides, groups, heads // groups, nodes, keys, channels)
     slices = triton.cdiv(lanes, _LANES)
-    shape = (fronts.pivots, fronts.size, fronts.first, fronts.offset)
-    children = (fronts.child_ptr, fronts.child, fronts.source, fronts.place)
-    tasks = (fronts.node, fronts.task_front, fronts.task_row)
-    numbers = (fronts.total, fronts.rows, nodes, heads)
-    constants = (sides, _LANES, TILE, input_precision(F))
+    sizes = _Sizes(heads, groups, keys, channels, sides, _LANES, TILE)
+    layout, numbers = fronts.layout, (fronts.total, fronts.rows, nodes)
+    constants = (*numbers, sizes, input_precision(F))
     with on_device_of(F):
         for level in fronts.levels:
             _sweep_up[level.tasks, sides * heads, slices](
-                F, left, right, X, *shape, *children, *tasks, level.first, *numbers,
-                groups, keys, channels, *constants, **_OPTIONS,
-            )  # fmt: skip
+                (F, left, right, X), layout, level.first, *constants, **_OPTIONS
+            )
         for level in reversed(fronts.levels):
             _sweep_down[level.pivot_tasks, sides * heads, slices](
-                F, X, H, *shape, *tasks, level.first, *numbers, lanes, *constants,
-                **_OPTIONS,
-            )  # fmt: skip
+                (F, X, H), layout, level.first, *constants, **_OPTIONS
+            )
     return H
 
 
@@ -165,11 +167,11 @@ _ANY = ["first_task", "rows", "nodes"]
 
 
 @triton.jit
-def _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task):
+def _task(fronts, first_task):
     """A program's front and row of tiles; the front's numbers of columns and rows."""
     task = first_task + tl.program_id(0)
-    x = tl.load(TASK_FRONT + task)
-    return x, tl.load(TASK_ROW + task), tl.load(PIVOTS + x), tl.load(SIZE + x)
+    x, i = tl.load(fronts.task_front + task), tl.load(fronts.task_row + task)
+    return x, i, tl.load(fronts.pivots + x), tl.load(fronts.size + x)
 
 
 @triton.jit
@@ -194,29 +196,28 @@ def _eliminate_own(
 
 
 @triton.jit(do_not_specialize=["first_task"])
-def _add_up(
-    F, PIVOTS, SIZE, OFFSET, CHILD_PTR, CHILD, SOURCE, PLACE, TASK_FRONT, TASK_ROW,
-    first_task, total, TILE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _add_up(F, fronts, first_task, total, TILE: tl.constexpr, PRECISION: tl.constexpr):
     """Adds the children's updates to a row of tiles, and eliminates the columns of tile
     0 in the first row, which has their pivots.
     """
-    x, i, pivots, size = _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task)
+    x, i, pivots, size = _task(fronts, first_task)
     F += tl.program_id(1).to(tl.int64) * total
-    matrix, tiles = F + tl.load(OFFSET + x), tl.cdiv(size, TILE)
+    matrix, tiles = F + tl.load(fronts.offset + x), tl.cdiv(size, TILE)
     o = tl.arange(0, TILE)
-    begin, end = tl.load(CHILD_PTR + x), tl.load(CHILD_PTR + x + 1)
+    begin, end = tl.load(fronts.child_ptr + x), tl.load(fronts.child_ptr + x + 1)
     if begin < end:
         for j in range(0, tiles):
             place = matrix_tile(matrix, i, j, tiles, TILE)
             new = tl.load(place)
             for y in range(begin, end):
-                child, rows = tl.load(CHILD + y), PLACE + tl.load(SOURCE + y)
+                child = tl.load(fronts.child + y)
+                rows = fronts.place + tl.load(fronts.source + y)
                 row = tl.load(rows + i * TILE + o)
                 col = tl.load(rows + j * TILE + o)
                 there = (row >= 0)[:, None] & (col >= 0)[None, :]
-                width = tl.cdiv(tl.load(SIZE + child), TILE) * TILE
-                at = tl.load(OFFSET + child) + (row * width)[:, None] + col[None, :]
+                width = tl.cdiv(tl.load(fronts.size + child), TILE) * TILE
+                first = tl.load(fronts.offset + child)
+                at = first + (row * width)[:, None] + col[None, :]
                 new += tl.load(F + at, mask=there, other=0.0)
             tl.debug_barrier()  # all must have read the old values before the store
             tl.store(place, new)
@@ -227,21 +228,20 @@ def _add_up(
 
 @triton.jit(do_not_specialize=["first_task", "p"])
 def _eliminate(
-    F, PIVOTS, SIZE, OFFSET, TASK_FRONT, TASK_ROW, first_task, p, total,
-    TILE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    F, fronts, first_task, p, total, TILE: tl.constexpr, PRECISION: tl.constexpr
+):
     """Eliminates the columns of tile p in a row of tiles i != p; if i = p + 1, also
     those of tile i, as this row has their pivots.
 
     With X from the tile p, p: M_ij <- M_ij - M_ip M_pj; M_ip <- -M_ip X. The last tile
     may have columns that are not eliminated: for these, M_ip <- M_ip - M_ip X.
     """
-    x, i, pivots, size = _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task)
+    x, i, pivots, size = _task(fronts, first_task)
     left = pivots - p * TILE
     if (i != p) & (left > 0):
         o = tl.arange(0, TILE)
         F += tl.program_id(1).to(tl.int64) * total
-        matrix, tiles = F + tl.load(OFFSET + x), tl.cdiv(size, TILE)
+        matrix, tiles = F + tl.load(fronts.offset + x), tl.cdiv(size, TILE)
         mine = tl.load(matrix_tile(matrix, i, p, tiles, TILE))
         factor = tl.where(o[None, :] < left, mine, 0.0)
         for j in range(0, tiles):
@@ -277,33 +277,31 @@ def _front_tile(matrix, i, j, tiles, side, SIDES: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def _lanes(lanes, LANES: tl.constexpr):
+def _lanes(sizes: tl.constexpr):
     """A program's lanes (entries of states), and a mask of those that exist."""
-    lane = tl.program_id(2) * LANES + tl.arange(0, LANES)
-    return lane, lane < lanes
+    lane = tl.program_id(2) * sizes.lanes + tl.arange(0, sizes.lanes)
+    return lane, lane < sizes.N * sizes.P
 
 
 @triton.jit
-def _pulled(
-    left, right, held, FIRST, CHILD_PTR, CHILD, SOURCE, PLACE, NODE, x, i, first,
-    pivots, GROUPS: tl.constexpr, HEADS: tl.constexpr, N: tl.constexpr,
-    P: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+def _pulled(left, right, held, fronts, x, i, first, pivots, sizes: tl.constexpr):
     """Rows of a front's vector: the outer products of its own nodes, plus the rows of
     its children's vectors.
     """
-    r = i * TILE + tl.arange(0, TILE)
-    lane, there = _lanes(N * P, LANES)
-    node = tl.load(NODE + first + r, mask=r < pivots, other=0).to(tl.int64)
+    N: tl.constexpr = sizes.N
+    P: tl.constexpr = sizes.P
+    r = i * sizes.tile + tl.arange(0, sizes.tile)
+    lane, there = _lanes(sizes)
+    node = tl.load(fronts.node + first + r, mask=r < pivots, other=0).to(tl.int64)
     own = (r < pivots)[:, None] & there[None, :]
-    at = (node * (GROUPS * N))[:, None] + (lane // P)[None, :]
+    at = (node * (sizes.groups * N))[:, None] + (lane // P)[None, :]
     key = tl.load(left + at, mask=own, other=0.0)
-    at = (node * (HEADS * P))[:, None] + (lane % P)[None, :]
+    at = (node * (sizes.heads * P))[:, None] + (lane % P)[None, :]
     out = key * tl.load(right + at, mask=own, other=0.0)
-    begin, end = tl.load(CHILD_PTR + x), tl.load(CHILD_PTR + x + 1)
+    begin, end = tl.load(fronts.child_ptr + x), tl.load(fronts.child_ptr + x + 1)
     for y in range(begin, end):
-        row = tl.load(PLACE + tl.load(SOURCE + y) + r)
-        start = tl.load(FIRST + tl.load(CHILD + y))
+        row = tl.load(fronts.place + tl.load(fronts.source + y) + r)
+        start = tl.load(fronts.first + tl.load(fronts.child + y))
         at = (start + row).to(tl.int64)[:, None] * (N * P) + lane[None, :]
         mask = (row >= 0)[:, None] & there[None, :]
         out += tl.load(held + at, mask=mask, other=0.0)
@@ -312,73 +310,72 @@ def _pulled(
 
 @triton.jit(do_not_specialize=_ANY)
 def _sweep_up(
-    F, LEFT, RIGHT, X, PIVOTS, SIZE, FIRST, OFFSET, CHILD_PTR, CHILD, SOURCE, PLACE,
-    NODE, TASK_FRONT, TASK_ROW, first_task, total, rows, nodes, HEADS: tl.constexpr,
-    GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SIDES: tl.constexpr,
-    LANES: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    tensors, fronts, first_task, total, rows, nodes, sizes: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """X_s, and X_r - E X_s or the same with R^T: some rows and lanes.
 
     Each row of tiles gathers X_s again, which takes no longer than the product.
     """
-    x, i, pivots, size = _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task)
+    x, i, pivots, size = _task(fronts, first_task)
+    F, LEFT, RIGHT, X = tensors
+    HEADS: tl.constexpr = sizes.heads
+    WIDTH: tl.constexpr = sizes.N * sizes.P
+    TILE: tl.constexpr = sizes.tile
     side, h = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
-    matrix = F + h.to(tl.int64) * total + tl.load(OFFSET + x)
-    held = X + tl.program_id(1).to(tl.int64) * rows * (N * P)
-    node = side.to(tl.int64) * nodes
-    left = LEFT + (node * GROUPS + h // (HEADS // GROUPS)) * N
-    right = RIGHT + (node * HEADS + h) * P
-    first, tiles = tl.load(FIRST + x), tl.cdiv(size, TILE)
-    new = _pulled(
-        left, right, held, FIRST, CHILD_PTR, CHILD, SOURCE, PLACE, NODE, x, i, first,
-        pivots, GROUPS, HEADS, N, P, LANES, TILE,
-    )  # fmt: skip
+    matrix = F + h.to(tl.int64) * total + tl.load(fronts.offset + x)
+    held = X + tl.program_id(1).to(tl.int64) * rows * WIDTH
+    node, g = side.to(tl.int64) * nodes, h // (HEADS // sizes.groups)
+    left = LEFT + (node * sizes.groups + g) * sizes.N
+    right = RIGHT + (node * HEADS + h) * sizes.P
+    first, tiles = tl.load(fronts.first + x), tl.cdiv(size, TILE)
+    new = _pulled(left, right, held, fronts, x, i, first, pivots, sizes)
     r = i * TILE + tl.arange(0, TILE)
     if (i + 1) * TILE > pivots:
         for p in range(0, tl.cdiv(pivots, TILE)):
-            above = _pulled(
-                left, right, held, FIRST, CHILD_PTR, CHILD, SOURCE, PLACE, NODE, x, p,
-                first, pivots, GROUPS, HEADS, N, P, LANES, TILE,
-            )  # fmt: skip
+            above = _pulled(left, right, held, fronts, x, p, first, pivots, sizes)
             c = p * TILE + tl.arange(0, TILE)
             below = (r >= pivots)[:, None] & (c < pivots)[None, :]
-            factor = _front_tile(matrix, i, p, tiles, side, SIDES, TILE)
+            factor = _front_tile(matrix, i, p, tiles, side, sizes.sides, TILE)
             factor = tl.where(below, factor, 0.0)
             factor = tl.where(side == 0, factor, -factor)
             new += tl.dot(factor, above, input_precision=PRECISION)
-    lane, there = _lanes(N * P, LANES)
-    at = (first + r).to(tl.int64)[:, None] * (N * P) + lane[None, :]
+    lane, there = _lanes(sizes)
+    at = (first + r).to(tl.int64)[:, None] * WIDTH + lane[None, :]
     tl.store(held + at, new, mask=(r < size)[:, None] & there[None, :])
 
 
 @triton.jit(do_not_specialize=_ANY)
 def _sweep_down(
-    F, X, H, PIVOTS, SIZE, FIRST, OFFSET, NODE, TASK_FRONT, TASK_ROW, first_task,
-    total, rows, nodes, HEADS: tl.constexpr, WIDTH: tl.constexpr, SIDES: tl.constexpr,
-    LANES: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    tensors, fronts, first_task, total, rows, nodes, sizes: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """H_s = G X_s - R H_r, or the same with G^T and E^T: some rows and lanes."""
-    x, i, pivots, size = _task(TASK_FRONT, TASK_ROW, PIVOTS, SIZE, first_task)
+    x, i, pivots, size = _task(fronts, first_task)
+    F, X, H = tensors
+    HEADS: tl.constexpr = sizes.heads
+    WIDTH: tl.constexpr = sizes.N * sizes.P
+    TILE: tl.constexpr = sizes.tile
     side, h = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
-    matrix = F + h.to(tl.int64) * total + tl.load(OFFSET + x)
+    matrix = F + h.to(tl.int64) * total + tl.load(fronts.offset + x)
     X += tl.program_id(1).to(tl.int64) * rows * WIDTH
     H += tl.program_id(1).to(tl.int64) * nodes * WIDTH
-    first, tiles = tl.load(FIRST + x), tl.cdiv(size, TILE)
-    lane, there = _lanes(WIDTH, LANES)
+    first, tiles = tl.load(fronts.first + x), tl.cdiv(size, TILE)
+    lane, there = _lanes(sizes)
     o = tl.arange(0, TILE)
-    new = tl.zeros([TILE, LANES], F.dtype.element_ty)
+    new = tl.zeros([TILE, sizes.lanes], F.dtype.element_ty)
     for j in range(0, tiles):
         c = j * TILE + o
         own = (c < pivots)[:, None] & there[None, :]
         at = (first + c).to(tl.int64)[:, None] * WIDTH + lane[None, :]
         states = tl.load(X + at, mask=own, other=0.0)
-        node = tl.load(NODE + first + c, mask=c < size, other=0).to(tl.int64)
+        node = tl.load(fronts.node + first + c, mask=c < size, other=0).to(tl.int64)
         mask = ((c >= pivots) & (c < size))[:, None] & there[None, :]
         above = tl.load(H + node[:, None] * WIDTH + lane[None, :], mask=mask, other=0.0)
         states += tl.where(side == 0, -above, above)
-        factor = _front_tile(matrix, i, j, tiles, side, SIDES, TILE)
+        factor = _front_tile(matrix, i, j, tiles, side, sizes.sides, TILE)
         new += tl.dot(factor, states, input_precision=PRECISION)
     r = i * TILE + o
-    node = tl.load(NODE + first + r, mask=r < pivots, other=0).to(tl.int64)
+    node = tl.load(fronts.node + first + r, mask=r < pivots, other=0).to(tl.int64)
     at = node[:, None] * WIDTH + lane[None, :]
     tl.store(H + at, new, mask=(r < pivots)[:, None] & there[None, :])

@@ -63,6 +63,11 @@ class Fronts(NamedTuple):
     total: int  #: entries of all matrices of a head
     rows: int  #: rows of all vectors
 
+    @property
+    def layout(self) -> "Fronts":
+        """The tables alone: what kernels read, and are not compiled for."""
+        return self._replace(levels=0, total=0, rows=0)  # type: ignore[arg-type]
+
     @classmethod
     def of(cls, symbolic: SymbolicFactor, device: torch.device, tile: int) -> "Fronts":
         """The fronts of a symbolic factor, in tiles of the given size."""
