@@ -120,19 +120,12 @@ def test_command_lines_that_make_no_sense(script, argv, refused):
 # Recipes and models ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", ["released", "paper"])
-@pytest.mark.parametrize("name", graph_data.LRGB)
-def test_recipes_of_chimera_stay_below_500k_parameters(preset, name):
-    args = get_args(lrgb, "--dataset", name, "--preset", preset)
-    heads = 2 if name in ("peptides-func", "generated") else 4
-    assert (args.num_layers, args.channels, args.heads) == (8, 64, heads)
-    assert 300_000 < count_parameters(lrgb.build_model(args)) < 500_000
-
-
 @pytest.mark.parametrize("preset", [x for x in lrgb.PRESETS if x != "smoke"])
 def test_models_have_the_same_size(preset):
     argv = ("--preset", preset, "--dataset", "peptides-func")
     target = count_parameters(lrgb.build_model(get_args(lrgb, *argv)))
+    if preset in ("released", "paper"):  # the benchmark's budget
+        assert 300_000 < target < 500_000
     # One more channel for each of four heads is a seventh of the small model.
     tolerance = 0.08 if preset == "demo" else 0.05
     for name in lrgb.MODELS[1:]:
@@ -283,24 +276,6 @@ def test_models_train(generated, tmp_path, name):
     assert 0 < results["best"]["test_ap"] <= 1
 
 
-def test_minutes_instead_of_epochs(generated, tmp_path, monkeypatch):
-    monkeypatch.setattr(lrgb, "epochs_within", lambda minutes, *_: round(10 * minutes))
-    argv = *generated[:-2], "--minutes", "0.2", "--model", "gatedgcn"
-    assert run(lrgb, tmp_path, *argv)["epochs_done"] == 2
-    # Others would be planned now.
-    assert run(lrgb, tmp_path, *argv, "--resume")["epochs_done"] == 2
-
-
-@pytest.mark.parametrize("name", ["plstm", "vit"])
-def test_arrows_are_tested_at_both_sizes(tmp_path, name):
-    argv = ("--smoke", "--model", name, "--epochs", "1")
-    args = get_args(arrow_pointing, *argv)
-    datasets, task = arrow_pointing.get_datasets(args), arrow_pointing.get_task()
-    model = arrow_pointing.build_model(args)
-    run(arrow_pointing, tmp_path, *argv)
-    check_metrics(tmp_path, model, task, datasets)
-
-
 @pytest.mark.parametrize("dataset", ["LABELLED", "BARE"])
 def test_all_models_in_one_table(root, tmp_path, capsys, dataset):
     argv = ("--smoke", "--dataset", dataset, "--root", str(root), "--epochs", "1")
@@ -405,30 +380,6 @@ def test_real_peptides_from_a_read_only_root(shared_data, tmp_path, script):
 
 
 # Programs --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_ctrl_c_leaves_a_checkpoint_to_resume(generated, tmp_path):
-    command = [sys.executable, lrgb.__file__, *generated[:-1], "1000"]
-    command += ["--model", "gcn", "--out", str(tmp_path), "--num-workers", "1"]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,  # to signal its workers as well, as a terminal does
-    )
-    for line in process.stdout:
-        if line.startswith("epoch 2 "):
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    output = process.communicate(timeout=300)[0]
-    assert process.returncode == 130
-    assert "Stopped (SIGINT) after " in output
-    assert output.endswith("--resume\n")
-    assert read(tmp_path)["stopped_by"] == "SIGINT"
-    state = torch.load(tmp_path / "last.ckpt", weights_only=True)
-    assert 2 <= len(state["history"]) == read(tmp_path)["epochs_done"] < 1000
 
 
 @pytest.mark.slow
@@ -538,28 +489,6 @@ def test_windows_of_a_text():
         causal = masked_lm.Windows(text, 100, 9, causal=True, fixed=fixed)[3]
         assert torch.equal(causal.x[1:], causal.y[:-1])
         assert causal.y[-1] == (causal.x[-1] + 1) % 200
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_models_of_text(tmp_path, causal, capsys):
-    (tmp_path / "abc.txt").write_bytes(b"abc" * 2000)
-    argv = ["--smoke", "--root", str(tmp_path), "--text", "abc.txt", "--epochs", "1"]
-    argv += ["--causal", "--prompt", "bca"] * causal
-    names = list(masked_lm.MODELS)
-    if causal:  # those that can go on with a prompt
-        names = [n for n in masked_lm.ENCODERS if n != "chimera-path"]
-    rows = run(masked_lm, tmp_path / "run", *argv, "--models", *names)["rows"]
-    assert list(rows) == names
-    printed = capsys.readouterr().out
-    assert len(re.findall("^bca", printed, re.M)) == causal * len(names)
-    assert {row["epochs"] for row in rows.values()} == {1}
-    for name, row in rows.items():
-        assert "16_cross_entropy" in row
-        assert ("40_accuracy" in row) == (name != "attention-learned")
-    args = get_args(masked_lm, *argv)
-    data = masked_lm.get_datasets(args, masked_lm.read_text(args), [16, 24, 40])
-    model, task = masked_lm.build_model(args, "graph-mamba"), masked_lm.get_task()
-    check_metrics(tmp_path / "run" / "graph-mamba", model, task, data)
 
 
 def test_equal_minutes(tmp_path, monkeypatch):
