@@ -163,10 +163,10 @@ TASKS = {"peptides": peptides, "pasadena": pasadena, "mnist": mnist}
 KINDS: dict[str, tuple[str, ...]] = {
     "loader": ("enumerate(DataLoader)", "loader"),
     "structure": ("structure",),
-    "kernels": ("pyg_chimera::", "scaled_dot_product"),
+    "kernels": ("pyg_chimera::", "edge_softmax", "scaled_dot_product"),
     "their backward": (),
-    "products": ("mm", "linear", "matmul", "einsum"),
-    "norms": ("norms", "_norm", "_GatedNorm"),
+    "products": ("mm", "linear", "matmul", "einsum", "projections"),
+    "norms": ("norms", "_norm", "gated_inputs"),
     "elementwise": (),
     "dropout": ("dropout",),
     "indexing": ("index", "scatter", "gather", "embedding", "sort", "unique", "nonzero",

@@ -183,13 +183,11 @@ def build_model(args: Namespace) -> GraphModel:
                 gate_biases=args.gate_biases,
             )
 
-        # LayerNorm of each patch separately, not of the whole image.
         layers: list[Module] = [
             GPSLayer(
                 channels,
                 mixer=mixer(index),
                 norm="layer_norm",
-                norm_kwargs={"mode": "node"},
                 norm_first=True,
                 act="gelu",
                 mlp_channels=mlp_channels,

@@ -236,9 +236,7 @@ def _build(
         net = MLP([channels] * 3, norm=None)
         return GINConv(net) if edge_dim is None else GINEConv(net)
 
-    # LayerNorm of each node separately, not of the whole graph.
-    style: dict[str, Any] = {"norm": "layer_norm", "norm_kwargs": {"mode": "node"}}
-    style["act"] = "gelu"
+    style: dict[str, Any] = {"norm": "layer_norm", "act": "gelu"}
 
     def layer(index: int) -> GPSLayer:
         return GPSLayer(

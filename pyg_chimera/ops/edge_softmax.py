@@ -134,7 +134,7 @@ def _backward(
     return found
 
 
-_SOFTMAX = Fused(_composed, _fits, _forward, _backward)
+_SOFTMAX = Fused("pyg_chimera.edge_softmax", _composed, _fits, _forward, _backward)
 
 
 @jit

@@ -205,7 +205,7 @@ def _backward(
     return [dx, dweight, dgate, dfactor, dvalue, dskip]
 
 
-_GATED = Fused(_composed, _fits, _forward, _backward)
+_GATED = Fused("pyg_chimera.gated_norm", _composed, _fits, _forward, _backward)
 
 
 def _parts(
@@ -243,7 +243,13 @@ def _backward_inputs(
     return [query[0], key[0], value[0], value[3]]
 
 
-_INPUTS = Fused(_compose_inputs, _fit_inputs, _forward_inputs, _backward_inputs)
+_INPUTS = Fused(
+    "pyg_chimera.gated_inputs",
+    _compose_inputs,
+    _fit_inputs,
+    _forward_inputs,
+    _backward_inputs,
+)
 
 
 # ------------------------------------------------------------------------------ kernels

@@ -10,6 +10,7 @@ from torch_geometric.transforms import BaseTransform
 
 from pyg_chimera.ops.common.checks import check_edge_index
 from pyg_chimera.ops.structure.checksum import SUFFIX, checksum
+from pyg_chimera.ops.structure.edges import edges_of
 
 __all__ = ["Transform", "check_attr_name", "graph_of", "mark", "score_of"]
 
@@ -49,7 +50,7 @@ def graph_of(data: Data) -> tuple[Tensor, int]:
     num_nodes = data.num_nodes if isinstance(data.edge_index, Tensor) else 0
     assert num_nodes is not None
     check_edge_index(data.edge_index, num_nodes)
-    return data.edge_index, num_nodes
+    return edges_of(data.edge_index), num_nodes  # functions take no EdgeIndex
 
 
 def mark(data: Data, stem: str, dags: Sequence[Tensor] = ()) -> None:

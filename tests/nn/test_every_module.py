@@ -212,7 +212,7 @@ REPRS = {
     "HybridModel([5], 16, 5, num_layers=4, head=graph)": (
         nn.HybridModel, [5], 16, 5, 4, "ra", 2),
     "CategoricalEncoder([3, 5], 8)": (nn.CategoricalEncoder, [3, 5], 8),
-    "LaplacianEncoder(4, num_layers=3)": (nn.LaplacianEncoder, 4, 3),
+    "LaplacianEncoder(4)": (nn.LaplacianEncoder, 4),
     "RandomWalkEncoder(4, 2)": (nn.RandomWalkEncoder, 4, 2),
 }  # fmt: skip
 

@@ -330,7 +330,6 @@ def test_edges_of_other_kinds(key):
             assert_any_kind_of_edges(key, data)
 
 
-@pytest.mark.xfail(reason="`checksum` adds to PyG's `Index`, which takes more than one")
 @pytest.mark.parametrize("key", ["diameter", "score_degree", "dags_order"])
 @pytest.mark.parametrize("num_edges", [0, 1])
 def test_few_edges_of_other_kinds(key, num_edges):

@@ -86,4 +86,4 @@ def _backward(
     return [dx, *dweights, *dbiases]
 
 
-_JOINT = Fused(_composed, _fits, _forward, _backward)
+_JOINT = Fused("pyg_chimera.projections", _composed, _fits, _forward, _backward)

@@ -7,7 +7,9 @@ devices and second derivatives, sees the same function as PyTorch's operators.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,10 +24,12 @@ _INTEGERS = (torch.int32, torch.int64)
 Tensors = Sequence[Tensor | None]
 
 
-class Fused(NamedTuple):
+@dataclass(frozen=True)
+class Fused:
     """A function of tensors, any of which may be None, and of options.
 
     Attributes:
+        name: What profilers call it.
         composed: It, `(*tensors, options)`, by PyTorch's operators.
         fits: Whether kernels take ordinary tensors on the CPU, of the same arguments.
         forward: It, of the same arguments: the outputs, further tensors that `backward`
@@ -35,18 +39,24 @@ class Fused(NamedTuple):
         devices: The types of devices of whose tensors it may be.
     """
 
+    name: str
     composed: Callable[..., Any]
     fits: Callable[..., bool]
     forward: Callable[..., tuple[Any, Sequence[Tensor], Any]]
     backward: Callable[[Any, Any, Any, Any, Any], Iterable]
     devices: tuple[str, ...] = ("cpu",)
 
+    @cached_property
+    def function(self) -> Any:
+        """The autograd function, of its own name."""
+        return type(self.name, (_Function,), {})
+
     def __call__(self, tensors: Tensors, options: Any) -> Any:
         """The outputs; composed unless tensors are ordinary ones on the CPU, followed
         by nothing but autograd, and kernels take them.
         """
         if _are_ordinary(tensors, self.devices) and self.fits(*tensors, options):
-            return _Function.apply(self, len(tensors), options, *tensors)
+            return self.function.apply(self, len(tensors), options, *tensors)
         return self.composed(*tensors, options)
 
 

@@ -126,6 +126,7 @@ class Operator(Generic[Inputs, Structure]):
         for op in (self._forward, self._backward):
             torch.library.register_vmap(op, one_by_one(op))
         self._direct = Fused(
+            f"pyg_chimera::{self.name}",
             lambda *args: self._forward(*self._inputs_of(*args))[0],
             lambda *_: True,
             self._direct_forward,

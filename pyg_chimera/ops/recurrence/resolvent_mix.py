@@ -3,6 +3,7 @@
 import sys
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from pyg_chimera.ops.common.cache import Recipe
@@ -82,10 +83,13 @@ class _ResolventMix(Operator[Inputs, Blocks]):
         dtype, weight = inputs.value.dtype, inputs.edge_weight
         if weight.dtype == dtype:
             return inputs
-        if inputs.backend == "reference" or (
-            not trusted()
-            and inputs.solver != "neumann"
-            and is_ill_conditioned(inputs.edge_index, weight, len(inputs.value))
+        if dtype == torch.float32 and (
+            inputs.backend == "reference"
+            or (
+                not trusted()
+                and inputs.solver != "neumann"
+                and is_ill_conditioned(inputs.edge_index, weight, len(inputs.value))
+            )
         ):
             dtype = weight.dtype
         floats = {name: getattr(inputs, name).to(dtype) for name in FLOATS}

@@ -39,7 +39,7 @@ def checksum(
     """
     out = torch.zeros(num_nodes, dtype=torch.long, device=edge_index.device)
     for edges in (edge_index, *dags):
-        source, target = edges.to(out.device).long()
+        source, target = edges_of(edges).to(out.device).long()
         if not multigraph:
             proper = source != target
             source, target = source[proper], target[proper]
