@@ -35,13 +35,9 @@ class DifferentialAttentionConv(ResetsAll, KHopAttentionConv):
 
     Args:
         in_channels, out_channels, heads, k, rotary, **kwargs: As in
-            :class:`~pyg_chimera.nn.KHopAttentionConv`, and so are shapes.
+            :class:`~pyg_chimera.nn.KHopAttentionConv`, and so are shapes and errors.
         depth (int, optional): The position of the layer in the model, counted from 1.
             (default: :obj:`1`)
-
-    Raises:
-        ValueError: As :class:`~pyg_chimera.nn.KHopAttentionConv`, and if :obj:`depth`
-            is less than 1.
     """
 
     def __init__(
@@ -93,13 +89,9 @@ class DifferentialSelfAttention(ResetsAll, SelfAttention):
 
     Args:
         channels, heads, rotary, **kwargs: As in
-            :class:`~pyg_chimera.nn.SelfAttention`, and so are shapes.
+            :class:`~pyg_chimera.nn.SelfAttention`, and so are shapes and errors.
         depth (int, optional): The position of the layer in the model, counted from 1.
             (default: :obj:`1`)
-
-    Raises:
-        ValueError: As :class:`~pyg_chimera.nn.SelfAttention`, and if the channels of a
-            head are not a multiple of 2, 4 for a sequence or 8 for a grid.
     """
 
     def __init__(
@@ -157,13 +149,9 @@ class LatentAttentionConv(ResetsAll, KHopAttentionConv):
 
     Args:
         in_channels, out_channels, heads, k, **kwargs: As in
-            :class:`~pyg_chimera.nn.KHopAttentionConv`, and so are shapes.
+            :class:`~pyg_chimera.nn.KHopAttentionConv`, and so are shapes and errors.
         latent_channels (int, optional): The size of :math:`\mathbf{c}`. (default: a
             quarter of :obj:`out_channels`)
-
-    Raises:
-        ValueError: As :class:`~pyg_chimera.nn.KHopAttentionConv`, and if
-            :obj:`latent_channels` is less than 1.
     """
 
     def __init__(
@@ -205,15 +193,11 @@ class WindowAttentionConv(KHopAttentionConv):
 
     Args:
         in_channels, out_channels, heads, k, groups, rotary, **kwargs: As in
-            :class:`~pyg_chimera.nn.KHopAttentionConv`, and so are shapes, with other
-            defaults: :obj:`k=128`, four heads in a group, and :obj:`rotary=True`.
+            :class:`~pyg_chimera.nn.KHopAttentionConv`, and so are shapes and errors;
+            by default, :obj:`k=128`, four heads are a group, and :obj:`rotary=True`.
         stretch (float, optional): The factor :math:`s`, at least one: by how much
             graphs are longer than in training, after which the attribute of this name
             may be set. (default: :obj:`1.0`)
-
-    Raises:
-        ValueError: As :class:`~pyg_chimera.nn.KHopAttentionConv`, and if
-            :obj:`stretch` is less than 1.
     """
 
     def __init__(

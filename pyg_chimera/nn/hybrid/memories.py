@@ -46,14 +46,10 @@ class SurpriseGatedDeltaConv(GatedDeltaConv):
 
     Args:
         in_channels, out_channels, heads, state_channels, **kwargs: As in
-            :class:`~pyg_chimera.nn.GatedDeltaConv`, and so are shapes; :obj:`acyclic`
-            is set, and :obj:`"state"` is the only form.
+            :class:`~pyg_chimera.nn.GatedDeltaConv`, and so are shapes and errors;
+            :obj:`acyclic` is set, and :obj:`"state"` is the only form.
         order (str, optional): As in :class:`~pyg_chimera.nn.ChimeraDAGConv`: what to do
             with cycles. (default: :obj:`"auto"`)
-
-    Raises:
-        ValueError: As :class:`~pyg_chimera.nn.GatedDeltaConv`, and if :obj:`order` is
-            unknown.
     """
 
     def __init__(
@@ -157,13 +153,9 @@ class DifferentialGatedDeltaConv(ResetsAll, SeveralMemories):
 
     Args:
         in_channels, out_channels, heads, state_channels, **kwargs: As in
-            :class:`~pyg_chimera.nn.GatedDeltaConv`, and so are shapes.
+            :class:`~pyg_chimera.nn.GatedDeltaConv`, and so are shapes and errors.
         depth (int, optional): The position :math:`l` of the layer in the model, counted
             from 1. (default: :obj:`1`)
-
-    Raises:
-        ValueError: As :class:`~pyg_chimera.nn.GatedDeltaConv`, and if :obj:`depth` is
-            less than 1.
     """
 
     memories = 2
@@ -207,11 +199,8 @@ class HierarchicalMemoryConv(SurpriseGatedDeltaConv, SeveralMemories):
 
     Args:
         in_channels, out_channels, heads, state_channels, **kwargs: As in
-            :class:`~pyg_chimera.nn.SurpriseGatedDeltaConv`, and so are shapes; of
-            :obj:`reach`, only :obj:`None` has an effect.
-
-    Raises:
-        ValueError: As :class:`~pyg_chimera.nn.SurpriseGatedDeltaConv`.
+            :class:`~pyg_chimera.nn.SurpriseGatedDeltaConv`, and so are shapes and
+            errors; of :obj:`reach`, only :obj:`None` has an effect.
     """
 
     memories = len(_DECAYS)
