@@ -149,7 +149,7 @@ class DifferentialGatedDeltaConv(ResetsAll, SeveralMemories):
 
     The memories have the same queries, keys and values, and their own transitions and
     :math:`\beta`. Each head learns its :math:`\lambda`, and :math:`\lambda_0 = 0.8 -
-    0.6 \exp(-0.3 (l - 1))` in layer :math:`l`. Takes twice the time of the plain layer.
+    0.6 \exp(-0.3 (l - 1))` in layer :math:`l`.
 
     Args:
         in_channels, out_channels, heads, state_channels, **kwargs: As in
