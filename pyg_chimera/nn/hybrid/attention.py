@@ -34,7 +34,7 @@ class DifferentialAttentionConv(ResetsAll, KHopAttentionConv):
     a head reads is normalized and multiplied by :math:`1 - \lambda_0`.
 
     Args:
-        in_channels, out_channels, heads, k, rotary, **kwargs: As in
+        in_channels, out_channels, heads, k, rotary, \*\*kwargs: As in
             :class:`~pyg_chimera.nn.KHopAttentionConv`, and so are shapes and errors.
         depth (int, optional): The position of the layer in the model, counted from 1.
             (default: :obj:`1`)
@@ -88,7 +88,7 @@ class DifferentialSelfAttention(ResetsAll, SelfAttention):
     :class:`~pyg_chimera.nn.SelfAttention`.
 
     Args:
-        channels, heads, rotary, **kwargs: As in
+        channels, heads, rotary, \*\*kwargs: As in
             :class:`~pyg_chimera.nn.SelfAttention`, and so are shapes and errors.
         depth (int, optional): The position of the layer in the model, counted from 1.
             (default: :obj:`1`)
@@ -148,7 +148,7 @@ class LatentAttentionConv(ResetsAll, KHopAttentionConv):
     for that.
 
     Args:
-        in_channels, out_channels, heads, k, **kwargs: As in
+        in_channels, out_channels, heads, k, \*\*kwargs: As in
             :class:`~pyg_chimera.nn.KHopAttentionConv`, and so are shapes and errors.
         latent_channels (int, optional): The size of :math:`\mathbf{c}`. (default: a
             quarter of :obj:`out_channels`)
@@ -192,7 +192,7 @@ class WindowAttentionConv(KHopAttentionConv):
     shortest one, for graphs longer than in training.
 
     Args:
-        in_channels, out_channels, heads, k, groups, rotary, **kwargs: As in
+        in_channels, out_channels, heads, k, groups, rotary, \*\*kwargs: As in
             :class:`~pyg_chimera.nn.KHopAttentionConv`, and so are shapes and errors;
             by default, :obj:`k=128`, four heads are a group, and :obj:`rotary=True`.
         stretch (float, optional): The factor :math:`s`, at least one: by how much

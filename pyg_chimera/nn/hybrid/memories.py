@@ -45,7 +45,7 @@ class SurpriseGatedDeltaConv(GatedDeltaConv):
     levels in PyTorch, on any device, so that deep graphs such as long paths are slow.
 
     Args:
-        in_channels, out_channels, heads, state_channels, **kwargs: As in
+        in_channels, out_channels, heads, state_channels, \*\*kwargs: As in
             :class:`~pyg_chimera.nn.GatedDeltaConv`, and so are shapes and errors;
             :obj:`acyclic` is set, and :obj:`"state"` is the only form.
         order (str, optional): As in :class:`~pyg_chimera.nn.ChimeraDAGConv`: what to do
@@ -152,7 +152,7 @@ class DifferentialGatedDeltaConv(ResetsAll, SeveralMemories):
     0.6 \exp(-0.3 (l - 1))` in layer :math:`l`.
 
     Args:
-        in_channels, out_channels, heads, state_channels, **kwargs: As in
+        in_channels, out_channels, heads, state_channels, \*\*kwargs: As in
             :class:`~pyg_chimera.nn.GatedDeltaConv`, and so are shapes and errors.
         depth (int, optional): The position :math:`l` of the layer in the model, counted
             from 1. (default: :obj:`1`)
@@ -198,7 +198,7 @@ class HierarchicalMemoryConv(SurpriseGatedDeltaConv, SeveralMemories):
     along a path.
 
     Args:
-        in_channels, out_channels, heads, state_channels, **kwargs: As in
+        in_channels, out_channels, heads, state_channels, \*\*kwargs: As in
             :class:`~pyg_chimera.nn.SurpriseGatedDeltaConv`, and so are shapes and
             errors; of :obj:`reach`, only :obj:`None` has an effect.
     """
