@@ -137,6 +137,8 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
     args = parse(parser, argv, recipe)
     args.models = list(dict.fromkeys(args.models))
+    if args.causal and "depths" in args.models:
+        parser.error("--models depths reads later bytes: leave out --causal")
     if args.prompt is not None and not (args.causal and args.prompt):
         parser.error("--prompt is some text for --causal models")
     if args.prompt is not None and set(args.models) & set(HYBRIDS):

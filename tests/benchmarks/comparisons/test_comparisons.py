@@ -144,6 +144,7 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (masked_lm, "--models bert"),
         (masked_lm, "--minutes 0"),
         (masked_lm, "--prompt abc"),
+        (masked_lm, "--causal --models depths"),
         (masked_lm, "--causal --length 3 --prompt abc"),
         (sentences, "--task squad"),
         (sentences, "--model bert"),
