@@ -13,13 +13,19 @@ from pyg_chimera.nn import (
     ChimeraDAGConv,
     ChimeraGridConv,
     ChimeraPathConv,
+    DifferentialAttentionConv,
+    DifferentialGatedDeltaConv,
     GatedDeltaConv,
     GatedGCNConv,
     GraphMambaConv,
+    HierarchicalMemoryConv,
     KHopAttentionConv,
+    LatentAttentionConv,
     PLSTMConv,
     PLSTMGridConv,
     RGLRUConv,
+    SurpriseGatedDeltaConv,
+    WindowAttentionConv,
 )
 
 __all__ = [
@@ -184,6 +190,10 @@ def gated_delta(**kwargs: Any) -> Case:
     return Case(partial(GatedDeltaConv, state_channels=3, **kwargs), [edges])
 
 
+def hybrid(layer: type[torch.nn.Module], edges: list = GRAPH, **kwargs: Any) -> Case:
+    return Case(partial(layer, **kwargs), [edges])
+
+
 def rg_lru(**kwargs: Any) -> Case:
     return Case(partial(RGLRUConv, **kwargs), DAGS[: kwargs.get("num_dags", 1)])
 
@@ -217,6 +227,8 @@ def gated_gcn(**kwargs: Any) -> Case:
     return Case(make, [GRAPH])
 
 
+MEMORY = {"state_channels": 3, "heads": 2}
+GROUPED = {"state_channels": 3, "heads": 4, "groups": 2, "edge_dim": EDGE}
 CASES = {
     "ChimeraConv": chimera(),
     "ChimeraConv-edges": chimera(heads=4, groups=2, edge_dim=EDGE, gamma=0.5),
@@ -279,5 +291,37 @@ CASES = {
     "GraphMambaConv-bins": mamba(order="pagerank", num_bins=2, bidirectional=True),
     "GatedGCNConv": gated_gcn(),
     "GatedGCNConv-edges": gated_gcn(edge_dim=EDGE),
+    "SurpriseGatedDeltaConv": hybrid(SurpriseGatedDeltaConv, DAGS[0], **MEMORY),
+    "SurpriseGatedDeltaConv-edges": hybrid(
+        SurpriseGatedDeltaConv, DAGS[0], **GROUPED, selectivity="target", gated=False
+    ),
+    "SurpriseGatedDeltaConv-divided": divided(
+        SurpriseGatedDeltaConv, state_channels=3, edge_dim=EDGE
+    ),
+    "DifferentialGatedDeltaConv": hybrid(DifferentialGatedDeltaConv, **MEMORY),
+    "DifferentialGatedDeltaConv-edges": hybrid(
+        DifferentialGatedDeltaConv, DAGS[0], **GROUPED, acyclic=True, depth=3
+    ),
+    "HierarchicalMemoryConv": hybrid(HierarchicalMemoryConv, DAGS[0], **MEMORY),
+    "HierarchicalMemoryConv-edges": hybrid(
+        HierarchicalMemoryConv, DAGS[0], **GROUPED, conv_kernel=1, bias=False
+    ),
+    "DifferentialAttentionConv": hybrid(DifferentialAttentionConv, heads=2, k=2),
+    "DifferentialAttentionConv-edges": hybrid(
+        DifferentialAttentionConv, heads=4, groups=2, k=2, edge_dim=EDGE, depth=3
+    ),
+    "DifferentialAttentionConv-rotary": hybrid(
+        DifferentialAttentionConv, DAGS[0], heads=2, groups=1, k=3, rotary=True
+    ),
+    "LatentAttentionConv": hybrid(LatentAttentionConv, heads=2, k=2, latent_channels=3),
+    "LatentAttentionConv-edges": hybrid(
+        LatentAttentionConv, DAGS[0], heads=4, groups=2, k=2, rotary=True, edge_dim=EDGE
+    ),
+    "WindowAttentionConv": hybrid(
+        WindowAttentionConv, DAGS[0], heads=2, k=3, stretch=2.0
+    ),
+    "WindowAttentionConv-edges": hybrid(
+        WindowAttentionConv, DAGS[0], heads=2, groups=2, k=2, edge_dim=EDGE, stretch=1.5
+    ),
 }
 every_conv = pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -50,6 +50,10 @@ PUBLIC = {
             "SequenceEncoder",
         ),
         *("GraphBatchNorm", "GraphModel", "HybridModel", "SwiGLU"),
+        *("DifferentialAttentionConv", "DifferentialGatedDeltaConv"),
+        *("DifferentialSelfAttention", "HierarchicalMemoryConv"),
+        *("LatentAttentionConv", "MixtureOfDepths", "SurpriseGatedDeltaConv"),
+        "WindowAttentionConv",
     },
     "pyg_chimera.transforms": {
         *("AddDiameter", "AddEliminationOrder", "AddKHopIndex", "AddTopologicalOrder"),

@@ -15,7 +15,14 @@ Any text is a file of ``--root``, split in three from its beginning to its end::
 
 All models have the same number of parameters and train for the same time, at one
 length; they are tested at this one, at 512 and at 2,048, as far as they can. 30 % of
-the bytes are hidden. A run can be stopped (Ctrl-C, ``--time-limit``) and continued with
+the bytes are hidden. The hybrid layers and the plain ones beside them, in
+``docs/hybrids.md``, are::
+
+    python benchmarks/comparisons/masked_lm.py --seeds 3 --minutes 5 \
+        --models gated-delta surprise differential hierarchical depths \
+        attention-window differential-window latent-window griffin review proposed
+
+A run can be stopped (Ctrl-C, ``--time-limit``) and continued with
 ``--resume``. ``sentences.py`` fine-tunes masked models on sentences.
 """
 
@@ -25,6 +32,7 @@ from argparse import Namespace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from statistics import mean, pstdev
 from typing import Any
 
 import torch
@@ -66,14 +74,24 @@ ENCODERS: dict[str, dict[str, str]] = {
     "attention-rotary": {"mixer": "attention", "position": "rotary"},
 }
 #: Variants of HybridModel, by name: its pattern of recurrences (r) and attention (a),
-#: and the kind of recurrence.
-HYBRIDS: dict[str, dict[str, str]] = {
+#: and their kinds.
+HYBRIDS: dict[str, dict[str, Any]] = {
     "gated-delta": {"pattern": "r"},
     "attention-window": {"pattern": "a"},
     "hybrid": {"pattern": "rra"},
     "rg-lru": {"pattern": "r", "recurrence": "rg_lru"},
     "griffin": {"pattern": "rra", "recurrence": "rg_lru"},
-}
+    "surprise": {"pattern": "r", "recurrence": "surprise"},
+    "differential": {"pattern": "r", "recurrence": "differential"},
+    "hierarchical": {"pattern": "r", "recurrence": "hierarchical"},
+    "depths": {"pattern": "r", "capacity": 0.5},
+    "differential-window": {"pattern": "a", "attention": "differential"},
+    "latent-window": {"pattern": "a", "attention": "latent"},
+    "review": {"pattern": "rra", "recurrence": "rg_lru", "attention": "window"},
+    "proposed": {
+        "pattern": "rrra", "recurrence": "surprise", "attention": "differential"
+    },
+}  # fmt: skip
 MODELS = (*ENCODERS, *HYBRIDS)
 #: The window of the attention in HybridModels.
 WINDOW = 16
@@ -103,6 +121,7 @@ def get_args(argv: list[str] | None = None) -> Namespace:
     add("--models", nargs="+", choices=MODELS, metavar="MODEL",
         default=["chimera", "attention-rotary"],
         help=f"of {', '.join(MODELS)}; default: chimera attention-rotary")  # fmt: skip
+    add("--seeds", type=positive_int, default=1, help="of each model; default: 1")
     add("--causal", action="store_true", help="predict the next byte")
     add("--prompt", help="what --causal models go on with when they are trained")
     add("--minutes", type=positive_float,
@@ -118,6 +137,8 @@ def get_args(argv: list[str] | None = None) -> Namespace:
 
     args = parse(parser, argv, recipe)
     args.models = list(dict.fromkeys(args.models))
+    if args.causal and "depths" in args.models:
+        parser.error("--models depths reads later bytes: leave out --causal")
     if args.prompt is not None and not (args.causal and args.prompt):
         parser.error("--prompt is some text for --causal models")
     if args.prompt is not None and set(args.models) & set(HYBRIDS):
@@ -266,13 +287,12 @@ def build_model(
             heads=args.heads,
             kind="sequence",
             causal=args.causal,
-            attention="khop",
             attention_kwargs={"k": WINDOW, "rotary": True},
             dropout=args.dropout,
             mlp_channels=mlp_channels,
             head="node" if num_outputs is None else "graph",
             head_layers=1,
-            **HYBRIDS[name],
+            **{"attention": "khop", **HYBRIDS[name]},
         )
 
     build = encoder if name in ENCODERS else hybrid
@@ -291,14 +311,21 @@ def write_on(args: Namespace, model: Any) -> str:
 
 
 def tabulate(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """A row for each model: its results at each length, with its best weights."""
-    rows = {}
-    for name, run in runs.items():
+    """A row for each model: its results at each length, with its best weights; means
+    and standard deviations (``ddof=0``) of several seeds.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(key.partition("/")[0] for key in runs):
+        found = [run for key, run in runs.items() if key.partition("/")[0] == name]
+        run = found[0]
         rows[name] = {"parameters": run["parameters"], "epochs": run["epochs_done"]}
-        rows[name]["minutes"] = round(run["seconds"] / 60, 2)
-        for key, value in run["best"].items():
+        rows[name]["minutes"] = round(mean(x["seconds"] for x in found) / 60, 2)
+        for key in run["best"]:
             if key.startswith("test_") and not key.endswith("_loss"):
-                rows[name][key.removeprefix("test_")] = value
+                values, short = [x["best"][key] for x in found], key[len("test_") :]
+                rows[name][short] = mean(values)
+                if len(found) > 1:
+                    rows[name] |= {f"{short}_std": pstdev(values), "seeds": len(found)}
     return rows
 
 
@@ -323,6 +350,12 @@ def run(args: Namespace) -> dict[str, Any]:
         return found
 
     runs = {name: {"model": name} for name in args.models}
+    if args.seeds > 1:
+        runs = {
+            f"{name}/seed-{seed}": {"model": name, "seed": seed}
+            for seed in range(args.seed, args.seed + args.seeds)
+            for name in args.models
+        }
     return fit_all(args, runs.items(), train, tabulate)
 
 

@@ -15,7 +15,12 @@ models have the same number of parameters, states of the same size (RG-LRU small
 ones), and train for the same time, on graphs of one size; they are tested on this size
 and on larger ones, and by how many steps a question is away from its answer. ``hybrid``
 is the delta rule and attention to what is eight steps away, in turn. A run can be
-stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``.
+stopped (Ctrl-C, ``--time-limit``) and continued with ``--resume``. The hybrid layers
+and the plain ones beside them, in ``docs/hybrids.md``, are::
+
+    python benchmarks/comparisons/recall.py --task needle --seeds 3 --minutes 5 \
+        --models delta surprise differential hierarchical depths attention \
+        differential-attention window differential-window latent-window
 """
 
 import sys
@@ -61,19 +66,40 @@ from torchmetrics.classification import MulticlassAccuracy
 from pyg_chimera.nn import (
     ChimeraConv,
     ChimeraDAGConv,
+    DifferentialAttentionConv,
+    DifferentialGatedDeltaConv,
+    DifferentialSelfAttention,
     GatedDeltaConv,
     GPSLayer,
     GraphMambaConv,
     GraphModel,
+    HierarchicalMemoryConv,
     KHopAttentionConv,
+    LatentAttentionConv,
+    MixtureOfDepths,
     PLSTMConv,
     RGLRUConv,
     SelfAttention,
+    SurpriseGatedDeltaConv,
 )
 
 STRUCTURES = ("path", "tree", "dag", "graph")
 TASKS = ("recall", "needle", "chain")
-MODELS = ("chimera", "delta", "plstm", "graph-mamba", "rg-lru", "hybrid", "attention")
+#: The hybrid layers: memories of the delta rule, and attention along edges.
+MEMORIES = {
+    "surprise": (SurpriseGatedDeltaConv, 1),
+    "differential": (DifferentialGatedDeltaConv, 2),
+    "hierarchical": (HierarchicalMemoryConv, 3),
+}
+WINDOWS = {
+    "window": KHopAttentionConv,
+    "differential-window": DifferentialAttentionConv,
+    "latent-window": LatentAttentionConv,
+}
+MODELS = (
+    *("chimera", "delta", "plstm", "graph-mamba", "rg-lru", "hybrid", "attention"),
+    *(*MEMORIES, "depths", "differential-attention", *WINDOWS),
+)
 NOT_ASKED = -100
 #: Lower bounds of the bins of distances in the table and the picture.
 DISTANCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -268,32 +294,50 @@ def build_mixer(args: Namespace, name: str, index: int) -> Module:
         return (ChimeraConv if is_graph else ChimeraDAGConv)(size, **states)
     if name == "rg-lru":
         return RGLRUConv(size, heads=heads)
-    if name in ("delta", "hybrid"):
+    if name in MEMORIES:
+        make, memories = MEMORIES[name]
+        own = {"heads": heads, "state_channels": size // heads // memories}
+        if name == "differential":
+            own |= {"acyclic": not is_graph, "depth": index + 1}
+        return make(size, **own, conv_kernel=1)
+    if name in WINDOWS:
+        depth = {"depth": index + 1} if name.startswith("differential") else {}
+        return WINDOWS[name](size, heads=heads, k=64, rotary=not is_graph, **depth)
+    if name in ("delta", "hybrid", "depths"):
         return GatedDeltaConv(size, **states, acyclic=not is_graph, conv_kernel=1)
     if name == "plstm":
         return PLSTMConv(size, heads=heads, order="bfs" if is_graph else None)
     if name == "graph-mamba":
         order = {} if is_graph else {"order": "order", "num_eval_permutations": 1}
         return GraphMambaConv(size, state_channels=size // heads, **order)
-    rotary = "sequence" if is_path else None
-    return SelfAttention(size, heads, rotary=rotary, causal=not is_graph)
+    options = {"rotary": "sequence" if is_path else None, "causal": not is_graph}
+    if name == "differential-attention":
+        return DifferentialSelfAttention(size, heads, depth=index + 1, **options)
+    return SelfAttention(size, heads, **options)
 
 
 def build_model(args: Namespace, name: str) -> GraphModel:
     """A model of the requested size, by the width of its feed-forward networks."""
+
+    def layer(index: int, mlp_channels: int) -> Module:
+        block = GPSLayer(
+            args.channels,
+            mixer=build_mixer(args, name, index),
+            norm="layer_norm",
+            norm_first=True,
+            mlp_channels=mlp_channels,
+        )
+        if name != "depths" or index < args.num_layers - 1:
+            return block
+        acyclic = args.structure != "graph"
+        return MixtureOfDepths(block, args.channels, 0.5, acyclic=acyclic)
 
     def build(mlp_channels: int) -> GraphModel:
         return GraphModel(
             [args.num_keys + 1] * 2,
             args.channels,
             args.num_keys,
-            lambda index: GPSLayer(
-                args.channels,
-                mixer=build_mixer(args, name, index),
-                norm="layer_norm",
-                norm_first=True,
-                mlp_channels=mlp_channels,
-            ),
+            lambda index: layer(index, mlp_channels),
             args.num_layers,
             head="node",
             head_layers=1,

@@ -22,6 +22,16 @@ from pyg_chimera.nn.encoders import (
 from pyg_chimera.nn.gps_layer import GPSLayer
 from pyg_chimera.nn.graph_batch_norm import GraphBatchNorm
 from pyg_chimera.nn.hetero_layer import HeteroLayer
+from pyg_chimera.nn.hybrid import (
+    DifferentialAttentionConv,
+    DifferentialGatedDeltaConv,
+    DifferentialSelfAttention,
+    HierarchicalMemoryConv,
+    LatentAttentionConv,
+    MixtureOfDepths,
+    SurpriseGatedDeltaConv,
+    WindowAttentionConv,
+)
 from pyg_chimera.nn.models import (
     CategoricalEncoder,
     GraphModel,
@@ -37,6 +47,9 @@ __all__ = [
     "ChimeraDAGConv",
     "ChimeraGridConv",
     "ChimeraPathConv",
+    "DifferentialAttentionConv",
+    "DifferentialGatedDeltaConv",
+    "DifferentialSelfAttention",
     "GPSLayer",
     "GatedDeltaConv",
     "GatedGCNConv",
@@ -44,10 +57,13 @@ __all__ = [
     "GraphMambaConv",
     "GraphModel",
     "HeteroLayer",
+    "HierarchicalMemoryConv",
     "HybridModel",
     "ImageClassifier",
     "KHopAttentionConv",
     "LaplacianEncoder",
+    "LatentAttentionConv",
+    "MixtureOfDepths",
     "PLSTMConv",
     "PLSTMGridConv",
     "PositionEmbedding",
@@ -55,5 +71,7 @@ __all__ = [
     "RandomWalkEncoder",
     "SelfAttention",
     "SequenceEncoder",
+    "SurpriseGatedDeltaConv",
     "SwiGLU",
+    "WindowAttentionConv",
 ]

@@ -110,10 +110,7 @@ class SelfAttention(torch.nn.Module):
             raise TypeError(
                 f"'mask' must be bool, True for actual nodes, got {mask.dtype}"
             )
-        query, key, value = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for y in self.lin_in(x).chunk(3, dim=-1)
-        )
+        query, key, value = self.project(x)
         if self.rotary is not None:
             places = self._places(x, width)
             query, key = _rotate(query, places), _rotate(key, places)
@@ -125,6 +122,25 @@ class SelfAttention(torch.nn.Module):
                 check_memory(what, x.size(1) ** 2, "use shorter sequences", x.device)
             past = x.new_ones(x.size(1), x.size(1), dtype=torch.bool).tril()
             seen, causal = seen & past, False
+        return self.attend(query, key, value, seen, causal)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value, [B, heads, N, P]."""
+        query, key, value = (
+            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for y in self.lin_in(x).chunk(3, dim=-1)
+        )
+        return query, key, value
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Tensor | None = None,
+        causal: bool = False,
+    ) -> Tensor:
+        """The output, [B, N, F], where nodes see those of a mask, or earlier ones."""
         out = F.scaled_dot_product_attention(query, key, value, seen, is_causal=causal)
         return self.lin_out(out.transpose(1, 2).flatten(2))
 
@@ -141,10 +157,7 @@ class SelfAttention(torch.nn.Module):
                 "Sequences are continued with causal=True, and rotary=None or "
                 f"'sequence', got {self.causal} and {self.rotary!r}"
             )
-        query, key, value = (
-            y.unflatten(-1, (self.heads, 1, -1))
-            for y in self.lin_in(x).chunk(3, dim=-1)
-        )
+        query, key, value = self.project(x.unsqueeze(1))
         if self.rotary is not None:
             place = torch.full((1, 1, 1), 0 if state is None else state[0].size(2))
             query, key = (_rotate(y, place.to(x.device)) for y in (query, key))
@@ -152,8 +165,7 @@ class SelfAttention(torch.nn.Module):
             key, value = (
                 torch.cat(pair, dim=2) for pair in zip(state, (key, value), strict=True)
             )
-        out = F.scaled_dot_product_attention(query, key, value)
-        return self.lin_out(out.flatten(1)), (key, value)
+        return self.attend(query, key, value).squeeze(1), (key, value)
 
     def _places(self, x: Tensor, width: int | Tensor | None) -> Tensor:
         """The positions of the nodes of each graph, [B or 1, N, 1 or 2]."""

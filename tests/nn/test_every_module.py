@@ -149,6 +149,13 @@ on_dag = {"edge_index": DAG, "batch": BATCH}
 on_paths = {"edge_index": PATHS, "batch": ROWS}
 MODELS = {
     "SelfAttention": model(lambda: nn.SelfAttention(C, 2), x=torch.randn(1, 7, C)),
+    "DifferentialSelfAttention": model(
+        lambda: nn.DifferentialSelfAttention(C, 2), x=torch.randn(1, 7, C)
+    ),
+    "MixtureOfDepths": model(
+        lambda: nn.MixtureOfDepths(nn.GPSLayer(C, mixer=nn.ChimeraConv(C)), C, 0.5),
+        **on_graph,
+    ),
     "SwiGLU": Row(
         lambda: nn.SwiGLU(C),
         lambda m, dtype=torch.float: m(torch.ones(2, C, dtype=dtype)),

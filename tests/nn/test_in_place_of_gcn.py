@@ -34,8 +34,8 @@ from pyg_chimera import nn
 from pyg_chimera.nn import ChimeraDAGConv, PLSTMConv, RGLRUConv
 from pyg_chimera.ops import CycleError, portable
 
-#: Layers on grids and paths take no other graphs, and say so.
-OTHERS = ("ChimeraGridConv", "ChimeraPathConv", "PLSTMGridConv")
+#: Layers on grids and paths, and by depth, take no other graphs, and say so.
+OTHERS = ("ChimeraGridConv", "ChimeraPathConv", "PLSTMGridConv", "WindowAttentionConv")
 LAYERS = {
     name: getattr(nn, name)
     for name in nn.__all__

@@ -168,7 +168,7 @@ class Projected(NamedTuple):
     query: Tensor
     gate: Tensor | None
     delta: Tensor  #: selectivities, [V, number, heads]
-    dtype: torch.dtype  #: that of nodes
+    x: Tensor  #: the nodes
 
 
 class ChimeraBlock(GatedBlock):
@@ -301,8 +301,8 @@ class ChimeraBlock(GatedBlock):
             sizes = [y.size(1) for y in parts[:3]]
             parts[:3] = filtered(torch.cat(parts[:3], dim=1)).split(sizes, dim=1)
         value, key, query, delta, *gate = parts
-        delta = delta.unflatten(1, (-1, self.heads))
-        return Projected(value, key, query, gate[0] if gate else None, delta, x.dtype)
+        delta = delta.unflatten(1, self.delta_bias.shape)
+        return Projected(value, key, query, gate[0] if gate else None, delta, x)
 
     def query_key_value(
         self, nodes: Projected, input_gate: Tensor | None = None
@@ -336,8 +336,8 @@ class ChimeraBlock(GatedBlock):
             y = gated_output(y, value, self.skip, weight, gate, eps)
         else:
             y = gated_output(y, value, self.skip, None, None, 0.0)
-            return self.finish(y, gate, nodes.dtype)
-        return self.project_out(y, nodes.dtype)
+            return self.finish(y, gate, nodes.x.dtype)
+        return self.project_out(y, nodes.x.dtype)
 
     def _set_reach(self, steps: Tensor) -> None:
         """Sets the initial range of each head, in steps, [heads].

@@ -198,7 +198,7 @@ class ChimeraPathConv(ChimeraBlock):
         if readable() and not is_followed() and bool(lost.any()):
             y, log_scale = apart()
             out, lost = self._summed(y, log_scale, value)
-        return self.finish(out.masked_fill(lost, torch.nan), nodes.gate, nodes.dtype)
+        return self.finish(out.masked_fill(lost, torch.nan), nodes.gate, nodes.x.dtype)
 
     def _summed(
         self, y: Tensor, log_scale: Tensor, value: Tensor

@@ -163,12 +163,25 @@ class GatedDeltaConv(ChimeraBlock):
         weight = self._transition(
             edge_index, x.size(0), [F.softplus(y) for y in deltas], edge
         )
-        y = delta_scan(
-            query, key, value, beta.sigmoid(),
-            edge_index, self.explained(weight, x.size(0)), batch,
+        weight, beta = self.explained(weight, x.size(0)), beta.sigmoid()
+        y = self.recalled(query, key, value, beta, edge_index, weight, batch)
+        return self.output(y, nodes)
+
+    def recalled(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        beta: Tensor,
+        edge_index: Tensor,
+        weight: Tensor,
+        batch: Tensor | None,
+    ) -> Tensor:
+        """What queries read from the memories, [V, heads, P]."""
+        return delta_scan(
+            query, key, value, beta, edge_index, weight, batch,
             acyclic=self.acyclic, form=self.form, backend=self.backend,
         )  # fmt: skip
-        return self.output(y, nodes)
 
     def _transition(
         self,

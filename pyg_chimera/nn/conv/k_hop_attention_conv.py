@@ -214,14 +214,33 @@ class KHopAttentionConv(Mixer):
             place = pairs_of_edges(edge_index, pairs, num_nodes)
             bias = bias.index_add(0, place, self.lin_edge(edge_attr).to(bias.dtype))
 
+        query, key, value = self.project(x)
+        if self.rotary:
+            angles = self._angles(edge_index, pos, query)
+            query, key = rotate(query, angles), rotate(key, angles)
+        return self.attend(query, key, value, pairs, batch, bias)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Query [V, heads, N], key and value [V, groups, N]."""
         size = self.out_channels // self.heads
         query, key, value = (
             lin(x).unflatten(1, (-1, size))
             for lin in (self.lin_query, self.lin_key, self.lin_value)
         )
-        if self.rotary:
-            angles = self._angles(edge_index, pos, query)
-            query, key = rotate(query, angles), rotate(key, angles)
+        return query, key, value
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pairs: Tensor,
+        batch: Tensor | None,
+        bias: Tensor,
+    ) -> Tensor:
+        """The output, where nodes see the sources of pairs, with a bias [pairs, heads]
+        of each.
+        """
         y = neighborhood_attention(
             query, key, value, pairs, batch, edge_bias=bias, backend=self.backend
         )

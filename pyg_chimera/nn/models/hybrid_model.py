@@ -17,6 +17,16 @@ from pyg_chimera.nn.conv import (
     RGLRUConv,
 )
 from pyg_chimera.nn.gps_layer import GPSLayer
+from pyg_chimera.nn.hybrid import (
+    DifferentialAttentionConv,
+    DifferentialGatedDeltaConv,
+    DifferentialSelfAttention,
+    HierarchicalMemoryConv,
+    LatentAttentionConv,
+    MixtureOfDepths,
+    SurpriseGatedDeltaConv,
+    WindowAttentionConv,
+)
 from pyg_chimera.nn.models.graph_model import GraphModel
 from pyg_chimera.nn.swiglu import SwiGLU
 from pyg_chimera.ops.common.checks import check_option
@@ -26,15 +36,41 @@ __all__ = ["HybridModel"]
 _Make = Callable[..., Module]
 
 #: Recurrences by name, on any graph and on DAGs.
-_ON_GRAPHS: dict[str, _Make] = {"gated_delta": GatedDeltaConv, "chimera": ChimeraConv}
+_ON_GRAPHS: dict[str, _Make] = {
+    "gated_delta": GatedDeltaConv,
+    "differential": DifferentialGatedDeltaConv,
+    "surprise": SurpriseGatedDeltaConv,
+    "hierarchical": HierarchicalMemoryConv,
+    "chimera": ChimeraConv,
+}
 _ON_DAGS: dict[str, _Make] = {
     "gated_delta": partial(GatedDeltaConv, acyclic=True),
     "chimera": partial(ChimeraDAGConv, order=None),
     "rg_lru": partial(RGLRUConv, order=None),
+    "differential": partial(DifferentialGatedDeltaConv, acyclic=True),
+    "surprise": partial(SurpriseGatedDeltaConv, order=None),
+    "hierarchical": partial(HierarchicalMemoryConv, order=None),
 }
+#: Attention along edges by name, and between all nodes of a graph.
+_ALONG_EDGES: dict[str, _Make] = {
+    "khop": KHopAttentionConv,
+    "window": WindowAttentionConv,
+    "latent": LatentAttentionConv,
+    "differential": DifferentialAttentionConv,
+}
+_DENSE: dict[str, _Make] = {
+    "full": SelfAttention,
+    "differential_full": DifferentialSelfAttention,
+}
+#: The options of :meth:`HybridModel.preset`.
+_PRESETS: dict[str, dict[str, Any]] = {
+    "review": {"pattern": "rra", "recurrence": "rg_lru", "attention": "window"},
+    "proposed": {"pattern": "rrra", "recurrence": "surprise",
+        "attention": "differential", "attention_kwargs": {"k": 128, "rotary": True}},
+}  # fmt: skip
 #: Arguments of the mixers that the model sets.
 _SET = {"in_channels", "out_channels", "channels", "heads", "edge_dim"}
-_SET |= {"flow", "causal", "acyclic", "num_dags"}
+_SET |= {"flow", "causal", "acyclic", "num_dags", "depth"}
 
 
 class HybridModel(GraphModel):
@@ -94,18 +130,29 @@ class HybridModel(GraphModel):
         recurrence (str, optional): :obj:`"gated_delta"`
             (:class:`~pyg_chimera.nn.GatedDeltaConv`), :obj:`"chimera"`
             (:class:`~pyg_chimera.nn.ChimeraConv`, or for DAGs and sequences
-            :class:`~pyg_chimera.nn.ChimeraDAGConv`), or for DAGs and sequences
+            :class:`~pyg_chimera.nn.ChimeraDAGConv`), :obj:`"differential"`
+            (:class:`~pyg_chimera.nn.DifferentialGatedDeltaConv`), :obj:`"surprise"`
+            (:class:`~pyg_chimera.nn.SurpriseGatedDeltaConv`), :obj:`"hierarchical"`
+            (:class:`~pyg_chimera.nn.HierarchicalMemoryConv`), or for DAGs and sequences
             :obj:`"rg_lru"` (:class:`~pyg_chimera.nn.RGLRUConv`). (default:
             :obj:`"gated_delta"`)
         attention (str, optional): :obj:`"full"`
-            (:class:`~pyg_chimera.nn.SelfAttention` between all nodes of a graph) or
-            :obj:`"khop"` (:class:`~pyg_chimera.nn.KHopAttentionConv`, along edges, up
-            to the :obj:`k` steps given in :obj:`attention_kwargs`). (default:
+            (:class:`~pyg_chimera.nn.SelfAttention` between all nodes of a graph),
+            :obj:`"differential_full"`
+            (:class:`~pyg_chimera.nn.DifferentialSelfAttention`), or along edges, up to
+            the :obj:`k` steps given in :obj:`attention_kwargs`, :obj:`"khop"`
+            (:class:`~pyg_chimera.nn.KHopAttentionConv`), :obj:`"window"`
+            (:class:`~pyg_chimera.nn.WindowAttentionConv`), :obj:`"latent"`
+            (:class:`~pyg_chimera.nn.LatentAttentionConv`) or :obj:`"differential"`
+            (:class:`~pyg_chimera.nn.DifferentialAttentionConv`). (default:
             :obj:`"full"`)
         recurrence_kwargs (Mapping[str, Any], optional): Further arguments of the
             recurrences. (default: :obj:`None`)
         attention_kwargs (Mapping[str, Any], optional): Further arguments of the
             attention. (default: :obj:`None`)
+        capacity (float, optional): The share of nodes that every second block processes
+            (:class:`~pyg_chimera.nn.MixtureOfDepths`), unless :obj:`causal`, and on
+            DAGs and sequences without edge features. (default: :obj:`None`, for all)
         mlp_channels (int, optional): The hidden size of the
             :class:`~pyg_chimera.nn.SwiGLU`. (default: :obj:`None`, 8/3 of
             :obj:`channels`)
@@ -139,6 +186,7 @@ class HybridModel(GraphModel):
         attention: str = "full",
         recurrence_kwargs: Mapping[str, Any] | None = None,
         attention_kwargs: Mapping[str, Any] | None = None,
+        capacity: float | None = None,
         mlp_channels: int | None = None,
         edge_dim: int | Sequence[int] | None = None,
         dropout: float = 0.0,
@@ -155,37 +203,46 @@ class HybridModel(GraphModel):
                 "'causal' must not be set for kind='graph', where nothing comes before "
                 "anything; use 'dag' or 'sequence'"
             )
-        if causal and kind == "dag" and attention == "full" and "a" in pattern:
+        if causal and kind == "dag" and attention in _DENSE and "a" in pattern:
             raise ValueError(
-                "'attention' must not be 'full' in a causal model of DAGs: it attends "
-                "to all nodes, and not to ancestors alone; use 'khop', or a 'pattern' "
-                f"without 'a', got {pattern!r}"
+                f"'attention' must not be {attention!r} in a causal model of DAGs: it "
+                "attends to all nodes, and not to ancestors alone; use 'khop', or a "
+                f"'pattern' without 'a', got {pattern!r}"
+            )
+        if capacity is not None and (causal or (edge_dim and kind != "graph")):
+            raise ValueError(
+                "'capacity' must be None in causal models, as later nodes take part in "
+                "the choice, and with features of edges of DAGs, as paths have none, "
+                f"got {capacity}"
             )
 
         def full(
             channels: int, heads: int | None, edge_dim: Any, flow: str, **options: Any
         ) -> Any:
-            return SelfAttention(channels, heads, causal=causal, **options)
+            return _DENSE[attention](channels, heads, causal=causal, **options)
 
         on = _ON_GRAPHS if kind == "graph" else _ON_DAGS
-        attentions: dict[str, _Make] = {"full": full, "khop": KHopAttentionConv}
+        attentions: dict[str, _Make] = {**dict.fromkeys(_DENSE, full), **_ALONG_EDGES}
         make = {
             "r": _mixer("recurrence", recurrence, on, recurrence_kwargs, kind),
             "a": _mixer("attention", attention, attentions, attention_kwargs, kind),
         }
+        names = {"r": recurrence, "a": attention}
         alternating = kind != "graph" and not causal
 
         def layer(index: int) -> Module:
             before = [pattern[i % len(pattern)] for i in range(index)]
             letter = pattern[index % len(pattern)]
             back = alternating and before.count(letter) % 2 == 1
+            differs = names[letter].startswith("differential")
             mixer = make[letter](
                 channels,
                 heads=heads,
                 edge_dim=None if edge_dim is None else channels,
                 flow="target_to_source" if back else "source_to_target",
+                **({"depth": index + 1} if differs else {}),
             )
-            return GPSLayer(
+            block = GPSLayer(
                 channels,
                 mixer=mixer,
                 dropout=dropout,
@@ -193,6 +250,9 @@ class HybridModel(GraphModel):
                 norm_first=True,
                 mlp=SwiGLU(channels, mlp_channels, dropout=dropout),
             )
+            if capacity is None or index % 2 == 0:
+                return block
+            return MixtureOfDepths(block, channels, capacity, acyclic=kind != "graph")
 
         refused = sorted(kwargs.keys() & {"layers", "norm"})
         if refused:
@@ -203,6 +263,24 @@ class HybridModel(GraphModel):
         )
         self.kind = kind
         self.pattern = pattern
+
+    @classmethod
+    def preset(cls, name: str, *sizes: Any, **kwargs: Any) -> "HybridModel":
+        r"""The model of a review of hybrid architectures, on sequences unless
+        :obj:`kind` is given.
+
+        Args:
+            name (str): :obj:`"review"`, what it found: two RG-LRU and one attention in
+                a window, four heads per key, rotary positions; or :obj:`"proposed"`:
+                three recurrences gated by surprise and one differential attention.
+            *sizes: :obj:`in_channels`, :obj:`channels` and :obj:`out_channels`.
+            **kwargs (optional): As of the constructor, in place of the preset's.
+
+        Raises:
+            ValueError: If there is no such preset.
+        """
+        check_option("name", name, tuple(_PRESETS))
+        return cls(*sizes, **{"kind": "sequence", **_PRESETS[name], **kwargs})
 
     def _edges(
         self, x: Tensor, edge_index: Adj, edge_attr: Tensor | None

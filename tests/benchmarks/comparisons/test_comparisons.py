@@ -107,6 +107,7 @@ def test_defaults(tmp_path, monkeypatch, refused):
         (node_classification, "--dataset actor --splits 3 10"),
         (node_classification, "--clusters 4 --neighbors 5"),
         (image_grid, "--dataset mnist --image-size 32"),
+        (masked_lm, "--causal --models depths"),
         (masked_lm, "--causal --length 3 --prompt abc"),
         (sentences, "--pretrained nowhere"),
         (recall, "--structure graph --models rg-lru"),

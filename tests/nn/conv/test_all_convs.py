@@ -397,6 +397,13 @@ COMPILED = {
     "GraphMambaConv-bins": (
         partial(nn.GraphMambaConv, order="pagerank", num_bins=2), "any"),
     "GatedGCNConv": (partial(GatedGCNConv, CHANNELS), "any"),
+    "SurpriseGatedDeltaConv": (nn.SurpriseGatedDeltaConv, "dag"),
+    "DifferentialGatedDeltaConv": (nn.DifferentialGatedDeltaConv, "any"),
+    "HierarchicalMemoryConv": (nn.HierarchicalMemoryConv, "dag"),
+    "DifferentialAttentionConv": (
+        partial(nn.DifferentialAttentionConv, k=2, heads=2), "any"),
+    "LatentAttentionConv": (partial(nn.LatentAttentionConv, k=2), "any"),
+    "WindowAttentionConv": (partial(nn.WindowAttentionConv, k=3, stretch=2), "dag"),
 }  # fmt: skip
 SETTINGS = [("eager", True), ("aot_eager", False), ("aot_eager", True)]
 unused = count()

@@ -1,3 +1,4 @@
+import math
 from itertools import product
 
 import pytest
@@ -11,13 +12,17 @@ from torch_geometric.data import Batch, Data
 from pyg_chimera.nn import (
     ChimeraConv,
     ChimeraDAGConv,
+    DifferentialAttentionConv,
     GatedDeltaConv,
     GPSLayer,
     HybridModel,
     KHopAttentionConv,
+    MixtureOfDepths,
     RGLRUConv,
     SelfAttention,
+    SurpriseGatedDeltaConv,
     SwiGLU,
+    WindowAttentionConv,
 )
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.ops import CycleError
@@ -25,7 +30,7 @@ from pyg_chimera.transforms import SequenceToGraph
 
 C, TOKENS = 16, 5
 KINDS = ("graph", "dag", "sequence")
-RECURRENCES = ("gated_delta", "chimera", "rg_lru")
+RECURRENCES = ("gated_delta", "chimera", "rg_lru", "surprise")
 every_model = pytest.mark.parametrize(
     ("kind", "causal", "recurrence"),
     [
@@ -249,3 +254,46 @@ def test_recall():
 def test_errors(kwargs, match):
     with pytest.raises(ValueError, match=match):
         HybridModel(3, C, 2, **kwargs)
+
+
+def test_presets():
+    """The review's architecture and its proposal, by name, with changes."""
+    x = SequenceToGraph()(torch.randint(TOKENS, (9,)))
+    for name, kinds in {
+        "review": [RGLRUConv, RGLRUConv, WindowAttentionConv],
+        "proposed": [*[SurpriseGatedDeltaConv] * 3, DifferentialAttentionConv],
+    }.items():
+        model = HybridModel.preset(
+            name, [TOKENS], C, TOKENS, heads=4, num_layers=4, causal=True, head="node"
+        )
+        found = mixers(model)
+        assert [type(m) for m in found[: len(kinds)]] == kinds
+        assert model(**model.inputs(x)).shape == (9, TOKENS)
+    assert abs(found[3].contrast.initial - (0.8 - 0.6 * math.exp(-0.9))) < 1e-9
+    model = HybridModel.preset("review", [TOKENS], C, 2, pattern="r", kind="dag")
+    assert {type(m) for m in mixers(model)} == {RGLRUConv}
+    with pytest.raises(ValueError, match=r"'name' must be one of \('review', 'propo"):
+        HybridModel.preset("best", [TOKENS], C, 2)
+
+
+@pytest.mark.parametrize("attention", ["window", "latent", "differential"])
+def test_attention_of_other_kinds(attention):
+    model = hybrid("dag", pattern="ra", attention=attention, layers=2)
+    model(**model.inputs(graph("dag"))).sum().backward()
+    dense = hybrid("graph", pattern="a", attention="differential_full", layers=2)
+    assert [round(m.contrast.initial, 2) for m in mixers(dense)] == [0.2, 0.36]
+    with pytest.raises(ValueError, match="'attention' must not be 'differential_full'"):
+        hybrid("dag", True, pattern="a", attention="differential_full")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_second_block_is_routed(kind):
+    model = hybrid(kind, capacity=0.5).eval()
+    assert [isinstance(m, MixtureOfDepths) for m in model.layers] == [False, True] * 2
+    batch = Batch.from_data_list([graph(kind, n) for n in (7, 1, 3)])
+    each = [model(**model.inputs(data)) for data in batch.to_data_list()]
+    assert_near(model(**model.inputs(batch)), torch.cat(each), 1e-4)
+    for wrong in ({"causal": True}, {"edge_dim": 2}):
+        if kind != "graph":
+            with pytest.raises(ValueError, match="'capacity' must be None in causal"):
+                hybrid(kind, capacity=0.5, **wrong)

@@ -43,7 +43,7 @@ class _Levels(NamedTuple):
     levels: list[_Level]
 
 
-def _levels(graph: DeltaGraph, device: torch.device) -> _Levels:
+def levels_of(graph: DeltaGraph, device: torch.device) -> _Levels:
     """The levels of a DAG."""
     node, ptr = grouped(graph.rank, graph.depth)
     edge, edge_ptr = grouped(graph.rank[graph.row], graph.depth)
@@ -127,7 +127,7 @@ def _slice_of(call: Call, part: slice) -> Call:
 
 
 def _forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
-    levels = table(_levels, call.structure, call.inputs.value.device)
+    levels = table(levels_of, call.structure, call.inputs.value.device)
     x = _operands(call, levels)
     read = (x.query.mT @ _states(x, levels)).squeeze(-2)
     return torch.empty_like(read).index_copy(0, levels.node, read), ()
