@@ -334,7 +334,8 @@ def test_edges_of_other_kinds(key):
 @pytest.mark.parametrize("num_edges", [0, 1])
 def test_few_edges_of_other_kinds(key, num_edges):
     edges = torch.zeros(2, num_edges, dtype=torch.long)
-    assert_any_kind_of_edges(key, Data(torch.rand(3, 1), edges))
+    data = Data(torch.rand(3, 1), edges, torch.rand(num_edges, 1))
+    assert_any_kind_of_edges(key, data)
 
 
 class MyData(Data):

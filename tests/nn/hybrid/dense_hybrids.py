@@ -81,7 +81,7 @@ def gates_of(p: Layer, x: Tensor, graphs: Graphs, each: int) -> tuple[Tensor, ..
         edge_gates(p, graphs),
         graphs.edges,
     )
-    beta = (2 if p.reflections else 1) * torch.sigmoid(gates[:, -1])
+    beta = torch.sigmoid(gates[:, -1])
     if p.acyclic:
         node = softplus(gates[:, 0])
         delta = edge_means(index, node, p.selectivity, edge)
