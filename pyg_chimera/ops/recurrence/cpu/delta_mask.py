@@ -58,8 +58,7 @@ from pyg_chimera.ops.recurrence.cpu.rows import (
     factorize,
 )
 from pyg_chimera.ops.recurrence.cpu.rows import solve as sweep
-from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph
-from pyg_chimera.ops.recurrence.plan.delta_tensors import Operands, positive
+from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph, Operands, positive
 
 #: Rows of the matrices' gradients to compute at a time, within the L1 cache.
 _STRIP = 12

@@ -36,8 +36,7 @@ from pyg_chimera.ops.common.vector_kit import (
     inner_product_of_rows,
 )
 from pyg_chimera.ops.recurrence.cpu.sweep import edge_pointers
-from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph
-from pyg_chimera.ops.recurrence.plan.delta_tensors import Operands
+from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph, Operands
 
 
 class _Node(NamedTuple):

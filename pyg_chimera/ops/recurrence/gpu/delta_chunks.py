@@ -57,8 +57,7 @@ from pyg_chimera.ops.recurrence.gpu.mask import (
     matrix_tile,
     tile_nodes,
 )
-from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph
-from pyg_chimera.ops.recurrence.plan.delta_tensors import positive
+from pyg_chimera.ops.recurrence.plan.delta_graph import DeltaGraph, positive
 
 #: Channels at a time.
 _STEP = 32

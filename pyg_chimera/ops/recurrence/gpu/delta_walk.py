@@ -89,12 +89,12 @@ def forward(call: Call) -> tuple[Tensor, tuple[Tensor, ...]]:
     in_slice = sizes.heads * chains.rings * sizes.numel
     at_once = min(slices, max(1, _MAX_NUMEL // in_slice))
     ring = value.new_empty(at_once, sizes.heads, chains.rings, sizes.numel)
+    tables = (chains.layout, chains.rings)
     with on_device_of(value):
         for first in range(0, slices, at_once):
             _walk[programs, min(at_once, slices - first)](
-                *operands, y, y, ring, *chains[:4], chains.far_child, chains.ring_ptr,
-                chains.rings, first, *sizes, False, **_OPTIONS,
-            )  # fmt: skip
+                operands, (y, y, ring), *tables, first, sizes, False, **_OPTIONS
+            )
     return y, ()
 
 
@@ -117,22 +117,21 @@ def backward(call: Call, saved: tuple[Tensor, ...], grad: Tensor) -> tuple[Tenso
 
     at_once = min(slices, max(1, _MAX_NUMEL // (nodes * heads * sizes.numel)))
     kept = value.new_empty(at_once, heads, nodes, sizes.numel)
-    programs = (chains.ptr.numel() - 1) * heads
+    programs, layout = (chains.ptr.numel() - 1) * heads, chains.layout
     ring = value.new_empty(at_once, heads, chains.rings, sizes.numel)
     with on_device_of(value):
         for first in range(0, slices, at_once):
             count = min(at_once, slices - first)
             _walk[programs, count](
-                *operands, errors, errors, kept, *chains[:4], chains.far_child,
-                chains.ring_ptr, nodes, first, *sizes, True, **_OPTIONS,
+                operands, (errors, errors, kept), layout, nodes, first, sizes, True,
+                **_OPTIONS,
             )  # fmt: skip
             _walk_back[programs, count](
-                q, k, b, w, dy, errors, dv, dk, db, dw, kept, ring, *chains[:2],
-                *chains[4:6], chains.far_parent, chains.ring_ptr, nodes, chains.rings,
-                first, *sizes, **_OPTIONS,
+                (q, k, b, w, dy, errors), (dv, dk, db, dw), (kept, ring), layout,
+                nodes, chains.rings, first, sizes, **_OPTIONS,
             )  # fmt: skip
             _reads[nodes * heads, count](
-                k, b, dy, errors, dv, dq, dk, kept, chains.node, nodes, first, *sizes,
+                (k, b, dy, errors, dv), (dq, dk), kept, layout, nodes, first, sizes,
                 **_OPTIONS,
             )  # fmt: skip
     dq, dk = (
@@ -147,31 +146,33 @@ def _chains(graph: DeltaGraph, device: torch.device) -> Chains:
     return Chains.of(graph.states, device)
 
 
-def _operands(call: Call, chains: Chains) -> list[Tensor]:
+def _operands(call: Call, chains: Chains) -> tuple[Tensor, ...]:
     """The inputs as kernels take them: weights in the order of entries."""
     *of_nodes, weight = call.inputs[:5]
-    return [x.contiguous() for x in (*of_nodes, weight[chains.edge])]
+    return tuple(x.contiguous() for x in (*of_nodes, weight[chains.edge]))
 
 
 # --------------------------------------------------------------- the parts of kernels
 
 
 @triton.jit
-def _slice(z, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _slice(z, sizes: tl.constexpr):
     """The key channels and value channels of slice z."""
-    return tl.arange(0, ROWS), z * COLUMNS + tl.arange(0, COLUMNS)
+    return tl.arange(0, sizes.rows), z * sizes.columns + tl.arange(0, sizes.columns)
 
 
 @triton.jit
-def _numbers(first, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _numbers(first, sizes: tl.constexpr):
     """Pointers to the entries of a slice of a state at `first`, transposed."""
-    return first + tl.arange(0, COLUMNS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    n, p = tl.arange(0, sizes.rows), tl.arange(0, sizes.columns)
+    return first + p[:, None] * sizes.rows + n[None, :]
 
 
 @triton.jit
-def _part(row, h, z, HEADS: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr):
-    """The index of slice z in the parts of sums, [rows, HEADS, slices]."""
-    return (row * HEADS + h) * ((P + COLUMNS - 1) // COLUMNS) + z
+def _part(row, h, z, sizes: tl.constexpr):
+    """The index of slice z in the parts of sums, [rows, heads, slices]."""
+    slices: tl.constexpr = (sizes.P + sizes.columns - 1) // sizes.columns
+    return (row * sizes.heads + h) * slices + z
 
 
 # ------------------------------------------------------------------------- the kernels
@@ -182,35 +183,39 @@ _ANY = ["slots", "num_nodes", "rings", "first_slice"]
 
 @triton.jit(do_not_specialize=_ANY[::3])
 def _walk(
-    Q, K, V, B, W, Y, ERRORS, HELD, PTR, NODE, PARENT_PTR, PARENT, FAR_CHILD,
-    RING_PTR, slots, first_slice, HEADS: tl.constexpr, GROUPS: tl.constexpr,
-    N: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    KEEP: tl.constexpr,
-):  # fmt: skip
+    operands, outs, chains, slots, first_slice, sizes: tl.constexpr, KEEP: tl.constexpr
+):
     """The output of a component, a head and a slice; if KEEP, states and errors."""
+    Q, K, V, B, W = operands
+    Y, ERRORS, HELD = outs
+    HEADS: tl.constexpr = sizes.heads
+    N: tl.constexpr = sizes.N
+    P: tl.constexpr = sizes.P
+    SIZE: tl.constexpr = sizes.rows * sizes.columns
     c, h, z = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(1)
-    n, p = _slice(first_slice + z, ROWS, COLUMNS)
+    n, p = _slice(first_slice + z, sizes)
     if KEEP:  # a slot for each position
         base, ring = 0, slots
     else:
-        base, ring = ring_of(RING_PTR, c)
+        base, ring = ring_of(chains.ring_ptr, c)
     first_slot = (z.to(tl.int64) * HEADS + h) * slots + base
-    held = _numbers(HELD + first_slot * (ROWS * COLUMNS), ROWS, COLUMNS)
-    S = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)  # the last position's state
-    begin, end = bounds(PTR, c)
+    held = _numbers(HELD + first_slot * SIZE, sizes)
+    zeros = tl.zeros([sizes.columns, sizes.rows], V.dtype.element_ty)
+    S, g = zeros, h // (HEADS // sizes.groups)  # the last position's state
+    begin, end = bounds(chains.ptr, c)
     for i in range(begin, end):
-        node = tl.load(NODE + i).to(tl.int64)
-        q = row_of(Q, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
-        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        node = tl.load(chains.node + i).to(tl.int64)
+        q = row_of(Q, node, g, n, n < N, sizes.groups, N)
+        k = row_of(K, node, g, n, n < N, sizes.groups, N)
         v = row_of(V, node, h, p, p < P, HEADS, P)
-        state = tl.zeros([COLUMNS, ROWS], V.dtype.element_ty)
-        start, stop = bounds(PARENT_PTR, i)
+        state = zeros
+        start, stop = bounds(chains.parent_ptr, i)
         for x in range(start, stop):
             w = tl.load(W + x * HEADS + h)
-            j = tl.load(PARENT + x)
+            j = tl.load(chains.parent + x)
             there = S
             if j != i - 1:
-                there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
+                there = tl.load(held + (j % ring).to(tl.int64) * SIZE)
             state += w * there
         strength = tl.load(B + node * HEADS + h)
         row = (node * HEADS + h) * P + p
@@ -218,93 +223,101 @@ def _walk(
         S = state + (strength * e)[:, None] * k[None, :]
         if KEEP:
             tl.store(ERRORS + row, e, mask=p < P)
-            tl.store(held + i * (ROWS * COLUMNS), S)
+            tl.store(held + i * SIZE, S)
             tl.debug_barrier()  # later positions read it
         else:
             y = tl.sum(S * q[None, :], 1)
             tl.store(Y + row, y, mask=p < P)
-            if tl.load(FAR_CHILD + i) > 0:
+            if tl.load(chains.far_child + i) > 0:
                 tl.debug_barrier()  # all must have read the old values before the store
-                tl.store(held + i % ring * (ROWS * COLUMNS), S)
+                tl.store(held + i % ring * SIZE, S)
                 tl.debug_barrier()  # later positions read it
 
 
 @triton.jit(do_not_specialize=_ANY[1:])
 def _walk_back(
-    Q, K, B, W, DY, ERRORS, DV, DK, DB, DW, KEPT, RING, PTR, NODE,
-    CHILD_PTR, CHILD, FAR_PARENT, RING_PTR, num_nodes, rings, first_slice,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    operands, grads, memory, chains, num_nodes, rings, first_slice,
+    sizes: tl.constexpr,
 ):  # fmt: skip
     """The adjoints of a component, a head and a slice, and all gradients but those from
     what queries and keys read.
     """
+    Q, K, B, W, DY, ERRORS = operands
+    DV, DK, DB, DW = grads
+    KEPT, RING = memory
+    HEADS: tl.constexpr = sizes.heads
+    N: tl.constexpr = sizes.N
+    P: tl.constexpr = sizes.P
+    SIZE: tl.constexpr = sizes.rows * sizes.columns
     h, z = tl.program_id(0) % HEADS, tl.program_id(1)
-    n, p = _slice(first_slice + z, ROWS, COLUMNS)
+    n, p = _slice(first_slice + z, sizes)
     states = (z.to(tl.int64) * HEADS + h) * num_nodes
-    kept = _numbers(KEPT + states * (ROWS * COLUMNS), ROWS, COLUMNS)
-    base, ring = ring_of(RING_PTR, tl.program_id(0) // HEADS)
+    kept = _numbers(KEPT + states * SIZE, sizes)
+    base, ring = ring_of(chains.ring_ptr, tl.program_id(0) // HEADS)
     first_slot = (z.to(tl.int64) * HEADS + h) * rings + base
-    held = _numbers(RING + first_slot * (ROWS * COLUMNS), ROWS, COLUMNS)
-    begin, end = bounds(PTR, tl.program_id(0) // HEADS)
-    D = tl.zeros([COLUMNS, ROWS], Q.dtype.element_ty)  # S'* of the next position
+    held = _numbers(RING + first_slot * SIZE, sizes)
+    begin, end = bounds(chains.ptr, tl.program_id(0) // HEADS)
+    D = tl.zeros([sizes.columns, sizes.rows], Q.dtype.element_ty)  # S'* of the next one
+    g = h // (HEADS // sizes.groups)
     for back in range(0, end - begin):
         i = end - 1 - back
-        node = tl.load(NODE + i).to(tl.int64)
-        q = row_of(Q, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        node = tl.load(chains.node + i).to(tl.int64)
+        q = row_of(Q, node, g, n, n < N, sizes.groups, N)
         dy = row_of(DY, node, h, p, p < P, HEADS, P)
-        S = tl.load(kept + i * (ROWS * COLUMNS))
+        S = tl.load(kept + i * SIZE)
         Z = dy[:, None] * q[None, :]
-        first, last = bounds(CHILD_PTR, i)
+        first, last = bounds(chains.child_ptr, i)
         for x in range(first, last):
             w = tl.load(W + x * HEADS + h)
-            j = tl.load(CHILD + x)
+            j = tl.load(chains.child + x)
             there = D
             if j != i + 1:
-                there = tl.load(held + (j % ring).to(tl.int64) * (ROWS * COLUMNS))
+                there = tl.load(held + (j % ring).to(tl.int64) * SIZE)
             Z += w * there
-            at = _part(x, h, first_slice + z, HEADS, P, COLUMNS)
+            at = _part(x, h, first_slice + z, sizes)
             tl.store(DW + at, tl.sum(tl.sum(there * S, 1), 0))
-        k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+        k = row_of(K, node, g, n, n < N, sizes.groups, N)
         row = (node * HEADS + h) * P + p
         e = tl.load(ERRORS + row, mask=p < P, other=0.0)
         strength = tl.load(B + node * HEADS + h)
         found = tl.sum(Z * k[None, :], 1)
         db = tl.sum(found * e, 0)
-        at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
+        at = _part(node, h, first_slice + z, sizes)
         de = strength * found
         tl.store(DV + row, de, mask=p < P)
         tl.store(DB + at, db)
         dk = tl.sum(Z * (strength * e)[:, None], 0)
         tl.store(DK + 2 * at * N + n, dk, mask=n < N)
         D = Z - de[:, None] * k[None, :]
-        if tl.load(FAR_PARENT + i) > 0:
+        if tl.load(chains.far_parent + i) > 0:
             tl.debug_barrier()  # all must have read the old values before the store
-            tl.store(held + i % ring * (ROWS * COLUMNS), D)
+            tl.store(held + i % ring * SIZE, D)
             tl.debug_barrier()  # earlier positions read it
 
 
 @triton.jit(do_not_specialize=_ANY[1::2])
-def _reads(
-    K, B, DY, ERRORS, DV, DQ, DK, KEPT, NODE, num_nodes, first_slice,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _reads(operands, outs, KEPT, chains, num_nodes, first_slice, sizes: tl.constexpr):
     """The gradients of a position's query and key from what they read of a slice."""
+    K, B, DY, ERRORS, DV = operands
+    DQ, DK = outs
+    HEADS: tl.constexpr = sizes.heads
+    N: tl.constexpr = sizes.N
+    P: tl.constexpr = sizes.P
+    SIZE: tl.constexpr = sizes.rows * sizes.columns
     i, h = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     z = tl.program_id(1)
-    n, p = _slice(first_slice + z, ROWS, COLUMNS)
+    n, p = _slice(first_slice + z, sizes)
     states = (z.to(tl.int64) * HEADS + h) * num_nodes
-    kept = _numbers(KEPT + states * (ROWS * COLUMNS), ROWS, COLUMNS)
-    node = tl.load(NODE + i).to(tl.int64)
-    S = tl.load(kept + i * (ROWS * COLUMNS))
+    kept = _numbers(KEPT + states * SIZE, sizes)
+    node = tl.load(chains.node + i).to(tl.int64)
+    S = tl.load(kept + i * SIZE)
     row = (node * HEADS + h) * P + p
-    k = row_of(K, node, h // (HEADS // GROUPS), n, n < N, GROUPS, N)
+    k = row_of(K, node, h // (HEADS // sizes.groups), n, n < N, sizes.groups, N)
     strength = tl.load(B + node * HEADS + h)
     written = strength * tl.load(ERRORS + row, mask=p < P, other=0.0)
     known = S - written[:, None] * k[None, :]
     dq = S * row_of(DY, node, h, p, p < P, HEADS, P)[:, None]
     dk = -known * tl.load(DV + row, mask=p < P, other=0.0)[:, None]
-    at = _part(node, h, first_slice + z, HEADS, P, COLUMNS)
+    at = _part(node, h, first_slice + z, sizes)
     tl.store(DQ + at * N + n, tl.sum(dq, 0), mask=n < N)
     tl.store(DK + (2 * at + 1) * N + n, tl.sum(dk, 0), mask=n < N)

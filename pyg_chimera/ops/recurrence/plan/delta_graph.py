@@ -1,8 +1,8 @@
-"""The structure of a batch of graphs for the delta rule."""
+"""The structure of a batch of graphs, and the operands, for the delta rule."""
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -92,3 +92,21 @@ def delta_graph(edge_index: Tensor, batch: Tensor | None, num_nodes: int) -> Del
     rank, on_cycle = ranks_and_cycles(edge_index, num_nodes)
     blocks = ranked_blocks(edge_index, batch, rank, num_nodes)
     return DeltaGraph(**vars(blocks), col=col, row=row, rank=rank, on_cycle=on_cycle)
+
+
+class Operands(NamedTuple):
+    """The inputs of a kernel, or their gradients.
+
+    Gradients of query and key are parts, [parts, V, groups, N] or [V, heads, N].
+    """
+
+    query: np.ndarray  #: [V, groups, N]
+    key: np.ndarray  #: [V, groups, N]
+    value: np.ndarray  #: [V, heads, P]; in transposed systems the gradient of output
+    beta: np.ndarray  #: [V, heads]
+    weight: np.ndarray  #: [E, heads]
+
+
+def positive(beta: Tensor) -> Tensor:
+    """Clamp beta to >= 1e-20 so that it can be divided by."""
+    return beta.clamp(min=1e-20)
