@@ -18,6 +18,7 @@ from pyg_chimera.nn._inputs import (
     check_inputs,
     edge_features,
     halves_of,
+    has_edge_mask,
 )
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.conv._base import Mixer
@@ -33,6 +34,7 @@ from pyg_chimera.nn.conv._window import Filter, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
 from pyg_chimera.ops.common.checks import check_flag, check_option
 from pyg_chimera.ops.common.operator import without_autocast
+from pyg_chimera.ops.dag_filter import dag_filter
 from pyg_chimera.ops.gated_norm import gated_inputs, gated_output
 
 __all__ = ["ChimeraBlock", "GatedBlock", "Projected"]
@@ -119,8 +121,17 @@ class GatedBlock(Mixer):
 
     def over_edges(self, edge_index: Tensor) -> Filter | None:
         """The local filter over a node and its parents in each DAG, if there is one."""
-        weight, num_dags = self.local_weight, self.num_dags
-        return over_dags(weight, num_dags, edge_index, self.explained)
+        weight, num_dags, explained = self.local_weight, self.num_dags, None
+        if weight is None:
+            return None
+        if has_edge_mask(self, num_dags):
+            explained = self.explain_message
+
+        def filtered(x: Tensor) -> Tensor:
+            y = at_least_float32(x)  # half precision does not count far
+            return dag_filter(y, weight, edge_index, num_dags, explained).to(x.dtype)
+
+        return filtered
 
     def finish(self, y: Tensor, gate: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Norm, gate and projection."""
@@ -411,35 +422,3 @@ def mean_of_ends(
     if edge is not None:
         parts.append(edge)
     return parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
-
-
-def over_dags(
-    weight: Tensor | None,
-    num_dags: int,
-    edge_index: Tensor,
-    explained: Callable[[Tensor, int], Tensor],
-) -> Filter | None:
-    """A filter along several DAGs, stacked as one graph; None without weights.
-
-    Weights [F, 1 + D * steps] apply to the node itself, and in each DAG to the mean of
-    its parents, the mean of their means, and so on. On a directed path, this is a
-    causal convolution.
-    """
-    if weight is None:
-        return None
-    own, sides = weight[:, 0], weight[:, 1:].t().unflatten(0, (num_dags, -1))
-    source, target = edge_index
-
-    def filtered(x: Tensor) -> Tensor:
-        y = at_least_float32(x)  # half precision does not count far
-        out, far = y * own, y if num_dags == 1 else y.repeat(num_dags, 1)
-        ones = y.new_ones(source.size(0), 1)
-        degree = y.new_zeros(far.size(0), 1).index_add(0, target, ones).clamp(min=1)
-        for side in sides.unbind(1):
-            passed = explained(far[source], far.size(0))
-            far = torch.zeros_like(far).index_add(0, target, passed) / degree
-            for d, part in enumerate(far.view(num_dags, *y.shape)):
-                out = torch.addcmul(out, part, side[d].to(y.dtype))
-        return out.to(x.dtype)
-
-    return filtered

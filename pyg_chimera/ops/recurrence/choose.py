@@ -455,7 +455,7 @@ def choices(call: Call, usable: list[str], reason: str) -> list[Choice]:
     # On a CPU, only whether to iterate depends on contents, and only in long calls.
     sizes = inputs.query.shape, inputs.value.shape, inputs.value.dtype
     asked = name, solver, form, getattr(inputs, "num_terms", None), *usable, reason
-    key = (*sizes, *asked, torch.get_num_threads(), id(nanoseconds()))
+    key = (*sizes, *asked, torch.get_num_threads(), *nanoseconds().values())
     known = call.structure.tables.get(key)
     if known is None:
         known = _sorted(call, usable, reason, is_cpu)
