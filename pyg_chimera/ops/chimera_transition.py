@@ -75,8 +75,8 @@ def chimera_transition(
     nodes = {"target": target, "source": source, "psi": psi}
     _check_shapes(edge_index, num_nodes, **nodes, edge=edge)
     margin = LEAST_MARGIN * torch.finfo(psi.dtype).eps
-    weight = edge_softmax(edge_index, target, source, psi, edge, gamma, margin)
-    return weight.to(dtype or psi.dtype)
+    given = edge_index, target, source, psi, edge
+    return edge_softmax(*given, gamma, margin, dtype or psi.dtype)
 
 
 def released_transition(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.array_views import as_array
+from pyg_chimera.ops.common.array_views import as_array, in_range
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 from pyg_chimera.ops.common.simd import (
@@ -82,7 +82,7 @@ def _forward(
 ) -> tuple[Tensor, Sequence[Tensor], None]:
     """Saves the means, [K, D V, F], and one over numbers of parents, [D V]."""
     steps, (rows, channels) = (weight.size(1) - 1) // num_dags, x.shape
-    edges = as_array(edge_index)
+    edges = in_range(edge_index, num_dags * rows)
     share = x.new_empty(num_dags * rows)
     parents = np.bincount(edges[1], minlength=num_dags * rows)
     as_array(share)[:] = 1 / np.maximum(parents, 1)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_chimera.ops.common.array_views import as_array, as_view
+from pyg_chimera.ops.common.array_views import as_array, as_view, in_range
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.numba_runtime import jit
 from pyg_chimera.ops.common.simd import (
@@ -26,6 +26,7 @@ from pyg_chimera.ops.common.vector_kit import LOG_2, exp2
 class _Options(NamedTuple):
     gamma: float
     margin: float
+    wide: torch.dtype  #: to compute in, where it is not a kernel
 
 
 def edge_softmax(
@@ -36,8 +37,9 @@ def edge_softmax(
     edge: Tensor | None,
     gamma: float,
     margin: float,
+    dtype: torch.dtype,
 ) -> Tensor:
-    r"""The weights of edges, [E, H], in float64: with the sum :math:`s_i` of
+    r"""The weights of edges, [E, H], in a dtype: with the sum :math:`s_i` of
     :math:`a_{ij}` over the edges into node i,
 
     .. math::
@@ -47,8 +49,10 @@ def edge_softmax(
     Without edge selectivities, the exponent is divided by 2. Node selectivities are
     [V, H], those of edges [E, H]. Exponents are shifted by the largest one of a row.
     """
+    wide = torch.promote_types(dtype, torch.float32)
     given = edge_index, target, source, psi, edge
-    return _SOFTMAX(given, _Options(float(gamma), margin))
+    weight = _SOFTMAX(given, _Options(float(gamma), margin, wide))
+    return weight if weight.dtype == dtype else weight.to(dtype)
 
 
 def _composed(
@@ -59,11 +63,11 @@ def _composed(
     edge: Tensor | None,
     options: _Options,
 ) -> Tensor:
-    (col, row), share = edge_index, 2 if edge is None else 3
+    (col, row), share, wide = edge_index, 2 if edge is None else 3, options.wide
     # Relative to exp(-target), which is common to a row and cancels.
-    least = target.double() / share - psi.double()
-    exponent = source.double()[col]
-    exponent = -(exponent if edge is None else exponent + edge.double()) / share
+    least = target.to(wide) / share - psi.to(wide)
+    exponent = source.to(wide)[col]
+    exponent = -(exponent if edge is None else exponent + edge.to(wide)) / share
     with torch.no_grad():  # any shift cancels, too
         index = row.long().unsqueeze(1).expand_as(exponent)
         shift = least.scatter_reduce(0, index, exponent, "amax")
@@ -89,15 +93,15 @@ def _forward(
     """Saves, [2, V, H], by how much the total of a row changes with the sum of its
     weights, over gamma, and its logarithm with that of the margin.
     """
-    share = 2 if edge is None else 3
+    share, edges = 2 if edge is None else 3, in_range(edge_index, target.size(0))
     least = _divided(target, share) - as_view(psi)
     shape = edge_index.size(1), least.shape[1]
     out, slopes = (
         target.new_empty(x, dtype=torch.float64) for x in (shape, (2, *least.shape))
     )
-    weight, arrays = as_array(out), (as_array(edge_index), _divided(source, -share))
+    weight, exponents = as_array(out), _divided(source, -share)
     weight[:] = 0 if edge is None else _divided(edge, -share)
-    _normalize(*arrays, least, options, weight, as_array(slopes))
+    _normalize(edges, exponents, least, options[:2], weight, as_array(slopes))
     return out, (out, slopes), None
 
 

@@ -39,7 +39,7 @@ def case(nodes, edges, heads, on_edges, seed=0):
 
 
 def softmax(*inputs):
-    return edge_softmax(*inputs, GAMMA, MARGIN)
+    return edge_softmax(*inputs, GAMMA, MARGIN, torch.double)
 
 
 def results(function, index, *nodes):

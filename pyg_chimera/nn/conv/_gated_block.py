@@ -343,8 +343,8 @@ class ChimeraBlock(GatedBlock):
         if self.norm_before_gate and isinstance(self.norm, torch.nn.Identity):
             y = gated_output(y, value, self.skip, None, gate, 0.0)
         elif self.norm_before_gate and is_plain(self.norm):
-            weight, eps = self.norm.weight, self.norm.eps
-            y = gated_output(y, value, self.skip, weight, gate, eps)
+            norm: Any = self.norm
+            y = gated_output(y, value, self.skip, norm.weight, gate, norm.eps)
         else:
             y = gated_output(y, value, self.skip, None, None, 0.0)
             return self.finish(y, gate, nodes.x.dtype)

@@ -1,19 +1,22 @@
 """Several projections of nodes by one matrix product."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear, is_uninitialized_parameter
 
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.conv._init import GateLinear
 from pyg_chimera.ops.common.fused import Fused
+from pyg_chimera.ops.common.torch_private import is_hooked
 
 __all__ = ["is_plain", "projections"]
 
+_ORDINARY = (Tensor, Parameter, type(None))
 _PLAIN = (Linear, torch.nn.Linear, GateLinear, RMSNorm)
 
 
@@ -26,21 +29,22 @@ def projections(
     for lin in lins:
         if is_uninitialized_parameter(getattr(lin, "weight", None)):
             lin(x[:0])
-    plain = [lin for lin in lins if is_plain(lin)]
+    plain: list[Any] = [lin for lin in lins if is_plain(lin)]
     if len(plain) < len(lins):
         return [lin(x) for lin in lins]
     tensors = x, *(lin.weight for lin in plain), *(lin.bias for lin in plain)
     return _JOINT(tensors, None).split([lin.weight.size(0) for lin in plain], dim=1)
 
 
-def is_plain(lin: Any) -> TypeGuard[Linear]:
-    """Whether a layer is no more than its weights: no hooks, no adapter."""
-    return type(lin) in _PLAIN and not (
-        "forward" in vars(lin)
-        or lin._forward_hooks
-        or lin._forward_pre_hooks
-        or lin._backward_hooks
-        or lin._backward_pre_hooks
+def is_plain(module: Any) -> bool:
+    """Whether a module is no more than its weights: no hooks, no adapter, no weights of
+    other kinds, so that what it computes may be computed elsewhere.
+    """
+    return (
+        type(module) in _PLAIN
+        and "forward" not in vars(module)
+        and not is_hooked(module)
+        and all(type(x) in _ORDINARY for x in module._parameters.values())
     )
 
 
@@ -78,7 +82,9 @@ def _backward(
     weights, biases = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     sizes = [len(w) for w in weights]
     dx = grad @ weight if x.requires_grad else None
-    dweights = (grad.t() @ x).split(sizes)
+    dweights: Sequence[Any] = [None] * len(weights)
+    if any(w.requires_grad for w in weights):
+        dweights = (grad.t() @ x).split(sizes)
     dbiases: Sequence[Any] = biases
     if any(bias is not None for bias in biases):
         pairs = zip(grad.sum(0).split(sizes), biases, strict=True)

@@ -124,9 +124,8 @@ class SeveralMemories(GatedDeltaConv):
         self.skip = Parameter(torch.empty(heads))
 
     def _set_reach(self, steps: Tensor) -> None:
-        if self.reach is not None:
-            steps = head_reaches(self.reach, self.heads * self.memories)
-        super()._set_reach(steps)
+        assert self.reach is not None  # or it is not called
+        super()._set_reach(head_reaches(self.reach, self.heads * self.memories))
 
 
 class DifferentialGatedDeltaConv(ResetsAll, SeveralMemories):

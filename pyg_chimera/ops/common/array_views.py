@@ -34,6 +34,21 @@ def as_view(x: Tensor, size: int | None = None) -> ndarray:
     return ndarray((*x.shape,), _DTYPES[x.dtype], memory, strides=strides)
 
 
+def in_range(edge_index: Tensor, num_nodes: int) -> ndarray:
+    """Edges as an array, for kernels, which do not look where they write.
+
+    Raises:
+        IndexError: If a node is out of range, as where PyTorch gathers them.
+    """
+    edges = as_array(edge_index)
+    if edges.size > 0 and not 0 <= edges.min() <= edges.max() < num_nodes:
+        raise IndexError(
+            f"'edge_index' must hold nodes in [0, {num_nodes}), got {edges.min()} to "
+            f"{edges.max()}"
+        )
+    return edges
+
+
 def as_array(x: Tensor) -> ndarray:
     """The memory of a contiguous tensor on the CPU, or of a contiguous copy.
 

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from pyg_chimera.ops.common.torch_private import is_batched, is_followed
+from pyg_chimera.ops.common.checks import trusted, trusting
+from pyg_chimera.ops.common.torch_private import (
+    is_batched,
+    is_followed,
+    is_transforming,
+)
 
 _ORDINARY = (Tensor, Parameter)
 _FLOATS = (torch.float32, torch.float64)
@@ -83,27 +88,47 @@ class _Function(torch.autograd.Function):
         outputs, saved, ctx.rest = fused.forward(*tensors, options)
         ctx.save_for_backward(*tensors, *saved)
         ctx.fused, ctx.count, ctx.options = fused, count, options
+        ctx.trusted = trusted()
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        tensors, rest = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        again = torch.is_grad_enabled()
-        if again or is_followed() or any(map(is_batched, grads)):
-            found = _recomposed(ctx.fused.composed, tensors, ctx.options, grads, again)
+        saved = ctx.saved_tensors  # once: checkpointing computes them when asked
+        tensors, more = saved[: ctx.count], saved[ctx.count :]
+        if torch.is_grad_enabled() or not all(map(_is_seen, grads)):
+            # It reads the contents of tensors, or not, as in the forward pass.
+            with trusting(ctx.trusted):
+                found = _recomposed(ctx.fused.composed, tensors, ctx.options, grads)
         else:
-            found = ctx.fused.backward(tensors, ctx.options, rest, grads, ctx.rest)
+            found = ctx.fused.backward(tensors, ctx.options, more, grads, ctx.rest)
         return None, None, None, *found
 
 
+def _is_seen(grad: Tensor) -> bool:
+    """Whether a gradient is an ordinary tensor: not one of many, or of a compiler."""
+    return (
+        type(grad) in _ORDINARY
+        and not is_batched(grad)
+        and not torch.compiler.is_compiling()
+        and not is_transforming()
+    )
+
+
 def _recomposed(
-    composed: Callable, tensors: Tensors, options: Any, grads: Tensors, again: bool
+    composed: Callable, tensors: Tensors, options: Any, grads: Tensors
 ) -> Iterable[Tensor | None]:
-    """The gradients by PyTorch's operators, which can be differentiated `again`."""
+    """The gradients by PyTorch's operators, which can be differentiated again."""
+    again = torch.is_grad_enabled()
     with torch.enable_grad():  # of views, as one may depend on another
         views = [None if x is None else x.view_as(x) for x in tensors]
         outputs = composed(*views, options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     leaves = [x for x in views if x is not None and x.requires_grad]
-    found = iter(torch.autograd.grad(outputs, leaves, grads, create_graph=again))
+    pairs = [x for x in zip(outputs, grads, strict=True) if x[0].requires_grad]
+    several, gradients = zip(*pairs, strict=True)
+    found = iter(
+        torch.autograd.grad(
+            several, leaves, gradients, create_graph=again, allow_unused=True
+        )
+    )
     return [next(found) if x is not None and x.requires_grad else None for x in views]

@@ -53,6 +53,17 @@ def is_followed() -> bool:
     )
 
 
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether anything is called with a module, or with all modules."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or torch.nn.modules.module._has_any_global_hook()
+    )
+
+
 def while_loop(
     cond: Callable, body: Callable, carried: tuple, others: tuple
 ) -> tuple[Any, ...]:

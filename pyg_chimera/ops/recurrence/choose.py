@@ -452,17 +452,21 @@ def choices(call: Call, usable: list[str], reason: str) -> list[Choice]:
     is_cpu = inputs.value.device.type == "cpu" and usable[0] != "triton"
     if not is_cpu:
         return _sorted(call, usable, reason, is_cpu)
-    # On a CPU, only whether to iterate depends on contents, and only in long calls.
+    # On a CPU, contents only matter to iterations, and to whether to iterate at all if
+    # a call is long.
     sizes = inputs.query.shape, inputs.value.shape, inputs.value.dtype
     asked = name, solver, form, getattr(inputs, "num_terms", None), *usable, reason
     key = (*sizes, *asked, torch.get_num_threads(), *nanoseconds().values())
     known = call.structure.tables.get(key)
     if known is None:
         known = _sorted(call, usable, reason, is_cpu)
-        cost = known[0].cost
-        if solver != "iterative" and cost is not None and cost.seconds < _WORTH_WHILE:
+        if all(x.solver != "iterative" for x in known) and _is_short(known[0]):
             call.structure.tables[key] = known
     return known
+
+
+def _is_short(choice: Choice) -> bool:
+    return choice.cost is not None and choice.cost.seconds < _WORTH_WHILE
 
 
 def _sorted(call: Call, usable: list[str], reason: str, is_cpu: bool) -> list[Choice]:

@@ -102,6 +102,7 @@ def dag_halves(edge_index: Tensor, num_nodes: int) -> Halves:
 
 
 def _dag_halves(edge_index: Tensor, num_nodes: int) -> Halves:
+    check_edge_index(edge_index, num_nodes)
     source, target = edge_index.long()
     proper = to_numpy(edge_index[:, source != target])
     if not traversal(*proper, num_nodes)[1].any():  # a DAG, which is soon known

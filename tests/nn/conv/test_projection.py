@@ -89,3 +89,26 @@ def test_autocast_and_half_precision():
     ):
         assert y.dtype == torch.bfloat16
         assert_near(y.float(), z, 0.05)
+
+
+def test_hooks_of_all_modules_are_called():
+    seen = []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, *_: seen.append(module)
+    )
+    try:
+        lins = layers()
+        projections(torch.randn(2, 6).double(), lins)
+    finally:
+        handle.remove()
+    assert seen == lins
+
+
+def test_weights_of_another_kind_are_left_to_their_layer():
+    class Quantized(torch.nn.Parameter):
+        pass
+
+    lins = layers()
+    lins[0].weight = Quantized(lins[0].weight.detach())
+    assert not is_plain(lins[0])
+    assert is_plain(lins[1])

@@ -33,9 +33,15 @@ def is_ill_conditioned(edge_index: Tensor, weight: Tensor, num_nodes: int) -> bo
     """
     if num_nodes == 0:
         return False
-    if weight.is_cpu:
-        arrays = as_array(edge_index), as_array(weight.double())
-        return _is_ill_conditioned(*arrays, num_nodes)
+    if not weight.is_cpu:
+        return _is_ill_conditioned_on_gpus(edge_index, weight, num_nodes)
+    arrays = as_array(edge_index), as_array(weight.double())
+    return _is_ill_conditioned(*arrays, num_nodes)
+
+
+def _is_ill_conditioned_on_gpus(
+    edge_index: Tensor, weight: Tensor, num_nodes: int
+) -> bool:
     # In float64: margins may be as small as its rounding.
     absolute, heads = weight.detach().abs().double(), weight.size(1)
     at_a_time = 4  # sweeps for which the host waits
@@ -76,9 +82,9 @@ def _is_ill_conditioned(edge_index, weight, num_nodes):
             for h in range(heads):
                 most = kept[0, h]
                 for i in range(num_nodes):
-                    most = most if kept[i, h] <= most else kept[i, h]
-                going[h] = going[h] and most < 1
-                if going[h]:
+                    most = max(most, kept[i, h])
+                going[h] = going[h] and most <= 1
+                if going[h] and most < 1:
                     least[h] = min(least[h], k / (1 - most))
                 large += not least[h] <= _MOST_STEPS
             if large == 0:

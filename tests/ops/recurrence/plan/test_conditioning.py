@@ -7,6 +7,7 @@ from torch_geometric.utils import to_undirected
 
 from pyg_chimera.ops import resolvent_mix, unchecked
 from pyg_chimera.ops.recurrence import resolvent_mix as op
+from pyg_chimera.ops.recurrence.plan import conditioning
 from pyg_chimera.ops.recurrence.plan.conditioning import is_ill_conditioned
 
 
@@ -75,3 +76,17 @@ def test_finite_sums_need_not_know(monkeypatch):
     y = x.double()
     exact = resolvent_mix(y, y, y, edge_index, weight, **options, backend="reference")
     assert_near(out.double(), exact, 1e-5)
+
+
+@pytest.mark.parametrize("lost", [0.0, 1e-8, 1e-6, 1e-3, 0.3])
+def test_both_devices_agree(lost):
+    """Where sums are exactly one at first, too."""
+    edges = torch.tensor([[0, 2, 1, 1], [1, 1, 0, 2]])
+    weight = torch.tensor([0.5, 0.5, 1 - lost, 1 - lost], dtype=torch.double)
+    found = is_ill_conditioned(edges, torch.stack([weight, 0.1 * weight], 1), 3)
+    both = torch.stack([weight, 0.1 * weight], 1)
+    assert found == conditioning._is_ill_conditioned_on_gpus(edges, both, 3)
+    A = torch.zeros(3, 3).double().index_put((edges[1], edges[0]), weight)
+    if lost > 0:
+        inverse = torch.linalg.inv(torch.eye(3) - A)
+        assert found == bool(inverse.sum(1).max() > 3e4)
