@@ -15,7 +15,7 @@ MOST = {
     "PLSTMGridConv": 215,
     "GatedDeltaConv": 160,
     "GraphMambaConv": 200,
-    "RGLRUConv": 275,
+    "RGLRUConv": 195,
 }
 
 
