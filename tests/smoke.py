@@ -218,6 +218,12 @@ def test_orders(benchmark):
         assert row["name"] in printed
 
 
+def test_operations(benchmark):
+    results, printed = benchmark("operations")
+    assert all(number > 0 for number in results["operations"].values())
+    assert "GPSConv" in printed
+
+
 def test_predictions(benchmark):
     results, printed = benchmark("predictions")
     rows = results["predictions"]

@@ -101,7 +101,8 @@ def _forward(
     )
     weight, exponents = as_array(out), _divided(source, -share)
     weight[:] = 0 if edge is None else _divided(edge, -share)
-    _normalize(edges, exponents, least, options[:2], weight, as_array(slopes))
+    shift = least.copy()  # here, as pointers do not keep an array of the kernel alive
+    _normalize(edges, exponents, least, shift, options[:2], weight, as_array(slopes))
     return out, (out, slopes), None
 
 
@@ -142,11 +143,11 @@ _SOFTMAX = Fused("pyg_chimera.edge_softmax", _composed, _fits, _forward, _backwa
 
 
 @jit
-def _normalize(edge_index, exponents, least, options, weight, slopes):
+def _normalize(edge_index, exponents, least, shift, options, weight, slopes):
     """Turns exponents of edges into weights. Heads are in the lanes of a vector."""
     nodes, heads = least.shape
     gamma, margin = options
-    shift, total = least.copy(), slopes[0]
+    total = slopes[0]
     X, M, T, W = pointer(exponents), pointer(shift), pointer(total), pointer(weight)
     step, per_log = lanes(X), splat(exponents.dtype.type(1 / LOG_2))
     total[:] = 0

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from poison import poison
 
-from pyg_chimera.ops.edge_softmax import edge_softmax
+from pyg_chimera.ops.edge_softmax import _composed, _Options, edge_softmax
 
 GAMMA, MARGIN = 0.9, 1e-3
 
@@ -110,6 +110,17 @@ def test_no_edges_and_nothing_uninitialised(monkeypatch):
     assert softmax(index[:, :0], *empty).shape == (0, 2)
     got, want = results(softmax, index, *nodes), results(oracle, index, *nodes)
     for x, y in zip(got, want, strict=True):
+        assert_near(x, y, 1e-12)
+
+
+@pytest.mark.parametrize("on_edges", [False, True])
+def test_graphs_whose_memory_is_given_back_at_once(on_edges):
+    """Large arrays that a kernel reads too late are no longer there."""
+    inputs = case(100_000, 300_000, 5, on_edges)
+    options = _Options(GAMMA, MARGIN, torch.double)
+    found = results(softmax, *inputs)
+    want = results(lambda *x: _composed(*x, options), *inputs)
+    for x, y in zip(found, want, strict=True):
         assert_near(x, y, 1e-12)
 
 
