@@ -114,8 +114,7 @@ def test_no_edges_and_nothing_uninitialised(monkeypatch):
 
 
 @pytest.mark.parametrize("on_edges", [False, True])
-def test_graphs_whose_memory_is_given_back_at_once(on_edges):
-    """Large arrays that a kernel reads too late are no longer there."""
+def test_large_graphs(on_edges):
     inputs = case(100_000, 300_000, 5, on_edges)
     options = _Options(GAMMA, MARGIN, torch.double)
     found = results(softmax, *inputs)

@@ -1,8 +1,10 @@
 """Vectors and products, for the registers of several machines."""
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -217,3 +219,47 @@ def test_other_machines(features, width, tmp_path):
         command, env={**os.environ, **environment}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+_MAKE = {"copy", "empty", "zeros", "ones", "full", "empty_like", "zeros_like"}
+
+
+def own_arrays(function: ast.FunctionDef) -> set[str]:
+    """Names of arrays that a function makes."""
+    names = set()
+    for line in ast.walk(function):
+        if not isinstance(line, ast.Assign):
+            continue
+        target, value = line.targets[0], line.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=True))
+        for to, made in pairs:
+            if isinstance(made, ast.Call) and getattr(made.func, "attr", "") in _MAKE:
+                names |= {x.id for x in ast.walk(to) if isinstance(x, ast.Name)}
+    return names
+
+
+def pointed_to(function: ast.FunctionDef) -> set[str]:
+    """Names of arrays that a function takes pointers to."""
+    calls = (x for x in ast.walk(function) if isinstance(x, ast.Call) and x.args)
+    arguments = (x.args[0] for x in calls if getattr(x.func, "id", "") == "pointer")
+    return {x.id for y in arguments for x in ast.walk(y) if isinstance(x, ast.Name)}
+
+
+def functions_of(text: str) -> list[ast.FunctionDef]:
+    return [x for x in ast.walk(ast.parse(text)) if isinstance(x, ast.FunctionDef)]
+
+
+def test_no_kernel_points_to_an_array_of_its_own():
+    """Pointers do not keep it alive: it is freed where its name is read last."""
+    bad = "def f(x):\n    y, n = x.copy(), 3\n    return pointer(y)[0]"
+    (function,) = functions_of(bad)
+    assert own_arrays(function) & pointed_to(function) == {"y"}
+    folder, seen = Path(simd.__file__).parents[1], 0
+    for path in folder.rglob("*.py"):
+        for function in functions_of(path.read_text()):
+            names = pointed_to(function)
+            seen += len(names)
+            assert not names & own_arrays(function), (path.name, function.name)
+    assert seen > 100
