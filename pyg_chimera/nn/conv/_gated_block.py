@@ -29,7 +29,7 @@ from pyg_chimera.nn.conv._init import (
     log_uniform_softplus_,
     softplus_,
 )
-from pyg_chimera.nn.conv._projection import is_plain, projections
+from pyg_chimera.nn.conv._projection import is_plain, projected
 from pyg_chimera.nn.conv._window import Filter, reset_filter_
 from pyg_chimera.ops.chimera_transition import LEAST_MARGIN
 from pyg_chimera.ops.common.checks import check_flag, check_option
@@ -301,16 +301,10 @@ class ChimeraBlock(GatedBlock):
         if self.lin_gate is not None:
             rest.append(self.lin_gate)
         if filtered is None and read is None:
-            parts = projections(x, first + rest)
+            parts = projected(x, first + rest)
         else:
-            parts = [
-                *projections(x, first),
-                *projections(x if read is None else read, rest),
-            ]
-        parts = [at_least_float32(y) for y in parts]
-        if filtered is not None:
-            sizes = [y.size(1) for y in parts[:3]]
-            parts[:3] = filtered(torch.cat(parts[:3], dim=1)).split(sizes, dim=1)
+            parts = projected(x, first, filtered)
+            parts += projected(x if read is None else read, rest)
         value, key, query, delta, *gate = parts
         delta = delta.unflatten(1, self.delta_bias.shape)
         return Projected(value, key, query, gate[0] if gate else None, delta, x)

@@ -11,7 +11,7 @@ from torch_geometric.nn.dense.linear import Linear
 from pyg_chimera.nn._inputs import at_least_float32, check_channels, check_heads
 from pyg_chimera.nn.conv._base import Mixer
 from pyg_chimera.nn.conv._init import GateLinear, check_reach, head_reaches
-from pyg_chimera.nn.conv._projection import projections
+from pyg_chimera.nn.conv._projection import projected
 from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops.common.checks import check_integer, check_option
 from pyg_chimera.ops.gated_norm import gated_norm
@@ -118,10 +118,7 @@ class PLSTMBlock(Mixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, [V, heads, N], and value, [V, heads, P]."""
         lins = (self.lin_query, self.lin_key, self.lin_value)
-        parts = [at_least_float32(y) for y in projections(x, lins)]
-        if filtered is not None:
-            sizes = [y.size(1) for y in parts]
-            parts = [*filtered(torch.cat(parts, dim=1)).split(sizes, dim=1)]
+        parts = projected(x, lins, filtered)
         parts[1:] = [y.contiguous() for y in parts[1:]]  # once, not in each pass
         query, key, value = (y.unflatten(1, (self.heads, -1)) for y in parts)
         # Dividing here, where it is cheapest, makes the sum over DAGs a mean.

@@ -9,12 +9,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch_geometric.nn.dense.linear import Linear, is_uninitialized_parameter
 
+from pyg_chimera.nn._inputs import at_least_float32
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.conv._init import GateLinear
+from pyg_chimera.nn.conv._window import Filter
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.torch_private import is_hooked
 
-__all__ = ["is_plain", "projections"]
+__all__ = ["is_plain", "projected", "projections"]
 
 _ORDINARY = (Tensor, Parameter, type(None))
 _PLAIN = (Linear, torch.nn.Linear, GateLinear, RMSNorm)
@@ -34,6 +36,21 @@ def projections(
         return [lin(x) for lin in lins]
     tensors = x, *(lin.weight for lin in plain), *(lin.bias for lin in plain)
     return _JOINT(tensors, None).split([lin.weight.size(0) for lin in plain], dim=1)
+
+
+def projected(
+    x: Tensor,
+    lins: Sequence[Callable[[Tensor], Tensor]],
+    filtered: Filter | None = None,
+) -> list[Tensor]:
+    """Projections of nodes, perhaps filtered together, in float32 at least, as their
+    products would overflow half precision.
+    """
+    parts = [at_least_float32(y) for y in projections(x, lins)]
+    if filtered is None:
+        return parts
+    sizes = [y.size(1) for y in parts]
+    return [*filtered(torch.cat(parts, dim=1)).split(sizes, dim=1)]
 
 
 def is_plain(module: Any) -> bool:

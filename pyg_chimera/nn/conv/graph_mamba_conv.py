@@ -20,7 +20,7 @@ from pyg_chimera.nn._inputs import (
 from pyg_chimera.nn._norm import LazyLayerNorm
 from pyg_chimera.nn.conv._base import Layer
 from pyg_chimera.nn.conv._init import log_uniform_softplus_
-from pyg_chimera.nn.conv._projection import projections
+from pyg_chimera.nn.conv._projection import projected
 from pyg_chimera.ops import causal_conv1d, node_score, node_sequences, selective_scan
 from pyg_chimera.ops.common.checks import check_integer
 from pyg_chimera.ops.structure import ORDERS
@@ -240,9 +240,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         # Node-wise operations are shared by all permutations.
-        inputs, gate = map(
-            at_least_float32, projections(x, (self.lin_in, self.lin_gate))
-        )
+        inputs, gate = projected(x, (self.lin_in, self.lin_gate))
         y = self.scans[0](inputs, packed, self.backend)
         if self.bidirectional:
             y = y + self.scans[1](inputs, packed.reversed(), self.backend)
@@ -266,9 +264,7 @@ class GraphMambaConv(Layer, torch.nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         scan: Any = self.scans[0]
-        inputs, gate = map(
-            at_least_float32, projections(x, (self.lin_in, self.lin_gate))
-        )
+        inputs, gate = projected(x, (self.lin_in, self.lin_gate))
         y, state = scan.step(inputs, state)
         return self._gated(y, gate, x.dtype), state
 
