@@ -132,20 +132,15 @@ class KHopAttentionConv(Mixer):
         self.edge_dim = edge_dim
         self.backend = backend
 
-        def linear(size: int, out: int, bias: bool = bias) -> Linear:
-            return Linear(
-                size, out, bias, weight_initializer="glorot", bias_initializer="zeros"
-            )
-
         shared = out_channels // heads * groups
-        self.lin_query = linear(in_channels, out_channels)
-        self.lin_key = linear(in_channels, shared)
-        self.lin_value = linear(in_channels, shared)
+        self.lin_query = glorot_linear(in_channels, out_channels, bias)
+        self.lin_key = glorot_linear(in_channels, shared, bias)
+        self.lin_value = glorot_linear(in_channels, shared, bias)
         self.hop_bias = Parameter(torch.empty(k + 1, heads))
         self.lin_edge = None
         if edge_dim is not None:
-            self.lin_edge = linear(edge_dim, heads, bias=False)
-        self.lin_out = linear(out_channels, out_channels)
+            self.lin_edge = glorot_linear(edge_dim, heads, bias=False)
+        self.lin_out = glorot_linear(out_channels, out_channels, bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -309,3 +304,9 @@ class KHopAttentionConv(Mixer):
             f"{self.__class__.__name__}({self.in_channels}, {self.out_channels}, "
             f"heads={self.heads}, k={self.k}{groups})"
         )
+
+
+def glorot_linear(in_channels: int, out_channels: int, bias: bool) -> Linear:
+    """A projection as in attention: Glorot's weights, and biases of zero."""
+    starts = {"weight_initializer": "glorot", "bias_initializer": "zeros"}
+    return Linear(in_channels, out_channels, bias, **starts)

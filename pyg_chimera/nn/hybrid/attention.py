@@ -6,12 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
-from torch_geometric.nn.dense.linear import Linear
 
 from pyg_chimera.nn._inputs import check_channels, heads_of
 from pyg_chimera.nn._norm import RMSNorm
 from pyg_chimera.nn.attention import SelfAttention
-from pyg_chimera.nn.conv.k_hop_attention_conv import KHopAttentionConv
+from pyg_chimera.nn.conv.k_hop_attention_conv import KHopAttentionConv, glorot_linear
 from pyg_chimera.nn.hybrid._contrast import Contrast, ResetsAll
 from pyg_chimera.ops import neighborhood_attention
 from pyg_chimera.ops.common.checks import check_integer, check_number
@@ -55,11 +54,11 @@ class DifferentialAttentionConv(ResetsAll, KHopAttentionConv):
         whole, pairs = self.out_channels // self.heads, 2 if rotary else 1
         size, maps = -(-whole // (2 * pairs)) * pairs, 2 * self.heads
         bias = self.lin_query.bias is not None
-        self.lin_query = _linear(self.in_channels, maps * size, bias)
-        self.lin_key = _linear(self.in_channels, 2 * self.groups * size, bias)
+        self.lin_query = glorot_linear(self.in_channels, maps * size, bias)
+        self.lin_key = glorot_linear(self.in_channels, 2 * self.groups * size, bias)
         self.hop_bias = Parameter(torch.empty(self.k + 1, maps))
         if self.lin_edge is not None:
-            self.lin_edge = _linear(self.lin_edge.in_channels, maps, False)
+            self.lin_edge = glorot_linear(self.lin_edge.in_channels, maps, False)
         self.contrast = Contrast(self.heads, size, depth, whole)
         self.reset_parameters()
 
@@ -167,9 +166,9 @@ class LatentAttentionConv(ResetsAll, KHopAttentionConv):
             latent_channels = max(1, self.out_channels // 4)
         self.latent_channels = check_integer("latent_channels", latent_channels, 1)
         shared, bias = self.lin_key.out_channels, self.lin_key.bias is not None
-        self.lin_key = _linear(latent_channels, shared, bias)
-        self.lin_value = _linear(latent_channels, shared, bias)
-        self.lin_latent = _linear(self.in_channels, latent_channels, False)
+        self.lin_key = glorot_linear(latent_channels, shared, bias)
+        self.lin_value = glorot_linear(latent_channels, shared, bias)
+        self.lin_latent = glorot_linear(self.in_channels, latent_channels, False)
         self.norm_latent = RMSNorm(latent_channels, eps=1e-5)
         self.reset_parameters()
 
@@ -232,9 +231,3 @@ class WindowAttentionConv(KHopAttentionConv):
         size = angles.size(-1) // coordinates
         step = torch.arange(size, device=angles.device, dtype=angles.dtype)
         return angles * (self.stretch ** (-step / max(1, size - 1))).repeat(coordinates)
-
-
-def _linear(in_channels: int, out_channels: int, bias: bool) -> Linear:
-    """As of :class:`~pyg_chimera.nn.KHopAttentionConv`."""
-    starts = {"weight_initializer": "glorot", "bias_initializer": "zeros"}
-    return Linear(in_channels, out_channels, bias, **starts)
