@@ -17,6 +17,7 @@ from pyg_chimera.ops.common.coefficients import ON_GPUS, STEPS, nanoseconds
 from pyg_chimera.ops.common.dispatch import Call, Choice, Cost, UnsuitableSolver
 from pyg_chimera.ops.common.simd import vector_lanes
 from pyg_chimera.ops.recurrence.cpu import grid_sweep
+from pyg_chimera.ops.recurrence.cpu.chunks import CHUNK, ROWS
 from pyg_chimera.ops.recurrence.cpu.sweep_polynomial import (
     SweepPolynomial,
     polynomial_of,
@@ -38,8 +39,6 @@ _WORTH_WHILE = 0.02
 _FEW_SWEEPS = SweepPolynomial(np.zeros((0, 0, 2)), np.zeros((0, 4, 0)), 10, 1.0)
 #: The share of entries above which factors are full enough for dense matrices on a GPU.
 _FULL = 0.2
-#: Nodes of a chunk, and rows of its triangular matrices that are computed at a time.
-_CHUNK, _ROWS = 64, 16
 
 
 class Size(NamedTuple):
@@ -236,15 +235,15 @@ def _chunks(x: Size) -> Work:
     else:
         ptr = x.structure.graph.component_ptr
     lengths = np.diff(ptr)
-    within = x.heads * float((lengths * (np.minimum(lengths, _CHUNK) + _ROWS)).sum())
-    several = x.heads * float(lengths[lengths > _CHUNK].sum())
+    within = x.heads * float((lengths * (np.minimum(lengths, CHUNK) + ROWS)).sum())
+    several = x.heads * float(lengths[lengths > CHUNK].sum())
     steps = {
         "chunk: within": within * (2.0 * x.keys + 1.5 * x.channels),
         "chunk: between": several * 8.0 * x.keys * x.channels,
         "chunk: decay": within,
         "chunk: path": float(x.heads * len(lengths)),
     }
-    held = float(lengths.max(initial=0)) * x.keys * x.channels / _CHUNK
+    held = float(lengths.max(initial=0)) * x.keys * x.channels / CHUNK
     return Work(steps, x.dtype.itemsize * x.threads * held)
 
 

@@ -51,10 +51,10 @@ from pyg_chimera.ops.common.vector_kit import (
 )
 from pyg_chimera.ops.recurrence.plan.paths import PathStates
 
-#: Nodes per chunk: a multiple of `_ROWS`, and of the lanes of any vector.
-_CHUNK = 64
+#: Nodes per chunk: a multiple of `ROWS`, and of the lanes of any vector.
+CHUNK = 64
 #: Rows of a triangular matrix per call of `gemm`.
-_ROWS = 16
+ROWS = 16
 
 
 class Operands(NamedTuple):
@@ -174,8 +174,8 @@ def _scratch(paths: PathStates, x: Operands, share: int) -> int:
     vector, _ = vector_lanes(x.value.dtype)
     n, p = (-(-y.shape[2] // vector) * vector for y in (x.query, x.value))
     longest = int(np.diff(paths.ptr).max(initial=0))
-    states = (-(-longest // _CHUNK) + 2) * share * n * p
-    return states + _CHUNK * (6 * n + (2 * share + 5) * p + 4 * _CHUNK + 2 * vector + 8)
+    states = (-(-longest // CHUNK) + 2) * share * n * p
+    return states + CHUNK * (6 * n + (2 * share + 5) * p + 4 * CHUNK + 2 * vector + 8)
 
 
 def scan_of(paths: PathStates, x: Operands) -> tuple[Scan, Cut]:
@@ -264,25 +264,25 @@ def _weigh_rows(dots, target, rows, other, factor, m, size):
 @jit
 def _to_lower(C, A, lda, B, m, k):
     """The lower triangle of C = A B, [m, m]."""
-    for i in range(0, m, _ROWS):
-        c, a, rows = C + i * _CHUNK, A + i * lda, min(_ROWS, m - i)
-        gemm(c, _CHUNK, a, lda, 1, B, _CHUNK, rows, i + rows, k, SET)
+    for i in range(0, m, ROWS):
+        c, a, rows = C + i * CHUNK, A + i * lda, min(ROWS, m - i)
+        gemm(c, CHUNK, a, lda, 1, B, CHUNK, rows, i + rows, k, SET)
 
 
 @jit
 def _times_lower(C, ldc, A, B, ldb, m, n, mode):
     """C = A B, or C + A B, for a lower triangular A."""
-    for i in range(0, m, _ROWS):
-        c, a, rows = C + i * ldc, A + i * _CHUNK, min(_ROWS, m - i)
-        gemm(c, ldc, a, _CHUNK, 1, B, ldb, rows, n, i + rows, mode)
+    for i in range(0, m, ROWS):
+        c, a, rows = C + i * ldc, A + i * CHUNK, min(ROWS, m - i)
+        gemm(c, ldc, a, CHUNK, 1, B, ldb, rows, n, i + rows, mode)
 
 
 @jit
 def _times_upper(C, ldc, A, B, ldb, m, n, mode):
     """C = A^T B, or C + A^T B, for a lower triangular A."""
-    for i in range(0, m, _ROWS):
-        c, a, b = C + i * ldc, A + i * (_CHUNK + 1), B + i * ldb
-        gemm(c, ldc, a, 1, _CHUNK, b, ldb, min(_ROWS, m - i), n, m - i, mode)
+    for i in range(0, m, ROWS):
+        c, a, b = C + i * ldc, A + i * (CHUNK + 1), B + i * ldb
+        gemm(c, ldc, a, 1, CHUNK, b, ldb, min(ROWS, m - i), n, m - i, mode)
 
 
 # -------------------------------------------------------------------------- decays
@@ -291,7 +291,7 @@ def _times_upper(C, ldc, A, B, ldb, m, n, mode):
 @inlined
 def _after(i):
     """The number of columns of row i of a lower matrix that the products read."""
-    return (i // _ROWS + 1) * _ROWS
+    return (i // ROWS + 1) * ROWS
 
 
 @jit
@@ -299,7 +299,7 @@ def _decays(D, weight, m, one):
     """Sets D_ij to the product of the weights from node j to node i."""
     step = lanes(D)
     for i in range(m):
-        row, before, k = D + i * _CHUNK, D + (i - 1) * _CHUNK, i % step
+        row, before, k = D + i * CHUNK, D + (i - 1) * CHUNK, i % step
         own = first(splat(one), k + 1) - first(splat(one), k)
         if i > 0:
             x = splat(weight[i])
@@ -325,7 +325,7 @@ def _mask(D, scores, m):
     """D <- D * scores, whose entries above the diagonal are arbitrary."""
     step = lanes(D)
     for i in range(m):
-        row, score, k = D + i * _CHUNK, scores + i * _CHUNK, i % step
+        row, score, k = D + i * CHUNK, scores + i * CHUNK, i % step
         for j in range(0, i - k, step):
             store(row + j, load(row + j) * load(score + j))
         last = load(row + (i - k)) * load(score + (i - k))
@@ -346,7 +346,7 @@ def _mask_backward(mask, weight, mark, m, mode, one):
         x = splat(weight[i + 1]) if i + 1 < m else splat(one)
         read, moved = zeros(D), zeros(D)
         for j in range(0, i + 1, step):
-            at, count = i * _CHUNK + j, i + 1 - j
+            at, count = i * CHUNK + j, i + 1 - j
             product, score, decay = load(products + at), load(scores + at), load(D + at)
             if count < step:  # entries above the diagonal are arbitrary
                 product, score = first(product, count), first(score, count)
@@ -357,7 +357,7 @@ def _mask_backward(mask, weight, mark, m, mode, one):
                 d = first(d, count)
             store(sums + j, d)
             if count > 1:
-                moved = fma(d, load(D + (at - _CHUNK)), moved)
+                moved = fma(d, load(D + (at - CHUNK)), moved)
             decay = M * decay
             store(D + at, decay * score)
             product = decay * product
@@ -365,7 +365,7 @@ def _mask_backward(mask, weight, mark, m, mode, one):
                 product = product + load(d_scores + at)
             store(d_scores + at, product)
         for j in range(i - i % step + step, _after(i), step):
-            store(d_scores + (i * _CHUNK + j), zeros(D))
+            store(d_scores + (i * CHUNK + j), zeros(D))
         store(by_row + i * step, read)
         store(by_weight + i * step, moved)
     for i in range(0, m, step):
@@ -383,14 +383,14 @@ def _forward_tasks(begin, end, stop, scratch, paths, x, out, share):
     one, Q = x.value.dtype.type(1), pointer(scratch)
     n, p = _whole(num_keys, Q), _whole(channels, Q)
     w, tasks = share * p, heads // share  # the values of a task's heads are adjacent
-    K = Q + _CHUNK * n
-    Kt = K + _CHUNK * n
-    scores = Kt + _CHUNK * n
-    D = scores + _CHUNK * _CHUNK
-    V = D + _CHUNK * _CHUNK
-    Y = V + _CHUNK * w
-    reach = Y + _CHUNK * w
-    last, gate, C = reach + _CHUNK, reach + 2 * _CHUNK, reach + 3 * _CHUNK
+    K = Q + CHUNK * n
+    Kt = K + CHUNK * n
+    scores = Kt + CHUNK * n
+    D = scores + CHUNK * CHUNK
+    V = D + CHUNK * CHUNK
+    Y = V + CHUNK * w
+    reach = Y + CHUNK * w
+    last, gate, C = reach + CHUNK, reach + 2 * CHUNK, reach + 3 * CHUNK
     for task in range(begin, end):
         t, head = task // tasks, task % tasks * share
         g = head // (heads // groups)
@@ -398,15 +398,15 @@ def _forward_tasks(begin, end, stop, scratch, paths, x, out, share):
         v, y = _rows(x.value, head, paths.writer), _rows(out, head, paths.reader)
         for path in range(paths.block[t], paths.block[t + 1]):
             start, after = paths.ptr[path], paths.ptr[path + 1]
-            for a in range(start, after, _CHUNK):
+            for a in range(start, after, CHUNK):
                 if stopped(stop):
                     return
-                state = paths.state[a : min(a + _CHUNK, after)]
+                state = paths.state[a : min(a + CHUNK, after)]
                 m, mode = state.shape[0], ADD if a > start else SET
                 _take_rows(Q, n, q, state)
                 _take_rows(K, n, k, state)
-                transpose(Kt, _CHUNK, K, n, m, n)
-                later = paths.state[a + m : min(a + m + _CHUNK, after)]
+                transpose(Kt, CHUNK, K, n, m, n)
+                later = paths.state[a + m : min(a + m + CHUNK, after)]
                 _fetch_rows(q, later, 1)
                 _fetch_rows(k, later, 1)
                 _fetch_rows(v, later, share)
@@ -423,7 +423,7 @@ def _forward_tasks(begin, end, stop, scratch, paths, x, out, share):
                         gate[i] = x.source[state[i], h]
                     _scale_rows(Vh, Vh, w, gate, 1, m, p)
                     _decays(D, weight, m, one)
-                    copy(last, D + (m - 1) * _CHUNK, m)
+                    copy(last, D + (m - 1) * CHUNK, m)
                     if mode == ADD:
                         _reach(reach, weight, m, one)
                         _scale_rows(Yh, Yh, w, reach, 1, m, p)
@@ -435,7 +435,7 @@ def _forward_tasks(begin, end, stop, scratch, paths, x, out, share):
                     _add_rows(_rows(out, h, paths.reader), state, Yh, w, gate)
                     _scale_rows(Vh, Vh, w, last, 1, m, p)
                 if a + m < after:
-                    gemm(C, w, Kt, _CHUNK, 1, V, w, num_keys, w, m, mode)
+                    gemm(C, w, Kt, CHUNK, 1, V, w, num_keys, w, m, mode)
 
 
 # ----------------------------------------------------------------------------- backward
@@ -448,22 +448,22 @@ def _backward_tasks(begin, end, stop, scratch, paths, x, grad, d, share):
     _, groups, num_keys = x.query.shape
     one, Q = x.value.dtype.type(1), pointer(scratch)
     n, p, tasks = _whole(num_keys, Q), _whole(channels, Q), heads // share
-    square, size = _CHUNK * _CHUNK, n * p
-    K = Q + _CHUNK * n
-    Kt, dQ, dK = K + _CHUNK * n, K + 2 * _CHUNK * n, K + 3 * _CHUNK * n
-    T = K + 4 * _CHUNK * n
-    V = T + _CHUNK * n
-    Vt, dV, dY = V + _CHUNK * p, V + 2 * _CHUNK * p, V + 3 * _CHUNK * p
-    X = V + 4 * _CHUNK * p
-    scores = X + _CHUNK * p
+    square, size = CHUNK * CHUNK, n * p
+    K = Q + CHUNK * n
+    Kt, dQ, dK = K + CHUNK * n, K + 2 * CHUNK * n, K + 3 * CHUNK * n
+    T = K + 4 * CHUNK * n
+    V = T + CHUNK * n
+    Vt, dV, dY = V + CHUNK * p, V + 2 * CHUNK * p, V + 3 * CHUNK * p
+    X = V + 4 * CHUNK * p
+    scores = X + CHUNK * p
     D, products, d_scores = scores + square, scores + 2 * square, scores + 3 * square
     by_row = scores + 4 * square
-    by_weight = by_row + _CHUNK * lanes(Q)
-    M = by_weight + _CHUNK * lanes(Q)
-    S, last, reach, marked = M + _CHUNK, M + 2 * _CHUNK, M + 3 * _CHUNK, M + 4 * _CHUNK
-    sums, d_reach = M + 5 * _CHUNK, M + 6 * _CHUNK
+    by_weight = by_row + CHUNK * lanes(Q)
+    M = by_weight + CHUNK * lanes(Q)
+    S, last, reach, marked = M + CHUNK, M + 2 * CHUNK, M + 3 * CHUNK, M + 4 * CHUNK
+    sums, d_reach = M + 5 * CHUNK, M + 6 * CHUNK
     mask = _Mask(D, scores, products, d_scores, sums, by_row, by_weight)
-    Z = M + 7 * _CHUNK  # per head: the adjoint and its transpose
+    Z = M + 7 * CHUNK  # per head: the adjoint and its transpose
     states = Z + 2 * share * size  # per head: the states before each chunk
     for task in range(begin, end):
         t, part = task // tasks, task % tasks
@@ -475,15 +475,15 @@ def _backward_tasks(begin, end, stop, scratch, paths, x, grad, d, share):
         dvs = _rows(d.value, head, paths.writer)
         for path in range(paths.block[t], paths.block[t + 1]):
             start, after = paths.ptr[path], paths.ptr[path + 1]
-            chunks = (after - start + _CHUNK - 1) // _CHUNK
+            chunks = (after - start + CHUNK - 1) // CHUNK
             for c in range(chunks - 1):
                 if stopped(stop):
                     return
-                a, mode = start + c * _CHUNK, ADD if c > 0 else SET
-                state = paths.state[a : a + _CHUNK]
+                a, mode = start + c * CHUNK, ADD if c > 0 else SET
+                state = paths.state[a : a + CHUNK]
                 _take_rows(K, n, k, state)
                 if c + 2 < chunks:
-                    later = paths.state[a + _CHUNK : a + 2 * _CHUNK]
+                    later = paths.state[a + CHUNK : a + 2 * CHUNK]
                     _fetch_rows(k, later, 1)
                     _fetch_rows(vs, later, share)
                 for j in range(share):
@@ -491,26 +491,26 @@ def _backward_tasks(begin, end, stop, scratch, paths, x, grad, d, share):
                     weight = pointer(x.weight) + (h * x.weight.shape[1] + a - path - 1)
                     _take_rows(V, p, _rows(x.value, h, paths.writer), state)
                     through = one
-                    for i in range(_CHUNK - 1, -1, -1):
+                    for i in range(CHUNK - 1, -1, -1):
                         last[i] = through * x.source[state[i], h]
                         through = through * weight[i] if a + i > start else through
-                    _scale_rows(V, V, p, last, 1, _CHUNK, p)
+                    _scale_rows(V, V, p, last, 1, CHUNK, p)
                     if c > 0:
                         reach[0] = through
                         _scale_rows(C + size, C, n, reach, 0, channels, n)
-                    gemm(C + size, n, V, 1, p, K, n, channels, n, _CHUNK, mode)
+                    gemm(C + size, n, V, 1, p, K, n, channels, n, CHUNK, mode)
             for c in range(chunks - 1, -1, -1):
                 if stopped(stop):
                     return
-                a = start + c * _CHUNK
-                state = paths.state[a : min(a + _CHUNK, after)]
+                a = start + c * CHUNK
+                state = paths.state[a : min(a + CHUNK, after)]
                 m, mode = state.shape[0], ADD if c < chunks - 1 else SET
                 _take_rows(Q, n, q, state)
                 _take_rows(K, n, k, state)
-                transpose(Kt, _CHUNK, K, n, m, n)
+                transpose(Kt, CHUNK, K, n, m, n)
                 _to_lower(scores, Q, n, Kt, m, num_keys)
                 if c > 0:
-                    later = paths.state[a - _CHUNK : a]
+                    later = paths.state[a - CHUNK : a]
                     _fetch_rows(q, later, 1)
                     _fetch_rows(k, later, 1)
                     _fetch_rows(vs, later, share)
@@ -532,12 +532,12 @@ def _backward_tasks(begin, end, stop, scratch, paths, x, grad, d, share):
                     for i in range(m):
                         M[i], S[i] = x.mark[state[i], h], x.source[state[i], h]
                     _scale_rows(V, V, p, S, 1, m, p)
-                    transpose(Vt, _CHUNK, V, p, m, p)
+                    transpose(Vt, CHUNK, V, p, m, p)
                     _to_lower(products, dY, p, Vt, m, channels)
                     _decays(D, weight, m, one)
-                    copy(last, D + (m - 1) * _CHUNK, m)
-                    clear(sums, _CHUNK)
-                    clear(d_reach, _CHUNK)
+                    copy(last, D + (m - 1) * CHUNK, m)
+                    clear(sums, CHUNK)
+                    clear(d_reach, CHUNK)
                     rest = one - one
                     if c > 0:
                         _reach(reach, weight, m, one)
