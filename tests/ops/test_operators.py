@@ -451,7 +451,7 @@ def test_nothing_uninitialised_is_read(key, options, monkeypatch):
     ]
     poison(monkeypatch)
     assert torch.empty(1).isnan().all()
-    monkeypatch.setattr(chunk_form, "_CHUNK", 16)
+    monkeypatch.setattr(chunk_form, "CHUNK", 16)
     for case in cases:
         assert_results(computed(case, options), expected_of(case))
     shrink_tiles(monkeypatch, 2**9)
