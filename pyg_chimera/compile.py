@@ -10,9 +10,11 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from itertools import zip_longest
 from multiprocessing import active_children, get_context
 from time import perf_counter
@@ -25,7 +27,7 @@ from tqdm import tqdm
 from pyg_chimera import nn, transforms
 from pyg_chimera.ops.common.compilation import PROBLEMS
 from pyg_chimera.ops.common.examples import Draw
-from pyg_chimera.ops.common.numba_runtime import ANNOUNCER, _deferred_interrupt
+from pyg_chimera.ops.common.numba_runtime import ANNOUNCER
 from pyg_chimera.ops.common.operator import OPERATORS
 from pyg_chimera.ops.common.verdicts import algorithm, all_options, cast, computed
 
@@ -137,6 +139,25 @@ def _begin() -> None:
     logging.getLogger("pyg_chimera").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", ".*NUMBA_CACHE_DIR")
     torch.set_num_threads(1)
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Defers Ctrl-C."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(
+        handler
+    ):
+        yield
+        return
+    received: list[tuple] = []
+    signal.signal(signal.SIGINT, lambda *args: received.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        handler(*received[0])
 
 
 def _block_interrupts(block: bool) -> None:

@@ -12,9 +12,7 @@ from pyg_chimera.ops.common.array_views import as_array, as_view, in_range
 from pyg_chimera.ops.common.fused import Fused
 from pyg_chimera.ops.common.numba_runtime import jit
 from pyg_chimera.ops.common.simd import (
-    fma,
     lanes,
-    larger,
     load_part,
     pointer,
     splat,
@@ -142,43 +140,55 @@ def _backward(
 _SOFTMAX = Fused("pyg_chimera.edge_softmax", _composed, _fits, _forward, _backward)
 
 
+# Rows of a few heads are too short for vectors, but all of them together are not.
+
+
 @jit
 def _normalize(edge_index, exponents, least, shift, options, weight, slopes):
-    """Turns exponents of edges into weights. Heads are in the lanes of a vector."""
-    nodes, heads = least.shape
+    """Turns exponents of edges into weights."""
+    (edges, heads), nodes = weight.shape, len(least)
     gamma, margin = options
-    total = slopes[0]
-    X, M, T, W = pointer(exponents), pointer(shift), pointer(total), pointer(weight)
-    step, per_log = lanes(X), splat(exponents.dtype.type(1 / LOG_2))
+    total, squares = slopes[0], slopes[1]
     total[:] = 0
-    for e in range(len(weight)):
-        j, i = edge_index[0, e] * heads, edge_index[1, e] * heads
-        for h in range(0, heads, step):
-            n, w = heads - h, W + (e * heads + h)
-            t = load_part(w, n) + load_part(X + (j + h), n)
-            store_part(w, t, n)
-            store_part(M + (i + h), larger(load_part(M + (i + h), n), t), n)
-    for e in range(len(weight)):
-        i = edge_index[1, e] * heads
-        for h in range(0, heads, step):
-            n, w = heads - h, W + (e * heads + h)
-            t = exp2((load_part(w, n) - load_part(M + (i + h), n)) * per_log)
-            store_part(w, t, n)
-            store_part(T + (i + h), load_part(T + (i + h), n) + t, n)
+    for e in range(edges):
+        j, i = edge_index[0, e], edge_index[1, e]
+        for h in range(heads):
+            weight[e, h] += exponents[j, h]
+            if weight[e, h] > shift[i, h]:
+                shift[i, h] = weight[e, h]
+    for e in range(edges):
+        i = edge_index[1, e]
+        for h in range(heads):
+            weight[e, h] -= shift[i, h]
+    _exponential(pointer(weight), edges * heads)
+    for e in range(edges):
+        i = edge_index[1, e]
+        for h in range(heads):
+            total[i, h] += weight[e, h]
     for i in range(nodes):
         for h in range(heads):
-            sums = total[i, h]
-            square = math.exp(2 * (least[i, h] - shift[i, h]))
+            squares[i, h] = 2 * (least[i, h] - shift[i, h])
+    _exponential(pointer(squares), nodes * heads)
+    for i in range(nodes):
+        for h in range(heads):
+            sums, square = total[i, h], squares[i, h]
             root = math.sqrt(square + (margin * sums) ** 2)
             whole = sums + root
             shift[i, h] = gamma / whole
-            slopes[0, i, h] = (1 + margin * margin * sums / root) / gamma
-            slopes[1, i, h] = square / (root * whole)
-    for e in range(len(weight)):
-        i = edge_index[1, e] * heads
-        for h in range(0, heads, step):
-            n, w = heads - h, W + (e * heads + h)
-            store_part(w, load_part(w, n) * load_part(M + (i + h), n), n)
+            total[i, h] = (1 + margin * margin * sums / root) / gamma
+            squares[i, h] = square / (root * whole)
+    for e in range(edges):
+        i = edge_index[1, e]
+        for h in range(heads):
+            weight[e, h] *= shift[i, h]
+
+
+@jit
+def _exponential(p, size):
+    """Replaces numbers by their exponentials."""
+    step, per_log = lanes(p), splat(np.float64(1 / LOG_2))
+    for k in range(0, size, step):
+        store_part(p + k, exp2(load_part(p + k, size - k) * per_log), size - k)
 
 
 @jit
@@ -186,22 +196,14 @@ def _differentiate(edge_index, weight, grad, slopes, sums, sources, passed):
     """Fills the sum of a weight times its gradient over each row, and the gradients of
     exponents, of edges and summed over those out of each node.
     """
-    heads = weight.shape[1]
-    W, G, D = pointer(weight), pointer(grad), pointer(passed)
-    R, S, F = pointer(sums), pointer(sources), pointer(slopes)
-    step, minus = lanes(W), splat(weight.dtype.type(-1))
-    for e in range(len(weight)):
-        i = edge_index[1, e] * heads
-        for h in range(0, heads, step):
-            n, at = heads - h, e * heads + h
-            old = load_part(R + (i + h), n)
-            new = fma(load_part(W + at, n), load_part(G + at, n), old)
-            store_part(R + (i + h), new, n)
-    for e in range(len(weight)):
-        j, i = edge_index[0, e] * heads, edge_index[1, e] * heads
-        for h in range(0, heads, step):
-            n, at = heads - h, e * heads + h
-            common = load_part(R + (i + h), n) * load_part(F + (i + h), n)
-            d = fma(common, minus, load_part(G + at, n)) * load_part(W + at, n)
-            store_part(D + at, d, n)
-            store_part(S + (j + h), load_part(S + (j + h), n) + d, n)
+    edges, heads = weight.shape
+    for e in range(edges):
+        i = edge_index[1, e]
+        for h in range(heads):
+            passed[e, h] = weight[e, h] * grad[e, h]
+            sums[i, h] += passed[e, h]
+    for e in range(edges):
+        j, i = edge_index[0, e], edge_index[1, e]
+        for h in range(heads):
+            passed[e, h] -= weight[e, h] * (sums[i, h] * slopes[0, i, h])
+            sources[j, h] += passed[e, h]

@@ -7,30 +7,28 @@ GIL and run on `torch.get_num_threads()` threads that share the tasks, which is 
 after a fork and when called from several Python threads.
 """
 
-import ctypes
 import gc
 import logging
 import mmap
 import os
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import lru_cache
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numba import types
 from numba.core import event
+from numba.core.dispatcher import Dispatcher
 from torch import Tensor
 
 from pyg_chimera.ops.common.array_views import as_array
 from pyg_chimera.ops.common.compilation import compiled, compiles_to
+from pyg_chimera.ops.common.parallel import FAILED, OPENMP, STOP, on_threads
 
 # Sums may be reordered (to use vector units), but NaN and infinity must survive.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -44,7 +42,7 @@ _HUGE = 1 << 21
 _KEPT_BYTES = 1 << 26
 #: Costs (about nanoseconds) below which no other thread is woken, and above which the
 #: calling thread only waits for others, as only then it notices Ctrl-C at once.
-_SHORT, _LONG = 1e5, 5e8
+_SHORT, _LONG = 5e4, 5e8
 
 
 def run(
@@ -61,27 +59,33 @@ def run(
     """
     num_tasks, total = costs.shape[0], float(costs.sum())
     num_threads = min(torch.get_num_threads(), num_tasks)
-    stop = np.zeros(1, np.int64)
-    if total < _SHORT or (num_threads <= 1 and total < _LONG):
-        with _Flushing():
-            kernel(0, num_tasks, stop, _SCRATCH.get(scratch, dtype), *args)
+    if total < _SHORT:
+        num_threads = 1
+    queue = np.zeros(4, np.int64)
+    if not isinstance(kernel, Dispatcher):  # with NUMBA_DISABLE_JIT
+        kernel(0, num_tasks, queue, np.empty(scratch, dtype), *args)
         return
-    # Many ranges per thread, handed out on demand, as other processes may use cores.
-    shares = np.linspace(0, total, 16 * num_threads + 1)[1:-1]
-    cuts = np.searchsorted(np.cumsum(costs), shares)
-    bounds = np.unique(np.concatenate([[0], cuts, [num_tasks]])).tolist()
-    ranges, lock = pairwise(bounds), threading.Lock()
+    bounds = np.array([0, num_tasks])
+    if num_threads > 1:
+        # Many ranges per thread, as other processes may use cores.
+        cuts = costs.cumsum().searchsorted(total * _shares(16 * num_threads))
+        bounds = np.concatenate([bounds[:1], cuts, bounds[1:]])
+    own = -(-scratch * dtype.itemsize // 64) * 64 // dtype.itemsize
+    memory = _SCRATCH.get(num_threads * own, dtype)
+    call = on_threads(kernel)
+    if total < _LONG and (num_threads == 1 or _may_use_openmp()):
+        call(num_threads, bounds, queue, memory, own, *args)
+    else:
+        _in_threads(
+            lambda: call(1, bounds, queue, memory, own, *args), num_threads, queue
+        )
+    if queue[FAILED]:
+        raise RuntimeError(f"{kernel.py_func.__name__} failed; please report this")
 
-    def work() -> None:
-        with _Flushing():
-            while not stop[0]:
-                with lock:
-                    bound = next(ranges, None)
-                if bound is None:
-                    return
-                kernel(*bound, stop, _SCRATCH.get(scratch, dtype), *args)
 
-    _in_threads(work, num_threads, stop, is_long=total >= _LONG)
+@lru_cache
+def _shares(count: int) -> np.ndarray:
+    return np.arange(1, count) / count
 
 
 def arrays(*tensors: Tensor) -> list[np.ndarray]:
@@ -93,7 +97,7 @@ def summed(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
     """The sum over axes, without a copy if each of them has size 1."""
     if all(x.shape[axis] == 1 for axis in axes):
         return x.squeeze(axes)
-    return x.sum(axes)
+    return as_array(torch.from_numpy(x).sum(axes))  # several times faster than numpy
 
 
 def heads_a_task(num_blocks: int, num_groups: int, num_heads: int) -> int:
@@ -105,88 +109,33 @@ def heads_a_task(num_blocks: int, num_groups: int, num_heads: int) -> int:
 # --------------------------------------------------------------------------- threads
 
 
-def _in_threads(
-    work: Callable[[], None], num_threads: int, stop: np.ndarray, *, is_long: bool
-) -> None:
-    """Runs a function in several threads at once, and re-raises their exceptions.
+def _may_use_openmp() -> bool:
+    """Not in a forked child."""
+    return OPENMP is not None and os.getpid() == _PID
 
-    On Linux, these are torch's own OpenMP threads, which spin for a while after each of
-    torch's operators and would compete with other threads for the cores. Plain Python
-    threads are used for long work, where that does not matter, on other systems, and in
-    a forked child, where OpenMP must not be used.
+
+_PID = os.getpid()
+
+
+def _in_threads(work: Callable[[], None], num_threads: int, queue: np.ndarray) -> None:
+    """Runs a function in several threads of Python, where OpenMP is missing, or for
+    long work: the calling thread only waits, so that it notices Ctrl-C at once.
     """
-    errors: list[BaseException] = []
-
-    def guarded(_: object = None) -> None:
-        try:
-            work()
-        except BaseException as error:
-            stop[0] = 1
-            errors.append(error)
-
-    if _OPENMP is not None and os.getpid() == _PID and not is_long:
-        with _deferred_interrupt():
-            _OPENMP(_CALLBACK(guarded), None, num_threads, 0)
-    else:
-        pool = _pool(os.getpid(), num_threads)
-        futures = [pool.submit(guarded) for _ in range(num_threads)]
-        try:
-            wait(futures)
-        except BaseException:  # such as Ctrl-C
-            stop[0] = 1
-            wait(futures)
-            raise
-    if errors:
-        raise errors[0]
+    pool = _pool(os.getpid(), num_threads)
+    futures = [pool.submit(work) for _ in range(num_threads)]
+    try:
+        wait(futures)
+    except BaseException:  # such as Ctrl-C
+        queue[STOP] = 1
+        wait(futures)
+        raise
+    for future in futures:
+        future.result()
 
 
 @lru_cache(maxsize=1)
 def _pool(pid: int, num_threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads, "pyg_chimera")
-
-
-_CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
-def _find_openmp() -> Callable | None:
-    """GNU OpenMP's `GOMP_parallel`, from the same library that torch has loaded."""
-    folder = Path(torch.__file__).parent
-    for path in [
-        *folder.glob("lib/libgomp*.so*"),
-        *folder.parent.glob("torch.libs/libgomp*"),
-    ]:
-        try:
-            # RTLD_NOLOAD: a second copy would have threads of its own.
-            library = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            parallel = library.GOMP_parallel
-        except (AttributeError, OSError):
-            continue
-        parallel.argtypes = [_CALLBACK, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-        parallel.restype = None
-        return parallel
-    return None
-
-
-_OPENMP, _PID = _find_openmp(), os.getpid()
-
-
-@contextmanager
-def _deferred_interrupt() -> Iterator[None]:
-    """Defers Ctrl-C: ctypes drops what signal handlers raise in a callback."""
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(
-        handler
-    ):
-        yield
-        return
-    received: list[tuple] = []
-    signal.signal(signal.SIGINT, lambda *args: received.append(args))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if received:
-        handler(*received[0])
 
 
 def _flag(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -246,23 +195,6 @@ def _aligned(size: int) -> np.ndarray:
 
 
 _SCRATCH = _Scratch()
-
-_SMALLEST = 5e-324
-
-
-class _Flushing:
-    """Flushes denormal numbers to zero in this thread, as decaying signals reach them.
-
-    Arithmetic with them is 100 times slower, and they are negligibly small.
-    """
-
-    def __enter__(self) -> None:
-        self.before = _SMALLEST * 1.0 == 0.0
-        torch.set_flush_denormal(True)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_flush_denormal(self.before)
-
 
 # ------------------------------------------------------------------------ compilation
 

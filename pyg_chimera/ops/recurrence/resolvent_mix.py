@@ -26,7 +26,10 @@ from pyg_chimera.ops.recurrence.cpu.sweep_polynomial import FLOATS
 from pyg_chimera.ops.recurrence.dense import resolvent as reference
 from pyg_chimera.ops.recurrence.gpu import resolvent as triton_backend
 from pyg_chimera.ops.recurrence.plain import resolvent as torch_backend
-from pyg_chimera.ops.recurrence.plan.conditioning import is_ill_conditioned, sums
+from pyg_chimera.ops.recurrence.plan.conditioning import (
+    has_small_sums,
+    is_ill_conditioned,
+)
 from pyg_chimera.ops.structure.symbolic_factor import (
     Blocks,
     graph_blocks,
@@ -113,12 +116,11 @@ def _most_entries(inputs: Inputs) -> int:
 
 def _may_iterate(inputs: Inputs) -> bool:
     """Whether an iteration can be used instead of factors that fill up."""
-    if inputs.value.size(0) < _MAX_SMALL:
+    if inputs.value.size(0) < _MAX_SMALL or inputs.edge_weight.numel() == 0:
         return False
     if trusted():
         return True
-    found = sums(inputs.edge_index, inputs.edge_weight.double(), len(inputs.value))
-    return bool(min(x.max() for x in found) < 1) if found[0].numel() else False
+    return has_small_sums(inputs.edge_index, inputs.edge_weight, len(inputs.value))
 
 
 _resolvent_mix = _ResolventMix()

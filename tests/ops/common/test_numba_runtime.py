@@ -14,7 +14,7 @@ import torch
 
 from pyg_chimera.nn import GatedGCNConv, GPSLayer
 from pyg_chimera.ops.common import numba_runtime
-from pyg_chimera.ops.common.numba_runtime import run
+from pyg_chimera.ops.common.numba_runtime import jit, run, stopped
 
 SMALLEST = 5e-324
 COSTS = {"short": 1.0, "threads": 1e4, "long": 1e8}
@@ -25,74 +25,102 @@ def _two_threads():
     torch.set_num_threads(2)  # put back by a fixture for all operators' tests
 
 
+@jit
+def adds(first, last, stop, scratch, done, amount):
+    scratch[:] = amount  # each thread has its own
+    for i in range(first, last):
+        if stopped(stop):
+            return
+        done[i] += scratch[i % 7]
+
+
+@jit
+def multiplies(first, last, stop, scratch, x):
+    for i in range(first, last):
+        x[i] *= 0.5
+
+
+@jit
+def divides(first, last, stop, scratch, done, by):
+    for i in range(first, last):
+        if stopped(stop):
+            return
+        done[i] = 1 // by
+
+
+@jit
+def waits(first, last, stop, scratch, x):
+    for i in range(first, last):
+        for _ in range(1000):
+            if stopped(stop):
+                return
+            for _ in range(1000):
+                x[i] += 1.0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("kind", COSTS)
-def test_each_task_runs_once(kind):
-    done = np.zeros(100, np.int64)
-
-    def kernel(first, last, stop, scratch, amount):
-        assert stop[0] == 0
-        assert scratch.shape == (7,)
-        assert scratch.dtype == np.float32
-        done[first:last] += amount
-
-    costs = np.full(100, COSTS[kind])
-    run(kernel, costs, 7, np.dtype(np.float32), 3)
-    assert (done == 3).all()
-    run(kernel, costs[:0], 7, np.dtype(np.float32), 3)
+def test_each_task_runs_once(kind, threads):
+    torch.set_num_threads(threads)
+    costs = np.random.default_rng(0).random(100) * COSTS[kind]
+    for dtype in (np.float32, np.float64):
+        done = np.zeros(100)
+        run(adds, costs, 7, np.dtype(dtype), done, 3)
+        run(adds, costs[:0], 7, np.dtype(dtype), done[:0], 3)
+        assert (done == 3).all()
 
 
 @pytest.mark.parametrize("kind", COSTS)
 def test_errors_are_raised_and_stop_the_rest(kind):
-    begun = []
-
-    def kernel(first, last, stop, scratch):
-        begun.append(first)
-        raise RuntimeError("out of luck")
-
-    with pytest.raises(RuntimeError, match="out of luck"):
-        run(kernel, np.full(100, COSTS[kind]), 0, np.dtype(np.float32))
-    assert len(begun) <= 2  # one a thread
+    done = np.full(10_000, -1)
+    costs = np.full(10_000, COSTS[kind] / 100)
+    with pytest.raises(RuntimeError, match="divides failed"):
+        run(divides, costs, 0, np.dtype(np.float32), done, 0)
+    assert (done == -1).all()
+    run(divides, costs, 0, np.dtype(np.float32), done, 1)
+    assert (done == 1).all()
 
 
 @pytest.mark.parametrize("kind", COSTS)
 def test_denormals_are_zero_in_kernels_only(kind):
-    seen = []
-
-    def kernel(first, last, stop, scratch):
-        seen.append(SMALLEST * 1.0)
-
-    run(kernel, np.full(100, COSTS[kind]), 0, np.dtype(np.float32))
-    assert seen
-    assert set(seen) == {0.0}
+    for dtype in (np.float32, np.float64):
+        x = np.full(100, np.finfo(dtype).tiny, dtype)
+        run(multiplies, np.full(100, COSTS[kind]), 0, np.dtype(dtype), x)
+        assert (x == 0).all()
     assert SMALLEST * 1.0 > 0
 
 
-def test_python_threads_without_openmp(monkeypatch):
-    monkeypatch.setattr(numba_runtime, "_OPENMP", None)
-    names = set()
+@pytest.mark.parametrize("without", ["OPENMP", "_PID"])
+def test_python_threads_without_openmp_and_after_a_fork(without, monkeypatch):
+    monkeypatch.setattr(numba_runtime, without, None)
+    in_threads, calls = numba_runtime._in_threads, []
+    monkeypatch.setattr(
+        numba_runtime, "_in_threads", lambda *args: calls.append(in_threads(*args))
+    )
+    done = np.zeros(100)
+    run(adds, np.full(100, 1e4), 7, np.dtype(np.float32), done, 3)
+    assert (done == 3).all()
+    assert len(calls) == 1
 
-    def kernel(first, last, stop, scratch):
-        names.add(threading.current_thread().name)
 
-    run(kernel, np.full(100, 1e4), 0, np.dtype(np.float32))
-    assert all(name.startswith("pyg_chimera") for name in names)
+def test_a_kernel_that_is_not_jitted():
+    """With NUMBA_DISABLE_JIT."""
+    done = np.zeros(100)
+    run(adds.py_func, np.full(100, 1e4), 7, np.dtype(np.float32), done, 3)
+    assert (done == 3).all()
 
 
 @pytest.mark.parametrize("kind", ["threads", "long"])
 def test_ctrl_c_is_never_swallowed(kind):
     """However often it comes, and wherever."""
 
-    def kernel(first, last, stop, scratch):
-        end = time.monotonic() + 0.002
-        while time.monotonic() < end and not stop[0]:
-            pass
-
     def forever():
         while True:
-            run(kernel, costs, 0, np.dtype(np.float32))
+            run(waits, costs, 0, np.dtype(np.float32), x)
 
-    costs = np.full(100, COSTS[kind])
-    run(kernel, costs, 0, np.dtype(np.float32))
+    costs, x = np.full(100, COSTS[kind]), np.zeros(100)
+    run(waits, costs, 0, np.dtype(np.float32), x)
+    assert (x == 1e6).all()
     for delay in np.linspace(0.005, 0.03, 12):
         timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()

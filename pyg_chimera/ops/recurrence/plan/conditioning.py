@@ -25,6 +25,30 @@ def sums(edge_index: Tensor, weight: Tensor, num_nodes: int) -> list[Tensor]:
     return [zeros.index_add(0, end.long(), weight) for end in edge_index.flip(0)]
 
 
+def has_small_sums(edge_index: Tensor, weight: Tensor, num_nodes: int) -> bool:
+    """Whether the sum of each row of |A|, or of each column, is less than one."""
+    weight = weight.detach().double()
+    if not weight.is_cpu:
+        return any(bool((x < 1).all()) for x in sums(edge_index, weight, num_nodes))
+    arrays = as_array(edge_index), as_array(weight)
+    return any(_has_small_sums(*arrays, end, num_nodes) for end in (1, 0))
+
+
+@jit
+def _has_small_sums(edge_index, weight, end, num_nodes):
+    edges, heads = weight.shape
+    sums = np.zeros((num_nodes, heads))
+    for e in range(edges):
+        i = edge_index[end, e]
+        for h in range(heads):
+            sums[i, h] += abs(weight[e, h])
+    for i in range(num_nodes):
+        for h in range(heads):
+            if not sums[i, h] < 1:
+                return False
+    return True
+
+
 def is_ill_conditioned(edge_index: Tensor, weight: Tensor, num_nodes: int) -> bool:
     r"""Whether row sums (or column sums) of :math:`(I - |A|)^{-1}` may be large.
 
